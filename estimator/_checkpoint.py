@@ -1,0 +1,255 @@
+"""Checkpoints of a training state: named arrays in `<model_dir>/ckpt-<step>`, written by orbax.
+
+On disk a checkpoint is one flat dict from names to arrays: "variables/dense/w",
+"slots/adam/0/mu/dense/w", "global_step" and "key". Each is there once, whole, whatever devices it
+was on, so that any number of devices can read it.
+
+Saving is synchronous: a train step may take the memory of the state as soon as `save` has returned,
+and what `save` returned is on disk. A checkpoint is written under another name and then renamed,
+and renamed again before it is removed, so what has the name of a checkpoint is always a whole one.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import shutil
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+
+State = Any  # estimator._transform.State, of arrays or of jax.ShapeDtypeStructs.
+
+_NAME = re.compile(r"ckpt-(\d+)")
+_LEFTOVER = re.compile(r"ckpt-\d+\..+")
+_METADATA_FILE = "_METADATA"
+
+
+class Checkpoints:
+    """The checkpoints of one directory, which may be written and read by different processes.
+
+    >>> import collections, tempfile
+    >>> State = collections.namedtuple("State", "variables slots global_step key")
+    >>> state = State({"w": jnp.ones((2,))}, {}, jnp.int32(7), jax.random.key(0))
+    >>> checkpoints = Checkpoints(tempfile.mkdtemp())
+    >>> path = checkpoints.save(state)
+    >>> path == checkpoints.latest()
+    True
+    >>> names(path)
+    ['global_step', 'w']
+    >>> read(path, "w")
+    array([1., 1.], dtype=float32)
+    >>> restore(path, jax.eval_shape(lambda: state)).variables
+    {'w': Array([1., 1.], dtype=float32)}
+
+    Args:
+      model_dir: the directory; made by the first `save`.
+      keep_max: how many of the newest checkpoints `save` leaves; None or 0: all.
+    """
+
+    def __init__(self, model_dir: str | os.PathLike[str], keep_max: int | None = 5) -> None:
+        self._dir = os.fspath(model_dir)
+        self._keep_max = keep_max
+        self._swept = False
+
+    def paths(self) -> list[str]:
+        """The paths of all whole checkpoints, oldest first; looked up anew by every call."""
+        if not os.path.isdir(self._dir):
+            return []
+        steps = sorted(int(m[1]) for m in map(_NAME.fullmatch, os.listdir(self._dir)) if m)
+        return [path for path in map(self._path, steps) if _is_checkpoint(path)]
+
+    def latest(self) -> str | None:
+        """The path of the newest whole checkpoint, or None where there is none."""
+        paths = self.paths()
+        return paths[-1] if paths else None
+
+    def save(self, state: State) -> str:
+        """Writes `state` to `<model_dir>/ckpt-<global_step>` and returns that path once it is there.
+
+        A step that has a checkpoint already is left as it is: a training run goes on from the
+        newest checkpoint, so the same step means the same state.
+
+        Args:
+          state: what to save, of jax arrays on any devices; none may have a size of zero.
+
+        Raises:
+          ValueError: two variables have the same name on disk.
+        """
+        path = self._path(int(state.global_step))
+        if not _is_checkpoint(path):
+            arrays = jax.tree.map(_key_data, _flatten(state))
+            with _checkpointer() as checkpointer:
+                # force: something that is no checkpoint may be in the way.
+                checkpointer.save(
+                    os.path.abspath(path), args=ocp.args.PyTreeSave(arrays), force=True
+                )
+            if jax.process_index() == 0:
+                self._remove_old(path)
+        return path
+
+    def _path(self, step: int) -> str:
+        return os.path.join(self._dir, f"ckpt-{step}")
+
+    def _remove_old(self, written: str) -> None:
+        if not self._swept:  # What a killed process was writing or removing.
+            for name in filter(_LEFTOVER.fullmatch, os.listdir(self._dir)):
+                shutil.rmtree(os.path.join(self._dir, name), ignore_errors=True)
+            self._swept = True
+        if not self._keep_max:
+            return
+        for path in self.paths()[: -self._keep_max]:
+            if path != written:
+                os.rename(path, f"{path}.removed")
+                shutil.rmtree(f"{path}.removed")
+
+
+def restore(path: str, like: State, partial: bool = False) -> State:
+    """Returns the state saved at `path`, with every array placed as `like` says.
+
+    Names, shapes and dtypes are compared first; no array is read where they differ.
+
+    Args:
+      path: a checkpoint, as `Checkpoints.latest` returns it.
+      like: the state of `jax.ShapeDtypeStruct`s to fill. An array goes to the `sharding` of its
+        leaf, or to the default device where that is None.
+      partial: whether the checkpoint may hold more than `like`, of which nothing is read:
+        evaluation has no slots, and a model may make fewer variables there.
+
+    Raises:
+      ValueError: `path` is not a checkpoint, or its variables are not those of `like`.
+    """
+    wanted = _flatten(like)
+    data = {name: jax.eval_shape(_key_data, leaf) for name, leaf in wanted.items()}
+    with _checkpointer() as checkpointer:
+        _check_same(path, _metadata(checkpointer, path), data, partial)
+        restore_args = {name: _restore_args(leaf) for name, leaf in wanted.items()}
+        arrays = checkpointer.restore(
+            os.path.abspath(path),
+            args=ocp.args.PyTreeRestore(data, restore_args, partial_restore=True),
+        )
+    leaves = [_wrap_key_data(arrays[name], leaf) for name, leaf in wanted.items()]
+    return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+
+def names(path: str) -> list[str]:
+    """Returns the sorted names of variables, optimizer slots and global step saved at `path`.
+
+    Raises:
+      ValueError: `path` is not a checkpoint.
+    """
+    with _checkpointer() as checkpointer:
+        return sorted(_by_readable_name(_metadata(checkpointer, path)))
+
+
+def read(path: str, name: str) -> np.ndarray:
+    """Returns the array called `name` (see `names`) of the checkpoint at `path`.
+
+    Raises:
+      ValueError: `path` is not a checkpoint, or it has no such array.
+    """
+    with _checkpointer() as checkpointer:
+        on_disk = _by_readable_name(_metadata(checkpointer, path))
+        if name not in on_disk:
+            near = difflib.get_close_matches(name, on_disk, cutoff=0.5) or sorted(on_disk)[:5]
+            raise ValueError(
+                f"Checkpoint {path} has no variable {name!r}. Did you mean one of {near}? "
+                f"It has {len(on_disk)} names in all."
+            )
+        key = on_disk[name]
+        args = ocp.args.PyTreeRestore(
+            {key: 0}, {key: ocp.RestoreArgs(restore_type=np.ndarray)}, partial_restore=True
+        )
+        return checkpointer.restore(os.path.abspath(path), args=args)[key]
+
+
+def _checkpointer() -> ocp.Checkpointer:
+    return ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
+
+
+def _is_checkpoint(path: str) -> bool:
+    return os.path.isfile(os.path.join(path, _METADATA_FILE))
+
+
+def _metadata(checkpointer: ocp.Checkpointer, path: str) -> dict[str, Any]:
+    """What is saved at `path`: names on disk, and objects with `shape` and `dtype`."""
+    if not _is_checkpoint(path):
+        raise ValueError(
+            f"{path} is not a checkpoint. Give the path of one, as `latest_checkpoint()` returns "
+            "it: `<model_dir>/ckpt-<step>`."
+        )
+    return checkpointer.metadata(os.path.abspath(path)).item_metadata.tree
+
+
+def _flatten(state: State) -> dict[str, Any]:
+    """The leaves of a state by their names on disk, in the order of `jax.tree.leaves`."""
+    leaves: dict[str, Any] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        if name in leaves:
+            raise ValueError(
+                f"Two variables have the name {name!r} in a checkpoint: one is called so, the "
+                "other is part of a variable that is a tree. Rename one of them."
+            )
+        leaves[name] = leaf
+    return leaves
+
+
+def _by_readable_name(on_disk: dict[str, Any]) -> dict[str, str]:
+    """Names on disk by the names that users see, which leave "variables/" and "slots/" away."""
+    readable: dict[str, str] = {"global_step": "global_step"}
+    for prefix in ("variables/", "slots/"):
+        for key in filter(lambda key: key.startswith(prefix), on_disk):  # noqa: B023
+            name = key.removeprefix(prefix)
+            readable[key if name in readable else name] = key
+    return readable
+
+
+def _check_same(path: str, saved: dict[str, Any], model: dict[str, Any], partial: bool) -> None:
+    """Raises one error that names every difference between a checkpoint and a model."""
+
+    def kind(array: Any) -> str:
+        return f"{np.dtype(array.dtype).name}{list(array.shape)}"
+
+    lines = [
+        f"  missing: {name}, {kind(model[name])} in the model" for name in model - saved.keys()
+    ]
+    if not partial:
+        extra = saved.keys() - model.keys()
+        lines += [f"  unexpected: {name}, {kind(saved[name])} in the checkpoint" for name in extra]
+    for name in model.keys() & saved.keys():
+        if kind(saved[name]) != kind(model[name]):
+            was, now = kind(saved[name]), kind(model[name])
+            lines.append(f"  mismatched: {name}, {was} in the checkpoint, {now} in the model")
+    if lines:
+        raise ValueError(
+            f"The variables of checkpoint {path} are not those of the model:\n"
+            + "\n".join(sorted(lines))
+            + "\nMake the model_fn create the same variables and optimizers as when the checkpoint "
+            "was saved, or use another model_dir to start anew."
+        )
+
+
+def _is_key(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _key_data(leaf: Any) -> Any:
+    """The numbers of a typed PRNG key, which orbax can save; any other array as it is."""
+    return jax.random.key_data(leaf) if _is_key(leaf) else leaf
+
+
+def _wrap_key_data(array: Any, like: Any) -> Any:
+    if not _is_key(like):
+        return array
+    impls: list[Any] = []
+    jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), like)
+    return jax.random.wrap_key_data(array, impl=impls[0])
+
+
+def _restore_args(leaf: Any) -> ocp.ArrayRestoreArgs:
+    return ocp.ArrayRestoreArgs(sharding=leaf.sharding or jnp.zeros(()).sharding)

@@ -1,0 +1,121 @@
+"""The frame: what a running model_fn reads and writes while it looks like stateful code.
+
+A frame is opened inside a pure function, the model_fn runs in it, and what it left there is collected. Nothing
+survives the `with`; the thread-local stack of open frames is the only module-level state of this package.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from estimator._modes import ModeKeys
+
+if TYPE_CHECKING:
+    from estimator._placement import Placement
+
+PyTree = Any
+
+
+def _same(denominator: jax.Array) -> jax.Array:
+    return denominator
+
+
+@dataclasses.dataclass
+class Frame:
+    """One run of a model_fn.
+
+    Attributes:
+      mode: what the run is for.
+      variables: the value of every variable at the start of the run, by full name.
+      slots: the optimizers' states at the start of the run, by optimizer name.
+      key: the PRNG key of this step (in init: of the initial values).
+      global_step: int32 scalar.
+      initializing: whether `get_variable` creates variables instead of looking them up.
+      known_gradients: what the first calls of `compute_gradients` return (see `_gradients.py`).
+      average_denominator: what a loss does to its denominator, of which every tower has its own.
+      trainable, aggregation: what `get_variable` was told, by full name.
+      assigned, added: the writes of this run: the value assigned last, and the sum of the deltas since.
+      placement: where a replicated model_fn wants its variables; None for a plain one.
+      scope, reuse: what the open `variable_scope`s say.
+      rng_calls: how often `make_rng` was called, by name.
+      slot_owners: which optimizer each entry of `slots` belongs to.
+      gradient_calls: how often `compute_gradients` was called.
+    """
+
+    # JAX values.
+    mode: ModeKeys
+    variables: dict[str, PyTree]
+    slots: dict[str, PyTree]
+    key: jax.Array
+    global_step: jax.Array
+    # Python values: how the run is done.
+    initializing: bool = False
+    known_gradients: tuple[dict[str, PyTree], ...] = ()
+    average_denominator: Callable[[jax.Array], jax.Array] = _same
+    # Python values: what the model_fn did so far.
+    trainable: dict[str, bool] = dataclasses.field(default_factory=dict)
+    aggregation: dict[str, Any] = dataclasses.field(default_factory=dict)
+    assigned: dict[str, PyTree] = dataclasses.field(default_factory=dict)
+    added: dict[str, PyTree] = dataclasses.field(default_factory=dict)
+    placement: Placement | None = None
+    scope: tuple[str, ...] = ()
+    reuse: Any = None
+    rng_calls: Counter[str] = dataclasses.field(default_factory=Counter)
+    slot_owners: dict[str, Any] = dataclasses.field(default_factory=dict)
+    gradient_calls: int = 0
+
+    def fresh(self, **changes: Any) -> Frame:
+        """A frame for the same run in which nothing has happened yet."""
+        started = {
+            "mode": self.mode,
+            "variables": dict(self.variables),
+            "slots": dict(self.slots),
+            "key": self.key,
+            "global_step": self.global_step,
+            "initializing": self.initializing,
+            "known_gradients": self.known_gradients,
+            "average_denominator": self.average_denominator,
+        }
+        return Frame(**(started | changes))
+
+
+class _Stack(threading.local):
+    def __init__(self) -> None:
+        self.frames: list[Frame] = []
+
+
+_stack = _Stack()
+
+
+@contextlib.contextmanager
+def open_frame(frame: Frame) -> Iterator[Frame]:
+    """Makes `frame` the current one until the block ends."""
+    _stack.frames.append(frame)
+    try:
+        yield frame
+    finally:
+        popped = _stack.frames.pop()
+        if popped is not frame:
+            raise RuntimeError("Frames were closed in another order than they were opened.")
+
+
+def current_frame(caller: str) -> Frame:
+    """The frame of the run that is going on; `caller` is named in the error where there is none."""
+    if not _stack.frames:
+        raise RuntimeError(
+            f"`{caller}` must be called inside a model_fn that an Estimator or `est.transform` runs; "
+            "got called outside of one."
+        )
+    return _stack.frames[-1]
+
+
+def average_denominator(denominator: jax.Array) -> jax.Array:
+    """The denominator that a mean loss divides by: averaged over towers, where there are towers."""
+    return _stack.frames[-1].average_denominator(denominator) if _stack.frames else denominator

@@ -1,0 +1,128 @@
+"""Runs a model_fn and takes the gradients that it asks for."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from estimator._frame import Frame, PyTree, open_frame
+from estimator._optimizer import GradientsNeeded, TrainOp, Update
+from estimator._spec import EstimatorSpec
+
+
+class Outcome(NamedTuple):
+    """What is left of a run.
+
+    Attributes:
+      spec: what the model_fn returned, with gradients in place of pending losses.
+      assigned: by name, the value the run assigned last.
+      added: by name, the sum of the deltas it added since.
+    """
+
+    spec: EstimatorSpec
+    assigned: dict[str, PyTree]
+    added: dict[str, PyTree]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Request:
+    """A run that stopped at `compute_gradients`."""
+
+    var_list: tuple[str, ...] = dataclasses.field(metadata={"static": True})
+
+
+def run(
+    call: Callable[[], EstimatorSpec],
+    frame: Frame,
+    *,
+    take_gradients: bool,
+    loss_scale: float = 1.0,
+) -> tuple[Outcome, Frame]:
+    """Runs `call` in a frame like `frame`, with the gradients it asks for.
+
+    One `jax.vjp` of the whole run serves every loss that `minimize` noted. `compute_gradients` must return values in
+    the middle of the run: there the run is left by an exception that carries the loss out, and is done again with
+    the gradients in hand. XLA removes the repeated part.
+
+    Args:
+      call: runs the model_fn.
+      frame: where the run starts; it is not changed.
+      take_gradients: whether losses are pending. Where a replicated model_fn has taken the gradients in its towers
+        there are none, and the towers must not be differentiated once more.
+      loss_scale: factor on every loss that is differentiated.
+
+    Returns:
+      The outcome, and the frame as the run left it, good for its Python values only.
+    """
+    floating = {name: value for name, value in frame.variables.items() if _is_floating(value)}
+    known: tuple[dict[str, PyTree], ...] = ()
+    ran: list[Frame] = []
+
+    def attempt(floating: dict[str, PyTree]) -> tuple[list[jax.Array], Outcome | _Request]:
+        started = frame.fresh(variables={**frame.variables, **floating}, known_gradients=known)
+        ran.append(started)
+        with open_frame(started):
+            try:
+                spec = call()
+            except GradientsNeeded as needed:
+                return [needed.loss], _Request(needed.var_list)
+        pending = [update.loss for update in _pending(spec.train_op)] if take_gradients else []
+        return pending, Outcome(spec, started.assigned, started.added)
+
+    while True:
+        differentiate = take_gradients
+        if not differentiate:
+            _, outcome = attempt(floating)
+            differentiate = isinstance(outcome, _Request)
+        if differentiate:
+            losses, pull, outcome = jax.vjp(attempt, floating, has_aux=True)
+        if isinstance(outcome, Outcome):
+            break
+        known += (_gradients(losses, pull, 0, outcome.var_list, loss_scale),)
+
+    spec = outcome.spec
+    if take_gradients and spec.train_op is not None:
+        taken = {
+            update.slots: _gradients(losses, pull, i, update.var_list, loss_scale)
+            for i, update in enumerate(_pending(spec.train_op))
+        }
+        spec = dataclasses.replace(spec, train_op=_with_gradients(spec.train_op, taken))
+    return outcome._replace(spec=spec), ran[-1]
+
+
+def _pending(train_op: TrainOp | None) -> list[Update]:
+    return [update for update in train_op.updates if update.gradients is None] if train_op else []
+
+
+def has_pending(train_op: TrainOp | None) -> bool:
+    """Whether gradients are still to be taken from a loss."""
+    return bool(_pending(train_op))
+
+
+def _with_gradients(train_op: TrainOp, taken: dict[str, dict[str, PyTree]]) -> TrainOp:
+    return TrainOp(
+        tuple(
+            dataclasses.replace(update, gradients=taken.get(update.slots, update.gradients))
+            for update in train_op.updates
+        )
+    )
+
+
+def _gradients(
+    losses: list[jax.Array], pull: Callable[..., Any], i: int, names: tuple[str, ...], scale: float
+) -> dict[str, PyTree]:
+    cotangents = [
+        jnp.full((), scale if j == i else 0.0, loss.dtype) for j, loss in enumerate(losses)
+    ]
+    (gradients,) = pull(cotangents)
+    return {name: gradients[name] for name in names}
+
+
+def _is_floating(value: PyTree) -> bool:
+    leaves = jax.tree.leaves(value)
+    return bool(leaves) and all(jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in leaves)

@@ -1,0 +1,66 @@
+"""The contract of a model_fn: which arguments it takes, and what it returns."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from estimator._frame import PyTree
+from estimator._modes import ModeKeys
+from estimator._spec import EstimatorSpec
+
+ModelFn = Callable[..., EstimatorSpec]
+_OPTIONAL = ("labels", "mode", "params", "config")
+
+
+def bind(model_fn: ModelFn, params: Any = None, config: Any = None) -> ModelFn:
+    """A function of `(features, labels, mode)` alone that checks what comes back.
+
+    Arguments go by keyword, and only those that the model_fn has; `**kwargs` takes all.
+
+    Raises:
+      ValueError: the model_fn has no `features`, has arguments no one fills, or lacks `params` although some are given.
+    """
+    if not callable(model_fn):
+        raise TypeError(f"model_fn must be a function; got {model_fn!r}.")
+    signature = inspect.signature(model_fn).parameters
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in signature.values())
+    accepted = {n for n, p in signature.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
+    shown = f"model_fn ({getattr(model_fn, '__name__', model_fn)})"
+    if "features" not in accepted and not takes_all:
+        raise ValueError(f"{shown} must include features argument; it has {sorted(accepted)}.")
+    unknown = [
+        name
+        for name, p in signature.items()
+        if name in accepted - {"features", *_OPTIONAL} and p.default is p.empty
+    ]
+    if unknown:
+        raise ValueError(
+            f"{shown} has following not expected args: {unknown}. It may have features, labels, mode, params and "
+            "config; bind others by functools.partial or give them defaults."
+        )
+    if params and "params" not in accepted and not takes_all:
+        raise ValueError(
+            f"{shown} does not include params argument, but params ({params!r}) is passed. Add the argument."
+        )
+
+    def call(features: PyTree, labels: PyTree, mode: ModeKeys) -> EstimatorSpec:
+        if labels is not None and "labels" not in accepted and not takes_all:
+            raise ValueError(
+                f"{shown} does not take labels, but input_fn returns labels. "
+                "Add the argument, or let input_fn return features alone."
+            )
+        offered = {"labels": labels, "mode": mode, "params": params, "config": config}
+        taken = {n: v for n, v in offered.items() if takes_all or n in accepted}
+        spec = model_fn(features=features, **taken)
+        if not isinstance(spec, EstimatorSpec):
+            raise ValueError(f"{shown} should return an EstimatorSpec; got {spec!r}.")
+        if spec.mode != mode:
+            raise ValueError(
+                f"{shown} was run in mode {str(mode)!r}, but its EstimatorSpec says {str(spec.mode)!r}. "
+                "Pass `mode` on to EstimatorSpec."
+            )
+        return spec
+
+    return call

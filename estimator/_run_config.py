@@ -1,0 +1,146 @@
+"""How an Estimator runs: where it saves, how often, and from which seed."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Any
+
+
+class _Unset:
+    """The default of a field that differs from None, which means "never"."""
+
+    def __repr__(self) -> str:
+        return "<unset>"
+
+
+_UNSET: Any = _Unset()
+_DEFAULT_SAVE_SECS = 600
+
+
+def _is_number(value: object, kinds: type | tuple[type, ...]) -> bool:
+    return isinstance(value, kinds) and not isinstance(value, bool)
+
+
+def _check_int(field: str, value: object, minimum: int, advice: str) -> None:
+    if not _is_number(value, int) or value < minimum:  # type: ignore[operator]
+        raise ValueError(f"`{field}` should be an int >= {minimum}{advice}; got {value!r}.")
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConfig:
+    """The settings of a run: checked when made, immutable, the same for every call of an Estimator.
+
+    As in TensorFlow, a checkpoint is saved every 600 seconds unless told otherwise, and giving one
+    of `save_checkpoints_steps` and `save_checkpoints_secs` turns the other off. Unlike there,
+    `seed` has a fixed default, so that a run can be repeated without asking for it.
+
+    >>> RunConfig().save_checkpoints_secs
+    600
+    >>> config = RunConfig(save_checkpoints_steps=100)
+    >>> config.save_checkpoints_secs is None
+    True
+    >>> config.replace(seed=1)
+    RunConfig(model_dir=None, seed=1, save_checkpoints_steps=100, save_checkpoints_secs=None,
+              keep_checkpoint_max=5, log_step_count_steps=100, steps_per_loop=1)
+
+    Args:
+      model_dir: the directory of checkpoints and event files, a string or a path object; None
+        leaves it to the Estimator.
+      seed: what initial values and all other randomness follow from.
+      save_checkpoints_steps: save every so many steps. None or 0: not by steps.
+      save_checkpoints_secs: save every so many seconds. None or 0: not by time. With both None no
+        checkpoint is ever saved.
+      keep_checkpoint_max: how many of the newest checkpoints stay on disk; None or 0 keeps all.
+      log_step_count_steps: log loss and steps per second every so many steps; None never does.
+      steps_per_loop: how many train steps make one compiled program, of which only the end is seen
+        by hooks.
+
+    Raises:
+      ValueError: a field has a value that it cannot have, or `save_checkpoints_steps` and
+        `save_checkpoints_secs` are both given and not None.
+    """
+
+    model_dir: str | None = None
+    seed: int = 0
+    save_checkpoints_steps: int | None = _UNSET
+    save_checkpoints_secs: float | None = _UNSET
+    keep_checkpoint_max: int | None = 5
+    log_step_count_steps: int | None = 100
+    steps_per_loop: int = 1
+
+    def __post_init__(self) -> None:
+        self._check_model_dir()
+        self._check_saving()
+        if not _is_number(self.seed, int):
+            raise ValueError(
+                f"`seed` should be an int, say `RunConfig(seed=0)`; got {self.seed!r}."
+            )
+        if self.keep_checkpoint_max is not None:
+            _check_int("keep_checkpoint_max", self.keep_checkpoint_max, 0, ", or None to keep all")
+        if self.log_step_count_steps is not None:
+            _check_int("log_step_count_steps", self.log_step_count_steps, 1, ", or None not to log")
+        _check_int("steps_per_loop", self.steps_per_loop, 1, "")
+
+    def _check_model_dir(self) -> None:
+        model_dir = self.model_dir
+        if model_dir is None:
+            return
+        if isinstance(model_dir, os.PathLike):
+            model_dir = os.fspath(model_dir)
+        if not isinstance(model_dir, str) or not model_dir:
+            raise ValueError(
+                "`model_dir` should be a non-empty path, or None to leave it to the Estimator; "
+                f"got {self.model_dir!r}."
+            )
+        object.__setattr__(self, "model_dir", model_dir)
+
+    def _check_saving(self) -> None:
+        steps, secs = self.save_checkpoints_steps, self.save_checkpoints_secs
+        if steps is _UNSET and secs is _UNSET:
+            secs = _DEFAULT_SAVE_SECS
+        steps = None if steps is _UNSET else steps
+        secs = None if secs is _UNSET else secs
+        if steps is not None and secs is not None:
+            raise ValueError(
+                "`save_checkpoints_steps` and `save_checkpoints_secs` cannot be both set. "
+                f"Give one of them, or None for the other; got {steps!r} and {secs!r}."
+            )
+        if steps is not None:
+            _check_int("save_checkpoints_steps", steps, 0, ", or None not to save by steps")
+        if secs is not None and not (_is_number(secs, (int, float)) and secs >= 0):
+            raise ValueError(
+                "`save_checkpoints_secs` should be a number >= 0, or None not to save by time; "
+                f"got {secs!r}."
+            )
+        # 0 means never, as None does: whoever reads the fields has one case to look at.
+        object.__setattr__(self, "save_checkpoints_steps", steps or None)
+        object.__setattr__(self, "save_checkpoints_secs", secs or None)
+
+    def replace(self, **kwargs: Any) -> RunConfig:
+        """Returns a copy with other values for the named fields, checked like any new one.
+
+        As in TensorFlow, replacing one of `save_checkpoints_steps` and `save_checkpoints_secs`
+        turns the other off.
+
+        >>> config = RunConfig().replace(save_checkpoints_steps=10)
+        >>> config.save_checkpoints_steps, config.save_checkpoints_secs
+        (10, None)
+
+        Args:
+          **kwargs: fields of `RunConfig` and their new values.
+
+        Raises:
+          ValueError: a name is not a field, or a value is not one that the field can have.
+        """
+        allowed = [field.name for field in dataclasses.fields(self) if field.init]
+        for name in kwargs:
+            if name not in allowed:
+                raise ValueError(
+                    f"Replacing `{name}` is not supported. Allowed fields are {allowed}; "
+                    f"got {name}={kwargs[name]!r}."
+                )
+        saving = {"save_checkpoints_steps", "save_checkpoints_secs"}
+        if saving & kwargs.keys():
+            kwargs = dict.fromkeys(saving, _UNSET) | kwargs
+        return dataclasses.replace(self, **kwargs)

@@ -1,0 +1,297 @@
+"""Turns a model_fn into pure, compiled functions of an explicit state."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from estimator._batch import check_batch
+from estimator._frame import Frame, PyTree, open_frame
+from estimator._gradients import Outcome, has_pending, run
+from estimator._model_fn import ModelFn, bind
+from estimator._modes import ModeKeys
+from estimator._optimizer import TrainOp, apply_updates
+from estimator._placement import Placement
+from estimator._spec import EstimatorSpec
+
+
+class State(NamedTuple):
+    """All that training changes; a pytree.
+
+    Attributes:
+      variables: by full name, an array or a pytree of arrays.
+      slots: by optimizer name, the state of its optax transformation.
+      global_step: int32 scalar, the number of finished training steps.
+      key: typed PRNG key scalar; never changes, since each step folds its number in.
+    """
+
+    variables: dict[str, PyTree]
+    slots: dict[str, PyTree]
+    global_step: jax.Array
+    key: jax.Array
+
+
+class _Init(Protocol):
+    def __call__(
+        self,
+        key: jax.Array,
+        features: PyTree,
+        labels: PyTree = None,
+        mode: str = ModeKeys.TRAIN,
+    ) -> State: ...
+
+
+class _TrainStep(Protocol):
+    def __call__(
+        self, state: State, features: PyTree, labels: PyTree = None
+    ) -> tuple[State, EstimatorSpec]: ...
+
+
+class _EvalStep(Protocol):
+    def __call__(self, state: State, features: PyTree, labels: PyTree = None) -> EstimatorSpec: ...
+
+
+class Model(NamedTuple):
+    """A model_fn as pure functions. A second call with the same shapes traces and compiles nothing.
+
+    Attributes:
+      init: `(key, features, labels=None, mode="train") -> State`. Only TRAIN creates slots.
+      train_step: `(state, features, labels=None) -> (State, EstimatorSpec)`.
+      eval_step: `(state, features, labels=None) -> EstimatorSpec`.
+      predict_step: `(state, features) -> EstimatorSpec`.
+      train_loop: `(state, batches) -> (State, EstimatorSpec)`: as many training steps as there are batches, in one
+        program. `batches` is a list of `(features, labels)`, or one such pair of arrays of shape `[steps, batch, ...]`;
+        the arrays of the spec have `steps` as their first dimension.
+    """
+
+    init: _Init
+    train_step: _TrainStep
+    eval_step: _EvalStep
+    predict_step: Callable[[State, PyTree], EstimatorSpec]
+    train_loop: Callable[[State, Any], tuple[State, EstimatorSpec]]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Traits:
+    """What the first, abstract run of a model_fn tells about it."""
+
+    like: State  # of jax.ShapeDtypeStruct
+    placement: Placement
+    pending: bool  # whether losses are left to differentiate
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Static:
+    """Carries Python values out of a traced function."""
+
+    value: Any = dataclasses.field(metadata={"static": True})
+
+
+def transform(
+    model_fn: ModelFn, params: Any = None, config: Any = None, donate: bool = False
+) -> Model:
+    """Pure, compiled functions that do what the model_fn describes.
+
+    >>> import estimator as est, jax, jax.numpy as jnp, optax
+    >>> def model_fn(features, labels, mode, params):
+    ...     w = est.get_variable("w", (2, 1), initializer=jax.nn.initializers.zeros)
+    ...     loss = est.losses.mean_squared_error(labels, features @ w)
+    ...     train_op = est.Optimizer(optax.sgd(params["learning_rate"])).minimize(loss)
+    ...     return est.EstimatorSpec(mode, predictions=features @ w, loss=loss, train_op=train_op)
+    >>> model = est.transform(model_fn, params={"learning_rate": 0.25})
+    >>> x, y = jnp.eye(2), jnp.ones((2, 1))
+    >>> state = model.init(jax.random.key(0), x, y)
+    >>> state, spec = model.train_step(state, x, y)
+    >>> print(spec.loss, model.eval_step(state, x, y).loss, state.global_step)
+    1.0 0.5625 1
+
+    Args:
+      model_fn: function of `features` and any of `labels, mode, params, config` that returns an `EstimatorSpec`.
+      params, config: passed on to it.
+      donate: whether `train_step` and `train_loop` may reuse the memory of the state they are given, which is then
+        gone for the caller.
+
+    Raises:
+      ValueError: the model_fn has other arguments.
+    """
+    return Model(*_Steps(bind(model_fn, params, config), donate))
+
+
+class _Steps:
+    """Makes the functions of a Model, each compiled at its first call."""
+
+    def __init__(self, call: ModelFn, donate: bool) -> None:
+        self._call = call
+        self._donate = donate
+        self._traits: dict[ModeKeys, _Traits] = {}
+        self._compiled: dict[Any, Callable[..., Any]] = {}
+        self._traced_init = jax.jit(self._pure_init, static_argnames="mode")
+
+    def __iter__(self) -> Any:
+        return iter((self.init, self.train_step, self.eval_step, self.predict_step, self.train_loop))
+
+    # The pure functions: clean inputs, run in a fresh frame, collect.
+
+    def _pure_init(
+        self, key: jax.Array, features: PyTree, labels: PyTree, mode: ModeKeys
+    ) -> tuple[State, _Static]:
+        check_batch(features, labels)
+        step = jnp.zeros((), jnp.int32)
+        frame = Frame(mode, {}, {}, key=key, global_step=step, initializing=True)
+        with open_frame(frame):
+            spec = self._call(features, labels, mode)
+        found = _Static((frame.placement or Placement(), has_pending(spec.train_op)))
+        return State(frame.variables, frame.slots, step, key), found
+
+    def _compute(
+        self, state: State, features: PyTree, labels: PyTree, mode: ModeKeys, pending: bool
+    ) -> tuple[EstimatorSpec, dict[str, PyTree]]:
+        """The spec, with gradients, and the variables that the model_fn wrote itself."""
+        check_batch(features, labels)
+        frame = Frame(
+            mode,
+            state.variables,
+            state.slots,
+            key=jax.random.fold_in(state.key, state.global_step),
+            global_step=state.global_step,
+        )
+        outcome, _ = run(
+            lambda: self._call(features, labels, mode), frame, take_gradients=pending
+        )
+        return outcome.spec, _written(outcome, state.variables)
+
+    def _apply(self, state: State, train_op: TrainOp, written: dict[str, PyTree]) -> State:
+        """The state after a step whose gradients are known."""
+        variables, slots = apply_updates(train_op, state.variables, state.slots)
+        return State({**variables, **written}, slots, state.global_step + 1, state.key)
+
+    def _pure_train(
+        self, pending: bool, state: State, features: PyTree, labels: PyTree
+    ) -> tuple[State, EstimatorSpec]:
+        spec, written = self._compute(state, features, labels, ModeKeys.TRAIN, pending)
+        state = self._apply(state, spec.train_op, written)
+        return state, dataclasses.replace(spec, train_op=TrainOp())
+
+    # The compiled ones.
+
+    def init(
+        self,
+        key: jax.Array,
+        features: PyTree,
+        labels: PyTree = None,
+        mode: str = ModeKeys.TRAIN,
+    ) -> State:
+        mode = ModeKeys(mode)
+        key = _checked_key(key)
+        placement = self._find(mode, features, labels).placement
+        state, _ = self._traced_init(key, features, labels, mode=mode)
+        return jax.device_put(state, placement.state(state))
+
+    def train_step(
+        self, state: State, features: PyTree, labels: PyTree = None
+    ) -> tuple[State, EstimatorSpec]:
+        step = self._compiled.get(ModeKeys.TRAIN)
+        if step is None:
+            found = self._find(ModeKeys.TRAIN, features, labels)
+            step = self._compiled[ModeKeys.TRAIN] = self._jit_train(
+                found, lambda *batch: self._pure_train(found.pending, *batch)
+            )
+        return _guarded(step, state, features, labels)
+
+    def train_loop(self, state: State, batches: Any) -> tuple[State, EstimatorSpec]:
+        features, labels = _stacked(batches)
+        loop = self._compiled.get("train_loop")
+        if loop is None:
+            first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), features)
+            first_labels = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), labels)
+            found = self._find(ModeKeys.TRAIN, first, first_labels)
+
+            def scan(state: State, features: PyTree, labels: PyTree) -> tuple[State, EstimatorSpec]:
+                return jax.lax.scan(
+                    lambda state, batch: self._pure_train(found.pending, state, *batch),
+                    state,
+                    (features, labels),
+                )
+
+            loop = self._compiled["train_loop"] = self._jit_train(found, scan)
+        return _guarded(loop, state, features, labels)
+
+    def eval_step(self, state: State, features: PyTree, labels: PyTree = None) -> EstimatorSpec:
+        return self._run_only(ModeKeys.EVAL, state, features, labels)
+
+    def predict_step(self, state: State, features: PyTree) -> EstimatorSpec:
+        return self._run_only(ModeKeys.PREDICT, state, features, None)
+
+    def _run_only(
+        self, mode: ModeKeys, state: State, features: PyTree, labels: PyTree
+    ) -> EstimatorSpec:
+        step = self._compiled.get(mode)
+        if step is None:
+
+            def step(state: State, features: PyTree, labels: PyTree) -> EstimatorSpec:
+                spec, _ = self._compute(state, features, labels, mode, pending=False)
+                return dataclasses.replace(spec, train_op=None)
+
+            step = self._compiled[mode] = jax.jit(step)
+        return _guarded(step, state, features, labels)
+
+    def _jit_train(self, found: _Traits, step: Callable[..., Any]) -> Callable[..., Any]:
+        shardings = found.placement.state(found.like)
+        return jax.jit(
+            step,
+            in_shardings=(shardings, None, None),
+            out_shardings=(shardings, None),
+            donate_argnums=0 if self._donate else (),
+        )
+
+    def _find(self, mode: ModeKeys, features: PyTree, labels: PyTree) -> _Traits:
+        """The traits of the model_fn, from an abstract run at the first call in a mode."""
+        if mode not in self._traits:
+            check_batch(features, labels)
+            like, found = self._traced_init.eval_shape(
+                jax.random.key(0), features, labels, mode=mode
+            )
+            self._traits[mode] = _Traits(like, *found.value)
+        return self._traits[mode]
+
+
+def _written(outcome: Outcome, variables: dict[str, PyTree]) -> dict[str, PyTree]:
+    written = dict(outcome.assigned)
+    for name, delta in outcome.added.items():
+        written[name] = jax.tree.map(jnp.add, written.get(name, variables[name]), delta)
+    return written
+
+
+def _guarded(step: Callable[..., Any], state: State, features: PyTree, labels: PyTree) -> Any:
+    try:
+        return step(state, features, labels)
+    except TypeError:
+        check_batch(features, labels)  # says in our words what jax does not take
+        raise
+
+
+def _stacked(batches: Any) -> tuple[PyTree, PyTree]:
+    if isinstance(batches, list):
+        if not batches:
+            raise ValueError("`train_loop` needs at least one batch; got an empty list.")
+        pairs = [batch if isinstance(batch, tuple) else (batch, None) for batch in batches]
+        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *pairs)
+    if not isinstance(batches, tuple) or len(batches) != 2:
+        raise TypeError(
+            "`train_loop` takes a list of (features, labels), or one pair (features, labels) of arrays of shape "
+            f"[steps, batch, ...]; got {type(batches).__name__}."
+        )
+    return batches
+
+
+def _checked_key(key: Any) -> jax.Array:
+    if isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        return key
+    if isinstance(key, jax.Array) and key.dtype == jnp.uint32:
+        return jax.random.wrap_key_data(key)
+    raise TypeError(f"`init` needs a PRNG key such as `jax.random.key(0)`; got {key!r}.")

@@ -1,0 +1,359 @@
+"""Losses, as in `tf.losses`: labels first, one weight per element or row, one scalar out.
+
+Weighted means divide by a denominator that is averaged over the towers of a replicated model_fn,
+where there are towers, so that the sum of the scaled tower losses is the mean over all rows.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import jax
+import jax.numpy as jnp
+import optax.losses
+from jax.typing import ArrayLike
+
+from estimator._frame import average_denominator
+from estimator._shapes import as_float, check_same_shape, check_weights, squeeze_last
+
+__all__ = [
+    "Reduction",
+    "absolute_difference",
+    "compute_weighted_loss",
+    "hinge_loss",
+    "huber_loss",
+    "log_loss",
+    "mean_squared_error",
+    "sigmoid_cross_entropy",
+    "softmax_cross_entropy",
+    "sparse_softmax_cross_entropy",
+]
+
+
+class Reduction(enum.StrEnum):
+    """What becomes of the weighted losses of a batch; the values are TensorFlow's.
+
+    >>> compute_weighted_loss(jnp.array([1.0, 5.0]), reduction=Reduction.SUM).item()
+    6.0
+
+    Attributes:
+      NONE: they are returned as they are.
+      SUM: their sum.
+      MEAN: their sum divided by the sum of the weights.
+      SUM_OVER_BATCH_SIZE: their sum divided by the number of elements.
+      SUM_BY_NONZERO_WEIGHTS: their sum divided by the number of elements of non-zero weight.
+    """
+
+    NONE = "none"
+    SUM = "weighted_sum"
+    MEAN = "weighted_mean"
+    SUM_OVER_BATCH_SIZE = "weighted_sum_over_batch_size"
+    SUM_BY_NONZERO_WEIGHTS = "weighted_sum_by_nonzero_weights"
+
+    @classmethod
+    def _missing_(cls, value: object) -> Reduction:
+        known = ", ".join(f"Reduction.{member.name} ({member.value!r})" for member in cls)
+        raise ValueError(f"Unknown loss reduction {value!r}; the known ones are {known}.")
+
+
+_DEFAULT = Reduction.SUM_BY_NONZERO_WEIGHTS
+
+
+def compute_weighted_loss(
+    losses: ArrayLike, weights: ArrayLike = 1.0, reduction: Reduction | str = _DEFAULT
+) -> jax.Array:
+    """The weighted losses, reduced to one number (unless `reduction` is NONE).
+
+    >>> losses = jnp.array([1.0, 2.0, 6.0])
+    >>> compute_weighted_loss(losses).item()
+    3.0
+    >>> compute_weighted_loss(losses, weights=jnp.array([2.0, 1.0, 0.0])).item()  # 4 / 2
+    2.0
+
+    A mean over nothing (weights that are all zero, no elements) is 0, as in TensorFlow.
+
+    Args:
+      losses: shape `[d0, ..., dn]`. Sums are taken in float32 at least.
+      weights: a number, or an array of as many dimensions as `losses`, each 1 or equal.
+      reduction: a `Reduction` or its value.
+
+    Returns:
+      A scalar, or for NONE the shape of `losses`; of the dtype of `losses` (integers: float32).
+
+    Raises:
+      ValueError: if the reduction is unknown or the shape of `weights` does not fit.
+    """
+    return _reduce("compute_weighted_loss", as_float(losses), weights, reduction)
+
+
+def absolute_difference(
+    labels: ArrayLike,
+    predictions: ArrayLike,
+    weights: ArrayLike = 1.0,
+    reduction: Reduction | str = _DEFAULT,
+) -> jax.Array:
+    """The weighted mean (or what `reduction` says) of `|predictions - labels|`.
+
+    >>> absolute_difference(jnp.array([1.0, 2.0]), jnp.array([2.0, 5.0])).item()
+    2.0
+
+    Args:
+      labels: shape of `predictions`; cast to their dtype.
+      predictions: any shape.
+      weights, reduction: as in `compute_weighted_loss`.
+
+    Raises:
+      ValueError: if shapes differ, or as `compute_weighted_loss` does.
+    """
+    labels, predictions = _pair("absolute_difference", labels, predictions)
+    losses = jnp.abs(predictions - labels)
+    return _reduce("absolute_difference", losses, weights, reduction)
+
+
+def mean_squared_error(
+    labels: ArrayLike,
+    predictions: ArrayLike,
+    weights: ArrayLike = 1.0,
+    reduction: Reduction | str = _DEFAULT,
+) -> jax.Array:
+    """The weighted mean (or what `reduction` says) of `(predictions - labels)**2`.
+
+    >>> mean_squared_error(jnp.array([1.0, 2.0]), jnp.array([2.0, 5.0])).item()
+    5.0
+
+    Args:
+      labels: shape of `predictions`; cast to their dtype.
+      predictions: any shape.
+      weights, reduction: as in `compute_weighted_loss`.
+
+    Raises:
+      ValueError: if shapes differ, or as `compute_weighted_loss` does.
+    """
+    labels, predictions = _pair("mean_squared_error", labels, predictions)
+    losses = optax.losses.squared_error(predictions, labels)
+    return _reduce("mean_squared_error", losses, weights, reduction)
+
+
+def huber_loss(
+    labels: ArrayLike,
+    predictions: ArrayLike,
+    weights: ArrayLike = 1.0,
+    reduction: Reduction | str = _DEFAULT,
+    *,
+    delta: float = 1.0,
+) -> jax.Array:
+    """The weighted mean (or what `reduction` says) of errors squared up to `delta`, then linear.
+
+    >>> huber_loss(jnp.array([0.0, 0.0]), jnp.array([1.0, 3.0])).item()  # (0.5 + 2.5) / 2
+    1.5
+
+    Args:
+      labels: shape of `predictions`; cast to their dtype.
+      predictions: any shape.
+      weights, reduction: as in `compute_weighted_loss`.
+      delta: the absolute error from which on the loss grows linearly.
+
+    Raises:
+      ValueError: if shapes differ, or as `compute_weighted_loss` does.
+    """
+    labels, predictions = _pair("huber_loss", labels, predictions)
+    losses = optax.losses.huber_loss(predictions, labels, delta=delta)
+    return _reduce("huber_loss", losses, weights, reduction)
+
+
+def hinge_loss(
+    labels: ArrayLike,
+    logits: ArrayLike,
+    weights: ArrayLike = 1.0,
+    reduction: Reduction | str = _DEFAULT,
+) -> jax.Array:
+    """The weighted mean (or what `reduction` says) of `max(0, 1 - (2 labels - 1) logits)`.
+
+    >>> hinge_loss(jnp.array([0, 1]), jnp.array([1.0, 3.0])).item()  # (2 + 0) / 2
+    1.0
+
+    Args:
+      labels: 0 or 1 (TensorFlow's convention, not -1 and 1), shape of `logits`.
+      logits: any shape; positive for class 1.
+      weights, reduction: as in `compute_weighted_loss`.
+
+    Raises:
+      ValueError: if shapes differ, or as `compute_weighted_loss` does.
+    """
+    labels, logits = _pair("hinge_loss", labels, logits, "logits")
+    losses = optax.losses.hinge_loss(logits, 2 * labels - 1)
+    return _reduce("hinge_loss", losses, weights, reduction)
+
+
+def log_loss(
+    labels: ArrayLike,
+    predictions: ArrayLike,
+    weights: ArrayLike = 1.0,
+    reduction: Reduction | str = _DEFAULT,
+    *,
+    epsilon: float = 1e-7,
+) -> jax.Array:
+    """The weighted mean (or what `reduction` says) of the cross entropy of probabilities.
+
+    >>> round(log_loss(jnp.array([1, 0]), jnp.array([0.5, 0.5])).item(), 4)
+    0.6931
+
+    Args:
+      labels: 0 or 1, shape of `predictions`.
+      predictions: probabilities of class 1; for logits take `sigmoid_cross_entropy`.
+      weights, reduction: as in `compute_weighted_loss`.
+      epsilon: added within the logarithms.
+
+    Raises:
+      ValueError: if shapes differ, or as `compute_weighted_loss` does.
+    """
+    labels, predictions = _pair("log_loss", labels, predictions)
+    positive = labels * jnp.log(predictions + epsilon)
+    negative = (1 - labels) * jnp.log(1 - predictions + epsilon)
+    return _reduce("log_loss", -positive - negative, weights, reduction)
+
+
+def sigmoid_cross_entropy(
+    labels: ArrayLike,
+    logits: ArrayLike,
+    weights: ArrayLike = 1.0,
+    reduction: Reduction | str = _DEFAULT,
+    *,
+    label_smoothing: float = 0.0,
+) -> jax.Array:
+    """The weighted mean (or what `reduction` says) of the cross entropy of independent classes.
+
+    >>> round(sigmoid_cross_entropy(jnp.array([[1, 0]]), jnp.array([[0.0, 0.0]])).item(), 4)
+    0.6931
+
+    Args:
+      labels: 0, 1 or between, shape of `logits`.
+      logits: any shape, `[batch, classes]` mostly.
+      weights, reduction: as in `compute_weighted_loss`.
+      label_smoothing: moves labels towards 1/2 by this fraction.
+
+    Raises:
+      ValueError: if shapes differ, or as `compute_weighted_loss` does.
+    """
+    labels, logits = _pair("sigmoid_cross_entropy", labels, logits, "logits")
+    labels = labels * (1 - label_smoothing) + 0.5 * label_smoothing
+    losses = optax.losses.sigmoid_binary_cross_entropy(logits, labels)
+    return _reduce("sigmoid_cross_entropy", losses, weights, reduction)
+
+
+def softmax_cross_entropy(
+    onehot_labels: ArrayLike,
+    logits: ArrayLike,
+    weights: ArrayLike = 1.0,
+    reduction: Reduction | str = _DEFAULT,
+    *,
+    label_smoothing: float = 0.0,
+) -> jax.Array:
+    """The weighted mean (or what `reduction` says) of the cross entropy of exclusive classes.
+
+    >>> round(softmax_cross_entropy(jnp.array([[1, 0]]), jnp.array([[0.0, 0.0]])).item(), 4)
+    0.6931
+
+    Args:
+      onehot_labels: a distribution over the classes, shape of `logits`. No gradient flows back
+        to it, as in TensorFlow.
+      logits: shape `[..., classes]`.
+      weights, reduction: as in `compute_weighted_loss`, where losses have shape `[...]`.
+      label_smoothing: moves labels towards 1 / classes by this fraction.
+
+    Raises:
+      ValueError: if shapes differ, or as `compute_weighted_loss` does.
+    """
+    labels, logits = _pair("softmax_cross_entropy", onehot_labels, logits, "logits")
+    labels = optax.losses.smooth_labels(jax.lax.stop_gradient(labels), label_smoothing)
+    losses = optax.losses.softmax_cross_entropy(logits, labels)
+    return _reduce("softmax_cross_entropy", losses, weights, reduction)
+
+
+def sparse_softmax_cross_entropy(
+    labels: ArrayLike,
+    logits: ArrayLike,
+    weights: ArrayLike = 1.0,
+    reduction: Reduction | str = _DEFAULT,
+) -> jax.Array:
+    """The weighted mean (or what `reduction` says) of the cross entropy with the right classes.
+
+    >>> round(sparse_softmax_cross_entropy(jnp.array([1, 0]), jnp.zeros((2, 4))).item(), 4)
+    1.3863
+
+    Args:
+      labels: integers in `[0, classes)`, shape `[...]` or, as TensorFlow allows, `[..., 1]`.
+        The loss of a label out of range is NaN.
+      logits: shape `[..., classes]`.
+      weights, reduction: as in `compute_weighted_loss`, where losses have shape `[...]`; weights
+        of shape `[..., 1]` are squeezed.
+
+    Raises:
+      ValueError: if shapes do not fit, or as `compute_weighted_loss` does.
+      TypeError: if labels are not integers.
+    """
+    caller = "sparse_softmax_cross_entropy"
+    logits, labels = as_float(logits), jnp.asarray(labels)
+    if not jnp.issubdtype(labels.dtype, jnp.integer):
+        raise TypeError(
+            f"`{caller}` takes integer labels, one class per row; got {labels.dtype}. Write "
+            "`labels.astype(jnp.int32)`, or call `softmax_cross_entropy` for one-hot labels."
+        )
+    labels = squeeze_last(labels, logits.ndim - 1)
+    if labels.shape != logits.shape[:-1]:
+        raise ValueError(
+            f"`{caller}` got labels of shape {labels.shape} and logits of shape {logits.shape}. "
+            f"Labels must be classes of shape {logits.shape[:-1]}: for one-hot labels call "
+            "`softmax_cross_entropy`, else reshape them."
+        )
+    # Indexing wraps negative labels round to the last classes; those too large give NaN.
+    num_classes = logits.shape[-1]
+    labels = jnp.where(labels < 0, num_classes, labels.astype(jnp.int32))
+    losses = optax.losses.softmax_cross_entropy_with_integer_labels(logits, labels)
+    if not isinstance(weights, int | float):
+        weights = squeeze_last(jnp.asarray(weights), losses.ndim)
+    return _reduce(caller, losses, weights, reduction)
+
+
+def _pair(
+    caller: str, labels: ArrayLike, predictions: ArrayLike, what: str = "predictions"
+) -> tuple[jax.Array, jax.Array]:
+    """Both as arrays of one shape and of the predictions' floating dtype."""
+    predictions = as_float(predictions)
+    labels = jnp.asarray(labels)
+    check_same_shape(caller, labels, predictions, what)
+    return labels.astype(predictions.dtype), predictions
+
+
+def _reduce(
+    caller: str, losses: jax.Array, weights: ArrayLike, reduction: Reduction | str
+) -> jax.Array:
+    """`compute_weighted_loss` for floating losses; `caller` is named in errors."""
+    reduction = Reduction(reduction)
+    dtype = losses.dtype if jnp.finfo(losses.dtype).bits >= 32 else jnp.float32
+    weight = jnp.asarray(weights).astype(dtype)
+    check_weights(caller, weight, losses.shape)
+    weighted = losses.astype(dtype) * weight
+    if reduction == Reduction.NONE:
+        return weighted.astype(losses.dtype)
+    total = jnp.sum(weighted)
+    if reduction == Reduction.SUM:
+        return total.astype(losses.dtype)
+    denominator = _denominator(reduction, jnp.broadcast_to(weight, losses.shape))
+    if not isinstance(weights, int | float):
+        # A plain number makes denominators proportional to the rows: equal on all towers.
+        denominator = average_denominator(denominator)
+    empty = denominator == 0
+    mean = jnp.where(empty, 0, total / jnp.where(empty, 1, denominator))
+    return mean.astype(losses.dtype)
+
+
+def _denominator(reduction: Reduction, weights: jax.Array) -> jax.Array:
+    """What the sum of the losses is divided by; `weights` have the shape of the losses."""
+    match reduction:
+        case Reduction.MEAN:
+            return jnp.sum(weights)
+        case Reduction.SUM_OVER_BATCH_SIZE:
+            return jnp.asarray(weights.size, weights.dtype)
+        case _:
+            return jnp.sum(weights != 0, dtype=weights.dtype)

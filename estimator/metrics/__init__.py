@@ -1,0 +1,45 @@
+"""Metrics, as in `tf.metrics`: labels first, weights last, a mergeable state out.
+
+Each function looks at one batch and returns a `Metric`: a pytree of float32 sums. States of other
+batches and of other towers are merged, and `result()` is taken once at the end.
+"""
+
+from estimator.metrics._classes import mean_iou, mean_per_class_accuracy, recall_at_k
+from estimator.metrics._means import (
+    accuracy,
+    mean,
+    mean_absolute_error,
+    mean_squared_error,
+    root_mean_squared_error,
+)
+from estimator.metrics._metric import Metric
+from estimator.metrics._positives import (
+    false_negatives,
+    false_positives,
+    precision,
+    recall,
+    true_negatives,
+    true_positives,
+)
+from estimator.metrics._thresholds import auc, precision_at_thresholds, recall_at_thresholds
+
+__all__ = [
+    "Metric",
+    "accuracy",
+    "auc",
+    "false_negatives",
+    "false_positives",
+    "mean",
+    "mean_absolute_error",
+    "mean_iou",
+    "mean_per_class_accuracy",
+    "mean_squared_error",
+    "precision",
+    "precision_at_thresholds",
+    "recall",
+    "recall_at_k",
+    "recall_at_thresholds",
+    "root_mean_squared_error",
+    "true_negatives",
+    "true_positives",
+]

@@ -1,0 +1,51 @@
+"""What all metrics do to their arrays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from estimator._shapes import check_same_shape, check_weights, squeeze_last
+
+
+def namespace(*states: Any) -> Any:
+    """`jax.numpy` if one of the states is a jax array, else `numpy`, which stays in float64."""
+    return jnp if any(isinstance(state, jax.Array) for state in states) else np
+
+
+def divide(numerator: Any, denominator: Any) -> Any:
+    """`numerator / denominator`, and 0 where the denominator is."""
+    xp = namespace(numerator, denominator)
+    empty = denominator == 0
+    return xp.where(empty, 0, numerator / xp.where(empty, 1, denominator))
+
+
+def arrange(
+    caller: str, labels: ArrayLike, predictions: ArrayLike, weights: ArrayLike | None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Labels, predictions and float32 weights of one shape.
+
+    As in TensorFlow, a last dimension of 1 that only one of labels and predictions has is dropped.
+    """
+    labels, predictions = jnp.asarray(labels), jnp.asarray(predictions)
+    labels = squeeze_last(labels, predictions.ndim)
+    predictions = squeeze_last(predictions, labels.ndim)
+    check_same_shape(caller, labels, predictions)
+    return labels, predictions, spread(caller, weights, predictions.shape, "predictions")
+
+
+def spread(caller: str, weights: ArrayLike | None, shape: tuple[int, ...], what: str) -> jax.Array:
+    """The weights in float32 and of `shape`; ones for None.
+
+    As in TensorFlow, weights may have a last dimension of 1 too much, or lack the last one.
+    """
+    weights = jnp.asarray(1.0 if weights is None else weights).astype(jnp.float32)
+    if weights.ndim > 0:
+        weights = squeeze_last(weights, len(shape))
+        weights = weights[..., None] if weights.ndim == len(shape) - 1 else weights
+    check_weights(caller, weights, shape, what)
+    return jnp.broadcast_to(weights, shape)

@@ -1,0 +1,140 @@
+"""Metrics of a prediction among several classes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from estimator.metrics._arrays import arrange, divide, spread
+from estimator.metrics._means import Mean, weighted_mean
+from estimator.metrics._metric import Metric
+
+
+class MeanOverClasses(Mean):
+    """The plain mean, over classes, of a weighted mean for each; a class without rows counts as 0.
+
+    Attributes:
+      total, count: as in `Mean`, shape `[classes]`.
+    """
+
+    def result(self) -> Any:
+        return super().result().mean()
+
+
+class MeanIoU(Metric):
+    """The mean, over the classes that occur, of intersection over union.
+
+    Attributes:
+      confusion: sums of weights by label (rows) and prediction (columns), `[classes, classes]`.
+    """
+
+    confusion: jax.Array
+
+    def result(self) -> Any:
+        hits = self.confusion.diagonal()
+        union = self.confusion.sum(axis=0) + self.confusion.sum(axis=1) - hits
+        return divide(divide(hits, union).sum(), (union != 0).sum().astype(union.dtype))
+
+
+def mean_iou(
+    labels: ArrayLike, predictions: ArrayLike, num_classes: int, weights: ArrayLike | None = None
+) -> MeanIoU:
+    """The mean, over the classes that occur, of `hits / (labelled + predicted - hits)`.
+
+    >>> mean_iou(jnp.array([0, 0, 1, 1]), jnp.array([0, 1, 1, 1]), num_classes=3).result().item()
+    0.5833333...
+
+    Args:
+      labels, predictions: integers in `[0, num_classes)`, equal shapes, but for a last 1 that only
+        one has. A row with a class out of range is left out.
+      num_classes: number of classes.
+      weights: as in `mean`.
+
+    Raises:
+      ValueError: if shapes do not fit.
+    """
+    labels, predictions, weights = arrange("mean_iou", labels, predictions, weights)
+    labels, predictions = labels.astype(jnp.int32), predictions.astype(jnp.int32)
+    known = (labels >= 0) & (labels < num_classes)
+    known &= (predictions >= 0) & (predictions < num_classes)
+    cell = jnp.where(known, labels * num_classes + predictions, 0)
+    sums = _sum_by(cell, jnp.where(known, weights, 0), num_classes**2)
+    return MeanIoU(sums.reshape(num_classes, num_classes))
+
+
+def mean_per_class_accuracy(
+    labels: ArrayLike, predictions: ArrayLike, num_classes: int, weights: ArrayLike | None = None
+) -> MeanOverClasses:
+    """The mean, over all `num_classes` classes, of the accuracy on the rows of that class.
+
+    As in TensorFlow, a class without rows counts as 0.
+
+    >>> labels, predictions = jnp.array([0, 0, 0, 1]), jnp.array([0, 0, 1, 1])
+    >>> mean_per_class_accuracy(labels, predictions, num_classes=2).result().item()
+    0.8333333...
+
+    Args:
+      labels: integers in `[0, num_classes)`. A row with a label out of range is left out.
+      predictions: shape of `labels`, but for a last 1; cast to their dtype.
+      num_classes: number of classes.
+      weights: as in `mean`.
+
+    Raises:
+      ValueError: if shapes do not fit.
+    """
+    caller = "mean_per_class_accuracy"
+    labels, predictions, weights = arrange(caller, labels, predictions, weights)
+    hits = predictions.astype(labels.dtype) == labels
+    labels = labels.astype(jnp.int32)
+    known = (labels >= 0) & (labels < num_classes)
+    labels, weights = jnp.where(known, labels, 0), jnp.where(known, weights, 0)
+    return MeanOverClasses(
+        total=_sum_by(labels, jnp.where(hits, weights, 0), num_classes),
+        count=_sum_by(labels, weights, num_classes),
+    )
+
+
+def recall_at_k(
+    labels: ArrayLike, predictions: ArrayLike, k: int, weights: ArrayLike | None = None
+) -> Mean:
+    """Of all labels, the fraction that is among the `k` classes of the highest scores.
+
+    >>> scores = jnp.array([[0.1, 0.7, 0.2], [0.5, 0.3, 0.2]])
+    >>> recall_at_k(jnp.array([2, 2]), scores, k=2).result().item()
+    0.5
+
+    Args:
+      labels: integers, shape `[...]`, or `[..., num_labels]` where rows have several; a label that
+        is repeated in a row counts once. One out of range is never found.
+      predictions: scores, shape `[..., classes]`.
+      k: how many classes to look at; among equal scores the lower class comes first.
+      weights: one for each row: as in `mean`, for values of shape `[...]`.
+
+    Raises:
+      ValueError: if shapes do not fit, or `k` is not between 1 and the number of classes.
+    """
+    labels, predictions = jnp.asarray(labels), jnp.asarray(predictions)
+    rows, num_classes = predictions.shape[:-1], predictions.shape[-1]
+    if not 1 <= k <= num_classes:
+        raise ValueError(f"`recall_at_k` got k={k} for predictions of {num_classes} classes.")
+    if labels.ndim == predictions.ndim - 1:
+        labels = labels[..., None]
+    if labels.shape[:-1] != rows:
+        raise ValueError(
+            f"`recall_at_k` got labels of shape {labels.shape} and predictions of shape "
+            f"{predictions.shape}. Labels must be classes of shape {rows}, or {rows} and one more "
+            "dimension where a row has several."
+        )
+    top = jax.lax.top_k(predictions, k)[1]
+    found = (labels[..., :, None].astype(jnp.int32) == top[..., None, :]).any(-1)
+    equal = labels[..., :, None] == labels[..., None, :]
+    first = ~jnp.tril(equal, -1).any(-1)
+    counted = jnp.where(first, spread("recall_at_k", weights, rows, "rows")[..., None], 0)
+    return weighted_mean(found, counted)
+
+
+def _sum_by(group: jax.Array, weights: jax.Array, num_groups: int) -> jax.Array:
+    return jax.ops.segment_sum(weights.ravel(), group.ravel(), num_groups)

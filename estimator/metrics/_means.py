@@ -1,0 +1,141 @@
+"""Means over rows: of values, of hits, of errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from estimator.metrics._arrays import arrange, divide, namespace, spread
+from estimator.metrics._metric import Metric
+
+
+class Mean(Metric):
+    """A weighted mean; 0 as long as the weights sum to 0.
+
+    Attributes:
+      total: sum of weight times value, float32; an array if it is a mean for each of some classes.
+      count: sum of the weights, shape of `total`.
+    """
+
+    total: jax.Array
+    count: jax.Array
+
+    def result(self) -> Any:
+        return divide(self.total, self.count)
+
+
+class RootMean(Mean):
+    """The square root of a weighted mean."""
+
+    def result(self) -> Any:
+        return namespace(self.total).sqrt(super().result())
+
+
+def weighted_mean(values: jax.Array, weights: jax.Array) -> Mean:
+    """The mean over all elements; both of one shape."""
+    return Mean(total=jnp.sum(values.astype(jnp.float32) * weights), count=jnp.sum(weights))
+
+
+def mean(values: ArrayLike, weights: ArrayLike | None = None) -> Mean:
+    """The weighted mean of the values of all rows.
+
+    >>> mean(jnp.array([1.0, 2.0, 6.0]), weights=jnp.array([1.0, 1.0, 0.0])).result().item()
+    1.5
+
+    Args:
+      values: any shape.
+      weights: None, a scalar, or as many dimensions as `values`, each 1 or equal (a last 1 may
+        be missing or too much).
+
+    Raises:
+      ValueError: if the shape of `weights` does not fit.
+    """
+    values = jnp.asarray(values)
+    return weighted_mean(values, spread("mean", weights, values.shape, "values"))
+
+
+def accuracy(labels: ArrayLike, predictions: ArrayLike, weights: ArrayLike | None = None) -> Mean:
+    """How often predictions equal labels.
+
+    >>> accuracy(jnp.array([1, 0, 2, 2]), jnp.array([1, 1, 2, 2])).result().item()
+    0.75
+
+    Args:
+      labels: any shape and dtype.
+      predictions: shape of `labels`, classes and not scores; cast to their dtype, as in TensorFlow.
+        A last dimension of 1 that only one of the two has is dropped.
+      weights: as in `mean`.
+
+    Raises:
+      ValueError: if shapes do not fit.
+    """
+    labels, predictions, weights = arrange("accuracy", labels, predictions, weights)
+    return weighted_mean(predictions.astype(labels.dtype) == labels, weights)
+
+
+def mean_squared_error(
+    labels: ArrayLike, predictions: ArrayLike, weights: ArrayLike | None = None
+) -> Mean:
+    """The mean of `(predictions - labels)**2`.
+
+    >>> mean_squared_error(jnp.array([1.0, 2.0]), jnp.array([2.0, 5.0])).result().item()
+    5.0
+
+    Args:
+      labels, predictions: equal shapes, but for a last 1 that only one has.
+      weights: as in `mean`.
+
+    Raises:
+      ValueError: if shapes do not fit.
+    """
+    errors, weights = _errors("mean_squared_error", labels, predictions, weights)
+    return weighted_mean(jnp.square(errors), weights)
+
+
+def root_mean_squared_error(
+    labels: ArrayLike, predictions: ArrayLike, weights: ArrayLike | None = None
+) -> RootMean:
+    """The square root of the mean of `(predictions - labels)**2` over all rows of all batches.
+
+    >>> root_mean_squared_error(jnp.array([1.0, 2.0]), jnp.array([4.0, 5.0])).result().item()
+    3.0
+
+    Args:
+      labels, predictions: equal shapes, but for a last 1 that only one has.
+      weights: as in `mean`.
+
+    Raises:
+      ValueError: if shapes do not fit.
+    """
+    errors, weights = _errors("root_mean_squared_error", labels, predictions, weights)
+    squares = weighted_mean(jnp.square(errors), weights)
+    return RootMean(squares.total, squares.count)
+
+
+def mean_absolute_error(
+    labels: ArrayLike, predictions: ArrayLike, weights: ArrayLike | None = None
+) -> Mean:
+    """The mean of `|predictions - labels|`.
+
+    >>> mean_absolute_error(jnp.array([1.0, 2.0]), jnp.array([2.0, 5.0])).result().item()
+    2.0
+
+    Args:
+      labels, predictions: equal shapes, but for a last 1 that only one has.
+      weights: as in `mean`.
+
+    Raises:
+      ValueError: if shapes do not fit.
+    """
+    errors, weights = _errors("mean_absolute_error", labels, predictions, weights)
+    return weighted_mean(jnp.abs(errors), weights)
+
+
+def _errors(
+    caller: str, labels: ArrayLike, predictions: ArrayLike, weights: ArrayLike | None
+) -> tuple[jax.Array, jax.Array]:
+    labels, predictions, weights = arrange(caller, labels, predictions, weights)
+    return predictions.astype(jnp.float32) - labels.astype(jnp.float32), weights

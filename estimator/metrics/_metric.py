@@ -1,0 +1,72 @@
+"""The base of all metrics: states that merge, and a result."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from typing import Any, Self, dataclass_transform
+
+import jax
+import numpy as np
+
+
+@dataclass_transform(frozen_default=True, eq_default=False, field_specifiers=(dataclasses.field,))
+class Metric(abc.ABC):
+    """What is known of a metric after some rows: a pytree of states.
+
+    A subclass becomes a frozen dataclass and a pytree by itself. Its fields are the states, arrays;
+    what is not an array, and hashable, is a `dataclasses.field(metadata={"static": True})`.
+
+    >>> import jax.numpy as jnp
+    >>> class Norm(Metric):
+    ...     squares: jax.Array
+    ...
+    ...     def result(self):
+    ...         return self.squares**0.5
+    >>> Norm(jnp.array(9.0)).merge(Norm(jnp.array(16.0))).result().item()
+    5.0
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        # Frozen, as a pytree should be; equal only if identical, as arrays have no truth value.
+        dataclasses.dataclass(frozen=True, eq=False)(cls)
+        jax.tree_util.register_dataclass(cls)
+
+    def merge(self, other: Self) -> Self:
+        """The metric of the rows of both: the sum of the states, unless a subclass overrides it.
+
+        Works on jax arrays, under `jax.jit` too, and on numpy arrays, whose dtype stays.
+
+        Raises:
+          TypeError: if `other` is not of the same type.
+          ValueError: if static fields, or the shapes of states, differ.
+        """
+        self._check_mergeable(other)
+        return jax.tree.map(lambda mine, others: mine + others, self, other)
+
+    @abc.abstractmethod
+    def result(self) -> Any:
+        """The value, or values, of the metric: a jax array, or numpy if the states are numpy."""
+
+    def _check_mergeable(self, other: Metric) -> None:
+        name = type(self).__name__
+        if type(other) is not type(self):
+            raise TypeError(
+                f"`{name}.merge` got a `{type(other).__name__}`; "
+                "only metrics of the same type can be merged."
+            )
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]  # every subclass is one
+            mine, others = getattr(self, field.name), getattr(other, field.name)
+            if field.metadata.get("static"):
+                if mine != others:
+                    raise ValueError(
+                        f"`{name}.merge` got a `{name}` of another `{field.name}`: "
+                        f"{others!r}, where this one has {mine!r}."
+                    )
+            elif jax.tree.map(np.shape, mine) != jax.tree.map(np.shape, others):
+                raise ValueError(
+                    f"`{name}.merge` got a `{name}` whose `{field.name}` has shape "
+                    f"{jax.tree.map(np.shape, others)}, where this one's has "
+                    f"{jax.tree.map(np.shape, mine)}."
+                )

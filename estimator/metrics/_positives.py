@@ -1,0 +1,143 @@
+"""Counts of right and wrong yes-no predictions, and what is computed from them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from estimator.metrics._arrays import arrange
+from estimator.metrics._means import Mean, weighted_mean
+from estimator.metrics._metric import Metric
+
+
+class Count(Metric):
+    """A sum of weights.
+
+    Attributes:
+      count: float32 scalar.
+    """
+
+    count: jax.Array
+
+    def result(self) -> Any:
+        return self.count
+
+
+def true_positives(
+    labels: ArrayLike, predictions: ArrayLike, weights: ArrayLike | None = None
+) -> Count:
+    """How many (or what weight of) rows are positive and predicted to be.
+
+    >>> true_positives(jnp.array([0, 1, 1, 1]), jnp.array([1, 1, 1, 0])).result().item()
+    2.0
+
+    Args:
+      labels, predictions: equal shapes, but for a last 1 that only one has; all that is not zero
+        is positive, as in TensorFlow, so round or threshold probabilities first.
+      weights: as in `mean`.
+
+    Raises:
+      ValueError: if shapes do not fit.
+    """
+    labels, predictions, weights = _decisions("true_positives", labels, predictions, weights)
+    return _count(labels & predictions, weights)
+
+
+def false_positives(
+    labels: ArrayLike, predictions: ArrayLike, weights: ArrayLike | None = None
+) -> Count:
+    """How many (or what weight of) rows are negative, but predicted to be positive.
+
+    >>> false_positives(jnp.array([0, 1, 1, 1]), jnp.array([1, 1, 1, 0])).result().item()
+    1.0
+
+    Args:
+      labels, predictions, weights: as in `true_positives`.
+
+    Raises:
+      ValueError: if shapes do not fit.
+    """
+    labels, predictions, weights = _decisions("false_positives", labels, predictions, weights)
+    return _count(~labels & predictions, weights)
+
+
+def true_negatives(
+    labels: ArrayLike, predictions: ArrayLike, weights: ArrayLike | None = None
+) -> Count:
+    """How many (or what weight of) rows are negative and predicted to be.
+
+    >>> true_negatives(jnp.array([0, 1, 1, 1]), jnp.array([1, 1, 1, 0])).result().item()
+    0.0
+
+    Args:
+      labels, predictions, weights: as in `true_positives`.
+
+    Raises:
+      ValueError: if shapes do not fit.
+    """
+    labels, predictions, weights = _decisions("true_negatives", labels, predictions, weights)
+    return _count(~labels & ~predictions, weights)
+
+
+def false_negatives(
+    labels: ArrayLike, predictions: ArrayLike, weights: ArrayLike | None = None
+) -> Count:
+    """How many (or what weight of) rows are positive, but predicted to be negative.
+
+    >>> false_negatives(jnp.array([0, 1, 1, 1]), jnp.array([1, 1, 1, 0])).result().item()
+    1.0
+
+    Args:
+      labels, predictions, weights: as in `true_positives`.
+
+    Raises:
+      ValueError: if shapes do not fit.
+    """
+    labels, predictions, weights = _decisions("false_negatives", labels, predictions, weights)
+    return _count(labels & ~predictions, weights)
+
+
+def precision(labels: ArrayLike, predictions: ArrayLike, weights: ArrayLike | None = None) -> Mean:
+    """Of the rows predicted to be positive, the fraction that is; 0 if there are none.
+
+    >>> precision(jnp.array([0, 1, 1, 1]), jnp.array([1, 1, 0, 0])).result().item()
+    0.5
+
+    Args:
+      labels, predictions, weights: as in `true_positives`.
+
+    Raises:
+      ValueError: if shapes do not fit.
+    """
+    labels, predictions, weights = _decisions("precision", labels, predictions, weights)
+    return weighted_mean(labels, jnp.where(predictions, weights, 0))
+
+
+def recall(labels: ArrayLike, predictions: ArrayLike, weights: ArrayLike | None = None) -> Mean:
+    """Of the rows that are positive, the fraction predicted to be; 0 if there are none.
+
+    >>> recall(jnp.array([0, 1, 1, 0]), jnp.array([1, 1, 0, 0])).result().item()
+    0.5
+
+    Args:
+      labels, predictions, weights: as in `true_positives`.
+
+    Raises:
+      ValueError: if shapes do not fit.
+    """
+    labels, predictions, weights = _decisions("recall", labels, predictions, weights)
+    return weighted_mean(predictions, jnp.where(labels, weights, 0))
+
+
+def _decisions(
+    caller: str, labels: ArrayLike, predictions: ArrayLike, weights: ArrayLike | None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    labels, predictions, weights = arrange(caller, labels, predictions, weights)
+    return labels.astype(bool), predictions.astype(bool), weights
+
+
+def _count(rows: jax.Array, weights: jax.Array) -> Count:
+    return Count(jnp.sum(jnp.where(rows, weights, 0)))

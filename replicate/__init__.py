@@ -1,0 +1,26 @@
+"""Runs one model_fn on every local device: the batch is split, gradients are summed, results are merged.
+
+This file is the table of contents; every name has its explanation where it is defined.
+"""
+
+from replicate._distribution import VariableDistribution
+from replicate._replicate import replicate_model_fn
+from replicate._tower_optimizer import TowerOptimizer
+from replicate._towers import (
+    TOWER_AXIS,
+    cross_tower_mean,
+    cross_tower_sum,
+    num_towers,
+    tower_index,
+)
+
+__all__ = [
+    "TOWER_AXIS",
+    "TowerOptimizer",
+    "VariableDistribution",
+    "cross_tower_mean",
+    "cross_tower_sum",
+    "num_towers",
+    "replicate_model_fn",
+    "tower_index",
+]

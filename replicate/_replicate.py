@@ -1,0 +1,340 @@
+"""Wraps a model_fn so that it runs on several devices at once."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from estimator import EstimatorSpec, ModeKeys, Reduction, TrainOp, VariableAggregation
+from estimator._batch import check_batch
+from estimator._frame import Frame, PyTree, current_frame, open_frame
+from estimator._gradients import Outcome, has_pending, run
+from estimator._model_fn import ModelFn, bind
+from estimator._placement import Placement
+
+from replicate._devices import find_devices
+from replicate._distribution import VariableDistribution, place
+from replicate._merge import concatenate_rows, join, merge_metrics
+from replicate._tower_optimizer import TowerOptimizer
+from replicate._towers import (
+    cross_tower_mean,
+    cross_tower_sum,
+    in_towers,
+    num_towers,
+    tower_index,
+    tower_map,
+)
+
+
+def replicate_model_fn(
+    model_fn: ModelFn,
+    loss_reduction: str = Reduction.SUM_BY_NONZERO_WEIGHTS,
+    devices: Sequence[jax.Device | str] | None = None,
+    *,
+    variable_distribution: VariableDistribution = VariableDistribution.MIRRORED,
+) -> ModelFn:
+    """A model_fn that runs the given one in a tower per device and merges what the towers return.
+
+    It goes wherever a model_fn goes. Features and labels are split along their first dimension; each tower's loss is
+    divided by the number of towers, unless the reduction is SUM; the gradients of all towers are summed, and the
+    optimizers, wrapped in `TowerOptimizer`, run once on the sums; the losses are added, metrics merged, predictions
+    concatenated in input order. The rules are those of `tf.contrib.estimator.replicate_model_fn`; here evaluation
+    and prediction take batches of any size, and weighted means are exact.
+
+    >>> import estimator as est, jax, jax.numpy as jnp, optax
+    >>> def model_fn(features, labels, mode):
+    ...     w = est.get_variable("w", (), initializer=jax.nn.initializers.ones)
+    ...     if mode == est.ModeKeys.PREDICT:
+    ...         return est.EstimatorSpec(mode, predictions=w * features)
+    ...     loss = jnp.mean((w * features - labels) ** 2)
+    ...     train_op = TowerOptimizer(optax.sgd(0.5)).minimize(loss)
+    ...     return est.EstimatorSpec(mode, loss=loss, train_op=train_op)
+    >>> model = est.transform(replicate_model_fn(model_fn, devices=["cpu:0", "cpu:1"]))
+    >>> x, y = jnp.array([1.0, 3.0]), jnp.array([0.0, 0.0])
+    >>> state = model.init(jax.random.key(0), x, y)
+    >>> state, spec = model.train_step(state, x, y)
+    >>> print(spec.loss, state.variables["w"])
+    5.0 -4.0
+    >>> print(model.predict_step(state, jnp.array([1.0, 2.0, 3.0])).predictions)
+    [ -4.  -8. -12.]
+
+    Args:
+      model_fn: function of `features` and any of `labels, mode, params, config`.
+      loss_reduction: how the model_fn's loss comes from the losses of the examples: SUM, or any of the means.
+      devices: one per tower: `jax.Device`s or names such as "/gpu:0", "cpu:1". None means all local GPUs or TPU
+        cores, or, where there are none, all local CPU devices.
+      variable_distribution: where the variables live.
+
+    Raises:
+      ValueError: the reduction is NONE, there are no such devices, or, while it runs, the batch does not divide by
+        the towers in TRAIN, or an optimizer is not wrapped in `TowerOptimizer`.
+    """
+    if Reduction(loss_reduction) == Reduction.NONE:
+        raise ValueError(
+            "Tower losses need to be reduced in some way, yet NONE reduction is specified. "
+            "Use Reduction.SUM or one of the means."
+        )
+    towers = find_devices(devices)
+    replicas = _Replicas(
+        devices=towers,
+        placement=place(variable_distribution, towers),
+        mean_loss=Reduction(loss_reduction) != Reduction.SUM,
+    )
+
+    def replicated(
+        features: PyTree, labels: PyTree, mode: str, params: Any = None, config: Any = None
+    ) -> EstimatorSpec:
+        frame = current_frame("a model_fn made by replicate_model_fn")
+        if in_towers():
+            raise ValueError(
+                "`replicate_model_fn` was given a model_fn that is replicated already. Wrap it once."
+            )
+        mode = ModeKeys(mode)
+        rows = check_batch(features, labels)
+        if mode == ModeKeys.TRAIN and rows % len(towers):
+            raise ValueError(
+                f"Batch size {rows} needs to be divisible by the number of towers, which is {len(towers)}. "
+                "Drop the remainder in input_fn (`drop_remainder=True`), or choose another batch size."
+            )
+        bound = bind(model_fn, params, config)
+        frame.placement = replicas.placement
+
+        def call(batch: PyTree) -> EstimatorSpec:
+            return bound(*batch, mode)
+
+        if frame.initializing:
+            return replicas.initialize(call, frame, (features, labels))
+        if mode == ModeKeys.TRAIN:
+            return replicas.train(call, frame, (features, labels), rows)
+        return replicas.evaluate(call, frame, (features, labels), rows)
+
+    return replicated
+
+
+Call = Callable[[PyTree], EstimatorSpec]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Replicas:
+    """Runs a model_fn in towers, within the frame of the run around it.
+
+    Attributes:
+      devices: one per tower.
+      placement: where the variables live.
+      mean_loss: whether the merged loss is the mean of the towers' losses, not their sum.
+    """
+
+    devices: tuple[jax.Device, ...]
+    placement: Placement
+    mean_loss: bool
+
+    def initialize(self, call: Call, frame: Frame, batch: PyTree) -> EstimatorSpec:
+        """Creates the variables as one tower with the whole batch would."""
+        ran: list[Frame] = []
+
+        def tower(key: jax.Array, batch: PyTree) -> tuple[PyTree, PyTree]:
+            ran.append(frame.fresh(key=key))
+            with open_frame(ran[0]) as started:
+                spec = call(batch)
+            if len(self.devices) > 1:
+                _check_optimizers(spec.train_op)
+            spec = dataclasses.replace(spec, train_op=_taken(spec))
+            return (spec, started.variables, started.slots), None
+
+        (spec, variables, slots), _ = tower_map(tower, self.devices[:1])(frame.key, batch)
+        frame.variables.update(variables)
+        frame.slots.update(slots)
+        _keep_names(frame, ran[0])
+        return spec
+
+    def train(self, call: Call, frame: Frame, batch: PyTree, rows: int) -> EstimatorSpec:
+        scale = 1 / len(self.devices) if self.mean_loss else 1.0
+        ran: list[Frame] = []
+
+        def tower(start: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
+            outcome, after = run(
+                lambda: call(batch),
+                _tower_frame(frame, start, first=0),
+                take_gradients=True,
+                loss_scale=scale,
+            )
+            ran.append(after)
+            if num_towers() > 1:
+                _check_optimizers(outcome.spec.train_op)
+            same, own = _apart(outcome.spec, scale)
+            same, written = _summed(same, outcome, start[0], after.aggregation)
+            return (same, written), own
+
+        start = _start(frame)
+        (same, written), own = tower_map(tower, self.devices)(start, batch)
+        _keep_names(frame, ran[-1])
+        frame.assigned.update(written)
+        towers = len(self.devices)
+        return _together(same, _merged(own, towers, rows // towers))
+
+    def evaluate(self, call: Call, frame: Frame, batch: PyTree, rows: int) -> EstimatorSpec:
+        """Every example counts once: what does not divide by the towers is one more, smaller call."""
+        towers = len(self.devices)
+        even = rows - rows % towers
+        parts = [(self.devices, 0, even), (self.devices[:1], even, rows - even)]
+        parts = [part for part in parts if part[2]]
+
+        def run_part(part: Any, denominators: list[jax.Array] | None) -> PyTree:
+            devices, begin, size = part
+            mine = jax.tree.map(lambda x: x[begin : begin + size], batch)
+            seen: list[jax.Array] = []
+
+            def average(denominator: jax.Array) -> jax.Array:
+                seen.append(denominator)
+                if denominators is None:
+                    return cross_tower_mean(denominator)
+                # So that losses weighted by rows add up to the sum over all divided by this.
+                return denominators[len(seen) - 1] * (size / len(devices) / rows)
+
+            def tower(start: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
+                inside = _tower_frame(frame, start, first=begin, average_denominator=average)
+                outcome, after = run(lambda: call(batch), inside, take_gradients=False)
+                ran.append(after)
+                same, own = _apart(outcome.spec, 1 / len(devices) if self.mean_loss else 1.0)
+                return cross_tower_sum((same, seen)), own
+
+            (same, totals), own = tower_map(tower, devices)(_start(frame), mine)
+            return same, totals, _merged(own, len(devices), size // len(devices))
+
+        ran: list[Frame] = []
+        results = [run_part(part, None) for part in parts]
+        if len(parts) > 1 and results[0][1]:
+            totals = [sum(both[1:], both[0]) for both in zip(*(r[1] for r in results), strict=True)]
+            results = [run_part(part, totals) for part in parts]
+        _keep_names(frame, ran[-1])
+        specs = [_together(same, own) for same, _, own in results]
+        return self._join(specs, [size for _, _, size in parts])
+
+    def _join(self, specs: list[EstimatorSpec], sizes: list[int]) -> EstimatorSpec:
+        if len(specs) == 1:
+            return specs[0]
+        first, second = specs
+        loss = first.loss
+        if loss is not None:
+            weights = [size / sum(sizes) if self.mean_loss else 1.0 for size in sizes]
+            loss = first.loss * weights[0] + second.loss * weights[1]
+        return dataclasses.replace(
+            first,
+            loss=loss,
+            predictions=join([first.predictions, second.predictions]),
+            export_outputs=join([first.export_outputs, second.export_outputs]),
+            eval_metric_ops={
+                name: metric.merge(second.eval_metric_ops[name])
+                for name, metric in first.eval_metric_ops.items()
+            },
+        )
+
+
+def _start(frame: Frame) -> PyTree:
+    return frame.variables, frame.slots, frame.key, frame.global_step
+
+
+def _tower_frame(frame: Frame, start: PyTree, first: int, **changes: Any) -> Frame:
+    """The frame of one tower; `first` keeps its random keys apart from those of another call's towers."""
+    variables, slots, key, global_step = start
+    if num_towers() > 1 or first:
+        key = jax.random.fold_in(key, tower_index() + first)
+    return frame.fresh(
+        variables=variables,
+        slots=slots,
+        key=key,
+        global_step=global_step,
+        **({"average_denominator": cross_tower_mean} | changes),
+    )
+
+
+def _apart(spec: EstimatorSpec, scale: float) -> tuple[EstimatorSpec, PyTree]:
+    """The part of a tower's spec that is to be summed, and the part with a value per tower."""
+    own = (spec.predictions, spec.eval_metric_ops, spec.export_outputs)
+    train_op = spec.train_op
+    if train_op is not None:
+        train_op = TrainOp(
+            tuple(
+                u if u.loss is None else dataclasses.replace(u, loss=u.loss * scale)
+                for u in train_op.updates
+            )
+        )
+    loss = None if spec.loss is None else spec.loss * scale
+    same = spec.tree_unflatten(spec.tree_flatten_with_keys()[1], (None, loss, train_op, None, None))
+    return same, own
+
+
+def _together(same: EstimatorSpec, own: PyTree) -> EstimatorSpec:
+    predictions, metrics, exports = own
+    return dataclasses.replace(
+        same, predictions=predictions, eval_metric_ops=metrics, export_outputs=exports
+    )
+
+
+def _merged(own: PyTree, towers: int, rows: int) -> PyTree:
+    predictions, metrics, exports = own
+    return (
+        concatenate_rows(predictions, rows, "predictions"),
+        merge_metrics(metrics, towers),
+        concatenate_rows(exports, rows, "export_outputs"),
+    )
+
+
+def _summed(
+    same: EstimatorSpec,
+    outcome: Outcome,
+    variables: dict[str, PyTree],
+    aggregation: dict[str, VariableAggregation],
+) -> tuple[EstimatorSpec, dict[str, PyTree]]:
+    """What all towers agree on after one sum: gradients, losses, and the variables the model_fn wrote."""
+    assigned = {
+        name: _share(name, value, aggregation[name]) for name, value in outcome.assigned.items()
+    }
+    same, assigned, added = cross_tower_sum((same, assigned, outcome.added))
+    written = dict(assigned)
+    for name, delta in added.items():
+        written[name] = jax.tree.map(jnp.add, written.get(name, variables[name]), delta)
+    return same, written
+
+
+def _share(name: str, value: PyTree, aggregation: VariableAggregation) -> PyTree:
+    """This tower's share of the value that all towers' sum is to give."""
+    towers = num_towers()
+    if towers == 1 or aggregation == VariableAggregation.SUM:
+        return value
+    if aggregation == VariableAggregation.ONLY_FIRST_TOWER:
+        return jax.tree.map(lambda x: jnp.where(tower_index() == 0, x, jnp.zeros_like(x)), value)
+    for leaf in jax.tree.leaves(value):
+        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+            raise ValueError(
+                f"The towers assign to the variable {name!r}, whose {leaf.dtype} values cannot be averaged. Create it "
+                "with `aggregation=est.VariableAggregation.SUM` or `ONLY_FIRST_TOWER`, or use `est.assign_add`."
+            )
+    return jax.tree.map(lambda x: x / towers, value)
+
+
+def _check_optimizers(train_op: TrainOp | None) -> None:
+    for update in train_op.updates if train_op else ():
+        if not isinstance(update.optimizer, TowerOptimizer):
+            raise ValueError(
+                "Please wrap optimizers with TowerOptimizer in order to use replicate_model_fn with multiple "
+                f"`devices`. Got the plain optimizer {update.optimizer.get_name()!r}; write "
+                "`TowerOptimizer(optimizer).minimize(loss)`."
+            )
+
+
+def _taken(spec: EstimatorSpec) -> TrainOp | None:
+    """A train_op without pending losses: the towers take the gradients, not the run around them."""
+    if not has_pending(spec.train_op):
+        return spec.train_op
+    return TrainOp(tuple(dataclasses.replace(u, gradients={}) for u in spec.train_op.updates))
+
+
+def _keep_names(frame: Frame, ran: Frame) -> None:
+    """Lets the run around the towers know the variables and optimizers they had."""
+    frame.trainable.update(ran.trainable)
+    frame.aggregation.update(ran.aggregation)
+    frame.slot_owners.update(ran.slot_owners)

@@ -1,0 +1,131 @@
+"""The towers: one function mapped over devices, and the collectives among them.
+
+The only module that knows how the mapping is done. Inside an outer `jax.jit`, `jax.pmap` is inlined as a `shard_map`,
+which is its fast form: no Python wrapper around every call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+PyTree = Any
+
+TOWER_AXIS = "tower"
+"""Name of the axis over the towers, for `flax.linen.BatchNorm(axis_name=TOWER_AXIS)` and jax's collectives."""
+
+
+def tower_map(
+    fn: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]], devices: Sequence[jax.Device]
+) -> Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]:
+    """Runs `fn(shared, batch) -> (same, own)` once per device, side by side.
+
+    Args:
+      fn: gets `shared` as it is and its own rows of `batch`; returns what is the same in all towers, and its own.
+      devices: one per tower. With a single one the function is called as it is, with the axis of one tower bound.
+
+    Returns:
+      A function of `shared` and a batch whose rows divide by the towers; what comes back as `own` has the towers as
+      its first dimension.
+    """
+    if len(devices) == 1:
+        return _one_tower(fn)
+    mapped = jax.pmap(
+        fn, axis_name=TOWER_AXIS, in_axes=(None, 0), out_axes=(None, 0), devices=devices
+    )
+
+    def split(x: jax.Array) -> jax.Array:
+        return x.reshape(len(devices), x.shape[0] // len(devices), *x.shape[1:])
+
+    return lambda shared, batch: mapped(shared, jax.tree.map(split, batch))
+
+
+def _one_tower(fn: Callable[..., tuple[PyTree, PyTree]]) -> Callable[..., tuple[PyTree, PyTree]]:
+    """Binds the axis and nothing else: a vmap over no argument leaves the operations of `fn` as they are."""
+    mapped = jax.vmap(fn, in_axes=None, axis_size=1, axis_name=TOWER_AXIS)
+
+    def call(shared: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
+        same, own = mapped(shared, batch)
+        return jax.tree.map(lambda x: x[0], same), own
+
+    return call
+
+
+def in_towers() -> bool:
+    """Whether the code runs inside a tower."""
+    try:
+        jax.lax.axis_size(TOWER_AXIS)
+    except NameError:  # jax's answer where no such axis is bound
+        return False
+    return True
+
+
+def num_towers() -> int:
+    """The number of towers that run side by side; 1 outside of towers.
+
+    >>> num_towers()
+    1
+    """
+    return jax.lax.axis_size(TOWER_AXIS) if in_towers() else 1
+
+
+def tower_index() -> jax.Array:
+    """The number of this tower, an int32 scalar; 0 outside of towers.
+
+    >>> print(tower_index())
+    0
+    """
+    return jax.lax.axis_index(TOWER_AXIS) if num_towers() > 1 else jnp.int32(0)
+
+
+def cross_tower_sum(x: PyTree) -> PyTree:
+    """The sum over towers of every array in a pytree, the same in all of them; `x` itself outside of towers.
+
+    One collective per dtype, however many arrays there are: on CPU devices a collective costs more than the copy
+    into one vector (a third of the step time with 4 towers, a quarter within a scan).
+
+    >>> print(cross_tower_sum(jnp.ones(2)))
+    [1. 1.]
+    """
+    if num_towers() == 1:
+        return x
+    leaves, structure = jax.tree.flatten(x)
+    leaves = [jnp.asarray(leaf) for leaf in leaves]
+    for dtype in {leaf.dtype: None for leaf in leaves}:
+        mine = [i for i, leaf in enumerate(leaves) if leaf.dtype == dtype]
+        for i, total in zip(mine, _packed_sum([leaves[i] for i in mine]), strict=True):
+            leaves[i] = total
+    return jax.tree.unflatten(structure, leaves)
+
+
+def cross_tower_mean(x: PyTree) -> PyTree:
+    """The mean over towers of every array in a pytree; `x` itself outside of towers.
+
+    >>> print(cross_tower_mean(jnp.ones(2)))
+    [1. 1.]
+
+    Raises:
+      TypeError: an array holds integers, which cannot be averaged.
+    """
+    for leaf in jax.tree.leaves(x):
+        if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
+            raise TypeError(
+                f"`cross_tower_mean` cannot average integers; got {jnp.result_type(leaf)}. "
+                "Use `cross_tower_sum`, or convert them to floats."
+            )
+    towers = num_towers()
+    return x if towers == 1 else jax.tree.map(lambda total: total / towers, cross_tower_sum(x))
+
+
+def _packed_sum(leaves: list[jax.Array]) -> list[jax.Array]:
+    if len(leaves) == 1:
+        return [jax.lax.psum(leaves[0], TOWER_AXIS)]
+    packed = jax.lax.psum(jnp.concatenate([leaf.ravel() for leaf in leaves]), TOWER_AXIS)
+    sums, start = [], 0
+    for leaf in leaves:
+        sums.append(packed[start : start + leaf.size].reshape(leaf.shape))
+        start += leaf.size
+    return sums
