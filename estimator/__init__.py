@@ -3,11 +3,14 @@
 This file is the table of contents; every name has its explanation where it is defined.
 """
 
-from estimator import export, losses, metrics
+from estimator import export, inputs, losses, metrics
+from estimator._estimator import Estimator
 from estimator._modes import ModeKeys
 from estimator._optimizer import Optimizer, TrainOp, group
 from estimator._random import global_step, make_rng
+from estimator._run_config import RunConfig
 from estimator._spec import EstimatorSpec
+from estimator._train import NanLossDuringTrainingError
 from estimator._transform import Model, State, transform
 from estimator._variables import (
     AUTO_REUSE,
@@ -22,11 +25,14 @@ from estimator.losses import Reduction
 
 __all__ = [
     "AUTO_REUSE",
+    "Estimator",
     "EstimatorSpec",
     "ModeKeys",
     "Model",
+    "NanLossDuringTrainingError",
     "Optimizer",
     "Reduction",
+    "RunConfig",
     "State",
     "TrainOp",
     "VariableAggregation",
@@ -36,6 +42,7 @@ __all__ = [
     "get_variable",
     "global_step",
     "group",
+    "inputs",
     "losses",
     "make_rng",
     "metrics",

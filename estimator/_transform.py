@@ -66,6 +66,8 @@ class Model(NamedTuple):
       train_loop: `(state, batches) -> (State, EstimatorSpec)`: as many training steps as there are batches, in one
         program. `batches` is a list of `(features, labels)`, or one such pair of arrays of shape `[steps, batch, ...]`;
         the arrays of the spec have `steps` as their first dimension.
+      abstract_init: what `init` would return for the same batch, as `jax.ShapeDtypeStruct`s with their shardings:
+        `(features, labels=None, mode="train") -> State`. Nothing is computed.
     """
 
     init: _Init
@@ -73,6 +75,7 @@ class Model(NamedTuple):
     eval_step: _EvalStep
     predict_step: Callable[[State, PyTree], EstimatorSpec]
     train_loop: Callable[[State, Any], tuple[State, EstimatorSpec]]
+    abstract_init: Callable[..., State]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +136,16 @@ class _Steps:
         self._traced_init = jax.jit(self._pure_init, static_argnames="mode")
 
     def __iter__(self) -> Any:
-        return iter((self.init, self.train_step, self.eval_step, self.predict_step, self.train_loop))
+        return iter(
+            (
+                self.init,
+                self.train_step,
+                self.eval_step,
+                self.predict_step,
+                self.train_loop,
+                self.abstract_init,
+            )
+        )
 
     # The pure functions: clean inputs, run in a fresh frame, collect.
 
@@ -191,6 +203,19 @@ class _Steps:
         placement = self._find(mode, features, labels).placement
         state, _ = self._traced_init(key, features, labels, mode=mode)
         return jax.device_put(state, placement.state(state))
+
+    def abstract_init(
+        self, features: PyTree, labels: PyTree = None, mode: str = ModeKeys.TRAIN
+    ) -> State:
+        found = self._find(ModeKeys(mode), features, labels)
+        shardings = jax.tree.broadcast(
+            found.placement.state(found.like), found.like, is_leaf=lambda x: x is None
+        )
+        return jax.tree.map(
+            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+            found.like,
+            shardings,
+        )
 
     def train_step(
         self, state: State, features: PyTree, labels: PyTree = None

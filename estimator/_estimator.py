@@ -1,0 +1,322 @@
+"""The Estimator: a model_fn, a directory, and the three verbs train, evaluate and predict."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from absl import logging
+
+from estimator import _checkpoint
+from estimator._checkpoint import Checkpoints
+from estimator._evaluate import evaluate_batches, make_eval_step
+from estimator._frame import PyTree
+from estimator._input import batches, call_input_fn
+from estimator._model_fn import ModelFn
+from estimator._modes import ModeKeys
+from estimator._predict import checked_keys, make_predict_step, select, single_examples
+from estimator._run_config import RunConfig
+from estimator._train import Steps, Training
+from estimator._transform import State, transform
+
+InputFn = Callable[..., Any]
+
+
+class Estimator:
+    """Trains, evaluates and predicts with a model_fn; everything it knows is in its `model_dir`.
+
+    A second Estimator on the same directory goes on with the same model. Compiled programs, and the variables of the
+    newest checkpoint, stay alive between calls: ten evaluations compile once and read the checkpoint once.
+
+    An `input_fn` is a function of any of `mode, params, config`. It returns an iterable of batches, each
+    `(features, labels)` or features alone (a list, a generator, a data loader), or a single batch.
+
+    >>> import estimator as est, numpy as np, optax, tempfile
+    >>> def model_fn(features, labels, mode):
+    ...     w = est.get_variable("w", (1, 1))
+    ...     predictions = features @ w
+    ...     if mode == est.ModeKeys.PREDICT:
+    ...         return est.EstimatorSpec(mode, predictions=predictions)
+    ...     loss = est.losses.mean_squared_error(labels, predictions)
+    ...     train_op = est.Optimizer(optax.sgd(0.1)).minimize(loss)
+    ...     return est.EstimatorSpec(mode, loss=loss, train_op=train_op)
+    >>> x = np.array([[1.0], [2.0]], np.float32)
+    >>> input_fn = est.inputs.numpy_input_fn(x, 3 * x, batch_size=2, num_epochs=None, shuffle=False)
+    >>> estimator = est.Estimator(model_fn, model_dir=tempfile.mkdtemp())
+    >>> estimator = estimator.train(input_fn, steps=50)
+    >>> print(f"{estimator.evaluate(input_fn, steps=1)['loss']:.3f}")
+    0.000
+    >>> [f"{row[0]:.3f}" for row in estimator.predict(lambda: x)]
+    ['3.000', '6.000']
+
+    Args:
+      model_fn: function of `features` and any of `labels, mode, params, config` that returns an `EstimatorSpec`.
+      model_dir: the directory of the checkpoints; default: the config's, else a new temporary one.
+      config: a `RunConfig`.
+      params: passed on to model_fn and input_fn; copied.
+
+    Raises:
+      ValueError: no model_fn, one with other arguments, or two different model_dirs.
+    """
+
+    def __init__(
+        self,
+        model_fn: ModelFn,
+        model_dir: str | os.PathLike[str] | None = None,
+        config: RunConfig | None = None,
+        params: Any = None,
+    ) -> None:
+        if model_fn is None:
+            raise ValueError("model_fn must be provided to Estimator; got None.")
+        if config is not None and not isinstance(config, RunConfig):
+            raise ValueError(f"config must be an instance of `RunConfig`; got {config!r}.")
+        config = config or RunConfig()
+        self._config = config.replace(model_dir=_chosen_dir(model_dir, config))
+        self._params = copy.deepcopy({} if params is None else params)
+        self._model_fn = model_fn
+        self._model = transform(model_fn, self.params, self._config)
+        self._checkpoints = Checkpoints(self.model_dir, self._config.keep_checkpoint_max)
+        self._steps = Steps(self._model)
+        self._eval_step = make_eval_step(self._model)
+        self._predict_step = make_predict_step(self._model)
+        self._live: tuple[Any, State] | None = None  # which checkpoint, and its state
+        logging.info("Using config: %s", self._config)
+
+    @property
+    def model_dir(self) -> str:
+        return str(self._config.model_dir)
+
+    @property
+    def config(self) -> RunConfig:
+        return self._config
+
+    @property
+    def params(self) -> Any:
+        """A copy: changing it changes nothing here."""
+        return copy.deepcopy(self._params)
+
+    @property
+    def model_fn(self) -> ModelFn:
+        return self._model_fn
+
+    def train(
+        self, input_fn: InputFn, *, steps: int | None = None, max_steps: int | None = None
+    ) -> Estimator:
+        """Trains on, from the newest checkpoint or from initial values; returns the Estimator itself.
+
+        Saves a checkpoint of the initial values, then as the config says, and one at the end.
+
+        Args:
+          input_fn: gives the training batches. Training ends with them, if nothing ends it before.
+          steps: how many steps to train in this call.
+          max_steps: at which global step to stop. Nothing is done (nor is input_fn called) if it is reached already.
+
+        Raises:
+          ValueError: both `steps` and `max_steps` are given, or one is not positive; a checkpoint that does not fit
+            the model_fn; a batch that the model_fn cannot take.
+          NanLossDuringTrainingError: the loss became NaN. Nothing of that is saved.
+        """
+        if steps is not None and max_steps is not None:
+            raise ValueError(
+                f"Can not provide both steps and max_steps; got steps={steps} and max_steps={max_steps}. "
+                "`steps` counts from now on, `max_steps` from the first step of all."
+            )
+        _check_steps("steps", steps)
+        _check_steps("max_steps", max_steps)
+        path = self._checkpoints.latest()
+        start = 0 if path is None else int(_checkpoint.read(path, "global_step"))
+        if max_steps is not None and start >= max_steps:
+            logging.info("Skipping training since max_steps has already saved.")
+            return self
+        last_step = max_steps if steps is None else start + steps
+        first, rest = self._first(input_fn, ModeKeys.TRAIN)
+        if first is None:
+            logging.warning(
+                "Training with estimator made no steps. Perhaps input is empty or misspecified."
+            )
+            return self
+        state = self._own_copy(self._state(ModeKeys.TRAIN, path, *first))
+        training = Training(self._steps, self._config, self._checkpoints, start, last_step)
+        state = training.run(state, rest)
+        self._keep(self._checkpoints.latest(), state)
+        return self
+
+    def evaluate(
+        self,
+        input_fn: InputFn,
+        steps: int | None = None,
+        *,
+        checkpoint_path: str | None = None,
+        name: str | None = None,
+    ) -> dict[str, Any]:
+        """The metrics of the model_fn over all batches of an input_fn.
+
+        Args:
+          input_fn: gives the batches; of any size, the last one too.
+          steps: how many batches to take at most; None: all.
+          checkpoint_path: which checkpoint to evaluate; default: the newest. Where there is none, the initial values
+            are evaluated, as in TensorFlow, with a warning.
+          name: of this evaluation, for the log.
+
+        Returns:
+          By name: the metrics (floats, or arrays), "loss" (the mean of the batches' losses) and "global_step".
+
+        Raises:
+          ValueError: the input_fn gives no batch, `steps` is not positive, the path is not that of a checkpoint, or
+            the checkpoint does not fit the model_fn.
+        """
+        _check_steps("steps", steps)
+        path = self._existing(checkpoint_path)
+        first, rest = self._first(input_fn, ModeKeys.EVAL)
+        state = None if first is None else self._state(ModeKeys.EVAL, path, *first)
+        results = evaluate_batches(self._eval_step, state, itertools.islice(rest, steps))
+        shown = ", ".join(f"{key} = {value}" for key, value in sorted(results.items()))
+        logging.info("Evaluation%s: %s", f" {name!r}" if name else "", shown)
+        return results
+
+    def predict(
+        self,
+        input_fn: InputFn,
+        predict_keys: str | Sequence[str] | None = None,
+        *,
+        checkpoint_path: str | None = None,
+        yield_single_examples: bool = True,
+    ) -> Iterator[PyTree]:
+        """Yields the predictions for an input_fn, in its order.
+
+        Arguments are checked at once; batches are read and computed as the predictions are asked for.
+
+        Args:
+          input_fn: gives the batches; of any size. Labels are left out.
+          predict_keys: which of a dict of predictions to yield; default: all.
+          checkpoint_path: which checkpoint to use; default: the newest, or initial values where there is none.
+          yield_single_examples: whether to yield one example at a time, or whole batches.
+
+        Returns:
+          An iterator over pytrees of numpy arrays.
+
+        Raises:
+          ValueError: `predict_keys` names a prediction that there is not, the path is not that of a checkpoint, or the
+            checkpoint does not fit the model_fn.
+        """
+        if not callable(input_fn):
+            call_input_fn(input_fn, ModeKeys.PREDICT, None, None)  # raises
+        keys, path = checked_keys(predict_keys), self._existing(checkpoint_path)
+        predictions = self._predictions(input_fn, keys, path)
+        return single_examples(predictions) if yield_single_examples else predictions
+
+    def latest_checkpoint(self) -> str | None:
+        """The path of the newest complete checkpoint, or None."""
+        return self._checkpoints.latest()
+
+    def get_variable_names(self) -> list[str]:
+        """The names of everything in the newest checkpoint: variables, slots, global_step.
+
+        Raises:
+          ValueError: there is no checkpoint.
+        """
+        return _checkpoint.names(self._trained())
+
+    def get_variable_value(self, name: str) -> np.ndarray:
+        """The value of a variable, or slot, in the newest checkpoint.
+
+        Raises:
+          ValueError: there is no checkpoint, or no such name in it.
+        """
+        return _checkpoint.read(self._trained(), name)
+
+    def _trained(self) -> str:
+        path = self._checkpoints.latest()
+        if path is None:
+            raise ValueError(
+                f"Could not find trained model in model_dir: {self.model_dir}. Call `train` first."
+            )
+        return path
+
+    def _existing(self, checkpoint_path: str | None) -> str | None:
+        if checkpoint_path is None:
+            path = self._checkpoints.latest()
+            if path is None:
+                logging.warning(
+                    "Could not find trained model in model_dir: %s, running initialization instead.",
+                    self.model_dir,
+                )
+            return path
+        _checkpoint.names(checkpoint_path)  # raises where it is none
+        return checkpoint_path
+
+    def _first(
+        self, input_fn: InputFn, mode: ModeKeys
+    ) -> tuple[tuple[PyTree, PyTree] | None, Iterator[tuple[PyTree, PyTree]]]:
+        """The first batch, to make the state for, and all batches with it."""
+        rest = batches(call_input_fn(input_fn, mode, self.params, self._config))
+        first = next(rest, None)
+        return first, rest if first is None else itertools.chain([first], rest)
+
+    def _predictions(
+        self, input_fn: InputFn, keys: tuple[str, ...] | None, path: str | None
+    ) -> Iterator[PyTree]:
+        first, rest = self._first(input_fn, ModeKeys.PREDICT)
+        if first is None:
+            return
+        state = self._state(ModeKeys.PREDICT, path, first[0])
+        for features, _ in rest:
+            yield jax.device_get(select(self._predict_step(state, features), keys))
+
+    def _state(
+        self, mode: ModeKeys, path: str | None, features: PyTree, labels: PyTree = None
+    ) -> State:
+        """The state saved at `path`, from memory if it is alive, or the initial one."""
+        if path is None:
+            key = jax.random.key(self._config.seed)
+            return self._model.init(key, features, labels, mode=mode)
+        like = self._model.abstract_init(features, labels, mode=mode)
+        if self._live is None or self._live[0] != _identity(path) or not _covers(self._live[1], like):
+            self._keep(path, _checkpoint.restore(path, like, partial=mode != ModeKeys.TRAIN))
+        assert self._live is not None
+        return self._live[1]
+
+    def _keep(self, path: str | None, state: State) -> None:
+        self._live = None if path is None else (_identity(path), state)
+
+    def _own_copy(self, state: State) -> State:
+        """A copy for training, which takes the memory of what it is given; a prediction may still read the other."""
+        self._live = None
+        return jax.tree.map(lambda x: x.copy(), state)
+
+
+def _chosen_dir(model_dir: str | os.PathLike[str] | None, config: RunConfig) -> str:
+    given = None if model_dir is None else os.fspath(model_dir)
+    configured = None if config.model_dir is None else os.fspath(config.model_dir)
+    if given and configured and given != configured:
+        raise ValueError(
+            "`model_dir` are set both in constructor and `RunConfig`, but with different values: "
+            f"{given!r} and {configured!r}. Set it in one place."
+        )
+    if given or configured:
+        return str(given or configured)
+    made = tempfile.mkdtemp()
+    logging.warning("Using temporary folder as model directory: %s", made)
+    return made
+
+
+def _check_steps(name: str, value: int | None) -> None:
+    if value is not None and value <= 0:
+        raise ValueError(f"Must specify {name} > 0, given: {value}.")
+
+
+def _identity(path: str) -> tuple[str, int]:
+    """Tells a checkpoint from another one of the same name."""
+    return os.path.abspath(path), os.stat(path).st_mtime_ns
+
+
+def _covers(state: State, like: State) -> bool:
+    return (
+        like.variables.keys() <= state.variables.keys() and like.slots.keys() <= state.slots.keys()
+    )

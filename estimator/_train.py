@@ -1,0 +1,223 @@
+"""The training loop: steps in flight, checkpoints, log lines and a progress bar around a compiled step."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tqdm
+from absl import logging
+
+from estimator._checkpoint import Checkpoints
+from estimator._frame import PyTree
+from estimator._run_config import RunConfig
+from estimator._transform import Model, State
+
+# More steps in flight gain nothing, and on CPU devices the collectives of many steps starve each other until XLA
+# aborts the process.
+_STEPS_IN_FLIGHT = 2
+
+
+class NanLossDuringTrainingError(RuntimeError):
+    """The loss, or a variable about to be saved, is not a number."""
+
+
+class Watched(NamedTuple):
+    """What goes from step to step on the devices.
+
+    Attributes:
+      state: of the model.
+      nan_step: int32 scalar, the first step whose loss was NaN; -1 as long as there was none. It is kept on the
+        devices so that no step has to wait for the host to look at its loss.
+    """
+
+    state: State
+    nan_step: jax.Array
+
+
+class Steps:
+    """The compiled programs of the loop: one step, and several in one program. They keep nothing but the loss."""
+
+    def __init__(self, model: Model) -> None:
+        def watch(watched: Watched, losses: jax.Array, state: State) -> Watched:
+            """`losses`: of the steps that led to `state`, shape `(steps,)`."""
+            bad = jnp.isnan(losses)
+            found = watched.state.global_step + 1 + jnp.argmax(bad).astype(jnp.int32)
+            is_first = (watched.nan_step < 0) & bad.any()
+            return Watched(state, jnp.where(is_first, found, watched.nan_step))
+
+        def one(watched: Watched, features: PyTree, labels: PyTree) -> tuple[Watched, jax.Array]:
+            state, spec = model.train_step(watched.state, features, labels)
+            return watch(watched, spec.loss[None], state), spec.loss
+
+        def several(
+            watched: Watched, features: PyTree, labels: PyTree
+        ) -> tuple[Watched, jax.Array]:
+            state, spec = model.train_loop(watched.state, (features, labels))
+            return watch(watched, spec.loss, state), spec.loss[-1]
+
+        self.one = jax.jit(one, donate_argnums=0)
+        self.several = jax.jit(several, donate_argnums=0)
+
+
+@dataclasses.dataclass
+class Training:
+    """One call of `Estimator.train`.
+
+    Attributes:
+      steps: the compiled programs.
+      config: when to save and to log, and how many steps go into one program.
+      checkpoints: where to save.
+      step: the number of finished steps.
+      last_step: where to stop; None: where the input ends.
+    """
+
+    steps: Steps
+    config: RunConfig
+    checkpoints: Checkpoints
+    step: int
+    last_step: int | None
+    saved_step: int = -1
+    saved_time: float = 0.0
+    logged_step: int = -1
+    logged_time: float = 0.0
+
+    def run(self, state: State, batches: Iterator[tuple[PyTree, PyTree]]) -> State:
+        """Trains until the last step or the end of the input; saves at the start (if nothing is saved), on the way
+        as the config says, and at the end.
+
+        Raises:
+          NanLossDuringTrainingError: the loss became NaN. Nothing of that is saved.
+        """
+        self.logged_step, self.logged_time = self.step, time.monotonic()
+        self.saved_time = time.monotonic()
+        first_step = self.step
+        if self.step == 0:
+            self._save(state)
+        else:
+            self.saved_step = self.step
+        watched = Watched(state, jnp.full_like(state.global_step, -1))
+        loss = None
+        in_flight: collections.deque[jax.Array] = collections.deque()
+        with self._bar() as bar:
+            while programs := self._next_programs(batches):
+                for step, size, batch in programs:
+                    watched, loss = step(watched, *batch)
+                    self.step += size
+                    in_flight.append(loss)
+                    if len(in_flight) > _STEPS_IN_FLIGHT:
+                        in_flight.popleft().block_until_ready()
+                    if bar is not None:
+                        bar.update(size)
+                    if self._log_is_due(first_step):
+                        self._check(watched)
+                        self._log(float(loss), bar)
+                    if self._save_is_due():
+                        self._check(watched)
+                        self._save(watched.state)
+        if loss is None:
+            logging.warning(
+                "Training with estimator made no steps. Perhaps input is empty or misspecified."
+            )
+        else:
+            self._check(watched)
+            logging.info("Loss for final step: %s.", float(loss))
+        if self.step != self.saved_step:
+            self._save(watched.state)
+        return watched.state
+
+    def _next_programs(
+        self, batches: Iterator[tuple[PyTree, PyTree]]
+    ) -> list[tuple[Callable[..., Any], int, tuple[PyTree, PyTree]]]:
+        """The next programs to run, each with its number of steps and its batch; none at the end."""
+        size = min(self.config.steps_per_loop, self._steps_to_boundary())
+        chunk = list(itertools.islice(batches, size))
+        if 1 < len(chunk) == self.config.steps_per_loop and _same_shapes(chunk):
+            return [(self.steps.several, size, jax.tree.map(_stack, *chunk))]
+        return [(self.steps.one, 1, batch) for batch in chunk]
+
+    def _steps_to_boundary(self) -> int:
+        """How many steps fit before something has to happen between two of them."""
+        ends = [self.step + self.config.steps_per_loop]
+        if self.last_step is not None:
+            ends.append(self.last_step)
+        if self.config.save_checkpoints_steps:
+            ends.append(self.saved_step + self.config.save_checkpoints_steps)
+        if self.config.log_step_count_steps:
+            ends.append(self.logged_step + self.config.log_step_count_steps)
+        return max(0, min(ends) - self.step)
+
+    def _log_is_due(self, first_step: int) -> bool:
+        every = self.config.log_step_count_steps
+        return bool(every) and self.step - self.logged_step >= every  # type: ignore[operator]
+
+    def _save_is_due(self) -> bool:
+        if self.config.save_checkpoints_steps:
+            return self.step - self.saved_step >= self.config.save_checkpoints_steps
+        if self.config.save_checkpoints_secs:
+            return time.monotonic() - self.saved_time >= self.config.save_checkpoints_secs
+        return False
+
+    def _log(self, loss: float, bar: Any) -> None:
+        now = time.monotonic()
+        rate = (self.step - self.logged_step) / (now - self.logged_time)
+        logging.info("loss = %.6g, step = %d (%.4g steps/sec)", loss, self.step, rate)
+        if bar is not None:
+            bar.set_postfix(loss=f"{loss:.4g}", refresh=False)
+        self.logged_step, self.logged_time = self.step, now
+
+    def _check(self, watched: Watched) -> None:
+        nan_step = int(watched.nan_step)
+        if nan_step >= 0:
+            raise NanLossDuringTrainingError(
+                f"NaN loss during training, at step {nan_step}. The newest checkpoint is that of step "
+                f"{self.saved_step}; nothing later was saved. Look for a division by zero or a logarithm of zero, "
+                "lower the learning rate, or run with jax.config.update('jax_debug_nans', True)."
+            )
+
+    def _save(self, state: State) -> None:
+        if not (self.config.save_checkpoints_steps or self.config.save_checkpoints_secs):
+            return
+        bad = sorted(name for name, is_nan in _nan_variables(state.variables).items() if is_nan)
+        if bad:
+            raise NanLossDuringTrainingError(
+                f"NaN in the variables {bad} after step {self.step}, so that no checkpoint was saved of it; the newest "
+                f"one is that of step {self.saved_step}. Look for a gradient that is not a number, or lower the "
+                "learning rate."
+            )
+        self.checkpoints.save(state)
+        self.saved_step, self.saved_time = self.step, time.monotonic()
+
+    def _bar(self) -> Any:
+        """A progress bar, silent (and None) where nobody looks at a terminal."""
+        return tqdm.tqdm(
+            total=self.last_step,
+            initial=self.step,
+            unit="step",
+            disable=not sys.stderr.isatty(),
+        )
+
+
+@jax.jit
+def _nan_variables(variables: dict[str, PyTree]) -> dict[str, jax.Array]:
+    def has_nan(value: PyTree) -> jax.Array:
+        floats = [x for x in jax.tree.leaves(value) if jnp.issubdtype(x.dtype, jnp.inexact)]
+        return jnp.any(jnp.array([jnp.isnan(x).any() for x in floats], bool))
+
+    return {name: has_nan(value) for name, value in variables.items()}
+
+
+def _same_shapes(chunk: list[tuple[PyTree, PyTree]]) -> bool:
+    return len({tuple(map(np.shape, jax.tree.leaves(batch))) for batch in chunk}) == 1
+
+
+def _stack(*leaves: Any) -> Any:
+    return (jnp if isinstance(leaves[0], jax.Array) else np).stack(leaves)

@@ -1,0 +1,214 @@
+import collections
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from estimator._input import batches, call_input_fn
+from estimator.inputs import numpy_input_fn
+
+
+class Tensor:
+    """What batches knows of a torch or TensorFlow tensor."""
+
+    def __init__(self, values):
+        self.values = np.asarray(values)
+
+    def __array__(self, dtype=None, copy=None):
+        return self.values
+
+
+class Loader:
+    """Iterable anew each time, yielding lists, as torch's DataLoader does."""
+
+    def __iter__(self):
+        return iter([[Tensor([1, 2]), Tensor([3, 4])], [Tensor([5, 6]), Tensor([7, 8])]])
+
+
+@jax.tree_util.register_pytree_node_class
+class Node:
+    def tree_flatten(self):
+        return (1,), None
+
+    @classmethod
+    def tree_unflatten(cls, aux, children):
+        return cls()
+
+
+# call_input_fn
+
+
+def test_input_fn_gets_what_it_names():
+    def call(input_fn):
+        return call_input_fn(input_fn, "m", "p", "c")
+
+    assert call(lambda: 1) == 1
+    assert call(lambda config, mode: (config, mode)) == ("c", "m")
+    assert call(lambda params, *, other=2: (params, other)) == ("p", 2)
+    assert call(functools.partial(lambda mode, params: (mode, params), mode="mine")) == (
+        "mine",
+        "p",
+    )
+
+
+def test_input_fn_that_cannot_be_called_is_an_error():
+    with pytest.raises(TypeError, match=r"`input_fn` must be callable.*got \[1\]"):
+        call_input_fn([1], "m", "p", "c")
+
+
+# batches
+
+
+@pytest.mark.parametrize("x", [np.ones((2, 3)), jnp.ones(2), {"a": np.ones(2)}, Node()])
+def test_one_pytree_is_one_batch_of_features(x):
+    [(features, labels)] = batches(x)
+    assert features is x and labels is None
+
+
+def test_a_pair_is_one_batch():
+    assert list(batches((1, 2))) == [(1, 2)]
+
+
+@pytest.mark.parametrize("make", [list, iter, lambda x: (e for e in x), collections.deque])
+def test_any_iterable_holds_batches(make):
+    elements = [(1, 2), [3, 4], {"x": 5}]
+    assert list(batches(make(elements))) == [(1, 2), (3, 4), ({"x": 5}, None)]
+
+
+def test_an_empty_iterable_has_no_batches():
+    assert list(batches([])) == []
+
+
+def test_an_endless_generator_is_read_one_ahead_at_most():
+    count = itertools.count()
+    iterator = batches({"x": n} for n in count)
+    assert next(iterator) == ({"x": 0}, None)
+    assert next(count) == 1
+
+
+@pytest.mark.parametrize("result", [(1, 2, 3), (1,), [(1, 2, 3)], [[1]]])
+def test_another_length_than_two_is_an_error(result):
+    message = r"input_fn should return \(features, labels\) as a len 2 tuple.*got a .* of len [13]"
+    with pytest.raises(ValueError, match=message):
+        list(batches(result))
+
+
+@pytest.mark.parametrize("result", [None, 3, "abc", object()])
+def test_what_holds_no_batches_is_an_error(result):
+    with pytest.raises(TypeError, match="input_fn should return an iterable of batches.*; got"):
+        batches(result)
+
+
+def test_foreign_tensors_become_numpy_arrays():
+    got = list(batches(Loader()))
+    assert [type(leaf) for leaf in jax.tree.leaves(got)] == [np.ndarray] * 4
+    np.testing.assert_array_equal(got, [[[1, 2], [3, 4]], [[5, 6], [7, 8]]])
+    [(features, _)] = batches({"x": Tensor([1]), "n": 1})
+    assert type(features["x"]) is np.ndarray and features["n"] == 1
+
+
+def test_arrays_are_passed_on_as_they_are():
+    x, y = np.ones(2), jnp.ones(2)
+    [(features, labels)] = batches([({"x": x}, y)])
+    assert features["x"] is x and labels is y
+
+
+# numpy_input_fn
+
+
+def rows(input_fn):
+    return [batch.tolist() for batch in input_fn()]
+
+
+def test_the_last_partial_batch_is_kept_unless_dropped():
+    x = np.arange(5)
+    assert rows(numpy_input_fn(x, None, 2, shuffle=False)) == [[0, 1], [2, 3], [4]]
+    dropped = numpy_input_fn(x, None, 2, shuffle=False, drop_remainder=True)
+    assert rows(dropped) == [[0, 1], [2, 3]]
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_batches_straddle_epochs(shuffle):
+    got = rows(numpy_input_fn(np.arange(10), None, 4, num_epochs=2, shuffle=shuffle, seed=1))
+    assert [len(batch) for batch in got] == [4] * 5
+    order = sum(got, [])
+    assert sorted(order[:10]) == sorted(order[10:]) == list(range(10))
+    assert shuffle == (order[:10] != order[10:])
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize(
+    ("n", "batch_size", "epochs"), [(3, 7, 4), (1, 1, 1), (5, 5, 2), (4, 8, 3)]
+)
+def test_every_row_comes_once_an_epoch(n, batch_size, epochs, shuffle):
+    got = rows(numpy_input_fn(np.arange(n), None, batch_size, epochs, shuffle))
+    order = sum(got, [])
+    for epoch in range(epochs):
+        assert sorted(order[epoch * n : (epoch + 1) * n]) == list(range(n))
+    assert len(order) == n * epochs
+    assert all(len(batch) == batch_size for batch in got[:-1])
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_num_epochs_none_goes_on_forever(shuffle):
+    input_fn = numpy_input_fn(np.arange(3), None, 2, num_epochs=None, shuffle=shuffle)
+    assert [len(b) for b in itertools.islice(input_fn(), 100)] == [2] * 100
+
+
+def test_features_and_labels_keep_their_rows_and_their_form():
+    x, y = {"a": np.arange(6), "b": jnp.arange(12.0).reshape(6, 2)}, {"c": np.arange(6) * 10}
+    for features, labels in numpy_input_fn(x, y, 4, shuffle=True)():
+        np.testing.assert_array_equal(labels["c"], features["a"] * 10)
+        np.testing.assert_array_equal(features["b"][:, 0], features["a"] * 2)
+    features, labels = next(numpy_input_fn(x, np.arange(6), 4, shuffle=False)())
+    assert sorted(features) == ["a", "b"] and labels.tolist() == [0, 1, 2, 3]
+
+
+def test_a_seed_repeats_the_order_and_none_does_not():
+    seeded = numpy_input_fn(np.arange(100), shuffle=True, seed=3)
+    assert rows(seeded) == rows(seeded)
+    fresh = numpy_input_fn(np.arange(100), shuffle=True)
+    assert rows(fresh) != rows(fresh)
+
+
+def test_later_changes_of_the_dict_do_not_matter():
+    x = {"a": np.arange(2)}
+    input_fn = numpy_input_fn(x, shuffle=False)
+    x["b"] = 1
+    assert list(next(input_fn())) == ["a"]
+
+
+ONES = np.ones(3)
+
+
+@pytest.mark.parametrize(
+    ("args", "error", "message"),
+    [
+        ({"shuffle": None}, ValueError, "shuffle must be provided and explicitly set.*got None"),
+        ({"shuffle": 1}, ValueError, "explicitly set as boolean.*got 1"),
+        ({"x": [1, 2]}, TypeError, "x must be a dict or array; got list"),
+        ({"x": {}}, ValueError, "x cannot be an empty dict, give"),
+        ({"x": np.ones((0, 2))}, ValueError, r"x cannot be an empty array; .*\(0, 2\)"),
+        ({"y": {}}, ValueError, "y cannot be an empty dict, use None instead"),
+        ({"y": 3}, TypeError, "y must be a dict or array; got int"),
+        (
+            {"x": {"a": ONES}, "y": {"a": ONES}},
+            ValueError,
+            r"1 duplicate keys are found in both x and y: \['a'\]. Rename",
+        ),
+        (
+            {"x": {"a": ONES}, "y": np.ones(4)},
+            ValueError,
+            r"Length of tensors in x and y is mismatched.*x: 'a': \(3,\), shapes in y: \(4,\)",
+        ),
+        ({"x": np.array(3.0)}, ValueError, r"Length of tensors .* shapes in x: \(\)"),
+        ({"batch_size": 0}, ValueError, "batch_size must be an int >= 1; got 0"),
+        ({"num_epochs": 0}, ValueError, "num_epochs must be an int >= 1; got 0"),
+    ],
+)
+def test_bad_arguments_are_errors_at_once(args, error, message):
+    with pytest.raises(error, match=message):
+        numpy_input_fn(**{"x": ONES, "shuffle": False} | args)
