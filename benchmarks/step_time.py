@@ -1,0 +1,198 @@
+"""Microseconds per training step, against the loops a JAX expert writes by hand.
+
+    python benchmarks/step_time.py [--rounds 7] [--only small]
+
+Two models, on 1, 2 and 4 towers (CPU devices, or GPUs where there are enough):
+
+- `Estimator.train` with one step per program, against a loop around one `jit`, or `jit(pmap)` with one packed psum;
+- `Estimator.train` with RunConfig(steps_per_loop=20), against a loop around a `lax.scan` of 20 such steps.
+
+Both sides get the same numpy batches and the same optax optimizer, donate their state, and keep at most two programs in
+flight. The Estimator does all it does otherwise: it watches for NaN and logs every 100 steps; no checkpoint falls into
+the time. Runs alternate in one process; the figure is the median over rounds, the ratio the median of the rounds' ratios.
+"""
+
+import argparse
+import collections
+import itertools
+import statistics
+import tempfile
+import time
+
+import jax
+
+jax.config.update("jax_num_cpu_devices", 4)
+
+import estimator as est  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+import optax  # noqa: E402
+from jax.flatten_util import ravel_pytree  # noqa: E402
+from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
+from replicate import TowerOptimizer, replicate_model_fn  # noqa: E402
+
+LOOP = 20
+MODELS = {  # widths of a multi-layer perceptron, batch size, steps per measurement
+    "small": ((16, 32, 4), 32, 2000),
+    "larger": ((512, 1024, 1024, 10), 256, 60),
+}
+
+
+def initial(widths):
+    random = np.random.default_rng(0)
+    return {
+        f"{kind}{i}": np.float32(random.normal(size=shape) * 0.05)
+        for i, (a, b) in enumerate(itertools.pairwise(widths))
+        for kind, shape in (("w", (a, b)), ("b", (b,)))
+    }
+
+
+def mean_loss(variables, x, y):
+    layers = len(variables) // 2
+    for i in range(layers):
+        x = x @ variables[f"w{i}"] + variables[f"b{i}"]
+        x = jax.nn.relu(x) if i < layers - 1 else x
+    return optax.losses.softmax_cross_entropy_with_integer_labels(x, y).mean()
+
+
+def optimizer():
+    return optax.adam(1e-3)
+
+
+def estimator_run(widths, devices, steps_per_loop):
+    def model_fn(features, labels, mode):
+        variables = {name: est.get_variable(name, value) for name, value in initial(widths).items()}
+        loss = mean_loss(variables, features, labels)
+        return est.EstimatorSpec(
+            mode, loss=loss, train_op=TowerOptimizer(optimizer()).minimize(loss)
+        )
+
+    if len(devices) > 1:
+        model_fn = replicate_model_fn(model_fn, devices=devices)
+    config = est.RunConfig(
+        save_checkpoints_secs=None, save_checkpoints_steps=None, steps_per_loop=steps_per_loop
+    )
+    estimator = est.Estimator(model_fn, tempfile.mkdtemp(), config)
+    return lambda batches: estimator.train(lambda: batches)
+
+
+def hand_written_step(devices):
+    """One training step as an expert writes it: plain, or a pmap within the jit with one packed psum."""
+    tx = optimizer()
+
+    def update(variables, slots, gradients):
+        updates, slots = tx.update(gradients, slots, variables)
+        return optax.apply_updates(variables, updates), slots
+
+    if len(devices) == 1:
+
+        def step(state, batch):
+            loss, gradients = jax.value_and_grad(mean_loss)(state[0], *batch)
+            return update(*state, gradients), loss
+
+        return step
+
+    def tower(variables, batch):
+        packed, unpack = ravel_pytree(jax.value_and_grad(mean_loss)(variables, *batch))
+        return unpack(jax.lax.pmean(packed, "batch"))
+
+    mapped = jax.pmap(
+        tower, axis_name="batch", in_axes=(None, 0), out_axes=None, devices=devices
+    )
+
+    def step(state, batch):
+        split = jax.tree.map(lambda x: x.reshape(len(devices), -1, *x.shape[1:]), batch)
+        loss, gradients = mapped(state[0], split)
+        return update(*state, gradients), loss
+
+    return step
+
+
+def hand_written_run(widths, devices, steps_per_loop):
+    step = hand_written_step(devices)
+    if steps_per_loop > 1:
+        one_step = step
+
+        def step(state, batches):
+            return jax.lax.scan(one_step, state, batches)
+
+    shardings = {}
+    if len(devices) > 1:
+        mesh = Mesh(np.array(devices), ("batch",))
+        everywhere = NamedSharding(mesh, PartitionSpec())
+        split = PartitionSpec("batch") if steps_per_loop == 1 else PartitionSpec(None, "batch")
+        shardings = {
+            "in_shardings": (everywhere, NamedSharding(mesh, split)),
+            "out_shardings": (everywhere, everywhere),
+        }
+    program = jax.jit(step, donate_argnums=0, **shardings)
+
+    def run(batches):
+        variables = jax.tree.map(jnp.asarray, initial(widths))
+        state = (variables, optimizer().init(variables))
+        if shardings:
+            state = jax.device_put(state, everywhere)
+        in_flight = collections.deque()
+        batches = iter(batches)
+        while chunk := list(itertools.islice(batches, steps_per_loop)):
+            batch = chunk[0] if steps_per_loop == 1 else jax.tree.map(lambda *x: np.stack(x), *chunk)
+            state, loss = program(state, batch)
+            in_flight.append(loss)
+            if len(in_flight) > 2:
+                in_flight.popleft().block_until_ready()
+        jax.block_until_ready(state)
+
+    return run
+
+
+def microseconds_per_step(run, batches):
+    """Of all but the first step: a run that is `2 n` steps long less one that is `n` long."""
+    times = []
+    for part in (batches[: len(batches) // 2], batches):
+        start = time.perf_counter()
+        run(part)
+        times.append(time.perf_counter() - start)
+    return (times[1] - times[0]) / (len(batches) - len(batches) // 2) * 1e6
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--only", choices=MODELS, help="one of the models")
+    arguments = parser.parse_args()
+    print(f"{'model':8}{'towers':>7}{'steps/program':>15}{'by hand':>12}{'Estimator':>12}{'ratio':>8}")
+    for model, (widths, batch_size, steps) in MODELS.items():
+        if arguments.only not in (None, model):
+            continue
+        random = np.random.default_rng(1)
+        distinct = [
+            (
+                random.normal(size=(batch_size, widths[0])).astype(np.float32),
+                random.integers(0, widths[-1], batch_size).astype(np.int32),
+            )
+            for _ in range(10)
+        ]
+        batches = list(itertools.islice(itertools.cycle(distinct), 2 * steps))
+        for towers, steps_per_loop in itertools.product((1, 2, 4), (1, LOOP)):
+            devices = jax.local_devices()[:towers]
+            if len(devices) < towers:
+                print(f"{model:8}{towers:7}  (only {len(devices)} devices)")
+                continue
+            ours = estimator_run(widths, devices, steps_per_loop)
+            theirs = hand_written_run(widths, devices, steps_per_loop)
+            rows = []
+            for i in range(arguments.rounds + 1):  # the first round compiles
+                pair = (theirs, ours) if i % 2 else (ours, theirs)
+                times = {run: microseconds_per_step(run, batches) for run in pair}
+                rows.append((times[theirs], times[ours]))
+            rows = rows[1:]
+            by_hand, estimator = (statistics.median(column) for column in zip(*rows, strict=True))
+            ratio = statistics.median(b / a for a, b in rows)
+            print(
+                f"{model:8}{towers:7}{steps_per_loop:15}{by_hand:9.1f} us{estimator:9.1f} us{ratio:8.2f}",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,280 @@
+"""A run that is killed, repeated, or gone wrong: what is on disk, and how it goes on."""
+
+import itertools
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import estimator as est
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from replicate import TowerOptimizer, replicate_model_fn
+
+ONES = np.ones((4, 1), np.float32)
+
+
+def make(model_dir, model_fn, **config):
+    config = est.RunConfig(**({"save_checkpoints_steps": 2, "keep_checkpoint_max": None} | config))
+    return est.Estimator(model_fn, model_dir, config)
+
+
+def saved_steps(estimator):
+    found = map(re.compile(r"ckpt-(\d+)").fullmatch, os.listdir(estimator.model_dir))
+    return sorted(int(m[1]) for m in found if m)
+
+
+# Every step adds 1 to every element of w; it is large, so that a kill may fall in the middle of a write.
+SCRIPT = """
+import sys
+import estimator as est, jax, jax.numpy as jnp, numpy as np, optax
+
+def model_fn(features, mode):
+    w = est.get_variable("w", (400_000,), initializer=jax.nn.initializers.zeros)
+    loss = -jnp.sum(w)
+    train_op = est.Optimizer(optax.sgd(1.0, momentum=0.0)).minimize(loss)
+    return est.EstimatorSpec(mode, loss=loss, train_op=train_op)
+
+def input_fn():
+    for i in range(1_000_000):
+        if i == 2:
+            print("running", flush=True)
+        yield np.ones(1, np.float32)
+
+config = est.RunConfig(save_checkpoints_steps=2)
+estimator = est.Estimator(model_fn, sys.argv[1], config)
+latest = estimator.latest_checkpoint()
+start = 0 if latest is None else int(estimator.get_variable_value("global_step"))
+print(f"from {start}", flush=True)
+estimator.train(input_fn, max_steps=int(sys.argv[2]))
+print("done", flush=True)
+"""
+
+
+def start_script(model_dir, max_steps):
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, str(model_dir), str(max_steps)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        cwd=os.path.dirname(os.path.dirname(os.path.abspath(__file__))),
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+    )
+    return process, int(process.stdout.readline().removeprefix("from "))
+
+
+@pytest.mark.slow
+def test_a_run_killed_ten_times_goes_on_from_the_last_whole_checkpoint(tmp_path):
+    when = random.Random(0)
+    viewer = make(tmp_path, lambda features, mode: None)
+    tmp_path.mkdir(exist_ok=True)
+    step = 0
+    for _ in range(10):
+        process, start = start_script(tmp_path, 1_000_000)
+        try:
+            assert start == step
+            assert process.stdout.readline() == "running\n"
+            time.sleep(when.uniform(0, 0.6))
+        finally:
+            process.send_signal(signal.SIGKILL)
+            process.communicate()
+        assert process.returncode == -signal.SIGKILL
+        latest = viewer.latest_checkpoint()
+        step = int(viewer.get_variable_value("global_step"))
+        assert latest == str(tmp_path / f"ckpt-{step}")
+        assert step >= start
+        np.testing.assert_array_equal(viewer.get_variable_value("w"), np.float32(step))
+    assert step > 10  # it does get on
+    process, start = start_script(tmp_path, step + 3)
+    out, _ = process.communicate(timeout=60)
+    assert start == step
+    assert out.endswith("done\n") and process.returncode == 0
+    np.testing.assert_array_equal(viewer.get_variable_value("w"), np.float32(step + 3))
+    assert viewer.latest_checkpoint() == str(tmp_path / f"ckpt-{step + 3}")
+    left = [name for name in os.listdir(tmp_path) if not re.fullmatch(r"ckpt-\d+", name)]
+    assert left == []
+
+
+def counter(features, mode):
+    w = est.get_variable("w", (3,), initializer=jax.nn.initializers.zeros)
+    if mode == est.ModeKeys.PREDICT:
+        return est.EstimatorSpec(mode, predictions=features + w[0])
+    loss = -jnp.sum(w) + 0.0 * jnp.sum(features)
+    return est.EstimatorSpec(mode, loss=loss, train_op=est.Optimizer(optax.sgd(1.0)).minimize(loss))
+
+
+@pytest.mark.parametrize("name", ["ckpt-9", "ckpt-9.orbax-checkpoint-tmp", "ckpt-9.removed"])
+def test_what_a_killed_save_left_is_never_loaded(tmp_path, name):
+    make(tmp_path, counter).train(lambda: [ONES] * 4)
+    half = tmp_path / name
+    half.mkdir()
+    (half / "manifest.ocdbt").write_bytes(b"half")
+    estimator = make(tmp_path, counter)
+    assert estimator.latest_checkpoint() == str(tmp_path / "ckpt-4")
+    assert list(estimator.predict(lambda: ONES[:1, 0])) == [5]
+    estimator.train(lambda: [ONES] * 5)
+    assert estimator.latest_checkpoint() == str(tmp_path / "ckpt-9")
+    np.testing.assert_array_equal(estimator.get_variable_value("w"), 9)
+
+
+def noisy(features, mode):
+    w = est.get_variable("w", (4, 3))
+    noise = jax.random.normal(est.make_rng(), (4, 3))
+    loss = jnp.mean((features @ noise.T @ w) ** 2) + jnp.mean((w - noise) ** 2)
+    return est.EstimatorSpec(mode, loss=loss, train_op=est.Optimizer(optax.adam(0.1)).minimize(loss))
+
+
+def values(estimator):
+    return {name: estimator.get_variable_value(name) for name in estimator.get_variable_names()}
+
+
+def same_bits(a, b):
+    return a.keys() == b.keys() and all(a[n].tobytes() == b[n].tobytes() for n in a)
+
+
+def test_the_same_seed_gives_the_same_bits(tmp_path):
+    rng = np.random.default_rng(0)
+    batches = list(rng.normal(size=(12, 5, 3)).astype(np.float32))
+    a, b, other = (
+        make(tmp_path / name, noisy, seed=seed).train(lambda: batches)
+        for name, seed in (("a", 0), ("b", 0), ("other", 1))
+    )
+    assert same_bits(values(a), values(b))
+    assert not same_bits(values(a), values(other))
+
+
+def test_a_stopped_run_has_the_same_bits_as_one_that_went_on(tmp_path):
+    rng = np.random.default_rng(0)
+    batches = list(rng.normal(size=(12, 5, 3)).astype(np.float32))
+    straight = make(tmp_path / "a", noisy).train(lambda: batches)
+    for part in (batches[:5], batches[5:6], batches[6:]):
+        stopped = make(tmp_path / "b", noisy).train(lambda part=part: part)
+    assert same_bits(values(straight), values(stopped))
+
+
+# Not a number.
+
+
+def linear(features, mode):
+    w = est.get_variable("w", (1, 1), initializer=jax.nn.initializers.ones)
+    loss = jnp.mean(features @ w)
+    return est.EstimatorSpec(mode, loss=loss, train_op=est.Optimizer(optax.sgd(0.1)).minimize(loss))
+
+
+def root(features, mode):
+    """Where features are 0, the loss is 0 and its gradient is NaN."""
+    w = est.get_variable("w", (1, 1), initializer=jax.nn.initializers.ones)
+    loss = jnp.mean(jnp.sqrt(features @ w))
+    return est.EstimatorSpec(mode, loss=loss, train_op=est.Optimizer(optax.sgd(0.01)).minimize(loss))
+
+
+def nan_at(step, number=20):
+    return lambda: [ONES * (np.nan if i == step else 1) for i in range(1, number + 1)]
+
+
+def assert_last_is_whole(estimator, step):
+    assert saved_steps(estimator)[-1] == step
+    for path in saved_steps(estimator):
+        results = estimator.evaluate(
+            lambda: [ONES], checkpoint_path=os.path.join(estimator.model_dir, f"ckpt-{path}")
+        )
+        assert np.isfinite(results["loss"]) and results["global_step"] == path
+    assert int(estimator.train(lambda: [ONES]).get_variable_value("global_step")) == step + 1
+
+
+@pytest.mark.parametrize("steps_per_loop", [1, 2, 3, 8])
+@pytest.mark.parametrize(("step", "saved"), [(1, 0), (5, 4), (6, 4)])
+def test_a_nan_loss_ends_training_and_is_not_saved(tmp_path, steps_per_loop, step, saved):
+    estimator = make(tmp_path, linear, steps_per_loop=steps_per_loop)
+    with pytest.raises(est.NanLossDuringTrainingError, match=rf"\bat step {step}\b.*step {saved}\b"):
+        estimator.train(nan_at(step))
+    assert_last_is_whole(estimator, saved)
+
+
+def test_a_nan_loss_between_checkpoints_names_its_own_step(tmp_path):
+    estimator = make(
+        tmp_path, linear, save_checkpoints_steps=100, steps_per_loop=10, log_step_count_steps=None
+    )
+    estimator.train(lambda: [ONES] * 3)
+    with pytest.raises(est.NanLossDuringTrainingError, match=r"at step 17\. .* of step 3;"):
+        estimator.train(nan_at(14, 40))
+    assert_last_is_whole(estimator, 3)
+
+
+def test_a_nan_loss_at_a_log_line_is_noticed_without_checkpoints(tmp_path):
+    estimator = make(tmp_path, linear, save_checkpoints_steps=None, log_step_count_steps=5)
+    taken = []
+
+    def input_fn():
+        for i in itertools.count(1):
+            taken.append(i)
+            yield ONES * (np.nan if i == 7 else 1)
+
+    with pytest.raises(est.NanLossDuringTrainingError, match="at step 7"):
+        estimator.train(input_fn)
+    assert len(taken) == 10
+    assert os.listdir(tmp_path) == []
+
+
+def test_without_checkpoints_the_error_names_none(tmp_path):
+    estimator = make(tmp_path, linear, save_checkpoints_steps=None)
+    with pytest.raises(est.NanLossDuringTrainingError, match="at step 2") as raised:
+        estimator.train(nan_at(2, 3))
+    assert "-1" not in str(raised.value)
+
+
+@pytest.mark.parametrize("steps_per_loop", [1, 2])
+@pytest.mark.parametrize("number", [4, 3])
+def test_a_variable_that_turned_nan_is_not_saved_though_the_loss_is_finite(
+    tmp_path, steps_per_loop, number
+):
+    estimator = make(tmp_path, root, steps_per_loop=steps_per_loop)
+    batches = [ONES] * (number - 1) + [ONES * 0]
+    with pytest.raises(
+        est.NanLossDuringTrainingError, match=rf"NaN in the variables \['w'\] after step {number}"
+    ):
+        estimator.train(lambda: batches)
+    assert_last_is_whole(estimator, 2)
+
+
+def test_initial_values_that_are_nan_are_not_saved(tmp_path):
+    def model_fn(features, mode):
+        w = est.get_variable("scope/w", (), initializer=jax.nn.initializers.constant(np.nan))
+        loss = jnp.mean(w * features)
+        return est.EstimatorSpec(mode, loss=loss, train_op=est.Optimizer(optax.sgd(0.1)).minimize(loss))
+
+    estimator = make(tmp_path, model_fn)
+    with pytest.raises(est.NanLossDuringTrainingError, match=r"\['scope/w'\] after step 0"):
+        estimator.train(lambda: [ONES])
+    assert os.listdir(tmp_path) == []
+
+
+# Long.
+
+
+@pytest.mark.slow
+def test_twenty_thousand_steps_on_eight_towers_do_not_stall(tmp_path):
+    def model_fn(features, labels, mode):
+        w = est.get_variable("w", (2, 1), initializer=jax.nn.initializers.zeros)
+        loss = est.losses.mean_squared_error(labels, features @ w)
+        train_op = TowerOptimizer(optax.sgd(0.1)).minimize(loss)
+        return est.EstimatorSpec(mode, loss=loss, train_op=train_op)
+
+    x = np.random.default_rng(0).normal(size=(16, 2)).astype(np.float32)
+    y = x @ np.array([[1.0], [2.0]], np.float32)
+
+    def train(steps, steps_per_loop):
+        config = est.RunConfig(steps_per_loop=steps_per_loop, log_step_count_steps=5000)
+        estimator = est.Estimator(replicate_model_fn(model_fn), tmp_path, config)
+        return estimator.train(lambda: itertools.repeat((x, y)), max_steps=steps)
+
+    assert len(jax.local_devices()) == 8
+    estimator = train(20_000, 1)
+    assert estimator.get_variable_value("global_step") == 20_000
+    np.testing.assert_allclose(estimator.get_variable_value("w"), [[1], [2]], atol=1e-4)
