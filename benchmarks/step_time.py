@@ -7,9 +7,10 @@ Two models, on 1, 2 and 4 towers (CPU devices, or GPUs where there are enough):
 - `Estimator.train` with one step per program, against a loop around one `jit`, or `jit(pmap)` with one packed psum;
 - `Estimator.train` with RunConfig(steps_per_loop=20), against a loop around a `lax.scan` of 20 such steps.
 
-Both sides get the same numpy batches and the same optax optimizer, donate their state, and keep at most two programs in
-flight. The Estimator does all it does otherwise: it watches for NaN and logs every 100 steps; no checkpoint falls into
-the time. Runs alternate in one process; the figure is the median over rounds, the ratio the median of the rounds' ratios.
+Both sides get the same numpy batches and the same optax optimizer, donate their state, and keep at most two programs
+in flight. The Estimator does all it does otherwise: it watches for NaN and logs every 100 steps; no checkpoint falls
+into the time. Runs alternate in one process; the figure is the median over rounds, the ratio the median of the rounds'
+ratios.
 """
 
 import argparse
@@ -23,12 +24,13 @@ import jax
 
 jax.config.update("jax_num_cpu_devices", 4)
 
-import estimator as est  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 import optax  # noqa: E402
 from jax.flatten_util import ravel_pytree  # noqa: E402
 from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
+
+import estimator as est  # noqa: E402
 from replicate import TowerOptimizer, replicate_model_fn  # noqa: E402
 
 LOOP = 20
@@ -63,15 +65,11 @@ def estimator_run(widths, devices, steps_per_loop):
     def model_fn(features, labels, mode):
         variables = {name: est.get_variable(name, value) for name, value in initial(widths).items()}
         loss = mean_loss(variables, features, labels)
-        return est.EstimatorSpec(
-            mode, loss=loss, train_op=TowerOptimizer(optimizer()).minimize(loss)
-        )
+        return est.EstimatorSpec(mode, loss=loss, train_op=TowerOptimizer(optimizer()).minimize(loss))
 
     if len(devices) > 1:
         model_fn = replicate_model_fn(model_fn, devices=devices)
-    config = est.RunConfig(
-        save_checkpoints_secs=None, save_checkpoints_steps=None, steps_per_loop=steps_per_loop
-    )
+    config = est.RunConfig(save_checkpoints_secs=None, save_checkpoints_steps=None, steps_per_loop=steps_per_loop)
     estimator = est.Estimator(model_fn, tempfile.mkdtemp(), config)
     return lambda batches: estimator.train(lambda: batches)
 
@@ -96,9 +94,7 @@ def hand_written_step(devices):
         packed, unpack = ravel_pytree(jax.value_and_grad(mean_loss)(variables, *batch))
         return unpack(jax.lax.pmean(packed, "batch"))
 
-    mapped = jax.pmap(
-        tower, axis_name="batch", in_axes=(None, 0), out_axes=None, devices=devices
-    )
+    mapped = jax.pmap(tower, axis_name="batch", in_axes=(None, 0), out_axes=None, devices=devices)
 
     def step(state, batch):
         split = jax.tree.map(lambda x: x.reshape(len(devices), -1, *x.shape[1:]), batch)

@@ -20,23 +20,15 @@ def check_batch(features: PyTree, labels: PyTree = None) -> int:
     sizes: dict[str, int] = {}
     for name, tree in (("features", features), ("labels", labels)):
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-            sizes[name + jax.tree_util.keystr(path)] = _rows(
-                name + jax.tree_util.keystr(path), leaf
-            )
+            sizes[name + jax.tree_util.keystr(path)] = _rows(name + jax.tree_util.keystr(path), leaf)
     if not sizes:
-        raise ValueError(
-            f"A batch must hold at least one array; got features={features!r} and labels={labels!r}."
-        )
+        raise ValueError(f"A batch must hold at least one array; got features={features!r} and labels={labels!r}.")
     if len(set(sizes.values())) > 1:
         listed = ", ".join(f"{name}: {rows}" for name, rows in sizes.items())
-        raise ValueError(
-            f"All arrays of a batch must have the same batch size (first dimension); got {listed}."
-        )
+        raise ValueError(f"All arrays of a batch must have the same batch size (first dimension); got {listed}.")
     rows = next(iter(sizes.values()))
     if rows == 0:
-        raise ValueError(
-            f"Got an empty batch: {', '.join(sizes)} have 0 rows. Let input_fn leave it out."
-        )
+        raise ValueError(f"Got an empty batch: {', '.join(sizes)} have 0 rows. Let input_fn leave it out.")
     return rows
 
 

@@ -87,9 +87,7 @@ class Checkpoints:
             arrays = jax.tree.map(_key_data, _flatten(state))
             with _checkpointer() as checkpointer:
                 # force: something that is no checkpoint may be in the way.
-                checkpointer.save(
-                    os.path.abspath(path), args=ocp.args.PyTreeSave(arrays), force=True
-                )
+                checkpointer.save(os.path.abspath(path), args=ocp.args.PyTreeSave(arrays), force=True)
             if jax.process_index() == 0:
                 self._remove_old(path)
         return path
@@ -130,10 +128,7 @@ def restore(path: str, like: State, partial: bool = False) -> State:
     default = jnp.zeros(()).sharding
     with _checkpointer() as checkpointer:
         _check_same(path, _metadata(checkpointer, path), data, partial)
-        restore_args = {
-            name: ocp.ArrayRestoreArgs(sharding=leaf.sharding or default)
-            for name, leaf in wanted.items()
-        }
+        restore_args = {name: ocp.ArrayRestoreArgs(sharding=leaf.sharding or default) for name, leaf in wanted.items()}
         arrays = checkpointer.restore(
             os.path.abspath(path),
             args=ocp.args.PyTreeRestore(data, restore_args, partial_restore=True),
@@ -167,9 +162,7 @@ def read(path: str, name: str) -> np.ndarray:
                 f"It has {len(on_disk)} names in all."
             )
         key = on_disk[name]
-        args = ocp.args.PyTreeRestore(
-            {key: 0}, {key: ocp.RestoreArgs(restore_type=np.ndarray)}, partial_restore=True
-        )
+        args = ocp.args.PyTreeRestore({key: 0}, {key: ocp.RestoreArgs(restore_type=np.ndarray)}, partial_restore=True)
         return checkpointer.restore(os.path.abspath(path), args=args)[key]
 
 
@@ -239,9 +232,7 @@ def _check_same(path: str, saved: dict[str, Any], model: dict[str, Any], partial
         elif key not in model and not partial:
             lines.append(f"  unexpected: {_short(key)}, {was} in the checkpoint")
         elif key in model and was != now:
-            lines.append(
-                f"  mismatched: {_short(key)}, {was} in the checkpoint, {now} in the model"
-            )
+            lines.append(f"  mismatched: {_short(key)}, {was} in the checkpoint, {now} in the model")
     if lines:
         raise ValueError(
             f"The variables of checkpoint {path} are not those of the model:\n"

@@ -105,9 +105,7 @@ class Estimator:
     def model_fn(self) -> ModelFn:
         return self._model_fn
 
-    def train(
-        self, input_fn: InputFn, *, steps: int | None = None, max_steps: int | None = None
-    ) -> Estimator:
+    def train(self, input_fn: InputFn, *, steps: int | None = None, max_steps: int | None = None) -> Estimator:
         """Trains on, from the newest checkpoint or from initial values; returns the Estimator itself.
 
         Saves a checkpoint of the initial values, then as the config says, and one at the end.
@@ -137,14 +135,13 @@ class Estimator:
         last_step = max_steps if steps is None else start + steps
         first, rest = self._first(input_fn, ModeKeys.TRAIN)
         if first is None:
-            logging.warning(
-                "Training with estimator made no steps. Perhaps input is empty or misspecified."
-            )
+            logging.warning("Training with estimator made no steps. Perhaps input is empty or misspecified.")
             return self
         state = self._own_copy(self._state(ModeKeys.TRAIN, path, *first))
         training = Training(self._steps, self._config, self._checkpoints, start, last_step)
         state = training.run(state, rest)
-        self._keep(self._checkpoints.latest(), state)
+        if training.saved_step == training.step:
+            self._keep(training.saved_path or path, state)
         return self
 
     def evaluate(
@@ -174,7 +171,12 @@ class Estimator:
         _check_steps("steps", steps)
         path = self._existing(checkpoint_path)
         first, rest = self._first(input_fn, ModeKeys.EVAL)
-        state = None if first is None else self._state(ModeKeys.EVAL, path, *first)
+        if first is None:
+            raise ValueError(
+                "`evaluate` got no batch from input_fn. Check that it starts anew at each call; a generator made "
+                "outside of input_fn is empty the second time."
+            )
+        state = self._state(ModeKeys.EVAL, path, *first)
         results = evaluate_batches(self._eval_step, state, itertools.islice(rest, steps))
         shown = ", ".join(f"{key} = {value}" for key, value in sorted(results.items()))
         logging.info("Evaluation%s: %s", f" {name!r}" if name else "", shown)
@@ -234,9 +236,7 @@ class Estimator:
     def _trained(self) -> str:
         path = self._checkpoints.latest()
         if path is None:
-            raise ValueError(
-                f"Could not find trained model in model_dir: {self.model_dir}. Call `train` first."
-            )
+            raise ValueError(f"Could not find trained model in model_dir: {self.model_dir}. Call `train` first.")
         return path
 
     def _existing(self, checkpoint_path: str | None) -> str | None:
@@ -259,9 +259,7 @@ class Estimator:
         first = next(rest, None)
         return first, rest if first is None else itertools.chain([first], rest)
 
-    def _predictions(
-        self, input_fn: InputFn, keys: tuple[str, ...] | None, path: str | None
-    ) -> Iterator[PyTree]:
+    def _predictions(self, input_fn: InputFn, keys: tuple[str, ...] | None, path: str | None) -> Iterator[PyTree]:
         first, rest = self._first(input_fn, ModeKeys.PREDICT)
         if first is None:
             return
@@ -269,9 +267,7 @@ class Estimator:
         for features, _ in rest:
             yield jax.device_get(select(self._predict_step(state, features), keys))
 
-    def _state(
-        self, mode: ModeKeys, path: str | None, features: PyTree, labels: PyTree = None
-    ) -> State:
+    def _state(self, mode: ModeKeys, path: str | None, features: PyTree, labels: PyTree = None) -> State:
         """The state saved at `path`, from memory if it is alive, or the initial one."""
         if path is None:
             key = jax.random.key(self._config.seed)
@@ -317,6 +313,4 @@ def _identity(path: str) -> tuple[str, int]:
 
 
 def _covers(state: State, like: State) -> bool:
-    return (
-        like.variables.keys() <= state.variables.keys() and like.slots.keys() <= state.slots.keys()
-    )
+    return like.variables.keys() <= state.variables.keys() and like.slots.keys() <= state.slots.keys()

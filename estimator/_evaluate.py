@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from estimator._frame import PyTree
+from estimator._spec import check_no_hooks
 from estimator._transform import Model, State
 from estimator.metrics import Metric
 
@@ -21,6 +22,7 @@ def make_eval_step(model: Model) -> Callable[[State, PyTree, PyTree], tuple[jax.
 
     def step(state: State, features: PyTree, labels: PyTree) -> tuple[jax.Array, Any]:
         spec = model.eval_step(state, features, labels)
+        check_no_hooks(spec)
         return spec.loss, spec.eval_metric_ops
 
     return jax.jit(step)
@@ -33,10 +35,7 @@ def evaluate_batches(
 ) -> dict[str, Any]:
     """The metrics over all batches, and "loss", the mean of the batches' losses as in TensorFlow.
 
-    States are merged on the host in float64: a float32 count stands still at 16,777,216 examples.
-
-    Raises:
-      ValueError: there are no batches.
+    There must be at least one batch. States are merged on the host in float64: a float32 count stands still at 16,777,216 examples.
     """
     losses: list[float] = []
     merged: dict[str, Any] = {}
@@ -55,11 +54,6 @@ def evaluate_batches(
             finish_one()
     while in_flight:
         finish_one()
-    if not losses:
-        raise ValueError(
-            "`evaluate` got no batch from input_fn. Check that it starts anew at each call; a generator made "
-            "outside of input_fn is empty the second time."
-        )
     results = {name: _as_python(_result(merged[name])) for name in sorted(merged)}
     return {**results, "loss": float(np.mean(losses)), "global_step": int(state.global_step)}
 
@@ -67,9 +61,7 @@ def evaluate_batches(
 def _widened(metric: Any) -> Any:
     if not isinstance(metric, Metric):
         return metric  # a user's own: its `merge` may not expect other dtypes
-    return jax.tree.map(
-        lambda x: x.astype(np.float64) if np.issubdtype(x.dtype, np.floating) else x, metric
-    )
+    return jax.tree.map(lambda x: x.astype(np.float64) if np.issubdtype(x.dtype, np.floating) else x, metric)
 
 
 def _result(metric: Any) -> Any:

@@ -73,7 +73,7 @@ class Frame:
 
     def fresh(self, **changes: Any) -> Frame:
         """A frame for the same run in which nothing has happened yet."""
-        started = {
+        started: dict[str, Any] = {
             "mode": self.mode,
             "variables": dict(self.variables),
             "slots": dict(self.slots),

@@ -63,7 +63,7 @@ def run(
     known: tuple[dict[str, PyTree], ...] = ()
     ran: list[Frame] = []
 
-    def attempt(floating: dict[str, PyTree]) -> tuple[list[jax.Array], Outcome | _Request]:
+    def attempt(floating: dict[str, PyTree]) -> tuple[list[Any], Outcome | _Request]:
         started = frame.fresh(variables={**frame.variables, **floating}, known_gradients=known)
         ran.append(started)
         with open_frame(started):
@@ -116,9 +116,7 @@ def _with_gradients(train_op: TrainOp, taken: dict[str, dict[str, PyTree]]) -> T
 def _gradients(
     losses: list[jax.Array], pull: Callable[..., Any], i: int, names: tuple[str, ...], scale: float
 ) -> dict[str, PyTree]:
-    cotangents = [
-        jnp.full((), scale if j == i else 0.0, loss.dtype) for j, loss in enumerate(losses)
-    ]
+    cotangents = [jnp.full((), scale if j == i else 0.0, loss.dtype) for j, loss in enumerate(losses)]
     (gradients,) = pull(cotangents)
     return {name: gradients[name] for name in names}
 

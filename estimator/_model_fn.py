@@ -31,9 +31,7 @@ def bind(model_fn: ModelFn, params: Any = None, config: Any = None) -> ModelFn:
     if "features" not in accepted and not takes_all:
         raise ValueError(f"{shown} must include features argument; it has {sorted(accepted)}.")
     unknown = [
-        name
-        for name, p in signature.items()
-        if name in accepted - {"features", *_OPTIONAL} and p.default is p.empty
+        name for name, p in signature.items() if name in accepted - {"features", *_OPTIONAL} and p.default is p.empty
     ]
     if unknown:
         raise ValueError(

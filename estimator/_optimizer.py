@@ -94,7 +94,7 @@ class Optimizer:
         """The optax transformation that does the work; made anew at each call if it was given as a function."""
         made = self._optimizer_or_fn
         if not _is_transformation(made):
-            made = made()  # type: ignore[operator]
+            made = made()
             if not _is_transformation(made):
                 raise TypeError(
                     f"The function given to `{type(self).__name__}` must return an optax.GradientTransformation; "
@@ -119,9 +119,7 @@ class Optimizer:
         names = _checked_var_list(f"{type(self).__name__}.minimize", frame, var_list)
         return TrainOp((Update(None, loss, names, self._open_slots(frame, names), self),))
 
-    def compute_gradients(
-        self, loss: jax.Array, var_list: Sequence[str] | None = None
-    ) -> list[tuple[PyTree, str]]:
+    def compute_gradients(self, loss: jax.Array, var_list: Sequence[str] | None = None) -> list[tuple[PyTree, str]]:
         """The gradients themselves, to look at or to change before `apply_gradients`.
 
         Within towers they are the tower's own, of its scaled loss. While a state is initialized they are zeros.
@@ -236,15 +234,13 @@ def apply_updates(
             steps, new_slots = update.optimizer.transformation.update(
                 update.gradients, slots[update.slots], params, **extra
             )
-        variables = {**variables, **optax.apply_updates(params, steps)}  # type: ignore[dict-item]
+        variables = {**variables, **optax.apply_updates(params, steps)}
         slots = {**slots, update.slots: new_slots}
     return variables, slots
 
 
 def _is_transformation(candidate: Any) -> bool:
-    return callable(getattr(candidate, "init", None)) and callable(
-        getattr(candidate, "update", None)
-    )
+    return callable(getattr(candidate, "init", None)) and callable(getattr(candidate, "update", None))
 
 
 def _checked_loss(caller: str, loss: Any) -> jax.Array:
@@ -274,10 +270,9 @@ def _checked_var_list(caller: str, frame: Frame, var_list: Any) -> tuple[str, ..
 
 
 def _check_gradient(caller: str, name: str, gradient: PyTree, variable: PyTree) -> None:
-    same = jax.tree.structure(gradient) == jax.tree.structure(variable)
+    same = jax.tree.structure(gradient) == jax.tree.structure(variable)  # type: ignore[operator]
     if not same or any(
-        jnp.shape(g) != jnp.shape(v)
-        for g, v in zip(jax.tree.leaves(gradient), jax.tree.leaves(variable), strict=True)
+        jnp.shape(g) != jnp.shape(v) for g, v in zip(jax.tree.leaves(gradient), jax.tree.leaves(variable), strict=True)
     ):
         raise ValueError(
             f"`{caller}`: the gradient of {name!r} must have the variable's structure and shapes, "

@@ -16,7 +16,7 @@ class Placement:
         del like
         return None
 
-    def batch(self, rows: int, stacked: bool = False) -> Any:
-        """The sharding of features and labels of `rows` examples; `stacked`: [steps, rows, ...]."""
-        del rows, stacked
+    def batch(self, rows: int) -> Any:
+        """The sharding of features and labels of `rows` examples."""
+        del rows
         return None

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
 
 import jax
 import numpy as np
 
 from estimator._frame import PyTree
+from estimator._spec import check_no_hooks
 from estimator._transform import Model, State
 
 
 def make_predict_step(model: Model) -> Callable[[State, PyTree], PyTree]:
     """The compiled step: the predictions of a batch."""
-    return jax.jit(lambda state, features: model.predict_step(state, features).predictions)
+
+    def step(state: State, features: PyTree) -> PyTree:
+        spec = model.predict_step(state, features)
+        check_no_hooks(spec)
+        return spec.predictions
+
+    return jax.jit(step)
 
 
 def checked_keys(predict_keys: str | Sequence[str] | None) -> tuple[str, ...] | None:
@@ -38,9 +44,7 @@ def select(predictions: PyTree, keys: tuple[str, ...] | None) -> PyTree:
         )
     unknown = [key for key in keys if key not in predictions]
     if unknown:
-        raise ValueError(
-            f"predict_keys names {unknown}, but the predictions are {sorted(predictions)}."
-        )
+        raise ValueError(f"predict_keys names {unknown}, but the predictions are {sorted(predictions)}.")
     return {key: predictions[key] for key in keys}
 
 
@@ -52,8 +56,7 @@ def single_examples(predictions: Iterable[PyTree]) -> Iterator[PyTree]:
     """
     for batch in predictions:
         rows = {
-            jax.tree_util.keystr(path): np.shape(leaf)[:1]
-            for path, leaf in jax.tree_util.tree_leaves_with_path(batch)
+            jax.tree_util.keystr(path): np.shape(leaf)[:1] for path, leaf in jax.tree_util.tree_leaves_with_path(batch)
         }
         if len(set(rows.values())) != 1 or () in rows.values():
             raise ValueError(
@@ -64,4 +67,3 @@ def single_examples(predictions: Iterable[PyTree]) -> Iterator[PyTree]:
         ((count,),) = set(rows.values())
         for i in range(count):
             yield jax.tree.map(lambda leaf, i=i: leaf[i], batch)
-

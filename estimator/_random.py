@@ -26,9 +26,7 @@ def make_rng(name: str | None = None) -> jax.Array:
     frame = current_frame("est.make_rng")
     label = "" if name is None else name
     frame.rng_calls[label] += 1
-    return jax.random.fold_in(
-        jax.random.fold_in(frame.key, name_hash(label)), frame.rng_calls[label]
-    )
+    return jax.random.fold_in(jax.random.fold_in(frame.key, name_hash(label)), frame.rng_calls[label])
 
 
 def global_step() -> jax.Array:

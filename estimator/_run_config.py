@@ -73,9 +73,7 @@ class RunConfig:
         self._check_model_dir()
         self._check_saving()
         if not _is_number(self.seed, int):
-            raise ValueError(
-                f"`seed` should be an int, say `RunConfig(seed=0)`; got {self.seed!r}."
-            )
+            raise ValueError(f"`seed` should be an int, say `RunConfig(seed=0)`; got {self.seed!r}.")
         if self.keep_checkpoint_max is not None:
             _check_int("keep_checkpoint_max", self.keep_checkpoint_max, 0, ", or None to keep all")
         if self.log_step_count_steps is not None:
@@ -90,8 +88,7 @@ class RunConfig:
             model_dir = os.fspath(model_dir)
         if not isinstance(model_dir, str) or not model_dir:
             raise ValueError(
-                "`model_dir` should be a non-empty path, or None to leave it to the Estimator; "
-                f"got {self.model_dir!r}."
+                f"`model_dir` should be a non-empty path, or None to leave it to the Estimator; got {self.model_dir!r}."
             )
         object.__setattr__(self, "model_dir", model_dir)
 
@@ -110,8 +107,7 @@ class RunConfig:
             _check_int("save_checkpoints_steps", steps, 0, ", or None not to save by steps")
         if secs is not None and not (_is_number(secs, (int, float)) and secs >= 0):
             raise ValueError(
-                "`save_checkpoints_secs` should be a number >= 0, or None not to save by time; "
-                f"got {secs!r}."
+                f"`save_checkpoints_secs` should be a number >= 0, or None not to save by time; got {secs!r}."
             )
         # 0 means never, as None does: whoever reads the fields has one case to look at.
         object.__setattr__(self, "save_checkpoints_steps", steps or None)
@@ -137,8 +133,7 @@ class RunConfig:
         for name in kwargs:
             if name not in allowed:
                 raise ValueError(
-                    f"Replacing `{name}` is not supported. Allowed fields are {allowed}; "
-                    f"got {name}={kwargs[name]!r}."
+                    f"Replacing `{name}` is not supported. Allowed fields are {allowed}; got {name}={kwargs[name]!r}."
                 )
         saving = {"save_checkpoints_steps", "save_checkpoints_secs"}
         if saving & kwargs.keys():

@@ -7,9 +7,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 
-def check_same_shape(
-    caller: str, labels: jax.Array, predictions: jax.Array, what: str = "predictions"
-) -> None:
+def check_same_shape(caller: str, labels: jax.Array, predictions: jax.Array, what: str = "predictions") -> None:
     """Raises a ValueError that names `caller`, both shapes and the fix where they differ."""
     if labels.shape == predictions.shape:
         return
@@ -27,9 +25,7 @@ def squeeze_last(array: jax.Array, ndim: int) -> jax.Array:
     return array[..., 0] if array.ndim == ndim + 1 and array.shape[-1] == 1 else array
 
 
-def check_weights(
-    caller: str, weights: jax.Array, shape: tuple[int, ...], what: str = "losses"
-) -> None:
+def check_weights(caller: str, weights: jax.Array, shape: tuple[int, ...], what: str = "losses") -> None:
     """Raises a ValueError unless `weights` is a scalar, or each of its dimensions is 1 or equal.
 
     TensorFlow's rule: numpy would also broadcast over missing leading dimensions.

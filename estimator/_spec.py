@@ -136,9 +136,7 @@ def _checked_predictions(mode: ModeKeys, predictions: PyTree) -> PyTree:
         raise ValueError("Missing predictions: an EstimatorSpec needs them in mode 'infer'.")
     for path, leaf in jax.tree_util.tree_leaves_with_path(predictions):
         if not _is_array(leaf):
-            raise TypeError(
-                f"predictions{jax.tree_util.keystr(path)} must be an array, given: {_shown(leaf)}."
-            )
+            raise TypeError(f"predictions{jax.tree_util.keystr(path)} must be an array, given: {_shown(leaf)}.")
     return {} if predictions is None else predictions
 
 
@@ -152,9 +150,7 @@ def _checked_metrics(metrics: Any) -> dict[str, Any]:
             raise ValueError(
                 f'Metric with name "{name}" is not allowed, because `evaluate` reports a {name} itself. Rename it.'
             )
-        if not hasattr(metric, "merge") or not (
-            hasattr(metric, "result") or hasattr(metric, "compute")
-        ):
+        if not hasattr(metric, "merge") or not (hasattr(metric, "result") or hasattr(metric, "compute")):
             raise TypeError(
                 f"eval_metric_ops[{name!r}] must be a metric, given: {_shown(metric)}. Use a function of "
                 "`est.metrics`, for example `est.metrics.mean(value)`, or an object with `merge` and `compute`."
@@ -191,10 +187,18 @@ def _checked_hooks(name: str, hooks: Any) -> tuple[Any, ...]:
     hooks = tuple(hooks)
     for hook in hooks:
         if not (callable(getattr(hook, "begin", None)) and callable(getattr(hook, "end", None))):
-            raise TypeError(
-                f"All hooks must be hook instances, but {name} holds {_shown(hook)}."
-            )
+            raise TypeError(f"All hooks must be hook instances, but {name} holds {_shown(hook)}.")
     return hooks
+
+
+def check_no_hooks(spec: EstimatorSpec) -> None:
+    """Refuses what the Estimator would otherwise leave out without a word."""
+    for name in _HOOK_FIELDS:
+        if getattr(spec, name):
+            raise ValueError(
+                f"The Estimator does not run hooks yet, but the EstimatorSpec has {name}={getattr(spec, name)!r}. "
+                "Leave it out, or run the loop yourself over `est.transform`."
+            )
 
 
 def _shown(value: Any) -> str:

@@ -19,6 +19,7 @@ from absl import logging
 from estimator._checkpoint import Checkpoints
 from estimator._frame import PyTree
 from estimator._run_config import RunConfig
+from estimator._spec import check_no_hooks
 from estimator._transform import Model, State
 
 # More steps in flight gain nothing, and on CPU devices the collectives of many steps starve each other until XLA
@@ -64,16 +65,14 @@ class Steps:
             nan_step = jnp.where((nan_step < 0) & bad.any(), first_bad, nan_step)
             return Carry(state.variables, state.slots, jnp.stack([state.global_step, nan_step]))
 
-        def one(
-            carry: Carry, key_data: jax.Array, features: PyTree, labels: PyTree
-        ) -> tuple[Carry, jax.Array]:
+        def one(carry: Carry, key_data: jax.Array, features: PyTree, labels: PyTree) -> tuple[Carry, jax.Array]:
             state, spec = model.train_step(start(carry, key_data), features, labels)
+            check_no_hooks(spec)
             return finish(carry, state, spec.loss[None]), spec.loss
 
-        def several(
-            carry: Carry, key_data: jax.Array, features: PyTree, labels: PyTree
-        ) -> tuple[Carry, jax.Array]:
+        def several(carry: Carry, key_data: jax.Array, features: PyTree, labels: PyTree) -> tuple[Carry, jax.Array]:
             state, spec = model.train_loop(start(carry, key_data), (features, labels))
+            check_no_hooks(spec)
             return finish(carry, state, spec.loss), spec.loss[-1]
 
         self.one = jax.jit(one, donate_argnums=0)
@@ -97,6 +96,7 @@ class Training:
     checkpoints: Checkpoints
     step: int
     last_step: int | None
+    saved_path: str | None = None
     saved_step: int = -1
     saved_time: float = 0.0
     logged_step: int = -1
@@ -129,8 +129,7 @@ class Training:
                     in_flight.append(loss)
                     if len(in_flight) > _STEPS_IN_FLIGHT:
                         in_flight.popleft().block_until_ready()
-                    if bar is not None:
-                        bar.update(size)
+                    bar.update(size)
                     if self._log_is_due():
                         self._check(carry)
                         self._log(float(loss), bar)
@@ -138,9 +137,7 @@ class Training:
                         self._check(carry)
                         self._save(_state(carry, key))
         if loss is None:
-            logging.warning(
-                "Training with estimator made no steps. Perhaps input is empty or misspecified."
-            )
+            logging.warning("Training with estimator made no steps. Perhaps input is empty or misspecified.")
         else:
             self._check(carry)
             logging.info("Loss for final step: %s.", float(loss))
@@ -184,8 +181,7 @@ class Training:
         now = time.monotonic()
         rate = (self.step - self.logged_step) / (now - self.logged_time)
         logging.info("loss = %.6g, step = %d (%.4g steps/sec)", loss, self.step, rate)
-        if bar is not None:
-            bar.set_postfix(loss=f"{loss:.4g}", refresh=False)
+        bar.set_postfix(loss=f"{loss:.4g}", refresh=False)
         self.logged_step, self.logged_time = self.step, now
 
     def _check(self, carry: Carry) -> None:
@@ -207,11 +203,11 @@ class Training:
                 f"one is that of step {self.saved_step}. Look for a gradient that is not a number, or lower the "
                 "learning rate."
             )
-        self.checkpoints.save(state)
+        self.saved_path = self.checkpoints.save(state)
         self.saved_step, self.saved_time = self.step, time.monotonic()
 
     def _bar(self) -> Any:
-        """A progress bar, silent (and None) where nobody looks at a terminal."""
+        """A progress bar, silent where stderr is no terminal."""
         return tqdm.tqdm(
             total=self.last_step,
             initial=self.step,

@@ -46,9 +46,7 @@ class _Init(Protocol):
 
 
 class _TrainStep(Protocol):
-    def __call__(
-        self, state: State, features: PyTree, labels: PyTree = None
-    ) -> tuple[State, EstimatorSpec]: ...
+    def __call__(self, state: State, features: PyTree, labels: PyTree = None) -> tuple[State, EstimatorSpec]: ...
 
 
 class _EvalStep(Protocol):
@@ -95,9 +93,7 @@ class _Static:
     value: Any = dataclasses.field(metadata={"static": True})
 
 
-def transform(
-    model_fn: ModelFn, params: Any = None, config: Any = None, donate: bool = False
-) -> Model:
+def transform(model_fn: ModelFn, params: Any = None, config: Any = None, donate: bool = False) -> Model:
     """Pure, compiled functions that do what the model_fn describes.
 
     >>> import estimator as est, jax, jax.numpy as jnp, optax
@@ -149,9 +145,7 @@ class _Steps:
 
     # The pure functions: clean inputs, run in a fresh frame, collect.
 
-    def _pure_init(
-        self, key: jax.Array, features: PyTree, labels: PyTree, mode: ModeKeys
-    ) -> tuple[State, _Static]:
+    def _pure_init(self, key: jax.Array, features: PyTree, labels: PyTree, mode: ModeKeys) -> tuple[State, _Static]:
         check_batch(features, labels)
         step = jnp.zeros((), jnp.int32)
         frame = Frame(mode, {}, {}, key=key, global_step=step, initializing=True)
@@ -161,10 +155,13 @@ class _Steps:
         return State(frame.variables, frame.slots, step, key), found
 
     def _compute(
-        self, state: State, features: PyTree, labels: PyTree, mode: ModeKeys, pending: bool
+        self, found: _Traits, state: State, features: PyTree, labels: PyTree, mode: ModeKeys
     ) -> tuple[EstimatorSpec, dict[str, PyTree]]:
         """The spec, with gradients, and the variables that the model_fn wrote itself."""
-        check_batch(features, labels)
+        rows = check_batch(features, labels)
+        sharding = found.placement.batch(rows)
+        if sharding is not None:
+            features, labels = jax.lax.with_sharding_constraint((features, labels), sharding)
         frame = Frame(
             mode,
             state.variables,
@@ -172,9 +169,7 @@ class _Steps:
             key=jax.random.fold_in(state.key, state.global_step),
             global_step=state.global_step,
         )
-        outcome, _ = run(
-            lambda: self._call(features, labels, mode), frame, take_gradients=pending
-        )
+        outcome, _ = run(lambda: self._call(features, labels, mode), frame, take_gradients=found.pending)
         return outcome.spec, _written(outcome, state.variables)
 
     def _apply(self, state: State, train_op: TrainOp, written: dict[str, PyTree]) -> State:
@@ -183,9 +178,9 @@ class _Steps:
         return State({**variables, **written}, slots, state.global_step + 1, state.key)
 
     def _pure_train(
-        self, pending: bool, state: State, features: PyTree, labels: PyTree
+        self, found: _Traits, state: State, features: PyTree, labels: PyTree
     ) -> tuple[State, EstimatorSpec]:
-        spec, written = self._compute(state, features, labels, ModeKeys.TRAIN, pending)
+        spec, written = self._compute(found, state, features, labels, ModeKeys.TRAIN)
         state = self._apply(state, spec.train_op, written)
         return state, dataclasses.replace(spec, train_op=TrainOp())
 
@@ -204,27 +199,21 @@ class _Steps:
         state, _ = self._traced_init(key, features, labels, mode=mode)
         return jax.device_put(state, placement.state(state))
 
-    def abstract_init(
-        self, features: PyTree, labels: PyTree = None, mode: str = ModeKeys.TRAIN
-    ) -> State:
+    def abstract_init(self, features: PyTree, labels: PyTree = None, mode: str = ModeKeys.TRAIN) -> State:
         found = self._find(ModeKeys(mode), features, labels)
-        shardings = jax.tree.broadcast(
-            found.placement.state(found.like), found.like, is_leaf=lambda x: x is None
-        )
+        shardings = jax.tree.broadcast(found.placement.state(found.like), found.like, is_leaf=lambda x: x is None)
         return jax.tree.map(
             lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
             found.like,
             shardings,
         )
 
-    def train_step(
-        self, state: State, features: PyTree, labels: PyTree = None
-    ) -> tuple[State, EstimatorSpec]:
+    def train_step(self, state: State, features: PyTree, labels: PyTree = None) -> tuple[State, EstimatorSpec]:
         step = self._compiled.get(ModeKeys.TRAIN)
         if step is None:
             found = self._find(ModeKeys.TRAIN, features, labels)
             step = self._compiled[ModeKeys.TRAIN] = self._jit_train(
-                found, lambda *batch: self._pure_train(found.pending, *batch)
+                found, lambda *batch: self._pure_train(found, *batch)
             )
         return _guarded(step, state, features, labels)
 
@@ -238,7 +227,7 @@ class _Steps:
 
             def scan(state: State, features: PyTree, labels: PyTree) -> tuple[State, EstimatorSpec]:
                 return jax.lax.scan(
-                    lambda state, batch: self._pure_train(found.pending, state, *batch),
+                    lambda state, batch: self._pure_train(found, state, *batch),
                     state,
                     (features, labels),
                 )
@@ -252,14 +241,13 @@ class _Steps:
     def predict_step(self, state: State, features: PyTree) -> EstimatorSpec:
         return self._run_only(ModeKeys.PREDICT, state, features, None)
 
-    def _run_only(
-        self, mode: ModeKeys, state: State, features: PyTree, labels: PyTree
-    ) -> EstimatorSpec:
+    def _run_only(self, mode: ModeKeys, state: State, features: PyTree, labels: PyTree) -> EstimatorSpec:
         step = self._compiled.get(mode)
         if step is None:
+            found = self._find(mode, features, labels)
 
             def step(state: State, features: PyTree, labels: PyTree) -> EstimatorSpec:
-                spec, _ = self._compute(state, features, labels, mode, pending=False)
+                spec, _ = self._compute(found, state, features, labels, mode)
                 return dataclasses.replace(spec, train_op=None)
 
             step = self._compiled[mode] = jax.jit(step)
@@ -278,9 +266,7 @@ class _Steps:
         """The traits of the model_fn, from an abstract run at the first call in a mode."""
         if mode not in self._traits:
             check_batch(features, labels)
-            like, found = self._traced_init.eval_shape(
-                jax.random.key(0), features, labels, mode=mode
-            )
+            like, found = self._traced_init.eval_shape(jax.random.key(0), features, labels, mode=mode)
             self._traits[mode] = _Traits(like, *found.value)
         return self._traits[mode]
 

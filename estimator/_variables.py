@@ -184,9 +184,7 @@ def _listed(names: Any) -> str:
     return ", ".join(repr(name) for name in sorted(names)) or "none"
 
 
-def _initial_value(
-    call: str, frame: Frame, full: str, shape: Any, dtype: Any, initializer: Any
-) -> PyTree:
+def _initial_value(call: str, frame: Frame, full: str, shape: Any, dtype: Any, initializer: Any) -> PyTree:
     key = jax.random.fold_in(frame.key, name_hash(full))
     if shape is None:
         if initializer is None:
@@ -274,7 +272,7 @@ def _checked_write(caller: str, name: str, value: PyTree) -> tuple[Frame, str, P
             "Create it with `trainable=False` to write it yourself."
         )
     current = frame.variables[full]
-    if jax.tree.structure(value) != jax.tree.structure(current):
+    if jax.tree.structure(value) != jax.tree.structure(current):  # type: ignore[operator]
         raise ValueError(
             f"`{caller}({full!r})` got a value of structure {jax.tree.structure(value)}, "
             f"but the variable has {jax.tree.structure(current)}."

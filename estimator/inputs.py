@@ -69,8 +69,7 @@ def numpy_input_fn(
     n = _common_length(features, labels)
     if isinstance(x, dict) and isinstance(y, dict) and (duplicates := sorted(x.keys() & y.keys())):
         raise ValueError(
-            f"{len(duplicates)} duplicate keys are found in both x and y: {duplicates}. "
-            "Rename them in one of the two."
+            f"{len(duplicates)} duplicate keys are found in both x and y: {duplicates}. Rename them in one of the two."
         )
 
     def input_fn() -> Iterator[Any]:
@@ -97,8 +96,7 @@ def _as_arrays(name: str, value: Any) -> Arrays:
     """The arrays of a dict by their keys; a lone array under the key None."""
     if not isinstance(value, dict) and not hasattr(value, "shape"):
         raise TypeError(
-            f"{name} must be a dict or array; got {type(value).__name__}. "
-            "Make one array of it by `np.asarray`."
+            f"{name} must be a dict or array; got {type(value).__name__}. Make one array of it by `np.asarray`."
         )
     if isinstance(value, dict) and not value:
         hint = "use None instead" if name == "y" else "give at least one feature"
@@ -121,10 +119,7 @@ def _common_length(features: Arrays, labels: Arrays) -> int:
 
 
 def _shapes(arrays: Arrays) -> str:
-    return ", ".join(
-        f"{array.shape}" if key is None else f"{key!r}: {array.shape}"
-        for key, array in arrays.items()
-    )
+    return ", ".join(f"{array.shape}" if key is None else f"{key!r}: {array.shape}" for key, array in arrays.items())
 
 
 def _take(arrays: Arrays, index: Any, is_dict: bool) -> Any:
@@ -145,9 +140,7 @@ def _in_order(n: int, batch_size: int, num_epochs: int | None) -> Iterator[tuple
             yield np.arange(first, first + size) % n, size
 
 
-def _shuffled(
-    n: int, batch_size: int, num_epochs: int | None, rng: np.random.Generator
-) -> Iterator[tuple[Any, int]]:
+def _shuffled(n: int, batch_size: int, num_epochs: int | None, rng: np.random.Generator) -> Iterator[tuple[Any, int]]:
     """Yields (index of the rows, number of rows), one permutation after the other."""
     rest = np.empty((0,), int)
     for _ in itertools.count() if num_epochs is None else range(num_epochs):

@@ -325,9 +325,7 @@ def _pair(
     return labels.astype(predictions.dtype), predictions
 
 
-def _reduce(
-    caller: str, losses: jax.Array, weights: ArrayLike, reduction: Reduction | str
-) -> jax.Array:
+def _reduce(caller: str, losses: jax.Array, weights: ArrayLike, reduction: Reduction | str) -> jax.Array:
     """`compute_weighted_loss` for floating losses; `caller` is named in errors."""
     reduction = Reduction(reduction)
     dtype = losses.dtype if jnp.finfo(losses.dtype).bits >= 32 else jnp.float32

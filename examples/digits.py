@@ -1,6 +1,6 @@
 """Reads handwritten digits: a small convolutional network on any number of towers.
 
-    python examples/digits.py               # two towers: two CPU devices, or whatever GPUs there are
+    python examples/digits.py               # two towers: two CPU devices, or all the GPUs there are
     python examples/digits.py --towers=4    # four CPU devices: same batches, losses and accuracy
 
 Two names make a model_fn for one device run on many: `TowerOptimizer`, around the optimizer, and
@@ -20,7 +20,7 @@ FLAGS = flags.FLAGS
 flags.DEFINE_integer("towers", 2, "How many CPU devices to use; GPUs are all used.", lower_bound=1)
 flags.DEFINE_integer("steps", 600, "How many steps to train.", lower_bound=1)
 flags.DEFINE_integer("batch_size", 64, "Images per step, split among the towers.", lower_bound=1)
-flags.DEFINE_float("learning_rate", 1e-3, "The learning rate of Adam.")
+flags.DEFINE_float("learning_rate", 3e-3, "The learning rate of Adam.")
 flags.DEFINE_string("model_dir", None, "Where the checkpoints go; by default a temporary place.")
 flags.DEFINE_integer("steps_per_loop", 20, "Steps that make one compiled program.", lower_bound=1)
 flags.DEFINE_integer("seed", 0, "Of the initial values and of the order of the images.")
@@ -33,10 +33,12 @@ def conv(name, x, filters):
     with est.variable_scope(name):
         kernel = est.get_variable("kernel", (3, 3, x.shape[-1], filters))
         bias = est.get_variable("bias", (filters,), initializer=jax.nn.initializers.zeros)
-    y = jax.lax.conv_general_dilated(
-        x, kernel, (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
-    )
+    y = jax.lax.conv_general_dilated(x, kernel, (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
     return jax.nn.relu(y + bias)
+
+
+def max_pool(x):
+    return jax.lax.reduce_window(x, -np.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
 
 
 def dense(name, x, units):
@@ -48,8 +50,8 @@ def dense(name, x, units):
 
 def model_fn(features, labels, mode, params):
     x = features["pixels"][..., None]  # [batch, 8, 8, 1]
-    x = conv("conv1", x, 32)  # [batch, 4, 4, 32]
-    x = conv("conv2", x, 64)  # [batch, 2, 2, 64]
+    x = max_pool(conv("conv1", x, 16))  # [batch, 4, 4, 16]
+    x = max_pool(conv("conv2", x, 64))  # [batch, 2, 2, 64]
     logits = dense("logits", x.reshape(len(x), -1), 10)
     digit = logits.argmax(-1)
     if mode == est.ModeKeys.PREDICT:
@@ -87,9 +89,7 @@ def pictures(examples):
 def show_progress():
     """Shows what the Estimator logs; of jax and orbax, which say a lot, only the warnings."""
     logging.set_verbosity(logging.INFO)
-    logging.get_absl_handler().addFilter(
-        lambda record: record.levelname != "INFO" or "estimator" in record.pathname
-    )
+    logging.get_absl_handler().addFilter(lambda record: record.levelname != "INFO" or "estimator" in record.pathname)
 
 
 def main(argv):

@@ -46,12 +46,8 @@ def _find(device: jax.Device | str) -> jax.Device:
         index = int(match[2] or 0)
         if index < len(candidates):
             return candidates[index]
-    there = [
-        f"/{kind}:{i}" for kind in ("gpu", "tpu", "cpu") for i in range(len(_local_devices(kind)))
-    ]
-    raise ValueError(
-        f"There is no device {device!r}. The devices of this process are {', '.join(there)}."
-    )
+    there = [f"/{kind}:{i}" for kind in ("gpu", "tpu", "cpu") for i in range(len(_local_devices(kind)))]
+    raise ValueError(f"There is no device {device!r}. The devices of this process are {', '.join(there)}.")
 
 
 def _local_devices(platform: str) -> list[jax.Device]:

@@ -8,9 +8,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from estimator._placement import Placement
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from estimator._placement import Placement
 from replicate._towers import TOWER_AXIS
 
 
@@ -34,8 +34,8 @@ class OneDevice(Placement):
         del like
         return self._sharding
 
-    def batch(self, rows: int, stacked: bool = False) -> Any:
-        del rows, stacked
+    def batch(self, rows: int) -> Any:
+        del rows
         return self._sharding
 
 
@@ -49,9 +49,9 @@ class Mirrored(Placement):
         del like
         return NamedSharding(self._mesh, PartitionSpec())
 
-    def batch(self, rows: int, stacked: bool = False) -> Any:
+    def batch(self, rows: int) -> Any:
         axis = TOWER_AXIS if rows % self._mesh.size == 0 else None
-        return NamedSharding(self._mesh, PartitionSpec(*(None,) * stacked, axis))
+        return NamedSharding(self._mesh, PartitionSpec(axis))
 
 
 def place(distribution: VariableDistribution, devices: Sequence[jax.Device]) -> Placement:

@@ -8,13 +8,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+
 from estimator import EstimatorSpec, ModeKeys, Reduction, TrainOp, VariableAggregation
 from estimator._batch import check_batch
 from estimator._frame import Frame, PyTree, current_frame, open_frame
 from estimator._gradients import Outcome, has_pending, run
 from estimator._model_fn import ModelFn, bind
 from estimator._placement import Placement
-
 from replicate._devices import find_devices
 from replicate._distribution import VariableDistribution, place
 from replicate._merge import concatenate_rows, join, merge_metrics
@@ -89,9 +89,7 @@ def replicate_model_fn(
     ) -> EstimatorSpec:
         frame = current_frame("a model_fn made by replicate_model_fn")
         if in_towers():
-            raise ValueError(
-                "`replicate_model_fn` was given a model_fn that is replicated already. Wrap it once."
-            )
+            raise ValueError("`replicate_model_fn` was given a model_fn that is replicated already. Wrap it once.")
         mode = ModeKeys(mode)
         rows = check_batch(features, labels)
         if mode == ModeKeys.TRAIN and rows % len(towers):
@@ -227,8 +225,7 @@ class _Replicas:
             predictions=join([first.predictions, second.predictions]),
             export_outputs=join([first.export_outputs, second.export_outputs]),
             eval_metric_ops={
-                name: metric.merge(second.eval_metric_ops[name])
-                for name, metric in first.eval_metric_ops.items()
+                name: metric.merge(second.eval_metric_ops[name]) for name, metric in first.eval_metric_ops.items()
             },
         )
 
@@ -257,10 +254,7 @@ def _apart(spec: EstimatorSpec, scale: float) -> tuple[EstimatorSpec, PyTree]:
     train_op = spec.train_op
     if train_op is not None:
         train_op = TrainOp(
-            tuple(
-                u if u.loss is None else dataclasses.replace(u, loss=u.loss * scale)
-                for u in train_op.updates
-            )
+            tuple(u if u.loss is None else dataclasses.replace(u, loss=u.loss * scale) for u in train_op.updates)
         )
     loss = None if spec.loss is None else spec.loss * scale
     same = spec.tree_unflatten(spec.tree_flatten_with_keys()[1], (None, loss, train_op, None, None))
@@ -269,9 +263,7 @@ def _apart(spec: EstimatorSpec, scale: float) -> tuple[EstimatorSpec, PyTree]:
 
 def _together(same: EstimatorSpec, own: PyTree) -> EstimatorSpec:
     predictions, metrics, exports = own
-    return dataclasses.replace(
-        same, predictions=predictions, eval_metric_ops=metrics, export_outputs=exports
-    )
+    return dataclasses.replace(same, predictions=predictions, eval_metric_ops=metrics, export_outputs=exports)
 
 
 def _merged(own: PyTree, towers: int, rows: int) -> PyTree:
@@ -290,9 +282,7 @@ def _summed(
     aggregation: dict[str, VariableAggregation],
 ) -> tuple[EstimatorSpec, dict[str, PyTree]]:
     """What all towers agree on after one sum: gradients, losses, and the variables the model_fn wrote."""
-    assigned = {
-        name: _share(name, value, aggregation[name]) for name, value in outcome.assigned.items()
-    }
+    assigned = {name: _share(name, value, aggregation[name]) for name, value in outcome.assigned.items()}
     same, assigned, added = cross_tower_sum((same, assigned, outcome.added))
     written = dict(assigned)
     for name, delta in added.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import optax
+
 from estimator import Optimizer
 
 
@@ -29,9 +30,7 @@ class TowerOptimizer(Optimizer):
 
     def __init__(
         self,
-        optimizer_or_fn: optax.GradientTransformation
-        | Callable[[], optax.GradientTransformation]
-        | Optimizer,
+        optimizer_or_fn: optax.GradientTransformation | Callable[[], optax.GradientTransformation] | Optimizer,
         name: str | None = None,
     ) -> None:
         if isinstance(optimizer_or_fn, Optimizer):

@@ -33,9 +33,7 @@ def tower_map(
     """
     if len(devices) == 1:
         return _one_tower(fn)
-    mapped = jax.pmap(
-        fn, axis_name=TOWER_AXIS, in_axes=(None, 0), out_axes=(None, 0), devices=devices
-    )
+    mapped = jax.pmap(fn, axis_name=TOWER_AXIS, in_axes=(None, 0), out_axes=(None, 0), devices=devices)
 
     def split(x: jax.Array) -> jax.Array:
         return x.reshape(len(devices), x.shape[0] // len(devices), *x.shape[1:])

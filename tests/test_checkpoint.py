@@ -195,9 +195,7 @@ def test_partial_reads_only_what_is_asked_for(tmp_path):
     assert "unexpected" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "call", [names, lambda p: read(p, "w"), lambda p: restore(p, make_state())]
-)
+@pytest.mark.parametrize("call", [names, lambda p: read(p, "w"), lambda p: restore(p, make_state())])
 def test_what_is_not_a_checkpoint_is_an_error(tmp_path, call):
     for path in [tmp_path, tmp_path / "ckpt-3"]:
         with pytest.raises(ValueError, match=f"{path} is not a checkpoint. Give the path of one"):

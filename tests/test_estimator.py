@@ -6,12 +6,13 @@ import os
 import pathlib
 import re
 
-import estimator as est
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+
+import estimator as est
 from estimator import _checkpoint
 
 X = np.arange(8, dtype=np.float32).reshape(4, 2)
@@ -93,9 +94,7 @@ def test_max_steps_is_absolute(tmp_path):
 def test_training_is_skipped_when_max_steps_is_reached(tmp_path, messages):
     make(tmp_path).train(endless, steps=5)
     for max_steps in (5, 4):
-        make(tmp_path, model_fn=lambda features, labels, mode: refuse()).train(
-            refuse, max_steps=max_steps
-        )
+        make(tmp_path, model_fn=lambda features, labels, mode: refuse()).train(refuse, max_steps=max_steps)
     assert messages().count("Skipping training since max_steps has already saved.") == 2
 
 
@@ -107,9 +106,7 @@ def test_a_second_estimator_goes_on_with_variables_and_slots(tmp_path):
     names = once.get_variable_names()
     assert names == twice.get_variable_names()
     for name in names:
-        np.testing.assert_array_equal(
-            once.get_variable_value(name), twice.get_variable_value(name), err_msg=name
-        )
+        np.testing.assert_array_equal(once.get_variable_value(name), twice.get_variable_value(name), err_msg=name)
 
 
 def test_training_equals_the_loop_written_by_hand(tmp_path):
@@ -147,10 +144,7 @@ def test_empty_input_warns_and_makes_no_step(tmp_path, messages):
     estimator = make(tmp_path)
     assert estimator.train(lambda: [], steps=2) is estimator
     assert saved_steps(estimator) in ([], [0])
-    assert (
-        "Training with estimator made no steps. Perhaps input is empty or misspecified."
-        in messages()
-    )
+    assert "Training with estimator made no steps. Perhaps input is empty or misspecified." in messages()
 
 
 @pytest.mark.parametrize(
@@ -202,9 +196,7 @@ def test_keep_checkpoint_max_leaves_the_newest(tmp_path):
 
 
 def test_saving_by_seconds(tmp_path):
-    estimator = est.Estimator(
-        Linear(), tmp_path, est.RunConfig(save_checkpoints_secs=1e-6, keep_checkpoint_max=None)
-    )
+    estimator = est.Estimator(Linear(), tmp_path, est.RunConfig(save_checkpoints_secs=1e-6, keep_checkpoint_max=None))
     assert saved_steps(estimator.train(endless, steps=3)) == [0, 1, 2, 3]
 
 
@@ -250,9 +242,7 @@ def test_steps_per_loop_changes_nothing_but_speed(tmp_path, messages, caplog, st
     assert one_saved == several_saved == [0, 7, 14, 17, 24, 25]
     assert one_logged == several_logged == [4, 8, 12, 16, 21, 25]
     for name in one.get_variable_names():
-        np.testing.assert_allclose(
-            one.get_variable_value(name), several.get_variable_value(name), rtol=2e-5, atol=1e-7
-        )
+        np.testing.assert_allclose(one.get_variable_value(name), several.get_variable_value(name), rtol=2e-5, atol=1e-7)
 
 
 def test_steps_per_loop_stacks_trees_without_labels(tmp_path):
@@ -309,9 +299,7 @@ def test_loss_is_the_mean_of_batch_losses_and_metrics_count_examples(tmp_path):
     def model_fn(features, mode):
         est.get_variable("w", ())
         mean = {"mean": est.metrics.mean(features)}
-        return est.EstimatorSpec(
-            mode, loss=jnp.mean(features), train_op=est.TrainOp(), eval_metric_ops=mean
-        )
+        return est.EstimatorSpec(mode, loss=jnp.mean(features), train_op=est.TrainOp(), eval_metric_ops=mean)
 
     uneven = lambda: [np.array([0.0, 1.0], np.float32), np.array([2.0], np.float32)]  # noqa: E731
     results = make(tmp_path, model_fn).evaluate(uneven)
@@ -323,8 +311,7 @@ def test_without_checkpoint_initial_values_are_evaluated_with_a_warning(tmp_path
     assert results["global_step"] == 0
     assert results["loss"] == pytest.approx(float(np.mean(Y**2)))
     assert any(
-        re.match(r"Could not find trained model in model_dir: .*, running initialization", text)
-        for text in messages()
+        re.match(r"Could not find trained model in model_dir: .*, running initialization", text) for text in messages()
     )
 
 
@@ -443,9 +430,7 @@ def test_training_again_traces_and_reads_nothing(tmp_path, monkeypatch, caplog):
         estimator.train(endless, steps=2).train(endless, max_steps=6)
     assert len(model_fn.modes) == traces
     assert restored == []
-    assert not [
-        r for r in caplog.records if re.search(r"Compiling (jit\()?(one|several)", r.getMessage())
-    ]
+    assert not [r for r in caplog.records if re.search(r"Compiling (jit\()?(one|several)", r.getMessage())]
 
 
 def test_the_verbs_may_come_in_any_order(tmp_path):
@@ -477,9 +462,7 @@ def test_the_newer_checkpoint_of_another_estimator_is_noticed(tmp_path):
     assert results == other.evaluate(times(1))
     mine.train(endless, steps=1)
     assert step_of(mine) == 6
-    assert [row["y"] for row in mine.predict(lambda: X)] == [
-        row["y"] for row in other.predict(lambda: X)
-    ]
+    assert [row["y"] for row in mine.predict(lambda: X)] == [row["y"] for row in other.predict(lambda: X)]
 
 
 def test_a_newer_checkpoint_written_during_training_is_not_taken_for_ones_own(tmp_path):
@@ -525,9 +508,7 @@ def test_predict_gives_single_examples_or_batches(tmp_path):
     assert [set(row) for row in rows] == [{"y", "x"}] * 5
     assert [batch["x"].shape for batch in batches] == [(4, 2), (1, 2)]
     np.testing.assert_array_equal([row["x"] for row in rows], np.concatenate([X, X[:1]]))
-    np.testing.assert_array_equal(
-        [row["y"] for row in rows], np.concatenate([batch["y"] for batch in batches])
-    )
+    np.testing.assert_array_equal([row["y"] for row in rows], np.concatenate([batch["y"] for batch in batches]))
     assert isinstance(rows[0]["x"], np.ndarray)
     assert isinstance(batches[0]["x"], np.ndarray)
 
@@ -581,9 +562,7 @@ def test_predicting_no_batch_yields_nothing(tmp_path):
 def test_predictions_may_be_interleaved(tmp_path):
     estimator = make(tmp_path).train(endless, steps=1)
     alone = [row["y"] for row in estimator.predict(lambda: [X, X + 1])]
-    pairs = zip(
-        estimator.predict(lambda: [X, X + 1]), estimator.predict(lambda: [X, X + 1]), strict=True
-    )
+    pairs = zip(estimator.predict(lambda: [X, X + 1]), estimator.predict(lambda: [X, X + 1]), strict=True)
     assert [(a["y"], b["y"]) for a, b in pairs] == [(y, y) for y in alone]
 
 
@@ -700,9 +679,7 @@ def test_properties(tmp_path):
     model_fn = Linear()
     estimator = make(tmp_path, model_fn, seed=3)
     assert estimator.model_fn is model_fn
-    assert estimator.config == est.RunConfig(
-        model_dir=str(tmp_path), seed=3, save_checkpoints_steps=1000
-    )
+    assert estimator.config == est.RunConfig(model_dir=str(tmp_path), seed=3, save_checkpoints_steps=1000)
     assert est.Estimator(model_fn, tmp_path).config == est.RunConfig(model_dir=str(tmp_path))
     assert model_fn.modes == []
 

@@ -3,17 +3,16 @@
 import json
 import pathlib
 
-import estimator as est
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+
+import estimator as est
 from replicate import TowerOptimizer, replicate_model_fn
 
-GOLDEN = json.loads(
-    (pathlib.Path(__file__).parent / "golden" / "replicate_model_fn_tf112.json").read_text()
-)
+GOLDEN = json.loads((pathlib.Path(__file__).parent / "golden" / "replicate_model_fn_tf112.json").read_text())
 TOLERANCE = 5e-5
 OPTIMIZERS = {
     "sgd": lambda: optax.sgd(0.1),
@@ -31,8 +30,7 @@ REDUCTIONS = {
 
 def variables(case):
     return {
-        name: est.get_variable(name, initializer=np.asarray(value, np.float32))
-        for name, value in case["init"].items()
+        name: est.get_variable(name, initializer=np.asarray(value, np.float32)) for name, value in case["init"].items()
     }
 
 
@@ -50,9 +48,7 @@ def train_model_fn(case):
         elif case["kind"] == "clip":
             tower_optimizer = TowerOptimizer(optimizer())
             gradients = tower_optimizer.compute_gradients(loss, names)
-            train_op = tower_optimizer.apply_gradients(
-                [(jnp.clip(g, -0.02, 0.02), name) for g, name in gradients]
-            )
+            train_op = tower_optimizer.apply_gradients([(jnp.clip(g, -0.02, 0.02), name) for g, name in gradients])
         elif case["kind"] == "split":
             other = reduce((features @ v["d"] - labels) ** 2)
             train_op = est.group(

@@ -140,9 +140,7 @@ def test_batches_straddle_epochs(shuffle):
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
-@pytest.mark.parametrize(
-    ("n", "batch_size", "epochs"), [(3, 7, 4), (1, 1, 1), (5, 5, 2), (4, 8, 3)]
-)
+@pytest.mark.parametrize(("n", "batch_size", "epochs"), [(3, 7, 4), (1, 1, 1), (5, 5, 2), (4, 8, 3)])
 def test_every_row_comes_once_an_epoch(n, batch_size, epochs, shuffle):
     got = rows(numpy_input_fn(np.arange(n), None, batch_size, epochs, shuffle))
     order = sum(got, [])

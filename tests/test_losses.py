@@ -110,9 +110,7 @@ def test_sparse_labels_and_weights_of_one_column_are_squeezed():
 
 @pytest.mark.parametrize("label", [-1, 3])
 def test_a_sparse_label_out_of_range_gives_nan(label):
-    got = losses.sparse_softmax_cross_entropy(
-        jnp.array([label, 0]), jnp.zeros((2, 3)), reduction=Reduction.NONE
-    )
+    got = losses.sparse_softmax_cross_entropy(jnp.array([label, 0]), jnp.zeros((2, 3)), reduction=Reduction.NONE)
     assert jnp.isnan(got).tolist() == [True, False]
 
 
@@ -178,9 +176,7 @@ def test_no_gradient_flows_to_one_hot_labels():
 def test_loss_matches_tensorflow(case):
     reduction = Reduction.SUM if case["loss_reduction"] == "sum" else Reduction.MEAN
     per_batch = [
-        losses.sparse_softmax_cross_entropy(
-            jnp.array(y), jnp.array(x) @ jnp.array(case["w"]), reduction=reduction
-        )
+        losses.sparse_softmax_cross_entropy(jnp.array(y), jnp.array(x) @ jnp.array(case["w"]), reduction=reduction)
         for x, y in zip(case["x"], case["y"], strict=True)
     ]
     np.testing.assert_allclose(np.mean(per_batch), case["results"]["loss"], rtol=5e-5)

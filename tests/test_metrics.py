@@ -49,9 +49,7 @@ def is_metric(x):
 
 
 def merged(many):
-    return functools.reduce(
-        lambda a, b: jax.tree.map(lambda m, n: m.merge(n), a, b, is_leaf=is_metric), many
-    )
+    return functools.reduce(lambda a, b: jax.tree.map(lambda m, n: m.merge(n), a, b, is_leaf=is_metric), many)
 
 
 def results(states):
@@ -74,10 +72,7 @@ def golden_metrics(w, wb, x, y, yb, weight):
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
 def test_metrics_merged_over_batches_match_tensorflow(case, host):
     batches = zip(case["x"], case["y"], case["yb"], case["weight"], strict=True)
-    states = [
-        golden_metrics(jnp.array(case["w"]), jnp.array(case["wb"]), *map(jnp.array, batch))
-        for batch in batches
-    ]
+    states = [golden_metrics(jnp.array(case["w"]), jnp.array(case["wb"]), *map(jnp.array, batch)) for batch in batches]
     got = results(merged([on_host(s) for s in states] if host else states))
     assert set(got) == set(case["results"]) - {"loss", "global_step"}
     for name, value in got.items():
@@ -142,9 +137,7 @@ def test_metrics_are_pure_under_jit_pmap_and_as_auxiliary_of_vjp():
     stacked = jax.pmap(lambda t: all_metrics(**t))(table)
     summed = jax.tree.map(lambda x: x.sum(0), stacked)
     one = all_metrics(**rows(0, 6))
-    np.testing.assert_allclose(
-        jax.jit(lambda m: m.result())(summed["auc"]), one["auc"].result(), rtol=1e-4
-    )
+    np.testing.assert_allclose(jax.jit(lambda m: m.result())(summed["auc"]), one["auc"].result(), rtol=1e-4)
     assert summed["tp"].result() == 2 * one["tp"].result()
 
     def loss_fn(p):
@@ -191,9 +184,7 @@ def test_a_class_without_rows_counts_in_mean_per_class_accuracy_but_not_in_mean_
 
 def test_classes_out_of_range_are_left_out():
     labels, predictions = jnp.array([0, -1, 1, 255, 2]), jnp.array([0, 1, 1, 0, 7])
-    assert (
-        metrics.mean_iou(labels, predictions, 3).confusion.tolist() == np.diag([1, 1, 0]).tolist()
-    )
+    assert metrics.mean_iou(labels, predictions, 3).confusion.tolist() == np.diag([1, 1, 0]).tolist()
     assert metrics.mean_per_class_accuracy(labels, predictions, 2).result() == 1.0
 
 
@@ -216,9 +207,7 @@ def test_recall_at_one_is_accuracy_and_at_all_classes_is_one():
 def test_a_last_dimension_of_one_may_be_missing(shapes, weight_shape):
     labels = np.float32([1, 0, 1]).reshape(shapes[0])
     predictions = np.float32([1, 2, 4]).reshape(shapes[1])
-    got = metrics.mean_absolute_error(
-        labels, predictions, np.float32([1, 2, 5]).reshape(weight_shape)
-    )
+    got = metrics.mean_absolute_error(labels, predictions, np.float32([1, 2, 5]).reshape(weight_shape))
     np.testing.assert_allclose(got.result(), (0 + 4 + 15) / 8)
 
 

@@ -3,7 +3,6 @@
 import collections
 import re
 
-import estimator as est
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -12,6 +11,8 @@ import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+import estimator as est
 from replicate import TOWER_AXIS, TowerOptimizer, replicate_model_fn
 
 STEPS = 3
@@ -37,9 +38,7 @@ def replicate(model_fn, towers, reduction="mean"):
 
 def assert_close(got, want, rtol=2e-5, atol=2e-6):
     assert jax.tree.structure(got) == jax.tree.structure(want)
-    for (path, one), other in zip(
-        jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True
-    ):
+    for (path, one), other in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True):
         assert one.dtype == other.dtype, path
         np.testing.assert_allclose(one, other, rtol=rtol, atol=atol, err_msg=str(path))
 
@@ -120,9 +119,7 @@ def test_one_step_of_rate_one_shows_the_gradient_of_the_big_batch(towers):
     def model_fn(features, labels, mode):
         w = est.get_variable("w", (3,), initializer=jax.nn.initializers.ones)
         loss = jnp.mean((jnp.tanh(features @ w) - labels) ** 2)
-        return est.EstimatorSpec(
-            mode, loss=loss, train_op=TowerOptimizer(optax.sgd(1.0)).minimize(loss)
-        )
+        return est.EstimatorSpec(mode, loss=loss, train_op=TowerOptimizer(optax.sgd(1.0)).minimize(loss))
 
     model = est.transform(replicate(model_fn, towers))
     state, spec = model.train_step(model.init(jax.random.key(0), x, y), x, y)
@@ -186,9 +183,7 @@ def tree_model_fn(optimizer, reduction):
     optimizer=st.sampled_from(["sgd", "momentum", "adagrad"]),
     seed=st.integers(0, 99),
 )
-def test_any_pytrees_of_features_and_labels(
-    features, labels, towers, rows, reduction, optimizer, seed
-):
+def test_any_pytrees_of_features_and_labels(features, labels, towers, rows, reduction, optimizer, seed):
     rng = np.random.default_rng(seed)
 
     def make(shape):
@@ -196,9 +191,7 @@ def test_any_pytrees_of_features_and_labels(
 
     batches = fill(features, make), fill(labels, make)
     model_fn = tree_model_fn(OPTIMIZERS[optimizer](), reduction)
-    assert_same_training(
-        model_fn, replicate(model_fn, towers, reduction), batches, rtol=5e-5, atol=1e-5
-    )
+    assert_same_training(model_fn, replicate(model_fn, towers, reduction), batches, rtol=5e-5, atol=1e-5)
 
 
 # Weighted losses.
@@ -247,9 +240,7 @@ def test_weights_uneven_over_towers_give_the_global_mean(towers, reduction):
 def test_any_weights_give_the_global_mean(weights, reduction, models={}):  # noqa: B006
     model_fn = weighted_model_fn(reduction)
     if reduction not in models:
-        models[reduction] = [
-            est.transform(fn) for fn in (model_fn, replicate(model_fn, 4, reduction))
-        ]
+        models[reduction] = [est.transform(fn) for fn in (model_fn, replicate(model_fn, 4, reduction))]
     (x,), (y,) = regression(8, steps=1)
     features = {"x": x, "weight": np.asarray(weights, np.float32)}
     state = models[reduction][0].init(jax.random.key(0), features, y)
@@ -264,9 +255,7 @@ def test_gradients_flow_through_the_denominator_of_a_weighted_mean(towers):
         w = est.get_variable("w", (3,), initializer=jax.nn.initializers.ones)
         u = est.get_variable("u", (3,), initializer=jax.nn.initializers.ones)
         weights = jax.nn.sigmoid(features["x"] @ u) * features["weight"]
-        loss = est.losses.mean_squared_error(
-            labels, features["x"] @ w, weights, est.Reduction.MEAN
-        )
+        loss = est.losses.mean_squared_error(labels, features["x"] @ w, weights, est.Reduction.MEAN)
         train_op = TowerOptimizer(optax.sgd(0.5)).minimize(loss)
         return est.EstimatorSpec(mode, loss=loss, train_op=train_op)
 
@@ -312,9 +301,7 @@ def one_step(model_fn, features, towers):
 FOUR = np.array([1.0, 2.0, 3.0, 6.0], np.float32)
 
 
-@pytest.mark.parametrize(
-    "aggregation, want", [("mean", 3.0), ("sum", 12.0), ("only_first_tower", 1.0)]
-)
+@pytest.mark.parametrize("aggregation, want", [("mean", 3.0), ("sum", 12.0), ("only_first_tower", 1.0)])
 def test_assign_merges_by_aggregation(aggregation, want):
     model_fn = assign_model_fn(lambda x: est.assign("s", x[0]), aggregation)
     state, spec = one_step(model_fn, FOUR, 4)
@@ -349,17 +336,13 @@ def test_an_integer_counter_counts_every_tower(towers):
 
 @pytest.mark.parametrize("aggregation, want", [("sum", 12), ("only_first_tower", 1)])
 def test_integers_are_assigned_by_sum_or_from_the_first_tower(aggregation, want):
-    model_fn = assign_model_fn(
-        lambda x: est.assign("s", x[0].astype(jnp.int32)), aggregation, np.int32(0)
-    )
+    model_fn = assign_model_fn(lambda x: est.assign("s", x[0].astype(jnp.int32)), aggregation, np.int32(0))
     state, _ = one_step(model_fn, FOUR, 4)
     assert state.variables["s"] == want
 
 
 def test_only_the_first_towers_value_counts_even_next_to_nan():
-    model_fn = assign_model_fn(
-        lambda x: est.assign("s", jnp.where(x[0] > 1, jnp.nan, x[0])), "only_first_tower"
-    )
+    model_fn = assign_model_fn(lambda x: est.assign("s", jnp.where(x[0] > 1, jnp.nan, x[0])), "only_first_tower")
     state, _ = one_step(model_fn, FOUR, 4)
     assert state.variables["s"] == 1.0
 
@@ -414,9 +397,7 @@ def batch_norm_model_fn(axis_name):
     net = Net()
 
     def model_fn(features, labels, mode):
-        variables = est.get_variable(
-            "net", lambda key: Net().init(key, features, train=False)["params"]
-        )
+        variables = est.get_variable("net", lambda key: Net().init(key, features, train=False)["params"])
         stats = est.get_variable(
             "stats",
             lambda key: Net().init(key, features, train=False)["batch_stats"],
@@ -543,9 +524,7 @@ def test_there_is_one_all_reduce_per_dtype():
 def test_one_device_runs_the_program_of_the_plain_model_fn(optimizer):
     model_fn = mlp_model_fn(OPTIMIZERS[optimizer]())
     x, y = regression(8, steps=1)
-    plain, replicated = (
-        operations(compiled_train_step(fn, x[0], y[0])) for fn in (model_fn, replicate(model_fn, 1))
-    )
+    plain, replicated = (operations(compiled_train_step(fn, x[0], y[0])) for fn in (model_fn, replicate(model_fn, 1)))
     assert plain["dot"] + plain["fusion"] > 2
     assert replicated == plain
 

@@ -9,12 +9,13 @@ import subprocess
 import sys
 import time
 
-import estimator as est
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+
+import estimator as est
 from replicate import TowerOptimizer, replicate_model_fn
 
 ONES = np.ones((4, 1), np.float32)
@@ -181,9 +182,7 @@ def nan_at(step, number=20):
 def assert_last_is_whole(estimator, step):
     assert saved_steps(estimator)[-1] == step
     for path in saved_steps(estimator):
-        results = estimator.evaluate(
-            lambda: [ONES], checkpoint_path=os.path.join(estimator.model_dir, f"ckpt-{path}")
-        )
+        results = estimator.evaluate(lambda: [ONES], checkpoint_path=os.path.join(estimator.model_dir, f"ckpt-{path}"))
         assert np.isfinite(results["loss"]) and results["global_step"] == path
     assert int(estimator.train(lambda: [ONES]).get_variable_value("global_step")) == step + 1
 
@@ -198,9 +197,7 @@ def test_a_nan_loss_ends_training_and_is_not_saved(tmp_path, steps_per_loop, ste
 
 
 def test_a_nan_loss_between_checkpoints_names_its_own_step(tmp_path):
-    estimator = make(
-        tmp_path, linear, save_checkpoints_steps=100, steps_per_loop=10, log_step_count_steps=None
-    )
+    estimator = make(tmp_path, linear, save_checkpoints_steps=100, steps_per_loop=10, log_step_count_steps=None)
     estimator.train(lambda: [ONES] * 3)
     with pytest.raises(est.NanLossDuringTrainingError, match=r"at step 17\. .* of step 3;"):
         estimator.train(nan_at(14, 40))
@@ -231,14 +228,10 @@ def test_without_checkpoints_the_error_names_none(tmp_path):
 
 @pytest.mark.parametrize("steps_per_loop", [1, 2])
 @pytest.mark.parametrize("number", [4, 3])
-def test_a_variable_that_turned_nan_is_not_saved_though_the_loss_is_finite(
-    tmp_path, steps_per_loop, number
-):
+def test_a_variable_that_turned_nan_is_not_saved_though_the_loss_is_finite(tmp_path, steps_per_loop, number):
     estimator = make(tmp_path, root, steps_per_loop=steps_per_loop)
     batches = [ONES] * (number - 1) + [ONES * 0]
-    with pytest.raises(
-        est.NanLossDuringTrainingError, match=rf"NaN in the variables \['w'\] after step {number}"
-    ):
+    with pytest.raises(est.NanLossDuringTrainingError, match=rf"NaN in the variables \['w'\] after step {number}"):
         estimator.train(lambda: batches)
     assert_last_is_whole(estimator, 2)
 

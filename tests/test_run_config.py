@@ -62,9 +62,7 @@ def test_a_bad_value_is_an_error_that_names_field_and_value(given, message):
         RunConfig().replace(**given)
 
 
-@pytest.mark.parametrize(
-    "field", ["keep_checkpoint_max", "log_step_count_steps", "save_checkpoints_secs", "model_dir"]
-)
+@pytest.mark.parametrize("field", ["keep_checkpoint_max", "log_step_count_steps", "save_checkpoints_secs", "model_dir"])
 def test_none_turns_a_field_off(field):
     assert getattr(RunConfig(**{field: None}), field) is None
 

@@ -39,9 +39,7 @@ class MeanIoU(Metric):
         return divide(divide(hits, union).sum(), (union != 0).sum().astype(union.dtype))
 
 
-def mean_iou(
-    labels: ArrayLike, predictions: ArrayLike, num_classes: int, weights: ArrayLike | None = None
-) -> MeanIoU:
+def mean_iou(labels: ArrayLike, predictions: ArrayLike, num_classes: int, weights: ArrayLike | None = None) -> MeanIoU:
     """The mean, over the classes that occur, of `hits / (labelled + predicted - hits)`.
 
     >>> mean_iou(jnp.array([0, 0, 1, 1]), jnp.array([0, 1, 1, 1]), num_classes=3).result().item()
@@ -97,9 +95,7 @@ def mean_per_class_accuracy(
     )
 
 
-def recall_at_k(
-    labels: ArrayLike, predictions: ArrayLike, k: int, weights: ArrayLike | None = None
-) -> Mean:
+def recall_at_k(labels: ArrayLike, predictions: ArrayLike, k: int, weights: ArrayLike | None = None) -> Mean:
     """Of all labels, the fraction that is among the `k` classes of the highest scores.
 
     >>> scores = jnp.array([[0.1, 0.7, 0.2], [0.5, 0.3, 0.2]])

@@ -76,9 +76,7 @@ def accuracy(labels: ArrayLike, predictions: ArrayLike, weights: ArrayLike | Non
     return weighted_mean(predictions.astype(labels.dtype) == labels, weights)
 
 
-def mean_squared_error(
-    labels: ArrayLike, predictions: ArrayLike, weights: ArrayLike | None = None
-) -> Mean:
+def mean_squared_error(labels: ArrayLike, predictions: ArrayLike, weights: ArrayLike | None = None) -> Mean:
     """The mean of `(predictions - labels)**2`.
 
     >>> mean_squared_error(jnp.array([1.0, 2.0]), jnp.array([2.0, 5.0])).result().item()
@@ -95,9 +93,7 @@ def mean_squared_error(
     return weighted_mean(jnp.square(errors), weights)
 
 
-def root_mean_squared_error(
-    labels: ArrayLike, predictions: ArrayLike, weights: ArrayLike | None = None
-) -> RootMean:
+def root_mean_squared_error(labels: ArrayLike, predictions: ArrayLike, weights: ArrayLike | None = None) -> RootMean:
     """The square root of the mean of `(predictions - labels)**2` over all rows of all batches.
 
     >>> root_mean_squared_error(jnp.array([1.0, 2.0]), jnp.array([4.0, 5.0])).result().item()
@@ -115,9 +111,7 @@ def root_mean_squared_error(
     return RootMean(squares.total, squares.count)
 
 
-def mean_absolute_error(
-    labels: ArrayLike, predictions: ArrayLike, weights: ArrayLike | None = None
-) -> Mean:
+def mean_absolute_error(labels: ArrayLike, predictions: ArrayLike, weights: ArrayLike | None = None) -> Mean:
     """The mean of `|predictions - labels|`.
 
     >>> mean_absolute_error(jnp.array([1.0, 2.0]), jnp.array([2.0, 5.0])).result().item()

@@ -53,8 +53,7 @@ class Metric(abc.ABC):
         name = type(self).__name__
         if type(other) is not type(self):
             raise TypeError(
-                f"`{name}.merge` got a `{type(other).__name__}`; "
-                "only metrics of the same type can be merged."
+                f"`{name}.merge` got a `{type(other).__name__}`; only metrics of the same type can be merged."
             )
         for field in dataclasses.fields(self):  # type: ignore[arg-type]  # every subclass is one
             mine, others = getattr(self, field.name), getattr(other, field.name)

@@ -26,9 +26,7 @@ class Count(Metric):
         return self.count
 
 
-def true_positives(
-    labels: ArrayLike, predictions: ArrayLike, weights: ArrayLike | None = None
-) -> Count:
+def true_positives(labels: ArrayLike, predictions: ArrayLike, weights: ArrayLike | None = None) -> Count:
     """How many (or what weight of) rows are positive and predicted to be.
 
     >>> true_positives(jnp.array([0, 1, 1, 1]), jnp.array([1, 1, 1, 0])).result().item()
@@ -46,9 +44,7 @@ def true_positives(
     return _count(labels & predictions, weights)
 
 
-def false_positives(
-    labels: ArrayLike, predictions: ArrayLike, weights: ArrayLike | None = None
-) -> Count:
+def false_positives(labels: ArrayLike, predictions: ArrayLike, weights: ArrayLike | None = None) -> Count:
     """How many (or what weight of) rows are negative, but predicted to be positive.
 
     >>> false_positives(jnp.array([0, 1, 1, 1]), jnp.array([1, 1, 1, 0])).result().item()
@@ -64,9 +60,7 @@ def false_positives(
     return _count(~labels & predictions, weights)
 
 
-def true_negatives(
-    labels: ArrayLike, predictions: ArrayLike, weights: ArrayLike | None = None
-) -> Count:
+def true_negatives(labels: ArrayLike, predictions: ArrayLike, weights: ArrayLike | None = None) -> Count:
     """How many (or what weight of) rows are negative and predicted to be.
 
     >>> true_negatives(jnp.array([0, 1, 1, 1]), jnp.array([1, 1, 1, 0])).result().item()
@@ -82,9 +76,7 @@ def true_negatives(
     return _count(~labels & ~predictions, weights)
 
 
-def false_negatives(
-    labels: ArrayLike, predictions: ArrayLike, weights: ArrayLike | None = None
-) -> Count:
+def false_negatives(labels: ArrayLike, predictions: ArrayLike, weights: ArrayLike | None = None) -> Count:
     """How many (or what weight of) rows are positive, but predicted to be negative.
 
     >>> false_negatives(jnp.array([0, 1, 1, 1]), jnp.array([1, 1, 1, 0])).result().item()

@@ -163,10 +163,7 @@ def auc(
     if curve not in _CURVES:
         raise ValueError(f"`auc` got curve={curve!r}; the known ones are {_CURVES}.")
     if summation_method not in _SUMMATION_METHODS:
-        raise ValueError(
-            f"`auc` got summation_method={summation_method!r}; "
-            f"the known ones are {_SUMMATION_METHODS}."
-        )
+        raise ValueError(f"`auc` got summation_method={summation_method!r}; the known ones are {_SUMMATION_METHODS}.")
     if num_thresholds < 2:
         raise ValueError(f"`auc` got num_thresholds={num_thresholds}; it takes 2 at least.")
     inner = [i / (num_thresholds - 1) for i in range(1, num_thresholds - 1)]

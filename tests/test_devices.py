@@ -1,0 +1,124 @@
+"""The devices of the towers, by name or as they are."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import estimator as est
+from replicate import num_towers, replicate_model_fn
+from replicate._devices import find_devices
+
+ROWS = np.arange(8, dtype=np.float32)
+
+
+def where(features, labels, mode):
+    w = est.get_variable("w", (), initializer=jax.nn.initializers.ones)
+    towers = jnp.full(features.shape, num_towers(), jnp.int32)
+    return est.EstimatorSpec(mode, predictions={"y": w * features, "towers": towers})
+
+
+def raises(kind, message):
+    return pytest.raises(kind, match=re.escape(message))
+
+
+@pytest.mark.parametrize(
+    "name, index",
+    [
+        ("/cpu:0", 0),
+        ("/CPU:0", 0),
+        ("/device:CPU:1", 1),
+        ("/device:cpu:7", 7),
+        ("device:CPU:2", 2),
+        ("cpu:1", 1),
+        ("CPU:3", 3),
+        ("cpu", 0),
+        ("/cpu", 0),
+    ],
+)
+def test_names_of_a_device(name, index):
+    assert find_devices([name]) == (jax.devices("cpu")[index],)
+
+
+def test_a_device_object_is_itself():
+    assert find_devices(jax.devices()[2:4]) == tuple(jax.devices()[2:4])
+
+
+def test_names_and_objects_may_be_mixed():
+    devices = jax.devices("cpu")
+    assert find_devices(["/cpu:3", devices[1], "CPU:0"]) == (devices[3], devices[1], devices[0])
+
+
+def test_without_devices_all_local_ones_are_taken():
+    assert find_devices(None) == tuple(jax.local_devices())
+    model = est.transform(replicate_model_fn(where))
+    state = model.init(jax.random.key(0), ROWS, mode="infer")
+    got = model.predict_step(state, ROWS).predictions["towers"]
+    np.testing.assert_array_equal(got, [len(jax.local_devices())] * 8)
+
+
+@pytest.mark.parametrize(
+    "name", ["/cpu:8", "/gpu:99", "/tpu:99", "xpu:0", "/job:worker/cpu:0", "cpu:-1", "", "cpu:0 ", 0]
+)
+def test_an_unknown_device_is_an_error_that_names_those_there_are(name):
+    message = f"There is no device {name!r}. The devices of this process are "
+    with raises(ValueError, message) as caught:
+        replicate_model_fn(where, devices=[name])
+    names = [f"/cpu:{i}" for i in range(8)]
+    assert str(caught.value).endswith(", ".join(names) + ".")
+
+
+@pytest.mark.parametrize(
+    "devices",
+    [["/cpu:0", "/cpu:0"], ["/cpu:1", "/device:CPU:1"], ["cpu", "cpu:1", "/CPU:0"]],
+)
+def test_a_device_that_comes_twice(devices):
+    with raises(ValueError, f"Each device may come once in devices; got {devices}."):
+        replicate_model_fn(where, devices=devices)
+
+
+def test_a_device_that_comes_twice_as_name_and_object():
+    with raises(ValueError, "Each device may come once in devices; got ["):
+        find_devices([jax.devices("cpu")[0], "/cpu:0"])
+
+
+@pytest.mark.gpu
+def test_devices_of_several_kinds():
+    try:
+        gpu = jax.devices("gpu")[0]
+    except RuntimeError:
+        pytest.skip("there is no GPU")
+    with raises(ValueError, "The devices of the towers must be of one kind; got "):
+        find_devices([gpu, "/cpu:0"])
+
+
+def test_no_devices():
+    with raises(ValueError, "devices must name at least one device; got none. Leave it out"):
+        replicate_model_fn(where, devices=[])
+
+
+def test_one_name_is_no_list():
+    with raises(TypeError, "devices must be a list; write devices=['/cpu:0']."):
+        replicate_model_fn(where, devices="/cpu:0")
+
+
+def test_one_device_object_is_no_list():
+    with raises(TypeError, "devices must be a list; write devices=["):
+        replicate_model_fn(where, devices=jax.devices()[0])
+
+
+def test_a_generator_of_names_will_do():
+    assert find_devices(f"cpu:{i}" for i in range(2)) == tuple(jax.devices("cpu")[:2])
+
+
+@pytest.mark.parametrize("devices", [["cpu:5"], ["cpu:3", "cpu:6"], ["cpu:6", "cpu:3", "cpu:0"]])
+def test_the_state_lives_on_the_devices_given(devices):
+    model = est.transform(replicate_model_fn(where, devices=devices))
+    state = model.init(jax.random.key(0), ROWS, mode="infer")
+    want = set(find_devices(devices))
+    assert state.variables["w"].devices() == want
+    spec = model.predict_step(state, ROWS)
+    assert spec.predictions["y"].devices() == want
+    np.testing.assert_array_equal(spec.predictions["y"], ROWS)

@@ -1,0 +1,443 @@
+"""Variables: created once, shared by scopes, written by assign and by optimizers."""
+
+import estimator as est
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+X = jnp.ones((2, 3))
+
+
+def run(body, mode="train", steps=1):
+    """The state after `body` was the model_fn of an init and of so many steps."""
+    model = est.transform(as_model_fn(body))
+    state = model.init(jax.random.key(0), X, mode=mode)
+    for _ in range(steps if mode == "train" else 0):
+        state, _ = model.train_step(state, X)
+    return state
+
+
+def as_model_fn(body):
+    def model_fn(features, mode):
+        found = body()
+        train_op = found if isinstance(found, est.TrainOp) else est.TrainOp()
+        return est.EstimatorSpec(mode, predictions=features, loss=jnp.float32(0), train_op=train_op)
+
+    return model_fn
+
+
+zeros = jax.nn.initializers.zeros
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: est.get_variable("w", ()),
+        lambda: est.read_variable("w"),
+        lambda: est.assign("w", 1.0),
+        lambda: est.assign_add("w", 1.0),
+        lambda: est.variable_scope("a").__enter__(),
+        lambda: est.make_rng(),
+        lambda: est.global_step(),
+        lambda: est.Optimizer(optax.sgd(0.1)).minimize(jnp.float32(1)),
+    ],
+    ids=["get", "read", "assign", "assign_add", "scope", "make_rng", "global_step", "minimize"],
+)
+def test_outside_of_a_run_is_an_error(call):
+    with pytest.raises(RuntimeError, match="must be called inside a model_fn that an Estimator or"):
+        call()
+
+
+def test_forms_of_initial_values():
+    def body():
+        est.get_variable("shape", (2, 3))
+        est.get_variable("ints", (2,), jnp.int32)
+        est.get_variable("fn", (2,), initializer=jax.nn.initializers.ones)
+        est.get_variable("half", (2,), jnp.bfloat16)
+        est.get_variable("tree", lambda key: {"a": jax.random.normal(key, (2,)), "b": (jnp.ones(3),)})
+        est.get_variable("value", initializer=np.arange(3, dtype=np.float32))
+        est.get_variable("number", initializer=2.5)
+        est.get_variable("scalar", ())
+
+    variables = run(body).variables
+    shapes = jax.tree.map(lambda x: (str(x.dtype), *x.shape), variables)
+    assert shapes == {
+        "shape": ("float32", 2, 3),
+        "ints": ("int32", 2),
+        "fn": ("float32", 2),
+        "half": ("bfloat16", 2),
+        "tree": {"a": ("float32", 2), "b": (("float32", 3),)},
+        "value": ("float32", 3),
+        "number": ("float32",),
+        "scalar": ("float32",),
+    }
+    assert variables["number"] == 2.5
+    np.testing.assert_array_equal(variables["ints"], 0)
+    limit = np.sqrt(6 / (2 + 3))
+    assert 0 < np.abs(variables["shape"]).max() <= limit
+
+
+def test_initial_values_depend_on_name_and_seed_not_on_order():
+    def first():
+        est.get_variable("a", (3,))
+        est.get_variable("b", (3,))
+
+    def second():
+        est.get_variable("b", (3,))
+        est.get_variable("a", (3,))
+
+    a, b = run(first).variables, run(second).variables
+    np.testing.assert_array_equal(a["a"], b["a"])
+    np.testing.assert_array_equal(a["b"], b["b"])
+    assert (a["a"] != a["b"]).any()
+    other = est.transform(as_model_fn(first)).init(jax.random.key(1), X).variables
+    assert (a["a"] != other["a"]).any()
+
+
+@pytest.mark.parametrize(
+    ("body", "error", "message"),
+    [
+        (lambda: est.get_variable(""), ValueError, "needs a non-empty name; got ''"),
+        (lambda: est.get_variable(3, ()), ValueError, "needs a non-empty name; got 3"),
+        (lambda: est.get_variable("w"), ValueError, "needs a `shape` or an `initializer`; got neither"),
+        (
+            lambda: est.get_variable("w", (2,), initializer=jnp.ones(2)),
+            ValueError,
+            r"got the shape \(2,\) and an initializer that is a value",
+        ),
+        (
+            lambda: est.get_variable("w", (2,), initializer=jax.nn.initializers.glorot_uniform),
+            ValueError,
+            r"must return an array of shape \(2,\); got .*Some initializers of jax.nn are factories",
+        ),
+        (
+            lambda: est.get_variable("w", (2,), initializer=lambda *_: jnp.ones(3)),
+            ValueError,
+            r"`est.get_variable\('w'\)`: the initializer must return an array of shape \(2,\)",
+        ),
+        (
+            lambda: est.get_variable("w", lambda key: {"a": "text"}),
+            ValueError,
+            r"every leaf of the initial value must be an array; got 'text' at \['a'\]",
+        ),
+        (
+            lambda: est.get_variable("w", lambda key: (jnp.ones(1), jnp.ones(1, jnp.int32))),
+            ValueError,
+            "a trainable variable must not mix floating and integer arrays",
+        ),
+        (
+            lambda: est.get_variable("w", (), aggregation="median"),
+            ValueError,
+            "'median' is not a valid VariableAggregation",
+        ),
+        (lambda: est.variable_scope("").__enter__(), ValueError, "needs a non-empty name; got ''"),
+    ],
+)
+def test_bad_declarations_are_errors(body, error, message):
+    with pytest.raises(error, match=message):
+        run(body)
+
+
+# Scopes and reuse.
+
+
+def test_scopes_nest_and_end():
+    def body():
+        with est.variable_scope("a"):
+            with est.variable_scope("b"):
+                est.get_variable("w", ())
+            est.get_variable("w", ())
+        est.get_variable("w", ())
+
+    assert set(run(body).variables) == {"a/b/w", "a/w", "w"}
+
+
+def test_the_same_name_twice_is_an_error():
+    def body():
+        with est.variable_scope("a"):
+            est.get_variable("w", ())
+            est.get_variable("w", ())
+
+    with pytest.raises(ValueError, match=r"`est.get_variable\('a/w'\)` was called twice in one run"):
+        run(body)
+
+
+@pytest.mark.parametrize("reuse", [True, est.AUTO_REUSE])
+def test_a_scope_may_share_a_variable(reuse):
+    def body():
+        with est.variable_scope("a"):
+            one = est.get_variable("w", (), initializer=jax.nn.initializers.ones)
+        with est.variable_scope("a", reuse=reuse):
+            two = est.get_variable("w", ())
+            with est.variable_scope("b", reuse=None):
+                pass
+        loss = one + two
+        return est.Optimizer(optax.sgd(0.25)).minimize(loss)
+
+    assert run(body).variables == {"a/w": 0.5}
+
+
+def test_reuse_reaches_inner_scopes():
+    def body():
+        with est.variable_scope("a"):
+            with est.variable_scope("b"):
+                est.get_variable("w", ())
+        with est.variable_scope("a", reuse=True):
+            with est.variable_scope("b", reuse=False):
+                est.get_variable("w", ())
+
+    assert set(run(body).variables) == {"a/b/w"}
+
+
+def test_auto_reuse_creates_what_is_missing_and_true_does_not():
+    def auto():
+        with est.variable_scope("a", reuse=est.AUTO_REUSE):
+            est.get_variable("w", ())
+            est.get_variable("w", ())
+
+    def strict():
+        est.get_variable("v", ())
+        with est.variable_scope("a", reuse=True):
+            est.get_variable("w", ())
+
+    assert set(run(auto).variables) == {"a/w"}
+    with pytest.raises(ValueError, match=r"`reuse=True`, but no such variable .* only 'v'\."):
+        run(strict)
+
+
+def test_reuse_with_another_shape_is_an_error():
+    def body():
+        with est.variable_scope("a", reuse=est.AUTO_REUSE):
+            est.get_variable("w", (2,))
+            est.get_variable("w", (3,))
+
+    with pytest.raises(
+        ValueError, match=r"asks for float32\[3\], but in the first call the variable is float32\[2\]"
+    ):
+        run(body)
+
+
+def test_a_variable_unknown_to_the_state_is_an_error():
+    made = []
+
+    def body():
+        est.get_variable("w", ())
+        if made:
+            est.get_variable("v", ())
+
+    model = est.transform(as_model_fn(body))
+    state = model.init(jax.random.key(0), X)
+    made.append(True)
+    with pytest.raises(ValueError, match=r"\('v'\)` found no such variable in the state.* has 'w'\."):
+        model.train_step(state, X)
+
+
+def test_a_state_of_another_shape_or_dtype_is_an_error():
+    model = est.transform(as_model_fn(lambda: est.get_variable("w", (2,))))
+    state = model.init(jax.random.key(0), X)
+    for value, found in ((jnp.ones(3), r"float32\[3\]"), (jnp.ones(2, jnp.int32), r"int32\[2\]")):
+        with pytest.raises(
+            ValueError, match=rf"asks for float32\[2\], but in the state the variable is {found}"
+        ):
+            model.eval_step(state._replace(variables={"w": value}), X)
+
+
+# Writing.
+
+
+def test_writes_are_seen_at_once_and_kept():
+    seen = []
+
+    def body():
+        n = est.get_variable("n", (), jnp.int32, trainable=False)
+        est.assign_add("n", 2)
+        seen.append(est.read_variable("n") - n)
+        est.assign_add("n", 3)
+        est.assign("m", 0.5) if False else None
+        return est.TrainOp()
+
+    assert run(body, steps=3).variables["n"] == 15
+
+
+def test_the_last_assign_wins_and_later_deltas_count():
+    def body():
+        est.get_variable("a", (2,), initializer=zeros, trainable=False)
+        est.assign_add("a", jnp.full(2, 100.0))
+        est.assign("a", jnp.full(2, 7.0))
+        est.assign_add("a", jnp.ones(2))
+        est.get_variable("b", (2,), initializer=zeros, trainable=False)
+        with est.variable_scope("s", reuse=est.AUTO_REUSE):
+            est.get_variable("c", (), initializer=zeros, trainable=False)
+            est.assign("c", est.read_variable("a")[0] + 1.0)
+            est.assign("b", est.read_variable("a") * 2)
+
+    variables = run(body, steps=2).variables
+    np.testing.assert_array_equal(variables["a"], 8)
+    np.testing.assert_array_equal(variables["b"], 16)
+    assert variables["s/c"] == 9
+
+
+@pytest.mark.parametrize("mode", ["eval", "infer"])
+def test_writes_have_no_effect_outside_of_train(mode):
+    def model_fn(features, mode):
+        est.get_variable("n", (), initializer=zeros, trainable=False)
+        est.assign("n", 5.0)
+        n = est.read_variable("n")
+        return est.EstimatorSpec(mode, predictions=features + n, loss=n, train_op=est.TrainOp())
+
+    model = est.transform(model_fn)
+    state = model.init(jax.random.key(0), X)
+    assert state.variables["n"] == 0
+    spec = model.eval_step(state, X) if mode == "eval" else model.predict_step(state, X)
+    np.testing.assert_array_equal(spec.predictions, 1)
+    state, spec = model.train_step(state, X)
+    assert (state.variables["n"], spec.loss) == (5, 5)
+
+
+def test_no_gradient_flows_through_what_is_not_trainable():
+    def body():
+        w = est.get_variable("w", (), initializer=jax.nn.initializers.ones)
+        est.get_variable("n", (), initializer=zeros, trainable=False)
+        est.assign("n", w * 3)
+        return est.Optimizer(optax.sgd(1.0)).minimize(w + est.read_variable("n"))
+
+    assert run(body).variables == {"w": 0, "n": 3}
+
+
+@pytest.mark.parametrize("write", [est.assign, est.assign_add], ids=["assign", "assign_add"])
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("w", jnp.ones(2), r"\('w'\)`: the variable is trainable, so its optimizer writes it"),
+        ("x", jnp.ones(2), r"\('x'\)` names no variable of this run, which has got 'n', 'w' so far"),
+        ("n", jnp.ones(3), r"\('n'\)` got float32\[3\], but the variable is float32\[2\]"),
+        ("n", jnp.ones((), jnp.float32), r"got float32\[\], but the variable is float32\[2\]"),
+        ("n", jnp.ones(2, jnp.int32), r"got int32\[2\], but the variable is float32\[2\]"),
+        ("n", {"a": jnp.ones(2)}, r"got a value of structure .*, but the variable has "),
+    ],
+)
+def test_bad_writes_are_errors(write, name, value, message):
+    def body():
+        est.get_variable("w", (2,))
+        est.get_variable("n", (2,), trainable=False)
+        write(name, value)
+
+    with pytest.raises(ValueError, match=f"`est.{write.__name__}{message.removeprefix('`')}|{message}"):
+        run(body)
+
+
+def test_reading_an_unknown_variable_is_an_error():
+    with pytest.raises(ValueError, match=r"`est.read_variable\('w'\)` names no variable .* none so"):
+        run(lambda: est.read_variable("w"))
+
+
+# Optimizers.
+
+
+def two_variables():
+    a = est.get_variable("a", (), initializer=jax.nn.initializers.ones)
+    b = est.get_variable("b", (2,), initializer=jax.nn.initializers.ones)
+    est.get_variable("fixed", (), initializer=jax.nn.initializers.ones, trainable=False)
+    return a + b.sum()
+
+
+def test_var_list_and_none_leave_the_others_as_they_are():
+    def minimize():
+        return est.Optimizer(optax.sgd(1.0)).minimize(two_variables(), ["b"])
+
+    def apply():
+        optimizer = est.Optimizer(optax.adam(1.0))
+        gradients = dict((n, g) for g, n in optimizer.compute_gradients(two_variables()))
+        return optimizer.apply_gradients([(None, "a"), (gradients["b"], "b")])
+
+    for body in (minimize, apply):
+        variables = run(body).variables
+        assert variables["a"] == 1
+        np.testing.assert_allclose(variables["b"], 0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ("a", TypeError, r"var_list must be a list of names; write \['a'\]"),
+        ([], ValueError, "found no variables to optimize"),
+        (["a", "x"], ValueError, r"was asked to optimize \['x'\], but .* are \['a', 'b'\]"),
+        (["fixed"], ValueError, r"was asked to optimize \['fixed'\], but"),
+    ],
+)
+@pytest.mark.parametrize("method", ["minimize", "compute_gradients"])
+def test_bad_var_lists_are_errors(method, given, error, message):
+    def body():
+        getattr(est.Optimizer(optax.sgd(1.0)), method)(two_variables(), given)
+
+    with pytest.raises(error, match=rf"`Optimizer\.{method}`.*{message}"):
+        run(body)
+
+
+def test_a_variable_listed_twice_is_an_error():
+    def body():
+        return est.Optimizer(optax.sgd(1.0)).minimize(two_variables(), ["a", "a"])
+
+    with pytest.raises(ValueError, match="'a'.*twice|twice.*'a'"):
+        run(body)
+
+
+@pytest.mark.parametrize("loss", [jnp.ones(2), 1.0, None, jnp.ones((0,))])
+def test_bad_losses_are_errors(loss):
+    def body():
+        two_variables()
+        est.Optimizer(optax.sgd(1.0)).minimize(loss)
+
+    with pytest.raises(ValueError, match="`Optimizer.minimize` needs a scalar loss computed by this"):
+        run(body)
+
+
+@pytest.mark.parametrize(
+    ("pairs", "message"),
+    [
+        ([], "got no gradient for any variable"),
+        ([(None, "a"), (None, "b")], "got no gradient for any variable; every one is None"),
+        ([(jnp.ones(()), "a"), (jnp.ones(()), "a")], "got the variable 'a' twice"),
+        ([(jnp.ones(3), "b")], r"the gradient of 'b' must have .*, \(2,\); got \(3,\)"),
+        ([({"x": jnp.ones(2)}, "b")], "the gradient of 'b' must have the variable's structure"),
+        ([(jnp.ones(()), "x")], r"was asked to optimize \['x'\]"),
+        ([(jnp.ones(()), "fixed")], r"was asked to optimize \['fixed'\]"),
+    ],
+)
+def test_bad_gradients_are_errors(pairs, message):
+    def body():
+        two_variables()
+        return est.Optimizer(optax.sgd(1.0)).apply_gradients(iter(pairs))
+
+    with pytest.raises(ValueError, match=rf"`Optimizer\.apply_gradients`.*{message}"):
+        run(body)
+
+
+@pytest.mark.parametrize("pairs", [[("a", jnp.ones(()))], [jnp.ones(())], ["a"]])
+def test_what_are_no_pairs_of_gradient_and_name_is_said_so(pairs):
+    def body():
+        two_variables()
+        return est.Optimizer(optax.sgd(1.0)).apply_gradients(pairs)
+
+    with pytest.raises((TypeError, ValueError), match=r"`Optimizer\.apply_gradients`"):
+        run(body)
+
+
+def test_a_bare_optax_transformation_is_an_error_with_the_line_to_write():
+    with pytest.raises(TypeError, match=r"Write `est\.group\(est\.Optimizer\(optimizer\)\.minimize"):
+        est.group(optax.sgd(0.1))
+    with pytest.raises(TypeError, match=r"`Optimizer` takes an optax.* such as `optax.adam\(1e-3\)`"):
+        est.Optimizer("adam")
+
+    def body():
+        return est.Optimizer(lambda: "adam").minimize(two_variables())
+
+    with pytest.raises(TypeError, match="must return an optax.GradientTransformation; it returned"):
+        run(body)
+
+
+def test_strict_promotion_is_that_of_the_test_run():
+    with pytest.raises(ValueError, match="strict"):
+        jnp.ones(1) + jnp.ones(1, jnp.int32)
