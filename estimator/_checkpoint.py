@@ -11,16 +11,19 @@ and renamed again before it is removed, so what has the name of a checkpoint is 
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import os
 import re
 import shutil
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+from absl import logging
 from orbax.checkpoint import type_handlers
 
 State = Any  # estimator._transform.State, of arrays or of jax.ShapeDtypeStructs.
@@ -166,14 +169,23 @@ def read(path: str, name: str) -> np.ndarray:
         return checkpointer.restore(os.path.abspath(path), args=args)[key]
 
 
-def _checkpointer() -> ocp.Checkpointer:
+@contextlib.contextmanager
+def _checkpointer() -> Iterator[ocp.Checkpointer]:
+    """Orbax's checkpointer, without the two dozen INFO lines it would put among those of the training."""
     # Replica-parallel writing cuts a replicated array into a piece per device: with 8 devices that
     # doubles the time of a small save, and the first one compiles the cuts for half a second.
     registry = type_handlers.create_type_handler_registry(
         (jax.Array, type_handlers.ArrayHandler(use_replica_parallel=False)),
         (np.ndarray, type_handlers.NumpyHandler()),
     )
-    return ocp.Checkpointer(ocp.PyTreeCheckpointHandler(type_handler_registry=registry))
+    verbosity = logging.get_verbosity()
+    if verbosity == logging.INFO:
+        logging.set_verbosity(logging.WARNING)
+    try:
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(type_handler_registry=registry)) as checkpointer:
+            yield checkpointer
+    finally:
+        logging.set_verbosity(verbosity)
 
 
 def _is_checkpoint(path: str) -> bool:

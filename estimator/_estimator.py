@@ -178,7 +178,10 @@ class Estimator:
             )
         state = self._state(ModeKeys.EVAL, path, *first)
         results = evaluate_batches(self._eval_step, state, itertools.islice(rest, steps))
-        shown = ", ".join(f"{key} = {value}" for key, value in sorted(results.items()))
+        shown = ", ".join(
+            f"{key} = {value:.6g}" if isinstance(value, float) else f"{key} = {value}"
+            for key, value in sorted(results.items())
+        )
         logging.info("Evaluation%s: %s", f" {name!r}" if name else "", shown)
         return results
 

@@ -35,7 +35,8 @@ def evaluate_batches(
 ) -> dict[str, Any]:
     """The metrics over all batches, and "loss", the mean of the batches' losses as in TensorFlow.
 
-    There must be at least one batch. States are merged on the host in float64: a float32 count stands still at 16,777,216 examples.
+    There must be at least one batch. States are merged on the host in float64: a float32 count stands still at
+    16,777,216 examples.
     """
     losses: list[float] = []
     merged: dict[str, Any] = {}

@@ -100,7 +100,7 @@ class Training:
     saved_step: int = -1
     saved_time: float = 0.0
     logged_step: int = -1
-    logged_time: float = 0.0
+    clock: tuple[int, float] | None = None  # the step and the time from which the rate is taken
 
     def run(self, state: State, batches: Iterator[tuple[PyTree, PyTree]]) -> State:
         """Trains until the last step or the end of the input; saves at the start (if nothing is saved), on the way
@@ -109,7 +109,7 @@ class Training:
         Raises:
           NanLossDuringTrainingError: the loss became NaN. Nothing of that is saved.
         """
-        self.logged_step, self.logged_time = self.step, time.monotonic()
+        self.logged_step = self.step
         self.saved_time = time.monotonic()
         if self.step == 0:
             self._save(state)
@@ -130,6 +130,9 @@ class Training:
                     if len(in_flight) > _STEPS_IN_FLIGHT:
                         in_flight.popleft().block_until_ready()
                     bar.update(size)
+                    if self.clock is None:  # started after the first program, since compiling is no part of the rate
+                        loss.block_until_ready()
+                        self.clock = self.step, time.monotonic()
                     if self._log_is_due():
                         self._check(carry)
                         self._log(float(loss), bar)
@@ -140,7 +143,7 @@ class Training:
             logging.warning("Training with estimator made no steps. Perhaps input is empty or misspecified.")
         else:
             self._check(carry)
-            logging.info("Loss for final step: %s.", float(loss))
+            logging.info("Loss for final step: %.6g.", float(loss))
         if self.step != self.saved_step:
             self._save(_state(carry, key))
         return _state(carry, key)
@@ -179,10 +182,11 @@ class Training:
 
     def _log(self, loss: float, bar: Any) -> None:
         now = time.monotonic()
-        rate = (self.step - self.logged_step) / (now - self.logged_time)
-        logging.info("loss = %.6g, step = %d (%.4g steps/sec)", loss, self.step, rate)
+        step, since = self.clock or (self.step, now)
+        rate = f" ({(self.step - step) / (now - since):.4g} steps/sec)" if self.step > step else ""
+        logging.info("loss = %.6g, step = %d%s", loss, self.step, rate)
         bar.set_postfix(loss=f"{loss:.4g}", refresh=False)
-        self.logged_step, self.logged_time = self.step, now
+        self.logged_step, self.clock = self.step, (self.step, now)
 
     def _check(self, carry: Carry) -> None:
         nan_step = int(carry.progress[1])

@@ -190,6 +190,8 @@ def _initial_value(call: str, frame: Frame, full: str, shape: Any, dtype: Any, i
         if initializer is None:
             raise ValueError(f"{call} needs a `shape` or an `initializer`; got neither.")
         return _as_arrays(call, initializer(key) if callable(initializer) else initializer, dtype)
+    if 0 in shape:
+        raise ValueError(f"{call} got the shape {tuple(shape)}, which has no elements. Check what it is computed from.")
     if initializer is None:
         initializer = _default_initializer
     elif not callable(initializer):

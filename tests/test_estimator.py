@@ -433,6 +433,29 @@ def test_training_again_traces_and_reads_nothing(tmp_path, monkeypatch, caplog):
     assert not [r for r in caplog.records if re.search(r"Compiling (jit\()?(one|several)", r.getMessage())]
 
 
+def test_an_older_checkpoint_and_going_on_from_disk_compile_nothing_anew(tmp_path, caplog):
+    model_fn = Linear()
+    estimator = make(tmp_path, model_fn, save_checkpoints_steps=2).train(endless, steps=4)
+    estimator.evaluate(times(1))
+    traces = len(model_fn.modes)
+    with jax.log_compiles():
+        estimator.evaluate(times(1), checkpoint_path=str(tmp_path / "ckpt-2"))
+        estimator.train(endless, steps=1)
+        estimator.evaluate(times(1))
+    assert len(model_fn.modes) == traces
+    assert not [r for r in caplog.records if re.search(r"Compiling (jit\()?(one|step)\b", r.getMessage())]
+
+
+def test_training_after_evaluating_from_disk_has_the_slots(tmp_path):
+    make(tmp_path / "a").train(endless, steps=2)
+    estimator = make(tmp_path / "a")
+    estimator.evaluate(times(1))
+    list(estimator.predict(lambda: X))
+    estimator.train(endless, steps=2)
+    straight = make(tmp_path / "b").train(endless, steps=4)
+    np.testing.assert_array_equal(estimator.get_variable_value("w"), straight.get_variable_value("w"))
+
+
 def test_the_verbs_may_come_in_any_order(tmp_path):
     estimator = make(tmp_path)
     initial = list(estimator.predict(lambda: X))

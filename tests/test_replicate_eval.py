@@ -13,7 +13,7 @@ from estimator.export import ClassificationOutput, PredictOutput, RegressionOutp
 from replicate import TowerOptimizer, num_towers, replicate_model_fn
 
 SIZES = [1, 2, 3, 7, 8, 13]
-TOWERS = [1, 2, 4, 8]
+CASES = [(1, 7), *((towers, rows) for towers in (2, 4, 8) for rows in SIZES)]
 CLASSES = 3
 LOSSES = {  # by name: the model_fn's reduction, whether weighted, and loss_reduction
     "mean": (None, False, est.Reduction.SUM_OVER_BATCH_SIZE),
@@ -112,8 +112,7 @@ def assert_same_evaluation(loss, towers, rows):
         np.testing.assert_allclose(got.eval_metric_ops[name].result(), metric.result(), rtol=2e-5, err_msg=name)
 
 
-@pytest.mark.parametrize("rows", SIZES)
-@pytest.mark.parametrize("towers", TOWERS)
+@pytest.mark.parametrize("towers, rows", CASES)
 def test_evaluation_equals_the_one_device_run(towers, rows):
     assert_same_evaluation("weighted_by_nonzero", towers, rows)
 
@@ -124,8 +123,7 @@ def test_every_kind_of_loss_equals_the_one_device_run(loss, rows):
     assert_same_evaluation(loss, 4, rows)
 
 
-@pytest.mark.parametrize("rows", SIZES)
-@pytest.mark.parametrize("towers", TOWERS)
+@pytest.mark.parametrize("towers, rows", CASES)
 def test_predictions_equal_the_one_device_run_in_input_order(towers, rows):
     features, _ = batch(rows)
     model, state = plain("mean")
@@ -272,3 +270,49 @@ def test_a_state_trained_on_four_towers_is_evaluated_anywhere(towers):
     model = plain("weighted_mean")[0] if towers is None else replicated("weighted_mean", towers)
     want = four.eval_step(state, features, labels).loss
     assert_close(model.eval_step(host, features, labels).loss, want)
+
+
+@pytest.mark.parametrize("rows", [4, 7])
+def test_gradients_may_be_computed_in_evaluation_through_a_denominator(rows):
+    """The repeated run must not see denominators of the run that was left."""
+
+    def norm_fn(features, labels, mode):
+        w = est.get_variable("w", (4,))
+        output = features["x"] @ w
+        weight = jax.nn.sigmoid(output)
+        loss = est.losses.mean_squared_error(labels, output, weight, est.Reduction.MEAN)
+        optimizer = TowerOptimizer(optax.sgd(0.1))
+        train_op = optimizer.apply_gradients(optimizer.compute_gradients(loss))
+        return est.EstimatorSpec(mode, loss=loss, train_op=train_op)
+
+    one = est.transform(norm_fn)
+    two = est.transform(replicate_model_fn(norm_fn, devices=cpus(2)))
+    state = one.init(jax.random.key(0), *batch(8))
+    got, want = (model.eval_step(state, *batch(rows)) for model in (two, one))
+    assert_close(got.loss, want.loss)
+
+
+@pytest.mark.parametrize("where", [slice(0, 4), slice(4, 7), slice(0, 7), slice(1, 2)])
+def test_rows_of_weight_zero_anywhere(where):
+    features, labels = batch(7)
+    features = features | {"weight": np.ones(7, np.float32)}
+    features["weight"][where] = 0
+    got, want = (
+        model.eval_step(plain("weighted_mean")[1], features, labels)
+        for model in (replicated("weighted_mean", 4), plain("weighted_mean")[0])
+    )
+    assert_close(got.loss, want.loss)
+    metrics = [spec.eval_metric_ops["weighted_accuracy"].result() for spec in (got, want)]
+    np.testing.assert_allclose(*metrics, rtol=1e-6)
+
+
+@pytest.mark.parametrize("rows", [4, 7])
+def test_predictions_may_be_empty_in_other_dimensions(rows):
+    def empty_fn(features, labels, mode):
+        return est.EstimatorSpec(mode, predictions={"x": features, "none": features[:, :0]})
+
+    x = np.ones((rows, 2), np.float32)
+    model = est.transform(replicate_model_fn(empty_fn, devices=cpus(2)))
+    got = model.predict_step(model.init(jax.random.key(0), x, mode="infer"), x).predictions
+    assert got["none"].shape == (rows, 0)
+    assert got["x"].shape == (rows, 2)

@@ -2,12 +2,13 @@
 
 import dataclasses
 
-import estimator as est
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+
+import estimator as est
 from estimator import export
 
 ONE = jnp.float32(1)
@@ -145,9 +146,7 @@ def test_bad_exports_are_errors():
         make(PREDICT, export_outputs={"a": output, "b": output})
 
 
-@pytest.mark.parametrize(
-    "field", ["training_chief_hooks", "training_hooks", "evaluation_hooks", "prediction_hooks"]
-)
+@pytest.mark.parametrize("field", ["training_chief_hooks", "training_hooks", "evaluation_hooks", "prediction_hooks"])
 @pytest.mark.parametrize("mode", list(est.ModeKeys))
 def test_hooks_are_iterables_of_hooks(mode, field):
     hook = Hook()

@@ -1,0 +1,99 @@
+"""Takes in a Flax module whole, with dropout, and with batch norm over all towers' images.
+
+    python examples/flax_module.py               # two towers: two CPU devices, or all the GPUs there are
+    python examples/flax_module.py --towers=4    # four CPU devices
+
+All parameters of the module are one variable, made by its `init`; its batch statistics are another one, which is not
+trained but assigned. The module gets its random keys from `est.make_rng`, and `nn.BatchNorm(axis_name=TOWER_AXIS)`
+sees the whole batch, however many towers share it. The images are those of digits.py.
+"""
+
+import logging
+
+import flax.linen as nn
+import jax
+import numpy as np
+import optax
+from absl import app, flags
+from sklearn.datasets import load_digits
+
+import estimator as est
+from replicate import TOWER_AXIS, TowerOptimizer, replicate_model_fn
+
+FLAGS = flags.FLAGS
+flags.DEFINE_integer("towers", 2, "How many CPU devices to use; GPUs are all used.", lower_bound=1)
+flags.DEFINE_integer("steps", 400, "How many steps to train.", lower_bound=1)
+flags.DEFINE_integer("batch_size", 64, "Images per step, split among the towers.", lower_bound=1)
+flags.DEFINE_float("learning_rate", 2e-3, "The learning rate of Adam.")
+flags.DEFINE_string("model_dir", None, "Where the checkpoints go; by default a temporary place.")
+flags.DEFINE_integer("seed", 0, "Of the initial values, the dropout and the order of the images.")
+
+NUM_TEST = 500
+
+
+class Network(nn.Module):
+    @nn.compact
+    def __call__(self, x, train):
+        for filters in (16, 64):
+            x = nn.Conv(filters, (3, 3), use_bias=False)(x)
+            x = nn.BatchNorm(use_running_average=not train, momentum=0.9, axis_name=TOWER_AXIS)(x)
+            x = nn.max_pool(nn.relu(x), (2, 2), (2, 2))
+        x = nn.Dropout(0.3, deterministic=not train)(x.reshape(len(x), -1))
+        return nn.Dense(10)(x)
+
+
+def model_fn(features, labels, mode, params):
+    net, x = Network(), features["pixels"]
+    train = mode == est.ModeKeys.TRAIN
+    weights = est.get_variable("params", lambda key: net.init(key, x, train=False)["params"])
+    stats = est.get_variable("batch_stats", lambda key: net.init(key, x, train=False)["batch_stats"], trainable=False)
+    variables = {"params": weights, "batch_stats": stats}
+    if train:
+        rngs = {"dropout": est.make_rng("dropout")}
+        logits, updates = net.apply(variables, x, train=True, rngs=rngs, mutable=["batch_stats"])
+        est.assign("batch_stats", updates["batch_stats"])
+    else:
+        logits = net.apply(variables, x, train=False)
+    digit = logits.argmax(-1)
+    if mode == est.ModeKeys.PREDICT:
+        return est.EstimatorSpec(mode, predictions={"digit": digit})
+    loss = est.losses.sparse_softmax_cross_entropy(labels, logits)
+    train_op = TowerOptimizer(optax.adam(params["learning_rate"])).minimize(loss)
+    metrics = {"accuracy": est.metrics.accuracy(labels, digit)}
+    return est.EstimatorSpec(mode, loss=loss, train_op=train_op, eval_metric_ops=metrics)
+
+
+def load():
+    """The images and labels to train on, and those to test on: always the same ones."""
+    images, labels = load_digits(return_X_y=True)
+    order = np.random.default_rng(1).permutation(len(images))
+    images = (images[order] / 16).reshape(-1, 8, 8, 1).astype(np.float32)
+    labels = labels[order].astype(np.int32)
+    return (images[NUM_TEST:], labels[NUM_TEST:]), (images[:NUM_TEST], labels[:NUM_TEST])
+
+
+def main(argv):
+    del argv
+    jax.config.update("jax_num_cpu_devices", FLAGS.towers)
+    logging.getLogger("jax").setLevel(logging.WARNING)  # it tells of the backends it does not find
+    towers = f"{jax.device_count()} x {jax.default_backend()}"
+    (train_x, train_y), (test_x, test_y) = load()
+    train_input_fn = est.inputs.numpy_input_fn(
+        {"pixels": train_x}, train_y, FLAGS.batch_size, None, shuffle=True, seed=FLAGS.seed
+    )
+    test_input_fn = est.inputs.numpy_input_fn({"pixels": test_x}, test_y, 128, shuffle=False)
+    classifier = est.Estimator(
+        replicate_model_fn(model_fn),
+        model_dir=FLAGS.model_dir,
+        config=est.RunConfig(seed=FLAGS.seed),
+        params={"learning_rate": FLAGS.learning_rate},
+    )
+    classifier.train(train_input_fn, steps=FLAGS.steps)
+    result = classifier.evaluate(test_input_fn)
+
+    print(f"\nAfter {result['global_step']} steps on {towers}:", end=" ")
+    print(f"test accuracy {result['accuracy']:.2%}, test loss {result['loss']:.4f}")
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,104 @@
+"""Runs every example as a newcomer would, each in a process of its own."""
+
+import functools
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+
+
+@functools.cache
+def run(example: str, *args: str) -> tuple[str, str]:
+    """What an example writes to stdout and to stderr; run once for each `args`."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_"))}
+    env |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"}
+    done = subprocess.run(
+        [sys.executable, f"examples/{example}", *args],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        encoding="utf-8",
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout, done.stderr
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory):
+    """Runs an example on so many towers, its checkpoints in a place of their own."""
+    base = tmp_path_factory.mktemp("examples")
+    return lambda example, towers: run(example, f"--towers={towers}", f"--model_dir={base / f'{example}-{towers}'}")
+
+
+def accuracy(stdout: str) -> float:
+    [percent] = re.findall(r"test accuracy ([\d.]+)%", stdout)
+    return float(percent) / 100
+
+
+def losses(stderr: str) -> dict[int, float]:
+    """The logged losses by step."""
+    return {int(step): float(loss) for loss, step in re.findall(r"loss = (\S+), step = (\d+)", stderr)}
+
+
+EXAMPLES = {
+    "digits.py": [1, 2, 4],
+    "flax_module.py": [
+        pytest.param(1, marks=pytest.mark.slow),
+        2,
+        pytest.param(4, marks=pytest.mark.slow),
+    ],
+}
+
+
+def test_every_example_is_run_here():
+    assert {path.name for path in (ROOT / "examples").glob("*.py")} == EXAMPLES.keys()
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_an_example_is_short(example):
+    assert len((ROOT / "examples" / example).read_text(encoding="utf-8").splitlines()) < 150
+
+
+@pytest.mark.parametrize("towers", EXAMPLES["digits.py"])
+def test_digits_are_read_right(trained, towers):
+    stdout, _ = trained("digits.py", towers)
+    assert f"on {towers} x cpu:" in stdout
+    assert accuracy(stdout) >= 0.97
+
+
+@pytest.mark.parametrize("towers", EXAMPLES["flax_module.py"])
+def test_a_flax_module_reads_digits_right(trained, towers):
+    stdout, _ = trained("flax_module.py", towers)
+    assert f"on {towers} x cpu:" in stdout
+    assert accuracy(stdout) >= 0.97
+
+
+@pytest.mark.parametrize("towers", [2, 4])
+def test_digits_have_the_same_losses_on_any_number_of_towers(trained, towers):
+    one, many = losses(trained("digits.py", 1)[1]), losses(trained("digits.py", towers)[1])
+    assert list(one) == [100, 200, 300, 400, 500, 600]
+    assert many == pytest.approx(one, abs=1e-3, rel=0)
+
+
+def test_digits_draw_what_they_read(trained):
+    stdout, _ = trained("digits.py", 2)
+    captions = re.findall(r"(\d) \(\d+%\), is (\d)( ✗)?", stdout)
+    assert len(captions) > 4
+    assert all((read != label) == bool(cross) for read, label, cross in captions)
+    pictures = [line for line in stdout.splitlines() if set(line) & set("░▒▓█")]
+    assert len(pictures) == 16
+    assert max(map(len, stdout.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_the_log_shows_training_and_nothing_of_orbax(trained, example):
+    _, stderr = trained(example, 2)
+    assert "_train.py" in stderr
+    assert len(losses(stderr)) >= 4
+    assert len(stderr.splitlines()) < 15

@@ -1,0 +1,280 @@
+"""The contract of a model_fn: its arguments, its batch and what it returns."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import estimator as est
+from replicate import TowerOptimizer, replicate_model_fn
+
+X = np.ones((4, 2), np.float32)
+Y = np.ones((4, 1), np.float32)
+KEY = jax.random.key(0)
+
+
+def linear(features, labels, mode):
+    w = est.get_variable("w", (2, 1))
+    x = features["x"] if isinstance(features, dict) else features
+    predictions = x @ w
+    loss = None if labels is None else est.losses.mean_squared_error(labels, predictions)
+    train_op = None
+    if mode == "train":
+        train_op = TowerOptimizer(optax.sgd(0.1)).minimize(loss)
+    return est.EstimatorSpec(mode, predictions=predictions, loss=loss, train_op=train_op)
+
+
+def predict(model_fn, features=X, params=None, config=None):
+    model = est.transform(model_fn, params, config)
+    state = model.init(KEY, features, mode="infer")
+    return model.predict_step(state, features).predictions
+
+
+# Arguments.
+
+
+def test_arguments_go_by_name_and_are_optional():
+    def plain(features):
+        return est.EstimatorSpec("infer", predictions=features)
+
+    def other_order(config, params, mode, labels, features):
+        assert (config, params, labels) == ("config", {"a": 2.0}, None)
+        return est.EstimatorSpec(mode, predictions=features * params["a"])
+
+    def with_default(features, mode, factor=3.0):
+        return est.EstimatorSpec(mode, predictions=features * factor)
+
+    def everything(**kwargs):
+        assert set(kwargs) == {"features", "labels", "mode", "params", "config"}
+        return est.EstimatorSpec(kwargs["mode"], predictions=kwargs["features"] * 4.0)
+
+    class Model:
+        def method(self, features, mode):
+            return est.EstimatorSpec(mode, predictions=features * 5.0)
+
+        def __call__(self, features, mode):
+            return est.EstimatorSpec(mode, predictions=features * 6.0)
+
+    bound = functools.partial(lambda features, mode, by: with_default(features, mode, by), by=7.0)
+    assert (predict(plain) == 1).all()
+    assert (predict(other_order, params={"a": 2.0}, config="config") == 2).all()
+    assert (predict(with_default) == 3).all()
+    assert (predict(everything, params={"a": 2.0}) == 4).all()
+    assert (predict(Model().method) == 5).all()
+    assert (predict(Model()) == 6).all()
+    assert (predict(bound) == 7).all()
+
+
+@pytest.mark.parametrize(
+    ("model_fn", "params", "message"),
+    [
+        (lambda labels, mode: None, None, r"must include features argument; it has \['labels', 'mode'\]"),
+        (lambda features, x, y: None, None, r"has following not expected args: \['x', 'y'\]"),
+        (
+            lambda features, mode: None,
+            {"a": 1},
+            r"does not include params argument, but params \(\{'a': 1\}\) is passed",
+        ),
+    ],
+)
+def test_other_arguments_are_errors_when_it_is_wrapped(model_fn, params, message):
+    with pytest.raises(ValueError, match=rf"^model_fn \(<lambda>\) {message}"):
+        est.transform(model_fn, params)
+
+
+def test_what_is_no_function_is_an_error():
+    with pytest.raises(TypeError, match="model_fn must be a function; got 'linear'"):
+        est.transform("linear")
+
+
+def test_labels_for_a_model_fn_that_takes_none_are_an_error(tmp_path):
+    def model_fn(features, mode):
+        return est.EstimatorSpec(mode, loss=jnp.float32(0), train_op=est.TrainOp())
+
+    estimator = est.Estimator(model_fn, tmp_path)
+    for verb in (estimator.train, estimator.evaluate):
+        with pytest.raises(ValueError, match=r"\(model_fn\) does not take labels, but input_fn returns labels"):
+            verb(lambda: (X, Y))
+
+
+# What it returns.
+
+
+@pytest.mark.parametrize("returned", [None, {"loss": 1}, (1, 2)])
+def test_anything_but_a_spec_is_an_error(returned):
+    with pytest.raises(
+        ValueError,
+        match=rf"should return an EstimatorSpec; got {re.escape(repr(returned))}",
+    ):
+        predict(lambda features, mode: returned)
+
+
+def test_the_mode_of_the_spec_must_be_that_of_the_run():
+    def model_fn(features, mode):
+        return est.EstimatorSpec("eval", loss=jnp.float32(0))
+
+    with pytest.raises(ValueError, match="was run in mode 'infer', but its EstimatorSpec says 'eval'"):
+        predict(model_fn)
+
+
+def test_an_unknown_mode_is_an_error():
+    with pytest.raises(ValueError, match="mode must be one of 'train', 'eval', 'infer'.*'predict'"):
+        est.transform(linear).init(KEY, X, mode="predict")
+
+
+def test_errors_of_the_model_fn_come_through(tmp_path):
+    def model_fn(features, mode):
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        est.Estimator(model_fn, tmp_path).train(lambda: X)
+
+
+def test_a_plain_optimizer_in_towers_is_an_error(tmp_path):
+    def model_fn(features, labels, mode):
+        loss = est.losses.mean_squared_error(labels, features @ est.get_variable("w", (2, 1)))
+        train_op = est.Optimizer(optax.sgd(0.1)).minimize(loss)
+        return est.EstimatorSpec(mode, loss=loss, train_op=train_op)
+
+    replicated = replicate_model_fn(model_fn, devices=["cpu:0", "cpu:1"])
+    with pytest.raises(ValueError, match="Please wrap optimizers with TowerOptimizer"):
+        est.Estimator(replicated, tmp_path).train(lambda: (X, Y))
+
+
+# The batch.
+
+
+BAD_BATCHES = {
+    "string": (
+        (np.array(["a", "b"]), Y[:2]),
+        TypeError,
+        "must be arrays of numbers; got features of dtype <U1. Turn strings into integers",
+    ),
+    "bytes": (({"x": np.array([b"a"])}, None), TypeError, r"features\['x'\] of dtype \|S1"),
+    "objects": ((np.array([None, {}]), None), TypeError, "got features of dtype object"),
+    "times": (
+        (np.array(["2020-01-01"], "datetime64[D]"), None),
+        TypeError,
+        r"got features of dtype datetime64\[D\]",
+    ),
+    "string labels": ((X, np.array(["a"] * 4)), TypeError, "got labels of dtype <U1"),
+    "text": (({"x": "cat"}, None), TypeError, r"got features\['x'\] = 'cat' of type str"),
+    "object": (({"x": X, "y": object()}, None), TypeError, r"features\['y'\] = <object .*type object"),
+    "numbers": (
+        ({"x": [1.0, 2.0]}, None),
+        (TypeError, ValueError),
+        r"features\['x'\]\[0\] (= 1.0 of type float|is a scalar)",
+    ),
+    "nothing": ((None, None), ValueError, "must hold at least one array; got features=None and"),
+    "no leaves": (({}, None), ValueError, r"must hold at least one array; got features=\{\} and"),
+    "sizes": (
+        ({"x": X, "y": X[:3]}, Y),
+        ValueError,
+        r"same batch size .*features\['x'\]: 4, features\['y'\]: 3, labels: 4",
+    ),
+    "labels": ((X, Y[:2]), ValueError, r"same batch size .*got features: 4, labels: 2"),
+    "scalar": (
+        ({"x": X, "rate": np.float32(1)}, Y),
+        ValueError,
+        r"needs a batch dimension; features\['rate'\] is a scalar.*by params",
+    ),
+    "0-d": (({"x": X, "rate": jnp.ones(())}, Y), ValueError, r"features\['rate'\] is a scalar"),
+    "empty": ((X[:0], Y[:0]), ValueError, "Got an empty batch: features, labels have 0 rows"),
+}
+
+
+@pytest.fixture(params=BAD_BATCHES)
+def bad(request):
+    return BAD_BATCHES[request.param]
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["plain", "replicated"])
+def warm(request):
+    """A model_fn, its transform after a step in each mode, and a state."""
+    model_fn = replicate_model_fn(linear, devices=["cpu:0"]) if request.param else linear
+    model = est.transform(model_fn)
+    state = model.init(KEY, X, Y)
+    model.train_step(state, X, Y)
+    model.eval_step(state, X, Y)
+    return model_fn, model, state
+
+
+def test_a_bad_batch_is_named_by_transform(bad, warm):
+    batch, error, message = bad
+    model_fn, warm_model, state = warm
+    for model in (est.transform(model_fn), warm_model):
+        for call in (model.train_step, model.eval_step):
+            with pytest.raises(error, match=message):
+                call(state, *batch)
+    for call in (functools.partial(model.init, KEY), est.transform(model_fn).abstract_init):
+        with pytest.raises(error, match=message):
+            call(*batch)
+
+
+def test_a_bad_first_batch_is_named_by_an_estimator(tmp_path, bad):
+    batch, error, message = bad
+    estimator = est.Estimator(linear, tmp_path)
+    for verb in (estimator.train, estimator.evaluate):
+        with pytest.raises(error, match=message):
+            verb(lambda: [batch])
+    assert estimator.latest_checkpoint() is None
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def unsaved(request, tmp_path_factory):
+    config = est.RunConfig(save_checkpoints_steps=None, steps_per_loop=request.param)
+    return est.Estimator(linear, tmp_path_factory.mktemp("unsaved"), config)
+
+
+def test_a_bad_later_batch_is_named_by_train(unsaved, bad):
+    batch, error, message = bad
+    with pytest.raises(error, match=message):
+        unsaved.train(lambda: [(X, Y)] * 3 + [batch])
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    return est.Estimator(linear, tmp_path_factory.mktemp("trained")).train(lambda: (X, Y))
+
+
+def test_a_bad_later_batch_is_named_by_evaluate_and_predict(trained, bad):
+    batch, error, message = bad
+    for batches in ([(X, Y), batch], [batch]):
+        with pytest.raises(error, match=message):
+            trained.evaluate(lambda batches=batches: batches)
+    if "labels" not in message:
+        with pytest.raises(error, match=message):
+            list(trained.predict(lambda: [(X, None), batch]))
+
+
+@pytest.mark.parametrize("returned", [None, 3, "rows", object])
+def test_input_of_another_kind_is_an_error(tmp_path, returned):
+    with pytest.raises(TypeError, match="input_fn should return an iterable of batches .*; got"):
+        est.Estimator(linear, tmp_path).train(lambda: returned)
+
+
+def test_a_tuple_of_three_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match=r"\(features, labels\) as a len 2 tuple.* of len 3"):
+        est.Estimator(linear, tmp_path).train(lambda: [(X, Y, Y)])
+
+
+@pytest.mark.parametrize("as_array", [np.asarray, jnp.asarray], ids=["numpy", "jax"])
+@pytest.mark.parametrize("second", [{"b": [2.0, 2.0]}, {"a": [2, 2]}], ids=["structure", "dtype"])
+def test_batches_that_do_not_stack_are_trained_on_one_by_one(tmp_path, as_array, second):
+    def model_fn(features, mode):
+        w = est.get_variable("w", (), initializer=jax.nn.initializers.zeros)
+        (x,) = features.values()
+        loss = jnp.mean(jnp.square(w - x.astype(jnp.float32)))
+        return est.EstimatorSpec(mode, loss=loss, train_op=est.Optimizer(optax.sgd(0.5)).minimize(loss))
+
+    dtype = np.int32 if "a" in second else np.float32
+    batches = [
+        {"a": as_array(np.ones(2, np.float32))},
+        {name: as_array(np.array(value, dtype)) for name, value in second.items()},
+    ]
+    estimator = est.Estimator(model_fn, tmp_path, est.RunConfig(steps_per_loop=2))
+    assert estimator.train(lambda: batches).get_variable_value("w") == 2

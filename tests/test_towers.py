@@ -1,0 +1,212 @@
+"""What a model_fn may ask of the towers, and its random keys in them."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import estimator as est
+from replicate import (
+    TOWER_AXIS,
+    TowerOptimizer,
+    cross_tower_mean,
+    cross_tower_sum,
+    num_towers,
+    replicate_model_fn,
+    tower_index,
+)
+
+ROWS = np.arange(1, 9, dtype=np.float32)
+
+
+def cpus(towers):
+    return [f"/cpu:{i}" for i in range(towers)]
+
+
+def predict(rows_fn, towers, x=ROWS):
+    """What `rows_fn(rows of the tower)` gives, once per row; `towers` None: not replicated."""
+
+    def model_fn(features, labels, mode):
+        found = jax.tree.map(lambda v: jnp.broadcast_to(v, features.shape), rows_fn(features))
+        return est.EstimatorSpec(mode, predictions=found)
+
+    if towers:
+        model_fn = replicate_model_fn(model_fn, devices=cpus(towers))
+    model = est.transform(model_fn)
+    state = model.init(jax.random.key(0), x, mode="infer")
+    return jax.tree.map(np.asarray, model.predict_step(state, x).predictions)
+
+
+@pytest.mark.parametrize("towers", [None, 1, 2, 4, 8])
+def test_every_tower_knows_its_number_and_their_count(towers):
+    got = predict(lambda x: {"index": tower_index(), "count": jnp.int32(num_towers())}, towers)
+    count = towers or 1
+    np.testing.assert_array_equal(got["index"], np.repeat(np.arange(count), 8 // count))
+    np.testing.assert_array_equal(got["count"], np.full(8, count))
+    assert got["index"].dtype == np.int32
+
+
+@pytest.mark.parametrize("towers", [None, 1, 2, 4])
+def test_sums_and_means_over_towers(towers):
+    def rows_fn(x):
+        tree = {"total": x.sum(), "list": [x.max(), (x > 0).sum(dtype=jnp.int32)]}
+        mean = cross_tower_mean({"mean": x.mean(), "vector": x[:1]})
+        return cross_tower_sum(tree) | {"mean": mean["mean"], "vector": mean["vector"]}
+
+    got = predict(rows_fn, towers)
+    parts = ROWS.reshape(towers or 1, -1)
+    np.testing.assert_array_equal(got["total"], np.full(8, 36.0))
+    np.testing.assert_array_equal(got["list"][0], np.full(8, parts.max(1).sum()))
+    np.testing.assert_array_equal(got["list"][1], np.full(8, 8))
+    assert got["list"][1].dtype == np.int32
+    np.testing.assert_array_equal(got["mean"], np.full(8, 4.5))
+    np.testing.assert_array_equal(got["vector"], np.full(8, parts[:, 0].mean()))
+
+
+def test_outside_of_a_run_there_is_one_tower():
+    assert num_towers() == 1
+    assert tower_index() == 0
+    tree = {"a": jnp.ones(2), "b": jnp.int32(3)}
+    assert cross_tower_sum(tree) is tree
+    assert cross_tower_mean(tree["a"]) is tree["a"]
+
+
+def test_sums_keep_shapes_and_dtypes():
+    def fn(x):
+        return cross_tower_sum({"half": x[0].astype(jnp.bfloat16), "ints": (x[1:3].astype(jnp.int32), x), "none": None})
+
+    x = np.arange(12, dtype=np.float32).reshape(2, 6)
+    got = jax.pmap(fn, axis_name=TOWER_AXIS, devices=jax.devices("cpu")[:2])(x)
+    assert got["half"].dtype == jnp.bfloat16 and got["half"].shape == (2,)
+    assert got["ints"][0].dtype == jnp.int32 and got["ints"][0].shape == (2, 2)
+    np.testing.assert_array_equal(got["ints"][1][0], x.sum(0))
+    np.testing.assert_array_equal(got["ints"][1][1], x.sum(0))
+    assert got["none"] is None
+
+
+@pytest.mark.parametrize("towers", [None, 1, 2])
+def test_integers_have_no_mean(towers):
+    message = "`cross_tower_mean` cannot average integers; got int32. Use `cross_tower_sum`, or convert them to floats."
+    with pytest.raises(TypeError, match=re.escape(message)):
+        predict(lambda x: cross_tower_mean({"n": jnp.int32(1)}), towers)
+
+
+def test_jaxs_own_collectives_take_the_tower_axis():
+    got = predict(lambda x: jax.lax.pmax(x.sum(), TOWER_AXIS), 4)
+    np.testing.assert_array_equal(got, np.full(8, 15.0))
+
+
+@pytest.mark.parametrize("towers", [1, 2, 4])
+def test_gradients_flow_through_sums_over_towers(towers):
+    """A loss of the global mean, squared: no tower can compute it by itself."""
+
+    def model_fn(features, labels, mode):
+        w = est.get_variable("w", (), initializer=jax.nn.initializers.ones)
+        loss = cross_tower_mean(jnp.mean(w * features)) ** 2
+        train_op = TowerOptimizer(optax.sgd(0.1)).minimize(loss)
+        return est.EstimatorSpec(mode, loss=loss, train_op=train_op)
+
+    model = est.transform(replicate_model_fn(model_fn, devices=cpus(towers)))
+    state, spec = model.train_step(model.init(jax.random.key(0), ROWS), ROWS)
+    np.testing.assert_allclose(spec.loss, 4.5**2, rtol=1e-6)
+    np.testing.assert_allclose(state.variables["w"], 1 - 0.1 * 2 * 4.5**2, rtol=1e-5)
+
+
+# Random keys.
+
+
+def noise_model(towers):
+    def model_fn(features, labels, mode):
+        w = est.get_variable("w", (), initializer=jax.nn.initializers.ones)
+        draws = {
+            "first": jax.random.uniform(est.make_rng(), features.shape),
+            "second": jax.random.uniform(est.make_rng(), features.shape),
+            "named": jax.random.uniform(est.make_rng("named"), features.shape),
+        }
+        loss = jnp.mean(w * features)
+        train_op = TowerOptimizer(optax.sgd(0.1)).minimize(loss)
+        return est.EstimatorSpec(mode, draws, loss, train_op)
+
+    return est.transform(replicate_model_fn(model_fn, devices=cpus(towers)) if towers else model_fn)
+
+
+def draws_of(model, steps=2, seed=0):
+    state = model.init(jax.random.key(seed), ROWS)
+    found = []
+    for _ in range(steps):
+        state, spec = model.train_step(state, ROWS)
+        found.append(jax.tree.map(np.asarray, spec.predictions))
+    return found
+
+
+@pytest.mark.parametrize("towers", [1, 2, 4])
+def test_draws_differ_by_call_step_and_tower(towers):
+    draws = draws_of(noise_model(towers))
+    values = np.concatenate([step[name] for step in draws for name in ("first", "second", "named")])
+    assert len(np.unique(values)) == 2 * 3 * len(ROWS)
+
+
+@pytest.mark.parametrize("towers", [1, 2])
+def test_draws_are_the_same_in_every_run_with_the_same_seed(towers):
+    (first, *_), (again, *_) = (draws_of(noise_model(towers)) for _ in range(2))
+    (other, *_) = draws_of(noise_model(towers), seed=1)
+    for name, draw in first.items():
+        np.testing.assert_array_equal(draw, again[name])
+        assert (draw != other[name]).all()
+
+
+def test_one_tower_draws_as_the_plain_model_fn():
+    for got, want in zip(draws_of(noise_model(1)), draws_of(noise_model(None)), strict=True):
+        for name, draw in want.items():
+            np.testing.assert_array_equal(got[name], draw)
+
+
+@pytest.mark.parametrize("rows", [8, 7, 3])
+def test_no_two_rows_of_a_prediction_share_a_draw(rows):
+    model = noise_model(4)
+    state = model.init(jax.random.key(0), ROWS)
+    draws = model.predict_step(state, ROWS[:rows]).predictions
+    assert len(np.unique(np.concatenate(list(draws.values())))) == 3 * rows
+
+
+def test_initial_values_are_the_same_for_all_numbers_of_towers():
+    def model_fn(features, labels, mode):
+        w = est.get_variable("w", (3, 4))
+        net = est.get_variable("net", lambda key: {"b": jax.random.normal(key, (2,))})
+        est.get_variable("statistics", initializer={"mean": jnp.zeros(2), "n": np.int32(0)}, trainable=False)
+        noise = est.get_variable("noise", lambda key: jax.random.normal(est.make_rng(), (2,)))
+        loss = jnp.mean(features) * (w.sum() + net["b"].sum() + noise.sum())
+        train_op = TowerOptimizer(optax.adam(0.1)).minimize(loss)
+        return est.EstimatorSpec(mode, loss=loss, train_op=train_op)
+
+    want = est.transform(model_fn).init(jax.random.key(0), ROWS)
+    for towers in (1, 2, 4, 8):
+        replicated = replicate_model_fn(model_fn, devices=cpus(towers))
+        got = est.transform(replicated).init(jax.random.key(0), ROWS)
+        assert jax.tree.structure(got) == jax.tree.structure(want)
+        for one, other in zip(
+            jax.tree.leaves((got.variables, got.slots, got.global_step)),
+            jax.tree.leaves((want.variables, want.slots, want.global_step)),
+            strict=True,
+        ):
+            np.testing.assert_array_equal(one, other)
+            assert one.dtype == other.dtype
+
+
+def test_the_global_step_is_the_same_in_every_tower():
+    def model_fn(features, labels, mode):
+        w = est.get_variable("w", (), initializer=jax.nn.initializers.ones)
+        step = jnp.broadcast_to(est.global_step(), features.shape)
+        loss = jnp.mean(w * features)
+        train_op = TowerOptimizer(optax.sgd(0.1)).minimize(loss)
+        return est.EstimatorSpec(mode, step, loss, train_op)
+
+    model = est.transform(replicate_model_fn(model_fn, devices=cpus(4)))
+    state = model.init(jax.random.key(0), ROWS)
+    state, first = model.train_step(state, ROWS)
+    _, second = model.train_step(state, ROWS)
+    np.testing.assert_array_equal(first.predictions, np.zeros(8))
+    np.testing.assert_array_equal(second.predictions, np.ones(8))
