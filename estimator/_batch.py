@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 
 from estimator._frame import PyTree
+
+T = TypeVar("T")
 
 
 def check_batch(features: PyTree, labels: PyTree = None) -> int:
@@ -30,6 +33,15 @@ def check_batch(features: PyTree, labels: PyTree = None) -> int:
     if rows == 0:
         raise ValueError(f"Got an empty batch: {', '.join(sizes)} have 0 rows. Let input_fn leave it out.")
     return rows
+
+
+def guarded(step: Callable[..., T], features: PyTree, labels: PyTree, *args: Any) -> T:
+    """`step(*args)`; says in our words what jax does not take in the batch among the arguments."""
+    try:
+        return step(*args)
+    except TypeError:
+        check_batch(features, labels)
+        raise
 
 
 def _rows(name: str, leaf: Any) -> int:

@@ -178,14 +178,15 @@ def _checkpointer() -> Iterator[ocp.Checkpointer]:
         (jax.Array, type_handlers.ArrayHandler(use_replica_parallel=False)),
         (np.ndarray, type_handlers.NumpyHandler()),
     )
-    verbosity = logging.get_verbosity()
-    if verbosity == logging.INFO:
-        logging.set_verbosity(logging.WARNING)
+    logger = logging.get_absl_logger()
+    level = logger.level
+    if logger.getEffectiveLevel() == logging.converter.STANDARD_INFO:
+        logger.setLevel(logging.converter.STANDARD_WARNING)
     try:
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(type_handler_registry=registry)) as checkpointer:
             yield checkpointer
     finally:
-        logging.set_verbosity(verbosity)
+        logger.setLevel(level)
 
 
 def _is_checkpoint(path: str) -> bool:

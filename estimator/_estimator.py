@@ -14,6 +14,7 @@ import numpy as np
 from absl import logging
 
 from estimator import _checkpoint
+from estimator._batch import guarded
 from estimator._checkpoint import Checkpoints
 from estimator._evaluate import evaluate_batches, make_eval_step
 from estimator._frame import PyTree
@@ -268,18 +269,20 @@ class Estimator:
             return
         state = self._state(ModeKeys.PREDICT, path, first[0])
         for features, _ in rest:
-            yield jax.device_get(select(self._predict_step(state, features), keys))
+            predictions = guarded(self._predict_step, features, None, state, features)
+            yield jax.device_get(select(predictions, keys))
 
     def _state(self, mode: ModeKeys, path: str | None, features: PyTree, labels: PyTree = None) -> State:
         """The state saved at `path`, from memory if it is alive, or the initial one."""
         if path is None:
-            key = jax.random.key(self._config.seed)
-            return self._model.init(key, features, labels, mode=mode)
+            state = self._model.init(jax.random.key(self._config.seed), features, labels, mode=mode)
+            # Committed to their devices as restored arrays are; jax compiles anew for others.
+            return jax.device_put(state, jax.tree.map(lambda x: x.sharding, state))
         like = self._model.abstract_init(features, labels, mode=mode)
         if self._live is None or self._live[0] != _identity(path) or not _covers(self._live[1], like):
             self._keep(path, _checkpoint.restore(path, like, partial=mode != ModeKeys.TRAIN))
         assert self._live is not None
-        return self._live[1]
+        return _part(self._live[1], like)
 
     def _keep(self, path: str | None, state: State) -> None:
         self._live = None if path is None else (_identity(path), state)
@@ -313,6 +316,14 @@ def _check_steps(name: str, value: int | None) -> None:
 def _identity(path: str) -> tuple[str, int]:
     """Tells a checkpoint from another one of the same name."""
     return os.path.abspath(path), os.stat(path).st_mtime_ns
+
+
+def _part(state: State, like: State) -> State:
+    """What a mode knows of a state that may hold more: programs are compiled for one structure."""
+    return state._replace(
+        variables={name: state.variables[name] for name in like.variables},
+        slots={name: state.slots[name] for name in like.slots},
+    )
 
 
 def _covers(state: State, like: State) -> bool:

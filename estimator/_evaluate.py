@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from estimator._batch import guarded
 from estimator._frame import PyTree
 from estimator._spec import check_no_hooks
 from estimator._transform import Model, State
@@ -50,7 +51,7 @@ def evaluate_batches(
             merged[name] = merged[name].merge(metric) if name in merged else metric
 
     for features, labels in batches:
-        in_flight.append(step(state, features, labels))
+        in_flight.append(guarded(step, features, labels, state, features, labels))
         if len(in_flight) > _BATCHES_IN_FLIGHT:
             finish_one()
     while in_flight:

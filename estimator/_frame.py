@@ -72,7 +72,7 @@ class Frame:
     gradient_calls: int = 0
 
     def fresh(self, **changes: Any) -> Frame:
-        """A frame for the same run in which nothing has happened yet."""
+        """A frame that starts from here: in the same scope, with the same names taken, nothing written yet."""
         started: dict[str, Any] = {
             "mode": self.mode,
             "variables": dict(self.variables),
@@ -82,6 +82,10 @@ class Frame:
             "initializing": self.initializing,
             "known_gradients": self.known_gradients,
             "average_denominator": self.average_denominator,
+            "scope": self.scope,
+            "reuse": self.reuse,
+            "rng_calls": Counter(self.rng_calls),
+            "slot_owners": dict(self.slot_owners),
         }
         return Frame(**(started | changes))
 

@@ -152,7 +152,12 @@ class Optimizer:
         if frame.mode != ModeKeys.TRAIN:
             return TrainOp()
         gradients: dict[str, PyTree] = {}
-        for gradient, name in grads_and_vars:
+        for pair in grads_and_vars:
+            if not isinstance(pair, tuple | list) or len(pair) != 2:
+                raise TypeError(
+                    f"`{caller}` takes pairs (gradient, variable name) as `compute_gradients` returns; got {pair!r}."
+                )
+            gradient, name = pair
             if gradient is not None:
                 (name,) = _checked_var_list(caller, frame, (name,))
                 if name in gradients:

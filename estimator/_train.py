@@ -16,6 +16,7 @@ import numpy as np
 import tqdm
 from absl import logging
 
+from estimator._batch import guarded
 from estimator._checkpoint import Checkpoints
 from estimator._frame import PyTree
 from estimator._run_config import RunConfig
@@ -25,6 +26,7 @@ from estimator._transform import Model, State
 # More steps in flight gain nothing, and on CPU devices the collectives of many steps starve each other until XLA
 # aborts the process.
 _STEPS_IN_FLIGHT = 2
+_STEPS_BETWEEN_LOOKS = 100
 
 
 class NanLossDuringTrainingError(RuntimeError):
@@ -99,7 +101,7 @@ class Training:
     saved_path: str | None = None
     saved_step: int = -1
     saved_time: float = 0.0
-    logged_step: int = -1
+    looked_step: int = -1
     clock: tuple[int, float] | None = None  # the step and the time from which the rate is taken
 
     def run(self, state: State, batches: Iterator[tuple[PyTree, PyTree]]) -> State:
@@ -109,7 +111,7 @@ class Training:
         Raises:
           NanLossDuringTrainingError: the loss became NaN. Nothing of that is saved.
         """
-        self.logged_step = self.step
+        self.looked_step = self.step
         self.saved_time = time.monotonic()
         if self.step == 0:
             self._save(state)
@@ -124,7 +126,7 @@ class Training:
         with self._bar() as bar:
             while programs := self._next_programs(batches):
                 for step, size, batch in programs:
-                    carry, loss = step(carry, key_data, *batch)
+                    carry, loss = guarded(step, *batch, carry, key_data, *batch)
                     self.step += size
                     in_flight.append(loss)
                     if len(in_flight) > _STEPS_IN_FLIGHT:
@@ -133,7 +135,7 @@ class Training:
                     if self.clock is None:  # started after the first program, since compiling is no part of the rate
                         loss.block_until_ready()
                         self.clock = self.step, time.monotonic()
-                    if self._log_is_due():
+                    if self.step - self.looked_step >= self._look_every():
                         self._check(carry)
                         self._log(float(loss), bar)
                     if self._save_is_due():
@@ -154,7 +156,7 @@ class Training:
         """The next programs to run, each with its number of steps and its batch; none at the end."""
         size = min(self.config.steps_per_loop, self._steps_to_boundary())
         chunk = list(itertools.islice(batches, size))
-        if 1 < len(chunk) == self.config.steps_per_loop and _same_shapes(chunk):
+        if 1 < len(chunk) == self.config.steps_per_loop and _alike(chunk):
             return [(self.steps.several, size, jax.tree.map(_stack, *chunk))]
         return [(self.steps.one, 1, batch) for batch in chunk]
 
@@ -165,13 +167,12 @@ class Training:
             ends.append(self.last_step)
         if self.config.save_checkpoints_steps:
             ends.append(self.saved_step + self.config.save_checkpoints_steps)
-        if self.config.log_step_count_steps:
-            ends.append(self.logged_step + self.config.log_step_count_steps)
+        ends.append(self.looked_step + self._look_every())
         return max(0, min(ends) - self.step)
 
-    def _log_is_due(self) -> bool:
-        every = self.config.log_step_count_steps
-        return bool(every) and self.step - self.logged_step >= every  # type: ignore[operator]
+    def _look_every(self) -> int:
+        """How often to see whether the loss is NaN, and to log it if the config says so."""
+        return self.config.log_step_count_steps or _STEPS_BETWEEN_LOOKS
 
     def _save_is_due(self) -> bool:
         if self.config.save_checkpoints_steps:
@@ -184,16 +185,17 @@ class Training:
         now = time.monotonic()
         step, since = self.clock or (self.step, now)
         rate = f" ({(self.step - step) / (now - since):.4g} steps/sec)" if self.step > step else ""
-        logging.info("loss = %.6g, step = %d%s", loss, self.step, rate)
+        if self.config.log_step_count_steps:
+            logging.info("loss = %.6g, step = %d%s", loss, self.step, rate)
         bar.set_postfix(loss=f"{loss:.4g}", refresh=False)
-        self.logged_step, self.clock = self.step, (self.step, now)
+        self.looked_step, self.clock = self.step, (self.step, now)
 
     def _check(self, carry: Carry) -> None:
         nan_step = int(carry.progress[1])
         if nan_step >= 0:
             raise NanLossDuringTrainingError(
-                f"NaN loss during training, at step {nan_step}. The newest checkpoint is that of step "
-                f"{self.saved_step}; nothing later was saved. Look for a division by zero or a logarithm of zero, "
+                f"NaN loss during training, at step {nan_step}. {self._newest()} Look for a division by "
+                "zero or a logarithm of zero, "
                 "lower the learning rate, or run with jax.config.update('jax_debug_nans', True)."
             )
 
@@ -203,12 +205,17 @@ class Training:
         bad = sorted(name for name, is_nan in _nan_variables(state.variables).items() if is_nan)
         if bad:
             raise NanLossDuringTrainingError(
-                f"NaN in the variables {bad} after step {self.step}, so that no checkpoint was saved of it; the newest "
-                f"one is that of step {self.saved_step}. Look for a gradient that is not a number, or lower the "
-                "learning rate."
+                f"NaN in the variables {bad} after step {self.step}, of which no checkpoint was saved. "
+                f"{self._newest()} "
+                "Look for a gradient that is not a number, or lower the learning rate."
             )
         self.saved_path = self.checkpoints.save(state)
         self.saved_step, self.saved_time = self.step, time.monotonic()
+
+    def _newest(self) -> str:
+        if self.saved_step < 0:
+            return "There is no checkpoint."
+        return f"The newest checkpoint is that of step {self.saved_step}; nothing later was saved."
 
     def _bar(self) -> Any:
         """A progress bar, silent where stderr is no terminal."""
@@ -233,8 +240,15 @@ def _nan_variables(variables: dict[str, PyTree]) -> dict[str, jax.Array]:
     return {name: has_nan(value) for name, value in variables.items()}
 
 
-def _same_shapes(chunk: list[tuple[PyTree, PyTree]]) -> bool:
-    return len({tuple(map(np.shape, jax.tree.leaves(batch))) for batch in chunk}) == 1
+def _alike(chunk: list[tuple[PyTree, PyTree]]) -> bool:
+    """Whether batches can be stacked: the same structure, shapes and dtypes."""
+
+    def kind(batch: tuple[PyTree, PyTree]) -> Any:
+        leaves, structure = jax.tree.flatten(batch)
+        return structure, tuple((np.shape(leaf), getattr(leaf, "dtype", type(leaf))) for leaf in leaves)
+
+    first = kind(chunk[0])
+    return all(kind(batch) == first for batch in chunk[1:])
 
 
 def _stack(*leaves: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
-from estimator._batch import check_batch
+from estimator._batch import check_batch, guarded
 from estimator._frame import Frame, PyTree, open_frame
 from estimator._gradients import Outcome, has_pending, run
 from estimator._model_fn import ModelFn, bind
@@ -195,6 +195,7 @@ class _Steps:
     ) -> State:
         mode = ModeKeys(mode)
         key = _checked_key(key)
+        check_batch(features, labels)
         placement = self._find(mode, features, labels).placement
         state, _ = self._traced_init(key, features, labels, mode=mode)
         return jax.device_put(state, placement.state(state))
@@ -215,7 +216,7 @@ class _Steps:
             step = self._compiled[ModeKeys.TRAIN] = self._jit_train(
                 found, lambda *batch: self._pure_train(found, *batch)
             )
-        return _guarded(step, state, features, labels)
+        return guarded(step, features, labels, state, features, labels)
 
     def train_loop(self, state: State, batches: Any) -> tuple[State, EstimatorSpec]:
         features, labels = _stacked(batches)
@@ -233,7 +234,7 @@ class _Steps:
                 )
 
             loop = self._compiled["train_loop"] = self._jit_train(found, scan)
-        return _guarded(loop, state, features, labels)
+        return guarded(loop, features, labels, state, features, labels)
 
     def eval_step(self, state: State, features: PyTree, labels: PyTree = None) -> EstimatorSpec:
         return self._run_only(ModeKeys.EVAL, state, features, labels)
@@ -251,7 +252,7 @@ class _Steps:
                 return dataclasses.replace(spec, train_op=None)
 
             step = self._compiled[mode] = jax.jit(step)
-        return _guarded(step, state, features, labels)
+        return guarded(step, features, labels, state, features, labels)
 
     def _jit_train(self, found: _Traits, step: Callable[..., Any]) -> Callable[..., Any]:
         shardings = found.placement.state(found.like)
@@ -278,19 +279,13 @@ def _written(outcome: Outcome, variables: dict[str, PyTree]) -> dict[str, PyTree
     return written
 
 
-def _guarded(step: Callable[..., Any], state: State, features: PyTree, labels: PyTree) -> Any:
-    try:
-        return step(state, features, labels)
-    except TypeError:
-        check_batch(features, labels)  # says in our words what jax does not take
-        raise
-
-
 def _stacked(batches: Any) -> tuple[PyTree, PyTree]:
     if isinstance(batches, list):
         if not batches:
             raise ValueError("`train_loop` needs at least one batch; got an empty list.")
         pairs = [batch if isinstance(batch, tuple) else (batch, None) for batch in batches]
+        for pair in pairs:
+            check_batch(*pair)
         return jax.tree.map(lambda *leaves: jnp.stack(leaves), *pairs)
     if not isinstance(batches, tuple) or len(batches) != 2:
         raise TypeError(

@@ -8,6 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from estimator.metrics import Metric
+
 PyTree = Any
 
 
@@ -30,7 +32,7 @@ def concatenate_rows(stacked: PyTree, rows: int, field: str) -> PyTree:
                 f"from several towers; it has shape {shape} in a tower of {rows} examples. "
                 "Report a value of the whole batch by eval_metric_ops."
             )
-        return leaf.reshape(-1, *shape[1:])
+        return leaf.reshape(leaf.shape[0] * shape[0], *shape[1:])
 
     return jax.tree_util.tree_map_with_path(concatenate, stacked)
 
@@ -40,6 +42,11 @@ def join(parts: list[PyTree]) -> PyTree:
     if len(parts) == 1:
         return parts[0]
     return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)
+
+
+def merges_by_sum(metric: Any) -> bool:
+    """Whether the towers' states may ride in the one sum of everything else."""
+    return isinstance(metric, Metric) and type(metric).merge is Metric.merge
 
 
 def merge_metrics(stacked: dict[str, Any], towers: int) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from estimator._model_fn import ModelFn, bind
 from estimator._placement import Placement
 from replicate._devices import find_devices
 from replicate._distribution import VariableDistribution, place
-from replicate._merge import concatenate_rows, join, merge_metrics
+from replicate._merge import concatenate_rows, join, merge_metrics, merges_by_sum
 from replicate._tower_optimizer import TowerOptimizer
 from replicate._towers import (
     cross_tower_mean,
@@ -194,7 +194,12 @@ class _Replicas:
 
             def tower(start: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
                 inside = _tower_frame(frame, start, first=begin, average_denominator=average)
-                outcome, after = run(lambda: call(batch), inside, take_gradients=False)
+
+                def attempt() -> EstimatorSpec:
+                    seen.clear()  # of an attempt that stopped at `compute_gradients`
+                    return call(batch)
+
+                outcome, after = run(attempt, inside, take_gradients=False)
                 ran.append(after)
                 same, own = _apart(outcome.spec, 1 / len(devices) if self.mean_loss else 1.0)
                 return cross_tower_sum((same, seen)), own
@@ -250,19 +255,23 @@ def _tower_frame(frame: Frame, start: PyTree, first: int, **changes: Any) -> Fra
 
 def _apart(spec: EstimatorSpec, scale: float) -> tuple[EstimatorSpec, PyTree]:
     """The part of a tower's spec that is to be summed, and the part with a value per tower."""
-    own = (spec.predictions, spec.eval_metric_ops, spec.export_outputs)
+    metrics = spec.eval_metric_ops
+    summed = {name: metric for name, metric in metrics.items() if merges_by_sum(metric)}
+    others = {name: metric for name, metric in metrics.items() if name not in summed}
+    own = (spec.predictions, others, spec.export_outputs)
     train_op = spec.train_op
     if train_op is not None:
         train_op = TrainOp(
             tuple(u if u.loss is None else dataclasses.replace(u, loss=u.loss * scale) for u in train_op.updates)
         )
     loss = None if spec.loss is None else spec.loss * scale
-    same = spec.tree_unflatten(spec.tree_flatten_with_keys()[1], (None, loss, train_op, None, None))
+    same = spec.tree_unflatten(spec.tree_flatten_with_keys()[1], (None, loss, train_op, summed, None))
     return same, own
 
 
 def _together(same: EstimatorSpec, own: PyTree) -> EstimatorSpec:
     predictions, metrics, exports = own
+    metrics = {**same.eval_metric_ops, **metrics}
     return dataclasses.replace(same, predictions=predictions, eval_metric_ops=metrics, export_outputs=exports)
 
 
@@ -284,6 +293,8 @@ def _summed(
     """What all towers agree on after one sum: gradients, losses, and the variables the model_fn wrote."""
     assigned = {name: _share(name, value, aggregation[name]) for name, value in outcome.assigned.items()}
     same, assigned, added = cross_tower_sum((same, assigned, outcome.added))
+    # A sum of booleans is an integer.
+    assigned = jax.tree.map(lambda x, like: x.astype(like.dtype), assigned, outcome.assigned)
     written = dict(assigned)
     for name, delta in added.items():
         written[name] = jax.tree.map(jnp.add, written.get(name, variables[name]), delta)
@@ -328,3 +339,4 @@ def _keep_names(frame: Frame, ran: Frame) -> None:
     frame.trainable.update(ran.trainable)
     frame.aggregation.update(ran.aggregation)
     frame.slot_owners.update(ran.slot_owners)
+    frame.rng_calls = ran.rng_calls
