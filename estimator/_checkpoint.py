@@ -28,6 +28,7 @@ from orbax.checkpoint import type_handlers
 
 State = Any  # estimator._transform.State, of arrays or of jax.ShapeDtypeStructs.
 
+_INFO = 20  # the standard library's number
 _NAME = re.compile(r"ckpt-(\d+)")
 _LEFTOVER = re.compile(r"ckpt-\d+\..+")
 _METADATA_FILE = "_METADATA"
@@ -180,8 +181,8 @@ def _checkpointer() -> Iterator[ocp.Checkpointer]:
     )
     logger = logging.get_absl_logger()
     level = logger.level
-    if logger.getEffectiveLevel() == logging.converter.STANDARD_INFO:
-        logger.setLevel(logging.converter.STANDARD_WARNING)
+    if logger.getEffectiveLevel() == _INFO:
+        logger.setLevel("WARNING")
     try:
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(type_handler_registry=registry)) as checkpointer:
             yield checkpointer

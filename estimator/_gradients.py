@@ -36,6 +36,14 @@ class _Request:
     var_list: tuple[str, ...] = dataclasses.field(metadata={"static": True})
 
 
+def written(outcome: Outcome, variables: dict[str, PyTree]) -> dict[str, PyTree]:
+    """The new values of the variables that a run wrote: what it assigned last, and what it added since."""
+    values = dict(outcome.assigned)
+    for name, delta in outcome.added.items():
+        values[name] = jax.tree.map(jnp.add, values.get(name, variables[name]), delta)
+    return values
+
+
 def run(
     call: Callable[[], EstimatorSpec],
     frame: Frame,

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from estimator._batch import check_batch, guarded
 from estimator._frame import Frame, PyTree, open_frame
-from estimator._gradients import Outcome, has_pending, run
+from estimator._gradients import has_pending, run, written
 from estimator._model_fn import ModelFn, bind
 from estimator._modes import ModeKeys
 from estimator._optimizer import TrainOp, apply_updates
@@ -170,18 +170,18 @@ class _Steps:
             global_step=state.global_step,
         )
         outcome, _ = run(lambda: self._call(features, labels, mode), frame, take_gradients=found.pending)
-        return outcome.spec, _written(outcome, state.variables)
+        return outcome.spec, written(outcome, state.variables)
 
-    def _apply(self, state: State, train_op: TrainOp, written: dict[str, PyTree]) -> State:
+    def _apply(self, state: State, train_op: TrainOp, assigned: dict[str, PyTree]) -> State:
         """The state after a step whose gradients are known."""
         variables, slots = apply_updates(train_op, state.variables, state.slots)
-        return State({**variables, **written}, slots, state.global_step + 1, state.key)
+        return State({**variables, **assigned}, slots, state.global_step + 1, state.key)
 
     def _pure_train(
         self, found: _Traits, state: State, features: PyTree, labels: PyTree
     ) -> tuple[State, EstimatorSpec]:
-        spec, written = self._compute(found, state, features, labels, ModeKeys.TRAIN)
-        state = self._apply(state, spec.train_op, written)
+        spec, assigned = self._compute(found, state, features, labels, ModeKeys.TRAIN)
+        state = self._apply(state, spec.train_op, assigned)
         return state, dataclasses.replace(spec, train_op=TrainOp())
 
     # The compiled ones.
@@ -227,11 +227,16 @@ class _Steps:
             found = self._find(ModeKeys.TRAIN, first, first_labels)
 
             def scan(state: State, features: PyTree, labels: PyTree) -> tuple[State, EstimatorSpec]:
-                return jax.lax.scan(
-                    lambda state, batch: self._pure_train(found, state, *batch),
-                    state,
-                    (features, labels),
-                )
+                # The key stays out of the carry, and so out of what the loop copies from step to step.
+                def body(carry: Any, batch: tuple[PyTree, PyTree]) -> tuple[Any, EstimatorSpec]:
+                    after, spec = self._pure_train(found, State(**carry, key=state.key), *batch)
+                    return changing(after), spec
+
+                def changing(state: State) -> dict[str, Any]:
+                    return {name: value for name, value in state._asdict().items() if name != "key"}
+
+                carry, specs = jax.lax.scan(body, changing(state), (features, labels))
+                return State(**carry, key=state.key), specs
 
             loop = self._compiled["train_loop"] = self._jit_train(found, scan)
         return guarded(loop, features, labels, state, features, labels)
@@ -270,13 +275,6 @@ class _Steps:
             like, found = self._traced_init.eval_shape(jax.random.key(0), features, labels, mode=mode)
             self._traits[mode] = _Traits(like, *found.value)
         return self._traits[mode]
-
-
-def _written(outcome: Outcome, variables: dict[str, PyTree]) -> dict[str, PyTree]:
-    written = dict(outcome.assigned)
-    for name, delta in outcome.added.items():
-        written[name] = jax.tree.map(jnp.add, written.get(name, variables[name]), delta)
-    return written
 
 
 def _stacked(batches: Any) -> tuple[PyTree, PyTree]:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from estimator import EstimatorSpec, TrainOp, VariableAggregation
+from estimator._gradients import Outcome, written
 from estimator.metrics import Metric
+from replicate._towers import cross_tower_sum, num_towers, tower_index
 
 PyTree = Any
 
@@ -58,3 +62,64 @@ def merge_metrics(stacked: dict[str, Any], towers: int) -> dict[str, Any]:
         )
         for name, metric in stacked.items()
     }
+
+
+def apart(spec: EstimatorSpec, scale: float) -> tuple[EstimatorSpec, PyTree]:
+    """The part of a tower's spec that is to be summed, and the part with a value per tower."""
+    metrics = spec.eval_metric_ops
+    by_sum = {name: metric for name, metric in metrics.items() if merges_by_sum(metric)}
+    others = {name: metric for name, metric in metrics.items() if name not in by_sum}
+    own = (spec.predictions, others, spec.export_outputs)
+    train_op = spec.train_op
+    if train_op is not None:
+        train_op = TrainOp(
+            tuple(u if u.loss is None else dataclasses.replace(u, loss=u.loss * scale) for u in train_op.updates)
+        )
+    loss = None if spec.loss is None else spec.loss * scale
+    same = spec.tree_unflatten(spec.tree_flatten_with_keys()[1], (None, loss, train_op, by_sum, None))
+    return same, own
+
+
+def together(same: EstimatorSpec, own: PyTree) -> EstimatorSpec:
+    predictions, metrics, exports = own
+    metrics = {**same.eval_metric_ops, **metrics}
+    return dataclasses.replace(same, predictions=predictions, eval_metric_ops=metrics, export_outputs=exports)
+
+
+def merged(own: PyTree, towers: int, rows: int) -> PyTree:
+    predictions, metrics, exports = own
+    return (
+        concatenate_rows(predictions, rows, "predictions"),
+        merge_metrics(metrics, towers),
+        concatenate_rows(exports, rows, "export_outputs"),
+    )
+
+
+def summed(
+    same: EstimatorSpec,
+    outcome: Outcome,
+    variables: dict[str, PyTree],
+    aggregation: dict[str, VariableAggregation],
+) -> tuple[EstimatorSpec, dict[str, PyTree]]:
+    """What all towers agree on after one sum: gradients, losses, and the variables the model_fn wrote."""
+    assigned = {name: _share(name, value, aggregation[name]) for name, value in outcome.assigned.items()}
+    same, assigned, added = cross_tower_sum((same, assigned, outcome.added))
+    # A sum of booleans is an integer.
+    assigned = jax.tree.map(lambda x, like: x.astype(like.dtype), assigned, outcome.assigned)
+    return same, written(Outcome(outcome.spec, assigned, added), variables)
+
+
+def _share(name: str, value: PyTree, aggregation: VariableAggregation) -> PyTree:
+    """This tower's share of the value that all towers' sum is to give."""
+    towers = num_towers()
+    if towers == 1 or aggregation == VariableAggregation.SUM:
+        return value
+    if aggregation == VariableAggregation.ONLY_FIRST_TOWER:
+        return jax.tree.map(lambda x: jnp.where(tower_index() == 0, x, jnp.zeros_like(x)), value)
+    for leaf in jax.tree.leaves(value):
+        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+            raise ValueError(
+                f"The towers assign to the variable {name!r}, whose {leaf.dtype} values cannot be averaged. Create it "
+                "with `aggregation=est.VariableAggregation.SUM` or `ONLY_FIRST_TOWER`, or use `est.assign_add`."
+            )
+    return jax.tree.map(lambda x: x / towers, value)

@@ -7,17 +7,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from estimator import EstimatorSpec, ModeKeys, Reduction, TrainOp, VariableAggregation
+from estimator import EstimatorSpec, ModeKeys, Reduction, TrainOp
 from estimator._batch import check_batch
 from estimator._frame import Frame, PyTree, current_frame, open_frame
-from estimator._gradients import Outcome, has_pending, run
+from estimator._gradients import has_pending, run
 from estimator._model_fn import ModelFn, bind
 from estimator._placement import Placement
 from replicate._devices import find_devices
 from replicate._distribution import VariableDistribution, place
-from replicate._merge import concatenate_rows, join, merge_metrics, merges_by_sum
+from replicate._merge import apart, join, merged, summed, together
 from replicate._tower_optimizer import TowerOptimizer
 from replicate._towers import (
     cross_tower_mean,
@@ -162,8 +161,8 @@ class _Replicas:
             ran.append(after)
             if num_towers() > 1:
                 _check_optimizers(outcome.spec.train_op)
-            same, own = _apart(outcome.spec, scale)
-            same, written = _summed(same, outcome, start[0], after.aggregation)
+            same, own = apart(outcome.spec, scale)
+            same, written = summed(same, outcome, start[0], after.aggregation)
             return (same, written), own
 
         start = _start(frame)
@@ -171,7 +170,7 @@ class _Replicas:
         _keep_names(frame, ran[-1])
         frame.assigned.update(written)
         towers = len(self.devices)
-        return _together(same, _merged(own, towers, rows // towers))
+        return together(same, merged(own, towers, rows // towers))
 
     def evaluate(self, call: Call, frame: Frame, batch: PyTree, rows: int) -> EstimatorSpec:
         """Every example counts once: what does not divide by the towers is one more, smaller call."""
@@ -201,11 +200,11 @@ class _Replicas:
 
                 outcome, after = run(attempt, inside, take_gradients=False)
                 ran.append(after)
-                same, own = _apart(outcome.spec, 1 / len(devices) if self.mean_loss else 1.0)
+                same, own = apart(outcome.spec, 1 / len(devices) if self.mean_loss else 1.0)
                 return cross_tower_sum((same, seen)), own
 
             (same, totals), own = tower_map(tower, devices)(_start(frame), mine)
-            return same, totals, _merged(own, len(devices), size // len(devices))
+            return same, totals, merged(own, len(devices), size // len(devices))
 
         ran: list[Frame] = []
         results = [run_part(part, None) for part in parts]
@@ -213,7 +212,7 @@ class _Replicas:
             totals = [sum(both[1:], both[0]) for both in zip(*(r[1] for r in results), strict=True)]
             results = [run_part(part, totals) for part in parts]
         _keep_names(frame, ran[-1])
-        specs = [_together(same, own) for same, _, own in results]
+        specs = [together(same, own) for same, _, own in results]
         return self._join(specs, [size for _, _, size in parts])
 
     def _join(self, specs: list[EstimatorSpec], sizes: list[int]) -> EstimatorSpec:
@@ -251,70 +250,6 @@ def _tower_frame(frame: Frame, start: PyTree, first: int, **changes: Any) -> Fra
         global_step=global_step,
         **({"average_denominator": cross_tower_mean} | changes),
     )
-
-
-def _apart(spec: EstimatorSpec, scale: float) -> tuple[EstimatorSpec, PyTree]:
-    """The part of a tower's spec that is to be summed, and the part with a value per tower."""
-    metrics = spec.eval_metric_ops
-    summed = {name: metric for name, metric in metrics.items() if merges_by_sum(metric)}
-    others = {name: metric for name, metric in metrics.items() if name not in summed}
-    own = (spec.predictions, others, spec.export_outputs)
-    train_op = spec.train_op
-    if train_op is not None:
-        train_op = TrainOp(
-            tuple(u if u.loss is None else dataclasses.replace(u, loss=u.loss * scale) for u in train_op.updates)
-        )
-    loss = None if spec.loss is None else spec.loss * scale
-    same = spec.tree_unflatten(spec.tree_flatten_with_keys()[1], (None, loss, train_op, summed, None))
-    return same, own
-
-
-def _together(same: EstimatorSpec, own: PyTree) -> EstimatorSpec:
-    predictions, metrics, exports = own
-    metrics = {**same.eval_metric_ops, **metrics}
-    return dataclasses.replace(same, predictions=predictions, eval_metric_ops=metrics, export_outputs=exports)
-
-
-def _merged(own: PyTree, towers: int, rows: int) -> PyTree:
-    predictions, metrics, exports = own
-    return (
-        concatenate_rows(predictions, rows, "predictions"),
-        merge_metrics(metrics, towers),
-        concatenate_rows(exports, rows, "export_outputs"),
-    )
-
-
-def _summed(
-    same: EstimatorSpec,
-    outcome: Outcome,
-    variables: dict[str, PyTree],
-    aggregation: dict[str, VariableAggregation],
-) -> tuple[EstimatorSpec, dict[str, PyTree]]:
-    """What all towers agree on after one sum: gradients, losses, and the variables the model_fn wrote."""
-    assigned = {name: _share(name, value, aggregation[name]) for name, value in outcome.assigned.items()}
-    same, assigned, added = cross_tower_sum((same, assigned, outcome.added))
-    # A sum of booleans is an integer.
-    assigned = jax.tree.map(lambda x, like: x.astype(like.dtype), assigned, outcome.assigned)
-    written = dict(assigned)
-    for name, delta in added.items():
-        written[name] = jax.tree.map(jnp.add, written.get(name, variables[name]), delta)
-    return same, written
-
-
-def _share(name: str, value: PyTree, aggregation: VariableAggregation) -> PyTree:
-    """This tower's share of the value that all towers' sum is to give."""
-    towers = num_towers()
-    if towers == 1 or aggregation == VariableAggregation.SUM:
-        return value
-    if aggregation == VariableAggregation.ONLY_FIRST_TOWER:
-        return jax.tree.map(lambda x: jnp.where(tower_index() == 0, x, jnp.zeros_like(x)), value)
-    for leaf in jax.tree.leaves(value):
-        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
-            raise ValueError(
-                f"The towers assign to the variable {name!r}, whose {leaf.dtype} values cannot be averaged. Create it "
-                "with `aggregation=est.VariableAggregation.SUM` or `ONLY_FIRST_TOWER`, or use `est.assign_add`."
-            )
-    return jax.tree.map(lambda x: x / towers, value)
 
 
 def _check_optimizers(train_op: TrainOp | None) -> None:

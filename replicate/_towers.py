@@ -15,7 +15,10 @@ import jax.numpy as jnp
 PyTree = Any
 
 TOWER_AXIS = "tower"
-"""Name of the axis over the towers, for `flax.linen.BatchNorm(axis_name=TOWER_AXIS)` and jax's collectives."""
+"""Name of the axis over the towers, for `flax.linen.BatchNorm(axis_name=TOWER_AXIS)` and jax's collectives.
+
+Bound in every run of a replicated model_fn, on one device too; not in a model_fn that is not replicated.
+"""
 
 
 def tower_map(
