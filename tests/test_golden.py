@@ -80,3 +80,70 @@ def test_training_matches_tensorflow(case):
     np.testing.assert_allclose(losses, case["losses"], rtol=TOLERANCE)
     for name, value in case["final"].items():
         np.testing.assert_allclose(state.variables[name], value, atol=TOLERANCE, rtol=0)
+
+
+def eval_model_fn(case):
+    def model_fn(features, labels, mode):
+        w = est.get_variable("w", np.asarray(case["w"], np.float32))
+        wb = est.get_variable("wb", np.asarray(case["wb"], np.float32))
+        logits, p = features["x"] @ w, jax.nn.sigmoid(features["x"] @ wb)
+        chosen = logits.argmax(-1)
+        predictions = {"class": chosen, "p": p, "logits": logits}
+        if mode == est.ModeKeys.PREDICT:
+            return est.EstimatorSpec(mode, predictions=predictions)
+        y, yb, weight = labels["y"], labels["yb"], labels["weight"]
+        losses = est.losses.sparse_softmax_cross_entropy(y, logits, reduction=est.Reduction.NONE)
+        loss = losses.sum() if case["loss_reduction"] == "sum" else losses.mean()
+        m, thresholds, decided = est.metrics, [0.3, 0.5, 0.7], jnp.round(p)
+        metrics = {
+            "accuracy": m.accuracy(y, chosen),
+            "weighted_accuracy": m.accuracy(y, chosen, weights=weight),
+            "per_class": m.mean_per_class_accuracy(y, chosen, num_classes=3),
+            "mean_iou": m.mean_iou(y, chosen, num_classes=3),
+            "top2": m.recall_at_k(y, logits, k=2),
+            "mean_p": m.mean(p),
+            "mse": m.mean_squared_error(yb, p),
+            "rmse": m.root_mean_squared_error(yb, p),
+            "mae": m.mean_absolute_error(yb, p),
+            "auc": m.auc(yb, p),
+            "auc_pr": m.auc(yb, p, curve="PR", summation_method="careful_interpolation"),
+            "precision": m.precision(yb, decided),
+            "recall": m.recall(yb, decided),
+            "tp": m.true_positives(yb, decided),
+            "fp": m.false_positives(yb, decided),
+            "tn": m.true_negatives(yb, decided),
+            "fn": m.false_negatives(yb, decided),
+            "precision_at": m.precision_at_thresholds(yb, p, thresholds),
+            "recall_at": m.recall_at_thresholds(yb, p, thresholds),
+        }
+        return est.EstimatorSpec(mode, loss=loss, predictions=predictions, eval_metric_ops=metrics)
+
+    return model_fn
+
+
+@pytest.mark.parametrize("case", GOLDEN["eval"], ids=lambda case: case["name"])
+def test_evaluation_and_prediction_match_tensorflow(case, tmp_path):
+    def input_fn():
+        for x, y, yb, weight in zip(case["x"], case["y"], case["yb"], case["weight"], strict=True):
+            labels = {
+                "y": np.asarray(y, np.int32),
+                "yb": np.asarray(yb, np.float32),
+                "weight": np.asarray(weight, np.float32),
+            }
+            yield {"x": np.asarray(x, np.float32)}, labels
+
+    model_fn = replicate_model_fn(
+        eval_model_fn(case),
+        REDUCTIONS[case["loss_reduction"]],
+        devices=[f"/cpu:{i}" for i in range(case["towers"])],
+    )
+    estimator = est.Estimator(model_fn, tmp_path)
+    results = estimator.evaluate(input_fn)
+    expected = {name: value for name, value in case["results"].items() if name != "global_step"}
+    assert set(results) == {*expected, "global_step"}
+    for name, value in expected.items():
+        np.testing.assert_allclose(results[name], value, rtol=TOLERANCE, atol=TOLERANCE, err_msg=name)
+    predictions = list(estimator.predict(input_fn))
+    for name, values in case["predictions"].items():
+        got = np.stack([row[name] for row in predictions])
+        np.testing.assert_allclose(got, np.reshape(values, got.shape), atol=TOLERANCE, err_msg=name)

@@ -1,0 +1,87 @@
+"""Models and batches to train in towers on CPU devices, and the comparison with one big batch."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import estimator as est
+from replicate import TowerOptimizer, replicate_model_fn
+
+STEPS = 3
+OPTIMIZERS = {
+    "sgd": lambda: optax.sgd(0.1),
+    "momentum": lambda: optax.sgd(0.1, momentum=0.9),
+    "adam": lambda: optax.adam(0.02),
+    "adamw": lambda: optax.adamw(0.02),
+    "adagrad": lambda: optax.adagrad(0.1),
+    "clipped_adam": lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.adam(0.02)),
+    "rmsprop": lambda: optax.rmsprop(0.01),
+}
+REDUCTIONS = {"sum": est.Reduction.SUM, "mean": est.Reduction.SUM_OVER_BATCH_SIZE}
+FOUR = np.array([1.0, 2.0, 3.0, 6.0], np.float32)
+
+
+def cpus(towers):
+    return [f"/cpu:{i}" for i in range(towers)]
+
+
+def replicate(model_fn, towers, reduction="mean"):
+    return replicate_model_fn(model_fn, REDUCTIONS.get(reduction, reduction), cpus(towers))
+
+
+def assert_close(got, want, rtol=2e-5, atol=2e-6):
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for (path, one), other in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True):
+        assert one.dtype == other.dtype, path
+        np.testing.assert_allclose(one, other, rtol=rtol, atol=atol, err_msg=str(path))
+
+
+def assert_same_training(model_fn, replicated, batches, **tolerance):
+    """Both are trained from the same state; all that comes out is compared."""
+    plain, towers = est.transform(model_fn), est.transform(replicated)
+    first = jax.tree.map(lambda x: x[0], batches)
+    state = plain.init(jax.random.key(0), *first)
+    want_state, want = plain.train_loop(state, batches)
+    got_state, got = towers.train_loop(state, batches)
+    assert_close(got.loss, want.loss, **tolerance)
+    assert_close(got_state.variables, want_state.variables, **tolerance)
+    assert_close(got_state.slots, want_state.slots, **tolerance)
+    assert_close(got.predictions, want.predictions, **tolerance)
+    for name, metric in want.eval_metric_ops.items():
+        results = [jax.vmap(lambda m: m.result())(m) for m in (got.eval_metric_ops[name], metric)]
+        assert_close(*results, **tolerance)
+    return got_state
+
+
+def reduced(losses, reduction):
+    return jnp.sum(losses) if reduction == "sum" else jnp.mean(losses)
+
+
+def mlp_model_fn(optimizer, reduction="mean"):
+    def model_fn(features, labels, mode):
+        with est.variable_scope("hidden"):
+            w = est.get_variable("w", (3, 4))
+            b = est.get_variable("b", (4,), initializer=jax.nn.initializers.zeros)
+        v = est.get_variable("v", (4, 1))
+        output = (jnp.tanh(features @ w + b) @ v)[:, 0]
+        losses = (output - labels) ** 2
+        loss = reduced(losses, reduction)
+        return est.EstimatorSpec(
+            mode,
+            predictions={"output": output, "positive": output > 0},
+            loss=loss,
+            train_op=TowerOptimizer(optimizer).minimize(loss),
+            eval_metric_ops={
+                "mean_loss": est.metrics.mean(losses),
+                "accuracy": est.metrics.accuracy(labels > 0, output > 0),
+            },
+        )
+
+    return model_fn
+
+
+def regression(rows, seed=0, steps=STEPS):
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(steps, rows, 3)).astype(np.float32)
+    return x, np.sin(x.sum(-1)).astype(np.float32)
