@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -115,9 +116,9 @@ class Training:
                         self.clock = self.step, time.monotonic()
                 if not losses:
                     break
-                loss = self._look(losses)
-                if self._is_due(self.config.log_step_count_steps, self.logged_step):
-                    self._log(loss, bar)
+                values = self._look(losses)
+                self._log(values, bar)
+                loss = values[-1]
                 if self._save_is_due():
                     self._save(_state(carry, key_data))
         if loss is None:
@@ -155,13 +156,13 @@ class Training:
                 return
 
     def _steps_to_boundary(self) -> int:
-        ends = [self.looked_step + _STEPS_BETWEEN_LOOKS]
+        every = min(self.config.log_step_count_steps or _STEPS_BETWEEN_LOOKS, _STEPS_BETWEEN_LOOKS)
+        programs = math.ceil(every / self.config.steps_per_loop)  # a look never cuts a program short
+        ends = [self.looked_step + programs * self.config.steps_per_loop]
         if self.last_step is not None:
             ends.append(self.last_step)
         if self.config.save_checkpoints_steps:
             ends.append(self.saved_step + self.config.save_checkpoints_steps)
-        if self.config.log_step_count_steps:
-            ends.append(self.logged_step + self.config.log_step_count_steps)
         return max(0, min(ends) - self.step)
 
     def _is_due(self, every: int | None, done: int) -> bool:
@@ -172,8 +173,8 @@ class Training:
             return time.monotonic() - self.saved_time >= self.config.save_checkpoints_secs
         return self._is_due(self.config.save_checkpoints_steps, self.saved_step)
 
-    def _look(self, losses: list[jax.Array]) -> float:
-        """The loss of the last step, after a look at all losses since the last look. To read the loss of each step at
+    def _look(self, losses: list[jax.Array]) -> np.ndarray:
+        """The losses of the steps since the last look, one each, none of them NaN. To read the loss of each step at
         once would cost every step, on several CPU devices, a tenth of its time."""
         values = np.concatenate([np.atleast_1d(loss.addressable_data(0)) for loss in losses])
         if np.isnan(values).any():
@@ -183,16 +184,23 @@ class Training:
                 "logarithm of zero, lower the learning rate, or run with jax.config.update('jax_debug_nans', True)."
             )
         self.looked_step = self.step
-        return float(values[-1])
+        return values
 
-    def _log(self, loss: float, bar: Any) -> None:
+    def _log(self, losses: np.ndarray, bar: Any) -> None:
+        """Logs those of the last steps that are due; they may lie within a program of several."""
+        every = self.config.log_step_count_steps
+        if not self._is_due(every, self.logged_step):
+            return
+        assert every is not None
         now = time.monotonic()
         step, since = self.clock or (self.step, now)
         rate = f" ({(self.step - step) / (now - since):.4g} steps/sec)" if self.step > step else ""
         with bar.external_write_mode():  # so that the line does not go into the bar
-            logging.info("loss = %.6g, step = %d%s", loss, self.step, rate)
-        bar.set_postfix(loss=f"{loss:.4g}", refresh=False)
-        self.logged_step, self.clock = self.step, (self.step, now)
+            for due in range(self.logged_step + every, self.step + 1, every):
+                logging.info("loss = %.6g, step = %d%s", losses[due - self.step - 1], due, rate)
+                self.logged_step = due
+        bar.set_postfix(loss=f"{losses[-1]:.4g}", refresh=False)
+        self.clock = self.step, now
 
     def _save(self, state: State) -> None:
         if not (self.config.save_checkpoints_steps or self.config.save_checkpoints_secs):

@@ -118,7 +118,15 @@ def transform(model_fn: ModelFn, params: Any = None, config: Any = None, donate:
     Raises:
       ValueError: the model_fn has other arguments.
     """
-    return Model(*_Steps(bind(model_fn, params, config), donate))
+    steps = _Steps(bind(model_fn, params, config), donate)
+    return Model(
+        init=steps.init,
+        train_step=steps.train_step,
+        eval_step=steps.eval_step,
+        predict_step=steps.predict_step,
+        train_loop=steps.train_loop,
+        abstract_init=steps.abstract_init,
+    )
 
 
 class _Steps:
@@ -130,18 +138,6 @@ class _Steps:
         self._traits: dict[ModeKeys, _Traits] = {}
         self._compiled: dict[Any, Callable[..., Any]] = {}
         self._traced_init = jax.jit(self._pure_init, static_argnames="mode")
-
-    def __iter__(self) -> Any:
-        return iter(
-            (
-                self.init,
-                self.train_step,
-                self.eval_step,
-                self.predict_step,
-                self.train_loop,
-                self.abstract_init,
-            )
-        )
 
     # The pure functions: clean inputs, run in a fresh frame, collect.
 

@@ -43,8 +43,6 @@ def concatenate_rows(stacked: PyTree, rows: int, field: str) -> PyTree:
 
 def join(parts: list[PyTree]) -> PyTree:
     """Parts of a batch one after the other."""
-    if len(parts) == 1:
-        return parts[0]
     return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)
 
 

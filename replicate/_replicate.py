@@ -198,9 +198,10 @@ class _Replicas:
                     seen.clear()  # of an attempt that stopped at `compute_gradients`
                     return call(batch)
 
-                outcome, after = run(attempt, inside, take_gradients=False)
+                scale = 1 / len(devices) if self.mean_loss else 1.0
+                outcome, after = run(attempt, inside, take_gradients=False, loss_scale=scale)
                 ran.append(after)
-                same, own = apart(outcome.spec, 1 / len(devices) if self.mean_loss else 1.0)
+                same, own = apart(outcome.spec, scale)
                 return cross_tower_sum((same, seen)), own
 
             (same, totals), own = tower_map(tower, devices)(_start(frame), mine)

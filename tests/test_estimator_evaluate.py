@@ -2,11 +2,11 @@
 
 import re
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers_estimator import Linear, X, Y, endless, make, refuse, times
+from helpers_metrics import Largest
 
 import estimator as est
 
@@ -107,27 +107,6 @@ def test_counts_stay_exact_beyond_what_float32_can_count(tmp_path):
     results = make(tmp_path, model_fn).evaluate(lambda: batches)
     assert results["count"] == 200_000_020
     assert results["mean"] == 0.5
-
-
-@jax.tree_util.register_pytree_node_class
-class Largest:
-    """A metric of clu's kind: `merge` and `compute`."""
-
-    def __init__(self, value):
-        self.value = value
-
-    def merge(self, other):
-        return Largest(jnp.maximum(self.value, other.value))
-
-    def compute(self):
-        return self.value
-
-    def tree_flatten(self):
-        return (self.value,), None
-
-    @classmethod
-    def tree_unflatten(cls, _, values):
-        return cls(*values)
 
 
 def test_any_object_with_merge_and_compute_is_a_metric(tmp_path):

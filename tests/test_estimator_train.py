@@ -193,3 +193,11 @@ def test_steps_per_loop_stacks_trees_without_labels(tmp_path):
     assert estimator.get_variable_value("w") == 6
     estimator.train(lambda: ({"a": {"b": jnp.full(2, i, jnp.float32)}} for i in range(3)))
     assert estimator.get_variable_value("w") == 2
+
+
+def test_a_loop_longer_than_the_log_interval_is_one_program_and_logs_all_steps_due(tmp_path, messages):
+    estimator = make(tmp_path, steps_per_loop=150, log_step_count_steps=100)
+    estimator._steps.one = refuse
+    estimator.train(endless, steps=300)
+    logged = [int(m[1]) for text in messages() if (m := re.search(r"step = (\d+)", text))]
+    assert logged == [100, 200, 300]

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers_metrics import Largest
 
 import estimator as est
 from estimator.export import ClassificationOutput, PredictOutput, RegressionOutput
@@ -210,27 +211,6 @@ def test_metrics_merge_over_batches_of_any_size():
         first, *others = (spec.eval_metric_ops[name] for spec in specs)
         merged = functools.reduce(lambda a, b: a.merge(b), others, first)
         np.testing.assert_allclose(merged.result(), metric.result(), rtol=2e-5, err_msg=name)
-
-
-@jax.tree_util.register_pytree_node_class
-class Largest:
-    """A metric of clu's protocol whose states do not merge by a sum."""
-
-    def __init__(self, value):
-        self.value = value
-
-    def merge(self, other):
-        return Largest(jnp.maximum(self.value, other.value))
-
-    def compute(self):
-        return self.value
-
-    def tree_flatten(self):
-        return (self.value,), None
-
-    @classmethod
-    def tree_unflatten(cls, _, leaves):
-        return cls(*leaves)
 
 
 @pytest.mark.parametrize("towers", [1, 4])
