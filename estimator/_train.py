@@ -44,9 +44,13 @@ class Steps:
     """The compiled programs of the loop: one step, and several in one program. Of the spec they keep the loss alone.
 
     The key comes as plain numbers, since jax takes typed keys on a slower path (some 8 us per call).
+
+    Args:
+      model: what to run; it donates its state.
+      is_one_program: whether a step can be compiled together with what is around it.
     """
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, is_one_program: bool) -> None:
         def one(carry: Carry, key_data: jax.Array, features: PyTree, labels: PyTree) -> tuple[Carry, jax.Array]:
             state, spec = model.train_step(_state(carry, key_data), features, labels)
             check_no_hooks(spec)
@@ -57,8 +61,8 @@ class Steps:
             check_no_hooks(spec)
             return Carry(state.variables, state.slots, state.global_step), spec.loss
 
-        self.one = jax.jit(one, donate_argnums=0)
-        self.several = jax.jit(several, donate_argnums=0)
+        self.one = jax.jit(one, donate_argnums=0) if is_one_program else one
+        self.several = jax.jit(several, donate_argnums=0) if is_one_program else several
 
 
 @dataclasses.dataclass
@@ -205,7 +209,7 @@ class Training:
     def _save(self, state: State) -> None:
         if not (self.config.save_checkpoints_steps or self.config.save_checkpoints_secs):
             return
-        bad = sorted(name for name, is_nan in _nan_variables(state.variables).items() if is_nan)
+        bad = sorted(_names_with_nan(state.variables))
         if bad:
             raise NanLossDuringTrainingError(
                 f"NaN in the variables {bad} after step {self.step}, of which no checkpoint was saved. "
@@ -228,8 +232,17 @@ def _state(carry: Carry, key_data: jax.Array) -> State:
     return State(carry.variables, carry.slots, carry.global_step, jax.random.wrap_key_data(key_data))
 
 
+def _names_with_nan(variables: dict[str, PyTree]) -> list[str]:
+    by_devices: dict[Any, dict[str, PyTree]] = {}  # a program takes arrays of the same devices
+    for name, value in variables.items():
+        devices = frozenset(device for leaf in jax.tree.leaves(value) for device in leaf.devices())
+        by_devices.setdefault(devices, {})[name] = value
+    flags = jax.device_get([_has_nan(group) for group in by_devices.values()])
+    return [name for group in flags for name, has_nan in group.items() if has_nan]
+
+
 @jax.jit
-def _nan_variables(variables: dict[str, PyTree]) -> dict[str, jax.Array]:
+def _has_nan(variables: dict[str, PyTree]) -> dict[str, jax.Array]:
     def has_nan(value: PyTree) -> jax.Array:
         floats = [x for x in jax.tree.leaves(value) if jnp.issubdtype(x.dtype, jnp.inexact)]
         return jnp.any(jnp.array([jnp.isnan(x).any() for x in floats], bool))

@@ -15,7 +15,7 @@ from estimator._gradients import has_pending, run, written
 from estimator._model_fn import ModelFn, bind
 from estimator._modes import ModeKeys
 from estimator._optimizer import TrainOp, apply_updates
-from estimator._placement import Placement
+from estimator._placement import Placement, SeparatePlacement
 from estimator._spec import EstimatorSpec
 
 
@@ -45,6 +45,9 @@ class _Init(Protocol):
     ) -> State: ...
 
 
+_TrainProgram = Callable[[State, PyTree, PyTree], tuple[State, EstimatorSpec]]
+
+
 class _TrainStep(Protocol):
     def __call__(self, state: State, features: PyTree, labels: PyTree = None) -> tuple[State, EstimatorSpec]: ...
 
@@ -66,6 +69,8 @@ class Model(NamedTuple):
         the arrays of the spec have `steps` as their first dimension.
       abstract_init: what `init` would return for the same batch, as `jax.ShapeDtypeStruct`s with their shardings:
         `(features, labels=None, mode="train") -> State`. Nothing is computed.
+      is_one_program: whether `train_step` may be part of another program (`jax.jit`, `lax.scan`): always, but for
+        variables that live on other devices than the towers. `(features, labels=None) -> bool`.
     """
 
     init: _Init
@@ -74,6 +79,7 @@ class Model(NamedTuple):
     predict_step: Callable[[State, PyTree], EstimatorSpec]
     train_loop: Callable[[State, Any], tuple[State, EstimatorSpec]]
     abstract_init: Callable[..., State]
+    is_one_program: Callable[..., bool]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +89,7 @@ class _Traits:
     like: State  # of jax.ShapeDtypeStruct
     placement: Placement
     pending: bool  # whether losses are left to differentiate
+    shardings: Any  # of the state; a prefix
 
 
 @jax.tree_util.register_dataclass
@@ -126,6 +133,7 @@ def transform(model_fn: ModelFn, params: Any = None, config: Any = None, donate:
         predict_step=steps.predict_step,
         train_loop=steps.train_loop,
         abstract_init=steps.abstract_init,
+        is_one_program=steps.is_one_program,
     )
 
 
@@ -147,7 +155,7 @@ class _Steps:
         frame = Frame(mode, {}, {}, key=key, global_step=step, initializing=True)
         with open_frame(frame):
             spec = self._call(features, labels, mode)
-        found = _Static((frame.placement or Placement(), has_pending(spec.train_op)))
+        found = _Static((frame.placement or Placement(), has_pending(spec.train_op), tuple(frame.trainable)))
         return State(frame.variables, frame.slots, step, key), found
 
     def _compute(
@@ -192,13 +200,13 @@ class _Steps:
         mode = ModeKeys(mode)
         key = _checked_key(key)
         check_batch(features, labels)
-        placement = self._find(mode, features, labels).placement
+        shardings = self._find(mode, features, labels).shardings
         state, _ = self._traced_init(key, features, labels, mode=mode)
-        return jax.device_put(state, placement.state(state))
+        return jax.device_put(state, shardings)
 
     def abstract_init(self, features: PyTree, labels: PyTree = None, mode: str = ModeKeys.TRAIN) -> State:
         found = self._find(ModeKeys(mode), features, labels)
-        shardings = jax.tree.broadcast(found.placement.state(found.like), found.like, is_leaf=lambda x: x is None)
+        shardings = jax.tree.broadcast(found.shardings, found.like, is_leaf=lambda x: x is None)
         return jax.tree.map(
             lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
             found.like,
@@ -209,9 +217,7 @@ class _Steps:
         step = self._compiled.get(ModeKeys.TRAIN)
         if step is None:
             found = self._find(ModeKeys.TRAIN, features, labels)
-            step = self._compiled[ModeKeys.TRAIN] = self._jit_train(
-                found, lambda *batch: self._pure_train(found, *batch)
-            )
+            step = self._compiled[ModeKeys.TRAIN] = self._compile_train(found)
         return guarded(step, features, labels, state, features, labels)
 
     def train_loop(self, state: State, batches: Any) -> tuple[State, EstimatorSpec]:
@@ -221,21 +227,11 @@ class _Steps:
             first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), features)
             first_labels = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), labels)
             found = self._find(ModeKeys.TRAIN, first, first_labels)
-
-            def scan(state: State, features: PyTree, labels: PyTree) -> tuple[State, EstimatorSpec]:
-                # The key stays out of the carry, and so out of what the loop copies from step to step.
-                def body(carry: Any, batch: tuple[PyTree, PyTree]) -> tuple[Any, EstimatorSpec]:
-                    after, spec = self._pure_train(found, State(**carry, key=state.key), *batch)
-                    return changing(after), spec
-
-                def changing(state: State) -> dict[str, Any]:
-                    return {name: value for name, value in state._asdict().items() if name != "key"}
-
-                carry, specs = jax.lax.scan(body, changing(state), (features, labels))
-                return State(**carry, key=state.key), specs
-
-            loop = self._compiled["train_loop"] = self._jit_train(found, scan)
+            loop = self._compiled["train_loop"] = self._compile_loop(found)
         return guarded(loop, features, labels, state, features, labels)
+
+    def is_one_program(self, features: PyTree, labels: PyTree = None) -> bool:
+        return not isinstance(self._find(ModeKeys.TRAIN, features, labels).placement, SeparatePlacement)
 
     def eval_step(self, state: State, features: PyTree, labels: PyTree = None) -> EstimatorSpec:
         return self._run_only(ModeKeys.EVAL, state, features, labels)
@@ -252,15 +248,45 @@ class _Steps:
                 spec, _ = self._compute(found, state, features, labels, mode)
                 return dataclasses.replace(spec, train_op=None)
 
-            step = self._compiled[mode] = jax.jit(step)
+            if isinstance(found.placement, SeparatePlacement):
+                step = found.placement.read_step(step)
+            else:
+                step = jax.jit(step)
+            self._compiled[mode] = step
         return guarded(step, features, labels, state, features, labels)
 
-    def _jit_train(self, found: _Traits, step: Callable[..., Any]) -> Callable[..., Any]:
-        shardings = found.placement.state(found.like)
+    def _compile_train(self, found: _Traits) -> _TrainProgram:
+        if isinstance(found.placement, SeparatePlacement):
+
+            def compute(state: State, features: PyTree, labels: PyTree) -> tuple[EstimatorSpec, dict[str, PyTree]]:
+                return self._compute(found, state, features, labels, ModeKeys.TRAIN)
+
+            return found.placement.train_step(compute, self._apply, found.like, self._donate)
+        return self._jit_train(found, lambda *batch: self._pure_train(found, *batch))
+
+    def _compile_loop(self, found: _Traits) -> _TrainProgram:
+        if isinstance(found.placement, SeparatePlacement):
+            return _loop_over(self._compile_train(found))
+
+        def scan(state: State, features: PyTree, labels: PyTree) -> tuple[State, EstimatorSpec]:
+            # The key stays out of the carry, and so out of what the loop copies from step to step.
+            def body(carry: Any, batch: tuple[PyTree, PyTree]) -> tuple[Any, EstimatorSpec]:
+                after, spec = self._pure_train(found, State(**carry, key=state.key), *batch)
+                return changing(after), spec
+
+            def changing(state: State) -> dict[str, Any]:
+                return {name: value for name, value in state._asdict().items() if name != "key"}
+
+            carry, specs = jax.lax.scan(body, changing(state), (features, labels))
+            return State(**carry, key=state.key), specs
+
+        return self._jit_train(found, scan)
+
+    def _jit_train(self, found: _Traits, step: _TrainProgram) -> _TrainProgram:
         return jax.jit(
             step,
-            in_shardings=(shardings, None, None),
-            out_shardings=(shardings, None),
+            in_shardings=(found.shardings, None, None),
+            out_shardings=(found.shardings, None),
             donate_argnums=0 if self._donate else (),
         )
 
@@ -269,8 +295,25 @@ class _Steps:
         if mode not in self._traits:
             check_batch(features, labels)
             like, found = self._traced_init.eval_shape(jax.random.key(0), features, labels, mode=mode)
-            self._traits[mode] = _Traits(like, *found.value)
+            placement, pending, names = found.value
+            like = like._replace(variables={name: like.variables[name] for name in names})  # jax sorts dicts
+            reads = mode != ModeKeys.TRAIN and isinstance(placement, SeparatePlacement)
+            shardings = placement.near(like) if reads else placement.state(like)
+            self._traits[mode] = _Traits(like, placement, pending, shardings)
         return self._traits[mode]
+
+
+def _loop_over(step: _TrainProgram) -> _TrainProgram:
+    """As many steps as the batches hold, one after the other."""
+
+    def loop(state: State, features: PyTree, labels: PyTree) -> tuple[State, EstimatorSpec]:
+        specs = []
+        for i in range(len(jax.tree.leaves(features)[0])):
+            state, spec = step(state, *jax.tree.map(lambda x, i=i: x[i], (features, labels)))
+            specs.append(spec)
+        return state, jax.tree.map(lambda *leaves: jnp.stack(leaves), *specs)
+
+    return loop
 
 
 def _stacked(batches: Any) -> tuple[PyTree, PyTree]:

@@ -13,10 +13,10 @@ from estimator._batch import check_batch
 from estimator._frame import Frame, PyTree, current_frame, open_frame
 from estimator._gradients import has_pending, run
 from estimator._model_fn import ModelFn, bind
-from estimator._placement import Placement
+from estimator._placement import Placement, SeparatePlacement
 from replicate._devices import find_devices
-from replicate._distribution import VariableDistribution, place
-from replicate._merge import apart, join, merged, summed, together
+from replicate._distribution import Mirrored, VariableDistribution, place
+from replicate._merge import apart, join, merged, summed, together, with_gradients, without_gradients
 from replicate._tower_optimizer import TowerOptimizer
 from replicate._towers import (
     cross_tower_mean,
@@ -34,6 +34,7 @@ def replicate_model_fn(
     devices: Sequence[jax.Device | str] | None = None,
     *,
     variable_distribution: VariableDistribution = VariableDistribution.MIRRORED,
+    variable_device: jax.Device | str | None = None,
 ) -> ModelFn:
     """A model_fn that runs the given one in a tower per device and merges what the towers return.
 
@@ -65,7 +66,9 @@ def replicate_model_fn(
       loss_reduction: how the model_fn's loss comes from the losses of the examples: SUM, or any of the means.
       devices: one per tower: `jax.Device`s or names such as "/gpu:0", "cpu:1". None means all local GPUs or TPU
         cores, or, where there are none, all local CPU devices.
-      variable_distribution: where the variables live.
+      variable_distribution: where the variables live, and where the gradients are summed.
+      variable_device: the device of all variables, for SHARED_LOCAL_PARAMETER_SERVER. By default, as in TensorFlow,
+        the tower's own where there is one tower, else the first CPU device.
 
     Raises:
       ValueError: the reduction is NONE, there are no such devices, or, while it runs, the batch does not divide by
@@ -79,7 +82,7 @@ def replicate_model_fn(
     towers = find_devices(devices)
     replicas = _Replicas(
         devices=towers,
-        placement=place(variable_distribution, towers),
+        placement=place(variable_distribution, towers, variable_device),
         mean_loss=Reduction(loss_reduction) != Reduction.SUM,
     )
 
@@ -149,6 +152,7 @@ class _Replicas:
 
     def train(self, call: Call, frame: Frame, batch: PyTree, rows: int) -> EstimatorSpec:
         scale = 1 / len(self.devices) if self.mean_loss else 1.0
+        separate = isinstance(self.placement, SeparatePlacement)  # it sums the gradients where the variables are
         ran: list[Frame] = []
 
         def tower(start: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
@@ -162,11 +166,18 @@ class _Replicas:
             if num_towers() > 1:
                 _check_optimizers(outcome.spec.train_op)
             same, own = apart(outcome.spec, scale)
+            gradients = None
+            if separate:
+                same, gradients = without_gradients(same)
             same, written = summed(same, outcome, start[0], after.aggregation)
-            return (same, written), own
+            return (same, written), (own, gradients)
 
         start = _start(frame)
-        (same, written), own = tower_map(tower, self.devices)(start, batch)
+        (same, written), (own, gradients) = tower_map(tower, self.devices)(start, batch)
+        if separate:
+            same = with_gradients(same, gradients)
+        elif isinstance(self.placement, Mirrored):
+            same = dataclasses.replace(same, train_op=self.placement.whole(same.train_op))
         _keep_names(frame, ran[-1])
         frame.assigned.update(written)
         towers = len(self.devices)
