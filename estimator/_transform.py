@@ -269,7 +269,8 @@ class _Steps:
         if mode not in self._traits:
             check_batch(features, labels)
             first_run: Callable[..., Any] = self._traced_init.eval_shape
-            if jax.config.jax_disable_jit and all(hasattr(x, "__array__") for x in jax.tree.leaves((features, labels))):
+            no_jit = jax.config.jax_disable_jit  # type: ignore[attr-defined]
+            if no_jit and all(hasattr(x, "__array__") for x in jax.tree.leaves((features, labels))):
                 first_run = self._traced_init  # whoever turns jit off wants to look at values
             like, found = first_run(jax.random.key(0), features, labels, mode=mode)
             self._traits[mode] = _Traits(like, *found.value)
