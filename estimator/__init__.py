@@ -8,6 +8,7 @@ from estimator._estimator import Estimator
 from estimator._modes import ModeKeys
 from estimator._optimizer import Optimizer, TrainOp, group
 from estimator._random import global_step, make_rng
+from estimator._replica_check import ReplicaMismatchError
 from estimator._run_config import RunConfig
 from estimator._spec import EstimatorSpec
 from estimator._train import NanLossDuringTrainingError
@@ -32,6 +33,7 @@ __all__ = [
     "NanLossDuringTrainingError",
     "Optimizer",
     "Reduction",
+    "ReplicaMismatchError",
     "RunConfig",
     "State",
     "TrainOp",

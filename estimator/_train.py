@@ -19,6 +19,7 @@ from absl import logging
 from estimator._batch import guarded
 from estimator._checkpoint import Checkpoints
 from estimator._frame import PyTree
+from estimator._replica_check import check_replicas
 from estimator._run_config import RunConfig
 from estimator._spec import check_no_hooks
 from estimator._transform import Model, State
@@ -95,6 +96,7 @@ class Training:
 
         Raises:
           NanLossDuringTrainingError: the loss became NaN. Nothing of that is saved.
+          ReplicaMismatchError: a check that is due finds copies that differ. Nothing is saved from there on.
         """
         self.looked_step = self.logged_step = self.step
         self.saved_time = time.monotonic()
@@ -123,6 +125,9 @@ class Training:
                 values = self._look(losses)
                 self._log(values, bar)
                 loss = values[-1]
+                every = self.config.check_replicas_every
+                if every and self.step // every > (self.step - len(values)) // every:  # a multiple was passed
+                    check_replicas(self.step, variable=carry.variables, slot=carry.slots)
                 if self._save_is_due():
                     self._save(_state(carry, key_data))
         if loss is None:
@@ -167,6 +172,9 @@ class Training:
             ends.append(self.last_step)
         if self.config.save_checkpoints_steps:
             ends.append(self.saved_step + self.config.save_checkpoints_steps)
+        if check_every := self.config.check_replicas_every:
+            programs = math.ceil((check_every - self.step % check_every) / self.config.steps_per_loop)
+            ends.append(self.step + programs * self.config.steps_per_loop)
         return max(0, min(ends) - self.step)
 
     def _is_due(self, every: int | None, done: int) -> bool:

@@ -294,7 +294,11 @@ class _Steps:
         """The traits of the model_fn, from an abstract run at the first call in a mode."""
         if mode not in self._traits:
             check_batch(features, labels)
-            like, found = self._traced_init.eval_shape(jax.random.key(0), features, labels, mode=mode)
+            first_run: Callable[..., Any] = self._traced_init.eval_shape
+            no_jit = jax.config.jax_disable_jit  # type: ignore[attr-defined]
+            if no_jit and all(hasattr(x, "__array__") for x in jax.tree.leaves((features, labels))):
+                first_run = self._traced_init  # whoever turns jit off wants to look at values
+            like, found = first_run(jax.random.key(0), features, labels, mode=mode)
             placement, pending, names = found.value
             like = like._replace(variables={name: like.variables[name] for name in names})  # jax sorts dicts
             reads = mode != ModeKeys.TRAIN and isinstance(placement, SeparatePlacement)
