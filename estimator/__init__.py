@@ -21,6 +21,7 @@ from estimator._variables import (
     read_variable,
     variable_scope,
 )
+from estimator.extenders import add_metrics, forward_features
 from estimator.losses import Reduction
 
 __all__ = [
@@ -36,9 +37,11 @@ __all__ = [
     "State",
     "TrainOp",
     "VariableAggregation",
+    "add_metrics",
     "assign",
     "assign_add",
     "export",
+    "forward_features",
     "get_variable",
     "global_step",
     "group",

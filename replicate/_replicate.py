@@ -16,7 +16,7 @@ from estimator._model_fn import ModelFn, bind
 from estimator._placement import Placement
 from replicate._devices import find_devices
 from replicate._distribution import VariableDistribution, place
-from replicate._merge import apart, join, merged, summed, together
+from replicate._merge import apart, check_rows, join, join_metrics, merged, summed, together
 from replicate._tower_optimizer import TowerOptimizer
 from replicate._towers import (
     cross_tower_mean,
@@ -161,6 +161,7 @@ class _Replicas:
             ran.append(after)
             if num_towers() > 1:
                 _check_optimizers(outcome.spec.train_op)
+                check_rows(outcome.spec, rows // num_towers())
             same, own = apart(outcome.spec, scale)
             same, written = summed(same, outcome, start[0], after.aggregation)
             return (same, written), own
@@ -169,8 +170,7 @@ class _Replicas:
         (same, written), own = tower_map(tower, self.devices)(start, batch)
         _keep_names(frame, ran[-1])
         frame.assigned.update(written)
-        towers = len(self.devices)
-        return together(same, merged(own, towers, rows // towers))
+        return together(same, merged(own, len(self.devices)))
 
     def evaluate(self, call: Call, frame: Frame, batch: PyTree, rows: int) -> EstimatorSpec:
         """Every example counts once: what does not divide by the towers is one more, smaller call."""
@@ -201,11 +201,13 @@ class _Replicas:
                 scale = 1 / len(devices) if self.mean_loss else 1.0
                 outcome, after = run(attempt, inside, take_gradients=False, loss_scale=scale)
                 ran.append(after)
+                if towers > 1:
+                    check_rows(outcome.spec, size // len(devices))
                 same, own = apart(outcome.spec, scale)
                 return cross_tower_sum((same, seen)), own
 
             (same, totals), own = tower_map(tower, devices)(_start(frame), mine)
-            return same, totals, merged(own, len(devices), size // len(devices))
+            return same, totals, merged(own, len(devices))
 
         ran: list[Frame] = []
         results = [run_part(part, None) for part in parts]
@@ -229,9 +231,7 @@ class _Replicas:
             loss=loss,
             predictions=join([first.predictions, second.predictions]),
             export_outputs=join([first.export_outputs, second.export_outputs]),
-            eval_metric_ops={
-                name: metric.merge(second.eval_metric_ops[name]) for name, metric in first.eval_metric_ops.items()
-            },
+            eval_metric_ops=join_metrics([first.eval_metric_ops, second.eval_metric_ops]),
         )
 
 
