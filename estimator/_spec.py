@@ -146,8 +146,9 @@ def _check_arrays(field: str, tree: PyTree) -> None:
             raise TypeError(f"{name} must be an array, given: {_shown(leaf)}.")
         if not isinstance(leaf, jax.Array) and np.dtype(leaf.dtype).kind in "OSUMm":
             raise TypeError(
-                f"{name} must be an array of numbers, given one of dtype {leaf.dtype}, which no compiled program holds. "
-                "Strings stay on the host: return integer classes, and look up their names in what `predict` yields."
+                f"{name} must be an array of numbers, given one of dtype {leaf.dtype}, which no compiled program "
+                "holds. Strings stay on the host: return integer classes, and look up their names in what `predict` "
+                "yields."
             )
 
 

@@ -107,16 +107,14 @@ def forward_features(estimator: Estimator, keys: str | Sequence[str] | None = No
         if spec.mode != ModeKeys.PREDICT:
             return spec
         forwarded = _chosen(features, chosen)
+        predictions = _joined("predictions", spec.predictions, forwarded)
         exports = {
             name: PredictOutput(_joined(f"export_outputs[{name!r}]", output.outputs, forwarded))
             if name in (DEFAULT_SIGNATURE, "predict") and isinstance(output, PredictOutput)
             else output
             for name, output in spec.export_outputs.items()
         }
-        return spec._replace(
-            predictions=_joined("predictions", spec.predictions, forwarded),
-            export_outputs=exports,
-        )
+        return spec._replace(predictions=predictions, export_outputs=exports)
 
     return _extended(estimator, extend)
 

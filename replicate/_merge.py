@@ -65,7 +65,7 @@ def merges_by_sum(metric: Any) -> bool:
     if not isinstance(metric, Metric) or type(metric).merge is not Metric.merge:
         return False
     # A sum of booleans is a boolean where states are merged, but an integer across towers.
-    return all(jnp.result_type(leaf) != bool for leaf in jax.tree.leaves(metric))
+    return all(jnp.result_type(leaf) != jnp.bool_ for leaf in jax.tree.leaves(metric))
 
 
 def merge_metrics(stacked: dict[str, Any], towers: int) -> dict[str, Any]:
