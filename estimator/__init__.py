@@ -22,6 +22,7 @@ from estimator._variables import (
     read_variable,
     variable_scope,
 )
+from estimator.extenders import add_metrics, forward_features
 from estimator.losses import Reduction
 
 __all__ = [
@@ -38,9 +39,11 @@ __all__ = [
     "State",
     "TrainOp",
     "VariableAggregation",
+    "add_metrics",
     "assign",
     "assign_add",
     "export",
+    "forward_features",
     "get_variable",
     "global_step",
     "group",

@@ -46,6 +46,11 @@ def evaluate_batches(
     def finish_one() -> None:
         loss, metrics = jax.device_get(in_flight.popleft())
         losses.append(float(loss))
+        if len(losses) > 1 and metrics.keys() != merged.keys():
+            raise ValueError(
+                f"The model_fn returned the metrics {sorted(metrics)} for a batch, but {sorted(merged)} for those "
+                "before. Return the same ones for a batch of any size."
+            )
         for name, metric in metrics.items():
             metric = _widened(metric)
             merged[name] = merged[name].merge(metric) if name in merged else metric

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable
 from typing import Any
+
+import jax
 
 from estimator._frame import PyTree
 from estimator._modes import ModeKeys
@@ -17,7 +20,8 @@ _OPTIONAL = ("labels", "mode", "params", "config")
 def bind(model_fn: ModelFn, params: Any = None, config: Any = None) -> ModelFn:
     """A function of `(features, labels, mode)` alone that checks what comes back.
 
-    Arguments go by keyword, and only those that the model_fn has; `**kwargs` takes all.
+    Arguments go by keyword, and only those that the model_fn has; `**kwargs` takes all. As in TensorFlow each run has
+    a copy of params: the model_fn runs more than once, in each mode and for each shape of a batch.
 
     Raises:
       ValueError: the model_fn has no `features`, has arguments no one fills, or lacks `params` although some are given.
@@ -49,7 +53,7 @@ def bind(model_fn: ModelFn, params: Any = None, config: Any = None) -> ModelFn:
                 f"{shown} does not take labels, but input_fn returns labels. "
                 "Add the argument, or let input_fn return features alone."
             )
-        offered = {"labels": labels, "mode": mode, "params": params, "config": config}
+        offered = {"labels": labels, "mode": mode, "params": _own_copy(params), "config": config}
         taken = {n: v for n, v in offered.items() if takes_all or n in accepted}
         spec = model_fn(features=features, **taken)
         if not isinstance(spec, EstimatorSpec):
@@ -62,3 +66,8 @@ def bind(model_fn: ModelFn, params: Any = None, config: Any = None) -> ModelFn:
         return spec
 
     return call
+
+
+def _own_copy(params: Any) -> Any:
+    """A copy that shares arrays: to copy these would become a part of the compiled program."""
+    return copy.deepcopy(params, {id(x): x for x in jax.tree.leaves(params) if isinstance(x, jax.Array)})

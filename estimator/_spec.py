@@ -33,7 +33,8 @@ class EstimatorSpec:
 
     Attributes:
       mode: a `ModeKeys`, or its string.
-      predictions: any pytree of batch-major arrays. Required in PREDICT.
+      predictions: any pytree of batch-major arrays of numbers: strings are no part of a compiled program, so classes
+        are integers here, and get their names from what `predict` yields. Required in PREDICT.
       loss: scalar array. Required in TRAIN and EVAL.
       train_op: what `minimize`, `apply_gradients` or `group` returned. Required in TRAIN.
       eval_metric_ops: by name, what the functions of `est.metrics` return, or any pytree with `merge` and `compute`.
@@ -134,10 +135,21 @@ def _checked_loss(mode: ModeKeys, loss: Any) -> Any:
 def _checked_predictions(mode: ModeKeys, predictions: PyTree) -> PyTree:
     if predictions is None and mode == ModeKeys.PREDICT:
         raise ValueError("Missing predictions: an EstimatorSpec needs them in mode 'infer'.")
-    for path, leaf in jax.tree_util.tree_leaves_with_path(predictions):
-        if not _is_array(leaf):
-            raise TypeError(f"predictions{jax.tree_util.keystr(path)} must be an array, given: {_shown(leaf)}.")
+    _check_arrays("predictions", predictions)
     return {} if predictions is None else predictions
+
+
+def _check_arrays(field: str, tree: PyTree) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        name = field + jax.tree_util.keystr(path)
+        if not _is_array(leaf):
+            raise TypeError(f"{name} must be an array, given: {_shown(leaf)}.")
+        if not isinstance(leaf, jax.Array) and np.dtype(leaf.dtype).kind in "OSUMm":
+            raise TypeError(
+                f"{name} must be an array of numbers, given one of dtype {leaf.dtype}, which no compiled program "
+                "holds. Strings stay on the host: return integer classes, and look up their names in what `predict` "
+                "yields."
+            )
 
 
 def _checked_metrics(metrics: Any) -> dict[str, Any]:
@@ -169,6 +181,7 @@ def _checked_exports(mode: ModeKeys, exports: Any, predictions: PyTree) -> Any:
                 f"export_outputs[{name!r}] must be one of `est.export`'s outputs, such as "
                 f"`est.export.PredictOutput(predictions)`; given: {_shown(output)}."
             )
+    _check_arrays("export_outputs", exports)
     if DEFAULT_SIGNATURE not in exports:
         if len(exports) != 1:
             raise ValueError(

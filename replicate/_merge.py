@@ -17,28 +17,27 @@ from replicate._towers import cross_tower_sum, num_towers, tower_index
 PyTree = Any
 
 
-def concatenate_rows(stacked: PyTree, rows: int, field: str) -> PyTree:
-    """Arrays of shape `[towers, rows, ...]`, tower after tower: the order of the input.
+def check_rows(spec: EstimatorSpec, rows: int) -> None:
+    """Raises a ValueError unless all that is to be concatenated has the rows of its tower.
 
-    Args:
-      rows: the number of examples in each tower.
-      field: what the pytree is, for the message.
-
-    Raises:
-      ValueError: an array has no batch dimension.
+    Exactly those: an array of fixed size, such as a bias, would otherwise be repeated without a word.
     """
+    for field in ("predictions", "export_outputs"):
+        for path, leaf in jax.tree_util.tree_leaves_with_path(getattr(spec, field)):
+            if leaf.shape[:1] != (rows,):
+                raise ValueError(
+                    f"{field}{jax.tree_util.keystr(path)} must have the batch as its first dimension to be put "
+                    f"together from several towers; it has shape {leaf.shape} in a tower of {rows} examples. "
+                    "Report a value of the whole batch by eval_metric_ops."
+                )
 
-    def concatenate(path: Any, leaf: jax.Array) -> jax.Array:
-        shape = leaf.shape[1:]
-        if not shape or shape[0] % rows:
-            raise ValueError(
-                f"{field}{jax.tree_util.keystr(path)} must have the batch as its first dimension to be put together "
-                f"from several towers; it has shape {shape} in a tower of {rows} examples. "
-                "Report a value of the whole batch by eval_metric_ops."
-            )
-        return leaf.reshape(leaf.shape[0] * shape[0], *shape[1:])
 
-    return jax.tree_util.tree_map_with_path(concatenate, stacked)
+def concatenate_rows(stacked: PyTree) -> PyTree:
+    """Arrays of shape `[towers, rows, ...]`, tower after tower: the order of the input."""
+    return jax.tree.map(
+        lambda x: x.reshape(x.shape[1:] if len(x) == 1 else (x.shape[0] * x.shape[1], *x.shape[2:])),
+        stacked,
+    )
 
 
 def join(parts: list[PyTree]) -> PyTree:
@@ -46,9 +45,27 @@ def join(parts: list[PyTree]) -> PyTree:
     return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)
 
 
+def join_metrics(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """One metric for each name from two parts of a batch.
+
+    Raises:
+      ValueError: the parts have other metrics, as only a model_fn that looks at the number of rows can make them.
+    """
+    first, second = parts
+    if first.keys() != second.keys():
+        raise ValueError(
+            f"The model_fn returned the metrics {sorted(first)} for the rows that divide by the towers, but "
+            f"{sorted(second)} for those left over. Return the same ones for any number of rows and towers."
+        )
+    return {name: metric.merge(second[name]) for name, metric in first.items()}
+
+
 def merges_by_sum(metric: Any) -> bool:
     """Whether the towers' states may ride in the one sum of everything else."""
-    return isinstance(metric, Metric) and type(metric).merge is Metric.merge
+    if not isinstance(metric, Metric) or type(metric).merge is not Metric.merge:
+        return False
+    # A sum of booleans is a boolean where states are merged, but an integer across towers.
+    return all(jnp.result_type(leaf) != jnp.bool_ for leaf in jax.tree.leaves(metric))
 
 
 def merge_metrics(stacked: dict[str, Any], towers: int) -> dict[str, Any]:
@@ -97,13 +114,9 @@ def with_gradients(spec: EstimatorSpec, gradients: list[dict[str, PyTree] | None
     return dataclasses.replace(spec, train_op=train_op)
 
 
-def merged(own: PyTree, towers: int, rows: int) -> PyTree:
+def merged(own: PyTree, towers: int) -> PyTree:
     predictions, metrics, exports = own
-    return (
-        concatenate_rows(predictions, rows, "predictions"),
-        merge_metrics(metrics, towers),
-        concatenate_rows(exports, rows, "export_outputs"),
-    )
+    return concatenate_rows(predictions), merge_metrics(metrics, towers), concatenate_rows(exports)
 
 
 def summed(

@@ -16,7 +16,17 @@ from estimator._model_fn import ModelFn, bind
 from estimator._placement import Placement, SeparatePlacement
 from replicate._devices import find_devices
 from replicate._distribution import Mirrored, VariableDistribution, place
-from replicate._merge import apart, join, merged, summed, together, with_gradients, without_gradients
+from replicate._merge import (
+    apart,
+    check_rows,
+    join,
+    join_metrics,
+    merged,
+    summed,
+    together,
+    with_gradients,
+    without_gradients,
+)
 from replicate._tower_optimizer import TowerOptimizer
 from replicate._towers import (
     cross_tower_mean,
@@ -165,6 +175,7 @@ class _Replicas:
             ran.append(after)
             if num_towers() > 1:
                 _check_optimizers(outcome.spec.train_op)
+                check_rows(outcome.spec, rows // num_towers())
             same, own = apart(outcome.spec, scale)
             gradients = None
             if separate:
@@ -180,8 +191,7 @@ class _Replicas:
             same = dataclasses.replace(same, train_op=self.placement.whole(same.train_op))
         _keep_names(frame, ran[-1])
         frame.assigned.update(written)
-        towers = len(self.devices)
-        return together(same, merged(own, towers, rows // towers))
+        return together(same, merged(own, len(self.devices)))
 
     def evaluate(self, call: Call, frame: Frame, batch: PyTree, rows: int) -> EstimatorSpec:
         """Every example counts once: what does not divide by the towers is one more, smaller call."""
@@ -212,11 +222,13 @@ class _Replicas:
                 scale = 1 / len(devices) if self.mean_loss else 1.0
                 outcome, after = run(attempt, inside, take_gradients=False, loss_scale=scale)
                 ran.append(after)
+                if towers > 1:
+                    check_rows(outcome.spec, size // len(devices))
                 same, own = apart(outcome.spec, scale)
                 return cross_tower_sum((same, seen)), own
 
             (same, totals), own = tower_map(tower, devices)(_start(frame), mine)
-            return same, totals, merged(own, len(devices), size // len(devices))
+            return same, totals, merged(own, len(devices))
 
         ran: list[Frame] = []
         results = [run_part(part, None) for part in parts]
@@ -240,9 +252,7 @@ class _Replicas:
             loss=loss,
             predictions=join([first.predictions, second.predictions]),
             export_outputs=join([first.export_outputs, second.export_outputs]),
-            eval_metric_ops={
-                name: metric.merge(second.eval_metric_ops[name]) for name, metric in first.eval_metric_ops.items()
-            },
+            eval_metric_ops=join_metrics([first.eval_metric_ops, second.eval_metric_ops]),
         )
 
 

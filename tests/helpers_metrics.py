@@ -1,7 +1,11 @@
-"""A metric of a user's own, for the tests."""
+"""Metrics of a user's own, for the tests: none merges by the sum of its states."""
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
+
+import estimator as est
 
 
 @jax.tree_util.register_pytree_node_class
@@ -23,3 +27,87 @@ class Largest:
     @classmethod
     def tree_unflatten(cls, _, leaves):
         return cls(*leaves)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Collected:
+    """clu's protocol again: all values, one after the other; the state grows."""
+
+    values: jax.Array
+
+    def merge(self, other):
+        return Collected(jnp.concatenate([self.values, other.values]))
+
+    def compute(self):
+        return self.values
+
+
+class Span(est.metrics.Metric):
+    """From the smallest to the largest value."""
+
+    low: jax.Array
+    high: jax.Array
+
+    def merge(self, other):
+        return Span(jnp.minimum(self.low, other.low), jnp.maximum(self.high, other.high))
+
+    def result(self):
+        return self.high - self.low
+
+
+class Deviation(est.metrics.Metric):
+    """The standard deviation, by the stable merge of counts, means and squares."""
+
+    count: jax.Array
+    mean: jax.Array
+    squares: jax.Array
+
+    def merge(self, other):
+        count = self.count + other.count
+        apart = other.mean - self.mean
+        squares = self.squares + other.squares + apart**2 * self.count * other.count / count
+        return Deviation(count, self.mean + apart * other.count / count, squares)
+
+    def result(self):
+        return (self.squares / self.count) ** 0.5
+
+
+class Sample(est.metrics.Metric):
+    """The values of highest priority, `size` of them: a sample without replacement."""
+
+    priorities: jax.Array
+    values: jax.Array
+    size: int = dataclasses.field(metadata={"static": True})
+
+    def merge(self, other):
+        priorities = jnp.concatenate([self.priorities, other.priorities])
+        values = jnp.concatenate([self.values, other.values])
+        _, best = jax.lax.top_k(priorities, self.size)
+        return Sample(priorities[best], values[best], self.size)
+
+    def result(self):
+        return self.values
+
+
+class Seen(est.metrics.Metric):
+    """Whether any row had it: states of booleans, merged by the default rule."""
+
+    value: jax.Array
+
+    def result(self):
+        return self.value
+
+
+def all_of(values):
+    """Every metric here; values: float32 of shape `(batch,)`."""
+    rows = jnp.float32(values.shape[0])
+    return {
+        "largest": Largest(values.max()),
+        "collected": Collected(values),
+        "span": Span(values.min(), values.max()),
+        "deviation": Deviation(rows, values.mean(), ((values - values.mean()) ** 2).sum()),
+        "sample": Sample(jnp.cos(values), values, 3).merge(Sample(jnp.full(3, -2.0), jnp.zeros(3), 3)),
+        "seen": Seen((values > 2).any()),
+        "unseen": Seen((values > 100).any()),
+    }
