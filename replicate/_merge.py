@@ -16,13 +16,15 @@ from replicate._towers import cross_tower_sum, num_towers, tower_index
 
 PyTree = Any
 
+_SEVERAL = {"tower": "towers", "micro-batch": "micro-batches"}  # the parts of a batch, for messages
 
-def concatenate_rows(stacked: PyTree, rows: int, field: str) -> PyTree:
+
+def concatenate_rows(stacked: PyTree, rows: int, field: str, part: str = "tower") -> PyTree:
     """Arrays of shape `[towers, rows, ...]`, tower after tower: the order of the input.
 
     Args:
       rows: the number of examples in each tower.
-      field: what the pytree is, for the message.
+      field, part: what the pytree is, and what each part of the batch is called, for the message.
 
     Raises:
       ValueError: an array has no batch dimension.
@@ -33,7 +35,7 @@ def concatenate_rows(stacked: PyTree, rows: int, field: str) -> PyTree:
         if not shape or shape[0] % rows:
             raise ValueError(
                 f"{field}{jax.tree_util.keystr(path)} must have the batch as its first dimension to be put together "
-                f"from several towers; it has shape {shape} in a tower of {rows} examples. "
+                f"from several {_SEVERAL[part]}; it has shape {shape} in a {part} of {rows} examples. "
                 "Report a value of the whole batch by eval_metric_ops."
             )
         return leaf.reshape(leaf.shape[0] * shape[0], *shape[1:])
@@ -84,12 +86,12 @@ def together(same: EstimatorSpec, own: PyTree) -> EstimatorSpec:
     return dataclasses.replace(same, predictions=predictions, eval_metric_ops=metrics, export_outputs=exports)
 
 
-def merged(own: PyTree, towers: int, rows: int) -> PyTree:
+def merged(own: PyTree, towers: int, rows: int, part: str = "tower") -> PyTree:
     predictions, metrics, exports = own
     return (
-        concatenate_rows(predictions, rows, "predictions"),
+        concatenate_rows(predictions, rows, "predictions", part),
         merge_metrics(metrics, towers),
-        concatenate_rows(exports, rows, "export_outputs"),
+        concatenate_rows(exports, rows, "export_outputs", part),
     )
 
 
@@ -100,24 +102,34 @@ def summed(
     aggregation: dict[str, VariableAggregation],
 ) -> tuple[EstimatorSpec, dict[str, PyTree]]:
     """What all towers agree on after one sum: gradients, losses, and the variables the model_fn wrote."""
-    assigned = {name: _share(name, value, aggregation[name]) for name, value in outcome.assigned.items()}
+    assigned = {
+        name: share(name, value, aggregation[name], tower_index(), num_towers())
+        for name, value in outcome.assigned.items()
+    }
     same, assigned, added = cross_tower_sum((same, assigned, outcome.added))
     # A sum of booleans is an integer.
     assigned = jax.tree.map(lambda x, like: x.astype(like.dtype), assigned, outcome.assigned)
     return same, written(Outcome(outcome.spec, assigned, added), variables)
 
 
-def _share(name: str, value: PyTree, aggregation: VariableAggregation) -> PyTree:
-    """This tower's share of the value that all towers' sum is to give."""
-    towers = num_towers()
-    if towers == 1 or aggregation == VariableAggregation.SUM:
+def share(
+    name: str,
+    value: PyTree,
+    aggregation: VariableAggregation,
+    index: jax.Array,
+    parts: int,
+    part: str = "tower",
+) -> PyTree:
+    """What the `index`-th of several parts gives to the sum over all parts, which is to be the new value."""
+    if parts == 1 or aggregation == VariableAggregation.SUM:
         return value
     if aggregation == VariableAggregation.ONLY_FIRST_TOWER:
-        return jax.tree.map(lambda x: jnp.where(tower_index() == 0, x, jnp.zeros_like(x)), value)
+        return jax.tree.map(lambda x: jnp.where(index == 0, x, jnp.zeros_like(x)), value)
     for leaf in jax.tree.leaves(value):
         if not jnp.issubdtype(leaf.dtype, jnp.inexact):
             raise ValueError(
-                f"The towers assign to the variable {name!r}, whose {leaf.dtype} values cannot be averaged. Create it "
-                "with `aggregation=est.VariableAggregation.SUM` or `ONLY_FIRST_TOWER`, or use `est.assign_add`."
+                f"The {_SEVERAL[part]} assign to the variable {name!r}, whose {leaf.dtype} values cannot be averaged. "
+                "Create it with `aggregation=est.VariableAggregation.SUM` or `ONLY_FIRST_TOWER`, or use "
+                "`est.assign_add`."
             )
-    return jax.tree.map(lambda x: x / towers, value)
+    return jax.tree.map(lambda x: x / parts, value)
