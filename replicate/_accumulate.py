@@ -97,17 +97,17 @@ def accumulated(
         outcome, _ = run(attempt, inside, take_gradients=denominators is not None, loss_scale=loss_scale * part)
         return outcome, seen
 
-    def only_denominators(_: None, numbered: PyTree) -> tuple[None, list[jax.Array]]:
-        return None, one(*numbered, denominators=None)[1]
+    def only_denominators(_: None, numbered: tuple[jax.Array, PyTree]) -> tuple[None, list[jax.Array]]:
+        return None, one(*numbered, None)[1]
 
     denominators: list[jax.Array] = []
     if averaged:
         _, stacked = jax.lax.scan(only_denominators, None, numbered)
         denominators = cross_tower_mean([jnp.mean(each) for each in stacked])
 
-    def add(totals: list[jax.Array], numbered: PyTree) -> tuple[list[jax.Array], PyTree]:
-        index, _ = numbered
-        outcome, _ = one(*numbered, denominators=denominators)
+    def add(totals: list[jax.Array], numbered: tuple[jax.Array, PyTree]) -> tuple[list[jax.Array], PyTree]:
+        index, rows_of_it = numbered
+        outcome, _ = one(index, rows_of_it, denominators)
         assigned = {
             name: share(name, value, aggregation[name], index, steps, "micro-batch")
             for name, value in outcome.assigned.items()

@@ -70,7 +70,7 @@ def replicate_model_fn(
 
     Raises:
       ValueError: the reduction is NONE, there are no such devices, or, while it runs, the batch does not divide by
-        the towers in TRAIN, or an optimizer is not wrapped in `TowerOptimizer`.
+        the towers (times `accumulate_steps`) in TRAIN, or an optimizer is not wrapped in `TowerOptimizer`.
     """
     if Reduction(loss_reduction) == Reduction.NONE:
         raise ValueError(

@@ -31,6 +31,8 @@ class TowerOptimizer(Optimizer):
     that a training step still counts one step of the whole batch. All that is said of towers holds for these
     micro-batches: the loss is scaled by 1 / (towers * k) unless the reduction is SUM, keys of `est.make_rng` differ,
     assigned values are merged by aggregation, predictions put together in input order. TensorFlow had no such thing.
+    That there are micro-batches is known only after the model_fn was traced once for all rows of a tower; of this run
+    the compiled program keeps nothing but side effects, such as `jax.debug.print`.
 
     >>> import estimator as est, jax, jax.numpy as jnp
     >>> from replicate import replicate_model_fn
@@ -55,6 +57,8 @@ class TowerOptimizer(Optimizer):
       TypeError: there is no optimizer.
       ValueError: `accumulate_steps` is no integer of at least 1.
     """
+
+    accumulate_steps: int
 
     def __init__(
         self,
