@@ -16,9 +16,11 @@ from replicate._towers import cross_tower_sum, num_towers, tower_index
 
 PyTree = Any
 
+_SEVERAL = {"tower": "towers", "micro-batch": "micro-batches"}  # the parts of a batch, for messages
 
-def check_rows(spec: EstimatorSpec, rows: int) -> None:
-    """Raises a ValueError unless all that is to be concatenated has the rows of its tower.
+
+def check_rows(spec: EstimatorSpec, rows: int, part: str = "tower") -> None:
+    """Raises a ValueError unless all that is to be concatenated has the rows of its tower, or its other `part`.
 
     Exactly those: an array of fixed size, such as a bias, would otherwise be repeated without a word.
     """
@@ -27,8 +29,8 @@ def check_rows(spec: EstimatorSpec, rows: int) -> None:
             if leaf.shape[:1] != (rows,):
                 raise ValueError(
                     f"{field}{jax.tree_util.keystr(path)} must have the batch as its first dimension to be put "
-                    f"together from several towers; it has shape {leaf.shape} in a tower of {rows} examples. "
-                    "Report a value of the whole batch by eval_metric_ops."
+                    f"together from several {_SEVERAL[part]}; it has shape {leaf.shape} in a {part} of {rows} "
+                    "examples. Report a value of the whole batch by eval_metric_ops."
                 )
 
 
@@ -126,24 +128,34 @@ def summed(
     aggregation: dict[str, VariableAggregation],
 ) -> tuple[EstimatorSpec, dict[str, PyTree]]:
     """What all towers agree on after one sum: gradients, losses, and the variables the model_fn wrote."""
-    assigned = {name: _share(name, value, aggregation[name]) for name, value in outcome.assigned.items()}
+    assigned = {
+        name: share(name, value, aggregation[name], tower_index(), num_towers())
+        for name, value in outcome.assigned.items()
+    }
     same, assigned, added = cross_tower_sum((same, assigned, outcome.added))
     # A sum of booleans is an integer.
     assigned = jax.tree.map(lambda x, like: x.astype(like.dtype), assigned, outcome.assigned)
     return same, written(Outcome(outcome.spec, assigned, added), variables)
 
 
-def _share(name: str, value: PyTree, aggregation: VariableAggregation) -> PyTree:
-    """This tower's share of the value that all towers' sum is to give."""
-    towers = num_towers()
-    if towers == 1 or aggregation == VariableAggregation.SUM:
+def share(
+    name: str,
+    value: PyTree,
+    aggregation: VariableAggregation,
+    index: jax.Array,
+    parts: int,
+    part: str = "tower",
+) -> PyTree:
+    """What the `index`-th of several parts gives to the sum over all parts, which is to be the new value."""
+    if parts == 1 or aggregation == VariableAggregation.SUM:
         return value
     if aggregation == VariableAggregation.ONLY_FIRST_TOWER:
-        return jax.tree.map(lambda x: jnp.where(tower_index() == 0, x, jnp.zeros_like(x)), value)
+        return jax.tree.map(lambda x: jnp.where(index == 0, x, jnp.zeros_like(x)), value)
     for leaf in jax.tree.leaves(value):
         if not jnp.issubdtype(leaf.dtype, jnp.inexact):
             raise ValueError(
-                f"The towers assign to the variable {name!r}, whose {leaf.dtype} values cannot be averaged. Create it "
-                "with `aggregation=est.VariableAggregation.SUM` or `ONLY_FIRST_TOWER`, or use `est.assign_add`."
+                f"The {_SEVERAL[part]} assign to the variable {name!r}, whose {leaf.dtype} values cannot be averaged. "
+                "Create it with `aggregation=est.VariableAggregation.SUM` or `ONLY_FIRST_TOWER`, or use "
+                "`est.assign_add`."
             )
-    return jax.tree.map(lambda x: x / towers, value)
+    return jax.tree.map(lambda x: x / parts, value)

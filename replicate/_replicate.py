@@ -14,6 +14,7 @@ from estimator._frame import Frame, PyTree, current_frame, open_frame
 from estimator._gradients import has_pending, run
 from estimator._model_fn import ModelFn, bind
 from estimator._placement import Placement, SeparatePlacement
+from replicate._accumulate import accumulate_steps, accumulated
 from replicate._devices import find_devices
 from replicate._distribution import Mirrored, VariableDistribution, place
 from replicate._merge import (
@@ -82,7 +83,7 @@ def replicate_model_fn(
 
     Raises:
       ValueError: the reduction is NONE, there are no such devices, or, while it runs, the batch does not divide by
-        the towers in TRAIN, or an optimizer is not wrapped in `TowerOptimizer`.
+        the towers (times `accumulate_steps`) in TRAIN, or an optimizer is not wrapped in `TowerOptimizer`.
     """
     if Reduction(loss_reduction) == Reduction.NONE:
         raise ValueError(
@@ -166,16 +167,31 @@ class _Replicas:
         ran: list[Frame] = []
 
         def tower(start: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
-            outcome, after = run(
-                lambda: call(batch),
-                _tower_frame(frame, start, first=0),
-                take_gradients=True,
-                loss_scale=scale,
-            )
+            averaged: list[bool] = []
+
+            def average(denominator: jax.Array) -> jax.Array:
+                averaged.append(True)
+                return cross_tower_mean(denominator)
+
+            inside = _tower_frame(frame, start, first=0, average_denominator=average)
+            outcome, after = run(lambda: call(batch), inside, take_gradients=True, loss_scale=scale)
             ran.append(after)
             if num_towers() > 1:
                 _check_optimizers(outcome.spec.train_op)
                 check_rows(outcome.spec, rows // num_towers())
+            steps = accumulate_steps(outcome.spec.train_op)
+            if steps > 1:  # what ran so far is not used, and left out of the compiled program
+                outcome = accumulated(
+                    call,
+                    batch,
+                    inside.fresh(key=start[2]),
+                    steps,
+                    like=outcome,
+                    aggregation=after.aggregation,
+                    averaged=bool(averaged),
+                    loss_scale=scale,
+                    mean_loss=self.mean_loss,
+                )
             same, own = apart(outcome.spec, scale)
             gradients = None
             if separate:
