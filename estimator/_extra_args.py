@@ -83,6 +83,14 @@ def call_update(
                     "Use `minimize(loss)`."
                 ) from error
             raise
+        except (ValueError, jax.errors.UnexpectedTracerError) as error:
+            if isinstance(error, ValueError) and "Mesh for all inputs should be equal" not in str(error):
+                raise
+            raise ValueError(
+                "The optimizer holds a value that the model_fn computed, such as a learning rate made from "
+                "`est.global_step()`. Towers compute, but the update is done once, after them. Give a function that "
+                "computes it all, `TowerOptimizer(lambda: optax.sgd(rate(est.global_step())))`, or an optax schedule."
+            ) from error
 
 
 def _no_probe(params: PyTree) -> tuple[jax.Array, PyTree]:

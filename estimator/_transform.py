@@ -176,7 +176,17 @@ class _Steps:
         at: Callable[[dict[str, PyTree]], TrainOp] | None = None,
     ) -> State:
         """The state after a step whose gradients are known."""
-        variables, slots = apply_updates(train_op, state.variables, state.slots, at)
+        frame = Frame(  # for an optimizer given as a function that asks for the step or for a variable
+            ModeKeys.TRAIN,
+            state.variables,
+            state.slots,
+            key=state.key,
+            global_step=state.global_step,
+            trainable=dict.fromkeys(state.variables, True),
+            reuse=True,
+        )
+        with open_frame(frame):
+            variables, slots = apply_updates(train_op, state.variables, state.slots, at)
         return State({**variables, **assigned}, slots, state.global_step + 1, state.key)
 
     def _pure_train(
