@@ -40,10 +40,8 @@ def extra_args(loss: jax.Array | None, gradients: PyTree, params: PyTree, probe:
         return value, sum(jax.tree.leaves(products), jnp.zeros_like(value))
 
     def whole(changed: PyTree) -> PyTree:
-        """With the values that `optax.masked` left out, in the variables' dtypes."""
-        return jax.tree.map(
-            lambda new, old: old if _is_masked(new) else new.astype(old.dtype), changed, params, is_leaf=_is_masked
-        )
+        """With the values that `optax.masked` left out."""
+        return jax.tree.map(lambda new, old: old if _is_masked(new) else new, changed, params, is_leaf=_is_masked)
 
     def value_fn(params: PyTree, grad_fn: Any = None, obj_fn: Any = None) -> jax.Array:
         del grad_fn, obj_fn  # line searches refuse an argument that their value_fn does not name

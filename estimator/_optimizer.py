@@ -71,7 +71,10 @@ class Optimizer:
     1.0 0.0
 
     Args:
-      optimizer_or_fn: an `optax.GradientTransformation`, or a function without arguments that returns one.
+      optimizer_or_fn: an `optax.GradientTransformation` (or what acts as one, as `optax.MultiSteps`), or a function
+        without arguments that returns one, which may call `est.global_step()` and `est.read_variable(name)`. Of the
+        arguments that some optax updates take besides gradients, `grad` and `grad_fn` are given, and after `minimize`
+        `value`, `value_fn` and `obj_fn`. An optimizer that calls such a function runs the model_fn again each time.
       name: of its entries in `State.slots`; by default "optimizer". A second one of a name gets "_1" added.
     """
 
@@ -182,7 +185,10 @@ class Optimizer:
         return None
 
     def get_slot_names(self) -> list[str]:
-        """The names of the optimizer's slots: the fields of the optax states that hold a value per variable."""
+        """The names of the optimizer's slots: the fields of the optax states that hold a value per variable.
+
+        Counters are none, nor are hyperparameters as `optax.inject_hyperparams` keeps them.
+        """
         return sorted({slot for slot, _ in self._slot_dicts()})
 
     def variables(self) -> list[PyTree]:

@@ -158,6 +158,19 @@ def test_injected_hyperparams_are_changed_between_steps():
     np.testing.assert_allclose(state.variables["w"], -3 - 1.5)
 
 
+def test_optax_may_mix_dtypes_although_the_user_may_not():
+    """A schedule gives float32 rates to variables of bfloat16."""
+
+    def model_fn(features, labels, mode):
+        w = est.get_variable("w", (), jnp.bfloat16, jax.nn.initializers.zeros)
+        loss = jnp.mean(w.astype(jnp.float32) * features)
+        optimizer = TowerOptimizer(optax.inject_hyperparams(optax.sgd)(schedule))
+        return est.EstimatorSpec(mode, loss=loss, train_op=optimizer.minimize(loss))
+
+    taken, _ = steps_taken(model_fn, towers=2)
+    np.testing.assert_allclose(taken.astype(np.float32), -3 * np.array(RATES))
+
+
 # Several optimizers.
 
 
