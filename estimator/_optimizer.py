@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from estimator._extra_args import call_update, extra_args
 from estimator._frame import Frame, PyTree, current_frame
 from estimator._modes import ModeKeys
 
@@ -69,7 +71,10 @@ class Optimizer:
     1.0 0.0
 
     Args:
-      optimizer_or_fn: an `optax.GradientTransformation`, or a function without arguments that returns one.
+      optimizer_or_fn: an `optax.GradientTransformation` (or what acts as one, as `optax.MultiSteps`), or a function
+        without arguments that returns one, which may call `est.global_step()` and `est.read_variable(name)`. Of the
+        arguments that some optax updates take besides gradients, `grad` and `grad_fn` are given, and after `minimize`
+        `value`, `value_fn` and `obj_fn`. An optimizer that calls such a function runs the model_fn again each time.
       name: of its entries in `State.slots`; by default "optimizer". A second one of a name gets "_1" added.
     """
 
@@ -90,7 +95,7 @@ class Optimizer:
         return self._name
 
     @property
-    def transformation(self) -> optax.GradientTransformationExtraArgs:
+    def transformation(self) -> optax.GradientTransformation:
         """The optax transformation that does the work; made anew at each call if it was given as a function."""
         made = self._optimizer_or_fn
         if not _is_transformation(made):
@@ -100,7 +105,7 @@ class Optimizer:
                     f"The function given to `{type(self).__name__}` must return an optax.GradientTransformation; "
                     f"it returned {made!r}."
                 )
-        return optax.with_extra_args_support(made)
+        return made
 
     def minimize(self, loss: jax.Array, var_list: Sequence[str] | None = None) -> TrainOp:
         """The train_op that moves the variables against the gradient of `loss`.
@@ -175,12 +180,15 @@ class Optimizer:
         To be called after `minimize` or `apply_gradients`, as in TensorFlow.
         """
         for slot, by_variable in self._slot_dicts():
-            if slot == slot_name and var_name in by_variable:
+            if slot == slot_name and not isinstance(by_variable.get(var_name), optax.MaskedNode | None):
                 return by_variable[var_name]
         return None
 
     def get_slot_names(self) -> list[str]:
-        """The names of the optimizer's slots: the fields of the optax states that hold a value per variable."""
+        """The names of the optimizer's slots: the fields of the optax states that hold a value per variable.
+
+        Counters are none, nor are hyperparameters as `optax.inject_hyperparams` keeps them.
+        """
         return sorted({slot for slot, _ in self._slot_dicts()})
 
     def variables(self) -> list[PyTree]:
@@ -192,11 +200,18 @@ class Optimizer:
         return [frame.slots[name] for name, owner in frame.slot_owners.items() if owner is self]
 
     def _slot_dicts(self) -> list[tuple[str, dict[str, PyTree]]]:
+        frame = current_frame(f"{type(self).__name__}.get_slot")
+
+        def is_slot(node: Any) -> bool:
+            return isinstance(node, dict) and all(
+                frame.trainable.get(name) and _is_per_variable(value, frame.variables[name])
+                for name, value in node.items()
+            )
+
         found = []
-        is_dict = lambda node: isinstance(node, dict)  # noqa: E731
-        for path, node in jax.tree_util.tree_leaves_with_path(self._states(), is_leaf=is_dict):
+        for path, node in jax.tree_util.tree_leaves_with_path(self._states(), is_leaf=is_slot):
             fields = [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)]
-            if isinstance(node, dict) and fields:
+            if isinstance(node, dict) and node and fields:
                 found.append((fields[-1], node))
         return found
 
@@ -207,7 +222,8 @@ class Optimizer:
             slots = next(s for i in range(1, len(taken) + 2) if (s := f"{self._name}_{i}") not in taken)
         taken[slots] = self
         if frame.initializing:
-            frame.slots[slots] = self.transformation.init({n: frame.variables[n] for n in names})
+            with jax.numpy_dtype_promotion("standard"):  # as in `apply_updates`
+                frame.slots[slots] = self.transformation.init({n: frame.variables[n] for n in names})
         return slots
 
 
@@ -223,29 +239,48 @@ def group(*train_ops: TrainOp) -> TrainOp:
 
 
 def apply_updates(
-    train_op: TrainOp, variables: dict[str, PyTree], slots: dict[str, PyTree]
+    train_op: TrainOp,
+    variables: dict[str, PyTree],
+    slots: dict[str, PyTree],
+    at: Callable[[dict[str, PyTree]], TrainOp] | None = None,
 ) -> tuple[dict[str, PyTree], dict[str, PyTree]]:
-    """The variables and slots after a train_op whose gradients are known."""
-    for update in train_op.updates:
+    """The variables and slots after a train_op whose gradients are known.
+
+    Args:
+      at: the train_op that the same step has at other values of the variables; run only for optimizers that ask.
+    """
+    start = variables
+
+    def updated(i: int, changed: dict[str, PyTree]) -> tuple[Any, Any]:
+        update = at({**start, **changed}).updates[i]  # type: ignore[misc]
+        return update.loss, update.gradients
+
+    for i, update in enumerate(train_op.updates):
         if update.slots not in slots:
             raise ValueError(
                 f"The state has no slots for the optimizer {update.slots!r}, only {sorted(slots)}. "
                 "Initialize it in mode 'train' by the same model_fn."
             )
         params = {name: variables[name] for name in update.gradients or {}}
-        extra = {} if update.loss is None else {"value": update.loss}
+        extra = extra_args(update.loss, update.gradients, params, at and functools.partial(updated, i))
         # optax itself mixes dtypes (adam's `decay**count`), so a user's strict promotion must not reach into it.
         with jax.numpy_dtype_promotion("standard"):
-            steps, new_slots = update.optimizer.transformation.update(
-                update.gradients, slots[update.slots], params, **extra
-            )
-        variables = {**variables, **optax.apply_updates(params, steps)}
+            transformation = update.optimizer.transformation
+            steps, new_slots = call_update(transformation.update, update.gradients, slots[update.slots], params, extra)
+            variables = {**variables, **optax.apply_updates(params, steps)}
         slots = {**slots, update.slots: new_slots}
     return variables, slots
 
 
 def _is_transformation(candidate: Any) -> bool:
     return callable(getattr(candidate, "init", None)) and callable(getattr(candidate, "update", None))
+
+
+def _is_per_variable(value: Any, variable: PyTree) -> bool:
+    """Whether a part of an optimizer's state goes with a variable, or says that `optax.masked` left it out."""
+    is_masked = lambda node: isinstance(node, optax.MaskedNode)  # noqa: E731
+    same = jax.tree.structure(value, is_leaf=is_masked) == jax.tree.structure(variable)  # type: ignore[operator]
+    return is_masked(value) or same
 
 
 def _checked_loss(caller: str, loss: Any) -> jax.Array:

@@ -176,17 +176,37 @@ class _Steps:
         outcome, _ = run(lambda: self._call(features, labels, mode), frame, take_gradients=found.pending)
         return outcome.spec, written(outcome, state.variables)
 
-    def _apply(self, state: State, train_op: TrainOp, assigned: dict[str, PyTree]) -> State:
+    def _apply(
+        self,
+        state: State,
+        train_op: TrainOp,
+        assigned: dict[str, PyTree],
+        at: Callable[[dict[str, PyTree]], TrainOp] | None = None,
+    ) -> State:
         """The state after a step whose gradients are known."""
-        variables, slots = apply_updates(train_op, state.variables, state.slots)
+        frame = Frame(  # for an optimizer given as a function that asks for the step or for a variable
+            ModeKeys.TRAIN,
+            state.variables,
+            state.slots,
+            key=state.key,
+            global_step=state.global_step,
+            trainable=dict.fromkeys(state.variables, True),
+            reuse=True,
+        )
+        with open_frame(frame):
+            variables, slots = apply_updates(train_op, state.variables, state.slots, at)
         return State({**variables, **assigned}, slots, state.global_step + 1, state.key)
 
     def _pure_train(
         self, found: _Traits, state: State, features: PyTree, labels: PyTree
     ) -> tuple[State, EstimatorSpec]:
+        def at(variables: dict[str, PyTree]) -> TrainOp:
+            start = state._replace(variables=variables)
+            return self._compute(found, start, features, labels, ModeKeys.TRAIN)[0].train_op
+
         spec, assigned = self._compute(found, state, features, labels, ModeKeys.TRAIN)
-        state = self._apply(state, spec.train_op, assigned)
-        return state, dataclasses.replace(spec, train_op=TrainOp())
+        after = self._apply(state, spec.train_op, assigned, at)
+        return after, dataclasses.replace(spec, train_op=TrainOp())
 
     # The compiled ones.
 
