@@ -13,6 +13,7 @@ import numpy as np
 from estimator._frame import PyTree
 from estimator._modes import ModeKeys
 from estimator._optimizer import TrainOp
+from estimator._sparse import is_sparse
 from estimator.export import DEFAULT_SIGNATURE, ExportOutput, PredictOutput
 
 _HOOK_FIELDS = ("training_chief_hooks", "training_hooks", "evaluation_hooks", "prediction_hooks")
@@ -134,7 +135,7 @@ def _checked_loss(mode: ModeKeys, loss: Any) -> Any:
 def _checked_predictions(mode: ModeKeys, predictions: PyTree) -> PyTree:
     if predictions is None and mode == ModeKeys.PREDICT:
         raise ValueError("Missing predictions: an EstimatorSpec needs them in mode 'infer'.")
-    for path, leaf in jax.tree_util.tree_leaves_with_path(predictions):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(predictions, is_leaf=is_sparse):
         if not _is_array(leaf):
             raise TypeError(f"predictions{jax.tree_util.keystr(path)} must be an array, given: {_shown(leaf)}.")
     return {} if predictions is None else predictions

@@ -16,6 +16,7 @@ from estimator._model_fn import ModelFn, bind
 from estimator._modes import ModeKeys
 from estimator._optimizer import TrainOp, apply_updates
 from estimator._placement import Placement
+from estimator._sparse import alike, has_sparse, is_sparse, padded, per_step, with_steps
 from estimator._spec import EstimatorSpec
 
 
@@ -137,12 +138,17 @@ class _Steps:
         self._donate = donate
         self._traits: dict[ModeKeys, _Traits] = {}
         self._compiled: dict[Any, Callable[..., Any]] = {}
+        self._sparse = False  # whether a batch had a sparse leaf: looking into each would cost dense ones time
         self._traced_init = jax.jit(self._pure_init, static_argnames="mode")
+
+    def _check(self, features: PyTree, labels: PyTree) -> int:
+        self._sparse |= has_sparse((features, labels))
+        return check_batch(features, labels)
 
     # The pure functions: clean inputs, run in a fresh frame, collect.
 
     def _pure_init(self, key: jax.Array, features: PyTree, labels: PyTree, mode: ModeKeys) -> tuple[State, _Static]:
-        check_batch(features, labels)
+        self._check(features, labels)
         step = jnp.zeros((), jnp.int32)
         frame = Frame(mode, {}, {}, key=key, global_step=step, initializing=True)
         with open_frame(frame):
@@ -154,10 +160,10 @@ class _Steps:
         self, found: _Traits, state: State, features: PyTree, labels: PyTree, mode: ModeKeys
     ) -> tuple[EstimatorSpec, dict[str, PyTree]]:
         """The spec, with gradients, and the variables that the model_fn wrote itself."""
-        rows = check_batch(features, labels)
+        rows = self._check(features, labels)
         sharding = found.placement.batch(rows)
         if sharding is not None:
-            features, labels = jax.lax.with_sharding_constraint((features, labels), sharding)
+            features, labels = _constrained((features, labels), sharding)
         frame = Frame(
             mode,
             state.variables,
@@ -192,6 +198,7 @@ class _Steps:
         mode = ModeKeys(mode)
         key = _checked_key(key)
         check_batch(features, labels)
+        features, labels = padded((features, labels))
         placement = self._find(mode, features, labels).placement
         state, _ = self._traced_init(key, features, labels, mode=mode)
         return jax.device_put(state, placement.state(state))
@@ -212,15 +219,18 @@ class _Steps:
             step = self._compiled[ModeKeys.TRAIN] = self._jit_train(
                 found, lambda *batch: self._pure_train(found, *batch)
             )
+        if self._sparse:
+            features, labels = padded((features, labels))
         return guarded(step, features, labels, state, features, labels)
 
     def train_loop(self, state: State, batches: Any) -> tuple[State, EstimatorSpec]:
         features, labels = _stacked(batches)
         loop = self._compiled.get("train_loop")
         if loop is None:
-            first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), features)
-            first_labels = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), labels)
-            found = self._find(ModeKeys.TRAIN, first, first_labels)
+            first = jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), per_step((features, labels))
+            )
+            found = self._find(ModeKeys.TRAIN, *first)
 
             def scan(state: State, features: PyTree, labels: PyTree) -> tuple[State, EstimatorSpec]:
                 # The key stays out of the carry, and so out of what the loop copies from step to step.
@@ -231,10 +241,12 @@ class _Steps:
                 def changing(state: State) -> dict[str, Any]:
                     return {name: value for name, value in state._asdict().items() if name != "key"}
 
-                carry, specs = jax.lax.scan(body, changing(state), (features, labels))
+                carry, specs = jax.lax.scan(body, changing(state), per_step((features, labels)))
                 return State(**carry, key=state.key), specs
 
             loop = self._compiled["train_loop"] = self._jit_train(found, scan)
+        if self._sparse:
+            features, labels = padded((features, labels))
         return guarded(loop, features, labels, state, features, labels)
 
     def eval_step(self, state: State, features: PyTree, labels: PyTree = None) -> EstimatorSpec:
@@ -253,6 +265,8 @@ class _Steps:
                 return dataclasses.replace(spec, train_op=None)
 
             step = self._compiled[mode] = jax.jit(step)
+        if self._sparse:
+            features, labels = padded((features, labels))
         return guarded(step, features, labels, state, features, labels)
 
     def _jit_train(self, found: _Traits, step: Callable[..., Any]) -> Callable[..., Any]:
@@ -280,13 +294,20 @@ def _stacked(batches: Any) -> tuple[PyTree, PyTree]:
         pairs = [batch if isinstance(batch, tuple) else (batch, None) for batch in batches]
         for pair in pairs:
             check_batch(*pair)
-        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *pairs)
+        return with_steps(jax.tree.map(lambda *leaves: jnp.stack(leaves), *alike(pairs)))
     if not isinstance(batches, tuple) or len(batches) != 2:
         raise TypeError(
             "`train_loop` takes a list of (features, labels), or one pair (features, labels) of arrays of shape "
             f"[steps, batch, ...]; got {type(batches).__name__}."
         )
     return batches
+
+
+def _constrained(batch: PyTree, sharding: Any) -> PyTree:
+    """A sparse leaf is left alone: its arrays have entries, not rows, as their first dimension."""
+    return jax.tree.map(
+        lambda x: x if is_sparse(x) else jax.lax.with_sharding_constraint(x, sharding), batch, is_leaf=is_sparse
+    )
 
 
 def _checked_key(key: Any) -> jax.Array:

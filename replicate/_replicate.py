@@ -14,9 +14,11 @@ from estimator._frame import Frame, PyTree, current_frame, open_frame
 from estimator._gradients import has_pending, run
 from estimator._model_fn import ModelFn, bind
 from estimator._placement import Placement
+from estimator._sparse import is_sparse
 from replicate._devices import find_devices
 from replicate._distribution import VariableDistribution, place
 from replicate._merge import apart, join, merged, summed, together
+from replicate._rows import take_rows
 from replicate._tower_optimizer import TowerOptimizer
 from replicate._towers import (
     cross_tower_mean,
@@ -40,7 +42,8 @@ def replicate_model_fn(
     It goes wherever a model_fn goes. Features and labels are split along their first dimension; each tower's loss is
     divided by the number of towers, unless the reduction is SUM; the gradients of all towers are summed, and the
     optimizers, wrapped in `TowerOptimizer`, run once on the sums; the losses are added, metrics merged, predictions
-    concatenated in input order. The rules are those of `tf.contrib.estimator.replicate_model_fn`; here evaluation
+    concatenated in input order. A sparse leaf (`jax.experimental.sparse.BCOO`) is split by rows too; each tower then
+    goes through all its entries, unless the rows are a batch dimension (`n_batch=1`). The rules are those of `tf.contrib.estimator.replicate_model_fn`; here evaluation
     and prediction take batches of any size, and weighted means are exact.
 
     >>> import estimator as est, jax, jax.numpy as jnp, optax
@@ -181,7 +184,7 @@ class _Replicas:
 
         def run_part(part: Any, denominators: list[jax.Array] | None) -> PyTree:
             devices, begin, size = part
-            mine = jax.tree.map(lambda x: x[begin : begin + size], batch)
+            mine = jax.tree.map(lambda x: take_rows(x, begin, size), batch, is_leaf=is_sparse)
             seen: list[jax.Array] = []
 
             def average(denominator: jax.Array) -> jax.Array:
