@@ -84,6 +84,8 @@ def _check_sparse(name: str, leaf: JAXSparse) -> None:
             f"The rows of a sparse array must be a sparse or a batch dimension; all dimensions of {name} = {leaf!r} "
             "are dense. Give `x.todense()`."
         )
+    if not jnp.issubdtype(leaf.indices.dtype, jnp.integer):
+        raise TypeError(f"The indices of a sparse array must be integers; those of {name} are {leaf.indices.dtype}.")
     largest = max(leaf.shape[leaf.n_batch : leaf.n_batch + leaf.n_sparse], default=0)
     if largest > np.iinfo(leaf.indices.dtype).max:
         raise ValueError(

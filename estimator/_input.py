@@ -78,8 +78,8 @@ def batches(result: Any) -> Iterator[tuple[PyTree, PyTree]]:
         return rest
     pairs = itertools.chain([first], rest)
     # Decided once: looking at every leaf of every batch would cost as much as a small step.
-    pairs = map(padded, pairs) if has_sparse(first) else pairs
-    return map(_to_numpy, pairs) if _needs_conversion(first) else pairs
+    converted = map(_to_numpy, pairs) if _needs_conversion(first) else pairs
+    return map(padded, converted) if has_sparse(first) else converted
 
 
 def _elements(result: Any) -> Iterator[Any]:

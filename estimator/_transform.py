@@ -227,9 +227,7 @@ class _Steps:
         features, labels = _stacked(batches)
         loop = self._compiled.get("train_loop")
         if loop is None:
-            first = jax.tree.map(
-                lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), per_step((features, labels))
-            )
+            first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), per_step((features, labels)))
             found = self._find(ModeKeys.TRAIN, *first)
 
             def scan(state: State, features: PyTree, labels: PyTree) -> tuple[State, EstimatorSpec]:

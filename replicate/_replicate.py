@@ -42,9 +42,10 @@ def replicate_model_fn(
     It goes wherever a model_fn goes. Features and labels are split along their first dimension; each tower's loss is
     divided by the number of towers, unless the reduction is SUM; the gradients of all towers are summed, and the
     optimizers, wrapped in `TowerOptimizer`, run once on the sums; the losses are added, metrics merged, predictions
-    concatenated in input order. A sparse leaf (`jax.experimental.sparse.BCOO`) is split by rows too; each tower then
-    goes through all its entries, unless the rows are a batch dimension (`n_batch=1`). The rules are those of `tf.contrib.estimator.replicate_model_fn`; here evaluation
-    and prediction take batches of any size, and weighted means are exact.
+    concatenated in input order. The rules are those of `tf.contrib.estimator.replicate_model_fn`; here evaluation
+    and prediction take batches of any size, and weighted means are exact. Sparse features
+    (`jax.experimental.sparse.BCOO`) are split by rows too; each tower then goes through the entries of all rows,
+    unless the rows are a batch dimension (`bcoo.update_layout(n_batch=1)`).
 
     >>> import estimator as est, jax, jax.numpy as jnp, optax
     >>> def model_fn(features, labels, mode):
