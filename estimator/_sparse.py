@@ -43,8 +43,10 @@ def alike(batches: Sequence[PyTree]) -> Sequence[PyTree]:
 
     They come back as they are where there is no sparse leaf, or where they differ in structure.
     """
+    if not has_sparse(batches[0]):
+        return batches
     structures = [jax.tree.structure(batch, is_leaf=is_sparse) for batch in batches]
-    if not has_sparse(batches[0]) or structures.count(structures[0]) < len(structures):
+    if structures.count(structures[0]) < len(structures):
         return batches
     layouts = jax.tree.map(lambda *leaves: _common_layout(leaves), *batches, is_leaf=is_sparse)
     return [jax.tree.map(_with_layout, batch, layouts, is_leaf=is_sparse) for batch in batches]

@@ -57,6 +57,9 @@ class _EvalStep(Protocol):
 class Model(NamedTuple):
     """A model_fn as pure functions. A second call with the same shapes traces and compiles nothing.
 
+    The leaves of features and labels are arrays of numbers, or `jax.experimental.sparse.BCOO`s. The stored entries of
+    those are padded up to a power of two, so that one program serves all numbers of entries between two of them.
+
     Attributes:
       init: `(key, features, labels=None, mode="train") -> State`. Only TRAIN creates slots.
       train_step: `(state, features, labels=None) -> (State, EstimatorSpec)`.
@@ -64,7 +67,7 @@ class Model(NamedTuple):
       predict_step: `(state, features) -> EstimatorSpec`.
       train_loop: `(state, batches) -> (State, EstimatorSpec)`: as many training steps as there are batches, in one
         program. `batches` is a list of `(features, labels)`, or one such pair of arrays of shape `[steps, batch, ...]`;
-        the arrays of the spec have `steps` as their first dimension.
+        the arrays of the spec have `steps` as their first dimension. In the pair, a BCOO has it as a batch dimension.
       abstract_init: what `init` would return for the same batch, as `jax.ShapeDtypeStruct`s with their shardings:
         `(features, labels=None, mode="train") -> State`. Nothing is computed.
     """
