@@ -1,4 +1,4 @@
-"""What a batch is: pytrees of arrays that agree in their first dimension."""
+"""What a batch is: pytrees of arrays, dense or sparse, that agree in their first dimension."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.experimental.sparse import JAXSparse
 
 from estimator._frame import PyTree
+from estimator._sparse import is_sparse
 
 T = TypeVar("T")
 
@@ -17,12 +20,12 @@ def check_batch(features: PyTree, labels: PyTree = None) -> int:
     """The number of examples in a batch.
 
     Raises:
-      TypeError: a leaf is not a numeric array.
+      TypeError: a leaf is not a numeric array, or a sparse one that is no `BCOO`.
       ValueError: there is no array, or a leaf has no batch dimension, another batch size than the rest, or no rows.
     """
     sizes: dict[str, int] = {}
     for name, tree in (("features", features), ("labels", labels)):
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: isinstance(x, JAXSparse)):
             sizes[name + jax.tree_util.keystr(path)] = _rows(name + jax.tree_util.keystr(path), leaf)
     if not sizes:
         raise ValueError(f"A batch must hold at least one array; got features={features!r} and labels={labels!r}.")
@@ -45,12 +48,14 @@ def guarded(step: Callable[..., T], features: PyTree, labels: PyTree, *args: Any
 
 
 def _rows(name: str, leaf: Any) -> int:
-    if not isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct):
+    if isinstance(leaf, JAXSparse):
+        _check_sparse(name, leaf)
+    elif not isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct):
         raise TypeError(
             f"features and labels must be arrays or pytrees of arrays; got {name} = {leaf!r} "
             f"of type {type(leaf).__name__}. Convert it, for example by np.asarray."
         )
-    if not isinstance(leaf, jax.Array) and np.dtype(leaf.dtype).kind in "OSUMm":
+    elif not isinstance(leaf, jax.Array) and np.dtype(leaf.dtype).kind in "OSUMm":
         raise TypeError(
             f"features and labels must be arrays of numbers; got {name} of dtype {leaf.dtype}. "
             "Turn strings into integers (a vocabulary, or hashing) in input_fn."
@@ -61,3 +66,29 @@ def _rows(name: str, leaf: Any) -> int:
             "Give values that are the same for all examples by params."
         )
     return leaf.shape[0]
+
+
+def _check_sparse(name: str, leaf: JAXSparse) -> None:
+    if not is_sparse(leaf):
+        raise TypeError(
+            f"Sparse features and labels must be of type jax.experimental.sparse.BCOO; got {name} = {leaf!r} of type "
+            f"{type(leaf).__name__}. Convert it, for example by `BCOO.fromdense(x.todense())`."
+        )
+    if not (jnp.issubdtype(leaf.dtype, jnp.integer) or jnp.issubdtype(leaf.dtype, jnp.floating)):
+        raise TypeError(
+            f"Sparse features and labels must hold integers or floats; got {name} of dtype {leaf.dtype}. "
+            "Convert its data, for example by `.astype(np.float32)`."
+        )
+    if leaf.shape and not leaf.n_batch + leaf.n_sparse:
+        raise ValueError(
+            f"The rows of a sparse array must be a sparse or a batch dimension; all dimensions of {name} = {leaf!r} "
+            "are dense. Give `x.todense()`."
+        )
+    if not jnp.issubdtype(leaf.indices.dtype, jnp.integer):
+        raise TypeError(f"The indices of a sparse array must be integers; those of {name} are {leaf.indices.dtype}.")
+    largest = max(leaf.shape[leaf.n_batch : leaf.n_batch + leaf.n_sparse], default=0)
+    if largest > np.iinfo(leaf.indices.dtype).max:
+        raise ValueError(
+            f"The indices of {name} = {leaf!r} are {leaf.indices.dtype}, which cannot hold {largest}, the index that "
+            "jax gives to padding. Convert them to int32."
+        )

@@ -11,6 +11,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from estimator._sparse import has_sparse, padded
+
 PyTree = Any
 
 _ACCEPTED = (
@@ -53,7 +55,8 @@ def batches(result: Any) -> Iterator[tuple[PyTree, PyTree]]:
     As in TensorFlow, a tuple is `(features, labels)` and features alone have the labels None.
     Unlike there, any Python iterable of batches will do, and arrays given directly are one batch,
     not an endless repetition. Leaves that are no arrays but can become one (torch and TensorFlow
-    tensors) arrive as numpy arrays, if the first batch holds any.
+    tensors) arrive as numpy arrays, if the first batch holds any; likewise sparse arrays are padded to
+    a power of two of entries.
 
     >>> list(batches([(1, 2), (3, 4)]))
     [(1, 2), (3, 4)]
@@ -75,7 +78,8 @@ def batches(result: Any) -> Iterator[tuple[PyTree, PyTree]]:
         return rest
     pairs = itertools.chain([first], rest)
     # Decided once: looking at every leaf of every batch would cost as much as a small step.
-    return map(_to_numpy, pairs) if _needs_conversion(first) else pairs
+    converted = map(_to_numpy, pairs) if _needs_conversion(first) else pairs
+    return map(padded, converted) if has_sparse(first) else converted
 
 
 def _elements(result: Any) -> Iterator[Any]:

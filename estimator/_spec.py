@@ -13,6 +13,7 @@ import numpy as np
 from estimator._frame import PyTree
 from estimator._modes import ModeKeys
 from estimator._optimizer import TrainOp
+from estimator._sparse import is_sparse
 from estimator.export import DEFAULT_SIGNATURE, ExportOutput, PredictOutput
 
 _HOOK_FIELDS = ("training_chief_hooks", "training_hooks", "evaluation_hooks", "prediction_hooks")
@@ -140,7 +141,7 @@ def _checked_predictions(mode: ModeKeys, predictions: PyTree) -> PyTree:
 
 
 def _check_arrays(field: str, tree: PyTree) -> None:
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_sparse):
         name = field + jax.tree_util.keystr(path)
         if not _is_array(leaf):
             raise TypeError(f"{name} must be an array, given: {_shown(leaf)}.")

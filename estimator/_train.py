@@ -7,7 +7,7 @@ import itertools
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,6 +21,7 @@ from estimator._checkpoint import Checkpoints
 from estimator._frame import PyTree
 from estimator._replica_check import check_replicas
 from estimator._run_config import RunConfig
+from estimator._sparse import alike, with_steps
 from estimator._spec import check_no_hooks
 from estimator._transform import Model, State
 
@@ -58,7 +59,7 @@ class Steps:
             return Carry(state.variables, state.slots, state.global_step), spec.loss
 
         def several(carry: Carry, key_data: jax.Array, features: PyTree, labels: PyTree) -> tuple[Carry, jax.Array]:
-            state, spec = model.train_loop(_state(carry, key_data), (features, labels))
+            state, spec = model.train_loop(_state(carry, key_data), with_steps((features, labels)))
             check_no_hooks(spec)
             return Carry(state.variables, state.slots, state.global_step), spec.loss
 
@@ -147,7 +148,7 @@ class Training:
         left = self._steps_to_boundary()
         while left >= several > 1:
             chunk = list(itertools.islice(batches, several))
-            stacked = _stacked(chunk) if len(chunk) == several else None
+            stacked = (_stacked(chunk) or _stacked(alike(chunk))) if len(chunk) == several else None
             if stacked is not None:
                 self.step += several
                 yield self.steps.several, several, stacked
@@ -262,7 +263,7 @@ def _kind(leaf: Any) -> Any:
     return getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
 
 
-def _stacked(chunk: list[tuple[PyTree, PyTree]]) -> tuple[PyTree, PyTree] | None:
+def _stacked(chunk: Sequence[tuple[PyTree, PyTree]]) -> tuple[PyTree, PyTree] | None:
     """The batches as one of arrays `[steps, batch, ...]`; None if they differ in structure, shapes or dtypes."""
     flat = [jax.tree.flatten(batch) for batch in chunk]
     first_structure = flat[0][1]

@@ -16,6 +16,7 @@ from estimator._model_fn import ModelFn, bind
 from estimator._modes import ModeKeys
 from estimator._optimizer import TrainOp, apply_updates
 from estimator._placement import Placement, SeparatePlacement
+from estimator._sparse import alike, has_sparse, is_sparse, padded, per_step, with_steps
 from estimator._spec import EstimatorSpec
 
 
@@ -59,6 +60,9 @@ class _EvalStep(Protocol):
 class Model(NamedTuple):
     """A model_fn as pure functions. A second call with the same shapes traces and compiles nothing.
 
+    The leaves of features and labels are arrays of numbers, or `jax.experimental.sparse.BCOO`s. The stored entries of
+    those are padded up to a power of two, so that one program serves all numbers of entries between two of them.
+
     Attributes:
       init: `(key, features, labels=None, mode="train") -> State`. Only TRAIN creates slots.
       train_step: `(state, features, labels=None) -> (State, EstimatorSpec)`.
@@ -66,7 +70,7 @@ class Model(NamedTuple):
       predict_step: `(state, features) -> EstimatorSpec`.
       train_loop: `(state, batches) -> (State, EstimatorSpec)`: as many training steps as there are batches, in one
         program. `batches` is a list of `(features, labels)`, or one such pair of arrays of shape `[steps, batch, ...]`;
-        the arrays of the spec have `steps` as their first dimension.
+        the arrays of the spec have `steps` as their first dimension. In the pair, a BCOO has it as a batch dimension.
       abstract_init: what `init` would return for the same batch, as `jax.ShapeDtypeStruct`s with their shardings:
         `(features, labels=None, mode="train") -> State`. Nothing is computed.
       is_one_program: whether `train_step` may be part of another program (`jax.jit`, `lax.scan`): always, but for
@@ -145,12 +149,17 @@ class _Steps:
         self._donate = donate
         self._traits: dict[ModeKeys, _Traits] = {}
         self._compiled: dict[Any, Callable[..., Any]] = {}
+        self._sparse = False  # whether a batch had a sparse leaf: looking into each would cost dense ones time
         self._traced_init = jax.jit(self._pure_init, static_argnames="mode")
+
+    def _check(self, features: PyTree, labels: PyTree) -> int:
+        self._sparse |= has_sparse((features, labels))
+        return check_batch(features, labels)
 
     # The pure functions: clean inputs, run in a fresh frame, collect.
 
     def _pure_init(self, key: jax.Array, features: PyTree, labels: PyTree, mode: ModeKeys) -> tuple[State, _Static]:
-        check_batch(features, labels)
+        self._check(features, labels)
         step = jnp.zeros((), jnp.int32)
         frame = Frame(mode, {}, {}, key=key, global_step=step, initializing=True)
         with open_frame(frame):
@@ -162,10 +171,10 @@ class _Steps:
         self, found: _Traits, state: State, features: PyTree, labels: PyTree, mode: ModeKeys
     ) -> tuple[EstimatorSpec, dict[str, PyTree]]:
         """The spec, with gradients, and the variables that the model_fn wrote itself."""
-        rows = check_batch(features, labels)
+        rows = self._check(features, labels)
         sharding = found.placement.batch(rows)
         if sharding is not None:
-            features, labels = jax.lax.with_sharding_constraint((features, labels), sharding)
+            features, labels = _constrained((features, labels), sharding)
         frame = Frame(
             mode,
             state.variables,
@@ -220,6 +229,7 @@ class _Steps:
         mode = ModeKeys(mode)
         key = _checked_key(key)
         check_batch(features, labels)
+        features, labels = padded((features, labels))
         shardings = self._find(mode, features, labels).shardings
         state, _ = self._traced_init(key, features, labels, mode=mode)
         return jax.device_put(state, shardings)
@@ -238,16 +248,19 @@ class _Steps:
         if step is None:
             found = self._find(ModeKeys.TRAIN, features, labels)
             step = self._compiled[ModeKeys.TRAIN] = self._compile_train(found)
+        if self._sparse:
+            features, labels = padded((features, labels))
         return guarded(step, features, labels, state, features, labels)
 
     def train_loop(self, state: State, batches: Any) -> tuple[State, EstimatorSpec]:
         features, labels = _stacked(batches)
         loop = self._compiled.get("train_loop")
         if loop is None:
-            first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), features)
-            first_labels = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), labels)
-            found = self._find(ModeKeys.TRAIN, first, first_labels)
+            first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), per_step((features, labels)))
+            found = self._find(ModeKeys.TRAIN, *first)
             loop = self._compiled["train_loop"] = self._compile_loop(found)
+        if self._sparse:
+            features, labels = padded((features, labels))
         return guarded(loop, features, labels, state, features, labels)
 
     def is_one_program(self, features: PyTree, labels: PyTree = None) -> bool:
@@ -273,6 +286,8 @@ class _Steps:
             else:
                 step = jax.jit(step)
             self._compiled[mode] = step
+        if self._sparse:
+            features, labels = padded((features, labels))
         return guarded(step, features, labels, state, features, labels)
 
     def _compile_train(self, found: _Traits) -> _TrainProgram:
@@ -297,7 +312,7 @@ class _Steps:
             def changing(state: State) -> dict[str, Any]:
                 return {name: value for name, value in state._asdict().items() if name != "key"}
 
-            carry, specs = jax.lax.scan(body, changing(state), (features, labels))
+            carry, specs = jax.lax.scan(body, changing(state), per_step((features, labels)))
             return State(**carry, key=state.key), specs
 
         return self._jit_train(found, scan)
@@ -332,8 +347,9 @@ def _loop_over(step: _TrainProgram) -> _TrainProgram:
 
     def loop(state: State, features: PyTree, labels: PyTree) -> tuple[State, EstimatorSpec]:
         specs = []
-        for i in range(len(jax.tree.leaves(features)[0])):
-            state, spec = step(state, *jax.tree.map(lambda x, i=i: x[i], (features, labels)))
+        batches = per_step((features, labels))
+        for i in range(len(jax.tree.leaves(batches)[0])):
+            state, spec = step(state, *jax.tree.map(lambda x, i=i: x[i], batches))
             specs.append(spec)
         return state, jax.tree.map(lambda *leaves: jnp.stack(leaves), *specs)
 
@@ -347,13 +363,20 @@ def _stacked(batches: Any) -> tuple[PyTree, PyTree]:
         pairs = [batch if isinstance(batch, tuple) else (batch, None) for batch in batches]
         for pair in pairs:
             check_batch(*pair)
-        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *pairs)
+        return with_steps(jax.tree.map(lambda *leaves: jnp.stack(leaves), *alike(pairs)))
     if not isinstance(batches, tuple) or len(batches) != 2:
         raise TypeError(
             "`train_loop` takes a list of (features, labels), or one pair (features, labels) of arrays of shape "
             f"[steps, batch, ...]; got {type(batches).__name__}."
         )
     return batches
+
+
+def _constrained(batch: PyTree, sharding: Any) -> PyTree:
+    """A sparse leaf is left alone: its arrays have entries, not rows, as their first dimension."""
+    return jax.tree.map(
+        lambda x: x if is_sparse(x) else jax.lax.with_sharding_constraint(x, sharding), batch, is_leaf=is_sparse
+    )
 
 
 def _checked_key(key: Any) -> jax.Array:

@@ -11,9 +11,12 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from estimator import EstimatorSpec, TrainOp, VariableAggregation
+from estimator._batch import check_batch
 from estimator._frame import Frame
 from estimator._gradients import Outcome, run
+from estimator._sparse import is_sparse
 from replicate._merge import apart, check_rows, merged, share, together
+from replicate._rows import split_rows
 from replicate._tower_optimizer import TowerOptimizer
 from replicate._towers import cross_tower_mean, num_towers, tower_index
 
@@ -69,7 +72,7 @@ def accumulated(
     Raises:
       ValueError: the rows do not divide by `steps`.
     """
-    rows = jax.tree.leaves(batch)[0].shape[0]
+    rows = check_batch(batch)
     if rows % steps:
         towers = num_towers()
         raise ValueError(
@@ -78,7 +81,7 @@ def accumulated(
             "another `accumulate_steps`."
         )
     part = 1 / steps if mean_loss else 1.0
-    micro_batches = jax.tree.map(lambda x: x.reshape(steps, rows // steps, *x.shape[1:]), batch)
+    micro_batches = jax.tree.map(lambda x: split_rows(x, steps), batch, is_leaf=is_sparse)
     numbered = jnp.arange(steps), micro_batches
 
     def one(index: jax.Array, batch: PyTree, denominators: list[jax.Array] | None) -> tuple[Outcome, list[jax.Array]]:

@@ -14,6 +14,7 @@ from estimator._frame import Frame, PyTree, current_frame, open_frame
 from estimator._gradients import has_pending, run
 from estimator._model_fn import ModelFn, bind
 from estimator._placement import Placement, SeparatePlacement
+from estimator._sparse import is_sparse
 from replicate._accumulate import accumulate_steps, accumulated
 from replicate._devices import find_devices
 from replicate._distribution import Mirrored, VariableDistribution, place
@@ -28,6 +29,7 @@ from replicate._merge import (
     with_gradients,
     without_gradients,
 )
+from replicate._rows import take_rows
 from replicate._tower_optimizer import TowerOptimizer
 from replicate._towers import (
     cross_tower_mean,
@@ -53,7 +55,9 @@ def replicate_model_fn(
     divided by the number of towers, unless the reduction is SUM; the gradients of all towers are summed, and the
     optimizers, wrapped in `TowerOptimizer`, run once on the sums; the losses are added, metrics merged, predictions
     concatenated in input order. The rules are those of `tf.contrib.estimator.replicate_model_fn`; here evaluation
-    and prediction take batches of any size, and weighted means are exact.
+    and prediction take batches of any size, and weighted means are exact. Sparse features
+    (`jax.experimental.sparse.BCOO`) are split by rows too; each tower then goes through the entries of all rows,
+    unless the rows are a batch dimension (`bcoo.update_layout(n_batch=1)`).
 
     >>> import estimator as est, jax, jax.numpy as jnp, optax
     >>> def model_fn(features, labels, mode):
@@ -218,7 +222,7 @@ class _Replicas:
 
         def run_part(part: Any, denominators: list[jax.Array] | None) -> PyTree:
             devices, begin, size = part
-            mine = jax.tree.map(lambda x: x[begin : begin + size], batch)
+            mine = jax.tree.map(lambda x: take_rows(x, begin, size), batch, is_leaf=is_sparse)
             seen: list[jax.Array] = []
 
             def average(denominator: jax.Array) -> jax.Array:

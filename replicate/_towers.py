@@ -12,6 +12,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from estimator._sparse import is_sparse
+from replicate._rows import split_rows
+
 PyTree = Any
 
 TOWER_AXIS = "tower"
@@ -38,10 +41,10 @@ def tower_map(
         return _one_tower(fn)
     mapped = jax.pmap(fn, axis_name=TOWER_AXIS, in_axes=(None, 0), out_axes=(None, 0), devices=devices)
 
-    def split(x: jax.Array) -> jax.Array:
-        return x.reshape(len(devices), x.shape[0] // len(devices), *x.shape[1:])
+    def split(x: Any) -> Any:
+        return split_rows(x, len(devices))
 
-    return lambda shared, batch: mapped(shared, jax.tree.map(split, batch))
+    return lambda shared, batch: mapped(shared, jax.tree.map(split, batch, is_leaf=is_sparse))
 
 
 def _one_tower(fn: Callable[..., tuple[PyTree, PyTree]]) -> Callable[..., tuple[PyTree, PyTree]]:
