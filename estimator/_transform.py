@@ -12,8 +12,10 @@ import jax.numpy as jnp
 from estimator._batch import check_batch, guarded
 from estimator._frame import Frame, PyTree, open_frame
 from estimator._gradients import has_pending, run, written
+from estimator._loss_scale import kept_if_skipped
 from estimator._model_fn import ModelFn, bind
 from estimator._modes import ModeKeys
+from estimator._non_finite import cleared, kept_if_non_finite, raise_if_any, was_skipped
 from estimator._optimizer import TrainOp, apply_updates
 from estimator._placement import Placement
 from estimator._spec import EstimatorSpec
@@ -66,6 +68,7 @@ class Model(NamedTuple):
         the arrays of the spec have `steps` as their first dimension.
       abstract_init: what `init` would return for the same batch, as `jax.ShapeDtypeStruct`s with their shardings:
         `(features, labels=None, mode="train") -> State`. Nothing is computed.
+      on_nan: `() -> "raise", "skip" or None`: what `replicate_model_fn` was told; known once the model_fn has run.
     """
 
     init: _Init
@@ -74,6 +77,7 @@ class Model(NamedTuple):
     predict_step: Callable[[State, PyTree], EstimatorSpec]
     train_loop: Callable[[State, Any], tuple[State, EstimatorSpec]]
     abstract_init: Callable[..., State]
+    on_nan: Callable[[], str | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +87,7 @@ class _Traits:
     like: State  # of jax.ShapeDtypeStruct
     placement: Placement
     pending: bool  # whether losses are left to differentiate
+    on_nan: str | None
 
 
 @jax.tree_util.register_dataclass
@@ -126,6 +131,7 @@ def transform(model_fn: ModelFn, params: Any = None, config: Any = None, donate:
         predict_step=steps.predict_step,
         train_loop=steps.train_loop,
         abstract_init=steps.abstract_init,
+        on_nan=steps.on_nan,
     )
 
 
@@ -147,7 +153,7 @@ class _Steps:
         frame = Frame(mode, {}, {}, key=key, global_step=step, initializing=True)
         with open_frame(frame):
             spec = self._call(features, labels, mode)
-        found = _Static((frame.placement or Placement(), has_pending(spec.train_op)))
+        found = _Static((frame.placement or Placement(), has_pending(spec.train_op), frame.on_nan))
         return State(frame.variables, frame.slots, step, key), found
 
     def _compute(
@@ -171,14 +177,16 @@ class _Steps:
     def _apply(self, state: State, train_op: TrainOp, assigned: dict[str, PyTree]) -> State:
         """The state after a step whose gradients are known."""
         variables, slots = apply_updates(train_op, state.variables, state.slots)
-        return State({**variables, **assigned}, slots, state.global_step + 1, state.key)
+        assigned = kept_if_skipped(train_op, assigned, state.variables)
+        after = State({**variables, **assigned}, slots, state.global_step + 1, state.key)
+        return kept_if_non_finite(train_op, state, after)
 
     def _pure_train(
         self, found: _Traits, state: State, features: PyTree, labels: PyTree
     ) -> tuple[State, EstimatorSpec]:
         spec, assigned = self._compute(found, state, features, labels, ModeKeys.TRAIN)
-        state = self._apply(state, spec.train_op, assigned)
-        return state, dataclasses.replace(spec, train_op=TrainOp())
+        after = self._apply(state, spec.train_op, assigned)
+        return after, dataclasses.replace(spec, train_op=TrainOp(skipped=was_skipped(state, after)))
 
     # The compiled ones.
 
@@ -212,7 +220,7 @@ class _Steps:
             step = self._compiled[ModeKeys.TRAIN] = self._jit_train(
                 found, lambda *batch: self._pure_train(found, *batch)
             )
-        return guarded(step, features, labels, state, features, labels)
+        return self._watched(step, state, features, labels)
 
     def train_loop(self, state: State, batches: Any) -> tuple[State, EstimatorSpec]:
         features, labels = _stacked(batches)
@@ -235,7 +243,23 @@ class _Steps:
                 return State(**carry, key=state.key), specs
 
             loop = self._compiled["train_loop"] = self._jit_train(found, scan)
-        return guarded(loop, features, labels, state, features, labels)
+        return self._watched(loop, state, features, labels)
+
+    def on_nan(self) -> str | None:
+        found = self._traits.get(ModeKeys.TRAIN)
+        return found.on_nan if found else None
+
+    def _watched(
+        self, steps: Callable[..., Any], state: State, features: PyTree, labels: PyTree
+    ) -> tuple[State, EstimatorSpec]:
+        """Runs steps; with on_nan="raise" it raises at once, unless the caller traces: who then has to look itself."""
+        raises = self.on_nan() == "raise" and not isinstance(state.global_step, jax.core.Tracer)
+        if raises:
+            state = cleared(state)
+        after, spec = guarded(steps, features, labels, state, features, labels)
+        if raises:
+            raise_if_any(after)
+        return after, spec
 
     def eval_step(self, state: State, features: PyTree, labels: PyTree = None) -> EstimatorSpec:
         return self._run_only(ModeKeys.EVAL, state, features, labels)

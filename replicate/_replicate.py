@@ -13,6 +13,7 @@ from estimator._batch import check_batch
 from estimator._frame import Frame, PyTree, current_frame, open_frame
 from estimator._gradients import has_pending, run
 from estimator._model_fn import ModelFn, bind
+from estimator._non_finite import POLICIES, marked, non_finite, watch
 from estimator._placement import Placement
 from replicate._devices import find_devices
 from replicate._distribution import VariableDistribution, place
@@ -34,6 +35,7 @@ def replicate_model_fn(
     devices: Sequence[jax.Device | str] | None = None,
     *,
     variable_distribution: VariableDistribution = VariableDistribution.MIRRORED,
+    on_nan: str | None = None,
 ) -> ModelFn:
     """A model_fn that runs the given one in a tower per device and merges what the towers return.
 
@@ -66,11 +68,18 @@ def replicate_model_fn(
       devices: one per tower: `jax.Device`s or names such as "/gpu:0", "cpu:1". None means all local GPUs or TPU
         cores, or, where there are none, all local CPU devices.
       variable_distribution: where the variables live.
+      on_nan: what to do about a step in which a gradient that a tower is about to give to the sum holds an inf or a
+        NaN. None: nothing is looked for. "skip": the step changes neither variables nor slots, is counted in the state
+        (`est.skipped_steps(state)`), and training goes on. "raise": `est.NonFiniteGradientError` names the step, the
+        tower and the variable; a `train_step` of `est.transform` then waits for its result, an Estimator looks as
+        often as it looks at the losses, and what is compiled into an outer `jax.jit` can only skip.
 
     Raises:
       ValueError: the reduction is NONE, there are no such devices, or, while it runs, the batch does not divide by
         the towers in TRAIN, or an optimizer is not wrapped in `TowerOptimizer`.
     """
+    if on_nan is not None and on_nan not in POLICIES:
+        raise ValueError(f'on_nan must be None, "raise" or "skip"; got {on_nan!r}.')
     if Reduction(loss_reduction) == Reduction.NONE:
         raise ValueError(
             "Tower losses need to be reduced in some way, yet NONE reduction is specified. "
@@ -81,6 +90,7 @@ def replicate_model_fn(
         devices=towers,
         placement=place(variable_distribution, towers),
         mean_loss=Reduction(loss_reduction) != Reduction.SUM,
+        on_nan=on_nan,
     )
 
     def replicated(
@@ -98,6 +108,8 @@ def replicate_model_fn(
             )
         bound = bind(model_fn, params, config)
         frame.placement = replicas.placement
+        if on_nan and mode == ModeKeys.TRAIN:
+            watch(frame, on_nan)
 
         def call(batch: PyTree) -> EstimatorSpec:
             return bound(*batch, mode)
@@ -122,11 +134,13 @@ class _Replicas:
       devices: one per tower.
       placement: where the variables live.
       mean_loss: whether the merged loss is the mean of the towers' losses, not their sum.
+      on_nan: None: gradients are not looked at.
     """
 
     devices: tuple[jax.Device, ...]
     placement: Placement
     mean_loss: bool
+    on_nan: str | None
 
     def initialize(self, call: Call, frame: Frame, batch: PyTree) -> EstimatorSpec:
         """Creates the variables as one tower with the whole batch would."""
@@ -161,14 +175,17 @@ class _Replicas:
             ran.append(after)
             if num_towers() > 1:
                 _check_optimizers(outcome.spec.train_op)
+            flags = non_finite(outcome.spec.train_op) if self.on_nan else None
             same, own = apart(outcome.spec, scale)
             same, written = summed(same, outcome, start[0], after.aggregation)
-            return (same, written), own
+            return (same, written), (own, flags)
 
         start = _start(frame)
-        (same, written), own = tower_map(tower, self.devices)(start, batch)
+        (same, written), (own, flags) = tower_map(tower, self.devices)(start, batch)
         _keep_names(frame, ran[-1])
         frame.assigned.update(written)
+        if flags is not None:
+            same = dataclasses.replace(same, train_op=marked(same.train_op, flags))
         towers = len(self.devices)
         return together(same, merged(own, towers, rows // towers))
 

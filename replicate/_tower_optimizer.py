@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import optax
 
-from estimator import Optimizer
+from estimator import DynamicLossScale, Optimizer
 
 
 class TowerOptimizer(Optimizer):
@@ -26,16 +26,23 @@ class TowerOptimizer(Optimizer):
     Args:
       optimizer_or_fn: an optax transformation, a function that returns one, or an `est.Optimizer`.
       name: of its entries in `State.slots`; by default the wrapped optimizer's.
+      loss_scale: for half-precision backward passes; see `est.DynamicLossScale`. By default the wrapped optimizer's.
     """
 
     def __init__(
         self,
         optimizer_or_fn: optax.GradientTransformation | Callable[[], optax.GradientTransformation] | Optimizer,
         name: str | None = None,
+        loss_scale: DynamicLossScale | None = None,
     ) -> None:
         if isinstance(optimizer_or_fn, Optimizer):
             name = name or optimizer_or_fn.get_name()
             wrapped = optimizer_or_fn
-            super().__init__(lambda: wrapped.transformation, name)
+            if loss_scale and wrapped.loss_scale:
+                raise ValueError(
+                    f"`TowerOptimizer` got loss_scale={loss_scale!r} for an optimizer that has {wrapped.loss_scale!r} "
+                    "already. Give it once."
+                )
+            super().__init__(lambda: wrapped.transformation, name, loss_scale or wrapped.loss_scale)
         else:
-            super().__init__(optimizer_or_fn, name)
+            super().__init__(optimizer_or_fn, name, loss_scale)
