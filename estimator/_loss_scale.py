@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from estimator._frame import PyTree
 
@@ -87,22 +86,17 @@ class DynamicLossScale:
                 f"got {self.growth_interval!r}."
             )
 
-    def wrap(self, transformation: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:
-        """The transformation, with `LossScaleState`, that changes nothing where a gradient is not finite."""
+    def initial(self, inner: PyTree) -> LossScaleState:
+        return LossScaleState(inner, jnp.float32(self.initial_scale), jnp.int32(0))
 
-        def init(params: PyTree) -> LossScaleState:
-            return LossScaleState(transformation.init(params), jnp.float32(self.initial_scale), jnp.int32(0))
-
-        def update(
-            gradients: PyTree, state: LossScaleState, params: PyTree = None, **extra: Any
-        ) -> tuple[PyTree, LossScaleState]:
-            good = all_finite(gradients)
-            steps, inner = transformation.update(gradients, state.inner, params, **extra)
-            # Not 0.0: that would turn a variable of -0.0 into 0.0.
-            steps = jax.tree.map(lambda step: jnp.where(good, step, jnp.full_like(step, -0.0)), steps)
-            return steps, LossScaleState(select(good, inner, state.inner), *self._next(good, state))
-
-        return optax.GradientTransformationExtraArgs(init, update)
+    def checked_step(
+        self, gradients: PyTree, before: tuple[PyTree, LossScaleState], after: tuple[PyTree, PyTree]
+    ) -> tuple[PyTree, LossScaleState]:
+        """Variables and slots after a step; where a gradient is not finite, those before it, with a smaller scale."""
+        variables, state = before
+        good = all_finite(gradients)
+        variables, inner = select(good, after, (variables, state.inner))
+        return variables, LossScaleState(inner, *self._next(good, state))
 
     def _next(self, good: jax.Array, state: LossScaleState) -> tuple[jax.Array, jax.Array]:
         factor = jnp.float32(self.factor)
@@ -130,18 +124,14 @@ def current(slots: dict[str, PyTree], name: str | None) -> jax.Array | None:
 
 def scaled(x: jax.Array, scale: jax.Array) -> jax.Array:
     """`x * scale`, multiplied in float32 or wider: a scale may be infinite in a narrower dtype."""
-    wide = jnp.promote_types(x.dtype, jnp.float32)
-    return (x.astype(wide) * scale.astype(wide)).astype(x.dtype)
+    with jax.numpy_dtype_promotion("standard"):
+        return (x * scale).astype(x.dtype)
 
 
 def unscaled(tree: PyTree, scale: jax.Array) -> PyTree:
     """The inverse of `scaled`, of every array in a pytree."""
-
-    def divide(x: jax.Array) -> jax.Array:
-        wide = jnp.promote_types(x.dtype, jnp.float32)
-        return (x.astype(wide) / scale.astype(wide)).astype(x.dtype)
-
-    return jax.tree.map(divide, tree)
+    with jax.numpy_dtype_promotion("standard"):
+        return jax.tree.map(lambda x: (x / scale).astype(x.dtype), tree)
 
 
 def kept_if_skipped(train_op: TrainOp, assigned: dict[str, PyTree], variables: dict[str, PyTree]) -> dict[str, PyTree]:

@@ -116,11 +116,6 @@ class Optimizer:
                 )
         return optax.with_extra_args_support(made)
 
-    @property
-    def scaled_transformation(self) -> optax.GradientTransformationExtraArgs:
-        """The transformation whose state is in `State.slots`: with the loss scale, where there is one."""
-        return self.loss_scale.wrap(self.transformation) if self.loss_scale else self.transformation
-
     def minimize(self, loss: jax.Array, var_list: Sequence[str] | None = None) -> TrainOp:
         """The train_op that moves the variables against the gradient of `loss`.
 
@@ -228,7 +223,8 @@ class Optimizer:
         frame.reserved.pop(slots, None)
         frame.slot_owners[slots] = self
         if frame.initializing:
-            frame.slots[slots] = self.scaled_transformation.init({n: frame.variables[n] for n in names})
+            state = self.transformation.init({n: frame.variables[n] for n in names})
+            frame.slots[slots] = self.loss_scale.initial(state) if self.loss_scale else state
         return slots
 
     def _next_slots(self, frame: Frame) -> str:
@@ -264,12 +260,16 @@ def apply_updates(
             )
         params = {name: variables[name] for name in update.gradients or {}}
         extra = {} if update.loss is None else {"value": update.loss}
+        state, loss_scale = slots[update.slots], update.optimizer.loss_scale
         # optax itself mixes dtypes (adam's `decay**count`), so a user's strict promotion must not reach into it.
         with jax.numpy_dtype_promotion("standard"):
-            steps, new_slots = update.optimizer.scaled_transformation.update(
-                update.gradients, slots[update.slots], params, **extra
+            steps, new_slots = update.optimizer.transformation.update(
+                update.gradients, state.inner if loss_scale else state, params, **extra
             )
-        variables = {**variables, **optax.apply_updates(params, steps)}
+        moved = optax.apply_updates(params, steps)
+        if loss_scale:
+            moved, new_slots = loss_scale.checked_step(update.gradients, (params, state), (moved, new_slots))
+        variables = {**variables, **moved}
         slots = {**slots, update.slots: new_slots}
     return variables, slots
 
