@@ -10,6 +10,7 @@ from estimator._modes import ModeKeys
 from estimator._non_finite import NonFiniteGradientError, skipped_steps
 from estimator._optimizer import Optimizer, TrainOp, group
 from estimator._random import global_step, make_rng
+from estimator._replica_check import ReplicaMismatchError
 from estimator._run_config import RunConfig
 from estimator._spec import EstimatorSpec
 from estimator._train import NanLossDuringTrainingError
@@ -36,6 +37,7 @@ __all__ = [
     "NonFiniteGradientError",
     "Optimizer",
     "Reduction",
+    "ReplicaMismatchError",
     "RunConfig",
     "State",
     "TrainOp",

@@ -81,9 +81,9 @@ class Estimator:
         self._config = config.replace(model_dir=_chosen_dir(model_dir, config))
         self._params = copy.deepcopy({} if params is None else params)
         self._model_fn = model_fn
-        self._model = transform(model_fn, self.params, self._config)
+        self._model = transform(model_fn, self.params, self._config, donate=True)
         self._checkpoints = Checkpoints(self.model_dir, self._config.keep_checkpoint_max)
-        self._steps = Steps(self._model)
+        self._steps: Steps | None = None  # made for the first batch
         self._eval_step = make_eval_step(self._model)
         self._predict_step = make_predict_step(self._model)
         self._live: tuple[Any, State] | None = None  # which checkpoint, and its state
@@ -120,6 +120,7 @@ class Estimator:
           ValueError: both `steps` and `max_steps` are given, or one is not positive; a checkpoint that does not fit
             the model_fn; a batch that the model_fn cannot take.
           NanLossDuringTrainingError: the loss became NaN. Nothing of that is saved.
+          ReplicaMismatchError: copies of a variable differ, where `RunConfig(check_replicas_every=...)` looks for it.
         """
         if steps is not None and max_steps is not None:
             raise ValueError(
@@ -139,6 +140,8 @@ class Estimator:
             logging.warning("Training with estimator made no steps. Perhaps input is empty or misspecified.")
             return self
         state = self._own_copy(self._state(ModeKeys.TRAIN, path, *first))
+        if self._steps is None:
+            self._steps = Steps(self._model, self._model.is_one_program(*first))
         training = Training(self._steps, self._config, self._checkpoints, start, last_step)
         state = training.run(state, rest)
         if training.saved_step == training.step:
@@ -282,7 +285,7 @@ class Estimator:
         if self._live is None or self._live[0] != _identity(path) or not _covers(self._live[1], like):
             self._keep(path, _checkpoint.restore(path, like, partial=mode != ModeKeys.TRAIN))
         assert self._live is not None
-        return _part(self._live[1], like)
+        return jax.tree.map(_placed, _part(self._live[1], like), like)
 
     def _keep(self, path: str | None, state: State) -> None:
         self._live = None if path is None else (_identity(path), state)
@@ -324,6 +327,13 @@ def _part(state: State, like: State) -> State:
         variables={name: state.variables[name] for name in like.variables},
         slots={name: state.slots[name] for name in like.slots},
     )
+
+
+def _placed(array: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
+    """Where the mode wants it: training may keep variables elsewhere than evaluation reads them."""
+    if like.sharding is None or array.sharding.is_equivalent_to(like.sharding, array.ndim):
+        return array
+    return jax.device_put(array, like.sharding)
 
 
 def _covers(state: State, like: State) -> bool:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from absl import logging
 
 from estimator._frame import Frame, PyTree
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 SLOTS = "on_nan"
 POLICIES = ("raise", "skip")
+_NONE = np.int32(2**31 - 1)
 
 
 class NonFiniteGradientError(RuntimeError):
@@ -68,21 +70,12 @@ def kept_if_non_finite(train_op: TrainOp, before: State, after: State) -> State:
 
     The scale of a loss scale is one of those: what makes gradients overflow must shrink.
     """
-    flags: dict[str, jax.Array] = {}
-    for update in train_op.updates:
-        for name, found in (update.non_finite or {}).items():
-            flags[name] = flags[name] | found if name in flags else found
-    if not flags:
-        return after
-    # The first tower, and in it the first variable, by one reduction: the flags may lie on several devices.
     names = sorted(before.variables)
-    towers = next(iter(flags.values())).size
-    none = towers * len(names)
-    places = [jnp.where(flags[n], jnp.arange(towers) * len(names) + names.index(n), none) for n in flags]
-    first = jnp.stack(places).min().astype(jnp.int32)
-    good = first == none
-
+    first = _first(train_op, names)
+    if first is None:
+        return after
     record = _record(before)
+    good = first == _NONE
     is_first = ~good & (record.first_step == 0)
     now = (before.global_step + 1, first // len(names), first % len(names))
     counted = NonFinite(record.skipped + (~good).astype(jnp.int32), *select(is_first, now, tuple(record[1:])))
@@ -93,14 +86,25 @@ def kept_if_non_finite(train_op: TrainOp, before: State, after: State) -> State:
     )
 
 
+def done(train_op: TrainOp, variables: dict[str, PyTree]) -> TrainOp:
+    """What the spec of a step that was taken says of its train_op: whether it was skipped."""
+    first = _first(train_op, sorted(variables))
+    return TrainOp(skipped=None if first is None else first != _NONE)
+
+
+def _first(train_op: TrainOp, names: list[str]) -> jax.Array | None:
+    """The first tower with a marked gradient, and in it the first variable, as one number: tower * variables +
+    variable, or `_NONE`. One reduction finds it: the marks may lie on several devices."""
+    marks = [mark for update in train_op.updates for mark in (update.non_finite or {}).items()]
+    places = [
+        jnp.where(found, jnp.arange(found.size, dtype=jnp.int32) * len(names) + names.index(name), _NONE)
+        for name, found in marks
+    ]
+    return jnp.stack(places).min() if places else None
+
+
 def _with_scale(before: PyTree, after: PyTree) -> PyTree:
     return after._replace(inner=before.inner) if isinstance(after, LossScaleState) else before
-
-
-def was_skipped(before: State, after: State) -> jax.Array | None:
-    """Whether the step between two states was skipped; None where nobody watches."""
-    record = after.slots.get(SLOTS)
-    return record.skipped > before.slots[SLOTS].skipped if isinstance(record, NonFinite) else None
 
 
 def cleared(state: State) -> State:

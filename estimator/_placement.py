@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import abc
+from collections.abc import Callable
 from typing import Any
 
 
@@ -12,7 +14,7 @@ class Placement:
     """
 
     def state(self, like: Any) -> Any:
-        """The shardings of a State; `like` has its abstract arrays."""
+        """The shardings of a State; `like` has its abstract arrays, the variables in the order they were created."""
         del like
         return None
 
@@ -20,3 +22,32 @@ class Placement:
         """The sharding of features and labels of `rows` examples."""
         del rows
         return None
+
+
+class SeparatePlacement(Placement, abc.ABC):
+    """A placement of variables on devices that no program can share with the model_fn.
+
+    A program runs on one set of devices. Where the model_fn and the variables are on different ones, a training step
+    is several programs with transfers between them, made here; it cannot be part of another program.
+    """
+
+    @abc.abstractmethod
+    def near(self, like: Any) -> Any:
+        """The shardings of a State that the model_fn only reads, as in evaluation."""
+
+    @abc.abstractmethod
+    def train_step(
+        self, compute: Callable[..., Any], apply: Callable[..., Any], like: Any, donate: bool
+    ) -> Callable[..., Any]:
+        """The training step `(state, features, labels) -> (state, spec)` from its two pure halves.
+
+        Args:
+          compute: `(state, features, labels) -> (spec, assigned)`, to run where the model_fn runs.
+          apply: `(state, train_op, assigned) -> state`, to run where the variables are.
+          like: the abstract State.
+          donate: whether the memory of the given state may be reused.
+        """
+
+    @abc.abstractmethod
+    def read_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """The compiled form of `step(state, features, labels)`, which leaves the state as it is."""

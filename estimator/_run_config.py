@@ -42,7 +42,8 @@ class RunConfig:
     True
     >>> config.replace(seed=1)
     RunConfig(model_dir=None, seed=1, save_checkpoints_steps=100, save_checkpoints_secs=None,
-              keep_checkpoint_max=5, log_step_count_steps=100, steps_per_loop=1)
+              keep_checkpoint_max=5, log_step_count_steps=100, steps_per_loop=1,
+              check_replicas_every=None)
 
     Args:
       model_dir: the directory of checkpoints and event files, a string or a path object; None
@@ -55,6 +56,9 @@ class RunConfig:
       log_step_count_steps: log loss and steps per second every so many steps; None never does.
       steps_per_loop: how many train steps make one compiled program. Small steps gain from it;
         convolutions on a CPU lose, since XLA runs them on one thread within a loop.
+      check_replicas_every: every so many steps, compare the copies that variables and optimizer slots have on
+        several devices, bit by bit, and raise `ReplicaMismatchError` where they differ; within a program of several
+        steps, at its end. None never does. It waits for the steps before it, and reads all copies once.
 
     Raises:
       ValueError: a field has a value that it cannot have, or `save_checkpoints_steps` and
@@ -68,6 +72,7 @@ class RunConfig:
     keep_checkpoint_max: int | None = 5
     log_step_count_steps: int | None = 100
     steps_per_loop: int = 1
+    check_replicas_every: int | None = None
 
     def __post_init__(self) -> None:
         self._check_model_dir()
@@ -79,6 +84,8 @@ class RunConfig:
         if self.log_step_count_steps is not None:
             _check_int("log_step_count_steps", self.log_step_count_steps, 1, ", or None not to log")
         _check_int("steps_per_loop", self.steps_per_loop, 1, "")
+        if self.check_replicas_every is not None:
+            _check_int("check_replicas_every", self.check_replicas_every, 1, ", or None never to check")
 
     def _check_model_dir(self) -> None:
         model_dir = self.model_dir

@@ -20,6 +20,7 @@ from estimator._batch import guarded
 from estimator._checkpoint import Checkpoints
 from estimator._frame import PyTree
 from estimator._non_finite import cleared, log_if_more, raise_if_any, skipped_steps
+from estimator._replica_check import check_replicas
 from estimator._run_config import RunConfig
 from estimator._spec import EstimatorSpec, check_no_hooks
 from estimator._transform import Model, State
@@ -45,9 +46,13 @@ class Steps:
     """The compiled programs of the loop: one step, and several in one program. Of the spec they keep the loss alone.
 
     The key comes as plain numbers, since jax takes typed keys on a slower path (some 8 us per call).
+
+    Args:
+      model: what to run; it donates its state.
+      is_one_program: whether a step can be compiled together with what is around it.
     """
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, is_one_program: bool) -> None:
         def one(carry: Carry, key_data: jax.Array, features: PyTree, labels: PyTree) -> tuple[Carry, jax.Array]:
             state, spec = model.train_step(_state(carry, key_data), features, labels)
             check_no_hooks(spec)
@@ -58,8 +63,8 @@ class Steps:
             check_no_hooks(spec)
             return Carry(state.variables, state.slots, state.global_step), _reported_loss(spec)
 
-        self.one = jax.jit(one, donate_argnums=0)
-        self.several = jax.jit(several, donate_argnums=0)
+        self.one = jax.jit(one, donate_argnums=0) if is_one_program else one
+        self.several = jax.jit(several, donate_argnums=0) if is_one_program else several
         self.on_nan = model.on_nan
 
 
@@ -95,6 +100,7 @@ class Training:
         Raises:
           NanLossDuringTrainingError: the loss became NaN. Nothing of that is saved.
           NonFiniteGradientError: a gradient was inf or NaN, and on_nan is "raise". Nothing of that is saved.
+          ReplicaMismatchError: a check that is due finds copies that differ. Nothing is saved from there on.
         """
         if self.steps.on_nan():
             self.skipped = skipped_steps(state)
@@ -127,6 +133,9 @@ class Training:
                 values = self._look(losses, carry)
                 self._log(values, bar)
                 loss = values[-1]
+                every = self.config.check_replicas_every
+                if every and self.step // every > (self.step - len(values)) // every:  # a multiple was passed
+                    check_replicas(self.step, variable=carry.variables, slot=carry.slots)
                 if self._save_is_due():
                     self._save(_state(carry, key_data))
         if loss is None:
@@ -171,6 +180,9 @@ class Training:
             ends.append(self.last_step)
         if self.config.save_checkpoints_steps:
             ends.append(self.saved_step + self.config.save_checkpoints_steps)
+        if check_every := self.config.check_replicas_every:
+            programs = math.ceil((check_every - self.step % check_every) / self.config.steps_per_loop)
+            ends.append(self.step + programs * self.config.steps_per_loop)
         return max(0, min(ends) - self.step)
 
     def _is_due(self, every: int | None, done: int) -> bool:
@@ -217,7 +229,7 @@ class Training:
     def _save(self, state: State) -> None:
         if not (self.config.save_checkpoints_steps or self.config.save_checkpoints_secs):
             return
-        bad = sorted(name for name, is_nan in _nan_variables(state.variables).items() if is_nan)
+        bad = sorted(_names_with_nan(state.variables))
         if bad:
             raise NanLossDuringTrainingError(
                 f"NaN in the variables {bad} after step {self.step}, of which no checkpoint was saved. "
@@ -246,8 +258,17 @@ def _reported_loss(spec: EstimatorSpec) -> jax.Array:
     return spec.loss if skipped is None else jnp.where(skipped & jnp.isnan(spec.loss), jnp.inf, spec.loss)
 
 
+def _names_with_nan(variables: dict[str, PyTree]) -> list[str]:
+    by_devices: dict[Any, dict[str, PyTree]] = {}  # a program takes arrays of the same devices
+    for name, value in variables.items():
+        devices = frozenset(device for leaf in jax.tree.leaves(value) for device in leaf.devices())
+        by_devices.setdefault(devices, {})[name] = value
+    flags = jax.device_get([_has_nan(group) for group in by_devices.values()])
+    return [name for group in flags for name, has_nan in group.items() if has_nan]
+
+
 @jax.jit
-def _nan_variables(variables: dict[str, PyTree]) -> dict[str, jax.Array]:
+def _has_nan(variables: dict[str, PyTree]) -> dict[str, jax.Array]:
     def has_nan(value: PyTree) -> jax.Array:
         floats = [x for x in jax.tree.leaves(value) if jnp.issubdtype(x.dtype, jnp.inexact)]
         return jnp.any(jnp.array([jnp.isnan(x).any() for x in floats], bool))

@@ -15,9 +15,9 @@ from estimator._gradients import has_pending, run, written
 from estimator._loss_scale import kept_if_skipped
 from estimator._model_fn import ModelFn, bind
 from estimator._modes import ModeKeys
-from estimator._non_finite import cleared, kept_if_non_finite, raise_if_any, was_skipped
+from estimator._non_finite import cleared, done, kept_if_non_finite, raise_if_any
 from estimator._optimizer import TrainOp, apply_updates
-from estimator._placement import Placement
+from estimator._placement import Placement, SeparatePlacement
 from estimator._spec import EstimatorSpec
 
 
@@ -47,6 +47,9 @@ class _Init(Protocol):
     ) -> State: ...
 
 
+_TrainProgram = Callable[[State, PyTree, PyTree], tuple[State, EstimatorSpec]]
+
+
 class _TrainStep(Protocol):
     def __call__(self, state: State, features: PyTree, labels: PyTree = None) -> tuple[State, EstimatorSpec]: ...
 
@@ -68,6 +71,8 @@ class Model(NamedTuple):
         the arrays of the spec have `steps` as their first dimension.
       abstract_init: what `init` would return for the same batch, as `jax.ShapeDtypeStruct`s with their shardings:
         `(features, labels=None, mode="train") -> State`. Nothing is computed.
+      is_one_program: whether `train_step` may be part of another program (`jax.jit`, `lax.scan`): always, but for
+        variables that live on other devices than the towers. `(features, labels=None) -> bool`.
       on_nan: `() -> "raise", "skip" or None`: what `replicate_model_fn` was told; known once the model_fn has run.
     """
 
@@ -77,6 +82,7 @@ class Model(NamedTuple):
     predict_step: Callable[[State, PyTree], EstimatorSpec]
     train_loop: Callable[[State, Any], tuple[State, EstimatorSpec]]
     abstract_init: Callable[..., State]
+    is_one_program: Callable[..., bool]
     on_nan: Callable[[], str | None]
 
 
@@ -87,6 +93,7 @@ class _Traits:
     like: State  # of jax.ShapeDtypeStruct
     placement: Placement
     pending: bool  # whether losses are left to differentiate
+    shardings: Any  # of the state; a prefix
     on_nan: str | None
 
 
@@ -131,6 +138,7 @@ def transform(model_fn: ModelFn, params: Any = None, config: Any = None, donate:
         predict_step=steps.predict_step,
         train_loop=steps.train_loop,
         abstract_init=steps.abstract_init,
+        is_one_program=steps.is_one_program,
         on_nan=steps.on_nan,
     )
 
@@ -153,7 +161,8 @@ class _Steps:
         frame = Frame(mode, {}, {}, key=key, global_step=step, initializing=True)
         with open_frame(frame):
             spec = self._call(features, labels, mode)
-        found = _Static((frame.placement or Placement(), has_pending(spec.train_op), frame.on_nan))
+        placement = frame.placement or Placement()
+        found = _Static((placement, has_pending(spec.train_op), tuple(frame.trainable), frame.on_nan))
         return State(frame.variables, frame.slots, step, key), found
 
     def _compute(
@@ -186,7 +195,7 @@ class _Steps:
     ) -> tuple[State, EstimatorSpec]:
         spec, assigned = self._compute(found, state, features, labels, ModeKeys.TRAIN)
         after = self._apply(state, spec.train_op, assigned)
-        return after, dataclasses.replace(spec, train_op=TrainOp(skipped=was_skipped(state, after)))
+        return after, dataclasses.replace(spec, train_op=done(spec.train_op, state.variables))
 
     # The compiled ones.
 
@@ -200,13 +209,13 @@ class _Steps:
         mode = ModeKeys(mode)
         key = _checked_key(key)
         check_batch(features, labels)
-        placement = self._find(mode, features, labels).placement
+        shardings = self._find(mode, features, labels).shardings
         state, _ = self._traced_init(key, features, labels, mode=mode)
-        return jax.device_put(state, placement.state(state))
+        return jax.device_put(state, shardings)
 
     def abstract_init(self, features: PyTree, labels: PyTree = None, mode: str = ModeKeys.TRAIN) -> State:
         found = self._find(ModeKeys(mode), features, labels)
-        shardings = jax.tree.broadcast(found.placement.state(found.like), found.like, is_leaf=lambda x: x is None)
+        shardings = jax.tree.broadcast(found.shardings, found.like, is_leaf=lambda x: x is None)
         return jax.tree.map(
             lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
             found.like,
@@ -217,9 +226,7 @@ class _Steps:
         step = self._compiled.get(ModeKeys.TRAIN)
         if step is None:
             found = self._find(ModeKeys.TRAIN, features, labels)
-            step = self._compiled[ModeKeys.TRAIN] = self._jit_train(
-                found, lambda *batch: self._pure_train(found, *batch)
-            )
+            step = self._compiled[ModeKeys.TRAIN] = self._compile_train(found)
         return self._watched(step, state, features, labels)
 
     def train_loop(self, state: State, batches: Any) -> tuple[State, EstimatorSpec]:
@@ -229,20 +236,7 @@ class _Steps:
             first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), features)
             first_labels = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), labels)
             found = self._find(ModeKeys.TRAIN, first, first_labels)
-
-            def scan(state: State, features: PyTree, labels: PyTree) -> tuple[State, EstimatorSpec]:
-                # The key stays out of the carry, and so out of what the loop copies from step to step.
-                def body(carry: Any, batch: tuple[PyTree, PyTree]) -> tuple[Any, EstimatorSpec]:
-                    after, spec = self._pure_train(found, State(**carry, key=state.key), *batch)
-                    return changing(after), spec
-
-                def changing(state: State) -> dict[str, Any]:
-                    return {name: value for name, value in state._asdict().items() if name != "key"}
-
-                carry, specs = jax.lax.scan(body, changing(state), (features, labels))
-                return State(**carry, key=state.key), specs
-
-            loop = self._compiled["train_loop"] = self._jit_train(found, scan)
+            loop = self._compiled["train_loop"] = self._compile_loop(found)
         return self._watched(loop, state, features, labels)
 
     def on_nan(self) -> str | None:
@@ -250,7 +244,7 @@ class _Steps:
         return found.on_nan if found else None
 
     def _watched(
-        self, steps: Callable[..., Any], state: State, features: PyTree, labels: PyTree
+        self, steps: _TrainProgram, state: State, features: PyTree, labels: PyTree
     ) -> tuple[State, EstimatorSpec]:
         """Runs steps; with on_nan="raise" it raises at once, unless the caller traces: who then has to look itself."""
         raises = self.on_nan() == "raise" and not isinstance(state.global_step, jax.core.Tracer)
@@ -260,6 +254,9 @@ class _Steps:
         if raises:
             raise_if_any(after)
         return after, spec
+
+    def is_one_program(self, features: PyTree, labels: PyTree = None) -> bool:
+        return not isinstance(self._find(ModeKeys.TRAIN, features, labels).placement, SeparatePlacement)
 
     def eval_step(self, state: State, features: PyTree, labels: PyTree = None) -> EstimatorSpec:
         return self._run_only(ModeKeys.EVAL, state, features, labels)
@@ -276,15 +273,45 @@ class _Steps:
                 spec, _ = self._compute(found, state, features, labels, mode)
                 return dataclasses.replace(spec, train_op=None)
 
-            step = self._compiled[mode] = jax.jit(step)
+            if isinstance(found.placement, SeparatePlacement):
+                step = found.placement.read_step(step)
+            else:
+                step = jax.jit(step)
+            self._compiled[mode] = step
         return guarded(step, features, labels, state, features, labels)
 
-    def _jit_train(self, found: _Traits, step: Callable[..., Any]) -> Callable[..., Any]:
-        shardings = found.placement.state(found.like)
+    def _compile_train(self, found: _Traits) -> _TrainProgram:
+        if isinstance(found.placement, SeparatePlacement):
+
+            def compute(state: State, features: PyTree, labels: PyTree) -> tuple[EstimatorSpec, dict[str, PyTree]]:
+                return self._compute(found, state, features, labels, ModeKeys.TRAIN)
+
+            return found.placement.train_step(compute, self._apply, found.like, self._donate)
+        return self._jit_train(found, lambda *batch: self._pure_train(found, *batch))
+
+    def _compile_loop(self, found: _Traits) -> _TrainProgram:
+        if isinstance(found.placement, SeparatePlacement):
+            return _loop_over(self._compile_train(found))
+
+        def scan(state: State, features: PyTree, labels: PyTree) -> tuple[State, EstimatorSpec]:
+            # The key stays out of the carry, and so out of what the loop copies from step to step.
+            def body(carry: Any, batch: tuple[PyTree, PyTree]) -> tuple[Any, EstimatorSpec]:
+                after, spec = self._pure_train(found, State(**carry, key=state.key), *batch)
+                return changing(after), spec
+
+            def changing(state: State) -> dict[str, Any]:
+                return {name: value for name, value in state._asdict().items() if name != "key"}
+
+            carry, specs = jax.lax.scan(body, changing(state), (features, labels))
+            return State(**carry, key=state.key), specs
+
+        return self._jit_train(found, scan)
+
+    def _jit_train(self, found: _Traits, step: _TrainProgram) -> _TrainProgram:
         return jax.jit(
             step,
-            in_shardings=(shardings, None, None),
-            out_shardings=(shardings, None),
+            in_shardings=(found.shardings, None, None),
+            out_shardings=(found.shardings, None),
             donate_argnums=0 if self._donate else (),
         )
 
@@ -292,9 +319,30 @@ class _Steps:
         """The traits of the model_fn, from an abstract run at the first call in a mode."""
         if mode not in self._traits:
             check_batch(features, labels)
-            like, found = self._traced_init.eval_shape(jax.random.key(0), features, labels, mode=mode)
-            self._traits[mode] = _Traits(like, *found.value)
+            first_run: Callable[..., Any] = self._traced_init.eval_shape
+            no_jit = jax.config.jax_disable_jit  # type: ignore[attr-defined]
+            if no_jit and all(hasattr(x, "__array__") for x in jax.tree.leaves((features, labels))):
+                first_run = self._traced_init  # whoever turns jit off wants to look at values
+            like, found = first_run(jax.random.key(0), features, labels, mode=mode)
+            placement, pending, names, on_nan = found.value
+            like = like._replace(variables={name: like.variables[name] for name in names})  # jax sorts dicts
+            reads = mode != ModeKeys.TRAIN and isinstance(placement, SeparatePlacement)
+            shardings = placement.near(like) if reads else placement.state(like)
+            self._traits[mode] = _Traits(like, placement, pending, shardings, on_nan)
         return self._traits[mode]
+
+
+def _loop_over(step: _TrainProgram) -> _TrainProgram:
+    """As many steps as the batches hold, one after the other."""
+
+    def loop(state: State, features: PyTree, labels: PyTree) -> tuple[State, EstimatorSpec]:
+        specs = []
+        for i in range(len(jax.tree.leaves(features)[0])):
+            state, spec = step(state, *jax.tree.map(lambda x, i=i: x[i], (features, labels)))
+            specs.append(spec)
+        return state, jax.tree.map(lambda *leaves: jnp.stack(leaves), *specs)
+
+    return loop
 
 
 def _stacked(batches: Any) -> tuple[PyTree, PyTree]:

@@ -11,17 +11,32 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from estimator._placement import Placement
+from replicate._devices import find_devices
 from replicate._towers import TOWER_AXIS
+from replicate._variable_devices import OnVariableDevices
 
 
 class VariableDistribution(enum.StrEnum):
     """How variables and optimizer slots are spread over the towers' devices.
 
+    The numbers are the same for all; a checkpoint of one is read under any other. With one tower, and no variable
+    device of its own, all are the same.
+
     Attributes:
-      MIRRORED: a copy on every tower's device; gradients are summed by one all-reduce.
+      MIRRORED: a copy on every tower's device; gradients are summed by one all-reduce. The fastest where it fits.
+      SHARDED: each variable and its slots are cut over the towers along their first dimension that divides; what
+        has none is mirrored. Towers gather the variables at each step, the optimizer runs on the pieces. For
+        models whose slots do not fit on every device.
+      SHARED_LOCAL_PARAMETER_SERVER: one copy, on the variable device. Towers get the variables from there at each
+        step; their gradients are gathered and summed, and the optimizer runs, there.
+      SHARED_ROUND_ROBIN: one copy of each variable, the n-th that the model_fn creates on device n modulo towers,
+        where its gradient is summed and its slots are.
     """
 
     MIRRORED = "mirrored"
+    SHARDED = "sharded"
+    SHARED_LOCAL_PARAMETER_SERVER = "shared_local_parameter_server"
+    SHARED_ROUND_ROBIN = "shared_round_robin"
 
 
 class OneDevice(Placement):
@@ -53,8 +68,53 @@ class Mirrored(Placement):
         axis = TOWER_AXIS if rows % self._mesh.size == 0 else None
         return NamedSharding(self._mesh, PartitionSpec(axis))
 
+    def whole(self, gradients: Any) -> Any:
+        """Summed gradients as every device has them, before the optimizer.
 
-def place(distribution: VariableDistribution, devices: Sequence[jax.Device]) -> Placement:
+        The barrier keeps XLA from compiling the optimizer's arithmetic together with what was before, differently
+        for mirrored and cut variables: it makes the two equal bit by bit.
+        """
+        gradients = jax.lax.optimization_barrier(gradients)
+        return jax.lax.with_sharding_constraint(gradients, NamedSharding(self._mesh, PartitionSpec()))
+
+
+class Sharded(Mirrored):
+    """Every array of the state cut over the devices, where it can be."""
+
+    def state(self, like: Any) -> Any:
+        return jax.tree.map(self._cut, like)
+
+    def _cut(self, array: Any) -> NamedSharding:
+        for axis, size in enumerate(array.shape):
+            if size % self._mesh.size == 0:
+                return NamedSharding(self._mesh, PartitionSpec(*[None] * axis, TOWER_AXIS))
+        return NamedSharding(self._mesh, PartitionSpec())
+
+
+def place(
+    distribution: VariableDistribution,
+    devices: Sequence[jax.Device],
+    variable_device: jax.Device | str | None = None,
+) -> Placement:
     """The placement for a distribution over the towers' devices."""
-    VariableDistribution(distribution)
-    return OneDevice(devices[0]) if len(devices) == 1 else Mirrored(devices)
+    distribution = VariableDistribution(distribution)
+    towers = OneDevice(devices[0]) if len(devices) == 1 else Mirrored(devices)
+    if distribution == VariableDistribution.SHARED_LOCAL_PARAMETER_SERVER:
+        home = _variable_device(devices, variable_device)
+        return towers if list(devices) == [home] else OnVariableDevices(towers, [home])
+    if variable_device is not None:
+        raise ValueError(
+            f"variable_device={variable_device!r} was given with variable_distribution={str(distribution)!r}, which "
+            "has none. It is for VariableDistribution.SHARED_LOCAL_PARAMETER_SERVER; leave out one of them."
+        )
+    if len(devices) == 1 or distribution == VariableDistribution.MIRRORED:
+        return towers
+    if distribution == VariableDistribution.SHARDED:
+        return Sharded(devices)
+    return OnVariableDevices(towers, devices)
+
+
+def _variable_device(devices: Sequence[jax.Device], given: jax.Device | str | None) -> jax.Device:
+    if given is not None:
+        return find_devices([given])[0]
+    return devices[0] if len(devices) == 1 else jax.local_devices(backend="cpu")[0]

@@ -84,6 +84,19 @@ def together(same: EstimatorSpec, own: PyTree) -> EstimatorSpec:
     return dataclasses.replace(same, predictions=predictions, eval_metric_ops=metrics, export_outputs=exports)
 
 
+def without_gradients(spec: EstimatorSpec) -> tuple[EstimatorSpec, list[dict[str, PyTree] | None]]:
+    """The spec less the gradients of its train_op, and those."""
+    updates = spec.train_op.updates
+    train_op = TrainOp(tuple(dataclasses.replace(update, gradients={}) for update in updates))
+    return dataclasses.replace(spec, train_op=train_op), [update.gradients for update in updates]
+
+
+def with_gradients(spec: EstimatorSpec, gradients: list[dict[str, PyTree] | None]) -> EstimatorSpec:
+    updates = zip(spec.train_op.updates, gradients, strict=True)
+    train_op = TrainOp(tuple(dataclasses.replace(update, gradients=own) for update, own in updates))
+    return dataclasses.replace(spec, train_op=train_op)
+
+
 def merged(own: PyTree, towers: int, rows: int) -> PyTree:
     predictions, metrics, exports = own
     return (

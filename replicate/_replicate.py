@@ -14,10 +14,10 @@ from estimator._frame import Frame, PyTree, current_frame, open_frame
 from estimator._gradients import has_pending, run
 from estimator._model_fn import ModelFn, bind
 from estimator._non_finite import POLICIES, marked, non_finite, watch
-from estimator._placement import Placement
+from estimator._placement import Placement, SeparatePlacement
 from replicate._devices import find_devices
-from replicate._distribution import VariableDistribution, place
-from replicate._merge import apart, join, merged, summed, together
+from replicate._distribution import Mirrored, VariableDistribution, place
+from replicate._merge import apart, join, merged, summed, together, with_gradients, without_gradients
 from replicate._tower_optimizer import TowerOptimizer
 from replicate._towers import (
     cross_tower_mean,
@@ -35,6 +35,7 @@ def replicate_model_fn(
     devices: Sequence[jax.Device | str] | None = None,
     *,
     variable_distribution: VariableDistribution = VariableDistribution.MIRRORED,
+    variable_device: jax.Device | str | None = None,
     on_nan: str | None = None,
 ) -> ModelFn:
     """A model_fn that runs the given one in a tower per device and merges what the towers return.
@@ -67,7 +68,9 @@ def replicate_model_fn(
       loss_reduction: how the model_fn's loss comes from the losses of the examples: SUM, or any of the means.
       devices: one per tower: `jax.Device`s or names such as "/gpu:0", "cpu:1". None means all local GPUs or TPU
         cores, or, where there are none, all local CPU devices.
-      variable_distribution: where the variables live.
+      variable_distribution: where the variables live, and where the gradients are summed.
+      variable_device: the device of all variables, for SHARED_LOCAL_PARAMETER_SERVER. By default, as in TensorFlow,
+        the tower's own where there is one tower, else the first CPU device.
       on_nan: what to do about a step in which a gradient that a tower is about to give to the sum holds an inf or a
         NaN. None: nothing is looked for. "skip": the step changes neither variables nor slots, is counted in the state
         (`est.skipped_steps(state)`), and training goes on. "raise": `est.NonFiniteGradientError` names the step, the
@@ -88,7 +91,7 @@ def replicate_model_fn(
     towers = find_devices(devices)
     replicas = _Replicas(
         devices=towers,
-        placement=place(variable_distribution, towers),
+        placement=place(variable_distribution, towers, variable_device),
         mean_loss=Reduction(loss_reduction) != Reduction.SUM,
         on_nan=on_nan,
     )
@@ -163,6 +166,7 @@ class _Replicas:
 
     def train(self, call: Call, frame: Frame, batch: PyTree, rows: int) -> EstimatorSpec:
         scale = 1 / len(self.devices) if self.mean_loss else 1.0
+        separate = isinstance(self.placement, SeparatePlacement)  # it sums the gradients where the variables are
         ran: list[Frame] = []
 
         def tower(start: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
@@ -177,11 +181,18 @@ class _Replicas:
                 _check_optimizers(outcome.spec.train_op)
             flags = non_finite(outcome.spec.train_op) if self.on_nan else None
             same, own = apart(outcome.spec, scale)
+            gradients = None
+            if separate:
+                same, gradients = without_gradients(same)
             same, written = summed(same, outcome, start[0], after.aggregation)
-            return (same, written), (own, flags)
+            return (same, written), (own, gradients, flags)
 
         start = _start(frame)
-        (same, written), (own, flags) = tower_map(tower, self.devices)(start, batch)
+        (same, written), (own, gradients, flags) = tower_map(tower, self.devices)(start, batch)
+        if separate:
+            same = with_gradients(same, gradients)
+        elif isinstance(self.placement, Mirrored):
+            same = dataclasses.replace(same, train_op=self.placement.whole(same.train_op))
         _keep_names(frame, ran[-1])
         frame.assigned.update(written)
         if flags is not None:

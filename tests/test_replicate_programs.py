@@ -17,6 +17,7 @@ from helpers_replicate import (
 )
 
 import estimator as est
+from replicate import TowerOptimizer, cross_tower_mean, tower_index
 
 
 @pytest.fixture
@@ -113,6 +114,47 @@ def test_one_device_runs_the_program_of_the_plain_model_fn(optimizer):
     x, y = regression(8, steps=1)
     plain, replicated = (operations(compiled_train_step(fn, x[0], y[0])) for fn in (model_fn, replicate(model_fn, 1)))
     assert plain["dot"] + plain["fusion"] > 2
+    assert replicated == plain
+
+
+def everything_model_fn(features, mode, labels=None):
+    """Writes to variables, random keys, collectives, a weighted loss, metrics, gradients of both kinds."""
+    w = est.get_variable("w", (3,))
+    est.get_variable("mean", initializer=jnp.zeros(3), trainable=False)
+    est.get_variable("seen", initializer=np.int32(0), trainable=False)
+    est.get_variable("first", (), trainable=False, aggregation="only_first_tower")
+    est.assign("mean", 0.9 * est.read_variable("mean") + 0.1 * cross_tower_mean(features.mean(0)))
+    est.assign("first", features[0, 0])
+    est.assign_add("seen", features.shape[0])
+    noise = jax.random.uniform(est.make_rng("noise"), features.shape)
+    logits = jnp.where(noise < 0.5, features - est.read_variable("mean"), noise) @ w
+    predictions = {"logits": logits, "index": jnp.broadcast_to(tower_index(), logits.shape)}
+    if mode == est.ModeKeys.PREDICT:
+        return est.EstimatorSpec(mode, predictions)
+    weights = jnp.abs(features[:, 0])
+    loss = est.losses.mean_squared_error(labels, logits, weights)
+    optimizer = TowerOptimizer(optax.adam(0.1))
+    train_op = est.group(optimizer.apply_gradients(optimizer.compute_gradients(loss)), optimizer.minimize(loss))
+    metrics = {
+        "mean": est.metrics.mean(logits, weights),
+        "accuracy": est.metrics.accuracy(labels > 0, logits > 0, weights),
+    }
+    return est.EstimatorSpec(mode, predictions, loss, train_op, metrics)
+
+
+@pytest.mark.parametrize("step", ["train_step", "train_loop", "eval_step", "predict_step"])
+def test_one_device_runs_the_operations_of_the_plain_model_fn_in_every_mode(step):
+    x, y = regression(7)
+    batch = {"train_loop": ((x, y),), "predict_step": (x[0],)}.get(step, (x[0], y[0]))
+
+    def compiled(model_fn):
+        model = est.transform(model_fn)
+        state = model.init(jax.random.key(0), x[0], y[0])
+        program = jax.jit(lambda *args: getattr(model, step)(*args))
+        return operations(program.lower(state, *batch).compile().as_text())
+
+    plain, replicated = compiled(everything_model_fn), compiled(replicate(everything_model_fn, 1))
+    assert plain["fusion"] > 2
     assert replicated == plain
 
 

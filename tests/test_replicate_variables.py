@@ -6,10 +6,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers_replicate import FOUR, assert_close, assert_same_training, mlp_model_fn, regression, replicate
+from helpers_replicate import (
+    FOUR,
+    STEPS,
+    assert_close,
+    assert_same_training,
+    reduced,
+    regression,
+    replicate,
+)
 
 import estimator as est
-from replicate import TOWER_AXIS, TowerOptimizer
+from replicate import TOWER_AXIS, TowerOptimizer, cross_tower_mean, cross_tower_sum, num_towers
 
 
 def assign_model_fn(write, aggregation=est.VariableAggregation.MEAN, initial=0.0):
@@ -105,20 +113,71 @@ def test_assignments_act_in_training_alone(mode):
     np.testing.assert_array_equal(spec.predictions, np.zeros(4))
 
 
-def test_the_state_is_the_same_on_every_device():
-    model_fn = mlp_model_fn(optax.adam(0.1))
-    x, y = regression(8)
-    model = est.transform(replicate(model_fn, 4))
-    state, _ = model.train_loop(model.init(jax.random.key(0), x[0], y[0]), (x, y))
-    for leaf in jax.tree.leaves((state.variables, state.slots, state.global_step)):
+def statistics_model_fn(features, labels, mode):
+    """Keeps statistics of the batch by every way to write a variable, and learns next to them."""
+
+    def variable(name, initial, aggregation="mean"):
+        return est.get_variable(name, initializer=initial, trainable=False, aggregation=aggregation)
+
+    old = variable("average", {"mean": jnp.zeros(3), "square": jnp.ones(3)})
+    total = variable("total", jnp.zeros(3), "sum")
+    variable("rows", np.int32(0), "sum")
+    variable("first", jnp.zeros(3), "only_first_tower")
+    variable("first_label_is_positive", np.bool_(False), "only_first_tower")
+    variable("seen", np.int32(7))
+    variable("label", 0.5)
+    new = {"mean": features.mean(0), "square": (features**2).mean(0)}
+    est.assign("average", jax.tree.map(lambda a, b: 0.9 * a + 0.1 * b, old, new))
+    est.assign("total", total / num_towers() + features.sum(0))
+    est.assign("rows", features.shape[0])
+    est.assign("first", features[0])
+    est.assign("first_label_is_positive", labels[0] > 0)
+    est.assign_add("seen", features.shape[0])
+    est.assign_add("label", labels.sum())
+    output = features @ est.get_variable("w", (3,))
+    loss = jnp.mean((output - labels) ** 2)
+    train_op = TowerOptimizer(optax.adam(0.02)).minimize(loss)
+    return est.EstimatorSpec(mode, output, loss, train_op)
+
+
+@pytest.mark.parametrize("towers", [1, 2, 3, 4, 8])
+def test_written_variables_are_those_of_one_big_batch_after_several_steps(towers):
+    x, y = regression(24)
+    state = assert_same_training(statistics_model_fn, replicate(statistics_model_fn, towers), (x, y))
+    assert (state.variables["rows"], state.variables["seen"]) == (24, 7 + STEPS * 24)
+    np.testing.assert_array_equal(state.variables["first"], x[-1, 0])
+    np.testing.assert_allclose(state.variables["total"], x.sum((0, 1)), rtol=1e-5, atol=1e-5)
+
+
+def assert_copies_are_identical(state, towers):
+    for path, leaf in jax.tree_util.tree_leaves_with_path((state.variables, state.slots, state.global_step)):
+        assert [shard.device for shard in leaf.addressable_shards] == jax.devices("cpu")[:towers]
         copies = [np.asarray(shard.data) for shard in leaf.addressable_shards]
-        assert [shard.device for shard in leaf.addressable_shards] == jax.devices("cpu")[:4]
-        for copy in copies:
-            assert copy.shape == leaf.shape
-            np.testing.assert_array_equal(copy, copies[0])
+        assert all(copy.shape == leaf.shape for copy in copies)
+        assert len({copy.tobytes() for copy in copies}) == 1, path
 
 
-def batch_norm_model_fn(axis_name):
+def test_every_copy_of_every_variable_is_the_same_to_the_bit_after_a_loop():
+    x, y = regression(24)
+    model = est.transform(replicate(statistics_model_fn, 4))
+    state, _ = model.train_loop(model.init(jax.random.key(0), x[0], y[0]), (x, y))
+    assert_copies_are_identical(state, 4)
+
+
+@pytest.mark.parametrize("axis_name", [None, TOWER_AXIS])
+def test_every_copy_of_batch_norms_statistics_is_the_same_to_the_bit_after_each_step(axis_name):
+    x, y = regression(24)
+    model = est.transform(replicate(batch_norm_model_fn(axis_name), 4))
+    state = model.init(jax.random.key(0), x[0], y[0])
+    assert_copies_are_identical(state, 4)
+    for batch in zip(x, y, strict=True):
+        state, _ = model.train_step(state, *batch)
+        assert_copies_are_identical(state, 4)
+
+
+def batch_norm_model_fn(axis_name, reduction="mean"):
+    """Flax's batch norm; with an axis name over all towers."""
+
     class Net(nn.Module):
         @nn.compact
         def __call__(self, x, train):
@@ -142,24 +201,110 @@ def batch_norm_model_fn(axis_name):
             mutable=["batch_stats"],
         )
         est.assign("stats", written["batch_stats"])
-        loss = jnp.mean((output - labels) ** 2)
-        train_op = TowerOptimizer(optax.sgd(0.1)).minimize(loss)
+        loss = reduced((output - labels) ** 2, reduction)
+        train_op = TowerOptimizer(optax.sgd(RATES[reduction])).minimize(loss)
         return est.EstimatorSpec(mode, output, loss, train_op)
 
     return model_fn
 
 
-@pytest.mark.parametrize("towers", [1, 2, 4])
-def test_batch_norm_over_the_tower_axis_matches_one_big_batch(towers):
-    state = assert_same_training(
-        batch_norm_model_fn(None),
-        replicate(batch_norm_model_fn(TOWER_AXIS), towers),
-        regression(8),
-        rtol=1e-4,
-        atol=1e-5,
-    )
-    (stats,) = state.variables["stats"].values()
-    assert np.abs(stats["mean"]).max() > 1e-3
+RATES = {"mean": 0.1, "sum": 0.1 / 24}
+
+
+def written_batch_norm_model_fn(reduction="mean"):
+    """Batch norm written out; outside of towers `cross_tower_mean` returns what it is given."""
+
+    def model_fn(features, labels, mode):
+        w = est.get_variable("w", (3, 4))
+        scale = est.get_variable("scale", (4,), initializer=jax.nn.initializers.ones)
+        running = est.get_variable("stats", {"mean": jnp.zeros(4), "var": jnp.ones(4)}, trainable=False)
+        x = features @ w
+        stats = running
+        if mode == est.ModeKeys.TRAIN:
+            center = cross_tower_mean(x.mean(0))
+            stats = {"mean": center, "var": cross_tower_mean(((x - center) ** 2).mean(0))}
+            est.assign("stats", jax.tree.map(lambda a, b: 0.9 * a + 0.1 * b, running, stats))
+        x = scale * (x - stats["mean"]) / jnp.sqrt(stats["var"] + 1e-3)
+        output = jnp.tanh(x).sum(-1)
+        loss = reduced((output - labels) ** 2, reduction)
+        train_op = TowerOptimizer(optax.sgd(RATES[reduction])).minimize(loss)
+        return est.EstimatorSpec(mode, output, loss, train_op)
+
+    return model_fn
+
+
+def assert_one_big_batch_norm(plain, over_towers, towers, reduction):
+    """Forward, gradients and running statistics in training, and what those give in evaluation."""
+    replicated = replicate(over_towers, towers, reduction)
+    x, y = regression(24)
+    state = assert_same_training(plain, replicated, (x, y), rtol=1e-4, atol=1e-5)
+    assert all(np.abs(leaf).max() > 1e-3 for leaf in jax.tree.leaves(state.variables["stats"]))
+    want, got = (est.transform(fn).eval_step(state, x[0], y[0]) for fn in (plain, replicated))
+    assert_close((got.loss, got.predictions), (want.loss, want.predictions), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("towers", "reduction"), [(1, "mean"), (2, "sum"), (4, "mean")])
+def test_batch_norm_over_the_tower_axis_matches_one_big_batch(towers, reduction):
+    plain, over_towers = batch_norm_model_fn(None, reduction), batch_norm_model_fn(TOWER_AXIS, reduction)
+    assert_one_big_batch_norm(plain, over_towers, towers, reduction)
+
+
+@pytest.mark.parametrize(("towers", "reduction"), [(1, "sum"), (3, "mean"), (8, "sum")])
+def test_batch_norm_by_cross_tower_mean_matches_one_big_batch(towers, reduction):
+    model_fn = written_batch_norm_model_fn(reduction)
+    assert_one_big_batch_norm(model_fn, model_fn, towers, reduction)
+
+
+MEANS = {
+    "cross_tower_mean": cross_tower_mean,
+    "cross_tower_sum": lambda x: cross_tower_sum(x) / num_towers(),
+    "pmean": lambda x: jax.lax.pmean(x, TOWER_AXIS),
+    "psum": lambda x: jax.lax.psum(x, TOWER_AXIS) / num_towers(),
+    "all_gather": lambda x: jax.lax.all_gather(x, TOWER_AXIS).mean(0),
+}
+
+
+def centered_losses(w, features, labels, mean=lambda x: x):
+    """Each example's loss depends on all examples, by a mean over the batch."""
+    hidden = jnp.tanh(features * w)
+    center = mean(hidden.mean(0))
+    return (((hidden - center) ** 2).sum(-1) + hidden[:, 0] * center[1] - labels) ** 2
+
+
+@pytest.mark.parametrize(("towers", "reduction"), [(1, "mean"), (2, "sum"), (3, "mean"), (8, "mean"), (8, "sum")])
+def test_gradients_through_every_collective_are_those_of_one_big_batch(towers, reduction):
+    """One optimizer and one variable for each, so that one program has them all."""
+    (x,), (y,) = regression(24, steps=1)
+    start = jnp.array([0.3, -0.2, 0.5])
+
+    def model_fn(features, labels, mode):
+        variables = {name: est.get_variable(name, start) for name in (*MEANS, "computed")}
+        losses = {
+            name: reduced(centered_losses(variables[name], features, labels, mean), reduction)
+            for name, mean in (MEANS | {"computed": cross_tower_mean}).items()
+        }
+        optimizer = TowerOptimizer(optax.sgd(1.0))
+        computed = optimizer.compute_gradients(losses["computed"], ["computed"])
+        train_op = est.group(optimizer.minimize(sum(losses.values()), list(MEANS)), optimizer.apply_gradients(computed))
+        return est.EstimatorSpec(mode, loss=losses["computed"], train_op=train_op)
+
+    model = est.transform(replicate(model_fn, towers, reduction))
+    state, _ = model.train_step(model.init(jax.random.key(0), x, y), x, y)
+    want = start - jax.grad(lambda w: reduced(centered_losses(w, x, y), reduction))(start)
+    assert_close(state.variables, dict.fromkeys(state.variables, want), rtol=1e-4)
+
+
+def test_batch_norm_of_each_tower_alone_is_another_model():
+    """Each tower normalizes by its own rows; the running statistics are averaged."""
+    x, y = regression(24)
+    model_fn = batch_norm_model_fn(None)
+    plain, towers = est.transform(model_fn), est.transform(replicate(model_fn, 4))
+    state = plain.init(jax.random.key(0), x[0], y[0])
+    (one, spec), (four, spec_of_four) = plain.train_step(state, x[0], y[0]), towers.train_step(state, x[0], y[0])
+    assert np.abs(spec.predictions - spec_of_four.predictions).max() > 1e-2
+    (stats,), (stats_of_four,) = one.variables["stats"].values(), four.variables["stats"].values()
+    assert_close(stats_of_four["mean"], stats["mean"])
+    assert (stats_of_four["var"] < stats["var"]).all()
 
 
 @pytest.mark.parametrize("towers", [1, 2])

@@ -30,7 +30,7 @@ def test_giving_one_way_of_saving_turns_the_other_off(given, expected):
 def test_other_defaults():
     config = RunConfig()
     assert (config.model_dir, config.seed, config.keep_checkpoint_max) == (None, 0, 5)
-    assert (config.log_step_count_steps, config.steps_per_loop) == (100, 1)
+    assert (config.log_step_count_steps, config.steps_per_loop, config.check_replicas_every) == (100, 1, None)
 
 
 @pytest.mark.parametrize(
@@ -48,6 +48,8 @@ def test_other_defaults():
         ({"log_step_count_steps": 0}, "`log_step_count_steps` should be an int >= 1.*got 0"),
         ({"steps_per_loop": 0}, "`steps_per_loop` should be an int >= 1; got 0"),
         ({"steps_per_loop": None}, "`steps_per_loop` should be an int >= 1; got None"),
+        ({"check_replicas_every": 0}, "`check_replicas_every` should be an int >= 1, or None never to check; got 0"),
+        ({"check_replicas_every": True}, "`check_replicas_every` should be an int.*got True"),
         ({"seed": 1.0}, r"`seed` should be an int.*got 1\.0"),
         ({"seed": None}, "`seed` should be an int.*got None"),
         ({"seed": True}, "`seed` should be an int.*got True"),
@@ -62,7 +64,10 @@ def test_a_bad_value_is_an_error_that_names_field_and_value(given, message):
         RunConfig().replace(**given)
 
 
-@pytest.mark.parametrize("field", ["keep_checkpoint_max", "log_step_count_steps", "save_checkpoints_secs", "model_dir"])
+@pytest.mark.parametrize(
+    "field",
+    ["keep_checkpoint_max", "log_step_count_steps", "save_checkpoints_secs", "model_dir", "check_replicas_every"],
+)
 def test_none_turns_a_field_off(field):
     assert getattr(RunConfig(**{field: None}), field) is None
 
