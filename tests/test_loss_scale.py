@@ -8,10 +8,10 @@ import numpy as np
 import optax
 import pytest
 from helpers_estimator import make
-from helpers_replicate import FOUR, mlp_model_fn, regression, replicate
+from helpers_replicate import FOUR, assert_close, cpus, mlp_model_fn, regression, replicate
 
 import estimator as est
-from replicate import TowerOptimizer
+from replicate import TowerOptimizer, VariableDistribution, replicate_model_fn
 
 ROWS = np.ones((8, 3), np.float32) * np.array([0, 1, 2], np.float32)
 W = np.array([-0.0, 1.0, 2.0], np.float32)
@@ -60,7 +60,7 @@ def scales(model_fn, batches):
 
 @pytest.mark.parametrize("towers", [1, 2, 8])
 def test_a_loss_scale_changes_no_bit_in_float32(towers):
-    """With adam, only up to the compiler: which product of `b * m + (1 - b) * g` is fused with the sum is its choice."""
+    """Where an optimizer adds two products, the compiler may fuse either with the sum: that can change the last bit."""
 
     def run(loss_scale):
         model_fn = mlp_model_fn(est.Optimizer(optax.sgd(0.1, momentum=0.9), loss_scale=loss_scale))
@@ -95,6 +95,20 @@ def test_an_update_that_is_not_finite_is_skipped(towers, bad_row, value):
     resumed, _ = model.train_step(after, ROWS)
     want, _ = model.train_step(before, ROWS)
     assert bits(resumed.variables) == bits(want.variables)
+
+
+@pytest.mark.parametrize("distribution", list(VariableDistribution)[1:])
+def test_wherever_the_variables_live(distribution):
+    def run(**where):
+        model_fn = linear(est.DynamicLossScale(initial_scale=8.0), optax.sgd)
+        bad = with_row(5, np.inf)
+        return trained(replicate_model_fn(model_fn, devices=cpus(4), **where), np.stack([ROWS, bad, ROWS]))
+
+    (state, spec), (want_state, want) = run(variable_distribution=distribution), run()
+    assert want_state.slots["optimizer"].scale == 4.0
+    assert_close(
+        (state.variables, state.slots, spec.loss[::2]), (want_state.variables, want_state.slots, want.loss[::2])
+    )
 
 
 def test_the_scale_grows_shrinks_and_has_a_floor():

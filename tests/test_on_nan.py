@@ -11,7 +11,7 @@ from helpers_estimator import make
 from helpers_replicate import cpus
 
 import estimator as est
-from replicate import TowerOptimizer, replicate_model_fn
+from replicate import TowerOptimizer, VariableDistribution, replicate_model_fn
 
 ROWS = np.arange(24, dtype=np.float32).reshape(8, 3) / 8
 W = np.array([-0.0, 1.0, 2.0], np.float32)
@@ -40,12 +40,12 @@ def model_fn(features, labels, mode, optimizer=lambda: optax.adam(0.1), loss_sca
     return est.EstimatorSpec(mode, loss=loss, train_op=TowerOptimizer(optimizer, loss_scale=loss_scale).minimize(loss))
 
 
-def replicate(towers, on_nan, fn=model_fn):
-    return replicate_model_fn(fn, devices=cpus(towers), on_nan=on_nan)
+def replicate(towers, on_nan, fn=model_fn, **where):
+    return replicate_model_fn(fn, devices=cpus(towers), on_nan=on_nan, **where)
 
 
-def started(towers, on_nan, fn=model_fn):
-    model = est.transform(replicate(towers, on_nan, fn))
+def started(towers, on_nan, fn=model_fn, **where):
+    model = est.transform(replicate(towers, on_nan, fn, **where))
     return model, model.init(jax.random.key(0), ROWS)
 
 
@@ -97,6 +97,21 @@ def test_a_loop_skips_its_bad_steps_alone():
     assert tuple(map(int, got.slots["on_nan"]))[:3] == (2, 2, 5)
     want, _ = model.train_loop(state, (np.stack([ROWS, ROWS]), None))
     assert bits(got.variables) == bits(want.variables)
+
+
+@pytest.mark.parametrize("distribution", list(VariableDistribution)[1:])
+def test_wherever_the_variables_live(distribution, tmp_path):
+    where = {"variable_distribution": distribution}
+    model, state = started(8, "skip", **where)
+    after, spec = model.train_loop(state, (np.stack([ROWS, with_row(5, np.nan)]), None))
+    np.testing.assert_array_equal(spec.train_op.skipped, [False, True])
+    want, _ = model.train_step(state, ROWS)
+    assert bits(after.variables) == bits(want.variables)
+    assert bits(after.slots["optimizer"]) == bits(want.slots["optimizer"])
+    assert tuple(map(int, after.slots["on_nan"])) == (1, 2, 5, sorted(after.variables).index("w"))
+    estimator = make(tmp_path, replicate(8, "raise", **where))
+    with pytest.raises(est.NonFiniteGradientError, match=message("w", 5, 2)):
+        estimator.train(lambda: [ROWS, with_row(5, np.inf), ROWS])
 
 
 @pytest.mark.parametrize("towers, row, tower", [(1, 3, 0), (2, 5, 1), (8, 5, 5)])
