@@ -5,7 +5,9 @@ This file is the table of contents; every name has its explanation where it is d
 
 from estimator import export, inputs, losses, metrics
 from estimator._estimator import Estimator
+from estimator._loss_scale import DynamicLossScale
 from estimator._modes import ModeKeys
+from estimator._non_finite import NonFiniteGradientError, skipped_steps
 from estimator._optimizer import Optimizer, TrainOp, group
 from estimator._random import global_step, make_rng
 from estimator._replica_check import ReplicaMismatchError
@@ -27,11 +29,13 @@ from estimator.losses import Reduction
 
 __all__ = [
     "AUTO_REUSE",
+    "DynamicLossScale",
     "Estimator",
     "EstimatorSpec",
     "ModeKeys",
     "Model",
     "NanLossDuringTrainingError",
+    "NonFiniteGradientError",
     "Optimizer",
     "Reduction",
     "ReplicaMismatchError",
@@ -52,6 +56,7 @@ __all__ = [
     "make_rng",
     "metrics",
     "read_variable",
+    "skipped_steps",
     "transform",
     "variable_scope",
 ]

@@ -26,6 +26,8 @@ import orbax.checkpoint as ocp
 from absl import logging
 from orbax.checkpoint import type_handlers
 
+from estimator._non_finite import SLOTS, NonFinite
+
 State = Any  # estimator._transform.State, of arrays or of jax.ShapeDtypeStructs.
 
 _INFO = 20  # the standard library's number
@@ -33,6 +35,8 @@ _NAME = re.compile(r"ckpt-(\d+)")
 _LEFTOVER = re.compile(r"ckpt-\d+\..+")
 _METADATA_FILE = "_METADATA"
 _PREFIXES = ("variables/", "slots/")
+# What a checkpoint may lack (it is zero then) or have in excess: on_nan can be switched on and off.
+_COUNTERS = {f"slots/{SLOTS}/{field}" for field in NonFinite._fields}
 
 
 class Checkpoints:
@@ -131,12 +135,16 @@ def restore(path: str, like: State, partial: bool = False) -> State:
     data = {name: _like_key_data(leaf) for name, leaf in wanted.items()}
     default = jnp.zeros(()).sharding
     with _checkpointer() as checkpointer:
-        _check_same(path, _metadata(checkpointer, path), data, partial)
-        restore_args = {name: ocp.ArrayRestoreArgs(sharding=leaf.sharding or default) for name, leaf in wanted.items()}
+        saved = _metadata(checkpointer, path)
+        new = {name: data.pop(name) for name in _COUNTERS & (data.keys() - saved.keys())}
+        saved = {name: was for name, was in saved.items() if name in data or name not in _COUNTERS}
+        _check_same(path, saved, data, partial)
+        restore_args = {name: ocp.ArrayRestoreArgs(sharding=wanted[name].sharding or default) for name in data}
         arrays = checkpointer.restore(
             os.path.abspath(path),
             args=ocp.args.PyTreeRestore(data, restore_args, partial_restore=True),
         )
+    arrays |= {name: jnp.zeros((), x.dtype, device=wanted[name].sharding or default) for name, x in new.items()}
     leaves = [_wrap_key_data(arrays[name], leaf) for name, leaf in wanted.items()]
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
 

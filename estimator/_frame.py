@@ -46,7 +46,9 @@ class Frame:
       scope, reuse: what the open `variable_scope`s say.
       rng_calls: how often `make_rng` was called, by name.
       slot_owners: which optimizer each entry of `slots` belongs to.
+      reserved: the entries of `slots` that `compute_gradients` took for `apply_gradients`, and their optimizers.
       gradient_calls: how often `compute_gradients` was called.
+      on_nan: what is done about non-finite gradients (see `_non_finite.py`).
     """
 
     # JAX values.
@@ -69,7 +71,9 @@ class Frame:
     reuse: Any = None
     rng_calls: Counter[str] = dataclasses.field(default_factory=Counter)
     slot_owners: dict[str, Any] = dataclasses.field(default_factory=dict)
+    reserved: dict[str, Any] = dataclasses.field(default_factory=dict)
     gradient_calls: int = 0
+    on_nan: str | None = None
 
     def fresh(self, **changes: Any) -> Frame:
         """A frame that starts from here: in the same scope, with the same names taken, nothing written yet."""
@@ -86,6 +90,7 @@ class Frame:
             "reuse": self.reuse,
             "rng_calls": Counter(self.rng_calls),
             "slot_owners": dict(self.slot_owners),
+            "reserved": dict(self.reserved),
         }
         return Frame(**(started | changes))
 

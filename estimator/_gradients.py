@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from estimator import _loss_scale
 from estimator._frame import Frame, PyTree, open_frame
 from estimator._optimizer import GradientsNeeded, TrainOp, Update
 from estimator._spec import EstimatorSpec
@@ -34,6 +35,7 @@ class _Request:
     """A run that stopped at `compute_gradients`."""
 
     var_list: tuple[str, ...] = dataclasses.field(metadata={"static": True})
+    slots: str | None = dataclasses.field(metadata={"static": True})
 
 
 def written(outcome: Outcome, variables: dict[str, PyTree]) -> dict[str, PyTree]:
@@ -78,7 +80,7 @@ def run(
             try:
                 spec = call()
             except GradientsNeeded as needed:
-                return [needed.loss], _Request(needed.var_list)
+                return [needed.loss], _Request(needed.var_list, needed.slots)
         pending = [update.loss for update in _pending(spec.train_op)] if take_gradients else []
         return pending, Outcome(spec, started.assigned, started.added)
 
@@ -91,12 +93,15 @@ def run(
             losses, pull, outcome = jax.vjp(attempt, floating, has_aux=True)
         if isinstance(outcome, Outcome):
             break
-        known += (_gradients(losses, pull, 0, outcome.var_list, loss_scale),)
+        dynamic = _loss_scale.current(frame.slots, outcome.slots)
+        known += (_gradients(losses, pull, 0, outcome.var_list, loss_scale, dynamic),)
 
     spec = outcome.spec
     if take_gradients and spec.train_op is not None:
         taken = {
-            update.slots: _gradients(losses, pull, i, update.var_list, loss_scale)
+            update.slots: _gradients(
+                losses, pull, i, update.var_list, loss_scale, _loss_scale.current(frame.slots, update.slots)
+            )
             for i, update in enumerate(_pending(spec.train_op))
         }
         spec = dataclasses.replace(spec, train_op=_with_gradients(spec.train_op, taken))
@@ -122,11 +127,20 @@ def _with_gradients(train_op: TrainOp, taken: dict[str, dict[str, PyTree]]) -> T
 
 
 def _gradients(
-    losses: list[jax.Array], pull: Callable[..., Any], i: int, names: tuple[str, ...], scale: float
+    losses: list[jax.Array],
+    pull: Callable[..., Any],
+    i: int,
+    names: tuple[str, ...],
+    scale: float,
+    dynamic: jax.Array | None,
 ) -> dict[str, PyTree]:
+    """The gradients of one loss times `scale`; the backward pass runs with the `dynamic` scale besides."""
     cotangents = [jnp.full((), scale if j == i else 0.0, loss.dtype) for j, loss in enumerate(losses)]
+    if dynamic is not None:
+        cotangents[i] = _loss_scale.scaled(cotangents[i], dynamic)
     (gradients,) = pull(cotangents)
-    return {name: gradients[name] for name in names}
+    taken = {name: gradients[name] for name in names}
+    return taken if dynamic is None else _loss_scale.unscaled(taken, dynamic)
 
 
 def _is_floating(value: PyTree) -> bool:

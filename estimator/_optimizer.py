@@ -11,8 +11,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from estimator import _loss_scale
 from estimator._extra_args import call_update, extra_args
 from estimator._frame import Frame, PyTree, current_frame
+from estimator._loss_scale import DynamicLossScale
 from estimator._modes import ModeKeys
 
 
@@ -27,6 +29,7 @@ class Update:
       var_list: names of the variables to update.
       slots: name of this call's entry in `State.slots`.
       optimizer: whose transformation turns the gradients into updates.
+      non_finite: by variable name, whether a tower's gradient held an inf or a NaN; bools of shape `[towers]`.
     """
 
     gradients: dict[str, PyTree] | None
@@ -34,14 +37,21 @@ class Update:
     var_list: tuple[str, ...] = dataclasses.field(metadata={"static": True})
     slots: str = dataclasses.field(metadata={"static": True})
     optimizer: Optimizer = dataclasses.field(metadata={"static": True})
+    non_finite: dict[str, jax.Array] | None = None
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainOp:
-    """What a training step does to the variables: updates, applied in this order."""
+    """What a training step does to the variables.
+
+    Attributes:
+      updates: applied in this order.
+      skipped: bool scalar: in the spec of a step that is done, whether it was skipped (`on_nan`); else None.
+    """
 
     updates: tuple[Update, ...] = ()
+    skipped: jax.Array | None = None
 
 
 class GradientsNeeded(BaseException):
@@ -50,10 +60,11 @@ class GradientsNeeded(BaseException):
     No `Exception`, so that a model_fn which catches those does not stop it.
     """
 
-    def __init__(self, loss: jax.Array, var_list: tuple[str, ...]) -> None:
+    def __init__(self, loss: jax.Array, var_list: tuple[str, ...], slots: str | None) -> None:
         super().__init__("`compute_gradients` was called in a frame that no runner watches over.")
         self.loss = loss
         self.var_list = var_list
+        self.slots = slots  # where the loss scale is
 
 
 class Optimizer:
@@ -76,12 +87,14 @@ class Optimizer:
         arguments that some optax updates take besides gradients, `grad` and `grad_fn` are given, and after `minimize`
         `value`, `value_fn` and `obj_fn`. An optimizer that calls such a function runs the model_fn again each time.
       name: of its entries in `State.slots`; by default "optimizer". A second one of a name gets "_1" added.
+      loss_scale: for half-precision backward passes; see `est.DynamicLossScale`.
     """
 
     def __init__(
         self,
         optimizer_or_fn: optax.GradientTransformation | Callable[[], optax.GradientTransformation],
         name: str | None = None,
+        loss_scale: DynamicLossScale | None = None,
     ) -> None:
         if not _is_transformation(optimizer_or_fn) and not callable(optimizer_or_fn):
             raise TypeError(
@@ -90,6 +103,7 @@ class Optimizer:
             )
         self._optimizer_or_fn = optimizer_or_fn
         self._name = name or "optimizer"
+        self.loss_scale = _loss_scale.checked(type(self).__name__, loss_scale)
 
     def get_name(self) -> str:
         return self._name
@@ -138,12 +152,16 @@ class Optimizer:
         names = _checked_var_list(caller, frame, var_list)
         call = frame.gradient_calls
         frame.gradient_calls += 1
+        slots = None
+        if self.loss_scale:
+            slots = self._next_slots(frame)
+            frame.reserved[slots] = self
         if frame.initializing:
             gradients = {name: jax.tree.map(jnp.zeros_like, frame.variables[name]) for name in names}
         elif call < len(frame.known_gradients):
             gradients = frame.known_gradients[call]
         else:
-            raise GradientsNeeded(loss, names)
+            raise GradientsNeeded(loss, names, slots)
         return [(gradients[name], name) for name in names]
 
     def apply_gradients(self, grads_and_vars: Iterable[tuple[PyTree, str]]) -> TrainOp:
@@ -216,15 +234,23 @@ class Optimizer:
         return found
 
     def _open_slots(self, frame: Frame, names: tuple[str, ...]) -> str:
-        taken = frame.slot_owners
-        slots = self._name
-        if slots in taken:
-            slots = next(s for i in range(1, len(taken) + 2) if (s := f"{self._name}_{i}") not in taken)
-        taken[slots] = self
+        slots = self._next_slots(frame)
+        frame.reserved.pop(slots, None)
+        frame.slot_owners[slots] = self
         if frame.initializing:
             with jax.numpy_dtype_promotion("standard"):  # as in `apply_updates`
-                frame.slots[slots] = self.transformation.init({n: frame.variables[n] for n in names})
+                state = self.transformation.init({n: frame.variables[n] for n in names})
+            frame.slots[slots] = self.loss_scale.initial(state) if self.loss_scale else state
         return slots
+
+    def _next_slots(self, frame: Frame) -> str:
+        for slots, owner in frame.reserved.items():
+            if owner is self:
+                return slots
+        taken = frame.slot_owners.keys() | frame.reserved.keys()
+        if self._name not in taken:
+            return self._name
+        return next(s for i in range(1, len(taken) + 2) if (s := f"{self._name}_{i}") not in taken)
 
 
 def group(*train_ops: TrainOp) -> TrainOp:
@@ -263,11 +289,16 @@ def apply_updates(
             )
         params = {name: variables[name] for name in update.gradients or {}}
         extra = extra_args(update.loss, update.gradients, params, at and functools.partial(updated, i))
+        state, loss_scale = slots[update.slots], update.optimizer.loss_scale
+        inner = state.inner if loss_scale else state
         # optax itself mixes dtypes (adam's `decay**count`), so a user's strict promotion must not reach into it.
         with jax.numpy_dtype_promotion("standard"):
             transformation = update.optimizer.transformation
-            steps, new_slots = call_update(transformation.update, update.gradients, slots[update.slots], params, extra)
-            variables = {**variables, **optax.apply_updates(params, steps)}
+            steps, new_slots = call_update(transformation.update, update.gradients, inner, params, extra)
+            moved = optax.apply_updates(params, steps)
+        if loss_scale:
+            moved, new_slots = loss_scale.checked_step(update.gradients, (params, state), (moved, new_slots))
+        variables = {**variables, **moved}
         slots = {**slots, update.slots: new_slots}
     return variables, slots
 

@@ -19,10 +19,11 @@ from absl import logging
 from estimator._batch import guarded
 from estimator._checkpoint import Checkpoints
 from estimator._frame import PyTree
+from estimator._non_finite import cleared, log_if_more, raise_if_any, skipped_steps
 from estimator._replica_check import check_replicas
 from estimator._run_config import RunConfig
 from estimator._sparse import alike, with_steps
-from estimator._spec import check_no_hooks
+from estimator._spec import EstimatorSpec, check_no_hooks
 from estimator._transform import Model, State
 
 # More gain nothing, and on CPU devices the collectives of many starve each other until XLA aborts the process.
@@ -56,15 +57,16 @@ class Steps:
         def one(carry: Carry, key_data: jax.Array, features: PyTree, labels: PyTree) -> tuple[Carry, jax.Array]:
             state, spec = model.train_step(_state(carry, key_data), features, labels)
             check_no_hooks(spec)
-            return Carry(state.variables, state.slots, state.global_step), spec.loss
+            return Carry(state.variables, state.slots, state.global_step), _reported_loss(spec)
 
         def several(carry: Carry, key_data: jax.Array, features: PyTree, labels: PyTree) -> tuple[Carry, jax.Array]:
             state, spec = model.train_loop(_state(carry, key_data), with_steps((features, labels)))
             check_no_hooks(spec)
-            return Carry(state.variables, state.slots, state.global_step), spec.loss
+            return Carry(state.variables, state.slots, state.global_step), _reported_loss(spec)
 
         self.one = jax.jit(one, donate_argnums=0) if is_one_program else one
         self.several = jax.jit(several, donate_argnums=0) if is_one_program else several
+        self.on_nan = model.on_nan
 
 
 @dataclasses.dataclass
@@ -89,6 +91,7 @@ class Training:
     saved_time: float = 0.0
     looked_step: int = -1
     logged_step: int = -1
+    skipped: int = 0  # the number of steps that on_nan="skip" left out so far
     clock: tuple[int, float] | None = None  # the step and the time from which the rate is taken
 
     def run(self, state: State, batches: Iterator[tuple[PyTree, PyTree]]) -> State:
@@ -97,8 +100,13 @@ class Training:
 
         Raises:
           NanLossDuringTrainingError: the loss became NaN. Nothing of that is saved.
+          NonFiniteGradientError: a gradient was inf or NaN, and on_nan is "raise". Nothing of that is saved.
           ReplicaMismatchError: a check that is due finds copies that differ. Nothing is saved from there on.
         """
+        if self.steps.on_nan():
+            self.skipped = skipped_steps(state)
+            if self.steps.on_nan() == "raise":
+                state = cleared(state)
         self.looked_step = self.logged_step = self.step
         self.saved_time = time.monotonic()
         if self.step == 0:
@@ -123,7 +131,7 @@ class Training:
                         self.clock = self.step, time.monotonic()
                 if not losses:
                     break
-                values = self._look(losses)
+                values = self._look(losses, carry)
                 self._log(values, bar)
                 loss = values[-1]
                 every = self.config.check_replicas_every
@@ -186,9 +194,13 @@ class Training:
             return time.monotonic() - self.saved_time >= self.config.save_checkpoints_secs
         return self._is_due(self.config.save_checkpoints_steps, self.saved_step)
 
-    def _look(self, losses: list[jax.Array]) -> np.ndarray:
+    def _look(self, losses: list[jax.Array], carry: Carry) -> np.ndarray:
         """The losses of the steps since the last look, one each, none of them NaN. To read the loss of each step at
         once would cost every step, on several CPU devices, a tenth of its time."""
+        if self.steps.on_nan() == "raise":
+            raise_if_any(carry)
+        elif self.steps.on_nan() == "skip":
+            self.skipped = log_if_more(carry, self.skipped)
         values = np.concatenate([np.atleast_1d(loss.addressable_data(0)) for loss in losses])
         if np.isnan(values).any():
             nan_step = self.looked_step + 1 + int(np.argmax(np.isnan(values)))
@@ -239,6 +251,12 @@ class Training:
 
 def _state(carry: Carry, key_data: jax.Array) -> State:
     return State(carry.variables, carry.slots, carry.global_step, jax.random.wrap_key_data(key_data))
+
+
+def _reported_loss(spec: EstimatorSpec) -> jax.Array:
+    """A skipped step's NaN is reported as inf: it must not end the training."""
+    skipped = spec.train_op.skipped
+    return spec.loss if skipped is None else jnp.where(skipped & jnp.isnan(spec.loss), jnp.inf, spec.loss)
 
 
 def _names_with_nan(variables: dict[str, PyTree]) -> list[str]:

@@ -12,8 +12,10 @@ import jax.numpy as jnp
 from estimator._batch import check_batch, guarded
 from estimator._frame import Frame, PyTree, open_frame
 from estimator._gradients import has_pending, run, written
+from estimator._loss_scale import kept_if_skipped
 from estimator._model_fn import ModelFn, bind
 from estimator._modes import ModeKeys
+from estimator._non_finite import cleared, done, kept_if_non_finite, raise_if_any
 from estimator._optimizer import TrainOp, apply_updates
 from estimator._placement import Placement, SeparatePlacement
 from estimator._sparse import alike, has_sparse, is_sparse, padded, per_step, with_steps
@@ -75,6 +77,7 @@ class Model(NamedTuple):
         `(features, labels=None, mode="train") -> State`. Nothing is computed.
       is_one_program: whether `train_step` may be part of another program (`jax.jit`, `lax.scan`): always, but for
         variables that live on other devices than the towers. `(features, labels=None) -> bool`.
+      on_nan: `() -> "raise", "skip" or None`: what `replicate_model_fn` was told; known once the model_fn has run.
     """
 
     init: _Init
@@ -84,6 +87,7 @@ class Model(NamedTuple):
     train_loop: Callable[[State, Any], tuple[State, EstimatorSpec]]
     abstract_init: Callable[..., State]
     is_one_program: Callable[..., bool]
+    on_nan: Callable[[], str | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +98,7 @@ class _Traits:
     placement: Placement
     pending: bool  # whether losses are left to differentiate
     shardings: Any  # of the state; a prefix
+    on_nan: str | None
 
 
 @jax.tree_util.register_dataclass
@@ -138,6 +143,7 @@ def transform(model_fn: ModelFn, params: Any = None, config: Any = None, donate:
         train_loop=steps.train_loop,
         abstract_init=steps.abstract_init,
         is_one_program=steps.is_one_program,
+        on_nan=steps.on_nan,
     )
 
 
@@ -164,7 +170,8 @@ class _Steps:
         frame = Frame(mode, {}, {}, key=key, global_step=step, initializing=True)
         with open_frame(frame):
             spec = self._call(features, labels, mode)
-        found = _Static((frame.placement or Placement(), has_pending(spec.train_op), tuple(frame.trainable)))
+        placement = frame.placement or Placement()
+        found = _Static((placement, has_pending(spec.train_op), tuple(frame.trainable), frame.on_nan))
         return State(frame.variables, frame.slots, step, key), found
 
     def _compute(
@@ -204,7 +211,9 @@ class _Steps:
         )
         with open_frame(frame):
             variables, slots = apply_updates(train_op, state.variables, state.slots, at)
-        return State({**variables, **assigned}, slots, state.global_step + 1, state.key)
+        assigned = kept_if_skipped(train_op, assigned, state.variables)
+        after = State({**variables, **assigned}, slots, state.global_step + 1, state.key)
+        return kept_if_non_finite(train_op, state, after)
 
     def _pure_train(
         self, found: _Traits, state: State, features: PyTree, labels: PyTree
@@ -215,7 +224,7 @@ class _Steps:
 
         spec, assigned = self._compute(found, state, features, labels, ModeKeys.TRAIN)
         after = self._apply(state, spec.train_op, assigned, at)
-        return after, dataclasses.replace(spec, train_op=TrainOp())
+        return after, dataclasses.replace(spec, train_op=done(spec.train_op, state.variables))
 
     # The compiled ones.
 
@@ -248,9 +257,7 @@ class _Steps:
         if step is None:
             found = self._find(ModeKeys.TRAIN, features, labels)
             step = self._compiled[ModeKeys.TRAIN] = self._compile_train(found)
-        if self._sparse:
-            features, labels = padded((features, labels))
-        return guarded(step, features, labels, state, features, labels)
+        return self._watched(step, state, features, labels)
 
     def train_loop(self, state: State, batches: Any) -> tuple[State, EstimatorSpec]:
         features, labels = _stacked(batches)
@@ -259,9 +266,25 @@ class _Steps:
             first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), per_step((features, labels)))
             found = self._find(ModeKeys.TRAIN, *first)
             loop = self._compiled["train_loop"] = self._compile_loop(found)
+        return self._watched(loop, state, features, labels)
+
+    def on_nan(self) -> str | None:
+        found = self._traits.get(ModeKeys.TRAIN)
+        return found.on_nan if found else None
+
+    def _watched(
+        self, steps: _TrainProgram, state: State, features: PyTree, labels: PyTree
+    ) -> tuple[State, EstimatorSpec]:
+        """Runs steps; with on_nan="raise" it raises at once, unless the caller traces: who then has to look itself."""
+        raises = self.on_nan() == "raise" and not isinstance(state.global_step, jax.core.Tracer)
+        if raises:
+            state = cleared(state)
         if self._sparse:
             features, labels = padded((features, labels))
-        return guarded(loop, features, labels, state, features, labels)
+        after, spec = guarded(steps, features, labels, state, features, labels)
+        if raises:
+            raise_if_any(after)
+        return after, spec
 
     def is_one_program(self, features: PyTree, labels: PyTree = None) -> bool:
         return not isinstance(self._find(ModeKeys.TRAIN, features, labels).placement, SeparatePlacement)
@@ -334,11 +357,11 @@ class _Steps:
             if no_jit and all(hasattr(x, "__array__") for x in jax.tree.leaves((features, labels))):
                 first_run = self._traced_init  # whoever turns jit off wants to look at values
             like, found = first_run(jax.random.key(0), features, labels, mode=mode)
-            placement, pending, names = found.value
+            placement, pending, names, on_nan = found.value
             like = like._replace(variables={name: like.variables[name] for name in names})  # jax sorts dicts
             reads = mode != ModeKeys.TRAIN and isinstance(placement, SeparatePlacement)
             shardings = placement.near(like) if reads else placement.state(like)
-            self._traits[mode] = _Traits(like, placement, pending, shardings)
+            self._traits[mode] = _Traits(like, placement, pending, shardings, on_nan)
         return self._traits[mode]
 
 

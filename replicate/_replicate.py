@@ -13,6 +13,7 @@ from estimator._batch import check_batch
 from estimator._frame import Frame, PyTree, current_frame, open_frame
 from estimator._gradients import has_pending, run
 from estimator._model_fn import ModelFn, bind
+from estimator._non_finite import POLICIES, marked, non_finite, watch
 from estimator._placement import Placement, SeparatePlacement
 from estimator._sparse import is_sparse
 from replicate._accumulate import accumulate_steps, accumulated
@@ -48,6 +49,7 @@ def replicate_model_fn(
     *,
     variable_distribution: VariableDistribution = VariableDistribution.MIRRORED,
     variable_device: jax.Device | str | None = None,
+    on_nan: str | None = None,
 ) -> ModelFn:
     """A model_fn that runs the given one in a tower per device and merges what the towers return.
 
@@ -84,11 +86,18 @@ def replicate_model_fn(
       variable_distribution: where the variables live, and where the gradients are summed.
       variable_device: the device of all variables, for SHARED_LOCAL_PARAMETER_SERVER. By default, as in TensorFlow,
         the tower's own where there is one tower, else the first CPU device.
+      on_nan: what to do about a step in which a gradient that a tower is about to give to the sum holds an inf or a
+        NaN. None: nothing is looked for. "skip": the step changes neither variables nor slots, is counted in the state
+        (`est.skipped_steps(state)`), and training goes on. "raise": `est.NonFiniteGradientError` names the step, the
+        tower and the variable; a `train_step` of `est.transform` then waits for its result, an Estimator looks as
+        often as it looks at the losses, and what is compiled into an outer `jax.jit` can only skip.
 
     Raises:
       ValueError: the reduction is NONE, there are no such devices, or, while it runs, the batch does not divide by
         the towers (times `accumulate_steps`) in TRAIN, or an optimizer is not wrapped in `TowerOptimizer`.
     """
+    if on_nan is not None and on_nan not in POLICIES:
+        raise ValueError(f'on_nan must be None, "raise" or "skip"; got {on_nan!r}.')
     if Reduction(loss_reduction) == Reduction.NONE:
         raise ValueError(
             "Tower losses need to be reduced in some way, yet NONE reduction is specified. "
@@ -99,6 +108,7 @@ def replicate_model_fn(
         devices=towers,
         placement=place(variable_distribution, towers, variable_device),
         mean_loss=Reduction(loss_reduction) != Reduction.SUM,
+        on_nan=on_nan,
     )
 
     def replicated(
@@ -116,6 +126,8 @@ def replicate_model_fn(
             )
         bound = bind(model_fn, params, config)
         frame.placement = replicas.placement
+        if on_nan and mode == ModeKeys.TRAIN:
+            watch(frame, on_nan)
 
         def call(batch: PyTree) -> EstimatorSpec:
             return bound(*batch, mode)
@@ -140,11 +152,13 @@ class _Replicas:
       devices: one per tower.
       placement: where the variables live.
       mean_loss: whether the merged loss is the mean of the towers' losses, not their sum.
+      on_nan: None: gradients are not looked at.
     """
 
     devices: tuple[jax.Device, ...]
     placement: Placement
     mean_loss: bool
+    on_nan: str | None
 
     def initialize(self, call: Call, frame: Frame, batch: PyTree) -> EstimatorSpec:
         """Creates the variables as one tower with the whole batch would."""
@@ -196,21 +210,24 @@ class _Replicas:
                     loss_scale=scale,
                     mean_loss=self.mean_loss,
                 )
+            flags = non_finite(outcome.spec.train_op) if self.on_nan else None
             same, own = apart(outcome.spec, scale)
             gradients = None
             if separate:
                 same, gradients = without_gradients(same)
             same, written = summed(same, outcome, start[0], after.aggregation)
-            return (same, written), (own, gradients)
+            return (same, written), (own, gradients, flags)
 
         start = _start(frame)
-        (same, written), (own, gradients) = tower_map(tower, self.devices)(start, batch)
+        (same, written), (own, gradients, flags) = tower_map(tower, self.devices)(start, batch)
         if separate:
             same = with_gradients(same, gradients)
         elif isinstance(self.placement, Mirrored):
             same = dataclasses.replace(same, train_op=self.placement.whole(same.train_op))
         _keep_names(frame, ran[-1])
         frame.assigned.update(written)
+        if flags is not None:
+            same = dataclasses.replace(same, train_op=marked(same.train_op, flags))
         return together(same, merged(own, len(self.devices)))
 
     def evaluate(self, call: Call, frame: Frame, batch: PyTree, rows: int) -> EstimatorSpec:

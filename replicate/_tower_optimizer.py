@@ -7,7 +7,7 @@ from collections.abc import Callable
 import optax
 from absl import logging
 
-from estimator import Optimizer
+from estimator import DynamicLossScale, Optimizer
 from estimator._frame import Frame
 from replicate._towers import in_towers
 
@@ -52,6 +52,7 @@ class TowerOptimizer(Optimizer):
       name: of its entries in `State.slots`; by default the wrapped optimizer's.
       accumulate_steps: the number of micro-batches, the same for all optimizers of a training step; 1 means that
         of a wrapped `TowerOptimizer`. Without `replicate_model_fn` a batch runs in one piece, whatever it says.
+      loss_scale: for half-precision backward passes; see `est.DynamicLossScale`. By default the wrapped optimizer's.
 
     Raises:
       TypeError: there is no optimizer.
@@ -65,6 +66,7 @@ class TowerOptimizer(Optimizer):
         optimizer_or_fn: optax.GradientTransformation | Callable[[], optax.GradientTransformation] | Optimizer,
         name: str | None = None,
         accumulate_steps: int = 1,
+        loss_scale: DynamicLossScale | None = None,
     ) -> None:
         if not isinstance(accumulate_steps, int) or isinstance(accumulate_steps, bool) or accumulate_steps < 1:
             raise ValueError(
@@ -77,9 +79,14 @@ class TowerOptimizer(Optimizer):
         if isinstance(optimizer_or_fn, Optimizer):
             name = name or optimizer_or_fn.get_name()
             wrapped = optimizer_or_fn
-            super().__init__(lambda: wrapped.transformation, name)
+            if loss_scale and wrapped.loss_scale:
+                raise ValueError(
+                    f"`TowerOptimizer` got loss_scale={loss_scale!r} for an optimizer that has {wrapped.loss_scale!r} "
+                    "already. Give it once."
+                )
+            super().__init__(lambda: wrapped.transformation, name, loss_scale or wrapped.loss_scale)
         else:
-            super().__init__(optimizer_or_fn, name)
+            super().__init__(optimizer_or_fn, name, loss_scale)
 
     def _open_slots(self, frame: Frame, names: tuple[str, ...]) -> str:
         first = not any(getattr(owner, "accumulate_steps", 1) > 1 for owner in frame.slot_owners.values())

@@ -21,6 +21,7 @@ from jax.sharding import SingleDeviceSharding
 from jax.tree_util import DictKey
 
 from estimator import EstimatorSpec, State, TrainOp
+from estimator._non_finite import done
 from estimator._placement import Placement, SeparatePlacement
 
 PyTree = Any
@@ -94,7 +95,8 @@ class OnVariableDevices(SeparatePlacement):
             train_op = _sum_gradients(spec.train_op, shardings.variables)
             if not updates:
                 updates.append(_Update(apply, (state, train_op, assigned), shardings, donate))
-            return updates[0](state, train_op, assigned), dataclasses.replace(spec, train_op=TrainOp())
+            spec = dataclasses.replace(spec, train_op=done(spec.train_op, state.variables))
+            return updates[0](state, train_op, assigned), spec
 
         return step
 
