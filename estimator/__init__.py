@@ -4,7 +4,10 @@ This file is the table of contents; every name has its explanation where it is d
 """
 
 from estimator import export, inputs, losses, metrics
+from estimator._embedding import embedding_lookup
 from estimator._estimator import Estimator
+from estimator._indexed_slices import IndexedSlices
+from estimator._lazy import lazy
 from estimator._modes import ModeKeys
 from estimator._optimizer import Optimizer, TrainOp, group
 from estimator._random import global_step, make_rng
@@ -27,6 +30,7 @@ __all__ = [
     "AUTO_REUSE",
     "Estimator",
     "EstimatorSpec",
+    "IndexedSlices",
     "ModeKeys",
     "Model",
     "NanLossDuringTrainingError",
@@ -38,11 +42,13 @@ __all__ = [
     "VariableAggregation",
     "assign",
     "assign_add",
+    "embedding_lookup",
     "export",
     "get_variable",
     "global_step",
     "group",
     "inputs",
+    "lazy",
     "losses",
     "make_rng",
     "metrics",

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from estimator._embedding import slices, taps_for
 from estimator._frame import Frame, PyTree, open_frame
 from estimator._optimizer import GradientsNeeded, TrainOp, Update
 from estimator._spec import EstimatorSpec
@@ -57,6 +58,9 @@ def run(
     the middle of the run: there the run is left by an exception that carries the loss out, and is done again with
     the gradients in hand. XLA removes the repeated part.
 
+    Lookups in tables are differentiated with respect to zeros added to the rows found, the taps, not to the table,
+    so that no gradient of the table's size exists. A first run tells their shapes.
+
     Args:
       call: runs the model_fn.
       frame: where the run starts; it is not changed.
@@ -69,36 +73,45 @@ def run(
     """
     floating = {name: value for name, value in frame.variables.items() if _is_floating(value)}
     known: tuple[dict[str, PyTree], ...] = ()
+    taps: dict[str, list[jax.Array]] = {}
     ran: list[Frame] = []
 
-    def attempt(floating: dict[str, PyTree]) -> tuple[list[Any], Outcome | _Request]:
-        started = frame.fresh(variables={**frame.variables, **floating}, known_gradients=known)
+    def attempt(floating: dict[str, PyTree], taps: dict[str, list[jax.Array]]) -> tuple[list[Any], tuple[Any, Any]]:
+        started = frame.fresh(variables={**frame.variables, **floating}, known_gradients=known, taps=taps)
         ran.append(started)
         with open_frame(started):
             try:
                 spec = call()
             except GradientsNeeded as needed:
-                return [needed.loss], _Request(needed.var_list)
+                return [needed.loss], (_Request(needed.var_list), started.lookups)
         pending = [update.loss for update in _pending(spec.train_op)] if take_gradients else []
-        return pending, Outcome(spec, started.assigned, started.added)
+        return pending, (Outcome(spec, started.assigned, started.added), started.lookups)
+
+    def gradients(i: int, names: tuple[str, ...]) -> dict[str, PyTree]:
+        cotangents = [jnp.full((), loss_scale if j == i else 0.0, loss.dtype) for j, loss in enumerate(losses)]
+        dense, of_taps = pull(cotangents)
+        taken = dense | slices(of_taps, lookups, frame.variables)
+        return {name: taken[name] for name in names}
 
     while True:
         differentiate = take_gradients
         if not differentiate:
-            _, outcome = attempt(floating)
+            _, (outcome, _) = attempt(floating, {})
             differentiate = isinstance(outcome, _Request)
         if differentiate:
-            losses, pull, outcome = jax.vjp(attempt, floating, has_aux=True)
+            others = {name: value for name, value in floating.items() if name not in taps}
+            losses, pull, (outcome, lookups) = jax.vjp(attempt, others, taps, has_aux=True)
+            needed = taps_for(ran[-1])
+            if losses and jax.tree.map(jnp.shape, needed) != jax.tree.map(jnp.shape, taps):
+                taps = needed
+                continue
         if isinstance(outcome, Outcome):
             break
-        known += (_gradients(losses, pull, 0, outcome.var_list, loss_scale),)
+        known += (gradients(0, outcome.var_list),)
 
     spec = outcome.spec
     if take_gradients and spec.train_op is not None:
-        taken = {
-            update.slots: _gradients(losses, pull, i, update.var_list, loss_scale)
-            for i, update in enumerate(_pending(spec.train_op))
-        }
+        taken = {update.slots: gradients(i, update.var_list) for i, update in enumerate(_pending(spec.train_op))}
         spec = dataclasses.replace(spec, train_op=_with_gradients(spec.train_op, taken))
     return outcome._replace(spec=spec), ran[-1]
 
@@ -119,14 +132,6 @@ def _with_gradients(train_op: TrainOp, taken: dict[str, dict[str, PyTree]]) -> T
             for update in train_op.updates
         )
     )
-
-
-def _gradients(
-    losses: list[jax.Array], pull: Callable[..., Any], i: int, names: tuple[str, ...], scale: float
-) -> dict[str, PyTree]:
-    cotangents = [jnp.full((), scale if j == i else 0.0, loss.dtype) for j, loss in enumerate(losses)]
-    (gradients,) = pull(cotangents)
-    return {name: gradients[name] for name in names}
 
 
 def _is_floating(value: PyTree) -> bool:

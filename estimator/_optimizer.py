@@ -10,8 +10,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from estimator._embedding import zero_gradients
 from estimator._frame import Frame, PyTree, current_frame
+from estimator._indexed_slices import IndexedSlices
+from estimator._lazy import update_rows
 from estimator._modes import ModeKeys
+from estimator._row_rule import Rule
 
 
 @jax.tree_util.register_dataclass
@@ -85,6 +89,7 @@ class Optimizer:
             )
         self._optimizer_or_fn = optimizer_or_fn
         self._name = name or "optimizer"
+        self.row_rules: dict[Any, Rule] = {}  # what `_lazy.py` found out about the transformation
 
     def get_name(self) -> str:
         return self._name
@@ -125,7 +130,8 @@ class Optimizer:
         Within towers they are the tower's own, of its scaled loss. While a state is initialized they are zeros.
 
         Returns:
-          A list of (gradient, variable name); a gradient has the structure of its variable.
+          A list of (gradient, variable name); a gradient has the structure of its variable, or is an
+          `est.IndexedSlices` where the variable was read by `est.embedding_lookup` alone.
         """
         caller = f"{type(self).__name__}.compute_gradients"
         frame = current_frame(caller)
@@ -134,7 +140,7 @@ class Optimizer:
         call = frame.gradient_calls
         frame.gradient_calls += 1
         if frame.initializing:
-            gradients = {name: jax.tree.map(jnp.zeros_like, frame.variables[name]) for name in names}
+            gradients = zero_gradients(frame, names)
         elif call < len(frame.known_gradients):
             gradients = frame.known_gradients[call]
         else:
@@ -234,12 +240,8 @@ def apply_updates(
             )
         params = {name: variables[name] for name in update.gradients or {}}
         extra = {} if update.loss is None else {"value": update.loss}
-        # optax itself mixes dtypes (adam's `decay**count`), so a user's strict promotion must not reach into it.
-        with jax.numpy_dtype_promotion("standard"):
-            steps, new_slots = update.optimizer.transformation.update(
-                update.gradients, slots[update.slots], params, **extra
-            )
-        variables = {**variables, **optax.apply_updates(params, steps)}
+        changed, new_slots = update_rows(update.optimizer, update.gradients or {}, slots[update.slots], params, extra)
+        variables = {**variables, **changed}
         slots = {**slots, update.slots: new_slots}
     return variables, slots
 
@@ -275,6 +277,9 @@ def _checked_var_list(caller: str, frame: Frame, var_list: Any) -> tuple[str, ..
 
 
 def _check_gradient(caller: str, name: str, gradient: PyTree, variable: PyTree) -> None:
+    if isinstance(gradient, IndexedSlices):
+        gradient.check(caller)
+        gradient = jax.ShapeDtypeStruct(gradient.dense_shape, gradient.values.dtype)
     same = jax.tree.structure(gradient) == jax.tree.structure(variable)  # type: ignore[operator]
     if not same or any(
         jnp.shape(g) != jnp.shape(v) for g, v in zip(jax.tree.leaves(gradient), jax.tree.leaves(variable), strict=True)
