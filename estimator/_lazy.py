@@ -49,8 +49,8 @@ def lazy(transformation: optax.GradientTransformation) -> optax.GradientTransfor
     >>> state = model.init(jax.random.key(0), jnp.array([3]), jnp.zeros(1))
     >>> for word in (3, 5):
     ...     state, _ = model.train_step(state, jnp.array([word]), jnp.zeros(1))
-    >>> print(state.variables["words"][3])
-    [0.5 0.5]
+    >>> print(state.variables["words"][3].round(3), state.variables["words"][7])
+    [0.5 0.5] [1. 1.]
 
     Args:
       transformation: of optax, row-wise: what becomes of a row of an array must depend on that row alone. Otherwise
@@ -122,7 +122,7 @@ def _takes_rows(
     extra: dict[str, Any],
 ) -> bool:
     """Whether the transformation is to see touched rows only; found out once per optimizer."""
-    known = (sparse, jax.tree.structure(params), jax.tree.structure(slots))  # type: ignore[operator]
+    known = (sparse, jax.tree.structure(params), jax.tree.structure(slots))
     is_new = known not in optimizer.row_rules
     if is_new:
         optimizer.row_rules[known] = find_rule(transformation, sparse, slots, params, extra)

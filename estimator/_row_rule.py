@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -66,6 +65,7 @@ def find_rule(
 
 
 _UNTOUCHED = 1  # of the four rows: the one without a gradient
+_COUNTS = (10**3, 10**4, 10**6)
 
 
 def _try_out(
@@ -77,59 +77,66 @@ def _try_out(
     random = np.random.default_rng(0)
 
     def draw(scale: float = 1.0) -> PyTree:
-        def table(x: Any) -> jax.Array:
-            return jnp.float32(scale * random.normal(size=(4,) + (2,) * (x.ndim - 1)))
+        def table(x: Any) -> Any:
+            return np.float32(scale * random.normal(size=(4,) + (2,) * (x.ndim - 1)))
 
-        def other(x: Any) -> jax.Array:  # Small, so that a norm is that of the tables.
-            return jnp.float32(1e-3 * random.normal(size=[min(n, 2) for n in x.shape]))
+        def other(x: Any) -> Any:  # Small, so that a norm is that of the tables.
+            return np.float32(1e-3 * random.normal(size=[min(n, 2) for n in x.shape]))
 
         return {n: table(x) if n in sparse else jax.tree.map(other, x) for n, x in params.items()}
 
-    small = draw()
-    tables = {n: small[n].shape for n in sparse}
+    tables = {n: x.shape for n, x in draw().items() if n in sparse}
 
     def half(tree: PyTree) -> PyTree:
-        return map_tables(lambda _, x: jnp.asarray(np.asarray(x)[::2]), tables, small, tree)
+        return map_tables(lambda _, x: x[::2], tables, params, tree)
 
-    def untouched(tree: PyTree) -> list[np.ndarray]:
-        rows: list[np.ndarray] = []
-        map_tables(lambda _, x: rows.append(np.asarray(x)[_UNTOUCHED]), tables, small, tree)
+    def untouched(tree: PyTree) -> list[jax.Array]:
+        rows: list[jax.Array] = []
+        map_tables(lambda _, x: rows.append(x[_UNTOUCHED]), tables, params, tree)
         return rows
-
-    def changes(before: PyTree, after: PyTree) -> bool:
-        return any((x != y).any() for x, y in zip(untouched(before), untouched(after), strict=True))
 
     def update(gradients: PyTree, state: PyTree, values: PyTree) -> tuple[PyTree, PyTree]:
         return transformation.update(gradients, state, values, **extra)
 
-    zeros = map_tables(lambda _, x: jnp.zeros_like(x), tables, small, small)
-    new = [transformation.init(small)]
-    used: list[PyTree] = []
-    for _ in range(2):
-        used.append(update(draw(), (new + used)[-1], small)[1])
-    for count in (10**3, 10**4, 10**6):
-        new.append(_at_count(new[0], count))
-        used.append(_at_count(used[1], count))
+    @jax.jit
+    def try_out(values: PyTree, history: list[PyTree], gradients: list[PyTree]) -> Any:
+        def one(state: PyTree, gradients: PyTree) -> list[jax.Array]:
+            gradients = map_tables(lambda _, x: x.at[_UNTOUCHED].set(0), tables, params, gradients)
+            steps, after = update(gradients, state, values)
+            alone = update(half(gradients), half(state), half(values))
+            still = [jnp.zeros_like(x) for x in untouched(steps)]
+            return [
+                _equal(half((steps, after)), alone, 1e-5),
+                _equal(untouched(steps), still) & _equal(untouched(state), untouched(after)),
+                _equal(untouched(_without_traces(state)), untouched(_without_traces(after))),
+            ]
 
-    exact = momentum = True
-    for state, scale in itertools.product(new + used, (1.0, 1e12)):  # 1e12: clipped by whatever clips
-        gradients = map_tables(lambda _, x: x.at[_UNTOUCHED].set(0), tables, small, draw(scale))
-        steps, after = update(gradients, state, small)
-        if not _equal(half((steps, after)), update(half(gradients), half(state), half(small))):
-            return Rule.WHOLE
-        moves = changes(zeros, steps)
-        exact = exact and not moves and not changes(state, after)
-        is_new = any(state is one for one in new)
-        momentum = momentum and not changes(_without_traces(state), _without_traces(after))
-        momentum = momentum and not (is_new and (moves or changes(state, after)))
-    return Rule.EXACT if exact else Rule.MOMENTUM if momentum else Rule.ROW_WISE
+        new = used = transformation.init(values)
+        states = [(new, True)]
+        for earlier in history:
+            _, used = update(earlier, used, values)
+            states.append((used, False))
+        states += [(_at_count(state, n), is_new) for n in _COUNTS for state, is_new in ((new, True), (used, False))]
+        every_pair = jax.vmap(jax.vmap(one, (None, 0)), (0, None), axis_size=len(states))
+        found = every_pair(_stacked([state for state, _ in states]), _stacked(gradients))
+        return [*found, jnp.array([is_new for _, is_new in states])]
+
+    # Gradients of 1e12 are clipped by whatever clips.
+    alone, left, left_but_traces, new = map(np.asarray, try_out(draw(), [draw(), draw()], [draw(), draw(1e12)]))
+    if not alone.all():
+        return Rule.WHOLE
+    if left.all():
+        return Rule.EXACT
+    return Rule.MOMENTUM if left_but_traces.all() and left[new].all() else Rule.ROW_WISE
 
 
-def _equal(one: PyTree, other: PyTree) -> bool:
-    def close(x: Any, y: Any) -> bool:
-        return np.shape(x) == np.shape(y) and np.allclose(x, y, rtol=1e-5, atol=0, equal_nan=True)
+def _stacked(trees: list[PyTree]) -> PyTree:
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
 
-    return jax.tree.all(jax.tree.map(close, one, other))
+
+def _equal(one: PyTree, other: PyTree, tolerance: float = 0.0) -> jax.Array:
+    close = jax.tree.map(lambda x, y: jnp.allclose(x, y, rtol=tolerance, atol=0, equal_nan=True), one, other)
+    return jnp.array(jax.tree.leaves(close)).all()
 
 
 def _at_count(state: PyTree, count: int) -> PyTree:
