@@ -9,10 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from estimator import EstimatorSpec, TrainOp, VariableAggregation
+from estimator import EstimatorSpec, IndexedSlices, TrainOp, VariableAggregation
 from estimator._gradients import Outcome, written
 from estimator.metrics import Metric
-from replicate._towers import cross_tower_sum, num_towers, tower_index
+from replicate._towers import cross_tower_concatenate, cross_tower_sum, num_towers, tower_index
 
 PyTree = Any
 
@@ -101,10 +101,22 @@ def summed(
 ) -> tuple[EstimatorSpec, dict[str, PyTree]]:
     """What all towers agree on after one sum: gradients, losses, and the variables the model_fn wrote."""
     assigned = {name: _share(name, value, aggregation[name]) for name, value in outcome.assigned.items()}
-    same, assigned, added = cross_tower_sum((same, assigned, outcome.added))
+    same, assigned, added = _total((same, assigned, outcome.added))
     # A sum of booleans is an integer.
     assigned = jax.tree.map(lambda x, like: x.astype(like.dtype), assigned, outcome.assigned)
     return same, written(Outcome(outcome.spec, assigned, added), variables)
+
+
+def _total(tree: PyTree) -> PyTree:
+    """The sum over towers; of a sparse gradient, the slices of all towers, which stand for it."""
+    leaves, structure = jax.tree.flatten(tree, is_leaf=_is_sparse)
+    sums = cross_tower_sum([None if _is_sparse(leaf) else leaf for leaf in leaves])
+    slices = cross_tower_concatenate([leaf if _is_sparse(leaf) else None for leaf in leaves])
+    return jax.tree.unflatten(structure, [s if s is not None else t for s, t in zip(slices, sums, strict=True)])
+
+
+def _is_sparse(leaf: Any) -> bool:
+    return isinstance(leaf, IndexedSlices)
 
 
 def _share(name: str, value: PyTree, aggregation: VariableAggregation) -> PyTree:
