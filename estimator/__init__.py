@@ -4,7 +4,10 @@ This file is the table of contents; every name has its explanation where it is d
 """
 
 from estimator import export, inputs, losses, metrics
+from estimator._embedding import embedding_lookup
 from estimator._estimator import Estimator
+from estimator._indexed_slices import IndexedSlices
+from estimator._lazy import lazy
 from estimator._loss_scale import DynamicLossScale
 from estimator._modes import ModeKeys
 from estimator._non_finite import NonFiniteGradientError, skipped_steps
@@ -32,6 +35,7 @@ __all__ = [
     "DynamicLossScale",
     "Estimator",
     "EstimatorSpec",
+    "IndexedSlices",
     "ModeKeys",
     "Model",
     "NanLossDuringTrainingError",
@@ -46,12 +50,14 @@ __all__ = [
     "add_metrics",
     "assign",
     "assign_add",
+    "embedding_lookup",
     "export",
     "forward_features",
     "get_variable",
     "global_step",
     "group",
     "inputs",
+    "lazy",
     "losses",
     "make_rng",
     "metrics",

@@ -16,12 +16,11 @@ from estimator._frame import PyTree
 Probe = Callable[[PyTree], tuple[jax.Array, PyTree]]
 
 
-def extra_args(loss: jax.Array | None, gradients: PyTree, params: PyTree, probe: Probe | None) -> dict[str, Any]:
+def extra_args(loss: jax.Array | None, params: PyTree, probe: Probe | None) -> dict[str, Any]:
     """The arguments by the names that optax gives them; those of the loss only where there is one.
 
     Args:
       loss: scalar; None after `apply_gradients`, which knows of no loss.
-      gradients: what the update is given.
       params: the values of the variables, in a dict by name.
       probe: the loss and the gradients at other values, in the same step; run only where an update asks for it. None
         where the update is done apart from the program that computes them.
@@ -52,7 +51,7 @@ def extra_args(loss: jax.Array | None, gradients: PyTree, params: PyTree, probe:
         return jax.tree.map(lambda new, g: new if _is_masked(new) else g, params, gradients, is_leaf=_is_masked)
 
     of_loss = {} if loss is None else {"value": loss, "value_fn": value_fn, "obj_fn": value_fn}
-    return {"grad": gradients, "grad_fn": grad_fn, **of_loss}
+    return {"grad_fn": grad_fn, **of_loss}
 
 
 def call_update(
@@ -62,10 +61,11 @@ def call_update(
     params: PyTree,
     extra: dict[str, Any],
 ) -> tuple[PyTree, PyTree]:
-    """Calls the `update` of an optax transformation with those of the extra arguments that it takes."""
+    """Calls the `update` of an optax transformation with those of the extra arguments that it takes; `grad` is one."""
     signature = inspect.signature(update).parameters
     takes_all = any(p.kind is p.VAR_KEYWORD for p in signature.values())
-    given = {name: value for name, value in extra.items() if takes_all or name in signature}
+    offered = {"grad": gradients, **extra}
+    given = {name: value for name, value in offered.items() if takes_all or name in signature}
     while True:
         try:
             return update(gradients, slots, params, **given)

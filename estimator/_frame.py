@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import jax
+from jax.extend.core import get_opaque_trace_state
 
 from estimator._modes import ModeKeys
 
@@ -49,6 +50,10 @@ class Frame:
       reserved: the entries of `slots` that `compute_gradients` took for `apply_gradients`, and their optimizers.
       gradient_calls: how often `compute_gradients` was called.
       on_nan: what is done about non-finite gradients (see `_non_finite.py`).
+      taps: by table, what `embedding_lookup` adds to the rows of each lookup (see `_gradients.py`).
+      lookups: by table, the rows that each lookup found, a flat array; one that is no row is the table's length.
+      handed_out: the variables that the model_fn has seen whole, not only by their rows.
+      trace: which of jax's traces the frame was opened in.
     """
 
     # JAX values.
@@ -74,6 +79,10 @@ class Frame:
     reserved: dict[str, Any] = dataclasses.field(default_factory=dict)
     gradient_calls: int = 0
     on_nan: str | None = None
+    taps: dict[str, list[jax.Array]] = dataclasses.field(default_factory=dict)
+    lookups: dict[str, list[jax.Array]] = dataclasses.field(default_factory=dict)
+    handed_out: set[str] = dataclasses.field(default_factory=set)
+    trace: Any = None
 
     def fresh(self, **changes: Any) -> Frame:
         """A frame that starts from here: in the same scope, with the same names taken, nothing written yet."""
@@ -95,6 +104,11 @@ class Frame:
         return Frame(**(started | changes))
 
 
+def current_trace() -> Any:
+    """Equal for two places in one function that jax traces; within a `jax.jit` or `jax.lax.scan` it is another."""
+    return get_opaque_trace_state(convention="estimator")
+
+
 class _Stack(threading.local):
     def __init__(self) -> None:
         self.frames: list[Frame] = []
@@ -106,6 +120,7 @@ _stack = _Stack()
 @contextlib.contextmanager
 def open_frame(frame: Frame) -> Iterator[Frame]:
     """Makes `frame` the current one until the block ends."""
+    frame.trace = current_trace()
     _stack.frames.append(frame)
     try:
         yield frame

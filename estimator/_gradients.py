@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from estimator import _loss_scale
+from estimator._embedding import slices, taps_for
 from estimator._frame import Frame, PyTree, open_frame
 from estimator._optimizer import GradientsNeeded, TrainOp, Update
 from estimator._spec import EstimatorSpec
@@ -59,6 +60,9 @@ def run(
     the middle of the run: there the run is left by an exception that carries the loss out, and is done again with
     the gradients in hand. XLA removes the repeated part.
 
+    Lookups in tables are differentiated with respect to zeros added to the rows found, the taps, not to the table,
+    so that no gradient of the table's size exists. A first run tells their shapes.
+
     Args:
       call: runs the model_fn.
       frame: where the run starts; it is not changed.
@@ -71,39 +75,52 @@ def run(
     """
     floating = {name: value for name, value in frame.variables.items() if _is_floating(value)}
     known: tuple[dict[str, PyTree], ...] = ()
+    taps: dict[str, list[jax.Array]] = {}
     ran: list[Frame] = []
 
-    def attempt(floating: dict[str, PyTree]) -> tuple[list[Any], Outcome | _Request]:
-        started = frame.fresh(variables={**frame.variables, **floating}, known_gradients=known)
+    def attempt(floating: dict[str, PyTree], taps: dict[str, list[jax.Array]]) -> tuple[list[Any], tuple[Any, Any]]:
+        started = frame.fresh(variables={**frame.variables, **floating}, known_gradients=known, taps=taps)
         ran.append(started)
         with open_frame(started):
             try:
                 spec = call()
             except GradientsNeeded as needed:
-                return [needed.loss], _Request(needed.var_list, needed.slots)
+                return [needed.loss], (_Request(needed.var_list, needed.slots), started.lookups)
         pending = [update.loss for update in _pending(spec.train_op)] if take_gradients else []
-        return pending, Outcome(spec, started.assigned, started.added)
+        return pending, (Outcome(spec, started.assigned, started.added), started.lookups)
+
+    def gradients(i: int, names: tuple[str, ...], slots: str | None) -> dict[str, PyTree]:
+        """Of one loss, times `loss_scale`; the backward pass runs with the scale in the optimizer's slots besides."""
+        dynamic = _loss_scale.current(frame.slots, slots)
+        cotangents = [jnp.full((), loss_scale if j == i else 0.0, loss.dtype) for j, loss in enumerate(losses)]
+        if dynamic is not None:
+            cotangents[i] = _loss_scale.scaled(cotangents[i], dynamic)
+        dense, of_taps = pull(cotangents)
+        if dynamic is not None:
+            dense, of_taps = _loss_scale.unscaled((dense, of_taps), dynamic)
+        taken = dense | slices(of_taps, lookups, frame.variables)
+        return {name: taken[name] for name in names}
 
     while True:
         differentiate = take_gradients
         if not differentiate:
-            _, outcome = attempt(floating)
+            _, (outcome, _) = attempt(floating, {})
             differentiate = isinstance(outcome, _Request)
         if differentiate:
-            losses, pull, outcome = jax.vjp(attempt, floating, has_aux=True)
+            others = {name: value for name, value in floating.items() if name not in taps}
+            losses, pull, (outcome, lookups) = jax.vjp(attempt, others, taps, has_aux=True)
+            needed = taps_for(ran[-1])
+            if losses and jax.tree.map(jnp.shape, needed) != jax.tree.map(jnp.shape, taps):
+                taps = needed
+                continue
         if isinstance(outcome, Outcome):
             break
-        dynamic = _loss_scale.current(frame.slots, outcome.slots)
-        known += (_gradients(losses, pull, 0, outcome.var_list, loss_scale, dynamic),)
+        known += (gradients(0, outcome.var_list, outcome.slots),)
 
     spec = outcome.spec
     if take_gradients and spec.train_op is not None:
-        taken = {
-            update.slots: _gradients(
-                losses, pull, i, update.var_list, loss_scale, _loss_scale.current(frame.slots, update.slots)
-            )
-            for i, update in enumerate(_pending(spec.train_op))
-        }
+        pending = _pending(spec.train_op)
+        taken = {update.slots: gradients(i, update.var_list, update.slots) for i, update in enumerate(pending)}
         spec = dataclasses.replace(spec, train_op=_with_gradients(spec.train_op, taken))
     return outcome._replace(spec=spec), ran[-1]
 
@@ -124,23 +141,6 @@ def _with_gradients(train_op: TrainOp, taken: dict[str, dict[str, PyTree]]) -> T
             for update in train_op.updates
         )
     )
-
-
-def _gradients(
-    losses: list[jax.Array],
-    pull: Callable[..., Any],
-    i: int,
-    names: tuple[str, ...],
-    scale: float,
-    dynamic: jax.Array | None,
-) -> dict[str, PyTree]:
-    """The gradients of one loss times `scale`; the backward pass runs with the `dynamic` scale besides."""
-    cotangents = [jnp.full((), scale if j == i else 0.0, loss.dtype) for j, loss in enumerate(losses)]
-    if dynamic is not None:
-        cotangents[i] = _loss_scale.scaled(cotangents[i], dynamic)
-    (gradients,) = pull(cotangents)
-    taken = {name: gradients[name] for name in names}
-    return taken if dynamic is None else _loss_scale.unscaled(taken, dynamic)
 
 
 def _is_floating(value: PyTree) -> bool:

@@ -12,10 +12,14 @@ import jax.numpy as jnp
 import optax
 
 from estimator import _loss_scale
-from estimator._extra_args import call_update, extra_args
+from estimator._embedding import zero_gradients
+from estimator._extra_args import extra_args
 from estimator._frame import Frame, PyTree, current_frame
+from estimator._indexed_slices import IndexedSlices, dense
+from estimator._lazy import update_rows
 from estimator._loss_scale import DynamicLossScale
 from estimator._modes import ModeKeys
+from estimator._row_rule import Rule
 
 
 @jax.tree_util.register_dataclass
@@ -104,6 +108,7 @@ class Optimizer:
         self._optimizer_or_fn = optimizer_or_fn
         self._name = name or "optimizer"
         self.loss_scale = _loss_scale.checked(type(self).__name__, loss_scale)
+        self.row_rules: dict[Any, Rule] = {}  # what `_lazy.py` found out about the transformation
 
     def get_name(self) -> str:
         return self._name
@@ -144,7 +149,8 @@ class Optimizer:
         Within towers they are the tower's own, of its scaled loss. While a state is initialized they are zeros.
 
         Returns:
-          A list of (gradient, variable name); a gradient has the structure of its variable.
+          A list of (gradient, variable name); a gradient has the structure of its variable, or is an
+          `est.IndexedSlices` where the variable was read by `est.embedding_lookup` alone.
         """
         caller = f"{type(self).__name__}.compute_gradients"
         frame = current_frame(caller)
@@ -157,7 +163,7 @@ class Optimizer:
             slots = self._next_slots(frame)
             frame.reserved[slots] = self
         if frame.initializing:
-            gradients = {name: jax.tree.map(jnp.zeros_like, frame.variables[name]) for name in names}
+            gradients = zero_gradients(frame, names)
         elif call < len(frame.known_gradients):
             gradients = frame.known_gradients[call]
         else:
@@ -279,7 +285,7 @@ def apply_updates(
 
     def updated(i: int, changed: dict[str, PyTree]) -> tuple[Any, Any]:
         update = at({**start, **changed}).updates[i]  # type: ignore[misc]
-        return update.loss, update.gradients
+        return update.loss, {name: dense(gradient) for name, gradient in (update.gradients or {}).items()}
 
     for i, update in enumerate(train_op.updates):
         if update.slots not in slots:
@@ -288,14 +294,10 @@ def apply_updates(
                 "Initialize it in mode 'train' by the same model_fn."
             )
         params = {name: variables[name] for name in update.gradients or {}}
-        extra = extra_args(update.loss, update.gradients, params, at and functools.partial(updated, i))
+        extra = extra_args(update.loss, params, at and functools.partial(updated, i))
         state, loss_scale = slots[update.slots], update.optimizer.loss_scale
         inner = state.inner if loss_scale else state
-        # optax itself mixes dtypes (adam's `decay**count`), so a user's strict promotion must not reach into it.
-        with jax.numpy_dtype_promotion("standard"):
-            transformation = update.optimizer.transformation
-            steps, new_slots = call_update(transformation.update, update.gradients, inner, params, extra)
-            moved = optax.apply_updates(params, steps)
+        moved, new_slots = update_rows(update.optimizer, update.gradients or {}, inner, params, extra)
         if loss_scale:
             moved, new_slots = loss_scale.checked_step(update.gradients, (params, state), (moved, new_slots))
         variables = {**variables, **moved}
@@ -341,6 +343,9 @@ def _checked_var_list(caller: str, frame: Frame, var_list: Any) -> tuple[str, ..
 
 
 def _check_gradient(caller: str, name: str, gradient: PyTree, variable: PyTree) -> None:
+    if isinstance(gradient, IndexedSlices):
+        gradient.check(caller)
+        gradient = jax.ShapeDtypeStruct(gradient.dense_shape, gradient.values.dtype)
     same = jax.tree.structure(gradient) == jax.tree.structure(variable)  # type: ignore[operator]
     if not same or any(
         jnp.shape(g) != jnp.shape(v) for g, v in zip(jax.tree.leaves(gradient), jax.tree.leaves(variable), strict=True)

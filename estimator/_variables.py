@@ -99,7 +99,7 @@ def get_variable(
     frame = current_frame("est.get_variable")
     if not isinstance(name, str) or not name:
         raise ValueError(f"`est.get_variable` needs a non-empty name; got {name!r}.")
-    if initializer is None and shape is not None and not _is_shape(shape):
+    if initializer is None and shape is not None and not is_shape(shape):
         shape, initializer = None, shape
     full = "/".join((*frame.scope, name))
     call = f"`est.get_variable({full!r})`"
@@ -110,22 +110,22 @@ def get_variable(
                 "`with est.variable_scope(..., reuse=True)` (or `reuse=est.AUTO_REUSE`); "
                 "otherwise give it another name."
             )
-        _check_declared(call, shape, dtype, frame.variables[full], "the first call")
+        check_declared(call, shape, dtype, frame.variables[full], "the first call")
         return read(frame, full)
     if frame.reuse is True:
         raise ValueError(
             f"{call} is in a scope with `reuse=True`, but no such variable was created in this run, only "
-            f"{_listed(frame.trainable)}. Create it first, or use `reuse=est.AUTO_REUSE`."
+            f"{listed(frame.trainable)}. Create it first, or use `reuse=est.AUTO_REUSE`."
         )
     if frame.initializing:
         frame.variables[full] = _initial_value(call, frame, full, shape, dtype, initializer)
     elif full not in frame.variables:
         raise ValueError(
-            f"{call} found no such variable in the state, which has {_listed(frame.variables)}. "
+            f"{call} found no such variable in the state, which has {listed(frame.variables)}. "
             "A model_fn must create every variable in the mode that the state was initialized in."
         )
     else:
-        _check_declared(call, shape, dtype, frame.variables[full], "the state")
+        check_declared(call, shape, dtype, frame.variables[full], "the state")
     frame.trainable[full] = _is_trainable(call, frame.variables[full], trainable)
     frame.aggregation[full] = VariableAggregation(aggregation)
     return read(frame, full)
@@ -165,6 +165,7 @@ def assign_add(name: str, delta: PyTree) -> None:
 
 
 def read(frame: Frame, full: str) -> PyTree:
+    frame.handed_out.add(full)
     value = frame.assigned.get(full, frame.variables[full])
     if full in frame.added:
         value = jax.tree.map(jnp.add, value, frame.added[full])
@@ -176,11 +177,11 @@ def name_hash(name: str) -> np.uint32:
     return np.uint32(zlib.crc32(name.encode()))
 
 
-def _is_shape(shape: Any) -> bool:
+def is_shape(shape: Any) -> bool:
     return isinstance(shape, tuple | list) and all(isinstance(n, int | np.integer) for n in shape)
 
 
-def _listed(names: Any) -> str:
+def listed(names: Any) -> str:
     return ", ".join(repr(name) for name in sorted(names)) or "none"
 
 
@@ -242,7 +243,7 @@ def _is_trainable(call: str, value: PyTree, trainable: bool) -> bool:
     return trainable and all(inexact)
 
 
-def _check_declared(call: str, shape: Any, dtype: Any, value: PyTree, where: str) -> None:
+def check_declared(call: str, shape: Any, dtype: Any, value: PyTree, where: str) -> None:
     if shape is None:
         return
     have = [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(value)]
@@ -260,7 +261,7 @@ def _resolve(caller: str, frame: Frame, name: str) -> str:
         if full in frame.trainable:
             return full
     raise ValueError(
-        f"`{caller}({name!r})` names no variable of this run, which has got {_listed(frame.trainable)} so far. "
+        f"`{caller}({name!r})` names no variable of this run, which has got {listed(frame.trainable)} so far. "
         "Get it with `est.get_variable` first."
     )
 

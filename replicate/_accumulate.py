@@ -14,6 +14,7 @@ from estimator import EstimatorSpec, TrainOp, VariableAggregation
 from estimator._batch import check_batch
 from estimator._frame import Frame
 from estimator._gradients import Outcome, run
+from estimator._indexed_slices import is_slices, joined
 from estimator._sparse import is_sparse
 from replicate._merge import apart, check_rows, merged, share, together
 from replicate._rows import split_rows
@@ -117,13 +118,18 @@ def accumulated(
         }
         check_rows(outcome.spec, rows // steps, "micro-batch")
         same, own = apart(outcome.spec, part)
-        leaves = jax.tree.leaves((same, assigned, outcome.added))
-        return [total + leaf for total, leaf in zip(totals, leaves, strict=True)], own
+        leaves = jax.tree.leaves((same, assigned, outcome.added), is_leaf=is_slices)
+        addends = [leaf for leaf in leaves if not is_slices(leaf)]
+        slices = [leaf for leaf in leaves if is_slices(leaf)]
+        return [total + leaf for total, leaf in zip(totals, addends, strict=True)], (own, slices)
 
     # The leaves alone, since each run of the model_fn has optimizers, which are part of the structure, of its own.
-    leaves, structure = jax.tree.flatten((apart(like.spec, part)[0], like.assigned, like.added))
-    totals, own = jax.lax.scan(add, [jnp.zeros_like(leaf) for leaf in leaves], numbered)
-    same, assigned, added = jax.tree.unflatten(structure, totals)
+    leaves, structure = jax.tree.flatten((apart(like.spec, part)[0], like.assigned, like.added), is_leaf=is_slices)
+    zeros = [jnp.zeros_like(leaf) for leaf in leaves if not is_slices(leaf)]
+    totals, (own, slices) = jax.lax.scan(add, zeros, numbered)
+    sums, joins = iter(totals), map(joined, slices)
+    merged_leaves = [next(joins) if is_slices(leaf) else next(sums) for leaf in leaves]
+    same, assigned, added = jax.tree.unflatten(structure, merged_leaves)
     return Outcome(together(same, merged(own, steps)), assigned, added)
 
 

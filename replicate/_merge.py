@@ -11,8 +11,9 @@ import jax.numpy as jnp
 
 from estimator import EstimatorSpec, TrainOp, VariableAggregation
 from estimator._gradients import Outcome, written
+from estimator._indexed_slices import is_slices
 from estimator.metrics import Metric
-from replicate._towers import cross_tower_sum, num_towers, tower_index
+from replicate._towers import cross_tower_concatenate, cross_tower_sum, num_towers, tower_index
 
 PyTree = Any
 
@@ -132,10 +133,18 @@ def summed(
         name: share(name, value, aggregation[name], tower_index(), num_towers())
         for name, value in outcome.assigned.items()
     }
-    same, assigned, added = cross_tower_sum((same, assigned, outcome.added))
+    same, assigned, added = _total((same, assigned, outcome.added))
     # A sum of booleans is an integer.
     assigned = jax.tree.map(lambda x, like: x.astype(like.dtype), assigned, outcome.assigned)
     return same, written(Outcome(outcome.spec, assigned, added), variables)
+
+
+def _total(tree: PyTree) -> PyTree:
+    """The sum over towers; of a sparse gradient, the slices of all towers, which stand for it."""
+    leaves, structure = jax.tree.flatten(tree, is_leaf=is_slices)
+    sums = cross_tower_sum([None if is_slices(leaf) else leaf for leaf in leaves])
+    slices = cross_tower_concatenate([leaf if is_slices(leaf) else None for leaf in leaves])
+    return jax.tree.unflatten(structure, [s if s is not None else t for s, t in zip(slices, sums, strict=True)])
 
 
 def share(

@@ -124,6 +124,17 @@ def cross_tower_mean(x: PyTree) -> PyTree:
     return x if towers == 1 else jax.tree.map(lambda total: total / towers, cross_tower_sum(x))
 
 
+def cross_tower_concatenate(x: PyTree) -> PyTree:
+    """Every array in a pytree, of all towers one after the other, the same in all of them; `x` outside of towers.
+
+    >>> print(cross_tower_concatenate(jnp.arange(2)))
+    [0 1]
+    """
+    if num_towers() == 1:
+        return x
+    return jax.tree.map(lambda leaf: jax.lax.all_gather(leaf, TOWER_AXIS, tiled=True), x)
+
+
 def _packed_sum(leaves: list[jax.Array]) -> list[jax.Array]:
     if len(leaves) == 1:
         return [jax.lax.psum(leaves[0], TOWER_AXIS)]

@@ -21,6 +21,7 @@ from jax.sharding import SingleDeviceSharding
 from jax.tree_util import DictKey
 
 from estimator import EstimatorSpec, State, TrainOp
+from estimator._indexed_slices import is_slices, joined
 from estimator._non_finite import done
 from estimator._placement import Placement, SeparatePlacement
 
@@ -120,7 +121,9 @@ def _sum_gradients(train_op: TrainOp, homes: dict[str, PyTree]) -> TrainOp:
 
 @jax.jit
 def _sum_over_towers(stacked: PyTree) -> PyTree:
-    return jax.tree.map(lambda x: x.sum(0, dtype=x.dtype), stacked)
+    """The slices of a sparse gradient stay what they are, those of all towers one after the other."""
+
+    return jax.tree.map(lambda x: joined(x) if is_slices(x) else x.sum(0, dtype=x.dtype), stacked, is_leaf=is_slices)
 
 
 class _Update:
