@@ -97,12 +97,12 @@ def taps_for(frame: Frame) -> dict[str, list[jax.Array]]:
 
     Tables that the model_fn has seen whole have none; their gradient is dense.
     """
-    return {
-        name: [jnp.zeros((ids.size, *table.shape[1:]), table.dtype) for ids in lookups]
-        for name, lookups in frame.lookups.items()
-        if name not in frame.handed_out
-        for table in [frame.variables[name]]
-    }
+    taps = {}
+    for name, lookups in frame.lookups.items():
+        if name not in frame.handed_out:
+            table = frame.variables[name]
+            taps[name] = [jnp.zeros((ids.size, *table.shape[1:]), table.dtype) for ids in lookups]
+    return taps
 
 
 def slices(

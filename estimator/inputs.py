@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+from jax.experimental.sparse import JAXSparse
 
 __all__ = ["numpy_input_fn"]
 
@@ -102,6 +103,12 @@ def _as_arrays(name: str, value: Any) -> Arrays:
         hint = "use None instead" if name == "y" else "give at least one feature"
         raise ValueError(f"{name} cannot be an empty dict, {hint}.")
     arrays = value if isinstance(value, dict) else {None: value}
+    for key, array in arrays.items():
+        if isinstance(array, JAXSparse):
+            raise TypeError(
+                f"{name if key is None else f'{name}[{key!r}]'} is sparse ({type(array).__name__}), and numpy cannot cut "
+                "it into batches. Let your own input_fn yield a jax.experimental.sparse.BCOO for each batch."
+            )
     return {key: np.asarray(array) for key, array in arrays.items()}
 
 

@@ -56,7 +56,7 @@ class TowerOptimizer(Optimizer):
 
     Raises:
       TypeError: there is no optimizer.
-      ValueError: `accumulate_steps` is no integer of at least 1.
+      ValueError: `accumulate_steps` is no integer of at least 1, or the wrapped optimizer has a loss scale already.
     """
 
     accumulate_steps: int

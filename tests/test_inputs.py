@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.sparse import BCOO
 
 from estimator._input import batches, call_input_fn
 from estimator.inputs import numpy_input_fn
@@ -210,3 +211,9 @@ ONES = np.ones(3)
 def test_bad_arguments_are_errors_at_once(args, error, message):
     with pytest.raises(error, match=message):
         numpy_input_fn(**{"x": ONES, "shuffle": False} | args)
+
+
+def test_sparse_arrays_are_refused_where_they_are_given():
+    x = BCOO.fromdense(jnp.eye(3))
+    with pytest.raises(TypeError, match=r"x\['words'\] is sparse \(BCOO\), and numpy cannot cut it into batches"):
+        numpy_input_fn({"words": x}, batch_size=2, shuffle=False)

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from helpers_estimator import make
-from helpers_replicate import cpus
+from helpers_replicate import assert_close, cpus
 
 import estimator as est
 from replicate import TowerOptimizer, VariableDistribution, replicate_model_fn
@@ -28,7 +28,7 @@ def bits(tree):
     return [np.asarray(x).tobytes() for x in jax.tree.leaves(tree)]
 
 
-def model_fn(features, labels, mode, optimizer=lambda: optax.adam(0.1), loss_scale=None):
+def model_fn(features, labels, mode, loss_scale=None, parts=1):
     """The gradient of "w" is the mean of the rows, that of "b" is always 1."""
     b = est.get_variable("b", (), initializer=jax.nn.initializers.ones)
     w = est.get_variable("w", lambda key: jnp.array(W))
@@ -37,7 +37,8 @@ def model_fn(features, labels, mode, optimizer=lambda: optax.adam(0.1), loss_sca
     est.assign_add("seen", features.sum(0))
     est.assign("last", features.max())
     loss = jnp.mean(features @ w) + b
-    return est.EstimatorSpec(mode, loss=loss, train_op=TowerOptimizer(optimizer, loss_scale=loss_scale).minimize(loss))
+    optimizer = TowerOptimizer(optax.adam(0.1), accumulate_steps=parts, loss_scale=loss_scale)
+    return est.EstimatorSpec(mode, loss=loss, train_op=optimizer.minimize(loss))
 
 
 def replicate(towers, on_nan, fn=model_fn, **where):
@@ -217,17 +218,44 @@ def test_a_wrapper_around_the_replicated_model_fn_is_kept_out_too():
     assert model.train_step(after, ROWS)[0].variables["extra"] < 0.51
 
 
-def test_a_loss_scale_shrinks_in_a_skipped_step():
-    def fn(features, labels, mode):
-        return model_fn(features, labels, mode, loss_scale=est.DynamicLossScale(8.0))
+@pytest.mark.parametrize("towers, parts", [(8, 1), (2, 4)])
+def test_a_loss_scale_shrinks_in_a_skipped_step(towers, parts):
+    """With micro-batches too: what a tower gives to the sum is the sum of theirs."""
 
-    model, state = started(8, "skip", fn)
+    def fn(features, labels, mode):
+        return model_fn(features, labels, mode, est.DynamicLossScale(8.0), parts)
+
+    model, state = started(towers, "skip", fn)
     state, _ = model.train_step(state, ROWS)
+    plain, start = started(1, None)
+    assert_close(state.variables["w"], plain.train_step(start, ROWS)[0].variables["w"])
     after, _ = model.train_step(state, with_row(5, np.inf))
+    assert after.slots["on_nan"].tower == 5 * towers // 8
     assert bits(after.variables) == bits(state.variables)
     assert bits(after.slots["optimizer"].inner) == bits(state.slots["optimizer"].inner)
     assert (after.slots["optimizer"].scale, after.slots["optimizer"].good_steps) == (4.0, 0)
     assert est.skipped_steps(after) == 1
+
+
+def test_sparse_gradients_are_looked_at_and_unscaled_as_dense_ones():
+    def fn(features, labels, mode, loss_scale=None):
+        rows = est.embedding_lookup("table", jnp.arange(len(features)), (9, 3), initializer=jax.nn.initializers.ones)
+        loss = jnp.mean(rows * features)
+        train_op = TowerOptimizer(optax.sgd(0.1, momentum=0.9), loss_scale=loss_scale).minimize(loss)
+        return est.EstimatorSpec(mode, loss=loss, train_op=train_op)
+
+    def scaled(features, labels, mode):
+        return fn(features, labels, mode, est.DynamicLossScale(8.0))
+
+    batches = np.stack([ROWS, with_row(5, np.inf), ROWS])
+    plain, start = started(4, None, fn)
+    want, _ = plain.train_loop(start, (np.stack([ROWS, ROWS]), None))
+    for candidate in (fn, scaled):
+        model, state = started(4, "skip", candidate)
+        got, _ = model.train_loop(state, (batches, None))
+        assert tuple(map(int, got.slots["on_nan"])) == (1, 2, 2, 0)
+        assert bits(got.variables) == bits(want.variables)
+    assert got.slots["optimizer"].scale == 4.0
 
 
 def operations(on_nan, towers):
