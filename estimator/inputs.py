@@ -106,8 +106,8 @@ def _as_arrays(name: str, value: Any) -> Arrays:
     for key, array in arrays.items():
         if isinstance(array, JAXSparse):
             raise TypeError(
-                f"{name if key is None else f'{name}[{key!r}]'} is sparse ({type(array).__name__}), and numpy cannot cut "
-                "it into batches. Let your own input_fn yield a jax.experimental.sparse.BCOO for each batch."
+                f"{name if key is None else f'{name}[{key!r}]'} is sparse ({type(array).__name__}), and numpy cannot "
+                "cut it into batches. Let your own input_fn yield a jax.experimental.sparse.BCOO for each batch."
             )
     return {key: np.asarray(array) for key, array in arrays.items()}
 
