@@ -4,7 +4,8 @@
 
 The table has 32 columns, a batch looks up 512 ids. The gradient is sparse with `est.embedding_lookup`, dense with
 `est.get_variable(...)[ids]`. The state is donated, on 1 and 2 towers (CPU devices, or GPUs where there are enough).
-The figure is the least over rounds of the mean time of a step; in brackets its ratio to the smallest table's.
+The figure is the least over rounds of the mean time of a step; in brackets its ratio to the first table's. The sizes
+alternate, so that what else the machine does falls on all of them.
 """
 
 import argparse
@@ -58,18 +59,22 @@ def make_run(rows, optimizer, lookup, devices):
     return run
 
 
-def microseconds(run, rounds):
-    """The least mean time of a step; a round has as many steps as fill a fifth of a second."""
-    run(3)
-    start = time.perf_counter()
-    run(3)
-    steps = max(3, int(0.2 / (time.perf_counter() - start) * 3))
+def microseconds(runs, rounds):
+    """The least mean time of a step of each run; they alternate, a round of each as long as a fifth of a second."""
+    steps = []
+    for run in runs:
+        run(3)
+        start = time.perf_counter()
+        run(3)
+        steps.append(max(3, int(0.2 / (time.perf_counter() - start) * 3)))
     times = []
     for _ in range(rounds):
-        start = time.perf_counter()
-        run(steps)
-        times.append((time.perf_counter() - start) / steps)
-    return min(times) * 1e6
+        times.append([])
+        for run, n in zip(runs, steps, strict=True):
+            start = time.perf_counter()
+            run(n)
+            times[-1].append((time.perf_counter() - start) / n * 1e6)
+    return [min(column) for column in zip(*times, strict=True)]
 
 
 def main():
@@ -84,14 +89,10 @@ def main():
         if len(devices) < towers:
             print(f"{name:10}{towers:7} (only {len(devices)} devices)")
             continue
-        print(f"{name:10}{towers:7} {kind:10}", end="")
-        first = None
-        for rows in arguments.rows:
-            run = make_run(rows, OPTIMIZERS[name], kinds[kind], devices)
-            time_per_step = microseconds(run, arguments.rounds)
-            first = first or time_per_step
-            print(f"{time_per_step:12.0f} us ({time_per_step / first:6.2f})", end="", flush=True)
-        print()
+        print(f"{name:10}{towers:7} {kind:10}", end="", flush=True)
+        runs = [make_run(rows, OPTIMIZERS[name], kinds[kind], devices) for rows in arguments.rows]
+        times = microseconds(runs, arguments.rounds)
+        print("".join(f"{t:12.0f} us ({t / times[0]:6.2f})" for t in times), flush=True)
 
 
 if __name__ == "__main__":
