@@ -142,7 +142,7 @@ def corrupt(estimator, at_step, which):
 
         return run
 
-    steps = estimator._steps
+    steps = estimator._steps = _train.Steps(estimator._model, is_one_program=True)
     steps.one, steps.several = wrapped(steps.one), wrapped(steps.several)
 
 
