@@ -24,6 +24,7 @@ from estimator import EstimatorSpec, State, TrainOp
 from estimator._indexed_slices import is_slices, joined
 from estimator._non_finite import done
 from estimator._placement import Placement, SeparatePlacement
+from replicate._transfer import transfer
 
 PyTree = Any
 
@@ -73,7 +74,8 @@ class OnVariableDevices(SeparatePlacement):
                 programs[kind] = jax.jit(run), taken, jax.tree.structure(shape)
             program, taken, result = programs[kind]
             of_state = len(jax.tree.leaves(state))
-            moved = jax.device_put([leaves[i] for i in taken if i < of_state], self.near(state))
+            read = [leaves[i] for i in taken if i < of_state]
+            moved = transfer(read, [self.near(state)] * len(read))
             return jax.tree.unflatten(result, program(*moved, *(leaves[i] for i in taken if i >= of_state)))
 
         return call
@@ -105,8 +107,12 @@ class OnVariableDevices(SeparatePlacement):
 def _sum_gradients(train_op: TrainOp, homes: dict[str, PyTree]) -> TrainOp:
     """The gradients of shape `[towers, ...]`, moved to the devices of their variables and summed there."""
     home = {name: jax.tree.leaves(shardings)[0] for name, shardings in homes.items()}
-    gradients = [update.gradients or {} for update in train_op.updates]
-    gradients = jax.device_put(gradients, [{name: home[name] for name in own} for own in gradients])
+    gradients = [dict(update.gradients or {}) for update in train_op.updates]
+    leaves, structure = jax.tree.flatten(gradients)
+    places = jax.tree.leaves(
+        [{n: jax.tree.map(lambda _, n=n: home[n], g) for n, g in own.items()} for own in gradients]
+    )
+    gradients = jax.tree.unflatten(structure, transfer(leaves, places, lead=1))
     by_home: dict[Any, list[tuple[int, str]]] = {}
     for i, own in enumerate(gradients):
         for name in own:
@@ -151,7 +157,7 @@ class _Update:
 
     def __call__(self, *args: Any) -> State:
         leaves = jax.tree.leaves(args)
-        ready = [jax.device_put([leaves[i] for i in taken], home) for home, _, taken in self._programs]
+        ready = [transfer([leaves[i] for i in taken], [home] * len(taken)) for home, _, taken in self._programs]
         new: list[Any] = [None] * len(self._homes)
         for (home, program, _), mine in zip(self._programs, ready, strict=True):
             outputs = iter(program(*mine))
