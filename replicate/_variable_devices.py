@@ -85,7 +85,7 @@ class OnVariableDevices(SeparatePlacement):
     ) -> Callable[..., Any]:
         read = self.read_step(compute)
         shardings = self.state(like)
-        updates: list[_Update] = []
+        updates: dict[Any, _Update] = {}
 
         def step(state: State, features: PyTree, labels: PyTree) -> tuple[State, EstimatorSpec]:
             if _is_traced((state, features, labels)):
@@ -96,10 +96,11 @@ class OnVariableDevices(SeparatePlacement):
                 )
             spec, assigned = read(state, features, labels)
             train_op = _sum_gradients(spec.train_op, shardings.variables)
-            if not updates:
-                updates.append(_Update(apply, (state, train_op, assigned), shardings, donate))
+            kind = tuple(leaf.shape for leaf in jax.tree.leaves(train_op))  # slices are as many as the batch has ids
+            if kind not in updates:
+                updates[kind] = _Update(apply, (state, train_op, assigned), shardings, donate)
             spec = dataclasses.replace(spec, train_op=done(spec.train_op, state.variables))
-            return updates[0](state, train_op, assigned), spec
+            return updates[kind](state, train_op, assigned), spec
 
         return step
 

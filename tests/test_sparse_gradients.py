@@ -467,7 +467,7 @@ def test_tables_live_wherever_variables_do(distribution):
     plain = est.transform(model_fn)
     towers = est.transform(replicate_model_fn(model_fn, devices=cpus(4), variable_distribution=distribution))
     want, got = (model.init(jax.random.key(0), ids, labels) for model in (plain, towers))
-    for _ in range(3):
-        want, _ = plain.train_step(want, ids, labels)
-        got, _ = towers.train_step(got, ids, labels)
+    for rows in (8, 8, 4):
+        want, _ = plain.train_step(want, ids[:rows], labels[:rows])
+        got, _ = towers.train_step(got, ids[:rows], labels[:rows])
     assert_close(jax.device_get(got[:2]), jax.device_get(want[:2]))
