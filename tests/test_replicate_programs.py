@@ -20,20 +20,6 @@ import estimator as est
 from replicate import TowerOptimizer, cross_tower_mean, tower_index
 
 
-@pytest.fixture
-def compilations():
-    """The list of compilations so far; grows by one at each."""
-    events = []
-
-    def listen(event, seconds, **_):
-        if event == "/jax/core/compile/backend_compile_duration":
-            events.append(seconds)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    yield events
-    jax.monitoring.unregister_event_duration_listener(listen)
-
-
 @pytest.mark.parametrize("towers", [1, 2])
 def test_a_second_call_traces_and_compiles_nothing(towers, compilations):
     traces = []

@@ -104,20 +104,6 @@ def plain_model():
     return est.transform(Linear())
 
 
-@pytest.fixture
-def compilations():
-    """The list of compilations so far; grows by one at each."""
-    events = []
-
-    def listen(event, seconds, **_):
-        if event == "/jax/core/compile/backend_compile_duration":
-            events.append(seconds)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    yield events
-    jax.monitoring.unregister_event_duration_listener(listen)
-
-
 def assert_trained_as_dense(got_state, got):
     _, want_state, want = dense_run()
     assert_close((got_state.variables, got_state.slots), (want_state.variables, want_state.slots))
