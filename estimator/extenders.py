@@ -6,13 +6,11 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
-from jax.experimental.sparse import JAXSparse
-
 from estimator._estimator import Estimator
 from estimator._frame import PyTree
 from estimator._model_fn import bind
 from estimator._modes import ModeKeys
+from estimator._sparse import has_sparse
 from estimator._spec import EstimatorSpec
 from estimator.export import DEFAULT_SIGNATURE, PredictOutput
 
@@ -153,16 +151,12 @@ def _chosen(features: PyTree, keys: tuple[str, ...] | None) -> dict[str, Any]:
     if unknown:
         raise ValueError(f"keys of `forward_features` should exist in features: {unknown} not in {sorted(features)}.")
     for key in keys:
-        if any(map(_is_sparse, jax.tree.leaves(features[key], is_leaf=_is_sparse))):
+        if has_sparse(features[key]):
             raise ValueError(
                 f"`forward_features` cannot forward the feature {key!r}, which is sparse. Leave it out by `keys`, "
                 "or let input_fn add it as an array."
             )
     return {key: features[key] for key in keys}
-
-
-def _is_sparse(x: Any) -> bool:
-    return isinstance(x, JAXSparse)
 
 
 def _joined(name: str, outputs: Any, forwarded: dict[str, Any]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ def transfer(arrays: Sequence[jax.Array], targets: Sequence[Any], lead: int = 0)
     ([(2,), (2, 2)], True)
 
     Args:
-      arrays: on any devices.
+      arrays: on any devices, or of numpy.
       targets: a sharding for each.
       lead: the number of leading dimensions that all arrays have in common, such as one over the towers, along which
         they may be sharded.
@@ -31,7 +31,8 @@ def transfer(arrays: Sequence[jax.Array], targets: Sequence[Any], lead: int = 0)
     moved: list[Any] = list(arrays)
     groups: dict[Any, list[int]] = {}
     for i, (array, target) in enumerate(zip(arrays, targets, strict=True)):
-        if (source := array.sharding) != target:  # else it is there already
+        source = getattr(array, "sharding", None)  # a numpy array has none
+        if source != target:  # else it is there already
             is_packed = array.nbytes < _SMALL and not jnp.issubdtype(array.dtype, jax.dtypes.extended)
             groups.setdefault((source, target, array.dtype) if is_packed else i, []).append(i)
     alone = [i for mine in groups.values() if len(mine) == 1 for i in mine]

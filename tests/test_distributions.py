@@ -262,6 +262,17 @@ def test_a_checkpoint_knows_nothing_of_the_distribution(tmp_path, written):
             assert_close(jax.device_get(after[:3]), jax.device_get(goes_on[:3]), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("distribution", [SERVER, ROUND_ROBIN])
+def test_a_state_may_come_as_numpy_arrays(distribution):
+    model = est.transform(replicated(wide_model_fn(optax.adam(0.1)), 2, distribution))
+    x, y = (batch[0] for batch in regression(4))
+    state = model.init(KEY, x, y)
+    host = state._replace(variables=jax.device_get(state.variables), slots=jax.device_get(state.slots))
+    want, got = model.train_step(state, x, y)[0], model.train_step(host, x, y)[0]
+    assert_close(got.variables, want.variables)
+    assert devices_of(got[:2]) == devices_of(state[:2])
+
+
 def test_a_variable_device_is_for_one_distribution_only():
     for distribution in (MIRRORED, SHARDED, ROUND_ROBIN):
         with pytest.raises(ValueError, match=r"variable_device='/cpu:1' was given with variable_dist"):

@@ -113,6 +113,15 @@ def assert_same_evaluation(loss, towers, rows):
         np.testing.assert_allclose(got.eval_metric_ops[name].result(), metric.result(), rtol=2e-5, err_msg=name)
 
 
+def assert_towers_evaluate_alike(model_fn, towers, *sizes):
+    one = est.transform(model_fn)
+    several = est.transform(replicate_model_fn(model_fn, devices=cpus(towers)))
+    state = one.init(jax.random.key(0), *batch(8))
+    for rows in sizes:
+        got, want = (model.eval_step(state, *batch(rows)) for model in (several, one))
+        assert_close(got.loss, want.loss)
+
+
 @pytest.mark.parametrize("towers, rows", CASES)
 def test_evaluation_equals_the_one_device_run(towers, rows):
     assert_same_evaluation("weighted_by_nonzero", towers, rows)
@@ -145,12 +154,7 @@ def test_two_weighted_losses_with_a_remainder_keep_their_own_denominators():
         train_op = TowerOptimizer(optax.sgd(0.1)).minimize(loss)
         return est.EstimatorSpec(mode, loss=loss, train_op=train_op)
 
-    one = est.transform(two_losses)
-    four = est.transform(replicate_model_fn(two_losses, devices=cpus(4)))
-    state = one.init(jax.random.key(0), *batch(8))
-    for rows in (3, 7, 13):
-        got, want = (model.eval_step(state, *batch(rows)) for model in (four, one))
-        assert_close(got.loss, want.loss)
+    assert_towers_evaluate_alike(two_losses, 4, 3, 7, 13)
 
 
 @pytest.mark.parametrize("rows", [4, 7])
@@ -167,11 +171,7 @@ def test_gradients_may_be_computed_in_evaluation(weighted, rows):
         train_op = optimizer.apply_gradients(gradients)
         return est.EstimatorSpec(mode, loss=loss, train_op=train_op)
 
-    one = est.transform(norm_fn)
-    two = est.transform(replicate_model_fn(norm_fn, devices=cpus(2)))
-    state = one.init(jax.random.key(0), *batch(8))
-    got, want = (model.eval_step(state, *batch(rows)) for model in (two, one))
-    assert_close(got.loss, want.loss)
+    assert_towers_evaluate_alike(norm_fn, 2, rows)
 
 
 def exporting(features, labels, mode):
@@ -265,11 +265,7 @@ def test_gradients_may_be_computed_in_evaluation_through_a_denominator(rows):
         train_op = optimizer.apply_gradients(optimizer.compute_gradients(loss))
         return est.EstimatorSpec(mode, loss=loss, train_op=train_op)
 
-    one = est.transform(norm_fn)
-    two = est.transform(replicate_model_fn(norm_fn, devices=cpus(2)))
-    state = one.init(jax.random.key(0), *batch(8))
-    got, want = (model.eval_step(state, *batch(rows)) for model in (two, one))
-    assert_close(got.loss, want.loss)
+    assert_towers_evaluate_alike(norm_fn, 2, rows)
 
 
 @pytest.mark.parametrize("where", [slice(0, 4), slice(4, 7), slice(0, 7), slice(1, 2)])
