@@ -3,7 +3,7 @@
 This file is the table of contents; every name has its explanation where it is defined.
 """
 
-from estimator import export, inputs, losses, metrics
+from estimator import export, hooks, inputs, losses, metrics, summary
 from estimator._embedding import embedding_lookup
 from estimator._estimator import Estimator
 from estimator._indexed_slices import IndexedSlices
@@ -14,6 +14,7 @@ from estimator._non_finite import NonFiniteGradientError, skipped_steps
 from estimator._optimizer import Optimizer, TrainOp, group
 from estimator._random import global_step, make_rng
 from estimator._replica_check import ReplicaMismatchError
+from estimator._report import record
 from estimator._run_config import RunConfig
 from estimator._spec import EstimatorSpec
 from estimator._train import NanLossDuringTrainingError
@@ -28,6 +29,7 @@ from estimator._variables import (
     variable_scope,
 )
 from estimator.extenders import add_metrics, forward_features
+from estimator.hooks import Hook
 from estimator.losses import Reduction
 
 __all__ = [
@@ -35,6 +37,7 @@ __all__ = [
     "DynamicLossScale",
     "Estimator",
     "EstimatorSpec",
+    "Hook",
     "IndexedSlices",
     "ModeKeys",
     "Model",
@@ -56,13 +59,16 @@ __all__ = [
     "get_variable",
     "global_step",
     "group",
+    "hooks",
     "inputs",
     "lazy",
     "losses",
     "make_rng",
     "metrics",
     "read_variable",
+    "record",
     "skipped_steps",
+    "summary",
     "transform",
     "variable_scope",
 ]

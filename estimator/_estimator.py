@@ -6,7 +6,7 @@ import copy
 import itertools
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -14,17 +14,22 @@ import numpy as np
 from absl import logging
 
 from estimator import _checkpoint
-from estimator._batch import guarded
 from estimator._checkpoint import Checkpoints
-from estimator._evaluate import evaluate_batches, make_eval_step
+from estimator._evaluate import EvalSteps, evaluate_batches
 from estimator._frame import PyTree
 from estimator._input import batches, call_input_fn
 from estimator._model_fn import ModelFn
 from estimator._modes import ModeKeys
-from estimator._predict import checked_keys, make_predict_step, select, single_examples
+from estimator._predict import PredictSteps, checked_keys, predict_batches, single_examples
+from estimator._programs import Programs
 from estimator._run_config import RunConfig
-from estimator._train import Steps, Training
+from estimator._spec import checked_hooks
+from estimator._train import Training
 from estimator._transform import State, transform
+from estimator.hooks import _run
+from estimator.hooks._checkpoint_saver import CheckpointSaverListener, checked_listeners
+from estimator.hooks._defaults import with_default_hooks
+from estimator.hooks._hook import Context, Hook
 
 InputFn = Callable[..., Any]
 
@@ -83,9 +88,9 @@ class Estimator:
         self._model_fn = model_fn
         self._model = transform(model_fn, self.params, self._config, donate=True)
         self._checkpoints = Checkpoints(self.model_dir, self._config.keep_checkpoint_max)
-        self._steps: Steps | None = None  # made for the first batch
-        self._eval_step = make_eval_step(self._model)
-        self._predict_step = make_predict_step(self._model)
+        self._programs: Programs | None = None  # made for the first batch
+        self._eval_steps = EvalSteps(self._model)
+        self._predict_steps = PredictSteps(self._model)
         self._live: tuple[Any, State] | None = None  # which checkpoint, and its state
         logging.info("Using config: %s", self._config)
 
@@ -106,19 +111,32 @@ class Estimator:
     def model_fn(self) -> ModelFn:
         return self._model_fn
 
-    def train(self, input_fn: InputFn, *, steps: int | None = None, max_steps: int | None = None) -> Estimator:
+    def train(
+        self,
+        input_fn: InputFn,
+        hooks: Iterable[Hook] | None = None,
+        steps: int | None = None,
+        max_steps: int | None = None,
+        saving_listeners: Iterable[CheckpointSaverListener] | None = None,
+    ) -> Estimator:
         """Trains on, from the newest checkpoint or from initial values; returns the Estimator itself.
 
-        Saves a checkpoint of the initial values, then as the config says, and one at the end.
+        Saves a checkpoint of the initial values, then as the config says, and one at the end. Hooks are called in this
+        order: that which saves checkpoints, the EstimatorSpec's `training_chief_hooks`, those given here, its
+        `training_hooks`.
 
         Args:
-          input_fn: gives the training batches. Training ends with them, if nothing ends it before.
+          input_fn: gives the training batches. Training ends with them, if nothing ends it before. They are read ahead
+            in a thread, so each must have arrays of its own.
+          hooks: `est.Hook`s, called around the steps. A `CheckpointSaverHook` takes the place of the config's.
           steps: how many steps to train in this call.
           max_steps: at which global step to stop. Nothing is done (nor is input_fn called) if it is reached already.
+          saving_listeners: `est.CheckpointSaverListener`s, told of every checkpoint.
 
         Raises:
-          ValueError: both `steps` and `max_steps` are given, or one is not positive; a checkpoint that does not fit
-            the model_fn; a batch that the model_fn cannot take.
+          TypeError: one of the hooks or listeners is none.
+          ValueError: both `steps` and `max_steps` are given, or one is not positive; listeners are given, but nothing
+            saves checkpoints; a checkpoint that does not fit the model_fn; a batch that the model_fn cannot take.
           NanLossDuringTrainingError: the loss became NaN. Nothing of that is saved.
           NonFiniteGradientError: a gradient was inf or NaN, with on_nan="raise". Nothing of that is saved.
           ReplicaMismatchError: copies of a variable differ, where `RunConfig(check_replicas_every=...)` looks for it.
@@ -130,30 +148,35 @@ class Estimator:
             )
         _check_steps("steps", steps)
         _check_steps("max_steps", max_steps)
+        own_hooks, listeners = checked_hooks("hooks", hooks), checked_listeners(saving_listeners)
         path = self._checkpoints.latest()
         start = 0 if path is None else int(_checkpoint.read(path, "global_step"))
         if max_steps is not None and start >= max_steps:
             logging.info("Skipping training since max_steps has already saved.")
             return self
-        last_step = max_steps if steps is None else start + steps
         first, rest = self._first(input_fn, ModeKeys.TRAIN)
         if first is None:
             logging.warning("Training with estimator made no steps. Perhaps input is empty or misspecified.")
             return self
-        state = self._own_copy(self._state(ModeKeys.TRAIN, path, *first))
-        if self._steps is None:
-            self._steps = Steps(self._model, self._model.is_one_program(*first))
-        training = Training(self._steps, self._config, self._checkpoints, start, last_step)
-        state = training.run(state, rest)
-        if training.saved_step == training.step:
-            self._keep(training.saved_path or path, state)
+        if self._programs is None:
+            self._programs = Programs(self._model, *first)
+        chief_hooks, spec_hooks = self._programs.traits.hooks
+        all_hooks = with_default_hooks([*chief_hooks, *own_hooks, *spec_hooks], self._config, listeners)
+        context = Context(ModeKeys.TRAIN, self.model_dir, start)
+        with _run.around(all_hooks, context):
+            state = self._own_copy(self._state(ModeKeys.TRAIN, path, *first))
+            last_step = max_steps if steps is None else start + steps
+            training = Training(self._programs, self._config, self._checkpoints, context, all_hooks, last_step, path)
+            state = training.run(state, rest)
+        if training.saved_path is not None and training.saved_step == context.global_step:
+            self._keep(training.saved_path, state)
         return self
 
     def evaluate(
         self,
         input_fn: InputFn,
         steps: int | None = None,
-        *,
+        hooks: Iterable[Hook] | None = None,
         checkpoint_path: str | None = None,
         name: str | None = None,
     ) -> dict[str, Any]:
@@ -162,6 +185,7 @@ class Estimator:
         Args:
           input_fn: gives the batches; of any size, the last one too.
           steps: how many batches to take at most; None: all.
+          hooks: `est.Hook`s, called around the batches, before the EstimatorSpec's `evaluation_hooks`.
           checkpoint_path: which checkpoint to evaluate; default: the newest. Where there is none, the initial values
             are evaluated, as in TensorFlow, with a warning.
           name: of this evaluation, for the log.
@@ -170,19 +194,52 @@ class Estimator:
           By name: the metrics (floats, or arrays), "loss" (the mean of the batches' losses) and "global_step".
 
         Raises:
+          TypeError: one of the hooks is none.
           ValueError: the input_fn gives no batch, `steps` is not positive, the path is not that of a checkpoint, or
             the checkpoint does not fit the model_fn.
         """
         _check_steps("steps", steps)
-        path = self._existing(checkpoint_path)
+        own_hooks, path = checked_hooks("hooks", hooks), self._existing(checkpoint_path)
+        return self._evaluate(lambda *batch: self._state(ModeKeys.EVAL, path, *batch), input_fn, steps, own_hooks, name)
+
+    def evaluate_state(
+        self,
+        state: State,
+        input_fn: InputFn,
+        steps: int | None = None,
+        hooks: Iterable[Hook] | None = None,
+        name: str | None = None,
+    ) -> dict[str, Any]:
+        """What `evaluate` returns, of a state in memory instead of a checkpoint: in a hook, `context.state`."""
+        _check_steps("steps", steps)
+
+        def placed(*batch: PyTree) -> State:
+            like = self._model.abstract_init(*batch, mode=ModeKeys.EVAL)
+            return jax.tree.map(_placed, _part(state, like), like)
+
+        return self._evaluate(placed, input_fn, steps, checked_hooks("hooks", hooks), name)
+
+    def _evaluate(
+        self,
+        state_for: Callable[..., State],
+        input_fn: InputFn,
+        steps: int | None,
+        hooks: tuple[Hook, ...],
+        name: str | None,
+    ) -> dict[str, Any]:
         first, rest = self._first(input_fn, ModeKeys.EVAL)
         if first is None:
             raise ValueError(
                 "`evaluate` got no batch from input_fn. Check that it starts anew at each call; a generator made "
                 "outside of input_fn is empty the second time."
             )
-        state = self._state(ModeKeys.EVAL, path, *first)
-        results = evaluate_batches(self._eval_step, state, itertools.islice(rest, steps))
+        context = Context(ModeKeys.EVAL, self.model_dir)
+        hooks = (*hooks, *self._model.traits(*first, mode=ModeKeys.EVAL).hooks[1])
+        with _run.around(hooks, context):
+            state = state_for(*first)
+            context.has_state(state)
+            results = evaluate_batches(self._eval_steps, state, rest, hooks, context, steps)
+            context.metrics = results
         shown = ", ".join(
             f"{key} = {value:.6g}" if isinstance(value, float) else f"{key} = {value}"
             for key, value in sorted(results.items())
@@ -194,7 +251,7 @@ class Estimator:
         self,
         input_fn: InputFn,
         predict_keys: str | Sequence[str] | None = None,
-        *,
+        hooks: Iterable[Hook] | None = None,
         checkpoint_path: str | None = None,
         yield_single_examples: bool = True,
     ) -> Iterator[PyTree]:
@@ -205,6 +262,8 @@ class Estimator:
         Args:
           input_fn: gives the batches; of any size. Labels are left out.
           predict_keys: which of a dict of predictions to yield; default: all.
+          hooks: `est.Hook`s, called around the batches, before the EstimatorSpec's `prediction_hooks`. They end when
+            the predictions do, or when the iterator is closed.
           checkpoint_path: which checkpoint to use; default: the newest, or initial values where there is none.
           yield_single_examples: whether to yield one example at a time, or whole batches.
 
@@ -212,13 +271,14 @@ class Estimator:
           An iterator over pytrees of numpy arrays.
 
         Raises:
+          TypeError: one of the hooks is none.
           ValueError: `predict_keys` names a prediction that there is not, the path is not that of a checkpoint, or the
             checkpoint does not fit the model_fn.
         """
         if not callable(input_fn):
             call_input_fn(input_fn, ModeKeys.PREDICT, None, None)  # raises
-        keys, path = checked_keys(predict_keys), self._existing(checkpoint_path)
-        predictions = self._predictions(input_fn, keys, path)
+        keys, own_hooks = checked_keys(predict_keys), checked_hooks("hooks", hooks)
+        predictions = self._predictions(input_fn, keys, own_hooks, self._existing(checkpoint_path))
         return single_examples(predictions) if yield_single_examples else predictions
 
     def latest_checkpoint(self) -> str | None:
@@ -267,14 +327,18 @@ class Estimator:
         first = next(rest, None)
         return first, rest if first is None else itertools.chain([first], rest)
 
-    def _predictions(self, input_fn: InputFn, keys: tuple[str, ...] | None, path: str | None) -> Iterator[PyTree]:
+    def _predictions(
+        self, input_fn: InputFn, keys: tuple[str, ...] | None, hooks: tuple[Hook, ...], path: str | None
+    ) -> Iterator[PyTree]:
         first, rest = self._first(input_fn, ModeKeys.PREDICT)
         if first is None:
             return
-        state = self._state(ModeKeys.PREDICT, path, first[0])
-        for features, _ in rest:
-            predictions = guarded(self._predict_step, features, None, state, features)
-            yield jax.device_get(select(predictions, keys))
+        context = Context(ModeKeys.PREDICT, self.model_dir)
+        hooks = (*hooks, *self._model.traits(first[0], mode=ModeKeys.PREDICT).hooks[1])
+        with _run.around(hooks, context):
+            state = self._state(ModeKeys.PREDICT, path, first[0])
+            context.has_state(state)
+            yield from predict_batches(self._predict_steps, state, rest, keys, hooks, context)
 
     def _state(self, mode: ModeKeys, path: str | None, features: PyTree, labels: PyTree = None) -> State:
         """The state saved at `path`, from memory if it is alive, or the initial one."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -11,58 +11,85 @@ import numpy as np
 
 from estimator._batch import guarded
 from estimator._frame import PyTree
-from estimator._spec import check_no_hooks
+from estimator._reading import batches_with_hooks
+from estimator._report import Report
 from estimator._transform import Model, State
+from estimator.hooks import _run
+from estimator.hooks._hook import Context, Hook
 from estimator.metrics import Metric
 
 _BATCHES_IN_FLIGHT = 2
 
 
-def make_eval_step(model: Model) -> Callable[[State, PyTree, PyTree], tuple[jax.Array, Any]]:
-    """The compiled step: loss and metrics of a batch, without the predictions."""
+class EvalSteps:
+    """The compiled steps: loss and metrics of a batch, without the predictions; and with what is reported."""
 
-    def step(state: State, features: PyTree, labels: PyTree) -> tuple[jax.Array, Any]:
-        spec = model.eval_step(state, features, labels)
-        check_no_hooks(spec)
-        return spec.loss, spec.eval_metric_ops
+    def __init__(self, model: Model) -> None:
+        def reporting(state: State, features: PyTree, labels: PyTree) -> tuple[jax.Array, Any, dict[str, Report]]:
+            spec = model.eval_step(state, features, labels)
+            return spec.loss, spec.eval_metric_ops, spec.reported
 
-    return jax.jit(step)
+        def quiet(state: State, features: PyTree, labels: PyTree) -> tuple[jax.Array, Any, dict[str, Report]]:
+            return *reporting(state, features, labels)[:2], {}
+
+        self.reporting = jax.jit(reporting)
+        self.quiet = jax.jit(quiet)
 
 
-def evaluate_batches(
-    step: Callable[[State, PyTree, PyTree], tuple[jax.Array, Any]],
-    state: State,
-    batches: Iterable[tuple[PyTree, PyTree]],
-) -> dict[str, Any]:
-    """The metrics over all batches, and "loss", the mean of the batches' losses as in TensorFlow.
+class Merged:
+    """The loss and the metrics of all batches so far. The newest batches may still be computed.
 
-    There must be at least one batch. States are merged on the host in float64: a float32 count stands still at
-    16,777,216 examples.
+    States are merged on the host in float64: a float32 count stands still at 16,777,216 examples.
     """
-    losses: list[float] = []
-    merged: dict[str, Any] = {}
-    in_flight: collections.deque[tuple[jax.Array, Any]] = collections.deque()
 
-    def finish_one() -> None:
-        loss, metrics = jax.device_get(in_flight.popleft())
-        losses.append(float(loss))
-        if len(losses) > 1 and metrics.keys() != merged.keys():
+    def __init__(self) -> None:
+        self._losses: list[float] = []
+        self._metrics: dict[str, Any] = {}
+        self._in_flight: collections.deque[tuple[jax.Array, Any]] = collections.deque()
+
+    def add(self, loss: jax.Array, metrics: dict[str, Any]) -> None:
+        self._in_flight.append((loss, metrics))
+        if len(self._in_flight) > _BATCHES_IN_FLIGHT:
+            self._finish_one()
+
+    def results(self) -> dict[str, Any]:
+        """By name, the metrics, and "loss", the mean of the batches' losses as in TensorFlow."""
+        while self._in_flight:
+            self._finish_one()
+        results = {name: _as_python(_result(self._metrics[name])) for name in sorted(self._metrics)}
+        return {**results, "loss": float(np.mean(self._losses))}
+
+    def _finish_one(self) -> None:
+        loss, metrics = jax.device_get(self._in_flight.popleft())
+        self._losses.append(float(loss))
+        if len(self._losses) > 1 and metrics.keys() != self._metrics.keys():
             raise ValueError(
-                f"The model_fn returned the metrics {sorted(metrics)} for a batch, but {sorted(merged)} for those "
-                "before. Return the same ones for a batch of any size."
+                f"The model_fn returned the metrics {sorted(metrics)} for a batch, but {sorted(self._metrics)} for "
+                "those before. Return the same ones for a batch of any size."
             )
         for name, metric in metrics.items():
             metric = _widened(metric)
-            merged[name] = merged[name].merge(metric) if name in merged else metric
+            self._metrics[name] = self._metrics[name].merge(metric) if name in self._metrics else metric
 
-    for features, labels in batches:
-        in_flight.append(guarded(step, features, labels, state, features, labels))
-        if len(in_flight) > _BATCHES_IN_FLIGHT:
-            finish_one()
-    while in_flight:
-        finish_one()
-    results = {name: _as_python(_result(merged[name])) for name in sorted(merged)}
-    return {**results, "loss": float(np.mean(losses)), "global_step": int(state.global_step)}
+
+def evaluate_batches(
+    steps: EvalSteps,
+    state: State,
+    batches: Iterable[tuple[PyTree, PyTree]],
+    hooks: Sequence[Hook],
+    context: Context,
+    last_batch: int | None,
+) -> dict[str, Any]:
+    """The metrics over all batches, or the first `last_batch` of them; there must be at least one."""
+    merged = Merged()
+    for features, labels, due in batches_with_hooks(batches, hooks, context, last_batch):
+        asked = _run.before(due, context)
+        step = steps.reporting if _run.asks(asked) else steps.quiet
+        loss, metrics, reported = guarded(step, features, labels, state, features, labels)
+        context.count(1, features)
+        merged.add(loss, metrics)
+        _run.after(due, context, asked, loss, 1, reported)
+    return {**merged.results(), "global_step": int(state.global_step)}
 
 
 def _widened(metric: Any) -> Any:

@@ -86,6 +86,8 @@ def run(
                 spec = call()
             except GradientsNeeded as needed:
                 return [needed.loss], (_Request(needed.var_list, needed.slots), started.lookups)
+        if started.reported:  # beside what towers within this run have reported
+            spec = dataclasses.replace(spec, reported={**spec.reported, **started.reported})
         pending = [update.loss for update in _pending(spec.train_op)] if take_gradients else []
         return pending, (Outcome(spec, started.assigned, started.added), started.lookups)
 

@@ -2,25 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import jax
 import numpy as np
 
+from estimator._batch import guarded
 from estimator._frame import PyTree
-from estimator._spec import check_no_hooks
+from estimator._reading import batches_with_hooks
+from estimator._report import Report
 from estimator._transform import Model, State
+from estimator.hooks import _run
+from estimator.hooks._hook import Context, Hook
 
 
-def make_predict_step(model: Model) -> Callable[[State, PyTree], PyTree]:
-    """The compiled step: the predictions of a batch."""
+class PredictSteps:
+    """The compiled steps: the predictions of a batch, without and with what is reported."""
 
-    def step(state: State, features: PyTree) -> PyTree:
-        spec = model.predict_step(state, features)
-        check_no_hooks(spec)
-        return spec.predictions
+    def __init__(self, model: Model) -> None:
+        def reporting(state: State, features: PyTree) -> tuple[PyTree, dict[str, Report]]:
+            spec = model.predict_step(state, features)
+            return spec.predictions, spec.reported
 
-    return jax.jit(step)
+        def quiet(state: State, features: PyTree) -> tuple[PyTree, dict[str, Report]]:
+            return reporting(state, features)[0], {}
+
+        self.reporting = jax.jit(reporting)
+        self.quiet = jax.jit(quiet)
+
+
+def predict_batches(
+    steps: PredictSteps,
+    state: State,
+    batches: Iterable[tuple[PyTree, PyTree]],
+    keys: tuple[str, ...] | None,
+    hooks: Sequence[Hook],
+    context: Context,
+) -> Iterator[PyTree]:
+    """Yields the predictions of each batch as numpy arrays."""
+    for features, _, due in batches_with_hooks(batches, hooks, context, None):
+        asked = _run.before(due, context)
+        step = steps.reporting if _run.asks(asked) else steps.quiet
+        predictions, reported = guarded(step, features, None, state, features)
+        context.count(1, features)
+        _run.after(due, context, asked, None, 1, reported)
+        yield jax.device_get(select(predictions, keys))
 
 
 def checked_keys(predict_keys: str | Sequence[str] | None) -> tuple[str, ...] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from typing import Any
 
 
@@ -20,6 +21,12 @@ _DEFAULT_SAVE_SECS = 600
 
 def _is_number(value: object, kinds: type | tuple[type, ...]) -> bool:
     return isinstance(value, kinds) and not isinstance(value, bool)
+
+
+def seconds(value: object) -> float | None:
+    """The number of seconds that a text such as "0.2s", "1m" or "1h" means; None where it is no such text."""
+    found = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)([smh])", value) if isinstance(value, str) else None
+    return float(found[1]) * {"s": 1, "m": 60, "h": 3600}[found[2]] if found else None
 
 
 def _check_int(field: str, value: object, minimum: int, advice: str) -> None:
@@ -42,7 +49,7 @@ class RunConfig:
     True
     >>> config.replace(seed=1)
     RunConfig(model_dir=None, seed=1, save_checkpoints_steps=100, save_checkpoints_secs=None,
-              keep_checkpoint_max=5, log_step_count_steps=100, steps_per_loop=1,
+              keep_checkpoint_max=5, log_step_count_steps=100, steps_per_loop='auto',
               check_replicas_every=None)
 
     Args:
@@ -54,11 +61,13 @@ class RunConfig:
         checkpoint is ever saved.
       keep_checkpoint_max: how many of the newest checkpoints stay on disk; None or 0 keeps all.
       log_step_count_steps: log loss and steps per second every so many steps; None never does.
-      steps_per_loop: how many train steps make one compiled program. Small steps gain from it;
-        convolutions on a CPU lose, since XLA runs them on one thread within a loop.
+      steps_per_loop: how many train steps make one compiled program, at most: an int, a time such as "0.2s", or
+        "auto": many small steps, few large ones. Small steps gain from it; convolutions on a CPU lose, since XLA runs
+        them on one thread within a loop. No program passes a step at which a hook, a checkpoint or a summary is due,
+        and logs and results are those of one step at a time.
       check_replicas_every: every so many steps, compare the copies that variables and optimizer slots have on
-        several devices, bit by bit, and raise `ReplicaMismatchError` where they differ; within a program of several
-        steps, at its end. None never does. It waits for the steps before it, and reads all copies once.
+        several devices, bit by bit, and raise `ReplicaMismatchError` where they differ. None never does. It waits
+        for the steps before it, and reads all copies once.
 
     Raises:
       ValueError: a field has a value that it cannot have, or `save_checkpoints_steps` and
@@ -71,7 +80,7 @@ class RunConfig:
     save_checkpoints_secs: float | None = _UNSET
     keep_checkpoint_max: int | None = 5
     log_step_count_steps: int | None = 100
-    steps_per_loop: int = 1
+    steps_per_loop: int | str = "auto"
     check_replicas_every: int | None = None
 
     def __post_init__(self) -> None:
@@ -83,7 +92,8 @@ class RunConfig:
             _check_int("keep_checkpoint_max", self.keep_checkpoint_max, 0, ", or None to keep all")
         if self.log_step_count_steps is not None:
             _check_int("log_step_count_steps", self.log_step_count_steps, 1, ", or None not to log")
-        _check_int("steps_per_loop", self.steps_per_loop, 1, "")
+        if self.steps_per_loop != "auto" and not seconds(self.steps_per_loop):
+            _check_int("steps_per_loop", self.steps_per_loop, 1, ', a time such as "0.2s", or "auto"')
         if self.check_replicas_every is not None:
             _check_int("check_replicas_every", self.check_replicas_every, 1, ", or None never to check")
 

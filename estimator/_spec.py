@@ -15,6 +15,7 @@ from estimator._modes import ModeKeys
 from estimator._optimizer import TrainOp
 from estimator._sparse import is_sparse
 from estimator.export import DEFAULT_SIGNATURE, ExportOutput, PredictOutput
+from estimator.hooks._hook import Hook
 
 _HOOK_FIELDS = ("training_chief_hooks", "training_hooks", "evaluation_hooks", "prediction_hooks")
 _RESERVED_METRICS = ("loss", "global_step")
@@ -40,7 +41,8 @@ class EstimatorSpec:
       train_op: what `minimize`, `apply_gradients` or `group` returned. Required in TRAIN.
       eval_metric_ops: by name, what the functions of `est.metrics` return, or any pytree with `merge` and `compute`.
       export_outputs: `est.export` outputs by signature; by default, in PREDICT, the predictions.
-      training_chief_hooks, training_hooks, evaluation_hooks, prediction_hooks: objects with `begin` and `end`.
+      training_chief_hooks, training_hooks, evaluation_hooks, prediction_hooks: `est.Hook`s.
+      reported: by name, what the model_fn reported by `est.summary` and `est.record`; filled in by the run.
 
     Raises:
       ValueError, TypeError: a field is missing or of another kind; the message names it.
@@ -56,6 +58,7 @@ class EstimatorSpec:
     training_hooks: Any = None
     evaluation_hooks: Any = None
     prediction_hooks: Any = None
+    reported: Any = None
 
     def __post_init__(self) -> None:
         mode = ModeKeys(self.mode)
@@ -66,8 +69,9 @@ class EstimatorSpec:
             "predictions": _checked_predictions(mode, self.predictions),
             "eval_metric_ops": _checked_metrics(self.eval_metric_ops),
             "export_outputs": _checked_exports(mode, self.export_outputs, self.predictions),
+            "reported": {} if self.reported is None else self.reported,
         }
-        checked |= {name: _checked_hooks(name, getattr(self, name)) for name in _HOOK_FIELDS}
+        checked |= {name: checked_hooks(name, getattr(self, name)) for name in _HOOK_FIELDS}
         for name, value in checked.items():
             object.__setattr__(self, name, value)
 
@@ -95,7 +99,7 @@ class EstimatorSpec:
         return spec
 
 
-_ARRAY_FIELDS = ("predictions", "loss", "train_op", "eval_metric_ops", "export_outputs")
+_ARRAY_FIELDS = ("predictions", "loss", "train_op", "eval_metric_ops", "export_outputs", "reported")
 
 
 def _is_array(value: Any) -> bool:
@@ -193,26 +197,20 @@ def _checked_exports(mode: ModeKeys, exports: Any, predictions: PyTree) -> Any:
     return exports
 
 
-def _checked_hooks(name: str, hooks: Any) -> tuple[Any, ...]:
+def checked_hooks(name: str, hooks: Any) -> tuple[Hook, ...]:
+    """An iterable of hooks, or None, as a tuple."""
     if hooks is None:
         return ()
     if not isinstance(hooks, Iterable) or isinstance(hooks, str):
         raise TypeError(f"{name} must be an iterable of hooks, given: {_shown(hooks)}.")
     hooks = tuple(hooks)
     for hook in hooks:
-        if not (callable(getattr(hook, "begin", None)) and callable(getattr(hook, "end", None))):
-            raise TypeError(f"All hooks must be hook instances, but {name} holds {_shown(hook)}.")
-    return hooks
-
-
-def check_no_hooks(spec: EstimatorSpec) -> None:
-    """Refuses what the Estimator would otherwise leave out without a word."""
-    for name in _HOOK_FIELDS:
-        if getattr(spec, name):
-            raise ValueError(
-                f"The Estimator does not run hooks yet, but the EstimatorSpec has {name}={getattr(spec, name)!r}. "
-                "Leave it out, or run the loop yourself over `est.transform`."
+        if not isinstance(hook, Hook):
+            raise TypeError(
+                f"All hooks must be hook instances, but {name} holds {_shown(hook)}. "
+                "Derive its class from `est.Hook`; its `after_create_session` is called `after_create_state` here."
             )
+    return hooks
 
 
 def _shown(value: Any) -> str:

@@ -18,8 +18,10 @@ from estimator._modes import ModeKeys
 from estimator._non_finite import cleared, done, kept_if_non_finite, raise_if_any
 from estimator._optimizer import TrainOp, apply_updates
 from estimator._placement import Placement, SeparatePlacement
+from estimator._report import Report
 from estimator._sparse import alike, has_sparse, is_sparse, padded, per_step, with_steps
 from estimator._spec import EstimatorSpec
+from estimator.hooks._hook import Hook
 
 
 class State(NamedTuple):
@@ -75,9 +77,7 @@ class Model(NamedTuple):
         the arrays of the spec have `steps` as their first dimension. In the pair, a BCOO has it as a batch dimension.
       abstract_init: what `init` would return for the same batch, as `jax.ShapeDtypeStruct`s with their shardings:
         `(features, labels=None, mode="train") -> State`. Nothing is computed.
-      is_one_program: whether `train_step` may be part of another program (`jax.jit`, `lax.scan`): always, but for
-        variables that live on other devices than the towers. `(features, labels=None) -> bool`.
-      on_nan: `() -> "raise", "skip" or None`: what `replicate_model_fn` was told; known once the model_fn has run.
+      traits: what else is known of the model_fn before it runs: `(features, labels=None, mode="train") -> Traits`.
     """
 
     init: _Init
@@ -86,19 +86,36 @@ class Model(NamedTuple):
     predict_step: Callable[[State, PyTree], EstimatorSpec]
     train_loop: Callable[[State, Any], tuple[State, EstimatorSpec]]
     abstract_init: Callable[..., State]
-    is_one_program: Callable[..., bool]
-    on_nan: Callable[[], str | None]
+    traits: Callable[..., Traits]
 
 
 @dataclasses.dataclass(frozen=True)
-class _Traits:
-    """What the first, abstract run of a model_fn tells about it."""
+class Traits:
+    """What the first, abstract run of a model_fn in a mode tells about it.
 
-    like: State  # of jax.ShapeDtypeStruct
+    Attributes:
+      like: the State, of `jax.ShapeDtypeStruct`s.
+      placement: where variables and batches go.
+      pending: whether losses are left to differentiate.
+      shardings: of the State; a prefix.
+      on_nan: "raise", "skip" or None: what `replicate_model_fn` was told.
+      hooks: those of its EstimatorSpec for this mode: for the chief alone, and for all.
+      reported: what it reports, by name, of `jax.ShapeDtypeStruct`s.
+    """
+
+    like: State
     placement: Placement
-    pending: bool  # whether losses are left to differentiate
-    shardings: Any  # of the state; a prefix
+    pending: bool
+    shardings: Any
     on_nan: str | None
+    hooks: tuple[tuple[Hook, ...], tuple[Hook, ...]]
+    reported: dict[str, Report]
+
+    @property
+    def is_one_program(self) -> bool:
+        """Whether `train_step` may be part of another program (`jax.jit`, `lax.scan`): always, but for variables
+        that live on other devices than the towers."""
+        return not isinstance(self.placement, SeparatePlacement)
 
 
 @jax.tree_util.register_dataclass
@@ -142,8 +159,7 @@ def transform(model_fn: ModelFn, params: Any = None, config: Any = None, donate:
         predict_step=steps.predict_step,
         train_loop=steps.train_loop,
         abstract_init=steps.abstract_init,
-        is_one_program=steps.is_one_program,
-        on_nan=steps.on_nan,
+        traits=steps.traits,
     )
 
 
@@ -153,7 +169,7 @@ class _Steps:
     def __init__(self, call: ModelFn, donate: bool) -> None:
         self._call = call
         self._donate = donate
-        self._traits: dict[ModeKeys, _Traits] = {}
+        self._traits: dict[ModeKeys, Traits] = {}
         self._compiled: dict[Any, Callable[..., Any]] = {}
         self._sparse = False  # whether a batch had a sparse leaf: looking into each would cost dense ones time
         self._traced_init = jax.jit(self._pure_init, static_argnames="mode")
@@ -164,18 +180,20 @@ class _Steps:
 
     # The pure functions: clean inputs, run in a fresh frame, collect.
 
-    def _pure_init(self, key: jax.Array, features: PyTree, labels: PyTree, mode: ModeKeys) -> tuple[State, _Static]:
+    def _pure_init(
+        self, key: jax.Array, features: PyTree, labels: PyTree, mode: ModeKeys
+    ) -> tuple[State, _Static, Any]:
         self._check(features, labels)
         step = jnp.zeros((), jnp.int32)
         frame = Frame(mode, {}, {}, key=key, global_step=step, initializing=True)
         with open_frame(frame):
             spec = self._call(features, labels, mode)
         placement = frame.placement or Placement()
-        found = _Static((placement, has_pending(spec.train_op), tuple(frame.trainable), frame.on_nan))
-        return State(frame.variables, frame.slots, step, key), found
+        found = _Static((placement, has_pending(spec.train_op), tuple(frame.trainable), frame.on_nan, _hooks(spec)))
+        return State(frame.variables, frame.slots, step, key), found, {**spec.reported, **frame.reported}
 
     def _compute(
-        self, found: _Traits, state: State, features: PyTree, labels: PyTree, mode: ModeKeys
+        self, found: Traits, state: State, features: PyTree, labels: PyTree, mode: ModeKeys
     ) -> tuple[EstimatorSpec, dict[str, PyTree]]:
         """The spec, with gradients, and the variables that the model_fn wrote itself."""
         rows = self._check(features, labels)
@@ -215,9 +233,7 @@ class _Steps:
         after = State({**variables, **assigned}, slots, state.global_step + 1, state.key)
         return kept_if_non_finite(train_op, state, after)
 
-    def _pure_train(
-        self, found: _Traits, state: State, features: PyTree, labels: PyTree
-    ) -> tuple[State, EstimatorSpec]:
+    def _pure_train(self, found: Traits, state: State, features: PyTree, labels: PyTree) -> tuple[State, EstimatorSpec]:
         def at(variables: dict[str, PyTree]) -> TrainOp:
             start = state._replace(variables=variables)
             return self._compute(found, start, features, labels, ModeKeys.TRAIN)[0].train_op
@@ -240,7 +256,7 @@ class _Steps:
         check_batch(features, labels)
         features, labels = padded((features, labels))
         shardings = self._find(mode, features, labels).shardings
-        state, _ = self._traced_init(key, features, labels, mode=mode)
+        state, *_ = self._traced_init(key, features, labels, mode=mode)
         return jax.device_put(state, shardings)
 
     def abstract_init(self, features: PyTree, labels: PyTree = None, mode: str = ModeKeys.TRAIN) -> State:
@@ -268,15 +284,14 @@ class _Steps:
             loop = self._compiled["train_loop"] = self._compile_loop(found)
         return self._watched(loop, state, features, labels)
 
-    def on_nan(self) -> str | None:
-        found = self._traits.get(ModeKeys.TRAIN)
-        return found.on_nan if found else None
+    def traits(self, features: PyTree, labels: PyTree = None, mode: str = ModeKeys.TRAIN) -> Traits:
+        return self._find(ModeKeys(mode), features, labels)
 
     def _watched(
         self, steps: _TrainProgram, state: State, features: PyTree, labels: PyTree
     ) -> tuple[State, EstimatorSpec]:
         """Runs steps; with on_nan="raise" it raises at once, unless the caller traces: who then has to look itself."""
-        raises = self.on_nan() == "raise" and not isinstance(state.global_step, jax.core.Tracer)
+        raises = self._traits[ModeKeys.TRAIN].on_nan == "raise" and not isinstance(state.global_step, jax.core.Tracer)
         if raises:
             state = cleared(state)
         if self._sparse:
@@ -285,9 +300,6 @@ class _Steps:
         if raises:
             raise_if_any(after)
         return after, spec
-
-    def is_one_program(self, features: PyTree, labels: PyTree = None) -> bool:
-        return not isinstance(self._find(ModeKeys.TRAIN, features, labels).placement, SeparatePlacement)
 
     def eval_step(self, state: State, features: PyTree, labels: PyTree = None) -> EstimatorSpec:
         return self._run_only(ModeKeys.EVAL, state, features, labels)
@@ -313,7 +325,7 @@ class _Steps:
             features, labels = padded((features, labels))
         return guarded(step, features, labels, state, features, labels)
 
-    def _compile_train(self, found: _Traits) -> _TrainProgram:
+    def _compile_train(self, found: Traits) -> _TrainProgram:
         if isinstance(found.placement, SeparatePlacement):
 
             def compute(state: State, features: PyTree, labels: PyTree) -> tuple[EstimatorSpec, dict[str, PyTree]]:
@@ -322,7 +334,7 @@ class _Steps:
             return found.placement.train_step(compute, self._apply, found.like, self._donate)
         return self._jit_train(found, lambda *batch: self._pure_train(found, *batch))
 
-    def _compile_loop(self, found: _Traits) -> _TrainProgram:
+    def _compile_loop(self, found: Traits) -> _TrainProgram:
         if isinstance(found.placement, SeparatePlacement):
             return _loop_over(self._compile_train(found))
 
@@ -340,7 +352,7 @@ class _Steps:
 
         return self._jit_train(found, scan)
 
-    def _jit_train(self, found: _Traits, step: _TrainProgram) -> _TrainProgram:
+    def _jit_train(self, found: Traits, step: _TrainProgram) -> _TrainProgram:
         return jax.jit(
             step,
             in_shardings=(found.shardings, None, None),
@@ -348,7 +360,7 @@ class _Steps:
             donate_argnums=0 if self._donate else (),
         )
 
-    def _find(self, mode: ModeKeys, features: PyTree, labels: PyTree) -> _Traits:
+    def _find(self, mode: ModeKeys, features: PyTree, labels: PyTree) -> Traits:
         """The traits of the model_fn, from an abstract run at the first call in a mode."""
         if mode not in self._traits:
             check_batch(features, labels)
@@ -356,13 +368,19 @@ class _Steps:
             no_jit = jax.config.jax_disable_jit  # type: ignore[attr-defined]
             if no_jit and all(hasattr(x, "__array__") for x in jax.tree.leaves((features, labels))):
                 first_run = self._traced_init  # whoever turns jit off wants to look at values
-            like, found = first_run(jax.random.key(0), features, labels, mode=mode)
-            placement, pending, names, on_nan = found.value
+            like, found, reported = first_run(jax.random.key(0), features, labels, mode=mode)
+            placement, pending, names, on_nan, hooks = found.value
             like = like._replace(variables={name: like.variables[name] for name in names})  # jax sorts dicts
             reads = mode != ModeKeys.TRAIN and isinstance(placement, SeparatePlacement)
             shardings = placement.near(like) if reads else placement.state(like)
-            self._traits[mode] = _Traits(like, placement, pending, shardings, on_nan)
+            self._traits[mode] = Traits(like, placement, pending, shardings, on_nan, hooks, reported)
         return self._traits[mode]
+
+
+def _hooks(spec: EstimatorSpec) -> tuple[tuple[Hook, ...], tuple[Hook, ...]]:
+    if spec.mode == ModeKeys.TRAIN:
+        return spec.training_chief_hooks, spec.training_hooks
+    return (), spec.evaluation_hooks if spec.mode == ModeKeys.EVAL else spec.prediction_hooks
 
 
 def _loop_over(step: _TrainProgram) -> _TrainProgram:

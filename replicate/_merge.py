@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from estimator import EstimatorSpec, TrainOp, VariableAggregation
 from estimator._gradients import Outcome, written
 from estimator._indexed_slices import is_slices
+from estimator._report import Rows, merge_reports
 from estimator.metrics import Metric
 from replicate._towers import cross_tower_concatenate, cross_tower_sum, num_towers, tower_index
 
@@ -33,6 +34,14 @@ def check_rows(spec: EstimatorSpec, rows: int, part: str = "tower") -> None:
                     f"together from several {_SEVERAL[part]}; it has shape {leaf.shape} in a {part} of {rows} "
                     "examples. Report a value of the whole batch by eval_metric_ops."
                 )
+    for name, report in spec.reported.items():
+        wanted = None if not isinstance(report, Rows) else rows if report.limit is None else min(rows, report.limit)
+        if wanted is not None and report.value.shape[:1] != (wanted,):
+            raise ValueError(
+                f"What `est.record({name!r}, ...)` reports must be a scalar, or have the batch as its first dimension, "
+                f"to be put together from several {_SEVERAL[part]}; it has shape {report.value.shape} in a {part} of "
+                f"{rows} examples. Record its elements one by one, or show it by `est.summary.histogram`."
+            )
 
 
 def concatenate_rows(stacked: PyTree) -> PyTree:
@@ -87,21 +96,23 @@ def apart(spec: EstimatorSpec, scale: float) -> tuple[EstimatorSpec, PyTree]:
     metrics = spec.eval_metric_ops
     by_sum = {name: metric for name, metric in metrics.items() if merges_by_sum(metric)}
     others = {name: metric for name, metric in metrics.items() if name not in by_sum}
-    own = (spec.predictions, others, spec.export_outputs)
+    own = (spec.predictions, others, spec.export_outputs, spec.reported)
     train_op = spec.train_op
     if train_op is not None:
         train_op = TrainOp(
             tuple(u if u.loss is None else dataclasses.replace(u, loss=u.loss * scale) for u in train_op.updates)
         )
     loss = None if spec.loss is None else spec.loss * scale
-    same = spec.tree_unflatten(spec.tree_flatten_with_keys()[1], (None, loss, train_op, by_sum, None))
+    same = spec.tree_unflatten(spec.tree_flatten_with_keys()[1], (None, loss, train_op, by_sum, None, {}))
     return same, own
 
 
 def together(same: EstimatorSpec, own: PyTree) -> EstimatorSpec:
-    predictions, metrics, exports = own
+    predictions, metrics, exports, reported = own
     metrics = {**same.eval_metric_ops, **metrics}
-    return dataclasses.replace(same, predictions=predictions, eval_metric_ops=metrics, export_outputs=exports)
+    return dataclasses.replace(
+        same, predictions=predictions, eval_metric_ops=metrics, export_outputs=exports, reported=reported
+    )
 
 
 def without_gradients(spec: EstimatorSpec) -> tuple[EstimatorSpec, list[dict[str, PyTree] | None]]:
@@ -118,8 +129,14 @@ def with_gradients(spec: EstimatorSpec, gradients: list[dict[str, PyTree] | None
 
 
 def merged(own: PyTree, towers: int) -> PyTree:
-    predictions, metrics, exports = own
-    return concatenate_rows(predictions), merge_metrics(metrics, towers), concatenate_rows(exports)
+    predictions, metrics, exports, reported = own
+    parts = [jax.tree.map(lambda x, i=i: x[i], reported) for i in range(towers)]
+    return (
+        concatenate_rows(predictions),
+        merge_metrics(metrics, towers),
+        concatenate_rows(exports),
+        merge_reports(parts, [1] * towers),
+    )
 
 
 def summed(

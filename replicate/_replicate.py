@@ -15,6 +15,7 @@ from estimator._gradients import has_pending, run
 from estimator._model_fn import ModelFn, bind
 from estimator._non_finite import POLICIES, marked, non_finite, watch
 from estimator._placement import Placement, SeparatePlacement
+from estimator._report import merge_reports
 from estimator._sparse import is_sparse
 from replicate._accumulate import accumulate_steps, accumulated
 from replicate._devices import find_devices
@@ -170,7 +171,7 @@ class _Replicas:
                 spec = call(batch)
             if len(self.devices) > 1:
                 _check_optimizers(spec.train_op)
-            spec = dataclasses.replace(spec, train_op=_taken(spec))
+            spec = dataclasses.replace(spec, train_op=_taken(spec), reported=started.reported)
             return (spec, started.variables, started.slots), None
 
         (spec, variables, slots), _ = tower_map(tower, self.devices[:1])(frame.key, batch)
@@ -290,6 +291,7 @@ class _Replicas:
             predictions=join([first.predictions, second.predictions]),
             export_outputs=join([first.export_outputs, second.export_outputs]),
             eval_metric_ops=join_metrics([first.eval_metric_ops, second.eval_metric_ops]),
+            reported=merge_reports([first.reported, second.reported], sizes),
         )
 
 

@@ -11,7 +11,7 @@ import pytest
 from helpers_estimator import Linear, X, Y, endless, make, refuse, saved_steps, step_of, times
 
 import estimator as est
-from estimator._train import Training
+from estimator._programs import Programs
 
 # Training: how many steps.
 
@@ -196,18 +196,12 @@ def test_steps_per_loop_stacks_trees_without_labels(tmp_path):
     assert estimator.get_variable_value("w") == 2
 
 
-def only_loops(until_boundary):
-    def checked(self, batches):
-        for program, size, batch in until_boundary(self, batches):
-            assert program is self.steps.several
-            yield program, size, batch
-
-    return checked
-
-
 def test_a_loop_longer_than_the_log_interval_is_one_program_and_logs_all_steps_due(tmp_path, messages, monkeypatch):
-    monkeypatch.setattr(Training, "_until_boundary", only_loops(Training._until_boundary))
+    started = []
+    runs = Programs.runs
+    monkeypatch.setattr(Programs, "runs", lambda *args: started.extend(made := runs(*args)) or made)
     estimator = make(tmp_path, steps_per_loop=150, log_step_count_steps=100)
     estimator.train(endless, steps=300)
     logged = [int(m[1]) for text in messages() if (m := re.search(r"step = (\d+)", text))]
     assert logged == [100, 200, 300]
+    assert [run.steps for run in started] == [150, 150]

@@ -107,17 +107,9 @@ def test_a_wrapper_that_minimizes_first_has_slots_of_its_own(towers):
     np.testing.assert_allclose(state.variables["bias"], y[0].mean(), rtol=1e-5)
 
 
-class Hook:
-    def begin(self, *args):
-        pass
-
-    def end(self, *args):
-        pass
-
-
 @pytest.mark.parametrize("towers", [1, 4])
 def test_hooks_are_taken_once(towers):
-    hook = Hook()
+    hook = est.Hook()
 
     def model_fn(features, labels, mode):
         spec = mlp_model_fn(optax.sgd(0.1))(features, labels, mode)

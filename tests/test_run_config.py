@@ -30,7 +30,7 @@ def test_giving_one_way_of_saving_turns_the_other_off(given, expected):
 def test_other_defaults():
     config = RunConfig()
     assert (config.model_dir, config.seed, config.keep_checkpoint_max) == (None, 0, 5)
-    assert (config.log_step_count_steps, config.steps_per_loop, config.check_replicas_every) == (100, 1, None)
+    assert (config.log_step_count_steps, config.steps_per_loop, config.check_replicas_every) == (100, "auto", None)
 
 
 @pytest.mark.parametrize(
@@ -46,8 +46,10 @@ def test_other_defaults():
         ({"save_checkpoints_secs": "9"}, "`save_checkpoints_secs` should be a number.*got '9'"),
         ({"keep_checkpoint_max": -1}, "`keep_checkpoint_max` should be an int >= 0.*got -1"),
         ({"log_step_count_steps": 0}, "`log_step_count_steps` should be an int >= 1.*got 0"),
-        ({"steps_per_loop": 0}, "`steps_per_loop` should be an int >= 1; got 0"),
-        ({"steps_per_loop": None}, "`steps_per_loop` should be an int >= 1; got None"),
+        ({"steps_per_loop": 0}, "`steps_per_loop` should be an int >= 1, a time such as.*; got 0"),
+        ({"steps_per_loop": "0s"}, "`steps_per_loop` should be an int >= 1, a time such as.*; got '0s'"),
+        ({"steps_per_loop": "fast"}, "`steps_per_loop` should be an int.*; got 'fast'"),
+        ({"steps_per_loop": None}, "`steps_per_loop` should be an int >= 1, a time such as.*; got None"),
         ({"check_replicas_every": 0}, "`check_replicas_every` should be an int >= 1, or None never to check; got 0"),
         ({"check_replicas_every": True}, "`check_replicas_every` should be an int.*got True"),
         ({"seed": 1.0}, r"`seed` should be an int.*got 1\.0"),

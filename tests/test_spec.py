@@ -15,14 +15,6 @@ ONE = jnp.float32(1)
 TRAIN, EVAL, PREDICT = est.ModeKeys.TRAIN, est.ModeKeys.EVAL, est.ModeKeys.PREDICT
 
 
-class Hook:
-    def begin(self):
-        pass
-
-    def end(self, session):
-        pass
-
-
 def make(mode, **fields):
     """A valid spec with some fields changed."""
     valid = {"predictions": jnp.ones(2), "loss": ONE, "train_op": est.TrainOp()}
@@ -57,7 +49,7 @@ def test_what_each_mode_requires():
 
 @pytest.mark.parametrize("mode", list(est.ModeKeys))
 def test_every_field_may_be_given_in_every_mode(mode):
-    spec = make(mode, eval_metric_ops={"mean": est.metrics.mean(jnp.ones(2))}, training_hooks=[Hook()])
+    spec = make(mode, eval_metric_ops={"mean": est.metrics.mean(jnp.ones(2))}, training_hooks=[est.Hook()])
     assert set(spec.eval_metric_ops) == {"mean"}
     assert len(spec.training_hooks) == 1
 
@@ -149,7 +141,7 @@ def test_bad_exports_are_errors():
 @pytest.mark.parametrize("field", ["training_chief_hooks", "training_hooks", "evaluation_hooks", "prediction_hooks"])
 @pytest.mark.parametrize("mode", list(est.ModeKeys))
 def test_hooks_are_iterables_of_hooks(mode, field):
-    hook = Hook()
+    hook = est.Hook()
     assert getattr(make(mode), field) == ()
     assert getattr(make(mode, **{field: iter([hook])}), field) == (hook,)
     with pytest.raises(TypeError, match=f"All hooks must be hook instances, but {field} holds 3"):

@@ -1,0 +1,83 @@
+"""How many steps make one program of the training loop."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+
+import jax
+
+from estimator._programs import Programs
+from estimator._run_config import seconds
+from estimator.hooks._hook import Hook
+from estimator.hooks._run import Plan
+
+# A program takes the host some 50 us to start. It is to be little beside what the devices do in it: a CPU core makes
+# some 1e11 operations per second, an accelerator a hundred times as many.
+_FLOPS_PER_PROGRAM = {"cpu": 1e8}
+_FLOPS_ON_ACCELERATORS = 1e10
+_STEPS_TO_TIME = 20
+
+
+def choose(asked: int | str, programs: Programs, hooks: Sequence[Hook], step: int, look_every: int) -> LoopSize:
+    """What `RunConfig(steps_per_loop=asked)` means for a run that begins at `step` and looks at losses so often.
+
+    "auto" goes by the arithmetic of one step, not by the clock, so that a run that is repeated, or goes on from a
+    checkpoint, has the same programs.
+    """
+    wanted = seconds(asked)
+    if isinstance(asked, int):
+        steps = asked
+    elif wanted is not None:
+        steps = 1
+    else:
+        steps = _automatic(programs, hooks, step, look_every)
+    return LoopSize(programs, steps, wanted)
+
+
+class LoopSize:
+    """The number of steps in a program, which a time asked for makes follow from how long they take."""
+
+    def __init__(self, programs: Programs, steps: int, wanted: float | None) -> None:
+        self._programs = programs
+        self._wanted = wanted
+        self._begin: tuple[int, float] | None = None
+        programs.steps_per_program = steps
+
+    def most(self) -> int:
+        return self._programs.steps_per_program
+
+    def timed(self, step: int) -> None:
+        """To be called where all steps up to `step` are done."""
+        if self._wanted is None or not self._programs.traits.is_one_program:
+            return
+        now = time.monotonic()
+        if self._begin is not None and step - self._begin[0] >= max(_STEPS_TO_TIME, self.most()):
+            per_step = (now - self._begin[1]) / (step - self._begin[0])
+            fit = max(1, int(self._wanted / per_step))
+            # Compiled anew for each number of steps: so powers of two, and not for a little more or less.
+            if not self.most() <= fit < 4 * self.most():
+                self._programs.steps_per_program = 2 ** int(math.log2(fit))
+                self._begin = None
+                return
+        if self._begin is None or step - self._begin[0] >= _STEPS_TO_TIME:
+            self._begin = step, now
+
+
+def _debugging() -> bool:
+    """Whether jax is to run operation by operation, or to find the one that makes a NaN; in a loop it finds none."""
+    return any(getattr(jax.config, name) for name in ("jax_disable_jit", "jax_debug_nans", "jax_debug_infs"))
+
+
+def _automatic(programs: Programs, hooks: Sequence[Hook], step: int, look_every: int) -> int:
+    if not programs.traits.is_one_program or _debugging():
+        return 1
+    plan = Plan(hooks, step, None, lambda: look_every)
+    pieces = [plan.next() for _ in range(4)]
+    longest = max(piece.steps for piece in pieces if piece is not None)
+    if longest == 1:
+        return 1
+    fit = _FLOPS_PER_PROGRAM.get(programs.platform, _FLOPS_ON_ACCELERATORS) / max(programs.flops, 1.0)
+    most = max(1, int(fit))
+    return max(1, longest // math.ceil(longest / most))

@@ -1,0 +1,172 @@
+"""The compiled programs of the training loop: one step, or several."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from estimator._frame import PyTree
+from estimator._report import Report
+from estimator._sparse import alike, with_steps
+from estimator._spec import EstimatorSpec
+from estimator._transform import Model, State
+
+Pair = tuple[PyTree, PyTree]  # features and labels
+
+
+class Carry(NamedTuple):
+    """What goes from step to step on the devices: the state, less its key, which never changes."""
+
+    variables: dict[str, PyTree]
+    slots: dict[str, PyTree]
+    global_step: jax.Array
+
+
+Outcome = tuple[Carry, jax.Array, dict[str, Report]]
+
+
+class Run(NamedTuple):
+    """A program with its batches, ready to run.
+
+    Attributes:
+      program: `(carry, key_data, *args) -> (carry, losses, reported)`.
+      steps: how many steps it makes.
+      args: the batches.
+      batch: features and labels of the first step.
+      reporting: the program to run in its place, to get what the model_fn reports.
+    """
+
+    program: Callable[..., Outcome]
+    steps: int
+    args: tuple[Any, ...]
+    batch: Pair
+    reporting: Callable[..., Outcome] | None = None
+
+
+class Programs:
+    """The programs that train a model, for batches like the one given; each is compiled when it is first used.
+
+    The key comes as plain numbers, since jax takes typed keys on a slower path (some 8 us per call). Of the spec they
+    keep the loss alone; what else the model_fn reports is computed by `reporting` only.
+
+    Attributes:
+      traits: what is known of the model_fn.
+      steps_per_program: how many steps `several` makes; 1: steps run one by one.
+    """
+
+    def __init__(self, model: Model, features: PyTree, labels: PyTree) -> None:
+        self.traits = traits = model.traits(features, labels)
+        self.steps_per_program = 1
+        self._batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (features, labels))
+        self._used: set[int] = set()
+
+        def reporting(carry: Carry, key_data: jax.Array, features: PyTree, labels: PyTree) -> Outcome:
+            state, spec = model.train_step(state_of(carry, key_data), features, labels)
+            return _carry(state), _reported_loss(spec), spec.reported
+
+        def one(carry: Carry, key_data: jax.Array, features: PyTree, labels: PyTree) -> Outcome:
+            carry, loss, _ = reporting(carry, key_data, features, labels)
+            return carry, loss, {}
+
+        def several(carry: Carry, key_data: jax.Array, features: PyTree, labels: PyTree) -> Outcome:
+            state, spec = model.train_loop(state_of(carry, key_data), with_steps((features, labels)))
+            return _carry(state), _reported_loss(spec), {}
+
+        def some(carry: Carry, key_data: jax.Array, steps: jax.Array, features: PyTree, labels: PyTree) -> Outcome:
+            batches = features, labels
+
+            def body(i: jax.Array, before: tuple[Carry, jax.Array]) -> tuple[Carry, jax.Array]:
+                features, labels = jax.tree.map(lambda x: x[i], batches)
+                carry, loss, _ = one(before[0], key_data, features, labels)
+                return carry, before[1].at[i].set(loss)
+
+            room = jax.tree.leaves(batches)[0].shape[0]
+            losses = jnp.zeros(room, jax.eval_shape(one, carry, key_data, *_first(batches))[1].dtype)
+            return *jax.lax.fori_loop(0, steps, body, (carry, losses)), {}
+
+        def compiled(program: Any) -> Any:
+            return jax.jit(program, donate_argnums=0) if traits.is_one_program else program
+
+        self._one, self._reporting, self._several = compiled(one), compiled(reporting), compiled(several)
+        self._some = compiled(some) if traits.is_one_program else None
+
+    @property
+    def platform(self) -> str:
+        """The kind of device that the model_fn runs on."""
+        shardings = jax.tree.leaves(self.traits.shardings)
+        return next(iter(shardings[0].device_set)).platform if shardings else jax.default_backend()
+
+    @functools.cached_property
+    def flops(self) -> float:
+        """The number of floating point operations in one step, on one device."""
+        carry, key_data = _carry(self.traits.like), jax.eval_shape(jax.random.key_data, self.traits.like.key)
+        costs = self._one.lower(carry, key_data, *self._batch).cost_analysis()
+        return float(costs["flops"])
+
+    def runs(self, pairs: Sequence[Pair], alone: bool = False) -> list[Run]:
+        """The programs that make a step with each batch, in their order.
+
+        Args:
+          pairs: the batches.
+          alone: whether values may be asked for of this step, which is a single one.
+        """
+        room = max(self.steps_per_program, len(pairs))
+        program = self._several if len(pairs) == room else self._some
+        stacked = None
+        if room > 1 and program is not None and not (alone and self.traits.reported):
+            stacked = _stacked(pairs, room) or _stacked(alike(pairs), room)
+        if stacked is None or program is None:
+            reporting = self._reporting if alone and self.traits.reported else None
+            return [Run(self._one, 1, pair, pair, reporting) for pair in pairs]
+        args = stacked if program is self._several else (np.int32(len(pairs)), *stacked)
+        return [Run(program, len(pairs), args, pairs[0])]
+
+    def is_new(self, program: Callable[..., Outcome]) -> bool:
+        """Whether a program is about to be compiled, as far as is known; to be asked once before each run."""
+        if id(program) in self._used:
+            return False
+        self._used.add(id(program))
+        return True
+
+
+def state_of(carry: Carry, key_data: jax.Array) -> State:
+    return State(carry.variables, carry.slots, carry.global_step, jax.random.wrap_key_data(key_data))
+
+
+def _carry(state: State) -> Carry:
+    return Carry(state.variables, state.slots, state.global_step)
+
+
+def _first(batches: PyTree) -> PyTree:
+    return jax.tree.map(lambda x: x[0], batches)
+
+
+def _reported_loss(spec: EstimatorSpec) -> jax.Array:
+    """A skipped step's NaN is reported as inf: it must not end the training."""
+    skipped = spec.train_op.skipped
+    return spec.loss if skipped is None else jnp.where(skipped & jnp.isnan(spec.loss), jnp.inf, spec.loss)
+
+
+def _kind(leaf: Any) -> Any:
+    return getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
+
+
+def _stacked(pairs: Sequence[Pair], room: int) -> Pair | None:
+    """The batches as one of arrays `[room, batch, ...]`, the last of them repeated to fill the room; None if they
+    differ in structure, shapes or dtypes."""
+    flat = [jax.tree.flatten(pair) for pair in pairs]
+    first_structure = flat[0][1]
+    if any(structure != first_structure for _, structure in flat):  # type: ignore[operator]
+        return None
+    stacked = []
+    for leaves in zip(*(leaves for leaves, _ in flat), strict=True):
+        if any(_kind(leaf) != _kind(leaves[0]) for leaf in leaves):
+            return None
+        filled = [*leaves, *[leaves[-1]] * (room - len(leaves))]
+        stacked.append((jnp if isinstance(leaves[0], jax.Array) else np).stack(filled))
+    return jax.tree.unflatten(first_structure, stacked)

@@ -1,0 +1,114 @@
+"""Checkpoints on the way."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable
+
+from estimator.hooks._hook import Context, Hook, RunValues
+
+
+class CheckpointSaverListener:
+    """Something that happens around every checkpoint of a training run. Override what you need."""
+
+    def begin(self) -> None:
+        """Called once, before there is a state."""
+
+    def before_save(self, context: Context, step: int) -> None:
+        """Called before the checkpoint of a step is written."""
+
+    def after_save(self, context: Context, step: int) -> bool | None:
+        """Called after it is written. True ends the training; not when it is returned for the first one."""
+
+    def end(self, context: Context, step: int) -> None:
+        """Called once, after the last checkpoint."""
+
+
+class CheckpointSaverHook(Hook):
+    """Saves a checkpoint at the start, every so often, and at the end. `train` has one unless it is given one.
+
+    Nothing is saved at the end of a run that failed, and nothing whose loss or variables are NaN.
+
+    >>> hook = CheckpointSaverHook(save_steps=100)
+
+    Args:
+      checkpoint_dir: the model_dir of the Estimator, which may be left out.
+      save_secs, save_steps: how often, counted from the start of the run. Give one of both.
+      listeners: are told of every checkpoint.
+
+    Raises:
+      ValueError: not exactly one of `save_secs` and `save_steps` is given; in `train`: another directory.
+    """
+
+    def __init__(
+        self,
+        checkpoint_dir: str | os.PathLike[str] | None = None,
+        save_secs: float | None = None,
+        save_steps: int | None = None,
+        listeners: Iterable[CheckpointSaverListener] | None = None,
+    ) -> None:
+        if (save_secs is None) == (save_steps is None):
+            raise ValueError(
+                "Exactly one of save_secs and save_steps should be provided to CheckpointSaverHook; "
+                f"got save_secs={save_secs!r} and save_steps={save_steps!r}."
+            )
+        self._dir = None if checkpoint_dir is None else os.fspath(checkpoint_dir)
+        self._secs = save_secs
+        self._steps = save_steps
+        self.listeners = checked_listeners(listeners)
+        self._start = 0
+        self._time = 0.0
+        self._told: int | None = None  # the step of the last checkpoint that listeners know of
+
+    def begin(self) -> None:
+        self._told = None
+        for listener in self.listeners:
+            listener.begin()
+
+    def after_create_state(self, context: Context) -> None:
+        if self._dir is not None and self._dir != context.model_dir:
+            raise ValueError(
+                f"CheckpointSaverHook got checkpoint_dir={self._dir!r}, but the Estimator saves in "
+                f"{context.model_dir!r}. Leave it out."
+            )
+        self._start = context.global_step
+        self._time = time.monotonic()
+        self._save(context)
+
+    def next_step(self, step: int) -> int | None:
+        if self._steps is not None:
+            return self._start + self._steps * ((step - self._start) // self._steps + 1)
+        return step + 1 if self._is_time() else None
+
+    def after_run(self, context: Context, values: RunValues) -> None:
+        if (self._steps is not None or self._is_time()) and self._save(context):
+            context.request_stop("a checkpoint listener")
+
+    def end(self, context: Context) -> None:
+        if context.error is None and self._told != context.global_step:
+            self._save(context)
+        for listener in self.listeners:
+            listener.end(context, context.global_step)
+
+    def _is_time(self) -> bool:
+        return self._secs is not None and time.monotonic() >= self._time + self._secs
+
+    def _save(self, context: Context) -> bool:
+        """Whether a listener wants the training to end."""
+        step = context.global_step
+        for listener in self.listeners:
+            listener.before_save(context, step)
+        context.save()
+        self._told, self._time = step, time.monotonic()
+        answers = [listener.after_save(context, step) for listener in self.listeners]
+        return any(answer is True for answer in answers)
+
+
+def checked_listeners(listeners: Iterable[CheckpointSaverListener] | None) -> tuple[CheckpointSaverListener, ...]:
+    """Listeners as a tuple."""
+    checked = () if listeners is None else tuple(listeners)
+    for listener in checked:
+        if not isinstance(listener, CheckpointSaverListener):
+            raise TypeError(f"saving_listeners must be a list of CheckpointSaverListener, given: {listener!r}.")
+    return checked

@@ -1,0 +1,35 @@
+"""The hooks that a training run has without being given any."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from estimator._run_config import RunConfig
+from estimator.hooks._checkpoint_saver import CheckpointSaverHook, CheckpointSaverListener
+from estimator.hooks._hook import Hook
+from estimator.hooks._replica_check import ReplicaCheckHook
+
+
+def with_default_hooks(
+    hooks: Sequence[Hook], config: RunConfig, listeners: Sequence[CheckpointSaverListener]
+) -> tuple[Hook, ...]:
+    """All hooks of a run, in the order in which they are called.
+
+    Raises:
+      ValueError: there are listeners, but no hook saves checkpoints.
+    """
+    first: list[Hook] = []
+    if config.check_replicas_every:
+        first.append(ReplicaCheckHook(config.check_replicas_every))
+    savers = [hook for hook in hooks if isinstance(hook, CheckpointSaverHook)]
+    if not savers and (config.save_checkpoints_steps or config.save_checkpoints_secs):
+        savers = [CheckpointSaverHook(save_secs=config.save_checkpoints_secs, save_steps=config.save_checkpoints_steps)]
+        first += savers
+    if listeners and not savers:
+        raise ValueError(
+            "There should be a CheckpointSaverHook to use saving_listeners. Please set one of "
+            "RunConfig.save_checkpoints_steps or RunConfig.save_checkpoints_secs."
+        )
+    if listeners:
+        savers[0].listeners = (*savers[0].listeners, *listeners)
+    return (*first, *hooks)

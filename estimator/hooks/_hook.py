@@ -1,0 +1,166 @@
+"""What a hook is: five moments of a run, and what it sees there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from estimator._frame import PyTree
+from estimator._modes import ModeKeys
+from estimator._sparse import is_sparse
+
+
+class Hook:
+    """Something that happens around the steps of `train`, `evaluate` or `predict`. Override what you need.
+
+    The moments are those of TensorFlow's `SessionRunHook`. Between the moments that its hooks ask for, a run puts as
+    many steps as it may into one program; so a hook that says by `next_step` when it is wanted costs nothing in
+    between. One that overrides `before_run` or `after_run` alone is called around every step, as in TensorFlow.
+
+    >>> class PrintLoss(Hook):
+    ...     def next_step(self, step):
+    ...         return step + 10  # not before ten more steps
+    ...     def after_run(self, context, values):
+    ...         print(context.global_step, values.loss)
+    """
+
+    def begin(self) -> None:
+        """Called first, once in a run, before there is a state."""
+
+    def after_create_state(self, context: Context) -> None:
+        """Called when the state was made, or read from a checkpoint, before the first step."""
+
+    def next_step(self, step: int) -> int | None:
+        """The next step around which to call `before_run` and `after_run`; None: not now, ask again.
+
+        Asked before each program, up to two programs ahead of what has run; at least every 100 steps. So a hook that
+        goes by the clock returns `step + 1` when its time has come, and None until then.
+
+        Args:
+          step: so many steps will have run (in `evaluate` and `predict`: so many batches).
+        """
+        ours, base = type(self), Hook
+        everywhere = ours.before_run is not base.before_run or ours.after_run is not base.after_run
+        return step + 1 if everywhere else None
+
+    def before_run(self, context: Context) -> Any:
+        """Called before a step. Returns which values of it `after_run` is to get, or None.
+
+        Values are known by the names under which the model_fn reports them, by `est.summary.*` or `est.record`, and
+        "loss". Return a name, or a list or dict of names; `values.results` has the same structure.
+        """
+
+    def after_run(self, context: Context, values: RunValues) -> None:
+        """Called after a step was started; it waits for the step's end only if it reads a value or the state."""
+
+    def end(self, context: Context) -> None:
+        """Called last, once in a run, whatever happened: `context.error` tells what went wrong, if anything did."""
+
+
+class Context:
+    """What a hook may know of the run, and do to it.
+
+    Attributes:
+      mode: of `est.ModeKeys`.
+      model_dir: where the Estimator saves; None for a run without one.
+      global_step: the number of training steps done.
+      batches: the number of batches that this run has taken.
+      examples: the number of examples in them.
+      phase: what the run is doing: "begin", "input", "compile", "step", "checkpoint", "evaluate" or "end".
+      error: in `end`: the exception that ended the run, or None.
+      stop_reason: in `end`: why the run ended: "input" (which ended), "steps" (all were done), "error", or what
+        `request_stop` was told.
+      metrics: in `end` of an evaluation that succeeded: what `evaluate` returns.
+    """
+
+    def __init__(self, mode: ModeKeys, model_dir: str | None = None, global_step: int = 0) -> None:
+        self.mode = mode
+        self.model_dir = model_dir
+        self.global_step = global_step
+        self.batches = 0
+        self.examples = 0
+        self.phase = "begin"
+        self.error: BaseException | None = None
+        self.stop_reason: str | None = None
+        self.metrics: dict[str, Any] | None = None
+        self._state: Callable[[], Any] | None = None
+        self._save: Callable[[], str | None] | None = None
+
+    @property
+    def state(self) -> Any:
+        """The `est.State` after the steps so far, on its devices: good until the moment is over; copy what you keep.
+
+        Reading it waits for the steps, and looks at their losses: one that is NaN is raised here.
+        """
+        if self._state is None:
+            raise RuntimeError("There is no state yet: `context.state` can be read from `after_create_state` on.")
+        return self._state()
+
+    def has_state(self, state: Any) -> None:
+        """Lets hooks of a run that only reads its state see it."""
+        self.global_step = int(state.global_step)
+        self._state = lambda: state
+
+    def save(self) -> str | None:
+        """Saves a checkpoint now, unless that of this step is there; returns its path (None: saving is off)."""
+        if self._save is None:
+            raise RuntimeError(f"Only training saves checkpoints; got `context.save()` in mode {str(self.mode)!r}.")
+        return self._save()
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether someone wants the run to end."""
+        return self.stop_reason is not None
+
+    def count(self, batches: int, features: PyTree) -> None:
+        """Adds batches of so many examples as `features` has to what was taken."""
+        self.batches += batches
+        self.examples += batches * jax.tree.leaves(features, is_leaf=is_sparse)[0].shape[0]
+
+    def request_stop(self, reason: str = "a hook") -> None:
+        """Ends the run after the moment that is going on, as if its input had ended."""
+        if self.stop_reason is None:
+            self.stop_reason = reason
+
+
+class RunValues:
+    """What came out of one step (or batch); fetched from the devices when it is read."""
+
+    def __init__(self, losses: Any, steps: int, reported: dict[str, Any], asked: Any) -> None:
+        self._losses = losses  # of a program: an array of at least so many steps, or that of a single one
+        self._steps = steps
+        self._reported = reported
+        self._asked = asked
+
+    @property
+    def loss(self) -> float | None:
+        """The loss; None in `predict`."""
+        return None if self._losses is None else float(np.asarray(self._losses).reshape(-1)[self._steps - 1])
+
+    @property
+    def on_devices(self) -> PyTree:
+        """What `results` will hold, still on the devices: for a hook that wants to wait later."""
+        return jax.tree.map(self._value, self._asked)
+
+    @property
+    def results(self) -> PyTree:
+        """The values that `before_run` asked for, as Python and numpy values in the same structure."""
+        found = jax.device_get(self.on_devices)
+        return jax.tree.map(_as_value, found, is_leaf=lambda x: hasattr(x, "as_value"))
+
+    def _value(self, name: Any) -> Any:
+        if name == "loss" and self._losses is not None:
+            return self._losses.reshape(-1)[self._steps - 1]
+        if name not in self._reported:
+            raise ValueError(
+                f"A hook asked for the value {name!r}, but the model_fn reports only "
+                f"{['loss', *sorted(self._reported)]}. Write `est.record({name!r}, value)` in the model_fn."
+            )
+        return self._reported[name]
+
+
+def _as_value(report: Any) -> Any:
+    return report.as_value() if hasattr(report, "as_value") else report.item() if report.ndim == 0 else report

@@ -1,0 +1,24 @@
+"""Copies of the variables compared on the way."""
+
+from __future__ import annotations
+
+from estimator._replica_check import check_replicas
+from estimator.hooks._hook import Context, Hook, RunValues
+
+
+class ReplicaCheckHook(Hook):
+    """Raises `ReplicaMismatchError` where copies differ; `RunConfig(check_replicas_every=...)` adds it.
+
+    Args:
+      every: at which multiples of global steps to look.
+    """
+
+    def __init__(self, every: int) -> None:
+        self._every = every
+
+    def next_step(self, step: int) -> int:
+        return step + self._every - step % self._every
+
+    def after_run(self, context: Context, values: RunValues) -> None:
+        state = context.state
+        check_replicas(context.global_step, variable=state.variables, slot=state.slots)

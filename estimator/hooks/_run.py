@@ -1,0 +1,133 @@
+"""Hooks around a run: which are due when, and their calls in order."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from absl import logging
+
+from estimator.hooks._hook import Context, Hook, RunValues
+
+
+@contextlib.contextmanager
+def around(hooks: Sequence[Hook], context: Context) -> Iterator[None]:
+    """Calls `begin` of all hooks before the block, and `end` of those that have begun after it, whatever happened."""
+    begun: list[Hook] = []
+    try:
+        for hook in hooks:
+            begun.append(hook)
+            hook.begin()
+        yield
+    except BaseException as error:
+        if not isinstance(error, GeneratorExit):  # which closes the results of `predict`, and is no error
+            context.error = error
+            context.stop_reason = "error"
+        raise
+    finally:
+        _end(begun, context)
+
+
+def _end(hooks: Sequence[Hook], context: Context) -> None:
+    """The first error of a hook is raised once all have ended, unless the run has one already."""
+    context.phase = "end"
+    raised: BaseException | None = None
+    for hook in hooks:
+        try:
+            hook.end(context)
+        except BaseException as error:
+            if context.error is None:
+                raised = context.error = error
+            else:
+                logging.exception("%r failed in its `end`, after the error that ended the run.", hook)
+    if raised is not None:
+        raise raised
+
+
+class Piece(NamedTuple):
+    """Some steps that are run together.
+
+    Attributes:
+      steps: how many.
+      due: the hooks to call after the last of them.
+      alone: whether it is one step, of which hooks may ask for values.
+    """
+
+    steps: int
+    due: tuple[Hook, ...]
+    alone: bool
+
+
+class Plan:
+    """Cuts a run into pieces of steps, so that no hook's moment lies within one.
+
+    Args:
+      hooks: in the order in which they are called.
+      step: how many steps have been made.
+      last_step: where the run ends; None: with its input.
+      most: the number of steps that a piece may have at most.
+    """
+
+    def __init__(self, hooks: Sequence[Hook], step: int, last_step: int | None, most: Callable[[], int]) -> None:
+        self._hooks = hooks
+        self._asks = [type(hook).before_run is not Hook.before_run for hook in hooks]
+        self._next: list[int | None] = [None] * len(hooks)
+        self._step = step
+        self._last_step = last_step
+        self._most = most
+
+    def next(self) -> Piece | None:
+        """The next piece; None where the run ends."""
+        start = self._step
+        if start == self._last_step:
+            return None
+        for i, hook in enumerate(self._hooks):
+            known = self._next[i]
+            if known is None or known <= start:
+                self._next[i] = wanted = hook.next_step(start)
+                if wanted is not None and wanted <= start:
+                    raise ValueError(
+                        f"{hook!r}.next_step({start}) returned {wanted!r}, which is over by then. "
+                        "Return a later step, or None."
+                    )
+        end = min((n for n in self._next if n is not None), default=None)
+        if self._last_step is not None:
+            end = self._last_step if end is None else min(end, self._last_step)
+        due = [i for i, n in enumerate(self._next) if n is not None and n == end]
+        asks = any(self._asks[i] for i in due)
+        steps = self._most() if end is None else min(self._most(), end - start)
+        if asks and steps > 1 and start + steps == end:
+            steps -= 1
+        self._step = start + steps
+        if self._step != end:
+            return Piece(steps, (), False)
+        return Piece(steps, tuple(self._hooks[i] for i in due), asks)
+
+
+def before(due: Sequence[Hook], context: Context) -> list[Any]:
+    """What each hook asks for."""
+    return [_unless_stopped(hook.before_run, context) for hook in due]
+
+
+def after(
+    due: Sequence[Hook], context: Context, asked: Sequence[Any], losses: Any, steps: int, reported: dict[str, Any]
+) -> None:
+    """Lets each hook have its values of the last of some steps."""
+    for hook, names in zip(due, asked, strict=True):
+        _unless_stopped(hook.after_run, context, RunValues(losses, steps, reported, names))
+
+
+def asks(asked: Sequence[Any]) -> bool:
+    """Whether any hook asks for more than the loss."""
+    return any(name != "loss" for names in asked for name in jax.tree.leaves(names))
+
+
+def _unless_stopped(call: Callable[..., Any], context: Context, *args: Any) -> Any:
+    """As in TensorFlow, a hook that lets a StopIteration out ends the run."""
+    try:
+        return call(context, *args)
+    except StopIteration:
+        context.request_stop("StopIteration")
+        return None

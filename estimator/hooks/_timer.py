@@ -1,0 +1,80 @@
+"""When something that happens every so often is due."""
+
+from __future__ import annotations
+
+import time
+
+
+class SecondOrStepTimer:
+    """Says every so many seconds or steps that it is time: TensorFlow's class of that name.
+
+    >>> timer = SecondOrStepTimer(every_steps=10)
+    >>> timer.should_trigger_for_step(1), timer.update_last_triggered_step(1)
+    (True, (None, None))
+    >>> [step for step in range(1, 12) if timer.should_trigger_for_step(step)]
+    [11]
+    >>> timer.next_step(1), timer.next_step(11)
+    (11, 21)
+
+    Args:
+      every_secs: seconds between two times.
+      every_steps: steps between two times. Give one of both.
+
+    Raises:
+      ValueError: none or both are given, or the one is not positive.
+    """
+
+    def __init__(self, every_secs: float | None = None, every_steps: int | None = None) -> None:
+        if (every_secs is None) == (every_steps is None):
+            raise ValueError(
+                "Exactly one of every_secs and every_steps should be provided; "
+                f"got every_secs={every_secs!r} and every_steps={every_steps!r}."
+            )
+        for name, value in (("every_secs", every_secs), ("every_steps", every_steps)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or value <= 0):
+                raise ValueError(f"{name} must be a positive number; got {value!r}.")
+        if every_steps is not None and every_steps != int(every_steps):
+            raise ValueError(f"every_steps must be an int; got {every_steps!r}.")
+        self._every_secs = every_secs
+        self._every_steps = every_steps
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets when it was time last."""
+        self._step: int | None = None
+        self._time: float | None = None
+        self._first: int | None = None
+
+    def should_trigger_for_step(self, step: int) -> bool:
+        """Whether it is time: the first time it is asked, and then again when the interval has passed. Never twice
+        for one step."""
+        if self._step is None:
+            return True
+        if step == self._step:
+            return False
+        return step >= self._step + self._every_steps if self._every_steps else self._secs_passed()
+
+    def update_last_triggered_step(self, step: int) -> tuple[float | None, int | None]:
+        """Notes that it was done; returns the seconds and the steps since the last time, or (None, None)."""
+        now = time.monotonic()
+        since = (None, None) if self._step is None or self._time is None else (now - self._time, step - self._step)
+        self._step, self._time = step, now
+        if self._first is None:
+            self._first = step
+        return since
+
+    def last_triggered_step(self) -> int | None:
+        return self._step
+
+    def next_step(self, step: int) -> int | None:
+        """For `Hook.next_step`: the next step for which it is time, as far as that can be told."""
+        if self._first is None:
+            self._first = step + 1
+            return step + 1
+        if self._every_steps:
+            return self._first + self._every_steps * max(0, (step - self._first) // self._every_steps + 1)
+        return step + 1 if self._step is not None and self._secs_passed() else None
+
+    def _secs_passed(self) -> bool:
+        assert self._every_secs is not None and self._time is not None
+        return time.monotonic() >= self._time + self._every_secs
