@@ -8,6 +8,7 @@ from estimator._embedding import embedding_lookup
 from estimator._estimator import Estimator
 from estimator._indexed_slices import IndexedSlices
 from estimator._lazy import lazy
+from estimator._load_exported import ExportedModel, load_exported
 from estimator._loss_scale import DynamicLossScale
 from estimator._modes import ModeKeys
 from estimator._non_finite import NonFiniteGradientError, skipped_steps
@@ -38,6 +39,7 @@ __all__ = [
     "Estimator",
     "EstimatorSpec",
     "Hook",
+    "ExportedModel",
     "IndexedSlices",
     "ModeKeys",
     "Model",
@@ -62,6 +64,7 @@ __all__ = [
     "hooks",
     "inputs",
     "lazy",
+    "load_exported",
     "losses",
     "make_rng",
     "metrics",

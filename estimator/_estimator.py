@@ -6,7 +6,7 @@ import copy
 import itertools
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,9 +16,10 @@ from absl import logging
 from estimator import _checkpoint
 from estimator._checkpoint import Checkpoints
 from estimator._evaluate import EvalSteps, evaluate_batches
+from estimator._export_model import check_arguments, write_export
 from estimator._frame import PyTree
 from estimator._input import batches, call_input_fn
-from estimator._model_fn import ModelFn
+from estimator._model_fn import ModelFn, bind
 from estimator._modes import ModeKeys
 from estimator._predict import PredictSteps, checked_keys, predict_batches, single_examples
 from estimator._programs import Programs
@@ -280,6 +281,50 @@ class Estimator:
         keys, own_hooks = checked_keys(predict_keys), checked_hooks("hooks", hooks)
         predictions = self._predictions(input_fn, keys, own_hooks, self._existing(checkpoint_path))
         return single_examples(predictions) if yield_single_examples else predictions
+
+    def export_model(
+        self,
+        export_dir_base: str | os.PathLike[str],
+        example_features: PyTree,
+        *,
+        checkpoint_path: str | None = None,
+        assets_extra: Mapping[str, str | os.PathLike[str]] | None = None,
+        batch_size: int | None = None,
+        platforms: Sequence[str] = ("cpu", "cuda"),
+    ) -> str:
+        """Writes what `predict` computes to a new folder; `est.load_exported` runs it without this model_fn.
+
+        As in TensorFlow, the folder is called by the time in seconds, and appears under this name when it is whole.
+        It holds a program for each entry of `export_outputs`, made by `jax.export` for one device and batches of any
+        size, the weights, a `metadata.json`, and a `README.md` with the few lines that load it by jax and numpy
+        alone. jax reads programs for at least six months after they were exported; keep the checkpoint too.
+
+        Random keys are those of `predict`; a model_fn that draws some gives the same ones for every batch.
+
+        Args:
+          export_dir_base: where to make the folder.
+          example_features: features as the model_fn takes them, in dicts, lists and tuples: arrays, or
+            `jax.ShapeDtypeStruct`s. Only shapes and dtypes count; the first dimension is that of the batch.
+          checkpoint_path: which checkpoint to export; default: the newest.
+          assets_extra: files to copy into the folder's `assets.extra/`, by their path in there.
+          batch_size: the only batch size to export for, where the model_fn has to know the number of examples.
+          platforms: which of "cpu", "cuda", "rocm" and "tpu" to export for. None needs to be here.
+
+        Returns:
+          The path of the folder.
+
+        Raises:
+          ValueError: there is no checkpoint, or it lacks a variable; the arguments or the outputs cannot be exported;
+            the model_fn does not take batches of any size. Nothing is left behind.
+          TypeError: the features are no arrays of numbers, or in another container.
+        """
+        path = self._checkpoints.latest() if checkpoint_path is None else self._existing(checkpoint_path)
+        if path is None:
+            raise ValueError(f"Couldn't find trained model at {self.model_dir}. Call `train` first.")
+        options = check_arguments(example_features, assets_extra, batch_size, platforms)
+        state = self._state(ModeKeys.PREDICT, path, options.features)
+        call = bind(self._model_fn, self.params, self._config)
+        return write_export(export_dir_base, call, state, options)
 
     def latest_checkpoint(self) -> str | None:
         """The path of the newest complete checkpoint, or None."""

@@ -38,7 +38,7 @@ class Network(nn.Module):
             x = nn.Conv(filters, (3, 3), use_bias=False)(x)
             x = nn.BatchNorm(use_running_average=not train, momentum=0.9, axis_name=TOWER_AXIS)(x)
             x = nn.max_pool(nn.relu(x), (2, 2), (2, 2))
-        x = nn.Dropout(0.3, deterministic=not train)(x.reshape(len(x), -1))
+        x = nn.Dropout(0.3, deterministic=not train)(x.reshape(x.shape[0], -1))
         return nn.Dense(10)(x)
 
 

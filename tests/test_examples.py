@@ -53,6 +53,7 @@ EXAMPLES = {
         2,
         pytest.param(4, marks=pytest.mark.slow),
     ],
+    "serve.py": [2],
 }
 
 
@@ -102,3 +103,18 @@ def test_the_log_shows_training_and_nothing_of_orbax(trained, example):
     assert "_train.py" in stderr
     assert len(losses(stderr)) >= 4
     assert len(stderr.splitlines()) < 15
+
+
+@pytest.mark.parametrize("towers", EXAMPLES["serve.py"])
+def test_a_model_is_served(trained, towers):
+    stdout, stderr = trained("serve.py", towers)
+    [step, path] = re.findall(r"Serving step (\d+) of (\S+) at http://127.0.0.1:\d+", stdout)[0]
+    assert step == "500"
+    [percent] = re.findall(r"Of 256 images, ([\d.]+)% are read right", stdout)
+    assert float(percent) > 90
+    assert len(re.findall(r"images per request: [\d.]+ ms", stdout)) == 3
+    assert "Two numbers are no image: 400, The feature 'pixels' must be float32[b, 64]; got float32[1, 2]." in stdout
+    assert "Exported serving_default at step 500" in stderr
+    again, stderr = run("serve.py", f"--exported={path}")
+    assert f"Of 256 images, {percent}% are read right" in again
+    assert "step = " not in stderr
