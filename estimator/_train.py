@@ -109,7 +109,7 @@ class Training:
                 state = cleared(state)
         self.looked_step = self.logged_step = self.step
         self.saved_time = time.monotonic()
-        if self.step == 0:
+        if self.checkpoints.latest() is None:  # a warm start may begin at another step than 0
             self._save(state)
         else:
             self.saved_step = self.step

@@ -77,6 +77,8 @@ class Model(NamedTuple):
         `(features, labels=None, mode="train") -> State`. Nothing is computed.
       is_one_program: whether `train_step` may be part of another program (`jax.jit`, `lax.scan`): always, but for
         variables that live on other devices than the towers. `(features, labels=None) -> bool`.
+      trainable: the names of the variables that optimizers change by default: `(features, labels=None, mode="train") ->
+        tuple[str, ...]`. Nothing is computed.
       on_nan: `() -> "raise", "skip" or None`: what `replicate_model_fn` was told; known once the model_fn has run.
     """
 
@@ -87,6 +89,7 @@ class Model(NamedTuple):
     train_loop: Callable[[State, Any], tuple[State, EstimatorSpec]]
     abstract_init: Callable[..., State]
     is_one_program: Callable[..., bool]
+    trainable: Callable[..., tuple[str, ...]]
     on_nan: Callable[[], str | None]
 
 
@@ -99,6 +102,7 @@ class _Traits:
     pending: bool  # whether losses are left to differentiate
     shardings: Any  # of the state; a prefix
     on_nan: str | None
+    trainable: tuple[str, ...]
 
 
 @jax.tree_util.register_dataclass
@@ -143,6 +147,7 @@ def transform(model_fn: ModelFn, params: Any = None, config: Any = None, donate:
         train_loop=steps.train_loop,
         abstract_init=steps.abstract_init,
         is_one_program=steps.is_one_program,
+        trainable=steps.trainable,
         on_nan=steps.on_nan,
     )
 
@@ -171,7 +176,7 @@ class _Steps:
         with open_frame(frame):
             spec = self._call(features, labels, mode)
         placement = frame.placement or Placement()
-        found = _Static((placement, has_pending(spec.train_op), tuple(frame.trainable), frame.on_nan))
+        found = _Static((placement, has_pending(spec.train_op), tuple(frame.trainable.items()), frame.on_nan))
         return State(frame.variables, frame.slots, step, key), found
 
     def _compute(
@@ -289,6 +294,9 @@ class _Steps:
     def is_one_program(self, features: PyTree, labels: PyTree = None) -> bool:
         return not isinstance(self._find(ModeKeys.TRAIN, features, labels).placement, SeparatePlacement)
 
+    def trainable(self, features: PyTree, labels: PyTree = None, mode: str = ModeKeys.TRAIN) -> tuple[str, ...]:
+        return self._find(ModeKeys(mode), features, labels).trainable
+
     def eval_step(self, state: State, features: PyTree, labels: PyTree = None) -> EstimatorSpec:
         return self._run_only(ModeKeys.EVAL, state, features, labels)
 
@@ -357,11 +365,12 @@ class _Steps:
             if no_jit and all(hasattr(x, "__array__") for x in jax.tree.leaves((features, labels))):
                 first_run = self._traced_init  # whoever turns jit off wants to look at values
             like, found = first_run(jax.random.key(0), features, labels, mode=mode)
-            placement, pending, names, on_nan = found.value
-            like = like._replace(variables={name: like.variables[name] for name in names})  # jax sorts dicts
+            placement, pending, declared, on_nan = found.value
+            like = like._replace(variables={name: like.variables[name] for name, _ in declared})  # jax sorts dicts
             reads = mode != ModeKeys.TRAIN and isinstance(placement, SeparatePlacement)
             shardings = placement.near(like) if reads else placement.state(like)
-            self._traits[mode] = _Traits(like, placement, pending, shardings, on_nan)
+            trainable = tuple(name for name, is_trainable in declared if is_trainable)
+            self._traits[mode] = _Traits(like, placement, pending, shardings, on_nan, trainable)
         return self._traits[mode]
 
 
