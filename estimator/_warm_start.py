@@ -213,8 +213,8 @@ def _check_renames(
 
 def _check_patterns(asked: dict[str, dict[str, str]], source: _Source, leaves: dict[str, Any], is_whole: bool) -> None:
     for pattern, names in asked.items():
-        known_there = not is_whole and any(re.match(pattern, old) for old in source.shapes)
-        if known_there or source.shapes.keys() & names.values():
+        only_in_training = [] if is_whole else [n for n in source.shapes if n not in leaves and re.match(pattern, n)]
+        if only_in_training or source.shapes.keys() & names.values():
             continue
         if names:
             what = f"what it matches in the model, {list(names)}, is not in {source.path}"
