@@ -248,6 +248,8 @@ def read_all(path: str, patterns: Sequence[str]) -> dict[str, np.ndarray]:
                     f"It has {len(on_disk)} names in all."
                 )
             keys |= {name: on_disk[name] for name in found}
+        if not keys:
+            return {}
         restore_args = {key: ocp.RestoreArgs(restore_type=np.ndarray) for key in keys.values()}
         args = ocp.args.PyTreeRestore(dict.fromkeys(restore_args, 0), restore_args, partial_restore=True)
         arrays = checkpointer.restore(os.path.abspath(path), args=args)

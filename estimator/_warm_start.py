@@ -155,7 +155,7 @@ def warm_start(
             f"Variables to warm-start have other shapes or dtypes in the source.\n{report}\n"
             "Leave them out by `vars_to_warm_start`, or change the model."
         )
-    arrays = source.read(sorted(set(report.used.values()))) if report.used else {}
+    arrays = source.read(sorted(set(report.used.values())))
     new = {name: jax.device_put(arrays[old], leaves[name].sharding) for name, old in report.used.items()}
     return _checkpoint.with_named_leaves(state, new), report
 
