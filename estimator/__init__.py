@@ -29,6 +29,7 @@ from estimator._variables import (
     read_variable,
     variable_scope,
 )
+from estimator._warm_start import WarmStartReport, WarmStartSettings
 from estimator.extenders import add_metrics, forward_features
 from estimator.hooks import Hook
 from estimator.losses import Reduction
@@ -52,6 +53,8 @@ __all__ = [
     "State",
     "TrainOp",
     "VariableAggregation",
+    "WarmStartReport",
+    "WarmStartSettings",
     "add_metrics",
     "assign",
     "assign_add",

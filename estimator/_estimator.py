@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import itertools
 import os
 import tempfile
@@ -27,6 +28,7 @@ from estimator._run_config import RunConfig
 from estimator._spec import checked_hooks
 from estimator._train import Training
 from estimator._transform import State, transform
+from estimator._warm_start import WarmStartReport, WarmStartSettings, as_settings, warm_start
 from estimator.hooks import _run
 from estimator.hooks._checkpoint_saver import CheckpointSaverListener, checked_listeners
 from estimator.hooks._defaults import with_default_hooks
@@ -67,9 +69,12 @@ class Estimator:
       model_dir: the directory of the checkpoints; default: the config's, else a new temporary one.
       config: a `RunConfig`.
       params: passed on to model_fn and input_fn; copied.
+      warm_start_from: where variables get their first values from, as long as the model_dir has no checkpoint: a
+        `WarmStartSettings`, or a model_dir or the path of a checkpoint, for all trainable variables.
 
     Raises:
-      ValueError: no model_fn, one with other arguments, or two different model_dirs.
+      ValueError: no model_fn, one with other arguments, two different model_dirs, or a config or warm_start_from of
+        another kind.
     """
 
     def __init__(
@@ -78,6 +83,7 @@ class Estimator:
         model_dir: str | os.PathLike[str] | None = None,
         config: RunConfig | None = None,
         params: Any = None,
+        warm_start_from: str | os.PathLike[str] | WarmStartSettings | None = None,
     ) -> None:
         if model_fn is None:
             raise ValueError("model_fn must be provided to Estimator; got None.")
@@ -87,8 +93,14 @@ class Estimator:
         self._config = config.replace(model_dir=_chosen_dir(model_dir, config))
         self._params = copy.deepcopy({} if params is None else params)
         self._model_fn = model_fn
+        self._warm_start = as_settings(warm_start_from)
+        self._warm_start_report: WarmStartReport | None = None
         self._model = transform(model_fn, self.params, self._config, donate=True)
-        self._checkpoints = Checkpoints(self.model_dir, self._config.keep_checkpoint_max)
+        if params is None and _needs_params(model_fn):
+            logging.warning("The model_fn has a params argument, but params are not passed to Estimator.")
+        self._checkpoints = Checkpoints(
+            self.model_dir, self._config.keep_checkpoint_max, self._config.keep_checkpoint_every_n_hours
+        )
         self._programs: Programs | None = None  # made for the first batch
         self._eval_steps = EvalSteps(self._model)
         self._predict_steps = PredictSteps(self._model)
@@ -111,6 +123,11 @@ class Estimator:
     @property
     def model_fn(self) -> ModelFn:
         return self._model_fn
+
+    @property
+    def warm_start_report(self) -> WarmStartReport | None:
+        """What the last warm start of this Estimator took; None: there was none."""
+        return self._warm_start_report
 
     def train(
         self,
@@ -163,10 +180,15 @@ class Estimator:
             self._programs = Programs(self._model, *first)
         chief_hooks, spec_hooks = self._programs.traits.hooks
         all_hooks = with_default_hooks([*chief_hooks, *own_hooks, *spec_hooks], self._config, listeners)
+        state = self._own_copy(self._state(ModeKeys.TRAIN, path, *first))
+        if path is None and self._warm_start:
+            start = int(state.global_step)  # which it may have brought
+            if max_steps is not None and start >= max_steps:
+                logging.info("Skipping training since the warm start is at max_steps already.")
+                return self
+        last_step = max_steps if steps is None else start + steps
         context = Context(ModeKeys.TRAIN, self.model_dir, start)
         with _run.around(all_hooks, context):
-            state = self._own_copy(self._state(ModeKeys.TRAIN, path, *first))
-            last_step = max_steps if steps is None else start + steps
             training = Training(self._programs, self._config, self._checkpoints, context, all_hooks, last_step, path)
             state = training.run(state, rest)
         if training.saved_path is not None and training.saved_step == context.global_step:
@@ -338,13 +360,25 @@ class Estimator:
         """
         return _checkpoint.names(self._trained())
 
-    def get_variable_value(self, name: str) -> np.ndarray:
-        """The value of a variable, or slot, in the newest checkpoint.
+    def get_variable_value(self, name: str | Sequence[str]) -> np.ndarray | dict[str, np.ndarray]:
+        """The value of a variable, or slot, in the newest checkpoint; or several of them.
+
+        Args:
+          name: a name, as `get_variable_names` lists it; or a glob such as "dense/*", or a list of names and globs.
+            "*" stands for any characters, "/" too.
+
+        Returns:
+          The array for a name; a dict of arrays by name for a glob or a list.
 
         Raises:
-          ValueError: there is no checkpoint, or no such name in it.
+          ValueError: there is no checkpoint, or nothing in it has such a name.
         """
-        return _checkpoint.read(self._trained(), name)
+        values = _checkpoint.read_all(self._trained(), [name] if isinstance(name, str) else name)
+        return values[name] if isinstance(name, str) and name in values else values
+
+    def eval_dir(self, name: str | None = None) -> str:
+        """Where the evaluation called `name` writes: `<model_dir>/eval_<name>`, or `<model_dir>/eval` without one."""
+        return os.path.join(self.model_dir, f"eval_{name}" if name else "eval")
 
     def _trained(self) -> str:
         path = self._checkpoints.latest()
@@ -389,6 +423,8 @@ class Estimator:
         """The state saved at `path`, from memory if it is alive, or the initial one."""
         if path is None:
             state = self._model.init(jax.random.key(self._config.seed), features, labels, mode=mode)
+            if self._warm_start:
+                state = self._warm_started(self._warm_start, state, mode, features, labels)
             # Committed to their devices as restored arrays are; jax compiles anew for others.
             return jax.device_put(state, jax.tree.map(lambda x: x.sharding, state))
         like = self._model.abstract_init(features, labels, mode=mode)
@@ -396,6 +432,16 @@ class Estimator:
             self._keep(path, _checkpoint.restore(path, like, partial=mode != ModeKeys.TRAIN))
         assert self._live is not None
         return jax.tree.map(_placed, _part(self._live[1], like), like)
+
+    def _warm_started(
+        self, settings: WarmStartSettings, state: State, mode: ModeKeys, features: PyTree, labels: PyTree
+    ) -> State:
+        trainable = self._model.traits(features, labels, mode).trainable
+        state, report = warm_start(settings, state, trainable, mode)
+        if report != self._warm_start_report:
+            logging.log(logging.WARNING if report.missing else logging.INFO, "%s", report)
+        self._warm_start_report = report
+        return state
 
     def _keep(self, path: str | None, state: State) -> None:
         self._live = None if path is None else (_identity(path), state)
@@ -421,6 +467,11 @@ def _chosen_dir(model_dir: str | os.PathLike[str] | None, config: RunConfig) -> 
     return made
 
 
+def _needs_params(model_fn: ModelFn) -> bool:
+    params = inspect.signature(model_fn).parameters.get("params")
+    return params is not None and params.default is params.empty
+
+
 def _check_steps(name: str, value: int | None) -> None:
     if value is not None and value <= 0:
         raise ValueError(f"Must specify {name} > 0, given: {value}.")
@@ -428,7 +479,7 @@ def _check_steps(name: str, value: int | None) -> None:
 
 def _identity(path: str) -> tuple[str, int]:
     """Tells a checkpoint from another one of the same name."""
-    return os.path.abspath(path), os.stat(path).st_mtime_ns
+    return os.path.abspath(path), _checkpoint.written_ns(path)
 
 
 def _part(state: State, like: State) -> State:
