@@ -123,8 +123,8 @@ class Batches(Iterator[tuple[PyTree, PyTree]]):
         """
         if not self.has_position:
             raise ValueError(
-                "`set_state` needs an iterator with `get_state` and `set_state`, as grain's loaders have; the input_fn's "
-                f"is a {type(self._elements).__name__}, which has not both. Skip its batches by count instead."
+                "`set_state` needs an iterator with `get_state` and `set_state`, as grain's loaders have; that of this "
+                f"input_fn is a {type(self._elements).__name__}, which has not both. Skip its batches by count instead."
             )
         self._peeked = None
         self._elements.set_state(state)  # type: ignore[attr-defined]

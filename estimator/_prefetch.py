@@ -108,8 +108,8 @@ class Prefetcher:
             raise ValueError(f"`request` must ask for at least 1 batch; got {n}.")
         if len(self._requested) >= self._ahead:
             raise RuntimeError(
-                f"`request` was called for more than ahead={self._ahead} pieces. Take one by `get` first, or set `ahead` "
-                "higher."
+                f"`request` was called for more than ahead={self._ahead} pieces. Take one by `get` first, "
+                "or set `ahead` higher."
             )
         self._requested.append(n)
         self._requests.put(n)
