@@ -133,19 +133,20 @@ class Prefetcher:
           RuntimeError: nothing was requested; or it is closed.
         """
         self._check_open("get")
-        if self._last is None:
+        found = self._last or self._arrived
+        if found is None:
             if not self._requested and not self._ending:
                 raise RuntimeError("`get` needs a `request` before it; none is left.")
-            found = self._arrived or self._results.get()
-            self._arrived = None
-            asked = self._requested.popleft() if self._requested else 0
-            if isinstance(found, Piece) and found.size:
-                self._ending = found.size < asked
-                return found
-            self._last = found
-        if isinstance(self._last, _Failure):
-            raise self._last.error.with_traceback(self._last.traceback)
-        return self._last
+            found = self._results.get()
+        self._arrived = None
+        asked = self._requested.popleft() if self._requested else 0
+        if isinstance(found, Piece) and found.size:
+            self._ending = found.size < asked
+            return found
+        self._last = found
+        if isinstance(found, _Failure):
+            raise found.error.with_traceback(found.traceback)
+        return found
 
     def close(self) -> None:
         """Drops what is ready and ends the thread; where the input blocks, without waiting for more than a second."""
