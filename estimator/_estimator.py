@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import itertools
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,7 +18,7 @@ from estimator._checkpoint import Checkpoints
 from estimator._evaluate import EvalSteps, evaluate_batches
 from estimator._export_model import check_arguments, write_export
 from estimator._frame import PyTree
-from estimator._input import batches, call_input_fn
+from estimator._input import Batches, batches, call_input_fn
 from estimator._model_fn import ModelFn, bind
 from estimator._modes import ModeKeys
 from estimator._predict import PredictSteps, checked_keys, predict_batches, single_examples
@@ -172,7 +171,8 @@ class Estimator:
         if max_steps is not None and start >= max_steps:
             logging.info("Skipping training since max_steps has already saved.")
             return self
-        first, rest = self._first(input_fn, ModeKeys.TRAIN)
+        rest = self._batches(input_fn, ModeKeys.TRAIN)
+        first = rest.peek()
         if first is None:
             logging.warning("Training with estimator made no steps. Perhaps input is empty or misspecified.")
             return self
@@ -250,7 +250,8 @@ class Estimator:
         hooks: tuple[Hook, ...],
         name: str | None,
     ) -> dict[str, Any]:
-        first, rest = self._first(input_fn, ModeKeys.EVAL)
+        rest = self._batches(input_fn, ModeKeys.EVAL)
+        first = rest.peek()
         if first is None:
             raise ValueError(
                 "`evaluate` got no batch from input_fn. Check that it starts anew at each call; a generator made "
@@ -398,18 +399,14 @@ class Estimator:
         _checkpoint.names(checkpoint_path)  # raises where it is none
         return checkpoint_path
 
-    def _first(
-        self, input_fn: InputFn, mode: ModeKeys
-    ) -> tuple[tuple[PyTree, PyTree] | None, Iterator[tuple[PyTree, PyTree]]]:
-        """The first batch, to make the state for, and all batches with it."""
-        rest = batches(call_input_fn(input_fn, mode, self.params, self._config))
-        first = next(rest, None)
-        return first, rest if first is None else itertools.chain([first], rest)
+    def _batches(self, input_fn: InputFn, mode: ModeKeys) -> Batches:
+        return batches(call_input_fn(input_fn, mode, self.params, self._config))
 
     def _predictions(
         self, input_fn: InputFn, keys: tuple[str, ...] | None, hooks: tuple[Hook, ...], path: str | None
     ) -> Iterator[PyTree]:
-        first, rest = self._first(input_fn, ModeKeys.PREDICT)
+        rest = self._batches(input_fn, ModeKeys.PREDICT)
+        first = rest.peek()
         if first is None:
             return
         context = Context(ModeKeys.PREDICT, self.model_dir)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -10,6 +10,7 @@ import numpy as np
 
 from estimator._batch import guarded
 from estimator._frame import PyTree
+from estimator._input import Batches
 from estimator._reading import batches_with_hooks
 from estimator._report import Report
 from estimator._transform import Model, State
@@ -18,6 +19,7 @@ from estimator.hooks._hook import Context, Hook
 from estimator.metrics import Metric
 
 _BATCHES_IN_FLIGHT = 2
+_MOST_BATCHES_AT_ONCE, _MOST_BYTES_AT_ONCE = 16, 1 << 18  # read ahead together
 _BATCHES_FETCHED = 20  # at once: to fetch each costs as much as a small batch
 
 
@@ -83,7 +85,7 @@ class Merged:
 def evaluate_batches(
     steps: EvalSteps,
     state: State,
-    batches: Iterable[tuple[PyTree, PyTree]],
+    batches: Batches,
     hooks: Sequence[Hook],
     context: Context,
     last_batch: int | None,
@@ -91,7 +93,9 @@ def evaluate_batches(
     """The metrics over all batches, or the first `last_batch` of them; there must be at least one."""
     merged = Merged()
     held = state.variables, state.global_step, jax.random.key_data(state.key)
-    for features, labels, due in batches_with_hooks(batches, hooks, context, last_batch):
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(batches.peek()) if hasattr(leaf, "nbytes"))
+    at_once = max(1, min(_MOST_BATCHES_AT_ONCE, _MOST_BYTES_AT_ONCE // max(size, 1)))
+    for features, labels, due in batches_with_hooks(batches, hooks, context, last_batch, at_once):
         asked = _run.before(due, context)
         step = steps.reporting if _run.asks(asked) else steps.quiet
         loss, metrics, reported = guarded(step, features, labels, *held, features, labels)

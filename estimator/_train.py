@@ -18,9 +18,10 @@ from estimator import _loop_size
 from estimator._batch import guarded
 from estimator._checkpoint import Checkpoints
 from estimator._frame import PyTree
+from estimator._input import Batches
 from estimator._non_finite import cleared, log_if_more, raise_if_any, skipped_steps
 from estimator._prefetch import Prefetcher
-from estimator._programs import Carry, Pair, Programs, Run, state_of
+from estimator._programs import Carry, Programs, Run, state_of
 from estimator._run_config import RunConfig
 from estimator._transform import State
 from estimator.hooks import _run
@@ -79,7 +80,7 @@ class Training:
         self._skipped = 0  # the number of steps that on_nan="skip" left out so far
         self._clock: tuple[int, float] | None = None  # the step and the time from which the rate is taken
 
-    def run(self, state: State, batches: Iterator[Pair]) -> State:
+    def run(self, state: State, batches: Batches) -> State:
         """Trains until the last step, the end of the input, or a hook wants it to end. Hooks have begun already.
 
         Raises:
@@ -114,7 +115,7 @@ class Training:
             logging.info("Loss for final step: %.6g.", self._last_loss)
         return state_of(self._carry, self._key_data)
 
-    def _runs(self, batches: Iterator[Pair], size: _loop_size.LoopSize) -> Iterator[tuple[Run, Sequence[Hook]]]:
+    def _runs(self, batches: Batches, size: _loop_size.LoopSize) -> Iterator[tuple[Run, Sequence[Hook]]]:
         """The programs to run, each with the hooks to call around it, their input made ready by a thread."""
         context = self.context
         plan = _run.Plan(self.hooks, context.global_step, self.last_step, size.most)
@@ -130,7 +131,9 @@ class Training:
                     context.request_stop("steps")
                     return
                 context.phase = "input"
-                got = ready.get()
+                got = ready.get_unless(lambda: context.stop_requested)
+                if got is None:
+                    return
                 if not got.size:
                     context.request_stop("input")
                     return
