@@ -13,6 +13,7 @@ from estimator._loss_scale import DynamicLossScale
 from estimator._modes import ModeKeys
 from estimator._non_finite import NonFiniteGradientError, skipped_steps
 from estimator._optimizer import Optimizer, TrainOp, group
+from estimator._preemption import Preempted
 from estimator._random import global_step, make_rng
 from estimator._replica_check import ReplicaMismatchError
 from estimator._report import record
@@ -47,6 +48,7 @@ __all__ = [
     "NanLossDuringTrainingError",
     "NonFiniteGradientError",
     "Optimizer",
+    "Preempted",
     "Reduction",
     "ReplicaMismatchError",
     "RunConfig",

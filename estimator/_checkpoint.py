@@ -27,6 +27,7 @@ import orbax.checkpoint as ocp
 from absl import logging
 from orbax.checkpoint import type_handlers
 
+from estimator._host_state import decode, encode
 from estimator._non_finite import SLOTS, NonFinite
 
 State = Any  # estimator._transform.State, of arrays or of jax.ShapeDtypeStructs.
@@ -39,6 +40,10 @@ _PIN = "PINNED"  # a file in a checkpoint that stays; removed and copied with it
 _PREFIXES = ("variables/", "slots/")
 # What a checkpoint may lack (it is zero then) or have in excess: on_nan can be switched on and off.
 _COUNTERS = {f"slots/{SLOTS}/{field}" for field in NonFinite._fields}
+
+
+_HOST = "host"  # what is no array, in one
+_INPUT_ENDED = "INPUT_ENDED"  # a file in a checkpoint
 
 
 class Checkpoints:
@@ -88,7 +93,7 @@ class Checkpoints:
         paths = self.paths()
         return paths[-1] if paths else None
 
-    def save(self, state: State) -> str:
+    def save(self, state: State, host: dict[str, Any] | None = None) -> str:
         """Returns the path `<model_dir>/ckpt-<global_step>`, to which it has written `state`.
 
         A step that has a checkpoint already is left as it is: a training run goes on from the
@@ -96,6 +101,7 @@ class Checkpoints:
 
         Args:
           state: what to save, of jax arrays on any devices; none may have a size of zero.
+          host: what else to save with it, in the same write (see `_host_state.py`).
 
         Raises:
           ValueError: two variables have the same name on disk.
@@ -103,6 +109,8 @@ class Checkpoints:
         path = self._path(int(state.global_step))
         if not _is_checkpoint(path):
             arrays = jax.tree.map(_key_data, _flatten(state))
+            if host:
+                arrays[_HOST] = encode(host)
             with _checkpointer() as checkpointer:
                 # force: something that is no checkpoint may be in the way.
                 checkpointer.save(os.path.abspath(path), args=ocp.args.PyTreeSave(arrays), force=True)
@@ -180,7 +188,7 @@ def restore(path: str, like: State, partial: bool = False) -> State:
     with _checkpointer() as checkpointer:
         saved = _metadata(checkpointer, path)
         new = {name: data.pop(name) for name in _COUNTERS & (data.keys() - saved.keys())}
-        saved = {name: was for name, was in saved.items() if name in data or name not in _COUNTERS}
+        saved = {name: was for name, was in saved.items() if name in data or name not in {*_COUNTERS, _HOST}}
         _check_same(path, saved, data, partial)
         restore_args = {name: ocp.ArrayRestoreArgs(sharding=wanted[name].sharding or default) for name in data}
         arrays = checkpointer.restore(
@@ -215,6 +223,30 @@ def shapes(path: str, slots: bool = True) -> dict[str, Any]:
     readable = _by_readable_name(saved).items()
     left_out = _COUNTERS if slots else {key for key in saved if key.startswith("slots/")}
     return {name: saved[key] for name, key in readable if key not in left_out}
+
+
+def progress(path: str) -> tuple[int, dict[str, Any]]:
+    """Returns the global step of the checkpoint at `path`, and what was given to `save` as `host`.
+
+    Raises:
+      ValueError: `path` is not a checkpoint.
+    """
+    with _checkpointer() as checkpointer:
+        keys = {"global_step", _HOST} & _metadata(checkpointer, path).keys()
+        restore_args = {key: ocp.RestoreArgs(restore_type=np.ndarray) for key in keys}
+        args = ocp.args.PyTreeRestore(dict.fromkeys(keys, 0), restore_args, partial_restore=True)
+        arrays = checkpointer.restore(os.path.abspath(path), args=args)
+    return int(arrays["global_step"]), decode(arrays[_HOST]) if _HOST in keys else {}
+
+
+def note_end_of_input(path: str) -> None:
+    """Says of a checkpoint that the run which saved it came to the end of its input: the next run begins anew."""
+    with open(os.path.join(path, _INPUT_ENDED), "w"):
+        pass
+
+
+def is_end_of_input(path: str) -> bool:
+    return os.path.exists(os.path.join(path, _INPUT_ENDED))
 
 
 def read(path: str, name: str) -> np.ndarray:

@@ -22,6 +22,7 @@ from estimator._input import Batches, batches, call_input_fn
 from estimator._model_fn import ModelFn, bind
 from estimator._modes import ModeKeys
 from estimator._predict import PredictSteps, checked_keys, predict_batches, single_examples
+from estimator._preemption import ends_by_sigterm
 from estimator._programs import Programs
 from estimator._run_config import RunConfig
 from estimator._spec import checked_hooks
@@ -100,6 +101,7 @@ class Estimator:
         self._checkpoints = Checkpoints(
             self.model_dir, self._config.keep_checkpoint_max, self._config.keep_checkpoint_every_n_hours
         )
+        self._is_first_run = True
         self._programs: Programs | None = None  # made for the first batch
         self._eval_steps = EvalSteps(self._model)
         self._predict_steps = PredictSteps(self._model)
@@ -167,11 +169,12 @@ class Estimator:
         _check_steps("max_steps", max_steps)
         own_hooks, listeners = checked_hooks("hooks", hooks), checked_listeners(saving_listeners)
         path = self._checkpoints.latest()
-        start = 0 if path is None else int(_checkpoint.read(path, "global_step"))
+        start, host = (0, {}) if path is None else _checkpoint.progress(path)
         if max_steps is not None and start >= max_steps:
             logging.info("Skipping training since max_steps has already saved.")
             return self
         rest = self._batches(input_fn, ModeKeys.TRAIN)
+        skipped = self._resume(rest, path, host)
         first = rest.peek()
         if first is None:
             logging.warning("Training with estimator made no steps. Perhaps input is empty or misspecified.")
@@ -188,9 +191,14 @@ class Estimator:
                 return self
         last_step = max_steps if steps is None else start + steps
         context = Context(ModeKeys.TRAIN, self.model_dir, start)
-        with _run.around(all_hooks, context):
-            training = Training(self._programs, self._config, self._checkpoints, context, all_hooks, last_step, path)
+        _run.set_states(all_hooks, host.get("hooks", {}))
+        training = Training(
+            self._programs, self._config, self._checkpoints, context, all_hooks, last_step, path, skipped
+        )
+        with ends_by_sigterm(context), _run.around(all_hooks, context):
             state = training.run(state, rest)
+        if training.saved_path is not None and context.stop_reason == "input":
+            _checkpoint.note_end_of_input(training.saved_path)
         if training.saved_path is not None and training.saved_step == context.global_step:
             self._keep(training.saved_path, state)
         return self
@@ -259,7 +267,7 @@ class Estimator:
             )
         context = Context(ModeKeys.EVAL, self.model_dir)
         hooks = (*hooks, *self._model.traits(*first, mode=ModeKeys.EVAL).hooks[1])
-        with _run.around(hooks, context):
+        with ends_by_sigterm(context), _run.around(hooks, context):
             state = state_for(*first)
             context.has_state(state)
             results = evaluate_batches(self._eval_steps, state, rest, hooks, context, steps)
@@ -399,6 +407,26 @@ class Estimator:
         _checkpoint.names(checkpoint_path)  # raises where it is none
         return checkpoint_path
 
+    def _resume(self, rest: Batches, path: str | None, host: dict[str, Any]) -> int:
+        """Takes the input on from where an earlier process left it; returns how many batches that process had taken."""
+        goes_on, self._is_first_run = self._is_first_run, False
+        saved = host.get("input", {})
+        how = self._config.resume_input
+        if not goes_on or not saved or how is None or path is None or _checkpoint.is_end_of_input(path):
+            return 0
+        batches = saved["batches"]
+        if rest.has_position and saved["position"] is not None:
+            rest.set_state(saved["position"])
+        elif how != "count":
+            return 0
+        elif (found := rest.skip(batches)) < batches:
+            raise ValueError(
+                f"Checkpoint {path} was saved after {batches} batches of the input, but input_fn gave only {found}. "
+                "Give the same input, or begin anew by RunConfig(resume_input=None)."
+            )
+        logging.info("The input goes on after its first %d batches.", batches)
+        return batches
+
     def _batches(self, input_fn: InputFn, mode: ModeKeys) -> Batches:
         return batches(call_input_fn(input_fn, mode, self.params, self._config))
 
@@ -411,7 +439,7 @@ class Estimator:
             return
         context = Context(ModeKeys.PREDICT, self.model_dir)
         hooks = (*hooks, *self._model.traits(first[0], mode=ModeKeys.PREDICT).hooks[1])
-        with _run.around(hooks, context):
+        with ends_by_sigterm(context), _run.around(hooks, context):
             state = self._state(ModeKeys.PREDICT, path, first[0])
             context.has_state(state)
             yield from predict_batches(self._predict_steps, state, rest, keys, hooks, context)

@@ -11,6 +11,7 @@ import numpy as np
 from estimator._batch import guarded
 from estimator._frame import PyTree
 from estimator._input import Batches
+from estimator._preemption import SIGTERM, Preempted
 from estimator._reading import batches_with_hooks
 from estimator._report import Report
 from estimator._transform import Model, State
@@ -65,6 +66,8 @@ class Merged:
     def results(self) -> dict[str, Any]:
         """By name, the metrics, and "loss", the mean of the batches' losses as in TensorFlow."""
         self._fetch()
+        if not self._losses:
+            raise ValueError("A hook stopped the evaluation before its first batch: there is no result.")
         results = {name: _as_python(_result(self._metrics[name])) for name in sorted(self._metrics)}
         return {**results, "loss": float(np.mean(self._losses))}
 
@@ -102,6 +105,8 @@ def evaluate_batches(
         context.count(1, features)
         merged.add(loss, metrics)
         _run.after(due, context, asked, loss, 1, reported)
+    if context.stop_reason == SIGTERM:
+        raise Preempted  # what there is so far is no result
     return {**merged.results(), "global_step": int(state.global_step)}
 
 

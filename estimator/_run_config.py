@@ -67,7 +67,7 @@ class RunConfig:
     >>> config.replace(seed=1)
     RunConfig(model_dir=None, seed=1, save_summary_steps=100, save_checkpoints_steps=100,
               save_checkpoints_secs=None, keep_checkpoint_max=5, keep_checkpoint_every_n_hours=None,
-              log_step_count_steps=100, steps_per_loop='auto', check_replicas_every=None)
+              log_step_count_steps=100, steps_per_loop='auto', check_replicas_every=None, resume_input='position')
 
     Args:
       model_dir: the directory of checkpoints and event files, a string or a path object; None
@@ -89,6 +89,11 @@ class RunConfig:
         several devices, bit by bit, and raise `ReplicaMismatchError` where they differ. None never does. It waits
         for the steps before it, and reads all copies once.
 
+      resume_input: where the first `train` of an Estimator that goes on from a checkpoint begins its input. "position":
+        where the checkpoint says, if the input's iterator has `get_state` and `set_state`, as those of
+        `est.inputs` and grain have; any other begins anew. "count": of any other, as many batches are left out as were
+        taken. None: every input begins anew, as in TensorFlow. So it does after a run that came to its end.
+
     Raises:
       ValueError: a field has a value that it cannot have, or `save_checkpoints_steps` and
         `save_checkpoints_secs` are both given and not None.
@@ -105,6 +110,7 @@ class RunConfig:
     log_step_count_steps: int | None = 100
     steps_per_loop: int | str = "auto"
     check_replicas_every: int | None = None
+    resume_input: str | None = "position"
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         for name in kwargs.keys() - {field.name for field in dataclasses.fields(cls)} & _REPLACED.keys():
@@ -130,6 +136,8 @@ class RunConfig:
             _check_int("log_step_count_steps", self.log_step_count_steps, 1, ", or None not to log")
         if self.steps_per_loop != "auto" and not seconds(self.steps_per_loop):
             _check_int("steps_per_loop", self.steps_per_loop, 1, ', a time such as "0.2s", or "auto"')
+        if self.resume_input not in ("position", "count", None):
+            raise ValueError(f'`resume_input` should be "position", "count" or None; got {self.resume_input!r}.')
         if self.check_replicas_every is not None:
             _check_int("check_replicas_every", self.check_replicas_every, 1, ", or None never to check")
 

@@ -49,6 +49,7 @@ class Training:
       hooks: in the order in which they are called.
       last_step: where to stop; None: where the input ends.
       saved_path: the checkpoint that the state to start from was read from, if it was.
+      skipped_batches: how many batches of the input earlier runs have taken.
 
     Attributes:
       saved_path: the newest checkpoint.
@@ -64,6 +65,7 @@ class Training:
         hooks: Sequence[Hook],
         last_step: int | None,
         saved_path: str | None,
+        skipped_batches: int,
     ) -> None:
         self.programs = programs
         self.config = config
@@ -73,6 +75,8 @@ class Training:
         self.last_step = last_step
         self.saved_path = saved_path
         self.saved_step = -1 if saved_path is None else context.global_step
+        self._skipped_batches = skipped_batches
+        self._position: Any = None  # in the input, after the last step
         self._looked_step = self._logged_step = context.global_step
         self._losses: list[tuple[jax.Array, int]] = []  # of each program since the last look, and how many there are
         self._last_loss: float | None = None
@@ -91,6 +95,7 @@ class Training:
             self._skipped = skipped_steps(state)
             if self.programs.traits.on_nan == "raise":
                 state = cleared(state)
+        self._position = batches.get_state()
         self._key_data = jax.random.key_data(state.key)
         self._carry = Carry(state.variables, state.slots, state.global_step)
         del state  # its memory goes to the first step
@@ -138,6 +143,7 @@ class Training:
                     context.request_stop("input")
                     return
                 piece = asked.popleft()
+                self._position = got.position
                 for run in got.batches[:-1]:
                     yield run, ()
                 yield got.batches[-1], piece.due if got.size == piece.steps else ()
@@ -222,7 +228,9 @@ class Training:
                 f"NaN in the variables {bad} after step {step}, of which no checkpoint was saved. "
                 f"{self._newest()} Look for a gradient that is not a number, or lower the learning rate."
             )
-        self.saved_path, self.saved_step = self.checkpoints.save(state), step
+        taken = self._skipped_batches + self.context.batches
+        host = {"input": {"batches": taken, "position": self._position}, "hooks": _run.states(self.hooks)}
+        self.saved_path, self.saved_step = self.checkpoints.save(state, host), step
         self.context.phase = phase
         return self.saved_path
 
