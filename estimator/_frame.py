@@ -53,6 +53,7 @@ class Frame:
       taps: by table, what `embedding_lookup` adds to the rows of each lookup (see `_gradients.py`).
       lookups: by table, the rows that each lookup found, a flat array; one that is no row is the table's length.
       handed_out: the variables that the model_fn has seen whole, not only by their rows.
+      modules: what `flax_module` returned, by full name.
       trace: which of jax's traces the frame was opened in.
     """
 
@@ -82,6 +83,7 @@ class Frame:
     taps: dict[str, list[jax.Array]] = dataclasses.field(default_factory=dict)
     lookups: dict[str, list[jax.Array]] = dataclasses.field(default_factory=dict)
     handed_out: set[str] = dataclasses.field(default_factory=set)
+    modules: dict[str, Any] = dataclasses.field(default_factory=dict)
     trace: Any = None
 
     def fresh(self, **changes: Any) -> Frame:
