@@ -1,4 +1,4 @@
-'''Takes in models that were written with another library.
+"""Takes in models that were written with another library.
 
 Flax has `est.flax_module`. Haiku and Equinox fit into `est.get_variable` as they are. A Haiku model is a pair of pure
 functions, so its parameters are one variable and `make_rng` gives it keys:
@@ -40,7 +40,7 @@ activation functions, comes from a model whose arrays are left out of the compil
 >>> state = model.init(jax.random.key(0), jnp.ones((3, 2)), mode="infer")
 >>> state.variables["net"].layers[0].weight.shape
 (8, 2)
-'''
+"""
 
 from __future__ import annotations
 
@@ -128,8 +128,8 @@ def flax_module(
         return _shared(frame, full, module)
     if frame.reuse is True:
         raise ValueError(
-            f"`est.flax_module({full!r})` is in a scope with `reuse=True`, but no such module was taken in in this run, "
-            f"only {listed(frame.modules)}. Take it in first, or use `reuse=est.AUTO_REUSE`."
+            f"`est.flax_module({full!r})` is in a scope with `reuse=True`, but no such module was made in this run, "
+            f"only {listed(frame.modules)}. Make it first, or use `reuse=est.AUTO_REUSE`."
         )
     for other in frame.modules:
         if f"{full}/".startswith(f"{other}/") or f"{other}/".startswith(f"{full}/"):
@@ -228,7 +228,7 @@ class FlaxModule(abc.ABC):
 
     def _keep(self, collection: str, old: PyTree, new: PyTree) -> None:
         """Assigns what a call has made of a collection, if it has changed it."""
-        same = jax.tree.structure(old) == jax.tree.structure(new)
+        same = jax.tree.structure(old) == jax.tree.structure(new)  # type: ignore[operator]
         if same and all(a is b for a, b in zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True)):
             return
         if not same:

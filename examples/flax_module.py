@@ -3,9 +3,10 @@
     python examples/flax_module.py               # two towers: two CPU devices, or all the GPUs there are
     python examples/flax_module.py --towers=4    # four CPU devices
 
-All parameters of the module are one variable, made by its `init`; its batch statistics are another one, which is not
-trained but assigned. The module gets its random keys from `est.make_rng`, and `nn.BatchNorm(axis_name=TOWER_AXIS)`
-sees the whole batch, however many towers share it. The images are those of digits.py.
+`est.flax_module` keeps all parameters of the module as one variable, and its batch statistics as another one, which is
+not trained: training steps assign it, evaluation leaves it alone. The module gets its random keys from there too, and
+`nn.BatchNorm(axis_name=TOWER_AXIS)` sees the whole batch, however many towers share it. The images are those of
+digits.py.
 """
 
 import logging
@@ -43,17 +44,8 @@ class Network(nn.Module):
 
 
 def model_fn(features, labels, mode, params):
-    net, x = Network(), features["pixels"]
-    train = mode == est.ModeKeys.TRAIN
-    weights = est.get_variable("params", lambda key: net.init(key, x, train=False)["params"])
-    stats = est.get_variable("batch_stats", lambda key: net.init(key, x, train=False)["batch_stats"], trainable=False)
-    variables = {"params": weights, "batch_stats": stats}
-    if train:
-        rngs = {"dropout": est.make_rng("dropout")}
-        logits, updates = net.apply(variables, x, train=True, rngs=rngs, mutable=["batch_stats"])
-        est.assign("batch_stats", updates["batch_stats"])
-    else:
-        logits = net.apply(variables, x, train=False)
+    net = est.flax_module(Network(), "net")
+    logits = net(features["pixels"], train=mode == est.ModeKeys.TRAIN)
     digit = logits.argmax(-1)
     if mode == est.ModeKeys.PREDICT:
         return est.EstimatorSpec(mode, predictions={"digit": digit})
