@@ -58,11 +58,16 @@ def trained(model, batches):
 def by_hand(net, apply, batches):
     """The losses of a plain loop, and what it makes of the arrays in `net`."""
     slots = optimizer().init(net)
+
+    @jax.jit
+    def step(net, slots, x, y):
+        loss, gradients = jax.value_and_grad(lambda net: jnp.mean((apply(net, x) - y) ** 2))(net)
+        updates, slots = optimizer().update(gradients, slots, net)
+        return loss, optax.apply_updates(net, updates), slots
+
     losses = []
     for x, y in zip(*batches, strict=True):
-        loss, gradients = jax.value_and_grad(lambda net, x=x, y=y: jnp.mean((apply(net, x) - y) ** 2))(net)
-        updates, slots = optimizer().update(gradients, slots, net)
-        net = optax.apply_updates(net, updates)
+        loss, net, slots = step(net, slots, x, y)
         losses.append(loss)
     return jnp.stack(losses), net
 
@@ -70,7 +75,7 @@ def by_hand(net, apply, batches):
 def test_training_a_haiku_model_equals_a_hand_written_loop():
     batches = regression(ROWS)
     state, after, spec = trained(est.transform(model_fn_of(haiku_mlp)), batches)
-    weights = MLP.init(jax.random.fold_in(state.key, name_hash("net")), batches[0][0])
+    weights = jax.jit(MLP.init)(jax.random.fold_in(state.key, name_hash("net")), batches[0][0])
     assert_close(state.variables["net"], weights)
     losses, weights = by_hand(weights, lambda net, x: MLP.apply(net, None, x), batches)
     assert_close(spec.loss, losses)
