@@ -44,19 +44,26 @@ class NNXModule(FlaxModule):
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], method: str | None) -> Any:
         if self._frame.initializing and not self._created:
-            for name, value in _collections(self._make(self._initial_key())).items():
+            for name, value in _collections(nnx.state(self._make(self._initial_key()))).items():
                 self._get(name, value)
             self._created = True
-        model = nnx.eval_shape(lambda: self._make(0))
-        values = {name: self._get(name) for name in _collections(model)}
-        _fill(model, values, make_rng(self._name))
+        graphs: list[Any] = []
+
+        def make() -> nnx.State:
+            graph, state = nnx.split(self._make(0))
+            graphs.append(graph)
+            return state
+
+        like = jax.eval_shape(make)
+        values = {name: self._get(name) for name in _collections(like)}
+        model = nnx.merge(graphs[0], _filled(like, values, make_rng(self._name)))
         if self._trains:
             model.train()
         else:
             model.eval()
         output = (model if method is None else getattr(model, method))(*args, **kwargs)
         if self._trains:
-            for name, value in _collections(model).items():
+            for name, value in _collections(nnx.state(model)).items():
                 if name != "params":
                     self._keep(name, values.get(name), value)
         return output
@@ -85,10 +92,10 @@ def _collection(leaf: Any) -> str | None:
         return type(leaf).__name__
 
 
-def _collections(model: nnx.Module) -> dict[str, PyTree]:
+def _collections(state: nnx.State) -> dict[str, PyTree]:
     """The arrays of a model, or their shapes, by collection, as nested dicts."""
     found: dict[str, dict[Any, Any]] = {}
-    for path, leaf in nnx.to_flat_state(nnx.state(model)):
+    for path, leaf in nnx.to_flat_state(state):
         name = _collection(leaf)
         if name is not None:
             value = leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
@@ -96,10 +103,10 @@ def _collections(model: nnx.Module) -> dict[str, PyTree]:
     return {name: unflatten_dict(flat) for name, flat in found.items()}
 
 
-def _fill(model: nnx.Module, values: dict[str, PyTree], key: jax.Array) -> None:
-    """Puts the values of the variables into a model that has only shapes, and keys into its random streams."""
+def _filled(like: nnx.State, values: dict[str, PyTree], key: jax.Array) -> nnx.State:
+    """A state that has shapes, with the values of the variables instead, and keys of its own for each random stream."""
     flat = []
-    for i, (path, leaf) in enumerate(nnx.to_flat_state(nnx.state(model))):
+    for i, (path, leaf) in enumerate(nnx.to_flat_state(like)):
         name = _collection(leaf)
         if isinstance(leaf, nnx.RngKey):
             own = jax.random.fold_in(key, i)
@@ -111,4 +118,4 @@ def _fill(model: nnx.Module, values: dict[str, PyTree], key: jax.Array) -> None:
             for step in path:
                 value = value[step]
         flat.append((path, leaf.replace(value) if isinstance(leaf, nnx.Variable) else value))
-    nnx.update(model, nnx.from_flat_state(flat))
+    return nnx.from_flat_state(flat)

@@ -440,6 +440,43 @@ def test_an_estimator_saves_a_module_by_readable_names_and_goes_on_from_there(ki
     np.testing.assert_array_equal(*outputs)
 
 
+class Stack(nnx.Module):
+    """Layers stacked by `nnx.vmap`, a layer used twice, and a parameter that is a tree."""
+
+    def __init__(self, rngs):
+        self.layers = nnx.vmap(lambda rngs: nnx.Linear(3, 3, rngs=rngs))(rngs.split(4))
+        self.noise = nnx.vmap(lambda rngs: nnx.Dropout(0.5, rngs=rngs))(rngs.split(4))
+        self.first = self.last = nnx.Linear(3, 3, rngs=rngs)
+        self.scale = nnx.Param({"x": jnp.ones(3)})
+
+    def __call__(self, x):
+        scan = nnx.scan(lambda x, layer: jnp.tanh(layer(x)), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        return (self.last(scan(self.first(x), self.layers)) * self.scale["x"]).sum(-1)
+
+    def masks(self, x):
+        return nnx.vmap(lambda noise, x: noise(x), in_axes=(0, None))(self.noise, x)
+
+
+def test_an_nnx_model_may_stack_and_share_layers():
+    batches = regression(ROWS)
+    model_fn = model_fn_of(lambda mode: est.flax_module(Stack, "net"))
+    plain, model = est.transform(model_fn), est.transform(replicate(model_fn, 2))
+    state = started(plain)
+    assert state.variables["net"]["layers"]["kernel"].shape == (4, 3, 3)
+    assert ("first" in state.variables["net"]) != ("last" in state.variables["net"])
+    assert_close(model.train_loop(state, batches)[0].variables, plain.train_loop(state, batches)[0].variables)
+
+    def masks_fn(features, labels, mode):
+        masks = est.flax_module(Stack, "net")(jnp.ones((1, 64)), method="masks")
+        w = est.get_variable("w", ())
+        train_op = est.Optimizer(optax.sgd(0.1)).minimize(w**2)
+        return est.EstimatorSpec(mode, predictions=masks, loss=w**2, train_op=train_op)
+
+    model = est.transform(masks_fn)
+    _, spec = model.train_step(started(model), batches[0][0], batches[1][0])
+    assert len({np.asarray(mask).tobytes() for mask in spec.predictions}) == 4
+
+
 def test_a_program_without_flax_modules_does_not_import_flax():
     check = "import estimator, sys; sys.exit(any(m in sys.modules for m in ('flax', 'haiku', 'equinox')))"
     assert subprocess.run([sys.executable, "-c", check], timeout=120).returncode == 0
