@@ -6,6 +6,7 @@ This file is the table of contents; every name has its explanation where it is d
 from estimator import export, hooks, inputs, losses, metrics, summary
 from estimator._embedding import embedding_lookup
 from estimator._estimator import Estimator
+from estimator._flax import flax_module
 from estimator._indexed_slices import IndexedSlices
 from estimator._lazy import lazy
 from estimator._load_exported import ExportedModel, load_exported
@@ -62,6 +63,7 @@ __all__ = [
     "assign_add",
     "embedding_lookup",
     "export",
+    "flax_module",
     "forward_features",
     "get_variable",
     "global_step",

@@ -55,6 +55,7 @@ class Frame:
       handed_out: the variables that the model_fn has seen whole, not only by their rows.
       reported: what the model_fn reported, by full name (see `_report.py`).
       one_tower: whether a replicated model_fn runs as one tower, on any device: what is exported has no towers.
+      modules: what `flax_module` returned, by full name.
       trace: which of jax's traces the frame was opened in.
     """
 
@@ -86,6 +87,7 @@ class Frame:
     lookups: dict[str, list[jax.Array]] = dataclasses.field(default_factory=dict)
     handed_out: set[str] = dataclasses.field(default_factory=set)
     reported: dict[str, Any] = dataclasses.field(default_factory=dict)
+    modules: dict[str, Any] = dataclasses.field(default_factory=dict)
     trace: Any = None
 
     def fresh(self, **changes: Any) -> Frame:

@@ -54,6 +54,7 @@ EXAMPLES = {
         pytest.param(4, marks=pytest.mark.slow),
     ],
     "serve.py": [2],
+    "haiku_equinox.py": [2],
 }
 
 
@@ -78,6 +79,18 @@ def test_a_flax_module_reads_digits_right(trained, towers):
     stdout, _ = trained("flax_module.py", towers)
     assert f"on {towers} x cpu:" in stdout
     assert accuracy(stdout) >= 0.97
+
+
+def test_an_nnx_model_reads_digits_right():
+    stdout, _ = run("flax_module.py", "--nnx")
+    assert accuracy(stdout) >= 0.97
+
+
+@pytest.mark.parametrize("library", ["haiku", "equinox"])
+def test_models_of_other_libraries_read_digits_right(library):
+    stdout, _ = run("haiku_equinox.py", f"--library={library}")
+    assert f"{library}, after 600 steps on 2 x cpu:" in stdout
+    assert accuracy(stdout) >= 0.95
 
 
 @pytest.mark.parametrize("towers", [2, 4])
