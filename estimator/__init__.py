@@ -28,20 +28,38 @@ from estimator._variables import (
     variable_scope,
 )
 from estimator.extenders import add_metrics, forward_features
+from estimator.heads import (
+    BinaryClassHead,
+    Head,
+    LogisticRegressionHead,
+    MultiClassHead,
+    MultiHead,
+    MultiLabelHead,
+    PoissonRegressionHead,
+    RegressionHead,
+)
 from estimator.losses import Reduction
 
 __all__ = [
     "AUTO_REUSE",
+    "BinaryClassHead",
     "DynamicLossScale",
     "Estimator",
     "EstimatorSpec",
+    "Head",
     "IndexedSlices",
+    "LogisticRegressionHead",
     "ModeKeys",
     "Model",
+    "MultiClassHead",
+    "MultiHead",
+    "MultiLabelHead",
     "NanLossDuringTrainingError",
     "NonFiniteGradientError",
     "Optimizer",
+    "PoissonRegressionHead",
     "Reduction",
+    "RegressionHead",
     "ReplicaMismatchError",
     "RunConfig",
     "State",
