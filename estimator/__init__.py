@@ -3,7 +3,7 @@
 This file is the table of contents; every name has its explanation where it is defined.
 """
 
-from estimator import export, inputs, losses, metrics
+from estimator import export, feature_column, inputs, losses, metrics
 from estimator._embedding import embedding_lookup
 from estimator._estimator import Estimator
 from estimator._indexed_slices import IndexedSlices
@@ -27,6 +27,20 @@ from estimator._variables import (
     read_variable,
     variable_scope,
 )
+from estimator.canned import (
+    BaselineClassifier,
+    BaselineEstimator,
+    BaselineRegressor,
+    DNNClassifier,
+    DNNEstimator,
+    DNNLinearCombinedClassifier,
+    DNNLinearCombinedEstimator,
+    DNNLinearCombinedRegressor,
+    DNNRegressor,
+    LinearClassifier,
+    LinearEstimator,
+    LinearRegressor,
+)
 from estimator.extenders import add_metrics, forward_features
 from estimator.heads import (
     BinaryClassHead,
@@ -42,12 +56,24 @@ from estimator.losses import Reduction
 
 __all__ = [
     "AUTO_REUSE",
+    "BaselineClassifier",
+    "BaselineEstimator",
+    "BaselineRegressor",
     "BinaryClassHead",
+    "DNNClassifier",
+    "DNNEstimator",
+    "DNNLinearCombinedClassifier",
+    "DNNLinearCombinedEstimator",
+    "DNNLinearCombinedRegressor",
+    "DNNRegressor",
     "DynamicLossScale",
     "Estimator",
     "EstimatorSpec",
     "Head",
     "IndexedSlices",
+    "LinearClassifier",
+    "LinearEstimator",
+    "LinearRegressor",
     "LogisticRegressionHead",
     "ModeKeys",
     "Model",
@@ -70,6 +96,7 @@ __all__ = [
     "assign_add",
     "embedding_lookup",
     "export",
+    "feature_column",
     "forward_features",
     "get_variable",
     "global_step",
