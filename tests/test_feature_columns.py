@@ -195,21 +195,25 @@ def test_embeddings_begin_as_tensorflow_has_them():
     np.testing.assert_array_equal(found, [[1, 1], [1, 1], [0, 0], [1, 1]])
 
 
-def test_embeddings_and_linear_weights_have_sparse_gradients():
+@pytest.mark.parametrize("buckets, kind", [(1024, jax.Array), (1025, est.IndexedSlices)])
+def test_large_tables_have_sparse_gradients(buckets, kind):
+    pets = fc.categorical_column_with_identity("pet", buckets)
     seen = {}
 
     def model_fn(features, labels, mode):
-        rows = fc.input_layer(features, [fc.embedding_column(PETS, 2)])
-        loss = jnp.sum(rows) + jnp.sum(fc.linear_model(features, [PETS]))
+        rows = fc.input_layer(features, [fc.embedding_column(pets, 2)])
+        loss = jnp.sum(rows) + jnp.sum(fc.linear_model(features, [pets]))
         optimizer = est.Optimizer(optax.sgd(0.1))
         pairs = optimizer.compute_gradients(loss)
-        seen.update({name: type(gradient) for gradient, name in pairs})
+        seen.update({name: gradient for gradient, name in pairs})
         return est.EstimatorSpec(mode, loss=loss, train_op=optimizer.apply_gradients(pairs))
 
     model = est.transform(model_fn)
-    model.train_step(model.init(jax.random.key(0), {"pet": IDS}), {"pet": IDS})
-    assert seen["input_layer/pet_embedding/embedding_weights"] is est.IndexedSlices
-    assert seen["linear_model/pet/weights"] is est.IndexedSlices
+    state, _ = model.train_step(model.init(jax.random.key(0), {"pet": IDS}), {"pet": IDS})
+    for name in ("input_layer/pet_embedding/embedding_weights", "linear_model/pet/weights"):
+        assert isinstance(seen[name], kind)
+    counts = [(IDS == i).sum() for i in range(buckets)]
+    np.testing.assert_allclose(state.variables["linear_model/pet/weights"][:, 0], np.multiply(counts, -0.1), rtol=1e-6)
 
 
 def test_columns_stand_side_by_side_in_the_order_of_their_names():

@@ -12,10 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from estimator._embedding import embedding_lookup
-from estimator._variables import variable_scope
+from estimator._variables import get_variable, variable_scope
 from estimator.feature_column._column import CategoricalColumn, DenseColumn, check_key, check_positive, feature
 
 COMBINERS = ("mean", "sqrtn", "sum")
+_FEW_ROWS = 1024  # XLA takes some half a second to compile a sparse update, which then saves next to nothing.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +138,7 @@ class EmbeddingColumn(DenseColumn):
         shape = (self.categorical_column.num_buckets, self.dimension)
         initializer = self.initializer or jax.nn.initializers.truncated_normal(1 / math.sqrt(self.dimension))
         with variable_scope(f"input_layer/{self.name}"):
-            rows = embedding_lookup("embedding_weights", ids, shape, initializer=initializer)
+            rows = rows_of("embedding_weights", ids, shape, initializer)
         return combined(rows, ids, self.combiner)
 
 
@@ -147,7 +148,9 @@ def embedding_column(
     combiner: str = "mean",
     initializer: Callable[..., jax.Array] | None = None,
 ) -> EmbeddingColumn:
-    """A column that has a trained vector for each class; gradients are sparse, see `est.embedding_lookup`.
+    """A column that has a trained vector for each class.
+
+    With more than 1024 classes the gradient is sparse: see `est.embedding_lookup`.
 
     Args:
       categorical_column: the classes; an id beyond them makes the row NaN.
@@ -171,6 +174,13 @@ def embedding_column(
 def check_combiner(caller: str, name: str, combiner: Any) -> None:
     if combiner not in COMBINERS:
         raise ValueError(f"`{caller}`: {name} must be one of {COMBINERS}; got {combiner!r}.")
+
+
+def rows_of(name: str, ids: jax.Array, shape: tuple[int, int], initializer: Any) -> jax.Array:
+    """Rows of a variable, `(batch, k, width)`; of a large one with a sparse gradient."""
+    if shape[0] <= _FEW_ROWS:
+        get_variable(name, shape, initializer=initializer)  # Who has seen it whole gets a dense gradient.
+    return embedding_lookup(name, ids, shape, initializer=initializer)
 
 
 def combined(rows: jax.Array, ids: jax.Array, combiner: str) -> jax.Array:
