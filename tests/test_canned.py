@@ -51,7 +51,7 @@ def one_device(tmp_path_factory):
 
 def classifier(model_dir):
     return est.DNNClassifier(
-        hidden_units=[4, 3],
+        hidden_units=[4],
         feature_columns=COLUMNS,
         model_dir=model_dir,
         weight_column="w",
@@ -238,17 +238,15 @@ def test_wide_and_deep_fit_numbers(tmp_path):
 
 
 def test_canned_models_take_any_head(tmp_path):
-    head = est.MultiHead([est.BinaryClassHead(name="a"), est.PoissonRegressionHead(name="b")])
-    labels = {"a": LABELS, "b": FEATURES["kind"]}
-    for i, estimator in enumerate(
-        [
-            est.DNNEstimator(head, [3], COLUMNS, tmp_path / "0", optimizer=sgd()),
-            est.LinearEstimator(head, [X, KIND], tmp_path / "1", optimizer=sgd),
-            est.BaselineEstimator(head, tmp_path / "2", sgd()),
-        ]
+    head = est.MultiHead([est.RegressionHead(2, name="a"), est.PoissonRegressionHead(name="b")])
+    labels = {"a": FEATURES["x"], "b": FEATURES["kind"]}
+    for estimator in (
+        est.DNNEstimator(head, [3], COLUMNS, tmp_path, optimizer=sgd()),
+        est.LinearEstimator(head, [X, KIND], tmp_path, optimizer=sgd),
+        est.BaselineEstimator(head, tmp_path, sgd()),
     ):
-        result = estimator.train(batches(2, labels)).evaluate(batches(1, labels))
-        assert {"loss/a", "loss/b", "auc/a", "label/mean/b"} <= result.keys(), i
+        result = estimator.evaluate(batches(1, labels))
+        assert {"loss/a", "loss/b", "average_loss/a", "label/mean/b"} <= result.keys()
 
 
 def test_an_optimizer_may_be_made_in_each_run(tmp_path):

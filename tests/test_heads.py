@@ -386,13 +386,15 @@ def test_towers_train_as_one_whatever_the_weights(towers, reduction):
 
 
 @pytest.mark.parametrize(
-    "towers, reduction", [(n, "weighted_sum_over_batch_size") for n in (1, 2, 3, 8)] + [(3, "weighted_sum")]
+    "towers, reduction, rows",
+    [(n, "weighted_sum_over_batch_size", ROWS) for n in (1, 2, 3, 8)]
+    + [(3, "weighted_sum", ROWS), (3, "weighted_sum_by_nonzero_weights", 43)],  # 43 does not divide by 3
 )
-def test_towers_have_the_losses_and_metrics_of_one_whatever_the_weights(towers, reduction):
+def test_towers_have_the_losses_and_metrics_of_one_whatever_the_weights(towers, reduction, rows):
     model_fn, plain, state = one_tower(reduction)
     model = est.transform(replicate_model_fn(model_fn, reduction, cpus(towers)))
-    rest = jax.tree.map(lambda x: x[:43], (ROWS_OF, LABELS))  # divides by none of the towers
-    got, want = model.eval_step(state, *rest), plain.eval_step(state, *rest)
+    batch = jax.tree.map(lambda x: x[:rows], (ROWS_OF, LABELS))
+    got, want = model.eval_step(state, *batch), plain.eval_step(state, *batch)
     assert_close(got.loss, want.loss)
     assert_close(got.predictions, want.predictions)
     assert results(got.eval_metric_ops) == {n: close(v) for n, v in results(want.eval_metric_ops).items()}
