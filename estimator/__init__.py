@@ -3,7 +3,7 @@
 This file is the table of contents; every name has its explanation where it is defined.
 """
 
-from estimator import export, hooks, inputs, losses, metrics, summary
+from estimator import export, feature_column, hooks, inputs, losses, metrics, summary
 from estimator._embedding import embedding_lookup
 from estimator._estimator import Estimator
 from estimator._flax import flax_module
@@ -32,25 +32,69 @@ from estimator._variables import (
     variable_scope,
 )
 from estimator._warm_start import WarmStartReport, WarmStartSettings
+from estimator.canned import (
+    BaselineClassifier,
+    BaselineEstimator,
+    BaselineRegressor,
+    DNNClassifier,
+    DNNEstimator,
+    DNNLinearCombinedClassifier,
+    DNNLinearCombinedEstimator,
+    DNNLinearCombinedRegressor,
+    DNNRegressor,
+    LinearClassifier,
+    LinearEstimator,
+    LinearRegressor,
+)
 from estimator.extenders import add_metrics, forward_features
+from estimator.heads import (
+    BinaryClassHead,
+    Head,
+    LogisticRegressionHead,
+    MultiClassHead,
+    MultiHead,
+    MultiLabelHead,
+    PoissonRegressionHead,
+    RegressionHead,
+)
 from estimator.hooks import Hook
 from estimator.losses import Reduction
 
 __all__ = [
     "AUTO_REUSE",
+    "BaselineClassifier",
+    "BaselineEstimator",
+    "BaselineRegressor",
+    "BinaryClassHead",
+    "DNNClassifier",
+    "DNNEstimator",
+    "DNNLinearCombinedClassifier",
+    "DNNLinearCombinedEstimator",
+    "DNNLinearCombinedRegressor",
+    "DNNRegressor",
     "DynamicLossScale",
     "Estimator",
     "EstimatorSpec",
     "Hook",
     "ExportedModel",
+    "Head",
     "IndexedSlices",
+    "LinearClassifier",
+    "LinearEstimator",
+    "LinearRegressor",
+    "LogisticRegressionHead",
     "ModeKeys",
     "Model",
+    "MultiClassHead",
+    "MultiHead",
+    "MultiLabelHead",
     "NanLossDuringTrainingError",
     "NonFiniteGradientError",
     "Optimizer",
     "Preempted",
+    "PoissonRegressionHead",
     "Reduction",
+    "RegressionHead",
     "ReplicaMismatchError",
     "RunConfig",
     "State",
@@ -64,6 +108,7 @@ __all__ = [
     "embedding_lookup",
     "export",
     "flax_module",
+    "feature_column",
     "forward_features",
     "get_variable",
     "global_step",
