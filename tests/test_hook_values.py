@@ -51,26 +51,37 @@ class Looking(Asking):
 def reporting_model_fn(features, mode, labels=None):
     w = est.get_variable("w", (2, 1), initializer=jax.nn.initializers.ones)
     y = (features @ w)[:, 0]
-    est.record("mean", features.mean())
-    est.record("rows", features * 2)
     with est.variable_scope("net"):
         est.record("count", jnp.int32(7))
     est.summary.histogram("histogram", features)
     est.summary.image("image", jnp.tile(y[:, None, None, None], (1, 2, 2, 3)), max_outputs=2)
+    return spec(features, labels, mode, y)
+
+
+def small_model_fn(features, mode, labels=None):
+    w = est.get_variable("w", (2, 1), initializer=jax.nn.initializers.ones)
+    return spec(features, labels, mode, (features @ w)[:, 0])
+
+
+def spec(features, labels, mode, y):
+    est.record("mean", features.mean())
+    est.record("rows", features * 2)
     if mode == est.ModeKeys.PREDICT:
         return est.EstimatorSpec(mode, y)
     loss = jnp.mean((y - labels[:, 0]) ** 2)
     return est.EstimatorSpec(mode, y, loss, TowerOptimizer(optax.sgd(0.01)).minimize(loss))
 
 
-def read(model_fn, model_dir, batch):
-    """What a hook reads in a training of two steps, in an evaluation and in a prediction."""
-    estimator = make(model_dir, model_fn, save_checkpoints_steps=None)
+def read(model_fn, model_dir, batch, *runs):
+    """What a hook reads in a training of two steps, and in an evaluation and a prediction of that model."""
+    estimator = make(model_dir, model_fn)
     hook = Asking(NAMES)
     estimator.train(lambda: [(X, Y), (X + 1, Y)], hooks=[hook])
-    estimator.evaluate(lambda: [batch], hooks=[hook])
-    hook.names = tuple(NAMES[1:])
-    list(estimator.predict(lambda: [batch], hooks=[hook]))
+    if "evaluate" in runs:
+        estimator.evaluate(lambda: [batch], hooks=[hook])
+    if "predict" in runs:
+        hook.names = NAMES[1:]
+        list(estimator.predict(lambda: [batch], hooks=[hook]))
     return [values for _, _, values in hook.got]
 
 
@@ -82,7 +93,7 @@ def same(got, want):
 
 def test_values_of_towers_are_those_of_one_big_batch(tmp_path):
     five = np.concatenate([X, X[:1] + 9]), np.concatenate([Y, Y[:1]])
-    want = read(reporting_model_fn, tmp_path / "plain", five)
+    want = read(reporting_model_fn, tmp_path / "plain", five, "evaluate", "predict")
     first = dict(zip(NAMES, want[0], strict=True))
     assert first["loss"] == pytest.approx(np.mean((X.sum(1) - Y[:, 0]) ** 2))
     assert first["mean"] == pytest.approx(X.mean()) and first["net/count"] == 7
@@ -90,13 +101,14 @@ def test_values_of_towers_are_those_of_one_big_batch(tmp_path):
     assert first["histogram"].counts.sum() == X.size and first["histogram"].maximum == X.max()
     np.testing.assert_array_equal(first["image"][:, 1, 1, 2], X.sum(1)[:2])
     assert want[2][2].shape == (5, 2) and want[3][1].shape == (5, 2)
-    for towers in (2, 4):
-        replicated = replicate_model_fn(reporting_model_fn, devices=cpus(towers))
-        same(read(replicated, tmp_path / str(towers), five), want)
+    two = replicate_model_fn(reporting_model_fn, devices=cpus(2))
+    same(read(two, tmp_path / "2", five, "predict"), [want[i] for i in (0, 1, 3)])
+    four = replicate_model_fn(reporting_model_fn, devices=cpus(4))
+    same(read(four, tmp_path / "4", five, "evaluate"), want[:3])
 
 
 def test_values_have_the_structure_that_was_asked_for(tmp_path):
-    estimator = make(tmp_path, reporting_model_fn, save_checkpoints_steps=None)
+    estimator = make(tmp_path, small_model_fn, save_checkpoints_steps=None)
     hook = Asking({"a": ["mean", ("loss",)], "b": "rows", "c": None})
     estimator.train(times(1), hooks=[hook, one := Asking("mean"), Asking(None)])
     ((_, _, got),) = hook.got
@@ -106,10 +118,10 @@ def test_values_have_the_structure_that_was_asked_for(tmp_path):
 
 @pytest.mark.parametrize("run", ["train", "evaluate", "predict"])
 def test_an_unknown_name_is_an_error_even_if_no_one_reads_it(tmp_path, run):
-    estimator = make(tmp_path, reporting_model_fn, save_checkpoints_steps=None)
+    estimator = make(tmp_path, small_model_fn, save_checkpoints_steps=None)
     hook = Asking(["meen", "mean"])
     hook.after_run = None  # never called
-    known = ["loss"] * (run != "predict") + ["histogram", "image", "mean", "net/count", "rows"]
+    known = ["loss"] * (run != "predict") + ["mean", "rows"]
     with pytest.raises(ValueError, match="A hook asked for the value 'meen', but the model_fn reports only ") as raised:
         list(getattr(estimator, run)(times(1), hooks=[hook]))
     assert str(known) in str(raised.value) and "Write `est.record('meen', value)` in the" in str(raised.value)
@@ -125,9 +137,7 @@ def test_there_is_no_loss_in_a_prediction(tmp_path):
 
 def test_values_are_asked_for_by_name(tmp_path):
     estimator = make(tmp_path, save_checkpoints_steps=None)
-    with pytest.raises(
-        TypeError, match=r"Asking object .*\.before_run asked for array\(3\.\), but values are asked for"
-    ):
+    with pytest.raises(TypeError, match=r"Asking object .*\.before_run asked for array\(3\.\), but values are"):
         estimator.train(times(1), hooks=[Asking({"a": np.array(3.0)})])
 
 
@@ -169,7 +179,7 @@ def started(monkeypatch):
 
 
 def test_a_hook_that_asks_for_nothing_waits_for_nothing(tmp_path, waits, started):
-    estimator = make(tmp_path, reporting_model_fn, save_checkpoints_steps=None, steps_per_loop=5)
+    estimator = make(tmp_path, small_model_fn, save_checkpoints_steps=None, steps_per_loop=5)
 
     def train(*hooks):
         waits.clear(), started.clear()
@@ -235,7 +245,7 @@ def trained(model_dir, steps_per_loop, messages):
     """All that someone sees of two trainings with several hooks."""
     first = len(messages())
     config = {"save_checkpoints_steps": 9, "log_step_count_steps": 6, "steps_per_loop": steps_per_loop}
-    estimator = make(model_dir, reporting_model_fn, **config)
+    estimator = make(model_dir, small_model_fn, **config)
     hooks = [Asking({"loss": "loss", "mean": "mean"}, 7), Asking(["loss"], 5), Looking(4)]
     hooks += [est.LoggingTensorHook(["mean"], every_n_iter=8)]
     batches = [(X + i % 5, Y) for i in range(29)]
