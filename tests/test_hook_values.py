@@ -102,9 +102,9 @@ def test_values_of_towers_are_those_of_one_big_batch(tmp_path):
     np.testing.assert_array_equal(first["image"][:, 1, 1, 2], X.sum(1)[:2])
     assert want[2][2].shape == (5, 2) and want[3][1].shape == (5, 2)
     two = replicate_model_fn(reporting_model_fn, devices=cpus(2))
-    same(read(two, tmp_path / "2", five, "predict"), [want[i] for i in (0, 1, 3)])
+    same(read(two, tmp_path / "2", five, "evaluate"), want[:3])
     four = replicate_model_fn(reporting_model_fn, devices=cpus(4))
-    same(read(four, tmp_path / "4", five, "evaluate"), want[:3])
+    same(read(four, tmp_path / "4", five), want[:2])
 
 
 def test_values_have_the_structure_that_was_asked_for(tmp_path):
