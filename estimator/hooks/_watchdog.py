@@ -33,7 +33,7 @@ class StalledError(RuntimeError):
 
 
 class WatchdogHook(Hook):
-    """Says what a run hangs in: when no step has finished for so long, once per stall, with the stacks of all threads.
+    """Says what a run hangs in: when no step has finished for so long, with the stacks of all threads, once each time.
 
     A thread watches; the run itself pays nothing. Steps are seen to finish where their program does, and all that
     happens between two of them counts: allow for the longest compilation, checkpoint or evaluation. The first batch,
@@ -92,16 +92,18 @@ class WatchdogHook(Hook):
 
     def _watch(self) -> None:
         batches, phase, told = -1, "", False
-        progress = entered = time.monotonic()
+        progress = entered = since = time.monotonic()
         while not self._ended.wait(min(self._timeout / 10, 1.0)):
             now = time.monotonic()
             context = self._context
             seen, seen_phase = (0, "begin") if context is None else (context.batches, context.phase)
             if seen != batches or seen_phase == "output":
-                batches, progress, told = seen, now, False
+                batches, progress, since, told = seen, now, now, False
             if seen_phase != phase:
                 phase, entered = seen_phase, now
-            if not told and now - progress >= self._timeout:
+                if told:  # what it does now is to be told as well, if it takes as long
+                    since, told = now, False
+            if not told and now - since >= self._timeout:
                 told = True
                 self._tell(
                     f"No step has finished for {now - progress:.1f} s, after {batches} of this run. For the last "
