@@ -186,6 +186,14 @@ def test_values_are_logged_at_the_first_step_and_every_n_from_there(tmp_path, me
     assert "loss = 69, seen = 0" not in messages()
 
 
+def test_in_an_evaluation_batches_are_counted(unsaved, messages):
+    writer = Writer()
+    hooks = [est.LoggingTensorHook(["loss"], every_n_iter=3), est.StepCounterHook(2, summary_writer=writer)]
+    unsaved.evaluate(times(8), hooks=hooks)
+    assert len([text for text in messages() if text.startswith("loss = 69")]) == 3
+    assert [step for tag, _, step in writer.scalars if tag == "examples/sec"] == [3, 5, 7]
+
+
 def logging_model_fn(features, labels, mode):
     """Written as in TensorFlow, with hooks that are given values: some of them by one tag."""
     w = est.get_variable("w", (2, 1), initializer=jax.nn.initializers.zeros)

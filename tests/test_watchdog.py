@@ -63,10 +63,10 @@ def test_the_phase_in_which_a_run_hangs_is_told_with_the_stacks(tmp_path, monkey
     estimator = make(tmp_path, model_fn, steps_per_loop=1)
     save = Checkpoints.save
 
-    def hanging_save(self, state):
+    def hanging_save(self, state, *args):
         if phase == "checkpoint" and state.global_step == 3:
             hang(phase)
-        return save(self, state)
+        return save(self, state, *args)
 
     def input_fn(mode):
         if phase == "evaluate" and mode == "eval":
