@@ -177,17 +177,14 @@ class RunValues:
     @property
     def on_devices(self) -> PyTree:
         """What `results` will hold, still on the devices: for a hook that wants to wait later."""
-        return jax.tree.map(self._value, self._asked)
+        return jax.tree.map(
+            lambda name: self._losses.reshape(-1)[self._steps - 1] if name == "loss" else self._reported[name],
+            self._asked,
+        )
 
     @property
     def results(self) -> PyTree:
         """The values that `before_run` asked for, as Python and numpy values in the same structure."""
-        found = jax.device_get(self.on_devices)
-        return jax.tree.map(_as_value, found, is_leaf=lambda x: hasattr(x, "as_value"))
-
-    def _value(self, name: Any) -> Any:
-        return self._losses.reshape(-1)[self._steps - 1] if name == "loss" else self._reported[name]
-
-
-def _as_value(report: Any) -> Any:
-    return report.as_value() if hasattr(report, "as_value") else report.item() if report.ndim == 0 else report
+        names = {name for name in jax.tree.leaves(self._asked) if name != "loss"}
+        found = jax.device_get({name: self._reported[name] for name in names})
+        return jax.tree.map(lambda name: self.loss if name == "loss" else found[name].as_value(), self._asked)
