@@ -45,7 +45,7 @@ def batches_with_hooks(
                 context.request_stop("input")
                 return
             piece = asked.pop(0)
-            context.phase = "step"
+            context.phase = "step" if context.batches else "compile"
             for pair in got.batches[:-1]:
                 yield *pair, ()
             yield *got.batches[-1], piece.due if got.size == piece.steps else ()
