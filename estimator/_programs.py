@@ -54,14 +54,20 @@ class Programs:
     The key comes as plain numbers, since jax takes typed keys on a slower path (some 8 us per call). Of the spec they
     keep the loss alone; what else the model_fn reports is computed by `reporting` only.
 
+    Where steps run in loops, a single one does too: out of a loop XLA makes other programs of some steps (those with
+    convolutions, on a CPU), of which the last bits differ. So results do not depend on how a run is cut into programs,
+    nor on what hooks ask for: a run that goes on from a checkpoint cuts its steps elsewhere.
+
     Attributes:
       traits: what is known of the model_fn.
-      steps_per_program: how many steps `several` makes; 1: steps run one by one.
+      steps_per_program: how many steps `several` makes.
+      loops: whether steps run in loops.
     """
 
     def __init__(self, model: Model, features: PyTree, labels: PyTree) -> None:
         self.traits = traits = model.traits(features, labels)
         self.steps_per_program = 1
+        self.loops = False
         self._batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (features, labels))
         self._used: set[int] = set()
 
@@ -77,23 +83,14 @@ class Programs:
             state, spec = model.train_loop(state_of(carry, key_data), with_steps((features, labels)))
             return _carry(state), _reported_loss(spec), {}
 
-        def some(carry: Carry, key_data: jax.Array, steps: jax.Array, features: PyTree, labels: PyTree) -> Outcome:
-            batches = features, labels
-
-            def body(i: jax.Array, before: tuple[Carry, jax.Array]) -> tuple[Carry, jax.Array]:
-                features, labels = jax.tree.map(lambda x: x[i], batches)
-                carry, loss, _ = one(before[0], key_data, features, labels)
-                return carry, before[1].at[i].set(loss)
-
-            room = jax.tree.leaves(batches)[0].shape[0]
-            losses = jnp.zeros(room, jax.eval_shape(one, carry, key_data, *_first(batches))[1].dtype)
-            return *jax.lax.fori_loop(0, steps, body, (carry, losses)), {}
-
         def compiled(program: Any) -> Any:
             return jax.jit(program, donate_argnums=0) if traits.is_one_program else program
 
+        def in_loop(step: Callable[..., Outcome]) -> Any:
+            return jax.jit(functools.partial(_loop, step), donate_argnums=0) if traits.is_one_program else None
+
         self._one, self._reporting, self._several = compiled(one), compiled(reporting), compiled(several)
-        self._some = compiled(some) if traits.is_one_program else None
+        self._some, self._single, self._single_reporting = in_loop(one), in_loop(one), in_loop(reporting)
 
     @property
     def platform(self) -> str:
@@ -117,11 +114,15 @@ class Programs:
         """
         room = max(self.steps_per_program, len(pairs))
         program = self._several if len(pairs) == room else self._some
+        asked = alone and bool(self.traits.reported)
         stacked = None
-        if room > 1 and program is not None and not (alone and self.traits.reported):
+        if room > 1 and program is not None and not asked:
             stacked = _stacked(pairs, room) or _stacked(alike(pairs), room)
         if stacked is None or program is None:
-            reporting = self._reporting if alone and self.traits.reported else None
+            if self.loops and self._single is not None:
+                found = self._single, self._single_reporting if asked else None
+                return [Run(found[0], 1, (np.int32(1), *_stacked([pair], 1)), pair, found[1]) for pair in pairs]
+            reporting = self._reporting if asked else None
             return [Run(self._one, 1, pair, pair, reporting) for pair in pairs]
         args = stacked if program is self._several else (np.int32(len(pairs)), *stacked)
         return [Run(program, len(pairs), args, pairs[0])]
@@ -132,6 +133,30 @@ class Programs:
             return False
         self._used.add(id(program))
         return True
+
+
+def _loop(
+    step: Callable[..., Outcome],
+    carry: Carry,
+    key_data: jax.Array,
+    steps: jax.Array,
+    features: PyTree,
+    labels: PyTree,
+) -> Outcome:
+    """Makes `steps` steps, with the first of the batches; what is reported is that of the last one.
+
+    Their number is an argument: XLA would take a loop of one step apart.
+    """
+    batches = features, labels
+    _, loss, reported = jax.eval_shape(step, carry, key_data, *_first(batches))
+
+    def body(i: jax.Array, before: tuple[Carry, jax.Array, Any]) -> tuple[Carry, jax.Array, Any]:
+        carry, loss, reported = step(before[0], key_data, *jax.tree.map(lambda x: x[i], batches))
+        return carry, before[1].at[i].set(loss), reported
+
+    losses = jnp.zeros(jax.tree.leaves(batches)[0].shape[0], loss.dtype)
+    nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), reported)
+    return jax.lax.fori_loop(0, steps, body, (carry, losses, nothing))
 
 
 def state_of(carry: Carry, key_data: jax.Array) -> State:
