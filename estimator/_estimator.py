@@ -218,11 +218,12 @@ class Estimator:
           steps: how many batches to take at most; None: all.
           hooks: `est.Hook`s, called around the batches, before the EstimatorSpec's `evaluation_hooks`.
           checkpoint_path: which checkpoint to evaluate; default: the newest. Where there is none, the initial values
-            are evaluated, as in TensorFlow, with a warning.
+            are evaluated, as in TensorFlow, with a warning; with "latest" this is an error.
           name: of this evaluation, for the log.
 
         Returns:
-          By name: the metrics (floats, or arrays), "loss" (the mean of the batches' losses) and "global_step".
+          By name: the metrics (floats, or arrays), "loss" (the mean of the batches' losses, or of the examples', as
+          `RunConfig(eval_loss_over=...)` says) and "global_step".
 
         Raises:
           TypeError: one of the hooks is none.
@@ -270,7 +271,9 @@ class Estimator:
         with ends_by_sigterm(context), _run.around(hooks, context):
             state = state_for(*first)
             context.has_state(state)
-            results = evaluate_batches(self._eval_steps, state, rest, hooks, context, steps)
+            results = evaluate_batches(
+                self._eval_steps, state, rest, hooks, context, steps, self._config.eval_loss_over
+            )
             context.metrics = results
         shown = ", ".join(
             f"{key} = {value:.6g}" if isinstance(value, float) else f"{key} = {value}"
@@ -296,7 +299,8 @@ class Estimator:
           predict_keys: which of a dict of predictions to yield; default: all.
           hooks: `est.Hook`s, called around the batches, before the EstimatorSpec's `prediction_hooks`. They end when
             the predictions do, or when the iterator is closed.
-          checkpoint_path: which checkpoint to use; default: the newest, or initial values where there is none.
+          checkpoint_path: which checkpoint to use; default: the newest, else initial values; "latest":
+            the newest, or an error.
           yield_single_examples: whether to yield one example at a time, or whole batches.
 
         Returns:
@@ -336,7 +340,8 @@ class Estimator:
           export_dir_base: where to make the folder.
           example_features: features as the model_fn takes them, in dicts, lists and tuples: arrays, or
             `jax.ShapeDtypeStruct`s. Only shapes and dtypes count; the first dimension is that of the batch.
-          checkpoint_path: which checkpoint to export; default: the newest.
+          checkpoint_path: which checkpoint to export; default: the newest, or, where there is none, what a warm start
+            begins with.
           assets_extra: files to copy into the folder's `assets.extra/`, by their path in there.
           batch_size: the only batch size to export for, where the model_fn has to know the number of examples.
           platforms: which of "cpu", "cuda", "rocm" and "tpu" to export for. None needs to be here.
@@ -350,7 +355,7 @@ class Estimator:
           TypeError: the features are no arrays of numbers, or in another container.
         """
         path = self._checkpoints.latest() if checkpoint_path is None else self._existing(checkpoint_path)
-        if path is None:
+        if path is None and self._warm_start is None:
             raise ValueError(f"Couldn't find trained model at {self.model_dir}. Call `train` first.")
         options = check_arguments(example_features, assets_extra, batch_size, platforms)
         state = self._state(ModeKeys.PREDICT, path, options.features)
@@ -404,6 +409,8 @@ class Estimator:
                     self.model_dir,
                 )
             return path
+        if checkpoint_path == "latest":
+            return self._trained()
         _checkpoint.names(checkpoint_path)  # raises where it is none
         return checkpoint_path
 
