@@ -6,12 +6,14 @@ This file is the table of contents; every name has its explanation where it is d
 from estimator import export, hooks, inputs, losses, metrics, summary
 from estimator._embedding import embedding_lookup
 from estimator._estimator import Estimator
+from estimator._events import read_eval_metrics, read_history
 from estimator._indexed_slices import IndexedSlices
 from estimator._lazy import lazy
 from estimator._loss_scale import DynamicLossScale
 from estimator._modes import ModeKeys
 from estimator._non_finite import NonFiniteGradientError, skipped_steps
 from estimator._optimizer import Optimizer, TrainOp, group
+from estimator._plot_history import plot_history
 from estimator._random import global_step, make_rng
 from estimator._replica_check import ReplicaMismatchError
 from estimator._report import record
@@ -29,7 +31,7 @@ from estimator._variables import (
     variable_scope,
 )
 from estimator.extenders import add_metrics, forward_features
-from estimator.hooks import Hook
+from estimator.hooks import Hook, SummarySaverHook
 from estimator.losses import Reduction
 
 __all__ = [
@@ -48,6 +50,7 @@ __all__ = [
     "ReplicaMismatchError",
     "RunConfig",
     "State",
+    "SummarySaverHook",
     "TrainOp",
     "VariableAggregation",
     "add_metrics",
@@ -65,6 +68,9 @@ __all__ = [
     "losses",
     "make_rng",
     "metrics",
+    "plot_history",
+    "read_eval_metrics",
+    "read_history",
     "read_variable",
     "record",
     "skipped_steps",

@@ -30,6 +30,7 @@ from estimator.hooks import _run
 from estimator.hooks._checkpoint_saver import CheckpointSaverListener, checked_listeners
 from estimator.hooks._defaults import with_default_hooks
 from estimator.hooks._hook import Context, Hook
+from estimator.hooks._summary_saver import write_evaluation
 
 InputFn = Callable[..., Any]
 
@@ -122,8 +123,8 @@ class Estimator:
         """Trains on, from the newest checkpoint or from initial values; returns the Estimator itself.
 
         Saves a checkpoint of the initial values, then as the config says, and one at the end. Hooks are called in this
-        order: that which saves checkpoints, the EstimatorSpec's `training_chief_hooks`, those given here, its
-        `training_hooks`.
+        order: that which saves checkpoints, the EstimatorSpec's `training_chief_hooks`, that which writes summaries,
+        those given here, its `training_hooks`.
 
         Args:
           input_fn: gives the training batches. Training ends with them, if nothing ends it before. They are read ahead
@@ -161,7 +162,7 @@ class Estimator:
         if self._programs is None:
             self._programs = Programs(self._model, *first)
         chief_hooks, spec_hooks = self._programs.traits.hooks
-        all_hooks = with_default_hooks([*chief_hooks, *own_hooks, *spec_hooks], self._config, listeners)
+        all_hooks = with_default_hooks(chief_hooks, [*own_hooks, *spec_hooks], self._config, listeners)
         context = Context(ModeKeys.TRAIN, self.model_dir, start)
         with _run.around(all_hooks, context):
             state = self._own_copy(self._state(ModeKeys.TRAIN, path, *first))
@@ -188,7 +189,8 @@ class Estimator:
           hooks: `est.Hook`s, called around the batches, before the EstimatorSpec's `evaluation_hooks`.
           checkpoint_path: which checkpoint to evaluate; default: the newest. Where there is none, the initial values
             are evaluated, as in TensorFlow, with a warning.
-          name: of this evaluation, for the log.
+          name: of this evaluation, for the log and for `eval_dir(name)`, where the metrics are written for
+            TensorBoard and `est.read_history`, in the place of those of an earlier evaluation of the same step.
 
         Returns:
           By name: the metrics (floats, or arrays), "loss" (the mean of the batches' losses) and "global_step".
@@ -200,7 +202,9 @@ class Estimator:
         """
         _check_steps("steps", steps)
         own_hooks, path = checked_hooks("hooks", hooks), self._existing(checkpoint_path)
-        return self._evaluate(lambda *batch: self._state(ModeKeys.EVAL, path, *batch), input_fn, steps, own_hooks, name)
+        return self._evaluate(
+            lambda *batch: self._state(ModeKeys.EVAL, path, *batch), input_fn, steps, own_hooks, name, path
+        )
 
     def evaluate_state(
         self,
@@ -226,6 +230,7 @@ class Estimator:
         steps: int | None,
         hooks: tuple[Hook, ...],
         name: str | None,
+        path: str | None = None,
     ) -> dict[str, Any]:
         first, rest = self._first(input_fn, ModeKeys.EVAL)
         if first is None:
@@ -234,12 +239,15 @@ class Estimator:
                 "outside of input_fn is empty the second time."
             )
         context = Context(ModeKeys.EVAL, self.model_dir)
-        hooks = (*hooks, *self._model.traits(*first, mode=ModeKeys.EVAL).hooks[1])
+        traits = self._model.traits(*first, mode=ModeKeys.EVAL)
+        context.output_dir, context.reported = self.eval_dir(name), traits.reported
+        hooks = (*hooks, *traits.hooks[1])
         with _run.around(hooks, context):
             state = state_for(*first)
             context.has_state(state)
             results = evaluate_batches(self._eval_steps, state, rest, hooks, context, steps)
             context.metrics = results
+            write_evaluation(context, path)
         shown = ", ".join(
             f"{key} = {value:.6g}" if isinstance(value, float) else f"{key} = {value}"
             for key, value in sorted(results.items())
@@ -301,6 +309,10 @@ class Estimator:
         """
         return _checkpoint.read(self._trained(), name)
 
+    def eval_dir(self, name: str | None = None) -> str:
+        """Where the evaluation called `name` writes: `<model_dir>/eval_<name>`, or `<model_dir>/eval` without one."""
+        return os.path.join(self.model_dir, f"eval_{name}" if name else "eval")
+
     def _trained(self) -> str:
         path = self._checkpoints.latest()
         if path is None:
@@ -334,7 +346,9 @@ class Estimator:
         if first is None:
             return
         context = Context(ModeKeys.PREDICT, self.model_dir)
-        hooks = (*hooks, *self._model.traits(first[0], mode=ModeKeys.PREDICT).hooks[1])
+        traits = self._model.traits(first[0], mode=ModeKeys.PREDICT)
+        context.reported = traits.reported
+        hooks = (*hooks, *traits.hooks[1])
         with _run.around(hooks, context):
             state = self._state(ModeKeys.PREDICT, path, first[0])
             context.has_state(state)

@@ -48,14 +48,15 @@ class RunConfig:
     >>> config.save_checkpoints_secs is None
     True
     >>> config.replace(seed=1)
-    RunConfig(model_dir=None, seed=1, save_checkpoints_steps=100, save_checkpoints_secs=None,
-              keep_checkpoint_max=5, log_step_count_steps=100, steps_per_loop='auto',
+    RunConfig(model_dir=None, seed=1, save_summary_steps=100, save_checkpoints_steps=100,
+              save_checkpoints_secs=None, keep_checkpoint_max=5, log_step_count_steps=100, steps_per_loop='auto',
               check_replicas_every=None)
 
     Args:
       model_dir: the directory of checkpoints and event files, a string or a path object; None
         leaves it to the Estimator.
       seed: what initial values and all other randomness follow from.
+      save_summary_steps: write summaries at the first step and every so many from there; None or 0: never.
       save_checkpoints_steps: save every so many steps. None or 0: not by steps.
       save_checkpoints_secs: save every so many seconds. None or 0: not by time. With both None no
         checkpoint is ever saved.
@@ -76,6 +77,7 @@ class RunConfig:
 
     model_dir: str | None = None
     seed: int = 0
+    save_summary_steps: int | None = 100
     save_checkpoints_steps: int | None = _UNSET
     save_checkpoints_secs: float | None = _UNSET
     keep_checkpoint_max: int | None = 5
@@ -90,6 +92,9 @@ class RunConfig:
             raise ValueError(f"`seed` should be an int, say `RunConfig(seed=0)`; got {self.seed!r}.")
         if self.keep_checkpoint_max is not None:
             _check_int("keep_checkpoint_max", self.keep_checkpoint_max, 0, ", or None to keep all")
+        if self.save_summary_steps is not None:
+            _check_int("save_summary_steps", self.save_summary_steps, 0, ", or None never to write summaries")
+        object.__setattr__(self, "save_summary_steps", self.save_summary_steps or None)
         if self.log_step_count_steps is not None:
             _check_int("log_step_count_steps", self.log_step_count_steps, 1, ", or None not to log")
         if self.steps_per_loop != "auto" and not seconds(self.steps_per_loop):

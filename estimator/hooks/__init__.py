@@ -3,6 +3,7 @@
 from estimator.hooks._checkpoint_saver import CheckpointSaverHook, CheckpointSaverListener
 from estimator.hooks._hook import Context, Hook, RunValues
 from estimator.hooks._nan import NanTensorHook
+from estimator.hooks._summary_saver import SummarySaverHook
 from estimator.hooks._timer import SecondOrStepTimer
 
 __all__ = [
@@ -13,4 +14,5 @@ __all__ = [
     "NanTensorHook",
     "RunValues",
     "SecondOrStepTimer",
+    "SummarySaverHook",
 ]

@@ -27,7 +27,10 @@ def around(hooks: Sequence[Hook], context: Context) -> Iterator[None]:
             context.stop_reason = "error"
         raise
     finally:
-        _end(begun, context)
+        try:
+            _end(begun, context)
+        finally:
+            context.close()
 
 
 def _end(hooks: Sequence[Hook], context: Context) -> None:
