@@ -10,8 +10,8 @@ import socket
 import struct
 import time
 import zlib
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from absl import logging
@@ -19,23 +19,14 @@ from absl import logging
 from estimator._report import Histogram, bucket_limits
 
 HISTORY = "history.jsonl"
-_COLUMNS = ("step", "time")  # of a line of the history, beside the tags
-
-
-class _Moment(NamedTuple):
-    """What is to be written of a step."""
-
-    time: float
-    values: list[Any]  # Summary.Value
-    scalars: dict[str, float]
+_COLUMNS = {"step", "time"}  # of a line of the history, beside the tags
 
 
 class EventWriter:
     """Appends to the event file and the history of a directory: each tag once for a step.
 
     A run that repeats steps, since it goes on from a checkpoint, or evaluates one again, takes back what was written of
-    them: the history is cut, and TensorBoard is told by a SessionLog.START, as TensorFlow did. The `add_` methods are
-    those of `tensorboardX.SummaryWriter`; what they are given is written by `flush`, each step in one piece.
+    them: the history is cut, and TensorBoard is told by a SessionLog.START, as TensorFlow did.
 
     Args:
       directory: made if need be.
@@ -44,111 +35,105 @@ class EventWriter:
 
     def __init__(self, directory: str, first: int, last: float = math.inf) -> None:
         # Late, since it imports torch where there is torch.
+        from tensorboardX import record_writer, summary
         from tensorboardX.proto import event_pb2, summary_pb2
 
-        self._event_pb2, self._summary_pb2 = event_pb2, summary_pb2
+        self._crc, self._text = record_writer.masked_crc32c, summary.text
+        self._event, self._summary = event_pb2.Event, summary_pb2.Summary
         os.makedirs(directory, exist_ok=True)
-        self._moments: dict[int, _Moment] = {}
+        self._waiting: list[tuple[int, float, Mapping[str, Any]]] = []
+        self._flushed = -math.inf
         self._told: set[str] = set()
         history = os.path.join(directory, HISTORY)
         rows = _cut(history, first, last) if os.path.exists(history) else []
         self._later = [row for row in rows if row["step"] > last]  # START takes them back, too
-        self._history = open(history, "ab", buffering=0)  # a line is one write: whole, or not there
+        self._history = open(history, "ab", buffering=0)
         # Files of this name only: somebody else's may be open for writing.
-        name = os.path.join(glob.escape(directory), "events.out.tfevents.*.estimator")
-        old = sorted(glob.glob(name))
+        old = sorted(glob.glob(os.path.join(glob.escape(directory), "events.out.tfevents.*.estimator")))
         if old:
             os.truncate(old[-1], _whole_records(old[-1]))
         new = os.path.join(directory, f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.estimator")
         self._events = open(old[-1] if old else new, "ab", buffering=0)
-        if self._events.tell() == 0:
-            self._record(event_pb2.Event(wall_time=time.time(), file_version="brain.Event:2"))
-        else:
-            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-            self._record(event_pb2.Event(wall_time=time.time(), step=first, session_log=start))
+        # The first START of a directory means nothing to TensorBoard; each later one takes back.
+        start = self._event(wall_time=time.time(), step=first)
+        start.session_log.status = event_pb2.SessionLog.START
+        version = [] if old else [self._event(wall_time=time.time(), file_version="brain.Event:2")]
+        self._events.write(b"".join(map(self._record, [*version, start])))
 
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int, walltime: float) -> None:
-        self._add(tag, global_step, walltime, simple_value=scalar_value)
-        if tag not in _COLUMNS:
-            self._moments[global_step].scalars[tag] = scalar_value
-        elif tag not in self._told:
-            self._told.add(tag)
-            logging.warning("%s has no summary %r: it has a column of that name. Rename the summary.", HISTORY, tag)
+    def write(self, step: int, walltime: float, values: Mapping[str, Any]) -> None:
+        """Notes values, and writes them, and all that wait, unless that was done within the last second.
 
-    def add_histogram_raw(self, tag: str, *, global_step: int, walltime: float, **parts: Any) -> None:
-        parts["bucket_limit"], parts["bucket"] = parts.pop("bucket_limits"), parts.pop("bucket_counts")
-        self._add(tag, global_step, walltime, histo=self._summary_pb2.HistogramProto(**parts))
-
-    def add_image(self, tag: str, img_tensor: np.ndarray, global_step: int, walltime: float, dataformats: str) -> None:
-        assert dataformats == "HWC"
-        height, width, channels = img_tensor.shape
-        image = self._summary_pb2.Summary.Image(
-            height=height, width=width, colorspace=channels, encoded_image_string=_png(img_tensor)
-        )
-        self._add(tag, global_step, walltime, image=image)
-
-    def add_text(self, tag: str, text_string: str, global_step: int, walltime: float) -> None:
-        from tensorboardX.summary import text
-
-        self._moment(global_step, walltime).values.extend(text(tag, text_string).value)
+        Args:
+          step: of the training.
+          walltime: in seconds since 1970.
+          values: by tag: numbers, `Histogram`s, texts, and images as arrays of shape `(n, height, width, channels)`.
+        """
+        self._waiting.append((step, walltime, values))
+        if time.monotonic() >= self._flushed + 1.0:
+            self.flush()
 
     def flush(self) -> None:
-        for step, moment in sorted(self._moments.items()):
-            self._record_values(step, moment.time, moment.values)
-            if moment.scalars:
-                self._history.write(_line({"step": step, "time": moment.time, **moment.scalars}))
-        self._moments.clear()
+        """Writes what waits: each file at once, so that a kill tears nothing."""
+        waiting, self._waiting = self._waiting, []
+        self._events.write(b"".join(self._record(self._event_of(*moment)) for moment in waiting))
+        self._history.write(b"".join(map(self._history_of, waiting)))
+        self._flushed = time.monotonic()
 
     def close(self) -> None:
         try:
             self.flush()
             for row in self._later:
-                values = [self._value(tag, simple_value=row[tag]) for tag in row if tag not in _COLUMNS]
-                self._record_values(row["step"], row["time"], values)
+                scalars = {tag: row[tag] for tag in row if tag not in _COLUMNS}
+                self._events.write(self._record(self._event_of(row["step"], row["time"], scalars)))
         finally:
             self._events.close()
             self._history.close()
 
-    def _add(self, tag: str, step: int, walltime: float, **value: Any) -> None:
-        self._moment(step, walltime).values.append(self._value(tag, **value))
+    def _event_of(self, step: int, walltime: float, values: Mapping[str, Any]) -> Any:
+        event = self._event(wall_time=walltime, step=step)
+        shown = event.summary.value
+        for tag, value in values.items():
+            if isinstance(value, int | float):
+                shown.add(tag=tag, simple_value=value)
+            elif isinstance(value, Histogram):
+                parts = histogram_parts(value)
+                limits, counts = parts.pop("bucket_limits"), parts.pop("bucket_counts")
+                shown.add(tag=tag, histo={**parts, "bucket_limit": limits, "bucket": counts})
+            elif isinstance(value, str):
+                shown.extend(self._text(tag, value).value)
+            else:
+                for i, image in enumerate(as_uint8(value)):
+                    height, width, channels = image.shape
+                    fields = {"height": height, "width": width, "colorspace": channels}
+                    shown.add(tag=f"{tag}/image/{i}", image={**fields, "encoded_image_string": _png(image)})
+        return event
 
-    def _value(self, tag: str, **value: Any) -> Any:
-        return self._summary_pb2.Summary.Value(tag=tag, **value)
-
-    def _moment(self, step: int, walltime: float) -> _Moment:
-        return self._moments.setdefault(step, _Moment(walltime, [], {}))
-
-    def _record_values(self, step: int, walltime: float, values: Sequence[Any]) -> None:
-        summary = self._summary_pb2.Summary(value=values)
-        self._record(self._event_pb2.Event(wall_time=walltime, step=step, summary=summary))
-
-    def _record(self, event: Any) -> None:
-        from tensorboardX.record_writer import masked_crc32c
-
+    def _record(self, event: Any) -> bytes:
         data = event.SerializeToString()
         length = struct.pack("<Q", len(data))
-        crcs = [struct.pack("<I", masked_crc32c(part)) for part in (length, data)]
-        self._events.write(length + crcs[0] + data + crcs[1])
+        return b"".join((length, struct.pack("<I", self._crc(length)), data, struct.pack("<I", self._crc(data))))
+
+    def _history_of(self, moment: tuple[int, float, Mapping[str, Any]]) -> bytes:
+        step, walltime, values = moment
+        scalars = {tag: value for tag, value in values.items() if isinstance(value, int | float)}
+        for tag in scalars.keys() & _COLUMNS:
+            del scalars[tag]
+            if tag not in self._told:
+                logging.warning("The summary %r is not in %s, which has a column %r. Rename it.", tag, HISTORY, tag)
+            self._told.add(tag)
+        return _line({"step": step, "time": walltime, **scalars}) if scalars else b""
 
 
-def write_values(writer: Any, step: int, walltime: float, values: Mapping[str, Any]) -> None:
-    """Gives values to an `EventWriter` or a `tensorboardX.SummaryWriter`, and flushes it.
-
-    Args:
-      writer: gets them.
-      step, walltime: when they were taken.
-      values: by tag: numbers, `Histogram`s, texts, and images as arrays of shape `(n, height, width, channels)`.
-    """
+def write_into(writer: Any, step: int, walltime: float, values: Mapping[str, Any]) -> None:
+    """What `EventWriter.write` does, for a `tensorboardX.SummaryWriter`; flushes it."""
     for tag, value in values.items():
-        if isinstance(value, Histogram):
-            writer.add_histogram_raw(tag, **_histogram_parts(value), global_step=step, walltime=walltime)
-        elif isinstance(value, str):
-            writer.add_text(tag, value, step, walltime)
-        elif isinstance(value, np.ndarray):
-            for i, image in enumerate(_as_uint8(value)):
-                writer.add_image(f"{tag}/image/{i}", image, step, walltime, dataformats="HWC")
-        else:
+        if isinstance(value, int | float):
             writer.add_scalar(tag, value, step, walltime)
+        elif isinstance(value, Histogram):
+            writer.add_histogram_raw(tag, **histogram_parts(value), global_step=step, walltime=walltime)
+        else:
+            for i, image in enumerate(as_uint8(value)):
+                writer.add_image(f"{tag}/image/{i}", image, step, walltime, dataformats="HWC")
     writer.flush()
 
 
@@ -224,7 +209,8 @@ def _read(path: str) -> tuple[list[dict[str, Any]], bool]:
     rows: dict[int, dict[str, Any]] = {}
     for i, line in enumerate(lines):
         try:
-            row = {tag: float(value) if isinstance(value, str) else value for tag, value in json.loads(line).items()}
+            row = json.loads(line)
+            row.update({tag: float(value) for tag, value in row.items() if isinstance(value, str)})
             rows[row["step"]] = rows.get(row["step"], {}) | row
         except (ValueError, AttributeError, KeyError) as error:
             raise ValueError(f"{path}, line {i + 1}, is no line of a history: {line!r}.") from error
@@ -244,8 +230,9 @@ def _cut(path: str, first: int, last: float) -> list[dict[str, Any]]:
 
 def _line(row: Mapping[str, Any]) -> bytes:
     """JSON has no NaN and no infinities: their names stand for them."""
-    finite = {tag: value if math.isfinite(value) else _NAMES[str(value)] for tag, value in row.items()}
-    return json.dumps(finite, allow_nan=False).encode() + b"\n"
+    if not all(map(math.isfinite, row.values())):
+        row = {tag: value if math.isfinite(value) else _NAMES[str(value)] for tag, value in row.items()}
+    return json.dumps(row, allow_nan=False).encode() + b"\n"
 
 
 _NAMES = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
@@ -271,7 +258,7 @@ def _histogram_of(array: np.ndarray) -> Histogram:
     return Histogram(counts, flat.min(), flat.max(), flat.sum(), (flat**2).sum())
 
 
-def _histogram_parts(histogram: Histogram) -> dict[str, Any]:
+def histogram_parts(histogram: Histogram) -> dict[str, Any]:
     """Empty buckets side by side are written as one, as TensorFlow does."""
     counts = np.asarray(histogram.counts)
     kept = (counts > 0) | np.append(counts[1:] > 0, True)
@@ -286,7 +273,7 @@ def _histogram_parts(histogram: Histogram) -> dict[str, Any]:
     }
 
 
-def _as_uint8(images: np.ndarray) -> np.ndarray:
+def as_uint8(images: np.ndarray) -> np.ndarray:
     if images.dtype == np.uint8:
         return images
     return (np.clip(np.nan_to_num(images.astype(np.float32)), 0.0, 1.0) * 255.0).round().astype(np.uint8)

@@ -216,6 +216,7 @@ class Training:
         if self.saved_step == step or self._ended_by_nan:
             return self.saved_path
         phase, self.context.phase = self.context.phase, "checkpoint"
+        self.context.flush()  # a run that goes on from here will not write it
         bad = sorted(_names_with_nan(state.variables))
         if bad:
             raise NanLossDuringTrainingError(

@@ -151,6 +151,10 @@ class Context:
             self._events[directory] = EventWriter(directory, first, last)
         return self._events[directory]
 
+    def flush(self) -> None:
+        for writer in self._events.values():
+            writer.flush()
+
     def close(self) -> None:
         for writer in self._events.values():
             writer.close()

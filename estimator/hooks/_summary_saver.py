@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
-from estimator._events import shown_metrics, write_values
+from estimator._events import shown_metrics, write_into
 from estimator._modes import ModeKeys
 from estimator._report import Histogram, Report, Rows, Scalar
 from estimator.hooks._hook import Context, Hook, RunValues
 from estimator.hooks._timer import SecondOrStepTimer
 
 _Held = tuple[int, float, RunValues]  # the step, the time, and what will be known of it
+_SECONDS = 1.0  # between two rates, at least
 _HELD = 2  # as many as there are programs in flight: to read a third one waits for nothing
 
 
 class SummarySaverHook(Hook):
     """Writes the loss, what the model_fn shows by `est.summary.*`, `global_step/sec` and `examples/sec`.
 
-    They go into an event file for TensorBoard, and the numbers into `history.jsonl` too (see `est.read_history`).
-    `train` has such a hook unless one is given that writes into the model_dir; `RunConfig.save_summary_steps` says how
-    often it writes. Nothing waits for the values: they are written once the training has passed them, and before
-    the next checkpoint. A model_fn that shows nothing costs no program of its own.
+    They go into an event file for TensorBoard, and the numbers into `history.jsonl` too (see `est.read_history`); the
+    rates once a second at most. `train` has such a hook unless one is given that writes into the model_dir;
+    `RunConfig.save_summary_steps` says how often it writes. Nothing waits for the values: they are written once the
+    training has passed them, and before the next checkpoint. A model_fn that shows nothing costs no program of its own.
 
     In `evaluate`, whose metrics are written anyway, it writes what the model_fn shows of the last batch of those asked
     for. There it counts batches, not steps.
@@ -67,7 +69,7 @@ class SummarySaverHook(Hook):
 
     def begin(self) -> None:
         self._timer.reset()
-        self._writer: Any = None
+        self._write: Callable[[int, float, dict[str, Any]], None] | None = None  # for the chief alone
         self._names: list[str] = []
         self._held: list[_Held] = []
         self._passed = 0  # the last step whose loss is known
@@ -80,7 +82,10 @@ class SummarySaverHook(Hook):
         if context.mode == ModeKeys.TRAIN:
             context.watch_losses(self._pass)
         if jax.process_index() == 0:
-            self._writer = self._given_writer or context.events(self._dir)
+            if self._given_writer is None:
+                self._write = context.events(self._dir).write
+            else:
+                self._write = functools.partial(write_into, self._given_writer)
 
     def next_step(self, step: int) -> int | None:
         if not self._names:
@@ -121,30 +126,27 @@ class SummarySaverHook(Hook):
         else:
             steps = range(last, last + 1 if self._timer.should_trigger_for_step(last) else last)
         for step in steps:
-            rates = self._rates(context) if step == steps[-1] else {}
-            self._write(step, time.time(), {"loss": float(losses[step - first]), **rates})
+            if self._write is not None:
+                rates = self._rates(context) if step == steps[-1] else {}
+                self._write(step, time.time(), {"loss": float(losses[step - first]), **rates})
             self._timer.update_last_triggered_step(step)
 
     def _rates(self, context: Context) -> dict[str, float]:
         """Steps and examples per second, of all since the last time, or since the first program was compiled."""
         now = context.global_step, context.examples, time.monotonic()
         since = self._clock or context.clock
-        if since is None or since[0] == now[0]:
+        if since is None or since[0] == now[0] or (since is self._clock and now[2] < since[2] + _SECONDS):
             return {}
         self._clock = now
         steps, examples, seconds = (b - a for a, b in zip(since, now, strict=True))
         return {"global_step/sec": steps / seconds, "examples/sec": examples / seconds}
 
     def _write_held(self, context: Context, held: _Held, rates: Mapping[str, float] | None = None) -> None:
-        if self._writer is None:
+        if self._write is None:
             return  # nothing is fetched for it
         step, walltime, values = held
         loss = {"loss": values.loss} if context.mode == ModeKeys.TRAIN else {}
         self._write(step, walltime, {**loss, **(rates or {}), **dict(zip(self._names, values.results, strict=True))})
-
-    def _write(self, step: int, walltime: float, values: Mapping[str, Any]) -> None:
-        if self._writer is not None:
-            write_values(self._writer, step, walltime, values)
 
 
 def write_evaluation(context: Context, checkpoint_path: str | None) -> None:
@@ -152,7 +154,7 @@ def write_evaluation(context: Context, checkpoint_path: str | None) -> None:
     if jax.process_index() == 0:
         assert context.metrics is not None
         text = {"checkpoint_path": checkpoint_path} if checkpoint_path else {}
-        write_values(context.events(), context.global_step, time.time(), {**shown_metrics(context.metrics), **text})
+        context.events().write(context.global_step, time.time(), {**shown_metrics(context.metrics), **text})
 
 
 def _is_shown(report: Report) -> bool:
