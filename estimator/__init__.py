@@ -7,13 +7,16 @@ from estimator import export, hooks, inputs, losses, metrics, summary
 from estimator._embedding import embedding_lookup
 from estimator._estimator import Estimator
 from estimator._events import read_eval_metrics, read_history
+from estimator._flax import flax_module
 from estimator._indexed_slices import IndexedSlices
 from estimator._lazy import lazy
+from estimator._load_exported import ExportedModel, load_exported
 from estimator._loss_scale import DynamicLossScale
 from estimator._modes import ModeKeys
 from estimator._non_finite import NonFiniteGradientError, skipped_steps
 from estimator._optimizer import Optimizer, TrainOp, group
 from estimator._plot_history import plot_history
+from estimator._preemption import Preempted
 from estimator._random import global_step, make_rng
 from estimator._replica_check import ReplicaMismatchError
 from estimator._report import record
@@ -30,6 +33,7 @@ from estimator._variables import (
     read_variable,
     variable_scope,
 )
+from estimator._warm_start import WarmStartReport, WarmStartSettings
 from estimator.extenders import add_metrics, forward_features
 from estimator.hooks import Hook, SummarySaverHook
 from estimator.losses import Reduction
@@ -40,12 +44,14 @@ __all__ = [
     "Estimator",
     "EstimatorSpec",
     "Hook",
+    "ExportedModel",
     "IndexedSlices",
     "ModeKeys",
     "Model",
     "NanLossDuringTrainingError",
     "NonFiniteGradientError",
     "Optimizer",
+    "Preempted",
     "Reduction",
     "ReplicaMismatchError",
     "RunConfig",
@@ -53,11 +59,14 @@ __all__ = [
     "SummarySaverHook",
     "TrainOp",
     "VariableAggregation",
+    "WarmStartReport",
+    "WarmStartSettings",
     "add_metrics",
     "assign",
     "assign_add",
     "embedding_lookup",
     "export",
+    "flax_module",
     "forward_features",
     "get_variable",
     "global_step",
@@ -65,6 +74,7 @@ __all__ = [
     "hooks",
     "inputs",
     "lazy",
+    "load_exported",
     "losses",
     "make_rng",
     "metrics",

@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import fnmatch
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -26,6 +27,7 @@ import orbax.checkpoint as ocp
 from absl import logging
 from orbax.checkpoint import type_handlers
 
+from estimator._host_state import decode, encode
 from estimator._non_finite import SLOTS, NonFinite
 
 State = Any  # estimator._transform.State, of arrays or of jax.ShapeDtypeStructs.
@@ -34,9 +36,14 @@ _INFO = 20  # the standard library's number
 _NAME = re.compile(r"ckpt-(\d+)")
 _LEFTOVER = re.compile(r"ckpt-\d+\..+")
 _METADATA_FILE = "_METADATA"
+_PIN = "PINNED"  # a file in a checkpoint that stays; removed and copied with it
 _PREFIXES = ("variables/", "slots/")
 # What a checkpoint may lack (it is zero then) or have in excess: on_nan can be switched on and off.
 _COUNTERS = {f"slots/{SLOTS}/{field}" for field in NonFinite._fields}
+
+
+_HOST = "host"  # what is no array, in one
+_INPUT_ENDED = "INPUT_ENDED"  # a file in a checkpoint
 
 
 class Checkpoints:
@@ -59,11 +66,19 @@ class Checkpoints:
     Args:
       model_dir: the directory; made by the first `save`.
       keep_max: how many of the newest checkpoints `save` leaves; None or 0: all.
+      keep_every_n_hours: of the older ones `save` leaves the first, and each that was written so many hours after the
+        last one left. None: none of them. The time is that of the files, so another process goes on counting.
     """
 
-    def __init__(self, model_dir: str | os.PathLike[str], keep_max: int | None = 5) -> None:
+    def __init__(
+        self,
+        model_dir: str | os.PathLike[str],
+        keep_max: int | None = 5,
+        keep_every_n_hours: float | None = None,
+    ) -> None:
         self._dir = os.fspath(model_dir)
         self._keep_max = keep_max
+        self._keep_every_ns = None if keep_every_n_hours is None else keep_every_n_hours * 3600e9
         self._swept = False
 
     def paths(self) -> list[str]:
@@ -78,7 +93,7 @@ class Checkpoints:
         paths = self.paths()
         return paths[-1] if paths else None
 
-    def save(self, state: State) -> str:
+    def save(self, state: State, host: dict[str, Any] | None = None) -> str:
         """Returns the path `<model_dir>/ckpt-<global_step>`, to which it has written `state`.
 
         A step that has a checkpoint already is left as it is: a training run goes on from the
@@ -86,6 +101,7 @@ class Checkpoints:
 
         Args:
           state: what to save, of jax arrays on any devices; none may have a size of zero.
+          host: what else to save with it, in the same write (see `_host_state.py`).
 
         Raises:
           ValueError: two variables have the same name on disk.
@@ -93,12 +109,38 @@ class Checkpoints:
         path = self._path(int(state.global_step))
         if not _is_checkpoint(path):
             arrays = jax.tree.map(_key_data, _flatten(state))
+            if host:
+                arrays[_HOST] = encode(host)
             with _checkpointer() as checkpointer:
                 # force: something that is no checkpoint may be in the way.
                 checkpointer.save(os.path.abspath(path), args=ocp.args.PyTreeSave(arrays), force=True)
             if jax.process_index() == 0:
                 self._remove_old(path)
         return path
+
+    def pin(self, path: str) -> None:
+        """Keeps a checkpoint on disk until `unpin`, also after a restart; it does not count among the newest.
+
+        Raises:
+          ValueError: `path` is not a checkpoint.
+        """
+        _check_is_checkpoint(path)
+        with open(os.path.join(path, _PIN), "w"):
+            pass
+
+    def unpin(self, path: str) -> None:
+        """Lets a later `save` remove a checkpoint, as any other.
+
+        Raises:
+          ValueError: `path` is not a checkpoint.
+        """
+        _check_is_checkpoint(path)
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(os.path.join(path, _PIN))
+
+    def pinned(self) -> list[str]:
+        """The paths of the pinned checkpoints, oldest first."""
+        return [path for path in self.paths() if _is_pinned(path)]
 
     def _path(self, step: int) -> str:
         return os.path.join(self._dir, f"ckpt-{step}")
@@ -110,10 +152,19 @@ class Checkpoints:
             self._swept = True
         if not self._keep_max:
             return
+        last_kept = None
         for path in self.paths()[: -self._keep_max]:
-            if path != written:
+            at = written_ns(path)
+            if self._keep_every_ns is not None and (last_kept is None or at - last_kept >= self._keep_every_ns):
+                last_kept = at
+            elif path != written and not _is_pinned(path):
                 os.rename(path, f"{path}.removed")
                 shutil.rmtree(f"{path}.removed")
+
+
+def written_ns(path: str) -> int:
+    """When the checkpoint at `path` was written, in nanoseconds: tells it from another one of the same name."""
+    return os.stat(os.path.join(path, _METADATA_FILE)).st_mtime_ns
 
 
 def restore(path: str, like: State, partial: bool = False) -> State:
@@ -137,7 +188,7 @@ def restore(path: str, like: State, partial: bool = False) -> State:
     with _checkpointer() as checkpointer:
         saved = _metadata(checkpointer, path)
         new = {name: data.pop(name) for name in _COUNTERS & (data.keys() - saved.keys())}
-        saved = {name: was for name, was in saved.items() if name in data or name not in _COUNTERS}
+        saved = {name: was for name, was in saved.items() if name in data or name not in {*_COUNTERS, _HOST}}
         _check_same(path, saved, data, partial)
         restore_args = {name: ocp.ArrayRestoreArgs(sharding=wanted[name].sharding or default) for name in data}
         arrays = checkpointer.restore(
@@ -159,23 +210,82 @@ def names(path: str) -> list[str]:
         return sorted(_by_readable_name(_metadata(checkpointer, path)))
 
 
+def shapes(path: str, slots: bool = True) -> dict[str, Any]:
+    """Returns by name (see `names`) what is saved at `path`, as objects with `shape` and `dtype`.
+
+    The counters of `on_nan` are left out, and, unless `slots`, all optimizer slots.
+
+    Raises:
+      ValueError: `path` is not a checkpoint.
+    """
+    with _checkpointer() as checkpointer:
+        saved = _metadata(checkpointer, path)
+    readable = _by_readable_name(saved).items()
+    left_out = _COUNTERS if slots else {key for key in saved if key.startswith("slots/")}
+    return {name: saved[key] for name, key in readable if key not in left_out}
+
+
+def progress(path: str) -> tuple[int, dict[str, Any]]:
+    """Returns the global step of the checkpoint at `path`, and what was given to `save` as `host`.
+
+    Raises:
+      ValueError: `path` is not a checkpoint.
+    """
+    with _checkpointer() as checkpointer:
+        keys = {"global_step", _HOST} & _metadata(checkpointer, path).keys()
+        restore_args = {key: ocp.RestoreArgs(restore_type=np.ndarray) for key in keys}
+        args = ocp.args.PyTreeRestore(dict.fromkeys(keys, 0), restore_args, partial_restore=True)
+        arrays = checkpointer.restore(os.path.abspath(path), args=args)
+    return int(arrays["global_step"]), decode(arrays[_HOST]) if _HOST in keys else {}
+
+
+def note_end_of_input(path: str) -> None:
+    """Says of a checkpoint that the run which saved it came to the end of its input: the next run begins anew."""
+    with open(os.path.join(path, _INPUT_ENDED), "w"):
+        pass
+
+
+def is_end_of_input(path: str) -> bool:
+    return os.path.exists(os.path.join(path, _INPUT_ENDED))
+
+
 def read(path: str, name: str) -> np.ndarray:
     """Returns the array called `name` (see `names`) of the checkpoint at `path`.
 
     Raises:
       ValueError: `path` is not a checkpoint, or it has no such array.
     """
+    return read_all(path, [name])[name]
+
+
+def read_all(path: str, patterns: Sequence[str]) -> dict[str, np.ndarray]:
+    """Returns by name the arrays of the checkpoint at `path` that `patterns` name.
+
+    Args:
+      path: the checkpoint.
+      patterns: names (see `names`), or globs such as "dense/*", whose "*" stands for "/" too.
+
+    Raises:
+      ValueError: `path` is not a checkpoint, or it has nothing that one of the patterns names.
+    """
     with _checkpointer() as checkpointer:
         on_disk = _by_readable_name(_metadata(checkpointer, path))
-        if name not in on_disk:
-            near = difflib.get_close_matches(name, on_disk, cutoff=0.5) or sorted(on_disk)[:5]
-            raise ValueError(
-                f"Checkpoint {path} has no variable {name!r}. Did you mean one of {near}? "
-                f"It has {len(on_disk)} names in all."
-            )
-        key = on_disk[name]
-        args = ocp.args.PyTreeRestore({key: 0}, {key: ocp.RestoreArgs(restore_type=np.ndarray)}, partial_restore=True)
-        return checkpointer.restore(os.path.abspath(path), args=args)[key]
+        keys: dict[str, str] = {}
+        for pattern in patterns:
+            found = [pattern] if pattern in on_disk else fnmatch.filter(sorted(on_disk), pattern)
+            if not found:
+                near = difflib.get_close_matches(pattern, on_disk, cutoff=0.5) or sorted(on_disk)[:5]
+                raise ValueError(
+                    f"Checkpoint {path} has no variable {pattern!r}. Did you mean one of {near}? "
+                    f"It has {len(on_disk)} names in all."
+                )
+            keys |= {name: on_disk[name] for name in found}
+        if not keys:
+            return {}
+        restore_args = {key: ocp.RestoreArgs(restore_type=np.ndarray) for key in keys.values()}
+        args = ocp.args.PyTreeRestore(dict.fromkeys(restore_args, 0), restore_args, partial_restore=True)
+        arrays = checkpointer.restore(os.path.abspath(path), args=args)
+    return {name: arrays[key] for name, key in keys.items()}
 
 
 @contextlib.contextmanager
@@ -202,13 +312,21 @@ def _is_checkpoint(path: str) -> bool:
     return os.path.isfile(os.path.join(path, _METADATA_FILE))
 
 
-def _metadata(checkpointer: ocp.Checkpointer, path: str) -> dict[str, Any]:
-    """What is saved at `path`: names on disk, and objects with `shape` and `dtype`."""
+def _check_is_checkpoint(path: str) -> None:
     if not _is_checkpoint(path):
         raise ValueError(
             f"{path} is not a checkpoint. Give the path of one, as `latest_checkpoint()` returns "
             "it: `<model_dir>/ckpt-<step>`."
         )
+
+
+def _is_pinned(path: str) -> bool:
+    return os.path.exists(os.path.join(path, _PIN))
+
+
+def _metadata(checkpointer: ocp.Checkpointer, path: str) -> dict[str, Any]:
+    """What is saved at `path`: names on disk, and objects with `shape` and `dtype`."""
+    _check_is_checkpoint(path)
     return checkpointer.metadata(os.path.abspath(path)).item_metadata.tree
 
 
@@ -224,6 +342,20 @@ def _flatten(state: State) -> dict[str, Any]:
             )
         leaves[name] = leaf
     return leaves
+
+
+def named_leaves(state: State) -> dict[str, Any]:
+    """The leaves of a state by the names that users see (see `names`), less PRNG keys and the counters of `on_nan`."""
+    leaves = _flatten(state)
+    named = {name: (key, leaves[key]) for name, key in _by_readable_name(leaves).items()}
+    return {name: leaf for name, (key, leaf) in named.items() if key not in _COUNTERS and not _is_key(leaf)}
+
+
+def with_named_leaves(state: State, new: dict[str, Any]) -> State:
+    """The state with other arrays for some of its `named_leaves`."""
+    leaves = _flatten(state)
+    leaves |= {key: new[name] for name, key in _by_readable_name(leaves).items() if name in new}
+    return jax.tree.unflatten(jax.tree.structure(state), leaves.values())
 
 
 def _by_readable_name(on_disk: dict[str, Any]) -> dict[str, str]:
@@ -248,7 +380,7 @@ def _check_same(path: str, saved: dict[str, Any], model: dict[str, Any], partial
     """Raises one error that names every difference between a checkpoint and a model."""
     lines = []
     for key in sorted(model.keys() | saved.keys()):
-        was, now = _describe(saved.get(key)), _describe(model.get(key))
+        was, now = describe(saved.get(key)), describe(model.get(key))
         if key not in saved:
             lines.append(f"  missing: {_short(key)}, {now} in the model")
         elif key not in model and not partial:
@@ -264,7 +396,7 @@ def _check_same(path: str, saved: dict[str, Any], model: dict[str, Any], partial
         )
 
 
-def _describe(array: Any) -> str:
+def describe(array: Any) -> str:
     return "" if array is None else f"{np.dtype(array.dtype).name}{list(array.shape)}"
 
 

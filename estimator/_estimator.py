@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-import itertools
+import inspect
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,16 +16,19 @@ from absl import logging
 from estimator import _checkpoint
 from estimator._checkpoint import Checkpoints
 from estimator._evaluate import EvalSteps, evaluate_batches
+from estimator._export_model import check_arguments, write_export
 from estimator._frame import PyTree
-from estimator._input import batches, call_input_fn
-from estimator._model_fn import ModelFn
+from estimator._input import Batches, batches, call_input_fn
+from estimator._model_fn import ModelFn, bind
 from estimator._modes import ModeKeys
 from estimator._predict import PredictSteps, checked_keys, predict_batches, single_examples
+from estimator._preemption import ends_by_sigterm
 from estimator._programs import Programs
 from estimator._run_config import RunConfig
 from estimator._spec import checked_hooks
 from estimator._train import Training
 from estimator._transform import State, transform
+from estimator._warm_start import WarmStartReport, WarmStartSettings, as_settings, warm_start
 from estimator.hooks import _run
 from estimator.hooks._checkpoint_saver import CheckpointSaverListener, checked_listeners
 from estimator.hooks._defaults import with_default_hooks
@@ -67,9 +70,12 @@ class Estimator:
       model_dir: the directory of the checkpoints; default: the config's, else a new temporary one.
       config: a `RunConfig`.
       params: passed on to model_fn and input_fn; copied.
+      warm_start_from: where variables get their first values from, as long as the model_dir has no checkpoint: a
+        `WarmStartSettings`, or a model_dir or the path of a checkpoint, for all trainable variables.
 
     Raises:
-      ValueError: no model_fn, one with other arguments, or two different model_dirs.
+      ValueError: no model_fn, one with other arguments, two different model_dirs, or a config or warm_start_from of
+        another kind.
     """
 
     def __init__(
@@ -78,6 +84,7 @@ class Estimator:
         model_dir: str | os.PathLike[str] | None = None,
         config: RunConfig | None = None,
         params: Any = None,
+        warm_start_from: str | os.PathLike[str] | WarmStartSettings | None = None,
     ) -> None:
         if model_fn is None:
             raise ValueError("model_fn must be provided to Estimator; got None.")
@@ -87,8 +94,15 @@ class Estimator:
         self._config = config.replace(model_dir=_chosen_dir(model_dir, config))
         self._params = copy.deepcopy({} if params is None else params)
         self._model_fn = model_fn
+        self._warm_start = as_settings(warm_start_from)
+        self._warm_start_report: WarmStartReport | None = None
         self._model = transform(model_fn, self.params, self._config, donate=True)
-        self._checkpoints = Checkpoints(self.model_dir, self._config.keep_checkpoint_max)
+        if params is None and _needs_params(model_fn):
+            logging.warning("The model_fn has a params argument, but params are not passed to Estimator.")
+        self._checkpoints = Checkpoints(
+            self.model_dir, self._config.keep_checkpoint_max, self._config.keep_checkpoint_every_n_hours
+        )
+        self._is_first_run = True
         self._programs: Programs | None = None  # made for the first batch
         self._eval_steps = EvalSteps(self._model)
         self._predict_steps = PredictSteps(self._model)
@@ -111,6 +125,11 @@ class Estimator:
     @property
     def model_fn(self) -> ModelFn:
         return self._model_fn
+
+    @property
+    def warm_start_report(self) -> WarmStartReport | None:
+        """What the last warm start of this Estimator took; None: there was none."""
+        return self._warm_start_report
 
     def train(
         self,
@@ -151,11 +170,13 @@ class Estimator:
         _check_steps("max_steps", max_steps)
         own_hooks, listeners = checked_hooks("hooks", hooks), checked_listeners(saving_listeners)
         path = self._checkpoints.latest()
-        start = 0 if path is None else int(_checkpoint.read(path, "global_step"))
+        start, host = (0, {}) if path is None else _checkpoint.progress(path)
         if max_steps is not None and start >= max_steps:
             logging.info("Skipping training since max_steps has already saved.")
             return self
-        first, rest = self._first(input_fn, ModeKeys.TRAIN)
+        rest = self._batches(input_fn, ModeKeys.TRAIN)
+        skipped = self._resume(rest, path, host)
+        first = rest.peek()
         if first is None:
             logging.warning("Training with estimator made no steps. Perhaps input is empty or misspecified.")
             return self
@@ -163,12 +184,22 @@ class Estimator:
             self._programs = Programs(self._model, *first)
         chief_hooks, spec_hooks = self._programs.traits.hooks
         all_hooks = with_default_hooks(chief_hooks, [*own_hooks, *spec_hooks], self._config, listeners)
+        state = self._own_copy(self._state(ModeKeys.TRAIN, path, *first))
+        if path is None and self._warm_start:
+            start = int(state.global_step)  # which it may have brought
+            if max_steps is not None and start >= max_steps:
+                logging.info("Skipping training since the warm start is at max_steps already.")
+                return self
+        last_step = max_steps if steps is None else start + steps
         context = Context(ModeKeys.TRAIN, self.model_dir, start)
-        with _run.around(all_hooks, context):
-            state = self._own_copy(self._state(ModeKeys.TRAIN, path, *first))
-            last_step = max_steps if steps is None else start + steps
-            training = Training(self._programs, self._config, self._checkpoints, context, all_hooks, last_step, path)
+        _run.set_states(all_hooks, host.get("hooks", {}))
+        training = Training(
+            self._programs, self._config, self._checkpoints, context, all_hooks, last_step, path, skipped
+        )
+        with ends_by_sigterm(context), _run.around(all_hooks, context):
             state = training.run(state, rest)
+        if training.saved_path is not None and context.stop_reason == "input":
+            _checkpoint.note_end_of_input(training.saved_path)
         if training.saved_path is not None and training.saved_step == context.global_step:
             self._keep(training.saved_path, state)
         return self
@@ -232,7 +263,8 @@ class Estimator:
         name: str | None,
         path: str | None = None,
     ) -> dict[str, Any]:
-        first, rest = self._first(input_fn, ModeKeys.EVAL)
+        rest = self._batches(input_fn, ModeKeys.EVAL)
+        first = rest.peek()
         if first is None:
             raise ValueError(
                 "`evaluate` got no batch from input_fn. Check that it starts anew at each call; a generator made "
@@ -242,7 +274,7 @@ class Estimator:
         traits = self._model.traits(*first, mode=ModeKeys.EVAL)
         context.output_dir, context.reported = self.eval_dir(name), traits.reported
         hooks = (*hooks, *traits.hooks[1])
-        with _run.around(hooks, context):
+        with ends_by_sigterm(context), _run.around(hooks, context):
             state = state_for(*first)
             context.has_state(state)
             results = evaluate_batches(self._eval_steps, state, rest, hooks, context, steps)
@@ -289,6 +321,50 @@ class Estimator:
         predictions = self._predictions(input_fn, keys, own_hooks, self._existing(checkpoint_path))
         return single_examples(predictions) if yield_single_examples else predictions
 
+    def export_model(
+        self,
+        export_dir_base: str | os.PathLike[str],
+        example_features: PyTree,
+        *,
+        checkpoint_path: str | None = None,
+        assets_extra: Mapping[str, str | os.PathLike[str]] | None = None,
+        batch_size: int | None = None,
+        platforms: Sequence[str] = ("cpu", "cuda"),
+    ) -> str:
+        """Writes what `predict` computes to a new folder; `est.load_exported` runs it without this model_fn.
+
+        As in TensorFlow, the folder is called by the time in seconds, and appears under this name when it is whole.
+        It holds a program for each entry of `export_outputs`, made by `jax.export` for one device and batches of any
+        size, the weights, a `metadata.json`, and a `README.md` with the few lines that load it by jax and numpy
+        alone. jax reads programs for at least six months after they were exported; keep the checkpoint too.
+
+        Random keys are those of `predict`; a model_fn that draws some gives the same ones for every batch.
+
+        Args:
+          export_dir_base: where to make the folder.
+          example_features: features as the model_fn takes them, in dicts, lists and tuples: arrays, or
+            `jax.ShapeDtypeStruct`s. Only shapes and dtypes count; the first dimension is that of the batch.
+          checkpoint_path: which checkpoint to export; default: the newest.
+          assets_extra: files to copy into the folder's `assets.extra/`, by their path in there.
+          batch_size: the only batch size to export for, where the model_fn has to know the number of examples.
+          platforms: which of "cpu", "cuda", "rocm" and "tpu" to export for. None needs to be here.
+
+        Returns:
+          The path of the folder.
+
+        Raises:
+          ValueError: there is no checkpoint, or it lacks a variable; the arguments or the outputs cannot be exported;
+            the model_fn does not take batches of any size. Nothing is left behind.
+          TypeError: the features are no arrays of numbers, or in another container.
+        """
+        path = self._checkpoints.latest() if checkpoint_path is None else self._existing(checkpoint_path)
+        if path is None:
+            raise ValueError(f"Couldn't find trained model at {self.model_dir}. Call `train` first.")
+        options = check_arguments(example_features, assets_extra, batch_size, platforms)
+        state = self._state(ModeKeys.PREDICT, path, options.features)
+        call = bind(self._model_fn, self.params, self._config)
+        return write_export(export_dir_base, call, state, options)
+
     def latest_checkpoint(self) -> str | None:
         """The path of the newest complete checkpoint, or None."""
         return self._checkpoints.latest()
@@ -301,13 +377,21 @@ class Estimator:
         """
         return _checkpoint.names(self._trained())
 
-    def get_variable_value(self, name: str) -> np.ndarray:
-        """The value of a variable, or slot, in the newest checkpoint.
+    def get_variable_value(self, name: str | Sequence[str]) -> np.ndarray | dict[str, np.ndarray]:
+        """The value of a variable, or slot, in the newest checkpoint; or several of them.
+
+        Args:
+          name: a name, as `get_variable_names` lists it; or a glob such as "dense/*", or a list of names and globs.
+            "*" stands for any characters, "/" too.
+
+        Returns:
+          The array for a name; a dict of arrays by name for a glob or a list.
 
         Raises:
-          ValueError: there is no checkpoint, or no such name in it.
+          ValueError: there is no checkpoint, or nothing in it has such a name.
         """
-        return _checkpoint.read(self._trained(), name)
+        values = _checkpoint.read_all(self._trained(), [name] if isinstance(name, str) else name)
+        return values[name] if isinstance(name, str) and name in values else values
 
     def eval_dir(self, name: str | None = None) -> str:
         """Where the evaluation called `name` writes: `<model_dir>/eval_<name>`, or `<model_dir>/eval` without one."""
@@ -331,25 +415,41 @@ class Estimator:
         _checkpoint.names(checkpoint_path)  # raises where it is none
         return checkpoint_path
 
-    def _first(
-        self, input_fn: InputFn, mode: ModeKeys
-    ) -> tuple[tuple[PyTree, PyTree] | None, Iterator[tuple[PyTree, PyTree]]]:
-        """The first batch, to make the state for, and all batches with it."""
-        rest = batches(call_input_fn(input_fn, mode, self.params, self._config))
-        first = next(rest, None)
-        return first, rest if first is None else itertools.chain([first], rest)
+    def _resume(self, rest: Batches, path: str | None, host: dict[str, Any]) -> int:
+        """Takes the input on from where an earlier process left it; returns how many batches that process had taken."""
+        goes_on, self._is_first_run = self._is_first_run, False
+        saved = host.get("input", {})
+        how = self._config.resume_input
+        if not goes_on or not saved or how is None or path is None or _checkpoint.is_end_of_input(path):
+            return 0
+        batches = saved["batches"]
+        if rest.has_position and saved["position"] is not None:
+            rest.set_state(saved["position"])
+        elif how != "count":
+            return 0
+        elif (found := rest.skip(batches)) < batches:
+            raise ValueError(
+                f"Checkpoint {path} was saved after {batches} batches of the input, but input_fn gave only {found}. "
+                "Give the same input, or begin anew by RunConfig(resume_input=None)."
+            )
+        logging.info("The input goes on after its first %d batches.", batches)
+        return batches
+
+    def _batches(self, input_fn: InputFn, mode: ModeKeys) -> Batches:
+        return batches(call_input_fn(input_fn, mode, self.params, self._config))
 
     def _predictions(
         self, input_fn: InputFn, keys: tuple[str, ...] | None, hooks: tuple[Hook, ...], path: str | None
     ) -> Iterator[PyTree]:
-        first, rest = self._first(input_fn, ModeKeys.PREDICT)
+        rest = self._batches(input_fn, ModeKeys.PREDICT)
+        first = rest.peek()
         if first is None:
             return
         context = Context(ModeKeys.PREDICT, self.model_dir)
         traits = self._model.traits(first[0], mode=ModeKeys.PREDICT)
         context.reported = traits.reported
         hooks = (*hooks, *traits.hooks[1])
-        with _run.around(hooks, context):
+        with ends_by_sigterm(context), _run.around(hooks, context):
             state = self._state(ModeKeys.PREDICT, path, first[0])
             context.has_state(state)
             yield from predict_batches(self._predict_steps, state, rest, keys, hooks, context)
@@ -358,6 +458,8 @@ class Estimator:
         """The state saved at `path`, from memory if it is alive, or the initial one."""
         if path is None:
             state = self._model.init(jax.random.key(self._config.seed), features, labels, mode=mode)
+            if self._warm_start:
+                state = self._warm_started(self._warm_start, state, mode, features, labels)
             # Committed to their devices as restored arrays are; jax compiles anew for others.
             return jax.device_put(state, jax.tree.map(lambda x: x.sharding, state))
         like = self._model.abstract_init(features, labels, mode=mode)
@@ -365,6 +467,16 @@ class Estimator:
             self._keep(path, _checkpoint.restore(path, like, partial=mode != ModeKeys.TRAIN))
         assert self._live is not None
         return jax.tree.map(_placed, _part(self._live[1], like), like)
+
+    def _warm_started(
+        self, settings: WarmStartSettings, state: State, mode: ModeKeys, features: PyTree, labels: PyTree
+    ) -> State:
+        trainable = self._model.traits(features, labels, mode).trainable
+        state, report = warm_start(settings, state, trainable, mode)
+        if report != self._warm_start_report:
+            logging.log(logging.WARNING if report.missing else logging.INFO, "%s", report)
+        self._warm_start_report = report
+        return state
 
     def _keep(self, path: str | None, state: State) -> None:
         self._live = None if path is None else (_identity(path), state)
@@ -390,6 +502,11 @@ def _chosen_dir(model_dir: str | os.PathLike[str] | None, config: RunConfig) -> 
     return made
 
 
+def _needs_params(model_fn: ModelFn) -> bool:
+    params = inspect.signature(model_fn).parameters.get("params")
+    return params is not None and params.default is params.empty
+
+
 def _check_steps(name: str, value: int | None) -> None:
     if value is not None and value <= 0:
         raise ValueError(f"Must specify {name} > 0, given: {value}.")
@@ -397,7 +514,7 @@ def _check_steps(name: str, value: int | None) -> None:
 
 def _identity(path: str) -> tuple[str, int]:
     """Tells a checkpoint from another one of the same name."""
-    return os.path.abspath(path), os.stat(path).st_mtime_ns
+    return os.path.abspath(path), _checkpoint.written_ns(path)
 
 
 def _part(state: State, like: State) -> State:

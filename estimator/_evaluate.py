@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import collections
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -11,6 +10,8 @@ import numpy as np
 
 from estimator._batch import guarded
 from estimator._frame import PyTree
+from estimator._input import Batches
+from estimator._preemption import SIGTERM, Preempted
 from estimator._reading import batches_with_hooks
 from estimator._report import Report
 from estimator._transform import Model, State
@@ -19,18 +20,26 @@ from estimator.hooks._hook import Context, Hook
 from estimator.metrics import Metric
 
 _BATCHES_IN_FLIGHT = 2
+_MOST_BATCHES_AT_ONCE, _MOST_BYTES_AT_ONCE = 16, 1 << 18  # read ahead together
+_BATCHES_FETCHED = 20  # at once: to fetch each costs as much as a small batch
 
 
 class EvalSteps:
-    """The compiled steps: loss and metrics of a batch, without the predictions; and with what is reported."""
+    """The compiled steps: loss and metrics of a batch, without the predictions; and with what is reported.
+
+    Both take `(variables, global_step, key_data, features, labels)`: jax takes typed keys on a slower path.
+    """
 
     def __init__(self, model: Model) -> None:
-        def reporting(state: State, features: PyTree, labels: PyTree) -> tuple[jax.Array, Any, dict[str, Report]]:
+        def reporting(
+            variables: dict[str, PyTree], step: jax.Array, key_data: jax.Array, features: PyTree, labels: PyTree
+        ) -> tuple[jax.Array, Any, dict[str, Report]]:
+            state = State(variables, {}, step, jax.random.wrap_key_data(key_data))
             spec = model.eval_step(state, features, labels)
             return spec.loss, spec.eval_metric_ops, spec.reported
 
-        def quiet(state: State, features: PyTree, labels: PyTree) -> tuple[jax.Array, Any, dict[str, Report]]:
-            return *reporting(state, features, labels)[:2], {}
+        def quiet(*args: Any) -> tuple[jax.Array, Any, dict[str, Report]]:
+            return *reporting(*args)[:2], {}
 
         self.reporting = jax.jit(reporting)
         self.quiet = jax.jit(quiet)
@@ -45,50 +54,59 @@ class Merged:
     def __init__(self) -> None:
         self._losses: list[float] = []
         self._metrics: dict[str, Any] = {}
-        self._in_flight: collections.deque[tuple[jax.Array, Any]] = collections.deque()
+        self._waiting: list[tuple[jax.Array, Any]] = []
 
     def add(self, loss: jax.Array, metrics: dict[str, Any]) -> None:
-        self._in_flight.append((loss, metrics))
-        if len(self._in_flight) > _BATCHES_IN_FLIGHT:
-            self._finish_one()
+        self._waiting.append((loss, metrics))
+        if len(self._waiting) > _BATCHES_IN_FLIGHT:
+            self._waiting[-1 - _BATCHES_IN_FLIGHT][0].block_until_ready()
+        if len(self._waiting) == _BATCHES_FETCHED:
+            self._fetch()
 
     def results(self) -> dict[str, Any]:
         """By name, the metrics, and "loss", the mean of the batches' losses as in TensorFlow."""
-        while self._in_flight:
-            self._finish_one()
+        self._fetch()
+        if not self._losses:
+            raise ValueError("A hook stopped the evaluation before its first batch: there is no result.")
         results = {name: _as_python(_result(self._metrics[name])) for name in sorted(self._metrics)}
         return {**results, "loss": float(np.mean(self._losses))}
 
-    def _finish_one(self) -> None:
-        loss, metrics = jax.device_get(self._in_flight.popleft())
-        self._losses.append(float(loss))
-        if len(self._losses) > 1 and metrics.keys() != self._metrics.keys():
-            raise ValueError(
-                f"The model_fn returned the metrics {sorted(metrics)} for a batch, but {sorted(self._metrics)} for "
-                "those before. Return the same ones for a batch of any size."
-            )
-        for name, metric in metrics.items():
-            metric = _widened(metric)
-            self._metrics[name] = self._metrics[name].merge(metric) if name in self._metrics else metric
+    def _fetch(self) -> None:
+        for loss, metrics in jax.device_get(self._waiting):
+            self._losses.append(float(loss))
+            if len(self._losses) > 1 and metrics.keys() != self._metrics.keys():
+                raise ValueError(
+                    f"The model_fn returned the metrics {sorted(metrics)} for a batch, but {sorted(self._metrics)} "
+                    "for those before. Return the same ones for a batch of any size."
+                )
+            for name, metric in metrics.items():
+                metric = _widened(metric)
+                self._metrics[name] = self._metrics[name].merge(metric) if name in self._metrics else metric
+        self._waiting = []
 
 
 def evaluate_batches(
     steps: EvalSteps,
     state: State,
-    batches: Iterable[tuple[PyTree, PyTree]],
+    batches: Batches,
     hooks: Sequence[Hook],
     context: Context,
     last_batch: int | None,
 ) -> dict[str, Any]:
     """The metrics over all batches, or the first `last_batch` of them; there must be at least one."""
     merged = Merged()
-    for features, labels, due in batches_with_hooks(batches, hooks, context, last_batch):
+    held = state.variables, state.global_step, jax.random.key_data(state.key)
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(batches.peek()) if hasattr(leaf, "nbytes"))
+    at_once = max(1, min(_MOST_BATCHES_AT_ONCE, _MOST_BYTES_AT_ONCE // max(size, 1)))
+    for features, labels, due in batches_with_hooks(batches, hooks, context, last_batch, at_once):
         asked = _run.before(due, context)
         step = steps.reporting if _run.asks(asked) else steps.quiet
-        loss, metrics, reported = guarded(step, features, labels, state, features, labels)
+        loss, metrics, reported = guarded(step, features, labels, *held, features, labels)
         context.count(1, features)
         merged.add(loss, metrics)
         _run.after(due, context, asked, loss, 1, reported)
+    if context.stop_reason == SIGTERM:
+        raise Preempted  # what there is so far is no result
     return {**merged.results(), "global_step": int(state.global_step)}
 
 

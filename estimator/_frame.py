@@ -54,6 +54,8 @@ class Frame:
       lookups: by table, the rows that each lookup found, a flat array; one that is no row is the table's length.
       handed_out: the variables that the model_fn has seen whole, not only by their rows.
       reported: what the model_fn reported, by full name (see `_report.py`).
+      one_tower: whether a replicated model_fn runs as one tower, on any device: what is exported has no towers.
+      modules: what `flax_module` returned, by full name.
       trace: which of jax's traces the frame was opened in.
     """
 
@@ -67,6 +69,7 @@ class Frame:
     initializing: bool = False
     known_gradients: tuple[dict[str, PyTree], ...] = ()
     average_denominator: Callable[[jax.Array], jax.Array] = _same
+    one_tower: bool = False
     # Python values: what the model_fn did so far.
     trainable: dict[str, bool] = dataclasses.field(default_factory=dict)
     aggregation: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -84,6 +87,7 @@ class Frame:
     lookups: dict[str, list[jax.Array]] = dataclasses.field(default_factory=dict)
     handed_out: set[str] = dataclasses.field(default_factory=set)
     reported: dict[str, Any] = dataclasses.field(default_factory=dict)
+    modules: dict[str, Any] = dataclasses.field(default_factory=dict)
     trace: Any = None
 
     def fresh(self, **changes: Any) -> Frame:
@@ -97,6 +101,7 @@ class Frame:
             "initializing": self.initializing,
             "known_gradients": self.known_gradients,
             "average_denominator": self.average_denominator,
+            "one_tower": self.one_tower,
             "scope": self.scope,
             "reuse": self.reuse,
             "rng_calls": Counter(self.rng_calls),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import itertools
@@ -35,28 +36,113 @@ def call_input_fn(input_fn: Callable[..., Any], mode: Any, params: Any, config: 
       config: the Estimator's `RunConfig`.
 
     Raises:
-      TypeError: `input_fn` cannot be called.
+      TypeError: `input_fn` cannot be called, or not without further arguments.
     """
     if not callable(input_fn):
         raise TypeError(
             "`input_fn` must be callable: a function that returns the batches, say "
             f"`lambda: batches`; got {input_fn!r}."
         )
-    taken = set(inspect.signature(input_fn).parameters)
-    if isinstance(input_fn, functools.partial):
-        taken -= input_fn.keywords.keys()  # The user has bound these.
     given = {"mode": mode, "params": params, "config": config}
+    bound = input_fn.keywords.keys() if isinstance(input_fn, functools.partial) else ()
+    taken = {name: p for name, p in inspect.signature(input_fn).parameters.items() if name not in bound}
+    unknown = [name for name, p in taken.items() if name not in given and _is_required(p)]
+    if unknown:
+        raise TypeError(
+            f"`input_fn` may take mode, params and config, and nothing else without a default; got {input_fn!r}, which "
+            f"takes {unknown}. Bind what it needs: `functools.partial(input_fn, {unknown[0]}=...)`."
+        )
     return input_fn(**{name: value for name, value in given.items() if name in taken})
 
 
-def batches(result: Any) -> Iterator[tuple[PyTree, PyTree]]:
+def _is_required(parameter: inspect.Parameter) -> bool:
+    several = parameter.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return parameter.default is inspect.Parameter.empty and not several
+
+
+class Batches(Iterator[tuple[PyTree, PyTree]]):
+    """The batches of an input_fn, each `(features, labels)`: an iterator that can be looked into, moved on and placed.
+
+    It is used by one thread at a time.
+
+    >>> source = Batches(iter([(1, 2), (3, 4), (5, 6)]))
+    >>> source.peek(), source.skip(1), next(source)
+    ((1, 2), 1, (3, 4))
+
+    Args:
+      elements: an iterator over features or pairs `(features, labels)`.
+    """
+
+    def __init__(self, elements: Iterator[Any]) -> None:
+        self._elements = elements
+        self._prepare: Callable[[Any], tuple[PyTree, PyTree]] | None = None  # chosen for the first batch
+        self._peeked: tuple[PyTree, PyTree] | None = None
+        self._before_peek: Any = None
+
+    def __next__(self) -> tuple[PyTree, PyTree]:
+        if self._peeked is not None:
+            pair, self._peeked = self._peeked, None
+            return pair
+        element = next(self._elements)
+        if self._prepare is None:
+            self._prepare = _chosen_preparation(element)
+        return self._prepare(element)
+
+    def peek(self) -> tuple[PyTree, PyTree] | None:
+        """The batch that `next` gives next, or None at the end. Neither position nor batches change by it."""
+        if self._peeked is None:
+            self._before_peek = self.get_state()
+            self._peeked = next(self, None)
+        return self._peeked
+
+    def skip(self, n: int) -> int:
+        """Leaves out the next `n` batches; returns how many there were. They are read, but not converted."""
+        peeked = int(n > 0 and self._peeked is not None)
+        if peeked:
+            self._peeked = None
+        return peeked + sum(1 for _ in itertools.islice(self._elements, n - peeked))
+
+    @property
+    def has_position(self) -> bool:
+        """Whether the user's iterator has `get_state` and `set_state`, as grain's and those of `est.inputs` have."""
+        return hasattr(self._elements, "get_state") and hasattr(self._elements, "set_state")
+
+    def get_state(self) -> Any:
+        """The position in the input: what the user's iterator says it is, in a copy; None where it says nothing."""
+        if not self.has_position:
+            return None
+        if self._peeked is not None:
+            return self._before_peek
+        return copy.deepcopy(self._elements.get_state())  # type: ignore[attr-defined]
+
+    def set_state(self, state: Any) -> None:
+        """Goes to the position that `get_state` gave, here or in another process.
+
+        Raises:
+          ValueError: the input has no position.
+        """
+        if not self.has_position:
+            raise ValueError(
+                "`set_state` needs an iterator with `get_state` and `set_state`, as grain's loaders have; that of this "
+                f"input_fn is a {type(self._elements).__name__}, which has not both. Skip its batches by count instead."
+            )
+        self._peeked = None
+        self._elements.set_state(state)  # type: ignore[attr-defined]
+
+    def close(self) -> None:
+        """Lets go of the user's iterator. A generator that nobody else holds is closed by that, here and now: its
+        `finally:` runs. One that the user has kept stays open, and can be read on."""
+        self._elements, self._peeked = iter(()), None
+
+
+def batches(result: Any) -> Batches:
     """Returns an iterator over `(features, labels)`, whatever form the input_fn's `result` has.
 
     As in TensorFlow, a tuple is `(features, labels)` and features alone have the labels None.
     Unlike there, any Python iterable of batches will do, and arrays given directly are one batch,
     not an endless repetition. Leaves that are no arrays but can become one (torch and TensorFlow
     tensors) arrive as numpy arrays, if the first batch holds any; likewise sparse arrays are padded to
-    a power of two of entries.
+    a power of two of entries. Nothing is read before the first batch is asked for.
 
     >>> list(batches([(1, 2), (3, 4)]))
     [(1, 2), (3, 4)]
@@ -72,14 +158,20 @@ def batches(result: Any) -> Iterator[tuple[PyTree, PyTree]]:
       ValueError: a tuple, or a batch that is a tuple or a list, has another length than 2.
       TypeError: `result` is nothing of the above.
     """
-    rest = map(_pair, _elements(result))
-    first = next(rest, None)
-    if first is None:
-        return rest
-    pairs = itertools.chain([first], rest)
-    # Decided once: looking at every leaf of every batch would cost as much as a small step.
-    converted = map(_to_numpy, pairs) if _needs_conversion(first) else pairs
-    return map(padded, converted) if has_sparse(first) else converted
+    return Batches(_elements(result))
+
+
+def _chosen_preparation(element: Any) -> Callable[[Any], tuple[PyTree, PyTree]]:
+    """What is done to every batch, chosen by the first: looking at all leaves of all would cost a small step's time."""
+    first = _pair(element)
+    steps: list[Callable[[Any], tuple[PyTree, PyTree]]] = [_pair]
+    if _needs_conversion(first):
+        steps.append(_to_numpy)
+    if has_sparse(first):
+        steps.append(padded)
+    if len(steps) == 1:
+        return _pair
+    return lambda element: functools.reduce(lambda value, step: step(value), steps, element)
 
 
 def _elements(result: Any) -> Iterator[Any]:

@@ -57,7 +57,7 @@ class LoopSize:
             per_step = (now - self._begin[1]) / (step - self._begin[0])
             fit = max(1, int(self._wanted / per_step))
             # Compiled anew for each number of steps: so powers of two, and not for a little more or less.
-            if not self.most() <= fit < 4 * self.most():
+            if not self.most() <= fit < 2 * self.most():
                 self._programs.steps_per_program = 2 ** int(math.log2(fit))
                 self._begin = None
                 return

@@ -9,6 +9,7 @@ import numpy as np
 
 from estimator._batch import guarded
 from estimator._frame import PyTree
+from estimator._input import Batches
 from estimator._reading import batches_with_hooks
 from estimator._report import Report
 from estimator._transform import Model, State
@@ -34,7 +35,7 @@ class PredictSteps:
 def predict_batches(
     steps: PredictSteps,
     state: State,
-    batches: Iterable[tuple[PyTree, PyTree]],
+    batches: Batches,
     keys: tuple[str, ...] | None,
     hooks: Sequence[Hook],
     context: Context,

@@ -152,21 +152,20 @@ def _reported_loss(spec: EstimatorSpec) -> jax.Array:
     return spec.loss if skipped is None else jnp.where(skipped & jnp.isnan(spec.loss), jnp.inf, spec.loss)
 
 
-def _kind(leaf: Any) -> Any:
-    return getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
-
-
 def _stacked(pairs: Sequence[Pair], room: int) -> Pair | None:
     """The batches as one of arrays `[room, batch, ...]`, the last of them repeated to fill the room; None if they
     differ in structure, shapes or dtypes."""
-    flat = [jax.tree.flatten(pair) for pair in pairs]
-    first_structure = flat[0][1]
-    if any(structure != first_structure for _, structure in flat):  # type: ignore[operator]
-        return None
-    stacked = []
-    for leaves in zip(*(leaves for leaves, _ in flat), strict=True):
-        if any(_kind(leaf) != _kind(leaves[0]) for leaf in leaves):
+    first, structure = jax.tree.flatten(pairs[0])
+    flat = [first]
+    for pair in pairs[1:]:
+        leaves, other = jax.tree.flatten(pair)
+        if other != structure:  # type: ignore[operator]
             return None
-        filled = [*leaves, *[leaves[-1]] * (room - len(leaves))]
-        stacked.append((jnp if isinstance(leaves[0], jax.Array) else np).stack(filled))
-    return jax.tree.unflatten(first_structure, stacked)
+        flat.append(leaves)
+    stacked = []
+    for same in zip(*flat, strict=True):
+        if len({(leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else None for leaf in same}) > 1:
+            return None
+        filled = [*same, *[same[-1]] * (room - len(same))]
+        stacked.append((jnp if isinstance(same[0], jax.Array) else np).stack(filled))
+    return jax.tree.unflatten(structure, stacked)

@@ -7,6 +7,8 @@ import os
 import re
 from typing import Any
 
+import jax
+
 
 class _Unset:
     """The default of a field that differs from None, which means "never"."""
@@ -17,6 +19,21 @@ class _Unset:
 
 _UNSET: Any = _Unset()
 _DEFAULT_SAVE_SECS = 600
+_TOWERS = "wrap the model_fn in `replicate_model_fn`, which takes devices"
+_TOGETHER = "leave it out: all processes run the same steps, joined by `jax.distributed.initialize`"
+# What TensorFlow's RunConfig takes, and what does the same here.
+_REPLACED = {
+    "tf_random_seed": "write `seed`",
+    "session_config": "set XLA's flags by `jax.config` or the environment variable XLA_FLAGS",
+    "train_distribute": _TOWERS,
+    "eval_distribute": _TOWERS,
+    "experimental_distribute": _TOWERS,
+    "device_fn": _TOWERS,
+    "protocol": _TOGETHER,
+    "experimental_max_worker_delay_secs": _TOGETHER,
+    "session_creation_timeout_secs": "call `jax.distributed.initialize(initialization_timeout=...)`",
+    "checkpoint_save_graph_def": "leave it out: a checkpoint holds arrays alone",
+}
 
 
 def _is_number(value: object, kinds: type | tuple[type, ...]) -> bool:
@@ -49,8 +66,8 @@ class RunConfig:
     True
     >>> config.replace(seed=1)
     RunConfig(model_dir=None, seed=1, save_summary_steps=100, save_checkpoints_steps=100,
-              save_checkpoints_secs=None, keep_checkpoint_max=5, log_step_count_steps=100, steps_per_loop='auto',
-              check_replicas_every=None)
+              save_checkpoints_secs=None, keep_checkpoint_max=5, keep_checkpoint_every_n_hours=None,
+              log_step_count_steps=100, steps_per_loop='auto', check_replicas_every=None, resume_input='position')
 
     Args:
       model_dir: the directory of checkpoints and event files, a string or a path object; None
@@ -61,6 +78,8 @@ class RunConfig:
       save_checkpoints_secs: save every so many seconds. None or 0: not by time. With both None no
         checkpoint is ever saved.
       keep_checkpoint_max: how many of the newest checkpoints stay on disk; None or 0 keeps all.
+      keep_checkpoint_every_n_hours: of the checkpoints that `keep_checkpoint_max` would remove, the first stays, and
+        each that is so many hours younger than the last that stayed; None: none of them.
       log_step_count_steps: log loss and steps per second every so many steps; None never does.
       steps_per_loop: how many train steps make one compiled program, at most: an int, a time such as "0.2s", or
         "auto": many small steps, few large ones. Small steps gain from it; convolutions on a CPU lose, since XLA runs
@@ -70,9 +89,15 @@ class RunConfig:
         several devices, bit by bit, and raise `ReplicaMismatchError` where they differ. None never does. It waits
         for the steps before it, and reads all copies once.
 
+      resume_input: where the first `train` of an Estimator that goes on from a checkpoint begins its input. "position":
+        where the checkpoint says, if the input's iterator has `get_state` and `set_state`, as those of
+        `est.inputs` and grain have; any other begins anew. "count": of any other, as many batches are left out as were
+        taken. None: every input begins anew, as in TensorFlow. So it does after a run that came to its end.
+
     Raises:
       ValueError: a field has a value that it cannot have, or `save_checkpoints_steps` and
         `save_checkpoints_secs` are both given and not None.
+      TypeError: a field is one of TensorFlow's that has another name, or another form, here.
     """
 
     model_dir: str | None = None
@@ -81,9 +106,16 @@ class RunConfig:
     save_checkpoints_steps: int | None = _UNSET
     save_checkpoints_secs: float | None = _UNSET
     keep_checkpoint_max: int | None = 5
+    keep_checkpoint_every_n_hours: float | None = None
     log_step_count_steps: int | None = 100
     steps_per_loop: int | str = "auto"
     check_replicas_every: int | None = None
+    resume_input: str | None = "position"
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        for name in kwargs.keys() - {field.name for field in dataclasses.fields(cls)} & _REPLACED.keys():
+            raise TypeError(f"RunConfig has no `{name}`, as TensorFlow's has: {_REPLACED[name]}; got {kwargs[name]!r}.")
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         self._check_model_dir()
@@ -92,6 +124,11 @@ class RunConfig:
             raise ValueError(f"`seed` should be an int, say `RunConfig(seed=0)`; got {self.seed!r}.")
         if self.keep_checkpoint_max is not None:
             _check_int("keep_checkpoint_max", self.keep_checkpoint_max, 0, ", or None to keep all")
+        hours = self.keep_checkpoint_every_n_hours
+        if hours is not None and not (_is_number(hours, (int, float)) and hours > 0):
+            raise ValueError(
+                f"`keep_checkpoint_every_n_hours` should be a number > 0, or None to keep none longer; got {hours!r}."
+            )
         if self.save_summary_steps is not None:
             _check_int("save_summary_steps", self.save_summary_steps, 0, ", or None never to write summaries")
         object.__setattr__(self, "save_summary_steps", self.save_summary_steps or None)
@@ -99,6 +136,8 @@ class RunConfig:
             _check_int("log_step_count_steps", self.log_step_count_steps, 1, ", or None not to log")
         if self.steps_per_loop != "auto" and not seconds(self.steps_per_loop):
             _check_int("steps_per_loop", self.steps_per_loop, 1, ', a time such as "0.2s", or "auto"')
+        if self.resume_input not in ("position", "count", None):
+            raise ValueError(f'`resume_input` should be "position", "count" or None; got {self.resume_input!r}.')
         if self.check_replicas_every is not None:
             _check_int("check_replicas_every", self.check_replicas_every, 1, ", or None never to check")
 
@@ -135,6 +174,19 @@ class RunConfig:
         object.__setattr__(self, "save_checkpoints_steps", steps or None)
         object.__setattr__(self, "save_checkpoints_secs", secs or None)
 
+    @property
+    def is_chief(self) -> bool:
+        """Whether this is the one process, of those that run together, that writes."""
+        return self.process_index == 0
+
+    @property
+    def process_index(self) -> int:
+        return jax.process_index()
+
+    @property
+    def process_count(self) -> int:
+        return jax.process_count()
+
     def replace(self, **kwargs: Any) -> RunConfig:
         """Returns a copy with other values for the named fields, checked like any new one.
 
@@ -154,8 +206,10 @@ class RunConfig:
         allowed = [field.name for field in dataclasses.fields(self) if field.init]
         for name in kwargs:
             if name not in allowed:
+                instead = f" As in RunConfig(...): {_REPLACED[name]}." if name in _REPLACED else ""
                 raise ValueError(
                     f"Replacing `{name}` is not supported. Allowed fields are {allowed}; got {name}={kwargs[name]!r}."
+                    f"{instead}"
                 )
         saving = {"save_checkpoints_steps", "save_checkpoints_secs"}
         if saving & kwargs.keys():

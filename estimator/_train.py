@@ -18,9 +18,10 @@ from estimator import _loop_size
 from estimator._batch import guarded
 from estimator._checkpoint import Checkpoints
 from estimator._frame import PyTree
+from estimator._input import Batches
 from estimator._non_finite import cleared, log_if_more, raise_if_any, skipped_steps
 from estimator._prefetch import Prefetcher
-from estimator._programs import Carry, Pair, Programs, Run, state_of
+from estimator._programs import Carry, Programs, Run, state_of
 from estimator._run_config import RunConfig
 from estimator._transform import State
 from estimator.hooks import _run
@@ -48,6 +49,7 @@ class Training:
       hooks: in the order in which they are called.
       last_step: where to stop; None: where the input ends.
       saved_path: the checkpoint that the state to start from was read from, if it was.
+      skipped_batches: how many batches of the input earlier runs have taken.
 
     Attributes:
       saved_path: the newest checkpoint.
@@ -63,6 +65,7 @@ class Training:
         hooks: Sequence[Hook],
         last_step: int | None,
         saved_path: str | None,
+        skipped_batches: int,
     ) -> None:
         self.programs = programs
         self.config = config
@@ -72,6 +75,8 @@ class Training:
         self.last_step = last_step
         self.saved_path = saved_path
         self.saved_step = -1 if saved_path is None else context.global_step
+        self._skipped_batches = skipped_batches
+        self._position: Any = None  # in the input, after the last step
         self._looked_step = self._logged_step = context.global_step
         self._losses: list[tuple[jax.Array, int]] = []  # of each program since the last look, and how many there are
         self._last_loss: float | None = None
@@ -79,7 +84,7 @@ class Training:
         self._skipped = 0  # the number of steps that on_nan="skip" left out so far
         self._clock: tuple[int, float] | None = None  # the step and the time from which the rate is taken
 
-    def run(self, state: State, batches: Iterator[Pair]) -> State:
+    def run(self, state: State, batches: Batches) -> State:
         """Trains until the last step, the end of the input, or a hook wants it to end. Hooks have begun already.
 
         Raises:
@@ -90,6 +95,7 @@ class Training:
             self._skipped = skipped_steps(state)
             if self.programs.traits.on_nan == "raise":
                 state = cleared(state)
+        self._position = batches.get_state()
         self._key_data = jax.random.key_data(state.key)
         self._carry = Carry(state.variables, state.slots, state.global_step)
         del state  # its memory goes to the first step
@@ -115,7 +121,7 @@ class Training:
             logging.info("Loss for final step: %.6g.", self._last_loss)
         return state_of(self._carry, self._key_data)
 
-    def _runs(self, batches: Iterator[Pair], size: _loop_size.LoopSize) -> Iterator[tuple[Run, Sequence[Hook]]]:
+    def _runs(self, batches: Batches, size: _loop_size.LoopSize) -> Iterator[tuple[Run, Sequence[Hook]]]:
         """The programs to run, each with the hooks to call around it, their input made ready by a thread."""
         context = self.context
         plan = _run.Plan(self.hooks, context.global_step, self.last_step, size.most)
@@ -131,11 +137,14 @@ class Training:
                     context.request_stop("steps")
                     return
                 context.phase = "input"
-                got = ready.get()
+                got = ready.get_unless(lambda: context.stop_requested)
+                if got is None:
+                    return
                 if not got.size:
                     context.request_stop("input")
                     return
                 piece = asked.popleft()
+                self._position = got.position
                 for run in got.batches[:-1]:
                     yield run, ()
                 yield got.batches[-1], piece.due if got.size == piece.steps else ()
@@ -223,7 +232,9 @@ class Training:
                 f"NaN in the variables {bad} after step {step}, of which no checkpoint was saved. "
                 f"{self._newest()} Look for a gradient that is not a number, or lower the learning rate."
             )
-        self.saved_path, self.saved_step = self.checkpoints.save(state), step
+        taken = self._skipped_batches + self.context.batches
+        host = {"input": {"batches": taken, "position": self._position}, "hooks": _run.states(self.hooks)}
+        self.saved_path, self.saved_step = self.checkpoints.save(state, host), step
         self.context.phase = phase
         return self.saved_path
 

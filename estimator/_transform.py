@@ -100,6 +100,7 @@ class Traits:
       shardings: of the State; a prefix.
       on_nan: "raise", "skip" or None: what `replicate_model_fn` was told.
       hooks: those of its EstimatorSpec for this mode: for the chief alone, and for all.
+      trainable: the names of the variables that optimizers change by default.
       reported: what it reports, by name, of `jax.ShapeDtypeStruct`s.
     """
 
@@ -109,6 +110,7 @@ class Traits:
     shardings: Any
     on_nan: str | None
     hooks: tuple[tuple[Hook, ...], tuple[Hook, ...]]
+    trainable: tuple[str, ...]
     reported: dict[str, Report]
 
     @property
@@ -189,7 +191,9 @@ class _Steps:
         with open_frame(frame):
             spec = self._call(features, labels, mode)
         placement = frame.placement or Placement()
-        found = _Static((placement, has_pending(spec.train_op), tuple(frame.trainable), frame.on_nan, _hooks(spec)))
+        found = _Static(
+            (placement, has_pending(spec.train_op), tuple(frame.trainable.items()), frame.on_nan, _hooks(spec))
+        )
         return State(frame.variables, frame.slots, step, key), found, {**spec.reported, **frame.reported}
 
     def _compute(
@@ -369,11 +373,12 @@ class _Steps:
             if no_jit and all(hasattr(x, "__array__") for x in jax.tree.leaves((features, labels))):
                 first_run = self._traced_init  # whoever turns jit off wants to look at values
             like, found, reported = first_run(jax.random.key(0), features, labels, mode=mode)
-            placement, pending, names, on_nan, hooks = found.value
-            like = like._replace(variables={name: like.variables[name] for name in names})  # jax sorts dicts
+            placement, pending, declared, on_nan, hooks = found.value
+            like = like._replace(variables={name: like.variables[name] for name, _ in declared})  # jax sorts dicts
+            trainable = tuple(name for name, is_trainable in declared if is_trainable)
             reads = mode != ModeKeys.TRAIN and isinstance(placement, SeparatePlacement)
             shardings = placement.near(like) if reads else placement.state(like)
-            self._traits[mode] = Traits(like, placement, pending, shardings, on_nan, hooks, reported)
+            self._traits[mode] = Traits(like, placement, pending, shardings, on_nan, hooks, trainable, reported)
         return self._traits[mode]
 
 

@@ -21,8 +21,8 @@ _METRIC_FN_ARGS = ("features", "labels", "predictions", "config")
 def add_metrics(estimator: Estimator, metric_fn: MetricFn) -> Estimator:
     """A new Estimator whose `evaluate` has the metrics of `metric_fn` too.
 
-    It has the model, model_dir, params and config of the given one. As in TensorFlow, a new metric takes the place of
-    one of the same name. With a replicated model_fn, `metric_fn` gets the predictions of all towers.
+    It has the model, model_dir, params, config and warm start of the given one. As in TensorFlow, a new metric takes
+    the place of one of the same name. With a replicated model_fn, `metric_fn` gets the predictions of all towers.
 
     >>> import estimator as est, jax.numpy as jnp, numpy as np, tempfile
     >>> def model_fn(features, labels, mode):
@@ -76,9 +76,9 @@ def add_metrics(estimator: Estimator, metric_fn: MetricFn) -> Estimator:
 def forward_features(estimator: Estimator, keys: str | Sequence[str] | None = None) -> Estimator:
     """A new Estimator whose predictions hold features too, such as the ids to join them by.
 
-    It has the model, model_dir, params and config of the given one. The features are also in the outputs for export
-    called "serving_default" and "predict", where these are `PredictOutput`s. As in TensorFlow, nothing that the
-    model_fn predicts is replaced; unlike there, only PREDICT is changed.
+    It has the model, model_dir, params, config and warm start of the given one. The features are also in the outputs
+    for export called "serving_default" and "predict", where these are `PredictOutput`s. As in TensorFlow, nothing that
+    the model_fn predicts is replaced; unlike there, only PREDICT is changed.
 
     >>> import estimator as est, numpy as np, tempfile
     >>> def model_fn(features, mode):
@@ -127,7 +127,7 @@ def _extended(estimator: Estimator, extend: Callable[..., EstimatorSpec]) -> Est
         spec = bind(estimator.model_fn, params, config)(features, labels, ModeKeys(mode))
         return extend(spec, features, labels, config)
 
-    return Estimator(model_fn, estimator.model_dir, estimator.config, estimator.params)
+    return Estimator(model_fn, estimator.model_dir, estimator.config, estimator.params, estimator._warm_start)
 
 
 def _checked_keys(keys: Any) -> tuple[str, ...] | None:

@@ -54,7 +54,7 @@ def model_fn(features, labels, mode, params):
     x = features["pixels"][..., None]  # [batch, 8, 8, 1]
     x = max_pool(conv("conv1", x, 16))  # [batch, 4, 4, 16]
     x = max_pool(conv("conv2", x, 64))  # [batch, 2, 2, 64]
-    logits = dense("logits", x.reshape(len(x), -1), 10)
+    logits = dense("logits", x.reshape(x.shape[0], -1), 10)
     digit = logits.argmax(-1)
     if mode == est.ModeKeys.PREDICT:
         predictions = {"digit": digit, "probability": jax.nn.softmax(logits).max(-1)}

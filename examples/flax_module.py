@@ -2,10 +2,12 @@
 
     python examples/flax_module.py               # two towers: two CPU devices, or all the GPUs there are
     python examples/flax_module.py --towers=4    # four CPU devices
+    python examples/flax_module.py --nnx         # the same network in Flax's other API
 
-All parameters of the module are one variable, made by its `init`; its batch statistics are another one, which is not
-trained but assigned. The module gets its random keys from `est.make_rng`, and `nn.BatchNorm(axis_name=TOWER_AXIS)`
-sees the whole batch, however many towers share it. The images are those of digits.py.
+`est.flax_module` keeps all parameters of the module as one variable, and its batch statistics as another one, which is
+not trained: training steps assign it, evaluation leaves it alone. The module gets its random keys from there too, and
+`nn.BatchNorm(axis_name=TOWER_AXIS)` sees the whole batch, however many towers share it. The images are those of
+digits.py.
 """
 
 import logging
@@ -15,6 +17,7 @@ import jax
 import numpy as np
 import optax
 from absl import app, flags
+from flax import nnx
 from sklearn.datasets import load_digits
 
 import estimator as est
@@ -22,6 +25,7 @@ from replicate import TOWER_AXIS, TowerOptimizer, replicate_model_fn
 
 FLAGS = flags.FLAGS
 flags.DEFINE_integer("towers", 2, "How many CPU devices to use; GPUs are all used.", lower_bound=1)
+flags.DEFINE_boolean("nnx", False, "Whether to take in an NNX model, not a Linen module.")
 flags.DEFINE_integer("steps", 400, "How many steps to train.", lower_bound=1)
 flags.DEFINE_integer("batch_size", 64, "Images per step, split among the towers.", lower_bound=1)
 flags.DEFINE_float("learning_rate", 2e-3, "The learning rate of Adam.")
@@ -38,22 +42,30 @@ class Network(nn.Module):
             x = nn.Conv(filters, (3, 3), use_bias=False)(x)
             x = nn.BatchNorm(use_running_average=not train, momentum=0.9, axis_name=TOWER_AXIS)(x)
             x = nn.max_pool(nn.relu(x), (2, 2), (2, 2))
-        x = nn.Dropout(0.3, deterministic=not train)(x.reshape(len(x), -1))
+        x = nn.Dropout(0.3, deterministic=not train)(x.reshape(x.shape[0], -1))
         return nn.Dense(10)(x)
 
 
+class NNXNetwork(nnx.Module):
+    """Knows itself whether it trains: `est.flax_module` calls its `train()` or `eval()`."""
+
+    def __init__(self, rngs):
+        self.convs = nnx.List([nnx.Conv(a, b, (3, 3), use_bias=False, rngs=rngs) for a, b in ((1, 16), (16, 64))])
+        self.norms = nnx.List([nnx.BatchNorm(n, momentum=0.9, axis_name=TOWER_AXIS, rngs=rngs) for n in (16, 64)])
+        self.dropout = nnx.Dropout(0.3, rngs=rngs)
+        self.dense = nnx.Linear(256, 10, rngs=rngs)
+
+    def __call__(self, x):
+        for conv, norm in zip(self.convs, self.norms, strict=True):
+            x = nnx.max_pool(nnx.relu(norm(conv(x))), (2, 2), (2, 2))
+        return self.dense(self.dropout(x.reshape(len(x), -1)))
+
+
 def model_fn(features, labels, mode, params):
-    net, x = Network(), features["pixels"]
-    train = mode == est.ModeKeys.TRAIN
-    weights = est.get_variable("params", lambda key: net.init(key, x, train=False)["params"])
-    stats = est.get_variable("batch_stats", lambda key: net.init(key, x, train=False)["batch_stats"], trainable=False)
-    variables = {"params": weights, "batch_stats": stats}
-    if train:
-        rngs = {"dropout": est.make_rng("dropout")}
-        logits, updates = net.apply(variables, x, train=True, rngs=rngs, mutable=["batch_stats"])
-        est.assign("batch_stats", updates["batch_stats"])
+    if FLAGS.nnx:
+        logits = est.flax_module(NNXNetwork, "net")(features["pixels"])
     else:
-        logits = net.apply(variables, x, train=False)
+        logits = est.flax_module(Network(), "net")(features["pixels"], train=mode == est.ModeKeys.TRAIN)
     digit = logits.argmax(-1)
     if mode == est.ModeKeys.PREDICT:
         return est.EstimatorSpec(mode, predictions={"digit": digit})

@@ -137,7 +137,8 @@ def replicate_model_fn(
             return replicas.initialize(call, frame, (features, labels))
         if mode == ModeKeys.TRAIN:
             return replicas.train(call, frame, (features, labels), rows)
-        return replicas.evaluate(call, frame, (features, labels), rows)
+        used = dataclasses.replace(replicas, devices=towers[:1]) if frame.one_tower else replicas
+        return used.evaluate(call, frame, (features, labels), rows)
 
     return replicated
 

@@ -1,6 +1,7 @@
 import os
 import pathlib
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from estimator._checkpoint import Checkpoints, names, read, restore
+from estimator._checkpoint import Checkpoints, names, read, restore, written_ns
 
 
 class State(NamedTuple):
@@ -210,6 +211,84 @@ def test_the_newest_are_kept(tmp_path, keep_max, kept):
     kept = [1, 2, 3, 11] if kept == 4 else kept
     assert checkpoints.paths() == [str(tmp_path / f"ckpt-{step}") for step in kept]
     assert sorted(os.listdir(tmp_path)) == sorted(f"ckpt-{step}" for step in kept)
+
+
+def save_at(checkpoints, steps, hours=lambda step: step):
+    """Saves steps as if each had been written so many hours after the first."""
+    for step in steps:
+        path = checkpoints.save(make_state(step))
+        for file in (path, *pathlib.Path(path).rglob("*")):
+            os.utime(file, (hours(step) * 3600, hours(step) * 3600))
+
+
+def steps_of(checkpoints):
+    return [int(path.rsplit("-")[-1]) for path in checkpoints.paths()]
+
+
+@pytest.mark.parametrize(
+    ("every", "kept"),
+    [(None, [8, 9]), (1, list(range(10))), (2, [0, 2, 4, 6, 8, 9]), (2.5, [0, 3, 6, 8, 9]), (100, [0, 8, 9])],
+)
+def test_one_every_so_many_hours_is_kept_also_by_another_process(tmp_path, every, kept):
+    save_at(Checkpoints(tmp_path / "a", 2, every), range(10))
+    for step in range(10):
+        save_at(Checkpoints(tmp_path / "b", 2, every), [step])
+    for name in ("a", "b"):
+        assert steps_of(Checkpoints(tmp_path / name)) == kept
+
+
+def test_keep_max_none_keeps_all_whatever_the_hours(tmp_path):
+    checkpoints = Checkpoints(tmp_path, None, 5)
+    save_at(checkpoints, range(4))
+    assert steps_of(checkpoints) == [0, 1, 2, 3]
+
+
+def test_a_pinned_checkpoint_stays_until_it_is_unpinned(tmp_path):
+    checkpoints = Checkpoints(tmp_path, 2)
+    save_at(checkpoints, range(3))
+    pinned, also = str(tmp_path / "ckpt-1"), str(tmp_path / "ckpt-2")
+    for path in (pinned, pinned, also):
+        checkpoints.pin(path)
+    save_at(checkpoints, range(3, 7))
+    assert steps_of(checkpoints) == [1, 2, 5, 6]
+    restarted = Checkpoints(tmp_path, 2)
+    assert restarted.pinned() == [pinned, also]
+    assert_same(restore(pinned, abstract(make_state())), make_state(1))
+    assert names(pinned) == names(restarted.latest())
+    for path in (pinned, pinned):
+        restarted.unpin(path)
+    save_at(restarted, [7])
+    assert steps_of(restarted) == [2, 6, 7]
+    assert restarted.pinned() == [also]
+
+
+def test_a_pin_is_not_the_last_that_was_kept(tmp_path):
+    """Otherwise what is kept for its age would depend on what was pinned, and change when it no longer is."""
+    checkpoints = Checkpoints(tmp_path, 1, 2)
+    save_at(checkpoints, [0, 1])
+    checkpoints.pin(str(tmp_path / "ckpt-1"))
+    save_at(checkpoints, [2, 3, 4, 5])
+    assert steps_of(checkpoints) == [0, 1, 2, 4, 5]
+
+
+def test_a_pin_leaves_the_time_of_a_checkpoint_as_it_is(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    path = checkpoints.save(make_state(1))
+    before = written_ns(path)
+    checkpoints.pin(path)
+    assert written_ns(path) == before
+    shutil.rmtree(path)
+    os.utime(os.path.join(checkpoints.save(make_state(1)), "_METADATA"), (1, 1))
+    assert written_ns(path) != before
+    assert checkpoints.pinned() == []
+
+
+def test_only_a_checkpoint_can_be_pinned(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    for call in (checkpoints.pin, checkpoints.unpin):
+        with pytest.raises(ValueError, match=f"{tmp_path}/ckpt-3 is not a checkpoint. Give the path of one"):
+            call(f"{tmp_path}/ckpt-3")
+    assert os.listdir(tmp_path) == []
 
 
 def test_what_was_just_saved_is_never_removed(tmp_path):

@@ -1,6 +1,7 @@
 """What the verbs share: state between calls, input_fn, model_dir, config, variables by name."""
 
 import copy
+import dataclasses
 import os
 import pathlib
 import re
@@ -191,6 +192,61 @@ def test_variables_can_be_read_by_name(tmp_path):
         estimator.get_variable_value("v")
 
 
+def test_several_variables_can_be_read_at_once(tmp_path):
+    def model_fn(features, labels, mode):
+        with est.variable_scope("dense"):
+            kernel, bias = est.get_variable("kernel", (2, 1)), est.get_variable("bias", (1,))
+        net = est.get_variable("net", lambda key: {"a": {"b": jnp.ones(2)}})
+        loss = jnp.mean((features * net["a"]["b"] @ kernel + bias - labels) ** 2)
+        return est.EstimatorSpec(mode, loss=loss, train_op=est.Optimizer(optax.sgd(0.1)).minimize(loss))
+
+    estimator = make(tmp_path, model_fn).train(endless, steps=1)
+    names = ["dense/bias", "dense/kernel", "global_step", "net/a/b"]
+    assert estimator.get_variable_names() == names
+    one_by_one = {name: estimator.get_variable_value(name) for name in names}
+    assert all(isinstance(value, np.ndarray) for value in one_by_one.values())
+    for given, found in [
+        ("dense/*", names[:2]),
+        ("*", names),
+        ("net/*", names[3:]),  # "*" stands for "/" too
+        ("dense/[kq]ernel", names[1:2]),
+        (["net/a/b", "global_step"], ["net/a/b", "global_step"]),
+        (("dense/*", "dense/bias"), names[:2]),
+        ([], []),
+    ]:
+        values = estimator.get_variable_value(given)
+        assert list(values) == found
+        for name in found:
+            np.testing.assert_array_equal(values[name], one_by_one[name])
+    for given, unknown in [("dense/q*", "dense/q*"), (["global_step", "dense/bais"], "dense/bais"), ("bias", "bias")]:
+        with pytest.raises(ValueError, match=rf"has no variable '{re.escape(unknown)}'\. Did you mean one of \['"):
+            estimator.get_variable_value(given)
+
+
+def test_eval_dir(tmp_path):
+    estimator = make(tmp_path)
+    assert estimator.eval_dir() == f"{tmp_path}/eval"
+    assert estimator.eval_dir("test") == f"{tmp_path}/eval_test"
+    assert saved_steps(estimator) == []
+
+
+def test_checkpoints_older_than_so_many_hours_are_kept(tmp_path):
+    config = {"save_checkpoints_steps": 1, "keep_checkpoint_max": 1}
+    make(tmp_path / "all", **config, keep_checkpoint_every_n_hours=1e-9).train(endless, steps=3)
+    estimator = make(tmp_path / "first", **config, keep_checkpoint_every_n_hours=100).train(endless, steps=3)
+    assert saved_steps(make(tmp_path / "all")) == [0, 1, 2, 3]
+    assert saved_steps(estimator) == [0, 3]
+
+
+def test_pinning_the_checkpoint_in_use_reads_nothing_anew(tmp_path, monkeypatch):
+    estimator = make(tmp_path).train(endless, steps=2)
+    restored = count_restores(monkeypatch)
+    before = estimator.evaluate(times(1))
+    estimator._checkpoints.pin(estimator.latest_checkpoint())
+    assert estimator.evaluate(times(1)) == before
+    assert restored == []
+
+
 def test_model_dir_rules(tmp_path, messages):
     a, b = str(tmp_path / "a"), str(tmp_path / "b")
     assert est.Estimator(Linear(), a).model_dir == a
@@ -232,6 +288,31 @@ def test_properties(tmp_path):
     assert estimator.config == est.RunConfig(model_dir=str(tmp_path), seed=3, save_checkpoints_steps=1000)
     assert est.Estimator(model_fn, tmp_path).config == est.RunConfig(model_dir=str(tmp_path))
     assert model_fn.modes == []
+
+
+def test_a_config_of_a_subclass_is_kept_and_logged(tmp_path, messages):
+    @dataclasses.dataclass(frozen=True)
+    class Mine(est.RunConfig):
+        extra: int = 1
+
+    estimator = est.Estimator(Linear(), tmp_path, Mine(extra=2))
+    assert estimator.config == Mine(model_dir=str(tmp_path), extra=2)
+    assert f"Using config: {estimator.config}" in messages()
+
+
+def test_params_that_the_model_fn_takes_but_nobody_gives_are_a_warning(tmp_path, messages):
+    def needs(features, mode, params):
+        raise AssertionError
+
+    def offers(features, mode, params=None):
+        raise AssertionError
+
+    warning = "The model_fn has a params argument, but params are not passed to Estimator."
+    est.Estimator(offers, tmp_path)
+    est.Estimator(needs, tmp_path, params={})
+    assert warning not in messages()
+    est.Estimator(needs, tmp_path)
+    assert warning in messages()
 
 
 def test_bad_constructor_arguments(tmp_path):

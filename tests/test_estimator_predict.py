@@ -19,7 +19,7 @@ def test_predict_is_lazy_but_checks_its_arguments_at_once(tmp_path):
     predictions = estimator.predict(input_fn)
     assert calls == []
     next(predictions)
-    assert calls == [0]
+    assert calls in ([0], [0, 1], [0, 1, 2])  # a thread reads ahead
     assert len(list(predictions)) == 11
     with pytest.raises(TypeError, match="`input_fn` must be callable"):
         estimator.predict(X)

@@ -183,6 +183,16 @@ def test_steps_per_loop_changes_nothing_but_speed(tmp_path, messages, caplog, st
         np.testing.assert_allclose(one.get_variable_value(name), several.get_variable_value(name), rtol=2e-5, atol=1e-7)
 
 
+def test_no_log_interval_is_no_log_line(tmp_path, messages):
+    def step_lines():
+        return [m for m in messages() if re.match("loss = .*, step = ", m)]
+
+    make(tmp_path / "silent", log_step_count_steps=None).train(endless, steps=3)
+    assert step_lines() == []
+    make(tmp_path / "each", log_step_count_steps=1).train(endless, steps=3)
+    assert len(step_lines()) == 3
+
+
 def test_steps_per_loop_stacks_trees_without_labels(tmp_path):
     def model_fn(features, mode):
         w = est.get_variable("w", (), initializer=jax.nn.initializers.zeros)

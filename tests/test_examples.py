@@ -53,6 +53,8 @@ EXAMPLES = {
         2,
         pytest.param(4, marks=pytest.mark.slow),
     ],
+    "serve.py": [2],
+    "haiku_equinox.py": [2],
 }
 
 
@@ -79,6 +81,18 @@ def test_a_flax_module_reads_digits_right(trained, towers):
     assert accuracy(stdout) >= 0.97
 
 
+def test_an_nnx_model_reads_digits_right():
+    stdout, _ = run("flax_module.py", "--nnx")
+    assert accuracy(stdout) >= 0.97
+
+
+@pytest.mark.parametrize("library", ["haiku", "equinox"])
+def test_models_of_other_libraries_read_digits_right(library):
+    stdout, _ = run("haiku_equinox.py", f"--library={library}")
+    assert f"{library}, after 600 steps on 2 x cpu:" in stdout
+    assert accuracy(stdout) >= 0.95
+
+
 @pytest.mark.parametrize("towers", [2, 4])
 def test_digits_have_the_same_losses_on_any_number_of_towers(trained, towers):
     one, many = losses(trained("digits.py", 1)[1]), losses(trained("digits.py", towers)[1])
@@ -102,3 +116,18 @@ def test_the_log_shows_training_and_nothing_of_orbax(trained, example):
     assert "_train.py" in stderr
     assert len(losses(stderr)) >= 4
     assert len(stderr.splitlines()) < 15
+
+
+@pytest.mark.parametrize("towers", EXAMPLES["serve.py"])
+def test_a_model_is_served(trained, towers):
+    stdout, stderr = trained("serve.py", towers)
+    [step, path] = re.findall(r"Serving step (\d+) of (\S+) at http://127.0.0.1:\d+", stdout)[0]
+    assert step == "500"
+    [percent] = re.findall(r"Of 256 images, ([\d.]+)% are read right", stdout)
+    assert float(percent) > 90
+    assert len(re.findall(r"images per request: [\d.]+ ms", stdout)) == 3
+    assert "Two numbers are no image: 400, The feature 'pixels' must be float32[b, 64]; got float32[1, 2]." in stdout
+    assert "Exported serving_default at step 500" in stderr
+    again, stderr = run("serve.py", f"--exported={path}")
+    assert f"Of 256 images, {percent}% are read right" in again
+    assert "step = " not in stderr

@@ -60,10 +60,19 @@ def test_input_fn_that_cannot_be_called_is_an_error():
         call_input_fn([1], "m", "p", "c")
 
 
+def test_input_fn_that_needs_other_arguments_is_an_error():
+    def input_fn(mode, path, batch_size=3, *args, **kwargs):
+        return path, args, kwargs
+
+    with pytest.raises(TypeError, match=r"may take mode, params and config.*input_fn at .*takes \['path'\]. Bind"):
+        call_input_fn(input_fn, "m", "p", "c")
+    assert call_input_fn(functools.partial(input_fn, path="here"), "m", "p", "c") == ("here", (), {})
+
+
 # batches
 
 
-@pytest.mark.parametrize("x", [np.ones((2, 3)), jnp.ones(2), {"a": np.ones(2)}, Node()])
+@pytest.mark.parametrize("x", [np.ones((2, 3)), jnp.ones(2), {"a": np.ones(2)}, {"a": {"b": (1, [2])}}, Node()])
 def test_one_pytree_is_one_batch_of_features(x):
     [(features, labels)] = batches(x)
     assert features is x and labels is None
@@ -83,11 +92,12 @@ def test_an_empty_iterable_has_no_batches():
     assert list(batches([])) == []
 
 
-def test_an_endless_generator_is_read_one_ahead_at_most():
+def test_nothing_is_read_ahead_of_an_endless_generator():
     count = itertools.count()
     iterator = batches({"x": n} for n in count)
-    assert next(iterator) == ({"x": 0}, None)
-    assert next(count) == 1
+    assert next(count) == 0
+    assert next(iterator) == ({"x": 1}, None)
+    assert next(count) == 2
 
 
 @pytest.mark.parametrize("result", [(1, 2, 3), (1,), [(1, 2, 3)], [[1]]])
@@ -204,7 +214,12 @@ ONES = np.ones(3)
             r"Length of tensors in x and y is mismatched.*x: 'a': \(3,\), shapes in y: \(4,\)",
         ),
         ({"x": np.array(3.0)}, ValueError, r"Length of tensors .* shapes in x: \(\)"),
+        ({"y": np.ones((0, 2))}, ValueError, r"Length of tensors .*x: \(3,\), shapes in y: \(0, 2\)"),
         ({"batch_size": 0}, ValueError, "batch_size must be an int >= 1; got 0"),
+        ({"batch_size": True}, ValueError, "batch_size must be an int >= 1; got True"),
+        ({"batch_size": 2.0}, ValueError, "batch_size must be an int >= 1; got 2.0"),
+        ({"seed": -1}, ValueError, "seed must be an int >= 0; got -1"),
+        ({"seed": "a"}, ValueError, "seed must be an int >= 0; got 'a'"),
         ({"num_epochs": 0}, ValueError, "num_epochs must be an int >= 1; got 0"),
     ],
 )

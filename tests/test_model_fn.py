@@ -113,6 +113,23 @@ def test_anything_but_a_spec_is_an_error(returned):
         predict(lambda features, mode: returned)
 
 
+@pytest.mark.parametrize("mode", ["train", "infer"])
+def test_a_value_of_another_run_is_an_error(mode):
+    """TensorFlow: every tensor must be from the same graph."""
+    kept = []
+
+    def model_fn(features, labels, mode):
+        spec = linear(features, labels, mode)
+        kept.append(spec)
+        return spec._replace(loss=kept[0].loss, predictions=kept[0].predictions)
+
+    model = est.transform(model_fn)
+    batch = (X, Y) if mode == "train" else (X,)
+    state = model.init(KEY, *batch, mode=mode)
+    with pytest.raises(jax.errors.UnexpectedTracerError, match="had a side effect"):
+        (model.train_step if mode == "train" else model.predict_step)(state, *batch)
+
+
 def test_the_mode_of_the_spec_must_be_that_of_the_run():
     def model_fn(features, mode):
         return est.EstimatorSpec("eval", loss=jnp.float32(0))

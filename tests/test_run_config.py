@@ -1,5 +1,7 @@
+import copy
 import dataclasses
 import pathlib
+import pickle
 
 import pytest
 
@@ -31,6 +33,19 @@ def test_other_defaults():
     config = RunConfig()
     assert (config.model_dir, config.seed, config.keep_checkpoint_max) == (None, 0, 5)
     assert (config.log_step_count_steps, config.steps_per_loop, config.check_replicas_every) == (100, "auto", None)
+    assert (config.save_summary_steps, config.keep_checkpoint_every_n_hours) == (100, None)
+
+
+def test_one_process_is_the_chief(monkeypatch):
+    config = RunConfig()
+    assert (config.is_chief, config.process_index, config.process_count) == (True, 0, 1)
+    monkeypatch.setattr("jax.process_index", lambda: 2)
+    monkeypatch.setattr("jax.process_count", lambda: 4)
+    assert (config.is_chief, config.process_index, config.process_count) == (False, 2, 4)
+
+
+def test_zero_summary_steps_are_none():
+    assert RunConfig(save_summary_steps=0).save_summary_steps is None
 
 
 @pytest.mark.parametrize(
@@ -45,6 +60,10 @@ def test_other_defaults():
         ({"save_checkpoints_secs": -2}, "`save_checkpoints_secs` should be a number >= 0.*got -2"),
         ({"save_checkpoints_secs": "9"}, "`save_checkpoints_secs` should be a number.*got '9'"),
         ({"keep_checkpoint_max": -1}, "`keep_checkpoint_max` should be an int >= 0.*got -1"),
+        ({"save_summary_steps": -1}, "`save_summary_steps` should be an int >= 0, or None never.*got -1"),
+        ({"save_summary_steps": 1.5}, "`save_summary_steps` should be an int >= 0.*got 1.5"),
+        ({"keep_checkpoint_every_n_hours": 0}, "`keep_checkpoint_every_n_hours` should be a number > 0, or.*got 0"),
+        ({"keep_checkpoint_every_n_hours": "1"}, "`keep_checkpoint_every_n_hours` should be a number.*got '1'"),
         ({"log_step_count_steps": 0}, "`log_step_count_steps` should be an int >= 1.*got 0"),
         ({"steps_per_loop": 0}, "`steps_per_loop` should be an int >= 1, a time such as.*; got 0"),
         ({"steps_per_loop": "0s"}, "`steps_per_loop` should be an int >= 1, a time such as.*; got '0s'"),
@@ -68,7 +87,15 @@ def test_a_bad_value_is_an_error_that_names_field_and_value(given, message):
 
 @pytest.mark.parametrize(
     "field",
-    ["keep_checkpoint_max", "log_step_count_steps", "save_checkpoints_secs", "model_dir", "check_replicas_every"],
+    [
+        "keep_checkpoint_max",
+        "keep_checkpoint_every_n_hours",
+        "log_step_count_steps",
+        "save_summary_steps",
+        "save_checkpoints_secs",
+        "model_dir",
+        "check_replicas_every",
+    ],
 )
 def test_none_turns_a_field_off(field):
     assert getattr(RunConfig(**{field: None}), field) is None
@@ -99,6 +126,46 @@ def test_replace_leaves_the_original_and_the_subclass_alone():
 def test_replace_of_an_unknown_field_lists_the_fields():
     with pytest.raises(ValueError, match=r"Replacing `sede` is not supported. .*'seed'.*sede=1"):
         RunConfig().replace(sede=1)
+
+
+@pytest.mark.parametrize(
+    ("field", "advice"),
+    [
+        ("tf_random_seed", "write `seed`"),
+        ("session_config", "set XLA's flags by `jax.config`"),
+        ("train_distribute", "wrap the model_fn in `replicate_model_fn`"),
+        ("eval_distribute", "wrap the model_fn in `replicate_model_fn`"),
+        ("experimental_distribute", "wrap the model_fn in `replicate_model_fn`"),
+        ("device_fn", "wrap the model_fn in `replicate_model_fn`, which takes devices"),
+        ("protocol", "leave it out: all processes run the same steps"),
+        ("experimental_max_worker_delay_secs", "leave it out: all processes run the same steps"),
+        ("session_creation_timeout_secs", r"call `jax.distributed.initialize\(initialization_timeout=...\)`"),
+        ("checkpoint_save_graph_def", "leave it out: a checkpoint holds arrays alone"),
+    ],
+)
+def test_fields_of_tensorflow_alone_name_what_does_the_same(field, advice):
+    with pytest.raises(TypeError, match=f"RunConfig has no `{field}`, as TensorFlow's has: {advice}.*; got 3"):
+        RunConfig(**{field: 3})
+    with pytest.raises(ValueError, match=f"Replacing `{field}` is not supported.*{field}=3. .*{advice}"):
+        RunConfig().replace(**{field: 3})
+
+
+def test_an_unknown_field_is_an_error():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'sede'"):
+        RunConfig(sede=1)
+
+
+def test_a_subclass_may_have_such_a_field_of_its_own():
+    @dataclasses.dataclass(frozen=True)
+    class Mine(RunConfig):
+        protocol: str = "grpc"
+
+    assert Mine(protocol="http").replace(seed=1).protocol == "http"
+
+
+def test_copies_are_equal():
+    config = RunConfig(seed=3, keep_checkpoint_every_n_hours=0.5)
+    assert copy.deepcopy(config) == pickle.loads(pickle.dumps(config)) == config
 
 
 def test_is_frozen():

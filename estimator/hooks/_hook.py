@@ -60,6 +60,16 @@ class Hook:
     def after_run(self, context: Context, values: RunValues) -> None:
         """Called after a step was started; it waits for the step's end only if it reads a value or the state."""
 
+    def get_state(self) -> Any:
+        """What the hook remembers, to be saved with each checkpoint; None: nothing.
+
+        Made of dicts with strings as keys, lists, numbers, strings, bytes and None.
+        """
+
+    def set_state(self, state: Any) -> None:
+        """Called before `after_create_state` where the checkpoint that training goes on from holds a state of the hook:
+        of the first, second ... hook of its class."""
+
     def end(self, context: Context) -> None:
         """Called last, once in a run, whatever happened: `context.error` tells what went wrong, if anything did."""
 

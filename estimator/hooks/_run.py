@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 from absl import logging
 
+from estimator._preemption import Preempted
 from estimator.hooks._hook import Context, Hook, RunValues
 
 
@@ -24,7 +26,7 @@ def around(hooks: Sequence[Hook], context: Context) -> Iterator[None]:
     except BaseException as error:
         if not isinstance(error, GeneratorExit):  # which closes the results of `predict`, and is no error
             context.error = error
-            context.stop_reason = "error"
+            context.request_stop("error")
         raise
     finally:
         try:
@@ -47,6 +49,28 @@ def _end(hooks: Sequence[Hook], context: Context) -> None:
                 logging.exception("%r failed in its `end`, after the error that ended the run.", hook)
     if raised is not None:
         raise raised
+
+
+def states(hooks: Sequence[Hook]) -> dict[str, Any]:
+    """What hooks remember, by their class and their place among those of it."""
+    found = {name: hook.get_state() for name, hook in _named(hooks).items()}
+    return {name: state for name, state in found.items() if state is not None}
+
+
+def set_states(hooks: Sequence[Hook], saved: dict[str, Any]) -> None:
+    for name, hook in _named(hooks).items():
+        if name in saved:
+            hook.set_state(saved[name])
+
+
+def _named(hooks: Sequence[Hook]) -> dict[str, Hook]:
+    seen: Counter[str] = Counter()
+    named = {}
+    for hook in hooks:
+        name = type(hook).__name__
+        seen[name] += 1
+        named[f"{name}/{seen[name]}"] = hook
+    return named
 
 
 class Piece(NamedTuple):
@@ -133,4 +157,7 @@ def _unless_stopped(call: Callable[..., Any], context: Context, *args: Any) -> A
         return call(context, *args)
     except StopIteration:
         context.request_stop("StopIteration")
-        return None
+    except Preempted:  # out of an evaluation in a hook; this run was told to stop as well
+        if not context.stop_requested:
+            raise
+    return None

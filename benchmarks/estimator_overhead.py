@@ -1,0 +1,116 @@
+"""What the Estimator costs beside the loops a JAX expert writes by hand, with all that it does by default.
+
+    python benchmarks/estimator_overhead.py [--rounds 9] [--only small]
+
+- `train` of a small model, against a loop around a `lax.scan` of 100 steps;
+- `train` of a model whose step takes some 20 ms, against a loop around one `jit`;
+- ten `evaluate` calls in a row, against ten loops around one `jit`.
+
+The Estimator has its default RunConfig: it looks for NaN, logs, writes summaries, and saves a checkpoint every ten
+minutes, of the first and of the last step. What a run pays once is left out of the time, as in step_time.py: the time
+of a step is that of a run of 2 n steps less that of one of n. Both sides get the same numpy batches. Runs alternate in
+one process; the figure is the median over rounds, the ratio the median of the rounds' ratios.
+"""
+
+import argparse
+import itertools
+import statistics
+import tempfile
+import time
+
+import jax
+import numpy as np
+from step_time import hand_written_run, initial, mean_loss, microseconds_per_step, optimizer
+
+import estimator as est
+
+LOOP = 100
+EVALUATIONS, EVAL_BATCHES = 10, 50
+
+
+def model_fn_of(widths):
+    def model_fn(features, labels, mode):
+        variables = {name: est.get_variable(name, value) for name, value in initial(widths).items()}
+        loss = mean_loss(variables, features, labels)
+        est.summary.scalar("loss_again", loss)
+        return est.EstimatorSpec(mode, loss=loss, train_op=est.Optimizer(optimizer()).minimize(loss))
+
+    return model_fn
+
+
+def batches_of(widths, batch_size, count):
+    random = np.random.default_rng(1)
+    distinct = [
+        (
+            random.normal(size=(batch_size, widths[0])).astype(np.float32),
+            random.integers(0, widths[-1], batch_size).astype(np.int32),
+        )
+        for _ in range(10)
+    ]
+    return list(itertools.islice(itertools.cycle(distinct), count))
+
+
+def compare(name, measure, theirs, ours, rounds, unit):
+    """Prints the medians of both, and the median of their ratios. The first round compiles."""
+    rows = []
+    for i in range(rounds + 1):
+        pair = (theirs, ours) if i % 2 else (ours, theirs)
+        times = {run: measure(run) for run in pair}
+        rows.append((times[theirs], times[ours]))
+    by_hand, estimator = (statistics.median(column) for column in zip(*rows[1:], strict=True))
+    ratio = statistics.median(b / a for a, b in rows[1:])
+    print(f"{name:36}{by_hand:12.1f}{estimator:12.1f} {unit:9}{ratio:6.3f}", flush=True)
+
+
+def training(name, widths, batch_size, steps, steps_per_loop, rounds):
+    batches = batches_of(widths, batch_size, 2 * steps)
+
+    def ours(batches):
+        estimator.train(lambda: batches)
+
+    estimator = est.Estimator(model_fn_of(widths), tempfile.mkdtemp())
+    theirs = hand_written_run(widths, jax.local_devices()[:1], steps_per_loop)
+    compare(name, lambda run: microseconds_per_step(run, batches), theirs, ours, rounds, "us/step")
+
+
+def evaluation(rounds):
+    widths, batch_size = (16, 32, 4), 32
+    batches = batches_of(widths, batch_size, EVAL_BATCHES)
+    estimator = est.Estimator(model_fn_of(widths), tempfile.mkdtemp()).train(lambda: batches, steps=1)
+    variables = {name: estimator.get_variable_value(name) for name in initial(widths)}
+    step = jax.jit(mean_loss)
+
+    def theirs():
+        for _ in range(EVALUATIONS):
+            losses = [step(on_device, *batch) for batch in batches]
+            np.mean(jax.device_get(losses))
+
+    def ours():
+        for _ in range(EVALUATIONS):
+            estimator.evaluate(lambda: batches)
+
+    def milliseconds(run):
+        start = time.perf_counter()
+        run()
+        return (time.perf_counter() - start) * 1e3
+
+    on_device = jax.device_put(variables)
+    compare(f"{EVALUATIONS} evaluations of {EVAL_BATCHES} batches", milliseconds, theirs, ours, rounds, "ms")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--only", choices=["small", "20ms", "evaluate"])
+    arguments = parser.parse_args()
+    print(f"{'':36}{'by hand':>12}{'Estimator':>12} {'':9}{'ratio':>6}")
+    if arguments.only in (None, "small"):
+        training("train, small model", (16, 32, 4), 32, 4000, LOOP, arguments.rounds)
+    if arguments.only in (None, "20ms"):
+        training("train, 20 ms step", (512, 1024, 1024, 10), 512, 20, 1, arguments.rounds)
+    if arguments.only in (None, "evaluate"):
+        evaluation(arguments.rounds)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""What a checkpoint holds beside arrays, the position in the input and what hooks remember: JSON in an array of bytes.
+
+JSON has no bytes, and knows no tuples; grain's loaders have positions of bytes, others of nested dicts and lists.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from typing import Any
+
+import numpy as np
+
+_BYTES = "__bytes__"
+
+
+def encode(state: Any) -> np.ndarray:
+    """`state` as a uint8 array.
+
+    >>> decode(encode({"position": b"ab", "batches": 3}))
+    {'position': b'ab', 'batches': 3}
+
+    Raises:
+      TypeError: it holds something else than dicts with strings as keys, lists, numbers, strings, bytes and None.
+    """
+    return np.frombuffer(json.dumps(_to_json(state)).encode(), np.uint8).copy()
+
+
+def decode(array: np.ndarray) -> Any:
+    """The opposite."""
+    return json.loads(array.tobytes(), object_hook=lambda d: base64.b64decode(d[_BYTES]) if d.keys() == {_BYTES} else d)
+
+
+def _to_json(value: Any) -> Any:
+    if isinstance(value, bytes):
+        return {_BYTES: base64.b64encode(value).decode()}
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {key: _to_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_to_json(item) for item in value]
+    if isinstance(value, np.generic | np.ndarray) and value.ndim == 0:
+        return value.item()
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise TypeError(
+        "A checkpoint holds positions and states of hooks as dicts with strings as keys, lists, numbers, strings, "
+        f"bytes and None; got {value!r} of type {type(value).__name__}. Let `get_state` return these."
+    )

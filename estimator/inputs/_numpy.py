@@ -1,0 +1,83 @@
+"""Batches cut from numpy arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from jax.experimental.sparse import JAXSparse
+
+from estimator.inputs._rows import Arrays, Order, RowBatches, rows_input_fn
+
+
+def numpy_input_fn(
+    x: Any,
+    y: Any = None,
+    batch_size: int = 128,
+    num_epochs: int | None = 1,
+    shuffle: bool | None = None,
+    *,
+    seed: int | None = None,
+    drop_remainder: bool = False,
+) -> Callable[[], RowBatches]:
+    """Returns an input_fn that cuts arrays into batches.
+
+    As in TensorFlow, `shuffle` has to be given, batches run on over the end of an epoch, and the
+    last, smaller batch is kept. Unlike there, every epoch is a permutation of its own of all rows,
+    `seed` repeats it, and all arguments are checked at once, not when the input_fn is called.
+
+    >>> input_fn = numpy_input_fn({"x": np.arange(5)}, np.arange(5) * 10, 2, shuffle=False)
+    >>> for features, labels in input_fn():
+    ...     print(features["x"], labels)
+    [0 1] [ 0 10]
+    [2 3] [20 30]
+    [4] [40]
+
+    Args:
+      x: features, an array of shape `(n, ...)` or a dict of such arrays.
+      y: labels, an array of shape `(n, ...)`, a dict of such arrays, or None.
+      batch_size: rows of a batch, at least 1.
+      num_epochs: how often the rows are gone through; None: forever.
+      shuffle: whether to permute the rows anew in each epoch.
+      seed: what the permutations follow from: with one, every call of the input_fn has the same
+        order; with None, every call has another.
+      drop_remainder: whether to leave out the last batch where it is smaller than `batch_size`.
+
+    Returns:
+      An input_fn without arguments. Each call starts anew and gives an iterator of features (where
+      `y` is None) or of `(features, labels)`, in arrays or dicts as `x` and `y` are; of shape
+      `(batch_size, ...)`. Without `shuffle` they may be views of the arrays given. The iterator has
+      `get_state()` and `set_state(state)`, so that training resumes within an epoch, in the same order.
+
+    Raises:
+      TypeError: `x` is neither an array nor a dict.
+      ValueError: `shuffle` is no bool, there are no rows, `x` and `y` share a key, their lengths
+        differ, `batch_size` or `num_epochs` is no int of at least 1, or `seed` none of at least 0.
+    """
+    order = Order(batch_size, num_epochs, shuffle, seed, drop_remainder)  # type: ignore[arg-type]  # checks it
+    features, labels = _as_arrays("x", x), None if y is None else _as_arrays("y", y)
+    input_fn = rows_input_fn(features, labels, order)
+    if isinstance(x, dict) and isinstance(y, dict) and (duplicates := sorted(x.keys() & y.keys())):
+        raise ValueError(
+            f"{len(duplicates)} duplicate keys are found in both x and y: {duplicates}. Rename them in one of the two."
+        )
+    return input_fn
+
+
+def _as_arrays(name: str, value: Any) -> Arrays:
+    if not isinstance(value, dict) and not hasattr(value, "shape"):
+        raise TypeError(
+            f"{name} must be a dict or array; got {type(value).__name__}. Make one array of it by `np.asarray`."
+        )
+    if isinstance(value, dict) and not value:
+        hint = "use None instead" if name == "y" else "give at least one feature"
+        raise ValueError(f"{name} cannot be an empty dict, {hint}.")
+    arrays = value if isinstance(value, dict) else {None: value}
+    for key, array in arrays.items():
+        if isinstance(array, JAXSparse):
+            raise TypeError(
+                f"{name if key is None else f'{name}[{key!r}]'} is sparse ({type(array).__name__}), and numpy cannot "
+                "cut it into batches. Let your own input_fn yield a jax.experimental.sparse.BCOO for each batch."
+            )
+    return {key: np.asarray(array) for key, array in value.items()} if isinstance(value, dict) else np.asarray(value)

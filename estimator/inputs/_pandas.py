@@ -1,0 +1,95 @@
+"""Batches cut from pandas data frames."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from estimator.inputs._rows import Order, RowBatches, rows_input_fn
+
+
+def pandas_input_fn(
+    x: Any,
+    y: Any = None,
+    batch_size: int = 128,
+    num_epochs: int | None = 1,
+    shuffle: bool | None = None,
+    *,
+    target_column: str = "target",
+    seed: int | None = None,
+    drop_remainder: bool = False,
+) -> Callable[[], RowBatches]:
+    """Returns an input_fn that cuts a data frame into batches, its features being a dict of the columns.
+
+    As in TensorFlow, the index is no feature, and `x` and `y` are copied: later changes do not matter. Order, `seed`
+    and what batches are made of are as for `numpy_input_fn`.
+
+    >>> import pandas as pd
+    >>> x = pd.DataFrame({"age": [30, 40, 50], "height": [1.7, 1.8, 1.6]}, index=["a", "b", "c"])
+    >>> y = pd.Series([0, 1, 0], index=["a", "b", "c"])
+    >>> features, labels = next(pandas_input_fn(x, y, batch_size=2, shuffle=False)())
+    >>> features["age"], features["height"], labels
+    (array([30, 40]), array([1.7, 1.8]), array([0, 1]))
+
+    Args:
+      x: features, a `DataFrame` of n rows.
+      y: labels, a `Series` or a `DataFrame` of the same index, or None.
+      batch_size: rows of a batch, at least 1.
+      num_epochs: how often the rows are gone through; None: forever.
+      shuffle: whether to permute the rows anew in each epoch.
+      target_column: what the labels of a port are called. It must be no column of `x`, as in TensorFlow, and has no
+        other effect.
+      seed: what the permutations follow from: with one, every call of the input_fn has the same
+        order; with None, every call has another.
+      drop_remainder: whether to leave out the last batch where it is smaller than `batch_size`.
+
+    Returns:
+      An input_fn without arguments. Each call starts anew and gives an iterator of features, a dict of arrays of shape
+      `(batch_size,)` by column (where `y` is None), or of `(features, labels)`; labels are an array for a `Series`, a
+      dict for a `DataFrame`. The iterator has `get_state()` and `set_state(state)`.
+
+    Raises:
+      TypeError: pandas is not installed, `x` is no `DataFrame`, `y` neither `Series` nor `DataFrame`, or
+        `target_column` no string.
+      ValueError: `shuffle` is no bool, `target_column` is a column of `x`, two columns have one name, the indexes of
+        `x` and `y` differ, there are no rows or columns, or a number is out of its range.
+    """
+    try:
+        import pandas as pd
+    except ImportError as error:
+        raise TypeError(
+            "pandas_input_fn should not be called without pandas installed. Install it (`pip install pandas`), or give "
+            "a dict of arrays to numpy_input_fn."
+        ) from error
+    order = Order(batch_size, num_epochs, shuffle, seed, drop_remainder)  # type: ignore[arg-type]  # checks it
+    if not isinstance(target_column, str):
+        raise TypeError(f"target_column must be a string type; got {target_column!r}.")
+    if not isinstance(x, pd.DataFrame):
+        raise TypeError(f"x must be a pandas DataFrame; got {type(x).__name__}. For arrays there is numpy_input_fn.")
+    features = _columns("x", x)
+    if y is None:
+        return rows_input_fn(features, None, order)
+    if not isinstance(y, pd.Series | pd.DataFrame):
+        raise TypeError(f"y must be a pandas Series or DataFrame; got {type(y).__name__}.")
+    if target_column in x:
+        raise ValueError(
+            f"Cannot use name {target_column} for target column: DataFrame already has a column with that name: "
+            f"{list(x.columns)}. Give another target_column, or leave that column out of x."
+        )
+    if not np.array_equal(x.index, y.index):
+        raise ValueError(
+            f"Index for x and y are mismatched. Give rows in the same order; got index for x: {x.index}, "
+            f"index for y: {y.index}."
+        )
+    return rows_input_fn(features, _columns("y", y) if isinstance(y, pd.DataFrame) else y.to_numpy(copy=True), order)
+
+
+def _columns(name: str, frame: Any) -> dict[Any, np.ndarray]:
+    if not len(frame.columns):
+        raise ValueError(f"{name} must have at least one column; got a DataFrame of shape {frame.shape}.")
+    if not frame.columns.is_unique:
+        twice = sorted(set(frame.columns[frame.columns.duplicated()]), key=str)
+        raise ValueError(f"The columns of {name} must have different names; got several called {twice}. Rename them.")
+    return {column: frame[column].to_numpy(copy=True) for column in frame.columns}

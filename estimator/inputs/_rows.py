@@ -1,0 +1,168 @@
+"""Rows of arrays, batch by batch, in an order that can be taken up again anywhere."""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+Arrays = np.ndarray | dict[Any, np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class Order:
+    """In which batches to go through rows; checked when it is made.
+
+    Args:
+      batch_size: rows of a batch, at least 1.
+      num_epochs: how often the rows are gone through; None: forever.
+      shuffle: whether to permute the rows anew in each epoch.
+      seed: what the permutations follow from; None: another one for each iterator.
+      drop_remainder: whether to leave out a last batch that is smaller than `batch_size`.
+
+    Raises:
+      ValueError: `shuffle` is no bool, `batch_size` or `num_epochs` is no int >= 1, `seed` no int >= 0.
+    """
+
+    batch_size: int
+    num_epochs: int | None
+    shuffle: bool
+    seed: int | None
+    drop_remainder: bool
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.shuffle, bool):
+            raise ValueError(
+                "shuffle must be provided and explicitly set as boolean (it is recommended to set it "
+                f"as True for training); got {self.shuffle!r}."
+            )
+        _check_int("batch_size", self.batch_size, at_least=1)
+        if self.num_epochs is not None:
+            _check_int("num_epochs", self.num_epochs, at_least=1)
+        if self.seed is not None:
+            _check_int("seed", self.seed, at_least=0)
+
+
+class RowBatches(Iterator[Any]):
+    """Batches of `n` rows; its position is a dict of ints, from which another one goes on, in whatever batch size.
+
+    The permutation of an epoch follows from the seed and the epoch alone, so that any position is found at once.
+
+    >>> first = RowBatches(4, Order(3, 2, True, None, False), list)
+    >>> batch, state, rest = next(first), first.get_state(), list(first)
+    >>> other = RowBatches(4, Order(3, 2, True, None, False), list)
+    >>> other.set_state(state)
+    >>> list(other) == rest
+    True
+
+    Args:
+      n: the number of rows.
+      order: how to go through them.
+      take: function of the index of some rows, a slice or an array of ints, that returns the batch.
+    """
+
+    def __init__(self, n: int, order: Order, take: Callable[[Any], Any]) -> None:
+        self._n, self._order, self._take = n, order, take
+        self._seed = secrets.randbits(63) if order.seed is None else int(order.seed)
+        self._total = None if order.num_epochs is None else n * order.num_epochs
+        self._given = 0  # rows, over all epochs
+        self._permuted: tuple[int, np.ndarray] | None = None  # the epoch last used, and its order
+
+    def __next__(self) -> Any:
+        size = self._order.batch_size
+        if self._total is not None and self._total - self._given < size:
+            size = 0 if self._order.drop_remainder else self._total - self._given
+            if not size:
+                raise StopIteration
+        index = self._index(size)
+        self._given += size
+        return self._take(index)
+
+    def get_state(self) -> dict[str, int]:
+        """Where it is: the epoch, the rows given of that, how many there are, and the seed where it shuffles."""
+        epoch, offset = divmod(self._given, self._n)
+        state = {"epoch": epoch, "offset": offset, "rows": self._n}
+        return {**state, "seed": self._seed} if self._order.shuffle else state
+
+    def set_state(self, state: dict[str, int]) -> None:
+        """Goes to where `get_state` was called, and on in that order, whatever the seed given here.
+
+        Raises:
+          ValueError: the state is that of another number of rows, or of another `shuffle`.
+        """
+        own = self.get_state()
+        if not isinstance(state, dict) or state.keys() != own.keys() or state["rows"] != self._n:
+            raise ValueError(
+                f"The position {state!r} is not one of this input, whose position is now {own!r}. Resume with the "
+                "same number of rows and the same `shuffle`, or start the input anew."
+            )
+        self._given = int(state["epoch"]) * self._n + int(state["offset"])
+        self._seed = int(state.get("seed", self._seed))
+        self._permuted = None
+
+    def _index(self, size: int) -> Any:
+        epoch, first = divmod(self._given, self._n)
+        if not self._order.shuffle:
+            rows = slice(first, first + size)  # copies nothing
+            return rows if rows.stop <= self._n else np.arange(first, rows.stop) % self._n
+        parts = []
+        while size:
+            parts.append(self._permutation(epoch)[first : first + size])
+            size -= len(parts[-1])
+            epoch, first = epoch + 1, 0
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def _permutation(self, epoch: int) -> np.ndarray:
+        if self._permuted is None or self._permuted[0] != epoch:
+            self._permuted = epoch, np.random.default_rng([self._seed, epoch]).permutation(self._n)
+        return self._permuted[1]
+
+
+def rows_input_fn(features: Arrays, labels: Arrays | None, order: Order) -> Callable[[], RowBatches]:
+    """An input_fn that starts anew at each call, of features alone where `labels` is None.
+
+    Raises:
+      ValueError: the arrays differ in their numbers of rows, or have none.
+    """
+    n = _common_length(features, {} if labels is None else labels)
+
+    def take(index: Any) -> Any:
+        batch = _take(features, index)
+        return batch if labels is None else (batch, _take(labels, index))
+
+    return lambda: RowBatches(n, order, take)
+
+
+def _take(arrays: Arrays, index: Any) -> Any:
+    return {key: array[index] for key, array in arrays.items()} if isinstance(arrays, dict) else arrays[index]
+
+
+def _common_length(x: Arrays, y: Arrays) -> int:
+    lengths = {array.shape[:1] for arrays in (x, y) for array in _listed(arrays)}
+    if len(lengths) > 1 or () in lengths:
+        raise ValueError(
+            "Length of tensors in x and y is mismatched. All arrays must have the same number of "
+            f"rows; got shapes in x: {_shapes(x)}, shapes in y: {_shapes(y)}."
+        )
+    [(n,)] = lengths
+    if n == 0:
+        raise ValueError(f"x cannot be an empty array; got shapes in x: {_shapes(x)}.")
+    return n
+
+
+def _listed(arrays: Arrays) -> list[np.ndarray]:
+    return list(arrays.values()) if isinstance(arrays, dict) else [arrays]
+
+
+def _shapes(arrays: Arrays) -> str:
+    if not isinstance(arrays, dict):
+        return f"{arrays.shape}"
+    return ", ".join(f"{key!r}: {array.shape}" for key, array in arrays.items())
+
+
+def _check_int(name: str, value: Any, at_least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < at_least:
+        raise ValueError(f"{name} must be an int >= {at_least}; got {value!r}.")

@@ -1,0 +1,98 @@
+import sys
+
+import numpy as np
+import pandas as pd
+import pytest
+
+import estimator as est
+from estimator.inputs import pandas_input_fn
+
+X = pd.DataFrame({"a": np.arange(5, dtype=np.int32), "b": np.arange(5) / 2}, index=list("pqrst"))
+SERIES = pd.Series(np.arange(5) * 10, index=list("pqrst"), name="label")
+FRAME = pd.DataFrame({"c": np.arange(5) * 10, "a": np.arange(5) * 20}, index=list("pqrst"))
+
+
+def test_features_are_the_columns_without_the_index():
+    batches = list(pandas_input_fn(X, batch_size=2, shuffle=False)())
+    assert [sorted(batch) for batch in batches] == [["a", "b"]] * 3
+    assert [batch["a"].tolist() for batch in batches] == [[0, 1], [2, 3], [4]]
+    assert batches[0]["a"].dtype == np.int32 and batches[0]["b"].tolist() == [0, 0.5]
+
+
+def test_a_series_gives_an_array_of_labels_and_a_frame_a_dict():
+    for features, labels in pandas_input_fn(X, SERIES, 2, num_epochs=3, shuffle=True)():
+        assert type(labels) is np.ndarray
+        np.testing.assert_array_equal(labels, features["a"] * 10)
+    for features, labels in pandas_input_fn(X, FRAME, 2, shuffle=True)():  # its columns may be called as those of x
+        np.testing.assert_array_equal(labels["c"], features["a"] * 10)
+        np.testing.assert_array_equal(labels["a"], features["a"] * 20)
+
+
+def test_later_changes_of_the_frames_do_not_matter():
+    x, y = X.copy(), SERIES.copy()
+    input_fn = pandas_input_fn(x, y, shuffle=False)
+    x.loc["p", "a"], y.loc["p"] = 100, 100
+    x["new"] = 1
+    [(features, labels)] = input_fn()
+    assert sorted(features) == ["a", "b"] and features["a"][0] == 0 and labels[0] == 0
+
+
+def test_order_seed_and_remainder_are_those_of_numpy_input_fn():
+    for options in ({"seed": 3}, {"seed": 4, "drop_remainder": True}):
+        theirs = est.inputs.numpy_input_fn(X["a"].to_numpy(), None, 3, 3, True, **options)()
+        ours = pandas_input_fn(X, None, 3, 3, True, **options)()
+        next(ours), next(theirs)
+        assert ours.get_state() == theirs.get_state()
+        assert [batch["a"].tolist() for batch in ours] == [batch.tolist() for batch in theirs]
+
+
+def test_an_estimator_trains_evaluates_and_predicts_on_a_frame(tmp_path):
+    import optax
+
+    def model_fn(features, labels, mode):
+        w = est.get_variable("w", ())
+        predictions = features["b"].astype(np.float32) * w
+        loss = None
+        if labels is not None:
+            loss = est.losses.mean_squared_error(labels.astype(np.float32), predictions)
+        train_op = None if loss is None else est.Optimizer(optax.sgd(0.1)).minimize(loss)
+        return est.EstimatorSpec(mode, predictions=predictions, loss=loss, train_op=train_op)
+
+    estimator = est.Estimator(model_fn, tmp_path)
+    estimator.train(pandas_input_fn(X, SERIES, 5, num_epochs=None, shuffle=True), steps=40)
+    assert estimator.evaluate(pandas_input_fn(X, SERIES, 2, shuffle=False))["loss"] < 1e-3
+    np.testing.assert_allclose(list(estimator.predict(pandas_input_fn(X, shuffle=False))), SERIES, atol=0.1)
+
+
+@pytest.mark.parametrize(
+    ("args", "error", "message"),
+    [
+        ({"shuffle": None}, ValueError, "shuffle must be provided and explicitly set.*got None"),
+        ({"target_column": ["t"]}, TypeError, r"target_column must be a string type; got \['t'\]"),
+        ({"y": SERIES, "target_column": "a"}, ValueError, r"Cannot use name a for target column: .*\['a', 'b'\]. Give"),
+        ({"y": SERIES.iloc[::-1]}, ValueError, "Index for x and y are mismatched.*index for x: .*index for y"),
+        ({"y": SERIES.iloc[:3]}, ValueError, "Index for x and y are mismatched"),
+        ({"y": SERIES.to_numpy()}, TypeError, "y must be a pandas Series or DataFrame; got ndarray"),
+        (
+            {"x": {"a": np.ones(3)}},
+            TypeError,
+            "x must be a pandas DataFrame; got dict. For arrays there is numpy_input",
+        ),
+        ({"x": X.iloc[:0]}, ValueError, "x cannot be an empty array"),
+        ({"x": X[[]]}, ValueError, r"x must have at least one column; got a DataFrame of shape \(5, 0\)"),
+        ({"x": X[["a", "b", "a"]]}, ValueError, r"columns of x must have different names; got several called \['a'\]"),
+        ({"y": FRAME[["c", "c"]]}, ValueError, r"columns of y must have different names; got several called \['c'\]"),
+        ({"batch_size": 0}, ValueError, "batch_size must be an int >= 1; got 0"),
+        ({"num_epochs": 0}, ValueError, "num_epochs must be an int >= 1; got 0"),
+        ({"seed": 1.5}, ValueError, "seed must be an int >= 0; got 1.5"),
+    ],
+)
+def test_bad_arguments_are_errors_at_once(args, error, message):
+    with pytest.raises(error, match=message):
+        pandas_input_fn(**{"x": X, "shuffle": False} | args)
+
+
+def test_without_pandas_it_says_so(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(TypeError, match="should not be called without pandas installed. Install it .* numpy_input_fn"):
+        pandas_input_fn(X, shuffle=False)
