@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
+import numbers
 import time
+
+
+def check_intervals(caller: str, **given: float | None) -> None:
+    """Raises a ValueError unless exactly one of the intervals is given and positive; those of steps are ints."""
+    shown = " and ".join(f"{name}={value!r}" for name, value in given.items())
+    if sum(value is not None for value in given.values()) != 1:
+        raise ValueError(f"Exactly one of {' and '.join(given)} should be provided to {caller}; got {shown}.")
+    for name, value in given.items():
+        kind = numbers.Real if name.endswith("secs") else numbers.Integral
+        if value is not None and (isinstance(value, bool) or not isinstance(value, kind) or value <= 0):
+            wanted = "number" if kind is numbers.Real else "int"
+            raise ValueError(f"{name} of {caller} must be a positive {wanted}; got {value!r}.")
 
 
 class SecondOrStepTimer:
@@ -25,16 +38,7 @@ class SecondOrStepTimer:
     """
 
     def __init__(self, every_secs: float | None = None, every_steps: int | None = None) -> None:
-        if (every_secs is None) == (every_steps is None):
-            raise ValueError(
-                "Exactly one of every_secs and every_steps should be provided; "
-                f"got every_secs={every_secs!r} and every_steps={every_steps!r}."
-            )
-        for name, value in (("every_secs", every_secs), ("every_steps", every_steps)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or value <= 0):
-                raise ValueError(f"{name} must be a positive number; got {value!r}.")
-        if every_steps is not None and every_steps != int(every_steps):
-            raise ValueError(f"every_steps must be an int; got {every_steps!r}.")
+        check_intervals("SecondOrStepTimer", every_secs=every_secs, every_steps=every_steps)
         self._every_secs = every_secs
         self._every_steps = every_steps
         self.reset()
@@ -70,9 +74,10 @@ class SecondOrStepTimer:
         """For `Hook.next_step`: the next step for which it is time, as far as that can be told."""
         if self._first is None:
             self._first = step + 1
-            return step + 1
+        if step < self._first:
+            return self._first
         if self._every_steps:
-            return self._first + self._every_steps * max(0, (step - self._first) // self._every_steps + 1)
+            return self._first + self._every_steps * ((step - self._first) // self._every_steps + 1)
         return step + 1 if self._step is not None and self._secs_passed() else None
 
     def _secs_passed(self) -> bool:
