@@ -47,7 +47,9 @@ def predict_batches(
         predictions, reported = guarded(step, features, None, state, features)
         context.count(1, features)
         _run.after(due, context, asked, None, 1, reported)
-        yield jax.device_get(select(predictions, keys))
+        found = jax.device_get(select(predictions, keys))
+        context.phase = "output"
+        yield found
 
 
 def checked_keys(predict_keys: str | Sequence[str] | None) -> tuple[str, ...] | None:

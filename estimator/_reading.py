@@ -56,7 +56,7 @@ def batches_with_hooks(
                 return
             bar.update(got.size)
             piece = asked.pop(0)
-            context.phase = "step"
+            context.phase = "step" if context.batches else "compile"
             for pair in got.batches[:-1]:
                 yield *pair, ()
             yield *got.batches[-1], piece.due if got.size == piece.steps else ()

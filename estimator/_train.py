@@ -198,7 +198,7 @@ class Training:
             raise NanLossDuringTrainingError(advice)
         if not self._ended_by_nan:
             logging.warning("%s", advice)
-        self._ended_by_nan = True
+        self._ended_by_nan = self.context.found_nan = True
         self.context.request_stop("NaN loss")
 
     def _log(self, losses: np.ndarray, every: int) -> None:

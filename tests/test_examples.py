@@ -48,6 +48,11 @@ def losses(stderr: str) -> dict[int, float]:
 
 EXAMPLES = {
     "digits.py": [1, 2, 4],
+    "feature_columns.py": [
+        pytest.param(1, marks=pytest.mark.slow),
+        2,
+        pytest.param(3, marks=pytest.mark.slow),
+    ],
     "flax_module.py": [
         pytest.param(1, marks=pytest.mark.slow),
         2,
@@ -91,6 +96,15 @@ def test_models_of_other_libraries_read_digits_right(library):
     stdout, _ = run("haiku_equinox.py", f"--library={library}")
     assert f"{library}, after 600 steps on 2 x cpu:" in stdout
     assert accuracy(stdout) >= 0.95
+
+
+@pytest.mark.parametrize("towers", EXAMPLES["feature_columns.py"])
+def test_tumours_are_told_apart(trained, towers):
+    stdout, _ = trained("feature_columns.py", towers)
+    assert f"on {towers} x cpu:" in stdout
+    assert accuracy(stdout) >= 0.94
+    assert re.findall(r"always saying the same has ([\d.]+)%", stdout) == ["63.31"]
+    assert len(re.findall(r"(?:malignant|benign) \(\d+%\), is (?:malignant|benign)", stdout)) == 6
 
 
 @pytest.mark.parametrize("towers", [2, 4])

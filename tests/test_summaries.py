@@ -191,8 +191,8 @@ def test_only_the_chief_writes(tmp_path, monkeypatch):
     [
         ({}, "Exactly one of save_secs and save_steps should be provided to SummarySaverHook; got save_secs=None and"),
         ({"save_steps": 1, "save_secs": 2}, "got save_secs=2 and save_steps=1"),
-        ({"save_steps": 0}, "every_steps.* must be a positive .*; got 0"),
-        ({"save_secs": -1}, "every_secs.* must be a positive .*; got -1"),
+        ({"save_steps": 0}, "save_steps of SummarySaverHook must be a positive int; got 0"),
+        ({"save_secs": -1}, "save_secs of SummarySaverHook must be a positive number; got -1"),
     ],
 )
 def test_bad_intervals_are_errors(given, message):

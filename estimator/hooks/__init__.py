@@ -1,18 +1,35 @@
 """What may happen around the steps of a run."""
 
 from estimator.hooks._checkpoint_saver import CheckpointSaverHook, CheckpointSaverListener
+from estimator.hooks._final_ops import FinalOpsHook
 from estimator.hooks._hook import Context, Hook, RunValues
+from estimator.hooks._in_memory_evaluator import InMemoryEvaluatorHook
+from estimator.hooks._logging_tensor import LoggingTensorHook
 from estimator.hooks._nan import NanTensorHook
+from estimator.hooks._profiler import ProfilerHook
+from estimator.hooks._step_counter import StepCounterHook
+from estimator.hooks._stop_at_secs import StopAtSecsHook
+from estimator.hooks._stop_at_step import StopAtStepHook
 from estimator.hooks._summary_saver import SummarySaverHook
 from estimator.hooks._timer import SecondOrStepTimer
+from estimator.hooks._watchdog import StalledError, WatchdogHook
 
 __all__ = [
     "CheckpointSaverHook",
     "CheckpointSaverListener",
     "Context",
+    "FinalOpsHook",
     "Hook",
+    "InMemoryEvaluatorHook",
+    "LoggingTensorHook",
     "NanTensorHook",
+    "ProfilerHook",
     "RunValues",
     "SecondOrStepTimer",
+    "StalledError",
+    "StepCounterHook",
+    "StopAtSecsHook",
+    "StopAtStepHook",
+    "WatchdogHook",
     "SummarySaverHook",
 ]

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable
 
 from estimator.hooks._hook import Context, Hook, RunValues
+from estimator.hooks._timer import check_intervals
 
 
 class CheckpointSaverListener:
@@ -48,18 +49,18 @@ class CheckpointSaverHook(Hook):
         save_steps: int | None = None,
         listeners: Iterable[CheckpointSaverListener] | None = None,
     ) -> None:
-        if (save_secs is None) == (save_steps is None):
-            raise ValueError(
-                "Exactly one of save_secs and save_steps should be provided to CheckpointSaverHook; "
-                f"got save_secs={save_secs!r} and save_steps={save_steps!r}."
-            )
+        check_intervals("CheckpointSaverHook", save_secs=save_secs, save_steps=save_steps)
         self._dir = None if checkpoint_dir is None else os.fspath(checkpoint_dir)
         self._secs = save_secs
         self._steps = save_steps
-        self.listeners = checked_listeners(listeners)
+        self._own_listeners = self.listeners = checked_listeners(listeners)
         self._start = 0
         self._time = 0.0
         self._told: int | None = None  # the step of the last checkpoint that listeners know of
+
+    def listen(self, listeners: Iterable[CheckpointSaverListener]) -> None:
+        """Has these told of the checkpoints of the next run, beside its own."""
+        self.listeners = (*self._own_listeners, *listeners)
 
     def begin(self) -> None:
         self._told = None
@@ -67,7 +68,7 @@ class CheckpointSaverHook(Hook):
             listener.begin()
 
     def after_create_state(self, context: Context) -> None:
-        if self._dir is not None and self._dir != context.model_dir:
+        if self._dir is not None and os.path.abspath(self._dir) != os.path.abspath(str(context.model_dir)):
             raise ValueError(
                 f"CheckpointSaverHook got checkpoint_dir={self._dir!r}, but the Estimator saves in "
                 f"{context.model_dir!r}. Leave it out."
@@ -97,6 +98,9 @@ class CheckpointSaverHook(Hook):
     def _save(self, context: Context) -> bool:
         """Whether a listener wants the training to end."""
         step = context.global_step
+        _ = context.state  # looks at the losses: listeners are to hear only of what is saved
+        if context.found_nan:
+            return False
         for listener in self.listeners:
             listener.before_save(context, step)
         context.save()
@@ -107,8 +111,9 @@ class CheckpointSaverHook(Hook):
 
 def checked_listeners(listeners: Iterable[CheckpointSaverListener] | None) -> tuple[CheckpointSaverListener, ...]:
     """Listeners as a tuple."""
-    checked = () if listeners is None else tuple(listeners)
-    for listener in checked:
-        if not isinstance(listener, CheckpointSaverListener):
-            raise TypeError(f"saving_listeners must be a list of CheckpointSaverListener, given: {listener!r}.")
+    if listeners is None:
+        return ()
+    checked = tuple(listeners) if isinstance(listeners, Iterable) else None
+    if checked is None or not all(isinstance(listener, CheckpointSaverListener) for listener in checked):
+        raise TypeError(f"saving_listeners must be a list of CheckpointSaverListener, given: {listeners!r}.")
     return checked

@@ -32,8 +32,8 @@ def with_default_hooks(
             "There should be a CheckpointSaverHook to use saving_listeners. Please set one of "
             "RunConfig.save_checkpoints_steps or RunConfig.save_checkpoints_secs."
         )
-    if listeners:
-        savers[0].listeners = (*savers[0].listeners, *listeners)
+    for saver in savers:
+        saver.listen(listeners if saver is savers[0] else ())
     first += chief
     writers = [hook for hook in given if isinstance(hook, SummarySaverHook) and hook.writes_to(config.model_dir)]
     if len(writers) > 1:

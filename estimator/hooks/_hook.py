@@ -31,6 +31,14 @@ class Hook:
     ...         print(context.global_step, values.loss)
     """
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if hasattr(cls, "after_create_session"):
+            raise TypeError(
+                f"{cls.__name__}.after_create_session would never be called: there is no session. "
+                "Call it `after_create_state(self, context)`; `context.state` holds the variables."
+            )
+
     def begin(self) -> None:
         """Called first, once in a run, before there is a state."""
 
@@ -41,7 +49,8 @@ class Hook:
         """The next step around which to call `before_run` and `after_run`; None: not now, ask again.
 
         Asked before each program, up to two programs ahead of what has run; at least every 100 steps. So a hook that
-        goes by the clock returns `step + 1` when its time has come, and None until then.
+        goes by the clock returns `step + 1` when its time has come, and None until then. The same step may be asked
+        about again: what is returned must not depend on how often that was.
 
         Args:
           step: so many steps will have run (in `evaluate` and `predict`: so many batches).
@@ -87,10 +96,12 @@ class Context:
       examples: the number of examples in them.
       clock: the steps, the examples and `time.monotonic()` when the first program of a training was done, whose
         compilation is no part of a rate; None before.
-      phase: what the run is doing: "begin", "input", "compile", "step", "checkpoint", "evaluate" or "end".
+      phase: what the run is doing: "begin", "input", "compile", "step", "checkpoint", "evaluate", "output" (`predict`
+        waits until it is asked for more) or "end".
       error: in `end`: the exception that ended the run, or None.
-      stop_reason: in `end`: why the run ended: "input" (which ended), "steps" (all were done), "error", or what
-        `request_stop` was told.
+      stop_reason: in `end`: why the run ended: "input" (which ended), "steps" (all were done), "error", "closed" (an
+        iterator of `predict`), or what `request_stop` was told.
+      found_nan: whether a loss is known to be NaN; nothing is saved any more.
       metrics: in `end` of an evaluation that succeeded: what `evaluate` returns.
     """
 
@@ -106,12 +117,18 @@ class Context:
         self.phase = "begin"
         self.error: BaseException | None = None
         self.stop_reason: str | None = None
+        self.found_nan = False
         self.metrics: dict[str, Any] | None = None
         self._state: Callable[[], Any] | None = None
         self._save: Callable[[], str | None] | None = None
         self._look: Callable[[], None] | None = None
         self._watchers: list[Callable[[Context, int, np.ndarray], None]] = []
         self._events: dict[str, EventWriter] = {}
+
+    @property
+    def step(self) -> int:
+        """What `Hook.next_step` counts: the global step in `train`, the batches in `evaluate` and `predict`."""
+        return self.global_step if self.mode == ModeKeys.TRAIN else self.batches
 
     @property
     def state(self) -> Any:
@@ -194,6 +211,13 @@ class RunValues:
         self._steps = steps
         self._reported = reported
         self._asked = asked
+        known = ["loss"] * (losses is not None) + sorted(reported)
+        for name in jax.tree.leaves(asked):
+            if name not in known:
+                raise ValueError(
+                    f"A hook asked for the value {name!r}, but the model_fn reports only {known}. "
+                    f"Write `est.record({name!r}, value)` in the model_fn."
+                )
 
     @property
     def loss(self) -> float | None:
@@ -203,24 +227,14 @@ class RunValues:
     @property
     def on_devices(self) -> PyTree:
         """What `results` will hold, still on the devices: for a hook that wants to wait later."""
-        return jax.tree.map(self._value, self._asked)
+        return jax.tree.map(
+            lambda name: self._losses.reshape(-1)[self._steps - 1] if name == "loss" else self._reported[name],
+            self._asked,
+        )
 
     @property
     def results(self) -> PyTree:
         """The values that `before_run` asked for, as Python and numpy values in the same structure."""
-        found = jax.device_get(self.on_devices)
-        return jax.tree.map(_as_value, found, is_leaf=lambda x: hasattr(x, "as_value"))
-
-    def _value(self, name: Any) -> Any:
-        if name == "loss" and self._losses is not None:
-            return self._losses.reshape(-1)[self._steps - 1]
-        if name not in self._reported:
-            raise ValueError(
-                f"A hook asked for the value {name!r}, but the model_fn reports only "
-                f"{['loss', *sorted(self._reported)]}. Write `est.record({name!r}, value)` in the model_fn."
-            )
-        return self._reported[name]
-
-
-def _as_value(report: Any) -> Any:
-    return report.as_value() if hasattr(report, "as_value") else report.item() if report.ndim == 0 else report
+        names = {name for name in jax.tree.leaves(self._asked) if name != "loss"}
+        found = jax.device_get({name: self._reported[name] for name in names})
+        return jax.tree.map(lambda name: self.loss if name == "loss" else found[name].as_value(), self._asked)

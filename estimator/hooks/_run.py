@@ -24,7 +24,9 @@ def around(hooks: Sequence[Hook], context: Context) -> Iterator[None]:
             hook.begin()
         yield
     except BaseException as error:
-        if not isinstance(error, GeneratorExit):  # which closes the results of `predict`, and is no error
+        if isinstance(error, GeneratorExit):  # which closes the results of `predict`, and is no error
+            context.request_stop("closed")
+        else:
             context.error = error
             context.request_stop("error")
         raise
@@ -134,8 +136,20 @@ class Plan:
 
 
 def before(due: Sequence[Hook], context: Context) -> list[Any]:
-    """What each hook asks for."""
-    return [_unless_stopped(hook.before_run, context) for hook in due]
+    """What each hook asks for.
+
+    Raises:
+      TypeError: it is no name.
+    """
+    asked = [_unless_stopped(hook.before_run, context) for hook in due]
+    for hook, names in zip(due, asked, strict=True):
+        for name in jax.tree.leaves(names):
+            if not isinstance(name, str):
+                raise TypeError(
+                    f"{hook!r}.before_run asked for {name!r}, but values are asked for by their names: report it by "
+                    "`est.record(name, value)` in the model_fn, and return the name."
+                )
+    return asked
 
 
 def after(

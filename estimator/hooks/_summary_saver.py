@@ -15,7 +15,7 @@ from estimator._events import shown_metrics, write_into
 from estimator._modes import ModeKeys
 from estimator._report import Histogram, Report, Rows, Scalar
 from estimator.hooks._hook import Context, Hook, RunValues
-from estimator.hooks._timer import SecondOrStepTimer
+from estimator.hooks._timer import SecondOrStepTimer, check_intervals
 
 _Held = tuple[int, float, RunValues]  # the step, the time, and what will be known of it
 _SECONDS = 1.0  # between two rates, at least
@@ -53,11 +53,7 @@ class SummarySaverHook(Hook):
         output_dir: str | os.PathLike[str] | None = None,
         summary_writer: Any = None,
     ) -> None:
-        if (save_steps is None) == (save_secs is None):
-            raise ValueError(
-                "Exactly one of save_secs and save_steps should be provided to SummarySaverHook; "
-                f"got save_secs={save_secs!r} and save_steps={save_steps!r}."
-            )
+        check_intervals("SummarySaverHook", save_secs=save_secs, save_steps=save_steps)
         self._timer = SecondOrStepTimer(every_secs=save_secs, every_steps=save_steps)
         self._steps = save_steps
         self._dir = None if output_dir is None else os.path.normpath(output_dir)

@@ -1,0 +1,107 @@
+"""Models that look at no feature: what any other has to beat."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from estimator._batch import check_batch
+from estimator._estimator import Estimator
+from estimator._frame import PyTree
+from estimator._run_config import RunConfig
+from estimator._spec import EstimatorSpec
+from estimator._variables import get_variable, variable_scope
+from estimator.canned._common import OptimizerOrFn, check_head, classifier_head, optimizer_fn, regressor_head
+from estimator.heads import Head
+from estimator.losses import Reduction
+
+LEARNING_RATE = 0.3  # TensorFlow's
+
+
+class BaselineEstimator(Estimator):
+    """An Estimator that learns one row of logits for all examples, baseline/bias, with any head.
+
+    Args:
+      head: makes loss, metrics and predictions of the logits.
+      model_dir, config: as for `est.Estimator`.
+      optimizer: an `est.Optimizer`, a `TowerOptimizer`, or a function that returns one; by default
+        `est.Optimizer(optax.adagrad(0.3))`, whose steps are those of TensorFlow's Ftrl.
+
+    Raises:
+      TypeError: an argument is of another kind; the message names it.
+    """
+
+    def __init__(
+        self,
+        head: Head,
+        model_dir: str | os.PathLike[str] | None = None,
+        optimizer: OptimizerOrFn | None = None,
+        config: RunConfig | None = None,
+    ) -> None:
+        caller = type(self).__name__
+        check_head(caller, head)
+        make_optimizer = optimizer_fn(caller, optimizer, LEARNING_RATE)
+
+        def model_fn(features: PyTree, labels: PyTree, mode: str) -> EstimatorSpec:
+            with variable_scope("baseline"):
+                bias = get_variable("bias", (head.logits_dimension,), initializer=jax.nn.initializers.zeros)
+            logits = jnp.broadcast_to(bias, (check_batch(features), head.logits_dimension))
+            return head.create_estimator_spec(features, mode, logits, labels, make_optimizer())
+
+        super().__init__(model_fn, model_dir, config)
+
+
+class BaselineClassifier(BaselineEstimator):
+    """An Estimator that predicts, for every example, how frequent the classes are.
+
+    >>> import estimator as est, numpy as np, tempfile
+    >>> features, labels = {"x": np.zeros(4)}, np.array([1, 0, 1, 1])
+    >>> input_fn = est.inputs.numpy_input_fn(features, labels, 4, num_epochs=None, shuffle=False)
+    >>> classifier = est.BaselineClassifier(tempfile.mkdtemp()).train(input_fn, steps=100)
+    >>> [f"{p['logistic'][0]:.2f}" for p in classifier.predict(lambda: {"x": np.zeros(2)})]
+    ['0.75', '0.75']
+
+    Args:
+      model_dir, optimizer, config: as for `est.BaselineEstimator`.
+      n_classes, weight_column, label_vocabulary, loss_reduction: as for `est.MultiClassHead`, or, for two classes,
+        `est.BinaryClassHead`; labels, predictions and metrics are these heads'.
+    """
+
+    def __init__(
+        self,
+        model_dir: str | os.PathLike[str] | None = None,
+        n_classes: int = 2,
+        weight_column: str | None = None,
+        label_vocabulary: Sequence[str] | None = None,
+        optimizer: OptimizerOrFn | None = None,
+        config: RunConfig | None = None,
+        *,
+        loss_reduction: str = Reduction.SUM_OVER_BATCH_SIZE,
+    ) -> None:
+        head = classifier_head(n_classes, weight_column, label_vocabulary, loss_reduction)
+        super().__init__(head, model_dir, optimizer, config)
+
+
+class BaselineRegressor(BaselineEstimator):
+    """An Estimator that predicts the mean of the labels for every example.
+
+    Args:
+      model_dir, optimizer, config: as for `est.BaselineEstimator`.
+      label_dimension, weight_column, loss_reduction: as for `est.RegressionHead`, whose labels, predictions and
+        metrics it has.
+    """
+
+    def __init__(
+        self,
+        model_dir: str | os.PathLike[str] | None = None,
+        label_dimension: int = 1,
+        weight_column: str | None = None,
+        optimizer: OptimizerOrFn | None = None,
+        config: RunConfig | None = None,
+        *,
+        loss_reduction: str = Reduction.SUM_OVER_BATCH_SIZE,
+    ) -> None:
+        super().__init__(regressor_head(label_dimension, weight_column, loss_reduction), model_dir, optimizer, config)

@@ -1,0 +1,178 @@
+"""Wide and deep: a linear model and a network, trained as one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+
+import jax
+
+from estimator._estimator import Estimator
+from estimator._frame import PyTree, current_frame
+from estimator._optimizer import TrainOp, group
+from estimator._run_config import RunConfig
+from estimator._spec import EstimatorSpec
+from estimator.canned._common import OptimizerOrFn, check_head, classifier_head, optimizer_fn, regressor_head
+from estimator.canned._dnn import Activation, dnn_logits_fn
+from estimator.canned._linear import linear_learning_rate, linear_logits_fn
+from estimator.feature_column._column import CategoricalColumn, DenseColumn
+from estimator.feature_column._layers import checked_columns
+from estimator.heads import Head
+from estimator.losses import Reduction
+
+_DNN_LEARNING_RATE, _LINEAR_LEARNING_RATE = 0.001, 0.005  # TensorFlow's
+
+
+class DNNLinearCombinedEstimator(Estimator):
+    """An Estimator whose logits are the sum of a linear model's and a network's, with any head.
+
+    Each part has columns and an optimizer of its own; variables are named as those of `est.LinearEstimator` and
+    `est.DNNEstimator`.
+
+    Args:
+      head: makes loss, metrics and predictions of the logits.
+      model_dir, config: as for `est.Estimator`.
+      linear_feature_columns, linear_optimizer, linear_sparse_combiner: as for `est.LinearEstimator`; the default
+        learning rate is 0.005 at most.
+      dnn_feature_columns, dnn_optimizer, dnn_hidden_units, dnn_activation_fn, dnn_dropout, batch_norm: as for
+        `est.DNNEstimator`; the default learning rate is 0.001.
+
+    Raises:
+      ValueError, TypeError: an argument is missing or of another kind; the message names it.
+    """
+
+    def __init__(
+        self,
+        head: Head,
+        model_dir: str | os.PathLike[str] | None = None,
+        linear_feature_columns: Iterable[DenseColumn | CategoricalColumn] | None = None,
+        linear_optimizer: OptimizerOrFn | None = None,
+        dnn_feature_columns: Iterable[DenseColumn] | None = None,
+        dnn_optimizer: OptimizerOrFn | None = None,
+        dnn_hidden_units: Iterable[int] | None = None,
+        dnn_activation_fn: Activation = jax.nn.relu,
+        dnn_dropout: float | None = None,
+        config: RunConfig | None = None,
+        *,
+        batch_norm: bool = False,
+        linear_sparse_combiner: str = "sum",
+    ) -> None:
+        caller = type(self).__name__
+        check_head(caller, head)
+        if not linear_feature_columns or not dnn_feature_columns:
+            raise ValueError(
+                f"`{caller}` needs linear_feature_columns and dnn_feature_columns; got {linear_feature_columns!r} and "
+                f"{dnn_feature_columns!r}. For one part alone there are `est.LinearEstimator` and `est.DNNEstimator`, "
+                "and classifiers and regressors named alike."
+            )
+        columns = checked_columns(linear_feature_columns)
+        units = head.logits_dimension
+        linear = linear_logits_fn(caller, units, columns, linear_sparse_combiner)
+        dnn = dnn_logits_fn(
+            caller, units, dnn_hidden_units, dnn_feature_columns, dnn_activation_fn, dnn_dropout, batch_norm
+        )
+        rate = linear_learning_rate(_LINEAR_LEARNING_RATE, columns)
+        parts = [
+            (dnn, optimizer_fn(caller, dnn_optimizer, _DNN_LEARNING_RATE)),
+            (lambda features, mode: linear(features), optimizer_fn(caller, linear_optimizer, rate)),
+        ]
+
+        def model_fn(features: PyTree, labels: PyTree, mode: str) -> EstimatorSpec:
+            trainable = current_frame(caller).trainable
+            logits, own = [], []
+            for logits_fn, _ in parts:
+                before = set(trainable)
+                logits.append(logits_fn(features, mode))
+                own.append([name for name in trainable if trainable[name] and name not in before])
+
+            def train_op_fn(loss: jax.Array) -> TrainOp:
+                return group(*(make().minimize(loss, names) for (_, make), names in zip(parts, own, strict=True)))
+
+            return head.create_estimator_spec(features, mode, sum(logits), labels, train_op_fn=train_op_fn)
+
+        super().__init__(model_fn, model_dir, config)
+
+
+class DNNLinearCombinedClassifier(DNNLinearCombinedEstimator):
+    """An Estimator that tells classes apart by a linear model and a network together.
+
+    Args:
+      n_classes, weight_column, label_vocabulary, loss_reduction: as for `est.DNNClassifier`.
+      The others are those of `est.DNNLinearCombinedEstimator`.
+    """
+
+    def __init__(
+        self,
+        model_dir: str | os.PathLike[str] | None = None,
+        linear_feature_columns: Iterable[DenseColumn | CategoricalColumn] | None = None,
+        linear_optimizer: OptimizerOrFn | None = None,
+        dnn_feature_columns: Iterable[DenseColumn] | None = None,
+        dnn_optimizer: OptimizerOrFn | None = None,
+        dnn_hidden_units: Iterable[int] | None = None,
+        dnn_activation_fn: Activation = jax.nn.relu,
+        dnn_dropout: float | None = None,
+        n_classes: int = 2,
+        weight_column: str | None = None,
+        label_vocabulary: Sequence[str] | None = None,
+        config: RunConfig | None = None,
+        *,
+        loss_reduction: str = Reduction.SUM_OVER_BATCH_SIZE,
+        batch_norm: bool = False,
+        linear_sparse_combiner: str = "sum",
+    ) -> None:
+        super().__init__(
+            classifier_head(n_classes, weight_column, label_vocabulary, loss_reduction),
+            model_dir,
+            linear_feature_columns,
+            linear_optimizer,
+            dnn_feature_columns,
+            dnn_optimizer,
+            dnn_hidden_units,
+            dnn_activation_fn,
+            dnn_dropout,
+            config,
+            batch_norm=batch_norm,
+            linear_sparse_combiner=linear_sparse_combiner,
+        )
+
+
+class DNNLinearCombinedRegressor(DNNLinearCombinedEstimator):
+    """An Estimator of numbers by a linear model and a network together.
+
+    Args:
+      label_dimension, weight_column, loss_reduction: as for `est.DNNRegressor`.
+      The others are those of `est.DNNLinearCombinedEstimator`.
+    """
+
+    def __init__(
+        self,
+        model_dir: str | os.PathLike[str] | None = None,
+        linear_feature_columns: Iterable[DenseColumn | CategoricalColumn] | None = None,
+        linear_optimizer: OptimizerOrFn | None = None,
+        dnn_feature_columns: Iterable[DenseColumn] | None = None,
+        dnn_optimizer: OptimizerOrFn | None = None,
+        dnn_hidden_units: Iterable[int] | None = None,
+        dnn_activation_fn: Activation = jax.nn.relu,
+        dnn_dropout: float | None = None,
+        label_dimension: int = 1,
+        weight_column: str | None = None,
+        config: RunConfig | None = None,
+        *,
+        loss_reduction: str = Reduction.SUM_OVER_BATCH_SIZE,
+        batch_norm: bool = False,
+        linear_sparse_combiner: str = "sum",
+    ) -> None:
+        super().__init__(
+            regressor_head(label_dimension, weight_column, loss_reduction),
+            model_dir,
+            linear_feature_columns,
+            linear_optimizer,
+            dnn_feature_columns,
+            dnn_optimizer,
+            dnn_hidden_units,
+            dnn_activation_fn,
+            dnn_dropout,
+            config,
+            batch_norm=batch_norm,
+            linear_sparse_combiner=linear_sparse_combiner,
+        )

@@ -1,0 +1,229 @@
+"""Fully connected networks over feature columns."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from estimator._estimator import Estimator
+from estimator._frame import PyTree
+from estimator._modes import ModeKeys
+from estimator._random import make_rng
+from estimator._run_config import RunConfig
+from estimator._spec import EstimatorSpec
+from estimator._variables import assign, get_variable, variable_scope
+from estimator.canned._common import OptimizerOrFn, check_head, classifier_head, optimizer_fn, regressor_head
+from estimator.feature_column import input_layer
+from estimator.feature_column._column import DenseColumn
+from estimator.feature_column._layers import checked_dense
+from estimator.heads import Head
+from estimator.losses import Reduction
+
+LEARNING_RATE = 0.05  # TensorFlow's
+_MOMENTUM, _EPSILON = 0.999, 1e-3  # TensorFlow's, of batch normalization
+
+Activation = Callable[[jax.Array], jax.Array]
+
+
+class DNNEstimator(Estimator):
+    """An Estimator of a fully connected network with any head.
+
+    Its variables are named as in TensorFlow 1: dnn/hiddenlayer_0/kernel, dnn/logits/bias,
+    dnn/input_from_feature_columns/input_layer/<column>/embedding_weights.
+
+    Args:
+      head: makes loss, metrics and predictions of the logits.
+      hidden_units: the width of each hidden layer.
+      feature_columns: numeric, bucketized, indicator and embedding columns.
+      model_dir, config: as for `est.Estimator`.
+      optimizer: an `est.Optimizer`, a `TowerOptimizer`, or a function that returns one; by default
+        `est.Optimizer(optax.adagrad(0.05))`.
+      activation_fn: of the hidden layers.
+      dropout: the fraction of a hidden layer that is left out in training; None: nothing is.
+      batch_norm: whether hidden layers are normalized. In towers each normalizes by its own rows, as in TensorFlow;
+        the moving averages are the mean over towers.
+
+    Raises:
+      ValueError, TypeError: an argument is of another kind; the message names it.
+    """
+
+    def __init__(
+        self,
+        head: Head,
+        hidden_units: Iterable[int],
+        feature_columns: Iterable[DenseColumn],
+        model_dir: str | os.PathLike[str] | None = None,
+        optimizer: OptimizerOrFn | None = None,
+        activation_fn: Activation = jax.nn.relu,
+        dropout: float | None = None,
+        config: RunConfig | None = None,
+        *,
+        batch_norm: bool = False,
+    ) -> None:
+        caller = type(self).__name__
+        check_head(caller, head)
+        logits_fn = dnn_logits_fn(
+            caller, head.logits_dimension, hidden_units, feature_columns, activation_fn, dropout, batch_norm
+        )
+        make_optimizer = optimizer_fn(caller, optimizer, LEARNING_RATE)
+
+        def model_fn(features: PyTree, labels: PyTree, mode: str) -> EstimatorSpec:
+            logits = logits_fn(features, mode)
+            return head.create_estimator_spec(features, mode, logits, labels, make_optimizer())
+
+        super().__init__(model_fn, model_dir, config)
+
+
+class DNNClassifier(DNNEstimator):
+    """An Estimator that tells classes apart by a fully connected network.
+
+    >>> import estimator as est, numpy as np, optax, tempfile
+    >>> columns = [est.feature_column.numeric_column("x")]
+    >>> x = np.array([0.0, 1.0, 2.0, 3.0], np.float32)
+    >>> input_fn = est.inputs.numpy_input_fn({"x": x}, (x > 1.5).astype(np.int32), 4, num_epochs=None, shuffle=False)
+    >>> optimizer = est.Optimizer(optax.adam(0.1))
+    >>> classifier = est.DNNClassifier([8], columns, tempfile.mkdtemp(), optimizer=optimizer).train(input_fn, steps=60)
+    >>> classifier.evaluate(input_fn, steps=1)["accuracy"]
+    1.0
+    >>> [int(p["class_ids"][0]) for p in classifier.predict(lambda: {"x": x}, "class_ids")]
+    [0, 0, 1, 1]
+
+    It is replicated like any model_fn, with an optimizer that is wrapped:
+    `est.Estimator(replicate_model_fn(classifier.model_fn), classifier.model_dir)`.
+
+    Args:
+      hidden_units, feature_columns, model_dir, optimizer, activation_fn, dropout, config, batch_norm: as for
+        `est.DNNEstimator`.
+      n_classes, weight_column, label_vocabulary, loss_reduction: as for `est.MultiClassHead`, or, for two classes,
+        `est.BinaryClassHead`; labels, predictions and metrics are these heads'.
+    """
+
+    def __init__(
+        self,
+        hidden_units: Iterable[int],
+        feature_columns: Iterable[DenseColumn],
+        model_dir: str | os.PathLike[str] | None = None,
+        n_classes: int = 2,
+        weight_column: str | None = None,
+        label_vocabulary: Sequence[str] | None = None,
+        optimizer: OptimizerOrFn | None = None,
+        activation_fn: Activation = jax.nn.relu,
+        dropout: float | None = None,
+        config: RunConfig | None = None,
+        *,
+        loss_reduction: str = Reduction.SUM_OVER_BATCH_SIZE,
+        batch_norm: bool = False,
+    ) -> None:
+        head = classifier_head(n_classes, weight_column, label_vocabulary, loss_reduction)
+        super().__init__(
+            head,
+            hidden_units,
+            feature_columns,
+            model_dir,
+            optimizer,
+            activation_fn,
+            dropout,
+            config,
+            batch_norm=batch_norm,
+        )
+
+
+class DNNRegressor(DNNEstimator):
+    """An Estimator of numbers by a fully connected network.
+
+    Args:
+      hidden_units, feature_columns, model_dir, optimizer, activation_fn, dropout, config, batch_norm: as for
+        `est.DNNEstimator`.
+      label_dimension, weight_column, loss_reduction: as for `est.RegressionHead`, whose labels, predictions and
+        metrics it has.
+    """
+
+    def __init__(
+        self,
+        hidden_units: Iterable[int],
+        feature_columns: Iterable[DenseColumn],
+        model_dir: str | os.PathLike[str] | None = None,
+        label_dimension: int = 1,
+        weight_column: str | None = None,
+        optimizer: OptimizerOrFn | None = None,
+        activation_fn: Activation = jax.nn.relu,
+        dropout: float | None = None,
+        config: RunConfig | None = None,
+        *,
+        loss_reduction: str = Reduction.SUM_OVER_BATCH_SIZE,
+        batch_norm: bool = False,
+    ) -> None:
+        head = regressor_head(label_dimension, weight_column, loss_reduction)
+        super().__init__(
+            head,
+            hidden_units,
+            feature_columns,
+            model_dir,
+            optimizer,
+            activation_fn,
+            dropout,
+            config,
+            batch_norm=batch_norm,
+        )
+
+
+def dnn_logits_fn(
+    caller: str,
+    units: int,
+    hidden_units: Any,
+    feature_columns: Any,
+    activation_fn: Activation,
+    dropout: float | None,
+    batch_norm: bool,
+) -> Callable[[PyTree, str], jax.Array]:
+    """A function `(features, mode)` that returns logits of shape `(batch, units)`."""
+    widths = tuple(hidden_units) if isinstance(hidden_units, Iterable) else (hidden_units,)
+    if not widths or not all(isinstance(width, int) and width > 0 for width in widths):
+        raise ValueError(f"`{caller}` needs the widths of its layers as hidden_units, as in [64, 32]; got {widths!r}.")
+    columns = checked_dense(feature_columns)
+    if not callable(activation_fn):
+        raise TypeError(f"`{caller}` needs a function such as `jax.nn.relu` as activation_fn; got {activation_fn!r}.")
+    if dropout is not None and not 0 <= dropout < 1:
+        raise ValueError(f"`{caller}` needs a number in [0, 1), or None, as dropout; got {dropout!r}.")
+
+    def logits_fn(features: PyTree, mode: str) -> jax.Array:
+        training = mode == ModeKeys.TRAIN
+        with variable_scope("dnn"):
+            with variable_scope("input_from_feature_columns"):
+                net = input_layer(features, columns)
+            for i, width in enumerate(widths):
+                with variable_scope(f"hiddenlayer_{i}"):
+                    net = activation_fn(_dense(net, width))
+                    if dropout and training:
+                        kept = jax.random.bernoulli(make_rng("dropout"), 1 - dropout, net.shape)
+                        net = jnp.where(kept, net / (1 - dropout), 0)
+                    if batch_norm:
+                        net = _batch_normalized(f"batchnorm_{i}", net, training)
+            with variable_scope("logits"):
+                return _dense(net, units)
+
+    return logits_fn
+
+
+def _dense(x: jax.Array, units: int) -> jax.Array:
+    kernel = get_variable("kernel", (x.shape[-1], units))
+    return x @ kernel + get_variable("bias", (units,), initializer=jax.nn.initializers.zeros)
+
+
+def _batch_normalized(name: str, x: jax.Array, training: bool) -> jax.Array:
+    width, zeros, ones = x.shape[-1:], jax.nn.initializers.zeros, jax.nn.initializers.ones
+    with variable_scope(name):
+        gamma = get_variable("gamma", width, initializer=ones)
+        beta = get_variable("beta", width, initializer=zeros)
+        mean = get_variable("moving_mean", width, initializer=zeros, trainable=False)
+        variance = get_variable("moving_variance", width, initializer=ones, trainable=False)
+        if training:
+            moving_mean, moving_variance = mean, variance
+            mean, variance = x.mean(axis=0), x.var(axis=0)
+            assign("moving_mean", _MOMENTUM * moving_mean + (1 - _MOMENTUM) * mean)
+            assign("moving_variance", _MOMENTUM * moving_variance + (1 - _MOMENTUM) * variance)
+    return (x - mean) * jax.lax.rsqrt(variance + _EPSILON) * gamma + beta

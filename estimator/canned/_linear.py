@@ -1,0 +1,142 @@
+"""Linear models over feature columns."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+
+from estimator._estimator import Estimator
+from estimator._frame import PyTree
+from estimator._run_config import RunConfig
+from estimator._spec import EstimatorSpec
+from estimator._variables import variable_scope
+from estimator.canned._common import OptimizerOrFn, check_head, classifier_head, optimizer_fn, regressor_head
+from estimator.feature_column import linear_model
+from estimator.feature_column._column import CategoricalColumn, DenseColumn
+from estimator.feature_column._dense import check_combiner
+from estimator.feature_column._layers import checked_columns
+from estimator.heads import Head
+from estimator.losses import Reduction
+
+LEARNING_RATE = 0.2  # TensorFlow's, at most
+
+
+class LinearEstimator(Estimator):
+    """An Estimator of a linear model with any head.
+
+    Its variables are named as in TensorFlow 1: linear/linear_model/<column>/weights and
+    linear/linear_model/bias_weights. They begin as zeros.
+
+    Args:
+      head: makes loss, metrics and predictions of the logits.
+      feature_columns: of any kind.
+      model_dir, config: as for `est.Estimator`.
+      optimizer: an `est.Optimizer`, a `TowerOptimizer`, or a function that returns one; by default
+        `est.Optimizer(optax.adagrad(min(0.2, 1 / sqrt(number of columns))))`. TensorFlow has Ftrl with that learning
+        rate, which, without regularization and from zeros, takes the very steps of Adagrad.
+      sparse_combiner: what becomes of the weights of several classes of an example: "sum", "mean" or "sqrtn".
+
+    Raises:
+      ValueError, TypeError: an argument is of another kind; the message names it.
+    """
+
+    def __init__(
+        self,
+        head: Head,
+        feature_columns: Iterable[DenseColumn | CategoricalColumn],
+        model_dir: str | os.PathLike[str] | None = None,
+        optimizer: OptimizerOrFn | None = None,
+        config: RunConfig | None = None,
+        *,
+        sparse_combiner: str = "sum",
+    ) -> None:
+        caller = type(self).__name__
+        check_head(caller, head)
+        columns = checked_columns(feature_columns)
+        logits_fn = linear_logits_fn(caller, head.logits_dimension, columns, sparse_combiner)
+        make_optimizer = optimizer_fn(caller, optimizer, linear_learning_rate(LEARNING_RATE, columns))
+
+        def model_fn(features: PyTree, labels: PyTree, mode: str) -> EstimatorSpec:
+            return head.create_estimator_spec(features, mode, logits_fn(features), labels, make_optimizer())
+
+        super().__init__(model_fn, model_dir, config)
+
+
+class LinearClassifier(LinearEstimator):
+    """An Estimator that tells classes apart by a linear model.
+
+    >>> import estimator as est, numpy as np, tempfile
+    >>> kind = est.feature_column.categorical_column_with_identity("kind", 3)
+    >>> features, labels = {"kind": np.array([0, 1, 2])}, np.array([0, 1, 1])
+    >>> input_fn = est.inputs.numpy_input_fn(features, labels, 3, num_epochs=None, shuffle=False)
+    >>> classifier = est.LinearClassifier([kind], tempfile.mkdtemp()).train(input_fn, steps=20)
+    >>> [f"{w:.1f}" for w in classifier.get_variable_value("linear/linear_model/kind/weights").ravel()]
+    ['-1.1', '0.9', '0.9']
+
+    Args:
+      feature_columns, model_dir, optimizer, config, sparse_combiner: as for `est.LinearEstimator`.
+      n_classes, weight_column, label_vocabulary, loss_reduction: as for `est.MultiClassHead`, or, for two classes,
+        `est.BinaryClassHead`; labels, predictions and metrics are these heads'.
+    """
+
+    def __init__(
+        self,
+        feature_columns: Iterable[DenseColumn | CategoricalColumn],
+        model_dir: str | os.PathLike[str] | None = None,
+        n_classes: int = 2,
+        weight_column: str | None = None,
+        label_vocabulary: Sequence[str] | None = None,
+        optimizer: OptimizerOrFn | None = None,
+        config: RunConfig | None = None,
+        *,
+        loss_reduction: str = Reduction.SUM_OVER_BATCH_SIZE,
+        sparse_combiner: str = "sum",
+    ) -> None:
+        head = classifier_head(n_classes, weight_column, label_vocabulary, loss_reduction)
+        super().__init__(head, feature_columns, model_dir, optimizer, config, sparse_combiner=sparse_combiner)
+
+
+class LinearRegressor(LinearEstimator):
+    """An Estimator of numbers by a linear model.
+
+    Args:
+      feature_columns, model_dir, optimizer, config, sparse_combiner: as for `est.LinearEstimator`.
+      label_dimension, weight_column, loss_reduction: as for `est.RegressionHead`, whose labels, predictions and
+        metrics it has.
+    """
+
+    def __init__(
+        self,
+        feature_columns: Iterable[DenseColumn | CategoricalColumn],
+        model_dir: str | os.PathLike[str] | None = None,
+        label_dimension: int = 1,
+        weight_column: str | None = None,
+        optimizer: OptimizerOrFn | None = None,
+        config: RunConfig | None = None,
+        *,
+        loss_reduction: str = Reduction.SUM_OVER_BATCH_SIZE,
+        sparse_combiner: str = "sum",
+    ) -> None:
+        head = regressor_head(label_dimension, weight_column, loss_reduction)
+        super().__init__(head, feature_columns, model_dir, optimizer, config, sparse_combiner=sparse_combiner)
+
+
+def linear_learning_rate(at_most: float, columns: Sequence[Any]) -> float:
+    return min(at_most, 1 / math.sqrt(len(columns)))
+
+
+def linear_logits_fn(
+    caller: str, units: int, columns: Sequence[Any], sparse_combiner: str
+) -> Callable[[PyTree], jax.Array]:
+    """A function of features that returns logits of shape `(batch, units)`."""
+    check_combiner(caller, "sparse_combiner", sparse_combiner)
+
+    def logits_fn(features: PyTree) -> jax.Array:
+        with variable_scope("linear"):
+            return linear_model(features, columns, units, sparse_combiner)
+
+    return logits_fn

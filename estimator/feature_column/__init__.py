@@ -1,0 +1,42 @@
+"""Feature columns, as in `tf.feature_column`: what a model's input layer makes of a dict of features.
+
+Features are arrays of numbers, of shape `(batch,)` or `(batch, k)`, one row per example; categories are integers, -1
+standing for none. No compiled program holds strings: `encode` turns them into integers, in input_fn.
+
+>>> import estimator as est, jax, numpy as np
+>>> fc = est.feature_column
+>>> color = fc.categorical_column_with_vocabulary_list("color", ["red", "green"])
+>>> columns = [fc.numeric_column("size"), fc.indicator_column(color)]
+>>> features = {"size": np.array([1.5, 2.5]), "color": np.array(["green", "blue"])}
+>>> features = fc.encode(features, columns)
+>>> features["color"]
+array([ 1, -1], dtype=int32)
+>>> print(fc.input_layer(features, columns))
+[[0.  1.  1.5]
+ [0.  0.  2.5]]
+"""
+
+from estimator.feature_column._categorical import (
+    bucketized_column,
+    categorical_column_with_hash_bucket,
+    categorical_column_with_identity,
+    categorical_column_with_vocabulary_list,
+    crossed_column,
+)
+from estimator.feature_column._dense import embedding_column, indicator_column, numeric_column
+from estimator.feature_column._encode import encode
+from estimator.feature_column._layers import input_layer, linear_model
+
+__all__ = [
+    "bucketized_column",
+    "categorical_column_with_hash_bucket",
+    "categorical_column_with_identity",
+    "categorical_column_with_vocabulary_list",
+    "crossed_column",
+    "embedding_column",
+    "encode",
+    "indicator_column",
+    "input_layer",
+    "linear_model",
+    "numeric_column",
+]

@@ -1,0 +1,88 @@
+"""Strings become integers, on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from estimator.feature_column._column import CategoricalColumn, Coder, check_features
+
+
+def encode(features: Mapping[Any, Any], columns: Iterable[Any]) -> dict[Any, Any]:
+    """The features with integers in the place of strings, for an input_fn to return.
+
+    A string in a vocabulary becomes its id; one for a hashed or crossed column becomes an integer by CRC-32, which the
+    column then hashes. The empty string, None and NaN become -1, no class. Features without strings stay as they are,
+    so that encoding twice does nothing. A whole data set can be encoded at once; features that are served have to be
+    encoded in the same way.
+
+    >>> import estimator as est, numpy as np
+    >>> fc = est.feature_column
+    >>> columns = [fc.categorical_column_with_vocabulary_list("pet", ["cat", "dog"], num_oov_buckets=1)]
+    >>> fc.encode({"pet": np.array([["dog", ""], ["emu", "cat"]]), "age": np.array([3, 5])}, columns)
+    {'pet': array([[ 1, -1],
+           [ 2,  0]], dtype=int32), 'age': array([3, 5])}
+
+    Args:
+      features: by key, arrays of numbers or strings, of any shape.
+      columns: all feature columns of the model; those of numbers do not matter.
+
+    Raises:
+      TypeError: an array holds neither numbers nor strings.
+      ValueError: no column turns the strings of a feature into integers, or two columns do it in different ways.
+    """
+    check_features(features)
+    coders = _coders(columns)
+    encoded = dict(features)
+    for key, value in features.items():
+        array = value if hasattr(value, "dtype") else np.asarray(value)
+        if getattr(array.dtype, "kind", "O") not in "OSUT":  # pandas has kinds of its own
+            continue
+        if key not in coders:
+            raise ValueError(
+                f"Feature {key!r} is of dtype {array.dtype}, but none of the feature columns turns its strings into "
+                f"integers; those that do are of {sorted(coders)}. Leave the feature out, or add a column, such as "
+                f"`categorical_column_with_hash_bucket({key!r}, 1000)`."
+            )
+        encoded[key] = _codes(key, np.asarray(array), coders[key])
+    return encoded
+
+
+def _coders(columns: Iterable[Any]) -> dict[str, Coder]:
+    coders: dict[str, Coder] = {}
+    for column in columns:
+        categorical = getattr(column, "categorical_column", column)
+        for key, coder in categorical.coders().items() if isinstance(categorical, CategoricalColumn) else ():
+            if coders.setdefault(key, coder) != coder:
+                raise ValueError(
+                    f"The feature columns turn the strings of feature {key!r} into integers in different ways. Give "
+                    "one of them a copy of the feature under another key."
+                )
+    return coders
+
+
+class _Codes(dict[Any, int]):
+    """The codes of the values seen so far."""
+
+    def __init__(self, key: Any, coder: Coder) -> None:
+        super().__init__()
+        self._key, self._coder = key, coder
+
+    def __missing__(self, value: Any) -> int:
+        text = value.decode() if isinstance(value, bytes) else value
+        if text is None or (isinstance(text, float) and np.isnan(text)):
+            text = ""
+        if not isinstance(text, str):
+            raise TypeError(
+                f"Feature {self._key!r} must hold numbers or strings alone; got {value!r} of type "
+                f"{type(value).__name__}. Convert it, for example by `.astype(str)` or `.astype(np.int32)`."
+            )
+        code = self[value] = self._coder.code(text) if text else -1
+        return code
+
+
+def _codes(key: Any, array: np.ndarray, coder: Coder) -> np.ndarray:
+    codes = _Codes(key, coder)
+    return np.fromiter(map(codes.__getitem__, array.ravel().tolist()), np.int32, array.size).reshape(array.shape)

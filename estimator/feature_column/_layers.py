@@ -1,0 +1,100 @@
+"""The first layer of a model over feature columns: all of them side by side, or their weighted sum."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from estimator._variables import get_variable, variable_scope
+from estimator.feature_column._column import CategoricalColumn, DenseColumn, check_features
+from estimator.feature_column._dense import check_combiner, combined, rows_of
+
+
+def input_layer(features: Mapping[Any, Any], feature_columns: Iterable[DenseColumn]) -> jax.Array:
+    """The values of all columns side by side, in the order of their names: float32 of shape `(batch, width)`.
+
+    Called in a model_fn; columns of embeddings create their variables, input_layer/<name>/embedding_weights.
+
+    Args:
+      features: of the batch.
+      feature_columns: numeric, bucketized, indicator and embedding columns.
+
+    Raises:
+      ValueError: there are no columns, one is categorical, two have one name, or a feature is missing.
+      TypeError: a feature is of another kind than its column.
+    """
+    columns = checked_dense(feature_columns)
+    check_features(features)
+    return jnp.concatenate([column.values(features) for column in columns], axis=-1)
+
+
+def linear_model(
+    features: Mapping[Any, Any],
+    feature_columns: Iterable[DenseColumn | CategoricalColumn],
+    units: int = 1,
+    sparse_combiner: str = "sum",
+) -> jax.Array:
+    """A weighted sum of all columns, with a bias: float32 of shape `(batch, units)`.
+
+    Called in a model_fn; the weights, linear_model/<name>/weights and linear_model/bias_weights, begin as zeros. A
+    categorical column has a weight for each class; with more than 1024 classes, a sparse gradient.
+
+    Args:
+      features: of the batch.
+      feature_columns: of any kind.
+      units: how many sums.
+      sparse_combiner: what becomes of the weights of several classes of an example: "sum", "mean" or "sqrtn".
+
+    Raises:
+      ValueError, TypeError: as for `input_layer`.
+    """
+    columns = checked_columns(feature_columns)
+    check_combiner("linear_model", "sparse_combiner", sparse_combiner)
+    check_features(features)
+    zeros = jax.nn.initializers.zeros
+    terms, values, weights = [], [], []
+    with variable_scope("linear_model"):
+        for column in columns:
+            with variable_scope(column.name):
+                if isinstance(column, CategoricalColumn):
+                    ids = column.ids(features)
+                    rows = rows_of("weights", ids, (column.num_buckets, units), zeros)
+                    terms.append(combined(rows, ids, sparse_combiner))
+                else:
+                    values.append(column.values(features))
+                    weights.append(get_variable("weights", (column.width, units), initializer=zeros))
+        if values:  # One product: XLA takes ten times as long to compile a hundred.
+            terms.append(jnp.concatenate(values, axis=-1) @ jnp.concatenate(weights))
+        return sum(terms[1:], terms[0]) + get_variable("bias_weights", (units,), initializer=zeros)
+
+
+def checked_dense(feature_columns: Any) -> list[DenseColumn]:
+    columns = checked_columns(feature_columns)
+    for column in columns:
+        if not isinstance(column, DenseColumn):
+            raise ValueError(
+                f"Items of feature_columns must be dense columns. Given: {column!r}. Wrap a categorical column with "
+                "`embedding_column` or `indicator_column`."
+            )
+    return columns
+
+
+def checked_columns(feature_columns: Any) -> list[Any]:
+    columns = [feature_columns] if isinstance(feature_columns, DenseColumn | CategoricalColumn) else feature_columns
+    columns = list(columns or ())
+    if not columns:
+        raise ValueError(f"feature_columns must not be empty; got {feature_columns!r}.")
+    for column in columns:
+        if not isinstance(column, DenseColumn | CategoricalColumn):
+            raise ValueError(
+                "Items of feature_columns must be columns such as `est.feature_column.numeric_column(key)`. Given: "
+                f"{column!r}."
+            )
+    columns.sort(key=lambda column: column.name)
+    for first, second in zip(columns, columns[1:], strict=False):
+        if first.name == second.name:
+            raise ValueError(f"Duplicate feature column name found for columns: {first} and {second}.")
+    return columns

@@ -1,0 +1,130 @@
+"""Two classes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax.losses
+
+from estimator import metrics as metrics_lib
+from estimator.export import DEFAULT_SIGNATURE, ClassificationOutput, ExportOutput, PredictOutput, RegressionOutput
+from estimator.heads._one_task import (
+    OneTaskHead,
+    all_class_ids,
+    checked_thresholds,
+    checked_vocabulary,
+    class_names,
+    curve_metrics,
+    nan_where,
+    threshold_metrics,
+)
+from estimator.losses import Reduction
+from estimator.metrics import Metric
+from estimator.metrics._arrays import divide, namespace
+from estimator.metrics._means import Mean
+
+
+class BinaryClassHead(OneTaskHead):
+    """The head of a model that tells class 1 from class 0 by one logit; the loss is sigmoid cross entropy.
+
+    >>> import estimator as est, jax.numpy as jnp
+    >>> head = est.BinaryClassHead(weight_column="w")
+    >>> logits, labels = jnp.array([[2.0], [-1.0]]), jnp.array([1, 1])
+    >>> print(f"{head.loss(labels, logits, {'w': jnp.array([1.0, 0.0])}):.4f}")  # 0.1269 / 2
+    0.0635
+    >>> print(head.predictions(logits, ["class_ids"])["class_ids"].ravel())
+    [1 0]
+    >>> metrics = head.metrics(labels, logits, {"w": jnp.array([1.0, 3.0])})
+    >>> metrics["accuracy"].result().item()
+    0.25
+
+    Predictions, for logits of shape `(batch, 1)`: "logits", "logistic" (the probability of class 1) and "class_ids" of
+    that shape, "probabilities" and "all_class_ids" of shape `(batch, 2)`. There are no strings in a compiled program:
+    "classes" is left out, and `label_vocabulary` names the columns of what is exported.
+
+    Metrics: average_loss, accuracy, precision, recall, prediction/mean, label/mean, accuracy_baseline (of always saying
+    the more frequent class), auc, auc_precision_recall, and for each threshold accuracy/positive_threshold_0.5,
+    precision/... and recall/....
+
+    Args:
+      weight_column: the feature that holds weights of shape `(batch,)` or `(batch, 1)`; None: all are 1.
+      thresholds: probabilities of class 1 to measure at, besides 0.5.
+      label_vocabulary: the names of the two classes. Labels are integers all the same: turn strings into their
+        positions in input_fn.
+      loss_reduction: of `est.Reduction`, anything but NONE.
+      loss_fn: function of `labels, logits` and, if it wants, `features, loss_reduction` that returns the losses of all
+        examples, shape `(batch, 1)`, in place of the cross entropy.
+      name: of the head; needed within `est.MultiHead`.
+
+    Labels are 0, 1 or between, of shape `(batch,)` or `(batch, 1)`. The loss of any other is NaN.
+
+    Raises:
+      ValueError, TypeError: an argument is of another kind; the message names it.
+    """
+
+    def __init__(
+        self,
+        weight_column: str | None = None,
+        thresholds: Sequence[float] | None = None,
+        label_vocabulary: Sequence[str] | None = None,
+        loss_reduction: str = Reduction.SUM_OVER_BATCH_SIZE,
+        loss_fn: Callable[..., jax.Array] | None = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(
+            1, 1, 1, weight_column=weight_column, loss_reduction=loss_reduction, loss_fn=loss_fn, name=name
+        )
+        self._thresholds = checked_thresholds(thresholds)
+        self._label_vocabulary = checked_vocabulary(label_vocabulary, 2)
+
+    def _losses(self, labels: jax.Array, logits: jax.Array) -> jax.Array:
+        losses = optax.losses.sigmoid_binary_cross_entropy(logits, labels)
+        return nan_where((labels < 0) | (labels > 1), losses)
+
+    def _predictions(self, logits: jax.Array) -> dict[Any, jax.Array]:
+        two_class_logits = jnp.concatenate([jnp.zeros_like(logits), logits], axis=-1)
+        return {
+            "logits": logits,
+            "logistic": jax.nn.sigmoid(logits),
+            "probabilities": jax.nn.softmax(two_class_logits),
+            "class_ids": _decided(logits),
+            "all_class_ids": all_class_ids(logits, 2),
+        }
+
+    def _metrics(self, labels: jax.Array, logits: jax.Array, weights: Any) -> dict[str, Metric]:
+        class_ids, logistic = _decided(logits), jax.nn.sigmoid(logits)
+        label_mean = metrics_lib.mean(labels, weights)
+        return {
+            "accuracy": metrics_lib.accuracy(labels, class_ids, weights),
+            "precision": metrics_lib.precision(labels, class_ids, weights),
+            "recall": metrics_lib.recall(labels, class_ids, weights),
+            "prediction/mean": metrics_lib.mean(logistic, weights),
+            "label/mean": label_mean,
+            "accuracy_baseline": _AccuracyBaseline(label_mean.total, label_mean.count),
+            **curve_metrics(labels, logistic, weights),
+            **threshold_metrics(labels, logistic, weights, self._thresholds),
+        }
+
+    def export_outputs(self, predictions: dict[Any, jax.Array]) -> dict[str, ExportOutput]:
+        classes = ClassificationOutput(predictions["probabilities"], class_names(self._label_vocabulary, 2))
+        return {
+            DEFAULT_SIGNATURE: classes,
+            "classification": classes,
+            "regression": RegressionOutput(predictions["logistic"]),
+            "predict": PredictOutput(predictions),
+        }
+
+
+class _AccuracyBaseline(Mean):
+    """The accuracy of always predicting the more frequent of two classes; the states are those of the labels' mean."""
+
+    def result(self) -> Any:
+        xp = namespace(self.total)
+        return divide(xp.maximum(self.total, self.count - self.total), self.count)
+
+
+def _decided(logits: jax.Array) -> jax.Array:
+    return (logits > 0).astype(jnp.int32)

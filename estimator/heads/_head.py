@@ -1,0 +1,175 @@
+"""What all heads have, and how a spec is made of it."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from estimator import metrics as metrics_lib
+from estimator._frame import PyTree
+from estimator._modes import ModeKeys
+from estimator._optimizer import Optimizer, TrainOp
+from estimator._spec import EstimatorSpec
+from estimator.export import ExportOutput
+from estimator.losses import Reduction
+from estimator.metrics import Metric
+
+
+class Head(abc.ABC):
+    """What a model does with its logits. The ready-made ones are `est.BinaryClassHead` and those beside it.
+
+    TensorFlow's `metrics` and `update_metrics` are one function here, since a metric is a value.
+
+    Attributes:
+      name: ends the names of all metrics, after a "/"; None: nothing does.
+      logits_dimension: the size of the last dimension of the logits.
+      loss_reduction: how the loss comes from the losses of the examples. `replicate_model_fn` has to be told where
+        it is SUM.
+    """
+
+    name: str | None
+    logits_dimension: int
+    loss_reduction: Reduction
+
+    @abc.abstractmethod
+    def loss(
+        self,
+        labels: Any,
+        logits: Any,
+        features: PyTree = None,
+        mode: str | None = None,
+        regularization_losses: Sequence[jax.Array] | None = None,
+    ) -> jax.Array:
+        """The loss to train on, a float32 scalar.
+
+        Args:
+          labels, logits: as the head's class says.
+          features: of the batch; holds the weights, where the head has a `weight_column`.
+          mode: not used.
+          regularization_losses: scalars to add. In towers they are averaged like the losses of examples, unless the
+            reduction is SUM, which sums them too.
+        """
+
+    @abc.abstractmethod
+    def predictions(self, logits: Any, keys: Sequence[Any] | None = None) -> dict[Any, jax.Array]:
+        """The predictions by name: those in `keys`, or all."""
+
+    @abc.abstractmethod
+    def metrics(
+        self,
+        labels: Any,
+        logits: Any,
+        features: PyTree = None,
+        regularization_losses: Sequence[jax.Array] | None = None,
+    ) -> dict[str, Metric]:
+        """The metrics of a batch by name; arguments as for `loss`."""
+
+    @abc.abstractmethod
+    def export_outputs(self, predictions: dict[Any, jax.Array]) -> dict[str, ExportOutput]:
+        """What PREDICT offers for export, from all predictions."""
+
+    def create_estimator_spec(
+        self,
+        features: PyTree,
+        mode: str,
+        logits: Any,
+        labels: Any = None,
+        optimizer: Optimizer | None = None,
+        trainable_variables: Sequence[str] | None = None,
+        train_op_fn: Callable[[jax.Array], TrainOp] | None = None,
+        regularization_losses: Sequence[jax.Array] | None = None,
+    ) -> EstimatorSpec:
+        """What a model_fn returns.
+
+        Args:
+          features: of the batch.
+          mode: what the model_fn was given.
+          logits: floats of shape `(batch, logits_dimension)`.
+          labels: needed in TRAIN and EVAL.
+          optimizer: an `est.Optimizer`, or a `TowerOptimizer`. In TRAIN either this or `train_op_fn` has to be given.
+          trainable_variables: names of the variables that the optimizer moves; default: all trainable ones.
+          train_op_fn: function from the loss to a train_op.
+          regularization_losses: as for `loss`.
+
+        Raises:
+          ValueError, TypeError: an argument is missing or of another kind; the message names it.
+        """
+        mode = ModeKeys(mode)
+        predictions = self.predictions(logits)
+        if mode == ModeKeys.PREDICT:
+            return EstimatorSpec(mode, predictions=predictions, export_outputs=self.export_outputs(predictions))
+        loss = self.loss(labels, logits, features, mode, regularization_losses)
+        if mode == ModeKeys.EVAL:
+            metrics = self.metrics(labels, logits, features, regularization_losses)
+            return EstimatorSpec(mode, predictions=predictions, loss=loss, eval_metric_ops=metrics)
+        train_op = _train_op(loss, optimizer, trainable_variables, train_op_fn)
+        return EstimatorSpec(mode, predictions=predictions, loss=loss, train_op=train_op)
+
+    def _key(self, key: str) -> str:
+        return key if self.name is None else f"{key}/{self.name}"
+
+    def _regularization_metric(self, rows: int, regularization_losses: Any) -> dict[str, Metric]:
+        if regularization_losses is None:
+            return {}
+        total = regularized(jnp.zeros((), jnp.float32), regularization_losses)
+        return {self._key("regularization_loss"): batch_mean(total, rows)}
+
+
+def batch_mean(value: jax.Array, rows: int) -> Metric:
+    """The mean over the examples of a value that a batch, or the rows of a tower, has one of."""
+    return metrics_lib.mean(value, weights=jnp.float32(rows))
+
+
+def regularized(loss: jax.Array, regularization_losses: Any) -> jax.Array:
+    if regularization_losses is None:
+        return loss
+    if not isinstance(regularization_losses, list | tuple):
+        raise TypeError(
+            f"regularization_losses must be a list or tuple of scalars; got {regularization_losses!r}. "
+            "Write `[regularization_loss]`."
+        )
+    for i, term in enumerate(regularization_losses):
+        if jnp.shape(term) != ():
+            raise ValueError(
+                f"regularization_losses[{i}] must be a scalar; it has shape {jnp.shape(term)}. Reduce it by `jnp.sum`."
+            )
+        loss = loss + jnp.asarray(term).astype(loss.dtype)
+    return loss
+
+
+def checked_reduction(loss_reduction: str) -> Reduction:
+    if loss_reduction == Reduction.NONE:
+        raise ValueError(
+            f"Invalid loss_reduction: {str(loss_reduction)!r}. A head needs one number to train on: use "
+            "Reduction.SUM_OVER_BATCH_SIZE, SUM, or another mean."
+        )
+    return Reduction(loss_reduction)
+
+
+def checked_optimizer(caller: str, optimizer: Any) -> Optimizer:
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"`{caller}` needs an `est.Optimizer` or a `TowerOptimizer` as optimizer; got {optimizer!r}. "
+            "Write `optimizer=est.Optimizer(optax.adam(1e-3))`."
+        )
+    return optimizer
+
+
+def _train_op(loss: jax.Array, optimizer: Any, trainable_variables: Any, train_op_fn: Any) -> TrainOp:
+    if optimizer is not None and train_op_fn is not None:
+        raise ValueError(f"train_op_fn and optimizer cannot both be set; got {train_op_fn!r} and {optimizer!r}.")
+    if train_op_fn is not None:
+        return train_op_fn(loss)
+    if optimizer is None:
+        raise ValueError(
+            "train_op_fn and optimizer cannot both be None in TRAIN. Write `optimizer=est.Optimizer(optax.adam(1e-3))`."
+        )
+    if trainable_variables is not None and not isinstance(trainable_variables, list | tuple):
+        raise ValueError(
+            f"trainable_variables should be a list or a tuple of names of variables; got {trainable_variables!r}."
+        )
+    return checked_optimizer("create_estimator_spec", optimizer).minimize(loss, trainable_variables)

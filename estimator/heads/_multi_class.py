@@ -1,0 +1,90 @@
+"""Several classes, of which an example has one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from estimator import losses as losses_lib
+from estimator import metrics as metrics_lib
+from estimator.export import DEFAULT_SIGNATURE, ClassificationOutput, ExportOutput, PredictOutput
+from estimator.heads._one_task import OneTaskHead, all_class_ids, checked_vocabulary, class_names
+from estimator.losses import Reduction
+from estimator.metrics import Metric
+
+
+class MultiClassHead(OneTaskHead):
+    """The head of a model that tells more than two classes apart; the loss is softmax cross entropy.
+
+    >>> import estimator as est, jax.numpy as jnp
+    >>> head = est.MultiClassHead(n_classes=3)
+    >>> logits = jnp.array([[0.0, 0.0, 0.0], [0.0, 5.0, 0.0]])
+    >>> print(f"{head.loss(jnp.array([2, 1]), logits):.4f}")  # (log 3 + 0.0134) / 2
+    0.5560
+    >>> sorted(head.predictions(logits))
+    ['all_class_ids', 'class_ids', 'logits', 'probabilities']
+
+    Predictions: "logits", "probabilities" and "all_class_ids" of shape `(batch, n_classes)`, "class_ids" of shape
+    `(batch, 1)`. Metrics: average_loss, accuracy.
+
+    Args:
+      n_classes: more than 2; for two there is `est.BinaryClassHead`.
+      weight_column, label_vocabulary, loss_reduction, loss_fn, name: as for `est.BinaryClassHead`; the vocabulary has
+        `n_classes` names.
+
+    Labels are integers in `[0, n_classes)`, of shape `(batch,)` or `(batch, 1)`. The loss of any other is NaN.
+
+    Raises:
+      ValueError, TypeError: an argument is of another kind; the message names it.
+    """
+
+    def __init__(
+        self,
+        n_classes: int,
+        weight_column: str | None = None,
+        label_vocabulary: Sequence[str] | None = None,
+        loss_reduction: str = Reduction.SUM_OVER_BATCH_SIZE,
+        loss_fn: Callable[..., jax.Array] | None = None,
+        name: str | None = None,
+    ) -> None:
+        if not isinstance(n_classes, int) or n_classes <= 2:
+            raise ValueError(f"n_classes must be > 2: {n_classes!r}. For two classes use `est.BinaryClassHead`.")
+        super().__init__(
+            n_classes, 1, 1, weight_column=weight_column, loss_reduction=loss_reduction, loss_fn=loss_fn, name=name
+        )
+        self._label_vocabulary = checked_vocabulary(label_vocabulary, n_classes)
+
+    def _labels_of_kind(self, labels: jax.Array) -> jax.Array:
+        if not jnp.issubdtype(labels.dtype, jnp.integer):
+            raise TypeError(
+                f"Labels dtype should be integer. Instead got {labels.dtype}. `{self._kind}` takes the class of each "
+                "example: write `labels.astype(np.int32)`."
+            )
+        return labels
+
+    def _losses(self, labels: jax.Array, logits: jax.Array) -> jax.Array:
+        losses = losses_lib.sparse_softmax_cross_entropy(labels, logits, reduction=Reduction.NONE)
+        return losses[..., None]
+
+    def _predictions(self, logits: jax.Array) -> dict[Any, jax.Array]:
+        return {
+            "logits": logits,
+            "probabilities": jax.nn.softmax(logits),
+            "class_ids": _decided(logits),
+            "all_class_ids": all_class_ids(logits, self.logits_dimension),
+        }
+
+    def _metrics(self, labels: jax.Array, logits: jax.Array, weights: Any) -> dict[str, Metric]:
+        return {"accuracy": metrics_lib.accuracy(labels, _decided(logits), weights)}
+
+    def export_outputs(self, predictions: dict[Any, jax.Array]) -> dict[str, ExportOutput]:
+        names = class_names(self._label_vocabulary, self.logits_dimension)
+        classes = ClassificationOutput(predictions["probabilities"], names)
+        return {DEFAULT_SIGNATURE: classes, "classification": classes, "predict": PredictOutput(predictions)}
+
+
+def _decided(logits: jax.Array) -> jax.Array:
+    return logits.argmax(axis=-1, keepdims=True).astype(jnp.int32)

@@ -1,0 +1,148 @@
+"""Several tasks at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from estimator._frame import PyTree
+from estimator.export import DEFAULT_SIGNATURE, ExportOutput, PredictOutput
+from estimator.heads._head import Head, batch_mean, regularized
+from estimator.heads._one_task import checked_selection
+from estimator.losses import Reduction
+from estimator.metrics import Metric
+from estimator.metrics._positives import Count
+
+
+class MultiHead(Head):
+    """Several heads as one: their losses are added, the rest stands side by side.
+
+    >>> import estimator as est, jax.numpy as jnp
+    >>> heads = [est.RegressionHead(name="height"), est.BinaryClassHead(name="adult")]
+    >>> head = est.MultiHead(heads, head_weights=[2.0, 1.0])
+    >>> logits = jnp.array([[1.5, 0.0]])
+    >>> labels = {"height": jnp.array([1.0]), "adult": jnp.array([1])}
+    >>> print(f"{head.loss(labels, logits):.4f}")  # 2 * 0.25 + 0.6931
+    1.1931
+    >>> list(head.predictions(logits))[:2]
+    [('height', 'predictions'), ('adult', 'logits')]
+
+    Logits are an array, cut into those of the heads along its last dimension, or a dict by the heads' names. Labels
+    are a dict by the heads' names. The keys of predictions are pairs (head, key). Metrics are those of all heads, and
+    the loss of each as loss/<head>: the mean over the examples of the batches' losses, or, for SUM, the sum over all
+    examples. By default the first head is exported; by name each of them.
+
+    Args:
+      heads: each of another name.
+      head_weights: what each head's loss is multiplied by; default: 1.
+
+    Raises:
+      ValueError: there are no heads, one has no name or another's, there are more weights or fewer, or the heads
+        reduce their losses in different ways.
+    """
+
+    def __init__(self, heads: Sequence[Head], head_weights: Sequence[float] | None = None) -> None:
+        if not heads:
+            raise ValueError(f"Must specify heads. Given: {heads!r}.")
+        for head in heads:
+            if not isinstance(head, Head):
+                raise TypeError(f"`MultiHead` takes heads such as `est.RegressionHead(name=...)`; got {head!r}.")
+            if head.name is None:
+                raise ValueError(f"All given heads must have name specified. Given: {head!r}.")
+        names = [str(head.name) for head in heads]
+        if len(set(names)) < len(names):
+            raise ValueError(f"All given heads must have names of their own. Given: {names}.")
+        if head_weights is not None and len(head_weights) != len(heads):
+            raise ValueError(
+                f"heads and head_weights must have the same size. Given len(heads): {len(heads)}. "
+                f"Given len(head_weights): {len(head_weights)}."
+            )
+        reductions = [str(head.loss_reduction) for head in heads]
+        if len(set(reductions)) > 1:
+            raise ValueError(f"The loss_reduction must be the same for different heads. Given: {reductions}.")
+        self._heads = dict(zip(names, heads, strict=True))
+        self._head_weights = tuple(head_weights or [1.0] * len(heads))
+        self.name = "_".join(names)
+        self.logits_dimension = sum(head.logits_dimension for head in heads)
+        self.loss_reduction = heads[0].loss_reduction
+
+    def loss(
+        self,
+        labels: Any,
+        logits: Any,
+        features: PyTree = None,
+        mode: str | None = None,
+        regularization_losses: Sequence[jax.Array] | None = None,
+    ) -> jax.Array:
+        losses = self._losses(labels, self._split(logits), features, mode).values()
+        weighted = [loss * weight for loss, weight in zip(losses, self._head_weights, strict=True)]
+        return regularized(sum(weighted[1:], weighted[0]), regularization_losses)
+
+    def predictions(self, logits: Any, keys: Sequence[Any] | None = None) -> dict[Any, jax.Array]:
+        by_head = self._split(logits)
+        predictions = {
+            (name, key): value
+            for name, head in self._heads.items()
+            for key, value in head.predictions(by_head[name]).items()
+        }
+        return predictions if keys is None else checked_selection(predictions, keys)
+
+    def metrics(
+        self,
+        labels: Any,
+        logits: Any,
+        features: PyTree = None,
+        regularization_losses: Sequence[jax.Array] | None = None,
+    ) -> dict[str, Metric]:
+        by_head = self._split(logits)
+        rows = len(next(iter(by_head.values())))
+        metrics: dict[str, Metric] = {}
+        for name, loss in self._losses(labels, by_head, features, None).items():
+            summed = self.loss_reduction == Reduction.SUM
+            metrics[f"loss/{name}"] = Count(loss) if summed else batch_mean(loss, rows)
+            metrics |= self._heads[name].metrics(labels[name], by_head[name], features)
+        return metrics | self._regularization_metric(rows, regularization_losses)
+
+    def export_outputs(self, predictions: dict[Any, jax.Array]) -> dict[str, ExportOutput]:
+        outputs: dict[str, ExportOutput] = {}
+        for name, head in self._heads.items():
+            own = {key: value for (owner, key), value in predictions.items() if owner == name}
+            for signature, output in head.export_outputs(own).items():
+                if signature == DEFAULT_SIGNATURE:
+                    outputs.setdefault(DEFAULT_SIGNATURE, output)
+                    outputs[name] = output
+                else:
+                    outputs[f"{name}/{signature}"] = output
+        named = {f"{name}/{key}": value for (name, key), value in predictions.items()}
+        return outputs | {"predict": PredictOutput(named)}
+
+    def _losses(self, labels: Any, logits: Mapping[str, Any], features: PyTree, mode: Any) -> dict[str, jax.Array]:
+        if not isinstance(labels, Mapping):
+            raise ValueError(
+                f"labels must be a dict by the names of the heads, {list(self._heads)}. Given: "
+                f"{'None' if labels is None else type(labels).__name__}."
+            )
+        self._check_names("labels", labels)
+        return {n: head.loss(labels[n], logits[n], features, mode) for n, head in self._heads.items()}
+
+    def _split(self, logits: Any) -> Mapping[str, Any]:
+        if isinstance(logits, Mapping):
+            self._check_names("logits", logits)
+            return logits
+        logits = jnp.asarray(logits)
+        dimensions = [head.logits_dimension for head in self._heads.values()]
+        if logits.ndim < 2 or logits.shape[-1] != self.logits_dimension:
+            raise ValueError(
+                f"Could not split logits of shape {logits.shape} among the heads with individual logits dimensions: "
+                f"{dimensions}. The last dimension of the logits should equal {self.logits_dimension}."
+            )
+        ends = [sum(dimensions[: i + 1]) for i in range(len(dimensions) - 1)]
+        return dict(zip(self._heads, jnp.split(logits, ends, axis=-1), strict=True))
+
+    def _check_names(self, what: str, given: Mapping[str, Any]) -> None:
+        missing = [name for name in self._heads if name not in given]
+        if missing:
+            raise ValueError(f"{what} has missing values for head(s): {missing}; it has {sorted(given)}.")

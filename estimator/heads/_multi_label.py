@@ -1,0 +1,117 @@
+"""Several classes, of which an example has any number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import optax.losses
+
+from estimator import metrics as metrics_lib
+from estimator.export import DEFAULT_SIGNATURE, ClassificationOutput, ExportOutput, PredictOutput
+from estimator.heads._one_task import (
+    OneTaskHead,
+    checked_thresholds,
+    checked_vocabulary,
+    class_names,
+    curve_metrics,
+    nan_where,
+    threshold_metrics,
+)
+from estimator.losses import Reduction
+from estimator.metrics import Metric
+
+
+class MultiLabelHead(OneTaskHead):
+    """The head of a model that says of each of several classes whether an example is in it.
+
+    The loss of an example is the sigmoid cross entropy, averaged over the classes.
+
+    >>> import estimator as est, jax.numpy as jnp
+    >>> head = est.MultiLabelHead(n_classes=2, classes_for_class_based_metrics=[1])
+    >>> logits, labels = jnp.array([[0.0, 3.0], [0.0, -3.0]]), jnp.array([[1, 1], [0, 0]])
+    >>> print(f"{head.loss(labels, logits):.4f}")  # (0.6931 + 0.0486) / 2
+    0.3709
+    >>> sorted(head.metrics(labels, logits))
+    ['auc', 'auc/class1', 'auc_precision_recall', 'auc_precision_recall/class1', 'average_loss',
+     'probability_mean/class1']
+
+    Predictions: "logits" and "probabilities", both of shape `(batch, n_classes)`. Metrics: average_loss, auc and
+    auc_precision_recall of all classes together; accuracy, precision and recall at each threshold, named as those of
+    `est.BinaryClassHead`; and those of single classes shown above, named by the vocabulary where there is one.
+
+    Args:
+      n_classes: at least 2.
+      weight_column, label_vocabulary, loss_reduction, loss_fn, name: as for `est.BinaryClassHead`; the vocabulary has
+        `n_classes` names.
+      thresholds: probabilities to measure at.
+      classes_for_class_based_metrics: the classes that have metrics of their own: ids, or names of the vocabulary.
+
+    Labels are 0 or 1, of shape `(batch, n_classes)`: an array, or a `jax.experimental.sparse.BCOO`. Any other makes the
+    loss of its example NaN.
+
+    Raises:
+      ValueError, TypeError: an argument is of another kind; the message names it.
+    """
+
+    def __init__(
+        self,
+        n_classes: int,
+        weight_column: str | None = None,
+        thresholds: Sequence[float] | None = None,
+        label_vocabulary: Sequence[str] | None = None,
+        loss_reduction: str = Reduction.SUM_OVER_BATCH_SIZE,
+        loss_fn: Callable[..., jax.Array] | None = None,
+        classes_for_class_based_metrics: Sequence[int | str] | None = None,
+        name: str | None = None,
+    ) -> None:
+        if not isinstance(n_classes, int) or n_classes < 2:
+            raise ValueError(f"n_classes must be > 1 for multi-label classification. Given: {n_classes!r}.")
+        super().__init__(
+            n_classes,
+            n_classes,
+            1,
+            weight_column=weight_column,
+            loss_reduction=loss_reduction,
+            loss_fn=loss_fn,
+            name=name,
+        )
+        self._thresholds = checked_thresholds(thresholds)
+        self._label_vocabulary = checked_vocabulary(label_vocabulary, n_classes)
+        self._own_metrics = tuple(map(self._class_id, classes_for_class_based_metrics or ()))
+
+    def _class_id(self, wanted: Any) -> int:
+        classes = self._label_vocabulary if isinstance(wanted, str) else range(self.logits_dimension)
+        if classes is None or wanted not in classes:
+            raise ValueError(
+                "All classes_for_class_based_metrics must be in range [0, n_classes), or in label_vocabulary. Given: "
+                f"{wanted!r}, with n_classes={self.logits_dimension} and label_vocabulary={self._label_vocabulary}."
+            )
+        return classes.index(wanted)
+
+    def _losses(self, labels: jax.Array, logits: jax.Array) -> jax.Array:
+        losses = optax.losses.sigmoid_binary_cross_entropy(logits, labels)
+        return nan_where((labels < 0) | (labels > 1), losses).mean(axis=-1, keepdims=True)
+
+    def _predictions(self, logits: jax.Array) -> dict[Any, jax.Array]:
+        return {"logits": logits, "probabilities": jax.nn.sigmoid(logits)}
+
+    def _metrics(self, labels: jax.Array, logits: jax.Array, weights: Any) -> dict[str, Metric]:
+        probabilities = jax.nn.sigmoid(logits)
+        metrics = {
+            **curve_metrics(labels, probabilities, weights),
+            **threshold_metrics(labels, probabilities, weights, self._thresholds),
+        }
+        for i in self._own_metrics:
+            name = self._label_vocabulary[i] if self._label_vocabulary else f"class{i}"
+            mine, probability = labels[..., i : i + 1], probabilities[..., i : i + 1]
+            metrics[f"probability_mean/{name}"] = metrics_lib.mean(probability, weights)
+            for curve, metric in curve_metrics(mine, probability, weights).items():
+                metrics[f"{curve}/{name}"] = metric
+        return metrics
+
+    def export_outputs(self, predictions: dict[Any, jax.Array]) -> dict[str, ExportOutput]:
+        names = class_names(self._label_vocabulary, self.logits_dimension)
+        classes = ClassificationOutput(predictions["probabilities"], names)
+        return {DEFAULT_SIGNATURE: classes, "classification": classes, "predict": PredictOutput(predictions)}

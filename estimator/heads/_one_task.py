@@ -1,0 +1,280 @@
+"""What the heads of one task share: checks of logits, labels and weights, and the loss."""
+
+from __future__ import annotations
+
+import abc
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from estimator import metrics as metrics_lib
+from estimator._frame import PyTree
+from estimator._sparse import is_sparse
+from estimator.heads._head import Head, checked_reduction, regularized
+from estimator.losses import compute_weighted_loss
+from estimator.metrics import Metric
+
+
+class OneTaskHead(Head):
+    """A head with one array of labels and one of weights.
+
+    Args:
+      logits_dimension: the size of the last dimension of logits.
+      labels_dimension: that of labels.
+      loss_dimension: that of the losses; where it is 1, an example has one weight.
+      weight_column, loss_reduction, loss_fn, name: as the public heads say.
+    """
+
+    def __init__(
+        self,
+        logits_dimension: int,
+        labels_dimension: int,
+        loss_dimension: int,
+        *,
+        weight_column: str | None,
+        loss_reduction: str,
+        loss_fn: Callable[..., jax.Array] | None,
+        name: str | None,
+    ) -> None:
+        self._kind = type(self).__name__
+        if weight_column is not None and not isinstance(weight_column, str):
+            raise TypeError(
+                f"`{self._kind}` needs the name of a feature as weight_column; got {weight_column!r} of type "
+                f"{type(weight_column).__name__}. For a numeric column write `weight_column=column.key`."
+            )
+        if name is not None and (not isinstance(name, str) or not name):
+            raise ValueError(f"`{self._kind}` needs a non-empty string, or None, as name; got {name!r}.")
+        self.name = name
+        self.logits_dimension = logits_dimension
+        self.loss_reduction = checked_reduction(loss_reduction)
+        self._labels_dimension = labels_dimension
+        self._loss_dimension = loss_dimension
+        self._weight_column = weight_column
+        self._loss_fn = loss_fn
+        self._loss_fn_args = () if loss_fn is None else _loss_fn_args(loss_fn)
+
+    def loss(
+        self,
+        labels: Any,
+        logits: Any,
+        features: PyTree = None,
+        mode: str | None = None,
+        regularization_losses: Sequence[jax.Array] | None = None,
+    ) -> jax.Array:
+        del mode
+        logits = self._checked_logits(logits)
+        losses, weights = self._losses_and_weights(self._checked_labels(labels, logits), logits, features)
+        loss = compute_weighted_loss(losses, weights, self.loss_reduction)
+        return regularized(loss, regularization_losses)
+
+    def predictions(self, logits: Any, keys: Sequence[Any] | None = None) -> dict[Any, jax.Array]:
+        predictions = self._predictions(self._checked_logits(logits))
+        return predictions if keys is None else checked_selection(predictions, keys)
+
+    def metrics(
+        self,
+        labels: Any,
+        logits: Any,
+        features: PyTree = None,
+        regularization_losses: Sequence[jax.Array] | None = None,
+    ) -> dict[str, Metric]:
+        logits = self._checked_logits(logits)
+        labels = self._checked_labels(labels, logits)
+        losses, weights = self._losses_and_weights(labels, logits, features)
+        metrics = {"average_loss": metrics_lib.mean(losses, weights), **self._metrics(labels, logits, weights)}
+        named = {self._key(key): metric for key, metric in metrics.items()}
+        return named | self._regularization_metric(len(logits), regularization_losses)
+
+    @abc.abstractmethod
+    def _losses(self, labels: jax.Array, logits: jax.Array) -> jax.Array:
+        """The losses of the elements, shape `[..., loss_dimension]`."""
+
+    @abc.abstractmethod
+    def _predictions(self, logits: jax.Array) -> dict[Any, jax.Array]: ...
+
+    @abc.abstractmethod
+    def _metrics(self, labels: jax.Array, logits: jax.Array, weights: Any) -> dict[str, Metric]:
+        """Those besides the average loss, by name; the head's own name is added."""
+
+    def _labels_of_kind(self, labels: jax.Array) -> jax.Array:
+        """The labels in the dtype that the head computes with."""
+        return labels.astype(jnp.float32)
+
+    def _checked_logits(self, logits: Any) -> jax.Array:
+        logits = jnp.asarray(logits)
+        if logits.ndim < 2 or logits.shape[-1] != self.logits_dimension:
+            raise ValueError(
+                f"logits shape must be [D0, D1, ... DN, logits_dimension], which is {self.logits_dimension} for this "
+                f"`{self._kind}`; got {logits.shape}."
+            )
+        return logits.astype(jnp.float32)
+
+    def _checked_labels(self, labels: Any, logits: jax.Array) -> jax.Array:
+        if labels is None:
+            raise ValueError(
+                f"You must provide labels to `{self._kind}`. Given: None. Suggested troubleshooting steps: check that "
+                "your data contains the label, and that input_fn returns (features, labels)."
+            )
+        if isinstance(labels, Mapping):
+            raise TypeError(
+                f"`{self._kind}` takes one array of labels; got a dict of {sorted(labels)}. Pick one of them, or give "
+                "each to a head of its own by `est.MultiHead`."
+            )
+        if is_sparse(labels):
+            labels = labels.todense()
+        if not isinstance(labels, jax.Array) and np.asarray(labels).dtype.kind in "OSU":
+            raise TypeError(
+                f"`{self._kind}` takes labels of numbers; got strings. Let input_fn replace a class by its position "
+                "in label_vocabulary: `np.array([label_vocabulary.index(label) for label in labels])`."
+            )
+        labels = jnp.asarray(labels)
+        if labels.ndim == logits.ndim - 1:
+            labels = labels[..., None]
+        wanted = (*logits.shape[:-1], self._labels_dimension)
+        if labels.ndim >= 1 and labels.shape[-1] != self._labels_dimension:
+            raise ValueError(
+                f"Mismatched label shape. Expected labels dimension={self._labels_dimension}. Received "
+                f"{labels.shape[-1]}: `{self._kind}` got labels of shape {labels.shape} for logits of shape "
+                f"{logits.shape}. Check the head's dimensions, and the shape of the labels that input_fn returns."
+            )
+        if labels.shape != wanted:
+            raise ValueError(
+                f"Mismatched label shape: `{self._kind}` got labels of shape {labels.shape} for logits of shape "
+                f"{logits.shape}; expected {wanted}."
+            )
+        return self._labels_of_kind(labels)
+
+    def _losses_and_weights(self, labels: jax.Array, logits: jax.Array, features: PyTree) -> tuple[jax.Array, Any]:
+        if self._loss_fn is None:
+            losses = self._losses(labels, logits)
+        else:
+            offered = {
+                "labels": labels,
+                "logits": logits,
+                "features": features,
+                "loss_reduction": self.loss_reduction,
+            }
+            losses = jnp.asarray(self._loss_fn(**{name: offered[name] for name in self._loss_fn_args}))
+            wanted = (*logits.shape[:-1], self._loss_dimension)
+            if losses.shape != wanted:
+                raise ValueError(
+                    f"loss_fn must return the losses before any reduction, shape [D0, D1, ... DN, "
+                    f"{self._loss_dimension}]; for logits of shape {logits.shape} that is {wanted}, but it returned "
+                    f"shape {losses.shape}."
+                )
+            losses = losses.astype(jnp.float32)
+        return losses, self._weights(logits, features)
+
+    def _weights(self, logits: jax.Array, features: PyTree) -> Any:
+        if self._weight_column is None:
+            return 1.0
+        if not isinstance(features, Mapping) or self._weight_column not in features:
+            have = sorted(map(str, features)) if isinstance(features, Mapping) else f"of type {type(features).__name__}"
+            raise ValueError(
+                f"weight_column {self._weight_column!r} of `{self._kind}` is not in features, which are {have}."
+            )
+        weights = jnp.asarray(features[self._weight_column]).astype(jnp.float32)
+        if weights.ndim == logits.ndim - 1:
+            weights = weights[..., None]
+        allowed = {(*logits.shape[:-1], 1), (*logits.shape[:-1], self._loss_dimension)}
+        if weights.shape not in allowed:
+            raise ValueError(
+                f"weights shape must be {' or '.join(map(str, [logits.shape[:-1], *sorted(allowed)]))}, for logits of "
+                f"shape {logits.shape}; features[{self._weight_column!r}] has shape "
+                f"{jnp.shape(features[self._weight_column])}."
+            )
+        return weights
+
+
+def nan_where(wrong: jax.Array, losses: jax.Array) -> jax.Array:
+    """NaN in the place of the losses of labels that there cannot be.
+
+    No compiled program raises an error, but the NaN check of training finds it; `evaluate` reports it.
+    """
+    return jnp.where(wrong, jnp.nan, losses)
+
+
+def checked_selection(predictions: dict[Any, jax.Array], keys: Any) -> dict[Any, jax.Array]:
+    keys = (keys,) if isinstance(keys, str) else tuple(keys)
+    unknown = [key for key in keys if key not in predictions]
+    if unknown:
+        strings = " Classes have no strings here: take 'class_ids'." if {"classes", "all_classes"} & {*unknown} else ""
+        raise ValueError(
+            f"Prediction key must be one of the head's, given: {unknown}. Valid prediction keys include "
+            f"{list(predictions)}.{strings}"
+        )
+    return {key: predictions[key] for key in keys}
+
+
+def checked_vocabulary(label_vocabulary: Any, n_classes: int) -> tuple[str, ...] | None:
+    if label_vocabulary is None:
+        return None
+    if not isinstance(label_vocabulary, list | tuple):
+        raise ValueError(f"label_vocabulary should be a list or tuple. Given type: {type(label_vocabulary).__name__}.")
+    if not all(isinstance(name, str) for name in label_vocabulary):
+        raise ValueError(f"label_vocabulary should hold the names of classes, strings; got {label_vocabulary!r}.")
+    if len(label_vocabulary) != n_classes:
+        raise ValueError(
+            f'"label_vocabulary" does not have "n_classes" items. len(label_vocabulary)={len(label_vocabulary)}, '
+            f"n_classes={n_classes}."
+        )
+    return tuple(label_vocabulary)
+
+
+def checked_thresholds(thresholds: Any) -> tuple[float, ...]:
+    thresholds = tuple(thresholds or ())
+    for threshold in thresholds:
+        if not 0 < threshold < 1:
+            raise ValueError(f"thresholds must be in (0, 1) range; got {threshold!r}.")
+    return thresholds
+
+
+def threshold_metrics(
+    labels: jax.Array, probabilities: jax.Array, weights: Any, thresholds: tuple[float, ...]
+) -> dict[str, Metric]:
+    metrics: dict[str, Metric] = {}
+    for threshold in thresholds:
+        decided = (probabilities > threshold).astype(jnp.float32)
+        at = f"positive_threshold_{threshold:g}"
+        metrics[f"accuracy/{at}"] = metrics_lib.accuracy(labels, decided, weights)
+        metrics[f"precision/{at}"] = metrics_lib.precision(labels, decided, weights)
+        metrics[f"recall/{at}"] = metrics_lib.recall(labels, decided, weights)
+    return metrics
+
+
+def curve_metrics(labels: jax.Array, probabilities: jax.Array, weights: Any) -> dict[str, Metric]:
+    return {
+        "auc": metrics_lib.auc(labels, probabilities, weights),
+        "auc_precision_recall": metrics_lib.auc(
+            labels, probabilities, weights, curve="PR", summation_method="careful_interpolation"
+        ),
+    }
+
+
+def all_class_ids(logits: jax.Array, n_classes: int) -> jax.Array:
+    return jnp.broadcast_to(jnp.arange(n_classes, dtype=jnp.int32), (*logits.shape[:-1], n_classes))
+
+
+def class_names(label_vocabulary: tuple[str, ...] | None, n_classes: int) -> list[str]:
+    return list(label_vocabulary or map(str, range(n_classes)))
+
+
+def _loss_fn_args(loss_fn: Any) -> tuple[str, ...]:
+    if not callable(loss_fn):
+        raise TypeError(f"loss_fn must be a function of labels and logits; got {loss_fn!r}.")
+    parameters = inspect.signature(loss_fn).parameters
+    for required in ("labels", "logits"):
+        if required not in parameters:
+            raise ValueError(f"loss_fn must contain argument: {required}. Given arguments: {list(parameters)}.")
+    known = ("labels", "logits", "features", "loss_reduction")
+    unexpected = [name for name, p in parameters.items() if name not in known and p.default is p.empty]
+    if unexpected:
+        raise ValueError(
+            f"loss_fn has unexpected args: {unexpected}. It may have {', '.join(known)}; bind others by "
+            "functools.partial or give them defaults."
+        )
+    return tuple(name for name in known if name in parameters)

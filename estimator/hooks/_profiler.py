@@ -1,0 +1,92 @@
+"""Traces of what the host and the devices do in some steps."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import jax
+from absl import logging
+
+from estimator.hooks._hook import Context, Hook, RunValues
+from estimator.hooks._timer import check_intervals
+
+
+class ProfilerHook(Hook):
+    """Writes a `jax.profiler` trace of a few steps every so often, for TensorBoard or Perfetto.
+
+    As many steps as a trace holds go before the first one, so that compiling is no part of it. The trace that is open
+    at the end of a run, however it ends, is written. Where someone else traces at the time, it warns and goes on.
+
+    >>> hook = ProfilerHook(save_steps=1000, num_steps=10)
+
+    Args:
+      save_steps, save_secs: how often. Give one of both.
+      output_dir: where traces go, as `plugins/profile/<time>/`; by default the model_dir.
+      num_steps: how many steps a trace holds; less than `save_steps`.
+
+    Raises:
+      ValueError: not exactly one interval is given, it or `num_steps` is not positive, or `num_steps` does not fit in.
+    """
+
+    def __init__(
+        self,
+        save_steps: int | None = None,
+        save_secs: float | None = None,
+        output_dir: str | os.PathLike[str] = "",
+        num_steps: int = 5,
+    ) -> None:
+        check_intervals("ProfilerHook", save_steps=save_steps, save_secs=save_secs)
+        check_intervals("ProfilerHook", num_steps=num_steps)
+        if save_steps is not None and num_steps >= save_steps:
+            raise ValueError(
+                f"num_steps of ProfilerHook must be less than save_steps; got {num_steps!r} and {save_steps!r}."
+            )
+        self._every_steps = save_steps
+        self._every_secs = save_secs
+        self._output_dir = os.fspath(output_dir)
+        self._steps = num_steps
+        self._tracing = False
+
+    def after_create_state(self, context: Context) -> None:
+        self._first = context.step + self._steps  # where a trace begins; by seconds: the newest one
+        self._ended: float | None = None  # by seconds: when the last trace did, until the next one is planned
+        self._dir = self._output_dir or str(context.model_dir)
+
+    def next_step(self, step: int) -> int | None:
+        begin = self._begin(step)
+        if step < begin + self._steps:
+            return begin if step < begin else begin + self._steps
+        if self._every_steps is not None:
+            return begin + self._every_steps
+        if self._ended is not None and time.monotonic() >= self._ended + self._every_secs:  # type: ignore[operator]
+            self._ended, self._first = None, step + 1
+            return self._first
+        return None
+
+    def after_run(self, context: Context, values: RunValues) -> None:
+        _ = values.loss  # so that a trace holds its own steps, and whole
+        if context.step != self._begin(context.step):
+            self._stop()
+            self._ended = time.monotonic()
+            return
+        try:
+            jax.profiler.start_trace(self._dir)
+            self._tracing = True
+        except RuntimeError as error:
+            logging.warning("ProfilerHook leaves out the trace from step %d on: %s", context.step, error)
+
+    def end(self, context: Context) -> None:
+        self._stop()
+
+    def _begin(self, step: int) -> int:
+        """Where the trace begins that a step is in; of a step between two, the one before it."""
+        if self._every_steps is None or step < self._first:
+            return self._first
+        return step - (step - self._first) % self._every_steps
+
+    def _stop(self) -> None:
+        if self._tracing:
+            self._tracing = False
+            jax.profiler.stop_trace()
+            logging.info("Wrote a trace of some steps to %s.", self._dir)

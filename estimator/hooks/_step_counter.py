@@ -1,0 +1,82 @@
+"""How fast a run is."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from absl import logging
+
+from estimator.hooks._hook import Context, Hook, RunValues
+from estimator.hooks._timer import SecondOrStepTimer, check_intervals
+
+
+class StepCounterHook(Hook):
+    """Logs, and shows in TensorBoard, the steps and the examples per second.
+
+    As in TensorFlow the first step, which compiles, starts the clock: with `every_n_steps=100`, lines are of the steps
+    101, 201 and so on. It does not wait for the devices: a program or two of those counted may still run.
+
+    >>> hook = StepCounterHook(every_n_steps=100)
+
+    Args:
+      every_n_steps, every_n_secs: how often. Give one, and None for the other.
+      output_dir: the directory of an event file to write; None: none.
+      summary_writer: writes in place of that; any object with `add_scalar(tag, value, step)`, such as tensorboardX's
+        `SummaryWriter`.
+
+    Raises:
+      ValueError: not exactly one interval is given, or it is not positive; output_dir and summary_writer are given.
+      TypeError: the summary_writer has no `add_scalar`.
+    """
+
+    def __init__(
+        self,
+        every_n_steps: int | None = 100,
+        every_n_secs: float | None = None,
+        output_dir: str | os.PathLike[str] | None = None,
+        summary_writer: Any = None,
+    ) -> None:
+        check_intervals("StepCounterHook", every_n_steps=every_n_steps, every_n_secs=every_n_secs)
+        if output_dir is not None and summary_writer is not None:
+            raise ValueError(
+                "Only one of output_dir and summary_writer can be provided to StepCounterHook; "
+                f"got {output_dir!r} and {summary_writer!r}."
+            )
+        if summary_writer is not None and not hasattr(summary_writer, "add_scalar"):
+            raise TypeError(
+                "summary_writer of StepCounterHook needs `add_scalar(tag, value, step)`, as "
+                f"`tensorboardX.SummaryWriter` has it; got {summary_writer!r}."
+            )
+        self._timer = SecondOrStepTimer(every_n_secs, every_n_steps)
+        self._output_dir = output_dir
+        self._given = self._writer = summary_writer
+        self._examples = 0
+
+    def begin(self) -> None:
+        self._timer.reset()
+        if self._output_dir is not None:
+            import tensorboardX  # takes a while
+
+            self._writer = tensorboardX.SummaryWriter(os.fspath(self._output_dir))
+
+    def next_step(self, step: int) -> int | None:
+        return self._timer.next_step(step)
+
+    def after_run(self, context: Context, values: RunValues) -> None:
+        if not self._timer.should_trigger_for_step(context.step):
+            return
+        seconds, steps = self._timer.update_last_triggered_step(context.step)
+        examples, self._examples = context.examples - self._examples, context.examples
+        if not seconds or not steps:  # the first time
+            return
+        rates = {"global_step/sec": steps / seconds, "examples/sec": examples / seconds}
+        logging.info("%s", ", ".join(f"{tag}: {rate:.6g}" for tag, rate in rates.items()))
+        if self._writer is not None:
+            for tag, rate in rates.items():
+                self._writer.add_scalar(tag, rate, context.step)
+
+    def end(self, context: Context) -> None:
+        if self._writer is not self._given:
+            self._writer.close()
+            self._writer = self._given

@@ -1,0 +1,138 @@
+"""What a run does that does not come on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from types import FrameType
+from typing import Any
+
+from absl import logging
+
+from estimator.hooks._hook import Context, Hook
+from estimator.hooks._timer import check_intervals
+
+_ACTIONS = ("log", "raise")
+_PHASES = {
+    "begin": "makes or restores its state",
+    "input": "waits for a batch of input_fn",
+    "compile": "compiles a program, or runs it for the first time",
+    "step": "waits for a step, or for a hook",
+    "checkpoint": "writes a checkpoint",
+    "evaluate": "evaluates",
+    "end": "ends its hooks",
+}
+
+
+class StalledError(RuntimeError):
+    """No step of a run has finished for longer than `WatchdogHook` allows."""
+
+
+class WatchdogHook(Hook):
+    """Says what a run hangs in: when no step has finished for so long, with the stacks of all threads, once each time.
+
+    A thread watches; the run itself pays nothing. Steps are seen to finish where their program does, and all that
+    happens between two of them counts: allow for the longest compilation, checkpoint or evaluation. The first batch,
+    which is read before hooks begin, is not watched; neither is a call that keeps Python's global lock.
+
+    >>> hook = WatchdogHook(timeout_secs=600)
+
+    Args:
+      timeout_secs: seconds without a step.
+      action: "log": the run goes on; "raise": `StalledError` is raised where it hangs. That is done by a signal
+        (SIGURG), so the run must be in the main thread of a POSIX process; and it gets through to Python code, locks,
+        sleeps and most system calls, but to a call of compiled code, such as the wait for a device, only when that
+        returns. Where it never does, only ending the process helps.
+      path: a file to which the report is added, beside the log, which absl writes to stderr.
+
+    Raises:
+      ValueError: timeout_secs is no positive number, or the action is another; in a run, "raise" is asked for in a
+        thread that is not the main one.
+    """
+
+    def __init__(self, timeout_secs: float, action: str = "log", path: str | os.PathLike[str] | None = None) -> None:
+        check_intervals("WatchdogHook", timeout_secs=timeout_secs)
+        if action not in _ACTIONS:
+            raise ValueError(f"action of WatchdogHook must be one of {list(_ACTIONS)}; got {action!r}.")
+        self._timeout = timeout_secs
+        self._action = action
+        self._path = path
+        self._thread: threading.Thread | None = None
+
+    def begin(self) -> None:
+        self._context: Context | None = None
+        self._error: StalledError | None = None
+        self._runs_in = threading.get_ident()
+        if self._action == "raise":
+            if threading.current_thread() is not threading.main_thread():
+                raise ValueError(
+                    'WatchdogHook(action="raise") can only raise in the main thread; '
+                    f'the run is in {threading.current_thread().name!r}. Use action="log".'
+                )
+            self._handler = signal.signal(signal.SIGURG, self._raise)
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="WatchdogHook", daemon=True)
+        self._thread.start()
+
+    def after_create_state(self, context: Context) -> None:
+        self._context = context
+
+    def end(self, context: Context) -> None:
+        if self._thread is None:  # `begin` has failed
+            return
+        self._ended.set()
+        self._thread.join()
+        self._thread = None
+        if self._action == "raise":
+            signal.signal(signal.SIGURG, self._handler)
+
+    def _watch(self) -> None:
+        batches, phase, told = -1, "", False
+        progress = entered = since = time.monotonic()
+        while not self._ended.wait(min(self._timeout / 10, 1.0)):
+            now = time.monotonic()
+            context = self._context
+            seen, seen_phase = (0, "begin") if context is None else (context.batches, context.phase)
+            if seen != batches or seen_phase == "output":
+                batches, progress, since, told = seen, now, now, False
+            if seen_phase != phase:
+                phase, entered = seen_phase, now
+                if told:  # what it does now is to be told as well, if it takes as long
+                    since, told = now, False
+            if not told and now - since >= self._timeout:
+                told = True
+                self._tell(
+                    f"No step has finished for {now - progress:.1f} s, after {batches} of this run. For the last "
+                    f"{now - entered:.1f} s it is in phase {phase!r}: it {_PHASES.get(phase, phase)}."
+                )
+
+    def _tell(self, stall: str) -> None:
+        report = f"{stall}\n{_stacks(self._runs_in)}"
+        logging.error("%s", report)
+        if self._path is not None:
+            with open(self._path, "a") as file:
+                file.write(report + "\n")
+        if self._action == "raise":
+            self._error = StalledError(stall)
+            signal.pthread_kill(self._runs_in, signal.SIGURG)  # also wakes it from a sleep, or a lock
+
+    def _raise(self, signum: int, frame: FrameType | None) -> Any:
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+
+def _stacks(first: int) -> str:
+    """The Python stacks of all threads but this one, that of the thread `first` before the others."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    frames = sys._current_frames()
+    del frames[threading.get_ident()]
+    return "\n".join(
+        f"Thread {names.get(ident, ident)!r}{' (the run)' * (ident == first)}, most recent call last:\n"
+        + "".join(traceback.format_stack(frames[ident]))
+        for ident in sorted(frames, key=lambda ident: ident != first)
+    )
