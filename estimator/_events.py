@@ -11,7 +11,7 @@ import struct
 import time
 import zlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from absl import logging
@@ -26,7 +26,8 @@ class EventWriter:
     """Appends to the event file and the history of a directory: each tag once for a step.
 
     A run that repeats steps, since it goes on from a checkpoint, or evaluates one again, takes back what was written of
-    them: the history is cut, and TensorBoard is told by a SessionLog.START, as TensorFlow did.
+    them: the history is cut, and TensorBoard is told by a SessionLog.START, as TensorFlow did. Files are opened when
+    something is written.
 
     Args:
       directory: made if need be.
@@ -39,26 +40,13 @@ class EventWriter:
         from tensorboardX.proto import event_pb2, summary_pb2
 
         self._crc, self._text = record_writer.masked_crc32c, summary.text
-        self._event, self._summary = event_pb2.Event, summary_pb2.Summary
-        os.makedirs(directory, exist_ok=True)
+        self._event, self._session_log, self._summary = event_pb2.Event, event_pb2.SessionLog, summary_pb2.Summary
+        self._directory, self._first, self._last = directory, first, last
         self._waiting: list[tuple[int, float, Mapping[str, Any]]] = []
+        self._later: list[tuple[int, float, Mapping[str, Any]]] = []  # to be written again at the end
+        self._files: tuple[BinaryIO, BinaryIO] | None = None  # events and history, open from the first flush on
         self._flushed = -math.inf
         self._told: set[str] = set()
-        history = os.path.join(directory, HISTORY)
-        rows = _cut(history, first, last) if os.path.exists(history) else []
-        self._later = [row for row in rows if row["step"] > last]  # START takes them back, too
-        self._history = open(history, "ab", buffering=0)
-        # Files of this name only: somebody else's may be open for writing.
-        old = sorted(glob.glob(os.path.join(glob.escape(directory), "events.out.tfevents.*.estimator")))
-        if old:
-            os.truncate(old[-1], _whole_records(old[-1]))
-        new = os.path.join(directory, f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.estimator")
-        self._events = open(old[-1] if old else new, "ab", buffering=0)
-        # The first START of a directory means nothing to TensorBoard; each later one takes back.
-        start = self._event(wall_time=time.time(), step=first)
-        start.session_log.status = event_pb2.SessionLog.START
-        version = [] if old else [self._event(wall_time=time.time(), file_version="brain.Event:2")]
-        self._events.write(b"".join(map(self._record, [*version, start])))
 
     def write(self, step: int, walltime: float, values: Mapping[str, Any]) -> None:
         """Notes values, and writes them, and all that wait, unless that was done within the last second.
@@ -75,19 +63,42 @@ class EventWriter:
     def flush(self) -> None:
         """Writes what waits: each file at once, so that a kill tears nothing."""
         waiting, self._waiting = self._waiting, []
-        self._events.write(b"".join(self._record(self._event_of(*moment)) for moment in waiting))
-        self._history.write(b"".join(map(self._history_of, waiting)))
+        if not waiting:
+            return
+        events, history = self._files = self._files or self._open()
+        events.write(b"".join(self._record(self._event_of(*moment)) for moment in waiting))
+        history.write(b"".join(map(self._history_of, waiting)))
         self._flushed = time.monotonic()
 
     def close(self) -> None:
         try:
             self.flush()
-            for row in self._later:
-                scalars = {tag: row[tag] for tag in row if tag not in _COLUMNS}
-                self._events.write(self._record(self._event_of(row["step"], row["time"], scalars)))
+            self._waiting, self._later = self._later, []
+            self.flush()
         finally:
-            self._events.close()
-            self._history.close()
+            for file in self._files or ():
+                file.close()
+
+    def _open(self) -> tuple[BinaryIO, BinaryIO]:
+        """Takes back what there is from the first step on."""
+        os.makedirs(self._directory, exist_ok=True)
+        path = os.path.join(self._directory, HISTORY)
+        rows = _cut(path, self._first, in_order=self._last < math.inf) if os.path.exists(path) else []
+        for row in rows:
+            if row["step"] > self._last:
+                self._later.append((row.pop("step"), row.pop("time"), row))
+        # Files of this name only: somebody else's may be open for writing.
+        old = sorted(glob.glob(os.path.join(glob.escape(self._directory), "events.out.tfevents.*.estimator")))
+        name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.estimator"
+        events = open(old[-1] if old else os.path.join(self._directory, name), "ab", buffering=0)
+        if old:
+            events.truncate(_whole_records(old[-1]))
+        # The first START of a directory means nothing to TensorBoard; each later one takes back.
+        start = self._event(wall_time=time.time(), step=self._first)
+        start.session_log.status = self._session_log.START
+        version = [] if old else [self._event(wall_time=time.time(), file_version="brain.Event:2")]
+        events.write(b"".join(map(self._record, [*version, start])))
+        return events, open(path, "ab", buffering=0)
 
     def _event_of(self, step: int, walltime: float, values: Mapping[str, Any]) -> Any:
         event = self._event(wall_time=walltime, step=step)
@@ -217,15 +228,34 @@ def _read(path: str) -> tuple[list[dict[str, Any]], bool]:
     return [rows[step] for step in sorted(rows)], not torn
 
 
-def _cut(path: str, first: int, last: float) -> list[dict[str, Any]]:
-    """Removes the steps from `first` to `last`, and a torn line, from a history; returns the other rows."""
+def _cut(path: str, first: int, in_order: bool) -> list[dict[str, Any]]:
+    """Removes a torn line, and all from the step `first` on, from a history; returns that.
+
+    Args:
+      path: of the history.
+      first: a step.
+      in_order: whether its lines are in the order of their steps: then, mostly, only the last one is read.
+    """
+    if in_order and _last_step(path) < first:
+        return []
     rows, whole = _read(path)
-    kept = [row for row in rows if not first <= row["step"] <= last]
+    kept = [row for row in rows if row["step"] < first]
     if not whole or len(kept) < len(rows):
         with open(f"{path}.tmp", "wb") as file:
             file.writelines(map(_line, kept))
         os.replace(f"{path}.tmp", path)
-    return kept
+    return rows[len(kept) :]
+
+
+def _last_step(path: str) -> float:
+    """The step of the last line of a history; infinity where it is torn, or very long."""
+    with open(path, "rb") as file:
+        file.seek(max(0, os.path.getsize(path) - 10_000))
+        *_, line, torn = b"", *file.read().split(b"\n")
+    try:
+        return json.loads(line)["step"] if not torn else math.inf
+    except ValueError:
+        return math.inf
 
 
 def _line(row: Mapping[str, Any]) -> bytes:

@@ -67,6 +67,7 @@ def test_files_are_closed_whatever_happened(tmp_path):
         def after_create_state(self, context):
             self.of_run = [context.events(), context.events(str(tmp_path / "another"))]
             assert context.events(f"{context.model_dir}/.") is self.of_run[0]
+            self.of_run[1].write(0, 0.0, {"loss": 1.0})
 
     for name, others in (("good", []), ("bad", [Fails(2)])):
         hook = Writers()
@@ -74,5 +75,5 @@ def test_files_are_closed_whatever_happened(tmp_path):
             make(tmp_path / name).train(endless, steps=3, hooks=[hook, *others])
         except RuntimeError:
             assert others
-        assert all(writer._events.closed and writer._history.closed for writer in hook.of_run)
+        assert all(file.closed for writer in hook.of_run for file in writer._files)
     assert list(read(tmp_path / "bad")) == [1]
