@@ -6,6 +6,7 @@ This file is the table of contents; every name has its explanation where it is d
 from estimator import export, feature_column, hooks, inputs, losses, metrics, summary
 from estimator._embedding import embedding_lookup
 from estimator._estimator import Estimator
+from estimator._events import read_eval_metrics, read_history
 from estimator._flax import flax_module
 from estimator._indexed_slices import IndexedSlices
 from estimator._lazy import lazy
@@ -14,6 +15,7 @@ from estimator._loss_scale import DynamicLossScale
 from estimator._modes import ModeKeys
 from estimator._non_finite import NonFiniteGradientError, skipped_steps
 from estimator._optimizer import Optimizer, TrainOp, group
+from estimator._plot_history import plot_history
 from estimator._preemption import Preempted
 from estimator._random import global_step, make_rng
 from estimator._replica_check import ReplicaMismatchError
@@ -71,6 +73,7 @@ from estimator.hooks import (
     StepCounterHook,
     StopAtSecsHook,
     StopAtStepHook,
+    SummarySaverHook,
     WatchdogHook,
 )
 from estimator.losses import Reduction
@@ -125,6 +128,7 @@ __all__ = [
     "StepCounterHook",
     "StopAtSecsHook",
     "StopAtStepHook",
+    "SummarySaverHook",
     "TrainOp",
     "VariableAggregation",
     "WarmStartReport",
@@ -148,6 +152,9 @@ __all__ = [
     "losses",
     "make_rng",
     "metrics",
+    "plot_history",
+    "read_eval_metrics",
+    "read_history",
     "read_variable",
     "record",
     "skipped_steps",

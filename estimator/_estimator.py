@@ -33,6 +33,7 @@ from estimator.hooks import _run
 from estimator.hooks._checkpoint_saver import CheckpointSaverListener, checked_listeners
 from estimator.hooks._defaults import with_default_hooks
 from estimator.hooks._hook import Context, Hook
+from estimator.hooks._summary_saver import write_evaluation
 
 InputFn = Callable[..., Any]
 
@@ -141,8 +142,8 @@ class Estimator:
         """Trains on, from the newest checkpoint or from initial values; returns the Estimator itself.
 
         Saves a checkpoint of the initial values, then as the config says, and one at the end. Hooks are called in this
-        order: that which saves checkpoints, the EstimatorSpec's `training_chief_hooks`, those given here, its
-        `training_hooks`.
+        order: that which saves checkpoints, the EstimatorSpec's `training_chief_hooks`, that which writes summaries,
+        those given here, its `training_hooks`.
 
         Args:
           input_fn: gives the training batches. Training ends with them, if nothing ends it before. They are read ahead
@@ -182,7 +183,7 @@ class Estimator:
         if self._programs is None:
             self._programs = Programs(self._model, *first)
         chief_hooks, spec_hooks = self._programs.traits.hooks
-        all_hooks = with_default_hooks([*chief_hooks, *own_hooks, *spec_hooks], self._config, listeners)
+        all_hooks = with_default_hooks(chief_hooks, [*own_hooks, *spec_hooks], self._config, listeners)
         state = self._own_copy(self._state(ModeKeys.TRAIN, path, *first))
         if path is None and self._warm_start:
             start = int(state.global_step)  # which it may have brought
@@ -219,7 +220,8 @@ class Estimator:
           hooks: `est.Hook`s, called around the batches, before the EstimatorSpec's `evaluation_hooks`.
           checkpoint_path: which checkpoint to evaluate; default: the newest. Where there is none, the initial values
             are evaluated, as in TensorFlow, with a warning; with "latest" this is an error.
-          name: of this evaluation, for the log.
+          name: of this evaluation, for the log and for `eval_dir(name)`, where the metrics are written for
+            TensorBoard and `est.read_history`, in the place of those of an earlier evaluation of the same step.
 
         Returns:
           By name: the metrics (floats, or arrays), "loss" (the mean of the batches' losses, or of the examples', as
@@ -232,7 +234,9 @@ class Estimator:
         """
         _check_steps("steps", steps)
         own_hooks, path = checked_hooks("hooks", hooks), self._existing(checkpoint_path)
-        return self._evaluate(lambda *batch: self._state(ModeKeys.EVAL, path, *batch), input_fn, steps, own_hooks, name)
+        return self._evaluate(
+            lambda *batch: self._state(ModeKeys.EVAL, path, *batch), input_fn, steps, own_hooks, name, path
+        )
 
     def evaluate_state(
         self,
@@ -258,6 +262,7 @@ class Estimator:
         steps: int | None,
         hooks: tuple[Hook, ...],
         name: str | None,
+        path: str | None = None,
     ) -> dict[str, Any]:
         rest = self._batches(input_fn, ModeKeys.EVAL)
         first = rest.peek()
@@ -267,7 +272,9 @@ class Estimator:
                 "outside of input_fn is empty the second time."
             )
         context = Context(ModeKeys.EVAL, self.model_dir)
-        hooks = (*hooks, *self._model.traits(*first, mode=ModeKeys.EVAL).hooks[1])
+        traits = self._model.traits(*first, mode=ModeKeys.EVAL)
+        context.output_dir, context.reported = self.eval_dir(name), traits.reported
+        hooks = (*hooks, *traits.hooks[1])
         with ends_by_sigterm(context), _run.around(hooks, context):
             state = state_for(*first)
             context.has_state(state)
@@ -275,6 +282,7 @@ class Estimator:
                 self._eval_steps, state, rest, hooks, context, steps, self._config.eval_loss_over
             )
             context.metrics = results
+            write_evaluation(context, path)
         shown = ", ".join(
             f"{key} = {value:.6g}" if isinstance(value, float) else f"{key} = {value}"
             for key, value in sorted(results.items())
@@ -445,7 +453,9 @@ class Estimator:
         if first is None:
             return
         context = Context(ModeKeys.PREDICT, self.model_dir)
-        hooks = (*hooks, *self._model.traits(first[0], mode=ModeKeys.PREDICT).hooks[1])
+        traits = self._model.traits(first[0], mode=ModeKeys.PREDICT)
+        context.reported = traits.reported
+        hooks = (*hooks, *traits.hooks[1])
         with ends_by_sigterm(context), _run.around(hooks, context):
             state = self._state(ModeKeys.PREDICT, path, first[0])
             context.has_state(state)
