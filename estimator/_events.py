@@ -9,7 +9,6 @@ import os
 import socket
 import struct
 import time
-import zlib
 from collections.abc import Mapping
 from typing import Any, BinaryIO
 
@@ -37,10 +36,10 @@ class EventWriter:
     def __init__(self, directory: str, first: int, last: float = math.inf) -> None:
         # Late, since it imports torch where there is torch.
         from tensorboardX import record_writer, summary
-        from tensorboardX.proto import event_pb2, summary_pb2
+        from tensorboardX.proto import event_pb2
 
-        self._crc, self._text = record_writer.masked_crc32c, summary.text
-        self._event, self._session_log, self._summary = event_pb2.Event, event_pb2.SessionLog, summary_pb2.Summary
+        self._crc, self._summary = record_writer.masked_crc32c, summary
+        self._event, self._session_log = event_pb2.Event, event_pb2.SessionLog
         self._directory, self._first, self._last = directory, first, last
         self._waiting: list[tuple[int, float, Mapping[str, Any]]] = []
         self._later: list[tuple[int, float, Mapping[str, Any]]] = []  # to be written again at the end
@@ -102,21 +101,20 @@ class EventWriter:
 
     def _event_of(self, step: int, walltime: float, values: Mapping[str, Any]) -> Any:
         event = self._event(wall_time=walltime, step=step)
-        shown = event.summary.value
         for tag, value in values.items():
             if isinstance(value, int | float):
-                shown.add(tag=tag, simple_value=value)
+                shown = [self._summary.scalar(tag, value)]
             elif isinstance(value, Histogram):
-                parts = histogram_parts(value)
-                limits, counts = parts.pop("bucket_limits"), parts.pop("bucket_counts")
-                shown.add(tag=tag, histo={**parts, "bucket_limit": limits, "bucket": counts})
+                shown = [self._summary.histogram_raw(tag, **histogram_parts(value))]
             elif isinstance(value, str):
-                shown.extend(self._text(tag, value).value)
+                shown = [self._summary.text(tag, value)]
             else:
-                for i, image in enumerate(as_uint8(value)):
-                    height, width, channels = image.shape
-                    fields = {"height": height, "width": width, "colorspace": channels}
-                    shown.add(tag=f"{tag}/image/{i}", image={**fields, "encoded_image_string": _png(image)})
+                shown = [
+                    self._summary.image(f"{tag}/image/{i}", image, dataformats="HWC")
+                    for i, image in enumerate(as_uint8(value))
+                ]
+            for summary in shown:
+                event.summary.value.extend(summary.value)
         return event
 
     def _record(self, event: Any) -> bytes:
@@ -307,14 +305,3 @@ def as_uint8(images: np.ndarray) -> np.ndarray:
     if images.dtype == np.uint8:
         return images
     return (np.clip(np.nan_to_num(images.astype(np.float32)), 0.0, 1.0) * 255.0).round().astype(np.uint8)
-
-
-def _png(image: np.ndarray) -> bytes:
-    """An uint8 image of 1, 3 or 4 channels as a PNG file; tensorboardX needs Pillow for it, and does not ask for it."""
-    height, width, channels = image.shape
-    rows = np.concatenate([np.zeros((height, 1), np.uint8), image.reshape(height, -1)], axis=1)  # 0: not filtered
-    head = struct.pack(">IIBBBBB", width, height, 8, {1: 0, 3: 2, 4: 6}[channels], 0, 0, 0)
-    chunks = [(b"IHDR", head), (b"IDAT", zlib.compress(rows.tobytes())), (b"IEND", b"")]
-    return b"\x89PNG\r\n\x1a\n" + b"".join(
-        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in chunks
-    )
