@@ -3,10 +3,18 @@
 This file is the table of contents; every name has its explanation where it is defined.
 """
 
-from estimator import export, feature_column, hooks, inputs, losses, metrics, summary
+from estimator import experimental, export, feature_column, hooks, inputs, losses, metrics, summary
+from estimator._early_stopping import (
+    make_early_stopping_hook,
+    stop_if_higher_hook,
+    stop_if_lower_hook,
+    stop_if_no_decrease_hook,
+    stop_if_no_increase_hook,
+)
 from estimator._embedding import embedding_lookup
 from estimator._estimator import Estimator
 from estimator._events import read_eval_metrics, read_history
+from estimator._exporters import BestExporter, Exporter, FinalExporter, LatestExporter
 from estimator._flax import flax_module
 from estimator._indexed_slices import IndexedSlices
 from estimator._lazy import lazy
@@ -23,6 +31,8 @@ from estimator._report import record
 from estimator._run_config import RunConfig
 from estimator._spec import EstimatorSpec
 from estimator._train import NanLossDuringTrainingError
+from estimator._train_and_evaluate import train_and_evaluate
+from estimator._train_spec import EvalSpec, TrainSpec
 from estimator._transform import Model, State, transform
 from estimator._variables import (
     AUTO_REUSE,
@@ -83,6 +93,7 @@ __all__ = [
     "BaselineClassifier",
     "BaselineEstimator",
     "BaselineRegressor",
+    "BestExporter",
     "BinaryClassHead",
     "CheckpointSaverHook",
     "CheckpointSaverListener",
@@ -95,12 +106,16 @@ __all__ = [
     "DynamicLossScale",
     "Estimator",
     "EstimatorSpec",
+    "EvalSpec",
     "ExportedModel",
+    "Exporter",
+    "FinalExporter",
     "FinalOpsHook",
     "Head",
     "Hook",
     "InMemoryEvaluatorHook",
     "IndexedSlices",
+    "LatestExporter",
     "LinearClassifier",
     "LinearEstimator",
     "LinearRegressor",
@@ -130,6 +145,7 @@ __all__ = [
     "StopAtStepHook",
     "SummarySaverHook",
     "TrainOp",
+    "TrainSpec",
     "VariableAggregation",
     "WarmStartReport",
     "WarmStartSettings",
@@ -138,6 +154,7 @@ __all__ = [
     "assign",
     "assign_add",
     "embedding_lookup",
+    "experimental",
     "export",
     "feature_column",
     "flax_module",
@@ -150,6 +167,7 @@ __all__ = [
     "lazy",
     "load_exported",
     "losses",
+    "make_early_stopping_hook",
     "make_rng",
     "metrics",
     "plot_history",
@@ -158,7 +176,12 @@ __all__ = [
     "read_variable",
     "record",
     "skipped_steps",
+    "stop_if_higher_hook",
+    "stop_if_lower_hook",
+    "stop_if_no_decrease_hook",
+    "stop_if_no_increase_hook",
     "summary",
+    "train_and_evaluate",
     "transform",
     "variable_scope",
 ]

@@ -200,7 +200,7 @@ class Estimator:
             state = training.run(state, rest)
         if training.saved_path is not None and context.stop_reason == "input":
             _checkpoint.note_end_of_input(training.saved_path)
-        if training.saved_path is not None and training.saved_step == context.global_step:
+        if training.saved_path and training.saved_step == context.global_step and not context.restored:
             self._keep(training.saved_path, state)
         return self
 

@@ -115,10 +115,10 @@ class Training:
                     size.timed(context.global_step)
                 _run.after(due, context, asked, losses, run.steps, reported)
             self._look()
-        if self._last_loss is None:
-            logging.warning("Training with estimator made no steps. Perhaps input is empty or misspecified.")
-        else:
+        if self._last_loss is not None:
             logging.info("Loss for final step: %.6g.", self._last_loss)
+        elif context.stop_reason == "input":
+            logging.warning("Training with estimator made no steps. Perhaps input is empty or misspecified.")
         return state_of(self._carry, self._key_data)
 
     def _runs(self, batches: Batches, size: _loop_size.LoopSize) -> Iterator[tuple[Run, Sequence[Hook]]]:

@@ -103,6 +103,7 @@ class Context:
         iterator of `predict`), or what `request_stop` was told.
       found_nan: whether a loss is known to be NaN; nothing is saved any more.
       metrics: in `end` of an evaluation that succeeded: what `evaluate` returns.
+      restored: whether a hook gave the newest checkpoint other values than those of the state.
     """
 
     def __init__(self, mode: ModeKeys, model_dir: str | None = None, global_step: int = 0) -> None:
@@ -119,6 +120,7 @@ class Context:
         self.stop_reason: str | None = None
         self.found_nan = False
         self.metrics: dict[str, Any] | None = None
+        self.restored = False
         self._state: Callable[[], Any] | None = None
         self._save: Callable[[], str | None] | None = None
         self._look: Callable[[], None] | None = None
