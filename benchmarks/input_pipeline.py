@@ -1,57 +1,54 @@
-"""Milliseconds per training step with an input that takes its time: in line, and made ready by a thread.
+"""Milliseconds per training step with an input that takes its time: a loop by hand, and `Estimator.train`.
 
-    python benchmarks/input_pipeline.py [--input_ms 20] [--step_ms 30] [--steps 40] [--rounds 3]
+    python benchmarks/input_pipeline.py [--input_ms 20] [--step_ms 30] [--steps 40] [--rounds 5]
 
-The input sleeps, as one that reads from a disk or a network does, and gives a small batch. The step is a compiled
-chain of sines on one core, calibrated to take so long. Two loops run it:
-
-- "reads every loss" waits for each step before it goes on, as a loop does that looks at values between steps;
-- "two in flight" waits for the step before last only; devices then work while the input is made, thread or not.
+The input sleeps, as one that reads from a disk or a network does, and gives a small batch. The step is a compiled chain
+of sines on one core, calibrated to take so long. Both loops read the loss of every step, the Estimator's by a hook, and
+so wait for each step before they go on; by hand the input is then made in line, while `train` has a thread for it.
 
 The best case is the longer of the two times (the thread hides the shorter one), the worst is their sum. Figures are
-medians over rounds, in which the loops take turns.
+medians over rounds, in which the loops take turns, of a run of 2 n steps less one of n.
 """
 
 import argparse
 import collections
 import functools
-import itertools
 import statistics
+import tempfile
 import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
-from estimator._input import batches
-from estimator._prefetch import Prefetcher
+import estimator as est
 
 SIZE = 4096
+BATCH = np.ones((32, 16), np.float32)
 
 
-@functools.partial(jax.jit, donate_argnums=0)
+def sine_chain(w, sines):
+    return jax.lax.fori_loop(0, sines, lambda _, w: jnp.sin(w), w)
+
+
+@functools.partial(jax.jit, donate_argnums=0, static_argnums=2)
 def step(w, batch, sines):
-    w = jax.lax.fori_loop(0, sines, lambda _, w: jnp.sin(w), w) + batch.mean()
+    w = sine_chain(w, sines) + batch.mean()
     return w, w.mean()
-
-
-def seconds(sines, repetitions):
-    w, batch = jnp.ones(SIZE), np.ones((32, 16), np.float32)
-    step(w, batch, sines)[1].block_until_ready()  # compiles
-    times = []
-    for _ in range(repetitions):
-        w = jnp.ones(SIZE)
-        start = time.perf_counter()
-        step(w, batch, sines)[1].block_until_ready()
-        times.append(time.perf_counter() - start)
-    return min(times)
 
 
 def calibrated(step_seconds):
     """The number of sines that takes so long."""
     sines = 100
-    for _ in range(4):
-        sines = max(1, round(sines * step_seconds / seconds(sines, 9)))
+    for _ in range(5):
+        step(jnp.ones(SIZE), BATCH, sines)[1].block_until_ready()
+        times = []
+        for _ in range(5):
+            start = time.perf_counter()
+            step(jnp.ones(SIZE), BATCH, sines)[1].block_until_ready()
+            times.append(time.perf_counter() - start)
+        sines = max(1, round(sines * step_seconds / min(times)))
     return sines
 
 
@@ -59,35 +56,44 @@ def input_fn(sleep, steps):
     for _ in range(steps):
         if sleep:
             time.sleep(sleep)
-        yield np.ones((32, 16), np.float32)
+        yield BATCH
 
 
-def in_line(source):
-    return (features for features, _ in source)
+def by_hand(sines):
+    def run(sleep, steps):
+        w = jnp.ones(SIZE)
+        for batch in input_fn(sleep, steps):
+            w, loss = step(w, batch, sines)
+            float(loss)
+
+    return run
 
 
-def in_thread(source):
-    with Prefetcher(source, lambda pairs: jax.device_put([features for features, _ in pairs])) as ready:
-        ready.request(1)
-        while True:
-            ready.request(1)
-            piece = ready.get()
-            if not piece.size:
-                return
-            yield from piece.batches
+class ReadsEveryLoss(est.Hook):
+    def after_run(self, context, values):
+        assert values.loss is not None
 
 
-def milliseconds_per_step(reader, sleep, sines, steps, in_flight):
-    """Of all but the first step, which waits for the first batch whatever is done."""
-    w, losses, start = jnp.ones(SIZE), collections.deque(), 0.0
-    for i, batch in enumerate(reader(batches(input_fn(sleep, steps + 1)))):
-        w, loss = step(w, batch, sines)
-        losses.append(loss)
-        if len(losses) > in_flight or i == 0:
-            losses.popleft().block_until_ready()
-        start = start or time.perf_counter()
-    w.block_until_ready()
-    return (time.perf_counter() - start) / steps * 1e3
+def by_estimator(sines):
+    def model_fn(features, mode):
+        w = est.get_variable("w", (SIZE,), initializer=jax.nn.initializers.ones, trainable=False)
+        bias = est.get_variable("bias", (), initializer=jax.nn.initializers.zeros)
+        after = sine_chain(w, sines) + features.mean()
+        est.assign("w", after)
+        loss = after.mean() + bias
+        return est.EstimatorSpec(mode, loss=loss, train_op=est.Optimizer(optax.sgd(0.0)).minimize(loss))
+
+    estimator = est.Estimator(model_fn, tempfile.mkdtemp(), est.RunConfig(save_summary_steps=None))
+    return lambda sleep, steps: estimator.train(lambda: input_fn(sleep, steps), hooks=[ReadsEveryLoss()])
+
+
+def milliseconds_per_step(run, sleep, steps):
+    times = []
+    for n in (steps, 2 * steps):
+        start = time.perf_counter()
+        run(sleep, n)
+        times.append(time.perf_counter() - start)
+    return (times[1] - times[0]) / steps * 1e3
 
 
 def main():
@@ -95,22 +101,23 @@ def main():
     parser.add_argument("--input_ms", type=float, default=20)
     parser.add_argument("--step_ms", type=float, default=30)
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
     sines, sleep = calibrated(arguments.step_ms / 1e3), arguments.input_ms / 1e3
-    loops = {"reads every loss": 0, "two in flight": 2}
-    inputs = {"no input": (in_line, 0.0), "in line": (in_line, sleep), "in thread": (in_thread, sleep)}
+    loops = {"by hand": by_hand(sines), "Estimator.train": by_estimator(sines)}
     times = collections.defaultdict(list)
-    for _ in range(arguments.rounds):
-        for loop, kind in itertools.product(loops, inputs):
-            reader, pause = inputs[kind]
-            times[loop, kind].append(milliseconds_per_step(reader, pause, sines, arguments.steps, loops[loop]))
+    for i in range(arguments.rounds + 1):  # the first round compiles
+        for name, run in loops.items():
+            for pause in (0.0, sleep):
+                found = milliseconds_per_step(run, pause, arguments.steps if i else 2)
+                times[name, pause].append(found)
     print(f"{arguments.input_ms:g} ms of input, a step of about {arguments.step_ms:g} ms ({sines} sines)")
-    print(f"{'':18}" + "".join(f"{kind:>12}" for kind in inputs) + f"{'thread / no input':>20}")
-    for loop in loops:
-        medians = [statistics.median(times[loop, kind]) for kind in inputs]
-        ratio = statistics.median(b / a for a, b in zip(times[loop, "no input"], times[loop, "in thread"], strict=True))
-        print(f"{loop:18}" + "".join(f"{median:9.1f} ms" for median in medians) + f"{ratio:20.3f}")
+    print(f"{'':18}{'no input':>12}{'input':>12}{'ratio':>9}")
+    for name in loops:
+        without, with_input = times[name, 0.0][1:], times[name, sleep][1:]
+        ratio = statistics.median(b / a for a, b in zip(without, with_input, strict=True))
+        figures = f"{statistics.median(without):9.1f} ms{statistics.median(with_input):9.1f} ms"
+        print(f"{name:18}{figures}{ratio:9.3f}", flush=True)
 
 
 if __name__ == "__main__":

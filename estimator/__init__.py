@@ -3,9 +3,18 @@
 This file is the table of contents; every name has its explanation where it is defined.
 """
 
-from estimator import export, feature_column, hooks, inputs, losses, metrics, summary
+from estimator import experimental, export, feature_column, hooks, inputs, losses, metrics, summary
+from estimator._early_stopping import (
+    make_early_stopping_hook,
+    stop_if_higher_hook,
+    stop_if_lower_hook,
+    stop_if_no_decrease_hook,
+    stop_if_no_increase_hook,
+)
 from estimator._embedding import embedding_lookup
 from estimator._estimator import Estimator
+from estimator._events import read_eval_metrics, read_history
+from estimator._exporters import BestExporter, Exporter, FinalExporter, LatestExporter
 from estimator._flax import flax_module
 from estimator._indexed_slices import IndexedSlices
 from estimator._lazy import lazy
@@ -14,6 +23,7 @@ from estimator._loss_scale import DynamicLossScale
 from estimator._modes import ModeKeys
 from estimator._non_finite import NonFiniteGradientError, skipped_steps
 from estimator._optimizer import Optimizer, TrainOp, group
+from estimator._plot_history import plot_history
 from estimator._preemption import Preempted
 from estimator._random import global_step, make_rng
 from estimator._replica_check import ReplicaMismatchError
@@ -21,6 +31,8 @@ from estimator._report import record
 from estimator._run_config import RunConfig
 from estimator._spec import EstimatorSpec
 from estimator._train import NanLossDuringTrainingError
+from estimator._train_and_evaluate import train_and_evaluate
+from estimator._train_spec import EvalSpec, TrainSpec
 from estimator._transform import Model, State, transform
 from estimator._variables import (
     AUTO_REUSE,
@@ -71,6 +83,7 @@ from estimator.hooks import (
     StepCounterHook,
     StopAtSecsHook,
     StopAtStepHook,
+    SummarySaverHook,
     WatchdogHook,
 )
 from estimator.losses import Reduction
@@ -80,6 +93,7 @@ __all__ = [
     "BaselineClassifier",
     "BaselineEstimator",
     "BaselineRegressor",
+    "BestExporter",
     "BinaryClassHead",
     "CheckpointSaverHook",
     "CheckpointSaverListener",
@@ -92,12 +106,16 @@ __all__ = [
     "DynamicLossScale",
     "Estimator",
     "EstimatorSpec",
+    "EvalSpec",
     "ExportedModel",
+    "Exporter",
+    "FinalExporter",
     "FinalOpsHook",
     "Head",
     "Hook",
     "InMemoryEvaluatorHook",
     "IndexedSlices",
+    "LatestExporter",
     "LinearClassifier",
     "LinearEstimator",
     "LinearRegressor",
@@ -125,7 +143,9 @@ __all__ = [
     "StepCounterHook",
     "StopAtSecsHook",
     "StopAtStepHook",
+    "SummarySaverHook",
     "TrainOp",
+    "TrainSpec",
     "VariableAggregation",
     "WarmStartReport",
     "WarmStartSettings",
@@ -134,6 +154,7 @@ __all__ = [
     "assign",
     "assign_add",
     "embedding_lookup",
+    "experimental",
     "export",
     "feature_column",
     "flax_module",
@@ -146,12 +167,21 @@ __all__ = [
     "lazy",
     "load_exported",
     "losses",
+    "make_early_stopping_hook",
     "make_rng",
     "metrics",
+    "plot_history",
+    "read_eval_metrics",
+    "read_history",
     "read_variable",
     "record",
     "skipped_steps",
+    "stop_if_higher_hook",
+    "stop_if_lower_hook",
+    "stop_if_no_decrease_hook",
+    "stop_if_no_increase_hook",
     "summary",
+    "train_and_evaluate",
     "transform",
     "variable_scope",
 ]

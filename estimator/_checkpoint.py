@@ -200,6 +200,21 @@ def restore(path: str, like: State, partial: bool = False) -> State:
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
+def take_values(path: str, source: str) -> None:
+    """Gives the checkpoint at `path` the variables and slots of another one; the number of steps and what else is in
+    it stay."""
+    with _checkpointer() as checkpointer:
+
+        def arrays(path: str) -> dict[str, np.ndarray]:
+            like = dict.fromkeys(_metadata(checkpointer, path), 0)
+            as_numpy = {key: ocp.RestoreArgs(restore_type=np.ndarray) for key in like}
+            return checkpointer.restore(os.path.abspath(path), args=ocp.args.PyTreeRestore(like, as_numpy))
+
+        values = {key: array for key, array in arrays(source).items() if key.startswith(_PREFIXES)}
+        others = {key: array for key, array in arrays(path).items() if not key.startswith(_PREFIXES)}
+        checkpointer.save(os.path.abspath(path), args=ocp.args.PyTreeSave({**values, **others}), force=True)
+
+
 def names(path: str) -> list[str]:
     """Returns the sorted names of variables, optimizer slots and global step saved at `path`.
 

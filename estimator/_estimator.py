@@ -33,6 +33,7 @@ from estimator.hooks import _run
 from estimator.hooks._checkpoint_saver import CheckpointSaverListener, checked_listeners
 from estimator.hooks._defaults import with_default_hooks
 from estimator.hooks._hook import Context, Hook
+from estimator.hooks._summary_saver import write_evaluation
 
 InputFn = Callable[..., Any]
 
@@ -141,8 +142,8 @@ class Estimator:
         """Trains on, from the newest checkpoint or from initial values; returns the Estimator itself.
 
         Saves a checkpoint of the initial values, then as the config says, and one at the end. Hooks are called in this
-        order: that which saves checkpoints, the EstimatorSpec's `training_chief_hooks`, those given here, its
-        `training_hooks`.
+        order: that which saves checkpoints, the EstimatorSpec's `training_chief_hooks`, that which writes summaries,
+        those given here, its `training_hooks`.
 
         Args:
           input_fn: gives the training batches. Training ends with them, if nothing ends it before. They are read ahead
@@ -182,7 +183,7 @@ class Estimator:
         if self._programs is None:
             self._programs = Programs(self._model, *first)
         chief_hooks, spec_hooks = self._programs.traits.hooks
-        all_hooks = with_default_hooks([*chief_hooks, *own_hooks, *spec_hooks], self._config, listeners)
+        all_hooks = with_default_hooks(chief_hooks, [*own_hooks, *spec_hooks], self._config, listeners)
         state = self._own_copy(self._state(ModeKeys.TRAIN, path, *first))
         if path is None and self._warm_start:
             start = int(state.global_step)  # which it may have brought
@@ -199,7 +200,7 @@ class Estimator:
             state = training.run(state, rest)
         if training.saved_path is not None and context.stop_reason == "input":
             _checkpoint.note_end_of_input(training.saved_path)
-        if training.saved_path is not None and training.saved_step == context.global_step:
+        if training.saved_path and training.saved_step == context.global_step and not context.restored:
             self._keep(training.saved_path, state)
         return self
 
@@ -218,11 +219,13 @@ class Estimator:
           steps: how many batches to take at most; None: all.
           hooks: `est.Hook`s, called around the batches, before the EstimatorSpec's `evaluation_hooks`.
           checkpoint_path: which checkpoint to evaluate; default: the newest. Where there is none, the initial values
-            are evaluated, as in TensorFlow, with a warning.
-          name: of this evaluation, for the log.
+            are evaluated, as in TensorFlow, with a warning; with "latest" this is an error.
+          name: of this evaluation, for the log and for `eval_dir(name)`, where the metrics are written for
+            TensorBoard and `est.read_history`, in the place of those of an earlier evaluation of the same step.
 
         Returns:
-          By name: the metrics (floats, or arrays), "loss" (the mean of the batches' losses) and "global_step".
+          By name: the metrics (floats, or arrays), "loss" (the mean of the batches' losses, or of the examples', as
+          `RunConfig(eval_loss_over=...)` says) and "global_step".
 
         Raises:
           TypeError: one of the hooks is none.
@@ -231,7 +234,9 @@ class Estimator:
         """
         _check_steps("steps", steps)
         own_hooks, path = checked_hooks("hooks", hooks), self._existing(checkpoint_path)
-        return self._evaluate(lambda *batch: self._state(ModeKeys.EVAL, path, *batch), input_fn, steps, own_hooks, name)
+        return self._evaluate(
+            lambda *batch: self._state(ModeKeys.EVAL, path, *batch), input_fn, steps, own_hooks, name, path
+        )
 
     def evaluate_state(
         self,
@@ -257,6 +262,7 @@ class Estimator:
         steps: int | None,
         hooks: tuple[Hook, ...],
         name: str | None,
+        path: str | None = None,
     ) -> dict[str, Any]:
         rest = self._batches(input_fn, ModeKeys.EVAL)
         first = rest.peek()
@@ -266,12 +272,17 @@ class Estimator:
                 "outside of input_fn is empty the second time."
             )
         context = Context(ModeKeys.EVAL, self.model_dir)
-        hooks = (*hooks, *self._model.traits(*first, mode=ModeKeys.EVAL).hooks[1])
+        traits = self._model.traits(*first, mode=ModeKeys.EVAL)
+        context.output_dir, context.reported = self.eval_dir(name), traits.reported
+        hooks = (*hooks, *traits.hooks[1])
         with ends_by_sigterm(context), _run.around(hooks, context):
             state = state_for(*first)
             context.has_state(state)
-            results = evaluate_batches(self._eval_steps, state, rest, hooks, context, steps)
+            results = evaluate_batches(
+                self._eval_steps, state, rest, hooks, context, steps, self._config.eval_loss_over
+            )
             context.metrics = results
+            write_evaluation(context, path)
         shown = ", ".join(
             f"{key} = {value:.6g}" if isinstance(value, float) else f"{key} = {value}"
             for key, value in sorted(results.items())
@@ -296,7 +307,8 @@ class Estimator:
           predict_keys: which of a dict of predictions to yield; default: all.
           hooks: `est.Hook`s, called around the batches, before the EstimatorSpec's `prediction_hooks`. They end when
             the predictions do, or when the iterator is closed.
-          checkpoint_path: which checkpoint to use; default: the newest, or initial values where there is none.
+          checkpoint_path: which checkpoint to use; default: the newest, else initial values; "latest":
+            the newest, or an error.
           yield_single_examples: whether to yield one example at a time, or whole batches.
 
         Returns:
@@ -336,7 +348,8 @@ class Estimator:
           export_dir_base: where to make the folder.
           example_features: features as the model_fn takes them, in dicts, lists and tuples: arrays, or
             `jax.ShapeDtypeStruct`s. Only shapes and dtypes count; the first dimension is that of the batch.
-          checkpoint_path: which checkpoint to export; default: the newest.
+          checkpoint_path: which checkpoint to export; default: the newest, or, where there is none, what a warm start
+            begins with.
           assets_extra: files to copy into the folder's `assets.extra/`, by their path in there.
           batch_size: the only batch size to export for, where the model_fn has to know the number of examples.
           platforms: which of "cpu", "cuda", "rocm" and "tpu" to export for. None needs to be here.
@@ -350,7 +363,7 @@ class Estimator:
           TypeError: the features are no arrays of numbers, or in another container.
         """
         path = self._checkpoints.latest() if checkpoint_path is None else self._existing(checkpoint_path)
-        if path is None:
+        if path is None and self._warm_start is None:
             raise ValueError(f"Couldn't find trained model at {self.model_dir}. Call `train` first.")
         options = check_arguments(example_features, assets_extra, batch_size, platforms)
         state = self._state(ModeKeys.PREDICT, path, options.features)
@@ -404,6 +417,8 @@ class Estimator:
                     self.model_dir,
                 )
             return path
+        if checkpoint_path == "latest":
+            return self._trained()
         _checkpoint.names(checkpoint_path)  # raises where it is none
         return checkpoint_path
 
@@ -438,7 +453,9 @@ class Estimator:
         if first is None:
             return
         context = Context(ModeKeys.PREDICT, self.model_dir)
-        hooks = (*hooks, *self._model.traits(first[0], mode=ModeKeys.PREDICT).hooks[1])
+        traits = self._model.traits(first[0], mode=ModeKeys.PREDICT)
+        context.reported = traits.reported
+        hooks = (*hooks, *traits.hooks[1])
         with ends_by_sigterm(context), _run.around(hooks, context):
             state = self._state(ModeKeys.PREDICT, path, first[0])
             context.has_state(state)

@@ -14,6 +14,7 @@ from estimator._input import Batches
 from estimator._preemption import SIGTERM, Preempted
 from estimator._reading import batches_with_hooks
 from estimator._report import Report
+from estimator._sparse import is_sparse
 from estimator._transform import Model, State
 from estimator.hooks import _run
 from estimator.hooks._hook import Context, Hook
@@ -53,23 +54,26 @@ class Merged:
 
     def __init__(self) -> None:
         self._losses: list[float] = []
+        self._rows: list[int] = []
         self._metrics: dict[str, Any] = {}
         self._waiting: list[tuple[jax.Array, Any]] = []
 
-    def add(self, loss: jax.Array, metrics: dict[str, Any]) -> None:
+    def add(self, loss: jax.Array, metrics: dict[str, Any], rows: int) -> None:
+        self._rows.append(rows)
         self._waiting.append((loss, metrics))
         if len(self._waiting) > _BATCHES_IN_FLIGHT:
             self._waiting[-1 - _BATCHES_IN_FLIGHT][0].block_until_ready()
         if len(self._waiting) == _BATCHES_FETCHED:
             self._fetch()
 
-    def results(self) -> dict[str, Any]:
-        """By name, the metrics, and "loss", the mean of the batches' losses as in TensorFlow."""
+    def results(self, loss_over: str) -> dict[str, Any]:
+        """By name, the metrics, and "loss": the mean over "batches", as in TensorFlow, or over "examples"."""
         self._fetch()
         if not self._losses:
             raise ValueError("A hook stopped the evaluation before its first batch: there is no result.")
         results = {name: _as_python(_result(self._metrics[name])) for name in sorted(self._metrics)}
-        return {**results, "loss": float(np.mean(self._losses))}
+        weights = self._rows if loss_over == "examples" else None
+        return {**results, "loss": float(np.average(self._losses, weights=weights))}
 
     def _fetch(self) -> None:
         for loss, metrics in jax.device_get(self._waiting):
@@ -92,6 +96,7 @@ def evaluate_batches(
     hooks: Sequence[Hook],
     context: Context,
     last_batch: int | None,
+    loss_over: str = "batches",
 ) -> dict[str, Any]:
     """The metrics over all batches, or the first `last_batch` of them; there must be at least one."""
     merged = Merged()
@@ -103,11 +108,11 @@ def evaluate_batches(
         step = steps.reporting if _run.asks(asked) else steps.quiet
         loss, metrics, reported = guarded(step, features, labels, *held, features, labels)
         context.count(1, features)
-        merged.add(loss, metrics)
+        merged.add(loss, metrics, jax.tree.leaves(features, is_leaf=is_sparse)[0].shape[0])
         _run.after(due, context, asked, loss, 1, reported)
     if context.stop_reason == SIGTERM:
         raise Preempted  # what there is so far is no result
-    return {**merged.results(), "global_step": int(state.global_step)}
+    return {**merged.results(loss_over), "global_step": int(state.global_step)}
 
 
 def _widened(metric: Any) -> Any:

@@ -18,6 +18,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import shutil
 import time
 import urllib.parse
@@ -45,6 +46,7 @@ FORMAT = "estimator export 1"
 METADATA_FILE = "metadata.json"
 WEIGHTS_FILE = "weights.npz"
 ASSETS_DIR = "assets.extra"
+_EXPORT = re.compile(r"\d{10}")
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 
 _README = """# An exported model
@@ -265,13 +267,14 @@ def _readme(features: PyTree, batch_size: int | None) -> str:
 
 
 def _new_folder(base: str, fill: Callable[[str], None]) -> str:
-    """A folder in `base` called by the time in seconds, or the next free number; there once `fill` is done."""
+    """A folder in `base` called by the time in seconds, or a later one, so that it is the last; whole when there."""
     is_new = not os.path.isdir(base)
     temporary = os.path.join(base, f"temp-{uuid.uuid4().hex}")
     try:
         os.makedirs(temporary)
         fill(temporary)
-        number = int(time.time())
+        later = (int(name) + 1 for name in os.listdir(base) if _EXPORT.fullmatch(name))
+        number = max([int(time.time()), *later])  # the newest has the largest, even where others were removed
         while True:
             path = os.path.join(base, str(number))
             if not os.path.exists(path):

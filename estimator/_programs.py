@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Jaxpr, jaxprs_in_params
 
 from estimator._frame import PyTree
 from estimator._report import Report
@@ -100,10 +101,12 @@ class Programs:
 
     @functools.cached_property
     def flops(self) -> float:
-        """The number of floating point operations in one step, on one device."""
+        """The number of floating point operations in one step, on one device; inf where a loop makes it unknown."""
         carry, key_data = _carry(self.traits.like), jax.eval_shape(jax.random.key_data, self.traits.like.key)
-        costs = self._one.lower(carry, key_data, *self._batch).cost_analysis()
-        return float(costs["flops"])
+        traced = self._one.trace(carry, key_data, *self._batch)
+        if _has_loop(traced.jaxpr.jaxpr):
+            return float("inf")
+        return float(traced.lower().cost_analysis()["flops"])
 
     def runs(self, pairs: Sequence[Pair], alone: bool = False) -> list[Run]:
         """The programs that make a step with each batch, in their order.
@@ -157,6 +160,13 @@ def _loop(
     losses = jnp.zeros(jax.tree.leaves(batches)[0].shape[0], loss.dtype)
     nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), reported)
     return jax.lax.fori_loop(0, steps, body, (carry, losses, nothing))
+
+
+def _has_loop(jaxpr: Jaxpr) -> bool:
+    return any(
+        equation.primitive.name in ("scan", "while") or any(map(_has_loop, jaxprs_in_params(equation.params)))
+        for equation in jaxpr.eqns
+    )
 
 
 def state_of(carry: Carry, key_data: jax.Array) -> State:

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
+
+import tqdm
 
 from estimator._frame import PyTree
 from estimator._input import Batches
+from estimator._modes import ModeKeys
 from estimator._prefetch import Prefetcher
 from estimator.hooks import _run
 from estimator.hooks._hook import Context, Hook
 
 _PIECES_AHEAD = 2
+_TITLES = {ModeKeys.EVAL: "Evaluation", ModeKeys.PREDICT: "Prediction"}
 
 
 def batches_with_hooks(
     batches: Batches, hooks: Sequence[Hook], context: Context, last_batch: int | None, most: int = 1
 ) -> Iterator[tuple[PyTree, PyTree, Sequence[Hook]]]:
     """Features and labels of each batch, and the hooks to call around it. A thread reads them ahead.
+
+    A bar on stderr shows how many were taken; there is none where stderr is no terminal.
 
     Args:
       batches: pairs of features and labels.
@@ -29,7 +36,10 @@ def batches_with_hooks(
         hook.after_create_state(context)
     plan = _run.Plan(hooks, 0, last_batch, lambda: most)
     asked: list[_run.Piece] = []
-    with Prefetcher(batches, lambda pairs: pairs, _PIECES_AHEAD) as ready:
+    bar = tqdm.tqdm(  # not left behind within that of `train`
+        desc=_TITLES[context.mode], total=last_batch, unit="batch", leave=None, disable=not sys.stderr.isatty()
+    )
+    with bar, Prefetcher(batches, lambda pairs: pairs, _PIECES_AHEAD) as ready:
         while not context.stop_requested:
             while len(asked) < _PIECES_AHEAD and (piece := plan.next()):
                 asked.append(piece)
@@ -44,6 +54,7 @@ def batches_with_hooks(
             if not got.size:
                 context.request_stop("input")
                 return
+            bar.update(got.size)
             piece = asked.pop(0)
             context.phase = "step" if context.batches else "compile"
             for pair in got.batches[:-1]:

@@ -67,7 +67,8 @@ class RunConfig:
     >>> config.replace(seed=1)
     RunConfig(model_dir=None, seed=1, save_summary_steps=100, save_checkpoints_steps=100,
               save_checkpoints_secs=None, keep_checkpoint_max=5, keep_checkpoint_every_n_hours=None,
-              log_step_count_steps=100, steps_per_loop='auto', check_replicas_every=None, resume_input='position')
+              log_step_count_steps=100, steps_per_loop='auto', check_replicas_every=None, resume_input='position',
+              eval_loss_over='batches')
 
     Args:
       model_dir: the directory of checkpoints and event files, a string or a path object; None
@@ -94,6 +95,9 @@ class RunConfig:
         `est.inputs` and grain have; any other begins anew. "count": of any other, as many batches are left out as were
         taken. None: every input begins anew, as in TensorFlow. So it does after a run that came to its end.
 
+      eval_loss_over: "batches": the "loss" that `evaluate` returns is the mean of those of batches, as in TensorFlow,
+        which counts an example of a small last batch for more; "examples": the mean weighted by their sizes.
+
     Raises:
       ValueError: a field has a value that it cannot have, or `save_checkpoints_steps` and
         `save_checkpoints_secs` are both given and not None.
@@ -111,6 +115,7 @@ class RunConfig:
     steps_per_loop: int | str = "auto"
     check_replicas_every: int | None = None
     resume_input: str | None = "position"
+    eval_loss_over: str = "batches"
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         for name in kwargs.keys() - {field.name for field in dataclasses.fields(cls)} & _REPLACED.keys():
@@ -136,6 +141,8 @@ class RunConfig:
             _check_int("log_step_count_steps", self.log_step_count_steps, 1, ", or None not to log")
         if self.steps_per_loop != "auto" and not seconds(self.steps_per_loop):
             _check_int("steps_per_loop", self.steps_per_loop, 1, ', a time such as "0.2s", or "auto"')
+        if self.eval_loss_over not in ("batches", "examples"):
+            raise ValueError(f'`eval_loss_over` should be "batches" or "examples"; got {self.eval_loss_over!r}.')
         if self.resume_input not in ("position", "count", None):
             raise ValueError(f'`resume_input` should be "position", "count" or None; got {self.resume_input!r}.')
         if self.check_replicas_every is not None:

@@ -100,7 +100,8 @@ class Training:
         self._carry = Carry(state.variables, state.slots, state.global_step)
         del state  # its memory goes to the first step
         context = self.context
-        context._state, context._save = self._checked_state, self._save
+        context._state, context._save, context._look = self._checked_state, self._save, self._look
+        context.reported = self.programs.traits.reported
         for hook in self.hooks:
             hook.after_create_state(context)
         look_every = min(self.config.log_step_count_steps or _STEPS_BETWEEN_LOOKS, _STEPS_BETWEEN_LOOKS)
@@ -114,10 +115,10 @@ class Training:
                     size.timed(context.global_step)
                 _run.after(due, context, asked, losses, run.steps, reported)
             self._look()
-        if self._last_loss is None:
-            logging.warning("Training with estimator made no steps. Perhaps input is empty or misspecified.")
-        else:
+        if self._last_loss is not None:
             logging.info("Loss for final step: %.6g.", self._last_loss)
+        elif context.stop_reason == "input":
+            logging.warning("Training with estimator made no steps. Perhaps input is empty or misspecified.")
         return state_of(self._carry, self._key_data)
 
     def _runs(self, batches: Batches, size: _loop_size.LoopSize) -> Iterator[tuple[Run, Sequence[Hook]]]:
@@ -164,6 +165,7 @@ class Training:
         if self._clock is None:  # started after the first program, since compiling is no part of the rate
             losses.block_until_ready()
             self._clock = context.global_step, time.monotonic()
+            context.clock = context.global_step, context.examples, self._clock[1]
         return losses, reported
 
     def _look(self) -> None:
@@ -172,12 +174,13 @@ class Training:
         if not self._losses:
             return
         step = self.context.global_step
+        losses = np.concatenate([np.atleast_1d(loss.addressable_data(0))[:count] for loss, count in self._losses])
+        self._losses = []
+        self.context.saw_losses(self._looked_step + 1, losses)
         if self.programs.traits.on_nan == "raise":
             raise_if_any(self._carry)
         elif self.programs.traits.on_nan == "skip":
             self._skipped = log_if_more(self._carry, self._skipped)
-        losses = np.concatenate([np.atleast_1d(loss.addressable_data(0))[:count] for loss, count in self._losses])
-        self._losses = []
         if np.isnan(losses).any():
             self._found_nan(self._looked_step + 1 + int(np.argmax(np.isnan(losses))))
         self._looked_step = step
@@ -222,6 +225,7 @@ class Training:
         if self.saved_step == step or self._ended_by_nan:
             return self.saved_path
         phase, self.context.phase = self.context.phase, "checkpoint"
+        self.context.flush()  # a run that goes on from here will not write it
         bad = sorted(_names_with_nan(state.variables))
         if bad:
             raise NanLossDuringTrainingError(

@@ -71,6 +71,15 @@ def test_a_classifier_replicated_over_three_towers_is_that_of_one_device(one_dev
     assert result == {name: pytest.approx(value, rel=2e-5) for name, value in evaluated.items()}
     assert result["global_step"] == 10
     assert_close(list(estimator.predict(lambda: rest)), predicted)
+    loaded = est.load_exported(estimator.export_model(tmp_path / "export", rest))
+    probabilities = loaded(rest, signature="predict")["probabilities"]
+    assert_close(probabilities, np.stack([row["probabilities"] for row in predicted]))
+
+
+def test_a_network_starts_warm_from_another(one_device, tmp_path):
+    first = classifier(tmp_path / "first").train(batches(2))
+    dnn = est.DNNClassifier([4], COLUMNS, tmp_path / "second", weight_column="w", warm_start_from=first.model_dir)
+    assert_close(list(dnn.predict(lambda: FEATURES)), list(first.predict(lambda: FEATURES)))
 
 
 def test_towers_ask_for_a_wrapped_optimizer(tmp_path):

@@ -117,3 +117,20 @@ def test_any_object_with_merge_and_compute_is_a_metric(tmp_path):
     batches = [np.array([1, 5], np.float32), np.array([4, 2], np.float32)]
     results = make(tmp_path, model_fn).evaluate(lambda: batches)
     assert results["largest"] == 5.0 and type(results["largest"]) is float
+
+
+def test_loss_may_be_the_mean_over_examples(tmp_path):
+    batches = lambda: [(X, Y), (X[:1], Y[:1] + 9)]  # noqa: E731
+    by_batches = make(tmp_path).train(times(1), steps=1).evaluate(batches)["loss"]
+    by_examples = make(tmp_path, eval_loss_over="examples").evaluate(batches)["loss"]
+    first, second = (make(tmp_path).evaluate(lambda pair=pair: pair)["loss"] for pair in batches())
+    assert by_batches == pytest.approx((first + second) / 2)
+    assert by_examples == pytest.approx((4 * first + second) / 5)
+
+
+@pytest.mark.parametrize("verb", ["evaluate", "predict"])
+def test_no_checkpoint_may_be_an_error(tmp_path, verb):
+    with pytest.raises(ValueError, match="Could not find trained model in model_dir"):
+        getattr(make(tmp_path), verb)(times(1), checkpoint_path="latest")
+    trained = make(tmp_path).train(times(1), steps=1)
+    assert getattr(trained, verb)(times(1), checkpoint_path="latest")

@@ -60,6 +60,7 @@ EXAMPLES = {
     ],
     "serve.py": [2],
     "haiku_equinox.py": [2],
+    "train_and_evaluate.py": [2],
 }
 
 
@@ -129,7 +130,8 @@ def test_the_log_shows_training_and_nothing_of_orbax(trained, example):
     _, stderr = trained(example, 2)
     assert "_train.py" in stderr
     assert len(losses(stderr)) >= 4
-    assert len(stderr.splitlines()) < 15
+    evaluations = re.findall(r"\] (Evaluation: |Exported )", stderr)
+    assert len(stderr.splitlines()) - len(evaluations) < 15
 
 
 @pytest.mark.parametrize("towers", EXAMPLES["serve.py"])
@@ -145,3 +147,20 @@ def test_a_model_is_served(trained, towers):
     again, stderr = run("serve.py", f"--exported={path}")
     assert f"Of 256 images, {percent}% are read right" in again
     assert "step = " not in stderr
+
+
+@pytest.mark.parametrize("towers", EXAMPLES["train_and_evaluate.py"])
+def test_training_stops_early_with_the_best_model_and_knows_it(trained, towers):
+    stdout, stderr = trained("train_and_evaluate.py", towers)
+    rows = re.findall(r"^ +(\d+) +([\d.]+)% +([\d.]+)  █+(  exported)?$", stdout, re.MULTILINE)
+    found = {int(step): (float(loss), bool(exported)) for step, _, loss, exported in rows}
+    best = min(found, key=lambda step: found[step][0])
+    last = best + 5 * 25
+    assert list(found) == list(range(25, last + 1, 25))
+    assert found[best][1]
+    assert f"After {last} steps, with the variables of step {best}: test accuracy {rows[-1][1]}%" in stdout
+    assert accuracy(stdout) >= 0.95
+    [model_dir] = re.findall(r"model_dir='(\S+)'", stderr)
+    again, stderr = run("train_and_evaluate.py", f"--model_dir={model_dir}", f"--towers={towers}")
+    assert again == stdout
+    assert "step = " not in stderr.replace("global_step = ", "")

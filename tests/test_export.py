@@ -268,11 +268,11 @@ def test_an_export_is_called_by_the_time_or_the_next_free_number(estimator, tmp_
     assert start <= int(os.path.basename(first)) <= time.time()
     monkeypatch.setattr(time, "time", lambda: 1234.5)
     monkeypatch.setattr(time, "sleep", None)
-    paths = [estimator.export_model(tmp_path, ANY) for _ in range(2)]
+    paths = [estimator.export_model(tmp_path / "b", ANY) for _ in range(2)]
     assert [os.path.basename(path) for path in paths] == ["1234", "1235"]
-    (tmp_path / "1236").write_text("in the way")
-    assert estimator.export_model(str(tmp_path), ANY) == str(tmp_path / "1237")
-    assert not [name for name in os.listdir(tmp_path) if name.startswith("temp")]
+    (tmp_path / "b" / "1236").write_text("in the way")
+    assert estimator.export_model(str(tmp_path / "b"), ANY) == str(tmp_path / "b" / "1237")
+    assert not [name for name in os.listdir(tmp_path / "b") if name.startswith("temp")]
 
 
 def test_the_newest_export_of_a_directory_is_loaded(estimator, tmp_path):

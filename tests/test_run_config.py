@@ -71,6 +71,8 @@ def test_zero_summary_steps_are_none():
         ({"steps_per_loop": None}, "`steps_per_loop` should be an int >= 1, a time such as.*; got None"),
         ({"check_replicas_every": 0}, "`check_replicas_every` should be an int >= 1, or None never to check; got 0"),
         ({"check_replicas_every": True}, "`check_replicas_every` should be an int.*got True"),
+        ({"resume_input": "yes"}, """`resume_input` should be "position", "count" or None; got 'yes'"""),
+        ({"eval_loss_over": "rows"}, """`eval_loss_over` should be "batches" or "examples"; got 'rows'"""),
         ({"seed": 1.0}, r"`seed` should be an int.*got 1\.0"),
         ({"seed": None}, "`seed` should be an int.*got None"),
         ({"seed": True}, "`seed` should be an int.*got True"),

@@ -116,6 +116,17 @@ def test_auto_goes_by_the_arithmetic_of_a_step(tmp_path, started, width, expecte
     assert started == expected
 
 
+def test_auto_leaves_a_step_with_a_loop_of_its_own_alone(tmp_path, started):
+    def model_fn(features, labels, mode):
+        w = est.get_variable("w", (2,))
+        far = jax.lax.scan(lambda x, _: (jnp.sin(x), None), w, length=1000)[0]
+        loss = jnp.mean(features @ far)
+        return est.EstimatorSpec(mode, loss=loss, train_op=est.Optimizer(optax.sgd(0.1)).minimize(loss))
+
+    make(tmp_path, model_fn).train(of_width(2, 3))
+    assert started == [1, 1, 1]
+
+
 def test_auto_passes_no_moment(tmp_path, started):
     config = {"save_checkpoints_steps": 25, "save_summary_steps": None, "log_step_count_steps": 10}
     hook = At(7, 8, 30)

@@ -12,6 +12,7 @@ from estimator._frame import PyTree, current_frame
 from estimator._optimizer import TrainOp, group
 from estimator._run_config import RunConfig
 from estimator._spec import EstimatorSpec
+from estimator._warm_start import WarmStartSettings
 from estimator.canned._common import OptimizerOrFn, check_head, classifier_head, optimizer_fn, regressor_head
 from estimator.canned._dnn import Activation, dnn_logits_fn
 from estimator.canned._linear import linear_learning_rate, linear_logits_fn
@@ -31,7 +32,7 @@ class DNNLinearCombinedEstimator(Estimator):
 
     Args:
       head: makes loss, metrics and predictions of the logits.
-      model_dir, config: as for `est.Estimator`.
+      model_dir, config, warm_start_from: as for `est.Estimator`.
       linear_feature_columns, linear_optimizer, linear_sparse_combiner: as for `est.LinearEstimator`; the default
         learning rate is 0.005 at most.
       dnn_feature_columns, dnn_optimizer, dnn_hidden_units, dnn_activation_fn, dnn_dropout, batch_norm: as for
@@ -53,6 +54,7 @@ class DNNLinearCombinedEstimator(Estimator):
         dnn_activation_fn: Activation = jax.nn.relu,
         dnn_dropout: float | None = None,
         config: RunConfig | None = None,
+        warm_start_from: str | os.PathLike[str] | WarmStartSettings | None = None,
         *,
         batch_norm: bool = False,
         linear_sparse_combiner: str = "sum",
@@ -90,7 +92,7 @@ class DNNLinearCombinedEstimator(Estimator):
 
             return head.create_estimator_spec(features, mode, sum(logits), labels, train_op_fn=train_op_fn)
 
-        super().__init__(model_fn, model_dir, config)
+        super().__init__(model_fn, model_dir, config, warm_start_from=warm_start_from)
 
 
 class DNNLinearCombinedClassifier(DNNLinearCombinedEstimator):
@@ -115,6 +117,7 @@ class DNNLinearCombinedClassifier(DNNLinearCombinedEstimator):
         weight_column: str | None = None,
         label_vocabulary: Sequence[str] | None = None,
         config: RunConfig | None = None,
+        warm_start_from: str | os.PathLike[str] | WarmStartSettings | None = None,
         *,
         loss_reduction: str = Reduction.SUM_OVER_BATCH_SIZE,
         batch_norm: bool = False,
@@ -131,6 +134,7 @@ class DNNLinearCombinedClassifier(DNNLinearCombinedEstimator):
             dnn_activation_fn,
             dnn_dropout,
             config,
+            warm_start_from,
             batch_norm=batch_norm,
             linear_sparse_combiner=linear_sparse_combiner,
         )
@@ -157,6 +161,7 @@ class DNNLinearCombinedRegressor(DNNLinearCombinedEstimator):
         label_dimension: int = 1,
         weight_column: str | None = None,
         config: RunConfig | None = None,
+        warm_start_from: str | os.PathLike[str] | WarmStartSettings | None = None,
         *,
         loss_reduction: str = Reduction.SUM_OVER_BATCH_SIZE,
         batch_norm: bool = False,
@@ -173,6 +178,7 @@ class DNNLinearCombinedRegressor(DNNLinearCombinedEstimator):
             dnn_activation_fn,
             dnn_dropout,
             config,
+            warm_start_from,
             batch_norm=batch_norm,
             linear_sparse_combiner=linear_sparse_combiner,
         )

@@ -16,6 +16,7 @@ from estimator._random import make_rng
 from estimator._run_config import RunConfig
 from estimator._spec import EstimatorSpec
 from estimator._variables import assign, get_variable, variable_scope
+from estimator._warm_start import WarmStartSettings
 from estimator.canned._common import OptimizerOrFn, check_head, classifier_head, optimizer_fn, regressor_head
 from estimator.feature_column import input_layer
 from estimator.feature_column._column import DenseColumn
@@ -39,7 +40,7 @@ class DNNEstimator(Estimator):
       head: makes loss, metrics and predictions of the logits.
       hidden_units: the width of each hidden layer.
       feature_columns: numeric, bucketized, indicator and embedding columns.
-      model_dir, config: as for `est.Estimator`.
+      model_dir, config, warm_start_from: as for `est.Estimator`.
       optimizer: an `est.Optimizer`, a `TowerOptimizer`, or a function that returns one; by default
         `est.Optimizer(optax.adagrad(0.05))`.
       activation_fn: of the hidden layers.
@@ -61,6 +62,7 @@ class DNNEstimator(Estimator):
         activation_fn: Activation = jax.nn.relu,
         dropout: float | None = None,
         config: RunConfig | None = None,
+        warm_start_from: str | os.PathLike[str] | WarmStartSettings | None = None,
         *,
         batch_norm: bool = False,
     ) -> None:
@@ -75,7 +77,7 @@ class DNNEstimator(Estimator):
             logits = logits_fn(features, mode)
             return head.create_estimator_spec(features, mode, logits, labels, make_optimizer())
 
-        super().__init__(model_fn, model_dir, config)
+        super().__init__(model_fn, model_dir, config, warm_start_from=warm_start_from)
 
 
 class DNNClassifier(DNNEstimator):
@@ -114,6 +116,7 @@ class DNNClassifier(DNNEstimator):
         activation_fn: Activation = jax.nn.relu,
         dropout: float | None = None,
         config: RunConfig | None = None,
+        warm_start_from: str | os.PathLike[str] | WarmStartSettings | None = None,
         *,
         loss_reduction: str = Reduction.SUM_OVER_BATCH_SIZE,
         batch_norm: bool = False,
@@ -128,6 +131,7 @@ class DNNClassifier(DNNEstimator):
             activation_fn,
             dropout,
             config,
+            warm_start_from,
             batch_norm=batch_norm,
         )
 
@@ -153,6 +157,7 @@ class DNNRegressor(DNNEstimator):
         activation_fn: Activation = jax.nn.relu,
         dropout: float | None = None,
         config: RunConfig | None = None,
+        warm_start_from: str | os.PathLike[str] | WarmStartSettings | None = None,
         *,
         loss_reduction: str = Reduction.SUM_OVER_BATCH_SIZE,
         batch_norm: bool = False,
@@ -167,6 +172,7 @@ class DNNRegressor(DNNEstimator):
             activation_fn,
             dropout,
             config,
+            warm_start_from,
             batch_norm=batch_norm,
         )
 

@@ -14,6 +14,7 @@ from estimator._frame import PyTree
 from estimator._run_config import RunConfig
 from estimator._spec import EstimatorSpec
 from estimator._variables import variable_scope
+from estimator._warm_start import WarmStartSettings
 from estimator.canned._common import OptimizerOrFn, check_head, classifier_head, optimizer_fn, regressor_head
 from estimator.feature_column import linear_model
 from estimator.feature_column._column import CategoricalColumn, DenseColumn
@@ -34,7 +35,7 @@ class LinearEstimator(Estimator):
     Args:
       head: makes loss, metrics and predictions of the logits.
       feature_columns: of any kind.
-      model_dir, config: as for `est.Estimator`.
+      model_dir, config, warm_start_from: as for `est.Estimator`.
       optimizer: an `est.Optimizer`, a `TowerOptimizer`, or a function that returns one; by default
         `est.Optimizer(optax.adagrad(min(0.2, 1 / sqrt(number of columns))))`. TensorFlow has Ftrl with that learning
         rate, which, without regularization and from zeros, takes the very steps of Adagrad.
@@ -51,6 +52,7 @@ class LinearEstimator(Estimator):
         model_dir: str | os.PathLike[str] | None = None,
         optimizer: OptimizerOrFn | None = None,
         config: RunConfig | None = None,
+        warm_start_from: str | os.PathLike[str] | WarmStartSettings | None = None,
         *,
         sparse_combiner: str = "sum",
     ) -> None:
@@ -63,7 +65,7 @@ class LinearEstimator(Estimator):
         def model_fn(features: PyTree, labels: PyTree, mode: str) -> EstimatorSpec:
             return head.create_estimator_spec(features, mode, logits_fn(features), labels, make_optimizer())
 
-        super().__init__(model_fn, model_dir, config)
+        super().__init__(model_fn, model_dir, config, warm_start_from=warm_start_from)
 
 
 class LinearClassifier(LinearEstimator):
@@ -92,12 +94,15 @@ class LinearClassifier(LinearEstimator):
         label_vocabulary: Sequence[str] | None = None,
         optimizer: OptimizerOrFn | None = None,
         config: RunConfig | None = None,
+        warm_start_from: str | os.PathLike[str] | WarmStartSettings | None = None,
         *,
         loss_reduction: str = Reduction.SUM_OVER_BATCH_SIZE,
         sparse_combiner: str = "sum",
     ) -> None:
         head = classifier_head(n_classes, weight_column, label_vocabulary, loss_reduction)
-        super().__init__(head, feature_columns, model_dir, optimizer, config, sparse_combiner=sparse_combiner)
+        super().__init__(
+            head, feature_columns, model_dir, optimizer, config, warm_start_from, sparse_combiner=sparse_combiner
+        )
 
 
 class LinearRegressor(LinearEstimator):
@@ -117,12 +122,15 @@ class LinearRegressor(LinearEstimator):
         weight_column: str | None = None,
         optimizer: OptimizerOrFn | None = None,
         config: RunConfig | None = None,
+        warm_start_from: str | os.PathLike[str] | WarmStartSettings | None = None,
         *,
         loss_reduction: str = Reduction.SUM_OVER_BATCH_SIZE,
         sparse_combiner: str = "sum",
     ) -> None:
         head = regressor_head(label_dimension, weight_column, loss_reduction)
-        super().__init__(head, feature_columns, model_dir, optimizer, config, sparse_combiner=sparse_combiner)
+        super().__init__(
+            head, feature_columns, model_dir, optimizer, config, warm_start_from, sparse_combiner=sparse_combiner
+        )
 
 
 def linear_learning_rate(at_most: float, columns: Sequence[Any]) -> float:

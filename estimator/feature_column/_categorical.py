@@ -258,7 +258,7 @@ class CrossedColumn(CategoricalColumn):
 
     def ids(self, features: Mapping[Any, Any]) -> jax.Array:
         parts = [integers(features, k) if isinstance(k, str) else k.ids(features) for k in self.keys]
-        rows = len(parts[0])
+        rows = parts[0].shape[0]
         mixed, known = jnp.full((rows, 1), self.hash_key, jnp.uint32), jnp.ones((rows, 1), bool)
         for part in parts:  # every class of one with every class of the next
             mixed = _mixed(mixed[:, :, None] ^ _bits(part)[:, None, :]).reshape(rows, -1)

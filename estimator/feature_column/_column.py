@@ -113,4 +113,4 @@ def integers(features: Mapping[Any, Any], key: str) -> jax.Array:
         )
     if value.ndim > 2:
         raise ValueError(f"A categorical column takes shape (batch,) or (batch, k); feature {key!r} has {value.shape}.")
-    return value.reshape(len(value), -1).astype(jnp.int32)
+    return (value[:, None] if value.ndim == 1 else value).astype(jnp.int32)

@@ -37,7 +37,7 @@ class NumericColumn(DenseColumn):
 
     def values(self, features: Mapping[Any, Any]) -> jax.Array:
         given = feature(features, self.key)
-        wanted = (len(given), *self.shape)
+        wanted = (given.shape[0], *self.shape)
         if given.shape != wanted and not (self.shape == (1,) and given.ndim == 1):
             raise ValueError(
                 f"The numeric column {self.key!r} has shape {self.shape}, so its feature needs shape {wanted}; it has "
@@ -53,7 +53,7 @@ class NumericColumn(DenseColumn):
                     f"The normalizer_fn of the numeric column {self.key!r} must keep the shape, {wanted}; it returned "
                     f"{values.shape}."
                 )
-        return values.reshape(len(given), self.width).astype(jnp.float32)
+        return values.reshape(given.shape[0], self.width).astype(jnp.float32)
 
 
 def numeric_column(

@@ -98,7 +98,7 @@ class MultiHead(Head):
         regularization_losses: Sequence[jax.Array] | None = None,
     ) -> dict[str, Metric]:
         by_head = self._split(logits)
-        rows = len(next(iter(by_head.values())))
+        rows = next(iter(by_head.values())).shape[0]
         metrics: dict[str, Metric] = {}
         for name, loss in self._losses(labels, by_head, features, None).items():
             summed = self.loss_reduction == Reduction.SUM

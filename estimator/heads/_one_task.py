@@ -87,7 +87,7 @@ class OneTaskHead(Head):
         losses, weights = self._losses_and_weights(labels, logits, features)
         metrics = {"average_loss": metrics_lib.mean(losses, weights), **self._metrics(labels, logits, weights)}
         named = {self._key(key): metric for key, metric in metrics.items()}
-        return named | self._regularization_metric(len(logits), regularization_losses)
+        return named | self._regularization_metric(logits.shape[0], regularization_losses)
 
     @abc.abstractmethod
     def _losses(self, labels: jax.Array, logits: jax.Array) -> jax.Array:

@@ -10,6 +10,7 @@ from estimator.hooks._profiler import ProfilerHook
 from estimator.hooks._step_counter import StepCounterHook
 from estimator.hooks._stop_at_secs import StopAtSecsHook
 from estimator.hooks._stop_at_step import StopAtStepHook
+from estimator.hooks._summary_saver import SummarySaverHook
 from estimator.hooks._timer import SecondOrStepTimer
 from estimator.hooks._watchdog import StalledError, WatchdogHook
 
@@ -30,4 +31,5 @@ __all__ = [
     "StopAtSecsHook",
     "StopAtStepHook",
     "WatchdogHook",
+    "SummarySaverHook",
 ]

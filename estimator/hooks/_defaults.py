@@ -8,20 +8,22 @@ from estimator._run_config import RunConfig
 from estimator.hooks._checkpoint_saver import CheckpointSaverHook, CheckpointSaverListener
 from estimator.hooks._hook import Hook
 from estimator.hooks._replica_check import ReplicaCheckHook
+from estimator.hooks._summary_saver import SummarySaverHook
 
 
 def with_default_hooks(
-    hooks: Sequence[Hook], config: RunConfig, listeners: Sequence[CheckpointSaverListener]
+    chief: Sequence[Hook], hooks: Sequence[Hook], config: RunConfig, listeners: Sequence[CheckpointSaverListener]
 ) -> tuple[Hook, ...]:
     """All hooks of a run, in the order in which they are called.
 
     Raises:
-      ValueError: there are listeners, but no hook saves checkpoints.
+      ValueError: there are listeners, but no hook saves checkpoints; two hooks write summaries into the model_dir.
     """
     first: list[Hook] = []
     if config.check_replicas_every:
         first.append(ReplicaCheckHook(config.check_replicas_every))
-    savers = [hook for hook in hooks if isinstance(hook, CheckpointSaverHook)]
+    given = (*chief, *hooks)
+    savers = [hook for hook in given if isinstance(hook, CheckpointSaverHook)]
     if not savers and (config.save_checkpoints_steps or config.save_checkpoints_secs):
         savers = [CheckpointSaverHook(save_secs=config.save_checkpoints_secs, save_steps=config.save_checkpoints_steps)]
         first += savers
@@ -32,4 +34,13 @@ def with_default_hooks(
         )
     for saver in savers:
         saver.listen(listeners if saver is savers[0] else ())
+    first += chief
+    writers = [hook for hook in given if isinstance(hook, SummarySaverHook) and hook.writes_to(config.model_dir)]
+    if len(writers) > 1:
+        raise ValueError(
+            f"Two SummarySaverHooks write into the model_dir, {config.model_dir!r}: each tag would be there twice. "
+            "Give one of them an output_dir of its own."
+        )
+    if not writers and config.save_summary_steps:
+        first.append(SummarySaverHook(config.save_summary_steps))
     return (*first, *hooks)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 
+from estimator._events import EventWriter
 from estimator._frame import PyTree
 from estimator._modes import ModeKeys
+from estimator._report import Report
 from estimator._sparse import is_sparse
 
 
@@ -85,9 +89,13 @@ class Context:
     Attributes:
       mode: of `est.ModeKeys`.
       model_dir: where the Estimator saves; None for a run without one.
+      output_dir: where event files of the run go: the model_dir, in `evaluate` the eval_dir; None in `predict`.
+      reported: what the model_fn reports in this mode, by name: reports of `jax.ShapeDtypeStruct`s.
       global_step: the number of training steps done.
       batches: the number of batches that this run has taken.
       examples: the number of examples in them.
+      clock: the steps, the examples and `time.monotonic()` when the first program of a training was done, whose
+        compilation is no part of a rate; None before.
       phase: what the run is doing: "begin", "input", "compile", "step", "checkpoint", "evaluate", "output" (`predict`
         waits until it is asked for more) or "end".
       error: in `end`: the exception that ended the run, or None.
@@ -95,21 +103,29 @@ class Context:
         iterator of `predict`), or what `request_stop` was told.
       found_nan: whether a loss is known to be NaN; nothing is saved any more.
       metrics: in `end` of an evaluation that succeeded: what `evaluate` returns.
+      restored: whether a hook gave the newest checkpoint other values than those of the state.
     """
 
     def __init__(self, mode: ModeKeys, model_dir: str | None = None, global_step: int = 0) -> None:
         self.mode = mode
         self.model_dir = model_dir
+        self.output_dir = model_dir if mode == ModeKeys.TRAIN else None
+        self.reported: dict[str, Report] = {}
         self.global_step = global_step
         self.batches = 0
         self.examples = 0
+        self.clock: tuple[int, int, float] | None = None
         self.phase = "begin"
         self.error: BaseException | None = None
         self.stop_reason: str | None = None
         self.found_nan = False
         self.metrics: dict[str, Any] | None = None
+        self.restored = False
         self._state: Callable[[], Any] | None = None
         self._save: Callable[[], str | None] | None = None
+        self._look: Callable[[], None] | None = None
+        self._watchers: list[Callable[[Context, int, np.ndarray], None]] = []
+        self._events: dict[str, EventWriter] = {}
 
     @property
     def step(self) -> int:
@@ -136,6 +152,42 @@ class Context:
         if self._save is None:
             raise RuntimeError(f"Only training saves checkpoints; got `context.save()` in mode {str(self.mode)!r}.")
         return self._save()
+
+    def watch_losses(self, watcher: Callable[[Context, int, np.ndarray], None]) -> None:
+        """Lets a hook see the losses of all steps without waiting: once they are known, at most some 100 steps later.
+
+        Args:
+          watcher: called as `watcher(context, step, losses)`: those of some steps in order, the first of them `step`.
+        """
+        self._watchers.append(watcher)
+
+    def saw_losses(self, step: int, losses: np.ndarray) -> None:
+        for watcher in self._watchers:
+            watcher(self, step, losses)
+
+    def look(self) -> None:
+        """Waits for the steps so far, and lets watchers see their losses. One that is NaN is raised."""
+        if self._look is not None:
+            self._look()
+
+    def events(self, directory: str | None = None) -> EventWriter:
+        """What writes event files into a directory (`output_dir`): one for all hooks; closed after their `end`."""
+        chosen = directory or self.output_dir
+        assert chosen is not None
+        directory = os.path.normpath(chosen)
+        if directory not in self._events:
+            first, last = (self.global_step + 1, math.inf) if self.mode == ModeKeys.TRAIN else (self.global_step,) * 2
+            self._events[directory] = EventWriter(directory, first, last)
+        return self._events[directory]
+
+    def flush(self) -> None:
+        for writer in self._events.values():
+            writer.flush()
+
+    def close(self) -> None:
+        for writer in self._events.values():
+            writer.close()
+        self._events.clear()
 
     @property
     def stop_requested(self) -> bool:

@@ -31,7 +31,10 @@ def around(hooks: Sequence[Hook], context: Context) -> Iterator[None]:
             context.request_stop("error")
         raise
     finally:
-        _end(begun, context)
+        try:
+            _end(begun, context)
+        finally:
+            context.close()
 
 
 def _end(hooks: Sequence[Hook], context: Context) -> None:

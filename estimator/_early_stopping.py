@@ -1,0 +1,395 @@
+"""Hooks that end a training early, by what its evaluations found."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+from absl import logging
+
+from estimator._checkpoint import Checkpoints, take_values
+from estimator._estimator import Estimator
+from estimator._events import HISTORY, read_history
+from estimator._preemption import SIGTERM
+from estimator.hooks._hook import Context, Hook, RunValues
+from estimator.hooks._timer import SecondOrStepTimer, check_intervals
+
+_History = list[tuple[int, float]]  # steps and values of a metric
+_Rule = Callable[[_History], str | None]  # why to stop, if so
+
+
+class EarlyStoppingHook(Hook):
+    """Ends a training when a function says so; `est.make_early_stopping_hook` makes it."""
+
+    def __init__(
+        self,
+        caller: str,
+        estimator: Any,
+        should_stop_fn: Callable[[], Any],
+        run_every_secs: float | None,
+        run_every_steps: int | None,
+    ) -> None:
+        if not isinstance(estimator, Estimator):
+            raise TypeError(f"`estimator` of {caller} must have type `est.Estimator`, given: {estimator!r}.")
+        if not callable(should_stop_fn):
+            raise TypeError(f"`should_stop_fn` of {caller} must be callable, given: {should_stop_fn!r}.")
+        secs = run_every_secs if run_every_steps is None else None
+        check_intervals(caller, run_every_secs=secs, run_every_steps=run_every_steps)
+        self.caller = caller
+        self.restores_best = False
+        self._estimator = estimator
+        self._should_stop_fn = should_stop_fn
+        self._timer = SecondOrStepTimer(secs, run_every_steps)
+
+    def begin(self) -> None:
+        self._timer.reset()
+
+    def next_step(self, step: int) -> int | None:
+        return self._timer.next_step(step)
+
+    def after_run(self, context: Context, values: RunValues) -> None:
+        if self._timer.should_trigger_for_step(context.global_step):
+            self._timer.update_last_triggered_step(context.global_step)
+            self._look(context)
+
+    def after_evaluation(self, context: Context) -> None:
+        """Called by `train_and_evaluate`, when the state now has been evaluated."""
+        self._look(context)
+
+    def restore_best(self, path: str) -> bool:
+        """Gives the newest checkpoint the best values, if the hook knows of some that were better; says whether."""
+        del path
+        return False
+
+    def _look(self, context: Context) -> None:
+        if not context.stop_requested and self._should_stop_fn():
+            logging.info("Early stopping at step %d.", context.global_step)
+            context.request_stop("early stopping")
+
+
+class MetricHook(EarlyStoppingHook):
+    """An early stopping hook that goes by the recorded values of one metric.
+
+    Of the evaluations recorded before a training, those of later steps than that from which it goes on do not count:
+    they are from a training that was killed, and will be made again.
+
+    Attributes:
+      eval_dir: where the evaluations are recorded; None: not said yet.
+      restores_best: whether the last state will be the best one.
+    """
+
+    def __init__(
+        self,
+        caller: str,
+        estimator: Any,
+        metric_name: str,
+        rule: _Rule,
+        eval_dir: str | os.PathLike[str] | None,
+        min_steps: int,
+        run_every_secs: float | None,
+        run_every_steps: int | None,
+        sign: int = 1,
+        restore_best: bool = False,
+    ) -> None:
+        super().__init__(caller, estimator, self._should_stop, run_every_secs, run_every_steps)
+        if not isinstance(metric_name, str):
+            raise TypeError(f"`metric_name` of {caller} must be a string, given: {metric_name!r}.")
+        if min_steps < 0:
+            raise ValueError(f"Must specify min_steps >= 0 for {caller}, given: {min_steps!r}.")
+        self.eval_dir = None if eval_dir is None else os.fspath(eval_dir)
+        self.restores_best = restore_best
+        self._metric_name = metric_name
+        self._rule = rule
+        self._min_steps = min_steps
+        self._sign = sign  # 1: small is good; -1: large is
+        self._checkpoints = Checkpoints(estimator.model_dir)
+        self._start, self._time = math.inf, 0.0  # from which step a training goes on, and since when
+        self._reported: set[int] = set()
+
+    def after_create_state(self, context: Context) -> None:
+        if context.model_dir != self._estimator.model_dir:
+            raise ValueError(
+                f"{self.caller} was made for the Estimator of {self._estimator.model_dir}, "
+                f"but trains that of {context.model_dir}."
+            )
+        self._start, self._time = context.global_step, time.time()
+        self._look(context)
+
+    def end(self, context: Context) -> None:
+        if context.error is None and context.stop_reason != SIGTERM and self.restores_best:
+            path = context.save()
+            context.restored = path is not None and self.restore_best(path)
+
+    def restore_best(self, path: str) -> bool:
+        if not self.restores_best:
+            return False
+        last = _step(path)
+        values = dict(self._history(last))
+        best = self._best_step(values)
+        if best is None or values.get(last) == values[best]:
+            return False
+        source = os.path.join(self._estimator.model_dir, f"ckpt-{best}")
+        if last not in values or source not in self._checkpoints.paths():
+            logging.warning(
+                "%s restores nothing: the best evaluation is that of step %d, but %s. It has to look right after each "
+                "evaluation, and that of the last state is one: use `train_and_evaluate`.",
+                self.caller,
+                best,
+                "its state was not saved" if last in values else f"the last state, of step {last}, was not evaluated",
+            )
+            return False
+        logging.info("Restoring the variables of step %d, the best by %r.", best, self._metric_name)
+        take_values(path, source)
+        return True
+
+    def _look(self, context: Context) -> None:
+        super()._look(context)
+        if self.restores_best and self._best_step(dict(self._history())) == context.global_step:
+            path = context.save()  # any later training goes on from here, or later, so it needs no other
+            for pinned in self._checkpoints.pinned():
+                if pinned != path:
+                    self._checkpoints.unpin(pinned)
+            if path is not None:
+                self._checkpoints.pin(path)
+
+    def _should_stop(self) -> bool:
+        reason = self._rule(self._history())
+        if reason is not None:
+            logging.info("%s: %r %s", self.caller, self._metric_name, reason)
+        return reason is not None
+
+    def _best_step(self, values: dict[int, float]) -> int | None:
+        numbers = [step for step, value in values.items() if not math.isnan(value)]
+        return min(numbers, key=lambda step: (self._sign * values[step], step), default=None)
+
+    def _history(self, last_step: float = math.inf) -> _History:
+        """The values up to a step, by step."""
+        if not os.path.exists(os.path.join(self._dir(), HISTORY)):
+            return []
+        made = [row for row in read_history(self._dir()) if row["step"] <= self._start or row["time"] >= self._time]
+        rows = [row for row in made if self._min_steps <= row["step"] <= last_step]
+        if rows and self._metric_name not in rows[-1]:
+            raise ValueError(
+                f"{self.caller} got metric_name={self._metric_name!r}, but the evaluation of step {rows[-1]['step']} "
+                f"in {self._dir()} has {sorted(rows[-1].keys() - {'step', 'time'})}. Name one of these."
+            )
+        history = [(row["step"], row[self._metric_name]) for row in rows if self._metric_name in row]
+        for step, value in history:
+            if math.isnan(value) and step not in self._reported:
+                self._reported.add(step)
+                logging.warning("%s: %r is NaN at step %d, no improvement.", self.caller, self._metric_name, step)
+        return history
+
+    def _dir(self) -> str:
+        return self.eval_dir or self._estimator.eval_dir()
+
+
+def make_early_stopping_hook(
+    estimator: Estimator,
+    should_stop_fn: Callable[[], Any],
+    run_every_secs: float | None = 60,
+    run_every_steps: int | None = None,
+) -> Hook:
+    """A hook that ends the training when a function says so.
+
+    It is asked after the first step and then every so often; in `train_and_evaluate` also right after every
+    evaluation. The checkpoint, the evaluation and the exports of the end are made as ever.
+
+    >>> import estimator as est
+    >>> estimator = est.Estimator(lambda features, mode: None, "/tmp/model")
+    >>> def is_good():
+    ...     evaluations = est.read_eval_metrics(estimator.eval_dir())
+    ...     return any(metrics["accuracy"] > 0.9 for metrics in evaluations.values())
+    >>> hook = est.make_early_stopping_hook(estimator, is_good, run_every_steps=100)
+
+    Args:
+      estimator: that which is trained.
+      should_stop_fn: function of nothing that says whether to stop.
+      run_every_secs: every how many seconds to ask.
+      run_every_steps: every how many steps to ask, in place of `run_every_secs`.
+
+    Raises:
+      TypeError: `estimator` is none, or `should_stop_fn` no function.
+      ValueError: the two periods are both None, or one is not positive.
+    """
+    return EarlyStoppingHook("make_early_stopping_hook", estimator, should_stop_fn, run_every_secs, run_every_steps)
+
+
+def stop_if_higher_hook(
+    estimator: Estimator,
+    metric_name: str,
+    threshold: float,
+    eval_dir: str | os.PathLike[str] | None = None,
+    min_steps: int = 0,
+    run_every_secs: float | None = 60,
+    run_every_steps: int | None = None,
+) -> Hook:
+    """A hook that ends the training when a metric was above a threshold in any evaluation.
+
+    >>> import estimator as est
+    >>> estimator = est.Estimator(lambda features, mode: None, "/tmp/model")
+    >>> hook = est.stop_if_higher_hook(estimator, "accuracy", 0.9)
+
+    Args:
+      estimator: that which is trained, by `train_and_evaluate`, or with another hook that evaluates it.
+      metric_name: what to look at; a name that the evaluations do not have is an error at the first of them.
+      threshold: the value to exceed.
+      eval_dir: where to read the evaluations. Default: that of `train_and_evaluate`, if it has one EvalSpec, else
+        `estimator.eval_dir()`.
+      min_steps: evaluations of earlier global steps do not count.
+      run_every_secs: every how many seconds to look, besides at the start and after each evaluation by
+        `train_and_evaluate`.
+      run_every_steps: every how many steps to look, in place of `run_every_secs`.
+
+    Raises:
+      TypeError: `estimator` is none, or `metric_name` no string.
+      ValueError: `min_steps` is negative, or there is no valid period.
+    """
+    rule = _threshold_rule(lambda value: value > threshold, f"higher than {threshold}")
+    args = (eval_dir, min_steps, run_every_secs, run_every_steps)
+    return MetricHook("stop_if_higher_hook", estimator, metric_name, rule, *args)
+
+
+def stop_if_lower_hook(
+    estimator: Estimator,
+    metric_name: str,
+    threshold: float,
+    eval_dir: str | os.PathLike[str] | None = None,
+    min_steps: int = 0,
+    run_every_secs: float | None = 60,
+    run_every_steps: int | None = None,
+) -> Hook:
+    """A hook that ends the training when a metric was below a threshold in any evaluation.
+
+    >>> import estimator as est
+    >>> estimator = est.Estimator(lambda features, mode: None, "/tmp/model")
+    >>> hook = est.stop_if_lower_hook(estimator, "loss", 0.1, min_steps=1000)
+
+    Args and errors are those of `stop_if_higher_hook`.
+    """
+    rule = _threshold_rule(lambda value: value < threshold, f"lower than {threshold}")
+    args = (eval_dir, min_steps, run_every_secs, run_every_steps)
+    return MetricHook("stop_if_lower_hook", estimator, metric_name, rule, *args)
+
+
+def stop_if_no_increase_hook(
+    estimator: Estimator,
+    metric_name: str,
+    max_steps_without_increase: int | None = None,
+    eval_dir: str | os.PathLike[str] | None = None,
+    min_steps: int = 0,
+    run_every_secs: float | None = 60,
+    run_every_steps: int | None = None,
+    *,
+    max_evals_without_increase: int | None = None,
+    min_delta: float = 0.0,
+    restore_best: bool = False,
+) -> Hook:
+    """A hook that ends the training when a metric does not increase any more.
+
+    >>> import estimator as est
+    >>> estimator = est.Estimator(lambda features, mode: None, "/tmp/model")
+    >>> hook = est.stop_if_no_increase_hook(estimator, "accuracy", max_evals_without_increase=3, restore_best=True)
+
+    Args and errors are those of `stop_if_no_decrease_hook`.
+    """
+    limits = max_steps_without_increase, max_evals_without_increase
+    rule = _patience_rule("stop_if_no_increase_hook", "increase", -1, limits, min_delta)
+    args = (eval_dir, min_steps, run_every_secs, run_every_steps, -1, restore_best)
+    return MetricHook("stop_if_no_increase_hook", estimator, metric_name, rule, *args)
+
+
+def stop_if_no_decrease_hook(
+    estimator: Estimator,
+    metric_name: str,
+    max_steps_without_decrease: int | None = None,
+    eval_dir: str | os.PathLike[str] | None = None,
+    min_steps: int = 0,
+    run_every_secs: float | None = 60,
+    run_every_steps: int | None = None,
+    *,
+    max_evals_without_decrease: int | None = None,
+    min_delta: float = 0.0,
+    restore_best: bool = False,
+) -> Hook:
+    """A hook that ends the training when a metric does not decrease any more.
+
+    A training that is started again, after it was killed or had ended, counts on where it was.
+
+    With `restore_best`, the training, however it ends, ends with the variables and optimizer slots of the best
+    evaluation: the last checkpoint has these, and `evaluate`, `predict`, exports and later training start from them.
+    The number of steps remains that of the steps made. Until then the best has a checkpoint, which is not removed.
+
+    >>> import estimator as est
+    >>> estimator = est.Estimator(lambda features, mode: None, "/tmp/model")
+    >>> hook = est.stop_if_no_decrease_hook(estimator, "loss", max_steps_without_decrease=500, min_delta=0.01)
+
+    Args:
+      estimator: that which is trained, by `train_and_evaluate`, or with another hook that evaluates it.
+      metric_name: what to look at; a name that the evaluations do not have is an error at the first of them.
+      max_steps_without_decrease: stop at an evaluation that is so many global steps later than the best one.
+      eval_dir: where to read the evaluations. Default: that of `train_and_evaluate`, if it has one EvalSpec, else
+        `estimator.eval_dir()`.
+      min_steps: evaluations of earlier global steps do not count.
+      run_every_secs: every how many seconds to look, besides at the start and after each evaluation by
+        `train_and_evaluate`.
+      run_every_steps: every how many steps to look, in place of `run_every_secs`.
+      max_evals_without_decrease: stop after so many evaluations without a decrease. Give this, or the number of steps,
+        or both: then the first one counts.
+      min_delta: what is at least to count as a decrease; NaN never does.
+      restore_best: whether to end with the variables that had the lowest value, be it by less than `min_delta`.
+
+    Raises:
+      TypeError: `estimator` is none, or `metric_name` no string.
+      ValueError: there is no limit, or one is not positive; `min_steps` or `min_delta` is negative; there is no valid
+        period.
+    """
+    limits = max_steps_without_decrease, max_evals_without_decrease
+    rule = _patience_rule("stop_if_no_decrease_hook", "decrease", 1, limits, min_delta)
+    args = (eval_dir, min_steps, run_every_secs, run_every_steps, 1, restore_best)
+    return MetricHook("stop_if_no_decrease_hook", estimator, metric_name, rule, *args)
+
+
+def _threshold_rule(is_beyond: Callable[[float], bool], shown: str) -> _Rule:
+    def rule(history: _History) -> str | None:
+        for step, value in history:
+            if is_beyond(value):
+                return f"was {value:.6g}, {shown}, at step {step}."
+        return None
+
+    return rule
+
+
+def _patience_rule(caller: str, verb: str, sign: int, limits: tuple[int | None, int | None], min_delta: float) -> _Rule:
+    """Stops when nothing was better, by `min_delta`, for so many steps or evaluations. Sign 1: small is good."""
+    max_steps, max_evals = limits
+    if max_steps is None and max_evals is None:
+        raise ValueError(f"{caller} needs max_steps_without_{verb} or max_evals_without_{verb}; got None for both.")
+    for unit, limit in (("steps", max_steps), ("evals", max_evals)):
+        if limit is not None and limit <= 0:
+            raise ValueError(f"Must specify max_{unit}_without_{verb} > 0 for {caller}, given: {limit!r}.")
+    if not min_delta >= 0:
+        raise ValueError(f"Must specify min_delta >= 0 for {caller}, given: {min_delta!r}.")
+
+    def rule(history: _History) -> str | None:
+        best, best_step, evals = math.nan, history[0][0] if history else 0, 0
+        for step, value in history:
+            first = math.isnan(best) and not math.isnan(value)
+            if first or sign * value < sign * best - min_delta:
+                best, best_step, evals = value, step, 0
+            else:
+                evals += 1
+            steps = step - best_step
+            if (max_steps is not None and steps >= max_steps) or (max_evals is not None and evals >= max_evals):
+                return f"had no {verb} in {evals} evaluations and {steps} steps; it was {best:.6g} at step {best_step}."
+        return None
+
+    return rule
+
+
+def _step(path: str) -> int:
+    """The step of a checkpoint by its name."""
+    return int(path.rpartition("-")[2])

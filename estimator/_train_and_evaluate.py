@@ -1,0 +1,254 @@
+"""Training with evaluations on the way, of the variables as they are at that moment in memory."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from absl import logging
+
+from estimator._early_stopping import EarlyStoppingHook, MetricHook
+from estimator._estimator import Estimator
+from estimator._events import read_eval_metrics
+from estimator._preemption import SIGTERM
+from estimator._train_spec import EvalSpec, TrainSpec
+from estimator.hooks._checkpoint_saver import CheckpointSaverListener
+from estimator.hooks._hook import Context, Hook, RunValues
+
+
+def train_and_evaluate(
+    estimator: Estimator,
+    train_spec: TrainSpec,
+    eval_spec: EvalSpec | Sequence[EvalSpec] | Mapping[str, EvalSpec],
+    eval_every_steps: int | None = None,
+) -> tuple[dict[Any, Any], Any]:
+    """Trains, evaluates on the way and at the end, and exports; returns what was found at the end.
+
+    It is one call of `train`: the input goes on while there are evaluations. These read the variables in memory,
+    after one compilation, and no checkpoint. As in TensorFlow, there is one after each checkpoint (`RunConfig` says
+    when these are saved), but for the first; or, where `eval_every_steps` is given, at the multiples of so many global
+    steps, so that a training that was interrupted goes on with the same ones. The state at the end is always
+    evaluated, and saved. A training that had reached `max_steps` before is evaluated and exported as it is.
+
+    An early stopping hook among the `hooks` of the TrainSpec looks at the metrics right after each evaluation.
+
+    >>> import estimator as est, numpy as np, optax, tempfile
+    >>> def model_fn(features, labels, mode):
+    ...     w = est.get_variable("w", (1, 1))
+    ...     loss = est.losses.mean_squared_error(labels, features @ w)
+    ...     train_op = est.Optimizer(optax.sgd(0.1)).minimize(loss)
+    ...     return est.EstimatorSpec(mode, loss=loss, train_op=train_op)
+    >>> x = np.array([[1.0], [2.0]], np.float32)
+    >>> estimator = est.Estimator(model_fn, tempfile.mkdtemp())
+    >>> metrics, exports = est.train_and_evaluate(
+    ...     estimator,
+    ...     est.TrainSpec(lambda: [(x, 3 * x)] * 50, max_steps=50),
+    ...     est.EvalSpec(lambda: [(x, 3 * x)]),
+    ...     eval_every_steps=20,
+    ... )
+    >>> f"{metrics['loss']:.3f}", metrics["global_step"], exports
+    ('0.000', 50, [])
+    >>> list(est.read_eval_metrics(estimator.eval_dir()))
+    [20, 40, 50]
+
+    Args:
+      estimator: what to train and evaluate.
+      train_spec: how to train.
+      eval_spec: how to evaluate; or several, in a list or by name, of which each has a name of its own.
+      eval_every_steps: at which multiples of global steps to evaluate; an EvalSpec may say otherwise for itself.
+        None: at checkpoints.
+
+    Returns:
+      What `evaluate` returns for the last state, and the list of what its exporters returned. Given several EvalSpecs,
+      both are dicts of these by the name of the EvalSpec.
+
+    Raises:
+      TypeError: an argument is of another kind.
+      ValueError: `eval_every_steps` is not positive, names are given twice, there is no EvalSpec, or one that an early
+        stopping hook could read; nothing saves checkpoints and `eval_every_steps` is not given; there was no training
+        batch and there is no checkpoint. And what `train` and `evaluate` raise.
+    """
+    if not isinstance(estimator, Estimator):
+        raise TypeError(f"`estimator` must have type `est.Estimator`, given: {estimator!r}.")
+    if not isinstance(train_spec, TrainSpec):
+        raise TypeError(f"`train_spec` must have type `est.TrainSpec`, given: {train_spec!r}.")
+    specs = _by_name(eval_spec)
+    if eval_every_steps is not None and eval_every_steps <= 0:
+        raise ValueError(f"Must specify eval_every_steps > 0, given: {eval_every_steps}.")
+    stoppers = [hook for hook in train_spec.hooks if isinstance(hook, EarlyStoppingHook)]
+    _connect(estimator, stoppers, list(specs))
+    evaluations = {
+        name: _Evaluation(
+            estimator, spec, name, spec.eval_every_steps or eval_every_steps, train_spec.max_steps, stoppers
+        )
+        for name, spec in specs.items()
+    }
+    listeners = [_AtCheckpoints(each) for each in evaluations.values() if each.every_steps is None]
+    estimator.train(
+        train_spec.input_fn,
+        hooks=[*evaluations.values(), *train_spec.hooks],
+        max_steps=train_spec.max_steps,
+        saving_listeners=[*train_spec.saving_listeners, *listeners],
+    )
+    path = estimator.latest_checkpoint()
+    if path is None:
+        raise ValueError(
+            "`train_and_evaluate` got no batch from the input_fn of its TrainSpec, and there is no checkpoint in "
+            f"{estimator.model_dir}: nothing to evaluate. Check that input_fn starts anew at each call."
+        )
+    for each in evaluations.values():
+        each.evaluate_newest()
+    # Where this is left to do, the training had ended before, but was killed then.
+    if any([stopper.restore_best(path) for stopper in stoppers]):
+        for each in evaluations.values():
+            each.evaluate_newest(anew=True)
+    outcomes = {name: (each.metrics, each.export(lambda: path, is_final=True)) for name, each in evaluations.items()}
+    if isinstance(eval_spec, EvalSpec):
+        return next(iter(outcomes.values()))
+    metrics, exports = ({name: outcome[i] for name, outcome in outcomes.items()} for i in range(2))
+    return metrics, exports
+
+
+class _Evaluation(Hook):
+    """The evaluations of one EvalSpec.
+
+    Args:
+      every_steps: at which multiples of steps to evaluate; None: `_AtCheckpoints` says when.
+      max_steps: the step whose evaluation is that of the end.
+      stoppers: are told of every evaluation.
+    """
+
+    def __init__(
+        self,
+        estimator: Estimator,
+        spec: EvalSpec,
+        name: str | None,
+        every_steps: int | None,
+        max_steps: int | None,
+        stoppers: Sequence[EarlyStoppingHook],
+    ) -> None:
+        self._estimator = estimator
+        self._spec = spec
+        self._name = name
+        self.every_steps = every_steps
+        self._max_steps = max_steps
+        self._stoppers = stoppers
+        self._started: float | None = None  # when the last evaluation was
+        self.metrics: dict[str, Any] = {}  # of the last evaluation
+        self._ended: Context | None = None  # of the training, once it has ended
+
+    def after_create_state(self, context: Context) -> None:
+        """Makes up for an evaluation during which a training was killed: early stopping counts them."""
+        step = context.global_step
+        due = step > 0 and (self.every_steps is None or step % self.every_steps == 0)
+        if self._stoppers and due and step not in read_eval_metrics(self._estimator.eval_dir(self._name)):
+            self._evaluate(context)
+
+    def next_step(self, step: int) -> int | None:
+        return None if self.every_steps is None else step + self.every_steps - step % self.every_steps
+
+    def after_run(self, context: Context, values: RunValues) -> None:
+        self.evaluate_if_due(context)
+
+    def evaluate_if_due(self, context: Context) -> None:
+        """Evaluates, exports and lets the training be stopped, but for the last state, which has its turn later."""
+        if context.phase == "end" or context.global_step == self._max_steps:
+            return
+        if self._started is not None and time.monotonic() < self._started + self._spec.throttle_secs:
+            logging.info("Skip the evaluation at step %d due to throttle secs.", context.global_step)
+            return
+        self._evaluate(context)
+        if self._is_of(context):
+            self.export(context.save, is_final=False)
+            for stopper in self._stoppers:
+                stopper.after_evaluation(context)
+
+    def end(self, context: Context) -> None:
+        if context.error is None and context.stop_reason != SIGTERM:
+            context.save()
+            if not self._is_of(context):
+                self._evaluate(context)
+            for stopper in self._stoppers:
+                stopper.after_evaluation(context)
+            self._ended = context
+
+    def evaluate_newest(self, anew: bool = False) -> None:
+        """Evaluates the newest checkpoint, unless the last evaluation is that of its state."""
+        if anew or self._ended is None or self._ended.restored or not self._is_of(self._ended):
+            spec = self._spec
+            self.metrics = self._estimator.evaluate(spec.input_fn, spec.steps, spec.hooks, name=self._name)
+
+    def _evaluate(self, context: Context) -> None:
+        state = context.state
+        if context.found_nan:
+            return  # nothing of it will be saved
+        spec, phase = self._spec, context.phase
+        context.phase, self._started = "evaluate", time.monotonic()
+        self.metrics = self._estimator.evaluate_state(state, spec.input_fn, spec.steps, spec.hooks, self._name)
+        context.phase = phase
+
+    def _is_of(self, context: Context) -> bool:
+        """Whether the last evaluation is that of the state now."""
+        return self.metrics.get("global_step") == context.global_step and not context.found_nan
+
+    def export(self, save: Callable[[], str | None], is_final: bool) -> list[str | None]:
+        base = os.path.join(self._estimator.model_dir, "export")
+        exporters = [(each, os.path.join(base, each.name)) for each in self._spec.exporters]
+        wanted = [each.wants(path, self.metrics, is_final) for each, path in exporters]
+        checkpoint = save() if any(wanted) else None
+        return [each.export(self._estimator, path, checkpoint, self.metrics, is_final) for each, path in exporters]
+
+
+class _AtCheckpoints(CheckpointSaverListener):
+    """Evaluates after each checkpoint but the first, which is that of the start."""
+
+    def __init__(self, evaluation: _Evaluation) -> None:
+        self._evaluation = evaluation
+
+    def begin(self) -> None:
+        self._is_first = True
+
+    def after_save(self, context: Context, step: int) -> None:
+        if not self._is_first:
+            self._evaluation.evaluate_if_due(context)
+        self._is_first = False
+
+
+def _by_name(eval_spec: Any) -> dict[str | None, EvalSpec]:
+    """The EvalSpecs by their names, which differ."""
+    if isinstance(eval_spec, Mapping):
+        named = list(eval_spec.items())
+    else:
+        several = [eval_spec] if isinstance(eval_spec, EvalSpec) or not isinstance(eval_spec, Sequence) else eval_spec
+        named = [(getattr(spec, "name", None), spec) for spec in several]
+    for name, spec in named:
+        if not isinstance(spec, EvalSpec) or not isinstance(name, str | None):
+            raise TypeError(
+                "`eval_spec` must have type `est.EvalSpec`, or be a list of these, or a dict of them by name; "
+                f"given: {eval_spec!r}."
+            )
+        if spec.name not in (None, name):
+            raise ValueError(f"An EvalSpec has name={spec.name!r}, but is called {name!r} in the dict `eval_spec`.")
+    names = [name for name, _ in named]
+    if not names or len(set(names)) < len(names):
+        raise ValueError(f"`eval_spec` must hold at least one EvalSpec, each with its own `name`; given: {names}.")
+    exporters = [exporter.name for _, spec in named for exporter in spec.exporters]
+    if len(set(exporters)) < len(exporters):
+        raise ValueError(f"`exporters` must have unique names, in all EvalSpecs together; given: {exporters}.")
+    return dict(named)
+
+
+def _connect(estimator: Estimator, stoppers: Sequence[EarlyStoppingHook], names: list[str | None]) -> None:
+    """Tells the hooks which evaluations to read, where that is not said."""
+    by_metric = [hook for hook in stoppers if isinstance(hook, MetricHook)]
+    for hook in by_metric:
+        if hook.eval_dir is None and len(names) > 1 and None not in names:
+            raise ValueError(
+                f"{hook.caller} reads the evaluations of the EvalSpec without a name, but those of "
+                f"`train_and_evaluate` are called {names}. Give it eval_dir=estimator.eval_dir({names[0]!r}), say."
+            )
+        hook.eval_dir = hook.eval_dir or estimator.eval_dir(names[0] if len(names) == 1 else None)
+    if sum(hook.restores_best for hook in by_metric) > 1:
+        raise ValueError("Several early stopping hooks have restore_best=True. Only one of them can say which is best.")

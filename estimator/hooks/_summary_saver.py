@@ -1,0 +1,163 @@
+"""Summaries on the way, for TensorBoard."""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from estimator._events import shown_metrics, write_into
+from estimator._modes import ModeKeys
+from estimator._report import Histogram, Report, Rows, Scalar
+from estimator.hooks._hook import Context, Hook, RunValues
+from estimator.hooks._timer import SecondOrStepTimer, check_intervals
+
+_Held = tuple[int, float, RunValues]  # the step, the time, and what will be known of it
+_SECONDS = 1.0  # between two rates, at least
+_HELD = 2  # as many as there are programs in flight: to read a third one waits for nothing
+
+
+class SummarySaverHook(Hook):
+    """Writes the loss, what the model_fn shows by `est.summary.*`, `global_step/sec` and `examples/sec`.
+
+    They go into an event file for TensorBoard, and the numbers into `history.jsonl` too (see `est.read_history`); the
+    rates once a second at most. `train` has such a hook unless one is given that writes into the model_dir;
+    `RunConfig.save_summary_steps` says how often it writes. Nothing waits for the values: they are written once the
+    training has passed them, and before the next checkpoint. A model_fn that shows nothing costs no program of its own.
+
+    In `evaluate`, whose metrics are written anyway, it writes what the model_fn shows of the last batch of those asked
+    for. There it counts batches, not steps.
+
+    >>> hook = SummarySaverHook(save_steps=10)
+
+    Args:
+      save_steps: write at the steps 1, 1 + save_steps, 1 + 2 save_steps ..., wherever the run begins.
+      save_secs: write so often. Give one of both.
+      output_dir: where to; default: the model_dir, in `evaluate` the eval_dir.
+      summary_writer: a `tensorboardX.SummaryWriter` to write to in its place; it is flushed, and stays open.
+
+    Raises:
+      ValueError: not exactly one of `save_steps` and `save_secs` is given, or the one is not positive; when the run
+        begins: there is no `output_dir`, in `predict`.
+    """
+
+    def __init__(
+        self,
+        save_steps: int | None = None,
+        save_secs: float | None = None,
+        output_dir: str | os.PathLike[str] | None = None,
+        summary_writer: Any = None,
+    ) -> None:
+        check_intervals("SummarySaverHook", save_secs=save_secs, save_steps=save_steps)
+        self._timer = SecondOrStepTimer(every_secs=save_secs, every_steps=save_steps)
+        self._steps = save_steps
+        self._dir = None if output_dir is None else os.path.normpath(output_dir)
+        self._given_writer = summary_writer
+
+    def writes_to(self, directory: str | None) -> bool:
+        """Whether it writes into the directory, that of the run."""
+        return self._given_writer is None and self._dir in (None, directory and os.path.normpath(directory))
+
+    def begin(self) -> None:
+        self._timer.reset()
+        self._write: Callable[[int, float, dict[str, Any]], None] | None = None  # for the chief alone
+        self._names: list[str] = []
+        self._held: list[_Held] = []
+        self._passed = 0  # the last step whose loss is known
+        self._clock: tuple[int, int, float] | None = None  # steps, examples, and seconds, from which rates are taken
+
+    def after_create_state(self, context: Context) -> None:
+        if self._given_writer is None and self._dir is None and context.output_dir is None:
+            raise ValueError(f"SummarySaverHook needs an output_dir in mode {str(context.mode)!r}; got None.")
+        self._names = [name for name, report in context.reported.items() if _is_shown(report)]
+        if context.mode == ModeKeys.TRAIN:
+            context.watch_losses(self._pass)
+        if jax.process_index() == 0:
+            if self._given_writer is None:
+                self._write = context.events(self._dir).write
+            else:
+                self._write = functools.partial(write_into, self._given_writer)
+
+    def next_step(self, step: int) -> int | None:
+        if not self._names:
+            return None  # losses come without being asked for
+        if self._steps is not None:
+            return step + self._steps - (step - 1) % self._steps
+        return self._timer.next_step(step)
+
+    def before_run(self, context: Context) -> Any:
+        return self._names
+
+    def after_run(self, context: Context, values: RunValues) -> None:
+        step = context.global_step
+        self._timer.update_last_triggered_step(step)
+        self._held.append((step, time.time(), values))
+        if context.mode != ModeKeys.TRAIN:
+            self._held = self._held[-1:]
+        elif len(self._held) > _HELD or step <= self._passed:
+            self._write_held(context, self._held.pop(0))
+
+    def end(self, context: Context) -> None:
+        if context.error is not None:
+            context.look()
+        for held in self._held:
+            self._write_held(context, held)
+
+    def _pass(self, context: Context, first: int, losses: np.ndarray) -> None:
+        """Writes what is due of the steps from `first` on: their losses are known by now, and so all their values."""
+        last = self._passed = first + len(losses) - 1
+        if self._names:
+            due = [held for held in self._held if held[0] <= last]
+            self._held = self._held[len(due) :]
+            for held in due:
+                self._write_held(context, held, self._rates(context) if held is due[-1] else {})
+            return
+        if self._steps is not None:
+            steps = range(first + (1 - first) % self._steps, last + 1, self._steps)
+        else:
+            steps = range(last, last + 1 if self._timer.should_trigger_for_step(last) else last)
+        for step in steps:
+            if self._write is not None:
+                rates = self._rates(context) if step == steps[-1] else {}
+                self._write(step, time.time(), {"loss": float(losses[step - first]), **rates})
+            self._timer.update_last_triggered_step(step)
+
+    def _rates(self, context: Context) -> dict[str, float]:
+        """Steps and examples per second, of all since the last time, or since the first program was compiled."""
+        now = context.global_step, context.examples, time.monotonic()
+        since = self._clock or context.clock
+        if since is None or since[0] == now[0] or (since is self._clock and now[2] < since[2] + _SECONDS):
+            return {}
+        self._clock = now
+        steps, examples, seconds = (b - a for a, b in zip(since, now, strict=True))
+        return {"global_step/sec": steps / seconds, "examples/sec": examples / seconds}
+
+    def _write_held(self, context: Context, held: _Held, rates: Mapping[str, float] | None = None) -> None:
+        if self._write is None:
+            return  # nothing is fetched for it
+        step, walltime, values = held
+        loss = {"loss": values.loss} if context.mode == ModeKeys.TRAIN else {}
+        self._write(step, walltime, {**loss, **(rates or {}), **dict(zip(self._names, values.results, strict=True))})
+
+
+def write_evaluation(context: Context, checkpoint_path: str | None) -> None:
+    """Writes the metrics of an evaluation, and which checkpoint they are of."""
+    if jax.process_index() == 0:
+        assert context.metrics is not None
+        text = {"checkpoint_path": checkpoint_path} if checkpoint_path else {}
+        context.events().write(context.global_step, time.time(), {**shown_metrics(context.metrics), **text})
+
+
+def _is_shown(report: Report) -> bool:
+    match report:
+        case Scalar():
+            return report.summary
+        case Rows():
+            return report.image
+        case _:
+            return isinstance(report, Histogram)

@@ -1,0 +1,72 @@
+"""What the pages in docs/ say: their code runs, and the tests that they name exist."""
+
+import pathlib
+import re
+
+import jax
+import numpy as np
+import pytest
+from sklearn.datasets import load_digits
+
+import estimator as est
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+REFERENCE = re.compile(r"`(test_\w+\.py)(?:::(test_\w+))?`")
+
+
+def code_of(page):
+    """The Python blocks of a page, as one program."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    return "\n".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL))
+
+
+@pytest.mark.slow
+def test_the_model_of_the_guide_trains_evaluates_predicts_and_is_exported(tmp_path, monkeypatch, messages):
+    images, labels = load_digits(return_X_y=True)
+    images, labels = np.float32(images / 16), labels.astype(np.int32)
+    four = jax.devices("cpu")[:4]
+    monkeypatch.setattr(jax, "local_devices", lambda *args, **kwargs: four)  # as on a machine with four of them
+    scope = {"x": images[:1400], "y": labels[:1400], "test_x": images[1400:], "test_y": labels[1400:]}
+    exec(code_of("from_tf_estimator.md"), scope | (scope := {**scope, "model_dir": tmp_path / "model"}))
+    metrics = est.read_eval_metrics(tmp_path / "model" / "eval")
+    assert list(metrics) == [200, 400]
+    assert metrics[400]["accuracy"] > 0.9
+    assert any(re.match(r"norm = [\d.]+", text) for text in messages())
+
+
+def test_the_hook_of_the_page_on_training_is_called_every_50_steps(tmp_path, capsys):
+    scope = {"est": est}
+    exec(code_of("training.md"), scope)
+
+    def model_fn(features, labels, mode):
+        bias = est.get_variable("bias", ())
+        est.record("bias", bias)
+        loss = ((features + bias - labels) ** 2).mean()
+        import optax
+
+        return est.EstimatorSpec(mode, loss=loss, train_op=est.Optimizer(optax.sgd(0.1)).minimize(loss))
+
+    batch = np.zeros(4, np.float32), np.ones(4, np.float32)
+    est.Estimator(model_fn, tmp_path).train(lambda: [batch] * 120, hooks=[scope["Biases"]()])
+    assert [int(line.split()[0]) for line in capsys.readouterr().out.splitlines()] == [50, 100]
+
+
+@pytest.mark.parametrize("page", ["coverage.md"])
+def test_tests_named_in_a_page_exist(page):
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    named = REFERENCE.findall(text)
+    assert named
+    for file, test in named:
+        source = (ROOT / "tests" / file).read_text(encoding="utf-8")
+        assert not test or f"def {test}(" in source, f"{file}::{test}"
+
+
+def test_every_row_of_the_coverage_has_a_test_or_a_reason():
+    rows = [
+        line.strip("| ").split(" | ")
+        for line in (ROOT / "docs" / "coverage.md").read_text(encoding="utf-8").splitlines()
+        if line.startswith("| ") and not line.startswith("| row |")
+    ]
+    assert len(rows) > 100
+    for row, verdict in rows:
+        assert REFERENCE.search(verdict) or verdict.startswith(("dropped: ", "section")), row

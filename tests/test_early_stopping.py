@@ -1,0 +1,456 @@
+"""Hooks that end a training by what its evaluations found, and the best state that one may end with."""
+
+import json
+import os
+import signal
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers_estimator import refuse, saved_steps, step_of
+
+import estimator as est
+from estimator.hooks import Context
+from replicate import TowerOptimizer, VariableDistribution, replicate_model_fn
+
+FALLING = {1000: 0.9, 1500: 0.8, 2000: 0.5, 2500: 0.6, 3000: 0.55}
+ONE = np.ones((2, 1), np.float32)
+
+
+def make(model_dir, table=(0,) * 50, optimizer=None, wrap=lambda model_fn: model_fn, **config):
+    """The metric "m" of its variables is what a table has for the number of steps that led to them."""
+    table = np.array(table, np.float32)
+    optimizer = optimizer or est.Optimizer(optax.sgd(0.1, momentum=0.9))
+
+    def model_fn(features, mode):
+        w = est.get_variable("w", (1, 1))
+        steps = est.get_variable("steps", (), initializer=lambda *_: jnp.float32(0), trainable=False)
+        est.assign("steps", (est.global_step() + 1).astype(jnp.float32))
+        loss = jnp.mean((features @ w) ** 2)
+        metrics = {"m": est.metrics.mean(jnp.asarray(table)[steps.astype(jnp.int32)])}
+        return est.EstimatorSpec(mode, loss=loss, train_op=optimizer.minimize(loss), eval_metric_ops=metrics)
+
+    config = est.RunConfig(**({"save_checkpoints_steps": 100} | config))
+    return est.Estimator(wrap(model_fn), str(model_dir), config)
+
+
+def run(estimator, hook, max_steps=40, every=2, hooks=(), hooks_=(), batches=100, **eval_spec):
+    spec = est.EvalSpec(lambda: ONE, hooks=hooks_, **eval_spec)
+    train_spec = est.TrainSpec(lambda: [ONE] * batches, max_steps, [hook, *hooks])
+    return est.train_and_evaluate(estimator, train_spec, spec, every)
+
+
+def evaluated(estimator):
+    return list(est.read_eval_metrics(estimator.eval_dir()))
+
+
+def record(estimator, values, name=None, time=0.0):
+    os.makedirs(estimator.eval_dir(name), exist_ok=True)
+    with open(os.path.join(estimator.eval_dir(name), "history.jsonl"), "a") as file:
+        for step, value in values.items():
+            file.write(json.dumps({"step": step, "time": time, "loss": value}) + "\n")
+
+
+def stops(hook, estimator, step=10_000):
+    """Whether a training that goes on from a step ends at once."""
+    context = Context("train", estimator.model_dir, step)
+    hook.begin()
+    hook.after_create_state(context)
+    return context.stop_requested
+
+
+class KillAt(est.Hook):
+    """Ends a training with an error, in which nothing is saved."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def next_step(self, step):
+        return self.step if step < self.step else None
+
+    def after_run(self, context, values):
+        raise KeyboardInterrupt
+
+
+class KillEvaluation(est.Hook):
+    """Ends an evaluation with an error."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def after_create_state(self, context):
+        if context.global_step == self.step:
+            raise KeyboardInterrupt
+
+
+# The rules.
+
+
+@pytest.mark.parametrize(
+    ("kind", "threshold", "min_steps", "expected"),
+    [
+        ("higher", 0.89, 0, True),
+        ("higher", 0.9, 0, False),  # strictly
+        ("higher", 0.89, 1001, False),
+        ("higher", 0.89, 1000, True),
+        ("lower", 0.51, 0, True),  # in any evaluation
+        ("lower", 0.5, 0, False),
+        ("lower", 0.51, 2500, False),
+    ],
+)
+def test_a_threshold_is_passed_in_any_evaluation_from_min_steps_on(tmp_path, kind, threshold, min_steps, expected):
+    estimator = make(tmp_path)
+    record(estimator, FALLING)
+    hook = getattr(est, f"stop_if_{kind}_hook")(estimator, "loss", threshold, min_steps=min_steps)
+    assert stops(hook, estimator) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"max_steps": 1000}, True),  # best at 2000, the last at 3000
+        ({"max_steps": 1001}, False),
+        ({"max_steps": 500, "min_steps": 2500}, False),  # 3000 is better than 2500
+        ({"max_evals": 2}, True),
+        ({"max_evals": 3}, False),
+        ({"max_evals": 3, "max_steps": 1000}, True),  # what comes first
+        ({"max_evals": 3, "min_delta": 0.3}, False),  # 2000 is better than 1000 by 0.4
+        ({"max_evals": 3, "min_delta": 0.5}, True),
+        ({"max_evals": 1, "min_delta": 0.1}, True),  # 1500 is not better than 1000 by more than that
+    ],
+)
+@pytest.mark.parametrize("kind", ["decrease", "increase"])
+def test_patience_is_counted_from_the_best_evaluation(tmp_path, kind, options, expected):
+    estimator = make(tmp_path)
+    record(estimator, {step: value if kind == "decrease" else -value for step, value in FALLING.items()})
+    names = {"max_steps": f"max_steps_without_{kind}", "max_evals": f"max_evals_without_{kind}"}
+    options = {names.get(name, name): value for name, value in options.items()}
+    hook = getattr(est, f"stop_if_no_{kind}_hook")(estimator, "loss", **options)
+    assert stops(hook, estimator) == expected
+
+
+@pytest.mark.parametrize("values", [[np.nan, 1.0, 0.9, 0.8], [1.0, np.nan, 0.9, np.nan]])
+def test_nan_is_no_improvement_and_reported_once(tmp_path, messages, values):
+    estimator = make(tmp_path)
+    record(estimator, dict(enumerate(values)))
+    hook = est.stop_if_no_decrease_hook(estimator, "loss", max_evals_without_decrease=2)
+    assert not stops(hook, estimator)
+    record(estimator, {4: np.nan, 5: np.nan})
+    assert stops(hook, estimator)
+    lower = est.stop_if_lower_hook(estimator, "loss", 0.7)
+    assert not stops(lower, estimator)
+    step = int(np.argmax(np.isnan(values)))
+    told = [m for m in messages() if m == f"stop_if_no_decrease_hook: 'loss' is NaN at step {step}, no improvement."]
+    assert len(told) == 1
+
+
+def test_all_nan_runs_out_of_patience(tmp_path):
+    estimator = make(tmp_path)
+    record(estimator, dict.fromkeys([10, 20, 30], np.nan))
+    assert stops(est.stop_if_no_increase_hook(estimator, "loss", 20), estimator)
+    assert not stops(est.stop_if_no_increase_hook(estimator, "loss", 21), estimator)
+
+
+def test_nothing_evaluated_stops_nothing(tmp_path):
+    estimator = make(tmp_path)
+    assert not stops(est.stop_if_lower_hook(estimator, "loss", 1e9), estimator)
+
+
+def test_evaluations_are_read_from_eval_dir(tmp_path):
+    estimator = make(tmp_path)
+    record(estimator, {10: 1.0})
+    record(estimator, {10: 3.0}, name="test")
+    assert not stops(est.stop_if_higher_hook(estimator, "loss", 2), estimator)
+    assert stops(est.stop_if_higher_hook(estimator, "loss", 2, eval_dir=estimator.eval_dir("test")), estimator)
+
+
+def test_the_names_of_tensorflow_are_there():
+    for name in (
+        "make_early_stopping",
+        "stop_if_higher",
+        "stop_if_lower",
+        "stop_if_no_increase",
+        "stop_if_no_decrease",
+    ):
+        assert getattr(est.experimental, f"{name}_hook") is getattr(est, f"{name}_hook")
+
+
+# When a hook looks.
+
+
+@pytest.mark.parametrize("secs", [60, None])
+def test_a_function_is_asked_after_the_first_step_and_every_so_many_steps(tmp_path, secs):
+    estimator = make(tmp_path)
+    asked = []
+    hook = est.make_early_stopping_hook(estimator, lambda: asked.append(1) or len(asked) == 3, secs, run_every_steps=4)
+    estimator.train(lambda: [ONE] * 30, hooks=[hook])
+    assert (len(asked), step_of(estimator), saved_steps(estimator)) == (3, 9, [0, 9])
+
+
+def test_a_function_is_asked_every_so_many_seconds(tmp_path):
+    estimator = make(tmp_path)
+    asked = []
+    estimator.train(lambda: [ONE] * 30, hooks=[est.make_early_stopping_hook(estimator, lambda: asked.append(1))])
+    assert len(asked) == 1
+    hook = est.make_early_stopping_hook(estimator, lambda: True, run_every_secs=1e-9)
+    estimator.train(lambda: [ONE] * 30, hooks=[hook])
+    assert step_of(estimator) == 31
+
+
+def test_train_and_evaluate_stops_right_after_an_evaluation_and_knows_that_it_is_the_end(tmp_path):
+    class Ends(est.Exporter):
+        name = "ends"
+
+        def export(self, estimator, export_path, checkpoint_path, eval_result, is_the_final_export):
+            ends.append((eval_result["global_step"], is_the_final_export))
+
+    ends = []
+    estimator = make(tmp_path, table=range(50))
+    hook = est.stop_if_higher_hook(estimator, "m", 5)
+    metrics, _ = run(estimator, hook, exporters=Ends())
+    assert metrics == {"m": 6.0, "loss": metrics["loss"], "global_step": 6}
+    assert step_of(estimator) == 6
+    assert ends == [(2, False), (4, False), (6, False), (6, True)]
+
+
+def test_with_one_named_evaluation_its_values_are_read(tmp_path):
+    estimator = make(tmp_path, table=range(50))
+    run(estimator, est.stop_if_higher_hook(estimator, "m", 5), name="test")
+    assert step_of(estimator) == 6
+
+
+def test_an_unknown_metric_is_an_error_at_the_first_evaluation(tmp_path):
+    estimator = make(tmp_path)
+    hook = est.stop_if_higher_hook(estimator, "accuracy", 5)
+    message = r"stop_if_higher_hook got metric_name='accuracy', but the evaluation of step 2 in .* has \['loss', 'm'\]"
+    with pytest.raises(ValueError, match=message):
+        run(estimator, hook)
+
+
+# After a restart.
+
+
+def no_decrease(estimator, **options):
+    return est.stop_if_no_decrease_hook(estimator, "m", **({"max_evals_without_decrease": 3} | options))
+
+
+TABLE = [9, 9, 8, 9, 7, 9, 7.5, 9, 6, 9, 6.5, 9, 6.2, 9, 7, 9, 1] + 30 * [9]  # best before it stops: 6, at step 8
+
+
+@pytest.mark.parametrize(("kill", "every"), [(KillAt(7), 2), (KillEvaluation(6), 2), (KillEvaluation(12), None)])
+def test_a_killed_training_stops_where_it_would_have(tmp_path, kill, every):
+    estimator = make(tmp_path, TABLE, save_checkpoints_steps=3 if every else 2)
+    with pytest.raises(KeyboardInterrupt):
+        hooks = ([kill], []) if isinstance(kill, KillAt) else ([], [kill])
+        run(estimator, no_decrease(estimator), every=every, hooks=hooks[0], hooks_=hooks[1])
+    restarted = make(tmp_path, TABLE, save_checkpoints_steps=3 if every else 2)
+    metrics, _ = run(restarted, no_decrease(restarted), every=every)
+    assert metrics["global_step"] == step_of(restarted) == 14
+    assert evaluated(restarted) == [2, 4, 6, 8, 10, 12, 14]
+
+
+def test_evaluations_of_lost_steps_do_not_count(tmp_path):
+    estimator = make(tmp_path)
+    record(estimator, {100: 1.0, 200: 2.0, 300: 9.0})
+    hook = est.stop_if_higher_hook(estimator, "loss", 8)
+    assert not stops(hook, estimator, step=250)
+    assert stops(hook, estimator, step=300)
+
+
+def test_a_training_that_was_stopped_makes_no_more_steps(tmp_path):
+    estimator = make(tmp_path, TABLE)
+    first = run(estimator, no_decrease(estimator))
+    again = make(tmp_path, TABLE)
+    assert run(again, no_decrease(again)) == first
+    assert step_of(again) == 14
+    run(again, no_decrease(again, max_evals_without_decrease=4), max_steps=18)
+    assert step_of(again) == 18
+
+
+# The best state.
+
+
+@pytest.mark.parametrize("max_steps", [None, 13])
+def test_the_best_variables_are_the_last_ones(tmp_path, max_steps, messages):
+    estimator = make(tmp_path / "a", TABLE)
+    metrics, _ = run(estimator, no_decrease(estimator, restore_best=True), max_steps)
+    last = max_steps or 14
+    assert metrics["m"] == 6.0
+    assert metrics["global_step"] == step_of(estimator) == last
+    assert "Restoring the variables of step 8, the best by 'm'." in messages()
+    other = make(tmp_path / "b", TABLE)
+    other.train(lambda: [ONE] * 8)
+    for name in sorted({*other.get_variable_names()} - {"global_step"}):  # slots, too
+        np.testing.assert_array_equal(estimator.get_variable_value(name), other.get_variable_value(name))
+    for each in (estimator, make(tmp_path / "a", TABLE)):
+        assert each.evaluate(lambda: ONE) == metrics
+
+
+def test_the_best_is_kept_on_disk_and_no_other(tmp_path):
+    estimator = make(tmp_path, TABLE, keep_checkpoint_max=1)
+    run(estimator, no_decrease(estimator, restore_best=True))
+    assert saved_steps(estimator) == [8, 14]
+
+
+def test_where_the_last_is_the_best_nothing_is_restored(tmp_path, messages):
+    estimator = make(tmp_path, -np.arange(50))
+    metrics, _ = run(estimator, no_decrease(estimator, restore_best=True), max_steps=5)
+    assert (metrics["m"], metrics["global_step"]) == (-5.0, 5)
+    assert not [m for m in messages() if m.startswith("Restoring")]
+
+
+def test_the_best_is_the_best_even_if_by_little(tmp_path):
+    estimator = make(tmp_path, TABLE)
+    hook = no_decrease(estimator, restore_best=True, min_delta=1.5)
+    metrics, _ = run(estimator, hook)
+    assert (metrics["m"], metrics["global_step"]) == (6.0, 14)
+
+
+def test_the_highest_is_the_best_for_increase(tmp_path):
+    estimator = make(tmp_path, -np.array(TABLE))
+    hook = est.stop_if_no_increase_hook(estimator, "m", max_evals_without_increase=3, restore_best=True)
+    assert run(estimator, hook)[0]["m"] == -6.0
+
+
+def test_towers_restore_their_shards(tmp_path):
+    def wrap(model_fn):
+        kind = VariableDistribution.SHARDED
+        return replicate_model_fn(model_fn, devices=["/cpu:0", "/cpu:1"], variable_distribution=kind)
+
+    estimator = make(tmp_path, TABLE, TowerOptimizer(optax.sgd(0.1, momentum=0.9)), wrap)
+    metrics, _ = run(estimator, no_decrease(estimator, restore_best=True))
+    assert metrics["m"] == 6.0
+    assert estimator.train(lambda: [ONE] * 2).evaluate(lambda: ONE)["m"] == TABLE[16]
+
+
+@pytest.mark.parametrize(
+    ("last", "max_steps", "batches", "restarts"), [(14, None, 100, 2), (14, 14, 14, 2), (9, None, 9, 1)]
+)
+def test_a_training_killed_in_its_last_evaluation_ends_with_the_best(tmp_path, last, max_steps, batches, restarts):
+    estimator = make(tmp_path, TABLE)
+    with pytest.raises(KeyboardInterrupt):
+        hook = no_decrease(estimator, restore_best=True)
+        run(estimator, hook, max_steps, hooks_=[KillEvaluation(last)], batches=batches)
+    restarted = make(tmp_path, TABLE, resume_input="count")
+    for _ in range(restarts):
+        metrics, _ = run(restarted, no_decrease(restarted, restore_best=True), max_steps, batches=batches)
+        assert (metrics["m"], metrics["global_step"]) == (6.0, last)
+
+
+def test_a_loss_of_nan_ends_with_the_best(tmp_path):
+    estimator = make(tmp_path, TABLE)
+    hooks = [est.hooks.NanTensorHook(fail_on_nan_loss=False), no_decrease(estimator, restore_best=True)]
+    train_spec = est.TrainSpec(lambda: [ONE] * 11 + [ONE * np.nan] * 9, hooks=hooks)
+    metrics, _ = est.train_and_evaluate(estimator, train_spec, est.EvalSpec(lambda: ONE), eval_every_steps=2)
+    assert metrics["m"] == 6.0
+    assert estimator.evaluate(lambda: ONE) == metrics
+
+
+@pytest.mark.parametrize(
+    ("last", "message"),
+    [({4: 0.7}, "of step 2, but its state was not saved"), ({}, "but the last state, of step 4, was not evaluated")],
+)
+def test_what_can_not_be_restored_is_said(tmp_path, messages, last, message):
+    class Record(est.Hook):
+        def end(self, context):
+            record(estimator, {2: 0.1, **last}, time=1e12)
+
+    estimator = make(tmp_path)
+    hook = est.stop_if_no_decrease_hook(estimator, "loss", 100, restore_best=True)
+    estimator.train(lambda: [ONE] * 4, hooks=[Record(), hook])
+    assert estimator.get_variable_value("steps") == 4
+    assert any("restores nothing: the best evaluation is that of step 2" in m and message in m for m in messages())
+
+
+def test_another_hook_may_evaluate(tmp_path):
+    estimator = make(tmp_path, TABLE)
+    evaluator = est.InMemoryEvaluatorHook(estimator, lambda: ONE, every_n_iter=1)
+    hook = no_decrease(estimator, restore_best=True, run_every_steps=1)
+    estimator.train(lambda: [ONE] * 14, hooks=[evaluator, hook])
+    assert step_of(estimator) == 7
+    assert estimator.evaluate(lambda: ONE)["m"] == 7.0
+
+
+@pytest.mark.parametrize(("step", "during_evaluation"), [(10, True), (10, False), (11, False)])
+def test_a_training_that_is_preempted_restores_and_evaluates_nothing(tmp_path, step, during_evaluation):
+    class Preempt(est.Hook):
+        def after_create_state(self, context):
+            if during_evaluation and context.global_step == step:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        def after_run(self, context, values):
+            if not during_evaluation and context.mode == "train" and context.global_step == step:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    estimator = make(tmp_path, TABLE)
+    with pytest.raises(est.Preempted):
+        run(estimator, no_decrease(estimator, restore_best=True), None, hooks=[Preempt()], hooks_=[Preempt()])
+    assert estimator.get_variable_value("steps") == step_of(estimator) == step
+    assert evaluated(estimator) == ([2, 4, 6, 8] if during_evaluation else [2, 4, 6, 8, 10])
+    run(estimator, no_decrease(estimator, restore_best=True), None)
+    assert evaluated(estimator) == [2, 4, 6, 8, 10, 12, 14]
+    assert estimator.get_variable_value("steps") == 8
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "error", "message"),
+    [
+        ("make_early_stopping_hook", ("e", refuse), TypeError, "`estimator` of make_early_stopping_hook must have"),
+        ("make_early_stopping_hook", (None, 5), TypeError, "`should_stop_fn` of make_early_stopping_hook must be"),
+        ("make_early_stopping_hook", (None, refuse, None), ValueError, "one of run_every_secs and run_every_steps"),
+        (
+            "make_early_stopping_hook",
+            (None, refuse, 60, 0),
+            ValueError,
+            "run_every_steps of make_.* positive int; got 0",
+        ),
+        ("make_early_stopping_hook", (None, refuse, -1), ValueError, "run_every_secs of make_.* positive number; got"),
+        ("stop_if_higher_hook", (5, "m", 1), TypeError, "`estimator` of stop_if_higher_hook must have .*given: 5"),
+        ("stop_if_lower_hook", (None, 3, 1), TypeError, "`metric_name` of stop_if_lower_hook must be a string"),
+        ("stop_if_lower_hook", (None, "m", 1, None, -1), ValueError, "min_steps >= 0 for stop_if_lower_hook, given"),
+        ("stop_if_no_decrease_hook", (None, "m"), ValueError, "max_steps_without_decrease or max_evals_without_dec"),
+        ("stop_if_no_increase_hook", (None, "m", 0), ValueError, "max_steps_without_increase > 0 for stop_if_no_in"),
+    ],
+)
+def test_arguments_are_checked(tmp_path, name, arguments, error, message):
+    estimator, *rest = arguments
+    with pytest.raises(error, match=message):
+        getattr(est, name)(make(tmp_path) if estimator is None else estimator, *rest)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_evals_without_decrease": -1}, "max_evals_without_decrease > 0 for stop_if_no_decrease_hook, given: -1"),
+        ({"min_delta": -0.5}, "Must specify min_delta >= 0 for stop_if_no_decrease_hook, given: -0.5"),
+    ],
+)
+def test_patience_is_checked(tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        no_decrease(make(tmp_path), **options)
+
+
+def test_a_hook_is_for_one_estimator(tmp_path):
+    hook = no_decrease(make(tmp_path / "a"))
+    with pytest.raises(
+        ValueError, match="stop_if_no_decrease_hook was made for the Estimator of .*a, but trains that of"
+    ):
+        make(tmp_path / "b").train(lambda: [ONE], hooks=[hook])
+
+
+def test_which_of_several_evaluations_to_read_must_be_said(tmp_path):
+    estimator = make(tmp_path)
+    specs = {name: est.EvalSpec(refuse) for name in "ab"}
+    with pytest.raises(ValueError, match=r"are called \['a', 'b'\]. Give it eval_dir=estimator.eval_dir\('a'\), say"):
+        est.train_and_evaluate(estimator, est.TrainSpec(refuse, hooks=[no_decrease(estimator)]), specs)
+
+
+def test_only_one_hook_says_what_is_best(tmp_path):
+    estimator = make(tmp_path)
+    hooks = [no_decrease(estimator, restore_best=True) for _ in range(2)]
+    with pytest.raises(ValueError, match="Several early stopping hooks have restore_best=True"):
+        est.train_and_evaluate(estimator, est.TrainSpec(refuse, hooks=hooks), est.EvalSpec(refuse))

@@ -1,0 +1,343 @@
+"""`train_and_evaluate`: when it evaluates, on what, and what it returns."""
+
+import os
+
+import jax
+import numpy as np
+import optax
+import pytest
+from helpers_estimator import X, Y, make, refuse, saved_steps, step_of, times
+
+import estimator as est
+from estimator import _checkpoint
+from replicate import TowerOptimizer, VariableDistribution, replicate_model_fn
+
+EVAL = est.EvalSpec(times(2), steps=None)
+
+
+class Calls(est.Exporter):
+    """Notes what it is called with; the step of the checkpoint, too."""
+
+    def __init__(self, name="calls"):
+        self._name = name
+        self.calls = []
+
+    @property
+    def name(self):
+        return self._name
+
+    def export(self, estimator, export_path, checkpoint_path, eval_result, is_the_final_export):
+        saved = int(_checkpoint.read(checkpoint_path, "global_step"))
+        self.calls.append((eval_result["global_step"], saved, is_the_final_export))
+        assert export_path == os.path.join(estimator.model_dir, "export", self._name)
+        return f"{export_path}/{eval_result['global_step']}"
+
+
+def run(estimator, batches=100, max_steps=None, eval_spec=EVAL, eval_every_steps=None, hooks=(), listeners=()):
+    spec = est.TrainSpec(times(batches), max_steps, hooks, listeners)
+    return est.train_and_evaluate(estimator, spec, eval_spec, eval_every_steps)
+
+
+def evaluated(estimator, name=None):
+    """The steps that were evaluated."""
+    return list(est.read_eval_metrics(estimator.eval_dir(name)))
+
+
+class Ends(est.Hook):
+    """Notes the modes and the steps of the ends of runs."""
+
+    def __init__(self, seen):
+        self.seen = seen
+
+    def end(self, context):
+        self.seen.append((str(context.mode), context.global_step))
+
+
+# When.
+
+
+def test_an_evaluation_follows_each_checkpoint_but_the_first_and_the_last_state_has_one(tmp_path):
+    estimator = make(tmp_path, save_checkpoints_steps=10)
+    metrics, exports = run(estimator, max_steps=22)
+    assert evaluated(estimator) == [10, 20, 22]
+    assert metrics == estimator.evaluate(times(2))
+    assert (metrics["global_step"], exports) == (22, [])
+
+
+def test_the_checkpoint_that_a_training_goes_on_from_is_not_evaluated(tmp_path):
+    estimator = make(tmp_path, save_checkpoints_steps=10)
+    estimator.train(times(10))
+    run(estimator, max_steps=30)
+    assert evaluated(estimator) == [20, 30]
+
+
+@pytest.mark.parametrize("config", [{}, {"save_checkpoints_steps": None, "save_checkpoints_secs": None}])
+def test_evaluations_may_be_at_multiples_of_steps_whatever_is_saved(tmp_path, config):
+    estimator = make(tmp_path, **config)
+    estimator.train(times(3))
+    saves = estimator.latest_checkpoint() is not None
+    metrics, _ = run(estimator, max_steps=22, eval_every_steps=5)
+    assert evaluated(estimator) == [5, 10, 15, 20, 22]
+    assert saved_steps(estimator) == ([0, 3, 22] if saves else [22])
+    assert metrics == estimator.evaluate(times(2))
+
+
+def test_evaluations_see_the_variables_of_their_step(tmp_path):
+    estimator, other = make(tmp_path / "a"), make(tmp_path / "b")
+    run(estimator, max_steps=6, eval_every_steps=2)
+    seen = est.read_eval_metrics(estimator.eval_dir())
+    for step in (2, 4, 6):
+        other.train(times(2), steps=2)
+        assert seen[step]["loss"] == other.evaluate(times(2))["loss"]
+
+
+def test_evaluating_does_not_change_the_training_nor_start_its_input_anew(tmp_path):
+    calls = []
+
+    def input_fn():
+        calls.append(1)
+        return ((X * i, Y) for i in range(1, 9))
+
+    estimator, other = make(tmp_path / "a"), make(tmp_path / "b")
+    est.train_and_evaluate(estimator, est.TrainSpec(input_fn), EVAL, eval_every_steps=3)
+    other.train(input_fn)
+    assert len(calls) == 2
+    np.testing.assert_array_equal(estimator.get_variable_value("w"), other.get_variable_value("w"))
+
+
+def test_throttle_secs_leaves_out_all_but_the_first_and_the_last(tmp_path, messages):
+    for every in (None, 5):
+        estimator = make(tmp_path / str(every), save_checkpoints_steps=10)
+        run(estimator, max_steps=32, eval_spec=est.EvalSpec(times(2), throttle_secs=600), eval_every_steps=every)
+        assert evaluated(estimator) == [every or 10, 32]
+    assert "Skip the evaluation at step 20 due to throttle secs." in messages()
+
+
+def test_start_delay_secs_delays_nothing(tmp_path):
+    estimator = make(tmp_path)
+    run(estimator, max_steps=1, eval_spec=est.EvalSpec(times(1), start_delay_secs=1e6))
+    assert evaluated(estimator) == [1]
+
+
+def test_listeners_are_called_before_the_evaluation_and_one_may_stop_after_it(tmp_path):
+    class Stop(est.hooks.CheckpointSaverListener):
+        def after_save(self, context, step):
+            before.append(list(est.read_eval_metrics(estimator.eval_dir())))
+            return step == 20
+
+    before = []
+    estimator = make(tmp_path, save_checkpoints_steps=10)
+    metrics, _ = run(estimator, listeners=[Stop()])
+    assert before == [[], [], [10]]
+    assert evaluated(estimator) == [10, 20]
+    assert metrics["global_step"] == step_of(estimator) == 20
+
+
+def test_hooks_of_both_specs_are_called(tmp_path):
+    seen = []
+    spec = est.EvalSpec(times(1), hooks=[Ends(seen)])
+    run(make(tmp_path), max_steps=4, eval_spec=spec, eval_every_steps=2, hooks=[Ends(seen)])
+    assert seen == [("eval", 2), ("eval", 4), ("train", 4)]
+
+
+# At what cost.
+
+
+def test_ten_evaluations_compile_once_and_read_no_checkpoint(tmp_path, compilations, monkeypatch):
+    class Count(est.Hook):
+        def end(self, context):
+            counts.append(len(compilations))
+
+    counts = []
+    for function in ("restore", "read"):
+        monkeypatch.setattr(_checkpoint, function, refuse)
+    estimator = make(tmp_path)
+    run(estimator, max_steps=50, eval_spec=est.EvalSpec(times(2), hooks=[Count()]), eval_every_steps=5)
+    assert len(counts) == 10
+    assert len(set(counts)) == 1
+    assert estimator.model_fn.modes.count("eval") == 2  # one to find the variables, one to compile
+    estimator.evaluate(times(2))
+    assert len(compilations) == counts[0]
+
+
+# How it ends.
+
+
+@pytest.mark.parametrize("max_steps", [22, None])
+def test_the_end_is_known_to_be_the_end_when_the_input_ends(tmp_path, max_steps):
+    exporter = Calls()
+    estimator = make(tmp_path, save_checkpoints_steps=10)
+    spec = est.EvalSpec(times(1), exporters=exporter)
+    metrics, exports = run(estimator, batches=15, max_steps=max_steps, eval_spec=spec)
+    assert exporter.calls == [(10, 10, False), (15, 15, True)]
+    assert metrics["global_step"] == 15
+    assert exports == [f"{tmp_path}/export/calls/15"]
+
+
+def test_the_end_is_known_to_be_the_end_at_max_steps(tmp_path):
+    seen, exporter = [], Calls()
+    estimator = make(tmp_path, save_checkpoints_steps=10)
+    run(estimator, max_steps=20, eval_spec=est.EvalSpec(times(1), hooks=[Ends(seen)], exporters=[exporter]))
+    assert exporter.calls == [(10, 10, False), (20, 20, True)]
+    assert seen == [("eval", 10), ("eval", 20)]
+
+
+def test_a_state_evaluated_before_the_end_is_not_evaluated_again(tmp_path):
+    seen, exporter = [], Calls()
+    estimator = make(tmp_path, save_checkpoints_steps=5)
+    run(estimator, batches=10, eval_spec=est.EvalSpec(times(1), hooks=[Ends(seen)], exporters=exporter))
+    assert seen == [("eval", 5), ("eval", 10)]
+    assert exporter.calls == [(5, 5, False), (10, 10, False), (10, 10, True)]
+
+
+def test_exporters_get_a_checkpoint_of_the_step_evaluated(tmp_path):
+    exporter = Calls()
+    estimator = make(tmp_path)
+    run(estimator, max_steps=5, eval_spec=est.EvalSpec(times(1), exporters=exporter), eval_every_steps=2)
+    assert exporter.calls == [(2, 2, False), (4, 4, False), (5, 5, True)]
+
+
+def test_a_training_that_had_ended_is_evaluated_and_exported(tmp_path):
+    make(tmp_path).train(times(3))
+    exporter = Calls()
+    estimator = make(tmp_path)
+    spec = est.TrainSpec(refuse, max_steps=3, hooks=[est.Hook()])
+    metrics, exports = est.train_and_evaluate(estimator, spec, est.EvalSpec(times(1), exporters=exporter))
+    assert metrics == estimator.evaluate(times(1))
+    assert exporter.calls == [(3, 3, True)]
+    assert len(exports) == 1
+
+
+def test_what_fails_is_not_evaluated(tmp_path):
+    def fails():
+        yield X, Y
+        raise OSError("no more")
+
+    estimator = make(tmp_path)
+    with pytest.raises(OSError, match="no more"):
+        est.train_and_evaluate(estimator, est.TrainSpec(fails), est.EvalSpec(refuse))
+
+
+def test_after_a_nan_loss_the_newest_checkpoint_is_evaluated(tmp_path):
+    exporter = Calls()
+    estimator = make(tmp_path, save_checkpoints_steps=3)
+    batches = [(X, Y)] * 4 + [(X * np.nan, Y)] * 4
+    hook = est.hooks.NanTensorHook(fail_on_nan_loss=False)
+    spec = est.EvalSpec(times(1), exporters=exporter)
+    train_spec = est.TrainSpec(lambda: batches, hooks=[hook])
+    metrics, _ = est.train_and_evaluate(estimator, train_spec, spec, eval_every_steps=2)
+    assert metrics["global_step"] == 4
+    assert exporter.calls == [(2, 2, False), (4, 4, False), (4, 4, True)]
+
+
+# Several.
+
+
+@pytest.mark.parametrize("as_dict", [True, False])
+def test_several_evaluations_each_have_their_own_metrics_and_times(tmp_path, as_dict):
+    estimator = make(tmp_path)
+    exporter = Calls()
+    twice = lambda: (X, 2 * Y)  # noqa: E731
+    if as_dict:
+        specs = {"one": est.EvalSpec(times(1)), "two": est.EvalSpec(twice, exporters=exporter, eval_every_steps=3)}
+    else:
+        specs = [est.EvalSpec(times(1), name="one")]
+        specs += [est.EvalSpec(twice, name="two", exporters=exporter, eval_every_steps=3)]
+    metrics, exports = run(estimator, max_steps=4, eval_spec=specs, eval_every_steps=2)
+    assert metrics["two"]["label"] == 2 * metrics["one"]["label"]
+    assert exports == {"one": [], "two": [f"{tmp_path}/export/calls/4"]}
+    assert (evaluated(estimator, "one"), evaluated(estimator, "two")) == ([2, 4], [3, 4])
+
+
+def towers(optimizer):
+    def model_fn(features, labels, mode):
+        w = est.get_variable("w", (2, 1), initializer=jax.nn.initializers.zeros)
+        loss = est.losses.mean_squared_error(labels, features @ w)
+        metrics = {"error": est.metrics.mean_absolute_error(labels, features @ w)}
+        return est.EstimatorSpec(mode, loss=loss, train_op=optimizer.minimize(loss), eval_metric_ops=metrics)
+
+    return model_fn
+
+
+@pytest.mark.parametrize("distribution", ["MIRRORED", "SHARED_LOCAL_PARAMETER_SERVER"])
+def test_two_towers_find_what_one_device_finds(tmp_path, distribution):
+    one = make(tmp_path / "one", towers(est.Optimizer(optax.sgd(0.01))))
+    devices, kind = ["/cpu:0", "/cpu:1"], VariableDistribution[distribution]
+    model_fn = towers(TowerOptimizer(optax.sgd(0.01)))
+    two = make(tmp_path / "two", replicate_model_fn(model_fn, devices=devices, variable_distribution=kind))
+    for estimator in (one, two):
+        run(estimator, max_steps=4, eval_every_steps=2)
+    found = [est.read_eval_metrics(estimator.eval_dir()) for estimator in (one, two)]
+    assert [list(history) for history in found] == [[2, 4], [2, 4]]
+    for step in (2, 4):
+        assert found[0][step] == pytest.approx(found[1][step], rel=1e-5)
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "error", "message"),
+    [
+        (est.TrainSpec, {"input_fn": [1]}, TypeError, "`input_fn` must be callable, given: \\[1\\]"),
+        (est.EvalSpec, {"input_fn": None}, TypeError, "`input_fn` must be callable, given: None"),
+        (est.TrainSpec, {"max_steps": 0}, ValueError, "Must specify max_steps > 0, given: 0"),
+        (est.EvalSpec, {"steps": -1}, ValueError, "Must specify steps > 0, given: -1"),
+        (est.EvalSpec, {"eval_every_steps": 0}, ValueError, "Must specify eval_every_steps > 0, given: 0"),
+        (est.TrainSpec, {"hooks": [3]}, TypeError, "All hooks must be hook instances, but hooks holds 3"),
+        (est.EvalSpec, {"hooks": ["a"]}, TypeError, "All hooks must be hook instances, but hooks holds 'a'"),
+        (est.TrainSpec, {"saving_listeners": [3]}, TypeError, "a list of CheckpointSaverListener, given: .3"),
+        (est.EvalSpec, {"name": 1}, TypeError, "`name` must be string, given: 1"),
+        (est.EvalSpec, {"start_delay_secs": -1}, ValueError, "Must specify start_delay_secs >= 0, given: -1"),
+        (est.EvalSpec, {"throttle_secs": -2}, ValueError, "Must specify throttle_secs >= 0, given: -2"),
+        (est.EvalSpec, {"exporters": 5}, TypeError, "`exporters` must be an Exporter, an iterable of Exporter, or `No"),
+        (est.EvalSpec, {"exporters": [Calls(), "b"]}, TypeError, "`exporters` must be an Exporter, an iterable of"),
+        (est.EvalSpec, {"exporters": Calls("")}, ValueError, "must have a name that is a non-empty string, given: ''"),
+        (est.EvalSpec, {"exporters": Calls(None)}, ValueError, "a name that is a non-empty string, given: None"),
+        (est.EvalSpec, {"exporters": Calls(3)}, ValueError, "a name that is a non-empty string, given: 3"),
+        (est.EvalSpec, {"exporters": [Calls(), Calls()]}, ValueError, "must have unique names, given: .'calls', 'call"),
+    ],
+)
+def test_a_spec_is_checked_when_it_is_made(kind, arguments, error, message):
+    with pytest.raises(error, match=message):
+        kind(**({"input_fn": refuse} | arguments))
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "message"),
+    [
+        ({"estimator": "e"}, TypeError, "`estimator` must have type `est.Estimator`, given: 'e'"),
+        ({"train_spec": refuse}, TypeError, "`train_spec` must have type `est.TrainSpec`, given: <function refuse"),
+        ({"eval_spec": None}, TypeError, "`eval_spec` must have type `est.EvalSpec`, or be a list .*; given: None"),
+        ({"eval_spec": [EVAL, 1]}, TypeError, "`eval_spec` must have type `est.EvalSpec`"),
+        ({"eval_spec": {1: EVAL}}, TypeError, "or a dict of them by name; given: {1: "),
+        ({"eval_spec": []}, ValueError, "at least one EvalSpec, each with its own `name`; given: \\[\\]"),
+        ({"eval_spec": [EVAL, EVAL]}, ValueError, "each with its own `name`; given: \\[None, None\\]"),
+        (
+            {"eval_spec": {"a": est.EvalSpec(refuse, name="b")}},
+            ValueError,
+            "has name='b', but is called 'a' in the dic",
+        ),
+        (
+            {"eval_spec": [est.EvalSpec(refuse, name=name, exporters=Calls()) for name in "ab"]},
+            ValueError,
+            "`exporters` must have unique names, in all EvalSpecs together; given: \\['calls', 'calls'\\]",
+        ),
+        ({"eval_every_steps": -5}, ValueError, "Must specify eval_every_steps > 0, given: -5"),
+    ],
+)
+def test_arguments_are_checked_before_anything_is_done(tmp_path, changed, error, message):
+    arguments = {"estimator": make(tmp_path), "train_spec": est.TrainSpec(refuse), "eval_spec": EVAL}
+    with pytest.raises(error, match=message):
+        est.train_and_evaluate(**(arguments | changed))
+
+
+def test_without_checkpoints_there_is_no_time_to_evaluate(tmp_path):
+    estimator = make(tmp_path, save_checkpoints_steps=None, save_checkpoints_secs=None)
+    with pytest.raises(ValueError, match="There should be a CheckpointSaverHook to use saving_listeners"):
+        run(estimator)
+
+
+def test_nothing_to_evaluate_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match="`train_and_evaluate` got no batch from the input_fn of its TrainSpec"):
+        run(make(tmp_path), batches=0)
