@@ -123,8 +123,9 @@ class Programs:
             stacked = _stacked(pairs, room) or _stacked(alike(pairs), room)
         if stacked is None or program is None:
             if self.loops and self._single is not None:
-                found = self._single, self._single_reporting if asked else None
-                return [Run(found[0], 1, (np.int32(1), *_stacked([pair], 1)), pair, found[1]) for pair in pairs]
+                reporting = self._single_reporting if asked else None
+                args = [(np.int32(1), *jax.tree.map(lambda leaf: _stack([leaf]), pair)) for pair in pairs]
+                return [Run(self._single, 1, arg, pair, reporting) for arg, pair in zip(args, pairs, strict=True)]
             reporting = self._reporting if asked else None
             return [Run(self._one, 1, pair, pair, reporting) for pair in pairs]
         args = stacked if program is self._several else (np.int32(len(pairs)), *stacked)
@@ -202,5 +203,9 @@ def _stacked(pairs: Sequence[Pair], room: int) -> Pair | None:
         if len({(leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else None for leaf in same}) > 1:
             return None
         filled = [*same, *[same[-1]] * (room - len(same))]
-        stacked.append((jnp if isinstance(same[0], jax.Array) else np).stack(filled))
+        stacked.append(_stack(filled))
     return jax.tree.unflatten(structure, stacked)
+
+
+def _stack(leaves: Sequence[Any]) -> Any:
+    return (jnp if isinstance(leaves[0], jax.Array) else np).stack(leaves)

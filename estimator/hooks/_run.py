@@ -45,6 +45,8 @@ def _end(hooks: Sequence[Hook], context: Context) -> None:
         try:
             hook.end(context)
         except BaseException as error:
+            if isinstance(error, Preempted) and context.preempted:  # raised again when all have ended
+                continue
             if context.error is None:
                 raised = context.error = error
             else:
@@ -172,6 +174,6 @@ def _unless_stopped(call: Callable[..., Any], context: Context, *args: Any) -> A
     except StopIteration:
         context.request_stop("StopIteration")
     except Preempted:  # out of an evaluation in a hook; this run was told to stop as well
-        if not context.stop_requested:
+        if not context.preempted:
             raise
     return None
