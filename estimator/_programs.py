@@ -124,8 +124,8 @@ class Programs:
         if stacked is None or program is None:
             if self.loops and self._single is not None:
                 reporting = self._single_reporting if asked else None
-                stacks = [jax.tree.map(lambda leaf: _stack([leaf]), pair) for pair in pairs]
-                return [Run(self._single, 1, (np.int32(1), *s), p, reporting) for s, p in zip(stacks, pairs, strict=True)]
+                singles = [(np.int32(1), *jax.tree.map(lambda leaf: _stack([leaf]), pair)) for pair in pairs]
+                return [Run(self._single, 1, a, pair, reporting) for a, pair in zip(singles, pairs, strict=True)]
             reporting = self._reporting if asked else None
             return [Run(self._one, 1, pair, pair, reporting) for pair in pairs]
         args = stacked if program is self._several else (np.int32(len(pairs)), *stacked)
