@@ -13,8 +13,8 @@ import optax
 import estimator as est
 from replicate import TowerOptimizer, num_towers, replicate_model_fn, tower_index
 
-ROWS, BATCH, STEPS, SAVE_EVERY = 60, 8, 300, 24
-IMAGES = np.random.default_rng(0).normal(size=(ROWS, 6, 6, 1)).astype(np.float32)
+ROWS, BATCH, STEPS, SAVE_EVERY = 60, 16, 300, 24
+IMAGES = np.random.default_rng(0).normal(size=(ROWS, 8, 8, 1)).astype(np.float32)
 LABELS = (np.arange(ROWS) % 3).astype(np.int32)
 
 
@@ -92,14 +92,20 @@ class Progress(est.Hook):
 
 def make(name, model_dir):
     _, towers, steps_per_loop, optimizer = RUNS[name]
-    config = est.RunConfig(
+    return make_with(
+        model_dir,
+        towers,
+        optimizer,
         steps_per_loop=steps_per_loop,
         save_checkpoints_steps=SAVE_EVERY,
         save_summary_steps=50,
         resume_input="count" if name == "a generator" else "position",
     )
+
+
+def make_with(model_dir, towers, optimizer, **config):
     replicated = replicate_model_fn(model_fn, devices=[f"/cpu:{i}" for i in range(towers)])
-    return est.Estimator(replicated, model_dir, config, {"optimizer": optimizer})
+    return est.Estimator(replicated, model_dir, est.RunConfig(**config), {"optimizer": optimizer})
 
 
 def train(name, model_dir, programs=None):

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 from helpers_processes import Processes
 
+import estimator as est
+
 KILLS = 5  # of each training
 
 
@@ -41,6 +43,35 @@ def killed_again_and_again(name, base):
     finally:
         processes.close()
     return values(viewer), values(helpers_killed.make(name, base / "whole"))
+
+
+class Asking(est.Hook):
+    """Asks for a value at some steps, each of which is then a program of its own."""
+
+    def __init__(self, *steps):
+        self.steps = steps
+
+    def next_step(self, step):
+        return next((s for s in self.steps if s > step), None)
+
+    def before_run(self, context):
+        return ["largest", "loss"]
+
+
+@pytest.mark.parametrize(("towers", "steps_per_loop", "stops"), [(1, "auto", [17, 30]), (2, "0.1s", [30])])
+def test_the_bits_do_not_depend_on_where_a_run_is_cut_nor_on_what_hooks_ask_for(
+    tmp_path, towers, steps_per_loop, stops
+):
+    def run(steps_per_loop, stops, *asked):
+        for last in stops:
+            estimator = helpers_killed.make_with(
+                tmp_path / str(asked), towers, "adam", steps_per_loop=steps_per_loop, save_summary_steps=None
+            )
+            estimator.train(helpers_killed.arrays, hooks=[Asking(*asked)], max_steps=last)
+        return values(estimator)
+
+    whole, other = run(7, [30]), run(steps_per_loop, stops, 1, 11, 21)
+    assert [key for key in whole if other[key].tobytes() != whole[key].tobytes()] == []
 
 
 @pytest.mark.slow
