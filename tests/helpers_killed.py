@@ -1,4 +1,4 @@
-"""A training that shows in its last bits what is done otherwise, and in a variable which example was when in a batch."""
+"""A training that shows in its last bits what is done otherwise, and in a variable which example was used when."""
 
 import itertools
 import time

@@ -1,7 +1,7 @@
-"""Processes to send signals to. To start one takes seconds; so one that has imported everything makes copies of itself.
+"""Processes to send signals to. To start one takes seconds: so one that has imported everything makes copies of itself.
 
-As a script it is that one: of each line `[function, *args]` of its input, JSON, it makes a copy that calls a function of
-a module, and tells how the copy ended.
+As a script it is that one: for each line `[function, *args]` of its input, JSON, it makes a copy, which calls the
+function of a module, and tells how the copy ended.
 """
 
 import contextlib
