@@ -80,14 +80,27 @@ RUNS = {  # the input, towers, steps in a program, optimizer
 
 
 class Progress(est.Hook):
-    """Prints every tenth step, and gives others time to kill the process."""
+    """Prints every tenth step, and gives others time to kill the process; remembers these steps."""
+
+    def __init__(self):
+        self.steps = []
+
+    def get_state(self):
+        return self.steps
+
+    def set_state(self, state):
+        self.steps = state
 
     def next_step(self, step):
         return step + 10 - step % 10
 
     def after_run(self, context, values):
+        self.steps.append(context.global_step)
         print("step", context.global_step, flush=True)
         time.sleep(0.01)
+
+    def end(self, context):
+        print("remembered", *self.steps, flush=True)
 
 
 def make(name, model_dir):

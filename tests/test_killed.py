@@ -39,6 +39,9 @@ def killed_again_and_again(name, base):
             assert before is None or viewer.latest_checkpoint() is not None
         for run in (killed, [str(base / "whole")]):  # which compiles its own programs
             processes.start("train", name, *run)
+            while not (line := processes.read()).startswith("remembered"):
+                assert line.startswith("step ")
+            assert line.split()[1:] == [str(step) for step in range(10, helpers_killed.STEPS + 1, 10)]
             assert processes.ended() == 0
     finally:
         processes.close()
