@@ -58,6 +58,7 @@ EXAMPLES = {
         2,
         pytest.param(4, marks=pytest.mark.slow),
     ],
+    "resume.py": [2],
     "serve.py": [2],
     "haiku_equinox.py": [2],
     "train_and_evaluate.py": [2],
@@ -164,3 +165,15 @@ def test_training_stops_early_with_the_best_model_and_knows_it(trained, towers):
     again, stderr = run("train_and_evaluate.py", f"--model_dir={model_dir}", f"--towers={towers}")
     assert again == stdout
     assert "step = " not in stderr.replace("global_step = ", "")
+
+
+@pytest.mark.parametrize("towers", EXAMPLES["resume.py"])
+def test_a_training_that_was_stopped_is_the_one_that_was_not(trained, towers):
+    stdout, stderr = trained("resume.py", towers)
+    assert re.findall(r"ended at step (\d+), because of (\w+)\n  exit code (\d+)", stdout) == [
+        ("300", "steps", "0"),
+        ("130", "SIGTERM", "75"),
+        ("300", "steps", "0"),
+    ]
+    assert "300 of 300 steps had the same 19200 images in the same order;\n11 of 11 variables and slots" in stdout
+    assert "The input goes on after its first 130 batches." in stderr
