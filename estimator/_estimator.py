@@ -21,7 +21,7 @@ from estimator._input import Batches, batches, call_input_fn
 from estimator._model_fn import ModelFn, bind
 from estimator._modes import ModeKeys
 from estimator._predict import PredictSteps, checked_keys, predict_batches, single_examples
-from estimator._preemption import ends_by_sigterm
+from estimator._preemption import ends_by_sigterm, interrupted_by_sigterm
 from estimator._programs import Programs
 from estimator._run_config import RunConfig
 from estimator._spec import checked_hooks
@@ -101,7 +101,7 @@ class Estimator:
         self._checkpoints = Checkpoints(
             self.model_dir, self._config.keep_checkpoint_max, self._config.keep_checkpoint_every_n_hours
         )
-        self._is_first_run = True
+        self._goes_on = True  # from a checkpoint of another process, or of a training that failed
         self._programs: Programs | None = None  # made for the first batch
         self._eval_steps = EvalSteps(self._model)
         self._predict_steps = PredictSteps(self._model)
@@ -142,7 +142,7 @@ class Estimator:
 
         Saves a checkpoint of the initial values, then as the config says, and one at the end. Hooks are called in this
         order: that which saves checkpoints, the EstimatorSpec's `training_chief_hooks`, that which writes summaries,
-        those given here, its `training_hooks`.
+        those given here, its `training_hooks`; those of them with a state to save (`Hook.get_state`) before the others.
 
         Args:
           input_fn: gives the training batches. Training ends with them, if nothing ends it before. They are read ahead
@@ -173,9 +173,14 @@ class Estimator:
         if max_steps is not None and start >= max_steps:
             logging.info("Skipping training since max_steps has already saved.")
             return self
-        rest = self._batches(input_fn, ModeKeys.TRAIN)
-        skipped = self._resume(rest, path, host)
-        first = rest.peek()
+        with interrupted_by_sigterm():
+            rest = self._batches(input_fn, ModeKeys.TRAIN)
+            skipped = self._resume(rest, path, host)
+            first = rest.peek()
+        if first is None and path is not None and skipped:
+            logging.warning("Training made no steps: %s is of the end of the input. The next begins it anew.", path)
+            _checkpoint.note_end_of_input(path)
+            return self
         if first is None:
             logging.warning("Training with estimator made no steps. Perhaps input is empty or misspecified.")
             return self
@@ -191,16 +196,18 @@ class Estimator:
                 return self
         last_step = max_steps if steps is None else start + steps
         context = Context(ModeKeys.TRAIN, self.model_dir, start)
-        _run.set_states(all_hooks, host.get("hooks", {}))
         training = Training(
             self._programs, self._config, self._checkpoints, context, all_hooks, last_step, path, skipped
         )
         with ends_by_sigterm(context), _run.around(all_hooks, context):
+            _run.set_states(all_hooks, host.get("hooks", {}))
             state = training.run(state, rest)
-        if training.saved_path is not None and context.stop_reason == "input":
-            _checkpoint.note_end_of_input(training.saved_path)
-        if training.saved_path and training.saved_step == context.global_step and not context.restored:
-            self._states.keep(training.saved_path, state)
+        self._goes_on = False
+        if training.saved_path and training.saved_step == context.global_step:
+            if context.stop_reason == "input":
+                _checkpoint.note_end_of_input(training.saved_path)
+            if not context.restored:
+                self._states.keep(training.saved_path, state)
         return self
 
     def evaluate(
@@ -262,8 +269,9 @@ class Estimator:
         name: str | None,
         path: str | None = None,
     ) -> dict[str, Any]:
-        rest = self._batches(input_fn, ModeKeys.EVAL)
-        first = rest.peek()
+        with interrupted_by_sigterm():
+            rest = self._batches(input_fn, ModeKeys.EVAL)
+            first = rest.peek()
         if first is None:
             raise ValueError(
                 "`evaluate` got no batch from input_fn. Check that it starts anew at each call; a generator made "
@@ -422,15 +430,19 @@ class Estimator:
 
     def _resume(self, rest: Batches, path: str | None, host: dict[str, Any]) -> int:
         """Takes the input on from where an earlier process left it; returns how many batches that process had taken."""
-        goes_on, self._is_first_run = self._is_first_run, False
         saved = host.get("input", {})
         how = self._config.resume_input
-        if not goes_on or not saved or how is None or path is None or _checkpoint.is_end_of_input(path):
+        if not self._goes_on or not saved or how is None or path is None or _checkpoint.is_end_of_input(path):
             return 0
         batches = saved["batches"]
         if rest.has_position and saved["position"] is not None:
-            rest.set_state(saved["position"])
+            try:
+                rest.set_state(saved["position"])
+            except Exception as error:
+                error.add_note(f"The position is that of {path}. RunConfig(resume_input=None) begins the input anew.")
+                raise
         elif how != "count":
+            logging.info("The input begins anew: there is no position in it; see RunConfig(resume_input=...).")
             return 0
         elif (found := rest.skip(batches)) < batches:
             raise ValueError(
@@ -446,8 +458,9 @@ class Estimator:
     def _predictions(
         self, input_fn: InputFn, keys: tuple[str, ...] | None, hooks: tuple[Hook, ...], path: str | None
     ) -> Iterator[PyTree]:
-        rest = self._batches(input_fn, ModeKeys.PREDICT)
-        first = rest.peek()
+        with interrupted_by_sigterm():
+            rest = self._batches(input_fn, ModeKeys.PREDICT)
+            first = rest.peek()
         if first is None:
             return
         context = Context(ModeKeys.PREDICT, self.model_dir)

@@ -23,7 +23,7 @@ def encode(state: Any) -> np.ndarray:
     Raises:
       TypeError: it holds something else than dicts with strings as keys, lists, numbers, strings, bytes and None.
     """
-    return np.frombuffer(json.dumps(_to_json(state)).encode(), np.uint8).copy()
+    return np.frombuffer(json.dumps(_to_json(state, "")).encode(), np.uint8).copy()
 
 
 def decode(array: np.ndarray) -> Any:
@@ -31,18 +31,17 @@ def decode(array: np.ndarray) -> Any:
     return json.loads(array.tobytes(), object_hook=lambda d: base64.b64decode(d[_BYTES]) if d.keys() == {_BYTES} else d)
 
 
-def _to_json(value: Any) -> Any:
+def _to_json(value: Any, where: str) -> Any:
     if isinstance(value, bytes):
         return {_BYTES: base64.b64encode(value).decode()}
-    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        return {key: _to_json(item) for key, item in value.items()}
+    if isinstance(value, dict) and all(isinstance(key, str) and key != _BYTES for key in value):
+        return {key: _to_json(item, f"{where}[{key!r}]") for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_to_json(item) for item in value]
-    if isinstance(value, np.generic | np.ndarray) and value.ndim == 0:
-        return value.item()
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
+        return [_to_json(item, f"{where}[{i}]") for i, item in enumerate(value)]
+    plain = value.item() if isinstance(value, np.generic | np.ndarray) and value.ndim == 0 else value
+    if plain is None or isinstance(plain, bool | int | float | str):
+        return plain
     raise TypeError(
         "A checkpoint holds positions and states of hooks as dicts with strings as keys, lists, numbers, strings, "
-        f"bytes and None; got {value!r} of type {type(value).__name__}. Let `get_state` return these."
+        f"bytes and None; got {value!r} of type {type(value).__name__} in {where}. Let `get_state` return these."
     )

@@ -12,6 +12,7 @@ from estimator._programs import Programs
 from estimator._run_config import seconds
 from estimator.hooks._hook import Hook
 from estimator.hooks._run import Plan
+from estimator.hooks._stop_at_step import StopAtStepHook
 
 # A program takes the host some 50 us to start. It is to be little beside what the devices do in it: a CPU core makes
 # some 1e11 operations per second, an accelerator a hundred times as many.
@@ -44,6 +45,7 @@ class LoopSize:
         self._wanted = wanted
         self._begin: tuple[int, float] | None = None
         programs.steps_per_program = steps
+        programs.loops = programs.traits.is_one_program and (steps > 1 or wanted is not None)
 
     def most(self) -> int:
         return self._programs.steps_per_program
@@ -73,6 +75,7 @@ def _debugging() -> bool:
 def _automatic(programs: Programs, hooks: Sequence[Hook], step: int, look_every: int) -> int:
     if not programs.traits.is_one_program or _debugging():
         return 1
+    hooks = [hook for hook in hooks if not isinstance(hook, StopAtStepHook)]  # the end may be near, or far
     plan = Plan(hooks, step, None, lambda: look_every)
     pieces = [plan.next() for _ in range(4)]
     longest = max(piece.steps for piece in pieces if piece is not None)

@@ -49,6 +49,8 @@ def predict_batches(
         _run.after(due, context, asked, None, 1, reported)
         found = jax.device_get(select(predictions, keys))
         context.phase = "output"
+        if context.preempted:
+            return
         yield found
 
 

@@ -9,10 +9,14 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+from estimator._modes import ModeKeys
 from estimator.hooks._hook import Context
 
 SIGTERM = "SIGTERM"
 EXIT_CODE = 75  # the EX_TEMPFAIL of sysexits.h: try again later
+
+# The handler is the process's, and so are the runs it ends; those within others come last.
+_runs: list[Context] = []
 
 
 class Preempted(SystemExit):
@@ -24,34 +28,42 @@ class Preempted(SystemExit):
 
 @contextlib.contextmanager
 def ends_by_sigterm(context: Context) -> Iterator[None]:
-    """Asks the run to stop at a SIGTERM within the block, and raises `Preempted` at the end of it.
+    """Asks the run to stop at a SIGTERM within the block, and raises `Preempted` at the end of it; where the run has
+    not begun its work, or waits for its caller, at once.
 
     Only in the main thread, as Python has it, and only where nobody else handles the signal.
     """
-    before: Any = signal.getsignal(signal.SIGTERM)
-    outer = getattr(before, "is_ours", False)
-    if threading.current_thread() is not threading.main_thread() or not (before is signal.SIG_DFL or outer):
+    if not _in_main_thread() or signal.getsignal(signal.SIGTERM) not in (signal.SIG_DFL, _on_sigterm):
         yield
         return
-    came = False
-
-    def stop(number: int, frame: Any) -> None:
-        nonlocal came
-        came = True
-        context.request_stop(SIGTERM)
-        if outer:  # a run within a run: both end
-            before(number, frame)
-
-    stop.is_ours = True  # type: ignore[attr-defined]
-    signal.signal(signal.SIGTERM, stop)
+    _runs.append(context)
+    signal.signal(signal.SIGTERM, _on_sigterm)
     try:
         yield
-    except GeneratorExit:  # the results of `predict` were let go of: nobody would see an exception
-        signal.signal(signal.SIGTERM, before)
-        if came and not outer:
-            os.kill(os.getpid(), signal.SIGTERM)
-        raise
     finally:
-        signal.signal(signal.SIGTERM, before)
-    if came:
+        _runs.remove(context)
+        # Results of `predict` may be read to their end in another thread, which cannot take the handler away.
+        if not _runs and _in_main_thread() and signal.getsignal(signal.SIGTERM) is _on_sigterm:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if context.preempted:
         raise Preempted
+
+
+def interrupted_by_sigterm() -> contextlib.AbstractContextManager[None]:
+    """Raises `Preempted` at a SIGTERM within the block: around the user's code before a run."""
+    return ends_by_sigterm(Context(ModeKeys.TRAIN))
+
+
+def _on_sigterm(number: int, frame: Any) -> None:
+    for context in _runs:
+        context.preempted = True
+        context.request_stop(SIGTERM)
+    if not _runs:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTERM)
+    elif _runs[-1].phase == "begin" or all(context.phase == "output" for context in _runs):
+        raise Preempted
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()

@@ -55,14 +55,20 @@ class Programs:
     The key comes as plain numbers, since jax takes typed keys on a slower path (some 8 us per call). Of the spec they
     keep the loss alone; what else the model_fn reports is computed by `reporting` only.
 
+    Where steps run in loops, a single one does too: out of a loop XLA makes other programs of some steps (those with
+    convolutions, on a CPU), of which the last bits differ. So results do not depend on how a run is cut into programs,
+    nor on what hooks ask for: a run that goes on from a checkpoint cuts its steps elsewhere.
+
     Attributes:
       traits: what is known of the model_fn.
-      steps_per_program: how many steps `several` makes; 1: steps run one by one.
+      steps_per_program: how many steps a program makes at most.
+      loops: whether steps run in loops.
     """
 
     def __init__(self, model: Model, features: PyTree, labels: PyTree) -> None:
         self.traits = traits = model.traits(features, labels)
         self.steps_per_program = 1
+        self.loops = False
         self._batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (features, labels))
         self._used: set[int] = set()
 
@@ -78,23 +84,19 @@ class Programs:
             state, spec = model.train_loop(state_of(carry, key_data), with_steps((features, labels)))
             return _carry(state), _reported_loss(spec), {}
 
-        def some(carry: Carry, key_data: jax.Array, steps: jax.Array, features: PyTree, labels: PyTree) -> Outcome:
-            batches = features, labels
+        def some(carry: Carry, key_data: jax.Array, steps: jax.Array, *batches: PyTree) -> Outcome:
+            return _loop(one, carry, key_data, 0, steps, batches)
 
-            def body(i: jax.Array, before: tuple[Carry, jax.Array]) -> tuple[Carry, jax.Array]:
-                features, labels = jax.tree.map(lambda x: x[i], batches)
-                carry, loss, _ = one(before[0], key_data, features, labels)
-                return carry, before[1].at[i].set(loss)
-
-            room = jax.tree.leaves(batches)[0].shape[0]
-            losses = jnp.zeros(room, jax.eval_shape(one, carry, key_data, *_first(batches))[1].dtype)
-            return *jax.lax.fori_loop(0, steps, body, (carry, losses)), {}
+        def some_reporting(carry: Carry, key_data: jax.Array, steps: jax.Array, *batches: PyTree) -> Outcome:
+            carry, losses, _ = _loop(one, carry, key_data, 0, steps - 1, batches)
+            carry, last, reported = _loop(reporting, carry, key_data, steps - 1, steps, batches)
+            return carry, losses.at[steps - 1].set(last[steps - 1]), reported
 
         def compiled(program: Any) -> Any:
             return jax.jit(program, donate_argnums=0) if traits.is_one_program else program
 
-        self._one, self._reporting, self._several = compiled(one), compiled(reporting), compiled(several)
-        self._some = compiled(some) if traits.is_one_program else None
+        self._one, self._reporting = compiled(one), compiled(reporting)
+        self._several, self._some, self._some_reporting = map(compiled, (several, some, some_reporting))
 
     @property
     def platform(self) -> str:
@@ -111,23 +113,27 @@ class Programs:
             return float("inf")
         return float(traced.lower().cost_analysis()["flops"])
 
-    def runs(self, pairs: Sequence[Pair], alone: bool = False) -> list[Run]:
+    def runs(self, pairs: Sequence[Pair], alone: bool = False, reports: bool = False) -> list[Run]:
         """The programs that make a step with each batch, in their order.
 
         Args:
           pairs: the batches.
-          alone: whether values may be asked for of this step, which is a single one.
+          alone: whether this is a single step, to be a program of its own.
+          reports: whether values may be asked for of the last step.
         """
-        room = max(self.steps_per_program, len(pairs))
-        program = self._several if len(pairs) == room else self._some
-        stacked = None
-        if room > 1 and program is not None and not (alone and self.traits.reported):
-            stacked = _stacked(pairs, room) or _stacked(alike(pairs), room)
-        if stacked is None or program is None:
-            reporting = self._reporting if alone and self.traits.reported else None
-            return [Run(self._one, 1, pair, pair, reporting) for pair in pairs]
-        args = stacked if program is self._several else (np.int32(len(pairs)), *stacked)
-        return [Run(program, len(pairs), args, pairs[0])]
+        reports = reports and bool(self.traits.reported)
+        if not self.loops:
+            last = self._reporting if reports else None
+            return [Run(self._one, 1, p, p, last if i == len(pairs) else None) for i, p in enumerate(pairs, 1)]
+        room = 1 if alone else max(self.steps_per_program, len(pairs))
+        stacked = _stacked(pairs, room) or _stacked(alike(pairs), room)
+        if stacked is None:
+            before = [run for pair in pairs[:-1] for run in self.runs([pair], alone=True)]
+            return [*before, *self.runs(pairs[-1:], True, reports)]
+        if len(pairs) == room > 1 and not reports:
+            return [Run(self._several, room, stacked, pairs[0])]
+        args = np.int32(len(pairs)), *stacked
+        return [Run(self._some, len(pairs), args, pairs[0], self._some_reporting if reports else None)]
 
     def is_new(self, program: Callable[..., Outcome]) -> bool:
         """Whether a program is about to be compiled, as far as is known; to be asked once before each run."""
@@ -135,6 +141,30 @@ class Programs:
             return False
         self._used.add(id(program))
         return True
+
+
+def _loop(
+    step: Callable[..., Outcome],
+    carry: Carry,
+    key_data: jax.Array,
+    start: jax.Array | int,
+    stop: jax.Array,
+    batches: tuple[PyTree, ...],
+) -> Outcome:
+    """Makes a step with each of the batches from `start` to `stop`; what is reported is that of the last one.
+
+    Where to stop is an argument of the program: XLA would take a loop of one step apart.
+    """
+    first = jax.tree.map(lambda x: x[0], batches)
+    _, loss, reported = jax.eval_shape(step, carry, key_data, *first)
+
+    def body(i: jax.Array, before: tuple[Carry, jax.Array, Any]) -> tuple[Carry, jax.Array, Any]:
+        carry, loss, reported = step(before[0], key_data, *jax.tree.map(lambda x: x[i], batches))
+        return carry, before[1].at[i].set(loss), reported
+
+    losses = jnp.zeros(jax.tree.leaves(batches)[0].shape[0], loss.dtype)
+    nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), reported)
+    return jax.lax.fori_loop(start, stop, body, (carry, losses, nothing))
 
 
 def _has_loop(jaxpr: Jaxpr) -> bool:
@@ -150,10 +180,6 @@ def state_of(carry: Carry, key_data: jax.Array) -> State:
 
 def _carry(state: State) -> Carry:
     return Carry(state.variables, state.slots, state.global_step)
-
-
-def _first(batches: PyTree) -> PyTree:
-    return jax.tree.map(lambda x: x[0], batches)
 
 
 def _reported_loss(spec: EstimatorSpec) -> jax.Array:
@@ -177,5 +203,9 @@ def _stacked(pairs: Sequence[Pair], room: int) -> Pair | None:
         if len({(leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else None for leaf in same}) > 1:
             return None
         filled = [*same, *[same[-1]] * (room - len(same))]
-        stacked.append((jnp if isinstance(same[0], jax.Array) else np).stack(filled))
+        stacked.append(_stack(filled))
     return jax.tree.unflatten(structure, stacked)
+
+
+def _stack(leaves: Sequence[Any]) -> Any:
+    return (jnp if isinstance(leaves[0], jax.Array) else np).stack(leaves)

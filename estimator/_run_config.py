@@ -90,10 +90,11 @@ class RunConfig:
         several devices, bit by bit, and raise `ReplicaMismatchError` where they differ. None never does. It waits
         for the steps before it, and reads all copies once.
 
-      resume_input: where the first `train` of an Estimator that goes on from a checkpoint begins its input. "position":
-        where the checkpoint says, if the input's iterator has `get_state` and `set_state`, as those of
-        `est.inputs` and grain have; any other begins anew. "count": of any other, as many batches are left out as were
-        taken. None: every input begins anew, as in TensorFlow. So it does after a run that came to its end.
+      resume_input: where `train` begins its input if it goes on from a checkpoint of an earlier process, or of a
+        `train` that failed. "position": where the checkpoint says, if the input's iterator has `get_state` and
+        `set_state`, as those of `est.inputs` and grain have; any other begins anew. "count": of any other, as many
+        batches are left out as were taken. None: every input begins anew, as in TensorFlow. So it does after a run that
+        came to the end of its input, and in every further `train` of the same Estimator.
 
       eval_loss_over: "batches": the "loss" that `evaluate` returns is the mean of those of batches, as in TensorFlow,
         which counts an example of a small last batch for more; "examples": the mean weighted by their sizes.

@@ -126,12 +126,12 @@ class Training:
         context = self.context
         plan = _run.Plan(self.hooks, context.global_step, self.last_step, size.most)
         asked: collections.deque[_run.Piece] = collections.deque()
-        alone: collections.deque[bool] = collections.deque()  # for the thread
-        with Prefetcher(batches, lambda pairs: self.programs.runs(pairs, alone.popleft()), _PIECES_AHEAD) as ready:
+        wanted: collections.deque[tuple[bool, bool]] = collections.deque()  # for the thread
+        with Prefetcher(batches, lambda pairs: self.programs.runs(pairs, *wanted.popleft()), _PIECES_AHEAD) as ready:
             while not context.stop_requested:
                 while len(asked) < _PIECES_AHEAD and (piece := plan.next()):
                     asked.append(piece)
-                    alone.append(piece.alone)
+                    wanted.append((piece.alone, piece.reports))
                     ready.request(piece.steps)
                 if not asked:
                     context.request_stop("steps")

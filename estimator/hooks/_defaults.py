@@ -14,7 +14,8 @@ from estimator.hooks._summary_saver import SummarySaverHook
 def with_default_hooks(
     chief: Sequence[Hook], hooks: Sequence[Hook], config: RunConfig, listeners: Sequence[CheckpointSaverListener]
 ) -> tuple[Hook, ...]:
-    """All hooks of a run, in the order in which they are called.
+    """All hooks of a run, in the order in which they are called: first those with a state, so that the checkpoint of a
+    step has what they made of it.
 
     Raises:
       ValueError: there are listeners, but no hook saves checkpoints; two hooks write summaries into the model_dir.
@@ -43,4 +44,4 @@ def with_default_hooks(
         )
     if not writers and config.save_summary_steps:
         first.append(SummarySaverHook(config.save_summary_steps))
-    return (*first, *hooks)
+    return tuple(sorted((*first, *hooks), key=lambda hook: type(hook).get_state is Hook.get_state))

@@ -31,6 +31,9 @@ class Hook:
     ...         print(context.global_step, values.loss)
     """
 
+    # Whether `before_run` may be called some steps early, so that its step can be the last of a program of several.
+    before_run_may_be_early = False
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if hasattr(cls, "after_create_session"):
@@ -70,14 +73,15 @@ class Hook:
         """Called after a step was started; it waits for the step's end only if it reads a value or the state."""
 
     def get_state(self) -> Any:
-        """What the hook remembers, to be saved with each checkpoint; None: nothing.
+        """What the hook remembers, to be saved with each checkpoint of a training; None: nothing.
 
-        Made of dicts with strings as keys, lists, numbers, strings, bytes and None.
+        Made of dicts with strings as keys, lists, numbers, strings, bytes and None. In `train` a hook that overrides
+        this is called before the one that saves, so that the checkpoint of a step knows what the hook made of it.
         """
 
     def set_state(self, state: Any) -> None:
-        """Called before `after_create_state` where the checkpoint that training goes on from holds a state of the hook:
-        of the first, second ... hook of its class."""
+        """Called between `begin` and `after_create_state` where the checkpoint that training goes on from holds a
+        state of the hook: of the first, second ... hook of its class."""
 
     def end(self, context: Context) -> None:
         """Called last, once in a run, whatever happened: `context.error` tells what went wrong, if anything did."""
@@ -101,6 +105,7 @@ class Context:
       error: in `end`: the exception that ended the run, or None.
       stop_reason: in `end`: why the run ended: "input" (which ended), "steps" (all were done), "error", "closed" (an
         iterator of `predict`), or what `request_stop` was told.
+      preempted: whether SIGTERM came: the process ends with the run.
       found_nan: whether a loss is known to be NaN; nothing is saved any more.
       metrics: in `end` of an evaluation that succeeded: what `evaluate` returns.
       restored: whether a hook gave the newest checkpoint other values than those of the state.
@@ -118,6 +123,7 @@ class Context:
         self.phase = "begin"
         self.error: BaseException | None = None
         self.stop_reason: str | None = None
+        self.preempted = False
         self.found_nan = False
         self.metrics: dict[str, Any] | None = None
         self.restored = False
