@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Jaxpr, jaxprs_in_params
 
+from estimator._cost import steps_that_fit
 from estimator._frame import PyTree
 from estimator._report import Report
 from estimator._sparse import alike, with_steps
@@ -98,20 +98,11 @@ class Programs:
         self._one, self._reporting = compiled(one), compiled(reporting)
         self._several, self._some, self._some_reporting = map(compiled, (several, some, some_reporting))
 
-    @property
-    def platform(self) -> str:
-        """The kind of device that the model_fn runs on."""
-        shardings = jax.tree.leaves(self.traits.shardings)
-        return next(iter(shardings[0].device_set)).platform if shardings else jax.default_backend()
-
     @functools.cached_property
-    def flops(self) -> float:
-        """The number of floating point operations in one step, on one device; inf where a loop makes it unknown."""
+    def steps_that_fit(self) -> int:
+        """How many steps are to go into one program, by their arithmetic."""
         carry, key_data = _carry(self.traits.like), jax.eval_shape(jax.random.key_data, self.traits.like.key)
-        traced = self._one.trace(carry, key_data, *self._batch)
-        if _has_loop(traced.jaxpr.jaxpr):
-            return float("inf")
-        return float(traced.lower().cost_analysis()["flops"])
+        return steps_that_fit(self._one, self.traits.platform, carry, key_data, *self._batch)
 
     def runs(self, pairs: Sequence[Pair], alone: bool = False, reports: bool = False) -> list[Run]:
         """The programs that make a step with each batch, in their order.
@@ -126,7 +117,7 @@ class Programs:
             last = self._reporting if reports else None
             return [Run(self._one, 1, p, p, last if i == len(pairs) else None) for i, p in enumerate(pairs, 1)]
         room = 1 if alone else max(self.steps_per_program, len(pairs))
-        stacked = _stacked(pairs, room) or _stacked(alike(pairs), room)
+        stacked = stacked_batches(pairs, room) or stacked_batches(alike(pairs), room)
         if stacked is None:
             before = [run for pair in pairs[:-1] for run in self.runs([pair], alone=True)]
             return [*before, *self.runs(pairs[-1:], True, reports)]
@@ -167,13 +158,6 @@ def _loop(
     return jax.lax.fori_loop(start, stop, body, (carry, losses, nothing))
 
 
-def _has_loop(jaxpr: Jaxpr) -> bool:
-    return any(
-        equation.primitive.name in ("scan", "while") or any(map(_has_loop, jaxprs_in_params(equation.params)))
-        for equation in jaxpr.eqns
-    )
-
-
 def state_of(carry: Carry, key_data: jax.Array) -> State:
     return State(carry.variables, carry.slots, carry.global_step, jax.random.wrap_key_data(key_data))
 
@@ -188,7 +172,7 @@ def _reported_loss(spec: EstimatorSpec) -> jax.Array:
     return spec.loss if skipped is None else jnp.where(skipped & jnp.isnan(spec.loss), jnp.inf, spec.loss)
 
 
-def _stacked(pairs: Sequence[Pair], room: int) -> Pair | None:
+def stacked_batches(pairs: Sequence[Pair], room: int) -> Pair | None:
     """The batches as one of arrays `[room, batch, ...]`, the last of them repeated to fill the room; None if they
     differ in structure, shapes or dtypes."""
     first, structure = jax.tree.flatten(pairs[0])
