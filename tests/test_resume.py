@@ -2,12 +2,7 @@
 
 import itertools
 import os
-import random
 import re
-import signal
-import subprocess
-import sys
-import time
 
 import jax
 import jax.numpy as jnp
@@ -29,77 +24,6 @@ def make(model_dir, model_fn, **config):
 def saved_steps(estimator):
     found = map(re.compile(r"ckpt-(\d+)").fullmatch, os.listdir(estimator.model_dir))
     return sorted(int(m[1]) for m in found if m)
-
-
-# Every step adds 1 to every element of w; it is large, so that a kill may fall in the middle of a write.
-SCRIPT = """
-import sys
-import estimator as est, jax, jax.numpy as jnp, numpy as np, optax
-
-def model_fn(features, mode):
-    w = est.get_variable("w", (400_000,), initializer=jax.nn.initializers.zeros)
-    loss = -jnp.sum(w)
-    train_op = est.Optimizer(optax.sgd(1.0, momentum=0.0)).minimize(loss)
-    return est.EstimatorSpec(mode, loss=loss, train_op=train_op)
-
-def input_fn():
-    for i in range(1_000_000):
-        if i == 2:
-            print("running", flush=True)
-        yield np.ones(1, np.float32)
-
-config = est.RunConfig(save_checkpoints_steps=2)
-estimator = est.Estimator(model_fn, sys.argv[1], config)
-latest = estimator.latest_checkpoint()
-start = 0 if latest is None else int(estimator.get_variable_value("global_step"))
-print(f"from {start}", flush=True)
-estimator.train(input_fn, max_steps=int(sys.argv[2]))
-print("done", flush=True)
-"""
-
-
-def start_script(model_dir, max_steps):
-    process = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, str(model_dir), str(max_steps)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        cwd=os.path.dirname(os.path.dirname(os.path.abspath(__file__))),
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
-    )
-    return process, int(process.stdout.readline().removeprefix("from "))
-
-
-@pytest.mark.slow
-def test_a_run_killed_ten_times_goes_on_from_the_last_whole_checkpoint(tmp_path):
-    when = random.Random(0)
-    viewer = make(tmp_path, lambda features, mode: None)
-    tmp_path.mkdir(exist_ok=True)
-    step = 0
-    for _ in range(10):
-        process, start = start_script(tmp_path, 1_000_000)
-        try:
-            assert start == step
-            assert process.stdout.readline() == "running\n"
-            time.sleep(when.uniform(0, 0.6))
-        finally:
-            process.send_signal(signal.SIGKILL)
-            process.communicate()
-        assert process.returncode == -signal.SIGKILL
-        latest = viewer.latest_checkpoint()
-        step = int(viewer.get_variable_value("global_step"))
-        assert latest == str(tmp_path / f"ckpt-{step}")
-        assert step >= start
-        np.testing.assert_array_equal(viewer.get_variable_value("w"), np.float32(step))
-    assert step > 10  # it does get on
-    process, start = start_script(tmp_path, step + 3)
-    out, _ = process.communicate(timeout=60)
-    assert start == step
-    assert out.endswith("done\n") and process.returncode == 0
-    np.testing.assert_array_equal(viewer.get_variable_value("w"), np.float32(step + 3))
-    assert viewer.latest_checkpoint() == str(tmp_path / f"ckpt-{step + 3}")
-    left = [name for name in os.listdir(tmp_path) if not re.fullmatch(r"ckpt-\d+|events.*|history.*", name)]
-    assert left == []
 
 
 def counter(features, mode):
