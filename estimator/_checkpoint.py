@@ -205,14 +205,14 @@ def take_values(path: str, source: str) -> None:
     it stay."""
     with _checkpointer() as checkpointer:
 
-        def arrays(path: str) -> dict[str, np.ndarray]:
-            like = dict.fromkeys(_metadata(checkpointer, path), 0)
-            as_numpy = {key: ocp.RestoreArgs(restore_type=np.ndarray) for key in like}
-            return checkpointer.restore(os.path.abspath(path), args=ocp.args.PyTreeRestore(like, as_numpy))
+        def arrays(path: str, values: bool) -> dict[str, np.ndarray]:
+            keys = [key for key in _metadata(checkpointer, path) if key.startswith(_PREFIXES) is values]
+            as_numpy = {key: ocp.RestoreArgs(restore_type=np.ndarray) for key in keys}
+            args = ocp.args.PyTreeRestore(dict.fromkeys(keys, 0), as_numpy, partial_restore=True)
+            return checkpointer.restore(os.path.abspath(path), args=args)
 
-        values = {key: array for key, array in arrays(source).items() if key.startswith(_PREFIXES)}
-        others = {key: array for key, array in arrays(path).items() if not key.startswith(_PREFIXES)}
-        checkpointer.save(os.path.abspath(path), args=ocp.args.PyTreeSave({**values, **others}), force=True)
+        merged = {**arrays(source, values=True), **arrays(path, values=False)}
+        checkpointer.save(os.path.abspath(path), args=ocp.args.PyTreeSave(merged), force=True)
 
 
 def names(path: str) -> list[str]:

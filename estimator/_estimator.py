@@ -9,7 +9,6 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from absl import logging
 
@@ -26,9 +25,10 @@ from estimator._preemption import ends_by_sigterm, interrupted_by_sigterm
 from estimator._programs import Programs
 from estimator._run_config import RunConfig
 from estimator._spec import checked_hooks
+from estimator._states import States
 from estimator._train import Training
 from estimator._transform import State, transform
-from estimator._warm_start import WarmStartReport, WarmStartSettings, as_settings, warm_start
+from estimator._warm_start import WarmStartReport, WarmStartSettings, as_settings
 from estimator.hooks import _run
 from estimator.hooks._checkpoint_saver import CheckpointSaverListener, checked_listeners
 from estimator.hooks._defaults import with_default_hooks
@@ -94,8 +94,7 @@ class Estimator:
         self._config = config.replace(model_dir=_chosen_dir(model_dir, config))
         self._params = copy.deepcopy({} if params is None else params)
         self._model_fn = model_fn
-        self._warm_start = as_settings(warm_start_from)
-        self._warm_start_report: WarmStartReport | None = None
+        settings = as_settings(warm_start_from)
         self._model = transform(model_fn, self.params, self._config, donate=True)
         if params is None and _needs_params(model_fn):
             logging.warning("The model_fn has a params argument, but params are not passed to Estimator.")
@@ -106,7 +105,7 @@ class Estimator:
         self._programs: Programs | None = None  # made for the first batch
         self._eval_steps = EvalSteps(self._model)
         self._predict_steps = PredictSteps(self._model)
-        self._live: tuple[Any, State] | None = None  # which checkpoint, and its state
+        self._states = States(self._model, self._config.seed, settings)
         logging.info("Using config: %s", self._config)
 
     @property
@@ -129,7 +128,7 @@ class Estimator:
     @property
     def warm_start_report(self) -> WarmStartReport | None:
         """What the last warm start of this Estimator took; None: there was none."""
-        return self._warm_start_report
+        return self._states.warm_start_report
 
     def train(
         self,
@@ -189,8 +188,8 @@ class Estimator:
             self._programs = Programs(self._model, *first)
         chief_hooks, spec_hooks = self._programs.traits.hooks
         all_hooks = with_default_hooks(chief_hooks, [*own_hooks, *spec_hooks], self._config, listeners)
-        state = self._own_copy(self._state(ModeKeys.TRAIN, path, *first))
-        if path is None and self._warm_start:
+        state = self._states.own(path, *first)
+        if path is None and self._states.settings is not None:
             start = int(state.global_step)  # which it may have brought
             if max_steps is not None and start >= max_steps:
                 logging.info("Skipping training since the warm start is at max_steps already.")
@@ -208,7 +207,7 @@ class Estimator:
             if context.stop_reason == "input":
                 _checkpoint.note_end_of_input(training.saved_path)
             if not context.restored:
-                self._keep(training.saved_path, state)
+                self._states.keep(training.saved_path, state)
         return self
 
     def evaluate(
@@ -242,7 +241,7 @@ class Estimator:
         _check_steps("steps", steps)
         own_hooks, path = checked_hooks("hooks", hooks), self._existing(checkpoint_path)
         return self._evaluate(
-            lambda *batch: self._state(ModeKeys.EVAL, path, *batch), input_fn, steps, own_hooks, name, path
+            lambda *batch: self._states.get(ModeKeys.EVAL, path, *batch), input_fn, steps, own_hooks, name, path
         )
 
     def evaluate_state(
@@ -257,8 +256,7 @@ class Estimator:
         _check_steps("steps", steps)
 
         def placed(*batch: PyTree) -> State:
-            like = self._model.abstract_init(*batch, mode=ModeKeys.EVAL)
-            return jax.tree.map(_placed, _part(state, like), like)
+            return self._states.for_evaluation(state, *batch)
 
         return self._evaluate(placed, input_fn, steps, checked_hooks("hooks", hooks), name)
 
@@ -371,10 +369,10 @@ class Estimator:
           TypeError: the features are no arrays of numbers, or in another container.
         """
         path = self._checkpoints.latest() if checkpoint_path is None else self._existing(checkpoint_path)
-        if path is None and self._warm_start is None:
+        if path is None and self._states.settings is None:
             raise ValueError(f"Couldn't find trained model at {self.model_dir}. Call `train` first.")
         options = check_arguments(example_features, assets_extra, batch_size, platforms)
-        state = self._state(ModeKeys.PREDICT, path, options.features)
+        state = self._states.get(ModeKeys.PREDICT, path, options.features)
         call = bind(self._model_fn, self.params, self._config)
         return write_export(export_dir_base, call, state, options)
 
@@ -470,41 +468,9 @@ class Estimator:
         context.reported = traits.reported
         hooks = (*hooks, *traits.hooks[1])
         with ends_by_sigterm(context), _run.around(hooks, context):
-            state = self._state(ModeKeys.PREDICT, path, first[0])
+            state = self._states.get(ModeKeys.PREDICT, path, first[0])
             context.has_state(state)
             yield from predict_batches(self._predict_steps, state, rest, keys, hooks, context)
-
-    def _state(self, mode: ModeKeys, path: str | None, features: PyTree, labels: PyTree = None) -> State:
-        """The state saved at `path`, from memory if it is alive, or the initial one."""
-        if path is None:
-            state = self._model.init(jax.random.key(self._config.seed), features, labels, mode=mode)
-            if self._warm_start:
-                state = self._warm_started(self._warm_start, state, mode, features, labels)
-            # Committed to their devices as restored arrays are; jax compiles anew for others.
-            return jax.device_put(state, jax.tree.map(lambda x: x.sharding, state))
-        like = self._model.abstract_init(features, labels, mode=mode)
-        if self._live is None or self._live[0] != _identity(path) or not _covers(self._live[1], like):
-            self._keep(path, _checkpoint.restore(path, like, partial=mode != ModeKeys.TRAIN))
-        assert self._live is not None
-        return jax.tree.map(_placed, _part(self._live[1], like), like)
-
-    def _warm_started(
-        self, settings: WarmStartSettings, state: State, mode: ModeKeys, features: PyTree, labels: PyTree
-    ) -> State:
-        trainable = self._model.traits(features, labels, mode).trainable
-        state, report = warm_start(settings, state, trainable, mode)
-        if report != self._warm_start_report:
-            logging.log(logging.WARNING if report.missing else logging.INFO, "%s", report)
-        self._warm_start_report = report
-        return state
-
-    def _keep(self, path: str | None, state: State) -> None:
-        self._live = None if path is None else (_identity(path), state)
-
-    def _own_copy(self, state: State) -> State:
-        """A copy for training, which takes the memory of what it is given; a prediction may still read the other."""
-        self._live = None
-        return jax.tree.map(lambda x: x.copy(), state)
 
 
 def _chosen_dir(model_dir: str | os.PathLike[str] | None, config: RunConfig) -> str:
@@ -530,27 +496,3 @@ def _needs_params(model_fn: ModelFn) -> bool:
 def _check_steps(name: str, value: int | None) -> None:
     if value is not None and value <= 0:
         raise ValueError(f"Must specify {name} > 0, given: {value}.")
-
-
-def _identity(path: str) -> tuple[str, int]:
-    """Tells a checkpoint from another one of the same name."""
-    return os.path.abspath(path), _checkpoint.written_ns(path)
-
-
-def _part(state: State, like: State) -> State:
-    """What a mode knows of a state that may hold more: programs are compiled for one structure."""
-    return state._replace(
-        variables={name: state.variables[name] for name in like.variables},
-        slots={name: state.slots[name] for name in like.slots},
-    )
-
-
-def _placed(array: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
-    """Where the mode wants it: training may keep variables elsewhere than evaluation reads them."""
-    if like.sharding is None or array.sharding.is_equivalent_to(like.sharding, array.ndim):
-        return array
-    return jax.device_put(array, like.sharding)
-
-
-def _covers(state: State, like: State) -> bool:
-    return like.variables.keys() <= state.variables.keys() and like.slots.keys() <= state.slots.keys()

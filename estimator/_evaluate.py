@@ -1,7 +1,8 @@
-"""Evaluation: one compiled step per batch, metrics merged on the host."""
+"""Evaluation: a compiled step for a batch, or for several small ones; metrics merged on the host."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,26 +10,29 @@ import jax
 import numpy as np
 
 from estimator._batch import guarded
+from estimator._cost import debugging, steps_that_fit
 from estimator._frame import PyTree
 from estimator._input import Batches
+from estimator._modes import ModeKeys
 from estimator._preemption import SIGTERM, Preempted
-from estimator._reading import batches_with_hooks
+from estimator._programs import stacked_batches
+from estimator._reading import pieces_with_hooks
 from estimator._report import Report
-from estimator._sparse import is_sparse
+from estimator._sparse import has_sparse, is_sparse
 from estimator._transform import Model, State
 from estimator.hooks import _run
 from estimator.hooks._hook import Context, Hook
 from estimator.metrics import Metric
 
-_BATCHES_IN_FLIGHT = 2
-_MOST_BATCHES_AT_ONCE, _MOST_BYTES_AT_ONCE = 16, 1 << 18  # read ahead together
-_BATCHES_FETCHED = 20  # at once: to fetch each costs as much as a small batch
+_PROGRAMS_IN_FLIGHT = 2
+_PROGRAMS_FETCHED = 20  # at once: to fetch each costs as much as a small batch
+_MOST_BATCHES_AT_ONCE, _MOST_BYTES_AT_ONCE = 16, 1 << 18
 
 
 class EvalSteps:
-    """The compiled steps: loss and metrics of a batch, without the predictions; and with what is reported.
+    """The compiled steps: loss and metrics of a batch, without the predictions; with what is reported; of several.
 
-    Both take `(variables, global_step, key_data, features, labels)`: jax takes typed keys on a slower path.
+    All take `(variables, global_step, key_data, features, labels)`: jax takes typed keys on a slower path.
     """
 
     def __init__(self, model: Model) -> None:
@@ -42,8 +46,26 @@ class EvalSteps:
         def quiet(*args: Any) -> tuple[jax.Array, Any, dict[str, Report]]:
             return *reporting(*args)[:2], {}
 
+        def several(*args: Any) -> tuple[jax.Array, Any]:
+            *held, features, labels = args
+            return jax.lax.map(lambda batch: quiet(*held, *batch)[:2], (features, labels))
+
+        self._model = model
+        self._fits: dict[int, int] = {}  # by the bytes of a batch
         self.reporting = jax.jit(reporting)
         self.quiet = jax.jit(quiet)
+        self.several = jax.jit(several)
+
+    def at_once(self, held: tuple[Any, ...], features: PyTree, labels: PyTree) -> int:
+        """How many batches like this one are to be read ahead together, and to go into one program."""
+        size = sum(leaf.nbytes for leaf in jax.tree.leaves((features, labels)) if hasattr(leaf, "nbytes"))
+        most = max(1, min(_MOST_BATCHES_AT_ONCE, _MOST_BYTES_AT_ONCE // max(size, 1)))
+        traits = self._model.traits(features, labels, ModeKeys.EVAL)
+        if most == 1 or not traits.is_one_program or has_sparse((features, labels)) or debugging():
+            return 1
+        if size not in self._fits:
+            self._fits[size] = steps_that_fit(self.quiet, traits.platform, *held, features, labels)
+        return min(most, self._fits[size])
 
 
 class Merged:
@@ -56,14 +78,15 @@ class Merged:
         self._losses: list[float] = []
         self._rows: list[int] = []
         self._metrics: dict[str, Any] = {}
-        self._waiting: list[tuple[jax.Array, Any]] = []
+        self._waiting: list[tuple[jax.Array, Any]] = []  # of a batch, or stacked, of several
 
-    def add(self, loss: jax.Array, metrics: dict[str, Any], rows: int) -> None:
-        self._rows.append(rows)
+    def add(self, loss: jax.Array, metrics: dict[str, Any], rows: Sequence[int]) -> None:
+        """Adds loss and metrics of a batch, or, stacked, those of several; `rows` are the sizes of these."""
+        self._rows.extend(rows)
         self._waiting.append((loss, metrics))
-        if len(self._waiting) > _BATCHES_IN_FLIGHT:
-            self._waiting[-1 - _BATCHES_IN_FLIGHT][0].block_until_ready()
-        if len(self._waiting) == _BATCHES_FETCHED:
+        if len(self._waiting) > _PROGRAMS_IN_FLIGHT:
+            self._waiting[-1 - _PROGRAMS_IN_FLIGHT][0].block_until_ready()
+        if len(self._waiting) == _PROGRAMS_FETCHED:
             self._fetch()
 
     def results(self, loss_over: str) -> dict[str, Any]:
@@ -77,13 +100,15 @@ class Merged:
 
     def _fetch(self) -> None:
         for loss, metrics in jax.device_get(self._waiting):
-            self._losses.append(float(loss))
-            if len(self._losses) > 1 and metrics.keys() != self._metrics.keys():
+            if self._losses and metrics.keys() != self._metrics.keys():
                 raise ValueError(
                     f"The model_fn returned the metrics {sorted(metrics)} for a batch, but {sorted(self._metrics)} "
                     "for those before. Return the same ones for a batch of any size."
                 )
+            self._losses.extend(np.atleast_1d(loss).tolist())
             for name, metric in metrics.items():
+                if np.ndim(loss):
+                    metric = _merged(metric, len(loss))
                 metric = _widened(metric)
                 self._metrics[name] = self._metrics[name].merge(metric) if name in self._metrics else metric
         self._waiting = []
@@ -101,24 +126,43 @@ def evaluate_batches(
     """The metrics over all batches, or the first `last_batch` of them; there must be at least one."""
     merged = Merged()
     held = state.variables, state.global_step, jax.random.key_data(state.key)
-    size = sum(leaf.nbytes for leaf in jax.tree.leaves(batches.peek()) if hasattr(leaf, "nbytes"))
-    at_once = max(1, min(_MOST_BATCHES_AT_ONCE, _MOST_BYTES_AT_ONCE // max(size, 1)))
-    for features, labels, due in batches_with_hooks(batches, hooks, context, last_batch, at_once):
+    at_once = steps.at_once(held, *batches.peek())  # type: ignore[misc]
+    for pairs, due in pieces_with_hooks(batches, hooks, context, last_batch, at_once):
         asked = _run.before(due, context)
-        step = steps.reporting if _run.asks(asked) else steps.quiet
-        loss, metrics, reported = guarded(step, features, labels, *held, features, labels)
-        context.count(1, features)
-        merged.add(loss, metrics, jax.tree.leaves(features, is_leaf=is_sparse)[0].shape[0])
+        rows = [jax.tree.leaves(pair, is_leaf=is_sparse)[0].shape[0] for pair in pairs]
+        stacked = stacked_batches(pairs, at_once) if len(pairs) == at_once > 1 and not due else None
+        if stacked is not None:
+            losses, metrics = guarded(steps.several, *pairs[0], *held, *stacked)
+            merged.add(losses, metrics, rows)
+            context.count(len(pairs), pairs[0][0])
+            continue
+        for i, (features, labels) in enumerate(pairs):
+            step = steps.reporting if _run.asks(asked) and i == len(pairs) - 1 else steps.quiet
+            loss, metrics, reported = guarded(step, features, labels, *held, features, labels)
+            context.count(1, features)
+            merged.add(loss, metrics, rows[i : i + 1])
         _run.after(due, context, asked, loss, 1, reported)
     if context.stop_reason == SIGTERM:
         raise Preempted  # what there is so far is no result
     return {**merged.results(loss_over), "global_step": int(state.global_step)}
 
 
+def _merged(stacked: Any, count: int) -> Any:
+    """One metric from the stacked states of several batches."""
+    if isinstance(stacked, Metric) and type(stacked).merge is Metric.merge:
+        return jax.tree.map(lambda x: x.any(0) if x.dtype == bool else x.sum(0, _wide(x.dtype)), stacked)
+    parts = [_widened(jax.tree.map(lambda x, i=i: x[i], stacked)) for i in range(count)]
+    return functools.reduce(lambda merged, part: merged.merge(part), parts)
+
+
 def _widened(metric: Any) -> Any:
     if not isinstance(metric, Metric):
         return metric  # a user's own: its `merge` may not expect other dtypes
-    return jax.tree.map(lambda x: x.astype(np.float64) if np.issubdtype(x.dtype, np.floating) else x, metric)
+    return jax.tree.map(lambda x: x.astype(_wide(x.dtype)), metric)
+
+
+def _wide(dtype: Any) -> Any:
+    return np.float64 if np.issubdtype(dtype, np.floating) else dtype
 
 
 def _result(metric: Any) -> Any:

@@ -6,18 +6,13 @@ import math
 import time
 from collections.abc import Sequence
 
-import jax
-
+from estimator._cost import debugging
 from estimator._programs import Programs
 from estimator._run_config import seconds
 from estimator.hooks._hook import Hook
 from estimator.hooks._run import Plan
 from estimator.hooks._stop_at_step import StopAtStepHook
 
-# A program takes the host some 50 us to start. It is to be little beside what the devices do in it: a CPU core makes
-# some 1e11 operations per second, an accelerator a hundred times as many.
-_FLOPS_PER_PROGRAM = {"cpu": 1e8}
-_FLOPS_ON_ACCELERATORS = 1e10
 _STEPS_TO_TIME = 20
 
 
@@ -45,7 +40,7 @@ class LoopSize:
         self._wanted = wanted
         self._begin: tuple[int, float] | None = None
         programs.steps_per_program = steps
-        programs.loops = steps > 1 or wanted is not None
+        programs.loops = programs.traits.is_one_program and (steps > 1 or wanted is not None)
 
     def most(self) -> int:
         return self._programs.steps_per_program
@@ -67,13 +62,8 @@ class LoopSize:
             self._begin = step, now
 
 
-def _debugging() -> bool:
-    """Whether jax is to run operation by operation, or to find the one that makes a NaN; in a loop it finds none."""
-    return any(getattr(jax.config, name) for name in ("jax_disable_jit", "jax_debug_nans", "jax_debug_infs"))
-
-
 def _automatic(programs: Programs, hooks: Sequence[Hook], step: int, look_every: int) -> int:
-    if not programs.traits.is_one_program or _debugging():
+    if not programs.traits.is_one_program or debugging():
         return 1
     hooks = [hook for hook in hooks if not isinstance(hook, StopAtStepHook)]  # the end may be near, or far
     plan = Plan(hooks, step, None, lambda: look_every)
@@ -81,6 +71,4 @@ def _automatic(programs: Programs, hooks: Sequence[Hook], step: int, look_every:
     longest = max(piece.steps for piece in pieces if piece is not None)
     if longest == 1:
         return 1
-    fit = _FLOPS_PER_PROGRAM.get(programs.platform, _FLOPS_ON_ACCELERATORS) / max(programs.flops, 1.0)
-    most = max(1, int(fit))
-    return max(1, longest // math.ceil(longest / most))
+    return max(1, longest // math.ceil(longest / programs.steps_that_fit))

@@ -10,7 +10,7 @@ import numpy as np
 from estimator._batch import guarded
 from estimator._frame import PyTree
 from estimator._input import Batches
-from estimator._reading import batches_with_hooks
+from estimator._reading import pieces_with_hooks
 from estimator._report import Report
 from estimator._transform import Model, State
 from estimator.hooks import _run
@@ -41,7 +41,7 @@ def predict_batches(
     context: Context,
 ) -> Iterator[PyTree]:
     """Yields the predictions of each batch as numpy arrays."""
-    for features, _, due in batches_with_hooks(batches, hooks, context, None):
+    for ((features, _),), due in pieces_with_hooks(batches, hooks, context, None):
         asked = _run.before(due, context)
         step = steps.reporting if _run.asks(asked) else steps.quiet
         predictions, reported = guarded(step, features, None, state, features)

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Jaxpr, jaxprs_in_params
 
+from estimator._cost import steps_that_fit
 from estimator._frame import PyTree
 from estimator._report import Report
 from estimator._sparse import alike, with_steps
@@ -61,7 +61,7 @@ class Programs:
 
     Attributes:
       traits: what is known of the model_fn.
-      steps_per_program: how many steps `several` makes.
+      steps_per_program: how many steps a program makes at most.
       loops: whether steps run in loops.
     """
 
@@ -84,52 +84,47 @@ class Programs:
             state, spec = model.train_loop(state_of(carry, key_data), with_steps((features, labels)))
             return _carry(state), _reported_loss(spec), {}
 
+        def some(carry: Carry, key_data: jax.Array, steps: jax.Array, *batches: PyTree) -> Outcome:
+            return _loop(one, carry, key_data, 0, steps, batches)
+
+        def some_reporting(carry: Carry, key_data: jax.Array, steps: jax.Array, *batches: PyTree) -> Outcome:
+            carry, losses, _ = _loop(one, carry, key_data, 0, steps - 1, batches)
+            carry, last, reported = _loop(reporting, carry, key_data, steps - 1, steps, batches)
+            return carry, losses.at[steps - 1].set(last[steps - 1]), reported
+
         def compiled(program: Any) -> Any:
             return jax.jit(program, donate_argnums=0) if traits.is_one_program else program
 
-        def in_loop(step: Callable[..., Outcome]) -> Any:
-            return jax.jit(functools.partial(_loop, step), donate_argnums=0) if traits.is_one_program else None
-
-        self._one, self._reporting, self._several = compiled(one), compiled(reporting), compiled(several)
-        self._some, self._single, self._single_reporting = in_loop(one), in_loop(one), in_loop(reporting)
-
-    @property
-    def platform(self) -> str:
-        """The kind of device that the model_fn runs on."""
-        shardings = jax.tree.leaves(self.traits.shardings)
-        return next(iter(shardings[0].device_set)).platform if shardings else jax.default_backend()
+        self._one, self._reporting = compiled(one), compiled(reporting)
+        self._several, self._some, self._some_reporting = map(compiled, (several, some, some_reporting))
 
     @functools.cached_property
-    def flops(self) -> float:
-        """The number of floating point operations in one step, on one device; inf where a loop makes it unknown."""
+    def steps_that_fit(self) -> int:
+        """How many steps are to go into one program, by their arithmetic."""
         carry, key_data = _carry(self.traits.like), jax.eval_shape(jax.random.key_data, self.traits.like.key)
-        traced = self._one.trace(carry, key_data, *self._batch)
-        if _has_loop(traced.jaxpr.jaxpr):
-            return float("inf")
-        return float(traced.lower().cost_analysis()["flops"])
+        return steps_that_fit(self._one, self.traits.platform, carry, key_data, *self._batch)
 
-    def runs(self, pairs: Sequence[Pair], alone: bool = False) -> list[Run]:
+    def runs(self, pairs: Sequence[Pair], alone: bool = False, reports: bool = False) -> list[Run]:
         """The programs that make a step with each batch, in their order.
 
         Args:
           pairs: the batches.
-          alone: whether values may be asked for of this step, which is a single one.
+          alone: whether this is a single step, to be a program of its own.
+          reports: whether values may be asked for of the last step.
         """
-        room = max(self.steps_per_program, len(pairs))
-        program = self._several if len(pairs) == room else self._some
-        asked = alone and bool(self.traits.reported)
-        stacked = None
-        if room > 1 and program is not None and not asked:
-            stacked = _stacked(pairs, room) or _stacked(alike(pairs), room)
-        if stacked is None or program is None:
-            if self.loops and self._single is not None:
-                reporting = self._single_reporting if asked else None
-                singles = [(np.int32(1), *jax.tree.map(lambda leaf: _stack([leaf]), pair)) for pair in pairs]
-                return [Run(self._single, 1, a, pair, reporting) for a, pair in zip(singles, pairs, strict=True)]
-            reporting = self._reporting if asked else None
-            return [Run(self._one, 1, pair, pair, reporting) for pair in pairs]
-        args = stacked if program is self._several else (np.int32(len(pairs)), *stacked)
-        return [Run(program, len(pairs), args, pairs[0])]
+        reports = reports and bool(self.traits.reported)
+        if not self.loops:
+            last = self._reporting if reports else None
+            return [Run(self._one, 1, p, p, last if i == len(pairs) else None) for i, p in enumerate(pairs, 1)]
+        room = 1 if alone else max(self.steps_per_program, len(pairs))
+        stacked = stacked_batches(pairs, room) or stacked_batches(alike(pairs), room)
+        if stacked is None:
+            before = [run for pair in pairs[:-1] for run in self.runs([pair], alone=True)]
+            return [*before, *self.runs(pairs[-1:], True, reports)]
+        if len(pairs) == room > 1 and not reports:
+            return [Run(self._several, room, stacked, pairs[0])]
+        args = np.int32(len(pairs)), *stacked
+        return [Run(self._some, len(pairs), args, pairs[0], self._some_reporting if reports else None)]
 
     def is_new(self, program: Callable[..., Outcome]) -> bool:
         """Whether a program is about to be compiled, as far as is known; to be asked once before each run."""
@@ -143,16 +138,16 @@ def _loop(
     step: Callable[..., Outcome],
     carry: Carry,
     key_data: jax.Array,
-    steps: jax.Array,
-    features: PyTree,
-    labels: PyTree,
+    start: jax.Array | int,
+    stop: jax.Array,
+    batches: tuple[PyTree, ...],
 ) -> Outcome:
-    """Makes `steps` steps, with the first of the batches; what is reported is that of the last one.
+    """Makes a step with each of the batches from `start` to `stop`; what is reported is that of the last one.
 
-    Their number is an argument: XLA would take a loop of one step apart.
+    Where to stop is an argument of the program: XLA would take a loop of one step apart.
     """
-    batches = features, labels
-    _, loss, reported = jax.eval_shape(step, carry, key_data, *_first(batches))
+    first = jax.tree.map(lambda x: x[0], batches)
+    _, loss, reported = jax.eval_shape(step, carry, key_data, *first)
 
     def body(i: jax.Array, before: tuple[Carry, jax.Array, Any]) -> tuple[Carry, jax.Array, Any]:
         carry, loss, reported = step(before[0], key_data, *jax.tree.map(lambda x: x[i], batches))
@@ -160,14 +155,7 @@ def _loop(
 
     losses = jnp.zeros(jax.tree.leaves(batches)[0].shape[0], loss.dtype)
     nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), reported)
-    return jax.lax.fori_loop(0, steps, body, (carry, losses, nothing))
-
-
-def _has_loop(jaxpr: Jaxpr) -> bool:
-    return any(
-        equation.primitive.name in ("scan", "while") or any(map(_has_loop, jaxprs_in_params(equation.params)))
-        for equation in jaxpr.eqns
-    )
+    return jax.lax.fori_loop(start, stop, body, (carry, losses, nothing))
 
 
 def state_of(carry: Carry, key_data: jax.Array) -> State:
@@ -178,17 +166,13 @@ def _carry(state: State) -> Carry:
     return Carry(state.variables, state.slots, state.global_step)
 
 
-def _first(batches: PyTree) -> PyTree:
-    return jax.tree.map(lambda x: x[0], batches)
-
-
 def _reported_loss(spec: EstimatorSpec) -> jax.Array:
     """A skipped step's NaN is reported as inf: it must not end the training."""
     skipped = spec.train_op.skipped
     return spec.loss if skipped is None else jnp.where(skipped & jnp.isnan(spec.loss), jnp.inf, spec.loss)
 
 
-def _stacked(pairs: Sequence[Pair], room: int) -> Pair | None:
+def stacked_batches(pairs: Sequence[Pair], room: int) -> Pair | None:
     """The batches as one of arrays `[room, batch, ...]`, the last of them repeated to fill the room; None if they
     differ in structure, shapes or dtypes."""
     first, structure = jax.tree.flatten(pairs[0])

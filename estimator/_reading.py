@@ -18,10 +18,10 @@ _PIECES_AHEAD = 2
 _TITLES = {ModeKeys.EVAL: "Evaluation", ModeKeys.PREDICT: "Prediction"}
 
 
-def batches_with_hooks(
+def pieces_with_hooks(
     batches: Batches, hooks: Sequence[Hook], context: Context, last_batch: int | None, most: int = 1
-) -> Iterator[tuple[PyTree, PyTree, Sequence[Hook]]]:
-    """Features and labels of each batch, and the hooks to call around it. A thread reads them ahead.
+) -> Iterator[tuple[list[tuple[PyTree, PyTree]], Sequence[Hook]]]:
+    """Some batches, and the hooks to call around the last of them. A thread reads them ahead.
 
     A bar on stderr shows how many were taken; there is none where stderr is no terminal.
 
@@ -30,7 +30,7 @@ def batches_with_hooks(
       hooks: in the order in which they are called; they have begun.
       context: kept up to date.
       last_batch: how many batches to take at most; None: all.
-      most: how many batches go from thread to thread at once, which takes some 30 us; the first waits for the last.
+      most: how many batches come together at most; the first then waits for the last.
     """
     for hook in hooks:
         hook.after_create_state(context)
@@ -57,6 +57,4 @@ def batches_with_hooks(
             bar.update(got.size)
             piece = asked.pop(0)
             context.phase = "step" if context.batches else "compile"
-            for pair in got.batches[:-1]:
-                yield *pair, ()
-            yield *got.batches[-1], piece.due if got.size == piece.steps else ()
+            yield got.batches, piece.due if got.size == piece.steps else ()

@@ -110,9 +110,9 @@ class Training:
             for run, due in self._runs(batches, size):
                 asked = _run.before(due, context)
                 losses, reported = self._start(run, reporting=_run.asks(asked))
-                if context.global_step - self._looked_step >= look_every:
-                    self._look()
-                    size.timed(context.global_step)
+                if context.global_step - run.steps - self._looked_step >= look_every:
+                    self._look(but=1)  # so that the devices have something to do meanwhile
+                    size.timed(self._looked_step)
                 _run.after(due, context, asked, losses, run.steps, reported)
             self._look()
         if self._last_loss is not None:
@@ -126,12 +126,12 @@ class Training:
         context = self.context
         plan = _run.Plan(self.hooks, context.global_step, self.last_step, size.most)
         asked: collections.deque[_run.Piece] = collections.deque()
-        alone: collections.deque[bool] = collections.deque()  # for the thread
-        with Prefetcher(batches, lambda pairs: self.programs.runs(pairs, alone.popleft()), _PIECES_AHEAD) as ready:
+        wanted: collections.deque[tuple[bool, bool]] = collections.deque()  # for the thread
+        with Prefetcher(batches, lambda pairs: self.programs.runs(pairs, *wanted.popleft()), _PIECES_AHEAD) as ready:
             while not context.stop_requested:
                 while len(asked) < _PIECES_AHEAD and (piece := plan.next()):
                     asked.append(piece)
-                    alone.append(piece.alone)
+                    wanted.append((piece.alone, piece.reports))
                     ready.request(piece.steps)
                 if not asked:
                     context.request_stop("steps")
@@ -168,14 +168,16 @@ class Training:
             context.clock = context.global_step, context.examples, self._clock[1]
         return losses, reported
 
-    def _look(self) -> None:
-        """Looks at the losses since the last look, none of which may be NaN, and logs. To read the loss of each step
-        at once would cost every step, on several CPU devices, a tenth of its time."""
-        if not self._losses:
+    def _look(self, but: int = 0) -> None:
+        """Looks at the losses since the last look, none of which may be NaN, and logs; `but` not at those of the last
+        program. To read the loss of each step at once would cost every step, on several CPU devices, a tenth of its
+        time."""
+        programs = self._losses[: len(self._losses) - but]
+        if not programs:
             return
-        step = self.context.global_step
-        losses = np.concatenate([np.atleast_1d(loss.addressable_data(0))[:count] for loss, count in self._losses])
-        self._losses = []
+        losses = np.concatenate([np.atleast_1d(loss.addressable_data(0))[:count] for loss, count in programs])
+        self._losses = self._losses[len(programs) :]
+        step = self._looked_step + len(losses)
         self.context.saw_losses(self._looked_step + 1, losses)
         if self.programs.traits.on_nan == "raise":
             raise_if_any(self._carry)
@@ -187,7 +189,7 @@ class Training:
         self._last_loss = losses[-1]
         every = self.config.log_step_count_steps
         if every and step - self._logged_step >= every:
-            self._log(losses, every)
+            self._log(losses, step, every)
 
     def _found_nan(self, step: int) -> None:
         advice = (
@@ -201,10 +203,9 @@ class Training:
         self._ended_by_nan = self.context.found_nan = True
         self.context.request_stop("NaN loss")
 
-    def _log(self, losses: np.ndarray, every: int) -> None:
-        """Logs those of the last steps that are due; they may lie within a program of several."""
+    def _log(self, losses: np.ndarray, done: int, every: int) -> None:
+        """Logs those of the last steps that are due, up to `done`; they may lie within a program of several."""
         now = time.monotonic()
-        done = self.context.global_step
         step, since = self._clock or (done, now)
         rate = f" ({(done - step) / (now - since):.4g} steps/sec)" if done > step else ""
         with self._bar.external_write_mode():  # so that the line does not go into the bar

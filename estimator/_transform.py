@@ -114,6 +114,12 @@ class Traits:
     reported: dict[str, Report]
 
     @property
+    def platform(self) -> str:
+        """The kind of device that the model_fn runs on."""
+        shardings = jax.tree.leaves(self.shardings)
+        return next(iter(shardings[0].device_set)).platform if shardings else jax.default_backend()
+
+    @property
     def is_one_program(self) -> bool:
         """Whether `train_step` may be part of another program (`jax.jit`, `lax.scan`): always, but for variables
         that live on other devices than the towers."""

@@ -127,7 +127,7 @@ def _extended(estimator: Estimator, extend: Callable[..., EstimatorSpec]) -> Est
         spec = bind(estimator.model_fn, params, config)(features, labels, ModeKeys(mode))
         return extend(spec, features, labels, config)
 
-    return Estimator(model_fn, estimator.model_dir, estimator.config, estimator.params, estimator._warm_start)
+    return Estimator(model_fn, estimator.model_dir, estimator.config, estimator.params, estimator._states.settings)
 
 
 def _checked_keys(keys: Any) -> tuple[str, ...] | None:

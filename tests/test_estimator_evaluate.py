@@ -2,6 +2,7 @@
 
 import re
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -134,3 +135,30 @@ def test_no_checkpoint_may_be_an_error(tmp_path, verb):
         getattr(make(tmp_path), verb)(times(1), checkpoint_path="latest")
     trained = make(tmp_path).train(times(1), steps=1)
     assert getattr(trained, verb)(times(1), checkpoint_path="latest")
+
+
+@pytest.mark.parametrize("count", [16, 35])
+def test_many_small_batches_give_what_they_give_one_by_one(tmp_path, count, monkeypatch):
+    def model_fn(features, labels, mode):
+        y = features @ est.get_variable("w", (2, 1))
+        metrics = {
+            "accuracy": est.metrics.accuracy(labels > 1, y > 1),
+            "auc": est.metrics.auc(labels > 5, jax.nn.sigmoid(y)),
+            "largest": Largest(y.max()),
+        }
+        return est.EstimatorSpec(mode, loss=jnp.mean((y - labels) ** 2), eval_metric_ops=metrics)
+
+    random = np.random.default_rng(0)
+    batches = [
+        (random.normal(size=(4, 2)).astype(np.float32), random.normal(3, 3, (4, 1)).astype(np.float32))
+        for _ in range(count)
+    ]
+    sizes = []
+    several = make(tmp_path, model_fn)
+    program = several._eval_steps.several
+    monkeypatch.setattr(several._eval_steps, "several", lambda *args: sizes.append(len(args[-1])) or program(*args))
+    found = several.evaluate(lambda: batches)
+    assert sizes == [16] * (count // 16)
+    one_by_one = make(tmp_path, model_fn)
+    monkeypatch.setattr(one_by_one._eval_steps, "at_once", lambda *args: 1)
+    assert found == {name: pytest.approx(value) for name, value in one_by_one.evaluate(lambda: batches).items()}

@@ -61,7 +61,9 @@ EXAMPLES = {
     "resume.py": [2],
     "serve.py": [2],
     "haiku_equinox.py": [2],
+    "hooks.py": [2],
     "train_and_evaluate.py": [2],
+    "warm_start.py": [2],
 }
 
 
@@ -107,6 +109,23 @@ def test_tumours_are_told_apart(trained, towers):
     assert accuracy(stdout) >= 0.94
     assert re.findall(r"always saying the same has ([\d.]+)%", stdout) == ["63.31"]
     assert len(re.findall(r"(?:malignant|benign) \(\d+%\), is (?:malignant|benign)", stdout)) == 6
+
+
+def test_hooks_look_into_a_training(trained):
+    stdout, _ = trained("hooks.py", 2)
+    rows = re.findall(r"^ +(\d+) +([\d.]+) +([\d.]+)% +([\d.]+) +([\d.]+)%$", stdout, re.MULTILINE)
+    assert [int(row[0]) for row in rows] == [0, 120, 240, 360, 480, 600]
+    assert float(rows[-1][4]) > 95 and float(rows[-1][1]) < 0.2
+    assert len(re.findall(r"image \d+, a \d: loss \d", stdout)) == 5
+    assert os.path.getsize(re.findall(r"Curves of all this: (\S+\.png)", stdout)[0]) > 10_000
+
+
+def test_a_warm_start_is_ahead(trained):
+    stdout, _ = trained("warm_start.py", 2)
+    rows = re.findall(r"^ +(\d+) +([\d.]+)% +([\d.]+)%$", stdout, re.MULTILINE)
+    assert [int(step) for step, _, _ in rows] == [0, 10, 20, 30, 40, 50, 60]
+    assert float(rows[1][2]) > float(rows[1][1])
+    assert "used (4): new_layer0/bias (there old_layer0/bias)" in stdout
 
 
 @pytest.mark.parametrize("towers", [2, 4])

@@ -139,7 +139,7 @@ def test_a_nan_loss_at_a_log_line_is_noticed_without_checkpoints(tmp_path):
 
     with pytest.raises(est.NanLossDuringTrainingError, match="at step 7"):
         estimator.train(input_fn)
-    assert 10 <= len(taken) <= 20  # the thread reads ahead
+    assert 10 <= len(taken) <= 25  # the thread reads ahead
     assert saved_steps(estimator) == []
 
 

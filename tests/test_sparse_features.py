@@ -306,15 +306,15 @@ def test_an_estimator_compiles_once_while_the_count_stays_in_its_bucket(tmp_path
     config = est.RunConfig(steps_per_loop=2)
     estimator = est.Estimator(replicate(model_fn, 2), tmp_path, config)
 
-    def run(*counts):
-        batches = [batch(8, n) for n in counts]
+    def run(batches):
         estimator.train(lambda: batches)
         estimator.evaluate(lambda: batches)
         list(estimator.predict(lambda: batches))
 
-    run(12, 12, 12)
+    first, second = ([batch(8, n) for n in counts] for counts in ((12, 12, 12), (9, 16, 10, 13, 11)))
+    run(first)
     before = model_fn.traces, len(compilations)
-    run(9, 16, 10, 13, 11)
+    run(second)
     assert (model_fn.traces, len(compilations)) == before
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import estimator as est
 from estimator import _loop_size
-from estimator._programs import Programs
+from estimator._train import Training
 from estimator.hooks._run import Plan
 
 
@@ -82,16 +82,15 @@ def test_a_moment_that_is_over_is_an_error():
 
 @pytest.fixture
 def started(monkeypatch):
-    """The numbers of steps in the programs that were made ready, in their order."""
+    """The numbers of steps in the programs that were started, in their order."""
     found = []
-    runs = Programs.runs
+    start = Training._start
 
-    def noted(*args):
-        made = runs(*args)
-        found.extend(run.steps for run in made)
-        return made
+    def noted(training, run, reporting):
+        found.append(run.steps)
+        return start(training, run, reporting)
 
-    monkeypatch.setattr(Programs, "runs", noted)
+    monkeypatch.setattr(Training, "_start", noted)
     return found
 
 

@@ -13,8 +13,9 @@ from helpers_replicate import cpus
 from helpers_summaries import Fails, Losses, changing, read, scalars, showing, shown, steps_of
 
 import estimator as est
+from estimator._train import Training
 from estimator.hooks._defaults import with_default_hooks
-from replicate import TowerOptimizer, replicate_model_fn
+from replicate import TowerOptimizer, VariableDistribution, replicate_model_fn
 
 RATES = {"global_step/sec", "examples/sec"}
 
@@ -66,6 +67,39 @@ def test_what_the_model_fn_shows_is_written_as_hooks_see_it(tmp_path, steps_per_
         assert sum(histo.bucket) == histogram.counts.sum() == 8
         assert images.shape[0] == 2 and values["input/rows/image/1"][1].image.width == 2
     assert "quiet" not in est.read_history(tmp_path)[0]
+
+
+@pytest.mark.parametrize("distribution", [None, "SHARED_ROUND_ROBIN"])
+def test_programs_of_several_steps_show_what_single_steps_show(tmp_path, monkeypatch, distribution):
+    def model_fn(features, labels, mode):
+        w = est.get_variable("w", (2, 1), initializer=jax.nn.initializers.ones)
+        est.summary.scalar("w", w.mean())
+        est.summary.histogram("products", features @ w)
+        loss = jnp.mean((features @ w - labels) ** 2)
+        return est.EstimatorSpec(mode, loss=loss, train_op=TowerOptimizer(optax.sgd(0.001)).minimize(loss))
+
+    if distribution:
+        how = VariableDistribution[distribution]
+        model_fn = replicate_model_fn(model_fn, devices=cpus(2), variable_distribution=how)
+    programs, start = [], Training._start
+
+    def noted(self, run, reporting):
+        programs.append(run)
+        return start(self, run, reporting)
+
+    monkeypatch.setattr(Training, "_start", noted)
+    written = []
+    for steps_per_loop in (1, 4, 10):
+        directory = tmp_path / str(steps_per_loop)
+        estimator = make(directory, model_fn, save_summary_steps=10, steps_per_loop=steps_per_loop)
+        del programs[:]
+        estimator.train(changing, steps=31)
+        written.append([(row["step"], row["loss"], row["w"]) for row in est.read_history(directory)])
+        np.testing.assert_allclose(written[-1], written[0], rtol=1e-5)
+        histograms = [list(value.histo.bucket) for _, value in shown(directory)["products"]]
+        assert len(histograms) == 4 and all(sum(counts) == 4 for counts in histograms)
+    if not distribution:
+        assert [run.steps for run in programs] == [1, 10, 10, 10]  # no step is a program of its own for it
 
 
 def test_rates_are_of_steps_and_of_their_examples(tmp_path):

@@ -31,6 +31,9 @@ class Hook:
     ...         print(context.global_step, values.loss)
     """
 
+    # Whether `before_run` may be called some steps early, so that its step can be the last of a program of several.
+    before_run_may_be_early = False
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if hasattr(cls, "after_create_session"):

@@ -83,12 +83,14 @@ class Piece(NamedTuple):
     Attributes:
       steps: how many.
       due: the hooks to call after the last of them.
-      alone: whether it is one step, of which hooks may ask for values.
+      alone: whether it is one step, which is to be a program of its own.
+      reports: whether hooks may ask for values of the last step.
     """
 
     steps: int
     due: tuple[Hook, ...]
     alone: bool
+    reports: bool
 
 
 class Plan:
@@ -104,6 +106,7 @@ class Plan:
     def __init__(self, hooks: Sequence[Hook], step: int, last_step: int | None, most: Callable[[], int]) -> None:
         self._hooks = hooks
         self._asks = [type(hook).before_run is not Hook.before_run for hook in hooks]
+        self._alone = [self._asks[i] and not hook.before_run_may_be_early for i, hook in enumerate(hooks)]
         self._next: list[int | None] = [None] * len(hooks)
         self._step = step
         self._last_step = last_step
@@ -127,14 +130,14 @@ class Plan:
         if self._last_step is not None:
             end = self._last_step if end is None else min(end, self._last_step)
         due = [i for i, n in enumerate(self._next) if n is not None and n == end]
-        asks = any(self._asks[i] for i in due)
+        alone = any(self._alone[i] for i in due)
         steps = self._most() if end is None else min(self._most(), end - start)
-        if asks and steps > 1 and start + steps == end:
+        if alone and steps > 1 and start + steps == end:
             steps -= 1
         self._step = start + steps
         if self._step != end:
-            return Piece(steps, (), False)
-        return Piece(steps, tuple(self._hooks[i] for i in due), asks)
+            return Piece(steps, (), False, False)
+        return Piece(steps, tuple(self._hooks[i] for i in due), alone, any(self._asks[i] for i in due))
 
 
 def before(due: Sequence[Hook], context: Context) -> list[Any]:

@@ -46,6 +46,8 @@ class SummarySaverHook(Hook):
         begins: there is no `output_dir`, in `predict`.
     """
 
+    before_run_may_be_early = True  # it asks for the same each time
+
     def __init__(
         self,
         save_steps: int | None = None,

@@ -1,0 +1,41 @@
+"""How much a compiled step costs, by its arithmetic, and so how many of them make one program."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax.extend.core import Jaxpr, jaxprs_in_params
+
+# A program takes the host some 50 us to start. It is to be little beside what the devices do in it: a CPU core makes
+# some 1e11 operations per second, an accelerator a hundred times as many.
+_FLOPS_PER_PROGRAM = {"cpu": 1e8}
+_FLOPS_ON_ACCELERATORS = 1e10
+
+
+def steps_that_fit(step: Any, platform: str, *args: Any) -> int:
+    """How many steps go into one program, by their floating point operations on one device. At least one; and no more
+    where a loop within the step hides how many operations it has.
+
+    Args:
+      step: a function from `jax.jit`.
+      platform: the kind of device that it runs on.
+      *args: of the step; `jax.ShapeDtypeStruct`s will do.
+    """
+    traced = step.trace(*args)
+    if _has_loop(traced.jaxpr.jaxpr):
+        return 1
+    flops = max(1.0, float(traced.lower().cost_analysis()["flops"]))
+    return max(1, int(_FLOPS_PER_PROGRAM.get(platform, _FLOPS_ON_ACCELERATORS) / flops))
+
+
+def debugging() -> bool:
+    """Whether jax is to run operation by operation, or to find the one that makes a NaN; in a loop it finds none."""
+    return any(getattr(jax.config, name) for name in ("jax_disable_jit", "jax_debug_nans", "jax_debug_infs"))
+
+
+def _has_loop(jaxpr: Jaxpr) -> bool:
+    return any(
+        equation.primitive.name in ("scan", "while") or any(map(_has_loop, jaxprs_in_params(equation.params)))
+        for equation in jaxpr.eqns
+    )

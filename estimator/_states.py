@@ -1,0 +1,100 @@
+"""Where the state of a run comes from: memory, a checkpoint, a warm start, or initial values."""
+
+from __future__ import annotations
+
+import os
+
+import jax
+from absl import logging
+
+from estimator import _checkpoint
+from estimator._frame import PyTree
+from estimator._modes import ModeKeys
+from estimator._transform import Model, State
+from estimator._warm_start import WarmStartReport, WarmStartSettings, warm_start
+
+
+class States:
+    """The states of a model, made for the batches and the mode of a run.
+
+    That of the newest checkpoint stays in memory, so that ten evaluations read it once.
+
+    Args:
+      model: whose states they are.
+      seed: what initial values follow from.
+      warm_start_settings: where variables get their first values from; None: from their initializers.
+
+    Attributes:
+      settings: `warm_start_settings`.
+      warm_start_report: what the last warm start took; None: there was none.
+    """
+
+    def __init__(self, model: Model, seed: int, warm_start_settings: WarmStartSettings | None) -> None:
+        self._model = model
+        self._seed = seed
+        self.settings = warm_start_settings
+        self._live: tuple[tuple[str, int], State] | None = None  # which checkpoint, and its state
+        self.warm_start_report: WarmStartReport | None = None
+
+    def get(self, mode: ModeKeys, path: str | None, features: PyTree, labels: PyTree = None) -> State:
+        """The state saved at `path`, from memory if it is there; where it is None, the first one."""
+        if path is None:
+            state = self._model.init(jax.random.key(self._seed), features, labels, mode=mode)
+            if self.settings is not None:
+                state = self._warm(self.settings, state, mode, features, labels)
+            # Committed to their devices as restored arrays are; jax compiles anew for others.
+            return jax.device_put(state, jax.tree.map(lambda x: x.sharding, state))
+        like = self._model.abstract_init(features, labels, mode=mode)
+        if self._live is None or self._live[0] != _identity(path) or not _covers(self._live[1], like):
+            self.keep(path, _checkpoint.restore(path, like, partial=mode != ModeKeys.TRAIN))
+        assert self._live is not None
+        return _as_wanted(self._live[1], like)
+
+    def own(self, path: str | None, features: PyTree, labels: PyTree) -> State:
+        """A copy for training, which takes the memory of what it is given; a prediction may still read the other."""
+        state = self.get(ModeKeys.TRAIN, path, features, labels)
+        self._live = None
+        return jax.tree.map(lambda x: x.copy(), state)
+
+    def for_evaluation(self, state: State, features: PyTree, labels: PyTree) -> State:
+        """A state of a training that is going on, as evaluation wants it."""
+        return _as_wanted(state, self._model.abstract_init(features, labels, mode=ModeKeys.EVAL))
+
+    def keep(self, path: str, state: State) -> None:
+        """Notes that a state is that of the checkpoint at `path`."""
+        self._live = _identity(path), state
+
+    def _warm(
+        self, settings: WarmStartSettings, state: State, mode: ModeKeys, features: PyTree, labels: PyTree
+    ) -> State:
+        trainable = self._model.traits(features, labels, mode).trainable
+        state, report = warm_start(settings, state, trainable, mode)
+        if report != self.warm_start_report:
+            logging.log(logging.WARNING if report.missing else logging.INFO, "%s", report)
+        self.warm_start_report = report
+        return state
+
+
+def _identity(path: str) -> tuple[str, int]:
+    """Tells a checkpoint from another one of the same name."""
+    return os.path.abspath(path), _checkpoint.written_ns(path)
+
+
+def _covers(state: State, like: State) -> bool:
+    return like.variables.keys() <= state.variables.keys() and like.slots.keys() <= state.slots.keys()
+
+
+def _as_wanted(state: State, like: State) -> State:
+    """What a mode knows of a state that may hold more, since programs are compiled for one structure; placed where
+    it wants it, since training may keep variables elsewhere than evaluation reads them."""
+    part = state._replace(
+        variables={name: state.variables[name] for name in like.variables},
+        slots={name: state.slots[name] for name in like.slots},
+    )
+    return jax.tree.map(_placed, part, like)
+
+
+def _placed(array: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
+    if like.sharding is None or array.sharding.is_equivalent_to(like.sharding, array.ndim):
+        return array
+    return jax.device_put(array, like.sharding)
