@@ -2,9 +2,9 @@
 
     python examples/resume.py --towers=2
 
-It trains on handwritten digits twice: once in one go; and once in a process that gets SIGTERM in the middle, and another
-one that is simply started again. Every step then has had the same images, and every variable and slot the same bits:
-a checkpoint holds all that the next step depends on, the position in the shuffled input and what hooks remember too.
+It trains on handwritten digits twice: in one go; and in a process that gets SIGTERM in the middle, and another one that
+is simply started again. Every step then has had the same images, and every variable and slot has the same bits: a
+checkpoint holds all that the next step depends on, the position in the shuffled input and what hooks remember too.
 """
 
 import logging
