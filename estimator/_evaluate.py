@@ -126,25 +126,29 @@ def evaluate_batches(
     """The metrics over all batches, or the first `last_batch` of them; there must be at least one."""
     merged = Merged()
     held = state.variables, state.global_step, jax.random.key_data(state.key)
-    at_once = steps.at_once(held, *batches.peek())  # type: ignore[misc]
+    first: Any = batches.peek()
+    at_once = guarded(steps.at_once, *first, held, *first)
     for pairs, due in pieces_with_hooks(batches, hooks, context, last_batch, at_once):
         asked = _run.before(due, context)
-        rows = [jax.tree.leaves(pair, is_leaf=is_sparse)[0].shape[0] for pair in pairs]
         stacked = stacked_batches(pairs, at_once) if len(pairs) == at_once > 1 and not due else None
         if stacked is not None:
             losses, metrics = guarded(steps.several, *pairs[0], *held, *stacked)
-            merged.add(losses, metrics, rows)
+            merged.add(losses, metrics, [_rows(pairs[0])] * len(pairs))
             context.count(len(pairs), pairs[0][0])
             continue
         for i, (features, labels) in enumerate(pairs):
             step = steps.reporting if _run.asks(asked) and i == len(pairs) - 1 else steps.quiet
             loss, metrics, reported = guarded(step, features, labels, *held, features, labels)
             context.count(1, features)
-            merged.add(loss, metrics, rows[i : i + 1])
+            merged.add(loss, metrics, [_rows((features, labels))])
         _run.after(due, context, asked, loss, 1, reported)
     if context.stop_reason == SIGTERM:
         raise Preempted  # what there is so far is no result
     return {**merged.results(loss_over), "global_step": int(state.global_step)}
+
+
+def _rows(pair: PyTree) -> int:
+    return jax.tree.leaves(pair, is_leaf=is_sparse)[0].shape[0]
 
 
 def _merged(stacked: Any, count: int) -> Any:

@@ -105,13 +105,14 @@ class Training:
         for hook in self.hooks:
             hook.after_create_state(context)
         look_every = min(self.config.log_step_count_steps or _STEPS_BETWEEN_LOOKS, _STEPS_BETWEEN_LOOKS)
+        but = 0 if self.programs.traits.on_nan else 1  # the devices have something to do while losses are looked at
         size = _loop_size.choose(self.config.steps_per_loop, self.programs, self.hooks, context.global_step, look_every)
         with _bar(self.last_step, context.global_step) as self._bar:
             for run, due in self._runs(batches, size):
                 asked = _run.before(due, context)
                 losses, reported = self._start(run, reporting=_run.asks(asked))
-                if context.global_step - run.steps - self._looked_step >= look_every:
-                    self._look(but=1)  # so that the devices have something to do meanwhile
+                if context.global_step - but * run.steps - self._looked_step >= look_every:
+                    self._look(but)
                     size.timed(self._looked_step)
                 _run.after(due, context, asked, losses, run.steps, reported)
             self._look()
@@ -164,8 +165,7 @@ class Training:
         self._bar.update(run.steps)
         if self._clock is None:  # started after the first program, since compiling is no part of the rate
             losses.block_until_ready()
-            self._clock = context.global_step, time.monotonic()
-            context.clock = context.global_step, context.examples, self._clock[1]
+            self._clock = context.clock = context.global_step, time.monotonic()
         return losses, reported
 
     def _look(self, but: int = 0) -> None:

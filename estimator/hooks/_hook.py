@@ -98,8 +98,8 @@ class Context:
       global_step: the number of training steps done.
       batches: the number of batches that this run has taken.
       examples: the number of examples in them.
-      clock: the steps, the examples and `time.monotonic()` when the first program of a training was done, whose
-        compilation is no part of a rate; None before.
+      clock: the step and `time.monotonic()` when the first program of a training was done, whose compilation is no part
+        of a rate; None before.
       phase: what the run is doing: "begin", "input", "compile", "step", "checkpoint", "evaluate", "output" (`predict`
         waits until it is asked for more) or "end".
       error: in `end`: the exception that ended the run, or None.
@@ -119,7 +119,7 @@ class Context:
         self.global_step = global_step
         self.batches = 0
         self.examples = 0
-        self.clock: tuple[int, int, float] | None = None
+        self.clock: tuple[int, float] | None = None
         self.phase = "begin"
         self.error: BaseException | None = None
         self.stop_reason: str | None = None

@@ -71,7 +71,7 @@ class SummarySaverHook(Hook):
         self._names: list[str] = []
         self._held: list[_Held] = []
         self._passed = 0  # the last step whose loss is known
-        self._clock: tuple[int, int, float] | None = None  # steps, examples, and seconds, from which rates are taken
+        self._clock: tuple[int, float] | None = None  # the step and the time from which rates are taken
 
     def after_create_state(self, context: Context) -> None:
         if self._given_writer is None and self._dir is None and context.output_dir is None:
@@ -117,7 +117,7 @@ class SummarySaverHook(Hook):
             due = [held for held in self._held if held[0] <= last]
             self._held = self._held[len(due) :]
             for held in due:
-                self._write_held(context, held, self._rates(context) if held is due[-1] else {})
+                self._write_held(context, held, self._rates(context, last) if held is due[-1] else {})
             return
         if self._steps is not None:
             steps = range(first + (1 - first) % self._steps, last + 1, self._steps)
@@ -125,19 +125,20 @@ class SummarySaverHook(Hook):
             steps = range(last, last + 1 if self._timer.should_trigger_for_step(last) else last)
         for step in steps:
             if self._write is not None:
-                rates = self._rates(context) if step == steps[-1] else {}
+                rates = self._rates(context, last) if step == steps[-1] else {}
                 self._write(step, time.time(), {"loss": float(losses[step - first]), **rates})
             self._timer.update_last_triggered_step(step)
 
-    def _rates(self, context: Context) -> dict[str, float]:
-        """Steps and examples per second, of all since the last time, or since the first program was compiled."""
-        now = context.global_step, context.examples, time.monotonic()
-        since = self._clock or context.clock
-        if since is None or since[0] == now[0] or (since is self._clock and now[2] < since[2] + _SECONDS):
+    def _rates(self, context: Context, done: int) -> dict[str, float]:
+        """Steps and examples per second, of all since the last time, or since the first program was compiled, up to the
+        step `done`; examples by the mean size of a batch."""
+        now = time.monotonic()
+        step, since = self._clock or context.clock or (done, now)
+        if done <= step or (self._clock is not None and now < since + _SECONDS):
             return {}
-        self._clock = now
-        steps, examples, seconds = (b - a for a, b in zip(since, now, strict=True))
-        return {"global_step/sec": steps / seconds, "examples/sec": examples / seconds}
+        self._clock = done, now
+        rate = (done - step) / (now - since)
+        return {"global_step/sec": rate, "examples/sec": rate * context.examples / context.batches}
 
     def _write_held(self, context: Context, held: _Held, rates: Mapping[str, float] | None = None) -> None:
         if self._write is None:
