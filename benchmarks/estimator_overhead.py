@@ -2,7 +2,7 @@
 
     python benchmarks/estimator_overhead.py [--rounds 9] [--only small]
 
-- `train` of a small model, against a loop around a `lax.scan` of 100 steps;
+- `train` of a small model, against loops around a `lax.scan` of 20 steps (as in step_time.py), and of 100;
 - `train` of a model whose step takes some 20 ms, against a loop around one `jit`;
 - ten `evaluate` calls in a row, against ten loops around one `jit`.
 
@@ -24,7 +24,7 @@ from step_time import hand_written_run, initial, mean_loss, microseconds_per_ste
 
 import estimator as est
 
-LOOP = 100
+LOOPS = 20, 100  # steps per program by hand; the Estimator chooses itself
 EVALUATIONS, EVAL_BATCHES = 10, 50
 
 
@@ -105,7 +105,8 @@ def main():
     arguments = parser.parse_args()
     print(f"{'':36}{'by hand':>12}{'Estimator':>12} {'':9}{'ratio':>6}")
     if arguments.only in (None, "small"):
-        training("train, small model", (16, 32, 4), 32, 4000, LOOP, arguments.rounds)
+        for loop in LOOPS:
+            training(f"train, small model, scan of {loop}", (16, 32, 4), 32, 4000, loop, arguments.rounds)
     if arguments.only in (None, "20ms"):
         training("train, 20 ms step", (512, 1024, 1024, 10), 512, 20, 1, arguments.rounds)
     if arguments.only in (None, "evaluate"):

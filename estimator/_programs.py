@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import tree_flatten
 
 from estimator._cost import steps_that_fit
 from estimator._frame import PyTree
@@ -175,17 +176,18 @@ def _reported_loss(spec: EstimatorSpec) -> jax.Array:
 def stacked_batches(pairs: Sequence[Pair], room: int) -> Pair | None:
     """The batches as one of arrays `[room, batch, ...]`, the last of them repeated to fill the room; None if they
     differ in structure, shapes or dtypes."""
-    first, structure = jax.tree.flatten(pairs[0])
+    first, structure = tree_flatten(pairs[0])
     flat = [first]
     for pair in pairs[1:]:
-        leaves, other = jax.tree.flatten(pair)
+        leaves, other = tree_flatten(pair)
         if other != structure:  # type: ignore[operator]
             return None
         flat.append(leaves)
     stacked = []
     for same in zip(*flat, strict=True):
-        if len({(leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else None for leaf in same}) > 1:
-            return None
+        for kinds in ([getattr(x, "shape", None) for x in same], [getattr(x, "dtype", None) for x in same]):
+            if kinds.count(kinds[0]) < len(kinds):
+                return None
         filled = [*same, *[same[-1]] * (room - len(same))]
         stacked.append(_stack(filled))
     return jax.tree.unflatten(structure, stacked)
