@@ -14,6 +14,7 @@ from estimator.hooks._run import Plan
 from estimator.hooks._stop_at_step import StopAtStepHook
 
 _STEPS_TO_TIME = 20
+_MOST_BATCHES_AT_ONCE, _SECONDS_AT_ONCE = 10, 0.005
 
 
 def choose(asked: int | str, programs: Programs, hooks: Sequence[Hook], step: int, look_every: int) -> LoopSize:
@@ -33,31 +34,38 @@ def choose(asked: int | str, programs: Programs, hooks: Sequence[Hook], step: in
 
 
 class LoopSize:
-    """The number of steps in a program, which a time asked for makes follow from how long they take."""
+    """The number of steps in a program, which a time asked for makes follow from how long they take.
+
+    Where steps run alone, the batches of short ones still come several at once: to hand over a piece from thread to
+    thread takes some 30 us.
+    """
 
     def __init__(self, programs: Programs, steps: int, wanted: float | None) -> None:
         self._programs = programs
         self._wanted = wanted
         self._begin: tuple[int, float] | None = None
+        self._batches_at_once = 1
         programs.steps_per_program = steps
         programs.loops = programs.traits.is_one_program and (steps > 1 or wanted is not None)
 
     def most(self) -> int:
-        return self._programs.steps_per_program
+        """How many steps a piece may have."""
+        return self._programs.steps_per_program if self._programs.loops else self._batches_at_once
 
     def timed(self, step: int) -> None:
         """To be called where all steps up to `step` are done."""
-        if self._wanted is None or not self._programs.traits.is_one_program:
-            return
         now = time.monotonic()
         if self._begin is not None and step - self._begin[0] >= max(_STEPS_TO_TIME, self.most()):
             per_step = (now - self._begin[1]) / (step - self._begin[0])
-            fit = max(1, int(self._wanted / per_step))
-            # Compiled anew for each number of steps: so powers of two, and not for a little more or less.
-            if not self.most() <= fit < 2 * self.most():
-                self._programs.steps_per_program = 2 ** int(math.log2(fit))
-                self._begin = None
-                return
+            if not self._programs.loops:
+                self._batches_at_once = max(1, min(_MOST_BATCHES_AT_ONCE, int(_SECONDS_AT_ONCE / per_step)))
+            elif self._wanted is not None:
+                fit = max(1, int(self._wanted / per_step))
+                # Compiled anew for each number of steps: so powers of two, and not for a little more or less.
+                if not self.most() <= fit < 2 * self.most():
+                    self._programs.steps_per_program = 2 ** int(math.log2(fit))
+                    self._begin = None
+                    return
         if self._begin is None or step - self._begin[0] >= _STEPS_TO_TIME:
             self._begin = step, now
 

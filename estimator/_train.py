@@ -109,12 +109,13 @@ class Training:
         size = _loop_size.choose(self.config.steps_per_loop, self.programs, self.hooks, context.global_step, look_every)
         with _bar(self.last_step, context.global_step) as self._bar:
             for run, due in self._runs(batches, size):
-                asked = _run.before(due, context)
-                losses, reported = self._start(run, reporting=_run.asks(asked))
+                asked = _run.before(due, context) if due else []
+                losses, reported = self._start(run, reporting=bool(due) and _run.asks(asked))
                 if context.global_step - but * run.steps - self._looked_step >= look_every:
                     self._look(but)
                     size.timed(self._looked_step)
-                _run.after(due, context, asked, losses, run.steps, reported)
+                if due:
+                    _run.after(due, context, asked, losses, run.steps, reported)
             self._look()
         if self._last_loss is not None:
             logging.info("Loss for final step: %.6g.", self._last_loss)

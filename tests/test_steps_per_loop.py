@@ -177,7 +177,9 @@ class Clock:
 @pytest.mark.parametrize(("asked", "per_step", "expected"), [("0.2s", 0.001, 128), ("1s", 0.3, 2), ("0.01s", 1.0, 1)])
 def test_a_time_becomes_the_steps_that_fit_into_it(monkeypatch, asked, per_step, expected):
     clock = Clock(monkeypatch)
-    programs = types.SimpleNamespace(steps_per_program=0, traits=types.SimpleNamespace(is_one_program=True))
+    programs = types.SimpleNamespace(
+        steps_per_program=0, loops=False, traits=types.SimpleNamespace(is_one_program=True)
+    )
     size = _loop_size.choose(asked, programs, (), 0, 100)
     assert size.most() == 1
     step, sizes = 0, []

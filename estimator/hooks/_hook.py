@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.tree_util import tree_leaves
 
 from estimator._events import EventWriter
 from estimator._frame import PyTree
@@ -203,7 +204,7 @@ class Context:
     def count(self, batches: int, features: PyTree) -> None:
         """Adds batches of so many examples as `features` has to what was taken."""
         self.batches += batches
-        self.examples += batches * jax.tree.leaves(features, is_leaf=is_sparse)[0].shape[0]
+        self.examples += batches * tree_leaves(features, is_leaf=is_sparse)[0].shape[0]
 
     def request_stop(self, reason: str = "a hook") -> None:
         """Ends the run after the moment that is going on, as if its input had ended."""
