@@ -2,7 +2,7 @@
 
     pip install dm-haiku equinox
     python examples/haiku_equinox.py                      # Haiku
-    python examples/haiku_equinox.py --library=equinox
+    python examples/haiku_equinox.py --package=equinox
     python examples/haiku_equinox.py --towers=4           # four CPU devices
 
 Neither needs more than `est.get_variable`, which takes the whole model as one variable: what Haiku's `init` returns, or
@@ -23,7 +23,7 @@ import estimator as est
 from replicate import TowerOptimizer, replicate_model_fn
 
 FLAGS = flags.FLAGS
-flags.DEFINE_enum("library", "haiku", ["haiku", "equinox"], "What the model is written with.")
+flags.DEFINE_enum("package", "haiku", ["haiku", "equinox"], "What the model is written with.")
 flags.DEFINE_integer("towers", 2, "How many CPU devices to use; GPUs are all used.", lower_bound=1)
 flags.DEFINE_integer("steps", 600, "How many steps to train.", lower_bound=1)
 flags.DEFINE_integer("batch_size", 64, "Images per step, split among the towers.", lower_bound=1)
@@ -91,14 +91,14 @@ def main(argv):
         model_dir=FLAGS.model_dir,
         config=est.RunConfig(seed=FLAGS.seed),
         params={
-            "logits": {"haiku": haiku_logits, "equinox": equinox_logits}[FLAGS.library],
+            "logits": {"haiku": haiku_logits, "equinox": equinox_logits}[FLAGS.package],
             "learning_rate": FLAGS.learning_rate,
         },
     )
     classifier.train(train_input_fn, steps=FLAGS.steps)
     result = classifier.evaluate(test_input_fn)
 
-    print(f"\n{FLAGS.library}, after {result['global_step']} steps on {towers}:", end=" ")
+    print(f"\n{FLAGS.package}, after {result['global_step']} steps on {towers}:", end=" ")
     print(f"test accuracy {result['accuracy']:.2%}, test loss {result['loss']:.4f}")
 
 

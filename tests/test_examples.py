@@ -95,10 +95,10 @@ def test_an_nnx_model_reads_digits_right():
     assert accuracy(stdout) >= 0.97
 
 
-@pytest.mark.parametrize("library", ["haiku", "equinox"])
-def test_models_of_other_libraries_read_digits_right(library):
-    stdout, _ = run("haiku_equinox.py", f"--library={library}")
-    assert f"{library}, after 600 steps on 2 x cpu:" in stdout
+@pytest.mark.parametrize("package", ["haiku", "equinox"])
+def test_models_of_other_libraries_read_digits_right(package):
+    stdout, _ = run("haiku_equinox.py", f"--package={package}")
+    assert f"{package}, after 600 steps on 2 x cpu:" in stdout
     assert accuracy(stdout) >= 0.95
 
 
