@@ -1,16 +1,18 @@
-"""The loop of the runs that only read the state, evaluation and prediction: batch by batch, with hooks."""
+"""Input read ahead by a thread, piece by piece, and the loop of evaluation and prediction over it."""
 
 from __future__ import annotations
 
+import collections
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import tqdm
 
 from estimator._frame import PyTree
 from estimator._input import Batches
 from estimator._modes import ModeKeys
-from estimator._prefetch import Prefetcher
+from estimator._prefetch import Piece, Prefetcher
 from estimator.hooks import _run
 from estimator.hooks._hook import Context, Hook
 
@@ -35,14 +37,35 @@ def pieces_with_hooks(
     for hook in hooks:
         hook.after_create_state(context)
     plan = _run.Plan(hooks, 0, last_batch, lambda: most)
-    asked: list[_run.Piece] = []
     bar = tqdm.tqdm(  # not left behind within that of `train`
         desc=_TITLES[context.mode], total=last_batch, unit="batch", leave=None, disable=not sys.stderr.isatty()
     )
-    with bar, Prefetcher(batches, lambda pairs: pairs, _PIECES_AHEAD) as ready:
+    with bar:
+        for got, due in read_ahead(batches, plan, context, lambda pairs, piece: pairs):
+            bar.update(got.size)
+            context.phase = "step" if context.batches else "compile"
+            yield got.batches, due
+
+
+def read_ahead(
+    batches: Batches, plan: _run.Plan, context: Context, make: Callable[[list[Any], _run.Piece], Any]
+) -> Iterator[tuple[Piece, Sequence[Hook]]]:
+    """The pieces of a plan, made ready by a thread, each with the hooks to call around the last of its steps, until the
+    plan or the input ends, or somebody wants the run to stop.
+
+    Args:
+      batches: the input.
+      plan: says how many batches make a piece.
+      context: its `phase` is kept up to date, and it is told why the run ends.
+      make: function of the pairs of a piece and of what was planned; called in the thread.
+    """
+    asked: collections.deque[_run.Piece] = collections.deque()
+    to_make: collections.deque[_run.Piece] = collections.deque()  # the same, for the thread
+    with Prefetcher(batches, lambda pairs: make(pairs, to_make.popleft()), _PIECES_AHEAD) as ready:
         while not context.stop_requested:
             while len(asked) < _PIECES_AHEAD and (piece := plan.next()):
                 asked.append(piece)
+                to_make.append(piece)
                 ready.request(piece.steps)
             if not asked:
                 context.request_stop("steps")
@@ -54,7 +77,5 @@ def pieces_with_hooks(
             if not got.size:
                 context.request_stop("input")
                 return
-            bar.update(got.size)
-            piece = asked.pop(0)
-            context.phase = "step" if context.batches else "compile"
-            yield got.batches, piece.due if got.size == piece.steps else ()
+            piece = asked.popleft()
+            yield got, piece.due if got.size == piece.steps else ()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -20,8 +19,8 @@ from estimator._checkpoint import Checkpoints
 from estimator._frame import PyTree
 from estimator._input import Batches
 from estimator._non_finite import cleared, log_if_more, raise_if_any, skipped_steps
-from estimator._prefetch import Prefetcher
-from estimator._programs import Carry, Programs, Run, state_of
+from estimator._programs import Carry, Pair, Programs, Run, state_of
+from estimator._reading import read_ahead
 from estimator._run_config import RunConfig
 from estimator._transform import State
 from estimator.hooks import _run
@@ -30,7 +29,6 @@ from estimator.hooks._nan import NanTensorHook
 
 # More gain nothing, and on CPU devices the collectives of many starve each other until XLA aborts the process.
 _PROGRAMS_IN_FLIGHT = 2
-_PIECES_AHEAD = 2  # of the input
 _STEPS_BETWEEN_LOOKS = 100  # at the losses, for NaN
 
 
@@ -127,29 +125,15 @@ class Training:
         """The programs to run, each with the hooks to call around it, their input made ready by a thread."""
         context = self.context
         plan = _run.Plan(self.hooks, context.global_step, self.last_step, size.most)
-        asked: collections.deque[_run.Piece] = collections.deque()
-        wanted: collections.deque[tuple[bool, bool]] = collections.deque()  # for the thread
-        with Prefetcher(batches, lambda pairs: self.programs.runs(pairs, *wanted.popleft()), _PIECES_AHEAD) as ready:
-            while not context.stop_requested:
-                while len(asked) < _PIECES_AHEAD and (piece := plan.next()):
-                    asked.append(piece)
-                    wanted.append((piece.alone, piece.reports))
-                    ready.request(piece.steps)
-                if not asked:
-                    context.request_stop("steps")
-                    return
-                context.phase = "input"
-                got = ready.get_unless(lambda: context.stop_requested)
-                if got is None:
-                    return
-                if not got.size:
-                    context.request_stop("input")
-                    return
-                piece = asked.popleft()
-                self._position = got.position
-                for run in got.batches[:-1]:
-                    yield run, ()
-                yield got.batches[-1], piece.due if got.size == piece.steps else ()
+
+        def make(pairs: list[Pair], piece: _run.Piece) -> list[Run]:
+            return self.programs.runs(pairs, piece.alone, piece.reports)
+
+        for got, due in read_ahead(batches, plan, context, make):
+            self._position = got.position
+            for run in got.batches[:-1]:
+                yield run, ()
+            yield got.batches[-1], due
 
     def _start(self, run: Run, reporting: bool) -> tuple[jax.Array, dict[str, Any]]:
         """Starts a program. Waits for the last but one, but not for this one."""

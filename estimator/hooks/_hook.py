@@ -234,14 +234,6 @@ class RunValues:
         return None if self._losses is None else float(np.asarray(self._losses).reshape(-1)[self._steps - 1])
 
     @property
-    def on_devices(self) -> PyTree:
-        """What `results` will hold, still on the devices: for a hook that wants to wait later."""
-        return jax.tree.map(
-            lambda name: self._losses.reshape(-1)[self._steps - 1] if name == "loss" else self._reported[name],
-            self._asked,
-        )
-
-    @property
     def results(self) -> PyTree:
         """The values that `before_run` asked for, as Python and numpy values in the same structure."""
         names = {name for name in jax.tree.leaves(self._asked) if name != "loss"}
