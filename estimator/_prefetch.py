@@ -81,7 +81,8 @@ class Prefetcher:
         self._ending = False
         self._closed = threading.Event()
         self._requests: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-        self._results: queue.SimpleQueue[Piece | _Failure] = queue.SimpleQueue()
+        # No SimpleQueue: its `get(timeout)` waits for ever after a signal whose handler takes until the timeout.
+        self._results: queue.Queue[Piece | _Failure] = queue.Queue()
         settings = {name: getattr(jax.config, f"jax_{name}") for name in _CONTEXTS}
         self._thread = threading.Thread(
             target=contextvars.copy_context().run,
@@ -167,7 +168,7 @@ class Prefetcher:
                 "The input is still busy with a batch that nobody waits for; it is closed as soon as it has made it."
             )
         self._arrived = self._last = None
-        self._results = queue.SimpleQueue()
+        self._results = queue.Queue()
 
     def _check_open(self, called: str) -> None:
         if self._closed.is_set():
@@ -185,7 +186,7 @@ def _work(
     pairs: Any,
     make: Callable[[list[Any]], Any],
     requests: queue.SimpleQueue[int | None],
-    results: queue.SimpleQueue[Piece | _Failure],
+    results: queue.Queue[Piece | _Failure],
     closed: threading.Event,
 ) -> None:
     with contextlib.ExitStack() as stack:
@@ -204,7 +205,7 @@ def _serve(
     pairs: Any,
     make: Callable[[list[Any]], Any],
     requests: queue.SimpleQueue[int | None],
-    results: queue.SimpleQueue[Piece | _Failure],
+    results: queue.Queue[Piece | _Failure],
     closed: threading.Event,
 ) -> None:
     """Fulfils requests until it is closed, or the input ends or fails."""

@@ -1,6 +1,7 @@
 import itertools
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 import threading
@@ -268,6 +269,17 @@ except KeyboardInterrupt:
     )
     assert (done.stdout, done.stderr, done.returncode) == ("interrupted 2\n", "", 0)
     assert time.monotonic() - start < FOREVER
+
+
+def test_a_signal_whose_handler_takes_longer_than_the_wait_does_not_make_it_endless():
+    old = signal.signal(signal.SIGALRM, lambda *_: time.sleep(0.2))
+    try:
+        with Prefetcher(Counted(), make=list) as ready:
+            signal.setitimer(signal.ITIMER_REAL, 0.1)
+            assert not ready.wait(0.2)
+            assert not ready.wait(0.01)
+    finally:
+        signal.signal(signal.SIGALRM, old)
 
 
 def test_wait_says_whether_a_piece_is_there():
