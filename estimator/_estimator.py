@@ -26,12 +26,13 @@ from estimator._programs import Programs
 from estimator._run_config import RunConfig
 from estimator._spec import checked_hooks
 from estimator._states import States
+from estimator._team import Team
 from estimator._train import Training
-from estimator._transform import State, transform
+from estimator._transform import State, Traits, transform
 from estimator._warm_start import WarmStartReport, WarmStartSettings, as_settings
 from estimator.hooks import _run
 from estimator.hooks._checkpoint_saver import CheckpointSaverListener, checked_listeners
-from estimator.hooks._defaults import with_default_hooks
+from estimator.hooks._defaults import team_hooks, with_default_hooks
 from estimator.hooks._hook import Context, Hook
 from estimator.hooks._summary_saver import write_evaluation
 
@@ -168,7 +169,8 @@ class Estimator:
         _check_steps("steps", steps)
         _check_steps("max_steps", max_steps)
         own_hooks, listeners = checked_hooks("hooks", hooks), checked_listeners(saving_listeners)
-        path = self._checkpoints.latest()
+        team = self._team("train")
+        path = self._newest(team)
         start, host = (0, {}) if path is None else _checkpoint.progress(path)
         if max_steps is not None and start >= max_steps:
             logging.info("Skipping training since max_steps has already saved.")
@@ -176,18 +178,22 @@ class Estimator:
         with interrupted_by_sigterm():
             rest = self._batches(input_fn, ModeKeys.TRAIN)
             skipped = self._resume(rest, path, host)
-            first = rest.peek()
+            first = rest.peek() if team is None else team.first_batch(rest.peek(), of_all=True)
         if first is None and path is not None and skipped:
             logging.warning("Training made no steps: %s is of the end of the input. The next begins it anew.", path)
-            _checkpoint.note_end_of_input(path)
+            if self._config.is_chief:
+                _checkpoint.note_end_of_input(path)
             return self
         if first is None:
             logging.warning("Training with estimator made no steps. Perhaps input is empty or misspecified.")
             return self
         if self._programs is None:
             self._programs = Programs(self._model, *first)
+        _check_team(team, self._programs.traits)
         chief_hooks, spec_hooks = self._programs.traits.hooks
         all_hooks = with_default_hooks(chief_hooks, [*own_hooks, *spec_hooks], self._config, listeners)
+        if team is not None:
+            all_hooks = team_hooks(team, all_hooks, chief_hooks)
         state = self._states.own(path, *first)
         if path is None and self._states.settings is not None:
             start = int(state.global_step)  # which it may have brought
@@ -195,7 +201,7 @@ class Estimator:
                 logging.info("Skipping training since the warm start is at max_steps already.")
                 return self
         last_step = max_steps if steps is None else start + steps
-        context = Context(ModeKeys.TRAIN, self.model_dir, start)
+        context = Context(ModeKeys.TRAIN, self.model_dir, start, team)
         training = Training(
             self._programs, self._config, self._checkpoints, context, all_hooks, last_step, path, skipped
         )
@@ -204,7 +210,7 @@ class Estimator:
             state = training.run(state, rest)
         self._goes_on = False
         if training.saved_path and training.saved_step == context.global_step:
-            if context.stop_reason == "input":
+            if context.stop_reason == "input" and self._config.is_chief:
                 _checkpoint.note_end_of_input(training.saved_path)
             if not context.restored:
                 self._states.keep(training.saved_path, state)
@@ -239,9 +245,10 @@ class Estimator:
             the checkpoint does not fit the model_fn.
         """
         _check_steps("steps", steps)
-        own_hooks, path = checked_hooks("hooks", hooks), self._existing(checkpoint_path)
+        own_hooks, team = checked_hooks("hooks", hooks), self._team("evaluate")
+        path = self._existing(checkpoint_path, team)
         return self._evaluate(
-            lambda *batch: self._states.get(ModeKeys.EVAL, path, *batch), input_fn, steps, own_hooks, name, path
+            lambda *batch: self._states.get(ModeKeys.EVAL, path, *batch), input_fn, steps, own_hooks, name, team, path
         )
 
     def evaluate_state(
@@ -258,7 +265,7 @@ class Estimator:
         def placed(*batch: PyTree) -> State:
             return self._states.for_evaluation(state, *batch)
 
-        return self._evaluate(placed, input_fn, steps, checked_hooks("hooks", hooks), name)
+        return self._evaluate(placed, input_fn, steps, checked_hooks("hooks", hooks), name, self._team("evaluate"))
 
     def _evaluate(
         self,
@@ -267,25 +274,29 @@ class Estimator:
         steps: int | None,
         hooks: tuple[Hook, ...],
         name: str | None,
+        team: Team | None,
         path: str | None = None,
     ) -> dict[str, Any]:
         with interrupted_by_sigterm():
             rest = self._batches(input_fn, ModeKeys.EVAL)
-            first = rest.peek()
+            first = rest.peek() if team is None else team.first_batch(rest.peek())
         if first is None:
             raise ValueError(
                 "`evaluate` got no batch from input_fn. Check that it starts anew at each call; a generator made "
                 "outside of input_fn is empty the second time."
             )
-        context = Context(ModeKeys.EVAL, self.model_dir)
+        context = Context(ModeKeys.EVAL, self.model_dir, team=team)
         traits = self._model.traits(*first, mode=ModeKeys.EVAL)
+        _check_team(team, traits)
         context.output_dir, context.reported = self.eval_dir(name), traits.reported
         hooks = (*hooks, *traits.hooks[1])
+        if team is not None:
+            hooks = team_hooks(team, hooks)
         with ends_by_sigterm(context), _run.around(hooks, context):
             state = state_for(*first)
             context.has_state(state)
             results = evaluate_batches(
-                self._eval_steps, state, rest, hooks, context, steps, self._config.eval_loss_over
+                self._eval_steps, state, rest, first, hooks, context, steps, self._config.eval_loss_over
             )
             context.metrics = results
             write_evaluation(context, path)
@@ -414,9 +425,28 @@ class Estimator:
             raise ValueError(f"Could not find trained model in model_dir: {self.model_dir}. Call `train` first.")
         return path
 
-    def _existing(self, checkpoint_path: str | None) -> str | None:
+    def _team(self, verb: str) -> Team | None:
+        return Team(verb) if self._config.process_count > 1 else None
+
+    def _newest(self, team: Team | None) -> str | None:
+        """The newest checkpoint, the same for all processes.
+
+        Raises:
+          FileNotFoundError: this one cannot see it.
+        """
+        path = self._checkpoints.latest()
+        if team is not None:
+            path = team.from_chief(path)
+            if path is not None and not os.path.isdir(path):
+                raise FileNotFoundError(
+                    f"Process {team.index} cannot see the checkpoint {path} of process 0. The model_dir of several "
+                    "processes must be the same directory, on a file system that all of them share."
+                )
+        return path
+
+    def _existing(self, checkpoint_path: str | None, team: Team | None = None) -> str | None:
         if checkpoint_path is None:
-            path = self._checkpoints.latest()
+            path = self._newest(team)
             if path is None:
                 logging.warning(
                     "Could not find trained model in model_dir: %s, running initialization instead.",
@@ -434,14 +464,15 @@ class Estimator:
         how = self._config.resume_input
         if not self._goes_on or not saved or how is None or path is None or _checkpoint.is_end_of_input(path):
             return 0
-        batches = saved["batches"]
-        if rest.has_position and saved["position"] is not None:
+        batches, positions = saved["batches"], saved["positions"]
+        position = positions[self._config.process_index] if len(positions) == self._config.process_count else None
+        if rest.has_position and position is not None:
             try:
-                rest.set_state(saved["position"])
+                rest.set_state(position)
             except Exception as error:
                 error.add_note(f"The position is that of {path}. RunConfig(resume_input=None) begins the input anew.")
                 raise
-        elif how != "count":
+        elif how != "count" and len(positions) == self._config.process_count:
             logging.info("The input begins anew: there is no position in it; see RunConfig(resume_input=...).")
             return 0
         elif (found := rest.skip(batches)) < batches:
@@ -486,6 +517,18 @@ def _chosen_dir(model_dir: str | os.PathLike[str] | None, config: RunConfig) -> 
     made = tempfile.mkdtemp()
     logging.warning("Using temporary folder as model directory: %s", made)
     return made
+
+
+def _check_team(team: Team | None, traits: Traits) -> None:
+    """Raises a ValueError if processes that run as one would each run a model of their own."""
+    if team is None:
+        return
+    if not traits.placement.spans_processes:
+        raise ValueError(
+            f"jax runs on {team.count} processes, but the model_fn on devices of one: each would train its own model. "
+            "Wrap it, `replicate_model_fn(model_fn)`, without `devices`."
+        )
+    team.towers = traits.placement.towers_per_process
 
 
 def _needs_params(model_fn: ModelFn) -> bool:

@@ -18,7 +18,7 @@ from estimator._placement import Placement, SeparatePlacement
 from estimator._report import merge_reports
 from estimator._sparse import is_sparse
 from replicate._accumulate import accumulate_steps, accumulated
-from replicate._devices import find_devices
+from replicate._devices import find_devices, of_this_process
 from replicate._distribution import Mirrored, VariableDistribution, place
 from replicate._merge import (
     apart,
@@ -82,8 +82,9 @@ def replicate_model_fn(
     Args:
       model_fn: function of `features` and any of `labels, mode, params, config`.
       loss_reduction: how the model_fn's loss comes from the losses of the examples: SUM, or any of the means.
-      devices: one per tower: `jax.Device`s or names such as "/gpu:0", "cpu:1". None means all local GPUs or TPU
-        cores, or, where there are none, all local CPU devices.
+      devices: one per tower: `jax.Device`s or names such as "/gpu:0", "cpu:1". None means all GPUs or TPU cores, or,
+        where there are none, all CPU devices; of several processes (`initialize_distributed`) those of all. Each
+        process then gives its own rows of every batch.
       variable_distribution: where the variables live, and where the gradients are summed.
       variable_device: the device of all variables, for SHARED_LOCAL_PARAMETER_SERVER. By default, as in TensorFlow,
         the tower's own where there is one tower, else the first CPU device.
@@ -105,12 +106,18 @@ def replicate_model_fn(
             "Use Reduction.SUM or one of the means."
         )
     towers = find_devices(devices)
-    replicas = _Replicas(
-        devices=towers,
-        placement=place(variable_distribution, towers, variable_device),
-        mean_loss=Reduction(loss_reduction) != Reduction.SUM,
-        on_nan=on_nan,
-    )
+
+    def replicas_on(devices: tuple[jax.Device, ...]) -> _Replicas:
+        return _Replicas(
+            devices=devices,
+            placement=place(variable_distribution, devices, variable_device),
+            mean_loss=Reduction(loss_reduction) != Reduction.SUM,
+            on_nan=on_nan,
+        )
+
+    everywhere = replicas_on(towers)
+    # Each process predicts for itself: nothing of an example depends on the others, nor on how many they have.
+    here = replicas_on(of_this_process(towers)) if everywhere.placement.spans_processes else everywhere
 
     def replicated(
         features: PyTree, labels: PyTree, mode: str, params: Any = None, config: Any = None
@@ -119,10 +126,13 @@ def replicate_model_fn(
         if in_towers():
             raise ValueError("`replicate_model_fn` was given a model_fn that is replicated already. Wrap it once.")
         mode = ModeKeys(mode)
+        replicas = here if mode == ModeKeys.PREDICT else everywhere
         rows = check_batch(features, labels)
-        if mode == ModeKeys.TRAIN and rows % len(towers):
+        # What initializes has the rows of this process alone.
+        size = len(of_this_process(towers)) if frame.initializing else len(towers)
+        if mode == ModeKeys.TRAIN and rows % size:
             raise ValueError(
-                f"Batch size {rows} needs to be divisible by the number of towers, which is {len(towers)}. "
+                f"Batch size {rows} needs to be divisible by the number of towers, which is {size}. "
                 "Drop the remainder in input_fn (`drop_remainder=True`), or choose another batch size."
             )
         bound = bind(model_fn, params, config)
