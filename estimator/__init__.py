@@ -25,6 +25,7 @@ from estimator._non_finite import NonFiniteGradientError, skipped_steps
 from estimator._optimizer import Optimizer, TrainOp, group
 from estimator._plot_history import plot_history
 from estimator._preemption import Preempted
+from estimator._processes import ProcessLostError
 from estimator._random import global_step, make_rng
 from estimator._replica_check import ReplicaMismatchError
 from estimator._report import record
@@ -132,6 +133,7 @@ __all__ = [
     "Optimizer",
     "PoissonRegressionHead",
     "Preempted",
+    "ProcessLostError",
     "ProfilerHook",
     "Reduction",
     "RegressionHead",

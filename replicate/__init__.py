@@ -4,6 +4,7 @@ This file is the table of contents; every name has its explanation where it is d
 """
 
 from replicate._distribution import VariableDistribution
+from replicate._initialize_distributed import initialize_distributed
 from replicate._replicate import replicate_model_fn
 from replicate._tower_optimizer import TowerOptimizer
 from replicate._towers import (
@@ -20,6 +21,7 @@ __all__ = [
     "VariableDistribution",
     "cross_tower_mean",
     "cross_tower_sum",
+    "initialize_distributed",
     "num_towers",
     "replicate_model_fn",
     "tower_index",
