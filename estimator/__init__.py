@@ -17,6 +17,7 @@ from estimator._events import read_eval_metrics, read_history
 from estimator._exporters import BestExporter, Exporter, FinalExporter, LatestExporter
 from estimator._flax import flax_module
 from estimator._indexed_slices import IndexedSlices
+from estimator._input_context import InputContext, input_context
 from estimator._lazy import lazy
 from estimator._load_exported import ExportedModel, load_exported
 from estimator._loss_scale import DynamicLossScale
@@ -116,6 +117,7 @@ __all__ = [
     "Hook",
     "InMemoryEvaluatorHook",
     "IndexedSlices",
+    "InputContext",
     "LatestExporter",
     "LinearClassifier",
     "LinearEstimator",
@@ -165,6 +167,7 @@ __all__ = [
     "global_step",
     "group",
     "hooks",
+    "input_context",
     "inputs",
     "lazy",
     "load_exported",

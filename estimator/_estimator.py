@@ -23,12 +23,13 @@ from estimator._modes import ModeKeys
 from estimator._predict import PredictSteps, checked_keys, predict_batches, single_examples
 from estimator._preemption import ends_by_sigterm, interrupted_by_sigterm
 from estimator._programs import Programs
+from estimator._resume_input import resume_input
 from estimator._run_config import RunConfig
 from estimator._spec import checked_hooks
 from estimator._states import States
 from estimator._team import Team
 from estimator._train import Training
-from estimator._transform import State, Traits, transform
+from estimator._transform import State, transform
 from estimator._warm_start import WarmStartReport, WarmStartSettings, as_settings
 from estimator.hooks import _run
 from estimator.hooks._checkpoint_saver import CheckpointSaverListener, checked_listeners
@@ -177,7 +178,7 @@ class Estimator:
             return self
         with interrupted_by_sigterm():
             rest = self._batches(input_fn, ModeKeys.TRAIN)
-            skipped = self._resume(rest, path, host)
+            skipped = resume_input(rest, path, host, self._config) if self._goes_on and path is not None else 0
             first = rest.peek() if team is None else team.first_batch(rest.peek(), of_all=True)
         if first is None and path is not None and skipped:
             logging.warning("Training made no steps: %s is of the end of the input. The next begins it anew.", path)
@@ -189,7 +190,8 @@ class Estimator:
             return self
         if self._programs is None:
             self._programs = Programs(self._model, *first)
-        _check_team(team, self._programs.traits)
+        if team is not None:
+            team.runs(self._programs.traits.placement)
         chief_hooks, spec_hooks = self._programs.traits.hooks
         all_hooks = with_default_hooks(chief_hooks, [*own_hooks, *spec_hooks], self._config, listeners)
         if team is not None:
@@ -287,10 +289,10 @@ class Estimator:
             )
         context = Context(ModeKeys.EVAL, self.model_dir, team=team)
         traits = self._model.traits(*first, mode=ModeKeys.EVAL)
-        _check_team(team, traits)
         context.output_dir, context.reported = self.eval_dir(name), traits.reported
         hooks = (*hooks, *traits.hooks[1])
         if team is not None:
+            team.runs(traits.placement)
             hooks = team_hooks(team, hooks)
         with ends_by_sigterm(context), _run.around(hooks, context):
             state = state_for(*first)
@@ -426,23 +428,15 @@ class Estimator:
         return path
 
     def _team(self, verb: str) -> Team | None:
-        return Team(verb) if self._config.process_count > 1 else None
+        if self._config.process_count == 1:
+            return None
+        team = Team(verb)
+        team.meet()
+        return team
 
     def _newest(self, team: Team | None) -> str | None:
-        """The newest checkpoint, the same for all processes.
-
-        Raises:
-          FileNotFoundError: this one cannot see it.
-        """
         path = self._checkpoints.latest()
-        if team is not None:
-            path = team.from_chief(path)
-            if path is not None and not os.path.isdir(path):
-                raise FileNotFoundError(
-                    f"Process {team.index} cannot see the checkpoint {path} of process 0. The model_dir of several "
-                    "processes must be the same directory, on a file system that all of them share."
-                )
-        return path
+        return path if team is None else team.shared_path(path)
 
     def _existing(self, checkpoint_path: str | None, team: Team | None = None) -> str | None:
         if checkpoint_path is None:
@@ -457,31 +451,6 @@ class Estimator:
             return self._trained()
         _checkpoint.names(checkpoint_path)  # raises where it is none
         return checkpoint_path
-
-    def _resume(self, rest: Batches, path: str | None, host: dict[str, Any]) -> int:
-        """Takes the input on from where an earlier process left it; returns how many batches that process had taken."""
-        saved = host.get("input", {})
-        how = self._config.resume_input
-        if not self._goes_on or not saved or how is None or path is None or _checkpoint.is_end_of_input(path):
-            return 0
-        batches, positions = saved["batches"], saved["positions"]
-        position = positions[self._config.process_index] if len(positions) == self._config.process_count else None
-        if rest.has_position and position is not None:
-            try:
-                rest.set_state(position)
-            except Exception as error:
-                error.add_note(f"The position is that of {path}. RunConfig(resume_input=None) begins the input anew.")
-                raise
-        elif how != "count" and len(positions) == self._config.process_count:
-            logging.info("The input begins anew: there is no position in it; see RunConfig(resume_input=...).")
-            return 0
-        elif (found := rest.skip(batches)) < batches:
-            raise ValueError(
-                f"Checkpoint {path} was saved after {batches} batches of the input, but input_fn gave only {found}. "
-                "Give the same input, or begin anew by RunConfig(resume_input=None)."
-            )
-        logging.info("The input goes on after its first %d batches.", batches)
-        return batches
 
     def _batches(self, input_fn: InputFn, mode: ModeKeys) -> Batches:
         return batches(call_input_fn(input_fn, mode, self.params, self._config))
@@ -517,18 +486,6 @@ def _chosen_dir(model_dir: str | os.PathLike[str] | None, config: RunConfig) -> 
     made = tempfile.mkdtemp()
     logging.warning("Using temporary folder as model directory: %s", made)
     return made
-
-
-def _check_team(team: Team | None, traits: Traits) -> None:
-    """Raises a ValueError if processes that run as one would each run a model of their own."""
-    if team is None:
-        return
-    if not traits.placement.spans_processes:
-        raise ValueError(
-            f"jax runs on {team.count} processes, but the model_fn on devices of one: each would train its own model. "
-            "Wrap it, `replicate_model_fn(model_fn)`, without `devices`."
-        )
-    team.towers = traits.placement.towers_per_process
 
 
 def _needs_params(model_fn: ModelFn) -> bool:

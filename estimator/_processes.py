@@ -8,6 +8,8 @@ import jax
 
 EXIT_CODE = 76  # of a process that is ended because another has died while it waits for it
 
+start_timeout_secs = 300.0  # how long one waits for the others where all have to be before they go on together
+
 _loss: str | None = None
 _end: str | None = None
 _is_watched = False
@@ -51,6 +53,14 @@ def explained(error: BaseException, wait_secs: float = 3.0) -> BaseException:
     found = ProcessLostError(loss)
     found.__cause__ = error
     return found
+
+
+def raise_if_lost(ended: bool = False) -> None:
+    """Raises `ProcessLostError` if a process has died, or, where it is still needed, `ended`."""
+    if _loss is not None:
+        raise ProcessLostError(_loss)
+    if ended and _end is not None:
+        raise ProcessLostError(f"{_end} has ended before this one")
 
 
 def watch() -> None:

@@ -72,22 +72,20 @@ class Mirrored(Placement):
         return NamedSharding(self._mesh, PartitionSpec(axis))
 
     def from_processes(self, batch: Any, stacked: bool = False) -> Any:
-        axes = (None, TOWER_AXIS) if stacked else (TOWER_AXIS,)
-        rows = {x.shape[len(axes) - 1] for x in jax.tree.leaves(batch) if self.spans_processes and not _is_global(x)}
-        if any(n % self.towers_per_process for n in rows):
-            raise ValueError(
-                f"Batch size {max(rows)} needs to be divisible by the number of towers, which is {self.towers_per_process} "
-                "in each process. Drop the remainder in input_fn (`drop_remainder=True`), or choose another batch size."
-            )
-        return self._global(batch, NamedSharding(self._mesh, PartitionSpec(*axes)))
-
-    def in_all_processes(self, batch: Any) -> Any:
-        return self._global(batch, NamedSharding(self._mesh, PartitionSpec()))
-
-    def _global(self, batch: Any, sharding: NamedSharding) -> Any:
         if not self.spans_processes:
             return batch
-        return jax.tree.map(lambda x: x if _is_global(x) else _from_local(x, sharding), batch)
+        axes = (None, TOWER_AXIS) if stacked else (TOWER_AXIS,)
+        rows = {x.shape[len(axes) - 1] for x in jax.tree.leaves(batch) if not _is_global(x)}
+        if any(n % self.towers_per_process for n in rows):
+            raise ValueError(
+                f"Batch size {max(rows)} needs to be divisible by the number of towers, which is "
+                f"{self.towers_per_process} in each process. Drop the remainder in input_fn (`drop_remainder=True`), "
+                "or choose another batch size."
+            )
+        return _global(batch, NamedSharding(self._mesh, PartitionSpec(*axes)))
+
+    def in_all_processes(self, batch: Any) -> Any:
+        return _global(batch, NamedSharding(self._mesh, PartitionSpec())) if self.spans_processes else batch
 
     def whole(self, gradients: Any) -> Any:
         """Summed gradients as every device has them, before the optimizer.
@@ -114,6 +112,10 @@ class Sharded(Mirrored):
 
 def _is_global(x: Any) -> bool:
     return isinstance(x, jax.core.Tracer) or (isinstance(x, jax.Array) and not x.is_fully_addressable)
+
+
+def _global(batch: Any, sharding: NamedSharding) -> Any:
+    return jax.tree.map(lambda x: x if _is_global(x) else _from_local(x, sharding), batch)
 
 
 def _from_local(x: Any, sharding: NamedSharding) -> jax.Array:

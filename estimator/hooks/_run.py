@@ -11,6 +11,7 @@ import jax
 from absl import logging
 
 from estimator._preemption import Preempted
+from estimator._processes import explained
 from estimator.hooks._hook import Context, Hook, RunValues
 
 
@@ -27,8 +28,10 @@ def around(hooks: Sequence[Hook], context: Context) -> Iterator[None]:
         if isinstance(error, GeneratorExit):  # which closes the results of `predict`, and is no error
             context.request_stop("closed")
         else:
-            context.error = error
+            context.error = explained(error) if context.team and isinstance(error, Exception) else error
             context.request_stop("error")
+            if context.error is not error:
+                raise context.error from error
         raise
     finally:
         try:
