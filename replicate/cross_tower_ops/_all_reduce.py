@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from replicate._towers import num_towers
 from replicate.cross_tower_ops._algorithms import all_reduce, checked_algorithm
 from replicate.cross_tower_ops._cross_tower_ops import CrossTowerOps
-from replicate.cross_tower_ops._packers import AggregateSmallTensorPacker, ConcatAndSplitPacker, Packer
+from replicate.cross_tower_ops._packers import AggregateSmallTensorPacker, ConcatAndSplitPacker, Packer, at_least
 
 
 class AllReduce(CrossTowerOps):
@@ -90,6 +90,9 @@ class AllReduce(CrossTowerOps):
 
 def packer_for(caller: str, num_packs: int, max_bytes: int, max_group: int) -> Packer:
     """What the arguments of a `CrossTowerOps` ask for, which `caller` is the name of."""
+    at_least(0, caller, "num_packs", num_packs)
+    at_least(0, caller, "agg_small_grads_max_bytes", max_bytes)
+    at_least(1, caller, "agg_small_grads_max_group", max_group)
     if num_packs == 0:
         return AggregateSmallTensorPacker(max_bytes, max_group)
     if max_bytes:
@@ -101,6 +104,10 @@ def packer_for(caller: str, num_packs: int, max_bytes: int, max_group: int) -> P
 
 
 def _floating(caller: str, dtype: Any) -> Any:
-    if not jnp.issubdtype(dtype, jnp.floating):
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        found = None
+    if found is None or not jnp.issubdtype(found, jnp.floating):
         raise TypeError(f"`{caller}` needs a floating dtype such as jnp.bfloat16 as compress_dtype; got {dtype!r}.")
-    return jnp.dtype(dtype)
+    return found
