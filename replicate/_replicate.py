@@ -98,7 +98,7 @@ def replicate_model_fn(
         `replicate.cross_tower_ops`. What a model_fn itself sums by `cross_tower_sum` does not go through it.
 
     Raises:
-      TypeError: `cross_tower_ops` is none.
+      TypeError: `cross_tower_ops` is something else.
       ValueError: the reduction is NONE, there are no such devices, or, while it runs, the batch does not divide by
         the towers (times `accumulate_steps`) in TRAIN, or an optimizer is not wrapped in `TowerOptimizer`.
     """
@@ -160,9 +160,9 @@ def _checked_ops(given: CrossTowerOps | None, placement: Placement) -> CrossTowe
         )
     if isinstance(placement, SeparatePlacement):
         raise ValueError(
-            f"cross_tower_ops={given!r} was given with a variable_distribution whose gradients are summed on the "
-            "devices of the variables, not in the towers. Leave it out, or use VariableDistribution.MIRRORED or "
-            "SHARDED."
+            f"cross_tower_ops was given, an {type(given).__name__}, with a variable_distribution whose gradients are "
+            "summed on the devices of the variables, not in the towers. Leave it out, or use "
+            "VariableDistribution.MIRRORED or SHARDED."
         )
     return given
 
