@@ -18,7 +18,8 @@ class AllReduce(CrossTowerOps):
     """Sums arrays in packs, all by one algorithm; TensorFlow's `AllReduceCrossTowerOps`.
 
     The arrays are packed by `ConcatAndSplitPacker`, or by `AggregateSmallTensorPacker` where `num_packs` is 0. They are
-    summed in their own dtype; which of the towers' values are added first depends on the algorithm.
+    summed in their own dtype; which of the towers' values are added first depends on the algorithm. XLA may join the
+    all-reduces of "psum" into one, however many packs there are.
 
     >>> import estimator as est, jax, jax.numpy as jnp, optax, replicate
     >>> def model_fn(features, labels, mode):
