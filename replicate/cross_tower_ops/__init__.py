@@ -1,8 +1,17 @@
 """How values are summed and copied over towers: the algorithms, and what chooses among them."""
 
+from replicate.cross_tower_ops._all_reduce import AllReduce
+from replicate.cross_tower_ops._collective import CollectiveAllReduce
 from replicate.cross_tower_ops._cross_tower_ops import CrossTowerOps, ReduceOp
+from replicate.cross_tower_ops._multi_worker import MultiWorkerAllReduce
+from replicate.cross_tower_ops._packers import AggregateSmallTensorPacker, ConcatAndSplitPacker
 
 __all__ = [
+    "AggregateSmallTensorPacker",
+    "AllReduce",
+    "CollectiveAllReduce",
+    "ConcatAndSplitPacker",
     "CrossTowerOps",
+    "MultiWorkerAllReduce",
     "ReduceOp",
 ]
