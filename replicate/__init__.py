@@ -3,6 +3,7 @@
 This file is the table of contents; every name has its explanation where it is defined.
 """
 
+from replicate import cross_tower_ops
 from replicate._distribution import VariableDistribution
 from replicate._replicate import replicate_model_fn
 from replicate._tower_optimizer import TowerOptimizer
@@ -19,6 +20,7 @@ __all__ = [
     "TowerOptimizer",
     "VariableDistribution",
     "cross_tower_mean",
+    "cross_tower_ops",
     "cross_tower_sum",
     "num_towers",
     "replicate_model_fn",

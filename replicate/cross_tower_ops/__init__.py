@@ -1,8 +1,14 @@
 """How values are summed and copied over towers: the algorithms, and what chooses among them."""
 
 from replicate.cross_tower_ops._cross_tower_ops import CrossTowerOps, ReduceOp
+from replicate.cross_tower_ops._reduction_to_one_device import ReductionToOneDevice, add_n
+from replicate.cross_tower_ops._values import Mirrored, PerTower
 
 __all__ = [
     "CrossTowerOps",
+    "Mirrored",
+    "PerTower",
     "ReduceOp",
+    "ReductionToOneDevice",
+    "add_n",
 ]
