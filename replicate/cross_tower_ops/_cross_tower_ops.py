@@ -170,10 +170,8 @@ class CrossTowerOps(abc.ABC):
         for towers, mine in groups.items():
             totals = _program(self, op, towers)(_stacked([values[i] for i in mine]))
             for i, total in zip(mine, totals, strict=True):
-                devices = values[i].devices
-                reduced[i] = Mirrored.tree_unflatten(
-                    (devices, towers), [total.addressable_data(n) for n in range(len(devices))]
-                )
+                arrays = {shard.device: shard.data for shard in total.addressable_shards}
+                reduced[i] = Mirrored.tree_unflatten((tuple(arrays), towers), list(arrays.values()))
         return reduced
 
     def _reduce_slices(self, op: ReduceOp, values: list[PerTower], destinations: list[Devices]) -> list[PerTower]:
@@ -238,11 +236,15 @@ def _program(ops: CrossTowerOps, op: ReduceOp, towers: Devices) -> Callable[[lis
             "`ReductionToOneDevice` takes any."
         )
 
-    def sums(_: None, rows: list[Any]) -> tuple[list[jax.Array], None]:
+    def sums(_: Any, rows: list[Any]) -> tuple[list[jax.Array], None]:
         values = [x[0].reshape(()) if isinstance(x, tuple) else x for x in rows]
         return [_divided(op, total, len(towers)) for total in ops.sum_in_towers(values)], None
 
-    return jax.jit(lambda stacked: tower_map(sums, towers)(None, stacked)[0], out_shardings=_sharding(towers))
+    def program(stacked: list[Any]) -> list[jax.Array]:
+        # Something has to be shared: with an empty first argument, jax takes two rows for pmap's two arguments.
+        return tower_map(sums, towers)(np.int32(0), stacked)[0]
+
+    return jax.jit(program, out_shardings=_sharding(towers))
 
 
 def _stacked(values: list[PerTower]) -> list[Any]:

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import jax
+import jax.numpy as jnp
 
-from replicate._devices import find_devices
 from replicate._towers import cross_tower_concatenate
 from replicate.cross_tower_ops._cross_tower_ops import CrossTowerOps, Devices, ReduceOp, combined
-from replicate.cross_tower_ops._values import PerTower
+from replicate.cross_tower_ops._values import PerTower, local_device
 
 
 def add_n(arrays: Sequence[jax.Array]) -> jax.Array:
     """The sum of arrays of one shape and dtype, one after the other.
 
-    >>> print(add_n([jax.numpy.ones(2), jax.numpy.full(2, 2.0)]))
+    >>> print(add_n([jnp.ones(2), jnp.full(2, 2.0)]))
     [3. 3.]
     """
     total, *others = arrays
@@ -32,8 +32,8 @@ class ReductionToOneDevice(CrossTowerOps):
     processes, every tower gathers all arrays and accumulates them itself, with the same result.
 
     >>> from replicate.cross_tower_ops import PerTower
-    >>> x = PerTower({"/cpu:1": jax.numpy.float32(3), "/cpu:2": jax.numpy.float32(7)})
-    >>> largest = ReductionToOneDevice(accumulation_fn=lambda arrays: jax.numpy.stack(arrays).max(0))
+    >>> x = PerTower({"/cpu:1": jnp.float32(3), "/cpu:2": jnp.float32(7)})
+    >>> largest = ReductionToOneDevice(accumulation_fn=lambda arrays: jnp.stack(arrays).max(0))
     >>> largest.reduce("sum", x, destinations="/cpu:0").value
     Array(7., dtype=float32)
     """
@@ -52,14 +52,15 @@ class ReductionToOneDevice(CrossTowerOps):
             concatenated.
 
         Raises:
-          ValueError: an unknown device.
+          ValueError: an unknown device, or another process's.
         """
-        self._device = None if reduce_to_device is None else find_devices([reduce_to_device])[0]
+        self._device = None if reduce_to_device is None else local_device("ReductionToOneDevice", reduce_to_device)
         self._accumulation_fn = accumulation_fn or add_n
 
     def sum_in_towers(self, values: Sequence[jax.Array]) -> list[jax.Array]:
-        """All arrays of all towers gathered and accumulated in every tower."""
-        return [self._accumulate(list(all_towers)) for all_towers in cross_tower_concatenate([x[None] for x in values])]
+        """All arrays of all towers gathered and accumulated in every tower; booleans as integers, as `psum` has it."""
+        rows = [jnp.asarray(x, jnp.int32 if jnp.result_type(x) == jnp.bool_ else None)[None] for x in values]
+        return [self._accumulate(list(all_towers)) for all_towers in cross_tower_concatenate(rows)]
 
     def _reduce_arrays(self, op: ReduceOp, values: list[PerTower], destinations: list[Devices]) -> list[PerTower]:
         if any(value.towers != value.devices for value in values):

@@ -167,6 +167,7 @@ def destination_devices(caller: str, destinations: Any) -> tuple[jax.Device, ...
 
 def as_per_tower(caller: str, value: Any) -> PerTower:
     """The value itself, or, as TensorFlow takes it, an array on a device as the value of one tower."""
+    _check_outside(caller, value)
     if isinstance(value, PerTower):
         return value
     if isinstance(value, jax.Array | IndexedSlices):
@@ -178,16 +179,14 @@ def as_per_tower(caller: str, value: Any) -> PerTower:
 
 
 def _by_device(values: Any) -> dict[jax.Device, Value]:
-    if isinstance(values, Mapping):
-        devices = [local_device("PerTower", device) for device in values]
-        arrays = list(values.values())
-    elif isinstance(values, list | tuple):
-        devices = [local_device("PerTower", _device_of(value)) for value in values]
-        arrays = list(values)
-    else:
+    if not isinstance(values, Mapping | list | tuple):
         raise TypeError(
             f"`PerTower` takes a dict of devices to arrays, or a list of arrays on different devices; got {values!r}."
         )
+    arrays = list(values.values() if isinstance(values, Mapping) else values)
+    _check_outside("PerTower", arrays)
+    named = values if isinstance(values, Mapping) else map(_device_of, arrays)
+    devices = [local_device("PerTower", device) for device in named]
     if not devices:
         raise ValueError("`PerTower` needs at least one array; got none.")
     if len(set(devices)) < len(devices):
@@ -207,8 +206,6 @@ def _device_of(value: Any) -> jax.Device:
         raise TypeError(
             f"`PerTower` got {value!r} in a list, which is on no device. Give a dict, `PerTower({{device: array}})`."
         )
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
-        raise TypeError("`PerTower` is for values outside of programs; within one, arrays are on no device yet.")
     devices = set().union(*(leaf.devices() for leaf in leaves))
     if len(devices) > 1:
         raise ValueError(
@@ -224,6 +221,11 @@ def _put(value: Value, device: jax.Device) -> Value:
         return x if is_there else jax.device_put(x, device)
 
     return jax.tree.map(put, value)
+
+
+def _check_outside(caller: str, value: Any) -> None:
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(value)):
+        raise TypeError(f"`{caller}` is for values outside of programs; within one, arrays are on no device yet.")
 
 
 def _check_alike(devices: Iterable[jax.Device], arrays: Sequence[Value]) -> None:
