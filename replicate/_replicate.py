@@ -28,6 +28,7 @@ from replicate._merge import (
     merged,
     summed,
     together,
+    total,
     with_gradients,
     without_gradients,
 )
@@ -35,12 +36,12 @@ from replicate._rows import take_rows
 from replicate._tower_optimizer import TowerOptimizer
 from replicate._towers import (
     cross_tower_mean,
-    cross_tower_sum,
     in_towers,
     num_towers,
     tower_index,
     tower_map,
 )
+from replicate.cross_tower_ops import AllReduce, CrossTowerOps
 
 
 def replicate_model_fn(
@@ -51,6 +52,7 @@ def replicate_model_fn(
     variable_distribution: VariableDistribution = VariableDistribution.MIRRORED,
     variable_device: jax.Device | str | None = None,
     on_nan: str | None = None,
+    cross_tower_ops: CrossTowerOps | None = None,
 ) -> ModelFn:
     """A model_fn that runs the given one in a tower per device and merges what the towers return.
 
@@ -92,8 +94,11 @@ def replicate_model_fn(
         (`est.skipped_steps(state)`), and training goes on. "raise": `est.NonFiniteGradientError` names the step, the
         tower and the variable; a `train_step` of `est.transform` then waits for its result, an Estimator looks as
         often as it looks at the losses, and what is compiled into an outer `jax.jit` can only skip.
+      cross_tower_ops: how gradients, losses and whatever else is summed over towers, in training and evaluation; of
+        `replicate.cross_tower_ops`. What a model_fn itself sums by `cross_tower_sum` does not go through it.
 
     Raises:
+      TypeError: `cross_tower_ops` is none.
       ValueError: the reduction is NONE, there are no such devices, or, while it runs, the batch does not divide by
         the towers (times `accumulate_steps`) in TRAIN, or an optimizer is not wrapped in `TowerOptimizer`.
     """
@@ -105,11 +110,13 @@ def replicate_model_fn(
             "Use Reduction.SUM or one of the means."
         )
     towers = find_devices(devices)
+    placement = place(variable_distribution, towers, variable_device)
     replicas = _Replicas(
         devices=towers,
-        placement=place(variable_distribution, towers, variable_device),
+        placement=placement,
         mean_loss=Reduction(loss_reduction) != Reduction.SUM,
         on_nan=on_nan,
+        ops=_checked_ops(cross_tower_ops, placement),
     )
 
     def replicated(
@@ -143,6 +150,23 @@ def replicate_model_fn(
     return replicated
 
 
+def _checked_ops(given: CrossTowerOps | None, placement: Placement) -> CrossTowerOps:
+    if given is None:
+        return AllReduce()
+    if not isinstance(given, CrossTowerOps):
+        raise TypeError(
+            'cross_tower_ops must be an object of `replicate.cross_tower_ops`, such as `AllReduce("ring")`; got '
+            f"{given!r}."
+        )
+    if isinstance(placement, SeparatePlacement):
+        raise ValueError(
+            f"cross_tower_ops={given!r} was given with a variable_distribution whose gradients are summed on the "
+            "devices of the variables, not in the towers. Leave it out, or use VariableDistribution.MIRRORED or "
+            "SHARDED."
+        )
+    return given
+
+
 Call = Callable[[PyTree], EstimatorSpec]
 
 
@@ -155,12 +179,14 @@ class _Replicas:
       placement: where the variables live.
       mean_loss: whether the merged loss is the mean of the towers' losses, not their sum.
       on_nan: None: gradients are not looked at.
+      ops: takes the sums over towers.
     """
 
     devices: tuple[jax.Device, ...]
     placement: Placement
     mean_loss: bool
     on_nan: str | None
+    ops: CrossTowerOps
 
     def initialize(self, call: Call, frame: Frame, batch: PyTree) -> EstimatorSpec:
         """Creates the variables as one tower with the whole batch would."""
@@ -217,7 +243,7 @@ class _Replicas:
             gradients = None
             if separate:
                 same, gradients = without_gradients(same)
-            same, written = summed(same, outcome, start[0], after.aggregation)
+            same, written = summed(same, outcome, start[0], after.aggregation, self.ops)
             return (same, written), (own, gradients, flags)
 
         start = _start(frame)
@@ -264,7 +290,7 @@ class _Replicas:
                 if towers > 1:
                     check_rows(outcome.spec, size // len(devices))
                 same, own = apart(outcome.spec, scale)
-                return cross_tower_sum((same, seen)), own
+                return total([], (same, seen), self.ops)[1], own
 
             (same, totals), own = tower_map(tower, devices)(_start(frame), mine)
             return same, totals, merged(own, len(devices))

@@ -17,8 +17,10 @@ from replicate import cross_tower_sum
 from replicate._towers import tower_map
 from replicate.cross_tower_ops import (
     AllReduce,
+    CollectiveAllReduce,
     CrossTowerOps,
     Mirrored,
+    MultiWorkerAllReduce,
     PerTower,
     ReduceOp,
     ReductionToOneDevice,
@@ -51,9 +53,13 @@ OPS = {
     "sum": SUM,
     "one_device": ONE_DEVICE,
     **{name: AllReduce(name) for name in ALGORITHMS},
-    "three_packs": AllReduce("ring", num_packs=3),
+    "three_packs": AllReduce(num_packs=3),
     "small_arrays": AllReduce(num_packs=0, agg_small_grads_max_bytes=16, agg_small_grads_max_group=2),
-    "no_packs": AllReduce("reduce_scatter_gather", num_packs=0),
+    "no_packs": AllReduce(num_packs=0),
+}
+MORE_OPS = {
+    "by_size": MultiWorkerAllReduce([("psum", 1, 16), ("ring/tree", 2, -1)]),
+    "chunks": CollectiveAllReduce(2),
 }
 
 
@@ -88,13 +94,12 @@ def assert_mirrored(got, devices, want, dtype):
         np.testing.assert_array_equal(np.asarray(x, np.float64), want)
 
 
-@pytest.mark.parametrize("towers", TOWERS)
-@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("name, towers", [*itertools.product(OPS, TOWERS), *itertools.product(MORE_OPS, [1, 4])])
 def test_sums_equal_those_of_float64(name, towers):
     rng = np.random.default_rng(towers)
     parts = [numbers(rng, shape, dtype, towers) for dtype, shape in KINDS]
     values = [per_tower(part) for part in parts]
-    got = OPS[name].batch_reduce(ReduceOp.SUM, [(value, value) for value in values])
+    got = (OPS | MORE_OPS)[name].batch_reduce(ReduceOp.SUM, [(value, value) for value in values])
     for one, part, (dtype, _) in zip(got, parts, KINDS, strict=True):
         assert_mirrored(one, CPUS[:towers], np.sum(np.array(part, np.float64), 0), dtype)
 
@@ -289,10 +294,6 @@ def test_one_device_takes_devices_of_several_kinds():
         assert [float(x) for x in got] == [3.0] * len(got.devices)
 
 
-class Dense(Sum):
-    takes_slices = False
-
-
 SPARSE = per_tower([slices([[1, 2]], [1])] * 2)
 NOWHERE = "which is on no device. Give a `PerTower({device: array, ...})`, or one jax array."
 PAIRS = "`batch_reduce` takes a list of tuples (value, destinations); got "
@@ -321,8 +322,16 @@ KIND = "takes as destinations a device, the name of one, a list of them, or a Pe
         (lambda v: SUM.batch_reduce("sum", [v, v]), TypeError, PAIRS + "[PerTower({cpu:0: float32[3]"),
         (lambda v: SUM.batch_reduce("sum", [(v, v, v)]), TypeError, PAIRS + "[(PerTower({cpu:0: float32[3]"),
         (lambda v: SUM.batch_reduce("sum", {v: v}), TypeError, PAIRS + "{PerTower({cpu:0: float32[3]"),
-        (lambda v: Dense().reduce("sum", SPARSE, v), ValueError, "`Dense.reduce` takes no row-sparse values; got Per"),
-        (lambda v: Dense().batch_reduce("sum", [(SPARSE, v)]), ValueError, "`Dense.batch_reduce` takes no row-sparse"),
+        (
+            lambda v: MORE_OPS["chunks"].reduce("sum", SPARSE, v),
+            ValueError,
+            "`CollectiveAllReduce.reduce` takes no row-spar",
+        ),
+        (
+            lambda v: MORE_OPS["chunks"].batch_reduce("sum", [(SPARSE, v)]),
+            ValueError,
+            "`CollectiveAllReduce.batch_reduce` ",
+        ),
         (lambda v: SUM.reduce("mean", vector(2, np.int32), v), TypeError, "`reduce` cannot average integers; got Per"),
         (lambda v: ONE_DEVICE.reduce("sum", vector(2, bool), v), TypeError, "`reduce` takes numbers; got PerTower({"),
     ],
