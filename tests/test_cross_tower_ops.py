@@ -308,6 +308,7 @@ KIND = "takes as destinations a device, the name of one, a list of them, or a Pe
         (lambda v: SUM.batch_reduce("", [(v, v)]), ValueError, "`batch_reduce` got reduce_op=''; it is"),
         (lambda v: SUM.reduce("sum", np.ones(2), v), TypeError, "`reduce` got a value of type ndarray, " + NOWHERE),
         (lambda v: SUM.reduce("sum", [v], v), TypeError, "`reduce` got a value of type list, " + NOWHERE),
+        (lambda v: SUM.reduce("sum", jax.tree.map(str, v), v), TypeError, "got a value of type PerTower, " + NOWHERE),
         (lambda v: SUM.reduce("sum", 0, v), TypeError, "`reduce` got a value of type int, " + NOWHERE),
         (lambda v: SUM.broadcast({"x": v}, v), TypeError, "`broadcast` got a value of type dict, " + NOWHERE),
         (lambda v: SUM.broadcast(v, v), TypeError, "`broadcast` got PerTower({cpu:0: float32[3], cpu:1: float32[3]}),"),

@@ -168,7 +168,7 @@ def destination_devices(caller: str, destinations: Any) -> tuple[jax.Device, ...
 def as_per_tower(caller: str, value: Any) -> PerTower:
     """The value itself, or, as TensorFlow takes it, an array on a device as the value of one tower."""
     _check_outside(caller, value)
-    if isinstance(value, PerTower):
+    if isinstance(value, PerTower) and all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(value)):
         return value
     if isinstance(value, jax.Array | IndexedSlices):
         return PerTower([value])
@@ -241,7 +241,7 @@ def _kind(value: Value) -> str:
     """What the arrays of all towers must agree in."""
     if isinstance(value, IndexedSlices):
         return f"IndexedSlices of {value.values.dtype}{list(value.dense_shape)} with {value.indices.dtype} indices"
-    return f"{value.dtype}{list(value.shape)}"
+    return f"{value.dtype}{list(value.shape)}" if isinstance(value, jax.Array) else repr(value)
 
 
 def _names(devices: Iterable[jax.Device]) -> str:
