@@ -3,6 +3,7 @@
 This file is the table of contents; every name has its explanation where it is defined.
 """
 
+from replicate import cross_tower_ops
 from replicate._distribution import VariableDistribution
 from replicate._initialize_distributed import initialize_distributed
 from replicate._replicate import replicate_model_fn
@@ -20,6 +21,7 @@ __all__ = [
     "TowerOptimizer",
     "VariableDistribution",
     "cross_tower_mean",
+    "cross_tower_ops",
     "cross_tower_sum",
     "initialize_distributed",
     "num_towers",

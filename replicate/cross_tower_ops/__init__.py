@@ -5,6 +5,8 @@ from replicate.cross_tower_ops._collective import CollectiveAllReduce
 from replicate.cross_tower_ops._cross_tower_ops import CrossTowerOps, ReduceOp
 from replicate.cross_tower_ops._multi_worker import MultiWorkerAllReduce
 from replicate.cross_tower_ops._packers import AggregateSmallTensorPacker, ConcatAndSplitPacker
+from replicate.cross_tower_ops._reduction_to_one_device import ReductionToOneDevice, add_n
+from replicate.cross_tower_ops._values import Mirrored, PerTower
 
 __all__ = [
     "AggregateSmallTensorPacker",
@@ -12,6 +14,10 @@ __all__ = [
     "CollectiveAllReduce",
     "ConcatAndSplitPacker",
     "CrossTowerOps",
+    "Mirrored",
     "MultiWorkerAllReduce",
+    "PerTower",
     "ReduceOp",
+    "ReductionToOneDevice",
+    "add_n",
 ]
