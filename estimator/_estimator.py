@@ -353,6 +353,7 @@ class Estimator:
         assets_extra: Mapping[str, str | os.PathLike[str]] | None = None,
         batch_size: int | None = None,
         platforms: Sequence[str] = ("cpu", "cuda"),
+        outputs: str | Sequence[str] | None = None,
     ) -> str:
         """Writes what `predict` computes to a new folder; `est.load_exported` runs it without this model_fn.
 
@@ -360,31 +361,31 @@ class Estimator:
         It holds a program for each entry of `export_outputs`, made by `jax.export` for one device and batches of any
         size, the weights, a `metadata.json`, and a `README.md` with the few lines that load it by jax and numpy
         alone. jax reads programs for at least six months after they were exported; keep the checkpoint too.
-
-        Random keys are those of `predict`; a model_fn that draws some gives the same ones for every batch.
+        Random keys are those of `predict`, the same ones for every batch.
 
         Args:
           export_dir_base: where to make the folder.
-          example_features: features as the model_fn takes them, in dicts, lists and tuples: arrays, or
-            `jax.ShapeDtypeStruct`s. Only shapes and dtypes count; the first dimension is that of the batch.
-          checkpoint_path: which checkpoint to export; default: the newest, or, where there is none, what a warm start
-            begins with.
+          example_features: of a batch, as the model_fn takes them, in dicts, lists and tuples: arrays, or
+            `jax.ShapeDtypeStruct`s. Only shapes and dtypes count.
+          checkpoint_path: which one to export; default: the newest, or, without any, what a warm start begins with.
           assets_extra: files to copy into the folder's `assets.extra/`, by their path in there.
           batch_size: the only batch size to export for, where the model_fn has to know the number of examples.
           platforms: which of "cpu", "cuda", "rocm" and "tpu" to export for. None needs to be here.
+          outputs: names of predictions and `est.record`ed values to export in place of `export_outputs`, with only the
+            operations, weights and features they need. Batch-major; a scalar is one number for the whole batch.
 
         Returns:
           The path of the folder.
 
         Raises:
-          ValueError: there is no checkpoint, or it lacks a variable; the arguments or the outputs cannot be exported;
-            the model_fn does not take batches of any size. Nothing is left behind.
+          ValueError: there is no checkpoint, or it lacks a variable; the arguments or the outputs cannot be exported,
+            or not for batches of any size. Nothing is left behind.
           TypeError: the features are no arrays of numbers, or in another container.
         """
         path = self._checkpoints.latest() if checkpoint_path is None else self._existing(checkpoint_path)
         if path is None and self._states.settings is None:
             raise ValueError(f"Couldn't find trained model at {self.model_dir}. Call `train` first.")
-        options = check_arguments(example_features, assets_extra, batch_size, platforms)
+        options = check_arguments(example_features, assets_extra, batch_size, platforms, outputs)
         state = self._states.get(ModeKeys.PREDICT, path, options.features)
         call = bind(self._model_fn, self.params, self._config)
         return write_export(export_dir_base, call, state, options)
