@@ -24,6 +24,7 @@ from replicate import _hub
 from replicate._job import Job, find_job
 from replicate._lifeline import Lifeline, is_loopback, meet, split_address, start_hub
 
+_HUB_SECS = 5.0  # for the hub to start and to answer
 _has_run = False
 
 
@@ -97,7 +98,8 @@ def _join(job: Job, timeout_secs: float, heartbeat_secs: float, grace_secs: floa
     assert job.address is not None
     hub = start_hub(job.address, job.num_processes, timeout_secs, heartbeat_secs) if job.process_id == 0 else None
     try:
-        channel, told = meet(job.address, _introduce(job), deadline)
+        # The hub knows best who is missing, so process 0 waits for what it says.
+        channel, told = meet(job.address, _introduce(job), deadline + (_HUB_SECS if hub else 0.0))
     except BaseException as e:
         if hub is not None and not isinstance(e, RuntimeError):  # else it tells the others why, and ends
             hub.kill()
@@ -107,7 +109,7 @@ def _join(job: Job, timeout_secs: float, heartbeat_secs: float, grace_secs: floa
         hub.returncode = 0  # it outlives this process; subprocess would warn about that
     _choose_devices(job, told["shares_devices"])
     _connect_jax(job, told["begin"], deadline)
-    Lifeline(channel, heartbeat_secs, grace_secs)
+    Lifeline(channel, told["chief"], heartbeat_secs, grace_secs)
     _check_sum(deadline, timeout_secs)
     if job.process_id == 0:
         logging.info("initialize_distributed: %d processes (%s).\n%s", job.num_processes, job.source, _table(told))

@@ -133,8 +133,9 @@ class Lifeline:
     cannot be interrupted: with one line on stderr and the exit code 76.
     """
 
-    def __init__(self, channel: _hub.Channel, heartbeat_secs: float, grace_secs: float) -> None:
+    def __init__(self, channel: _hub.Channel, chief: str, heartbeat_secs: float, grace_secs: float) -> None:
         self._channel = channel
+        self._chief = chief
         self._heartbeat = heartbeat_secs
         self._grace = grace_secs
         self._pid = os.getpid()
@@ -154,15 +155,21 @@ class Lifeline:
                     if "beat" in message:
                         self._channel.send(beat=1)
                     elif "lost" in message:
-                        _processes.note_loss(message["lost"])
-                        self._end_later(self._grace, unless_reported=True)
+                        self._note_loss(message["lost"])
                     elif "ended" in message:
                         _processes.note_end(message["ended"])
             except TimeoutError:
-                self._end_now(f"nothing was heard of the host of process 0 for {self._heartbeat:g} s")
+                self._note_loss(
+                    f"the host of {self._chief} has died: nothing was heard of it for {self._heartbeat:g} s"
+                )
+                return
             except (EOFError, OSError, ValueError):
                 # jax's client is about to abort the process for the same reason.
-                self._end_now("the process that holds all together, beside process 0, has died")
+                self._end_now(_processes.lost() or f"{self._chief} has died, and its hub: the connection closed")
+
+    def _note_loss(self, text: str) -> None:
+        _processes.note_loss(text)
+        self._end_later(self._grace, unless_reported=True)
 
     def _end_later(self, secs: float, unless_reported: bool) -> None:
         def wait() -> None:

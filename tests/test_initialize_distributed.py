@@ -2,7 +2,11 @@
 
 import re
 
-from helpers_cluster import shared_cluster
+import pytest
+from helpers_cluster import free_port, shared_cluster
+
+import replicate
+from replicate import _initialize_distributed
 
 
 def test_processes_meet_and_end_at_different_times():
@@ -10,7 +14,138 @@ def test_processes_meet_and_end_at_different_times():
     assert [process.code for process in ended] == [0, 0, 0]
     for i, process in enumerate(ended):
         assert f"process {i} of 3 devices 6" in process.lines
+        assert "RuntimeError: initialize_distributed was called before; call it once" in "\n".join(process.lines)
+        assert ("mean 299999.5" in process.lines) == (i > 0)
         assert process.lines[-1] == "end"
     table = [line for line in ended[0].lines if re.fullmatch(r"\d +\S+ +\d+ +0\.10\.\d+ .* 2 x cpu", line)]
     assert [line[0] for line in table] == ["0", "1", "2"]
     assert not any("python" in line for process in ended[1:] for line in process.lines)
+
+
+@pytest.fixture(scope="module")
+def refused():
+    """By case, what each of three processes was told."""
+    ended = shared_cluster().run("helpers_distributed.refused", [free_port() for _ in range(8)], processes=3)
+    assert [process.code for process in ended] == [1, 1, 1]
+    cases = {}
+    for process in ended:
+        for name, lines in re.findall(r"^case (\w+)\n(.*?)(?=^case |\Z)", "\n".join(process.lines) + "\n", re.M | re.S):
+            cases.setdefault(name, []).append(lines.splitlines())
+    assert all(len(told) == 3 for told in cases.values())
+    return cases
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        (
+            "count",
+            r"process 2 \(host \S+, pid \d+\) was started with num_processes=4, process 0 with num_processes=3\. "
+            r"Give all of them the same\.",
+        ),
+        (
+            "id",
+            r"two processes were started with process_id=1: process 1 \(host \S+, pid \d+\) and process 1 "
+            r"\(host \S+, pid \d+\)\. Give each its own, 0 to 2\.",
+        ),
+        (
+            "version",
+            r"different versions of jax: 0\.10\.2 in process 0 \(host \S+, pid \d+\), 0\.9\.9 in process 2 "
+            r"\(host \S+, pid \d+\)\. Install the same everywhere\.",
+        ),
+        (
+            "loopback",
+            r"coordinator_address='127\.0\.0\.1:\d+' is a loopback address, which every host has for itself, but "
+            r"process 2 \(host b, pid \d+\) is on another host than process 0 \(host a, pid \d+\)\. "
+            r"Give the name of process 0's host, as the others know it\.",
+        ),
+    ],
+)
+def test_all_processes_are_told_at_once_why_they_do_not_fit(refused, case, message):
+    for lines in refused[case]:
+        assert len(lines) == 1
+        match = re.fullmatch(r"(\S+) RuntimeError: initialize_distributed: " + message, lines[0])
+        assert match and float(match[1]) < 5, lines
+
+
+def test_a_missing_process_is_named_within_the_timeout(refused):
+    wanted = r"(\S+) TimeoutError: initialize_distributed: of 3 processes these have not come within 1 s: 2\. Were .*"
+    for (line,) in refused["missing"][:2]:
+        match = re.fullmatch(wanted, line)
+        assert match and float(match[1]) < 3, line
+
+
+def test_a_wrong_port_is_an_error_within_the_timeout(refused):
+    ((line,),) = refused["missing"][2:]
+    match = re.fullmatch(
+        r"(\S+) TimeoutError: initialize_distributed: nobody answers at coordinator_address='127\.0\.0\.1:1' for 2 s "
+        r"\(.*refused\)\. Process 0 must run on that host, with the same address\. A loopback address reaches no other "
+        r"host\.",
+        line,
+    )
+    assert match and float(match[1]) < 4, line
+
+
+def test_a_port_in_use_is_an_error_at_once(refused):
+    (waits,), (second,), (other,) = refused["port"]
+    match = re.fullmatch(
+        r"(\S+) OSError: initialize_distributed: port \d+ of coordinator_address='127\.0\.0\.1:\d+' is in use on this "
+        r"host, by another program or another process 0\. Give another port, to all processes, or end the one that has "
+        r"it\.",
+        second,
+    )
+    assert match and float(match[1]) < 2, second
+    assert "these have not come within 1 s: 1. Were" in waits
+    assert "these have not come within 1 s: 1. Were" in other
+
+
+def test_one_that_gives_up_is_named_to_all_and_to_those_that_come_later(refused):
+    (first,), (gone,), (late,) = refused["left"]
+    assert re.search(r"TimeoutError: .* these processes have not come: 2, for 2 s", gone)
+    for line in (first, late):
+        assert re.search(r"process 1 \(host \S+, pid \d+\) has left before all 3 processes were there\.", line), line
+
+
+def test_an_error_is_the_last_line_of_the_process(refused):
+    for lines in refused["uncaught"]:
+        assert re.fullmatch(
+            r"RuntimeError: initialize_distributed: process 2 .* with num_processes=3\. Give .*", lines[-1]
+        )
+
+
+def test_it_comes_before_the_devices_are_started():
+    (ended,) = shared_cluster().run("helpers_distributed.too_late_to_meet", processes=1)
+    assert ended.lines[-1].endswith(
+        "RuntimeError: initialize_distributed must be called before jax starts its devices;"
+        " they have been started, by a computation, jax.devices() or the like. Call it at the start of the script."
+    )
+
+
+@pytest.fixture
+def new_process(monkeypatch):
+    """As if nothing had been done yet, and nothing told of other processes."""
+    monkeypatch.setattr(_initialize_distributed, "_has_run", False)
+    monkeypatch.setattr("jax._src.xla_bridge.backends_are_initialized", lambda: False)
+    for name in ("TF_CONFIG", "JAX_COORDINATOR_ADDRESS", "JOB_COMPLETION_INDEX"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_a_process_alone_goes_on(new_process, messages):
+    replicate.initialize_distributed()
+    assert messages() == [
+        "initialize_distributed: one process (nothing tells of others: no arguments, TF_CONFIG, SLURM, MPI or "
+        "Kubernetes)."
+    ]
+    with pytest.raises(RuntimeError, match="initialize_distributed was called before"):
+        replicate.initialize_distributed()
+
+
+def test_one_process_by_arguments(new_process, messages):
+    replicate.initialize_distributed(num_processes=1)
+    assert messages() == ["initialize_distributed: one process (the arguments)."]
+
+
+@pytest.mark.parametrize("name", ["timeout_secs", "heartbeat_timeout_secs", "grace_secs"])
+def test_seconds_are_positive(new_process, name):
+    with pytest.raises(ValueError, match=f"{name} of initialize_distributed must be a positive number; got 0"):
+        replicate.initialize_distributed(**{name: 0})
