@@ -35,7 +35,7 @@ def initialize_distributed(
     *,
     local_device_ids: Sequence[int] | None = None,
     timeout_secs: float = 300.0,
-    heartbeat_timeout_secs: float = 60.0,
+    heartbeat_timeout_secs: float = 100.0,
     grace_secs: float = 10.0,
 ) -> None:
     """Makes one run of several processes: after it `jax.devices()` are those of all of them.
@@ -63,8 +63,9 @@ def initialize_distributed(
       local_device_ids: the numbers of the GPUs that this process uses. None: all that it sees; under SLURM and Open
         MPI, where several processes of a host see the same ones, one each.
       timeout_secs: seconds within which all must be there and have summed.
-      heartbeat_timeout_secs: seconds after which a process that is not heard of, host and all, counts as dead. A
-        process that dies alone is noticed at once.
+      heartbeat_timeout_secs: seconds after which a process that is not heard of counts as dead, for its host may have
+        crashed; one that dies alone is noticed at once. A call that keeps Python's global lock for so long looks the
+        same.
       grace_secs: seconds that a process may wait for one that has died.
 
     Raises:

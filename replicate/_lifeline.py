@@ -153,7 +153,7 @@ class Lifeline:
             try:
                 for message in self._channel.receive():
                     if "beat" in message:
-                        self._channel.send(beat=1)
+                        self._send(beat=1)
                     elif "lost" in message:
                         self._note_loss(message["lost"])
                     elif "ended" in message:
