@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import platform
 import socket
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -183,6 +185,8 @@ def _check_sum(deadline: float, timeout_secs: float) -> None:
     thread.start()
     while thread.is_alive() and time.monotonic() < deadline and not _processes.lost():
         thread.join(0.1)
+    if thread.is_alive():
+        atexit.register(_end_at_once)
     if outcome and not isinstance(outcome[0], BaseException):
         total, expected = outcome[0]
         if total != expected:
@@ -199,6 +203,13 @@ def _check_sum(deadline: float, timeout_secs: float) -> None:
         f"initialize_distributed: the first sum over all devices has not come within {timeout_secs:g} s. All processes "
         "are there, so look for a firewall between their hosts, or devices that do not start."
     )
+
+
+def _end_at_once() -> None:
+    """At the exit: where a thread hangs in compiled code, the end of Python would abort the process."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def _sum_of_device_numbers() -> tuple[int, int]:

@@ -21,13 +21,13 @@ import jax
 from estimator import _processes
 from replicate import _hub
 
-_EXPLAINED = "initialize_distributed"
+_CALLER = "initialize_distributed"
 
 
 def split_address(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise ValueError(f'{_EXPLAINED}: coordinator_address must be "host:port"; got {address!r}.')
+        raise ValueError(f'{_CALLER}: coordinator_address must be "host:port"; got {address!r}.')
     return host.strip("[]"), int(port)
 
 
@@ -56,7 +56,7 @@ def start_hub(address: str, num_processes: int, timeout_secs: float, heartbeat_s
         if e.errno != errno.EADDRINUSE:
             raise
         raise OSError(
-            f"{_EXPLAINED}: port {port} of coordinator_address={address!r} is in use on this host, by another program "
+            f"{_CALLER}: port {port} of coordinator_address={address!r} is in use on this host, by another program "
             "or another process 0. Give another port, to all processes, or end the one that has it."
         ) from e
     with listener:
@@ -82,36 +82,41 @@ def meet(address: str, hello: dict[str, Any], deadline: float) -> tuple[_hub.Cha
       RuntimeError: the processes do not agree; all of them get this.
     """
     began = time.monotonic()
-    channel = _hub.Channel(_connect(address, deadline))
+    channel = _hub.Channel(_connect(address, began, deadline))
     try:
         channel.send(hello=hello)
-        waiting_for: list[int] = []
-        while (left := deadline - time.monotonic()) > 0:
-            channel.socket.settimeout(left)
-            for message in channel.receive():
-                if "begin" in message:
-                    return channel, message
-                if "refused" in message:
-                    kind = TimeoutError if message.get("timeout") else RuntimeError
-                    raise kind(f"{_EXPLAINED}: {message['refused']}")
-                waiting_for = message["waiting_for"]
-    except TimeoutError as e:
-        if str(e).startswith(_EXPLAINED):
-            raise
-    except (EOFError, OSError, ValueError, KeyError) as e:
+        return channel, _wait_for_all(channel, address, began, deadline)
+    except BaseException as e:
         channel.socket.close()
-        raise RuntimeError(
-            f"{_EXPLAINED}: what answers at coordinator_address={address!r} is no process 0 of this program, "
-            f"or it has ended ({type(e).__name__}: {e}). Give the address of process 0, with a port of its own."
-        ) from e
-    channel.socket.close()
+        if isinstance(e, EOFError | OSError | ValueError | KeyError) and not isinstance(e, TimeoutError):
+            raise RuntimeError(
+                f"{_CALLER}: what answers at coordinator_address={address!r} is no process 0 of this program, or it "
+                f"has ended ({type(e).__name__}: {e}). Give the address of process 0, with a port of its own."
+            ) from e
+        raise
+
+
+def _wait_for_all(channel: _hub.Channel, address: str, began: float, deadline: float) -> dict[str, Any]:
+    waiting_for: list[int] = []
+    while (left := deadline - time.monotonic()) > 0:
+        channel.socket.settimeout(left)
+        try:
+            messages = channel.receive()
+        except TimeoutError:
+            break
+        for message in messages:
+            if "begin" in message:
+                return message
+            if "refused" in message:
+                kind = TimeoutError if message.get("timeout") else RuntimeError
+                raise kind(f"{_CALLER}: {message['refused']}")
+            waiting_for = message["waiting_for"]
     who = f"these processes have not come: {', '.join(map(str, waiting_for))}" if waiting_for else "nothing is answered"
-    raise TimeoutError(f"{_EXPLAINED}: at coordinator_address={address!r} {who}, for {time.monotonic() - began:.0f} s.")
+    raise TimeoutError(f"{_CALLER}: at coordinator_address={address!r} {who}, for {time.monotonic() - began:.0f} s.")
 
 
-def _connect(address: str, deadline: float) -> socket.socket:
+def _connect(address: str, began: float, deadline: float) -> socket.socket:
     """Tries until process 0 is there."""
-    began = time.monotonic()
     host, port = split_address(address)
     while True:
         try:
@@ -120,7 +125,7 @@ def _connect(address: str, deadline: float) -> socket.socket:
             if time.monotonic() >= deadline:
                 hint = " A loopback address reaches no other host." if is_loopback(host) else ""
                 raise TimeoutError(
-                    f"{_EXPLAINED}: nobody answers at coordinator_address={address!r} for {deadline - began:.0f} s "
+                    f"{_CALLER}: nobody answers at coordinator_address={address!r} for {deadline - began:.0f} s "
                     f"({e}). Process 0 must run on that host, with the same address.{hint}"
                 ) from e
         time.sleep(min(0.2, max(0.0, deadline - time.monotonic())))
@@ -182,7 +187,7 @@ class Lifeline:
         threading.Thread(target=wait, name="lifeline-end", daemon=True).start()
 
     def _end_now(self, why: str) -> None:
-        line = f"{_EXPLAINED}: {why}. It ends with exit code {_processes.EXIT_CODE}.\n"
+        line = f"{_CALLER}: {why}. It ends with exit code {_processes.EXIT_CODE}.\n"
         os.write(2, line.encode())
         flush = threading.Thread(target=sys.stdout.flush, daemon=True)  # whoever hangs may hold its lock
         flush.start()

@@ -99,6 +99,13 @@ def refused(ports):
     replicate.initialize_distributed(next(addresses), [3, 3, 4][me], me, timeout_secs=20)
 
 
+def sum_hangs():
+    """Process 1 does not take part in the first sum."""
+    if my_index():
+        _initialize_distributed._sum_of_device_numbers = lambda: (jax.devices(), time.sleep(60))
+    replicate.initialize_distributed(timeout_secs=3)
+
+
 # Losing one.
 
 

@@ -1,12 +1,15 @@
 """Processes that get together, and those that cannot: real ones, which end by themselves."""
 
 import re
+import socket
+import time
+from concurrent import futures
 
 import pytest
 from helpers_cluster import free_port, shared_cluster
 
 import replicate
-from replicate import _initialize_distributed
+from replicate import _hub, _initialize_distributed, _lifeline
 
 
 def test_processes_meet_and_end_at_different_times():
@@ -111,6 +114,121 @@ def test_an_error_is_the_last_line_of_the_process(refused):
         assert re.fullmatch(
             r"RuntimeError: initialize_distributed: process 2 .* with num_processes=3\. Give .*", lines[-1]
         )
+
+
+def test_a_first_sum_that_hangs_ends_within_the_timeout():
+    for process in shared_cluster().run("helpers_distributed.sum_hangs"):
+        assert (process.code, process.secs < 10) == (1, True)
+        assert (
+            "TimeoutError: initialize_distributed: the first sum over all devices has not come within 3 s."
+            in (process.lines[-1])
+        )
+
+
+@pytest.mark.parametrize(
+    ("work", "error", "message"),
+    [
+        (lambda: (7, 6), RuntimeError, "the sum over all 8 devices is wrong: 7 instead of 6. Their connections"),
+        (lambda: {}["no"], KeyError, "no"),
+    ],
+)
+def test_a_first_sum_that_fails_is_an_error(monkeypatch, work, error, message):
+    monkeypatch.setattr(_initialize_distributed, "_sum_of_device_numbers", work)
+    with pytest.raises(error, match=message):
+        _initialize_distributed._check_sum(time.monotonic() + 5, 5)
+
+
+def test_the_first_sum_is_that_of_the_numbers_of_all_devices():
+    assert _initialize_distributed._sum_of_device_numbers() == (36, 36)
+
+
+def hello(process_id, num_processes, **given):
+    versions = {"jax": "1", "jaxlib": "1", "python": "3"}
+    rest = {"host": "a", "pid": 100 + process_id, "address": "a:1", "loopback": False, "visible": ""}
+    return {"process_id": process_id, "num_processes": num_processes, **versions, **rest, **given}
+
+
+@pytest.fixture
+def hub():
+    """Starts one; returns its address."""
+    hubs = []
+
+    def start(num_processes):
+        address = f"127.0.0.1:{free_port()}"
+        hubs.append(_lifeline.start_hub(address, num_processes, 20, 60))
+        return address
+
+    yield start
+    for found in hubs:
+        found.kill()
+        found.wait()
+
+
+def meet_all(address, hellos):
+    with futures.ThreadPoolExecutor(len(hellos)) as threads:
+        return list(threads.map(lambda each: _lifeline.meet(address, each, time.monotonic() + 20), hellos))
+
+
+def close_all(met):
+    for channel, _ in met:
+        channel.socket.close()
+
+
+def test_many_meet_among_strangers_and_one_more_is_told_so(hub):
+    address = hub(64)
+    strangers = [socket.create_connection(_lifeline.split_address(address)) for _ in range(3)]
+    strangers[0].sendall(b"GET / HTTP/1.1\r\n\r\n")
+    strangers[1].sendall(b'{"goodbye": 1}\n')
+    met = meet_all(address, [hello(i, 64) for i in range(64)])
+    assert len({told["begin"] for _, told in met}) == 1
+    assert [each["pid"] for each in met[0][1]["processes"]] == list(range(100, 164))
+    assert all(told["chief"] == "process 0 (host a, pid 100)" and not told["processes"] for _, told in met[1:])
+    with pytest.raises(
+        RuntimeError,
+        match=r"process 5 \(host b, pid 105\) has come too late: 64 processes have begun already, process 5 \(host a, "
+        r"pid 105\) among them\.",
+    ):
+        _lifeline.meet(address, hello(5, 64, host="b"), time.monotonic() + 20)
+    close_all([*met, *((_hub.Channel(stranger), None) for stranger in strangers)])
+
+
+@pytest.mark.parametrize(
+    ("hosts", "visible", "shares"),
+    [
+        ("ab", ("", ""), [False, False]),
+        ("aa", ("", ""), [True, True]),
+        ("aa", ("0", "1"), [False, False]),
+        ("aab", ("0,1", "0,1", "0,1"), [True, True, False]),
+    ],
+)
+def test_processes_that_see_the_same_devices_are_told_so(hub, hosts, visible, shares):
+    hellos = [
+        hello(i, len(hosts), host=host, visible=devices)
+        for i, (host, devices) in enumerate(zip(hosts, visible, strict=True))
+    ]
+    met = meet_all(hub(len(hosts)), hellos)
+    assert [told["shares_devices"] for _, told in met] == shares
+    close_all(met)
+
+
+def test_something_else_at_the_address_is_an_error():
+    with socket.create_server(("127.0.0.1", 0)) as listener, futures.ThreadPoolExecutor(1) as threads:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        met = threads.submit(_lifeline.meet, address, hello(1, 2), time.monotonic() + 20)
+        connection, _ = listener.accept()
+        with connection:
+            connection.sendall(b"SSH-2.0-OpenSSH\r\n")
+            with pytest.raises(
+                RuntimeError, match="what answers at coordinator_address='127.* is no process 0 of this"
+            ):
+                met.result()
+
+
+def test_something_silent_at_the_address_is_an_error_within_the_timeout():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        with pytest.raises(TimeoutError, match="at coordinator_address='127.* nothing is answered, for 1 s"):
+            _lifeline.meet(address, hello(1, 2), time.monotonic() + 0.5)
 
 
 def test_it_comes_before_the_devices_are_started():
