@@ -19,7 +19,7 @@ from typing import Any
 import jax
 
 from estimator import _processes
-from replicate import _hub
+from replicate import _hub, _jax_client
 
 _CALLER = "initialize_distributed"
 
@@ -71,21 +71,41 @@ def start_hub(address: str, num_processes: int, timeout_secs: float, heartbeat_s
         )
 
 
-def meet(address: str, hello: dict[str, Any], deadline: float) -> tuple[_hub.Channel, dict[str, Any]]:
-    """Goes to the hub, says who this is, and waits until all are there.
-
-    Returns:
-      The connection, and what the hub told: where jax's service is.
+def connect(address: str, deadline: float) -> _hub.Channel:
+    """The connection to the hub; tries until process 0 is there.
 
     Raises:
-      TimeoutError: there is no hub, or processes have not come.
-      RuntimeError: the processes do not agree; all of them get this.
+      TimeoutError: nobody answers.
     """
     began = time.monotonic()
-    channel = _hub.Channel(_connect(address, began, deadline))
+    host, port = split_address(address)
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            return _hub.Channel(socket.create_connection((host, port), timeout=max(0.1, min(5.0, left))))
+        except OSError as e:
+            if left <= 0:
+                hint = " A loopback address reaches no other host." if is_loopback(host) else ""
+                raise TimeoutError(
+                    f"{_CALLER}: nobody answers at coordinator_address={address!r} for {deadline - began:.0f} s "
+                    f"({e}). Process 0 must run on that host, with the same address.{hint}"
+                ) from e
+        time.sleep(max(0.0, min(0.2, left)))
+
+
+def meet(channel: _hub.Channel, address: str, hello: dict[str, Any], deadline: float) -> dict[str, Any]:
+    """Says to the hub who this is, and waits until all are there.
+
+    Returns:
+      What the hub told: where jax's service is, and who the others are.
+
+    Raises:
+      TimeoutError: processes have not come.
+      RuntimeError: the processes do not fit together, and all of them get this; or the other side is no hub.
+    """
     try:
         channel.send(hello=hello)
-        return channel, _wait_for_all(channel, address, began, deadline)
+        return _wait_for_all(channel, address, deadline)
     except BaseException as e:
         channel.socket.close()
         if isinstance(e, EOFError | OSError | ValueError | KeyError) and not isinstance(e, TimeoutError):
@@ -96,7 +116,7 @@ def meet(address: str, hello: dict[str, Any], deadline: float) -> tuple[_hub.Cha
         raise
 
 
-def _wait_for_all(channel: _hub.Channel, address: str, began: float, deadline: float) -> dict[str, Any]:
+def _wait_for_all(channel: _hub.Channel, address: str, deadline: float) -> dict[str, Any]:
     waiting_for: list[int] = []
     while (left := deadline - time.monotonic()) > 0:
         channel.socket.settimeout(left)
@@ -111,24 +131,9 @@ def _wait_for_all(channel: _hub.Channel, address: str, began: float, deadline: f
                 kind = TimeoutError if message.get("timeout") else RuntimeError
                 raise kind(f"{_CALLER}: {message['refused']}")
             waiting_for = message["waiting_for"]
-    who = f"these processes have not come: {', '.join(map(str, waiting_for))}" if waiting_for else "nothing is answered"
-    raise TimeoutError(f"{_CALLER}: at coordinator_address={address!r} {who}, for {time.monotonic() - began:.0f} s.")
-
-
-def _connect(address: str, began: float, deadline: float) -> socket.socket:
-    """Tries until process 0 is there."""
-    host, port = split_address(address)
-    while True:
-        try:
-            return socket.create_connection((host, port), timeout=max(0.1, min(5.0, deadline - time.monotonic())))
-        except OSError as e:
-            if time.monotonic() >= deadline:
-                hint = " A loopback address reaches no other host." if is_loopback(host) else ""
-                raise TimeoutError(
-                    f"{_CALLER}: nobody answers at coordinator_address={address!r} for {deadline - began:.0f} s "
-                    f"({e}). Process 0 must run on that host, with the same address.{hint}"
-                ) from e
-        time.sleep(min(0.2, max(0.0, deadline - time.monotonic())))
+    missing = ", ".join(map(str, waiting_for))
+    what = f"these processes have not come in time: {missing}" if missing else "there is no answer in time"
+    raise TimeoutError(f"{_CALLER}: at coordinator_address={address!r} {what}.")
 
 
 class Lifeline:
@@ -210,7 +215,7 @@ class Lifeline:
         """At the exit: nobody needs to wait for the others, as jax's own end does, since the service outlives all."""
         if os.getpid() != self._pid:
             return
-        jax._src.distributed.global_state.client = None
+        _jax_client.forget()
         if _processes.lost():
             self._end_later(self._grace, unless_reported=False)
         elif not self._has_failed:

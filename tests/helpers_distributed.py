@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import replicate
 from estimator import _processes
-from replicate import _initialize_distributed
+from replicate import _initialize_distributed, _jax_client
 
 
 def say(*what):
@@ -87,21 +87,20 @@ def refused(ports):
     case("loopback")
     socket.gethostname = host
 
-    case("missing", address=["", "", "127.0.0.1:1"][me], timeout=[1, 5, 2][me])
+    case("missing", address=["", "", "127.0.0.1:1"][me], timeout=[2, 20, 2][me])
 
-    time.sleep([0, 0.5, 0][me])  # the second process 0 finds the port taken
-    case("port", process_id=[0, 0, 2][me], timeout=[1, 5, 5][me])
-
-    time.sleep([0, 0, 2.5][me])  # the last comes after one has given up
-    case("left", timeout=[20, 1.8, 20][me])
+    time.sleep([0, 1.0, 0][me])  # the second process 0 finds the port taken
+    case("port", process_id=[0, 0, 2][me], timeout=[2, 20, 20][me])
 
     say("case uncaught")
     replicate.initialize_distributed(next(addresses), [3, 3, 4][me], me, timeout_secs=20)
 
 
-def sum_hangs():
-    """Process 1 does not take part in the first sum."""
-    if my_index():
+def hangs(where):
+    """Process 1 does not connect, or does not take part in the first sum."""
+    if my_index() and where == "connection":
+        _jax_client.connect = lambda *args: time.sleep(60)
+    elif my_index():
         _initialize_distributed._sum_of_device_numbers = lambda: (jax.devices(), time.sleep(60))
     replicate.initialize_distributed(timeout_secs=3)
 
@@ -122,7 +121,7 @@ def work(victim, way, grace_secs=1.0, heartbeat_secs=60.0):
     replicate.initialize_distributed(timeout_secs=30, grace_secs=grace_secs, heartbeat_timeout_secs=heartbeat_secs)
     me = jax.process_index()
     if me == victim and way == "fork" and not os.fork():
-        time.sleep(3)  # a copy that outlives it, as workers of a loader do
+        time.sleep(12)  # a copy that outlives it, as workers of a loader do
         os._exit(0)
     say("pid", os.getpid())
     for step in range(1_000_000):

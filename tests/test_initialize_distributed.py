@@ -28,7 +28,7 @@ def test_processes_meet_and_end_at_different_times():
 @pytest.fixture(scope="module")
 def refused():
     """By case, what each of three processes was told."""
-    ended = shared_cluster().run("helpers_distributed.refused", [free_port() for _ in range(8)], processes=3)
+    ended = shared_cluster().run("helpers_distributed.refused", [free_port() for _ in range(7)], processes=3)
     assert [process.code for process in ended] == [1, 1, 1]
     cases = {}
     for process in ended:
@@ -68,14 +68,14 @@ def test_all_processes_are_told_at_once_why_they_do_not_fit(refused, case, messa
     for lines in refused[case]:
         assert len(lines) == 1
         match = re.fullmatch(r"(\S+) RuntimeError: initialize_distributed: " + message, lines[0])
-        assert match and float(match[1]) < 5, lines
+        assert match and float(match[1]) < 10, lines
 
 
 def test_a_missing_process_is_named_within_the_timeout(refused):
-    wanted = r"(\S+) TimeoutError: initialize_distributed: of 3 processes these have not come within 1 s: 2\. Were .*"
+    wanted = r"(\S+) TimeoutError: initialize_distributed: of 3 processes these have not come within 2 s: 2\. Were .*"
     for (line,) in refused["missing"][:2]:
         match = re.fullmatch(wanted, line)
-        assert match and float(match[1]) < 3, line
+        assert match and float(match[1]) < 8, line
 
 
 def test_a_wrong_port_is_an_error_within_the_timeout(refused):
@@ -86,7 +86,7 @@ def test_a_wrong_port_is_an_error_within_the_timeout(refused):
         r"host\.",
         line,
     )
-    assert match and float(match[1]) < 4, line
+    assert match and float(match[1]) < 6, line
 
 
 def test_a_port_in_use_is_an_error_at_once(refused):
@@ -97,16 +97,9 @@ def test_a_port_in_use_is_an_error_at_once(refused):
         r"it\.",
         second,
     )
-    assert match and float(match[1]) < 2, second
-    assert "these have not come within 1 s: 1. Were" in waits
-    assert "these have not come within 1 s: 1. Were" in other
-
-
-def test_one_that_gives_up_is_named_to_all_and_to_those_that_come_later(refused):
-    (first,), (gone,), (late,) = refused["left"]
-    assert re.search(r"TimeoutError: .* these processes have not come: 2, for 2 s", gone)
-    for line in (first, late):
-        assert re.search(r"process 1 \(host \S+, pid \d+\) has left before all 3 processes were there\.", line), line
+    assert match and float(match[1]) < 6, second
+    assert "these have not come within 2 s: 1. Were" in waits
+    assert "these have not come within 2 s: 1. Were" in other
 
 
 def test_an_error_is_the_last_line_of_the_process(refused):
@@ -116,8 +109,9 @@ def test_an_error_is_the_last_line_of_the_process(refused):
         )
 
 
-def test_a_first_sum_that_hangs_ends_within_the_timeout():
-    for process in shared_cluster().run("helpers_distributed.sum_hangs"):
+@pytest.mark.parametrize("where", ["connection", "sum"])
+def test_a_start_that_hangs_ends_within_the_timeout(where):
+    for process in shared_cluster().run("helpers_distributed.hangs", where):
         assert (process.code, process.secs < 10) == (1, True)
         assert (
             "TimeoutError: initialize_distributed: the first sum over all devices has not come within 3 s."
@@ -135,7 +129,7 @@ def test_a_first_sum_that_hangs_ends_within_the_timeout():
 def test_a_first_sum_that_fails_is_an_error(monkeypatch, work, error, message):
     monkeypatch.setattr(_initialize_distributed, "_sum_of_device_numbers", work)
     with pytest.raises(error, match=message):
-        _initialize_distributed._check_sum(time.monotonic() + 5, 5)
+        _initialize_distributed._start_devices(lambda: None, time.monotonic() + 5, 5)
 
 
 def test_the_first_sum_is_that_of_the_numbers_of_all_devices():
@@ -164,9 +158,15 @@ def hub():
         found.wait()
 
 
+def meet(address, hello, secs=20):
+    deadline = time.monotonic() + secs
+    channel = _lifeline.connect(address, deadline)
+    return channel, _lifeline.meet(channel, address, hello, deadline)
+
+
 def meet_all(address, hellos):
     with futures.ThreadPoolExecutor(len(hellos)) as threads:
-        return list(threads.map(lambda each: _lifeline.meet(address, each, time.monotonic() + 20), hellos))
+        return list(threads.map(lambda each: meet(address, each), hellos))
 
 
 def close_all(met):
@@ -188,7 +188,7 @@ def test_many_meet_among_strangers_and_one_more_is_told_so(hub):
         match=r"process 5 \(host b, pid 105\) has come too late: 64 processes have begun already, process 5 \(host a, "
         r"pid 105\) among them\.",
     ):
-        _lifeline.meet(address, hello(5, 64, host="b"), time.monotonic() + 20)
+        meet(address, hello(5, 64, host="b"))
     close_all([*met, *((_hub.Channel(stranger), None) for stranger in strangers)])
 
 
@@ -211,10 +211,23 @@ def test_processes_that_see_the_same_devices_are_told_so(hub, hosts, visible, sh
     close_all(met)
 
 
+def test_one_that_gives_up_is_named_to_all_and_to_those_that_come_later(hub):
+    address = hub(3)
+    left = r"process 1 \(host a, pid 101\) has left before all 3 processes were there\."
+    with futures.ThreadPoolExecutor(1) as threads:
+        first = threads.submit(meet, address, hello(0, 3))
+        with pytest.raises(TimeoutError, match="these processes have not come in time: (0, )?2\\."):
+            meet(address, hello(1, 3), 2)
+        with pytest.raises(RuntimeError, match=left):
+            first.result()
+    with pytest.raises(RuntimeError, match=left):
+        meet(address, hello(2, 3))
+
+
 def test_something_else_at_the_address_is_an_error():
     with socket.create_server(("127.0.0.1", 0)) as listener, futures.ThreadPoolExecutor(1) as threads:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
-        met = threads.submit(_lifeline.meet, address, hello(1, 2), time.monotonic() + 20)
+        met = threads.submit(meet, address, hello(1, 2))
         connection, _ = listener.accept()
         with connection:
             connection.sendall(b"SSH-2.0-OpenSSH\r\n")
@@ -227,8 +240,8 @@ def test_something_else_at_the_address_is_an_error():
 def test_something_silent_at_the_address_is_an_error_within_the_timeout():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
-        with pytest.raises(TimeoutError, match="at coordinator_address='127.* nothing is answered, for 1 s"):
-            _lifeline.meet(address, hello(1, 2), time.monotonic() + 0.5)
+        with pytest.raises(TimeoutError, match="at coordinator_address='127.* there is no answer in time"):
+            meet(address, hello(1, 2), 0.5)
 
 
 def test_it_comes_before_the_devices_are_started():
@@ -243,7 +256,7 @@ def test_it_comes_before_the_devices_are_started():
 def new_process(monkeypatch):
     """As if nothing had been done yet, and nothing told of other processes."""
     monkeypatch.setattr(_initialize_distributed, "_has_run", False)
-    monkeypatch.setattr("jax._src.xla_bridge.backends_are_initialized", lambda: False)
+    monkeypatch.setattr("replicate._jax_client.devices_are_started", lambda: False)
     for name in ("TF_CONFIG", "JAX_COORDINATOR_ADDRESS", "JOB_COMPLETION_INDEX"):
         monkeypatch.delenv(name, raising=False)
 

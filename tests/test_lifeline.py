@@ -46,7 +46,7 @@ def test_one_that_is_killed_is_named_by_the_others(victim):
 
 def test_a_copy_that_outlives_it_does_not_hide_a_death():
     ended = shared_cluster().run(WORK, 1, "fork")
-    assert ended[0].secs - ended[1].secs < 2.8  # the copy lives for 3
+    assert ended[0].secs - ended[1].secs < 10  # the copy lives for 12
     assert_names(ended[0], loss_of(ended, 1) + " has died: its connection closed")
 
 
