@@ -17,6 +17,7 @@ from estimator._events import read_eval_metrics, read_history
 from estimator._exporters import BestExporter, Exporter, FinalExporter, LatestExporter
 from estimator._flax import flax_module
 from estimator._indexed_slices import IndexedSlices
+from estimator._input_context import InputContext, input_context
 from estimator._lazy import lazy
 from estimator._load_exported import ExportedModel, load_exported
 from estimator._loss_scale import DynamicLossScale
@@ -25,6 +26,7 @@ from estimator._non_finite import NonFiniteGradientError, skipped_steps
 from estimator._optimizer import Optimizer, TrainOp, group
 from estimator._plot_history import plot_history
 from estimator._preemption import Preempted
+from estimator._processes import ProcessLostError
 from estimator._random import global_step, make_rng
 from estimator._replica_check import ReplicaMismatchError
 from estimator._report import record
@@ -115,6 +117,7 @@ __all__ = [
     "Hook",
     "InMemoryEvaluatorHook",
     "IndexedSlices",
+    "InputContext",
     "LatestExporter",
     "LinearClassifier",
     "LinearEstimator",
@@ -132,6 +135,7 @@ __all__ = [
     "Optimizer",
     "PoissonRegressionHead",
     "Preempted",
+    "ProcessLostError",
     "ProfilerHook",
     "Reduction",
     "RegressionHead",
@@ -163,6 +167,7 @@ __all__ = [
     "global_step",
     "group",
     "hooks",
+    "input_context",
     "inputs",
     "lazy",
     "load_exported",

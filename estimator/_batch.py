@@ -38,6 +38,11 @@ def check_batch(features: PyTree, labels: PyTree = None) -> int:
     return rows
 
 
+def rows_of(batch: PyTree) -> int:
+    """The number of examples in a batch that was checked."""
+    return jax.tree.leaves(batch, is_leaf=is_sparse)[0].shape[0]
+
+
 def guarded(step: Callable[..., T], features: PyTree, labels: PyTree, *args: Any) -> T:
     """`step(*args)`; says in our words what jax does not take in the batch among the arguments."""
     try:

@@ -111,7 +111,7 @@ class Checkpoints:
             arrays = jax.tree.map(_key_data, _flatten(state))
             if host:
                 arrays[_HOST] = encode(host)
-            with _checkpointer() as checkpointer:
+            with _checkpointer(together=True) as checkpointer:
                 # force: something that is no checkpoint may be in the way.
                 checkpointer.save(os.path.abspath(path), args=ocp.args.PyTreeSave(arrays), force=True)
             if jax.process_index() == 0:
@@ -304,8 +304,11 @@ def read_all(path: str, patterns: Sequence[str]) -> dict[str, np.ndarray]:
 
 
 @contextlib.contextmanager
-def _checkpointer() -> Iterator[ocp.Checkpointer]:
-    """Orbax's checkpointer, without the two dozen INFO lines it would put among those of the training."""
+def _checkpointer(together: bool = False) -> Iterator[ocp.Checkpointer]:
+    """Orbax's checkpointer, without the two dozen INFO lines it would put among those of the training.
+
+    Where there are several processes they all write `together`; each reads for itself.
+    """
     # Replica-parallel writing cuts a replicated array into a piece per device: with 8 devices that
     # doubles the time of a small save, and the first one compiles the cuts for half a second.
     registry = type_handlers.create_type_handler_registry(
@@ -317,7 +320,14 @@ def _checkpointer() -> Iterator[ocp.Checkpointer]:
     if logger.getEffectiveLevel() == _INFO:
         logger.setLevel("WARNING")
     try:
-        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(type_handler_registry=registry)) as checkpointer:
+        processes = ocp.options.MultiprocessingOptions()
+        if not together and jax.process_count() > 1:
+            me = jax.process_index()
+            processes = ocp.options.MultiprocessingOptions(
+                primary_host=me, active_processes={me}, barrier_sync_key_prefix=f"process{me}"
+            )
+        handler = ocp.PyTreeCheckpointHandler(type_handler_registry=registry, multiprocessing_options=processes)
+        with ocp.Checkpointer(handler, multiprocessing_options=processes) as checkpointer:
             yield checkpointer
     finally:
         logger.setLevel(level)

@@ -23,15 +23,17 @@ from estimator._modes import ModeKeys
 from estimator._predict import PredictSteps, checked_keys, predict_batches, single_examples
 from estimator._preemption import ends_by_sigterm, interrupted_by_sigterm
 from estimator._programs import Programs
+from estimator._resume_input import resume_input
 from estimator._run_config import RunConfig
 from estimator._spec import checked_hooks
 from estimator._states import States
+from estimator._team import Team
 from estimator._train import Training
 from estimator._transform import State, transform
 from estimator._warm_start import WarmStartReport, WarmStartSettings, as_settings
 from estimator.hooks import _run
 from estimator.hooks._checkpoint_saver import CheckpointSaverListener, checked_listeners
-from estimator.hooks._defaults import with_default_hooks
+from estimator.hooks._defaults import team_hooks, with_default_hooks
 from estimator.hooks._hook import Context, Hook
 from estimator.hooks._summary_saver import write_evaluation
 
@@ -168,26 +170,32 @@ class Estimator:
         _check_steps("steps", steps)
         _check_steps("max_steps", max_steps)
         own_hooks, listeners = checked_hooks("hooks", hooks), checked_listeners(saving_listeners)
-        path = self._checkpoints.latest()
+        team = self._team("train")
+        path = self._newest(team)
         start, host = (0, {}) if path is None else _checkpoint.progress(path)
         if max_steps is not None and start >= max_steps:
             logging.info("Skipping training since max_steps has already saved.")
             return self
         with interrupted_by_sigterm():
             rest = self._batches(input_fn, ModeKeys.TRAIN)
-            skipped = self._resume(rest, path, host)
-            first = rest.peek()
+            skipped = resume_input(rest, path, host, self._config) if self._goes_on and path is not None else 0
+            first = rest.peek() if team is None else team.first_batch(rest.peek(), of_all=True)
         if first is None and path is not None and skipped:
             logging.warning("Training made no steps: %s is of the end of the input. The next begins it anew.", path)
-            _checkpoint.note_end_of_input(path)
+            if self._config.is_chief:
+                _checkpoint.note_end_of_input(path)
             return self
         if first is None:
             logging.warning("Training with estimator made no steps. Perhaps input is empty or misspecified.")
             return self
         if self._programs is None:
             self._programs = Programs(self._model, *first)
+        if team is not None:
+            team.runs(self._programs.traits.placement)
         chief_hooks, spec_hooks = self._programs.traits.hooks
         all_hooks = with_default_hooks(chief_hooks, [*own_hooks, *spec_hooks], self._config, listeners)
+        if team is not None:
+            all_hooks = team_hooks(team, all_hooks, chief_hooks)
         state = self._states.own(path, *first)
         if path is None and self._states.settings is not None:
             start = int(state.global_step)  # which it may have brought
@@ -195,7 +203,7 @@ class Estimator:
                 logging.info("Skipping training since the warm start is at max_steps already.")
                 return self
         last_step = max_steps if steps is None else start + steps
-        context = Context(ModeKeys.TRAIN, self.model_dir, start)
+        context = Context(ModeKeys.TRAIN, self.model_dir, start, team)
         training = Training(
             self._programs, self._config, self._checkpoints, context, all_hooks, last_step, path, skipped
         )
@@ -204,7 +212,7 @@ class Estimator:
             state = training.run(state, rest)
         self._goes_on = False
         if training.saved_path and training.saved_step == context.global_step:
-            if context.stop_reason == "input":
+            if context.stop_reason == "input" and self._config.is_chief:
                 _checkpoint.note_end_of_input(training.saved_path)
             if not context.restored:
                 self._states.keep(training.saved_path, state)
@@ -239,9 +247,10 @@ class Estimator:
             the checkpoint does not fit the model_fn.
         """
         _check_steps("steps", steps)
-        own_hooks, path = checked_hooks("hooks", hooks), self._existing(checkpoint_path)
+        own_hooks, team = checked_hooks("hooks", hooks), self._team("evaluate")
+        path = self._existing(checkpoint_path, team)
         return self._evaluate(
-            lambda *batch: self._states.get(ModeKeys.EVAL, path, *batch), input_fn, steps, own_hooks, name, path
+            lambda *batch: self._states.get(ModeKeys.EVAL, path, *batch), input_fn, steps, own_hooks, name, team, path
         )
 
     def evaluate_state(
@@ -258,7 +267,7 @@ class Estimator:
         def placed(*batch: PyTree) -> State:
             return self._states.for_evaluation(state, *batch)
 
-        return self._evaluate(placed, input_fn, steps, checked_hooks("hooks", hooks), name)
+        return self._evaluate(placed, input_fn, steps, checked_hooks("hooks", hooks), name, self._team("evaluate"))
 
     def _evaluate(
         self,
@@ -267,25 +276,29 @@ class Estimator:
         steps: int | None,
         hooks: tuple[Hook, ...],
         name: str | None,
+        team: Team | None,
         path: str | None = None,
     ) -> dict[str, Any]:
         with interrupted_by_sigterm():
             rest = self._batches(input_fn, ModeKeys.EVAL)
-            first = rest.peek()
+            first = rest.peek() if team is None else team.first_batch(rest.peek())
         if first is None:
             raise ValueError(
                 "`evaluate` got no batch from input_fn. Check that it starts anew at each call; a generator made "
                 "outside of input_fn is empty the second time."
             )
-        context = Context(ModeKeys.EVAL, self.model_dir)
+        context = Context(ModeKeys.EVAL, self.model_dir, team=team)
         traits = self._model.traits(*first, mode=ModeKeys.EVAL)
         context.output_dir, context.reported = self.eval_dir(name), traits.reported
         hooks = (*hooks, *traits.hooks[1])
+        if team is not None:
+            team.runs(traits.placement)
+            hooks = team_hooks(team, hooks)
         with ends_by_sigterm(context), _run.around(hooks, context):
             state = state_for(*first)
             context.has_state(state)
             results = evaluate_batches(
-                self._eval_steps, state, rest, hooks, context, steps, self._config.eval_loss_over
+                self._eval_steps, state, rest, first, hooks, context, steps, self._config.eval_loss_over
             )
             context.metrics = results
             write_evaluation(context, path)
@@ -414,9 +427,20 @@ class Estimator:
             raise ValueError(f"Could not find trained model in model_dir: {self.model_dir}. Call `train` first.")
         return path
 
-    def _existing(self, checkpoint_path: str | None) -> str | None:
+    def _team(self, verb: str) -> Team | None:
+        if self._config.process_count == 1:
+            return None
+        team = Team(verb)
+        team.meet()
+        return team
+
+    def _newest(self, team: Team | None) -> str | None:
+        path = self._checkpoints.latest()
+        return path if team is None else team.shared_path(path)
+
+    def _existing(self, checkpoint_path: str | None, team: Team | None = None) -> str | None:
         if checkpoint_path is None:
-            path = self._checkpoints.latest()
+            path = self._newest(team)
             if path is None:
                 logging.warning(
                     "Could not find trained model in model_dir: %s, running initialization instead.",
@@ -427,30 +451,6 @@ class Estimator:
             return self._trained()
         _checkpoint.names(checkpoint_path)  # raises where it is none
         return checkpoint_path
-
-    def _resume(self, rest: Batches, path: str | None, host: dict[str, Any]) -> int:
-        """Takes the input on from where an earlier process left it; returns how many batches that process had taken."""
-        saved = host.get("input", {})
-        how = self._config.resume_input
-        if not self._goes_on or not saved or how is None or path is None or _checkpoint.is_end_of_input(path):
-            return 0
-        batches = saved["batches"]
-        if rest.has_position and saved["position"] is not None:
-            try:
-                rest.set_state(saved["position"])
-            except Exception as error:
-                error.add_note(f"The position is that of {path}. RunConfig(resume_input=None) begins the input anew.")
-                raise
-        elif how != "count":
-            logging.info("The input begins anew: there is no position in it; see RunConfig(resume_input=...).")
-            return 0
-        elif (found := rest.skip(batches)) < batches:
-            raise ValueError(
-                f"Checkpoint {path} was saved after {batches} batches of the input, but input_fn gave only {found}. "
-                "Give the same input, or begin anew by RunConfig(resume_input=None)."
-            )
-        logging.info("The input goes on after its first %d batches.", batches)
-        return batches
 
     def _batches(self, input_fn: InputFn, mode: ModeKeys) -> Batches:
         return batches(call_input_fn(input_fn, mode, self.params, self._config))

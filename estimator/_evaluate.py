@@ -9,16 +9,18 @@ from typing import Any
 import jax
 import numpy as np
 
-from estimator._batch import guarded
+from estimator._batch import guarded, rows_of
 from estimator._cost import debugging, steps_that_fit
 from estimator._frame import PyTree
+from estimator._global_arrays import rows_of_all
 from estimator._input import Batches
+from estimator._lockstep import Uneven
 from estimator._modes import ModeKeys
 from estimator._preemption import SIGTERM, Preempted
 from estimator._programs import stacked_batches
 from estimator._reading import pieces_with_hooks
 from estimator._report import Report
-from estimator._sparse import has_sparse, is_sparse
+from estimator._sparse import has_sparse
 from estimator._transform import Model, State
 from estimator.hooks import _run
 from estimator.hooks._hook import Context, Hook
@@ -56,11 +58,22 @@ class EvalSteps:
         self.quiet = jax.jit(quiet)
         self.several = jax.jit(several)
 
+    def on_devices(self, pair: Any) -> tuple[tuple[PyTree, PyTree], int]:
+        """A batch of all processes, and how many rows it has, given the rows of this one."""
+        given = pair.pair if isinstance(pair, Uneven) else pair
+        placement = self._model.traits(*given, ModeKeys.EVAL).placement
+        if isinstance(pair, Uneven):
+            return placement.in_all_processes(rows_of_all(*pair)), sum(pair.rows)
+        processes = jax.process_count() if placement.spans_processes else 1
+        return placement.from_processes(pair), rows_of(pair) * processes
+
     def at_once(self, held: tuple[Any, ...], features: PyTree, labels: PyTree) -> int:
         """How many batches like this one are to be read ahead together, and to go into one program."""
         size = sum(leaf.nbytes for leaf in jax.tree.leaves((features, labels)) if hasattr(leaf, "nbytes"))
         most = max(1, min(_MOST_BATCHES_AT_ONCE, _MOST_BYTES_AT_ONCE // max(size, 1)))
         traits = self._model.traits(features, labels, ModeKeys.EVAL)
+        if traits.placement.spans_processes:
+            return most  # read ahead together; each has a program of its own, as its rows may be
         if most == 1 or not traits.is_one_program or has_sparse((features, labels)) or debugging():
             return 1
         if size not in self._fits:
@@ -118,6 +131,7 @@ def evaluate_batches(
     steps: EvalSteps,
     state: State,
     batches: Batches,
+    first: tuple[PyTree, PyTree],
     hooks: Sequence[Hook],
     context: Context,
     last_batch: int | None,
@@ -126,29 +140,27 @@ def evaluate_batches(
     """The metrics over all batches, or the first `last_batch` of them; there must be at least one."""
     merged = Merged()
     held = state.variables, state.global_step, jax.random.key_data(state.key)
-    first: Any = batches.peek()
-    at_once = guarded(steps.at_once, *first, held, *first)
+    at_once = context.agreed(guarded(steps.at_once, *first, held, *first))
     for pairs, due in pieces_with_hooks(batches, hooks, context, last_batch, at_once):
         asked = _run.before(due, context)
-        stacked = stacked_batches(pairs, at_once) if len(pairs) == at_once > 1 and not due else None
+        together = len(pairs) == at_once > 1 and not due and context.team is None
+        stacked = stacked_batches(pairs, at_once) if together else None
         if stacked is not None:
             losses, metrics = guarded(steps.several, *pairs[0], *held, *stacked)
-            merged.add(losses, metrics, [_rows(pairs[0])] * len(pairs))
-            context.count(len(pairs), pairs[0][0])
+            merged.add(losses, metrics, [rows_of(pairs[0])] * len(pairs))
+            context.count(len(pairs), rows_of(pairs[0]))
             continue
-        for i, (features, labels) in enumerate(pairs):
-            step = steps.reporting if _run.asks(asked) and i == len(pairs) - 1 else steps.quiet
+        reports = _run.asks(asked, context)
+        for i, pair in enumerate(pairs):
+            (features, labels), rows = steps.on_devices(pair)
+            step = steps.reporting if reports and i == len(pairs) - 1 else steps.quiet
             loss, metrics, reported = guarded(step, features, labels, *held, features, labels)
-            context.count(1, features)
-            merged.add(loss, metrics, [_rows((features, labels))])
+            context.count(1, rows)
+            merged.add(loss, metrics, [rows])
         _run.after(due, context, asked, loss, 1, reported)
     if context.stop_reason == SIGTERM:
         raise Preempted  # what there is so far is no result
     return {**merged.results(loss_over), "global_step": int(state.global_step)}
-
-
-def _rows(pair: PyTree) -> int:
-    return jax.tree.leaves(pair, is_leaf=is_sparse)[0].shape[0]
 
 
 def _merged(stacked: Any, count: int) -> Any:

@@ -23,6 +23,20 @@ class Placement:
         del rows
         return None
 
+    spans_processes = False
+    """Whether the devices are those of several processes, of which each has some rows of every batch."""
+
+    towers_per_process = 1
+
+    def from_processes(self, batch: Any, stacked: bool = False) -> Any:
+        """The batch of all processes, given the rows of this one; `stacked`: several batches, `[steps, rows, ...]`."""
+        del stacked
+        return batch
+
+    def in_all_processes(self, batch: Any) -> Any:
+        """A batch that every process has whole, on all devices."""
+        return batch
+
 
 class SeparatePlacement(Placement, abc.ABC):
     """A placement of variables on devices that no program can share with the model_fn.

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import jax
 import numpy as np
 
-from estimator._batch import guarded
+from estimator._batch import guarded, rows_of
 from estimator._frame import PyTree
 from estimator._input import Batches
 from estimator._reading import pieces_with_hooks
@@ -43,9 +43,9 @@ def predict_batches(
     """Yields the predictions of each batch as numpy arrays."""
     for ((features, _),), due in pieces_with_hooks(batches, hooks, context, None):
         asked = _run.before(due, context)
-        step = steps.reporting if _run.asks(asked) else steps.quiet
+        step = steps.reporting if _run.asks(asked, context) else steps.quiet
         predictions, reported = guarded(step, features, None, state, features)
-        context.count(1, features)
+        context.count(1, rows_of(features))
         _run.after(due, context, asked, None, 1, reported)
         found = jax.device_get(select(predictions, keys))
         context.phase = "output"

@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from estimator._modes import ModeKeys
-from estimator.hooks._hook import Context
+from estimator.hooks._hook import SIGTERM, Context
 
-SIGTERM = "SIGTERM"
+__all__ = ["SIGTERM", "Preempted", "ends_by_sigterm", "interrupted_by_sigterm", "preempt"]
+
 EXIT_CODE = 75  # the EX_TEMPFAIL of sysexits.h: try again later
 
 # The handler is the process's, and so are the runs it ends; those within others come last.
@@ -54,10 +55,14 @@ def interrupted_by_sigterm() -> contextlib.AbstractContextManager[None]:
     return ends_by_sigterm(Context(ModeKeys.TRAIN))
 
 
-def _on_sigterm(number: int, frame: Any) -> None:
+def preempt() -> None:
+    """Does what SIGTERM does to the runs of this process: another one got it."""
     for context in _runs:
-        context.preempted = True
-        context.request_stop(SIGTERM)
+        context.preempt()
+
+
+def _on_sigterm(number: int, frame: Any) -> None:
+    preempt()
     if not _runs:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)

@@ -25,6 +25,8 @@ _CONTEXTS = (
     "numpy_dtype_promotion",
     "numpy_rank_promotion",
 )
+Pull = Callable[[Any, int, threading.Event], tuple[list[Any], BaseException | None]]
+
 _SECONDS_TO_END = 1.0
 _SECONDS_BETWEEN_QUESTIONS = 0.2
 
@@ -66,6 +68,8 @@ class Prefetcher:
         thread alone uses it, and calls its `close`, if it has one, as the last thing.
       make: function of a list of pairs, not empty, called in the thread; makes one piece's `batches`.
       ahead: how many pieces may be requested and not yet taken.
+      pull: takes the batches of a piece, in the thread: `pull(pairs, n, closed)` returns up to `n` of them, and the
+        exception that came instead of more. Default: `pull_batches`.
     """
 
     def __init__(
@@ -73,6 +77,7 @@ class Prefetcher:
         pairs: Iterator[tuple[PyTree, PyTree]],
         make: Callable[[list[tuple[PyTree, PyTree]]], Any],
         ahead: int = 2,
+        pull: Pull | None = None,
     ) -> None:
         self._ahead = ahead
         self._requested: collections.deque[int] = collections.deque()  # and not yet taken
@@ -86,7 +91,7 @@ class Prefetcher:
         settings = {name: getattr(jax.config, f"jax_{name}") for name in _CONTEXTS}
         self._thread = threading.Thread(
             target=contextvars.copy_context().run,
-            args=(_work, settings, pairs, make, self._requests, self._results, self._closed),
+            args=(_work, settings, pairs, pull or pull_batches, make, self._requests, self._results, self._closed),
             name="estimator-input",
             daemon=True,  # an input may block for ever
         )
@@ -184,6 +189,7 @@ class _Failure:
 def _work(
     settings: dict[str, Any],
     pairs: Any,
+    pull: Pull,
     make: Callable[[list[Any]], Any],
     requests: queue.SimpleQueue[int | None],
     results: queue.Queue[Piece | _Failure],
@@ -196,13 +202,14 @@ def _work(
         if hasattr(pairs, "close"):
             stack.callback(pairs.close)
         try:
-            _serve(pairs, make, requests, results, closed)
+            _serve(pairs, pull, make, requests, results, closed)
         except BaseException as error:  # SystemExit too: the main thread decides what comes of it
             results.put(_Failure(error, error.__traceback__))
 
 
 def _serve(
     pairs: Any,
+    pull: Pull,
     make: Callable[[list[Any]], Any],
     requests: queue.SimpleQueue[int | None],
     results: queue.Queue[Piece | _Failure],
@@ -211,7 +218,7 @@ def _serve(
     """Fulfils requests until it is closed, or the input ends or fails."""
     position_of = getattr(pairs, "get_state", lambda: None)
     for n in iter(requests.get, None):
-        pulled, error = _pull(pairs, n, closed)
+        pulled, error = pull(pairs, n, closed)
         if closed.is_set():
             return
         ended = isinstance(error, StopIteration)
@@ -226,7 +233,7 @@ def _serve(
         del pulled  # before the wait for the next request: they may be large
 
 
-def _pull(pairs: Iterator[Any], n: int, closed: threading.Event) -> tuple[list[Any], BaseException | None]:
+def pull_batches(pairs: Iterator[Any], n: int, closed: threading.Event) -> tuple[list[Any], BaseException | None]:
     """Up to `n` batches, and what the input raised instead of more; nothing more once `closed` is set."""
     pulled: list[Any] = []
     try:

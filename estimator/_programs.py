@@ -39,7 +39,7 @@ class Run(NamedTuple):
       program: `(carry, key_data, *args) -> (carry, losses, reported)`.
       steps: how many steps it makes.
       args: the batches.
-      batch: features and labels of the first step.
+      batch: features and labels of the first step; of several processes, the rows of this one.
       reporting: the program to run in its place, to get what the model_fn reports.
     """
 
@@ -70,7 +70,7 @@ class Programs:
         self.traits = traits = model.traits(features, labels)
         self.steps_per_program = 1
         self.loops = False
-        self._batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (features, labels))
+        self._batch = jax.tree.map(_abstract, traits.placement.from_processes((features, labels)))
         self._used: set[int] = set()
 
         def reporting(carry: Carry, key_data: jax.Array, features: PyTree, labels: PyTree) -> Outcome:
@@ -116,12 +116,17 @@ class Programs:
         reports = reports and bool(self.traits.reported)
         if not self.loops:
             last = self._reporting if reports else None
-            return [Run(self._one, 1, p, p, last if i == len(pairs) else None) for i, p in enumerate(pairs, 1)]
+            placed = map(self.traits.placement.from_processes, pairs)
+            return [
+                Run(self._one, 1, args, pair, last if i == len(pairs) else None)
+                for i, (args, pair) in enumerate(zip(placed, pairs, strict=True), 1)
+            ]
         room = 1 if alone else max(self.steps_per_program, len(pairs))
         stacked = stacked_batches(pairs, room) or stacked_batches(alike(pairs), room)
         if stacked is None:
             before = [run for pair in pairs[:-1] for run in self.runs([pair], alone=True)]
             return [*before, *self.runs(pairs[-1:], True, reports)]
+        stacked = self.traits.placement.from_processes(stacked, stacked=True)
         if len(pairs) == room > 1 and not reports:
             return [Run(self._several, room, stacked, pairs[0])]
         args = np.int32(len(pairs)), *stacked
@@ -157,6 +162,11 @@ def _loop(
     losses = jnp.zeros(jax.tree.leaves(batches)[0].shape[0], loss.dtype)
     nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), reported)
     return jax.lax.fori_loop(start, stop, body, (carry, losses, nothing))
+
+
+def _abstract(x: Any) -> jax.ShapeDtypeStruct:
+    sharding = None if getattr(x, "is_fully_addressable", True) else x.sharding
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
 def state_of(carry: Carry, key_data: jax.Array) -> State:

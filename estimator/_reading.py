@@ -7,10 +7,12 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import jax
 import tqdm
 
 from estimator._frame import PyTree
 from estimator._input import Batches
+from estimator._lockstep import Lockstep, SharedPlan, Stopped
 from estimator._modes import ModeKeys
 from estimator._prefetch import Piece, Prefetcher
 from estimator.hooks import _run
@@ -34,17 +36,21 @@ def pieces_with_hooks(
       last_batch: how many batches to take at most; None: all.
       most: how many batches come together at most; the first then waits for the last.
     """
-    for hook in hooks:
-        hook.after_create_state(context)
+    _run.create_state(hooks, context)
     plan = _run.Plan(hooks, 0, last_batch, lambda: most)
     bar = tqdm.tqdm(  # not left behind within that of `train`
-        desc=_TITLES[context.mode], total=last_batch, unit="batch", leave=None, disable=not sys.stderr.isatty()
+        desc=_TITLES[context.mode], total=last_batch, unit="batch", leave=None, disable=not shows_bars()
     )
     with bar:
         for got, due in read_ahead(batches, plan, context, lambda pairs, piece: pairs):
             bar.update(got.size)
             context.phase = "step" if context.batches else "compile"
             yield got.batches, due
+
+
+def shows_bars() -> bool:
+    """Whether to show progress: on a terminal, by one process."""
+    return sys.stderr.isatty() and jax.process_index() == 0
 
 
 def read_ahead(
@@ -59,11 +65,15 @@ def read_ahead(
       context: its `phase` is kept up to date, and it is told why the run ends.
       make: function of the pairs of a piece and of what was planned; called in the thread.
     """
+    lockstep = Lockstep(context, context.team) if context.team else None
+    planned = SharedPlan(plan, context.team) if context.team else plan
+    stopped = lockstep.interrupted if lockstep else lambda: context.stop_requested
     asked: collections.deque[_run.Piece] = collections.deque()
     to_make: collections.deque[_run.Piece] = collections.deque()  # the same, for the thread
-    with Prefetcher(batches, lambda pairs: make(pairs, to_make.popleft()), _PIECES_AHEAD) as ready:
+    pull = lockstep.pull if lockstep else None
+    with Prefetcher(batches, lambda pairs: make(pairs, to_make.popleft()), _PIECES_AHEAD, pull) as ready:
         while not context.stop_requested:
-            while len(asked) < _PIECES_AHEAD and (piece := plan.next()):
+            while len(asked) < _PIECES_AHEAD and (piece := planned.next()):
                 asked.append(piece)
                 to_make.append(piece)
                 ready.request(piece.steps)
@@ -71,9 +81,16 @@ def read_ahead(
                 context.request_stop("steps")
                 return
             context.phase = "input"
-            got = ready.get_unless(lambda: context.stop_requested)
+            try:
+                got = ready.get_unless(stopped)
+            except Stopped:
+                got = None
             if got is None:
+                if lockstep:
+                    lockstep.stop()
                 return
+            if lockstep:
+                lockstep.took()
             if not got.size:
                 context.request_stop("input")
                 return

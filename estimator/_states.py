@@ -9,6 +9,7 @@ from absl import logging
 
 from estimator import _checkpoint
 from estimator._frame import PyTree
+from estimator._global_arrays import as_of_chief, is_within_reach, placed
 from estimator._modes import ModeKeys
 from estimator._transform import Model, State
 from estimator._warm_start import WarmStartReport, WarmStartSettings, warm_start
@@ -45,8 +46,8 @@ class States:
             # Committed to their devices as restored arrays are; jax compiles anew for others.
             return jax.device_put(state, jax.tree.map(lambda x: x.sharding, state))
         like = self._model.abstract_init(features, labels, mode=mode)
-        if self._live is None or self._live[0] != _identity(path) or not _covers(self._live[1], like):
-            self.keep(path, _checkpoint.restore(path, like, partial=mode != ModeKeys.TRAIN))
+        if self._live is None or self._live[0] != _identity(path) or not _serves(self._live[1], like):
+            self.keep(path, as_of_chief(_checkpoint.restore(path, like, partial=mode != ModeKeys.TRAIN)))
         assert self._live is not None
         return _as_wanted(self._live[1], like)
 
@@ -80,21 +81,25 @@ def _identity(path: str) -> tuple[str, int]:
     return os.path.abspath(path), _checkpoint.written_ns(path)
 
 
-def _covers(state: State, like: State) -> bool:
-    return like.variables.keys() <= state.variables.keys() and like.slots.keys() <= state.slots.keys()
+def _serves(state: State, like: State) -> bool:
+    """Whether what a mode wants can be made from a state by this process alone."""
+    if not (like.variables.keys() <= state.variables.keys() and like.slots.keys() <= state.slots.keys()):
+        return False
+    return all(map(is_within_reach, jax.tree.leaves(_part(state, like)), jax.tree.leaves(like)))
 
 
 def _as_wanted(state: State, like: State) -> State:
     """What a mode knows of a state that may hold more, since programs are compiled for one structure; placed where
     it wants it, since training may keep variables elsewhere than evaluation reads them."""
-    part = state._replace(
+    return jax.tree.map(_placed, _part(state, like), like)
+
+
+def _part(state: State, like: State) -> State:
+    return state._replace(
         variables={name: state.variables[name] for name in like.variables},
         slots={name: state.slots[name] for name in like.slots},
     )
-    return jax.tree.map(_placed, part, like)
 
 
 def _placed(array: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
-    if like.sharding is None or array.sharding.is_equivalent_to(like.sharding, array.ndim):
-        return array
-    return jax.device_put(array, like.sharding)
+    return array if like.sharding is None else placed(array, like.sharding)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -14,13 +13,13 @@ import tqdm
 from absl import logging
 
 from estimator import _loop_size
-from estimator._batch import guarded
+from estimator._batch import guarded, rows_of
 from estimator._checkpoint import Checkpoints
 from estimator._frame import PyTree
 from estimator._input import Batches
 from estimator._non_finite import cleared, log_if_more, raise_if_any, skipped_steps
 from estimator._programs import Carry, Pair, Programs, Run, state_of
-from estimator._reading import read_ahead
+from estimator._reading import read_ahead, shows_bars
 from estimator._run_config import RunConfig
 from estimator._transform import State
 from estimator.hooks import _run
@@ -100,15 +99,14 @@ class Training:
         context = self.context
         context._state, context._save, context._look = self._checked_state, self._save, self._look
         context.reported = self.programs.traits.reported
-        for hook in self.hooks:
-            hook.after_create_state(context)
+        _run.create_state(self.hooks, context)
         look_every = min(self.config.log_step_count_steps or _STEPS_BETWEEN_LOOKS, _STEPS_BETWEEN_LOOKS)
         but = 0 if self.programs.traits.on_nan else 1  # the devices have something to do while losses are looked at
         size = _loop_size.choose(self.config.steps_per_loop, self.programs, self.hooks, context.global_step, look_every)
         with _bar(self.last_step, context.global_step) as self._bar:
             for run, due in self._runs(batches, size):
                 asked = _run.before(due, context) if due else []
-                losses, reported = self._start(run, reporting=bool(due) and _run.asks(asked))
+                losses, reported = self._start(run, reporting=_run.asks(asked, context))
                 if context.global_step - but * run.steps - self._looked_step >= look_every:
                     self._look(but)
                     size.timed(self._looked_step)
@@ -146,7 +144,7 @@ class Training:
         if len(self._losses) > _PROGRAMS_IN_FLIGHT:
             self._losses[-1 - _PROGRAMS_IN_FLIGHT][0].block_until_ready()
         context.global_step += run.steps
-        context.count(run.steps, run.batch[0])
+        context.count(run.steps, rows_of(run.batch) * (context.team.count if context.team else 1))
         self._bar.update(run.steps)
         if self._clock is None:  # started after the first program, since compiling is no part of the rate
             losses.block_until_ready()
@@ -219,7 +217,8 @@ class Training:
                 f"{self._newest()} Look for a gradient that is not a number, or lower the learning rate."
             )
         taken = self._skipped_batches + self.context.batches
-        host = {"input": {"batches": taken, "position": self._position}, "hooks": _run.states(self.hooks)}
+        positions = [self._position] if self.context.team is None else self.context.team.exchange(self._position)
+        host = {"input": {"batches": taken, "positions": positions}, "hooks": _run.states(self.hooks)}
         self.saved_path, self.saved_step = self.checkpoints.save(state, host), step
         self.context.phase = phase
         return self.saved_path
@@ -232,7 +231,7 @@ class Training:
 
 def _bar(total: int | None, initial: int) -> Any:
     """A progress bar, silent where stderr is no terminal."""
-    return tqdm.tqdm(total=total, initial=initial, unit="step", disable=not sys.stderr.isatty())
+    return tqdm.tqdm(total=total, initial=initial, unit="step", disable=not shows_bars())
 
 
 def _names_with_nan(variables: dict[str, PyTree]) -> list[str]:

@@ -13,6 +13,7 @@ from estimator._early_stopping import EarlyStoppingHook, MetricHook
 from estimator._estimator import Estimator
 from estimator._events import read_eval_metrics
 from estimator._preemption import SIGTERM
+from estimator._team import same_call
 from estimator._train_spec import EvalSpec, TrainSpec
 from estimator.hooks._checkpoint_saver import CheckpointSaverListener
 from estimator.hooks._hook import Context, Hook, RunValues
@@ -143,8 +144,10 @@ class _Evaluation(Hook):
         """Makes up for an evaluation during which a training was killed: early stopping counts them."""
         step = context.global_step
         due = step > 0 and (self.every_steps is None or step % self.every_steps == 0)
-        if self._stoppers and due and step not in read_eval_metrics(self._estimator.eval_dir(self._name)):
-            self._evaluate(context)
+        if self._stoppers and due:
+            found = read_eval_metrics(self._estimator.eval_dir(self._name))
+            if context.agreed(step not in found):
+                self._evaluate(context)
 
     def next_step(self, step: int) -> int | None:
         return None if self.every_steps is None else step + self.every_steps - step % self.every_steps
@@ -156,7 +159,8 @@ class _Evaluation(Hook):
         """Evaluates, exports and lets the training be stopped, but for the last state, which has its turn later."""
         if context.phase == "end" or context.global_step == self._max_steps:
             return
-        if self._started is not None and time.monotonic() < self._started + self._spec.throttle_secs:
+        too_early = self._started is not None and time.monotonic() < self._started + self._spec.throttle_secs
+        if context.agreed(too_early):
             logging.info("Skip the evaluation at step %d due to throttle secs.", context.global_step)
             return
         self._evaluate(context)
@@ -196,9 +200,14 @@ class _Evaluation(Hook):
     def export(self, save: Callable[[], str | None], is_final: bool) -> list[str | None]:
         base = os.path.join(self._estimator.model_dir, "export")
         exporters = [(each, os.path.join(base, each.name)) for each in self._spec.exporters]
-        wanted = [each.wants(path, self.metrics, is_final) for each, path in exporters]
+        wanted = same_call("wants", lambda: [each.wants(path, self.metrics, is_final) for each, path in exporters])
         checkpoint = save() if any(wanted) else None
-        return [each.export(self._estimator, path, checkpoint, self.metrics, is_final) for each, path in exporters]
+        return same_call(
+            "export",
+            lambda: [
+                each.export(self._estimator, path, checkpoint, self.metrics, is_final) for each, path in exporters
+            ],
+        )
 
 
 class _AtCheckpoints(CheckpointSaverListener):

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from estimator._batch import check_batch, guarded
 from estimator._frame import Frame, PyTree, open_frame
+from estimator._global_arrays import put
 from estimator._gradients import has_pending, run, written
 from estimator._loss_scale import kept_if_skipped
 from estimator._model_fn import ModelFn, bind
@@ -267,7 +268,7 @@ class _Steps:
         features, labels = padded((features, labels))
         shardings = self._find(mode, features, labels).shardings
         state, *_ = self._traced_init(key, features, labels, mode=mode)
-        return jax.device_put(state, shardings)
+        return put(state, shardings)
 
     def abstract_init(self, features: PyTree, labels: PyTree = None, mode: str = ModeKeys.TRAIN) -> State:
         found = self._find(ModeKeys(mode), features, labels)
@@ -329,7 +330,7 @@ class _Steps:
             if isinstance(found.placement, SeparatePlacement):
                 step = found.placement.read_step(step)
             else:
-                step = jax.jit(step)
+                step = _from_processes(jax.jit(step), found.placement)
             self._compiled[mode] = step
         if self._sparse:
             features, labels = padded((features, labels))
@@ -360,15 +361,16 @@ class _Steps:
             carry, specs = jax.lax.scan(body, changing(state), per_step((features, labels)))
             return State(**carry, key=state.key), specs
 
-        return self._jit_train(found, scan)
+        return self._jit_train(found, scan, stacked=True)
 
-    def _jit_train(self, found: Traits, step: _TrainProgram) -> _TrainProgram:
-        return jax.jit(
+    def _jit_train(self, found: Traits, step: _TrainProgram, stacked: bool = False) -> _TrainProgram:
+        compiled = jax.jit(
             step,
             in_shardings=(found.shardings, None, None),
             out_shardings=(found.shardings, None),
             donate_argnums=0 if self._donate else (),
         )
+        return _from_processes(compiled, found.placement, stacked)
 
     def _find(self, mode: ModeKeys, features: PyTree, labels: PyTree) -> Traits:
         """The traits of the model_fn, from an abstract run at the first call in a mode."""
@@ -406,6 +408,13 @@ def _loop_over(step: _TrainProgram) -> _TrainProgram:
         return state, jax.tree.map(lambda *leaves: jnp.stack(leaves), *specs)
 
     return loop
+
+
+def _from_processes(step: Callable[..., Any], placement: Placement, stacked: bool = False) -> Callable[..., Any]:
+    """A step on the batch of all processes, given the rows of this one; several batches at once if `stacked`."""
+    if not placement.spans_processes:
+        return step
+    return lambda state, *batch: step(state, *placement.from_processes(batch, stacked))
 
 
 def _stacked(batches: Any) -> tuple[PyTree, PyTree]:

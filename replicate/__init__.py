@@ -3,7 +3,9 @@
 This file is the table of contents; every name has its explanation where it is defined.
 """
 
+from replicate import cross_tower_ops
 from replicate._distribution import VariableDistribution
+from replicate._initialize_distributed import initialize_distributed
 from replicate._replicate import replicate_model_fn
 from replicate._tower_optimizer import TowerOptimizer
 from replicate._towers import (
@@ -19,7 +21,9 @@ __all__ = [
     "TowerOptimizer",
     "VariableDistribution",
     "cross_tower_mean",
+    "cross_tower_ops",
     "cross_tower_sum",
+    "initialize_distributed",
     "num_towers",
     "replicate_model_fn",
     "tower_index",

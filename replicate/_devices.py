@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import re
 from collections.abc import Sequence
 
@@ -17,14 +18,14 @@ def find_devices(devices: Sequence[jax.Device | str] | None) -> tuple[jax.Device
     ['cpu:0', 'cpu:1']
 
     Args:
-      devices: `jax.Device`s, or names such as "/gpu:0", "/device:GPU:0", "cpu:1". None means all local GPUs or TPU
-        cores, or, where there are none, all local CPU devices.
+      devices: `jax.Device`s, or names such as "/gpu:0", "/device:GPU:0", "cpu:1", which are those of this process. None
+        means all GPUs or TPU cores, or, where there are none, all CPU devices: of all processes, if there are several.
 
     Raises:
       ValueError: there are no such devices, one comes twice, or they are of several kinds.
     """
     if devices is None:
-        return tuple(jax.local_devices())
+        return tuple(sorted(jax.devices(), key=lambda device: device.process_index))
     if isinstance(devices, str | jax.Device):
         raise TypeError(f"devices must be a list; write devices=[{devices!r}].")
     found = tuple(_find(device) for device in devices)
@@ -35,6 +36,22 @@ def find_devices(devices: Sequence[jax.Device | str] | None) -> tuple[jax.Device
     if len({device.platform for device in found}) > 1:
         raise ValueError(f"The devices of the towers must be of one kind; got {list(devices)}.")
     return found
+
+
+def of_this_process(devices: Sequence[jax.Device]) -> tuple[jax.Device, ...]:
+    """Those that this process can put data on.
+
+    Raises:
+      ValueError: the devices are those of several processes, but not as many of each.
+    """
+    by_process = collections.Counter(device.process_index for device in devices)
+    if len(by_process) > 1 and (len(by_process) < jax.process_count() or len(set(by_process.values())) > 1):
+        counts = [by_process[i] for i in range(jax.process_count())]
+        raise ValueError(
+            f"Towers on several processes need as many devices of each; got {counts} of the processes 0, 1, ... "
+            "Leave out `devices`, and start every process with as many as the others."
+        )
+    return tuple(device for device in devices if len(by_process) == 1 or device.process_index == jax.process_index())
 
 
 def _find(device: jax.Device | str) -> jax.Device:

@@ -59,6 +59,9 @@ class Mirrored(Placement):
 
     def __init__(self, devices: Sequence[jax.Device]) -> None:
         self._mesh = Mesh(np.array(devices), (TOWER_AXIS,))
+        processes = len({device.process_index for device in devices})
+        self.spans_processes = processes > 1
+        self.towers_per_process = len(devices) // processes
 
     def state(self, like: Any) -> Any:
         del like
@@ -67,6 +70,22 @@ class Mirrored(Placement):
     def batch(self, rows: int) -> Any:
         axis = TOWER_AXIS if rows % self._mesh.size == 0 else None
         return NamedSharding(self._mesh, PartitionSpec(axis))
+
+    def from_processes(self, batch: Any, stacked: bool = False) -> Any:
+        if not self.spans_processes:
+            return batch
+        axes = (None, TOWER_AXIS) if stacked else (TOWER_AXIS,)
+        rows = {x.shape[len(axes) - 1] for x in jax.tree.leaves(batch) if not _is_global(x)}
+        if any(n % self.towers_per_process for n in rows):
+            raise ValueError(
+                f"Batch size {max(rows)} needs to be divisible by the number of towers, which is "
+                f"{self.towers_per_process} in each process. Drop the remainder in input_fn (`drop_remainder=True`), "
+                "or choose another batch size."
+            )
+        return _global(batch, NamedSharding(self._mesh, PartitionSpec(*axes)))
+
+    def in_all_processes(self, batch: Any) -> Any:
+        return _global(batch, NamedSharding(self._mesh, PartitionSpec())) if self.spans_processes else batch
 
     def whole(self, gradients: Any) -> Any:
         """Summed gradients as every device has them, before the optimizer.
@@ -91,6 +110,21 @@ class Sharded(Mirrored):
         return NamedSharding(self._mesh, PartitionSpec())
 
 
+def _is_global(x: Any) -> bool:
+    return isinstance(x, jax.core.Tracer) or (isinstance(x, jax.Array) and not x.is_fully_addressable)
+
+
+def _global(batch: Any, sharding: NamedSharding) -> Any:
+    return jax.tree.map(lambda x: x if _is_global(x) else _from_local(x, sharding), batch)
+
+
+def _from_local(x: Any, sharding: NamedSharding) -> jax.Array:
+    x = np.asarray(x)
+    x = x.astype(jax.dtypes.canonicalize_dtype(x.dtype), copy=False)
+    shape = x.shape if sharding.is_fully_replicated else None
+    return jax.make_array_from_process_local_data(sharding, x, shape)
+
+
 def place(
     distribution: VariableDistribution,
     devices: Sequence[jax.Device],
@@ -98,6 +132,11 @@ def place(
 ) -> Placement:
     """The placement for a distribution over the towers' devices."""
     distribution = VariableDistribution(distribution)
+    if distribution.startswith("shared") and len({device.process_index for device in devices}) > 1:
+        raise ValueError(
+            f"variable_distribution={str(distribution)!r} keeps variables on devices of one process, which the towers "
+            "of others do not reach. Use MIRRORED, or SHARDED, which cuts variables over all of them."
+        )
     towers = OneDevice(devices[0]) if len(devices) == 1 else Mirrored(devices)
     if distribution == VariableDistribution.SHARED_LOCAL_PARAMETER_SERVER:
         home = _variable_device(devices, variable_device)

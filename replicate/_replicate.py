@@ -18,7 +18,7 @@ from estimator._placement import Placement, SeparatePlacement
 from estimator._report import merge_reports
 from estimator._sparse import is_sparse
 from replicate._accumulate import accumulate_steps, accumulated
-from replicate._devices import find_devices
+from replicate._devices import find_devices, of_this_process
 from replicate._distribution import Mirrored, VariableDistribution, place
 from replicate._merge import (
     apart,
@@ -84,8 +84,9 @@ def replicate_model_fn(
     Args:
       model_fn: function of `features` and any of `labels, mode, params, config`.
       loss_reduction: how the model_fn's loss comes from the losses of the examples: SUM, or any of the means.
-      devices: one per tower: `jax.Device`s or names such as "/gpu:0", "cpu:1". None means all local GPUs or TPU
-        cores, or, where there are none, all local CPU devices.
+      devices: one per tower: `jax.Device`s or names such as "/gpu:0", "cpu:1". None means all GPUs or TPU cores, or,
+        where there are none, all CPU devices; of several processes (`initialize_distributed`) those of all. Each
+        process then gives its own rows of every batch.
       variable_distribution: where the variables live, and where the gradients are summed.
       variable_device: the device of all variables, for SHARED_LOCAL_PARAMETER_SERVER. By default, as in TensorFlow,
         the tower's own where there is one tower, else the first CPU device.
@@ -98,7 +99,7 @@ def replicate_model_fn(
         `replicate.cross_tower_ops`. What a model_fn itself sums by `cross_tower_sum` does not go through it.
 
     Raises:
-      TypeError: `cross_tower_ops` is none.
+      TypeError: `cross_tower_ops` is something else.
       ValueError: the reduction is NONE, there are no such devices, or, while it runs, the batch does not divide by
         the towers (times `accumulate_steps`) in TRAIN, or an optimizer is not wrapped in `TowerOptimizer`.
     """
@@ -110,14 +111,20 @@ def replicate_model_fn(
             "Use Reduction.SUM or one of the means."
         )
     towers = find_devices(devices)
-    placement = place(variable_distribution, towers, variable_device)
-    replicas = _Replicas(
-        devices=towers,
-        placement=placement,
-        mean_loss=Reduction(loss_reduction) != Reduction.SUM,
-        on_nan=on_nan,
-        ops=_checked_ops(cross_tower_ops, placement, towers),
-    )
+
+    def replicas_on(devices: tuple[jax.Device, ...]) -> _Replicas:
+        placement = place(variable_distribution, devices, variable_device)
+        return _Replicas(
+            devices=devices,
+            placement=placement,
+            mean_loss=Reduction(loss_reduction) != Reduction.SUM,
+            on_nan=on_nan,
+            ops=_checked_ops(cross_tower_ops, placement, devices),
+        )
+
+    everywhere = replicas_on(towers)
+    # Each process predicts for itself: nothing of an example depends on the others, nor on how many they have.
+    here = replicas_on(of_this_process(towers)) if everywhere.placement.spans_processes else everywhere
 
     def replicated(
         features: PyTree, labels: PyTree, mode: str, params: Any = None, config: Any = None
@@ -126,10 +133,13 @@ def replicate_model_fn(
         if in_towers():
             raise ValueError("`replicate_model_fn` was given a model_fn that is replicated already. Wrap it once.")
         mode = ModeKeys(mode)
+        replicas = here if mode == ModeKeys.PREDICT else everywhere
         rows = check_batch(features, labels)
-        if mode == ModeKeys.TRAIN and rows % len(towers):
+        # What initializes has the rows of this process alone.
+        size = len(of_this_process(towers)) if frame.initializing else len(towers)
+        if mode == ModeKeys.TRAIN and rows % size:
             raise ValueError(
-                f"Batch size {rows} needs to be divisible by the number of towers, which is {len(towers)}. "
+                f"Batch size {rows} needs to be divisible by the number of towers, which is {size}. "
                 "Drop the remainder in input_fn (`drop_remainder=True`), or choose another batch size."
             )
         bound = bind(model_fn, params, config)
@@ -160,9 +170,9 @@ def _checked_ops(given: CrossTowerOps | None, placement: Placement, devices: tup
         )
     if isinstance(placement, SeparatePlacement):
         raise ValueError(
-            f"cross_tower_ops={given!r} was given with a variable_distribution whose gradients are summed on the "
-            "devices of the variables, not in the towers. Leave it out, or use VariableDistribution.MIRRORED or "
-            "SHARDED."
+            f"cross_tower_ops was given, an {type(given).__name__}, with a variable_distribution whose gradients are "
+            "summed on the devices of the variables, not in the towers. Leave it out, or use "
+            "VariableDistribution.MIRRORED or SHARDED."
         )
     return given
 

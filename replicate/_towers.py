@@ -11,6 +11,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
 
 from estimator._sparse import is_sparse
 from replicate._rows import split_rows
@@ -39,12 +41,30 @@ def tower_map(
     """
     if len(devices) == 1:
         return _one_tower(fn)
+    if len({device.process_index for device in devices}) > 1:
+        return _over_processes(fn, devices)
     mapped = jax.pmap(fn, axis_name=TOWER_AXIS, in_axes=(None, 0), out_axes=(None, 0), devices=devices)
 
     def split(x: Any) -> Any:
         return split_rows(x, len(devices))
 
     return lambda shared, batch: mapped(shared, jax.tree.map(split, batch, is_leaf=is_sparse))
+
+
+def _over_processes(
+    fn: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]], devices: Sequence[jax.Device]
+) -> Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]:
+    """The same over the devices of several processes, to which a `jax.pmap` inside a `jax.jit` does not reach."""
+
+    def tower(shared: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
+        same, own = fn(shared, batch)
+        return same, jax.tree.map(lambda x: jnp.asarray(x)[None], own)
+
+    mesh, by_tower = Mesh(np.array(devices), (TOWER_AXIS,)), PartitionSpec(TOWER_AXIS)
+    everywhere = PartitionSpec()
+    return jax.shard_map(
+        tower, mesh=mesh, in_specs=(everywhere, by_tower), out_specs=(everywhere, by_tower), check_vma=False
+    )
 
 
 def _one_tower(fn: Callable[..., tuple[PyTree, PyTree]]) -> Callable[..., tuple[PyTree, PyTree]]:

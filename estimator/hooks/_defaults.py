@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from estimator._run_config import RunConfig
+from estimator._team import Team
 from estimator.hooks._checkpoint_saver import CheckpointSaverHook, CheckpointSaverListener
 from estimator.hooks._hook import Hook
 from estimator.hooks._replica_check import ReplicaCheckHook
@@ -45,3 +46,27 @@ def with_default_hooks(
     if not writers and config.save_summary_steps:
         first.append(SummarySaverHook(config.save_summary_steps))
     return tuple(sorted((*first, *hooks), key=lambda hook: type(hook).get_state is Hook.get_state))
+
+
+class _OfTheChief(Hook):
+    """In the place of a hook that only process 0 has."""
+
+
+def team_hooks(team: Team, hooks: Sequence[Hook], chief: Sequence[Hook] = ()) -> tuple[Hook, ...]:
+    """The hooks of one of several processes: those of the chief alone do nothing in the others, but for those that save
+    checkpoints, which all processes write together.
+
+    Raises:
+      ValueError: the hooks of the processes are not of the same classes.
+    """
+    of_all = team.exchange([type(hook).__name__ for hook in hooks])
+    for i, names in enumerate(of_all):
+        if names != of_all[0]:
+            raise ValueError(
+                f"All processes need the same hooks; process 0 has {of_all[0]}, process {i} has {names}. A hook that "
+                "is to do something in process 0 alone asks for `jax.process_index()`."
+            )
+    if not team.index:
+        return tuple(hooks)
+    alone = {id(hook) for hook in chief if not isinstance(hook, CheckpointSaverHook)}
+    return tuple(_OfTheChief() if id(hook) in alone else hook for hook in hooks)

@@ -9,13 +9,14 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.tree_util import tree_leaves
 
 from estimator._events import EventWriter
 from estimator._frame import PyTree
 from estimator._modes import ModeKeys
 from estimator._report import Report
-from estimator._sparse import is_sparse
+from estimator._team import Team
+
+SIGTERM = "SIGTERM"  # as a reason to stop
 
 
 class Hook:
@@ -109,11 +110,15 @@ class Context:
       preempted: whether SIGTERM came: the process ends with the run.
       found_nan: whether a loss is known to be NaN; nothing is saved any more.
       metrics: in `end` of an evaluation that succeeded: what `evaluate` returns.
+      team: the other processes that make the same run; None: there are none.
       restored: whether a hook gave the newest checkpoint other values than those of the state.
     """
 
-    def __init__(self, mode: ModeKeys, model_dir: str | None = None, global_step: int = 0) -> None:
+    def __init__(
+        self, mode: ModeKeys, model_dir: str | None = None, global_step: int = 0, team: Team | None = None
+    ) -> None:
         self.mode = mode
+        self.team = team
         self.model_dir = model_dir
         self.output_dir = model_dir if mode == ModeKeys.TRAIN else None
         self.reported: dict[str, Report] = {}
@@ -201,10 +206,27 @@ class Context:
         """Whether someone wants the run to end."""
         return self.stop_reason is not None
 
-    def count(self, batches: int, features: PyTree) -> None:
-        """Adds batches of so many examples as `features` has to what was taken."""
+    def preempt(self) -> None:
+        """Notes that SIGTERM came; where there are other processes, all have to stop at the same step."""
+        self.preempted = True
+        if self.team is None:
+            self.request_stop(SIGTERM)
+
+    def agreed(self, value: Any) -> Any:
+        """What process 0 says, in all processes: for decisions that depend on a clock or a disk, and on which programs
+        or checkpoints depend. To be called by all of them."""
+        return value if self.team is None else self.team.from_chief(value)
+
+    def agree_to_stop(self) -> None:
+        """Has all processes stop if one of them wants to."""
+        if self.team is not None:
+            reasons = [reason for reason in self.team.exchange(self.stop_reason) if reason is not None]
+            self.stop_reason = reasons[0] if reasons else None
+
+    def count(self, batches: int, rows: int) -> None:
+        """Adds batches of so many examples to what was taken."""
         self.batches += batches
-        self.examples += batches * tree_leaves(features, is_leaf=is_sparse)[0].shape[0]
+        self.examples += batches * rows
 
     def request_stop(self, reason: str = "a hook") -> None:
         """Ends the run after the moment that is going on, as if its input had ended."""

@@ -11,6 +11,7 @@ import jax
 from absl import logging
 
 from estimator._preemption import Preempted
+from estimator._processes import explained
 from estimator.hooks._hook import Context, Hook, RunValues
 
 
@@ -27,8 +28,10 @@ def around(hooks: Sequence[Hook], context: Context) -> Iterator[None]:
         if isinstance(error, GeneratorExit):  # which closes the results of `predict`, and is no error
             context.request_stop("closed")
         else:
-            context.error = error
+            context.error = explained(error) if context.team and isinstance(error, Exception) else error
             context.request_stop("error")
+            if context.error is not error:
+                raise context.error from error
         raise
     finally:
         try:
@@ -104,7 +107,7 @@ class Plan:
     """
 
     def __init__(self, hooks: Sequence[Hook], step: int, last_step: int | None, most: Callable[[], int]) -> None:
-        self._hooks = hooks
+        self.hooks = hooks
         self._asks = [type(hook).before_run is not Hook.before_run for hook in hooks]
         self._alone = [self._asks[i] and not hook.before_run_may_be_early for i, hook in enumerate(hooks)]
         self._next: list[int | None] = [None] * len(hooks)
@@ -117,7 +120,7 @@ class Plan:
         start = self._step
         if start == self._last_step:
             return None
-        for i, hook in enumerate(self._hooks):
+        for i, hook in enumerate(self.hooks):
             known = self._next[i]
             if known is None or known <= start:
                 self._next[i] = wanted = hook.next_step(start)
@@ -137,7 +140,7 @@ class Plan:
         self._step = start + steps
         if self._step != end:
             return Piece(steps, (), False, False)
-        return Piece(steps, tuple(self._hooks[i] for i in due), alone, any(self._asks[i] for i in due))
+        return Piece(steps, tuple(self.hooks[i] for i in due), alone, any(self._asks[i] for i in due))
 
 
 def before(due: Sequence[Hook], context: Context) -> list[Any]:
@@ -163,11 +166,21 @@ def after(
     """Lets each hook have its values of the last of some steps."""
     for hook, names in zip(due, asked, strict=True):
         _unless_stopped(hook.after_run, context, RunValues(losses, steps, reported, names))
+    if due:
+        context.agree_to_stop()
 
 
-def asks(asked: Sequence[Any]) -> bool:
-    """Whether any hook asks for more than the loss."""
-    return any(name != "loss" for names in asked for name in jax.tree.leaves(names))
+def asks(asked: Sequence[Any], context: Context) -> bool:
+    """Whether any hook asks for more than the loss; of several processes, one of the chief."""
+    return bool(asked) and context.agreed(any(name != "loss" for names in asked for name in jax.tree.leaves(names)))
+
+
+def create_state(hooks: Sequence[Hook], context: Context) -> None:
+    """Tells hooks that there is a state."""
+    for hook in hooks:
+        hook.after_create_state(context)
+    if hooks:
+        context.agree_to_stop()
 
 
 def _unless_stopped(call: Callable[..., Any], context: Context, *args: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -13,9 +14,11 @@ from typing import Any
 
 from absl import logging
 
+from estimator._team import Team
 from estimator.hooks._hook import Context, Hook
 from estimator.hooks._timer import check_intervals
 
+_SECONDS_FOR_OTHERS = 2.0  # to see that they hang as well
 _ACTIONS = ("log", "raise")
 _PHASES = {
     "begin": "makes or restores its state",
@@ -37,7 +40,8 @@ class WatchdogHook(Hook):
 
     A thread watches; the run itself pays nothing. Steps are seen to finish where their program does, and all that
     happens between two of them counts: allow for the longest compilation, checkpoint or evaluation. The first batch,
-    which is read before hooks begin, is not watched; neither is a call that keeps Python's global lock.
+    which is read before hooks begin, is not watched; neither is a call that keeps Python's global lock. Of several
+    processes each says what it does, and for which other one it waits: that which waits for none is the one.
 
     >>> hook = WatchdogHook(timeout_secs=600)
 
@@ -105,10 +109,9 @@ class WatchdogHook(Hook):
                     since, told = now, False
             if not told and now - since >= self._timeout:
                 told = True
-                self._tell(
-                    f"No step has finished for {now - progress:.1f} s, after {batches} of this run. For the last "
-                    f"{now - entered:.1f} s it is in phase {phase!r}: it {_PHASES.get(phase, phase)}."
-                )
+                doing = f"For the last {now - entered:.1f} s it is in phase {phase!r}: it {_PHASES.get(phase, phase)}."
+                stall = f"No step has finished for {now - progress:.1f} s, after {batches} of this run. {doing}"
+                self._tell(stall if context is None or context.team is None else _with_others(context.team, stall))
 
     def _tell(self, stall: str) -> None:
         report = f"{stall}\n{_stacks(self._runs_in)}"
@@ -124,6 +127,13 @@ class WatchdogHook(Hook):
         error, self._error = self._error, None
         if error is not None:
             raise error
+
+
+def _with_others(team: Team, stall: str) -> str:
+    """What the watchdogs of all processes have to say: that which hangs waits for no other one."""
+    team.note(f"Process {team.index} on {socket.gethostname()}: {stall} {team.waiting()}")
+    time.sleep(_SECONDS_FOR_OTHERS)
+    return "\n".join([stall, *team.notes()])
 
 
 def _stacks(first: int) -> str:

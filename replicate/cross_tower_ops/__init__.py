@@ -6,6 +6,8 @@ from replicate.cross_tower_ops._collective import CollectiveAllReduce
 from replicate.cross_tower_ops._cross_tower_ops import CrossTowerOps, ReduceOp
 from replicate.cross_tower_ops._multi_worker import MultiWorkerAllReduce
 from replicate.cross_tower_ops._packers import AggregateSmallTensorPacker, ConcatAndSplitPacker
+from replicate.cross_tower_ops._reduction_to_one_device import ReductionToOneDevice, add_n
+from replicate.cross_tower_ops._values import Mirrored, PerTower
 
 __all__ = [
     "AggregateSmallTensorPacker",
@@ -13,7 +15,11 @@ __all__ = [
     "CollectiveAllReduce",
     "ConcatAndSplitPacker",
     "CrossTowerOps",
+    "Mirrored",
     "MultiWorkerAllReduce",
+    "PerTower",
     "ReduceOp",
+    "ReductionToOneDevice",
+    "add_n",
     "choose_the_best",
 ]

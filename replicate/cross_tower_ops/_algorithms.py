@@ -1,17 +1,19 @@
 """How a vector is summed over towers: one function per algorithm.
 
-All of them take a vector of any length, the same in all towers, and a list of groups of towers, of one size and each
-tower in one group; towers of a group get the sum over it, the same bits in each, since every element is added up in
-one place and sent around. The sum is taken in the vector's own dtype, in an order that depends on the algorithm.
+Each takes a vector of any length, and groups of towers: of one size, every tower in one of them. All towers of a group
+get the sum over it, with the same bits, since an element is added up in one place and sent to the others. It is added
+up in its own dtype, so that narrow floats round at every step.
 
-What an algorithm costs among n towers, for a vector of b bytes: how often a tower waits for another, and what it sends.
+What an algorithm costs among n towers and for b bytes: how many messages a tower waits for, one after another, and the
+bytes that the busiest tower sends.
 
     psum                         whatever XLA makes of it
-    ring                         2 (n - 1) times, 2 b (n - 1) / n
-    recursive_halving_doubling   2 log2(n) times, 2 b (n - 1) / n; for other than powers of two 2 times and 2 b more
-    tree                         2 log2(n) times, up to b log2(n) and more at the root
+    ring                         2 (n - 1) messages, 2 b (n - 1) / n bytes
+    recursive_halving_doubling   2 log2(n) messages, 2 b (n - 1) / n bytes; if n is no power of two, of the largest one
+                                 below, and 2 messages and b bytes more
+    tree                         2 log2(n) messages, b log2(n) bytes
     reduce_scatter_gather        XLA's reduce-scatter and all-gather
-    hierarchical                 the same within a group, XLA's all-reduce of a piece across groups
+    hierarchical                 those within small groups, and XLA's all-reduce of a piece across them
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +18,8 @@ class AllReduce(CrossTowerOps):
     """Sums arrays in packs, all by one algorithm; TensorFlow's `AllReduceCrossTowerOps`.
 
     The arrays are packed by `ConcatAndSplitPacker`, or by `AggregateSmallTensorPacker` where `num_packs` is 0. They are
-    summed in their own dtype; which of the towers' values are added first depends on the algorithm.
+    summed in their own dtype; which of the towers' values are added first depends on the algorithm. XLA may join the
+    all-reduces of "psum" into one, however many packs there are.
 
     >>> import estimator as est, jax, jax.numpy as jnp, optax, replicate
     >>> def model_fn(features, labels, mode):
@@ -44,6 +44,9 @@ class AllReduce(CrossTowerOps):
       compress_dtype: a floating dtype, such as `jnp.bfloat16`, that wider floats are cast to before they are sent, and
         back from after they are summed. Only gradients are in a training step.
 
+    Attributes:
+      exact: the same without `compress_dtype`.
+
     Raises:
       ValueError: there is no such algorithm, a number is too small, or both ways of packing are asked for.
       TypeError: `compress_dtype` is no floating dtype.
@@ -61,15 +64,9 @@ class AllReduce(CrossTowerOps):
         self._algorithm = checked_algorithm(caller, algorithm)
         self._packer = packer_for(caller, num_packs, agg_small_grads_max_bytes, agg_small_grads_max_group)
         self._compress_dtype = None if compress_dtype is None else _floating(caller, compress_dtype)
-
-    @property
-    def exact(self) -> AllReduce:
-        """The same without `compress_dtype`."""
-        if self._compress_dtype is None:
-            return self
-        exact = copy.copy(self)
-        exact._compress_dtype = None
-        return exact
+        self.exact: AllReduce = self
+        if self._compress_dtype is not None:
+            self.exact = AllReduce(algorithm, num_packs, agg_small_grads_max_bytes, agg_small_grads_max_group)
 
     def sum_in_towers(self, values: Sequence[jax.Array]) -> list[jax.Array]:
         if num_towers() == 1:

@@ -1,0 +1,76 @@
+"""The processes of a run as TensorFlow writes them down: the JSON of the environment variable TF_CONFIG."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, NamedTuple
+
+_CHIEFS = ("chief", "master")
+_WAY_OUT = {
+    "ps": "Leave the ps out, they have no part here: variables live on the devices of the workers, where "
+    "`variable_distribution` of replicate_model_fn says.",
+    "evaluator": "Leave the evaluator out: all processes evaluate together, in `train_and_evaluate`.",
+}
+
+
+class Task(NamedTuple):
+    """A process among others."""
+
+    addresses: tuple[str, ...]  # "host:port" by process id; that of process 0 is the coordinator's
+    process_id: int
+
+
+def read_tf_config(text: str | None) -> Task | None:
+    """Which process this is, of which. The chief comes first, then the workers; without a chief worker 0 is first.
+
+    >>> read_tf_config('{"cluster": {"chief": ["a:1"], "worker": ["b:1"]}, "task": {"type": "worker", "index": 0}}')
+    Task(addresses=('a:1', 'b:1'), process_id=1)
+
+    Args:
+      text: the value of TF_CONFIG.
+
+    Returns:
+      None where it does not speak of several processes: there is none, or it has no cluster.
+
+    Raises:
+      ValueError: it is no such JSON, the task is not in the cluster, or there is a ps or an evaluator.
+    """
+    config = _parse(text)
+    cluster, task = config.get("cluster") or {}, config.get("task") or {}
+    for part in (cluster, task):
+        if not isinstance(part, dict):
+            raise ValueError(f"TF_CONFIG: cluster and task must be JSON objects; got {part!r}.")
+    kind, index = task.get("type"), task.get("index")
+    for role, way_out in _WAY_OUT.items():
+        if role in cluster or role == kind:
+            raise ValueError(f"TF_CONFIG has the role {role!r}, which does not exist here. {way_out}")
+    if not cluster:
+        return None
+    addresses = _addresses(cluster)
+    if kind not in addresses or not isinstance(index, int) or not 0 <= index < len(addresses[kind]):
+        there = ", ".join(f"{role} 0 to {len(found) - 1}" for role, found in addresses.items())
+        raise ValueError(f'TF_CONFIG: the task must be one of the cluster ({there}); got "task": {json.dumps(task)}.')
+    before = sum(len(found) for role, found in addresses.items() if role in _CHIEFS and role != kind)
+    return Task(tuple(address for found in addresses.values() for address in found), before + index)
+
+
+def _parse(text: str | None) -> dict[str, Any]:
+    try:
+        config = json.loads(text or "{}")
+    except json.JSONDecodeError as e:
+        raise ValueError(f"TF_CONFIG must be JSON; got {text!r} ({e}).") from e
+    if not isinstance(config, dict):
+        raise ValueError(f'TF_CONFIG must be a JSON object with "cluster" and "task"; got {text!r}.')
+    return config
+
+
+def _addresses(cluster: dict[str, Any]) -> dict[str, list[str]]:
+    """The addresses by role, the chief's first."""
+    for role, found in cluster.items():
+        if role not in (*_CHIEFS, "worker"):
+            raise ValueError(f"TF_CONFIG: the roles of the cluster are chief and worker; got {role!r}.")
+        if not isinstance(found, list) or not found or not all(isinstance(x, str) and ":" in x for x in found):
+            raise ValueError(f'TF_CONFIG: {role} must be a list of "host:port"; got {found!r}.')
+    if sum(len(cluster.get(role, ())) for role in _CHIEFS) > 1:
+        raise ValueError(f"TF_CONFIG: there can be one chief; got {json.dumps(cluster)}.")
+    return {role: cluster[role] for role in (*_CHIEFS, "worker") if role in cluster}
