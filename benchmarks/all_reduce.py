@@ -4,10 +4,10 @@
 
 A single vector of 10^2 to 10^8 bytes, and trees of many arrays, on 2, 4 and 8 towers (CPU devices, or GPUs where there
 are enough). How it is timed: `replicate/cross_tower_ops/measure.py`. The figures are ratios to `AllReduce()`, a psum of
-all arrays in one vector; they are the medians over rounds of the rounds' ratios, printed as Markdown. The last two
-columns are those of what `choose_the_best` gives, to `AllReduce()` and to the fastest of the line, but `bfloat16`, which
-is not exact. The fastest of many is the luckiest too: where the default takes more than 1.05 of its time, the two alone
-are timed again, with three times the rounds.
+all arrays in one vector: the medians over rounds of the rounds' ratios, printed as Markdown. The last two columns are
+those of what `choose_the_best` gives: to `AllReduce()`, and to the fastest of the line, `bfloat16` aside, which is not
+exact. The fastest of many is the luckiest too: where the default takes more than 1.05 of its time, the two alone are
+timed again, with three times the rounds.
 """
 
 import argparse
@@ -20,7 +20,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 
-from replicate.cross_tower_ops import AllReduce, choose_the_best  # noqa: E402
+from replicate.cross_tower_ops import AllReduce, ReductionToOneDevice, choose_the_best  # noqa: E402
 from replicate.cross_tower_ops.measure import make_run, ratio, seconds, zeros  # noqa: E402
 
 ALGORITHMS = {
@@ -30,6 +30,7 @@ ALGORITHMS = {
     "tree": AllReduce("tree"),
     "hierarchical": AllReduce("hierarchical"),
     "scatter, gather": AllReduce("reduce_scatter_gather"),
+    "one device": ReductionToOneDevice(),
 }
 PACKERS = {
     "2 packs": AllReduce(num_packs=2),

@@ -24,11 +24,11 @@ def choose_the_best(
 ) -> CrossTowerOps:
     """What was the fastest on devices of this kind, for each size; the default of `replicate_model_fn`.
 
-    The table comes with the package, or is made by `python -m replicate.cross_tower_ops.measure --out FILE`. It says for
-    each size which algorithm is the fastest, and from which size on an array is better not packed with others; the row
-    with the nearest number of towers and of bytes counts. `psum` and packing have the benefit of the doubt. Devices of
-    a kind that is not in the table, and those of several processes, get `AllReduce()`, which is `psum` of all arrays of
-    a dtype in one vector. The choice is logged once for each kind and number of devices.
+    The table comes with the package, or is made by `python -m replicate.cross_tower_ops.measure --out FILE`. It tells
+    which algorithm is the fastest for a vector, and which arrays are better not packed with others; the row with the
+    nearest number of towers and of bytes counts. `psum` and packing have the benefit of the doubt. Devices of a kind
+    that is not in the table, and those of several processes, get `AllReduce()`: `psum` of all arrays of a dtype in one
+    vector. The choice is logged once for each kind and number of devices.
 
     >>> ops = choose_the_best(["cpu:0", "cpu:1"])
 
