@@ -63,12 +63,18 @@ def test_the_size_that_was_measured_nearest_decides(choose, size, expected):
 def test_the_number_of_towers_that_was_measured_nearest_decides(choose, towers, expected):
     """4 is as near to 2 as to 8."""
     ops = choose([row(100, towers=2), row(100, towers=8, reduce_scatter_gather=0.5)], towers)
-    assert collectives(lowered(ops, towers, floats(100))) == expected
+    assert collectives(lowered(ops, towers, floats(480))) == expected
+
+
+def test_what_does_not_divide_by_the_towers_and_would_be_padded_is_left_to_psum(choose):
+    ops = choose([row(100, reduce_scatter_gather=0.5)])
+    for size, expected in ((96, SCATTER), (100, PSUM), (104, PSUM), (112, SCATTER)):
+        assert collectives(lowered(ops, 4, floats(size))) == expected
 
 
 def test_psum_and_packing_have_the_benefit_of_the_doubt(choose):
     def chosen(**measured):
-        return collectives(lowered(choose([row(800, **measured)]), 4, floats(100), floats(100)))
+        return collectives(lowered(choose([row(640, **measured)]), 4, floats(80), floats(80)))
 
     assert chosen(reduce_scatter_gather=0.96, alone=0.96) == PSUM
     assert chosen(reduce_scatter_gather=0.95) == SCATTER
@@ -116,8 +122,8 @@ def test_the_default_is_psum_of_one_vector_where_that_was_the_fastest(choose):
 
 
 def test_the_choice_of_the_table_is_the_default_of_replicated_model_functions(monkeypatch):
-    monkeypatch.setattr(_choose, "recorded_rows", lambda: [row(100, ring=0.5)])
-    assert collectives(train_step(None)) == collectives(train_step(AllReduce("ring")))
+    monkeypatch.setattr(_choose, "recorded_rows", lambda: [row(100, alone=0.5)])
+    assert collectives(train_step(None)) == collectives(train_step(AllReduce(num_packs=0))) != PSUM
 
 
 def test_a_kind_of_device_that_was_not_measured_gets_psum(choose, messages):
