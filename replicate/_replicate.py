@@ -41,7 +41,7 @@ from replicate._towers import (
     tower_index,
     tower_map,
 )
-from replicate.cross_tower_ops import AllReduce, CrossTowerOps
+from replicate.cross_tower_ops import CrossTowerOps, choose_the_best
 
 
 def replicate_model_fn(
@@ -119,7 +119,7 @@ def replicate_model_fn(
             placement=placement,
             mean_loss=Reduction(loss_reduction) != Reduction.SUM,
             on_nan=on_nan,
-            ops=_checked_ops(cross_tower_ops, placement),
+            ops=_checked_ops(cross_tower_ops, placement, devices),
         )
 
     everywhere = replicas_on(towers)
@@ -160,9 +160,9 @@ def replicate_model_fn(
     return replicated
 
 
-def _checked_ops(given: CrossTowerOps | None, placement: Placement) -> CrossTowerOps:
+def _checked_ops(given: CrossTowerOps | None, placement: Placement, devices: tuple[jax.Device, ...]) -> CrossTowerOps:
     if given is None:
-        return AllReduce()
+        return choose_the_best(devices)
     if not isinstance(given, CrossTowerOps):
         raise TypeError(
             'cross_tower_ops must be an object of `replicate.cross_tower_ops`, such as `AllReduce("ring")`; got '

@@ -1,6 +1,7 @@
 """How values are summed and copied over towers: the algorithms, and what chooses among them."""
 
 from replicate.cross_tower_ops._all_reduce import AllReduce
+from replicate.cross_tower_ops._choose import choose_the_best
 from replicate.cross_tower_ops._collective import CollectiveAllReduce
 from replicate.cross_tower_ops._cross_tower_ops import CrossTowerOps, ReduceOp
 from replicate.cross_tower_ops._multi_worker import MultiWorkerAllReduce
@@ -20,4 +21,5 @@ __all__ = [
     "ReduceOp",
     "ReductionToOneDevice",
     "add_n",
+    "choose_the_best",
 ]
