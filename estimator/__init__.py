@@ -31,6 +31,7 @@ from estimator._random import global_step, make_rng
 from estimator._replica_check import ReplicaMismatchError
 from estimator._report import record
 from estimator._run_config import RunConfig
+from estimator._segments import checkpoint_segments
 from estimator._spec import EstimatorSpec
 from estimator._train import NanLossDuringTrainingError
 from estimator._train_and_evaluate import train_and_evaluate
@@ -157,6 +158,7 @@ __all__ = [
     "add_metrics",
     "assign",
     "assign_add",
+    "checkpoint_segments",
     "embedding_lookup",
     "experimental",
     "export",
