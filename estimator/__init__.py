@@ -21,6 +21,7 @@ from estimator._input_context import InputContext, input_context
 from estimator._lazy import lazy
 from estimator._load_exported import ExportedModel, load_exported
 from estimator._loss_scale import DynamicLossScale
+from estimator._memory_report import MemoryReport, MemoryUse, memory_report
 from estimator._modes import ModeKeys
 from estimator._non_finite import NonFiniteGradientError, skipped_steps
 from estimator._optimizer import Optimizer, TrainOp, group
@@ -125,6 +126,8 @@ __all__ = [
     "LinearRegressor",
     "LoggingTensorHook",
     "LogisticRegressionHead",
+    "MemoryReport",
+    "MemoryUse",
     "ModeKeys",
     "Model",
     "MultiClassHead",
@@ -176,6 +179,7 @@ __all__ = [
     "losses",
     "make_early_stopping_hook",
     "make_rng",
+    "memory_report",
     "metrics",
     "plot_history",
     "read_eval_metrics",

@@ -6,12 +6,12 @@ import bisect
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, jaxprs_in_params
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun, jaxprs_in_params
 
 from estimator._frame import PyTree
 
@@ -65,45 +65,28 @@ def checkpoint_segments(fn: Callable[..., PyTree], segments: int | None = None) 
         values |= zip(jaxpr.invars, jax.tree.leaves(args), strict=True)
         for start, stop in itertools.pairwise(_cuts(jaxpr, segments)):
             part = _part(jaxpr, start, stop)
-            found = _recomputed(part)([values[v] for v in part.inputs])
-            values |= zip(part.outputs, found, strict=True)
+            found = _recomputed(jaxpr_as_fun(ClosedJaxpr(part, [])))([values[v] for v in part.invars])
+            values |= zip(part.outvars, found, strict=True)
         leaves = [v.val if isinstance(v, Literal) else values[v] for v in jaxpr.outvars]
         return jax.tree.unflatten(jax.tree.structure(shape), leaves)
 
     return cut
 
 
-class _Part(NamedTuple):
-    """Some equations, what they need of others, and what others need of them."""
-
-    equations: list[JaxprEqn]
-    inputs: list[Var]
-    outputs: list[Var]
-
-    def __call__(self, inputs: Sequence[Any]) -> list[Any]:
-        values = dict(zip(self.inputs, inputs, strict=True))
-        for equation in self.equations:
-            functions, params = equation.primitive.get_bind_params(equation.params)
-            args = [v.val if isinstance(v, Literal) else values[v] for v in equation.invars]
-            with jax.named_scope(str(equation.source_info.name_stack)), equation.ctx.manager:
-                found = equation.primitive.bind(*functions, *args, **params)
-            values |= zip(equation.outvars, found if equation.primitive.multiple_results else [found], strict=True)
-        return [values[v] for v in self.outputs]
-
-
-def _part(jaxpr: Jaxpr, start: int, stop: int) -> _Part:
+def _part(jaxpr: Jaxpr, start: int, stop: int) -> Jaxpr:
+    """Some equations as a function of what they need of others, that returns what others need of them."""
     equations = jaxpr.eqns[start:stop]
     made = {v: None for e in equations for v in e.outvars}
     needed = {v: None for e in equations for v in _variables(e.invars) if v not in made}
     later = {v for e in jaxpr.eqns[stop:] for v in _variables(e.invars)} | set(_variables(jaxpr.outvars))
-    return _Part(equations, list(needed), [v for v in made if v in later])
+    return jaxpr.replace(constvars=[], invars=list(needed), outvars=[v for v in made if v in later], eqns=equations)
 
 
 def _variables(atoms: Sequence[Any]) -> list[Var]:
     return [v for v in atoms if not isinstance(v, Literal)]
 
 
-def _recomputed(part: Callable[[Sequence[Any]], list[Any]]) -> Callable[[Sequence[Any]], list[Any]]:
+def _recomputed(part: Callable[..., list[Any]]) -> Callable[[Sequence[Any]], list[Any]]:
     """`part`, of which the backward pass has the inputs alone.
 
     Only inputs that are differentiated, and results of which a gradient comes, are gone through backwards, as without
@@ -112,19 +95,19 @@ def _recomputed(part: Callable[[Sequence[Any]], list[Any]]) -> Callable[[Sequenc
 
     @jax.custom_vjp
     def call(inputs: list[Any]) -> list[Any]:
-        return part(inputs)
+        return part(*inputs)
 
     def forward(inputs: list[Any]) -> tuple[list[Any], Any]:
         moving = {i: x.value for i, x in enumerate(inputs) if x.perturbed}
         fixed = {i: x.value for i, x in enumerate(inputs) if not x.perturbed}
-        return part([x.value for x in inputs]), (moving, fixed)
+        return part(*[x.value for x in inputs]), (moving, fixed)
 
     def backward(kept: Any, cotangents: list[Any]) -> tuple[list[Any]]:
         wanted = {i: ct for i, ct in enumerate(cotangents) if not isinstance(ct, SymbolicZero)}
         moving, fixed = _once_more(kept, wanted) if wanted else kept
 
         def again(moving: dict[int, Any]) -> dict[int, Any]:
-            results = part([(moving | fixed)[i] for i in range(len(moving) + len(fixed))])
+            results = part(*[(moving | fixed)[i] for i in range(len(moving) + len(fixed))])
             return {i: results[i] for i in wanted}
 
         (gradients,) = jax.vjp(again, moving)[1](wanted)
