@@ -103,7 +103,7 @@ def _recomputed(part: Callable[..., list[Any]]) -> Callable[[Sequence[Any]], lis
         return part(*[x.value for x in inputs]), (moving, fixed)
 
     def backward(kept: Any, cotangents: list[Any]) -> tuple[list[Any]]:
-        wanted = {i: ct for i, ct in enumerate(cotangents) if not isinstance(ct, SymbolicZero)}
+        wanted = {i: ct for i, ct in enumerate(cotangents) if not isinstance(ct, SymbolicZero) and ct.size}
         moving, fixed = _once_more(kept, wanted) if wanted else kept
 
         def again(moving: dict[int, Any]) -> dict[int, Any]:
