@@ -34,6 +34,7 @@ from estimator._report import record
 from estimator._run_config import RunConfig
 from estimator._segments import checkpoint_segments
 from estimator._spec import EstimatorSpec
+from estimator._sync import sync_variables
 from estimator._train import NanLossDuringTrainingError
 from estimator._train_and_evaluate import train_and_evaluate
 from estimator._train_spec import EvalSpec, TrainSpec
@@ -192,6 +193,7 @@ __all__ = [
     "stop_if_no_decrease_hook",
     "stop_if_no_increase_hook",
     "summary",
+    "sync_variables",
     "train_and_evaluate",
     "transform",
     "variable_scope",

@@ -37,7 +37,8 @@ def transformed(transform: Callable[[Forward], Forward], forward: Forward) -> Fo
     made = transform(noted)
     if not callable(made):
         raise TypeError(
-            f"tower_transform must return a function, {_SUCH_AS} does; of the tower's forward function it made {made!r}."
+            f"tower_transform must return a function, {_SUCH_AS} does; of the tower's forward function it made "
+            f"{made!r}."
         )
 
     def call(*args: Any) -> Any:

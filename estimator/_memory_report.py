@@ -99,7 +99,7 @@ def _use(model_fn: ModelFn, features: PyTree, labels: PyTree, params: Any) -> Me
     state = model.abstract_init(features, labels)
     stats = programs.compiled_step(state).memory_analysis()
     return MemoryUse(
-        state=sum(_bytes(x) for x in jax.tree.leaves(state._replace(key=None))),
+        state=sum(_bytes(x) for x in jax.tree.leaves((state.variables, state.slots, state.global_step))),
         arguments=stats.argument_size_in_bytes,
         outputs=stats.output_size_in_bytes,
         donated=stats.alias_size_in_bytes,

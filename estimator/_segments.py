@@ -56,7 +56,9 @@ def checkpoint_segments(fn: Callable[..., PyTree], segments: int | None = None) 
     if not callable(fn):
         raise TypeError(f"`est.checkpoint_segments` takes a function of pytrees of arrays; got {fn!r}.")
     if segments is not None and (not isinstance(segments, int) or isinstance(segments, bool) or segments < 1):
-        raise ValueError(f"`est.checkpoint_segments` needs segments, an integer of at least 1, or None; got {segments!r}.")
+        raise ValueError(
+            f"`est.checkpoint_segments` needs segments, an integer of at least 1, or None; got {segments!r}."
+        )
 
     def cut(*args: PyTree) -> PyTree:
         closed, shape = jax.make_jaxpr(fn, return_shape=True)(*args)

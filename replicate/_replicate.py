@@ -243,9 +243,7 @@ class _Replicas:
                 return cross_tower_mean(denominator)
 
             inside = _tower_frame(frame, start, first=0, average_denominator=average)
-            outcome, after = run(
-                call, inside, batch, take_gradients=True, loss_scale=scale, transform=self.transform
-            )
+            outcome, after = run(call, inside, batch, take_gradients=True, loss_scale=scale, transform=self.transform)
             ran.append(after)
             if num_towers() > 1:
                 _check_optimizers(outcome.spec.train_op)
