@@ -21,6 +21,7 @@ from estimator._input_context import InputContext, input_context
 from estimator._lazy import lazy
 from estimator._load_exported import ExportedModel, load_exported
 from estimator._loss_scale import DynamicLossScale
+from estimator._memory_report import MemoryReport, MemoryUse, memory_report
 from estimator._modes import ModeKeys
 from estimator._non_finite import NonFiniteGradientError, skipped_steps
 from estimator._optimizer import Optimizer, TrainOp, group
@@ -31,7 +32,9 @@ from estimator._random import global_step, make_rng
 from estimator._replica_check import ReplicaMismatchError
 from estimator._report import record
 from estimator._run_config import RunConfig
+from estimator._segments import checkpoint_segments
 from estimator._spec import EstimatorSpec
+from estimator._sync import sync_variables
 from estimator._train import NanLossDuringTrainingError
 from estimator._train_and_evaluate import train_and_evaluate
 from estimator._train_spec import EvalSpec, TrainSpec
@@ -124,6 +127,8 @@ __all__ = [
     "LinearRegressor",
     "LoggingTensorHook",
     "LogisticRegressionHead",
+    "MemoryReport",
+    "MemoryUse",
     "ModeKeys",
     "Model",
     "MultiClassHead",
@@ -157,6 +162,7 @@ __all__ = [
     "add_metrics",
     "assign",
     "assign_add",
+    "checkpoint_segments",
     "embedding_lookup",
     "experimental",
     "export",
@@ -174,6 +180,7 @@ __all__ = [
     "losses",
     "make_early_stopping_hook",
     "make_rng",
+    "memory_report",
     "metrics",
     "plot_history",
     "read_eval_metrics",
@@ -186,6 +193,7 @@ __all__ = [
     "stop_if_no_decrease_hook",
     "stop_if_no_increase_hook",
     "summary",
+    "sync_variables",
     "train_and_evaluate",
     "transform",
     "variable_scope",

@@ -105,6 +105,11 @@ class Programs:
         carry, key_data = _carry(self.traits.like), jax.eval_shape(jax.random.key_data, self.traits.like.key)
         return steps_that_fit(self._one, self.traits.platform, carry, key_data, *self._batch)
 
+    def compiled_step(self, like: State) -> Any:
+        """The program of one step, compiled for a state that is like this: of `jax.ShapeDtypeStruct`s."""
+        key_data = jax.eval_shape(jax.random.key_data, like.key)
+        return self._one.lower(_carry(like), key_data, *self._batch).compile()
+
     def runs(self, pairs: Sequence[Pair], alone: bool = False, reports: bool = False) -> list[Run]:
         """The programs that make a step with each batch, in their order.
 

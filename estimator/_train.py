@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -98,6 +98,7 @@ class Training:
         del state  # its memory goes to the first step
         context = self.context
         context._state, context._save, context._look = self._checked_state, self._save, self._look
+        context._change = self._change
         context.reported = self.programs.traits.reported
         _run.create_state(self.hooks, context)
         look_every = min(self.config.log_step_count_steps or _STEPS_BETWEEN_LOOKS, _STEPS_BETWEEN_LOOKS)
@@ -197,6 +198,9 @@ class Training:
                 self._logged_step = due
         self._bar.set_postfix(loss=f"{losses[-1]:.4g}", refresh=False)
         self._clock = done, now
+
+    def _change(self, change: Callable[[Carry], Carry]) -> None:
+        self._carry = change(self._carry)
 
     def _checked_state(self) -> State:
         """The state now, unless a loss that led to it is NaN."""

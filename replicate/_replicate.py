@@ -10,6 +10,7 @@ import jax
 
 from estimator import EstimatorSpec, ModeKeys, Reduction, TrainOp
 from estimator._batch import check_batch
+from estimator._forward import Forward, check_transform
 from estimator._frame import Frame, PyTree, current_frame, open_frame
 from estimator._gradients import has_pending, run
 from estimator._model_fn import ModelFn, bind
@@ -53,6 +54,7 @@ def replicate_model_fn(
     variable_device: jax.Device | str | None = None,
     on_nan: str | None = None,
     cross_tower_ops: CrossTowerOps | None = None,
+    tower_transform: Callable[[Forward], Forward] | None = None,
 ) -> ModelFn:
     """A model_fn that runs the given one in a tower per device and merges what the towers return.
 
@@ -97,12 +99,20 @@ def replicate_model_fn(
         often as it looks at the losses, and what is compiled into an outer `jax.jit` can only skip.
       cross_tower_ops: how gradients, losses and whatever else is summed over towers, in training and evaluation; of
         `replicate.cross_tower_ops`. What a model_fn itself sums by `cross_tower_sum` does not go through it.
+      tower_transform: `fn(forward)`, which makes of a tower's forward function another one, of which the gradients
+        are taken: `est.checkpoint_segments` or `jax.checkpoint` (for memory), `jax.named_scope("tower")` (for
+        profiles), or one that runs it under `jax.default_matmul_precision("bfloat16")`. `forward(trained, rest,
+        batch)` is pure: pytrees of arrays go in, what is differentiated first, and come out, the losses to
+        differentiate first. It is one run of the model_fn, less the sums over towers that follow; each micro-batch
+        of `accumulate_steps` has one. It is so in every mode, but for `init`.
 
     Raises:
-      TypeError: `cross_tower_ops` is something else.
+      TypeError: `cross_tower_ops` or `tower_transform` is something else, or what the latter returns is no function.
       ValueError: the reduction is NONE, there are no such devices, or, while it runs, the batch does not divide by
-        the towers (times `accumulate_steps`) in TRAIN, or an optimizer is not wrapped in `TowerOptimizer`.
+        the towers (times `accumulate_steps`) in TRAIN, an optimizer is not wrapped in `TowerOptimizer`, or what
+        `tower_transform` makes returns something else than the forward function.
     """
+    check_transform(tower_transform)
     if on_nan is not None and on_nan not in POLICIES:
         raise ValueError(f'on_nan must be None, "raise" or "skip"; got {on_nan!r}.')
     if Reduction(loss_reduction) == Reduction.NONE:
@@ -120,6 +130,7 @@ def replicate_model_fn(
             mean_loss=Reduction(loss_reduction) != Reduction.SUM,
             on_nan=on_nan,
             ops=_checked_ops(cross_tower_ops, placement, devices),
+            transform=tower_transform,
         )
 
     everywhere = replicas_on(towers)
@@ -190,6 +201,7 @@ class _Replicas:
       mean_loss: whether the merged loss is the mean of the towers' losses, not their sum.
       on_nan: None: gradients are not looked at.
       ops: takes the sums over towers.
+      transform: what `replicate_model_fn` was told about the forward function of a tower.
     """
 
     devices: tuple[jax.Device, ...]
@@ -197,6 +209,7 @@ class _Replicas:
     mean_loss: bool
     on_nan: str | None
     ops: CrossTowerOps
+    transform: Callable[[Forward], Forward] | None
 
     def initialize(self, call: Call, frame: Frame, batch: PyTree) -> EstimatorSpec:
         """Creates the variables as one tower with the whole batch would."""
@@ -230,7 +243,7 @@ class _Replicas:
                 return cross_tower_mean(denominator)
 
             inside = _tower_frame(frame, start, first=0, average_denominator=average)
-            outcome, after = run(lambda: call(batch), inside, take_gradients=True, loss_scale=scale)
+            outcome, after = run(call, inside, batch, take_gradients=True, loss_scale=scale, transform=self.transform)
             ran.append(after)
             if num_towers() > 1:
                 _check_optimizers(outcome.spec.train_op)
@@ -247,6 +260,7 @@ class _Replicas:
                     averaged=bool(averaged),
                     loss_scale=scale,
                     mean_loss=self.mean_loss,
+                    transform=self.transform,
                 )
             flags = non_finite(outcome.spec.train_op) if self.on_nan else None
             same, own = apart(outcome.spec, scale)
@@ -289,13 +303,16 @@ class _Replicas:
 
             def tower(start: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
                 inside = _tower_frame(frame, start, first=begin, average_denominator=average)
-
-                def attempt() -> EstimatorSpec:
-                    seen.clear()  # of an attempt that stopped at `compute_gradients`
-                    return call(batch)
-
                 scale = 1 / len(devices) if self.mean_loss else 1.0
-                outcome, after = run(attempt, inside, take_gradients=False, loss_scale=scale)
+                outcome, after = run(
+                    call,
+                    inside,
+                    batch,
+                    take_gradients=False,
+                    loss_scale=scale,
+                    denominators=seen,
+                    transform=self.transform,
+                )
                 ran.append(after)
                 if towers > 1:
                     check_rows(outcome.spec, size // len(devices))

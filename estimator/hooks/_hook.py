@@ -136,6 +136,7 @@ class Context:
         self._state: Callable[[], Any] | None = None
         self._save: Callable[[], str | None] | None = None
         self._look: Callable[[], None] | None = None
+        self._change: Callable[[Callable[[Any], Any]], None] | None = None
         self._watchers: list[Callable[[Context, int, np.ndarray], None]] = []
         self._events: dict[str, EventWriter] = {}
 
@@ -164,6 +165,15 @@ class Context:
         if self._save is None:
             raise RuntimeError(f"Only training saves checkpoints; got `context.save()` in mode {str(self.mode)!r}.")
         return self._save()
+
+    def change(self, change: Callable[[Any], Any]) -> None:
+        """Lets a function make of the variables, slots and global step those that training goes on with."""
+        if self._change is None:
+            raise RuntimeError(
+                "Only training changes variables, from `after_create_state` to the last `after_run`; got a change in "
+                f"mode {str(self.mode)!r}."
+            )
+        self._change(change)
 
     def watch_losses(self, watcher: Callable[[Context, int, np.ndarray], None]) -> None:
         """Lets a hook see the losses of all steps without waiting: once they are known, at most some 100 steps later.
