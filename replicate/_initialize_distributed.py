@@ -48,7 +48,8 @@ def initialize_distributed(
 
     From then on each process hears when another dies, or ends with an error. What it does together with others raises
     `est.ProcessLostError`, which names that process, in the Estimator's calls. A process that is still in a collective
-    `grace_secs` later is ended, with a line on stderr and exit code 76. A process may end before the others.
+    `grace_secs` later is ended, with a line on stderr and exit code 76. A process may end before the others,
+    also by `sys.exit`: that is no loss, though one that still needs it in a collective waits in vain.
 
     >>> initialize_distributed("localhost:1234", num_processes=2, process_id=2)
     Traceback (most recent call last):

@@ -164,7 +164,7 @@ class Lifeline:
                 for message in self._channel.receive():
                     if "beat" in message:
                         self._send(beat=1)
-                    elif "lost" in message:
+                    elif "lost" in message and not self._has_failed:
                         self._note_loss(message["lost"])
                     elif "ended" in message:
                         _processes.note_end(message["ended"])

@@ -1,5 +1,7 @@
 """What processes do that work together, as `helpers_cluster` starts them."""
 
+import atexit
+import functools
 import json
 import os
 import signal
@@ -36,12 +38,17 @@ def say_error(work, *args, **kwargs):
 
 def summed(numbers, times):
     """The mean over all devices, again and again; it has not been waited for."""
-    sharding = NamedSharding(Mesh(np.array(jax.devices()), "device"), PartitionSpec("device"))
+    step, sharding = mean_step()
     x = jax.make_array_from_callback(numbers.shape, sharding, lambda index: numbers[index])
-    step = jax.jit(lambda x: x * 0 + x.mean(), out_shardings=sharding)
     for _ in range(times):
         x = step(x)
     return x
+
+
+@functools.cache
+def mean_step():
+    sharding = NamedSharding(Mesh(np.array(jax.devices()), "device"), PartitionSpec("device"))
+    return jax.jit(lambda x: x * 0 + x.mean(), out_shardings=sharding), sharding
 
 
 # Getting together.
@@ -121,7 +128,8 @@ def work(victim, way, grace_secs=1.0, heartbeat_secs=60.0):
     replicate.initialize_distributed(timeout_secs=30, grace_secs=grace_secs, heartbeat_timeout_secs=heartbeat_secs)
     me = jax.process_index()
     if me == victim and way == "fork" and not os.fork():
-        time.sleep(12)  # a copy that outlives it, as workers of a loader do
+        time.sleep(30)  # a copy that outlives it, as workers of a loader do
+        say("the copy ends")
         os._exit(0)
     say("pid", os.getpid())
     for step in range(1_000_000):
@@ -134,9 +142,8 @@ def work(victim, way, grace_secs=1.0, heartbeat_secs=60.0):
             if me == victim and way in ("kill", "fork"):
                 os.kill(os.getpid(), signal.SIGKILL)
             if me == victim and way == "raise":
+                atexit.register(time.sleep, 2 * grace_secs)  # it may take its time, and keeps its exit code
                 raise ValueError("no such file\nin the folder")
-            if me == victim and way == "exit":
-                return
             if way == "poll" and me != victim:
                 return poll()
             if way == "poll":

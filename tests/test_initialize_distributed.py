@@ -10,6 +10,7 @@ from helpers_cluster import free_port, shared_cluster
 
 import replicate
 from replicate import _hub, _initialize_distributed, _lifeline
+from replicate._job import Job
 
 
 def test_processes_meet_and_end_at_different_times():
@@ -222,6 +223,24 @@ def test_one_that_gives_up_is_named_to_all_and_to_those_that_come_later(hub):
             first.result()
     with pytest.raises(RuntimeError, match=left):
         meet(address, hello(2, 3))
+
+
+@pytest.mark.parametrize(
+    ("ids", "local_process_id", "shares_devices", "chosen"),
+    [
+        (None, 1, True, "1"),  # as SLURM and MPI start one process per GPU
+        (None, 1, False, None),  # alone on its host, or its scheduler has given it GPUs of its own
+        (None, None, True, None),
+        ([2, 3], 1, True, "2,3"),
+        ([2, 3], None, False, "2,3"),
+    ],
+)
+def test_the_gpus_of_a_process(monkeypatch, ids, local_process_id, shares_devices, chosen):
+    updates = {}
+    monkeypatch.setattr("jax.config.update", updates.__setitem__)
+    job = Job("a:1", 2, 1, "SLURM", ids, local_process_id)
+    _initialize_distributed._choose_devices(job, shares_devices)
+    assert updates.get("jax_cuda_visible_devices") == updates.get("jax_rocm_visible_devices") == chosen
 
 
 def test_something_else_at_the_address_is_an_error():
