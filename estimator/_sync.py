@@ -33,21 +33,18 @@ def sync_variables(
     variable that was not written has one value already, as has, always, one that an optimizer trains. It acts in
     TRAIN, and in towers.
 
-    >>> import estimator as est, jax, jax.numpy as jnp, numpy as np, optax
-    >>> from replicate import TowerOptimizer, replicate_model_fn
+    >>> import estimator as est, jax, jax.numpy as jnp, optax
     >>> def model_fn(features, labels, mode):
     ...     w = est.get_variable("w", (), initializer=jax.nn.initializers.ones)
-    ...     for name in ("mean", "of the first"):
-    ...         est.get_variable(name, (), trainable=False)
-    ...         est.assign(name, features.mean())
-    ...     est.sync_variables("of the first", how="first")
+    ...     est.get_variable("mean", (), trainable=False)
+    ...     est.assign("mean", features.mean())
+    ...     est.sync_variables("mean", how="first")  # of two towers: the mean of the first half of the batch
     ...     loss = w * features.mean()
-    ...     return est.EstimatorSpec(mode, loss=loss, train_op=TowerOptimizer(optax.sgd(0.1)).minimize(loss))
-    >>> model = est.transform(replicate_model_fn(model_fn, devices=["cpu:0", "cpu:1"]))
-    >>> x = jnp.array([1.0, 3.0])
+    ...     return est.EstimatorSpec(mode, loss=loss, train_op=est.Optimizer(optax.sgd(0.1)).minimize(loss))
+    >>> model, x = est.transform(model_fn), jnp.array([1.0, 3.0])
     >>> state, _ = model.train_step(model.init(jax.random.key(0), x), x)
-    >>> print(state.variables["mean"], state.variables["of the first"])
-    2.0 1.0
+    >>> print(state.variables["mean"])
+    2.0
 
     In a hook, with its `context`, it makes the copies that the devices have of variables (and, with no names, of
     slots) the same at once. They are, unless a fault of the hardware, or a callback to Python, made one drift: what
