@@ -21,10 +21,6 @@ _RNG = np.random.default_rng(0)
 X = _RNG.normal(size=(BATCHES * ROWS, 3)).astype(np.float32)
 IDS = _RNG.integers(-1, 6, size=(BATCHES * ROWS, 2)).astype(np.int32)
 Y = np.sin(X.sum(1, keepdims=True))
-OPTIONS = {
-    "mirrored": {},
-    "sharded": {"variable_distribution": "sharded"},
-}
 
 
 def start(**kwargs):
@@ -90,7 +86,6 @@ def rich(reduction="mean", optimizer=None, **tower_options):
             train_op=TowerOptimizer(optimizer, **tower_options).minimize(loss),
             eval_metric_ops={
                 "error": est.metrics.mean_absolute_error(labels, output, weights),
-                "auc": est.metrics.auc(labels > 0, jax.nn.sigmoid(output)),
                 "largest": Largest(jnp.max(output)),
             },
         )
@@ -117,31 +112,49 @@ def write(folder, name, tree):
     np.savez(os.path.join(folder, f"{name}-{jax.process_count()}-{jax.process_index()}.npz"), **named)
 
 
+def poor(reduction=est.Reduction.SUM_BY_NONZERO_WEIGHTS, **tower_options):
+    """One that compiles fast."""
+
+    def model_fn(features, labels, mode):
+        output = net(features)
+        loss = jnp.sum((labels - output) ** 2) if reduction == "sum" else est.losses.mean_squared_error(labels, output)
+        train_op = TowerOptimizer(optax.sgd(0.02, momentum=0.9), **tower_options).minimize(loss)
+        return est.EstimatorSpec(mode, predictions={"output": output}, loss=loss, train_op=train_op)
+
+    return model_fn
+
+
 def transformed(folder):
     """Functions of `est.transform`: the law, for whatever towers do together."""
     start()
-    sgd, adam = optax.sgd(0.05), optax.adam(0.02)
-    bad = dict(zip(("features", "labels"), batch(1), strict=True))
-    bad["labels"] = np.where(np.arange(len(bad["labels"]))[:, None] == 1, np.float32(np.nan), bad["labels"])
-    cases = {
-        "mirrored": replicated(rich()),
-        "sharded": replicated(rich(), variable_distribution="sharded"),
-        "sum, accumulated": replicated(rich("sum", sgd, accumulate_steps=2), est.Reduction.SUM),
-        "scaled": replicated(rich(optimizer=adam, loss_scale=est.DynamicLossScale(growth_interval=2)), on_nan="skip"),
-    }
-    for name, model_fn in cases.items():
-        model = est.transform(model_fn)
-        state = model.init(jax.random.key(3), *batch(0))
-        state, spec = model.train_step(state, *batch(0))
-        if name == "scaled":
-            state, _ = model.train_step(state, **bad)
-        state, specs = model.train_loop(state, batches(3))
-        found = {"state": state, "spec": [spec.loss, spec.reported], "losses": specs.loss}
-        found["train metrics"] = {name: metric_result(metric) for name, metric in spec.eval_metric_ops.items()}
-        if name in ("mirrored", "sharded"):
-            spec = model.eval_step(state, *batch(3))
-            found["eval"] = [spec.loss, {name: metric_result(metric) for name, metric in spec.eval_metric_ops.items()}]
-        write(folder, name, found)
+
+    def spec_of(spec):
+        metrics = {name: metric_result(metric) for name, metric in spec.eval_metric_ops.items()}
+        return {"loss": spec.loss, "reported": spec.reported, "predictions": spec.predictions, "metrics": metrics}
+
+    model = est.transform(replicated(rich()))
+    state = model.init(jax.random.key(3), *batch(0))
+    for i in range(3):
+        state, spec = model.train_step(state, *batch(i))
+    write(folder, "mirrored", {"state": state, "spec": spec_of(spec)})
+
+    model = est.transform(replicated(rich(), variable_distribution="sharded"))
+    state = model.init(jax.random.key(3), *batch(0))
+    state, specs = model.train_loop(state, batches(4))
+    write(folder, "sharded", {"state": state, "losses": specs.loss, "eval": spec_of(model.eval_step(state, *batch(3)))})
+
+    model = est.transform(replicated(poor("sum", accumulate_steps=2), est.Reduction.SUM))
+    state, spec = model.train_step(model.init(jax.random.key(3), *batch(0)), *batch(0))
+    write(folder, "accumulated", {"state": state, "spec": spec_of(spec)})
+
+    model = est.transform(replicated(poor(loss_scale=est.DynamicLossScale(growth_interval=1)), on_nan="skip"))
+    state = model.init(jax.random.key(3), *batch(0))
+    for features, labels in batches(3):
+        last = est.input_context().index == est.input_context().count - 1
+        if last and len(labels) and not int(state.global_step):
+            labels = np.concatenate([labels[:-1], np.float32([[np.nan]])])
+        state, spec = model.train_step(state, features, labels)
+    write(folder, "skipped", {"state": state, "loss": spec.loss, "skipped": est.skipped_steps(state)})
 
 
 def metric_result(metric):
@@ -151,3 +164,78 @@ def metric_result(metric):
 
 def say(**found):
     print(json.dumps(found, default=str), flush=True)
+
+
+def make(model_dir, model_fn=None, **config):
+    config = est.RunConfig(**{"save_checkpoints_steps": 1000, "log_step_count_steps": 5} | config)
+    return est.Estimator(replicated(model_fn or shown), model_dir, config)
+
+
+def shown(features, labels, mode):
+    """The model_fn of most Estimators here."""
+    output = net(features)
+    if mode == est.ModeKeys.PREDICT:
+        return est.EstimatorSpec(mode, predictions={"output": output, "x": features["x"]})
+    weights = jnp.abs(features["x"][:, :1])
+    loss = est.losses.mean_squared_error(labels, output, weights)
+    est.summary.scalar("mean output", output.mean())
+    est.record("rows", output[:, 0])
+    return est.EstimatorSpec(
+        mode,
+        loss=loss,
+        train_op=TowerOptimizer(optax.adam(0.02)).minimize(loss),
+        eval_metric_ops={
+            "error": est.metrics.mean_absolute_error(labels, output, weights),
+            "largest": Largest(jnp.max(output)),
+        },
+    )
+
+
+# How many rows each of two processes has of some batches; one of them has no more at the end.
+SPLITS = [(4, 4), (5, 3), (1, 2), (3, 0), (2, 0)]
+
+
+def uneven():
+    begin, context = 0, est.input_context()
+    for split in SPLITS:
+        ends = np.cumsum([begin, *split])
+        here = slice(begin, ends[-1]) if context.count == 1 else slice(*ends[context.index :][:2])
+        if here.start < here.stop:
+            yield {"x": X[here], "ids": IDS[here]}, Y[here]
+        begin = ends[-1]
+
+
+class Rows(est.Hook):
+    """Keeps what some steps recorded."""
+
+    def __init__(self):
+        self.seen = {}
+
+    def next_step(self, step):
+        return step + 3
+
+    def before_run(self, context):
+        return {"rows": "rows", "loss": "loss"}
+
+    def after_run(self, context, values):
+        self.seen[str(context.step)] = values.results
+
+
+def estimated(folder):
+    """The three verbs of an Estimator."""
+    start()
+    for distribution, steps_per_loop in (("mirrored", 1), ("sharded", 4), ("mirrored", "auto")):
+        name = f"{distribution}-{steps_per_loop}"
+        model_fn = replicated(shown, variable_distribution=distribution)
+        config = est.RunConfig(
+            save_checkpoints_steps=5, log_step_count_steps=3, save_summary_steps=2, steps_per_loop=steps_per_loop
+        )
+        estimator = est.Estimator(model_fn, os.path.join(folder, f"{name}-{jax.process_count()}"), config)
+        hook = Rows()
+        estimator.train(lambda: batches(8), hooks=[hook] if steps_per_loop != 4 else [], max_steps=7)
+        write(folder, name, estimator.get_variable_value("*"))
+        write(folder, f"{name}-recorded", hook.seen)
+        if steps_per_loop == "auto":
+            continue
+        write(folder, f"{name}-eval", [estimator.evaluate(lambda: batches(4)), estimator.evaluate(uneven, name="u")])
+        write(folder, f"{name}-predictions", list(estimator.predict(uneven)))
