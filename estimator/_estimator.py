@@ -170,7 +170,7 @@ class Estimator:
         check_steps("steps", steps)
         check_steps("max_steps", max_steps)
         own_hooks, listeners = checked_hooks("hooks", hooks), checked_listeners(saving_listeners)
-        with together("train") as team:
+        with together(f"train(steps={steps}, max_steps={max_steps})") as team:
             return self._train(input_fn, own_hooks, listeners, steps, max_steps, team)
 
     def _train(
@@ -259,7 +259,7 @@ class Estimator:
         """
         check_steps("steps", steps)
         own_hooks = checked_hooks("hooks", hooks)
-        with together("evaluate") as team:
+        with together(f"evaluate(steps={steps}, checkpoint_path={checkpoint_path!r}, name={name!r})") as team:
             path = self._existing(checkpoint_path, team)
 
             def restored(features: PyTree, labels: PyTree) -> State:
@@ -282,7 +282,7 @@ class Estimator:
             return self._states.for_evaluation(state, *batch)
 
         own_hooks = checked_hooks("hooks", hooks)
-        with together("evaluate_state") as team:
+        with together(f"evaluate_state(steps={steps}, name={name!r})") as team:
             return self._evaluate(placed, input_fn, steps, own_hooks, name, team)
 
     def _evaluate(

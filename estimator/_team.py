@@ -29,6 +29,7 @@ _SECONDS_AFTER_THE_END = 2.0  # of another process, in which what it has said la
 _SECONDS_TO_TELL = 60.0  # of a process that does not come
 _SECONDS_TO_APPEAR = 10.0  # of a file that another host has written
 _numbers = itertools.count()
+_active: list[Team] = []  # each within the one before
 _ended: list[Team] = []  # of process 0: whose values may still be there
 _alone = False  # whether process 0 does something that the others wait for
 
@@ -48,8 +49,10 @@ class Team:
         self.count = jax.process_count()
         self._what = what
         self._channels: list[Team] = []
-        self._prefix = f"estimator/{next(_numbers)}"
-        self._failures: str = self._prefix + "/failed" if of is None else of._failures
+        # What a call within another one says must not be taken for that of a later one, should they get out of step.
+        around = of or (_active[-1] if _active else None)
+        self._numbers = itertools.count()
+        self._prefix: str = f"{around._prefix}/in/{next(around._numbers)}" if around else f"estimator/{next(_numbers)}"
         self._round = 0
         self._removed = 0  # as many hundreds of rounds
         self._lock = threading.Lock()
@@ -61,7 +64,7 @@ class Team:
 
     def waiting(self) -> str:
         """For which other process this one waits, in words."""
-        found = [team.waits_for for team in (self, *self._channels) if team.waits_for]
+        found = [team.waits_for for active in _active for team in (active, *active._channels) if team.waits_for]
         return f"It waits for {found[0]}." if found else "It waits for no other process here."
 
     def exchange(self, value: Any) -> list[Any]:
@@ -99,7 +102,7 @@ class Team:
         """Tells the other processes, which may wait for this one, why it comes no more."""
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # told already, or nobody is there to hear
             _client().key_value_set_bytes(
-                f"{self._failures}/{self.index}", pickle.dumps((type(error).__name__, str(error)))
+                f"{self._prefix}/failed/{self.index}", pickle.dumps((type(error).__name__, str(error)))
             )
 
     def flag(self) -> None:
@@ -131,7 +134,7 @@ class Team:
         found = [pickle.loads(value) for value in values]
         _client().key_value_set_bytes(self._key(number, "all"), pickle.dumps(found))
         while self._removed < number // _ROUNDS_KEPT:  # whoever takes part in a round has heard all before it
-            _client().key_value_delete(f"{self._prefix}/{self._removed}/")
+            _client().key_value_delete(f"{self._prefix}/rounds/{self._removed}/")
             self._removed += 1
         return found
 
@@ -199,7 +202,7 @@ class Team:
         self.towers = placement.towers_per_process
 
     def _key(self, number: int, name: int | str) -> str:
-        return f"{self._prefix}/{number // _ROUNDS_KEPT}/{number}/{name}"
+        return f"{self._prefix}/rounds/{number // _ROUNDS_KEPT}/{number}/{name}"
 
     def _get(self, key: str, whom: str, closed: threading.Event | None = None, timeout_secs: float = math.inf) -> bytes:
         since, told = time.monotonic(), False
@@ -232,18 +235,14 @@ class Team:
                 )
 
     def _raise_if_failed(self) -> None:
-        for key, failure in _client().key_value_dir_get_bytes(self._failures):
-            kind, text = pickle.loads(failure)
-            if kind == "Preempted":
-                from estimator._preemption import Preempted  # which needs this module
+        for team in _active:
+            for key, failure in _client().key_value_dir_get_bytes(f"{team._prefix}/failed"):
+                kind, text = pickle.loads(failure)
+                if kind == "Preempted":
+                    from estimator._preemption import Preempted  # which needs this module
 
-                raise Preempted
-            index = key.rpartition("/")[2]
-            raise RuntimeError(f"Process {index}, for which this one waits in `{self._what}`, failed: {kind}: {text}")
-
-    def _remove(self) -> None:
-        for team in (self, *self._channels):
-            _client().key_value_delete(f"{team._prefix}/")
+                    raise Preempted
+                raise RuntimeError(f"Process {key.rpartition('/')[2]} failed in `{team._what}`: {kind}: {text}")
 
 
 def _made_probe(directory: str) -> str:
@@ -270,15 +269,17 @@ def together(what: str) -> Iterator[Team | None]:
         yield None
         return
     team = Team(what)
+    _active.append(team)
     try:
         team.meet()
         while not team.index and _ended:
-            _ended.pop()._remove()  # nobody is in there any more
+            _client().key_value_delete(f"{_ended.pop()._prefix}/")  # nobody is in there any more
         yield team
     except BaseException as error:
         team.fail(error)
         raise
     finally:
+        _active.remove(team)
         if not team.index:
             _ended.append(team)
 

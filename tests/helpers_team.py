@@ -239,3 +239,78 @@ def estimated(folder):
             continue
         write(folder, f"{name}-eval", [estimator.evaluate(lambda: batches(4)), estimator.evaluate(uneven, name="u")])
         write(folder, f"{name}-predictions", list(estimator.predict(uneven)))
+
+
+def attempt(name, call):
+    """Says what error a call ends with."""
+    try:
+        call()
+    except (Exception, SystemExit) as error:
+        say(case=name, error=type(error).__name__, text=str(error))
+    else:
+        say(case=name, error=None)
+
+
+def then_raises(pairs):
+    yield from pairs
+    raise OSError("the disk is gone")
+
+
+class Raises(est.Hook):
+    def next_step(self, step):
+        return step + 2
+
+    def after_run(self, context, values):
+        if jax.process_index() == 1:
+            raise ValueError("not today")
+
+
+def fail(folder):
+    """What must be an error in all processes, one after the other: none may leave them out of step."""
+    start()
+    me = jax.process_index()
+    features, labels = batch(0)
+    count = iter(range(100))
+
+    def trained(name, input_fn, hooks=None, model_fn=None, model_dir=None, verb="train", **kwargs):
+        model_dir = model_dir or os.path.join(folder, str(next(count)))
+        estimator = est.Estimator(model_fn or replicated(shown), model_dir, est.RunConfig(save_summary_steps=None))
+        attempt(name, lambda: getattr(estimator, verb)(input_fn, hooks=hooks, **kwargs))
+
+    def cut(batch, rows):
+        return jax.tree.map(lambda x: x[:rows], batch)
+
+    wide = np.concatenate([features["x"], features["x"]], 1)
+    cases = {
+        "shapes": {**features, "x": wide if me else features["x"]},
+        "dtypes": {**features, "x": features["x"].astype(np.int32) if me else features["x"]},
+        "names": {"ids": features["ids"], "x" if me else "z": features["x"]},
+    }
+    for name, other in cases.items():
+        trained(name, lambda other=other: [(other, labels)])
+    trained("later shapes", lambda: [batch(0), batch(1), (cases["shapes"], labels)])
+    trained("evaluated shapes", lambda: [(cases["shapes"], labels)], verb="evaluate")
+    trained("labels", lambda: [features if me else (features, labels)])
+    trained("rows", lambda: [cut(batch(0), 4 - 2 * me)])
+    trained("later rows", lambda: [batch(0), cut(batch(0), 4 - 2 * me)])
+    trained("odd rows", lambda: [cut(batch(0), 3)])
+    trained("later odd rows", lambda: [batch(0), cut(batch(0), 3)])
+    trained("input_fn", (lambda: 1 / 0) if me else (lambda: batches(3)))
+    trained("input", lambda: then_raises(batches(3)) if me else batches(5))
+    trained("evaluated input", lambda: then_raises(batches(3)) if me else batches(5), verb="evaluate")
+    trained("hooks", lambda: batches(3), hooks=[est.StopAtStepHook(2)] if me else None)
+    trained("hook", lambda: batches(4), hooks=[Raises()])
+    trained("verbs", lambda: batches(3), verb="evaluate" if me else "train")
+    trained("steps", lambda: batches(3), steps=2 + me)
+    trained("not replicated", lambda: batches(3), model_fn=shown)
+    local = replicate_model_fn(shown, devices=jax.local_devices())
+    trained("local", lambda: batches(3), model_fn=local)
+    trained("local evaluation", lambda: batches(3), model_fn=local, verb="evaluate")
+    sparse = jax.experimental.sparse.BCOO.fromdense(features["x"])
+    trained("sparse", lambda: [({**features, "x": sparse}, labels)])
+    for distribution in ("shared_round_robin", "shared_local_parameter_server"):
+        attempt(distribution, lambda way=distribution: replicated(shown, variable_distribution=way))
+    trained("model_dirs", lambda: batches(3), model_dir=os.path.join(folder, f"of-{me}"))
+    trained("empty", list, verb="evaluate")
+    trained("one is empty", lambda: batches(3 * me))
+    trained("it works", lambda: batches(4))

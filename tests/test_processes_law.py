@@ -31,7 +31,9 @@ def assert_law(folder, name, processes=2):
         found = read(folder, processes, i, name)
         assert found.keys() == want.keys()
         for key in want:
-            np.testing.assert_allclose(found[key], want[key], rtol=2e-5, atol=2e-6, err_msg=f"{name}, process {i}: {key}")
+            np.testing.assert_allclose(
+                found[key], want[key], rtol=2e-5, atol=2e-6, err_msg=f"{name}, process {i}: {key}"
+            )
 
 
 @pytest.fixture(scope="module")
