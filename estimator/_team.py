@@ -23,6 +23,7 @@ from absl import logging
 from estimator import _processes
 from estimator._placement import Placement
 
+_INFO = 20  # the standard library's number
 _WAIT_MS = 100
 _ROUNDS_KEPT = 100  # at least: they are removed together
 _SECONDS_AFTER_THE_END = 2.0  # of another process, in which what it has said last may still come
@@ -259,6 +260,11 @@ def _client() -> Any:
     return distributed.global_state.client
 
 
+def _is_for_all(record: Any) -> bool:
+    """Whether not process 0 alone logs it: what is no warning, and from here."""
+    return record.levelno > _INFO or not record.pathname.startswith(os.path.dirname(__file__))
+
+
 @contextlib.contextmanager
 def together(what: str) -> Iterator[Team | None]:
     """The processes that make this call, once all are there; None where there is one.
@@ -272,6 +278,8 @@ def together(what: str) -> Iterator[Team | None]:
     _active.append(team)
     try:
         team.meet()
+        if team.index:
+            logging.get_absl_logger().addFilter(_is_for_all)
         while not team.index and _ended:
             _client().key_value_delete(f"{_ended.pop()._prefix}/")  # nobody is in there any more
         yield team

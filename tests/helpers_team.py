@@ -167,7 +167,8 @@ def say(**found):
 
 
 def make(model_dir, model_fn=None, **config):
-    config = est.RunConfig(**{"save_checkpoints_steps": 1000, "log_step_count_steps": 5} | config)
+    saving = {} if "save_checkpoints_secs" in config else {"save_checkpoints_steps": 1000}
+    config = est.RunConfig(**{**saving, "log_step_count_steps": 5, **config})
     return est.Estimator(replicated(model_fn or shown), model_dir, config)
 
 

@@ -1,9 +1,7 @@
 """What several processes cannot train on is an error in all of them, and none waits for ever."""
 
-import json
-
 import pytest
-from helpers_cluster import shared_cluster
+from helpers_outcomes import run
 
 ALIKE = "The processes gave batches that do not fit together: "
 ERRORS = {
@@ -51,17 +49,11 @@ OF_ONE = {
 }
 
 
-def said(lines):
-    return [json.loads(line) for line in lines if line.startswith("{")]
-
-
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
     """By case, of each process, the error and its text."""
     folder = str(tmp_path_factory.mktemp("fail"))
-    ended = shared_cluster().run("helpers_team.fail", folder, processes=2, timeout=100)
-    assert [process.code for process in ended] == [0, 0], "\n".join(ended[0].lines + ended[1].lines)
-    each = [{row["case"]: (row["error"], row.get("text")) for row in said(process.lines)} for process in ended]
+    each = [{row["case"]: (row["error"], row.get("text")) for row in rows} for rows in run("helpers_team.fail", folder)]
     assert each[0].keys() == each[1].keys() == {*ERRORS, *OF_ONE, "one is empty", "it works"}
     return {case: [found[case] for found in each] for case in each[0]}
 
