@@ -108,7 +108,7 @@ class Team:
 
     def flag(self) -> None:
         """Raises a flag that all processes can see."""
-        _client().key_value_set(f"{self._prefix}/flag", "", allow_overwrite=True)
+        _client().key_value_set(f"{self._prefix}/flag/{self.index}", "", allow_overwrite=True)
 
     def is_flagged(self) -> bool:
         return bool(_client().key_value_dir_get(f"{self._prefix}/flag"))
