@@ -1,6 +1,8 @@
 """Trainings of several processes that are cut off, go on, or hang, for `helpers_cluster` to start in each."""
 
+import faulthandler
 import os
+import signal
 import sys
 import time
 
@@ -82,6 +84,7 @@ def slowly(i):
 
 
 def train_until_killed(model_dir):
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
     start(grace_secs=5.0)
     make(model_dir, tiny, save_checkpoints_steps=3, resume_input="count").train(
         lambda: Source(slowly, positions=False), max_steps=40, hooks=[Tell()]
