@@ -110,11 +110,12 @@ class Programs:
         key_data = jax.eval_shape(jax.random.key_data, like.key)
         return self._one.lower(_carry(like), key_data, *self._batch).compile()
 
-    def runs(self, pairs: Sequence[Pair], alone: bool = False, reports: bool = False) -> list[Run]:
+    def runs(self, pairs: Sequence[Pair], most: int, alone: bool = False, reports: bool = False) -> list[Run]:
         """The programs that make a step with each batch, in their order.
 
         Args:
           pairs: the batches.
+          most: for how many a program is to have room; the same for many calls, since each number compiles anew.
           alone: whether this is a single step, to be a program of its own.
           reports: whether values may be asked for of the last step.
         """
@@ -126,11 +127,11 @@ class Programs:
                 Run(self._one, 1, args, pair, last if i == len(pairs) else None)
                 for i, (args, pair) in enumerate(zip(placed, pairs, strict=True), 1)
             ]
-        room = 1 if alone else max(self.steps_per_program, len(pairs))
+        room = 1 if alone else max(most, len(pairs))
         stacked = stacked_batches(pairs, room) or stacked_batches(alike(pairs), room)
         if stacked is None:
-            before = [run for pair in pairs[:-1] for run in self.runs([pair], alone=True)]
-            return [*before, *self.runs(pairs[-1:], True, reports)]
+            before = [run for pair in pairs[:-1] for run in self.runs([pair], 1, alone=True)]
+            return [*before, *self.runs(pairs[-1:], 1, True, reports)]
         stacked = self.traits.placement.from_processes(stacked, stacked=True)
         if len(pairs) == room > 1 and not reports:
             return [Run(self._several, room, stacked, pairs[0])]

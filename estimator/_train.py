@@ -103,13 +103,15 @@ class Training:
         _run.create_state(self.hooks, context)
         look_every = min(self.config.log_step_count_steps or _STEPS_BETWEEN_LOOKS, _STEPS_BETWEEN_LOOKS)
         but = 0 if self.programs.traits.on_nan else 1  # the devices have something to do while losses are looked at
-        size = _loop_size.choose(self.config.steps_per_loop, self.programs, self.hooks, context.global_step, look_every)
+        size = _loop_size.choose(self.config.steps_per_loop, self.programs, self.hooks, context, look_every)
         with _bar(self.last_step, context.global_step) as self._bar:
             for run, due in self._runs(batches, size):
                 asked = _run.before(due, context) if due else []
                 losses, reported = self._start(run, reporting=_run.asks(asked, context))
                 if context.global_step - but * run.steps - self._looked_step >= look_every:
                     self._look(but)
+                    if context.found_nan:  # which all processes find here, or have told each other of
+                        context.stop("NaN loss")
                     size.timed(self._looked_step)
                 if due:
                     _run.after(due, context, asked, losses, run.steps, reported)
@@ -126,7 +128,7 @@ class Training:
         plan = _run.Plan(self.hooks, context.global_step, self.last_step, size.most)
 
         def make(pairs: list[Pair], piece: _run.Piece) -> list[Run]:
-            return self.programs.runs(pairs, piece.alone, piece.reports)
+            return self.programs.runs(pairs, piece.most, piece.alone, piece.reports)
 
         for got, due in read_ahead(batches, plan, context, make):
             self._position = got.position

@@ -164,9 +164,12 @@ def replicate_model_fn(
         if frame.initializing:
             return replicas.initialize(call, frame, (features, labels))
         if mode == ModeKeys.TRAIN:
-            return replicas.train(call, frame, (features, labels), rows)
-        used = dataclasses.replace(replicas, devices=towers[:1]) if frame.one_tower else replicas
-        return used.evaluate(call, frame, (features, labels), rows)
+            spec = replicas.train(call, frame, (features, labels), rows)
+        else:
+            used = dataclasses.replace(replicas, devices=towers[:1]) if frame.one_tower else replicas
+            spec = used.evaluate(call, frame, (features, labels), rows)
+        metrics, reported = replicas.placement.whole_in_each((spec.eval_metric_ops, spec.reported))
+        return dataclasses.replace(spec, eval_metric_ops=metrics, reported=reported)
 
     return replicated
 

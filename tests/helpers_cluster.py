@@ -75,7 +75,10 @@ class Cluster:
                 time.sleep(0.02)
 
     def lines(self, index):
-        with open(os.path.join(self._folder.name, str(index)), errors="replace") as file:
+        path = os.path.join(self._folder.name, str(index))
+        if not os.path.exists(path):  # it has only begun
+            return []
+        with open(path, errors="replace") as file:
             return file.read().splitlines()
 
     def kill(self, index, number=signal.SIGKILL):

@@ -133,6 +133,7 @@ class Context:
         self.found_nan = False
         self.metrics: dict[str, Any] | None = None
         self.restored = False
+        self._wished: str | None = None  # why to stop, until all processes know
         self._state: Callable[[], Any] | None = None
         self._save: Callable[[], str | None] | None = None
         self._look: Callable[[], None] | None = None
@@ -220,18 +221,19 @@ class Context:
         """Notes that SIGTERM came; where there are other processes, all have to stop at the same step."""
         self.preempted = True
         if self.team is None:
-            self.request_stop(SIGTERM)
+            self.stop(SIGTERM)
 
-    def agreed(self, value: Any) -> Any:
-        """What process 0 says, in all processes: for decisions that depend on a clock or a disk, and on which programs
-        or checkpoints depend. To be called by all of them."""
-        return value if self.team is None else self.team.from_chief(value)
+    def agreed(self, make: Callable[[], Any]) -> Any:
+        """What process 0 makes, in all processes: for decisions that depend on a clock or a disk, and on which programs
+        or checkpoints depend. To be called by all of them; `make` is called in process 0 alone."""
+        return make() if self.team is None else self.team.from_chief(make)
 
     def agree_to_stop(self) -> None:
         """Has all processes stop if one of them wants to."""
         if self.team is not None:
-            reasons = [reason for reason in self.team.exchange(self.stop_reason) if reason is not None]
-            self.stop_reason = reasons[0] if reasons else None
+            reasons = [reason for reason in self.team.exchange(self._wished) if reason is not None]
+            if reasons:
+                self.stop(reasons[0])
 
     def count(self, batches: int, rows: int) -> None:
         """Adds batches of so many examples to what was taken."""
@@ -239,9 +241,14 @@ class Context:
         self.examples += batches * rows
 
     def request_stop(self, reason: str = "a hook") -> None:
-        """Ends the run after the moment that is going on, as if its input had ended."""
-        if self.stop_reason is None:
-            self.stop_reason = reason
+        """Ends the run after the moment that is going on, as if its input had ended; of several processes, all."""
+        if self.team is None:
+            self.stop(reason)
+        self._wished = self._wished or reason
+
+    def stop(self, reason: str) -> None:
+        """Does what `request_stop` asks for, where all processes do so."""
+        self.stop_reason = self.stop_reason or reason
 
 
 class RunValues:
