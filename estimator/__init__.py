@@ -19,6 +19,7 @@ from estimator._flax import flax_module
 from estimator._indexed_slices import IndexedSlices
 from estimator._input_context import InputContext, input_context
 from estimator._lazy import lazy
+from estimator._learning_rates import learning_rates, set_learning_rate
 from estimator._load_exported import ExportedModel, load_exported
 from estimator._loss_scale import DynamicLossScale
 from estimator._memory_report import MemoryReport, MemoryUse, memory_report
@@ -84,6 +85,7 @@ from estimator.hooks import (
     NanTensorHook,
     ProfilerHook,
     SecondOrStepTimer,
+    SetLearningRateHook,
     StalledError,
     StepCounterHook,
     StopAtSecsHook,
@@ -147,6 +149,7 @@ __all__ = [
     "ReplicaMismatchError",
     "RunConfig",
     "SecondOrStepTimer",
+    "SetLearningRateHook",
     "StalledError",
     "State",
     "StepCounterHook",
@@ -176,6 +179,7 @@ __all__ = [
     "input_context",
     "inputs",
     "lazy",
+    "learning_rates",
     "load_exported",
     "losses",
     "make_early_stopping_hook",
@@ -187,6 +191,7 @@ __all__ = [
     "read_history",
     "read_variable",
     "record",
+    "set_learning_rate",
     "skipped_steps",
     "stop_if_higher_hook",
     "stop_if_lower_hook",

@@ -17,6 +17,7 @@ from estimator._evaluate import EvalSteps, evaluate_batches
 from estimator._export_model import check_arguments, write_export
 from estimator._frame import PyTree
 from estimator._input import Batches, batches, call_input_fn
+from estimator._learning_rates import saved_learning_rates
 from estimator._lockstep import first_batch
 from estimator._model_fn import ModelFn, bind
 from estimator._modes import ModeKeys
@@ -333,7 +334,7 @@ class Estimator:
         checkpoint_path: str | None = None,
         yield_single_examples: bool = True,
     ) -> Iterator[PyTree]:
-        """Yields the predictions for an input_fn, in its order.
+        """Yields the predictions for an input_fn, pytrees of numpy arrays, in its order.
 
         Arguments are checked at once; batches are read and computed as the predictions are asked for.
 
@@ -345,9 +346,6 @@ class Estimator:
           checkpoint_path: which checkpoint to use; default: the newest, else initial values; "latest":
             the newest, or an error.
           yield_single_examples: whether to yield one example at a time, or whole batches.
-
-        Returns:
-          An iterator over pytrees of numpy arrays.
 
         Raises:
           TypeError: one of the hooks is none.
@@ -416,11 +414,7 @@ class Estimator:
         return self._checkpoints.latest()
 
     def get_variable_names(self) -> list[str]:
-        """The names of everything in the newest checkpoint: variables, slots, global_step.
-
-        Raises:
-          ValueError: there is no checkpoint.
-        """
+        """The names of everything in the newest checkpoint: variables, slots, global_step. Without one, a ValueError."""
         return _checkpoint.names(self._trained())
 
     def get_variable_value(self, name: str | Sequence[str]) -> np.ndarray | dict[str, np.ndarray]:
@@ -438,6 +432,11 @@ class Estimator:
         """
         values = _checkpoint.read_all(self._trained(), [name] if isinstance(name, str) else name)
         return values[name] if isinstance(name, str) and name in values else values
+
+    def get_learning_rates(self) -> dict[str, float]:
+        """`est.learning_rates` of the state of the newest checkpoint; a ValueError where there is no checkpoint. An
+        optimizer's own name is taken to have no "/"."""
+        return saved_learning_rates(self._trained())
 
     def eval_dir(self, name: str | None = None) -> str:
         """Where the evaluation called `name` writes: `<model_dir>/eval_<name>`, or `<model_dir>/eval` without one."""

@@ -164,11 +164,17 @@ def before(due: Sequence[Hook], context: Context) -> list[Any]:
 
 
 def after(
-    due: Sequence[Hook], context: Context, asked: Sequence[Any], losses: Any, steps: int, reported: dict[str, Any]
+    due: Sequence[Hook],
+    context: Context,
+    asked: Sequence[Any],
+    losses: Any,
+    steps: int,
+    reported: dict[str, Any],
+    rates: dict[str, Any] | None = None,
 ) -> None:
     """Lets each hook have its values of the last of some steps."""
     for hook, names in zip(due, asked, strict=True):
-        _unless_stopped(hook.after_run, context, RunValues(losses, steps, reported, names))
+        _unless_stopped(hook.after_run, context, RunValues(losses, steps, reported, names, rates))
     if due:
         context.agree_to_stop()
 
