@@ -28,13 +28,17 @@ _CPU_TOWERS = 2
 _ARRAY = re.compile(r"(?:([^=\[\]]+)=)?(\w+)\[([\d,\s]*)\]")
 
 
+class _Usage(Exception):
+    """Something on the command line is wrong."""
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Reads the command line, or the given arguments, and prints the explanation."""
     parser = _parser()
     args = parser.parse_args(arguments)
     try:
         if bool(args.input) == bool(args.features):
-            raise ValueError("Give either --input, a function that returns batches, or --features, their shapes.")
+            raise _Usage("Give either --input, a function that returns batches, or --features, their shapes.")
         # Before anything starts jax's backends, after which there is no other number of CPU devices.
         jax.config.update("jax_num_cpu_devices", args.towers or _CPU_TOWERS)
         model_fn = _find(args.model_fn, "model_fn")
@@ -46,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         else:
             features, labels = _first_batch(args.input, input_fn, args.params)
         options = _options(args)
-    except ValueError as error:
+    except _Usage as error:
         parser.error(str(error))
     found = explain(
         model_fn,
@@ -92,21 +96,21 @@ def _find(name: str, what: str) -> Callable[..., Any]:
     """The function that MODULE:NAME names.
 
     Raises:
-      ValueError: there is none; says what there is.
+      _Usage: there is none; says what there is.
     """
     module_name, colon, attribute = name.partition(":")
     if not (module_name and colon and attribute):
-        raise ValueError(f"A {what} is named MODULE:NAME, as in examples.digits:model_fn; got {name!r}.")
+        raise _Usage(f"A {what} is named MODULE:NAME, as in examples.digits:model_fn; got {name!r}.")
     if module_name.endswith(".py"):
         written = module_name.removesuffix(".py").replace("/", ".")
-        raise ValueError(f"MODULE is a name to import, not a file; write {written}:{attribute} for {name!r}.")
+        raise _Usage(f"MODULE is a name to import, not a file; write {written}:{attribute} for {name!r}.")
     sys.path[:0] = [] if "" in sys.path or str(pathlib.Path.cwd()) in sys.path else [""]
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise  # something that the module imports
-        raise ValueError(
+        raise _Usage(
             f"There is no module {error.name!r}, of {name!r}, in {pathlib.Path.cwd()} or among the installed ones. "
             "Run the command where `import` finds it, or set PYTHONPATH."
         ) from error
@@ -114,7 +118,7 @@ def _find(name: str, what: str) -> Callable[..., Any]:
     if not callable(found):
         mine = [n for n, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
         functions = ", ".join(n for n in mine if callable(getattr(module, n)) and not n.startswith("_"))
-        raise ValueError(f"The module {module_name!r} has no function {attribute!r}; it has {functions or 'none'}.")
+        raise _Usage(f"The module {module_name!r} has no function {attribute!r}; it has {functions or 'none'}.")
     return found
 
 
@@ -123,7 +127,7 @@ def _first_batch(name: str, input_fn: Callable[..., Any], params: Any) -> tuple[
     first = source.peek()
     source.close()
     if first is None:
-        raise ValueError(f"{name} gives no batch.")
+        raise _Usage(f"{name} gives no batch.")
     return first
 
 
@@ -134,15 +138,15 @@ def _arrays(option: str, given: Sequence[str] | None) -> Any:
     for text in given:
         match = _ARRAY.fullmatch(text.strip())
         if not match:
-            raise ValueError(f"{option} takes arrays such as x=float32[64,8] or int32[64]; got {text!r}.")
+            raise _Usage(f"{option} takes arrays such as x=float32[64,8] or int32[64]; got {text!r}.")
         try:
             dtype = jnp.dtype(match[2])
         except TypeError:
-            raise ValueError(f"{option} got {text!r}, but there is no dtype {match[2]!r}.") from None
+            raise _Usage(f"{option} got {text!r}, but there is no dtype {match[2]!r}.") from None
         shape = tuple(int(n) for n in match[3].split(",") if n.strip())
         found[match[1]] = jax.ShapeDtypeStruct(shape, dtype)
     if len(found) < len(given) or (None in found and len(found) > 1):
-        raise ValueError(f"{option} takes one array without a name, or several, each with its own; got {given}.")
+        raise _Usage(f"{option} takes one array without a name, or several, each with its own; got {given}.")
     return found[None] if None in found else found
 
 
@@ -150,7 +154,7 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
     options: dict[str, Any] = {}
     there = sorted(jax.devices(), key=lambda device: device.id)
     if args.towers and args.towers > len(there):
-        raise ValueError(
+        raise _Usage(
             f"--towers={args.towers} are more than the {len(there)} devices, {there[0].platform}. "
             "For virtual CPU devices set JAX_PLATFORMS=cpu."
         )

@@ -8,12 +8,13 @@ from typing import Any
 
 import jax
 from jax.interpreters.partial_eval import dce_jaxpr
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 import estimator as est
 from estimator import EstimatorSpec
 from estimator._batch import check_batch
 from estimator._frame import PyTree, current_frame
+from estimator._loop_size import choose
 from estimator._model_fn import ModelFn, bind
 from estimator._placement import SeparatePlacement
 from estimator._programs import Programs
@@ -24,6 +25,9 @@ from replicate._distribution import OneDevice, Sharded
 from replicate._replicate import ReplicatedTwice, replicate_model_fn
 from replicate.explain._explanation import Explanation, Home, Memory, Split, Transfer
 from replicate.explain._program import collectives
+
+_STEPS_BETWEEN_LOOKS = 100
+"""How often a training run looks at its losses, unless its config says to log them more often."""
 
 
 def explain(
@@ -50,8 +54,9 @@ def explain(
     ...     return est.EstimatorSpec(mode, loss=loss, train_op=TowerOptimizer(optax.adam(0.1)).minimize(loss))
     >>> batch = jax.ShapeDtypeStruct((8, 3), jnp.float32), jax.ShapeDtypeStruct((8,), jnp.float32)
     >>> found = explain(model_fn, *batch, devices=["cpu:0", "cpu:1"])
+    >>> # The gradient, the loss of the step and that of the optimizer:
     >>> [(each.kind, each.dtype, each.bytes, each.participants) for each in found.collectives]
-    [('all-reduce', 'float32', 16, 2)]
+    [('all-reduce', 'float32', 20, 2)]
     >>> [(home.name, home.where) for home in found.variables]
     [('w', 'whole on each of 2 devices')]
 
@@ -72,20 +77,19 @@ def explain(
             "`explain` needs a positive bandwidth, in bytes per second, and a latency of 0 or more, in seconds; got "
             f"bandwidth={bandwidth!r} and latency={latency!r}."
         )
+    name = getattr(model_fn, "__name__", str(model_fn))
     rows = check_batch(features, labels)
     features, labels = jax.tree.map(_abstract, padded((features, labels)))
+    if not _is_replicated(model_fn, params, config, features, labels):
+        model_fn = replicate_model_fn(model_fn, **options)
+    elif options:
+        raise ValueError(
+            f"`explain` got {', '.join(options)} for a model_fn that is replicated already, which says itself what "
+            "they are. Leave them out, or give the model_fn that is not replicated."
+        )
     notes: dict[str, int] = {}
-    try:
-        model = est.transform(_observed(replicate_model_fn(model_fn, **options), params, config, notes))
-        traits = model.traits(features, labels)
-    except ReplicatedTwice:
-        if options:
-            raise ValueError(
-                f"`explain` got {', '.join(options)} for a model_fn that is replicated already, which says itself what "
-                "they are. Leave them out, or give the model_fn that is not replicated."
-            ) from None
-        model = est.transform(_observed(model_fn, params, config, notes))
-        traits = model.traits(features, labels)
+    model = est.transform(_observed(model_fn, params, config, notes))
+    traits = model.traits(features, labels)
     if traits.placement.spans_processes:
         raise ValueError(
             "`explain` reads the program of one process, and these towers are on several. Call it in one process "
@@ -96,24 +100,33 @@ def explain(
     step, args = _step(model, traits, features, labels)
     compiled = step.lower(*args).compile()
     homes = jax.tree.broadcast(traits.shardings, traits.like)
-    loops = traits.is_one_program
     return Explanation(
-        name=getattr(model_fn, "__name__", str(model_fn)),
+        name=name,
         towers=tuple(map(str, devices)),
         distribution=_distribution(traits),
         rows=rows,
         micro_batches=notes["micro_batches"],
         batch=_splits(features, labels, len(devices)),
         collectives=collectives(compiled.as_text()),
-        transfers=() if loops else _transfers(step, args, homes, devices),
+        transfers=() if traits.is_one_program else _transfers(step, args, homes, devices),
         variables=_homes(traits.like.variables, homes.variables),
         slots=_homes(traits.like.slots, homes.slots),
-        steps_per_program=Programs(model, features, labels).steps_that_fit if loops else 1,
+        steps_per_program=_steps_per_program(Programs(model, features, labels), config),
         flops=_flops(compiled),
         memory=_memory(compiled),
         bandwidth=bandwidth,
         latency=latency,
     )
+
+
+def _is_replicated(model_fn: ModelFn, params: Any, config: Any, features: PyTree, labels: PyTree) -> bool:
+    """Known by an abstract run in a tower, where `TOWER_AXIS` is there for a model_fn that needs it."""
+    in_tower = replicate_model_fn(model_fn, devices=jax.local_devices()[:1])
+    try:
+        est.transform(in_tower, params, config).traits(features, labels)
+    except ReplicatedTwice:
+        return True
+    return False
 
 
 class _TowersAlone(SeparatePlacement):
@@ -154,8 +167,6 @@ def _observed(model_fn: ModelFn, params: Any, config: Any, notes: dict[str, int]
 
     def observed(features: PyTree, labels: PyTree, mode: est.ModeKeys) -> EstimatorSpec:
         spec = bound(features, labels, mode)
-        if not spec.train_op:
-            raise ValueError("`explain` explains training steps, but the EstimatorSpec for TRAIN has no train_op.")
         notes["micro_batches"] = accumulate_steps(spec.train_op)
         frame = current_frame("a model_fn to explain")
         if isinstance(frame.placement, SeparatePlacement):
@@ -168,8 +179,9 @@ def _observed(model_fn: ModelFn, params: Any, config: Any, notes: dict[str, int]
 def _step(model: Model, traits: Traits, features: PyTree, labels: PyTree) -> tuple[Any, tuple[Any, ...]]:
     """The training step as the Estimator compiles it, and its abstract arguments."""
 
-    def step(changing: tuple[Any, ...], key: jax.Array, features: PyTree, labels: PyTree) -> tuple[Any, jax.Array]:
-        after, spec = model.train_step(est.State(*changing, key), features, labels)
+    def step(changing: Any, key: jax.Array, features: PyTree, labels: PyTree) -> tuple[Any, jax.Array]:
+        variables, slots, global_step = changing
+        after, spec = model.train_step(est.State(variables, slots, global_step, key), features, labels)
         return (after[:-1] if traits.is_one_program else after), spec.loss
 
     state = model.abstract_init(features, labels)
@@ -178,6 +190,11 @@ def _step(model: Model, traits: Traits, features: PyTree, labels: PyTree) -> tup
         state = jax.tree.map(lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), state, near)
     compiled = jax.jit(step, donate_argnums=0 if traits.is_one_program else ())
     return compiled, (state[:-1], state.key, features, labels)
+
+
+def _steps_per_program(programs: Programs, config: Any) -> int:
+    looks = getattr(config, "log_step_count_steps", None) or _STEPS_BETWEEN_LOOKS
+    return choose("auto", programs, (), 0, min(looks, _STEPS_BETWEEN_LOOKS)).most()
 
 
 def _abstract(x: Any) -> jax.ShapeDtypeStruct:

@@ -108,7 +108,8 @@ class Explanation:
       collectives: of the compiled program; where variables have devices of their own, of that of the towers.
       transfers: between the towers and the variables' own devices.
       variables, slots: where each array lives.
-      steps_per_program: how many steps `RunConfig(steps_per_loop="auto")` puts into one program at most.
+      steps_per_program: how many steps `RunConfig(steps_per_loop="auto")` puts into one program, where no hook looks
+        more often than the run itself.
       flops: floating point operations of a step on one device, by XLA's count, which takes what is in a loop once;
         None where it does not say.
       memory: on each device; None where XLA does not say.

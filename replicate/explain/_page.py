@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from html import escape
 
-from replicate.explain._explanation import Explanation
+from replicate.explain._explanation import Explanation, typed
+from replicate.explain._program import Collective
 from replicate.explain._report import Table, count, duration, in_order, life, size, summary, tables, title
 
 _STYLE = """
@@ -17,10 +18,11 @@ th, td { text-align: left; padding: .2rem 1rem .2rem 0; border-bottom: 1px solid
 th { color: #56677a; font-weight: 600; } td { font-variant-numeric: tabular-nums; }
 p.note { color: #56677a; font-size: .9rem; margin: .4rem 0; }
 svg { width: 100%; height: auto; } svg text { font: 14px system-ui, sans-serif; fill: #1c2733; text-anchor: middle; }
-svg .small { font-size: 12px; fill: #3d4d5e; }
+svg path { fill: none; stroke: #56677a; stroke-width: 1.5; } svg .small { font-size: 12px; fill: #3d4d5e; }
 """
 _WIDTH, _MARGIN, _GAP = 900, 10, 16
 _SHOWN = 5  # towers drawn; of more, the last and a few of the first
+_LONGEST = 120  # characters that fit into a line of the whole width
 _COLOURS = {"batch": "#dbeafe", "tower": "#e6f4ea", "collective": "#fde9c9", "update": "#efe3fb"}
 
 
@@ -36,12 +38,13 @@ def as_page(found: Explanation) -> str:
 
 
 def _table(table: Table) -> str:
-    head = "".join(f"<th>{escape(name)}</th>" for name in table.columns) if any(table.columns) else ""
-    rows = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>\n" for row in table.rows)
+    def line(tag: str, cells: tuple[str, ...]) -> str:
+        return "<tr>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells) + "</tr>\n"
+
+    head = line("th", table.columns) if any(table.columns) else ""
+    rows = "".join(line("td", row) for row in table.rows)
     notes = "".join(f'<p class="note">{escape(note)}</p>' for note in table.notes)
-    listed = f'<div class="wide"><table><tr>{head}</tr>\n{rows}</table></div>' if head else ""
-    if rows and not head:
-        listed = f'<div class="wide"><table>{rows}</table></div>'
+    listed = f'<div class="wide"><table>{head}{rows}</table></div>' if rows else ""
     return f"<h2>{escape(table.title)}</h2>{listed}{notes}\n"
 
 
@@ -61,8 +64,9 @@ class _Picture:
         found = self._found
         rows = found.rows // len(found.towers)
         before, after = in_order(found)
-        self._row("batch", 30, [(f"rows {i * rows} to {(i + 1) * rows - 1}",) for i in range(len(found.towers))])
-        self._arrows(f"a batch of {count(found.rows, 'row')}, split")
+        arrays = [f"{each.name} {typed(each.dtype, each.shape)}" for each in found.batch]
+        self._bar("batch", f"a batch of {count(found.rows, 'row')}", _short(", ".join(arrays)))
+        self._arrows("split by rows" if len(found.towers) > 1 else "")
         if before:
             self._bar("collective", f"gather the cut variables: {summary(before)}", self._seconds(before))
             self._arrows()
@@ -70,9 +74,9 @@ class _Picture:
             moved = [each for each in found.transfers if each.to_towers]
             self._bar("collective", f"variables come from their devices: {size(sum(each.bytes for each in moved))}")
             self._arrows()
-        parts = f"{found.micro_batches} micro-batches" if found.micro_batches > 1 else count(rows, "row")
-        towers = [
-            (f"tower {i}", device, f"model_fn on {parts}", "loss and gradients")
+        parts = f" in {found.micro_batches} parts" if found.micro_batches > 1 else ""
+        towers: list[tuple[str, ...]] = [
+            (f"tower {i}", device, f"rows {i * rows} to {(i + 1) * rows - 1}{parts}", "loss and gradients")
             for i, device in enumerate(found.towers)
         ]
         self._row("tower", 86, towers)
@@ -86,10 +90,11 @@ class _Picture:
         self._arrows("" if len(found.towers) == 1 else "sums of the gradients")
         held = found.bytes_by_device
         if found.distribution == "variable devices":
-            self._bar("update", f"optimizers, on {count(len(held), 'device')} of the variables: {', '.join(held)}"[:110])
+            homes = ", ".join(f"{device} {size(total)}" for device, total in held.items())
+            self._bar("update", "update of each variable on its own device", _short(homes))
         else:
             what = "its pieces" if found.distribution == "sharded" else "variables and slots"
-            self._row("update", 50, [(f"update {what}", size(held.get(device, 0))) for device in found.towers])
+            self._row("update", 68, [("update", what, size(held.get(device, 0))) for device in found.towers])
         height = self._y + _MARGIN
         label = escape(title(found), quote=True)
         return (
@@ -98,7 +103,7 @@ class _Picture:
             + "\n</svg>"
         )
 
-    def _seconds(self, collectives: list) -> str:
+    def _seconds(self, collectives: list[Collective]) -> str:
         found = self._found
         return "about " + duration(sum(each.seconds(found.bandwidth, found.latency) for each in collectives))
 
@@ -131,9 +136,7 @@ class _Picture:
         for place, tower in enumerate(self._towers):
             if tower is not None:
                 x = _MARGIN + place * self._step + (self._step - _GAP) / 2
-                self._parts.append(
-                    f'<path d="M{x:g} {y + 4:g} v18 m-4 -6 l4 6 l4 -6" fill="none" stroke="#56677a" stroke-width="1.5"/>'
-                )
+                self._parts.append(f'<path d="M{x:g} {y + 4:g} v18 m-4 -6 l4 6 l4 -6"/>')
         if said:
             between = _MARGIN + self._step - _GAP / 2 if len(self._towers) > 1 else _WIDTH / 2 + 90
             self._text(between, y + 18, said, "small")
@@ -142,3 +145,7 @@ class _Picture:
     def _text(self, x: float, y: float, text: str, kind: str) -> None:
         style = f' class="{kind}"' if kind else ""
         self._parts.append(f'<text x="{x:g}" y="{y:g}"{style}>{escape(text)}</text>')
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _LONGEST else text[: _LONGEST - 4] + " ..."

@@ -28,7 +28,7 @@ _CALLED_LISTS = re.compile(r"\b(branch_computations|called_computations)=\{([^}]
 _TRIPS = re.compile(r'known_trip_count\\?":\{\\?"n\\?":\\?"(\d+)')
 _LISTED_GROUPS = re.compile(r"replica_groups=\{(\{[\d,{} ]*\})?\}")
 _COUNTED_GROUPS = re.compile(r"replica_groups=\[([\d,]+)\]<=")
-_MESH_GROUPS = re.compile(r"replica_groups=@?mesh\[([^\]]*)\]\s*\{([^}]*)\}")
+_MESH_GROUPS = re.compile(r"replica_groups=@?mesh\[([^\]]*)\][^{]*\{([^}]*)\}")
 _PAIRS = re.compile(r"source_target_pairs=\{([\d,{} ]*)\}")
 _NAMES = {"f": "float", "bf": "bfloat", "s": "int", "u": "uint", "c": "complex"}
 

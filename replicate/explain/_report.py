@@ -36,7 +36,7 @@ def life(found: Explanation) -> list[str]:
         moved = [each for each in found.transfers if each.to_towers]
         said.append(
             f"The towers get the variables they read from where these live: {count(len(moved), 'array')}, "
-            f"{size(sum(each.bytes for each in moved))} over the wire."
+            f"{size(sum(each.bytes for each in moved))} moved in all."
         )
     if before:
         said.append(f"The towers gather the variables, which are cut: {summary(before)}.")
@@ -48,7 +48,7 @@ def life(found: Explanation) -> list[str]:
         moved = [each for each in found.transfers if not each.to_towers]
         said.append(
             "The gradients of all towers go to the devices of their variables and are summed there: "
-            f"{count(len(moved), 'array')}, {size(sum(each.bytes for each in moved))} over the wire."
+            f"{count(len(moved), 'array')}, {size(sum(each.bytes for each in moved))} moved in all."
         )
     said.append(f"{update(found)} Then global_step counts one more.")
     return said
@@ -160,7 +160,9 @@ def _homes(name: str, homes: tuple[Home, ...]) -> Table:
     total = sum(each.bytes for each in homes)
     most = max(bytes_by_device(homes).values(), default=0)
     note = f"In all {size(total)}; on one device {'at most ' if most else ''}{size(most)}."
-    return Table(name, ("array", "type", "bytes", "per device", "where it lives"), rows, (note,) if rows else ("None.",))
+    return Table(
+        name, ("array", "type", "bytes", "per device", "where it lives"), rows, (note,) if rows else ("None.",)
+    )
 
 
 def _costs(found: Explanation) -> Table:
@@ -168,7 +170,7 @@ def _costs(found: Explanation) -> Table:
     rows = [
         (
             'steps_per_loop="auto"',
-            f"{count(most, 'step')} per program" + (" at most; fewer where hooks look more often" if most > 1 else ""),
+            f"{count(most, 'step')} per program" + ("; fewer where hooks look more often" if most > 1 else ""),
         )
     ]
     if found.flops is not None:
