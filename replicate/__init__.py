@@ -15,6 +15,7 @@ from replicate._towers import (
     num_towers,
     tower_index,
 )
+from replicate.explain import explain
 
 __all__ = [
     "TOWER_AXIS",
@@ -23,6 +24,7 @@ __all__ = [
     "cross_tower_mean",
     "cross_tower_ops",
     "cross_tower_sum",
+    "explain",
     "initialize_distributed",
     "num_towers",
     "replicate_model_fn",

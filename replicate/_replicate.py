@@ -45,6 +45,10 @@ from replicate._towers import (
 from replicate.cross_tower_ops import CrossTowerOps, choose_the_best
 
 
+class ReplicatedTwice(ValueError):
+    """A replicated model_fn ran in a tower of another one."""
+
+
 def replicate_model_fn(
     model_fn: ModelFn,
     loss_reduction: str = Reduction.SUM_BY_NONZERO_WEIGHTS,
@@ -142,7 +146,7 @@ def replicate_model_fn(
     ) -> EstimatorSpec:
         frame = current_frame("a model_fn made by replicate_model_fn")
         if in_towers():
-            raise ValueError("`replicate_model_fn` was given a model_fn that is replicated already. Wrap it once.")
+            raise ReplicatedTwice("`replicate_model_fn` was given a model_fn that is replicated already. Wrap it once.")
         mode = ModeKeys(mode)
         replicas = here if mode == ModeKeys.PREDICT else everywhere
         rows = check_batch(features, labels)
