@@ -20,6 +20,7 @@ from estimator._placement import SeparatePlacement
 from estimator._programs import Programs
 from estimator._sparse import is_sparse, padded
 from estimator._transform import Model, Traits
+from estimator.hooks._hook import Context
 from replicate._accumulate import accumulate_steps
 from replicate._distribution import OneDevice, Sharded
 from replicate._replicate import ReplicatedTwice, replicate_model_fn
@@ -194,7 +195,7 @@ def _step(model: Model, traits: Traits, features: PyTree, labels: PyTree) -> tup
 
 def _steps_per_program(programs: Programs, config: Any) -> int:
     looks = getattr(config, "log_step_count_steps", None) or _STEPS_BETWEEN_LOOKS
-    return choose("auto", programs, (), 0, min(looks, _STEPS_BETWEEN_LOOKS)).most()
+    return choose("auto", programs, (), Context(est.ModeKeys.TRAIN), min(looks, _STEPS_BETWEEN_LOOKS)).most()
 
 
 def _abstract(x: Any) -> jax.ShapeDtypeStruct:
