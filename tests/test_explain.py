@@ -15,8 +15,10 @@ import numpy as np
 import optax
 import pytest
 from helpers_replicate import cpus, mlp_model_fn, regression
+from jax.experimental.sparse import BCOO
 
 import estimator as est
+from estimator._frame import current_frame
 from replicate import TowerOptimizer, VariableDistribution, cross_tower_mean, explain, replicate_model_fn
 from replicate.cross_tower_ops import AllReduce
 from replicate.explain import collectives
@@ -212,6 +214,31 @@ def test_a_replicated_model_fn_is_taken_as_it_is():
     assert kinds(explain(replicated, X, Y)) == kinds(explain(normalized, X, Y, devices=cpus(2)))
     with pytest.raises(ValueError, match="`explain` got devices for a model_fn that is replicated already"):
         explain(replicated, X, Y, devices=cpus(4))
+
+
+def test_sparse_features_are_split_by_rows_too():
+    def sparse(features, labels, mode):
+        return model_fn(features.todense(), labels, mode)
+
+    x = BCOO.fromdense(np.eye(8, 3, dtype=np.float32))  # three entries, padded to four
+    found = explain(sparse, x, Y, devices=cpus(2))
+    assert [(each.shape, each.tower_shape, each.sparse) for each in found.batch] == [
+        ((8, 3), (4, 3), True),
+        ((8,), (4,), False),
+    ]
+    assert re.search(r"features +sparse float32\[8,3\] +float32\[4,3\]", str(found))
+
+
+def test_towers_of_several_processes_are_refused():
+    replicated = replicate_model_fn(model_fn, devices=cpus(2))
+
+    def spread(features, labels, mode):
+        spec = replicated(features, labels, mode)
+        current_frame("here").placement.spans_processes = True
+        return spec
+
+    with pytest.raises(ValueError, match="`explain` reads the program of one process, and these towers are on several"):
+        explain(spread, X, Y)
 
 
 def test_auto_steps_are_many_small_ones_few_large_ones_and_end_where_the_run_looks():

@@ -82,7 +82,7 @@ class _Picture:
         self._row("tower", 86, towers)
         if after:
             self._arrows()
-            self._bar("collective", summary(after), self._seconds(after))
+            self._bar("collective", _short(summary(after)), self._seconds(after))
         if found.distribution == "variable devices":
             self._arrows()
             moved = [each for each in found.transfers if not each.to_towers]

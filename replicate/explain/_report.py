@@ -43,7 +43,7 @@ def life(found: Explanation) -> list[str]:
     parts = f", in {found.micro_batches} micro-batches one after another" if found.micro_batches > 1 else ""
     said.append(f"Each tower runs the model_fn forward and backward on its {count(rows, 'row')}{parts}.")
     if after:
-        said.append(f"The towers talk to each other: {summary(after)}.")
+        said.append(f"The towers talk to each other, on the way or at the end: {summary(after)}.")
     if found.distribution == "variable devices":
         moved = [each for each in found.transfers if not each.to_towers]
         said.append(
@@ -173,7 +173,9 @@ def _costs(found: Explanation) -> Table:
             f"{count(most, 'step')} per program" + ("; fewer where hooks look more often" if most > 1 else ""),
         )
     ]
+    notes: tuple[str, ...] = ()
     if found.flops is not None:
+        notes = ("XLA counts the operations within a loop once.",)
         rows.append(("operations", f"{found.flops:,.0f} floating point operations per device"))
     if found.memory is not None:
         memory = found.memory
@@ -183,7 +185,7 @@ def _costs(found: Explanation) -> Table:
             ("temporary", f"{size(memory.temporary)} per device"),
             ("peak", f"{size(memory.peak)} per device at most"),
         ]
-    return Table("The compiled program", ("", ""), tuple(rows), ("XLA counts the operations within a loop once.",))
+    return Table("The compiled program", ("", ""), tuple(rows), notes)
 
 
 def as_text(found: Explanation) -> str:
