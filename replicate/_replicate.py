@@ -104,11 +104,12 @@ def replicate_model_fn(
       cross_tower_ops: how gradients, losses and whatever else is summed over towers, in training and evaluation; of
         `replicate.cross_tower_ops`. What a model_fn itself sums by `cross_tower_sum` does not go through it.
       tower_transform: `fn(forward)`, which makes of a tower's forward function another one, of which the gradients
-        are taken: `est.checkpoint_segments` or `jax.checkpoint` (for memory), `jax.named_scope("tower")` (for
-        profiles), or one that runs it under `jax.default_matmul_precision("bfloat16")`. `forward(trained, rest,
-        batch)` is pure: pytrees of arrays go in, what is differentiated first, and come out, the losses to
-        differentiate first. It is one run of the model_fn, less the sums over towers that follow; each micro-batch
-        of `accumulate_steps` has one. It is so in every mode, but for `init`.
+        are taken: `est.checkpoint_segments`, which saves memory (`jax.checkpoint` with any policy is possible, but
+        around a whole forward pass its peak stays), `jax.named_scope("tower")` for profiles, or one that runs it
+        under `jax.default_matmul_precision("bfloat16")`. `forward(trained, rest, batch)` is pure: pytrees of arrays
+        go in, what is differentiated first, and come out, the losses to differentiate first. It is one run of the
+        model_fn, less the sums over towers that follow; each micro-batch of `accumulate_steps` has one. It is so in
+        every mode, but for `init`.
 
     Raises:
       TypeError: `cross_tower_ops` or `tower_transform` is something else, or what the latter returns is no function.
