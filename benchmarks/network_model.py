@@ -22,7 +22,7 @@ class Link(NamedTuple):
 
 class Network(NamedTuple):
     towers_per_host: int
-    inside: Link  # of a tower, to the others of its host
+    inside: Link  # of a tower, to the others of its host; no slower than `across`
     across: Link  # of a host, to the others
 
 

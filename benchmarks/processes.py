@@ -10,8 +10,8 @@ gets those of all, `Team.exchange`, and that process 0 gives its plan. Counted a
 Whatever else runs on the host, the group's own processes too, only adds to a time. So there are many short rounds, and
 the figure is the fastest of all, of all repeats; `spread` is the slowest repeat's fastest by that.
 
-The latency and the bandwidth of a model of the network (network_model.py) are fitted to the sums of two groups, and
-checked with the others. On CPU devices XLA sums by a ring, in which towers of one process talk over loopback as well.
+The latency and the bandwidth of a model of the network (network_model.py) are fitted to the sums of two towers, and
+checked with those of more. On CPU devices XLA sums by a ring, in which towers of one process talk over loopback too.
 """
 
 import argparse
@@ -40,15 +40,15 @@ from replicate import TowerOptimizer, initialize_distributed, replicate_model_fn
 
 SIZES = [10**exponent for exponent in range(3, 8)]  # floats
 GROUPS = ["1x1", "2x1", "3x1", "4x1", "2x2"]
-FITTED = ["2x1", "4x1"]
+FITTED = "2x1"  # of two towers, which do not wait for a processor; the others check the model
 # Else glibc takes arrays of more than 32 MB from the kernel anew each time, which costs more than to sum them.
 KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(10**11)}
-TOWERS = [2**exponent for exponent in range(11)]
+TOWERS = [2**exponent for exponent in range(1, 11)]
 GIGABIT = 1e9 / 8
-NETWORKS = {  # typical, not measured; the bandwidth inside is that of a tower, that across of a host
-    "10 Gbit/s": Network(8, Link(5e-6, 10e9), Link(30e-6, 10 * GIGABIT)),
-    "100 Gbit/s": Network(8, Link(5e-6, 10e9), Link(10e-6, 100 * GIGABIT)),
-    "NVLink, 8 x 400 Gbit/s InfiniBand": Network(8, Link(2e-6, 300e9), Link(5e-6, 3200 * GIGABIT)),
+NETWORKS = {  # nominal, not measured; the bandwidth inside is that of a tower, that across of a host
+    "10 Gbit/s": Network(8, Link(5e-6, 20e9), Link(30e-6, 10 * GIGABIT)),
+    "100 Gbit/s": Network(8, Link(5e-6, 20e9), Link(10e-6, 100 * GIGABIT)),
+    "NVLink and 8 x 400 Gbit/s InfiniBand": Network(8, Link(2e-6, 450e9), Link(5e-6, 3200 * GIGABIT)),
 }
 
 
@@ -177,8 +177,8 @@ def towers_of(group):
 
 
 def fitted(measured):
-    """The link, the same for all towers, with the least relative errors for the groups to fit."""
-    points = [(ring(group, size), measured[group]["sum"][size][0]) for group in FITTED for size in SIZES]
+    """The link, the same for all towers, with the least relative errors."""
+    points = [(ring(FITTED, size), measured[FITTED]["sum"][size][0]) for size in SIZES]
     rows = np.array([[each.rounds_across / seconds, each.bytes_across / seconds] for each, seconds in points])
     latency, seconds_per_byte = np.linalg.lstsq(rows, np.ones(len(rows)))[0]
     return Link(latency, 1 / seconds_per_byte)
@@ -207,7 +207,7 @@ def show(measured, link):
     print(
         f"\nmicroseconds; model: latency {link.latency * 1e6:.0f} us, bandwidth {link.bandwidth / 1e9:.2f} GB/s", end=""
     )
-    print(f", fitted to {' and '.join(FITTED)}; bytes: counted / model\n")
+    print(f", fitted to {FITTED}; bytes: counted / model\n")
     for group, found in measured.items():
         if "exchange" in found:
             (exchange, spread), (plan, plan_spread) = found["exchange"], found["plan"]
@@ -224,9 +224,9 @@ def draw(path, measured, link):
     draw_seconds(axes[0, 1], networks, 4e3, "4 KB")
     draw_seconds(axes[0, 2], networks, 1e8, "100 MB")
     draw_agreements(axes[1, 0], measured)
-    draw_traffic(axes[1, 1], lambda found: found.rounds, "Messages in a row per step")
+    draw_traffic(axes[1, 1], lambda found: found.rounds, "Messages per step that wait for each other")
     draw_traffic(
-        axes[1, 2], lambda found: found.bytes_across, "Bytes that a host sends per step, by those of the gradients"
+        axes[1, 2], lambda found: found.bytes_across, "Bytes that a host sends per step, in sizes of the gradients"
     )
     figure.tight_layout()
     figure.savefig(path, dpi=80)
@@ -250,21 +250,22 @@ def draw_measured(axis, measured, link):
 def draw_seconds(axis, networks, size, name):
     for i, network in enumerate(networks.values()):
         for algorithm, style in STYLES.items():
-            if network.towers_per_host > 1 or algorithm in ("ring", "tree"):
+            if network.towers_per_host > 1 or algorithm in ("ring", "tree"):  # the others are one of these
                 found = [traffic(algorithm, *hosts_of(n, network.towers_per_host), size) for n in TOWERS]
                 axis.plot(TOWERS, [each.seconds(network) for each in found], style, color=f"C{i}", linewidth=1.3)
     handles = [Line2D([], [], color=f"C{i}", label=name) for i, name in enumerate(networks)]
+    over_towers(axis, f"Seconds that a sum of {name} takes per step, by the model")
+    axis.set_ylabel("seconds")
+    axis.set_ylim(top=30 * axis.get_ylim()[1])  # room for the legend
     axis.legend(handles=handles, loc="upper left", fontsize=8)
-    over_towers(axis, f"Seconds per step for a sum of {name}, by the model")
-    axis.set(yscale="log", ylabel="seconds")
 
 
 def draw_traffic(axis, value, title):
     for algorithm, style in STYLES.items():
-        found = [value(traffic(algorithm, *hosts_of(n, 8), 1)) for n in TOWERS]
-        axis.plot(TOWERS, found, style, color="black", label=NAMES.get(algorithm, algorithm))
+        found = {n: value(traffic(algorithm, *hosts_of(n, 8), 1)) for n in TOWERS}
+        found = {n: each for n, each in found.items() if each}  # one host sends nothing
+        axis.plot(found.keys(), found.values(), style, color="black", label=NAMES.get(algorithm, algorithm))
     over_towers(axis, title)
-    axis.set_yscale("symlog", linthresh=1)
     axis.legend(title="8 towers per host")
 
 
@@ -283,8 +284,7 @@ def draw_agreements(axis, measured):
 
 def over_towers(axis, title):
     axis.set_xscale("log", base=2)
-    axis.set_xlabel("towers")
-    axis.set_title(title)
+    axis.set(yscale="log", xlabel="towers", title=title, xlim=(TOWERS[0], TOWERS[-1]))
 
 
 def hosts_of(towers, per_host):
