@@ -30,9 +30,9 @@ class Traffic(NamedTuple):
     """What one sum makes."""
 
     rounds_inside: int  # in which messages stay within hosts
-    bytes_inside: float  # that a tower sends in them
+    bytes_inside: float  # that go over the link of a tower in them
     rounds_across: int  # in which some go to other hosts
-    bytes_across: float  # that a host sends to others
+    bytes_across: float  # that go over the link of a host in them
 
     @property
     def rounds(self) -> int:
