@@ -19,8 +19,10 @@ from estimator._flax import flax_module
 from estimator._indexed_slices import IndexedSlices
 from estimator._input_context import InputContext, input_context
 from estimator._lazy import lazy
+from estimator._learning_rates import learning_rates, set_learning_rate
 from estimator._load_exported import ExportedModel, load_exported
 from estimator._loss_scale import DynamicLossScale
+from estimator._memory_report import MemoryReport, MemoryUse, memory_report
 from estimator._modes import ModeKeys
 from estimator._non_finite import NonFiniteGradientError, skipped_steps
 from estimator._optimizer import Optimizer, TrainOp, group
@@ -31,7 +33,9 @@ from estimator._random import global_step, make_rng
 from estimator._replica_check import ReplicaMismatchError
 from estimator._report import record
 from estimator._run_config import RunConfig
+from estimator._segments import checkpoint_segments
 from estimator._spec import EstimatorSpec
+from estimator._sync import sync_variables
 from estimator._train import NanLossDuringTrainingError
 from estimator._train_and_evaluate import train_and_evaluate
 from estimator._train_spec import EvalSpec, TrainSpec
@@ -81,6 +85,7 @@ from estimator.hooks import (
     NanTensorHook,
     ProfilerHook,
     SecondOrStepTimer,
+    SetLearningRateHook,
     StalledError,
     StepCounterHook,
     StopAtSecsHook,
@@ -124,6 +129,8 @@ __all__ = [
     "LinearRegressor",
     "LoggingTensorHook",
     "LogisticRegressionHead",
+    "MemoryReport",
+    "MemoryUse",
     "ModeKeys",
     "Model",
     "MultiClassHead",
@@ -142,6 +149,7 @@ __all__ = [
     "ReplicaMismatchError",
     "RunConfig",
     "SecondOrStepTimer",
+    "SetLearningRateHook",
     "StalledError",
     "State",
     "StepCounterHook",
@@ -157,6 +165,7 @@ __all__ = [
     "add_metrics",
     "assign",
     "assign_add",
+    "checkpoint_segments",
     "embedding_lookup",
     "experimental",
     "export",
@@ -170,22 +179,26 @@ __all__ = [
     "input_context",
     "inputs",
     "lazy",
+    "learning_rates",
     "load_exported",
     "losses",
     "make_early_stopping_hook",
     "make_rng",
+    "memory_report",
     "metrics",
     "plot_history",
     "read_eval_metrics",
     "read_history",
     "read_variable",
     "record",
+    "set_learning_rate",
     "skipped_steps",
     "stop_if_higher_hook",
     "stop_if_lower_hook",
     "stop_if_no_decrease_hook",
     "stop_if_no_increase_hook",
     "summary",
+    "sync_variables",
     "train_and_evaluate",
     "transform",
     "variable_scope",

@@ -51,7 +51,7 @@ class EarlyStoppingHook(Hook):
         return self._timer.next_step(step)
 
     def after_run(self, context: Context, values: RunValues) -> None:
-        if self._timer.should_trigger_for_step(context.global_step):
+        if context.agreed(lambda: self._timer.should_trigger_for_step(context.global_step)):
             self._timer.update_last_triggered_step(context.global_step)
             self._look(context)
 
@@ -65,7 +65,7 @@ class EarlyStoppingHook(Hook):
         return False
 
     def _look(self, context: Context) -> None:
-        if not context.stop_requested and self._should_stop_fn():
+        if not context.stop_requested and context.agreed(self._should_stop_fn):
             logging.info("Early stopping at step %d.", context.global_step)
             context.request_stop("early stopping")
 
@@ -121,7 +121,7 @@ class MetricHook(EarlyStoppingHook):
     def end(self, context: Context) -> None:
         if context.error is None and context.stop_reason != SIGTERM and self.restores_best:
             path = context.save()
-            context.restored = path is not None and self.restore_best(path)
+            context.restored = path is not None and context.agreed(lambda: self.restore_best(path))
 
     def restore_best(self, path: str) -> bool:
         if not self.restores_best:
@@ -147,13 +147,19 @@ class MetricHook(EarlyStoppingHook):
 
     def _look(self, context: Context) -> None:
         super()._look(context)
-        if self.restores_best and self._best_step(dict(self._history())) == context.global_step:
+        if self.restores_best and context.agreed(lambda: self._is_best(context.global_step)):
             path = context.save()  # any later training goes on from here, or later, so it needs no other
-            for pinned in self._checkpoints.pinned():
-                if pinned != path:
-                    self._checkpoints.unpin(pinned)
-            if path is not None:
-                self._checkpoints.pin(path)
+            context.agreed(lambda: self._pin(path))
+
+    def _is_best(self, step: int) -> bool:
+        return self._best_step(dict(self._history())) == step
+
+    def _pin(self, path: str | None) -> None:
+        for pinned in self._checkpoints.pinned():
+            if pinned != path:
+                self._checkpoints.unpin(pinned)
+        if path is not None:
+            self._checkpoints.pin(path)
 
     def _should_stop(self) -> bool:
         reason = self._rule(self._history())

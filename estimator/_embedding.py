@@ -80,7 +80,9 @@ def _look_up(frame: Frame, full: str, ids: jax.Array) -> jax.Array:
     length = len(table)
     flat = ids.reshape(-1).astype(ids.dtype if ids.dtype.itemsize >= 4 else jnp.int32)
     known = (flat >= 0) & (flat < length)
-    indices = jnp.where(known, flat, length).astype(jnp.int32)
+    # Without the length of the table, so that tables of any lengths with the same ids have the same indices, and XLA
+    # gathers these over the towers once.
+    indices = jnp.where((flat >= 0) & (flat <= jnp.iinfo(jnp.int32).max), flat.astype(jnp.int32), -1)
     rows = table.at[indices].get(mode="clip", wrap_negative_indices=False)
     if full not in frame.handed_out:
         noted = frame.lookups.setdefault(full, [])

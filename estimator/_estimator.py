@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import os
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,11 +11,14 @@ import numpy as np
 from absl import logging
 
 from estimator import _checkpoint
+from estimator._arguments import check_steps, chosen_dir, needs_params
 from estimator._checkpoint import Checkpoints
 from estimator._evaluate import EvalSteps, evaluate_batches
 from estimator._export_model import check_arguments, write_export
 from estimator._frame import PyTree
 from estimator._input import Batches, batches, call_input_fn
+from estimator._learning_rates import saved_learning_rates
+from estimator._lockstep import first_batch
 from estimator._model_fn import ModelFn, bind
 from estimator._modes import ModeKeys
 from estimator._predict import PredictSteps, checked_keys, predict_batches, single_examples
@@ -27,7 +28,7 @@ from estimator._resume_input import resume_input
 from estimator._run_config import RunConfig
 from estimator._spec import checked_hooks
 from estimator._states import States
-from estimator._team import Team
+from estimator._team import Team, same_call, together
 from estimator._train import Training
 from estimator._transform import State, transform
 from estimator._warm_start import WarmStartReport, WarmStartSettings, as_settings
@@ -93,12 +94,12 @@ class Estimator:
         if config is not None and not isinstance(config, RunConfig):
             raise ValueError(f"config must be an instance of `RunConfig`; got {config!r}.")
         config = config or RunConfig()
-        self._config = config.replace(model_dir=_chosen_dir(model_dir, config))
+        self._config = config.replace(model_dir=chosen_dir(model_dir, config))
         self._params = copy.deepcopy({} if params is None else params)
         self._model_fn = model_fn
         settings = as_settings(warm_start_from)
         self._model = transform(model_fn, self.params, self._config, donate=True)
-        if params is None and _needs_params(model_fn):
+        if params is None and needs_params(model_fn):
             logging.warning("The model_fn has a params argument, but params are not passed to Estimator.")
         self._checkpoints = Checkpoints(
             self.model_dir, self._config.keep_checkpoint_max, self._config.keep_checkpoint_every_n_hours
@@ -167,11 +168,22 @@ class Estimator:
                 f"Can not provide both steps and max_steps; got steps={steps} and max_steps={max_steps}. "
                 "`steps` counts from now on, `max_steps` from the first step of all."
             )
-        _check_steps("steps", steps)
-        _check_steps("max_steps", max_steps)
+        check_steps("steps", steps)
+        check_steps("max_steps", max_steps)
         own_hooks, listeners = checked_hooks("hooks", hooks), checked_listeners(saving_listeners)
-        team = self._team("train")
-        path = self._newest(team)
+        with together(f"train(steps={steps}, max_steps={max_steps})") as team:
+            return self._train(input_fn, own_hooks, listeners, steps, max_steps, team)
+
+    def _train(
+        self,
+        input_fn: InputFn,
+        own_hooks: tuple[Hook, ...],
+        listeners: tuple[CheckpointSaverListener, ...],
+        steps: int | None,
+        max_steps: int | None,
+        team: Team | None,
+    ) -> Estimator:
+        path = self._newest(team, writes=True)
         start, host = (0, {}) if path is None else _checkpoint.progress(path)
         if max_steps is not None and start >= max_steps:
             logging.info("Skipping training since max_steps has already saved.")
@@ -179,7 +191,7 @@ class Estimator:
         with interrupted_by_sigterm():
             rest = self._batches(input_fn, ModeKeys.TRAIN)
             skipped = resume_input(rest, path, host, self._config) if self._goes_on and path is not None else 0
-            first = rest.peek() if team is None else team.first_batch(rest.peek(), of_all=True)
+            first = rest.peek() if team is None else first_batch(team, rest.peek(), ModeKeys.TRAIN)
         if first is None and path is not None and skipped:
             logging.warning("Training made no steps: %s is of the end of the input. The next begins it anew.", path)
             if self._config.is_chief:
@@ -196,7 +208,7 @@ class Estimator:
         all_hooks = with_default_hooks(chief_hooks, [*own_hooks, *spec_hooks], self._config, listeners)
         if team is not None:
             all_hooks = team_hooks(team, all_hooks, chief_hooks)
-        state = self._states.own(path, *first)
+        state = self._states.own(path, *first, team)
         if path is None and self._states.settings is not None:
             start = int(state.global_step)  # which it may have brought
             if max_steps is not None and start >= max_steps:
@@ -246,12 +258,15 @@ class Estimator:
           ValueError: the input_fn gives no batch, `steps` is not positive, the path is not that of a checkpoint, or
             the checkpoint does not fit the model_fn.
         """
-        _check_steps("steps", steps)
-        own_hooks, team = checked_hooks("hooks", hooks), self._team("evaluate")
-        path = self._existing(checkpoint_path, team)
-        return self._evaluate(
-            lambda *batch: self._states.get(ModeKeys.EVAL, path, *batch), input_fn, steps, own_hooks, name, team, path
-        )
+        check_steps("steps", steps)
+        own_hooks = checked_hooks("hooks", hooks)
+        with together(f"evaluate(steps={steps}, checkpoint_path={checkpoint_path!r}, name={name!r})") as team:
+            path = self._existing(checkpoint_path, team)
+
+            def restored(features: PyTree, labels: PyTree) -> State:
+                return self._states.get(ModeKeys.EVAL, path, features, labels, team)
+
+            return self._evaluate(restored, input_fn, steps, own_hooks, name, team, path)
 
     def evaluate_state(
         self,
@@ -262,12 +277,14 @@ class Estimator:
         name: str | None = None,
     ) -> dict[str, Any]:
         """What `evaluate` returns, of a state in memory instead of a checkpoint: in a hook, `context.state`."""
-        _check_steps("steps", steps)
+        check_steps("steps", steps)
 
         def placed(*batch: PyTree) -> State:
             return self._states.for_evaluation(state, *batch)
 
-        return self._evaluate(placed, input_fn, steps, checked_hooks("hooks", hooks), name, self._team("evaluate"))
+        own_hooks = checked_hooks("hooks", hooks)
+        with together(f"evaluate_state(steps={steps}, name={name!r})") as team:
+            return self._evaluate(placed, input_fn, steps, own_hooks, name, team)
 
     def _evaluate(
         self,
@@ -281,7 +298,7 @@ class Estimator:
     ) -> dict[str, Any]:
         with interrupted_by_sigterm():
             rest = self._batches(input_fn, ModeKeys.EVAL)
-            first = rest.peek() if team is None else team.first_batch(rest.peek())
+            first = rest.peek() if team is None else first_batch(team, rest.peek(), ModeKeys.EVAL)
         if first is None:
             raise ValueError(
                 "`evaluate` got no batch from input_fn. Check that it starts anew at each call; a generator made "
@@ -317,7 +334,7 @@ class Estimator:
         checkpoint_path: str | None = None,
         yield_single_examples: bool = True,
     ) -> Iterator[PyTree]:
-        """Yields the predictions for an input_fn, in its order.
+        """Yields the predictions for an input_fn, pytrees of numpy arrays, in its order.
 
         Arguments are checked at once; batches are read and computed as the predictions are asked for.
 
@@ -329,9 +346,6 @@ class Estimator:
           checkpoint_path: which checkpoint to use; default: the newest, else initial values; "latest":
             the newest, or an error.
           yield_single_examples: whether to yield one example at a time, or whole batches.
-
-        Returns:
-          An iterator over pytrees of numpy arrays.
 
         Raises:
           TypeError: one of the hooks is none.
@@ -353,41 +367,47 @@ class Estimator:
         assets_extra: Mapping[str, str | os.PathLike[str]] | None = None,
         batch_size: int | None = None,
         platforms: Sequence[str] = ("cpu", "cuda"),
+        outputs: str | Sequence[str] | None = None,
     ) -> str:
         """Writes what `predict` computes to a new folder; `est.load_exported` runs it without this model_fn.
 
         As in TensorFlow, the folder is called by the time in seconds, and appears under this name when it is whole.
         It holds a program for each entry of `export_outputs`, made by `jax.export` for one device and batches of any
         size, the weights, a `metadata.json`, and a `README.md` with the few lines that load it by jax and numpy
-        alone. jax reads programs for at least six months after they were exported; keep the checkpoint too.
-
-        Random keys are those of `predict`; a model_fn that draws some gives the same ones for every batch.
+        alone. jax reads programs for at least six months after they were exported; keep the checkpoint too. Of several
+        processes all call it, process 0 writes, and all get the path.
+        Random keys are those of `predict`, the same ones for every batch.
 
         Args:
           export_dir_base: where to make the folder.
-          example_features: features as the model_fn takes them, in dicts, lists and tuples: arrays, or
-            `jax.ShapeDtypeStruct`s. Only shapes and dtypes count; the first dimension is that of the batch.
-          checkpoint_path: which checkpoint to export; default: the newest, or, where there is none, what a warm start
-            begins with.
+          example_features: of a batch, as the model_fn takes them, in dicts, lists and tuples: arrays, or
+            `jax.ShapeDtypeStruct`s. Only shapes and dtypes count.
+          checkpoint_path: which one to export; default: the newest, or, without any, what a warm start begins with.
           assets_extra: files to copy into the folder's `assets.extra/`, by their path in there.
           batch_size: the only batch size to export for, where the model_fn has to know the number of examples.
           platforms: which of "cpu", "cuda", "rocm" and "tpu" to export for. None needs to be here.
+          outputs: names of predictions and `est.record`ed values to export in place of `export_outputs`, with only the
+            operations, weights and features they need. Batch-major; a scalar is one number for the whole batch.
 
         Returns:
           The path of the folder.
 
         Raises:
-          ValueError: there is no checkpoint, or it lacks a variable; the arguments or the outputs cannot be exported;
-            the model_fn does not take batches of any size. Nothing is left behind.
+          ValueError: there is no checkpoint, or it lacks a variable; the arguments or the outputs cannot be exported,
+            or not for batches of any size. Nothing is left behind.
           TypeError: the features are no arrays of numbers, or in another container.
         """
-        path = self._checkpoints.latest() if checkpoint_path is None else self._existing(checkpoint_path)
-        if path is None and self._states.settings is None:
-            raise ValueError(f"Couldn't find trained model at {self.model_dir}. Call `train` first.")
-        options = check_arguments(example_features, assets_extra, batch_size, platforms)
-        state = self._states.get(ModeKeys.PREDICT, path, options.features)
-        call = bind(self._model_fn, self.params, self._config)
-        return write_export(export_dir_base, call, state, options)
+        options = check_arguments(example_features, assets_extra, batch_size, platforms, outputs)
+
+        def export() -> str:
+            path = self._checkpoints.latest() if checkpoint_path is None else self._existing(checkpoint_path)
+            if path is None and self._states.settings is None:
+                raise ValueError(f"Couldn't find trained model at {self.model_dir}. Call `train` first.")
+            state = self._states.get(ModeKeys.PREDICT, path, options.features)
+            call = bind(self._model_fn, self.params, self._config)
+            return write_export(export_dir_base, call, state, options)
+
+        return same_call("export_model", export)
 
     def latest_checkpoint(self) -> str | None:
         """The path of the newest complete checkpoint, or None."""
@@ -417,6 +437,11 @@ class Estimator:
         values = _checkpoint.read_all(self._trained(), [name] if isinstance(name, str) else name)
         return values[name] if isinstance(name, str) and name in values else values
 
+    def get_learning_rates(self) -> dict[str, float]:
+        """`est.learning_rates` of the state of the newest checkpoint; a ValueError where there is no checkpoint. An
+        optimizer's own name is taken to have no "/"."""
+        return saved_learning_rates(self._trained())
+
     def eval_dir(self, name: str | None = None) -> str:
         """Where the evaluation called `name` writes: `<model_dir>/eval_<name>`, or `<model_dir>/eval` without one."""
         return os.path.join(self.model_dir, f"eval_{name}" if name else "eval")
@@ -427,28 +452,21 @@ class Estimator:
             raise ValueError(f"Could not find trained model in model_dir: {self.model_dir}. Call `train` first.")
         return path
 
-    def _team(self, verb: str) -> Team | None:
-        if self._config.process_count == 1:
-            return None
-        team = Team(verb)
-        team.meet()
-        return team
-
-    def _newest(self, team: Team | None) -> str | None:
-        path = self._checkpoints.latest()
-        return path if team is None else team.shared_path(path)
+    def _newest(self, team: Team | None, writes: bool = False) -> str | None:
+        latest = self._checkpoints.latest
+        return latest() if team is None else team.newest(self.model_dir, latest, writes)
 
     def _existing(self, checkpoint_path: str | None, team: Team | None = None) -> str | None:
-        if checkpoint_path is None:
+        if checkpoint_path in (None, "latest"):
             path = self._newest(team)
+            if path is None and checkpoint_path is not None:
+                self._trained()  # raises
             if path is None:
                 logging.warning(
                     "Could not find trained model in model_dir: %s, running initialization instead.",
                     self.model_dir,
                 )
             return path
-        if checkpoint_path == "latest":
-            return self._trained()
         _checkpoint.names(checkpoint_path)  # raises where it is none
         return checkpoint_path
 
@@ -471,28 +489,3 @@ class Estimator:
             state = self._states.get(ModeKeys.PREDICT, path, first[0])
             context.has_state(state)
             yield from predict_batches(self._predict_steps, state, rest, keys, hooks, context)
-
-
-def _chosen_dir(model_dir: str | os.PathLike[str] | None, config: RunConfig) -> str:
-    given = None if model_dir is None else os.fspath(model_dir)
-    configured = None if config.model_dir is None else os.fspath(config.model_dir)
-    if given and configured and given != configured:
-        raise ValueError(
-            "`model_dir` are set both in constructor and `RunConfig`, but with different values: "
-            f"{given!r} and {configured!r}. Set it in one place."
-        )
-    if given or configured:
-        return str(given or configured)
-    made = tempfile.mkdtemp()
-    logging.warning("Using temporary folder as model directory: %s", made)
-    return made
-
-
-def _needs_params(model_fn: ModelFn) -> bool:
-    params = inspect.signature(model_fn).parameters.get("params")
-    return params is not None and params.default is params.empty
-
-
-def _check_steps(name: str, value: int | None) -> None:
-    if value is not None and value <= 0:
-        raise ValueError(f"Must specify {name} > 0, given: {value}.")

@@ -140,7 +140,7 @@ def evaluate_batches(
     """The metrics over all batches, or the first `last_batch` of them; there must be at least one."""
     merged = Merged()
     held = state.variables, state.global_step, jax.random.key_data(state.key)
-    at_once = context.agreed(guarded(steps.at_once, *first, held, *first))
+    at_once = context.agreed(lambda: guarded(steps.at_once, *first, held, *first))
     for pairs, due in pieces_with_hooks(batches, hooks, context, last_batch, at_once):
         asked = _run.before(due, context)
         together = len(pairs) == at_once > 1 and not due and context.team is None

@@ -8,6 +8,8 @@ An exported folder holds
     README.md                   how to load it without this library
     assets.extra/               what the caller gave
 
+Of a part of a model, `export_model(..., outputs=[...])`, it holds the weights and features that this part needs.
+
 Weights are arguments of the programs. numpy has no name for dtypes such as bfloat16 and saves their bytes, so the
 metadata has the dtypes. A typed PRNG key is saved as its numbers.
 """
@@ -35,12 +37,13 @@ from jax.experimental.sparse import JAXSparse
 
 from estimator import _checkpoint
 from estimator._batch import check_batch
+from estimator._export_outputs import check_rows, checked_outputs, chosen, only_needed
 from estimator._frame import Frame, PyTree
 from estimator._gradients import run
 from estimator._model_fn import ModelFn
 from estimator._modes import ModeKeys
 from estimator._transform import State
-from estimator.export import ExportOutput, PredictOutput
+from estimator.export import DEFAULT_SIGNATURE, ExportOutput, PredictOutput
 
 FORMAT = "estimator export 1"
 METADATA_FILE = "metadata.json"
@@ -81,12 +84,14 @@ class Options:
       features: `jax.ShapeDtypeStruct`s with the batch size of the example, or the one given.
       assets: source files by destination.
       batch_size: None: any.
+      outputs: the names of what to export; None: the `export_outputs`.
     """
 
     features: PyTree
     assets: dict[str, str]
     batch_size: int | None
     platforms: tuple[str, ...]
+    outputs: tuple[str, ...] | None
 
     def symbolic_features(self) -> PyTree:
         """The features to export for: their first dimension is "b", unless one batch size was asked for."""
@@ -96,7 +101,7 @@ class Options:
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct((b, *x.shape[1:]), x.dtype), self.features)
 
 
-def check_arguments(example_features: Any, assets_extra: Any, batch_size: Any, platforms: Any) -> Options:
+def check_arguments(example_features: Any, assets_extra: Any, batch_size: Any, platforms: Any, outputs: Any) -> Options:
     """All of them, before anything is read or computed."""
     if example_features is None or callable(example_features):
         raise TypeError(
@@ -117,7 +122,7 @@ def check_arguments(example_features: Any, assets_extra: Any, batch_size: Any, p
         return jax.ShapeDtypeStruct((rows, *x.shape[1:]), jax.dtypes.canonicalize_dtype(x.dtype))
 
     features = jax.tree.map(abstract, example_features)
-    return Options(features, _checked_assets(assets_extra), batch_size, names)
+    return Options(features, _checked_assets(assets_extra), batch_size, names, checked_outputs(outputs))
 
 
 def write_export(base: str | os.PathLike[str], call: ModelFn, state: State, options: Options) -> str:
@@ -127,7 +132,7 @@ def write_export(base: str | os.PathLike[str], call: ModelFn, state: State, opti
       call: the model_fn, as a function of features, labels and mode.
       state: of PREDICT, on any devices.
     """
-    model = _as_function(call, state)
+    model = _as_function(call, state, options.outputs)
     arrays = {name: _checkpoint._key_data(leaf) for name, leaf in _checkpoint._flatten(state).items()}
     weights = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in arrays.items()}
     outputs = jax.eval_shape(model, weights, options.features)
@@ -135,8 +140,9 @@ def write_export(base: str | os.PathLike[str], call: ModelFn, state: State, opti
         if not _arrays(output):
             raise ValueError(f"The model_fn offers the signature {name!r} for export, but without any array.")
     programs = {name: _exported(model, name, weights, options) for name in outputs}
+    default = programs[DEFAULT_SIGNATURE]  # the arguments of all are the same
+    (weights, features), _ = jax.tree.unflatten(default.in_tree, default.in_avals)
     files = {name: urllib.parse.quote(name, safe=" ") + ".jaxexport" for name in programs}
-    features = options.symbolic_features()
     metadata = {
         "format": FORMAT,
         "global_step": int(state.global_step),
@@ -155,7 +161,7 @@ def write_export(base: str | os.PathLike[str], call: ModelFn, state: State, opti
     }
 
     def fill(folder: str) -> None:
-        np.savez(os.path.join(folder, WEIGHTS_FILE), **jax.device_get(arrays))
+        np.savez(os.path.join(folder, WEIGHTS_FILE), **jax.device_get({name: arrays[name] for name in weights}))
         for name, program in programs.items():
             with open(os.path.join(folder, files[name]), "wb") as file:
                 file.write(program.serialize())
@@ -190,8 +196,10 @@ def _key_name(key: Any) -> str:
     return jax.tree_util.keystr((key,), simple=True)
 
 
-def _as_function(call: ModelFn, like: State) -> Callable[[dict[str, Any], PyTree], dict[str, ExportOutput]]:
-    """The export outputs by signature, from weights by name and features."""
+def _as_function(
+    call: ModelFn, like: State, names: tuple[str, ...] | None
+) -> Callable[[dict[str, Any], PyTree], dict[str, ExportOutput]]:
+    """The export outputs by signature, or those called `names` as the only one, from weights by name and features."""
     structs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), like)
     structure, wanted = jax.tree.structure(structs), _checkpoint._flatten(structs)
 
@@ -207,7 +215,10 @@ def _as_function(call: ModelFn, like: State) -> Callable[[dict[str, Any], PyTree
             one_tower=True,
         )
         outcome, _ = run(lambda: call(features, None, ModeKeys.PREDICT), frame, take_gradients=False)
-        return outcome.spec.export_outputs
+        spec = outcome.spec
+        if names is None:
+            return spec.export_outputs
+        return {DEFAULT_SIGNATURE: PredictOutput(chosen(names, named(spec.predictions), spec.reported))}
 
     return model
 
@@ -216,12 +227,14 @@ def _exported(model: Callable[..., Any], name: str, weights: dict[str, Any], opt
     def signature(weights: dict[str, Any], features: PyTree) -> dict[str, Any]:
         return _arrays(model(weights, features)[name])
 
-    make = export.export(jax.jit(signature), platforms=options.platforms)
-    if options.batch_size is not None:
-        return make(weights, options.features)
+    args = signature, weights, options.symbolic_features()
     try:
-        return make(weights, options.symbolic_features())
-    except Exception as e:  # jax raises many kinds; the model_fn itself has run with a batch of the example's size
+        fn, weights, features = args if options.outputs is None else only_needed(*args)
+        program = export.export(jax.jit(fn), platforms=options.platforms)(weights, features)
+    except Exception as e:
+        if options.batch_size is not None:
+            raise
+        # jax raises many kinds; the model_fn itself has run with a batch of the example's size
         reason = str(e).partition("\n")[0]
         raise ValueError(
             f"`export_model` could not export the signature {name!r} for batches of any size on {options.platforms}: "
@@ -229,6 +242,10 @@ def _exported(model: Callable[..., Any], name: str, weights: dict[str, Any], opt
             "Python int: write `x.shape[0]` for `len(x)`, and no `if` or `for` over it. Or export for one size by "
             "`export_model(..., batch_size=...)`."
         ) from e
+    if options.outputs is not None:
+        rows = jax.tree.leaves(features)[0].shape[0]
+        check_rows(jax.tree.unflatten(program.out_tree, program.out_avals), rows)
+    return program
 
 
 def _arrays(output: ExportOutput) -> dict[str, Any]:

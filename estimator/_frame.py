@@ -51,7 +51,7 @@ class Frame:
       gradient_calls: how often `compute_gradients` was called.
       on_nan: what is done about non-finite gradients (see `_non_finite.py`).
       taps: by table, what `embedding_lookup` adds to the rows of each lookup (see `_gradients.py`).
-      lookups: by table, the rows that each lookup found, a flat array; one that is no row is the table's length.
+      lookups: by table, the rows that each lookup asked for, a flat array; what is no row is negative or too large.
       handed_out: the variables that the model_fn has seen whole, not only by their rows.
       reported: what the model_fn reported, by full name (see `_report.py`).
       one_tower: whether a replicated model_fn runs as one tower, on any device: what is exported has no towers.

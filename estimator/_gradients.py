@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from estimator import _loss_scale
 from estimator._embedding import slices, taps_for
+from estimator._forward import Forward, transformed
 from estimator._frame import Frame, PyTree, open_frame
 from estimator._optimizer import GradientsNeeded, TrainOp, Update
 from estimator._spec import EstimatorSpec
@@ -48,11 +49,13 @@ def written(outcome: Outcome, variables: dict[str, PyTree]) -> dict[str, PyTree]
 
 
 def run(
-    call: Callable[[], EstimatorSpec],
+    call: Callable[..., EstimatorSpec],
     frame: Frame,
-    *,
+    *batch: PyTree,
     take_gradients: bool,
     loss_scale: float = 1.0,
+    denominators: list[jax.Array] | None = None,
+    transform: Callable[[Forward], Forward] | None = None,
 ) -> tuple[Outcome, Frame]:
     """Runs `call` in a frame like `frame`, with the gradients it asks for.
 
@@ -64,32 +67,51 @@ def run(
     so that no gradient of the table's size exists. A first run tells their shapes.
 
     Args:
-      call: runs the model_fn.
+      call: runs the model_fn on the batch.
       frame: where the run starts; it is not changed.
+      *batch: what `call` gets.
       take_gradients: whether losses are pending. Where a replicated model_fn has taken the gradients in its towers
         there are none, and the towers must not be differentiated once more.
       loss_scale: factor on every loss that is differentiated.
+      denominators: a list to which `frame.average_denominator` adds those that it sees in one run.
+      transform: makes of the run, a pure function, another one, of which the gradients are taken.
 
     Returns:
       The outcome, and the frame as the run left it, good for its Python values only.
     """
     floating = {name: value for name, value in frame.variables.items() if _is_floating(value)}
+    seen = [] if denominators is None else denominators
     known: tuple[dict[str, PyTree], ...] = ()
     taps: dict[str, list[jax.Array]] = {}
     ran: list[Frame] = []
 
-    def attempt(floating: dict[str, PyTree], taps: dict[str, list[jax.Array]]) -> tuple[list[Any], tuple[Any, Any]]:
-        started = frame.fresh(variables={**frame.variables, **floating}, known_gradients=known, taps=taps)
+    def attempt(trained: Any, rest: Any, batch: PyTree) -> tuple[list[Any], tuple[Any, Any, Any]]:
+        floating, taps = trained
+        variables, slots, key, step, known = rest
+        started = frame.fresh(
+            variables={name: (variables | floating)[name] for name in frame.variables},
+            slots=slots,
+            key=key,
+            global_step=step,
+            known_gradients=known,
+            taps=taps,
+        )
         ran.append(started)
+        seen.clear()  # of an attempt that stopped at `compute_gradients`
         with open_frame(started):
             try:
-                spec = call()
+                spec = call(*batch)
             except GradientsNeeded as needed:
-                return [needed.loss], (_Request(needed.var_list, needed.slots), started.lookups)
+                return [needed.loss], (_Request(needed.var_list, needed.slots), started.lookups, list(seen))
         if started.reported:  # beside what towers within this run have reported
             spec = dataclasses.replace(spec, reported={**spec.reported, **started.reported})
         pending = [update.loss for update in _pending(spec.train_op)] if take_gradients else []
-        return pending, (Outcome(spec, started.assigned, started.added), started.lookups)
+        return pending, (Outcome(spec, started.assigned, started.added), started.lookups, list(seen))
+
+    def forward(*trained: PyTree) -> tuple[list[Any], tuple[Any, Any, Any]]:
+        fixed = {name: value for name, value in frame.variables.items() if name not in trained[0]}
+        rest = (fixed, frame.slots, frame.key, frame.global_step, known)
+        return (transformed(transform, attempt) if transform else attempt)(trained, rest, batch)
 
     def gradients(i: int, names: tuple[str, ...], slots: str | None) -> dict[str, PyTree]:
         """Of one loss, times `loss_scale`; the backward pass runs with the scale in the optimizer's slots besides."""
@@ -106,11 +128,11 @@ def run(
     while True:
         differentiate = take_gradients
         if not differentiate:
-            _, (outcome, _) = attempt(floating, {})
+            _, (outcome, _, averaged) = forward(floating, {})
             differentiate = isinstance(outcome, _Request)
         if differentiate:
             others = {name: value for name, value in floating.items() if name not in taps}
-            losses, pull, (outcome, lookups) = jax.vjp(attempt, others, taps, has_aux=True)
+            losses, pull, (outcome, lookups, averaged) = jax.vjp(forward, others, taps, has_aux=True)
             needed = taps_for(ran[-1])
             if losses and jax.tree.map(jnp.shape, needed) != jax.tree.map(jnp.shape, taps):
                 taps = needed
@@ -119,6 +141,7 @@ def run(
             break
         known += (gradients(0, outcome.var_list, outcome.slots),)
 
+    seen[:] = averaged
     spec = outcome.spec
     if take_gradients and spec.train_op is not None:
         pending = _pending(spec.train_op)

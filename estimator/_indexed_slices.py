@@ -14,8 +14,8 @@ import jax.numpy as jnp
 class IndexedSlices:
     """Values for some rows of an array, as TensorFlow's class of this name: the other rows are zeros.
 
-    A row that is named several times has the sum of its values. An index that is no row, negative or too large,
-    counts for nothing; `est.embedding_lookup` leaves such ones for its padding.
+    A row that is named several times has the sum of its values; `deduplicate` makes one of them. An index that is no
+    row, negative or too large, counts for nothing; `est.embedding_lookup` leaves such ones for its padding.
 
     To change a gradient of this kind, change its values: `dataclasses.replace(g, values=0.5 * g.values)`. It is a
     pytree, but a function mapped over its leaves would change the indices as well.
@@ -46,6 +46,50 @@ class IndexedSlices:
         self.check("IndexedSlices.to_dense")
         zeros = jnp.zeros(self.dense_shape, self.values.dtype)
         return zeros.at[self.indices].add(self.values, mode="drop", wrap_negative_indices=False)
+
+    def deduplicate(self, reduction: str = "sum") -> IndexedSlices:
+        """Slices in which each row comes once, in order, with the sum or the mean of its values.
+
+        It was Caffe2's `net.DeduplicateGradientSlices(gradient, aggregator=...)`. The number of rows stays, so that it
+        runs inside of `jax.jit` as outside. Those left over are at the end: zeros, with an index beyond the array.
+
+        By "sum" the whole array stays the same one. By "mean" a word that a batch has often counts no more than one
+        that it has once. Between `compute_gradients` and `apply_gradients` of a `TowerOptimizer` each tower does so to
+        its own gradient, and what the towers then have for a row is summed.
+
+        >>> slices = IndexedSlices(jnp.array([[1.0], [2.0], [4.0]]), jnp.array([2, 0, 2]), dense_shape=(3, 1))
+        >>> once = slices.deduplicate("mean")
+        >>> print(once.indices, once.values.ravel())
+        [0 2 3] [2.  2.5 0. ]
+
+        Args:
+          reduction: "sum" or "mean".
+
+        Raises:
+          ValueError: another reduction, or values, indices and dense_shape do not fit each other.
+          TypeError: the mean of integers.
+        """
+        if reduction not in ("sum", "mean"):
+            raise ValueError(f'`IndexedSlices.deduplicate` takes "sum" or "mean"; got {reduction!r}.')
+        self.check("IndexedSlices.deduplicate")
+        values, indices = jnp.asarray(self.values), jnp.asarray(self.indices)
+        if reduction == "mean" and not jnp.issubdtype(values.dtype, jnp.inexact):
+            raise TypeError(
+                f'`IndexedSlices.deduplicate("mean")` cannot average {values.dtype} values. Use "sum", or convert them '
+                "to floats."
+            )
+        n, beyond = len(indices), self.dense_shape[0]
+        if indices.dtype.itemsize < 4:  # "beyond" may not fit
+            indices = indices.astype(jnp.int32)
+        known = (indices >= 0) & (indices < beyond)
+        indices = jnp.where(known, indices, beyond)
+        indices, places = jnp.unique(indices, size=n, fill_value=beyond, return_inverse=True)
+        places = jnp.where(known, places, n)  # which is left out of sums
+        values = jax.ops.segment_sum(values, places, n)
+        if reduction == "mean":
+            counts = jnp.maximum(jax.ops.segment_sum(jnp.ones_like(places), places, n), 1)
+            values = values / counts.astype(values.dtype).reshape(-1, *(1,) * (values.ndim - 1))
+        return IndexedSlices(values, indices, self.dense_shape)
 
     def check(self, caller: str) -> None:
         """Raises a ValueError that names `caller` unless the fields fit each other."""

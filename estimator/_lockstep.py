@@ -27,6 +27,24 @@ from estimator.hooks._run import Piece, Plan
 Pair = tuple[PyTree, PyTree]
 
 
+def first_batch(team: Team, batch: Pair | None, mode: ModeKeys) -> Pair | None:
+    """The first batch of this process, or, where it has none, zeros like that of another; None where there is none in
+    any process, or, in training, in one of them.
+
+    Raises:
+      TypeError: it is sparse.
+      ValueError: those of the processes do not fit together.
+    """
+    trains = mode == ModeKeys.TRAIN
+    found = team.exchange(None if batch is None else _without_rows(batch))
+    there = [other for other in found if other is not None]
+    if not there or (trains and len(there) < len(found)):
+        return None
+    _check_alike(there, with_rows=trains)
+    (like, rows) = there[0]
+    return batch or jax.tree.map(lambda x: np.broadcast_to(np.zeros((), x.dtype), (rows, *x.shape[1:])), like)
+
+
 class Uneven(NamedTuple):
     """A batch of which the processes have different numbers of rows.
 
@@ -64,11 +82,16 @@ class SharedPlan:
         self._plan, self._team = plan, team
 
     def next(self) -> Piece | None:
-        hooks = self._plan.hooks
-        piece = None if self._team.index else self._plan.next()
-        due = [i for i, hook in enumerate(hooks) if piece is not None and any(hook is other for other in piece.due)]
-        piece, due = self._team.from_chief((piece and piece._replace(due=()), due))
-        return piece and piece._replace(due=tuple(hooks[i] for i in due))
+        piece, due = self._team.from_chief(self._next)
+        return piece and piece._replace(due=tuple(self._plan.hooks[i] for i in due))
+
+    def _next(self) -> tuple[Piece | None, list[int]]:
+        """The piece, and its hooks by their numbers."""
+        piece = self._plan.next()
+        if piece is None:
+            return None, []
+        due = {id(hook) for hook in piece.due}
+        return piece._replace(due=()), [i for i, hook in enumerate(self._plan.hooks) if id(hook) in due]
 
 
 class Lockstep:
@@ -119,7 +142,7 @@ class Lockstep:
             return [], wrong
 
     def interrupted(self) -> bool:
-        """Whether to stop at once since SIGTERM came here or elsewhere; for the main thread while it waits for input.
+        """Whether to stop now since SIGTERM came here or elsewhere; for the main thread while it waits for input.
 
         Pieces that were agreed on before are still run: other processes may have begun with them.
         """
@@ -141,7 +164,7 @@ class Lockstep:
     def stop(self) -> None:
         """Ends the run: all processes do so here."""
         preempt()
-        self._context.request_stop(SIGTERM)
+        self._context.stop(SIGTERM)
 
     def _in_training(
         self, pulled: list[Pair], offers: list[_Offer]

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from estimator._cost import debugging
 from estimator._programs import Programs
 from estimator._run_config import seconds
-from estimator.hooks._hook import Hook
+from estimator.hooks._hook import Context, Hook
 from estimator.hooks._run import Plan
 from estimator.hooks._stop_at_step import StopAtStepHook
 
@@ -17,8 +17,8 @@ _STEPS_TO_TIME = 20
 _MOST_BATCHES_AT_ONCE, _SECONDS_AT_ONCE = 10, 0.005
 
 
-def choose(asked: int | str, programs: Programs, hooks: Sequence[Hook], step: int, look_every: int) -> LoopSize:
-    """What `RunConfig(steps_per_loop=asked)` means for a run that begins at `step` and looks at losses so often.
+def choose(asked: int | str, programs: Programs, hooks: Sequence[Hook], context: Context, look_every: int) -> LoopSize:
+    """What `RunConfig(steps_per_loop=asked)` means for a run that begins and looks at losses so often.
 
     "auto" goes by the arithmetic of one step, not by the clock, so that a run that is repeated, or goes on from a
     checkpoint, has the same programs.
@@ -29,7 +29,7 @@ def choose(asked: int | str, programs: Programs, hooks: Sequence[Hook], step: in
     elif wanted is not None:
         steps = 1
     else:
-        steps = _automatic(programs, hooks, step, look_every)
+        steps = context.agreed(lambda: _automatic(programs, hooks, context.global_step, look_every))
     return LoopSize(programs, steps, wanted)
 
 

@@ -86,10 +86,10 @@ def kept_if_non_finite(train_op: TrainOp, before: State, after: State) -> State:
     )
 
 
-def done(train_op: TrainOp, variables: dict[str, PyTree]) -> TrainOp:
-    """What the spec of a step that was taken says of its train_op: whether it was skipped."""
+def done(train_op: TrainOp, variables: dict[str, PyTree], learning_rates: dict[str, jax.Array]) -> TrainOp:
+    """What the spec of a step that was taken says of its train_op: whether it was skipped, and at which rates."""
     first = _first(train_op, sorted(variables))
-    return TrainOp(skipped=None if first is None else first != _NONE)
+    return TrainOp(skipped=None if first is None else first != _NONE, learning_rates=learning_rates)
 
 
 def _first(train_op: TrainOp, names: list[str]) -> jax.Array | None:

@@ -52,10 +52,13 @@ class TrainOp:
     Attributes:
       updates: applied in this order.
       skipped: bool scalar: in the spec of a step that is done, whether it was skipped (`on_nan`); else None.
+      learning_rates: in the spec of a step that is done, those that it was made with, as `est.learning_rates` names
+        them; scalars.
     """
 
     updates: tuple[Update, ...] = ()
     skipped: jax.Array | None = None
+    learning_rates: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
 
 
 class GradientsNeeded(BaseException):

@@ -33,6 +33,10 @@ class Placement:
         del stacked
         return batch
 
+    def whole_in_each(self, tree: Any) -> Any:
+        """Arrays of a program that each process is to be able to read."""
+        return tree
+
     def in_all_processes(self, batch: Any) -> Any:
         """A batch that every process has whole, on all devices."""
         return batch

@@ -157,9 +157,10 @@ class Prefetcher:
 
     def get_unless(self, stopped: Callable[[], bool]) -> Piece | None:
         """What `get` gives; None as soon as `stopped()`, which is asked while the input takes its time."""
-        while not self.wait(_SECONDS_BETWEEN_QUESTIONS) and not stopped():
-            pass
-        return None if stopped() else self.get()
+        while not self.wait(_SECONDS_BETWEEN_QUESTIONS):
+            if stopped():
+                return None
+        return self.get()
 
     def close(self) -> None:
         """Drops what is ready and ends the thread; where the input blocks, without waiting for more than a second."""

@@ -37,17 +37,17 @@ def lost() -> str | None:
 def explained(error: BaseException, wait_secs: float = 3.0) -> BaseException:
     """What to raise for an error that came out of work done together: `ProcessLostError` if a process has died.
 
-    The error of the work may come before it is known who died, so this waits for it; not where nobody watches.
+    An error of jax may come before it is known who died, so this waits for it; not where nobody watches.
 
     >>> explained(ValueError("no"))
     ValueError('no')
     """
     if isinstance(error, ProcessLostError) or not _is_watched:
         return error
-    _noted.wait(wait_secs)
     loss = _loss
-    if loss is None and _end is not None and isinstance(error, jax.errors.JaxRuntimeError):
-        loss = f"{_end} has ended before this one"
+    if loss is None and isinstance(error, jax.errors.JaxRuntimeError):
+        _noted.wait(wait_secs)
+        loss = _loss or (f"{_end} has ended before this one" if _end else None)
     if loss is None:
         return error
     found = ProcessLostError(loss)

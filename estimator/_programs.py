@@ -13,6 +13,7 @@ from jax.tree_util import tree_flatten
 
 from estimator._cost import steps_that_fit
 from estimator._frame import PyTree
+from estimator._learning_rates import tagged
 from estimator._report import Report
 from estimator._sparse import alike, with_steps
 from estimator._spec import EstimatorSpec
@@ -29,14 +30,26 @@ class Carry(NamedTuple):
     global_step: jax.Array
 
 
-Outcome = tuple[Carry, jax.Array, dict[str, Report]]
+class Seen(NamedTuple):
+    """What is known of every step: scalars, or of several steps arrays `[steps]`.
+
+    Attributes:
+      losses: those of the model_fn.
+      rates: the learning rates under `optax.inject_hyperparams`, by tag (see `_learning_rates.py`).
+    """
+
+    losses: jax.Array
+    rates: dict[str, jax.Array]
+
+
+Outcome = tuple[Carry, Seen, dict[str, Report]]
 
 
 class Run(NamedTuple):
     """A program with its batches, ready to run.
 
     Attributes:
-      program: `(carry, key_data, *args) -> (carry, losses, reported)`.
+      program: `(carry, key_data, *args) -> (carry, seen, reported)`.
       steps: how many steps it makes.
       args: the batches.
       batch: features and labels of the first step; of several processes, the rows of this one.
@@ -54,7 +67,7 @@ class Programs:
     """The programs that train a model, for batches like the one given; each is compiled when it is first used.
 
     The key comes as plain numbers, since jax takes typed keys on a slower path (some 8 us per call). Of the spec they
-    keep the loss alone; what else the model_fn reports is computed by `reporting` only.
+    keep the loss and the learning rates; what the model_fn reports is computed by `reporting` only.
 
     Where steps run in loops, a single one does too: out of a loop XLA makes other programs of some steps (those with
     convolutions, on a CPU), of which the last bits differ. So results do not depend on how a run is cut into programs,
@@ -75,23 +88,23 @@ class Programs:
 
         def reporting(carry: Carry, key_data: jax.Array, features: PyTree, labels: PyTree) -> Outcome:
             state, spec = model.train_step(state_of(carry, key_data), features, labels)
-            return _carry(state), _reported_loss(spec), spec.reported
+            return _carry(state), _seen(spec), spec.reported
 
         def one(carry: Carry, key_data: jax.Array, features: PyTree, labels: PyTree) -> Outcome:
-            carry, loss, _ = reporting(carry, key_data, features, labels)
-            return carry, loss, {}
+            carry, seen, _ = reporting(carry, key_data, features, labels)
+            return carry, seen, {}
 
         def several(carry: Carry, key_data: jax.Array, features: PyTree, labels: PyTree) -> Outcome:
             state, spec = model.train_loop(state_of(carry, key_data), with_steps((features, labels)))
-            return _carry(state), _reported_loss(spec), {}
+            return _carry(state), _seen(spec), {}
 
         def some(carry: Carry, key_data: jax.Array, steps: jax.Array, *batches: PyTree) -> Outcome:
             return _loop(one, carry, key_data, 0, steps, batches)
 
         def some_reporting(carry: Carry, key_data: jax.Array, steps: jax.Array, *batches: PyTree) -> Outcome:
-            carry, losses, _ = _loop(one, carry, key_data, 0, steps - 1, batches)
+            carry, seen, _ = _loop(one, carry, key_data, 0, steps - 1, batches)
             carry, last, reported = _loop(reporting, carry, key_data, steps - 1, steps, batches)
-            return carry, losses.at[steps - 1].set(last[steps - 1]), reported
+            return carry, jax.tree.map(lambda x, y: x.at[steps - 1].set(y[steps - 1]), seen, last), reported
 
         def compiled(program: Any) -> Any:
             return jax.jit(program, donate_argnums=0) if traits.is_one_program else program
@@ -105,11 +118,17 @@ class Programs:
         carry, key_data = _carry(self.traits.like), jax.eval_shape(jax.random.key_data, self.traits.like.key)
         return steps_that_fit(self._one, self.traits.platform, carry, key_data, *self._batch)
 
-    def runs(self, pairs: Sequence[Pair], alone: bool = False, reports: bool = False) -> list[Run]:
+    def compiled_step(self, like: State) -> Any:
+        """The program of one step, compiled for a state that is like this: of `jax.ShapeDtypeStruct`s."""
+        key_data = jax.eval_shape(jax.random.key_data, like.key)
+        return self._one.lower(_carry(like), key_data, *self._batch).compile()
+
+    def runs(self, pairs: Sequence[Pair], most: int, alone: bool = False, reports: bool = False) -> list[Run]:
         """The programs that make a step with each batch, in their order.
 
         Args:
           pairs: the batches.
+          most: for how many a program is to have room; the same for many calls, since each number compiles anew.
           alone: whether this is a single step, to be a program of its own.
           reports: whether values may be asked for of the last step.
         """
@@ -121,11 +140,11 @@ class Programs:
                 Run(self._one, 1, args, pair, last if i == len(pairs) else None)
                 for i, (args, pair) in enumerate(zip(placed, pairs, strict=True), 1)
             ]
-        room = 1 if alone else max(self.steps_per_program, len(pairs))
+        room = 1 if alone else max(most, len(pairs))
         stacked = stacked_batches(pairs, room) or stacked_batches(alike(pairs), room)
         if stacked is None:
-            before = [run for pair in pairs[:-1] for run in self.runs([pair], alone=True)]
-            return [*before, *self.runs(pairs[-1:], True, reports)]
+            before = [run for pair in pairs[:-1] for run in self.runs([pair], 1, alone=True)]
+            return [*before, *self.runs(pairs[-1:], 1, True, reports)]
         stacked = self.traits.placement.from_processes(stacked, stacked=True)
         if len(pairs) == room > 1 and not reports:
             return [Run(self._several, room, stacked, pairs[0])]
@@ -153,15 +172,15 @@ def _loop(
     Where to stop is an argument of the program: XLA would take a loop of one step apart.
     """
     first = jax.tree.map(lambda x: x[0], batches)
-    _, loss, reported = jax.eval_shape(step, carry, key_data, *first)
+    _, scalars, reported = jax.eval_shape(step, carry, key_data, *first)
 
-    def body(i: jax.Array, before: tuple[Carry, jax.Array, Any]) -> tuple[Carry, jax.Array, Any]:
-        carry, loss, reported = step(before[0], key_data, *jax.tree.map(lambda x: x[i], batches))
-        return carry, before[1].at[i].set(loss), reported
+    def body(i: jax.Array, before: Outcome) -> Outcome:
+        carry, seen, reported = step(before[0], key_data, *jax.tree.map(lambda x: x[i], batches))
+        return carry, jax.tree.map(lambda x, y: x.at[i].set(y), before[1], seen), reported
 
-    losses = jnp.zeros(jax.tree.leaves(batches)[0].shape[0], loss.dtype)
+    seen = jax.tree.map(lambda x: jnp.zeros(jax.tree.leaves(batches)[0].shape[0], x.dtype), scalars)
     nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), reported)
-    return jax.lax.fori_loop(start, stop, body, (carry, losses, nothing))
+    return jax.lax.fori_loop(start, stop, body, (carry, seen, nothing))
 
 
 def _abstract(x: Any) -> jax.ShapeDtypeStruct:
@@ -177,10 +196,11 @@ def _carry(state: State) -> Carry:
     return Carry(state.variables, state.slots, state.global_step)
 
 
-def _reported_loss(spec: EstimatorSpec) -> jax.Array:
+def _seen(spec: EstimatorSpec) -> Seen:
     """A skipped step's NaN is reported as inf: it must not end the training."""
     skipped = spec.train_op.skipped
-    return spec.loss if skipped is None else jnp.where(skipped & jnp.isnan(spec.loss), jnp.inf, spec.loss)
+    loss = spec.loss if skipped is None else jnp.where(skipped & jnp.isnan(spec.loss), jnp.inf, spec.loss)
+    return Seen(loss, tagged(spec.train_op.learning_rates))
 
 
 def stacked_batches(pairs: Sequence[Pair], room: int) -> Pair | None:

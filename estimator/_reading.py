@@ -78,7 +78,7 @@ def read_ahead(
                 to_make.append(piece)
                 ready.request(piece.steps)
             if not asked:
-                context.request_stop("steps")
+                context.stop("steps")
                 return
             context.phase = "input"
             try:
@@ -92,7 +92,7 @@ def read_ahead(
             if lockstep:
                 lockstep.took()
             if not got.size:
-                context.request_stop("input")
+                context.stop("input")
                 return
             piece = asked.popleft()
             yield got, piece.due if got.size == piece.steps else ()

@@ -127,7 +127,7 @@ def merge_reports(parts: Sequence[dict[str, Report]], rows: Sequence[int]) -> di
 
 
 def record(name: str, value: Any) -> None:
-    """Reports a value of this run of the model_fn, for hooks to read by its name.
+    """Reports a value of this run of the model_fn, for hooks and `export_model(outputs=...)` to read by its name.
 
     A scalar is averaged over towers; an array must have the batch as its first dimension, and is put together in input
     order, as predictions are. It costs nothing in steps of which no hook asks for a value.

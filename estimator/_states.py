@@ -11,6 +11,7 @@ from estimator import _checkpoint
 from estimator._frame import PyTree
 from estimator._global_arrays import as_of_chief, is_within_reach, placed
 from estimator._modes import ModeKeys
+from estimator._team import Team
 from estimator._transform import Model, State
 from estimator._warm_start import WarmStartReport, WarmStartSettings, warm_start
 
@@ -37,8 +38,13 @@ class States:
         self._live: tuple[tuple[str, int], State] | None = None  # which checkpoint, and its state
         self.warm_start_report: WarmStartReport | None = None
 
-    def get(self, mode: ModeKeys, path: str | None, features: PyTree, labels: PyTree = None) -> State:
-        """The state saved at `path`, from memory if it is there; where it is None, the first one."""
+    def get(
+        self, mode: ModeKeys, path: str | None, features: PyTree, labels: PyTree = None, team: Team | None = None
+    ) -> State:
+        """The state saved at `path`, from memory if it is there; where it is None, the first one.
+
+        A process may have given up what is in memory, for a prediction: then the `team` reads the checkpoint together.
+        """
         if path is None:
             state = self._model.init(jax.random.key(self._seed), features, labels, mode=mode)
             if self.settings is not None:
@@ -46,14 +52,15 @@ class States:
             # Committed to their devices as restored arrays are; jax compiles anew for others.
             return jax.device_put(state, jax.tree.map(lambda x: x.sharding, state))
         like = self._model.abstract_init(features, labels, mode=mode)
-        if self._live is None or self._live[0] != _identity(path) or not _serves(self._live[1], like):
+        is_live = self._live is not None and self._live[0] == _identity(path) and _serves(self._live[1], like)
+        if not (is_live if team is None else all(team.exchange(is_live))):
             self.keep(path, as_of_chief(_checkpoint.restore(path, like, partial=mode != ModeKeys.TRAIN)))
         assert self._live is not None
         return _as_wanted(self._live[1], like)
 
-    def own(self, path: str | None, features: PyTree, labels: PyTree) -> State:
+    def own(self, path: str | None, features: PyTree, labels: PyTree, team: Team | None) -> State:
         """A copy for training, which takes the memory of what it is given; a prediction may still read the other."""
-        state = self.get(ModeKeys.TRAIN, path, features, labels)
+        state = self.get(ModeKeys.TRAIN, path, features, labels, team)
         self._live = None
         return jax.tree.map(lambda x: x.copy(), state)
 

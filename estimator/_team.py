@@ -6,57 +6,66 @@ own, they first agree here, through the key-value store that jax's coordinator, 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import os
 import pickle
 import threading
 import time
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-import numpy as np
 from absl import logging
 
 from estimator import _processes
 from estimator._placement import Placement
 
+_INFO = 20  # the standard library's number
 _WAIT_MS = 100
-_ROUNDS_KEPT = 100  # at most, of those in which process 0 alone speaks, and so does not know who has heard it
+_ROUNDS_KEPT = 100  # at least: they are removed together
 _SECONDS_AFTER_THE_END = 2.0  # of another process, in which what it has said last may still come
 _SECONDS_TO_TELL = 60.0  # of a process that does not come
+_SECONDS_TO_APPEAR = 10.0  # of a file that another host has written
 _numbers = itertools.count()
+_active: list[Team] = []  # each within the one before
+_ended: list[Team] = []  # of process 0: whose values may still be there
+_alone = False  # whether process 0 does something that the others wait for
 
 
 class Team:
-    """What a run says to the same run in the other processes.
+    """What a call says to the same call in the other processes; `together` makes it.
 
     Args:
       what: the same in all processes; for messages.
-      towers: how many towers each process has, once that is known.
+      of: the one that this is a channel of.
     """
 
-    def __init__(self, what: str, towers: int = 1) -> None:
-        self.towers = towers  # of each process
+    def __init__(self, what: str, of: Team | None = None) -> None:
+        self.towers: int = 1 if of is None else of.towers  # of each process, once that is known
         self.waits_for: str | None = None  # which process, after a while
         self.index = jax.process_index()
         self.count = jax.process_count()
         self._what = what
         self._channels: list[Team] = []
-        self._prefix = f"estimator/{next(_numbers)}"
+        # What a call within another one says must not be taken for that of a later one, should they get out of step.
+        around = of or (_active[-1] if _active else None)
+        self._numbers = itertools.count()
+        self._prefix: str = f"{around._prefix}/in/{next(around._numbers)}" if around else f"estimator/{next(_numbers)}"
         self._round = 0
-        self._kept = 0  # the first round whose values are still there
+        self._removed = 0  # as many hundreds of rounds
         self._lock = threading.Lock()
 
     def channel(self, what: str) -> Team:
         """Another one for a thread of the run."""
-        self._channels.append(Team(f"{self._what}, {what}", self.towers))
+        self._channels.append(Team(f"{self._what}, {what}", self))
         return self._channels[-1]
 
     def waiting(self) -> str:
         """For which other process this one waits, in words."""
-        found = [team.waits_for for team in (self, *self._channels) if team.waits_for]
+        found = [team.waits_for for active in _active for team in (active, *active._channels) if team.waits_for]
         return f"It waits for {found[0]}." if found else "It waits for no other process here."
 
     def exchange(self, value: Any) -> list[Any]:
@@ -64,6 +73,7 @@ class Team:
 
         Raises:
           ProcessLostError: one has died.
+          RuntimeError: one has failed.
         """
         return self.finish(self.offer(value))
 
@@ -89,9 +99,16 @@ class Team:
                     f"Process 0 called `{calls[0]}`, process {i} `{call}`. All processes have to call the same."
                 )
 
+    def fail(self, error: BaseException) -> None:
+        """Tells the other processes, which may wait for this one, why it comes no more."""
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # told already, or nobody is there to hear
+            _client().key_value_set_bytes(
+                f"{self._prefix}/failed/{self.index}", pickle.dumps((type(error).__name__, str(error)))
+            )
+
     def flag(self) -> None:
         """Raises a flag that all processes can see."""
-        _client().key_value_set(f"{self._prefix}/flag", "", allow_overwrite=True)
+        _client().key_value_set(f"{self._prefix}/flag/{self.index}", "", allow_overwrite=True)
 
     def is_flagged(self) -> bool:
         return bool(_client().key_value_dir_get(f"{self._prefix}/flag"))
@@ -117,44 +134,60 @@ class Team:
         values = [self._get(self._key(number, i), f"process {i}", closed, timeout_secs) for i in range(self.count)]
         found = [pickle.loads(value) for value in values]
         _client().key_value_set_bytes(self._key(number, "all"), pickle.dumps(found))
-        for old in range(self._kept, number):  # whoever takes part in a round has read what came out of those before
-            _client().key_value_delete(self._key(old, ""))
-        self._kept = number
+        while self._removed < number // _ROUNDS_KEPT:  # whoever takes part in a round has heard all before it
+            _client().key_value_delete(f"{self._prefix}/rounds/{self._removed}/")
+            self._removed += 1
         return found
 
-    def from_chief(self, value: Any) -> Any:
-        """The value that process 0 gives, in all processes."""
+    def from_chief(self, make: Callable[[], Any]) -> Any:
+        """What process 0 makes, in all processes; `make` is called nowhere else."""
         with self._lock:
             number, self._round = self._round, self._round + 1
         key = self._key(number, "chief")
         if self.index:
             value = pickle.loads(self._get(key, "process 0"))
         else:
+            value = make()
             _client().key_value_set_bytes(key, pickle.dumps(value))
         if number % _ROUNDS_KEPT == _ROUNDS_KEPT - 1:
-            self.exchange(None)
+            self.exchange(None)  # else nothing would be removed
         return value
 
-    def first_batch(self, batch: Any, of_all: bool = False) -> Any:
-        """The first batch of this process, or where it has none, zeros like that of another; None where there is none
-        in any process, or, `of_all`, in one of them."""
-        like = None if batch is None else jax.tree.map(lambda x: np.broadcast_to(np.zeros((), x.dtype), x.shape), batch)
-        found = [other for other in self.exchange(like) if other is not None]
-        return None if not found or (of_all and len(found) < self.count) else batch or found[0]
+    def newest(self, directory: str, find: Callable[[], str | None], writes: bool) -> str | None:
+        """The path in the directory of this process to what process 0 finds in its own; they are the same one.
 
-    def shared_path(self, path: str | None) -> str | None:
-        """The path that process 0 gives.
+        Args:
+          directory: as this process calls it.
+          find: returns a path, or None.
+          writes: whether the processes are about to write into it: it is checked also where nothing is found.
 
         Raises:
-          FileNotFoundError: there is nothing in this process.
+          FileNotFoundError: this process sees another directory.
         """
-        path = self.from_chief(path)
-        if path is not None and not os.path.exists(path):
-            raise FileNotFoundError(
-                f"Process {self.index} cannot see {path}, which process 0 has written. The model_dir of several "
-                "processes must be the same directory, on a file system that all of them share."
-            )
-        return path
+        path = self.from_chief(find)
+        if path is not None:
+            own = os.path.join(directory, os.path.basename(path))
+            self._check_shared(directory, path, own)
+            return own
+        if writes:
+            probe = self.from_chief(lambda: _made_probe(directory))
+            try:
+                self._check_shared(directory, probe, os.path.join(directory, os.path.basename(probe)))
+                self.exchange(None)
+            finally:
+                if not self.index:
+                    os.remove(probe)
+        return None
+
+    def _check_shared(self, directory: str, path: str, own: str) -> None:
+        deadline = time.monotonic() + _SECONDS_TO_APPEAR
+        while not os.path.exists(own):
+            if time.monotonic() >= deadline or not os.path.isdir(directory):
+                raise FileNotFoundError(
+                    f"Process {self.index}, with model_dir={directory!r}, does not see there what process 0 has "
+                    f"written, {path}. Give all processes the same model_dir, on a file system that they share."
+                )
+            time.sleep(0.1)
 
     def runs(self, placement: Placement) -> None:
         """Notes where the processes run a model.
@@ -170,7 +203,7 @@ class Team:
         self.towers = placement.towers_per_process
 
     def _key(self, number: int, name: int | str) -> str:
-        return f"{self._prefix}/{number}/{name}"
+        return f"{self._prefix}/rounds/{number // _ROUNDS_KEPT}/{number}/{name}"
 
     def _get(self, key: str, whom: str, closed: threading.Event | None = None, timeout_secs: float = math.inf) -> bytes:
         since, told = time.monotonic(), False
@@ -182,6 +215,7 @@ class Team:
             except jax.errors.JaxRuntimeError as error:
                 if "DEADLINE_EXCEEDED" not in str(error):
                     raise _processes.explained(error) from error
+            self._raise_if_failed()
             _processes.raise_if_lost(ended=time.monotonic() - since >= _SECONDS_AFTER_THE_END)
             if closed is not None and closed.is_set():
                 raise InterruptedError(f"Nobody waits any more for {whom}, in: {self._what}.")
@@ -201,6 +235,24 @@ class Team:
                     self._what,
                 )
 
+    def _raise_if_failed(self) -> None:
+        for team in _active:
+            for key, failure in _client().key_value_dir_get_bytes(f"{team._prefix}/failed"):
+                kind, text = pickle.loads(failure)
+                if kind == "Preempted":
+                    from estimator._preemption import Preempted  # which needs this module
+
+                    raise Preempted
+                raise RuntimeError(f"Process {key.rpartition('/')[2]} failed in `{team._what}`: {kind}: {text}")
+
+
+def _made_probe(directory: str) -> str:
+    os.makedirs(directory, exist_ok=True)
+    path = os.path.join(directory, f"shared-{uuid.uuid4().hex}")
+    with open(path, "w"):
+        pass
+    return path
+
 
 def _client() -> Any:
     from jax._src import distributed  # jax has no public name for its key-value store
@@ -208,10 +260,48 @@ def _client() -> Any:
     return distributed.global_state.client
 
 
+def _is_for_all(record: Any) -> bool:
+    """Whether not process 0 alone logs it: what is no warning, and from here."""
+    return record.levelno > _INFO or not record.pathname.startswith(os.path.dirname(__file__))
+
+
+@contextlib.contextmanager
+def together(what: str) -> Iterator[Team | None]:
+    """The processes that make this call, once all are there; None where there is one.
+
+    An error in the block is told to the others, so that none of them waits for a process that has failed.
+    """
+    if jax.process_count() == 1 or _alone:
+        yield None
+        return
+    team = Team(what)
+    _active.append(team)
+    try:
+        team.meet()
+        if team.index:
+            logging.get_absl_logger().addFilter(_is_for_all)
+        while not team.index and _ended:
+            _client().key_value_delete(f"{_ended.pop()._prefix}/")  # nobody is in there any more
+        yield team
+    except BaseException as error:
+        team.fail(error)
+        raise
+    finally:
+        _active.remove(team)
+        if not team.index:
+            _ended.append(team)
+
+
 def same_call(what: str, make: Callable[[], Any]) -> Any:
-    """What process 0 makes, in all processes; `make` is called nowhere else."""
-    if jax.process_count() == 1:
-        return make()
-    ours = Team(what)
-    ours.meet()
-    return ours.from_chief(None if ours.index else make())
+    """What process 0 makes, in all processes; `make` is called nowhere else. A call within another is of process 0."""
+
+    def alone() -> Any:
+        global _alone
+        _alone = True
+        try:
+            return make()
+        finally:
+            _alone = False
+
+    with together(what) as team:
+        return make() if team is None else team.from_chief(alone)

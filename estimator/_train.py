@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ from estimator._checkpoint import Checkpoints
 from estimator._frame import PyTree
 from estimator._input import Batches
 from estimator._non_finite import cleared, log_if_more, raise_if_any, skipped_steps
-from estimator._programs import Carry, Pair, Programs, Run, state_of
+from estimator._programs import Carry, Pair, Programs, Run, Seen, state_of
 from estimator._reading import read_ahead, shows_bars
 from estimator._run_config import RunConfig
 from estimator._transform import State
@@ -75,9 +75,10 @@ class Training:
         self._skipped_batches = skipped_batches
         self._position: Any = None  # in the input, after the last step
         self._looked_step = self._logged_step = context.global_step
-        self._losses: list[tuple[jax.Array, int]] = []  # of each program since the last look, and how many there are
+        self._losses: list[tuple[Seen, int]] = []  # of each program since the last look, and how many there are
         self._last_loss: float | None = None
         self._ended_by_nan = False
+        self._changed_at = -1  # the last step whose state was changed when it was saved already
         self._skipped = 0  # the number of steps that on_nan="skip" left out so far
         self._clock: tuple[int, float] | None = None  # the step and the time from which the rate is taken
 
@@ -98,21 +99,25 @@ class Training:
         del state  # its memory goes to the first step
         context = self.context
         context._state, context._save, context._look = self._checked_state, self._save, self._look
+        context._change = self._change
         context.reported = self.programs.traits.reported
         _run.create_state(self.hooks, context)
         look_every = min(self.config.log_step_count_steps or _STEPS_BETWEEN_LOOKS, _STEPS_BETWEEN_LOOKS)
         but = 0 if self.programs.traits.on_nan else 1  # the devices have something to do while losses are looked at
-        size = _loop_size.choose(self.config.steps_per_loop, self.programs, self.hooks, context.global_step, look_every)
+        size = _loop_size.choose(self.config.steps_per_loop, self.programs, self.hooks, context, look_every)
         with _bar(self.last_step, context.global_step) as self._bar:
             for run, due in self._runs(batches, size):
                 asked = _run.before(due, context) if due else []
-                losses, reported = self._start(run, reporting=_run.asks(asked, context))
+                seen, reported = self._start(run, reporting=_run.asks(asked, context))
                 if context.global_step - but * run.steps - self._looked_step >= look_every:
                     self._look(but)
+                    if context.found_nan:  # which all processes find here, or have told each other of
+                        context.stop("NaN loss")
                     size.timed(self._looked_step)
                 if due:
-                    _run.after(due, context, asked, losses, run.steps, reported)
+                    _run.after(due, context, asked, seen.losses, run.steps, reported, seen.rates)
             self._look()
+        context.restored |= self._changed_at == context.global_step
         if self._last_loss is not None:
             logging.info("Loss for final step: %.6g.", self._last_loss)
         elif context.stop_reason == "input":
@@ -125,7 +130,7 @@ class Training:
         plan = _run.Plan(self.hooks, context.global_step, self.last_step, size.most)
 
         def make(pairs: list[Pair], piece: _run.Piece) -> list[Run]:
-            return self.programs.runs(pairs, piece.alone, piece.reports)
+            return self.programs.runs(pairs, piece.most, piece.alone, piece.reports)
 
         for got, due in read_ahead(batches, plan, context, make):
             self._position = got.position
@@ -133,23 +138,23 @@ class Training:
                 yield run, ()
             yield got.batches[-1], due
 
-    def _start(self, run: Run, reporting: bool) -> tuple[jax.Array, dict[str, Any]]:
+    def _start(self, run: Run, reporting: bool) -> tuple[Seen, dict[str, Any]]:
         """Starts a program. Waits for the last but one, but not for this one."""
         context = self.context
         program = run.reporting if reporting and run.reporting else run.program
         context.phase = "compile" if self.programs.is_new(program) else "step"
-        self._carry, losses, reported = guarded(program, *run.batch, self._carry, self._key_data, *run.args)
+        self._carry, seen, reported = guarded(program, *run.batch, self._carry, self._key_data, *run.args)
         context.phase = "step"
-        self._losses.append((losses, run.steps))
+        self._losses.append((seen, run.steps))
         if len(self._losses) > _PROGRAMS_IN_FLIGHT:
-            self._losses[-1 - _PROGRAMS_IN_FLIGHT][0].block_until_ready()
+            self._losses[-1 - _PROGRAMS_IN_FLIGHT][0].losses.block_until_ready()
         context.global_step += run.steps
         context.count(run.steps, rows_of(run.batch) * (context.team.count if context.team else 1))
         self._bar.update(run.steps)
         if self._clock is None:  # started after the first program, since compiling is no part of the rate
-            losses.block_until_ready()
+            seen.losses.block_until_ready()
             self._clock = context.clock = context.global_step, time.monotonic()
-        return losses, reported
+        return seen, reported
 
     def _look(self, but: int = 0) -> None:
         """Looks at the losses since the last look, none of which may be NaN, and logs; `but` not at those of the last
@@ -158,9 +163,10 @@ class Training:
         programs = self._losses[: len(self._losses) - but]
         if not programs:
             return
-        losses = np.concatenate([np.atleast_1d(loss.addressable_data(0))[:count] for loss, count in programs])
+        losses, rates = _of_steps(programs)
         self._losses = self._losses[len(programs) :]
         step = self._looked_step + len(losses)
+        self.context.rates = rates
         self.context.saw_losses(self._looked_step + 1, losses)
         if self.programs.traits.on_nan == "raise":
             raise_if_any(self._carry)
@@ -172,7 +178,7 @@ class Training:
         self._last_loss = losses[-1]
         every = self.config.log_step_count_steps
         if every and step - self._logged_step >= every:
-            self._log(losses, step, every)
+            self._log(losses, rates, step, every)
 
     def _found_nan(self, step: int) -> None:
         advice = (
@@ -186,17 +192,23 @@ class Training:
         self._ended_by_nan = self.context.found_nan = True
         self.context.request_stop("NaN loss")
 
-    def _log(self, losses: np.ndarray, done: int, every: int) -> None:
+    def _log(self, losses: np.ndarray, rates: dict[str, np.ndarray], done: int, every: int) -> None:
         """Logs those of the last steps that are due, up to `done`; they may lie within a program of several."""
         now = time.monotonic()
         step, since = self._clock or (done, now)
         rate = f" ({(done - step) / (now - since):.4g} steps/sec)" if done > step else ""
         with self._bar.external_write_mode():  # so that the line does not go into the bar
             for due in range(self._logged_step + every, done + 1, every):
-                logging.info("loss = %.6g, step = %d%s", losses[due - done - 1], due, rate)
+                shown = "".join(f", {tag} = {of_steps[due - done - 1]:.6g}" for tag, of_steps in rates.items())
+                logging.info("loss = %.6g, step = %d%s%s", losses[due - done - 1], due, shown, rate)
                 self._logged_step = due
         self._bar.set_postfix(loss=f"{losses[-1]:.4g}", refresh=False)
         self._clock = done, now
+
+    def _change(self, change: Callable[[Carry], Carry]) -> None:
+        self._carry = change(self._carry)
+        if self.saved_step == self.context.global_step:
+            self._changed_at = self.saved_step
 
     def _checked_state(self) -> State:
         """The state now, unless a loss that led to it is NaN."""
@@ -227,6 +239,17 @@ class Training:
         if self.saved_step < 0:
             return "There is no checkpoint."
         return f"The newest checkpoint is that of step {self.saved_step}; nothing later was saved."
+
+
+def _of_steps(programs: Sequence[tuple[Seen, int]]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """The losses and the learning rates of each step of some programs."""
+    counts = [count for _, count in programs]
+
+    def joined(*of_programs: jax.Array) -> np.ndarray:
+        pairs = zip(of_programs, counts, strict=True)
+        return np.concatenate([np.atleast_1d(x.addressable_data(0))[:count] for x, count in pairs])
+
+    return jax.tree.map(joined, *(seen for seen, _ in programs))
 
 
 def _bar(total: int | None, initial: int) -> Any:

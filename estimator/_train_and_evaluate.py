@@ -102,7 +102,7 @@ def train_and_evaluate(
     for each in evaluations.values():
         each.evaluate_newest()
     # Where this is left to do, the training had ended before, but was killed then.
-    if any([stopper.restore_best(path) for stopper in stoppers]):
+    if same_call("restore_best", lambda: any([stopper.restore_best(path) for stopper in stoppers])):
         for each in evaluations.values():
             each.evaluate_newest(anew=True)
     outcomes = {name: (each.metrics, each.export(lambda: path, is_final=True)) for name, each in evaluations.items()}
@@ -145,8 +145,8 @@ class _Evaluation(Hook):
         step = context.global_step
         due = step > 0 and (self.every_steps is None or step % self.every_steps == 0)
         if self._stoppers and due:
-            found = read_eval_metrics(self._estimator.eval_dir(self._name))
-            if context.agreed(step not in found):
+            directory = self._estimator.eval_dir(self._name)
+            if context.agreed(lambda: step not in read_eval_metrics(directory)):
                 self._evaluate(context)
 
     def next_step(self, step: int) -> int | None:
@@ -159,8 +159,7 @@ class _Evaluation(Hook):
         """Evaluates, exports and lets the training be stopped, but for the last state, which has its turn later."""
         if context.phase == "end" or context.global_step == self._max_steps:
             return
-        too_early = self._started is not None and time.monotonic() < self._started + self._spec.throttle_secs
-        if context.agreed(too_early):
+        if context.agreed(self._is_too_early):
             logging.info("Skip the evaluation at step %d due to throttle secs.", context.global_step)
             return
         self._evaluate(context)
@@ -168,6 +167,9 @@ class _Evaluation(Hook):
             self.export(context.save, is_final=False)
             for stopper in self._stoppers:
                 stopper.after_evaluation(context)
+
+    def _is_too_early(self) -> bool:
+        return self._started is not None and time.monotonic() < self._started + self._spec.throttle_secs
 
     def end(self, context: Context) -> None:
         if context.error is None and context.stop_reason != SIGTERM:
@@ -200,6 +202,8 @@ class _Evaluation(Hook):
     def export(self, save: Callable[[], str | None], is_final: bool) -> list[str | None]:
         base = os.path.join(self._estimator.model_dir, "export")
         exporters = [(each, os.path.join(base, each.name)) for each in self._spec.exporters]
+        if not exporters:
+            return []
         wanted = same_call("wants", lambda: [each.wants(path, self.metrics, is_final) for each, path in exporters])
         checkpoint = save() if any(wanted) else None
         return same_call(

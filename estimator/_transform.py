@@ -13,6 +13,7 @@ from estimator._batch import check_batch, guarded
 from estimator._frame import Frame, PyTree, open_frame
 from estimator._global_arrays import put
 from estimator._gradients import has_pending, run, written
+from estimator._learning_rates import rates_of
 from estimator._loss_scale import kept_if_skipped
 from estimator._model_fn import ModelFn, bind
 from estimator._modes import ModeKeys
@@ -251,7 +252,8 @@ class _Steps:
 
         spec, assigned = self._compute(found, state, features, labels, ModeKeys.TRAIN)
         after = self._apply(state, spec.train_op, assigned, at)
-        return after, dataclasses.replace(spec, train_op=done(spec.train_op, state.variables))
+        train_op = done(spec.train_op, state.variables, rates_of(after.slots))
+        return after, dataclasses.replace(spec, train_op=train_op)
 
     # The compiled ones.
 

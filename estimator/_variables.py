@@ -134,7 +134,7 @@ def get_variable(
 def read_variable(name: str) -> PyTree:
     """The value of a variable got earlier in this run, with what the run has assigned to it since."""
     frame = current_frame("est.read_variable")
-    return read(frame, _resolve("est.read_variable", frame, name))
+    return read(frame, resolve("est.read_variable", frame, name))
 
 
 def assign(name: str, value: PyTree) -> None:
@@ -255,7 +255,7 @@ def check_declared(call: str, shape: Any, dtype: Any, value: PyTree, where: str)
         )
 
 
-def _resolve(caller: str, frame: Frame, name: str) -> str:
+def resolve(caller: str, frame: Frame, name: str) -> str:
     scoped = "/".join((*frame.scope, str(name)))
     for full in (scoped, name):
         if full in frame.trainable:
@@ -268,7 +268,7 @@ def _resolve(caller: str, frame: Frame, name: str) -> str:
 
 def _checked_write(caller: str, name: str, value: PyTree) -> tuple[Frame, str, PyTree]:
     frame = current_frame(caller)
-    full = _resolve(caller, frame, name)
+    full = resolve(caller, frame, name)
     if frame.trainable[full]:
         raise ValueError(
             f"`{caller}({full!r})`: the variable is trainable, so its optimizer writes it. "

@@ -9,10 +9,9 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
-import jax
-
 from estimator import _checkpoint
 from estimator._checkpoint import Checkpoints, describe
+from estimator._global_arrays import put
 from estimator._modes import ModeKeys
 from estimator._transform import State
 
@@ -156,8 +155,8 @@ def warm_start(
             "Leave them out by `vars_to_warm_start`, or change the model."
         )
     arrays = source.read(sorted(set(report.used.values())))
-    new = {name: jax.device_put(arrays[old], leaves[name].sharding) for name, old in report.used.items()}
-    return _checkpoint.with_named_leaves(state, new), report
+    new = {name: arrays[old] for name, old in report.used.items()}
+    return _checkpoint.with_named_leaves(state, put(new, {name: leaves[name].sharding for name in new})), report
 
 
 class _Source:

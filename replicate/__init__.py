@@ -3,6 +3,7 @@
 This file is the table of contents; every name has its explanation where it is defined.
 """
 
+from replicate import cross_tower_ops
 from replicate._distribution import VariableDistribution
 from replicate._initialize_distributed import initialize_distributed
 from replicate._replicate import replicate_model_fn
@@ -14,13 +15,16 @@ from replicate._towers import (
     num_towers,
     tower_index,
 )
+from replicate.explain import explain
 
 __all__ = [
     "TOWER_AXIS",
     "TowerOptimizer",
     "VariableDistribution",
     "cross_tower_mean",
+    "cross_tower_ops",
     "cross_tower_sum",
+    "explain",
     "initialize_distributed",
     "num_towers",
     "replicate_model_fn",

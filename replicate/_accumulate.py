@@ -12,6 +12,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from estimator import EstimatorSpec, TrainOp, VariableAggregation
 from estimator._batch import check_batch
+from estimator._forward import Forward
 from estimator._frame import Frame
 from estimator._gradients import Outcome, run
 from estimator._indexed_slices import is_slices, joined
@@ -54,6 +55,7 @@ def accumulated(
     averaged: bool,
     loss_scale: float,
     mean_loss: bool,
+    transform: Callable[[Forward], Forward] | None,
 ) -> Outcome:
     """What one run over all rows of a tower would leave, from `steps` runs over an equal part of them each.
 
@@ -69,6 +71,7 @@ def accumulated(
       averaged: whether the model_fn has losses that divide by an averaged denominator.
       loss_scale: factor on the loss of a tower.
       mean_loss: whether the tower's loss is the mean of those of the micro-batches, not their sum.
+      transform: of the run of each micro-batch.
 
     Raises:
       ValueError: the rows do not divide by `steps`.
@@ -92,13 +95,17 @@ def accumulated(
             seen.append(denominator)
             return denominator if denominators is None else _instead(denominator, denominators[len(seen) - 1])
 
-        def attempt() -> EstimatorSpec:
-            seen.clear()  # of an attempt that stopped at `compute_gradients`
-            return call(batch)
-
         key = jax.random.fold_in(frame.key, tower_index() * steps + index)
         inside = frame.fresh(key=key, average_denominator=average)
-        outcome, _ = run(attempt, inside, take_gradients=denominators is not None, loss_scale=loss_scale * part)
+        outcome, _ = run(
+            call,
+            inside,
+            batch,
+            take_gradients=denominators is not None,
+            loss_scale=loss_scale * part,
+            denominators=seen,
+            transform=transform,
+        )
         return outcome, seen
 
     def only_denominators(_: None, numbered: tuple[jax.Array, PyTree]) -> tuple[None, list[jax.Array]]:

@@ -84,6 +84,11 @@ class Mirrored(Placement):
             )
         return _global(batch, NamedSharding(self._mesh, PartitionSpec(*axes)))
 
+    def whole_in_each(self, tree: Any) -> Any:
+        if not self.spans_processes:
+            return tree
+        return jax.lax.with_sharding_constraint(tree, NamedSharding(self._mesh, PartitionSpec()))
+
     def in_all_processes(self, batch: Any) -> Any:
         return _global(batch, NamedSharding(self._mesh, PartitionSpec())) if self.spans_processes else batch
 

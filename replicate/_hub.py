@@ -116,7 +116,7 @@ class Hub:
                     member.has_ended = True
                     self._tell_all(ended=describe(member.hello))
         except (EOFError, OSError, ValueError):
-            self._drop(member, "has died: its connection closed")
+            self._drop(member)
 
     def _join(self, member: _Member, hello: dict[str, Any]) -> None:
         member.hello = hello
@@ -159,6 +159,7 @@ class Hub:
             _send(
                 member,
                 begin=self._service_port,
+                chief=describe(hellos[0]),
                 # They share their devices if there are several that see the same ones.
                 shares_devices=len(neighbours) > len(set(neighbours)),
                 processes=hellos if hello["process_id"] == 0 else [],
@@ -172,7 +173,9 @@ class Hub:
                 self._next_beat = now + self._heartbeat / 4
                 self._tell_all(beat=1)
             for member in [m for m in self._members if m.hello and now - m.seen > self._heartbeat]:
-                self._drop(member, f"has died, or its host has: nothing was heard of it for {self._heartbeat:g} s")
+                if not member.has_ended:  # it is told as well, in case it has only slept
+                    self._lose(member, f"has died, or its host has: nothing was heard of it for {self._heartbeat:g} s")
+                self._drop(member)
             if not any(member.hello for member in self._members):
                 os._exit(0)
         elif now >= self._deadline and self._refusal is None:
@@ -197,14 +200,14 @@ class Hub:
             self._lost = True
             self._tell_all(lost=f"{describe(member.hello)} {how}")
 
-    def _drop(self, member: _Member, how: str) -> None:
+    def _drop(self, member: _Member) -> None:
         self._members.remove(member)
         self._selector.unregister(member.socket)
         member.socket.close()
         if member.hello is None or member.has_ended or member not in self._joined.values():
             return
         if self._complete:
-            self._lose(member, how)
+            self._lose(member, "has died: its connection closed")
         elif self._refusal is None:
             self._refuse(f"{describe(member.hello)} has left before all {self._num_processes} processes were there.")
 

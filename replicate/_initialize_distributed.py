@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import platform
 import socket
+import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax._src.distributed
-import jax._src.xla_bridge
 import numpy as np
 from absl import logging
-from jax._src.lib import _jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from estimator import _processes
 from estimator.hooks._timer import check_intervals
-from replicate import _hub
+from replicate import _jax_client
 from replicate._job import Job, find_job
-from replicate._lifeline import Lifeline, is_loopback, meet, split_address, start_hub
+from replicate._lifeline import Lifeline, connect, is_loopback, meet, split_address, start_hub
 
+_HUB_SECS = 5.0  # for the hub to start and to answer
 _has_run = False
 
 
@@ -34,7 +34,7 @@ def initialize_distributed(
     *,
     local_device_ids: Sequence[int] | None = None,
     timeout_secs: float = 300.0,
-    heartbeat_timeout_secs: float = 60.0,
+    heartbeat_timeout_secs: float = 100.0,
     grace_secs: float = 10.0,
 ) -> None:
     """Makes one run of several processes: after it `jax.devices()` are those of all of them.
@@ -48,7 +48,8 @@ def initialize_distributed(
 
     From then on each process hears when another dies, or ends with an error. What it does together with others raises
     `est.ProcessLostError`, which names that process, in the Estimator's calls. A process that is still in a collective
-    `grace_secs` later is ended, with a line on stderr and exit code 76. A process may end before the others.
+    `grace_secs` later is ended, with a line on stderr and exit code 76. A process may end before the others,
+    also by `sys.exit`: that is no loss, though one that still needs it in a collective waits in vain.
 
     >>> initialize_distributed("localhost:1234", num_processes=2, process_id=2)
     Traceback (most recent call last):
@@ -62,8 +63,9 @@ def initialize_distributed(
       local_device_ids: the numbers of the GPUs that this process uses. None: all that it sees; under SLURM and Open
         MPI, where several processes of a host see the same ones, one each.
       timeout_secs: seconds within which all must be there and have summed.
-      heartbeat_timeout_secs: seconds after which a process that is not heard of, host and all, counts as dead. A
-        process that dies alone is noticed at once.
+      heartbeat_timeout_secs: seconds after which a process that is not heard of counts as dead, for its host may have
+        crashed; one that dies alone is noticed at once. A call that keeps Python's global lock for so long looks the
+        same.
       grace_secs: seconds that a process may wait for one that has died.
 
     Raises:
@@ -80,7 +82,7 @@ def initialize_distributed(
     job = find_job(coordinator_address, num_processes, process_id, local_device_ids)
     if _has_run:
         raise RuntimeError("initialize_distributed was called before; call it once, at the start of the script.")
-    if jax._src.xla_bridge.backends_are_initialized():
+    if _jax_client.devices_are_started():
         raise RuntimeError(
             "initialize_distributed must be called before jax starts its devices; they have been started, by a "
             "computation, jax.devices() or the like. Call it at the start of the script."
@@ -95,20 +97,27 @@ def initialize_distributed(
 def _join(job: Job, timeout_secs: float, heartbeat_secs: float, grace_secs: float) -> None:
     deadline = time.monotonic() + timeout_secs
     assert job.address is not None
+    host, _ = split_address(job.address)
     hub = start_hub(job.address, job.num_processes, timeout_secs, heartbeat_secs) if job.process_id == 0 else None
     try:
-        channel, told = meet(job.address, _introduce(job), deadline)
-    except BaseException as e:
-        if hub is not None and not isinstance(e, RuntimeError):  # else it tells the others why, and ends
+        channel = connect(job.address, deadline)
+    except BaseException:
+        if hub is not None:
             hub.kill()
             hub.wait()
         raise
     if hub is not None:
-        hub.returncode = 0  # it outlives this process; subprocess would warn about that
+        hub.returncode = 0  # it ends by itself, after all others; subprocess would warn about that
+    # The hub knows best who is missing, so process 0 waits for what it says.
+    told = meet(channel, job.address, _introduce(job), deadline + (_HUB_SECS if hub else 0.0))
+    Lifeline(channel, told["chief"], heartbeat_secs, grace_secs)
     _choose_devices(job, told["shares_devices"])
-    _connect_jax(job, told["begin"], deadline)
-    Lifeline(channel, heartbeat_secs, grace_secs)
-    _check_sum(deadline, timeout_secs)
+    secs = deadline - time.monotonic()
+    _start_devices(
+        lambda: _jax_client.connect(host, told["begin"], job.num_processes, job.process_id, secs),
+        deadline,
+        timeout_secs,
+    )
     if job.process_id == 0:
         logging.info("initialize_distributed: %d processes (%s).\n%s", job.num_processes, job.source, _table(told))
 
@@ -138,64 +147,47 @@ def _choose_devices(job: Job, shares_devices: bool) -> None:
             jax.config.update(name, ",".join(map(str, ids)))
 
 
-def _connect_jax(job: Job, port: int, deadline: float) -> None:
-    """What `jax.distributed.initialize` does, with the service of the hub.
-
-    The public function starts the service within process 0, whose death makes jax's clients abort all other processes
-    in C++ (a callback of Python for that, the `missed_heartbeat_callback`, fails with std::bad_cast in jaxlib 0.10);
-    its heartbeats do the same to all when one dies, and at the end each process waits for all others. The hub and the
-    lifeline do these things instead. jax's handler of SIGTERM is left out, since estimator has its own.
-    """
-    assert job.address is not None
-    host, _ = split_address(job.address)
-    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    state = jax._src.distributed.global_state
-    client = _jax.get_distributed_runtime_client(
-        address,
-        job.process_id,
-        init_timeout=max(1, int(deadline - time.monotonic())),
-        heartbeat_timeout=_hub.FOREVER,
-        shutdown_on_destruction=False,
-        use_compression=True,
-    )
-    client.connect()
-    state.client, state.coordinator_address = client, address
-    state.process_id, state.num_processes = job.process_id, job.num_processes
-    if jax.config.values["jax_cpu_collectives_implementation"] is None:
-        jax.config.update("jax_cpu_collectives_implementation", "gloo")
-
-
-def _check_sum(deadline: float, timeout_secs: float) -> None:
-    """Sums a number of each device, another for each, over all of them: the devices start, and reach each other."""
+def _start_devices(connect: Callable[[], None], deadline: float, timeout_secs: float) -> None:
+    """Connects the processes, starts their devices, and sees that all of these reach each other, by a checked sum."""
     outcome: list[Any] = []
 
     def work() -> None:
         try:
+            connect()
             outcome.append(_sum_of_device_numbers())
         except BaseException as e:
             outcome.append(e)
 
-    # In a thread, since neither the start of the devices nor a collective has a timeout of its own.
-    thread = threading.Thread(target=work, name="checked-sum", daemon=True)
+    # In a thread, since none of it has a timeout that ends in an error of Python.
+    thread = threading.Thread(target=work, name="start-devices", daemon=True)
     thread.start()
     while thread.is_alive() and time.monotonic() < deadline and not _processes.lost():
         thread.join(0.1)
-    if outcome and not isinstance(outcome[0], BaseException):
-        total, expected = outcome[0]
-        if total != expected:
-            raise RuntimeError(
-                f"initialize_distributed: the sum over all {jax.device_count()} devices is wrong: {total} instead of "
-                f"{expected}. Their connections, or drivers, cannot be trusted."
-            )
-        return
-    if outcome:
+    if thread.is_alive():
+        atexit.register(_end_at_once)
+    if not outcome:
+        if loss := _processes.lost():
+            raise _processes.ProcessLostError(loss)
+        raise TimeoutError(
+            f"initialize_distributed: the first sum over all devices has not come within {timeout_secs:g} s. All "
+            "processes are there, so look for a firewall between their hosts, a proxy (http_proxy), or devices that do "
+            "not start."
+        )
+    if isinstance(outcome[0], BaseException):
         raise _processes.explained(outcome[0])
-    if loss := _processes.lost():
-        raise _processes.ProcessLostError(loss)
-    raise TimeoutError(
-        f"initialize_distributed: the first sum over all devices has not come within {timeout_secs:g} s. All processes "
-        "are there, so look for a firewall between their hosts, or devices that do not start."
-    )
+    total, expected = outcome[0]
+    if total != expected:
+        raise RuntimeError(
+            f"initialize_distributed: the sum over all {jax.device_count()} devices is wrong: {total} instead of "
+            f"{expected}. Their connections, or drivers, cannot be trusted."
+        )
+
+
+def _end_at_once() -> None:
+    """At the exit: where a thread hangs in compiled code, the end of Python would abort the process."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def _sum_of_device_numbers() -> tuple[int, int]:

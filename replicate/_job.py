@@ -13,7 +13,7 @@ from replicate._lifeline import is_loopback, split_address
 from replicate._tf_config import read_tf_config
 
 _LOOKUP_SECS = 60  # for the name of process 0 to become known
-_NAMES = {"ompi": "Open MPI", "slurm": "SLURM", "k8s": "Kubernetes"}
+_NAMES = {clusters.OmpiCluster: "Open MPI", clusters.SlurmCluster: "SLURM", clusters.K8sCluster: "Kubernetes"}
 _JOB_INDEX = "JOB_COMPLETION_INDEX"
 
 # Rank, size and rank within the host, where an MPI says no more than that.
@@ -67,7 +67,8 @@ def find_job(
     if address is None or num_processes is None or process_id is None:
         given = {"coordinator_address": address, "num_processes": num_processes, "process_id": process_id}
         raise ValueError(_missing([name for name, value in given.items() if value is None], found.source))
-    if found.several_hosts and _is_literally_loopback(split_address(address)[0]):
+    host, _ = split_address(address)
+    if found.several_hosts and _is_literally_loopback(host):
         raise ValueError(
             f"initialize_distributed: coordinator_address={address!r} is a loopback address, which every host has for "
             f"itself, but {found.source} tells of several hosts. Give the name of process 0's host."
@@ -118,18 +119,18 @@ def _from_scheduler(address: str | None) -> _Found | None:
     """What jax's own detection finds: Open MPI 4, SLURM, TPU pods, Kubernetes where its package is installed."""
     for cluster in clusters.ClusterEnv._cluster_types:
         # Every pod is in Kubernetes; one of several processes is in an indexed job.
-        if cluster.opt_in_only_method or (cluster.name == "k8s" and _JOB_INDEX not in os.environ):
+        if cluster.opt_in_only_method or (cluster is clusters.K8sCluster and _JOB_INDEX not in os.environ):
             continue
         with warnings.catch_warnings(action="ignore"):  # that the package is missing is said in an error here
             if not cluster.is_env_present():
                 continue
         return _Found(
-            _NAMES.get(cluster.name, cluster.name),
+            _NAMES.get(cluster, cluster.__name__),
             address or cluster.get_coordinator_address(_LOOKUP_SECS, os.environ.get("JAX_COORDINATOR_PORT")),
             cluster.get_process_count(),
             cluster.get_process_id(),
             cluster.get_local_process_id(),
-            _number("SLURM_STEP_NUM_NODES", 1) > 1 if cluster.name == "slurm" else _mpi_has_several_hosts(),
+            _number("SLURM_STEP_NUM_NODES", 1) > 1 if cluster is clusters.SlurmCluster else _mpi_has_several_hosts(),
         )
     return None
 

@@ -19,15 +19,15 @@ from typing import Any
 import jax
 
 from estimator import _processes
-from replicate import _hub
+from replicate import _hub, _jax_client
 
-_EXPLAINED = "initialize_distributed"
+_CALLER = "initialize_distributed"
 
 
 def split_address(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise ValueError(f'{_EXPLAINED}: coordinator_address must be "host:port"; got {address!r}.')
+        raise ValueError(f'{_CALLER}: coordinator_address must be "host:port"; got {address!r}.')
     return host.strip("[]"), int(port)
 
 
@@ -56,7 +56,7 @@ def start_hub(address: str, num_processes: int, timeout_secs: float, heartbeat_s
         if e.errno != errno.EADDRINUSE:
             raise
         raise OSError(
-            f"{_EXPLAINED}: port {port} of coordinator_address={address!r} is in use on this host, by another program "
+            f"{_CALLER}: port {port} of coordinator_address={address!r} is in use on this host, by another program "
             "or another process 0. Give another port, to all processes, or end the one that has it."
         ) from e
     with listener:
@@ -71,59 +71,69 @@ def start_hub(address: str, num_processes: int, timeout_secs: float, heartbeat_s
         )
 
 
-def meet(address: str, hello: dict[str, Any], deadline: float) -> tuple[_hub.Channel, dict[str, Any]]:
-    """Goes to the hub, says who this is, and waits until all are there.
-
-    Returns:
-      The connection, and what the hub told: where jax's service is.
+def connect(address: str, deadline: float) -> _hub.Channel:
+    """The connection to the hub; tries until process 0 is there.
 
     Raises:
-      TimeoutError: there is no hub, or processes have not come.
-      RuntimeError: the processes do not agree; all of them get this.
+      TimeoutError: nobody answers.
     """
-    began = time.monotonic()
-    channel = _hub.Channel(_connect(address, deadline))
-    try:
-        channel.send(hello=hello)
-        waiting_for: list[int] = []
-        while (left := deadline - time.monotonic()) > 0:
-            channel.socket.settimeout(left)
-            for message in channel.receive():
-                if "begin" in message:
-                    return channel, message
-                if "refused" in message:
-                    kind = TimeoutError if message.get("timeout") else RuntimeError
-                    raise kind(f"{_EXPLAINED}: {message['refused']}")
-                waiting_for = message["waiting_for"]
-    except TimeoutError as e:
-        if str(e).startswith(_EXPLAINED):
-            raise
-    except (EOFError, OSError, ValueError, KeyError) as e:
-        channel.socket.close()
-        raise RuntimeError(
-            f"{_EXPLAINED}: what answers at coordinator_address={address!r} is no process 0 of this program, "
-            f"or it has ended ({type(e).__name__}: {e}). Give the address of process 0, with a port of its own."
-        ) from e
-    channel.socket.close()
-    who = f"these processes have not come: {', '.join(map(str, waiting_for))}" if waiting_for else "nothing is answered"
-    raise TimeoutError(f"{_EXPLAINED}: at coordinator_address={address!r} {who}, for {time.monotonic() - began:.0f} s.")
-
-
-def _connect(address: str, deadline: float) -> socket.socket:
-    """Tries until process 0 is there."""
     began = time.monotonic()
     host, port = split_address(address)
     while True:
+        left = deadline - time.monotonic()
         try:
-            return socket.create_connection((host, port), timeout=max(0.1, min(5.0, deadline - time.monotonic())))
+            return _hub.Channel(socket.create_connection((host, port), timeout=max(0.1, min(5.0, left))))
         except OSError as e:
-            if time.monotonic() >= deadline:
+            if left <= 0:
                 hint = " A loopback address reaches no other host." if is_loopback(host) else ""
                 raise TimeoutError(
-                    f"{_EXPLAINED}: nobody answers at coordinator_address={address!r} for {deadline - began:.0f} s "
+                    f"{_CALLER}: nobody answers at coordinator_address={address!r} for {deadline - began:.0f} s "
                     f"({e}). Process 0 must run on that host, with the same address.{hint}"
                 ) from e
-        time.sleep(min(0.2, max(0.0, deadline - time.monotonic())))
+        time.sleep(max(0.0, min(0.2, left)))
+
+
+def meet(channel: _hub.Channel, address: str, hello: dict[str, Any], deadline: float) -> dict[str, Any]:
+    """Says to the hub who this is, and waits until all are there.
+
+    Returns:
+      What the hub told: where jax's service is, and who the others are.
+
+    Raises:
+      TimeoutError: processes have not come.
+      RuntimeError: the processes do not fit together, and all of them get this; or the other side is no hub.
+    """
+    try:
+        channel.send(hello=hello)
+        return _wait_for_all(channel, address, deadline)
+    except BaseException as e:
+        channel.socket.close()
+        if isinstance(e, EOFError | OSError | ValueError | KeyError) and not isinstance(e, TimeoutError):
+            raise RuntimeError(
+                f"{_CALLER}: what answers at coordinator_address={address!r} is no process 0 of this program, or it "
+                f"has ended ({type(e).__name__}: {e}). Give the address of process 0, with a port of its own."
+            ) from e
+        raise
+
+
+def _wait_for_all(channel: _hub.Channel, address: str, deadline: float) -> dict[str, Any]:
+    waiting_for: list[int] = []
+    while (left := deadline - time.monotonic()) > 0:
+        channel.socket.settimeout(left)
+        try:
+            messages = channel.receive()
+        except TimeoutError:
+            break
+        for message in messages:
+            if "begin" in message:
+                return message
+            if "refused" in message:
+                kind = TimeoutError if message.get("timeout") else RuntimeError
+                raise kind(f"{_CALLER}: {message['refused']}")
+            waiting_for = message["waiting_for"]
+    missing = ", ".join(map(str, waiting_for))
+    what = f"these processes have not come in time: {missing}" if missing else "there is no answer in time"
+    raise TimeoutError(f"{_CALLER}: at coordinator_address={address!r} {what}.")
 
 
 class Lifeline:
@@ -133,8 +143,9 @@ class Lifeline:
     cannot be interrupted: with one line on stderr and the exit code 76.
     """
 
-    def __init__(self, channel: _hub.Channel, heartbeat_secs: float, grace_secs: float) -> None:
+    def __init__(self, channel: _hub.Channel, chief: str, heartbeat_secs: float, grace_secs: float) -> None:
         self._channel = channel
+        self._chief = chief
         self._heartbeat = heartbeat_secs
         self._grace = grace_secs
         self._pid = os.getpid()
@@ -152,17 +163,23 @@ class Lifeline:
             try:
                 for message in self._channel.receive():
                     if "beat" in message:
-                        self._channel.send(beat=1)
-                    elif "lost" in message:
-                        _processes.note_loss(message["lost"])
-                        self._end_later(self._grace, unless_reported=True)
+                        self._send(beat=1)
+                    elif "lost" in message and not self._has_failed:
+                        self._note_loss(message["lost"])
                     elif "ended" in message:
                         _processes.note_end(message["ended"])
             except TimeoutError:
-                self._end_now(f"nothing was heard of the host of process 0 for {self._heartbeat:g} s")
+                self._note_loss(
+                    f"the host of {self._chief} has died: nothing was heard of it for {self._heartbeat:g} s"
+                )
+                return
             except (EOFError, OSError, ValueError):
                 # jax's client is about to abort the process for the same reason.
-                self._end_now("the process that holds all together, beside process 0, has died")
+                self._end_now(_processes.lost() or f"{self._chief} has died, and its hub: the connection closed")
+
+    def _note_loss(self, text: str) -> None:
+        _processes.note_loss(text)
+        self._end_later(self._grace, unless_reported=True)
 
     def _end_later(self, secs: float, unless_reported: bool) -> None:
         def wait() -> None:
@@ -175,7 +192,7 @@ class Lifeline:
         threading.Thread(target=wait, name="lifeline-end", daemon=True).start()
 
     def _end_now(self, why: str) -> None:
-        line = f"{_EXPLAINED}: {why}. It ends with exit code {_processes.EXIT_CODE}.\n"
+        line = f"{_CALLER}: {why}. It ends with exit code {_processes.EXIT_CODE}.\n"
         os.write(2, line.encode())
         flush = threading.Thread(target=sys.stdout.flush, daemon=True)  # whoever hangs may hold its lock
         flush.start()
@@ -198,7 +215,7 @@ class Lifeline:
         """At the exit: nobody needs to wait for the others, as jax's own end does, since the service outlives all."""
         if os.getpid() != self._pid:
             return
-        jax._src.distributed.global_state.client = None
+        _jax_client.forget()
         if _processes.lost():
             self._end_later(self._grace, unless_reported=False)
         elif not self._has_failed:

@@ -14,7 +14,8 @@ from estimator._gradients import Outcome, written
 from estimator._indexed_slices import is_slices
 from estimator._report import Rows, merge_reports
 from estimator.metrics import Metric
-from replicate._towers import cross_tower_concatenate, cross_tower_sum, num_towers, tower_index
+from replicate._towers import cross_tower_concatenate, num_towers, tower_index
+from replicate.cross_tower_ops import CrossTowerOps
 
 PyTree = Any
 
@@ -115,14 +116,15 @@ def together(same: EstimatorSpec, own: PyTree) -> EstimatorSpec:
     )
 
 
-def without_gradients(spec: EstimatorSpec) -> tuple[EstimatorSpec, list[dict[str, PyTree] | None]]:
-    """The spec less the gradients of its train_op, and those."""
+def without_gradients(spec: EstimatorSpec) -> tuple[EstimatorSpec, list[dict[str, PyTree]]]:
+    """The spec less the gradients of its train_op, and those, by name in the order of their variables."""
     updates = spec.train_op.updates
     train_op = TrainOp(tuple(dataclasses.replace(update, gradients={}) for update in updates))
-    return dataclasses.replace(spec, train_op=train_op), [update.gradients for update in updates]
+    gradients = [{n: u.gradients[n] for n in u.var_list if n in u.gradients} for u in updates]
+    return dataclasses.replace(spec, train_op=train_op), gradients
 
 
-def with_gradients(spec: EstimatorSpec, gradients: list[dict[str, PyTree] | None]) -> EstimatorSpec:
+def with_gradients(spec: EstimatorSpec, gradients: list[dict[str, PyTree]]) -> EstimatorSpec:
     updates = zip(spec.train_op.updates, gradients, strict=True)
     train_op = TrainOp(tuple(dataclasses.replace(update, gradients=own) for update, own in updates))
     return dataclasses.replace(spec, train_op=train_op)
@@ -144,24 +146,52 @@ def summed(
     outcome: Outcome,
     variables: dict[str, PyTree],
     aggregation: dict[str, VariableAggregation],
+    ops: CrossTowerOps,
 ) -> tuple[EstimatorSpec, dict[str, PyTree]]:
     """What all towers agree on after one sum: gradients, losses, and the variables the model_fn wrote."""
     assigned = {
         name: share(name, value, aggregation[name], tower_index(), num_towers())
         for name, value in outcome.assigned.items()
     }
-    same, assigned, added = _total((same, assigned, outcome.added))
+    same, gradients = without_gradients(same)
+    gradients, (same, assigned, added) = total(gradients, (same, assigned, outcome.added), ops)
+    same = with_gradients(same, gradients)
     # A sum of booleans is an integer.
     assigned = jax.tree.map(lambda x, like: x.astype(like.dtype), assigned, outcome.assigned)
     return same, written(Outcome(outcome.spec, assigned, added), variables)
 
 
-def _total(tree: PyTree) -> PyTree:
-    """The sum over towers; of a sparse gradient, the slices of all towers, which stand for it."""
-    leaves, structure = jax.tree.flatten(tree, is_leaf=is_slices)
-    sums = cross_tower_sum([None if is_slices(leaf) else leaf for leaf in leaves])
-    slices = cross_tower_concatenate([leaf if is_slices(leaf) else None for leaf in leaves])
-    return jax.tree.unflatten(structure, [s if s is not None else t for s, t in zip(slices, sums, strict=True)])
+def total(gradients: list[dict[str, PyTree]], others: PyTree, ops: CrossTowerOps) -> tuple[Any, PyTree]:
+    """The sums over towers; of a sparse gradient, the slices of all towers, which stand for it.
+
+    Args:
+      gradients: by variable name, for each update.
+      others: what else is summed, exactly.
+      ops: takes the sums.
+
+    Raises:
+      ValueError: a gradient is sparse, which `ops` does not take.
+    """
+    if num_towers() == 1:
+        return gradients, others
+    for name, gradient in (item for own in gradients for item in own.items()):
+        if is_slices(gradient) and not getattr(ops, "takes_slices", True):
+            raise ValueError(
+                f"`{type(ops).__name__}` cannot sum the gradient of the variable {name!r}, an `est.IndexedSlices` as "
+                "`est.embedding_lookup` makes them. Use other `cross_tower_ops`, such as `AllReduce()`."
+            )
+    in_order = [list(own.values()) for own in gradients]  # which jax would sort by name
+    leaves, structure = jax.tree.flatten((in_order, others), is_leaf=is_slices)
+    exact = getattr(ops, "exact", ops)
+    count = 0 if exact is ops else len(jax.tree.leaves(in_order, is_leaf=is_slices))
+    for some, positions in ((ops, range(count)), (exact, range(count, len(leaves)))):
+        dense = [i for i in positions if not is_slices(leaves[i])]
+        sums = some.sum_in_towers([leaves[i] for i in dense]) if dense else []
+        for i, leaf in zip(dense, sums, strict=True):
+            leaves[i] = leaf
+    leaves = [cross_tower_concatenate(leaf) if is_slices(leaf) else leaf for leaf in leaves]
+    in_order, others = jax.tree.unflatten(structure, leaves)
+    return [dict(zip(own, mine, strict=True)) for own, mine in zip(gradients, in_order, strict=True)], others
 
 
 def share(

@@ -10,6 +10,7 @@ import jax
 
 from estimator import EstimatorSpec, ModeKeys, Reduction, TrainOp
 from estimator._batch import check_batch
+from estimator._forward import Forward, check_transform
 from estimator._frame import Frame, PyTree, current_frame, open_frame
 from estimator._gradients import has_pending, run
 from estimator._model_fn import ModelFn, bind
@@ -28,6 +29,7 @@ from replicate._merge import (
     merged,
     summed,
     together,
+    total,
     with_gradients,
     without_gradients,
 )
@@ -35,12 +37,16 @@ from replicate._rows import take_rows
 from replicate._tower_optimizer import TowerOptimizer
 from replicate._towers import (
     cross_tower_mean,
-    cross_tower_sum,
     in_towers,
     num_towers,
     tower_index,
     tower_map,
 )
+from replicate.cross_tower_ops import CrossTowerOps, choose_the_best
+
+
+class ReplicatedTwice(ValueError):
+    """A replicated model_fn ran in a tower of another one."""
 
 
 def replicate_model_fn(
@@ -51,6 +57,8 @@ def replicate_model_fn(
     variable_distribution: VariableDistribution = VariableDistribution.MIRRORED,
     variable_device: jax.Device | str | None = None,
     on_nan: str | None = None,
+    cross_tower_ops: CrossTowerOps | None = None,
+    tower_transform: Callable[[Forward], Forward] | None = None,
 ) -> ModelFn:
     """A model_fn that runs the given one in a tower per device and merges what the towers return.
 
@@ -93,11 +101,22 @@ def replicate_model_fn(
         (`est.skipped_steps(state)`), and training goes on. "raise": `est.NonFiniteGradientError` names the step, the
         tower and the variable; a `train_step` of `est.transform` then waits for its result, an Estimator looks as
         often as it looks at the losses, and what is compiled into an outer `jax.jit` can only skip.
+      cross_tower_ops: how gradients, losses and whatever else is summed over towers, in training and evaluation; of
+        `replicate.cross_tower_ops`. What a model_fn itself sums by `cross_tower_sum` does not go through it.
+      tower_transform: `fn(forward)`, which makes of a tower's forward function another one, of which the gradients
+        are taken: `est.checkpoint_segments` or `jax.checkpoint` (for memory), `jax.named_scope("tower")` (for
+        profiles), or one that runs it under `jax.default_matmul_precision("bfloat16")`. `forward(trained, rest,
+        batch)` is pure: pytrees of arrays go in, what is differentiated first, and come out, the losses to
+        differentiate first. It is one run of the model_fn, less the sums over towers that follow; each micro-batch
+        of `accumulate_steps` has one. It is so in every mode, but for `init`.
 
     Raises:
+      TypeError: `cross_tower_ops` or `tower_transform` is something else, or what the latter returns is no function.
       ValueError: the reduction is NONE, there are no such devices, or, while it runs, the batch does not divide by
-        the towers (times `accumulate_steps`) in TRAIN, or an optimizer is not wrapped in `TowerOptimizer`.
+        the towers (times `accumulate_steps`) in TRAIN, an optimizer is not wrapped in `TowerOptimizer`, or what
+        `tower_transform` makes returns something else than the forward function.
     """
+    check_transform(tower_transform)
     if on_nan is not None and on_nan not in POLICIES:
         raise ValueError(f'on_nan must be None, "raise" or "skip"; got {on_nan!r}.')
     if Reduction(loss_reduction) == Reduction.NONE:
@@ -108,11 +127,14 @@ def replicate_model_fn(
     towers = find_devices(devices)
 
     def replicas_on(devices: tuple[jax.Device, ...]) -> _Replicas:
+        placement = place(variable_distribution, devices, variable_device)
         return _Replicas(
             devices=devices,
-            placement=place(variable_distribution, devices, variable_device),
+            placement=placement,
             mean_loss=Reduction(loss_reduction) != Reduction.SUM,
             on_nan=on_nan,
+            ops=_checked_ops(cross_tower_ops, placement, devices),
+            transform=tower_transform,
         )
 
     everywhere = replicas_on(towers)
@@ -124,7 +146,7 @@ def replicate_model_fn(
     ) -> EstimatorSpec:
         frame = current_frame("a model_fn made by replicate_model_fn")
         if in_towers():
-            raise ValueError("`replicate_model_fn` was given a model_fn that is replicated already. Wrap it once.")
+            raise ReplicatedTwice("`replicate_model_fn` was given a model_fn that is replicated already. Wrap it once.")
         mode = ModeKeys(mode)
         replicas = here if mode == ModeKeys.PREDICT else everywhere
         rows = check_batch(features, labels)
@@ -146,11 +168,31 @@ def replicate_model_fn(
         if frame.initializing:
             return replicas.initialize(call, frame, (features, labels))
         if mode == ModeKeys.TRAIN:
-            return replicas.train(call, frame, (features, labels), rows)
-        used = dataclasses.replace(replicas, devices=towers[:1]) if frame.one_tower else replicas
-        return used.evaluate(call, frame, (features, labels), rows)
+            spec = replicas.train(call, frame, (features, labels), rows)
+        else:
+            used = dataclasses.replace(replicas, devices=towers[:1]) if frame.one_tower else replicas
+            spec = used.evaluate(call, frame, (features, labels), rows)
+        metrics, reported = replicas.placement.whole_in_each((spec.eval_metric_ops, spec.reported))
+        return dataclasses.replace(spec, eval_metric_ops=metrics, reported=reported)
 
     return replicated
+
+
+def _checked_ops(given: CrossTowerOps | None, placement: Placement, devices: tuple[jax.Device, ...]) -> CrossTowerOps:
+    if given is None:
+        return choose_the_best(devices)
+    if not isinstance(given, CrossTowerOps):
+        raise TypeError(
+            'cross_tower_ops must be an object of `replicate.cross_tower_ops`, such as `AllReduce("ring")`; got '
+            f"{given!r}."
+        )
+    if isinstance(placement, SeparatePlacement):
+        raise ValueError(
+            f"cross_tower_ops was given, an {type(given).__name__}, with a variable_distribution whose gradients are "
+            "summed on the devices of the variables, not in the towers. Leave it out, or use "
+            "VariableDistribution.MIRRORED or SHARDED."
+        )
+    return given
 
 
 Call = Callable[[PyTree], EstimatorSpec]
@@ -165,12 +207,16 @@ class _Replicas:
       placement: where the variables live.
       mean_loss: whether the merged loss is the mean of the towers' losses, not their sum.
       on_nan: None: gradients are not looked at.
+      ops: takes the sums over towers.
+      transform: what `replicate_model_fn` was told about the forward function of a tower.
     """
 
     devices: tuple[jax.Device, ...]
     placement: Placement
     mean_loss: bool
     on_nan: str | None
+    ops: CrossTowerOps
+    transform: Callable[[Forward], Forward] | None
 
     def initialize(self, call: Call, frame: Frame, batch: PyTree) -> EstimatorSpec:
         """Creates the variables as one tower with the whole batch would."""
@@ -204,7 +250,7 @@ class _Replicas:
                 return cross_tower_mean(denominator)
 
             inside = _tower_frame(frame, start, first=0, average_denominator=average)
-            outcome, after = run(lambda: call(batch), inside, take_gradients=True, loss_scale=scale)
+            outcome, after = run(call, inside, batch, take_gradients=True, loss_scale=scale, transform=self.transform)
             ran.append(after)
             if num_towers() > 1:
                 _check_optimizers(outcome.spec.train_op)
@@ -221,13 +267,14 @@ class _Replicas:
                     averaged=bool(averaged),
                     loss_scale=scale,
                     mean_loss=self.mean_loss,
+                    transform=self.transform,
                 )
             flags = non_finite(outcome.spec.train_op) if self.on_nan else None
             same, own = apart(outcome.spec, scale)
             gradients = None
             if separate:
                 same, gradients = without_gradients(same)
-            same, written = summed(same, outcome, start[0], after.aggregation)
+            same, written = summed(same, outcome, start[0], after.aggregation, self.ops)
             return (same, written), (own, gradients, flags)
 
         start = _start(frame)
@@ -263,18 +310,21 @@ class _Replicas:
 
             def tower(start: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
                 inside = _tower_frame(frame, start, first=begin, average_denominator=average)
-
-                def attempt() -> EstimatorSpec:
-                    seen.clear()  # of an attempt that stopped at `compute_gradients`
-                    return call(batch)
-
                 scale = 1 / len(devices) if self.mean_loss else 1.0
-                outcome, after = run(attempt, inside, take_gradients=False, loss_scale=scale)
+                outcome, after = run(
+                    call,
+                    inside,
+                    batch,
+                    take_gradients=False,
+                    loss_scale=scale,
+                    denominators=seen,
+                    transform=self.transform,
+                )
                 ran.append(after)
                 if towers > 1:
                     check_rows(outcome.spec, size // len(devices))
                 same, own = apart(outcome.spec, scale)
-                return cross_tower_sum((same, seen)), own
+                return total([], (same, seen), self.ops)[1], own
 
             (same, totals), own = tower_map(tower, devices)(_start(frame), mine)
             return same, totals, merged(own, len(devices))

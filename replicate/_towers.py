@@ -164,3 +164,42 @@ def _packed_sum(leaves: list[jax.Array]) -> list[jax.Array]:
         sums.append(packed[start : start + leaf.size].reshape(leaf.shape))
         start += leaf.size
     return sums
+
+
+# What algorithms are made of. `groups` are lists of towers, of one size and every tower in one of them; a tower works
+# with those of its group.
+
+
+def towers_of_processes() -> list[list[int]]:
+    """The towers of each process, which follow one another; all in one list if they do not divide by the processes."""
+    towers, processes = num_towers(), jax.process_count()
+    size = towers if towers % processes else towers // processes
+    return [list(range(begin, begin + size)) for begin in range(0, towers, size)]
+
+
+def tower_psum(x: jax.Array, groups: list[list[int]]) -> jax.Array:
+    """The sum over the group by XLA's own algorithm."""
+    return x if len(groups[0]) == 1 else jax.lax.psum(x, TOWER_AXIS, axis_index_groups=_or_none(groups))
+
+
+def tower_gather(x: jax.Array, groups: list[list[int]]) -> jax.Array:
+    """The vectors of the group, one after the other."""
+    if len(groups[0]) == 1:
+        return x
+    return jax.lax.all_gather(x, TOWER_AXIS, axis_index_groups=_or_none(groups), tiled=True)
+
+
+def tower_scatter_sum(x: jax.Array, groups: list[list[int]]) -> jax.Array:
+    """A piece of the sum over the group: the n-th tower has the n-th of equal pieces."""
+    if len(groups[0]) == 1:
+        return x
+    return jax.lax.psum_scatter(x, TOWER_AXIS, axis_index_groups=_or_none(groups), tiled=True)
+
+
+def tower_permute(x: jax.Array, pairs: list[tuple[int, int]]) -> jax.Array:
+    """What comes to this tower where the first of each pair sends its `x` to the second; zeros where nothing does."""
+    return jax.lax.ppermute(x, TOWER_AXIS, pairs)
+
+
+def _or_none(groups: list[list[int]]) -> list[list[int]] | None:
+    return None if len(groups) == 1 else groups

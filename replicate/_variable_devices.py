@@ -22,6 +22,7 @@ from jax.tree_util import DictKey
 
 from estimator import EstimatorSpec, State, TrainOp
 from estimator._indexed_slices import is_slices, joined
+from estimator._learning_rates import rates_of
 from estimator._non_finite import done
 from estimator._placement import Placement, SeparatePlacement
 from replicate._transfer import transfer
@@ -99,8 +100,9 @@ class OnVariableDevices(SeparatePlacement):
             kind = tuple(leaf.shape for leaf in jax.tree.leaves(train_op))  # slices are as many as the batch has ids
             if kind not in updates:
                 updates[kind] = _Update(apply, (state, train_op, assigned), shardings, donate)
-            spec = dataclasses.replace(spec, train_op=done(spec.train_op, state.variables))
-            return updates[kind](state, train_op, assigned), spec
+            after = updates[kind](state, train_op, assigned)
+            rates = {name: rate.copy() for name, rate in rates_of(after.slots).items()}  # the next step takes the state
+            return after, dataclasses.replace(spec, train_op=done(spec.train_op, state.variables, rates))
 
         return step
 

@@ -65,12 +65,21 @@ class Cluster:
             assert time.monotonic() < deadline, f"process {index} has not written {line!r}: {self.lines(index)}"
             time.sleep(0.02)
 
-    def lines(self, index):
-        with open(os.path.join(self._folder.name, str(index)), errors="replace") as file:
-            return file.read().splitlines()
+    def wait_for_end(self, index, timeout=30):
+        """Waits until a process has ended."""
+        deadline = time.monotonic() + timeout
+        with contextlib.suppress(ProcessLookupError):
+            while True:
+                os.kill(self._pids[index], 0)
+                assert time.monotonic() < deadline, f"process {index} has not ended: {self.lines(index)}"
+                time.sleep(0.02)
 
-    def pid(self, index):
-        return self._pids[index]
+    def lines(self, index):
+        path = os.path.join(self._folder.name, str(index))
+        if not os.path.exists(path):  # it has only begun
+            return []
+        with open(path, errors="replace") as file:
+            return file.read().splitlines()
 
     def kill(self, index, number=signal.SIGKILL):
         os.kill(self._pids[index], number)
@@ -119,6 +128,7 @@ def serve():
         began = time.monotonic()
         pids = []
         for index in range(request["processes"]):
+            open(os.path.join(request["folder"], str(index)), "w").close()
             pids.append(os.fork())
             if not pids[-1]:
                 return call(request, index)
@@ -129,7 +139,7 @@ def serve():
 
 def call(request, index):
     """The work of a copy; it ends as every script does, by the end of its main module or by an error that leaves it."""
-    output = os.open(os.path.join(request["folder"], str(index)), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    output = os.open(os.path.join(request["folder"], str(index)), os.O_WRONLY | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
     addresses = [f"127.0.0.1:{request['port']}"] * request["processes"]

@@ -52,7 +52,11 @@ def make(model_dir, model_fn=None, params=None, **config):
 
 
 def saved_steps(estimator):
-    names = os.listdir(estimator.model_dir) if os.path.isdir(estimator.model_dir) else []
+    return saved_at(estimator.model_dir)
+
+
+def saved_at(model_dir):
+    names = os.listdir(model_dir) if os.path.isdir(model_dir) else []
     return sorted(int(m[1]) for m in map(re.compile(r"ckpt-(\d+)").fullmatch, names) if m)
 
 

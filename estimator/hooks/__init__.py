@@ -7,6 +7,7 @@ from estimator.hooks._in_memory_evaluator import InMemoryEvaluatorHook
 from estimator.hooks._logging_tensor import LoggingTensorHook
 from estimator.hooks._nan import NanTensorHook
 from estimator.hooks._profiler import ProfilerHook
+from estimator.hooks._set_learning_rate import SetLearningRateHook
 from estimator.hooks._step_counter import StepCounterHook
 from estimator.hooks._stop_at_secs import StopAtSecsHook
 from estimator.hooks._stop_at_step import StopAtStepHook
@@ -26,6 +27,7 @@ __all__ = [
     "ProfilerHook",
     "RunValues",
     "SecondOrStepTimer",
+    "SetLearningRateHook",
     "StalledError",
     "StepCounterHook",
     "StopAtSecsHook",

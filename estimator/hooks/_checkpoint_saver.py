@@ -83,7 +83,7 @@ class CheckpointSaverHook(Hook):
         return step + 1 if self._is_time() else None
 
     def after_run(self, context: Context, values: RunValues) -> None:
-        if (self._steps is not None or context.agreed(self._is_time())) and self._save(context):
+        if (self._steps is not None or context.agreed(self._is_time)) and self._save(context):
             context.request_stop("a checkpoint listener")
 
     def end(self, context: Context) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 
 from estimator._events import EventWriter
 from estimator._frame import PyTree
+from estimator._learning_rates import with_rate
 from estimator._modes import ModeKeys
 from estimator._report import Report
 from estimator._team import Team
@@ -112,6 +113,8 @@ class Context:
       metrics: in `end` of an evaluation that succeeded: what `evaluate` returns.
       team: the other processes that make the same run; None: there are none.
       restored: whether a hook gave the newest checkpoint other values than those of the state.
+      rates: what watchers of losses see beside these, known as late: the learning rates of the same steps by tag,
+        "learning_rate" or, of several, "learning_rate/<name>"; of optimizers under `optax.inject_hyperparams`.
     """
 
     def __init__(
@@ -133,9 +136,12 @@ class Context:
         self.found_nan = False
         self.metrics: dict[str, Any] | None = None
         self.restored = False
+        self._wished: str | None = None  # why to stop, until all processes know
+        self.rates: dict[str, np.ndarray] = {}
         self._state: Callable[[], Any] | None = None
         self._save: Callable[[], str | None] | None = None
         self._look: Callable[[], None] | None = None
+        self._change: Callable[[Callable[[Any], Any]], None] | None = None
         self._watchers: list[Callable[[Context, int, np.ndarray], None]] = []
         self._events: dict[str, EventWriter] = {}
 
@@ -164,6 +170,31 @@ class Context:
         if self._save is None:
             raise RuntimeError(f"Only training saves checkpoints; got `context.save()` in mode {str(self.mode)!r}.")
         return self._save()
+
+    def change(self, change: Callable[[Any], Any]) -> None:
+        """Lets a function make of the variables, slots and global step those that training goes on with."""
+        if self._change is None:
+            raise RuntimeError(
+                "Only training changes variables, from `after_create_state` to the last `after_run`; got a change in "
+                f"mode {str(self.mode)!r}."
+            )
+        self._change(change)
+
+    def set_learning_rate(self, name: str, value: float) -> None:
+        """Sets a learning rate from the next step on, as `est.set_learning_rate` does with a state; nothing waits.
+
+        Of several processes all call it; what process 0 gives counts. The checkpoint of the step has the rate if the
+        hook is called before the one that saves: if it overrides `get_state`.
+        """
+        if self._change is None or self.phase == "end":
+            raise RuntimeError(
+                f"`context.set_learning_rate({name!r}, {value!r})` is for hooks of a training, from "
+                f"`after_create_state` on and before `end`; got mode {str(self.mode)!r}, phase {self.phase!r}."
+            )
+        name, value = self.agreed(lambda: (name, value))
+        self.change(
+            lambda carry: carry._replace(slots=with_rate("context.set_learning_rate", carry.slots, name, value))
+        )
 
     def watch_losses(self, watcher: Callable[[Context, int, np.ndarray], None]) -> None:
         """Lets a hook see the losses of all steps without waiting: once they are known, at most some 100 steps later.
@@ -210,18 +241,19 @@ class Context:
         """Notes that SIGTERM came; where there are other processes, all have to stop at the same step."""
         self.preempted = True
         if self.team is None:
-            self.request_stop(SIGTERM)
+            self.stop(SIGTERM)
 
-    def agreed(self, value: Any) -> Any:
-        """What process 0 says, in all processes: for decisions that depend on a clock or a disk, and on which programs
-        or checkpoints depend. To be called by all of them."""
-        return value if self.team is None else self.team.from_chief(value)
+    def agreed(self, make: Callable[[], Any]) -> Any:
+        """What process 0 makes, in all processes: for decisions that depend on a clock or a disk, and on which programs
+        or checkpoints depend. To be called by all of them; `make` is called in process 0 alone."""
+        return make() if self.team is None else self.team.from_chief(make)
 
     def agree_to_stop(self) -> None:
         """Has all processes stop if one of them wants to."""
         if self.team is not None:
-            reasons = [reason for reason in self.team.exchange(self.stop_reason) if reason is not None]
-            self.stop_reason = reasons[0] if reasons else None
+            reasons = [reason for reason in self.team.exchange(self._wished) if reason is not None]
+            if reasons:
+                self.stop(reasons[0])
 
     def count(self, batches: int, rows: int) -> None:
         """Adds batches of so many examples to what was taken."""
@@ -229,19 +261,27 @@ class Context:
         self.examples += batches * rows
 
     def request_stop(self, reason: str = "a hook") -> None:
-        """Ends the run after the moment that is going on, as if its input had ended."""
-        if self.stop_reason is None:
-            self.stop_reason = reason
+        """Ends the run after the moment that is going on, as if its input had ended; of several processes, all."""
+        if self.team is None:
+            self.stop(reason)
+        self._wished = self._wished or reason
+
+    def stop(self, reason: str) -> None:
+        """Does what `request_stop` asks for, where all processes do so."""
+        self.stop_reason = self.stop_reason or reason
 
 
 class RunValues:
     """What came out of one step (or batch); fetched from the devices when it is read."""
 
-    def __init__(self, losses: Any, steps: int, reported: dict[str, Any], asked: Any) -> None:
+    def __init__(
+        self, losses: Any, steps: int, reported: dict[str, Any], asked: Any, rates: dict[str, Any] | None = None
+    ) -> None:
         self._losses = losses  # of a program: an array of at least so many steps, or that of a single one
         self._steps = steps
         self._reported = reported
         self._asked = asked
+        self._rates = rates or {}
         known = ["loss"] * (losses is not None) + sorted(reported)
         for name in jax.tree.leaves(asked):
             if name not in known:
@@ -253,7 +293,16 @@ class RunValues:
     @property
     def loss(self) -> float | None:
         """The loss; None in `predict`."""
-        return None if self._losses is None else float(np.asarray(self._losses).reshape(-1)[self._steps - 1])
+        return None if self._losses is None else self._last(self._losses)
+
+    @property
+    def learning_rates(self) -> dict[str, float]:
+        """Those of optimizers under `optax.inject_hyperparams` that the step was made with, by tag; see
+        `Context.rates`."""
+        return {tag: self._last(rates) for tag, rates in self._rates.items()}
+
+    def _last(self, of_steps: Any) -> float:
+        return float(np.asarray(of_steps).reshape(-1)[self._steps - 1])
 
     @property
     def results(self) -> PyTree:

@@ -26,10 +26,10 @@ def around(hooks: Sequence[Hook], context: Context) -> Iterator[None]:
         yield
     except BaseException as error:
         if isinstance(error, GeneratorExit):  # which closes the results of `predict`, and is no error
-            context.request_stop("closed")
+            context.stop("closed")
         else:
             context.error = explained(error) if context.team and isinstance(error, Exception) else error
-            context.request_stop("error")
+            context.stop("error")
             if context.error is not error:
                 raise context.error from error
         raise
@@ -88,12 +88,14 @@ class Piece(NamedTuple):
       due: the hooks to call after the last of them.
       alone: whether it is one step, which is to be a program of its own.
       reports: whether hooks may ask for values of the last step.
+      most: how many steps there could have been.
     """
 
     steps: int
     due: tuple[Hook, ...]
     alone: bool
     reports: bool
+    most: int
 
 
 class Plan:
@@ -134,13 +136,14 @@ class Plan:
             end = self._last_step if end is None else min(end, self._last_step)
         due = [i for i, n in enumerate(self._next) if n is not None and n == end]
         alone = any(self._alone[i] for i in due)
-        steps = self._most() if end is None else min(self._most(), end - start)
+        most = self._most()
+        steps = most if end is None else min(most, end - start)
         if alone and steps > 1 and start + steps == end:
             steps -= 1
         self._step = start + steps
         if self._step != end:
-            return Piece(steps, (), False, False)
-        return Piece(steps, tuple(self.hooks[i] for i in due), alone, any(self._asks[i] for i in due))
+            return Piece(steps, (), False, False, most)
+        return Piece(steps, tuple(self.hooks[i] for i in due), alone, any(self._asks[i] for i in due), most)
 
 
 def before(due: Sequence[Hook], context: Context) -> list[Any]:
@@ -161,18 +164,26 @@ def before(due: Sequence[Hook], context: Context) -> list[Any]:
 
 
 def after(
-    due: Sequence[Hook], context: Context, asked: Sequence[Any], losses: Any, steps: int, reported: dict[str, Any]
+    due: Sequence[Hook],
+    context: Context,
+    asked: Sequence[Any],
+    losses: Any,
+    steps: int,
+    reported: dict[str, Any],
+    rates: dict[str, Any] | None = None,
 ) -> None:
     """Lets each hook have its values of the last of some steps."""
     for hook, names in zip(due, asked, strict=True):
-        _unless_stopped(hook.after_run, context, RunValues(losses, steps, reported, names))
+        _unless_stopped(hook.after_run, context, RunValues(losses, steps, reported, names, rates))
     if due:
         context.agree_to_stop()
 
 
 def asks(asked: Sequence[Any], context: Context) -> bool:
     """Whether any hook asks for more than the loss; of several processes, one of the chief."""
-    return bool(asked) and context.agreed(any(name != "loss" for names in asked for name in jax.tree.leaves(names)))
+    return bool(asked) and context.agreed(
+        lambda: any(name != "loss" for names in asked for name in jax.tree.leaves(names))
+    )
 
 
 def create_state(hooks: Sequence[Hook], context: Context) -> None:

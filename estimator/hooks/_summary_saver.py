@@ -23,7 +23,8 @@ _HELD = 2  # as many as there are programs in flight: to read a third one waits 
 
 
 class SummarySaverHook(Hook):
-    """Writes the loss, what the model_fn shows by `est.summary.*`, `global_step/sec` and `examples/sec`.
+    """Writes the loss, what the model_fn shows by `est.summary.*`, `global_step/sec` and `examples/sec`; and for
+    optimizers under `optax.inject_hyperparams` the `learning_rate`, several as `learning_rate/<name>`.
 
     They go into an event file for TensorBoard, and the numbers into `history.jsonl` too (see `est.read_history`); the
     rates once a second at most. `train` has such a hook unless one is given that writes into the model_dir;
@@ -126,7 +127,8 @@ class SummarySaverHook(Hook):
         for step in steps:
             if self._write is not None:
                 rates = self._rates(context, last) if step == steps[-1] else {}
-                self._write(step, time.time(), {"loss": float(losses[step - first]), **rates})
+                shown = {tag: float(of_steps[step - first]) for tag, of_steps in context.rates.items()}
+                self._write(step, time.time(), {"loss": float(losses[step - first]), **shown, **rates})
             self._timer.update_last_triggered_step(step)
 
     def _rates(self, context: Context, done: int) -> dict[str, float]:
@@ -144,7 +146,7 @@ class SummarySaverHook(Hook):
         if self._write is None:
             return  # nothing is fetched for it
         step, walltime, values = held
-        loss = {"loss": values.loss} if context.mode == ModeKeys.TRAIN else {}
+        loss = {"loss": values.loss, **values.learning_rates} if context.mode == ModeKeys.TRAIN else {}
         self._write(step, walltime, {**loss, **(rates or {}), **dict(zip(self._names, values.results, strict=True))})
 
 

@@ -1,0 +1,129 @@
+"""Time of a sum over towers by every algorithm and every packer, against plain `psum`.
+
+    python benchmarks/all_reduce.py [--rounds 5] [--towers 2 4 8] [--bytes 100 1000 ...] [--trees ...] [--plot FILE]
+
+A single vector of 10^2 to 10^8 bytes, and trees of many arrays, on 2, 4 and 8 towers (CPU devices, or GPUs where there
+are enough). How it is timed: `replicate/cross_tower_ops/measure.py`. The figures are ratios to `AllReduce()`, a psum of
+all arrays in one vector: the medians over rounds of the rounds' ratios, printed as Markdown. The last two columns are
+those of what `choose_the_best` gives: to `AllReduce()`, and to the fastest of the line, `bfloat16` aside, which is not
+exact. The fastest of many is the luckiest too: where the default takes more than 1.05 of its time, the two alone are
+timed again, with three times the rounds.
+"""
+
+import argparse
+import functools
+
+import jax
+
+jax.config.update("jax_num_cpu_devices", 8)
+
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+
+from replicate.cross_tower_ops import AllReduce, ReductionToOneDevice, choose_the_best  # noqa: E402
+from replicate.cross_tower_ops.measure import make_run, ratio, seconds, zeros  # noqa: E402
+
+ALGORITHMS = {
+    "psum": AllReduce(),
+    "ring": AllReduce("ring"),
+    "halving": AllReduce("recursive_halving_doubling"),
+    "tree": AllReduce("tree"),
+    "hierarchical": AllReduce("hierarchical"),
+    "scatter, gather": AllReduce("reduce_scatter_gather"),
+    "one device": ReductionToOneDevice(),
+}
+PACKERS = {
+    "2 packs": AllReduce(num_packs=2),
+    "4 packs": AllReduce(num_packs=4),
+    "16 small": AllReduce(num_packs=0, agg_small_grads_max_bytes=1 << 16, agg_small_grads_max_group=16),
+    "each alone": AllReduce(num_packs=0),
+}
+BFLOAT16 = {"bfloat16": AllReduce(compress_dtype=jnp.bfloat16)}
+TREES = {  # numbers of float32 in the arrays
+    "500 of 1 kB": [250] * 500,
+    "200 of 4 kB": [1000] * 200,
+    "20 of 100 B to 2 MB": [int(x) for x in np.random.default_rng(0).permutation(np.geomspace(25, 500_000, 20))],
+    "4 of 4 MB": [10**6] * 4,
+}
+BASE, DEFAULT = "psum", "default"
+
+
+def ratios(candidates, sizes, devices, rounds):
+    """By candidate, the time over that of `AllReduce()`; and the default's over that of the fastest."""
+    arrays = zeros(sizes, devices)
+    timed = functools.partial(seconds, total_bytes=4 * sum(sizes) * len(devices))
+    runs = {name: make_run(ops, arrays, devices) for name, ops in candidates.items()}
+    times = timed(runs, rounds=rounds)
+    found = {name: ratio(of_name, times[BASE]) for name, of_name in times.items()}
+    fastest = min((name for name in found if name not in BFLOAT16), key=found.__getitem__)
+    to_fastest = ratio(times[DEFAULT], times[fastest])
+    if to_fastest > 1.05:
+        times = timed({name: runs[name] for name in (DEFAULT, fastest)}, rounds=3 * rounds)
+        to_fastest = ratio(times[DEFAULT], times[fastest])
+    return found, to_fastest
+
+
+def print_line(cells):
+    print(f"| {' | '.join(cells)} |", flush=True)
+
+
+def print_table(name, cases, candidates, counts, rounds):
+    """Returns the figures: by number of towers and case, the ratios by candidate."""
+    columns = [column for column in (*candidates, DEFAULT) if column != BASE]
+    print_line(["towers", name, *columns, "default / fastest"])
+    print_line(["---"] * (len(columns) + 3))
+    figures = {}
+    for towers in counts:
+        devices = jax.local_devices()[:towers]
+        for case, sizes in cases.items():
+            all_candidates = candidates | {DEFAULT: choose_the_best(devices)}
+            found, to_fastest = ratios(all_candidates, sizes, devices, rounds)
+            figures[towers, case] = found
+            print_line([str(towers), case, *(f"{found[column]:.2f}" for column in columns), f"{to_fastest:.2f}"])
+    print()
+    return figures
+
+
+def plot(path, figures, sizes):
+    """A panel for each number of towers: ratios by bytes."""
+    from matplotlib.figure import Figure
+
+    counts = sorted({towers for towers, _ in figures})
+    figure = Figure(figsize=(4.2 * len(counts), 4.2), layout="constrained")
+    for panel, towers in zip(figure.subplots(1, len(counts), sharey=True, squeeze=False)[0], counts, strict=True):
+        for name in (*ALGORITHMS, DEFAULT):
+            style = {"color": "black", "linestyle": ":", "linewidth": 3} if name == DEFAULT else {"marker": "."}
+            panel.plot(sizes.values(), [figures[towers, case][name] for case in sizes], label=name, **style)
+        panel.set(xscale="log", yscale="log", xlabel="bytes", title=f"{towers} towers")
+        panel.set_yticks([0.5, 1, 2, 5, 10], ["0.5", "1", "2", "5", "10"])
+        panel.grid(alpha=0.3)
+    figure.axes[0].set_ylabel("time / time of psum")
+    figure.axes[0].legend(fontsize="small")
+    figure.savefig(path, dpi=90)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--towers", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--bytes", type=int, nargs="*", default=[10**exponent for exponent in range(2, 9)])
+    parser.add_argument("--trees", nargs="*", choices=TREES, default=list(TREES))
+    parser.add_argument("--plot", help="a PNG file to write")
+    arguments = parser.parse_args()
+    there = len(jax.local_devices())
+    counts = [towers for towers in arguments.towers if towers <= there]
+    print(f"{there} devices, {jax.local_devices()[0].device_kind}, jax {jax.__version__}\n")
+    sizes = {f"{size:,}": size for size in arguments.bytes}
+    if sizes:
+        vectors = {case: [size // 4] for case, size in sizes.items()}
+        packs = {name: PACKERS[name] for name in ("2 packs", "4 packs")}  # the others leave one vector as it is
+        figures = print_table("bytes", vectors, ALGORITHMS | packs | BFLOAT16, counts, arguments.rounds)
+        if arguments.plot:
+            plot(arguments.plot, figures, sizes)
+    trees = {name: TREES[name] for name in arguments.trees}
+    if trees:
+        print_table("arrays", trees, ALGORITHMS | PACKERS | BFLOAT16, counts, arguments.rounds)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""What an Estimator is given, checked."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import tempfile
+
+from absl import logging
+
+from estimator._model_fn import ModelFn
+from estimator._run_config import RunConfig
+
+
+def chosen_dir(model_dir: str | os.PathLike[str] | None, config: RunConfig) -> str:
+    given = None if model_dir is None else os.fspath(model_dir)
+    configured = None if config.model_dir is None else os.fspath(config.model_dir)
+    if given and configured and given != configured:
+        raise ValueError(
+            "`model_dir` are set both in constructor and `RunConfig`, but with different values: "
+            f"{given!r} and {configured!r}. Set it in one place."
+        )
+    if given or configured:
+        return str(given or configured)
+    made = tempfile.mkdtemp()
+    logging.warning("Using temporary folder as model directory: %s", made)
+    return made
+
+
+def needs_params(model_fn: ModelFn) -> bool:
+    params = inspect.signature(model_fn).parameters.get("params")
+    return params is not None and params.default is params.empty
+
+
+def check_steps(name: str, value: int | None) -> None:
+    if value is not None and value <= 0:
+        raise ValueError(f"Must specify {name} > 0, given: {value}.")

@@ -1,0 +1,96 @@
+"""Sums over towers by an algorithm for each range of sizes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from replicate.cross_tower_ops._algorithms import all_reduce, checked_algorithm
+from replicate.cross_tower_ops._all_reduce import AllReduce
+from replicate.cross_tower_ops._packers import at_least, concatenated, cut
+
+
+class _Spec(NamedTuple):
+    """What becomes of the arrays up to some size.
+
+    Attributes:
+      algorithm: its name, or "a/b": see `AllReduce`.
+      shards: the number of pieces that a vector is summed in, after packing.
+      limit: the size in bytes up to which arrays belong to it.
+    """
+
+    algorithm: str
+    shards: int
+    limit: int
+
+
+class MultiWorkerAllReduce(AllReduce):
+    """Sums arrays by an algorithm that depends on their size; TensorFlow's `MultiWorkerAllReduce`.
+
+    Arrays of each range of sizes are packed by themselves, as `AllReduce` does it.
+
+    >>> ops = MultiWorkerAllReduce([("tree", 1, 4096), ("ring/psum", 2, None)], num_packs=1)
+
+    Args:
+      all_reduce_spec: tuples (algorithm, shards, limit in bytes), with rising limits; the last has none (None or -1).
+        Or one tuple.
+      num_packs: see `AllReduce`; here 0, as in TensorFlow, so that each array is summed by itself.
+      agg_small_grads_max_bytes: see `AllReduce`.
+      agg_small_grads_max_group: see `AllReduce`.
+
+    Raises:
+      TypeError: `all_reduce_spec` is no tuple, and no list of tuples.
+      ValueError: there is no such algorithm, shards are less than 1, limits do not rise, the last is not without, or
+        both ways of packing are asked for.
+    """
+
+    def __init__(
+        self,
+        all_reduce_spec: Sequence[Any] = ("psum/psum", 2, -1),
+        num_packs: int = 0,
+        agg_small_grads_max_bytes: int = 0,
+        agg_small_grads_max_group: int = 10,
+    ) -> None:
+        super().__init__(
+            num_packs=num_packs,
+            agg_small_grads_max_bytes=agg_small_grads_max_bytes,
+            agg_small_grads_max_group=agg_small_grads_max_group,
+        )
+        self._spec = _checked_spec(all_reduce_spec)
+
+    def _sum(self, arrays: list[jax.Array]) -> list[jax.Array]:
+        sums = list(arrays)
+        for spec, smaller in zip(self._spec, [-1, *(spec.limit for spec in self._spec)], strict=False):
+            positions = [i for i, array in enumerate(arrays) if smaller < array.nbytes <= spec.limit]
+            mine = [arrays[i] for i in positions]
+            packs = [cut(pack, spec.shards) for pack in self._packer.pack(mine)]
+            totals = [concatenated([all_reduce(shard, spec.algorithm) for shard in pack]) for pack in packs]
+            for i, total in zip(positions, self._packer.unpack(totals, mine), strict=True):
+                sums[i] = total
+        return sums
+
+
+def _checked_spec(given: Any) -> list[_Spec]:
+    entries = [given] if isinstance(given, tuple) and given and isinstance(given[0], str) else given
+    is_list = isinstance(entries, list | tuple) and entries
+    if not is_list or not all(isinstance(entry, tuple) and 2 <= len(entry) <= 3 for entry in entries):
+        raise TypeError(
+            "`MultiWorkerAllReduce` takes tuples (algorithm, shards, limit in bytes) as all_reduce_spec, such as "
+            f'[("tree", 1, 4096), ("ring", 2, None)]; got {given!r}.'
+        )
+    specs = []
+    for name, shards, *limits in entries:
+        checked_algorithm("MultiWorkerAllReduce", name)
+        at_least(1, "MultiWorkerAllReduce", "shards", shards)
+        limit = limits[0] if limits and limits[0] not in (None, -1) else sys.maxsize
+        specs.append(_Spec(name, shards, at_least(1, "MultiWorkerAllReduce", "limit", limit)))
+    limits = [spec.limit for spec in specs]
+    if limits != sorted(set(limits)) or limits[-1] != sys.maxsize:
+        raise ValueError(
+            "The limits in the all_reduce_spec of `MultiWorkerAllReduce` must rise, and the last entry must have none "
+            f"(None or -1), so that there is an algorithm for every size; got {given!r}."
+        )
+    return specs

@@ -1,0 +1,130 @@
+"""Many arrays as fewer vectors, since every collective has a price of its own.
+
+Arrays of different dtypes never share a vector. They are packed in the reverse order of their use: the backward pass
+ends at the first variable, so that the first vector may be on its way before the last gradient is known.
+"""
+
+from __future__ import annotations
+
+import abc
+import itertools
+from collections.abc import Iterable, Sequence
+
+import jax
+import jax.numpy as jnp
+
+
+class Packer(abc.ABC):
+    """A way to make vectors of arrays, and arrays of vectors again; nothing is kept from one call to the next."""
+
+    num_packs = 1  # what becomes of a group
+
+    @abc.abstractmethod
+    def groups(self, arrays: Sequence[jax.Array]) -> list[list[int]]:
+        """The positions of the arrays that are put together."""
+
+    def pack(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        """Vectors that hold all elements of the arrays."""
+        vectors = (concatenated([arrays[i].ravel() for i in group]) for group in self.groups(arrays))
+        return [piece for vector in vectors for piece in cut(vector, self.num_packs)]
+
+    def unpack(self, packs: Iterable[jax.Array], arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        """The arrays again.
+
+        Args:
+          packs: as many and as long as `pack` returned them.
+          arrays: what was packed, for the shapes.
+        """
+        unpacked, left = list(arrays), iter(packs)
+        for group in self.groups(arrays):
+            ends = list(itertools.accumulate(arrays[i].size for i in group))
+            vector = concatenated(list(itertools.islice(left, _pieces(ends[-1], self.num_packs))))
+            for i, end in zip(group, ends, strict=True):
+                unpacked[i] = vector[end - arrays[i].size : end].reshape(arrays[i].shape)
+        return unpacked
+
+
+class ConcatAndSplitPacker(Packer):
+    """All arrays of a dtype in one vector, which is cut into nearly equal pieces, as TensorFlow's packer of this name.
+
+    >>> packer = ConcatAndSplitPacker(num_packs=2)
+    >>> arrays = [jnp.ones((2, 2)), jnp.zeros(1)]
+    >>> packs = packer.pack(arrays)
+    >>> [str(pack) for pack in packs]
+    ['[0. 1. 1.]', '[1. 1.]']
+    >>> [array.shape for array in packer.unpack(packs, arrays)]
+    [(2, 2), (1,)]
+
+    Args:
+      num_packs: the number of pieces; fewer where there are fewer elements.
+
+    Raises:
+      ValueError: `num_packs` is no integer of at least 1.
+    """
+
+    def __init__(self, num_packs: int = 1) -> None:
+        self.num_packs = at_least(1, "ConcatAndSplitPacker", "num_packs", num_packs)
+
+    def groups(self, arrays: Sequence[jax.Array]) -> list[list[int]]:
+        return _by_dtype(arrays)
+
+
+class AggregateSmallTensorPacker(Packer):
+    """Small arrays that follow one another in groups, others alone, as TensorFlow's packer of this name.
+
+    >>> packer = AggregateSmallTensorPacker(max_bytes=8, max_group=2)
+    >>> arrays = [jnp.ones(1), jnp.zeros(2), jnp.ones(1), jnp.zeros(3)]
+    >>> [str(pack) for pack in packer.pack(arrays)]
+    ['[0. 0. 0.]', '[1. 0. 0.]', '[1.]']
+
+    Args:
+      max_bytes: the size up to which an array is small; 0 leaves every array alone.
+      max_group: the number of arrays in a group at most.
+
+    Raises:
+      ValueError: `max_bytes` is no integer of at least 0, or `max_group` none of at least 1.
+    """
+
+    def __init__(self, max_bytes: int = 1 << 20, max_group: int = 16) -> None:
+        self.max_bytes = at_least(0, "AggregateSmallTensorPacker", "max_bytes", max_bytes)
+        self.max_group = at_least(1, "AggregateSmallTensorPacker", "max_group", max_group)
+
+    def groups(self, arrays: Sequence[jax.Array]) -> list[list[int]]:
+        def is_small(i: int) -> bool:
+            return arrays[i].nbytes <= self.max_bytes
+
+        groups: list[list[int]] = []
+        for mine in _by_dtype(arrays):
+            for small, run in itertools.groupby(mine, is_small):
+                together, size = list(run), self.max_group if small else 1
+                groups.extend(together[begin : begin + size] for begin in range(0, len(together), size))
+        return groups
+
+
+def cut(vector: jax.Array, pieces: int) -> list[jax.Array]:
+    """Nearly equal pieces of a vector; fewer where there are fewer elements."""
+    count = _pieces(vector.size, pieces)
+    return [vector] if count == 1 else jnp.array_split(vector, count)
+
+
+def concatenated(vectors: list[jax.Array]) -> jax.Array:
+    return vectors[0] if len(vectors) == 1 else jnp.concatenate(vectors)
+
+
+def at_least(least: int, caller: str, name: str, value: int) -> int:
+    """The value, if it is such an integer; else a ValueError says so."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"`{caller}` needs an integer of at least {least} as `{name}`; got {value!r}.")
+    return value
+
+
+def _pieces(size: int, pieces: int) -> int:
+    return max(1, min(size, pieces))
+
+
+def _by_dtype(arrays: Sequence[jax.Array]) -> list[list[int]]:
+    """The positions of the arrays of each dtype, last first."""
+    groups: dict[jnp.dtype, list[int]] = {}
+    for i in reversed(range(len(arrays))):
+        groups.setdefault(arrays[i].dtype, []).append(i)
+    return list(groups.values())

@@ -1,0 +1,10 @@
+"""What one training step of a replicated model_fn does, without running it.
+
+This file is the table of contents; every name has its explanation where it is defined.
+"""
+
+from replicate.explain._explain import explain
+from replicate.explain._explanation import Explanation, Home, Split, Transfer
+from replicate.explain._program import Collective, collectives
+
+__all__ = ["Collective", "Explanation", "Home", "Split", "Transfer", "collectives", "explain"]

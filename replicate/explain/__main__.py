@@ -1,0 +1,185 @@
+"""Shows what one training step of a model_fn does on several devices, without running it.
+
+    python -m replicate.explain examples.digits:model_fn --params '{"learning_rate": 0.001}' --towers 4 \\
+        --features pixels=float32[64,8,8] --labels int32[64] --html step.html
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import pathlib
+import re
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from absl import flags
+
+from estimator._input import batches, call_input_fn
+from estimator._modes import ModeKeys
+from replicate._distribution import VariableDistribution
+from replicate.explain._explain import explain
+
+_CPU_TOWERS = 2
+_ARRAY = re.compile(r"(?:([^=\[\]]+)=)?(\w+)\[([\d,\s]*)\]")
+
+
+class _Usage(Exception):
+    """Something on the command line is wrong."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Reads the command line, or the given arguments, and prints the explanation."""
+    parser = _parser()
+    args = parser.parse_args(arguments)
+    try:
+        if bool(args.input) == bool(args.features):
+            raise _Usage("Give either --input, a function that returns batches, or --features, their shapes.")
+        # Before anything starts jax's backends, after which there is no other number of CPU devices.
+        jax.config.update("jax_num_cpu_devices", args.towers or _CPU_TOWERS)
+        model_fn = _find(args.model_fn, "model_fn")
+        input_fn = _find(args.input, "input_fn") if args.input else None
+        if not flags.FLAGS.is_parsed():
+            flags.FLAGS.mark_as_parsed()  # those that the module defines have their defaults
+        if input_fn is None:
+            features, labels = _arrays("--features", args.features), _arrays("--labels", args.labels)
+        else:
+            features, labels = _first_batch(args.input, input_fn, args.params)
+        options = _options(args)
+    except _Usage as error:
+        parser.error(str(error))
+    found = explain(
+        model_fn,
+        features,
+        labels,
+        params=args.params,
+        bandwidth=args.bandwidth,
+        latency=args.latency,
+        **options,
+    )
+    if args.html:
+        args.html.write_text(found.html(), encoding="utf-8")
+    print(found)
+    if args.html:
+        print(f"\nWritten as a page: {args.html}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m replicate.explain",
+        description=(__doc__ or "").split("\n", 1)[0],
+        epilog="Flags that the module itself defines by absl have their defaults.",
+    )
+    array = "NAME=DTYPE[ROWS,...]"
+    parser.add_argument("model_fn", metavar="MODULE:MODEL_FN", help="as in examples.digits:model_fn")
+    parser.add_argument("--input", metavar="MODULE:INPUT_FN", help="its first batch shows what a batch looks like")
+    parser.add_argument("--features", nargs="+", metavar=array, help="in place of --input; NAME= only if in a dict")
+    parser.add_argument("--labels", nargs="+", metavar=array, help="likewise")
+    parser.add_argument("--params", type=_params, metavar="JSON", help="params of the model_fn, a JSON object")
+    parser.add_argument(
+        "--towers", type=_positive, metavar="N", help="how many; by default all accelerators, or two CPU devices"
+    )
+    parser.add_argument(
+        "--distribution", choices=[str(each) for each in VariableDistribution], help="where variables live"
+    )
+    parser.add_argument("--bandwidth", type=float, default=10e9, help="bytes per second between devices (%(default)g)")
+    parser.add_argument("--latency", type=float, default=10e-6, help="of a message, in seconds (%(default)g)")
+    parser.add_argument("--html", type=pathlib.Path, metavar="FILE", help="write it as a page, with a picture, too")
+    return parser
+
+
+def _find(name: str, what: str) -> Callable[..., Any]:
+    """The function that MODULE:NAME names.
+
+    Raises:
+      _Usage: there is none; says what there is.
+    """
+    module_name, colon, attribute = name.partition(":")
+    if not (module_name and colon and attribute):
+        raise _Usage(f"A {what} is named MODULE:NAME, as in examples.digits:model_fn; got {name!r}.")
+    if module_name.endswith(".py"):
+        written = module_name.removesuffix(".py").replace("/", ".")
+        raise _Usage(f"MODULE is a name to import, not a file; write {written}:{attribute} for {name!r}.")
+    sys.path[:0] = [] if "" in sys.path or str(pathlib.Path.cwd()) in sys.path else [""]
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise  # something that the module imports
+        raise _Usage(
+            f"There is no module {error.name!r}, of {name!r}, in {pathlib.Path.cwd()} or among the installed ones. "
+            "Run the command where `import` finds it, or set PYTHONPATH."
+        ) from error
+    found = getattr(module, attribute, None)
+    if not callable(found):
+        mine = [n for n, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
+        functions = ", ".join(n for n in mine if callable(getattr(module, n)) and not n.startswith("_"))
+        raise _Usage(f"The module {module_name!r} has no function {attribute!r}; it has {functions or 'none'}.")
+    return found
+
+
+def _first_batch(name: str, input_fn: Callable[..., Any], params: Any) -> tuple[Any, Any]:
+    source = batches(call_input_fn(input_fn, ModeKeys.TRAIN, params, None))
+    first = source.peek()
+    source.close()
+    if first is None:
+        raise _Usage(f"{name} gives no batch.")
+    return first
+
+
+def _arrays(option: str, given: Sequence[str] | None) -> Any:
+    if given is None:
+        return None
+    found = {}
+    for text in given:
+        match = _ARRAY.fullmatch(text.strip())
+        if not match:
+            raise _Usage(f"{option} takes arrays such as x=float32[64,8] or int32[64]; got {text!r}.")
+        try:
+            dtype = jnp.dtype(match[2])
+        except TypeError:
+            raise _Usage(f"{option} got {text!r}, but there is no dtype {match[2]!r}.") from None
+        shape = tuple(int(n) for n in match[3].split(",") if n.strip())
+        found[match[1]] = jax.ShapeDtypeStruct(shape, dtype)
+    if len(found) < len(given) or (None in found and len(found) > 1):
+        raise _Usage(f"{option} takes one array without a name, or several, each with its own; got {given}.")
+    return found[None] if None in found else found
+
+
+def _options(args: argparse.Namespace) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    there = sorted(jax.devices(), key=lambda device: device.id)
+    if args.towers and args.towers > len(there):
+        raise _Usage(
+            f"--towers={args.towers} are more than the {len(there)} devices, {there[0].platform}. "
+            "For virtual CPU devices set JAX_PLATFORMS=cpu."
+        )
+    if args.towers and args.towers < len(there):
+        options["devices"] = there[: args.towers]
+    if args.distribution:
+        options["variable_distribution"] = VariableDistribution(args.distribution)
+    return options
+
+
+def _params(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON ({error})") from None
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f'{text!r} is no JSON object such as {{"learning_rate": 0.1}}')
+    return found
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of at least 1")
+    return int(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,297 @@
+"""Finds out what a training step does, by tracing and compiling it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.interpreters.partial_eval import dce_jaxpr
+from jax.sharding import NamedSharding
+
+import estimator as est
+from estimator import EstimatorSpec
+from estimator._batch import check_batch
+from estimator._frame import PyTree, current_frame
+from estimator._loop_size import choose
+from estimator._model_fn import ModelFn, bind
+from estimator._placement import SeparatePlacement
+from estimator._programs import Programs
+from estimator._sparse import is_sparse, padded
+from estimator._transform import Model, Traits
+from estimator.hooks._hook import Context
+from replicate._accumulate import accumulate_steps
+from replicate._distribution import OneDevice, Sharded
+from replicate._replicate import ReplicatedTwice, replicate_model_fn
+from replicate.explain._explanation import Explanation, Home, Memory, Split, Transfer
+from replicate.explain._program import collectives
+
+_STEPS_BETWEEN_LOOKS = 100
+"""How often a training run looks at its losses, unless its config says to log them more often."""
+
+
+def explain(
+    model_fn: ModelFn,
+    features: PyTree,
+    labels: PyTree = None,
+    *,
+    params: Any = None,
+    config: Any = None,
+    bandwidth: float = 10e9,
+    latency: float = 10e-6,
+    **options: Any,
+) -> Explanation:
+    """What one training step of a model_fn does on its towers, found out without running it.
+
+    The step is that of `Estimator.train`: it leaves the state and the loss. It is traced and compiled for the devices
+    of the towers, with nothing computed on them. On the command line: `python -m replicate.explain --help`.
+
+    >>> import estimator as est, jax, jax.numpy as jnp, optax
+    >>> from replicate import TowerOptimizer, explain
+    >>> def model_fn(features, labels, mode):
+    ...     w = est.get_variable("w", (3,), initializer=jax.nn.initializers.zeros)
+    ...     loss = jnp.mean((features @ w - labels) ** 2)
+    ...     return est.EstimatorSpec(mode, loss=loss, train_op=TowerOptimizer(optax.adam(0.1)).minimize(loss))
+    >>> batch = jax.ShapeDtypeStruct((8, 3), jnp.float32), jax.ShapeDtypeStruct((8,), jnp.float32)
+    >>> found = explain(model_fn, *batch, devices=["cpu:0", "cpu:1"])
+    >>> # The gradient, the loss of the step and that of the optimizer:
+    >>> [(each.kind, each.dtype, each.bytes, each.participants) for each in found.collectives]
+    [('all-reduce', 'float32', 20, 2)]
+    >>> [(home.name, home.where) for home in found.variables]
+    [('w', 'whole on each of 2 devices')]
+
+    Args:
+      model_fn: a model_fn, replicated or not; if not, it is wrapped in `replicate_model_fn`.
+      features, labels: a batch, or `jax.ShapeDtypeStruct`s in the place of its arrays.
+      params, config: passed on to the model_fn.
+      bandwidth: of the way between two devices, in bytes per second, to estimate the time of communication.
+      latency: of a message between two devices, in seconds.
+      **options: of `replicate_model_fn`, such as `devices` and `variable_distribution`.
+
+    Raises:
+      ValueError: the model_fn is replicated already, and options were given; the towers are on several processes; the
+        bandwidth is not positive, or the latency negative; or what `replicate_model_fn` says.
+    """
+    if not bandwidth > 0 or not latency >= 0:
+        raise ValueError(
+            "`explain` needs a positive bandwidth, in bytes per second, and a latency of 0 or more, in seconds; got "
+            f"bandwidth={bandwidth!r} and latency={latency!r}."
+        )
+    name = getattr(model_fn, "__name__", str(model_fn))
+    rows = check_batch(features, labels)
+    features, labels = jax.tree.map(_abstract, padded((features, labels)))
+    if not _is_replicated(model_fn, params, config, features, labels):
+        model_fn = replicate_model_fn(model_fn, **options)
+    elif options:
+        raise ValueError(
+            f"`explain` got {', '.join(options)} for a model_fn that is replicated already, which says itself what "
+            "they are. Leave them out, or give the model_fn that is not replicated."
+        )
+    notes: dict[str, int] = {}
+    model = est.transform(_observed(model_fn, params, config, notes))
+    traits = model.traits(features, labels)
+    if traits.placement.spans_processes:
+        raise ValueError(
+            "`explain` reads the program of one process, and these towers are on several. Call it in one process "
+            "with as many devices; `python -m replicate.explain --towers=N` makes them of the CPU."
+        )
+    sharding = traits.placement.batch(rows)
+    devices = list(sharding.mesh.devices.flat) if isinstance(sharding, NamedSharding) else list(sharding.device_set)
+    step, args = _step(model, traits, features, labels)
+    compiled = step.lower(*args).compile()
+    homes = jax.tree.broadcast(traits.shardings, traits.like)
+    return Explanation(
+        name=name,
+        towers=tuple(map(str, devices)),
+        distribution=_distribution(traits),
+        rows=rows,
+        micro_batches=notes["micro_batches"],
+        batch=_splits(features, labels, len(devices)),
+        collectives=collectives(compiled.as_text()),
+        transfers=() if traits.is_one_program else _transfers(step, args, homes, devices),
+        variables=_homes(traits.like.variables, homes.variables),
+        slots=_homes(traits.like.slots, homes.slots),
+        steps_per_program=_steps_per_program(Programs(model, features, labels), config),
+        flops=_flops(compiled),
+        memory=_memory(compiled),
+        bandwidth=bandwidth,
+        latency=latency,
+    )
+
+
+def _is_replicated(model_fn: ModelFn, params: Any, config: Any, features: PyTree, labels: PyTree) -> bool:
+    """Known by an abstract run in a tower, where `TOWER_AXIS` is there for a model_fn that needs it."""
+    in_tower = replicate_model_fn(model_fn, devices=jax.local_devices()[:1])
+    try:
+        est.transform(in_tower, params, config).traits(features, labels)
+    except ReplicatedTwice:
+        return True
+    return False
+
+
+class _TowersAlone(SeparatePlacement):
+    """The placement of variables on devices of their own, with the part of a step that runs in the towers for a step:
+    it leaves what they send to the variables' devices in the place of the state."""
+
+    def __init__(self, placement: SeparatePlacement) -> None:
+        self._placement = placement
+
+    def state(self, like: Any) -> Any:
+        return self._placement.state(like)
+
+    def near(self, like: Any) -> Any:
+        return self._placement.near(like)
+
+    def batch(self, rows: int) -> Any:
+        return self._placement.batch(rows)
+
+    def train_step(
+        self, compute: Callable[..., Any], apply: Callable[..., Any], like: Any, donate: bool
+    ) -> Callable[..., Any]:
+        del apply, like, donate
+
+        def step(state: Any, features: PyTree, labels: PyTree) -> Any:
+            spec, assigned = compute(state, features, labels)
+            gradients = [dict(update.gradients or {}) for update in spec.train_op.updates]
+            return (gradients, assigned), spec
+
+        return step
+
+    def read_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        return step
+
+
+def _observed(model_fn: ModelFn, params: Any, config: Any, notes: dict[str, int]) -> ModelFn:
+    """The model_fn; notes what its train_op says, and puts `_TowersAlone` in place."""
+    bound = bind(model_fn, params, config)
+
+    def observed(features: PyTree, labels: PyTree, mode: est.ModeKeys) -> EstimatorSpec:
+        spec = bound(features, labels, mode)
+        notes["micro_batches"] = accumulate_steps(spec.train_op)
+        frame = current_frame("a model_fn to explain")
+        if isinstance(frame.placement, SeparatePlacement):
+            frame.placement = _TowersAlone(frame.placement)
+        return spec
+
+    return observed
+
+
+def _step(model: Model, traits: Traits, features: PyTree, labels: PyTree) -> tuple[Any, tuple[Any, ...]]:
+    """The training step as the Estimator compiles it, and its abstract arguments."""
+
+    def step(changing: Any, key: jax.Array, features: PyTree, labels: PyTree) -> tuple[Any, jax.Array]:
+        variables, slots, global_step = changing
+        after, spec = model.train_step(est.State(variables, slots, global_step, key), features, labels)
+        return (after[:-1] if traits.is_one_program else after), spec.loss
+
+    state = model.abstract_init(features, labels)
+    if isinstance(traits.placement, SeparatePlacement):
+        near = jax.tree.broadcast(traits.placement.near(traits.like), state)
+        state = jax.tree.map(lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), state, near)
+    compiled = jax.jit(step, donate_argnums=0 if traits.is_one_program else ())
+    return compiled, (state[:-1], state.key, features, labels)
+
+
+def _steps_per_program(programs: Programs, config: Any) -> int:
+    looks = getattr(config, "log_step_count_steps", None) or _STEPS_BETWEEN_LOOKS
+    return choose("auto", programs, (), Context(est.ModeKeys.TRAIN), min(looks, _STEPS_BETWEEN_LOOKS)).most()
+
+
+def _abstract(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype))
+
+
+def _distribution(traits: Traits) -> str:
+    if not traits.is_one_program:
+        return "variable devices"
+    if isinstance(traits.placement, OneDevice):
+        return "one device"
+    return "sharded" if isinstance(traits.placement, Sharded) else "mirrored"
+
+
+def _splits(features: PyTree, labels: PyTree, towers: int) -> tuple[Split, ...]:
+    found = []
+    leaves = jax.tree_util.tree_leaves_with_path({"features": features, "labels": labels}, is_leaf=is_sparse)
+    for path, leaf in leaves:
+        tower_shape = (leaf.shape[0] // towers, *leaf.shape[1:])
+        found.append(Split(_named(path), str(leaf.dtype), leaf.shape, tower_shape, is_sparse(leaf)))
+    return tuple(found)
+
+
+def _homes(arrays: PyTree, shardings: PyTree) -> tuple[Home, ...]:
+    """Variables in the order in which they were created, as dicts keep it."""
+    found = []
+    for name, tree in arrays.items():
+        leaves = jax.tree_util.tree_leaves_with_path(tree)
+        for (path, leaf), sharding in zip(leaves, jax.tree.leaves(shardings[name]), strict=True):
+            shard = sharding.shard_shape(leaf.shape)
+            cut = [axis for axis, (part, whole) in enumerate(zip(shard, leaf.shape, strict=True)) if part < whole]
+            devices = sorted(sharding.device_set, key=lambda device: device.id)
+            size = math.prod(shard) * leaf.dtype.itemsize
+            found.append(
+                Home(
+                    name="/".join(filter(None, (name, _named(path)))),
+                    dtype=str(leaf.dtype),
+                    shape=leaf.shape,
+                    bytes=_bytes(leaf),
+                    bytes_by_device={str(device): size for device in devices},
+                    cut_axis=cut[0] if cut else None,
+                )
+            )
+    return tuple(found)
+
+
+def _transfers(step: Any, args: tuple[Any, ...], homes: Any, devices: list[jax.Device]) -> tuple[Transfer, ...]:
+    """What the towers read of the state, and their gradients: stacked, a part from each tower."""
+    traced, after = jax.make_jaxpr(step, return_shape=True)(*args)
+    _, used = dce_jaxpr(traced.jaxpr, [True] * len(traced.jaxpr.outvars))
+    found = []
+    read = jax.tree_util.tree_leaves_with_path(args[:2])
+    sources = jax.tree.leaves((homes[:-1], homes.key))
+    for (path, leaf), source, is_read in zip(read, sources, used, strict=False):
+        [device] = source.device_set
+        copies = len(set(devices) - {device})
+        if is_read and copies:
+            found.append(Transfer(_named(path[2:]) or _SCALARS[len(path)], True, copies * _bytes(leaf), str(device)))
+    (gradients, assigned), _ = after
+    for own in gradients:
+        for name, tree in own.items():
+            [device] = jax.tree.leaves(homes.variables[name])[0].device_set
+            others = len(set(devices) - {device})
+            size = sum(map(_bytes, jax.tree.leaves(tree))) * others // len(devices)
+            found.append(Transfer(f"gradient of {name}", False, size, str(device)))
+    for name, tree in assigned.items():
+        [device] = jax.tree.leaves(homes.variables[name])[0].device_set
+        if device not in devices[:1]:
+            found.append(Transfer(f"new value of {name}", False, sum(map(_bytes, jax.tree.leaves(tree))), str(device)))
+    return tuple(each for each in found if each.bytes)
+
+
+_SCALARS = {1: "the random key", 2: "global_step"}
+"""The leaves of `(changing, key)` that have no name, by the length of their paths."""
+
+
+def _bytes(leaf: Any) -> int:
+    return math.prod(leaf.shape) * leaf.dtype.itemsize
+
+
+def _named(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def _flops(compiled: Any) -> float | None:
+    costs = compiled.cost_analysis()
+    return None if costs is None else costs.get("flops")
+
+
+def _memory(compiled: Any) -> Memory | None:
+    found = compiled.memory_analysis()
+    if found is None:
+        return None
+    return Memory(
+        found.argument_size_in_bytes,
+        found.output_size_in_bytes,
+        found.alias_size_in_bytes,
+        found.temp_size_in_bytes,
+    )

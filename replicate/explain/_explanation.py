@@ -1,0 +1,173 @@
+"""What `explain` finds out: plain values, and their forms as text and as a page."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+from replicate.explain._program import Collective
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """A feature or label, and what of it a tower gets.
+
+    Attributes:
+      name: such as "features/pixels".
+      dtype, shape: of the whole batch.
+      tower_shape: of a tower's rows.
+      sparse: whether it is a BCOO.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    tower_shape: tuple[int, ...]
+    sparse: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Home:
+    """Where an array of the state lives.
+
+    Attributes:
+      name: of the variable, or of the optimizer and the path in its state.
+      dtype, shape: of the whole array.
+      bytes: of one copy.
+      bytes_by_device: of what each device has of it.
+      cut_axis: the dimension along which it is cut; None where each of the devices has it whole.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    bytes: int
+    bytes_by_device: dict[str, int]
+    cut_axis: int | None = None
+
+    @property
+    def where(self) -> str:
+        devices = len(self.bytes_by_device)
+        if self.cut_axis is not None:
+            return f"cut along dimension {self.cut_axis} over {devices} devices"
+        return f"whole on {next(iter(self.bytes_by_device))}" if devices == 1 else f"whole on each of {devices} devices"
+
+
+@dataclasses.dataclass(frozen=True)
+class Transfer:
+    """An array that goes between the towers and a variable's own device, outside of the compiled programs.
+
+    Attributes:
+      name: of what is moved.
+      to_towers: whether the towers get it; else the variable's device gets it, from all towers.
+      bytes: moved in all.
+      device: that of the variable.
+    """
+
+    name: str
+    to_towers: bool
+    bytes: int
+    device: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes on each device of the compiled program.
+
+    Attributes:
+      arguments: the state and the tower's rows.
+      outputs: the new state and the loss.
+      reused: those of the outputs that take the memory of an argument.
+      temporary: activations, gradients and whatever else lives for the step only.
+    """
+
+    arguments: int
+    outputs: int
+    reused: int
+    temporary: int
+
+    @property
+    def peak(self) -> int:
+        """The most there can be at one time."""
+        return self.arguments + self.outputs - self.reused + self.temporary
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """One training step of a replicated model_fn. `print` shows it as text, `html` as a page.
+
+    Attributes:
+      name: of the model_fn.
+      towers: the device of each.
+      distribution: "one device", "mirrored", "sharded", or "variable devices" where each variable has one of its own.
+      rows: of the whole batch.
+      micro_batches: the parts in which a tower runs its rows, one after another.
+      batch: what is split.
+      collectives: of the compiled program; where variables have devices of their own, of that of the towers.
+      transfers: between the towers and the variables' own devices.
+      variables, slots: where each array lives.
+      steps_per_program: how many steps `RunConfig(steps_per_loop="auto")` puts into one program, where no hook looks
+        more often than the run itself.
+      flops: floating point operations of a step on one device, by XLA's count, which takes what is in a loop once;
+        None where it does not say.
+      memory: on each device; None where XLA does not say.
+      bandwidth, latency: what the times are estimated with, in bytes per second and in seconds.
+    """
+
+    name: str
+    towers: tuple[str, ...]
+    distribution: str
+    rows: int
+    micro_batches: int
+    batch: tuple[Split, ...]
+    collectives: tuple[Collective, ...]
+    transfers: tuple[Transfer, ...]
+    variables: tuple[Home, ...]
+    slots: tuple[Home, ...]
+    steps_per_program: int
+    flops: float | None
+    memory: Memory | None
+    bandwidth: float
+    latency: float
+
+    @property
+    def communication_seconds(self) -> float:
+        """The estimated time of all collectives and transfers, as if nothing were computed meanwhile.
+
+        The devices of variables send and receive side by side, each one array after another.
+        """
+        by_device: dict[str, float] = collections.defaultdict(float)
+        for each in self.transfers:
+            by_device[each.device] += self.latency + each.bytes / self.bandwidth
+        inside = sum(each.seconds(self.bandwidth, self.latency) for each in self.collectives)
+        return inside + max(by_device.values(), default=0.0)
+
+    @property
+    def bytes_by_device(self) -> dict[str, int]:
+        """What each device has of the variables and slots."""
+        return bytes_by_device([*self.variables, *self.slots])
+
+    def __str__(self) -> str:
+        from replicate.explain._report import as_text
+
+        return as_text(self)
+
+    def html(self) -> str:
+        """The same as one page with a picture, which needs nothing but itself."""
+        from replicate.explain._page import as_page
+
+        return as_page(self)
+
+
+def bytes_by_device(homes: Iterable[Home]) -> dict[str, int]:
+    totals: dict[str, int] = collections.defaultdict(int)
+    for home in homes:
+        for device, size in home.bytes_by_device.items():
+            totals[device] += size
+    return dict(totals)
+
+
+def typed(dtype: str, shape: Any) -> str:
+    return f"{dtype}[{','.join(map(str, shape))}]"

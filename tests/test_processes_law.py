@@ -1,0 +1,65 @@
+"""Several processes that train together compute what one does with as many devices."""
+
+import importlib
+
+import helpers_team as team
+import numpy as np
+import pytest
+from helpers_cluster import shared_cluster
+from helpers_outcomes import assert_law, merged, read, said, said_by
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return str(tmp_path_factory.mktemp("law"))
+
+
+def run_both(function, folder):
+    """Runs it in two processes, and meanwhile alone; returns what the two have said."""
+    shared_cluster().start(function, folder, processes=2, timeout=100)
+    module, _, name = function.rpartition(".")
+    getattr(importlib.import_module(module), name)(folder)
+    return said_by(shared_cluster().ended())
+
+
+def test_steps_of_two_processes_equal_those_of_one(folder):
+    run_both("helpers_team.transformed", folder)
+    for name in ("mirrored", "sharded", "accumulated", "skipped"):
+        assert_law(folder, name)
+    assert read(folder, 1, 0, "skipped")["['skipped']"] == 1
+
+
+def test_estimators_of_two_processes_do_what_one_does(folder):
+    run_both("helpers_team.estimated", folder)
+    for name in ("mirrored-1", "sharded-4", "mirrored-auto"):
+        assert_law(folder, name)
+        if name != "sharded-4":
+            assert_law(folder, f"{name}-recorded")
+    for name in ("mirrored-1", "sharded-4"):
+        assert_law(folder, f"{name}-eval")
+        of_all = read(folder, 1, 0, f"{name}-predictions")
+        rows = sum((list(zip(*columns(read(folder, 2, i, f"{name}-predictions")), strict=True)) for i in range(2)), [])
+        assert len(rows) == sum(map(sum, team.SPLITS))
+        want = {tuple(x): output for x, output in zip(*columns(of_all), strict=True)}
+        assert {tuple(x) for x, _ in rows} == want.keys()
+        for x, output in rows:
+            np.testing.assert_allclose(output, want[tuple(x)], rtol=2e-5, atol=2e-6)
+
+
+def columns(found):
+    """Features and outputs of predicted examples."""
+    return [[found[f"[{i}]['{key}']"] for i in range(len(found) // 2)] for key in ("x", "output")]
+
+
+def test_training_with_evaluations_is_that_of_one(folder, capsys):
+    each = [merged(rows) for rows in run_both("helpers_team_hooks.trained_and_evaluated", folder)]
+    alone = merged(said(capsys.readouterr().out.splitlines()))
+    assert_law(folder, "t")
+    assert each[0] == each[1]
+    assert each[0]["evaluated"] == alone["evaluated"] == [2, 4, 6, 8, 10]
+    metrics, exports = each[0]["result"]
+    # It stopped at the step 10, as nothing was better than at the step 6, of which it ended with the variables.
+    assert (metrics["null"]["global_step"], metrics["null"]["m"]) == (10, 3.0)
+    assert metrics["null"] == metrics["late"]
+    np.testing.assert_allclose(metrics["null"]["loss"], alone["result"][0]["null"]["loss"], rtol=2e-5)
+    assert each[0]["again"] == [metrics["null"], exports["null"]]

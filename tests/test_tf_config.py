@@ -1,0 +1,198 @@
+"""The processes of a run, from TF_CONFIG, from a scheduler, or from the arguments."""
+
+import json
+import os
+import socket
+import sys
+import types
+
+import pytest
+from jax._src.clusters import K8sCluster
+
+from replicate._job import Job, find_job
+from replicate._tf_config import Task, read_tf_config
+
+CHIEF = {"chief": ["a:1"], "worker": ["b:2", "c:3"]}
+WORKERS = {"worker": ["a:1", "b:2"]}
+
+
+def config(cluster, kind, index):
+    return json.dumps({"cluster": cluster, "task": {"type": kind, "index": index}})
+
+
+@pytest.mark.parametrize(
+    ("cluster", "kind", "index", "addresses", "process_id"),
+    [
+        (CHIEF, "chief", 0, ("a:1", "b:2", "c:3"), 0),
+        (CHIEF, "worker", 0, ("a:1", "b:2", "c:3"), 1),
+        (CHIEF, "worker", 1, ("a:1", "b:2", "c:3"), 2),
+        ({"worker": ["b:2"], "master": ["a:1"]}, "worker", 0, ("a:1", "b:2"), 1),
+        (WORKERS, "worker", 0, ("a:1", "b:2"), 0),
+        (WORKERS, "worker", 1, ("a:1", "b:2"), 1),
+    ],
+)
+def test_the_chief_comes_first_then_the_workers(cluster, kind, index, addresses, process_id):
+    assert read_tf_config(config(cluster, kind, index)) == Task(addresses, process_id)
+
+
+@pytest.mark.parametrize("text", [None, "", "{}", '{"task": {"type": "worker", "index": 0}}', '{"cluster": {}}'])
+def test_without_a_cluster_it_tells_of_no_others(text):
+    assert read_tf_config(text) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", r"TF_CONFIG must be JSON; got '{'"),
+        ("[]", r'TF_CONFIG must be a JSON object with "cluster" and "task"; got'),
+        ('{"cluster": ["a:1"]}', r"cluster and task must be JSON objects; got \['a:1'\]"),
+        (
+            config(CHIEF | {"ps": ["d:4"]}, "worker", 0),
+            "the role 'ps', which does not exist here. Leave the ps out, .*",
+        ),
+        (config(CHIEF, "ps", 0), "the role 'ps', which does not exist here"),
+        (config(CHIEF, "evaluator", 0), "the role 'evaluator', .* all processes evaluate together, in `train_and_eval"),
+        (config(CHIEF, "worker", 2), r'one of the cluster \(chief 0 to 0, worker 0 to 1\); got "task": .*"index": 2'),
+        (config(CHIEF, "worker", "0"), "must be one of the cluster"),
+        (config(CHIEF, "coordinator", 0), "must be one of the cluster"),
+        (json.dumps({"cluster": CHIEF}), r'must be one of the cluster .*; got "task": {}'),
+        (config(CHIEF | {"gpu": ["d:4"]}, "worker", 0), "the roles of the cluster are chief and worker; got 'gpu'"),
+        (config({"worker": "a:1"}, "worker", 0), "worker must be a list of \"host:port\"; got 'a:1'"),
+        (config({"worker": ["a"]}, "worker", 0), 'worker must be a list of "host:port"'),
+        (config({"chief": ["a:1", "b:2"]}, "chief", 0), "there can be one chief"),
+        (config({"chief": ["a:1"], "master": ["b:2"]}, "chief", 0), "there can be one chief"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_with_the_way_out(text, message):
+    with pytest.raises(ValueError, match=message):
+        read_tf_config(text)
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    """Sets variables of the environment, after those of this machine are gone."""
+    for name in list(os.environ):
+        if name.startswith(("TF_CONFIG", "JAX_COORD", "JAX_LOCAL", "SLURM_", "OMPI_", "PMI_", "JOB_", "KUBERNETES_")):
+            monkeypatch.delenv(name)
+    return lambda **variables: [monkeypatch.setenv(name, str(value)) for name, value in variables.items()]
+
+
+SLURM = dict(SLURM_JOB_ID=4096, SLURM_STEP_NODELIST="node[007-010]", SLURM_NTASKS=8, SLURM_PROCID=5, SLURM_LOCALID=1)
+OPEN_MPI = dict(OMPI_COMM_WORLD_SIZE=4, OMPI_COMM_WORLD_RANK=3, OMPI_COMM_WORLD_LOCAL_RANK=1)
+ORTE = dict(OMPI_MCA_orte_hnp_uri="4096.0;tcp://10.0.0.1,10.1.0.1:34911")
+
+
+def find(*arguments):
+    return find_job(*(*arguments, None, None, None, None)[:4])
+
+
+@pytest.mark.parametrize(
+    ("variables", "job"),
+    [
+        ({"TF_CONFIG": config(CHIEF, "worker", 1)}, Job("a:1", 3, 2, "TF_CONFIG")),
+        ({"TF_CONFIG": config(CHIEF, "worker", 1), **SLURM}, Job("a:1", 3, 2, "TF_CONFIG")),
+        (SLURM, Job("node007:61440", 8, 5, "SLURM", None, 1)),
+        (SLURM | {"JAX_COORDINATOR_PORT": 1234}, Job("node007:1234", 8, 5, "SLURM", None, 1)),
+        (SLURM | {"JAX_COORDINATOR_ADDRESS": "n:1"}, Job("n:1", 8, 5, "SLURM", None, 1)),
+        (SLURM | {"JAX_LOCAL_DEVICE_IDS": "2,3"}, Job("node007:61440", 8, 5, "SLURM", [2, 3], 1)),
+        (SLURM | {"SLURM_NTASKS": 1, "SLURM_PROCID": 0}, Job(None, 1, 0, "SLURM")),
+        (OPEN_MPI | ORTE, Job("10.0.0.1:61441", 4, 3, "Open MPI", None, 1)),
+        (OPEN_MPI | {"JAX_COORDINATOR_ADDRESS": "n:1"}, Job("n:1", 4, 3, "MPI (OMPI_COMM_WORLD_RANK)", None, 1)),
+        (
+            {"PMI_RANK": 1, "PMI_SIZE": 2, "JAX_COORDINATOR_ADDRESS": "n:1"},
+            Job("n:1", 2, 1, "MPI (PMI_RANK)"),
+        ),
+        ({"PMI_RANK": 0, "PMI_SIZE": 1}, Job(None, 1, 0, "MPI (PMI_RANK)")),
+    ],
+)
+def test_a_job_is_found_in_the_environment(environment, variables, job):
+    environment(**variables)
+    assert find() == job
+
+
+def test_an_indexed_job_of_kubernetes_is_found_by_what_jax_asks_for(environment, monkeypatch):
+    environment(KUBERNETES_SERVICE_HOST="10.0.0.1", JOB_COMPLETION_INDEX=2)
+    spec = types.SimpleNamespace(parallelism=4)
+    metadata = types.SimpleNamespace(name="job", labels={})
+    pod = types.SimpleNamespace(spec=types.SimpleNamespace(subdomain="pods"))
+    monkeypatch.setattr(K8sCluster, "is_env_present", lambda: True)
+    monkeypatch.setattr(K8sCluster, "_controller", lambda: types.SimpleNamespace(kind="Job"))
+    monkeypatch.setattr(K8sCluster, "_job", lambda: types.SimpleNamespace(spec=spec, metadata=metadata))
+    monkeypatch.setattr(K8sCluster, "_pod", lambda: pod)
+    monkeypatch.setattr(socket, "gethostbyname", lambda host: "10.0.0.2")
+    assert find() == Job("job-0.pods:55527", 4, 2, "Kubernetes")
+
+
+def test_an_indexed_job_of_kubernetes_needs_no_package_where_the_rest_is_given(environment, monkeypatch):
+    monkeypatch.setitem(sys.modules, "kubernetes", None)
+    environment(KUBERNETES_SERVICE_HOST="10.0.0.1", JOB_COMPLETION_INDEX=2)
+    assert find("job-0.pods:1234", 4) == Job("job-0.pods:1234", 4, 2, "Kubernetes")
+    with pytest.raises(ValueError, match="num_processes must be given in a job of Kubernetes.*pip install jax.k8s."):
+        find("job-0.pods:1234")
+
+
+def test_a_pod_that_is_not_of_an_indexed_job_is_alone(environment, monkeypatch):
+    monkeypatch.setattr(K8sCluster, "is_env_present", lambda: pytest.fail("Kubernetes was asked"))
+    environment(KUBERNETES_SERVICE_HOST="10.0.0.1")
+    assert find()[:3] == (None, 1, 0)
+
+
+def test_arguments_come_before_the_environment(environment):
+    environment(TF_CONFIG=config(CHIEF, "worker", 1))
+    assert find("n:9", 2, 1) == Job("n:9", 2, 1, "the arguments")
+    assert find("n:9") == Job("n:9", 3, 2, "TF_CONFIG")
+    assert find("n:9", 2, 1, [0])[4] == [0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("n:1", 2, 2), "process_id must be 0 to 1, as num_processes is 2; got 2."),
+        (("n:1", 2, -1), "process_id must be an int of at least 0; got -1."),
+        (("n:1", 0, 0), "num_processes must be an int of at least 1; got 0."),
+        (("n:1", 2.0, 0), "num_processes must be an int of at least 1; got 2.0."),
+        (("n:1", 2), "process_id must be given too; neither TF_CONFIG, SLURM, MPI nor Kubernetes"),
+        (("n:1",), "num_processes and process_id must be given too"),
+        ((None, 2, 1), "coordinator_address must be given too"),
+        (("n", 2, 1), "coordinator_address must be \"host:port\"; got 'n'."),
+        (("n:x", 2, 1), 'coordinator_address must be "host:port"'),
+        (("n:70000", 2, 1), 'coordinator_address must be "host:port"'),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused(environment, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        find(*arguments)
+
+
+def test_ranks_without_an_address_are_refused(environment):
+    environment(**OPEN_MPI)
+    with pytest.raises(ValueError, match=r"MPI \(OMPI_COMM_WORLD_RANK\) does not tell where process 0 is. Give coord"):
+        find()
+
+
+def test_a_number_that_is_none_is_refused(environment):
+    environment(PMI_RANK="x", PMI_SIZE=2)
+    with pytest.raises(ValueError, match="PMI_RANK must be a number; got 'x'"):
+        find("n:1")
+
+
+@pytest.mark.parametrize("address", ["localhost:1", "127.0.0.1:1", "127.9.9.9:1", "[::1]:1"])
+@pytest.mark.parametrize(
+    "variables",
+    [
+        SLURM | {"SLURM_STEP_NUM_NODES": 4},
+        OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": 2},
+        {"TF_CONFIG": config(CHIEF, "worker", 1)},
+    ],
+)
+def test_a_loopback_address_is_refused_where_the_environment_tells_of_several_hosts(environment, variables, address):
+    environment(**variables)
+    with pytest.raises(ValueError, match="is a loopback address, which every host has for itself, but .* tells of sev"):
+        find(address)
+
+
+def test_a_loopback_address_is_taken_for_one_host(environment):
+    environment(TF_CONFIG=config({"worker": ["localhost:1", "127.0.0.1:2"]}, "worker", 1))
+    assert find() == Job("localhost:1", 2, 1, "TF_CONFIG")
+    environment(**SLURM, TF_CONFIG="", SLURM_STEP_NUM_NODES=1)
+    assert find("localhost:1") == Job("localhost:1", 8, 5, "SLURM", None, 1)
