@@ -1,11 +1,13 @@
 """What the pages in docs/ say: their code runs, and the tests that they name exist."""
 
+import json
 import pathlib
 import re
 
 import jax
 import numpy as np
 import pytest
+from helpers_cluster import shared_cluster
 from sklearn.datasets import load_digits
 
 import estimator as est
@@ -49,6 +51,21 @@ def test_the_hook_of_the_page_on_training_is_called_every_50_steps(tmp_path, cap
     batch = np.zeros(4, np.float32), np.ones(4, np.float32)
     est.Estimator(model_fn, tmp_path).train(lambda: [batch] * 120, hooks=[scope["Biases"]()])
     assert [int(line.split()[0]) for line in capsys.readouterr().out.splitlines()] == [50, 100]
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_script_of_the_page_on_many_hosts_runs_in_any_number_of_processes(tmp_path, processes):
+    code = code_of("many_hosts.md")
+    ended = shared_cluster().run("helpers_docs.many_hosts", code, str(tmp_path / "model"), processes=processes)
+    assert [each.code for each in ended] == [0] * processes, ended
+    found = [json.loads(next(line for line in each.lines if line.startswith('{"process"'))) for each in ended]
+    assert [each["process"] for each in found] == list(range(processes))
+    assert all(each["metrics"] == found[0]["metrics"] for each in found)
+    assert found[0]["metrics"]["accuracy"] > 0.8
+    assert [each["ids"] for each in found] == [list(range(i, 1797, processes)) for i in range(processes)]
+    norms = [[line for line in each.lines if re.fullmatch(r"[12]00 [\d.]+", line)] for each in ended]
+    assert [len(lines) for lines in norms] == [2] + [0] * (processes - 1)
+    assert list((tmp_path / "model" / "export").iterdir())
 
 
 @pytest.mark.parametrize("page", ["coverage.md"])

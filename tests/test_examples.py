@@ -63,6 +63,7 @@ EXAMPLES = {
     "haiku_equinox.py": [2],
     "hooks.py": [2],
     "train_and_evaluate.py": [2],
+    "two_processes.py": [2],
     "warm_start.py": [2],
 }
 
@@ -145,7 +146,7 @@ def test_digits_draw_what_they_read(trained):
     assert max(map(len, stdout.splitlines())) <= 80
 
 
-@pytest.mark.parametrize("example", EXAMPLES)
+@pytest.mark.parametrize("example", [name for name in EXAMPLES if name != "two_processes.py"])  # it has several logs
 def test_the_log_shows_training_and_nothing_of_orbax(trained, example):
     _, stderr = trained(example, 2)
     assert "_train.py" in stderr
@@ -196,3 +197,25 @@ def test_a_training_that_was_stopped_is_the_one_that_was_not(trained, towers):
     ]
     assert "300 of 300 steps had the same 19200 images in the same order;\n11 of 11 variables and slots" in stdout
     assert "The input goes on after its first 130 batches." in stderr
+
+
+@pytest.mark.parametrize("processes", EXAMPLES["two_processes.py"])
+def test_processes_train_what_one_does(processes):
+    stdout, _ = run("two_processes.py", f"--processes={processes}", "--steps=60")
+    rows = re.findall(
+        r"(\d) devices.* test accuracy ([\d.]+)%, test loss ([\d.]+)(?:, predicted (\d+) of 500)?", stdout
+    )
+    assert [row[0] for row in rows] == ["2"] * processes + [str(2 * processes)]
+    assert float(rows[0][1]) > 90 and len({row[1] for row in rows}) == 1
+    assert [float(row[2]) for row in rows] == pytest.approx([float(rows[-1][2])] * len(rows), abs=2e-6)
+    assert [row[3] for row in rows] == ["260", "240", ""]
+    differences = dict(re.findall(r"^(\S.*\S) +differ by at most (\S+)$", stdout, re.MULTILINE))
+    variables = {f"{layer}/{kind}" for layer in ("hidden", "logits") for kind in ("bias", "kernel")}
+    assert differences.keys() == {"the losses", "the predictions", "global_step"} | variables
+    assert max(map(float, differences.values())) < 1e-5
+
+
+def test_processes_that_cannot_train_end_with_an_error():
+    with pytest.raises(AssertionError, match=r"ended with the exit codes \[1, 1\]. What is above says why.") as failed:
+        run("two_processes.py", "--batch_size=95")
+    assert "The global_batch_size 95 is not divisible by the number of processes, 2." in str(failed.value)
