@@ -46,13 +46,16 @@ TREES = {  # numbers of float32 in the arrays
     "4 of 4 MB": [10**6] * 4,
 }
 BASE, DEFAULT = "psum", "default"
+MOST_GATHERED = 2 * 10**9  # bytes that "one device" may gather on all towers together
 
 
 def ratios(candidates, sizes, devices, rounds):
-    """By candidate, the time over that of `AllReduce()`; and the default's over that of the fastest."""
-    arrays = zeros(sizes, devices)
-    timed = functools.partial(seconds, total_bytes=4 * sum(sizes) * len(devices))
+    """By candidate that was timed, the ratio to `AllReduce()`; and that of the default to the fastest."""
+    arrays, total_bytes = zeros(sizes, devices), 4 * sum(sizes) * len(devices)
+    timed = functools.partial(seconds, total_bytes=total_bytes)
     runs = {name: make_run(ops, arrays, devices) for name, ops in candidates.items()}
+    if total_bytes * len(devices) > MOST_GATHERED:
+        del runs["one device"]
     times = timed(runs, rounds=rounds)
     found = {name: ratio(of_name, times[BASE]) for name, of_name in times.items()}
     fastest = min((name for name in found if name not in BFLOAT16), key=found.__getitem__)
@@ -79,7 +82,8 @@ def print_table(name, cases, candidates, counts, rounds):
             all_candidates = candidates | {DEFAULT: choose_the_best(devices)}
             found, to_fastest = ratios(all_candidates, sizes, devices, rounds)
             figures[towers, case] = found
-            print_line([str(towers), case, *(f"{found[column]:.2f}" for column in columns), f"{to_fastest:.2f}"])
+            shown = [f"{found[column]:.2f}" if column in found else "" for column in columns]
+            print_line([str(towers), case, *shown, f"{to_fastest:.2f}"])
     print()
     return figures
 
@@ -93,7 +97,8 @@ def plot(path, figures, sizes):
     for panel, towers in zip(figure.subplots(1, len(counts), sharey=True, squeeze=False)[0], counts, strict=True):
         for name in (*ALGORITHMS, DEFAULT):
             style = {"color": "black", "linestyle": ":", "linewidth": 3} if name == DEFAULT else {"marker": "."}
-            panel.plot(sizes.values(), [figures[towers, case][name] for case in sizes], label=name, **style)
+            heights = [figures[towers, case].get(name, np.nan) for case in sizes]
+            panel.plot(sizes.values(), heights, label=name, **style)
         panel.set(xscale="log", yscale="log", xlabel="bytes", title=f"{towers} towers")
         panel.set_yticks([0.5, 1, 2, 5, 10], ["0.5", "1", "2", "5", "10"])
         panel.grid(alpha=0.3)
@@ -122,7 +127,8 @@ def main():
             plot(arguments.plot, figures, sizes)
     trees = {name: TREES[name] for name in arguments.trees}
     if trees:
-        print_table("arrays", trees, ALGORITHMS | PACKERS | BFLOAT16, counts, arguments.rounds)
+        few = {name: ALGORITHMS[name] for name in (BASE, "scatter, gather", "one device")}
+        print_table("arrays", trees, few | PACKERS | BFLOAT16, counts, arguments.rounds)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import os
 import platform
 import statistics
 import time
@@ -164,18 +165,19 @@ def main(args: Sequence[str] | None = None) -> None:
             f"needs 2 towers or more, and a device for each; got --towers {given.towers} and {len(devices)} devices. "
             "On a machine without others take some of the CPU by --cpu-devices 8."
         )
+    where = f"{len(devices)} devices on {os.cpu_count()} {platform.machine()} cores, jax {jax.__version__}"
     earlier, rows = read_table(given.confirm) if given.confirm else [], []
     for count in counts:
         for size in given.bytes:
             row = confirmed(measure(size, devices[:count], given.rounds), earlier)
             rows.append(row)
+            write_table(given.out, rows, where)  # at once: a run takes minutes
             ratios = ", ".join(f"{name} {value:.2f}" for name, value in row.ratios.items() if name != "psum")
             print(
                 f"{row.kind}, {count} towers, {size:,} bytes: psum {row.psum_us:.0f} us; {ratios}; "
                 f"{ARRAYS} arrays alone {row.alone:.2f}; best {row.best}",
                 flush=True,
             )
-    write_table(given.out, rows, f"jax {jax.__version__}, {platform.machine()}, {len(devices)} devices")
 
 
 if __name__ == "__main__":
