@@ -393,7 +393,7 @@ class Estimator:
         return self._checkpoints.latest()
 
     def get_variable_names(self) -> list[str]:
-        """The names of everything in the newest checkpoint: variables, slots, global_step. Without one, a ValueError."""
+        """The names of everything in the newest checkpoint: variables, slots, global_step. None: a ValueError."""
         return _checkpoint.names(self._trained())
 
     def get_variable_value(self, name: str | Sequence[str]) -> np.ndarray | dict[str, np.ndarray]:
