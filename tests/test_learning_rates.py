@@ -232,14 +232,16 @@ def test_logs_and_summaries_have_the_rate_of_their_step(steps_per_loop, tmp_path
 def test_rates_on_devices_of_variables_outlive_the_state_that_the_next_step_takes(tmp_path):
     def model_fn(features, labels, mode):
         loss = jnp.mean((features @ est.get_variable("w", (2, 1)) - labels) ** 2)
-        optimizer = TowerOptimizer(inject(optax.sgd)(lambda count: 0.01 / (1 + count)))
+        optimizer = TowerOptimizer(inject(optax.sgd)(0.01))
         return est.EstimatorSpec(mode, loss=loss, train_op=optimizer.minimize(loss))
 
     model_fn = replicate_model_fn(
         model_fn, devices=["cpu:0", "cpu:1"], variable_distribution=VariableDistribution.SHARED_ROUND_ROBIN
     )
-    make(str(tmp_path), model_fn, save_summary_steps=1).train(endless, steps=6)
-    assert read(str(tmp_path), "learning_rate") == pytest.approx({step: 0.01 / step for step in range(1, 7)})
+    hook = est.SetLearningRateHook(by_step, every_n_steps=3)
+    make(str(tmp_path), model_fn, save_summary_steps=1).train(endless, [hook], steps=6)
+    expected = {step: 0.01 if step <= 3 else 0.01 / 4 for step in range(1, 7)}
+    assert read(str(tmp_path), "learning_rate") == pytest.approx(expected)
 
 
 def test_several_rates_are_shown_by_name_and_one_that_the_model_shows_itself_stays(tmp_path, messages):

@@ -113,8 +113,8 @@ class Context:
       metrics: in `end` of an evaluation that succeeded: what `evaluate` returns.
       team: the other processes that make the same run; None: there are none.
       restored: whether a hook gave the newest checkpoint other values than those of the state.
-      rates: what watchers of losses see beside these, known as late: the learning rates of the same steps by tag,
-        "learning_rate" or, of several, "learning_rate/<name>"; of optimizers under `optax.inject_hyperparams`.
+      rates: what watchers of losses see beside these, known as late: the learning rates of the same steps, of
+        optimizers under `optax.inject_hyperparams`; by tag, "learning_rate" or, of several, "learning_rate/<name>".
     """
 
     def __init__(
