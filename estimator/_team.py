@@ -284,7 +284,12 @@ def together(what: str) -> Iterator[Team | None]:
             _client().key_value_delete(f"{_ended.pop()._prefix}/")  # nobody is in there any more
         yield team
     except BaseException as error:
-        team.fail(error)
+        found = _processes.explained(error) if isinstance(error, Exception) else error
+        team.fail(found)
+        if isinstance(found, _processes.ProcessLostError) and len(_active) == 1:
+            _processes.report()
+        if found is not error:
+            raise found from error
         raise
     finally:
         _active.remove(team)
