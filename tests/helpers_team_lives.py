@@ -137,7 +137,7 @@ def drift(folder):
             carry = training._carry
             array = carry.variables["w"]
             shards = [np.array(shard.data) for shard in array.addressable_shards]
-            shards[1].reshape(-1).view(np.uint8)[0] ^= 1
+            shards[1].reshape(-1).view(np.uint8)[2] ^= 1
             placed = [jax.device_put(x, s.device) for x, s in zip(shards, array.addressable_shards, strict=True)]
             changed = jax.make_array_from_single_device_arrays(array.shape, array.sharding, placed)
             training._carry = carry._replace(variables={**carry.variables, "w": changed})
