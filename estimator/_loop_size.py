@@ -15,6 +15,7 @@ from estimator.hooks._stop_at_step import StopAtStepHook
 
 _STEPS_TO_TIME = 20
 _MOST_BATCHES_AT_ONCE, _SECONDS_AT_ONCE = 10, 0.005
+_SECONDS_AT_ONCE_OF_SEVERAL = 0.05  # processes, which agree on every piece: that takes a millisecond
 
 
 def choose(asked: int | str, programs: Programs, hooks: Sequence[Hook], context: Context, look_every: int) -> LoopSize:
@@ -30,7 +31,7 @@ def choose(asked: int | str, programs: Programs, hooks: Sequence[Hook], context:
         steps = 1
     else:
         steps = context.agreed(lambda: _automatic(programs, hooks, context.global_step, look_every))
-    return LoopSize(programs, steps, wanted)
+    return LoopSize(programs, steps, wanted, _SECONDS_AT_ONCE if context.team is None else _SECONDS_AT_ONCE_OF_SEVERAL)
 
 
 class LoopSize:
@@ -40,8 +41,9 @@ class LoopSize:
     thread takes some 30 us.
     """
 
-    def __init__(self, programs: Programs, steps: int, wanted: float | None) -> None:
+    def __init__(self, programs: Programs, steps: int, wanted: float | None, at_once: float) -> None:
         self._programs = programs
+        self._at_once = at_once  # seconds
         self._wanted = wanted
         self._begin: tuple[int, float] | None = None
         self._batches_at_once = 1
@@ -58,7 +60,7 @@ class LoopSize:
         if self._begin is not None and step - self._begin[0] >= max(_STEPS_TO_TIME, self.most()):
             per_step = (now - self._begin[1]) / (step - self._begin[0])
             if not self._programs.loops:
-                self._batches_at_once = max(1, min(_MOST_BATCHES_AT_ONCE, int(_SECONDS_AT_ONCE / per_step)))
+                self._batches_at_once = max(1, min(_MOST_BATCHES_AT_ONCE, int(self._at_once / per_step)))
             elif self._wanted is not None:
                 fit = max(1, int(self._wanted / per_step))
                 # Compiled anew for each number of steps: so powers of two, and not for a little more or less.

@@ -22,7 +22,6 @@ class ProcessLostError(RuntimeError):
 
     def __init__(self, loss: str) -> None:
         super().__init__(f"{loss}. Start all processes again: training goes on from the last checkpoint.")
-        _reported.set()
 
 
 def lost() -> str | None:
@@ -81,6 +80,11 @@ def note_end(process: str) -> None:
     _end = process
 
 
+def report() -> None:
+    """Says that a `ProcessLostError` leaves the run: this process waits for no other any more."""
+    _reported.set()
+
+
 def wait_until_reported(secs: float) -> bool:
-    """Whether the run comes to raise `ProcessLostError` in that time."""
+    """Whether a `ProcessLostError` comes to leave the run in that time."""
     return _reported.wait(secs)

@@ -20,7 +20,7 @@ class _Unset:
 _UNSET: Any = _Unset()
 _DEFAULT_SAVE_SECS = 600
 _TOWERS = "wrap the model_fn in `replicate_model_fn`, which takes devices"
-_TOGETHER = "leave it out: all processes run the same steps, joined by `jax.distributed.initialize`"
+_TOGETHER = "leave it out: all processes run the same steps, joined by `replicate.initialize_distributed`"
 # What TensorFlow's RunConfig takes, and what does the same here.
 _REPLACED = {
     "tf_random_seed": "write `seed`",
@@ -31,7 +31,7 @@ _REPLACED = {
     "device_fn": _TOWERS,
     "protocol": _TOGETHER,
     "experimental_max_worker_delay_secs": _TOGETHER,
-    "session_creation_timeout_secs": "call `jax.distributed.initialize(initialization_timeout=...)`",
+    "session_creation_timeout_secs": "call `replicate.initialize_distributed(timeout_secs=...)`",
     "checkpoint_save_graph_def": "leave it out: a checkpoint holds arrays alone",
 }
 

@@ -56,6 +56,7 @@ class Team:
         self._prefix: str = f"{around._prefix}/in/{next(around._numbers)}" if around else f"estimator/{next(_numbers)}"
         self._round = 0
         self._removed = 0  # as many hundreds of rounds
+        self._own: dict[int, Any] = {}  # of process 0, by the number of the round
         self._lock = threading.Lock()
 
     def channel(self, what: str) -> Team:
@@ -117,7 +118,10 @@ class Team:
         """Gives the value of this process without waiting; returns the number of the round, for `finish`."""
         with self._lock:
             number, self._round = self._round, self._round + 1
-            _client().key_value_set_bytes(self._key(number, self.index), pickle.dumps(value))
+            if self.index:
+                _client().key_value_set_bytes(self._key(number, self.index), pickle.dumps(value))
+            else:
+                self._own[number] = value
         return number
 
     def finish(self, number: int, closed: threading.Event | None = None, timeout_secs: float = math.inf) -> list[Any]:
@@ -131,8 +135,9 @@ class Team:
             # Process 0, which waits as long, says who does not come.
             patience = timeout_secs + _SECONDS_AFTER_THE_END
             return pickle.loads(self._get(self._key(number, "all"), "all others", closed, patience))
-        values = [self._get(self._key(number, i), f"process {i}", closed, timeout_secs) for i in range(self.count)]
-        found = [pickle.loads(value) for value in values]
+        found = [self._own.pop(number)]
+        for i in range(1, self.count):
+            found.append(pickle.loads(self._get(self._key(number, i), f"process {i}", closed, timeout_secs)))
         _client().key_value_set_bytes(self._key(number, "all"), pickle.dumps(found))
         while self._removed < number // _ROUNDS_KEPT:  # whoever takes part in a round has heard all before it
             _client().key_value_delete(f"{self._prefix}/rounds/{self._removed}/")
@@ -284,7 +289,12 @@ def together(what: str) -> Iterator[Team | None]:
             _client().key_value_delete(f"{_ended.pop()._prefix}/")  # nobody is in there any more
         yield team
     except BaseException as error:
-        team.fail(error)
+        found = _processes.explained(error) if isinstance(error, Exception) else error
+        team.fail(found)
+        if isinstance(found, _processes.ProcessLostError) and len(_active) == 1:
+            _processes.report()
+        if found is not error:
+            raise found from error
         raise
     finally:
         _active.remove(team)

@@ -95,6 +95,7 @@ def initialize_distributed(
 
 
 def _join(job: Job, timeout_secs: float, heartbeat_secs: float, grace_secs: float) -> None:
+    _processes.start_timeout_secs = timeout_secs
     deadline = time.monotonic() + timeout_secs
     assert job.address is not None
     host, _ = split_address(job.address)

@@ -158,6 +158,7 @@ def poll():
     try:
         raise _processes.explained(jax.errors.JaxRuntimeError("closed by peer"))
     except _processes.ProcessLostError as e:
+        _processes.report()
         say("caught:", e, "from", repr(e.__cause__))
     time.sleep(2)  # longer than the grace
     raise jax.errors.JaxRuntimeError("closed by peer")

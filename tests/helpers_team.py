@@ -312,6 +312,10 @@ def fail(folder):
     for distribution in ("shared_round_robin", "shared_local_parameter_server"):
         attempt(distribution, lambda way=distribution: replicated(shown, variable_distribution=way))
     trained("model_dirs", lambda: batches(3), model_dir=os.path.join(folder, f"of-{me}"))
+    nan = np.full_like(labels, np.nan)
+    trained("nan", lambda: [*batches(3), (features, nan)])
+    on_nan = replicated(shown, on_nan="raise")
+    trained("non-finite", lambda: [*batches(3), (features, nan if me else labels)], model_fn=on_nan)
     trained("empty", list, verb="evaluate")
     trained("one is empty", lambda: batches(3 * me))
     trained("it works", lambda: batches(4))

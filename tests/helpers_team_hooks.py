@@ -1,5 +1,6 @@
 """What happens around the steps of a training of several processes, for `helpers_cluster` to start in each."""
 
+import itertools
 import os
 import time
 import types
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from absl import logging
-from helpers_team import X, batches, make, own, replicated, say, shown, start, uneven, write
+from helpers_team import X, batch, batches, make, own, replicated, say, shown, start, uneven, write
 
 import estimator as est
 import estimator.hooks._checkpoint_saver
@@ -93,6 +94,12 @@ def hooked(folder):
     say(stopped=noted.ended)
     stopped.train(lambda: slowly(batches(400)), hooks=[est.StopAtSecsHook(0.2 * (1 + jax.process_index())), noted])
     say(by_secs=noted.ended)
+    timed = make(os.path.join(folder, "timed"), steps_per_loop="0.01s", log_step_count_steps=20)
+    timed.train(lambda: itertools.islice(itertools.cycle(batches()), 300), hooks=[noted])
+    say(timed=noted.ended)
+    nan = [*batches(3), (batch(0)[0], np.full_like(batch(0)[1], np.nan)), *batches(300)]
+    timed.train(lambda: nan, hooks=[est.NanTensorHook(fail_on_nan_loss=False), noted])
+    say(ended_by_nan=noted.ended[0])
     evaluator = est.InMemoryEvaluatorHook(stopped, uneven, every_n_iter=2)
     stopped.train(lambda: batches(3), hooks=[evaluator])
     say(in_memory=evaluator.results)

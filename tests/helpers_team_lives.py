@@ -13,6 +13,7 @@ import optax
 from helpers_team import make, say, start
 
 import estimator as est
+import replicate
 from estimator._train import Training
 from replicate import TowerOptimizer
 
@@ -137,7 +138,7 @@ def drift(folder):
             carry = training._carry
             array = carry.variables["w"]
             shards = [np.array(shard.data) for shard in array.addressable_shards]
-            shards[1].reshape(-1).view(np.uint8)[0] ^= 1
+            shards[1].reshape(-1).view(np.uint8)[2] ^= 1
             placed = [jax.device_put(x, s.device) for x, s in zip(shards, array.addressable_shards, strict=True)]
             changed = jax.make_array_from_single_device_arrays(array.shape, array.sharding, placed)
             training._carry = carry._replace(variables={**carry.variables, "w": changed})
@@ -158,3 +159,28 @@ def end(folder, slow):
     if jax.process_index() == slow:
         time.sleep(3)
     sys.exit(0)
+
+
+def come_late(folder):
+    """Process 1 does not come in time."""
+    replicate.initialize_distributed(timeout_secs=3)
+    trained = make(os.path.join(folder, "late"), tiny)
+    if jax.process_index() == 1:
+        time.sleep(6)
+    try:
+        trained.train(lambda: Source())
+    except Exception as error:
+        say(error=type(error).__name__, text=str(error))
+
+
+def terminate_one(folder):
+    """Process 1 is told to end while it makes its first state, or reads its first batch."""
+    start()
+    me = jax.process_index()
+
+    def input_fn():
+        if me:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return Source()
+
+    make(os.path.join(folder, "one"), tiny).train(input_fn)

@@ -33,6 +33,8 @@ ERRORS = {
         "RuntimeError",
         "Process 0 called `train(steps=2, max_steps=None)`, process 1 `train(steps=3, m",
     ),
+    "nan": ("NanLossDuringTrainingError", "NaN loss during training, at step 4. "),
+    "non-finite": ("NonFiniteGradientError", "in tower 2"),
     "empty": ("ValueError", "`evaluate` got no batch from input_fn."),
 }
 # What goes wrong in process 1 alone, and how process 0 hears of it.

@@ -38,6 +38,8 @@ def test_clocks_may_differ(found, folder):
 def test_all_stop_where_one_wants_to(found):
     for each in found:
         assert each["stopped"] == [["enough", 5], ["enough", 13], ["StopAtStepHook", 16]]
+        assert each["timed"] == ["input", 300]
+        assert each["ended_by_nan"] == "NaN loss"
     assert found[0]["by_secs"] == found[1]["by_secs"]
     assert found[0]["by_secs"][0] == "StopAtSecsHook"
 

@@ -147,3 +147,18 @@ def test_processes_may_end_at_different_times(folder, slow):
         assert process.code == 0, "\n".join(process.lines)
         assert not any("rror" in line for line in process.lines)
     assert saved_at(os.path.join(folder, f"end-{slow}")) == [0, 2]
+
+
+def test_one_that_does_not_come_in_time_is_an_error_in_all(folder):
+    found = [rows[0] for rows in run("helpers_team_lives.come_late", str(folder))]
+    assert found[0]["error"] == "TimeoutError"
+    assert found[0]["text"].startswith("Process 0 waited for process 1 for 3 s, in: train(steps=None, max_steps=None).")
+    assert found[1]["error"] == "RuntimeError"
+    assert found[1]["text"].startswith(
+        "Process 0 failed in `train(steps=None, max_steps=None)`: TimeoutError: Process 0"
+    )
+
+
+def test_sigterm_before_the_first_step_ends_all(folder):
+    ended = shared_cluster().run("helpers_team_lives.terminate_one", str(folder), processes=2, timeout=30)
+    assert [process.code for process in ended] == [75, 75]

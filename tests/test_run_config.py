@@ -141,7 +141,7 @@ def test_replace_of_an_unknown_field_lists_the_fields():
         ("device_fn", "wrap the model_fn in `replicate_model_fn`, which takes devices"),
         ("protocol", "leave it out: all processes run the same steps"),
         ("experimental_max_worker_delay_secs", "leave it out: all processes run the same steps"),
-        ("session_creation_timeout_secs", r"call `jax.distributed.initialize\(initialization_timeout=...\)`"),
+        ("session_creation_timeout_secs", r"call `replicate.initialize_distributed\(timeout_secs=...\)`"),
         ("checkpoint_save_graph_def", "leave it out: a checkpoint holds arrays alone"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import jax
 from absl import logging
 
 from estimator.hooks._hook import Context, Hook, RunValues
@@ -55,7 +56,7 @@ class StepCounterHook(Hook):
 
     def begin(self) -> None:
         self._timer.reset()
-        if self._output_dir is not None:
+        if self._output_dir is not None and jax.process_index() == 0:
             import tensorboardX  # takes a while
 
             self._writer = tensorboardX.SummaryWriter(os.fspath(self._output_dir))
@@ -72,7 +73,7 @@ class StepCounterHook(Hook):
             return
         rates = {"global_step/sec": steps / seconds, "examples/sec": examples / seconds}
         logging.info("%s", ", ".join(f"{tag}: {rate:.6g}" for tag, rate in rates.items()))
-        if self._writer is not None:
+        if self._writer is not None and jax.process_index() == 0:
             for tag, rate in rates.items():
                 self._writer.add_scalar(tag, rate, context.step)
 
