@@ -136,7 +136,7 @@ def measure(path):
         team = Team("benchmark")
         found["exchange"] = min(times_of(lambda: team.exchange(None), 10, 100))
         # Process 0 does not wait for the others: so they meet at the end.
-        found["plan"] = min(times_of(lambda: team.from_chief(None), 90, 20, lambda: team.exchange(None)))
+        found["plan"] = min(times_of(lambda: team.from_chief(lambda: None), 90, 20, lambda: team.exchange(None)))
     if jax.process_index() == 0:
         with open(path, "w") as file:
             json.dump(found, file)
