@@ -178,7 +178,7 @@ def test_a_copy_changed_in_training_is_found_at_the_next_check(tmp_path, monkeyp
 def checks(monkeypatch, estimator, *lengths):
     """The steps at which replicas are checked in training runs of these lengths."""
     seen = []
-    monkeypatch.setattr(_replica_check, "check_replicas", lambda step, **trees: seen.append(step))
+    monkeypatch.setattr(_replica_check, "check_replicas", lambda step, team, **trees: seen.append(step))
     for n in lengths:
         estimator.train(times(n))
     return seen
