@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import estimator as est
 from estimator import _loop_size
 from estimator._train import Training
+from estimator.hooks import Context
 from estimator.hooks._run import Plan
 
 
@@ -180,7 +181,7 @@ def test_a_time_becomes_the_steps_that_fit_into_it(monkeypatch, asked, per_step,
     programs = types.SimpleNamespace(
         steps_per_program=0, loops=False, traits=types.SimpleNamespace(is_one_program=True)
     )
-    size = _loop_size.choose(asked, programs, (), 0, 100)
+    size = _loop_size.choose(asked, programs, (), Context("train"), 100)
     assert size.most() == 1
     step, sizes = 0, []
     for _ in range(60):
