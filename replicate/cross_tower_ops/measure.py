@@ -8,9 +8,9 @@ both runs counts as faster. `choose_the_best(table=FILE)` reads it.
 
 What is timed is one compiled program with a loop in it: each turn sums what the one before left and multiplies it by a
 half, as an optimizer would go over it. A call makes as many turns as 100 MB of all towers together allow, from 3 to
-200, so that the cost of the call from Python is shared by them. All that is compared at one point is called in turn, for
-some rounds; a ratio is that of the shortest times, since whatever else the machine does only adds to them. What comes
-close to `psum` is timed again with it, for three times the rounds.
+200, so that the cost of the call from Python is shared by them. All that is compared at one point is called in turn,
+for some rounds; a ratio is that of the shortest times, since whatever else the machine does only adds to them. What
+comes close to `psum` is timed again with it, for three times the rounds.
 """
 
 from __future__ import annotations
