@@ -50,6 +50,11 @@ class Estimator:
     An `input_fn` is a function of any of `mode, params, config`. It returns an iterable of batches, each
     `(features, labels)` or features alone (a list, a generator, a data loader), or a single batch.
 
+    Several processes (`replicate.initialize_distributed`) make the same calls in the same order, on a model_dir that
+    they share. Each `input_fn` gives its own rows of every batch; see `est.input_context`. Training ends with the first
+    input that does, evaluation goes through all, with the same results in all processes; each predicts for itself.
+    Process 0 alone logs, and writes summaries and exports. An error in one of them is an error in all.
+
     >>> import estimator as est, numpy as np, optax, tempfile
     >>> def model_fn(features, labels, mode):
     ...     w = est.get_variable("w", (1, 1))

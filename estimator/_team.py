@@ -275,8 +275,16 @@ def together(what: str) -> Iterator[Team | None]:
     """The processes that make this call, once all are there; None where there is one.
 
     An error in the block is told to the others, so that none of them waits for a process that has failed.
+
+    Raises:
+      RuntimeError: a process calls something else, or process 0 this one alone.
+      TimeoutError: one does not come.
     """
-    if jax.process_count() == 1 or _alone:
+    if _alone:
+        raise RuntimeError(
+            f"`{what}` is a call of all processes, but was made where process 0 works alone, as in an exporter."
+        )
+    if jax.process_count() == 1:
         yield None
         return
     team = Team(what)
@@ -304,6 +312,9 @@ def together(what: str) -> Iterator[Team | None]:
 
 def same_call(what: str, make: Callable[[], Any]) -> Any:
     """What process 0 makes, in all processes; `make` is called nowhere else. A call within another is of process 0."""
+
+    if _alone:
+        return make()
 
     def alone() -> Any:
         global _alone

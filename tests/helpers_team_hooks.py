@@ -130,6 +130,15 @@ def table_model(features, labels, mode):
     return est.EstimatorSpec(mode, loss=loss, train_op=train_op, eval_metric_ops=metrics)
 
 
+class Evaluates(est.Exporter):
+    """Calls in process 0 alone what needs all."""
+
+    name = "evaluates"
+
+    def export(self, estimator, *args):
+        return estimator.evaluate(uneven)
+
+
 def trained_and_evaluated(folder):
     """Everything that `train_and_evaluate` does around a training."""
     start()
@@ -149,3 +158,9 @@ def trained_and_evaluated(folder):
         trained, est.TrainSpec(lambda: batches(40), 10), est.EvalSpec(uneven, exporters=exporters)
     )
     say(again=again)
+    if jax.process_count() > 1:
+        spec = est.EvalSpec(uneven, name="wrong", exporters=Evaluates())
+        try:
+            est.train_and_evaluate(trained, est.TrainSpec(lambda: batches(40), 10), spec)
+        except RuntimeError as error:
+            say(wrong=str(error))

@@ -1,6 +1,7 @@
 """Several processes that train together compute what one does with as many devices."""
 
 import importlib
+import re
 
 import helpers_team as team
 import numpy as np
@@ -29,21 +30,29 @@ def test_steps_of_two_processes_equal_those_of_one(folder):
     assert read(folder, 1, 0, "skipped")["['skipped']"] == 1
 
 
-def test_estimators_of_two_processes_do_what_one_does(folder):
+@pytest.fixture(scope="module")
+def estimated(folder):
     run_both("helpers_team.estimated", folder)
+
+
+@pytest.mark.usefixtures("estimated")
+def test_estimators_of_two_processes_do_what_one_does(folder):
     for name in ("mirrored-1", "sharded-4", "mirrored-auto"):
         assert_law(folder, name)
+        assert_law(folder, f"{name}-eval")
         if name != "sharded-4":
             assert_law(folder, f"{name}-recorded")
-    for name in ("mirrored-1", "sharded-4"):
-        assert_law(folder, f"{name}-eval")
-        of_all = read(folder, 1, 0, f"{name}-predictions")
-        rows = sum((list(zip(*columns(read(folder, 2, i, f"{name}-predictions")), strict=True)) for i in range(2)), [])
-        assert len(rows) == sum(map(sum, team.SPLITS))
-        want = {tuple(x): output for x, output in zip(*columns(of_all), strict=True)}
-        assert {tuple(x) for x, _ in rows} == want.keys()
-        for x, output in rows:
-            np.testing.assert_allclose(output, want[tuple(x)], rtol=2e-5, atol=2e-6)
+    assert_law(folder, "mirrored-1-uneven")
+
+
+@pytest.mark.usefixtures("estimated")
+def test_each_process_predicts_its_own_examples_each_once(folder):
+    found = [list(zip(*columns(read(folder, 2, i, "mirrored-1-predictions")), strict=True)) for i in range(2)]
+    assert [len(rows) for rows in found] == np.sum(team.SPLITS, axis=0).tolist()
+    want = {tuple(x): output for x, output in zip(*columns(read(folder, 1, 0, "mirrored-1-predictions")), strict=True)}
+    assert {tuple(x) for rows in found for x, _ in rows} == want.keys()
+    for x, output in found[0] + found[1]:
+        np.testing.assert_allclose(output, want[tuple(x)], rtol=2e-5, atol=2e-6)
 
 
 def columns(found):
@@ -55,6 +64,9 @@ def test_training_with_evaluations_is_that_of_one(folder, capsys):
     each = [merged(rows) for rows in run_both("helpers_team_hooks.trained_and_evaluated", folder)]
     alone = merged(said(capsys.readouterr().out.splitlines()))
     assert_law(folder, "t")
+    wrong = [one.pop("wrong") for one in each]
+    assert re.match(r"`evaluate\(.*\)` is a call of all processes, but was made where process 0 works alone", wrong[0])
+    assert wrong[1].startswith("Process 0 failed in `export`: RuntimeError: `evaluate(")
     assert each[0] == each[1]
     assert each[0]["evaluated"] == alone["evaluated"] == [2, 4, 6, 8, 10]
     metrics, exports = each[0]["result"]

@@ -27,6 +27,9 @@ class Hook:
     many steps as it may into one program; so a hook that says by `next_step` when it is wanted costs nothing in
     between. One that overrides `before_run` or `after_run` alone is called around every step, as in TensorFlow.
 
+    Several processes have the same hooks, which are called at the same steps in all: where `next_step` says so in
+    process 0. A decision on which collective work or a checkpoint depends is made by `context.agreed`.
+
     >>> class PrintLoss(Hook):
     ...     def next_step(self, step):
     ...         return step + 10  # not before ten more steps
