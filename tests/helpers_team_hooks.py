@@ -94,6 +94,8 @@ def hooked(folder):
     say(stopped=noted.ended)
     stopped.train(lambda: slowly(batches(400)), hooks=[est.StopAtSecsHook(0.2 * (1 + jax.process_index())), noted])
     say(by_secs=noted.ended)
+    stopped.train(lambda: batches(9 - 3 * jax.process_index()), hooks=[noted])
+    say(shorter=noted.ended)
     timed = make(os.path.join(folder, "timed"), steps_per_loop="0.01s", log_step_count_steps=20)
     timed.train(lambda: itertools.islice(itertools.cycle(batches()), 300), hooks=[noted])
     say(timed=noted.ended)

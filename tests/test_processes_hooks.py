@@ -40,6 +40,7 @@ def test_all_stop_where_one_wants_to(found):
         assert each["stopped"] == [["enough", 5], ["enough", 13], ["StopAtStepHook", 16]]
         assert each["timed"] == ["input", 300]
         assert each["ended_by_nan"] == "NaN loss"
+        assert each["shorter"] == ["input", each["by_secs"][1] + 6]
     assert found[0]["by_secs"] == found[1]["by_secs"]
     assert found[0]["by_secs"][0] == "StopAtSecsHook"
 
