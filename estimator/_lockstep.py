@@ -58,7 +58,7 @@ class Uneven(NamedTuple):
 
 
 class Stopped(Exception):
-    """The processes have agreed to stop before a piece."""
+    """The processes have agreed to stop before a piece; holds why."""
 
 
 class _Offer(NamedTuple):
@@ -67,7 +67,7 @@ class _Offer(NamedTuple):
     batches: list[tuple[Pair, int]]
     ended: bool = False
     failed: str | None = None
-    stop: bool = False
+    stop: str | None = None  # why
 
 
 class SharedPlan:
@@ -124,16 +124,16 @@ class Lockstep:
         failed = None if error is None or ended else f"{type(error).__name__}: {error}"
         with self._lock:
             if self._stop_at is not None or closed.is_set():
-                return [], Stopped()
-            number = self._team.offer(_Offer(offered, ended, failed, self._context.preempted))
+                return [], Stopped(SIGTERM)
+            number = self._team.offer(_Offer(offered, ended, failed, self._context.wished))
         offers = self._team.finish(number, closed)
         if failed is not None:
             return [], error
         for i, offer in enumerate(offers):
             if offer.failed is not None:
                 return [], RuntimeError(f"The input of process {i} failed: {offer.failed}. See there.")
-        if any(offer.stop for offer in offers):
-            return [], Stopped()
+        if reasons := [offer.stop for offer in offers if offer.stop]:
+            return [], Stopped(SIGTERM if SIGTERM in reasons else reasons[0])
         try:
             if self._context.mode == ModeKeys.TRAIN:
                 return self._in_training(pulled, offers)
@@ -151,7 +151,7 @@ class Lockstep:
                 return False
             self._team.flag()
             with self._lock:
-                self._stop_at = self._team.offer(_Offer([], stop=True))
+                self._stop_at = self._team.offer(_Offer([], stop=SIGTERM))
         if self._taken < self._stop_at:
             return False
         self._team.finish(self._stop_at)
@@ -161,10 +161,11 @@ class Lockstep:
         """Notes that a piece was taken."""
         self._taken += 1
 
-    def stop(self) -> None:
+    def stop(self, reason: str) -> None:
         """Ends the run: all processes do so here."""
-        preempt()
-        self._context.stop(SIGTERM)
+        if reason == SIGTERM:
+            preempt()
+        self._context.stop(reason)
 
     def _in_training(
         self, pulled: list[Pair], offers: list[_Offer]

@@ -18,6 +18,7 @@ EXIT_CODE = 75  # the EX_TEMPFAIL of sysexits.h: try again later
 
 # The handler is the process's, and so are the runs it ends; those within others come last.
 _runs: list[Context] = []
+_came = False  # whether this process got the signal
 
 
 class Preempted(SystemExit):
@@ -34,9 +35,11 @@ def ends_by_sigterm(context: Context) -> Iterator[None]:
 
     Only in the main thread, as Python has it, and only where nobody else handles the signal.
     """
-    if not _in_main_thread() or signal.getsignal(signal.SIGTERM) not in (signal.SIG_DFL, _on_sigterm):
+    global _came
+    if not _in_main_thread() or signal.getsignal(signal.SIGTERM) not in _OURS:
         yield
         return
+    _came = _came and bool(_runs)
     _runs.append(context)
     signal.signal(signal.SIGTERM, _on_sigterm)
     try:
@@ -45,7 +48,7 @@ def ends_by_sigterm(context: Context) -> Iterator[None]:
         _runs.remove(context)
         # Results of `predict` may be read to their end in another thread, which cannot take the handler away.
         if not _runs and _in_main_thread() and signal.getsignal(signal.SIGTERM) is _on_sigterm:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.signal(signal.SIGTERM, _on_late_sigterm if context.preempted and not _came else signal.SIG_DFL)
     if context.preempted:
         raise Preempted
 
@@ -61,13 +64,23 @@ def preempt() -> None:
         context.preempt()
 
 
+def _on_late_sigterm(number: int, frame: Any) -> None:
+    """Does nothing, once: the run has ended since the signal came to another process, and this process is about to."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
 def _on_sigterm(number: int, frame: Any) -> None:
+    global _came
+    _came = True
     preempt()
     if not _runs:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
     elif _runs[-1].phase == "begin" or all(context.phase == "output" for context in _runs):
         raise Preempted
+
+
+_OURS = (signal.SIG_DFL, _on_sigterm, _on_late_sigterm)
 
 
 def _in_main_thread() -> bool:

@@ -14,6 +14,7 @@ from estimator._frame import PyTree
 from estimator._input import Batches
 from estimator._lockstep import Lockstep, SharedPlan, Stopped
 from estimator._modes import ModeKeys
+from estimator._preemption import SIGTERM
 from estimator._prefetch import Piece, Prefetcher
 from estimator.hooks import _run
 from estimator.hooks._hook import Context, Hook
@@ -81,13 +82,14 @@ def read_ahead(
                 context.stop("steps")
                 return
             context.phase = "input"
+            why = SIGTERM
             try:
                 got = ready.get_unless(stopped)
-            except Stopped:
-                got = None
+            except Stopped as agreed:
+                got, why = None, str(agreed)
             if got is None:
                 if lockstep:
-                    lockstep.stop()
+                    lockstep.stop(why)
                 return
             if lockstep:
                 lockstep.took()

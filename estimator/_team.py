@@ -245,8 +245,9 @@ class Team:
             for key, failure in _client().key_value_dir_get_bytes(f"{team._prefix}/failed"):
                 kind, text = pickle.loads(failure)
                 if kind == "Preempted":
-                    from estimator._preemption import Preempted  # which needs this module
+                    from estimator._preemption import Preempted, preempt  # which needs this module
 
+                    preempt()
                     raise Preempted
                 raise RuntimeError(f"Process {key.rpartition('/')[2]} failed in `{team._what}`: {kind}: {text}")
 

@@ -46,6 +46,14 @@ class StopsIn(est.Hook):
             context.request_stop("enough")
 
 
+class StopsAtTheLoss(est.Hook):
+    """Wants one process to stop, at a moment that is not one of a hook."""
+
+    def after_create_state(self, context):
+        if jax.process_index():
+            context.watch_losses(lambda context, step, losses: context.request_stop("the loss"))
+
+
 class OfTheChief(est.Hook):
     def end(self, context):
         say(chief=jax.process_index())
@@ -94,6 +102,10 @@ def hooked(folder):
     say(stopped=noted.ended)
     stopped.train(lambda: slowly(batches(400)), hooks=[est.StopAtSecsHook(0.2 * (1 + jax.process_index())), noted])
     say(by_secs=noted.ended)
+    stopped.train(lambda: batches(1000), hooks=[StopsAtTheLoss(), noted])
+    say(watched=noted.ended)
+    stopped.train(lambda: batches(9 - 3 * jax.process_index()), hooks=[noted])
+    say(shorter=noted.ended)
     timed = make(os.path.join(folder, "timed"), steps_per_loop="0.01s", log_step_count_steps=20)
     timed.train(lambda: itertools.islice(itertools.cycle(batches()), 300), hooks=[noted])
     say(timed=noted.ended)

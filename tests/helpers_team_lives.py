@@ -103,10 +103,27 @@ def train_until_terminated(model_dir, blocked):
             print("blocked", flush=True)
             time.sleep(60)
 
-    make(model_dir, tiny, save_checkpoints_steps=1000, resume_input="count").train(
-        lambda: Source(wait, positions=False), hooks=[Tell()]
-    )
-    print("done", flush=True)
+    trained = make(model_dir, tiny, save_checkpoints_steps=1000, resume_input="count")
+    try:
+        trained.train(lambda: Source(wait, positions=False), hooks=[Tell()])
+    except est.Preempted:
+        print("preempted", flush=True)
+        time.sleep(1)
+        raise
+
+
+def evaluate_until_terminated(model_dir):
+    """One is told to end while all evaluate, in the course of a training."""
+    start()
+
+    def wait(i):
+        if i == 2:
+            print("evaluating", flush=True)
+        time.sleep(0.1)
+
+    estimator = make(model_dir, tiny, save_checkpoints_steps=1000)
+    train_spec = est.TrainSpec(lambda: Source(slowly), 40, hooks=[Tell()])
+    est.train_and_evaluate(estimator, train_spec, est.EvalSpec(lambda: Source(wait)), eval_every_steps=5)
 
 
 def stall(folder):

@@ -40,6 +40,9 @@ def test_all_stop_where_one_wants_to(found):
         assert each["stopped"] == [["enough", 5], ["enough", 13], ["StopAtStepHook", 16]]
         assert each["timed"] == ["input", 300]
         assert each["ended_by_nan"] == "NaN loss"
+        assert each["watched"] == found[0]["watched"]
+        assert each["watched"][0] == "the loss" and each["watched"][1] < each["by_secs"][1] + 300
+        assert each["shorter"] == ["input", each["watched"][1] + 6]
     assert found[0]["by_secs"] == found[1]["by_secs"]
     assert found[0]["by_secs"][0] == "StopAtSecsHook"
 

@@ -43,6 +43,7 @@ def test_estimators_of_two_processes_do_what_one_does(folder):
         if name != "sharded-4":
             assert_law(folder, f"{name}-recorded")
     assert_law(folder, "mirrored-1-uneven")
+    assert_law(folder, "mirrored-1-history")
 
 
 @pytest.mark.usefixtures("estimated")

@@ -103,24 +103,41 @@ def test_a_process_that_is_killed_ends_the_others_and_the_next_run_goes_on(folde
     assert_same(*[[team.make(path).get_variable_value("*")] for path in (model_dir, undisturbed.model_dir)])
 
 
-@pytest.mark.parametrize("who, blocked", [("all", None), ("one", None), ("the other", 0)])
+@pytest.mark.parametrize("who, blocked", [("all", None), ("one late", None), ("the other", 0)])
 def test_sigterm_to_any_process_ends_all_with_a_checkpoint_of_the_same_step(folder, who, blocked):
-    """Also where the input of one does not come on."""
+    """Also where the input of one does not come on, or the signal comes to one after it has ended its training."""
     cluster, model_dir = shared_cluster(), str(folder / f"terminated {who}")
     cluster.start("helpers_team_lives.train_until_terminated", model_dir, blocked, processes=2, timeout=60)
     cluster.wait_for(*((1, "step 6") if blocked is None else (blocked, "blocked")), timeout=50)
-    for index in (0, 1) if who == "all" else (1,):
-        cluster.kill(index, signal.SIGTERM)
+    cluster.kill(1, signal.SIGTERM)
+    if who == "one late":
+        cluster.wait_for(0, "preempted", timeout=50)
+    if who != "the other":
+        cluster.kill(0, signal.SIGTERM)
+    at = assert_preempted(model_dir)
+    assert at >= (30 if blocked is not None else 6)
+
+
+def test_sigterm_to_one_within_an_evaluation_ends_the_training_of_all(folder):
+    cluster, model_dir = shared_cluster(), str(folder / "terminated evaluating")
+    cluster.start("helpers_team_lives.evaluate_until_terminated", model_dir, processes=2, timeout=60)
+    cluster.wait_for(1, "evaluating", timeout=50)
+    cluster.kill(1, signal.SIGTERM)
+    assert 5 <= assert_preempted(model_dir) < 10
+
+
+def assert_preempted(model_dir):
+    """The processes end soon, with a checkpoint of one step; returns that."""
     began = time.monotonic()
-    ended = cluster.ended()
+    ended = shared_cluster().ended()
     assert time.monotonic() - began < 10
     for process in ended:
         assert process.code == 75, "\n".join(process.lines)
     told = [said(process.lines)[-1] for process in ended]
     assert told[0] == told[1]
-    assert told[0]["ended"] == "SIGTERM" and told[0]["error"] == "NoneType"
+    assert (told[0]["ended"], told[0]["error"]) == ("SIGTERM", "NoneType")
     assert saved_at(model_dir) == [0, told[0]["at"]]
-    assert told[0]["at"] >= (30 if blocked is not None else 6)
+    return told[0]["at"]
 
 
 def test_a_watchdog_names_the_process_whose_input_stalls(folder):

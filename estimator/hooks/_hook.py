@@ -139,7 +139,7 @@ class Context:
         self.found_nan = False
         self.metrics: dict[str, Any] | None = None
         self.restored = False
-        self._wished: str | None = None  # why to stop, until all processes know
+        self._wished: str | None = None
         self.rates: dict[str, np.ndarray] = {}
         self._state: Callable[[], Any] | None = None
         self._save: Callable[[], str | None] | None = None
@@ -234,6 +234,11 @@ class Context:
         for writer in self._events.values():
             writer.close()
         self._events.clear()
+
+    @property
+    def wished(self) -> str | None:
+        """Why this process wants the run to end, of which others may not know yet."""
+        return SIGTERM if self.preempted else self._wished
 
     @property
     def stop_requested(self) -> bool:
