@@ -38,9 +38,11 @@ def check_batch(features: PyTree, labels: PyTree = None) -> int:
     return rows
 
 
-def rows_of(batch: PyTree) -> int:
-    """The number of examples in a batch that was checked."""
-    return jax.tree.leaves(batch, is_leaf=is_sparse)[0].shape[0]
+def rows_of(features: PyTree, labels: PyTree = None) -> int:
+    """The number of examples in a batch, read off one array; all are looked at where that is none."""
+    leaves = jax.tree.leaves((features, labels), is_leaf=is_sparse)
+    shape = getattr(leaves[0], "shape", ()) if leaves else ()
+    return shape[0] if shape else check_batch(features, labels)
 
 
 def guarded(step: Callable[..., T], features: PyTree, labels: PyTree, *args: Any) -> T:

@@ -65,7 +65,7 @@ class EvalSteps:
         if isinstance(pair, Uneven):
             return placement.in_all_processes(rows_of_all(*pair)), sum(pair.rows)
         processes = jax.process_count() if placement.spans_processes else 1
-        return placement.from_processes(pair), rows_of(pair) * processes
+        return placement.from_processes(pair), rows_of(*pair) * processes
 
     def at_once(self, held: tuple[Any, ...], features: PyTree, labels: PyTree) -> int:
         """How many batches like this one are to be read ahead together, and to go into one program."""
@@ -147,8 +147,8 @@ def evaluate_batches(
         stacked = stacked_batches(pairs, at_once) if together else None
         if stacked is not None:
             losses, metrics = guarded(steps.several, *pairs[0], *held, *stacked)
-            merged.add(losses, metrics, [rows_of(pairs[0])] * len(pairs))
-            context.count(len(pairs), rows_of(pairs[0]))
+            merged.add(losses, metrics, [rows_of(*pairs[0])] * len(pairs))
+            context.count(len(pairs), rows_of(*pairs[0]))
             continue
         reports = _run.asks(asked, context)
         for i, pair in enumerate(pairs):

@@ -149,7 +149,7 @@ class Training:
         if len(self._losses) > _PROGRAMS_IN_FLIGHT:
             self._losses[-1 - _PROGRAMS_IN_FLIGHT][0].losses.block_until_ready()
         context.global_step += run.steps
-        context.count(run.steps, rows_of(run.batch) * (context.team.count if context.team else 1))
+        context.count(run.steps, rows_of(*run.batch) * (context.team.count if context.team else 1))
         self._bar.update(run.steps)
         if self._clock is None:  # started after the first program, since compiling is no part of the rate
             seen.losses.block_until_ready()
