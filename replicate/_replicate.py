@@ -8,40 +8,17 @@ from typing import Any
 
 import jax
 
-from estimator import EstimatorSpec, ModeKeys, Reduction, TrainOp
+from estimator import EstimatorSpec, ModeKeys, Reduction
 from estimator._batch import check_batch
 from estimator._forward import Forward, check_transform
-from estimator._frame import Frame, PyTree, current_frame, open_frame
-from estimator._gradients import has_pending, run
+from estimator._frame import PyTree, current_frame
 from estimator._model_fn import ModelFn, bind
-from estimator._non_finite import POLICIES, marked, non_finite, watch
+from estimator._non_finite import POLICIES, watch
 from estimator._placement import Placement, SeparatePlacement
-from estimator._report import merge_reports
-from estimator._sparse import is_sparse
-from replicate._accumulate import accumulate_steps, accumulated
 from replicate._devices import find_devices, of_this_process
-from replicate._distribution import Mirrored, VariableDistribution, place
-from replicate._merge import (
-    apart,
-    check_rows,
-    join,
-    join_metrics,
-    merged,
-    summed,
-    together,
-    total,
-    with_gradients,
-    without_gradients,
-)
-from replicate._rows import take_rows
-from replicate._tower_optimizer import TowerOptimizer
-from replicate._towers import (
-    cross_tower_mean,
-    in_towers,
-    num_towers,
-    tower_index,
-    tower_map,
-)
+from replicate._distribution import VariableDistribution, place
+from replicate._replicas import Replicas
+from replicate._towers import in_towers
 from replicate.cross_tower_ops import CrossTowerOps, choose_the_best
 
 
@@ -127,9 +104,9 @@ def replicate_model_fn(
         )
     towers = find_devices(devices)
 
-    def replicas_on(devices: tuple[jax.Device, ...]) -> _Replicas:
+    def replicas_on(devices: tuple[jax.Device, ...]) -> Replicas:
         placement = place(variable_distribution, devices, variable_device)
-        return _Replicas(
+        return Replicas(
             devices=devices,
             placement=placement,
             mean_loss=Reduction(loss_reduction) != Reduction.SUM,
@@ -194,207 +171,3 @@ def _checked_ops(given: CrossTowerOps | None, placement: Placement, devices: tup
             "VariableDistribution.MIRRORED or SHARDED."
         )
     return given
-
-
-Call = Callable[[PyTree], EstimatorSpec]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Replicas:
-    """Runs a model_fn in towers, within the frame of the run around it.
-
-    Attributes:
-      devices: one per tower.
-      placement: where the variables live.
-      mean_loss: whether the merged loss is the mean of the towers' losses, not their sum.
-      on_nan: None: gradients are not looked at.
-      ops: takes the sums over towers.
-      transform: what `replicate_model_fn` was told about the forward function of a tower.
-    """
-
-    devices: tuple[jax.Device, ...]
-    placement: Placement
-    mean_loss: bool
-    on_nan: str | None
-    ops: CrossTowerOps
-    transform: Callable[[Forward], Forward] | None
-
-    def initialize(self, call: Call, frame: Frame, batch: PyTree) -> EstimatorSpec:
-        """Creates the variables as one tower with the whole batch would."""
-        ran: list[Frame] = []
-
-        def tower(key: jax.Array, batch: PyTree) -> tuple[PyTree, PyTree]:
-            ran.append(frame.fresh(key=key))
-            with open_frame(ran[0]) as started:
-                spec = call(batch)
-            if len(self.devices) > 1:
-                _check_optimizers(spec.train_op)
-            spec = dataclasses.replace(spec, train_op=_taken(spec), reported=started.reported)
-            return (spec, started.variables, started.slots), None
-
-        (spec, variables, slots), _ = tower_map(tower, self.devices[:1])(frame.key, batch)
-        frame.variables.update(variables)
-        frame.slots.update(slots)
-        _keep_names(frame, ran[0])
-        return spec
-
-    def train(self, call: Call, frame: Frame, batch: PyTree, rows: int) -> EstimatorSpec:
-        scale = 1 / len(self.devices) if self.mean_loss else 1.0
-        separate = isinstance(self.placement, SeparatePlacement)  # it sums the gradients where the variables are
-        ran: list[Frame] = []
-
-        def tower(start: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
-            averaged: list[bool] = []
-
-            def average(denominator: jax.Array) -> jax.Array:
-                averaged.append(True)
-                return cross_tower_mean(denominator)
-
-            inside = _tower_frame(frame, start, first=0, average_denominator=average)
-            outcome, after = run(call, inside, batch, take_gradients=True, loss_scale=scale, transform=self.transform)
-            ran.append(after)
-            if num_towers() > 1:
-                _check_optimizers(outcome.spec.train_op)
-                check_rows(outcome.spec, rows // num_towers())
-            steps = accumulate_steps(outcome.spec.train_op)
-            if steps > 1:  # what ran so far is not used, and left out of the compiled program
-                outcome = accumulated(
-                    call,
-                    batch,
-                    inside.fresh(key=start[2]),
-                    steps,
-                    like=outcome,
-                    aggregation=after.aggregation,
-                    averaged=bool(averaged),
-                    loss_scale=scale,
-                    mean_loss=self.mean_loss,
-                    transform=self.transform,
-                )
-            flags = non_finite(outcome.spec.train_op) if self.on_nan else None
-            same, own = apart(outcome.spec, scale)
-            gradients = None
-            if separate:
-                same, gradients = without_gradients(same)
-            same, written = summed(same, outcome, start[0], after.aggregation, self.ops)
-            return (same, written), (own, gradients, flags)
-
-        start = _start(frame)
-        (same, written), (own, gradients, flags) = tower_map(tower, self.devices)(start, batch)
-        if separate:
-            same = with_gradients(same, gradients)
-        elif isinstance(self.placement, Mirrored):
-            same = dataclasses.replace(same, train_op=self.placement.whole(same.train_op))
-        _keep_names(frame, ran[-1])
-        frame.assigned.update(written)
-        if flags is not None:
-            same = dataclasses.replace(same, train_op=marked(same.train_op, flags))
-        return together(same, merged(own, len(self.devices)))
-
-    def evaluate(self, call: Call, frame: Frame, batch: PyTree, rows: int) -> EstimatorSpec:
-        """Every example counts once: what does not divide by the towers is one more, smaller call."""
-        towers = len(self.devices)
-        even = rows - rows % towers
-        parts = [(self.devices, 0, even), (self.devices[:1], even, rows - even)]
-        parts = [part for part in parts if part[2]]
-
-        def run_part(part: Any, denominators: list[jax.Array] | None) -> PyTree:
-            devices, begin, size = part
-            mine = jax.tree.map(lambda x: take_rows(x, begin, size), batch, is_leaf=is_sparse)
-            seen: list[jax.Array] = []
-
-            def average(denominator: jax.Array) -> jax.Array:
-                seen.append(denominator)
-                if denominators is None:
-                    return cross_tower_mean(denominator)
-                # So that losses weighted by rows add up to the sum over all divided by this.
-                return denominators[len(seen) - 1] * (size / len(devices) / rows)
-
-            def tower(start: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
-                inside = _tower_frame(frame, start, first=begin, average_denominator=average)
-                scale = 1 / len(devices) if self.mean_loss else 1.0
-                outcome, after = run(
-                    call,
-                    inside,
-                    batch,
-                    take_gradients=False,
-                    loss_scale=scale,
-                    denominators=seen,
-                    transform=self.transform,
-                )
-                ran.append(after)
-                if towers > 1:
-                    check_rows(outcome.spec, size // len(devices))
-                same, own = apart(outcome.spec, scale)
-                return total([], (same, seen), self.ops)[1], own
-
-            (same, totals), own = tower_map(tower, devices)(_start(frame), mine)
-            return same, totals, merged(own, len(devices))
-
-        ran: list[Frame] = []
-        results = [run_part(part, None) for part in parts]
-        if len(parts) > 1 and results[0][1]:
-            totals = [sum(both[1:], both[0]) for both in zip(*(r[1] for r in results), strict=True)]
-            results = [run_part(part, totals) for part in parts]
-        _keep_names(frame, ran[-1])
-        specs = [together(same, own) for same, _, own in results]
-        return self._join(specs, [size for _, _, size in parts])
-
-    def _join(self, specs: list[EstimatorSpec], sizes: list[int]) -> EstimatorSpec:
-        if len(specs) == 1:
-            return specs[0]
-        first, second = specs
-        loss = first.loss
-        if loss is not None:
-            weights = [size / sum(sizes) if self.mean_loss else 1.0 for size in sizes]
-            loss = first.loss * weights[0] + second.loss * weights[1]
-        return dataclasses.replace(
-            first,
-            loss=loss,
-            predictions=join([first.predictions, second.predictions]),
-            export_outputs=join([first.export_outputs, second.export_outputs]),
-            eval_metric_ops=join_metrics([first.eval_metric_ops, second.eval_metric_ops]),
-            reported=merge_reports([first.reported, second.reported], sizes),
-        )
-
-
-def _start(frame: Frame) -> PyTree:
-    return frame.variables, frame.slots, frame.key, frame.global_step
-
-
-def _tower_frame(frame: Frame, start: PyTree, first: int, **changes: Any) -> Frame:
-    """The frame of one tower; `first` keeps its random keys apart from those of another call's towers."""
-    variables, slots, key, global_step = start
-    if num_towers() > 1 or first:
-        key = jax.random.fold_in(key, tower_index() + first)
-    return frame.fresh(
-        variables=variables,
-        slots=slots,
-        key=key,
-        global_step=global_step,
-        **({"average_denominator": cross_tower_mean} | changes),
-    )
-
-
-def _check_optimizers(train_op: TrainOp | None) -> None:
-    for update in train_op.updates if train_op else ():
-        if not isinstance(update.optimizer, TowerOptimizer):
-            raise ValueError(
-                "Please wrap optimizers with TowerOptimizer in order to use replicate_model_fn with multiple "
-                f"`devices`. Got the plain optimizer {update.optimizer.get_name()!r}; write "
-                "`TowerOptimizer(optimizer).minimize(loss)`."
-            )
-
-
-def _taken(spec: EstimatorSpec) -> TrainOp | None:
-    """A train_op without pending losses: the towers take the gradients, not the run around them."""
-    if not has_pending(spec.train_op):
-        return spec.train_op
-    return TrainOp(tuple(dataclasses.replace(u, gradients={}) for u in spec.train_op.updates))
-
-
-def _keep_names(frame: Frame, ran: Frame) -> None:
-    """Lets the run around the towers know the variables and optimizers they had."""
-    frame.trainable.update(ran.trainable)
-    frame.aggregation.update(ran.aggregation)
-    frame.slot_owners.update(ran.slot_owners)
-    frame.rng_calls = ran.rng_calls
