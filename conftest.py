@@ -1,6 +1,41 @@
-"""What every test and doctest runs under: several CPU devices and strict dtype promotion."""
+"""What every test and doctest runs under: several CPU devices, strict dtype promotion, programs compiled in a hurry.
 
-import jax
+Most of the time of the tests is XLA's: it compiles thousands of programs, each of which runs for microseconds. So here
+it makes their machine code quickly and badly. The programs themselves, with their collectives and their memory, stay
+as they are; the last bits of their numbers do not. A test that compares bits of several programs, which users have
+otherwise, asks for the fixture `users_compiler`. Where XLA_FLAGS is set, be it to nothing, all tests compile by it.
+"""
+
+import os
+
+os.environ.setdefault(
+    "XLA_FLAGS",
+    "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1",
+)
+
+import jax  # noqa: E402
+import pytest  # noqa: E402
+from jax._src import compiler  # noqa: E402
+
+USERS_FLAGS = {
+    "xla_backend_optimization_level": 3,
+    "xla_cpu_use_fusion_emitters": True,
+    "xla_cpu_parallel_codegen_split_count": 32,
+}
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+
+@pytest.fixture
+def users_compiler(monkeypatch):
+    """Programs are compiled as XLA does it without flags, in processes that are started now too."""
+    jax.devices()  # XLA has read its flags
+    monkeypatch.setenv("XLA_FLAGS", "")
+    get_options = compiler.get_compile_options
+
+    def users_options(*args, env_options_overrides=None, **kwargs):
+        overrides = USERS_FLAGS | (env_options_overrides or {})
+        return get_options(*args, env_options_overrides=overrides, **kwargs)
+
+    monkeypatch.setattr(compiler, "get_compile_options", users_options)

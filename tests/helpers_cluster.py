@@ -54,6 +54,7 @@ class Cluster:
             self.ended(kill=True)
         self._folder = tempfile.TemporaryDirectory()
         request = {"function": function, "args": args, "processes": processes, "timeout": timeout}
+        request["XLA_FLAGS"] = os.environ["XLA_FLAGS"]
         self._server.stdin.write(json.dumps(request | {"folder": self._folder.name, "port": free_port()}) + "\n")
         self._server.stdin.flush()
         self._pids = self._read()
@@ -145,6 +146,7 @@ def call(request, index):
     addresses = [f"127.0.0.1:{request['port']}"] * request["processes"]
     task = {"type": "worker", "index": index}
     os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": addresses}, "task": task})
+    os.environ["XLA_FLAGS"] = request["XLA_FLAGS"]
     module, _, function = request["function"].rpartition(".")
     getattr(importlib.import_module(module), function)(*request["args"])
 

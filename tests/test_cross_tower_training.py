@@ -132,6 +132,7 @@ def test_gradients_come_first_in_the_order_in_which_variables_were_created(by_de
 # Gradients in a narrower dtype.
 
 
+@pytest.mark.usefixtures("users_compiler")
 def test_only_gradients_are_compressed():
     def one_step(ops):
         def model_fn(features, labels, mode):

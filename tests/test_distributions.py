@@ -74,15 +74,18 @@ def test_all_distributions_train_alike(optimizer):
         assert_close(spec.predictions, want_spec.predictions)
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam", "adamw", "adagrad", "rmsprop"])
-def test_cut_variables_are_bit_equal_to_mirrored_ones(optimizer):
+@pytest.mark.parametrize(
+    "optimizer, towers",
+    [("sgd", 8), ("momentum", 2), ("adam", 2), ("adam", 8), ("adamw", 2), ("adamw", 8), ("adagrad", 8), ("rmsprop", 2)],
+)
+@pytest.mark.usefixtures("users_compiler")
+def test_cut_variables_are_bit_equal_to_mirrored_ones(optimizer, towers):
     model_fn = wide_model_fn(OPTIMIZERS[optimizer]())
     batches = regression(8)
-    for towers in (2, 8):
-        want, _ = trained(replicated(model_fn, towers, MIRRORED), batches)
-        got, _ = trained(replicated(model_fn, towers, SHARDED), batches)
-        for one, other in zip(jax.tree.leaves(got[:2]), jax.tree.leaves(want[:2]), strict=True):
-            np.testing.assert_array_equal(one, other)
+    want, _ = trained(replicated(model_fn, towers, MIRRORED), batches)
+    got, _ = trained(replicated(model_fn, towers, SHARDED), batches)
+    for one, other in zip(jax.tree.leaves(got[:2]), jax.tree.leaves(want[:2]), strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 def test_cut_variables_take_a_share_of_the_bytes_and_no_slots_are_gathered():

@@ -272,6 +272,7 @@ def test_a_training_that_was_stopped_makes_no_more_steps(tmp_path):
 
 
 @pytest.mark.parametrize("max_steps", [None, 13])
+@pytest.mark.usefixtures("users_compiler")
 def test_the_best_variables_are_the_last_ones(tmp_path, max_steps, messages):
     estimator = make(tmp_path / "a", TABLE)
     metrics, _ = run(estimator, no_decrease(estimator, restore_best=True), max_steps)

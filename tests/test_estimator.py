@@ -72,6 +72,7 @@ def test_an_older_checkpoint_and_going_on_from_disk_compile_nothing_anew(tmp_pat
     assert not [r for r in caplog.records if re.search(r"Compiling (jit\()?(one|step)\b", r.getMessage())]
 
 
+@pytest.mark.usefixtures("users_compiler")
 def test_training_after_evaluating_from_disk_has_the_slots(tmp_path):
     make(tmp_path / "a").train(endless, steps=2)
     estimator = make(tmp_path / "a")
@@ -82,6 +83,7 @@ def test_training_after_evaluating_from_disk_has_the_slots(tmp_path):
     np.testing.assert_array_equal(estimator.get_variable_value("w"), straight.get_variable_value("w"))
 
 
+@pytest.mark.usefixtures("users_compiler")
 def test_the_verbs_may_come_in_any_order(tmp_path):
     estimator = make(tmp_path)
     initial = list(estimator.predict(lambda: X))

@@ -36,6 +36,7 @@ def test_training_is_skipped_when_max_steps_is_reached(tmp_path, messages):
     assert messages().count("Skipping training since max_steps has already saved.") == 2
 
 
+@pytest.mark.usefixtures("users_compiler")
 def test_a_second_estimator_goes_on_with_variables_and_slots(tmp_path):
     make(tmp_path / "once").train(endless, steps=6)
     make(tmp_path / "twice").train(endless, steps=2)

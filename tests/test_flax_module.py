@@ -425,6 +425,7 @@ def test_variables_beside_the_module_may_have_its_prefix_if_they_come_first():
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.usefixtures("users_compiler")
 def test_an_estimator_saves_a_module_by_readable_names_and_goes_on_from_there(kind, tmp_path):
     x, y = regression(ROWS)
     batches = list(zip(x, y, strict=True))

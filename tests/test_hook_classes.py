@@ -103,6 +103,7 @@ def test_final_ops_are_called_with_the_last_state_of_a_run_that_did_not_fail(uns
     assert hook.final_ops_values is None
 
 
+@pytest.mark.usefixtures("users_compiler")
 def test_evaluations_in_memory_are_those_of_the_checkpoints(tmp_path, compilations):
     estimator = make(tmp_path, save_checkpoints_steps=1, keep_checkpoint_max=None)
     batches = [(X, Y), (X[:3], Y[:3])]

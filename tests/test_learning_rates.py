@@ -143,6 +143,7 @@ def test_errors_say_which_rates_there_are_and_what_to_write():
 
 
 @pytest.mark.parametrize("steps_per_loop", [1, 4])
+@pytest.mark.usefixtures("users_compiler")
 def test_a_hook_sets_rates_without_compiling_and_the_run_goes_on_exactly(steps_per_loop, tmp_path, compilations):
     config = {"steps_per_loop": steps_per_loop, "save_summary_steps": 1, "save_checkpoints_steps": 4}
     hooks = lambda: [est.SetLearningRateHook(by_step, every_n_steps=8)]  # noqa: E731

@@ -59,6 +59,7 @@ def scales(model_fn, batches):
 
 
 @pytest.mark.parametrize("towers", [1, 2, 8])
+@pytest.mark.usefixtures("users_compiler")
 def test_a_loss_scale_changes_no_bit_in_float32(towers):
     """Where an optimizer adds two products, the compiler may fuse either with the sum: that can change the last bit."""
 
@@ -79,6 +80,7 @@ def test_a_loss_scale_changes_no_bit_in_float32(towers):
 
 @pytest.mark.parametrize("towers, bad_row", [(None, 0), (1, 3), (2, 4), (8, 5)])
 @pytest.mark.parametrize("value", [np.inf, np.nan])
+@pytest.mark.usefixtures("users_compiler")
 def test_an_update_that_is_not_finite_is_skipped(towers, bad_row, value):
     model_fn = linear(est.DynamicLossScale(initial_scale=8.0))
     model = est.transform(replicate(model_fn, towers) if towers else model_fn)
@@ -226,6 +228,7 @@ def test_slots_are_found_under_the_scale():
     assert all(found == (["mu", "nu"], 5) for found in seen)
 
 
+@pytest.mark.usefixtures("users_compiler")
 def test_a_checkpoint_holds_the_scale(tmp_path):
     loss_scale = est.DynamicLossScale(initial_scale=64.0, growth_interval=2)
 

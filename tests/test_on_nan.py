@@ -59,6 +59,7 @@ def message(variable, tower, step):
 
 @pytest.mark.parametrize("towers, row, tower", [(1, 3, 0), (2, 5, 1), (8, 5, 5)])
 @pytest.mark.parametrize("value", [np.inf, np.nan])
+@pytest.mark.usefixtures("users_compiler")
 def test_a_skipped_step_changes_no_bit(towers, row, tower, value):
     model, state = started(towers, "skip")
     before, spec = model.train_step(state, ROWS)
@@ -78,6 +79,7 @@ def test_a_skipped_step_changes_no_bit(towers, row, tower, value):
 
 
 @pytest.mark.parametrize("towers", [1, 8])
+@pytest.mark.usefixtures("users_compiler")
 def test_without_bad_gradients_training_is_the_same(towers):
     batches = np.stack([ROWS, ROWS + 1, ROWS - 1])
     model, state = started(towers, None)
@@ -90,6 +92,7 @@ def test_without_bad_gradients_training_is_the_same(towers):
     np.testing.assert_array_equal(spec.train_op.skipped, [False] * 3)
 
 
+@pytest.mark.usefixtures("users_compiler")
 def test_a_loop_skips_its_bad_steps_alone():
     model, state = started(8, "skip")
     bad = np.stack([ROWS, with_row(5, np.inf), ROWS, with_row(2, np.nan)])
@@ -101,6 +104,7 @@ def test_a_loop_skips_its_bad_steps_alone():
 
 
 @pytest.mark.parametrize("distribution", list(VariableDistribution)[1:])
+@pytest.mark.usefixtures("users_compiler")
 def test_wherever_the_variables_live(distribution, tmp_path):
     where = {"variable_distribution": distribution}
     model, state = started(8, "skip", **where)
@@ -237,6 +241,7 @@ def test_a_loss_scale_shrinks_in_a_skipped_step(towers, parts):
     assert est.skipped_steps(after) == 1
 
 
+@pytest.mark.usefixtures("users_compiler")
 def test_sparse_gradients_are_looked_at_and_unscaled_as_dense_ones():
     def fn(features, labels, mode, loss_scale=None):
         rows = est.embedding_lookup("table", jnp.arange(len(features)), (9, 3), initializer=jax.nn.initializers.ones)

@@ -138,6 +138,7 @@ def same_bits(a, b):
 
 
 @pytest.mark.parametrize("steps_per_loop", [1, 4, "auto"])
+@pytest.mark.usefixtures("users_compiler")
 def test_a_training_ended_by_sigterm_goes_on_as_if_it_had_not_been(tmp_path, steps_per_loop):
     whole = make(tmp_path / "whole", steps_per_loop=steps_per_loop).train(rows(), max_steps=20)
     for stop in (7, 15):
@@ -246,6 +247,7 @@ def interrupted(error, at):
 
 @pytest.mark.parametrize("anew", [False, True], ids=["same Estimator", "new Estimator"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("broken")])
+@pytest.mark.usefixtures("users_compiler")
 def test_an_error_ends_hooks_and_saves_nothing_and_training_goes_on_before_it(tmp_path, error, anew):
     config = {"save_checkpoints_steps": 4, "steps_per_loop": 2}
     whole = make(tmp_path / "whole", **config).train(rows(), max_steps=16)

@@ -44,6 +44,7 @@ def assert_same(found, want, rtol=2e-5):
             np.testing.assert_allclose(one[name], value, rtol=rtol, atol=0.1 * rtol, err_msg=name)
 
 
+@pytest.mark.usefixtures("users_compiler")
 def test_a_checkpoint_is_read_by_any_number_of_processes(folder, whole, messages):
     """Two made it; two, three and one go on: by the positions of their inputs, or by the number of batches."""
     reference, _ = train(folder / "reference", 8, 2)

@@ -199,6 +199,7 @@ def test_checks_come_every_so_many_steps(tmp_path, monkeypatch, config, lengths,
     assert checks(monkeypatch, make(tmp_path, **config), *lengths) == expected
 
 
+@pytest.mark.usefixtures("users_compiler")
 def test_training_that_is_checked_is_the_same_training(tmp_path):
     model_fn = replicate(mlp_model_fn(optax.adam(0.01)), 2)
     plain, checked = (

@@ -63,6 +63,7 @@ def same_bits(a, b):
     return a.keys() == b.keys() and all(a[n].tobytes() == b[n].tobytes() for n in a)
 
 
+@pytest.mark.usefixtures("users_compiler")
 def test_the_same_seed_gives_the_same_bits(tmp_path):
     rng = np.random.default_rng(0)
     batches = list(rng.normal(size=(12, 5, 3)).astype(np.float32))
@@ -74,6 +75,7 @@ def test_the_same_seed_gives_the_same_bits(tmp_path):
     assert not same_bits(values(a), values(other))
 
 
+@pytest.mark.usefixtures("users_compiler")
 def test_a_stopped_run_has_the_same_bits_as_one_that_went_on(tmp_path):
     rng = np.random.default_rng(0)
     batches = list(rng.normal(size=(12, 5, 3)).astype(np.float32))

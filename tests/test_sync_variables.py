@@ -140,6 +140,7 @@ class Sync(est.Hook):
         (a_slot, {"how": "mean"}),
     ],
 )
+@pytest.mark.usefixtures("users_compiler")
 def test_a_hook_mends_copies_and_training_goes_on(tmp_path, monkeypatch, which, how):
     x, y = regression(8)
     hook = Sync(3, **how)

@@ -141,6 +141,7 @@ ADAM = {
         if (towers, kind) != (2, "plain")  # an error, see test_replicate_errors.py
     ],
 )
+@pytest.mark.usefixtures("users_compiler")
 def test_every_way_to_give_the_optimizer_trains_alike(kind, towers):
     def trained(make_optimizer):
         model_fn = square_model_fn(make_optimizer)

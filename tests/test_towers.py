@@ -158,6 +158,7 @@ def test_draws_are_the_same_in_every_run_with_the_same_seed(towers):
         assert (draw != other[name]).all()
 
 
+@pytest.mark.usefixtures("users_compiler")
 def test_one_tower_draws_as_the_plain_model_fn():
     for got, want in zip(draws_of(noise_model(1)), draws_of(noise_model(None)), strict=True):
         for name, draw in want.items():
@@ -172,6 +173,7 @@ def test_no_two_rows_of_a_prediction_share_a_draw(rows):
     assert len(np.unique(np.concatenate(list(draws.values())))) == 3 * rows
 
 
+@pytest.mark.usefixtures("users_compiler")
 def test_initial_values_are_the_same_for_all_numbers_of_towers():
     def model_fn(features, labels, mode):
         w = est.get_variable("w", (3, 4))

@@ -82,6 +82,7 @@ def test_evaluations_may_be_at_multiples_of_steps_whatever_is_saved(tmp_path, co
     assert metrics == estimator.evaluate(times(2))
 
 
+@pytest.mark.usefixtures("users_compiler")
 def test_evaluations_see_the_variables_of_their_step(tmp_path):
     estimator, other = make(tmp_path / "a"), make(tmp_path / "b")
     run(estimator, max_steps=6, eval_every_steps=2)
@@ -91,6 +92,7 @@ def test_evaluations_see_the_variables_of_their_step(tmp_path):
         assert seen[step]["loss"] == other.evaluate(times(2))["loss"]
 
 
+@pytest.mark.usefixtures("users_compiler")
 def test_evaluating_does_not_change_the_training_nor_start_its_input_anew(tmp_path):
     calls = []
 

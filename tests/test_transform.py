@@ -218,6 +218,7 @@ def test_other_keys_are_errors(key):
 
 
 @pytest.mark.parametrize("mode", list(est.ModeKeys))
+@pytest.mark.usefixtures("users_compiler")
 def test_init_in_each_mode_gives_the_same_variables(mode):
     _, model, trained = fresh()
     state = model.init(KEY, X, None if mode == "infer" else Y, mode=mode)
