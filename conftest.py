@@ -2,8 +2,8 @@
 
 Most of the time of the tests is XLA's: it compiles thousands of programs, each of which runs for microseconds. So here
 it makes their machine code quickly and badly. The programs themselves, with their collectives and their memory, stay
-as they are; the last bits of their numbers do not. A test that compares bits of several programs, which users have
-otherwise, asks for the fixture `users_compiler`. Where XLA_FLAGS is set, be it to nothing, all tests compile by it.
+as they are; what XLA fuses and the last bits of numbers do not. So a test that compares bits of several programs, or
+looks at fusions, asks for the fixture `users_compiler`. Where XLA_FLAGS is set, be it to nothing, it rules all tests.
 """
 
 import os
@@ -28,14 +28,16 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 
 @pytest.fixture
-def users_compiler(monkeypatch):
+def users_compiler():
     """Programs are compiled as XLA does it without flags, in processes that are started now too."""
     jax.devices()  # XLA has read its flags
-    monkeypatch.setenv("XLA_FLAGS", "")
     get_options = compiler.get_compile_options
 
     def users_options(*args, env_options_overrides=None, **kwargs):
         overrides = USERS_FLAGS | (env_options_overrides or {})
         return get_options(*args, env_options_overrides=overrides, **kwargs)
 
-    monkeypatch.setattr(compiler, "get_compile_options", users_options)
+    with pytest.MonkeyPatch.context() as patch:  # one that no test undoes
+        patch.setenv("XLA_FLAGS", "")
+        patch.setattr(compiler, "get_compile_options", users_options)
+        yield

@@ -129,6 +129,7 @@ def everything_model_fn(features, mode, labels=None):
 
 
 @pytest.mark.parametrize("step", ["train_step", "train_loop", "eval_step", "predict_step"])
+@pytest.mark.usefixtures("users_compiler")
 def test_one_device_runs_the_operations_of_the_plain_model_fn_in_every_mode(step):
     x, y = regression(7)
     batch = {"train_loop": ((x, y),), "predict_step": (x[0],)}.get(step, (x[0], y[0]))

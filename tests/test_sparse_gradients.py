@@ -197,6 +197,7 @@ def whole_tables(model_fn, rows):
 
 @pytest.mark.parametrize("optimizer", [optax.adagrad(0.1), est.lazy(optax.adam(0.1))], ids=["adagrad", "lazy adam"])
 @pytest.mark.parametrize("towers", [1, 2])
+@pytest.mark.usefixtures("users_compiler")
 def test_nothing_of_the_size_of_the_table_is_computed(towers, optimizer):
     rows = 7919
 

@@ -208,7 +208,6 @@ def test_a_mode_that_knows_less_of_the_model_finds_no_fault(source, initial):
     assert bits(_checkpoint.named_leaves(state)) == bits(_checkpoint.named_leaves(before))
 
 
-@pytest.mark.usefixtures("users_compiler")
 def test_extended_estimators_start_warm_too(tmp_path, source, caplog):
     caplog.set_level("INFO", logger="absl")
     estimator = make(tmp_path, source.model_dir)
