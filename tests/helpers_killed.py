@@ -129,6 +129,6 @@ def train(name, model_dir, programs=None):
     """
     jax.config.update("jax_num_cpu_devices", 2)
     jax.config.update("jax_compilation_cache_dir", programs)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     hooks = [Progress(), est.LoggingTensorHook(["largest"], every_n_iter=13)]
     make(name, model_dir).train(RUNS[name][0], hooks=hooks, max_steps=STEPS)

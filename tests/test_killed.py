@@ -5,7 +5,6 @@ import random
 import re
 import signal
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import helpers_killed
 import numpy as np
@@ -15,6 +14,7 @@ from helpers_processes import Processes
 import estimator as est
 
 KILLS = 5  # of each training
+OWN_PROGRAMS = "grain's MapDataset"  # the one of which the whole training compiles its programs anew
 
 
 def values(estimator):
@@ -37,8 +37,9 @@ def killed_again_and_again(name, base):
             processes.send(signal.SIGKILL)
             assert processes.ended() == -signal.SIGKILL
             assert before is None or viewer.latest_checkpoint() is not None
-        for run in (killed, [str(base / "whole")]):  # which compiles its own programs
-            processes.start("train", name, *run)
+        for where in ("killed", "whole"):
+            programs = [killed[1]] if where == "killed" or name != OWN_PROGRAMS else []
+            processes.start("train", name, str(base / where), *programs)
             while not (line := processes.read()).startswith("remembered"):
                 assert line.startswith("step ")
             assert line.split()[1:] == [str(step) for step in range(10, helpers_killed.STEPS + 1, 10)]
@@ -62,6 +63,7 @@ class Asking(est.Hook):
 
 
 @pytest.mark.parametrize(("towers", "steps_per_loop", "stops"), [(1, "auto", [17, 30]), (2, "0.1s", [30])])
+@pytest.mark.usefixtures("users_compiler")
 def test_the_bits_do_not_depend_on_where_a_run_is_cut_nor_on_what_hooks_ask_for(
     tmp_path, towers, steps_per_loop, stops
 ):
@@ -78,17 +80,15 @@ def test_the_bits_do_not_depend_on_where_a_run_is_cut_nor_on_what_hooks_ask_for(
 
 
 @pytest.mark.slow
-def test_trainings_killed_at_twenty_points_are_those_that_were_not(tmp_path):
-    runs = list(helpers_killed.RUNS)
-    with ThreadPoolExecutor(2) as pool:
-        outcomes = list(pool.map(killed_again_and_again, runs, [tmp_path / str(i) for i in range(len(runs))]))
-    assert len(runs) * KILLS == 20
-    for i, (name, (killed, whole)) in enumerate(zip(runs, outcomes, strict=True)):
-        assert killed.keys() == whole.keys() and len(killed) > 5
-        assert whole["global_step"] == helpers_killed.STEPS
-        seen = whole["seen"]
-        assert len(np.unique(seen)) == helpers_killed.ROWS and len(np.unique(seen, axis=0)) > 200
-        differing = [key for key in whole if killed[key].tobytes() != whole[key].tobytes()]
-        assert differing == [], name
-        left = [x for x in os.listdir(tmp_path / str(i) / "killed") if not re.match(r"ckpt-\d+$|events\.|history", x)]
-        assert left == []
+@pytest.mark.usefixtures("users_compiler")
+@pytest.mark.parametrize("name", helpers_killed.RUNS)
+def test_trainings_killed_at_twenty_points_are_those_that_were_not(tmp_path, name):
+    assert len(helpers_killed.RUNS) * KILLS == 20 and OWN_PROGRAMS in helpers_killed.RUNS
+    killed, whole = killed_again_and_again(name, tmp_path)
+    assert killed.keys() == whole.keys() and len(killed) > 5
+    assert whole["global_step"] == helpers_killed.STEPS
+    seen = whole["seen"]
+    assert len(np.unique(seen)) == helpers_killed.ROWS and len(np.unique(seen, axis=0)) > 200
+    assert [key for key in whole if killed[key].tobytes() != whole[key].tobytes()] == []
+    left = [x for x in os.listdir(tmp_path / "killed") if not re.match(r"ckpt-\d+$|events\.|history", x)]
+    assert left == []
