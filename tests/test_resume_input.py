@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 
 import jax
 import jax.numpy as jnp
@@ -115,8 +116,15 @@ class StopAt(est.Hook):
 def test_what_was_read_ahead_is_read_again(tmp_path, ends):
     assert signal.SIGTERM == 15
     source = Numbers()
+
+    def end_behind_the_source(context):
+        deadline = time.monotonic() + 10
+        while source.read <= 5 and time.monotonic() < deadline:
+            time.sleep(0.001)
+        ends(context)
+
     try:
-        new(tmp_path).train(lambda: source, hooks=[StopAt(5, ends)])
+        new(tmp_path).train(lambda: source, hooks=[StopAt(5, end_behind_the_source)])
     except est.Preempted:
         pass
     assert source.read > 5
