@@ -56,6 +56,7 @@ class Frame:
       reported: what the model_fn reported, by full name (see `_report.py`).
       one_tower: whether a replicated model_fn runs as one tower, on any device: what is exported has no towers.
       modules: what `flax_module` returned, by full name.
+      unmerged: by field of the spec, what a replicated model_fn returns in it, and the parts that it was merged from.
       trace: which of jax's traces the frame was opened in.
     """
 
@@ -88,6 +89,7 @@ class Frame:
     handed_out: set[str] = dataclasses.field(default_factory=set)
     reported: dict[str, Any] = dataclasses.field(default_factory=dict)
     modules: dict[str, Any] = dataclasses.field(default_factory=dict)
+    unmerged: dict[str, Any] = dataclasses.field(default_factory=dict)
     trace: Any = None
 
     def fresh(self, **changes: Any) -> Frame:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,8 +16,10 @@ from estimator._frame import PyTree, current_frame
 from estimator._model_fn import ModelFn, bind
 from estimator._non_finite import POLICIES, watch
 from estimator._placement import Placement, SeparatePlacement
+from replicate._block_sync import BlockSync
 from replicate._devices import find_devices, of_this_process
 from replicate._distribution import VariableDistribution, place
+from replicate._local_replicas import LocalCopies, LocalReplicas
 from replicate._replicas import Replicas
 from replicate._towers import in_towers
 from replicate.cross_tower_ops import CrossTowerOps, choose_the_best
@@ -36,6 +39,7 @@ def replicate_model_fn(
     on_nan: str | None = None,
     cross_tower_ops: CrossTowerOps | None = None,
     tower_transform: Callable[[Forward], Forward] | None = None,
+    block_sync: BlockSync | None = None,
 ) -> ModelFn:
     """A model_fn that runs the given one in a tower per device and merges what the towers return.
 
@@ -87,10 +91,14 @@ def replicate_model_fn(
         go in, what is differentiated first, and come out, the losses to differentiate first. It is one run of the
         model_fn, less the sums over towers that follow; each micro-batch of `accumulate_steps` has one. It is so in
         every mode, but for `init`.
+      block_sync: how towers train on their own for a block of steps and are averaged at its end, instead of summing
+        gradients in each step.
 
     Raises:
-      TypeError: `cross_tower_ops` or `tower_transform` is something else, or what the latter returns is no function.
-      ValueError: the reduction is NONE, there are no such devices, or, while it runs, the batch does not divide by
+      TypeError: `cross_tower_ops`, `tower_transform` or `block_sync` is something else, or what `tower_transform`
+        returns is no function.
+      ValueError: the reduction is NONE, there are no such devices, `block_sync` is given with an argument that is
+        about sums of gradients, or, while it runs, the batch does not divide by
         the towers (times `accumulate_steps`) in TRAIN, an optimizer is not wrapped in `TowerOptimizer`, or what
         `tower_transform` makes returns something else than the forward function.
     """
@@ -104,9 +112,16 @@ def replicate_model_fn(
         )
     towers = find_devices(devices)
 
+    if block_sync is not None:
+        _check_block_sync(block_sync, variable_distribution, on_nan)
+
     def replicas_on(devices: tuple[jax.Device, ...]) -> Replicas:
         placement = place(variable_distribution, devices, variable_device)
-        return Replicas(
+        make: Callable[..., Replicas] = Replicas
+        if block_sync is not None:
+            placement = LocalCopies(devices) if len(devices) > 1 else placement
+            make = functools.partial(LocalReplicas, block_sync=block_sync)
+        return make(
             devices=devices,
             placement=placement,
             mean_loss=Reduction(loss_reduction) != Reduction.SUM,
@@ -146,14 +161,27 @@ def replicate_model_fn(
         if frame.initializing:
             return replicas.initialize(call, frame, (features, labels))
         if mode == ModeKeys.TRAIN:
-            spec = replicas.train(call, frame, (features, labels), rows)
-        else:
-            used = dataclasses.replace(replicas, devices=towers[:1]) if frame.one_tower else replicas
-            spec = used.evaluate(call, frame, (features, labels), rows)
-        metrics, reported = replicas.placement.whole_in_each((spec.eval_metric_ops, spec.reported))
-        return dataclasses.replace(spec, eval_metric_ops=metrics, reported=reported)
+            return replicas.train(call, frame, (features, labels), rows)
+        used = dataclasses.replace(replicas, devices=towers[:1]) if frame.one_tower else replicas
+        return used.evaluate(call, frame, (features, labels), rows)
 
     return replicated
+
+
+def _check_block_sync(block_sync: Any, distribution: VariableDistribution, on_nan: str | None) -> None:
+    if not isinstance(block_sync, BlockSync):
+        raise TypeError(f"block_sync must be a `BlockSync`, such as `BlockSync(block_steps=16)`; got {block_sync!r}.")
+    if VariableDistribution(distribution) != VariableDistribution.MIRRORED:
+        raise ValueError(
+            f"block_sync was given with variable_distribution={str(distribution)!r}. Towers that train on their own "
+            "have their own copies of all variables: use VariableDistribution.MIRRORED, or leave out block_sync."
+        )
+    if on_nan is not None:
+        raise ValueError(
+            f"block_sync was given with on_nan={on_nan!r}, which keeps gradients that are not finite out of the sum "
+            "over towers; within a block there is none. Leave out one of them, or use "
+            "`optax.apply_if_finite(optimizer, max_consecutive_errors)` in each tower."
+        )
 
 
 def _checked_ops(given: CrossTowerOps | None, placement: Placement, devices: tuple[jax.Device, ...]) -> CrossTowerOps:

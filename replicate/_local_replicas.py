@@ -1,0 +1,204 @@
+"""Towers that train on their own copies of the variables, and meet once per block."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from estimator import EstimatorSpec, ModeKeys, TrainOp
+from estimator._apply import applied
+from estimator._frame import Frame, PyTree
+from estimator._gradients import Outcome, written
+from estimator._learning_rates import rates_of
+from estimator._report import Report, merge_reports
+from estimator._unmerged import Unmerged
+from replicate._block_sync import BlockSync
+from replicate._distribution import Mirrored
+from replicate._meeting import Meeting, Met
+from replicate._merge import apart, concatenate_rows, merge_metrics
+from replicate._replicas import Call, Replicas, keep_names
+from replicate._towers import TOWER_AXIS, tower_map
+
+SLOTS = "block_sync"
+"""The name of a `BlockSyncState` in `State.slots`."""
+
+
+class BlockSyncState(NamedTuple):
+    """What towers that train on their own have between two synchronisations, beside the slots of their optimizers.
+
+    Attributes:
+      copies: by name, each tower's own value of a variable that changes within a block: arrays `[towers, ...]`.
+      outer: the state of the outer optimizer.
+      steps: int32 scalar, the number of steps so far.
+    """
+
+    copies: dict[str, PyTree]
+    outer: PyTree
+    steps: jax.Array
+
+
+class LocalCopies(Mirrored):
+    """Copies and slots with the towers as their first dimension, cut along it; all else on every device."""
+
+    def state(self, like: Any) -> Any:
+        mirrored, cut = super().state(like), NamedSharding(self._mesh, PartitionSpec(TOWER_AXIS))
+        slots: dict[str, Any] = dict.fromkeys(like.slots, cut)
+        if SLOTS in slots:
+            slots[SLOTS] = BlockSyncState(copies=cut, outer=mirrored, steps=mirrored)  # type: ignore[arg-type]
+        return like._replace(variables=mirrored, slots=slots, global_step=mirrored, key=mirrored)
+
+    def gathered(self, parts: PyTree) -> PyTree:
+        """Arrays with a value per tower, as every device has them."""
+        return jax.lax.with_sharding_constraint(parts, NamedSharding(self._mesh, PartitionSpec()))
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalReplicas(Replicas):
+    """Runs a model_fn in towers that meet once per block; evaluates and predicts as others do.
+
+    Attributes:
+      block_sync: what `replicate_model_fn` was told.
+    """
+
+    block_sync: BlockSync = dataclasses.field(kw_only=True)
+
+    def initialize(self, call: Call, frame: Frame, batch: PyTree) -> EstimatorSpec:
+        spec, ran = self._first_run(call, frame, batch)
+        if frame.mode != ModeKeys.TRAIN:
+            return spec
+        if SLOTS in frame.slots:
+            raise ValueError(f"An optimizer is named {SLOTS!r}, as is what `BlockSync` keeps in the slots. Rename it.")
+        trained = {name: value for name, value in frame.variables.items() if ran.trainable[name]}
+        written = {name: frame.variables[name] for name in {**ran.assigned, **ran.added}}
+        unknown = [name for name in self.block_sync.sync if name not in written]
+        if unknown:
+            raise ValueError(
+                f"`BlockSync(sync={list(self.block_sync.sync)})` names {unknown}, but what the model_fn assigns in "
+                f"training is {sorted(written)}. Trainable variables are averaged without being listed."
+            )
+
+        def for_each_tower(x: jax.Array) -> jax.Array:
+            return jnp.broadcast_to(x, (len(self.devices), *x.shape))
+
+        copies, slots = jax.tree.map(for_each_tower, ({**trained, **written}, dict(frame.slots)))
+        outer = self.block_sync.outer_optimizer.init(trained)
+        frame.slots.update(slots | {SLOTS: BlockSyncState(copies, outer, jnp.int32(0))})
+        return spec
+
+    def train(self, call: Call, frame: Frame, batch: PyTree, rows: int) -> EstimatorSpec:
+        towers = len(self.devices)
+        share_of_loss = 1 / towers if self.mean_loss else 1.0
+        scale = towers * share_of_loss  # a tower goes on as if its rows were the whole batch
+        block: BlockSyncState = frame.slots[SLOTS]
+        own_slots = {name: state for name, state in frame.slots.items() if name != SLOTS}
+        ran: list[Frame] = []
+
+        def tower(start: PyTree, given: PyTree) -> tuple[PyTree, PyTree]:
+            whole, outer, steps, key, step = start
+            copies, slots = jax.tree.map(lambda x: x[0], given[0])
+            # What was done to the global variables between two blocks, such as a warm start, is what all go on from.
+            begins = self._is_boundary(steps)
+            whole_of_copies = {name: whole[name] for name in copies}
+            copies = jax.tree.map(lambda x, y: jnp.where(begins, x, y), whole_of_copies, copies)
+
+            def run(variables: dict[str, PyTree]) -> tuple[Outcome, Frame]:
+                start = variables, slots, key, step
+                return self.run_tower(call, frame, start, given[1], rows, scale, average=_of_this_tower)
+
+            def train_op_at(variables: dict[str, PyTree]) -> TrainOp:
+                return apart(run(variables)[0].spec, scale)[0].train_op
+
+            variables = {**whole, **copies}
+            outcome, after = run(variables)
+            ran.append(after)
+            spec, (predictions, metrics, exports, reported) = apart(outcome.spec, scale)
+            assigned = written(outcome, variables)
+            _check_written(assigned, copies)
+            variables, slots_after = applied(spec.train_op, assigned, variables, slots, key, step, train_op_at)
+            meeting = Meeting(
+                self.block_sync,
+                self.ops,
+                after,
+                spec.train_op,
+                added_only=frozenset(outcome.added) - frozenset(outcome.assigned),
+                is_warmup=steps + 1 == self.block_sync.warmup_steps if self.block_sync.warmup_steps else None,
+            )
+            met = Met(whole_of_copies, outer, {name: variables[name] for name in copies}, slots_after)
+            if self.block_sync.block_steps == 1 and not self.block_sync.warmup_steps:
+                met = meeting(met)
+            else:
+                met = jax.lax.cond(self._is_boundary(steps + 1), meeting, lambda met: met, met)
+            bare = spec.unchecked(loss=None, train_op=None, eval_metric_ops={})
+            parts = (outcome.spec.loss * share_of_loss, {**spec.eval_metric_ops, **metrics}, reported)
+            rates = rates_of(slots_after)
+            return (bare, met.variables, met.outer), (met.copies, met.slots, predictions, exports, rates, parts)
+
+        start = frame.variables, block.outer, block.steps, frame.key, frame.global_step
+        same, own = tower_map(tower, self.devices)(start, ((block.copies, own_slots), batch))
+        bare, moved, outer = same
+        copies, slots, predictions, exports, rates, parts = own
+        keep_names(frame, ran[-1])
+        frame.assigned.update(moved)
+        # What needs communication is put together after the last step of a program.
+        merges: dict[str, Callable[[Any], Any]] = {
+            "loss": self._loss,
+            "eval_metric_ops": self._metrics,
+            "reported": self._reports,
+        }
+        unmerged = {name: Unmerged(x, merge) for x, (name, merge) in zip(parts, merges.items(), strict=True)}
+        merged = {name: each.merge(each.parts) for name, each in unmerged.items()}
+        frame.unmerged = {name: (merged[name], unmerged[name]) for name in merged}
+        train_op = TrainOp(
+            slots={**slots, SLOTS: BlockSyncState(copies, outer, block.steps + 1)},
+            learning_rates={name: Unmerged(rate, self._rate) for name, rate in rates.items()},
+        )
+        return dataclasses.replace(
+            bare,
+            predictions=concatenate_rows(predictions),
+            export_outputs=concatenate_rows(exports),
+            train_op=train_op,
+            **merged,
+        )
+
+    def _is_boundary(self, steps: jax.Array) -> jax.Array:
+        """Whether towers are the same after so many steps: at the start, and after each synchronisation."""
+        block, warmup = self.block_sync.block_steps, self.block_sync.warmup_steps
+        return jnp.where(steps < warmup, steps == 0, (steps - warmup) % block == 0)
+
+    # What becomes of values with the towers as their first dimension.
+
+    def _gathered(self, parts: PyTree) -> PyTree:
+        return self.placement.gathered(parts) if isinstance(self.placement, LocalCopies) else parts
+
+    def _loss(self, losses: jax.Array) -> jax.Array:
+        return self._gathered(losses).sum(axis=0)
+
+    def _metrics(self, metrics: dict[str, Any]) -> dict[str, Any]:
+        return merge_metrics(self._gathered(metrics), len(self.devices))
+
+    def _reports(self, reported: dict[str, Report]) -> dict[str, Report]:
+        gathered = self._gathered(reported)
+        parts = [jax.tree.map(lambda x, i=i: x[i], gathered) for i in range(len(self.devices))]
+        return merge_reports(parts, [1] * len(parts))
+
+    def _rate(self, rates: jax.Array) -> jax.Array:
+        """All towers have the same, unless a loss scale has skipped a step of some."""
+        return self._gathered(rates)[0]
+
+
+def _of_this_tower(denominators: PyTree) -> PyTree:
+    return denominators
+
+
+def _check_written(assigned: dict[str, PyTree], copies: dict[str, PyTree]) -> None:
+    unknown = sorted(assigned.keys() - copies.keys())
+    if unknown:
+        raise ValueError(
+            f"The model_fn assigns to {unknown} in a training step, but did not when the state was initialized, so "
+            "that towers have no copies of them. Assign to the same variables in every run in TRAIN."
+        )
