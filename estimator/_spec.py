@@ -139,7 +139,7 @@ def _checked_loss(mode: ModeKeys, loss: Any) -> Any:
             f"Loss must be scalar, given: an array of shape {loss.shape}. "
             "Reduce it, for example by `est.losses.compute_weighted_loss(losses)`."
         )
-    return loss.reshape(())
+    return loss if loss.ndim == 0 else loss.reshape(())
 
 
 def _checked_predictions(mode: ModeKeys, predictions: PyTree) -> PyTree:

@@ -44,7 +44,8 @@ def merged(tree: PyTree, stacked: bool = False) -> PyTree:
     def whole(node: Any) -> Any:
         if not isinstance(node, Unmerged):
             return node
-        return (jax.vmap(node.merge) if stacked else node.merge)(node.parts)
+        has_steps = stacked and jax.tree.leaves(node.parts)
+        return (jax.vmap(node.merge) if has_steps else node.merge)(node.parts)
 
     return jax.tree.map(whole, tree, is_leaf=lambda node: isinstance(node, Unmerged))
 

@@ -86,7 +86,8 @@ class LocalReplicas(Replicas):
             return jnp.broadcast_to(x, (len(self.devices), *x.shape))
 
         copies, slots = jax.tree.map(for_each_tower, ({**trained, **written}, dict(frame.slots)))
-        outer = self.block_sync.outer_optimizer.init(trained)
+        with jax.numpy_dtype_promotion("standard"):  # as for optimizers in a model_fn
+            outer = self.block_sync.outer_optimizer.init(trained)
         frame.slots.update(slots | {SLOTS: BlockSyncState(copies, outer, jnp.int32(0))})
         return spec
 
