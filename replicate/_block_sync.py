@@ -88,8 +88,8 @@ class BlockSync:
     ones, which evaluation, prediction, export and checkpoints use; they change at the end of a block.
 
     With `block_steps=1`, `optax.sgd` in the model_fn and `optax.sgd(1.0)` as the outer optimizer this is synchronous
-    training: a tower's gradient counts as that of the whole batch. (Caffe2 divided it by the number of towers, so its
-    learning rates times that number are the ones to compare with here, divided by it.)
+    training, for any loss reduction: a tower goes on as if its rows were the whole batch. (Caffe2 divided its gradient
+    by the number of towers: a learning rate of 0.4 on 4 devices there is 0.1 here.)
 
     The loss of a step is that of all towers, each with its own copy, merged as in synchronous training but for
     one thing: weighted means are those of each tower's own weights. It is put together after the last step
