@@ -47,6 +47,7 @@ def losses(stderr: str) -> dict[int, float]:
 
 
 EXAMPLES = {
+    "block_sync.py": [4],
     "digits.py": [1, 2, 4],
     "feature_columns.py": [
         pytest.param(1, marks=pytest.mark.slow),
@@ -121,6 +122,16 @@ def test_hooks_look_into_a_training(trained):
     assert os.path.getsize(re.findall(r"Curves of all this: (\S+\.png)", stdout)[0]) > 10_000
 
 
+@pytest.mark.parametrize("towers", EXAMPLES["block_sync.py"])
+def test_towers_that_meet_once_per_block_read_digits_as_well_as_others(trained, towers):
+    stdout, _ = trained("block_sync.py", towers)
+    rows = re.findall(r"^(\S.*?) {2,}(\d+) +([\d.]+) +([\d.]+)%$", stdout, re.MULTILINE)
+    assert [int(met) for _, met, _, _ in rows] == [640, 40, 40, 40]
+    accuracies = {name: float(percent) for name, _, _, percent in rows}
+    assert accuracies["block momentum (bmuf)"] >= accuracies["synchronous"] - 0.4  # two of 500 images
+    assert min(accuracies.values()) > 94
+
+
 def test_a_warm_start_is_ahead(trained):
     stdout, _ = trained("warm_start.py", 2)
     rows = re.findall(r"^ +(\d+) +([\d.]+)% +([\d.]+)%$", stdout, re.MULTILINE)
@@ -146,7 +157,9 @@ def test_digits_draw_what_they_read(trained):
     assert max(map(len, stdout.splitlines())) <= 80
 
 
-@pytest.mark.parametrize("example", [name for name in EXAMPLES if name != "two_processes.py"])  # it has several logs
+@pytest.mark.parametrize(
+    "example", sorted(EXAMPLES.keys() - {"block_sync.py", "two_processes.py"})
+)  # which train several times
 def test_the_log_shows_training_and_nothing_of_orbax(trained, example):
     _, stderr = trained(example, 2)
     assert "_train.py" in stderr
