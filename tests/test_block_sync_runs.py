@@ -78,6 +78,18 @@ def test_a_checkpoint_of_other_towers_is_refused_and_its_variables_can_be_taken(
     assert evaluated["loss"] == pytest.approx(source.evaluate(lambda: [(X[0], Y[0])])["loss"], rel=1e-5)
 
 
+def test_learning_rates_of_towers_are_set_while_they_train(tmp_path):
+    optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=0.5)
+    replicated = replicate_model_fn(mlp_model_fn(optimizer), devices=cpus(2), block_sync=BlockSync(2, DILOCO))
+    trained = est.Estimator(replicated, str(tmp_path), est.RunConfig(seed=1, save_summary_steps=1))
+    hook = est.SetLearningRateHook(lambda step: {"optimizer": 0.5 if step < 4 else 0.0}, every_n_steps=1)
+    trained.train(batches(), hooks=[hook], steps=6)
+    assert trained.get_learning_rates() == {"optimizer": 0.0}
+    assert [rate for _, rate in scalars(tmp_path)["learning_rate"]] == [0.5] * 4 + [0.0] * 2
+    losses = dict(scalars(tmp_path)["loss"])
+    assert len(set(losses.values())) == 6
+
+
 # Compiled programs.
 
 
