@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from estimator import EstimatorSpec, ModeKeys, TrainOp
 from estimator._apply import applied
 from estimator._frame import Frame, PyTree
-from estimator._gradients import Outcome, written
+from estimator._gradients import Outcome, run, written
 from estimator._learning_rates import rates_of
 from estimator._report import Report, merge_reports
 from estimator._unmerged import Unmerged
@@ -68,28 +68,43 @@ class LocalReplicas(Replicas):
     block_sync: BlockSync = dataclasses.field(kw_only=True)
 
     def initialize(self, call: Call, frame: Frame, batch: PyTree) -> EstimatorSpec:
-        spec, ran = self._first_run(call, frame, batch)
+        spec = super().initialize(call, frame, batch)
         if frame.mode != ModeKeys.TRAIN:
             return spec
         if SLOTS in frame.slots:
             raise ValueError(f"An optimizer is named {SLOTS!r}, as is what `BlockSync` keeps in the slots. Rename it.")
-        trained = {name: value for name, value in frame.variables.items() if ran.trainable[name]}
-        written = {name: frame.variables[name] for name in {**ran.assigned, **ran.added}}
-        unknown = [name for name in self.block_sync.sync if name not in written]
+        trained = {name: value for name, value in frame.variables.items() if frame.trainable[name]}
+        assigned = {name: frame.variables[name] for name in self._assigned(call, frame, batch)}
+        unknown = [name for name in self.block_sync.sync if name not in assigned]
         if unknown:
             raise ValueError(
                 f"`BlockSync(sync={list(self.block_sync.sync)})` names {unknown}, but what the model_fn assigns in "
-                f"training is {sorted(written)}. Trainable variables are averaged without being listed."
+                f"training is {sorted(assigned)}. Trainable variables are averaged without being listed."
             )
 
         def for_each_tower(x: jax.Array) -> jax.Array:
             return jnp.broadcast_to(x, (len(self.devices), *x.shape))
 
-        copies, slots = jax.tree.map(for_each_tower, ({**trained, **written}, dict(frame.slots)))
+        copies, slots = jax.tree.map(for_each_tower, ({**trained, **assigned}, dict(frame.slots)))
         with jax.numpy_dtype_promotion("standard"):  # as for optimizers in a model_fn
             outer = self.block_sync.outer_optimizer.init(trained)
         frame.slots.update(slots | {SLOTS: BlockSyncState(copies, outer, jnp.int32(0))})
         return spec
+
+    def _assigned(self, call: Call, frame: Frame, batch: PyTree) -> list[str]:
+        """The names of the variables that the model_fn writes in a training step, from an abstract run of one."""
+        found: list[str] = []
+
+        def tower(start: PyTree, batch: PyTree) -> tuple[None, None]:
+            variables, slots, key, global_step = start
+            inside = Frame(frame.mode, variables, slots, key, global_step, scope=frame.scope, reuse=frame.reuse)
+            outcome, _ = run(call, inside, batch, take_gradients=False)
+            found.extend({**outcome.assigned, **outcome.added})
+            return None, None
+
+        start = frame.variables, frame.slots, frame.key, frame.global_step
+        jax.eval_shape(tower_map(tower, self.devices[:1]), start, batch)
+        return found
 
     def train(self, call: Call, frame: Frame, batch: PyTree, rows: int) -> EstimatorSpec:
         towers = len(self.devices)
@@ -107,15 +122,15 @@ class LocalReplicas(Replicas):
             whole_of_copies = {name: whole[name] for name in copies}
             copies = jax.tree.map(lambda x, y: jnp.where(begins, x, y), whole_of_copies, copies)
 
-            def run(variables: dict[str, PyTree]) -> tuple[Outcome, Frame]:
+            def run_from(variables: dict[str, PyTree]) -> tuple[Outcome, Frame]:
                 start = variables, slots, key, step
                 return self.run_tower(call, frame, start, given[1], rows, scale, average=_of_this_tower)
 
             def train_op_at(variables: dict[str, PyTree]) -> TrainOp:
-                return apart(run(variables)[0].spec, scale)[0].train_op
+                return apart(run_from(variables)[0].spec, scale)[0].train_op
 
             variables = {**whole, **copies}
-            outcome, after = run(variables)
+            outcome, after = run_from(variables)
             ran.append(after)
             spec, (predictions, metrics, exports, reported) = apart(outcome.spec, scale)
             assigned = written(outcome, variables)
@@ -200,6 +215,6 @@ def _check_written(assigned: dict[str, PyTree], copies: dict[str, PyTree]) -> No
     unknown = sorted(assigned.keys() - copies.keys())
     if unknown:
         raise ValueError(
-            f"The model_fn assigns to {unknown} in a training step, but did not when the state was initialized, so "
-            "that towers have no copies of them. Assign to the same variables in every run in TRAIN."
+            f"The model_fn assigns to {unknown} in this training step, but did not in the one that the state was "
+            "initialized for, so that towers have no copies of them. Assign to the same variables for any batch."
         )

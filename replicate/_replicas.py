@@ -60,10 +60,6 @@ class Replicas:
 
     def initialize(self, call: Call, frame: Frame, batch: PyTree) -> EstimatorSpec:
         """Creates the variables as one tower with the whole batch would."""
-        return self._first_run(call, frame, batch)[0]
-
-    def _first_run(self, call: Call, frame: Frame, batch: PyTree) -> tuple[EstimatorSpec, Frame]:
-        """The spec, and the frame of the tower that ran, good for its Python values only."""
         ran: list[Frame] = []
 
         def tower(key: jax.Array, batch: PyTree) -> tuple[PyTree, PyTree]:
@@ -79,7 +75,7 @@ class Replicas:
         frame.variables.update(variables)
         frame.slots.update(slots)
         keep_names(frame, ran[0])
-        return spec, ran[0]
+        return spec
 
     def train(self, call: Call, frame: Frame, batch: PyTree, rows: int) -> EstimatorSpec:
         scale = 1 / len(self.devices) if self.mean_loss else 1.0

@@ -1,5 +1,6 @@
 """Towers that train on their own for a block of steps equal models trained one by one and averaged by hand."""
 
+import functools
 import json
 import pathlib
 
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
 from helpers_replicate import OPTIMIZERS, REDUCTIONS, assert_close, cpus, mlp_model_fn, regression
 
 import estimator as est
@@ -35,7 +37,7 @@ def trained(model, batches, seed=0):
 # What Caffe2 computed.
 
 
-def caffe2_model(case, block_steps):
+def caffe2_model(case, block_sync):
     def model_fn(features, labels, mode):
         w1, b1, w2, b2 = (est.get_variable(n, np.array(case["init"][n], np.float32)) for n in ("w1", "b1", "w2", "b2"))
         output = jnp.tanh(features @ w1 + b1) @ w2 + b2
@@ -43,15 +45,22 @@ def caffe2_model(case, block_steps):
         optimizer = optax.sgd(case["learning_rate"], momentum=case["momentum"] or None)
         return est.EstimatorSpec(mode, loss=loss, train_op=TowerOptimizer(optimizer).minimize(loss))
 
-    options = dict(case["options"])
-    reset_slots = options.pop("reset_momentum_sgd", False)
-    block_sync = BlockSync(block_steps, bmuf(**options), case["warmup_steps"] or 0, reset_slots)
     return blocks(model_fn, case["towers"], block_sync)
+
+
+@functools.cache
+def without_end(towers, momentum):
+    """Steps within a block, whatever is to happen at its end."""
+    case = next(case for case in GOLDEN if (case["towers"], case["momentum"]) == (towers, momentum))
+    return caffe2_model(case, BlockSync(1000, bmuf()))
 
 
 @pytest.mark.parametrize("case", GOLDEN, ids=[case["name"] for case in GOLDEN])
 def test_caffe2s_numbers(case):
-    model, without_end = caffe2_model(case, case["block_steps"]), caffe2_model(case, 1000)
+    options = dict(case["options"])
+    reset_slots = options.pop("reset_momentum_sgd", False)
+    block_sync = BlockSync(case["block_steps"], bmuf(**options), case["warmup_steps"] or 0, reset_slots)
+    model, within = caffe2_model(case, block_sync), without_end(case["towers"], case["momentum"])
     x, y = (np.array(case[name], np.float32) for name in ("x", "y"))
 
     def batch(block, step):
@@ -71,7 +80,7 @@ def test_caffe2s_numbers(case):
     for block, want in enumerate(case["result"]):
         for step in range(case["block_steps"]):
             before, (state, _) = state, model.train_step(state, *batch(block, step))
-        before, _ = without_end.train_step(before, *batch(block, step))
+        before, _ = within.train_step(before, *batch(block, step))
         assert_all_are(state_of_blocks(before).copies, want["local_before_sync"])
         assert_all_are(state_of_blocks(state).copies, want["after_sync"])
         assert_all_are({n: v[None] for n, v in state_of_blocks(state).outer.velocity.items()}, [want["velocity"]])
@@ -214,6 +223,29 @@ def test_what_a_model_fn_assigns_is_merged_if_asked_for():
     assert copies["own"].tolist() == [1.0, 3.0]
     state, _ = model.train_loop(state, (np.stack([x, x]), None))
     assert state.variables["rows"] == 8
+
+
+class Normalized(nn.Module):
+    @nn.compact
+    def __call__(self, x, train):
+        x = nn.BatchNorm(use_running_average=not train, momentum=0.5)(nn.Dense(4)(x))
+        return nn.Dense(1)(nn.Dropout(0.1, deterministic=not train)(x))
+
+
+def test_a_flax_modules_statistics_are_averaged_with_its_parameters():
+    def model_fn(features, labels, mode):
+        output = est.flax_module(Normalized(), "net")(features, train=mode == est.ModeKeys.TRAIN)
+        loss = jnp.mean((output[:, 0] - labels) ** 2)
+        return est.EstimatorSpec(mode, loss=loss, train_op=TowerOptimizer(optax.sgd(0.0)).minimize(loss))
+
+    batches = regression(8, steps=2)
+    model = blocks(model_fn, 2, BlockSync(2, optax.sgd(1.0), sync=["net/batch_stats"]))
+    state, _ = trained(model, batches)
+    synchronous, _ = trained(est.transform(replicate_model_fn(model_fn, devices=cpus(2))), batches)
+    assert_close(state.variables, synchronous.variables)
+    copies = state_of_blocks(state).copies
+    jax.tree.map(lambda x: np.testing.assert_array_equal(x[0], x[1]), copies)
+    assert copies.keys() == state.variables.keys() == {"net", "net/batch_stats"}
 
 
 def scheduled():
