@@ -15,11 +15,11 @@ from estimator._frame import PyTree, current_frame
 from estimator._model_fn import ModelFn, bind
 from estimator._non_finite import POLICIES, watch
 from estimator._placement import Placement, SeparatePlacement
-from replicate._devices import find_devices, of_this_process
-from replicate._distribution import VariableDistribution, place
+from replicate._devices import find_devices, in_towers_of, of_this_process
+from replicate._distribution import InParts, VariableDistribution, place
 from replicate._replicas import Replicas
 from replicate._towers import in_towers
-from replicate.cross_tower_ops import CrossTowerOps, choose_the_best
+from replicate.cross_tower_ops import AllReduce, CrossTowerOps, choose_the_best
 
 
 class ReplicatedTwice(ValueError):
@@ -36,6 +36,7 @@ def replicate_model_fn(
     on_nan: str | None = None,
     cross_tower_ops: CrossTowerOps | None = None,
     tower_transform: Callable[[Forward], Forward] | None = None,
+    devices_per_tower: int = 1,
 ) -> ModelFn:
     """A model_fn that runs the given one in a tower per device and merges what the towers return.
 
@@ -87,10 +88,15 @@ def replicate_model_fn(
         go in, what is differentiated first, and come out, the losses to differentiate first. It is one run of the
         model_fn, less the sums over towers that follow; each micro-batch of `accumulate_steps` has one. It is so in
         every mode, but for `init`.
+      devices_per_tower: of how many neighbours in `devices` a tower is, for models that do not fit on one: those that
+        `est.get_variable(..., partition=...)` cuts variables over, and `est.spread` activations. Nothing else changes:
+        k devices work on the rows of one tower. For MIRRORED variables, in one process.
 
     Raises:
-      TypeError: `cross_tower_ops` or `tower_transform` is something else, or what the latter returns is no function.
-      ValueError: the reduction is NONE, there are no such devices, or, while it runs, the batch does not divide by
+      TypeError: `cross_tower_ops` or `tower_transform` is something else, or what the latter returns is no function;
+        or `devices_per_tower` is no integer.
+      ValueError: the reduction is NONE, there are no such devices, they do not divide by `devices_per_tower`, or what
+        is given with it does not go with it, or, while it runs, the batch does not divide by
         the towers (times `accumulate_steps`) in TRAIN, an optimizer is not wrapped in `TowerOptimizer`, or what
         `tower_transform` makes returns something else than the forward function.
     """
@@ -102,9 +108,9 @@ def replicate_model_fn(
             "Tower losses need to be reduced in some way, yet NONE reduction is specified. "
             "Use Reduction.SUM or one of the means."
         )
-    towers = find_devices(devices)
+    towers = in_towers_of(devices_per_tower, find_devices(devices))
 
-    def replicas_on(devices: tuple[jax.Device, ...]) -> Replicas:
+    def replicas_on(devices: tuple[Any, ...]) -> Replicas:
         placement = place(variable_distribution, devices, variable_device)
         return Replicas(
             devices=devices,
@@ -129,7 +135,7 @@ def replicate_model_fn(
         replicas = here if mode == ModeKeys.PREDICT else everywhere
         rows = check_batch(features, labels)
         # What initializes has the rows of this process alone.
-        size = len(of_this_process(towers)) if frame.initializing else len(towers)
+        size = len(here.devices if frame.initializing else towers)
         if mode == ModeKeys.TRAIN and rows % size:
             raise ValueError(
                 f"Batch size {rows} needs to be divisible by the number of towers, which is {size}. "
@@ -137,6 +143,8 @@ def replicate_model_fn(
             )
         bound = bind(model_fn, params, config)
         frame.placement = replicas.placement
+        if isinstance(frame.placement, InParts) and not frame.one_tower:
+            frame.parts, frame.cut = devices_per_tower, frame.placement.cut
         if on_nan and mode == ModeKeys.TRAIN:
             watch(frame, on_nan)
 
@@ -156,9 +164,9 @@ def replicate_model_fn(
     return replicated
 
 
-def _checked_ops(given: CrossTowerOps | None, placement: Placement, devices: tuple[jax.Device, ...]) -> CrossTowerOps:
+def _checked_ops(given: CrossTowerOps | None, placement: Placement, devices: tuple[Any, ...]) -> CrossTowerOps:
     if given is None:
-        return choose_the_best(devices)
+        return AllReduce() if isinstance(placement, InParts) else choose_the_best(devices)
     if not isinstance(given, CrossTowerOps):
         raise TypeError(
             'cross_tower_ops must be an object of `replicate.cross_tower_ops`, such as `AllReduce("ring")`; got '
