@@ -145,6 +145,10 @@ class InParts(Mirrored):
             return NamedSharding(self._mesh, PartitionSpec())
         return NamedSharding(self._mesh, _cut_at(axis))
 
+    def placed(self, tree: Any) -> Any:
+        """Arrays of a program, cut as those of the state are."""
+        return jax.lax.with_sharding_constraint(tree, self.state(tree))
+
     def whole(self, gradients: Any) -> Any:
         return gradients  # which are cut already, where their variables are
 

@@ -76,7 +76,8 @@ class Replicas:
         frame.slots.update(slots)
         _keep_names(frame, ran[0])
         if isinstance(self.placement, InParts):
-            frame.placement = self.placement.with_partitions(ran[0].partitions)
+            frame.placement = placement = self.placement.with_partitions(ran[0].partitions)
+            frame.slots.update(placement.placed(frame.slots))
         return spec
 
     def train(self, call: Call, frame: Frame, batch: PyTree, rows: int) -> EstimatorSpec:
