@@ -46,8 +46,8 @@ def embedding_lookup(
       name: prefixed by the scopes around the call. Several lookups in one run share the table.
       ids: integers of any shape. A negative one is padding: its row is zeros and has no gradient. One beyond the
         table has a row of NaN and no gradient, so that the NaN check of training finds it.
-      shape, dtype, initializer, partition: of the table, as for `get_variable`, which creates it at the first lookup. At later
-        ones they may be left out.
+      shape, dtype, initializer, partition: of the table, as for `get_variable`, which creates it at the first lookup.
+        At later ones they may be left out.
 
     Raises:
       TypeError: the ids are no integers.

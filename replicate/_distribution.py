@@ -190,8 +190,8 @@ def place(
     if wide and distribution != VariableDistribution.MIRRORED:
         raise ValueError(
             f"variable_distribution={str(distribution)!r} was given with devices_per_tower={len(devices[0])}. Towers "
-            "of several devices have VariableDistribution.MIRRORED: what `est.get_variable(..., partition=...)` cuts is "
-            "cut over the devices of each tower. Leave out one of them."
+            "of several devices have VariableDistribution.MIRRORED: what `est.get_variable(..., partition=...)` cuts "
+            "is cut over the devices of each tower. Leave out one of them."
         )
     if wide and variable_device is None:
         return InParts(devices)

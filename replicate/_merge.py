@@ -10,12 +10,11 @@ import jax
 import jax.numpy as jnp
 
 from estimator import EstimatorSpec, TrainOp, VariableAggregation
-from estimator._frame import Frame
 from estimator._gradients import Outcome, written
 from estimator._indexed_slices import is_slices
 from estimator._report import Rows, merge_reports
 from estimator.metrics import Metric
-from replicate._towers import cross_tower_concatenate, cross_tower_sum, num_towers, tower_index
+from replicate._towers import cross_tower_concatenate, num_towers, tower_index
 from replicate.cross_tower_ops import CrossTowerOps
 
 PyTree = Any
@@ -146,43 +145,20 @@ def summed(
     same: EstimatorSpec,
     outcome: Outcome,
     variables: dict[str, PyTree],
-    ran: Frame,
+    aggregation: dict[str, VariableAggregation],
     ops: CrossTowerOps,
 ) -> tuple[EstimatorSpec, dict[str, PyTree]]:
-    """What all towers agree on after one sum: gradients, losses, and the variables the model_fn wrote.
-
-    Those of variables that are cut over the devices of a tower are summed one by one: packing would put them together.
-    """
+    """What all towers agree on after one sum: gradients, losses, and the variables the model_fn wrote."""
     assigned = {
-        name: share(name, value, ran.aggregation[name], tower_index(), num_towers())
+        name: share(name, value, aggregation[name], tower_index(), num_towers())
         for name, value in outcome.assigned.items()
     }
     same, gradients = without_gradients(same)
-    cut, (*gradients, assigned, added) = _sums_in_parts([*gradients, assigned, outcome.added], ran)
-    gradients, (same, assigned, added) = total(gradients, (same, assigned, added), ops)
-    *gradients, assigned, added = (
-        {**rest, **sums} for rest, sums in zip([*gradients, assigned, added], cut, strict=True)
-    )
+    gradients, (same, assigned, added) = total(gradients, (same, assigned, outcome.added), ops)
     same = with_gradients(same, gradients)
     # A sum of booleans is an integer.
     assigned = jax.tree.map(lambda x, like: x.astype(like.dtype), assigned, outcome.assigned)
     return same, written(Outcome(outcome.spec, assigned, added), variables)
-
-
-def _sums_in_parts(by_name: list[dict[str, PyTree]], ran: Frame) -> tuple[list[dict[str, PyTree]], list[Any]]:
-    """The sums of what goes with a variable that is cut, and the rest."""
-    names = {path[0] for path in ran.partitions}
-    cut = [{n: x for n, x in own.items() if n in names and not is_slices(x)} for own in by_name]
-
-    def total_of_part(path: Any, x: jax.Array) -> jax.Array:
-        axis = ran.partitions.get((path[0].key, *path[1:]))
-        return cross_tower_sum(x if axis is None else ran.cut(x, axis))
-
-    sums = jax.tree_util.tree_map_with_path
-    return (
-        [sums(total_of_part, own) for own in cut],
-        [{n: x for n, x in own.items() if n not in mine} for own, mine in zip(by_name, cut, strict=True)],
-    )
 
 
 def total(gradients: list[dict[str, PyTree]], others: PyTree, ops: CrossTowerOps) -> tuple[Any, PyTree]:

@@ -117,7 +117,7 @@ class Replicas:
             gradients = None
             if separate:
                 same, gradients = without_gradients(same)
-            same, written = summed(same, outcome, start[0], after, self.ops)
+            same, written = summed(same, outcome, start[0], after.aggregation, self.ops)
             return (same, written), (own, gradients, flags)
 
         start = _start(frame)

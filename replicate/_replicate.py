@@ -19,7 +19,8 @@ from replicate._devices import find_devices, in_towers_of, of_this_process
 from replicate._distribution import InParts, VariableDistribution, place
 from replicate._replicas import Replicas
 from replicate._towers import in_towers
-from replicate.cross_tower_ops import AllReduce, CrossTowerOps, choose_the_best
+from replicate.cross_tower_ops import CrossTowerOps, choose_the_best
+from replicate.cross_tower_ops._one_by_one import OneByOne
 
 
 class ReplicatedTwice(ValueError):
@@ -166,11 +167,17 @@ def replicate_model_fn(
 
 def _checked_ops(given: CrossTowerOps | None, placement: Placement, devices: tuple[Any, ...]) -> CrossTowerOps:
     if given is None:
-        return AllReduce() if isinstance(placement, InParts) else choose_the_best(devices)
+        return OneByOne() if isinstance(placement, InParts) else choose_the_best(devices)
     if not isinstance(given, CrossTowerOps):
         raise TypeError(
             'cross_tower_ops must be an object of `replicate.cross_tower_ops`, such as `AllReduce("ring")`; got '
             f"{given!r}."
+        )
+    if isinstance(placement, InParts):
+        raise ValueError(
+            f"cross_tower_ops was given, an {type(given).__name__}, with devices_per_tower={placement.parts}. Towers "
+            "of several devices sum each array by itself, since packing would put together what is cut over the "
+            "devices of a tower. Leave out one of them."
         )
     if isinstance(placement, SeparatePlacement):
         raise ValueError(

@@ -19,7 +19,6 @@ from estimator._spread import PART_AXIS
 from replicate._rows import split_rows
 
 PyTree = Any
-Tower = jax.Device | tuple[jax.Device, ...]  # what a tower runs on
 
 TOWER_AXIS = "tower"
 """Name of the axis over the towers, for `flax.linen.BatchNorm(axis_name=TOWER_AXIS)` and jax's collectives.
@@ -29,7 +28,7 @@ Bound in every run of a replicated model_fn, on one device too; not in a model_f
 
 
 def tower_map(
-    fn: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]], devices: Sequence[Tower]
+    fn: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]], devices: Sequence[Any]
 ) -> Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]:
     """Runs `fn(shared, batch) -> (same, own)` once per device, side by side.
 
@@ -65,19 +64,27 @@ def _over_processes(
 
 
 def _of_parts(
-    fn: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]], devices: Sequence[Tower]
+    fn: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]], devices: Sequence[Any]
 ) -> Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]:
     """The same for towers of several devices, and a batch with the towers as its first dimension.
 
     Only the axis over the towers is mapped; within a tower XLA cuts the work as variables and `est.spread` tell.
+
+    Raises:
+      ValueError: jax's compiler is turned off.
     """
+    if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
+        raise ValueError(
+            f"Towers of {len(devices[0])} devices (`devices_per_tower`) run in compiled programs only, and "
+            "`jax.disable_jit` is on. Leave out `devices_per_tower` to look at values: the numbers are the same."
+        )
     return _over_mesh(lambda shared, batch: fn(shared, jax.tree.map(lambda x: x[0], batch)), tower_mesh(devices))
 
 
-def tower_mesh(devices: Sequence[Tower]) -> Mesh:
+def tower_mesh(devices: Sequence[Any]) -> Mesh:
     """The mesh of the towers' devices, with a second axis where towers have several."""
-    array = np.array(devices)
-    return Mesh(array, (TOWER_AXIS, PART_AXIS)[: array.ndim])
+    axes = (TOWER_AXIS, PART_AXIS) if isinstance(devices[0], tuple) else (TOWER_AXIS,)
+    return Mesh(np.array(devices), axes)
 
 
 def _over_mesh(
