@@ -193,14 +193,16 @@ def place(
             "of several devices have VariableDistribution.MIRRORED: what `est.get_variable(..., partition=...)` cuts "
             "is cut over the devices of each tower. Leave out one of them."
         )
-    if wide and variable_device is None:
-        return InParts(devices)
     if distribution.startswith("shared") and len({device.process_index for device in devices}) > 1:
         raise ValueError(
             f"variable_distribution={str(distribution)!r} keeps variables on devices of one process, which the towers "
             "of others do not reach. Use MIRRORED, or SHARDED, which cuts variables over all of them."
         )
-    towers = OneDevice(devices[0]) if len(devices) == 1 else Mirrored(devices)
+    towers: Placement
+    if wide:
+        towers = InParts(devices)
+    else:
+        towers = OneDevice(devices[0]) if len(devices) == 1 else Mirrored(devices)
     if distribution == VariableDistribution.SHARED_LOCAL_PARAMETER_SERVER:
         home = _variable_device(devices, variable_device)
         return towers if list(devices) == [home] else OnVariableDevices(towers, [home])
@@ -209,7 +211,7 @@ def place(
             f"variable_device={variable_device!r} was given with variable_distribution={str(distribution)!r}, which "
             "has none. It is for VariableDistribution.SHARED_LOCAL_PARAMETER_SERVER; leave out one of them."
         )
-    if len(devices) == 1 or distribution == VariableDistribution.MIRRORED:
+    if wide or len(devices) == 1 or distribution == VariableDistribution.MIRRORED:
         return towers
     if distribution == VariableDistribution.SHARDED:
         return Sharded(devices)

@@ -50,6 +50,7 @@ def replicate_model_fn(
     unless the rows are a batch dimension (`bcoo.update_layout(n_batch=1)`).
 
     >>> import estimator as est, jax, jax.numpy as jnp, optax
+    >>> from replicate import TowerOptimizer
     >>> def model_fn(features, labels, mode):
     ...     w = est.get_variable("w", (), initializer=jax.nn.initializers.ones)
     ...     if mode == est.ModeKeys.PREDICT:
