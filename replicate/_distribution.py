@@ -154,7 +154,7 @@ class InParts(Mirrored):
 
     def cut(self, x: jax.Array, axis: int) -> jax.Array:
         """An array of a program, cut over the devices of the tower."""
-        inside = not jax.sharding.get_abstract_mesh().empty  # of several towers: the axis over these is mapped
+        inside = PART_AXIS in jax.sharding.get_abstract_mesh().axis_names  # of several towers, over which is mapped
         return jax.lax.with_sharding_constraint(
             x, _cut_at(axis) if inside else NamedSharding(self._mesh, _cut_at(axis))
         )

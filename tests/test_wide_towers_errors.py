@@ -56,7 +56,7 @@ def test_a_pytree_needs_a_function():
 def test_a_dimension_must_divide_by_the_devices_of_a_tower(tower):
     message = (
         r"`est.get_variable\('w'\)` cuts dimension 1 of an array of shape \(6, 10\) over the 4 devices of a tower, by "
-        "which 10 does not divide. Make it a multiple of 4, cut another dimension, or choose another `devices_per_to"
+        "which 10 does not divide. Make it a multiple of 4, cut another dimension, or choose another"
     )
     with pytest.raises(ValueError, match=message):
         initialized(lambda x: x @ est.get_variable("w", (6, 10), partition=(None, "part")), *tower)
