@@ -99,7 +99,7 @@ def get_variable(
         slots are cut as it is. Where towers have one device, or there are none, it has no effect.
 
     Raises:
-      TypeError: the partition is none.
+      TypeError: the partition is neither a tuple nor a function that returns one.
       ValueError: the name was got already in this run (and no scope says `reuse`), the state has no such variable,
         or has it with another shape or dtype; or the partition does not suit the shape.
     """

@@ -154,7 +154,8 @@ class InParts(Mirrored):
 
     def cut(self, x: jax.Array, axis: int) -> jax.Array:
         """An array of a program, cut over the devices of the tower."""
-        inside = PART_AXIS in jax.sharding.get_abstract_mesh().axis_names  # of several towers, over which is mapped
+        # Within several towers jax knows the mesh, of which one axis is mapped; a single one is not mapped.
+        inside = PART_AXIS in jax.sharding.get_abstract_mesh().axis_names
         return jax.lax.with_sharding_constraint(
             x, _cut_at(axis) if inside else NamedSharding(self._mesh, _cut_at(axis))
         )
