@@ -17,7 +17,7 @@ from estimator._placement import Placement, SeparatePlacement
 from estimator._report import merge_reports
 from estimator._sparse import is_sparse
 from replicate._accumulate import accumulate_steps, accumulated
-from replicate._distribution import Mirrored
+from replicate._distribution import InParts, Mirrored
 from replicate._merge import (
     apart,
     check_rows,
@@ -43,7 +43,7 @@ class Replicas:
     """Runs a model_fn in towers, within the frame of the run around it.
 
     Attributes:
-      devices: one per tower.
+      devices: one per tower, or a tuple of them.
       placement: where the variables live.
       mean_loss: whether the merged loss is the mean of the towers' losses, not their sum.
       on_nan: None: gradients are not looked at.
@@ -51,7 +51,7 @@ class Replicas:
       transform: what `replicate_model_fn` was told about the forward function of a tower.
     """
 
-    devices: tuple[jax.Device, ...]
+    devices: tuple[Any, ...]
     placement: Placement
     mean_loss: bool
     on_nan: str | None
@@ -75,6 +75,9 @@ class Replicas:
         frame.variables.update(variables)
         frame.slots.update(slots)
         keep_names(frame, ran[0])
+        if isinstance(self.placement, InParts):
+            frame.placement = placement = self.placement.with_partitions(ran[0].partitions)
+            frame.slots.update(placement.placed(frame.slots))
         return spec
 
     def train(self, call: Call, frame: Frame, batch: PyTree, rows: int) -> EstimatorSpec:

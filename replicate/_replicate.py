@@ -17,12 +17,13 @@ from estimator._model_fn import ModelFn, bind
 from estimator._non_finite import POLICIES, watch
 from estimator._placement import Placement, SeparatePlacement
 from replicate._block_sync import BlockSync
-from replicate._devices import find_devices, of_this_process
-from replicate._distribution import VariableDistribution, place
+from replicate._devices import find_devices, in_towers_of, of_this_process
+from replicate._distribution import InParts, VariableDistribution, place
 from replicate._local_replicas import LocalCopies, LocalReplicas
 from replicate._replicas import Replicas
 from replicate._towers import in_towers
 from replicate.cross_tower_ops import CrossTowerOps, choose_the_best
+from replicate.cross_tower_ops._one_by_one import OneByOne
 
 
 class ReplicatedTwice(ValueError):
@@ -40,6 +41,7 @@ def replicate_model_fn(
     cross_tower_ops: CrossTowerOps | None = None,
     tower_transform: Callable[[Forward], Forward] | None = None,
     block_sync: BlockSync | None = None,
+    devices_per_tower: int = 1,
 ) -> ModelFn:
     """A model_fn that runs the given one in a tower per device and merges what the towers return.
 
@@ -52,6 +54,7 @@ def replicate_model_fn(
     unless the rows are a batch dimension (`bcoo.update_layout(n_batch=1)`).
 
     >>> import estimator as est, jax, jax.numpy as jnp, optax
+    >>> from replicate import TowerOptimizer
     >>> def model_fn(features, labels, mode):
     ...     w = est.get_variable("w", (), initializer=jax.nn.initializers.ones)
     ...     if mode == est.ModeKeys.PREDICT:
@@ -93,13 +96,16 @@ def replicate_model_fn(
         every mode, but for `init`.
       block_sync: how towers train on their own for a block of steps and are averaged at its end, instead of summing
         gradients in each step.
+      devices_per_tower: of how many neighbours in `devices` a tower is, for models that do not fit on one: those that
+        `est.get_variable(..., partition=...)` cuts variables over, and `est.spread` activations. Nothing else changes:
+        k devices work on the rows of one tower. For MIRRORED variables, in one process.
 
     Raises:
-      TypeError: `cross_tower_ops`, `tower_transform` or `block_sync` is something else, or what `tower_transform`
-        returns is no function.
-      ValueError: the reduction is NONE, there are no such devices, `block_sync` is given with an argument that is
-        about sums of gradients, or, while it runs, the batch does not divide by
-        the towers (times `accumulate_steps`) in TRAIN, an optimizer is not wrapped in `TowerOptimizer`, or what
+      TypeError: `cross_tower_ops`, `tower_transform` or `block_sync` is something else, what `tower_transform` returns
+        is no function, or `devices_per_tower` is no integer.
+      ValueError: the reduction is NONE, there are no such devices, they do not divide by `devices_per_tower`, or
+        arguments were given that do not go together; or, while it runs, the batch does not divide by the towers
+        (times `accumulate_steps`) in TRAIN, an optimizer is not wrapped in `TowerOptimizer`, or what
         `tower_transform` makes returns something else than the forward function.
     """
     check_transform(tower_transform)
@@ -110,12 +116,12 @@ def replicate_model_fn(
             "Tower losses need to be reduced in some way, yet NONE reduction is specified. "
             "Use Reduction.SUM or one of the means."
         )
-    towers = find_devices(devices)
+    towers = in_towers_of(devices_per_tower, find_devices(devices))
 
     if block_sync is not None:
-        _check_block_sync(block_sync, variable_distribution, on_nan)
+        _check_block_sync(block_sync, variable_distribution, on_nan, devices_per_tower)
 
-    def replicas_on(devices: tuple[jax.Device, ...]) -> Replicas:
+    def replicas_on(devices: tuple[Any, ...]) -> Replicas:
         placement = place(variable_distribution, devices, variable_device)
         make: Callable[..., Replicas] = Replicas
         if block_sync is not None:
@@ -144,7 +150,7 @@ def replicate_model_fn(
         replicas = here if mode == ModeKeys.PREDICT else everywhere
         rows = check_batch(features, labels)
         # What initializes has the rows of this process alone.
-        size = len(of_this_process(towers)) if frame.initializing else len(towers)
+        size = len(here.devices if frame.initializing else towers)
         if mode == ModeKeys.TRAIN and rows % size:
             raise ValueError(
                 f"Batch size {rows} needs to be divisible by the number of towers, which is {size}. "
@@ -152,6 +158,8 @@ def replicate_model_fn(
             )
         bound = bind(model_fn, params, config)
         frame.placement = replicas.placement
+        if isinstance(frame.placement, InParts) and not frame.one_tower:
+            frame.parts, frame.cut = devices_per_tower, frame.placement.cut
         if on_nan and mode == ModeKeys.TRAIN:
             watch(frame, on_nan)
 
@@ -168,7 +176,7 @@ def replicate_model_fn(
     return replicated
 
 
-def _check_block_sync(block_sync: Any, distribution: VariableDistribution, on_nan: str | None) -> None:
+def _check_block_sync(block_sync: Any, distribution: VariableDistribution, on_nan: str | None, size: int) -> None:
     if not isinstance(block_sync, BlockSync):
         raise TypeError(f"block_sync must be a `BlockSync`, such as `BlockSync(block_steps=16)`; got {block_sync!r}.")
     if VariableDistribution(distribution) != VariableDistribution.MIRRORED:
@@ -182,15 +190,26 @@ def _check_block_sync(block_sync: Any, distribution: VariableDistribution, on_na
             "over towers; within a block there is none. Leave out one of them, or use "
             "`optax.apply_if_finite(optimizer, max_consecutive_errors)` in each tower."
         )
+    if size > 1:
+        raise ValueError(
+            f"block_sync was given with devices_per_tower={size}. Towers that train on their own have one device each, "
+            "which holds a copy of all variables. Leave out one of them."
+        )
 
 
-def _checked_ops(given: CrossTowerOps | None, placement: Placement, devices: tuple[jax.Device, ...]) -> CrossTowerOps:
+def _checked_ops(given: CrossTowerOps | None, placement: Placement, devices: tuple[Any, ...]) -> CrossTowerOps:
     if given is None:
-        return choose_the_best(devices)
+        return OneByOne() if isinstance(placement, InParts) else choose_the_best(devices)
     if not isinstance(given, CrossTowerOps):
         raise TypeError(
             'cross_tower_ops must be an object of `replicate.cross_tower_ops`, such as `AllReduce("ring")`; got '
             f"{given!r}."
+        )
+    if isinstance(placement, InParts):
+        raise ValueError(
+            f"cross_tower_ops was given, an {type(given).__name__}, with devices_per_tower={placement.parts}. Towers "
+            "of several devices sum each array by itself, since packing would put together what is cut over the "
+            "devices of a tower. Leave out one of them."
         )
     if isinstance(placement, SeparatePlacement):
         raise ValueError(

@@ -206,6 +206,7 @@ def test_bad_arguments(make, error, message):
         ({"block_sync": 4}, TypeError, r"block_sync must be a `BlockSync`, such as .*; got 4"),
         ({"variable_distribution": "sharded"}, ValueError, "block_sync was given with variable_distribution='sharded'"),
         ({"on_nan": "skip"}, ValueError, "block_sync was given with on_nan='skip'.*apply_if_finite"),
+        ({"devices_per_tower": 2}, ValueError, "block_sync was given with devices_per_tower=2"),
     ],
 )
 def test_arguments_that_do_not_go_together(options, error, message):

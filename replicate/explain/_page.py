@@ -94,7 +94,9 @@ class _Picture:
             self._bar("update", "update of each variable on its own device", _short(homes))
         else:
             what = "its pieces" if found.distribution == "sharded" else "variables and slots"
-            self._row("update", 68, [("update", what, size(held.get(device, 0))) for device in found.towers])
+            self._row(
+                "update", 68, [("update", what, size(held.get(device.split(",")[0], 0))) for device in found.towers]
+            )
         height = self._y + _MARGIN
         label = escape(title(found), quote=True)
         return (

@@ -41,9 +41,12 @@ def life(found: Explanation) -> list[str]:
     if before:
         said.append(f"The towers gather the variables, which are cut: {summary(before)}.")
     parts = f", in {found.micro_batches} micro-batches one after another" if found.micro_batches > 1 else ""
-    said.append(f"Each tower runs the model_fn forward and backward on its {count(rows, 'row')}{parts}.")
+    shared = found.towers[0].count(",") + 1
+    work = f"; its {shared} devices share the work" if shared > 1 else ""
+    said.append(f"Each tower runs the model_fn forward and backward on its {count(rows, 'row')}{parts}{work}.")
     if after:
-        said.append(f"The towers talk to each other, on the way or at the end: {summary(after)}.")
+        who = "towers and their devices" if shared > 1 else "towers"
+        said.append(f"The {who} talk to each other, on the way or at the end: {summary(after)}.")
     if found.distribution == "variable devices":
         moved = [each for each in found.transfers if not each.to_towers]
         said.append(
