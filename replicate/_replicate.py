@@ -97,10 +97,10 @@ def replicate_model_fn(
     Raises:
       TypeError: `cross_tower_ops` or `tower_transform` is something else, or what the latter returns is no function;
         or `devices_per_tower` is no integer.
-      ValueError: the reduction is NONE, there are no such devices, they do not divide by `devices_per_tower`, or that is
-        more than 1 beside `cross_tower_ops`, another distribution or devices of several processes; or, while it runs,
-        the batch does not divide by the towers (times `accumulate_steps`) in TRAIN, an optimizer is not wrapped in
-        `TowerOptimizer`, or what `tower_transform` makes returns something else than the forward function.
+      ValueError: the reduction is NONE, there are no such devices, they do not divide by `devices_per_tower`, or that
+        is more than 1 beside `cross_tower_ops`, another distribution or devices of several processes; or, while it
+        runs, the batch does not divide by the towers (times `accumulate_steps`) in TRAIN, an optimizer is not wrapped
+        in `TowerOptimizer`, or what `tower_transform` makes returns something else than the forward function.
     """
     check_transform(tower_transform)
     if on_nan is not None and on_nan not in POLICIES:
