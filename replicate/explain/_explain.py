@@ -24,6 +24,7 @@ from estimator._transform import Model, Traits
 from estimator.hooks._hook import Context
 from replicate._accumulate import accumulate_steps
 from replicate._distribution import OneDevice, Sharded
+from replicate._local_replicas import LocalCopies
 from replicate._replicate import ReplicatedTwice, replicate_model_fn
 from replicate.explain._explanation import Explanation, Home, Memory, Split, Transfer
 from replicate.explain._program import collectives
@@ -209,6 +210,8 @@ def _distribution(traits: Traits) -> str:
         return "variable devices"
     if isinstance(traits.placement, OneDevice):
         return "one device"
+    if isinstance(traits.placement, LocalCopies):
+        return "local copies"
     return "sharded" if isinstance(traits.placement, Sharded) else "mirrored"
 
 

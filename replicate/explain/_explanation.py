@@ -104,7 +104,8 @@ class Explanation:
     Attributes:
       name: of the model_fn.
       towers: the device of each, or those of each, as in "cpu:0, cpu:1".
-      distribution: "one device", "mirrored", "sharded", or "variable devices" where each variable has one of its own.
+      distribution: "one device", "mirrored", "sharded", "variable devices" where each variable has one of its own, or
+        "local copies" where each tower has its own variables within a block (`block_sync`).
       rows: of the whole batch.
       micro_batches: the parts in which a tower runs its rows, one after another.
       batch: what is split.

@@ -87,7 +87,8 @@ class _Picture:
             self._arrows()
             moved = [each for each in found.transfers if not each.to_towers]
             self._bar("collective", f"gradients go to their variables: {size(sum(each.bytes for each in moved))}")
-        self._arrows("" if len(found.towers) == 1 else "sums of the gradients")
+        sums = "averages of the copies" if found.distribution == "local copies" else "sums of the gradients"
+        self._arrows("" if len(found.towers) == 1 else sums)
         held = found.bytes_by_device
         if found.distribution == "variable devices":
             homes = ", ".join(f"{device} {size(total)}" for device, total in held.items())

@@ -64,6 +64,8 @@ def update(found: Explanation) -> str:
         "mirrored": "The optimizers run on the sums, in every tower alike, so that all copies stay equal.",
         "sharded": "The optimizers run on the sums, on each device for its pieces of the variables and slots.",
         "variable devices": "The optimizers run on the sums, on each variable's own device.",
+        "local copies": "Each tower's optimizers run on its own gradients and change its own copy of the variables; "
+        "after the last step of a block the copies are averaged, and the outer optimizer moves the global variables.",
     }[found.distribution]
 
 
@@ -137,10 +139,11 @@ def _collectives(found: Explanation) -> Table:
             )
         )
     where = " of the towers" if found.distribution == "variable devices" else ""
+    taken = " in which every branch is taken" if any(each.within == "branch" for each in found.collectives) else ""
     notes = [] if rows else [f"None: the compiled program{where} needs no communication."]
     if rows or found.transfers:
         notes.append(
-            f"Estimated time of communication: {duration(found.communication_seconds)} per step, at "
+            f"Estimated time of communication: {duration(found.communication_seconds)} per step{taken}, at "
             f"{found.bandwidth / 1e9:g} GB/s and {found.latency * 1e6:g} us of latency."
         )
     if any(each.times is None for each in found.collectives):
