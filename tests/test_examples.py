@@ -66,6 +66,7 @@ EXAMPLES = {
     "train_and_evaluate.py": [2],
     "two_processes.py": [2],
     "warm_start.py": [2],
+    "wide_towers.py": [2],
 }
 
 
@@ -130,6 +131,15 @@ def test_towers_that_meet_once_per_block_read_digits_as_well_as_others(trained, 
     accuracies = {name: float(percent) for name, _, _, percent in rows}
     assert accuracies["block momentum (bmuf)"] >= accuracies["synchronous"] - 0.4  # two of 500 images
     assert min(accuracies.values()) > 94
+
+
+@pytest.mark.parametrize("towers", EXAMPLES["wide_towers.py"])
+def test_wide_towers_have_a_part_of_the_bytes_on_each_device(trained, towers):
+    stdout, _ = trained("wide_towers.py", towers)
+    assert accuracy(stdout) >= 0.95
+    (narrow, wide) = re.findall(r"^2 x [14] +([\d,]+).* ([\d,]+)$", stdout, re.MULTILINE)
+    for one, other in zip(narrow, wide, strict=True):  # the state, the peak
+        assert int(one.replace(",", "")) / int(other.replace(",", "")) > 3.9
 
 
 def test_a_warm_start_is_ahead(trained):
