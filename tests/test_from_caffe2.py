@@ -1,6 +1,5 @@
 """docs/from_caffe2.md: its code runs as it stands there, and it leaves out nothing of what it is about."""
 
-import ast
 import json
 import pathlib
 import re
@@ -18,8 +17,6 @@ from replicate import TowerOptimizer, replicate_model_fn
 
 PAGE = pathlib.Path(__file__).resolve().parents[1] / "docs" / "from_caffe2.md"
 
-# Sections of what is not there yet, whose lines are only read; to be empty.
-PENDING = []
 ON_SEVERAL_HOSTS = "Several hosts"
 
 FUNCTIONS = """
@@ -128,7 +125,7 @@ def test_every_line_of_the_page_runs_and_does_what_it_says(scope, capsys):
     image, labels = scope["x"][:64], scope["y"][:64]
     before, after = {}, {}
     for piece in pieces():
-        if piece.section in (*PENDING, ON_SEVERAL_HOSTS):
+        if piece.section == ON_SEVERAL_HOSTS:
             continue
         if piece.where == "model_fn":
             one, other = run_in_towers(piece.lines, scope, {"image": image}, labels)
@@ -174,10 +171,3 @@ def test_the_page_names_all_of_it(names, section):
     text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
     code = " ".join(re.findall("`([^`]+)`", text))
     assert [name for name in names if not re.search(rf"\b{name}\b", code)] == []
-
-
-def test_pending_sections_are_sections_and_their_lines_are_python():
-    assert set(PENDING) <= {piece.section for piece in pieces()}
-    for piece in pieces():
-        for line in piece.lines:
-            ast.parse(line)
