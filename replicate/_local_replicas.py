@@ -32,12 +32,15 @@ class BlockSyncState(NamedTuple):
     """What towers that train on their own have between two synchronisations, beside the slots of their optimizers.
 
     Attributes:
-      copies: by name, each tower's own value of a variable that changes within a block: arrays `[towers, ...]`.
+      copies: by name, each tower's value of a variable that is trained, or assigned and listed in `sync`: arrays
+        `[towers, ...]`. At the start of a block all are the global one.
+      own: the same of variables that the model_fn assigns and nobody synchronises.
       outer: the state of the outer optimizer.
       steps: int32 scalar, the number of steps so far.
     """
 
     copies: dict[str, PyTree]
+    own: dict[str, PyTree]
     outer: PyTree
     steps: jax.Array
 
@@ -49,7 +52,7 @@ class LocalCopies(Mirrored):
         mirrored, cut = super().state(like), NamedSharding(self._mesh, PartitionSpec(TOWER_AXIS))
         slots: dict[str, Any] = dict.fromkeys(like.slots, cut)
         if SLOTS in slots:
-            slots[SLOTS] = BlockSyncState(copies=cut, outer=mirrored, steps=mirrored)  # type: ignore[arg-type]
+            slots[SLOTS] = BlockSyncState(cut, cut, mirrored, mirrored)  # type: ignore[arg-type]
         return like._replace(variables=mirrored, slots=slots, global_step=mirrored, key=mirrored)
 
     def gathered(self, parts: PyTree) -> PyTree:
@@ -86,9 +89,10 @@ class LocalReplicas(Replicas):
             return jnp.broadcast_to(x, (len(self.devices), *x.shape))
 
         copies, slots = jax.tree.map(for_each_tower, ({**trained, **assigned}, dict(frame.slots)))
+        own = {name: copies.pop(name) for name in assigned if name not in self.block_sync.sync}
         with jax.numpy_dtype_promotion("standard"):  # as for optimizers in a model_fn
             outer = self.block_sync.outer_optimizer.init(trained)
-        frame.slots.update(slots | {SLOTS: BlockSyncState(copies, outer, jnp.int32(0))})
+        frame.slots.update(slots | {SLOTS: BlockSyncState(copies, own, outer, jnp.int32(0))})
         return spec
 
     def _assigned(self, call: Call, frame: Frame, batch: PyTree) -> list[str]:
@@ -107,78 +111,98 @@ class LocalReplicas(Replicas):
         return found
 
     def train(self, call: Call, frame: Frame, batch: PyTree, rows: int) -> EstimatorSpec:
-        towers = len(self.devices)
-        share_of_loss = 1 / towers if self.mean_loss else 1.0
-        scale = towers * share_of_loss  # a tower goes on as if its rows were the whole batch
         block: BlockSyncState = frame.slots[SLOTS]
-        own_slots = {name: state for name, state in frame.slots.items() if name != SLOTS}
+        optimizers = {name: state for name, state in frame.slots.items() if name != SLOTS}
         ran: list[Frame] = []
 
         def tower(start: PyTree, given: PyTree) -> tuple[PyTree, PyTree]:
-            whole, outer, steps, key, step = start
-            copies, slots = jax.tree.map(lambda x: x[0], given[0])
-            # What was done to the global variables between two blocks, such as a warm start, is what all go on from.
-            begins = self._is_boundary(steps)
-            whole_of_copies = {name: whole[name] for name in copies}
-            copies = jax.tree.map(lambda x, y: jnp.where(begins, x, y), whole_of_copies, copies)
-
-            def run_from(variables: dict[str, PyTree]) -> tuple[Outcome, Frame]:
-                start = variables, slots, key, step
-                return self.run_tower(call, frame, start, given[1], rows, scale, average=_of_this_tower)
-
-            def train_op_at(variables: dict[str, PyTree]) -> TrainOp:
-                return apart(run_from(variables)[0].spec, scale)[0].train_op
-
-            variables = {**whole, **copies}
-            outcome, after = run_from(variables)
+            local = jax.tree.map(lambda x: x[0], given[0])
+            same, after, own = self._local_step(call, frame, start, local, given[1], rows)
             ran.append(after)
-            spec, (predictions, metrics, exports, reported) = apart(outcome.spec, scale)
-            assigned = written(outcome, variables)
-            _check_written(assigned, copies)
-            variables, slots_after = applied(spec.train_op, assigned, variables, slots, key, step, train_op_at)
-            meeting = Meeting(
-                self.block_sync,
-                self.ops,
-                after,
-                spec.train_op,
-                added_only=frozenset(outcome.added) - frozenset(outcome.assigned),
-                is_warmup=steps + 1 == self.block_sync.warmup_steps if self.block_sync.warmup_steps else None,
-            )
-            met = Met(whole_of_copies, outer, {name: variables[name] for name in copies}, slots_after)
-            if self.block_sync.block_steps == 1 and not self.block_sync.warmup_steps:
-                met = meeting(met)
-            else:
-                met = jax.lax.cond(self._is_boundary(steps + 1), meeting, lambda met: met, met)
-            bare = spec.unchecked(loss=None, train_op=None, eval_metric_ops={})
-            parts = (outcome.spec.loss * share_of_loss, {**spec.eval_metric_ops, **metrics}, reported)
-            rates = rates_of(slots_after)
-            return (bare, met.variables, met.outer), (met.copies, met.slots, predictions, exports, rates, parts)
+            return same, own
 
         start = frame.variables, block.outer, block.steps, frame.key, frame.global_step
-        same, own = tower_map(tower, self.devices)(start, ((block.copies, own_slots), batch))
-        bare, moved, outer = same
-        copies, slots, predictions, exports, rates, parts = own
+        local = block.copies, block.own, optimizers
+        (bare, moved, outer), own = tower_map(tower, self.devices)(start, (local, batch))
+        local, predictions, exports, rates, parts = own
+        copies, own, slots = local
         keep_names(frame, ran[-1])
         frame.assigned.update(moved)
-        # What needs communication is put together after the last step of a program.
-        merges: dict[str, Callable[[Any], Any]] = {
-            "loss": self._loss,
-            "eval_metric_ops": self._metrics,
-            "reported": self._reports,
+        merged = {name: merge(part) for (name, merge), part in zip(self._merges.items(), parts, strict=True)}
+        unmerged = {
+            name: Unmerged(part, merge) for (name, merge), part in zip(self._merges.items(), parts, strict=True)
         }
-        unmerged = {name: Unmerged(x, merge) for x, (name, merge) in zip(parts, merges.items(), strict=True)}
-        merged = {name: each.merge(each.parts) for name, each in unmerged.items()}
         frame.unmerged = {name: (merged[name], unmerged[name]) for name in merged}
-        train_op = TrainOp(
-            slots={**slots, SLOTS: BlockSyncState(copies, outer, block.steps + 1)},
-            learning_rates={name: Unmerged(rate, self._rate) for name, rate in rates.items()},
-        )
         return dataclasses.replace(
             bare,
             predictions=concatenate_rows(predictions),
             export_outputs=concatenate_rows(exports),
-            train_op=train_op,
+            train_op=TrainOp(
+                slots={**slots, SLOTS: BlockSyncState(copies, own, outer, block.steps + 1)},
+                learning_rates={name: Unmerged(rate, self._rate) for name, rate in rates.items()},
+            ),
             **merged,
+        )
+
+    def _local_step(
+        self, call: Call, frame: Frame, start: PyTree, local: PyTree, batch: PyTree, rows: int
+    ) -> tuple[PyTree, Frame, PyTree]:
+        """A step of one tower, with the synchronisation that may follow.
+
+        Args:
+          start: what all towers have: the global variables, the outer state, the steps so far, key and global step.
+          local: the tower's copies, other variables of its own, and slots.
+          batch: the tower's rows.
+          rows: of all towers.
+
+        Returns:
+          What is the same in all towers (a bare spec, the new global variables, the outer state), the frame as the run
+          left it, and what the tower has of its own (what is in `local`, and what its spec holds).
+        """
+        variables, outer, steps, key, step = start
+        copies, own, slots = local
+        share_of_loss = 1 / len(self.devices) if self.mean_loss else 1.0
+        scale = len(self.devices) * share_of_loss  # a tower goes on as if its rows were the whole batch
+        # What was done to the global variables between two blocks, such as a warm start, is what all go on from.
+        copies = _instead(self._is_boundary(steps), variables, copies)
+        own = _instead(steps == 0, variables, own)
+
+        def run_from(variables: dict[str, PyTree]) -> tuple[Outcome, Frame]:
+            start = variables, slots, key, step
+            return self.run_tower(call, frame, start, batch, rows, scale, average=_of_this_tower)
+
+        def train_op_at(variables: dict[str, PyTree]) -> TrainOp:
+            return apart(run_from(variables)[0].spec, scale)[0].train_op
+
+        before = {**variables, **copies, **own}
+        outcome, after = run_from(before)
+        assigned = written(outcome, before)
+        _check_written(assigned, {**copies, **own})
+        spec, (predictions, metrics, exports, reported) = apart(outcome.spec, scale)
+        moved, slots = applied(spec.train_op, assigned, before, slots, key, step, train_op_at)
+        rates = rates_of(slots)
+        warmup = self.block_sync.warmup_steps
+        meeting = Meeting(
+            self.block_sync,
+            self.ops,
+            after,
+            spec.train_op,
+            added_only=frozenset(outcome.added) - frozenset(outcome.assigned),
+            is_warmup=steps + 1 == warmup if warmup else None,
+        )
+        changing = [*copies, *own]
+        met = Met({name: variables[name] for name in changing}, outer, {name: moved[name] for name in changing}, slots)
+        if self.block_sync.block_steps == 1 and not warmup:
+            met = meeting(met)
+        else:
+            met = jax.lax.cond(self._is_boundary(steps + 1), meeting, lambda met: met, met)
+        copies, own = ({name: met.copies[name] for name in some} for some in (copies, own))
+        bare = spec.unchecked(loss=None, train_op=None, eval_metric_ops={})
+        parts = outcome.spec.loss * share_of_loss, {**spec.eval_metric_ops, **metrics}, reported
+        return (
+            (bare, met.variables, met.outer),
+            after,
+            ((copies, own, met.slots), predictions, exports, rates, parts),
         )
 
     def _is_boundary(self, steps: jax.Array) -> jax.Array:
@@ -186,7 +210,12 @@ class LocalReplicas(Replicas):
         block, warmup = self.block_sync.block_steps, self.block_sync.warmup_steps
         return jnp.where(steps < warmup, steps == 0, (steps - warmup) % block == 0)
 
-    # What becomes of values with the towers as their first dimension.
+    # What becomes of values with the towers as their first dimension. It is communication, so it happens after the last
+    # step of a program.
+
+    @property
+    def _merges(self) -> dict[str, Callable[[Any], Any]]:
+        return {"loss": self._loss, "eval_metric_ops": self._metrics, "reported": self._reports}
 
     def _gathered(self, parts: PyTree) -> PyTree:
         return self.placement.gathered(parts) if isinstance(self.placement, LocalCopies) else parts
@@ -205,6 +234,14 @@ class LocalReplicas(Replicas):
     def _rate(self, rates: jax.Array) -> jax.Array:
         """All towers have the same, unless a loss scale has skipped a step of some."""
         return self._gathered(rates)[0]
+
+
+def _instead(condition: jax.Array, variables: dict[str, PyTree], copies: dict[str, PyTree]) -> dict[str, PyTree]:
+    """The variables in the place of their copies, where the condition holds."""
+    return {
+        name: jax.tree.map(lambda x, y: jnp.where(condition, x, y), variables[name], copy)
+        for name, copy in copies.items()
+    }
 
 
 def _of_this_tower(denominators: PyTree) -> PyTree:

@@ -26,7 +26,7 @@ class Met(NamedTuple):
     Attributes:
       variables: the global ones that change within a block, by name.
       outer: the state of the outer optimizer.
-      copies: this tower's own values of the same variables.
+      copies: this tower's values of the same variables.
       slots: this tower's own.
     """
 

@@ -194,7 +194,7 @@ def writing_model_fn(features, labels, mode):
     est.get_variable("rows", (), jnp.int32, trainable=False)
     est.get_variable("constant", (), initializer=jax.nn.initializers.ones, trainable=False)
     est.assign("mean", 0.5 * mean + 0.5 * features.mean())
-    est.assign("own", features.sum())
+    est.assign("own", est.read_variable("own") + features.sum())
     est.assign_add("rows", jnp.int32(len(features)))
     loss = jnp.mean((features * w) ** 2)
     return est.EstimatorSpec(mode, loss=loss, train_op=TowerOptimizer(optax.sgd(0.1)).minimize(loss))
@@ -204,25 +204,22 @@ def test_what_a_model_fn_assigns_is_merged_if_asked_for():
     x = np.array([[1.0], [3.0]], np.float32)  # a row for each of two towers
     model = blocks(writing_model_fn, 2, BlockSync(2, optax.sgd(1.0), sync=["mean", "rows"]))
     state = model.init(jax.random.key(0), x)
+
+    def found(state):
+        block, whole = state_of_blocks(state), state.variables
+        assert block.copies.keys() == {"w", "mean", "rows"}
+        assert block.own.keys() == {"own"}
+        copies = block.copies | block.own
+        return {name: (whole[name].item(), copies[name].tolist()) for name in ("mean", "rows", "own")}
+
     state, _ = model.train_step(state, x)
-    assert {n: state.variables[n].item() for n in ("mean", "own", "rows")} == {"mean": 0, "own": 0, "rows": 0}
-    copies = state_of_blocks(state).copies
-    assert {n: copies[n].tolist() for n in ("mean", "own", "rows")} == {
-        "mean": [0.5, 1.5],
-        "own": [1.0, 3.0],
-        "rows": [1, 1],
-    }
-    assert "constant" not in copies
+    assert found(state) == {"mean": (0, [0.5, 1.5]), "rows": (0, [1, 1]), "own": (0, [1, 3])}
     state, _ = model.train_step(state, x)
-    copies = state_of_blocks(state).copies
-    assert state.variables["mean"] == 0.5 * (0.75 + 2.25)
-    assert copies["mean"].tolist() == [1.5, 1.5]
-    assert state.variables["rows"] == 4  # two rows in each of two steps
-    assert copies["rows"].tolist() == [4, 4]
-    assert state.variables["own"] == 1.0  # that of tower 0
-    assert copies["own"].tolist() == [1.0, 3.0]
-    state, _ = model.train_loop(state, (np.stack([x, x]), None))
-    assert state.variables["rows"] == 8
+    assert found(state) == {"mean": (1.5, [1.5, 1.5]), "rows": (4, [4, 4]), "own": (2, [2, 6])}
+    state, _ = model.train_step(state, x)
+    assert found(state) == {"mean": (1.5, [1.25, 2.25]), "rows": (4, [5, 5]), "own": (2, [3, 9])}
+    state, _ = model.train_step(state, x)
+    assert found(state) == {"mean": (1.875, [1.875, 1.875]), "rows": (8, [8, 8]), "own": (4, [4, 12])}
 
 
 class Normalized(nn.Module):
