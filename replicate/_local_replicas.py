@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -32,14 +32,19 @@ class BlockSyncState(NamedTuple):
     """What towers that train on their own have between two synchronisations, beside the slots of their optimizers.
 
     Attributes:
-      copies: by name, each tower's own value of a variable that changes within a block: arrays `[towers, ...]`.
+      copies: by name, each tower's value of a variable that is the same in all at the start of a block, those trained
+        and those of `BlockSync(sync=...)`: arrays `[towers, ...]`.
+      own: by name, each tower's value of any other variable that the model_fn assigns, likewise.
       outer: the state of the outer optimizer.
       steps: int32 scalar, the number of steps so far.
+      since: int32 scalar, the number of steps since the last synchronisation.
     """
 
     copies: dict[str, PyTree]
+    own: dict[str, PyTree]
     outer: PyTree
     steps: jax.Array
+    since: jax.Array
 
 
 class LocalCopies(Mirrored):
@@ -49,7 +54,7 @@ class LocalCopies(Mirrored):
         mirrored, cut = super().state(like), NamedSharding(self._mesh, PartitionSpec(TOWER_AXIS))
         slots: dict[str, Any] = dict.fromkeys(like.slots, cut)
         if SLOTS in slots:
-            slots[SLOTS] = BlockSyncState(copies=cut, outer=mirrored, steps=mirrored)  # type: ignore[arg-type]
+            slots[SLOTS] = BlockSyncState(cut, cut, mirrored, mirrored, mirrored)  # type: ignore[arg-type]
         return like._replace(variables=mirrored, slots=slots, global_step=mirrored, key=mirrored)
 
     def gathered(self, parts: PyTree) -> PyTree:
@@ -85,10 +90,11 @@ class LocalReplicas(Replicas):
         def for_each_tower(x: jax.Array) -> jax.Array:
             return jnp.broadcast_to(x, (len(self.devices), *x.shape))
 
-        copies, slots = jax.tree.map(for_each_tower, ({**trained, **assigned}, dict(frame.slots)))
+        same = trained | {name: assigned.pop(name) for name in self.block_sync.sync}
+        copies, own, slots = jax.tree.map(for_each_tower, (same, assigned, dict(frame.slots)))
         with jax.numpy_dtype_promotion("standard"):  # as for optimizers in a model_fn
             outer = self.block_sync.outer_optimizer.init(trained)
-        frame.slots.update(slots | {SLOTS: BlockSyncState(copies, outer, jnp.int32(0))})
+        frame.slots.update(slots | {SLOTS: BlockSyncState(copies, own, outer, jnp.int32(0), jnp.int32(0))})
         return spec
 
     def _assigned(self, call: Call, frame: Frame, batch: PyTree) -> list[str]:
@@ -103,24 +109,29 @@ class LocalReplicas(Replicas):
             return None, None
 
         start = frame.variables, frame.slots, frame.key, frame.global_step
-        jax.eval_shape(tower_map(tower, self.devices[:1]), start, batch)
+        in_one_tower = tower_map(tower, self.devices[:1])
+        no_jit = jax.config.jax_disable_jit  # type: ignore[attr-defined]
+        if no_jit:  # whoever turns jit off wants to look at values
+            in_one_tower(start, batch)
+        else:
+            jax.eval_shape(in_one_tower, start, batch)
         return found
 
     def train(self, call: Call, frame: Frame, batch: PyTree, rows: int) -> EstimatorSpec:
         towers = len(self.devices)
         share_of_loss = 1 / towers if self.mean_loss else 1.0
         scale = towers * share_of_loss  # a tower goes on as if its rows were the whole batch
-        block: BlockSyncState = frame.slots[SLOTS]
+        block = _checked_block(frame, towers)
         own_slots = {name: state for name, state in frame.slots.items() if name != SLOTS}
         ran: list[Frame] = []
 
         def tower(start: PyTree, given: PyTree) -> tuple[PyTree, PyTree]:
-            whole, outer, steps, key, step = start
-            copies, slots = jax.tree.map(lambda x: x[0], given[0])
+            whole, outer, steps, since, key, step = start
+            copies, own, slots = jax.tree.map(lambda x: x[0], given[0])
             # What was done to the global variables between two blocks, such as a warm start, is what all go on from.
-            begins = self._is_boundary(steps)
+            copies = {name: _where(since == 0, whole[name], copy) for name, copy in copies.items()}
+            copies |= {name: _where(steps == 0, whole[name], copy) for name, copy in own.items()}
             whole_of_copies = {name: whole[name] for name in copies}
-            copies = jax.tree.map(lambda x, y: jnp.where(begins, x, y), whole_of_copies, copies)
 
             def run_from(variables: dict[str, PyTree]) -> tuple[Outcome, Frame]:
                 start = variables, slots, key, step
@@ -134,7 +145,8 @@ class LocalReplicas(Replicas):
             ran.append(after)
             spec, (predictions, metrics, exports, reported) = apart(outcome.spec, scale)
             assigned = written(outcome, variables)
-            _check_written(assigned, copies)
+            _check_written(assigned, copies, self.block_sync.sync)
+            _check_own(own, {n for n in copies if not after.trainable[n]} - set(self.block_sync.sync))
             variables, slots_after = applied(spec.train_op, assigned, variables, slots, key, step, train_op_at)
             meeting = Meeting(
                 self.block_sync,
@@ -148,16 +160,17 @@ class LocalReplicas(Replicas):
             if self.block_sync.block_steps == 1 and not self.block_sync.warmup_steps:
                 met = meeting(met)
             else:
-                met = jax.lax.cond(self._is_boundary(steps + 1), meeting, lambda met: met, met)
+                met = jax.lax.cond(self._ends(steps + 1, since + 1), meeting, lambda met: met, met)
             bare = spec.unchecked(loss=None, train_op=None, eval_metric_ops={})
             parts = (outcome.spec.loss * share_of_loss, {**spec.eval_metric_ops, **metrics}, reported)
             rates = rates_of(slots_after)
-            return (bare, met.variables, met.outer), (met.copies, met.slots, predictions, exports, rates, parts)
+            ours = tuple({name: met.copies[name] for name in names} for names in (block.copies, block.own))
+            return (bare, met.variables, met.outer), (*ours, met.slots, predictions, exports, rates, parts)
 
-        start = frame.variables, block.outer, block.steps, frame.key, frame.global_step
-        same, own = tower_map(tower, self.devices)(start, ((block.copies, own_slots), batch))
+        start = frame.variables, block.outer, block.steps, block.since, frame.key, frame.global_step
+        same, of_towers = tower_map(tower, self.devices)(start, ((block.copies, block.own, own_slots), batch))
         bare, moved, outer = same
-        copies, slots, predictions, exports, rates, parts = own
+        copies, own, slots, predictions, exports, rates, parts = of_towers
         keep_names(frame, ran[-1])
         frame.assigned.update(moved)
         # What needs communication is put together after the last step of a program.
@@ -169,8 +182,10 @@ class LocalReplicas(Replicas):
         unmerged = {name: Unmerged(x, merge) for x, (name, merge) in zip(parts, merges.items(), strict=True)}
         merged = {name: each.merge(each.parts) for name, each in unmerged.items()}
         frame.unmerged = {name: (merged[name], unmerged[name]) for name in merged}
+        steps, since = block.steps + 1, block.since + 1
+        since = jnp.where(self._ends(steps, since), 0, since)
         train_op = TrainOp(
-            slots={**slots, SLOTS: BlockSyncState(copies, outer, block.steps + 1)},
+            slots={**slots, SLOTS: BlockSyncState(copies, own, outer, steps, since)},
             learning_rates={name: Unmerged(rate, self._rate) for name, rate in rates.items()},
         )
         return dataclasses.replace(
@@ -181,10 +196,14 @@ class LocalReplicas(Replicas):
             **merged,
         )
 
-    def _is_boundary(self, steps: jax.Array) -> jax.Array:
-        """Whether towers are the same after so many steps: at the start, and after each synchronisation."""
-        block, warmup = self.block_sync.block_steps, self.block_sync.warmup_steps
-        return jnp.where(steps < warmup, steps == 0, (steps - warmup) % block == 0)
+    def _ends(self, steps: jax.Array, since: jax.Array) -> jax.Array:
+        """Whether towers meet after so many steps, and so many since they last did.
+
+        A state that comes in mid-block from a model with longer blocks meets at its next step.
+        """
+        warmup = self.block_sync.warmup_steps
+        at_the_end_of_a_block = (steps > warmup) & (since >= self.block_sync.block_steps)
+        return at_the_end_of_a_block | (steps == warmup) if warmup else at_the_end_of_a_block
 
     # What becomes of values with the towers as their first dimension.
 
@@ -211,10 +230,44 @@ def _of_this_tower(denominators: PyTree) -> PyTree:
     return denominators
 
 
-def _check_written(assigned: dict[str, PyTree], copies: dict[str, PyTree]) -> None:
+def _where(condition: jax.Array, one: PyTree, other: PyTree) -> PyTree:
+    return jax.tree.map(lambda x, y: jnp.where(condition, x, y), one, other)
+
+
+def _checked_block(frame: Frame, towers: int) -> BlockSyncState:
+    block: BlockSyncState | None = frame.slots.get(SLOTS)
+    if block is None:
+        raise ValueError(
+            f"The state has no slots {SLOTS!r}, only {sorted(frame.slots)}. Initialize it in mode 'train' by the "
+            "model_fn with `block_sync`, or start from the variables of this one (`warm_start_from`)."
+        )
+    sizes = {len(copy) for copy in jax.tree.leaves((block.copies, block.own))}
+    if sizes - {towers}:
+        raise ValueError(
+            f"The state has the copies of {sizes.pop()} towers, but `replicate_model_fn` was given {towers} devices. "
+            "To go on with another number of towers, start from its variables (`warm_start_from`)."
+        )
+    return block
+
+
+def _check_written(assigned: dict[str, PyTree], copies: dict[str, PyTree], sync: Sequence[str]) -> None:
     unknown = sorted(assigned.keys() - copies.keys())
     if unknown:
         raise ValueError(
             f"The model_fn assigns to {unknown} in this training step, but did not in the one that the state was "
             "initialized for, so that towers have no copies of them. Assign to the same variables for any batch."
+        )
+    missing = [name for name in sync if name not in assigned]
+    if missing:
+        raise ValueError(
+            f"The model_fn does not assign to {missing} in this training step, but did in the one that the state was "
+            "initialized for, and `BlockSync(sync=...)` names them. Assign to the same variables for any batch."
+        )
+
+
+def _check_own(own: dict[str, PyTree], names: set[str]) -> None:
+    if own.keys() != names:
+        raise ValueError(
+            f"Each tower keeps {sorted(names)} for itself, but in the state {sorted(own)}: it was initialized by "
+            "another `BlockSync(sync=...)`. Give the same one, or start from its variables (`warm_start_from`)."
         )
