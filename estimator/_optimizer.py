@@ -324,7 +324,7 @@ def is_per_variable(value: Any, variable: PyTree) -> bool:
     is_masked = lambda node: isinstance(node, optax.MaskedNode)  # noqa: E731
     leaves, structure = jax.tree.flatten(value, is_leaf=is_masked)
     try:  # a mask may leave out a whole branch
-        parts = structure.flatten_up_to(variable)
+        parts = structure.flatten_up_to(variable)  # type: ignore[attr-defined]
     except (TypeError, ValueError):
         return is_masked(value)
     return all(is_masked(leaf) or jax.tree_util.all_leaves([part]) for leaf, part in zip(leaves, parts, strict=True))
