@@ -322,8 +322,12 @@ def _is_transformation(candidate: Any) -> bool:
 def is_per_variable(value: Any, variable: PyTree) -> bool:
     """Whether a part of an optimizer's state goes with a variable, or says that `optax.masked` left it out."""
     is_masked = lambda node: isinstance(node, optax.MaskedNode)  # noqa: E731
-    same = jax.tree.structure(value, is_leaf=is_masked) == jax.tree.structure(variable)  # type: ignore[operator]
-    return is_masked(value) or same
+    leaves, structure = jax.tree.flatten(value, is_leaf=is_masked)
+    try:  # a mask may leave out a whole branch
+        parts = structure.flatten_up_to(variable)  # type: ignore[attr-defined]
+    except (TypeError, ValueError):
+        return is_masked(value)
+    return all(is_masked(leaf) or jax.tree_util.all_leaves([part]) for leaf, part in zip(leaves, parts, strict=True))
 
 
 def _checked_loss(caller: str, loss: Any) -> jax.Array:

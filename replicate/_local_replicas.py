@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -37,12 +37,14 @@ class BlockSyncState(NamedTuple):
       own: the same of variables that the model_fn assigns and nobody synchronises.
       outer: the state of the outer optimizer.
       steps: int32 scalar, the number of steps so far.
+      since: int32 scalar, the number of steps since the last synchronisation.
     """
 
     copies: dict[str, PyTree]
     own: dict[str, PyTree]
     outer: PyTree
     steps: jax.Array
+    since: jax.Array
 
 
 class LocalCopies(Mirrored):
@@ -52,7 +54,7 @@ class LocalCopies(Mirrored):
         mirrored, cut = super().state(like), NamedSharding(self._mesh, PartitionSpec(TOWER_AXIS))
         slots: dict[str, Any] = dict.fromkeys(like.slots, cut)
         if SLOTS in slots:
-            slots[SLOTS] = BlockSyncState(cut, cut, mirrored, mirrored)  # type: ignore[arg-type]
+            slots[SLOTS] = BlockSyncState(cut, cut, mirrored, mirrored, mirrored)  # type: ignore[arg-type]
         return like._replace(variables=mirrored, slots=slots, global_step=mirrored, key=mirrored)
 
     def gathered(self, parts: PyTree) -> PyTree:
@@ -92,7 +94,7 @@ class LocalReplicas(Replicas):
         own = {name: copies.pop(name) for name in assigned if name not in self.block_sync.sync}
         with jax.numpy_dtype_promotion("standard"):  # as for optimizers in a model_fn
             outer = self.block_sync.outer_optimizer.init(trained)
-        frame.slots.update(slots | {SLOTS: BlockSyncState(copies, own, outer, jnp.int32(0))})
+        frame.slots.update(slots | {SLOTS: BlockSyncState(copies, own, outer, jnp.int32(0), jnp.int32(0))})
         return spec
 
     def _assigned(self, call: Call, frame: Frame, batch: PyTree) -> list[str]:
@@ -107,11 +109,15 @@ class LocalReplicas(Replicas):
             return None, None
 
         start = frame.variables, frame.slots, frame.key, frame.global_step
-        jax.eval_shape(tower_map(tower, self.devices[:1]), start, batch)
+        in_one_tower = tower_map(tower, self.devices[:1])
+        if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
+            in_one_tower(start, batch)  # whoever turns jit off wants to look at values
+        else:
+            jax.eval_shape(in_one_tower, start, batch)
         return found
 
     def train(self, call: Call, frame: Frame, batch: PyTree, rows: int) -> EstimatorSpec:
-        block: BlockSyncState = frame.slots[SLOTS]
+        block = _checked_block(frame, len(self.devices))
         optimizers = {name: state for name, state in frame.slots.items() if name != SLOTS}
         ran: list[Frame] = []
 
@@ -121,7 +127,7 @@ class LocalReplicas(Replicas):
             ran.append(after)
             return same, own
 
-        start = frame.variables, block.outer, block.steps, frame.key, frame.global_step
+        start = frame.variables, block.outer, block.steps, block.since, frame.key, frame.global_step
         local = block.copies, block.own, optimizers
         (bare, moved, outer), own = tower_map(tower, self.devices)(start, (local, batch))
         local, predictions, exports, rates, parts = own
@@ -133,12 +139,14 @@ class LocalReplicas(Replicas):
             name: Unmerged(part, merge) for (name, merge), part in zip(self._merges.items(), parts, strict=True)
         }
         frame.unmerged = {name: (merged[name], unmerged[name]) for name in merged}
+        steps, since = block.steps + 1, block.since + 1
+        since = jnp.where(self._ends_block(steps, since), 0, since)
         return dataclasses.replace(
             bare,
             predictions=concatenate_rows(predictions),
             export_outputs=concatenate_rows(exports),
             train_op=TrainOp(
-                slots={**slots, SLOTS: BlockSyncState(copies, own, outer, block.steps + 1)},
+                slots={**slots, SLOTS: BlockSyncState(copies, own, outer, steps, since)},
                 learning_rates={name: Unmerged(rate, self._rate) for name, rate in rates.items()},
             ),
             **merged,
@@ -150,7 +158,8 @@ class LocalReplicas(Replicas):
         """A step of one tower, with the synchronisation that may follow.
 
         Args:
-          start: what all towers have: the global variables, the outer state, the steps so far, key and global step.
+          start: what all towers have: the global variables, the outer state, the steps so far and since the last
+            synchronisation, key and global step.
           local: the tower's copies, other variables of its own, and slots.
           batch: the tower's rows.
           rows: of all towers.
@@ -159,12 +168,12 @@ class LocalReplicas(Replicas):
           What is the same in all towers (a bare spec, the new global variables, the outer state), the frame as the run
           left it, and what the tower has of its own (what is in `local`, and what its spec holds).
         """
-        variables, outer, steps, key, step = start
+        variables, outer, steps, since, key, step = start
         copies, own, slots = local
         share_of_loss = 1 / len(self.devices) if self.mean_loss else 1.0
         scale = len(self.devices) * share_of_loss  # a tower goes on as if its rows were the whole batch
         # What was done to the global variables between two blocks, such as a warm start, is what all go on from.
-        copies = _instead(self._is_boundary(steps), variables, copies)
+        copies = _instead(since == 0, variables, copies)
         own = _instead(steps == 0, variables, own)
 
         def run_from(variables: dict[str, PyTree]) -> tuple[Outcome, Frame]:
@@ -177,7 +186,8 @@ class LocalReplicas(Replicas):
         before = {**variables, **copies, **own}
         outcome, after = run_from(before)
         assigned = written(outcome, before)
-        _check_written(assigned, {**copies, **own})
+        _check_written(assigned, {**copies, **own}, self.block_sync.sync)
+        _check_own(own, [n for n in (*copies, *own) if not after.trainable[n] and n not in self.block_sync.sync])
         spec, (predictions, metrics, exports, reported) = apart(outcome.spec, scale)
         moved, slots = applied(spec.train_op, assigned, before, slots, key, step, train_op_at)
         rates = rates_of(slots)
@@ -195,7 +205,7 @@ class LocalReplicas(Replicas):
         if self.block_sync.block_steps == 1 and not warmup:
             met = meeting(met)
         else:
-            met = jax.lax.cond(self._is_boundary(steps + 1), meeting, lambda met: met, met)
+            met = jax.lax.cond(self._ends_block(steps + 1, since + 1), meeting, lambda met: met, met)
         copies, own = ({name: met.copies[name] for name in some} for some in (copies, own))
         bare = spec.unchecked(loss=None, train_op=None, eval_metric_ops={})
         parts = outcome.spec.loss * share_of_loss, {**spec.eval_metric_ops, **metrics}, reported
@@ -205,10 +215,14 @@ class LocalReplicas(Replicas):
             ((copies, own, met.slots), predictions, exports, rates, parts),
         )
 
-    def _is_boundary(self, steps: jax.Array) -> jax.Array:
-        """Whether towers are the same after so many steps: at the start, and after each synchronisation."""
-        block, warmup = self.block_sync.block_steps, self.block_sync.warmup_steps
-        return jnp.where(steps < warmup, steps == 0, (steps - warmup) % block == 0)
+    def _ends_block(self, steps: jax.Array, since: jax.Array) -> jax.Array:
+        """Whether towers meet after so many steps, and so many since they last did.
+
+        A state that comes in mid-block from a model with longer blocks meets at its next step.
+        """
+        warmup = self.block_sync.warmup_steps
+        at_the_end_of_a_block = (steps > warmup) & (since >= self.block_sync.block_steps)
+        return at_the_end_of_a_block | (steps == warmup) if warmup else at_the_end_of_a_block
 
     # What becomes of values with the towers as their first dimension. It is communication, so it happens after the last
     # step of a program.
@@ -248,10 +262,40 @@ def _of_this_tower(denominators: PyTree) -> PyTree:
     return denominators
 
 
-def _check_written(assigned: dict[str, PyTree], copies: dict[str, PyTree]) -> None:
+def _checked_block(frame: Frame, towers: int) -> BlockSyncState:
+    block: BlockSyncState | None = frame.slots.get(SLOTS)
+    if block is None:
+        raise ValueError(
+            f"The state has no slots {SLOTS!r}, only {sorted(frame.slots)}. Initialize it in mode 'train' by the "
+            "model_fn with `block_sync`, or start from the variables of this one (`warm_start_from`)."
+        )
+    sizes = {len(copy) for copy in jax.tree.leaves((block.copies, block.own))}
+    if sizes - {towers}:
+        raise ValueError(
+            f"The state has the copies of {sizes.pop()} towers, but `replicate_model_fn` was given {towers} devices. "
+            "To go on with another number of towers, start from its variables (`warm_start_from`)."
+        )
+    return block
+
+
+def _check_written(assigned: dict[str, PyTree], copies: dict[str, PyTree], sync: Sequence[str]) -> None:
     unknown = sorted(assigned.keys() - copies.keys())
     if unknown:
         raise ValueError(
             f"The model_fn assigns to {unknown} in this training step, but did not in the one that the state was "
             "initialized for, so that towers have no copies of them. Assign to the same variables for any batch."
+        )
+    missing = [name for name in sync if name not in assigned]
+    if missing:
+        raise ValueError(
+            f"The model_fn does not assign to {missing} in this training step, but did in the one that the state was "
+            "initialized for, and `BlockSync(sync=...)` names them. Assign to the same variables for any batch."
+        )
+
+
+def _check_own(own: dict[str, PyTree], names: list[str]) -> None:
+    if own.keys() != set(names):
+        raise ValueError(
+            f"Each tower keeps {sorted(names)} for itself, but in the state {sorted(own)}: it was initialized by "
+            "another `BlockSync(sync=...)`. Give the same one, or start from its variables (`warm_start_from`)."
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -95,6 +94,7 @@ class Meeting:
         with jax.numpy_dtype_promotion("standard"):  # as for optimizers in a model_fn
             updates, outer = self.block_sync.outer_optimizer.update(sums, before.outer, old)
             moved = optax.apply_updates(old, updates)
+            outer = _of_dtypes(before.outer, outer)
         return self._if_warmup((sums, before.outer), (moved, outer))
 
     def _if_warmup(self, one: PyTree, other: PyTree) -> PyTree:
@@ -110,12 +110,17 @@ class Meeting:
         with open_frame(frame), jax.numpy_dtype_promotion("standard"):
             fresh = update.optimizer.transformation.init(params)
         if isinstance(state, LossScaleState):
-            return state._replace(inner=_with_fresh_slots(state.inner, fresh, params))
-        return _with_fresh_slots(state, fresh, params)
+            return state._replace(inner=_of_dtypes(state.inner, _with_fresh_slots(state.inner, fresh, params)))
+        return _of_dtypes(state, _with_fresh_slots(state, fresh, params))
+
+
+def _of_dtypes(like: PyTree, tree: PyTree) -> PyTree:
+    """Optimizers may compute a state of other dtypes than the one they start with; then no loop can carry it."""
+    return jax.tree.map(lambda x, y: y if y.dtype == x.dtype else y.astype(x.dtype), like, tree)
 
 
 def _with_fresh_slots(state: PyTree, fresh: PyTree, params: dict[str, PyTree]) -> PyTree:
-    """An optax state whose innermost parts that hold values per variable, counters beside them too, are `fresh`'s."""
+    """An optax state whose parts that hold values per variable, and numbers beside them too, are `fresh`'s."""
 
     def is_slot(node: Any) -> bool:
         return (
@@ -128,5 +133,12 @@ def _with_fresh_slots(state: PyTree, fresh: PyTree, params: dict[str, PyTree]) -
         fields = node if isinstance(node, tuple) and hasattr(node, "_fields") else ()
         return is_slot(node) or any(is_slot(field) for field in fields)
 
-    pick: Callable[[Any, Any], Any] = lambda old, new: new if has_slots(old) else old  # noqa: E731
-    return jax.tree.map(pick, state, fresh, is_leaf=has_slots)
+    def renewed(old: Any, new: Any) -> Any:
+        if is_slot(old):
+            return new
+        if not has_slots(old):
+            return old
+        fields = zip(old, new, strict=True)
+        return type(old)(*(y if hasattr(x, "dtype") else _with_fresh_slots(x, y, params) for x, y in fields))
+
+    return jax.tree.map(renewed, state, fresh, is_leaf=has_slots)

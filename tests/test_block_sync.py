@@ -190,11 +190,11 @@ def test_within_a_block_the_global_variables_stay_and_are_those_that_evaluate():
 def writing_model_fn(features, labels, mode):
     w = est.get_variable("w", (1,), initializer=jax.nn.initializers.ones)
     mean = est.get_variable("mean", (), initializer=jax.nn.initializers.zeros, trainable=False)
-    est.get_variable("own", (), initializer=jax.nn.initializers.zeros, trainable=False)
+    own = est.get_variable("own", (), initializer=jax.nn.initializers.zeros, trainable=False)
     est.get_variable("rows", (), jnp.int32, trainable=False)
     est.get_variable("constant", (), initializer=jax.nn.initializers.ones, trainable=False)
     est.assign("mean", 0.5 * mean + 0.5 * features.mean())
-    est.assign("own", est.read_variable("own") + features.sum())
+    est.assign("own", own + features.sum())
     est.assign_add("rows", jnp.int32(len(features)))
     loss = jnp.mean((features * w) ** 2)
     return est.EstimatorSpec(mode, loss=loss, train_op=TowerOptimizer(optax.sgd(0.1)).minimize(loss))
@@ -344,3 +344,75 @@ def test_a_warm_start_between_blocks_is_what_towers_go_on_from():
     other = jax.tree.map(lambda v: v + 1, state.variables)
     state, _ = model.train_step(state._replace(variables=other), x[0], y[0])
     jax.tree.map(lambda c, v: np.testing.assert_array_equal(c, np.stack([v, v])), state_of_blocks(state).copies, other)
+
+
+def slope_model_fn(features, mode):
+    """The gradient does not depend on the variable, so that any way to average gives the same."""
+    w = est.get_variable("w", (), initializer=jax.nn.initializers.zeros)
+    if features.shape[0] > 2:
+        est.get_variable("n", (), initializer=jax.nn.initializers.zeros, trainable=False)
+        est.assign_add("n", jnp.float32(1))
+    else:
+        est.get_variable("n", (), trainable=False)
+    loss = -w * jnp.mean(features)
+    return est.EstimatorSpec(mode, loss=loss, train_op=TowerOptimizer(optax.sgd(1.0)).minimize(loss))
+
+
+@pytest.mark.parametrize("block_steps", [2, 3, 5])
+def test_a_state_in_mid_block_loses_nothing_in_a_model_with_other_blocks(block_steps):
+    x = np.ones(4, np.float32)
+    state, _ = trained(blocks(slope_model_fn, 2, BlockSync(4, optax.sgd(1.0))), (np.stack([x] * 6), None))
+    other = blocks(slope_model_fn, 2, BlockSync(block_steps, optax.sgd(1.0)))
+    state, _ = other.train_loop(state, (np.stack([x] * 13), None))
+    assert state_of_blocks(state).copies["w"].tolist() == [19.0, 19.0]
+
+
+@pytest.mark.parametrize("towers", [1, 2])
+def test_a_state_of_other_towers_is_refused(towers):
+    x = np.ones(4, np.float32)
+    state, _ = trained(blocks(slope_model_fn, 4, BlockSync(4)), (x[None], None))
+    on_host = jax.tree.map(np.asarray, state._replace(key=None))._replace(key=jax.random.key(0))
+    with pytest.raises(ValueError, match=f"has the copies of 4 towers, but .* was given {towers} devices.*warm_start"):
+        blocks(slope_model_fn, towers, BlockSync(4)).train_step(on_host, x)
+
+
+def test_what_is_to_be_merged_must_be_written_in_every_step():
+    model = blocks(slope_model_fn, 2, BlockSync(3, sync=["n"]))
+    state = model.init(jax.random.key(0), np.ones(4, np.float32))
+    with pytest.raises(ValueError, match=r"does not assign to \['n'\] in this training step, but did in the one"):
+        model.train_step(state, np.ones(2, np.float32))
+    with pytest.raises(
+        ValueError, match=r"Each tower keeps \['n'\] for itself, but in the state \[\].*another `BlockS"
+    ):
+        blocks(slope_model_fn, 2, BlockSync(3)).train_step(state, np.ones(4, np.float32))
+
+
+def test_only_slots_start_anew_where_they_are_deep_in_a_state():
+    def model_fn(features, labels, mode):
+        output = est.flax_module(nn.Sequential([nn.Dense(2), nn.tanh, nn.Dense(1)]), "net")(features)
+        loss = jnp.mean((output[:, 0] - labels) ** 2)
+
+        scheduled = optax.adam(optax.linear_schedule(0.1, 0.0, 10))
+        biased = optax.masked(scheduled, lambda v: {"net": {n: n == "layers_0" for n in v["net"]}})
+        every = TowerOptimizer(optax.MultiSteps(scheduled, 1), "every")
+        both = TowerOptimizer(biased, "masked").minimize(loss), every.minimize(loss)
+        return est.EstimatorSpec(mode, loss=loss, train_op=est.group(*both))
+
+    state, _ = trained(blocks(model_fn, 2, BlockSync(3, DILOCO, reset_slots=True)), regression(8, steps=3))
+    for adam, schedule in (state.slots["masked"].inner_state, state.slots["every"].inner_opt_state):
+        assert not any(np.any(leaf) for leaf in jax.tree.leaves(adam))
+        assert schedule.count.tolist() == [3, 3]
+
+
+def test_an_outer_optimizer_keeps_the_dtypes_of_its_state():
+    def model_fn(features, mode):
+        bias, w = est.get_variable("bias", (3,)), est.get_variable("w", (3,), jnp.bfloat16)
+        loss = jnp.mean((features * w.astype(jnp.float32) + bias) ** 2)
+        return est.EstimatorSpec(mode, loss=loss, train_op=TowerOptimizer(optax.sgd(0.1)).minimize(loss))
+
+    # It multiplies by its hyperparameters as arrays of the first variable's dtype.
+    outer = optax.inject_hyperparams(optax.sgd)(learning_rate=1.0, momentum=0.9)
+    state, _ = trained(blocks(model_fn, 2, BlockSync(2, outer)), (np.ones((4, 4, 3), np.float32), None))
+    (velocity,) = (found for found in jax.tree.leaves(state_of_blocks(state).outer) if found.dtype == jnp.bfloat16)
+    assert np.any(velocity)
+    assert state.variables["w"].dtype == jnp.bfloat16
