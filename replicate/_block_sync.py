@@ -85,7 +85,8 @@ class BlockSync:
     slots of its optimizers, and takes steps with the gradients of its own rows, without any communication. After
     `block_steps` steps the copies are averaged, and an outer optimizer takes the pseudo-gradient, the global variables
     less the average, and moves the global variables. From those all towers go on. `state.variables` are the global
-    ones, which evaluation, prediction, export and checkpoints use; they change at the end of a block.
+    ones, which evaluation, prediction, export and checkpoints use; they change at the end of a block. What is done to
+    them by hand counts from the start of the next block if it is done between two, and is lost within one.
 
     With `block_steps=1`, `optax.sgd` in the model_fn and `optax.sgd(1.0)` as the outer optimizer this is synchronous
     training, for any loss reduction: a tower goes on as if its rows were the whole batch. (Caffe2 divided its gradient
@@ -124,10 +125,11 @@ class BlockSync:
       warmup_steps: the first so many steps end with the variables of tower 0 going to all, in the place of an average.
         Blocks are counted from there.
       reset_slots: whether the slots of the optimizers that belong to variables, such as momenta, start anew at each
-        synchronisation, together with what counts their steps. Learning rates and schedules go on.
+        synchronisation, that after the warm-up too, together with what counts their steps. Learning rates and
+        schedules go on.
       sync: names of variables that the model_fn assigns, to be merged at each synchronisation as in synchronous
-        training: by their `aggregation`, and if they are only added to, by the sum of what was added. Those not listed
-        stay each tower's own; the global one is that of tower 0.
+        training: by their `aggregation` (or as `est.sync_variables` says), and if they are only added to, by the sum
+        of what was added. Those not listed stay each tower's own; the global one is that of tower 0.
 
     Raises:
       TypeError: the outer optimizer is no optax transformation, or `sync` no list of names.
