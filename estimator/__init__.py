@@ -35,6 +35,7 @@ from estimator._report import record
 from estimator._run_config import RunConfig
 from estimator._segments import checkpoint_segments
 from estimator._spec import EstimatorSpec
+from estimator._spread import spread
 from estimator._sync import sync_variables
 from estimator._train import NanLossDuringTrainingError
 from estimator._train_and_evaluate import train_and_evaluate
@@ -193,6 +194,7 @@ __all__ = [
     "record",
     "set_learning_rate",
     "skipped_steps",
+    "spread",
     "stop_if_higher_hook",
     "stop_if_lower_hook",
     "stop_if_no_decrease_hook",

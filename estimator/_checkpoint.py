@@ -417,7 +417,7 @@ def _check_same(path: str, saved: dict[str, Any], model: dict[str, Any], partial
             f"The variables of checkpoint {path} are not those of the model:\n"
             + "\n".join(lines)
             + "\nMake the model_fn create the same variables and optimizers as when the checkpoint "
-            "was saved, or use another model_dir to start anew."
+            "was saved, or use another model_dir to start anew (from its variables by `warm_start_from`)."
         )
 
 

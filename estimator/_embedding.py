@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from estimator._frame import Frame, PyTree, current_frame, current_trace
 from estimator._indexed_slices import IndexedSlices
+from estimator._spread import Partition
 from estimator._variables import check_declared, get_variable, is_shape, listed, read
 
 
@@ -19,6 +20,7 @@ def embedding_lookup(
     shape: tuple[int, ...] | None = None,
     dtype: Any = jnp.float32,
     initializer: Callable[..., jax.Array] | jax.Array | None = None,
+    partition: Partition = None,
 ) -> jax.Array:
     """Rows of a variable, shape `ids.shape + shape[1:]`, with a sparse gradient.
 
@@ -44,8 +46,8 @@ def embedding_lookup(
       name: prefixed by the scopes around the call. Several lookups in one run share the table.
       ids: integers of any shape. A negative one is padding: its row is zeros and has no gradient. One beyond the
         table has a row of NaN and no gradient, so that the NaN check of training finds it.
-      shape, dtype, initializer: of the table, as for `get_variable`, which creates it at the first lookup. At later
-        ones they may be left out.
+      shape, dtype, initializer, partition: of the table, as for `get_variable`, which creates it at the first lookup.
+        At later ones they may be left out.
 
     Raises:
       TypeError: the ids are no integers.
@@ -67,7 +69,7 @@ def embedding_lookup(
             "Give the shape of the table, (rows, width), to create it."
         )
     else:
-        get_variable(name, shape, dtype, initializer)
+        get_variable(name, shape, dtype, initializer, partition=partition)
         frame.handed_out.discard(full)  # Nobody has seen more of it than its rows.
     _check_table(call, frame.variables[full])
     if frame.trace != current_trace():  # The ids of a function traced apart are not known outside of it.

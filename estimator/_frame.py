@@ -28,6 +28,11 @@ def _same(denominator: jax.Array) -> jax.Array:
     return denominator
 
 
+def _whole(x: jax.Array, axis: int) -> jax.Array:
+    del axis
+    return x
+
+
 @dataclasses.dataclass
 class Frame:
     """One run of a model_fn.
@@ -41,7 +46,10 @@ class Frame:
       initializing: whether `get_variable` creates variables instead of looking them up.
       known_gradients: what the first calls of `compute_gradients` return (see `_gradients.py`).
       average_denominator: what a loss does to its denominator, of which every tower has its own.
+      parts: of how many devices a tower is.
+      cut: cuts a dimension of an array over the devices of a tower.
       trainable, aggregation: what `get_variable` was told, by full name.
+      partitions: which dimension of a variable's array is cut, by full name and path; empty if `parts` is 1.
       assigned, added: the writes of this run: the value assigned last, and the sum of the deltas since.
       placement: where a replicated model_fn wants its variables; None for a plain one.
       scope, reuse: what the open `variable_scope`s say.
@@ -56,6 +64,7 @@ class Frame:
       reported: what the model_fn reported, by full name (see `_report.py`).
       one_tower: whether a replicated model_fn runs as one tower, on any device: what is exported has no towers.
       modules: what `flax_module` returned, by full name.
+      unmerged: by field of the spec, what a replicated model_fn returns in it, and the parts that it was merged from.
       trace: which of jax's traces the frame was opened in.
     """
 
@@ -69,10 +78,13 @@ class Frame:
     initializing: bool = False
     known_gradients: tuple[dict[str, PyTree], ...] = ()
     average_denominator: Callable[[jax.Array], jax.Array] = _same
+    parts: int = 1
+    cut: Callable[[jax.Array, int], jax.Array] = _whole
     one_tower: bool = False
     # Python values: what the model_fn did so far.
     trainable: dict[str, bool] = dataclasses.field(default_factory=dict)
     aggregation: dict[str, Any] = dataclasses.field(default_factory=dict)
+    partitions: dict[tuple[Any, ...], int] = dataclasses.field(default_factory=dict)
     assigned: dict[str, PyTree] = dataclasses.field(default_factory=dict)
     added: dict[str, PyTree] = dataclasses.field(default_factory=dict)
     placement: Placement | None = None
@@ -88,6 +100,7 @@ class Frame:
     handed_out: set[str] = dataclasses.field(default_factory=set)
     reported: dict[str, Any] = dataclasses.field(default_factory=dict)
     modules: dict[str, Any] = dataclasses.field(default_factory=dict)
+    unmerged: dict[str, Any] = dataclasses.field(default_factory=dict)
     trace: Any = None
 
     def fresh(self, **changes: Any) -> Frame:
@@ -101,6 +114,8 @@ class Frame:
             "initializing": self.initializing,
             "known_gradients": self.known_gradients,
             "average_denominator": self.average_denominator,
+            "parts": self.parts,
+            "cut": self.cut,
             "one_tower": self.one_tower,
             "scope": self.scope,
             "reuse": self.reuse,

@@ -25,7 +25,7 @@ class _Rate(NamedTuple):
 
     optimizer: str
     path: tuple[Any, ...]
-    value: jax.Array
+    value: jax.Array  # a scalar, or `[towers]`
     is_schedule: bool
 
 
@@ -46,13 +46,14 @@ def learning_rates(state: State) -> dict[str, float]:
     {'optimizer': 0.5}
 
     Args:
-      state: of mode "train": others have no slots.
+      state: of mode "train": others have no slots. Where towers have optimizers of their own (`block_sync`), a rate
+        is that of this process's first.
 
     Returns:
       By the name of the optimizer. Several rates in one optimizer have their paths in it, as in a checkpoint:
       "optimizer/inner_states/head/inner_state". Optimizers without `optax.inject_hyperparams` are left out.
     """
-    return {name: float(value) for name, value in jax.device_get(rates_of(state.slots)).items()}
+    return {name: float(_first(rate.value)) for name, rate in _find(state.slots).items()}
 
 
 def set_learning_rate(state: State, name: str, value: float) -> State:
@@ -89,12 +90,13 @@ def saved_learning_rates(path: str) -> dict[str, float]:
     values = _checkpoint.read_all(path, sorted(name for name in slots if name.endswith(end)))
     places = [name.removesuffix(end).split("/") for name in values]
     names = _names((optimizer, rest) for optimizer, *rest in places)
-    return {name: float(value) for name, value in zip(names, values.values(), strict=True)}
+    return {name: float(np.ravel(value)[0]) for name, value in zip(names, values.values(), strict=True)}
 
 
 def rates_of(slots: dict[str, PyTree]) -> dict[str, jax.Array]:
-    """The rates in slots, which may be traced: scalars by the names of `learning_rates`."""
-    return {name: rate.value for name, rate in _find(slots).items()}
+    """The rates in slots, which may be traced: scalars by the names of `learning_rates`; none that towers have of
+    their own."""
+    return {name: rate.value for name, rate in _find(slots).items() if jnp.ndim(rate.value) == 0}
 
 
 def tagged(rates: dict[str, Any]) -> dict[str, Any]:
@@ -136,7 +138,7 @@ def _find(slots: dict[str, PyTree]) -> dict[str, _Rate]:
         found = [(path, value) for path, value in tree_get_all_with_path(state, _RATE) if len(path) > 1]
         schedules = {path[:-2] for path, _ in found if getattr(path[-2], "name", None) == _SCHEDULES}
         for path, value in found:
-            if getattr(path[-2], "name", None) == _VALUES and jnp.ndim(value) == 0:
+            if getattr(path[-2], "name", None) == _VALUES and jnp.ndim(value) <= 1:
                 rates.append(_Rate(optimizer, path, value, path[:-2] in schedules))
     names = _names((rate.optimizer, map(_part, rate.path[:-2])) for rate in rates)
     return dict(zip(names, rates, strict=True))
@@ -152,6 +154,10 @@ def _names(places: Iterable[tuple[str, Iterable[str]]]) -> list[str]:
 def _part(key: Any) -> str:
     """A part of a path as a checkpoint spells it."""
     return next(str(getattr(key, kind)) for kind in ("name", "key", "idx") if hasattr(key, kind))
+
+
+def _first(value: jax.Array) -> np.ndarray:
+    return np.ravel(value.addressable_shards[0].data if isinstance(value, jax.Array) else value)[0]
 
 
 def _finite(value: Any, dtype: Any) -> np.ndarray | None:

@@ -86,7 +86,7 @@ def kept_if_non_finite(train_op: TrainOp, before: State, after: State) -> State:
     )
 
 
-def done(train_op: TrainOp, variables: dict[str, PyTree], learning_rates: dict[str, jax.Array]) -> TrainOp:
+def done(train_op: TrainOp, variables: dict[str, PyTree], learning_rates: dict[str, Any]) -> TrainOp:
     """What the spec of a step that was taken says of its train_op: whether it was skipped, and at which rates."""
     first = _first(train_op, sorted(variables))
     return TrainOp(skipped=None if first is None else first != _NONE, learning_rates=learning_rates)

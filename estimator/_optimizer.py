@@ -54,11 +54,14 @@ class TrainOp:
       skipped: bool scalar: in the spec of a step that is done, whether it was skipped (`on_nan`); else None.
       learning_rates: in the spec of a step that is done, those that it was made with, as `est.learning_rates` names
         them; scalars.
+      slots: those that a step leaves which has applied its updates itself, by name; that it wrote the variables too
+        is told by what it assigned.
     """
 
     updates: tuple[Update, ...] = ()
     skipped: jax.Array | None = None
-    learning_rates: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
+    learning_rates: dict[str, Any] = dataclasses.field(default_factory=dict)
+    slots: dict[str, PyTree] = dataclasses.field(default_factory=dict)
 
 
 class GradientsNeeded(BaseException):
@@ -231,7 +234,7 @@ class Optimizer:
 
         def is_slot(node: Any) -> bool:
             return isinstance(node, dict) and all(
-                frame.trainable.get(name) and _is_per_variable(value, frame.variables[name])
+                frame.trainable.get(name) and is_per_variable(value, frame.variables[name])
                 for name, value in node.items()
             )
 
@@ -270,7 +273,11 @@ def group(*train_ops: TrainOp) -> TrainOp:
                 f"`est.group` takes what `minimize`, `apply_gradients` and `group` return; got {train_op!r}. "
                 "Write `est.group(est.Optimizer(optimizer).minimize(loss), ...)`."
             )
-    return TrainOp(tuple(update for train_op in train_ops for update in train_op.updates))
+    return TrainOp(
+        tuple(update for train_op in train_ops for update in train_op.updates),
+        slots={name: state for train_op in train_ops for name, state in train_op.slots.items()},
+        learning_rates={name: rate for train_op in train_ops for name, rate in train_op.learning_rates.items()},
+    )
 
 
 def apply_updates(
@@ -305,18 +312,22 @@ def apply_updates(
             moved, new_slots = loss_scale.checked_step(update.gradients, (params, state), (moved, new_slots))
         variables = {**variables, **moved}
         slots = {**slots, update.slots: new_slots}
-    return variables, slots
+    return variables, {**slots, **train_op.slots}
 
 
 def _is_transformation(candidate: Any) -> bool:
     return callable(getattr(candidate, "init", None)) and callable(getattr(candidate, "update", None))
 
 
-def _is_per_variable(value: Any, variable: PyTree) -> bool:
+def is_per_variable(value: Any, variable: PyTree) -> bool:
     """Whether a part of an optimizer's state goes with a variable, or says that `optax.masked` left it out."""
     is_masked = lambda node: isinstance(node, optax.MaskedNode)  # noqa: E731
-    same = jax.tree.structure(value, is_leaf=is_masked) == jax.tree.structure(variable)  # type: ignore[operator]
-    return is_masked(value) or same
+    leaves, structure = jax.tree.flatten(value, is_leaf=is_masked)
+    try:  # a mask may leave out a whole branch
+        parts = structure.flatten_up_to(variable)  # type: ignore[attr-defined]
+    except (TypeError, ValueError):
+        return is_masked(value)
+    return all(is_masked(leaf) or jax.tree_util.all_leaves([part]) for leaf, part in zip(leaves, parts, strict=True))
 
 
 def _checked_loss(caller: str, loss: Any) -> jax.Array:

@@ -18,6 +18,7 @@ from estimator._report import Report
 from estimator._sparse import alike, with_steps
 from estimator._spec import EstimatorSpec
 from estimator._transform import Model, State
+from estimator._unmerged import merged
 
 Pair = tuple[PyTree, PyTree]  # features and labels
 
@@ -86,25 +87,32 @@ class Programs:
         self._batch = jax.tree.map(_abstract, traits.placement.from_processes((features, labels)))
         self._used: set[int] = set()
 
-        def reporting(carry: Carry, key_data: jax.Array, features: PyTree, labels: PyTree) -> Outcome:
-            state, spec = model.train_step(state_of(carry, key_data), features, labels)
+        def reporting_step(carry: Carry, key_data: jax.Array, features: PyTree, labels: PyTree) -> Outcome:
+            state, spec = model.inner_step(state_of(carry, key_data), features, labels)
             return _carry(state), _seen(spec), spec.reported
 
-        def one(carry: Carry, key_data: jax.Array, features: PyTree, labels: PyTree) -> Outcome:
-            carry, seen, _ = reporting(carry, key_data, features, labels)
-            return carry, seen, {}
+        def step(carry: Carry, key_data: jax.Array, features: PyTree, labels: PyTree) -> Outcome:
+            return *reporting_step(carry, key_data, features, labels)[:2], {}
+
+        def reporting(*args: Any) -> Outcome:
+            return merged(reporting_step(*args))
+
+        def one(*args: Any) -> Outcome:
+            return merged(step(*args))
 
         def several(carry: Carry, key_data: jax.Array, features: PyTree, labels: PyTree) -> Outcome:
             state, spec = model.train_loop(state_of(carry, key_data), with_steps((features, labels)))
             return _carry(state), _seen(spec), {}
 
         def some(carry: Carry, key_data: jax.Array, steps: jax.Array, *batches: PyTree) -> Outcome:
-            return _loop(one, carry, key_data, 0, steps, batches)
+            carry, seen, _ = _loop(step, carry, key_data, 0, steps, batches)
+            return carry, merged(seen, stacked=True), {}
 
         def some_reporting(carry: Carry, key_data: jax.Array, steps: jax.Array, *batches: PyTree) -> Outcome:
-            carry, seen, _ = _loop(one, carry, key_data, 0, steps - 1, batches)
-            carry, last, reported = _loop(reporting, carry, key_data, steps - 1, steps, batches)
-            return carry, jax.tree.map(lambda x, y: x.at[steps - 1].set(y[steps - 1]), seen, last), reported
+            carry, seen, _ = _loop(step, carry, key_data, 0, steps - 1, batches)
+            carry, last, reported = _loop(reporting_step, carry, key_data, steps - 1, steps, batches)
+            seen = jax.tree.map(lambda x, y: x.at[steps - 1].set(y[steps - 1]), seen, last)
+            return carry, merged(seen, stacked=True), merged(reported)
 
         def compiled(program: Any) -> Any:
             return jax.jit(program, donate_argnums=0) if traits.is_one_program else program
@@ -172,13 +180,14 @@ def _loop(
     Where to stop is an argument of the program: XLA would take a loop of one step apart.
     """
     first = jax.tree.map(lambda x: x[0], batches)
-    _, scalars, reported = jax.eval_shape(step, carry, key_data, *first)
+    _, of_one, reported = jax.eval_shape(step, carry, key_data, *first)
 
     def body(i: jax.Array, before: Outcome) -> Outcome:
         carry, seen, reported = step(before[0], key_data, *jax.tree.map(lambda x: x[i], batches))
         return carry, jax.tree.map(lambda x, y: x.at[i].set(y), before[1], seen), reported
 
-    seen = jax.tree.map(lambda x: jnp.zeros(jax.tree.leaves(batches)[0].shape[0], x.dtype), scalars)
+    room = jax.tree.leaves(batches)[0].shape[0]
+    seen = jax.tree.map(lambda x: jnp.zeros((room, *x.shape), x.dtype), of_one)
     nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), reported)
     return jax.lax.fori_loop(start, stop, body, (carry, seen, nothing))
 

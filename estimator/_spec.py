@@ -84,6 +84,11 @@ class EstimatorSpec:
             )
         return dataclasses.replace(self, **changes)
 
+    def unchecked(self, **changes: Any) -> EstimatorSpec:
+        """A copy with other fields of arrays, which may be less than whole: a tower's, or in parts."""
+        arrays, static = self.tree_flatten_with_keys()
+        return self.tree_unflatten(static, tuple(changes.get(key.name, value) for key, value in arrays))
+
     def tree_flatten_with_keys(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         arrays = tuple((jax.tree_util.GetAttrKey(n), getattr(self, n)) for n in _ARRAY_FIELDS)
         return arrays, (self.mode, *(getattr(self, name) for name in _HOOK_FIELDS))
@@ -134,7 +139,7 @@ def _checked_loss(mode: ModeKeys, loss: Any) -> Any:
             f"Loss must be scalar, given: an array of shape {loss.shape}. "
             "Reduce it, for example by `est.losses.compute_weighted_loss(losses)`."
         )
-    return loss.reshape(())
+    return loss if loss.ndim == 0 else loss.reshape(())
 
 
 def _checked_predictions(mode: ModeKeys, predictions: PyTree) -> PyTree:

@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 
+from estimator._apply import applied
 from estimator._batch import check_batch, guarded
 from estimator._frame import Frame, PyTree, open_frame
 from estimator._global_arrays import put
 from estimator._gradients import has_pending, run, written
 from estimator._learning_rates import rates_of
-from estimator._loss_scale import kept_if_skipped
 from estimator._model_fn import ModelFn, bind
 from estimator._modes import ModeKeys
 from estimator._non_finite import cleared, done, kept_if_non_finite, raise_if_any
-from estimator._optimizer import TrainOp, apply_updates
+from estimator._optimizer import TrainOp
 from estimator._placement import Placement, SeparatePlacement
 from estimator._report import Report
 from estimator._sparse import alike, has_sparse, is_sparse, padded, per_step, with_steps
 from estimator._spec import EstimatorSpec
+from estimator._unmerged import merged, postponed
 from estimator.hooks._hook import Hook
 
 
@@ -77,6 +79,8 @@ class Model(NamedTuple):
       train_loop: `(state, batches) -> (State, EstimatorSpec)`: as many training steps as there are batches, in one
         program. `batches` is a list of `(features, labels)`, or one such pair of arrays of shape `[steps, batch, ...]`;
         the arrays of the spec have `steps` as their first dimension. In the pair, a BCOO has it as a batch dimension.
+      inner_step: `train_step` for a loop of one's own: what towers merge but once per program is still in parts in
+        the spec, which `_unmerged.merged` is to be called on after the loop.
       abstract_init: what `init` would return for the same batch, as `jax.ShapeDtypeStruct`s with their shardings:
         `(features, labels=None, mode="train") -> State`. Nothing is computed.
       traits: what else is known of the model_fn before it runs: `(features, labels=None, mode="train") -> Traits`.
@@ -87,6 +91,7 @@ class Model(NamedTuple):
     eval_step: _EvalStep
     predict_step: Callable[[State, PyTree], EstimatorSpec]
     train_loop: Callable[[State, Any], tuple[State, EstimatorSpec]]
+    inner_step: _TrainStep
     abstract_init: Callable[..., State]
     traits: Callable[..., Traits]
 
@@ -168,6 +173,7 @@ def transform(model_fn: ModelFn, params: Any = None, config: Any = None, donate:
         eval_step=steps.eval_step,
         predict_step=steps.predict_step,
         train_loop=steps.train_loop,
+        inner_step=steps.inner_step,
         abstract_init=steps.abstract_init,
         traits=steps.traits,
     )
@@ -219,8 +225,8 @@ class _Steps:
             key=jax.random.fold_in(state.key, state.global_step),
             global_step=state.global_step,
         )
-        outcome, _ = run(lambda: self._call(features, labels, mode), frame, take_gradients=found.pending)
-        return outcome.spec, written(outcome, state.variables)
+        outcome, ran = run(lambda: self._call(features, labels, mode), frame, take_gradients=found.pending)
+        return postponed(outcome.spec, ran.unmerged), written(outcome, state.variables)
 
     def _apply(
         self,
@@ -230,30 +236,22 @@ class _Steps:
         at: Callable[[dict[str, PyTree]], TrainOp] | None = None,
     ) -> State:
         """The state after a step whose gradients are known."""
-        frame = Frame(  # for an optimizer given as a function that asks for the step or for a variable
-            ModeKeys.TRAIN,
-            state.variables,
-            state.slots,
-            key=state.key,
-            global_step=state.global_step,
-            trainable=dict.fromkeys(state.variables, True),
-            reuse=True,
-        )
-        with open_frame(frame):
-            variables, slots = apply_updates(train_op, state.variables, state.slots, at)
-        assigned = kept_if_skipped(train_op, assigned, state.variables)
-        after = State({**variables, **assigned}, slots, state.global_step + 1, state.key)
+        variables, slots = applied(train_op, assigned, state.variables, state.slots, state.key, state.global_step, at)
+        after = State(variables, slots, state.global_step + 1, state.key)
         return kept_if_non_finite(train_op, state, after)
 
     def _pure_train(self, found: Traits, state: State, features: PyTree, labels: PyTree) -> tuple[State, EstimatorSpec]:
+        """One step; what is merged but once per program is still in parts."""
+
         def at(variables: dict[str, PyTree]) -> TrainOp:
             start = state._replace(variables=variables)
             return self._compute(found, start, features, labels, ModeKeys.TRAIN)[0].train_op
 
         spec, assigned = self._compute(found, state, features, labels, ModeKeys.TRAIN)
         after = self._apply(state, spec.train_op, assigned, at)
-        train_op = done(spec.train_op, state.variables, rates_of(after.slots))
-        return after, dataclasses.replace(spec, train_op=train_op)
+        rates = {**rates_of(after.slots), **spec.train_op.learning_rates}
+        train_op = done(spec.train_op, state.variables, rates)
+        return after, spec.unchecked(train_op=train_op)
 
     # The compiled ones.
 
@@ -286,6 +284,17 @@ class _Steps:
         if step is None:
             found = self._find(ModeKeys.TRAIN, features, labels)
             step = self._compiled[ModeKeys.TRAIN] = self._compile_train(found)
+        return self._watched(step, state, features, labels)
+
+    def inner_step(self, state: State, features: PyTree, labels: PyTree = None) -> tuple[State, EstimatorSpec]:
+        step = self._compiled.get("inner_step")
+        if step is None:
+            found = self._find(ModeKeys.TRAIN, features, labels)
+            if isinstance(found.placement, SeparatePlacement):
+                step = self._compile_train(found)
+            else:
+                step = self._jit_train(found, functools.partial(self._pure_train, found))
+            self._compiled["inner_step"] = step
         return self._watched(step, state, features, labels)
 
     def train_loop(self, state: State, batches: Any) -> tuple[State, EstimatorSpec]:
@@ -345,7 +354,7 @@ class _Steps:
                 return self._compute(found, state, features, labels, ModeKeys.TRAIN)
 
             return found.placement.train_step(compute, self._apply, found.like, self._donate)
-        return self._jit_train(found, lambda *batch: self._pure_train(found, *batch))
+        return self._jit_train(found, lambda *batch: merged(self._pure_train(found, *batch)))
 
     def _compile_loop(self, found: Traits) -> _TrainProgram:
         if isinstance(found.placement, SeparatePlacement):
@@ -361,7 +370,7 @@ class _Steps:
                 return {name: value for name, value in state._asdict().items() if name != "key"}
 
             carry, specs = jax.lax.scan(body, changing(state), per_step((features, labels)))
-            return State(**carry, key=state.key), specs
+            return State(**carry, key=state.key), merged(specs, stacked=True)
 
         return self._jit_train(found, scan, stacked=True)
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from estimator._frame import Frame, PyTree, current_frame
+from estimator._spread import Partition, partitioned
 
 
 class VariableAggregation(enum.StrEnum):
@@ -68,6 +69,7 @@ def get_variable(
     initializer: Callable[..., PyTree] | PyTree = None,
     trainable: bool = True,
     aggregation: VariableAggregation = VariableAggregation.MEAN,
+    partition: Partition = None,
 ) -> PyTree:
     """The value of a variable: a plain array, or a pytree of arrays.
 
@@ -91,10 +93,15 @@ def get_variable(
         stand in the place of `shape`.
       trainable: whether optimizers change it by default. Integers have no gradient and are never trainable.
       aggregation: what becomes of the values that several towers assign.
+      partition: how the variable is cut over the devices of a tower, where towers have several
+        (`replicate_model_fn(..., devices_per_tower=k)`): None or "part" for each dimension, at most one "part", such as
+        `(None, "part")`. For a pytree, a function of each of its arrays that returns this, or None. Its gradient and
+        slots are cut as it is. Where towers have one device, or there are none, it has no effect.
 
     Raises:
+      TypeError: the partition is neither a tuple nor a function that returns one.
       ValueError: the name was got already in this run (and no scope says `reuse`), the state has no such variable,
-        or has it with another shape or dtype.
+        or has it with another shape or dtype; or the partition does not suit the shape.
     """
     frame = current_frame("est.get_variable")
     if not isinstance(name, str) or not name:
@@ -126,6 +133,8 @@ def get_variable(
         )
     else:
         check_declared(call, shape, dtype, frame.variables[full], "the state")
+    if partition is not None:
+        partitioned(call, frame, full, partition)
     frame.trainable[full] = _is_trainable(call, frame.variables[full], trainable)
     frame.aggregation[full] = VariableAggregation(aggregation)
     return read(frame, full)

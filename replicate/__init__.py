@@ -4,6 +4,7 @@ This file is the table of contents; every name has its explanation where it is d
 """
 
 from replicate import cross_tower_ops
+from replicate._block_sync import BlockSync, bmuf
 from replicate._distribution import VariableDistribution
 from replicate._initialize_distributed import initialize_distributed
 from replicate._replicate import replicate_model_fn
@@ -19,8 +20,10 @@ from replicate.explain import explain
 
 __all__ = [
     "TOWER_AXIS",
+    "BlockSync",
     "TowerOptimizer",
     "VariableDistribution",
+    "bmuf",
     "cross_tower_mean",
     "cross_tower_ops",
     "cross_tower_sum",

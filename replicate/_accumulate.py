@@ -20,7 +20,7 @@ from estimator._sparse import is_sparse
 from replicate._merge import apart, check_rows, merged, share, together
 from replicate._rows import split_rows
 from replicate._tower_optimizer import TowerOptimizer
-from replicate._towers import cross_tower_mean, num_towers, tower_index
+from replicate._towers import num_towers, tower_index
 
 PyTree = Any
 
@@ -52,7 +52,7 @@ def accumulated(
     *,
     like: Outcome,
     aggregation: dict[str, VariableAggregation],
-    averaged: bool,
+    average: Callable[[PyTree], PyTree] | None,
     loss_scale: float,
     mean_loss: bool,
     transform: Callable[[Forward], Forward] | None,
@@ -68,7 +68,7 @@ def accumulated(
       frame: where each micro-batch starts, with the key of the step.
       like: what a run over all rows leaves; only its structure, shapes and dtypes matter.
       aggregation: what becomes of the values assigned to a variable, by name.
-      averaged: whether the model_fn has losses that divide by an averaged denominator.
+      average: what becomes of the denominators that losses divide by, beyond this tower; None: there are none.
       loss_scale: factor on the loss of a tower.
       mean_loss: whether the tower's loss is the mean of those of the micro-batches, not their sum.
       transform: of the run of each micro-batch.
@@ -112,9 +112,9 @@ def accumulated(
         return None, one(*numbered, None)[1]
 
     denominators: list[jax.Array] = []
-    if averaged:
+    if average is not None:
         _, stacked = jax.lax.scan(only_denominators, None, numbered)
-        denominators = cross_tower_mean([jnp.mean(each) for each in stacked])
+        denominators = average([jnp.mean(each) for each in stacked])
 
     def add(totals: list[jax.Array], numbered: tuple[jax.Array, PyTree]) -> tuple[list[jax.Array], PyTree]:
         index, rows_of_it = numbered

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 
@@ -52,6 +53,33 @@ def of_this_process(devices: Sequence[jax.Device]) -> tuple[jax.Device, ...]:
             "Leave out `devices`, and start every process with as many as the others."
         )
     return tuple(device for device in devices if len(by_process) == 1 or device.process_index == jax.process_index())
+
+
+def in_towers_of(size: int, devices: tuple[jax.Device, ...]) -> tuple[Any, ...]:
+    """Towers of so many neighbours each; for a size of 1 the devices themselves.
+
+    >>> in_towers_of(2, find_devices(["cpu:0", "cpu:1", "cpu:2", "cpu:3"]))
+    ((CpuDevice(id=0), CpuDevice(id=1)), (CpuDevice(id=2), CpuDevice(id=3)))
+
+    Raises:
+      TypeError: the size is no integer.
+      ValueError: it is less than 1, the devices do not divide by it, or they are of several processes.
+    """
+    if not isinstance(size, int) or isinstance(size, bool):
+        raise TypeError(f"devices_per_tower must be an integer; got {size!r}.")
+    if size < 1 or len(devices) % size:
+        raise ValueError(
+            f"devices_per_tower={size} does not divide the {len(devices)} devices into towers. Choose a divisor of "
+            f"{len(devices)}, or name as many `devices` as the towers are to have."
+        )
+    if size == 1:
+        return devices
+    if len({device.process_index for device in devices}) > 1:
+        raise ValueError(
+            f"devices_per_tower={size} was given with devices of several processes. Towers of several devices run in "
+            "one process; name `devices` of this one, or leave it out."
+        )
+    return tuple(devices[begin : begin + size] for begin in range(0, len(devices), size))
 
 
 def _find(device: jax.Device | str) -> jax.Device:

@@ -8,11 +8,13 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.tree_util import DictKey
 
 from estimator._placement import Placement
+from estimator._spread import PART_AXIS
 from replicate._devices import find_devices
-from replicate._towers import TOWER_AXIS
+from replicate._towers import TOWER_AXIS, tower_mesh
 from replicate._variable_devices import OnVariableDevices
 
 
@@ -58,7 +60,7 @@ class Mirrored(Placement):
     """A copy of the state on every device, and of each batch only a tower's rows."""
 
     def __init__(self, devices: Sequence[jax.Device]) -> None:
-        self._mesh = Mesh(np.array(devices), (TOWER_AXIS,))
+        self._mesh = tower_mesh(devices)
         processes = len({device.process_index for device in devices})
         self.spans_processes = processes > 1
         self.towers_per_process = len(devices) // processes
@@ -68,7 +70,7 @@ class Mirrored(Placement):
         return NamedSharding(self._mesh, PartitionSpec())
 
     def batch(self, rows: int) -> Any:
-        axis = TOWER_AXIS if rows % self._mesh.size == 0 else None
+        axis = TOWER_AXIS if rows % self._mesh.shape[TOWER_AXIS] == 0 else None
         return NamedSharding(self._mesh, PartitionSpec(axis))
 
     def from_processes(self, batch: Any, stacked: bool = False) -> Any:
@@ -115,6 +117,54 @@ class Sharded(Mirrored):
         return NamedSharding(self._mesh, PartitionSpec())
 
 
+class InParts(Mirrored):
+    """Towers of several devices: over those of a tower some arrays are cut, and every tower has the same."""
+
+    def __init__(
+        self, towers: Sequence[tuple[jax.Device, ...]], partitions: dict[tuple[Any, ...], int] | None = None
+    ) -> None:
+        self._towers = towers
+        self._mesh = tower_mesh(towers)
+        self._partitions = partitions or {}
+        self.parts = len(towers[0])
+        self.towers_per_process = len(towers)
+
+    def with_partitions(self, partitions: dict[tuple[Any, ...], int]) -> InParts:
+        """The same, for a model_fn that told which dimension of its variables is cut."""
+        return InParts(self._towers, partitions)
+
+    def state(self, like: Any) -> Any:
+        return jax.tree_util.tree_map_with_path(self._home, like)
+
+    def _home(self, path: Any, leaf: Any) -> NamedSharding:
+        """Slots are cut as their variable: what optax keeps for it has its name, and its path, on the way."""
+        starts = [i for i, key in enumerate(path) if isinstance(key, DictKey)]
+        axes = [self._partitions.get((path[i].key, *path[i + 1 :])) for i in starts]
+        axis = next((axis for axis in axes if axis is not None), None)
+        if axis is None or axis >= leaf.ndim or leaf.shape[axis] % self.parts:  # such as a factored slot
+            return NamedSharding(self._mesh, PartitionSpec())
+        return NamedSharding(self._mesh, _cut_at(axis))
+
+    def placed(self, tree: Any) -> Any:
+        """Arrays of a program, cut as those of the state are."""
+        return jax.lax.with_sharding_constraint(tree, self.state(tree))
+
+    def whole(self, gradients: Any) -> Any:
+        return gradients  # which are cut already, where their variables are
+
+    def cut(self, x: jax.Array, axis: int) -> jax.Array:
+        """An array of a program, cut over the devices of the tower."""
+        # Within several towers jax knows the mesh, of which one axis is mapped; a single one is not mapped.
+        inside = PART_AXIS in jax.sharding.get_abstract_mesh().axis_names
+        return jax.lax.with_sharding_constraint(
+            x, _cut_at(axis) if inside else NamedSharding(self._mesh, _cut_at(axis))
+        )
+
+
+def _cut_at(axis: int) -> PartitionSpec:
+    return PartitionSpec(*[None] * axis, PART_AXIS)
+
+
 def _is_global(x: Any) -> bool:
     return isinstance(x, jax.core.Tracer) or (isinstance(x, jax.Array) and not x.is_fully_addressable)
 
@@ -132,17 +182,28 @@ def _from_local(x: Any, sharding: NamedSharding) -> jax.Array:
 
 def place(
     distribution: VariableDistribution,
-    devices: Sequence[jax.Device],
+    devices: Sequence[Any],
     variable_device: jax.Device | str | None = None,
 ) -> Placement:
-    """The placement for a distribution over the towers' devices."""
+    """The placement for a distribution over the towers' devices, one per tower or a tuple of them."""
     distribution = VariableDistribution(distribution)
+    wide = isinstance(devices[0], tuple)
+    if wide and distribution != VariableDistribution.MIRRORED:
+        raise ValueError(
+            f"variable_distribution={str(distribution)!r} was given with devices_per_tower={len(devices[0])}. Towers "
+            "of several devices have VariableDistribution.MIRRORED: what `est.get_variable(..., partition=...)` cuts "
+            "is cut over the devices of each tower. Leave out one of them."
+        )
     if distribution.startswith("shared") and len({device.process_index for device in devices}) > 1:
         raise ValueError(
             f"variable_distribution={str(distribution)!r} keeps variables on devices of one process, which the towers "
             "of others do not reach. Use MIRRORED, or SHARDED, which cuts variables over all of them."
         )
-    towers = OneDevice(devices[0]) if len(devices) == 1 else Mirrored(devices)
+    towers: Placement
+    if wide:
+        towers = InParts(devices)
+    else:
+        towers = OneDevice(devices[0]) if len(devices) == 1 else Mirrored(devices)
     if distribution == VariableDistribution.SHARED_LOCAL_PARAMETER_SERVER:
         home = _variable_device(devices, variable_device)
         return towers if list(devices) == [home] else OnVariableDevices(towers, [home])
@@ -151,7 +212,7 @@ def place(
             f"variable_device={variable_device!r} was given with variable_distribution={str(distribution)!r}, which "
             "has none. It is for VariableDistribution.SHARED_LOCAL_PARAMETER_SERVER; leave out one of them."
         )
-    if len(devices) == 1 or distribution == VariableDistribution.MIRRORED:
+    if wide or len(devices) == 1 or distribution == VariableDistribution.MIRRORED:
         return towers
     if distribution == VariableDistribution.SHARDED:
         return Sharded(devices)

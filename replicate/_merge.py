@@ -104,7 +104,9 @@ def apart(spec: EstimatorSpec, scale: float) -> tuple[EstimatorSpec, PyTree]:
             tuple(u if u.loss is None else dataclasses.replace(u, loss=u.loss * scale) for u in train_op.updates)
         )
     loss = None if spec.loss is None else spec.loss * scale
-    same = spec.tree_unflatten(spec.tree_flatten_with_keys()[1], (None, loss, train_op, by_sum, None, {}))
+    same = spec.unchecked(
+        predictions=None, loss=loss, train_op=train_op, eval_metric_ops=by_sum, export_outputs=None, reported={}
+    )
     return same, own
 
 

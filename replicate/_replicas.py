@@ -11,13 +11,13 @@ import jax
 from estimator import EstimatorSpec, TrainOp
 from estimator._forward import Forward
 from estimator._frame import Frame, PyTree, open_frame
-from estimator._gradients import has_pending, run
+from estimator._gradients import Outcome, has_pending, run
 from estimator._non_finite import marked, non_finite
 from estimator._placement import Placement, SeparatePlacement
 from estimator._report import merge_reports
 from estimator._sparse import is_sparse
 from replicate._accumulate import accumulate_steps, accumulated
-from replicate._distribution import Mirrored
+from replicate._distribution import InParts, Mirrored
 from replicate._merge import (
     apart,
     check_rows,
@@ -43,7 +43,7 @@ class Replicas:
     """Runs a model_fn in towers, within the frame of the run around it.
 
     Attributes:
-      devices: one per tower.
+      devices: one per tower, or a tuple of them.
       placement: where the variables live.
       mean_loss: whether the merged loss is the mean of the towers' losses, not their sum.
       on_nan: None: gradients are not looked at.
@@ -51,7 +51,7 @@ class Replicas:
       transform: what `replicate_model_fn` was told about the forward function of a tower.
     """
 
-    devices: tuple[jax.Device, ...]
+    devices: tuple[Any, ...]
     placement: Placement
     mean_loss: bool
     on_nan: str | None
@@ -74,7 +74,10 @@ class Replicas:
         (spec, variables, slots), _ = tower_map(tower, self.devices[:1])(frame.key, batch)
         frame.variables.update(variables)
         frame.slots.update(slots)
-        _keep_names(frame, ran[0])
+        keep_names(frame, ran[0])
+        if isinstance(self.placement, InParts):
+            frame.placement = placement = self.placement.with_partitions(ran[0].partitions)
+            frame.slots.update(placement.placed(frame.slots))
         return spec
 
     def train(self, call: Call, frame: Frame, batch: PyTree, rows: int) -> EstimatorSpec:
@@ -83,32 +86,8 @@ class Replicas:
         ran: list[Frame] = []
 
         def tower(start: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
-            averaged: list[bool] = []
-
-            def average(denominator: jax.Array) -> jax.Array:
-                averaged.append(True)
-                return cross_tower_mean(denominator)
-
-            inside = _tower_frame(frame, start, first=0, average_denominator=average)
-            outcome, after = run(call, inside, batch, take_gradients=True, loss_scale=scale, transform=self.transform)
+            outcome, after = self.run_tower(call, frame, start, batch, rows, scale, cross_tower_mean)
             ran.append(after)
-            if num_towers() > 1:
-                _check_optimizers(outcome.spec.train_op)
-                check_rows(outcome.spec, rows // num_towers())
-            steps = accumulate_steps(outcome.spec.train_op)
-            if steps > 1:  # what ran so far is not used, and left out of the compiled program
-                outcome = accumulated(
-                    call,
-                    batch,
-                    inside.fresh(key=start[2]),
-                    steps,
-                    like=outcome,
-                    aggregation=after.aggregation,
-                    averaged=bool(averaged),
-                    loss_scale=scale,
-                    mean_loss=self.mean_loss,
-                    transform=self.transform,
-                )
             flags = non_finite(outcome.spec.train_op) if self.on_nan else None
             same, own = apart(outcome.spec, scale)
             gradients = None
@@ -123,11 +102,57 @@ class Replicas:
             same = with_gradients(same, gradients)
         elif isinstance(self.placement, Mirrored):
             same = dataclasses.replace(same, train_op=self.placement.whole(same.train_op))
-        _keep_names(frame, ran[-1])
+        keep_names(frame, ran[-1])
         frame.assigned.update(written)
         if flags is not None:
             same = dataclasses.replace(same, train_op=marked(same.train_op, flags))
-        return together(same, merged(own, len(self.devices)))
+        return self._readable(together(same, merged(own, len(self.devices))))
+
+    def run_tower(
+        self,
+        call: Call,
+        frame: Frame,
+        start: PyTree,
+        batch: PyTree,
+        rows: int,
+        scale: float,
+        average: Callable[[PyTree], PyTree],
+    ) -> tuple[Outcome, Frame]:
+        """A tower's own run in TRAIN, in micro-batches if its optimizers ask for them.
+
+        Args:
+          start: its variables, slots, key and global step.
+          batch: the rows of this tower.
+          rows: of all towers.
+          scale: factor on its loss.
+          average: what becomes of the denominators that its losses divide by.
+        """
+        averaged: list[bool] = []
+
+        def average_denominator(denominator: jax.Array) -> jax.Array:
+            averaged.append(True)
+            return average(denominator)
+
+        inside = _tower_frame(frame, start, first=0, average_denominator=average_denominator)
+        outcome, after = run(call, inside, batch, take_gradients=True, loss_scale=scale, transform=self.transform)
+        if num_towers() > 1:
+            _check_optimizers(outcome.spec.train_op)
+            check_rows(outcome.spec, rows // num_towers())
+        steps = accumulate_steps(outcome.spec.train_op)
+        if steps > 1:  # what ran so far is not used, and left out of the compiled program
+            outcome = accumulated(
+                call,
+                batch,
+                inside.fresh(key=start[2]),
+                steps,
+                like=outcome,
+                aggregation=after.aggregation,
+                average=average if averaged else None,
+                loss_scale=scale,
+                mean_loss=self.mean_loss,
+                transform=self.transform,
+            )
+        return outcome, after
 
     def evaluate(self, call: Call, frame: Frame, batch: PyTree, rows: int) -> EstimatorSpec:
         """Every example counts once: what does not divide by the towers is one more, smaller call."""
@@ -174,9 +199,14 @@ class Replicas:
         if len(parts) > 1 and results[0][1]:
             totals = [sum(both[1:], both[0]) for both in zip(*(r[1] for r in results), strict=True)]
             results = [run_part(part, totals) for part in parts]
-        _keep_names(frame, ran[-1])
+        keep_names(frame, ran[-1])
         specs = [together(same, own) for same, _, own in results]
-        return self._join(specs, [size for _, _, size in parts])
+        return self._readable(self._join(specs, [size for _, _, size in parts]))
+
+    def _readable(self, spec: EstimatorSpec) -> EstimatorSpec:
+        """The spec with what every process reads whole in each."""
+        metrics, reported = self.placement.whole_in_each((spec.eval_metric_ops, spec.reported))
+        return dataclasses.replace(spec, eval_metric_ops=metrics, reported=reported)
 
     def _join(self, specs: list[EstimatorSpec], sizes: list[int]) -> EstimatorSpec:
         if len(specs) == 1:
@@ -231,7 +261,7 @@ def _taken(spec: EstimatorSpec) -> TrainOp | None:
     return TrainOp(tuple(dataclasses.replace(u, gradients={}) for u in spec.train_op.updates))
 
 
-def _keep_names(frame: Frame, ran: Frame) -> None:
+def keep_names(frame: Frame, ran: Frame) -> None:
     """Lets the run around the towers know the variables and optimizers they had."""
     frame.trainable.update(ran.trainable)
     frame.aggregation.update(ran.aggregation)

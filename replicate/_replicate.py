@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,11 +16,14 @@ from estimator._frame import PyTree, current_frame
 from estimator._model_fn import ModelFn, bind
 from estimator._non_finite import POLICIES, watch
 from estimator._placement import Placement, SeparatePlacement
-from replicate._devices import find_devices, of_this_process
-from replicate._distribution import VariableDistribution, place
+from replicate._block_sync import BlockSync
+from replicate._devices import find_devices, in_towers_of, of_this_process
+from replicate._distribution import InParts, VariableDistribution, place
+from replicate._local_replicas import LocalCopies, LocalReplicas
 from replicate._replicas import Replicas
 from replicate._towers import in_towers
 from replicate.cross_tower_ops import CrossTowerOps, choose_the_best
+from replicate.cross_tower_ops._one_by_one import OneByOne
 
 
 class ReplicatedTwice(ValueError):
@@ -36,6 +40,8 @@ def replicate_model_fn(
     on_nan: str | None = None,
     cross_tower_ops: CrossTowerOps | None = None,
     tower_transform: Callable[[Forward], Forward] | None = None,
+    block_sync: BlockSync | None = None,
+    devices_per_tower: int = 1,
 ) -> ModelFn:
     """A model_fn that runs the given one in a tower per device and merges what the towers return.
 
@@ -48,6 +54,7 @@ def replicate_model_fn(
     unless the rows are a batch dimension (`bcoo.update_layout(n_batch=1)`).
 
     >>> import estimator as est, jax, jax.numpy as jnp, optax
+    >>> from replicate import TowerOptimizer
     >>> def model_fn(features, labels, mode):
     ...     w = est.get_variable("w", (), initializer=jax.nn.initializers.ones)
     ...     if mode == est.ModeKeys.PREDICT:
@@ -87,11 +94,18 @@ def replicate_model_fn(
         go in, what is differentiated first, and come out, the losses to differentiate first. It is one run of the
         model_fn, less the sums over towers that follow; each micro-batch of `accumulate_steps` has one. It is so in
         every mode, but for `init`.
+      block_sync: how towers train on their own for a block of steps and are averaged at its end, instead of summing
+        gradients in each step.
+      devices_per_tower: of how many neighbours in `devices` a tower is, for models that do not fit on one: those that
+        `est.get_variable(..., partition=...)` cuts variables over, and `est.spread` activations. Nothing else changes:
+        k devices work on the rows of one tower. For MIRRORED variables, in one process.
 
     Raises:
-      TypeError: `cross_tower_ops` or `tower_transform` is something else, or what the latter returns is no function.
-      ValueError: the reduction is NONE, there are no such devices, or, while it runs, the batch does not divide by
-        the towers (times `accumulate_steps`) in TRAIN, an optimizer is not wrapped in `TowerOptimizer`, or what
+      TypeError: `cross_tower_ops`, `tower_transform` or `block_sync` is something else, what `tower_transform` returns
+        is no function, or `devices_per_tower` is no integer.
+      ValueError: the reduction is NONE, there are no such devices, they do not divide by `devices_per_tower`, or
+        arguments were given that do not go together; or, while it runs, the batch does not divide by the towers
+        (times `accumulate_steps`) in TRAIN, an optimizer is not wrapped in `TowerOptimizer`, or what
         `tower_transform` makes returns something else than the forward function.
     """
     check_transform(tower_transform)
@@ -102,11 +116,18 @@ def replicate_model_fn(
             "Tower losses need to be reduced in some way, yet NONE reduction is specified. "
             "Use Reduction.SUM or one of the means."
         )
-    towers = find_devices(devices)
+    towers = in_towers_of(devices_per_tower, find_devices(devices))
 
-    def replicas_on(devices: tuple[jax.Device, ...]) -> Replicas:
+    if block_sync is not None:
+        _check_block_sync(block_sync, variable_distribution, on_nan, devices_per_tower)
+
+    def replicas_on(devices: tuple[Any, ...]) -> Replicas:
         placement = place(variable_distribution, devices, variable_device)
-        return Replicas(
+        make: Callable[..., Replicas] = Replicas
+        if block_sync is not None:
+            placement = LocalCopies(devices) if len(devices) > 1 else placement
+            make = functools.partial(LocalReplicas, block_sync=block_sync)
+        return make(
             devices=devices,
             placement=placement,
             mean_loss=Reduction(loss_reduction) != Reduction.SUM,
@@ -129,7 +150,7 @@ def replicate_model_fn(
         replicas = here if mode == ModeKeys.PREDICT else everywhere
         rows = check_batch(features, labels)
         # What initializes has the rows of this process alone.
-        size = len(of_this_process(towers)) if frame.initializing else len(towers)
+        size = len(here.devices if frame.initializing else towers)
         if mode == ModeKeys.TRAIN and rows % size:
             raise ValueError(
                 f"Batch size {rows} needs to be divisible by the number of towers, which is {size}. "
@@ -137,6 +158,8 @@ def replicate_model_fn(
             )
         bound = bind(model_fn, params, config)
         frame.placement = replicas.placement
+        if isinstance(frame.placement, InParts) and not frame.one_tower:
+            frame.parts, frame.cut = devices_per_tower, frame.placement.cut
         if on_nan and mode == ModeKeys.TRAIN:
             watch(frame, on_nan)
 
@@ -146,23 +169,47 @@ def replicate_model_fn(
         if frame.initializing:
             return replicas.initialize(call, frame, (features, labels))
         if mode == ModeKeys.TRAIN:
-            spec = replicas.train(call, frame, (features, labels), rows)
-        else:
-            used = dataclasses.replace(replicas, devices=towers[:1]) if frame.one_tower else replicas
-            spec = used.evaluate(call, frame, (features, labels), rows)
-        metrics, reported = replicas.placement.whole_in_each((spec.eval_metric_ops, spec.reported))
-        return dataclasses.replace(spec, eval_metric_ops=metrics, reported=reported)
+            return replicas.train(call, frame, (features, labels), rows)
+        used = dataclasses.replace(replicas, devices=towers[:1]) if frame.one_tower else replicas
+        return used.evaluate(call, frame, (features, labels), rows)
 
     return replicated
 
 
-def _checked_ops(given: CrossTowerOps | None, placement: Placement, devices: tuple[jax.Device, ...]) -> CrossTowerOps:
+def _check_block_sync(block_sync: Any, distribution: VariableDistribution, on_nan: str | None, size: int) -> None:
+    if not isinstance(block_sync, BlockSync):
+        raise TypeError(f"block_sync must be a `BlockSync`, such as `BlockSync(block_steps=16)`; got {block_sync!r}.")
+    if VariableDistribution(distribution) != VariableDistribution.MIRRORED:
+        raise ValueError(
+            f"block_sync was given with variable_distribution={str(distribution)!r}. Towers that train on their own "
+            "have their own copies of all variables: use VariableDistribution.MIRRORED, or leave out block_sync."
+        )
+    if on_nan is not None:
+        raise ValueError(
+            f"block_sync was given with on_nan={on_nan!r}, which keeps gradients that are not finite out of the sum "
+            "over towers; within a block there is none. Leave out one of them, or use "
+            "`optax.apply_if_finite(optimizer, max_consecutive_errors)` in each tower."
+        )
+    if size > 1:
+        raise ValueError(
+            f"block_sync was given with devices_per_tower={size}. Towers that train on their own have one device each, "
+            "which holds a copy of all variables. Leave out one of them."
+        )
+
+
+def _checked_ops(given: CrossTowerOps | None, placement: Placement, devices: tuple[Any, ...]) -> CrossTowerOps:
     if given is None:
-        return choose_the_best(devices)
+        return OneByOne() if isinstance(placement, InParts) else choose_the_best(devices)
     if not isinstance(given, CrossTowerOps):
         raise TypeError(
             'cross_tower_ops must be an object of `replicate.cross_tower_ops`, such as `AllReduce("ring")`; got '
             f"{given!r}."
+        )
+    if isinstance(placement, InParts):
+        raise ValueError(
+            f"cross_tower_ops was given, an {type(given).__name__}, with devices_per_tower={placement.parts}. Towers "
+            "of several devices sum each array by itself, since packing would put together what is cut over the "
+            "devices of a tower. Leave out one of them."
         )
     if isinstance(placement, SeparatePlacement):
         raise ValueError(

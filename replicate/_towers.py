@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from estimator._sparse import is_sparse
+from estimator._spread import PART_AXIS
 from replicate._rows import split_rows
 
 PyTree = Any
@@ -27,13 +28,14 @@ Bound in every run of a replicated model_fn, on one device too; not in a model_f
 
 
 def tower_map(
-    fn: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]], devices: Sequence[jax.Device]
+    fn: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]], devices: Sequence[Any]
 ) -> Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]:
     """Runs `fn(shared, batch) -> (same, own)` once per device, side by side.
 
     Args:
       fn: gets `shared` as it is and its own rows of `batch`; returns what is the same in all towers, and its own.
-      devices: one per tower. With a single one the function is called as it is, with the axis of one tower bound.
+      devices: one per tower, or as many of them in a tuple. With a single tower the function is called as it is, with
+        the axis of one tower bound.
 
     Returns:
       A function of `shared` and a batch whose rows divide by the towers; what comes back as `own` has the towers as
@@ -41,13 +43,16 @@ def tower_map(
     """
     if len(devices) == 1:
         return _one_tower(fn)
-    if len({device.process_index for device in devices}) > 1:
-        return _over_processes(fn, devices)
-    mapped = jax.pmap(fn, axis_name=TOWER_AXIS, in_axes=(None, 0), out_axes=(None, 0), devices=devices)
 
     def split(x: Any) -> Any:
         return split_rows(x, len(devices))
 
+    if isinstance(devices[0], tuple):
+        parted = _of_parts(fn, devices)
+        return lambda shared, batch: parted(shared, jax.tree.map(split, batch, is_leaf=is_sparse))
+    if len({device.process_index for device in devices}) > 1:
+        return _over_processes(fn, devices)
+    mapped = jax.pmap(fn, axis_name=TOWER_AXIS, in_axes=(None, 0), out_axes=(None, 0), devices=devices)
     return lambda shared, batch: mapped(shared, jax.tree.map(split, batch, is_leaf=is_sparse))
 
 
@@ -55,16 +60,42 @@ def _over_processes(
     fn: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]], devices: Sequence[jax.Device]
 ) -> Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]:
     """The same over the devices of several processes, to which a `jax.pmap` inside a `jax.jit` does not reach."""
+    return _over_mesh(fn, tower_mesh(devices))
 
+
+def _of_parts(
+    fn: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]], devices: Sequence[Any]
+) -> Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]:
+    """The same for towers of several devices, and a batch with the towers as its first dimension.
+
+    Only the axis over the towers is mapped; within a tower XLA cuts the work as variables and `est.spread` tell.
+
+    Raises:
+      ValueError: jax's compiler is turned off.
+    """
+    if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
+        raise ValueError(
+            f"Towers of {len(devices[0])} devices (`devices_per_tower`) run in compiled programs only, and "
+            "`jax.disable_jit` is on. Leave out `devices_per_tower` to look at values: the numbers are the same."
+        )
+    return _over_mesh(lambda shared, batch: fn(shared, jax.tree.map(lambda x: x[0], batch)), tower_mesh(devices))
+
+
+def tower_mesh(devices: Sequence[Any]) -> Mesh:
+    """The mesh of the towers' devices, with a second axis where towers have several."""
+    axes = (TOWER_AXIS, PART_AXIS) if isinstance(devices[0], tuple) else (TOWER_AXIS,)
+    return Mesh(np.array(devices), axes)
+
+
+def _over_mesh(
+    fn: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]], mesh: Mesh
+) -> Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]:
     def tower(shared: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
         same, own = fn(shared, batch)
         return same, jax.tree.map(lambda x: jnp.asarray(x)[None], own)
 
-    mesh, by_tower = Mesh(np.array(devices), (TOWER_AXIS,)), PartitionSpec(TOWER_AXIS)
-    everywhere = PartitionSpec()
-    return jax.shard_map(
-        tower, mesh=mesh, in_specs=(everywhere, by_tower), out_specs=(everywhere, by_tower), check_vma=False
-    )
+    specs = PartitionSpec(), PartitionSpec(TOWER_AXIS)
+    return jax.shard_map(tower, mesh=mesh, in_specs=specs, out_specs=specs, axis_names={TOWER_AXIS}, check_vma=False)
 
 
 def _one_tower(fn: Callable[..., tuple[PyTree, PyTree]]) -> Callable[..., tuple[PyTree, PyTree]]:

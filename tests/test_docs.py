@@ -68,6 +68,16 @@ def test_the_script_of_the_page_on_many_hosts_runs_in_any_number_of_processes(tm
     assert list((tmp_path / "model" / "export").iterdir())
 
 
+def test_the_example_of_wide_towers_prints_what_the_page_says(capsys):
+    text = (ROOT / "docs" / "replication.md").read_text(encoding="utf-8")
+    section = text.split("## Towers of several devices\n")[1].split("\n## ")[0]
+    code, printed = re.search(r"```python\n(.*?)```\n\n```\n(.*?)```", section, re.DOTALL).groups()
+    exec(code, {})
+    found = [line.split() for line in capsys.readouterr().out.splitlines()]
+    said = [line.split() for line in printed.splitlines()]
+    assert [line[:6] for line in found] == [line[:6] for line in said]  # less what XLA needs besides
+
+
 @pytest.mark.parametrize("page", ["coverage.md"])
 def test_tests_named_in_a_page_exist(page):
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")

@@ -49,6 +49,7 @@ def losses(stderr: str) -> dict[int, float]:
 
 
 EXAMPLES = {
+    "block_sync.py": [4],
     "digits.py": [1, 4],
     "feature_columns.py": [3],
     "flax_module.py": [2],
@@ -59,6 +60,7 @@ EXAMPLES = {
     "train_and_evaluate.py": [2],
     "two_processes.py": [2],
     "warm_start.py": [2],
+    "wide_towers.py": [2],
 }
 
 
@@ -117,6 +119,25 @@ def test_hooks_look_into_a_training(trained):
     assert os.path.getsize(re.findall(r"Curves of all this: (\S+\.png)", stdout)[0]) > 10_000
 
 
+@pytest.mark.parametrize("towers", EXAMPLES["block_sync.py"])
+def test_towers_that_meet_once_per_block_read_digits_as_well_as_others(trained, towers):
+    stdout, _ = trained("block_sync.py", towers)
+    rows = re.findall(r"^(\S.*?) {2,}(\d+) +([\d.]+) +([\d.]+)%$", stdout, re.MULTILINE)
+    assert [int(met) for _, met, _, _ in rows] == [640, 40, 40, 40]
+    accuracies = {name: float(percent) for name, _, _, percent in rows}
+    assert accuracies["block momentum (bmuf)"] >= accuracies["synchronous"] - 0.4  # two of 500 images
+    assert min(accuracies.values()) > 94
+
+
+@pytest.mark.parametrize("towers", EXAMPLES["wide_towers.py"])
+def test_wide_towers_have_a_part_of_the_bytes_on_each_device(trained, towers):
+    stdout, _ = trained("wide_towers.py", towers)
+    assert accuracy(stdout) >= 0.95
+    (narrow, wide) = re.findall(r"^2 x [14] +([\d,]+).* ([\d,]+)$", stdout, re.MULTILINE)
+    for one, other in zip(narrow, wide, strict=True):  # the state, the peak
+        assert int(one.replace(",", "")) / int(other.replace(",", "")) > 3.9
+
+
 def test_a_warm_start_is_ahead(trained):
     stdout, _ = trained("warm_start.py", 2)
     rows = re.findall(r"^ +(\d+) +([\d.]+)% +([\d.]+)%$", stdout, re.MULTILINE)
@@ -141,7 +162,9 @@ def test_digits_draw_what_they_read(trained):
     assert max(map(len, stdout.splitlines())) <= 80
 
 
-@pytest.mark.parametrize("example", [name for name in EXAMPLES if name != "two_processes.py"])  # it has several logs
+@pytest.mark.parametrize(
+    "example", sorted(EXAMPLES.keys() - {"block_sync.py", "two_processes.py"})
+)  # which train several times
 def test_the_log_shows_training_and_nothing_of_orbax(trained, example):
     _, stderr = trained(example, EXAMPLES[example][-1])
     assert "_train.py" in stderr

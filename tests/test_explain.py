@@ -19,7 +19,7 @@ from jax.experimental.sparse import BCOO
 
 import estimator as est
 from estimator._frame import current_frame
-from replicate import TowerOptimizer, VariableDistribution, cross_tower_mean, explain, replicate_model_fn
+from replicate import BlockSync, TowerOptimizer, VariableDistribution, cross_tower_mean, explain, replicate_model_fn
 from replicate.cross_tower_ops import AllReduce
 from replicate.explain import collectives
 from replicate.explain.__main__ import main
@@ -306,6 +306,28 @@ def test_the_command_prints_what_the_function_finds(monkeypatch, capsys):
     command(monkeypatch, *named, "--params", '{"scale": 2.0}', "--towers", 4)
     found = explain(scaled_model_fn, {"x": X}, Y, params={"scale": 2.0}, devices=cpus(4))
     assert capsys.readouterr().out == f"{found}\n"
+
+
+def test_the_command_takes_towers_of_several_devices_and_blocks(monkeypatch, capsys):
+    named = "test_explain:scaled_model_fn", "--input", "test_explain:batches", "--params", '{"scale": 2.0}'
+    command(monkeypatch, *named, "--towers", 2, "--devices-per-tower", 2)
+    assert "tower  device\n0      cpu:0, cpu:1\n1      cpu:2, cpu:3\n" in capsys.readouterr().out
+    command(monkeypatch, *named, "--towers", 2, "--block-steps", 16)
+    said = capsys.readouterr().out
+    assert "after the last step of a block the copies are averaged" in said
+    assert "per step in which every branch is taken" in said
+
+
+def test_towers_that_meet_once_per_block_sum_in_a_branch():
+    found = explain(model_fn, X, Y, devices=cpus(4), block_sync=BlockSync(16))
+    assert found.distribution == "local copies"
+    sums = [each for each in found.collectives if each.kind == "all-reduce"]
+    assert [(each.within, each.times) for each in sums] == [("branch", 1)] * len(sums)
+    assert sorted((each.dtype, each.bytes) for each in sums) == [("float32", VARIABLES), ("int32", SCALAR)]
+    [(kind, size)] = [(each.kind, each.bytes) for each in found.collectives if each.within != "branch"]
+    assert (kind, size) == ("all-gather", 4 * SCALAR)  # the towers' losses
+    copies = [home for home in found.slots if home.name.startswith("block_sync/copies")]
+    assert {home.where for home in copies} == {"cut along dimension 0 over 4 devices"}
 
 
 class References(html.parser.HTMLParser):

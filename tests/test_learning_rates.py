@@ -161,6 +161,12 @@ def test_a_hook_sets_rates_without_compiling_and_the_run_goes_on_exactly(steps_p
     assert straight.get_learning_rates() == pytest.approx({"optimizer": 0.01 / 17})
 
 
+def test_a_dict_of_rates_holds_from_where_a_run_goes_on(tmp_path):
+    estimator = make(str(tmp_path), injected()).train(endless, steps=3)
+    estimator.train(endless, [est.SetLearningRateHook({"optimizer": 0.25})], steps=1)
+    assert estimator.get_learning_rates() == {"optimizer": 0.25}
+
+
 def test_a_dict_of_rates_is_read_each_time_and_sets_the_first_step(tmp_path):
     rates = {"optimizer": 0.004}
 

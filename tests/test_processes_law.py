@@ -76,3 +76,12 @@ def test_training_with_evaluations_is_that_of_one(folder, capsys):
     assert metrics["null"] == metrics["late"]
     np.testing.assert_allclose(metrics["null"]["loss"], alone["result"][0]["null"]["loss"], rtol=2e-5)
     assert each[0]["again"] == [metrics["null"], exports["null"]]
+
+
+def test_towers_of_two_processes_that_meet_once_per_block_are_those_of_one(folder):
+    run_both("helpers_team_blocks.trained", folder)
+    for name in ("blocks", "blocks-eval", "blocks-resumed", "blocks-evaluated"):
+        assert_law(folder, name)
+    found = read(folder, 2, 1, "blocks-resumed")
+    assert found["['block_sync/steps']"] == 5
+    assert found["['block_sync/copies/w']"].shape == (4, 3, 8)

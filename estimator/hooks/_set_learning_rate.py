@@ -27,7 +27,8 @@ class SetLearningRateHook(Hook):
     Args:
       rates: rates by their names in `est.learning_rates(state)`, read each time; or a function of the number of steps
         done that returns such a dict, or None to leave all as they are. Of several processes, what process 0 has.
-      every_n_steps: they are set where the number of steps done is a multiple of it, and before the first step.
+      every_n_steps: they are set where the number of steps done is a multiple of it; those of a dict also when a
+        training begins to go on, from whatever step.
 
     Raises:
       TypeError: `rates`, or what it returns, is neither.
@@ -45,21 +46,21 @@ class SetLearningRateHook(Hook):
         self._every = every_n_steps
 
     def after_create_state(self, context: Context) -> None:
-        self._set(context)
+        if isinstance(self._rates, Mapping) or context.global_step % self._every == 0:
+            self._set(context)
 
     def next_step(self, step: int) -> int:
         return step + self._every - step % self._every
 
     def after_run(self, context: Context, values: RunValues) -> None:
-        self._set(context)
+        if context.global_step % self._every == 0:
+            self._set(context)
 
     def get_state(self) -> Any:
         """None; that there is this method has the hook called before the one that saves."""
 
     def _set(self, context: Context) -> None:
         step = context.global_step
-        if step % self._every:
-            return
         wanted = self._rates if isinstance(self._rates, Mapping) else self._rates(step)
         if wanted is not None and not isinstance(wanted, Mapping):
             raise TypeError(

@@ -21,6 +21,7 @@ from absl import flags
 
 from estimator._input import batches, call_input_fn
 from estimator._modes import ModeKeys
+from replicate._block_sync import BlockSync
 from replicate._distribution import VariableDistribution
 from replicate.explain._explain import explain
 
@@ -40,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if bool(args.input) == bool(args.features):
             raise _Usage("Give either --input, a function that returns batches, or --features, their shapes.")
         # Before anything starts jax's backends, after which there is no other number of CPU devices.
-        jax.config.update("jax_num_cpu_devices", args.towers or _CPU_TOWERS)
+        jax.config.update("jax_num_cpu_devices", (args.towers or _CPU_TOWERS) * args.devices_per_tower)
         model_fn = _find(args.model_fn, "model_fn")
         input_fn = _find(args.input, "input_fn") if args.input else None
         if not flags.FLAGS.is_parsed():
@@ -85,6 +86,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--distribution", choices=[str(each) for each in VariableDistribution], help="where variables live"
+    )
+    parser.add_argument(
+        "--devices-per-tower", type=_positive, default=1, metavar="K", help="how many devices a tower has"
+    )
+    parser.add_argument(
+        "--block-steps", type=_positive, metavar="N", help="towers train on their own and meet after N steps (BMUF)"
     )
     parser.add_argument("--bandwidth", type=float, default=10e9, help="bytes per second between devices (%(default)g)")
     parser.add_argument("--latency", type=float, default=10e-6, help="of a message, in seconds (%(default)g)")
@@ -153,13 +160,19 @@ def _arrays(option: str, given: Sequence[str] | None) -> Any:
 def _options(args: argparse.Namespace) -> dict[str, Any]:
     options: dict[str, Any] = {}
     there = sorted(jax.devices(), key=lambda device: device.id)
-    if args.towers and args.towers > len(there):
+    wanted = args.towers and args.towers * args.devices_per_tower
+    if wanted and wanted > len(there):
+        each = f" of {args.devices_per_tower} devices" if args.devices_per_tower > 1 else ""
         raise _Usage(
-            f"--towers={args.towers} are more than the {len(there)} devices, {there[0].platform}. "
+            f"--towers={args.towers}{each} are more than the {len(there)} devices, {there[0].platform}. "
             "For virtual CPU devices set JAX_PLATFORMS=cpu."
         )
-    if args.towers and args.towers < len(there):
-        options["devices"] = there[: args.towers]
+    if wanted and wanted < len(there):
+        options["devices"] = there[:wanted]
+    if args.devices_per_tower > 1:
+        options["devices_per_tower"] = args.devices_per_tower
+    if args.block_steps:
+        options["block_sync"] = BlockSync(args.block_steps)
     if args.distribution:
         options["variable_distribution"] = VariableDistribution(args.distribution)
     return options

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import NamedSharding
 
@@ -23,6 +24,7 @@ from estimator._transform import Model, Traits
 from estimator.hooks._hook import Context
 from replicate._accumulate import accumulate_steps
 from replicate._distribution import OneDevice, Sharded
+from replicate._local_replicas import LocalCopies
 from replicate._replicate import ReplicatedTwice, replicate_model_fn
 from replicate.explain._explanation import Explanation, Home, Memory, Split, Transfer
 from replicate.explain._program import collectives
@@ -97,19 +99,20 @@ def explain(
             "with as many devices; `python -m replicate.explain --towers=N` makes them of the CPU."
         )
     sharding = traits.placement.batch(rows)
-    devices = list(sharding.mesh.devices.flat) if isinstance(sharding, NamedSharding) else list(sharding.device_set)
+    devices = sharding.mesh.devices if isinstance(sharding, NamedSharding) else np.array(list(sharding.device_set))
+    towers = devices.reshape(len(devices), -1)  # [towers, devices of a tower]
     step, args = _step(model, traits, features, labels)
     compiled = step.lower(*args).compile()
     homes = jax.tree.broadcast(traits.shardings, traits.like)
     return Explanation(
         name=name,
-        towers=tuple(map(str, devices)),
+        towers=tuple(", ".join(map(str, tower)) for tower in towers),
         distribution=_distribution(traits),
         rows=rows,
         micro_batches=notes["micro_batches"],
-        batch=_splits(features, labels, len(devices)),
+        batch=_splits(features, labels, len(towers)),
         collectives=collectives(compiled.as_text()),
-        transfers=() if traits.is_one_program else _transfers(step, args, homes, devices),
+        transfers=() if traits.is_one_program else _transfers(step, args, homes, list(devices.flat)),
         variables=_homes(traits.like.variables, homes.variables),
         slots=_homes(traits.like.slots, homes.slots),
         steps_per_program=_steps_per_program(Programs(model, features, labels), config),
@@ -207,6 +210,8 @@ def _distribution(traits: Traits) -> str:
         return "variable devices"
     if isinstance(traits.placement, OneDevice):
         return "one device"
+    if isinstance(traits.placement, LocalCopies):
+        return "local copies"
     return "sharded" if isinstance(traits.placement, Sharded) else "mirrored"
 
 
@@ -228,6 +233,7 @@ def _homes(arrays: PyTree, shardings: PyTree) -> tuple[Home, ...]:
             shard = sharding.shard_shape(leaf.shape)
             cut = [axis for axis, (part, whole) in enumerate(zip(shard, leaf.shape, strict=True)) if part < whole]
             devices = sorted(sharding.device_set, key=lambda device: device.id)
+            pieces = math.prod(leaf.shape) // max(1, math.prod(shard))
             size = math.prod(shard) * leaf.dtype.itemsize
             found.append(
                 Home(
@@ -237,6 +243,7 @@ def _homes(arrays: PyTree, shardings: PyTree) -> tuple[Home, ...]:
                     bytes=_bytes(leaf),
                     bytes_by_device={str(device): size for device in devices},
                     cut_axis=cut[0] if cut else None,
+                    copies=len(devices) // pieces,
                 )
             )
     return tuple(found)

@@ -38,6 +38,7 @@ class Home:
       bytes: of one copy.
       bytes_by_device: of what each device has of it.
       cut_axis: the dimension along which it is cut; None where each of the devices has it whole.
+      copies: how many there are of each piece: of what is cut over the devices of a tower, one in each tower.
     """
 
     name: str
@@ -46,12 +47,14 @@ class Home:
     bytes: int
     bytes_by_device: dict[str, int]
     cut_axis: int | None = None
+    copies: int = 1
 
     @property
     def where(self) -> str:
         devices = len(self.bytes_by_device)
         if self.cut_axis is not None:
-            return f"cut along dimension {self.cut_axis} over {devices} devices"
+            each = f", in each of {self.copies} towers" if self.copies > 1 else ""
+            return f"cut along dimension {self.cut_axis} over {devices // self.copies} devices{each}"
         return f"whole on {next(iter(self.bytes_by_device))}" if devices == 1 else f"whole on each of {devices} devices"
 
 
@@ -100,8 +103,9 @@ class Explanation:
 
     Attributes:
       name: of the model_fn.
-      towers: the device of each.
-      distribution: "one device", "mirrored", "sharded", or "variable devices" where each variable has one of its own.
+      towers: the device of each, or those of each, as in "cpu:0, cpu:1".
+      distribution: "one device", "mirrored", "sharded", "variable devices" where each variable has one of its own, or
+        "local copies" where each tower has its own variables within a block (`block_sync`).
       rows: of the whole batch.
       micro_batches: the parts in which a tower runs its rows, one after another.
       batch: what is split.

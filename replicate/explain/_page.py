@@ -87,14 +87,17 @@ class _Picture:
             self._arrows()
             moved = [each for each in found.transfers if not each.to_towers]
             self._bar("collective", f"gradients go to their variables: {size(sum(each.bytes for each in moved))}")
-        self._arrows("" if len(found.towers) == 1 else "sums of the gradients")
+        sums = "averages of the copies" if found.distribution == "local copies" else "sums of the gradients"
+        self._arrows("" if len(found.towers) == 1 else sums)
         held = found.bytes_by_device
         if found.distribution == "variable devices":
             homes = ", ".join(f"{device} {size(total)}" for device, total in held.items())
             self._bar("update", "update of each variable on its own device", _short(homes))
         else:
             what = "its pieces" if found.distribution == "sharded" else "variables and slots"
-            self._row("update", 68, [("update", what, size(held.get(device, 0))) for device in found.towers])
+            self._row(
+                "update", 68, [("update", what, size(held.get(device.split(",")[0], 0))) for device in found.towers]
+            )
         height = self._y + _MARGIN
         label = escape(title(found), quote=True)
         return (

@@ -41,9 +41,12 @@ def life(found: Explanation) -> list[str]:
     if before:
         said.append(f"The towers gather the variables, which are cut: {summary(before)}.")
     parts = f", in {found.micro_batches} micro-batches one after another" if found.micro_batches > 1 else ""
-    said.append(f"Each tower runs the model_fn forward and backward on its {count(rows, 'row')}{parts}.")
+    shared = found.towers[0].count(",") + 1
+    work = f"; its {shared} devices share the work" if shared > 1 else ""
+    said.append(f"Each tower runs the model_fn forward and backward on its {count(rows, 'row')}{parts}{work}.")
     if after:
-        said.append(f"The towers talk to each other, on the way or at the end: {summary(after)}.")
+        who = "towers and their devices" if shared > 1 else "towers"
+        said.append(f"The {who} talk to each other, on the way or at the end: {summary(after)}.")
     if found.distribution == "variable devices":
         moved = [each for each in found.transfers if not each.to_towers]
         said.append(
@@ -61,6 +64,8 @@ def update(found: Explanation) -> str:
         "mirrored": "The optimizers run on the sums, in every tower alike, so that all copies stay equal.",
         "sharded": "The optimizers run on the sums, on each device for its pieces of the variables and slots.",
         "variable devices": "The optimizers run on the sums, on each variable's own device.",
+        "local copies": "Each tower's optimizers run on its own gradients and change its own copy of the variables; "
+        "after the last step of a block the copies are averaged, and the outer optimizer moves the global variables.",
     }[found.distribution]
 
 
@@ -134,10 +139,11 @@ def _collectives(found: Explanation) -> Table:
             )
         )
     where = " of the towers" if found.distribution == "variable devices" else ""
+    taken = " in which every branch is taken" if any(each.within == "branch" for each in found.collectives) else ""
     notes = [] if rows else [f"None: the compiled program{where} needs no communication."]
     if rows or found.transfers:
         notes.append(
-            f"Estimated time of communication: {duration(found.communication_seconds)} per step, at "
+            f"Estimated time of communication: {duration(found.communication_seconds)} per step{taken}, at "
             f"{found.bandwidth / 1e9:g} GB/s and {found.latency * 1e6:g} us of latency."
         )
     if any(each.times is None for each in found.collectives):
