@@ -314,7 +314,7 @@ def test_the_command_takes_towers_of_several_devices_and_blocks(monkeypatch, cap
     assert "tower  device\n0      cpu:0, cpu:1\n1      cpu:2, cpu:3\n" in capsys.readouterr().out
     command(monkeypatch, *named, "--towers", 2, "--block-steps", 16)
     said = capsys.readouterr().out
-    assert "after the last step of a block the copies are averaged" in said
+    assert "After the last step of a block the copies are averaged" in said
     assert "per step in which every branch is taken" in said
 
 

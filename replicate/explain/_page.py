@@ -6,7 +6,18 @@ from html import escape
 
 from replicate.explain._explanation import Explanation, typed
 from replicate.explain._program import Collective
-from replicate.explain._report import Table, count, duration, in_order, life, size, summary, tables, title
+from replicate.explain._report import (
+    Table,
+    at_the_end_of_a_block,
+    count,
+    duration,
+    in_order,
+    life,
+    size,
+    summary,
+    tables,
+    title,
+)
 
 _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #1c2733; background: #fff; max-width: 60rem; margin: 2rem auto;
@@ -75,19 +86,23 @@ class _Picture:
             self._bar("collective", f"variables come from their devices: {size(sum(each.bytes for each in moved))}")
             self._arrows()
         parts = f" in {found.micro_batches} parts" if found.micro_batches > 1 else ""
+        in_blocks = found.distribution == "local copies"
+        does = "update of its own copy" if in_blocks else "loss and gradients"
         towers: list[tuple[str, ...]] = [
-            (f"tower {i}", device, f"rows {i * rows} to {(i + 1) * rows - 1}{parts}", "loss and gradients")
+            (f"tower {i}", device, f"rows {i * rows} to {(i + 1) * rows - 1}{parts}", does)
             for i, device in enumerate(found.towers)
         ]
         self._row("tower", 86, towers)
         if after:
             self._arrows()
-            self._bar("collective", _short(summary(after)), self._seconds(after))
+            meeting = at_the_end_of_a_block(after) if in_blocks else after
+            when = "after a block: " if in_blocks else ""
+            self._bar("collective", _short(when + summary(meeting)), self._seconds(meeting))
         if found.distribution == "variable devices":
             self._arrows()
             moved = [each for each in found.transfers if not each.to_towers]
             self._bar("collective", f"gradients go to their variables: {size(sum(each.bytes for each in moved))}")
-        sums = "averages of the copies" if found.distribution == "local copies" else "sums of the gradients"
+        sums = "averages of the copies" if in_blocks else "sums of the gradients"
         self._arrows("" if len(found.towers) == 1 else sums)
         held = found.bytes_by_device
         if found.distribution == "variable devices":

@@ -44,6 +44,8 @@ def life(found: Explanation) -> list[str]:
     shared = found.towers[0].count(",") + 1
     work = f"; its {shared} devices share the work" if shared > 1 else ""
     said.append(f"Each tower runs the model_fn forward and backward on its {count(rows, 'row')}{parts}{work}.")
+    if found.distribution == "local copies":
+        return [*said, *_in_blocks(after), "Then global_step counts one more."]
     if after:
         who = "towers and their devices" if shared > 1 else "towers"
         said.append(f"The {who} talk to each other, on the way or at the end: {summary(after)}.")
@@ -57,6 +59,25 @@ def life(found: Explanation) -> list[str]:
     return said
 
 
+def _in_blocks(collectives: list[Collective]) -> list[str]:
+    """What towers do that train on their own and meet once per block."""
+    at_the_end = at_the_end_of_a_block(collectives)
+    said = [
+        "Each tower's optimizers run on its own gradients, and change its own copy of the variables.",
+        "After the last step of a block the copies are averaged, and the outer optimizer moves the global variables, "
+        f"from which all towers go on: {summary(at_the_end)}.",
+    ]
+    others = [each for each in collectives if each not in at_the_end]
+    if others:
+        said.append(f"After the last step of a program what it reports is put together: {summary(others)}.")
+    return said
+
+
+def at_the_end_of_a_block(collectives: list[Collective]) -> list[Collective]:
+    """Those in a branch; in blocks of one step there is none."""
+    return [each for each in collectives if each.within == "branch"] or collectives
+
+
 def update(found: Explanation) -> str:
     """Where the optimizers run."""
     return {
@@ -64,8 +85,6 @@ def update(found: Explanation) -> str:
         "mirrored": "The optimizers run on the sums, in every tower alike, so that all copies stay equal.",
         "sharded": "The optimizers run on the sums, on each device for its pieces of the variables and slots.",
         "variable devices": "The optimizers run on the sums, on each variable's own device.",
-        "local copies": "Each tower's optimizers run on its own gradients and change its own copy of the variables; "
-        "after the last step of a block the copies are averaged, and the outer optimizer moves the global variables.",
     }[found.distribution]
 
 
