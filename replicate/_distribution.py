@@ -86,10 +86,12 @@ class Mirrored(Placement):
             )
         return _global(batch, NamedSharding(self._mesh, PartitionSpec(*axes)))
 
-    def whole_in_each(self, tree: Any) -> Any:
-        if not self.spans_processes:
-            return tree
+    def gathered(self, tree: Any) -> Any:
+        """Arrays of a program as every device has them whole."""
         return jax.lax.with_sharding_constraint(tree, NamedSharding(self._mesh, PartitionSpec()))
+
+    def whole_in_each(self, tree: Any) -> Any:
+        return self.gathered(tree) if self.spans_processes else tree
 
     def in_all_processes(self, batch: Any) -> Any:
         return _global(batch, NamedSharding(self._mesh, PartitionSpec())) if self.spans_processes else batch
@@ -100,8 +102,7 @@ class Mirrored(Placement):
         The barrier keeps XLA from compiling the optimizer's arithmetic together with what was before, differently
         for mirrored and cut variables: it makes the two equal bit by bit.
         """
-        gradients = jax.lax.optimization_barrier(gradients)
-        return jax.lax.with_sharding_constraint(gradients, NamedSharding(self._mesh, PartitionSpec()))
+        return self.gathered(jax.lax.optimization_barrier(gradients))
 
 
 class Sharded(Mirrored):

@@ -15,6 +15,7 @@ from estimator._apply import applied
 from estimator._frame import Frame, PyTree
 from estimator._gradients import Outcome, run, written
 from estimator._learning_rates import rates_of
+from estimator._loss_scale import select
 from estimator._report import Report, merge_reports
 from estimator._unmerged import Unmerged
 from replicate._block_sync import BlockSync
@@ -56,10 +57,6 @@ class LocalCopies(Mirrored):
         if SLOTS in slots:
             slots[SLOTS] = BlockSyncState(cut, cut, mirrored, mirrored, mirrored)  # type: ignore[arg-type]
         return like._replace(variables=mirrored, slots=slots, global_step=mirrored, key=mirrored)
-
-    def gathered(self, parts: PyTree) -> PyTree:
-        """Arrays with a value per tower, as every device has them."""
-        return jax.lax.with_sharding_constraint(parts, NamedSharding(self._mesh, PartitionSpec()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,10 +131,13 @@ class LocalReplicas(Replicas):
         copies, own, slots = local
         keep_names(frame, ran[-1])
         frame.assigned.update(moved)
-        merged = {name: merge(part) for (name, merge), part in zip(self._merges.items(), parts, strict=True)}
-        unmerged = {
-            name: Unmerged(part, merge) for (name, merge), part in zip(self._merges.items(), parts, strict=True)
+        merges: dict[str, Callable[[Any], Any]] = {
+            "loss": self._loss,
+            "eval_metric_ops": self._metrics,
+            "reported": self._reports,
         }
+        unmerged = {name: Unmerged(parts[name], merge) for name, merge in merges.items()}
+        merged = {name: each.merge(each.parts) for name, each in unmerged.items()}
         frame.unmerged = {name: (merged[name], unmerged[name]) for name in merged}
         steps, since = block.steps + 1, block.since + 1
         since = jnp.where(self._ends_block(steps, since), 0, since)
@@ -208,7 +208,11 @@ class LocalReplicas(Replicas):
             met = jax.lax.cond(self._ends_block(steps + 1, since + 1), meeting, lambda met: met, met)
         copies, own = ({name: met.copies[name] for name in some} for some in (copies, own))
         bare = spec.unchecked(loss=None, train_op=None, eval_metric_ops={})
-        parts = outcome.spec.loss * share_of_loss, {**spec.eval_metric_ops, **metrics}, reported
+        parts = {
+            "loss": outcome.spec.loss * share_of_loss,
+            "eval_metric_ops": {**spec.eval_metric_ops, **metrics},
+            "reported": reported,
+        }
         return (
             (bare, met.variables, met.outer),
             after,
@@ -226,10 +230,6 @@ class LocalReplicas(Replicas):
 
     # What becomes of values with the towers as their first dimension. It is communication, so it happens after the last
     # step of a program.
-
-    @property
-    def _merges(self) -> dict[str, Callable[[Any], Any]]:
-        return {"loss": self._loss, "eval_metric_ops": self._metrics, "reported": self._reports}
 
     def _gathered(self, parts: PyTree) -> PyTree:
         return self.placement.gathered(parts) if isinstance(self.placement, LocalCopies) else parts
@@ -252,10 +252,7 @@ class LocalReplicas(Replicas):
 
 def _instead(condition: jax.Array, variables: dict[str, PyTree], copies: dict[str, PyTree]) -> dict[str, PyTree]:
     """The variables in the place of their copies, where the condition holds."""
-    return {
-        name: jax.tree.map(lambda x, y: jnp.where(condition, x, y), variables[name], copy)
-        for name, copy in copies.items()
-    }
+    return {name: select(condition, variables[name], copy) for name, copy in copies.items()}
 
 
 def _of_this_tower(denominators: PyTree) -> PyTree:

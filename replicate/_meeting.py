@@ -11,7 +11,7 @@ import optax
 
 from estimator import TrainOp, VariableAggregation
 from estimator._frame import Frame, PyTree, open_frame
-from estimator._loss_scale import LossScaleState
+from estimator._loss_scale import LossScaleState, select
 from estimator._optimizer import Update, is_per_variable
 from replicate._block_sync import BlockSync
 from replicate._merge import share, total
@@ -98,10 +98,7 @@ class Meeting:
         return self._if_warmup((sums, before.outer), (moved, outer))
 
     def _if_warmup(self, one: PyTree, other: PyTree) -> PyTree:
-        is_warmup = self.is_warmup
-        if is_warmup is None:
-            return other
-        return jax.tree.map(lambda x, y: jnp.where(is_warmup, x, y), one, other)
+        return other if self.is_warmup is None else select(self.is_warmup, one, other)
 
     def _renewed(self, update: Update, state: PyTree, variables: dict[str, PyTree]) -> PyTree:
         """An optimizer's state where all that belongs to variables starts anew."""
