@@ -45,6 +45,11 @@ def rows_of(features: PyTree, labels: PyTree = None) -> int:
     return shape[0] if shape else check_batch(features, labels)
 
 
+def abstract(leaf: Any) -> jax.ShapeDtypeStruct:
+    """An array of a batch as programs are traced for it: its dtype is the one that it has on devices."""
+    return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True))
+
+
 def guarded(step: Callable[..., T], features: PyTree, labels: PyTree, *args: Any) -> T:
     """`step(*args)`; says in our words what jax does not take in the batch among the arguments."""
     try:

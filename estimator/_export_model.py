@@ -36,7 +36,7 @@ from jax import export
 from jax.experimental.sparse import JAXSparse
 
 from estimator import _checkpoint
-from estimator._batch import check_batch
+from estimator._batch import abstract, check_batch
 from estimator._export_outputs import check_rows, checked_outputs, chosen, only_needed
 from estimator._frame import Frame, PyTree
 from estimator._gradients import run
@@ -117,11 +117,9 @@ def check_arguments(example_features: Any, assets_extra: Any, batch_size: Any, p
     if unknown or not names:
         raise ValueError(f"platforms of `export_model` must be some of {list(PLATFORMS)}; got {platforms!r}.")
 
-    def abstract(x: Any) -> jax.ShapeDtypeStruct:
-        rows = x.shape[0] if batch_size is None else batch_size
-        return jax.ShapeDtypeStruct((rows, *x.shape[1:]), jax.dtypes.canonicalize_dtype(x.dtype))
-
     features = jax.tree.map(abstract, example_features)
+    if batch_size is not None:
+        features = jax.tree.map(lambda x: x.update(shape=(batch_size, *x.shape[1:])), features)
     return Options(features, _checked_assets(assets_extra), batch_size, names, checked_outputs(outputs))
 
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import tree_flatten
 
+from estimator._batch import abstract
 from estimator._cost import steps_that_fit
 from estimator._frame import PyTree
 from estimator._learning_rates import tagged
@@ -194,7 +195,7 @@ def _loop(
 
 def _abstract(x: Any) -> jax.ShapeDtypeStruct:
     sharding = None if getattr(x, "is_fully_addressable", True) else x.sharding
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    return abstract(x).update(sharding=sharding)
 
 
 def state_of(carry: Carry, key_data: jax.Array) -> State:

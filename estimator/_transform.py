@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from estimator._apply import applied
-from estimator._batch import check_batch, guarded
+from estimator._batch import abstract, check_batch, guarded
 from estimator._frame import Frame, PyTree, open_frame
 from estimator._global_arrays import put
 from estimator._gradients import has_pending, run, written
@@ -301,7 +301,7 @@ class _Steps:
         features, labels = _stacked(batches)
         loop = self._compiled.get("train_loop")
         if loop is None:
-            first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), per_step((features, labels)))
+            first = jax.tree.map(lambda x: abstract(x).update(shape=x.shape[1:]), per_step((features, labels)))
             found = self._find(ModeKeys.TRAIN, *first)
             loop = self._compiled["train_loop"] = self._compile_loop(found)
         return self._watched(loop, state, features, labels)

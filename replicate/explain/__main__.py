@@ -147,7 +147,7 @@ def _arrays(option: str, given: Sequence[str] | None) -> Any:
         if not match:
             raise _Usage(f"{option} takes arrays such as x=float32[64,8] or int32[64]; got {text!r}.")
         try:
-            dtype = jnp.dtype(match[2])
+            dtype = jax.dtypes.canonicalize_dtype(jnp.dtype(match[2]))
         except TypeError:
             raise _Usage(f"{option} got {text!r}, but there is no dtype {match[2]!r}.") from None
         shape = tuple(int(n) for n in match[3].split(",") if n.strip())

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 
 import estimator as est
 from estimator import EstimatorSpec
-from estimator._batch import check_batch
+from estimator._batch import abstract, check_batch
 from estimator._frame import PyTree, current_frame
 from estimator._loop_size import choose
 from estimator._model_fn import ModelFn, bind
@@ -82,7 +82,7 @@ def explain(
         )
     name = getattr(model_fn, "__name__", str(model_fn))
     rows = check_batch(features, labels)
-    features, labels = jax.tree.map(_abstract, padded((features, labels)))
+    features, labels = jax.tree.map(abstract, padded((features, labels)))
     if not _is_replicated(model_fn, params, config, features, labels):
         model_fn = replicate_model_fn(model_fn, **options)
     elif options:
@@ -199,10 +199,6 @@ def _step(model: Model, traits: Traits, features: PyTree, labels: PyTree) -> tup
 def _steps_per_program(programs: Programs, config: Any) -> int:
     looks = getattr(config, "log_step_count_steps", None) or _STEPS_BETWEEN_LOOKS
     return choose("auto", programs, (), Context(est.ModeKeys.TRAIN), min(looks, _STEPS_BETWEEN_LOOKS)).most()
-
-
-def _abstract(x: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype))
 
 
 def _distribution(traits: Traits) -> str:
