@@ -4,23 +4,36 @@ Most of the time of the tests is XLA's: it compiles thousands of programs, each 
 it makes their machine code quickly and badly. The programs themselves, with their collectives and their memory, stay
 as they are; what XLA fuses and the last bits of numbers do not. So a test that compares bits of several programs, or
 looks at fusions, asks for the fixture `users_compiler`. Where XLA_FLAGS is set, be it to nothing, it rules all tests.
+The head of pytest's output says what holds.
 """
 
 import os
+import subprocess
+import sys
 
 import jaxlib
 
+JAXLIB = tuple(map(int, jaxlib.__version__.split(".")[:2]))
+TRIED = (0, 12)  # the newest jaxlib that is known to have all of these flags
 USERS_FLAGS = {
     "xla_backend_optimization_level": 3,
-    "xla_cpu_use_fusion_emitters": True,
     "xla_cpu_parallel_codegen_split_count": 32,
 }
-if jaxlib.__version__.startswith("0.10."):  # XLA ends the process at a flag that it does not know
-    os.environ.setdefault(
-        "XLA_FLAGS",
-        "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false "
-        "--xla_cpu_parallel_codegen_split_count=1",
-    )
+HURRY = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
+if JAXLIB < (0, 11):  # later ones have only one way of making code for fusions
+    USERS_FLAGS["xla_cpu_use_fusion_emitters"] = True
+    HURRY += " --xla_cpu_use_fusion_emitters=false"
+
+
+def xla_knows(flags: str) -> bool:
+    """XLA ends the process at a flag that it does not know."""
+    env = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, "-c", "import jax; jax.devices()"], env=env, capture_output=True)
+    return done.returncode == 0
+
+
+if "XLA_FLAGS" not in os.environ:  # else this is a worker, which has those of its parent, or the user has set them
+    os.environ["XLA_FLAGS"] = HURRY if JAXLIB <= TRIED or xla_knows(HURRY) else ""
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
@@ -29,22 +42,29 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 
+def pytest_report_header() -> str:
+    flags = os.environ["XLA_FLAGS"]
+    how = f"with XLA_FLAGS={flags}" if flags else "as for users, which takes longer: XLA_FLAGS is empty"
+    return f"jax {jax.__version__}, jaxlib {jaxlib.__version__}; programs are compiled {how}"
+
+
 @pytest.fixture
 def users_compiler():
-    """Programs are compiled as XLA does it without flags, in processes that are started now too."""
+    """Programs are compiled as XLA does it without flags, in processes that are started now too. Gives what it sets."""
     jax.devices()  # XLA has read its flags
     if not os.environ.get("XLA_FLAGS"):
-        yield
+        yield {}
         return
     from jax._src import compiler
 
     get_options = compiler.get_compile_options
+    flags = dict(USERS_FLAGS)
 
     def users_options(*args, env_options_overrides=None, **kwargs):
-        overrides = USERS_FLAGS | (env_options_overrides or {})
+        overrides = flags | (env_options_overrides or {})
         return get_options(*args, env_options_overrides=overrides, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:  # one that no test undoes
         patch.setenv("XLA_FLAGS", "")
         patch.setattr(compiler, "get_compile_options", users_options)
-        yield
+        yield flags

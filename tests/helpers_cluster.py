@@ -54,7 +54,7 @@ class Cluster:
             self.ended(kill=True)
         self._folder = tempfile.TemporaryDirectory()
         request = {"function": function, "args": args, "processes": processes, "timeout": timeout}
-        request["XLA_FLAGS"] = os.environ["XLA_FLAGS"]
+        request["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "")
         self._server.stdin.write(json.dumps(request | {"folder": self._folder.name, "port": free_port()}) + "\n")
         self._server.stdin.flush()
         self._pids = self._read()
