@@ -1,4 +1,4 @@
-"""Batches of numpy's own dtypes, int64 and float64, are what programs make of them: int32 and float32, without a word."""
+"""Batches of numpy's own dtypes, int64 and float64, are taken as int32 and float32, without a warning."""
 
 import jax
 import numpy as np
