@@ -21,7 +21,6 @@ def test_the_header_says_which_jax_it_is_and_how_programs_are_compiled(conftest,
     assert jax.__version__ in conftest.pytest_report_header()
     monkeypatch.setenv("XLA_FLAGS", "--a=1")
     assert "with XLA_FLAGS=--a=1" in conftest.pytest_report_header()
-    # X['XLA_FLAGS']}" in conftest.pytest_report_header()
     monkeypatch.setenv("XLA_FLAGS", "")
     assert "as for users, which takes longer" in conftest.pytest_report_header()
 
