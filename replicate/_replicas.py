@@ -32,7 +32,7 @@ from replicate._merge import (
 )
 from replicate._rows import take_rows
 from replicate._tower_optimizer import TowerOptimizer
-from replicate._towers import cross_tower_mean, num_towers, tower_index, tower_map
+from replicate._towers import cross_tower_mean, lone_tower, num_towers, tower_index, tower_map
 from replicate.cross_tower_ops import CrossTowerOps
 
 Call = Callable[[PyTree], EstimatorSpec]
@@ -191,7 +191,8 @@ class Replicas:
                 same, own = apart(outcome.spec, scale)
                 return total([], (same, seen), self.ops)[1], own
 
-            (same, totals), own = tower_map(tower, devices)(_start(frame), mine)
+            mapped = tower_map(tower, devices) if len(devices) == towers else lone_tower(tower, self.devices)
+            (same, totals), own = mapped(_start(frame), mine)
             return same, totals, merged(own, len(devices))
 
         ran: list[Frame] = []

@@ -42,7 +42,7 @@ def tower_map(
       its first dimension.
     """
     if len(devices) == 1:
-        return _one_tower(fn)
+        return lone_tower(fn, devices)
 
     def split(x: Any) -> Any:
         return split_rows(x, len(devices))
@@ -54,6 +54,28 @@ def tower_map(
         return _over_processes(fn, devices)
     mapped = jax.pmap(fn, axis_name=TOWER_AXIS, in_axes=(None, 0), out_axes=(None, 0), devices=devices)
     return lambda shared, batch: mapped(shared, jax.tree.map(split, batch, is_leaf=is_sparse))
+
+
+def lone_tower(
+    fn: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]], devices: Sequence[Any]
+) -> Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]:
+    """Runs `fn(shared, batch) -> (same, own)` on a whole batch, as a single tower would, in a program of all `devices`.
+
+    Towers of several devices do it each by itself. Left to itself, XLA cuts the rows over the towers where the results
+    are joined with those of several towers. Where that is uneven, its scatters count the padding, or lose rows, since
+    the cut is over a part of the mesh (seen up to jax 0.12; `tests/test_wide_towers_law.py`).
+
+    Args:
+      fn: as for `tower_map`.
+      devices: of all towers in the program.
+    """
+    alone = _one_tower(fn)
+    if len(devices) == 1 or not isinstance(devices[0], tuple):
+        return alone
+    whole = PartitionSpec()
+    return jax.shard_map(
+        alone, mesh=tower_mesh(devices), in_specs=whole, out_specs=whole, axis_names={TOWER_AXIS}, check_vma=False
+    )
 
 
 def _over_processes(
