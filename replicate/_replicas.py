@@ -71,7 +71,7 @@ class Replicas:
             spec = dataclasses.replace(spec, train_op=_taken(spec), reported=started.reported)
             return (spec, started.variables, started.slots), None
 
-        (spec, variables, slots), _ = tower_map(tower, self.devices[:1])(frame.key, batch)
+        (spec, variables, slots), _ = lone_tower(tower, self.devices)(frame.key, batch)
         frame.variables.update(variables)
         frame.slots.update(slots)
         keep_names(frame, ran[0])
@@ -101,12 +101,14 @@ class Replicas:
         if separate:
             same = with_gradients(same, gradients)
         elif isinstance(self.placement, Mirrored):
-            same = dataclasses.replace(same, train_op=self.placement.whole(same.train_op))
+            known = isinstance(self.placement, InParts)
+            placement = self.placement.with_partitions(ran[-1].partitions) if known else self.placement
+            same = dataclasses.replace(same, train_op=placement.whole(same.train_op))
         keep_names(frame, ran[-1])
         frame.assigned.update(written)
         if flags is not None:
             same = dataclasses.replace(same, train_op=marked(same.train_op, flags))
-        return self._readable(together(same, merged(own, len(self.devices))))
+        return self._readable(together(same, self._merged(own, len(self.devices))))
 
     def run_tower(
         self,
@@ -193,7 +195,7 @@ class Replicas:
 
             mapped = tower_map(tower, devices) if len(devices) == towers else lone_tower(tower, self.devices)
             (same, totals), own = mapped(_start(frame), mine)
-            return same, totals, merged(own, len(devices))
+            return same, totals, self._merged(own, len(devices))
 
         ran: list[Frame] = []
         results = [run_part(part, None) for part in parts]
@@ -203,6 +205,12 @@ class Replicas:
         keep_names(frame, ran[-1])
         specs = [together(same, own) for same, _, own in results]
         return self._readable(self._join(specs, [size for _, _, size in parts]))
+
+    def _merged(self, own: PyTree, towers: int) -> PyTree:
+        if isinstance(self.placement, InParts):
+            predictions, metrics, *others = own
+            own = predictions, self.placement.gathered(metrics), *others  # what merges them may be a scatter
+        return merged(own, towers)
 
     def _readable(self, spec: EstimatorSpec) -> EstimatorSpec:
         """The spec with what every process reads whole in each."""
