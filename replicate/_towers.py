@@ -210,13 +210,28 @@ def cross_tower_concatenate(x: PyTree) -> PyTree:
 
 def _packed_sum(leaves: list[jax.Array]) -> list[jax.Array]:
     if len(leaves) == 1:
-        return [jax.lax.psum(leaves[0], TOWER_AXIS)]
-    packed = jax.lax.psum(jnp.concatenate([leaf.ravel() for leaf in leaves]), TOWER_AXIS)
+        return [_one_sum(leaves[0])]
+    packed = _one_sum(jnp.concatenate([leaf.ravel() for leaf in leaves]))
     sums, start = [], 0
     for leaf in leaves:
         sums.append(packed[start : start + leaf.size].reshape(leaf.shape))
         start += leaf.size
     return sums
+
+
+def _one_sum(x: jax.Array) -> jax.Array:
+    if PART_AXIS in jax.sharding.get_abstract_mesh().axis_names and x.dtype in _WIDER:
+        return jax.lax.psum(x.astype(_WIDER[x.dtype]), TOWER_AXIS).astype(x.dtype)
+    return jax.lax.psum(x, TOWER_AXIS)
+
+
+# XLA sums these as the wider ones, the first on CPUs, the others on GPUs. In a mesh that is mapped in part it ends the
+# process at the attempt ("Invalid binary instruction opcode copy", up to jax 0.12), so there the sums begin that way.
+_WIDER = {
+    jnp.dtype(jnp.bfloat16): jnp.float32,
+    jnp.dtype(jnp.int16): jnp.int32,
+    jnp.dtype(jnp.uint16): jnp.uint32,
+}
 
 
 # What algorithms are made of. `groups` are lists of towers, of one size and every tower in one of them; a tower works
