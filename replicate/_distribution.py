@@ -11,7 +11,6 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from jax.tree_util import DictKey
 
-from estimator._indexed_slices import is_slices
 from estimator._placement import Placement
 from estimator._spread import PART_AXIS
 from replicate._devices import find_devices
@@ -152,19 +151,15 @@ class InParts(Mirrored):
         return jax.lax.with_sharding_constraint(tree, self.state(tree))
 
     def whole(self, gradients: Any) -> Any:
-        """Cut as their variables are, which is evenly: see `lone_tower` for what else the optimizer might add up."""
-
-        def placed(path: Any, leaf: Any) -> Any:
-            if is_slices(leaf):
-                rows = [PartitionSpec(None, *[PartitionSpec.UNCONSTRAINED] * (x.ndim - 1)) for x in jax.tree.leaves(leaf)]
-                homes = [NamedSharding(self._mesh, spec) for spec in rows]
-                return jax.lax.with_sharding_constraint(leaf, jax.tree.unflatten(jax.tree.structure(leaf), homes))
-            return jax.lax.with_sharding_constraint(leaf, self._home(path, leaf))
-
-        return jax.tree_util.tree_map_with_path(placed, gradients, is_leaf=is_slices)
+        return gradients  # which are cut already, where their variables are
 
     def cut(self, x: jax.Array, axis: int) -> jax.Array:
-        """An array of a program, cut over the devices of the tower."""
+        """An array of a program, cut over the devices of the tower where its dimension divides by them.
+
+        XLA could cut it unevenly, but ends the process, or counts the padding, at some scatters of such arrays.
+        """
+        if x.shape[axis] % self.parts:
+            return x
         # Within several towers jax knows the mesh, of which one axis is mapped; a single one is not mapped.
         inside = PART_AXIS in jax.sharding.get_abstract_mesh().axis_names
         return jax.lax.with_sharding_constraint(

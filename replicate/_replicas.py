@@ -101,9 +101,7 @@ class Replicas:
         if separate:
             same = with_gradients(same, gradients)
         elif isinstance(self.placement, Mirrored):
-            known = isinstance(self.placement, InParts)
-            placement = self.placement.with_partitions(ran[-1].partitions) if known else self.placement
-            same = dataclasses.replace(same, train_op=placement.whole(same.train_op))
+            same = dataclasses.replace(same, train_op=self.placement.whole(same.train_op))
         keep_names(frame, ran[-1])
         frame.assigned.update(written)
         if flags is not None:
@@ -207,9 +205,9 @@ class Replicas:
         return self._readable(self._join(specs, [size for _, _, size in parts]))
 
     def _merged(self, own: PyTree, towers: int) -> PyTree:
-        if isinstance(self.placement, InParts):
+        if isinstance(self.placement, InParts):  # what merges metrics may be a scatter: see `lone_tower`
             predictions, metrics, *others = own
-            own = predictions, self.placement.gathered(metrics), *others  # what merges them may be a scatter
+            own = predictions, self.placement.gathered(metrics), *others
         return merged(own, towers)
 
     def _readable(self, spec: EstimatorSpec) -> EstimatorSpec:
