@@ -154,7 +154,12 @@ class InParts(Mirrored):
         return gradients  # which are cut already, where their variables are
 
     def cut(self, x: jax.Array, axis: int) -> jax.Array:
-        """An array of a program, cut over the devices of the tower."""
+        """An array of a program, cut over the devices of the tower where its dimension divides by them.
+
+        XLA could cut it unevenly, but ends the process, or counts the padding, at some scatters of such arrays.
+        """
+        if x.shape[axis] % self.parts:
+            return x
         # Within several towers jax knows the mesh, of which one axis is mapped; a single one is not mapped.
         inside = PART_AXIS in jax.sharding.get_abstract_mesh().axis_names
         return jax.lax.with_sharding_constraint(

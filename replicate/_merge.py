@@ -159,7 +159,8 @@ def summed(
     gradients, (same, assigned, added) = total(gradients, (same, assigned, outcome.added), ops)
     same = with_gradients(same, gradients)
     # A sum of booleans is an integer.
-    assigned = jax.tree.map(lambda x, like: x.astype(like.dtype), assigned, outcome.assigned)
+    written_to = outcome.assigned, outcome.added
+    assigned, added = jax.tree.map(lambda x, like: x.astype(like.dtype), (assigned, added), written_to)
     return same, written(Outcome(outcome.spec, assigned, added), variables)
 
 

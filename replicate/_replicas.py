@@ -32,7 +32,7 @@ from replicate._merge import (
 )
 from replicate._rows import take_rows
 from replicate._tower_optimizer import TowerOptimizer
-from replicate._towers import cross_tower_mean, num_towers, tower_index, tower_map
+from replicate._towers import cross_tower_mean, lone_tower, num_towers, tower_index, tower_map
 from replicate.cross_tower_ops import CrossTowerOps
 
 Call = Callable[[PyTree], EstimatorSpec]
@@ -71,7 +71,7 @@ class Replicas:
             spec = dataclasses.replace(spec, train_op=_taken(spec), reported=started.reported)
             return (spec, started.variables, started.slots), None
 
-        (spec, variables, slots), _ = tower_map(tower, self.devices[:1])(frame.key, batch)
+        (spec, variables, slots), _ = lone_tower(tower, self.devices)(frame.key, batch)
         frame.variables.update(variables)
         frame.slots.update(slots)
         keep_names(frame, ran[0])
@@ -106,7 +106,7 @@ class Replicas:
         frame.assigned.update(written)
         if flags is not None:
             same = dataclasses.replace(same, train_op=marked(same.train_op, flags))
-        return self._readable(together(same, merged(own, len(self.devices))))
+        return self._readable(together(same, self._merged(own, len(self.devices))))
 
     def run_tower(
         self,
@@ -191,8 +191,9 @@ class Replicas:
                 same, own = apart(outcome.spec, scale)
                 return total([], (same, seen), self.ops)[1], own
 
-            (same, totals), own = tower_map(tower, devices)(_start(frame), mine)
-            return same, totals, merged(own, len(devices))
+            mapped = tower_map(tower, devices) if len(devices) == towers else lone_tower(tower, self.devices)
+            (same, totals), own = mapped(_start(frame), mine)
+            return same, totals, self._merged(own, len(devices))
 
         ran: list[Frame] = []
         results = [run_part(part, None) for part in parts]
@@ -202,6 +203,12 @@ class Replicas:
         keep_names(frame, ran[-1])
         specs = [together(same, own) for same, _, own in results]
         return self._readable(self._join(specs, [size for _, _, size in parts]))
+
+    def _merged(self, own: PyTree, towers: int) -> PyTree:
+        if isinstance(self.placement, InParts):  # what merges metrics may be a scatter: see `lone_tower`
+            predictions, metrics, *others = own
+            own = predictions, self.placement.gathered(metrics), *others
+        return merged(own, towers)
 
     def _readable(self, spec: EstimatorSpec) -> EstimatorSpec:
         """The spec with what every process reads whole in each."""

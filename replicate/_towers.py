@@ -42,7 +42,7 @@ def tower_map(
       its first dimension.
     """
     if len(devices) == 1:
-        return _one_tower(fn)
+        return lone_tower(fn, devices)
 
     def split(x: Any) -> Any:
         return split_rows(x, len(devices))
@@ -54,6 +54,28 @@ def tower_map(
         return _over_processes(fn, devices)
     mapped = jax.pmap(fn, axis_name=TOWER_AXIS, in_axes=(None, 0), out_axes=(None, 0), devices=devices)
     return lambda shared, batch: mapped(shared, jax.tree.map(split, batch, is_leaf=is_sparse))
+
+
+def lone_tower(
+    fn: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]], devices: Sequence[Any]
+) -> Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]:
+    """Runs `fn(shared, batch) -> (same, own)` on a whole batch, as a single tower would, in a program of all `devices`.
+
+    Towers of several devices do it each by itself. Left to itself, XLA cuts the rows over the towers where the results
+    are joined with those of several towers. Where that is uneven, its scatters count the padding, or lose rows, since
+    the cut is over a part of the mesh (seen up to jax 0.12; `tests/test_wide_towers_law.py`).
+
+    Args:
+      fn: as for `tower_map`.
+      devices: of all towers in the program.
+    """
+    alone = _one_tower(fn)
+    if len(devices) == 1 or not isinstance(devices[0], tuple):
+        return alone
+    whole = PartitionSpec()
+    return jax.shard_map(
+        alone, mesh=tower_mesh(devices), in_specs=whole, out_specs=whole, axis_names={TOWER_AXIS}, check_vma=False
+    )
 
 
 def _over_processes(
@@ -188,13 +210,28 @@ def cross_tower_concatenate(x: PyTree) -> PyTree:
 
 def _packed_sum(leaves: list[jax.Array]) -> list[jax.Array]:
     if len(leaves) == 1:
-        return [jax.lax.psum(leaves[0], TOWER_AXIS)]
-    packed = jax.lax.psum(jnp.concatenate([leaf.ravel() for leaf in leaves]), TOWER_AXIS)
+        return [_one_sum(leaves[0])]
+    packed = _one_sum(jnp.concatenate([leaf.ravel() for leaf in leaves]))
     sums, start = [], 0
     for leaf in leaves:
         sums.append(packed[start : start + leaf.size].reshape(leaf.shape))
         start += leaf.size
     return sums
+
+
+def _one_sum(x: jax.Array) -> jax.Array:
+    if PART_AXIS in jax.sharding.get_abstract_mesh().axis_names and x.dtype in _WIDER:
+        return jax.lax.psum(x.astype(_WIDER[x.dtype]), TOWER_AXIS).astype(x.dtype)
+    return jax.lax.psum(x, TOWER_AXIS)
+
+
+# XLA sums these as the wider ones, the first on CPUs, the others on GPUs. In a mesh that is mapped in part it ends the
+# process at the attempt ("Invalid binary instruction opcode copy", up to jax 0.12), so there the sums begin that way.
+_WIDER = {
+    jnp.dtype(jnp.bfloat16): jnp.float32,
+    jnp.dtype(jnp.int16): jnp.int32,
+    jnp.dtype(jnp.uint16): jnp.uint32,
+}
 
 
 # What algorithms are made of. `groups` are lists of towers, of one size and every tower in one of them; a tower works
