@@ -25,7 +25,8 @@ def steps_that_fit(step: Any, platform: str, *args: Any) -> int:
     traced = step.trace(*args)
     if _has_loop(traced.jaxpr.jaxpr):
         return 1
-    flops = max(1.0, float(traced.lower().cost_analysis()["flops"]))
+    counted = traced.lower().cost_analysis() or {}  # without what the step has none of
+    flops = max(1.0, float(counted.get("flops", 0.0)))
     return max(1, int(_FLOPS_PER_PROGRAM.get(platform, _FLOPS_ON_ACCELERATORS) / flops))
 
 
