@@ -19,7 +19,7 @@ from estimator._frame import PyTree
 from estimator._input import Batches, batches, call_input_fn
 from estimator._learning_rates import saved_learning_rates
 from estimator._lockstep import first_batch
-from estimator._model_fn import ModelFn, bind
+from estimator._model_fn import ModelFn, bind, with_params
 from estimator._modes import ModeKeys
 from estimator._predict import PredictSteps, checked_keys, predict_batches, single_examples
 from estimator._preemption import ends_by_sigterm, interrupted_by_sigterm
@@ -102,6 +102,7 @@ class Estimator:
         self._config = config.replace(model_dir=chosen_dir(model_dir, config))
         self._params = copy.deepcopy({} if params is None else params)
         self._model_fn = model_fn
+        self._public_model_fn = with_params(model_fn, self._params)
         settings = as_settings(warm_start_from)
         self._model = transform(model_fn, self.params, self._config, donate=True)
         if params is None and needs_params(model_fn):
@@ -131,7 +132,9 @@ class Estimator:
 
     @property
     def model_fn(self) -> ModelFn:
-        return self._model_fn
+        """As in TensorFlow a function of `(features, labels, mode, config)` that has this Estimator's params already:
+        what another Estimator, `replicate_model_fn` or a model_fn of your own can build on."""
+        return self._public_model_fn
 
     @property
     def warm_start_report(self) -> WarmStartReport | None:

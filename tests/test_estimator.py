@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import inspect
 import os
 import pathlib
 import re
@@ -286,10 +287,23 @@ def test_params_are_copied(tmp_path):
 def test_properties(tmp_path):
     model_fn = Linear()
     estimator = make(tmp_path, model_fn, seed=3)
-    assert estimator.model_fn is model_fn
     assert estimator.config == est.RunConfig(model_dir=str(tmp_path), seed=3, save_checkpoints_steps=1000)
     assert est.Estimator(model_fn, tmp_path).config == est.RunConfig(model_dir=str(tmp_path))
     assert model_fn.modes == []
+
+
+def test_model_fn_has_the_params_already(tmp_path):
+    def model_fn(features, mode, params, config):
+        params["factor"] *= config.seed  # its own copy
+        return est.EstimatorSpec(mode, predictions=features * params["factor"])
+
+    first = make(tmp_path, model_fn, params={"factor": 2.0}, seed=3)
+    assert list(inspect.signature(first.model_fn).parameters) == ["features", "labels", "mode", "config"]
+    again = make(tmp_path, first.model_fn, seed=5)
+    assert [list(e.predict(lambda: X[:1, 1])) for e in (first, again)] == [[6.0], [10.0]]
+    assert again.params == {}
+    with pytest.raises(ValueError, match="does not include params argument"):
+        make(tmp_path, first.model_fn, params={"factor": 4.0})
 
 
 def test_a_config_of_a_subclass_is_kept_and_logged(tmp_path, messages):
