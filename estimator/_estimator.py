@@ -381,9 +381,9 @@ class Estimator:
 
         As in TensorFlow, the folder is called by the time in seconds, and appears under this name when it is whole.
         It holds a program for each entry of `export_outputs`, made by `jax.export` for one device and batches of any
-        size, the weights, a `metadata.json`, and a `README.md` with the few lines that load it by jax and numpy
-        alone. jax reads programs for at least six months after they were exported; keep the checkpoint too. Of several
-        processes all call it, process 0 writes, and all get the path.
+        size, the weights, a `metadata.json`, checksums, which `est.load_exported` looks at, and a `README.md` with the
+        few lines that load it by jax and numpy alone. jax reads programs for at least six months after they were
+        exported; keep the checkpoint too. Of several processes all call it, process 0 writes, and all get the path.
         Random keys are those of `predict`, the same ones for every batch.
 
         Args:
