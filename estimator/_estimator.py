@@ -79,7 +79,8 @@ class Estimator:
       config: a `RunConfig`.
       params: passed on to model_fn and input_fn; copied.
       warm_start_from: where variables get their first values from, as long as the model_dir has no checkpoint: a
-        `WarmStartSettings`, or a model_dir or the path of a checkpoint, for all trainable variables.
+        `WarmStartSettings`, or, for all trainable variables, a model_dir, the path of a checkpoint, or that of an
+        exported model.
 
     Raises:
       ValueError: no model_fn, one with other arguments, two different model_dirs, or a config or warm_start_from of
