@@ -132,6 +132,17 @@ def test_a_tuple_as_a_key_is_joined(model_dir, tmp_path):
     assert sorted(model(X)) == ["head/y", "head/z/a"]
 
 
+def test_the_fields_of_a_named_tuple_are_names_of_outputs(model_dir, tmp_path):
+    def model_fn(features):
+        return est.EstimatorSpec("infer", predictions=Point(features, {"a": 2 * features}))
+
+    for outputs in (None, ["x", "y/a"]):
+        path = exported(model_fn, model_dir, tmp_path, X, outputs=outputs)
+        got = est.load_exported(path)(X)
+        assert sorted(got) == ["x", "y/a"]
+        np.testing.assert_array_equal(got["y/a"], 2 * got["x"])
+
+
 def test_unknown_signatures_are_an_error(model):
     with pytest.raises(ValueError, match=r"has no signature 'predict'; it has \['serving_default'\]\."):
         model(features(), "predict")
