@@ -113,6 +113,7 @@ class Estimator:
         )
         self._goes_on = True  # from a checkpoint of another process, or of a training that failed
         self._programs: Programs | None = None  # made for the first batch
+        self._compiled: set[ModeKeys] = set()
         self._eval_steps = EvalSteps(self._model)
         self._predict_steps = PredictSteps(self._model)
         self._states = States(self._model, self._config.seed, settings)
@@ -209,6 +210,7 @@ class Estimator:
         if first is None:
             logging.warning("Training with estimator made no steps. Perhaps input is empty or misspecified.")
             return self
+        self._tell_compiling(ModeKeys.TRAIN)
         if self._programs is None:
             self._programs = Programs(self._model, *first)
         if team is not None:
@@ -313,6 +315,7 @@ class Estimator:
                 "`evaluate` got no batch from input_fn. Check that it starts anew at each call; a generator made "
                 "outside of input_fn is empty the second time."
             )
+        self._tell_compiling(ModeKeys.EVAL)
         context = Context(ModeKeys.EVAL, self.model_dir, team=team)
         traits = self._model.traits(*first, mode=ModeKeys.EVAL)
         context.output_dir, context.reported = self.eval_dir(name), traits.reported
@@ -479,6 +482,12 @@ class Estimator:
         _checkpoint.names(checkpoint_path)  # raises where it is none
         return checkpoint_path
 
+    def _tell_compiling(self, mode: ModeKeys) -> None:
+        """Says once that the first batch of a mode takes longer: on some machines a minute."""
+        if mode not in self._compiled:
+            self._compiled.add(mode)
+            logging.info("Calling model_fn in mode %r and compiling it; the first batch takes longer.", str(mode))
+
     def _batches(self, input_fn: InputFn, mode: ModeKeys) -> Batches:
         return batches(call_input_fn(input_fn, mode, self.params, self._config))
 
@@ -490,6 +499,7 @@ class Estimator:
             first = rest.peek()
         if first is None:
             return
+        self._tell_compiling(ModeKeys.PREDICT)
         context = Context(ModeKeys.PREDICT, self.model_dir)
         traits = self._model.traits(first[0], mode=ModeKeys.PREDICT)
         context.reported = traits.reported

@@ -95,7 +95,7 @@ class RunConfig:
       keep_checkpoint_every_n_hours: of the checkpoints that `keep_checkpoint_max` would remove, the first stays, and
         each that is so many hours younger than the last that stayed; None: none of them.
       log_step_count_steps: log loss, steps per second and learning rates (of optimizers under
-        `optax.inject_hyperparams`) every so many steps; None never does.
+        `optax.inject_hyperparams`) after the first step, and every so many from there; None never does.
       steps_per_loop: how many train steps make one compiled program, at most: an int, a time such as "0.2s", or
         "auto": many small steps, few large ones. Small steps gain from it; convolutions on a CPU lose, since XLA runs
         them on one thread within a loop. No program passes a step at which a hook, a checkpoint or a summary is due,
