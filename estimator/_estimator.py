@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from absl import logging
@@ -39,6 +39,13 @@ from estimator.hooks._hook import Context, Hook
 from estimator.hooks._summary_saver import write_evaluation
 
 InputFn = Callable[..., Any]
+_EXPORT = "call `export_model(export_dir_base, example_features)`, and `est.load_exported` to run what it wrote"
+# TensorFlow's names of what is called otherwise here.
+_REPLACED = {
+    "export_savedmodel": _EXPORT,
+    "export_saved_model": _EXPORT,
+    "experimental_export_all_saved_models": _EXPORT,
+}
 
 
 class Estimator:
@@ -118,6 +125,13 @@ class Estimator:
         self._predict_steps = PredictSteps(self._model)
         self._states = States(self._model, self._config.seed, settings)
         logging.info("Using config: %s", self._config)
+
+    if not TYPE_CHECKING:  # which would take any name for an attribute
+
+        def __getattr__(self, name: str) -> Any:
+            if name in _REPLACED:
+                raise AttributeError(f"An Estimator has no `{name}`, as TensorFlow's has: {_REPLACED[name]}.")
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     @property
     def model_dir(self) -> str:

@@ -292,6 +292,32 @@ def test_properties(tmp_path):
     assert model_fn.modes == []
 
 
+@pytest.mark.parametrize(
+    ("owner", "name", "message"),
+    [
+        ("estimator", "export_savedmodel", "no `export_savedmodel`, as TensorFlow's has: call `export_model(export_di"),
+        (
+            "estimator",
+            "export_saved_model",
+            "as TensorFlow's has: call `export_model(export_dir_b",
+        ),
+        ("estimator", "trian", "'Estimator' object has no attribute 'trian'"),
+        (
+            "losses",
+            "get_regularization_loss",
+            "no `get_regularization_loss`: nothing collects losses here.",
+        ),
+        ("losses", "cosine_distance", "`est.losses` has no `cosine_distance`; it has Reduction, absolute_difference,"),
+        ("metrics", "f1_score", "`est.metrics` has no `f1_score`; it has Metric, accuracy, auc,"),
+    ],
+)
+def test_a_name_that_is_not_there_tells_what_is(tmp_path, owner, name, message):
+    owners = {"estimator": make(tmp_path), "losses": est.losses, "metrics": est.metrics}
+    with pytest.raises(AttributeError, match=re.escape(message)):
+        getattr(owners[owner], name)
+    assert copy.copy(owners["estimator"]).model_dir == str(tmp_path)
+
+
 def test_model_fn_has_the_params_already(tmp_path):
     def model_fn(features, mode, params, config):
         params["factor"] *= config.seed  # its own copy
