@@ -24,11 +24,11 @@ def steps_that_fit(step: Any, platform: str, *args: Any) -> int:
       *args: of the step; `jax.ShapeDtypeStruct`s will do.
     """
     traced = step.trace(*args)
-    needed, _ = dce_jaxpr(traced.jaxpr.jaxpr, [True] * len(traced.jaxpr.jaxpr.outvars))
-    if _has_loop(needed):  # what the model_fn shows is not computed here, and may have a loop of its own
+    jaxpr, _ = dce_jaxpr(traced.jaxpr.jaxpr, [True] * len(traced.jaxpr.jaxpr.outvars))
+    if _has_loop(jaxpr):  # what the model_fn shows is not computed here, and may have a loop of its own
         return 1
-    counted = traced.lower().cost_analysis() or {}  # without what the step has none of
-    flops = max(1.0, float(counted.get("flops", 0.0)))
+    cost = traced.lower().cost_analysis() or {}  # without the kinds of which there is nothing
+    flops = max(1.0, float(cost.get("flops", 0.0)))
     return max(1, int(_FLOPS_PER_PROGRAM.get(platform, _FLOPS_ON_ACCELERATORS) / flops))
 
 

@@ -93,9 +93,9 @@ def _find(device: jax.Device | str) -> jax.Device:
         index = int(match[2] or 0)
         if index < len(candidates):
             return candidates[index]
-    for known in (*jax.devices(), *_local_devices("cpu")):
-        if device in _names(known):
-            return known
+    for candidate in (*jax.devices(), *_local_devices("cpu")):
+        if device in _names(candidate):
+            return candidate
     there = [f"/{kind}:{i}" for kind in ("gpu", "tpu", "cpu") for i in range(len(_local_devices(kind)))]
     raise ValueError(f"There is no device {device!r}. The devices of this process are {', '.join(there)}.")
 

@@ -85,7 +85,7 @@ class DNNLinearCombinedEstimator(Estimator):
             columns = checked_columns(linear_feature_columns)
             rate = linear_learning_rate(_LINEAR_LEARNING_RATE, columns)
             linear = linear_logits_fn(caller, units, columns, linear_sparse_combiner)
-            parts.append((_shown(linear), optimizer_fn(caller, linear_optimizer, rate, from_zeros=True)))
+            parts.append((_showing(linear), optimizer_fn(caller, linear_optimizer, rate, from_zeros=True)))
 
         def model_fn(features: PyTree, labels: PyTree, mode: str) -> EstimatorSpec:
             trainable = current_frame(caller).trainable
@@ -103,8 +103,8 @@ class DNNLinearCombinedEstimator(Estimator):
         super().__init__(model_fn, model_dir, config, warm_start_from=warm_start_from)
 
 
-def _shown(linear: Callable[[PyTree], jax.Array]) -> Callable[[PyTree, str], jax.Array]:
-    """The logits of a linear model, which training shows beside the layers of the network."""
+def _showing(linear: Callable[[PyTree], jax.Array]) -> Callable[[PyTree, str], jax.Array]:
+    """The same logits, which training then shows beside the layers of the network."""
 
     def logits_fn(features: PyTree, mode: str) -> jax.Array:
         del mode

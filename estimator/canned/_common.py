@@ -81,7 +81,7 @@ def _rule(caller: str, name: str, learning_rate: float, from_zeros: bool) -> opt
         )
     if not from_zeros:
         raise ValueError(
-            f"`{caller}` cannot train a network by {_FTRL!r}, which optax has not. Near to it is "
+            f"`{caller}` cannot train a network by {_FTRL!r}, which optax does not have. Near to it is "
             f"`optimizer=est.Optimizer(optax.adagrad({learning_rate}, initial_accumulator_value=0.1))`, which takes "
             "the same steps where variables begin as zeros."
         )

@@ -165,8 +165,12 @@ def _show_weights(frame: Frame) -> None:
     """Shows what TensorFlow shows of a linear model in TRAIN."""
     prefix = "/".join((*frame.scope, "linear_model", ""))
     # Not by `read_variable`: whoever has seen a large table whole has a dense gradient of it.
-    found = {name: jax.lax.stop_gradient(value) for name, value in frame.variables.items() if name.startswith(prefix)}
-    bias = found.pop(f"{prefix}bias_weights")
-    zeros = lambda: sum((x == 0).sum() for x in found.values()) / sum(x.size for x in found.values())  # noqa: E731
+    weights = {name: jax.lax.stop_gradient(value) for name, value in frame.variables.items() if name.startswith(prefix)}
+    bias = weights.pop(f"{prefix}bias_weights")
+
+    def fraction_of_zeros() -> Scalar:
+        zeros, size = sum((x == 0).sum() for x in weights.values()), sum(x.size for x in weights.values())
+        return Scalar(zeros / size, summary=True)
+
     report_in_training("bias", lambda: Scalar(bias[0], summary=True) if bias.size == 1 else Histogram.of(bias))
-    report_in_training("fraction_of_zero_weights", lambda: Scalar(zeros(), summary=True))
+    report_in_training("fraction_of_zero_weights", fraction_of_zeros)
