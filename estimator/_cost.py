@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 from jax.extend.core import Jaxpr, jaxprs_in_params
+from jax.interpreters.partial_eval import dce_jaxpr
 
 # A program takes the host some 50 us to start. It is to be little beside what the devices do in it: a CPU core makes
 # some 1e11 operations per second, an accelerator a hundred times as many.
@@ -23,9 +24,11 @@ def steps_that_fit(step: Any, platform: str, *args: Any) -> int:
       *args: of the step; `jax.ShapeDtypeStruct`s will do.
     """
     traced = step.trace(*args)
-    if _has_loop(traced.jaxpr.jaxpr):
+    jaxpr, _ = dce_jaxpr(traced.jaxpr.jaxpr, [True] * len(traced.jaxpr.jaxpr.outvars))
+    if _has_loop(jaxpr):  # what the model_fn shows is not computed here, and may have a loop of its own
         return 1
-    flops = max(1.0, float(traced.lower().cost_analysis()["flops"]))
+    cost = traced.lower().cost_analysis() or {}  # without the kinds of which there is nothing
+    flops = max(1.0, float(cost.get("flops", 0.0)))
     return max(1, int(_FLOPS_PER_PROGRAM.get(platform, _FLOPS_ON_ACCELERATORS) / flops))
 
 

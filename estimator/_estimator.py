@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from absl import logging
@@ -19,7 +19,7 @@ from estimator._frame import PyTree
 from estimator._input import Batches, batches, call_input_fn
 from estimator._learning_rates import saved_learning_rates
 from estimator._lockstep import first_batch
-from estimator._model_fn import ModelFn, bind
+from estimator._model_fn import ModelFn, bind, with_params
 from estimator._modes import ModeKeys
 from estimator._predict import PredictSteps, checked_keys, predict_batches, single_examples
 from estimator._preemption import ends_by_sigterm, interrupted_by_sigterm
@@ -39,6 +39,13 @@ from estimator.hooks._hook import Context, Hook
 from estimator.hooks._summary_saver import write_evaluation
 
 InputFn = Callable[..., Any]
+_EXPORT = "call `export_model(export_dir_base, example_features)`, and `est.load_exported` to run what it wrote"
+# TensorFlow's names of what is called otherwise here.
+_REPLACED = {
+    "export_savedmodel": _EXPORT,
+    "export_saved_model": _EXPORT,
+    "experimental_export_all_saved_models": _EXPORT,
+}
 
 
 class Estimator:
@@ -79,7 +86,8 @@ class Estimator:
       config: a `RunConfig`.
       params: passed on to model_fn and input_fn; copied.
       warm_start_from: where variables get their first values from, as long as the model_dir has no checkpoint: a
-        `WarmStartSettings`, or a model_dir or the path of a checkpoint, for all trainable variables.
+        `WarmStartSettings`, or, for all trainable variables, a model_dir, the path of a checkpoint, or that of an
+        exported model.
 
     Raises:
       ValueError: no model_fn, one with other arguments, two different model_dirs, or a config or warm_start_from of
@@ -102,6 +110,7 @@ class Estimator:
         self._config = config.replace(model_dir=chosen_dir(model_dir, config))
         self._params = copy.deepcopy({} if params is None else params)
         self._model_fn = model_fn
+        self._public_model_fn = with_params(model_fn, self._params)
         settings = as_settings(warm_start_from)
         self._model = transform(model_fn, self.params, self._config, donate=True)
         if params is None and needs_params(model_fn):
@@ -111,10 +120,18 @@ class Estimator:
         )
         self._goes_on = True  # from a checkpoint of another process, or of a training that failed
         self._programs: Programs | None = None  # made for the first batch
+        self._compiled: set[ModeKeys] = set()
         self._eval_steps = EvalSteps(self._model)
         self._predict_steps = PredictSteps(self._model)
         self._states = States(self._model, self._config.seed, settings)
         logging.info("Using config: %s", self._config)
+
+    if not TYPE_CHECKING:  # which would take any name for an attribute
+
+        def __getattr__(self, name: str) -> Any:
+            if name in _REPLACED:
+                raise AttributeError(f"An Estimator has no `{name}`, as TensorFlow's has: {_REPLACED[name]}.")
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     @property
     def model_dir(self) -> str:
@@ -131,7 +148,9 @@ class Estimator:
 
     @property
     def model_fn(self) -> ModelFn:
-        return self._model_fn
+        """As in TensorFlow a function of `(features, labels, mode, config)` that has this Estimator's params already:
+        what another Estimator, `replicate_model_fn` or a model_fn of your own can build on."""
+        return self._public_model_fn
 
     @property
     def warm_start_report(self) -> WarmStartReport | None:
@@ -205,6 +224,7 @@ class Estimator:
         if first is None:
             logging.warning("Training with estimator made no steps. Perhaps input is empty or misspecified.")
             return self
+        self._tell_compiling(ModeKeys.TRAIN)
         if self._programs is None:
             self._programs = Programs(self._model, *first)
         if team is not None:
@@ -309,6 +329,7 @@ class Estimator:
                 "`evaluate` got no batch from input_fn. Check that it starts anew at each call; a generator made "
                 "outside of input_fn is empty the second time."
             )
+        self._tell_compiling(ModeKeys.EVAL)
         context = Context(ModeKeys.EVAL, self.model_dir, team=team)
         traits = self._model.traits(*first, mode=ModeKeys.EVAL)
         context.output_dir, context.reported = self.eval_dir(name), traits.reported
@@ -378,9 +399,9 @@ class Estimator:
 
         As in TensorFlow, the folder is called by the time in seconds, and appears under this name when it is whole.
         It holds a program for each entry of `export_outputs`, made by `jax.export` for one device and batches of any
-        size, the weights, a `metadata.json`, and a `README.md` with the few lines that load it by jax and numpy
-        alone. jax reads programs for at least six months after they were exported; keep the checkpoint too. Of several
-        processes all call it, process 0 writes, and all get the path.
+        size, the weights, a `metadata.json`, checksums, which `est.load_exported` looks at, and a `README.md` with the
+        few lines that load it by jax and numpy alone. jax reads programs for at least six months after they were
+        exported; keep the checkpoint too. Of several processes all call it, process 0 writes, and all get the path.
         Random keys are those of `predict`, the same ones for every batch.
 
         Args:
@@ -475,6 +496,12 @@ class Estimator:
         _checkpoint.names(checkpoint_path)  # raises where it is none
         return checkpoint_path
 
+    def _tell_compiling(self, mode: ModeKeys) -> None:
+        """Says once that the first batch of a mode takes longer: on some machines a minute."""
+        if mode not in self._compiled:
+            self._compiled.add(mode)
+            logging.info("Calling model_fn in mode %r and compiling it; the first batch takes longer.", str(mode))
+
     def _batches(self, input_fn: InputFn, mode: ModeKeys) -> Batches:
         return batches(call_input_fn(input_fn, mode, self.params, self._config))
 
@@ -486,6 +513,7 @@ class Estimator:
             first = rest.peek()
         if first is None:
             return
+        self._tell_compiling(ModeKeys.PREDICT)
         context = Context(ModeKeys.PREDICT, self.model_dir)
         traits = self._model.traits(first[0], mode=ModeKeys.PREDICT)
         context.reported = traits.reported

@@ -5,6 +5,7 @@ An exported folder holds
     metadata.json               features, signatures, weights, global_step, platforms, versions
     weights.npz                 one array per variable, and "global_step" and "key"
     <signature>.jaxexport       `program(weights, features) -> {name: array}`, serialized by jax
+    checksums.json              the SHA-256 of each of these files, and of the assets
     README.md                   how to load it without this library
     assets.extra/               what the caller gave
 
@@ -37,6 +38,7 @@ from jax.experimental.sparse import JAXSparse
 
 from estimator import _checkpoint
 from estimator._batch import abstract, check_batch
+from estimator._export_folder import FORMAT, METADATA_FILE, README_FILE, WEIGHTS_FILE, write_checksums
 from estimator._export_outputs import check_rows, checked_outputs, chosen, only_needed
 from estimator._frame import Frame, PyTree
 from estimator._gradients import run
@@ -45,9 +47,6 @@ from estimator._modes import ModeKeys
 from estimator._transform import State
 from estimator.export import DEFAULT_SIGNATURE, ExportOutput, PredictOutput
 
-FORMAT = "estimator export 1"
-METADATA_FILE = "metadata.json"
-WEIGHTS_FILE = "weights.npz"
 ASSETS_DIR = "assets.extra"
 _EXPORT = re.compile(r"\d{10}")
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
@@ -167,10 +166,11 @@ def write_export(base: str | os.PathLike[str], call: ModelFn, state: State, opti
             path = os.path.join(folder, ASSETS_DIR, destination)
             os.makedirs(os.path.dirname(path), exist_ok=True)
             shutil.copy(source, path)
-        with open(os.path.join(folder, "README.md"), "w", encoding="utf-8") as file:
+        with open(os.path.join(folder, README_FILE), "w", encoding="utf-8") as file:
             file.write(_readme(features, options.batch_size))
         with open(os.path.join(folder, METADATA_FILE), "w", encoding="utf-8") as file:
             json.dump(metadata, file, indent=1)
+        write_checksums(folder)
 
     path = _new_folder(os.fspath(base), fill)
     logging.info("Exported %s at step %d to %s", ", ".join(programs), metadata["global_step"], path)

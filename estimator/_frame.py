@@ -162,6 +162,12 @@ def current_frame(caller: str) -> Frame:
     return _stack.frames[-1]
 
 
+def innermost_frame() -> Frame | None:
+    """The frame of the run that is going on, if one is."""
+    return _stack.frames[-1] if _stack.frames else None
+
+
 def average_denominator(denominator: jax.Array) -> jax.Array:
     """The denominator that a mean loss divides by: averaged over towers, where there are towers."""
-    return _stack.frames[-1].average_denominator(denominator) if _stack.frames else denominator
+    frame = innermost_frame()
+    return denominator if frame is None else frame.average_denominator(denominator)

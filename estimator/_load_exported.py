@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from typing import Any
 
@@ -11,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import export
 
-from estimator._export_model import FORMAT, METADATA_FILE, WEIGHTS_FILE, named
+from estimator._export_folder import METADATA_FILE, ExportFolder, find_export
+from estimator._export_model import named
 from estimator._frame import PyTree
 from estimator.export import DEFAULT_SIGNATURE
 
@@ -32,24 +32,17 @@ class ExportedModel:
     """
 
     def __init__(self, path: str) -> None:
+        folder = ExportFolder(path)
         self.path = path
-        with open(os.path.join(path, METADATA_FILE), encoding="utf-8") as file:
-            self.metadata: dict[str, Any] = json.load(file)
-        if not isinstance(self.metadata, dict) or self.metadata.get("format") != FORMAT:
-            raise ValueError(
-                f"{os.path.join(path, METADATA_FILE)} is not that of an exported model of this version: its format "
-                f"must be {FORMAT!r}. Export the model again."
-            )
+        self.metadata: dict[str, Any] = folder.metadata
         self.signatures: tuple[str, ...] = tuple(self.metadata["signatures"])
-        programs = {name: self._read(entry["file"]) for name, entry in self.metadata["signatures"].items()}
+        programs = {name: self._program(folder, entry["file"]) for name, entry in self.metadata["signatures"].items()}
         first = programs[DEFAULT_SIGNATURE]
         _check_process(path, first)
         structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in first.in_avals]
         (_, self.features), _ = jax.tree.unflatten(first.in_tree, structs)
         self._programs = {name: jax.jit(program.call) for name, program in programs.items()}
-        with np.load(os.path.join(path, WEIGHTS_FILE)) as saved:
-            dtypes = {name: array["dtype"] for name, array in self.metadata["weights"].items()}
-            self._weights = jax.device_put({name: saved[name].view(dtype) for name, dtype in dtypes.items()})
+        self._weights = jax.device_put(folder.weights)
 
     def __call__(self, features: PyTree, signature: str = DEFAULT_SIGNATURE) -> dict[str, np.ndarray]:
         if signature not in self._programs:
@@ -62,11 +55,9 @@ class ExportedModel:
     def __repr__(self) -> str:
         return f"ExportedModel({self.path!r}, signatures={list(self.signatures)})"
 
-    def _read(self, name: str) -> export.Exported:
-        with open(os.path.join(self.path, name), "rb") as file:
-            serialized = bytearray(file.read())
+    def _program(self, folder: ExportFolder, name: str) -> export.Exported:
         try:
-            return export.deserialize(serialized)
+            return export.deserialize(folder.read(name))
         except Exception as e:  # of many kinds: the bytes are parsed
             raise ValueError(
                 f"jax {jax.__version__} cannot read {os.path.join(self.path, name)}, which jax "
@@ -102,21 +93,18 @@ def load_exported(path: str | os.PathLike[str]) -> ExportedModel:
       path: what `export_model` returned, or the directory it was given: the newest model in there is taken.
 
     Raises:
-      ValueError: there is no exported model, or it is for other platforms or dtypes than those of this process. When
-        called, the model raises it for an unknown signature, and for features that have other names, shapes or dtypes.
+      ValueError: there is no exported model, one of its files is missing or damaged, or it is for other platforms or
+        dtypes than those of this process. When called, the model raises it for an unknown signature, and for features
+        that have other names, shapes or dtypes.
     """
     base = os.fspath(path)
-    if os.path.isfile(os.path.join(base, METADATA_FILE)):
-        return ExportedModel(base)
-    inside = os.listdir(base) if os.path.isdir(base) else []
-    for number in sorted((int(name) for name in inside if name.isdecimal()), reverse=True):
-        newest = os.path.join(base, str(number))
-        if os.path.isfile(os.path.join(newest, METADATA_FILE)):
-            return ExportedModel(newest)
-    raise ValueError(
-        f"There is no exported model at {base}: neither a {METADATA_FILE} nor a folder called by a number that has "
-        "one. Give what `Estimator.export_model` returned, or the directory it was given."
-    )
+    folder = find_export(base)
+    if folder is None:
+        raise ValueError(
+            f"There is no exported model at {base}: neither a {METADATA_FILE} nor a folder called by a number that has "
+            "one. Give what `Estimator.export_model` returned, or the directory it was given."
+        )
+    return ExportedModel(folder)
 
 
 def _check_process(path: str, program: export.Exported) -> None:

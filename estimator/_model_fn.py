@@ -68,6 +68,15 @@ def bind(model_fn: ModelFn, params: Any = None, config: Any = None) -> ModelFn:
     return call
 
 
+def with_params(model_fn: ModelFn, params: Any) -> ModelFn:
+    """The model_fn as a function of `(features, labels, mode, config)`: params are the ones given here."""
+
+    def call(features: PyTree, labels: PyTree, mode: str, config: Any) -> EstimatorSpec:
+        return bind(model_fn, params, config)(features, labels, ModeKeys(mode))
+
+    return call
+
+
 def _own_copy(params: Any) -> Any:
     """A copy that shares arrays: to copy these would become a part of the compiled program."""
     return copy.deepcopy(params, {id(x): x for x in jax.tree.leaves(params) if isinstance(x, jax.Array)})

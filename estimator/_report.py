@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from estimator._frame import current_frame, current_trace
+from estimator._frame import current_frame, current_trace, innermost_frame
+from estimator._modes import ModeKeys
 
 
 class Report:
@@ -34,16 +35,20 @@ class Scalar(Report):
     Attributes:
       value: scalar array.
       summary: whether it goes into the event files.
+      is_sum: whether it is a sum over examples: of several towers the sum.
     """
 
     value: Any
     summary: bool = dataclasses.field(default=False, metadata={"static": True})
+    is_sum: bool = dataclasses.field(default=False, metadata={"static": True})
 
     def as_value(self) -> Any:
         return self.value.item()
 
     def merged(self, others: Sequence[Scalar], rows: Sequence[int]) -> Scalar:
         parts = [self, *others]
+        if self.is_sum:
+            return dataclasses.replace(self, value=sum(part.value for part in parts))
         if jnp.issubdtype(self.value.dtype, jnp.inexact):
             total = sum(part.value * (n / sum(rows)) for part, n in zip(parts, rows, strict=True))
             return dataclasses.replace(self, value=total)
@@ -177,3 +182,14 @@ def report(caller: str, name: str, value: Report) -> str:
         )
     frame.reported[full] = value
     return full
+
+
+def report_in_training(name: str, make: Callable[[], Report]) -> None:
+    """Reports what a ready-made part of a model shows by itself. It stays out of the way: it does nothing in other
+    modes, outside of a run, where the value is not known outside (see `report`), and where the name is taken."""
+    frame = innermost_frame()
+    if frame is None or frame.mode != ModeKeys.TRAIN or frame.trace != current_trace():
+        return
+    full = "/".join((*frame.scope, name))
+    if full not in frame.reported:
+        frame.reported[full] = make()

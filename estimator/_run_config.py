@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -33,6 +33,19 @@ _REPLACED = {
     "experimental_max_worker_delay_secs": _TOGETHER,
     "session_creation_timeout_secs": "call `replicate.initialize_distributed(timeout_secs=...)`",
     "checkpoint_save_graph_def": "leave it out: a checkpoint holds arrays alone",
+}
+# What can be read from TensorFlow's, and what tells it here.
+_READ = {
+    "tf_random_seed": "`seed`",
+    "task_type": "`is_chief`: all processes train and evaluate alike",
+    "task_id": "`process_index`",
+    "global_id_in_cluster": "`process_index`",
+    "num_worker_replicas": "`process_count`",
+    "num_ps_replicas": "nothing: there are no parameter servers",
+    "cluster_spec": "`process_count`; only `replicate.initialize_distributed` reads TF_CONFIG",
+    "master": "nothing: there are no sessions",
+    "evaluation_master": "nothing: there are no sessions",
+    "service": "nothing: only `replicate.initialize_distributed` reads TF_CONFIG",
 }
 
 
@@ -82,7 +95,7 @@ class RunConfig:
       keep_checkpoint_every_n_hours: of the checkpoints that `keep_checkpoint_max` would remove, the first stays, and
         each that is so many hours younger than the last that stayed; None: none of them.
       log_step_count_steps: log loss, steps per second and learning rates (of optimizers under
-        `optax.inject_hyperparams`) every so many steps; None never does.
+        `optax.inject_hyperparams`) after the first step, and every so many from there; None never does.
       steps_per_loop: how many train steps make one compiled program, at most: an int, a time such as "0.2s", or
         "auto": many small steps, few large ones. Small steps gain from it; convolutions on a CPU lose, since XLA runs
         them on one thread within a loop. No program passes a step at which a hook, a checkpoint or a summary is due,
@@ -182,6 +195,13 @@ class RunConfig:
         # 0 means never, as None does: whoever reads the fields has one case to look at.
         object.__setattr__(self, "save_checkpoints_steps", steps or None)
         object.__setattr__(self, "save_checkpoints_secs", secs or None)
+
+    if not TYPE_CHECKING:  # which would take any name for an attribute
+
+        def __getattr__(self, name: str) -> Any:
+            if name in _READ:
+                raise AttributeError(f"RunConfig has no `{name}`, as TensorFlow's has; here it is {_READ[name]}.")
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     @property
     def is_chief(self) -> bool:

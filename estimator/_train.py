@@ -154,6 +154,9 @@ class Training:
         if self._clock is None:  # started after the first program, since compiling is no part of the rate
             seen.losses.block_until_ready()
             self._clock = context.clock = context.global_step, time.monotonic()
+            if (self.config.log_step_count_steps or 1) > 1:  # else it is logged with the others, or not at all
+                first = context.global_step - run.steps + 1
+                self._log([first], first, *_of_steps(self._losses))
         return seen, reported
 
     def _look(self, but: int = 0) -> None:
@@ -178,7 +181,13 @@ class Training:
         self._last_loss = losses[-1]
         every = self.config.log_step_count_steps
         if every and step - self._logged_step >= every:
-            self._log(losses, rates, step, every)
+            now = time.monotonic()
+            since, start = self._clock or (step, now)
+            rate = f" ({(step - since) / (now - start):.4g} steps/sec)" if step > since else ""
+            self._clock = step, now
+            due = range(self._logged_step + every, step + 1, every)  # some may lie within a program of several
+            self._log(due, step - len(losses) + 1, losses, rates, rate)
+            self._logged_step = due[-1]
 
     def _found_nan(self, step: int) -> None:
         advice = (
@@ -192,18 +201,15 @@ class Training:
         self._ended_by_nan = self.context.found_nan = True
         self.context.request_stop("NaN loss")
 
-    def _log(self, losses: np.ndarray, rates: dict[str, np.ndarray], done: int, every: int) -> None:
-        """Logs those of the last steps that are due, up to `done`; they may lie within a program of several."""
-        now = time.monotonic()
-        step, since = self._clock or (done, now)
-        rate = f" ({(done - step) / (now - since):.4g} steps/sec)" if done > step else ""
+    def _log(
+        self, due: Sequence[int], first: int, losses: np.ndarray, rates: dict[str, np.ndarray], speed: str = ""
+    ) -> None:
+        """Logs some of the steps whose losses and learning rates these are, from the step `first` on."""
         with self._bar.external_write_mode():  # so that the line does not go into the bar
-            for due in range(self._logged_step + every, done + 1, every):
-                shown = "".join(f", {tag} = {of_steps[due - done - 1]:.6g}" for tag, of_steps in rates.items())
-                logging.info("loss = %.6g, step = %d%s%s", losses[due - done - 1], due, shown, rate)
-                self._logged_step = due
+            for step in due:
+                shown = "".join(f", {tag} = {of_steps[step - first]:.6g}" for tag, of_steps in rates.items())
+                logging.info("loss = %.6g, step = %d%s%s", losses[step - first], step, shown, speed)
         self._bar.set_postfix(loss=f"{losses[-1]:.4g}", refresh=False)
-        self._clock = done, now
 
     def _change(self, change: Callable[[Carry], Carry]) -> None:
         self._carry = change(self._carry)

@@ -196,19 +196,24 @@ class _Steps:
 
     # The pure functions: clean inputs, run in a fresh frame, collect.
 
-    def _pure_init(
-        self, key: jax.Array, features: PyTree, labels: PyTree, mode: ModeKeys
-    ) -> tuple[State, _Static, Any]:
+    def _pure_init(self, key: jax.Array, features: PyTree, labels: PyTree, mode: ModeKeys) -> tuple[State, _Static]:
         self._check(features, labels)
         step = jnp.zeros((), jnp.int32)
         frame = Frame(mode, {}, {}, key=key, global_step=step, initializing=True)
         with open_frame(frame):
             spec = self._call(features, labels, mode)
         placement = frame.placement or Placement()
-        found = _Static(
-            (placement, has_pending(spec.train_op), tuple(frame.trainable.items()), frame.on_nan, _hooks(spec))
+        # Of what is reported no more than the kinds: its values would be computed, and compiled, for nothing.
+        reported = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), {**spec.reported, **frame.reported})
+        found = (
+            placement,
+            has_pending(spec.train_op),
+            tuple(frame.trainable.items()),
+            frame.on_nan,
+            _hooks(spec),
+            tuple(sorted(reported.items())),
         )
-        return State(frame.variables, frame.slots, step, key), found, {**spec.reported, **frame.reported}
+        return State(frame.variables, frame.slots, step, key), _Static(found)
 
     def _compute(
         self, found: Traits, state: State, features: PyTree, labels: PyTree, mode: ModeKeys
@@ -267,7 +272,7 @@ class _Steps:
         check_batch(features, labels)
         features, labels = padded((features, labels))
         shardings = self._find(mode, features, labels).shardings
-        state, *_ = self._traced_init(key, features, labels, mode=mode)
+        state, _ = self._traced_init(key, features, labels, mode=mode)
         return put(state, shardings)
 
     def abstract_init(self, features: PyTree, labels: PyTree = None, mode: str = ModeKeys.TRAIN) -> State:
@@ -391,13 +396,13 @@ class _Steps:
             no_jit = jax.config.jax_disable_jit  # type: ignore[attr-defined]
             if no_jit and all(hasattr(x, "__array__") for x in jax.tree.leaves((features, labels))):
                 first_run = self._traced_init  # whoever turns jit off wants to look at values
-            like, found, reported = first_run(jax.random.key(0), features, labels, mode=mode)
-            placement, pending, declared, on_nan, hooks = found.value
+            like, found = first_run(jax.random.key(0), features, labels, mode=mode)
+            placement, pending, declared, on_nan, hooks, reported = found.value
             like = like._replace(variables={name: like.variables[name] for name, _ in declared})  # jax sorts dicts
             trainable = tuple(name for name, is_trainable in declared if is_trainable)
             reads = mode != ModeKeys.TRAIN and isinstance(placement, SeparatePlacement)
             shardings = placement.near(like) if reads else placement.state(like)
-            self._traits[mode] = Traits(like, placement, pending, shardings, on_nan, hooks, trainable, reported)
+            self._traits[mode] = Traits(like, placement, pending, shardings, on_nan, hooks, trainable, dict(reported))
         return self._traits[mode]
 
 

@@ -7,10 +7,14 @@ import difflib
 import os
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
 
 from estimator import _checkpoint
 from estimator._checkpoint import Checkpoints, describe
+from estimator._export_folder import ExportFolder, find_export
 from estimator._global_arrays import put
 from estimator._modes import ModeKeys
 from estimator._transform import State
@@ -31,7 +35,8 @@ class WarmStartSettings:
     'hidden/'
 
     Args:
-      ckpt_to_initialize_from: a model_dir, for its newest checkpoint, or the path of a checkpoint.
+      ckpt_to_initialize_from: a model_dir, for its newest checkpoint, or the path of a checkpoint; or what
+        `export_model` returned, or was given as export_dir_base.
       vars_to_warm_start: a regular expression, for trainable variables alone; or a list of them, for all variables
         and optimizer slots. The list takes global_step only where "global_step" itself is in it.
       var_name_to_prev_var_name: the names in the checkpoint of variables that have another one there: a dict from new
@@ -50,7 +55,7 @@ class WarmStartSettings:
         if not isinstance(source, str | os.PathLike) or not os.fspath(source):
             raise ValueError(
                 "`ckpt_to_initialize_from` MUST be set in WarmStartSettings, to a model_dir or the path of a "
-                f"checkpoint; got {source!r}."
+                f"checkpoint or of an exported model; got {source!r}."
             )
         object.__setattr__(self, "ckpt_to_initialize_from", os.fspath(source))
         if not isinstance(patterns, str):
@@ -134,7 +139,7 @@ def warm_start(
       ValueError: there is no such checkpoint, a pattern finds nothing, a renamed variable is not in the model or not
         in the source, or shapes or dtypes differ.
     """
-    source = _Source(settings.ckpt_to_initialize_from)
+    source = _source(settings.ckpt_to_initialize_from)
     leaves = _checkpoint.named_leaves(state)
     asked = _asked(settings, state, trainable)
     chosen = {new: old for names in asked.values() for new, old in names.items()}
@@ -159,24 +164,69 @@ def warm_start(
     return _checkpoint.with_named_leaves(state, put(new, {name: leaves[name].sharding for name in new})), report
 
 
-class _Source:
-    """What is read from: shapes and dtypes by name, and arrays. Another kind of folder is another such class."""
+class _Source(Protocol):
+    """What is read from: shapes and dtypes by name, and arrays.
 
-    def __init__(self, path: str) -> None:
-        self.path = Checkpoints(path).latest() or path
-        try:
-            self.shapes = _checkpoint.shapes(self.path)
-        except ValueError as e:
-            raise ValueError(
-                f"Cannot warm-start from {path!r}: it is neither a checkpoint nor a model_dir that has one."
-            ) from e
+    Attributes:
+      path: the folder.
+      shapes: of everything in it, by name.
+    """
+
+    path: str
+    shapes: dict[str, Any]
 
     def variables(self) -> list[str]:
         """The names that are not those of slots."""
+
+    def read(self, names: Sequence[str]) -> dict[str, Any]: ...
+
+
+class _Checkpoint:
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.shapes = _checkpoint.shapes(path)
+
+    def variables(self) -> list[str]:
         return list(_checkpoint.shapes(self.path, slots=False))
 
     def read(self, names: Sequence[str]) -> dict[str, Any]:
         return _checkpoint.read_all(self.path, names)
+
+
+class _Export:
+    """An exported model; it has no slots."""
+
+    _PREFIX = "variables/"
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._folder = ExportFolder(path)
+        arrays = self._folder.metadata["weights"].items()
+        self.shapes: dict[str, Any] = {
+            name.removeprefix(self._PREFIX): jax.ShapeDtypeStruct(x["shape"], jnp.dtype(x["dtype"]))
+            for name, x in arrays
+            if name == _STEP or name.startswith(self._PREFIX)
+        }
+
+    def variables(self) -> list[str]:
+        return list(self.shapes)
+
+    def read(self, names: Sequence[str]) -> dict[str, Any]:
+        weights = self._folder.weights
+        return {name: weights[name if name == _STEP else self._PREFIX + name] for name in names}
+
+
+def _source(path: str) -> _Source:
+    newest = Checkpoints(path).latest()
+    if newest is None and (export := find_export(path)):
+        return _Export(export)
+    try:
+        return _Checkpoint(newest or path)
+    except ValueError as e:
+        raise ValueError(
+            f"Cannot warm-start from {path!r}: it is neither a checkpoint, nor a model_dir that has one, nor an "
+            "exported model."
+        ) from e
 
 
 def _asked(settings: WarmStartSettings, state: State, trainable: Sequence[str]) -> dict[str, dict[str, str]]:

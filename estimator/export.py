@@ -25,12 +25,14 @@ class PredictOutput(ExportOutput):
     ['score']
 
     Attributes:
-      outputs: batch-major arrays by name; a single array is named "output", as in TensorFlow.
+      outputs: batch-major arrays by name, in a dict or a NamedTuple; a single array is "output", as in TensorFlow.
     """
 
     outputs: dict[str, Any]
 
     def __post_init__(self) -> None:
+        if hasattr(self.outputs, "_asdict"):
+            object.__setattr__(self, "outputs", self.outputs._asdict())
         if not isinstance(self.outputs, dict):
             object.__setattr__(self, "outputs", {"output": self.outputs})
 

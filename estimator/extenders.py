@@ -8,7 +8,6 @@ from typing import Any
 
 from estimator._estimator import Estimator
 from estimator._frame import PyTree
-from estimator._model_fn import bind
 from estimator._modes import ModeKeys
 from estimator._sparse import has_sparse
 from estimator._spec import EstimatorSpec
@@ -124,7 +123,8 @@ def _check_estimator(caller: str, estimator: Any) -> None:
 
 def _extended(estimator: Estimator, extend: Callable[..., EstimatorSpec]) -> Estimator:
     def model_fn(features: PyTree, labels: PyTree, mode: str, params: Any, config: Any) -> EstimatorSpec:
-        spec = bind(estimator.model_fn, params, config)(features, labels, ModeKeys(mode))
+        del params  # of the new Estimator, for its input_fn: the same
+        spec = estimator.model_fn(features, labels, mode, config)
         return extend(spec, features, labels, config)
 
     return Estimator(model_fn, estimator.model_dir, estimator.config, estimator.params, estimator._states.settings)

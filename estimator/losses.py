@@ -7,6 +7,7 @@ where there are towers, so that the sum of the scaled tower losses is the mean o
 from __future__ import annotations
 
 import enum
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -355,3 +356,15 @@ def _denominator(reduction: Reduction, weights: jax.Array) -> jax.Array:
             return jnp.asarray(weights.size, weights.dtype)
         case _:
             return jnp.sum(weights != 0, dtype=weights.dtype)
+
+
+if not TYPE_CHECKING:  # which would take any name for an attribute
+
+    def __getattr__(name: str) -> Any:
+        if name in ("get_regularization_loss", "get_regularization_losses", "get_total_loss", "add_loss"):
+            raise AttributeError(
+                f"`est.losses` has no `{name}`: nothing collects losses here. Add the terms to the loss in the "
+                "model_fn, `loss + 1e-4 * jnp.sum(w**2)`, or give a head's create_estimator_spec the "
+                "`regularization_losses`."
+            )
+        raise AttributeError(f"`est.losses` has no `{name}`; it has {', '.join(__all__)}.")

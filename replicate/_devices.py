@@ -19,8 +19,10 @@ def find_devices(devices: Sequence[jax.Device | str] | None) -> tuple[jax.Device
     ['cpu:0', 'cpu:1']
 
     Args:
-      devices: `jax.Device`s, or names such as "/gpu:0", "/device:GPU:0", "cpu:1", which are those of this process. None
-        means all GPUs or TPU cores, or, where there are none, all CPU devices: of all processes, if there are several.
+      devices: `jax.Device`s, or names such as "/gpu:0", "/device:GPU:0", "cpu:1", which count the devices of this
+        process; or what jax calls a device, `str(device)`: "cuda:0", or "cpu:2048" in the second of several processes.
+        None means all GPUs or TPU cores, or, where there are none, all CPU devices: of all processes, if there are
+        several.
 
     Raises:
       ValueError: there are no such devices, one comes twice, or they are of several kinds.
@@ -91,8 +93,16 @@ def _find(device: jax.Device | str) -> jax.Device:
         index = int(match[2] or 0)
         if index < len(candidates):
             return candidates[index]
+    for candidate in (*jax.devices(), *_local_devices("cpu")):
+        if device in _names(candidate):
+            return candidate
     there = [f"/{kind}:{i}" for kind in ("gpu", "tpu", "cpu") for i in range(len(_local_devices(kind)))]
     raise ValueError(f"There is no device {device!r}. The devices of this process are {', '.join(there)}.")
+
+
+def _names(device: jax.Device) -> tuple[str, ...]:
+    """What jax calls a device, now and in earlier versions."""
+    return str(device), repr(device), f"TFRT_{device.platform.upper()}_{device.id}"
 
 
 def _local_devices(platform: str) -> list[jax.Device]:

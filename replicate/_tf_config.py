@@ -33,18 +33,24 @@ def read_tf_config(text: str | None) -> Task | None:
       None where it does not speak of several processes: there is none, or it has no cluster.
 
     Raises:
-      ValueError: it is no such JSON, the task is not in the cluster, or there is a ps or an evaluator.
+      ValueError: it is no such JSON, the task is not in the cluster, or another one than worker 0 where there is no
+        cluster, or there is a ps or an evaluator.
     """
     config = _parse(text)
     cluster, task = config.get("cluster") or {}, config.get("task") or {}
     for part in (cluster, task):
         if not isinstance(part, dict):
             raise ValueError(f"TF_CONFIG: cluster and task must be JSON objects; got {part!r}.")
-    kind, index = task.get("type"), task.get("index")
+    kind, index = task.get("type"), _number(task.get("index"))
     for role, way_out in _WAY_OUT.items():
         if role in cluster or role == kind:
             raise ValueError(f"TF_CONFIG has the role {role!r}, which does not exist here. {way_out}")
     if not cluster:
+        if kind not in (None, "worker") or index not in (None, 0):
+            raise ValueError(
+                'TF_CONFIG: without a cluster there is one process, {"type": "worker", "index": 0}; got "task": '
+                f'{json.dumps(task)}. Write down the cluster, as in "cluster": {{"worker": ["host:port", ...]}}.'
+            )
         return None
     addresses = _addresses(cluster)
     if kind not in addresses or not isinstance(index, int) or not 0 <= index < len(addresses[kind]):
@@ -52,6 +58,11 @@ def read_tf_config(text: str | None) -> Task | None:
         raise ValueError(f'TF_CONFIG: the task must be one of the cluster ({there}); got "task": {json.dumps(task)}.')
     before = sum(len(found) for role, found in addresses.items() if role in _CHIEFS and role != kind)
     return Task(tuple(address for found in addresses.values() for address in found), before + index)
+
+
+def _number(index: Any) -> Any:
+    """As in TensorFlow the number of a task may be a string."""
+    return int(index) if isinstance(index, str) and index.isdecimal() else index
 
 
 def _parse(text: str | None) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import pytest
 from helpers_replicate import assert_close, cpus
 
 import estimator as est
+from estimator.canned._linear import linear_logits_fn
 from replicate import TowerOptimizer, VariableDistribution, replicate_model_fn
 
 fc = est.feature_column
@@ -268,6 +269,91 @@ def test_an_optimizer_may_be_made_in_each_run(tmp_path):
     assert variables(baseline)["baseline/bias"] == pytest.approx(LABELS.mean() - 0.5, rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [
+        ("SGD", lambda g, rate: rate * g),
+        ("Adagrad", lambda g, rate: rate * g / np.sqrt(0.1 + g**2)),
+        ("Ftrl", lambda g, rate: rate * g / np.sqrt(0.1 + g**2)),
+        ("RMSProp", lambda g, rate: rate * g / np.sqrt(0.9 + 0.1 * g**2)),
+        ("Adam", lambda g, rate: rate * np.sign(g)),
+    ],
+)
+def test_optimizers_by_name_make_tensorflows_first_step(tmp_path, name, step):
+    gradient = 0.5 - LABELS.mean()
+    linear = est.LinearClassifier([X, KIND], tmp_path / "linear", optimizer=name).train(batches(1))
+    assert variables(linear)["linear/linear_model/bias_weights"] == pytest.approx(-step(gradient, 0.2), rel=1e-4)
+    baseline = est.BaselineClassifier(tmp_path / "baseline", optimizer=name).train(batches(1))
+    assert variables(baseline)["baseline/bias"] == pytest.approx(-step(gradient, 0.3), rel=1e-4)
+    if name != "Ftrl":
+        dead = est.DNNClassifier([2], [X], tmp_path / "dnn", optimizer=name, activation_fn=jnp.zeros_like)
+        assert variables(dead.train(batches(1)))["dnn/logits/bias"] == pytest.approx(-step(gradient, 0.05), rel=1e-4)
+
+
+@pytest.mark.parametrize("part", ["linear", "dnn"])
+def test_wide_and_deep_with_one_part_is_that_part(part):
+    kwargs = combined(**{f"{'dnn' if part == 'linear' else 'linear'}_feature_columns": None})
+    alone = {
+        "linear": lambda: est.LinearClassifier([KIND], optimizer=sgd()),
+        "dnn": lambda: est.DNNClassifier([3], [X], optimizer=sgd()),
+    }[part]()
+    states = []
+    for estimator in (alone, est.DNNLinearCombinedClassifier(**kwargs)):
+        model = est.transform(estimator.model_fn)
+        states.append(model.train_step(model.init(jax.random.key(0), FEATURES, LABELS), FEATURES, LABELS)[0])
+    assert states[0].variables.keys() == states[1].variables.keys()
+    for name, value in states[0].variables.items():
+        np.testing.assert_array_equal(value, states[1].variables[name])
+
+
+# What training shows.
+
+
+@pytest.mark.parametrize("units", [1, 3])
+def test_training_shows_layers_and_weights(units):
+    kwargs = combined(dnn_hidden_units=[4, 3]) | {"n_classes": units if units > 1 else 2}
+    model = est.transform(est.DNNLinearCombinedClassifier(**kwargs).model_fn)
+    state = model.init(jax.random.key(0), FEATURES, LABELS)
+    ones = {"linear/linear_model/kind/weights": jnp.zeros((6, units)).at[0].set(1.0)}
+    assert ones.keys() < state.variables.keys()
+    bias = state.variables["linear/linear_model/bias_weights"] + 2
+    state = state._replace(variables=state.variables | ones | {"linear/linear_model/bias_weights": bias})
+    spec = model.train_step(state, FEATURES, LABELS)[1]
+    layers = ["dnn/hiddenlayer_0", "dnn/hiddenlayer_1", "dnn/logits", "linear"]
+    tags = {f"{layer}/{what}" for layer in layers for what in ("fraction_of_zero_values", "activation")}
+    assert spec.reported.keys() == tags | {"linear/bias", "linear/fraction_of_zero_weights"}
+    got = {name: jax.device_get(report).as_value() for name, report in spec.reported.items()}
+    assert got["linear/fraction_of_zero_weights"] == pytest.approx(5 / 6)
+    assert got["linear/bias"] == 2.0 if units == 1 else got["linear/bias"].counts.sum() == 3
+
+    wide = (FEATURES["kind"] == 0) + 2.0
+    assert got["linear/activation"].sum == pytest.approx(units * wide.sum())
+    assert got["linear/fraction_of_zero_values"] == 0
+    kernel, first = (state.variables[f"dnn/hiddenlayer_0/{name}"] for name in ("kernel", "bias"))
+    net = np.maximum(FEATURES["x"] @ kernel + first, 0)
+    assert got["dnn/hiddenlayer_0/fraction_of_zero_values"] == pytest.approx((net == 0).mean())
+    assert got["dnn/hiddenlayer_0/activation"].counts.sum() == net.size
+    assert got["dnn/hiddenlayer_0/activation"].sum == pytest.approx(net.sum(), rel=1e-5)
+    assert not model.eval_step(state, FEATURES, LABELS).reported
+
+
+def test_a_large_table_has_a_sparse_gradient_though_its_zeros_are_counted():
+    def model_fn(features, labels, mode):
+        logits = linear_logits_fn("test", 1, [many], "sum")(features)
+        optimizer = sgd()
+        loss = jnp.mean((logits[:, 0] - labels) ** 2)
+        kinds.extend(type(gradient) for gradient, name in optimizer.compute_gradients(loss) if "kind" in name)
+        return est.EstimatorSpec(mode, loss=loss, train_op=optimizer.minimize(loss))
+
+    kinds = []
+    many = fc.categorical_column_with_identity("kind", 5000)
+    model = est.transform(model_fn)
+    labels = LABELS.astype(np.float32)
+    _, spec = model.train_step(model.init(jax.random.key(0), FEATURES, labels), FEATURES, labels)
+    assert set(kinds) == {est.IndexedSlices}
+    assert spec.reported["linear/fraction_of_zero_weights"].value == 1
+
+
 HEAD = est.RegressionHead()
 REFUSED = {
     "one class": (lambda: est.DNNClassifier([3], [X], n_classes=1), ValueError, "n_classes must be > 2: 1"),
@@ -300,17 +386,26 @@ REFUSED = {
         r"`DNNClassifier` needs an `est.Optimizer` or a `TowerOptimizer` as optimizer; got .* Write "
         r"`optimizer=est.Optimizer\(optax.adam\(1e-3\)\)`",
     ),
-    "a string": (lambda: est.BaselineRegressor(optimizer="Ftrl"), TypeError, "`BaselineRegressor` needs .* got 'Ftrl'"),
+    "a string": (
+        lambda: est.BaselineRegressor(optimizer="ftrl"),
+        ValueError,
+        r"`BaselineRegressor` got an unsupported optimizer name: 'ftrl'. Supported names are \['Adagrad', ",
+    ),
+    "a network by Ftrl": (
+        lambda: est.DNNLinearCombinedRegressor(dnn_feature_columns=[X], dnn_hidden_units=[3], dnn_optimizer="Ftrl"),
+        ValueError,
+        r"cannot train a network by 'Ftrl', which optax does not have. .*adagrad\(0.001, initial_accumulator_v",
+    ),
     "a function of optax": (
         lambda: est.BaselineRegressor(optimizer=lambda: optax.sgd(0.1)).train(batches(1)),
         TypeError,
         "`BaselineRegressor` needs an `est.Optimizer`",
     ),
     "head": (lambda: est.DNNEstimator("a", [3], [X]), TypeError, "`DNNEstimator` needs a head such as .* got 'a'"),
-    "one part": (
-        lambda: est.DNNLinearCombinedClassifier(linear_feature_columns=[X]),
+    "no part": (
+        lambda: est.DNNLinearCombinedClassifier(dnn_hidden_units=[3]),
         ValueError,
-        "`DNNLinearCombinedClassifier` needs linear_feature_columns and dnn_feature_columns; got .* and None",
+        "Either linear_.* or dnn_feature_columns must be given to `DNNLinearCombinedClassifier`; got None and None",
     ),
     "no dict": (
         lambda: est.DNNRegressor([3], [X]).train(lambda: (FEATURES["x"], LABELS)),

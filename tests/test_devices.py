@@ -1,6 +1,7 @@
 """The devices of the towers, by name or as they are."""
 
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +41,26 @@ def raises(kind, message):
 )
 def test_names_of_a_device(name, index):
     assert find_devices([name]) == (jax.devices("cpu")[index],)
+
+
+@pytest.mark.parametrize("name", [str, repr, lambda device: f"TFRT_CPU_{device.id}"])
+def test_what_jax_calls_a_device_is_a_name(name):
+    devices = jax.devices("cpu")[:3]
+    assert find_devices(map(name, devices)) == tuple(devices)
+
+
+def test_devices_of_the_second_of_several_processes_have_large_numbers(monkeypatch):
+    class Device(types.SimpleNamespace):
+        __hash__ = object.__hash__
+        __str__ = lambda self: f"cpu:{self.id}"  # noqa: E731
+        platform = "cpu"
+
+    everywhere = [Device(id=2048 * process + i) for process in range(2) for i in range(2)]
+    monkeypatch.setattr(jax, "devices", lambda *_: everywhere)
+    monkeypatch.setattr(jax, "local_devices", lambda backend: everywhere[2:] if backend == "cpu" else [])
+    assert find_devices(["cpu:2048", "cpu:2049"]) == find_devices(["cpu:0", "cpu:1"]) == tuple(everywhere[2:])
+    with raises(ValueError, "There is no device 'cpu:2050'. The devices of this process are /cpu:0, /cpu:1."):
+        find_devices(["cpu:2050"])
 
 
 def test_a_device_object_is_itself():

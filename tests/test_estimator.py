@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import inspect
 import os
 import pathlib
 import re
@@ -286,10 +287,49 @@ def test_params_are_copied(tmp_path):
 def test_properties(tmp_path):
     model_fn = Linear()
     estimator = make(tmp_path, model_fn, seed=3)
-    assert estimator.model_fn is model_fn
     assert estimator.config == est.RunConfig(model_dir=str(tmp_path), seed=3, save_checkpoints_steps=1000)
     assert est.Estimator(model_fn, tmp_path).config == est.RunConfig(model_dir=str(tmp_path))
     assert model_fn.modes == []
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "message"),
+    [
+        ("estimator", "export_savedmodel", "no `export_savedmodel`, as TensorFlow's has: call `export_model(export_di"),
+        (
+            "estimator",
+            "export_saved_model",
+            "as TensorFlow's has: call `export_model(export_dir_b",
+        ),
+        ("estimator", "trian", "'Estimator' object has no attribute 'trian'"),
+        (
+            "losses",
+            "get_regularization_loss",
+            "no `get_regularization_loss`: nothing collects losses here.",
+        ),
+        ("losses", "cosine_distance", "`est.losses` has no `cosine_distance`; it has Reduction, absolute_difference,"),
+        ("metrics", "f1_score", "`est.metrics` has no `f1_score`; it has Metric, accuracy, auc,"),
+    ],
+)
+def test_a_name_that_is_not_there_tells_what_is(tmp_path, owner, name, message):
+    owners = {"estimator": make(tmp_path), "losses": est.losses, "metrics": est.metrics}
+    with pytest.raises(AttributeError, match=re.escape(message)):
+        getattr(owners[owner], name)
+    assert copy.copy(owners["estimator"]).model_dir == str(tmp_path)
+
+
+def test_model_fn_has_the_params_already(tmp_path):
+    def model_fn(features, mode, params, config):
+        params["factor"] *= config.seed  # its own copy
+        return est.EstimatorSpec(mode, predictions=features * params["factor"])
+
+    first = make(tmp_path, model_fn, params={"factor": 2.0}, seed=3)
+    assert list(inspect.signature(first.model_fn).parameters) == ["features", "labels", "mode", "config"]
+    again = make(tmp_path, first.model_fn, seed=5)
+    assert [list(e.predict(lambda: X[:1, 1])) for e in (first, again)] == [[6.0], [10.0]]
+    assert again.params == {}
+    with pytest.raises(ValueError, match="does not include params argument"):
+        make(tmp_path, first.model_fn, params={"factor": 4.0})
 
 
 def test_a_config_of_a_subclass_is_kept_and_logged(tmp_path, messages):

@@ -29,6 +29,13 @@ def test_evaluate_returns_plain_numbers(tmp_path):
     assert isinstance(results["vector"], np.ndarray) and results["vector"].shape == (2,)
 
 
+def test_a_step_without_arithmetic_is_evaluated(tmp_path):
+    def model_fn(features, labels, mode):
+        return est.EstimatorSpec(mode, loss=jnp.zeros(()), eval_metric_ops={})
+
+    assert make(tmp_path, model_fn).evaluate(times(3)) == {"loss": 0.0, "global_step": 0}
+
+
 def test_evaluate_takes_at_most_so_many_batches(tmp_path):
     estimator = make(tmp_path).train(endless, steps=1)
     taken = []

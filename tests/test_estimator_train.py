@@ -179,7 +179,7 @@ def test_steps_per_loop_changes_nothing_but_speed(tmp_path, messages, caplog, st
     one, one_saved, one_logged = run(1)
     several, several_saved, several_logged = run(steps_per_loop)
     assert one_saved == several_saved == [0, 7, 14, 17, 24, 25]
-    assert one_logged == several_logged == [4, 8, 12, 16, 21, 25]
+    assert one_logged == several_logged == [1, 4, 8, 12, 16, 18, 21, 25]
     for name in one.get_variable_names():
         np.testing.assert_allclose(one.get_variable_value(name), several.get_variable_value(name), rtol=2e-5, atol=1e-7)
 
@@ -192,6 +192,40 @@ def test_no_log_interval_is_no_log_line(tmp_path, messages):
     assert step_lines() == []
     make(tmp_path / "each", log_step_count_steps=1).train(endless, steps=3)
     assert len(step_lines()) == 3
+
+
+@pytest.mark.parametrize("steps_per_loop", [1, 7, "auto"])
+def test_something_is_logged_before_compiling_and_after_the_first_step(
+    tmp_path, messages, compilations, steps_per_loop
+):
+    class Notes(est.Hook):
+        def after_run(self, context, values):
+            losses.append(values.loss)
+
+    def model_fn(features, labels, mode):
+        assert any(text.startswith(f"Calling model_fn in mode '{mode}'") for text in messages())
+        return Linear()(features, labels, mode)
+
+    losses: list[float] = []
+    estimator = make(tmp_path, model_fn, steps_per_loop=steps_per_loop)
+    line = "Calling model_fn in mode 'train' and compiling it; the first batch takes longer."
+
+    def input_fn():
+        assert line not in messages() and not compilations
+        return endless()
+
+    estimator.train(input_fn, hooks=[Notes()], steps=3)
+    estimator.train(endless, hooks=[Notes()], steps=2)
+    assert messages().count(line) == 1
+    assert [text for text in messages() if text.startswith("loss = ")] == [
+        f"loss = {losses[0]:.6g}, step = 1",
+        f"loss = {losses[3]:.6g}, step = 4",
+    ]
+    for verb in (estimator.evaluate, lambda fn: list(estimator.predict(fn))):
+        verb(times(1))
+        verb(times(1))
+    told = [text.split("'")[1] for text in messages() if text.startswith("Calling model_fn")]
+    assert told == ["train", "eval", "infer"]
 
 
 def test_steps_per_loop_stacks_trees_without_labels(tmp_path):
@@ -214,5 +248,5 @@ def test_a_loop_longer_than_the_log_interval_is_one_program_and_logs_all_steps_d
     estimator = make(tmp_path, steps_per_loop=150, log_step_count_steps=100)
     estimator.train(endless, steps=300)
     logged = [int(m[1]) for text in messages() if (m := re.search(r"step = (\d+)", text))]
-    assert logged == [100, 200, 300]
+    assert logged == [1, 100, 200, 300]
     assert [run.steps for run in started] == [150, 150]

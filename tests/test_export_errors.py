@@ -2,6 +2,7 @@
 
 import json
 import os
+import pathlib
 import re
 import shutil
 from collections import namedtuple
@@ -11,9 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers_estimator import X, endless, make
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from jax.experimental.sparse import BCOO
 
 import estimator as est
+from estimator._export_folder import write_checksums
 
 Point = namedtuple("Point", "x y")
 
@@ -128,6 +132,17 @@ def test_a_tuple_as_a_key_is_joined(model_dir, tmp_path):
     assert sorted(model(X)) == ["head/y", "head/z/a"]
 
 
+def test_the_fields_of_a_named_tuple_are_names_of_outputs(model_dir, tmp_path):
+    def model_fn(features):
+        return est.EstimatorSpec("infer", predictions=Point(features, {"a": 2 * features}))
+
+    for outputs in (None, ["x", "y/a"]):
+        path = exported(model_fn, model_dir, tmp_path, X, outputs=outputs)
+        got = est.load_exported(path)(X)
+        assert sorted(got) == ["x", "y/a"]
+        np.testing.assert_array_equal(got["y/a"], 2 * got["x"])
+
+
 def test_unknown_signatures_are_an_error(model):
     with pytest.raises(ValueError, match=r"has no signature 'predict'; it has \['serving_default'\]\."):
         model(features(), "predict")
@@ -176,11 +191,78 @@ def test_a_path_that_is_no_export_is_refused(tmp_path, model, model_dir):
             est.load_exported(path)
     folder = shutil.copytree(model.path, tmp_path / "copy")
     (folder / "serving_default.jaxexport").write_bytes(b"nothing")
+    write_checksums(folder)
     with pytest.raises(ValueError, match=r"jax [\d.]+ cannot read .*serving_default.jaxexport, which jax .* wrote"):
         est.load_exported(folder)
     (folder / "metadata.json").write_text(json.dumps({"format": "estimator export 0"}))
-    with pytest.raises(ValueError, match=r"its format must be 'estimator export 1'\. Export the model again"):
+    write_checksums(folder)
+    with pytest.raises(ValueError, match=r"must be 'estimator export 1'; got 'estimator export 0'\. Export the m"):
         est.load_exported(os.fspath(folder))
+
+
+def truncated(data, place):
+    return data[: int(place * len(data))]
+
+
+def with_a_bit_flipped(data, place):
+    bit = int(place * 8 * len(data))
+    flipped = bytearray(data)
+    flipped[bit // 8] ^= 1 << bit % 8
+    return bytes(flipped)
+
+
+FILES = ["metadata.json", "weights.npz", "serving_default.jaxexport", "checksums.json", "assets.extra/words.txt"]
+
+
+@pytest.fixture(scope="module")
+def whole(model_dir, tmp_path_factory):
+    """A path that is an exported model before a test and after it."""
+
+    def model_fn(features):
+        return est.EstimatorSpec("infer", predictions=features @ est.get_variable("w", (2, 1)))
+
+    path = exported(model_fn, model_dir, tmp_path_factory.mktemp("base"), X, assets_extra={"words.txt": __file__})
+    assert sorted(os.path.relpath(os.path.join(d, name), path) for d, _, names in os.walk(path) for name in names) == (
+        sorted([*FILES, "README.md"])
+    )
+    yield pathlib.Path(path)
+    est.load_exported(path)
+
+
+@pytest.mark.parametrize("file", FILES)
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from([truncated, with_a_bit_flipped]), st.floats(0, 1, exclude_max=True))
+@example(None, 0.0)
+@example(truncated, 0.0)
+def test_a_damaged_file_is_named(whole, file, damage, place):
+    path = whole / file
+    data = path.read_bytes()
+    try:
+        if damage is None:
+            path.unlink()
+        else:
+            path.write_bytes(damage(data, place))
+        message = rf"The exported model at {re.escape(str(whole))} is damaged: .*{re.escape(file)}"
+        with pytest.raises(ValueError, match=message):
+            est.load_exported(whole)
+    finally:
+        path.write_bytes(data)
+
+
+def test_the_newest_of_several_is_not_left_out_because_it_is_damaged(whole, tmp_path):
+    for number in ("1", "2"):
+        shutil.copytree(whole, tmp_path / number)
+    (tmp_path / "2" / "metadata.json").unlink()
+    with pytest.raises(ValueError, match=r"/2 is damaged: metadata.json, which checksums.json names, is missing\."):
+        est.load_exported(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["[]", '{"sha256": []}', '{"sha256": {}}', "{", ""])
+def test_checksums_that_are_none_are_an_error(whole, tmp_path, text):
+    folder = shutil.copytree(whole, tmp_path / "copy")
+    (folder / "checksums.json").write_text(text)
+    with pytest.raises(ValueError, match=r"is damaged: checksums.json (is not what was written|does not name metad)"):
+        est.load_exported(folder)
 
 
 def test_an_export_of_64_bits_wants_them_on(model_dir, tmp_path):

@@ -398,3 +398,50 @@ def test_towers_have_the_losses_and_metrics_of_one_whatever_the_weights(towers, 
     assert_close(got.loss, want.loss)
     assert_close(got.predictions, want.predictions)
     assert results(got.eval_metric_ops) == {n: close(v) for n, v in results(want.eval_metric_ops).items()}
+
+
+# What training shows.
+
+
+def shown(model, state, *batch):
+    _, spec = model.train_step(state, *batch)
+    return {name: report.as_value() for name, report in jax.device_get(spec.reported).items()}
+
+
+@pytest.mark.parametrize("reduction", ["weighted_sum_over_batch_size", "weighted_sum"])
+def test_training_shows_the_loss_of_each_head_and_of_regularization(reduction):
+    model_fn, model, state = one_tower(reduction)
+    _, heads = several(reduction)
+    kernel = state.variables["kernel"]
+    logits = jnp.split(ROWS_OF["x"] @ kernel, [1, 4, 7], axis=1)
+    want = {f"loss/{h.name}": h.loss(LABELS[h.name], x, ROWS_OF) for h, x in zip(heads, logits, strict=True)}
+    if reduction != "weighted_sum":
+        want["regularization_loss"] = jnp.sum(jnp.square(kernel))
+    assert shown(model, state, ROWS_OF, LABELS) == {name: close(float(value)) for name, value in want.items()}
+    towers = est.transform(replicate_model_fn(model_fn, reduction, cpus(2)))
+    assert shown(towers, state, ROWS_OF, LABELS) == {name: close(float(value)) for name, value in want.items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "tags"),
+    [(None, {"regularization_loss"}), ("two", {"loss/two", "regularization_loss/two"})],
+)
+def test_a_head_shows_what_no_one_else_does(name, tags):
+    """Of a head without a name the loss is that of the model, which `train` shows; and a name may be taken."""
+    head = est.BinaryClassHead(name=name)
+
+    def model_fn(features, labels, mode):
+        logits = features + est.get_variable("b", ())
+        est.summary.scalar("regularization_loss", 7.0)
+        spec = head.create_estimator_spec(
+            features, mode, logits, labels, OPTIMIZER, regularization_losses=[logits.sum()]
+        )
+        assert mode == "train" or head.create_estimator_spec(features, mode, logits, labels).train_op is None
+        return spec
+
+    model = est.transform(model_fn)
+    state = model.init(jax.random.key(0), LOGIT, LABEL)
+    got = shown(model, state, LOGIT, LABEL)
+    assert got.keys() == {"regularization_loss"} | tags
+    assert got["regularization_loss"] == 7.0
+    assert model.eval_step(state, LOGIT, LABEL).reported.keys() == {"regularization_loss"}

@@ -262,7 +262,9 @@ def test_results_calls_and_logs_are_those_of_one_step_at_a_time(tmp_path, messag
     assert [step for step, *_ in want[0]] == [7, 14, 21, 28]
     assert [step for step, *_ in want[1]] == [5, 10, 15, 20, 25]
     assert [(step, examples) for step, examples, _ in want[2]] == [*((n, 4 * n) for n in range(4, 25, 4)), (28, 12)]
-    assert [line.split(", ")[1] for line in want[3] if "step" in line] == [f"step = {n}" for n in (6, 12, 18, 24)]
+    assert [line.split(", ")[1] for line in want[3] if "step" in line] == [
+        f"step = {n}" for n in (1, 6, 12, 18, 24, 26)
+    ]
     assert (
         sum(line.startswith("mean") for line in want[3]) == 5
     )  # of the steps 1, 9, 17, 25; and 26, the second run's first

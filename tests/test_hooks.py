@@ -344,4 +344,4 @@ def test_without_log_steps_neither_loss_nor_rate_is_logged(tmp_path, messages):
         make(tmp_path, **config).train(times(5))
         shown[every] = [text for text in messages() if text.startswith("loss = ") or "steps/sec" in text]
     assert shown[None] == []
-    assert [text.split(", ")[1].split(" (")[0] for text in shown[2]] == ["step = 2", "step = 4"]
+    assert [text.split(", ")[1].split(" (")[0] for text in shown[2]] == ["step = 1", "step = 2", "step = 4"]

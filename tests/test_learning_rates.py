@@ -232,7 +232,7 @@ def test_logs_and_summaries_have_the_rate_of_their_step(steps_per_loop, tmp_path
     assert read(str(tmp_path), "learning_rate") == pytest.approx({step: rate[step] for step in (1, 6, 11)})
     assert Values.rates.pop() == pytest.approx({"learning_rate": rate[7]})
     lines = [text for text in messages() if text.startswith("loss = ")]
-    for step, line in zip((3, 6, 9, 12), lines, strict=True):
+    for step, line in zip((1, 3, 6, 9, 12), lines, strict=True):
         assert f", step = {step}, learning_rate = {rate[step]:.6g}" in line
 
 

@@ -152,6 +152,17 @@ def test_fields_of_tensorflow_alone_name_what_does_the_same(field, advice):
         RunConfig().replace(**{field: 3})
 
 
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [("task_type", "`is_chief`"), ("num_worker_replicas", "`process_count`"), ("master", "nothing: there are no sess")],
+)
+def test_what_can_be_read_in_tensorflow_alone_names_what_tells_the_same(name, advice):
+    with pytest.raises(AttributeError, match=f"RunConfig has no `{name}`, as TensorFlow's has; here it is {advice}"):
+        getattr(RunConfig(), name)
+    with pytest.raises(AttributeError, match="'RunConfig' object has no attribute 'sede'"):
+        RunConfig().sede  # noqa: B018
+
+
 def test_an_unknown_field_is_an_error():
     with pytest.raises(TypeError, match="unexpected keyword argument 'sede'"):
         RunConfig(sede=1)

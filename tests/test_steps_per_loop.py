@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from helpers_estimator import make, times
+from helpers_replicate import cpus
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,6 +17,7 @@ from estimator import _loop_size
 from estimator._train import Training
 from estimator.hooks import Context
 from estimator.hooks._run import Plan
+from replicate import TowerOptimizer, replicate_model_fn
 
 
 class At(est.Hook):
@@ -125,6 +127,20 @@ def test_auto_leaves_a_step_with_a_loop_of_its_own_alone(tmp_path, started):
 
     make(tmp_path, model_fn).train(of_width(2, 3))
     assert started == [1, 1, 1]
+
+
+@pytest.mark.parametrize("towers", [1, 2])
+def test_auto_does_not_count_what_is_shown_now_and_then(tmp_path, started, towers):
+    def model_fn(features, labels, mode):
+        w = est.get_variable("w", (2,))
+        est.summary.histogram("products", features * w)  # finds its buckets in a loop
+        est.summary.scalar("product", jax.lax.fori_loop(0, 3, lambda _, x: jnp.sin(x), w).sum())
+        loss = jnp.mean(features @ w)
+        return est.EstimatorSpec(mode, loss=loss, train_op=TowerOptimizer(optax.sgd(0.1)).minimize(loss))
+
+    config = {"save_checkpoints_steps": None, "save_summary_steps": 20, "log_step_count_steps": 30}
+    make(tmp_path, replicate_model_fn(model_fn, devices=cpus(towers)), **config).train(of_width(2, 41))
+    assert started == [1, 20, 20]
 
 
 def test_auto_passes_no_moment(tmp_path, started):

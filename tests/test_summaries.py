@@ -1,6 +1,7 @@
 """The summaries that train writes: which, at which steps, once for each, and of which values."""
 
 import os
+import types
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from helpers_summaries import Fails, Losses, changing, read, scalars, showing, s
 
 import estimator as est
 from estimator._train import Training
+from estimator.hooks import _timer
 from estimator.hooks._defaults import with_default_hooks
 from replicate import TowerOptimizer, VariableDistribution, replicate_model_fn
 
@@ -138,6 +140,22 @@ def test_writing_by_the_clock(tmp_path, model_fn):
     hooks = [est.SummarySaverHook(save_secs=1000)]
     make(tmp_path, model_fn, log_step_count_steps=2).train(endless, steps=9, hooks=hooks)
     assert len([step for step in read(tmp_path) if step > 9]) == 1
+
+
+@pytest.mark.parametrize("model_fn", [None, showing])
+def test_by_the_clock_no_two_steps_are_written_at_once(tmp_path, monkeypatch, model_fn):
+    class Ticks(est.Hook):
+        """A step takes 0.3 s."""
+
+        def after_run(self, context, values):
+            clock.now += 0.3
+
+    clock = types.SimpleNamespace(now=0.0)
+    monkeypatch.setattr(_timer, "time", types.SimpleNamespace(monotonic=lambda: clock.now))
+    hooks = [Ticks(), est.SummarySaverHook(save_secs=1.5)]
+    make(tmp_path, model_fn, log_step_count_steps=1).train(endless, steps=30, hooks=hooks)
+    steps = list(read(tmp_path))
+    assert 3 <= len(steps) and min(np.diff(steps)) >= 5  # as many as make 1.5 s; a few more were planned before
 
 
 @pytest.mark.parametrize("never", [0, None])

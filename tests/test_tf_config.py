@@ -29,13 +29,17 @@ def config(cluster, kind, index):
         ({"worker": ["b:2"], "master": ["a:1"]}, "worker", 0, ("a:1", "b:2"), 1),
         (WORKERS, "worker", 0, ("a:1", "b:2"), 0),
         (WORKERS, "worker", 1, ("a:1", "b:2"), 1),
+        (WORKERS, "worker", "1", ("a:1", "b:2"), 1),
     ],
 )
 def test_the_chief_comes_first_then_the_workers(cluster, kind, index, addresses, process_id):
     assert read_tf_config(config(cluster, kind, index)) == Task(addresses, process_id)
 
 
-@pytest.mark.parametrize("text", [None, "", "{}", '{"task": {"type": "worker", "index": 0}}', '{"cluster": {}}'])
+@pytest.mark.parametrize(
+    "text",
+    [None, "", "{}", '{"task": {"type": "worker", "index": 0}}', '{"task": {"index": "0"}}', '{"cluster": {}}'],
+)
 def test_without_a_cluster_it_tells_of_no_others(text):
     assert read_tf_config(text) is None
 
@@ -53,7 +57,16 @@ def test_without_a_cluster_it_tells_of_no_others(text):
         (config(CHIEF, "ps", 0), "the role 'ps', which does not exist here"),
         (config(CHIEF, "evaluator", 0), "the role 'evaluator', .* all processes evaluate together, in `train_and_eval"),
         (config(CHIEF, "worker", 2), r'one of the cluster \(chief 0 to 0, worker 0 to 1\); got "task": .*"index": 2'),
-        (config(CHIEF, "worker", "0"), "must be one of the cluster"),
+        (config(CHIEF, "worker", "zero"), "must be one of the cluster"),
+        (
+            config({}, "chief", 0),
+            r'without a cluster there is one process, .*; got "task": {"type": "chief", "index": 0}',
+        ),
+        (
+            config({}, "worker", 1),
+            'without a cluster there is one process, .*"index": 1}. Write down the cluster, as in',
+        ),
+        (config({}, "evaluator", 0), "the role 'evaluator', which does not exist here"),
         (config(CHIEF, "coordinator", 0), "must be one of the cluster"),
         (json.dumps({"cluster": CHIEF}), r'must be one of the cluster .*; got "task": {}'),
         (config(CHIEF | {"gpu": ["d:4"]}, "worker", 0), "the roles of the cluster are chief and worker; got 'gpu'"),

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from helpers_estimator import X, Y, make, refuse, saved_steps, step_of, times
+from helpers_estimator import Linear, X, Y, make, refuse, saved_steps, step_of, times
 
 import estimator as est
 from estimator import _checkpoint
@@ -153,11 +153,12 @@ def test_ten_evaluations_compile_once_and_read_no_checkpoint(tmp_path, compilati
     counts = []
     for function in ("restore", "read"):
         monkeypatch.setattr(_checkpoint, function, refuse)
-    estimator = make(tmp_path)
+    model_fn = Linear()
+    estimator = make(tmp_path, model_fn)
     run(estimator, max_steps=50, eval_spec=est.EvalSpec(times(2), hooks=[Count()]), eval_every_steps=5)
     assert len(counts) == 10
     assert len(set(counts)) == 1
-    assert estimator.model_fn.modes.count("eval") == 2  # one to find the variables, one to compile
+    assert model_fn.modes.count("eval") == 2  # one to find the variables, one to compile
     estimator.evaluate(times(2))
     assert len(compilations) == counts[0]
 

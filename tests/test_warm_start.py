@@ -1,5 +1,6 @@
 """Warm start: which variables begin with the values of a checkpoint, and when."""
 
+import os
 import pathlib
 import re
 import shutil
@@ -112,6 +113,25 @@ def test_an_older_checkpoint_is_taken_where_its_path_is_given(source, initial):
     np.testing.assert_array_equal(state.variables["hidden/w"], older)
     assert not np.array_equal(values(source)["hidden/w"], older)
     assert report.source == f"{source.model_dir}/ckpt-1"
+
+
+def test_an_exported_model_is_a_source_too(tmp_path, source, cold, initial):
+    path = source.export_model(tmp_path / "base", X)
+    for given in (path, tmp_path / "base"):
+        estimator = make(tmp_path / os.path.basename(given), given).train(batches, steps=1)
+        assert_taken(values(estimator, 0), values(source), cold, TRAINABLE)
+        assert estimator.warm_start_report.source == path
+    state, report, before = initial["train"](est.WarmStartSettings(path, [".*", "global_step"]))
+    taken = TRAINABLE | {"global_step"}  # of what `predict` needs: no slots, nor what only training has
+    assert_taken(_checkpoint.named_leaves(state), values(source), _checkpoint.named_leaves(before), taken)
+    assert set(report.missing) == SLOTS | {"seen", "new", "opt/0/trace/new"} and not report.unexpected
+
+
+def test_an_exported_model_that_is_damaged_is_no_source(tmp_path, source):
+    path = source.export_model(tmp_path / "base", X)
+    os.truncate(os.path.join(path, "weights.npz"), 100)
+    with pytest.raises(ValueError, match=r"weights\.npz is not what was written"):
+        make(tmp_path / "new", path).train(batches, steps=1)
 
 
 @pytest.mark.parametrize(
@@ -336,7 +356,7 @@ def test_every_other_shape_or_dtype_is_named(tmp_path, source):
 
 def test_a_source_without_checkpoint_is_an_error(tmp_path, initial):
     for start in initial.values():
-        message = f"Cannot warm-start from '{tmp_path}': it is neither a checkpoint nor a model_dir that has one."
+        message = f"Cannot warm-start from '{tmp_path}': it is neither a checkpoint, nor a model_dir that has one"
         with pytest.raises(ValueError, match=re.escape(message)):
             start(est.WarmStartSettings(tmp_path))
         with pytest.raises(ValueError, match="Cannot warm-start from '.*/nothing'"):

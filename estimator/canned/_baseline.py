@@ -27,8 +27,8 @@ class BaselineEstimator(Estimator):
     Args:
       head: makes loss, metrics and predictions of the logits.
       model_dir, config: as for `est.Estimator`.
-      optimizer: an `est.Optimizer`, a `TowerOptimizer`, or a function that returns one; by default
-        `est.Optimizer(optax.adagrad(0.3))`, whose steps are those of TensorFlow's Ftrl.
+      optimizer: an `est.Optimizer`, a `TowerOptimizer`, a function that returns one, or one of TensorFlow's names, as
+        for `est.LinearEstimator`; the learning rate is 0.3. By default "Ftrl".
 
     Raises:
       TypeError: an argument is of another kind; the message names it.
@@ -43,7 +43,7 @@ class BaselineEstimator(Estimator):
     ) -> None:
         caller = type(self).__name__
         check_head(caller, head)
-        make_optimizer = optimizer_fn(caller, optimizer, LEARNING_RATE)
+        make_optimizer = optimizer_fn(caller, optimizer, LEARNING_RATE, from_zeros=True)
 
         def model_fn(features: PyTree, labels: PyTree, mode: str) -> EstimatorSpec:
             with variable_scope("baseline"):

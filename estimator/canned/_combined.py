@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import jax
 
@@ -12,8 +12,16 @@ from estimator._frame import PyTree, current_frame
 from estimator._optimizer import TrainOp, group
 from estimator._run_config import RunConfig
 from estimator._spec import EstimatorSpec
+from estimator._variables import variable_scope
 from estimator._warm_start import WarmStartSettings
-from estimator.canned._common import OptimizerOrFn, check_head, classifier_head, optimizer_fn, regressor_head
+from estimator.canned._common import (
+    OptimizerOrFn,
+    check_head,
+    classifier_head,
+    optimizer_fn,
+    regressor_head,
+    show_layer,
+)
 from estimator.canned._dnn import Activation, dnn_logits_fn
 from estimator.canned._linear import linear_learning_rate, linear_logits_fn
 from estimator.feature_column._column import CategoricalColumn, DenseColumn
@@ -27,8 +35,8 @@ _DNN_LEARNING_RATE, _LINEAR_LEARNING_RATE = 0.001, 0.005  # TensorFlow's
 class DNNLinearCombinedEstimator(Estimator):
     """An Estimator whose logits are the sum of a linear model's and a network's, with any head.
 
-    Each part has columns and an optimizer of its own; variables are named as those of `est.LinearEstimator` and
-    `est.DNNEstimator`.
+    Each part has columns and an optimizer of its own; variables, and what training shows, are named as those of
+    `est.LinearEstimator` and `est.DNNEstimator`. A part without columns is left out, as in TensorFlow.
 
     Args:
       head: makes loss, metrics and predictions of the logits.
@@ -61,23 +69,23 @@ class DNNLinearCombinedEstimator(Estimator):
     ) -> None:
         caller = type(self).__name__
         check_head(caller, head)
-        if not linear_feature_columns or not dnn_feature_columns:
+        if not linear_feature_columns and not dnn_feature_columns:
             raise ValueError(
-                f"`{caller}` needs linear_feature_columns and dnn_feature_columns; got {linear_feature_columns!r} and "
-                f"{dnn_feature_columns!r}. For one part alone there are `est.LinearEstimator` and `est.DNNEstimator`, "
-                "and classifiers and regressors named alike."
+                f"Either linear_feature_columns or dnn_feature_columns must be given to `{caller}`; got "
+                f"{linear_feature_columns!r} and {dnn_feature_columns!r}."
             )
-        columns = checked_columns(linear_feature_columns)
         units = head.logits_dimension
-        linear = linear_logits_fn(caller, units, columns, linear_sparse_combiner)
-        dnn = dnn_logits_fn(
-            caller, units, dnn_hidden_units, dnn_feature_columns, dnn_activation_fn, dnn_dropout, batch_norm
-        )
-        rate = linear_learning_rate(_LINEAR_LEARNING_RATE, columns)
-        parts = [
-            (dnn, optimizer_fn(caller, dnn_optimizer, _DNN_LEARNING_RATE)),
-            (lambda features, mode: linear(features), optimizer_fn(caller, linear_optimizer, rate)),
-        ]
+        parts = []
+        if dnn_feature_columns:
+            dnn = dnn_logits_fn(
+                caller, units, dnn_hidden_units, dnn_feature_columns, dnn_activation_fn, dnn_dropout, batch_norm
+            )
+            parts.append((dnn, optimizer_fn(caller, dnn_optimizer, _DNN_LEARNING_RATE, from_zeros=False)))
+        if linear_feature_columns:
+            columns = checked_columns(linear_feature_columns)
+            rate = linear_learning_rate(_LINEAR_LEARNING_RATE, columns)
+            linear = linear_logits_fn(caller, units, columns, linear_sparse_combiner)
+            parts.append((_showing(linear), optimizer_fn(caller, linear_optimizer, rate, from_zeros=True)))
 
         def model_fn(features: PyTree, labels: PyTree, mode: str) -> EstimatorSpec:
             trainable = current_frame(caller).trainable
@@ -93,6 +101,19 @@ class DNNLinearCombinedEstimator(Estimator):
             return head.create_estimator_spec(features, mode, sum(logits), labels, train_op_fn=train_op_fn)
 
         super().__init__(model_fn, model_dir, config, warm_start_from=warm_start_from)
+
+
+def _showing(linear: Callable[[PyTree], jax.Array]) -> Callable[[PyTree, str], jax.Array]:
+    """The same logits, which training then shows beside the layers of the network."""
+
+    def logits_fn(features: PyTree, mode: str) -> jax.Array:
+        del mode
+        logits = linear(features)
+        with variable_scope("linear"):
+            show_layer(logits)
+        return logits
+
+    return logits_fn
 
 
 class DNNLinearCombinedClassifier(DNNLinearCombinedEstimator):

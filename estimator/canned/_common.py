@@ -5,13 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import optax
 
 from estimator._optimizer import Optimizer
+from estimator._report import Histogram, Scalar, report_in_training
 from estimator.heads import BinaryClassHead, Head, MultiClassHead, RegressionHead
 from estimator.heads._head import checked_optimizer
 
-OptimizerOrFn = Optimizer | Callable[[], Optimizer]
+OptimizerOrFn = Optimizer | Callable[[], Optimizer] | str
+
+# TensorFlow's names and its rules' defaults.
+_NAMED = {
+    "Adagrad": lambda rate: optax.adagrad(rate, initial_accumulator_value=0.1),
+    "Adam": optax.adam,
+    "RMSProp": lambda rate: optax.rmsprop(rate, decay=0.9, eps=1e-10, initial_scale=1.0),
+    "SGD": optax.sgd,
+}
+_FTRL = "Ftrl"
 
 
 def classifier_head(
@@ -31,13 +43,52 @@ def check_head(caller: str, head: Any) -> None:
         raise TypeError(f"`{caller}` needs a head such as `est.RegressionHead()`; got {head!r}.")
 
 
-def optimizer_fn(caller: str, optimizer: OptimizerOrFn | None, learning_rate: float) -> Callable[[], Optimizer]:
-    """Gives the optimizer when the model_fn runs; Adagrad where there is none."""
+def optimizer_fn(
+    caller: str,
+    optimizer: OptimizerOrFn | None,
+    learning_rate: float,
+    *,
+    from_zeros: bool,
+    named_rate: float | None = None,
+) -> Callable[[], Optimizer]:
+    """Gives the optimizer when the model_fn runs; Adagrad where there is none.
+
+    Args:
+      caller: whose argument it is.
+      optimizer: the argument.
+      learning_rate: of the default optimizer.
+      from_zeros: whether all variables of the model begin as zeros.
+      named_rate: the learning rate of one that is given by name, if it is another.
+    """
     if optimizer is None:
-        # TensorFlow's Ftrl, as linear models have it by default, is this rule where weights begin as zeros.
-        optimizer = Optimizer(optax.adagrad(learning_rate, initial_accumulator_value=0.1))
+        optimizer = Optimizer(_NAMED["Adagrad"](learning_rate))
+    if isinstance(optimizer, str):
+        optimizer = Optimizer(_rule(caller, optimizer, named_rate or learning_rate, from_zeros))
     if isinstance(optimizer, Optimizer) or not callable(optimizer):
         made = checked_optimizer(caller, optimizer)
         return lambda: made
     function = optimizer
     return lambda: checked_optimizer(caller, function())
+
+
+def _rule(caller: str, name: str, learning_rate: float, from_zeros: bool) -> optax.GradientTransformation:
+    if name in _NAMED:
+        return _NAMED[name](learning_rate)
+    if name != _FTRL:
+        raise ValueError(
+            f"`{caller}` got an unsupported optimizer name: {name!r}. Supported names are {sorted([*_NAMED, _FTRL])}; "
+            "for any other write `optimizer=est.Optimizer(optax.adam(1e-3))`."
+        )
+    if not from_zeros:
+        raise ValueError(
+            f"`{caller}` cannot train a network by {_FTRL!r}, which optax does not have. Near to it is "
+            f"`optimizer=est.Optimizer(optax.adagrad({learning_rate}, initial_accumulator_value=0.1))`, which takes "
+            "the same steps where variables begin as zeros."
+        )
+    return _NAMED["Adagrad"](learning_rate)  # the very steps of Ftrl, from zeros and without regularization
+
+
+def show_layer(values: jax.Array) -> None:
+    """Shows in TRAIN what TensorFlow shows of a layer, under the variable scope that is open."""
+    report_in_training("fraction_of_zero_values", lambda: Scalar(jnp.mean(values == 0), summary=True))
+    report_in_training("activation", lambda: Histogram.of(values))

@@ -17,7 +17,14 @@ from estimator._run_config import RunConfig
 from estimator._spec import EstimatorSpec
 from estimator._variables import assign, get_variable, variable_scope
 from estimator._warm_start import WarmStartSettings
-from estimator.canned._common import OptimizerOrFn, check_head, classifier_head, optimizer_fn, regressor_head
+from estimator.canned._common import (
+    OptimizerOrFn,
+    check_head,
+    classifier_head,
+    optimizer_fn,
+    regressor_head,
+    show_layer,
+)
 from estimator.feature_column import input_layer
 from estimator.feature_column._column import DenseColumn
 from estimator.feature_column._layers import checked_dense
@@ -34,15 +41,17 @@ class DNNEstimator(Estimator):
     """An Estimator of a fully connected network with any head.
 
     Its variables are named as in TensorFlow 1: dnn/hiddenlayer_0/kernel, dnn/logits/bias,
-    dnn/input_from_feature_columns/input_layer/<column>/embedding_weights.
+    dnn/input_from_feature_columns/input_layer/<column>/embedding_weights. Training shows, as there, the histogram
+    dnn/hiddenlayer_0/activation and dnn/hiddenlayer_0/fraction_of_zero_values, and those of the other layers.
 
     Args:
       head: makes loss, metrics and predictions of the logits.
       hidden_units: the width of each hidden layer.
       feature_columns: numeric, bucketized, indicator and embedding columns.
       model_dir, config, warm_start_from: as for `est.Estimator`.
-      optimizer: an `est.Optimizer`, a `TowerOptimizer`, or a function that returns one; by default
-        `est.Optimizer(optax.adagrad(0.05))`.
+      optimizer: an `est.Optimizer`, a `TowerOptimizer`, a function that returns one, or one of TensorFlow's names,
+        "Adagrad", "Adam", "RMSProp" or "SGD": optax's rule with TensorFlow's settings and the learning rate 0.05. By
+        default "Adagrad".
       activation_fn: of the hidden layers.
       dropout: the fraction of a hidden layer that is left out in training; None: nothing is.
       batch_norm: whether hidden layers are normalized. In towers each normalizes by its own rows, as in TensorFlow;
@@ -71,7 +80,7 @@ class DNNEstimator(Estimator):
         logits_fn = dnn_logits_fn(
             caller, head.logits_dimension, hidden_units, feature_columns, activation_fn, dropout, batch_norm
         )
-        make_optimizer = optimizer_fn(caller, optimizer, LEARNING_RATE)
+        make_optimizer = optimizer_fn(caller, optimizer, LEARNING_RATE, from_zeros=False)
 
         def model_fn(features: PyTree, labels: PyTree, mode: str) -> EstimatorSpec:
             logits = logits_fn(features, mode)
@@ -209,8 +218,11 @@ def dnn_logits_fn(
                         net = jnp.where(kept, net / (1 - dropout), 0)
                     if batch_norm:
                         net = _batch_normalized(f"batchnorm_{i}", net, training)
+                    show_layer(net)
             with variable_scope("logits"):
-                return _dense(net, units)
+                logits = _dense(net, units)
+                show_layer(logits)
+                return logits
 
     return logits_fn
 

@@ -10,7 +10,8 @@ from typing import Any
 import jax
 
 from estimator._estimator import Estimator
-from estimator._frame import PyTree
+from estimator._frame import Frame, PyTree, current_frame
+from estimator._report import Histogram, Scalar, report_in_training
 from estimator._run_config import RunConfig
 from estimator._spec import EstimatorSpec
 from estimator._variables import variable_scope
@@ -30,15 +31,17 @@ class LinearEstimator(Estimator):
     """An Estimator of a linear model with any head.
 
     Its variables are named as in TensorFlow 1: linear/linear_model/<column>/weights and
-    linear/linear_model/bias_weights. They begin as zeros.
+    linear/linear_model/bias_weights. They begin as zeros. Training shows, as there, linear/fraction_of_zero_weights and
+    linear/bias.
 
     Args:
       head: makes loss, metrics and predictions of the logits.
       feature_columns: of any kind.
       model_dir, config, warm_start_from: as for `est.Estimator`.
-      optimizer: an `est.Optimizer`, a `TowerOptimizer`, or a function that returns one; by default
-        `est.Optimizer(optax.adagrad(min(0.2, 1 / sqrt(number of columns))))`. TensorFlow has Ftrl with that learning
-        rate, which, without regularization and from zeros, takes the very steps of Adagrad.
+      optimizer: an `est.Optimizer`, a `TowerOptimizer`, a function that returns one, or one of TensorFlow's names,
+        "Adagrad", "Adam", "Ftrl", "RMSProp" or "SGD": optax's rule with TensorFlow's settings and the learning rate
+        0.2. By default "Ftrl" with `min(0.2, 1 / sqrt(number of columns))`. Ftrl is Adagrad here: without
+        regularization and from zeros it takes the very same steps.
       sparse_combiner: what becomes of the weights of several classes of an example: "sum", "mean" or "sqrtn".
 
     Raises:
@@ -60,7 +63,13 @@ class LinearEstimator(Estimator):
         check_head(caller, head)
         columns = checked_columns(feature_columns)
         logits_fn = linear_logits_fn(caller, head.logits_dimension, columns, sparse_combiner)
-        make_optimizer = optimizer_fn(caller, optimizer, linear_learning_rate(LEARNING_RATE, columns))
+        make_optimizer = optimizer_fn(
+            caller,
+            optimizer,
+            linear_learning_rate(LEARNING_RATE, columns),
+            from_zeros=True,
+            named_rate=LEARNING_RATE,
+        )
 
         def model_fn(features: PyTree, labels: PyTree, mode: str) -> EstimatorSpec:
             return head.create_estimator_spec(features, mode, logits_fn(features), labels, make_optimizer())
@@ -145,6 +154,23 @@ def linear_logits_fn(
 
     def logits_fn(features: PyTree) -> jax.Array:
         with variable_scope("linear"):
-            return linear_model(features, columns, units, sparse_combiner)
+            logits = linear_model(features, columns, units, sparse_combiner)
+            _show_weights(current_frame(caller))
+            return logits
 
     return logits_fn
+
+
+def _show_weights(frame: Frame) -> None:
+    """Shows what TensorFlow shows of a linear model in TRAIN."""
+    prefix = "/".join((*frame.scope, "linear_model", ""))
+    # Not by `read_variable`: whoever has seen a large table whole has a dense gradient of it.
+    weights = {name: jax.lax.stop_gradient(value) for name, value in frame.variables.items() if name.startswith(prefix)}
+    bias = weights.pop(f"{prefix}bias_weights")
+
+    def fraction_of_zeros() -> Scalar:
+        zeros, size = sum((x == 0).sum() for x in weights.values()), sum(x.size for x in weights.values())
+        return Scalar(zeros / size, summary=True)
+
+    report_in_training("bias", lambda: Scalar(bias[0], summary=True) if bias.size == 1 else Histogram.of(bias))
+    report_in_training("fraction_of_zero_weights", fraction_of_zeros)

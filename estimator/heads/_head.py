@@ -13,6 +13,7 @@ from estimator import metrics as metrics_lib
 from estimator._frame import PyTree
 from estimator._modes import ModeKeys
 from estimator._optimizer import Optimizer, TrainOp
+from estimator._report import Scalar, report_in_training
 from estimator._spec import EstimatorSpec
 from estimator.export import ExportOutput
 from estimator.losses import Reduction
@@ -95,6 +96,9 @@ class Head(abc.ABC):
           train_op_fn: function from the loss to a train_op.
           regularization_losses: as for `loss`.
 
+        As in TensorFlow, TRAIN shows the loss of a head with a name as loss/<name>, that of each head of a MultiHead,
+        and regularization_loss, in TensorBoard and to hooks.
+
         Raises:
           ValueError, TypeError: an argument is missing or of another kind; the message names it.
         """
@@ -107,7 +111,23 @@ class Head(abc.ABC):
             metrics = self.metrics(labels, logits, features, regularization_losses)
             return EstimatorSpec(mode, predictions=predictions, loss=loss, eval_metric_ops=metrics)
         train_op = _train_op(loss, optimizer, trainable_variables, train_op_fn)
+        self._show(loss, labels, logits, features, regularization_losses)
         return EstimatorSpec(mode, predictions=predictions, loss=loss, train_op=train_op)
+
+    def _show(self, loss: jax.Array, labels: Any, logits: Any, features: PyTree, regularization_losses: Any) -> None:
+        """Shows what TensorFlow's heads show in TRAIN; of a head without a name the loss is shown by `train`."""
+        del labels, logits, features
+        if self.name is not None:
+            self._show_loss(self._key("loss"), loss)
+        self._show_regularization(self._key("regularization_loss"), regularization_losses)
+
+    def _show_loss(self, tag: str, loss: jax.Array) -> None:
+        is_sum = self.loss_reduction == Reduction.SUM
+        report_in_training(tag, lambda: Scalar(loss, summary=True, is_sum=is_sum))
+
+    def _show_regularization(self, tag: str, losses: Any) -> None:
+        if losses is not None:
+            self._show_loss(tag, regularized(jnp.zeros((), jnp.float32), losses))
 
     def _key(self, key: str) -> str:
         return key if self.name is None else f"{key}/{self.name}"

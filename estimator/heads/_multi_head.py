@@ -119,6 +119,12 @@ class MultiHead(Head):
         named = {f"{name}/{key}": value for (name, key), value in predictions.items()}
         return outputs | {"predict": PredictOutput(named)}
 
+    def _show(self, loss: jax.Array, labels: Any, logits: Any, features: PyTree, regularization_losses: Any) -> None:
+        del loss  # that of all heads: the model's
+        for name, own in self._losses(labels, self._split(logits), features, None).items():
+            self._show_loss(f"loss/{name}", own)
+        self._show_regularization("regularization_loss", regularization_losses)
+
     def _losses(self, labels: Any, logits: Mapping[str, Any], features: PyTree, mode: Any) -> dict[str, jax.Array]:
         if not isinstance(labels, Mapping):
             raise ValueError(

@@ -97,8 +97,11 @@ class SummarySaverHook(Hook):
         return self._names
 
     def after_run(self, context: Context, values: RunValues) -> None:
+        if self._steps is None:
+            if not self._timer.should_trigger_for_step(context.step):
+                return  # planned before the step that was due by the same clock
+            self._timer.update_last_triggered_step(context.step)
         step = context.global_step
-        self._timer.update_last_triggered_step(step)
         self._held.append((step, time.time(), values))
         if context.mode != ModeKeys.TRAIN:
             self._held = self._held[-1:]

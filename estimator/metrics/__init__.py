@@ -4,6 +4,8 @@ Each function looks at one batch and returns a `Metric`: a pytree of float32 sum
 batches and of other towers are merged, and `result()` is taken once at the end.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from estimator.metrics._classes import mean_iou, mean_per_class_accuracy, recall_at_k
 from estimator.metrics._means import (
     accuracy,
@@ -43,3 +45,12 @@ __all__ = [
     "true_negatives",
     "true_positives",
 ]
+
+
+if not TYPE_CHECKING:  # which would take any name for an attribute
+
+    def __getattr__(name: str) -> Any:
+        raise AttributeError(
+            f"`est.metrics` has no `{name}`; it has {', '.join(__all__)}. One of your own is a subclass of "
+            "`est.metrics.Metric`, or any pytree with `merge` and `compute`."
+        )
