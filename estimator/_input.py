@@ -6,12 +6,15 @@ import copy
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from typing import Any
 
 import jax
-import numpy as np
+from absl import logging
 
+from estimator._batch import named_leaves
+from estimator._batch_values import default_devices, taken
+from estimator._placement import Placement
 from estimator._sparse import has_sparse, padded
 
 PyTree = Any
@@ -20,7 +23,7 @@ _ACCEPTED = (
     "an iterable of batches (a generator, list, tf.data dataset or data loader), a tuple "
     "(features, labels), or one batch of features (an array or a dict of arrays)"
 )
-_READY = (np.ndarray, np.generic, jax.Array, bool, int, float, complex)
+_MANY_SHAPES = 10
 
 
 def call_input_fn(input_fn: Callable[..., Any], mode: Any, params: Any, config: Any) -> Any:
@@ -63,7 +66,7 @@ def _is_required(parameter: inspect.Parameter) -> bool:
 class Batches(Iterator[tuple[PyTree, PyTree]]):
     """The batches of an input_fn, each `(features, labels)`: an iterator that can be looked into, moved on and placed.
 
-    It is used by one thread at a time.
+    Each has the values that it was yielded with, see `_batch_values.py`. It is used by one thread at a time.
 
     >>> source = Batches(iter([(1, 2), (3, 4), (5, 6)]))
     >>> source.peek(), source.skip(1), next(source)
@@ -71,11 +74,18 @@ class Batches(Iterator[tuple[PyTree, PyTree]]):
 
     Args:
       elements: an iterator over features or pairs `(features, labels)`.
+      is_one_batch: whether the input_fn returned a batch, and not an iterable of batches.
+
+    Attributes:
+      is_one_batch: the same.
     """
 
-    def __init__(self, elements: Iterator[Any]) -> None:
+    def __init__(self, elements: Iterator[Any], is_one_batch: bool = False) -> None:
         self._elements = elements
-        self._prepare: Callable[[Any], tuple[PyTree, PyTree]] | None = None  # chosen for the first batch
+        self.is_one_batch = is_one_batch
+        self._has_sparse: bool | None = None  # known of the first batch; to look into all would cost a small step's time
+        self._devices: Set[jax.Device] | None = None
+        self._shapes = _Shapes()
         self._peeked: tuple[PyTree, PyTree] | None = None
         self._before_peek: Any = None
 
@@ -83,10 +93,21 @@ class Batches(Iterator[tuple[PyTree, PyTree]]):
         if self._peeked is not None:
             pair, self._peeked = self._peeked, None
             return pair
-        element = next(self._elements)
-        if self._prepare is None:
-            self._prepare = _chosen_preparation(element)
-        return self._prepare(element)
+        pair = taken(*_pair(next(self._elements)), self._devices)
+        if self._has_sparse is None:
+            self._has_sparse = has_sparse(pair)
+        if self._has_sparse:
+            pair = padded(pair)
+        self._shapes.note(pair)
+        return pair
+
+    def place(self, placement: Placement) -> None:
+        """From now on, the batch that was peeked at included, arrays that are on other devices than those of the
+        programs come as numpy arrays, which programs take."""
+        sharding = placement.batch(1)
+        self._devices = default_devices() if sharding is None else sharding.device_set
+        if self._peeked is not None:
+            self._peeked = taken(*self._peeked, self._devices)
 
     def peek(self) -> tuple[PyTree, PyTree] | None:
         """The batch that `next` gives next, or None at the end. Neither position nor batches change by it."""
@@ -141,8 +162,8 @@ def batches(result: Any) -> Batches:
     As in TensorFlow, a tuple is `(features, labels)` and features alone have the labels None.
     Unlike there, any Python iterable of batches will do, and arrays given directly are one batch,
     not an endless repetition. Leaves that are no arrays but can become one (torch and TensorFlow
-    tensors) arrive as numpy arrays, if the first batch holds any; likewise sparse arrays are padded to
-    a power of two of entries. Nothing is read before the first batch is asked for.
+    tensors) arrive as numpy arrays. Sparse arrays are padded to a power of two of entries, if the first
+    batch holds any. Nothing is read before the first batch is asked for.
 
     >>> list(batches([(1, 2), (3, 4)]))
     [(1, 2), (3, 4)]
@@ -158,31 +179,44 @@ def batches(result: Any) -> Batches:
       ValueError: a tuple, or a batch that is a tuple or a list, has another length than 2.
       TypeError: `result` is nothing of the above.
     """
-    return Batches(_elements(result))
-
-
-def _chosen_preparation(element: Any) -> Callable[[Any], tuple[PyTree, PyTree]]:
-    """What is done to every batch, chosen by the first: looking at all leaves of all would cost a small step's time."""
-    first = _pair(element)
-    steps: list[Callable[[Any], tuple[PyTree, PyTree]]] = [_pair]
-    if _needs_conversion(first):
-        steps.append(_to_numpy)
-    if has_sparse(first):
-        steps.append(padded)
-    if len(steps) == 1:
-        return _pair
-    return lambda element: functools.reduce(lambda value, step: step(value), steps, element)
-
-
-def _elements(result: Any) -> Iterator[Any]:
     if isinstance(result, (tuple, Mapping)) or hasattr(result, "shape"):
-        return iter([result])
+        return Batches(iter([result]), is_one_batch=True)
     if not isinstance(result, (str, bytes)):
         if hasattr(result, "__iter__") or hasattr(result, "__getitem__"):
-            return iter(result)
+            return Batches(iter(result))
         if result is not None and not jax.tree_util.all_leaves([result]):
-            return iter([result])  # A pytree of the user's own class.
+            return Batches(iter([result]), is_one_batch=True)  # A pytree of the user's own class.
     raise TypeError(f"input_fn should return {_ACCEPTED}; got {result!r}.")
+
+
+class _Shapes:
+    """The shapes that batches came in; says once when they are many, since each has programs of its own."""
+
+    def __init__(self) -> None:
+        self._seen: set[Any] | None = set()
+
+    def note(self, pair: tuple[PyTree, PyTree]) -> None:
+        if self._seen is None:
+            return
+        shapes = tuple([getattr(leaf, "shape", None) for leaf in jax.tree.leaves(pair)])
+        if shapes in self._seen:
+            return
+        self._seen.add(shapes)
+        if len(self._seen) == _MANY_SHAPES:
+            logging.warning("%s", _advice(pair, list(zip(*self._seen, strict=False))))
+            self._seen = None
+
+
+def _advice(pair: tuple[PyTree, PyTree], shapes: list[tuple[Any, ...]]) -> str:
+    """What to do about many shapes, of which there are those of each leaf."""
+    different = {name: sorted(set(of_leaf), key=str) for name, of_leaf in zip(named_leaves(*pair), shapes, strict=False)}
+    different = {name: of_leaf for name, of_leaf in different.items() if len(of_leaf) > 1}
+    shown = ", ".join(f"{name}: {', '.join(map(str, of_leaf))}" for name, of_leaf in different.items())
+    if all(len({shape and shape[1:] for shape in of_leaf}) == 1 for of_leaf in different.values()):
+        fix = "Let input_fn give all of them as many rows, but the last."
+    else:
+        fix = "Pad them to few lengths: `est.inputs.pad_batches(input_fn, multiple_of=32)`."
+    return f"The batches came in {_MANY_SHAPES} different shapes, each of which is compiled on its own. {fix} Got {shown}."
 
 
 def _pair(element: Any) -> tuple[PyTree, PyTree]:
@@ -195,15 +229,3 @@ def _pair(element: Any) -> tuple[PyTree, PyTree]:
             f"got a {type(element).__name__} of len {len(element)}."
         )
     return element[0], element[1]
-
-
-def _is_foreign(leaf: Any) -> bool:
-    return not isinstance(leaf, _READY) and hasattr(leaf, "__array__")
-
-
-def _needs_conversion(pair: tuple[PyTree, PyTree]) -> bool:
-    return any(map(_is_foreign, jax.tree.leaves(pair)))
-
-
-def _to_numpy(pair: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
-    return jax.tree.map(lambda leaf: np.asarray(leaf) if _is_foreign(leaf) else leaf, pair)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import tree_flatten
 
+from estimator._batch import BatchGuard
 from estimator._cost import steps_that_fit
 from estimator._frame import PyTree
 from estimator._learning_rates import tagged
@@ -78,12 +79,14 @@ class Programs:
       traits: what is known of the model_fn.
       steps_per_program: how many steps a program makes at most.
       loops: whether steps run in loops.
+      guard: to call them with.
     """
 
     def __init__(self, model: Model, features: PyTree, labels: PyTree) -> None:
         self.traits = traits = model.traits(features, labels)
         self.steps_per_program = 1
         self.loops = False
+        self.guard = BatchGuard(features, labels)
         self._batch = jax.tree.map(_abstract, traits.placement.from_processes((features, labels)))
         self._used: set[int] = set()
 

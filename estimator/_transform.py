@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from estimator._apply import applied
 from estimator._batch import check_batch, guarded
+from estimator._batch_values import taken
 from estimator._frame import Frame, PyTree, open_frame
 from estimator._global_arrays import put
 from estimator._gradients import has_pending, run, written
@@ -69,7 +70,8 @@ class Model(NamedTuple):
     """A model_fn as pure functions. A second call with the same shapes traces and compiles nothing.
 
     The leaves of features and labels are arrays of numbers, or `jax.experimental.sparse.BCOO`s. The stored entries of
-    those are padded up to a power of two, so that one program serves all numbers of entries between two of them.
+    those are padded up to a power of two, so that one program serves all numbers of entries between two of them. Arrays
+    of numpy are copied by the call, and may be written after it.
 
     Attributes:
       init: `(key, features, labels=None, mode="train") -> State`. Only TRAIN creates slots.
@@ -265,7 +267,7 @@ class _Steps:
         mode = ModeKeys(mode)
         key = _checked_key(key)
         check_batch(features, labels)
-        features, labels = padded((features, labels))
+        features, labels = padded(taken(features, labels))
         shardings = self._find(mode, features, labels).shardings
         state, *_ = self._traced_init(key, features, labels, mode=mode)
         return put(state, shardings)
@@ -316,6 +318,7 @@ class _Steps:
         raises = self._traits[ModeKeys.TRAIN].on_nan == "raise" and not isinstance(state.global_step, jax.core.Tracer)
         if raises:
             state = cleared(state)
+        features, labels = taken(features, labels)
         if self._sparse:
             features, labels = padded((features, labels))
         after, spec = guarded(steps, features, labels, state, features, labels)
@@ -343,6 +346,7 @@ class _Steps:
             else:
                 step = _from_processes(jax.jit(step), found.placement)
             self._compiled[mode] = step
+        features, labels = taken(features, labels)
         if self._sparse:
             features, labels = padded((features, labels))
         return guarded(step, features, labels, state, features, labels)
@@ -435,6 +439,7 @@ def _stacked(batches: Any) -> tuple[PyTree, PyTree]:
         pairs = [batch if isinstance(batch, tuple) else (batch, None) for batch in batches]
         for pair in pairs:
             check_batch(*pair)
+        pairs = [taken(*pair) for pair in pairs]
         return with_steps(jax.tree.map(lambda *leaves: jnp.stack(leaves), *alike(pairs)))
     if not isinstance(batches, tuple) or len(batches) != 2:
         raise TypeError(
