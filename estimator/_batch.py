@@ -107,14 +107,14 @@ class BatchGuard:
                 found.append(f"{name} is missing")
             elif name not in before:
                 found.append(f"{name} is new")
-            elif before[name] is None or now[name] is None or before[name][1:] != now[name][1:]:
+            elif before[name][1:] != now[name][1:]:
                 found.append(f"{name} has the shape {now[name]} instead of {before[name]}")
         return ", ".join(found)
 
 
-def _shapes(features: PyTree, labels: PyTree) -> dict[str, tuple[int, ...] | None]:
+def _shapes(features: PyTree, labels: PyTree) -> dict[str, tuple[int, ...]]:
     leaves = named_leaves(features, labels, is_leaf=is_sparse)
-    return {name: getattr(leaf, "shape", None) for name, leaf in leaves.items()}
+    return {name: getattr(leaf, "shape", ()) for name, leaf in leaves.items()}
 
 
 def _rows(name: str, leaf: Any) -> int:

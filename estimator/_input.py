@@ -10,11 +10,10 @@ from collections.abc import Callable, Iterator, Mapping, Set
 from typing import Any
 
 import jax
-from absl import logging
 
-from estimator._batch import named_leaves
 from estimator._batch_values import default_devices, taken
 from estimator._placement import Placement
+from estimator._shape_watch import ShapeWatch
 from estimator._sparse import has_sparse, padded
 
 PyTree = Any
@@ -23,7 +22,6 @@ _ACCEPTED = (
     "an iterable of batches (a generator, list, tf.data dataset or data loader), a tuple "
     "(features, labels), or one batch of features (an array or a dict of arrays)"
 )
-_MANY_SHAPES = 10
 
 
 def call_input_fn(input_fn: Callable[..., Any], mode: Any, params: Any, config: Any) -> Any:
@@ -83,9 +81,11 @@ class Batches(Iterator[tuple[PyTree, PyTree]]):
     def __init__(self, elements: Iterator[Any], is_one_batch: bool = False) -> None:
         self._elements = elements
         self.is_one_batch = is_one_batch
-        self._has_sparse: bool | None = None  # known of the first batch; to look into all would cost a small step's time
+        self._has_sparse: bool | None = (
+            None  # known of the first batch; to look into all would cost a small step's time
+        )
         self._devices: Set[jax.Device] | None = None
-        self._shapes = _Shapes()
+        self._shapes = ShapeWatch()
         self._peeked: tuple[PyTree, PyTree] | None = None
         self._before_peek: Any = None
 
@@ -187,36 +187,6 @@ def batches(result: Any) -> Batches:
         if result is not None and not jax.tree_util.all_leaves([result]):
             return Batches(iter([result]), is_one_batch=True)  # A pytree of the user's own class.
     raise TypeError(f"input_fn should return {_ACCEPTED}; got {result!r}.")
-
-
-class _Shapes:
-    """The shapes that batches came in; says once when they are many, since each has programs of its own."""
-
-    def __init__(self) -> None:
-        self._seen: set[Any] | None = set()
-
-    def note(self, pair: tuple[PyTree, PyTree]) -> None:
-        if self._seen is None:
-            return
-        shapes = tuple([getattr(leaf, "shape", None) for leaf in jax.tree.leaves(pair)])
-        if shapes in self._seen:
-            return
-        self._seen.add(shapes)
-        if len(self._seen) == _MANY_SHAPES:
-            logging.warning("%s", _advice(pair, list(zip(*self._seen, strict=False))))
-            self._seen = None
-
-
-def _advice(pair: tuple[PyTree, PyTree], shapes: list[tuple[Any, ...]]) -> str:
-    """What to do about many shapes, of which there are those of each leaf."""
-    different = {name: sorted(set(of_leaf), key=str) for name, of_leaf in zip(named_leaves(*pair), shapes, strict=False)}
-    different = {name: of_leaf for name, of_leaf in different.items() if len(of_leaf) > 1}
-    shown = ", ".join(f"{name}: {', '.join(map(str, of_leaf))}" for name, of_leaf in different.items())
-    if all(len({shape and shape[1:] for shape in of_leaf}) == 1 for of_leaf in different.values()):
-        fix = "Let input_fn give all of them as many rows, but the last."
-    else:
-        fix = "Pad them to few lengths: `est.inputs.pad_batches(input_fn, multiple_of=32)`."
-    return f"The batches came in {_MANY_SHAPES} different shapes, each of which is compiled on its own. {fix} Got {shown}."
 
 
 def _pair(element: Any) -> tuple[PyTree, PyTree]:
