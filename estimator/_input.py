@@ -93,7 +93,7 @@ class Batches(Iterator[tuple[PyTree, PyTree]]):
         if self._peeked is not None:
             pair, self._peeked = self._peeked, None
             return pair
-        pair = taken(*_pair(next(self._elements)), self._devices)
+        pair = taken(*pair_of(next(self._elements)), self._devices)
         if self._has_sparse is None:
             self._has_sparse = has_sparse(pair)
         if self._has_sparse:
@@ -179,17 +179,29 @@ def batches(result: Any) -> Batches:
       ValueError: a tuple, or a batch that is a tuple or a list, has another length than 2.
       TypeError: `result` is nothing of the above.
     """
-    if isinstance(result, (tuple, Mapping)) or hasattr(result, "shape"):
+    if is_one_batch(result):
         return Batches(iter([result]), is_one_batch=True)
+    return Batches(iter(result))
+
+
+def is_one_batch(result: Any) -> bool:
+    """Whether what an input_fn returned is a batch; else it is an iterable of batches.
+
+    Raises:
+      TypeError: it is neither.
+    """
+    if isinstance(result, (tuple, Mapping)) or hasattr(result, "shape"):
+        return True
     if not isinstance(result, (str, bytes)):
         if hasattr(result, "__iter__") or hasattr(result, "__getitem__"):
-            return Batches(iter(result))
+            return False
         if result is not None and not jax.tree_util.all_leaves([result]):
-            return Batches(iter([result]), is_one_batch=True)  # A pytree of the user's own class.
+            return True  # a pytree of the user's own class
     raise TypeError(f"input_fn should return {_ACCEPTED}; got {result!r}.")
 
 
-def _pair(element: Any) -> tuple[PyTree, PyTree]:
+def pair_of(element: Any) -> tuple[PyTree, PyTree]:
+    """Features and labels of a batch, of which a tuple or a list has both."""
     if not isinstance(element, (tuple, list)):
         return element, None
     if len(element) != 2:

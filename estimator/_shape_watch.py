@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 from absl import logging
 
@@ -34,11 +32,32 @@ class ShapeWatch:
             self._seen = None
 
 
-def _advice(shapes: dict[str, list[Any]]) -> str:
+def _advice(shapes: dict[str, list[Shape]]) -> str:
     several = {name: of_leaf for name, of_leaf in shapes.items() if len(of_leaf) > 1}
-    if any(len({shape[1:] for shape in of_leaf}) > 1 for of_leaf in several.values()):
-        fix = "Pad them to few lengths: `est.inputs.pad_batches(input_fn, multiple_of=32)`."
+    padding = _padding({name: _changing_axes(of_leaf) for name, of_leaf in several.items()})
+    if padding:
+        fix = f"Pad them to few lengths: `est.inputs.pad_batches(input_fn, multiple_of=32, {padding})`."
     else:
         fix = "Let input_fn give all of them as many rows, but the last."
     listed = ", ".join(f"{name}: {', '.join(map(str, of_leaf))}" for name, of_leaf in several.items())
     return f"The batches came in {_MANY} different shapes, each of which is compiled on its own. {fix} Got {listed}."
+
+
+def _changing_axes(shapes: list[Shape]) -> list[int]:
+    """Which dimensions differ, other than the number of rows."""
+    return [i for i, sizes in enumerate(zip(*shapes, strict=False)) if i and len(set(sizes)) > 1]
+
+
+def _padding(axes: dict[str, list[int]]) -> str:
+    """The arguments of `pad_batches` that pad these leaves."""
+    shown = {
+        name: str(of_leaf[0] if len(of_leaf) == 1 else tuple(of_leaf)) for name, of_leaf in axes.items() if of_leaf
+    }
+    arguments = []
+    for tree, argument in (("features", "axes"), ("labels", "label_axes")):
+        by_key = [f"{name[len(tree) + 1 : -1]}: {axis}" for name, axis in shown.items() if name.startswith(f"{tree}[")]
+        if by_key:
+            arguments.append(f"{argument}={{{', '.join(by_key)}}}")
+        elif tree in shown:
+            arguments.append(f"{argument}={shown[tree]}")
+    return ", ".join(arguments)

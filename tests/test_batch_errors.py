@@ -11,6 +11,7 @@ from helpers_estimator import Linear, X, Y, make, step_of, times
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import estimator as est
+from estimator._input import batches
 from replicate import TowerOptimizer, replicate_model_fn
 
 
@@ -74,8 +75,6 @@ def test_batches_are_moved_to_the_devices_of_the_model(tmp_path, towers, where):
 
 
 def test_batches_on_the_devices_of_the_towers_stay_there(tmp_path):
-    from estimator._input import batches
-
     fn = replicate_model_fn(by_key, devices=jax.devices()[:4])
     placement = est.transform(fn).traits(X, Y).placement
     x = jax.device_put(X, mesh_of_four(0))
@@ -240,9 +239,26 @@ def test_many_shapes_are_warned_of_once(tmp_path, messages):
     [said] = [message for message in messages() if "different shapes" in message]
     assert said.startswith(
         "The batches came in 10 different shapes, each of which is compiled on its own. Pad them to few lengths: "
-        "`est.inputs.pad_batches(input_fn, multiple_of=32)`. Got features['x']: (4, 1), (4, 2), (4, 3), (4, 4),"
+        "`est.inputs.pad_batches(input_fn, multiple_of=32, axes={'x': 1})`. Got features['x']: "
+        "(4, 1), (4, 2), (4, 3), (4, 4), "
     )
     assert "features['y']" not in said and "labels" not in said
+
+
+@pytest.mark.parametrize(
+    ("make_pair", "call"),
+    [
+        (lambda n: (np.ones((4, n)), Y), "multiple_of=32, axes=1)"),
+        (lambda n: ({"a": np.ones((4, n, 2, n)), "b": X}, Y), "multiple_of=32, axes={'a': (1, 3)})"),
+        (lambda n: (np.ones((4, n)), np.ones((4, n))), "multiple_of=32, axes=1, label_axes=1)"),
+        (lambda n: ({"a": X}, {"b": np.ones((4, n))}), "multiple_of=32, label_axes={'b': 1})"),
+    ],
+)
+def test_the_warning_has_the_call_that_pads(messages, make_pair, call):
+    source = batches(make_pair(n) for n in range(1, 12))
+    list(source)
+    [said] = [message for message in messages() if "different shapes" in message]
+    assert f"`est.inputs.pad_batches(input_fn, {call}`" in said
 
 
 def test_many_numbers_of_rows_have_another_remedy(tmp_path, messages):
