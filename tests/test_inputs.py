@@ -205,6 +205,8 @@ ONES = np.ones(3)
         ({"x": [1, 2]}, TypeError, "x must be a dict or array; got list"),
         ({"x": {}}, ValueError, "x cannot be an empty dict, give"),
         ({"x": np.ones((0, 2))}, ValueError, r"x cannot be an empty array; .*\(0, 2\)"),
+        ({"x": np.ones((3, 0))}, ValueError, r"x cannot be an empty array; got shape \(3, 0\)"),
+        ({"x": {"a": np.ones((0, 2))}}, ValueError, r"x cannot be an empty array; .*'a': \(0, 2\)"),
         ({"y": {}}, ValueError, "y cannot be an empty dict, use None instead"),
         ({"y": 3}, TypeError, "y must be a dict or array; got int"),
         (
