@@ -51,12 +51,12 @@ def taken(features: PyTree, labels: PyTree = None, devices: Set[jax.Device] | No
         masked.
     """
     leaves, structure = _flattened((features, labels))
-    values = list(leaves)
-    for i, leaf in enumerate(leaves):
-        try:
-            values[i] = _taken(leaf, devices)
-        except ValueError as error:
-            raise ValueError(f"{list(named_leaves(features, labels))[i]} {error}") from None
+    values: list[Any] = []
+    try:
+        for leaf in leaves:
+            values.append(_taken(leaf, devices))
+    except ValueError as error:
+        raise ValueError(f"{list(named_leaves(features, labels))[len(values)]} {error}") from None
     return tree_unflatten(structure, values)
 
 
@@ -123,11 +123,10 @@ def _narrowed(array: np.ndarray, narrower: np.dtype[Any]) -> np.ndarray:
             with np.errstate(over="ignore"):
                 outside = np.isfinite(array) & ~np.isfinite(array.astype(narrower))
     else:
-        # Within its range no value changes. Reductions: to compare all with what they became takes twice the time.
-        info = np.iinfo(narrower)
-        if not array.size or (array.max() <= info.max and (narrower.kind == "u" or array.min() >= info.min)):
-            return array.astype(narrower)
-        outside = (array < info.min) | (array > info.max)
+        narrowed = array.astype(narrower)
+        outside = narrowed != array
+        if not np.count_nonzero(outside):  # for a small array in a third of the time of `min` and `max`
+            return narrowed
     raise ValueError(
         f"holds {array[outside].flat[0]}, which does not fit {narrower}, what jax makes of {array.dtype} without x64. "
         "Call `jax.config.update('jax_enable_x64', True)` before all else, or bring the values into the range of "

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import jax
 from absl import logging
+from jax.tree_util import tree_leaves
 
 from estimator._batch import named_leaves
 from estimator._frame import PyTree
@@ -22,7 +22,7 @@ class ShapeWatch:
     def note(self, pair: tuple[PyTree, PyTree]) -> None:
         if self._seen is None:
             return
-        shapes = tuple([getattr(leaf, "shape", ()) for leaf in jax.tree.leaves(pair)])
+        shapes = tuple([getattr(leaf, "shape", ()) for leaf in tree_leaves(pair)])
         if shapes in self._seen:
             return
         self._seen.add(shapes)
