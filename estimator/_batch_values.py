@@ -7,7 +7,7 @@ compiled function may all be views of it. So numpy makes the copy.
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from typing import Any
 
 import jax
@@ -29,7 +29,46 @@ _NARROWER = {
 }
 
 
-def taken(features: PyTree, labels: PyTree = None, devices: Set[jax.Device] | None = None) -> tuple[PyTree, PyTree]:
+class Stack:
+    """Memory for some batches, one after the other: so those of a program are stacked already when they are copied.
+
+    Args:
+      batches: how many.
+    """
+
+    def __init__(self, batches: int) -> None:
+        self._batches = batches
+        self._arrays: dict[int, np.ndarray] = {}  # by the number of a leaf, [batches, ...]
+        self._batch = -1
+
+    def next(self) -> None:
+        """Goes to the memory of the next batch."""
+        self._batch += 1
+
+    def empty(self, leaf: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
+        """Memory for a leaf of the batch, by its number; on its own where the leaf is not like that of the first."""
+        if self._batch == 0:
+            self._arrays[leaf] = np.empty((self._batches, *shape), dtype)
+        array = self._arrays.get(leaf)
+        if array is None or self._batch >= self._batches or (array.shape[1:], array.dtype) != (shape, dtype):
+            return np.empty(shape, dtype)
+        return array[self._batch, ...]
+
+
+def stack_of(leaves: Sequence[Any]) -> np.ndarray | None:
+    """The array of which these leaves, of batches one after the other, are all the parts; None where there is none."""
+    stack = leaves[0].base if type(leaves[0]) is np.ndarray else None
+    if stack is None or len(stack) != len(leaves) or any(leaf.base is not stack for leaf in leaves):
+        return None
+    return stack
+
+
+def taken(
+    features: PyTree,
+    labels: PyTree = None,
+    devices: Set[jax.Device] | None = None,
+    stack: Stack | None = None,
+) -> tuple[PyTree, PyTree]:
     """Features and labels as they are now, whatever happens to their memory later.
 
     Arrays of numpy, and of other libraries that numpy can read, are copied; without x64 to 32 bits, as jax does. Arrays
@@ -45,6 +84,7 @@ def taken(features: PyTree, labels: PyTree = None, devices: Set[jax.Device] | No
       features, labels: pytrees.
       devices: those of the programs that the batch is for; arrays of jax on others come as numpy arrays, which can go
         to any. None: all arrays of jax stay where they are.
+      stack: where to copy to; None: to memory of its own for each array.
 
     Raises:
       ValueError: a number does not fit its dtype of 32 bits, a dict has keys that cannot be sorted, or an array is
@@ -52,9 +92,11 @@ def taken(features: PyTree, labels: PyTree = None, devices: Set[jax.Device] | No
     """
     leaves, structure = _flattened((features, labels))
     values: list[Any] = []
+    if stack is not None:
+        stack.next()
     try:
         for leaf in leaves:
-            values.append(_taken(leaf, devices))
+            values.append(_taken(leaf, devices, stack, len(values)))
     except ValueError as error:
         raise ValueError(f"{list(named_leaves(features, labels))[len(values)]} {error}") from None
     return tree_unflatten(structure, values)
@@ -88,12 +130,18 @@ def _unsorted_keys(tree: Any) -> list[Any] | None:
     return next(filter(None, map(_unsorted_keys, tree)), None) if isinstance(tree, (tuple, list)) else None
 
 
-def _taken(leaf: Any, devices: Set[jax.Device] | None) -> Any:
+def _taken(leaf: Any, devices: Set[jax.Device] | None, stack: Stack | None, number: int) -> Any:
     if type(leaf) is np.ndarray:
         narrower = _NARROWER.get(leaf.dtype)
-        if narrower is None or jax.config.jax_enable_x64:  # type: ignore[attr-defined]
+        if narrower is not None and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
+            leaf = _narrowed(leaf, narrower)
+            if stack is None:
+                return leaf
+        if stack is None:
             return leaf.copy()
-        return _narrowed(leaf, narrower)
+        copy = stack.empty(number, leaf.shape, leaf.dtype)
+        copy[...] = leaf
+        return copy
     if isinstance(leaf, jax.Array):
         return leaf if devices is None or _is_near(leaf, devices) else np.asarray(leaf)
     if isinstance(leaf, np.ma.MaskedArray):
@@ -101,9 +149,9 @@ def _taken(leaf: Any, devices: Set[jax.Device] | None) -> Any:
     if isinstance(leaf, np.generic):
         return leaf
     if hasattr(leaf, "__array__"):
-        return _taken(np.asarray(leaf), devices)
+        return _taken(np.asarray(leaf), devices, stack, number)
     if hasattr(leaf, "__dlpack__"):
-        return _taken(np.from_dlpack(leaf), devices)
+        return _taken(np.from_dlpack(leaf), devices, stack, number)
     return leaf
 
 

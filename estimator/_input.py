@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from estimator._batch_values import default_devices, taken
+from estimator._batch_values import Stack, default_devices, taken
 from estimator._placement import Placement
 from estimator._shape_watch import ShapeWatch
 from estimator._sparse import has_sparse, padded
@@ -85,6 +85,7 @@ class Batches(Iterator[tuple[PyTree, PyTree]]):
             None  # known of the first batch; to look into all would cost a small step's time
         )
         self._devices: Set[jax.Device] | None = None
+        self._stack: Stack | None = None
         self._shapes = ShapeWatch()
         self._peeked: tuple[PyTree, PyTree] | None = None
         self._before_peek: Any = None
@@ -93,13 +94,17 @@ class Batches(Iterator[tuple[PyTree, PyTree]]):
         if self._peeked is not None:
             pair, self._peeked = self._peeked, None
             return pair
-        pair = taken(*pair_of(next(self._elements)), self._devices)
+        pair = taken(*pair_of(next(self._elements)), self._devices, self._stack)
         if self._has_sparse is None:
             self._has_sparse = has_sparse(pair)
         if self._has_sparse:
             pair = padded(pair)
         self._shapes.note(pair)
         return pair
+
+    def expect(self, n: int) -> None:
+        """To be told that the next `n` batches will be wanted together: they get memory as of one stack."""
+        self._stack = Stack(n) if n > 1 else None
 
     def place(self, placement: Placement) -> None:
         """From now on, the batch that was peeked at included, arrays that are on other devices than those of the

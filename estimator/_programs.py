@@ -12,6 +12,7 @@ import numpy as np
 from jax.tree_util import tree_flatten
 
 from estimator._batch import BatchGuard
+from estimator._batch_values import stack_of
 from estimator._cost import steps_that_fit
 from estimator._frame import PyTree
 from estimator._learning_rates import tagged
@@ -230,8 +231,8 @@ def stacked_batches(pairs: Sequence[Pair], room: int) -> Pair | None:
         for kinds in ([getattr(x, "shape", None) for x in same], [getattr(x, "dtype", None) for x in same]):
             if kinds.count(kinds[0]) < len(kinds):
                 return None
-        filled = [*same, *[same[-1]] * (room - len(same))]
-        stacked.append(_stack(filled))
+        stack = stack_of(same) if len(same) == room else None
+        stacked.append(_stack([*same, *[same[-1]] * (room - len(same))]) if stack is None else stack)
     return jax.tree.unflatten(structure, stacked)
 
 

@@ -12,7 +12,9 @@ from jax.experimental.sparse import BCOO
 
 import estimator as est
 from estimator._batch_values import taken
-from replicate import TowerOptimizer, replicate_model_fn
+from estimator._input import batches
+from estimator._programs import stacked_batches
+from replicate import TowerOptimizer, num_towers, replicate_model_fn
 
 N = 60
 ROWS = 4
@@ -33,12 +35,6 @@ def summing(features, labels, mode):
         train_op=TowerOptimizer(optax.sgd(0.0)).minimize(loss),
         eval_metric_ops={"mean": est.metrics.mean(jax.tree.leaves(features)[0].astype(jnp.float32))},
     )
-
-
-def num_towers():
-    from replicate import num_towers
-
-    return num_towers()
 
 
 def aligned(shape, dtype=np.float32):
@@ -259,6 +255,42 @@ def test_a_buffer_may_be_written_again_when_a_step_has_been_called(step):
         buffer[:] = 1000.0
         seen += float(np.sum(spec.predictions["seen"]))
     assert seen == sum(range(20))
+
+
+# Batches that are wanted together are copied to one stack.
+
+
+def test_batches_wanted_together_are_one_stack_already():
+    buffer, y = aligned((ROWS, 2)), np.arange(ROWS)
+
+    def elements():
+        for i in range(7):
+            buffer[:] = i
+            yield {"x": buffer, "scalar": np.array(i)}, y
+
+    source = batches(elements())
+    source.peek()
+    for n, first, is_stacked in ((3, 0, False), (3, 3, True)):
+        source.expect(n)
+        pairs = [next(source) for _ in range(n)]
+        features, labels = stacked_batches(pairs, n)
+        assert features["x"][:, 0, 0].tolist() == features["scalar"].tolist() == [first, first + 1, first + 2]
+        assert np.shares_memory(features["x"], pairs[0][0]["x"]) is is_stacked
+        np.testing.assert_array_equal(labels, [y] * n)
+        more, _ = stacked_batches(pairs, n + 2)
+        assert more["x"][:, 0, 0].tolist() == [first, first + 1, first + 2, first + 2, first + 2]
+
+
+def test_batches_unlike_the_first_are_not_of_the_stack():
+    x = np.arange(6.0, dtype=np.float32)
+    source = batches([(x, x), (x[:3], x), (x, jnp.asarray(x)), (x.astype(np.int8), x), (x + 1, x)])
+    source.expect(3)
+    pairs = list(source)
+    assert stacked_batches(pairs[:3], 3) is None
+    np.testing.assert_array_equal(pairs[1][0], x[:3])
+    np.testing.assert_array_equal(pairs[4][0], x + 1)
+    for order in ([0, 2], [2, 0]):
+        np.testing.assert_array_equal(stacked_batches([pairs[i] for i in order], 2), [[x, x], [x, x]])
 
 
 # Numbers that do not fit.
