@@ -98,7 +98,7 @@ def taken(
         for leaf in leaves:
             values.append(_taken(leaf, devices, stack, len(values)))
     except ValueError as error:
-        raise ValueError(f"{list(named_leaves(features, labels))[len(values)]} {error}") from None
+        raise ValueError(f"{list(named_leaves(features, labels))[len(values)]} {error}") from error
     return tree_unflatten(structure, values)
 
 

@@ -81,9 +81,7 @@ class Batches(Iterator[tuple[PyTree, PyTree]]):
     def __init__(self, elements: Iterator[Any], is_one_batch: bool = False) -> None:
         self._elements = elements
         self.is_one_batch = is_one_batch
-        self._has_sparse: bool | None = (
-            None  # known of the first batch; to look into all would cost a small step's time
-        )
+        self._has_sparse: bool | None = None  # of the first batch: looking into each would cost a small step's time
         self._devices: Set[jax.Device] | None = None
         self._stack: Stack | None = None
         self._shapes = ShapeWatch()

@@ -144,7 +144,7 @@ class Training:
         program = run.reporting if reporting and run.reporting else run.program
         context.phase = "compile" if self.programs.is_new(program) else "step"
         self._carry, seen, reported = self.programs.guard(
-            context.batches + 1, run.batch, program, self._carry, self._key_data, *run.args
+            self._skipped_batches + context.batches + 1, run.batch, program, self._carry, self._key_data, *run.args
         )
         context.phase = "step"
         self._losses.append((seen, run.steps))
