@@ -23,10 +23,8 @@ def check_batch(features: PyTree, labels: PyTree = None) -> int:
       TypeError: a leaf is not a numeric array, or a sparse one that is no `BCOO`.
       ValueError: there is no array, or a leaf has no batch dimension, another batch size than the rest, or no rows.
     """
-    sizes: dict[str, int] = {}
-    for name, tree in (("features", features), ("labels", labels)):
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: isinstance(x, JAXSparse)):
-            sizes[name + jax.tree_util.keystr(path)] = _rows(name + jax.tree_util.keystr(path), leaf)
+    leaves = named_leaves(features, labels, is_leaf=lambda x: isinstance(x, JAXSparse))
+    sizes = {name: _rows(name, leaf) for name, leaf in leaves.items()}
     if not sizes:
         raise ValueError(f"A batch must hold at least one array; got features={features!r} and labels={labels!r}.")
     if len(set(sizes.values())) > 1:
@@ -36,6 +34,21 @@ def check_batch(features: PyTree, labels: PyTree = None) -> int:
     if rows == 0:
         raise ValueError(f"Got an empty batch: {', '.join(sizes)} have 0 rows. Let input_fn leave it out.")
     return rows
+
+
+def named_leaves(
+    features: PyTree, labels: PyTree = None, is_leaf: Callable[[Any], bool] | None = None
+) -> dict[str, Any]:
+    """The leaves of a batch by what error messages call them.
+
+    >>> named_leaves({"x": 1}, 2)
+    {"features['x']": 1, 'labels': 2}
+    """
+    return {
+        name + jax.tree_util.keystr(path): leaf
+        for name, tree in (("features", features), ("labels", labels))
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
+    }
 
 
 def rows_of(features: PyTree, labels: PyTree = None) -> int:
@@ -57,6 +70,56 @@ def guarded(step: Callable[..., T], features: PyTree, labels: PyTree, *args: Any
     except TypeError:
         check_batch(features, labels)
         raise
+
+
+class BatchGuard:
+    """Calls the steps of a run, and says in our words what is wrong with a batch that they cannot take.
+
+    >>> import numpy as np
+    >>> guard = BatchGuard({"x": np.ones((2, 3))}, None)
+    >>> guard(4, ({"y": np.ones((2, 3))}, None), lambda features: features["x"], {})
+    Traceback (most recent call last):
+    ValueError: Batch 4 of the input is not like the one that the model was built with: features['x'] is missing, ...
+
+    Args:
+      features, labels: of the batch that the model was built with, arrays or `jax.ShapeDtypeStruct`s.
+    """
+
+    def __init__(self, features: PyTree, labels: PyTree) -> None:
+        self._built_with = _shapes(features, labels)
+
+    def __call__(self, number: int, pair: tuple[PyTree, PyTree], step: Callable[..., T], *args: Any) -> T:
+        """`step(*args)`, of a batch with that number in the input, counted from 1."""
+        try:
+            return step(*args)
+        except (TypeError, ValueError, LookupError) as error:
+            if isinstance(error, TypeError):
+                check_batch(*pair)
+            differences = self._differences(pair)
+            if not differences:
+                raise
+            raise ValueError(
+                f"Batch {number} of the input is not like the one that the model was built with: {differences}. "
+                f"Its step failed: {error} Give batches of the same features, equal in all dimensions but the first."
+            ) from error
+
+    def _differences(self, pair: tuple[PyTree, PyTree]) -> str:
+        """In words; nothing where only the numbers of rows differ."""
+        before, now = self._built_with, _shapes(*pair)
+        found = []
+        for name in {**before, **now}:
+            if name not in now:
+                found.append(f"{name} is missing")
+            elif name not in before:
+                found.append(f"{name} is new")
+            elif before[name][1:] != now[name][1:]:
+                found.append(f"{name} has the shape {now[name]} instead of {before[name]}")
+        return ", ".join(found)
+
+
+def _shapes(features: PyTree, labels: PyTree) -> dict[str, tuple[int, ...]]:
+    leaves = named_leaves(features, labels, is_leaf=is_sparse)
+    return {name: getattr(leaf, "shape", ()) for name, leaf in leaves.items()}
 
 
 def _rows(name: str, leaf: Any) -> int:

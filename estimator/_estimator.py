@@ -172,8 +172,8 @@ class Estimator:
         those given here, its `training_hooks`; those of them with a state to save (`Hook.get_state`) before the others.
 
         Args:
-          input_fn: gives the training batches. Training ends with them, if nothing ends it before. They are read ahead
-            in a thread, so each must have arrays of its own.
+          input_fn: gives the training batches. Training ends with them, if nothing ends it before. A thread reads them
+            ahead, and takes the values of each as it comes: all may be in the same memory.
           hooks: `est.Hook`s, called around the steps. A `CheckpointSaverHook` takes the place of the config's.
           steps: how many steps to train in this call.
           max_steps: at which global step to stop. Nothing is done (nor is input_fn called) if it is reached already.
@@ -227,6 +227,8 @@ class Estimator:
         self._tell_compiling(ModeKeys.TRAIN)
         if self._programs is None:
             self._programs = Programs(self._model, *first)
+        rest.place(self._programs.traits.placement)
+        first = rest.peek() or first
         if team is not None:
             team.runs(self._programs.traits.placement)
         chief_hooks, spec_hooks = self._programs.traits.hooks
@@ -240,6 +242,12 @@ class Estimator:
                 logging.info("Skipping training since the warm start is at max_steps already.")
                 return self
         last_step = max_steps if steps is None else start + steps
+        if rest.is_one_batch and last_step is not None and last_step - start > 1:
+            logging.warning(
+                "input_fn returned one batch, so that training ends after one step, not after %d. Return "
+                "`itertools.repeat(batch)` to train on it again and again, or an iterable of batches.",
+                last_step - start,
+            )
         context = Context(ModeKeys.TRAIN, self.model_dir, start, team)
         training = Training(
             self._programs, self._config, self._checkpoints, context, all_hooks, last_step, path, skipped
@@ -332,6 +340,8 @@ class Estimator:
         self._tell_compiling(ModeKeys.EVAL)
         context = Context(ModeKeys.EVAL, self.model_dir, team=team)
         traits = self._model.traits(*first, mode=ModeKeys.EVAL)
+        rest.place(traits.placement)
+        first = rest.peek() or first
         context.output_dir, context.reported = self.eval_dir(name), traits.reported
         hooks = (*hooks, *traits.hooks[1])
         if team is not None:
@@ -516,9 +526,11 @@ class Estimator:
         self._tell_compiling(ModeKeys.PREDICT)
         context = Context(ModeKeys.PREDICT, self.model_dir)
         traits = self._model.traits(first[0], mode=ModeKeys.PREDICT)
+        rest.place(traits.placement)
+        features, _ = rest.peek() or first
         context.reported = traits.reported
         hooks = (*hooks, *traits.hooks[1])
         with ends_by_sigterm(context), _run.around(hooks, context):
-            state = self._states.get(ModeKeys.PREDICT, path, first[0])
+            state = self._states.get(ModeKeys.PREDICT, path, features)
             context.has_state(state)
-            yield from predict_batches(self._predict_steps, state, rest, keys, hooks, context)
+            yield from predict_batches(self._predict_steps, state, rest, features, keys, hooks, context)

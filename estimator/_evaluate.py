@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from estimator._batch import guarded, rows_of
+from estimator._batch import BatchGuard, rows_of
 from estimator._cost import debugging, steps_that_fit
 from estimator._frame import PyTree
 from estimator._global_arrays import rows_of_all
@@ -140,13 +140,14 @@ def evaluate_batches(
     """The metrics over all batches, or the first `last_batch` of them; there must be at least one."""
     merged = Merged()
     held = state.variables, state.global_step, jax.random.key_data(state.key)
-    at_once = context.agreed(lambda: guarded(steps.at_once, *first, held, *first))
+    guard = BatchGuard(*first)
+    at_once = context.agreed(lambda: guard(1, first, steps.at_once, held, *first))
     for pairs, due in pieces_with_hooks(batches, hooks, context, last_batch, at_once):
         asked = _run.before(due, context)
         together = len(pairs) == at_once > 1 and not due and context.team is None
         stacked = stacked_batches(pairs, at_once) if together else None
         if stacked is not None:
-            losses, metrics = guarded(steps.several, *pairs[0], *held, *stacked)
+            losses, metrics = guard(context.batches + 1, pairs[0], steps.several, *held, *stacked)
             merged.add(losses, metrics, [rows_of(*pairs[0])] * len(pairs))
             context.count(len(pairs), rows_of(*pairs[0]))
             continue
@@ -154,7 +155,8 @@ def evaluate_batches(
         for i, pair in enumerate(pairs):
             (features, labels), rows = steps.on_devices(pair)
             step = steps.reporting if reports and i == len(pairs) - 1 else steps.quiet
-            loss, metrics, reported = guarded(step, features, labels, *held, features, labels)
+            given = features, labels
+            loss, metrics, reported = guard(context.batches + 1, given, step, *held, *given)
             context.count(1, rows)
             merged.add(loss, metrics, [rows])
         _run.after(due, context, asked, loss, 1, reported)

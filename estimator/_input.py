@@ -6,12 +6,14 @@ import copy
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from typing import Any
 
 import jax
-import numpy as np
 
+from estimator._batch_values import Stack, default_devices, taken
+from estimator._placement import Placement
+from estimator._shape_watch import ShapeWatch
 from estimator._sparse import has_sparse, padded
 
 PyTree = Any
@@ -20,7 +22,6 @@ _ACCEPTED = (
     "an iterable of batches (a generator, list, tf.data dataset or data loader), a tuple "
     "(features, labels), or one batch of features (an array or a dict of arrays)"
 )
-_READY = (np.ndarray, np.generic, jax.Array, bool, int, float, complex)
 
 
 def call_input_fn(input_fn: Callable[..., Any], mode: Any, params: Any, config: Any) -> Any:
@@ -63,7 +64,7 @@ def _is_required(parameter: inspect.Parameter) -> bool:
 class Batches(Iterator[tuple[PyTree, PyTree]]):
     """The batches of an input_fn, each `(features, labels)`: an iterator that can be looked into, moved on and placed.
 
-    It is used by one thread at a time.
+    Each has the values that it was yielded with, see `_batch_values.py`. It is used by one thread at a time.
 
     >>> source = Batches(iter([(1, 2), (3, 4), (5, 6)]))
     >>> source.peek(), source.skip(1), next(source)
@@ -71,11 +72,19 @@ class Batches(Iterator[tuple[PyTree, PyTree]]):
 
     Args:
       elements: an iterator over features or pairs `(features, labels)`.
+      is_one_batch: whether the input_fn returned a batch, and not an iterable of batches.
+
+    Attributes:
+      is_one_batch: the same.
     """
 
-    def __init__(self, elements: Iterator[Any]) -> None:
+    def __init__(self, elements: Iterator[Any], is_one_batch: bool = False) -> None:
         self._elements = elements
-        self._prepare: Callable[[Any], tuple[PyTree, PyTree]] | None = None  # chosen for the first batch
+        self.is_one_batch = is_one_batch
+        self._has_sparse: bool | None = None  # of the first batch: looking into each would cost a small step's time
+        self._devices: Set[jax.Device] | None = None
+        self._stack: Stack | None = None
+        self._shapes = ShapeWatch()
         self._peeked: tuple[PyTree, PyTree] | None = None
         self._before_peek: Any = None
 
@@ -83,10 +92,25 @@ class Batches(Iterator[tuple[PyTree, PyTree]]):
         if self._peeked is not None:
             pair, self._peeked = self._peeked, None
             return pair
-        element = next(self._elements)
-        if self._prepare is None:
-            self._prepare = _chosen_preparation(element)
-        return self._prepare(element)
+        pair = taken(*pair_of(next(self._elements)), self._devices, self._stack)
+        if self._has_sparse is None:
+            self._has_sparse = has_sparse(pair)
+        if self._has_sparse:
+            pair = padded(pair)
+        self._shapes.note(pair)
+        return pair
+
+    def expect(self, n: int) -> None:
+        """To be told that the next `n` batches will be wanted together: they get memory as of one stack."""
+        self._stack = Stack(n) if n > 1 else None
+
+    def place(self, placement: Placement) -> None:
+        """From now on, the batch that was peeked at included, arrays that are on other devices than those of the
+        programs come as numpy arrays, which programs take."""
+        sharding = placement.batch(1)
+        self._devices = default_devices() if sharding is None else sharding.device_set
+        if self._peeked is not None:
+            self._peeked = taken(*self._peeked, self._devices)
 
     def peek(self) -> tuple[PyTree, PyTree] | None:
         """The batch that `next` gives next, or None at the end. Neither position nor batches change by it."""
@@ -141,8 +165,8 @@ def batches(result: Any) -> Batches:
     As in TensorFlow, a tuple is `(features, labels)` and features alone have the labels None.
     Unlike there, any Python iterable of batches will do, and arrays given directly are one batch,
     not an endless repetition. Leaves that are no arrays but can become one (torch and TensorFlow
-    tensors) arrive as numpy arrays, if the first batch holds any; likewise sparse arrays are padded to
-    a power of two of entries. Nothing is read before the first batch is asked for.
+    tensors) arrive as numpy arrays. Sparse arrays are padded to a power of two of entries, if the first
+    batch holds any. Nothing is read before the first batch is asked for.
 
     >>> list(batches([(1, 2), (3, 4)]))
     [(1, 2), (3, 4)]
@@ -158,34 +182,29 @@ def batches(result: Any) -> Batches:
       ValueError: a tuple, or a batch that is a tuple or a list, has another length than 2.
       TypeError: `result` is nothing of the above.
     """
-    return Batches(_elements(result))
+    if is_one_batch(result):
+        return Batches(iter([result]), is_one_batch=True)
+    return Batches(iter(result))
 
 
-def _chosen_preparation(element: Any) -> Callable[[Any], tuple[PyTree, PyTree]]:
-    """What is done to every batch, chosen by the first: looking at all leaves of all would cost a small step's time."""
-    first = _pair(element)
-    steps: list[Callable[[Any], tuple[PyTree, PyTree]]] = [_pair]
-    if _needs_conversion(first):
-        steps.append(_to_numpy)
-    if has_sparse(first):
-        steps.append(padded)
-    if len(steps) == 1:
-        return _pair
-    return lambda element: functools.reduce(lambda value, step: step(value), steps, element)
+def is_one_batch(result: Any) -> bool:
+    """Whether what an input_fn returned is a batch; else it is an iterable of batches.
 
-
-def _elements(result: Any) -> Iterator[Any]:
+    Raises:
+      TypeError: it is neither.
+    """
     if isinstance(result, (tuple, Mapping)) or hasattr(result, "shape"):
-        return iter([result])
+        return True
     if not isinstance(result, (str, bytes)):
         if hasattr(result, "__iter__") or hasattr(result, "__getitem__"):
-            return iter(result)
+            return False
         if result is not None and not jax.tree_util.all_leaves([result]):
-            return iter([result])  # A pytree of the user's own class.
+            return True  # a pytree of the user's own class
     raise TypeError(f"input_fn should return {_ACCEPTED}; got {result!r}.")
 
 
-def _pair(element: Any) -> tuple[PyTree, PyTree]:
+def pair_of(element: Any) -> tuple[PyTree, PyTree]:
+    """Features and labels of a batch, of which a tuple or a list has both."""
     if not isinstance(element, (tuple, list)):
         return element, None
     if len(element) != 2:
@@ -195,15 +214,3 @@ def _pair(element: Any) -> tuple[PyTree, PyTree]:
             f"got a {type(element).__name__} of len {len(element)}."
         )
     return element[0], element[1]
-
-
-def _is_foreign(leaf: Any) -> bool:
-    return not isinstance(leaf, _READY) and hasattr(leaf, "__array__")
-
-
-def _needs_conversion(pair: tuple[PyTree, PyTree]) -> bool:
-    return any(map(_is_foreign, jax.tree.leaves(pair)))
-
-
-def _to_numpy(pair: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
-    return jax.tree.map(lambda leaf: np.asarray(leaf) if _is_foreign(leaf) else leaf, pair)

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from absl import logging
 
-from estimator._batch import check_batch
+from estimator._batch import check_batch, named_leaves
 from estimator._frame import PyTree
 from estimator._modes import ModeKeys
 from estimator._preemption import SIGTERM, preempt
@@ -220,7 +220,6 @@ def _check_alike(batches: list[tuple[Pair, int]], with_rows: bool) -> None:
 def _described(pair: Pair, rows: int, with_rows: bool) -> dict[str, str]:
     first = str(rows) if with_rows else "rows"
     return {
-        name + jax.tree_util.keystr(path): f"{leaf.dtype}[{','.join([first, *map(str, leaf.shape[1:])])}]"
-        for name, tree in zip(("features", "labels"), pair, strict=True)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+        name: f"{leaf.dtype}[{','.join([first, *map(str, leaf.shape[1:])])}]"
+        for name, leaf in named_leaves(*pair).items()
     }

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import jax
 import numpy as np
 
-from estimator._batch import guarded, rows_of
+from estimator._batch import BatchGuard, rows_of
 from estimator._frame import PyTree
 from estimator._input import Batches
 from estimator._reading import pieces_with_hooks
@@ -36,15 +36,17 @@ def predict_batches(
     steps: PredictSteps,
     state: State,
     batches: Batches,
+    first: PyTree,
     keys: tuple[str, ...] | None,
     hooks: Sequence[Hook],
     context: Context,
 ) -> Iterator[PyTree]:
-    """Yields the predictions of each batch as numpy arrays."""
+    """Yields the predictions of each batch as numpy arrays; `first` are the features of the first batch."""
+    guard = BatchGuard(first, None)
     for ((features, _),), due in pieces_with_hooks(batches, hooks, context, None):
         asked = _run.before(due, context)
         step = steps.reporting if _run.asks(asked, context) else steps.quiet
-        predictions, reported = guarded(step, features, None, state, features)
+        predictions, reported = guard(context.batches + 1, (features, None), step, state, features)
         context.count(1, rows_of(features))
         _run.after(due, context, asked, None, 1, reported)
         found = jax.device_get(select(predictions, keys))

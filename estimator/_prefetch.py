@@ -237,6 +237,8 @@ def _serve(
 def pull_batches(pairs: Iterator[Any], n: int, closed: threading.Event) -> tuple[list[Any], BaseException | None]:
     """Up to `n` batches, and what the input raised instead of more; nothing more once `closed` is set."""
     pulled: list[Any] = []
+    if hasattr(pairs, "expect"):
+        pairs.expect(n)
     try:
         while len(pulled) < n and not closed.is_set():
             pulled.append(next(pairs))

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import tree_flatten
 
-from estimator._batch import abstract
+from estimator._batch import BatchGuard, abstract
+from estimator._batch_values import stack_of
 from estimator._cost import steps_that_fit
 from estimator._frame import PyTree
 from estimator._learning_rates import tagged
@@ -79,12 +80,14 @@ class Programs:
       traits: what is known of the model_fn.
       steps_per_program: how many steps a program makes at most.
       loops: whether steps run in loops.
+      guard: to call them with.
     """
 
     def __init__(self, model: Model, features: PyTree, labels: PyTree) -> None:
         self.traits = traits = model.traits(features, labels)
         self.steps_per_program = 1
         self.loops = False
+        self.guard = BatchGuard(features, labels)
         self._batch = jax.tree.map(_abstract, traits.placement.from_processes((features, labels)))
         self._used: set[int] = set()
 
@@ -228,8 +231,8 @@ def stacked_batches(pairs: Sequence[Pair], room: int) -> Pair | None:
         for kinds in ([getattr(x, "shape", None) for x in same], [getattr(x, "dtype", None) for x in same]):
             if kinds.count(kinds[0]) < len(kinds):
                 return None
-        filled = [*same, *[same[-1]] * (room - len(same))]
-        stacked.append(_stack(filled))
+        stack = stack_of(same) if len(same) == room else None
+        stacked.append(_stack([*same, *[same[-1]] * (room - len(same))]) if stack is None else stack)
     return jax.tree.unflatten(structure, stacked)
 
 

@@ -68,7 +68,8 @@ def per_step(batches: PyTree) -> PyTree:
         if not x.n_batch:
             raise ValueError(
                 f"`train_loop` got {x!r}, whose steps cannot be told apart: the first dimension of stacked sparse "
-                "batches must be a batch dimension. Write `bcoo.update_layout(n_batch=1)`, or give a list of batches."
+                "batches must be a batch dimension. Write `bcoo.update_layout(n_batch=1, on_inefficient=None)`, or "
+                "give a list of batches."
             )
         return x.shape[1:]
 

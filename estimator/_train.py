@@ -13,7 +13,7 @@ import tqdm
 from absl import logging
 
 from estimator import _loop_size
-from estimator._batch import guarded, rows_of
+from estimator._batch import rows_of
 from estimator._checkpoint import Checkpoints
 from estimator._frame import PyTree
 from estimator._input import Batches
@@ -143,7 +143,9 @@ class Training:
         context = self.context
         program = run.reporting if reporting and run.reporting else run.program
         context.phase = "compile" if self.programs.is_new(program) else "step"
-        self._carry, seen, reported = guarded(program, *run.batch, self._carry, self._key_data, *run.args)
+        self._carry, seen, reported = self.programs.guard(
+            self._skipped_batches + context.batches + 1, run.batch, program, self._carry, self._key_data, *run.args
+        )
         context.phase = "step"
         self._losses.append((seen, run.steps))
         if len(self._losses) > _PROGRAMS_IN_FLIGHT:

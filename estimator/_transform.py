@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from estimator._apply import applied
 from estimator._batch import abstract, check_batch, guarded
+from estimator._batch_values import taken
 from estimator._frame import Frame, PyTree, open_frame
 from estimator._global_arrays import put
 from estimator._gradients import has_pending, run, written
@@ -24,6 +25,7 @@ from estimator._placement import Placement, SeparatePlacement
 from estimator._report import Report
 from estimator._sparse import alike, has_sparse, is_sparse, padded, per_step, with_steps
 from estimator._spec import EstimatorSpec
+from estimator._uninterrupted import compile_first
 from estimator._unmerged import merged, postponed
 from estimator.hooks._hook import Hook
 
@@ -69,7 +71,8 @@ class Model(NamedTuple):
     """A model_fn as pure functions. A second call with the same shapes traces and compiles nothing.
 
     The leaves of features and labels are arrays of numbers, or `jax.experimental.sparse.BCOO`s. The stored entries of
-    those are padded up to a power of two, so that one program serves all numbers of entries between two of them.
+    those are padded up to a power of two, so that one program serves all numbers of entries between two of them. Arrays
+    of numpy are copied by the call, and may be written after it.
 
     Attributes:
       init: `(key, features, labels=None, mode="train") -> State`. Only TRAIN creates slots.
@@ -270,8 +273,10 @@ class _Steps:
         mode = ModeKeys(mode)
         key = _checked_key(key)
         check_batch(features, labels)
-        features, labels = padded((features, labels))
+        features, labels = padded(taken(features, labels))
         shardings = self._find(mode, features, labels).shardings
+        if not isinstance(key, jax.core.Tracer):
+            compile_first(self._traced_init, key, features, labels, mode=mode)
         state, _ = self._traced_init(key, features, labels, mode=mode)
         return put(state, shardings)
 
@@ -321,6 +326,7 @@ class _Steps:
         raises = self._traits[ModeKeys.TRAIN].on_nan == "raise" and not isinstance(state.global_step, jax.core.Tracer)
         if raises:
             state = cleared(state)
+        features, labels = taken(features, labels)
         if self._sparse:
             features, labels = padded((features, labels))
         after, spec = guarded(steps, features, labels, state, features, labels)
@@ -348,6 +354,7 @@ class _Steps:
             else:
                 step = _from_processes(jax.jit(step), found.placement)
             self._compiled[mode] = step
+        features, labels = taken(features, labels)
         if self._sparse:
             features, labels = padded((features, labels))
         return guarded(step, features, labels, state, features, labels)
@@ -440,6 +447,7 @@ def _stacked(batches: Any) -> tuple[PyTree, PyTree]:
         pairs = [batch if isinstance(batch, tuple) else (batch, None) for batch in batches]
         for pair in pairs:
             check_batch(*pair)
+        pairs = [taken(*pair) for pair in pairs]
         return with_steps(jax.tree.map(lambda *leaves: jnp.stack(leaves), *alike(pairs)))
     if not isinstance(batches, tuple) or len(batches) != 2:
         raise TypeError(

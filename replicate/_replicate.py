@@ -51,7 +51,7 @@ def replicate_model_fn(
     concatenated in input order. The rules are those of `tf.contrib.estimator.replicate_model_fn`; here evaluation
     and prediction take batches of any size, and weighted means are exact. Sparse features
     (`jax.experimental.sparse.BCOO`) are split by rows too; each tower then goes through the entries of all rows,
-    unless the rows are a batch dimension (`bcoo.update_layout(n_batch=1)`).
+    unless the rows are a batch dimension (`bcoo.update_layout(n_batch=1, on_inefficient=None)`).
 
     >>> import estimator as est, jax, jax.numpy as jnp, optax
     >>> from replicate import TowerOptimizer

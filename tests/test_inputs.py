@@ -74,8 +74,11 @@ def test_input_fn_that_needs_other_arguments_is_an_error():
 
 @pytest.mark.parametrize("x", [np.ones((2, 3)), jnp.ones(2), {"a": np.ones(2)}, {"a": {"b": (1, [2])}}, Node()])
 def test_one_pytree_is_one_batch_of_features(x):
-    [(features, labels)] = batches(x)
-    assert features is x and labels is None
+    source = batches(x)
+    [(features, labels)] = source
+    assert source.is_one_batch and labels is None
+    assert jax.tree.structure(features) == jax.tree.structure(x)
+    assert all(map(np.array_equal, jax.tree.leaves(features), jax.tree.leaves(x)))
 
 
 def test_a_pair_is_one_batch():
@@ -121,10 +124,11 @@ def test_foreign_tensors_become_numpy_arrays():
     assert type(features["x"]) is np.ndarray and features["n"] == 1
 
 
-def test_arrays_are_passed_on_as_they_are():
-    x, y = np.ones(2), jnp.ones(2)
+def test_arrays_of_numpy_are_copied_and_those_of_jax_passed_on():
+    x, y = np.ones(2, np.float32), jnp.ones(2)
     [(features, labels)] = batches([({"x": x}, y)])
-    assert features["x"] is x and labels is y
+    assert not np.shares_memory(features["x"], x) and labels is y
+    np.testing.assert_array_equal(features["x"], x, strict=True)
 
 
 # numpy_input_fn
@@ -201,6 +205,8 @@ ONES = np.ones(3)
         ({"x": [1, 2]}, TypeError, "x must be a dict or array; got list"),
         ({"x": {}}, ValueError, "x cannot be an empty dict, give"),
         ({"x": np.ones((0, 2))}, ValueError, r"x cannot be an empty array; .*\(0, 2\)"),
+        ({"x": np.ones((3, 0))}, ValueError, r"x cannot be an empty array; got shape \(3, 0\)"),
+        ({"x": {"a": np.ones((0, 2))}}, ValueError, r"x cannot be an empty array; .*'a': \(0, 2\)"),
         ({"y": {}}, ValueError, "y cannot be an empty dict, use None instead"),
         ({"y": 3}, TypeError, "y must be a dict or array; got int"),
         (

@@ -386,8 +386,37 @@ def test_what_cannot_be_a_batch_is_refused(x, error, message):
 def test_stacked_batches_need_their_steps_as_a_batch_dimension():
     features, labels = jax.tree.map(lambda x: jnp.stack([x, x]), batch(8, 9, convert=np.asarray))
     features["words"] = to_sparse(features["words"])
-    with pytest.raises(ValueError, match=r"`train_loop` got BCOO.*Write `bcoo.update_layout\(n_batch=1\)`, or give a"):
-        est.transform(Linear()).train_loop(None, (features, labels))
+    advice = r"`train_loop` got BCOO.*Write `bcoo.update_layout\(n_batch=1, on_inefficient=None\)`, or give a"
+    model = est.transform(Linear())
+    with pytest.raises(ValueError, match=advice):
+        model.train_loop(None, (features, labels))
+    state = model.init(KEY, *batch(8, 9, convert=np.asarray))
+    features["words"] = features["words"].update_layout(n_batch=1, on_inefficient=None)
+    after, _ = model.train_loop(state, (features, labels))
+    assert after.global_step == 2
+
+
+@pytest.mark.parametrize("towers", [0, 1, 2])
+@pytest.mark.parametrize(("rows", "columns", "entries"), [(2, 1, 1), (2, 1, 2), (4, 3, 1), (6, 1, 5), (2, 2, 0)])
+def test_the_smallest_batches_have_the_layouts_that_the_docs_name(rows, columns, entries, towers):
+    dense = np.zeros((rows, columns), np.float32)
+    dense.flat[:entries] = 1 + np.arange(entries)
+
+    def model_fn(features, labels, mode):
+        y = features @ est.get_variable("w", (columns, 1), initializer=jax.nn.initializers.ones)
+        loss = est.losses.mean_squared_error(labels, y)
+        train_op = TowerOptimizer(optax.sgd(0.1)).minimize(loss)
+        return est.EstimatorSpec(mode, loss=loss, train_op=train_op)
+
+    model = est.transform(replicate(model_fn, towers) if towers else model_fn)
+    labels = np.ones((rows, 1), np.float32)
+    state = model.init(KEY, dense, labels)
+    losses = [float(model.train_step(state, dense, labels)[1].loss)]
+    by_rows = BCOO.fromdense(dense).update_layout(n_batch=1, on_inefficient=None)
+    for x in (BCOO.fromdense(dense), BCOO.fromdense(dense, n_batch=1), by_rows):
+        model = est.transform(replicate(model_fn, towers) if towers else model_fn)
+        losses.append(float(model.train_step(state, x, labels)[1].loss))
+    assert losses == pytest.approx([losses[0]] * 4, rel=1e-5)
 
 
 def test_sparse_predictions_are_refused():

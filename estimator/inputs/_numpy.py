@@ -47,13 +47,15 @@ def numpy_input_fn(
     Returns:
       An input_fn without arguments. Each call starts anew and gives an iterator of features (where
       `y` is None) or of `(features, labels)`, in arrays or dicts as `x` and `y` are; of shape
-      `(batch_size, ...)`. Without `shuffle` they may be views of the arrays given. The iterator has
+      `(batch_size, ...)`. Without `shuffle` they may be views of the arrays given;
+      training copies them. The iterator has
       `get_state()` and `set_state(state)`, so that training resumes within an epoch, in the same order.
 
     Raises:
       TypeError: `x` is neither an array nor a dict.
-      ValueError: `shuffle` is no bool, there are no rows, `x` and `y` share a key, their lengths
-        differ, `batch_size` or `num_epochs` is no int of at least 1, or `seed` none of at least 0.
+      ValueError: `shuffle` is no bool, there are no rows, an array `x` has no elements, `x` and `y`
+        share a key, their lengths differ, `batch_size` or `num_epochs` is no int of at least 1, or
+        `seed` none of at least 0.
     """
     order = Order(batch_size, num_epochs, shuffle, seed, drop_remainder)  # type: ignore[arg-type]  # checks it
     features, labels = _as_arrays("x", x), None if y is None else _as_arrays("y", y)
@@ -73,6 +75,8 @@ def _as_arrays(name: str, value: Any) -> Arrays:
     if isinstance(value, dict) and not value:
         hint = "use None instead" if name == "y" else "give at least one feature"
         raise ValueError(f"{name} cannot be an empty dict, {hint}.")
+    if name == "x" and not isinstance(value, dict) and not np.size(value):
+        raise ValueError(f"x cannot be an empty array; got shape {value.shape}.")
     arrays = value if isinstance(value, dict) else {None: value}
     for key, array in arrays.items():
         if isinstance(array, JAXSparse):

@@ -1,0 +1,298 @@
+"""Batches padded to few lengths, so that few programs are compiled."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from estimator._input import call_input_fn, is_one_batch, pair_of
+from estimator._sparse import is_sparse
+
+Axes = int | tuple[int, ...]
+
+
+def pad_batches(
+    batches: Callable[..., Any] | Iterable[Any],
+    multiple_of: int = 1,
+    *,
+    axes: Axes | Mapping[Any, Axes] | None = None,
+    label_axes: Axes | Mapping[Any, Axes] | None = None,
+    values: Any = 0,
+    label_values: Any = 0,
+    pad_to: int | Sequence[int] | None = None,
+    lengths: str | Mapping[Any, str] | None = None,
+) -> Any:
+    """Pads sequences of varying length, so that all batches have one of a few shapes.
+
+    A step is compiled for each shape that its batches have. `padded_batch` of `tf.data` pads the rows of a batch to the
+    longest of them; here, to the next multiple of a number, or to one of some lengths.
+
+    Features and labels that are a list of rows, or a numpy array of objects, are made one array, of the second
+    dimension that the longest row asks for. Of arrays the dimensions given are made longer.
+
+    >>> def input_fn():
+    ...     yield {"words": [[3, 1, 2], [4]], "age": np.array([30, 40])}, np.array([0, 1])
+    ...     yield {"words": [[5, 6], [7, 8, 9, 1, 2]], "age": np.array([50, 60])}, np.array([1, 0])
+    >>> padded = pad_batches(input_fn, multiple_of=4, lengths="length")
+    >>> for features, labels in padded():
+    ...     print(features["words"], features["length"])
+    [[3 1 2 0]
+     [4 0 0 0]] [3 1]
+    [[5 6 0 0 0 0 0 0]
+     [7 8 9 1 2 0 0 0]] [2 5]
+
+    What is padding a model_fn tells by the lengths: `mask = jnp.arange(words.shape[1]) < length[:, None]`, for example
+    as the weights of a loss. Of arrays that are padded already the lengths are those that they came with.
+
+    An input that can be taken up again (`get_state`, `set_state`) still can.
+
+    Args:
+      batches: an input_fn, or an iterable of batches; batches are as an input_fn may give them.
+      multiple_of: lengths are rounded up to a multiple of this number; 1: the longest row of a batch has none.
+      axes: which dimensions of features are padded, an int or a tuple, from 1: features that are an array have an int
+        or a tuple, a dict of features has a dict by name. What is not named stays as it is. Default: the second
+        dimension of an array, and of each list of rows in a dict.
+      label_axes: the same for labels, of which by default only lists of rows are padded.
+      values: what to pad with; a dict by name for a dict of features, 0 where it has no entry.
+      label_values: the same for labels.
+      pad_to: in the place of `multiple_of`, the lengths to choose from, such as `(32, 64, 128)`; an int: the only one.
+      lengths: the name of a feature to add: the length of each row before, an int32 array. Where several features are
+        padded, a dict of such names by feature.
+
+    Returns:
+      An input_fn, or an iterable of batches, as was given.
+
+    Raises:
+      TypeError: `batches` is neither.
+      ValueError: an argument is not as above; later, with the batch: a name is not in it, a row is longer than
+        `pad_to` allows, rows differ in other dimensions, or `values` do not fit an array.
+    """
+    padding = _Padding(multiple_of, axes, label_axes, values, label_values, pad_to, lengths)
+    if not callable(batches):
+        return padding.batch(batches) if is_one_batch(batches) else _PaddedBatches(batches, padding)
+
+    def input_fn(mode: Any = None, params: Any = None, config: Any = None) -> Any:
+        result = call_input_fn(batches, mode, params, config)
+        return padding.batch(result) if is_one_batch(result) else _PaddedBatches(result, padding)
+
+    return input_fn
+
+
+class _PaddedBatches(Iterable[Any]):
+    def __init__(self, batches: Iterable[Any], padding: _Padding) -> None:
+        self._batches, self._padding = batches, padding
+
+    def __iter__(self) -> Iterator[Any]:
+        return _PaddedIterator(iter(self._batches), self._padding)
+
+
+class _PaddedIterator(Iterator[Any]):
+    """Has `get_state` and `set_state` if the iterator has that it pads: padding remembers nothing."""
+
+    def __init__(self, elements: Iterator[Any], padding: _Padding) -> None:
+        self._elements, self._padding = elements, padding
+
+    def __next__(self) -> Any:
+        return self._padding.batch(next(self._elements))
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("get_state", "set_state"):
+            return getattr(self._elements, name)
+        raise AttributeError(name)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Padding:
+    """The arguments of `pad_batches`, checked, and what they say about a batch."""
+
+    multiple_of: int
+    axes: Any
+    label_axes: Any
+    values: Any
+    label_values: Any
+    pad_to: int | Sequence[int] | None
+    lengths: str | Mapping[Any, str] | None
+
+    def __post_init__(self) -> None:
+        if not _is_int(self.multiple_of) or self.multiple_of < 1:
+            raise ValueError(f"multiple_of must be an int >= 1; got {self.multiple_of!r}.")
+        for name, given in (("axes", self.axes), ("label_axes", self.label_axes)):
+            for axes in given.values() if isinstance(given, Mapping) else [given]:
+                if axes is not None and not all(_is_int(axis) and axis >= 1 for axis in _listed(axes)):
+                    raise ValueError(
+                        f"{name} must be an int >= 1, a tuple of such, or a dict of these by name; got {given!r}. "
+                        "The first dimension, 0, is that of the rows, which are not padded."
+                    )
+        if self.pad_to is not None:
+            if self.multiple_of != 1:
+                raise ValueError(
+                    f"Only one of multiple_of and pad_to may be given; got multiple_of={self.multiple_of} and "
+                    f"pad_to={self.pad_to!r}."
+                )
+            if not _listed(self.pad_to) or not all(_is_int(n) and n >= 1 for n in _listed(self.pad_to)):
+                raise ValueError(f"pad_to must be an int >= 1, or several of them; got {self.pad_to!r}.")
+
+    def batch(self, element: Any) -> Any:
+        """The batch, padded."""
+        features, labels = pair_of(element)
+        features, lengths = _padded("features", features, self._axes(features), self.values, self.room)
+        if self.lengths is not None:
+            features = self._with_lengths(features, lengths)
+        if not isinstance(element, (tuple, list)):
+            return features
+        label_axes = {} if self.label_axes is None else self.label_axes
+        return features, _padded("labels", labels, label_axes, self.label_values, self.room)[0]
+
+    def room(self, name: str, length: int) -> int:
+        """The length that an array gets."""
+        if self.pad_to is None:
+            return max(1, -(-length // self.multiple_of)) * self.multiple_of
+        enough = [n for n in _listed(self.pad_to) if n >= length]
+        if not enough:
+            raise ValueError(
+                f"{name} has the length {length}, and pad_to={self.pad_to!r} has none as large. Cut it in input_fn, or "
+                "give a larger one."
+            )
+        return min(enough)
+
+    def _axes(self, features: Any) -> Any:
+        if self.axes is not None:
+            return self.axes
+        if not isinstance(features, Mapping):
+            return 1
+        if any(map(_has_rows, features.values())):
+            return {}
+        raise ValueError(
+            f"pad_batches needs the names of what to pad where features are a dict of arrays; got {list(features)}. "
+            "Give them with their dimensions, for example `axes={" + repr(next(iter(features), "x")) + ": 1}`."
+        )
+
+    def _with_lengths(self, features: Any, found: dict[Any, np.ndarray]) -> Any:
+        if not isinstance(features, Mapping):
+            raise ValueError(
+                f"lengths={self.lengths!r} adds a feature, for which features must be a dict; got "
+                f"{type(features).__name__}. Let input_fn give a dict."
+            )
+        names = self.lengths
+        if isinstance(names, str):
+            if len(found) != 1:
+                raise ValueError(
+                    f"lengths={names!r} names the lengths of one feature; {len(found)} are padded: {list(found)}. Give "
+                    "a dict of names by feature."
+                )
+            names = dict.fromkeys(found, names)
+        assert names is not None
+        for feature, name in names.items():
+            if feature not in found:
+                raise ValueError(f"lengths has the feature {feature!r}, which is not padded; those are {list(found)}.")
+            if name in features:
+                raise ValueError(f"lengths adds a feature {name!r}, which the batch has already. Choose another name.")
+        return {**features, **{name: found[feature] for feature, name in names.items()}}
+
+
+def _padded(
+    name: str, tree: Any, axes: Any, values: Any, room: Callable[[str, int], int]
+) -> tuple[Any, dict[Any, np.ndarray]]:
+    """The features, or the labels, padded, and by name how long each row was."""
+    if not isinstance(tree, Mapping):
+        if isinstance(axes, Mapping):
+            if axes or not _has_rows(tree):
+                _check_named(name, axes, ())
+                return tree, {}
+            axes = 1
+        padded, of_rows = _padded_array(name, tree, _listed(axes), values, room)
+        return padded, {None: of_rows}
+    if not isinstance(axes, Mapping):
+        raise ValueError(
+            f"{name} are a dict, {list(tree)}, so that their axes must be one by name, for example "
+            f"`{{{next(iter(tree), 'x')!r}: {axes!r}}}`; got {axes!r}."
+        )
+    _check_named(name, axes, tree)
+    if isinstance(values, Mapping):
+        _check_named(name, values, tree)
+    found = dict(tree)
+    lengths: dict[Any, np.ndarray] = {}
+    for key, x in tree.items():
+        if key in axes or _has_rows(x):
+            value = values.get(key, 0) if isinstance(values, Mapping) else values
+            found[key], lengths[key] = _padded_array(f"{name}[{key!r}]", x, _listed(axes.get(key, 1)), value, room)
+    return found, lengths
+
+
+def _padded_array(
+    name: str, x: Any, axes: tuple[int, ...], value: Any, room: Callable[[str, int], int]
+) -> tuple[np.ndarray, np.ndarray]:
+    if is_sparse(x):
+        raise ValueError(f"{name} is sparse, of which one program serves many sizes already. Leave it out of `axes`.")
+    rows = [np.asarray(row) for row in x] if _has_rows(x) else np.asarray(x)
+    if not len(rows):
+        raise ValueError(f"{name} has no rows. Let input_fn leave the batch out.")
+    shapes = np.array(_same_rank(name, rows)) if isinstance(rows, list) else np.array([rows.shape[1:]])
+    if max(axes) > shapes.shape[1]:
+        raise ValueError(f"{name} has {shapes.shape[1] + 1} dimensions, and so no dimension {max(axes)} to be padded.")
+    shape = []
+    for axis, sizes in enumerate(shapes.T, 1):
+        if axis not in axes and len(set(sizes)) > 1:
+            raise ValueError(
+                f"The rows of {name} differ in dimension {axis}: {sorted(set(sizes.tolist()))}. Give it in `axes`, to "
+                "be padded too."
+            )
+        shape.append(room(name, int(sizes.max())) if axis in axes else int(sizes.max()))
+    lengths = np.broadcast_to(shapes[:, axes[0] - 1], (len(rows),)).astype(np.int32)
+    dtype = _common_dtype(x, rows, value) if isinstance(rows, list) else rows.dtype
+    padded = np.full((len(rows), *shape), _fitting(name, value, dtype))
+    if isinstance(rows, list):
+        for target, row in zip(padded, rows, strict=True):
+            target[tuple(map(slice, row.shape))] = row
+    else:
+        padded[tuple(map(slice, rows.shape))] = rows
+    return padded, lengths
+
+
+def _same_rank(name: str, rows: list[np.ndarray]) -> list[tuple[int, ...]]:
+    shapes = [row.shape for row in rows]
+    if len(set(map(len, shapes))) > 1 or () in shapes:
+        raise ValueError(
+            f"The rows of {name} must be sequences, or arrays of one number of dimensions; got shapes {shapes}."
+        )
+    return shapes
+
+
+def _common_dtype(given: Any, rows: list[np.ndarray], value: Any) -> np.dtype[Any]:
+    """That of the rows; numpy makes floats of an empty list, which has none."""
+    known = {row.dtype for row, x in zip(rows, given, strict=True) if row.size or hasattr(x, "dtype")}
+    return np.result_type(*known) if known else np.asarray(value).dtype
+
+
+def _fitting(name: str, value: Any, dtype: np.dtype[Any]) -> np.ndarray:
+    """The value in a dtype that can hold it."""
+    try:
+        found = np.array(value).astype(dtype)
+        fits = found.ndim == 0 and (found == value or value != value)  # which NaN is
+    except (TypeError, ValueError, OverflowError):
+        fits = False
+    if not fits:
+        raise ValueError(f"{name} is of dtype {dtype}, which has no {value!r} to be padded with. Give another value.")
+    return found
+
+
+def _check_named(name: str, given: Mapping[Any, Any], there: Any) -> None:
+    unknown = [key for key in given if key not in there]
+    if unknown:
+        raise ValueError(f"pad_batches got {unknown} by name, which {name} have not; they have {list(there)}.")
+
+
+def _has_rows(x: Any) -> bool:
+    """Whether it is no array, but rows that may differ in length."""
+    return isinstance(x, list) or (isinstance(x, np.ndarray) and x.dtype == object)
+
+
+def _listed(x: Any) -> tuple[Any, ...]:
+    return tuple(x) if isinstance(x, (tuple, list)) else (x,)
+
+
+def _is_int(x: Any) -> bool:
+    return isinstance(x, (int, np.integer)) and not isinstance(x, bool)
