@@ -22,6 +22,7 @@ from estimator._reading import pieces_with_hooks
 from estimator._report import Report
 from estimator._sparse import has_sparse
 from estimator._transform import Model, State
+from estimator._uninterrupted import compile_first
 from estimator.hooks import _run
 from estimator.hooks._hook import Context, Hook
 from estimator.metrics import Metric
@@ -54,6 +55,7 @@ class EvalSteps:
 
         self._model = model
         self._fits: dict[int, int] = {}  # by the bytes of a batch
+        self._called: set[tuple[int, int]] = set()  # programs, and with how many rows
         self.reporting = jax.jit(reporting)
         self.quiet = jax.jit(quiet)
         self.several = jax.jit(several)
@@ -66,6 +68,13 @@ class EvalSteps:
             return placement.in_all_processes(rows_of_all(*pair)), sum(pair.rows)
         processes = jax.process_count() if placement.spans_processes else 1
         return placement.from_processes(pair), rows_of(*pair) * processes
+
+    def run(self, step: Any, rows: int, held: tuple[Any, ...], features: PyTree, labels: PyTree) -> Any:
+        """Calls one of the steps, compiled before for batches of so many rows."""
+        if (id(step), rows) not in self._called:
+            compile_first(step, *held, features, labels)
+            self._called.add((id(step), rows))
+        return step(*held, features, labels)
 
     def at_once(self, held: tuple[Any, ...], features: PyTree, labels: PyTree) -> int:
         """How many batches like this one are to be read ahead together, and to go into one program."""
@@ -146,15 +155,16 @@ def evaluate_batches(
         together = len(pairs) == at_once > 1 and not due and context.team is None
         stacked = stacked_batches(pairs, at_once) if together else None
         if stacked is not None:
-            losses, metrics = guarded(steps.several, *pairs[0], *held, *stacked)
-            merged.add(losses, metrics, [rows_of(*pairs[0])] * len(pairs))
-            context.count(len(pairs), rows_of(*pairs[0]))
+            rows = rows_of(*pairs[0])
+            losses, metrics = guarded(steps.run, *pairs[0], steps.several, rows, held, *stacked)
+            merged.add(losses, metrics, [rows] * len(pairs))
+            context.count(len(pairs), rows)
             continue
         reports = _run.asks(asked, context)
         for i, pair in enumerate(pairs):
             (features, labels), rows = steps.on_devices(pair)
             step = steps.reporting if reports and i == len(pairs) - 1 else steps.quiet
-            loss, metrics, reported = guarded(step, features, labels, *held, features, labels)
+            loss, metrics, reported = guarded(steps.run, features, labels, step, rows, held, features, labels)
             context.count(1, rows)
             merged.add(loss, metrics, [rows])
         _run.after(due, context, asked, loss, 1, reported)

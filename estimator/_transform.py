@@ -24,6 +24,7 @@ from estimator._placement import Placement, SeparatePlacement
 from estimator._report import Report
 from estimator._sparse import alike, has_sparse, is_sparse, padded, per_step, with_steps
 from estimator._spec import EstimatorSpec
+from estimator._uninterrupted import compile_first
 from estimator._unmerged import merged, postponed
 from estimator.hooks._hook import Hook
 
@@ -267,6 +268,8 @@ class _Steps:
         check_batch(features, labels)
         features, labels = padded((features, labels))
         shardings = self._find(mode, features, labels).shardings
+        if not isinstance(key, jax.core.Tracer):
+            compile_first(self._traced_init, key, features, labels, mode=mode)
         state, *_ = self._traced_init(key, features, labels, mode=mode)
         return put(state, shardings)
 
