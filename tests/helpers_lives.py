@@ -39,6 +39,7 @@ def deep(features, labels, mode):
 def compile_long(model_dir):
     os.environ["XLA_FLAGS"] = ""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    time.sleep(0.2)  # it has been said that the process has started
     try:
         print("blocked", flush=True)
         make(model_dir, deep).train(lambda: itertools.repeat((X, Y)))
@@ -104,10 +105,16 @@ def without_streams(model_dir):
 
 
 def evaluate_without_rights(model_dir):
+    """Trains, and then has no right to write there; what is imported on the way may not be readable then."""
+    estimator = make(model_dir).train(times(3))
+    list(estimator.predict(lambda: X))
+    make(os.path.join(model_dir, "other")).evaluate(times(1))
+    for directory, _, _ in os.walk(model_dir):
+        os.chmod(directory, 0o555)
     if os.geteuid() == 0:
         os.setuid(65534)
     estimator = make(model_dir)
-    print("loss", estimator.evaluate(times(1))["global_step"], flush=True)
+    print("step", estimator.evaluate(times(1))["global_step"], flush=True)
     print("rows", len(list(estimator.predict(lambda: X))), flush=True)
     try:
         estimator.train(times(1))

@@ -212,18 +212,16 @@ def test_a_model_dir_that_cannot_be_made_is_an_error_of_training(tmp_path, base)
 def test_a_model_dir_that_can_only_be_read_is_evaluated_and_predicted_with(processes):
     model_dir = tempfile.mkdtemp()
     try:
-        make(model_dir).train(times(3))
-        for directory, _, _ in os.walk(model_dir):
-            os.chmod(directory, 0o555)
         processes.start("evaluate_without_rights", model_dir)
-        assert [processes.read() for _ in range(2)] == ["loss 3", "rows 4"]
+        assert [processes.read() for _ in range(2)] == ["step 3", "rows 4"]
         assert processes.read().startswith(
             "PermissionError [Errno 13] Training cannot write its checkpoints into model_dir"
         )
         assert processes.ended() == 0
         assert "eval" not in os.listdir(model_dir)
     finally:
-        os.chmod(model_dir, 0o755)
+        for directory, _, _ in os.walk(model_dir):
+            os.chmod(directory, 0o755)
         shutil.rmtree(model_dir)
 
 
