@@ -70,6 +70,7 @@ def pool_in_input(model_dir):
     os.setpgrp()
 
     def input_fn():
+        yield X, Y
         with multiprocessing.get_context("fork").Pool(2) as pool:
             for i, x in enumerate(pool.imap(_work, range(100_000))):
                 if i == 3:

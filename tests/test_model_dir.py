@@ -25,10 +25,10 @@ def processes():
     found.close()
 
 
-def start(processes, function, *args):
-    processes.start(function, *map(str, args))
-    while processes.read() != "blocked":
-        pass
+def start(processes, function, model_dir, *args):
+    processes.start(function, str(model_dir), *args)
+    while (line := processes.read()) != "blocked":
+        assert not line.startswith("ended"), line
 
 
 class At(est.Hook):
@@ -170,7 +170,7 @@ def test_a_training_that_removes_checkpoints_does_not_disturb_readers(processes,
     while (len(steps) < 10 or time.monotonic() < deadline - 50) and time.monotonic() < deadline:
         steps.add(estimator.evaluate(times(1))["global_step"])
         assert len(list(estimator.predict(lambda: X))) == len(X)
-        assert estimator.get_variable_names() == ["global_step", "w", *estimator.get_variable_names()[2:]]
+        assert "w" in estimator.get_variable_names()
         steps.add(step_of(estimator))
     processes.send(signal.SIGKILL)
     assert processes.ended() == -signal.SIGKILL

@@ -99,8 +99,8 @@ def processes():
 def end_by_ctrl_c(processes, function, model_dir, seconds):
     """The exit code, the lines printed after the signal, and how long it took."""
     processes.start(function, str(model_dir))
-    while processes.read() != "blocked":
-        pass
+    while (line := processes.read()) != "blocked":
+        assert not line.startswith("ended"), line
     time.sleep(seconds)
     sent = time.monotonic()
     processes.send(signal.SIGINT)
