@@ -143,8 +143,9 @@ class Training:
         """Starts a program. Waits for the last but one, but not for this one."""
         context = self.context
         program = run.reporting if reporting and run.reporting else run.program
-        if self.programs.is_new(program):
-            context.phase = "compile"
+        is_new = self.programs.is_new(program)
+        context.phase = "compile" if is_new else "step"
+        if is_new:
             guarded(compile_first, *run.batch, program, self._carry, self._key_data, *run.args)
         self._carry, seen, reported = guarded(program, *run.batch, self._carry, self._key_data, *run.args)
         context.phase = "step"
