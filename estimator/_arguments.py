@@ -8,6 +8,7 @@ import tempfile
 
 from absl import logging
 
+from estimator._model_dir import checked_dir
 from estimator._model_fn import ModelFn
 from estimator._run_config import RunConfig
 
@@ -21,7 +22,7 @@ def chosen_dir(model_dir: str | os.PathLike[str] | None, config: RunConfig) -> s
             f"{given!r} and {configured!r}. Set it in one place."
         )
     if given or configured:
-        return str(given or configured)
+        return checked_dir(str(given or configured))
     made = tempfile.mkdtemp()
     logging.warning("Using temporary folder as model directory: %s", made)
     return made

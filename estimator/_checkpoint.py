@@ -14,11 +14,12 @@ from __future__ import annotations
 import contextlib
 import difflib
 import fnmatch
+import functools
 import os
 import re
 import shutil
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -27,9 +28,12 @@ import orbax.checkpoint as ocp
 from absl import logging
 from orbax.checkpoint import type_handlers
 
+from estimator._file_lock import lock_if_possible
 from estimator._host_state import decode, encode
 from estimator._non_finite import SLOTS, NonFinite
+from estimator._uninterrupted import uninterrupted
 
+F = TypeVar("F", bound=Callable[..., Any])
 State = Any  # estimator._transform.State, of arrays or of jax.ShapeDtypeStructs.
 
 _INFO = 20  # the standard library's number
@@ -44,6 +48,16 @@ _COUNTERS = {f"slots/{SLOTS}/{field}" for field in NonFinite._fields}
 
 _HOST = "host"  # what is no array, in one
 _INPUT_ENDED = "INPUT_ENDED"  # a file in a checkpoint
+
+
+class NotACheckpointError(ValueError):
+    """There is no checkpoint at a path; or no more, since a training, or somebody, has removed it."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(
+            f"{path} is not a checkpoint. Give the path of one, as `latest_checkpoint()` returns it: "
+            "`<model_dir>/ckpt-<step>`. Training removes all but the newest: see `RunConfig(keep_checkpoint_max=...)`."
+        )
 
 
 class Checkpoints:
@@ -111,9 +125,7 @@ class Checkpoints:
             arrays = jax.tree.map(_key_data, _flatten(state))
             if host:
                 arrays[_HOST] = encode(host)
-            with _checkpointer(together=True) as checkpointer:
-                # force: something that is no checkpoint may be in the way.
-                checkpointer.save(os.path.abspath(path), args=ocp.args.PyTreeSave(arrays), force=True)
+            _write(path, arrays, together=True)
             if jax.process_index() == 0:
                 self._remove_old(path)
         return path
@@ -158,15 +170,89 @@ class Checkpoints:
             if self._keep_every_ns is not None and (last_kept is None or at - last_kept >= self._keep_every_ns):
                 last_kept = at
             elif path != written and not _is_pinned(path):
-                os.rename(path, f"{path}.removed")
-                shutil.rmtree(f"{path}.removed")
+                _remove(path)
 
 
 def written_ns(path: str) -> int:
-    """When the checkpoint at `path` was written, in nanoseconds: tells it from another one of the same name."""
-    return os.stat(os.path.join(path, _METADATA_FILE)).st_mtime_ns
+    """When the checkpoint at `path` was written, in nanoseconds: tells it from another one of the same name.
+
+    Raises:
+      NotACheckpointError: there is none any more.
+    """
+    try:
+        return os.stat(os.path.join(path, _METADATA_FILE)).st_mtime_ns
+    except FileNotFoundError:
+        raise NotACheckpointError(path) from None
 
 
+@contextlib.contextmanager
+def kept(path: str) -> Iterator[None]:
+    """Keeps trainings from removing a checkpoint within the block, where the file system has locks.
+
+    Raises:
+      NotACheckpointError: it is not there, or, where there are no locks, was removed while it was read.
+    """
+    with _locked(path, exclusive=False) as is_there:
+        if not is_there():
+            raise NotACheckpointError(path)
+        try:
+            yield
+        except Exception as error:
+            if not is_there():
+                raise NotACheckpointError(path) from error
+            raise
+        if not is_there():  # what was read may be half of it
+            raise NotACheckpointError(path)
+
+
+def _remove(path: str) -> None:
+    """Removes a checkpoint; one that somebody reads stays, until the next call."""
+    try:
+        with _locked(path, exclusive=True):
+            os.rename(path, f"{path}.removed")
+    except BlockingIOError:
+        return
+    shutil.rmtree(f"{path}.removed")
+
+
+@contextlib.contextmanager
+def _locked(path: str, exclusive: bool) -> Iterator[Callable[[], bool]]:
+    """Locks a checkpoint, by a file in it, if there are locks; gives a function that says whether it is still there.
+
+    Raises:
+      BlockingIOError: somebody has a lock on it, and this one is to be exclusive.
+    """
+    metadata = os.path.join(path, _METADATA_FILE)
+    try:
+        file = os.open(metadata, os.O_RDONLY)
+    except (FileNotFoundError, NotADirectoryError):
+        raise NotACheckpointError(path) from None
+
+    def is_there() -> bool:
+        try:
+            return os.path.samestat(os.fstat(file), os.stat(metadata))
+        except FileNotFoundError:
+            return False
+
+    try:
+        lock_if_possible(file, exclusive)
+        yield is_there
+    finally:
+        os.close(file)
+
+
+def _reads(function: F) -> F:
+    """A function that reads a checkpoint: not interrupted by signals, nor by the removal of what it reads."""
+
+    @functools.wraps(function)
+    def read(path: str, *args: Any, **kwargs: Any) -> Any:
+        with kept(path):
+            return function(path, *args, **kwargs)
+
+    return uninterrupted(read)  # type: ignore[return-value]
+
+
+@_reads
 def restore(path: str, like: State, partial: bool = False) -> State:
     """Returns the state saved at `path`, with every array placed as `like` says.
 
@@ -200,6 +286,7 @@ def restore(path: str, like: State, partial: bool = False) -> State:
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
+@uninterrupted
 def take_values(path: str, source: str) -> None:
     """Gives the checkpoint at `path` the variables and slots of another one; the number of steps and what else is in
     it stay."""
@@ -212,9 +299,10 @@ def take_values(path: str, source: str) -> None:
             return checkpointer.restore(os.path.abspath(path), args=args)
 
         merged = {**arrays(source, values=True), **arrays(path, values=False)}
-        checkpointer.save(os.path.abspath(path), args=ocp.args.PyTreeSave(merged), force=True)
+    _write(path, merged)
 
 
+@_reads
 def names(path: str) -> list[str]:
     """Returns the sorted names of variables, optimizer slots and global step saved at `path`.
 
@@ -225,6 +313,7 @@ def names(path: str) -> list[str]:
         return sorted(_by_readable_name(_metadata(checkpointer, path)))
 
 
+@_reads
 def shapes(path: str, slots: bool = True) -> dict[str, Any]:
     """Returns by name (see `names`) what is saved at `path`, as objects with `shape` and `dtype`.
 
@@ -240,6 +329,7 @@ def shapes(path: str, slots: bool = True) -> dict[str, Any]:
     return {name: saved[key] for name, key in readable if key not in left_out}
 
 
+@_reads
 def progress(path: str) -> tuple[int, dict[str, Any]]:
     """Returns the global step of the checkpoint at `path`, and what was given to `save` as `host`.
 
@@ -273,6 +363,7 @@ def read(path: str, name: str) -> np.ndarray:
     return read_all(path, [name])[name]
 
 
+@_reads
 def read_all(path: str, patterns: Sequence[str]) -> dict[str, np.ndarray]:
     """Returns by name the arrays of the checkpoint at `path` that `patterns` name.
 
@@ -333,16 +424,20 @@ def _checkpointer(together: bool = False) -> Iterator[ocp.Checkpointer]:
         logger.setLevel(level)
 
 
+@uninterrupted
+def _write(path: str, arrays: dict[str, Any], together: bool = False) -> None:
+    with _checkpointer(together) as checkpointer:
+        # force: something that is no checkpoint may be in the way.
+        checkpointer.save(os.path.abspath(path), args=ocp.args.PyTreeSave(arrays), force=True)
+
+
 def _is_checkpoint(path: str) -> bool:
     return os.path.isfile(os.path.join(path, _METADATA_FILE))
 
 
 def _check_is_checkpoint(path: str) -> None:
     if not _is_checkpoint(path):
-        raise ValueError(
-            f"{path} is not a checkpoint. Give the path of one, as `latest_checkpoint()` returns "
-            "it: `<model_dir>/ckpt-<step>`."
-        )
+        raise NotACheckpointError(path)
 
 
 def _is_pinned(path: str) -> bool:
@@ -351,7 +446,6 @@ def _is_pinned(path: str) -> bool:
 
 def _metadata(checkpointer: ocp.Checkpointer, path: str) -> dict[str, Any]:
     """What is saved at `path`: names on disk, and objects with `shape` and `dtype`."""
-    _check_is_checkpoint(path)
     return checkpointer.metadata(os.path.abspath(path)).item_metadata.tree
 
 

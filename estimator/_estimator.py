@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from absl import logging
@@ -15,10 +16,12 @@ from estimator._arguments import check_steps, chosen_dir, needs_params
 from estimator._checkpoint import Checkpoints
 from estimator._evaluate import EvalSteps, evaluate_batches
 from estimator._export_model import check_arguments, write_export
+from estimator._fork import check_not_forked
 from estimator._frame import PyTree
 from estimator._input import Batches, batches, call_input_fn
 from estimator._learning_rates import saved_learning_rates
 from estimator._lockstep import first_batch
+from estimator._model_dir import check_not_of_tensorflow, training_in
 from estimator._model_fn import ModelFn, bind, with_params
 from estimator._modes import ModeKeys
 from estimator._predict import PredictSteps, checked_keys, predict_batches, single_examples
@@ -27,6 +30,7 @@ from estimator._programs import Programs
 from estimator._resume_input import resume_input
 from estimator._run_config import RunConfig
 from estimator._spec import checked_hooks
+from estimator._standard_streams import keep_standard_streams_open
 from estimator._states import States
 from estimator._team import Team, same_call, together
 from estimator._train import Training
@@ -46,6 +50,7 @@ _REPLACED = {
     "export_saved_model": _EXPORT,
     "experimental_export_all_saved_models": _EXPORT,
 }
+T = TypeVar("T")
 
 
 class Estimator:
@@ -181,8 +186,11 @@ class Estimator:
 
         Raises:
           TypeError: one of the hooks or listeners is none.
+          RuntimeError: another training is going on in the model_dir; this process was forked from one that had a run.
+          OSError: the model_dir cannot be made or written.
           ValueError: both `steps` and `max_steps` are given, or one is not positive; listeners are given, but nothing
-            saves checkpoints; a checkpoint that does not fit the model_fn; a batch that the model_fn cannot take.
+            saves checkpoints; the model_dir holds checkpoints of TensorFlow; a checkpoint that does not fit the
+            model_fn; a batch that the model_fn cannot take.
           NanLossDuringTrainingError: the loss became NaN. Nothing of that is saved.
           NonFiniteGradientError: a gradient was inf or NaN, with on_nan="raise". Nothing of that is saved.
           ReplicaMismatchError: copies of a variable differ, where `RunConfig(check_replicas_every=...)` looks for it.
@@ -195,7 +203,12 @@ class Estimator:
         check_steps("steps", steps)
         check_steps("max_steps", max_steps)
         own_hooks, listeners = checked_hooks("hooks", hooks), checked_listeners(saving_listeners)
-        with together(f"train(steps={steps}, max_steps={max_steps})") as team:
+        check_not_forked("train")
+        keep_standard_streams_open()
+        with (
+            together(f"train(steps={steps}, max_steps={max_steps})") as team,
+            training_in(self.model_dir, self._config.is_chief),
+        ):
             return self._train(input_fn, own_hooks, listeners, steps, max_steps, team)
 
     def _train(
@@ -293,13 +306,18 @@ class Estimator:
         """
         check_steps("steps", steps)
         own_hooks = checked_hooks("hooks", hooks)
-        with together(f"evaluate(steps={steps}, checkpoint_path={checkpoint_path!r}, name={name!r})") as team:
+        check_not_forked("evaluate")
+        keep_standard_streams_open()
+        call = f"evaluate(steps={steps}, checkpoint_path={checkpoint_path!r}, name={name!r})"
+        with together(call) as team, contextlib.ExitStack() as stack:
             path = self._existing(checkpoint_path, team)
+            if team is not None and path is not None:  # which all of them read
+                stack.enter_context(_checkpoint.kept(path))
 
-            def restored(features: PyTree, labels: PyTree) -> State:
-                return self._states.get(ModeKeys.EVAL, path, features, labels, team)
+            def restored(features: PyTree, labels: PyTree) -> tuple[State, str | None]:
+                return self._restored(ModeKeys.EVAL, path, checkpoint_path, features, labels, team)
 
-            return self._evaluate(restored, input_fn, steps, own_hooks, name, team, path)
+            return self._evaluate(restored, input_fn, steps, own_hooks, name, team)
 
     def evaluate_state(
         self,
@@ -311,9 +329,10 @@ class Estimator:
     ) -> dict[str, Any]:
         """What `evaluate` returns, of a state in memory instead of a checkpoint: in a hook, `context.state`."""
         check_steps("steps", steps)
+        check_not_forked("evaluate_state")
 
-        def placed(*batch: PyTree) -> State:
-            return self._states.for_evaluation(state, *batch)
+        def placed(*batch: PyTree) -> tuple[State, None]:
+            return self._states.for_evaluation(state, *batch), None
 
         own_hooks = checked_hooks("hooks", hooks)
         with together(f"evaluate_state(steps={steps}, name={name!r})") as team:
@@ -321,13 +340,12 @@ class Estimator:
 
     def _evaluate(
         self,
-        state_for: Callable[..., State],
+        state_for: Callable[..., tuple[State, str | None]],
         input_fn: InputFn,
         steps: int | None,
         hooks: tuple[Hook, ...],
         name: str | None,
         team: Team | None,
-        path: str | None = None,
     ) -> dict[str, Any]:
         with interrupted_by_sigterm():
             rest = self._batches(input_fn, ModeKeys.EVAL)
@@ -348,7 +366,7 @@ class Estimator:
             team.runs(traits.placement)
             hooks = team_hooks(team, hooks)
         with ends_by_sigterm(context), _run.around(hooks, context):
-            state = state_for(*first)
+            state, path = state_for(*first)
             context.has_state(state)
             results = evaluate_batches(
                 self._eval_steps, state, rest, first, hooks, context, steps, self._config.eval_loss_over
@@ -391,7 +409,9 @@ class Estimator:
         if not callable(input_fn):
             call_input_fn(input_fn, ModeKeys.PREDICT, None, None)  # raises
         keys, own_hooks = checked_keys(predict_keys), checked_hooks("hooks", hooks)
-        predictions = self._predictions(input_fn, keys, own_hooks, self._existing(checkpoint_path))
+        check_not_forked("predict")
+        path = self._existing(checkpoint_path)
+        predictions = self._predictions(input_fn, keys, own_hooks, path, checkpoint_path)
         return single_examples(predictions) if yield_single_examples else predictions
 
     def export_model(
@@ -433,13 +453,14 @@ class Estimator:
             or not for batches of any size. Nothing is left behind.
           TypeError: the features are no arrays of numbers, or in another container.
         """
+        check_not_forked("export_model")
         options = check_arguments(example_features, assets_extra, batch_size, platforms, outputs)
 
         def export() -> str:
             path = self._checkpoints.latest() if checkpoint_path is None else self._existing(checkpoint_path)
             if path is None and self._states.settings is None:
                 raise ValueError(f"Couldn't find trained model at {self.model_dir}. Call `train` first.")
-            state = self._states.get(ModeKeys.PREDICT, path, options.features)
+            state, _ = self._restored(ModeKeys.PREDICT, path, checkpoint_path, options.features)
             call = bind(self._model_fn, self.params, self._config)
             return write_export(export_dir_base, call, state, options)
 
@@ -455,7 +476,7 @@ class Estimator:
         Raises:
           ValueError: there is no checkpoint.
         """
-        return _checkpoint.names(self._trained())
+        return self._of_newest(_checkpoint.names)
 
     def get_variable_value(self, name: str | Sequence[str]) -> np.ndarray | dict[str, np.ndarray]:
         """The value of a variable, or slot, in the newest checkpoint; or several of them.
@@ -470,27 +491,64 @@ class Estimator:
         Raises:
           ValueError: there is no checkpoint, or nothing in it has such a name.
         """
-        values = _checkpoint.read_all(self._trained(), [name] if isinstance(name, str) else name)
+        values = self._of_newest(lambda path: _checkpoint.read_all(path, [name] if isinstance(name, str) else name))
         return values[name] if isinstance(name, str) and name in values else values
 
     def get_learning_rates(self) -> dict[str, float]:
         """`est.learning_rates` of the state of the newest checkpoint; a ValueError where there is no checkpoint. An
         optimizer's own name is taken to have no "/"."""
-        return saved_learning_rates(self._trained())
+        return self._of_newest(saved_learning_rates)
 
     def eval_dir(self, name: str | None = None) -> str:
         """Where the evaluation called `name` writes: `<model_dir>/eval_<name>`, or `<model_dir>/eval` without one."""
         return os.path.join(self.model_dir, f"eval_{name}" if name else "eval")
 
+    def _of_newest(self, read: Callable[[str], T]) -> T:
+        """What is read from the newest checkpoint; from the next one if that is removed before."""
+        failed = None
+        while True:
+            path = self._trained()
+            try:
+                with _checkpoint.kept(path):
+                    return read(path)
+            except _checkpoint.NotACheckpointError:
+                if path == failed:
+                    raise
+                failed = path
+
+    def _restored(
+        self,
+        mode: ModeKeys,
+        path: str | None,
+        asked: str | None,
+        features: PyTree,
+        labels: PyTree = None,
+        team: Team | None = None,
+    ) -> tuple[State, str | None]:
+        """The state saved at a path, and that path: of the newest checkpoint, where the path was `asked` for by no name
+        and has been removed since it was looked up."""
+        while True:
+            try:
+                return self._states.get(mode, path, features, labels, team), path
+            except _checkpoint.NotACheckpointError:
+                newest = self._checkpoints.latest()
+                if asked not in (None, "latest") or team is not None or newest in (None, path):
+                    raise
+                path = newest
+
     def _trained(self) -> str:
         path = self._checkpoints.latest()
         if path is None:
+            check_not_of_tensorflow(self.model_dir)
             raise ValueError(f"Could not find trained model in model_dir: {self.model_dir}. Call `train` first.")
         return path
 
     def _newest(self, team: Team | None, writes: bool = False) -> str | None:
         latest = self._checkpoints.latest
-        return latest() if team is None else team.newest(self.model_dir, latest, writes)
+        path = latest() if team is None else team.newest(self.model_dir, latest, writes)
+        if path is None:
+            check_not_of_tensorflow(self.model_dir)
+        return path
 
     def _existing(self, checkpoint_path: str | None, team: Team | None = None) -> str | None:
         if checkpoint_path in (None, "latest"):
@@ -516,7 +574,12 @@ class Estimator:
         return batches(call_input_fn(input_fn, mode, self.params, self._config))
 
     def _predictions(
-        self, input_fn: InputFn, keys: tuple[str, ...] | None, hooks: tuple[Hook, ...], path: str | None
+        self,
+        input_fn: InputFn,
+        keys: tuple[str, ...] | None,
+        hooks: tuple[Hook, ...],
+        path: str | None,
+        asked: str | None,
     ) -> Iterator[PyTree]:
         with interrupted_by_sigterm():
             rest = self._batches(input_fn, ModeKeys.PREDICT)
@@ -531,6 +594,6 @@ class Estimator:
         context.reported = traits.reported
         hooks = (*hooks, *traits.hooks[1])
         with ends_by_sigterm(context), _run.around(hooks, context):
-            state = self._states.get(ModeKeys.PREDICT, path, features)
+            state, _ = self._restored(ModeKeys.PREDICT, path, asked, features)
             context.has_state(state)
             yield from predict_batches(self._predict_steps, state, rest, features, keys, hooks, context)

@@ -22,6 +22,7 @@ from estimator._reading import pieces_with_hooks
 from estimator._report import Report
 from estimator._sparse import has_sparse
 from estimator._transform import Model, State
+from estimator._uninterrupted import compile_first
 from estimator.hooks import _run
 from estimator.hooks._hook import Context, Hook
 from estimator.metrics import Metric
@@ -34,14 +35,20 @@ _MOST_BATCHES_AT_ONCE, _MOST_BYTES_AT_ONCE = 16, 1 << 18
 class EvalSteps:
     """The compiled steps: loss and metrics of a batch, without the predictions; with what is reported; of several.
 
-    All take `(variables, global_step, key_data, features, labels)`: jax takes typed keys on a slower path.
+    All take `(variables, slots, global_step, key_data, features, labels)`: jax takes typed keys on a slower path. There
+    are slots where the model_fn reads the state of its optimizers.
     """
 
     def __init__(self, model: Model) -> None:
         def reporting(
-            variables: dict[str, PyTree], step: jax.Array, key_data: jax.Array, features: PyTree, labels: PyTree
+            variables: dict[str, PyTree],
+            slots: dict[str, PyTree],
+            step: jax.Array,
+            key_data: jax.Array,
+            features: PyTree,
+            labels: PyTree,
         ) -> tuple[jax.Array, Any, dict[str, Report]]:
-            state = State(variables, {}, step, jax.random.wrap_key_data(key_data))
+            state = State(variables, slots, step, jax.random.wrap_key_data(key_data))
             spec = model.eval_step(state, features, labels)
             return spec.loss, spec.eval_metric_ops, spec.reported
 
@@ -54,6 +61,7 @@ class EvalSteps:
 
         self._model = model
         self._fits: dict[int, int] = {}  # by the bytes of a batch
+        self._called: set[tuple[int, int]] = set()  # programs, and with how many rows
         self.reporting = jax.jit(reporting)
         self.quiet = jax.jit(quiet)
         self.several = jax.jit(several)
@@ -66,6 +74,13 @@ class EvalSteps:
             return placement.in_all_processes(rows_of_all(*pair)), sum(pair.rows)
         processes = jax.process_count() if placement.spans_processes else 1
         return placement.from_processes(pair), rows_of(*pair) * processes
+
+    def run(self, step: Any, rows: int, held: tuple[Any, ...], features: PyTree, labels: PyTree) -> Any:
+        """Calls one of the steps, compiled before for batches of so many rows."""
+        if (id(step), rows) not in self._called:
+            compile_first(step, *held, features, labels)
+            self._called.add((id(step), rows))
+        return step(*held, features, labels)
 
     def at_once(self, held: tuple[Any, ...], features: PyTree, labels: PyTree) -> int:
         """How many batches like this one are to be read ahead together, and to go into one program."""
@@ -139,7 +154,7 @@ def evaluate_batches(
 ) -> dict[str, Any]:
     """The metrics over all batches, or the first `last_batch` of them; there must be at least one."""
     merged = Merged()
-    held = state.variables, state.global_step, jax.random.key_data(state.key)
+    held = state.variables, state.slots, state.global_step, jax.random.key_data(state.key)
     guard = BatchGuard(*first)
     at_once = context.agreed(lambda: guard(1, first, steps.at_once, held, *first))
     for pairs, due in pieces_with_hooks(batches, hooks, context, last_batch, at_once):
@@ -147,16 +162,17 @@ def evaluate_batches(
         together = len(pairs) == at_once > 1 and not due and context.team is None
         stacked = stacked_batches(pairs, at_once) if together else None
         if stacked is not None:
-            losses, metrics = guard(context.batches + 1, pairs[0], steps.several, *held, *stacked)
-            merged.add(losses, metrics, [rows_of(*pairs[0])] * len(pairs))
-            context.count(len(pairs), rows_of(*pairs[0]))
+            rows = rows_of(*pairs[0])
+            losses, metrics = guard(context.batches + 1, pairs[0], steps.run, steps.several, rows, held, *stacked)
+            merged.add(losses, metrics, [rows] * len(pairs))
+            context.count(len(pairs), rows)
             continue
         reports = _run.asks(asked, context)
         for i, pair in enumerate(pairs):
             (features, labels), rows = steps.on_devices(pair)
             step = steps.reporting if reports and i == len(pairs) - 1 else steps.quiet
             given = features, labels
-            loss, metrics, reported = guard(context.batches + 1, given, step, *held, *given)
+            loss, metrics, reported = guard(context.batches + 1, given, steps.run, step, rows, held, *given)
             context.count(1, rows)
             merged.add(loss, metrics, [rows])
         _run.after(due, context, asked, loss, 1, reported)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import glob
 import json
 import math
@@ -18,6 +19,7 @@ from absl import logging
 from estimator._report import Histogram, bucket_limits
 
 HISTORY = "history.jsonl"
+_READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
 _COLUMNS = {"step", "time"}  # of a line of the history, beside the tags
 
 
@@ -26,7 +28,7 @@ class EventWriter:
 
     A run that repeats steps, since it goes on from a checkpoint, or evaluates one again, takes back what was written of
     them: the history is cut, and TensorBoard is told by a SessionLog.START, as TensorFlow did. Files are opened when
-    something is written.
+    something is written; where that is not allowed, an evaluation goes without.
 
     Args:
       directory: made if need be.
@@ -64,7 +66,13 @@ class EventWriter:
         waiting, self._waiting = self._waiting, []
         if not waiting:
             return
-        events, history = self._files = self._files or self._open()
+        try:
+            events, history = self._files = self._files or self._open()
+        except OSError as error:
+            if self._last == math.inf or error.errno not in _READ_ONLY:
+                raise
+            logging.warning("No summaries of the evaluation are written: %s.", error)
+            return
         events.write(b"".join(self._record(self._event_of(*moment)) for moment in waiting))
         history.write(b"".join(map(self._history_of, waiting)))
         self._flushed = time.monotonic()

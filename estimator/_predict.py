@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,6 +14,7 @@ from estimator._input import Batches
 from estimator._reading import pieces_with_hooks
 from estimator._report import Report
 from estimator._transform import Model, State
+from estimator._uninterrupted import compile_first
 from estimator.hooks import _run
 from estimator.hooks._hook import Context, Hook
 
@@ -30,6 +32,14 @@ class PredictSteps:
 
         self.reporting = jax.jit(reporting)
         self.quiet = jax.jit(quiet)
+        self._called: set[tuple[int, int]] = set()  # programs, and with how many rows
+
+    def run(self, step: Any, rows: int, state: State, features: PyTree) -> Any:
+        """Calls one of the steps, compiled before for batches of so many rows."""
+        if (id(step), rows) not in self._called:
+            compile_first(step, state, features)
+            self._called.add((id(step), rows))
+        return step(state, features)
 
 
 def predict_batches(
@@ -46,8 +56,9 @@ def predict_batches(
     for ((features, _),), due in pieces_with_hooks(batches, hooks, context, None):
         asked = _run.before(due, context)
         step = steps.reporting if _run.asks(asked, context) else steps.quiet
-        predictions, reported = guard(context.batches + 1, (features, None), step, state, features)
-        context.count(1, rows_of(features))
+        rows = rows_of(features)
+        predictions, reported = guard(context.batches + 1, (features, None), steps.run, step, rows, state, features)
+        context.count(1, rows)
         _run.after(due, context, asked, None, 1, reported)
         found = jax.device_get(select(predictions, keys))
         context.phase = "output"

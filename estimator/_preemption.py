@@ -85,3 +85,14 @@ _OURS = (signal.SIG_DFL, _on_sigterm, _on_late_sigterm)
 
 def _in_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
+
+
+def _leave_to_parent() -> None:
+    """A forked child, such as a worker of a data loader, has no run to end: the signal ends the process."""
+    _runs.clear()
+    if signal.getsignal(signal.SIGTERM) in (_on_sigterm, _on_late_sigterm):
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_to_parent)

@@ -4,27 +4,17 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import contextvars
 import dataclasses
 import queue
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import jax
 from absl import logging
 
 from estimator._frame import PyTree
+from estimator._jax_settings import with_settings_of_this_thread
 
-# What the caller may have set by jax's context managers, which hold in one thread only, and what an input may read.
-_CONTEXTS = (
-    "default_device",
-    "default_matmul_precision",
-    "default_prng_impl",
-    "enable_x64",
-    "numpy_dtype_promotion",
-    "numpy_rank_promotion",
-)
 Pull = Callable[[Any, int, threading.Event], tuple[list[Any], BaseException | None]]
 
 _SECONDS_TO_END = 1.0
@@ -88,10 +78,9 @@ class Prefetcher:
         self._requests: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         # No SimpleQueue: its `get(timeout)` waits for ever after a signal whose handler takes until the timeout.
         self._results: queue.Queue[Piece | _Failure] = queue.Queue()
-        settings = {name: getattr(jax.config, f"jax_{name}") for name in _CONTEXTS}
         self._thread = threading.Thread(
-            target=contextvars.copy_context().run,
-            args=(_work, settings, pairs, pull or pull_batches, make, self._requests, self._results, self._closed),
+            target=with_settings_of_this_thread(_work),
+            args=(pairs, pull or pull_batches, make, self._requests, self._results, self._closed),
             name="estimator-input",
             daemon=True,  # an input may block for ever
         )
@@ -188,7 +177,6 @@ class _Failure:
 
 
 def _work(
-    settings: dict[str, Any],
     pairs: Any,
     pull: Pull,
     make: Callable[[list[Any]], Any],
@@ -197,9 +185,6 @@ def _work(
     closed: threading.Event,
 ) -> None:
     with contextlib.ExitStack() as stack:
-        for name, value in settings.items():
-            if getattr(jax.config, f"jax_{name}") != value:
-                stack.enter_context(getattr(jax, name)(value))
         if hasattr(pairs, "close"):
             stack.callback(pairs.close)
         try:

@@ -50,8 +50,8 @@ def pieces_with_hooks(
 
 
 def shows_bars() -> bool:
-    """Whether to show progress: on a terminal, by one process."""
-    return sys.stderr.isatty() and jax.process_index() == 0
+    """Whether to show progress: on a terminal, by one process. A daemon may have no stderr."""
+    return sys.stderr is not None and sys.stderr.isatty() and jax.process_index() == 0
 
 
 def read_ahead(

@@ -54,7 +54,8 @@ class States:
         like = self._model.abstract_init(features, labels, mode=mode)
         is_live = self._live is not None and self._live[0] == _identity(path) and _serves(self._live[1], like)
         if not (is_live if team is None else all(team.exchange(is_live))):
-            self.keep(path, as_of_chief(_checkpoint.restore(path, like, partial=mode != ModeKeys.TRAIN)))
+            with _checkpoint.kept(path):
+                self.keep(path, as_of_chief(_checkpoint.restore(path, like, partial=mode != ModeKeys.TRAIN)))
         assert self._live is not None
         return _as_wanted(self._live[1], like)
 

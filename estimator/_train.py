@@ -22,6 +22,7 @@ from estimator._programs import Carry, Pair, Programs, Run, Seen, state_of
 from estimator._reading import read_ahead, shows_bars
 from estimator._run_config import RunConfig
 from estimator._transform import State
+from estimator._uninterrupted import compile_first, uninterrupted
 from estimator.hooks import _run
 from estimator.hooks._hook import Context, Hook
 from estimator.hooks._nan import NanTensorHook
@@ -142,9 +143,13 @@ class Training:
         """Starts a program. Waits for the last but one, but not for this one."""
         context = self.context
         program = run.reporting if reporting and run.reporting else run.program
-        context.phase = "compile" if self.programs.is_new(program) else "step"
+        number = self._skipped_batches + context.batches + 1  # of the program's first batch in the input
+        is_new = self.programs.is_new(program)
+        context.phase = "compile" if is_new else "step"
+        if is_new:
+            self.programs.guard(number, run.batch, compile_first, program, self._carry, self._key_data, *run.args)
         self._carry, seen, reported = self.programs.guard(
-            self._skipped_batches + context.batches + 1, run.batch, program, self._carry, self._key_data, *run.args
+            number, run.batch, program, self._carry, self._key_data, *run.args
         )
         context.phase = "step"
         self._losses.append((seen, run.steps))
@@ -265,6 +270,7 @@ def _bar(total: int | None, initial: int) -> Any:
     return tqdm.tqdm(total=total, initial=initial, unit="step", disable=not shows_bars())
 
 
+@uninterrupted
 def _names_with_nan(variables: dict[str, PyTree]) -> list[str]:
     by_devices: dict[Any, dict[str, PyTree]] = {}  # a program takes arrays of the same devices
     for name, value in variables.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,6 +13,7 @@ from absl import logging
 from estimator._early_stopping import EarlyStoppingHook, MetricHook
 from estimator._estimator import Estimator
 from estimator._events import read_eval_metrics
+from estimator._model_dir import training_in
 from estimator._preemption import SIGTERM
 from estimator._team import same_call
 from estimator._train_spec import EvalSpec, TrainSpec
@@ -87,29 +89,34 @@ def train_and_evaluate(
         for name, spec in specs.items()
     }
     listeners = [_AtCheckpoints(each) for each in evaluations.values() if each.every_steps is None]
-    estimator.train(
-        train_spec.input_fn,
-        hooks=[*evaluations.values(), *train_spec.hooks],
-        max_steps=train_spec.max_steps,
-        saving_listeners=[*train_spec.saving_listeners, *listeners],
-    )
-    path = estimator.latest_checkpoint()
-    if path is None:
-        raise ValueError(
-            "`train_and_evaluate` got no batch from the input_fn of its TrainSpec, and there is no checkpoint in "
-            f"{estimator.model_dir}: nothing to evaluate. Check that input_fn starts anew at each call."
+    # Several processes lock the directory in `train`, where an error of one is an error of all.
+    alone = estimator.config.process_count == 1
+    with training_in(estimator.model_dir, is_chief=True) if alone else contextlib.nullcontext():
+        estimator.train(
+            train_spec.input_fn,
+            hooks=[*evaluations.values(), *train_spec.hooks],
+            max_steps=train_spec.max_steps,
+            saving_listeners=[*train_spec.saving_listeners, *listeners],
         )
-    for each in evaluations.values():
-        each.evaluate_newest()
-    # Where this is left to do, the training had ended before, but was killed then.
-    if same_call("restore_best", lambda: any([stopper.restore_best(path) for stopper in stoppers])):
+        path = estimator.latest_checkpoint()
+        if path is None:
+            raise ValueError(
+                "`train_and_evaluate` got no batch from the input_fn of its TrainSpec, and there is no checkpoint in "
+                f"{estimator.model_dir}: nothing to evaluate. Check that input_fn starts anew at each call."
+            )
         for each in evaluations.values():
-            each.evaluate_newest(anew=True)
-    outcomes = {name: (each.metrics, each.export(lambda: path, is_final=True)) for name, each in evaluations.items()}
-    if isinstance(eval_spec, EvalSpec):
-        return next(iter(outcomes.values()))
-    metrics, exports = ({name: outcome[i] for name, outcome in outcomes.items()} for i in range(2))
-    return metrics, exports
+            each.evaluate_newest()
+        # Where this is left to do, the training had ended before, but was killed then.
+        if same_call("restore_best", lambda: any([stopper.restore_best(path) for stopper in stoppers])):
+            for each in evaluations.values():
+                each.evaluate_newest(anew=True)
+        outcomes = {
+            name: (each.metrics, each.export(lambda: path, is_final=True)) for name, each in evaluations.items()
+        }
+        if isinstance(eval_spec, EvalSpec):
+            return next(iter(outcomes.values()))
+        metrics, exports = ({name: outcome[i] for name, outcome in outcomes.items()} for i in range(2))
+        return metrics, exports
 
 
 class _Evaluation(Hook):

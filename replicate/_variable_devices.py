@@ -25,6 +25,7 @@ from estimator._indexed_slices import is_slices, joined
 from estimator._learning_rates import rates_of
 from estimator._non_finite import done
 from estimator._placement import Placement, SeparatePlacement
+from estimator._uninterrupted import compile_first
 from replicate._transfer import transfer
 
 PyTree = Any
@@ -69,7 +70,8 @@ class OnVariableDevices(SeparatePlacement):
                 return step(*args)
             leaves, structure = jax.tree.flatten(args)
             kind = structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
-            if kind not in programs:
+            is_new = kind not in programs
+            if is_new:
                 traced, shape = _trace(step, args)
                 run, taken = _pruned(traced, [True] * len(traced.jaxpr.outvars))
                 programs[kind] = jax.jit(run), taken, jax.tree.structure(shape)
@@ -77,7 +79,10 @@ class OnVariableDevices(SeparatePlacement):
             of_state = len(jax.tree.leaves(state))
             read = [leaves[i] for i in taken if i < of_state]
             moved = transfer(read, [self.near(state)] * len(read))
-            return jax.tree.unflatten(result, program(*moved, *(leaves[i] for i in taken if i >= of_state)))
+            batch = [leaves[i] for i in taken if i >= of_state]
+            if is_new:
+                compile_first(program, *moved, *batch)
+            return jax.tree.unflatten(result, program(*moved, *batch))
 
         return call
 
@@ -153,6 +158,7 @@ class _Update:
         uses = collections.Counter(i for _, _, taken in parts for i in taken)
         keys = [jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf in jax.tree.leaves(args[0])]
         self._programs = []
+        self._is_new = True
         for home, run, taken in parts:
             only_here = {i for i, h in enumerate(self._homes) if h == home and uses[i] == 1 and not keys[i]}
             donated = [position for position, i in enumerate(taken) if i in only_here] if donate else ()
@@ -163,10 +169,13 @@ class _Update:
         ready = [transfer([leaves[i] for i in taken], [home] * len(taken)) for home, _, taken in self._programs]
         new: list[Any] = [None] * len(self._homes)
         for (home, program, _), mine in zip(self._programs, ready, strict=True):
+            if self._is_new:
+                compile_first(program, *mine)
             outputs = iter(program(*mine))
             for i, h in enumerate(self._homes):
                 if h == home:
                     new[i] = next(outputs)
+        self._is_new = False
         return jax.tree.unflatten(self._structure, new)
 
 

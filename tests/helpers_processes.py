@@ -43,6 +43,9 @@ class Processes:
     def send(self, number):
         os.kill(self._pid, number)
 
+    def send_to_group(self, number):
+        os.killpg(self._pid, number)
+
     def ended(self):
         """The exit code, after the lines that are left; negative: the signal that ended it."""
         while not (line := self.read()).startswith("ended "):

@@ -1,0 +1,24 @@
+"""Processes made by `os.fork` from one that uses jax: its threads are gone there, so that jax waits for ever."""
+
+from __future__ import annotations
+
+import os
+
+_user: int | None = None  # the process that has used jax, here or in a parent
+
+
+def check_not_forked(what: str) -> None:
+    """To be called before a run first uses jax.
+
+    Raises:
+      RuntimeError: a parent of this process has had a run.
+    """
+    global _user
+    if _user is None:
+        _user = os.getpid()
+    if _user != os.getpid():
+        raise RuntimeError(
+            f"`{what}` was called in process {os.getpid()}, which was forked from process {_user} after an Estimator "
+            "had run there. jax does not work in a forked process: it would wait for ever. Start the process by "
+            "`multiprocessing.get_context('spawn')`, or fork it before the first run."
+        )

@@ -1,0 +1,34 @@
+"""What jax's context managers set, which holds in one thread only, taken along to another."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+_SETTINGS = (
+    "default_device",
+    "default_matmul_precision",
+    "default_prng_impl",
+    "enable_x64",
+    "numpy_dtype_promotion",
+    "numpy_rank_promotion",
+)
+
+
+def with_settings_of_this_thread(call: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that does what `call` does, in any thread under the settings and context variables that hold here."""
+    settings = {name: getattr(jax.config, f"jax_{name}") for name in _SETTINGS}
+    context = contextvars.copy_context()
+
+    def under_settings(*args: Any) -> Any:
+        with contextlib.ExitStack() as stack:
+            for name, value in settings.items():
+                if getattr(jax.config, f"jax_{name}") != value:
+                    stack.enter_context(getattr(jax, name)(value))
+            return call(*args)
+
+    return lambda *args: context.run(under_settings, *args)
