@@ -86,7 +86,7 @@ def accumulated(
         )
     part = 1 / steps if mean_loss else 1.0
     micro_batches = jax.tree.map(lambda x: split_rows(x, steps), batch, is_leaf=is_sparse)
-    numbered = jnp.arange(steps), micro_batches
+    numbered = jnp.arange(steps, dtype=jnp.int32), micro_batches
 
     def one(index: jax.Array, batch: PyTree, denominators: list[jax.Array] | None) -> tuple[Outcome, list[jax.Array]]:
         seen: list[jax.Array] = []
