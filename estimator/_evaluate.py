@@ -34,14 +34,20 @@ _MOST_BATCHES_AT_ONCE, _MOST_BYTES_AT_ONCE = 16, 1 << 18
 class EvalSteps:
     """The compiled steps: loss and metrics of a batch, without the predictions; with what is reported; of several.
 
-    All take `(variables, global_step, key_data, features, labels)`: jax takes typed keys on a slower path.
+    All take `(variables, slots, global_step, key_data, features, labels)`: jax takes typed keys on a slower path. There
+    are slots where the model_fn reads the state of its optimizers.
     """
 
     def __init__(self, model: Model) -> None:
         def reporting(
-            variables: dict[str, PyTree], step: jax.Array, key_data: jax.Array, features: PyTree, labels: PyTree
+            variables: dict[str, PyTree],
+            slots: dict[str, PyTree],
+            step: jax.Array,
+            key_data: jax.Array,
+            features: PyTree,
+            labels: PyTree,
         ) -> tuple[jax.Array, Any, dict[str, Report]]:
-            state = State(variables, {}, step, jax.random.wrap_key_data(key_data))
+            state = State(variables, slots, step, jax.random.wrap_key_data(key_data))
             spec = model.eval_step(state, features, labels)
             return spec.loss, spec.eval_metric_ops, spec.reported
 
@@ -139,7 +145,7 @@ def evaluate_batches(
 ) -> dict[str, Any]:
     """The metrics over all batches, or the first `last_batch` of them; there must be at least one."""
     merged = Merged()
-    held = state.variables, state.global_step, jax.random.key_data(state.key)
+    held = state.variables, state.slots, state.global_step, jax.random.key_data(state.key)
     at_once = context.agreed(lambda: guarded(steps.at_once, *first, held, *first))
     for pairs, due in pieces_with_hooks(batches, hooks, context, last_batch, at_once):
         asked = _run.before(due, context)
