@@ -30,7 +30,7 @@ EVALUATIONS, EVAL_BATCHES = 10, 50
 
 def model_fn_of(widths):
     def model_fn(features, labels, mode):
-        variables = {name: est.get_variable(name, value) for name, value in initial(widths).items()}
+        variables = {name: est.get_variable(name, initializer=value) for name, value in initial(widths).items()}
         loss = mean_loss(variables, features, labels)
         est.summary.scalar("loss_again", loss)
         return est.EstimatorSpec(mode, loss=loss, train_op=est.Optimizer(optimizer()).minimize(loss))

@@ -63,7 +63,7 @@ def optimizer():
 
 def estimator_run(widths, devices, steps_per_loop):
     def model_fn(features, labels, mode):
-        variables = {name: est.get_variable(name, value) for name, value in initial(widths).items()}
+        variables = {name: est.get_variable(name, initializer=value) for name, value in initial(widths).items()}
         loss = mean_loss(variables, features, labels)
         return est.EstimatorSpec(mode, loss=loss, train_op=TowerOptimizer(optimizer()).minimize(loss))
 

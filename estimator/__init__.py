@@ -3,6 +3,8 @@
 This file is the table of contents; every name has its explanation where it is defined.
 """
 
+from typing import TYPE_CHECKING
+
 from estimator import experimental, export, feature_column, hooks, inputs, losses, metrics, summary
 from estimator._early_stopping import (
     make_early_stopping_hook,
@@ -25,7 +27,7 @@ from estimator._loss_scale import DynamicLossScale
 from estimator._memory_report import MemoryReport, MemoryUse, memory_report
 from estimator._modes import ModeKeys
 from estimator._non_finite import NonFiniteGradientError, skipped_steps
-from estimator._optimizer import Optimizer, TrainOp, group
+from estimator._optimizer import Optimizer, TrainOp, group, tower_gradient
 from estimator._plot_history import plot_history
 from estimator._preemption import Preempted
 from estimator._processes import ProcessLostError
@@ -37,6 +39,7 @@ from estimator._segments import checkpoint_segments
 from estimator._spec import EstimatorSpec
 from estimator._spread import spread
 from estimator._sync import sync_variables
+from estimator._tensorflow_names import missing as _missing
 from estimator._train import NanLossDuringTrainingError
 from estimator._train_and_evaluate import train_and_evaluate
 from estimator._train_spec import EvalSpec, TrainSpec
@@ -201,7 +204,13 @@ __all__ = [
     "stop_if_no_increase_hook",
     "summary",
     "sync_variables",
+    "tower_gradient",
     "train_and_evaluate",
     "transform",
     "variable_scope",
 ]
+
+if not TYPE_CHECKING:  # which knows what there is
+
+    def __getattr__(name):
+        raise _missing(__name__, name)

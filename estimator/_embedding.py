@@ -11,14 +11,14 @@ import jax.numpy as jnp
 from estimator._frame import Frame, PyTree, current_frame, current_trace
 from estimator._indexed_slices import IndexedSlices
 from estimator._spread import Partition
-from estimator._variables import check_declared, get_variable, is_shape, listed, read
+from estimator._variables import as_dtype, as_shape, check_declared, get_variable, listed, read
 
 
 def embedding_lookup(
     name: str,
     ids: jax.typing.ArrayLike,
     shape: tuple[int, ...] | None = None,
-    dtype: Any = jnp.float32,
+    dtype: Any = None,
     initializer: Callable[..., jax.Array] | jax.Array | None = None,
     partition: Partition = None,
 ) -> jax.Array:
@@ -61,8 +61,8 @@ def embedding_lookup(
         raise TypeError(f"{call} needs integer ids; got {ids.dtype}{list(ids.shape)}.")
     full = "/".join((*frame.scope, str(name)))
     if full in frame.trainable:
-        if is_shape(shape):
-            check_declared(call, shape, dtype, frame.variables[full], "the first call")
+        if not callable(shape):
+            check_declared(call, as_shape(call, shape), as_dtype(call, dtype), frame.variables[full], "the first call")
     elif shape is None and initializer is None:
         raise ValueError(
             f"{call} names no variable of this run, which has got {listed(frame.trainable)} so far. "

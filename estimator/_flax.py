@@ -250,6 +250,15 @@ class FlaxModule(abc.ABC):
             )
 
 
+def repeated_keys(name: str, loop: str) -> str:
+    """The message about a module that draws random numbers in the body of a loop."""
+    return (
+        f"The module {name!r} draws random numbers (dropout, say) in a function that `{loop}` runs many times, each "
+        "time with the same key. Put the loop into the module, by Flax's own `nn.scan`, `nn.vmap` or `nn.RNN` with "
+        "`split_rngs`, or by `nnx.scan`; or turn the randomness off (`deterministic=True`)."
+    )
+
+
 @contextlib.contextmanager
 def _without_scope(frame: Frame) -> Iterator[None]:
     """For full names: a module may be called in another scope than it was made in."""

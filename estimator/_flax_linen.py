@@ -8,9 +8,9 @@ import flax.errors
 import flax.linen as nn
 import jax
 
-from estimator._flax import FlaxModule
+from estimator._flax import FlaxModule, repeated_keys
 from estimator._frame import Frame
-from estimator._random import make_rng
+from estimator._random import loop_around, next_key
 from estimator._variables import VariableAggregation, listed
 
 
@@ -34,7 +34,8 @@ class LinenModule(FlaxModule):
         self._collections: list[str] | None = None  # known after the first call
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], method: str | None) -> Any:
-        keys = {stream: make_rng(f"{self._name}/{stream}") for stream in self._rngs}
+        loop = loop_around(self._frame)
+        keys = {stream: next_key(self._frame, f"{self._name}/{stream}") for stream in self._rngs if loop is None}
         if self._collections is None:
             if self._frame.initializing:
                 keys["params"] = self._initial_key()
@@ -48,6 +49,10 @@ class LinenModule(FlaxModule):
         mutable = [name for name in values if name != "params"] if self._trains else []
         try:
             output, changed = self.module.apply(values, *args, rngs=keys, mutable=mutable, method=method, **kwargs)
+        except flax.errors.InvalidRngError as e:
+            if loop is None:
+                raise
+            raise ValueError(repeated_keys(self._name, loop)) from e
         except flax.errors.FlaxError as e:
             if values:
                 raise

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.traverse_util import unflatten_dict
 
-from estimator._flax import FlaxModule
+from estimator._flax import FlaxModule, repeated_keys
 from estimator._frame import PyTree
-from estimator._random import make_rng
+from estimator._random import loop_around, next_key
 
 
 def check_factory(factory: Any) -> None:
@@ -56,12 +56,16 @@ class NNXModule(FlaxModule):
 
         like = jax.eval_shape(make)
         values = {name: self._get(name) for name in _collections(like)}
-        model = nnx.merge(graphs[0], _filled(like, values, make_rng(self._name)))
+        model = nnx.merge(graphs[0], _filled(like, values, next_key(self._frame, self._name)))
+        loop = loop_around(self._frame)
+        unused = _counts(model) if loop is not None else []
         if self._trains:
             model.train()
         else:
             model.eval()
         output = (model if method is None else getattr(model, method))(*args, **kwargs)
+        if loop is not None and any(a is not b for a, b in zip(unused, _counts(model), strict=True)):
+            raise ValueError(repeated_keys(self._name, loop))
         if self._trains:
             for name, value in _collections(nnx.state(model)).items():
                 if name != "params":
@@ -90,6 +94,11 @@ def _collection(leaf: Any) -> str | None:
         return nnx.variable_name_from_type(type(leaf))
     except ValueError:  # a class of the user's, not registered under another name
         return type(leaf).__name__
+
+
+def _counts(model: nnx.Module) -> list[jax.Array]:
+    """How often each random stream was drawn from."""
+    return [leaf.get_value() for _, leaf in nnx.to_flat_state(nnx.state(model, nnx.RngCount))]
 
 
 def _collections(state: nnx.State) -> dict[str, PyTree]:

@@ -17,6 +17,7 @@ import jax
 from jax.extend.core import get_opaque_trace_state
 
 from estimator._modes import ModeKeys
+from estimator._transformations import differentiates, on_stack
 
 if TYPE_CHECKING:
     from estimator._placement import Placement
@@ -31,6 +32,19 @@ def _same(denominator: jax.Array) -> jax.Array:
 def _whole(x: jax.Array, axis: int) -> jax.Array:
     del axis
     return x
+
+
+class RunId:
+    """Stands for one run of a model_fn; which one, its identity says.
+
+    All are equal, so that what holds one, a pytree say, has the same structure in every run.
+    """
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RunId)
+
+    def __hash__(self) -> int:
+        return 0
 
 
 @dataclasses.dataclass
@@ -56,6 +70,10 @@ class Frame:
       rng_calls: how often `make_rng` was called, by name.
       slot_owners: which optimizer each entry of `slots` belongs to.
       reserved: the entries of `slots` that `compute_gradients` took for `apply_gradients`, and their optimizers.
+      loss_scale: factor on the losses of this run, whose gradients are added to those of other towers.
+      slot_variables: the variables that entries of `slots` are about, where a run reads them outside of TRAIN.
+      scaled_gradients: the variables whose gradients in this run `compute_gradients` returned, which are scaled so.
+      says_scaled: whether `tower_gradient` scaled gradients that the model_fn took by itself.
       gradient_calls: how often `compute_gradients` was called.
       on_nan: what is done about non-finite gradients (see `_non_finite.py`).
       taps: by table, what `embedding_lookup` adds to the rows of each lookup (see `_gradients.py`).
@@ -65,7 +83,10 @@ class Frame:
       one_tower: whether a replicated model_fn runs as one tower, on any device: what is exported has no towers.
       modules: what `flax_module` returned, by full name.
       unmerged: by field of the spec, what a replicated model_fn returns in it, and the parts that it was merged from.
+      run: stands for this run.
+      runs: this run, and those within it, as of towers.
       trace: which of jax's traces the frame was opened in.
+      around: the transformations of jax that the frame was opened under.
     """
 
     # JAX values.
@@ -81,6 +102,7 @@ class Frame:
     parts: int = 1
     cut: Callable[[jax.Array, int], jax.Array] = _whole
     one_tower: bool = False
+    loss_scale: float = 1.0
     # Python values: what the model_fn did so far.
     trainable: dict[str, bool] = dataclasses.field(default_factory=dict)
     aggregation: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -93,6 +115,9 @@ class Frame:
     rng_calls: Counter[str] = dataclasses.field(default_factory=Counter)
     slot_owners: dict[str, Any] = dataclasses.field(default_factory=dict)
     reserved: dict[str, Any] = dataclasses.field(default_factory=dict)
+    slot_variables: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    scaled_gradients: set[str] = dataclasses.field(default_factory=set)
+    says_scaled: bool = False
     gradient_calls: int = 0
     on_nan: str | None = None
     taps: dict[str, list[jax.Array]] = dataclasses.field(default_factory=dict)
@@ -101,7 +126,10 @@ class Frame:
     reported: dict[str, Any] = dataclasses.field(default_factory=dict)
     modules: dict[str, Any] = dataclasses.field(default_factory=dict)
     unmerged: dict[str, Any] = dataclasses.field(default_factory=dict)
+    run: RunId = dataclasses.field(default_factory=RunId)
+    runs: list[RunId] = dataclasses.field(default_factory=list)
     trace: Any = None
+    around: tuple[str, ...] = ()
 
     def fresh(self, **changes: Any) -> Frame:
         """A frame that starts from here: in the same scope, with the same names taken, nothing written yet."""
@@ -117,6 +145,7 @@ class Frame:
             "parts": self.parts,
             "cut": self.cut,
             "one_tower": self.one_tower,
+            "loss_scale": self.loss_scale,
             "scope": self.scope,
             "reuse": self.reuse,
             "rng_calls": Counter(self.rng_calls),
@@ -131,6 +160,33 @@ def current_trace() -> Any:
     return get_opaque_trace_state(convention="estimator")
 
 
+def transformations_within(frame: Frame) -> tuple[str, ...] | None:
+    """The transformations of jax between the model_fn and the code that calls this, the innermost first.
+
+    None: jax traces both in one function, so that what is known here is known in the model_fn. Of a function that is
+    traced apart by `jax.jit` alone there are no names.
+    """
+    if frame.trace == current_trace():
+        return None
+    names = on_stack()
+    return names[: len(names) - len(frame.around)]
+
+
+def check_is_known_outside(
+    call: str, frame: Frame, consequence: str, unless: Callable[[tuple[str, ...]], bool] = lambda names: False
+) -> None:
+    """Raises a ValueError in a function that jax traces apart: outside of it only what it returns is known.
+
+    Args:
+      call, consequence: for the message.
+      unless: of the names of the transformations: whether those let out what is made here.
+    """
+    within = transformations_within(frame)
+    if within is not None and not unless(within):
+        where = f"`{within[0]}`" if within else "`jax.jit`, or what acts as it"
+        raise ValueError(f"{call} was called within a function that jax traces apart ({where}), {consequence}.")
+
+
 class _Stack(threading.local):
     def __init__(self) -> None:
         self.frames: list[Frame] = []
@@ -142,8 +198,10 @@ _stack = _Stack()
 @contextlib.contextmanager
 def open_frame(frame: Frame) -> Iterator[Frame]:
     """Makes `frame` the current one until the block ends."""
-    frame.trace = current_trace()
+    frame.trace, frame.around = current_trace(), on_stack()
     _stack.frames.append(frame)
+    for each in _stack.frames:
+        each.runs.append(frame.run)
     try:
         yield frame
     finally:
@@ -165,6 +223,13 @@ def current_frame(caller: str) -> Frame:
 def innermost_frame() -> Frame | None:
     """The frame of the run that is going on, if one is."""
     return _stack.frames[-1] if _stack.frames else None
+
+
+def lets_out() -> bool:
+    """Whether what is computed here, and depends on no argument of a function that is differentiated, is known in the
+    model_fn that is running."""
+    within = transformations_within(_stack.frames[-1])
+    return within is None or differentiates(within)
 
 
 def average_denominator(denominator: jax.Array) -> jax.Array:

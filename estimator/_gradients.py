@@ -95,6 +95,7 @@ def run(
             global_step=step,
             known_gradients=known,
             taps=taps,
+            loss_scale=loss_scale,
         )
         ran.append(started)
         seen.clear()  # of an attempt that stopped at `compute_gradients`

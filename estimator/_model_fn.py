@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from estimator._frame import PyTree
+from estimator._frame import PyTree, current_frame
 from estimator._modes import ModeKeys
 from estimator._spec import EstimatorSpec
 
@@ -63,6 +63,7 @@ def bind(model_fn: ModelFn, params: Any = None, config: Any = None) -> ModelFn:
                 f"{shown} was run in mode {str(mode)!r}, but its EstimatorSpec says {str(spec.mode)!r}. "
                 "Pass `mode` on to EstimatorSpec."
             )
+        _check_train_op(shown, spec)
         return spec
 
     return call
@@ -75,6 +76,19 @@ def with_params(model_fn: ModelFn, params: Any) -> ModelFn:
         return bind(model_fn, params, config)(features, labels, ModeKeys(mode))
 
     return call
+
+
+def _check_train_op(shown: str, spec: EstimatorSpec) -> None:
+    """Raises a ValueError for a train_op of another run, whose losses are not those of this one's variables."""
+    updates = spec.train_op.updates if spec.train_op else ()
+    runs = {id(run) for run in current_frame("a model_fn").runs} if updates else set()
+    others = [update.slots for update in updates if id(update.run) not in runs]
+    if others:
+        raise ValueError(
+            f"{shown} returned a train_op that another run of it has made (that of the optimizer {others[0]!r}): it "
+            "would train nothing. A model_fn runs several times; call `minimize`, or `compute_gradients` and "
+            "`apply_gradients`, in each of them, and keep nothing of what they return."
+        )
 
 
 def _own_copy(params: Any) -> Any:

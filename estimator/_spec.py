@@ -38,7 +38,8 @@ class EstimatorSpec:
       predictions: any pytree of batch-major arrays of numbers: strings are no part of a compiled program, so classes
         are integers here, and get their names from what `predict` yields. Required in PREDICT.
       loss: scalar array. Required in TRAIN and EVAL.
-      train_op: what `minimize`, `apply_gradients` or `group` returned. Required in TRAIN.
+      train_op: what `minimize`, `apply_gradients` or `group` returned. Required in TRAIN; `est.group()` changes no
+        variable, as `tf.no_op()` did.
       eval_metric_ops: by name, what the functions of `est.metrics` return, or any pytree with `merge` and `compute`.
       export_outputs: `est.export` outputs by signature; by default, in PREDICT, the predictions.
       training_chief_hooks, training_hooks, evaluation_hooks, prediction_hooks: `est.Hook`s.
@@ -116,12 +117,13 @@ def _checked_train_op(mode: ModeKeys, train_op: Any) -> Any:
         if mode == ModeKeys.TRAIN:
             raise ValueError(
                 "Missing train_op: in TRAIN an EstimatorSpec needs what "
-                "`est.Optimizer(optax.adam(1e-3)).minimize(loss)` returns."
+                "`est.Optimizer(optax.adam(1e-3)).minimize(loss)` returns, or `est.group()`, which changes no variable."
             )
     elif not isinstance(train_op, TrainOp):
         raise TypeError(
             "train_op must be what `minimize`, `apply_gradients` or `est.group` returned; "
-            f"got {_shown(train_op)}. Write `train_op=est.Optimizer(optimizer).minimize(loss)`."
+            f"got {_shown(train_op)}. Write `train_op=est.Optimizer(optimizer).minimize(loss)`, or "
+            "`train_op=est.group()` to change no variable."
         )
     return train_op
 

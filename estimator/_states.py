@@ -103,6 +103,14 @@ def _as_wanted(state: State, like: State) -> State:
 
 
 def _part(state: State, like: State) -> State:
+    for name, slots in like.slots.items():
+        trained, read = jax.tree.structure(state.slots[name]), jax.tree.structure(slots)
+        if trained != read:  # type: ignore[operator]
+            raise ValueError(
+                f"The model_fn reads the state of the optimizer {name!r} for other variables than it trains: that of "
+                f"the training is {trained}, but what is read is {read}. Get all variables first, or name "
+                "those that it trains: `get_state(var_list)`."
+            )
     return state._replace(
         variables={name: state.variables[name] for name in like.variables},
         slots={name: state.slots[name] for name in like.slots},

@@ -6,15 +6,16 @@ import contextlib
 import enum
 import math
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from estimator._frame import Frame, PyTree, current_frame
+from estimator._frame import Frame, PyTree, check_is_known_outside, current_frame
 from estimator._spread import Partition, partitioned
+from estimator._transformations import differentiates, stages
 
 
 class VariableAggregation(enum.StrEnum):
@@ -64,8 +65,8 @@ def variable_scope(name: str, reuse: bool | _AutoReuse | None = None) -> Iterato
 
 def get_variable(
     name: str,
-    shape: tuple[int, ...] | None = None,
-    dtype: Any = jnp.float32,
+    shape: int | Sequence[int] | Callable[..., PyTree] | None = None,
+    dtype: Any = None,
     initializer: Callable[..., PyTree] | PyTree = None,
     trainable: bool = True,
     aggregation: VariableAggregation = VariableAggregation.MEAN,
@@ -85,12 +86,13 @@ def get_variable(
 
     Args:
       name: prefixed by the scopes around the call.
-      shape: of an array variable. May be left out: see `initializer`.
-      dtype: of an array variable.
+      shape: of an array variable; an integer is a shape of one dimension. May be left out: see `initializer`.
+      dtype: of an array variable; float32 by default. Without a `shape`, what every array of the initial value is cast
+        to; by default each keeps its own (less those of 64 bits, where jax has none), and Python numbers are float32.
       initializer: with a `shape`, `fn(key, shape, dtype)` as in `jax.nn.initializers`; by default, as in TensorFlow,
         glorot uniform, and zeros for integers and booleans. Without a `shape`, `fn(key) -> pytree`, or a concrete
-        pytree of arrays: the way to take in the parameters of a Flax, Haiku or Equinox model whole. It may then
-        stand in the place of `shape`.
+        pytree of arrays: the way to take in the parameters of a Flax, Haiku or Equinox model whole. Such a function,
+        and no value, may also be given as the second argument, instead of a `shape`.
       trainable: whether optimizers change it by default. Integers have no gradient and are never trainable.
       aggregation: what becomes of the values that several towers assign.
       partition: how the variable is cut over the devices of a tower, where towers have several
@@ -99,17 +101,20 @@ def get_variable(
         slots are cut as it is. Where towers have one device, or there are none, it has no effect.
 
     Raises:
-      TypeError: the partition is neither a tuple nor a function that returns one.
+      TypeError: the shape holds something else than integers; or the partition is neither a tuple nor a function that
+        returns one.
       ValueError: the name was got already in this run (and no scope says `reuse`), the state has no such variable,
-        or has it with another shape or dtype; or the partition does not suit the shape.
+        or has it with another shape or dtype; it is got for the first time in a loop, a branch or another function
+        that jax traces apart; the initial value does not fit into the dtype; or the partition does not suit the shape.
     """
     frame = current_frame("est.get_variable")
     if not isinstance(name, str) or not name:
         raise ValueError(f"`est.get_variable` needs a non-empty name; got {name!r}.")
-    if initializer is None and shape is not None and not is_shape(shape):
-        shape, initializer = None, shape
     full = "/".join((*frame.scope, name))
     call = f"`est.get_variable({full!r})`"
+    if initializer is None and callable(shape):
+        shape, initializer = None, shape
+    shape, dtype = as_shape(call, shape), as_dtype(call, dtype)
     if full in frame.trainable:
         if not frame.reuse:
             raise ValueError(
@@ -124,6 +129,12 @@ def get_variable(
             f"{call} is in a scope with `reuse=True`, but no such variable was created in this run, only "
             f"{listed(frame.trainable)}. Create it first, or use `reuse=est.AUTO_REUSE`."
         )
+    check_is_known_outside(
+        call,
+        frame,
+        "outside of which the variable would not exist. Get it before, outside of the function",
+        unless=lambda names: not stages(names),
+    )
     if frame.initializing:
         frame.variables[full] = _initial_value(call, frame, full, shape, dtype, initializer)
     elif full not in frame.variables:
@@ -157,7 +168,8 @@ def assign(name: str, value: PyTree) -> None:
       value: of the variable's structure, shapes and dtypes. No gradient flows through it.
 
     Raises:
-      ValueError: there is no such variable, it is trainable, or the value does not fit it.
+      ValueError: there is no such variable, it is trainable, the value does not fit it, or is not known outside of a
+        function that jax traces apart, such as the body of a loop.
     """
     frame, full, value = _checked_write("est.assign", name, value)
     if frame.mode == "train":
@@ -186,8 +198,54 @@ def name_hash(name: str) -> np.uint32:
     return np.uint32(zlib.crc32(name.encode()))
 
 
-def is_shape(shape: Any) -> bool:
-    return isinstance(shape, tuple | list) and all(isinstance(n, int | np.integer) for n in shape)
+def as_shape(call: str, shape: Any) -> tuple[int, ...] | None:
+    """A shape as a tuple of integers.
+
+    Raises:
+      TypeError: it is something else, such as an initial value.
+    """
+    if shape is None:
+        return None
+    sizes = shape if isinstance(shape, tuple | list) else (shape,)
+    for size in sizes:
+        if isinstance(size, bool) or not isinstance(size, int | np.integer):
+            inside = f"{size!r} in " if sizes is shape else ""
+            raise TypeError(
+                f"{call} takes a shape as its second argument, an integer or a tuple of integers; got {inside}{shape!r}"
+                f", of type {type(size).__name__}. {_shape_fix(size, sizes is shape)}"
+            )
+        if size < 0:
+            raise ValueError(f"{call} got the shape {shape!r}, of which {size} is negative. Give every dimension.")
+    return tuple(int(size) for size in sizes)
+
+
+def _shape_fix(size: Any, inside: bool) -> str:
+    if inside and isinstance(size, float | np.floating):
+        return "Divide sizes by `//`, which gives an integer. An initial value goes by `initializer=`."
+    if inside and size is None:
+        return "A variable has no unknown dimension: give its size."
+    return "An initial value goes by `initializer=`, without a shape."
+
+
+def as_dtype(call: str, dtype: Any) -> Any:
+    """A dtype as jax has it; None is left to the callee.
+
+    Raises:
+      TypeError: it is none.
+      ValueError: it has 64 bits, and jax has no such arrays.
+    """
+    if dtype is None:
+        return None
+    try:
+        known = jax.dtypes.canonicalize_dtype(dtype)
+        if any(dtype is python for python in (bool, int, float, complex)) or jnp.dtype(dtype) == known:
+            return known
+    except TypeError:
+        raise TypeError(f"{call} needs a dtype such as `jnp.float32`; got {dtype!r}.") from None
+    raise ValueError(
+        f"{call} got the dtype {jnp.dtype(dtype)}, for which jax needs "
+        f'`jax.config.update("jax_enable_x64", True)`. Call that first, or use {known}.'
+    )
 
 
 def listed(names: Any) -> str:
@@ -200,19 +258,20 @@ def _initial_value(call: str, frame: Frame, full: str, shape: Any, dtype: Any, i
         if initializer is None:
             raise ValueError(f"{call} needs a `shape` or an `initializer`; got neither.")
         return _as_arrays(call, initializer(key) if callable(initializer) else initializer, dtype)
+    dtype = jnp.float32 if dtype is None else dtype
     if 0 in shape:
-        raise ValueError(f"{call} got the shape {tuple(shape)}, which has no elements. Check what it is computed from.")
+        raise ValueError(f"{call} got the shape {shape}, which has no elements. Check what it is computed from.")
     if initializer is None:
         initializer = _default_initializer
     elif not callable(initializer):
         raise ValueError(
-            f"{call} got the shape {tuple(shape)} and an initializer that is a value, {initializer!r}. "
+            f"{call} got the shape {shape} and an initializer that is a value, {initializer!r}. "
             "Leave out the shape, or write `jax.nn.initializers.constant(value)`."
         )
-    value = initializer(key, tuple(shape), dtype)
-    if not hasattr(value, "shape") or value.shape != tuple(shape):
+    value = initializer(key, shape, dtype)
+    if not hasattr(value, "shape") or value.shape != shape:
         raise ValueError(
-            f"{call}: the initializer must return an array of shape {tuple(shape)}; got {value!r}. "
+            f"{call}: the initializer must return an array of shape {shape}; got {value!r}. "
             "Some initializers of jax.nn are factories: write `glorot_uniform()`, but `zeros`."
         )
     return jnp.asarray(value, dtype)
@@ -229,17 +288,40 @@ def _default_initializer(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> 
 
 def _as_arrays(call: str, tree: PyTree, dtype: Any) -> PyTree:
     def as_array(path: Any, leaf: Any) -> jax.Array:
-        if isinstance(leaf, bool | int | float | complex):
-            return jnp.asarray(leaf, dtype)
-        if not isinstance(leaf, jax.Array | np.ndarray | np.generic):
+        where = jax.tree_util.keystr(path) or "the top"
+        is_number = isinstance(leaf, bool | int | float | complex)
+        if not is_number and not isinstance(leaf, jax.Array | np.ndarray | np.generic):
             raise ValueError(
-                f"{call}: every leaf of the initial value must be an array; got {leaf!r} at "
-                f"{jax.tree_util.keystr(path) or 'the top'}. Keep what is no array out of the variable "
-                "(for Equinox, `eqx.filter(model, eqx.is_array)`)."
+                f"{call}: every leaf of the initial value must be an array; got {leaf!r} at {where}. Keep what is no "
+                "array out of the variable (for Equinox, `eqx.filter(model, eqx.is_array)`)."
             )
-        return jnp.asarray(leaf, leaf.dtype)
+        own = jnp.float32 if is_number else jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
+        return _cast(f"{call}: the initial value at {where}", leaf, own if dtype is None else dtype)
 
     return jax.tree_util.tree_map_with_path(as_array, tree)
+
+
+def _cast(what: str, value: Any, dtype: Any) -> jax.Array:
+    """An array of the dtype. Floats may be rounded; what is lost besides is an error."""
+    if isinstance(value, jax.Array) and value.dtype == dtype:
+        return value
+    exact = not jnp.issubdtype(dtype, jnp.inexact)
+    if isinstance(value, jax.core.Tracer):
+        if exact and jnp.issubdtype(value.dtype, jnp.inexact):
+            raise ValueError(f"{what} is {value.dtype}, and the dtype {jnp.dtype(dtype)}. Round it, or change one.")
+        return value.astype(dtype)
+    given = np.asarray(value)
+    if given.dtype.kind == "c" and not jnp.issubdtype(dtype, jnp.complexfloating):
+        raise ValueError(f"{what} is complex, and the dtype {jnp.dtype(dtype)}. Take a part of it, or change one.")
+    with np.errstate(all="ignore"):
+        array = given.astype(dtype)
+    lost = array != given if exact else np.isfinite(given) & ~np.isfinite(array)
+    if lost.any():
+        raise ValueError(
+            f"{what} holds {given[lost].ravel()[0]!s}, which the dtype {jnp.dtype(dtype)} does not. Change the value, "
+            'or give another `dtype`; those of 64 bits need `jax.config.update("jax_enable_x64", True)`.'
+        )
+    return jnp.asarray(array)
 
 
 def _is_trainable(call: str, value: PyTree, trainable: bool) -> bool:
@@ -252,20 +334,31 @@ def _is_trainable(call: str, value: PyTree, trainable: bool) -> bool:
     return trainable and all(inexact)
 
 
-def check_declared(call: str, shape: Any, dtype: Any, value: PyTree, where: str) -> None:
-    if shape is None:
-        return
+def check_declared(call: str, shape: tuple[int, ...] | None, dtype: Any, value: PyTree, where: str) -> None:
     have = [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(value)]
-    if have != [(tuple(shape), jnp.dtype(dtype))]:
-        found = ", ".join(f"{dtype}{list(shape)}" for shape, dtype in have)
+    if shape is not None:
+        wanted = [(shape, jnp.dtype(jnp.float32 if dtype is None else dtype))]
+    else:  # of any shapes
+        wanted = [(shape, own if dtype is None else jnp.dtype(dtype)) for shape, own in have]
+    if have != wanted:
+
+        def described(arrays: Sequence[Any]) -> str:
+            return ", ".join(f"{dtype}{list(shape)}" for shape, dtype in arrays)
+
         raise ValueError(
-            f"{call} asks for {jnp.dtype(dtype)}{list(shape)}, but in {where} the variable is {found}. "
+            f"{call} asks for {described(wanted)}, but in {where} the variable is {described(have)}. "
             "Change one of them, or initialize a new state."
         )
 
 
 def resolve(caller: str, frame: Frame, name: str) -> str:
-    scoped = "/".join((*frame.scope, str(name)))
+    if not isinstance(name, str):
+        kind = type(name).__name__
+        raise TypeError(
+            f"`{caller}` takes the name of a variable first, a string; got {name!r} of type {kind}. A variable is its "
+            f"value here, and known by its name: write `{caller}('name', ...)`."
+        )
+    scoped = "/".join((*frame.scope, name))
     for full in (scoped, name):
         if full in frame.trainable:
             return full
@@ -278,6 +371,12 @@ def resolve(caller: str, frame: Frame, name: str) -> str:
 def _checked_write(caller: str, name: str, value: PyTree) -> tuple[Frame, str, PyTree]:
     frame = current_frame(caller)
     full = resolve(caller, frame, name)
+    check_is_known_outside(
+        f"`{caller}({full!r})`",
+        frame,
+        "outside of which the value is not known. Return it, and write it outside",
+        unless=differentiates,
+    )
     if frame.trainable[full]:
         raise ValueError(
             f"`{caller}({full!r})`: the variable is trainable, so its optimizer writes it. "

@@ -13,7 +13,7 @@ from jax.custom_derivatives import SymbolicZero
 from estimator import EstimatorSpec, TrainOp, VariableAggregation
 from estimator._batch import check_batch
 from estimator._forward import Forward
-from estimator._frame import Frame
+from estimator._frame import Frame, lets_out
 from estimator._gradients import Outcome, run
 from estimator._indexed_slices import is_slices, joined
 from estimator._sparse import is_sparse
@@ -86,13 +86,20 @@ def accumulated(
         )
     part = 1 / steps if mean_loss else 1.0
     micro_batches = jax.tree.map(lambda x: split_rows(x, steps), batch, is_leaf=is_sparse)
-    numbered = jnp.arange(steps), micro_batches
+    numbered = jnp.arange(steps, dtype=jnp.int32), micro_batches
 
     def one(index: jax.Array, batch: PyTree, denominators: list[jax.Array] | None) -> tuple[Outcome, list[jax.Array]]:
         seen: list[jax.Array] = []
 
         def average(denominator: jax.Array) -> jax.Array:
-            seen.append(denominator)
+            if not lets_out():
+                raise ValueError(
+                    "A loss with weights for each example is computed within a function that jax traces apart "
+                    "(`jax.lax.cond`, `jax.lax.scan`, `jax.checkpoint` ...). With `accumulate_steps` it divides by the "
+                    "weights of all micro-batches, which are not known there. Return logits or losses from the "
+                    "function and reduce them outside, use Reduction.SUM, or leave out `accumulate_steps`."
+                )
+            seen.append(jax.lax.stop_gradient(denominator))
             return denominator if denominators is None else _instead(denominator, denominators[len(seen) - 1])
 
         key = jax.random.fold_in(frame.key, tower_index() * steps + index)

@@ -72,6 +72,12 @@ class LocalReplicas(Replicas):
     def initialize(self, call: Call, frame: Frame, batch: PyTree) -> EstimatorSpec:
         spec = super().initialize(call, frame, batch)
         if frame.mode != ModeKeys.TRAIN:
+            if frame.slots:
+                raise ValueError(
+                    f"The model_fn reads the state of the optimizers {sorted(frame.slots)} in mode "
+                    f"{str(frame.mode)!r}. With `block_sync` each tower has its own. Read it in training alone, or "
+                    "leave out `block_sync`."
+                )
             return spec
         if SLOTS in frame.slots:
             raise ValueError(f"An optimizer is named {SLOTS!r}, as is what `BlockSync` keeps in the slots. Rename it.")

@@ -10,7 +10,7 @@ import jax
 
 from estimator import EstimatorSpec, TrainOp
 from estimator._forward import Forward
-from estimator._frame import Frame, PyTree, open_frame
+from estimator._frame import Frame, PyTree, lets_out, open_frame
 from estimator._gradients import Outcome, has_pending, run
 from estimator._non_finite import marked, non_finite
 from estimator._placement import Placement, SeparatePlacement
@@ -36,6 +36,13 @@ from replicate._towers import cross_tower_mean, lone_tower, num_towers, tower_in
 from replicate.cross_tower_ops import CrossTowerOps
 
 Call = Callable[[PyTree], EstimatorSpec]
+
+
+class _DenominatorInside(BaseException):
+    """Leaves a run at a loss within a loop or a branch, whose denominator is not known outside of that.
+
+    No `Exception`, so that a model_fn which catches those does not stop it.
+    """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,11 +162,23 @@ class Replicas:
         return outcome, after
 
     def evaluate(self, call: Call, frame: Frame, batch: PyTree, rows: int) -> EstimatorSpec:
-        """Every example counts once: what does not divide by the towers is one more, smaller call."""
-        towers = len(self.devices)
-        even = rows - rows % towers
+        """Every example counts once: what does not divide by the towers is one more, smaller call.
+
+        Losses then divide by what both calls have added up. Where that is not possible, since a loss is within a loop
+        or a branch, one tower takes all rows.
+        """
+        even = rows - rows % len(self.devices)
         parts = [(self.devices, 0, even), (self.devices[:1], even, rows - even)]
-        parts = [part for part in parts if part[2]]
+        try:
+            return self._evaluate(call, frame, batch, rows, [part for part in parts if part[2]])
+        except _DenominatorInside:
+            return self._evaluate(call, frame, batch, rows, [(self.devices[:1], 0, rows)])
+
+    def _evaluate(
+        self, call: Call, frame: Frame, batch: PyTree, rows: int, parts: list[tuple[tuple[Any, ...], int, int]]
+    ) -> EstimatorSpec:
+        """The merged spec of several parts of a batch: of each its towers, its first row and how many there are."""
+        towers = len(self.devices)
 
         def run_part(part: Any, denominators: list[jax.Array] | None) -> PyTree:
             devices, begin, size = part
@@ -167,7 +186,10 @@ class Replicas:
             seen: list[jax.Array] = []
 
             def average(denominator: jax.Array) -> jax.Array:
-                seen.append(denominator)
+                if lets_out():
+                    seen.append(jax.lax.stop_gradient(denominator))
+                elif len(parts) > 1:
+                    raise _DenominatorInside
                 if denominators is None:
                     return cross_tower_mean(denominator)
                 # So that losses weighted by rows add up to the sum over all divided by this.

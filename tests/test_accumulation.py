@@ -409,3 +409,29 @@ def test_the_default_devices_too():
         replicate_model_fn(assign_model_fn(lambda x: est.assign_add("s", 1.0))), np.ones(16, np.float32)
     )
     assert state.variables["s"] == 16.0
+
+
+@pytest.mark.parametrize("towers", [1, 2])
+def test_with_numbers_of_64_bits(towers):
+    """Under strict promotion, which the tests have."""
+    x, y = (part[0].astype(np.float64) for part in regression(8, steps=1))
+
+    def model_fn(steps):
+        def model_fn(features, labels, mode):
+            w = est.get_variable("w", (3,), jnp.float64, initializer=jax.nn.initializers.ones)
+            est.get_variable("rows", initializer=np.zeros((), np.int64), trainable=False)
+            est.assign_add("rows", np.int64(len(features)))
+            est.get_variable("first", (), aggregation=est.VariableAggregation.ONLY_FIRST_TOWER, trainable=False)
+            est.assign("first", features[0, 0].astype(jnp.float32))
+            loss = est.losses.mean_squared_error(labels, features @ w, features[:, 1] ** 2)
+            train_op = TowerOptimizer(optax.adam(0.1), accumulate_steps=steps).minimize(loss)
+            return est.EstimatorSpec(mode, {"y": features @ w}, loss, train_op)
+
+        return model_fn
+
+    with jax.enable_x64(True):
+        want, spec = one_step(model_fn(1), x, y)
+        got, accumulated = one_step(replicate(model_fn(2), towers), x, y)
+        assert accumulated.loss.dtype == jnp.float64
+        assert_close(accumulated.loss, spec.loss, rtol=1e-12)
+        assert_close(got.variables, want.variables, rtol=1e-7)

@@ -39,7 +39,9 @@ def trained(model, batches, seed=0):
 
 def caffe2_model(case, block_sync):
     def model_fn(features, labels, mode):
-        w1, b1, w2, b2 = (est.get_variable(n, np.array(case["init"][n], np.float32)) for n in ("w1", "b1", "w2", "b2"))
+        w1, b1, w2, b2 = (
+            est.get_variable(n, initializer=np.array(case["init"][n], np.float32)) for n in ("w1", "b1", "w2", "b2")
+        )
         output = jnp.tanh(features @ w1 + b1) @ w2 + b2
         loss = case["loss_scale"] * jnp.mean(0.5 * (output - labels) ** 2)
         optimizer = optax.sgd(case["learning_rate"], momentum=case["momentum"] or None)

@@ -84,8 +84,8 @@ def test_training_matches_tensorflow(case):
 
 def eval_model_fn(case):
     def model_fn(features, labels, mode):
-        w = est.get_variable("w", np.asarray(case["w"], np.float32))
-        wb = est.get_variable("wb", np.asarray(case["wb"], np.float32))
+        w = est.get_variable("w", initializer=np.asarray(case["w"], np.float32))
+        wb = est.get_variable("wb", initializer=np.asarray(case["wb"], np.float32))
         logits, p = features["x"] @ w, jax.nn.sigmoid(features["x"] @ wb)
         chosen = logits.argmax(-1)
         predictions = {"class": chosen, "p": p, "logits": logits}

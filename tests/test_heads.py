@@ -101,6 +101,23 @@ def test_binary_predictions():
     assert list(est.BinaryClassHead().predictions(LOGIT, ["logits"])) == ["logits"]
 
 
+@pytest.mark.parametrize(
+    "make", [lambda n: est.MultiClassHead(n_classes=n), lambda n: est.MultiLabelHead(n_classes=n), est.RegressionHead]
+)
+def test_sizes_may_be_numpys_integers(make):
+    head = make(np.int64(3))
+    assert type(head.logits_dimension) is int
+    assert "predictions" in (keys := head.predictions(LOGITS)) or "probabilities" in keys
+
+
+def test_sparse_classes_are_made_dense():
+    from jax.experimental.sparse import BCOO
+
+    head = est.MultiClassHead(3)
+    labels = BCOO.fromdense(jnp.asarray(CLASS)[:, None])
+    assert head.loss(labels, LOGITS) == head.loss(CLASS, LOGITS)
+
+
 def test_a_head_of_several_classes():
     head = est.MultiClassHead(3, "w", loss_reduction=est.Reduction.MEAN)
     p = np.exp(LOGITS) / np.exp(LOGITS).sum(1, keepdims=True)

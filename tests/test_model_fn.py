@@ -295,3 +295,43 @@ def test_batches_that_do_not_stack_are_trained_on_one_by_one(tmp_path, as_array,
     ]
     estimator = est.Estimator(model_fn, tmp_path, est.RunConfig(steps_per_loop=2))
     assert estimator.train(lambda: batches).get_variable_value("w") == 2
+
+
+@pytest.mark.parametrize("towers", [None, 1, 2])
+@pytest.mark.parametrize("keeps", ["the first alone", "each", "gradients"])
+def test_a_train_op_of_another_run_is_an_error(keeps, towers):
+    kept = []
+
+    def model_fn(features, labels, mode):
+        w = est.get_variable("w", (), initializer=jax.nn.initializers.ones)
+        loss, optimizer = jnp.mean(w * features), TowerOptimizer(optax.sgd(0.1))
+        if keeps == "gradients":
+            kept.append(optimizer.apply_gradients(optimizer.compute_gradients(loss)))
+        elif keeps == "each" or not kept:
+            kept.append(optimizer.minimize(loss))
+        return est.EstimatorSpec(mode, loss=loss, train_op=kept[0])
+
+    devices = [f"cpu:{i}" for i in range(towers or 0)]
+    model = est.transform(replicate_model_fn(model_fn, devices=devices) if towers else model_fn)
+    x = np.ones(4, np.float32)
+    with pytest.raises(ValueError, match=r"model_fn \(model_fn\) returned a train_op that another run of it has made"):
+        model.train_step(model.init(jax.random.key(0), x), x)
+
+
+@pytest.mark.parametrize("towers", [None, 2])
+def test_a_group_of_nothing_is_a_train_op_that_changes_nothing(towers):
+    def model_fn(features, labels, mode):
+        w = est.get_variable("w", (), initializer=jax.nn.initializers.ones)
+        return est.EstimatorSpec(mode, loss=jnp.mean(w * features), train_op=est.group())
+
+    devices = [f"cpu:{i}" for i in range(towers or 0)]
+    model = est.transform(replicate_model_fn(model_fn, devices=devices) if towers else model_fn)
+    x = np.ones(4, np.float32)
+    state, _ = model.train_step(model.init(jax.random.key(0), x), x)
+    assert (state.variables["w"], state.global_step) == (1.0, 1)
+
+
+@pytest.mark.parametrize("train_op", [None, jnp.zeros(()), lambda: None])
+def test_what_is_no_train_op_is_told_of_the_one_that_changes_nothing(train_op):
+    with pytest.raises((ValueError, TypeError), match=r"`(train_op=)?est\.group\(\)`"):
+        est.EstimatorSpec("train", loss=jnp.zeros(()), train_op=train_op)

@@ -217,7 +217,7 @@ def written_batch_norm_model_fn(reduction="mean"):
     def model_fn(features, labels, mode):
         w = est.get_variable("w", (3, 4))
         scale = est.get_variable("scale", (4,), initializer=jax.nn.initializers.ones)
-        running = est.get_variable("stats", {"mean": jnp.zeros(4), "var": jnp.ones(4)}, trainable=False)
+        running = est.get_variable("stats", initializer={"mean": jnp.zeros(4), "var": jnp.ones(4)}, trainable=False)
         x = features @ w
         stats = running
         if mode == est.ModeKeys.TRAIN:
@@ -278,7 +278,7 @@ def test_gradients_through_every_collective_are_those_of_one_big_batch(towers, r
     start = jnp.array([0.3, -0.2, 0.5])
 
     def model_fn(features, labels, mode):
-        variables = {name: est.get_variable(name, start) for name in (*MEANS, "computed")}
+        variables = {name: est.get_variable(name, initializer=start) for name in (*MEANS, "computed")}
         losses = {
             name: reduced(centered_losses(variables[name], features, labels, mean), reduction)
             for name, mean in (MEANS | {"computed": cross_tower_mean}).items()

@@ -340,7 +340,7 @@ def test_ids_of_any_integer_type_and_shape_find_their_rows(dtype):
 
 def test_padding_is_zeros_and_ids_beyond_the_table_are_nan():
     ids = np.array([0, -1, 2, 3, -7, 2**30])
-    got = run_model_fn(lambda ids: est.embedding_lookup("words", ids, jnp.ones((3, 2))), ids, "infer")
+    got = run_model_fn(lambda ids: est.embedding_lookup("words", ids, initializer=jnp.ones((3, 2))), ids, "infer")
     np.testing.assert_array_equal(got[:, 0], [1, 0, 1, np.nan, 0, np.nan])
 
 

@@ -7,6 +7,7 @@ import optax
 import pytest
 
 import estimator as est
+from estimator import _tensorflow_names
 
 X = jnp.ones((2, 3))
 
@@ -61,6 +62,14 @@ def test_forms_of_initial_values():
         est.get_variable("value", initializer=np.arange(3, dtype=np.float32))
         est.get_variable("number", initializer=2.5)
         est.get_variable("scalar", ())
+        est.get_variable("int", 3)
+        est.get_variable("numpy", np.int64(2))
+        est.get_variable("list", [np.int32(2), 1], int)
+        est.get_variable("doubles", initializer=np.ones(2))
+        est.get_variable("longs", initializer={"a": np.arange(2), "b": [7]}, dtype=jnp.int32, trainable=False)
+        est.get_variable("cast", initializer=np.ones(2), dtype=jnp.bfloat16)
+        est.get_variable("cast_tree", lambda key: {"a": jax.random.normal(key, (2,))}, dtype=jnp.float16)
+        est.get_variable("flags", initializer=[True, 0.0], dtype=bool)
 
     variables = run(body).variables
     shapes = jax.tree.map(lambda x: (str(x.dtype), *x.shape), variables)
@@ -73,6 +82,14 @@ def test_forms_of_initial_values():
         "value": ("float32", 3),
         "number": ("float32",),
         "scalar": ("float32",),
+        "int": ("float32", 3),
+        "numpy": ("float32", 2),
+        "list": ("int32", 2, 1),
+        "doubles": ("float32", 2),
+        "longs": {"a": ("int32", 2), "b": [("int32",)]},
+        "cast": ("bfloat16", 2),
+        "cast_tree": {"a": ("float16", 2)},
+        "flags": [("bool",), ("bool",)],
     }
     assert variables["number"] == 2.5
     np.testing.assert_array_equal(variables["ints"], 0)
@@ -132,6 +149,48 @@ def test_initial_values_depend_on_name_and_seed_not_on_order():
             lambda: est.get_variable("w", (), aggregation="median"),
             ValueError,
             "'median' is not a valid VariableAggregation",
+        ),
+        *(
+            (lambda given=given: est.get_variable("w", given), TypeError, message)
+            for given, message in [
+                (
+                    10.0,
+                    r"takes a shape as its second argument, .*; got 10.0, of type float. An initial value goes by `ini",
+                ),
+                ((4, 10 / 2), r"got 5.0 in \(4, 5.0\), of type float. Divide sizes by `//`"),
+                ([None, 3], r"got None in \[None, 3\], of type NoneType. A variable has no unknown dimension"),
+                ((2, True), r"got True in \(2, True\), of type bool"),
+                (True, "got True, of type bool"),
+                (np.float32(2), "of type float32. An initial value goes by `initializer=`"),
+                (np.ones(3), "of type ndarray. An initial value goes by `initializer=`, without a shape"),
+                (np.array([3, 4]), "of type ndarray. An initial value"),
+                (jnp.array(3), "of type ArrayImpl. An initial value"),
+                ({"a": np.ones(3)}, "of type dict. An initial value"),
+                ((np.ones(3), np.ones(3)), "of type ndarray. An initial value"),
+                ("ab", "got 'ab', of type str"),
+            ]
+        ),
+        (lambda: est.get_variable("w", (2, -1)), ValueError, r"got the shape \(2, -1\), of which -1 is negative"),
+        (lambda: est.get_variable("w", 2, "floaty"), TypeError, "needs a dtype such as `jnp.float32`; got 'floaty'"),
+        (lambda: est.get_variable("w", 2, np.float64), ValueError, "got the dtype float64, for which jax needs .*x64"),
+        (lambda: est.get_variable("w", 2, np.dtype("int64")), ValueError, "got the dtype int64, for which jax needs"),
+        *(
+            (lambda given=given, to=to: est.get_variable("w", initializer=given, dtype=to), ValueError, message)
+            for given, to, message in [
+                (
+                    np.array([1, 2**40]),
+                    None,
+                    "the initial value at the top holds 1099511627776, which the dtype int32 do",
+                ),
+                (np.array([1e300]), None, r"holds 1e\+300, which the dtype float32 does not"),
+                (
+                    {"a": [0.5]},
+                    jnp.int32,
+                    r"the initial value at \['a'\]\[0\] holds 0.5, which the dtype int32 does not",
+                ),
+                (lambda key: jax.random.normal(key, (2,)), jnp.int32, "is float32, and the dtype int32. Round it"),
+                (np.array([1 + 1j]), jnp.float32, "is complex, .*float32"),
+            ]
         ),
         (lambda: est.variable_scope("").__enter__(), ValueError, "needs a non-empty name; got ''"),
     ],
@@ -242,6 +301,17 @@ def test_a_state_of_another_shape_or_dtype_is_an_error():
 
 
 # Writing.
+
+
+def test_the_dtype_of_a_value_counts_in_later_runs_too():
+    def model_fn(features, mode, params):
+        est.get_variable("w", initializer=np.ones(2), dtype=params, trainable=False)
+        return est.EstimatorSpec(mode, features, jnp.float32(0), est.group())
+
+    state = est.transform(model_fn, jnp.bfloat16).init(jax.random.key(0), X)
+    est.transform(model_fn, jnp.bfloat16).train_step(state, X)
+    with pytest.raises(ValueError, match=r"asks for float32\[2\], but in the state the variable is bfloat16\[2\]"):
+        est.transform(model_fn, jnp.float32).train_step(state, X)
 
 
 def test_writes_are_seen_at_once_and_kept():
@@ -416,6 +486,55 @@ def test_what_are_no_pairs_of_gradient_and_name_is_said_so(pairs):
 
     with pytest.raises((TypeError, ValueError), match=r"`Optimizer\.apply_gradients`"):
         run(body)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda o, loss: o.minimize(loss, est.global_step()),
+            r"`Optimizer\.minimize` .* 'global_step': a training step adv",
+        ),
+        (
+            lambda o, loss: o.minimize(loss, global_step=est.global_step()),
+            r"`est\.global_step\(\)` reads it: leave it out",
+        ),
+        (lambda o, loss: o.compute_gradients(loss, colocate_gradients_with_ops=True), "XLA places what it compiles"),
+        (
+            lambda o, loss: o.apply_gradients([(jnp.ones(2), "b")], est.global_step()),
+            "unexpected argument 'global_step': a",
+        ),
+        (
+            lambda o, loss: o.apply_gradients([(jnp.ones(2), "b")], global_step=1),
+            r"`Optimizer\.apply_gradients` got an une",
+        ),
+        (lambda o, loss: o.minimize(loss, typo=1), r"got an unexpected argument 'typo'\."),
+        (
+            lambda o, loss: est.assign(jnp.ones(()), 1.0),
+            r"`est\.assign` takes the name of a variable first, a string; got",
+        ),
+    ],
+)
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_arguments_of_tensorflow_are_errors_that_say_what_to_write(call, message, mode):
+    def body():
+        loss = jnp.sum(two_variables())
+        call(est.Optimizer(optax.sgd(1.0)), loss)
+
+    with pytest.raises(TypeError, match=message):
+        run(body, mode)
+
+
+@pytest.mark.parametrize("name", _tensorflow_names.NAMES)
+def test_names_of_tensorflow_are_errors_that_say_what_is_there_instead(name):
+    with pytest.raises(AttributeError, match=f"module 'estimator' has no attribute '{name}'; here it is .*\\."):
+        getattr(est, name)
+
+
+def test_other_names_are_missing_as_ever():
+    with pytest.raises(AttributeError, match=r"module 'estimator' has no attribute 'nonsense'\."):
+        est.nonsense  # noqa: B018
+    assert not hasattr(est, "nonsense")
 
 
 def test_a_bare_optax_transformation_is_an_error_with_the_line_to_write():

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from estimator import losses as losses_lib
 from estimator import metrics as metrics_lib
@@ -50,8 +51,9 @@ class MultiClassHead(OneTaskHead):
         loss_fn: Callable[..., jax.Array] | None = None,
         name: str | None = None,
     ) -> None:
-        if not isinstance(n_classes, int) or n_classes <= 2:
+        if not isinstance(n_classes, int | np.integer) or n_classes <= 2:
             raise ValueError(f"n_classes must be > 2: {n_classes!r}. For two classes use `est.BinaryClassHead`.")
+        n_classes = int(n_classes)
         super().__init__(
             n_classes, 1, 1, weight_column=weight_column, loss_reduction=loss_reduction, loss_fn=loss_fn, name=name
         )

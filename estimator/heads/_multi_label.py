@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 import optax.losses
 
 from estimator import metrics as metrics_lib
@@ -66,8 +67,9 @@ class MultiLabelHead(OneTaskHead):
         classes_for_class_based_metrics: Sequence[int | str] | None = None,
         name: str | None = None,
     ) -> None:
-        if not isinstance(n_classes, int) or n_classes < 2:
+        if not isinstance(n_classes, int | np.integer) or n_classes < 2:
             raise ValueError(f"n_classes must be > 1 for multi-label classification. Given: {n_classes!r}.")
+        n_classes = int(n_classes)
         super().__init__(
             n_classes,
             n_classes,

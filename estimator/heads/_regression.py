@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax.losses
 
 from estimator import metrics as metrics_lib
@@ -50,12 +51,13 @@ class RegressionHead(OneTaskHead):
         inverse_link_fn: Callable[[jax.Array], jax.Array] | None = None,
         name: str | None = None,
     ) -> None:
-        if not isinstance(label_dimension, int) or label_dimension < 1:
+        if not isinstance(label_dimension, int | np.integer) or label_dimension < 1:
             raise ValueError(f"Invalid label_dimension {label_dimension!r}; it must be an int of at least 1.")
         if inverse_link_fn is not None and not callable(inverse_link_fn):
             raise TypeError(
                 f"inverse_link_fn must be a function of logits, such as `jnp.exp`; got {inverse_link_fn!r}."
             )
+        label_dimension = int(label_dimension)
         super().__init__(
             label_dimension,
             label_dimension,
