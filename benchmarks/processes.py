@@ -36,7 +36,7 @@ from matplotlib.lines import Line2D
 from network_model import ALGORITHMS, Link, Network, traffic
 
 import estimator as est
-from estimator._team import Team
+from estimator.multihost._process_group import Team
 from replicate import TowerOptimizer, initialize_distributed, replicate_model_fn
 
 SIZES = [10**exponent for exponent in range(3, 8)]  # floats

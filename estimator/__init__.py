@@ -13,47 +13,9 @@ from estimator._early_stopping import (
     stop_if_no_decrease_hook,
     stop_if_no_increase_hook,
 )
-from estimator._embedding import embedding_lookup
 from estimator._estimator import Estimator
-from estimator._events import read_eval_metrics, read_history
-from estimator._exporters import BestExporter, Exporter, FinalExporter, LatestExporter
-from estimator._flax import flax_module
-from estimator._indexed_slices import IndexedSlices
-from estimator._input_context import InputContext, input_context
-from estimator._lazy import lazy
-from estimator._learning_rates import learning_rates, set_learning_rate
-from estimator._load_exported import ExportedModel, load_exported
-from estimator._loss_scale import DynamicLossScale
-from estimator._memory_report import MemoryReport, MemoryUse, memory_report
-from estimator._modes import ModeKeys
-from estimator._non_finite import NonFiniteGradientError, skipped_steps
-from estimator._optimizer import Optimizer, TrainOp, group, tower_gradient
-from estimator._plot_history import plot_history
-from estimator._preemption import Preempted
-from estimator._processes import ProcessLostError
-from estimator._random import global_step, make_rng
-from estimator._replica_check import ReplicaMismatchError
-from estimator._report import record
-from estimator._run_config import RunConfig
-from estimator._segments import checkpoint_segments
-from estimator._spec import EstimatorSpec
-from estimator._spread import spread
-from estimator._sync import sync_variables
-from estimator._tensorflow_names import missing as _missing
-from estimator._train import NanLossDuringTrainingError
 from estimator._train_and_evaluate import train_and_evaluate
 from estimator._train_spec import EvalSpec, TrainSpec
-from estimator._transform import Model, State, transform
-from estimator._variables import (
-    AUTO_REUSE,
-    VariableAggregation,
-    assign,
-    assign_add,
-    get_variable,
-    read_variable,
-    variable_scope,
-)
-from estimator._warm_start import WarmStartReport, WarmStartSettings
 from estimator.canned import (
     BaselineClassifier,
     BaselineEstimator,
@@ -68,6 +30,27 @@ from estimator.canned import (
     LinearEstimator,
     LinearRegressor,
 )
+from estimator.checkpoint._warm_start import WarmStartReport, WarmStartSettings
+from estimator.core._estimator_spec import EstimatorSpec
+from estimator.core._mode_keys import ModeKeys
+from estimator.core._partitioning import spread
+from estimator.core._record import record
+from estimator.core._rng import global_step, make_rng
+from estimator.core._run_config import RunConfig
+from estimator.core._state import State
+from estimator.core._tensorflow_names import missing as _missing
+from estimator.core._train_op import TrainOp, group
+from estimator.core._variables import (
+    AUTO_REUSE,
+    VariableAggregation,
+    assign,
+    assign_add,
+    get_variable,
+    read_variable,
+    variable_scope,
+)
+from estimator.export._exporters import BestExporter, Exporter, FinalExporter, LatestExporter
+from estimator.export._load import ExportedModel, load_exported
 from estimator.extenders import add_metrics, forward_features
 from estimator.heads import (
     BinaryClassHead,
@@ -97,7 +80,26 @@ from estimator.hooks import (
     SummarySaverHook,
     WatchdogHook,
 )
+from estimator.interop._flax import flax_module
+from estimator.loop._memory_report import MemoryReport, MemoryUse, memory_report
+from estimator.loop._train import NanLossDuringTrainingError
 from estimator.losses import Reduction
+from estimator.multihost._input_context import InputContext, input_context
+from estimator.multihost._liveness import ProcessLostError
+from estimator.multihost._preemption import Preempted
+from estimator.multihost._replica_check import ReplicaMismatchError
+from estimator.optim._learning_rate import learning_rates, set_learning_rate
+from estimator.optim._loss_scale import DynamicLossScale
+from estimator.optim._non_finite import NonFiniteGradientError, skipped_steps
+from estimator.optim._optimizer import Optimizer, tower_gradient
+from estimator.optim._sparse_update import lazy
+from estimator.sparse._embedding import embedding_lookup
+from estimator.sparse._indexed_slices import IndexedSlices
+from estimator.steps._remat import checkpoint_segments
+from estimator.steps._sync_variables import sync_variables
+from estimator.steps._transform import Model, transform
+from estimator.summary._history import read_eval_metrics, read_history
+from estimator.summary._plot import plot_history
 
 __all__ = [
     "AUTO_REUSE",

@@ -8,9 +8,9 @@ import tempfile
 
 from absl import logging
 
-from estimator._model_dir import checked_dir
-from estimator._model_fn import ModelFn
-from estimator._run_config import RunConfig
+from estimator.checkpoint._model_dir import checked_dir
+from estimator.core._model_fn import ModelFn
+from estimator.core._run_config import RunConfig
 
 
 def chosen_dir(model_dir: str | os.PathLike[str] | None, config: RunConfig) -> str:

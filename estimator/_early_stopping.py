@@ -10,12 +10,13 @@ from typing import Any
 
 from absl import logging
 
-from estimator._checkpoint import Checkpoints, take_values
 from estimator._estimator import Estimator
-from estimator._events import HISTORY, read_history
-from estimator._preemption import SIGTERM
-from estimator.hooks._hook import Context, Hook, RunValues
-from estimator.hooks._timer import SecondOrStepTimer, check_intervals
+from estimator.checkpoint._checkpoints import Checkpoints, take_values
+from estimator.core._argument_checks import check_intervals
+from estimator.core._hook import Context, Hook, RunValues
+from estimator.hooks._timer import SecondOrStepTimer
+from estimator.multihost._preemption import SIGTERM
+from estimator.summary._history import HISTORY, read_history
 
 _History = list[tuple[int, float]]  # steps and values of a metric
 _Rule = Callable[[_History], str | None]  # why to stop, if so

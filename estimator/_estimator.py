@@ -11,36 +11,36 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from absl import logging
 
-from estimator import _checkpoint
 from estimator._arguments import check_steps, chosen_dir, needs_params
-from estimator._checkpoint import Checkpoints
-from estimator._evaluate import EvalSteps, evaluate_batches
-from estimator._export_model import check_arguments, write_export
-from estimator._fork import check_not_forked
-from estimator._frame import PyTree
-from estimator._input import Batches, batches, call_input_fn
-from estimator._learning_rates import saved_learning_rates
-from estimator._lockstep import first_batch
-from estimator._model_dir import check_not_of_tensorflow, training_in
-from estimator._model_fn import ModelFn, bind, with_params
-from estimator._modes import ModeKeys
-from estimator._predict import PredictSteps, checked_keys, predict_batches, single_examples
-from estimator._preemption import ends_by_sigterm, interrupted_by_sigterm
-from estimator._programs import Programs
-from estimator._resume_input import resume_input
-from estimator._run_config import RunConfig
-from estimator._spec import checked_hooks
-from estimator._standard_streams import keep_standard_streams_open
-from estimator._states import States
-from estimator._team import Team, same_call, together
-from estimator._train import Training
-from estimator._transform import State, transform
-from estimator._warm_start import WarmStartReport, WarmStartSettings, as_settings
-from estimator.hooks import _run
+from estimator.checkpoint import _checkpoints
+from estimator.checkpoint._checkpoints import Checkpoints, saved_learning_rates
+from estimator.checkpoint._model_dir import check_not_of_tensorflow, training_in
+from estimator.checkpoint._restore import StateSource
+from estimator.checkpoint._warm_start import WarmStartReport, WarmStartSettings, as_settings
+from estimator.core._estimator_spec import checked_hooks
+from estimator.core._hook import Context, Hook
+from estimator.core._mode_keys import ModeKeys
+from estimator.core._model_fn import ModelFn, bind, with_params
+from estimator.core._run_config import RunConfig
+from estimator.core._state import State
+from estimator.core._typing import PyTree
+from estimator.export._export_model import check_arguments, write_export
 from estimator.hooks._checkpoint_saver import CheckpointSaverListener, checked_listeners
 from estimator.hooks._defaults import team_hooks, with_default_hooks
-from estimator.hooks._hook import Context, Hook
 from estimator.hooks._summary_saver import write_evaluation
+from estimator.inputs._input_fn import Batches, batches, call_input_fn
+from estimator.loop import _hook_calls
+from estimator.loop._evaluate import EvalSteps, evaluate_batches
+from estimator.loop._predict import PredictSteps, checked_keys, predict_batches, single_examples
+from estimator.loop._programs import Programs
+from estimator.loop._resume_input import resume_input
+from estimator.loop._synchronized_input import first_batch
+from estimator.loop._train import Training
+from estimator.multihost._preemption import ends_by_sigterm, interrupted_by_sigterm
+from estimator.multihost._process_group import Team, same_call, together
+from estimator.process._fork import check_not_forked
+from estimator.process._standard_streams import keep_standard_streams_open
+from estimator.steps._transform import transform
 
 InputFn = Callable[..., Any]
 _EXPORT = "call `export_model(export_dir_base, example_features)`, and `est.load_exported` to run what it wrote"
@@ -128,7 +128,7 @@ class Estimator:
         self._compiled: set[ModeKeys] = set()
         self._eval_steps = EvalSteps(self._model)
         self._predict_steps = PredictSteps(self._model)
-        self._states = States(self._model, self._config.seed, settings)
+        self._states = StateSource(self._model, self._config.seed, settings)
         logging.info("Using config: %s", self._config)
 
     if not TYPE_CHECKING:  # which would take any name for an attribute
@@ -221,7 +221,7 @@ class Estimator:
         team: Team | None,
     ) -> Estimator:
         path = self._newest(team, writes=True)
-        start, host = (0, {}) if path is None else _checkpoint.progress(path)
+        start, host = (0, {}) if path is None else _checkpoints.progress(path)
         if max_steps is not None and start >= max_steps:
             logging.info("Skipping training since max_steps has already saved.")
             return self
@@ -232,7 +232,7 @@ class Estimator:
         if first is None and path is not None and skipped:
             logging.warning("Training made no steps: %s is of the end of the input. The next begins it anew.", path)
             if self._config.is_chief:
-                _checkpoint.note_end_of_input(path)
+                _checkpoints.note_end_of_input(path)
             return self
         if first is None:
             logging.warning("Training with estimator made no steps. Perhaps input is empty or misspecified.")
@@ -265,13 +265,13 @@ class Estimator:
         training = Training(
             self._programs, self._config, self._checkpoints, context, all_hooks, last_step, path, skipped
         )
-        with ends_by_sigterm(context), _run.around(all_hooks, context):
-            _run.set_states(all_hooks, host.get("hooks", {}))
+        with ends_by_sigterm(context), _hook_calls.around(all_hooks, context):
+            _hook_calls.set_states(all_hooks, host.get("hooks", {}))
             state = training.run(state, rest)
         self._goes_on = False
         if training.saved_path and training.saved_step == context.global_step:
             if context.stop_reason == "input" and self._config.is_chief:
-                _checkpoint.note_end_of_input(training.saved_path)
+                _checkpoints.note_end_of_input(training.saved_path)
             if not context.restored:
                 self._states.keep(training.saved_path, state)
         return self
@@ -312,7 +312,7 @@ class Estimator:
         with together(call) as team, contextlib.ExitStack() as stack:
             path = self._existing(checkpoint_path, team)
             if team is not None and path is not None:  # which all of them read
-                stack.enter_context(_checkpoint.kept(path))
+                stack.enter_context(_checkpoints.kept(path))
 
             def restored(features: PyTree, labels: PyTree) -> tuple[State, str | None]:
                 return self._restored(ModeKeys.EVAL, path, checkpoint_path, features, labels, team)
@@ -365,7 +365,7 @@ class Estimator:
         if team is not None:
             team.runs(traits.placement)
             hooks = team_hooks(team, hooks)
-        with ends_by_sigterm(context), _run.around(hooks, context):
+        with ends_by_sigterm(context), _hook_calls.around(hooks, context):
             state, path = state_for(*first)
             context.has_state(state)
             results = evaluate_batches(
@@ -476,7 +476,7 @@ class Estimator:
         Raises:
           ValueError: there is no checkpoint.
         """
-        return self._of_newest(_checkpoint.names)
+        return self._of_newest(_checkpoints.names)
 
     def get_variable_value(self, name: str | Sequence[str]) -> np.ndarray | dict[str, np.ndarray]:
         """The value of a variable, or slot, in the newest checkpoint; or several of them.
@@ -491,7 +491,7 @@ class Estimator:
         Raises:
           ValueError: there is no checkpoint, or nothing in it has such a name.
         """
-        values = self._of_newest(lambda path: _checkpoint.read_all(path, [name] if isinstance(name, str) else name))
+        values = self._of_newest(lambda path: _checkpoints.read_all(path, [name] if isinstance(name, str) else name))
         return values[name] if isinstance(name, str) and name in values else values
 
     def get_learning_rates(self) -> dict[str, float]:
@@ -509,9 +509,9 @@ class Estimator:
         while True:
             path = self._trained()
             try:
-                with _checkpoint.kept(path):
+                with _checkpoints.kept(path):
                     return read(path)
-            except _checkpoint.NotACheckpointError:
+            except _checkpoints.NotACheckpointError:
                 if path == failed:
                     raise
                 failed = path
@@ -530,7 +530,7 @@ class Estimator:
         while True:
             try:
                 return self._states.get(mode, path, features, labels, team), path
-            except _checkpoint.NotACheckpointError:
+            except _checkpoints.NotACheckpointError:
                 newest = self._checkpoints.latest()
                 if asked not in (None, "latest") or team is not None or newest in (None, path):
                     raise
@@ -561,7 +561,7 @@ class Estimator:
                     self.model_dir,
                 )
             return path
-        _checkpoint.names(checkpoint_path)  # raises where it is none
+        _checkpoints.names(checkpoint_path)  # raises where it is none
         return checkpoint_path
 
     def _tell_compiling(self, mode: ModeKeys) -> None:
@@ -593,7 +593,7 @@ class Estimator:
         features, _ = rest.peek() or first
         context.reported = traits.reported
         hooks = (*hooks, *traits.hooks[1])
-        with ends_by_sigterm(context), _run.around(hooks, context):
+        with ends_by_sigterm(context), _hook_calls.around(hooks, context):
             state, _ = self._restored(ModeKeys.PREDICT, path, asked, features)
             context.has_state(state)
             yield from predict_batches(self._predict_steps, state, rest, features, keys, hooks, context)

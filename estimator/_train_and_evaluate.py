@@ -12,13 +12,13 @@ from absl import logging
 
 from estimator._early_stopping import EarlyStoppingHook, MetricHook
 from estimator._estimator import Estimator
-from estimator._events import read_eval_metrics
-from estimator._model_dir import training_in
-from estimator._preemption import SIGTERM
-from estimator._team import same_call
 from estimator._train_spec import EvalSpec, TrainSpec
+from estimator.checkpoint._model_dir import training_in
+from estimator.core._hook import Context, Hook, RunValues
 from estimator.hooks._checkpoint_saver import CheckpointSaverListener
-from estimator.hooks._hook import Context, Hook, RunValues
+from estimator.multihost._preemption import SIGTERM
+from estimator.multihost._process_group import same_call
+from estimator.summary._history import read_eval_metrics
 
 
 def train_and_evaluate(

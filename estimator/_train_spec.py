@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from estimator._exporters import Exporter
-from estimator._spec import checked_hooks
+from estimator.core._estimator_spec import checked_hooks
+from estimator.export._exporters import Exporter
 from estimator.hooks._checkpoint_saver import checked_listeners
 
 

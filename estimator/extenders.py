@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from estimator._estimator import Estimator
-from estimator._frame import PyTree
-from estimator._modes import ModeKeys
-from estimator._sparse import has_sparse
-from estimator._spec import EstimatorSpec
-from estimator.export import DEFAULT_SIGNATURE, PredictOutput
+from estimator.core._bcoo import has_sparse
+from estimator.core._estimator_spec import EstimatorSpec
+from estimator.core._export_output import DEFAULT_SIGNATURE, PredictOutput
+from estimator.core._mode_keys import ModeKeys
+from estimator.core._typing import PyTree
 
 MetricFn = Callable[..., dict[str, Any]]
 _METRIC_FN_ARGS = ("features", "labels", "predictions", "config")

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import optax.losses
 from jax.typing import ArrayLike
 
-from estimator._frame import average_denominator
-from estimator._shapes import as_float, check_same_shape, check_weights, squeeze_last
+from estimator.core._argument_checks import as_float, check_same_shape, check_weights, squeeze_last
+from estimator.core._frame import average_denominator
 
 __all__ = [
     "Reduction",

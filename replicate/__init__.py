@@ -3,20 +3,15 @@
 This file is the table of contents; every name has its explanation where it is defined.
 """
 
+from estimator.multihost._initialize import initialize_distributed
 from replicate import cross_tower_ops
-from replicate._block_sync import BlockSync, bmuf
-from replicate._distribution import VariableDistribution
-from replicate._initialize_distributed import initialize_distributed
-from replicate._replicate import replicate_model_fn
-from replicate._tower_optimizer import TowerOptimizer
-from replicate._towers import (
-    TOWER_AXIS,
-    cross_tower_mean,
-    cross_tower_sum,
-    num_towers,
-    tower_index,
-)
+from replicate._replicate_model_fn import replicate_model_fn
+from replicate.block_sync._block_sync import BlockSync, bmuf
 from replicate.explain import explain
+from replicate.placement._distribution import VariableDistribution
+from replicate.runner._tower_optimizer import TowerOptimizer
+from replicate.towers._collectives import cross_tower_mean, cross_tower_sum
+from replicate.towers._map import TOWER_AXIS, num_towers, tower_index
 
 __all__ = [
     "TOWER_AXIS",

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from replicate._towers import TOWER_AXIS
+from replicate.towers._map import TOWER_AXIS
 
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.int32)
 

@@ -14,8 +14,7 @@ from absl import logging
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import replicate
-from estimator import _processes
-from replicate import _initialize_distributed, _jax_client
+from estimator.multihost import _coordination_client, _initialize, _liveness
 
 
 def say(*what):
@@ -106,9 +105,9 @@ def refused(ports):
 def hangs(where):
     """Process 1 does not connect, or does not take part in the first sum."""
     if my_index() and where == "connection":
-        _jax_client.connect = lambda *args: time.sleep(60)
+        _coordination_client.connect = lambda *args: time.sleep(60)
     elif my_index():
-        _initialize_distributed._sum_of_device_numbers = lambda: (jax.devices(), time.sleep(60))
+        _initialize._sum_of_device_numbers = lambda: (jax.devices(), time.sleep(60))
     replicate.initialize_distributed(timeout_secs=3)
 
 
@@ -117,14 +116,14 @@ def hangs(where):
 
 def work(victim, way, grace_secs=1.0, heartbeat_secs=60.0):
     """Works together until one process ends in some way; "working" is written when all can be killed."""
-    start_hub = _initialize_distributed.start_hub
+    start_hub = _initialize.start_hub
 
     def start(*args):
         hub = start_hub(*args)
         say("hub", hub.pid)
         return hub
 
-    _initialize_distributed.start_hub = start
+    _initialize.start_hub = start
     replicate.initialize_distributed(timeout_secs=30, grace_secs=grace_secs, heartbeat_timeout_secs=heartbeat_secs)
     me = jax.process_index()
     if me == victim and way == "fork" and not os.fork():
@@ -136,7 +135,7 @@ def work(victim, way, grace_secs=1.0, heartbeat_secs=60.0):
         try:
             summed(np.ones(24), times=1).block_until_ready()
         except Exception as error:
-            raise _processes.explained(error) from error
+            raise _liveness.explained(error) from error
         if step == 20:
             say("working")
             if me == victim and way in ("kill", "fork"):
@@ -152,13 +151,13 @@ def work(victim, way, grace_secs=1.0, heartbeat_secs=60.0):
 
 def poll():
     """Sees the loss from Python, and goes on."""
-    while not _processes.lost():
+    while not _liveness.lost():
         time.sleep(0.01)
-    say("lost:", _processes.lost())
+    say("lost:", _liveness.lost())
     try:
-        raise _processes.explained(jax.errors.JaxRuntimeError("closed by peer"))
-    except _processes.ProcessLostError as e:
-        _processes.report()
+        raise _liveness.explained(jax.errors.JaxRuntimeError("closed by peer"))
+    except _liveness.ProcessLostError as e:
+        _liveness.report()
         say("caught:", e, "from", repr(e.__cause__))
     time.sleep(2)  # longer than the grace
     raise jax.errors.JaxRuntimeError("closed by peer")

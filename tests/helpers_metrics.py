@@ -90,7 +90,7 @@ class Sample(est.metrics.Metric):
         return self.values
 
 
-class Seen(est.metrics.Metric):
+class StepOutputs(est.metrics.Metric):
     """Whether any row had it: states of booleans, merged by the default rule."""
 
     value: jax.Array
@@ -108,6 +108,6 @@ def all_of(values):
         "span": Span(values.min(), values.max()),
         "deviation": Deviation(rows, values.mean(), ((values - values.mean()) ** 2).sum()),
         "sample": Sample(jnp.cos(values), values, 3).merge(Sample(jnp.full(3, -2.0), jnp.zeros(3), 3)),
-        "seen": Seen((values > 2).any()),
-        "unseen": Seen((values > 100).any()),
+        "seen": StepOutputs((values > 2).any()),
+        "unseen": StepOutputs((values > 100).any()),
     }

@@ -14,7 +14,7 @@ from helpers_team import make, say, start
 
 import estimator as est
 import replicate
-from estimator._train import Training
+from estimator.loop._train import Training
 from replicate import TowerOptimizer
 
 ROWS = 12  # of a batch: for 2, 4 and 6 towers

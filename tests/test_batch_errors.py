@@ -11,7 +11,7 @@ from helpers_estimator import Linear, X, Y, make, step_of, times
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import estimator as est
-from estimator._input import batches
+from estimator.inputs._input_fn import batches
 from replicate import TowerOptimizer, replicate_model_fn
 
 

@@ -15,7 +15,7 @@ import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from estimator._checkpoint import Checkpoints, names, read, restore, written_ns
+from estimator.checkpoint._checkpoints import Checkpoints, names, read, restore, written_ns
 
 
 class State(NamedTuple):
@@ -98,7 +98,7 @@ READER = """
 import warnings; warnings.simplefilter("error")
 import jax, sys
 jax.config.update("jax_num_cpu_devices", int(sys.argv[2]))
-from estimator._checkpoint import names, read
+from estimator.checkpoint._checkpoints import names, read
 assert read(sys.argv[1], "w1").tolist() == [[2, 2]] * 8
 print(names(sys.argv[1]))
 """
@@ -328,7 +328,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 WRITER = """
 import sys
 from test_checkpoint import make_state
-from estimator._checkpoint import Checkpoints
+from estimator.checkpoint._checkpoints import Checkpoints
 checkpoints = Checkpoints(sys.argv[1], 2)
 step = int(sys.argv[2])
 while True:

@@ -16,7 +16,7 @@ from helpers_replicate import cpus, mlp_model_fn, regression
 
 import estimator as est
 from replicate import replicate_model_fn
-from replicate.cross_tower_ops import AllReduce, _choose, _table, choose_the_best
+from replicate.cross_tower_ops import AllReduce, _auto, _measurements, choose_the_best
 from replicate.cross_tower_ops._algorithms import ALGORITHMS
 from replicate.cross_tower_ops.measure import confirmed, main
 
@@ -25,7 +25,7 @@ PSUM, SCATTER = {"all_reduce": 1}, {"reduce_scatter": 1, "all_gather": 1}
 
 def row(size, towers=4, kind="cpu", alone=1.0, **ratios):
     """A row in which the algorithms take so long, and all others twice as long as psum."""
-    return _table.Row(kind, towers, size, 10.0, dict.fromkeys(ALGORITHMS, 2.0) | {"psum": 1.0} | ratios, alone)
+    return _measurements.Row(kind, towers, size, 10.0, dict.fromkeys(ALGORITHMS, 2.0) | {"psum": 1.0} | ratios, alone)
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def choose(tmp_path):
     """`choose_the_best` from given rows."""
 
     def choose(rows, towers=4):
-        _table.write_table(tmp_path / "table.json", rows, "a machine")
+        _measurements.write_table(tmp_path / "table.json", rows, "a machine")
         return choose_the_best(cpus(towers), table=tmp_path / "table.json")
 
     return choose
@@ -122,19 +122,19 @@ def test_the_default_is_psum_of_one_vector_where_that_was_the_fastest(choose):
 
 
 def test_the_choice_of_the_table_is_the_default_of_replicated_model_functions(monkeypatch):
-    monkeypatch.setattr(_choose, "recorded_rows", lambda: [row(100, alone=0.5)])
+    monkeypatch.setattr(_auto, "recorded_rows", lambda: [row(100, alone=0.5)])
     assert collectives(train_step(None)) == collectives(train_step(AllReduce(num_packs=0))) != PSUM
 
 
 def test_a_kind_of_device_that_was_not_measured_gets_psum(choose, messages):
-    _choose._log.cache_clear()
+    _auto._log.cache_clear()
     ops = choose([row(100, kind="some other", ring=0.5, alone=0.5)])
     assert collectives(lowered(ops, 4, floats(100), floats(100))) == PSUM
     assert messages() == ["Values of 4 towers on cpu are summed by psum; a kind of device that was not measured."]
 
 
 def test_the_choice_is_logged_once_for_each_number_of_towers(choose, messages):
-    _choose._log.cache_clear()
+    _auto._log.cache_clear()
     rows = [row(800), row(8000, ring=0.5, alone=0.5), row(80_000, ring=0.6, alone=0.4), row(10**6, tree=0.5, alone=0.1)]
     for towers in (1, 4, 4, 3, 4):
         choose(rows, towers)
@@ -144,7 +144,7 @@ def test_the_choice_is_logged_once_for_each_number_of_towers(choose, messages):
 
 
 def test_the_table_of_the_package_holds_the_minima_of_its_numbers():
-    table = json.loads(_table.RECORDED.read_text(encoding="utf-8"))
+    table = json.loads(_measurements.RECORDED.read_text(encoding="utf-8"))
     assert table["recorded_on"]
     points = [(entry["kind"], entry["towers"], entry["bytes"]) for entry in table["rows"]]
     assert points == sorted(set(points))
@@ -169,7 +169,7 @@ def test_a_table_is_made_that_the_choice_reads(tmp_path):
     )
     assert len(said.stdout.splitlines()) == 2
     assert re.match(r"cpu, 2 towers, 40 bytes: psum \d+ us; ring \d", said.stdout)
-    rows = _table.read_table(made)
+    rows = _measurements.read_table(made)
     assert [(row.kind, row.towers, row.bytes) for row in rows] == [("cpu", 2, 40), ("cpu", 2, 400)]
     assert all(min(row.ratios.values()) > 0 and row.alone > 0 for row in rows)
     (array,) = arrays = random_arrays(np.random.default_rng(0), 2, [(30,)], np.float32)

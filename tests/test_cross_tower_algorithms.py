@@ -10,9 +10,9 @@ from helpers_cross_tower import DTYPES, assert_sums, collectives, in_towers, ran
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replicate._towers import num_towers
 from replicate.cross_tower_ops import AllReduce, CollectiveAllReduce, MultiWorkerAllReduce
 from replicate.cross_tower_ops._algorithms import ALGORITHMS, hierarchical
+from replicate.towers._map import num_towers
 
 SHAPES = [(), (0,), (1,), (3,), (7, 5), (64,), (2, 0, 3), (101,)]
 

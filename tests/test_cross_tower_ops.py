@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 import estimator as est
 from replicate import cross_tower_sum
-from replicate._towers import tower_map
 from replicate.cross_tower_ops import (
     AllReduce,
     CollectiveAllReduce,
@@ -24,8 +23,9 @@ from replicate.cross_tower_ops import (
     PerTower,
     ReduceOp,
     ReductionToOneDevice,
-    _cross_tower_ops,
+    _base,
 )
+from replicate.towers._map import tower_map
 
 CPUS = jax.devices("cpu")
 TOWERS = [1, 2, 3, 4, 5, 8]
@@ -245,8 +245,8 @@ def test_one_device_is_the_first_destination_or_the_one_given(given, want, monke
         reduced.extend(values)
         return _copied(values, destinations)
 
-    _copied = _cross_tower_ops.copied
-    monkeypatch.setattr(_cross_tower_ops, "copied", copied)
+    _copied = _base.copied
+    monkeypatch.setattr(_base, "copied", copied)
     pairs = [(vector(3), ["/cpu:3", "/cpu:0"]), (vector(3), "/cpu:1")]
     ReductionToOneDevice(given).batch_reduce("sum", pairs)
     assert [value.devices for value in reduced] == [(CPUS[i],) for i in want]

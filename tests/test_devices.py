@@ -10,7 +10,7 @@ import pytest
 
 import estimator as est
 from replicate import num_towers, replicate_model_fn
-from replicate._devices import find_devices
+from replicate.towers._devices import find_devices
 
 ROWS = np.arange(8, dtype=np.float32)
 

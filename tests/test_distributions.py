@@ -10,7 +10,7 @@ import pytest
 from helpers_replicate import OPTIMIZERS, assert_close, cpus, mlp_model_fn, regression
 
 import estimator as est
-from estimator import _checkpoint
+from estimator.checkpoint import _checkpoints
 from replicate import TowerOptimizer, VariableDistribution, cross_tower_mean, replicate_model_fn
 
 MIRRORED = VariableDistribution.MIRRORED
@@ -269,13 +269,13 @@ PLACES = [(towers, distribution) for towers in (1, 2, 3, 8) for distribution in 
 def test_a_checkpoint_knows_nothing_of_the_distribution(tmp_path, written):
     model_fn, (xs, ys) = wide_model_fn(optax.adam(0.1)), regression(24)
     state, _ = trained(replicated(model_fn, 8, written), (xs, ys), steps=1)
-    path = _checkpoint.Checkpoints(tmp_path).save(state)
+    path = _checkpoints.Checkpoints(tmp_path).save(state)
     want = jax.tree.leaves(jax.device_get(state[:3]))
     goes_on, _ = est.transform(replicated(model_fn, 8, written)).train_step(state, xs[1], ys[1])
     for towers, distribution in PLACES:
         model = est.transform(replicated(model_fn, towers, distribution))
         like = model.abstract_init(xs[0], ys[0])
-        read = _checkpoint.restore(path, like)
+        read = _checkpoints.restore(path, like)
         for one, other, placed in zip(jax.tree.leaves(read[:3]), want, jax.tree.leaves(like[:3]), strict=True):
             np.testing.assert_array_equal(one, other)
             assert one.sharding.is_equivalent_to(placed.sharding, one.ndim)

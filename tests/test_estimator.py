@@ -15,20 +15,20 @@ import pytest
 from helpers_estimator import Linear, X, Y, endless, make, saved_steps, step_of, times
 
 import estimator as est
-from estimator import _checkpoint, _file_lock
+from estimator.checkpoint import _checkpoints, _file_lock
 
 # What stays alive between calls.
 
 
 def count_restores(monkeypatch):
     restored = []
-    restore = _checkpoint.restore
+    restore = _checkpoints.restore
 
     def counted(path, *args, **kwargs):
         restored.append(os.path.basename(path))
         return restore(path, *args, **kwargs)
 
-    monkeypatch.setattr(_checkpoint, "restore", counted)
+    monkeypatch.setattr(_checkpoints, "restore", counted)
     return restored
 
 

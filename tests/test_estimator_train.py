@@ -11,7 +11,7 @@ import pytest
 from helpers_estimator import Linear, X, Y, endless, make, refuse, saved_steps, step_of, times
 
 import estimator as est
-from estimator._programs import Programs
+from estimator.loop._programs import Programs
 
 # Training: how many steps.
 

@@ -13,8 +13,8 @@ import pytest
 from helpers_summaries import read_events, scalars, shown, steps_of
 
 import estimator as est
-from estimator._events import EventWriter, shown_metrics
-from estimator._report import Histogram, bucket_limits
+from estimator.core._record import Histogram, bucket_limits
+from estimator.summary._event_writer import EventWriter, shown_metrics
 
 
 def write(directory, rows, first=1, last=math.inf):
@@ -169,7 +169,7 @@ def test_files_of_others_are_left_alone(tmp_path):
 
 def test_what_comes_within_a_second_is_written_together(tmp_path, monkeypatch):
     now = [100.0]
-    monkeypatch.setattr("estimator._events.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("estimator.summary._event_writer.time.monotonic", lambda: now[0])
     writer = EventWriter(str(tmp_path), 1)
     seen = []
     for step, seconds in enumerate([0.0, 0.3, 0.6, 0.2, 0.5], start=1):

@@ -18,7 +18,7 @@ from helpers_replicate import cpus, mlp_model_fn, regression
 from jax.experimental.sparse import BCOO
 
 import estimator as est
-from estimator._frame import current_frame
+from estimator.core._frame import current_frame
 from replicate import BlockSync, TowerOptimizer, VariableDistribution, cross_tower_mean, explain, replicate_model_fn
 from replicate.cross_tower_ops import AllReduce
 from replicate.explain import collectives

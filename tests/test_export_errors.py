@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from jax.experimental.sparse import BCOO
 
 import estimator as est
-from estimator._export_folder import write_checksums
+from estimator.checkpoint._export_folder import write_checksums
 
 Point = namedtuple("Point", "x y")
 

@@ -9,7 +9,7 @@ import pytest
 from helpers_estimator import X, make, times
 
 import estimator as est
-from estimator import _exporters
+from estimator.export import _exporters
 
 FEATURES = np.zeros((1, 2), np.float32)
 WORSE = {"loss": 0.9, "global_step": 20}

@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 import estimator as est
-from estimator._variables import name_hash
+from estimator.core._variables import name_hash
 from replicate import TOWER_AXIS, TowerOptimizer
 from tests.helpers_estimator import make
 from tests.helpers_replicate import assert_close, regression, replicate

@@ -270,7 +270,7 @@ def test_statistics_changed_in_a_function_that_jax_traces_apart(module):
 
 
 def test_flax_is_not_installed(monkeypatch):
-    monkeypatch.setitem(sys.modules, "estimator._flax_linen", None)
+    monkeypatch.setitem(sys.modules, "estimator.interop._flax_linen", None)
     monkeypatch.delattr(est, "_flax_linen", raising=False)
     with refused(ImportError, "`est.flax_module` needs Flax: `pip install flax`."):
         init(lambda x, mode: est.flax_module(DENSE, "net")(x))

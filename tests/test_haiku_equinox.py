@@ -1,4 +1,4 @@
-"""Haiku and Equinox models as variables of a model_fn, by the lines that estimator/_flax.py documents."""
+"""Haiku and Equinox models as variables of a model_fn, by the lines that estimator/interop/_flax.py documents."""
 
 import equinox as eqx
 import haiku as hk
@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import estimator as est
-from estimator._variables import name_hash
+from estimator.core._variables import name_hash
 from replicate import TOWER_AXIS, TowerOptimizer
 from tests.helpers_estimator import make
 from tests.helpers_replicate import assert_close, regression, replicate

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import estimator as est
-from estimator._host_state import decode, encode
+from estimator.checkpoint._json_state import decode, encode
 
 
 class Remembering(est.Hook):

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from jax._src.array import ArrayImpl
 
 import estimator as est
-from estimator._programs import Programs
-from estimator.hooks._run import Plan
+from estimator.loop._plan import Plan
+from estimator.loop._programs import Programs
 from replicate import TowerOptimizer, replicate_model_fn
 
 NAMES = ["loss", "mean", "rows", "net/count", "histogram", "image"]

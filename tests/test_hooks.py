@@ -267,7 +267,7 @@ class Session:
     [
         ([Session()], r"All hooks must be hook instances, but hooks holds <.*Session object .*> of type Session\. "
          r"Derive its class from `est.Hook`; its `after_create_session` is called `after_create_state` here\."),
-        ([est.Hook], "hooks holds <class 'estimator.hooks._hook.Hook'>"),
+        ([est.Hook], "hooks holds <class 'estimator.core._hook.Hook'>"),
         (est.StopAtStepHook(1), "hooks must be an iterable of hooks, given: <.*StopAtStepHook"),
     ],
 )  # fmt: skip

@@ -10,8 +10,8 @@ import pytest
 from helpers_cluster import free_port, shared_cluster
 
 import replicate
-from replicate import _hub, _initialize_distributed, _lifeline
-from replicate._job import Job
+from estimator.multihost import _initialize, _supervisor, _supervisor_client
+from estimator.multihost._cluster import Job
 
 
 def test_processes_meet_and_end_at_different_times():
@@ -131,13 +131,13 @@ def test_a_start_that_hangs_ends_within_the_timeout(where):
     ],
 )
 def test_a_first_sum_that_fails_is_an_error(monkeypatch, work, error, message):
-    monkeypatch.setattr(_initialize_distributed, "_sum_of_device_numbers", work)
+    monkeypatch.setattr(_initialize, "_sum_of_device_numbers", work)
     with pytest.raises(error, match=message):
-        _initialize_distributed._start_devices(lambda: None, time.monotonic() + 5, 5)
+        _initialize._start_devices(lambda: None, time.monotonic() + 5, 5)
 
 
 def test_the_first_sum_is_that_of_the_numbers_of_all_devices():
-    assert _initialize_distributed._sum_of_device_numbers() == (36, 36)
+    assert _initialize._sum_of_device_numbers() == (36, 36)
 
 
 def hello(process_id, num_processes, **given):
@@ -153,7 +153,7 @@ def hub():
 
     def start(num_processes):
         address = f"127.0.0.1:{free_port()}"
-        hubs.append(_lifeline.start_hub(address, num_processes, 20, 60))
+        hubs.append(_supervisor_client.start_hub(address, num_processes, 20, 60))
         return address
 
     yield start
@@ -164,8 +164,8 @@ def hub():
 
 def meet(address, hello, secs=20):
     deadline = time.monotonic() + secs
-    channel = _lifeline.connect(address, deadline)
-    return channel, _lifeline.meet(channel, address, hello, deadline)
+    channel = _supervisor_client.connect(address, deadline)
+    return channel, _supervisor_client.meet(channel, address, hello, deadline)
 
 
 def meet_all(address, hellos):
@@ -180,7 +180,7 @@ def close_all(met):
 
 def test_many_meet_among_strangers_and_one_more_is_told_so(hub):
     address = hub(64)
-    strangers = [socket.create_connection(_lifeline.split_address(address)) for _ in range(3)]
+    strangers = [socket.create_connection(_supervisor_client.split_address(address)) for _ in range(3)]
     strangers[0].sendall(b"GET / HTTP/1.1\r\n\r\n")
     strangers[1].sendall(b'{"goodbye": 1}\n')
     met = meet_all(address, [hello(i, 64) for i in range(64)])
@@ -193,7 +193,7 @@ def test_many_meet_among_strangers_and_one_more_is_told_so(hub):
         r"pid 105\) among them\.",
     ):
         meet(address, hello(5, 64, host="b"))
-    close_all([*met, *((_hub.Channel(stranger), None) for stranger in strangers)])
+    close_all([*met, *((_supervisor.Channel(stranger), None) for stranger in strangers)])
 
 
 @pytest.mark.parametrize(
@@ -242,7 +242,7 @@ def test_the_gpus_of_a_process(monkeypatch, ids, local_process_id, shares_device
     updates = {}
     monkeypatch.setattr("jax.config.update", updates.__setitem__)
     job = Job("a:1", 2, 1, "SLURM", ids, local_process_id)
-    _initialize_distributed._choose_devices(job, shares_devices)
+    _initialize._choose_devices(job, shares_devices)
     assert updates.get("jax_cuda_visible_devices") == updates.get("jax_rocm_visible_devices") == chosen
 
 
@@ -277,8 +277,8 @@ def test_it_comes_before_the_devices_are_started():
 @pytest.fixture
 def new_process(monkeypatch):
     """As if nothing had been done yet, and nothing told of other processes."""
-    monkeypatch.setattr(_initialize_distributed, "_has_run", False)
-    monkeypatch.setattr("replicate._jax_client.devices_are_started", lambda: False)
+    monkeypatch.setattr(_initialize, "_has_run", False)
+    monkeypatch.setattr("estimator.multihost._coordination_client.devices_are_started", lambda: False)
     for name in ("TF_CONFIG", "JAX_COORDINATOR_ADDRESS", "JOB_COMPLETION_INDEX"):
         monkeypatch.delenv(name, raising=False)
 

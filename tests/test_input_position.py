@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import estimator as est
-from estimator._input import batches
-from estimator._prefetch import Prefetcher
+from estimator.inputs._input_fn import batches
+from estimator.inputs._prefetch import Prefetcher
 
 
 class Numbers:

@@ -11,9 +11,9 @@ from helpers_estimator import make
 from jax.experimental.sparse import BCOO
 
 import estimator as est
-from estimator._batch_values import taken
-from estimator._input import batches
-from estimator._programs import stacked_batches
+from estimator.inputs._batch_values import taken
+from estimator.inputs._input_fn import batches
+from estimator.loop._programs import stacked_batches
 from replicate import TowerOptimizer, num_towers, replicate_model_fn
 
 N = 60

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from jax.experimental.sparse import BCOO
 
-from estimator._input import batches, call_input_fn
 from estimator.inputs import numpy_input_fn
+from estimator.inputs._input_fn import batches, call_input_fn
 
 
 class Tensor:

@@ -8,7 +8,7 @@ import jax
 import pytest
 from helpers_cluster import shared_cluster
 
-from estimator import _processes
+from estimator.multihost import _liveness
 
 WORK = "helpers_distributed.work"
 LATE = "; this process still waits for it after 1 s. It ends with exit code 76."
@@ -26,7 +26,7 @@ def assert_names(ended, loss):
         assert f"initialize_distributed: {loss}{LATE}" in ended.lines
     else:
         assert ended.code == 1
-        assert ended.lines[-1] == f"estimator._processes.ProcessLostError: {loss}{AGAIN}"
+        assert ended.lines[-1] == f"estimator.multihost._liveness.ProcessLostError: {loss}{AGAIN}"
     assert not any("Check failure stack trace" in line for line in ended.lines)
 
 
@@ -63,7 +63,7 @@ def test_a_loss_is_seen_from_python_and_can_be_caught():
     assert f"lost: {loss}" in ended[1].lines
     assert f"caught: {loss}{AGAIN} from JaxRuntimeError('closed by peer')" in ended[1].lines
     # The error of jax that leaves the process is explained there.
-    assert (ended[1].code, ended[1].lines[-1]) == (1, f"estimator._processes.ProcessLostError: {loss}{AGAIN}")
+    assert (ended[1].code, ended[1].lines[-1]) == (1, f"estimator.multihost._liveness.ProcessLostError: {loss}{AGAIN}")
 
 
 def test_one_that_is_silent_counts_as_dead_and_ends_when_it_wakes():
@@ -96,24 +96,24 @@ def test_the_end_of_the_host_of_process_0_is_named():
 
 
 def test_an_error_stays_as_it_is_where_nobody_watches(monkeypatch):
-    monkeypatch.setattr(_processes, "_is_watched", False)
+    monkeypatch.setattr(_liveness, "_is_watched", False)
     error = ValueError("no")
-    assert _processes.explained(error) is error
-    assert _processes.lost() is None
+    assert _liveness.explained(error) is error
+    assert _liveness.lost() is None
 
 
 def test_what_is_no_error_of_jax_is_not_waited_for(monkeypatch):
-    monkeypatch.setattr(_processes, "_is_watched", True)
+    monkeypatch.setattr(_liveness, "_is_watched", True)
     error = ValueError("no")
-    assert _processes.explained(error, wait_secs=60) is error
+    assert _liveness.explained(error, wait_secs=60) is error
 
 
 def test_one_that_has_ended_before_explains_an_error_of_jax(monkeypatch):
-    monkeypatch.setattr(_processes, "_is_watched", True)
-    monkeypatch.setattr(_processes, "_end", "process 1 (host b, pid 4711)")
-    monkeypatch.setattr(_processes, "_reported", _processes.threading.Event())
+    monkeypatch.setattr(_liveness, "_is_watched", True)
+    monkeypatch.setattr(_liveness, "_end", "process 1 (host b, pid 4711)")
+    monkeypatch.setattr(_liveness, "_reported", _liveness.threading.Event())
     error = jax.errors.JaxRuntimeError("closed by peer")
-    found = _processes.explained(error, wait_secs=0.01)
+    found = _liveness.explained(error, wait_secs=0.01)
     assert str(found) == f"process 1 (host b, pid 4711) has ended before this one{AGAIN}"
     assert found.__cause__ is error
-    assert _processes.explained(ValueError("no"), wait_secs=0.01).args == ("no",)
+    assert _liveness.explained(ValueError("no"), wait_secs=0.01).args == ("no",)

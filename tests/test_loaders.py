@@ -12,8 +12,8 @@ from helpers_estimator import make, step_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from estimator._input import batches
-from estimator._prefetch import Prefetcher
+from estimator.inputs._input_fn import batches
+from estimator.inputs._prefetch import Prefetcher
 
 N = 20
 X = np.arange(2 * N, dtype=np.float32).reshape(N, 2) / N

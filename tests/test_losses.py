@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from estimator import _frame, losses
-from estimator._modes import ModeKeys
+from estimator import losses
+from estimator.core import _frame
+from estimator.core._mode_keys import ModeKeys
 from estimator.losses import Reduction
 
 GOLDEN = pathlib.Path(__file__).parent / "golden" / "replicate_model_fn_tf112.json"

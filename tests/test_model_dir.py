@@ -13,9 +13,9 @@ from helpers_estimator import X, Y, endless, make, saved_steps, step_of, times
 from helpers_processes import Processes
 
 import estimator as est
-from estimator import _file_lock
-from estimator._checkpoint import kept
-from estimator._model_dir import LOCK_FILE
+from estimator.checkpoint import _file_lock
+from estimator.checkpoint._checkpoints import kept
+from estimator.checkpoint._model_dir import LOCK_FILE
 
 
 @pytest.fixture(scope="module")

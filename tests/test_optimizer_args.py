@@ -10,7 +10,8 @@ import pytest
 from helpers_replicate import FOUR, assert_close, reduced, regression, replicate
 
 import estimator as est
-from estimator._optimizer import TrainOp, Update, apply_updates
+from estimator.core._train_op import TrainOp, Update
+from estimator.optim._apply_updates import apply_updates
 from replicate import TowerOptimizer
 
 STEPS = 3

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from jax.experimental.sparse import BCOO
 
 import estimator as est
-from estimator._input import batches
 from estimator.inputs import numpy_input_fn, pad_batches
+from estimator.inputs._input_fn import batches
 
 I32 = np.int32
 

@@ -9,7 +9,7 @@ from helpers_estimator import endless, make, times
 from helpers_summaries import showing
 
 import estimator as est
-from estimator._events import EventWriter
+from estimator.summary._event_writer import EventWriter
 
 PNG = b"\x89PNG\r\n\x1a\n"
 

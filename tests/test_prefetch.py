@@ -16,9 +16,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from estimator import _prefetch
-from estimator._input import batches
-from estimator._prefetch import Prefetcher
+from estimator.inputs import _prefetch
+from estimator.inputs._input_fn import batches
+from estimator.inputs._prefetch import Prefetcher
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 FOREVER = 30  # seconds; longer than any wait that goes well
@@ -243,7 +243,7 @@ def test_a_signal_interrupts_the_wait_and_the_process_ends_at_once_though_the_in
     program = f"""
 import os, signal, sys, threading, time
 from absl import logging
-from estimator._prefetch import Prefetcher
+from estimator.inputs._prefetch import Prefetcher
 
 def stop(*_):
     raise KeyboardInterrupt

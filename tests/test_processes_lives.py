@@ -14,7 +14,7 @@ from helpers_estimator import saved_at
 from helpers_outcomes import merged, run, said
 
 import estimator as est
-from estimator import _checkpoint
+from estimator.checkpoint import _checkpoints
 
 
 @pytest.fixture(scope="module")
@@ -73,8 +73,8 @@ def test_two_processes_go_on_from_what_one_has_made(folder, whole):
 def assert_whole_checkpoint(model_dir):
     """The newest one can be read, all of it; returns its step."""
     path = est.Estimator(est_model, model_dir).latest_checkpoint()
-    assert _checkpoint.read_all(path, ["*"])
-    return _checkpoint.progress(path)[0]
+    assert _checkpoints.read_all(path, ["*"])
+    return _checkpoints.progress(path)[0]
 
 
 def est_model(features, labels, mode):
@@ -96,7 +96,7 @@ def test_a_process_that_is_killed_ends_the_others_and_the_next_run_goes_on(folde
         assert other.code in (1, 76), lines
         assert f"process {victim} (host " in lines and "has died" in lines
         if other.code == 1:
-            assert "estimator._processes.ProcessLostError: process" in lines
+            assert "estimator.multihost._liveness.ProcessLostError: process" in lines
         assert assert_whole_checkpoint(model_dir) >= step - 5
     run("helpers_team_lives.train_until_killed", model_dir)
     undisturbed = team.make(str(folder / "undisturbed"), team.tiny)

@@ -10,9 +10,9 @@ from helpers_replicate import mlp_model_fn, regression, replicate
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import estimator as est
-from estimator._replica_check import check_replicas
-from estimator._train import Training
 from estimator.hooks import _replica_check
+from estimator.loop._train import Training
+from estimator.multihost._replica_check import check_replicas
 
 CPUS = jax.devices("cpu")
 GRID = Mesh(np.array(CPUS).reshape(2, 4), ("cut", "copied"))

@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 
-from estimator._run_config import RunConfig
+from estimator.core._run_config import RunConfig
 
 
 def saving(config):

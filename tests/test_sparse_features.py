@@ -14,9 +14,9 @@ from jax.experimental import sparse
 from jax.experimental.sparse import BCOO, BCSR
 
 import estimator as est
-from estimator._sparse import padded
+from estimator.core._bcoo import padded
 from replicate import TowerOptimizer
-from replicate._rows import split_rows, take_rows
+from replicate.towers._split_batch import split_rows, take_rows
 
 COLUMNS = 5
 KEY = jax.random.key(0)

@@ -12,7 +12,7 @@ import pytest
 from helpers_replicate import assert_close, assert_same_training, cpus, replicate
 
 import estimator as est
-from estimator._row_rule import Rule, find_rule
+from estimator.optim._row_wise_probe import Rule, find_rule
 from replicate import TowerOptimizer, VariableDistribution, replicate_model_fn
 
 ROWS, WIDTH, BATCH, STEPS = 40, 3, 8, 3

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import estimator as est
-from estimator import _loop_size
-from estimator._train import Training
 from estimator.hooks import Context
-from estimator.hooks._run import Plan
+from estimator.loop import _steps_per_loop
+from estimator.loop._plan import Plan
+from estimator.loop._train import Training
 from replicate import TowerOptimizer, replicate_model_fn
 
 
@@ -188,7 +188,7 @@ class Clock:
 
     def __init__(self, monkeypatch):
         self.now = 0.0
-        monkeypatch.setattr(_loop_size, "time", types.SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr(_steps_per_loop, "time", types.SimpleNamespace(monotonic=lambda: self.now))
 
 
 @pytest.mark.parametrize(("asked", "per_step", "expected"), [("0.2s", 0.001, 128), ("1s", 0.3, 2), ("0.01s", 1.0, 1)])
@@ -197,7 +197,7 @@ def test_a_time_becomes_the_steps_that_fit_into_it(monkeypatch, asked, per_step,
     programs = types.SimpleNamespace(
         steps_per_program=0, loops=False, traits=types.SimpleNamespace(is_one_program=True)
     )
-    size = _loop_size.choose(asked, programs, (), Context("train"), 100)
+    size = _steps_per_loop.choose(asked, programs, (), Context("train"), 100)
     assert size.most() == 1
     step, sizes = 0, []
     for _ in range(60):

@@ -14,9 +14,9 @@ from helpers_replicate import cpus
 from helpers_summaries import Fails, Losses, changing, read, scalars, showing, shown, steps_of
 
 import estimator as est
-from estimator._train import Training
 from estimator.hooks import _timer
 from estimator.hooks._defaults import with_default_hooks
+from estimator.loop._train import Training
 from replicate import TowerOptimizer, VariableDistribution, replicate_model_fn
 
 RATES = {"global_step/sec", "examples/sec"}

@@ -11,8 +11,8 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from test_replica_check import CPUS, GRID, a_slot, a_variable, corrupt, everywhere, with_copy
 
 import estimator as est
-from estimator._replica_check import check_replicas
-from estimator._sync import _same_everywhere
+from estimator.multihost._replica_check import check_replicas
+from estimator.steps._sync_variables import _same_everywhere
 from replicate import TowerOptimizer, replicate_model_fn
 
 X = np.array([1.0, 2.0, 3.0, 8.0], np.float32)

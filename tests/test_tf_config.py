@@ -9,8 +9,8 @@ import types
 import pytest
 from jax._src.clusters import K8sCluster
 
-from replicate._job import Job, find_job
-from replicate._tf_config import Task, read_tf_config
+from estimator.multihost._cluster import Job, find_job
+from estimator.multihost._tf_config import Task, read_tf_config
 
 CHIEF = {"chief": ["a:1"], "worker": ["b:2", "c:3"]}
 WORKERS = {"worker": ["a:1", "b:2"]}

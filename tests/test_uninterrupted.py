@@ -12,8 +12,8 @@ import pytest
 from helpers_estimator import make, saved_steps
 from helpers_processes import Processes
 
-from estimator import _uninterrupted
-from estimator._uninterrupted import compile_first, uninterrupted
+from estimator.process import _uninterrupted
+from estimator.process._uninterrupted import compile_first, uninterrupted
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import estimator as est
-from estimator import _tensorflow_names
+from estimator.core import _tensorflow_names
 
 X = jnp.ones((2, 3))
 

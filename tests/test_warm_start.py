@@ -14,8 +14,8 @@ from helpers_estimator import refuse, saved_steps
 from helpers_replicate import cpus
 
 import estimator as est
-from estimator import _checkpoint
-from estimator._warm_start import warm_start
+from estimator.checkpoint import _checkpoints
+from estimator.checkpoint._warm_start import warm_start
 from replicate import TowerOptimizer, VariableDistribution, replicate_model_fn
 
 X = np.arange(16, dtype=np.float32).reshape(8, 2) / 16
@@ -77,7 +77,7 @@ def initial():
 
 def values(estimator, step=None):
     path = estimator.latest_checkpoint() if step is None else f"{estimator.model_dir}/ckpt-{step}"
-    return _checkpoint.read_all(path, ["*"])
+    return _checkpoints.read_all(path, ["*"])
 
 
 def bits(named):
@@ -123,7 +123,7 @@ def test_an_exported_model_is_a_source_too(tmp_path, source, cold, initial):
         assert estimator.warm_start_report.source == path
     state, report, before = initial["train"](est.WarmStartSettings(path, [".*", "global_step"]))
     taken = TRAINABLE | {"global_step"}  # of what `predict` needs: no slots, nor what only training has
-    assert_taken(_checkpoint.named_leaves(state), values(source), _checkpoint.named_leaves(before), taken)
+    assert_taken(_checkpoints.named_leaves(state), values(source), _checkpoints.named_leaves(before), taken)
     assert set(report.missing) == SLOTS | {"seen", "new", "opt/0/trace/new"} and not report.unexpected
 
 
@@ -150,7 +150,7 @@ def test_an_exported_model_that_is_damaged_is_no_source(tmp_path, source):
 )
 def test_what_patterns_take(source, initial, patterns, taken):
     state, report, before = initial["train"](settings(source, patterns))
-    assert_taken(_checkpoint.named_leaves(state), values(source), _checkpoint.named_leaves(before), taken)
+    assert_taken(_checkpoints.named_leaves(state), values(source), _checkpoints.named_leaves(before), taken)
     assert report.used == {name: name for name in taken}
 
 
@@ -222,10 +222,10 @@ def test_a_mode_that_knows_less_of_the_model_finds_no_fault(source, initial):
     slot = "opt/0/trace/hidden/w"
     state, report, before = initial["infer"](settings(source, [".*", "seen", "opt/.*"], {"seen": "seen", slot: slot}))
     assert set(report.used) == TRAINABLE
-    assert_taken(_checkpoint.named_leaves(state), values(source), _checkpoint.named_leaves(before), TRAINABLE)
+    assert_taken(_checkpoints.named_leaves(state), values(source), _checkpoints.named_leaves(before), TRAINABLE)
     state, report, before = initial["infer"](settings(source, ["seen"]))
     assert report.used == {}
-    assert bits(_checkpoint.named_leaves(state)) == bits(_checkpoint.named_leaves(before))
+    assert bits(_checkpoints.named_leaves(state)) == bits(_checkpoints.named_leaves(before))
 
 
 def test_extended_estimators_start_warm_too(tmp_path, source, caplog):
@@ -253,7 +253,7 @@ def test_in_towers_a_warm_start_is_what_a_restored_state_is(source, distribution
     warm = settings(source, [".*", "global_step"])
     started, _ = warm_start(warm, state, trainable, est.ModeKeys(mode))
     like = model.abstract_init(*batch, mode=mode)
-    restored = _checkpoint.restore(source.latest_checkpoint(), like, partial=mode != "train")
+    restored = _checkpoints.restore(source.latest_checkpoint(), like, partial=mode != "train")
     assert jax.tree.structure(started) == jax.tree.structure(state) == jax.tree.structure(restored)
     for new, want, placed in zip(*map(jax.tree.leaves, (started, restored, state)), strict=True):
         assert new.sharding == placed.sharding

@@ -13,7 +13,7 @@ from helpers_estimator import X, Y, endless, make, refuse, saved_steps, times
 from helpers_hooks import Noted
 
 import estimator as est
-from estimator._checkpoint import Checkpoints
+from estimator.checkpoint._checkpoints import Checkpoints
 
 TIMEOUT = 0.4
 

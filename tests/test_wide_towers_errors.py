@@ -11,8 +11,8 @@ from helpers_wide import batches, wide, wide_mlp
 
 import estimator as est
 from replicate import VariableDistribution, replicate_model_fn
-from replicate._devices import in_towers_of
 from replicate.cross_tower_ops import AllReduce
+from replicate.towers._devices import in_towers_of
 
 
 def initialized(body, *tower):

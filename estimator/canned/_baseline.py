@@ -8,13 +8,13 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from estimator._batch import check_batch
 from estimator._estimator import Estimator
-from estimator._frame import PyTree
-from estimator._run_config import RunConfig
-from estimator._spec import EstimatorSpec
-from estimator._variables import get_variable, variable_scope
 from estimator.canned._common import OptimizerOrFn, check_head, classifier_head, optimizer_fn, regressor_head
+from estimator.core._batch import check_batch
+from estimator.core._estimator_spec import EstimatorSpec
+from estimator.core._run_config import RunConfig
+from estimator.core._typing import PyTree
+from estimator.core._variables import get_variable, variable_scope
 from estimator.heads import Head
 from estimator.losses import Reduction
 

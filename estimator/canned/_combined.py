@@ -8,12 +8,6 @@ from collections.abc import Callable, Iterable, Sequence
 import jax
 
 from estimator._estimator import Estimator
-from estimator._frame import PyTree, current_frame
-from estimator._optimizer import TrainOp, group
-from estimator._run_config import RunConfig
-from estimator._spec import EstimatorSpec
-from estimator._variables import variable_scope
-from estimator._warm_start import WarmStartSettings
 from estimator.canned._common import (
     OptimizerOrFn,
     check_head,
@@ -24,6 +18,13 @@ from estimator.canned._common import (
 )
 from estimator.canned._dnn import Activation, dnn_logits_fn
 from estimator.canned._linear import linear_learning_rate, linear_logits_fn
+from estimator.checkpoint._warm_start import WarmStartSettings
+from estimator.core._estimator_spec import EstimatorSpec
+from estimator.core._frame import current_frame
+from estimator.core._run_config import RunConfig
+from estimator.core._train_op import TrainOp, group
+from estimator.core._typing import PyTree
+from estimator.core._variables import variable_scope
 from estimator.feature_column._column import CategoricalColumn, DenseColumn
 from estimator.feature_column._layers import checked_columns
 from estimator.heads import Head

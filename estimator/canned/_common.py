@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from estimator._optimizer import Optimizer
-from estimator._report import Histogram, Scalar, report_in_training
+from estimator.core._record import Histogram, Scalar, report_in_training
 from estimator.heads import BinaryClassHead, Head, MultiClassHead, RegressionHead
 from estimator.heads._head import checked_optimizer
+from estimator.optim._optimizer import Optimizer
 
 OptimizerOrFn = Optimizer | Callable[[], Optimizer] | str
 

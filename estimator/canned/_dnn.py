@@ -10,13 +10,6 @@ import jax
 import jax.numpy as jnp
 
 from estimator._estimator import Estimator
-from estimator._frame import PyTree
-from estimator._modes import ModeKeys
-from estimator._random import make_rng
-from estimator._run_config import RunConfig
-from estimator._spec import EstimatorSpec
-from estimator._variables import assign, get_variable, variable_scope
-from estimator._warm_start import WarmStartSettings
 from estimator.canned._common import (
     OptimizerOrFn,
     check_head,
@@ -25,6 +18,13 @@ from estimator.canned._common import (
     regressor_head,
     show_layer,
 )
+from estimator.checkpoint._warm_start import WarmStartSettings
+from estimator.core._estimator_spec import EstimatorSpec
+from estimator.core._mode_keys import ModeKeys
+from estimator.core._rng import make_rng
+from estimator.core._run_config import RunConfig
+from estimator.core._typing import PyTree
+from estimator.core._variables import assign, get_variable, variable_scope
 from estimator.feature_column import input_layer
 from estimator.feature_column._column import DenseColumn
 from estimator.feature_column._layers import checked_dense

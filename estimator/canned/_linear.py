@@ -10,13 +10,14 @@ from typing import Any
 import jax
 
 from estimator._estimator import Estimator
-from estimator._frame import Frame, PyTree, current_frame
-from estimator._report import Histogram, Scalar, report_in_training
-from estimator._run_config import RunConfig
-from estimator._spec import EstimatorSpec
-from estimator._variables import variable_scope
-from estimator._warm_start import WarmStartSettings
 from estimator.canned._common import OptimizerOrFn, check_head, classifier_head, optimizer_fn, regressor_head
+from estimator.checkpoint._warm_start import WarmStartSettings
+from estimator.core._estimator_spec import EstimatorSpec
+from estimator.core._frame import Frame, current_frame
+from estimator.core._record import Histogram, Scalar, report_in_training
+from estimator.core._run_config import RunConfig
+from estimator.core._typing import PyTree
+from estimator.core._variables import variable_scope
 from estimator.feature_column import linear_model
 from estimator.feature_column._column import CategoricalColumn, DenseColumn
 from estimator.feature_column._dense import check_combiner

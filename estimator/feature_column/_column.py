@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from estimator._sparse import is_sparse
+from estimator.core._bcoo import is_sparse
 
 
 class Coder(Protocol):

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from estimator._embedding import embedding_lookup
-from estimator._variables import get_variable, variable_scope
+from estimator.core._variables import get_variable, variable_scope
 from estimator.feature_column._column import CategoricalColumn, DenseColumn, check_key, check_positive, feature
+from estimator.sparse._embedding import embedding_lookup
 
 COMBINERS = ("mean", "sqrtn", "sum")
 _FEW_ROWS = 1024  # XLA takes some half a second to compile a sparse update, which then saves next to nothing.

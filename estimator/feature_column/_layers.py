@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from estimator._variables import get_variable, variable_scope
+from estimator.core._variables import get_variable, variable_scope
 from estimator.feature_column._column import CategoricalColumn, DenseColumn, check_features
 from estimator.feature_column._dense import check_combiner, combined, rows_of
 

@@ -10,7 +10,13 @@ import jax.numpy as jnp
 import optax.losses
 
 from estimator import metrics as metrics_lib
-from estimator.export import DEFAULT_SIGNATURE, ClassificationOutput, ExportOutput, PredictOutput, RegressionOutput
+from estimator.core._export_output import (
+    DEFAULT_SIGNATURE,
+    ClassificationOutput,
+    ExportOutput,
+    PredictOutput,
+    RegressionOutput,
+)
 from estimator.heads._one_task import (
     OneTaskHead,
     all_class_ids,

@@ -10,14 +10,15 @@ import jax
 import jax.numpy as jnp
 
 from estimator import metrics as metrics_lib
-from estimator._frame import PyTree
-from estimator._modes import ModeKeys
-from estimator._optimizer import Optimizer, TrainOp
-from estimator._report import Scalar, report_in_training
-from estimator._spec import EstimatorSpec
-from estimator.export import ExportOutput
+from estimator.core._estimator_spec import EstimatorSpec
+from estimator.core._export_output import ExportOutput
+from estimator.core._mode_keys import ModeKeys
+from estimator.core._record import Scalar, report_in_training
+from estimator.core._train_op import TrainOp
+from estimator.core._typing import PyTree
 from estimator.losses import Reduction
 from estimator.metrics import Metric
+from estimator.optim._optimizer import Optimizer
 
 
 class Head(abc.ABC):

@@ -11,7 +11,7 @@ import numpy as np
 
 from estimator import losses as losses_lib
 from estimator import metrics as metrics_lib
-from estimator.export import DEFAULT_SIGNATURE, ClassificationOutput, ExportOutput, PredictOutput
+from estimator.core._export_output import DEFAULT_SIGNATURE, ClassificationOutput, ExportOutput, PredictOutput
 from estimator.heads._one_task import OneTaskHead, all_class_ids, checked_vocabulary, class_names
 from estimator.losses import Reduction
 from estimator.metrics import Metric

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from estimator._frame import PyTree
-from estimator.export import DEFAULT_SIGNATURE, ExportOutput, PredictOutput
+from estimator.core._export_output import DEFAULT_SIGNATURE, ExportOutput, PredictOutput
+from estimator.core._typing import PyTree
 from estimator.heads._head import Head, batch_mean, regularized
 from estimator.heads._one_task import checked_selection
 from estimator.losses import Reduction

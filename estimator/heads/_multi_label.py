@@ -10,7 +10,7 @@ import numpy as np
 import optax.losses
 
 from estimator import metrics as metrics_lib
-from estimator.export import DEFAULT_SIGNATURE, ClassificationOutput, ExportOutput, PredictOutput
+from estimator.core._export_output import DEFAULT_SIGNATURE, ClassificationOutput, ExportOutput, PredictOutput
 from estimator.heads._one_task import (
     OneTaskHead,
     checked_thresholds,

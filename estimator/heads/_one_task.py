@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from estimator import metrics as metrics_lib
-from estimator._frame import PyTree
-from estimator._sparse import is_sparse
+from estimator.core._bcoo import is_sparse
+from estimator.core._typing import PyTree
 from estimator.heads._head import Head, checked_reduction, regularized
 from estimator.losses import compute_weighted_loss
 from estimator.metrics import Metric

@@ -12,7 +12,7 @@ import numpy as np
 import optax.losses
 
 from estimator import metrics as metrics_lib
-from estimator.export import DEFAULT_SIGNATURE, ExportOutput, PredictOutput, RegressionOutput
+from estimator.core._export_output import DEFAULT_SIGNATURE, ExportOutput, PredictOutput, RegressionOutput
 from estimator.heads._one_task import OneTaskHead, nan_where
 from estimator.losses import Reduction
 from estimator.metrics import Metric

@@ -1,8 +1,8 @@
 """What may happen around the steps of a run."""
 
+from estimator.core._hook import Context, Hook, RunValues
 from estimator.hooks._checkpoint_saver import CheckpointSaverHook, CheckpointSaverListener
 from estimator.hooks._final_ops import FinalOpsHook
-from estimator.hooks._hook import Context, Hook, RunValues
 from estimator.hooks._in_memory_evaluator import InMemoryEvaluatorHook
 from estimator.hooks._logging_tensor import LoggingTensorHook
 from estimator.hooks._nan import NanTensorHook

@@ -6,8 +6,8 @@ import os
 import time
 from collections.abc import Iterable
 
-from estimator.hooks._hook import Context, Hook, RunValues
-from estimator.hooks._timer import check_intervals
+from estimator.core._argument_checks import check_intervals
+from estimator.core._hook import Context, Hook, RunValues
 
 
 class CheckpointSaverListener:

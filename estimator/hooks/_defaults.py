@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from estimator._run_config import RunConfig
-from estimator._team import Team
+from estimator.core._hook import Hook
+from estimator.core._run_config import RunConfig
 from estimator.hooks._checkpoint_saver import CheckpointSaverHook, CheckpointSaverListener
-from estimator.hooks._hook import Hook
 from estimator.hooks._replica_check import ReplicaCheckHook
 from estimator.hooks._summary_saver import SummarySaverHook
+from estimator.multihost._process_group import Team
 
 
 def with_default_hooks(

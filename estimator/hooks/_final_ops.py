@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import jax
 
-from estimator._frame import PyTree
-from estimator.hooks._hook import Context, Hook
+from estimator.core._hook import Context, Hook
+from estimator.core._typing import PyTree
 
 
 class FinalOpsHook(Hook):

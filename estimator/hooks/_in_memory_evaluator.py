@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from estimator.hooks._hook import Context, Hook, RunValues
-from estimator.hooks._timer import check_intervals
+from estimator.core._argument_checks import check_intervals
+from estimator.core._hook import Context, Hook, RunValues
 
 
 class InMemoryEvaluatorHook(Hook):

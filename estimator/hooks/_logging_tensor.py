@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 from absl import logging
 
-from estimator._frame import current_frame
-from estimator._report import Rows, Scalar, checked, report
-from estimator.hooks._hook import Context, Hook, RunValues
-from estimator.hooks._timer import SecondOrStepTimer, check_intervals
+from estimator.core._argument_checks import check_intervals
+from estimator.core._frame import current_frame
+from estimator.core._hook import Context, Hook, RunValues
+from estimator.core._record import Rows, Scalar, checked, report
+from estimator.hooks._timer import SecondOrStepTimer
 
 
 class LoggingTensorHook(Hook):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from estimator.hooks._hook import Hook
+from estimator.core._hook import Hook
 
 
 class NanTensorHook(Hook):

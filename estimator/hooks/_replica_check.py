@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from estimator._replica_check import check_replicas
-from estimator.hooks._hook import Context, Hook, RunValues
+from estimator.core._hook import Context, Hook, RunValues
+from estimator.multihost._replica_check import check_replicas
 
 
 class ReplicaCheckHook(Hook):

@@ -8,8 +8,9 @@ from typing import Any
 import jax
 from absl import logging
 
-from estimator.hooks._hook import Context, Hook, RunValues
-from estimator.hooks._timer import SecondOrStepTimer, check_intervals
+from estimator.core._argument_checks import check_intervals
+from estimator.core._hook import Context, Hook, RunValues
+from estimator.hooks._timer import SecondOrStepTimer
 
 
 class StepCounterHook(Hook):

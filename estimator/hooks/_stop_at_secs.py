@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
-from estimator.hooks._hook import Context, Hook, RunValues
-from estimator.hooks._timer import check_intervals
+from estimator.core._argument_checks import check_intervals
+from estimator.core._hook import Context, Hook, RunValues
 
 
 class StopAtSecsHook(Hook):

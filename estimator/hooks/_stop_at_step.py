@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from estimator._modes import ModeKeys
-from estimator.hooks._hook import Context, Hook, RunValues
-from estimator.hooks._timer import check_intervals
+from estimator.core._argument_checks import check_intervals
+from estimator.core._hook import Context, Hook, RunValues
+from estimator.core._mode_keys import ModeKeys
 
 
 class StopAtStepHook(Hook):

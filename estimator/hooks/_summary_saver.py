@@ -11,11 +11,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from estimator._events import shown_metrics, write_into
-from estimator._modes import ModeKeys
-from estimator._report import Histogram, Report, Rows, Scalar
-from estimator.hooks._hook import Context, Hook, RunValues
-from estimator.hooks._timer import SecondOrStepTimer, check_intervals
+from estimator.core._argument_checks import check_intervals
+from estimator.core._hook import Context, Hook, RunValues
+from estimator.core._mode_keys import ModeKeys
+from estimator.core._record import Histogram, Report, Rows, Scalar
+from estimator.hooks._timer import SecondOrStepTimer
+from estimator.summary._event_writer import shown_metrics, write_into
 
 _Held = tuple[int, float, RunValues]  # the step, the time, and what will be known of it
 _SECONDS = 1.0  # between two rates, at least

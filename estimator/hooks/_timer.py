@@ -2,20 +2,9 @@
 
 from __future__ import annotations
 
-import numbers
 import time
 
-
-def check_intervals(caller: str, **given: float | None) -> None:
-    """Raises a ValueError unless exactly one of the intervals is given and positive; those of steps are ints."""
-    shown = " and ".join(f"{name}={value!r}" for name, value in given.items())
-    if sum(value is not None for value in given.values()) != 1:
-        raise ValueError(f"Exactly one of {' and '.join(given)} should be provided to {caller}; got {shown}.")
-    for name, value in given.items():
-        kind = numbers.Real if name.endswith("secs") else numbers.Integral
-        if value is not None and (isinstance(value, bool) or not isinstance(value, kind) or value <= 0):
-            wanted = "number" if kind is numbers.Real else "int"
-            raise ValueError(f"{name} of {caller} must be a positive {wanted}; got {value!r}.")
+from estimator.core._argument_checks import check_intervals
 
 
 class SecondOrStepTimer:

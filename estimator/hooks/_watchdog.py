@@ -14,9 +14,9 @@ from typing import Any
 
 from absl import logging
 
-from estimator._team import Team
-from estimator.hooks._hook import Context, Hook
-from estimator.hooks._timer import check_intervals
+from estimator.core._argument_checks import check_intervals
+from estimator.core._hook import Context, Hook
+from estimator.multihost._process_group import Team
 
 _SECONDS_FOR_OTHERS = 2.0  # to see that they hang as well
 _ACTIONS = ("log", "raise")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from jax.experimental.sparse import JAXSparse
 
-from estimator.inputs._rows import Arrays, Order, RowBatches, rows_input_fn
+from estimator.inputs._array_iterator import Arrays, Order, RowBatches, rows_input_fn
 
 
 def numpy_input_fn(

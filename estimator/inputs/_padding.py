@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from estimator._input import call_input_fn, is_one_batch, pair_of
-from estimator._sparse import is_sparse
+from estimator.core._bcoo import is_sparse
+from estimator.inputs._input_fn import call_input_fn, is_one_batch, pair_of
 
 Axes = int | tuple[int, ...]
 

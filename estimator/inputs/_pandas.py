@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from estimator.inputs._rows import Order, RowBatches, rows_input_fn
+from estimator.inputs._array_iterator import Order, RowBatches, rows_input_fn
 
 
 def pandas_input_fn(

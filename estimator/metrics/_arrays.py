@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from estimator._shapes import check_same_shape, check_weights, squeeze_last
+from estimator.core._argument_checks import check_same_shape, check_weights, squeeze_last
 
 
 def namespace(*states: Any) -> Any:

@@ -1,13 +1,13 @@
 """How values are summed and copied over towers: the algorithms, and what chooses among them."""
 
 from replicate.cross_tower_ops._all_reduce import AllReduce
-from replicate.cross_tower_ops._choose import choose_the_best
+from replicate.cross_tower_ops._auto import choose_the_best
+from replicate.cross_tower_ops._base import CrossTowerOps, ReduceOp
 from replicate.cross_tower_ops._collective import CollectiveAllReduce
-from replicate.cross_tower_ops._cross_tower_ops import CrossTowerOps, ReduceOp
 from replicate.cross_tower_ops._multi_worker import MultiWorkerAllReduce
 from replicate.cross_tower_ops._packers import AggregateSmallTensorPacker, ConcatAndSplitPacker
+from replicate.cross_tower_ops._per_tower import Mirrored, PerTower
 from replicate.cross_tower_ops._reduction_to_one_device import ReductionToOneDevice, add_n
-from replicate.cross_tower_ops._values import Mirrored, PerTower
 
 __all__ = [
     "AggregateSmallTensorPacker",

@@ -24,15 +24,14 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from replicate._towers import (
-    num_towers,
+from replicate.towers._collectives import (
     tower_gather,
-    tower_index,
     tower_permute,
     tower_psum,
     tower_scatter_sum,
     towers_of_processes,
 )
+from replicate.towers._map import num_towers, tower_index
 
 Groups = list[list[int]]
 Algorithm = Callable[[jax.Array, Groups], jax.Array]

@@ -8,10 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from replicate._towers import num_towers
 from replicate.cross_tower_ops._algorithms import all_reduce, checked_algorithm
-from replicate.cross_tower_ops._cross_tower_ops import CrossTowerOps
+from replicate.cross_tower_ops._base import CrossTowerOps
 from replicate.cross_tower_ops._packers import AggregateSmallTensorPacker, ConcatAndSplitPacker, Packer, at_least
+from replicate.towers._map import num_towers
 
 
 class AllReduce(CrossTowerOps):

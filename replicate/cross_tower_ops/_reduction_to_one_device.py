@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
-from replicate._towers import cross_tower_concatenate
-from replicate.cross_tower_ops._cross_tower_ops import CrossTowerOps, Devices, ReduceOp, combined
-from replicate.cross_tower_ops._values import PerTower, local_device
+from replicate.cross_tower_ops._base import CrossTowerOps, Devices, ReduceOp, combined
+from replicate.cross_tower_ops._per_tower import PerTower, local_device
+from replicate.towers._collectives import cross_tower_concatenate
 
 
 def add_n(arrays: Sequence[jax.Array]) -> jax.Array:

@@ -28,10 +28,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from replicate._towers import TOWER_AXIS, tower_map
 from replicate.cross_tower_ops import AllReduce, CrossTowerOps
 from replicate.cross_tower_ops._algorithms import ALGORITHMS
-from replicate.cross_tower_ops._table import ARRAYS, Row, read_table, write_table
+from replicate.cross_tower_ops._measurements import ARRAYS, Row, read_table, write_table
+from replicate.towers._map import TOWER_AXIS, tower_map
 
 BYTES = (*(digits * 10**exponent for exponent in range(1, 7) for digits in (10, 32)), 10**8)
 TOWERS = (2, 4, 8)

@@ -19,11 +19,11 @@ import jax
 import jax.numpy as jnp
 from absl import flags
 
-from estimator._input import batches, call_input_fn
-from estimator._modes import ModeKeys
-from replicate._block_sync import BlockSync
-from replicate._distribution import VariableDistribution
+from estimator.core._mode_keys import ModeKeys
+from estimator.inputs._input_fn import batches, call_input_fn
+from replicate.block_sync._block_sync import BlockSync
 from replicate.explain._explain import explain
+from replicate.placement._distribution import VariableDistribution
 
 _CPU_TOWERS = 2
 _ARRAY = re.compile(r"(?:([^=\[\]]+)=)?(\w+)\[([\d,\s]*)\]")

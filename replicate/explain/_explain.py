@@ -13,21 +13,23 @@ from jax.sharding import NamedSharding
 
 import estimator as est
 from estimator import EstimatorSpec
-from estimator._batch import abstract, check_batch
-from estimator._frame import PyTree, current_frame
-from estimator._loop_size import choose
-from estimator._model_fn import ModelFn, bind
-from estimator._placement import SeparatePlacement
-from estimator._programs import Programs
-from estimator._sparse import is_sparse, padded
-from estimator._transform import Model, Traits
-from estimator.hooks._hook import Context
-from replicate._accumulate import accumulate_steps
-from replicate._distribution import OneDevice, Sharded
-from replicate._local_replicas import LocalCopies
-from replicate._replicate import ReplicatedTwice, replicate_model_fn
-from replicate.explain._explanation import Explanation, Home, Memory, Split, Transfer
-from replicate.explain._program import collectives
+from estimator.core._batch import abstract, check_batch
+from estimator.core._bcoo import is_sparse, padded
+from estimator.core._frame import current_frame
+from estimator.core._hook import Context
+from estimator.core._model_fn import ModelFn, bind
+from estimator.core._placement import OffTowerPlacement
+from estimator.core._typing import PyTree
+from estimator.loop._programs import Programs
+from estimator.loop._steps_per_loop import choose
+from estimator.steps._transform import Model, ModelInfo
+from replicate._replicate_model_fn import ReplicatedTwice, replicate_model_fn
+from replicate.block_sync._runner import LocalCopies
+from replicate.explain._data import Home, Memory, Split, Transfer
+from replicate.explain._explanation import Explanation
+from replicate.explain._hlo import collectives
+from replicate.placement._distribution import OneDevice, Sharded
+from replicate.runner._micro_batches import accumulate_steps
 
 _STEPS_BETWEEN_LOOKS = 100
 """How often a training run looks at its losses, unless its config says to log them more often."""
@@ -133,11 +135,11 @@ def _is_replicated(model_fn: ModelFn, params: Any, config: Any, features: PyTree
     return False
 
 
-class _TowersAlone(SeparatePlacement):
+class _TowersAlone(OffTowerPlacement):
     """The placement of variables on devices of their own, with the part of a step that runs in the towers for a step:
     it leaves what they send to the variables' devices in the place of the state."""
 
-    def __init__(self, placement: SeparatePlacement) -> None:
+    def __init__(self, placement: OffTowerPlacement) -> None:
         self._placement = placement
 
     def state(self, like: Any) -> Any:
@@ -173,14 +175,14 @@ def _observed(model_fn: ModelFn, params: Any, config: Any, notes: dict[str, int]
         spec = bound(features, labels, mode)
         notes["micro_batches"] = accumulate_steps(spec.train_op)
         frame = current_frame("a model_fn to explain")
-        if isinstance(frame.placement, SeparatePlacement):
+        if isinstance(frame.placement, OffTowerPlacement):
             frame.placement = _TowersAlone(frame.placement)
         return spec
 
     return observed
 
 
-def _step(model: Model, traits: Traits, features: PyTree, labels: PyTree) -> tuple[Any, tuple[Any, ...]]:
+def _step(model: Model, traits: ModelInfo, features: PyTree, labels: PyTree) -> tuple[Any, tuple[Any, ...]]:
     """The training step as the Estimator compiles it, and its abstract arguments."""
 
     def step(changing: Any, key: jax.Array, features: PyTree, labels: PyTree) -> tuple[Any, jax.Array]:
@@ -189,7 +191,7 @@ def _step(model: Model, traits: Traits, features: PyTree, labels: PyTree) -> tup
         return (after[:-1] if traits.is_one_program else after), spec.loss
 
     state = model.abstract_init(features, labels)
-    if isinstance(traits.placement, SeparatePlacement):
+    if isinstance(traits.placement, OffTowerPlacement):
         near = jax.tree.broadcast(traits.placement.near(traits.like), state)
         state = jax.tree.map(lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), state, near)
     compiled = jax.jit(step, donate_argnums=0 if traits.is_one_program else ())
@@ -201,7 +203,7 @@ def _steps_per_program(programs: Programs, config: Any) -> int:
     return choose("auto", programs, (), Context(est.ModeKeys.TRAIN), min(looks, _STEPS_BETWEEN_LOOKS)).most()
 
 
-def _distribution(traits: Traits) -> str:
+def _distribution(traits: ModelInfo) -> str:
     if not traits.is_one_program:
         return "variable devices"
     if isinstance(traits.placement, OneDevice):

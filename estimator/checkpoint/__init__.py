@@ -1,0 +1,1 @@
+"""What is saved, restored, and taken from another model."""

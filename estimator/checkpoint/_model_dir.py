@@ -1,0 +1,145 @@
+"""The directory of a model: what it must be, and which training may write into it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+from absl import logging
+
+from estimator.checkpoint._file_lock import lock_if_possible
+
+LOCK_FILE = "training.lock"
+_SECONDS_FOR_OWNER = 1.0  # to write who it is
+_TF_CHECKPOINT = re.compile(r".+-\d+\.(index|meta)")
+
+# Of this process: its locks by the path of the directory, each with the thread that has it and its file.
+_held: dict[str, tuple[int, int]] = {}
+
+
+def checked_dir(model_dir: str) -> str:
+    """The path, without "..", which means something else to the system than to whom normalizes a path.
+
+    Raises:
+      NotADirectoryError: a file is there.
+      ValueError: orbax would take the path for a pattern.
+    """
+    if os.pardir in model_dir.split(os.sep):
+        model_dir = os.path.realpath(model_dir)
+    if set("*?[") & set(os.path.abspath(model_dir)):
+        raise ValueError(
+            "`model_dir` must not contain '*', '?' or '[', which orbax would take for a pattern when it reads "
+            f"checkpoints; got {os.path.abspath(model_dir)!r}. Rename the directory."
+        )
+    if os.path.exists(model_dir) and not os.path.isdir(model_dir):
+        raise NotADirectoryError(f"`model_dir` must be a directory; got the file {model_dir!r}.")
+    return model_dir
+
+
+def check_not_of_tensorflow(model_dir: str) -> None:
+    """To be called where there is no checkpoint.
+
+    Raises:
+      ValueError: but there is one of TensorFlow, which a training would pass over without a word.
+    """
+    names = os.listdir(model_dir) if os.path.isdir(model_dir) else []
+    theirs = sorted(filter(_TF_CHECKPOINT.fullmatch, names), key=lambda name: int(re.findall(r"\d+", name)[-1]))
+    if theirs:
+        raise ValueError(
+            f"model_dir {model_dir!r} holds checkpoints of TensorFlow, such as {theirs[-1]!r}, which cannot be read "
+            "here; the model would begin with its initial values. Choose another model_dir. To begin with the values "
+            "of TensorFlow, read them by `tf.train.load_checkpoint(...)` where TensorFlow is installed, save them as "
+            "arrays, and give these as `initializer=` of each `est.get_variable` (without a shape)."
+        )
+
+
+@contextlib.contextmanager
+def training_in(model_dir: str, is_chief: bool) -> Iterator[None]:
+    """Keeps other trainings, of any process, out of a directory, which is made if need be; within the thread that has
+    it, it may be asked for again. Of several processes of one run, process 0 has it for all.
+
+    The lock is the system's, on a file that tells its owner, and ends with the process, however that ends.
+
+    Raises:
+      RuntimeError: another training is going on there.
+      OSError: nothing can be written there.
+    """
+    key = os.path.realpath(model_dir)
+    is_mine = key in _held and _held[key][1] == threading.get_ident()
+    lock = None if is_mine or not is_chief else _locked(model_dir, key)
+    if lock is None:
+        yield
+        return
+    _held[key] = lock, threading.get_ident()
+    try:
+        yield
+    finally:
+        if _held.pop(key, None) is not None:  # not in a forked child
+            with contextlib.suppress(OSError):
+                os.remove(os.path.join(model_dir, LOCK_FILE))
+            os.close(lock)
+
+
+def _locked(model_dir: str, key: str) -> int | None:
+    """The locked file; None where the file system has no locks."""
+    path = os.path.join(model_dir, LOCK_FILE)
+    while True:
+        try:
+            os.makedirs(model_dir, exist_ok=True)
+            lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise type(error)(
+                error.errno,
+                f"Training cannot write its checkpoints into model_dir {model_dir!r} ({error.strerror}). Choose a "
+                "directory that can be made and written; evaluation and prediction need to read only",
+            ) from error
+        try:
+            why_not = lock_if_possible(lock, exclusive=True)
+        except BlockingIOError:
+            owner = _owner(lock, key)
+            os.close(lock)
+            raise RuntimeError(
+                f"model_dir {model_dir!r} is in use: {owner} trains in it. Two trainings in one directory would mix "
+                "their checkpoints. Wait for the other one or end it, or choose another model_dir."
+            ) from None
+        if why_not is not None:
+            logging.warning(
+                "model_dir %s cannot be locked (%s): nothing keeps a second training out of it.", model_dir, why_not
+            )
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(path)
+            os.close(lock)
+            return None
+        # A former owner may have removed the file in between.
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(lock), os.stat(path)):
+                os.truncate(lock, 0)
+                since = time.strftime("%Y-%m-%d %H:%M:%S")
+                os.pwrite(lock, f"process {os.getpid()} on host {socket.gethostname()}, since {since},".encode(), 0)
+                return lock
+        os.close(lock)
+
+
+def _owner(lock: int, key: str) -> str:
+    if key in _held:
+        return "another thread of this process"
+    deadline = time.monotonic() + _SECONDS_FOR_OWNER
+    while not (owner := os.pread(lock, 1000, 0)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return owner.decode() or "another process"
+
+
+def _leave_to_parent() -> None:
+    """A forked child, which may live longer, must not keep the locks."""
+    for lock, _ in _held.values():
+        os.close(lock)
+    _held.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_to_parent)

@@ -1,0 +1,122 @@
+"""Where the state of a run comes from: memory, a checkpoint, a warm start, or initial values."""
+
+from __future__ import annotations
+
+import os
+
+import jax
+from absl import logging
+
+from estimator.checkpoint import _checkpoints
+from estimator.checkpoint._warm_start import WarmStartReport, WarmStartSettings, warm_start
+from estimator.core._mode_keys import ModeKeys
+from estimator.core._state import State
+from estimator.core._typing import PyTree
+from estimator.multihost._global_arrays import as_of_chief, is_within_reach, placed
+from estimator.multihost._process_group import Team
+from estimator.steps._transform import Model
+
+
+class StateSource:
+    """The states of a model, made for the batches and the mode of a run.
+
+    That of the newest checkpoint stays in memory, so that ten evaluations read it once.
+
+    Args:
+      model: whose states they are.
+      seed: what initial values follow from.
+      warm_start_settings: where variables get their first values from; None: from their initializers.
+
+    Attributes:
+      settings: `warm_start_settings`.
+      warm_start_report: what the last warm start took; None: there was none.
+    """
+
+    def __init__(self, model: Model, seed: int, warm_start_settings: WarmStartSettings | None) -> None:
+        self._model = model
+        self._seed = seed
+        self.settings = warm_start_settings
+        self._live: tuple[tuple[str, int], State] | None = None  # which checkpoint, and its state
+        self.warm_start_report: WarmStartReport | None = None
+
+    def get(
+        self, mode: ModeKeys, path: str | None, features: PyTree, labels: PyTree = None, team: Team | None = None
+    ) -> State:
+        """The state saved at `path`, from memory if it is there; where it is None, the first one.
+
+        A process may have given up what is in memory, for a prediction: then the `team` reads the checkpoint together.
+        """
+        if path is None:
+            state = self._model.init(jax.random.key(self._seed), features, labels, mode=mode)
+            if self.settings is not None:
+                state = self._warm(self.settings, state, mode, features, labels)
+            # Committed to their devices as restored arrays are; jax compiles anew for others.
+            return jax.device_put(state, jax.tree.map(lambda x: x.sharding, state))
+        like = self._model.abstract_init(features, labels, mode=mode)
+        is_live = self._live is not None and self._live[0] == _identity(path) and _serves(self._live[1], like)
+        if not (is_live if team is None else all(team.exchange(is_live))):
+            with _checkpoints.kept(path):
+                self.keep(path, as_of_chief(_checkpoints.restore(path, like, partial=mode != ModeKeys.TRAIN)))
+        assert self._live is not None
+        return _as_wanted(self._live[1], like)
+
+    def own(self, path: str | None, features: PyTree, labels: PyTree, team: Team | None) -> State:
+        """A copy for training, which takes the memory of what it is given; a prediction may still read the other."""
+        state = self.get(ModeKeys.TRAIN, path, features, labels, team)
+        self._live = None
+        return jax.tree.map(lambda x: x.copy(), state)
+
+    def for_evaluation(self, state: State, features: PyTree, labels: PyTree) -> State:
+        """A state of a training that is going on, as evaluation wants it."""
+        return _as_wanted(state, self._model.abstract_init(features, labels, mode=ModeKeys.EVAL))
+
+    def keep(self, path: str, state: State) -> None:
+        """Notes that a state is that of the checkpoint at `path`."""
+        self._live = _identity(path), state
+
+    def _warm(
+        self, settings: WarmStartSettings, state: State, mode: ModeKeys, features: PyTree, labels: PyTree
+    ) -> State:
+        trainable = self._model.traits(features, labels, mode).trainable
+        state, report = warm_start(settings, state, trainable, mode)
+        if report != self.warm_start_report:
+            logging.log(logging.WARNING if report.missing else logging.INFO, "%s", report)
+        self.warm_start_report = report
+        return state
+
+
+def _identity(path: str) -> tuple[str, int]:
+    """Tells a checkpoint from another one of the same name."""
+    return os.path.abspath(path), _checkpoints.written_ns(path)
+
+
+def _serves(state: State, like: State) -> bool:
+    """Whether what a mode wants can be made from a state by this process alone."""
+    if not (like.variables.keys() <= state.variables.keys() and like.slots.keys() <= state.slots.keys()):
+        return False
+    return all(map(is_within_reach, jax.tree.leaves(_part(state, like)), jax.tree.leaves(like)))
+
+
+def _as_wanted(state: State, like: State) -> State:
+    """What a mode knows of a state that may hold more, since programs are compiled for one structure; placed where
+    it wants it, since training may keep variables elsewhere than evaluation reads them."""
+    return jax.tree.map(_placed, _part(state, like), like)
+
+
+def _part(state: State, like: State) -> State:
+    for name, slots in like.slots.items():
+        trained, read = jax.tree.structure(state.slots[name]), jax.tree.structure(slots)
+        if trained != read:  # type: ignore[operator]
+            raise ValueError(
+                f"The model_fn reads the state of the optimizer {name!r} for other variables than it trains: that of "
+                f"the training is {trained}, but what is read is {read}. Get all variables first, or name "
+                "those that it trains: `get_state(var_list)`."
+            )
+    return state._replace(
+        variables={name: state.variables[name] for name in like.variables},
+        slots={name: state.slots[name] for name in like.slots},
+    )
+
+
+def _placed(array: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
+    return array if like.sharding is None else placed(array, like.sharding)

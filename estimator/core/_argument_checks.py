@@ -1,0 +1,62 @@
+"""Checks of arguments, and of the shapes of arrays, that several functions share."""
+
+from __future__ import annotations
+
+import numbers
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+
+def check_intervals(caller: str, **given: float | None) -> None:
+    """Raises a ValueError unless exactly one of the intervals is given and positive; those of steps are ints."""
+    shown = " and ".join(f"{name}={value!r}" for name, value in given.items())
+    if sum(value is not None for value in given.values()) != 1:
+        raise ValueError(f"Exactly one of {' and '.join(given)} should be provided to {caller}; got {shown}.")
+    for name, value in given.items():
+        kind = numbers.Real if name.endswith("secs") else numbers.Integral
+        if value is not None and (isinstance(value, bool) or not isinstance(value, kind) or value <= 0):
+            wanted = "number" if kind is numbers.Real else "int"
+            raise ValueError(f"{name} of {caller} must be a positive {wanted}; got {value!r}.")
+
+
+def check_same_shape(caller: str, labels: jax.Array, predictions: jax.Array, what: str = "predictions") -> None:
+    """Raises a ValueError that names `caller`, both shapes and the fix where they differ."""
+    if labels.shape == predictions.shape:
+        return
+    fix = "give both one value for each element"
+    if labels.size == predictions.size:
+        fix = f"write `labels.reshape({predictions.shape})`"
+    raise ValueError(
+        f"`{caller}` got labels of shape {labels.shape} and {what} of shape {predictions.shape}, "
+        f"which would be broadcast against each other. They must be equal: {fix}."
+    )
+
+
+def squeeze_last(array: jax.Array, ndim: int) -> jax.Array:
+    """`array` without its last dimension, if that is 1 and one more than `ndim`."""
+    return array[..., 0] if array.ndim == ndim + 1 and array.shape[-1] == 1 else array
+
+
+def check_weights(caller: str, weights: jax.Array, shape: tuple[int, ...], what: str = "losses") -> None:
+    """Raises a ValueError unless `weights` is a scalar, or each of its dimensions is 1 or equal.
+
+    TensorFlow's rule: numpy would also broadcast over missing leading dimensions.
+    """
+    if weights.ndim == 0:
+        return
+    if weights.ndim == len(shape):
+        if all(given in (1, wanted) for given, wanted in zip(weights.shape, shape, strict=True)):
+            return
+    raise ValueError(
+        f"`{caller}` got weights of shape {weights.shape} for {what} of shape {shape}. Weights "
+        f"must be a scalar or have as many dimensions as the {what}, each of them 1 or equal: "
+        f"reshape them to {shape}, or put 1 where they are to be repeated."
+    )
+
+
+def as_float(array: ArrayLike) -> jax.Array:
+    """`array` in its own dtype if that is floating, else in float32."""
+    array = jnp.asarray(array)
+    return array if jnp.issubdtype(array.dtype, jnp.floating) else array.astype(jnp.float32)

@@ -1,0 +1,169 @@
+"""What a batch is: pytrees of arrays, dense or sparse, that agree in their first dimension."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.sparse import JAXSparse
+
+from estimator.core._bcoo import is_sparse
+from estimator.core._typing import PyTree
+
+T = TypeVar("T")
+
+
+def check_batch(features: PyTree, labels: PyTree = None) -> int:
+    """The number of examples in a batch.
+
+    Raises:
+      TypeError: a leaf is not a numeric array, or a sparse one that is no `BCOO`.
+      ValueError: there is no array, or a leaf has no batch dimension, another batch size than the rest, or no rows.
+    """
+    leaves = named_leaves(features, labels, is_leaf=lambda x: isinstance(x, JAXSparse))
+    sizes = {name: _rows(name, leaf) for name, leaf in leaves.items()}
+    if not sizes:
+        raise ValueError(f"A batch must hold at least one array; got features={features!r} and labels={labels!r}.")
+    if len(set(sizes.values())) > 1:
+        listed = ", ".join(f"{name}: {rows}" for name, rows in sizes.items())
+        raise ValueError(f"All arrays of a batch must have the same batch size (first dimension); got {listed}.")
+    rows = next(iter(sizes.values()))
+    if rows == 0:
+        raise ValueError(f"Got an empty batch: {', '.join(sizes)} have 0 rows. Let input_fn leave it out.")
+    return rows
+
+
+def named_leaves(
+    features: PyTree, labels: PyTree = None, is_leaf: Callable[[Any], bool] | None = None
+) -> dict[str, Any]:
+    """The leaves of a batch by what error messages call them.
+
+    >>> named_leaves({"x": 1}, 2)
+    {"features['x']": 1, 'labels': 2}
+    """
+    return {
+        name + jax.tree_util.keystr(path): leaf
+        for name, tree in (("features", features), ("labels", labels))
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
+    }
+
+
+def rows_of(features: PyTree, labels: PyTree = None) -> int:
+    """The number of examples in a batch, read off one array; all are looked at where that is none."""
+    leaves = jax.tree.leaves((features, labels), is_leaf=is_sparse)
+    shape = getattr(leaves[0], "shape", ()) if leaves else ()
+    return shape[0] if shape else check_batch(features, labels)
+
+
+def abstract(leaf: Any) -> jax.ShapeDtypeStruct:
+    """An array of a batch as programs are traced for it: its dtype is the one that it has on devices."""
+    return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True))
+
+
+def guarded(step: Callable[..., T], features: PyTree, labels: PyTree, *args: Any) -> T:
+    """`step(*args)`; says in our words what jax does not take in the batch among the arguments."""
+    try:
+        return step(*args)
+    except TypeError:
+        check_batch(features, labels)
+        raise
+
+
+class BatchGuard:
+    """Calls the steps of a run, and says in our words what is wrong with a batch that they cannot take.
+
+    >>> import numpy as np
+    >>> guard = BatchGuard({"x": np.ones((2, 3))}, None)
+    >>> guard(4, ({"y": np.ones((2, 3))}, None), lambda features: features["x"], {})
+    Traceback (most recent call last):
+    ValueError: Batch 4 of the input is not like the one that the model was built with: features['x'] is missing, ...
+
+    Args:
+      features, labels: of the batch that the model was built with, arrays or `jax.ShapeDtypeStruct`s.
+    """
+
+    def __init__(self, features: PyTree, labels: PyTree) -> None:
+        self._built_with = _shapes(features, labels)
+
+    def __call__(self, number: int, pair: tuple[PyTree, PyTree], step: Callable[..., T], *args: Any) -> T:
+        """`step(*args)`, of a batch with that number in the input, counted from 1."""
+        try:
+            return step(*args)
+        except (TypeError, ValueError, LookupError) as error:
+            if isinstance(error, TypeError):
+                check_batch(*pair)
+            differences = self._differences(pair)
+            if not differences:
+                raise
+            raise ValueError(
+                f"Batch {number} of the input is not like the one that the model was built with: {differences}. "
+                f"Its step failed: {error} Give batches of the same features, equal in all dimensions but the first."
+            ) from error
+
+    def _differences(self, pair: tuple[PyTree, PyTree]) -> str:
+        """In words; nothing where only the numbers of rows differ."""
+        before, now = self._built_with, _shapes(*pair)
+        found = []
+        for name in {**before, **now}:
+            if name not in now:
+                found.append(f"{name} is missing")
+            elif name not in before:
+                found.append(f"{name} is new")
+            elif before[name][1:] != now[name][1:]:
+                found.append(f"{name} has the shape {now[name]} instead of {before[name]}")
+        return ", ".join(found)
+
+
+def _shapes(features: PyTree, labels: PyTree) -> dict[str, tuple[int, ...]]:
+    leaves = named_leaves(features, labels, is_leaf=is_sparse)
+    return {name: getattr(leaf, "shape", ()) for name, leaf in leaves.items()}
+
+
+def _rows(name: str, leaf: Any) -> int:
+    if isinstance(leaf, JAXSparse):
+        _check_sparse(name, leaf)
+    elif not isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct):
+        raise TypeError(
+            f"features and labels must be arrays or pytrees of arrays; got {name} = {leaf!r} "
+            f"of type {type(leaf).__name__}. Convert it, for example by np.asarray."
+        )
+    elif not isinstance(leaf, jax.Array) and np.dtype(leaf.dtype).kind in "OSUMm":
+        raise TypeError(
+            f"features and labels must be arrays of numbers; got {name} of dtype {leaf.dtype}. "
+            "Turn strings into integers in input_fn, by `est.feature_column.encode(features, columns)` for example."
+        )
+    if not leaf.shape:
+        raise ValueError(
+            f"Every array of a batch needs a batch dimension; {name} is a scalar. "
+            "Give values that are the same for all examples by params."
+        )
+    return leaf.shape[0]
+
+
+def _check_sparse(name: str, leaf: JAXSparse) -> None:
+    if not is_sparse(leaf):
+        raise TypeError(
+            f"Sparse features and labels must be of type jax.experimental.sparse.BCOO; got {name} = {leaf!r} of type "
+            f"{type(leaf).__name__}. Convert it, for example by `BCOO.fromdense(x.todense())`."
+        )
+    if not (jnp.issubdtype(leaf.dtype, jnp.integer) or jnp.issubdtype(leaf.dtype, jnp.floating)):
+        raise TypeError(
+            f"Sparse features and labels must hold integers or floats; got {name} of dtype {leaf.dtype}. "
+            "Convert its data, for example by `.astype(np.float32)`."
+        )
+    if leaf.shape and not leaf.n_batch + leaf.n_sparse:
+        raise ValueError(
+            f"The rows of a sparse array must be a sparse or a batch dimension; all dimensions of {name} = {leaf!r} "
+            "are dense. Give `x.todense()`."
+        )
+    if not jnp.issubdtype(leaf.indices.dtype, jnp.integer):
+        raise TypeError(f"The indices of a sparse array must be integers; those of {name} are {leaf.indices.dtype}.")
+    largest = max(leaf.shape[leaf.n_batch : leaf.n_batch + leaf.n_sparse], default=0)
+    if largest > np.iinfo(leaf.indices.dtype).max:
+        raise ValueError(
+            f"The indices of {name} = {leaf!r} are {leaf.indices.dtype}, which cannot hold {largest}, the index that "
+            "jax gives to padding. Convert them to int32."
+        )

@@ -1,0 +1,225 @@
+"""What a model_fn returns."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from estimator.core._bcoo import is_sparse
+from estimator.core._export_output import DEFAULT_SIGNATURE, ExportOutput, PredictOutput
+from estimator.core._hook import Hook
+from estimator.core._mode_keys import ModeKeys
+from estimator.core._train_op import TrainOp
+from estimator.core._typing import PyTree
+
+_HOOK_FIELDS = ("training_chief_hooks", "training_hooks", "evaluation_hooks", "prediction_hooks")
+_RESERVED_METRICS = ("loss", "global_step")
+
+
+@jax.tree_util.register_pytree_with_keys_class
+@dataclasses.dataclass(frozen=True)
+class EstimatorSpec:
+    """The outcome of one run of a model_fn; immutable, checked when it is made, and a pytree.
+
+    The fields and rules are those of `tf.estimator.EstimatorSpec`, without `scaffold`.
+
+    >>> import jax.numpy as jnp
+    >>> spec = EstimatorSpec("infer", predictions={"class": jnp.array([3, 1])})
+    >>> list(spec.export_outputs)
+    ['serving_default']
+
+    Attributes:
+      mode: a `ModeKeys`, or its string.
+      predictions: any pytree of batch-major arrays of numbers: strings are no part of a compiled program, so classes
+        are integers here, and get their names from what `predict` yields. Required in PREDICT.
+      loss: scalar array. Required in TRAIN and EVAL.
+      train_op: what `minimize`, `apply_gradients` or `group` returned. Required in TRAIN; `est.group()` changes no
+        variable, as `tf.no_op()` did.
+      eval_metric_ops: by name, what the functions of `est.metrics` return, or any pytree with `merge` and `compute`.
+      export_outputs: `est.export` outputs by signature; by default, in PREDICT, the predictions.
+      training_chief_hooks, training_hooks, evaluation_hooks, prediction_hooks: `est.Hook`s.
+      reported: by name, what the model_fn reported by `est.summary` and `est.record`; filled in by the run.
+
+    Raises:
+      ValueError, TypeError: a field is missing or of another kind; the message names it.
+    """
+
+    mode: ModeKeys
+    predictions: PyTree = None
+    loss: Any = None
+    train_op: Any = None
+    eval_metric_ops: Any = None
+    export_outputs: Any = None
+    training_chief_hooks: Any = None
+    training_hooks: Any = None
+    evaluation_hooks: Any = None
+    prediction_hooks: Any = None
+    reported: Any = None
+
+    def __post_init__(self) -> None:
+        mode = ModeKeys(self.mode)
+        checked = {
+            "mode": mode,
+            "train_op": _checked_train_op(mode, self.train_op),
+            "loss": _checked_loss(mode, self.loss),
+            "predictions": _checked_predictions(mode, self.predictions),
+            "eval_metric_ops": _checked_metrics(self.eval_metric_ops),
+            "export_outputs": _checked_exports(mode, self.export_outputs, self.predictions),
+            "reported": {} if self.reported is None else self.reported,
+        }
+        checked |= {name: checked_hooks(name, getattr(self, name)) for name in _HOOK_FIELDS}
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+
+    def _replace(self, **changes: Any) -> EstimatorSpec:
+        """A copy with other fields, checked again. The mode cannot be changed."""
+        if "mode" in changes and ModeKeys(changes["mode"]) != self.mode:
+            raise ValueError(
+                f"mode of EstimatorSpec cannot be changed: it is {str(self.mode)!r}; "
+                f"got {str(changes['mode'])!r}. Make a new EstimatorSpec instead."
+            )
+        return dataclasses.replace(self, **changes)
+
+    def unchecked(self, **changes: Any) -> EstimatorSpec:
+        """A copy with other fields of arrays, which may be less than whole: a tower's, or in parts."""
+        arrays, static = self.tree_flatten_with_keys()
+        return self.tree_unflatten(static, tuple(changes.get(key.name, value) for key, value in arrays))
+
+    def tree_flatten_with_keys(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        arrays = tuple((jax.tree_util.GetAttrKey(n), getattr(self, n)) for n in _ARRAY_FIELDS)
+        return arrays, (self.mode, *(getattr(self, name) for name in _HOOK_FIELDS))
+
+    @classmethod
+    def tree_unflatten(cls, static: tuple[Any, ...], arrays: tuple[Any, ...]) -> EstimatorSpec:
+        # Unchecked: jax also rebuilds specs around placeholders.
+        spec = object.__new__(cls)
+        for name, value in zip(("mode", *_HOOK_FIELDS), static, strict=True):
+            object.__setattr__(spec, name, value)
+        for name, value in zip(_ARRAY_FIELDS, arrays, strict=True):
+            object.__setattr__(spec, name, value)
+        return spec
+
+
+_ARRAY_FIELDS = ("predictions", "loss", "train_op", "eval_metric_ops", "export_outputs", "reported")
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, jax.Array | np.ndarray | np.generic)
+
+
+def _checked_train_op(mode: ModeKeys, train_op: Any) -> Any:
+    if train_op is None:
+        if mode == ModeKeys.TRAIN:
+            raise ValueError(
+                "Missing train_op: in TRAIN an EstimatorSpec needs what "
+                "`est.Optimizer(optax.adam(1e-3)).minimize(loss)` returns, or `est.group()`, which changes no variable."
+            )
+    elif not isinstance(train_op, TrainOp):
+        raise TypeError(
+            "train_op must be what `minimize`, `apply_gradients` or `est.group` returned; "
+            f"got {_shown(train_op)}. Write `train_op=est.Optimizer(optimizer).minimize(loss)`, or "
+            "`train_op=est.group()` to change no variable."
+        )
+    return train_op
+
+
+def _checked_loss(mode: ModeKeys, loss: Any) -> Any:
+    if loss is None:
+        if mode != ModeKeys.PREDICT:
+            raise ValueError(f"Missing loss: an EstimatorSpec needs one in mode {str(mode)!r}.")
+        return None
+    if not _is_array(loss) and not isinstance(loss, int | float):
+        raise TypeError(f"loss must be a scalar array, given: {_shown(loss)}.")
+    loss = jnp.asarray(loss)
+    if loss.size != 1:
+        raise ValueError(
+            f"Loss must be scalar, given: an array of shape {loss.shape}. "
+            "Reduce it, for example by `est.losses.compute_weighted_loss(losses)`."
+        )
+    return loss if loss.ndim == 0 else loss.reshape(())
+
+
+def _checked_predictions(mode: ModeKeys, predictions: PyTree) -> PyTree:
+    if predictions is None and mode == ModeKeys.PREDICT:
+        raise ValueError("Missing predictions: an EstimatorSpec needs them in mode 'infer'.")
+    _check_arrays("predictions", predictions)
+    return {} if predictions is None else predictions
+
+
+def _check_arrays(field: str, tree: PyTree) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_sparse):
+        name = field + jax.tree_util.keystr(path)
+        if not _is_array(leaf):
+            raise TypeError(f"{name} must be an array, given: {_shown(leaf)}.")
+        if not isinstance(leaf, jax.Array) and np.dtype(leaf.dtype).kind in "OSUMm":
+            raise TypeError(
+                f"{name} must be an array of numbers, given one of dtype {leaf.dtype}, which no compiled program "
+                "holds. Strings stay on the host: return integer classes, and look up their names in what `predict` "
+                "yields."
+            )
+
+
+def _checked_metrics(metrics: Any) -> dict[str, Any]:
+    if metrics is None:
+        return {}
+    if not isinstance(metrics, dict):
+        raise TypeError(f"eval_metric_ops must be a dict of metrics by name, given: {_shown(metrics)}.")
+    for name, metric in metrics.items():
+        if name in _RESERVED_METRICS:
+            raise ValueError(
+                f'Metric with name "{name}" is not allowed, because `evaluate` reports a {name} itself. Rename it.'
+            )
+        if not hasattr(metric, "merge") or not (hasattr(metric, "result") or hasattr(metric, "compute")):
+            raise TypeError(
+                f"eval_metric_ops[{name!r}] must be a metric, given: {_shown(metric)}. Use a function of "
+                "`est.metrics`, for example `est.metrics.mean(value)`, or an object with `merge` and `compute`."
+            )
+    return dict(metrics)
+
+
+def _checked_exports(mode: ModeKeys, exports: Any, predictions: PyTree) -> Any:
+    if exports is None:
+        return {DEFAULT_SIGNATURE: PredictOutput(predictions)} if mode == ModeKeys.PREDICT else None
+    if not isinstance(exports, dict):
+        raise TypeError(f"`export_outputs` must be dict, given: {_shown(exports)}.")
+    for name, output in exports.items():
+        if not isinstance(output, ExportOutput):
+            raise TypeError(
+                f"export_outputs[{name!r}] must be one of `est.export`'s outputs, such as "
+                f"`est.export.PredictOutput(predictions)`; given: {_shown(output)}."
+            )
+    _check_arrays("export_outputs", exports)
+    if DEFAULT_SIGNATURE not in exports:
+        if len(exports) != 1:
+            raise ValueError(
+                "Multiple `export_outputs` were provided, but none of them are specified as the default. "
+                f"Name one of {sorted(exports)} {DEFAULT_SIGNATURE!r}."
+            )
+        exports = {**exports, DEFAULT_SIGNATURE: next(iter(exports.values()))}
+    return exports
+
+
+def checked_hooks(name: str, hooks: Any) -> tuple[Hook, ...]:
+    """An iterable of hooks, or None, as a tuple."""
+    if hooks is None:
+        return ()
+    if not isinstance(hooks, Iterable) or isinstance(hooks, str):
+        raise TypeError(f"{name} must be an iterable of hooks, given: {_shown(hooks)}.")
+    hooks = tuple(hooks)
+    for hook in hooks:
+        if not isinstance(hook, Hook):
+            raise TypeError(
+                f"All hooks must be hook instances, but {name} holds {_shown(hook)}. "
+                "Derive its class from `est.Hook`; its `after_create_session` is called `after_create_state` here."
+            )
+    return hooks
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return f"{text if len(text) < 100 else text[:97] + '...'} of type {type(value).__name__}"

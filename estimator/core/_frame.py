@@ -1,0 +1,237 @@
+"""The frame: what a running model_fn reads and writes while it looks like stateful code.
+
+A frame is opened inside a pure function, the model_fn runs in it, and what it left there is collected. Nothing
+survives the `with`; the thread-local stack of open frames is the only module-level state of this package.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import jax
+from jax.extend.core import get_opaque_trace_state
+
+from estimator.core._mode_keys import ModeKeys
+from estimator.core._transformations import differentiates, on_stack
+from estimator.core._typing import PyTree
+
+if TYPE_CHECKING:
+    from estimator.core._placement import Placement
+
+
+def _same(denominator: jax.Array) -> jax.Array:
+    return denominator
+
+
+def _whole(x: jax.Array, axis: int) -> jax.Array:
+    del axis
+    return x
+
+
+class RunId:
+    """Stands for one run of a model_fn; which one, its identity says.
+
+    All are equal, so that what holds one, a pytree say, has the same structure in every run.
+    """
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RunId)
+
+    def __hash__(self) -> int:
+        return 0
+
+
+@dataclasses.dataclass
+class Frame:
+    """One run of a model_fn.
+
+    Attributes:
+      mode: what the run is for.
+      variables: the value of every variable at the start of the run, by full name.
+      slots: the optimizers' states at the start of the run, by optimizer name.
+      key: the PRNG key of this step (in init: of the initial values).
+      global_step: int32 scalar.
+      initializing: whether `get_variable` creates variables instead of looking them up.
+      known_gradients: what the first calls of `compute_gradients` return (see `_gradients.py`).
+      average_denominator: what a loss does to its denominator, of which every tower has its own.
+      parts: of how many devices a tower is.
+      cut: cuts a dimension of an array over the devices of a tower.
+      trainable, aggregation: what `get_variable` was told, by full name.
+      partitions: which dimension of a variable's array is cut, by full name and path; empty if `parts` is 1.
+      assigned, added: the writes of this run: the value assigned last, and the sum of the deltas since.
+      placement: where a replicated model_fn wants its variables; None for a plain one.
+      scope, reuse: what the open `variable_scope`s say.
+      rng_calls: how often `make_rng` was called, by name.
+      slot_owners: which optimizer each entry of `slots` belongs to.
+      reserved: the entries of `slots` that `compute_gradients` took for `apply_gradients`, and their optimizers.
+      loss_scale: factor on the losses of this run, whose gradients are added to those of other towers.
+      slot_variables: the variables that entries of `slots` are about, where a run reads them outside of TRAIN.
+      scaled_gradients: the variables whose gradients in this run `compute_gradients` returned, which are scaled so.
+      says_scaled: whether `tower_gradient` scaled gradients that the model_fn took by itself.
+      gradient_calls: how often `compute_gradients` was called.
+      on_nan: what is done about non-finite gradients (see `_non_finite.py`).
+      taps: by table, what `embedding_lookup` adds to the rows of each lookup (see `_gradients.py`).
+      lookups: by table, the rows that each lookup asked for, a flat array; what is no row is negative or too large.
+      handed_out: the variables that the model_fn has seen whole, not only by their rows.
+      reported: what the model_fn reported, by full name (see `_report.py`).
+      one_tower: whether a replicated model_fn runs as one tower, on any device: what is exported has no towers.
+      modules: what `flax_module` returned, by full name.
+      unmerged: by field of the spec, what a replicated model_fn returns in it, and the parts that it was merged from.
+      run: stands for this run.
+      runs: this run, and those within it, as of towers.
+      trace: which of jax's traces the frame was opened in.
+      around: the transformations of jax that the frame was opened under.
+    """
+
+    # JAX values.
+    mode: ModeKeys
+    variables: dict[str, PyTree]
+    slots: dict[str, PyTree]
+    key: jax.Array
+    global_step: jax.Array
+    # Python values: how the run is done.
+    initializing: bool = False
+    known_gradients: tuple[dict[str, PyTree], ...] = ()
+    average_denominator: Callable[[jax.Array], jax.Array] = _same
+    parts: int = 1
+    cut: Callable[[jax.Array, int], jax.Array] = _whole
+    one_tower: bool = False
+    loss_scale: float = 1.0
+    # Python values: what the model_fn did so far.
+    trainable: dict[str, bool] = dataclasses.field(default_factory=dict)
+    aggregation: dict[str, Any] = dataclasses.field(default_factory=dict)
+    partitions: dict[tuple[Any, ...], int] = dataclasses.field(default_factory=dict)
+    assigned: dict[str, PyTree] = dataclasses.field(default_factory=dict)
+    added: dict[str, PyTree] = dataclasses.field(default_factory=dict)
+    placement: Placement | None = None
+    scope: tuple[str, ...] = ()
+    reuse: Any = None
+    rng_calls: Counter[str] = dataclasses.field(default_factory=Counter)
+    slot_owners: dict[str, Any] = dataclasses.field(default_factory=dict)
+    reserved: dict[str, Any] = dataclasses.field(default_factory=dict)
+    slot_variables: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    scaled_gradients: set[str] = dataclasses.field(default_factory=set)
+    says_scaled: bool = False
+    gradient_calls: int = 0
+    on_nan: str | None = None
+    taps: dict[str, list[jax.Array]] = dataclasses.field(default_factory=dict)
+    lookups: dict[str, list[jax.Array]] = dataclasses.field(default_factory=dict)
+    handed_out: set[str] = dataclasses.field(default_factory=set)
+    reported: dict[str, Any] = dataclasses.field(default_factory=dict)
+    modules: dict[str, Any] = dataclasses.field(default_factory=dict)
+    unmerged: dict[str, Any] = dataclasses.field(default_factory=dict)
+    run: RunId = dataclasses.field(default_factory=RunId)
+    runs: list[RunId] = dataclasses.field(default_factory=list)
+    trace: Any = None
+    around: tuple[str, ...] = ()
+
+    def fresh(self, **changes: Any) -> Frame:
+        """A frame that starts from here: in the same scope, with the same names taken, nothing written yet."""
+        started: dict[str, Any] = {
+            "mode": self.mode,
+            "variables": dict(self.variables),
+            "slots": dict(self.slots),
+            "key": self.key,
+            "global_step": self.global_step,
+            "initializing": self.initializing,
+            "known_gradients": self.known_gradients,
+            "average_denominator": self.average_denominator,
+            "parts": self.parts,
+            "cut": self.cut,
+            "one_tower": self.one_tower,
+            "loss_scale": self.loss_scale,
+            "scope": self.scope,
+            "reuse": self.reuse,
+            "rng_calls": Counter(self.rng_calls),
+            "slot_owners": dict(self.slot_owners),
+            "reserved": dict(self.reserved),
+        }
+        return Frame(**(started | changes))
+
+
+def current_trace() -> Any:
+    """Equal for two places in one function that jax traces; within a `jax.jit` or `jax.lax.scan` it is another."""
+    return get_opaque_trace_state(convention="estimator")
+
+
+def transformations_within(frame: Frame) -> tuple[str, ...] | None:
+    """The transformations of jax between the model_fn and the code that calls this, the innermost first.
+
+    None: jax traces both in one function, so that what is known here is known in the model_fn. Of a function that is
+    traced apart by `jax.jit` alone there are no names.
+    """
+    if frame.trace == current_trace():
+        return None
+    names = on_stack()
+    return names[: len(names) - len(frame.around)]
+
+
+def check_is_known_outside(
+    call: str, frame: Frame, consequence: str, unless: Callable[[tuple[str, ...]], bool] = lambda names: False
+) -> None:
+    """Raises a ValueError in a function that jax traces apart: outside of it only what it returns is known.
+
+    Args:
+      call, consequence: for the message.
+      unless: of the names of the transformations: whether those let out what is made here.
+    """
+    within = transformations_within(frame)
+    if within is not None and not unless(within):
+        where = f"`{within[0]}`" if within else "`jax.jit`, or what acts as it"
+        raise ValueError(f"{call} was called within a function that jax traces apart ({where}), {consequence}.")
+
+
+class _Stack(threading.local):
+    def __init__(self) -> None:
+        self.frames: list[Frame] = []
+
+
+_stack = _Stack()
+
+
+@contextlib.contextmanager
+def open_frame(frame: Frame) -> Iterator[Frame]:
+    """Makes `frame` the current one until the block ends."""
+    frame.trace, frame.around = current_trace(), on_stack()
+    _stack.frames.append(frame)
+    for each in _stack.frames:
+        each.runs.append(frame.run)
+    try:
+        yield frame
+    finally:
+        popped = _stack.frames.pop()
+        if popped is not frame:
+            raise RuntimeError("Frames were closed in another order than they were opened.")
+
+
+def current_frame(caller: str) -> Frame:
+    """The frame of the run that is going on; `caller` is named in the error where there is none."""
+    if not _stack.frames:
+        raise RuntimeError(
+            f"`{caller}` must be called inside a model_fn that an Estimator or `est.transform` runs; "
+            "got called outside of one."
+        )
+    return _stack.frames[-1]
+
+
+def innermost_frame() -> Frame | None:
+    """The frame of the run that is going on, if one is."""
+    return _stack.frames[-1] if _stack.frames else None
+
+
+def lets_out() -> bool:
+    """Whether what is computed here, and depends on no argument of a function that is differentiated, is known in the
+    model_fn that is running."""
+    within = transformations_within(_stack.frames[-1])
+    return within is None or differentiates(within)
+
+
+def average_denominator(denominator: jax.Array) -> jax.Array:
+    """The denominator that a mean loss divides by: averaged over towers, where there are towers."""
+    frame = innermost_frame()
+    return denominator if frame is None else frame.average_denominator(denominator)

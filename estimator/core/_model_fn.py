@@ -1,0 +1,97 @@
+"""The contract of a model_fn: which arguments it takes, and what it returns."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from estimator.core._estimator_spec import EstimatorSpec
+from estimator.core._frame import current_frame
+from estimator.core._mode_keys import ModeKeys
+from estimator.core._typing import PyTree
+
+ModelFn = Callable[..., EstimatorSpec]
+_OPTIONAL = ("labels", "mode", "params", "config")
+
+
+def bind(model_fn: ModelFn, params: Any = None, config: Any = None) -> ModelFn:
+    """A function of `(features, labels, mode)` alone that checks what comes back.
+
+    Arguments go by keyword, and only those that the model_fn has; `**kwargs` takes all. As in TensorFlow each run has
+    a copy of params: the model_fn runs more than once, in each mode and for each shape of a batch.
+
+    Raises:
+      ValueError: the model_fn has no `features`, has arguments no one fills, or lacks `params` although some are given.
+    """
+    if not callable(model_fn):
+        raise TypeError(f"model_fn must be a function; got {model_fn!r}.")
+    signature = inspect.signature(model_fn).parameters
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in signature.values())
+    accepted = {n for n, p in signature.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
+    shown = f"model_fn ({getattr(model_fn, '__name__', model_fn)})"
+    if "features" not in accepted and not takes_all:
+        raise ValueError(f"{shown} must include features argument; it has {sorted(accepted)}.")
+    unknown = [
+        name for name, p in signature.items() if name in accepted - {"features", *_OPTIONAL} and p.default is p.empty
+    ]
+    if unknown:
+        raise ValueError(
+            f"{shown} has following not expected args: {unknown}. It may have features, labels, mode, params and "
+            "config; bind others by functools.partial or give them defaults."
+        )
+    if params and "params" not in accepted and not takes_all:
+        raise ValueError(
+            f"{shown} does not include params argument, but params ({params!r}) is passed. Add the argument."
+        )
+
+    def call(features: PyTree, labels: PyTree, mode: ModeKeys) -> EstimatorSpec:
+        if labels is not None and "labels" not in accepted and not takes_all:
+            raise ValueError(
+                f"{shown} does not take labels, but input_fn returns labels. "
+                "Add the argument, or let input_fn return features alone."
+            )
+        offered = {"labels": labels, "mode": mode, "params": _own_copy(params), "config": config}
+        taken = {n: v for n, v in offered.items() if takes_all or n in accepted}
+        spec = model_fn(features=features, **taken)
+        if not isinstance(spec, EstimatorSpec):
+            raise ValueError(f"{shown} should return an EstimatorSpec; got {spec!r}.")
+        if spec.mode != mode:
+            raise ValueError(
+                f"{shown} was run in mode {str(mode)!r}, but its EstimatorSpec says {str(spec.mode)!r}. "
+                "Pass `mode` on to EstimatorSpec."
+            )
+        _check_train_op(shown, spec)
+        return spec
+
+    return call
+
+
+def with_params(model_fn: ModelFn, params: Any) -> ModelFn:
+    """The model_fn as a function of `(features, labels, mode, config)`: params are the ones given here."""
+
+    def call(features: PyTree, labels: PyTree, mode: str, config: Any) -> EstimatorSpec:
+        return bind(model_fn, params, config)(features, labels, ModeKeys(mode))
+
+    return call
+
+
+def _check_train_op(shown: str, spec: EstimatorSpec) -> None:
+    """Raises a ValueError for a train_op of another run, whose losses are not those of this one's variables."""
+    updates = spec.train_op.updates if spec.train_op else ()
+    runs = {id(run) for run in current_frame("a model_fn").runs} if updates else set()
+    others = [update.slots for update in updates if id(update.run) not in runs]
+    if others:
+        raise ValueError(
+            f"{shown} returned a train_op that another run of it has made (that of the optimizer {others[0]!r}): it "
+            "would train nothing. A model_fn runs several times; call `minimize`, or `compute_gradients` and "
+            "`apply_gradients`, in each of them, and keep nothing of what they return."
+        )
+
+
+def _own_copy(params: Any) -> Any:
+    """A copy that shares arrays: to copy these would become a part of the compiled program."""
+    return copy.deepcopy(params, {id(x): x for x in jax.tree.leaves(params) if isinstance(x, jax.Array)})

@@ -1,0 +1,195 @@
+"""Values that a model_fn reports beside its loss, and how those of several towers become one."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from estimator.core._frame import current_frame, current_trace, innermost_frame
+from estimator.core._mode_keys import ModeKeys
+
+
+class Report:
+    """Base of what is reported: a pytree of arrays."""
+
+    def as_value(self) -> Any:
+        """What a hook gets, of a report whose arrays are on the host."""
+        raise AssertionError  # every kind has its own
+
+    def merged(self, others: Sequence[Any], rows: Sequence[int]) -> Any:
+        """One report from this one and those of the other parts of a batch, in input order, of so many rows each."""
+        raise AssertionError
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Scalar(Report):
+    """A number; of several towers the mean.
+
+    Attributes:
+      value: scalar array.
+      summary: whether it goes into the event files.
+      is_sum: whether it is a sum over examples: of several towers the sum.
+    """
+
+    value: Any
+    summary: bool = dataclasses.field(default=False, metadata={"static": True})
+    is_sum: bool = dataclasses.field(default=False, metadata={"static": True})
+
+    def as_value(self) -> Any:
+        return self.value.item()
+
+    def merged(self, others: Sequence[Scalar], rows: Sequence[int]) -> Scalar:
+        parts = [self, *others]
+        if self.is_sum:
+            return dataclasses.replace(self, value=sum(part.value for part in parts))
+        if jnp.issubdtype(self.value.dtype, jnp.inexact):
+            total = sum(part.value * (n / sum(rows)) for part, n in zip(parts, rows, strict=True))
+            return dataclasses.replace(self, value=total)
+        shares = (part.value.astype(jnp.float32) * (n / sum(rows)) for part, n in zip(parts, rows, strict=True))
+        return dataclasses.replace(self, value=sum(shares))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Rows(Report):
+    """A value for each example: of several towers one after the other, as predictions are.
+
+    Attributes:
+      value: array of shape `(batch, ...)`.
+      limit: how many rows are kept at most; None: all.
+      image: whether it goes into the event files, as images.
+    """
+
+    value: Any
+    limit: int | None = dataclasses.field(default=None, metadata={"static": True})
+    image: bool = dataclasses.field(default=False, metadata={"static": True})
+
+    def as_value(self) -> Any:
+        return self.value
+
+    def merged(self, others: Sequence[Rows], rows: Sequence[int]) -> Rows:
+        del rows
+        return dataclasses.replace(self, value=jnp.concatenate([p.value for p in (self, *others)])[: self.limit])
+
+
+@functools.cache
+def bucket_limits() -> np.ndarray:
+    """The upper ends of a histogram's buckets: TensorFlow's, each a tenth wider than the one nearer to zero."""
+    positive = 1e-12 * 1.1 ** np.arange(774)
+    return np.concatenate([-positive[::-1], [0.0], positive, [np.finfo(np.float32).max]]).astype(np.float32)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Histogram(Report):
+    """How many values lie in each bucket; of several towers all of them together.
+
+    Attributes:
+      counts: int32 array, by bucket (see `bucket_limits`).
+      minimum, maximum, sum, sum_squares: scalars, of the values.
+    """
+
+    counts: Any
+    minimum: Any
+    maximum: Any
+    sum: Any
+    sum_squares: Any
+
+    @classmethod
+    def of(cls, values: jax.Array) -> Histogram:
+        flat = values.astype(jnp.float32).ravel()
+        limits = jnp.asarray(bucket_limits())
+        buckets = jnp.clip(jnp.searchsorted(limits, flat, side="left"), 0, len(limits) - 1)
+        counts = jnp.zeros(len(limits), jnp.int32).at[buckets].add(1)
+        return cls(counts, flat.min(), flat.max(), flat.sum(), (flat**2).sum())
+
+    def as_value(self) -> Histogram:
+        return self
+
+    def merged(self, others: Sequence[Histogram], rows: Sequence[int]) -> Histogram:
+        del rows
+        parts = [self, *others]
+        return Histogram(
+            counts=sum(p.counts for p in parts),
+            minimum=functools.reduce(jnp.minimum, [p.minimum for p in parts]),
+            maximum=functools.reduce(jnp.maximum, [p.maximum for p in parts]),
+            sum=sum(p.sum for p in parts),
+            sum_squares=sum(p.sum_squares for p in parts),
+        )
+
+
+def merge_reports(parts: Sequence[dict[str, Report]], rows: Sequence[int]) -> dict[str, Report]:
+    """One report for each name from those of several parts of a batch, of so many rows each."""
+    first, *others = parts
+    return {name: report.merged([other[name] for other in others], rows) for name, report in first.items()}
+
+
+def record(name: str, value: Any) -> None:
+    """Reports a value of this run of the model_fn, for hooks and `export_model(outputs=...)` to read by its name.
+
+    A scalar is averaged over towers; an array must have the batch as its first dimension, and is put together in input
+    order, as predictions are. It costs nothing in steps of which no hook asks for a value.
+
+    >>> import estimator as est, jax, jax.numpy as jnp
+    >>> def model_fn(features, labels, mode):
+    ...     est.record("largest", features.max())
+    ...     return est.EstimatorSpec(mode, predictions=features)
+    >>> model = est.transform(model_fn)
+    >>> state = model.init(jax.random.key(0), jnp.ones(3), mode="infer")
+    >>> print(model.predict_step(state, jnp.arange(3.0)).reported["largest"].value)
+    2.0
+
+    Args:
+      name: prefixed by the variable scopes around the call; once in a run.
+      value: a number, or an array of numbers.
+
+    Raises:
+      ValueError: the name was reported already, or the value is not known outside of a function that jax traces.
+      TypeError: the value is no array of numbers.
+    """
+    value = checked("est.record", name, value)
+    report("est.record", name, Scalar(value) if value.ndim == 0 else Rows(value))
+
+
+def checked(caller: str, name: str, value: Any) -> jax.Array:
+    """`value` as an array."""
+    try:
+        return jnp.asarray(value)
+    except TypeError as error:
+        raise TypeError(f"`{caller}({name!r})` needs a number or an array of numbers; got {value!r}.") from error
+
+
+def report(caller: str, name: str, value: Report) -> str:
+    """Adds a report to the run that is going on; returns its full name."""
+    frame = current_frame(caller)
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"`{caller}` needs a non-empty name; got {name!r}.")
+    full = "/".join((*frame.scope, name))
+    if full == "loss" or full in frame.reported:
+        known = "is the loss of the EstimatorSpec" if full == "loss" else "was reported already in this run"
+        raise ValueError(f"`{caller}({full!r})`: {full!r} {known}. Give another name, or open a `variable_scope`.")
+    if frame.trace != current_trace():
+        raise ValueError(
+            f"`{caller}({full!r})` was called within a function that jax traces apart (`jax.jit`, `jax.lax.scan`, "
+            "`jax.checkpoint` ...), outside of which the value is not known. Return it, and report it outside."
+        )
+    frame.reported[full] = value
+    return full
+
+
+def report_in_training(name: str, make: Callable[[], Report]) -> None:
+    """Reports what a ready-made part of a model shows by itself. It stays out of the way: it does nothing in other
+    modes, outside of a run, where the value is not known outside (see `report`), and where the name is taken."""
+    frame = innermost_frame()
+    if frame is None or frame.mode != ModeKeys.TRAIN or frame.trace != current_trace():
+        return
+    full = "/".join((*frame.scope, name))
+    if full not in frame.reported:
+        frame.reported[full] = make()

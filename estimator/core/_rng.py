@@ -1,0 +1,62 @@
+"""Random keys and the step counter of a run."""
+
+import jax
+
+from estimator.core._frame import Frame, current_frame, transformations_within
+from estimator.core._transformations import repeating
+from estimator.core._variables import name_hash
+
+
+def make_rng(name: str | None = None) -> jax.Array:
+    """A fresh PRNG key: another one at each call, step and tower, the same in every run with the same seed.
+
+    >>> import estimator as est, jax, jax.numpy as jnp
+    >>> def model_fn(features, labels, mode):
+    ...     noise = jax.random.normal(est.make_rng("noise"), features.shape)
+    ...     return est.EstimatorSpec(mode, predictions=features + noise)
+    >>> model = est.transform(model_fn)
+    >>> state = model.init(jax.random.key(0), jnp.ones(3), mode="infer")
+    >>> first, again = (model.predict_step(state, jnp.ones(3)).predictions for _ in range(2))
+    >>> bool((first == again).all())
+    True
+
+    In a function under `jax.checkpoint`, `jax.lax.cond` or `jax.jit` the key is of the first call: jax keeps what it
+    has traced, and a second call with arguments of the same shapes repeats it, with the same key. A function that is
+    called several times, or defined outside of the model_fn, is to be given its key as an argument.
+
+    Args:
+      name: keys of one name depend on the number of calls with that name alone, so that a call added elsewhere in
+        the model_fn does not change them.
+
+    Raises:
+      ValueError: it was called in the body of a loop (`jax.lax.scan`, `map`, `while_loop`, `jax.vmap` ...), of which
+        every iteration would get the same key, since jax traces a body once.
+    """
+    frame = current_frame("est.make_rng")
+    loop = loop_around(frame)
+    if loop is not None:
+        call = "est.make_rng()" if name is None else f"est.make_rng({name!r})"
+        raise ValueError(
+            f"`{call}` was called in a function that `{loop}` runs many times, each time with the same key. Call it "
+            "before, split the key by `jax.random.split(key, n)`, and let the loop go over the n keys; or fold the "
+            "number of the iteration in, by `jax.random.fold_in(key, i)`."
+        )
+    return next_key(frame, name)
+
+
+def loop_around(frame: Frame) -> str | None:
+    """The loop of jax between the model_fn and the code that calls this, of which all iterations get one key."""
+    within = transformations_within(frame)
+    return None if within is None else repeating(within)
+
+
+def next_key(frame: Frame, name: str | None) -> jax.Array:
+    """The key that `make_rng` returns, wherever it is called."""
+    label = "" if name is None else name
+    frame.rng_calls[label] += 1
+    return jax.random.fold_in(jax.random.fold_in(frame.key, name_hash(label)), frame.rng_calls[label])
+
+
+def global_step() -> jax.Array:
+    """The number of training steps finished before this run: an int32 scalar. A step advances it by one."""
+    return current_frame("est.global_step").global_step

@@ -1,0 +1,106 @@
+"""What a model_fn asks the step to do: the `train_op` of its spec."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Protocol
+
+import jax
+import optax
+
+from estimator.core._frame import RunId
+from estimator.core._typing import PyTree
+
+
+class UpdatingOptimizer(Protocol):
+    """What a training step needs of an `est.Optimizer`."""
+
+    @property
+    def transformation(self) -> optax.GradientTransformation: ...
+
+    @property
+    def loss_scale(self) -> Any: ...
+
+    @property
+    def row_rules(self) -> dict[Any, Any]: ...
+
+    def get_name(self) -> str: ...
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Update:
+    """One call of `minimize` or `apply_gradients`.
+
+    Attributes:
+      gradients: by variable name; None while they are still to be taken from the loss.
+      loss: scalar; None for `apply_gradients`.
+      var_list: names of the variables to update.
+      slots: name of this call's entry in `State.slots`.
+      optimizer: whose transformation turns the gradients into updates.
+      run: in which it was made.
+      non_finite: by variable name, whether a tower's gradient held an inf or a NaN; bools of shape `[towers]`.
+    """
+
+    gradients: dict[str, PyTree] | None
+    loss: jax.Array | None
+    var_list: tuple[str, ...] = dataclasses.field(metadata={"static": True})
+    slots: str = dataclasses.field(metadata={"static": True})
+    optimizer: UpdatingOptimizer = dataclasses.field(metadata={"static": True})
+    run: RunId = dataclasses.field(default_factory=RunId, metadata={"static": True})
+    non_finite: dict[str, jax.Array] | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainOp:
+    """What a training step does to the variables.
+
+    Attributes:
+      updates: applied in this order.
+      skipped: bool scalar: in the spec of a step that is done, whether it was skipped (`on_nan`); else None.
+      learning_rates: in the spec of a step that is done, those that it was made with, as `est.learning_rates` names
+        them; scalars.
+      slots: those that a step leaves which has applied its updates itself, by name; that it wrote the variables too
+        is told by what it assigned.
+    """
+
+    updates: tuple[Update, ...] = ()
+    skipped: jax.Array | None = None
+    learning_rates: dict[str, Any] = dataclasses.field(default_factory=dict)
+    slots: dict[str, PyTree] = dataclasses.field(default_factory=dict)
+
+
+class GradientsNeeded(BaseException):
+    """Leaves a run at `compute_gradients`, with the loss whose gradients it needs to go on (see `_gradients.py`).
+
+    No `Exception`, so that a model_fn which catches those does not stop it.
+    """
+
+    def __init__(self, loss: jax.Array, var_list: tuple[str, ...], slots: str | None) -> None:
+        super().__init__("`compute_gradients` was called in a frame that no runner watches over.")
+        self.loss = loss
+        self.var_list = var_list
+        self.slots = slots  # where the loss scale is
+
+
+def group(*train_ops: TrainOp) -> TrainOp:
+    """One train_op that does what several do, in their order; `est.group()` is one that does nothing.
+
+    A step with it is counted, and changes no variable but those that `est.assign` writes. It was `tf.no_op()`.
+
+    >>> import estimator as est
+    >>> est.group().updates
+    ()
+    """
+    for train_op in train_ops:
+        if not isinstance(train_op, TrainOp):
+            raise TypeError(
+                f"`est.group` takes what `minimize`, `apply_gradients` and `group` return; got {train_op!r}. "
+                "Write `est.group(est.Optimizer(optimizer).minimize(loss), ...)`."
+            )
+    return TrainOp(
+        tuple(update for train_op in train_ops for update in train_op.updates),
+        slots={name: state for train_op in train_ops for name, state in train_op.slots.items()},
+        learning_rates={name: rate for train_op in train_ops for name, rate in train_op.learning_rates.items()},
+    )

@@ -1,0 +1,7 @@
+"""Types that have a name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+PyTree = Any

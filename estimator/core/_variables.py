@@ -1,0 +1,402 @@
+"""Variables of a model_fn: created once, read by name, written in training."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import math
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from estimator.core._frame import Frame, check_is_known_outside, current_frame
+from estimator.core._partitioning import Partition, partitioned
+from estimator.core._transformations import differentiates, stages
+from estimator.core._typing import PyTree
+
+
+class VariableAggregation(enum.StrEnum):
+    """How the values that several towers `assign` to one variable become one value."""
+
+    MEAN = "mean"
+    SUM = "sum"
+    ONLY_FIRST_TOWER = "only_first_tower"
+
+
+class _AutoReuse(enum.Enum):
+    AUTO_REUSE = "auto_reuse"
+
+
+AUTO_REUSE: Final = _AutoReuse.AUTO_REUSE
+"""For `variable_scope(reuse=...)`: create a variable the first time, return it from then on."""
+
+
+@contextlib.contextmanager
+def variable_scope(name: str, reuse: bool | _AutoReuse | None = None) -> Iterator[None]:
+    """Prefixes the names of the variables got in the block with `name` and a "/".
+
+    Args:
+      name: the prefix; scopes nest.
+      reuse: True: variables must exist in this run already; `AUTO_REUSE`: they may. None: as the enclosing scope.
+        As in TensorFlow, an inner scope does not end an outer one's reuse.
+
+    >>> import estimator as est, jax, jax.numpy as jnp
+    >>> def model_fn(features, labels, mode):
+    ...     with est.variable_scope("layer"):
+    ...         w = est.get_variable("w", (1, 2))
+    ...     return est.EstimatorSpec(mode, predictions=features @ w)
+    >>> model = est.transform(model_fn)
+    >>> list(model.init(jax.random.key(0), jnp.ones((3, 1)), mode="infer").variables)
+    ['layer/w']
+    """
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"`est.variable_scope` needs a non-empty name; got {name!r}.")
+    frame = current_frame("est.variable_scope")
+    scope, outer_reuse = frame.scope, frame.reuse
+    frame.scope, frame.reuse = (*scope, name), reuse or outer_reuse
+    try:
+        yield
+    finally:
+        frame.scope, frame.reuse = scope, outer_reuse
+
+
+def get_variable(
+    name: str,
+    shape: int | Sequence[int] | Callable[..., PyTree] | None = None,
+    dtype: Any = None,
+    initializer: Callable[..., PyTree] | PyTree = None,
+    trainable: bool = True,
+    aggregation: VariableAggregation = VariableAggregation.MEAN,
+    partition: Partition = None,
+) -> PyTree:
+    """The value of a variable: a plain array, or a pytree of arrays.
+
+    >>> import estimator as est, jax, jax.numpy as jnp
+    >>> def model_fn(features, labels, mode):
+    ...     w = est.get_variable("w", (2,), initializer=jax.nn.initializers.ones)
+    ...     net = est.get_variable("net", lambda key: {"b": jnp.zeros(2)})
+    ...     return est.EstimatorSpec(mode, predictions=features * w + net["b"])
+    >>> model = est.transform(model_fn)
+    >>> state = model.init(jax.random.key(0), jnp.ones((1, 2)), mode="infer")
+    >>> print(model.predict_step(state, jnp.ones((1, 2))).predictions)
+    [[1. 1.]]
+
+    Args:
+      name: prefixed by the scopes around the call.
+      shape: of an array variable; an integer is a shape of one dimension. May be left out: see `initializer`.
+      dtype: of an array variable; float32 by default. Without a `shape`, what every array of the initial value is cast
+        to; by default each keeps its own (less those of 64 bits, where jax has none), and Python numbers are float32.
+      initializer: with a `shape`, `fn(key, shape, dtype)` as in `jax.nn.initializers`; by default, as in TensorFlow,
+        glorot uniform, and zeros for integers and booleans. Without a `shape`, `fn(key) -> pytree`, or a concrete
+        pytree of arrays: the way to take in the parameters of a Flax, Haiku or Equinox model whole. Such a function,
+        and no value, may also be given as the second argument, instead of a `shape`.
+      trainable: whether optimizers change it by default. Integers have no gradient and are never trainable.
+      aggregation: what becomes of the values that several towers assign.
+      partition: how the variable is cut over the devices of a tower, where towers have several
+        (`replicate_model_fn(..., devices_per_tower=k)`): None or "part" for each dimension, at most one "part", such as
+        `(None, "part")`. For a pytree, a function of each of its arrays that returns this, or None. Its gradient and
+        slots are cut as it is. Where towers have one device, or there are none, it has no effect.
+
+    Raises:
+      TypeError: the shape holds something else than integers; or the partition is neither a tuple nor a function that
+        returns one.
+      ValueError: the name was got already in this run (and no scope says `reuse`), the state has no such variable,
+        or has it with another shape or dtype; it is got for the first time in a loop, a branch or another function
+        that jax traces apart; the initial value does not fit into the dtype; or the partition does not suit the shape.
+    """
+    frame = current_frame("est.get_variable")
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"`est.get_variable` needs a non-empty name; got {name!r}.")
+    full = "/".join((*frame.scope, name))
+    call = f"`est.get_variable({full!r})`"
+    if initializer is None and callable(shape):
+        shape, initializer = None, shape
+    shape, dtype = as_shape(call, shape), as_dtype(call, dtype)
+    if full in frame.trainable:
+        if not frame.reuse:
+            raise ValueError(
+                f"{call} was called twice in one run of the model_fn. To share the variable, call it in "
+                "`with est.variable_scope(..., reuse=True)` (or `reuse=est.AUTO_REUSE`); "
+                "otherwise give it another name."
+            )
+        check_declared(call, shape, dtype, frame.variables[full], "the first call")
+        return read(frame, full)
+    if frame.reuse is True:
+        raise ValueError(
+            f"{call} is in a scope with `reuse=True`, but no such variable was created in this run, only "
+            f"{listed(frame.trainable)}. Create it first, or use `reuse=est.AUTO_REUSE`."
+        )
+    check_is_known_outside(
+        call,
+        frame,
+        "outside of which the variable would not exist. Get it before, outside of the function",
+        unless=lambda names: not stages(names),
+    )
+    if frame.initializing:
+        frame.variables[full] = _initial_value(call, frame, full, shape, dtype, initializer)
+    elif full not in frame.variables:
+        raise ValueError(
+            f"{call} found no such variable in the state, which has {listed(frame.variables)}. "
+            "A model_fn must create every variable in the mode that the state was initialized in."
+        )
+    else:
+        check_declared(call, shape, dtype, frame.variables[full], "the state")
+    if partition is not None:
+        partitioned(call, frame, full, partition)
+    frame.trainable[full] = _is_trainable(call, frame.variables[full], trainable)
+    frame.aggregation[full] = VariableAggregation(aggregation)
+    return read(frame, full)
+
+
+def read_variable(name: str) -> PyTree:
+    """The value of a variable got earlier in this run, with what the run has assigned to it since."""
+    frame = current_frame("est.read_variable")
+    return read(frame, resolve("est.read_variable", frame, name))
+
+
+def assign(name: str, value: PyTree) -> None:
+    """Gives a non-trainable variable a new value, from the end of this training step on.
+
+    Later `get_variable` and `read_variable` calls in the same run see it. Across towers the values are merged by the
+    variable's `aggregation`. Like an update op in TensorFlow, it has no effect in EVAL and PREDICT.
+
+    Args:
+      name: of a variable got earlier in this run; looked up in the current scope, then as a full name.
+      value: of the variable's structure, shapes and dtypes. No gradient flows through it.
+
+    Raises:
+      ValueError: there is no such variable, it is trainable, the value does not fit it, or is not known outside of a
+        function that jax traces apart, such as the body of a loop.
+    """
+    frame, full, value = _checked_write("est.assign", name, value)
+    if frame.mode == "train":
+        frame.assigned[full] = value
+        frame.added.pop(full, None)
+
+
+def assign_add(name: str, delta: PyTree) -> None:
+    """Adds to a non-trainable variable; across towers the deltas are summed. Otherwise as `assign`."""
+    frame, full, delta = _checked_write("est.assign_add", name, delta)
+    if frame.mode == "train":
+        before = frame.added.get(full)
+        frame.added[full] = delta if before is None else jax.tree.map(jnp.add, before, delta)
+
+
+def read(frame: Frame, full: str) -> PyTree:
+    frame.handed_out.add(full)
+    value = frame.assigned.get(full, frame.variables[full])
+    if full in frame.added:
+        value = jax.tree.map(jnp.add, value, frame.added[full])
+    return value if frame.trainable[full] else jax.lax.stop_gradient(value)
+
+
+def name_hash(name: str) -> np.uint32:
+    """The same number for a name in every process, to make a key of its own from one PRNG key."""
+    return np.uint32(zlib.crc32(name.encode()))
+
+
+def as_shape(call: str, shape: Any) -> tuple[int, ...] | None:
+    """A shape as a tuple of integers.
+
+    Raises:
+      TypeError: it is something else, such as an initial value.
+    """
+    if shape is None:
+        return None
+    sizes = shape if isinstance(shape, tuple | list) else (shape,)
+    for size in sizes:
+        if isinstance(size, bool) or not isinstance(size, int | np.integer):
+            inside = f"{size!r} in " if sizes is shape else ""
+            raise TypeError(
+                f"{call} takes a shape as its second argument, an integer or a tuple of integers; got {inside}{shape!r}"
+                f", of type {type(size).__name__}. {_shape_fix(size, sizes is shape)}"
+            )
+        if size < 0:
+            raise ValueError(f"{call} got the shape {shape!r}, of which {size} is negative. Give every dimension.")
+    return tuple(int(size) for size in sizes)
+
+
+def _shape_fix(size: Any, inside: bool) -> str:
+    if inside and isinstance(size, float | np.floating):
+        return "Divide sizes by `//`, which gives an integer. An initial value goes by `initializer=`."
+    if inside and size is None:
+        return "A variable has no unknown dimension: give its size."
+    return "An initial value goes by `initializer=`, without a shape."
+
+
+def as_dtype(call: str, dtype: Any) -> Any:
+    """A dtype as jax has it; None is left to the callee.
+
+    Raises:
+      TypeError: it is none.
+      ValueError: it has 64 bits, and jax has no such arrays.
+    """
+    if dtype is None:
+        return None
+    try:
+        known = jax.dtypes.canonicalize_dtype(dtype)
+        if any(dtype is python for python in (bool, int, float, complex)) or jnp.dtype(dtype) == known:
+            return known
+    except TypeError:
+        raise TypeError(f"{call} needs a dtype such as `jnp.float32`; got {dtype!r}.") from None
+    raise ValueError(
+        f"{call} got the dtype {jnp.dtype(dtype)}, for which jax needs "
+        f'`jax.config.update("jax_enable_x64", True)`. Call that first, or use {known}.'
+    )
+
+
+def listed(names: Any) -> str:
+    return ", ".join(repr(name) for name in sorted(names)) or "none"
+
+
+def _initial_value(call: str, frame: Frame, full: str, shape: Any, dtype: Any, initializer: Any) -> PyTree:
+    key = jax.random.fold_in(frame.key, name_hash(full))
+    if shape is None:
+        if initializer is None:
+            raise ValueError(f"{call} needs a `shape` or an `initializer`; got neither.")
+        return _as_arrays(call, initializer(key) if callable(initializer) else initializer, dtype)
+    dtype = jnp.float32 if dtype is None else dtype
+    if 0 in shape:
+        raise ValueError(f"{call} got the shape {shape}, which has no elements. Check what it is computed from.")
+    if initializer is None:
+        initializer = _default_initializer
+    elif not callable(initializer):
+        raise ValueError(
+            f"{call} got the shape {shape} and an initializer that is a value, {initializer!r}. "
+            "Leave out the shape, or write `jax.nn.initializers.constant(value)`."
+        )
+    value = initializer(key, shape, dtype)
+    if not hasattr(value, "shape") or value.shape != shape:
+        raise ValueError(
+            f"{call}: the initializer must return an array of shape {shape}; got {value!r}. "
+            "Some initializers of jax.nn are factories: write `glorot_uniform()`, but `zeros`."
+        )
+    return jnp.asarray(value, dtype)
+
+
+def _default_initializer(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    if not jnp.issubdtype(dtype, jnp.inexact):
+        return jnp.zeros(shape, dtype)
+    if len(shape) < 2:  # TensorFlow's fans of a vector are its length; jax has none for it.
+        limit = math.sqrt(3 / max(1, *shape, 1))
+        return jax.random.uniform(key, shape, dtype, -limit, limit)
+    return jax.nn.initializers.glorot_uniform()(key, shape, dtype)
+
+
+def _as_arrays(call: str, tree: PyTree, dtype: Any) -> PyTree:
+    def as_array(path: Any, leaf: Any) -> jax.Array:
+        where = jax.tree_util.keystr(path) or "the top"
+        is_number = isinstance(leaf, bool | int | float | complex)
+        if not is_number and not isinstance(leaf, jax.Array | np.ndarray | np.generic):
+            raise ValueError(
+                f"{call}: every leaf of the initial value must be an array; got {leaf!r} at {where}. Keep what is no "
+                "array out of the variable (for Equinox, `eqx.filter(model, eqx.is_array)`)."
+            )
+        own = jnp.float32 if is_number else jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
+        return _cast(f"{call}: the initial value at {where}", leaf, own if dtype is None else dtype)
+
+    return jax.tree_util.tree_map_with_path(as_array, tree)
+
+
+def _cast(what: str, value: Any, dtype: Any) -> jax.Array:
+    """An array of the dtype. Floats may be rounded; what is lost besides is an error."""
+    if isinstance(value, jax.Array) and value.dtype == dtype:
+        return value
+    exact = not jnp.issubdtype(dtype, jnp.inexact)
+    if isinstance(value, jax.core.Tracer):
+        if exact and jnp.issubdtype(value.dtype, jnp.inexact):
+            raise ValueError(f"{what} is {value.dtype}, and the dtype {jnp.dtype(dtype)}. Round it, or change one.")
+        return value.astype(dtype)
+    given = np.asarray(value)
+    if given.dtype.kind == "c" and not jnp.issubdtype(dtype, jnp.complexfloating):
+        raise ValueError(f"{what} is complex, and the dtype {jnp.dtype(dtype)}. Take a part of it, or change one.")
+    with np.errstate(all="ignore"):
+        array = given.astype(dtype)
+    lost = array != given if exact else np.isfinite(given) & ~np.isfinite(array)
+    if lost.any():
+        raise ValueError(
+            f"{what} holds {given[lost].ravel()[0]!s}, which the dtype {jnp.dtype(dtype)} does not. Change the value, "
+            'or give another `dtype`; those of 64 bits need `jax.config.update("jax_enable_x64", True)`.'
+        )
+    return jnp.asarray(array)
+
+
+def _is_trainable(call: str, value: PyTree, trainable: bool) -> bool:
+    inexact = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in jax.tree.leaves(value)]
+    if trainable and any(inexact) and not all(inexact):
+        raise ValueError(
+            f"{call}: a trainable variable must not mix floating and integer arrays, which have no gradient. "
+            "Put the integers in a variable of their own with `trainable=False`."
+        )
+    return trainable and all(inexact)
+
+
+def check_declared(call: str, shape: tuple[int, ...] | None, dtype: Any, value: PyTree, where: str) -> None:
+    have = [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(value)]
+    if shape is not None:
+        wanted = [(shape, jnp.dtype(jnp.float32 if dtype is None else dtype))]
+    else:  # of any shapes
+        wanted = [(shape, own if dtype is None else jnp.dtype(dtype)) for shape, own in have]
+    if have != wanted:
+
+        def described(arrays: Sequence[Any]) -> str:
+            return ", ".join(f"{dtype}{list(shape)}" for shape, dtype in arrays)
+
+        raise ValueError(
+            f"{call} asks for {described(wanted)}, but in {where} the variable is {described(have)}. "
+            "Change one of them, or initialize a new state."
+        )
+
+
+def resolve(caller: str, frame: Frame, name: str) -> str:
+    if not isinstance(name, str):
+        kind = type(name).__name__
+        raise TypeError(
+            f"`{caller}` takes the name of a variable first, a string; got {name!r} of type {kind}. A variable is its "
+            f"value here, and known by its name: write `{caller}('name', ...)`."
+        )
+    scoped = "/".join((*frame.scope, name))
+    for full in (scoped, name):
+        if full in frame.trainable:
+            return full
+    raise ValueError(
+        f"`{caller}({name!r})` names no variable of this run, which has got {listed(frame.trainable)} so far. "
+        "Get it with `est.get_variable` first."
+    )
+
+
+def _checked_write(caller: str, name: str, value: PyTree) -> tuple[Frame, str, PyTree]:
+    frame = current_frame(caller)
+    full = resolve(caller, frame, name)
+    check_is_known_outside(
+        f"`{caller}({full!r})`",
+        frame,
+        "outside of which the value is not known. Return it, and write it outside",
+        unless=differentiates,
+    )
+    if frame.trainable[full]:
+        raise ValueError(
+            f"`{caller}({full!r})`: the variable is trainable, so its optimizer writes it. "
+            "Create it with `trainable=False` to write it yourself."
+        )
+    current = frame.variables[full]
+    if jax.tree.structure(value) != jax.tree.structure(current):  # type: ignore[operator]
+        raise ValueError(
+            f"`{caller}({full!r})` got a value of structure {jax.tree.structure(value)}, "
+            f"but the variable has {jax.tree.structure(current)}."
+        )
+
+    def fit(leaf: Any, like: jax.Array) -> jax.Array:
+        array = jnp.asarray(leaf)
+        if array.shape != like.shape or (array.dtype != like.dtype and not array.weak_type):
+            raise ValueError(
+                f"`{caller}({full!r})` got {array.dtype}{list(array.shape)}, "
+                f"but the variable is {like.dtype}{list(like.shape)}."
+            )
+        return jax.lax.stop_gradient(array.astype(like.dtype))
+
+    return frame, full, jax.tree.map(fit, value, current)

@@ -1,0 +1,352 @@
+"""Export: what a model_fn predicts, as programs of `jax.export` and arrays that numpy reads.
+
+An exported folder holds
+
+    metadata.json               features, signatures, weights, global_step, platforms, versions
+    weights.npz                 one array per variable, and "global_step" and "key"
+    <signature>.jaxexport       `program(weights, features) -> {name: array}`, serialized by jax
+    checksums.json              the SHA-256 of each of these files, and of the assets
+    README.md                   how to load it without this library
+    assets.extra/               what the caller gave
+
+Of a part of a model, `export_model(..., outputs=[...])`, it holds the weights and features that this part needs.
+
+Weights are arguments of the programs. numpy has no name for dtypes such as bfloat16 and saves their bytes, so the
+metadata has the dtypes. A typed PRNG key is saved as its numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import shutil
+import time
+import urllib.parse
+import uuid
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jaxlib
+import numpy as np
+from absl import logging
+from jax import export
+from jax.experimental.sparse import JAXSparse
+
+from estimator.checkpoint import _checkpoints
+from estimator.checkpoint._export_folder import FORMAT, METADATA_FILE, README_FILE, WEIGHTS_FILE, write_checksums
+from estimator.core._batch import abstract, check_batch
+from estimator.core._export_output import DEFAULT_SIGNATURE, ExportOutput, PredictOutput
+from estimator.core._frame import Frame
+from estimator.core._mode_keys import ModeKeys
+from estimator.core._model_fn import ModelFn
+from estimator.core._state import State
+from estimator.core._typing import PyTree
+from estimator.export._prune import check_rows, checked_outputs, chosen, only_needed
+from estimator.steps._gradients import run
+
+ASSETS_DIR = "assets.extra"
+_EXPORT = re.compile(r"\d{10}")
+PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
+
+_README = """# An exported model
+
+jax, numpy and flatbuffers (which jax uses to read programs) run it. In this folder:
+
+```python
+import json
+import jax, jax.export
+import numpy as np
+
+with open("metadata.json") as file:
+    metadata = json.load(file)
+with np.load("weights.npz") as saved:
+    weights = {{name: saved[name].view(array["dtype"]) for name, array in metadata["weights"].items()}}
+with open(metadata["signatures"]["serving_default"]["file"], "rb") as file:
+    predict = jax.jit(jax.export.deserialize(bytearray(file.read())).call)
+
+features = {features}
+outputs = predict(weights, features)  # a dict of arrays by name
+```
+
+{batch} It was written by jax {jax}; jax reads exported programs for at least six months.
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The arguments of `export_model`, checked.
+
+    Attributes:
+      features: `jax.ShapeDtypeStruct`s with the batch size of the example, or the one given.
+      assets: source files by destination.
+      batch_size: None: any.
+      outputs: the names of what to export; None: the `export_outputs`.
+    """
+
+    features: PyTree
+    assets: dict[str, str]
+    batch_size: int | None
+    platforms: tuple[str, ...]
+    outputs: tuple[str, ...] | None
+
+    def symbolic_features(self) -> PyTree:
+        """The features to export for: their first dimension is "b", unless one batch size was asked for."""
+        if self.batch_size is not None:
+            return self.features
+        (b,) = export.symbolic_shape("b")
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct((b, *x.shape[1:]), x.dtype), self.features)
+
+
+def check_arguments(example_features: Any, assets_extra: Any, batch_size: Any, platforms: Any, outputs: Any) -> Options:
+    """All of them, before anything is read or computed."""
+    if example_features is None or callable(example_features):
+        raise TypeError(
+            "`export_model` needs example_features: arrays, or `jax.ShapeDtypeStruct`s, as the model_fn takes them, "
+            f"for example `next(iter(input_fn()))[0]`; got {example_features!r}."
+        )
+    _check_containers("example_features", example_features)
+    check_batch(example_features)
+    if batch_size is not None and (not isinstance(batch_size, int) or batch_size < 1):
+        raise ValueError(f"batch_size of `export_model` must be a positive int, or None for any; got {batch_size!r}.")
+    names = (platforms,) if isinstance(platforms, str) else tuple(platforms or ())
+    unknown = [name for name in names if name not in PLATFORMS]
+    if unknown or not names:
+        raise ValueError(f"platforms of `export_model` must be some of {list(PLATFORMS)}; got {platforms!r}.")
+
+    features = jax.tree.map(abstract, example_features)
+    if batch_size is not None:
+        features = jax.tree.map(lambda x: x.update(shape=(batch_size, *x.shape[1:])), features)
+    return Options(features, _checked_assets(assets_extra), batch_size, names, checked_outputs(outputs))
+
+
+def write_export(base: str | os.PathLike[str], call: ModelFn, state: State, options: Options) -> str:
+    """The path of a new folder in `base` with the model in it.
+
+    Args:
+      call: the model_fn, as a function of features, labels and mode.
+      state: of PREDICT, on any devices.
+    """
+    model = _as_function(call, state, options.outputs)
+    arrays = {name: _checkpoints._key_data(leaf) for name, leaf in _checkpoints._flatten(state).items()}
+    weights = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in arrays.items()}
+    outputs = jax.eval_shape(model, weights, options.features)
+    for name, output in outputs.items():
+        if not _arrays(output):
+            raise ValueError(f"The model_fn offers the signature {name!r} for export, but without any array.")
+    programs = {name: _exported(model, name, weights, options) for name in outputs}
+    default = programs[DEFAULT_SIGNATURE]  # the arguments of all are the same
+    (weights, features), _ = jax.tree.unflatten(default.in_tree, default.in_avals)
+    files = {name: urllib.parse.quote(name, safe=" ") + ".jaxexport" for name in programs}
+    metadata = {
+        "format": FORMAT,
+        "global_step": int(state.global_step),
+        "features": _described(named(features, alone="features")),
+        "signatures": {
+            name: {
+                "file": files[name],
+                "outputs": _described(jax.tree.unflatten(program.out_tree, program.out_avals)),
+                **_class_names(outputs[name]),
+            }
+            for name, program in programs.items()
+        },
+        "weights": _described(weights),
+        "platforms": list(options.platforms),
+        "versions": {"jax": jax.__version__, "jaxlib": jaxlib.__version__, "numpy": np.__version__},
+    }
+
+    def fill(folder: str) -> None:
+        np.savez(os.path.join(folder, WEIGHTS_FILE), **jax.device_get({name: arrays[name] for name in weights}))
+        for name, program in programs.items():
+            with open(os.path.join(folder, files[name]), "wb") as file:
+                file.write(program.serialize())
+        for destination, source in options.assets.items():
+            path = os.path.join(folder, ASSETS_DIR, destination)
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            shutil.copy(source, path)
+        with open(os.path.join(folder, README_FILE), "w", encoding="utf-8") as file:
+            file.write(_readme(features, options.batch_size))
+        with open(os.path.join(folder, METADATA_FILE), "w", encoding="utf-8") as file:
+            json.dump(metadata, file, indent=1)
+        write_checksums(folder)
+
+    path = _new_folder(os.fspath(base), fill)
+    logging.info("Exported %s at step %d to %s", ", ".join(programs), metadata["global_step"], path)
+    return path
+
+
+def named(tree: PyTree, alone: str = "output") -> dict[str, Any]:
+    """The leaves by the names on their path, joined by "/"; of a tuple as a key, too. A single leaf is `alone`."""
+    leaves: dict[str, Any] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        name = "/".join(map(_key_name, path)) or alone
+        if name in leaves:
+            raise ValueError(f"Two arrays are called {name!r} in what is to be exported. Rename one of them.")
+        leaves[name] = leaf
+    return leaves
+
+
+def _key_name(key: Any) -> str:
+    if isinstance(key, jax.tree_util.DictKey) and isinstance(key.key, tuple):
+        return "/".join(map(str, key.key))
+    return jax.tree_util.keystr((key,), simple=True)
+
+
+def _as_function(
+    call: ModelFn, like: State, names: tuple[str, ...] | None
+) -> Callable[[dict[str, Any], PyTree], dict[str, ExportOutput]]:
+    """The export outputs by signature, or those called `names` as the only one, from weights by name and features."""
+    structs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), like)
+    structure, wanted = jax.tree.structure(structs), _checkpoints._flatten(structs)
+
+    def model(weights: dict[str, Any], features: PyTree) -> dict[str, ExportOutput]:
+        leaves = [_checkpoints._wrap_key_data(weights[name], leaf) for name, leaf in wanted.items()]
+        state = jax.tree.unflatten(structure, leaves)
+        frame = Frame(
+            ModeKeys.PREDICT,
+            state.variables,
+            state.slots,
+            key=jax.random.fold_in(state.key, state.global_step),
+            global_step=state.global_step,
+            one_tower=True,
+        )
+        outcome, _ = run(lambda: call(features, None, ModeKeys.PREDICT), frame, take_gradients=False)
+        spec = outcome.spec
+        if names is None:
+            return spec.export_outputs
+        return {DEFAULT_SIGNATURE: PredictOutput(chosen(names, named(spec.predictions), spec.reported))}
+
+    return model
+
+
+def _exported(model: Callable[..., Any], name: str, weights: dict[str, Any], options: Options) -> export.Exported:
+    def signature(weights: dict[str, Any], features: PyTree) -> dict[str, Any]:
+        return _arrays(model(weights, features)[name])
+
+    args = signature, weights, options.symbolic_features()
+    try:
+        fn, weights, features = args if options.outputs is None else only_needed(*args)
+        program = export.export(jax.jit(fn), platforms=options.platforms)(weights, features)
+    except Exception as e:
+        if options.batch_size is not None:
+            raise
+        # jax raises many kinds; the model_fn itself has run with a batch of the example's size
+        reason = str(e).partition("\n")[0]
+        raise ValueError(
+            f"`export_model` could not export the signature {name!r} for batches of any size on {options.platforms}: "
+            f"{type(e).__name__}: {reason} A model_fn that is exported so must not need the number of examples as a "
+            "Python int: write `x.shape[0]` for `len(x)`, and no `if` or `for` over it. Or export for one size by "
+            "`export_model(..., batch_size=...)`."
+        ) from e
+    if options.outputs is not None:
+        rows = jax.tree.leaves(features)[0].shape[0]
+        check_rows(jax.tree.unflatten(program.out_tree, program.out_avals), rows)
+    return program
+
+
+def _arrays(output: ExportOutput) -> dict[str, Any]:
+    return named(output.outputs if isinstance(output, PredictOutput) else output)
+
+
+def _described(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    def sizes(shape: Any) -> list[Any]:
+        return [size if isinstance(size, int) else str(size) for size in shape]
+
+    return {name: {"shape": sizes(x.shape), "dtype": np.dtype(x.dtype).name} for name, x in arrays.items()}
+
+
+def _class_names(output: ExportOutput) -> dict[str, list[str]]:
+    """No program holds strings; those of a ClassificationOutput are the same for all batches."""
+    classes = getattr(output, "classes", None)
+    if isinstance(classes, np.ndarray) and classes.dtype.kind in "SU":
+        return {"class_names": classes.astype(str).tolist()}
+    return {}
+
+
+class _Zeros:
+    """Is shown as the line that makes the array."""
+
+    def __init__(self, like: jax.ShapeDtypeStruct) -> None:
+        self._like = like
+
+    def __repr__(self) -> str:
+        shape = tuple(size if isinstance(size, int) else 1 for size in self._like.shape)
+        return f'np.zeros({shape}, "{np.dtype(self._like.dtype).name}")'
+
+
+def _readme(features: PyTree, batch_size: int | None) -> str:
+    batch = "Batches may have any size." if batch_size is None else f"Batches have {batch_size} examples."
+    return _README.format(features=jax.tree.map(_Zeros, features), batch=batch, jax=jax.__version__)
+
+
+def _new_folder(base: str, fill: Callable[[str], None]) -> str:
+    """A folder in `base` called by the time in seconds, or a later one, so that it is the last; whole when there."""
+    is_new = not os.path.isdir(base)
+    temporary = os.path.join(base, f"temp-{uuid.uuid4().hex}")
+    try:
+        os.makedirs(temporary)
+        fill(temporary)
+        later = (int(name) + 1 for name in os.listdir(base) if _EXPORT.fullmatch(name))
+        number = max([int(time.time()), *later])  # the newest has the largest, even where others were removed
+        while True:
+            path = os.path.join(base, str(number))
+            if not os.path.exists(path):
+                try:
+                    os.rename(temporary, path)
+                    return path
+                except OSError:
+                    if not os.path.exists(path):  # else another process was faster
+                        raise
+            number += 1
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        if is_new:
+            with contextlib.suppress(OSError):
+                os.rmdir(base)
+        raise
+
+
+def _check_containers(name: str, tree: Any) -> None:
+    """Refuses what a program cannot name without the code that made it."""
+    if isinstance(tree, JAXSparse):
+        raise TypeError(
+            f"`export_model` cannot export for sparse features; got {name} = {tree!r}. Let the model_fn take dense "
+            "arrays too, such as ids and weights of a fixed number of entries for each example, and export for these."
+        )
+    if type(tree) in (list, tuple):
+        for i, item in enumerate(tree):
+            _check_containers(f"{name}[{i}]", item)
+    elif type(tree) is dict:
+        for key, item in tree.items():
+            if not isinstance(key, str):
+                raise TypeError(f"`export_model` needs strings as keys of features; {name} has the key {key!r}.")
+            _check_containers(f"{name}[{key!r}]", item)
+    elif tree is not None and not jax.tree_util.all_leaves([tree]):
+        raise TypeError(
+            f"`export_model` takes features in dicts, lists and tuples, which can be loaded without your code; got "
+            f"{name} of type {type(tree).__name__}. Let the model_fn take a dict."
+        )
+
+
+def _checked_assets(assets_extra: Any) -> dict[str, str]:
+    if assets_extra is None:
+        return {}
+    if not isinstance(assets_extra, Mapping):
+        raise TypeError(
+            "assets_extra must be a dict of source files by their destination, for example "
+            f"{{'vocabulary.txt': '/data/vocabulary.txt'}}; got {assets_extra!r}."
+        )
+    assets = {}
+    for destination, source in assets_extra.items():
+        parts = os.path.normpath(destination).split(os.sep)
+        if os.path.isabs(destination) or parts[0] in ("..", "."):
+            raise ValueError(
+                f"assets_extra: {destination!r} must be a path within `{ASSETS_DIR}/`, such as 'words.txt'."
+            )
+        if not os.path.isfile(source):
+            raise ValueError(f"assets_extra: there is no file {os.fspath(source)!r} to copy to {destination!r}.")
+        assets[destination] = os.fspath(source)
+    return assets

@@ -1,0 +1,280 @@
+"""Exporters: which of the evaluated models become exports."""
+
+from __future__ import annotations
+
+import abc
+import inspect
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from absl import logging
+
+from estimator.core._typing import PyTree
+
+_RECORD = "exported.json"
+_EXPORT = re.compile(r"\d{10}")
+_COMPARED = ("best_eval_result", "current_eval_result")
+_Files = Mapping[str, str | os.PathLike[str]]
+
+
+class Exporter(abc.ABC):
+    """What `train_and_evaluate` calls after every evaluation, to export the model or not. Derive your own from it."""
+
+    @property
+    @abc.abstractmethod
+    def name(self) -> str:
+        """The folder for its exports is `<model_dir>/export/<name>`."""
+
+    @abc.abstractmethod
+    def export(
+        self,
+        estimator: Any,
+        export_path: str,
+        checkpoint_path: str | None,
+        eval_result: dict[str, Any],
+        is_the_final_export: bool,
+    ) -> str | None:
+        """Exports the model, or does not.
+
+        Args:
+          estimator: the Estimator that is trained.
+          export_path: the folder to put exports into.
+          checkpoint_path: the checkpoint that was evaluated; None if no exporter `wants` it.
+          eval_result: what `evaluate` returned.
+          is_the_final_export: whether training has ended, however it did. The last evaluation within a training may be
+            that of its end: then this is called once without and once with it.
+
+        Returns:
+          The path of the export, or None.
+        """
+
+    def wants(self, export_path: str, eval_result: dict[str, Any], is_the_final_export: bool) -> bool:
+        """Whether `export` will need the checkpoint: if no exporter does, none is saved for it. By default it always
+        does."""
+        del export_path, eval_result, is_the_final_export
+        return True
+
+
+class LatestExporter(Exporter):
+    """Exports after every evaluation.
+
+    A result (of the same step, with the same metrics) is exported once: asked again, as at the end of training, or in
+    a run that had ended already, it returns the path of the export that there is.
+
+    >>> import numpy as np
+    >>> exporter = LatestExporter("latest", example_features=np.zeros((1, 4), np.float32))
+
+    Args:
+      name: of the folder.
+      example_features: features of a batch as the model_fn takes them; see `Estimator.export_model`.
+      assets_extra: files to copy into the export, by their path in there.
+      exports_to_keep: how many of the newest exports to leave in the folder; None: all. Only what is
+        called by a time in seconds, of ten digits, is an export.
+      batch_size, platforms: as of `Estimator.export_model`, if given.
+
+    Raises:
+      TypeError: `example_features` is a function, TensorFlow's `serving_input_receiver_fn`.
+      ValueError: it is None, or `exports_to_keep` is not positive.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        example_features: PyTree,
+        assets_extra: _Files | None = None,
+        exports_to_keep: int | None = 5,
+        batch_size: int | None = None,
+        platforms: Any = None,
+    ) -> None:
+        kind = type(self).__name__
+        if callable(example_features):
+            raise TypeError(
+                f"{kind} takes `example_features` in the place of TensorFlow's serving_input_receiver_fn: features of "
+                f"a batch as the model_fn gets them, `next(iter(input_fn()))[0]`; got {example_features!r}."
+            )
+        if example_features is None:
+            raise ValueError(f"{kind} needs `example_features`: those of a batch, for the model_fn; got None.")
+        if exports_to_keep is not None and exports_to_keep <= 0:
+            raise ValueError(f"`exports_to_keep`, if provided, must be positive number; got {exports_to_keep!r}.")
+        self._name = name
+        self._example_features = example_features
+        self._keep = exports_to_keep
+        options = {"assets_extra": assets_extra, "batch_size": batch_size, "platforms": platforms}
+        self._options = {option: value for option, value in options.items() if value is not None}
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    def wants(self, export_path: str, eval_result: dict[str, Any], is_the_final_export: bool) -> bool:
+        return self._decide(export_path, eval_result, is_the_final_export)[0]
+
+    def export(
+        self,
+        estimator: Any,
+        export_path: str,
+        checkpoint_path: str | None,
+        eval_result: dict[str, Any],
+        is_the_final_export: bool,
+    ) -> str | None:
+        chosen, path = self._decide(export_path, eval_result, is_the_final_export)
+        if chosen:
+            path = estimator.export_model(
+                export_path, self._example_features, checkpoint_path=checkpoint_path, **self._options
+            )
+            path = os.fspath(path)
+            _write_record(export_path, path, eval_result)
+            if self._keep is not None:
+                _remove_old(export_path, self._keep)
+        return path
+
+    def _decide(self, export_path: str, result: dict[str, Any], final: bool) -> tuple[bool, str | None]:
+        """Whether to export, and, if not, the path of the export of this result if there is one."""
+        del final
+        last = _read_record(export_path)
+        if last is not None and _text(last["eval_result"]) == _text(result):
+            path = os.path.join(export_path, last["export"])
+            if os.path.isdir(path):
+                return False, path
+        return self._is_chosen(last and last["eval_result"], result), None
+
+    def _is_chosen(self, last: dict[str, Any] | None, result: dict[str, Any]) -> bool:
+        """Whether to export, given the result of the last export."""
+        del last, result
+        return True
+
+
+class FinalExporter(LatestExporter):
+    """Exports once, at the end of training: after `max_steps`, with the end of the input, or when a hook stopped it.
+
+    A run that had ended already, started again, has the export that there is; one that goes on will have another.
+
+    >>> import numpy as np
+    >>> exporter = FinalExporter("final", example_features=np.zeros((1, 4), np.float32))
+
+    Args:
+      name, example_features, assets_extra, batch_size, platforms: as of `LatestExporter`.
+
+    Raises:
+      TypeError, ValueError: as `LatestExporter`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        example_features: PyTree,
+        assets_extra: _Files | None = None,
+        batch_size: int | None = None,
+        platforms: Any = None,
+    ) -> None:
+        super().__init__(name, example_features, assets_extra, None, batch_size, platforms)
+
+    def _decide(self, export_path: str, result: dict[str, Any], final: bool) -> tuple[bool, str | None]:
+        return super()._decide(export_path, result, final) if final else (False, None)
+
+
+def _loss_smaller(best_eval_result: dict[str, Any], current_eval_result: dict[str, Any]) -> bool:
+    for result in (best_eval_result, current_eval_result):
+        if "loss" not in result:
+            raise ValueError(f"BestExporter compares losses, but got {result!r} without one. Give it a compare_fn.")
+    return bool(current_eval_result["loss"] < best_eval_result["loss"])
+
+
+class BestExporter(LatestExporter):
+    """Exports a model that is better than all that it exported before.
+
+    The result of the best is kept in a file beside the exports: a training that is started again compares with it,
+    and never exports a worse model, as TensorFlow's would. A result with NaN in any metric is never the best.
+
+    >>> import numpy as np
+    >>> def more_accurate(best_eval_result, current_eval_result):
+    ...     return current_eval_result["accuracy"] > best_eval_result["accuracy"]
+    >>> exporter = BestExporter("best", np.zeros((1, 4), np.float32), compare_fn=more_accurate)
+
+    Args:
+      name, example_features, assets_extra, exports_to_keep, batch_size, platforms: as of `LatestExporter`.
+      compare_fn: function of `best_eval_result` and `current_eval_result`, both as `evaluate` returns them, that says
+        whether the current one is better. Default: its loss is smaller.
+
+    Raises:
+      TypeError: as `LatestExporter`.
+      ValueError: also if `compare_fn` is None or has other arguments; in `export`, if there is no loss to compare.
+    """
+
+    def __init__(
+        self,
+        name: str = "best_exporter",
+        example_features: PyTree = None,
+        compare_fn: Callable[..., Any] = _loss_smaller,
+        assets_extra: _Files | None = None,
+        exports_to_keep: int | None = 5,
+        batch_size: int | None = None,
+        platforms: Any = None,
+    ) -> None:
+        super().__init__(name, example_features, assets_extra, exports_to_keep, batch_size, platforms)
+        if not callable(compare_fn) or sorted(inspect.signature(compare_fn).parameters) != list(_COMPARED):
+            raise ValueError(
+                f"`compare_fn` of BestExporter must be a function of exactly {' and '.join(_COMPARED)}; "
+                f"got {compare_fn!r}. Leave it out to compare losses."
+            )
+        self._compare_fn = compare_fn
+
+    def _is_chosen(self, last: dict[str, Any] | None, result: dict[str, Any]) -> bool:
+        # The first is compared with itself, so that a metric that the function does not find is an error at once.
+        best = result if last is None else {key: _as_result(value) for key, value in last.items()}
+        is_better = bool(self._compare_fn(best_eval_result=best, current_eval_result=result))
+        with_nan = sorted(name for name, value in result.items() if _has_nan(value))
+        if with_nan:
+            logging.warning("BestExporter %r does not export a model with NaN in %s.", self.name, with_nan)
+            return False
+        return last is None or is_better
+
+
+def _write_record(export_path: str, path: str, eval_result: dict[str, Any]) -> None:
+    record = os.path.join(export_path, _RECORD)
+    with open(f"{record}.new", "w", encoding="utf-8") as file:
+        json.dump({"export": os.path.basename(path), "eval_result": eval_result}, file, default=_as_json)
+    os.replace(f"{record}.new", record)
+
+
+def _read_record(export_path: str) -> dict[str, Any] | None:
+    """The last export of a folder: its name, and what was found of the model."""
+    path = os.path.join(export_path, _RECORD)
+    if not os.path.exists(path):
+        return None
+    with open(path, encoding="utf-8") as file:
+        return json.load(file)
+
+
+def _as_json(value: Any) -> Any:
+    return np.asarray(value).tolist()
+
+
+def _text(eval_result: dict[str, Any]) -> str:
+    return json.dumps(eval_result, sort_keys=True, default=_as_json)
+
+
+def _as_result(value: Any) -> Any:
+    """A metric as `evaluate` gives it: the file has lists of arrays."""
+    return np.asarray(value) if isinstance(value, list) else value
+
+
+def _has_nan(value: Any) -> bool:
+    leaves = map(np.asarray, jax.tree.leaves(value))
+    return any(bool(np.isnan(x).any()) for x in leaves if np.issubdtype(x.dtype, np.floating))
+
+
+def _remove_old(export_path: str, keep: int) -> None:
+    """Leaves the newest exports: the folders whose names are the largest times."""
+    exports = sorted(name for name in os.listdir(export_path) if _EXPORT.fullmatch(name))
+    for name in exports[:-keep]:
+        try:
+            shutil.rmtree(os.path.join(export_path, name))
+        except OSError as error:
+            logging.warning("Can not delete the old export %s: %s", os.path.join(export_path, name), error)

@@ -1,0 +1,155 @@
+"""Runs exported models; needs no model code."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import export
+
+from estimator.checkpoint._export_folder import METADATA_FILE, ExportFolder, find_export
+from estimator.core._export_output import DEFAULT_SIGNATURE
+from estimator.core._typing import PyTree
+from estimator.export._export_model import named
+
+
+class ExportedModel:
+    """A model that `load_exported` has read.
+
+    Called as `model(features, signature="serving_default")` it returns the outputs by name, numpy arrays: those of
+    a `PredictOutput` by their keys (nested ones joined by "/", a single array is "output"), "scores" and "classes" of
+    a `ClassificationOutput`, "value" of a `RegressionOutput`. Each batch size is compiled at its first call. Threads
+    may share it.
+
+    Attributes:
+      path: the folder.
+      metadata: what is in its `metadata.json`, such as "global_step", "platforms", "versions".
+      signatures: the names of what it computes.
+      features: the expected features, `jax.ShapeDtypeStruct`s; a first dimension "b" is any batch size.
+    """
+
+    def __init__(self, path: str) -> None:
+        folder = ExportFolder(path)
+        self.path = path
+        self.metadata: dict[str, Any] = folder.metadata
+        self.signatures: tuple[str, ...] = tuple(self.metadata["signatures"])
+        programs = {name: self._program(folder, entry["file"]) for name, entry in self.metadata["signatures"].items()}
+        first = programs[DEFAULT_SIGNATURE]
+        _check_process(path, first)
+        structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in first.in_avals]
+        (_, self.features), _ = jax.tree.unflatten(first.in_tree, structs)
+        self._programs = {name: jax.jit(program.call) for name, program in programs.items()}
+        self._weights = jax.device_put(folder.weights)
+
+    def __call__(self, features: PyTree, signature: str = DEFAULT_SIGNATURE) -> dict[str, np.ndarray]:
+        if signature not in self._programs:
+            raise ValueError(f"{self.path} has no signature {signature!r}; it has {sorted(self.signatures)}.")
+        _check_features(features, self.features)
+        outputs = jax.device_get(self._programs[signature](self._weights, features))
+        names = self.metadata["signatures"][signature].get("class_names")
+        return outputs if names is None else {**outputs, "classes": np.array(names)}
+
+    def __repr__(self) -> str:
+        return f"ExportedModel({self.path!r}, signatures={list(self.signatures)})"
+
+    def _program(self, folder: ExportFolder, name: str) -> export.Exported:
+        try:
+            return export.deserialize(folder.read(name))
+        except Exception as e:  # of many kinds: the bytes are parsed
+            raise ValueError(
+                f"jax {jax.__version__} cannot read {os.path.join(self.path, name)}, which jax "
+                f"{self.metadata['versions']['jax']} wrote. jax reads exported programs for six months, and those of "
+                "newer versions for three weeks. Export the model again from its checkpoint."
+            ) from e
+
+
+def load_exported(path: str | os.PathLike[str]) -> ExportedModel:
+    """The model in a folder that `Estimator.export_model` has written, ready to be called.
+
+    It is what TensorFlow calls a predictor from a SavedModel; neither model_fn nor checkpoint is needed. The README
+    in the folder shows how to do the same with jax and numpy alone. As jax promises, a program can be read for six
+    months after the release of the jax that exported it, and by jax versions up to three weeks older.
+
+    >>> import estimator as est, numpy as np, optax, tempfile
+    >>> def model_fn(features, labels, mode):
+    ...     y = features["x"] * est.get_variable("w", initializer=np.float32(2))
+    ...     if mode == est.ModeKeys.PREDICT:
+    ...         return est.EstimatorSpec(mode, predictions={"y": y})
+    ...     loss = est.losses.mean_squared_error(labels, y)
+    ...     return est.EstimatorSpec(mode, loss=loss, train_op=est.Optimizer(optax.sgd(0.5)).minimize(loss))
+    >>> x = {"x": np.ones(4, np.float32)}
+    >>> estimator = est.Estimator(model_fn, tempfile.mkdtemp()).train(lambda: [(x, 3 * x["x"])])
+    >>> path = estimator.export_model(tempfile.mkdtemp(), x)
+    >>> model = est.load_exported(path)
+    >>> model.features
+    {'x': ShapeDtypeStruct(shape=(b,), dtype=float32)}
+    >>> model({"x": np.array([1, 2], np.float32)})
+    {'y': array([3., 6.], dtype=float32)}
+
+    Args:
+      path: what `export_model` returned, or the directory it was given: the newest model in there is taken.
+
+    Raises:
+      ValueError: there is no exported model, one of its files is missing or damaged, or it is for other platforms or
+        dtypes than those of this process. When called, the model raises it for an unknown signature, and for features
+        that have other names, shapes or dtypes.
+    """
+    base = os.fspath(path)
+    folder = find_export(base)
+    if folder is None:
+        raise ValueError(
+            f"There is no exported model at {base}: neither a {METADATA_FILE} nor a folder called by a number that has "
+            "one. Give what `Estimator.export_model` returned, or the directory it was given."
+        )
+    return ExportedModel(folder)
+
+
+def _check_process(path: str, program: export.Exported) -> None:
+    here = export.default_export_platform()
+    if here not in program.platforms:
+        raise ValueError(
+            f"{path} was exported for {', '.join(program.platforms)}, but jax runs on {here} here. Export it with "
+            f"`platforms=[..., {here!r}]`, or set JAX_PLATFORMS={program.platforms[0]}."
+        )
+    wide = [x.dtype.name for x in program.in_avals if jax.dtypes.canonicalize_dtype(x.dtype) != x.dtype]
+    if wide:
+        raise ValueError(
+            f"{path} was exported with jax_enable_x64 and has arrays of dtype {wide[0]}. "
+            'Call `jax.config.update("jax_enable_x64", True)` before loading it.'
+        )
+
+
+def _check_features(features: PyTree, expected: PyTree) -> None:
+    given, wanted = named(features, "features"), named(expected, "features")
+    missing, extra = sorted(wanted.keys() - given.keys()), sorted(given.keys() - wanted.keys())
+    if missing or extra:
+        raise ValueError(f"The exported model takes the features {sorted(wanted)}; missing: {missing}, extra: {extra}.")
+    if jax.tree.structure(features) != jax.tree.structure(expected):  # type: ignore[operator]
+        raise ValueError(f"The exported model takes features in containers such as {expected!r}; got {features!r}.")
+    for name, like in wanted.items():
+        _check_feature(name, given[name], like)
+    sizes = {name: len(value) for name, value in given.items()}
+    if len(set(sizes.values())) > 1:
+        raise ValueError(f"All features of a batch must have the same batch size (first dimension); got {sizes}.")
+
+
+def _check_feature(name: str, value: Any, like: jax.ShapeDtypeStruct) -> None:
+    if not isinstance(value, jax.Array | np.ndarray):
+        raise ValueError(f"The feature {name!r} must be an array, {_shown(like)}; got {value!r}.")
+    fits = value.ndim == len(like.shape) and len(value) > 0 and all(map(_fits, value.shape, like.shape))
+    dtype = value.dtype
+    if jnp.issubdtype(dtype, np.number):
+        dtype = jax.dtypes.canonicalize_dtype(dtype)  # without jax_enable_x64, jax takes 64 bits as 32
+    if not fits or dtype != like.dtype:
+        raise ValueError(f"The feature {name!r} must be {_shown(like)}; got {_shown(value)}.")
+
+
+def _fits(size: int, like: Any) -> bool:
+    return not isinstance(like, int) or size == like
+
+
+def _shown(array: Any) -> str:
+    return f"{array.dtype}[{', '.join(map(str, array.shape))}]"

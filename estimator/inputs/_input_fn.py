@@ -1,0 +1,216 @@
+"""What an input_fn may take and return, and the one form in which the loops see its batches."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Set
+from typing import Any
+
+import jax
+
+from estimator.core._bcoo import has_sparse, padded
+from estimator.core._placement import Placement
+from estimator.inputs._batch_values import Stack, default_devices, taken
+from estimator.inputs._shape_watch import ShapeWatch
+
+PyTree = Any
+
+_ACCEPTED = (
+    "an iterable of batches (a generator, list, tf.data dataset or data loader), a tuple "
+    "(features, labels), or one batch of features (an array or a dict of arrays)"
+)
+
+
+def call_input_fn(input_fn: Callable[..., Any], mode: Any, params: Any, config: Any) -> Any:
+    """Returns what `input_fn` returns, called with what it names of `mode`, `params`, `config`.
+
+    >>> call_input_fn(lambda params: [params["n"]], "train", {"n": 3}, None)
+    [3]
+
+    Args:
+      input_fn: a function of no argument, or of any of `mode`, `params` and `config`.
+      mode: what the batches are for, of `est.ModeKeys`.
+      params: the Estimator's params.
+      config: the Estimator's `RunConfig`.
+
+    Raises:
+      TypeError: `input_fn` cannot be called, or not without further arguments.
+    """
+    if not callable(input_fn):
+        raise TypeError(
+            "`input_fn` must be callable: a function that returns the batches, say "
+            f"`lambda: batches`; got {input_fn!r}."
+        )
+    given = {"mode": mode, "params": params, "config": config}
+    bound = input_fn.keywords.keys() if isinstance(input_fn, functools.partial) else ()
+    taken = {name: p for name, p in inspect.signature(input_fn).parameters.items() if name not in bound}
+    unknown = [name for name, p in taken.items() if name not in given and _is_required(p)]
+    if unknown:
+        raise TypeError(
+            f"`input_fn` may take mode, params and config, and nothing else without a default; got {input_fn!r}, which "
+            f"takes {unknown}. Bind what it needs: `functools.partial(input_fn, {unknown[0]}=...)`."
+        )
+    return input_fn(**{name: value for name, value in given.items() if name in taken})
+
+
+def _is_required(parameter: inspect.Parameter) -> bool:
+    several = parameter.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return parameter.default is inspect.Parameter.empty and not several
+
+
+class Batches(Iterator[tuple[PyTree, PyTree]]):
+    """The batches of an input_fn, each `(features, labels)`: an iterator that can be looked into, moved on and placed.
+
+    Each has the values that it was yielded with, see `_batch_values.py`. It is used by one thread at a time.
+
+    >>> source = Batches(iter([(1, 2), (3, 4), (5, 6)]))
+    >>> source.peek(), source.skip(1), next(source)
+    ((1, 2), 1, (3, 4))
+
+    Args:
+      elements: an iterator over features or pairs `(features, labels)`.
+      is_one_batch: whether the input_fn returned a batch, and not an iterable of batches.
+
+    Attributes:
+      is_one_batch: the same.
+    """
+
+    def __init__(self, elements: Iterator[Any], is_one_batch: bool = False) -> None:
+        self._elements = elements
+        self.is_one_batch = is_one_batch
+        self._has_sparse: bool | None = None  # of the first batch: looking into each would cost a small step's time
+        self._devices: Set[jax.Device] | None = None
+        self._stack: Stack | None = None
+        self._shapes = ShapeWatch()
+        self._peeked: tuple[PyTree, PyTree] | None = None
+        self._before_peek: Any = None
+
+    def __next__(self) -> tuple[PyTree, PyTree]:
+        if self._peeked is not None:
+            pair, self._peeked = self._peeked, None
+            return pair
+        pair = taken(*pair_of(next(self._elements)), self._devices, self._stack)
+        if self._has_sparse is None:
+            self._has_sparse = has_sparse(pair)
+        if self._has_sparse:
+            pair = padded(pair)
+        self._shapes.note(pair)
+        return pair
+
+    def expect(self, n: int) -> None:
+        """To be told that the next `n` batches will be wanted together: they get memory as of one stack."""
+        self._stack = Stack(n) if n > 1 else None
+
+    def place(self, placement: Placement) -> None:
+        """From now on, the batch that was peeked at included, arrays that are on other devices than those of the
+        programs come as numpy arrays, which programs take."""
+        sharding = placement.batch(1)
+        self._devices = default_devices() if sharding is None else sharding.device_set
+        if self._peeked is not None:
+            self._peeked = taken(*self._peeked, self._devices)
+
+    def peek(self) -> tuple[PyTree, PyTree] | None:
+        """The batch that `next` gives next, or None at the end. Neither position nor batches change by it."""
+        if self._peeked is None:
+            self._before_peek = self.get_state()
+            self._peeked = next(self, None)
+        return self._peeked
+
+    def skip(self, n: int) -> int:
+        """Leaves out the next `n` batches; returns how many there were. They are read, but not converted."""
+        peeked = int(n > 0 and self._peeked is not None)
+        if peeked:
+            self._peeked = None
+        return peeked + sum(1 for _ in itertools.islice(self._elements, n - peeked))
+
+    @property
+    def has_position(self) -> bool:
+        """Whether the user's iterator has `get_state` and `set_state`, as grain's and those of `est.inputs` have."""
+        return hasattr(self._elements, "get_state") and hasattr(self._elements, "set_state")
+
+    def get_state(self) -> Any:
+        """The position in the input: what the user's iterator says it is, in a copy; None where it says nothing."""
+        if not self.has_position:
+            return None
+        if self._peeked is not None:
+            return self._before_peek
+        return copy.deepcopy(self._elements.get_state())  # type: ignore[attr-defined]
+
+    def set_state(self, state: Any) -> None:
+        """Goes to the position that `get_state` gave, here or in another process.
+
+        Raises:
+          ValueError: the input has no position.
+        """
+        if not self.has_position:
+            raise ValueError(
+                "`set_state` needs an iterator with `get_state` and `set_state`, as grain's loaders have; that of this "
+                f"input_fn is a {type(self._elements).__name__}, which has not both. Skip its batches by count instead."
+            )
+        self._peeked = None
+        self._elements.set_state(state)  # type: ignore[attr-defined]
+
+    def close(self) -> None:
+        """Lets go of the user's iterator. A generator that nobody else holds is closed by that, here and now: its
+        `finally:` runs. One that the user has kept stays open, and can be read on."""
+        self._elements, self._peeked = iter(()), None
+
+
+def batches(result: Any) -> Batches:
+    """Returns an iterator over `(features, labels)`, whatever form the input_fn's `result` has.
+
+    As in TensorFlow, a tuple is `(features, labels)` and features alone have the labels None.
+    Unlike there, any Python iterable of batches will do, and arrays given directly are one batch,
+    not an endless repetition. Leaves that are no arrays but can become one (torch and TensorFlow
+    tensors) arrive as numpy arrays. Sparse arrays are padded to a power of two of entries, if the first
+    batch holds any. Nothing is read before the first batch is asked for.
+
+    >>> list(batches([(1, 2), (3, 4)]))
+    [(1, 2), (3, 4)]
+    >>> list(batches({"x": 1}))
+    [({'x': 1}, None)]
+
+    Args:
+      result: a dict or an array (one batch of features), a tuple `(features, labels)` (one batch),
+        or an iterable of features or of pairs `(features, labels)`, each a tuple or a list. Arrays
+        have shape `(batch, ...)`.
+
+    Raises:
+      ValueError: a tuple, or a batch that is a tuple or a list, has another length than 2.
+      TypeError: `result` is nothing of the above.
+    """
+    if is_one_batch(result):
+        return Batches(iter([result]), is_one_batch=True)
+    return Batches(iter(result))
+
+
+def is_one_batch(result: Any) -> bool:
+    """Whether what an input_fn returned is a batch; else it is an iterable of batches.
+
+    Raises:
+      TypeError: it is neither.
+    """
+    if isinstance(result, (tuple, Mapping)) or hasattr(result, "shape"):
+        return True
+    if not isinstance(result, (str, bytes)):
+        if hasattr(result, "__iter__") or hasattr(result, "__getitem__"):
+            return False
+        if result is not None and not jax.tree_util.all_leaves([result]):
+            return True  # a pytree of the user's own class
+    raise TypeError(f"input_fn should return {_ACCEPTED}; got {result!r}.")
+
+
+def pair_of(element: Any) -> tuple[PyTree, PyTree]:
+    """Features and labels of a batch, of which a tuple or a list has both."""
+    if not isinstance(element, (tuple, list)):
+        return element, None
+    if len(element) != 2:
+        raise ValueError(
+            "input_fn should return (features, labels) as a len 2 tuple. "
+            "Put several features into a dict; "
+            f"got a {type(element).__name__} of len {len(element)}."
+        )
+    return element[0], element[1]

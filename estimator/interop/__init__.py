@@ -1,0 +1,1 @@
+"""Modules of Flax Linen and NNX as variables of a model_fn."""

@@ -1,0 +1,163 @@
+"""Takes in models that were written with another library.
+
+Flax has `est.flax_module`. Haiku and Equinox fit into `est.get_variable` as they are. A Haiku model is a pair of pure
+functions, so its parameters are one variable and `make_rng` gives it keys:
+
+>>> import estimator as est, jax, jax.numpy as jnp
+>>> import haiku as hk
+>>> mlp = hk.transform(lambda x: hk.nets.MLP([8, 1])(x))
+>>> def model_fn(features, labels, mode):
+...     weights = est.get_variable("net", lambda key: mlp.init(key, features))
+...     return est.EstimatorSpec(mode, predictions=mlp.apply(weights, est.make_rng(), features))
+>>> model = est.transform(model_fn)
+>>> state = model.init(jax.random.key(0), jnp.ones((3, 2)), mode="infer")
+>>> sorted(state.variables["net"])
+['mlp/~/linear_0', 'mlp/~/linear_1']
+
+The state of `hk.transform_with_state` is a variable that is not trained. That of `hk.BatchNorm` holds step counters
+beside its averages: keep what the first tower assigns, which with `cross_replica_axis=TOWER_AXIS` is what all assign:
+
+>>> net = hk.transform_with_state(lambda x: hk.BatchNorm(True, True, 0.9)(x, is_training=True))
+>>> def model_fn(features, labels, mode):
+...     first = est.VariableAggregation.ONLY_FIRST_TOWER
+...     weights = est.get_variable("net", lambda key: net.init(key, features)[0])
+...     state = est.get_variable("state", lambda key: net.init(key, features)[1], trainable=False, aggregation=first)
+...     output, state = net.apply(weights, state, est.make_rng(), features)
+...     est.assign("state", state)
+...     return est.EstimatorSpec(mode, predictions=output)
+
+An Equinox model is a pytree whose leaves are not all arrays: `eqx.filter` keeps the arrays, and the rest, such as
+activation functions, comes from a model whose arrays are left out of the compiled program:
+
+>>> import equinox as eqx
+>>> def make(key):
+...     return eqx.nn.MLP(in_size=2, out_size=1, width_size=8, depth=1, key=key)
+>>> def model_fn(features, labels, mode):
+...     weights = est.get_variable("net", lambda key: eqx.filter(make(key), eqx.is_array))
+...     net = eqx.combine(weights, eqx.filter(make(jax.random.key(0)), eqx.is_array, inverse=True))
+...     return est.EstimatorSpec(mode, predictions=jax.vmap(net)(features))
+>>> model = est.transform(model_fn)
+>>> state = model.init(jax.random.key(0), jnp.ones((3, 2)), mode="infer")
+>>> state.variables["net"].layers[0].weight.shape
+(8, 2)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from estimator.core._frame import Frame, current_frame
+from estimator.core._variables import VariableAggregation, listed
+from estimator.interop._flax_base import FlaxModule
+
+
+def flax_module(
+    module: Any,
+    name: str,
+    rngs: Sequence[str] | None = None,
+    aggregation: VariableAggregation | None = None,
+) -> FlaxModule:
+    """A Flax module to call in this run of the model_fn, its arrays kept as variables.
+
+    >>> import estimator as est, flax.linen as nn, jax, jax.numpy as jnp
+    >>> class Network(nn.Module):
+    ...     @nn.compact
+    ...     def __call__(self, x, train):
+    ...         x = nn.BatchNorm(use_running_average=not train)(nn.Dense(4)(x))
+    ...         return nn.Dense(1)(nn.Dropout(0.5, deterministic=not train)(x))
+    >>> def model_fn(features, labels, mode):
+    ...     net = est.flax_module(Network(), "net")
+    ...     return est.EstimatorSpec(mode, predictions=net(features, train=mode == est.ModeKeys.TRAIN))
+    >>> model = est.transform(model_fn)
+    >>> state = model.init(jax.random.key(0), jnp.ones((3, 2)), mode="infer")
+    >>> list(state.variables), sorted(state.variables["net"])
+    (['net', 'net/batch_stats'], ['BatchNorm_0', 'Dense_0', 'Dense_1'])
+
+    The parameters are one trainable variable, a pytree, of the module's name. Every other collection, such as batch
+    statistics, is a variable that is not trained, "net/batch_stats"; what a call changes there is assigned in TRAIN,
+    while in EVAL and PREDICT they stay as they are. `nn.BatchNorm(axis_name=TOWER_AXIS)` sees the rows of all towers.
+    What a module `sow`s into "intermediates" is not kept.
+
+    A Linen module is initialized by its first call in a run, with the arguments of that call. `train`,
+    `deterministic` and the like are arguments as any other: pass them, as above.
+
+    An NNX model holds its own arrays, so what is taken in is the function that makes it. It is made anew in each run
+    and filled from the variables, in training mode (`model.train()`) in TRAIN, else in evaluation mode. Its random
+    streams get fresh keys in each call and are not kept:
+
+    >>> from flax import nnx
+    >>> def model_fn(features, labels, mode):
+    ...     net = est.flax_module(lambda rngs: nnx.Linear(2, 1, rngs=rngs), "net")
+    ...     return est.EstimatorSpec(mode, predictions=net(features))
+    >>> model = est.transform(model_fn)
+    >>> sorted(model.init(jax.random.key(0), jnp.ones((3, 2)), mode="infer").variables["net"])
+    ['bias', 'kernel']
+
+    The module may be called several times: the calls share the variables, and the later ones see what the earlier
+    ones assigned. `net(x, method="encode")` calls another method. TensorFlow's counterpart was `model_to_estimator`.
+
+    Args:
+      module: a `flax.linen.Module`, or a function with an argument `rngs`, an `nnx.Rngs`, that returns an
+        `nnx.Module`; the class of an NNX module may be one.
+      name: of the variables, prefixed by the scopes around the call. No other variable's name may begin with it
+        and a "/".
+      rngs: the streams of a Linen module that get a key from `make_rng` in each call; by default "dropout".
+      aggregation: what becomes of the collections that several towers assign; by default floats are averaged, and
+        other values are those of the first tower. A collection that has both needs an answer.
+
+    Raises:
+      TypeError: `module` is something else.
+      ValueError: the name is taken in this run (in a scope with `reuse` it may be, by an equal module).
+      ImportError: Flax is not installed.
+    """
+    frame = current_frame("est.flax_module")
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"`est.flax_module` needs a non-empty name; got {name!r}.")
+    try:
+        from estimator.interop import _flax_linen, _flax_nnx
+    except ImportError as e:
+        raise ImportError(f"`est.flax_module` needs Flax: `pip install flax`. To import it raised: {e}") from e
+    full = "/".join((*frame.scope, name))
+    if full in frame.modules:
+        return _shared(frame, full, module)
+    if frame.reuse is True:
+        raise ValueError(
+            f"`est.flax_module({full!r})` is in a scope with `reuse=True`, but no such module was made in this run, "
+            f"only {listed(frame.modules)}. Make it first, or use `reuse=est.AUTO_REUSE`."
+        )
+    for other in frame.modules:
+        if f"{full}/".startswith(f"{other}/") or f"{other}/".startswith(f"{full}/"):
+            raise ValueError(
+                f"`est.flax_module` got the name {full!r} beside {other!r}: one is a prefix of the other, so that "
+                "their variables could not be told apart. Choose another name."
+            )
+    made: FlaxModule
+    if _flax_linen.is_module(module):
+        streams = ("dropout",) if rngs is None else (rngs,) if isinstance(rngs, str) else tuple(rngs)
+        made = _flax_linen.LinenModule(frame, module, full, aggregation, streams)
+    else:
+        _flax_nnx.check_factory(module)
+        if rngs is not None:
+            raise ValueError(
+                f"`est.flax_module` got rngs={rngs!r} for an NNX model, whose random streams are its own: all of them "
+                "get fresh keys. Leave `rngs` out."
+            )
+        made = _flax_nnx.NNXModule(frame, module, full, aggregation)
+    frame.modules[full] = made
+    return made
+
+
+def _shared(frame: Frame, full: str, module: Any) -> FlaxModule:
+    earlier = frame.modules[full]
+    if not frame.reuse:
+        raise ValueError(
+            f"`est.flax_module` got the name {full!r} twice in one run of the model_fn. To share its variables, call "
+            "what the first one returned again; otherwise choose another name."
+        )
+    if earlier.module != module:
+        raise ValueError(
+            f"`est.flax_module` got the name {full!r} twice in one run of the model_fn, for {module!r} and for "
+            f"{earlier.module!r}. Only the same module can share its variables: choose another name."
+        )
+    return earlier

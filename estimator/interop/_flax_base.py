@@ -1,0 +1,118 @@
+"""What a Flax module is to a model_fn, whichever API it is of."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from estimator.core._frame import Frame, current_frame, current_trace
+from estimator.core._mode_keys import ModeKeys
+from estimator.core._typing import PyTree
+from estimator.core._variables import VariableAggregation, assign, get_variable, name_hash, read
+
+
+class FlaxModule(abc.ABC):
+    """A module in one run of a model_fn; to be called as the module itself.
+
+    Its collections are variables: "params" by the name of the module, others by their own names within it.
+
+    Args:
+      frame: of the run.
+      module: what `flax_module` was given.
+      name: the full name.
+      aggregation: what `flax_module` was given.
+    """
+
+    def __init__(self, frame: Frame, module: Any, name: str, aggregation: VariableAggregation | None) -> None:
+        self.module = module
+        self._frame = frame
+        self._name = name
+        self._aggregation = None if aggregation is None else VariableAggregation(aggregation)
+
+    def __call__(self, *args: Any, method: str | None = None, **kwargs: Any) -> Any:
+        """What the module, or another of its methods, returns."""
+        if current_frame(f"the module {self._name!r}") is not self._frame:
+            raise RuntimeError(
+                f"The module {self._name!r} was called in another run of the model_fn than the one that made it. "
+                "Call `est.flax_module` in the model_fn, so that each run makes its own."
+            )
+        return self._run(args, kwargs, method)
+
+    @abc.abstractmethod
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], method: str | None) -> Any: ...
+
+    @property
+    def _trains(self) -> bool:
+        return self._frame.mode == ModeKeys.TRAIN
+
+    def _initial_key(self) -> jax.Array:
+        """The key that `get_variable` would give to an initializer."""
+        self._check_trace("is initialized")
+        return jax.random.fold_in(self._frame.key, name_hash(self._name))
+
+    def _variable(self, collection: str) -> str:
+        return self._name if collection == "params" else f"{self._name}/{collection}"
+
+    def _get(self, collection: str, initial: PyTree = None) -> PyTree:
+        """The value of a collection, whose variable is got from the state, or created, at the first time."""
+        name = self._variable(collection)
+        if name not in self._frame.trainable or initial is not None:
+            values = jax.tree.leaves(self._frame.variables.get(name) if initial is None else initial)
+            is_mean = any(jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in values)
+            default = VariableAggregation.MEAN if is_mean else VariableAggregation.ONLY_FIRST_TOWER
+            with _without_scope(self._frame):
+                get_variable(
+                    name,
+                    initializer=initial,
+                    trainable=collection == "params",
+                    aggregation=self._aggregation or default,
+                )
+        return read(self._frame, name)
+
+    def _keep(self, collection: str, old: PyTree, new: PyTree) -> None:
+        """Assigns what a call has made of a collection, if it has changed it."""
+        same = jax.tree.structure(old) == jax.tree.structure(new)  # type: ignore[operator]
+        if same and all(a is b for a, b in zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True)):
+            return
+        if not same:
+            raise ValueError(
+                f"A call of the module {self._name!r} has changed what its collection {collection!r} is made of, from "
+                f"{jax.tree.structure(old)} to {jax.tree.structure(new)}. A variable keeps its structure: if the "
+                "module `sow`s these values, let it return them instead."
+            )
+        self._check_trace(f"changes its collection {collection!r}")
+        with _without_scope(self._frame):
+            assign(self._variable(collection), new)
+
+    def _check_trace(self, what: str) -> None:
+        if self._frame.trace != current_trace():
+            raise ValueError(
+                f"The module {self._name!r} {what} within a function that jax traces apart (`jax.checkpoint`, "
+                "`jax.vmap`, `jax.lax.scan`, `jax.grad` ...), from which no variable gets out. Call it once outside "
+                "before if it only needs to be initialized; else use Flax's own `remat`, `vmap`, `scan` in the module."
+            )
+
+
+def repeated_keys(name: str, loop: str) -> str:
+    """The message about a module that draws random numbers in the body of a loop."""
+    return (
+        f"The module {name!r} draws random numbers (dropout, say) in a function that `{loop}` runs many times, each "
+        "time with the same key. Put the loop into the module, by Flax's own `nn.scan`, `nn.vmap` or `nn.RNN` with "
+        "`split_rngs`, or by `nnx.scan`; or turn the randomness off (`deterministic=True`)."
+    )
+
+
+@contextlib.contextmanager
+def _without_scope(frame: Frame) -> Iterator[None]:
+    """For full names: a module may be called in another scope than it was made in."""
+    scope, reuse = frame.scope, frame.reuse
+    frame.scope, frame.reuse = (), None
+    try:
+        yield
+    finally:
+        frame.scope, frame.reuse = scope, reuse

@@ -1,0 +1,73 @@
+"""Flax's Linen modules; imports Flax, so it is imported by `flax_module` alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.errors
+import flax.linen as nn
+import jax
+
+from estimator.core._frame import Frame
+from estimator.core._rng import loop_around, next_key
+from estimator.core._variables import VariableAggregation, listed
+from estimator.interop._flax_base import FlaxModule, repeated_keys
+
+
+def is_module(module: Any) -> bool:
+    return isinstance(module, nn.Module)
+
+
+class LinenModule(FlaxModule):
+    """A Linen module in one run of a model_fn.
+
+    Args:
+      frame, module, name, aggregation: as for any `FlaxModule`.
+      rngs: the names of the random streams.
+    """
+
+    def __init__(
+        self, frame: Frame, module: Any, name: str, aggregation: VariableAggregation | None, rngs: tuple[str, ...]
+    ) -> None:
+        super().__init__(frame, module, name, aggregation)
+        self._rngs = rngs
+        self._collections: list[str] | None = None  # known after the first call
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], method: str | None) -> Any:
+        loop = loop_around(self._frame)
+        keys = {stream: next_key(self._frame, f"{self._name}/{stream}") for stream in self._rngs if loop is None}
+        if self._collections is None:
+            if self._frame.initializing:
+                keys["params"] = self._initial_key()
+                output, initial = self.module.init_with_output(keys, *args, method=method, **kwargs)
+                self._collections = [name for name, value in initial.items() if jax.tree.leaves(value)]
+                for name in self._collections:
+                    self._get(name, initial[name])
+                return output
+            self._collections = self._find()
+        values = {name: self._get(name) for name in self._collections}
+        mutable = [name for name in values if name != "params"] if self._trains else []
+        try:
+            output, changed = self.module.apply(values, *args, rngs=keys, mutable=mutable, method=method, **kwargs)
+        except flax.errors.InvalidRngError as e:
+            if loop is None:
+                raise
+            raise ValueError(repeated_keys(self._name, loop)) from e
+        except flax.errors.FlaxError as e:
+            if values:
+                raise
+            raise ValueError(
+                f"The module {self._name!r} found no such variables in the state, which has "
+                f"{listed(self._frame.variables)}. A model_fn must call its modules in the mode that the state was "
+                "initialized in."
+            ) from e
+        for name, value in changed.items():
+            self._keep(name, values[name], value)
+        return output
+
+    def _find(self) -> list[str]:
+        """The collections in the state; only a call would tell which ones the module has."""
+        within = f"{self._name}/"
+        names = [name.removeprefix(within) for name in self._frame.variables if name.startswith(within)]
+        others = [n for n in names if "/" not in n and self._variable(n) not in self._frame.trainable]
+        return [*(["params"] if self._name in self._frame.variables else []), *others]

@@ -1,0 +1,1 @@
+"""The loop around the steps: input, programs, hooks; training, evaluation, prediction."""

@@ -1,0 +1,212 @@
+"""Evaluation: a compiled step for a batch, or for several small ones; metrics merged on the host."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from estimator.core._batch import BatchGuard, rows_of
+from estimator.core._bcoo import has_sparse
+from estimator.core._hook import Context, Hook
+from estimator.core._mode_keys import ModeKeys
+from estimator.core._record import Report
+from estimator.core._state import State
+from estimator.core._typing import PyTree
+from estimator.inputs._input_fn import Batches
+from estimator.loop import _hook_calls
+from estimator.loop._flops import debugging, steps_that_fit
+from estimator.loop._programs import stacked_batches
+from estimator.loop._read_ahead import pieces_with_hooks
+from estimator.loop._synchronized_input import Uneven
+from estimator.metrics import Metric
+from estimator.multihost._global_arrays import rows_of_all
+from estimator.multihost._preemption import SIGTERM, Preempted
+from estimator.process._uninterrupted import compile_first
+from estimator.steps._transform import Model
+
+_PROGRAMS_IN_FLIGHT = 2
+_PROGRAMS_FETCHED = 20  # at once: to fetch each costs as much as a small batch
+_MOST_BATCHES_AT_ONCE, _MOST_BYTES_AT_ONCE = 16, 1 << 18
+
+
+class EvalSteps:
+    """The compiled steps: loss and metrics of a batch, without the predictions; with what is reported; of several.
+
+    All take `(variables, slots, global_step, key_data, features, labels)`: jax takes typed keys on a slower path. There
+    are slots where the model_fn reads the state of its optimizers.
+    """
+
+    def __init__(self, model: Model) -> None:
+        def reporting(
+            variables: dict[str, PyTree],
+            slots: dict[str, PyTree],
+            step: jax.Array,
+            key_data: jax.Array,
+            features: PyTree,
+            labels: PyTree,
+        ) -> tuple[jax.Array, Any, dict[str, Report]]:
+            state = State(variables, slots, step, jax.random.wrap_key_data(key_data))
+            spec = model.eval_step(state, features, labels)
+            return spec.loss, spec.eval_metric_ops, spec.reported
+
+        def quiet(*args: Any) -> tuple[jax.Array, Any, dict[str, Report]]:
+            return *reporting(*args)[:2], {}
+
+        def several(*args: Any) -> tuple[jax.Array, Any]:
+            *held, features, labels = args
+            return jax.lax.map(lambda batch: quiet(*held, *batch)[:2], (features, labels))
+
+        self._model = model
+        self._fits: dict[int, int] = {}  # by the bytes of a batch
+        self._called: set[tuple[int, int]] = set()  # programs, and with how many rows
+        self.reporting = jax.jit(reporting)
+        self.quiet = jax.jit(quiet)
+        self.several = jax.jit(several)
+
+    def on_devices(self, pair: Any) -> tuple[tuple[PyTree, PyTree], int]:
+        """A batch of all processes, and how many rows it has, given the rows of this one."""
+        given = pair.pair if isinstance(pair, Uneven) else pair
+        placement = self._model.traits(*given, ModeKeys.EVAL).placement
+        if isinstance(pair, Uneven):
+            return placement.in_all_processes(rows_of_all(*pair)), sum(pair.rows)
+        processes = jax.process_count() if placement.spans_processes else 1
+        return placement.from_processes(pair), rows_of(*pair) * processes
+
+    def run(self, step: Any, rows: int, held: tuple[Any, ...], features: PyTree, labels: PyTree) -> Any:
+        """Calls one of the steps, compiled before for batches of so many rows."""
+        if (id(step), rows) not in self._called:
+            compile_first(step, *held, features, labels)
+            self._called.add((id(step), rows))
+        return step(*held, features, labels)
+
+    def at_once(self, held: tuple[Any, ...], features: PyTree, labels: PyTree) -> int:
+        """How many batches like this one are to be read ahead together, and to go into one program."""
+        size = sum(leaf.nbytes for leaf in jax.tree.leaves((features, labels)) if hasattr(leaf, "nbytes"))
+        most = max(1, min(_MOST_BATCHES_AT_ONCE, _MOST_BYTES_AT_ONCE // max(size, 1)))
+        traits = self._model.traits(features, labels, ModeKeys.EVAL)
+        if traits.placement.spans_processes:
+            return most  # read ahead together; each has a program of its own, as its rows may be
+        if most == 1 or not traits.is_one_program or has_sparse((features, labels)) or debugging():
+            return 1
+        if size not in self._fits:
+            self._fits[size] = steps_that_fit(self.quiet, traits.platform, *held, features, labels)
+        return min(most, self._fits[size])
+
+
+class Merged:
+    """The loss and the metrics of all batches so far. The newest batches may still be computed.
+
+    States are merged on the host in float64: a float32 count stands still at 16,777,216 examples.
+    """
+
+    def __init__(self) -> None:
+        self._losses: list[float] = []
+        self._rows: list[int] = []
+        self._metrics: dict[str, Any] = {}
+        self._waiting: list[tuple[jax.Array, Any]] = []  # of a batch, or stacked, of several
+
+    def add(self, loss: jax.Array, metrics: dict[str, Any], rows: Sequence[int]) -> None:
+        """Adds loss and metrics of a batch, or, stacked, those of several; `rows` are the sizes of these."""
+        self._rows.extend(rows)
+        self._waiting.append((loss, metrics))
+        if len(self._waiting) > _PROGRAMS_IN_FLIGHT:
+            self._waiting[-1 - _PROGRAMS_IN_FLIGHT][0].block_until_ready()
+        if len(self._waiting) == _PROGRAMS_FETCHED:
+            self._fetch()
+
+    def results(self, loss_over: str) -> dict[str, Any]:
+        """By name, the metrics, and "loss": the mean over "batches", as in TensorFlow, or over "examples"."""
+        self._fetch()
+        if not self._losses:
+            raise ValueError("A hook stopped the evaluation before its first batch: there is no result.")
+        results = {name: _as_python(_result(self._metrics[name])) for name in sorted(self._metrics)}
+        weights = self._rows if loss_over == "examples" else None
+        return {**results, "loss": float(np.average(self._losses, weights=weights))}
+
+    def _fetch(self) -> None:
+        for loss, metrics in jax.device_get(self._waiting):
+            if self._losses and metrics.keys() != self._metrics.keys():
+                raise ValueError(
+                    f"The model_fn returned the metrics {sorted(metrics)} for a batch, but {sorted(self._metrics)} "
+                    "for those before. Return the same ones for a batch of any size."
+                )
+            self._losses.extend(np.atleast_1d(loss).tolist())
+            for name, metric in metrics.items():
+                if np.ndim(loss):
+                    metric = _merged(metric, len(loss))
+                metric = _widened(metric)
+                self._metrics[name] = self._metrics[name].merge(metric) if name in self._metrics else metric
+        self._waiting = []
+
+
+def evaluate_batches(
+    steps: EvalSteps,
+    state: State,
+    batches: Batches,
+    first: tuple[PyTree, PyTree],
+    hooks: Sequence[Hook],
+    context: Context,
+    last_batch: int | None,
+    loss_over: str = "batches",
+) -> dict[str, Any]:
+    """The metrics over all batches, or the first `last_batch` of them; there must be at least one."""
+    merged = Merged()
+    held = state.variables, state.slots, state.global_step, jax.random.key_data(state.key)
+    guard = BatchGuard(*first)
+    at_once = context.agreed(lambda: guard(1, first, steps.at_once, held, *first))
+    for pairs, due in pieces_with_hooks(batches, hooks, context, last_batch, at_once):
+        asked = _hook_calls.before(due, context)
+        together = len(pairs) == at_once > 1 and not due and context.team is None
+        stacked = stacked_batches(pairs, at_once) if together else None
+        if stacked is not None:
+            rows = rows_of(*pairs[0])
+            losses, metrics = guard(context.batches + 1, pairs[0], steps.run, steps.several, rows, held, *stacked)
+            merged.add(losses, metrics, [rows] * len(pairs))
+            context.count(len(pairs), rows)
+            continue
+        reports = _hook_calls.asks(asked, context)
+        for i, pair in enumerate(pairs):
+            (features, labels), rows = steps.on_devices(pair)
+            step = steps.reporting if reports and i == len(pairs) - 1 else steps.quiet
+            given = features, labels
+            loss, metrics, reported = guard(context.batches + 1, given, steps.run, step, rows, held, *given)
+            context.count(1, rows)
+            merged.add(loss, metrics, [rows])
+        _hook_calls.after(due, context, asked, loss, 1, reported)
+    if context.stop_reason == SIGTERM:
+        raise Preempted  # what there is so far is no result
+    return {**merged.results(loss_over), "global_step": int(state.global_step)}
+
+
+def _merged(stacked: Any, count: int) -> Any:
+    """One metric from the stacked states of several batches."""
+    if isinstance(stacked, Metric) and type(stacked).merge is Metric.merge:
+        return jax.tree.map(lambda x: x.any(0) if x.dtype == bool else x.sum(0, _wide(x.dtype)), stacked)
+    parts = [_widened(jax.tree.map(lambda x, i=i: x[i], stacked)) for i in range(count)]
+    return functools.reduce(lambda merged, part: merged.merge(part), parts)
+
+
+def _widened(metric: Any) -> Any:
+    if not isinstance(metric, Metric):
+        return metric  # a user's own: its `merge` may not expect other dtypes
+    return jax.tree.map(lambda x: x.astype(_wide(x.dtype)), metric)
+
+
+def _wide(dtype: Any) -> Any:
+    return np.float64 if np.issubdtype(dtype, np.floating) else dtype
+
+
+def _result(metric: Any) -> Any:
+    return metric.result() if hasattr(metric, "result") else metric.compute()
+
+
+def _as_python(value: Any) -> Any:
+    def convert(leaf: Any) -> Any:
+        array = np.asarray(leaf)
+        return array.item() if array.ndim == 0 else array
+
+    return jax.tree.map(convert, value)

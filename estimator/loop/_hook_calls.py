@@ -1,0 +1,140 @@
+"""Hooks around a run: which are due when, and their calls in order."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+from absl import logging
+
+from estimator.core._hook import Context, Hook, RunValues
+from estimator.multihost._liveness import explained
+from estimator.multihost._preemption import Preempted
+
+
+@contextlib.contextmanager
+def around(hooks: Sequence[Hook], context: Context) -> Iterator[None]:
+    """Calls `begin` of all hooks before the block, and `end` of those that have begun after it, whatever happened."""
+    begun: list[Hook] = []
+    try:
+        for hook in hooks:
+            begun.append(hook)
+            hook.begin()
+        yield
+    except BaseException as error:
+        if isinstance(error, GeneratorExit):  # which closes the results of `predict`, and is no error
+            context.stop("closed")
+        else:
+            context.error = explained(error) if context.team and isinstance(error, Exception) else error
+            context.stop("error")
+            if context.error is not error:
+                raise context.error from error
+        raise
+    finally:
+        try:
+            _end(begun, context)
+        finally:
+            context.close()
+
+
+def _end(hooks: Sequence[Hook], context: Context) -> None:
+    """The first error of a hook is raised once all have ended, unless the run has one already."""
+    context.phase = "end"
+    raised: BaseException | None = None
+    for hook in hooks:
+        try:
+            hook.end(context)
+        except BaseException as error:
+            if isinstance(error, Preempted) and context.preempted:  # raised again when all have ended
+                continue
+            if context.error is None:
+                raised = context.error = error
+            else:
+                logging.exception("%r failed in its `end`, after the error that ended the run.", hook)
+    if raised is not None:
+        raise raised
+
+
+def states(hooks: Sequence[Hook]) -> dict[str, Any]:
+    """What hooks remember, by their class and their place among those of it."""
+    found = {name: hook.get_state() for name, hook in _named(hooks).items()}
+    return {name: state for name, state in found.items() if state is not None}
+
+
+def set_states(hooks: Sequence[Hook], saved: dict[str, Any]) -> None:
+    for name, hook in _named(hooks).items():
+        if name in saved:
+            hook.set_state(saved[name])
+
+
+def _named(hooks: Sequence[Hook]) -> dict[str, Hook]:
+    seen: Counter[str] = Counter()
+    named = {}
+    for hook in hooks:
+        name = type(hook).__name__
+        seen[name] += 1
+        named[f"{name}/{seen[name]}"] = hook
+    return named
+
+
+def before(due: Sequence[Hook], context: Context) -> list[Any]:
+    """What each hook asks for.
+
+    Raises:
+      TypeError: it is no name.
+    """
+    asked = [_unless_stopped(hook.before_run, context) for hook in due]
+    for hook, names in zip(due, asked, strict=True):
+        for name in jax.tree.leaves(names):
+            if not isinstance(name, str):
+                raise TypeError(
+                    f"{hook!r}.before_run asked for {name!r}, but values are asked for by their names: report it by "
+                    "`est.record(name, value)` in the model_fn, and return the name."
+                )
+    return asked
+
+
+def after(
+    due: Sequence[Hook],
+    context: Context,
+    asked: Sequence[Any],
+    losses: Any,
+    steps: int,
+    reported: dict[str, Any],
+    rates: dict[str, Any] | None = None,
+) -> None:
+    """Lets each hook have its values of the last of some steps."""
+    for hook, names in zip(due, asked, strict=True):
+        _unless_stopped(hook.after_run, context, RunValues(losses, steps, reported, names, rates))
+    if due:
+        context.agree_to_stop()
+
+
+def asks(asked: Sequence[Any], context: Context) -> bool:
+    """Whether any hook asks for more than the loss; of several processes, one of the chief."""
+    return bool(asked) and context.agreed(
+        lambda: any(name != "loss" for names in asked for name in jax.tree.leaves(names))
+    )
+
+
+def create_state(hooks: Sequence[Hook], context: Context) -> None:
+    """Tells hooks that there is a state."""
+    for hook in hooks:
+        hook.after_create_state(context)
+    if hooks:
+        context.agree_to_stop()
+
+
+def _unless_stopped(call: Callable[..., Any], context: Context, *args: Any) -> Any:
+    """As in TensorFlow, a hook that lets a StopIteration out ends the run."""
+    try:
+        return call(context, *args)
+    except StopIteration:
+        context.request_stop("StopIteration")
+    except Preempted:  # out of an evaluation in a hook; this run was told to stop as well
+        if not context.preempted:
+            raise
+    return None

@@ -1,0 +1,114 @@
+"""Prediction: one compiled step per batch, results given out one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from estimator.core._batch import BatchGuard, rows_of
+from estimator.core._hook import Context, Hook
+from estimator.core._record import Report
+from estimator.core._state import State
+from estimator.core._typing import PyTree
+from estimator.inputs._input_fn import Batches
+from estimator.loop import _hook_calls
+from estimator.loop._read_ahead import pieces_with_hooks
+from estimator.process._uninterrupted import compile_first
+from estimator.steps._transform import Model
+
+
+class PredictSteps:
+    """The compiled steps: the predictions of a batch, without and with what is reported."""
+
+    def __init__(self, model: Model) -> None:
+        def reporting(state: State, features: PyTree) -> tuple[PyTree, dict[str, Report]]:
+            spec = model.predict_step(state, features)
+            return spec.predictions, spec.reported
+
+        def quiet(state: State, features: PyTree) -> tuple[PyTree, dict[str, Report]]:
+            return reporting(state, features)[0], {}
+
+        self.reporting = jax.jit(reporting)
+        self.quiet = jax.jit(quiet)
+        self._called: set[tuple[int, int]] = set()  # programs, and with how many rows
+
+    def run(self, step: Any, rows: int, state: State, features: PyTree) -> Any:
+        """Calls one of the steps, compiled before for batches of so many rows."""
+        if (id(step), rows) not in self._called:
+            compile_first(step, state, features)
+            self._called.add((id(step), rows))
+        return step(state, features)
+
+
+def predict_batches(
+    steps: PredictSteps,
+    state: State,
+    batches: Batches,
+    first: PyTree,
+    keys: tuple[str, ...] | None,
+    hooks: Sequence[Hook],
+    context: Context,
+) -> Iterator[PyTree]:
+    """Yields the predictions of each batch as numpy arrays; `first` are the features of the first batch."""
+    guard = BatchGuard(first, None)
+    for ((features, _),), due in pieces_with_hooks(batches, hooks, context, None):
+        asked = _hook_calls.before(due, context)
+        step = steps.reporting if _hook_calls.asks(asked, context) else steps.quiet
+        rows = rows_of(features)
+        predictions, reported = guard(context.batches + 1, (features, None), steps.run, step, rows, state, features)
+        context.count(1, rows)
+        _hook_calls.after(due, context, asked, None, 1, reported)
+        found = jax.device_get(select(predictions, keys))
+        context.phase = "output"
+        if context.preempted:
+            return
+        yield found
+
+
+def checked_keys(predict_keys: str | Sequence[str] | None) -> tuple[str, ...] | None:
+    """`predict_keys` as a tuple, a single string being one key."""
+    if predict_keys is None:
+        return None
+    keys = (predict_keys,) if isinstance(predict_keys, str) else tuple(predict_keys)
+    if not keys:
+        raise ValueError("predict_keys must name at least one prediction; leave it out for all.")
+    return keys
+
+
+def select(predictions: PyTree, keys: tuple[str, ...] | None) -> PyTree:
+    """The predictions called `keys`; all of them where it is None."""
+    if keys is None:
+        return predictions
+    if not isinstance(predictions, dict):
+        raise ValueError(
+            "predict_keys argument is not valid in case of non-dict predictions; "
+            f"got predict_keys={list(keys)} and predictions of type {type(predictions).__name__}."
+        )
+    unknown = [key for key in keys if key not in predictions]
+    if unknown:
+        raise ValueError(f"predict_keys names {unknown}, but the predictions are {sorted(predictions)}.")
+    return {key: predictions[key] for key in keys}
+
+
+def single_examples(predictions: Iterable[PyTree]) -> Iterator[PyTree]:
+    """The rows of batches of numpy arrays, one after the other.
+
+    Raises:
+      ValueError: the arrays of a batch differ in their number of rows.
+    """
+    for batch in predictions:
+        rows = {
+            jax.tree_util.keystr(path): np.shape(leaf)[:1] for path, leaf in jax.tree_util.tree_leaves_with_path(batch)
+        }
+        if len(set(rows.values())) != 1 or () in rows.values():
+            raise ValueError(
+                "Batch length of predictions should be same to give them out one by one; got "
+                + ", ".join(f"{name or 'predictions'}: {n}" for name, n in rows.items())
+                + ". Use yield_single_examples=False for whole batches."
+            )
+        ((count,),) = set(rows.values())
+        for i in range(count):
+            yield jax.tree.map(lambda leaf, i=i: leaf[i], batch)

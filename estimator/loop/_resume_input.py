@@ -1,0 +1,47 @@
+"""Where a training that goes on takes up its input."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from absl import logging
+
+from estimator.checkpoint import _checkpoints
+from estimator.core._run_config import RunConfig
+from estimator.inputs._input_fn import Batches
+
+
+def resume_input(rest: Batches, path: str, host: dict[str, Any], config: RunConfig) -> int:
+    """Takes an input on from where an earlier process left it; returns how many batches that process had taken.
+
+    Args:
+      rest: the input, at its beginning.
+      path: the checkpoint that training goes on from.
+      host: what is saved in it beside the arrays.
+      config: says how to take it up.
+
+    Raises:
+      ValueError: the input has fewer batches than were taken.
+    """
+    saved = host.get("input", {})
+    if not saved or config.resume_input is None or _checkpoints.is_end_of_input(path):
+        return 0
+    batches, positions = saved["batches"], saved["positions"]
+    # Other processes have other parts of the input: then only the number of batches says where it was.
+    as_many = len(positions) == config.process_count
+    if rest.has_position and as_many and positions[config.process_index] is not None:
+        try:
+            rest.set_state(positions[config.process_index])
+        except Exception as error:
+            error.add_note(f"The position is that of {path}. RunConfig(resume_input=None) begins the input anew.")
+            raise
+    elif config.resume_input != "count" and as_many:
+        logging.info("The input begins anew: there is no position in it; see RunConfig(resume_input=...).")
+        return 0
+    elif (found := rest.skip(batches)) < batches:
+        raise ValueError(
+            f"Checkpoint {path} was saved after {batches} batches of the input, but input_fn gave only {found}. "
+            "Give the same input, or begin anew by RunConfig(resume_input=None)."
+        )
+    logging.info("The input goes on after its first %d batches.", batches)
+    return batches

@@ -1,0 +1,1 @@
+"""Several processes: starting them, agreeing on values, and noticing when one of them dies."""

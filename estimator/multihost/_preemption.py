@@ -1,0 +1,98 @@
+"""SIGTERM, by which clusters announce that a machine is taken away: the run ends in order, the process with a code."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from estimator.core._hook import SIGTERM, Context
+from estimator.core._mode_keys import ModeKeys
+
+__all__ = ["SIGTERM", "Preempted", "ends_by_sigterm", "interrupted_by_sigterm", "preempt"]
+
+EXIT_CODE = 75  # the EX_TEMPFAIL of sysexits.h: try again later
+
+# The handler is the process's, and so are the runs it ends; those within others come last.
+_runs: list[Context] = []
+_came = False  # whether this process got the signal
+
+
+class Preempted(SystemExit):
+    """The process got SIGTERM: what ran has ended in order, in training with a checkpoint. Its exit code is 75."""
+
+    def __init__(self) -> None:
+        super().__init__(EXIT_CODE)
+
+
+@contextlib.contextmanager
+def ends_by_sigterm(context: Context) -> Iterator[None]:
+    """Asks the run to stop at a SIGTERM within the block, and raises `Preempted` at the end of it; where the run has
+    not begun its work, or waits for its caller, at once.
+
+    Only in the main thread, as Python has it, and only where nobody else handles the signal.
+    """
+    global _came
+    if not _in_main_thread() or signal.getsignal(signal.SIGTERM) not in _OURS:
+        yield
+        return
+    _came = _came and bool(_runs)
+    _runs.append(context)
+    signal.signal(signal.SIGTERM, _on_sigterm)
+    try:
+        yield
+    finally:
+        _runs.remove(context)
+        # Results of `predict` may be read to their end in another thread, which cannot take the handler away.
+        if not _runs and _in_main_thread() and signal.getsignal(signal.SIGTERM) is _on_sigterm:
+            signal.signal(signal.SIGTERM, _on_late_sigterm if context.preempted and not _came else signal.SIG_DFL)
+    if context.preempted:
+        raise Preempted
+
+
+def interrupted_by_sigterm() -> contextlib.AbstractContextManager[None]:
+    """Raises `Preempted` at a SIGTERM within the block: around the user's code before a run."""
+    return ends_by_sigterm(Context(ModeKeys.TRAIN))
+
+
+def preempt() -> None:
+    """Does what SIGTERM does to the runs of this process: another one got it."""
+    for context in _runs:
+        context.preempt()
+
+
+def _on_late_sigterm(number: int, frame: Any) -> None:
+    """Does nothing, once: the run has ended since the signal came to another process, and this process is about to."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _on_sigterm(number: int, frame: Any) -> None:
+    global _came
+    _came = True
+    preempt()
+    if not _runs:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTERM)
+    elif _runs[-1].phase == "begin" or all(context.phase == "output" for context in _runs):
+        raise Preempted
+
+
+_OURS = (signal.SIG_DFL, _on_sigterm, _on_late_sigterm)
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+def _leave_to_parent() -> None:
+    """A forked child, such as a worker of a data loader, has no run to end: the signal ends the process."""
+    _runs.clear()
+    if signal.getsignal(signal.SIGTERM) in (_on_sigterm, _on_late_sigterm):
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_to_parent)

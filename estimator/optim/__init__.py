@@ -1,0 +1,1 @@
+"""Optimizers: what `minimize` returns is applied here, on dense and on sparse gradients."""

@@ -1,0 +1,103 @@
+"""What some optax updates take besides gradients: the loss, and what it is at other values of the variables."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from estimator.core._typing import PyTree
+
+Probe = Callable[[PyTree], tuple[jax.Array, PyTree]]
+
+
+def extra_args(loss: jax.Array | None, params: PyTree, probe: Probe | None) -> dict[str, Any]:
+    """The arguments by the names that optax gives them; those of the loss only where there is one.
+
+    Args:
+      loss: scalar; None after `apply_gradients`, which knows of no loss.
+      params: the values of the variables, in a dict by name.
+      probe: the loss and the gradients at other values, in the same step; run only where an update asks for it. None
+        where the update is done apart from the program that computes them.
+    """
+    probe = _no_probe if probe is None else probe
+
+    # Its derivative is the gradient that the probe takes: what is differentiated already is not differentiated again.
+    @jax.custom_jvp
+    def value_at(params: PyTree) -> jax.Array:
+        return probe(params)[0]
+
+    @value_at.defjvp
+    def value_and_tangent(primals: tuple[PyTree], tangents: tuple[PyTree]) -> tuple[jax.Array, jax.Array]:
+        value, gradients = probe(*primals)
+        products = jax.tree.map(lambda g, t: jnp.sum(g * t).real.astype(value.dtype), gradients, *tangents)
+        return value, sum(jax.tree.leaves(products), jnp.zeros_like(value))
+
+    def whole(changed: PyTree) -> PyTree:
+        """With the values that `optax.masked` left out."""
+        return jax.tree.map(lambda new, old: old if _is_masked(new) else new, changed, params, is_leaf=_is_masked)
+
+    def value_fn(params: PyTree, grad_fn: Any = None, obj_fn: Any = None) -> jax.Array:
+        del grad_fn, obj_fn  # line searches refuse an argument that their value_fn does not name
+        return value_at(whole(params))
+
+    def grad_fn(params: PyTree, *_: Any) -> PyTree:
+        gradients = probe(whole(params))[1]
+        return jax.tree.map(lambda new, g: new if _is_masked(new) else g, params, gradients, is_leaf=_is_masked)
+
+    of_loss = {} if loss is None else {"value": loss, "value_fn": value_fn, "obj_fn": value_fn}
+    return {"grad_fn": grad_fn, **of_loss}
+
+
+def call_update(
+    update: Callable[..., tuple[PyTree, PyTree]],
+    gradients: PyTree,
+    slots: PyTree,
+    params: PyTree,
+    extra: dict[str, Any],
+) -> tuple[PyTree, PyTree]:
+    """Calls the `update` of an optax transformation with those of the extra arguments that it takes; `grad` is one."""
+    signature = inspect.signature(update).parameters
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in signature.values())
+    offered = {"grad": gradients, **extra}
+    given = {name: value for name, value in offered.items() if takes_all or name in signature}
+    while True:
+        try:
+            return update(gradients, slots, params, **given)
+        except TypeError as error:
+            # `optax.chain` takes every argument and hands all to a part that may refuse one, as `optax.contrib.sam`.
+            refused = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+            if refused and refused[1] in given:
+                del given[refused[1]]
+                continue
+            if "value" not in extra and re.search(r"missing .*'value", str(error)):
+                raise TypeError(
+                    f"The optimizer asks for the loss, which `apply_gradients` does not know: {error}. "
+                    "Use `minimize(loss)`."
+                ) from error
+            raise
+        except (ValueError, jax.errors.UnexpectedTracerError) as error:
+            if isinstance(error, ValueError) and "Mesh for all inputs should be equal" not in str(error):
+                raise
+            raise ValueError(
+                "The optimizer holds a value that the model_fn computed, such as a learning rate made from "
+                "`est.global_step()`. Towers compute, but the update is done once, after them. Give a function that "
+                "computes it all, `TowerOptimizer(lambda: optax.sgd(rate(est.global_step())))`, or an optax schedule."
+            ) from error
+
+
+def _no_probe(params: PyTree) -> tuple[jax.Array, PyTree]:
+    raise ValueError(
+        "The optimizer asks for the loss or its gradient at other values of the variables (`value_fn` or `grad_fn`, "
+        "as line searches and `optax.contrib.sam` do), but with this variable_distribution the variables are updated "
+        "apart from the towers. Use VariableDistribution.MIRRORED or VariableDistribution.SHARDED."
+    )
+
+
+def _is_masked(node: Any) -> bool:
+    return isinstance(node, optax.MaskedNode)

@@ -1,0 +1,158 @@
+"""Learning rates that are part of the training state, as `optax.inject_hyperparams` keeps them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from optax.tree_utils import tree_get_all_with_path, tree_set
+
+from estimator.core._typing import PyTree
+
+if TYPE_CHECKING:
+    from estimator.core._state import State
+
+_RATE, _VALUES, _SCHEDULES = "learning_rate", "hyperparams", "hyperparams_states"
+
+
+class _Rate(NamedTuple):
+    """Where in the slots of an optimizer a rate is, and what."""
+
+    optimizer: str
+    path: tuple[Any, ...]
+    value: jax.Array  # a scalar, or `[towers]`
+    is_schedule: bool
+
+
+def learning_rates(state: State) -> dict[str, float]:
+    """The learning rates of optimizers under `optax.inject_hyperparams`, wherever in a transformation that is.
+
+    They are those that the last step was made with; a schedule has its value there. Before the first step, it is what
+    that will be made with. Reading them waits for the state.
+
+    >>> import estimator as est, jax, jax.numpy as jnp, optax
+    >>> def model_fn(features, labels, mode):
+    ...     w = est.get_variable("w", (), initializer=jax.nn.initializers.ones)
+    ...     loss = jnp.mean((w * features) ** 2)
+    ...     optimizer = optax.inject_hyperparams(optax.adam)(learning_rate=0.5)
+    ...     return est.EstimatorSpec(mode, loss=loss, train_op=est.Optimizer(optimizer).minimize(loss))
+    >>> state = est.transform(model_fn).init(jax.random.key(0), jnp.ones(2))
+    >>> est.learning_rates(state)
+    {'optimizer': 0.5}
+
+    Args:
+      state: of mode "train": others have no slots. Where towers have optimizers of their own (`block_sync`), a rate
+        is that of this process's first.
+
+    Returns:
+      By the name of the optimizer. Several rates in one optimizer have their paths in it, as in a checkpoint:
+      "optimizer/inner_states/head/inner_state". Optimizers without `optax.inject_hyperparams` are left out.
+    """
+    return {name: float(_first(rate.value)) for name, rate in _find(state.slots).items()}
+
+
+def set_learning_rate(state: State, name: str, value: float) -> State:
+    """The state with another learning rate, from its next step on; programs that are compiled go on with it.
+
+    >>> import estimator as est, jax, jax.numpy as jnp, optax
+    >>> def model_fn(features, labels, mode):
+    ...     w = est.get_variable("w", (), initializer=jax.nn.initializers.ones)
+    ...     loss = jnp.mean(w * features)
+    ...     optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=0.5)
+    ...     return est.EstimatorSpec(mode, loss=loss, train_op=est.Optimizer(optimizer).minimize(loss))
+    >>> model, x = est.transform(model_fn), jnp.ones(2)
+    >>> state = est.set_learning_rate(model.init(jax.random.key(0), x), "optimizer", 0.25)
+    >>> model.train_step(state, x)[0].variables["w"].item()
+    0.75
+
+    Args:
+      state: of mode "train"; it stays as it is.
+      name: one of `est.learning_rates(state)`.
+      value: the rate, of at least 0. It gets the dtype and the placement of the one before; where there are several
+        processes, each gives the same.
+
+    Raises:
+      ValueError: there is no such rate; the optimizer is not under `optax.inject_hyperparams`; the rate is a schedule,
+        which would compute it anew; the value is no finite number of at least 0.
+    """
+    return state._replace(slots=with_rate("est.set_learning_rate", state.slots, name, value))
+
+
+def rates_of(slots: dict[str, PyTree]) -> dict[str, jax.Array]:
+    """The rates in slots, which may be traced: scalars by the names of `learning_rates`; none that towers have of
+    their own."""
+    return {name: rate.value for name, rate in _find(slots).items() if jnp.ndim(rate.value) == 0}
+
+
+def tagged(rates: dict[str, Any]) -> dict[str, Any]:
+    """Rates by what they are called in logs and summaries: "learning_rate", or several "learning_rate/<name>"."""
+    return {_RATE if len(rates) == 1 else f"{_RATE}/{name}": rate for name, rate in rates.items()}
+
+
+def with_rate(caller: str, slots: dict[str, PyTree], name: str, value: float) -> dict[str, PyTree]:
+    """The slots with another rate; see `set_learning_rate`, which `caller` names in errors."""
+    rates = _find(slots)
+    call = f"`{caller}({name!r}, {value!r})`"
+    if name in slots and all(rate.optimizer != name for rate in rates.values()):
+        raise ValueError(
+            f"{call}: the optimizer {name!r} has no learning rate in its state. Write "
+            "`optax.inject_hyperparams(optax.adam)(learning_rate=1e-3)` in the place of `optax.adam(1e-3)`."
+        )
+    if name not in rates:
+        raise ValueError(f"{call}: there is no such learning rate, only {sorted(rates)}.")
+    rate = rates[name]
+    if rate.is_schedule:
+        raise ValueError(
+            f"{call}: this learning rate is a schedule, which computes it anew in each step. Give a number to "
+            "`optax.inject_hyperparams(...)(learning_rate=...)` to set it from outside."
+        )
+    array = rate.value
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        raise ValueError(f"{call}: this learning rate was made as {array.dtype}; give a float: `learning_rate=1.0`.")
+    number = _finite(value, array.dtype)
+    if number is None:
+        raise ValueError(f"{call}: a learning rate is a finite number of at least 0, as {array.dtype} too.")
+    new = jax.lax.full_like(array, number)  # on the devices of the one before, for which programs are compiled
+    changed = tree_set(slots[rate.optimizer], lambda path, _: path == rate.path, **{_RATE: new})
+    return {**slots, rate.optimizer: changed}
+
+
+def _find(slots: dict[str, PyTree]) -> dict[str, _Rate]:
+    rates = []
+    for optimizer, state in slots.items():
+        found = [(path, value) for path, value in tree_get_all_with_path(state, _RATE) if len(path) > 1]
+        schedules = {path[:-2] for path, _ in found if getattr(path[-2], "name", None) == _SCHEDULES}
+        for path, value in found:
+            if getattr(path[-2], "name", None) == _VALUES and jnp.ndim(value) <= 1:
+                rates.append(_Rate(optimizer, path, value, path[:-2] in schedules))
+    names = _names((rate.optimizer, map(_part, rate.path[:-2])) for rate in rates)
+    return dict(zip(names, rates, strict=True))
+
+
+def _names(places: Iterable[tuple[str, Iterable[str]]]) -> list[str]:
+    """Of optimizers with one rate their names, of those with several the paths."""
+    places = list(places)
+    count = Counter(optimizer for optimizer, _ in places)
+    return [optimizer if count[optimizer] == 1 else "/".join([optimizer, *rest]) for optimizer, rest in places]
+
+
+def _part(key: Any) -> str:
+    """A part of a path as a checkpoint spells it."""
+    return next(str(getattr(key, kind)) for kind in ("name", "key", "idx") if hasattr(key, kind))
+
+
+def _first(value: jax.Array) -> np.ndarray:
+    return np.ravel(value.addressable_shards[0].data if isinstance(value, jax.Array) else value)[0]
+
+
+def _finite(value: Any, dtype: Any) -> np.ndarray | None:
+    array = np.asarray(value)
+    if array.ndim or not any(jnp.issubdtype(array.dtype, kind) for kind in (jnp.floating, jnp.integer)):
+        return None
+    with np.errstate(over="ignore"):
+        array = array.astype(dtype)
+    return array if np.isfinite(array) and array >= 0 else None

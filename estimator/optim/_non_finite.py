@@ -1,0 +1,169 @@
+"""Gradients that are inf or NaN: found before they are summed, counted, and kept out of the variables."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import logging
+
+from estimator.core._frame import Frame
+from estimator.core._train_op import TrainOp
+from estimator.core._typing import PyTree
+from estimator.optim._loss_scale import LossScaleState, all_finite, select
+
+if TYPE_CHECKING:
+    from estimator.core._state import State
+
+SLOTS = "on_nan"
+POLICIES = ("raise", "skip")
+_NONE = np.int32(2**31 - 1)
+
+
+class NonFiniteGradientError(RuntimeError):
+    """A gradient was inf or NaN, and `replicate_model_fn` was told on_nan="raise"."""
+
+
+class NonFinite(NamedTuple):
+    """The entry "on_nan" of `State.slots`: what steps with non-finite gradients there were; int32 scalars.
+
+    Attributes:
+      skipped: how many steps left variables and slots as they were.
+      first_step: the number of the first of them, counted from 1; 0: there was none.
+      tower: the first tower, in that step, that had such a gradient.
+      variable: of which variable it was: an index into the sorted names of the variables.
+    """
+
+    skipped: jax.Array
+    first_step: jax.Array
+    tower: jax.Array
+    variable: jax.Array
+
+
+def watch(frame: Frame, on_nan: str) -> None:
+    """Makes the run around count the steps that `Update.non_finite` marks, and do with them what `on_nan` says."""
+    if frame.slot_owners.setdefault(SLOTS, NonFinite) is not NonFinite:
+        raise ValueError(f"An optimizer must not be named {SLOTS!r} where on_nan is set; give it another name.")
+    frame.on_nan = on_nan
+    if frame.initializing:
+        frame.slots[SLOTS] = NonFinite(*(jnp.int32(0) for _ in NonFinite._fields))
+
+
+def non_finite(train_op: TrainOp) -> tuple[dict[str, jax.Array], ...]:
+    """For each update whether the gradient of a variable, by its name, holds an inf or a NaN; bool scalars."""
+    return tuple(
+        {name: ~all_finite(gradient) for name, gradient in (update.gradients or {}).items()}
+        for update in train_op.updates
+    )
+
+
+def marked(train_op: TrainOp, flags: tuple[dict[str, jax.Array], ...]) -> TrainOp:
+    """The train_op with what `non_finite` found in each tower; bools of shape `[towers]`."""
+    pairs = zip(train_op.updates, flags, strict=True)
+    return TrainOp(tuple(dataclasses.replace(update, non_finite=found) for update, found in pairs))
+
+
+def kept_if_non_finite(train_op: TrainOp, before: State, after: State) -> State:
+    """The state after a step; where a gradient was marked, the one before it, but for the counters.
+
+    The scale of a loss scale is one of those: what makes gradients overflow must shrink.
+    """
+    names = sorted(before.variables)
+    first = _first(train_op, names)
+    if first is None:
+        return after
+    record = _record(before)
+    good = first == _NONE
+    is_first = ~good & (record.first_step == 0)
+    now = (before.global_step + 1, first // len(names), first % len(names))
+    counted = NonFinite(record.skipped + (~good).astype(jnp.int32), *select(is_first, now, tuple(record[1:])))
+    kept = {name: _with_scale(slots, after.slots[name]) for name, slots in before.slots.items()}
+    return after._replace(
+        variables=select(good, after.variables, before.variables),
+        slots={**select(good, after.slots, kept), SLOTS: counted},
+    )
+
+
+def done(train_op: TrainOp, variables: dict[str, PyTree], learning_rates: dict[str, Any]) -> TrainOp:
+    """What the spec of a step that was taken says of its train_op: whether it was skipped, and at which rates."""
+    first = _first(train_op, sorted(variables))
+    return TrainOp(skipped=None if first is None else first != _NONE, learning_rates=learning_rates)
+
+
+def _first(train_op: TrainOp, names: list[str]) -> jax.Array | None:
+    """The first tower with a marked gradient, and in it the first variable, as one number: tower * variables +
+    variable, or `_NONE`. One reduction finds it: the marks may lie on several devices."""
+    marks = [mark for update in train_op.updates for mark in (update.non_finite or {}).items()]
+    places = [
+        jnp.where(found, jnp.arange(found.size, dtype=jnp.int32) * len(names) + names.index(name), _NONE)
+        for name, found in marks
+    ]
+    return jnp.stack(places).min() if places else None
+
+
+def _with_scale(before: PyTree, after: PyTree) -> PyTree:
+    return after._replace(inner=before.inner) if isinstance(after, LossScaleState) else before
+
+
+def cleared(state: State) -> State:
+    """Forgets the first of the steps that an earlier run has skipped, so that the next one is written down."""
+    record = _record(state)
+    if int(record.first_step) == 0:
+        return state
+    zero = jnp.zeros_like(record.first_step, device=record.first_step.sharding)
+    return state._replace(slots={**state.slots, SLOTS: record._replace(first_step=zero)})
+
+
+def raise_if_any(state: Any) -> None:
+    """Raises what the steps since `cleared` have found; waits for them."""
+    record = jax.device_get(state.slots[SLOTS])
+    if record.first_step:
+        raise NonFiniteGradientError(
+            f"Non-finite gradient of {_place(record, state.variables)}. That step changed nothing. Look for a division "
+            "by zero, a logarithm of zero or a bad row in that tower's part of the batch, or lower the learning rate; "
+            'on_nan="skip" leaves such steps out and goes on, as a loss scale needs it.'
+        )
+
+
+def log_if_more(state: Any, seen: int) -> int:
+    """Logs that more than `seen` steps were skipped, if so; returns how many were."""
+    record = jax.device_get(state.slots[SLOTS])
+    if record.skipped > seen:
+        logging.warning(
+            "Skipped %d steps with non-finite gradients, %d in all; the first was that of %s.",
+            record.skipped - seen,
+            record.skipped,
+            _place(record, state.variables),
+        )
+    return int(record.skipped)
+
+
+def _place(record: NonFinite, variables: dict[str, PyTree]) -> str:
+    return f"the variable {sorted(variables)[record.variable]!r} in tower {record.tower}, at step {record.first_step}"
+
+
+def skipped_steps(state: State) -> int:
+    """How many steps were skipped because of gradients that are inf or NaN (`replicate_model_fn(..., on_nan="skip")`).
+
+    >>> import estimator as est, jax, jax.numpy as jnp
+    >>> zero = jnp.int32(0)
+    >>> est.skipped_steps(est.State({}, {"on_nan": NonFinite(jnp.int32(2), zero, zero, zero)}, zero, jax.random.key(0)))
+    2
+
+    Raises:
+      ValueError: the state does not count them.
+    """
+    return int(_record(state).skipped)
+
+
+def _record(state: State) -> NonFinite:
+    record = state.slots.get(SLOTS)
+    if not isinstance(record, NonFinite):
+        raise ValueError(
+            f"The state does not count skipped steps; its slots are {sorted(state.slots)}. Initialize it in mode "
+            "'train' by a model_fn made by `replicate_model_fn(..., on_nan=\"skip\")`."
+        )
+    return record

@@ -1,0 +1,463 @@
+"""Optimizers: an optax transformation behind TensorFlow's `minimize`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from estimator.core._frame import Frame, check_is_known_outside, current_frame
+from estimator.core._mode_keys import ModeKeys
+from estimator.core._tensorflow_names import check_arguments
+from estimator.core._train_op import GradientsNeeded, TrainOp, Update
+from estimator.core._typing import PyTree
+from estimator.optim import _loss_scale
+from estimator.optim._loss_scale import DynamicLossScale
+from estimator.optim._row_wise_probe import Rule
+from estimator.sparse._embedding import zero_gradients
+from estimator.sparse._indexed_slices import IndexedSlices, is_slices
+
+
+class Optimizer:
+    """An optax transformation with the methods of a TensorFlow optimizer.
+
+    >>> import estimator as est, jax, jax.numpy as jnp, optax
+    >>> def model_fn(features, labels, mode):
+    ...     w = est.get_variable("w", (), initializer=jax.nn.initializers.ones)
+    ...     loss = jnp.mean((w * features - labels) ** 2)
+    ...     return est.EstimatorSpec(mode, loss=loss, train_op=est.Optimizer(optax.sgd(0.5)).minimize(loss))
+    >>> model = est.transform(model_fn)
+    >>> state = model.init(jax.random.key(0), jnp.ones(2), jnp.zeros(2))
+    >>> state, spec = model.train_step(state, jnp.ones(2), jnp.zeros(2))
+    >>> print(spec.loss, state.variables["w"])
+    1.0 0.0
+
+    Args:
+      optimizer_or_fn: an `optax.GradientTransformation` (or what acts as one, as `optax.MultiSteps`), or a function
+        without arguments that returns one, which may call `est.global_step()` and `est.read_variable(name)`. Of the
+        arguments that some optax updates take besides gradients, `grad` and `grad_fn` are given, and after `minimize`
+        `value`, `value_fn` and `obj_fn`. An optimizer that calls such a function runs the model_fn again each time.
+      name: of its entries in `State.slots`; by default "optimizer". A second one of a name gets "_1" added.
+      loss_scale: for half-precision backward passes; see `est.DynamicLossScale`.
+    """
+
+    def __init__(
+        self,
+        optimizer_or_fn: optax.GradientTransformation | Callable[[], optax.GradientTransformation],
+        name: str | None = None,
+        loss_scale: DynamicLossScale | None = None,
+    ) -> None:
+        if not _is_transformation(optimizer_or_fn) and not callable(optimizer_or_fn):
+            raise TypeError(
+                f"`{type(self).__name__}` takes an optax.GradientTransformation such as `optax.adam(1e-3)`, or a "
+                f"function that returns one; got {optimizer_or_fn!r}."
+            )
+        self._optimizer_or_fn = optimizer_or_fn
+        self._name = name or "optimizer"
+        self.loss_scale = _loss_scale.checked(type(self).__name__, loss_scale)
+        self.row_rules: dict[Any, Rule] = {}  # what `_lazy.py` found out about the transformation
+
+    def get_name(self) -> str:
+        return self._name
+
+    @property
+    def transformation(self) -> optax.GradientTransformation:
+        """The optax transformation that does the work; made anew at each call if it was given as a function."""
+        made = self._optimizer_or_fn
+        if not _is_transformation(made):
+            made = made()
+            if not _is_transformation(made):
+                raise TypeError(
+                    f"The function given to `{type(self).__name__}` must return an optax.GradientTransformation; "
+                    f"it returned {made!r}."
+                )
+        return made
+
+    def minimize(self, loss: jax.Array, var_list: Sequence[str] | None = None, **tensorflows: Any) -> TrainOp:
+        """The train_op that moves the variables against the gradient of `loss`.
+
+        Args:
+          loss: scalar array.
+          var_list: names of the variables to move; default: all trainable ones got so far in this run.
+          **tensorflows: none; the error for one of TensorFlow's says what to write.
+
+        Returns:
+          The train_op; outside TRAIN an empty one.
+        """
+        caller = f"{type(self).__name__}.minimize"
+        check_arguments(caller, tensorflows)
+        frame = current_frame(caller)
+        if frame.mode != ModeKeys.TRAIN:
+            self._note(frame, _listed_names(caller, frame, var_list))
+            return TrainOp()
+        _check_is_outermost(caller, frame)
+        loss = _checked_loss(caller, loss)
+        names = _checked_var_list(caller, frame, var_list)
+        return TrainOp((Update(None, loss, names, self._open_slots(frame, names), self, frame.run),))
+
+    def compute_gradients(
+        self, loss: jax.Array, var_list: Sequence[str] | None = None, **tensorflows: Any
+    ) -> list[tuple[PyTree, str]]:
+        """The gradients themselves, to look at or to change before `apply_gradients`.
+
+        Within towers they are the tower's own, of its scaled loss. While a state is initialized they are zeros.
+
+        Returns:
+          A list of (gradient, variable name); a gradient has the structure of its variable, or is an
+          `est.IndexedSlices` where the variable was read by `est.embedding_lookup` alone.
+        """
+        caller = f"{type(self).__name__}.compute_gradients"
+        check_arguments(caller, tensorflows)
+        frame = current_frame(caller)
+        _check_is_outermost(caller, frame)
+        loss = _checked_loss(caller, loss)
+        names = _checked_var_list(caller, frame, var_list)
+        call = frame.gradient_calls
+        frame.gradient_calls += 1
+        slots = None
+        if self.loss_scale:
+            slots = self._next_slots(frame)
+            frame.reserved[slots] = self
+        if frame.initializing:
+            gradients = zero_gradients(frame, names)
+        elif call < len(frame.known_gradients):
+            gradients = frame.known_gradients[call]
+        else:
+            raise GradientsNeeded(loss, names, slots)
+        frame.scaled_gradients.update(names)
+        return [(gradients[name], name) for name in names]
+
+    def apply_gradients(
+        self, grads_and_vars: Iterable[tuple[PyTree, str]], *unknown: Any, **tensorflows: Any
+    ) -> TrainOp:
+        """The train_op that applies given gradients.
+
+        Args:
+          grads_and_vars: pairs as `compute_gradients` returns them. A variable whose gradient is None stays as it is.
+
+        Raises:
+          ValueError: in one of several towers, or of several micro-batches, a gradient was taken in another way, and
+            nothing says that it is scaled as the loss is: see `est.tower_gradient`.
+        """
+        caller = f"{type(self).__name__}.apply_gradients"
+        check_arguments(caller, {**({"global_step": unknown[0]} if unknown else {}), **tensorflows})
+        frame = current_frame(caller)
+        pairs = [_checked_pair(caller, pair) for pair in grads_and_vars]
+        if frame.mode != ModeKeys.TRAIN:
+            self._note(frame, tuple(name for gradient, name in pairs if gradient is not None))
+            return TrainOp()
+        _check_is_outermost(caller, frame)
+        gradients: dict[str, PyTree] = {}
+        for gradient, name in pairs:
+            if gradient is not None:
+                (name,) = _checked_var_list(caller, frame, (name,))
+                if name in gradients:
+                    raise ValueError(f"`{caller}` got the variable {name!r} twice.")
+                _check_gradient(caller, name, gradient, frame.variables[name])
+                gradients[name] = gradient
+        if not gradients:
+            raise ValueError(f"`{caller}` got no gradient for any variable; every one is None.")
+        _check_scaled(caller, frame, gradients)
+        names = tuple(gradients)
+        return TrainOp((Update(gradients, None, names, self._open_slots(frame, names), self, frame.run),))
+
+    # Of the state at the start of the run. It is a part of the programs of evaluation and prediction, and taken from a
+    # checkpoint for them, only if the model_fn calls one of these.
+
+    def get_slot(self, var_name: str, slot_name: str) -> PyTree | None:
+        """The slot of a variable at the start of this run, such as optax.adam's "mu"; None if there is none.
+
+        In TRAIN to be called after `minimize` or `apply_gradients`, as in TensorFlow; else see `get_state`.
+        """
+        for slot, by_variable in self._slot_dicts():
+            if slot == slot_name and not isinstance(by_variable.get(var_name), optax.MaskedNode | None):
+                return by_variable[var_name]
+        return None
+
+    def get_slot_names(self) -> list[str]:
+        """The names of the optimizer's slots: the fields of the optax states that hold a value per variable.
+
+        Counters are none, nor are hyperparameters as `optax.inject_hyperparams` keeps them.
+        """
+        return sorted({slot for slot, _ in self._slot_dicts()})
+
+    def variables(self) -> list[PyTree]:
+        """All arrays of the optimizer's state, counters included, at the start of this run."""
+        return jax.tree.leaves(self._states("variables"))
+
+    def get_state(self, var_list: Sequence[str] | None = None) -> PyTree | None:
+        """The optax state at the start of this run, in which what belongs to variables is in dicts by their names.
+
+        It is there in EVAL and PREDICT too, so that a model can be evaluated at another point than it is trained
+        at: by `optax.contrib.schedule_free_eval_params`, or at an average that the optimizer keeps.
+
+        >>> import estimator as est, jax, jax.numpy as jnp, optax
+        >>> def model_fn(features, labels, mode):
+        ...     w = est.get_variable("w", (), initializer=jax.nn.initializers.ones)
+        ...     optimizer = est.Optimizer(optax.contrib.schedule_free_sgd(0.25))
+        ...     if mode != est.ModeKeys.TRAIN:
+        ...         w = optax.contrib.schedule_free_eval_params(optimizer.get_state(), {"w": w})["w"]
+        ...     loss = jnp.mean((w * features - labels) ** 2)
+        ...     return est.EstimatorSpec(mode, predictions=w * features, loss=loss, train_op=optimizer.minimize(loss))
+        >>> model = est.transform(model_fn)
+        >>> x, y = jnp.ones(1), jnp.zeros(1)
+        >>> state = model.init(jax.random.key(0), x, y)
+        >>> for _ in range(2):
+        ...     state, _ = model.train_step(state, x, y)
+        >>> print(f"{state.variables['w']:.4f}", model.eval_step(state, x, y).predictions.round(4))
+        0.3625 [0.375]
+
+        In TRAIN to be called after `minimize` or `apply_gradients`; before, it is None. In EVAL and PREDICT to be
+        called after the variables were got. There the optimizer is known by its name: where there are several, give
+        each its own.
+
+        Args:
+          var_list: names of the variables that the optimizer trains, for EVAL and PREDICT; default: all trainable
+            ones got so far in this run, or those of an earlier `minimize` or `apply_gradients` of the run.
+
+        Raises:
+          ValueError: it was called for several of this optimizer's train_ops at once; or, in EVAL and PREDICT, the
+            state is of other variables, or another optimizer of this name was used before.
+        """
+        states = self._states("get_state", var_list)
+        if len(states) > 1:
+            raise ValueError(
+                f"`{type(self).__name__}.get_state` has {len(states)} states, one for each `minimize` of "
+                f"{self._name!r}. Use an optimizer of its own, with a name, for each."
+            )
+        if not states:
+            return None
+        return states[0].inner if self.loss_scale else states[0]
+
+    def _states(self, method: str, var_list: Sequence[str] | None = None) -> list[PyTree]:
+        frame = current_frame(f"{type(self).__name__}.{method}")
+        entries = [name for name, owner in frame.slot_owners.items() if owner is self]
+        if frame.mode != ModeKeys.TRAIN:
+            entries = entries or [self._known_by_name(frame, method, var_list)]
+            for name in entries:
+                self._find_or_create(frame, name)
+        return [frame.slots[name] for name in entries]
+
+    def _known_by_name(self, frame: Frame, method: str, var_list: Sequence[str] | None) -> str:
+        """The entry of an optimizer whose state is read before anything else was done with it, outside of TRAIN."""
+        owner = frame.reserved.get(self._name, frame.slot_owners.get(self._name))
+        if owner not in (None, self):
+            raise ValueError(
+                f"`{type(self).__name__}.{method}` reads the state of the optimizer {self._name!r} in mode "
+                f"{str(frame.mode)!r}, where another one of this name was used before. Give each a name of its own."
+            )
+        frame.reserved[self._name] = self
+        frame.slot_variables.setdefault(self._name, _trainable(frame) if var_list is None else tuple(var_list))
+        return self._name
+
+    def _find_or_create(self, frame: Frame, name: str) -> None:
+        if frame.initializing:
+            if name not in frame.slots:
+                check_is_known_outside(
+                    f"`{type(self).__name__}.get_state`",
+                    frame,
+                    "outside of which the state is not known. Call it before",
+                )
+                unknown = [n for n in frame.slot_variables[name] if n not in frame.variables]
+                if unknown or not frame.slot_variables[name]:
+                    raise ValueError(
+                        f"The state of the optimizer {name!r} was read in mode {str(frame.mode)!r} before its "
+                        f"variables {unknown or ''} were got, without which it is not known. Get all variables first."
+                    )
+                frame.slots[name] = self._initial(frame, frame.slot_variables[name])
+        elif name not in frame.slots:
+            raise ValueError(
+                f"The state has no slots for the optimizer {name!r}, only {sorted(frame.slots)}, but the model_fn "
+                f"reads them in mode {str(frame.mode)!r}. Give the optimizer the name that it has in training."
+            )
+
+    def _note(self, frame: Frame, names: tuple[str, ...]) -> None:
+        """Remembers, outside of TRAIN, which variables it trains, for those who read its state."""
+        slots = self._next_slots(frame)
+        frame.reserved.pop(slots, None)
+        frame.slot_owners[slots] = self
+        read = frame.slot_variables.setdefault(slots, names)
+        if slots in frame.slots and {*read} != {*names}:
+            raise ValueError(
+                f"The state of the optimizer {slots!r} was read in mode {str(frame.mode)!r} for the variables "
+                f"{sorted(read)}, but it trains {sorted(names)}. Get all variables first, or name those that it "
+                "trains: `get_state(var_list)`."
+            )
+
+    def _initial(self, frame: Frame, names: Sequence[str]) -> PyTree:
+        with jax.numpy_dtype_promotion("standard"):  # as in `apply_updates`
+            state = self.transformation.init({n: frame.variables[n] for n in names})
+        return self.loss_scale.initial(state) if self.loss_scale else state
+
+    def _slot_dicts(self) -> list[tuple[str, dict[str, PyTree]]]:
+        frame = current_frame(f"{type(self).__name__}.get_slot")
+
+        def is_slot(node: Any) -> bool:
+            return isinstance(node, dict) and all(
+                frame.trainable.get(name) and is_per_variable(value, frame.variables[name])
+                for name, value in node.items()
+            )
+
+        found = []
+        for path, node in jax.tree_util.tree_leaves_with_path(self._states("get_slot"), is_leaf=is_slot):
+            fields = [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)]
+            if isinstance(node, dict) and node and fields:
+                found.append((fields[-1], node))
+        return found
+
+    def _open_slots(self, frame: Frame, names: tuple[str, ...]) -> str:
+        slots = self._next_slots(frame)
+        frame.reserved.pop(slots, None)
+        frame.slot_owners[slots] = self
+        if frame.initializing:
+            frame.slots[slots] = self._initial(frame, names)
+        return slots
+
+    def _next_slots(self, frame: Frame) -> str:
+        for slots, owner in frame.reserved.items():
+            if owner is self:
+                return slots
+        taken = frame.slot_owners.keys() | frame.reserved.keys()
+        if self._name not in taken:
+            return self._name
+        return next(s for i in range(1, len(taken) + 2) if (s := f"{self._name}_{i}") not in taken)
+
+
+def tower_gradient(gradient: PyTree) -> PyTree:
+    """A gradient that the model_fn took by itself, scaled as its loss is, for `apply_gradients`.
+
+    Towers add up their gradients. So that the sum is the gradient of the whole batch, those of `minimize` and
+    `compute_gradients` are of the loss divided by the number of towers (times `accumulate_steps`), unless the
+    reduction is SUM. This divides by the same number what `jax.grad` returned, or an estimate of any other kind. In
+    one tower, and without towers, it is the gradient itself.
+
+    >>> import estimator as est, jax, jax.numpy as jnp, optax
+    >>> from replicate import TowerOptimizer, replicate_model_fn
+    >>> def model_fn(features, labels, mode):
+    ...     w = est.get_variable("w", (), initializer=jax.nn.initializers.ones)
+    ...     loss, gradient = jax.value_and_grad(lambda w: jnp.mean((w * features) ** 2))(w)
+    ...     pairs = [(est.tower_gradient(gradient), "w")]
+    ...     train_op = TowerOptimizer(optax.sgd(0.1)).apply_gradients(pairs)
+    ...     return est.EstimatorSpec(mode, loss=loss, train_op=train_op)
+    >>> model = est.transform(replicate_model_fn(model_fn, devices=["cpu:0", "cpu:1"]))
+    >>> x = jnp.array([1.0, 2.0])
+    >>> print(model.train_step(model.init(jax.random.key(0), x), x)[0].variables["w"])
+    0.5
+
+    Args:
+      gradient: of the loss of the rows that the model_fn was given; a pytree of arrays, `est.IndexedSlices` among them.
+    """
+    frame = current_frame("est.tower_gradient")
+    frame.says_scaled = True
+    if frame.loss_scale == 1:
+        return gradient
+
+    def scaled(g: Any) -> Any:
+        return dataclasses.replace(g, values=g.values * frame.loss_scale) if is_slices(g) else g * frame.loss_scale
+
+    return jax.tree.map(scaled, gradient, is_leaf=is_slices)
+
+
+def _is_transformation(candidate: Any) -> bool:
+    return callable(getattr(candidate, "init", None)) and callable(getattr(candidate, "update", None))
+
+
+def is_per_variable(value: Any, variable: PyTree) -> bool:
+    """Whether a part of an optimizer's state goes with a variable, or says that `optax.masked` left it out."""
+    is_masked = lambda node: isinstance(node, optax.MaskedNode)  # noqa: E731
+    leaves, structure = jax.tree.flatten(value, is_leaf=is_masked)
+    try:  # a mask may leave out a whole branch
+        parts = structure.flatten_up_to(variable)  # type: ignore[attr-defined]
+    except (TypeError, ValueError):
+        return is_masked(value)
+    return all(is_masked(leaf) or jax.tree_util.all_leaves([part]) for leaf, part in zip(leaves, parts, strict=True))
+
+
+def _check_is_outermost(caller: str, frame: Frame) -> None:
+    check_is_known_outside(
+        f"`{caller}`",
+        frame,
+        "where a loss or a gradient is that of one branch or iteration. Return it, and call this outside; to leave out "
+        "the update of some steps, use `optax.conditionally_mask`",
+    )
+
+
+def _checked_loss(caller: str, loss: Any) -> jax.Array:
+    if not isinstance(loss, jax.Array) or loss.size != 1:
+        what = f"shape {loss.shape}" if isinstance(loss, jax.Array) else repr(loss)
+        raise ValueError(
+            f"`{caller}` needs a scalar loss computed by this run; got {what}. "
+            "Reduce it, for example by `est.losses.compute_weighted_loss(losses)`."
+        )
+    return loss.reshape(())
+
+
+def _trainable(frame: Frame) -> tuple[str, ...]:
+    return tuple(name for name, is_trainable in frame.trainable.items() if is_trainable)
+
+
+def _listed_names(caller: str, frame: Frame, var_list: Any) -> tuple[str, ...]:
+    if var_list is None:
+        return _trainable(frame)
+    if isinstance(var_list, str):
+        raise TypeError(f"`{caller}`: var_list must be a list of names; write [{var_list!r}].")
+    if isinstance(var_list, int | jax.Array | np.ndarray):  # TensorFlow's second argument
+        check_arguments(caller, {"global_step": var_list})
+    return tuple(var_list)
+
+
+def _checked_pair(caller: str, pair: Any) -> tuple[PyTree, str]:
+    if not isinstance(pair, tuple | list) or len(pair) != 2:
+        raise TypeError(
+            f"`{caller}` takes pairs (gradient, variable name) as `compute_gradients` returns; got {pair!r}."
+        )
+    return pair[0], pair[1]
+
+
+def _checked_var_list(caller: str, frame: Frame, var_list: Any) -> tuple[str, ...]:
+    trainable = list(_trainable(frame))
+    names = _listed_names(caller, frame, var_list)
+    if not names:
+        raise ValueError(f"`{caller}` found no variables to optimize; create them before the call.")
+    unknown = [name for name in names if name not in trainable]
+    if unknown:
+        raise ValueError(
+            f"`{caller}` was asked to optimize {unknown}, but the trainable variables of this run are {trainable}. "
+            "A var_list holds full names of variables."
+        )
+    return names
+
+
+def _check_scaled(caller: str, frame: Frame, gradients: dict[str, PyTree]) -> None:
+    """Raises a ValueError for gradients whose sum over towers would be as many times too large as there are towers.
+
+    What becomes of a gradient between `compute_gradients` and here is the model_fn's affair. So a variable counts as
+    scaled once `compute_gradients` has returned a gradient for it, by whichever optimizer.
+    """
+    own = [name for name in gradients if name not in frame.scaled_gradients]
+    if own and frame.loss_scale != 1 and not frame.says_scaled:
+        raise ValueError(
+            f"`{caller}` got gradients for {own} that no `compute_gradients` of this run returned. They are added to "
+            f"those of other towers (or micro-batches), so they have to be scaled as the loss is, by "
+            f"{frame.loss_scale:g}. Take them by `compute_gradients(loss)`, or give `est.tower_gradient(gradient)` for "
+            "a gradient of your own."
+        )
+
+
+def _check_gradient(caller: str, name: str, gradient: PyTree, variable: PyTree) -> None:
+    if isinstance(gradient, IndexedSlices):
+        gradient.check(caller)
+        gradient = jax.ShapeDtypeStruct(gradient.dense_shape, gradient.values.dtype)
+    same = jax.tree.structure(gradient) == jax.tree.structure(variable)  # type: ignore[operator]
+    if not same or any(
+        jnp.shape(g) != jnp.shape(v) for g, v in zip(jax.tree.leaves(gradient), jax.tree.leaves(variable), strict=True)
+    ):
+        raise ValueError(
+            f"`{caller}`: the gradient of {name!r} must have the variable's structure and shapes, "
+            f"{jax.tree.map(jnp.shape, variable)}; got {jax.tree.map(jnp.shape, gradient)}."
+        )

@@ -1,0 +1,114 @@
+"""Work that an exception out of a signal's handler, such as Ctrl-C's KeyboardInterrupt, must not cut in two.
+
+Python runs the handlers of signals in the main thread, between any two of its instructions. Where one of these is
+orbax's or XLA's, their own threads may wait for ever for the one that is gone, or crash when the process ends. So a
+thread does such work, and the main thread waits for it, which a handler may interrupt at any time.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+
+from estimator.process._jax_settings import with_settings_of_this_thread
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+# After an interrupt: for the work, and once more where the process ends. No exit is to take ten.
+_SECONDS_TO_FINISH, _SECONDS_AT_EXIT = 5.0, 1.0
+_EXIT_CODE = 130  # of a process that Ctrl-C ended, as shells count
+
+_unfinished: list[_Work] = []
+
+
+class _Work:
+    """A call in a thread of its own."""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self._call = with_settings_of_this_thread(call)
+        self._result: Any = None
+        self._error: BaseException | None = None
+        self.done = threading.Event()
+        self.thread = threading.Thread(target=self._run, name="estimator-uninterrupted", daemon=True)
+
+    def _run(self) -> None:
+        try:
+            self._result = self._call()
+        except BaseException as error:
+            self._error = error
+        finally:
+            self.done.set()
+
+    def result(self) -> Any:
+        if self._error is not None:
+            try:
+                raise self._error
+            finally:
+                self._error = None  # it refers to this frame
+        return self._result
+
+
+def uninterrupted(function: F) -> F:
+    """The function, of which the handlers of signals see nothing: what they raise comes when it is done, or after five
+    seconds, from when on its thread works for nobody. A second one comes at once.
+
+    >>> uninterrupted(max)(1, 2)
+    2
+    """
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            return function(*args, **kwargs)
+        work = _Work(lambda: function(*args, **kwargs))
+        try:
+            work.thread.start()
+            work.done.wait()
+        except BaseException:
+            try:
+                work.done.wait(_SECONDS_TO_FINISH)
+            finally:
+                if not work.done.is_set():
+                    _unfinished.append(work)
+            raise
+        return work.result()
+
+    return call  # type: ignore[return-value]
+
+
+def compile_first(program: Any, *args: Any, **kwargs: Any) -> None:
+    """Compiles a function from `jax.jit` for the call with these arguments that is to follow, uninterrupted.
+
+    What is no such function, such as one that runs several, is left to that call.
+    """
+    in_main = threading.current_thread() is threading.main_thread()
+    if in_main and hasattr(program, "lower") and not jax.config.jax_disable_jit:  # type: ignore[attr-defined]
+        uninterrupted(program.lower(*args, **kwargs).compile)()
+
+
+def _wait_at_exit() -> None:
+    """Python and jax end under the threads that are left, which crash then."""
+    deadline = time.monotonic() + _SECONDS_AT_EXIT
+    for work in _unfinished:
+        work.thread.join(max(0.0, deadline - time.monotonic()))
+    if any(work.thread.is_alive() for work in _unfinished):
+        logging.shutdown()
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:
+                stream.flush()
+        os._exit(_EXIT_CODE)
+
+
+# Called before what jax has registered. A forked child has none of the threads.
+atexit.register(_wait_at_exit)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_unfinished.clear)

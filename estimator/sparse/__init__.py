@@ -1,0 +1,1 @@
+"""Sparse gradients: lookups in tables, and the rows that they change."""

@@ -1,0 +1,137 @@
+"""Rows of large tables, whose gradients are only as large as what was looked up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from estimator.core._frame import Frame, current_frame, current_trace
+from estimator.core._partitioning import Partition
+from estimator.core._typing import PyTree
+from estimator.core._variables import as_dtype, as_shape, check_declared, get_variable, listed, read
+from estimator.sparse._indexed_slices import IndexedSlices
+
+
+def embedding_lookup(
+    name: str,
+    ids: jax.typing.ArrayLike,
+    shape: tuple[int, ...] | None = None,
+    dtype: Any = None,
+    initializer: Callable[..., jax.Array] | jax.Array | None = None,
+    partition: Partition = None,
+) -> jax.Array:
+    """Rows of a variable, shape `ids.shape + shape[1:]`, with a sparse gradient.
+
+    >>> import estimator as est, jax, jax.numpy as jnp, optax
+    >>> def model_fn(features, labels, mode):
+    ...     rows = est.embedding_lookup("words", features, (1000, 2), initializer=jax.nn.initializers.ones)
+    ...     loss = est.losses.mean_squared_error(labels, rows.sum((1, 2)))
+    ...     return est.EstimatorSpec(mode, loss=loss, train_op=est.Optimizer(optax.sgd(0.1)).minimize(loss))
+    >>> model = est.transform(model_fn)
+    >>> ids, y = jnp.array([[3, 5], [3, -1]]), jnp.array([4.0, 0.0])
+    >>> state = model.init(jax.random.key(0), ids, y)
+    >>> state, spec = model.train_step(state, ids, y)
+    >>> print(state.variables["words"][3], state.variables["words"][5])
+    [0.8 0.8] [1. 1.]
+
+    The gradient is an `est.IndexedSlices` of one row per id, whatever the size of the table, and the optimizer
+    changes only the rows that were looked up, where that is right: see `est.lazy`. So it is as long as the table is
+    read by lookups alone. Where the same run has also got it by `get_variable` or `read_variable` (a softmax tied to
+    the embedding), or looks it up within a function that jax traces apart (`jax.jit`, `jax.vmap`, `jax.lax.scan`,
+    `jax.checkpoint`), the gradient is right, but dense.
+
+    Args:
+      name: prefixed by the scopes around the call. Several lookups in one run share the table.
+      ids: integers of any shape. A negative one is padding: its row is zeros and has no gradient. One beyond the
+        table has a row of NaN and no gradient, so that the NaN check of training finds it.
+      shape, dtype, initializer, partition: of the table, as for `get_variable`, which creates it at the first lookup.
+        At later ones they may be left out.
+
+    Raises:
+      TypeError: the ids are no integers.
+      ValueError: there is no such table and no shape is given, it has another shape or dtype, or it is no floating
+        array of at least two dimensions.
+    """
+    frame = current_frame("est.embedding_lookup")
+    call = f"`est.embedding_lookup({name!r})`"
+    ids = jnp.asarray(ids)
+    if not jnp.issubdtype(ids.dtype, jnp.integer):
+        raise TypeError(f"{call} needs integer ids; got {ids.dtype}{list(ids.shape)}.")
+    full = "/".join((*frame.scope, str(name)))
+    if full in frame.trainable:
+        if not callable(shape):
+            check_declared(call, as_shape(call, shape), as_dtype(call, dtype), frame.variables[full], "the first call")
+    elif shape is None and initializer is None:
+        raise ValueError(
+            f"{call} names no variable of this run, which has got {listed(frame.trainable)} so far. "
+            "Give the shape of the table, (rows, width), to create it."
+        )
+    else:
+        get_variable(name, shape, dtype, initializer, partition=partition)
+        frame.handed_out.discard(full)  # Nobody has seen more of it than its rows.
+    _check_table(call, frame.variables[full])
+    if frame.trace != current_trace():  # The ids of a function traced apart are not known outside of it.
+        frame.handed_out.add(full)
+    return _look_up(frame, full, ids)
+
+
+def _look_up(frame: Frame, full: str, ids: jax.Array) -> jax.Array:
+    table = read(frame, full) if full in frame.handed_out else frame.variables[full]
+    length = len(table)
+    flat = ids.reshape(-1).astype(ids.dtype if ids.dtype.itemsize >= 4 else jnp.int32)
+    known = (flat >= 0) & (flat < length)
+    # Without the length of the table, so that tables of any lengths with the same ids have the same indices, and XLA
+    # gathers these over the towers once.
+    indices = jnp.where((flat >= 0) & (flat <= jnp.iinfo(jnp.int32).max), flat.astype(jnp.int32), -1)
+    rows = table.at[indices].get(mode="clip", wrap_negative_indices=False)
+    if full not in frame.handed_out:
+        noted = frame.lookups.setdefault(full, [])
+        noted.append(indices)
+        if len(noted) <= len(taps := frame.taps.get(full, ())):
+            rows = rows + taps[len(noted) - 1]
+    column = (-1,) + (1,) * (table.ndim - 1)
+    otherwise = jnp.where(flat < 0, 0.0, jnp.nan).astype(table.dtype)
+    return jnp.where(known.reshape(column), rows, otherwise.reshape(column)).reshape(*ids.shape, *table.shape[1:])
+
+
+def taps_for(frame: Frame) -> dict[str, list[jax.Array]]:
+    """Zeros to add to what each lookup of a run finds, by table: their gradients are those of the rows.
+
+    Tables that the model_fn has seen whole have none; their gradient is dense.
+    """
+    taps = {}
+    for name, lookups in frame.lookups.items():
+        if name not in frame.handed_out:
+            table = frame.variables[name]
+            taps[name] = [jnp.zeros((ids.size, *table.shape[1:]), table.dtype) for ids in lookups]
+    return taps
+
+
+def slices(
+    values: Mapping[str, Sequence[jax.Array]],
+    lookups: Mapping[str, Sequence[jax.Array]],
+    tables: Mapping[str, jax.Array],
+) -> dict[str, IndexedSlices]:
+    """The gradients of tables from those of their taps; several lookups one after the other."""
+    return {
+        name: IndexedSlices(jnp.concatenate(parts), jnp.concatenate(lookups[name]), tables[name].shape)
+        for name, parts in values.items()
+    }
+
+
+def zero_gradients(frame: Frame, names: Iterable[str]) -> dict[str, PyTree]:
+    """Zeros of the kind that the gradients of a training step have."""
+    sparse = slices(taps_for(frame), frame.lookups, frame.variables)
+    return {n: sparse.get(n) or jax.tree.map(jnp.zeros_like, frame.variables[n]) for n in names}
+
+
+def _check_table(call: str, table: PyTree) -> None:
+    if not isinstance(table, jax.Array) or table.ndim < 2 or not jnp.issubdtype(table.dtype, jnp.inexact):
+        found = jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", table)
+        raise ValueError(
+            f"{call} needs a floating table of at least two dimensions, (rows, width); the variable is {found}. "
+            "For one number per row write (rows, 1)."
+        )

@@ -1,0 +1,1 @@
+"""A model_fn as pure steps: gradients, rematerialisation, `est.transform`."""

@@ -1,0 +1,48 @@
+"""What a training step leaves in parts, to be merged once after a program's last step instead of in each step."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from estimator.core._typing import PyTree
+
+if TYPE_CHECKING:
+    pass
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Deferred:
+    """Stands for `merge(parts)`.
+
+    Attributes:
+      parts: pytree of arrays.
+      merge: the same object (or an equal one) in every run of a model_fn, since it is part of the tree's structure.
+    """
+
+    parts: PyTree
+    merge: Callable[[PyTree], PyTree] = dataclasses.field(metadata={"static": True})
+
+
+def merged(tree: PyTree, stacked: bool = False) -> PyTree:
+    """A pytree with every `Deferred` in it merged; `stacked`: of many steps, which are their first dimension."""
+
+    def whole(node: Any) -> Any:
+        if not isinstance(node, Deferred):
+            return node
+        has_steps = stacked and jax.tree.leaves(node.parts)
+        return (jax.vmap(node.merge) if has_steps else node.merge)(node.parts)
+
+    return jax.tree.map(whole, tree, is_leaf=lambda node: isinstance(node, Deferred))
+
+
+def _is_same(one: PyTree, other: PyTree) -> bool:
+    """Whether two pytrees hold the very same arrays."""
+    leaves, structure = jax.tree.flatten(one)
+    others, other_structure = jax.tree.flatten(other)
+    same = structure == other_structure  # type: ignore[operator]
+    return same and all(x is y for x, y in zip(leaves, others, strict=True))

@@ -1,0 +1,472 @@
+"""Turns a model_fn into pure, compiled functions of an explicit state."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from estimator.core._batch import abstract, check_batch, guarded
+from estimator.core._bcoo import alike, has_sparse, is_sparse, padded, per_step, with_steps
+from estimator.core._estimator_spec import EstimatorSpec
+from estimator.core._frame import Frame, open_frame
+from estimator.core._hook import Hook
+from estimator.core._mode_keys import ModeKeys
+from estimator.core._model_fn import ModelFn, bind
+from estimator.core._placement import OffTowerPlacement, Placement
+from estimator.core._record import Report
+from estimator.core._state import State
+from estimator.core._train_op import TrainOp
+from estimator.core._typing import PyTree
+from estimator.inputs._batch_values import taken
+from estimator.multihost._global_arrays import put
+from estimator.optim._apply_updates import applied
+from estimator.optim._learning_rate import rates_of
+from estimator.optim._non_finite import cleared, done, kept_if_non_finite, raise_if_any
+from estimator.process._uninterrupted import compile_first
+from estimator.steps._deferred_merge import Deferred, _is_same, merged
+from estimator.steps._gradients import has_pending, run, written
+
+
+class _Init(Protocol):
+    def __call__(
+        self,
+        key: jax.Array,
+        features: PyTree,
+        labels: PyTree = None,
+        mode: str = ModeKeys.TRAIN,
+    ) -> State: ...
+
+
+_TrainProgram = Callable[[State, PyTree, PyTree], tuple[State, EstimatorSpec]]
+
+
+class _TrainStep(Protocol):
+    def __call__(self, state: State, features: PyTree, labels: PyTree = None) -> tuple[State, EstimatorSpec]: ...
+
+
+class _EvalStep(Protocol):
+    def __call__(self, state: State, features: PyTree, labels: PyTree = None) -> EstimatorSpec: ...
+
+
+class Model(NamedTuple):
+    """A model_fn as pure functions. A second call with the same shapes traces and compiles nothing.
+
+    The leaves of features and labels are arrays of numbers, or `jax.experimental.sparse.BCOO`s. The stored entries of
+    those are padded up to a power of two, so that one program serves all numbers of entries between two of them. Arrays
+    of numpy are copied by the call, and may be written after it.
+
+    Attributes:
+      init: `(key, features, labels=None, mode="train") -> State`. Only TRAIN creates slots.
+      train_step: `(state, features, labels=None) -> (State, EstimatorSpec)`.
+      eval_step: `(state, features, labels=None) -> EstimatorSpec`.
+      predict_step: `(state, features) -> EstimatorSpec`.
+      train_loop: `(state, batches) -> (State, EstimatorSpec)`: as many training steps as there are batches, in one
+        program. `batches` is a list of `(features, labels)`, or one such pair of arrays of shape `[steps, batch, ...]`;
+        the arrays of the spec have `steps` as their first dimension. In the pair, a BCOO has it as a batch dimension.
+      inner_step: `train_step` for a loop of one's own: what towers merge but once per program is still in parts in
+        the spec, which `_unmerged.merged` is to be called on after the loop.
+      abstract_init: what `init` would return for the same batch, as `jax.ShapeDtypeStruct`s with their shardings:
+        `(features, labels=None, mode="train") -> State`. Nothing is computed.
+      traits: what else is known of the model_fn before it runs: `(features, labels=None, mode="train") -> Traits`.
+    """
+
+    init: _Init
+    train_step: _TrainStep
+    eval_step: _EvalStep
+    predict_step: Callable[[State, PyTree], EstimatorSpec]
+    train_loop: Callable[[State, Any], tuple[State, EstimatorSpec]]
+    inner_step: _TrainStep
+    abstract_init: Callable[..., State]
+    traits: Callable[..., ModelInfo]
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelInfo:
+    """What the first, abstract run of a model_fn in a mode tells about it.
+
+    Attributes:
+      like: the State, of `jax.ShapeDtypeStruct`s.
+      placement: where variables and batches go.
+      pending: whether losses are left to differentiate.
+      shardings: of the State; a prefix.
+      on_nan: "raise", "skip" or None: what `replicate_model_fn` was told.
+      hooks: those of its EstimatorSpec for this mode: for the chief alone, and for all.
+      trainable: the names of the variables that optimizers change by default.
+      reported: what it reports, by name, of `jax.ShapeDtypeStruct`s.
+    """
+
+    like: State
+    placement: Placement
+    pending: bool
+    shardings: Any
+    on_nan: str | None
+    hooks: tuple[tuple[Hook, ...], tuple[Hook, ...]]
+    trainable: tuple[str, ...]
+    reported: dict[str, Report]
+
+    @property
+    def platform(self) -> str:
+        """The kind of device that the model_fn runs on."""
+        shardings = jax.tree.leaves(self.shardings)
+        return next(iter(shardings[0].device_set)).platform if shardings else jax.default_backend()
+
+    @property
+    def is_one_program(self) -> bool:
+        """Whether `train_step` may be part of another program (`jax.jit`, `lax.scan`): always, but for variables
+        that live on other devices than the towers."""
+        return not isinstance(self.placement, OffTowerPlacement)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Static:
+    """Carries Python values out of a traced function."""
+
+    value: Any = dataclasses.field(metadata={"static": True})
+
+
+def transform(model_fn: ModelFn, params: Any = None, config: Any = None, donate: bool = False) -> Model:
+    """Pure, compiled functions that do what the model_fn describes.
+
+    >>> import estimator as est, jax, jax.numpy as jnp, optax
+    >>> def model_fn(features, labels, mode, params):
+    ...     w = est.get_variable("w", (2, 1), initializer=jax.nn.initializers.zeros)
+    ...     loss = est.losses.mean_squared_error(labels, features @ w)
+    ...     train_op = est.Optimizer(optax.sgd(params["learning_rate"])).minimize(loss)
+    ...     return est.EstimatorSpec(mode, predictions=features @ w, loss=loss, train_op=train_op)
+    >>> model = est.transform(model_fn, params={"learning_rate": 0.25})
+    >>> x, y = jnp.eye(2), jnp.ones((2, 1))
+    >>> state = model.init(jax.random.key(0), x, y)
+    >>> state, spec = model.train_step(state, x, y)
+    >>> print(spec.loss, model.eval_step(state, x, y).loss, state.global_step)
+    1.0 0.5625 1
+
+    Args:
+      model_fn: function of `features` and any of `labels, mode, params, config` that returns an `EstimatorSpec`.
+      params, config: passed on to it.
+      donate: whether `train_step` and `train_loop` may reuse the memory of the state they are given, which is then
+        gone for the caller.
+
+    Raises:
+      ValueError: the model_fn has other arguments.
+    """
+    steps = _Steps(bind(model_fn, params, config), donate)
+    return Model(
+        init=steps.init,
+        train_step=steps.train_step,
+        eval_step=steps.eval_step,
+        predict_step=steps.predict_step,
+        train_loop=steps.train_loop,
+        inner_step=steps.inner_step,
+        abstract_init=steps.abstract_init,
+        traits=steps.traits,
+    )
+
+
+class _Steps:
+    """Makes the functions of a Model, each compiled at its first call."""
+
+    def __init__(self, call: ModelFn, donate: bool) -> None:
+        self._call = call
+        self._donate = donate
+        self._traits: dict[ModeKeys, ModelInfo] = {}
+        self._compiled: dict[Any, Callable[..., Any]] = {}
+        self._sparse = False  # whether a batch had a sparse leaf: looking into each would cost dense ones time
+        self._traced_init = jax.jit(self._pure_init, static_argnames="mode")
+
+    def _check(self, features: PyTree, labels: PyTree) -> int:
+        self._sparse |= has_sparse((features, labels))
+        return check_batch(features, labels)
+
+    # The pure functions: clean inputs, run in a fresh frame, collect.
+
+    def _pure_init(self, key: jax.Array, features: PyTree, labels: PyTree, mode: ModeKeys) -> tuple[State, _Static]:
+        self._check(features, labels)
+        step = jnp.zeros((), jnp.int32)
+        frame = Frame(mode, {}, {}, key=key, global_step=step, initializing=True)
+        with open_frame(frame):
+            spec = self._call(features, labels, mode)
+        placement = frame.placement or Placement()
+        # Of what is reported no more than the kinds: its values would be computed, and compiled, for nothing.
+        reported = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), {**spec.reported, **frame.reported})
+        found = (
+            placement,
+            has_pending(spec.train_op),
+            tuple(frame.trainable.items()),
+            frame.on_nan,
+            _hooks(spec),
+            tuple(sorted(reported.items())),
+        )
+        return State(frame.variables, frame.slots, step, key), _Static(found)
+
+    def _compute(
+        self, found: ModelInfo, state: State, features: PyTree, labels: PyTree, mode: ModeKeys
+    ) -> tuple[EstimatorSpec, dict[str, PyTree]]:
+        """The spec, with gradients, and the variables that the model_fn wrote itself."""
+        rows = self._check(features, labels)
+        sharding = found.placement.batch(rows)
+        if sharding is not None:
+            features, labels = _constrained((features, labels), sharding)
+        frame = Frame(
+            mode,
+            state.variables,
+            state.slots,
+            key=jax.random.fold_in(state.key, state.global_step),
+            global_step=state.global_step,
+        )
+        outcome, ran = run(lambda: self._call(features, labels, mode), frame, take_gradients=found.pending)
+        return postponed(outcome.spec, ran.unmerged), written(outcome, state.variables)
+
+    def _apply(
+        self,
+        state: State,
+        train_op: TrainOp,
+        assigned: dict[str, PyTree],
+        at: Callable[[dict[str, PyTree]], TrainOp] | None = None,
+    ) -> State:
+        """The state after a step whose gradients are known."""
+        variables, slots = applied(train_op, assigned, state.variables, state.slots, state.key, state.global_step, at)
+        after = State(variables, slots, state.global_step + 1, state.key)
+        return kept_if_non_finite(train_op, state, after)
+
+    def _pure_train(
+        self, found: ModelInfo, state: State, features: PyTree, labels: PyTree
+    ) -> tuple[State, EstimatorSpec]:
+        """One step; what is merged but once per program is still in parts."""
+
+        def at(variables: dict[str, PyTree]) -> TrainOp:
+            start = state._replace(variables=variables)
+            return self._compute(found, start, features, labels, ModeKeys.TRAIN)[0].train_op
+
+        spec, assigned = self._compute(found, state, features, labels, ModeKeys.TRAIN)
+        after = self._apply(state, spec.train_op, assigned, at)
+        rates = {**rates_of(after.slots), **spec.train_op.learning_rates}
+        train_op = done(spec.train_op, state.variables, rates)
+        return after, spec.unchecked(train_op=train_op)
+
+    # The compiled ones.
+
+    def init(
+        self,
+        key: jax.Array,
+        features: PyTree,
+        labels: PyTree = None,
+        mode: str = ModeKeys.TRAIN,
+    ) -> State:
+        mode = ModeKeys(mode)
+        key = _checked_key(key)
+        check_batch(features, labels)
+        features, labels = padded(taken(features, labels))
+        shardings = self._find(mode, features, labels).shardings
+        if not isinstance(key, jax.core.Tracer):
+            compile_first(self._traced_init, key, features, labels, mode=mode)
+        state, _ = self._traced_init(key, features, labels, mode=mode)
+        return put(state, shardings)
+
+    def abstract_init(self, features: PyTree, labels: PyTree = None, mode: str = ModeKeys.TRAIN) -> State:
+        found = self._find(ModeKeys(mode), features, labels)
+        shardings = jax.tree.broadcast(found.shardings, found.like, is_leaf=lambda x: x is None)
+        return jax.tree.map(
+            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+            found.like,
+            shardings,
+        )
+
+    def train_step(self, state: State, features: PyTree, labels: PyTree = None) -> tuple[State, EstimatorSpec]:
+        step = self._compiled.get(ModeKeys.TRAIN)
+        if step is None:
+            found = self._find(ModeKeys.TRAIN, features, labels)
+            step = self._compiled[ModeKeys.TRAIN] = self._compile_train(found)
+        return self._watched(step, state, features, labels)
+
+    def inner_step(self, state: State, features: PyTree, labels: PyTree = None) -> tuple[State, EstimatorSpec]:
+        step = self._compiled.get("inner_step")
+        if step is None:
+            found = self._find(ModeKeys.TRAIN, features, labels)
+            if isinstance(found.placement, OffTowerPlacement):
+                step = self._compile_train(found)
+            else:
+                step = self._jit_train(found, functools.partial(self._pure_train, found))
+            self._compiled["inner_step"] = step
+        return self._watched(step, state, features, labels)
+
+    def train_loop(self, state: State, batches: Any) -> tuple[State, EstimatorSpec]:
+        features, labels = _stacked(batches)
+        loop = self._compiled.get("train_loop")
+        if loop is None:
+            first = jax.tree.map(lambda x: abstract(x).update(shape=x.shape[1:]), per_step((features, labels)))
+            found = self._find(ModeKeys.TRAIN, *first)
+            loop = self._compiled["train_loop"] = self._compile_loop(found)
+        return self._watched(loop, state, features, labels)
+
+    def traits(self, features: PyTree, labels: PyTree = None, mode: str = ModeKeys.TRAIN) -> ModelInfo:
+        return self._find(ModeKeys(mode), features, labels)
+
+    def _watched(
+        self, steps: _TrainProgram, state: State, features: PyTree, labels: PyTree
+    ) -> tuple[State, EstimatorSpec]:
+        """Runs steps; with on_nan="raise" it raises at once, unless the caller traces: who then has to look itself."""
+        raises = self._traits[ModeKeys.TRAIN].on_nan == "raise" and not isinstance(state.global_step, jax.core.Tracer)
+        if raises:
+            state = cleared(state)
+        features, labels = taken(features, labels)
+        if self._sparse:
+            features, labels = padded((features, labels))
+        after, spec = guarded(steps, features, labels, state, features, labels)
+        if raises:
+            raise_if_any(after)
+        return after, spec
+
+    def eval_step(self, state: State, features: PyTree, labels: PyTree = None) -> EstimatorSpec:
+        return self._run_only(ModeKeys.EVAL, state, features, labels)
+
+    def predict_step(self, state: State, features: PyTree) -> EstimatorSpec:
+        return self._run_only(ModeKeys.PREDICT, state, features, None)
+
+    def _run_only(self, mode: ModeKeys, state: State, features: PyTree, labels: PyTree) -> EstimatorSpec:
+        step = self._compiled.get(mode)
+        if step is None:
+            found = self._find(mode, features, labels)
+
+            def step(state: State, features: PyTree, labels: PyTree) -> EstimatorSpec:
+                spec, _ = self._compute(found, state, features, labels, mode)
+                return dataclasses.replace(spec, train_op=None)
+
+            if isinstance(found.placement, OffTowerPlacement):
+                step = found.placement.read_step(step)
+            else:
+                step = _from_processes(jax.jit(step), found.placement)
+            self._compiled[mode] = step
+        features, labels = taken(features, labels)
+        if self._sparse:
+            features, labels = padded((features, labels))
+        return guarded(step, features, labels, state, features, labels)
+
+    def _compile_train(self, found: ModelInfo) -> _TrainProgram:
+        if isinstance(found.placement, OffTowerPlacement):
+
+            def compute(state: State, features: PyTree, labels: PyTree) -> tuple[EstimatorSpec, dict[str, PyTree]]:
+                return self._compute(found, state, features, labels, ModeKeys.TRAIN)
+
+            return found.placement.train_step(compute, self._apply, found.like, self._donate)
+        return self._jit_train(found, lambda *batch: merged(self._pure_train(found, *batch)))
+
+    def _compile_loop(self, found: ModelInfo) -> _TrainProgram:
+        if isinstance(found.placement, OffTowerPlacement):
+            return _loop_over(self._compile_train(found))
+
+        def scan(state: State, features: PyTree, labels: PyTree) -> tuple[State, EstimatorSpec]:
+            # The key stays out of the carry, and so out of what the loop copies from step to step.
+            def body(carry: Any, batch: tuple[PyTree, PyTree]) -> tuple[Any, EstimatorSpec]:
+                after, spec = self._pure_train(found, State(**carry, key=state.key), *batch)
+                return changing(after), spec
+
+            def changing(state: State) -> dict[str, Any]:
+                return {name: value for name, value in state._asdict().items() if name != "key"}
+
+            carry, specs = jax.lax.scan(body, changing(state), per_step((features, labels)))
+            return State(**carry, key=state.key), merged(specs, stacked=True)
+
+        return self._jit_train(found, scan, stacked=True)
+
+    def _jit_train(self, found: ModelInfo, step: _TrainProgram, stacked: bool = False) -> _TrainProgram:
+        compiled = jax.jit(
+            step,
+            in_shardings=(found.shardings, None, None),
+            out_shardings=(found.shardings, None),
+            donate_argnums=0 if self._donate else (),
+        )
+        return _from_processes(compiled, found.placement, stacked)
+
+    def _find(self, mode: ModeKeys, features: PyTree, labels: PyTree) -> ModelInfo:
+        """The traits of the model_fn, from an abstract run at the first call in a mode."""
+        if mode not in self._traits:
+            check_batch(features, labels)
+            first_run: Callable[..., Any] = self._traced_init.eval_shape
+            no_jit = jax.config.jax_disable_jit  # type: ignore[attr-defined]
+            if no_jit and all(hasattr(x, "__array__") for x in jax.tree.leaves((features, labels))):
+                first_run = self._traced_init  # whoever turns jit off wants to look at values
+            like, found = first_run(jax.random.key(0), features, labels, mode=mode)
+            placement, pending, declared, on_nan, hooks, reported = found.value
+            like = like._replace(variables={name: like.variables[name] for name, _ in declared})  # jax sorts dicts
+            trainable = tuple(name for name, is_trainable in declared if is_trainable)
+            reads = mode != ModeKeys.TRAIN and isinstance(placement, OffTowerPlacement)
+            shardings = placement.near(like) if reads else placement.state(like)
+            self._traits[mode] = ModelInfo(
+                like, placement, pending, shardings, on_nan, hooks, trainable, dict(reported)
+            )
+        return self._traits[mode]
+
+
+def _hooks(spec: EstimatorSpec) -> tuple[tuple[Hook, ...], tuple[Hook, ...]]:
+    if spec.mode == ModeKeys.TRAIN:
+        return spec.training_chief_hooks, spec.training_hooks
+    return (), spec.evaluation_hooks if spec.mode == ModeKeys.EVAL else spec.prediction_hooks
+
+
+def _loop_over(step: _TrainProgram) -> _TrainProgram:
+    """As many steps as the batches hold, one after the other."""
+
+    def loop(state: State, features: PyTree, labels: PyTree) -> tuple[State, EstimatorSpec]:
+        specs = []
+        batches = per_step((features, labels))
+        for i in range(len(jax.tree.leaves(batches)[0])):
+            state, spec = step(state, *jax.tree.map(lambda x, i=i: x[i], batches))
+            specs.append(spec)
+        return state, jax.tree.map(lambda *leaves: jnp.stack(leaves), *specs)
+
+    return loop
+
+
+def _from_processes(step: Callable[..., Any], placement: Placement, stacked: bool = False) -> Callable[..., Any]:
+    """A step on the batch of all processes, given the rows of this one; several batches at once if `stacked`."""
+    if not placement.spans_processes:
+        return step
+    return lambda state, *batch: step(state, *placement.from_processes(batch, stacked))
+
+
+def _stacked(batches: Any) -> tuple[PyTree, PyTree]:
+    if isinstance(batches, list):
+        if not batches:
+            raise ValueError("`train_loop` needs at least one batch; got an empty list.")
+        pairs = [batch if isinstance(batch, tuple) else (batch, None) for batch in batches]
+        for pair in pairs:
+            check_batch(*pair)
+        pairs = [taken(*pair) for pair in pairs]
+        return with_steps(jax.tree.map(lambda *leaves: jnp.stack(leaves), *alike(pairs)))
+    if not isinstance(batches, tuple) or len(batches) != 2:
+        raise TypeError(
+            "`train_loop` takes a list of (features, labels), or one pair (features, labels) of arrays of shape "
+            f"[steps, batch, ...]; got {type(batches).__name__}."
+        )
+    return batches
+
+
+def _constrained(batch: PyTree, sharding: Any) -> PyTree:
+    """A sparse leaf is left alone: its arrays have entries, not rows, as their first dimension."""
+    return jax.tree.map(
+        lambda x: x if is_sparse(x) else jax.lax.with_sharding_constraint(x, sharding), batch, is_leaf=is_sparse
+    )
+
+
+def _checked_key(key: Any) -> jax.Array:
+    if isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        return key
+    if isinstance(key, jax.Array) and key.dtype == jnp.uint32:
+        return jax.random.wrap_key_data(key)
+    raise TypeError(f"`init` needs a PRNG key such as `jax.random.key(0)`; got {key!r}.")
+
+
+def postponed(spec: EstimatorSpec, fields: dict[str, tuple[PyTree, Deferred]]) -> EstimatorSpec:
+    """The spec with parts in the place of merged fields; a field that somebody has changed since stays as it is.
+
+    Args:
+      fields: by name, what a replicated model_fn returned in it, and what that was merged from.
+    """
+    changes = {name: parts for name, (whole, parts) in fields.items() if _is_same(getattr(spec, name), whole)}
+    return spec.unchecked(**changes)

@@ -1,0 +1,120 @@
+"""`history.jsonl`: the numbers of a run, a line per step."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from typing import Any
+
+HISTORY = "history.jsonl"
+
+
+_COLUMNS = {"step", "time"}  # of a line of the history, beside the tags
+
+
+def read_history(directory: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """What `history.jsonl` in a directory tells: of a model_dir the training, of an eval_dir the evaluations.
+
+    Each line of the file is a JSON object with "step", "time" (seconds since 1970) and the scalar summaries. NaN and
+    infinities are there as "NaN", "Infinity" and "-Infinity"; here they are floats. A last line that was torn by a
+    crash is left out.
+
+    >>> import tempfile
+    >>> directory = tempfile.mkdtemp()
+    >>> with open(f"{directory}/history.jsonl", "w") as file:
+    ...     _ = file.write('{"step": 1, "time": 1.5, "loss": "NaN"}\\n{"step": 101, "ti')
+    >>> read_history(directory)
+    [{'step': 1, 'time': 1.5, 'loss': nan}]
+
+    Args:
+      directory: the `model_dir`, or `estimator.eval_dir(name)`.
+
+    Returns:
+      One dict for each step, in the order of the steps.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      ValueError: a line, not the last one, is none of a history.
+    """
+    path = os.path.join(directory, HISTORY)
+    if not os.path.exists(path):
+        raise FileNotFoundError(
+            f"There is no {HISTORY} in {os.fspath(directory)!r}. `train` writes it into the model_dir, every "
+            "RunConfig.save_summary_steps, and `evaluate` into `estimator.eval_dir(name)`."
+        )
+    return _read(path)[0]
+
+
+def read_eval_metrics(eval_dir: str | os.PathLike[str]) -> dict[int, dict[str, Any]]:
+    """The numbers that evaluations gave, by global step: TensorFlow's function of that name.
+
+    >>> read_eval_metrics("/tmp/nothing/was/evaluated/here")
+    {}
+
+    Args:
+      eval_dir: `estimator.eval_dir(name)`.
+
+    Returns:
+      For each step, in order, a dict of the metrics and "loss"; empty where nothing was evaluated yet.
+    """
+    if not os.path.exists(os.path.join(eval_dir, HISTORY)):
+        return {}
+    rows = read_history(eval_dir)
+    return {row["step"]: {tag: row[tag] for tag in row if tag not in _COLUMNS} for row in rows}
+
+
+def _read(path: str) -> tuple[list[dict[str, Any]], bool]:
+    """The rows of a history, one for each step, in order; and whether the file is as whole as they are."""
+    with open(path, "rb") as file:
+        *lines, torn = file.read().split(b"\n")
+    rows: dict[int, dict[str, Any]] = {}
+    for i, line in enumerate(lines):
+        try:
+            row = json.loads(line)
+            row.update({tag: float(value) for tag, value in row.items() if isinstance(value, str)})
+            rows[row["step"]] = rows.get(row["step"], {}) | row
+        except (ValueError, AttributeError, KeyError) as error:
+            raise ValueError(f"{path}, line {i + 1}, is no line of a history: {line!r}.") from error
+    return [rows[step] for step in sorted(rows)], not torn
+
+
+def _cut(path: str, first: int, in_order: bool) -> list[dict[str, Any]]:
+    """Removes a torn line, and all from the step `first` on, from a history; returns that.
+
+    Args:
+      path: of the history.
+      first: a step.
+      in_order: whether its lines are in the order of their steps: then, mostly, only the last one is read.
+    """
+    if in_order and _last_step(path) < first:
+        return []
+    rows, whole = _read(path)
+    kept = [row for row in rows if row["step"] < first]
+    if not whole or len(kept) < len(rows):
+        with open(f"{path}.tmp", "wb") as file:
+            file.writelines(map(_line, kept))
+        os.replace(f"{path}.tmp", path)
+    return rows[len(kept) :]
+
+
+def _last_step(path: str) -> float:
+    """The step of the last line of a history; infinity where it is torn, or very long."""
+    with open(path, "rb") as file:
+        file.seek(max(0, os.path.getsize(path) - 10_000))
+        *_, line, torn = b"", *file.read().split(b"\n")
+    try:
+        return json.loads(line)["step"] if not torn else math.inf
+    except ValueError:
+        return math.inf
+
+
+def _line(row: Mapping[str, Any]) -> bytes:
+    """JSON has no NaN and no infinities: their names stand for them."""
+    if not all(map(math.isfinite, row.values())):
+        row = {tag: value if math.isfinite(value) else _NAMES[str(value)] for tag, value in row.items()}
+    return json.dumps(row, allow_nan=False).encode() + b"\n"
+
+
+_NAMES = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}

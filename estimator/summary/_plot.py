@@ -1,0 +1,75 @@
+"""The curves of a run as a picture."""
+
+from __future__ import annotations
+
+import glob
+import math
+import os
+from typing import Any
+
+from estimator.summary._history import HISTORY, read_history
+
+_WIDTH, _HEIGHT = 5.0, 3.5  # of a panel, in inches
+_COLUMNS = 3
+
+
+def plot_history(model_dir: str | os.PathLike[str], path: str | os.PathLike[str] | None = None) -> str:
+    """Draws what was written of a training and of its evaluations: one panel for each tag, the loss first.
+
+    In a panel are the training and all evaluations that know its tag. matplotlib is needed, which is no dependency of
+    the rest; pyplot, and what it keeps, is left alone.
+
+    Args:
+      model_dir: of the Estimator.
+      path: of the picture, which matplotlib takes the format of; default: `history.png` in the model_dir.
+
+    Returns:
+      The path.
+
+    Raises:
+      ImportError: there is no matplotlib.
+      FileNotFoundError: neither the model_dir nor one of its eval_dirs has a history.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(
+            "`est.plot_history` needs matplotlib. Install it: pip install 'replicate-model-fn[plot]'."
+        ) from error
+    runs = _histories(os.fspath(model_dir))
+    known = {tag for rows in runs.values() for row in rows for tag in row} - {"step", "time"}
+    tags = sorted(known, key=lambda tag: (tag != "loss", tag))
+    columns = min(len(tags), _COLUMNS)
+    lines = math.ceil(len(tags) / columns)
+    figure = Figure((_WIDTH * columns, _HEIGHT * lines), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(lines, columns, squeeze=False).flat
+    for tag, panel in zip(tags, panels, strict=False):
+        for i, (name, rows) in enumerate(runs.items()):
+            points = [(row["step"], row[tag]) for row in rows if tag in row]
+            if points:
+                panel.plot(*zip(*points, strict=True), color=f"C{i}", marker=".", label=name)
+        panel.set(title=tag, xlabel="step")
+        panel.grid(alpha=0.3)
+        panel.legend()
+    for panel in list(panels):  # of the last line, without a tag
+        panel.remove()
+    chosen = os.path.join(model_dir, "history.png") if path is None else os.fspath(path)
+    figure.savefig(chosen)
+    return chosen
+
+
+def _histories(model_dir: str) -> dict[str, list[dict[str, Any]]]:
+    """By the name of the curve, the rows of the training and of each evaluation."""
+    base = glob.escape(model_dir)
+    evaluations = [os.path.join(base, "eval", HISTORY), os.path.join(base, "eval_*", HISTORY)]
+    found = {"train": model_dir} if os.path.exists(os.path.join(model_dir, HISTORY)) else {}
+    for directory in (os.path.dirname(path) for pattern in evaluations for path in sorted(glob.glob(pattern))):
+        found[os.path.basename(directory)] = directory
+    if not found:
+        raise FileNotFoundError(
+            f"`est.plot_history` found no {HISTORY} in {model_dir!r}, nor in a directory of evaluations in it. Give it "
+            "the model_dir of an Estimator that has trained, with RunConfig.save_summary_steps, or has evaluated."
+        )
+    return {name: read_history(directory) for name, directory in found.items()}

@@ -1,0 +1,221 @@
+"""Wraps a model_fn so that it runs on several devices at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from estimator import EstimatorSpec, ModeKeys, Reduction
+from estimator.core._batch import check_batch
+from estimator.core._frame import current_frame
+from estimator.core._model_fn import ModelFn, bind
+from estimator.core._placement import OffTowerPlacement, Placement
+from estimator.core._typing import PyTree
+from estimator.optim._non_finite import POLICIES, watch
+from estimator.steps._forward_transform import Forward, check_transform
+from replicate.block_sync._block_sync import BlockSync
+from replicate.block_sync._runner import BlockSyncRunner, LocalCopies
+from replicate.cross_tower_ops import CrossTowerOps, choose_the_best
+from replicate.cross_tower_ops._unpacked import OneByOne
+from replicate.placement._distribution import ModelParallel, VariableDistribution, place
+from replicate.runner._runner import SyncRunner
+from replicate.towers._devices import find_devices, in_towers_of, of_this_process
+from replicate.towers._map import in_towers
+
+
+class ReplicatedTwice(ValueError):
+    """A replicated model_fn ran in a tower of another one."""
+
+
+def replicate_model_fn(
+    model_fn: ModelFn,
+    loss_reduction: str = Reduction.SUM_BY_NONZERO_WEIGHTS,
+    devices: Sequence[jax.Device | str] | None = None,
+    *,
+    variable_distribution: VariableDistribution = VariableDistribution.MIRRORED,
+    variable_device: jax.Device | str | None = None,
+    on_nan: str | None = None,
+    cross_tower_ops: CrossTowerOps | None = None,
+    tower_transform: Callable[[Forward], Forward] | None = None,
+    block_sync: BlockSync | None = None,
+    devices_per_tower: int = 1,
+) -> ModelFn:
+    """A model_fn that runs the given one in a tower per device and merges what the towers return.
+
+    It goes wherever a model_fn goes. Features and labels are split along their first dimension; each tower's loss is
+    divided by the number of towers, unless the reduction is SUM; the gradients of all towers are summed, and the
+    optimizers, wrapped in `TowerOptimizer`, run once on the sums; the losses are added, metrics merged, predictions
+    concatenated in input order. The rules are those of `tf.contrib.estimator.replicate_model_fn`; here evaluation
+    and prediction take batches of any size, and weighted means are exact. Sparse features
+    (`jax.experimental.sparse.BCOO`) are split by rows too; each tower then goes through the entries of all rows,
+    unless the rows are a batch dimension (`bcoo.update_layout(n_batch=1, on_inefficient=None)`).
+
+    >>> import estimator as est, jax, jax.numpy as jnp, optax
+    >>> from replicate import TowerOptimizer
+    >>> def model_fn(features, labels, mode):
+    ...     w = est.get_variable("w", (), initializer=jax.nn.initializers.ones)
+    ...     if mode == est.ModeKeys.PREDICT:
+    ...         return est.EstimatorSpec(mode, predictions=w * features)
+    ...     loss = jnp.mean((w * features - labels) ** 2)
+    ...     train_op = TowerOptimizer(optax.sgd(0.5)).minimize(loss)
+    ...     return est.EstimatorSpec(mode, loss=loss, train_op=train_op)
+    >>> model = est.transform(replicate_model_fn(model_fn, devices=["cpu:0", "cpu:1"]))
+    >>> x, y = jnp.array([1.0, 3.0]), jnp.array([0.0, 0.0])
+    >>> state = model.init(jax.random.key(0), x, y)
+    >>> state, spec = model.train_step(state, x, y)
+    >>> print(spec.loss, state.variables["w"])
+    5.0 -4.0
+    >>> print(model.predict_step(state, jnp.array([1.0, 2.0, 3.0])).predictions)
+    [ -4.  -8. -12.]
+
+    Args:
+      model_fn: function of `features` and any of `labels, mode, params, config`.
+      loss_reduction: how the model_fn's loss comes from the losses of the examples: SUM, or any of the means.
+      devices: one per tower: `jax.Device`s or names such as "/gpu:0", "cpu:1". None means all GPUs or TPU cores, or,
+        where there are none, all CPU devices; of several processes (`initialize_distributed`) those of all. Each
+        process then gives its own rows of every batch.
+      variable_distribution: where the variables live, and where the gradients are summed.
+      variable_device: the device of all variables, for SHARED_LOCAL_PARAMETER_SERVER. By default, as in TensorFlow,
+        the tower's own where there is one tower, else the first CPU device.
+      on_nan: what to do about a step in which a gradient that a tower is about to give to the sum holds an inf or a
+        NaN. None: nothing is looked for. "skip": the step changes neither variables nor slots, is counted in the state
+        (`est.skipped_steps(state)`), and training goes on. "raise": `est.NonFiniteGradientError` names the step, the
+        tower and the variable; a `train_step` of `est.transform` then waits for its result, an Estimator looks as
+        often as it looks at the losses, and what is compiled into an outer `jax.jit` can only skip.
+      cross_tower_ops: how gradients, losses and whatever else is summed over towers, in training and evaluation; of
+        `replicate.cross_tower_ops`. What a model_fn itself sums by `cross_tower_sum` does not go through it.
+      tower_transform: `fn(forward)`, which makes of a tower's forward function another one, of which the gradients
+        are taken: `est.checkpoint_segments`, which saves memory (`jax.checkpoint` with any policy is possible, but
+        around a whole forward pass its peak stays), `jax.named_scope("tower")` for profiles, or one that runs it
+        under `jax.default_matmul_precision("bfloat16")`. `forward(trained, rest, batch)` is pure: pytrees of arrays
+        go in, what is differentiated first, and come out, the losses to differentiate first. It is one run of the
+        model_fn, less the sums over towers that follow; each micro-batch of `accumulate_steps` has one. It is so in
+        every mode, but for `init`.
+      block_sync: how towers train on their own for a block of steps and are averaged at its end, instead of summing
+        gradients in each step.
+      devices_per_tower: of how many neighbours in `devices` a tower is, for models that do not fit on one: those that
+        `est.get_variable(..., partition=...)` cuts variables over, and `est.spread` activations. Nothing else changes:
+        k devices work on the rows of one tower. For MIRRORED variables, in one process.
+
+    Raises:
+      TypeError: `cross_tower_ops`, `tower_transform` or `block_sync` is something else, what `tower_transform` returns
+        is no function, or `devices_per_tower` is no integer.
+      ValueError: the reduction is NONE, there are no such devices, they do not divide by `devices_per_tower`, or
+        arguments were given that do not go together; or, while it runs, the batch does not divide by the towers
+        (times `accumulate_steps`) in TRAIN, an optimizer is not wrapped in `TowerOptimizer`, or what
+        `tower_transform` makes returns something else than the forward function.
+    """
+    check_transform(tower_transform)
+    if on_nan is not None and on_nan not in POLICIES:
+        raise ValueError(f'on_nan must be None, "raise" or "skip"; got {on_nan!r}.')
+    if Reduction(loss_reduction) == Reduction.NONE:
+        raise ValueError(
+            "Tower losses need to be reduced in some way, yet NONE reduction is specified. "
+            "Use Reduction.SUM or one of the means."
+        )
+    towers = in_towers_of(devices_per_tower, find_devices(devices))
+
+    if block_sync is not None:
+        _check_block_sync(block_sync, variable_distribution, on_nan, devices_per_tower)
+
+    def replicas_on(devices: tuple[Any, ...]) -> SyncRunner:
+        placement = place(variable_distribution, devices, variable_device)
+        make: Callable[..., SyncRunner] = SyncRunner
+        if block_sync is not None:
+            placement = LocalCopies(devices) if len(devices) > 1 else placement
+            make = functools.partial(BlockSyncRunner, block_sync=block_sync)
+        return make(
+            devices=devices,
+            placement=placement,
+            mean_loss=Reduction(loss_reduction) != Reduction.SUM,
+            on_nan=on_nan,
+            ops=_checked_ops(cross_tower_ops, placement, devices),
+            transform=tower_transform,
+        )
+
+    everywhere = replicas_on(towers)
+    # Each process predicts for itself: nothing of an example depends on the others, nor on how many they have.
+    here = replicas_on(of_this_process(towers)) if everywhere.placement.spans_processes else everywhere
+
+    def replicated(
+        features: PyTree, labels: PyTree, mode: str, params: Any = None, config: Any = None
+    ) -> EstimatorSpec:
+        frame = current_frame("a model_fn made by replicate_model_fn")
+        if in_towers():
+            raise ReplicatedTwice("`replicate_model_fn` was given a model_fn that is replicated already. Wrap it once.")
+        mode = ModeKeys(mode)
+        replicas = here if mode == ModeKeys.PREDICT else everywhere
+        rows = check_batch(features, labels)
+        # What initializes has the rows of this process alone.
+        size = len(here.devices if frame.initializing else towers)
+        if mode == ModeKeys.TRAIN and rows % size:
+            raise ValueError(
+                f"Batch size {rows} needs to be divisible by the number of towers, which is {size}. "
+                "Drop the remainder in input_fn (`drop_remainder=True`), or choose another batch size."
+            )
+        bound = bind(model_fn, params, config)
+        frame.placement = replicas.placement
+        if isinstance(frame.placement, ModelParallel) and not frame.one_tower:
+            frame.parts, frame.cut = devices_per_tower, frame.placement.cut
+        if on_nan and mode == ModeKeys.TRAIN:
+            watch(frame, on_nan)
+
+        def call(batch: PyTree) -> EstimatorSpec:
+            return bound(*batch, mode)
+
+        if frame.initializing:
+            return replicas.initialize(call, frame, (features, labels))
+        if mode == ModeKeys.TRAIN:
+            return replicas.train(call, frame, (features, labels), rows)
+        used = dataclasses.replace(replicas, devices=towers[:1]) if frame.one_tower else replicas
+        return used.evaluate(call, frame, (features, labels), rows)
+
+    return replicated
+
+
+def _check_block_sync(block_sync: Any, distribution: VariableDistribution, on_nan: str | None, size: int) -> None:
+    if not isinstance(block_sync, BlockSync):
+        raise TypeError(f"block_sync must be a `BlockSync`, such as `BlockSync(block_steps=16)`; got {block_sync!r}.")
+    if VariableDistribution(distribution) != VariableDistribution.MIRRORED:
+        raise ValueError(
+            f"block_sync was given with variable_distribution={str(distribution)!r}. Towers that train on their own "
+            "have their own copies of all variables: use VariableDistribution.MIRRORED, or leave out block_sync."
+        )
+    if on_nan is not None:
+        raise ValueError(
+            f"block_sync was given with on_nan={on_nan!r}, which keeps gradients that are not finite out of the sum "
+            "over towers; within a block there is none. Leave out one of them, or use "
+            "`optax.apply_if_finite(optimizer, max_consecutive_errors)` in each tower."
+        )
+    if size > 1:
+        raise ValueError(
+            f"block_sync was given with devices_per_tower={size}. Towers that train on their own have one device each, "
+            "which holds a copy of all variables. Leave out one of them."
+        )
+
+
+def _checked_ops(given: CrossTowerOps | None, placement: Placement, devices: tuple[Any, ...]) -> CrossTowerOps:
+    if given is None:
+        return OneByOne() if isinstance(placement, ModelParallel) else choose_the_best(devices)
+    if not isinstance(given, CrossTowerOps):
+        raise TypeError(
+            'cross_tower_ops must be an object of `replicate.cross_tower_ops`, such as `AllReduce("ring")`; got '
+            f"{given!r}."
+        )
+    if isinstance(placement, ModelParallel):
+        raise ValueError(
+            f"cross_tower_ops was given, an {type(given).__name__}, with devices_per_tower={placement.parts}. Towers "
+            "of several devices sum each array by itself, since packing would put together what is cut over the "
+            "devices of a tower. Leave out one of them."
+        )
+    if isinstance(placement, OffTowerPlacement):
+        raise ValueError(
+            f"cross_tower_ops was given, an {type(given).__name__}, with a variable_distribution whose gradients are "
+            "summed on the devices of the variables, not in the towers. Leave it out, or use "
+            "VariableDistribution.MIRRORED or SHARDED."
+        )
+    return given

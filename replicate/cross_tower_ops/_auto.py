@@ -1,0 +1,107 @@
+"""The way of summing over towers that was the fastest on such devices."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import pathlib
+from collections.abc import Sequence
+
+import jax
+from absl import logging
+
+from replicate.cross_tower_ops._algorithms import all_reduce
+from replicate.cross_tower_ops._all_reduce import AllReduce
+from replicate.cross_tower_ops._base import CrossTowerOps
+from replicate.cross_tower_ops._measurements import ARRAYS, Row, nearest_row, read_table, recorded_rows, rows_for_towers
+from replicate.cross_tower_ops._packers import ConcatAndSplitPacker
+from replicate.towers._devices import find_devices
+from replicate.towers._map import num_towers
+
+
+def choose_the_best(
+    devices: Sequence[jax.Device | str] | None = None, table: str | pathlib.Path | None = None
+) -> CrossTowerOps:
+    """What was the fastest on devices of this kind, for each size; the default of `replicate_model_fn`.
+
+    The table comes with the package, or is made by `python -m replicate.cross_tower_ops.measure --out FILE`. It tells
+    which algorithm is the fastest for a vector, and which arrays are better not packed with others; the row with the
+    nearest number of towers and of bytes counts. `psum` and packing have the benefit of the doubt. Devices of a kind
+    that is not in the table, and those of several processes, get `AllReduce()`: `psum` of all arrays of a dtype in one
+    vector. The choice is logged once for each kind and number of devices.
+
+    >>> ops = choose_the_best(["cpu:0", "cpu:1"])
+
+    Args:
+      devices: of the towers; see `replicate_model_fn`.
+      table: the file to look in, in place of the one of the package.
+
+    Raises:
+      ValueError: there are no such devices, or the file is no such table.
+    """
+    towers = find_devices(devices)
+    kind = towers[0].device_kind
+    rows = [row for row in (recorded_rows() if table is None else read_table(table)) if row.kind == kind]
+    if len(towers) == 1:
+        return AllReduce()
+    if len({device.process_index for device in towers}) > 1:
+        rows, why = [], "which are of several processes"
+    else:
+        why = "as measured" if rows else "a kind of device that was not measured"
+    _log(kind, len(towers), f"{_described(rows, len(towers))}; {why}")
+    return _Fastest(rows) if any(row.best != "psum" or row.pays_alone for row in rows) else AllReduce()
+
+
+_MOST_ARRAYS = 128
+"""That share a vector. 500 in four take 0.9 of the time of 500 in one: what waits for the first goes on meanwhile."""
+
+
+class _Fastest(AllReduce):
+    """Packs the arrays that are faster packed, and sums each pack by what is the fastest for its size."""
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        super().__init__()
+        self._rows = rows
+
+    def _sum(self, arrays: list[jax.Array]) -> list[jax.Array]:
+        rows = rows_for_towers(self._rows, num_towers())
+        packer = _SmallTogether(rows)
+        return packer.unpack([all_reduce(pack, _algorithm(rows, pack)) for pack in packer.pack(arrays)], arrays)
+
+
+def _algorithm(rows: Sequence[Row], pack: jax.Array) -> str:
+    """What was the fastest; but `psum`, which pads nothing, for what does not divide by the towers."""
+    return "psum" if pack.size % num_towers() else nearest_row(rows, pack.nbytes).best
+
+
+class _SmallTogether(ConcatAndSplitPacker):
+    """The arrays of a dtype in one vector or a few, but for those that are faster alone."""
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        super().__init__()
+        self._rows = rows
+
+    def groups(self, arrays: Sequence[jax.Array]) -> list[list[int]]:
+        alone = [nearest_row(self._rows, ARRAYS * array.nbytes).pays_alone for array in arrays]
+        groups = [[i] for i, one in enumerate(alone) if one]
+        for group in super().groups(arrays):
+            together = [i for i in group if not alone[i]]
+            groups += [together[begin : begin + _MOST_ARRAYS] for begin in range(0, len(together), _MOST_ARRAYS)]
+        return groups
+
+
+@functools.cache
+def _log(kind: str, towers: int, choice: str) -> None:
+    logging.info("Values of %d towers on %s are summed by %s.", towers, kind, choice)
+
+
+def _described(rows: Sequence[Row], towers: int) -> str:
+    if not rows:
+        return "psum"
+    rows = rows_for_towers(rows, towers)
+    algorithms = [
+        f"{name} from {next(run).bytes:,} bytes on" for name, run in itertools.groupby(rows, lambda row: row.best)
+    ]
+    algorithms[0] = rows[0].best
+    alone = [row.bytes // ARRAYS for row in rows if row.pays_alone]
+    return ", ".join(algorithms) + (f", arrays of {alone[0]:,} bytes and more by themselves" if alone else "")

@@ -1,0 +1,1 @@
+"""Where variables and optimizer slots live, as shardings."""

@@ -1,0 +1,196 @@
+"""Variables with one copy, on devices of their own: what a parameter server was.
+
+A program runs on one set of devices, so a training step is three kinds of programs with transfers between them: the
+towers compute gradients; each variable's device sums those of its variables; each applies them. What a program needs
+of the others' arrays is read off its equations, so that an optimizer which mixes variables, such as clipping by the
+global norm, gets the sums of all of them and is as exact as on one device.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.interpreters.partial_eval import dce_jaxpr
+from jax.sharding import SingleDeviceSharding
+from jax.tree_util import DictKey
+
+from estimator import EstimatorSpec, State, TrainOp
+from estimator.core._placement import OffTowerPlacement, Placement
+from estimator.optim._learning_rate import rates_of
+from estimator.optim._non_finite import done
+from estimator.process._uninterrupted import compile_first
+from estimator.sparse._indexed_slices import is_slices, joined
+from replicate.placement._transfer import transfer
+
+PyTree = Any
+
+
+class ParameterServer(OffTowerPlacement):
+    """One copy of each variable and its slots: the n-th variable on device n modulo their number.
+
+    Args:
+      towers: where batches go, and the variables while the model_fn reads them.
+      devices: of the variables. What belongs to no variable, such as step counts, is on the first.
+    """
+
+    def __init__(self, towers: Placement, devices: Sequence[jax.Device]) -> None:
+        self._towers = towers
+        self._homes = [SingleDeviceSharding(device) for device in devices]
+
+    def state(self, like: State) -> State:
+        homes = {name: self._homes[n % len(self._homes)] for n, name in enumerate(like.variables)}
+
+        def home(path: Any, leaf: Any) -> SingleDeviceSharding:
+            del leaf
+            # (variables, name, ...), or (slots, optimizer, ..., name, ...) in optax's states
+            names = path[1:2] if path[0].name == "variables" else path[2:]
+            found = [homes[key.key] for key in names if isinstance(key, DictKey) and key.key in homes]
+            return found[0] if found else self._homes[0]
+
+        return jax.tree_util.tree_map_with_path(home, like)
+
+    def batch(self, rows: int) -> Any:
+        return self._towers.batch(rows)
+
+    def near(self, like: State) -> Any:
+        return self._towers.state(like)
+
+    def read_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        programs: dict[Any, tuple[Callable[..., Any], list[int], Any]] = {}
+
+        def call(state: State, features: PyTree, labels: PyTree) -> Any:
+            args = (state, features, labels)
+            if _is_traced(args):  # within the caller's own program, whose state is near already
+                return step(*args)
+            leaves, structure = jax.tree.flatten(args)
+            kind = structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+            is_new = kind not in programs
+            if is_new:
+                traced, shape = _trace(step, args)
+                run, taken = _pruned(traced, [True] * len(traced.jaxpr.outvars))
+                programs[kind] = jax.jit(run), taken, jax.tree.structure(shape)
+            program, taken, result = programs[kind]
+            of_state = len(jax.tree.leaves(state))
+            read = [leaves[i] for i in taken if i < of_state]
+            moved = transfer(read, [self.near(state)] * len(read))
+            batch = [leaves[i] for i in taken if i >= of_state]
+            if is_new:
+                compile_first(program, *moved, *batch)
+            return jax.tree.unflatten(result, program(*moved, *batch))
+
+        return call
+
+    def train_step(
+        self, compute: Callable[..., Any], apply: Callable[..., Any], like: State, donate: bool
+    ) -> Callable[..., Any]:
+        read = self.read_step(compute)
+        shardings = self.state(like)
+        updates: dict[Any, _Update] = {}
+
+        def step(state: State, features: PyTree, labels: PyTree) -> tuple[State, EstimatorSpec]:
+            if _is_traced((state, features, labels)):
+                raise ValueError(
+                    "A training step whose variables have devices of their own is several programs, and was called "
+                    "within another one (`jax.jit`, `jax.lax.scan`). Call it outside, or use "
+                    "VariableDistribution.MIRRORED or SHARDED."
+                )
+            spec, assigned = read(state, features, labels)
+            train_op = _sum_gradients(spec.train_op, shardings.variables)
+            kind = tuple(leaf.shape for leaf in jax.tree.leaves(train_op))  # slices are as many as the batch has ids
+            if kind not in updates:
+                updates[kind] = _Update(apply, (state, train_op, assigned), shardings, donate)
+            after = updates[kind](state, train_op, assigned)
+            rates = {name: rate.copy() for name, rate in rates_of(after.slots).items()}  # the next step takes the state
+            return after, dataclasses.replace(spec, train_op=done(spec.train_op, state.variables, rates))
+
+        return step
+
+
+def _sum_gradients(train_op: TrainOp, homes: dict[str, PyTree]) -> TrainOp:
+    """The gradients of shape `[towers, ...]`, moved to the devices of their variables and summed there."""
+    home = {name: jax.tree.leaves(shardings)[0] for name, shardings in homes.items()}
+    gradients = [dict(update.gradients or {}) for update in train_op.updates]
+    leaves, structure = jax.tree.flatten(gradients)
+    places = jax.tree.leaves(
+        [{n: jax.tree.map(lambda _, n=n: home[n], g) for n, g in own.items()} for own in gradients]
+    )
+    gradients = jax.tree.unflatten(structure, transfer(leaves, places, lead=1))
+    by_home: dict[Any, list[tuple[int, str]]] = {}
+    for i, own in enumerate(gradients):
+        for name in own:
+            by_home.setdefault(home[name], []).append((i, name))
+    for mine in by_home.values():
+        sums = _sum_over_towers([gradients[i][name] for i, name in mine])
+        for (i, name), total in zip(mine, sums, strict=True):
+            gradients[i][name] = total
+    updates = zip(train_op.updates, gradients, strict=True)
+    return TrainOp(tuple(dataclasses.replace(update, gradients=own) for update, own in updates))
+
+
+@jax.jit
+def _sum_over_towers(stacked: PyTree) -> PyTree:
+    """The slices of a sparse gradient stay what they are, those of all towers one after the other."""
+
+    return jax.tree.map(lambda x: joined(x) if is_slices(x) else x.sum(0, dtype=x.dtype), stacked, is_leaf=is_slices)
+
+
+class _Update:
+    """A function `(state, *others) -> state` as one program for each device of the state.
+
+    Args:
+      apply: a pure function.
+      args: what it will be called with, to trace it.
+      shardings: of the state, each a single device.
+      donate: whether the memory of the state may be reused, less its key, which a caller may hold in other forms.
+    """
+
+    def __init__(self, apply: Callable[..., State], args: tuple[Any, ...], shardings: State, donate: bool) -> None:
+        self._structure = jax.tree.structure(args[0])
+        self._homes = jax.tree.leaves(shardings)
+        traced, _ = _trace(apply, args)
+        parts = [(home, *_pruned(traced, [h == home for h in self._homes])) for home in dict.fromkeys(self._homes)]
+        uses = collections.Counter(i for _, _, taken in parts for i in taken)
+        keys = [jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf in jax.tree.leaves(args[0])]
+        self._programs = []
+        self._is_new = True
+        for home, run, taken in parts:
+            only_here = {i for i, h in enumerate(self._homes) if h == home and uses[i] == 1 and not keys[i]}
+            donated = [position for position, i in enumerate(taken) if i in only_here] if donate else ()
+            self._programs.append((home, jax.jit(run, donate_argnums=donated), taken))
+
+    def __call__(self, *args: Any) -> State:
+        leaves = jax.tree.leaves(args)
+        ready = [transfer([leaves[i] for i in taken], [home] * len(taken)) for home, _, taken in self._programs]
+        new: list[Any] = [None] * len(self._homes)
+        for (home, program, _), mine in zip(self._programs, ready, strict=True):
+            if self._is_new:
+                compile_first(program, *mine)
+            outputs = iter(program(*mine))
+            for i, h in enumerate(self._homes):
+                if h == home:
+                    new[i] = next(outputs)
+        self._is_new = False
+        return jax.tree.unflatten(self._structure, new)
+
+
+def _trace(fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, Any]:
+    """The equations of `fn` as a function of the arrays in `args`, and the shapes of what it returns."""
+    leaves, structure = jax.tree.flatten(args)
+    return jax.make_jaxpr(lambda *leaves: fn(*jax.tree.unflatten(structure, leaves)), return_shape=True)(*leaves)
+
+
+def _pruned(traced: Any, outputs: list[bool]) -> tuple[Callable[..., Any], list[int]]:
+    """The function that gives some of the outputs, and the numbers of the arguments that it takes."""
+    equations, needed = dce_jaxpr(traced.jaxpr, outputs)
+    run = jaxpr_as_fun(ClosedJaxpr(equations, traced.consts))
+    return run, [i for i, is_needed in enumerate(needed) if is_needed]
+
+
+def _is_traced(args: Any) -> bool:
+    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(args))

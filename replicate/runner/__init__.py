@@ -1,0 +1,1 @@
+"""One training step on all towers: run, merge, apply."""

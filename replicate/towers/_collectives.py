@@ -1,0 +1,104 @@
+"""Sums, means and copies over towers."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from replicate.towers._map import TOWER_AXIS, PyTree, _one_sum, num_towers
+
+
+def cross_tower_sum(x: PyTree) -> PyTree:
+    """The sum over towers of every array in a pytree, the same in all of them; `x` itself outside of towers.
+
+    One collective per dtype, however many arrays there are: on CPU devices a collective costs more than the copy
+    into one vector (a third of the step time with 4 towers, a quarter within a scan).
+
+    >>> print(cross_tower_sum(jnp.ones(2)))
+    [1. 1.]
+    """
+    if num_towers() == 1:
+        return x
+    leaves, structure = jax.tree.flatten(x)
+    leaves = [jnp.asarray(leaf) for leaf in leaves]
+    for dtype in {leaf.dtype: None for leaf in leaves}:
+        mine = [i for i, leaf in enumerate(leaves) if leaf.dtype == dtype]
+        for i, total in zip(mine, _packed_sum([leaves[i] for i in mine]), strict=True):
+            leaves[i] = total
+    return jax.tree.unflatten(structure, leaves)
+
+
+def cross_tower_mean(x: PyTree) -> PyTree:
+    """The mean over towers of every array in a pytree; `x` itself outside of towers.
+
+    >>> print(cross_tower_mean(jnp.ones(2)))
+    [1. 1.]
+
+    Raises:
+      TypeError: an array holds integers, which cannot be averaged.
+    """
+    for leaf in jax.tree.leaves(x):
+        if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
+            raise TypeError(
+                f"`cross_tower_mean` cannot average integers; got {jnp.result_type(leaf)}. "
+                "Use `cross_tower_sum`, or convert them to floats."
+            )
+    towers = num_towers()
+    return x if towers == 1 else jax.tree.map(lambda total: total / towers, cross_tower_sum(x))
+
+
+def cross_tower_concatenate(x: PyTree) -> PyTree:
+    """Every array in a pytree, of all towers one after the other, the same in all of them; `x` outside of towers.
+
+    >>> print(cross_tower_concatenate(jnp.arange(2)))
+    [0 1]
+    """
+    if num_towers() == 1:
+        return x
+    return jax.tree.map(lambda leaf: jax.lax.all_gather(leaf, TOWER_AXIS, tiled=True), x)
+
+
+def _packed_sum(leaves: list[jax.Array]) -> list[jax.Array]:
+    if len(leaves) == 1:
+        return [_one_sum(leaves[0])]
+    packed = _one_sum(jnp.concatenate([leaf.ravel() for leaf in leaves]))
+    sums, start = [], 0
+    for leaf in leaves:
+        sums.append(packed[start : start + leaf.size].reshape(leaf.shape))
+        start += leaf.size
+    return sums
+
+
+def towers_of_processes() -> list[list[int]]:
+    """The towers of each process, which follow one another; all in one list if they do not divide by the processes."""
+    towers, processes = num_towers(), jax.process_count()
+    size = towers if towers % processes else towers // processes
+    return [list(range(begin, begin + size)) for begin in range(0, towers, size)]
+
+
+def tower_psum(x: jax.Array, groups: list[list[int]]) -> jax.Array:
+    """The sum over the group by XLA's own algorithm."""
+    return x if len(groups[0]) == 1 else jax.lax.psum(x, TOWER_AXIS, axis_index_groups=_or_none(groups))
+
+
+def tower_gather(x: jax.Array, groups: list[list[int]]) -> jax.Array:
+    """The vectors of the group, one after the other."""
+    if len(groups[0]) == 1:
+        return x
+    return jax.lax.all_gather(x, TOWER_AXIS, axis_index_groups=_or_none(groups), tiled=True)
+
+
+def tower_scatter_sum(x: jax.Array, groups: list[list[int]]) -> jax.Array:
+    """A piece of the sum over the group: the n-th tower has the n-th of equal pieces."""
+    if len(groups[0]) == 1:
+        return x
+    return jax.lax.psum_scatter(x, TOWER_AXIS, axis_index_groups=_or_none(groups), tiled=True)
+
+
+def tower_permute(x: jax.Array, pairs: list[tuple[int, int]]) -> jax.Array:
+    """What comes to this tower where the first of each pair sends its `x` to the second; zeros where nothing does."""
+    return jax.lax.ppermute(x, TOWER_AXIS, pairs)
+
+
+def _or_none(groups: list[list[int]]) -> list[list[int]] | None:
+    return None if len(groups) == 1 else groups

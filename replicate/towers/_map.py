@@ -1,0 +1,177 @@
+"""The towers: one function mapped over devices, and the collectives among them.
+
+The only module that knows how the mapping is done. Inside an outer `jax.jit`, `jax.pmap` is inlined as a `shard_map`,
+which is its fast form: no Python wrapper around every call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+
+from estimator.core._bcoo import is_sparse
+from estimator.core._partitioning import PART_AXIS
+from replicate.towers._split_batch import split_rows
+
+PyTree = Any
+
+TOWER_AXIS = "tower"
+"""Name of the axis over the towers, for `flax.linen.BatchNorm(axis_name=TOWER_AXIS)` and jax's collectives.
+
+Bound in every run of a replicated model_fn, on one device too; not in a model_fn that is not replicated.
+"""
+
+
+def tower_map(
+    fn: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]], devices: Sequence[Any]
+) -> Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]:
+    """Runs `fn(shared, batch) -> (same, own)` once per device, side by side.
+
+    Args:
+      fn: gets `shared` as it is and its own rows of `batch`; returns what is the same in all towers, and its own.
+      devices: one per tower, or as many of them in a tuple. With a single tower the function is called as it is, with
+        the axis of one tower bound.
+
+    Returns:
+      A function of `shared` and a batch whose rows divide by the towers; what comes back as `own` has the towers as
+      its first dimension.
+    """
+    if len(devices) == 1:
+        return lone_tower(fn, devices)
+
+    def split(x: Any) -> Any:
+        return split_rows(x, len(devices))
+
+    if isinstance(devices[0], tuple):
+        parted = _of_parts(fn, devices)
+        return lambda shared, batch: parted(shared, jax.tree.map(split, batch, is_leaf=is_sparse))
+    if len({device.process_index for device in devices}) > 1:
+        return _over_processes(fn, devices)
+    mapped = jax.pmap(fn, axis_name=TOWER_AXIS, in_axes=(None, 0), out_axes=(None, 0), devices=devices)
+    return lambda shared, batch: mapped(shared, jax.tree.map(split, batch, is_leaf=is_sparse))
+
+
+def lone_tower(
+    fn: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]], devices: Sequence[Any]
+) -> Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]:
+    """Runs `fn(shared, batch) -> (same, own)` on a whole batch, as a single tower would, in a program of all `devices`.
+
+    Towers of several devices do it each by itself. Left to itself, XLA cuts the rows over the towers where the results
+    are joined with those of several towers. Where that is uneven, its scatters count the padding, or lose rows, since
+    the cut is over a part of the mesh (seen up to jax 0.12; `tests/test_wide_towers_law.py`).
+
+    Args:
+      fn: as for `tower_map`.
+      devices: of all towers in the program.
+    """
+    alone = _one_tower(fn)
+    if len(devices) == 1 or not isinstance(devices[0], tuple):
+        return alone
+    whole = PartitionSpec()
+    return jax.shard_map(
+        alone, mesh=tower_mesh(devices), in_specs=whole, out_specs=whole, axis_names={TOWER_AXIS}, check_vma=False
+    )
+
+
+def _over_processes(
+    fn: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]], devices: Sequence[jax.Device]
+) -> Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]:
+    """The same over the devices of several processes, to which a `jax.pmap` inside a `jax.jit` does not reach."""
+    return _over_mesh(fn, tower_mesh(devices))
+
+
+def _of_parts(
+    fn: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]], devices: Sequence[Any]
+) -> Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]:
+    """The same for towers of several devices, and a batch with the towers as its first dimension.
+
+    Only the axis over the towers is mapped; within a tower XLA cuts the work as variables and `est.spread` tell.
+
+    Raises:
+      ValueError: jax's compiler is turned off.
+    """
+    if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
+        raise ValueError(
+            f"Towers of {len(devices[0])} devices (`devices_per_tower`) run in compiled programs only, and "
+            "`jax.disable_jit` is on. Leave out `devices_per_tower` to look at values: the numbers are the same."
+        )
+    return _over_mesh(lambda shared, batch: fn(shared, jax.tree.map(lambda x: x[0], batch)), tower_mesh(devices))
+
+
+def tower_mesh(devices: Sequence[Any]) -> Mesh:
+    """The mesh of the towers' devices, with a second axis where towers have several."""
+    axes = (TOWER_AXIS, PART_AXIS) if isinstance(devices[0], tuple) else (TOWER_AXIS,)
+    return Mesh(np.array(devices), axes)
+
+
+def _over_mesh(
+    fn: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]], mesh: Mesh
+) -> Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]:
+    def tower(shared: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
+        same, own = fn(shared, batch)
+        return same, jax.tree.map(lambda x: jnp.asarray(x)[None], own)
+
+    specs = PartitionSpec(), PartitionSpec(TOWER_AXIS)
+    return jax.shard_map(tower, mesh=mesh, in_specs=specs, out_specs=specs, axis_names={TOWER_AXIS}, check_vma=False)
+
+
+def _one_tower(fn: Callable[..., tuple[PyTree, PyTree]]) -> Callable[..., tuple[PyTree, PyTree]]:
+    """Binds the axis and nothing else: a vmap over no argument leaves the operations of `fn` as they are."""
+    mapped = jax.vmap(fn, in_axes=None, axis_size=1, axis_name=TOWER_AXIS)
+
+    def call(shared: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
+        same, own = mapped(shared, batch)
+        return jax.tree.map(lambda x: x[0], same), own
+
+    return call
+
+
+def in_towers() -> bool:
+    """Whether the code runs inside a tower."""
+    try:
+        jax.lax.axis_size(TOWER_AXIS)
+    except NameError:  # jax's answer where no such axis is bound
+        return False
+    return True
+
+
+def num_towers() -> int:
+    """The number of towers that run side by side; 1 outside of towers.
+
+    >>> num_towers()
+    1
+    """
+    return jax.lax.axis_size(TOWER_AXIS) if in_towers() else 1
+
+
+def tower_index() -> jax.Array:
+    """The number of this tower, an int32 scalar; 0 outside of towers.
+
+    >>> print(tower_index())
+    0
+    """
+    return jax.lax.axis_index(TOWER_AXIS) if num_towers() > 1 else jnp.int32(0)
+
+
+def _one_sum(x: jax.Array) -> jax.Array:
+    if PART_AXIS in jax.sharding.get_abstract_mesh().axis_names and x.dtype in _WIDER:
+        return jax.lax.psum(x.astype(_WIDER[x.dtype]), TOWER_AXIS).astype(x.dtype)
+    return jax.lax.psum(x, TOWER_AXIS)
+
+
+# XLA sums these as the wider ones, the first on CPUs, the others on GPUs. In a mesh that is mapped in part it ends the
+# process at the attempt ("Invalid binary instruction opcode copy", up to jax 0.12), so there the sums begin that way.
+_WIDER = {
+    jnp.dtype(jnp.bfloat16): jnp.float32,
+    jnp.dtype(jnp.int16): jnp.int32,
+    jnp.dtype(jnp.uint16): jnp.uint32,
+}
+
+
+# What algorithms are made of. `groups` are lists of towers, of one size and every tower in one of them; a tower works
+# with those of its group.
