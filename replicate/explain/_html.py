@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
-from replicate.explain._data import typed
-from replicate.explain._explanation import Explanation
+from replicate.explain._data import StepData, typed
 from replicate.explain._hlo import Collective
 from replicate.explain._text import (
     Table,
@@ -38,14 +37,14 @@ _LONGEST = 120  # characters that fit into a line of the whole width
 _COLOURS = {"batch": "#dbeafe", "tower": "#e6f4ea", "collective": "#fde9c9", "update": "#efe3fb"}
 
 
-def as_page(found: Explanation) -> str:
-    heading = escape(title(found))
-    steps = "".join(f"<li>{escape(said)}</li>" for said in life(found))
-    body = "".join(_table(table) for table in tables(found))
+def as_page(data: StepData) -> str:
+    heading = escape(title(data))
+    steps = "".join(f"<li>{escape(said)}</li>" for said in life(data))
+    body = "".join(_table(table) for table in tables(data))
     return (
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"/><title>{heading}</title>'
         f'<meta name="viewport" content="width=device-width"/><style>{_STYLE}</style></head>\n'
-        f"<body><h1>{heading}</h1>\n{_Picture(found).drawn()}\n<ol>{steps}</ol>\n{body}</body></html>\n"
+        f"<body><h1>{heading}</h1>\n{_Picture(data).drawn()}\n<ol>{steps}</ol>\n{body}</body></html>\n"
     )
 
 
@@ -63,35 +62,35 @@ def _table(table: Table) -> str:
 class _Picture:
     """The batch, the towers, what goes between them and the update, one below the other."""
 
-    def __init__(self, found: Explanation) -> None:
-        self._found = found
+    def __init__(self, data: StepData) -> None:
+        self._data = data
         self._parts: list[str] = []
         self._y = _MARGIN
-        towers = len(found.towers)
+        towers = len(data.towers)
         # None stands for those that are left out.
         self._towers = [*range(towers)] if towers <= _SHOWN else [0, 1, 2, None, towers - 1]
         self._step = (_WIDTH - 2 * _MARGIN + _GAP) / len(self._towers)
 
     def drawn(self) -> str:
-        found = self._found
-        rows = found.rows // len(found.towers)
-        before, after = in_order(found)
-        arrays = [f"{each.name} {typed(each.dtype, each.shape)}" for each in found.batch]
-        self._bar("batch", f"a batch of {count(found.rows, 'row')}", _short(", ".join(arrays)))
-        self._arrows("split by rows" if len(found.towers) > 1 else "")
+        data = self._data
+        rows = data.rows // len(data.towers)
+        before, after = in_order(data)
+        arrays = [f"{each.name} {typed(each.dtype, each.shape)}" for each in data.batch]
+        self._bar("batch", f"a batch of {count(data.rows, 'row')}", _short(", ".join(arrays)))
+        self._arrows("split by rows" if len(data.towers) > 1 else "")
         if before:
             self._bar("collective", f"gather the cut variables: {summary(before)}", self._seconds(before))
             self._arrows()
-        if found.distribution == "variable devices":
-            moved = [each for each in found.transfers if each.to_towers]
+        if data.distribution == "variable devices":
+            moved = [each for each in data.transfers if each.to_towers]
             self._bar("collective", f"variables come from their devices: {size(sum(each.bytes for each in moved))}")
             self._arrows()
-        parts = f" in {found.micro_batches} parts" if found.micro_batches > 1 else ""
-        in_blocks = found.distribution == "local copies"
+        parts = f" in {data.micro_batches} parts" if data.micro_batches > 1 else ""
+        in_blocks = data.distribution == "local copies"
         does = "update of its own copy" if in_blocks else "loss and gradients"
         towers: list[tuple[str, ...]] = [
             (f"tower {i}", device, f"rows {i * rows} to {(i + 1) * rows - 1}{parts}", does)
-            for i, device in enumerate(found.towers)
+            for i, device in enumerate(data.towers)
         ]
         self._row("tower", 86, towers)
         if after:
@@ -99,23 +98,23 @@ class _Picture:
             meeting = at_the_end_of_a_block(after) if in_blocks else after
             when = "after a block: " if in_blocks else ""
             self._bar("collective", _short(when + summary(meeting)), self._seconds(meeting))
-        if found.distribution == "variable devices":
+        if data.distribution == "variable devices":
             self._arrows()
-            moved = [each for each in found.transfers if not each.to_towers]
+            moved = [each for each in data.transfers if not each.to_towers]
             self._bar("collective", f"gradients go to their variables: {size(sum(each.bytes for each in moved))}")
         sums = "averages of the copies" if in_blocks else "sums of the gradients"
-        self._arrows("" if len(found.towers) == 1 else sums)
-        held = found.bytes_by_device
-        if found.distribution == "variable devices":
+        self._arrows("" if len(data.towers) == 1 else sums)
+        held = data.bytes_by_device
+        if data.distribution == "variable devices":
             homes = ", ".join(f"{device} {size(total)}" for device, total in held.items())
             self._bar("update", "update of each variable on its own device", _short(homes))
         else:
-            what = "its pieces" if found.distribution == "sharded" else "variables and slots"
+            what = "its pieces" if data.distribution == "sharded" else "variables and slots"
             self._row(
-                "update", 68, [("update", what, size(held.get(device.split(",")[0], 0))) for device in found.towers]
+                "update", 68, [("update", what, size(held.get(device.split(",")[0], 0))) for device in data.towers]
             )
         height = self._y + _MARGIN
-        label = escape(title(found), quote=True)
+        label = escape(title(data), quote=True)
         return (
             f'<svg viewBox="0 0 {_WIDTH} {height:g}" role="img" aria-label="{label}">\n'
             + "\n".join(self._parts)
@@ -123,14 +122,14 @@ class _Picture:
         )
 
     def _seconds(self, collectives: list[Collective]) -> str:
-        found = self._found
-        return "about " + duration(sum(each.seconds(found.bandwidth, found.latency) for each in collectives))
+        data = self._data
+        return "about " + duration(sum(each.seconds(data.bandwidth, data.latency) for each in collectives))
 
     def _row(self, kind: str, height: int, boxes: list[tuple[str, ...]]) -> None:
         for place, tower in enumerate(self._towers):
             x, width = _MARGIN + place * self._step, self._step - _GAP
             if tower is None:
-                hidden = len(self._found.towers) - len(self._towers) + 1
+                hidden = len(self._data.towers) - len(self._towers) + 1
                 self._text(x + width / 2, self._y + height / 2 + 5, f"{hidden} more", "small")
                 continue
             self._box(x, width, height, kind, boxes[tower])

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from replicate.explain._data import Home, bytes_by_device, typed
-from replicate.explain._explanation import Explanation
+from replicate.explain._data import Home, StepData, bytes_by_device, typed
 from replicate.explain._hlo import Collective
 
 
@@ -20,43 +19,43 @@ class Table:
     notes: tuple[str, ...] = ()
 
 
-def title(found: Explanation) -> str:
-    return f"One training step of {found.name} on {count(len(found.towers), 'tower')}"
+def title(data: StepData) -> str:
+    return f"One training step of {data.name} on {count(len(data.towers), 'tower')}"
 
 
-def life(found: Explanation) -> list[str]:
+def life(data: StepData) -> list[str]:
     """What happens in a step, one after the other."""
-    towers = len(found.towers)
-    rows = found.rows // towers
-    before, after = in_order(found)
+    towers = len(data.towers)
+    rows = data.rows // towers
+    before, after = in_order(data)
     said = [
-        f"A batch of {count(found.rows, 'row')} comes in"
+        f"A batch of {count(data.rows, 'row')} comes in"
         + (f" and is split by rows: {rows} for each of {towers} towers." if towers > 1 else "; one tower has them all.")
     ]
-    if found.distribution == "variable devices":
-        moved = [each for each in found.transfers if each.to_towers]
+    if data.distribution == "variable devices":
+        moved = [each for each in data.transfers if each.to_towers]
         said.append(
             f"The towers get the variables they read from where these live: {count(len(moved), 'array')}, "
             f"{size(sum(each.bytes for each in moved))} moved in all."
         )
     if before:
         said.append(f"The towers gather the variables, which are cut: {summary(before)}.")
-    parts = f", in {found.micro_batches} micro-batches one after another" if found.micro_batches > 1 else ""
-    shared = found.towers[0].count(",") + 1
+    parts = f", in {data.micro_batches} micro-batches one after another" if data.micro_batches > 1 else ""
+    shared = data.towers[0].count(",") + 1
     work = f"; its {shared} devices share the work" if shared > 1 else ""
     said.append(f"Each tower runs the model_fn forward and backward on its {count(rows, 'row')}{parts}{work}.")
-    if found.distribution == "local copies":
+    if data.distribution == "local copies":
         return [*said, *_in_blocks(after), "Then global_step counts one more."]
     if after:
         who = "towers and their devices" if shared > 1 else "towers"
         said.append(f"The {who} talk to each other, on the way or at the end: {summary(after)}.")
-    if found.distribution == "variable devices":
-        moved = [each for each in found.transfers if not each.to_towers]
+    if data.distribution == "variable devices":
+        moved = [each for each in data.transfers if not each.to_towers]
         said.append(
             "The gradients of all towers go to the devices of their variables and are summed there: "
             f"{count(len(moved), 'array')}, {size(sum(each.bytes for each in moved))} moved in all."
         )
-    said.append(f"{update(found)} Then global_step counts one more.")
+    said.append(f"{update(data)} Then global_step counts one more.")
     return said
 
 
@@ -79,20 +78,20 @@ def at_the_end_of_a_block(collectives: list[Collective]) -> list[Collective]:
     return [each for each in collectives if each.within == "branch"] or collectives
 
 
-def update(found: Explanation) -> str:
+def update(data: StepData) -> str:
     """Where the optimizers run."""
     return {
         "one device": "The optimizers run on the gradients, on the one device.",
         "mirrored": "The optimizers run on the sums, in every tower alike, so that all copies stay equal.",
         "sharded": "The optimizers run on the sums, on each device for its pieces of the variables and slots.",
         "variable devices": "The optimizers run on the sums, on each variable's own device.",
-    }[found.distribution]
+    }[data.distribution]
 
 
-def in_order(found: Explanation) -> tuple[list[Collective], list[Collective]]:
+def in_order(data: StepData) -> tuple[list[Collective], list[Collective]]:
     """The collectives before the towers compute, as cut variables need them, and those after."""
-    before = [each for each in found.collectives if found.distribution == "sharded" and each.kind == "all-gather"]
-    return before, [each for each in found.collectives if each not in before]
+    before = [each for each in data.collectives if data.distribution == "sharded" and each.kind == "all-gather"]
+    return before, [each for each in data.collectives if each not in before]
 
 
 def summary(collectives: list[Collective]) -> str:
@@ -105,12 +104,12 @@ def summary(collectives: list[Collective]) -> str:
     return ", ".join(said)
 
 
-def tables(found: Explanation) -> list[Table]:
-    return [table for table in _tables(found) if table.rows or table.notes]
+def tables(data: StepData) -> list[Table]:
+    return [table for table in _tables(data) if table.rows or table.notes]
 
 
-def _tables(found: Explanation) -> Iterator[Table]:
-    yield Table("Towers", ("tower", "device"), tuple((str(i), device) for i, device in enumerate(found.towers)))
+def _tables(data: StepData) -> Iterator[Table]:
+    yield Table("Towers", ("tower", "device"), tuple((str(i), device) for i, device in enumerate(data.towers)))
     yield Table(
         "What is split",
         ("array", "whole batch", "each tower"),
@@ -120,31 +119,31 @@ def _tables(found: Explanation) -> Iterator[Table]:
                 ("sparse " if each.sparse else "") + typed(each.dtype, each.shape),
                 typed(each.dtype, each.tower_shape),
             )
-            for each in found.batch
+            for each in data.batch
         ),
     )
-    yield _collectives(found)
+    yield _collectives(data)
     yield Table(
         "Copies between the towers and the variables' devices",
         ("array", "way", "bytes"),
         tuple(
             (each.name, f"{each.device} -> towers" if each.to_towers else f"towers -> {each.device}", size(each.bytes))
-            for each in found.transfers
+            for each in data.transfers
         ),
     )
-    yield _homes("Variables", found.variables)
-    yield _homes("Slots of the optimizers", found.slots)
+    yield _homes("Variables", data.variables)
+    yield _homes("Slots of the optimizers", data.slots)
     yield Table(
         "Variables and slots by device",
         ("device", "bytes"),
-        tuple((device, size(total)) for device, total in found.bytes_by_device.items()),
+        tuple((device, size(total)) for device, total in data.bytes_by_device.items()),
     )
-    yield _costs(found)
+    yield _costs(data)
 
 
-def _collectives(found: Explanation) -> Table:
+def _collectives(data: StepData) -> Table:
     rows = []
-    for each in found.collectives:
+    for each in data.collectives:
         arrays = " + ".join(typed(*array) for array in each.arrays[:3]) + (" + ..." if each.arrays[3:] else "")
         runs = "in a loop" if each.times is None else f"{each.times} x"
         runs += ", if its branch is taken" if each.within == "branch" else ""
@@ -155,18 +154,18 @@ def _collectives(found: Explanation) -> Table:
                 size(each.bytes),
                 f"{each.participants} devices",
                 runs,
-                duration(each.seconds(found.bandwidth, found.latency)),
+                duration(each.seconds(data.bandwidth, data.latency)),
             )
         )
-    where = " of the towers" if found.distribution == "variable devices" else ""
-    taken = " in which every branch is taken" if any(each.within == "branch" for each in found.collectives) else ""
+    where = " of the towers" if data.distribution == "variable devices" else ""
+    taken = " in which every branch is taken" if any(each.within == "branch" for each in data.collectives) else ""
     notes = [] if rows else [f"None: the compiled program{where} needs no communication."]
-    if rows or found.transfers:
+    if rows or data.transfers:
         notes.append(
-            f"Estimated time of communication: {duration(found.communication_seconds)} per step{taken}, at "
-            f"{found.bandwidth / 1e9:g} GB/s and {found.latency * 1e6:g} us of latency."
+            f"Estimated time of communication: {duration(data.communication_seconds)} per step{taken}, at "
+            f"{data.bandwidth / 1e9:g} GB/s and {data.latency * 1e6:g} us of latency."
         )
-    if any(each.times is None for each in found.collectives):
+    if any(each.times is None for each in data.collectives):
         notes.append("How often a loop runs that ends by a condition is not known: it is counted once.")
     columns = ("kind", "arrays", "bytes", "participants", "runs", "estimated")
     return Table(f"Collectives of the compiled program{where}", columns, tuple(rows), tuple(notes))
@@ -191,8 +190,8 @@ def _homes(name: str, homes: tuple[Home, ...]) -> Table:
     )
 
 
-def _costs(found: Explanation) -> Table:
-    most = found.steps_per_program
+def _costs(data: StepData) -> Table:
+    most = data.steps_per_program
     rows = [
         (
             'steps_per_loop="auto"',
@@ -200,11 +199,11 @@ def _costs(found: Explanation) -> Table:
         )
     ]
     notes: tuple[str, ...] = ()
-    if found.flops is not None:
+    if data.flops is not None:
         notes = ("XLA counts the operations within a loop once.",)
-        rows.append(("operations", f"{found.flops:,.0f} floating point operations per device"))
-    if found.memory is not None:
-        memory = found.memory
+        rows.append(("operations", f"{data.flops:,.0f} floating point operations per device"))
+    if data.memory is not None:
+        memory = data.memory
         rows += [
             ("arguments", f"{size(memory.arguments)} per device"),
             ("outputs", f"{size(memory.outputs)} per device, {size(memory.reused)} of it in place of arguments"),
@@ -214,10 +213,10 @@ def _costs(found: Explanation) -> Table:
     return Table("The compiled program", ("", ""), tuple(rows), notes)
 
 
-def as_text(found: Explanation) -> str:
-    lines = [title(found), "=" * len(title(found)), ""]
-    lines += [f"{i}. {said}" for i, said in enumerate(life(found), 1)]
-    for table in tables(found):
+def as_text(data: StepData) -> str:
+    lines = [title(data), "=" * len(title(data)), ""]
+    lines += [f"{i}. {said}" for i, said in enumerate(life(data), 1)]
+    for table in tables(data):
         lines += ["", table.title, "-" * len(table.title)]
         if table.rows:
             cells = [table.columns, *table.rows] if any(table.columns) else list(table.rows)
