@@ -1,0 +1,117 @@
+"""The tree: packages by topic, each of which imports only those above it, and no import circle."""
+
+import ast
+import collections
+import pathlib
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+MOST_MODULES = 20
+
+# From the bottom to the top: a package imports those of the lines before its own. Packages of one line do not import
+# each other.
+LAYERS = (
+    ("estimator.process",),
+    ("estimator.core",),
+    ("estimator.sparse",),
+    (
+        "estimator.losses",
+        "estimator.metrics",
+        "estimator.summary",
+        "estimator.optim",
+        "estimator.inputs",
+        "estimator.interop",
+        "estimator.feature_column",
+        "estimator.multihost",
+    ),
+    ("estimator.heads", "estimator.hooks", "estimator.steps"),
+    ("estimator.checkpoint",),
+    ("estimator.export",),
+    ("estimator.loop",),
+    ("estimator.*",),  # the modules beside the packages: Estimator, train_and_evaluate ...
+    ("estimator.canned",),
+    ("estimator",),
+    ("replicate.towers",),
+    ("replicate.cross_tower_ops", "replicate.placement"),
+    ("replicate.runner",),
+    ("replicate.block_sync",),
+    ("replicate.*",),
+    ("replicate.explain",),
+    ("replicate",),
+)
+
+
+def modules():
+    for package in ("estimator", "replicate"):
+        for path in sorted((ROOT / package).rglob("*.py")):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), path
+
+
+MODULES = dict(modules())
+
+
+def imports(path):
+    """The modules of this project that a file imports: at its top, within functions, and for types only."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno} imports relatively"
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                yield whole if whole in MODULES else node.module
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+ARROWS = {name: {other for other in imports(path) if other in MODULES} - {name} for name, path in MODULES.items()}
+
+
+def package(module):
+    """The entry of LAYERS that a module belongs to."""
+    known = [name for layer in LAYERS for name in layer]
+    parts = module.split(".")
+    if module in ("estimator", "replicate"):
+        return module
+    topic = ".".join(parts[:2])
+    return topic if topic in known else f"{parts[0]}.*"
+
+
+LEVEL = {name: level for level, layer in enumerate(LAYERS) for name in layer}
+
+
+def test_a_package_imports_only_what_is_below_it():
+    wrong = [
+        f"{module} imports {other}"
+        for module, others in ARROWS.items()
+        for other in others
+        if package(module) != package(other) and LEVEL[package(other)] >= LEVEL[package(module)]
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_there_is_no_import_circle():
+    waiting = {module: set(others) for module, others in ARROWS.items()}
+    while free := [module for module, others in waiting.items() if not others]:
+        for module in free:
+            del waiting[module]
+        for others in waiting.values():
+            others.difference_update(free)
+    assert not waiting, f"These modules import each other: {sorted(waiting)}"
+
+
+def test_no_folder_has_too_many_modules():
+    count = collections.Counter(path.parent for path in MODULES.values() if path.name != "__init__.py")
+    crowded = {str(folder.relative_to(ROOT)): n for folder, n in count.items() if n > MOST_MODULES}
+    assert not crowded
+
+
+def test_every_package_says_what_it_is():
+    for name, path in MODULES.items():
+        if path.name == "__init__.py":
+            assert ast.get_docstring(ast.parse(path.read_text())), name
+
+
+@pytest.mark.parametrize("name", [name for layer in LAYERS for name in layer if not name.endswith("*")])
+def test_every_layer_exists(name):
+    assert name in MODULES
