@@ -18,7 +18,7 @@ from estimator.checkpoint._model_dir import check_not_of_tensorflow, training_in
 from estimator.checkpoint._restore import StateSource
 from estimator.checkpoint._warm_start import WarmStartReport, WarmStartSettings, as_settings
 from estimator.core._estimator_spec import checked_hooks
-from estimator.core._hook import Context, Hook
+from estimator.core._hook import Hook
 from estimator.core._mode_keys import ModeKeys
 from estimator.core._model_fn import ModelFn, bind, with_params
 from estimator.core._run_config import RunConfig
@@ -30,6 +30,7 @@ from estimator.hooks._defaults import team_hooks, with_default_hooks
 from estimator.hooks._summary_saver import write_evaluation
 from estimator.inputs._input_fn import Batches, batches, call_input_fn
 from estimator.loop import _hook_calls
+from estimator.loop._context import RunContext
 from estimator.loop._evaluate import EvalSteps, evaluate_batches
 from estimator.loop._predict import PredictSteps, checked_keys, predict_batches, single_examples
 from estimator.loop._programs import Programs
@@ -261,7 +262,7 @@ class Estimator:
                 "`itertools.repeat(batch)` to train on it again and again, or an iterable of batches.",
                 last_step - start,
             )
-        context = Context(ModeKeys.TRAIN, self.model_dir, start, team)
+        context = RunContext(ModeKeys.TRAIN, self.model_dir, start, team)
         training = Training(
             self._programs, self._config, self._checkpoints, context, all_hooks, last_step, path, skipped
         )
@@ -356,7 +357,7 @@ class Estimator:
                 "outside of input_fn is empty the second time."
             )
         self._tell_compiling(ModeKeys.EVAL)
-        context = Context(ModeKeys.EVAL, self.model_dir, team=team)
+        context = RunContext(ModeKeys.EVAL, self.model_dir, team=team)
         traits = self._model.traits(*first, mode=ModeKeys.EVAL)
         rest.place(traits.placement)
         first = rest.peek() or first
@@ -587,7 +588,7 @@ class Estimator:
         if first is None:
             return
         self._tell_compiling(ModeKeys.PREDICT)
-        context = Context(ModeKeys.PREDICT, self.model_dir)
+        context = RunContext(ModeKeys.PREDICT, self.model_dir)
         traits = self._model.traits(first[0], mode=ModeKeys.PREDICT)
         rest.place(traits.placement)
         features, _ = rest.peek() or first

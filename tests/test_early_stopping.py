@@ -11,7 +11,7 @@ import pytest
 from helpers_estimator import refuse, saved_steps, step_of
 
 import estimator as est
-from estimator.hooks import Context
+from estimator.loop._context import RunContext
 from replicate import TowerOptimizer, VariableDistribution, replicate_model_fn
 
 FALLING = {1000: 0.9, 1500: 0.8, 2000: 0.5, 2500: 0.6, 3000: 0.55}
@@ -54,7 +54,7 @@ def record(estimator, values, name=None, time=0.0):
 
 def stops(hook, estimator, step=10_000):
     """Whether a training that goes on from a step ends at once."""
-    context = Context("train", estimator.model_dir, step)
+    context = RunContext("train", estimator.model_dir, step)
     hook.begin()
     hook.after_create_state(context)
     return context.stop_requested

@@ -6,6 +6,7 @@ from helpers_estimator import X, Y, endless, make, refuse, saved_steps, step_of,
 from helpers_hooks import Noted, NotedListener, WithHooks, noted_input_fn
 
 import estimator as est
+from estimator.loop._context import RunContext
 from replicate import TowerOptimizer, replicate_model_fn
 
 MOMENTS = ["begin", "after_create_state", "before_run", "after_run", "end"]
@@ -96,7 +97,7 @@ def test_hooks_of_a_replicated_spec_are_called_once(tmp_path, calls):
 def test_the_state_can_be_read_when_there_is_one(unsaved, calls):
     seen = []
     with pytest.raises(RuntimeError, match=r"There is no state yet: `context.state` can be read from `after_create_"):
-        est.hooks.Context(est.ModeKeys.TRAIN).state  # noqa: B018
+        RunContext(est.ModeKeys.TRAIN).state  # noqa: B018
 
     def look(context, *_):
         seen.append((int(context.state.global_step), context.step, context.state.variables["w"][0, 0] != 0))

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import estimator as est
-from estimator.hooks import Context
 from estimator.loop import _steps_per_loop
+from estimator.loop._context import RunContext
 from estimator.loop._plan import Plan
 from estimator.loop._train import Training
 from replicate import TowerOptimizer, replicate_model_fn
@@ -197,7 +197,7 @@ def test_a_time_becomes_the_steps_that_fit_into_it(monkeypatch, asked, per_step,
     programs = types.SimpleNamespace(
         steps_per_program=0, loops=False, traits=types.SimpleNamespace(is_one_program=True)
     )
-    size = _steps_per_loop.choose(asked, programs, (), Context("train"), 100)
+    size = _steps_per_loop.choose(asked, programs, (), RunContext("train"), 100)
     assert size.most() == 1
     step, sizes = 0, []
     for _ in range(60):

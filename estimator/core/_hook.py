@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-import os
+import abc
 from collections.abc import Callable
 from typing import Any
 
@@ -13,11 +12,6 @@ import numpy as np
 from estimator.core._mode_keys import ModeKeys
 from estimator.core._record import Report
 from estimator.core._typing import PyTree
-from estimator.multihost._process_group import Team
-from estimator.optim._learning_rate import with_rate
-from estimator.summary._event_writer import EventWriter
-
-SIGTERM = "SIGTERM"  # as a reason to stop
 
 
 class Hook:
@@ -93,7 +87,7 @@ class Hook:
         """Called last, once in a run, whatever happened: `context.error` tells what went wrong, if anything did."""
 
 
-class Context:
+class Context(abc.ABC):
     """What a hook may know of the run, and do to it.
 
     Attributes:
@@ -120,33 +114,23 @@ class Context:
         optimizers under `optax.inject_hyperparams`; by tag, "learning_rate" or, of several, "learning_rate/<name>".
     """
 
-    def __init__(
-        self, mode: ModeKeys, model_dir: str | None = None, global_step: int = 0, team: Team | None = None
-    ) -> None:
-        self.mode = mode
-        self.team = team
-        self.model_dir = model_dir
-        self.output_dir = model_dir if mode == ModeKeys.TRAIN else None
-        self.reported: dict[str, Report] = {}
-        self.global_step = global_step
-        self.batches = 0
-        self.examples = 0
-        self.clock: tuple[int, float] | None = None
-        self.phase = "begin"
-        self.error: BaseException | None = None
-        self.stop_reason: str | None = None
-        self.preempted = False
-        self.found_nan = False
-        self.metrics: dict[str, Any] | None = None
-        self.restored = False
-        self._wished: str | None = None
-        self.rates: dict[str, np.ndarray] = {}
-        self._state: Callable[[], Any] | None = None
-        self._save: Callable[[], str | None] | None = None
-        self._look: Callable[[], None] | None = None
-        self._change: Callable[[Callable[[Any], Any]], None] | None = None
-        self._watchers: list[Callable[[Context, int, np.ndarray], None]] = []
-        self._events: dict[str, EventWriter] = {}
+    mode: ModeKeys
+    team: Any
+    model_dir: str | None
+    output_dir: str | None
+    reported: dict[str, Report]
+    global_step: int
+    batches: int
+    examples: int
+    clock: tuple[int, float] | None
+    phase: str
+    error: BaseException | None
+    stop_reason: str | None
+    preempted: bool
+    found_nan: bool
+    metrics: dict[str, Any] | None
+    restored: bool
+    rates: dict[str, np.ndarray]
 
     @property
     def step(self) -> int:
@@ -154,129 +138,58 @@ class Context:
         return self.global_step if self.mode == ModeKeys.TRAIN else self.batches
 
     @property
+    def stop_requested(self) -> bool:
+        """Whether someone wants the run to end."""
+        return self.stop_reason is not None
+
+    @property
+    @abc.abstractmethod
     def state(self) -> Any:
         """The `est.State` after the steps so far, on its devices: good until the moment is over; copy what you keep.
 
         Reading it waits for the steps, and looks at their losses: one that is NaN is raised here.
         """
-        if self._state is None:
-            raise RuntimeError("There is no state yet: `context.state` can be read from `after_create_state` on.")
-        return self._state()
 
-    def has_state(self, state: Any) -> None:
-        """Lets hooks of a run that only reads its state see it."""
-        self.global_step = int(state.global_step)
-        self._state = lambda: state
-
+    @abc.abstractmethod
     def save(self) -> str | None:
         """Saves a checkpoint now, unless that of this step is there; returns its path (None: saving is off)."""
-        if self._save is None:
-            raise RuntimeError(f"Only training saves checkpoints; got `context.save()` in mode {str(self.mode)!r}.")
-        return self._save()
 
+    @abc.abstractmethod
     def change(self, change: Callable[[Any], Any]) -> None:
         """Lets a function make of the variables, slots and global step those that training goes on with."""
-        if self._change is None:
-            raise RuntimeError(
-                "Only training changes variables, from `after_create_state` to the last `after_run`; got a change in "
-                f"mode {str(self.mode)!r}."
-            )
-        self._change(change)
 
+    @abc.abstractmethod
     def set_learning_rate(self, name: str, value: float) -> None:
         """Sets a learning rate from the next step on, as `est.set_learning_rate` does with a state; nothing waits.
 
         Of several processes all call it; what process 0 gives counts. The checkpoint of the step has the rate if the
         hook is called before the one that saves: if it overrides `get_state`.
         """
-        if self._change is None or self.phase == "end":
-            raise RuntimeError(
-                f"`context.set_learning_rate({name!r}, {value!r})` is for hooks of a training, from "
-                f"`after_create_state` on and before `end`; got mode {str(self.mode)!r}, phase {self.phase!r}."
-            )
-        name, value = self.agreed(lambda: (name, value))
-        self.change(
-            lambda carry: carry._replace(slots=with_rate("context.set_learning_rate", carry.slots, name, value))
-        )
 
+    @abc.abstractmethod
     def watch_losses(self, watcher: Callable[[Context, int, np.ndarray], None]) -> None:
         """Lets a hook see the losses of all steps without waiting: once they are known, at most some 100 steps later.
 
         Args:
           watcher: called as `watcher(context, step, losses)`: those of some steps in order, the first of them `step`.
         """
-        self._watchers.append(watcher)
 
-    def saw_losses(self, step: int, losses: np.ndarray) -> None:
-        for watcher in self._watchers:
-            watcher(self, step, losses)
-
+    @abc.abstractmethod
     def look(self) -> None:
         """Waits for the steps so far, and lets watchers see their losses. One that is NaN is raised."""
-        if self._look is not None:
-            self._look()
 
-    def events(self, directory: str | None = None) -> EventWriter:
+    @abc.abstractmethod
+    def events(self, directory: str | None = None) -> Any:
         """What writes event files into a directory (`output_dir`): one for all hooks; closed after their `end`."""
-        chosen = directory or self.output_dir
-        assert chosen is not None
-        directory = os.path.normpath(chosen)
-        if directory not in self._events:
-            first, last = (self.global_step + 1, math.inf) if self.mode == ModeKeys.TRAIN else (self.global_step,) * 2
-            self._events[directory] = EventWriter(directory, first, last)
-        return self._events[directory]
 
-    def flush(self) -> None:
-        for writer in self._events.values():
-            writer.flush()
-
-    def close(self) -> None:
-        for writer in self._events.values():
-            writer.close()
-        self._events.clear()
-
-    @property
-    def wished(self) -> str | None:
-        """Why this process wants the run to end, of which others may not know yet."""
-        return SIGTERM if self.preempted else self._wished
-
-    @property
-    def stop_requested(self) -> bool:
-        """Whether someone wants the run to end."""
-        return self.stop_reason is not None
-
-    def preempt(self) -> None:
-        """Notes that SIGTERM came; where there are other processes, all have to stop at the same step."""
-        self.preempted = True
-        if self.team is None:
-            self.stop(SIGTERM)
-
+    @abc.abstractmethod
     def agreed(self, make: Callable[[], Any]) -> Any:
         """What process 0 makes, in all processes: for decisions that depend on a clock or a disk, and on which programs
         or checkpoints depend. To be called by all of them; `make` is called in process 0 alone."""
-        return make() if self.team is None else self.team.from_chief(make)
 
-    def agree_to_stop(self) -> None:
-        """Has all processes stop if one of them wants to."""
-        if self.team is not None:
-            reasons = [reason for reason in self.team.exchange(self._wished) if reason is not None]
-            if reasons:
-                self.stop(reasons[0])
-
-    def count(self, batches: int, rows: int) -> None:
-        """Adds batches of so many examples to what was taken."""
-        self.batches += batches
-        self.examples += batches * rows
-
+    @abc.abstractmethod
     def request_stop(self, reason: str = "a hook") -> None:
         """Ends the run after the moment that is going on, as if its input had ended; of several processes, all."""
-        if self.team is None:
-            self.stop(reason)
-        self._wished = self._wished or reason
-
-    def stop(self, reason: str) -> None:
-        """Does what `request_stop` asks for, where all processes do so."""
-        self.stop_reason = self.stop_reason or reason
 
 
 class RunValues:

@@ -11,13 +11,14 @@ import numpy as np
 
 from estimator.core._batch import BatchGuard, rows_of
 from estimator.core._bcoo import has_sparse
-from estimator.core._hook import Context, Hook
+from estimator.core._hook import Hook
 from estimator.core._mode_keys import ModeKeys
 from estimator.core._record import Report
 from estimator.core._state import State
 from estimator.core._typing import PyTree
 from estimator.inputs._input_fn import Batches
 from estimator.loop import _hook_calls
+from estimator.loop._context import RunContext
 from estimator.loop._flops import debugging, steps_that_fit
 from estimator.loop._programs import stacked_batches
 from estimator.loop._read_ahead import pieces_with_hooks
@@ -149,7 +150,7 @@ def evaluate_batches(
     batches: Batches,
     first: tuple[PyTree, PyTree],
     hooks: Sequence[Hook],
-    context: Context,
+    context: RunContext,
     last_batch: int | None,
     loss_over: str = "batches",
 ) -> dict[str, Any]:

@@ -10,13 +10,14 @@ from typing import Any
 import jax
 from absl import logging
 
-from estimator.core._hook import Context, Hook, RunValues
+from estimator.core._hook import Hook, RunValues
+from estimator.loop._context import RunContext
 from estimator.multihost._liveness import explained
 from estimator.multihost._preemption import Preempted
 
 
 @contextlib.contextmanager
-def around(hooks: Sequence[Hook], context: Context) -> Iterator[None]:
+def around(hooks: Sequence[Hook], context: RunContext) -> Iterator[None]:
     """Calls `begin` of all hooks before the block, and `end` of those that have begun after it, whatever happened."""
     begun: list[Hook] = []
     try:
@@ -40,7 +41,7 @@ def around(hooks: Sequence[Hook], context: Context) -> Iterator[None]:
             context.close()
 
 
-def _end(hooks: Sequence[Hook], context: Context) -> None:
+def _end(hooks: Sequence[Hook], context: RunContext) -> None:
     """The first error of a hook is raised once all have ended, unless the run has one already."""
     context.phase = "end"
     raised: BaseException | None = None
@@ -80,7 +81,7 @@ def _named(hooks: Sequence[Hook]) -> dict[str, Hook]:
     return named
 
 
-def before(due: Sequence[Hook], context: Context) -> list[Any]:
+def before(due: Sequence[Hook], context: RunContext) -> list[Any]:
     """What each hook asks for.
 
     Raises:
@@ -99,7 +100,7 @@ def before(due: Sequence[Hook], context: Context) -> list[Any]:
 
 def after(
     due: Sequence[Hook],
-    context: Context,
+    context: RunContext,
     asked: Sequence[Any],
     losses: Any,
     steps: int,
@@ -113,14 +114,14 @@ def after(
         context.agree_to_stop()
 
 
-def asks(asked: Sequence[Any], context: Context) -> bool:
+def asks(asked: Sequence[Any], context: RunContext) -> bool:
     """Whether any hook asks for more than the loss; of several processes, one of the chief."""
     return bool(asked) and context.agreed(
         lambda: any(name != "loss" for names in asked for name in jax.tree.leaves(names))
     )
 
 
-def create_state(hooks: Sequence[Hook], context: Context) -> None:
+def create_state(hooks: Sequence[Hook], context: RunContext) -> None:
     """Tells hooks that there is a state."""
     for hook in hooks:
         hook.after_create_state(context)
@@ -128,7 +129,7 @@ def create_state(hooks: Sequence[Hook], context: Context) -> None:
         context.agree_to_stop()
 
 
-def _unless_stopped(call: Callable[..., Any], context: Context, *args: Any) -> Any:
+def _unless_stopped(call: Callable[..., Any], context: RunContext, *args: Any) -> Any:
     """As in TensorFlow, a hook that lets a StopIteration out ends the run."""
     try:
         return call(context, *args)

@@ -9,12 +9,13 @@ import jax
 import numpy as np
 
 from estimator.core._batch import BatchGuard, rows_of
-from estimator.core._hook import Context, Hook
+from estimator.core._hook import Hook
 from estimator.core._record import Report
 from estimator.core._state import State
 from estimator.core._typing import PyTree
 from estimator.inputs._input_fn import Batches
 from estimator.loop import _hook_calls
+from estimator.loop._context import RunContext
 from estimator.loop._read_ahead import pieces_with_hooks
 from estimator.process._uninterrupted import compile_first
 from estimator.steps._transform import Model
@@ -50,7 +51,7 @@ def predict_batches(
     first: PyTree,
     keys: tuple[str, ...] | None,
     hooks: Sequence[Hook],
-    context: Context,
+    context: RunContext,
 ) -> Iterator[PyTree]:
     """Yields the predictions of each batch as numpy arrays; `first` are the features of the first batch."""
     guard = BatchGuard(first, None)

@@ -10,12 +10,13 @@ from typing import Any
 import jax
 import tqdm
 
-from estimator.core._hook import Context, Hook
+from estimator.core._hook import Hook
 from estimator.core._mode_keys import ModeKeys
 from estimator.core._typing import PyTree
 from estimator.inputs._input_fn import Batches
 from estimator.inputs._prefetch import Piece, Prefetcher
 from estimator.loop import _hook_calls
+from estimator.loop._context import RunContext
 from estimator.loop._plan import Chunk, Plan
 from estimator.loop._synchronized_input import SharedPlan, Stopped, SynchronizedReader
 from estimator.multihost._preemption import SIGTERM
@@ -25,7 +26,7 @@ _TITLES = {ModeKeys.EVAL: "Evaluation", ModeKeys.PREDICT: "Prediction"}
 
 
 def pieces_with_hooks(
-    batches: Batches, hooks: Sequence[Hook], context: Context, last_batch: int | None, most: int = 1
+    batches: Batches, hooks: Sequence[Hook], context: RunContext, last_batch: int | None, most: int = 1
 ) -> Iterator[tuple[list[tuple[PyTree, PyTree]], Sequence[Hook]]]:
     """Some batches, and the hooks to call around the last of them. A thread reads them ahead.
 
@@ -56,7 +57,7 @@ def shows_bars() -> bool:
 
 
 def read_ahead(
-    batches: Batches, plan: Plan, context: Context, make: Callable[[list[Any], Chunk], Any]
+    batches: Batches, plan: Plan, context: RunContext, make: Callable[[list[Any], Chunk], Any]
 ) -> Iterator[tuple[Piece, Sequence[Hook]]]:
     """The pieces of a plan, made ready by a thread, each with the hooks to call around the last of its steps, until the
     plan or the input ends, or somebody wants the run to stop.

@@ -6,9 +6,10 @@ import math
 import time
 from collections.abc import Sequence
 
-from estimator.core._hook import Context, Hook
+from estimator.core._hook import Hook
 from estimator.core._run_config import seconds
 from estimator.hooks._stop_at_step import StopAtStepHook
+from estimator.loop._context import RunContext
 from estimator.loop._flops import debugging
 from estimator.loop._plan import Plan
 from estimator.loop._programs import Programs
@@ -18,7 +19,9 @@ _MOST_BATCHES_AT_ONCE, _SECONDS_AT_ONCE = 10, 0.005
 _SECONDS_AT_ONCE_OF_SEVERAL = 0.05  # processes, which agree on every piece: that takes a millisecond
 
 
-def choose(asked: int | str, programs: Programs, hooks: Sequence[Hook], context: Context, look_every: int) -> LoopSize:
+def choose(
+    asked: int | str, programs: Programs, hooks: Sequence[Hook], context: RunContext, look_every: int
+) -> LoopSize:
     """What `RunConfig(steps_per_loop=asked)` means for a run that begins and looks at losses so often.
 
     "auto" goes by the arithmetic of one step, not by the clock, so that a run that is repeated, or goes on from a

@@ -16,10 +16,10 @@ from absl import logging
 
 from estimator.core._batch import check_batch, named_leaves
 from estimator.core._bcoo import has_sparse
-from estimator.core._hook import Context
 from estimator.core._mode_keys import ModeKeys
 from estimator.core._typing import PyTree
 from estimator.inputs._prefetch import pull_batches
+from estimator.loop._context import RunContext
 from estimator.loop._plan import Chunk, Plan
 from estimator.multihost._preemption import SIGTERM, preempt
 from estimator.multihost._process_group import Team
@@ -102,7 +102,7 @@ class SynchronizedReader:
       team: the processes.
     """
 
-    def __init__(self, context: Context, team: Team) -> None:
+    def __init__(self, context: RunContext, team: Team) -> None:
         self._context, self._towers = context, team.towers
         self._team = team.channel("input")
         self._lock = threading.Lock()

@@ -14,13 +14,14 @@ from absl import logging
 
 from estimator.checkpoint._checkpoints import Checkpoints
 from estimator.core._batch import rows_of
-from estimator.core._hook import Context, Hook
+from estimator.core._hook import Hook
 from estimator.core._run_config import RunConfig
 from estimator.core._state import State
 from estimator.core._typing import PyTree
 from estimator.hooks._nan import NanTensorHook
 from estimator.inputs._input_fn import Batches
 from estimator.loop import _hook_calls, _steps_per_loop
+from estimator.loop._context import RunContext
 from estimator.loop._plan import Chunk, Plan
 from estimator.loop._programs import Carry, Pair, Programs, Run, StepOutputs, state_of
 from estimator.loop._read_ahead import read_ahead, shows_bars
@@ -59,7 +60,7 @@ class Training:
         programs: Programs,
         config: RunConfig,
         checkpoints: Checkpoints,
-        context: Context,
+        context: RunContext,
         hooks: Sequence[Hook],
         last_step: int | None,
         saved_path: str | None,

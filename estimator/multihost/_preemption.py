@@ -7,18 +7,38 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from typing import Any
-
-from estimator.core._hook import SIGTERM, Context
-from estimator.core._mode_keys import ModeKeys
+from typing import Any, Protocol
 
 __all__ = ["SIGTERM", "Preempted", "ends_by_sigterm", "interrupted_by_sigterm", "preempt"]
 
+SIGTERM = "SIGTERM"  # as a reason to stop
 EXIT_CODE = 75  # the EX_TEMPFAIL of sysexits.h: try again later
 
 # The handler is the process's, and so are the runs it ends; those within others come last.
-_runs: list[Context] = []
+_runs: list[Run] = []
 _came = False  # whether this process got the signal
+
+
+class Run(Protocol):
+    """What a signal needs to know of a run, and to say to it."""
+
+    @property
+    def phase(self) -> str: ...
+
+    @property
+    def preempted(self) -> bool: ...
+
+    def preempt(self) -> None: ...
+
+
+class _BeforeRun:
+    """Where the user's code runs before a run begins."""
+
+    phase = "begin"
+    preempted = False
+
+    def preempt(self) -> None:
+        self.preempted = True
 
 
 class Preempted(SystemExit):
@@ -29,7 +49,7 @@ class Preempted(SystemExit):
 
 
 @contextlib.contextmanager
-def ends_by_sigterm(context: Context) -> Iterator[None]:
+def ends_by_sigterm(context: Run) -> Iterator[None]:
     """Asks the run to stop at a SIGTERM within the block, and raises `Preempted` at the end of it; where the run has
     not begun its work, or waits for its caller, at once.
 
@@ -55,7 +75,7 @@ def ends_by_sigterm(context: Context) -> Iterator[None]:
 
 def interrupted_by_sigterm() -> contextlib.AbstractContextManager[None]:
     """Raises `Preempted` at a SIGTERM within the block: around the user's code before a run."""
-    return ends_by_sigterm(Context(ModeKeys.TRAIN))
+    return ends_by_sigterm(_BeforeRun())
 
 
 def preempt() -> None:

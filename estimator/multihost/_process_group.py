@@ -22,6 +22,7 @@ from absl import logging
 
 from estimator.core._placement import Placement
 from estimator.multihost import _liveness
+from estimator.multihost._preemption import Preempted, preempt
 
 _INFO = 20  # the standard library's number
 _WAIT_MS = 100
@@ -245,8 +246,6 @@ class Team:
             for key, failure in _client().key_value_dir_get_bytes(f"{team._prefix}/failed"):
                 kind, text = pickle.loads(failure)
                 if kind == "Preempted":
-                    from estimator.multihost._preemption import Preempted, preempt  # which needs this module
-
                     preempt()
                     raise Preempted
                 raise RuntimeError(f"Process {key.rpartition('/')[2]} failed in `{team._what}`: {kind}: {text}")

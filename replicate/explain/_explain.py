@@ -16,10 +16,10 @@ from estimator import EstimatorSpec
 from estimator.core._batch import abstract, check_batch
 from estimator.core._bcoo import is_sparse, padded
 from estimator.core._frame import current_frame
-from estimator.core._hook import Context
 from estimator.core._model_fn import ModelFn, bind
 from estimator.core._placement import OffTowerPlacement
 from estimator.core._typing import PyTree
+from estimator.loop._context import RunContext
 from estimator.loop._programs import Programs
 from estimator.loop._steps_per_loop import choose
 from estimator.steps._transform import Model, ModelInfo
@@ -200,7 +200,7 @@ def _step(model: Model, traits: ModelInfo, features: PyTree, labels: PyTree) -> 
 
 def _steps_per_program(programs: Programs, config: Any) -> int:
     looks = getattr(config, "log_step_count_steps", None) or _STEPS_BETWEEN_LOOKS
-    return choose("auto", programs, (), Context(est.ModeKeys.TRAIN), min(looks, _STEPS_BETWEEN_LOOKS)).most()
+    return choose("auto", programs, (), RunContext(est.ModeKeys.TRAIN), min(looks, _STEPS_BETWEEN_LOOKS)).most()
 
 
 def _distribution(traits: ModelInfo) -> str:
