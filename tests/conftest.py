@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-pytest.register_assert_rewrite("helpers_estimator", "helpers_replicate")
+pytest.register_assert_rewrite("testing")
 
 
 @pytest.fixture

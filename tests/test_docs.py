@@ -7,8 +7,8 @@ import re
 import jax
 import numpy as np
 import pytest
-from helpers_cluster import shared_cluster
 from sklearn.datasets import load_digits
+from testing.cluster import shared_cluster
 
 import estimator as est
 
@@ -56,7 +56,7 @@ def test_the_hook_of_the_page_on_training_is_called_every_50_steps(tmp_path, cap
 @pytest.mark.parametrize("processes", [1, 2])
 def test_the_script_of_the_page_on_many_hosts_runs_in_any_number_of_processes(tmp_path, processes):
     code = code_of("many_hosts.md")
-    ended = shared_cluster().run("helpers_docs.many_hosts", code, str(tmp_path / "model"), processes=processes)
+    ended = shared_cluster().run("testing.docs.many_hosts", code, str(tmp_path / "model"), processes=processes)
     assert [each.code for each in ended] == [0] * processes, ended
     found = [json.loads(next(line for line in each.lines if line.startswith('{"process"'))) for each in ended]
     assert [each["process"] for each in found] == list(range(processes))
@@ -84,7 +84,8 @@ def test_tests_named_in_a_page_exist(page):
     named = REFERENCE.findall(text)
     assert named
     for file, test in named:
-        source = (ROOT / "tests" / file).read_text(encoding="utf-8")
+        (path,) = (ROOT / "tests").rglob(file)
+        source = path.read_text(encoding="utf-8")
         assert not test or f"def {test}(" in source, f"{file}::{test}"
 
 

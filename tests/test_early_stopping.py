@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers_estimator import refuse, saved_steps, step_of
+from testing.estimators import refuse, saved_steps, step_of
 
 import estimator as est
 from estimator.loop._context import RunContext

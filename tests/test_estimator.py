@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers_estimator import Linear, X, Y, endless, make, saved_steps, step_of, times
+from testing.estimators import Linear, X, Y, endless, make, saved_steps, step_of, times
 
 import estimator as est
 from estimator.checkpoint import _checkpoints, _file_lock

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers_estimator import make, times
-from helpers_replicate import assert_close, replicate
 from jax.experimental import sparse
+from testing.estimators import make, times
+from testing.towers import assert_close, replicate
 
 import estimator as est
 from estimator.export import PredictOutput, RegressionOutput

@@ -9,8 +9,8 @@ import jax
 import numpy as np
 import optax
 import pytest
-from helpers_cluster import shared_cluster
 from sklearn.datasets import load_digits
+from testing.cluster import shared_cluster
 
 import estimator as est
 from replicate import TowerOptimizer, replicate_model_fn
@@ -147,7 +147,7 @@ def test_the_script_of_several_hosts_runs_in_two_processes(tmp_path):
     model, *others = pieces()
     assert "def model_fn" in model.lines[0]
     lines = model.lines + [line for piece in others if piece.section == ON_SEVERAL_HOSTS for line in piece.lines]
-    ended = shared_cluster().run("helpers_docs.from_caffe2", lines, str(tmp_path / "model"))
+    ended = shared_cluster().run("testing.docs.from_caffe2", lines, str(tmp_path / "model"))
     assert [each.code for each in ended] == [0, 0], ended
     found = [json.loads(next(line for line in each.lines if line.startswith('{"process"'))) for each in ended]
     assert [each["process"] for each in found] == [0, 1]

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from helpers_estimator import Linear, X, Y, make, refuse, saved_steps, step_of, times
+from testing.estimators import Linear, X, Y, make, refuse, saved_steps, step_of, times
 
 import estimator as est
 from estimator.checkpoint import _checkpoints

@@ -1,0 +1,426 @@
+"""Canned estimators, against numpy; and the original's integration test: one of them replicated over three towers."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from testing.towers import assert_close, cpus
+
+import estimator as est
+from estimator.canned._linear import linear_logits_fn
+from replicate import TowerOptimizer, VariableDistribution, replicate_model_fn
+
+fc = est.feature_column
+RNG = np.random.default_rng(0)
+ROWS = 24
+FEATURES = {
+    "x": RNG.normal(size=(ROWS, 2)).astype(np.float32),
+    "kind": RNG.integers(0, 6, ROWS).astype(np.int32),
+    "w": np.concatenate([np.full(8, 4.0), RNG.random(16)]).astype(np.float32),
+}
+LABELS = (FEATURES["x"].sum(1) + FEATURES["kind"] > 2.5).astype(np.int32)
+X = fc.numeric_column("x", 2)
+KIND = fc.categorical_column_with_identity("kind", 6)
+COLUMNS = [X, fc.embedding_column(KIND, 3)]
+
+
+def sgd(learning_rate=0.1):
+    return est.Optimizer(optax.sgd(learning_rate))
+
+
+def batches(n, labels=LABELS):
+    return lambda: [(FEATURES, labels)] * n
+
+
+def variables(estimator):
+    """The newest values of what is trained."""
+    names = [name for name in estimator.get_variable_names() if name.split("/")[0] in ("dnn", "linear", "baseline")]
+    return {name: estimator.get_variable_value(name) for name in names}
+
+
+# The original's integration test.
+
+
+@pytest.fixture(scope="module")
+def one_device(tmp_path_factory):
+    dnn = classifier(tmp_path_factory.mktemp("one"))
+    dnn.train(batches(10))
+    rest = {name: column[:22] for name, column in FEATURES.items()}
+    return variables(dnn), dnn.evaluate(lambda: (rest, LABELS[:22])), rest, list(dnn.predict(lambda: rest))
+
+
+def classifier(model_dir):
+    return est.DNNClassifier(
+        hidden_units=[4],
+        feature_columns=COLUMNS,
+        model_dir=model_dir,
+        weight_column="w",
+        optimizer=TowerOptimizer(optax.adagrad(0.05)),
+    )
+
+
+@pytest.mark.parametrize("distribution", VariableDistribution)
+def test_a_classifier_replicated_over_three_towers_is_that_of_one_device(one_device, distribution, tmp_path):
+    dnn = classifier(tmp_path)
+    replicated = replicate_model_fn(dnn.model_fn, devices=cpus(3), variable_distribution=distribution)
+    estimator = est.Estimator(replicated, dnn.model_dir)
+    estimator.train(batches(10))
+    after, evaluated, rest, predicted = one_device
+    assert_close(variables(estimator), after)
+    result = estimator.evaluate(lambda: (rest, LABELS[:22]))  # 22 rows do not divide by 3
+    assert result == {name: pytest.approx(value, rel=2e-5) for name, value in evaluated.items()}
+    assert result["global_step"] == 10
+    assert_close(list(estimator.predict(lambda: rest)), predicted)
+    loaded = est.load_exported(estimator.export_model(tmp_path / "export", rest))
+    probabilities = loaded(rest, signature="predict")["probabilities"]
+    assert_close(probabilities, np.stack([row["probabilities"] for row in predicted]))
+
+
+def test_a_network_starts_warm_from_another(one_device, tmp_path):
+    first = classifier(tmp_path / "first").train(batches(2))
+    dnn = est.DNNClassifier([4], COLUMNS, tmp_path / "second", weight_column="w", warm_start_from=first.model_dir)
+    assert_close(list(dnn.predict(lambda: FEATURES)), list(first.predict(lambda: FEATURES)))
+
+
+def test_towers_ask_for_a_wrapped_optimizer(tmp_path):
+    dnn = est.DNNClassifier([4], COLUMNS, tmp_path)
+    with pytest.raises(ValueError, match="Please wrap optimizers with TowerOptimizer"):
+        est.Estimator(replicate_model_fn(dnn.model_fn, devices=cpus(3)), tmp_path).train(batches(1))
+
+
+# Networks.
+
+
+def test_a_network_computes_what_it_says(tmp_path):
+    dnn = est.DNNClassifier([4, 3], COLUMNS, tmp_path, n_classes=3, optimizer=sgd(), activation_fn=jnp.tanh)
+    dnn.train(batches(1), steps=1)
+    values = variables(dnn)
+    layers = ["hiddenlayer_0", "hiddenlayer_1", "logits"]
+    embedding = "dnn/input_from_feature_columns/input_layer/kind_embedding/embedding_weights"
+    assert values.keys() == {f"dnn/{layer}/{part}" for layer in layers for part in ("kernel", "bias")} | {embedding}
+    net = np.concatenate([values[embedding][FEATURES["kind"]], FEATURES["x"]], axis=1)
+    for layer in layers:
+        net = net @ values[f"dnn/{layer}/kernel"] + values[f"dnn/{layer}/bias"]
+        net = net if layer == "logits" else np.tanh(net)
+    predictions = list(dnn.predict(lambda: FEATURES))
+    np.testing.assert_allclose([p["logits"] for p in predictions], net, rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal([p["class_ids"][0] for p in predictions], net.argmax(1))
+
+
+def test_dropout_leaves_out_parts_of_a_layer_in_training_alone():
+    ones = fc.numeric_column("one", 500)
+    seen = []
+
+    def spy(x):
+        seen.append(x)
+        return jnp.ones_like(x)
+
+    dnn = est.DNNRegressor([1000], [ones], dropout=0.25, activation_fn=spy, optimizer=sgd())
+    features, labels = {"one": np.ones((4, 500), np.float32)}, np.zeros(4)
+    model = est.transform(dnn.model_fn)
+    state = model.init(jax.random.key(0), features, labels)
+    kernel = jnp.ones((1000, 1))
+    state = state._replace(variables={**state.variables, "dnn/logits/kernel": kernel})
+    trained = np.asarray(model.train_step(state, features, labels)[1].predictions["predictions"])[:, 0]
+    kept = trained * 0.75 / 1000  # what is kept is scaled up by 1 / 0.75
+    assert len(set(kept.tolist())) > 1 and np.all(abs(kept - 0.75) < 0.06)
+    evaluated = model.eval_step(state, features, labels).predictions["predictions"]
+    np.testing.assert_array_equal(evaluated, np.full((4, 1), 1000.0))
+
+
+def test_batch_norm_normalizes_by_the_batch_then_by_moving_averages():
+    dnn = est.DNNRegressor([3], [X], batch_norm=True, activation_fn=lambda x: x, optimizer=sgd(0.0))
+    model = est.transform(dnn.model_fn)
+    state = model.init(jax.random.key(0), FEATURES, LABELS)
+    after, spec = model.train_step(state, FEATURES, LABELS)
+    values = {name.removeprefix("dnn/"): np.asarray(value) for name, value in state.variables.items()}
+    net = FEATURES["x"] @ values["hiddenlayer_0/kernel"]
+
+    def output(mean, variance):
+        return (net - mean) / np.sqrt(variance + 1e-3) @ values["logits/kernel"]
+
+    np.testing.assert_allclose(spec.predictions["predictions"], output(net.mean(0), net.var(0)), rtol=1e-4, atol=1e-5)
+    moving = [after.variables[f"dnn/hiddenlayer_0/batchnorm_0/moving_{what}"] for what in ("mean", "variance")]
+    np.testing.assert_allclose(moving[0], 0.001 * net.mean(0), rtol=1e-4, atol=1e-7)
+    np.testing.assert_allclose(moving[1], 0.999 + 0.001 * net.var(0), rtol=1e-5)
+    evaluated = model.eval_step(after, FEATURES, LABELS).predictions["predictions"]
+    np.testing.assert_allclose(evaluated, output(*moving), rtol=1e-4, atol=1e-5)
+    assert {"gamma", "beta"} <= {name.rsplit("/")[-1] for name in values}
+
+
+# Linear models.
+
+
+def ftrl(rows, labels, learning_rate, steps):
+    """TensorFlow's Ftrl on a logistic regression, without regularization: linear and accumulated slots."""
+    w, linear, accumulated = np.zeros(rows.shape[1]), np.zeros(rows.shape[1]), np.full(rows.shape[1], 0.1)
+    for _ in range(steps):
+        gradient = rows.T @ (1 / (1 + np.exp(-rows @ w)) - labels) / len(rows)
+        more = accumulated + gradient**2
+        linear += gradient - (np.sqrt(more) - np.sqrt(accumulated)) / learning_rate * w
+        accumulated = more
+        w = -linear * learning_rate / np.sqrt(accumulated)
+    return w
+
+
+def test_the_default_optimizer_of_a_linear_model_takes_the_steps_of_ftrl(tmp_path):
+    linear = est.LinearClassifier([X, KIND], tmp_path).train(batches(5))
+    rows = np.concatenate([np.eye(6)[FEATURES["kind"]], FEATURES["x"], np.ones((ROWS, 1))], axis=1)
+    names = [f"linear/linear_model/{name}" for name in ("kind/weights", "x/weights", "bias_weights")]
+    values = variables(linear)
+    assert values.keys() == {*names}
+    found = np.concatenate([values[name].ravel() for name in names])
+    np.testing.assert_allclose(found, ftrl(rows, LABELS, 0.2, 5), rtol=1e-4, atol=1e-6)
+
+
+def test_many_columns_make_the_default_learning_rate_smaller(tmp_path):
+    columns = [fc.numeric_column(f"n{i}") for i in range(36)]
+    features = {f"n{i}": np.zeros(2) for i in range(36)}
+    linear = est.LinearRegressor(columns, tmp_path).train(lambda: [(features, np.ones(2))])
+    bias = variables(linear)["linear/linear_model/bias_weights"]
+    assert bias == pytest.approx(2 / 6 / np.sqrt(0.1 + 2**2), rel=1e-4)  # 1 / sqrt(36) < 0.2
+
+
+def test_a_linear_regressor_finds_the_weighted_least_squares(tmp_path):
+    labels = (FEATURES["x"] @ [[1.0, -2.0], [0.5, 3.0]] + RNG.normal(size=(ROWS, 2))).astype(np.float32)
+    linear = est.LinearRegressor([X], tmp_path, label_dimension=2, weight_column="w", optimizer=sgd(0.2))
+    linear.train(batches(200, labels))
+    root, rows = np.sqrt(FEATURES["w"])[:, None], np.concatenate([FEATURES["x"], np.ones((ROWS, 1))], axis=1)
+    expected = np.linalg.lstsq(root * rows, root * labels)[0]
+    values = variables(linear)
+    np.testing.assert_allclose(values["linear/linear_model/x/weights"], expected[:2], atol=1e-3)
+    np.testing.assert_allclose(values["linear/linear_model/bias_weights"], expected[2], atol=1e-3)
+
+
+# Models that look at nothing.
+
+
+def test_a_baseline_learns_how_frequent_the_classes_are(tmp_path):
+    labels = np.arange(ROWS) % 8 // 3  # 0: 3/8, 1: 3/8, 2: 2/8
+    baseline = est.BaselineClassifier(tmp_path, n_classes=3, label_vocabulary=["a", "b", "c"])
+    baseline.train(batches(200, labels))
+    [first, *_] = baseline.predict(lambda: {"x": np.zeros(2)})
+    np.testing.assert_allclose(first["probabilities"], [3 / 8, 3 / 8, 2 / 8], atol=1e-3)
+
+
+def test_a_baseline_of_numbers_learns_their_weighted_mean(tmp_path):
+    labels = RNG.normal(size=(ROWS, 2)).astype(np.float32)
+    baseline = est.BaselineRegressor(tmp_path, 2, "w", sgd(0.3)).train(batches(100, labels))
+    mean = np.average(labels, axis=0, weights=FEATURES["w"])
+    np.testing.assert_allclose(variables(baseline)["baseline/bias"], mean, atol=1e-4)
+
+
+def test_the_default_steps_are_those_of_adagrad_with_tensorflows_rates(tmp_path):
+    gradient = 0.5 - LABELS.mean()
+    baseline = est.BaselineClassifier(tmp_path / "baseline").train(batches(1))
+    assert variables(baseline)["baseline/bias"] == pytest.approx(-0.3 * gradient / np.sqrt(0.1 + gradient**2), rel=1e-4)
+    dead = est.DNNClassifier([2], [X], tmp_path / "dnn", activation_fn=jnp.zeros_like).train(batches(1))
+    assert variables(dead)["dnn/logits/bias"] == pytest.approx(-0.05 * gradient / np.sqrt(0.1 + gradient**2), rel=1e-4)
+
+
+# Both at once, and any head.
+
+
+def combined(**kwargs):
+    both = {"linear_feature_columns": [KIND], "dnn_feature_columns": [X], "dnn_hidden_units": [3]}
+    return both | {"linear_optimizer": sgd(), "dnn_optimizer": sgd()} | kwargs
+
+
+@pytest.mark.parametrize("frozen", ["linear", "dnn"])
+def test_wide_and_deep_have_optimizers_of_their_own(frozen):
+    estimator = est.DNNLinearCombinedClassifier(**combined(**{f"{frozen}_optimizer": sgd(0.0)}))
+    model = est.transform(estimator.model_fn)
+    before = model.init(jax.random.key(0), FEATURES, LABELS)
+    after, spec = model.train_step(before, FEATURES, LABELS)
+    moved = {name for name, value in after.variables.items() if np.any(value != before.variables[name])}
+    assert moved and not any(name.startswith(f"{frozen}/") for name in moved)
+    dnn = est.transform(est.DNNClassifier([3], [X], optimizer=sgd()).model_fn)
+    part = {name: value for name, value in before.variables.items() if name.startswith("dnn/")}
+    alone = dnn.predict_step(before._replace(variables=part, slots={}), FEATURES)
+    np.testing.assert_allclose(spec.predictions["logits"], alone.predictions["logits"], rtol=1e-6)  # wide is still 0
+
+
+def test_wide_and_deep_fit_numbers(tmp_path):
+    labels = FEATURES["x"].sum(1) + FEATURES["kind"]
+    estimator = est.DNNLinearCombinedRegressor(tmp_path, **combined()).train(batches(100, labels))
+    assert estimator.evaluate(batches(1, labels))["average_loss"] < 0.1 * labels.var()
+
+
+def test_canned_models_take_any_head(tmp_path):
+    head = est.MultiHead([est.RegressionHead(2, name="a"), est.PoissonRegressionHead(name="b")])
+    labels = {"a": FEATURES["x"], "b": FEATURES["kind"]}
+    for estimator in (
+        est.DNNEstimator(head, [3], COLUMNS, tmp_path, optimizer=sgd()),
+        est.LinearEstimator(head, [X, KIND], tmp_path, optimizer=sgd),
+        est.BaselineEstimator(head, tmp_path, sgd()),
+    ):
+        result = estimator.evaluate(batches(1, labels))
+        assert {"loss/a", "loss/b", "average_loss/a", "label/mean/b"} <= result.keys()
+
+
+def test_an_optimizer_may_be_made_in_each_run(tmp_path):
+    def optimizer():
+        return est.Optimizer(lambda: optax.sgd(optax.linear_schedule(0.0, 1.0, 1)(est.global_step())))
+
+    baseline = est.BaselineClassifier(tmp_path, optimizer=optimizer).train(batches(1))
+    assert variables(baseline)["baseline/bias"] == 0
+    baseline.train(batches(1))
+    assert variables(baseline)["baseline/bias"] == pytest.approx(LABELS.mean() - 0.5, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [
+        ("SGD", lambda g, rate: rate * g),
+        ("Adagrad", lambda g, rate: rate * g / np.sqrt(0.1 + g**2)),
+        ("Ftrl", lambda g, rate: rate * g / np.sqrt(0.1 + g**2)),
+        ("RMSProp", lambda g, rate: rate * g / np.sqrt(0.9 + 0.1 * g**2)),
+        ("Adam", lambda g, rate: rate * np.sign(g)),
+    ],
+)
+def test_optimizers_by_name_make_tensorflows_first_step(tmp_path, name, step):
+    gradient = 0.5 - LABELS.mean()
+    linear = est.LinearClassifier([X, KIND], tmp_path / "linear", optimizer=name).train(batches(1))
+    assert variables(linear)["linear/linear_model/bias_weights"] == pytest.approx(-step(gradient, 0.2), rel=1e-4)
+    baseline = est.BaselineClassifier(tmp_path / "baseline", optimizer=name).train(batches(1))
+    assert variables(baseline)["baseline/bias"] == pytest.approx(-step(gradient, 0.3), rel=1e-4)
+    if name != "Ftrl":
+        dead = est.DNNClassifier([2], [X], tmp_path / "dnn", optimizer=name, activation_fn=jnp.zeros_like)
+        assert variables(dead.train(batches(1)))["dnn/logits/bias"] == pytest.approx(-step(gradient, 0.05), rel=1e-4)
+
+
+@pytest.mark.parametrize("part", ["linear", "dnn"])
+def test_wide_and_deep_with_one_part_is_that_part(part):
+    kwargs = combined(**{f"{'dnn' if part == 'linear' else 'linear'}_feature_columns": None})
+    alone = {
+        "linear": lambda: est.LinearClassifier([KIND], optimizer=sgd()),
+        "dnn": lambda: est.DNNClassifier([3], [X], optimizer=sgd()),
+    }[part]()
+    states = []
+    for estimator in (alone, est.DNNLinearCombinedClassifier(**kwargs)):
+        model = est.transform(estimator.model_fn)
+        states.append(model.train_step(model.init(jax.random.key(0), FEATURES, LABELS), FEATURES, LABELS)[0])
+    assert states[0].variables.keys() == states[1].variables.keys()
+    for name, value in states[0].variables.items():
+        np.testing.assert_array_equal(value, states[1].variables[name])
+
+
+# What training shows.
+
+
+@pytest.mark.parametrize("units", [1, 3])
+def test_training_shows_layers_and_weights(units):
+    kwargs = combined(dnn_hidden_units=[4, 3]) | {"n_classes": units if units > 1 else 2}
+    model = est.transform(est.DNNLinearCombinedClassifier(**kwargs).model_fn)
+    state = model.init(jax.random.key(0), FEATURES, LABELS)
+    ones = {"linear/linear_model/kind/weights": jnp.zeros((6, units)).at[0].set(1.0)}
+    assert ones.keys() < state.variables.keys()
+    bias = state.variables["linear/linear_model/bias_weights"] + 2
+    state = state._replace(variables=state.variables | ones | {"linear/linear_model/bias_weights": bias})
+    spec = model.train_step(state, FEATURES, LABELS)[1]
+    layers = ["dnn/hiddenlayer_0", "dnn/hiddenlayer_1", "dnn/logits", "linear"]
+    tags = {f"{layer}/{what}" for layer in layers for what in ("fraction_of_zero_values", "activation")}
+    assert spec.reported.keys() == tags | {"linear/bias", "linear/fraction_of_zero_weights"}
+    got = {name: jax.device_get(report).as_value() for name, report in spec.reported.items()}
+    assert got["linear/fraction_of_zero_weights"] == pytest.approx(5 / 6)
+    assert got["linear/bias"] == 2.0 if units == 1 else got["linear/bias"].counts.sum() == 3
+
+    wide = (FEATURES["kind"] == 0) + 2.0
+    assert got["linear/activation"].sum == pytest.approx(units * wide.sum())
+    assert got["linear/fraction_of_zero_values"] == 0
+    kernel, first = (state.variables[f"dnn/hiddenlayer_0/{name}"] for name in ("kernel", "bias"))
+    net = np.maximum(FEATURES["x"] @ kernel + first, 0)
+    assert got["dnn/hiddenlayer_0/fraction_of_zero_values"] == pytest.approx((net == 0).mean())
+    assert got["dnn/hiddenlayer_0/activation"].counts.sum() == net.size
+    assert got["dnn/hiddenlayer_0/activation"].sum == pytest.approx(net.sum(), rel=1e-5)
+    assert not model.eval_step(state, FEATURES, LABELS).reported
+
+
+def test_a_large_table_has_a_sparse_gradient_though_its_zeros_are_counted():
+    def model_fn(features, labels, mode):
+        logits = linear_logits_fn("test", 1, [many], "sum")(features)
+        optimizer = sgd()
+        loss = jnp.mean((logits[:, 0] - labels) ** 2)
+        kinds.extend(type(gradient) for gradient, name in optimizer.compute_gradients(loss) if "kind" in name)
+        return est.EstimatorSpec(mode, loss=loss, train_op=optimizer.minimize(loss))
+
+    kinds = []
+    many = fc.categorical_column_with_identity("kind", 5000)
+    model = est.transform(model_fn)
+    labels = LABELS.astype(np.float32)
+    _, spec = model.train_step(model.init(jax.random.key(0), FEATURES, labels), FEATURES, labels)
+    assert set(kinds) == {est.IndexedSlices}
+    assert spec.reported["linear/fraction_of_zero_weights"].value == 1
+
+
+HEAD = est.RegressionHead()
+REFUSED = {
+    "one class": (lambda: est.DNNClassifier([3], [X], n_classes=1), ValueError, "n_classes must be > 2: 1"),
+    "no layers": (
+        lambda: est.DNNClassifier([], [X]),
+        ValueError,
+        r"`DNNClassifier` needs the widths of its layers as hidden_units, as in \[64, 32\]; got \(\)",
+    ),
+    "zero width": (lambda: est.DNNRegressor([3, 0], [X]), ValueError, r"`DNNRegressor` .* got \(3, 0\)"),
+    "categorical": (lambda: est.DNNClassifier([3], [KIND]), ValueError, "Wrap a categorical column"),
+    "no columns": (lambda: est.LinearClassifier([]), ValueError, "feature_columns must not be empty"),
+    "activation": (
+        lambda: est.DNNClassifier([3], [X], activation_fn="relu"),
+        TypeError,
+        "needs a function such as `jax.nn.relu` as activation_fn; got 'relu'",
+    ),
+    "dropout": (
+        lambda: est.DNNClassifier([3], [X], dropout=1.0),
+        ValueError,
+        r"needs a number in \[0, 1\), or None, as dropout; got 1.0",
+    ),
+    "combiner": (
+        lambda: est.LinearRegressor([X], sparse_combiner="max"),
+        ValueError,
+        "`LinearRegressor`: sparse_combiner must be one of",
+    ),
+    "optax": (
+        lambda: est.DNNClassifier([3], [X], optimizer=optax.adam(0.1)),
+        TypeError,
+        r"`DNNClassifier` needs an `est.Optimizer` or a `TowerOptimizer` as optimizer; got .* Write "
+        r"`optimizer=est.Optimizer\(optax.adam\(1e-3\)\)`",
+    ),
+    "a string": (
+        lambda: est.BaselineRegressor(optimizer="ftrl"),
+        ValueError,
+        r"`BaselineRegressor` got an unsupported optimizer name: 'ftrl'. Supported names are \['Adagrad', ",
+    ),
+    "a network by Ftrl": (
+        lambda: est.DNNLinearCombinedRegressor(dnn_feature_columns=[X], dnn_hidden_units=[3], dnn_optimizer="Ftrl"),
+        ValueError,
+        r"cannot train a network by 'Ftrl', which optax does not have. .*adagrad\(0.001, initial_accumulator_v",
+    ),
+    "a function of optax": (
+        lambda: est.BaselineRegressor(optimizer=lambda: optax.sgd(0.1)).train(batches(1)),
+        TypeError,
+        "`BaselineRegressor` needs an `est.Optimizer`",
+    ),
+    "head": (lambda: est.DNNEstimator("a", [3], [X]), TypeError, "`DNNEstimator` needs a head such as .* got 'a'"),
+    "no part": (
+        lambda: est.DNNLinearCombinedClassifier(dnn_hidden_units=[3]),
+        ValueError,
+        "Either linear_.* or dnn_feature_columns must be given to `DNNLinearCombinedClassifier`; got None and None",
+    ),
+    "no dict": (
+        lambda: est.DNNRegressor([3], [X]).train(lambda: (FEATURES["x"], LABELS)),
+        ValueError,
+        "features should be a dictionary of arrays",
+    ),
+    "no labels": (
+        lambda: est.DNNRegressor([3], [X]).train(lambda: FEATURES),
+        ValueError,
+        "You must provide labels to `RegressionHead`. Given: None.",
+    ),
+}
+
+
+@pytest.mark.parametrize("call, error, message", REFUSED.values(), ids=REFUSED)
+def test_canned_models_say_what_is_wrong(call, error, message):
+    with pytest.raises(error, match=message):
+        call()

@@ -1,0 +1,367 @@
+import os
+import pathlib
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from estimator.checkpoint._checkpoints import Checkpoints, names, read, restore, written_ns
+
+
+class State(NamedTuple):
+    variables: Any
+    slots: Any
+    global_step: Any
+    key: Any
+
+
+def make_state(step=0):
+    variables = {
+        "w1": jnp.full((8, 2), step, jnp.float32),
+        "scope/b": jnp.arange(3, dtype=jnp.bfloat16),
+        "net": {"params": {"Dense_0": {"kernel": jnp.ones((2, 2)) * 3}}},
+        "count": jnp.int32(step),
+    }
+    slots = {"adam": optax.adam(0.1).init(variables), "sgd": optax.sgd(0.1).init(variables)}
+    return State(variables, slots, jnp.int32(step), jax.random.key(step))
+
+
+def abstract(state, sharding=None):
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        jax.eval_shape(lambda: state),
+    )
+
+
+def assert_same(a, b):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert x.dtype == y.dtype
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            x, y = jax.random.key_data(x), jax.random.key_data(y)
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+
+
+def test_a_state_comes_back_as_it_was(tmp_path):
+    state = make_state(7)
+    path = Checkpoints(tmp_path / "not" / "yet").save(state)
+    assert path == str(tmp_path / "not" / "yet" / "ckpt-7")
+    restored = restore(path, abstract(state))
+    assert_same(restored, state)
+    assert jax.random.uniform(restored.key) == jax.random.uniform(state.key)
+    assert restored.global_step.sharding == jnp.zeros(()).sharding
+
+
+def test_a_relative_directory_stays_relative(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = Checkpoints("model").save(make_state(1))
+    assert path == "model/ckpt-1" == Checkpoints("model").latest()
+    assert_same(restore(path, abstract(make_state())), make_state(1))
+
+
+def test_the_memory_of_a_state_may_be_taken_when_save_returns(tmp_path):
+    state = make_state(3)
+    donate = jax.jit(lambda v: jax.tree.map(lambda x: x * 0, v), donate_argnums=0)
+    path = Checkpoints(tmp_path).save(state)
+    jax.block_until_ready(donate(state.variables))
+    assert_same(restore(path, abstract(make_state())), make_state(3))
+
+
+@pytest.mark.parametrize("spec", [PartitionSpec(), PartitionSpec("d")])
+@pytest.mark.parametrize("num_devices", [1, 2, 4])
+def test_any_number_of_devices_reads_what_eight_wrote(tmp_path, spec, num_devices):
+    state = make_state(2)
+    eight = NamedSharding(Mesh(jax.devices(), "d"), spec)
+    variables = state.variables | {"w1": jax.device_put(state.variables["w1"], eight)}
+    path = Checkpoints(tmp_path).save(state._replace(variables=variables))
+    few = NamedSharding(Mesh(jax.devices()[-num_devices:], "d"), PartitionSpec())
+    like = abstract(state, few)
+    cut = NamedSharding(few.mesh, spec)
+    like.variables["w1"] = jax.ShapeDtypeStruct((8, 2), jnp.float32, sharding=cut)
+    restored = restore(path, like)
+    assert_same(restored, state)
+    assert restored.variables["w1"].sharding == cut
+    assert restored.key.sharding == few
+
+
+READER = """
+import warnings; warnings.simplefilter("error")
+import jax, sys
+jax.config.update("jax_num_cpu_devices", int(sys.argv[2]))
+from estimator.checkpoint._checkpoints import names, read
+assert read(sys.argv[1], "w1").tolist() == [[2, 2]] * 8
+print(names(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("num_devices", [1, 3])
+def test_a_process_with_fewer_devices_reads_what_eight_wrote(tmp_path, num_devices):
+    state = jax.device_put(make_state(2), NamedSharding(Mesh(jax.devices(), "d"), PartitionSpec()))
+    path = Checkpoints(tmp_path).save(state)
+    command = [sys.executable, "-c", READER, path, str(num_devices)]
+    out = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT)
+    assert "'w1'" in out.stdout
+
+
+def test_names_are_readable(tmp_path):
+    path = Checkpoints(tmp_path).save(make_state())
+    assert [name for name in names(path) if "nu" not in name] == [
+        "adam/0/count",
+        "adam/0/mu/count",
+        "adam/0/mu/net/params/Dense_0/kernel",
+        "adam/0/mu/scope/b",
+        "adam/0/mu/w1",
+        "count",
+        "global_step",
+        "net/params/Dense_0/kernel",
+        "scope/b",
+        "w1",
+    ]
+    for name in names(path):
+        assert isinstance(read(path, name), np.ndarray)
+    np.testing.assert_array_equal(read(path, "net/params/Dense_0/kernel"), np.full((2, 2), 3.0))
+
+
+def test_a_slot_named_as_a_variable_is_kept_apart(tmp_path):
+    state = State({"a/b": jnp.ones(1)}, {"a": {"b": jnp.zeros(1)}}, jnp.int32(0), jax.random.key(0))
+    path = Checkpoints(tmp_path).save(state)
+    assert names(path) == ["a/b", "global_step", "slots/a/b"]
+    assert (read(path, "a/b"), read(path, "slots/a/b")) == (1, 0)
+    assert_same(restore(path, abstract(state)), state)
+
+
+def test_two_variables_of_one_name_are_an_error(tmp_path):
+    variables = {"a/b": jnp.ones(1), "a": {"b": jnp.ones(1)}}
+    state = State(variables, {}, jnp.int32(0), jax.random.key(0))
+    with pytest.raises(ValueError, match="Two variables have the name 'variables/a/b'.*Rename"):
+        Checkpoints(tmp_path).save(state)
+    assert Checkpoints(tmp_path).latest() is None
+
+
+def test_an_unknown_name_is_an_error_with_the_near_ones(tmp_path):
+    path = Checkpoints(tmp_path).save(make_state())
+    with pytest.raises(ValueError, match=r"ckpt-0 has no variable 'scope/c'.*one of \['scope/b'"):
+        read(path, "scope/c")
+
+
+def test_every_difference_is_named_in_one_error(tmp_path):
+    state = make_state()
+    path = Checkpoints(tmp_path).save(state)
+    variables = dict(state.variables)
+    del variables["count"]
+    variables |= {"w1": jnp.ones((8, 3)), "scope/b": jnp.ones(3), "new": jnp.ones(1)}
+    with pytest.raises(ValueError) as error:
+        restore(path, abstract(state._replace(variables=variables, slots={})))
+    lines = str(error.value).splitlines()
+    assert re.match("The variables of checkpoint .*ckpt-0 are not those of the model", lines[0])
+    for line in [
+        "  missing: new, float32[1] in the model",
+        "  unexpected: count, int32[] in the checkpoint",
+        "  unexpected: adam/0/mu/w1, float32[8, 2] in the checkpoint",
+        "  mismatched: w1, float32[8, 2] in the checkpoint, float32[8, 3] in the model",
+        "  mismatched: scope/b, bfloat16[3] in the checkpoint, float32[3] in the model",
+    ]:
+        assert line in lines
+    assert "use another model_dir" in lines[-1]
+    assert len(lines) == 2 + 4 + 9
+
+
+def test_another_kind_of_key_is_a_difference(tmp_path):
+    state = make_state()
+    path = Checkpoints(tmp_path).save(state)
+    other = state._replace(key=jax.random.key(0, impl="rbg"))
+    with pytest.raises(ValueError, match=r"mismatched: key, uint32\[2\] .*, uint32\[4\]"):
+        restore(path, abstract(other))
+    assert_same(restore(Checkpoints(tmp_path / "b").save(other), abstract(other)), other)
+
+
+def test_partial_reads_only_what_is_asked_for(tmp_path):
+    state = make_state(4)
+    path = Checkpoints(tmp_path).save(state)
+    part = state._replace(variables={"w1": state.variables["w1"]}, slots={})
+    assert_same(restore(path, abstract(part), partial=True), part)
+    bad = part._replace(variables={"w1": jnp.ones(1), "w2": jnp.ones(1)})
+    with pytest.raises(ValueError, match=r"(?s)mismatched: w1.*missing: w2") as error:
+        restore(path, abstract(bad), partial=True)
+    assert "unexpected" not in str(error.value)
+
+
+@pytest.mark.parametrize("call", [names, lambda p: read(p, "w"), lambda p: restore(p, make_state())])
+def test_what_is_not_a_checkpoint_is_an_error(tmp_path, call):
+    for path in [tmp_path, tmp_path / "ckpt-3"]:
+        with pytest.raises(ValueError, match=f"{path} is not a checkpoint. Give the path of one"):
+            call(str(path))
+
+
+@pytest.mark.parametrize(("keep_max", "kept"), [(2, [3, 11]), (None, [1, 2, 3, 11]), (0, 4)])
+def test_the_newest_are_kept(tmp_path, keep_max, kept):
+    checkpoints = Checkpoints(tmp_path, keep_max)
+    for step in [1, 2, 3, 11]:
+        checkpoints.save(make_state(step))
+    kept = [1, 2, 3, 11] if kept == 4 else kept
+    assert checkpoints.paths() == [str(tmp_path / f"ckpt-{step}") for step in kept]
+    assert sorted(os.listdir(tmp_path)) == sorted(f"ckpt-{step}" for step in kept)
+
+
+def save_at(checkpoints, steps, hours=lambda step: step):
+    """Saves steps as if each had been written so many hours after the first."""
+    for step in steps:
+        path = checkpoints.save(make_state(step))
+        for file in (path, *pathlib.Path(path).rglob("*")):
+            os.utime(file, (hours(step) * 3600, hours(step) * 3600))
+
+
+def steps_of(checkpoints):
+    return [int(path.rsplit("-")[-1]) for path in checkpoints.paths()]
+
+
+@pytest.mark.parametrize(
+    ("every", "kept"),
+    [(None, [8, 9]), (1, list(range(10))), (2, [0, 2, 4, 6, 8, 9]), (2.5, [0, 3, 6, 8, 9]), (100, [0, 8, 9])],
+)
+def test_one_every_so_many_hours_is_kept_also_by_another_process(tmp_path, every, kept):
+    save_at(Checkpoints(tmp_path / "a", 2, every), range(10))
+    for step in range(10):
+        save_at(Checkpoints(tmp_path / "b", 2, every), [step])
+    for name in ("a", "b"):
+        assert steps_of(Checkpoints(tmp_path / name)) == kept
+
+
+def test_keep_max_none_keeps_all_whatever_the_hours(tmp_path):
+    checkpoints = Checkpoints(tmp_path, None, 5)
+    save_at(checkpoints, range(4))
+    assert steps_of(checkpoints) == [0, 1, 2, 3]
+
+
+def test_a_pinned_checkpoint_stays_until_it_is_unpinned(tmp_path):
+    checkpoints = Checkpoints(tmp_path, 2)
+    save_at(checkpoints, range(3))
+    pinned, also = str(tmp_path / "ckpt-1"), str(tmp_path / "ckpt-2")
+    for path in (pinned, pinned, also):
+        checkpoints.pin(path)
+    save_at(checkpoints, range(3, 7))
+    assert steps_of(checkpoints) == [1, 2, 5, 6]
+    restarted = Checkpoints(tmp_path, 2)
+    assert restarted.pinned() == [pinned, also]
+    assert_same(restore(pinned, abstract(make_state())), make_state(1))
+    assert names(pinned) == names(restarted.latest())
+    for path in (pinned, pinned):
+        restarted.unpin(path)
+    save_at(restarted, [7])
+    assert steps_of(restarted) == [2, 6, 7]
+    assert restarted.pinned() == [also]
+
+
+def test_a_pin_is_not_the_last_that_was_kept(tmp_path):
+    """Otherwise what is kept for its age would depend on what was pinned, and change when it no longer is."""
+    checkpoints = Checkpoints(tmp_path, 1, 2)
+    save_at(checkpoints, [0, 1])
+    checkpoints.pin(str(tmp_path / "ckpt-1"))
+    save_at(checkpoints, [2, 3, 4, 5])
+    assert steps_of(checkpoints) == [0, 1, 2, 4, 5]
+
+
+def test_a_pin_leaves_the_time_of_a_checkpoint_as_it_is(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    path = checkpoints.save(make_state(1))
+    before = written_ns(path)
+    checkpoints.pin(path)
+    assert written_ns(path) == before
+    shutil.rmtree(path)
+    os.utime(os.path.join(checkpoints.save(make_state(1)), "_METADATA"), (1, 1))
+    assert written_ns(path) != before
+    assert checkpoints.pinned() == []
+
+
+def test_only_a_checkpoint_can_be_pinned(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    for call in (checkpoints.pin, checkpoints.unpin):
+        with pytest.raises(ValueError, match=f"{tmp_path}/ckpt-3 is not a checkpoint. Give the path of one"):
+            call(f"{tmp_path}/ckpt-3")
+    assert os.listdir(tmp_path) == []
+
+
+def test_what_was_just_saved_is_never_removed(tmp_path):
+    checkpoints = Checkpoints(tmp_path, 1)
+    checkpoints.save(make_state(9))
+    path = checkpoints.save(make_state(1))
+    assert os.path.basename(checkpoints.latest()) == "ckpt-9"
+    assert_same(restore(path, abstract(make_state())), make_state(1))
+
+
+def test_a_step_that_has_a_checkpoint_is_left_alone(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    path = checkpoints.save(make_state(1))
+    before = os.stat(path).st_mtime_ns
+    assert checkpoints.save(make_state(1)) == path
+    assert os.stat(path).st_mtime_ns == before
+
+
+def test_a_reader_sees_what_another_object_writes(tmp_path):
+    writer, reader = Checkpoints(tmp_path / "m", 2), Checkpoints(tmp_path / "m", 2)
+    assert reader.latest() is None
+    for step in range(4):
+        assert reader.latest() != writer.save(make_state(step)) == reader.latest()
+
+
+def test_leftovers_are_neither_listed_nor_kept(tmp_path):
+    for name in ["ckpt-9", "ckpt-8.orbax-checkpoint-tmp", "ckpt-7.removed", "eval", "ckpt-x"]:
+        (tmp_path / name).mkdir()
+    checkpoints = Checkpoints(tmp_path)
+    assert checkpoints.latest() is None
+    checkpoints.save(make_state(1))
+    assert sorted(os.listdir(tmp_path)) == ["ckpt-1", "ckpt-9", "ckpt-x", "eval"]
+    assert checkpoints.save(make_state(9)) == checkpoints.latest() == str(tmp_path / "ckpt-9")
+
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+WRITER = """
+import sys
+from test_checkpoint import make_state
+from estimator.checkpoint._checkpoints import Checkpoints
+checkpoints = Checkpoints(sys.argv[1], 2)
+step = int(sys.argv[2])
+while True:
+    step += 1
+    checkpoints.save(make_state(step))
+"""
+
+
+def newest_step(checkpoints):
+    path = checkpoints.latest()
+    return -1 if path is None else int(path.rsplit("-")[-1])
+
+
+def test_after_a_kill_in_the_middle_of_saving_the_latest_is_whole(tmp_path):
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
+    directory = tmp_path / "model"
+    like, reader, step = abstract(make_state()), Checkpoints(directory), 0
+    for turn in range(4):
+        command = [sys.executable, "-c", WRITER, str(directory), str(step)]
+        with subprocess.Popen(command, env=env, stderr=subprocess.DEVNULL) as process:
+            deadline = time.monotonic() + 60
+            while newest_step(reader) < step + 3:
+                assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.007 * turn)  # Another moment of a save that takes some 30 ms.
+            process.send_signal(signal.SIGKILL)
+        step = newest_step(reader)
+        assert_same(restore(reader.latest(), like), make_state(step))
+    Checkpoints(directory, 2).save(make_state(step + 1))
+    assert len(os.listdir(directory)) == 2
+
+
+def test_one_device_of_several_is_restored_to(tmp_path):
+    state = make_state()
+    sharding = SingleDeviceSharding(jax.devices()[5])
+    restored = restore(Checkpoints(tmp_path).save(state), abstract(state, sharding))
+    assert {leaf.sharding for leaf in jax.tree.leaves(restored)} == {sharding}

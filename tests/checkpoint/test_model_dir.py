@@ -1,0 +1,270 @@
+"""What a model_dir may be, who may train in it, and who may read there meanwhile."""
+
+import errno
+import os
+import shutil
+import signal
+import tempfile
+import threading
+import time
+
+import pytest
+from testing.estimators import X, Y, endless, make, saved_steps, step_of, times
+from testing.processes import Processes
+
+import estimator as est
+from estimator.checkpoint import _file_lock
+from estimator.checkpoint._checkpoints import kept
+from estimator.checkpoint._model_dir import LOCK_FILE
+
+
+@pytest.fixture(scope="module")
+def processes():
+    found = Processes("testing.lives")
+    yield found
+    found.close()
+
+
+def start(processes, function, model_dir, *args):
+    processes.start(function, str(model_dir), *args)
+    while (line := processes.read()) != "blocked":
+        assert not line.startswith("ended"), line
+
+
+class At(est.Hook):
+    """Does something after the first step."""
+
+    def __init__(self, does):
+        self.does = does
+
+    def next_step(self, step):
+        return 1 if step < 1 else None
+
+    def after_run(self, context, values):
+        self.does()
+
+
+# Two trainings.
+
+
+def test_a_second_training_is_refused_until_the_first_is_dead(processes, tmp_path):
+    start(processes, "endless_training", tmp_path)
+    with pytest.raises(RuntimeError) as raised:
+        make(tmp_path).train(times(1))
+    assert f"model_dir '{tmp_path}' is in use: process {processes._pid} on host {os.uname().nodename}, since " in str(
+        raised.value
+    )
+    assert "trains in it" in str(raised.value) and "or choose another model_dir" in str(raised.value)
+    with pytest.raises(RuntimeError, match="is in use"):
+        est.train_and_evaluate(make(tmp_path), est.TrainSpec(times(1)), est.EvalSpec(times(1)))
+    processes.send(signal.SIGKILL)
+    assert processes.ended() == -signal.SIGKILL
+    assert LOCK_FILE in os.listdir(tmp_path)
+    estimator = make(tmp_path)
+    before = step_of(estimator)
+    assert step_of(estimator.train(times(2))) == before + 2
+    assert LOCK_FILE not in os.listdir(tmp_path)
+
+
+def test_a_child_that_outlives_a_training_does_not_keep_its_lock(processes, tmp_path):
+    start(processes, "orphan_in_training", tmp_path)
+    processes.send(signal.SIGKILL)
+    assert processes.ended() == -signal.SIGKILL
+    make(tmp_path).train(times(1))
+
+
+def test_two_threads_do_not_train_in_one_directory(tmp_path):
+    errors = []
+
+    def second():
+        try:
+            make(tmp_path).train(times(1))
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    def in_a_thread():
+        thread = threading.Thread(target=second)
+        thread.start()
+        thread.join()
+
+    make(tmp_path).train(times(3), hooks=[At(in_a_thread)])
+    (error,) = errors
+    assert "is in use: another thread of this process trains in it" in error
+    second()
+    assert len(errors) == 1
+
+
+def test_the_lock_ends_with_a_training_that_fails(tmp_path):
+    def input_fn():
+        yield X, Y
+        raise ValueError("broken")
+
+    with pytest.raises(ValueError, match="broken"):
+        make(tmp_path).train(input_fn)
+    assert LOCK_FILE not in os.listdir(tmp_path)
+    make(tmp_path).train(times(1))
+
+
+def test_where_there_are_no_locks_one_line_says_so(tmp_path, monkeypatch, messages):
+    def flock(file, how):
+        raise OSError(errno.ENOLCK, "no locks")
+
+    monkeypatch.setattr(_file_lock.fcntl, "flock", flock)
+    estimator = make(tmp_path, save_checkpoints_steps=1, keep_checkpoint_max=1).train(times(3))
+    assert [text for text in messages() if "locked" in text] == [
+        f"model_dir {tmp_path} cannot be locked ({os.strerror(errno.ENOLCK)}): nothing keeps a second training out of "
+        "it."
+    ]
+    assert saved_steps(estimator) == [3] and LOCK_FILE not in os.listdir(tmp_path)
+
+
+# Readers beside a training.
+
+
+def test_a_checkpoint_that_is_read_is_removed_later(tmp_path):
+    estimator = make(tmp_path, save_checkpoints_steps=1, keep_checkpoint_max=1).train(times(1))
+    with kept(estimator.latest_checkpoint()):
+        estimator.train(times(2))
+        assert saved_steps(estimator) == [1, 3]
+    estimator.train(times(1))
+    assert saved_steps(estimator) == [4]
+
+
+def removing(estimator, step):
+    """Batches, before which a checkpoint goes away."""
+
+    def input_fn():
+        shutil.rmtree(os.path.join(estimator.model_dir, f"ckpt-{step}"))
+        return [(X, Y)]
+
+    return input_fn
+
+
+def test_evaluation_and_prediction_take_the_next_newest_checkpoint(tmp_path):
+    make(tmp_path, save_checkpoints_steps=1).train(times(4))
+    assert make(tmp_path).evaluate(removing(make(tmp_path), 4))["global_step"] == 3
+    predictions = make(tmp_path).predict(lambda: X)
+    shutil.rmtree(tmp_path / "ckpt-3")
+    expected = [row["y"] for row in make(tmp_path).predict(lambda: X)]
+    assert [row["y"] for row in predictions] == expected
+
+
+def test_a_checkpoint_that_was_asked_for_and_goes_away_is_an_error(tmp_path):
+    estimator = make(tmp_path, save_checkpoints_steps=1).train(times(2))
+    path = estimator.latest_checkpoint()
+    with pytest.raises(ValueError, match=r"ckpt-2 is not a checkpoint.*Training removes all but the newest"):
+        make(tmp_path).evaluate(removing(estimator, 2), checkpoint_path=path)
+    path = estimator.latest_checkpoint()
+    predictions = make(tmp_path).predict(lambda: X, checkpoint_path=path)
+    shutil.rmtree(path)
+    with pytest.raises(ValueError, match="ckpt-1 is not a checkpoint"):
+        next(predictions)
+
+
+@pytest.mark.slow
+def test_a_training_that_removes_checkpoints_does_not_disturb_readers(processes, tmp_path):
+    start(processes, "endless_training", tmp_path, 1)
+    estimator = make(tmp_path)
+    steps = set()
+    deadline = time.monotonic() + 60
+    while (len(steps) < 10 or time.monotonic() < deadline - 50) and time.monotonic() < deadline:
+        steps.add(estimator.evaluate(times(1))["global_step"])
+        assert len(list(estimator.predict(lambda: X))) == len(X)
+        assert "w" in estimator.get_variable_names()
+        steps.add(step_of(estimator))
+    processes.send(signal.SIGKILL)
+    assert processes.ended() == -signal.SIGKILL
+    assert len(steps) >= 10
+
+
+# What else may be there.
+
+
+@pytest.mark.parametrize("verb", ["train", "evaluate", "predict", "get_variable_names"])
+def test_checkpoints_of_tensorflow_are_not_passed_over(tmp_path, verb):
+    for name in (
+        "checkpoint",
+        "model.ckpt-9999.index",
+        "model.ckpt-20000.index",
+        "model.ckpt-20000.data-00000-of-00001",
+    ):
+        (tmp_path / name).touch()
+    args = [] if verb.startswith("get") else [times(1)]
+    with pytest.raises(ValueError, match=r"holds checkpoints of TensorFlow, such as 'model.ckpt-20000.index'"):
+        getattr(make(tmp_path), verb)(*args)
+    assert LOCK_FILE not in os.listdir(tmp_path)
+
+
+def test_a_file_is_no_model_dir(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError, match="`model_dir` must be a directory; got the file"):
+        make(tmp_path / "file")
+
+
+@pytest.mark.parametrize("base", ["/proc", "file"])
+def test_a_model_dir_that_cannot_be_made_is_an_error_of_training(tmp_path, base):
+    (tmp_path / "file").touch()
+    estimator = make(os.path.join(tmp_path, base, "models", "x"))
+    with pytest.raises(OSError, match="Training cannot write its checkpoints into model_dir .* Choose a directory"):
+        estimator.train(times(1))
+
+
+def test_a_model_dir_that_can_only_be_read_is_evaluated_and_predicted_with(processes):
+    model_dir = tempfile.mkdtemp()
+    try:
+        processes.start("evaluate_without_rights", model_dir)
+        assert [processes.read() for _ in range(2)] == ["step 3", "rows 4"]
+        assert processes.read().startswith(
+            "PermissionError [Errno 13] Training cannot write its checkpoints into model_dir"
+        )
+        assert processes.ended() == 0
+        assert "eval" not in os.listdir(model_dir)
+    finally:
+        for directory, _, _ in os.walk(model_dir):
+            os.chmod(directory, 0o755)
+        shutil.rmtree(model_dir)
+
+
+def test_a_model_dir_with_dots_in_its_path_is_trained_evaluated_and_exported_in(tmp_path):
+    name = os.path.join(tmp_path, "a", "..", "b")
+    estimator = make(name, save_checkpoints_steps=1, keep_checkpoint_max=2)
+    exporter = est.LatestExporter("latest", X, exports_to_keep=1)
+    spec = est.TrainSpec(endless, max_steps=3)
+    metrics, _ = est.train_and_evaluate(estimator, spec, est.EvalSpec(times(1), exporters=exporter))
+    assert metrics["global_step"] == 3 and saved_steps(estimator) == [2, 3]
+    again = make(name).train(times(1))
+    assert step_of(again) == 4 and again.evaluate(times(1))["global_step"] == 4
+    assert list(est.read_eval_metrics(again.eval_dir()))[-1] == 4
+    assert os.listdir(tmp_path) == ["b"] and again.model_dir == str(tmp_path / "b")
+
+
+@pytest.mark.parametrize("name", ["[0-9]", "x*", "a?"])
+def test_a_model_dir_with_the_characters_of_a_pattern_is_refused(tmp_path, name):
+    with pytest.raises(ValueError, match=r"`model_dir` must not contain '\*', '\?' or '\['.*Rename the directory"):
+        make(tmp_path / name)
+
+
+# Processes around a training.
+
+
+def test_a_forked_child_that_evaluates_says_that_it_cannot(processes, tmp_path):
+    processes.start("evaluate_in_fork", str(tmp_path))
+    line = processes.read()
+    assert "`evaluate` was called in process " in line and "multiprocessing.get_context('spawn')" in line
+    assert processes.ended() == 0
+
+
+def test_sigterm_to_all_processes_ends_a_training_with_forked_workers(processes, tmp_path):
+    start(processes, "pool_in_input", tmp_path)
+    sent = time.monotonic()
+    processes.send_to_group(signal.SIGTERM)
+    assert processes.ended() == 75
+    assert time.monotonic() - sent < 10
+    assert len(saved_steps(make(tmp_path))) == 2
+
+
+def test_a_process_without_streams_trains_and_evaluates(processes, tmp_path):
+    processes.start("without_streams", str(tmp_path))
+    assert processes.ended() == 0
+    assert (tmp_path / "streams").read_text() == "/dev/null /dev/null /dev/null"
+    assert saved_steps(make(tmp_path)) == [0, 3]

@@ -1,0 +1,277 @@
+"""What cannot be exported, loaded or asked of an exported model, and what is said about it."""
+
+import json
+import os
+import pathlib
+import re
+import shutil
+from collections import namedtuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from jax.experimental.sparse import BCOO
+from testing.estimators import X, endless, make
+
+import estimator as est
+from estimator.checkpoint._export_folder import write_checksums
+
+Point = namedtuple("Point", "x y")
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    return make(str(tmp_path_factory.mktemp("model"))).train(endless, steps=1).model_dir
+
+
+@pytest.fixture(scope="module")
+def model(model_dir, tmp_path_factory):
+    """Of features {"x": [batch, 2], "n": int32[batch]}."""
+
+    def model_fn(features):
+        w = est.get_variable("w", (2, 1))
+        return est.EstimatorSpec("infer", predictions=(features["x"] @ w)[:, 0] + features["n"].astype(jnp.float32))
+
+    return est.load_exported(exported(model_fn, model_dir, tmp_path_factory.mktemp("base"), features()))
+
+
+def exported(model_fn, model_dir, base, example, **options):
+    return est.Estimator(model_fn, model_dir).export_model(base, example, **options)
+
+
+def features(**changes):
+    return {"x": np.ones((3, 2), np.float32), "n": np.arange(3, dtype=np.int32)} | changes
+
+
+@pytest.mark.parametrize(
+    "example, options, error, match",
+    [
+        (None, {}, TypeError, r"`export_model` needs example_features: arrays, or `jax.ShapeDtypeStruct`s.*; got None"),
+        (lambda: X, {}, TypeError, r"needs example_features.*`next\(iter\(input_fn\(\)\)\)\[0\]`; got <function"),
+        (Point(X, X), {}, TypeError, r"features in dicts, lists and tuples, .*; got example_features of type Point"),
+        ({"a": {1: X}}, {}, TypeError, r"strings as keys of features; example_features\['a'\] has the key 1\."),
+        ([BCOO.fromdense(X)], {}, TypeError, r"cannot export for sparse features; got example_features\[0\] = BCOO"),
+        (np.array(["a"]), {}, TypeError, "features and labels must be arrays of numbers; got features of dtype <U1"),
+        ({"a": X, "b": X[:1]}, {}, ValueError, r"same batch size \(first dimension\); got features\['a'\]: 4"),
+        (X, {"batch_size": 0}, ValueError, "batch_size of `export_model` must be a positive int, or None .*; got 0"),
+        (X, {"batch_size": "b"}, ValueError, "batch_size of `export_model` must be a positive int.*; got 'b'"),
+        (X, {"platforms": "gpu"}, ValueError, r"platforms .* some of \['cpu', 'cuda', 'rocm', 'tpu'\]; got 'gpu'"),
+        (X, {"platforms": ()}, ValueError, r"platforms of `export_model` must be some of .*; got \(\)"),
+        (X, {"assets_extra": ["a"]}, TypeError, r"assets_extra must be a dict of source files by their destination"),
+        (X, {"assets_extra": {"a": "/no"}}, ValueError, "assets_extra: there is no file '/no' to copy to 'a'"),
+        (X, {"assets_extra": {"../a": __file__}}, ValueError, r"assets_extra: '../a' must be a path within `assets"),
+        (X, {"assets_extra": {"/a": __file__}}, ValueError, r"assets_extra: '/a' must be a path within `assets"),
+        (X, {"checkpoint_path": "/no"}, ValueError, "/no is not a checkpoint"),
+    ],
+)
+def test_arguments_are_checked_before_anything_is_done(model_dir, tmp_path, example, options, error, match):
+    def model_fn(features):
+        raise AssertionError("must not be called")
+
+    with pytest.raises(error, match=match):
+        exported(model_fn, model_dir, tmp_path / "base", example, **options)
+    assert not (tmp_path / "base").exists()
+
+
+def test_a_model_that_was_not_trained_is_not_exported(tmp_path):
+    with pytest.raises(ValueError, match=f"Couldn't find trained model at {re.escape(str(tmp_path))}. Call `train`"):
+        make(tmp_path).export_model(tmp_path / "base", X)
+
+
+def test_a_variable_that_the_checkpoint_lacks_is_an_error(model_dir, tmp_path):
+    def model_fn(features):
+        return est.EstimatorSpec("infer", predictions=features @ est.get_variable("v", (2, 1)))
+
+    with pytest.raises(ValueError, match=r"are not those of the model:\n  missing: v, float32\[2, 1\] in the model"):
+        exported(model_fn, model_dir, tmp_path / "base", X)
+    assert not (tmp_path / "base").exists()
+
+
+def test_a_model_that_needs_the_number_of_examples_is_exported_for_one(model_dir, tmp_path):
+    def model_fn(features):
+        return est.EstimatorSpec("infer", predictions=sum(features[i] for i in range(len(features))) + features)
+
+    message = (
+        r"could not export the signature 'serving_default' for batches of any size on \('cpu', 'cuda'\): TypeError: "
+        r".*write `x.shape\[0\]` for `len\(x\)`.*`export_model\(..., batch_size=...\)`"
+    )
+    with pytest.raises(ValueError, match=message) as caught:
+        exported(model_fn, model_dir, tmp_path / "base", X)
+    assert isinstance(caught.value.__cause__, TypeError)
+    assert not (tmp_path / "base").exists()
+
+    model = est.load_exported(exported(model_fn, model_dir, tmp_path, X, batch_size=3))
+    x = X[:3]
+    np.testing.assert_array_equal(model(x)["output"], x.sum(0) + x)
+    with pytest.raises(ValueError, match=r"'features' must be float32\[3, 2\]; got float32\[4, 2\]"):
+        model(X)
+
+
+def test_outputs_must_have_names_of_their_own(model_dir, tmp_path):
+    for outputs, match in [
+        ({"a": {"b": X}, "a/b": X}, "Two arrays are called 'a/b' in what is to be exported"),
+        ({"a": None}, "offers the signature 'serving_default' for export, but without any array"),
+    ]:
+
+        def model_fn(features, outputs=outputs):
+            exports = {"serving_default": est.export.PredictOutput(jax.tree.map(jnp.asarray, outputs))}
+            return est.EstimatorSpec("infer", predictions=features, export_outputs=exports)
+
+        with pytest.raises(ValueError, match=match):
+            exported(model_fn, model_dir, tmp_path, X)
+
+
+def test_a_tuple_as_a_key_is_joined(model_dir, tmp_path):
+    def model_fn(features):
+        return est.EstimatorSpec("infer", predictions={("head", "y"): features, ("head", "z"): {"a": features}})
+
+    model = est.load_exported(exported(model_fn, model_dir, tmp_path, X))
+    assert sorted(model(X)) == ["head/y", "head/z/a"]
+
+
+def test_the_fields_of_a_named_tuple_are_names_of_outputs(model_dir, tmp_path):
+    def model_fn(features):
+        return est.EstimatorSpec("infer", predictions=Point(features, {"a": 2 * features}))
+
+    for outputs in (None, ["x", "y/a"]):
+        path = exported(model_fn, model_dir, tmp_path, X, outputs=outputs)
+        got = est.load_exported(path)(X)
+        assert sorted(got) == ["x", "y/a"]
+        np.testing.assert_array_equal(got["y/a"], 2 * got["x"])
+
+
+def test_unknown_signatures_are_an_error(model):
+    with pytest.raises(ValueError, match=r"has no signature 'predict'; it has \['serving_default'\]\."):
+        model(features(), "predict")
+
+
+@pytest.mark.parametrize(
+    "given, match",
+    [
+        ({"x": X}, r"takes the features \['n', 'x'\]; missing: \['n'\], extra: \[\]\."),
+        (features(y=X), r"takes the features \['n', 'x'\]; missing: \[\], extra: \['y'\]\."),
+        (X, r"takes the features \['n', 'x'\]; missing: \['n', 'x'\], extra: \['features'\]\."),
+        (features(n=[np.arange(3)]), r"missing: \['n'\], extra: \['n/0'\]"),
+        (features(x=np.ones((3, 5), np.float32)), r"'x' must be float32\[b, 2\]; got float32\[3, 5\]\."),
+        (features(x=np.ones(3, np.float32)), r"'x' must be float32\[b, 2\]; got float32\[3\]\."),
+        (features(x=np.ones((0, 2), np.float32)), r"'x' must be float32\[b, 2\]; got float32\[0, 2\]\."),
+        (features(x=np.ones((3, 2), np.int32)), r"'x' must be float32\[b, 2\]; got int32\[3, 2\]\."),
+        (features(x=np.full((3, 2), "a")), r"'x' must be float32\[b, 2\]; got <U1\[3, 2\]\."),
+        (features(n=jax.random.split(jax.random.key(0), 3)), r"'n' must be int32\[b\]; got key<fry>\[3\]\."),
+        (features(n=2), r"'n' must be an array, int32\[b\]; got 2\."),
+        (features(n=np.arange(2, dtype=np.int32)), r"same batch size \(first dimension\); got {'n': 2, 'x': 3}"),
+    ],
+)
+def test_features_are_checked_at_the_door(model, given, match):
+    with pytest.raises(ValueError, match=match):
+        model(given)
+
+
+def test_features_must_be_in_the_same_containers(model_dir, tmp_path):
+    def model_fn(features):
+        return est.EstimatorSpec("infer", predictions=features[0])
+
+    model = est.load_exported(exported(model_fn, model_dir, tmp_path, (X,)))
+    with pytest.raises(ValueError, match=r"takes features in containers such as \(ShapeDtypeStruct.*; got \[array"):
+        model([X])
+
+
+def test_numbers_of_64_bits_are_taken_as_predict_takes_them(model):
+    wide = features(x=np.ones((3, 2)), n=np.arange(3))
+    np.testing.assert_array_equal(model(wide)["output"], model(features())["output"])
+
+
+def test_a_path_that_is_no_export_is_refused(tmp_path, model, model_dir):
+    (tmp_path / "temp-1").mkdir()
+    for path in (tmp_path, tmp_path / "missing", model_dir):
+        with pytest.raises(ValueError, match=f"There is no exported model at {re.escape(str(path))}: neither a metad"):
+            est.load_exported(path)
+    folder = shutil.copytree(model.path, tmp_path / "copy")
+    (folder / "serving_default.jaxexport").write_bytes(b"nothing")
+    write_checksums(folder)
+    with pytest.raises(ValueError, match=r"jax [\d.]+ cannot read .*serving_default.jaxexport, which jax .* wrote"):
+        est.load_exported(folder)
+    (folder / "metadata.json").write_text(json.dumps({"format": "estimator export 0"}))
+    write_checksums(folder)
+    with pytest.raises(ValueError, match=r"must be 'estimator export 1'; got 'estimator export 0'\. Export the m"):
+        est.load_exported(os.fspath(folder))
+
+
+def truncated(data, place):
+    return data[: int(place * len(data))]
+
+
+def with_a_bit_flipped(data, place):
+    bit = int(place * 8 * len(data))
+    flipped = bytearray(data)
+    flipped[bit // 8] ^= 1 << bit % 8
+    return bytes(flipped)
+
+
+FILES = ["metadata.json", "weights.npz", "serving_default.jaxexport", "checksums.json", "assets.extra/words.txt"]
+
+
+@pytest.fixture(scope="module")
+def whole(model_dir, tmp_path_factory):
+    """A path that is an exported model before a test and after it."""
+
+    def model_fn(features):
+        return est.EstimatorSpec("infer", predictions=features @ est.get_variable("w", (2, 1)))
+
+    path = exported(model_fn, model_dir, tmp_path_factory.mktemp("base"), X, assets_extra={"words.txt": __file__})
+    assert sorted(os.path.relpath(os.path.join(d, name), path) for d, _, names in os.walk(path) for name in names) == (
+        sorted([*FILES, "README.md"])
+    )
+    yield pathlib.Path(path)
+    est.load_exported(path)
+
+
+@pytest.mark.parametrize("file", FILES)
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from([truncated, with_a_bit_flipped]), st.floats(0, 1, exclude_max=True))
+@example(None, 0.0)
+@example(truncated, 0.0)
+def test_a_damaged_file_is_named(whole, file, damage, place):
+    path = whole / file
+    data = path.read_bytes()
+    try:
+        if damage is None:
+            path.unlink()
+        else:
+            path.write_bytes(damage(data, place))
+        message = rf"The exported model at {re.escape(str(whole))} is damaged: .*{re.escape(file)}"
+        with pytest.raises(ValueError, match=message):
+            est.load_exported(whole)
+    finally:
+        path.write_bytes(data)
+
+
+def test_the_newest_of_several_is_not_left_out_because_it_is_damaged(whole, tmp_path):
+    for number in ("1", "2"):
+        shutil.copytree(whole, tmp_path / number)
+    (tmp_path / "2" / "metadata.json").unlink()
+    with pytest.raises(ValueError, match=r"/2 is damaged: metadata.json, which checksums.json names, is missing\."):
+        est.load_exported(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["[]", '{"sha256": []}', '{"sha256": {}}', "{", ""])
+def test_checksums_that_are_none_are_an_error(whole, tmp_path, text):
+    folder = shutil.copytree(whole, tmp_path / "copy")
+    (folder / "checksums.json").write_text(text)
+    with pytest.raises(ValueError, match=r"is damaged: checksums.json (is not what was written|does not name metad)"):
+        est.load_exported(folder)
+
+
+def test_an_export_of_64_bits_wants_them_on(model_dir, tmp_path):
+    def model_fn(features):
+        return est.EstimatorSpec("infer", predictions=2 * features)
+
+    wide = np.array([0.1])
+    with jax.enable_x64(True):
+        path = exported(model_fn, model_dir, tmp_path, wide)
+        assert est.load_exported(path)(wide)["output"].tolist() == [0.2]
+    with pytest.raises(ValueError, match="was exported with jax_enable_x64 and has arrays of dtype float64"):
+        est.load_exported(path)

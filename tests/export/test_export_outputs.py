@@ -1,0 +1,241 @@
+"""A part of a model is exported with the operations, weights and features that it needs, and no more."""
+
+import os
+import re
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import export
+from testing.estimators import X
+from testing.towers import assert_close, cpus
+
+import estimator as est
+from replicate import TowerOptimizer, VariableDistribution, replicate_model_fn
+
+RNG = np.random.default_rng(0)
+
+
+def batch(rows):
+    return {
+        "side": [RNG.normal(size=(rows, 2)).astype(np.float32), RNG.normal(size=(rows,)).astype(np.float32)],
+        "unused": np.ones((rows, 1), np.int32),
+        "x": RNG.normal(size=(rows, 3)).astype(np.float32),
+    }
+
+
+def model_fn(features, labels, mode):
+    """x and side[1] -> hidden -> embedding -> logits, and a scan over side[0]: a product each, six variables."""
+    hidden = jnp.tanh(features["x"] @ est.get_variable("first", (3, 5)) + features["side"][1][:, None])
+    with est.variable_scope("net"):
+        embedding = jax.nn.relu(hidden @ est.get_variable("second", (5, 4)))
+        est.record("embedding", embedding)
+    logits = embedding @ est.get_variable("third", (4, 2))
+    steps = est.get_variable("steps", (3, 2, 2))
+    walked, _ = jax.lax.scan(lambda x, w: (x @ w, None), features["side"][0], steps)
+    est.record("mean", walked.mean())
+    scale = est.get_variable("scale", (2, 2), jnp.bfloat16).astype(jnp.float32)
+    est.record("noise", features["x"][:, :2] + jax.random.normal(est.make_rng(), (2,)) * scale[0])
+    est.record("prior", jnp.broadcast_to(est.get_variable("prior", (2, 2))[0], logits.shape))
+    if mode == est.ModeKeys.PREDICT:
+        return est.EstimatorSpec(mode, predictions={"logits": logits, "walk": {"end": walked}})
+    loss = jnp.mean((logits[:, 0] - labels) ** 2)
+    return est.EstimatorSpec(mode, loss=loss, train_op=TowerOptimizer(optax.sgd(0.1)).minimize(loss))
+
+
+@pytest.fixture(scope="module")
+def estimator(tmp_path_factory):
+    estimator = est.Estimator(model_fn, str(tmp_path_factory.mktemp("model")))
+    return estimator.train(lambda: [(batch(2), np.ones(2, np.float32))])
+
+
+class Recorded(est.Hook):
+    """Keeps what was recorded."""
+
+    def before_run(self, context):
+        return ["net/embedding", "mean", "noise", "prior"]
+
+    def after_run(self, context, values):
+        self.values = dict(zip(self.before_run(context), values.results, strict=True))
+
+
+def wanted(estimator, features):
+    """What `predict` computes, by the names of outputs."""
+    hook = Recorded()
+    (found,) = estimator.predict(lambda: features, hooks=[hook], yield_single_examples=False)
+    return {"logits": found["logits"], "walk/end": found["walk"]["end"], **hook.values}
+
+
+def products(path):
+    with open(os.path.join(path, "serving_default.jaxexport"), "rb") as file:
+        return export.deserialize(bytearray(file.read())).mlir_module().count("stablehlo.dot_general")
+
+
+def weights_of(path):
+    with np.load(os.path.join(path, "weights.npz")) as weights:
+        return sorted(weights)
+
+
+def assert_outputs_are(path, want, features, rtol=2e-5):
+    got = est.load_exported(path)(features)
+    for name, value in got.items():
+        assert np.shape(value) == np.shape(want[name])
+        np.testing.assert_allclose(value, want[name], rtol=rtol, atol=1e-6)
+    return sorted(got)
+
+
+def for_embedding(features):
+    return {"x": features["x"], "side": [None, features["side"][1]]}
+
+
+def for_walk(features):
+    return {"side": [features["side"][0], None]}
+
+
+def test_all_outputs_need_all(estimator, tmp_path):
+    path = estimator.export_model(tmp_path, batch(2), platforms="cpu")
+    assert products(path) == 4
+    assert len(weights_of(path)) == 6 + 2  # the global step and the key
+
+
+@pytest.mark.parametrize(
+    "outputs, count, variables, part",
+    [
+        ("net/embedding", 2, ["first", "net/second"], for_embedding),
+        (["logits"], 3, ["first", "net/second", "third"], for_embedding),
+        (("walk/end", "mean"), 1, ["steps"], for_walk),
+        (["noise"], 0, ["scale"], lambda features: {"x": features["x"]}),
+        (["prior"], 0, ["prior"], for_walk),  # only for its batch size
+    ],
+    ids=["embedding", "logits", "walk", "noise", "prior"],
+)
+def test_outputs_have_the_operations_weights_and_features_they_need(
+    estimator, tmp_path, outputs, count, variables, part
+):
+    path = estimator.export_model(tmp_path, batch(2), platforms="cpu", outputs=outputs)
+    model = est.load_exported(path)
+    assert products(path) == count
+    weights = [f"variables/{name}" for name in variables] + ["global_step", "key"] * ("noise" in outputs)
+    assert weights_of(path) == sorted(model.metadata["weights"]) == sorted(weights)
+    for rows in (1, 7):
+        features = batch(rows)
+        mine = part(features)
+        assert jax.tree.structure(model.features) == jax.tree.structure(mine)
+        want = wanted(estimator, features)
+        assert assert_outputs_are(path, want, mine) == sorted([outputs] if isinstance(outputs, str) else outputs)
+    with pytest.raises(ValueError, match=r"The exported model takes the features .*; missing: \[\], extra: .*'unused'"):
+        model(features)
+    described = model.metadata["signatures"]["serving_default"]["outputs"]
+    assert described.get("mean", {"shape": []})["shape"] == []
+    assert all(x["shape"][0] == "b" for name, x in described.items() if name != "mean")
+
+
+@pytest.mark.parametrize("distribution", [VariableDistribution.MIRRORED, VariableDistribution.SHARED_ROUND_ROBIN])
+def test_a_part_of_a_replicated_model_fn_is_exported_for_one_device(estimator, tmp_path, distribution):
+    replicated = replicate_model_fn(model_fn, devices=cpus(4), variable_distribution=distribution)
+    towers = est.Estimator(replicated, estimator.model_dir)
+    path = towers.export_model(tmp_path, batch(4), platforms="cpu", outputs=["net/embedding", "mean"])
+    assert (products(path), weights_of(path)) == (3, [f"variables/{n}" for n in ("first", "net/second", "steps")])
+    features = batch(7)
+    used = {"side": features["side"], "x": features["x"]}
+    assert assert_outputs_are(path, wanted(estimator, features), used) == ["mean", "net/embedding"]
+
+
+def test_one_batch_size_is_enough(estimator, tmp_path):
+    path = estimator.export_model(tmp_path, batch(2), batch_size=3, outputs=["net/embedding"])
+    features = batch(3)
+    assert_outputs_are(path, wanted(estimator, features), for_embedding(features))
+    with pytest.raises(ValueError, match=r"'side/1' must be float32\[3\]; got float32\[2\]"):
+        est.load_exported(path)(for_embedding(batch(2)))
+
+
+def test_the_readme_loads_a_part_without_this_library(estimator, tmp_path):
+    path = estimator.export_model(tmp_path, batch(2), outputs=["net/embedding"])
+    with open(os.path.join(path, "README.md"), encoding="utf-8") as file:
+        (lines,) = re.findall(r"```python\n(.*?)```", file.read(), re.S)
+    assert "unused" not in lines and '[None, np.zeros((1,), "float32")]' in lines
+    before = "import sys\nsys.modules['estimator'] = sys.modules['replicate'] = None\n"
+    after = "print({name: x.shape for name, x in outputs.items()}, len(weights))"
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", before + lines + after],
+        cwd=path,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, done.stdout) == (0, "{'net/embedding': (1, 4)} 2\n"), done.stderr
+
+
+def exported(estimator, base, predict, **options):
+    """Exports what `predict(features)` returns, with the variables of the Estimator."""
+
+    def model_fn(features):
+        return est.EstimatorSpec("infer", predictions=predict(features))
+
+    return est.Estimator(model_fn, estimator.model_dir).export_model(base, X, **options)
+
+
+def test_features_and_predictions_may_be_single_arrays_and_no_weights_be_needed(estimator, tmp_path):
+    def predict(features):
+        est.record("first", features @ est.get_variable("third", (4, 2))[:2])
+        return features * 2
+
+    path = exported(estimator, tmp_path, predict, outputs="output")
+    assert weights_of(path) == []
+    assert_close(est.load_exported(path)(X), {"output": X * 2})
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize("outputs", [[], 3, ["a", 1], {"a": 1}], ids=str)
+def test_outputs_must_be_names(estimator, tmp_path, outputs):
+    message = r"outputs of `export_model` must name at least one recorded value or prediction, .*; got " + re.escape(
+        repr(outputs)
+    )
+    with pytest.raises(ValueError, match=message):
+        estimator.export_model(tmp_path / "base", batch(2), outputs=outputs)
+    assert not (tmp_path / "base").exists()
+
+
+def record_some(features):
+    est.record("rows", features)
+    est.record("weights", jnp.ones((4, 2)))
+    est.summary.histogram("histogram", features)
+    est.summary.image("image", jnp.zeros((len(X), 2, 2, 1)))
+    return {"rows": features, "other": features, "table": {"a": jnp.ones((3, 2))}}
+
+
+@pytest.mark.parametrize(
+    "outputs, match",
+    [
+        (
+            ["other", "embeding", "histogram", "image"],
+            r"`export_model` got outputs=.*, but there is no \['embeding', 'histogram', 'image'\]\. "
+            r"Recorded are \['rows', 'weights'\], the predictions are \['other', 'rows', 'table/a'\]\.",
+        ),
+        ("rows", r"\['rows'\] is the name of a recorded value and of a prediction\. Rename one of them\. Recorded are"),
+        ("weights", r"got 'weights' in outputs, which has the shape \(4, 2\) for a batch of b examples\. What is rec"),
+        (["table/a"], r"got 'table/a' in outputs, which has the shape \(3, 2\) for a batch of b examples"),
+    ],
+    ids=["unknown", "both", "recorded", "predicted"],
+)
+def test_outputs_that_there_are_not_are_refused(estimator, tmp_path, outputs, match):
+    with pytest.raises(ValueError, match=match):
+        exported(estimator, tmp_path / "base", record_some, outputs=outputs)
+    assert not (tmp_path / "base").exists()
+
+
+def test_a_part_that_needs_the_number_of_examples_is_exported_for_one(estimator, tmp_path):
+    def predict(features):
+        return {"sum": sum(features[i] for i in range(len(features))) + features, "same": features}
+
+    with pytest.raises(ValueError, match=r"could not export .* for batches of any size .*write `x.shape\[0\]`"):
+        exported(estimator, tmp_path, predict, outputs=["sum"])
+    path = exported(estimator, tmp_path, predict, outputs=["sum"], batch_size=4)
+    assert_close(est.load_exported(path)(X), {"sum": X.sum(0) + X})

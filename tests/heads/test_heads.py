@@ -1,0 +1,464 @@
+"""Heads: losses, metrics and predictions, against numpy and scikit-learn."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from sklearn import metrics as sk
+from testing.towers import assert_close, cpus
+
+import estimator as est
+from replicate import TowerOptimizer, replicate_model_fn
+
+ROWS = 48
+RNG = np.random.default_rng(0)
+# Probabilities that no two thresholds of `est.metrics.auc` tell apart, so that its curve is the exact one.
+P = ((RNG.permutation(ROWS) % 16 + 1) / 17).astype(np.float32)[:, None]
+LOGIT = np.log(P / (1 - P))
+LABEL = (RNG.random(ROWS) < 0.3 + 0.4 * P[:, 0]).astype(np.int32)
+W = np.concatenate([np.zeros(3), RNG.random(13), np.full(16, 9.0), np.ones(16)]).astype(np.float32)
+LOGITS = RNG.normal(size=(ROWS, 3)).astype(np.float32)
+CLASS = RNG.integers(0, 3, ROWS).astype(np.int32)
+MULTI = (RNG.random((ROWS, 3)) < 0.4).astype(np.int32)
+FEATURES = {"w": W}
+CROSS_ENTROPY = -np.log(np.where(LABEL == 1, P[:, 0], 1 - P[:, 0]))
+REDUCED = {
+    est.Reduction.SUM: lambda losses, w: (losses * w).sum(),
+    est.Reduction.MEAN: lambda losses, w: (losses * w).sum() / w.sum(),
+    est.Reduction.SUM_OVER_BATCH_SIZE: lambda losses, w: (losses * w).mean(),
+    est.Reduction.SUM_BY_NONZERO_WEIGHTS: lambda losses, w: (losses * w).sum() / (w != 0).sum(),
+}
+
+
+def close(value):
+    return pytest.approx(value, rel=2e-5, abs=1e-6)
+
+
+def results(metrics):
+    return {name: metric.result().item() for name, metric in metrics.items()}
+
+
+def precision_recall_area(labels, p, w):
+    """Davis and Goadrich: between two cuts true positives are linear in all positives; integrated numerically."""
+    cuts = [1.0, *sorted({*p.tolist()}, reverse=True), -1.0]
+    points = [(w[(p > cut) & (labels == 1)].sum(), w[p > cut].sum()) for cut in cuts]
+    area = 0.0
+    for (true, positive), (more_true, more_positive) in zip(points, points[1:], strict=False):
+        along = (np.arange(20000) + 0.5) / 20000
+        precision = (true + along * (more_true - true)) / (positive + along * (more_positive - positive) + 1e-12)
+        area += precision.mean() * (more_true - true)
+    return area / w[labels == 1].sum()
+
+
+# What heads compute.
+
+
+@pytest.mark.parametrize("reduction", REDUCED)
+def test_the_loss_is_the_weighted_cross_entropy_as_the_reduction_says(reduction):
+    head = est.BinaryClassHead("w", loss_reduction=reduction)
+    assert float(head.loss(LABEL, LOGIT, FEATURES)) == close(REDUCED[reduction](CROSS_ENTROPY, W))
+
+
+@pytest.mark.parametrize("w", [W, np.ones(ROWS, np.float32)], ids=["weights", "no weights"])
+def test_binary_metrics_are_those_of_scikit_learn(w):
+    head = est.BinaryClassHead("w" if w is W else None, thresholds=[0.25, 0.5])
+    found = results(head.metrics(LABEL, LOGIT, {"w": w} if w is W else None))
+    p, mean = P[:, 0], np.average(LABEL, weights=w)
+    expected = {
+        "average_loss": sk.log_loss(LABEL, p, sample_weight=w),
+        "prediction/mean": np.average(p, weights=w),
+        "label/mean": mean,
+        "accuracy_baseline": max(mean, 1 - mean),
+        "auc": sk.roc_auc_score(LABEL, p, sample_weight=w),
+        "auc_precision_recall": precision_recall_area(LABEL, p, w),
+    }
+    for suffix, cut in [("", 0.5), ("/positive_threshold_0.25", 0.25), ("/positive_threshold_0.5", 0.5)]:
+        scores = [("accuracy", sk.accuracy_score), ("precision", sk.precision_score), ("recall", sk.recall_score)]
+        expected |= {name + suffix: score(LABEL, p > cut, sample_weight=w) for name, score in scores}
+    assert found.keys() == expected.keys()
+    assert found == {name: close(value) for name, value in expected.items()}
+
+
+def test_the_baseline_is_that_of_the_more_frequent_class_of_all_batches():
+    head = est.BinaryClassHead()
+    logits = np.zeros((4, 1), np.float32)
+    first = head.metrics(np.array([1, 1, 1, 0]), logits)["accuracy_baseline"]
+    second = head.metrics(np.array([0, 0, 0, 0]), logits)["accuracy_baseline"]
+    assert first.merge(second).result().item() == 5 / 8  # not (3/4 + 1) / 2
+
+
+def test_binary_predictions():
+    found = est.BinaryClassHead().predictions(LOGIT)
+    both = np.concatenate([1 - P, P], axis=1)
+    np.testing.assert_allclose(found["logistic"], P, rtol=1e-5)
+    np.testing.assert_allclose(found["probabilities"], both, rtol=1e-5)
+    np.testing.assert_array_equal(found["class_ids"], both.argmax(1)[:, None])
+    np.testing.assert_array_equal(found["all_class_ids"], [[0, 1]] * ROWS)
+    np.testing.assert_array_equal(found["logits"], LOGIT)
+    assert list(est.BinaryClassHead().predictions(LOGIT, ["logits"])) == ["logits"]
+
+
+@pytest.mark.parametrize(
+    "make", [lambda n: est.MultiClassHead(n_classes=n), lambda n: est.MultiLabelHead(n_classes=n), est.RegressionHead]
+)
+def test_sizes_may_be_numpys_integers(make):
+    head = make(np.int64(3))
+    assert type(head.logits_dimension) is int
+    assert "predictions" in (keys := head.predictions(LOGITS)) or "probabilities" in keys
+
+
+def test_sparse_classes_are_made_dense():
+    from jax.experimental.sparse import BCOO
+
+    head = est.MultiClassHead(3)
+    labels = BCOO.fromdense(jnp.asarray(CLASS)[:, None])
+    assert head.loss(labels, LOGITS) == head.loss(CLASS, LOGITS)
+
+
+def test_a_head_of_several_classes():
+    head = est.MultiClassHead(3, "w", loss_reduction=est.Reduction.MEAN)
+    p = np.exp(LOGITS) / np.exp(LOGITS).sum(1, keepdims=True)
+    loss = sk.log_loss(CLASS, p, sample_weight=W, labels=[0, 1, 2])
+    assert float(head.loss(CLASS[:, None], LOGITS, FEATURES)) == close(loss)
+    accuracy = sk.accuracy_score(CLASS, p.argmax(1), sample_weight=W)
+    assert results(head.metrics(CLASS, LOGITS, FEATURES)) == {"average_loss": close(loss), "accuracy": close(accuracy)}
+    predictions = head.predictions(LOGITS)
+    np.testing.assert_allclose(predictions["probabilities"], p, rtol=1e-5)
+    np.testing.assert_array_equal(predictions["class_ids"], p.argmax(1)[:, None])
+    np.testing.assert_array_equal(predictions["all_class_ids"], [[0, 1, 2]] * ROWS)
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_a_head_of_several_labels(sparse):
+    head = est.MultiLabelHead(
+        3,
+        "w",
+        thresholds=[0.4],
+        label_vocabulary=["a", "b", "c"],
+        loss_reduction="weighted_mean",
+        classes_for_class_based_metrics=[0, "c"],
+    )
+    p = np.tile(P, 3) ** np.array([1, 2, 3], np.float32)
+    labels = jax.experimental.sparse.BCOO.fromdense(MULTI) if sparse else MULTI
+    losses = -np.log(np.where(MULTI == 1, p, 1 - p)).mean(1)
+    logits = np.log(p / (1 - p))
+    assert float(head.loss(labels, logits, FEATURES)) == close(np.average(losses, weights=W))
+    flat = {"y_true": MULTI.ravel(), "sample_weight": np.repeat(W, 3)}
+    expected = {
+        "average_loss": np.average(losses, weights=W),
+        "accuracy/positive_threshold_0.4": sk.accuracy_score(y_pred=p.ravel() > 0.4, **flat),
+        "precision/positive_threshold_0.4": sk.precision_score(y_pred=p.ravel() > 0.4, **flat),
+        "recall/positive_threshold_0.4": sk.recall_score(y_pred=p.ravel() > 0.4, **flat),
+        "probability_mean/a": np.average(p[:, 0], weights=W),
+        "probability_mean/c": np.average(p[:, 2], weights=W),
+        "auc/a": sk.roc_auc_score(MULTI[:, 0], p[:, 0], sample_weight=W),
+        "auc_precision_recall/a": precision_recall_area(MULTI[:, 0], p[:, 0], W),
+    }
+    found = results(head.metrics(labels, logits, FEATURES))
+    assert {name: found[name] for name in expected} == {name: close(value) for name, value in expected.items()}
+    assert found.keys() - expected.keys() == {"auc", "auc_precision_recall", "auc/c", "auc_precision_recall/c"}
+    assert found["auc"] == pytest.approx(sk.roc_auc_score(y_score=p.ravel(), **flat), abs=5e-3)
+    np.testing.assert_allclose(head.predictions(logits)["probabilities"], p, rtol=1e-5)
+
+
+@pytest.mark.parametrize("w", [W, np.stack([W, W[::-1], W * W], 1)], ids=["by example", "by number"])
+def test_a_head_of_several_numbers(w):
+    head = est.RegressionHead(3, "w", loss_reduction="weighted_sum_by_nonzero_weights")
+    labels, all_w = np.float32(MULTI), np.broadcast_to(w.reshape(ROWS, -1), (ROWS, 3))
+    losses = (LOGITS - labels) ** 2
+    loss = float(head.loss(labels, LOGITS, {"w": w}))
+    assert loss == close((losses * all_w).sum() / (all_w != 0).sum())
+    assert results(head.metrics(labels, LOGITS, {"w": w})) == {
+        "average_loss": close(np.average(losses, weights=all_w)),
+        "prediction/mean": close(np.average(LOGITS, weights=all_w)),
+        "label/mean": close(np.average(labels, weights=all_w)),
+    }
+    assert list(head.predictions(LOGITS)) == ["predictions"]
+
+
+def test_a_poisson_head_has_the_negative_log_likelihood():
+    from scipy.stats import poisson
+
+    labels = np.array([50, 80, 100])
+    logits = np.log(np.array([[55.0], [80.0], [90.0]], np.float32))
+    head = est.PoissonRegressionHead()
+    likelihood = poisson.logpmf(labels, np.exp(logits[:, 0])).mean()
+    assert float(head.loss(labels, logits)) == pytest.approx(-likelihood, abs=2e-3)  # Stirling
+    assert float(head.loss(np.zeros(3), logits)) == close(np.exp(logits).mean())
+    np.testing.assert_allclose(head.predictions(logits)["predictions"], np.exp(logits), rtol=1e-6)
+    np.testing.assert_array_equal(head.predictions(logits)["logits"], logits)
+
+
+def test_a_logistic_head_takes_shares():
+    share = P[::-1, 0]
+    head = est.LogisticRegressionHead()
+    expected = -(share * np.log(P[:, 0]) + (1 - share) * np.log(1 - P[:, 0])).mean()
+    assert float(head.loss(share, LOGIT)) == close(expected)
+    assert results(head.metrics(share, LOGIT))["prediction/mean"] == close(P.mean())
+
+
+@pytest.mark.parametrize(
+    "head, logits, labels",
+    [
+        (est.BinaryClassHead(), LOGIT[:2], np.array([2, 1])),
+        (est.BinaryClassHead(), LOGIT[:2], np.array([-1, 1])),
+        (est.MultiClassHead(3), LOGITS[:2], np.array([3, 1])),
+        (est.MultiClassHead(3), LOGITS[:2], np.array([-1, 1])),
+        (est.MultiLabelHead(3), LOGITS[:2], np.array([[2, 1, 0], [0, 0, 1]])),
+        (est.PoissonRegressionHead(), LOGIT[:2], np.array([-1, 1])),
+        (est.LogisticRegressionHead(), LOGIT[:2], np.array([1.5, 1.0])),
+    ],
+)
+def test_a_label_that_there_cannot_be_makes_the_loss_nan(head, logits, labels):
+    assert np.isnan(head.loss(labels, logits))
+
+
+def test_regularization_is_added_and_reported():
+    head = est.RegressionHead(name="h")
+    terms = [jnp.float32(0.25), jnp.float32(0.5)]
+    plain = head.loss(LABEL, LOGIT)
+    assert float(head.loss(LABEL, LOGIT, regularization_losses=terms) - plain) == close(0.75)
+    metrics = head.metrics(LABEL, LOGIT, regularization_losses=terms)
+    assert results(metrics)["regularization_loss/h"] == 0.75
+    assert "regularization_loss/h" not in head.metrics(LABEL, LOGIT)
+
+
+def test_a_loss_fn_takes_the_place_of_the_loss():
+    seen = {}
+
+    def loss_fn(labels, logits, features, loss_reduction, scale=2.0):
+        seen.update(features=features, reduction=loss_reduction)
+        return scale * jnp.abs(labels - logits)
+
+    head = est.RegressionHead(weight_column="w", loss_fn=loss_fn, loss_reduction=est.Reduction.SUM)
+    loss = 2 * np.abs(LABEL - LOGIT[:, 0])
+    assert float(head.loss(LABEL, LOGIT, FEATURES)) == close((loss * W).sum())
+    assert seen == {"features": FEATURES, "reduction": est.Reduction.SUM}
+    average = results(head.metrics(LABEL, LOGIT, FEATURES))["average_loss"]
+    assert average == close(np.average(loss, weights=W))
+
+
+# Specs.
+
+
+def run(head, mode, logits=LOGIT, labels=LABEL, optimizer=None, **kwargs):
+    """The spec of one run with variables `a` and `b`, both 0 at first, and the variables after it."""
+
+    def model_fn(features, labels, mode):
+        a, b = (est.get_variable(name, (), initializer=jax.nn.initializers.zeros) for name in "ab")
+        return head.create_estimator_spec(features, mode, logits + a + b, labels, optimizer, **kwargs)
+
+    model = est.transform(model_fn)
+    state = model.init(jax.random.key(0), FEATURES, labels, mode=mode)
+    if mode == "train":
+        state, spec = model.train_step(state, FEATURES, labels)
+    else:
+        spec = model.predict_step(state, FEATURES) if mode == "infer" else model.eval_step(state, FEATURES, labels)
+    return spec, state.variables
+
+
+def test_the_spec_of_each_mode():
+    head = est.BinaryClassHead("w")
+    (predict, _), (evaluated, _) = run(head, "infer"), run(head, "eval")
+    trained, after = run(head, "train", optimizer=est.Optimizer(optax.sgd(1.0)), trainable_variables=["b"])
+    assert predict.loss is None and predict.eval_metric_ops == {}
+    assert float(evaluated.loss) == close(float(head.loss(LABEL, LOGIT, FEATURES)))
+    assert float(trained.loss) == close(float(evaluated.loss))
+    assert evaluated.eval_metric_ops.keys() == head.metrics(LABEL, LOGIT, FEATURES).keys()
+    assert predict.predictions.keys() == evaluated.predictions.keys() == trained.predictions.keys()
+    assert after == {"a": 0, "b": close(-np.mean(W * (P[:, 0] - LABEL)))}
+
+
+def test_a_train_op_fn_gets_the_loss():
+    optimizer = est.Optimizer(optax.sgd(1.0))
+    _, after = run(est.BinaryClassHead(), "train", train_op_fn=lambda loss: optimizer.minimize(2 * loss))
+    assert float(after["a"]) == close(-2 * np.mean(P[:, 0] - LABEL))
+
+
+EXPORTS = [
+    (est.BinaryClassHead(label_vocabulary=["no", "yes"]), LOGIT, {"classification", "regression", "predict"}),
+    (est.MultiClassHead(3, label_vocabulary=["a", "b", "c"]), LOGITS, {"classification", "predict"}),
+    (est.MultiLabelHead(3), LOGITS, {"classification", "predict"}),
+    (est.RegressionHead(), LOGIT, {"regression", "predict"}),
+]
+
+
+@pytest.mark.parametrize("head, logits, signatures", EXPORTS, ids=lambda x: type(x).__name__)
+def test_export_outputs_are_named_as_in_tensorflow(head, logits, signatures):
+    spec, _ = run(head, "infer", logits)
+    outputs = spec.export_outputs
+    assert outputs.keys() == signatures | {"serving_default"}
+    if "classification" in signatures:
+        vocabulary = {1: ["no", "yes"], 3: ["a", "b", "c"]}[logits.shape[1]]
+        names = ["0", "1", "2"] if isinstance(head, est.MultiLabelHead) else vocabulary
+        assert outputs["serving_default"].classes.tolist() == names
+        np.testing.assert_array_equal(outputs["classification"].scores, spec.predictions["probabilities"])
+    else:
+        np.testing.assert_array_equal(outputs["serving_default"].value, spec.predictions["predictions"])
+    assert outputs["predict"].outputs.keys() == spec.predictions.keys()
+
+
+# Several heads.
+
+
+LABELS = {"two": LABEL, "three": CLASS, "many": MULTI, "number": LABEL.astype(np.float32)}
+
+
+def several(reduction=est.Reduction.SUM_OVER_BATCH_SIZE, head_weights=(1.0, 0.5, 2.0, 0.25)):
+    heads = [
+        est.BinaryClassHead("w", thresholds=[0.3], loss_reduction=reduction, name="two"),
+        est.MultiClassHead(3, "w", loss_reduction=reduction, name="three"),
+        est.MultiLabelHead(3, "w", [0.3], None, reduction, None, [1], "many"),
+        est.RegressionHead(1, "w", loss_reduction=reduction, name="number"),
+    ]
+    return est.MultiHead(heads, head_weights), heads
+
+
+ALL_LOGITS = np.concatenate([LOGIT, LOGITS, LOGITS[:, ::-1], LOGIT / 3], axis=1)
+CUT = {"two": LOGIT, "three": LOGITS, "many": LOGITS[:, ::-1], "number": LOGIT / 3}
+
+
+@pytest.mark.parametrize("logits", [ALL_LOGITS, CUT], ids=["one array", "a dict"])
+def test_several_heads_are_a_weighted_sum_side_by_side(logits):
+    head, heads = several()
+    assert head.logits_dimension == 8 and head.name == "two_three_many_number"
+    losses = {h.name: float(h.loss(LABELS[h.name], CUT[h.name], FEATURES)) for h in heads}
+    total = losses["two"] + 0.5 * losses["three"] + 2 * losses["many"] + 0.25 * losses["number"]
+    terms = [jnp.float32(0.125)]
+    assert float(head.loss(LABELS, logits, FEATURES)) == close(total)
+    assert float(head.loss(LABELS, logits, FEATURES, regularization_losses=terms)) == close(total + 0.125)
+
+    metrics = results(head.metrics(LABELS, logits, FEATURES, terms))
+    expected = {f"loss/{name}": loss for name, loss in losses.items()}
+    expected |= {"regularization_loss/two_three_many_number": 0.125}
+    for h in heads:
+        expected |= results(h.metrics(LABELS[h.name], CUT[h.name], FEATURES))
+    assert metrics == {name: close(value) for name, value in expected.items()}
+    assert {"accuracy/three", "auc/class1/many", "accuracy/positive_threshold_0.3/two"} <= metrics.keys()
+
+    predictions = head.predictions(logits)
+    for h in heads:
+        for key, value in h.predictions(CUT[h.name]).items():
+            np.testing.assert_allclose(predictions[h.name, key], value, rtol=1e-6)
+    assert list(head.predictions(logits, [("number", "predictions")])) == [("number", "predictions")]
+
+
+def test_several_heads_in_an_estimator(tmp_path):
+    head, _ = several()
+
+    def model_fn(features, labels, mode):
+        b = est.get_variable("b", (8,), initializer=jax.nn.initializers.zeros)
+        return head.create_estimator_spec(features, mode, features["x"] + b, labels, est.Optimizer(optax.sgd(0.1)))
+
+    batch = {"x": ALL_LOGITS, "w": W}
+    estimator = est.Estimator(model_fn, tmp_path)
+    before = estimator.evaluate(lambda: (batch, LABELS))["loss"]
+    assert estimator.train(lambda: [(batch, LABELS)] * 5).evaluate(lambda: (batch, LABELS))["loss"] < before
+    rows = list(estimator.predict(lambda: batch, [("three", "class_ids"), ("two", "logistic")]))
+    assert len(rows) == ROWS and rows[0]["three", "class_ids"].shape == (1,)
+
+    model = est.transform(model_fn)
+    outputs = model.predict_step(model.init(jax.random.key(0), batch, mode="infer"), batch).export_outputs
+    assert outputs["serving_default"].classes.tolist() == ["0", "1"]
+    assert {"two", "three", "number", "number/regression", "many/predict", "predict"} <= outputs.keys()
+    np.testing.assert_array_equal(outputs["predict"].outputs["number/predictions"], outputs["number"].value)
+
+
+# Towers.
+
+
+OPTIMIZER = TowerOptimizer(optax.sgd(0.05))
+ROWS_OF = {"x": np.concatenate([LOGITS, LOGIT], axis=1), "w": W}
+
+
+@functools.cache
+def one_tower(reduction):
+    head, _ = several(reduction)
+
+    def model_fn(features, labels, mode):
+        kernel = est.get_variable("kernel", (4, 8))
+        penalty = None if reduction == "weighted_sum" else [jnp.sum(jnp.square(kernel))]  # else added by each tower
+        return head.create_estimator_spec(
+            features, mode, features["x"] @ kernel, labels, OPTIMIZER, regularization_losses=penalty
+        )
+
+    model = est.transform(model_fn)
+    state = model.init(jax.random.key(1), ROWS_OF, LABELS)
+    return model_fn, model, state
+
+
+@pytest.mark.parametrize(
+    "towers, reduction",
+    [(2, "weighted_sum_over_batch_size"), (3, "weighted_sum_by_nonzero_weights"), (8, "weighted_mean")],
+)
+def test_towers_train_as_one_whatever_the_weights(towers, reduction):
+    model_fn, plain, state = one_tower(reduction)
+    model = est.transform(replicate_model_fn(model_fn, reduction, cpus(towers)))
+    (got, spec), (want, want_spec) = (m.train_step(state, ROWS_OF, LABELS) for m in (model, plain))
+    assert_close(spec.loss, want_spec.loss)
+    assert_close(got.variables, want.variables)
+
+
+@pytest.mark.parametrize(
+    "towers, reduction, rows",
+    [(n, "weighted_sum_over_batch_size", ROWS) for n in (1, 2, 3, 8)]
+    + [(3, "weighted_sum", ROWS), (3, "weighted_sum_by_nonzero_weights", 43)],  # 43 does not divide by 3
+)
+def test_towers_have_the_losses_and_metrics_of_one_whatever_the_weights(towers, reduction, rows):
+    model_fn, plain, state = one_tower(reduction)
+    model = est.transform(replicate_model_fn(model_fn, reduction, cpus(towers)))
+    batch = jax.tree.map(lambda x: x[:rows], (ROWS_OF, LABELS))
+    got, want = model.eval_step(state, *batch), plain.eval_step(state, *batch)
+    assert_close(got.loss, want.loss)
+    assert_close(got.predictions, want.predictions)
+    assert results(got.eval_metric_ops) == {n: close(v) for n, v in results(want.eval_metric_ops).items()}
+
+
+# What training shows.
+
+
+def shown(model, state, *batch):
+    _, spec = model.train_step(state, *batch)
+    return {name: report.as_value() for name, report in jax.device_get(spec.reported).items()}
+
+
+@pytest.mark.parametrize("reduction", ["weighted_sum_over_batch_size", "weighted_sum"])
+def test_training_shows_the_loss_of_each_head_and_of_regularization(reduction):
+    model_fn, model, state = one_tower(reduction)
+    _, heads = several(reduction)
+    kernel = state.variables["kernel"]
+    logits = jnp.split(ROWS_OF["x"] @ kernel, [1, 4, 7], axis=1)
+    want = {f"loss/{h.name}": h.loss(LABELS[h.name], x, ROWS_OF) for h, x in zip(heads, logits, strict=True)}
+    if reduction != "weighted_sum":
+        want["regularization_loss"] = jnp.sum(jnp.square(kernel))
+    assert shown(model, state, ROWS_OF, LABELS) == {name: close(float(value)) for name, value in want.items()}
+    towers = est.transform(replicate_model_fn(model_fn, reduction, cpus(2)))
+    assert shown(towers, state, ROWS_OF, LABELS) == {name: close(float(value)) for name, value in want.items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "tags"),
+    [(None, {"regularization_loss"}), ("two", {"loss/two", "regularization_loss/two"})],
+)
+def test_a_head_shows_what_no_one_else_does(name, tags):
+    """Of a head without a name the loss is that of the model, which `train` shows; and a name may be taken."""
+    head = est.BinaryClassHead(name=name)
+
+    def model_fn(features, labels, mode):
+        logits = features + est.get_variable("b", ())
+        est.summary.scalar("regularization_loss", 7.0)
+        spec = head.create_estimator_spec(
+            features, mode, logits, labels, OPTIMIZER, regularization_losses=[logits.sum()]
+        )
+        assert mode == "train" or head.create_estimator_spec(features, mode, logits, labels).train_op is None
+        return spec
+
+    model = est.transform(model_fn)
+    state = model.init(jax.random.key(0), LOGIT, LABEL)
+    got = shown(model, state, LOGIT, LABEL)
+    assert got.keys() == {"regularization_loss"} | tags
+    assert got["regularization_loss"] == 7.0
+    assert model.eval_step(state, LOGIT, LABEL).reported.keys() == {"regularization_loss"}

@@ -1,0 +1,342 @@
+"""The hooks of the library: what each does in a run, and what it refuses."""
+
+import re
+import struct
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from tensorboardX.proto.event_pb2 import Event
+from testing.estimators import X, Y, endless, make, refuse, saved_steps, step_of, times
+from testing.hooks import Noted, NotedListener
+from testing.towers import cpus
+
+import estimator as est
+from replicate import TowerOptimizer, replicate_model_fn
+
+
+@pytest.fixture(scope="module")
+def unsaved(tmp_path_factory):
+    """An Estimator that saves nothing, so that each training is its first; compiled once."""
+    return make(tmp_path_factory.mktemp("unsaved"), save_checkpoints_steps=None)
+
+
+# The ends of a run.
+
+
+def test_stop_at_step_counts_anew_in_each_run(tmp_path):
+    estimator, hook = make(tmp_path), est.StopAtStepHook(num_steps=3)
+    for step in (3, 6):
+        assert step_of(estimator.train(endless, hooks=[hook])) == step
+    last = est.StopAtStepHook(last_step=8)
+    assert step_of(estimator.train(endless, hooks=[last])) == 8
+    other = Noted("other", [])
+    assert step_of(estimator.train(endless, hooks=[last, other], steps=4)) == 8
+    assert other.context.stop_reason == "StopAtStepHook" and "other.before_run" not in other.calls
+
+
+def test_stop_at_step_counts_the_batches_of_a_prediction(unsaved):
+    assert len(list(unsaved.predict(endless, hooks=[est.StopAtStepHook(num_steps=3)]))) == 3 * len(X)
+
+
+def test_stop_at_secs_ends_a_run_without_end(unsaved):
+    hook = Noted("other", [])
+    unsaved.train(endless, hooks=[est.StopAtSecsHook(0.05), hook])
+    assert (hook.context.stop_reason, hook.context.error) == ("StopAtSecsHook", None)
+    assert hook.context.global_step >= 1
+
+
+@pytest.mark.parametrize(
+    ("make_hook", "message"),
+    [
+        (lambda: est.StopAtStepHook(), "Exactly one of num_steps and last_step should be provided to StopAtStepHook;"),
+        (lambda: est.StopAtStepHook(1, 2), "got num_steps=1 and last_step=2"),
+        (lambda: est.StopAtStepHook(num_steps=0), "num_steps of StopAtStepHook must be a positive int; got 0"),
+        (lambda: est.StopAtSecsHook(-1), "secs of StopAtSecsHook must be a positive number; got -1"),
+        (lambda: est.StepCounterHook(every_n_secs=1), "got every_n_steps=100 and every_n_secs=1"),
+        (lambda: est.StepCounterHook(None), "Exactly one of every_n_steps and every_n_secs should be provided to"),
+        (lambda: est.StepCounterHook(output_dir="a", summary_writer=1), "Only one of output_dir and summary_writer"),
+        (lambda: est.LoggingTensorHook(["loss"]), r"Exactly one of every_n_iter and every_n_secs should be provided to "
+         r"LoggingTensorHook \(or at_end=True alone\); got every_n_iter=None and every_n_secs=None"),
+        (lambda: est.LoggingTensorHook(["loss"], 1, 1, at_end=True), "got every_n_iter=1 and every_n_secs=1"),
+        (lambda: est.LoggingTensorHook(["loss"], every_n_iter=0), "every_n_iter of LoggingTensorHook .* int; got 0"),
+        (lambda: est.InMemoryEvaluatorHook(None, endless, every_n_iter=0), "every_n_iter of InMemoryEvaluatorHook"),
+        (lambda: est.ProfilerHook(), "Exactly one of save_steps and save_secs should be provided to ProfilerHook; got"),
+        (lambda: est.ProfilerHook(save_steps=5, num_steps=5), "num_steps of ProfilerHook must be less than save_s"),
+        (lambda: est.ProfilerHook(save_secs=5, num_steps=0), "num_steps of ProfilerHook must be a positive int; got 0"),
+        (lambda: est.SecondOrStepTimer(), "Exactly one of every_secs and every_steps should be provided to Sec"),
+        (lambda: est.SecondOrStepTimer(every_secs=True), "every_secs of SecondOrStepTimer must be a positive"),
+    ],
+)  # fmt: skip
+def test_bad_intervals_are_errors(make_hook, message):
+    with pytest.raises(ValueError, match=message):
+        make_hook()
+
+
+@pytest.mark.parametrize(
+    ("make_hook", "message"),
+    [
+        (lambda: est.StepCounterHook(summary_writer=[]), r"summary_writer of StepCounterHook needs `add_scalar\(tag"),
+        (lambda: est.FinalOpsHook(["w"]), r"FinalOpsHook needs a function of the context, say `lambda .* got \['w'\]"),
+        (lambda: est.InMemoryEvaluatorHook(make, endless), "InMemoryEvaluatorHook needs an `est.Estimator`; got"),
+        (lambda: est.LoggingTensorHook("loss", 1), "LoggingTensorHook takes a list of names, or a dict .*; got 'loss'"),
+        (lambda: est.LoggingTensorHook([X], 1), "LoggingTensorHook takes a list of names, or a dict by tag"),
+        (lambda: est.LoggingTensorHook(3, 1), r"`LoggingTensorHook\({\"loss\": loss}, every_n_iter=100\)`; got 3"),
+    ],
+)  # fmt: skip
+def test_bad_arguments_are_errors(make_hook, message):
+    with pytest.raises(TypeError, match=message):
+        make_hook()
+
+
+# FinalOpsHook and InMemoryEvaluatorHook.
+
+
+def test_final_ops_are_called_with_the_last_state_of_a_run_that_did_not_fail(unsaved):
+    hook = est.FinalOpsHook(lambda context: {"step": context.state.global_step, "w": context.state.variables["w"]})
+    unsaved.train(times(3), hooks=[hook])
+    assert hook.final_ops_values["step"] == 3 and isinstance(hook.final_ops_values["w"], np.ndarray)
+    with pytest.raises(AssertionError, match="must not be called"):
+        unsaved.train(times(3), hooks=[hook, Noted("failing", [], after_run=lambda *_: refuse())])
+    assert hook.final_ops_values is None
+
+
+@pytest.mark.usefixtures("users_compiler")
+def test_evaluations_in_memory_are_those_of_the_checkpoints(tmp_path, compilations):
+    estimator = make(tmp_path, save_checkpoints_steps=1, keep_checkpoint_max=None)
+    batches = [(X, Y), (X[:3], Y[:3])]
+    seen = []
+    watching = Noted("watching", [], after_run=lambda context, values: seen.append(context.global_step))
+    args = {"steps": 2, "hooks": [watching], "name": "live", "every_n_iter": 2}
+    hook = est.InMemoryEvaluatorHook(estimator, lambda: iter(batches), **args)
+    estimator.train(endless, hooks=[hook], steps=5)
+    assert [results["global_step"] for results in hook.results] == [0, 2, 4, 5]
+    assert seen == [0, 0, 2, 2, 4, 4, 5, 5]
+    for results in hook.results:
+        path = str(tmp_path / f"ckpt-{results['global_step']}")
+        assert results == estimator.evaluate(lambda: batches, checkpoint_path=path)
+    compiled = len(compilations)
+    estimator.train(endless, hooks=[hook], steps=2)
+    assert [results["global_step"] for results in hook.results] == [5, 7]
+    assert len(compilations) == compiled
+
+
+# StepCounterHook.
+
+
+class Writer:
+    def __init__(self):
+        self.scalars = []
+
+    def add_scalar(self, tag, value, step):
+        self.scalars.append((tag, value, step))
+
+
+def read_events(path):
+    """The scalars of an event file, as (tag, step)."""
+    data, found = path.read_bytes(), []
+    while data:
+        (length,) = struct.unpack("<Q", data[:8])
+        event = Event.FromString(data[12 : 12 + length])
+        found += [(value.tag, value.simple_value, event.step) for value in event.summary.value]
+        data = data[12 + length + 4 :]
+    return found
+
+
+def test_step_counter_reports_steps_and_examples_per_second(unsaved, tmp_path, messages):
+    writer = Writer()
+    hooks = [est.StepCounterHook(2, summary_writer=writer), est.StepCounterHook(2, output_dir=tmp_path)]
+    for _ in range(2):
+        unsaved.train(times(6), hooks=hooks)  # the second time it starts anew
+    steps = [(tag, step) for tag, _, step in writer.scalars]
+    assert steps == [(tag, step) for step in (3, 5) for tag in ("global_step/sec", "examples/sec")] * 2
+    rates = [value for _, value, _ in writer.scalars]
+    np.testing.assert_allclose(rates[1::2], np.multiply(rates[::2], len(X)))
+    events = [scalar for path in sorted(tmp_path.glob("events.out.tfevents.*")) for scalar in read_events(path)]
+    assert {(tag, step) for tag, _, step in events} == set(steps)
+    lines = [text for text in messages() if text.startswith("global_step/sec: ")]
+    assert len(lines) == 8 and all(re.fullmatch(r"global_step/sec: \S+, examples/sec: \S+", line) for line in lines)
+
+
+def test_step_counter_takes_seconds(unsaved):
+    hook = est.StepCounterHook(None, every_n_secs=1e-9, summary_writer=(writer := Writer()))
+    unsaved.train(endless, hooks=[hook], steps=300)
+    steps = [step for tag, _, step in writer.scalars if tag == "global_step/sec"]
+    assert steps == sorted(set(steps)) and len(steps) >= 1 and steps[0] >= 2
+
+
+# LoggingTensorHook.
+
+
+def test_values_are_logged_at_the_first_step_and_every_n_from_there(tmp_path, messages):
+    estimator = make(tmp_path, logging_model_fn)
+    hook = est.LoggingTensorHook({"z": "loss", "a": "seen"}, every_n_iter=3)
+    shown = est.LoggingTensorHook(["seen", "loss"], every_n_iter=4, formatter=lambda values: f"<{sorted(values)}>")
+
+    def lines(start):
+        return [text for text in messages() if text.startswith(start)]
+
+    estimator.train(times(5), hooks=[hook, shown])
+    one, other = lines("a = ")
+    assert re.fullmatch(r"a = 0, z = 69", one) and re.fullmatch(r"a = 3, z = \S+ \(\d\.\d{3} sec\)", other)
+    assert lines("<") == ["<['loss', 'seen']>"] * 2
+    estimator.train(times(2), hooks=[hook])  # counted from the start of each run
+    assert re.fullmatch(r"a = 5, z = \S+", lines("a = ")[2])
+    assert "loss = 69, seen = 0" not in messages()
+
+
+def test_in_an_evaluation_batches_are_counted(unsaved, messages):
+    writer = Writer()
+    hooks = [est.LoggingTensorHook(["loss"], every_n_iter=3), est.StepCounterHook(2, summary_writer=writer)]
+    unsaved.evaluate(times(8), hooks=hooks)
+    assert len([text for text in messages() if text.startswith("loss = 69")]) == 3
+    assert [step for tag, _, step in writer.scalars if tag == "examples/sec"] == [3, 5, 7]
+
+
+def logging_model_fn(features, labels, mode):
+    """Written as in TensorFlow, with hooks that are given values: some of them by one tag."""
+    w = est.get_variable("w", (2, 1), initializer=jax.nn.initializers.zeros)
+    y = features @ w
+    loss = jnp.mean((y - labels) ** 2)
+    optimizer = TowerOptimizer(optax.sgd(0.01))
+    gradients = optimizer.compute_gradients(loss)  # the model_fn is left and run again from the start
+    with est.variable_scope("scope"):
+        hooks = [
+            est.LoggingTensorHook({"loss": loss, "half": loss / 2, "known": "seen"}, every_n_iter=2),
+            est.LoggingTensorHook({"half": -loss, "rows": labels[:, 0]}, every_n_iter=2),
+        ]
+    est.summary.scalar("half", 3 * loss)  # the names of a hook are none that a model_fn wants
+    est.record("seen", est.global_step())
+    train_op = optimizer.apply_gradients(gradients)
+    return est.EstimatorSpec(mode, y, loss, train_op, training_hooks=hooks)
+
+
+@pytest.mark.parametrize("towers", [0, 2])
+def test_values_given_in_the_model_fn_are_logged_by_its_hooks(tmp_path, messages, towers):
+    model_fn = replicate_model_fn(logging_model_fn, devices=cpus(towers)) if towers else logging_model_fn
+    estimator = make(tmp_path, model_fn, save_checkpoints_steps=None)
+    batch = X, np.full_like(Y, 2.0)
+    for _ in range(2):
+        estimator.train(times(3, batch))
+    logged = [re.sub(r" \(.*", "", text) for text in messages() if text.startswith("half")]
+    assert logged[:2] == ["half = 2, known = 0, loss = 4", "half = -4, rows = [2. 2. 2. 2.]"]
+    assert len(logged) == 8 and logged[4:] == logged[:4]
+    _, half, known, loss = re.split(r"half = |, known = |, loss = ", logged[2])
+    assert known == "2" and float(half) == pytest.approx(float(loss) / 2, rel=1e-4) and float(loss) < 4
+
+
+@pytest.mark.parametrize("interval", [{}, {"every_n_iter": 3}])
+def test_at_end_the_values_of_the_last_step_are_logged(unsaved, messages, interval):
+    hook = est.LoggingTensorHook(["loss"], at_end=True, formatter=lambda values: f"<{values['loss']:.6g}>", **interval)
+    losses = []
+    noted = Noted("other", [], after_run=lambda context, values: losses.append(f"<{values.loss:.6g}>"))
+    unsaved.train(times(6), hooks=[hook, noted])
+    due = [losses[0], losses[3]] if interval else []
+    assert [text for text in messages() if text.startswith("<")] == [*due, losses[5]]
+    with pytest.raises(AssertionError, match="must not be called"):
+        unsaved.train(times(2), hooks=[hook, Noted("failing", [], after_run=lambda *_: refuse())])
+    assert len([text for text in messages() if text.startswith("<")]) == len(due) + 1 + bool(interval)
+
+
+def test_values_are_only_given_in_a_model_fn(unsaved):
+    with pytest.raises(RuntimeError, match=r"`est.LoggingTensorHook\({'acc': <a value, not a name>}\)` must be called"):
+        est.LoggingTensorHook({"acc": X}, every_n_iter=1)
+
+    def model_fn(features, mode):
+        est.LoggingTensorHook({"acc": "a" if mode is None else object()}, every_n_iter=1)
+
+    with pytest.raises(TypeError, match=r"`est.LoggingTensorHook\('acc'\)` needs a number or an array of numbers; got"):
+        est.transform(model_fn).init(jax.random.key(0), X)
+
+
+# NanTensorHook.
+
+
+def nan_at(step, bad=np.nan):
+    return lambda: [(X * (bad if i == step else 1), Y) for i in range(1, 8)]
+
+
+@pytest.mark.parametrize("steps_per_loop", [1, 4])
+def test_a_nan_loss_may_end_the_training_without_an_error_or_a_checkpoint(tmp_path, messages, steps_per_loop):
+    estimator = make(tmp_path, save_checkpoints_steps=2, keep_checkpoint_max=None, steps_per_loop=steps_per_loop)
+    other, listener = Noted("other", []), NotedListener([])
+    hooks = [est.NanTensorHook(fail_on_nan_loss=False), other]
+    assert estimator.train(nan_at(4), hooks=hooks, saving_listeners=[listener]) is estimator
+    assert saved_steps(estimator) == [0, 2]
+    assert (other.context.stop_reason, other.context.error) == ("NaN loss", None)
+    assert other.context.global_step == 4 and other.context.found_nan
+    told = [call.split()[1] for call in listener.calls if "save" in call]
+    assert told == ["0", "0", "2", "2"] and listener.calls[-1] == "listener.end 4"
+    assert [
+        text for text in messages() if text.startswith("NaN loss during training, at step 4. The newest checkpoint")
+    ]
+
+
+def test_a_nan_loss_is_an_error_by_default_and_with_the_hook(tmp_path):
+    for i, hooks in enumerate(([], [est.NanTensorHook("loss")])):
+        estimator = make(tmp_path / str(i), save_checkpoints_steps=1, keep_checkpoint_max=None)
+        with pytest.raises(
+            est.NanLossDuringTrainingError, match="NaN loss during training, at step 3. The newest .* step 2"
+        ):
+            estimator.train(nan_at(3), hooks=hooks)
+        assert saved_steps(estimator) == [0, 1, 2]
+
+
+def test_an_infinite_loss_is_no_nan(unsaved):
+    other = Noted("other", [])
+    with pytest.raises(est.NanLossDuringTrainingError, match="at step 4"):  # the step after: inf - inf
+        unsaved.train(nan_at(3, 1e30), hooks=[other])
+    assert other.calls.count("other.after_run") >= 3
+
+
+# ProfilerHook.
+
+
+@pytest.fixture
+def traces(monkeypatch):
+    """Where traces began and ended, in a run with the hook that is the second value."""
+    seen, hook = [], Noted("profiled", [])
+    step = lambda: getattr(hook, "now", None)  # noqa: E731
+    hook.does["after_create_state"] = lambda context: setattr(hook, "now", context)
+    monkeypatch.setattr(jax.profiler, "start_trace", lambda path: seen.append(("start", step().step, path)))
+    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: seen.append(("stop", step().step)))
+    return seen, hook
+
+
+def windows(traces):
+    seen, _ = traces
+    assert [what for what, *_ in seen] == ["start", "stop"] * (len(seen) // 2)
+    return [(begin[1], end[1]) for begin, end in zip(seen[::2], seen[1::2], strict=True)]
+
+
+def test_traces_are_taken_every_so_many_steps_not_of_the_first(unsaved, traces):
+    hooks = [traces[1], est.ProfilerHook(save_steps=10, num_steps=3)]
+    unsaved.train(times(24), hooks=hooks)
+    assert windows(traces) == [(3, 6), (13, 16), (23, 24)]  # the last one is written though the input has ended
+    assert {start[2] for start in traces[0][::2]} == {unsaved.model_dir}
+    traces[0].clear()
+    list(unsaved.predict(times(7), hooks=hooks))
+    assert windows(traces) == [(3, 6)]
+
+
+def test_traces_are_taken_every_so_many_seconds(unsaved, traces, tmp_path):
+    unsaved.train(times(9), hooks=[traces[1], est.ProfilerHook(save_secs=1e-9, num_steps=2, output_dir=tmp_path)])
+    assert windows(traces)[0] == (2, 4)
+    assert len(windows(traces)) >= 2 and all(end - begin <= 2 for begin, end in windows(traces))
+    assert {start[2] for start in traces[0][::2]} == {str(tmp_path)}
+
+
+def test_an_open_trace_is_ended_by_an_error(unsaved, traces):
+    failing = Noted("failing", [], after_run=lambda context, values: context.step == 3 and refuse())
+    with pytest.raises(AssertionError, match="must not be called"):
+        unsaved.train(times(9), hooks=[traces[1], est.ProfilerHook(save_steps=10, num_steps=2), failing])
+    assert windows(traces) == [(2, 3)]
+
+
+def test_a_trace_is_written_and_never_two_at_once(unsaved, tmp_path, messages):
+    hooks = [est.ProfilerHook(save_steps=9, num_steps=n, output_dir=tmp_path / str(n)) for n in (4, 2, 1)]
+    unsaved.train(times(6), hooks=hooks)  # would be the steps 4 to 6, 2 to 4, and 1 to 2
+    assert [len(list((tmp_path / str(n)).glob("plugins/profile/*/*.xplane.pb"))) for n in (1, 2, 4)] == [1, 0, 1]
+    assert [text for text in messages() if text.startswith("ProfilerHook leaves out the trace from step 2 on: Profile")]

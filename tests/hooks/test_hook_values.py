@@ -1,0 +1,286 @@
+"""What hooks read of a step, on any number of towers; what reading costs; and that programs of several steps change
+neither values nor moments."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax._src.array import ArrayImpl
+from testing.estimators import Linear, X, Y, endless, make, times
+from testing.towers import cpus
+
+import estimator as est
+from estimator.loop._plan import Plan
+from estimator.loop._programs import Programs
+from replicate import TowerOptimizer, replicate_model_fn
+
+NAMES = ["loss", "mean", "rows", "net/count", "histogram", "image"]
+
+
+class Asking(est.Hook):
+    """Asks for values every so many steps, counted from the first step of all, and keeps them."""
+
+    def __init__(self, names, every=1):
+        self.names, self.every, self.got = names, every, []
+
+    def next_step(self, step):
+        return step + self.every - step % self.every
+
+    def before_run(self, context):
+        return self.names
+
+    def after_run(self, context, values):
+        self.got.append((context.global_step, context.examples, values.results))
+
+
+class Looking(Asking):
+    """Asks for nothing; notes its moments, and keeps the values to be read later."""
+
+    before_run = est.Hook.before_run
+
+    def __init__(self, every=1):
+        super().__init__(None, every)
+
+    def after_run(self, context, values):
+        self.got.append((context.global_step, context.examples, values))
+
+
+def reporting_model_fn(features, mode, labels=None):
+    w = est.get_variable("w", (2, 1), initializer=jax.nn.initializers.ones)
+    y = (features @ w)[:, 0]
+    with est.variable_scope("net"):
+        est.record("count", jnp.int32(7))
+    est.summary.histogram("histogram", features)
+    est.summary.image("image", jnp.tile(y[:, None, None, None], (1, 2, 2, 3)), max_outputs=2)
+    return spec(features, labels, mode, y)
+
+
+def small_model_fn(features, mode, labels=None):
+    w = est.get_variable("w", (2, 1), initializer=jax.nn.initializers.ones)
+    return spec(features, labels, mode, (features @ w)[:, 0])
+
+
+def spec(features, labels, mode, y):
+    est.record("mean", features.mean())
+    est.record("rows", features * 2)
+    if mode == est.ModeKeys.PREDICT:
+        return est.EstimatorSpec(mode, y)
+    loss = jnp.mean((y - labels[:, 0]) ** 2)
+    return est.EstimatorSpec(mode, y, loss, TowerOptimizer(optax.sgd(0.01)).minimize(loss))
+
+
+def read(model_fn, model_dir, batch, *runs):
+    """What a hook reads in a training of two steps, and in an evaluation and a prediction of that model."""
+    estimator = make(model_dir, model_fn)
+    hook = Asking(NAMES)
+    estimator.train(lambda: [(X, Y), (X + 1, Y)], hooks=[hook])
+    if "evaluate" in runs:
+        estimator.evaluate(lambda: [batch], hooks=[hook])
+    if "predict" in runs:
+        hook.names = NAMES[1:]
+        list(estimator.predict(lambda: [batch], hooks=[hook]))
+    return [values for _, _, values in hook.got]
+
+
+def same(got, want):
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert type(one) is type(other) or {type(one), type(other)} == {int, float}  # a count averaged over towers
+        np.testing.assert_allclose(one, other, rtol=1e-6)
+
+
+def test_values_of_towers_are_those_of_one_big_batch(tmp_path):
+    five = np.concatenate([X, X[:1] + 9]), np.concatenate([Y, Y[:1]])
+    want = read(reporting_model_fn, tmp_path / "plain", five, "evaluate", "predict")
+    first = dict(zip(NAMES, want[0], strict=True))
+    assert first["loss"] == pytest.approx(np.mean((X.sum(1) - Y[:, 0]) ** 2))
+    assert first["mean"] == pytest.approx(X.mean()) and first["net/count"] == 7
+    np.testing.assert_array_equal(first["rows"], X * 2)
+    assert first["histogram"].counts.sum() == X.size and first["histogram"].maximum == X.max()
+    np.testing.assert_array_equal(first["image"][:, 1, 1, 2], X.sum(1)[:2])
+    assert want[2][2].shape == (5, 2) and want[3][1].shape == (5, 2)
+    two = replicate_model_fn(reporting_model_fn, devices=cpus(2))
+    same(read(two, tmp_path / "2", five, "evaluate"), want[:3])
+    four = replicate_model_fn(reporting_model_fn, devices=cpus(4))
+    same(read(four, tmp_path / "4", five), want[:2])
+
+
+def test_values_have_the_structure_that_was_asked_for(tmp_path):
+    estimator = make(tmp_path, small_model_fn, save_checkpoints_steps=None)
+    hook = Asking({"a": ["mean", ("loss",)], "b": "rows", "c": None})
+    estimator.train(times(1), hooks=[hook, one := Asking("mean"), Asking(None)])
+    ((_, _, got),) = hook.got
+    assert set(got) == {"a", "b", "c"} and isinstance(got["a"][1], tuple) and got["c"] is None
+    assert got["a"][0] == one.got[0][2] == X.mean()
+
+
+@pytest.mark.parametrize("run", ["train", "evaluate", "predict"])
+def test_an_unknown_name_is_an_error_even_if_no_one_reads_it(tmp_path, run):
+    estimator = make(tmp_path, small_model_fn, save_checkpoints_steps=None)
+    hook = Asking(["meen", "mean"])
+    hook.after_run = None  # never called
+    known = ["loss"] * (run != "predict") + ["mean", "rows"]
+    with pytest.raises(ValueError, match="A hook asked for the value 'meen', but the model_fn reports only ") as raised:
+        list(getattr(estimator, run)(times(1), hooks=[hook]))
+    assert str(known) in str(raised.value) and "Write `est.record('meen', value)` in the" in str(raised.value)
+
+
+def test_there_is_no_loss_in_a_prediction(tmp_path):
+    estimator = make(tmp_path)
+    with pytest.raises(ValueError, match=r"A hook asked for the value 'loss', but the model_fn reports only \[\]"):
+        list(estimator.predict(times(1), hooks=[Asking("loss")]))
+    list(estimator.predict(times(1), hooks=[hook := Looking()]))
+    assert hook.got[0][2].loss is None
+
+
+def test_values_are_asked_for_by_name(tmp_path):
+    estimator = make(tmp_path, save_checkpoints_steps=None)
+    with pytest.raises(TypeError, match=r"Asking object .*\.before_run asked for array\(3\.\), but values are"):
+        estimator.train(times(1), hooks=[Asking({"a": np.array(3.0)})])
+
+
+# What a hook costs.
+
+
+@pytest.fixture
+def waits(monkeypatch):
+    """A list that grows with each wait for an array: at its value, or until it is computed."""
+    seen = []
+    value = ArrayImpl._value
+
+    def fetched(self):
+        seen.append("fetch")
+        return value.fget(self)
+
+    def block(self):
+        seen.append("block")
+        return original(self)
+
+    original = ArrayImpl.block_until_ready
+    monkeypatch.setattr(ArrayImpl, "_value", property(fetched))
+    monkeypatch.setattr(ArrayImpl, "block_until_ready", block)
+    return seen
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """A list of the programs that are made ready: how many steps, and whether it computes what is reported."""
+    programs, runs = [], Programs.runs
+
+    def noted(self, *args):
+        made = runs(self, *args)
+        programs.extend((run.steps, run.reporting is not None) for run in made)
+        return made
+
+    monkeypatch.setattr(Programs, "runs", noted)
+    return programs
+
+
+def test_a_hook_that_asks_for_nothing_waits_for_nothing(tmp_path, waits, started):
+    estimator = make(tmp_path, small_model_fn, save_checkpoints_steps=None, steps_per_loop=5)
+
+    def train(*hooks):
+        waits.clear(), started.clear()
+        estimator.train(endless, hooks=hooks, steps=20)
+        return list(waits), list(started)
+
+    train()  # compiles
+    without = train()
+    assert without[1] == [(5, False)] * 4
+    assert train(quiet := Looking(every=5)) == without
+    assert [step for step, *_ in quiet.got] == [5, 10, 15, 20]
+    waited, programs = train(Asking("mean", every=10))
+    assert len(waited) > len(without[0])
+    assert programs == [(5, False), (4, False), (1, True)] * 2  # only the steps asked about compute what is reported
+
+
+# Steps in programs of several.
+
+
+class Every(est.Hook):
+    def __init__(self, every, asks):
+        self.every = every
+        if asks:
+            self.__class__ = type("Asks", (Every,), {"before_run": lambda self, context: None})
+
+    def next_step(self, step):
+        return None if self.every is None else step + self.every - step % self.every
+
+    def __repr__(self):
+        return f"Every({self.every})"
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    hooks=st.lists(st.tuples(st.none() | st.integers(1, 12), st.booleans()), max_size=4),
+    start=st.integers(0, 20),
+    steps=st.none() | st.integers(1, 40),
+    most=st.lists(st.integers(1, 20), min_size=1, max_size=5),
+)
+def test_pieces_end_where_hooks_are_due_and_never_pass_it(hooks, start, steps, most):
+    hooks = [Every(*hook) for hook in hooks]
+    sizes = iter(most * 100)
+    bounds = []
+    plan = Plan(
+        hooks, start, None if steps is None else start + steps, lambda: bounds.append(next(sizes)) or bounds[-1]
+    )
+    step = start
+    while step < start + (30 if steps is None else steps):
+        piece = plan.next()
+        assert 1 <= piece.steps <= bounds[-1]
+        inside = range(step + 1, step + piece.steps)
+        due = [hook for hook in hooks if hook.every and (step + piece.steps) % hook.every == 0]
+        assert list(piece.due) == due
+        assert not any(hook.every and at % hook.every == 0 for hook in hooks for at in inside)
+        assert piece.alone == any(type(hook).__name__ == "Asks" for hook in due)
+        assert piece.steps == 1 or not piece.alone
+        step += piece.steps
+    if steps is not None:
+        assert step == start + steps and plan.next() is None
+
+
+def trained(model_dir, steps_per_loop, messages):
+    """All that someone sees of two trainings with several hooks."""
+    first = len(messages())
+    config = {"save_checkpoints_steps": 9, "log_step_count_steps": 6, "steps_per_loop": steps_per_loop}
+    estimator = make(model_dir, small_model_fn, **config)
+    hooks = [Asking({"loss": "loss", "mean": "mean"}, 7), Asking(["loss"], 5), Looking(4)]
+    hooks += [est.LoggingTensorHook(["mean"], every_n_iter=8)]
+    batches = [(X + i % 5, Y) for i in range(29)]
+    estimator.train(lambda: batches, hooks=hooks, max_steps=25)
+    estimator.train(lambda: batches[:4], hooks=hooks)
+    losses = [(step, examples, values.loss) for step, examples, values in hooks[2].got]
+    log = [text.split(" (")[0] for text in messages()[first:] if text.startswith(("loss = ", "mean = "))]
+    w = estimator.get_variable_value("w")
+    return hooks[0].got, hooks[1].got, losses, log, sorted(p.name for p in model_dir.glob("ckpt-*")), w
+
+
+def test_results_calls_and_logs_are_those_of_one_step_at_a_time(tmp_path, messages):
+    want = trained(tmp_path / "1", 1, messages)
+    assert [step for step, *_ in want[0]] == [7, 14, 21, 28]
+    assert [step for step, *_ in want[1]] == [5, 10, 15, 20, 25]
+    assert [(step, examples) for step, examples, _ in want[2]] == [*((n, 4 * n) for n in range(4, 25, 4)), (28, 12)]
+    assert [line.split(", ")[1] for line in want[3] if "step" in line] == [
+        f"step = {n}" for n in (1, 6, 12, 18, 24, 26)
+    ]
+    assert (
+        sum(line.startswith("mean") for line in want[3]) == 5
+    )  # of the steps 1, 9, 17, 25; and 26, the second run's first
+    for steps_per_loop in (3, 7, 20, "auto"):
+        got = trained(tmp_path / str(steps_per_loop), steps_per_loop, messages)
+        assert got[3:5] == want[3:5], steps_per_loop
+        assert jax.tree.structure(got) == jax.tree.structure(want)
+        for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            if not isinstance(one, str):
+                np.testing.assert_allclose(one, other, rtol=1e-5)
+
+
+def test_a_hook_by_the_clock_is_called_with_steps_in_one_program(tmp_path):
+    """Its moments are found while the run goes on; the size of the programs is chosen before."""
+    estimator = make(tmp_path, Linear(), save_checkpoints_steps=None)
+    seen = []
+    hook = est.LoggingTensorHook(["loss"], every_n_secs=1e-9, formatter=lambda values: seen.append(values["loss"]))
+    estimator.train(endless, hooks=[hook], steps=300)
+    assert 2 <= len(seen) < 300 and seen[0] == pytest.approx(np.mean(Y**2))

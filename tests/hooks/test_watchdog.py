@@ -1,0 +1,187 @@
+"""The watchdog: what it says of a run that hangs, and when it says nothing."""
+
+import re
+import signal
+import threading
+import time
+
+import jax
+import numpy as np
+import optax
+import pytest
+from testing.estimators import X, Y, endless, make, refuse, saved_steps, times
+from testing.hooks import Noted
+
+import estimator as est
+from estimator.checkpoint._checkpoints import Checkpoints
+
+TIMEOUT = 0.4
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "stalls"
+
+
+@pytest.fixture
+def hang(path):
+    """A function that comes back when the watchdog has told of the phase, or after long."""
+
+    def until_told(phase):
+        end = time.monotonic() + 30
+        while time.monotonic() < end and not (path.exists() and f"in phase {phase!r}" in path.read_text()):
+            time.sleep(0.01)
+
+    return until_told
+
+
+class Hanging:
+    """A model_fn that hangs where it is traced, once it is told to, and in the step of a batch of 99s."""
+
+    def __init__(self, hang):
+        self.hang = hang
+        self.traced = False
+
+    def __call__(self, features, labels, mode):
+        if self.traced:
+            self.traced = False
+            self.hang("compile")
+        features = jax.pure_callback(self.look, jax.ShapeDtypeStruct(features.shape, features.dtype), features)
+        w = est.get_variable("w", (2, 1), initializer=jax.nn.initializers.zeros)
+        loss = est.losses.mean_squared_error(labels, features @ w)
+        return est.EstimatorSpec(mode, loss=loss, train_op=est.Optimizer(optax.sgd(0.01)).minimize(loss))
+
+    def look(self, features):
+        if features[0, 0] == 99:
+            self.hang("step")
+        return np.asarray(features)
+
+
+@pytest.mark.parametrize("phase", ["begin", "input", "compile", "step", "checkpoint", "evaluate", "end"])
+def test_the_phase_in_which_a_run_hangs_is_told_with_the_stacks(tmp_path, monkeypatch, path, hang, messages, phase):
+    model_fn = Hanging(hang)
+    estimator = make(tmp_path, model_fn, steps_per_loop=1)
+    save = Checkpoints.save
+
+    def hanging_save(self, state, *args):
+        if phase == "checkpoint" and state.global_step == 3:
+            hang(phase)
+        return save(self, state, *args)
+
+    def input_fn(mode):
+        if phase == "evaluate" and mode == "eval":
+            hang(phase)
+        yield X, Y
+        if phase == "input":
+            hang(phase)
+        yield X if phase != "step" else np.full_like(X, 99), Y
+        yield X, Y
+
+    monkeypatch.setattr(Checkpoints, "save", hanging_save)
+    hooks = [est.WatchdogHook(TIMEOUT, path=path)]
+    if phase == "begin":
+        hooks.append(Noted("other", [], begin=lambda: hang(phase)))
+    elif phase == "compile":
+        hooks.append(Noted("other", [], after_create_state=lambda context: setattr(model_fn, "traced", True)))
+    elif phase == "evaluate":
+        hooks.append(est.InMemoryEvaluatorHook(estimator, input_fn))
+    elif phase == "end":
+        hooks.insert(0, Noted("other", [], end=lambda context: hang(phase)))
+    assert saved_steps(estimator.train(input_fn, hooks=hooks)) == [0, 3]
+    reports = re.split(r"(?=No step has finished for )", path.read_text())[1:]
+    report = next(text for text in reports if f"in phase {phase!r}" in text)
+    done = {"begin": 0, "compile": 0, "evaluate": 0, "checkpoint": 3, "end": 3}.get(phase)
+    steps, for_s, in_s = re.match(
+        r"No step has finished for (\d+\.\d) s, after (\d+) of this run\. For the last (\d+\.\d) s it is in", report
+    ).group(2, 1, 3)
+    assert done in (None, int(steps)) and 0 <= float(in_s) <= float(for_s) + 0.1 and float(for_s) >= TIMEOUT
+    assert "Thread 'MainThread' (the run), most recent call last:" in report
+    assert "in until_told" in report and "Thread 'WatchdogHook'" not in report
+    assert any(report.strip() in message for message in messages())
+    phases = re.findall(r"after (\d+) of this run.*in phase '(\w+)'", path.read_text())
+    assert len(set(phases)) == len(phases)  # each is told once
+
+
+def test_a_stall_is_told_once(tmp_path, path, hang):
+    def input_fn():
+        yield X, Y
+        hang("input")
+        time.sleep(5 * TIMEOUT)
+        yield X, Y
+
+    make(tmp_path, steps_per_loop=1).train(input_fn, hooks=[est.WatchdogHook(TIMEOUT, path=path)])
+    assert path.read_text().count("in phase 'input'") == 1
+
+
+def test_a_run_that_comes_on_is_left_alone(tmp_path, path):
+    estimator = make(tmp_path, save_checkpoints_steps=None)
+    hook = est.WatchdogHook(60, path=path)
+    assert hook.next_step(7) is None  # so no step is run alone for it
+    estimator.train(endless, hooks=[hook], steps=3)
+    with pytest.raises(AssertionError, match="must not be called"):
+        estimator.train(times(2), hooks=[hook, Noted("other", [], after_run=lambda *_: refuse())])
+    assert not path.exists()
+    assert "WatchdogHook" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_predictions_that_no_one_asks_for_are_no_stall(tmp_path, path):
+    predictions = make(tmp_path).predict(endless, hooks=[est.WatchdogHook(TIMEOUT, path=path)])
+    next(predictions)
+    time.sleep(TIMEOUT)  # of the compilation before, it may tell
+    told = path.exists() and path.read_text()
+    time.sleep(3 * TIMEOUT)
+    assert (path.exists() and path.read_text()) == told
+    predictions.close()
+
+
+def test_a_stall_raises_in_the_run_where_that_is_asked_for(tmp_path):
+    handler = signal.getsignal(signal.SIGURG)
+    other = Noted("other", [])
+
+    def input_fn():
+        yield from [(X, Y)] * 3
+        threading.Event().wait(10)
+        yield X, Y
+
+    estimator = make(tmp_path, steps_per_loop=1)
+    estimator.train(endless, steps=1)  # compiles
+    with pytest.raises(
+        est.StalledError, match=r"No step has finished .* 'input': it waits for a batch of input_fn\."
+    ) as e:
+        estimator.train(input_fn, hooks=[est.WatchdogHook(1.5, action="raise"), other])
+    assert other.context.error is e.value and other.context.stop_reason == "error"
+    assert saved_steps(estimator) == [0, 1]
+    assert signal.getsignal(signal.SIGURG) == handler
+
+
+def test_a_stall_cannot_raise_in_another_thread(tmp_path):
+    raised = []
+
+    def run():
+        try:
+            make(tmp_path).train(endless, hooks=[est.WatchdogHook(1, "raise")], steps=1)
+        except ValueError as error:
+            raised.append(str(error))
+
+    thread = threading.Thread(target=run, name="mine")
+    thread.start()
+    thread.join()
+    assert raised == [
+        'WatchdogHook(action="raise") can only raise in the main thread; the run is in \'mine\'. Use action="log".'
+    ]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"timeout_secs": 0}, "timeout_secs of WatchdogHook must be a positive number; got 0"),
+        ({"timeout_secs": None}, "Exactly one of timeout_secs should be provided to WatchdogHook"),
+        (
+            {"timeout_secs": 1, "action": "kill"},
+            r"action of WatchdogHook must be one of \['log', 'raise'\]; got 'kill'",
+        ),
+    ],
+)
+def test_bad_arguments_are_errors(given, message):
+    with pytest.raises(ValueError, match=message):
+        est.WatchdogHook(**given)

@@ -1,0 +1,274 @@
+"""Batches that differ from each other, lie elsewhere, or come in a form that nobody meant."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from testing.estimators import Linear, X, Y, make, step_of, times
+
+import estimator as est
+from estimator.inputs._input_fn import batches
+from replicate import TowerOptimizer, replicate_model_fn
+
+
+def by_key(features, labels, mode):
+    """A weight for each of the features, which may be an array or a dict of arrays."""
+    features = features if isinstance(features, dict) else {"alone": features}
+    y = sum(x @ est.get_variable(f"w{key}", (x.shape[1], 1)) for key, x in features.items())
+    if mode == est.ModeKeys.PREDICT:
+        return est.EstimatorSpec(mode, predictions=y)
+    loss = est.losses.mean_squared_error(labels, y)
+    train_op = TowerOptimizer(optax.sgd(0.01)).minimize(loss)
+    return est.EstimatorSpec(mode, loss=loss, train_op=train_op)
+
+
+def outcomes(estimator, input_fn):
+    """What each verb gives, in numbers."""
+    estimator.train(input_fn)
+    weights = estimator.get_variable_value("w*")
+    loss = estimator.evaluate(input_fn)["loss"]
+    return weights, loss, list(estimator.predict(input_fn))
+
+
+# Where batches lie.
+
+
+def third_device(i):
+    return jax.devices()[3]
+
+
+def changing_devices(i):
+    return jax.devices()[i % 4]
+
+
+def mesh_of_four(i):
+    return NamedSharding(Mesh(np.array(jax.devices()[:4]), "rows"), PartitionSpec("rows"))
+
+
+def mesh_of_others(i):
+    return NamedSharding(Mesh(np.array(jax.devices()[4:6]), "columns"), PartitionSpec(None, "columns"))
+
+
+def features_and_labels_apart(i):
+    return jax.devices()[1], jax.devices()[2]
+
+
+@pytest.mark.parametrize("towers", [0, 1, 2, 4])
+@pytest.mark.parametrize(
+    "where", [third_device, changing_devices, mesh_of_four, mesh_of_others, features_and_labels_apart]
+)
+def test_batches_are_moved_to_the_devices_of_the_model(tmp_path, towers, where):
+    y = np.concatenate([Y, Y], axis=1)
+
+    def model_fn(features, labels, mode):
+        return by_key(features, None if labels is None else labels[:, :1], mode)
+
+    fn = replicate_model_fn(model_fn, devices=jax.devices()[:towers]) if towers else model_fn
+    expected = outcomes(make(tmp_path / "numpy", fn), times(6, (X, y)))
+    placed = [jax.device_put((X, y), where(i)) for i in range(6)]
+    got = outcomes(make(tmp_path / "jax", fn), lambda: placed)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), got, expected)
+
+
+def test_batches_on_the_devices_of_the_towers_stay_there(tmp_path):
+    fn = replicate_model_fn(by_key, devices=jax.devices()[:4])
+    placement = est.transform(fn).traits(X, Y).placement
+    x = jax.device_put(X, mesh_of_four(0))
+    source = batches([(x, Y), (jnp.asarray(X), Y), (jax.device_put(X, jax.devices()[1]), Y)])
+    source.place(placement)
+    assert next(source)[0] is x
+    assert isinstance(next(source)[0], jax.Array)
+    assert type(next(source)[0]) is np.ndarray
+
+
+# Later batches that are not like the first.
+
+A, B = {"a": X}, {"b": X}
+LATER = [
+    (A, B, r"features\['a'\] is missing, features\['b'\] is new"),
+    (A, {"a": X, "b": X}, r"features\['b'\] is new"),
+    (A, {"a": X[:, :1]}, r"features\['a'\] has the shape \(4, 1\) instead of \(4, 2\)"),
+    (X, X[:2, :1], r"features has the shape \(2, 1\) instead of \(4, 2\)"),
+]
+
+
+def all_of(estimator, verb, input_fn):
+    return list(estimator.predict(input_fn)) if verb == "predict" else getattr(estimator, verb)(input_fn)
+
+
+def needs_a(features, labels, mode):
+    """Fails with the KeyError of a dict."""
+    w = est.get_variable("w", (2, 1))
+    y = features["a"] @ w
+    if mode == est.ModeKeys.PREDICT:
+        return est.EstimatorSpec(mode, predictions=y)
+    loss = est.losses.mean_squared_error(labels, y)
+    return est.EstimatorSpec(mode, loss=loss, train_op=TowerOptimizer(optax.sgd(0.01)).minimize(loss))
+
+
+@pytest.mark.parametrize("verb", ["train", "evaluate", "predict"])
+@pytest.mark.parametrize(("first", "later", "difference"), LATER)
+def test_a_later_batch_that_the_model_fn_cannot_take_is_named(tmp_path, verb, first, later, difference):
+    estimator = make(tmp_path, by_key)
+    labels = Y[: len(jax.tree.leaves(later)[0])]
+    message = (
+        rf"^Batch 4 of the input is not like the one that the model was built with: {difference}\. Its step failed"
+    )
+    with pytest.raises(ValueError, match=message) as raised:
+        all_of(estimator, verb, lambda: [(first, Y)] * 3 + [(later, labels)] * 3)
+    assert "equal in all dimensions but the first" in str(raised.value)
+    assert raised.value.__cause__ is not None
+
+
+@pytest.mark.parametrize("verb", ["train", "evaluate", "predict"])
+@pytest.mark.parametrize("towers", [0, 2])
+def test_errors_of_jax_and_of_dicts_are_explained_too(tmp_path, verb, towers):
+    fn = replicate_model_fn(needs_a, devices=jax.devices()[:towers]) if towers else needs_a
+    for later, cause in ((B, KeyError), ({"a": X[:, :1]}, TypeError)):
+        estimator = make(tmp_path / cause.__name__, fn)
+        with pytest.raises(ValueError, match="Batch 3 of the input is not like") as raised:
+            all_of(estimator, verb, lambda later=later: [(A, Y)] * 2 + [(later, Y)])
+        assert isinstance(raised.value.__cause__, cause)
+
+
+def test_an_error_of_a_batch_like_the_first_stays_as_it_is(tmp_path):
+    def model_fn(features, labels, mode):
+        if features.shape[0] == 3:
+            raise KeyError("mine")
+        return by_key(features, labels, mode)
+
+    with pytest.raises(KeyError, match="mine"):
+        make(tmp_path, model_fn).train(lambda: [(X, Y), (X[:3], Y[:3])])
+
+
+def test_a_later_batch_that_the_model_fn_can_take_is_trained_on(tmp_path):
+    estimator = make(tmp_path, needs_a)
+    assert step_of(estimator.train(lambda: [(A, Y), ({**A, **B}, Y), (A, Y)])) == 3
+
+
+# Features without arrays, and keys.
+
+
+@pytest.mark.parametrize("verb", ["train", "evaluate", "predict"])
+@pytest.mark.parametrize("batch", [{}, ({}, None), {"a": {}}])
+def test_features_without_an_array_are_an_error(tmp_path, verb, batch):
+    with pytest.raises(ValueError, match=r"A batch must hold at least one array; got features=\{.*\} and labels=None"):
+        all_of(make(tmp_path, by_key), verb, lambda: [batch])
+    if batch == {}:
+        with pytest.raises(ValueError, match="A batch must hold at least one array"):
+            all_of(make(tmp_path, by_key), verb, lambda: batch)
+
+
+def test_labels_may_come_with_no_features(tmp_path):
+    def model_fn(features, labels, mode):
+        loss = jnp.square(labels - est.get_variable("mean", (), initializer=jax.nn.initializers.zeros)).mean()
+        return est.EstimatorSpec(mode, loss=loss, train_op=est.Optimizer(optax.sgd(0.5)).minimize(loss))
+
+    estimator = make(tmp_path, model_fn).train(times(3, ({}, Y)))
+    assert float(estimator.get_variable_value("mean")) == pytest.approx(float(Y.mean()))
+    assert estimator.evaluate(times(1, ({}, Y)))["loss"] == pytest.approx(float(Y.var()), rel=1e-5)
+
+
+@pytest.mark.parametrize("towers", [0, 2])
+@pytest.mark.parametrize("keys", [(1, 2), (("a", 1), ("b", 2))])
+def test_keys_of_features_may_be_of_any_kind_that_sorts(tmp_path, towers, keys):
+    fn = replicate_model_fn(by_key, devices=jax.devices()[:towers]) if towers else by_key
+    _, _, rows = outcomes(make(tmp_path, fn), times(3, (dict.fromkeys(keys, X), Y)))
+    assert len(rows) == 12
+
+
+@pytest.mark.parametrize("verb", ["train", "evaluate", "predict"])
+@pytest.mark.parametrize(
+    "batch", [{1: X, "a": X}, {"x": {None: X, "a": X}}, ({"a": X}, {1: Y, "a": Y}), {"x": [{1: X, "a": X}]}]
+)
+def test_keys_of_several_kinds_are_an_error(tmp_path, verb, batch):
+    message = r"keys of a dict in a batch must be of one kind, since jax sorts them; got \[(1|None), 'a'\]. Give all of"
+    with pytest.raises(ValueError, match=message):
+        all_of(make(tmp_path, by_key), verb, lambda: [batch])
+
+
+# An input_fn that returns a batch in the place of batches.
+
+
+@pytest.mark.parametrize("batch", [(X, Y), {"a": X}, X])
+def test_training_on_one_batch_says_that_it_ends_after_one_step(tmp_path, messages, batch):
+    def model_fn(features, labels, mode):
+        return by_key(features, Y if labels is None else labels, mode)
+
+    estimator = make(tmp_path, model_fn)
+    assert step_of(estimator.train(lambda: batch, steps=100)) == 1
+    estimator.train(lambda: batch, max_steps=30)
+    said = [message for message in messages() if "one batch" in message]
+    assert said == [
+        "input_fn returned one batch, so that training ends after one step, not after 100. Return "
+        "`itertools.repeat(batch)` to train on it again and again, or an iterable of batches.",
+        "input_fn returned one batch, so that training ends after one step, not after 29. Return "
+        "`itertools.repeat(batch)` to train on it again and again, or an iterable of batches.",
+    ]
+
+
+def test_one_batch_for_one_step_or_in_an_iterable_is_not_worth_a_word(tmp_path, messages):
+    estimator = make(tmp_path, Linear())
+    estimator.train(lambda: (X, Y), steps=1)
+    estimator.train(lambda: (X, Y))
+    estimator.train(lambda: (X, Y), max_steps=3)
+    estimator.train(lambda: [(X, Y)], steps=5)
+    estimator.train(lambda: itertools.repeat((X, Y)), steps=5)
+    estimator.evaluate(lambda: (X, Y), steps=5)
+    assert not [message for message in messages() if "one batch" in message]
+
+
+# Batches of many shapes.
+
+
+def pooled(features, labels, mode):
+    y = features["x"].mean(axis=1)
+    loss = est.losses.mean_squared_error(labels, y * est.get_variable("w", (), initializer=jax.nn.initializers.ones))
+    return est.EstimatorSpec(mode, loss=loss, train_op=est.Optimizer(optax.sgd(0.01)).minimize(loss), predictions=y)
+
+
+def test_many_shapes_are_warned_of_once(tmp_path, messages):
+    def input_fn():
+        return [({"x": np.ones((4, n), np.float32), "y": Y}, Y[:, 0]) for n in [*range(1, 13), 1, 2]]
+
+    make(tmp_path, pooled).train(input_fn)
+    [said] = [message for message in messages() if "different shapes" in message]
+    assert said.startswith(
+        "The batches came in 10 different shapes, each of which is compiled on its own. Pad them to few lengths: "
+        "`est.inputs.pad_batches(input_fn, multiple_of=32, axes={'x': 1})`. Got features['x']: "
+        "(4, 1), (4, 2), (4, 3), (4, 4), "
+    )
+    assert "features['y']" not in said and "labels" not in said
+
+
+@pytest.mark.parametrize(
+    ("make_pair", "call"),
+    [
+        (lambda n: (np.ones((4, n)), Y), "multiple_of=32, axes=1)"),
+        (lambda n: ({"a": np.ones((4, n, 2, n)), "b": X}, Y), "multiple_of=32, axes={'a': (1, 3)})"),
+        (lambda n: (np.ones((4, n)), np.ones((4, n))), "multiple_of=32, axes=1, label_axes=1)"),
+        (lambda n: ({"a": X}, {"b": np.ones((4, n))}), "multiple_of=32, label_axes={'b': 1})"),
+    ],
+)
+def test_the_warning_has_the_call_that_pads(messages, make_pair, call):
+    source = batches(make_pair(n) for n in range(1, 12))
+    list(source)
+    [said] = [message for message in messages() if "different shapes" in message]
+    assert f"`est.inputs.pad_batches(input_fn, {call}`" in said
+
+
+def test_many_numbers_of_rows_have_another_remedy(tmp_path, messages):
+    x = np.ones((20, 3), np.float32)
+    make(tmp_path, pooled).train(lambda: [({"x": x[:n]}, x[:n, 0]) for n in range(1, 11)])
+    [said] = [message for message in messages() if "different shapes" in message]
+    assert "Let input_fn give all of them as many rows, but the last. Got features['x']: (1, 3), (2, 3), (3, 3)" in said
+
+
+def test_a_few_shapes_are_fine(tmp_path, messages):
+    x = np.ones((20, 3), np.float32)
+    make(tmp_path, pooled).train(lambda: [({"x": x[:n]}, x[:n, 0]) for n in [*range(1, 10)] * 2])
+    assert not [message for message in messages() if "different shapes" in message]

@@ -1,0 +1,394 @@
+"""The values of a batch are those it had when it was yielded, and they arrive, or an error says that they cannot."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.experimental.sparse import BCOO
+from testing.estimators import make
+
+import estimator as est
+from estimator.inputs._batch_values import taken
+from estimator.inputs._input_fn import batches
+from estimator.loop._programs import stacked_batches
+from replicate import TowerOptimizer, num_towers, replicate_model_fn
+
+N = 60
+ROWS = 4
+
+
+def summing(features, labels, mode):
+    """Sums what it sees, in training by a variable, so that every batch is known to have arrived, once."""
+    seen = sum(leaf.astype(jnp.float32).mean() for leaf in jax.tree.leaves((features, labels)))
+    w = est.get_variable("w", (), initializer=jax.nn.initializers.zeros)
+    if mode == est.ModeKeys.PREDICT:
+        return est.EstimatorSpec(mode, predictions=jax.tree.leaves(features)[0])
+    est.get_variable("sum", (), initializer=jax.nn.initializers.zeros, trainable=False)
+    est.assign_add("sum", seen / num_towers())
+    loss = seen + 0 * w
+    return est.EstimatorSpec(
+        mode,
+        loss=loss,
+        train_op=TowerOptimizer(optax.sgd(0.0)).minimize(loss),
+        eval_metric_ops={"mean": est.metrics.mean(jax.tree.leaves(features)[0].astype(jnp.float32))},
+    )
+
+
+def aligned(shape, dtype=np.float32):
+    """Memory of which jax makes no copy on CPU devices: it begins at a multiple of 64 bytes."""
+    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    memory = np.empty(size + 64, np.uint8)
+    begin = -memory.ctypes.data % 64
+    return memory[begin : begin + size].view(dtype).reshape(shape)
+
+
+class ArrayLike:
+    def __init__(self, array):
+        self.array = array
+
+    def __array__(self, dtype=None, copy=None):
+        return self.array
+
+
+class OnlyDLPack:
+    def __init__(self, array):
+        self.array = array
+
+    def __dlpack__(self, **kwargs):
+        return self.array.__dlpack__(**kwargs)
+
+    def __dlpack_device__(self):
+        return self.array.__dlpack_device__()
+
+
+def one_buffer(tmp_path):
+    buffer = aligned((ROWS, 2))
+    for i in range(N):
+        buffer[:] = i
+        yield buffer
+
+
+def a_ring(tmp_path):
+    ring = [aligned((ROWS, 2)) for _ in range(3)]
+    for i in range(N):
+        ring[i % 3][:] = i
+        yield ring[i % 3]
+
+
+def a_large_buffer(tmp_path):
+    buffer = aligned((ROWS, 20_000))
+    for i in range(N):
+        buffer[:] = i
+        yield buffer
+
+
+def a_wide_buffer(tmp_path):
+    buffer = aligned((ROWS, 2), np.int64)
+    for i in range(N):
+        buffer[:] = i
+        yield buffer
+
+
+def array_likes(tmp_path):
+    yield from map(ArrayLike, one_buffer(tmp_path))
+
+
+def dlpacks(tmp_path):
+    yield from map(OnlyDLPack, one_buffer(tmp_path))
+
+
+def torch_tensors(tmp_path):
+    torch = pytest.importorskip("torch")
+    tensor = torch.zeros((ROWS, 2))
+    for i in range(N):
+        tensor.fill_(i)
+        yield tensor
+
+
+def a_memory_map(tmp_path):
+    array = np.memmap(tmp_path / "map", np.float32, "w+", shape=(ROWS, 2))
+    for i in range(N):
+        array[:] = i
+        yield array
+
+
+def read_only_views(tmp_path):
+    buffer = aligned((ROWS, 2))
+    view = buffer.view()
+    view.flags.writeable = False
+    for i in range(N):
+        buffer[:] = i
+        yield view
+
+
+def strided_views(tmp_path):
+    buffer = aligned((2, ROWS))
+    for i in range(N):
+        buffer[:] = i
+        yield buffer.T
+
+
+def nested(tmp_path):
+    """The same dict and arrays again and again."""
+    x = {"a": (aligned((ROWS, 2)),)}
+    for i in range(N):
+        x["a"][0][:] = i
+        yield x
+
+
+def sparse(tmp_path):
+    data, indices = aligned((ROWS,)), np.array([[i, 0] for i in range(ROWS)], np.int32)
+    for i in range(N):
+        data[:] = i * ROWS
+        yield BCOO((data, indices), shape=(ROWS, 2))
+
+
+SOURCES = [
+    one_buffer,
+    a_ring,
+    a_large_buffer,
+    a_wide_buffer,
+    array_likes,
+    dlpacks,
+    torch_tensors,
+    a_memory_map,
+    read_only_views,
+    strided_views,
+    nested,
+]
+TOTAL = sum(range(N))
+
+
+def summed(estimator):
+    return float(estimator.get_variable_value("sum"))
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("loop", [{"steps_per_loop": 1}, {}, {"steps_per_loop": 7}], ids=["one", "auto", "seven"])
+def test_training_sees_each_batch_as_it_was_yielded(tmp_path, source, loop):
+    estimator = make(tmp_path / "m", summing, **loop)
+    assert summed(estimator.train(lambda: source(tmp_path))) == TOTAL
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_evaluation_and_prediction_see_each_batch_as_it_was_yielded(tmp_path, source):
+    estimator = make(tmp_path / "m", summing)
+    estimator.train(lambda: itertools.islice(source(tmp_path), 1))
+    results = estimator.evaluate(lambda: source(tmp_path))
+    assert results["mean"] * N == results["loss"] * N == TOTAL
+    predicted = list(estimator.predict(lambda: source(tmp_path), yield_single_examples=False))
+    assert [float(batch.mean()) for batch in predicted] == list(range(N))
+    assert [float(batch.max()) for batch in predicted] == list(range(N))  # those given out stay as they were
+
+
+@pytest.mark.parametrize("towers", [1, 2, 4])
+@pytest.mark.parametrize("loop", [1, 7])
+@pytest.mark.parametrize("source", [one_buffer, a_large_buffer, nested])
+def test_towers_see_each_batch_as_it_was_yielded(tmp_path, source, towers, loop):
+    model_fn = replicate_model_fn(summing, devices=jax.devices()[:towers])
+    estimator = make(tmp_path / "m", model_fn, steps_per_loop=loop)
+    assert summed(estimator.train(lambda: source(tmp_path))) == TOTAL
+    assert estimator.evaluate(lambda: source(tmp_path))["mean"] * N == pytest.approx(TOTAL)
+    predicted = estimator.predict(lambda: source(tmp_path), yield_single_examples=False)
+    assert [float(np.asarray(jax.tree.leaves(batch)[0]).mean()) for batch in predicted] == list(range(N))
+
+
+def test_train_and_evaluate_sees_each_batch_as_it_was_yielded(tmp_path):
+    estimator = make(tmp_path / "m", summing, save_checkpoints_steps=25)
+    results, _ = est.train_and_evaluate(
+        estimator,
+        est.TrainSpec(lambda: one_buffer(tmp_path), max_steps=N),
+        est.EvalSpec(lambda: a_ring(tmp_path), steps=None),
+    )
+    assert summed(estimator) == TOTAL and results["mean"] * N == TOTAL
+
+
+def test_sparse_features_are_taken_as_they_were_yielded(tmp_path):
+    def model_fn(features, labels, mode):
+        est.get_variable("sum", (), initializer=jax.nn.initializers.zeros, trainable=False)
+        seen = features.todense().sum() / ROWS**2
+        est.assign_add("sum", seen)
+        loss = seen + 0 * est.get_variable("w", (), initializer=jax.nn.initializers.zeros)
+        return est.EstimatorSpec(mode, loss=loss, train_op=est.Optimizer(optax.sgd(0.0)).minimize(loss))
+
+    assert summed(make(tmp_path / "m", model_fn).train(lambda: sparse(tmp_path))) == TOTAL
+
+
+# The pure steps, which are not waited for when the call returns.
+
+
+def late(features, labels, mode):
+    """A step that reads its features after it has computed for a while."""
+    w = est.get_variable("w", (200, 200), initializer=jax.nn.initializers.zeros)
+    after = jax.lax.fori_loop(0, 100, lambda _, x: jnp.sin(x @ x), w)
+    seen = after.sum() * 0 + features.mean()
+    est.get_variable("sum", (), initializer=jax.nn.initializers.zeros, trainable=False)
+    est.assign_add("sum", seen)
+    spec = {} if mode == est.ModeKeys.PREDICT else {"loss": seen}
+    if mode == est.ModeKeys.TRAIN:
+        spec["train_op"] = est.Optimizer(optax.sgd(0.0)).minimize(seen)
+    return est.EstimatorSpec(mode, predictions={"seen": seen}, **spec)
+
+
+@pytest.mark.parametrize("step", ["train_step", "eval_step", "predict_step", "train_loop", "train_loop of a stack"])
+def test_a_buffer_may_be_written_again_when_a_step_has_been_called(step):
+    model = est.transform(late)
+    buffer = aligned((ROWS, 2))
+    buffer[:] = 0
+    state = model.init(jax.random.key(0), buffer)
+
+    def call(state):
+        if step == "train_loop":
+            return model.train_loop(state, [buffer])
+        if step == "train_loop of a stack":
+            return model.train_loop(state, (buffer[None], None))
+        found = getattr(model, step)(state, buffer)
+        return found if step == "train_step" else (state, found)
+
+    seen = 0.0
+    for i in range(20):
+        buffer[:] = i
+        state, spec = call(state)
+        buffer[:] = 1000.0
+        seen += float(np.sum(spec.predictions["seen"]))
+    assert seen == sum(range(20))
+
+
+# Batches that are wanted together are copied to one stack.
+
+
+def test_batches_wanted_together_are_one_stack_already():
+    buffer, y = aligned((ROWS, 2)), np.arange(ROWS)
+
+    def elements():
+        for i in range(7):
+            buffer[:] = i
+            yield {"x": buffer, "scalar": np.array(i)}, y
+
+    source = batches(elements())
+    source.peek()
+    for n, first, is_stacked in ((3, 0, False), (3, 3, True)):
+        source.expect(n)
+        pairs = [next(source) for _ in range(n)]
+        features, labels = stacked_batches(pairs, n)
+        assert features["x"][:, 0, 0].tolist() == features["scalar"].tolist() == [first, first + 1, first + 2]
+        assert np.shares_memory(features["x"], pairs[0][0]["x"]) is is_stacked
+        np.testing.assert_array_equal(labels, [y] * n)
+        more, _ = stacked_batches(pairs, n + 2)
+        assert more["x"][:, 0, 0].tolist() == [first, first + 1, first + 2, first + 2, first + 2]
+
+
+def test_batches_unlike_the_first_are_not_of_the_stack():
+    x = np.arange(6.0, dtype=np.float32)
+    source = batches([(x, x), (x[:3], x), (x, jnp.asarray(x)), (x.astype(np.int8), x), (x + 1, x)])
+    source.expect(3)
+    pairs = list(source)
+    assert stacked_batches(pairs[:3], 3) is None
+    np.testing.assert_array_equal(pairs[1][0], x[:3])
+    np.testing.assert_array_equal(pairs[4][0], x + 1)
+    for order in ([0, 2], [2, 0]):
+        np.testing.assert_array_equal(stacked_batches([pairs[i] for i in order], 2), [[x, x], [x, x]])
+
+
+# Numbers that do not fit.
+
+TOO_LARGE = [
+    (np.int64, 2**32 + 5, "int32"),
+    (np.int64, -(2**31) - 1, "int32"),
+    (np.uint64, 2**63, "uint32"),
+    (np.float64, 1e39, "float32"),
+    (np.float64, -1e39, "float32"),
+    (np.complex128, 1e39j, "complex64"),
+]
+
+
+@pytest.mark.parametrize(("dtype", "value", "narrow"), TOO_LARGE)
+def test_a_number_that_does_not_fit_is_an_error_that_names_it(dtype, value, narrow):
+    ids = np.array([1, 2, value, 3], dtype)
+    message = (
+        rf"^features\['a'\]\['ids'\] holds {ids[2]}, which does not fit {narrow}, what jax makes of {ids.dtype} "
+        r"without x64. Call `jax.config.update\('jax_enable_x64', True\)`"
+    ).replace("+", r"\+")
+    with pytest.raises(ValueError, match=message):
+        taken({"a": {"ids": ids, "other": ids[:1]}}, ids[:2])
+    with pytest.raises(ValueError, match="^labels holds"):
+        taken({"a": ids[:2]}, ids)
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.uint64])
+def test_numbers_at_the_ends_of_the_range_arrive(dtype):
+    info = np.iinfo({np.int64: np.int32, np.uint64: np.uint32}[dtype])
+    x = np.array([info.min, 0, info.max], dtype)
+    features, labels = taken(x, x[:0])
+    assert features.dtype == labels.dtype == info.dtype and features.tolist() == x.tolist()
+
+
+def test_infinities_and_nans_arrive():
+    x = np.array([np.inf, -np.inf, np.nan, 1e-300, np.finfo(np.float32).max])
+    features, _ = taken(x)
+    np.testing.assert_array_equal(features, [np.inf, -np.inf, np.nan, 0, np.finfo(np.float32).max])
+
+
+def test_with_x64_numbers_stay_as_they_are():
+    with jax.enable_x64(True):
+        for dtype, value, _ in TOO_LARGE:
+            x = np.array([value], dtype)
+            features, _ = taken(x)
+            assert features.dtype == dtype and features == x and features is not x
+
+
+def identity(features, labels, mode):
+    loss = features["ids"].astype(jnp.float32).mean() * est.get_variable("w", (), initializer=jax.nn.initializers.ones)
+    train_op = est.Optimizer(optax.sgd(0.0)).minimize(loss)
+    return est.EstimatorSpec(mode, loss=loss, train_op=train_op, predictions=features["ids"])
+
+
+@pytest.mark.parametrize("first", [0, 3])
+@pytest.mark.parametrize("verb", ["train", "evaluate", "predict"])
+@pytest.mark.parametrize("towers", [0, 2])
+def test_numbers_that_do_not_fit_end_every_verb(tmp_path, verb, first, towers):
+    good, bad = {"ids": np.arange(4)}, {"ids": np.arange(4) + 2**32}
+    model_fn = replicate_model_fn(summing, devices=jax.devices()[:towers]) if towers else identity
+    estimator = make(tmp_path, model_fn)
+
+    def input_fn():
+        return [good] * first + [bad] * 2
+
+    with pytest.raises(ValueError, match=r"features\['ids'\] holds 4294967296, which does not fit int32"):
+        for _ in getattr(estimator, verb)(input_fn) if verb == "predict" else [getattr(estimator, verb)(input_fn)]:
+            pass
+
+
+def test_numbers_of_est_inputs_that_do_not_fit_are_errors(tmp_path):
+    pd = pytest.importorskip("pandas")
+    ids = np.arange(8) + 2**31 - 4
+    for input_fn in (
+        est.inputs.numpy_input_fn({"ids": ids}, batch_size=4, shuffle=False),
+        est.inputs.pandas_input_fn(pd.DataFrame({"ids": ids}), batch_size=4, shuffle=False),
+    ):
+        with pytest.raises(ValueError, match=r"features\['ids'\] holds 2147483648, which does not fit int32"):
+            make(tmp_path, identity).train(input_fn)
+
+
+@pytest.mark.parametrize("step", ["init", "train_step", "eval_step", "predict_step", "train_loop", "a stack"])
+def test_numbers_that_do_not_fit_are_errors_in_the_pure_steps(step):
+    good, bad = {"ids": np.arange(4)}, {"ids": np.arange(4) + 2**32}
+    model = est.transform(identity)
+    state = model.init(jax.random.key(0), good)
+    calls = {
+        "init": lambda x: model.init(jax.random.key(0), x),
+        "train_loop": lambda x: model.train_loop(state, [x]),
+        "a stack": lambda x: model.train_loop(state, ({"ids": x["ids"][None]}, None)),
+    }
+    call = calls.get(step, lambda x: getattr(model, step)(state, x))
+    call(good)
+    with pytest.raises(ValueError, match=r"features\['ids'\] holds 4294967296, which does not fit int32"):
+        call(bad)
+
+
+def test_a_masked_array_is_an_error():
+    with pytest.raises(ValueError, match=r"features\['x'\] is a masked array, which jax has not. Give `x.filled"):
+        taken({"x": np.ma.masked_array([1.0, 2.0], [True, False])})

@@ -1,0 +1,160 @@
+"""Haiku and Equinox models as variables of a model_fn, by the lines that estimator/interop/_flax.py documents."""
+
+import equinox as eqx
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from testing.estimators import make
+from testing.towers import assert_close, regression, replicate
+
+import estimator as est
+from estimator.core._variables import name_hash
+from replicate import TOWER_AXIS, TowerOptimizer
+
+ROWS = 8
+MLP = hk.transform(lambda x: hk.nets.MLP([4, 1], activation=jnp.tanh)(x)[:, 0])
+
+
+def make_mlp(key):
+    return eqx.nn.MLP(in_size=3, out_size="scalar", width_size=4, depth=1, activation=jnp.tanh, key=key)
+
+
+def haiku_mlp(x):
+    weights = est.get_variable("net", lambda key: MLP.init(key, x))
+    return MLP.apply(weights, est.make_rng(), x)
+
+
+def equinox_mlp(x):
+    weights = est.get_variable("net", lambda key: eqx.filter(make_mlp(key), eqx.is_array))
+    net = eqx.combine(weights, eqx.filter(make_mlp(jax.random.key(0)), eqx.is_array, inverse=True))
+    return jax.vmap(net)(x)
+
+
+def optimizer():
+    return optax.sgd(0.1, momentum=0.9)
+
+
+def model_fn_of(forward):
+    def model_fn(features, labels, mode):
+        output = forward(features)
+        if mode == est.ModeKeys.PREDICT:
+            return est.EstimatorSpec(mode, predictions={"output": output})
+        loss = jnp.mean((output - labels) ** 2)
+        return est.EstimatorSpec(mode, loss=loss, train_op=TowerOptimizer(optimizer).minimize(loss))
+
+    return model_fn
+
+
+def trained(model, batches):
+    x, y = batches
+    state = model.init(jax.random.key(0), x[0], y[0])
+    after, spec = model.train_loop(state, batches)
+    return state, after, spec
+
+
+def by_hand(net, apply, batches):
+    """The losses of a plain loop, and what it makes of the arrays in `net`."""
+    slots = optimizer().init(net)
+
+    @jax.jit
+    def step(net, slots, x, y):
+        loss, gradients = jax.value_and_grad(lambda net: jnp.mean((apply(net, x) - y) ** 2))(net)
+        updates, slots = optimizer().update(gradients, slots, net)
+        return loss, optax.apply_updates(net, updates), slots
+
+    losses = []
+    for x, y in zip(*batches, strict=True):
+        loss, net, slots = step(net, slots, x, y)
+        losses.append(loss)
+    return jnp.stack(losses), net
+
+
+def test_training_a_haiku_model_equals_a_hand_written_loop():
+    batches = regression(ROWS)
+    state, after, spec = trained(est.transform(model_fn_of(haiku_mlp)), batches)
+    weights = jax.jit(MLP.init)(jax.random.fold_in(state.key, name_hash("net")), batches[0][0])
+    assert_close(state.variables["net"], weights)
+    losses, weights = by_hand(weights, lambda net, x: MLP.apply(net, None, x), batches)
+    assert_close(spec.loss, losses)
+    assert_close(after.variables["net"], weights)
+
+
+def test_training_an_equinox_model_equals_a_hand_written_loop():
+    batches = regression(ROWS)
+    state, after, spec = trained(est.transform(model_fn_of(equinox_mlp)), batches)
+    net = make_mlp(jax.random.fold_in(state.key, name_hash("net")))
+    weights, rest = eqx.partition(net, eqx.is_array)
+    assert_close(state.variables["net"], weights)
+    losses, weights = by_hand(weights, lambda net, x: jax.vmap(eqx.combine(net, rest))(x), batches)
+    assert_close(spec.loss, losses)
+    assert_close(after.variables["net"], weights)
+
+
+@pytest.mark.parametrize("forward", [haiku_mlp, equinox_mlp])
+def test_towers_equal_one_big_batch(forward):
+    batches = regression(ROWS)
+    _, want, want_spec = trained(est.transform(model_fn_of(forward)), batches)
+    _, got, spec = trained(est.transform(replicate(model_fn_of(forward), 4)), batches)
+    assert_close((got.variables, got.slots, spec.loss), (want.variables, want.slots, want_spec.loss))
+
+
+@pytest.mark.parametrize(
+    ("forward", "name"), [(haiku_mlp, "net/mlp/~/linear_0/w"), (equinox_mlp, "net/layers/0/weight")]
+)
+def test_an_estimator_saves_the_model_by_readable_names_and_reads_it_again(forward, name, tmp_path):
+    x, y = regression(ROWS)
+    one = make(tmp_path, model_fn_of(forward)).train(lambda: list(zip(x, y, strict=True)))
+    other = make(tmp_path, model_fn_of(forward))
+    assert name in other.get_variable_names()
+    outputs = [[p["output"] for p in e.predict(lambda: [x[0]])] for e in (one, other)]
+    np.testing.assert_array_equal(*outputs)
+
+
+def normalized(axis):
+    net = hk.transform_with_state(lambda x, train: hk.BatchNorm(True, True, 0.9, cross_replica_axis=axis)(x, train))
+    first = est.VariableAggregation.ONLY_FIRST_TOWER
+
+    def forward(x):
+        weights = est.get_variable("net", lambda key: net.init(key, x, True)[0])
+        state = est.get_variable("state", lambda key: net.init(key, x, True)[1], trainable=False, aggregation=first)
+        output, state = net.apply(weights, state, est.make_rng(), x, True)
+        est.assign("state", state)
+        return output.sum(-1)
+
+    return forward
+
+
+@pytest.mark.parametrize("towers", [1, 2, 4])
+@jax.numpy_dtype_promotion("standard")  # Haiku's batch norm takes a float to the power of an integer
+def test_a_haiku_batch_norm_over_all_towers_equals_one_big_batch(towers):
+    batches = regression(ROWS)
+    _, want, _ = trained(est.transform(model_fn_of(normalized(None))), batches)
+    model = est.transform(replicate(model_fn_of(normalized(TOWER_AXIS)), towers))
+    _, got, _ = trained(model, batches)
+    assert_close((got.variables, got.slots), (want.variables, want.slots))
+    mean = got.variables["state"]["batch_norm/~/mean_ema"]
+    assert mean["counter"] == len(batches[0])
+    parts = batches[0].mean(1)
+    np.testing.assert_allclose(
+        mean["hidden"][0], parts[0] * 0.081 + parts[1] * 0.09 + parts[2] * 0.1, rtol=1e-5, atol=1e-6
+    )
+
+
+def test_an_equinox_model_with_its_functions_is_refused_with_the_way_out():
+    def forward(x):
+        return jax.vmap(est.get_variable("net", make_mlp))(x)
+
+    message = (
+        r"every leaf of the initial value must be an array; .* at \.activation\..*`eqx.filter\(model, eqx.is_array\)`"
+    )
+    with pytest.raises(ValueError, match=message):
+        trained(est.transform(model_fn_of(forward)), regression(ROWS))
+
+
+@pytest.mark.parametrize("model", [MLP, make_mlp], ids=["haiku", "equinox"])
+def test_flax_module_names_the_way_for_models_of_other_libraries(model):
+    with pytest.raises(TypeError, match="What is no Flax model goes into `est.get_variable`"):
+        trained(est.transform(model_fn_of(lambda x: est.flax_module(model, "net")(x))), regression(ROWS))

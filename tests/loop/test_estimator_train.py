@@ -1,0 +1,252 @@
+"""What train promises: how many steps, when it saves, several steps in one program."""
+
+import itertools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from testing.estimators import Linear, X, Y, endless, make, refuse, saved_steps, step_of, times
+
+import estimator as est
+from estimator.loop._programs import Programs
+
+# Training: how many steps.
+
+
+def test_steps_are_counted_from_where_the_last_call_ended(tmp_path):
+    estimator = make(tmp_path)
+    assert estimator.train(endless, steps=3) is estimator
+    assert step_of(estimator) == 3
+    assert step_of(estimator.train(endless, steps=4)) == 7
+
+
+def test_max_steps_is_absolute(tmp_path):
+    estimator = make(tmp_path).train(endless, max_steps=3)
+    assert step_of(estimator) == 3
+    assert step_of(estimator.train(endless, max_steps=5)) == 5
+
+
+def test_training_is_skipped_when_max_steps_is_reached(tmp_path, messages):
+    make(tmp_path).train(endless, steps=5)
+    for max_steps in (5, 4):
+        make(tmp_path, model_fn=lambda features, labels, mode: refuse()).train(refuse, max_steps=max_steps)
+    assert messages().count("Skipping training since max_steps has already saved.") == 2
+
+
+@pytest.mark.usefixtures("users_compiler")
+def test_a_second_estimator_goes_on_with_variables_and_slots(tmp_path):
+    make(tmp_path / "once").train(endless, steps=6)
+    make(tmp_path / "twice").train(endless, steps=2)
+    make(tmp_path / "twice").train(endless, steps=4)
+    once, twice = make(tmp_path / "once"), make(tmp_path / "twice")
+    names = once.get_variable_names()
+    assert names == twice.get_variable_names()
+    for name in names:
+        np.testing.assert_array_equal(once.get_variable_value(name), twice.get_variable_value(name), err_msg=name)
+
+
+def test_training_equals_the_loop_written_by_hand(tmp_path):
+    estimator = make(tmp_path).train(endless, steps=5)
+    optimizer = optax.sgd(0.01, momentum=0.5)
+    w = jnp.zeros((2, 1))
+    slots = optimizer.init(w)
+    for _ in range(5):
+        gradient = jax.grad(lambda w: jnp.mean((X @ w - Y) ** 2))(w)
+        updates, slots = optimizer.update(gradient, slots, w)
+        w = optax.apply_updates(w, updates)
+    np.testing.assert_allclose(estimator.get_variable_value("w"), w, rtol=1e-5)
+
+
+def test_input_that_ends_ends_training_with_a_checkpoint(tmp_path):
+    estimator = make(tmp_path).train(times(3), steps=10)
+    assert saved_steps(estimator) == [0, 3]
+
+
+def test_no_more_batches_are_taken_than_steps(tmp_path):
+    taken = []
+
+    def input_fn():
+        for i in itertools.count():
+            taken.append(i)
+            yield X, Y
+
+    for steps_per_loop in (1, 4):
+        taken.clear()
+        make(tmp_path / str(steps_per_loop), steps_per_loop=steps_per_loop).train(input_fn, steps=6)
+        assert len(taken) == 6
+
+
+def test_empty_input_warns_and_makes_no_step(tmp_path, messages):
+    estimator = make(tmp_path)
+    assert estimator.train(lambda: [], steps=2) is estimator
+    assert saved_steps(estimator) in ([], [0])
+    assert "Training with estimator made no steps. Perhaps input is empty or misspecified." in messages()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"steps": 1, "max_steps": 2},
+            "Can not provide both steps and max_steps; got steps=1 and max_steps=2",
+        ),
+        ({"steps": 0}, "Must specify steps > 0, given: 0"),
+        ({"steps": -3}, "Must specify steps > 0, given: -3"),
+        ({"max_steps": 0}, "Must specify max_steps > 0, given: 0"),
+    ],
+)
+def test_bad_numbers_of_steps_are_errors(tmp_path, given, message):
+    with pytest.raises(ValueError, match=message):
+        make(tmp_path).train(refuse, **given)
+
+
+@pytest.mark.parametrize("steps_per_loop", [1, 4])
+def test_an_error_of_the_input_propagates_and_nothing_is_saved_after_it(tmp_path, steps_per_loop):
+    def input_fn():
+        yield from [(X, Y)] * 5
+        raise KeyError("from the input")
+
+    estimator = make(tmp_path, save_checkpoints_steps=2, steps_per_loop=steps_per_loop)
+    with pytest.raises(KeyError, match="from the input"):
+        estimator.train(input_fn)
+    assert saved_steps(estimator) == [0, 2, 4]
+    assert step_of(estimator.train(endless, steps=1)) == 5
+
+
+# Training: when it saves.
+
+
+def test_checkpoints_are_saved_at_the_start_every_n_steps_and_at_the_end(tmp_path):
+    estimator = make(tmp_path, save_checkpoints_steps=10, keep_checkpoint_max=None)
+    estimator.train(endless, steps=13)
+    assert saved_steps(estimator) == [0, 10, 13]
+    estimator.train(endless, steps=25)
+    assert saved_steps(estimator) == [0, 10, 13, 23, 33, 38]
+    assert estimator.latest_checkpoint() == str(tmp_path / "ckpt-38")
+
+
+def test_keep_checkpoint_max_leaves_the_newest(tmp_path):
+    estimator = make(tmp_path, save_checkpoints_steps=2, keep_checkpoint_max=2)
+    estimator.train(endless, steps=7)
+    assert saved_steps(estimator) == [6, 7]
+
+
+def test_saving_by_seconds(tmp_path):
+    estimator = est.Estimator(Linear(), tmp_path, est.RunConfig(save_checkpoints_secs=1e-6, keep_checkpoint_max=None))
+    assert saved_steps(estimator.train(endless, steps=3)) == [0, 1, 2, 3]
+
+
+def test_without_checkpoints_nothing_is_written_and_steps_do_not_accumulate(tmp_path, messages):
+    estimator = make(tmp_path, save_checkpoints_steps=None)
+    estimator.train(endless, steps=5).train(endless, steps=5)
+    assert saved_steps(estimator) == []
+    assert estimator.latest_checkpoint() is None
+    assert estimator.evaluate(times(1))["global_step"] == 0
+
+
+def test_without_checkpoints_an_earlier_one_stays_what_it_was(tmp_path):
+    make(tmp_path).train(endless, steps=5)
+    before = make(tmp_path).evaluate(times(1))
+    estimator = make(tmp_path, save_checkpoints_steps=None).train(endless, steps=3)
+    assert saved_steps(estimator) == [0, 5]
+    assert estimator.evaluate(times(1)) == before
+
+
+# Training: several steps in one program.
+
+
+@pytest.mark.parametrize("steps_per_loop", [2, 3, 5, 50])
+def test_steps_per_loop_changes_nothing_but_speed(tmp_path, messages, caplog, steps_per_loop):
+    smaller = (X[:2], Y[:2])
+
+    def run(k):
+        caplog.clear()
+        estimator = make(
+            tmp_path / str(k),
+            save_checkpoints_steps=7,
+            log_step_count_steps=4,
+            keep_checkpoint_max=None,
+            steps_per_loop=k,
+        )
+        estimator.train(lambda: [(X + i, Y) for i in range(16)] + [smaller])
+        estimator.train(lambda: [(X + i, Y) for i in range(9)], steps=8)
+        logged = [int(m[1]) for text in messages() if (m := re.search(r"step = (\d+)", text))]
+        return estimator, saved_steps(estimator), logged
+
+    one, one_saved, one_logged = run(1)
+    several, several_saved, several_logged = run(steps_per_loop)
+    assert one_saved == several_saved == [0, 7, 14, 17, 24, 25]
+    assert one_logged == several_logged == [1, 4, 8, 12, 16, 18, 21, 25]
+    for name in one.get_variable_names():
+        np.testing.assert_allclose(one.get_variable_value(name), several.get_variable_value(name), rtol=2e-5, atol=1e-7)
+
+
+def test_no_log_interval_is_no_log_line(tmp_path, messages):
+    def step_lines():
+        return [m for m in messages() if re.match("loss = .*, step = ", m)]
+
+    make(tmp_path / "silent", log_step_count_steps=None).train(endless, steps=3)
+    assert step_lines() == []
+    make(tmp_path / "each", log_step_count_steps=1).train(endless, steps=3)
+    assert len(step_lines()) == 3
+
+
+@pytest.mark.parametrize("steps_per_loop", [1, 7, "auto"])
+def test_something_is_logged_before_compiling_and_after_the_first_step(
+    tmp_path, messages, compilations, steps_per_loop
+):
+    class Notes(est.Hook):
+        def after_run(self, context, values):
+            losses.append(values.loss)
+
+    def model_fn(features, labels, mode):
+        assert any(text.startswith(f"Calling model_fn in mode '{mode}'") for text in messages())
+        return Linear()(features, labels, mode)
+
+    losses: list[float] = []
+    estimator = make(tmp_path, model_fn, steps_per_loop=steps_per_loop)
+    line = "Calling model_fn in mode 'train' and compiling it; the first batch takes longer."
+
+    def input_fn():
+        assert line not in messages() and not compilations
+        return endless()
+
+    estimator.train(input_fn, hooks=[Notes()], steps=3)
+    estimator.train(endless, hooks=[Notes()], steps=2)
+    assert messages().count(line) == 1
+    assert [text for text in messages() if text.startswith("loss = ")] == [
+        f"loss = {losses[0]:.6g}, step = 1",
+        f"loss = {losses[3]:.6g}, step = 4",
+    ]
+    for verb in (estimator.evaluate, lambda fn: list(estimator.predict(fn))):
+        verb(times(1))
+        verb(times(1))
+    told = [text.split("'")[1] for text in messages() if text.startswith("Calling model_fn")]
+    assert told == ["train", "eval", "infer"]
+
+
+def test_steps_per_loop_stacks_trees_without_labels(tmp_path):
+    def model_fn(features, mode):
+        w = est.get_variable("w", (), initializer=jax.nn.initializers.zeros)
+        loss = jnp.mean((w - features["a"]["b"]) ** 2)
+        return est.EstimatorSpec(mode, loss=loss, train_op=est.Optimizer(optax.sgd(0.5)).minimize(loss))
+
+    estimator = make(tmp_path, model_fn, steps_per_loop=3)
+    estimator.train(lambda: [{"a": {"b": np.full(2, i, np.float32)}} for i in range(7)])
+    assert estimator.get_variable_value("w") == 6
+    estimator.train(lambda: ({"a": {"b": jnp.full(2, i, jnp.float32)}} for i in range(3)))
+    assert estimator.get_variable_value("w") == 2
+
+
+def test_a_loop_longer_than_the_log_interval_is_one_program_and_logs_all_steps_due(tmp_path, messages, monkeypatch):
+    started = []
+    runs = Programs.runs
+    monkeypatch.setattr(Programs, "runs", lambda *args: started.extend(made := runs(*args)) or made)
+    estimator = make(tmp_path, steps_per_loop=150, log_step_count_steps=100)
+    estimator.train(endless, steps=300)
+    logged = [int(m[1]) for text in messages() if (m := re.search(r"step = (\d+)", text))]
+    assert logged == [1, 100, 200, 300]
+    assert [run.steps for run in started] == [150, 150]

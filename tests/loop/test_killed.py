@@ -1,0 +1,94 @@
+"""A training that is killed, again and again, is in the end the one that was not."""
+
+import os
+import random
+import re
+import signal
+import time
+
+import numpy as np
+import pytest
+from testing import killed_training
+from testing.processes import Processes
+
+import estimator as est
+
+KILLS = 5  # of each training
+OWN_PROGRAMS = "grain's MapDataset"  # the one of which the whole training compiles its programs anew
+
+
+def values(estimator):
+    return {name: estimator.get_variable_value(name) for name in estimator.get_variable_names()}
+
+
+def killed_again_and_again(name, base):
+    """Kills a training at random points, each in the process that goes on with it, and returns what it became."""
+    when = random.Random(name)
+    processes = Processes("testing.killed_training")
+    killed = str(base / "killed"), str(base / "programs")
+    try:
+        viewer = killed_training.make(name, base / "killed")
+        for _ in range(KILLS):
+            before = viewer.latest_checkpoint()
+            processes.start("train", name, *killed)
+            for _ in range(when.randrange(1, 6)):
+                assert processes.read().startswith("step ")
+            time.sleep(when.uniform(0, 0.03))
+            processes.send(signal.SIGKILL)
+            assert processes.ended() == -signal.SIGKILL
+            assert before is None or viewer.latest_checkpoint() is not None
+        for where in ("killed", "whole"):
+            programs = [killed[1]] if where == "killed" or name != OWN_PROGRAMS else []
+            processes.start("train", name, str(base / where), *programs)
+            while not (line := processes.read()).startswith("remembered"):
+                assert line.startswith("step ")
+            assert line.split()[1:] == [str(step) for step in range(10, killed_training.STEPS + 1, 10)]
+            assert processes.ended() == 0
+    finally:
+        processes.close()
+    return values(viewer), values(killed_training.make(name, base / "whole"))
+
+
+class Asking(est.Hook):
+    """Asks for a value at some steps, each of which is then a program of its own."""
+
+    def __init__(self, *steps):
+        self.steps = steps
+
+    def next_step(self, step):
+        return next((s for s in self.steps if s > step), None)
+
+    def before_run(self, context):
+        return ["largest", "loss"]
+
+
+@pytest.mark.parametrize(("towers", "steps_per_loop", "stops"), [(1, "auto", [17, 30]), (2, "0.1s", [30])])
+@pytest.mark.usefixtures("users_compiler")
+def test_the_bits_do_not_depend_on_where_a_run_is_cut_nor_on_what_hooks_ask_for(
+    tmp_path, towers, steps_per_loop, stops
+):
+    def run(steps_per_loop, stops, *asked):
+        for last in stops:
+            estimator = killed_training.make_with(
+                tmp_path / str(asked), towers, "adam", steps_per_loop=steps_per_loop, save_summary_steps=None
+            )
+            estimator.train(killed_training.arrays, hooks=[Asking(*asked)], max_steps=last)
+        return values(estimator)
+
+    whole, other = run(7, [30]), run(steps_per_loop, stops, 1, 11, 21)
+    assert [key for key in whole if other[key].tobytes() != whole[key].tobytes()] == []
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("users_compiler")
+@pytest.mark.parametrize("name", killed_training.RUNS)
+def test_trainings_killed_at_twenty_points_are_those_that_were_not(tmp_path, name):
+    assert len(killed_training.RUNS) * KILLS == 20 and OWN_PROGRAMS in killed_training.RUNS
+    killed, whole = killed_again_and_again(name, tmp_path)
+    assert killed.keys() == whole.keys() and len(killed) > 5
+    assert whole["global_step"] == killed_training.STEPS
+    seen = whole["seen"]
+    assert len(np.unique(seen)) == killed_training.ROWS and len(np.unique(seen, axis=0)) > 200
+    assert [key for key in whole if killed[key].tobytes() != whole[key].tobytes()] == []
+    left = [x for x in os.listdir(tmp_path / "killed") if not re.match(r"ckpt-\d+$|events\.|history", x)]
+    assert left == []

@@ -1,0 +1,276 @@
+"""SIGTERM, Ctrl-C, and what else ends a run from outside."""
+
+import os
+import signal
+import time
+
+import numpy as np
+import pytest
+from testing.estimators import X, Y, endless, make, saved_steps, times
+from testing.processes import Processes
+
+import estimator as est
+
+
+@pytest.fixture(scope="module")
+def processes():
+    found = Processes("testing.preempted")
+    yield found
+    found.close()
+
+
+def end_by_sigterm(processes, function, *args):
+    """Sends SIGTERM to a process that blocks; returns its exit code, and the lines it printed after that."""
+    processes.start(function, *map(str, args[:1]), *args[1:])
+    while processes.read() != "blocked":
+        pass
+    sent = time.monotonic()
+    processes.send(signal.SIGTERM)
+    lines = []
+    while not (line := processes.read()).startswith("ended "):
+        lines.append(line)
+    assert time.monotonic() - sent < 5  # on a busy machine; they block for 60
+    return int(line.removeprefix("ended ")), lines
+
+
+# In a process of its own.
+
+
+def test_a_training_whose_input_blocks_saves_its_last_step(processes, tmp_path):
+    code, lines = end_by_sigterm(processes, "train", tmp_path, 5)
+    assert (code, lines) == (75, ["end of training SIGTERM 5 NoneType"])
+    assert saved_steps(make(tmp_path)) == [0, 5]
+
+
+def test_a_process_ends_with_the_code_before_there_is_a_batch(processes, tmp_path):
+    for function in ("train", "evaluate", "predict"):
+        assert end_by_sigterm(processes, function, tmp_path, 0) == (75, [])
+    assert os.listdir(tmp_path) == []
+
+
+def test_an_evaluation_whose_input_blocks_ends(processes, tmp_path):
+    make(tmp_path).train(times(3))
+    code, lines = end_by_sigterm(processes, "evaluate", tmp_path, 2)
+    assert (code, lines) == (75, ["end of evaluation SIGTERM 3 Preempted"])
+
+
+def test_a_prediction_whose_input_blocks_ends(processes, tmp_path):
+    make(tmp_path).train(times(3))
+    code, lines = end_by_sigterm(processes, "predict", tmp_path, 2)
+    assert (code, lines) == (75, ["end of prediction SIGTERM 3 NoneType"])
+
+
+def test_a_prediction_whose_reader_blocks_ends(processes, tmp_path):
+    make(tmp_path).train(times(3))
+    code, lines = end_by_sigterm(processes, "read_predictions", tmp_path)
+    assert (code, lines) == (75, ["end of prediction SIGTERM 3 NoneType"])
+
+
+@pytest.mark.parametrize("batches", [0, 2])
+def test_a_training_ends_whose_evaluation_blocks(processes, tmp_path, batches):
+    code, lines = end_by_sigterm(processes, "evaluate_in_training", tmp_path, batches)
+    evaluation = ["end of evaluation SIGTERM 4 Preempted"] if batches else []
+    assert (code, lines) == (75, [*evaluation, "end of training SIGTERM 4 NoneType"])
+    assert saved_steps(make(tmp_path)) == [0, 4]
+
+
+def test_predictions_that_nobody_reads_on_do_not_disturb(processes, tmp_path):
+    make(tmp_path).train(times(3))
+    code, lines = end_by_sigterm(processes, "leave_predictions", tmp_path)
+    assert (code, lines) == (75, ["end of training SIGTERM 6 NoneType"])
+    assert saved_steps(make(tmp_path)) == [0, 3, 6]
+
+
+def test_after_all_runs_the_signal_ends_the_process_as_ever(processes, tmp_path):
+    assert end_by_sigterm(processes, "distill", tmp_path) == (-signal.SIGTERM, [])
+
+
+def test_in_another_thread_the_signal_ends_the_process_as_ever(processes, tmp_path):
+    assert end_by_sigterm(processes, "in_a_thread", tmp_path) == (-signal.SIGTERM, [])
+    assert saved_steps(make(tmp_path)) == [0]
+
+
+def test_a_handler_of_the_user_s_own_is_left_alone(processes, tmp_path):
+    code, lines = end_by_sigterm(processes, "with_own_handler", tmp_path)
+    assert (code, lines) == (0, ["own handler", "end of training input 6 NoneType"])
+
+
+# In this process.
+
+
+def terminate():
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+class At(est.Hook):
+    """Does something after a step."""
+
+    def __init__(self, step, does):
+        self.step, self.does = step, does
+
+    def next_step(self, step):
+        return self.step if step < self.step else None
+
+    def after_run(self, context, values):
+        self.does()
+
+    def end(self, context):
+        self.context = context
+
+
+def raises(error):
+    def does():
+        raise error
+
+    return does
+
+
+def rows(n=10):
+    x = np.random.default_rng(0).normal(size=(n, 2)).astype(np.float32)
+    return est.inputs.numpy_input_fn(x, x.sum(axis=1, keepdims=True), 4, None, shuffle=True, seed=1)
+
+
+def same_bits(a, b):
+    names = a.get_variable_names()
+    return names == b.get_variable_names() and all(
+        a.get_variable_value(name).tobytes() == b.get_variable_value(name).tobytes() for name in names
+    )
+
+
+@pytest.mark.parametrize("steps_per_loop", [1, 4, "auto"])
+@pytest.mark.usefixtures("users_compiler")
+def test_a_training_ended_by_sigterm_goes_on_as_if_it_had_not_been(tmp_path, steps_per_loop):
+    whole = make(tmp_path / "whole", steps_per_loop=steps_per_loop).train(rows(), max_steps=20)
+    for stop in (7, 15):
+        hook = At(stop, terminate)
+        with pytest.raises(est.Preempted) as raised:
+            make(tmp_path / "ended", steps_per_loop=steps_per_loop).train(rows(), hooks=[hook], max_steps=20)
+        assert raised.value.code == 75
+        assert (hook.context.stop_reason, hook.context.error, hook.context.global_step) == ("SIGTERM", None, stop)
+    ended = make(tmp_path / "ended", steps_per_loop=steps_per_loop)
+    assert saved_steps(ended) == [0, 7, 15]
+    assert same_bits(ended.train(rows(), max_steps=20), whole)
+
+
+@pytest.mark.parametrize("old", [signal.SIG_DFL, signal.SIG_IGN, lambda *_: None])
+def test_after_every_run_the_old_handler_is_back(tmp_path, old):
+    estimator = make(tmp_path)
+    within = []
+    try:
+        signal.signal(signal.SIGTERM, old)
+        estimator.train(times(5), hooks=[At(3, lambda: within.append(signal.getsignal(signal.SIGTERM)))])
+        with pytest.raises(ValueError, match="broken"):
+            estimator.train(endless, hooks=[At(7, raises(ValueError("broken")))])
+        estimator.evaluate(times(2))
+        predictions = estimator.predict(times(2))
+        next(predictions)
+        predictions.close()
+        assert signal.getsignal(signal.SIGTERM) is old
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    assert (within == [old]) == (old is not signal.SIG_DFL)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_after_predictions_read_in_turns_the_old_handler_is_back(tmp_path, first):
+    estimator = make(tmp_path).train(times(1))
+    both = [estimator.predict(times(2)) for _ in range(2)]
+    for predictions in both:
+        next(predictions)
+    assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+    both[first].close()
+    with pytest.raises(est.Preempted):
+        terminate()
+    with pytest.raises(est.Preempted):
+        list(both[1 - first])
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+class EvaluatingAtTheEnd(est.Hook):
+    """Evaluates on an input during which SIGTERM comes."""
+
+    def __init__(self, estimator):
+        self.estimator = estimator
+
+    def end(self, context):
+        def input_fn():
+            terminate()
+            yield X, Y
+
+        self.estimator.evaluate_state(context.state, input_fn)
+
+
+def test_a_signal_during_an_evaluation_at_the_end_leaves_the_checkpoint_to_be_saved(tmp_path):
+    estimator = make(tmp_path)
+    last = At(1, lambda: None)
+    with pytest.raises(est.Preempted):
+        hooks = [EvaluatingAtTheEnd(estimator), est.CheckpointSaverHook(save_steps=100), last]
+        estimator.train(endless, hooks=hooks, steps=3)
+    assert saved_steps(estimator) == [0, 3]
+    assert (last.context.stop_reason, last.context.error) == ("steps", None)
+
+
+def test_a_preempted_that_a_hook_raises_without_a_signal_is_an_error(tmp_path):
+    hook = At(2, raises(est.Preempted()))
+    with pytest.raises(est.Preempted):
+        make(tmp_path).train(endless, hooks=[hook], steps=5)
+    assert type(hook.context.error) is est.Preempted and hook.context.stop_reason == "error"
+    assert saved_steps(make(tmp_path)) == [0]
+
+
+# Errors, Ctrl-C among them.
+
+
+def interrupted(error, at):
+    """The rows, with an error before one of the batches."""
+
+    def input_fn():
+        source = rows()()
+
+        class Source:
+            get_state, set_state = source.get_state, source.set_state
+            taken = 0
+
+            def __iter__(self):
+                return self
+
+            def __next__(self):
+                self.taken += 1
+                if self.taken == at:
+                    raise error
+                return next(source)
+
+        return Source()
+
+    return input_fn
+
+
+@pytest.mark.parametrize("anew", [False, True], ids=["same Estimator", "new Estimator"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("broken")])
+@pytest.mark.usefixtures("users_compiler")
+def test_an_error_ends_hooks_and_saves_nothing_and_training_goes_on_before_it(tmp_path, error, anew):
+    config = {"save_checkpoints_steps": 4, "steps_per_loop": 2}
+    whole = make(tmp_path / "whole", **config).train(rows(), max_steps=16)
+    estimator = make(tmp_path / "other", **config)
+    hook = At(7, raises(error))
+    with pytest.raises(type(error)):
+        estimator.train(rows(), hooks=[hook], max_steps=16)
+    assert hook.context.error is error and hook.context.stop_reason == "error"
+    assert saved_steps(estimator) == [0, 4]
+    for at in (8, 1):
+        if anew:
+            estimator = make(tmp_path / "other", **config)
+        with pytest.raises(type(error)):
+            estimator.train(interrupted(error, at), max_steps=16)
+    assert saved_steps(estimator) == [0, 4, 8]
+    assert same_bits(estimator.train(rows(), max_steps=16), whole)
+
+
+@pytest.mark.parametrize("verb", ["evaluate", "predict"])
+def test_ctrl_c_ends_the_hooks_of_other_runs(tmp_path, verb):
+    estimator = make(tmp_path).train(times(1))
+    hook = At(2, raises(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        result = getattr(estimator, verb)(times(4), hooks=[hook])
+        list(result)
+    assert type(hook.context.error) is KeyboardInterrupt

@@ -1,0 +1,208 @@
+"""Where the input goes on when a training does."""
+
+import os
+import signal
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from testing.estimators import make, step_of
+
+import estimator as est
+
+N = 12
+
+
+def model_fn(features, mode):
+    """Counts in "seen" how often it has seen each batch."""
+    w = est.get_variable("w", (), initializer=jax.nn.initializers.ones)
+    est.get_variable("seen", (N,), jnp.int32, jax.nn.initializers.zeros, trainable=False)
+    est.assign_add("seen", jax.nn.one_hot(features[0], N, dtype=jnp.int32))
+    return est.EstimatorSpec(mode, loss=w, train_op=est.Optimizer(optax.sgd(0.0)).minimize(w))
+
+
+class Numbers:
+    """Batches 0, 1 ... with a position, as grain's iterators have one."""
+
+    def __init__(self, stop=N):
+        self.stop, self.next, self.read, self.set = stop, 0, 0, []
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.next == self.stop:
+            raise StopIteration
+        self.next, self.read = self.next + 1, self.read + 1
+        return np.full(1, self.next - 1, np.int32)
+
+    def get_state(self):
+        return {"next": self.next}
+
+    def set_state(self, state):
+        self.next = state["next"]
+        self.set.append(state["next"])
+
+
+def generator(stop=N):
+    return (np.full(1, n, np.int32) for n in range(stop))
+
+
+def new(model_dir, **config):
+    """An Estimator as another process would make it."""
+    return make(model_dir, model_fn, **config)
+
+
+def seen(estimator):
+    return estimator.get_variable_value("seen").tolist()
+
+
+def test_only_three_ways_are_known():
+    with pytest.raises(ValueError, match='`resume_input` should be "position", "count" or None; got \'always\''):
+        est.RunConfig(resume_input="always")
+    assert est.RunConfig().resume_input == "position"
+
+
+@pytest.mark.parametrize("steps_per_loop", [1, 3])
+@pytest.mark.parametrize(
+    ("source", "how", "goes_on"),
+    [
+        (Numbers, "position", True),
+        (Numbers, "count", True),
+        (Numbers, None, False),
+        (generator, "position", False),
+        (generator, "count", True),
+        (generator, None, False),
+    ],
+)
+def test_the_input_goes_on_as_the_config_says(tmp_path, source, how, goes_on, steps_per_loop):
+    for last in (4, 7, 9):  # three processes
+        estimator = new(tmp_path, resume_input=how, steps_per_loop=steps_per_loop)
+        estimator.train(source, max_steps=last)
+    expected = [1] * 9 + [0] * 3 if goes_on else [3, 3, 2, 1] + [0] * 8
+    assert seen(estimator) == expected
+
+
+@pytest.mark.parametrize("how", ["position", "count"])
+def test_the_position_is_that_of_the_batches_trained_on_not_of_those_read_ahead(tmp_path, how):
+    source = Numbers()
+    new(tmp_path, resume_input=how, steps_per_loop=2).train(lambda: source, max_steps=4, hooks=[Every()])
+    again = Numbers()
+    new(tmp_path, resume_input=how).train(lambda: again)
+    assert source.read == 4  # no more than the steps to make
+    assert again.set == [4] and again.read == N - 4  # it is not skipped, though it could be
+
+
+class Every(est.Hook):
+    def after_run(self, context, values):
+        pass
+
+
+class StopAt(est.Hook):
+    """Ends a run at a step that the input's thread does not know of."""
+
+    def __init__(self, step, does=lambda context: context.request_stop()):
+        self.step, self.does = step, does
+
+    def after_run(self, context, values):
+        if context.global_step == self.step:
+            self.does(context)
+
+
+@pytest.mark.parametrize("ends", [lambda context: context.request_stop(), lambda context: os.kill(os.getpid(), 15)])
+def test_what_was_read_ahead_is_read_again(tmp_path, ends):
+    assert signal.SIGTERM == 15
+    source = Numbers()
+
+    def end_behind_the_source(context):
+        deadline = time.monotonic() + 10
+        while source.read <= 5 and time.monotonic() < deadline:
+            time.sleep(0.001)
+        ends(context)
+
+    try:
+        new(tmp_path).train(lambda: source, hooks=[StopAt(5, end_behind_the_source)])
+    except est.Preempted:
+        pass
+    assert source.read > 5
+    assert seen(new(tmp_path)) == [1] * 5 + [0] * 7
+    assert seen(new(tmp_path).train(Numbers)) == [1] * N
+
+
+@pytest.mark.parametrize(("source", "how"), [(Numbers, "position"), (generator, "count")])
+def test_after_the_end_of_the_input_it_begins_anew(tmp_path, source, how):
+    for times in (1, 2):
+        assert seen(new(tmp_path, resume_input=how).train(source)) == [times] * N
+    estimator = new(tmp_path, resume_input=how).train(source, steps=2)
+    assert seen(estimator) == [3, 3] + [2] * 10
+    assert seen(new(tmp_path, resume_input=how).train(source)) == [3] * N
+
+
+@pytest.mark.parametrize(("source", "how"), [(Numbers, "position"), (generator, "count")])
+def test_killed_after_the_last_checkpoint_it_makes_no_further_steps(tmp_path, messages, source, how):
+    def kill(context):
+        if context.global_step == N:
+            raise KeyboardInterrupt
+
+    config = {"resume_input": how, "save_checkpoints_steps": N // 2}
+    with pytest.raises(KeyboardInterrupt):
+        new(tmp_path, **config).train(source, hooks=[StopAt(N, kill)])
+    assert step_of(new(tmp_path)) == N
+    assert seen(new(tmp_path, **config).train(source)) == [1] * N
+    path = tmp_path / f"ckpt-{N}"
+    assert f"Training made no steps: {path} is of the end of the input. The next begins it anew." in messages()
+    assert seen(new(tmp_path, **config).train(source)) == [2] * N
+
+
+def test_a_second_train_of_the_same_estimator_begins_anew(tmp_path):
+    estimator = new(tmp_path)
+    for _ in range(2):
+        estimator.train(Numbers, steps=3)
+    assert seen(estimator) == [2] * 3 + [0] * 9
+    assert seen(new(tmp_path).train(Numbers, steps=3)) == [2] * 3 + [1] * 3 + [0] * 6
+
+
+def test_a_train_that_was_skipped_was_none(tmp_path):
+    new(tmp_path).train(Numbers, max_steps=3)
+    estimator = new(tmp_path)
+    for last in (3, 5):
+        estimator.train(Numbers, max_steps=last)
+    assert seen(estimator) == [1] * 5 + [0] * 7
+
+
+def test_a_run_that_saves_nothing_does_not_move_the_position(tmp_path):
+    new(tmp_path).train(Numbers, max_steps=5)
+    new(tmp_path, save_checkpoints_steps=None).train(Numbers)  # to its end
+    assert seen(new(tmp_path).train(Numbers)) == [1] * N
+
+
+def test_an_input_that_is_shorter_than_what_was_taken_is_an_error(tmp_path):
+    new(tmp_path, resume_input="count").train(generator, max_steps=5)
+    message = (
+        r"ckpt-5 was saved after 5 batches of the input, but input_fn gave only 3\. Give the same input, or begin anew "
+        r"by RunConfig\(resume_input=None\)"
+    )
+    with pytest.raises(ValueError, match=message):
+        new(tmp_path, resume_input="count").train(lambda: generator(3))
+    assert seen(new(tmp_path, resume_input=None).train(lambda: generator(3))) == [2] * 3 + [1] * 2 + [0] * 7
+
+
+def test_a_position_of_other_data_is_an_error_that_says_which_checkpoint(tmp_path):
+    def data(n):
+        return est.inputs.numpy_input_fn(np.arange(n, dtype=np.int32), None, 1, None, shuffle=False)
+
+    new(tmp_path).train(data(5), max_steps=7)
+    with pytest.raises(ValueError, match="is not one of this input") as raised:
+        new(tmp_path).train(data(6), max_steps=9)
+    note = f"The position is that of {tmp_path}/ckpt-7. RunConfig(resume_input=None) begins the input anew."
+    assert raised.value.__notes__ == [note]
+    assert seen(new(tmp_path).train(data(5), max_steps=11))[:5] == [3, 2, 2, 2, 2]
+
+
+def test_an_input_without_position_says_that_it_begins_anew(tmp_path, messages):
+    new(tmp_path).train(generator, max_steps=5)
+    new(tmp_path).train(generator, max_steps=6)
+    assert "The input begins anew: there is no position in it; see RunConfig(resume_input=...)." in messages()

@@ -1,0 +1,222 @@
+"""How many steps go into one program: by arithmetic, by time, and never past a moment that somebody asked for."""
+
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from testing.estimators import make, times
+from testing.towers import cpus
+
+import estimator as est
+from estimator.loop import _steps_per_loop
+from estimator.loop._context import RunContext
+from estimator.loop._plan import Plan
+from estimator.loop._train import Training
+from replicate import TowerOptimizer, replicate_model_fn
+
+
+class At(est.Hook):
+    """Wants to be called after the steps given."""
+
+    def __init__(self, *steps):
+        self.steps = sorted(steps)
+        self.called = []
+
+    def next_step(self, step):
+        return next((s for s in self.steps if s > step), None)
+
+    def after_run(self, context, values):
+        self.called.append((context.global_step, round(values.loss, 5)))
+
+
+class Asking(At):
+    def before_run(self, context):
+        return "loss"
+
+
+def pieces(plan):
+    found = []
+    while (piece := plan.next()) is not None:
+        found.append(piece)
+    return found
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.sets(st.integers(1, 60), max_size=6), max_size=3),
+    st.lists(st.sets(st.integers(1, 60), max_size=6), max_size=2),
+    st.integers(0, 30),
+    st.integers(1, 40),
+    st.integers(1, 25),
+)
+def test_a_plan_stops_at_every_moment_and_nowhere_else(quiet, asking, start, length, most):
+    hooks = [At(*steps) for steps in quiet] + [Asking(*steps) for steps in asking]
+    end = start + length
+    step, seen = start, []
+    for piece in pieces(Plan(hooks, start, end, lambda: most)):
+        assert 1 <= piece.steps <= most
+        step += piece.steps
+        seen += [(hook, step) for hook in piece.due]
+        assert piece.alone == any(isinstance(hook, Asking) for hook in piece.due)
+        assert piece.steps == 1 or not piece.alone
+    assert step == end
+    assert set(seen) == {(hook, s) for hook in hooks for s in hook.steps if start < s <= end}
+    assert len(seen) == len(set(seen))
+
+
+def test_a_plan_has_as_few_pieces_as_the_moments_allow():
+    plan = Plan([At(100), Asking(1, 101)], 0, 200, lambda: 100)
+    assert [piece.steps for piece in pieces(plan)] == [1, 99, 1, 99]
+
+
+def test_a_moment_that_is_over_is_an_error():
+    class Late(est.Hook):
+        def next_step(self, step):
+            return step
+
+    with pytest.raises(ValueError, match=r"Late.*next_step\(3\) returned 3, which is over by then"):
+        Plan([Late()], 3, None, lambda: 1).next()
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """The numbers of steps in the programs that were started, in their order."""
+    found = []
+    start = Training._start
+
+    def noted(training, run, reporting):
+        found.append(run.steps)
+        return start(training, run, reporting)
+
+    monkeypatch.setattr(Training, "_start", noted)
+    return found
+
+
+def wide(width):
+    def model_fn(features, labels, mode):
+        w = est.get_variable("w", (features.shape[-1], width))
+        loss = jnp.mean(jnp.tanh(features @ w) ** 2) + 0.0 * jnp.mean(labels)
+        return est.EstimatorSpec(mode, loss=loss, train_op=est.Optimizer(optax.sgd(0.1)).minimize(loss))
+
+    return model_fn
+
+
+def of_width(n, count):
+    batch = np.ones((64, n), np.float32), np.ones(64, np.float32)
+    return lambda: [batch] * count
+
+
+@pytest.mark.parametrize(("width", "expected"), [(4, [30]), (256, [5] * 6), (2048, [1] * 30)])
+def test_auto_goes_by_the_arithmetic_of_a_step(tmp_path, started, width, expected):
+    config = {"save_checkpoints_steps": None, "save_summary_steps": None, "log_step_count_steps": 30}
+    make(tmp_path, wide(width), **config).train(of_width(width, 30))
+    assert started == expected
+
+
+def test_auto_leaves_a_step_with_a_loop_of_its_own_alone(tmp_path, started):
+    def model_fn(features, labels, mode):
+        w = est.get_variable("w", (2,))
+        far = jax.lax.scan(lambda x, _: (jnp.sin(x), None), w, length=1000)[0]
+        loss = jnp.mean(features @ far)
+        return est.EstimatorSpec(mode, loss=loss, train_op=est.Optimizer(optax.sgd(0.1)).minimize(loss))
+
+    make(tmp_path, model_fn).train(of_width(2, 3))
+    assert started == [1, 1, 1]
+
+
+@pytest.mark.parametrize("towers", [1, 2])
+def test_auto_does_not_count_what_is_shown_now_and_then(tmp_path, started, towers):
+    def model_fn(features, labels, mode):
+        w = est.get_variable("w", (2,))
+        est.summary.histogram("products", features * w)  # finds its buckets in a loop
+        est.summary.scalar("product", jax.lax.fori_loop(0, 3, lambda _, x: jnp.sin(x), w).sum())
+        loss = jnp.mean(features @ w)
+        return est.EstimatorSpec(mode, loss=loss, train_op=TowerOptimizer(optax.sgd(0.1)).minimize(loss))
+
+    config = {"save_checkpoints_steps": None, "save_summary_steps": 20, "log_step_count_steps": 30}
+    make(tmp_path, replicate_model_fn(model_fn, devices=cpus(towers)), **config).train(of_width(2, 41))
+    assert started == [1, 20, 20]
+
+
+def test_auto_passes_no_moment(tmp_path, started):
+    config = {"save_checkpoints_steps": 25, "save_summary_steps": None, "log_step_count_steps": 10}
+    hook = At(7, 8, 30)
+    estimator = make(tmp_path, wide(2), **config).train(of_width(2, 32), hooks=[hook])
+    ends = set(np.cumsum(started).tolist())
+    assert {7, 8, 25, 30, 32} <= ends
+    assert [step for step, _ in hook.called] == [7, 8, 30]
+    assert estimator.latest_checkpoint().endswith("ckpt-32")
+
+
+def test_auto_is_one_where_a_hook_wants_every_step(tmp_path, started):
+    hook = At(*range(1, 13))
+    make(tmp_path, wide(2)).train(of_width(2, 12), hooks=[hook])
+    assert started == [1] * 12
+    assert [step for step, _ in hook.called] == list(range(1, 13))
+
+
+@pytest.mark.parametrize("steps_per_loop", ["auto", 4, 100, "0.5s"])
+def test_losses_and_variables_are_those_of_one_step_at_a_time(tmp_path, steps_per_loop):
+    def run(k):
+        hook, asking = At(3, 9, 10, 22), Asking(1, 11, 21)
+        config = {"save_checkpoints_steps": 6, "steps_per_loop": k}
+        estimator = make(tmp_path / str(k), **config).train(times(26), hooks=[hook, asking])
+        return hook.called, asking.called, estimator
+
+    one, several = run(1), run(steps_per_loop)
+    assert one[:2] == several[:2]
+    for name in one[2].get_variable_names():
+        values = (estimator.get_variable_value(name) for estimator in (one[2], several[2]))
+        np.testing.assert_allclose(*values, rtol=2e-5, atol=1e-7)
+
+
+def test_a_training_with_loops_compiles_each_program_once(tmp_path, compilations):
+    estimator = make(tmp_path, wide(2), save_checkpoints_steps=None)
+    estimator.train(of_width(2, 250))
+    before = len(compilations)
+    estimator.train(of_width(2, 250))
+    assert len(compilations) == before
+
+
+class Clock:
+    """Time that passes as it is told."""
+
+    def __init__(self, monkeypatch):
+        self.now = 0.0
+        monkeypatch.setattr(_steps_per_loop, "time", types.SimpleNamespace(monotonic=lambda: self.now))
+
+
+@pytest.mark.parametrize(("asked", "per_step", "expected"), [("0.2s", 0.001, 128), ("1s", 0.3, 2), ("0.01s", 1.0, 1)])
+def test_a_time_becomes_the_steps_that_fit_into_it(monkeypatch, asked, per_step, expected):
+    clock = Clock(monkeypatch)
+    programs = types.SimpleNamespace(
+        steps_per_program=0, loops=False, traits=types.SimpleNamespace(is_one_program=True)
+    )
+    size = _steps_per_loop.choose(asked, programs, (), RunContext("train"), 100)
+    assert size.most() == 1
+    step, sizes = 0, []
+    for _ in range(60):
+        size.timed(step)
+        step += max(10, size.most())
+        clock.now += per_step * max(10, size.most())
+        sizes.append(size.most())
+    assert sizes[-1] == expected
+    assert len(set(sizes)) <= 2  # compiled anew once
+
+
+def test_debugging_means_one_step_at_a_time(tmp_path, started):
+    with jax.debug_nans(True):
+        make(tmp_path, wide(2)).train(of_width(2, 3))
+    assert started == [1, 1, 1]
+
+
+def test_batches_of_other_shapes_run_one_by_one(tmp_path, started):
+    features, labels = of_width(2, 1)()[0]
+    mixed = [(features, labels), (features[:8], labels[:8]), (features, labels)]
+    make(tmp_path, wide(2), steps_per_loop=3).train(lambda: mixed)
+    assert started == [1, 1, 1]

@@ -1,0 +1,310 @@
+"""Metrics against TensorFlow's golden cases, and the laws of merging."""
+
+import dataclasses
+import functools
+import json
+import pathlib
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from estimator import metrics
+
+GOLDEN = pathlib.Path(__file__).resolve().parents[1] / "golden" / "replicate_model_fn_tf112.json"
+CASES = json.loads(GOLDEN.read_text())["eval"]
+THRESHOLDS = [0.3, 0.5, 0.7]
+
+
+def all_metrics(y, classes, logits, yb, p, weight=None):
+    """Every metric; y, classes, weight [B], logits [B, C], yb and p [B, 1]."""
+    rounded = jnp.round(p)
+    return {
+        "accuracy": metrics.accuracy(y, classes, weight),
+        "per_class": metrics.mean_per_class_accuracy(y, classes, logits.shape[-1], weight),
+        "mean_iou": metrics.mean_iou(y, classes, logits.shape[-1], weight),
+        "top2": metrics.recall_at_k(y, logits, 2, weight),
+        "mean_p": metrics.mean(p, weight),
+        "mse": metrics.mean_squared_error(yb, p, weight),
+        "rmse": metrics.root_mean_squared_error(yb, p, weight),
+        "mae": metrics.mean_absolute_error(yb, p, weight),
+        "auc": metrics.auc(yb, p, weight),
+        "auc_pr": metrics.auc(yb, p, weight, curve="PR", summation_method="careful_interpolation"),
+        "precision": metrics.precision(yb, rounded, weight),
+        "recall": metrics.recall(yb, rounded, weight),
+        "tp": metrics.true_positives(yb, rounded, weight),
+        "fp": metrics.false_positives(yb, rounded, weight),
+        "tn": metrics.true_negatives(yb, rounded, weight),
+        "fn": metrics.false_negatives(yb, rounded, weight),
+        "precision_at": metrics.precision_at_thresholds(yb, p, THRESHOLDS, weight),
+        "recall_at": metrics.recall_at_thresholds(yb, p, THRESHOLDS, weight),
+    }
+
+
+def is_metric(x):
+    return isinstance(x, metrics.Metric)
+
+
+def merged(many):
+    return functools.reduce(lambda a, b: jax.tree.map(lambda m, n: m.merge(n), a, b, is_leaf=is_metric), many)
+
+
+def results(states):
+    return {name: state.result() for name, state in states.items()}
+
+
+def on_host(states):
+    return jax.tree.map(lambda x: np.asarray(x, np.float64), states)
+
+
+@jax.jit
+def golden_metrics(w, wb, x, y, yb, weight):
+    logits = x @ w
+    classes, p = jnp.argmax(logits, axis=-1), jax.nn.sigmoid(x @ wb)
+    states = all_metrics(y, classes, logits, yb, p)
+    return states | {"weighted_accuracy": metrics.accuracy(y, classes, weight)}
+
+
+@pytest.mark.parametrize("host", [False, True], ids=["jax", "host"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
+def test_metrics_merged_over_batches_match_tensorflow(case, host):
+    batches = zip(case["x"], case["y"], case["yb"], case["weight"], strict=True)
+    states = [golden_metrics(jnp.array(case["w"]), jnp.array(case["wb"]), *map(jnp.array, batch)) for batch in batches]
+    got = results(merged([on_host(s) for s in states] if host else states))
+    assert set(got) == set(case["results"]) - {"loss", "global_step"}
+    for name, value in got.items():
+        np.testing.assert_allclose(value, case["results"][name], atol=5e-5, err_msg=name)
+
+
+def rows(seed, num_rows):
+    rng = np.random.default_rng(seed)
+    logits = rng.normal(size=(num_rows, 4)).astype(np.float32)
+    return {
+        "y": rng.integers(0, 4, num_rows),
+        "classes": logits.argmax(-1),
+        "logits": logits,
+        "yb": rng.integers(0, 2, (num_rows, 1)).astype(np.float32),
+        "p": rng.uniform(size=(num_rows, 1)).astype(np.float32),
+        "weight": rng.integers(0, 4, num_rows).astype(np.float32),
+    }
+
+
+@hypothesis.given(st.data(), st.booleans())
+@hypothesis.settings(deadline=None, max_examples=15)
+def test_merging_any_split_of_the_rows_in_any_order_is_the_metric_of_all_rows(data, host):
+    part = data.draw(st.lists(st.integers(0, 2), min_size=1, max_size=6))
+    order = data.draw(st.permutations(sorted(set(part))))
+    table = rows(data.draw(st.integers(0, 100)), len(part))
+    parts = [all_metrics(**{k: v[np.array(part) == i] for k, v in table.items()}) for i in order]
+    got = results(merged([on_host(p) for p in parts] if host else parts))
+    want = results(all_metrics(**table))
+    for name in want:
+        np.testing.assert_allclose(got[name], want[name], rtol=2e-5, atol=1e-5, err_msg=name)
+
+
+def test_a_row_of_integer_weight_counts_as_that_many_rows():
+    table = rows(3, 20)
+    times = table.pop("weight").astype(int)
+    got = results(all_metrics(**table, weight=times))
+    want = results(all_metrics(**{k: np.repeat(v, times, axis=0) for k, v in table.items()}))
+    for name in want:
+        np.testing.assert_allclose(got[name], want[name], rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def test_metrics_of_no_rows_are_zero_on_host_and_device():
+    states = all_metrics(**rows(0, 0))
+    for name, value in results(states).items():
+        np.testing.assert_array_equal(value, np.zeros_like(value), err_msg=name)
+    for name, value in results(on_host(states)).items():
+        np.testing.assert_array_equal(value, np.zeros_like(value), err_msg=name)
+
+
+def test_states_are_float32_and_stay_float64_on_the_host():
+    states = all_metrics(**rows(0, 5))
+    assert {leaf.dtype for leaf in jax.tree.leaves(states)} == {np.dtype(np.float32)}
+    total = merged([on_host(states), on_host(states)])
+    assert {np.asarray(leaf).dtype for leaf in jax.tree.leaves(total)} == {np.dtype(np.float64)}
+    for name, value in results(total).items():
+        assert not isinstance(value, jax.Array), name
+        assert np.asarray(value).dtype == np.float64, name
+
+
+def test_metrics_are_pure_under_jit_pmap_and_as_auxiliary_of_vjp():
+    table = {k: np.stack([v, v]) for k, v in rows(0, 6).items()}
+    stacked = jax.pmap(lambda t: all_metrics(**t))(table)
+    summed = jax.tree.map(lambda x: x.sum(0), stacked)
+    one = all_metrics(**rows(0, 6))
+    np.testing.assert_allclose(jax.jit(lambda m: m.result())(summed["auc"]), one["auc"].result(), rtol=1e-4)
+    assert summed["tp"].result() == 2 * one["tp"].result()
+
+    def loss_fn(p):
+        return p.sum(), all_metrics(**rows(0, 6) | {"p": p})
+
+    _, _, aux = jax.vjp(loss_fn, jnp.asarray(rows(0, 6)["p"]), has_aux=True)
+    assert aux["tp"].result() == one["tp"].result()
+
+
+def exact_auc(labels, p):
+    positive, negative = p[labels == 1], p[labels == 0]
+    return np.mean(positive[:, None] > negative) + 0.5 * np.mean(positive[:, None] == negative)
+
+
+def test_auc_is_the_probability_of_ranking_a_positive_row_higher():
+    rng = np.random.default_rng(0)
+    labels = rng.integers(0, 2, 500)
+    p = np.float32(np.clip(rng.normal(0.4 + 0.2 * labels, 0.2), 0, 1))
+    np.testing.assert_allclose(metrics.auc(labels, p).result(), exact_auc(labels, p), atol=2e-3)
+
+
+@pytest.mark.parametrize("curve", ["ROC", "PR"])
+def test_minoring_and_majoring_bound_the_trapezoidal_area(curve):
+    rng = np.random.default_rng(1)
+    labels, p = rng.integers(0, 2, 50), rng.uniform(size=50).astype(np.float32)
+    low, middle, high = (
+        metrics.auc(labels, p, num_thresholds=10, curve=curve, summation_method=method).result()
+        for method in ("minoring", "trapezoidal", "majoring")
+    )
+    assert low < middle < high
+    np.testing.assert_allclose(middle, (low + high) / 2, rtol=1e-5)
+
+
+def test_a_threshold_counts_what_is_strictly_above_it():
+    got = metrics.recall_at_thresholds(jnp.array([1, 1]), jnp.array([0.5, 0.75]), [0.5, 0.25])
+    assert got.result().tolist() == [0.5, 1.0]
+
+
+def test_a_class_without_rows_counts_in_mean_per_class_accuracy_but_not_in_mean_iou():
+    labels = jnp.array([0, 1])
+    assert metrics.mean_per_class_accuracy(labels, labels, 4).result() == 0.5
+    assert metrics.mean_iou(labels, labels, 4).result() == 1.0
+
+
+def test_classes_out_of_range_are_left_out():
+    labels, predictions = jnp.array([0, -1, 1, 255, 2]), jnp.array([0, 1, 1, 0, 7])
+    assert metrics.mean_iou(labels, predictions, 3).confusion.tolist() == np.diag([1, 1, 0]).tolist()
+    assert metrics.mean_per_class_accuracy(labels, predictions, 2).result() == 1.0
+
+
+def test_recall_at_k_of_several_labels_counts_each_label_once():
+    labels = jnp.array([[0, 0, 3], [1, 2, -1]])
+    scores = jnp.array([[4.0, 3.0, 2.0, 1.0], [4.0, 3.0, 2.0, 1.0]])
+    got = metrics.recall_at_k(labels, scores, 2, weights=jnp.array([1.0, 2.0]))
+    assert got.total == 1 + 2 and got.count == 2 + 2 * 3
+
+
+def test_recall_at_one_is_accuracy_and_at_all_classes_is_one():
+    table = rows(0, 30)
+    at_one = metrics.recall_at_k(table["y"], table["logits"], 1).result()
+    assert at_one == metrics.accuracy(table["y"], table["classes"]).result()
+    assert metrics.recall_at_k(table["y"], table["logits"], 4).result() == 1
+
+
+@pytest.mark.parametrize("weight_shape", [(3,), (3, 1)])
+@pytest.mark.parametrize("shapes", [((3,), (3, 1)), ((3, 1), (3,)), ((3, 1), (3, 1))])
+def test_a_last_dimension_of_one_may_be_missing(shapes, weight_shape):
+    labels = np.float32([1, 0, 1]).reshape(shapes[0])
+    predictions = np.float32([1, 2, 4]).reshape(shapes[1])
+    got = metrics.mean_absolute_error(labels, predictions, np.float32([1, 2, 5]).reshape(weight_shape))
+    np.testing.assert_allclose(got.result(), (0 + 4 + 15) / 8)
+
+
+def test_weights_of_rows_are_repeated_over_columns():
+    got = metrics.mean(jnp.array([[1.0, 3.0], [5.0, 7.0]]), jnp.array([1.0, 0.0]))
+    assert got.result() == 2 and got.count == 2
+    assert metrics.mean(jnp.array([1.0, 3.0]), 2.0).count == 4
+
+
+PAIRWISE = {
+    "accuracy": metrics.accuracy,
+    "mean_squared_error": metrics.mean_squared_error,
+    "root_mean_squared_error": metrics.root_mean_squared_error,
+    "mean_absolute_error": metrics.mean_absolute_error,
+    "precision": metrics.precision,
+    "recall": metrics.recall,
+    "auc": metrics.auc,
+    "true_positives": metrics.true_positives,
+    "false_positives": metrics.false_positives,
+    "true_negatives": metrics.true_negatives,
+    "false_negatives": metrics.false_negatives,
+    "precision_at_thresholds": lambda y, p: metrics.precision_at_thresholds(y, p, [0.5]),
+    "recall_at_thresholds": lambda y, p: metrics.recall_at_thresholds(y, p, [0.5]),
+    "mean_iou": lambda y, p: metrics.mean_iou(y, p, 2),
+    "mean_per_class_accuracy": lambda y, p: metrics.mean_per_class_accuracy(y, p, 2),
+}
+
+
+@pytest.mark.parametrize("name", PAIRWISE)
+def test_shapes_that_differ_are_an_error_and_not_broadcast(name):
+    message = rf"`{name}` got labels of shape \(4, 1\) and predictions of shape \(4, 3\), which"
+    with pytest.raises(ValueError, match=message):
+        PAIRWISE[name](jnp.ones((4, 1)), jnp.ones((4, 3)))
+
+
+def test_weights_that_do_not_fit_are_an_error():
+    message = r"`mean` got weights of shape \(3,\) for values of shape \(4,\)\. .* reshape them"
+    with pytest.raises(ValueError, match=message):
+        metrics.mean(jnp.ones(4), jnp.ones(3))
+
+
+def test_unknown_options_are_errors_naming_the_known_ones():
+    with pytest.raises(ValueError, match=r"curve='roc'; the known ones are \('ROC', 'PR'\)"):
+        metrics.auc(jnp.ones(2), jnp.ones(2), curve="roc")
+    with pytest.raises(ValueError, match=r"summation_method='x'; the known ones are .*minoring"):
+        metrics.auc(jnp.ones(2), jnp.ones(2), summation_method="x")
+    with pytest.raises(ValueError, match=r"num_thresholds=1; it takes 2 at least"):
+        metrics.auc(jnp.ones(2), jnp.ones(2), num_thresholds=1)
+    with pytest.raises(ValueError, match=r"`recall_at_k` got k=4 for predictions of 3 classes"):
+        metrics.recall_at_k(jnp.array([1]), jnp.ones((1, 3)), 4)
+    with pytest.raises(ValueError, match=r"`recall_at_k` got labels of shape \(2, 1\)"):
+        metrics.recall_at_k(jnp.array([1, 2]), jnp.ones((1, 3)), 1)
+
+
+def test_only_metrics_of_the_same_type_static_fields_and_shapes_merge():
+    ones = jnp.ones(3)
+    with pytest.raises(TypeError, match=r"`Mean\.merge` got a `Count`; only metrics of the same"):
+        metrics.mean(ones).merge(metrics.true_positives(ones, ones))
+    with pytest.raises(ValueError, match=r"another `curve`: 'PR', where this one has 'ROC'"):
+        metrics.auc(ones, ones).merge(metrics.auc(ones, ones, curve="PR"))
+    with pytest.raises(ValueError, match=r"another `thresholds`: \(0\.5,\), .* \(0\.25,\)"):
+        at = [metrics.recall_at_thresholds(ones, ones, [t]) for t in (0.25, 0.5)]
+        at[0].merge(at[1])
+    with pytest.raises(ValueError, match=r"`confusion` has shape \(1, 1\), .* \(2, 2\)"):
+        metrics.mean_iou(ones, ones, 2).merge(metrics.mean_iou(ones, ones, 1))
+
+
+class Largest(metrics.Metric):
+    """A user's metric, whose merge is not a sum."""
+
+    value: jax.Array
+    unit: str = dataclasses.field(default="m", metadata={"static": True})
+
+    def merge(self, other):
+        return Largest(jnp.maximum(self.value, other.value), self.unit)
+
+    def result(self):
+        return self.value
+
+
+def test_a_subclass_is_a_frozen_pytree_with_its_own_merge():
+    one, two = Largest(jnp.float32(1)), Largest(jnp.float32(2))
+    assert jax.jit(lambda a, b: a.merge(b))(one, two).result() == 2
+    assert jax.tree.structure(one) == jax.tree.structure(two)
+    assert jax.tree.structure(one) != jax.tree.structure(Largest(jnp.float32(1), "km"))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        one.value = 3
+
+
+def test_equal_static_fields_compile_once():
+    traces = []
+
+    @jax.jit
+    def result(metric):
+        traces.append(metric)
+        return metric.result()
+
+    for _ in range(2):
+        result(metrics.precision_at_thresholds(jnp.ones(3), jnp.ones(3), list(THRESHOLDS)))
+    assert len(traces) == 1

@@ -1,0 +1,87 @@
+"""Several processes that train together compute what one does with as many devices."""
+
+import importlib
+import re
+
+import numpy as np
+import pytest
+from testing import team as team
+from testing.cluster import shared_cluster
+from testing.outcomes import assert_law, merged, read, said, said_by
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return str(tmp_path_factory.mktemp("law"))
+
+
+def run_both(function, folder):
+    """Runs it in two processes, and meanwhile alone; returns what the two have said."""
+    shared_cluster().start(function, folder, processes=2, timeout=100)
+    module, _, name = function.rpartition(".")
+    getattr(importlib.import_module(module), name)(folder)
+    return said_by(shared_cluster().ended())
+
+
+def test_steps_of_two_processes_equal_those_of_one(folder):
+    run_both("testing.team.transformed", folder)
+    for name in ("mirrored", "sharded", "accumulated", "skipped"):
+        assert_law(folder, name)
+    assert read(folder, 1, 0, "skipped")["['skipped']"] == 1
+
+
+@pytest.fixture(scope="module")
+def estimated(folder):
+    run_both("testing.team.estimated", folder)
+
+
+@pytest.mark.usefixtures("estimated")
+def test_estimators_of_two_processes_do_what_one_does(folder):
+    for name in ("mirrored-1", "sharded-4", "mirrored-auto"):
+        assert_law(folder, name)
+        assert_law(folder, f"{name}-eval")
+        if name != "sharded-4":
+            assert_law(folder, f"{name}-recorded")
+    assert_law(folder, "mirrored-1-uneven")
+    assert_law(folder, "mirrored-1-history")
+
+
+@pytest.mark.usefixtures("estimated")
+def test_each_process_predicts_its_own_examples_each_once(folder):
+    found = [list(zip(*columns(read(folder, 2, i, "mirrored-1-predictions")), strict=True)) for i in range(2)]
+    assert [len(rows) for rows in found] == np.sum(team.SPLITS, axis=0).tolist()
+    want = {tuple(x): output for x, output in zip(*columns(read(folder, 1, 0, "mirrored-1-predictions")), strict=True)}
+    assert {tuple(x) for rows in found for x, _ in rows} == want.keys()
+    for x, output in found[0] + found[1]:
+        np.testing.assert_allclose(output, want[tuple(x)], rtol=2e-5, atol=2e-6)
+
+
+def columns(found):
+    """Features and outputs of predicted examples."""
+    return [[found[f"[{i}]['{key}']"] for i in range(len(found) // 2)] for key in ("x", "output")]
+
+
+def test_training_with_evaluations_is_that_of_one(folder, capsys):
+    each = [merged(rows) for rows in run_both("testing.team_hooks.trained_and_evaluated", folder)]
+    alone = merged(said(capsys.readouterr().out.splitlines()))
+    assert_law(folder, "t")
+    wrong = [one.pop("wrong") for one in each]
+    assert re.match(r"`evaluate\(.*\)` is a call of all processes, but was made where process 0 works alone", wrong[0])
+    assert wrong[1].startswith("Process 0 failed in `export`: RuntimeError: `evaluate(")
+    assert each[0] == each[1]
+    assert each[0]["evaluated"] == alone["evaluated"] == [2, 4, 6, 8, 10]
+    metrics, exports = each[0]["result"]
+    # It stopped at the step 10, as nothing was better than at the step 6, of which it ended with the variables.
+    assert (metrics["null"]["global_step"], metrics["null"]["m"]) == (10, 3.0)
+    assert metrics["null"] == metrics["late"]
+    np.testing.assert_allclose(metrics["null"]["loss"], alone["result"][0]["null"]["loss"], rtol=2e-5)
+    assert each[0]["again"] == [metrics["null"], exports["null"]]
+
+
+def test_towers_of_two_processes_that_meet_once_per_block_are_those_of_one(folder):
+    run_both("testing.team_blocks.trained", folder)
+    for name in ("blocks", "blocks-eval", "blocks-resumed", "blocks-evaluated"):
+        assert_law(folder, name)
+    found = read(folder, 2, 1, "blocks-resumed")
+    assert found["['block_sync/steps']"] == 5
+    assert found["['block_sync/copies/w']"].shape == (4, 3, 8)

@@ -1,0 +1,209 @@
+"""Replicas checked: copies of an array that differ are found, by name, device and step; nothing else is."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from testing.estimators import make, saved_steps, times
+from testing.towers import mlp_model_fn, regression, replicate
+
+import estimator as est
+from estimator.hooks import _replica_check
+from estimator.loop._train import Training
+from estimator.multihost._replica_check import check_replicas
+
+CPUS = jax.devices("cpu")
+GRID = Mesh(np.array(CPUS).reshape(2, 4), ("cut", "copied"))
+
+
+def everywhere(devices=CPUS):
+    return NamedSharding(Mesh(np.array(devices), ("device",)), PartitionSpec())
+
+
+def with_copy(array, i, change):
+    """The array with its i-th shard replaced by `change(shard)`."""
+    shards = [shard.data for shard in array.addressable_shards]
+    shards[i] = jax.device_put(change(np.array(shards[i])), shards[i].device)
+    return jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards)
+
+
+def one_bit(i=0):
+    """Flips the lowest bit of the i-th byte."""
+
+    def change(x):
+        bits = x.reshape(-1).view(np.uint8)
+        bits[i] ^= 1
+        return x
+
+    return change
+
+
+# The check.
+
+DTYPES = "float32 bfloat16 float16 float8_e4m3fn complex64 int32 int16 uint8 int4 bool".split()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_bit_of_one_copy_is_found_in_every_dtype(dtype):
+    values = jax.device_put(np.ones((2, 3), jnp.dtype(dtype)), everywhere())
+    check_replicas(1, variable={"w": values})
+    with pytest.raises(est.ReplicaMismatchError, match="variable 'w' on device cpu:3 differs from that on cpu:0"):
+        check_replicas(1, variable={"w": with_copy(values, 3, one_bit())})
+
+
+def test_one_bit_of_one_copy_is_found_wherever_it_is():
+    values = jax.device_put(np.random.default_rng(0).normal(size=10).astype(np.float32), everywhere(CPUS[:2]))
+    for byte in range(values.nbytes):
+        with pytest.raises(est.ReplicaMismatchError):
+            check_replicas(1, variable=with_copy(values, 1, one_bit(byte)))
+
+
+@pytest.mark.parametrize("distance", [1, 2, 256, 1024])
+def test_elements_that_changed_places_are_found(distance):
+    def change(x):
+        x[[0, distance]] = x[[distance, 0]]
+        return x
+
+    # Powers of two: their bits differ in a few high places only.
+    values = jax.device_put(2.0 ** (np.arange(2048, dtype=np.float32) // distance % 8), everywhere(CPUS[:2]))
+    with pytest.raises(est.ReplicaMismatchError):
+        check_replicas(1, variable=with_copy(values, 1, change))
+
+
+def test_nan_is_compared_by_its_bits():
+    nan = jax.device_put(np.float32([np.nan, -0.0]), everywhere())
+    check_replicas(1, variable=nan)
+    for change in (one_bit(0), lambda x: np.abs(x)):  # another NaN; another zero
+        with pytest.raises(est.ReplicaMismatchError):
+            check_replicas(1, variable=with_copy(nan, 5, change))
+
+
+def test_every_array_is_looked_at_and_the_message_says_which():
+    state = jax.device_put({"a": jnp.ones(3), "b": {"c": jnp.ones(()), "d": jnp.ones(4)}}, everywhere())
+    slots = {"adam": [jax.device_put(jnp.ones(2), everywhere(CPUS[:3]))]}
+    check_replicas(7, variable=state, slot=slots)
+    wrong = with_copy(state["b"]["c"], 2, one_bit())
+    with pytest.raises(
+        est.ReplicaMismatchError, match="^The copy of the variable 'b/c' on device cpu:2 differs.*step 7"
+    ):
+        check_replicas(7, variable=state | {"b": {"c": wrong}}, slot=slots)
+    for i, which in ((0, "cpu:0 differs from that on cpu:1"), (2, "cpu:2 differs from that on cpu:0")):
+        slots = {"adam": [with_copy(jax.device_put(jnp.ones(2), everywhere(CPUS[:3])), i, one_bit())]}
+        with pytest.raises(est.ReplicaMismatchError, match=f"^The copy of the slot 'adam/0' on device {which}"):
+            check_replicas(7, variable=state, slot=slots)
+    both = {"v": wrong, "w": with_copy(with_copy(state["a"], 1, one_bit()), 4, one_bit(4))}
+    with pytest.raises(est.ReplicaMismatchError, match="cpu:2 .* at step 9. So it is with 1 more. Nothing is saved"):
+        check_replicas(9, variable=both)
+    with pytest.raises(est.ReplicaMismatchError, match="'w' on device cpu:1, cpu:4 differs from that on cpu:0"):
+        check_replicas(9, variable=both | {"v": state["a"]})
+
+
+def test_the_parts_of_a_sharded_array_are_no_copies():
+    sharded = jax.device_put(np.arange(8.0, dtype=np.float32), NamedSharding(GRID, PartitionSpec(("cut", "copied"))))
+    single = jax.device_put(np.ones(2, np.float32), SingleDeviceSharding(CPUS[1]))
+    check_replicas(1, variable={"sharded": sharded, "single": single, "changed": with_copy(sharded, 3, one_bit())})
+
+
+def test_the_copies_of_a_part_of_an_array_are_compared():
+    array = jax.device_put(np.arange(8.0, dtype=np.float32), NamedSharding(GRID, PartitionSpec("cut")))
+    check_replicas(1, variable=array)
+    for i, like in ((2, 0), (6, 4)):
+        with pytest.raises(est.ReplicaMismatchError, match=f"on device cpu:{i} differs from that on cpu:{like}"):
+            check_replicas(1, variable=with_copy(array, i, one_bit()))
+
+
+def test_prng_keys_are_compared():
+    keys = jax.random.wrap_key_data(jax.device_put(np.zeros(2, np.uint32), everywhere()))
+    check_replicas(1, variable=keys)
+    wrong = with_copy(jax.random.key_data(keys), 1, one_bit())
+    with pytest.raises(est.ReplicaMismatchError):
+        check_replicas(1, variable=jax.random.wrap_key_data(wrong))
+
+
+# In training.
+
+
+def batches(n):
+    x, y = regression(8)
+    return lambda: [(x[0], y[0])] * n
+
+
+def corrupt(monkeypatch, at_step, which):
+    """Changes one bit of a copy on cpu:1 after the program in which `at_step` lies."""
+    start = Training._start
+
+    def corrupting(training, run, reporting):
+        before = training.context.global_step
+        outcome = start(training, run, reporting)
+        if before < at_step <= training.context.global_step:
+            training._carry = which(training._carry, lambda array: with_copy(array, 1, one_bit()))
+        return outcome
+
+    monkeypatch.setattr(Training, "_start", corrupting)
+
+
+def a_variable(carry, change):
+    return carry._replace(variables=carry.variables | {"v": change(carry.variables["v"])})
+
+
+def a_slot(carry, change):
+    (state, *rest) = carry.slots["optimizer"]
+    mu = state.mu | {"hidden/w": change(state.mu["hidden/w"])}
+    return carry._replace(slots={"optimizer": (state._replace(mu=mu), *rest)})
+
+
+@pytest.mark.parametrize(
+    ("which", "steps_per_loop", "found"),
+    [(a_variable, 1, 8), (a_slot, 1, 8), (a_variable, 3, 8)],
+)
+def test_a_copy_changed_in_training_is_found_at_the_next_check(tmp_path, monkeypatch, which, steps_per_loop, found):
+    estimator = make(
+        tmp_path,
+        replicate(mlp_model_fn(optax.adam(0.01)), 2),
+        save_checkpoints_steps=found,  # so that a checkpoint is due when the mismatch is found
+        check_replicas_every=4,
+        steps_per_loop=steps_per_loop,
+    )
+    corrupt(monkeypatch, 7, which)
+    name = {a_variable: "variable 'v'", a_slot: "slot 'optimizer/0/mu/hidden/w'"}[which]
+    with pytest.raises(
+        est.ReplicaMismatchError, match=f"copy of the {name} on device cpu:1 differs .* cpu:0, at step {found}"
+    ):
+        estimator.train(batches(20))
+    assert saved_steps(estimator) == [0]
+
+
+def checks(monkeypatch, estimator, *lengths):
+    """The steps at which replicas are checked in training runs of these lengths."""
+    seen = []
+    monkeypatch.setattr(_replica_check, "check_replicas", lambda step, team, **trees: seen.append(step))
+    for n in lengths:
+        estimator.train(times(n))
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("config", "lengths", "expected"),
+    [
+        ({}, (9,), []),
+        ({"check_replicas_every": 4}, (11,), [4, 8]),
+        ({"check_replicas_every": 4}, (3, 3, 3), [4, 8]),
+        ({"check_replicas_every": 4, "save_checkpoints_steps": 3}, (9,), [4, 8]),
+        ({"check_replicas_every": 4, "steps_per_loop": 3}, (13,), [4, 8, 12]),
+        ({"check_replicas_every": 1, "log_step_count_steps": 2}, (3,), [1, 2, 3]),
+    ],
+)
+def test_checks_come_every_so_many_steps(tmp_path, monkeypatch, config, lengths, expected):
+    assert checks(monkeypatch, make(tmp_path, **config), *lengths) == expected
+
+
+@pytest.mark.usefixtures("users_compiler")
+def test_training_that_is_checked_is_the_same_training(tmp_path):
+    model_fn = replicate(mlp_model_fn(optax.adam(0.01)), 2)
+    plain, checked = (
+        make(tmp_path / str(every), model_fn, check_replicas_every=every).train(batches(6)) for every in (None, 2)
+    )
+    for name in plain.get_variable_names():
+        np.testing.assert_array_equal(plain.get_variable_value(name), checked.get_variable_value(name), err_msg=name)

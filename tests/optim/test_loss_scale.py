@@ -1,0 +1,282 @@
+"""The loss scale: exact where nothing overflows, a skipped update where something does, half precision cured."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from testing.estimators import make
+from testing.towers import FOUR, assert_close, cpus, mlp_model_fn, regression, replicate
+
+import estimator as est
+from replicate import TowerOptimizer, VariableDistribution, replicate_model_fn
+
+ROWS = np.ones((8, 3), np.float32) * np.array([0, 1, 2], np.float32)
+W = np.array([-0.0, 1.0, 2.0], np.float32)
+
+
+def with_row(row, value):
+    rows = ROWS.copy()
+    rows[row, 1] = value
+    return rows
+
+
+def linear(loss_scale, optimizer=optax.adam):
+    """The gradient of a tower is the mean of its rows; "seen" is the sum of all it saw."""
+
+    def model_fn(features, labels, mode):
+        w = est.get_variable("w", lambda key: jnp.array(W))
+        est.get_variable("seen", (3,), initializer=jax.nn.initializers.zeros, trainable=False)
+        est.assign_add("seen", features.sum(0))
+        loss = jnp.mean(features @ w)
+        return est.EstimatorSpec(
+            mode, loss=loss, train_op=TowerOptimizer(optimizer(0.1), loss_scale=loss_scale).minimize(loss)
+        )
+
+    return model_fn
+
+
+def bits(tree):
+    return [np.asarray(x).tobytes() for x in jax.tree.leaves(tree)]
+
+
+def trained(model_fn, *batches):
+    model = est.transform(model_fn)
+    state = model.init(jax.random.key(0), *(x[0] for x in batches))
+    return model.train_loop(state, batches if len(batches) > 1 else (*batches, None))
+
+
+def scales(model_fn, batches):
+    model = est.transform(model_fn)
+    state = model.init(jax.random.key(0), batches[0])
+    found = []
+    for batch in batches:
+        state, _ = model.train_step(state, batch)
+        found.append(float(state.slots["optimizer"].scale))
+    return found
+
+
+@pytest.mark.parametrize("towers", [1, 2, 8])
+@pytest.mark.usefixtures("users_compiler")
+def test_a_loss_scale_changes_no_bit_in_float32(towers):
+    """Where an optimizer adds two products, the compiler may fuse either with the sum: that can change the last bit."""
+
+    def run(loss_scale):
+        model_fn = mlp_model_fn(est.Optimizer(optax.sgd(0.1, momentum=0.9), loss_scale=loss_scale))
+        return trained(replicate(model_fn, towers), *regression(8, steps=5))
+
+    want_state, want = run(None)
+    state, spec = run(est.DynamicLossScale(growth_interval=2))
+    assert bits(state.variables) == bits(want_state.variables)
+    assert bits((spec.loss, spec.predictions, spec.eval_metric_ops)) == bits(
+        (want.loss, want.predictions, want.eval_metric_ops)
+    )
+    slots = state.slots["optimizer"]
+    assert bits(slots.inner) == bits(want_state.slots["optimizer"])
+    assert (slots.scale, slots.good_steps) == (2.0**17, 1)
+
+
+@pytest.mark.parametrize("towers, bad_row", [(None, 0), (1, 3), (2, 4), (8, 5)])
+@pytest.mark.parametrize("value", [np.inf, np.nan])
+@pytest.mark.usefixtures("users_compiler")
+def test_an_update_that_is_not_finite_is_skipped(towers, bad_row, value):
+    model_fn = linear(est.DynamicLossScale(initial_scale=8.0))
+    model = est.transform(replicate(model_fn, towers) if towers else model_fn)
+    state = model.init(jax.random.key(0), ROWS)
+    before, _ = model.train_step(state, ROWS)
+    before = before._replace(variables={**before.variables, "w": jnp.array(W)})  # with its -0.0
+    after, _ = model.train_step(before, with_row(bad_row, value))
+    assert bits(after.variables) == bits(before.variables)
+    slots, slots_before = after.slots["optimizer"], before.slots["optimizer"]
+    assert bits(slots.inner) == bits(slots_before.inner)
+    assert (slots_before.scale, slots_before.good_steps) == (8.0, 1)
+    assert (slots.scale, slots.good_steps) == (4.0, 0)
+    assert after.global_step == 2
+    resumed, _ = model.train_step(after, ROWS)
+    want, _ = model.train_step(before, ROWS)
+    assert bits(resumed.variables) == bits(want.variables)
+
+
+@pytest.mark.parametrize("distribution", list(VariableDistribution)[1:])
+def test_wherever_the_variables_live(distribution):
+    def run(**where):
+        model_fn = linear(est.DynamicLossScale(initial_scale=8.0), optax.sgd)
+        bad = with_row(5, np.inf)
+        return trained(replicate_model_fn(model_fn, devices=cpus(4), **where), np.stack([ROWS, bad, ROWS]))
+
+    (state, spec), (want_state, want) = run(variable_distribution=distribution), run()
+    assert want_state.slots["optimizer"].scale == 4.0
+    assert_close(
+        (state.variables, state.slots, spec.loss[::2]), (want_state.variables, want_state.slots, want.loss[::2])
+    )
+
+
+def test_the_scale_grows_shrinks_and_has_a_floor():
+    bad, good = with_row(5, np.inf), ROWS
+    loss_scale = est.DynamicLossScale(initial_scale=4.0, growth_interval=2, min_scale=2.0)
+    batches = [good, good, good, bad, good, good, bad, bad, bad, good, good]
+    assert scales(replicate(linear(loss_scale), 8), batches) == [4, 8, 8, 4, 4, 8, 4, 2, 2, 2, 4]
+
+
+def test_the_factor_is_the_users_and_the_scale_stays_finite():
+    loss_scale = est.DynamicLossScale(initial_scale=2.0**126, growth_interval=1, factor=4.0)
+    small = ROWS / 8
+    assert scales(linear(loss_scale), [small, with_row(0, np.nan), small]) == [2.0**126, 2.0**124, 2.0**126]
+
+
+@pytest.mark.parametrize("towers", [1, 2, 8])
+def test_compute_gradients_are_unscaled(towers):
+    def model_fn(features, labels, mode):
+        w = est.get_variable("w", lambda key: jnp.array(W))
+        loss = jnp.mean(features @ w)
+        optimizer = TowerOptimizer(optax.sgd(1.0), loss_scale=est.DynamicLossScale())
+        pairs = optimizer.compute_gradients(loss)
+        mine = jnp.broadcast_to(pairs[0][0], features.shape)
+        return est.EstimatorSpec(mode, mine, loss, optimizer.apply_gradients(pairs))
+
+    model = est.transform(replicate(model_fn, towers))
+    state = model.init(jax.random.key(0), ROWS)
+    state, spec = model.train_step(state, ROWS)
+    np.testing.assert_array_equal(spec.predictions, ROWS / towers)
+    np.testing.assert_array_equal(state.variables["w"], W - ROWS[0])
+    assert state.slots["optimizer"].good_steps == 1
+    # There is no scale in evaluation, and none is needed.
+    np.testing.assert_array_equal(model.eval_step(state, ROWS).predictions, ROWS / towers)
+
+
+def test_optimizers_that_all_compute_before_they_apply_have_their_own_scales():
+    """The backward pass overflows in float16 with either scale, of which each shrinks until its own fits."""
+
+    def model_fn(features, labels, mode):
+        a = est.get_variable("a", (), initializer=jax.nn.initializers.ones)
+        b = est.get_variable("b", (), initializer=jax.nn.initializers.ones)
+        half = features.astype(jnp.float16)
+        optimizers = [TowerOptimizer(optax.sgd(0.0), loss_scale=est.DynamicLossScale(2.0**18)) for _ in "ab"]
+        losses = [jnp.mean(a.astype(jnp.float16) * half, dtype=jnp.float32) * 4.0, b * features.mean()]
+        pairs = [o.compute_gradients(x, [n]) for o, x, n in zip(optimizers, losses, "ab", strict=True)]
+        # Applied in the other order: an entry stays with its optimizer.
+        ops = [o.apply_gradients(p) for o, p in zip(optimizers[::-1], pairs[::-1], strict=True)]
+        return est.EstimatorSpec(mode, loss=losses[0], train_op=est.group(*ops))
+
+    state, _ = trained(replicate(model_fn, 2), np.ones((8, 8), np.float32))
+    slots = state.slots
+    assert slots["optimizer"].scale < 2.0**18 and slots["optimizer"].good_steps > 0
+    assert (slots["optimizer_1"].scale, slots["optimizer_1"].good_steps) == (2.0**18, 8)
+
+
+def half_precision(dtype, loss_scale):
+    def model_fn(features, labels, mode):
+        w = est.get_variable("w", (), initializer=jax.nn.initializers.ones)
+        outputs = w.astype(dtype) * features.astype(dtype)
+        loss = 1e-8 * jnp.mean(outputs, dtype=jnp.float32)
+        train_op = TowerOptimizer(optax.sgd(1e7), loss_scale=loss_scale).minimize(loss)
+        return est.EstimatorSpec(mode, loss=loss, train_op=train_op)
+
+    return model_fn
+
+
+@pytest.mark.parametrize("towers", [1, 2, 8])
+def test_gradients_that_vanish_in_float16_come_through_with_a_scale(towers):
+    rows = np.ones((1, 8), np.float32)
+
+    def w(dtype, loss_scale):
+        state, _ = trained(replicate(half_precision(dtype, loss_scale), towers), rows)
+        assert state.variables["w"].dtype == jnp.float32
+        return float(state.variables["w"])
+
+    assert w(jnp.float16, None) == 1.0
+    assert w(jnp.float16, est.DynamicLossScale()) == pytest.approx(0.9, abs=1e-3)
+    assert w(jnp.bfloat16, None) == pytest.approx(0.9, abs=1e-2)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_the_sum_over_towers_is_in_float32(dtype):
+    model = est.transform(replicate(half_precision(dtype, est.DynamicLossScale()), 4))
+    state = model.init(jax.random.key(0), FOUR)
+    program = jax.jit(model.train_step).lower(state, FOUR).as_text("hlo")
+    assert {"f16", "bf16"} & set(re.findall(r"= (\w+)\[", program))
+    assert set(re.findall(r"= (\w+)\[.*? all-reduce\(", program)) == {"f32"}
+
+
+def test_a_scale_beyond_float16_unscales_variables_in_float16():
+    def model_fn(features, labels, mode):
+        w = est.get_variable("w", (), jnp.float16, initializer=jax.nn.initializers.ones)
+        loss = jnp.mean(w.astype(jnp.float32) * features) / 1024
+        optimizer = TowerOptimizer(optax.sgd(1.0), loss_scale=est.DynamicLossScale(2.0**17))
+        return est.EstimatorSpec(mode, loss=loss, train_op=optimizer.minimize(loss))
+
+    state, _ = trained(model_fn, np.ones((1, 4), np.float32))
+    assert state.variables["w"] == 1 - 2.0**-10
+
+
+def test_slots_are_found_under_the_scale():
+    seen = []
+
+    def model_fn(features, labels, mode):
+        w = est.get_variable("w", lambda key: jnp.array(W))
+        loss = jnp.mean(features @ w)
+        optimizer = TowerOptimizer(optax.adam(0.1), loss_scale=est.DynamicLossScale())
+        train_op = optimizer.minimize(loss)
+        seen.append((optimizer.get_slot_names(), len(optimizer.variables())))
+        mu = jnp.broadcast_to(optimizer.get_slot("w", "mu"), features.shape)
+        return est.EstimatorSpec(mode, mu, loss, train_op)
+
+    state, spec = trained(replicate(model_fn, 2), np.stack([ROWS, ROWS]))
+    np.testing.assert_allclose(spec.predictions[1], 0.1 * ROWS, rtol=1e-6)
+    assert all(found == (["mu", "nu"], 5) for found in seen)
+
+
+@pytest.mark.usefixtures("users_compiler")
+def test_a_checkpoint_holds_the_scale(tmp_path):
+    loss_scale = est.DynamicLossScale(initial_scale=64.0, growth_interval=2)
+
+    def train(towers, name, *runs):
+        for batches in runs:
+            estimator = make(tmp_path / name, replicate(linear(loss_scale), towers))
+            estimator.train(lambda batches=batches: batches)
+        return estimator
+
+    batches = [ROWS, with_row(5, np.inf), ROWS, ROWS, ROWS]
+    whole, resumed = train(8, "whole", batches), train(8, "resumed", batches[:3], batches[3:])
+    assert whole.get_variable_value("optimizer/scale") == 64.0
+    for name in ("w", "seen", "optimizer/scale", "optimizer/good_steps", "optimizer/inner/0/mu/w"):
+        assert bits(whole.get_variable_value(name)) == bits(resumed.get_variable_value(name)), name
+    # By another number of towers, and in evaluation, which knows no scale.
+    assert np.isfinite(train(2, "resumed", [ROWS]).evaluate(lambda: [ROWS])["loss"])
+
+
+def test_an_optimizer_keeps_its_scale_when_it_is_wrapped():
+    loss_scale = est.DynamicLossScale(2.0)
+    wrapped = est.Optimizer(optax.sgd(0.1), loss_scale=loss_scale)
+    assert TowerOptimizer(wrapped).loss_scale is loss_scale
+    assert TowerOptimizer(est.Optimizer(optax.sgd(0.1)), loss_scale=loss_scale).loss_scale is loss_scale
+    with pytest.raises(ValueError, match=r"`TowerOptimizer` got loss_scale=.* that has .* already\. Give it once\."):
+        TowerOptimizer(wrapped, loss_scale=loss_scale)
+
+
+@pytest.mark.parametrize("optimizer", [est.Optimizer, TowerOptimizer])
+def test_a_number_as_a_loss_scale(optimizer):
+    message = (
+        rf"`{optimizer.__name__}` takes a loss_scale such as `est\.DynamicLossScale\(\)`; got 128\.0\. "
+        r"Give a number as `est\.DynamicLossScale\(initial_scale=\.\.\.\)`\."
+    )
+    with pytest.raises(TypeError, match=message):
+        optimizer(optax.sgd(0.1), loss_scale=128.0)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"initial_scale": 0.5}, r"needs 0 < min_scale <= initial_scale, .* got min_scale=1\.0 and initial_scale=0\.5"),
+        ({"initial_scale": 1e39}, r"must be finite in float32; got min_scale=1\.0 and initial_scale=1e\+39"),
+        ({"min_scale": 0.0}, r"needs 0 < min_scale <= initial_scale, .* got min_scale=0\.0"),
+        ({"factor": 1.0}, r"needs a finite factor > 1, such as 2\.0; got 1\.0"),
+        ({"growth_interval": 0}, r"needs growth_interval, a number of steps, to be an int >= 1; got 0"),
+        ({"growth_interval": 2.5}, r"to be an int >= 1; got 2\.5"),
+    ],
+)
+def test_numbers_out_of_range(arguments, message):
+    with pytest.raises(ValueError, match="`DynamicLossScale` " + message if message.startswith("needs") else message):
+        est.DynamicLossScale(**arguments)

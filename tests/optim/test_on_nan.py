@@ -1,0 +1,370 @@
+"""Gradients that are inf or NaN in a tower: named by step, tower and variable, or skipped and counted."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from testing.estimators import make
+from testing.towers import assert_close, cpus
+
+import estimator as est
+from replicate import TowerOptimizer, VariableDistribution, replicate_model_fn
+
+ROWS = np.arange(24, dtype=np.float32).reshape(8, 3) / 8
+W = np.array([-0.0, 1.0, 2.0], np.float32)
+COUNTERS = ("skipped", "first_step", "tower", "variable")
+
+
+def with_row(row, value):
+    rows = ROWS.copy()
+    rows[row, 1] = value
+    return rows
+
+
+def bits(tree):
+    return [np.asarray(x).tobytes() for x in jax.tree.leaves(tree)]
+
+
+def model_fn(features, labels, mode, loss_scale=None, parts=1):
+    """The gradient of "w" is the mean of the rows, that of "b" is always 1."""
+    b = est.get_variable("b", (), initializer=jax.nn.initializers.ones)
+    w = est.get_variable("w", lambda key: jnp.array(W))
+    est.get_variable("seen", (3,), initializer=jax.nn.initializers.zeros, trainable=False)
+    est.get_variable("last", (), initializer=jax.nn.initializers.zeros, trainable=False)
+    est.assign_add("seen", features.sum(0))
+    est.assign("last", features.max())
+    loss = jnp.mean(features @ w) + b
+    optimizer = TowerOptimizer(optax.adam(0.1), accumulate_steps=parts, loss_scale=loss_scale)
+    return est.EstimatorSpec(mode, loss=loss, train_op=optimizer.minimize(loss))
+
+
+def replicate(towers, on_nan, fn=model_fn, **where):
+    return replicate_model_fn(fn, devices=cpus(towers), on_nan=on_nan, **where)
+
+
+def started(towers, on_nan, fn=model_fn, **where):
+    model = est.transform(replicate(towers, on_nan, fn, **where))
+    return model, model.init(jax.random.key(0), ROWS)
+
+
+def message(variable, tower, step):
+    return (
+        rf"Non-finite gradient of the variable '{variable}' in tower {tower}, at step {step}\. That step changed "
+        r"nothing\. Look for a division by zero, .*; on_nan=\"skip\" leaves such steps out and goes on"
+    )
+
+
+@pytest.mark.parametrize("towers, row, tower", [(1, 3, 0), (2, 5, 1), (8, 5, 5)])
+@pytest.mark.parametrize("value", [np.inf, np.nan])
+@pytest.mark.usefixtures("users_compiler")
+def test_a_skipped_step_changes_no_bit(towers, row, tower, value):
+    model, state = started(towers, "skip")
+    before, spec = model.train_step(state, ROWS)
+    assert not spec.train_op.skipped and est.skipped_steps(before) == 0
+    before = before._replace(variables={**before.variables, "w": jnp.array(W)})  # with its -0.0
+    after, spec = model.train_step(before, with_row(row, value))
+    assert spec.train_op.skipped and not np.isfinite(spec.loss)
+    assert bits(after.variables) == bits(before.variables)
+    assert bits(after.slots["optimizer"]) == bits(before.slots["optimizer"])
+    assert tuple(map(int, after.slots["on_nan"])) == (1, 2, tower, sorted(after.variables).index("w"))
+    assert est.skipped_steps(after) == 1
+    assert after.global_step == 2
+    again, _ = model.train_step(after, with_row(0, value))
+    assert tuple(map(int, again.slots["on_nan"]))[:3] == (2, 2, tower)
+    resumed, _ = model.train_step(after, ROWS)
+    assert bits(resumed.variables) == bits(model.train_step(before, ROWS)[0].variables)
+
+
+@pytest.mark.parametrize("towers", [1, 8])
+@pytest.mark.usefixtures("users_compiler")
+def test_without_bad_gradients_training_is_the_same(towers):
+    batches = np.stack([ROWS, ROWS + 1, ROWS - 1])
+    model, state = started(towers, None)
+    want, want_spec = model.train_loop(state, (batches, None))
+    model, state = started(towers, "skip")
+    got, spec = model.train_loop(state, (batches, None))
+    assert bits(got.variables) == bits(want.variables)
+    assert bits(spec.loss) == bits(want_spec.loss)
+    assert est.skipped_steps(got) == 0
+    np.testing.assert_array_equal(spec.train_op.skipped, [False] * 3)
+
+
+@pytest.mark.usefixtures("users_compiler")
+def test_a_loop_skips_its_bad_steps_alone():
+    model, state = started(8, "skip")
+    bad = np.stack([ROWS, with_row(5, np.inf), ROWS, with_row(2, np.nan)])
+    got, spec = model.train_loop(state, (bad, None))
+    np.testing.assert_array_equal(spec.train_op.skipped, [False, True, False, True])
+    assert tuple(map(int, got.slots["on_nan"]))[:3] == (2, 2, 5)
+    want, _ = model.train_loop(state, (np.stack([ROWS, ROWS]), None))
+    assert bits(got.variables) == bits(want.variables)
+
+
+@pytest.mark.parametrize("distribution", list(VariableDistribution)[1:])
+@pytest.mark.usefixtures("users_compiler")
+def test_wherever_the_variables_live(distribution, tmp_path):
+    where = {"variable_distribution": distribution}
+    model, state = started(8, "skip", **where)
+    after, spec = model.train_loop(state, (np.stack([ROWS, with_row(5, np.nan)]), None))
+    np.testing.assert_array_equal(spec.train_op.skipped, [False, True])
+    want, _ = model.train_step(state, ROWS)
+    assert bits(after.variables) == bits(want.variables)
+    assert bits(after.slots["optimizer"]) == bits(want.slots["optimizer"])
+    assert tuple(map(int, after.slots["on_nan"])) == (1, 2, 5, sorted(after.variables).index("w"))
+    estimator = make(tmp_path, replicate(8, "raise", **where))
+    with pytest.raises(est.NonFiniteGradientError, match=message("w", 5, 2)):
+        estimator.train(lambda: [ROWS, with_row(5, np.inf), ROWS])
+
+
+@pytest.mark.parametrize("towers, row, tower", [(1, 3, 0), (2, 5, 1), (8, 5, 5)])
+def test_raise_names_step_tower_and_variable(towers, row, tower):
+    model, state = started(towers, "raise")
+    state, _ = model.train_step(state, ROWS)
+    state, _ = model.train_step(state, ROWS)
+    with pytest.raises(est.NonFiniteGradientError, match=message("w", tower, 3)):
+        model.train_step(state, with_row(row, np.inf))
+    batches = np.stack([ROWS, with_row(row, np.nan), with_row(0, np.nan)])
+    with pytest.raises(est.NonFiniteGradientError, match=message("w", tower, 4)):
+        model.train_loop(state, (batches, None))
+    state, _ = model.train_step(state, ROWS)
+    assert state.global_step == 3 and est.skipped_steps(state) == 0
+
+
+def test_raise_passes_over_what_an_earlier_run_has_skipped():
+    model, state = started(2, "skip")
+    state, _ = model.train_step(state, with_row(0, np.nan))
+    model, _ = started(2, "raise")
+    state, _ = model.train_step(state, ROWS)
+    assert est.skipped_steps(state) == 1
+    with pytest.raises(est.NonFiniteGradientError, match=message("w", 1, 3)):
+        model.train_step(state, with_row(7, np.nan))
+
+
+def test_under_an_outer_jit_raise_skips_and_leaves_the_check_to_the_caller():
+    model, state = started(2, "raise")
+    after, _ = jax.jit(model.train_step)(state, with_row(7, np.nan))
+    assert bits(after.variables) == bits(state.variables)
+    assert tuple(map(int, after.slots["on_nan"]))[:3] == (1, 1, 1)
+
+
+def test_the_first_tower_and_its_first_variable_are_named():
+    def fn(features, labels, mode):
+        b = est.get_variable("b", (), initializer=jax.nn.initializers.ones)
+        a = est.get_variable("a", (), initializer=jax.nn.initializers.ones)
+        loss = jnp.mean(a * features[:, 0] + b * features[:, 1])
+        return est.EstimatorSpec(mode, loss=loss, train_op=TowerOptimizer(optax.sgd(0.1)).minimize(loss))
+
+    rows = ROWS.copy()
+    rows[4, 1] = rows[6, 0] = rows[6, 1] = np.nan
+    model, state = started(4, "raise", fn)
+    with pytest.raises(est.NonFiniteGradientError, match=message("b", 2, 1)):
+        model.train_step(state, rows)
+    rows[4, 0] = np.nan
+    with pytest.raises(est.NonFiniteGradientError, match=message("a", 2, 1)):
+        model.train_step(state, rows)
+
+
+@pytest.mark.parametrize("towers", [1, 4])
+def test_one_of_several_optimizers_is_enough(towers):
+    def fn(features, labels, mode):
+        a = est.get_variable("a", (), initializer=jax.nn.initializers.ones)
+        b = est.get_variable("b", (), initializer=jax.nn.initializers.ones)
+        good, bad = jnp.mean(a * features[:, 0]), jnp.mean(b * features[:, 1])
+        ops = [TowerOptimizer(optax.adam(0.1)).minimize(loss, [n]) for loss, n in ((good, "a"), (bad, "b"))]
+        return est.EstimatorSpec(mode, loss=good, train_op=est.group(*ops))
+
+    model, state = started(towers, "skip", fn)
+    after, spec = model.train_step(state, with_row(7, np.inf))
+    assert np.isfinite(spec.loss) and spec.train_op.skipped
+    assert bits(after.variables) == bits(state.variables)
+    for name in ("optimizer", "optimizer_1"):
+        assert bits(after.slots[name]) == bits(state.slots[name])
+    assert sorted(after.variables)[after.slots["on_nan"].variable] == "b"
+
+
+@pytest.mark.parametrize("towers", [1, 8])
+def test_what_is_summed_counts_and_not_what_was_computed(towers):
+    def fn(features, labels, mode, cure=False):
+        w = est.get_variable("w", lambda key: jnp.array(W))
+        loss = jnp.mean(features @ w)
+        optimizer = TowerOptimizer(optax.sgd(0.5))
+        pairs = [(jnp.nan_to_num(g, nan=4.0) if cure else g, name) for g, name in optimizer.compute_gradients(loss)]
+        return est.EstimatorSpec(mode, loss=loss, train_op=optimizer.apply_gradients(pairs))
+
+    model, state = started(towers, "raise", fn)
+    with pytest.raises(est.NonFiniteGradientError, match=message("w", 5 if towers == 8 else 0, 1)):
+        model.train_step(state, with_row(5, np.nan))
+    cured = lambda features, labels, mode: fn(features, labels, mode, cure=True)  # noqa: E731
+    model, state = started(towers, "raise", cured)
+    after, _ = model.train_step(state, with_row(5, np.nan))
+    assert after.variables["w"][1] != state.variables["w"][1]
+
+
+def test_a_wrapper_around_the_replicated_model_fn_is_kept_out_too():
+    """Its optimizer acts once, outside of the towers, in the same step."""
+    inner = replicate(2, "skip", lambda features, labels, mode: model_fn(features, labels, mode))
+
+    def fn(features, labels, mode):
+        extra = est.get_variable("extra", (), initializer=jax.nn.initializers.ones)
+        mine = est.Optimizer(optax.adam(0.5), name="on_nan_too").minimize(extra**2, ["extra"])
+        spec = inner(features, labels, mode)
+        return spec._replace(train_op=est.group(mine, spec.train_op))
+
+    model = est.transform(fn)
+    state = model.init(jax.random.key(0), ROWS)
+    after, _ = model.train_step(state, with_row(5, np.nan))
+    assert bits(after.variables) == bits(state.variables)
+    assert bits(after.slots["on_nan_too"]) == bits(state.slots["on_nan_too"])
+    assert est.skipped_steps(after) == 1
+    assert model.train_step(after, ROWS)[0].variables["extra"] < 0.51
+
+
+@pytest.mark.parametrize("towers, parts", [(8, 1), (2, 4)])
+def test_a_loss_scale_shrinks_in_a_skipped_step(towers, parts):
+    """With micro-batches too: what a tower gives to the sum is the sum of theirs."""
+
+    def fn(features, labels, mode):
+        return model_fn(features, labels, mode, est.DynamicLossScale(8.0), parts)
+
+    model, state = started(towers, "skip", fn)
+    state, _ = model.train_step(state, ROWS)
+    plain, start = started(1, None)
+    assert_close(state.variables["w"], plain.train_step(start, ROWS)[0].variables["w"])
+    after, _ = model.train_step(state, with_row(5, np.inf))
+    assert after.slots["on_nan"].tower == 5 * towers // 8
+    assert bits(after.variables) == bits(state.variables)
+    assert bits(after.slots["optimizer"].inner) == bits(state.slots["optimizer"].inner)
+    assert (after.slots["optimizer"].scale, after.slots["optimizer"].good_steps) == (4.0, 0)
+    assert est.skipped_steps(after) == 1
+
+
+@pytest.mark.usefixtures("users_compiler")
+def test_sparse_gradients_are_looked_at_and_unscaled_as_dense_ones():
+    def fn(features, labels, mode, loss_scale=None):
+        rows = est.embedding_lookup("table", jnp.arange(len(features)), (9, 3), initializer=jax.nn.initializers.ones)
+        loss = jnp.mean(rows * features)
+        train_op = TowerOptimizer(optax.sgd(0.1, momentum=0.9), loss_scale=loss_scale).minimize(loss)
+        return est.EstimatorSpec(mode, loss=loss, train_op=train_op)
+
+    def scaled(features, labels, mode):
+        return fn(features, labels, mode, est.DynamicLossScale(8.0))
+
+    batches = np.stack([ROWS, with_row(5, np.inf), ROWS])
+    plain, start = started(4, None, fn)
+    want, _ = plain.train_loop(start, (np.stack([ROWS, ROWS]), None))
+    for candidate in (fn, scaled):
+        model, state = started(4, "skip", candidate)
+        got, _ = model.train_loop(state, (batches, None))
+        assert tuple(map(int, got.slots["on_nan"])) == (1, 2, 2, 0)
+        assert bits(got.variables) == bits(want.variables)
+    assert got.slots["optimizer"].scale == 4.0
+
+
+def operations(on_nan, towers):
+    model, state = started(towers, on_nan)
+    text = jax.jit(model.train_step).lower(state, ROWS).compile().as_text()
+    return len(re.findall(r" all-reduce(?:-start)?\(", text)), text.count("is-finite")
+
+
+@pytest.mark.parametrize("towers", [1, 4])
+def test_nothing_is_looked_for_unless_it_is_asked_for(towers):
+    (sums, looks), (sums_watched, looks_watched) = operations(None, towers), operations("skip", towers)
+    assert looks == 0 < looks_watched
+    assert sums == (towers > 1)
+    assert sums_watched <= sums + 1, "The flags of all towers and variables go in one collective."
+
+
+# In an Estimator.
+
+
+def train(tmp_path, on_nan, batches, towers=8, **config):
+    estimator = make(tmp_path, replicate(towers, on_nan), **config)
+    return estimator.train(lambda: batches)
+
+
+@pytest.mark.parametrize("config", [{}, {"steps_per_loop": 3}])
+def test_skipping_goes_on_and_is_logged_once_per_look(tmp_path, messages, config):
+    batches = [with_row(5, np.nan) if i in (4, 5, 7) else ROWS for i in range(12)]
+    estimator = train(tmp_path, "skip", batches, log_step_count_steps=6, **config)
+    skips = [line for line in messages() if "non-finite" in line]
+    place = "the first was that of the variable 'w' in tower 5, at step 5."
+    assert skips == [
+        f"Skipped 2 steps with non-finite gradients, 2 in all; {place}",
+        f"Skipped 1 steps with non-finite gradients, 3 in all; {place}",
+    ]
+    assert [estimator.get_variable_value(f"on_nan/{name}") for name in COUNTERS][:3] == [3, 5, 5]
+    model, state = started(8, None)
+    want, _ = model.train_loop(state, (np.stack([ROWS] * 9), None))
+    np.testing.assert_allclose(estimator.get_variable_value("w"), want.variables["w"], rtol=1e-6)
+    assert np.isfinite(estimator.evaluate(lambda: [ROWS])["loss"])
+
+
+def test_raise_in_an_estimator_comes_before_the_loss_and_saves_nothing(tmp_path):
+    batches = [with_row(5, np.nan) if i >= 3 else ROWS for i in range(8)]
+    with pytest.raises(est.NonFiniteGradientError, match=message("w", 5, 4)):
+        train(tmp_path, "raise", batches, save_checkpoints_steps=2)
+    assert int(make(tmp_path, replicate(8, "raise")).get_variable_value("global_step")) == 2
+
+
+def test_a_loss_that_is_nan_with_finite_gradients_still_stops(tmp_path):
+    def fn(features, labels, mode):
+        spec = model_fn(features, labels, mode)
+        return spec._replace(loss=spec.loss + jax.lax.stop_gradient(jnp.log(features[0, 0] - 1)))
+
+    estimator = make(tmp_path, replicate(1, "skip", fn))
+    with pytest.raises(est.NanLossDuringTrainingError, match="NaN loss during training, at step 1"):
+        estimator.train(lambda: [ROWS])
+
+
+def test_on_nan_can_be_switched_on_and_off_in_one_model_dir(tmp_path):
+    """By any number of towers: the count lives in the checkpoint, and stays there as long as it is looked after."""
+    bad = [with_row(5, np.nan)]
+    train(tmp_path, None, [ROWS], towers=2)
+    train(tmp_path, "skip", bad, towers=8)
+    estimator = train(tmp_path, "skip", [ROWS] + bad, towers=4)
+    assert [int(estimator.get_variable_value(f"on_nan/{name}")) for name in COUNTERS][:3] == [2, 2, 5]
+    with pytest.raises(est.NonFiniteGradientError, match=message("w", 2, 6)):
+        train(tmp_path, "raise", [ROWS, *bad], towers=4)
+    estimator = train(tmp_path, None, [ROWS], towers=1)
+    assert "on_nan/skipped" not in estimator.get_variable_names()
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize("on_nan", ["foo", True, "", 0])
+def test_an_unknown_on_nan(on_nan):
+    with pytest.raises(ValueError, match=re.escape(f'on_nan must be None, "raise" or "skip"; got {on_nan!r}.')):
+        replicate(2, on_nan)
+
+
+def test_a_state_that_does_not_count():
+    _, state = started(1, None)
+    expected = r"The state does not count skipped steps; its slots are \['optimizer'\]\. Initialize it in mode 'train'"
+    with pytest.raises(ValueError, match=expected):
+        est.skipped_steps(state)
+    for on_nan in ("skip", "raise"):
+        with pytest.raises(ValueError, match=expected):
+            started(1, on_nan)[0].train_step(state, ROWS)
+
+
+def test_an_optimizer_of_the_same_name():
+    def fn(features, labels, mode):
+        w = est.get_variable("w", lambda key: jnp.array(W))
+        loss = jnp.mean(features @ w)
+        return est.EstimatorSpec(mode, loss=loss, train_op=TowerOptimizer(optax.adam(0.1), "on_nan").minimize(loss))
+
+    _, state = started(2, "skip", fn)
+    assert sorted(state.slots) == ["on_nan", "on_nan_1"]
+    assert sorted(started(2, None, fn)[1].slots) == ["on_nan"]
+
+    def around(features, labels, mode):
+        x = est.get_variable("x", (), initializer=jax.nn.initializers.ones)
+        est.Optimizer(optax.sgd(0.1), "on_nan").minimize(x)
+        return replicate(2, "skip")(features, labels, mode)
+
+    with pytest.raises(ValueError, match="An optimizer must not be named 'on_nan' where on_nan is set"):
+        est.transform(around).init(jax.random.key(0), ROWS)

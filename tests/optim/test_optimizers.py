@@ -1,0 +1,348 @@
+"""All that optax wraps around an optimizer, and several optimizers in one model, train in towers as on one device."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from testing.towers import FOUR, assert_close, assert_same_training, mlp_model_fn, reduced, regression, replicate
+
+import estimator as est
+from replicate import TowerOptimizer
+
+LABELS = {"hidden/w": "adam", "hidden/b": "sgd", "v": "adam"}
+RATES = [0.5, 0.25, 0.125]
+
+
+def schedule(count):
+    return jnp.asarray(RATES, jnp.float32)[count]
+
+
+class AverageState(NamedTuple):
+    average: optax.Params
+    count: jax.Array
+
+
+def pull_to_average(decay=0.5, every=2):
+    """As lookahead: keeps an average of the values, and moves halfway back to it now and then."""
+
+    def init(params):
+        return AverageState(jax.tree.map(jnp.zeros_like, params), jnp.zeros((), jnp.int32))
+
+    def update(updates, state, params=None):
+        average = optax.incremental_update(params, state.average, 1 - decay)
+        back = state.count % every == every - 1
+        updates = jax.tree.map(lambda u, a, p: jnp.where(back, (a - p) / 2, u), updates, average, params)
+        return updates, AverageState(average, state.count + 1)
+
+    return optax.GradientTransformation(init, update)
+
+
+WRAPPED = {
+    "inject_hyperparams": lambda: optax.inject_hyperparams(optax.adam)(learning_rate=schedule, b1=0.8),
+    "schedule": lambda: optax.sgd(schedule, momentum=0.9),
+    "masked": lambda: optax.masked(optax.adam(0.02), {"hidden/w": True, "hidden/b": False, "v": True}),
+    "multi_transform": lambda: optax.multi_transform(
+        {"adam": optax.adam(0.02), "sgd": optax.sgd(0.1, momentum=0.9)}, LABELS
+    ),
+    "multi_steps": lambda: optax.MultiSteps(optax.adam(0.02), every_k_schedule=2),
+    "average": lambda: optax.chain(optax.sgd(0.1), pull_to_average()),
+    "schedule_free": lambda: optax.contrib.schedule_free_adamw(0.02),
+    "clip_to_params": lambda: optax.chain(optax.adaptive_grad_clip(0.01), optax.adam(0.02)),
+}
+
+
+@pytest.mark.parametrize(
+    "optimizer, towers, reduction",
+    [(name, *[(2, "sum"), (4, "mean"), (2, "mean"), (4, "sum")][i % 4]) for i, name in enumerate(WRAPPED)],
+)
+def test_what_optax_wraps_trains_as_on_one_device(optimizer, towers, reduction):
+    model_fn = mlp_model_fn(WRAPPED[optimizer](), reduction)
+    assert_same_training(model_fn, replicate(model_fn, towers, reduction), regression(8, steps=4))
+
+
+@pytest.mark.parametrize("towers", [1, 8])
+def test_one_of_everything(towers):
+    inner = optax.multi_transform(
+        {
+            "adam": optax.chain(optax.clip_by_global_norm(0.1), optax.inject_hyperparams(optax.adam)(schedule)),
+            "sgd": optax.chain(optax.sgd(0.1), pull_to_average()),
+        },
+        LABELS,
+    )
+    model_fn = mlp_model_fn(optax.MultiSteps(inner, 2))
+    assert_same_training(model_fn, replicate(model_fn, towers), regression(16, steps=4))
+
+
+# What is counted is steps.
+
+
+def slope_model_fn(make_optimizer):
+    """The gradient of w is 3, in every step."""
+
+    def model_fn(features, labels, mode):
+        w = est.get_variable("w", (), initializer=jax.nn.initializers.zeros)
+        loss = jnp.mean(w * features)
+        return est.EstimatorSpec(mode, loss=loss, train_op=make_optimizer().minimize(loss))
+
+    return model_fn
+
+
+def steps_taken(model_fn, towers, steps=3):
+    """The first `steps` steps of w, each by a call of `train_step`; and the last state."""
+    model = est.transform(replicate(model_fn, towers) if towers else model_fn)
+    state = model.init(jax.random.key(0), FOUR)
+    values = [state.variables["w"]]
+    for _ in range(steps):
+        state, _ = model.train_step(state, FOUR)
+        values.append(state.variables["w"])
+    return np.diff(np.stack(values)), state
+
+
+@pytest.mark.parametrize("towers", [1, 2, 4])
+def test_a_schedule_counts_steps(towers):
+    taken, state = steps_taken(slope_model_fn(lambda: TowerOptimizer(optax.sgd(schedule))), towers)
+    np.testing.assert_allclose(taken, -3 * np.array(RATES))
+    assert state.slots["optimizer"][1].count == 3
+
+
+@pytest.mark.parametrize("towers", [None, 1, 4])
+def test_a_function_may_make_the_optimizer_from_the_step(towers):
+    """As a learning rate made by `tf.train.exponential_decay(..., global_step)`."""
+    model_fn = slope_model_fn(lambda: TowerOptimizer(lambda: optax.sgd(schedule(est.global_step()))))
+    taken, _ = steps_taken(model_fn, towers)
+    np.testing.assert_allclose(taken, -3 * np.array(RATES))
+
+
+def test_a_function_may_make_the_optimizer_from_a_variable():
+    """Its value is the one that the step began with."""
+
+    def model_fn(features, labels, mode):
+        w = est.get_variable("w", (), initializer=jax.nn.initializers.zeros)
+        rate = est.get_variable("rate", (), initializer=jax.nn.initializers.ones, trainable=False)
+        loss = jnp.mean(w * features)
+        train_op = TowerOptimizer(lambda: optax.sgd(est.read_variable("rate"))).minimize(loss)
+        est.assign("rate", rate / 2)
+        return est.EstimatorSpec(mode, loss=loss, train_op=train_op)
+
+    taken, _ = steps_taken(model_fn, towers=2)
+    np.testing.assert_allclose(taken, [-3, -1.5, -0.75])
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_an_optimizer_that_holds_a_value_of_the_towers(late):
+    def make():
+        rate = schedule(est.global_step())
+        return TowerOptimizer((lambda: optax.sgd(rate)) if late else optax.sgd(rate))
+
+    with pytest.raises(ValueError, match=r"holds a value that the model_fn computed.*Give a function"):
+        steps_taken(slope_model_fn(make), towers=2)
+
+
+def test_multi_steps_counts_steps():
+    optimizer = optax.MultiSteps(optax.sgd(1.0), every_k_schedule=2)
+    taken, state = steps_taken(slope_model_fn(lambda: TowerOptimizer(optimizer)), towers=2, steps=4)
+    np.testing.assert_allclose(taken, [0, -3, 0, -3])
+    assert state.slots["optimizer"].gradient_step == 2
+
+
+def test_injected_hyperparams_are_changed_between_steps():
+    optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=1.0)
+    model = est.transform(replicate(slope_model_fn(lambda: TowerOptimizer(optimizer)), 2))
+    state, _ = model.train_step(model.init(jax.random.key(0), FOUR), FOUR)
+    hyperparams = state.slots["optimizer"].hyperparams
+    hyperparams["learning_rate"] = hyperparams["learning_rate"] / 2
+    state, _ = model.train_step(state, FOUR)
+    np.testing.assert_allclose(state.variables["w"], -3 - 1.5)
+
+
+def test_optax_may_mix_dtypes_although_the_user_may_not():
+    """A schedule gives float32 rates to variables of bfloat16."""
+
+    def model_fn(features, labels, mode):
+        w = est.get_variable("w", (), jnp.bfloat16, jax.nn.initializers.zeros)
+        loss = jnp.mean(w.astype(jnp.float32) * features)
+        optimizer = TowerOptimizer(optax.inject_hyperparams(optax.sgd)(schedule))
+        return est.EstimatorSpec(mode, loss=loss, train_op=optimizer.minimize(loss))
+
+    taken, _ = steps_taken(model_fn, towers=2)
+    np.testing.assert_allclose(taken.astype(np.float32), -3 * np.array(RATES))
+
+
+# Several optimizers.
+
+
+def gan_model_fn(reduction="mean", reverse=False):
+    """Learns the features' distribution; the labels are the generator's noise."""
+
+    def discriminate(x):
+        with est.variable_scope("discriminator", reuse=est.AUTO_REUSE):
+            w, v = est.get_variable("w", (3, 4)), est.get_variable("v", (4,))
+            return jnp.tanh(x @ w) @ v
+
+    def model_fn(features, labels, mode):
+        with est.variable_scope("generator"):
+            fake = labels[:, None] * est.get_variable("w", (1, 3)) + est.get_variable("b", (3,))
+        on_real, on_fake = discriminate(features), discriminate(fake)
+        discriminator_loss = reduced(jax.nn.softplus(-on_real) + jax.nn.softplus(on_fake), reduction)
+        generator_loss = reduced(jax.nn.softplus(-on_fake), reduction)
+        train_ops = [
+            TowerOptimizer(optax.adam(0.05, b1=0.5), name="discriminator").minimize(
+                discriminator_loss, ["discriminator/w", "discriminator/v"]
+            ),
+            TowerOptimizer(lambda: optax.sgd(0.02, momentum=0.9), name="generator").minimize(
+                generator_loss, ["generator/w", "generator/b"]
+            ),
+        ]
+        train_op = est.group(*reversed(train_ops) if reverse else train_ops)
+        return est.EstimatorSpec(mode, {"fake": fake}, generator_loss + discriminator_loss, train_op)
+
+    return model_fn
+
+
+@pytest.mark.parametrize("towers, reduction", [(1, "mean"), (2, "sum"), (4, "mean")])
+def test_a_gan(towers, reduction):
+    """The order of its two updates does not matter, since all gradients are taken at the values of the start."""
+    state = assert_same_training(
+        gan_model_fn(reduction),
+        replicate(gan_model_fn(reduction, reverse=True), towers, reduction),
+        regression(8, steps=4),
+    )
+    assert set(state.slots) == {"discriminator", "generator"}
+    assert set(state.slots["generator"][0].trace) == {"generator/w", "generator/b"}
+
+
+def test_a_gan_through_the_estimator(tmp_path):
+    """Trained on two towers, stopped, and trained further on four."""
+    x, y = regression(8, steps=4)
+    batches = list(zip(x, y, strict=True))
+
+    def trained(model_dir, *parts):
+        for towers, begin, end in parts:
+            model_fn = replicate(gan_model_fn(), towers) if towers else gan_model_fn()
+            estimator = est.Estimator(model_fn, model_dir, est.RunConfig(seed=0))
+            estimator.train(lambda begin=begin, end=end: batches[begin:end])
+        return {name: estimator.get_variable_value(name) for name in estimator.get_variable_names()}
+
+    want = trained(tmp_path / "one", (None, 0, 4))
+    got = trained(tmp_path / "towers", (2, 0, 2), (4, 2, 4))
+    assert "discriminator/0/mu/discriminator/w" in want
+    assert_close(got, want)
+
+
+def test_optimizers_of_one_name():
+    """Also one object that minimizes two losses: each call has its own entry."""
+
+    def model_fn(features, labels, mode):
+        a, b, c = (est.get_variable(name, (3,), initializer=jax.nn.initializers.ones) for name in "abc")
+        losses = {name: jnp.mean((features @ w - labels) ** 2) for name, w in [("a", a), ("b", b), ("c", c)]}
+        one = TowerOptimizer(optax.adam(0.1), name="mine")
+        other = TowerOptimizer(optax.sgd(0.1, momentum=0.9), name="mine")
+        train_op = est.group(
+            *(optimizer.minimize(losses[name], [name]) for optimizer, name in [(one, "a"), (other, "b"), (one, "c")])
+        )
+        assert [one.get_slot(name, "mu") is not None for name in "abc"] == [True, False, True]
+        return est.EstimatorSpec(mode, {}, sum(losses.values()), train_op)
+
+    state = assert_same_training(model_fn, replicate(model_fn, 4), regression(8))
+    assert [set(state.slots[name][0][i]) for name, i in [("mine", 1), ("mine_1", 0), ("mine_2", 1)]] == [
+        {"a"},
+        {"b"},
+        {"c"},
+    ]
+
+
+def test_a_variable_that_the_loss_does_not_use():
+    """Its gradient is zero: it moves only where the optimizer moves it by itself."""
+
+    def model_fn(features, labels, mode):
+        a, _, b = (est.get_variable(name, (3,), initializer=jax.nn.initializers.ones) for name in ("a", "idle", "b"))
+        loss = jnp.mean((features @ a - labels) ** 2)
+        train_op = est.group(
+            TowerOptimizer(optax.adam(0.1)).minimize(loss, ["a", "idle"]),
+            TowerOptimizer(optax.adamw(0.1, weight_decay=0.5)).minimize(loss, ["b"]),
+        )
+        return est.EstimatorSpec(mode, {}, loss + jnp.sum(b) * 0, train_op)
+
+    state = assert_same_training(model_fn, replicate(model_fn, 2), regression(8))
+    np.testing.assert_array_equal(state.variables["idle"], np.ones(3))
+    np.testing.assert_allclose(state.variables["b"], np.full(3, 0.95**3), rtol=1e-6)
+
+
+# Slots.
+
+EVERY = ["hidden/b", "hidden/w", "v"]
+NO_BIAS = ["hidden/w", "v"]
+SLOTS = {
+    "inject_hyperparams": {"mu": EVERY, "nu": EVERY},
+    "schedule": {"trace": EVERY},
+    "masked": {"mu": NO_BIAS, "nu": NO_BIAS},
+    "multi_transform": {"mu": NO_BIAS, "nu": NO_BIAS, "trace": ["hidden/b"]},
+    "multi_steps": {"acc_grads": EVERY, "mu": EVERY, "nu": EVERY},
+    "average": {"average": EVERY},
+    "by_name": {"mu": ["hidden/w"], "nu": ["hidden/w"]},
+    "whole_tree": {"mu": EVERY, "nu": EVERY},
+}
+MORE = {
+    "by_name": lambda: optax.multi_transform(
+        {"hidden/w": optax.adam(0.1), "hidden/b": optax.sgd(0.1), "v": optax.set_to_zero()},
+        lambda params: {name: name for name in params},
+    ),
+    "whole_tree": lambda: optax.named_chain(("clip", optax.clip(1.0)), ("adam", optax.adam(0.1))),
+}
+
+
+@pytest.mark.parametrize("optimizer", SLOTS)
+def test_slots_are_what_the_state_holds_per_variable(optimizer):
+    """Hyperparameters, labels of groups and counters are none; what `optax.masked` left out has none."""
+    found = []
+
+    def model_fn(features, labels, mode):
+        with est.variable_scope("hidden"):
+            w, b = est.get_variable("w", (3, 4)), est.get_variable("b", lambda key: {"bias": jnp.zeros(4)})
+        v = est.get_variable("v", (4, 1))
+        est.get_variable("learning_rate", (), trainable=False)  # also the name of a hyperparameter
+        loss = jnp.mean((jnp.tanh(features @ w + b["bias"]) @ v - labels[:, None]) ** 2)
+        inner = TowerOptimizer((WRAPPED | MORE)[optimizer]())
+        train_op = inner.minimize(loss)
+        slots = {
+            slot: {name: inner.get_slot(name, slot) for name in EVERY if inner.get_slot(name, slot) is not None}
+            for slot in inner.get_slot_names()
+        }
+        found.append({slot: sorted(by_variable) for slot, by_variable in slots.items()})
+        for by_variable in slots.values():
+            for name, value in by_variable.items():
+                variable = {"hidden/w": w, "hidden/b": b, "v": v}[name]
+                assert jax.tree.map(jnp.shape, value) == jax.tree.map(jnp.shape, variable)
+        assert inner.get_slot("learning_rate", "hyperparams") is None
+        assert inner.get_slot("v", "no such slot") is None
+        return est.EstimatorSpec(mode, loss=loss, train_op=train_op)
+
+    (x,), (y,) = regression(4, steps=1)
+    state = est.transform(replicate(model_fn, 2)).abstract_init(x, y)
+    assert found == [SLOTS[optimizer]]
+    assert set(state.slots) == {"optimizer"}
+
+
+def test_slots_hold_sums_over_towers():
+    seen = {}
+
+    def model_fn(features, labels, mode):
+        w = est.get_variable("w", (), initializer=jax.nn.initializers.ones)
+        inner = TowerOptimizer(optax.MultiSteps(optax.sgd(1.0, momentum=0.9), 2))
+        loss = jnp.sum(w * features)
+        train_op = inner.minimize(loss)
+        seen["arrays"] = len(inner.variables())
+        slots = {slot: inner.get_slot("w", slot) for slot in ("acc_grads", "trace")}
+        return est.EstimatorSpec(mode, jax.tree.map(lambda s: s + 0 * features, slots), loss, train_op)
+
+    model = est.transform(replicate(model_fn, 2, "sum"))
+    state = model.init(jax.random.key(0), FOUR)
+    got = []
+    for _ in range(3):
+        state, spec = model.train_step(state, FOUR)
+        got.append((spec.predictions["acc_grads"][0], spec.predictions["trace"][0]))
+    np.testing.assert_allclose(got, [(0, 0), (12, 0), (0, 12)])
+    assert seen["arrays"] == len(jax.tree.leaves(state.slots))

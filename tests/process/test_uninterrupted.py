@@ -1,0 +1,127 @@
+"""Work that signals do not cut in two, and what Ctrl-C ends how soon."""
+
+import os
+import random
+import signal
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import pytest
+from testing.estimators import make, saved_steps
+from testing.processes import Processes
+
+from estimator.process import _uninterrupted
+from estimator.process._uninterrupted import compile_first, uninterrupted
+
+
+@pytest.fixture(autouse=True)
+def default_handler():
+    old = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, old)
+
+
+def interrupt():
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_results_and_errors_are_those_of_the_function_under_the_settings_of_the_caller():
+    @uninterrupted
+    def double(x):
+        return x + jnp.zeros(()), threading.current_thread() is threading.main_thread()
+
+    with jax.enable_x64(True):
+        value, in_main = double(2.0)
+    assert value.dtype == jnp.float64 and not in_main
+    with pytest.raises(ZeroDivisionError):
+        uninterrupted(lambda: 1 / 0)()
+
+
+def test_an_interrupt_comes_when_the_work_is_done():
+    done = []
+
+    @uninterrupted
+    def work():
+        interrupt()
+        time.sleep(0.3)
+        done.append(True)
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert done and not _uninterrupted._unfinished
+
+
+@pytest.mark.parametrize("second", [False, True], ids=["in time", "at the second"])
+def test_an_interrupt_comes_before_the_end_of_long_work(monkeypatch, second):
+    monkeypatch.setattr(_uninterrupted, "_SECONDS_TO_FINISH", 60 if second else 0.2)
+    end = threading.Event()
+
+    @uninterrupted
+    def work():
+        interrupt()
+        if second:
+            time.sleep(0.2)
+            interrupt()
+        end.wait(60)
+
+    since = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert time.monotonic() - since < 10
+    ((left),) = _uninterrupted._unfinished
+    end.set()
+    left.thread.join()
+    _uninterrupted._unfinished.clear()
+
+
+def test_to_compile_first_compiles_nothing_twice(compilations):
+    program = jax.jit(lambda tree, x: ({"w": tree["w"] + x}, x), donate_argnums=0)
+    args = {"w": jnp.ones((3, 3))}, jnp.ones(3)
+    before = len(compilations)
+    compile_first(program, *args)
+    assert len(compilations) == before + 1
+    program(*args)
+    assert len(compilations) == before + 1
+
+
+# In a process of its own.
+
+
+@pytest.fixture(scope="module")
+def processes():
+    found = Processes("testing.lives")
+    yield found
+    found.close()
+
+
+def end_by_ctrl_c(processes, function, model_dir, seconds):
+    """The exit code, the lines printed after the signal, and how long it took."""
+    processes.start(function, str(model_dir))
+    while (line := processes.read()) != "blocked":
+        assert not line.startswith("ended"), line
+    time.sleep(seconds)
+    sent = time.monotonic()
+    processes.send(signal.SIGINT)
+    lines = []
+    while not (line := processes.read()).startswith("ended "):
+        lines.append(line)
+    return int(line.removeprefix("ended ")), lines, time.monotonic() - sent
+
+
+@pytest.mark.slow
+def test_ctrl_c_while_checkpoints_are_written_ends_the_process(processes, tmp_path):
+    when = random.Random(1)
+    for i in range(6):
+        code, _, seconds = end_by_ctrl_c(processes, "endless_training", tmp_path / str(i), when.uniform(0.1, 0.8))
+        assert code == -signal.SIGINT and seconds < 10
+        estimator = make(tmp_path / str(i))
+        assert saved_steps(estimator)[-1] == estimator.get_variable_value("global_step")
+
+
+@pytest.mark.slow
+def test_ctrl_c_while_a_program_is_compiled_ends_the_process_and_can_be_caught(processes, tmp_path):
+    for i, seconds in enumerate([0.5, 1.5, 2.5, 3.5]):
+        code, lines, took = end_by_ctrl_c(processes, "compile_long", tmp_path / str(i), seconds)
+        assert lines == ["caught"] and code in (-signal.SIGINT, 130) and took < 10

@@ -1,0 +1,257 @@
+"""Training and evaluation with given cross_tower_ops: the numbers of the default, by other collectives."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from testing.cross_tower import collectives
+from testing.towers import assert_close, cpus, mlp_model_fn, regression
+
+import estimator as est
+from replicate import TowerOptimizer, VariableDistribution, replicate_model_fn
+from replicate.cross_tower_ops import AllReduce, CollectiveAllReduce, CrossTowerOps, MultiWorkerAllReduce
+
+OPS = {
+    "ring": lambda: AllReduce("ring"),
+    "halving": lambda: AllReduce("recursive_halving_doubling", num_packs=3),
+    "tree": lambda: AllReduce("tree", num_packs=0),
+    "hierarchical": lambda: AllReduce("hierarchical", num_packs=0, agg_small_grads_max_bytes=16),
+    "scatter": lambda: AllReduce("reduce_scatter_gather"),
+    "two levels": lambda: AllReduce("ring/psum", num_packs=2),
+    "by size": lambda: MultiWorkerAllReduce([("psum", 1, 16), ("ring", 2, None)], num_packs=1),
+    "in chunks": lambda: CollectiveAllReduce(2),
+}
+
+
+def counting_model_fn(features, labels, mode, parts=1, loss_scale=None, optimizer=optax.adam):
+    """Its variables are assigned and added to, in floats, integers and booleans; it has metrics of two kinds."""
+    z = est.get_variable("z", (3, 4))
+    a = est.get_variable("a", (4,))
+    est.get_variable("seen", initializer=np.int32(0), trainable=False)
+    est.get_variable("any", initializer=np.zeros(2, bool), trainable=False, aggregation="only_first_tower")
+    est.get_variable("mean", initializer=np.zeros(3, np.float32), trainable=False)
+    est.assign_add("seen", features.shape[0])
+    est.assign("any", features[0, :2] > 0)
+    est.assign("mean", features.mean(0))
+    output = jnp.tanh(features @ z) @ a
+    losses = (output - labels) ** 2
+    loss = losses.mean()
+    optimizer = TowerOptimizer(optimizer(0.05), accumulate_steps=parts, loss_scale=loss_scale)
+    metrics = {"error": est.metrics.mean(losses), "correct": est.metrics.accuracy(labels > 0, output > 0)}
+    return est.EstimatorSpec(mode, {"output": output}, loss, optimizer.minimize(loss), metrics)
+
+
+def replicated(ops, towers=4, model_fn=counting_model_fn, **arguments):
+    return est.transform(replicate_model_fn(model_fn, devices=cpus(towers), cross_tower_ops=ops, **arguments))
+
+
+def trained(model, rows=12, steps=3):
+    x, y = regression(rows, steps=steps)
+    state, spec = model.train_loop(model.init(jax.random.key(0), x[0], y[0]), (x, y))
+    return state._replace(key=None), spec.loss, spec.eval_metric_ops, spec.predictions
+
+
+def train_text(model, rows=12):
+    x, y = regression(rows, steps=1)
+    return jax.jit(model.train_step).lower(model.init(jax.random.key(0), x[0], y[0]), x[0], y[0]).as_text()
+
+
+@pytest.fixture(scope="module")
+def by_default():
+    return {towers: trained(replicated(None, towers)) for towers in (3, 4)}
+
+
+@pytest.mark.parametrize("name, towers", [*((name, 4) for name in OPS), ("ring", 3), ("halving", 3), ("tree", 3)])
+def test_training_is_that_of_the_default(by_default, name, towers):
+    assert_close(trained(replicated(OPS[name](), towers)), by_default[towers])
+
+
+def test_variables_cut_over_the_towers_train_the_same(by_default):
+    ops = AllReduce("ring", num_packs=2)
+    assert_close(trained(replicated(ops, variable_distribution=VariableDistribution.SHARDED)), by_default[4])
+
+
+def test_evaluation_is_that_of_the_default_for_any_number_of_rows():
+    x, y = regression(14, steps=1)
+    plain, ring = replicated(None), replicated(AllReduce("ring", compress_dtype=jnp.bfloat16))
+    state = plain.init(jax.random.key(0), x[0], y[0], mode="eval")
+    want, got = (model.eval_step(state, x[0], y[0]) for model in (plain, ring))
+    for field in ("loss", "predictions", "eval_metric_ops"):
+        assert_close(getattr(got, field), getattr(want, field))
+    text = jax.jit(ring.eval_step).lower(state, x[0], y[0]).as_text()
+    assert collectives(text) == {"collective_permute": 6} and "bf16" not in text
+
+
+def test_a_step_takes_the_collectives_of_its_ops():
+    """Floats are 12 + 4 gradients, loss, metrics and "mean"; integers "seen" and "any"."""
+    assert collectives(train_text(replicated(None))) == {"all_reduce": 2}
+    assert collectives(train_text(replicated(AllReduce("ring")))) == {"collective_permute": 2 * 6}
+    assert collectives(train_text(replicated(AllReduce("tree", num_packs=2)))) == {"collective_permute": 2 * 2 * 4}
+    assert collectives(train_text(replicated(AllReduce("ring"), towers=1))) == {}
+
+
+def test_what_a_model_fn_sums_itself_and_weighted_means_stay_as_they_are():
+    def model_fn(features, labels, mode):
+        w = est.get_variable("w", (3,))
+        loss = est.losses.mean_squared_error(labels, features @ w, jnp.abs(labels))
+        return est.EstimatorSpec(mode, loss=loss, train_op=TowerOptimizer(optax.sgd(0.1)).minimize(loss))
+
+    assert_close(
+        trained(replicated(AllReduce("tree"), model_fn=model_fn)), trained(replicated(None, model_fn=model_fn))
+    )
+
+
+# The order of the values, and ops of one's own.
+
+
+class Recorded(CrossTowerOps):
+    """Sums as the default does, and keeps what it was given."""
+
+    def __init__(self):
+        self.calls = []
+
+    def sum_in_towers(self, values):
+        self.calls.append([value.shape for value in values])
+        return AllReduce().sum_in_towers(values)
+
+
+def test_gradients_come_first_in_the_order_in_which_variables_were_created(by_default):
+    for parts in (1, 3):
+        ops = Recorded()
+        model = replicated(
+            ops, model_fn=lambda features, labels, mode, p=parts: counting_model_fn(features, labels, mode, p)
+        )
+        state = trained(model)
+        assert all(shapes[:2] == [(3, 4), (4,)] for shapes in ops.calls) and ops.calls
+        assert_close(state[0].variables["a"], by_default[4][0].variables["a"])
+
+
+# Gradients in a narrower dtype.
+
+
+@pytest.mark.usefixtures("users_compiler")
+def test_only_gradients_are_compressed():
+    def one_step(ops):
+        def model_fn(features, labels, mode):
+            return counting_model_fn(features, labels, mode, optimizer=optax.sgd)
+
+        x, y = regression(12, steps=1)
+        model = replicated(ops, model_fn=model_fn)
+        before = model.init(jax.random.key(0), x[0], y[0])
+        after, spec = model.train_step(before, x[0], y[0])
+        gradients = {name: (before.variables[name] - after.variables[name]) / 0.05 for name in ("z", "a")}
+        others = {name: value for name, value in after.variables.items() if name not in gradients}
+        return gradients, (others, spec.loss, spec.eval_metric_ops)
+
+    plain, exact = one_step(AllReduce())
+    gradients, others = one_step(AllReduce(compress_dtype=jnp.bfloat16))
+    for got, want in zip(jax.tree.leaves(others), jax.tree.leaves(exact), strict=True):
+        np.testing.assert_array_equal(got, want)
+    for name, gradient in gradients.items():
+        scale = np.abs(plain[name]).max()
+        assert 1e-5 * scale < np.abs(gradient - plain[name]).max() < 0.05 * scale
+
+
+def test_gradients_are_sent_in_the_narrower_dtype_and_applied_in_their_own():
+    model = replicated(AllReduce("ring", compress_dtype=jnp.bfloat16))
+    sent = re.findall(r"stablehlo\.collective_permute.*?-> tensor<(\d+)x(\w+)>", train_text(model))
+    # 16 elements of gradients in four pieces; the rest in as many.
+    assert sent.count(("4", "bf16")) == 6
+    assert {dtype for _, dtype in sent} == {"bf16", "f32", "i32"} and len(sent) == 18
+    state, *_ = trained(model)
+    assert {leaf.dtype for leaf in jax.tree.leaves(state.slots)} == {jnp.dtype("float32"), jnp.dtype("int32")}
+
+
+# With what else there is.
+
+
+def test_micro_batches_train_the_same(by_default):
+    def model_fn(features, labels, mode):
+        return counting_model_fn(features, labels, mode, parts=3)
+
+    got = trained(replicated(AllReduce("tree"), model_fn=model_fn))
+    want = trained(replicated(None, model_fn=model_fn))
+    assert_close(got, want)
+    assert_close(got[0].variables["z"], by_default[4][0].variables["z"])
+
+
+def test_an_overflow_in_one_tower_lowers_the_loss_scale():
+    def model_fn(features, labels, mode):
+        return counting_model_fn(features, labels, mode, loss_scale=est.DynamicLossScale(initial_scale=4.0))
+
+    x, y = regression(12, steps=2)
+    x[0, 7] = np.inf
+    for ops in (None, AllReduce("recursive_halving_doubling", compress_dtype=jnp.bfloat16)):
+        model = replicated(ops, model_fn=model_fn)
+        start = model.init(jax.random.key(0), x[0], y[0])
+        state, _ = model.train_step(start, x[0], y[0])
+        assert state.slots["optimizer"].scale == 2.0
+        np.testing.assert_array_equal(state.variables["z"], start.variables["z"])
+        state, _ = model.train_step(state, x[1], y[1])
+        assert (state.variables["z"] != start.variables["z"]).any()
+
+
+def test_a_step_with_a_nan_in_one_tower_is_skipped():
+    x, y = regression(12, steps=2)
+    x[0, 7] = np.nan
+    model = replicated(AllReduce("ring"), on_nan="skip")
+    start = model.init(jax.random.key(0), x[0], y[0])
+    state, _ = model.train_step(start, x[0], y[0])
+    assert est.skipped_steps(state) == 1
+    np.testing.assert_array_equal(state.variables["z"], start.variables["z"])
+    state, _ = model.train_step(state, x[1], y[1])
+    assert est.skipped_steps(state) == 1 and (state.variables["z"] != start.variables["z"]).any()
+
+
+def words_model_fn(features, labels, mode):
+    ids = jnp.abs(features * 3).astype(jnp.int32)
+    w = est.get_variable("w", (2,))
+    loss = jnp.mean((est.embedding_lookup("words", ids, (20, 2)).sum(1) @ w - labels) ** 2)
+    return est.EstimatorSpec(mode, loss=loss, train_op=TowerOptimizer(optax.adam(0.1)).minimize(loss))
+
+
+def test_sparse_gradients_are_gathered():
+    want = trained(replicated(None, model_fn=words_model_fn))
+    assert_close(trained(replicated(AllReduce("ring"), model_fn=words_model_fn)), want)
+
+
+def test_collective_all_reduce_refuses_sparse_gradients():
+    message = (
+        "`CollectiveAllReduce` cannot sum the gradient of the variable 'words', an `est.IndexedSlices` as "
+        "`est.embedding_lookup` makes them. Use other `cross_tower_ops`, such as `AllReduce()`."
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        trained(replicated(CollectiveAllReduce(), model_fn=words_model_fn))
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize("given", ["ring", AllReduce, jax.lax.psum])
+def test_other_things_than_ops_are_refused(given):
+    message = (
+        f'cross_tower_ops must be an object of `replicate.cross_tower_ops`, such as `AllReduce("ring")`; got {given!r}.'
+    )
+    with pytest.raises(TypeError, match=re.escape(message)):
+        replicate_model_fn(mlp_model_fn(optax.sgd(0.1)), cross_tower_ops=given)
+
+
+@pytest.mark.parametrize(
+    "distribution",
+    [VariableDistribution.SHARED_LOCAL_PARAMETER_SERVER, VariableDistribution.SHARED_ROUND_ROBIN],
+)
+def test_ops_are_refused_where_the_towers_do_not_sum(distribution):
+    message = (
+        "cross_tower_ops was given, an AllReduce, with a variable_distribution whose gradients are summed on the "
+        "devices of the variables, not in the towers. Leave it out, or use VariableDistribution.MIRRORED or SHARDED."
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        replicate_model_fn(
+            mlp_model_fn(optax.sgd(0.1)),
+            devices=cpus(2),
+            variable_distribution=distribution,
+            cross_tower_ops=AllReduce(),
+        )

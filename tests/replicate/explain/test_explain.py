@@ -1,0 +1,427 @@
+"""The explanation of a training step says what the compiled program has and where the state lives."""
+
+import collections
+import html.parser
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.experimental.sparse import BCOO
+from testing.towers import cpus, mlp_model_fn, regression
+
+import estimator as est
+from estimator.core._frame import current_frame
+from replicate import BlockSync, TowerOptimizer, VariableDistribution, cross_tower_mean, explain, replicate_model_fn
+from replicate.cross_tower_ops import AllReduce
+from replicate.explain import collectives
+from replicate.explain.__main__ import main
+
+ROOT = pathlib.Path(__file__).resolve().parents[3]
+
+X, Y = jax.ShapeDtypeStruct((8, 3), np.float32), jax.ShapeDtypeStruct((8,), np.float32)
+VARIABLES = 4 * (3 * 4 + 4 + 4)  # bytes of those below
+SCALAR = 4
+LOSSES = 2 * SCALAR  # of the step, and of its optimizer
+
+
+def model_fn(features, labels, mode):
+    """As `mlp_model_fn`, without metrics; counts the rows."""
+    est.get_variable("rows", initializer=np.int32(0), trainable=False)
+    est.assign_add("rows", features.shape[0])
+    return mlp_model_fn(optax.adam(0.1))(features, labels, mode)._replace(eval_metric_ops=None)
+
+
+def kinds(found):
+    return [(each.kind, each.dtype, each.bytes, each.participants) for each in found.collectives]
+
+
+@pytest.mark.parametrize("towers", [2, 4])
+def test_mirrored_variables_have_one_all_reduce_per_dtype(towers):
+    found = explain(model_fn, X, Y, devices=cpus(towers))
+    assert sorted(kinds(found)) == [
+        ("all-reduce", "float32", VARIABLES + LOSSES, towers),
+        ("all-reduce", "int32", SCALAR, towers),
+    ]
+    assert {(each.times, each.within) for each in found.collectives} == {(1, "")}
+    assert found.steps_per_program == 100
+    assert found.towers == tuple(f"cpu:{i}" for i in range(towers))
+    assert [(each.name, each.shape, each.tower_shape) for each in found.batch] == [
+        ("features", (8, 3), (8 // towers, 3)),
+        ("labels", (8,), (8 // towers,)),
+    ]
+    assert {home.where for home in found.variables} == {f"whole on each of {towers} devices"}
+
+
+def test_one_tower_needs_no_communication():
+    found = explain(model_fn, X, Y, devices=cpus(1))
+    assert found.collectives == () and found.communication_seconds == 0 and found.distribution == "one device"
+    assert "None: the compiled program needs no communication." in str(found)
+
+
+def test_cut_variables_are_gathered():
+    found = explain(model_fn, X, Y, devices=cpus(4), variable_distribution="sharded")
+    gathered = [each for each in found.collectives if each.kind == "all-gather"]
+    assert sum(each.bytes for each in gathered) == VARIABLES
+    assert len(gathered) == 3
+    assert {home.name: (home.cut_axis, home.bytes_by_device["cpu:3"]) for home in found.variables} == {
+        "rows": (None, 4),
+        "hidden/w": (1, 12),
+        "hidden/b": (0, 4),
+        "v": (0, 4),
+    }
+    assert "2. The towers gather the variables, which are cut: 3 all-gather (80 B)." in str(found)
+
+
+@pytest.mark.parametrize("distribution", VariableDistribution)
+def test_variables_and_slots_are_said_to_be_where_they_are(distribution):
+    replicated = replicate_model_fn(model_fn, devices=cpus(3), variable_distribution=distribution)
+    batch = jnp.zeros((9, 3)), jnp.zeros(9)
+    found = explain(replicated, *batch)
+    state = est.transform(replicated).init(jax.random.key(0), *batch)
+    there = {}
+    for x in jax.tree.leaves((state.variables, state.slots)):
+        for shard in x.addressable_shards:
+            there[str(shard.device)] = there.get(str(shard.device), 0) + shard.data.nbytes
+    assert found.bytes_by_device == there
+    assert sum(home.bytes for home in found.variables) == VARIABLES + SCALAR
+    assert sum(home.bytes for home in found.slots) == 2 * VARIABLES + SCALAR
+    assert [home.name for home in found.variables] == ["rows", "hidden/w", "hidden/b", "v"]
+
+
+@pytest.mark.parametrize("home, others", [("/cpu:0", 3), ("/cpu:5", 4)])
+def test_variables_on_their_own_device_are_copied_to_the_towers_and_gradients_back(home, others):
+    found = explain(
+        model_fn,
+        X,
+        Y,
+        devices=cpus(4),
+        variable_distribution="shared_local_parameter_server",
+        variable_device=home,
+        bandwidth=1e6,
+        latency=0.0,
+    )
+    weights = [
+        each for each in found.transfers if each.name.removeprefix("gradient of ") in ("hidden/w", "hidden/b", "v")
+    ]
+    assert sum(each.bytes for each in weights if each.to_towers) == others * VARIABLES
+    assert sum(each.bytes for each in weights if not each.to_towers) == others * VARIABLES
+    assert {each.device for each in found.transfers} == {home[1:]}
+    assert not any("gradient" in each.name for each in found.transfers if each.to_towers)
+    inside = sum(each.seconds(1e6, 0.0) for each in found.collectives)
+    moved = sum(each.bytes for each in found.transfers)
+    assert found.communication_seconds == pytest.approx(inside + moved / 1e6)
+    assert found.steps_per_program == 1
+
+
+def test_a_ring_of_permutes_takes_as_long_as_an_all_reduce():
+    def flat(features, labels, mode):
+        w = est.get_variable("w", (3,), initializer=jax.nn.initializers.zeros)
+        loss = jnp.mean((features @ w - labels) ** 2)
+        return est.EstimatorSpec(mode, loss=loss, train_op=TowerOptimizer(optax.sgd(0.1)).minimize(loss))
+
+    whole = explain(flat, X, Y, devices=cpus(4), latency=1e-3)
+    ring = explain(flat, X, Y, devices=cpus(4), latency=1e-3, cross_tower_ops=AllReduce("ring"))
+    assert [each.kind for each in whole.collectives] == ["all-reduce"]
+    assert {each.kind for each in ring.collectives} == {"collective-permute"}
+    assert ring.communication_seconds == pytest.approx(whole.communication_seconds)
+
+
+def test_collectives_in_loops_and_branches_are_found():
+    def tower(x):
+        x = jax.lax.fori_loop(0, 5, lambda i, x: jax.lax.ppermute(x, "t", [(0, 1), (1, 2), (2, 3), (3, 0)]) + i, x)
+        x = jax.lax.cond(x[0] > 0, lambda x: jax.lax.psum(x, "t", axis_index_groups=[[0, 1], [2, 3]]), jnp.negative, x)
+        x = jax.lax.while_loop(lambda x: x.sum() < 9, lambda x: jax.lax.all_gather(x, "t").sum(0), x)
+        return x + jax.lax.psum_scatter(jnp.tile(x, 4), "t", tiled=True) + jax.lax.all_to_all(x, "t", 0, 0)
+
+    mesh = jax.make_mesh((4,), ("t",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec("t")
+    program = jax.jit(jax.shard_map(tower, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
+    found = collectives(program.lower(jnp.zeros(16, jnp.int32)).compile().as_text())
+    assert {(each.kind, each.bytes, each.participants, each.times, each.within) for each in found} == {
+        ("collective-permute", 16, 4, 5, "loop"),
+        ("all-reduce", 16, 2, 1, "branch"),
+        ("all-gather", 64, 4, None, "loop"),
+        ("reduce-scatter", 64, 4, 1, ""),
+        ("all-to-all", 16, 4, 1, ""),
+    }
+    assert len(found) == 5
+
+
+ASYNCHRONOUS = """HloModule m, is_scheduled=true, num_partitions=8
+
+%wrapped (p: f32[4]) -> f32[4] {
+  %p = f32[4]{0} parameter(0)
+  ROOT %all-to-all.1 = f32[4]{0} all-to-all(%p), replica_groups=[4,2]<=[2,4]T(1,0), dimensions={0}
+}
+
+ENTRY %main (a: bf16[4,2], b: f32[8], c: pred[3]) -> f32[8] {
+  %s1 = (bf16[4,2]{1,0:T(8,128)}, bf16[32,2]{1,0}) all-gather-start(bf16[4,2]{1,0} %a), replica_groups={}
+  %d1 = bf16[32,2]{1,0} all-gather-done(%s1)
+  %s2 = ((f32[8]{0}), f32[2]{0}) reduce-scatter-start(%b), replica_groups=[2,4]<=[8], dimensions={0}, to_apply=%add
+  %d2 = f32[2]{0} reduce-scatter-done(%s2)
+  %s3 = (f32[8]{0}, /*index=1*/pred[3]{0}) all-reduce-start(%b, %c), replica_groups={{0,1,2},{3,4,5}}, to_apply=%add
+  %s4 = (f32[8]{0}, f32[8]{0}, u32[], u32[]) collective-permute-start(%b), source_target_pairs={{0,1},{1,0}}
+  %s5 = ((f32[4]{0}), f32[4]{0}, u32[]) async-start(%b), calls=%wrapped, metadata={op_name="calls=%wrapped"}
+  ROOT %r = f32[8]{0} all-reduce(%b), replica_groups=mesh['x'=4,'y'=2] {'y','x':(2)2}, to_apply=%add
+}
+"""
+
+
+def test_asynchronous_collectives_come_once_with_what_they_leave():
+    assert [(each.kind, each.dtype, each.bytes, each.participants) for each in collectives(ASYNCHRONOUS)] == [
+        ("all-gather", "bfloat16", 128, 8),
+        ("reduce-scatter", "float32", 32, 4),
+        ("all-reduce", "float32, bool", 35, 3),
+        ("collective-permute", "float32", 32, 2),
+        ("all-to-all", "float32", 16, 2),
+        ("all-reduce", "float32", 32, 4),
+    ]
+
+
+def test_a_text_that_cannot_be_read_is_an_error():
+    with pytest.raises(ValueError, match="This text has no ENTRY computation, so it is no HLO program"):
+        collectives("module @jit_f {}")
+    with pytest.raises(ValueError, match="Which devices work together in this all-to-all cannot be read from"):
+        collectives(ASYNCHRONOUS.replace("[4,2]<=", "#4,2<="))
+
+
+def test_micro_batches_are_counted_and_summed_once():
+    def accumulated(features, labels, mode):
+        w = est.get_variable("w", (3,), initializer=jax.nn.initializers.zeros)
+        loss = jnp.mean((features @ w - labels) ** 2)
+        optimizer = TowerOptimizer(optax.sgd(0.1), accumulate_steps=2)
+        return est.EstimatorSpec(mode, loss=loss, train_op=optimizer.minimize(loss))
+
+    found = explain(accumulated, X, Y, devices=cpus(2))
+    assert found.micro_batches == 2
+    assert kinds(found) == [("all-reduce", "float32", 3 * 4 + LOSSES, 2)]
+    assert "on its 4 rows, in 2 micro-batches one after another." in str(found)
+
+
+def test_a_replicated_model_fn_is_taken_as_it_is():
+    def normalized(features, labels, mode):  # works in towers only
+        return model_fn(features - cross_tower_mean(features.mean(0)), labels, mode)
+
+    replicated = replicate_model_fn(normalized, devices=cpus(2))
+    assert kinds(explain(replicated, X, Y)) == kinds(explain(normalized, X, Y, devices=cpus(2)))
+    with pytest.raises(ValueError, match="`explain` got devices for a model_fn that is replicated already"):
+        explain(replicated, X, Y, devices=cpus(4))
+
+
+def test_sparse_features_are_split_by_rows_too():
+    def sparse(features, labels, mode):
+        return model_fn(features.todense(), labels, mode)
+
+    x = BCOO.fromdense(np.eye(8, 3, dtype=np.float32))  # three entries, padded to four
+    found = explain(sparse, x, Y, devices=cpus(2))
+    assert [(each.shape, each.tower_shape, each.sparse) for each in found.batch] == [
+        ((8, 3), (4, 3), True),
+        ((8,), (4,), False),
+    ]
+    assert re.search(r"features +sparse float32\[8,3\] +float32\[4,3\]", str(found))
+
+
+def test_towers_of_several_processes_are_refused():
+    replicated = replicate_model_fn(model_fn, devices=cpus(2))
+
+    def spread(features, labels, mode):
+        spec = replicated(features, labels, mode)
+        current_frame("here").placement.spans_processes = True
+        return spec
+
+    with pytest.raises(ValueError, match="`explain` reads the program of one process, and these towers are on several"):
+        explain(spread, X, Y)
+
+
+def test_auto_steps_are_many_small_ones_few_large_ones_and_end_where_the_run_looks():
+    config = est.RunConfig(log_step_count_steps=10)
+    assert explain(model_fn, X, Y, devices=cpus(1), config=config).steps_per_program == 10
+    rows = 2**18
+    batch = jax.ShapeDtypeStruct((rows, 3), np.float32), jax.ShapeDtypeStruct((rows,), np.float32)
+    assert 1 <= explain(model_fn, *batch, devices=cpus(1)).steps_per_program < 10
+
+
+def test_a_model_that_fits_no_memory_is_explained():
+    def large(features, labels, mode):
+        w = est.get_variable("w", (2**20, 2**16), initializer=jax.nn.initializers.zeros)
+        loss = jnp.mean(features @ w[:3, 0] - labels)
+        return est.EstimatorSpec(mode, loss=loss, train_op=TowerOptimizer(optax.sgd(0.1)).minimize(loss))
+
+    found = explain(large, X, Y, devices=cpus(8), variable_distribution="sharded")
+    assert found.bytes_by_device["cpu:7"] == 4 * 2**36 // 8
+    assert found.memory.arguments > 4 * 2**36 // 8
+
+
+def test_a_batch_of_doubles_is_what_jax_makes_of_it():
+    x, y = regression(8, steps=1)
+    found = explain(model_fn, x[0].astype(np.float64), y[0], devices=cpus(2))
+    assert [each.dtype for each in found.batch] == ["float32", "float32"]
+    assert found.flops > 0 and found.memory.peak >= found.memory.arguments > 80
+
+
+@pytest.mark.parametrize("given", [{"bandwidth": 0.0}, {"latency": -1.0}, {"bandwidth": float("nan")}])
+def test_a_wrong_bandwidth_is_an_error(given):
+    with pytest.raises(ValueError, match="`explain` needs a positive bandwidth, in bytes per second, and a latency"):
+        explain(model_fn, X, Y, **given)
+
+
+def test_the_usual_errors_come_through():
+    with pytest.raises(ValueError, match="Batch size 8 needs to be divisible by the number of towers, which is 3"):
+        explain(model_fn, X, Y, devices=cpus(3))
+
+    def plain(features, labels, mode):
+        w = est.get_variable("w", ())
+        loss = jnp.mean(w * labels)
+        return est.EstimatorSpec(mode, loss=loss, train_op=est.Optimizer(optax.sgd(0.1)).minimize(loss))
+
+    with pytest.raises(ValueError, match="Please wrap optimizers with TowerOptimizer"):
+        explain(plain, X, Y, devices=cpus(2))
+
+
+def scaled_model_fn(features, labels, mode, params):
+    """A model_fn for the command."""
+    return model_fn(features["x"] * params["scale"], labels, mode)
+
+
+def batches():
+    return iter([({"x": np.zeros((8, 3), np.float32)}, np.zeros(8, np.float32))])
+
+
+def command(monkeypatch, *args):
+    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT / "tests")])
+    monkeypatch.setattr(jax.config, "update", lambda name, value: None)  # the backends have started
+    main([str(arg) for arg in args])
+
+
+def test_the_command_prints_what_the_function_finds(monkeypatch, capsys):
+    named = "test_explain:scaled_model_fn", "--input", "test_explain:batches"
+    command(monkeypatch, *named, "--params", '{"scale": 2.0}', "--towers", 4)
+    found = explain(scaled_model_fn, {"x": X}, Y, params={"scale": 2.0}, devices=cpus(4))
+    assert capsys.readouterr().out == f"{found}\n"
+
+
+def test_the_command_takes_towers_of_several_devices_and_blocks(monkeypatch, capsys):
+    named = "test_explain:scaled_model_fn", "--input", "test_explain:batches", "--params", '{"scale": 2.0}'
+    command(monkeypatch, *named, "--towers", 2, "--devices-per-tower", 2)
+    assert "tower  device\n0      cpu:0, cpu:1\n1      cpu:2, cpu:3\n" in capsys.readouterr().out
+    command(monkeypatch, *named, "--towers", 2, "--block-steps", 16)
+    said = capsys.readouterr().out
+    assert "After the last step of a block the copies are averaged" in said
+    assert "per step in which every branch is taken" in said
+
+
+def test_towers_that_meet_once_per_block_sum_in_a_branch():
+    found = explain(model_fn, X, Y, devices=cpus(4), block_sync=BlockSync(16))
+    assert found.distribution == "local copies"
+    sums = [each for each in found.collectives if each.kind == "all-reduce"]
+    assert [(each.within, each.times) for each in sums] == [("branch", 1)] * len(sums)
+    assert sorted((each.dtype, each.bytes) for each in sums) == [("float32", VARIABLES), ("int32", SCALAR)]
+    [(kind, size)] = [(each.kind, each.bytes) for each in found.collectives if each.within != "branch"]
+    assert (kind, size) == ("all-gather", 4 * SCALAR)  # the towers' losses
+    copies = [home for home in found.slots if home.name.startswith("block_sync/copies")]
+    assert {home.where for home in copies} == {"cut along dimension 0 over 4 devices"}
+
+
+class References(html.parser.HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.tags, self.attributes = collections.Counter(), set()
+
+    def handle_starttag(self, tag, attrs):
+        self.tags[tag] += 1
+        self.attributes |= {name for name, _ in attrs}
+
+
+def test_the_command_alone_writes_a_page_that_needs_nothing_else(tmp_path):
+    page = tmp_path / "step.html"
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_"))}
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-W",
+            "error",
+            "-m",
+            "replicate.explain",
+            "examples.digits:model_fn",
+            "--towers=3",
+            f"--html={page}",
+        ]
+        + ["--params", '{"learning_rate": 0.001}', "--features", "pixels=float32[48,8,8]", "--labels", "int32[48]"]
+        + ["--distribution", "sharded", "--bandwidth=1e9"],
+        cwd=ROOT,
+        env=env | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        encoding="utf-8",
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("One training step of model_fn on 3 towers\n")
+    assert "features/pixels  float32[48,8,8]  float32[16,8,8]" in done.stdout
+    assert "at 1 GB/s and 10 us of latency." in done.stdout
+    text = page.read_text(encoding="utf-8")
+    body = xml.etree.ElementTree.fromstring(text).find("body")
+    shown = "".join(body.itertext())
+    for words in (
+        "tower 2",
+        "cpu:2",
+        "rows 32 to 47",
+        "gather the cut variables",
+        "all-reduce",
+        "conv2/kernel",
+        "update",
+    ):
+        assert words in shown
+    parser = References()
+    parser.feed(text)
+    assert parser.tags["svg"] == 1 and parser.tags["rect"] >= 1 + 1 + 3 + 1 + 3
+    assert not parser.tags.keys() & {"script", "link", "img", "iframe", "object", "embed", "base", "image", "use"}
+    assert not parser.attributes & {"src", "href", "xlink:href", "srcset", "action", "data"}
+    assert not re.search(r"https?:|//|url\(|@import", text)
+
+
+def test_names_are_escaped_in_the_page():
+    def named(features, labels, mode):
+        return model_fn(features["a<b>&c"], labels, mode)
+
+    page = explain(named, {"a<b>&c": X}, Y, devices=cpus(1)).html()
+    assert "features/a<b>&c" in "".join(xml.etree.ElementTree.fromstring(page).itertext())
+
+
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        (["nowhere:f", "--features", "x[1]"], "There is no module 'nowhere', of 'nowhere:f', in .* set PYTHONPATH"),
+        (["examples.nothing:f", "--features", "x[1]"], "There is no module 'examples.nothing'"),
+        (["test_explain", "--features", "x[1]"], "A model_fn is named MODULE:NAME, as in examples.digits:model_fn"),
+        (["tests/test_explain.py:f", "--features", "x[1]"], "not a file; write tests.test_explain:f for"),
+        (["test_explain:f", "--features", "x[1]"], "The module 'test_explain' has no function 'f'; it has model_fn, "),
+        (["test_explain:model_fn"], "Give either --input, a function that returns batches, or --features"),
+        (["test_explain:model_fn", "--input", "test_explain:none"], "has no function 'none'; it has model_fn"),
+        (["test_explain:model_fn", "--features", "8,3"], r"--features takes arrays such as x=float32\[64,8\] or"),
+        (
+            ["test_explain:model_fn", "--features", "flat[8]"],
+            r"--features got 'flat\[8\]', but there is no dtype 'flat'",
+        ),
+        (["test_explain:model_fn", "--features", "int8[8]", "int8[8]"], "--features takes one array without a name"),
+        (["test_explain:model_fn", "--features", "int8[8]", "--params", "[1]"], "is no JSON object such as"),
+        (["test_explain:model_fn", "--features", "int8[8]", "--params", "{"], "'{' is no JSON"),
+        (["test_explain:model_fn", "--features", "int8[8]", "--towers", "0"], "'0' is no number of at least 1"),
+        (
+            ["test_explain:model_fn", "--features", "int8[8]", "--towers", "9"],
+            "--towers=9 are more than the 8 devices, cpu",
+        ),
+    ],
+)
+def test_what_the_command_cannot_read_it_says(monkeypatch, capsys, args, message):
+    with pytest.raises(SystemExit) as end:
+        command(monkeypatch, *args)
+    assert end.value.code == 2
+    assert re.search(message, capsys.readouterr().err)

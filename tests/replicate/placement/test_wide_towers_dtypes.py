@@ -1,0 +1,104 @@
+"""Towers of several devices sum and put together arrays of every dtype."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from testing.wide import wide
+
+import estimator as est
+from replicate import TowerOptimizer, cross_tower_sum
+
+DTYPES = [
+    *("bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2", "complex64"),
+    *("int4", "int8", "int16", "int32", "uint4", "uint8", "uint16", "uint32", "bool"),
+]
+X64_DTYPES = ["float64", "complex128", "int64", "uint64"]
+
+
+def model_fn_of(dtype):
+    """Whose variables, losses, gradients, metrics and predictions are of the dtype, as far as it has gradients."""
+    trains, flags = jnp.issubdtype(dtype, jnp.inexact), dtype == jnp.bool_
+
+    def model_fn(features, labels, mode):
+        x = features.astype(dtype)
+        total = x.any(0) if flags else x.sum(0, dtype=dtype)
+        zeros = {"initializer": jax.nn.initializers.zeros, "trainable": False}
+        est.get_variable("added", (4,), dtype, **zeros)
+        est.get_variable("written", (4,), dtype, **zeros, aggregation=est.VariableAggregation.SUM)
+        if mode == est.ModeKeys.TRAIN:
+            est.assign_add("added", total)
+            est.assign("written", total)
+        w = est.get_variable(
+            "w",
+            (4, 8),
+            dtype if trains else jnp.float32,
+            initializer=jax.nn.initializers.constant(0.5),
+            partition=(None, "part"),
+        )
+        hidden = est.spread(x.astype(w.dtype) @ w, 1)
+        values = (hidden.real**2).mean(1)
+        loss = values.mean()
+        overall = jnp.broadcast_to(cross_tower_sum(total.astype(jnp.int8) if flags else total), (len(x), 4))
+        return est.EstimatorSpec(
+            mode,
+            predictions={"x": x, "values": values, "overall": overall},
+            loss=loss,
+            train_op=TowerOptimizer(optax.sgd(0.125)).minimize(loss),
+            eval_metric_ops={"mean": est.metrics.mean(values)},
+        )
+
+    return model_fn
+
+
+def check(dtype, towers=2, parts=2):
+    """One device and several towers agree, to the precision of the dtype."""
+    model_fn = model_fn_of(jnp.dtype(dtype))
+    x = np.random.default_rng(0).integers(0, 2, (8, 4)).astype(np.float32)
+    x[towers:] = 0  # int4 counts to 7
+    found = []
+    for model in (est.transform(model_fn), est.transform(wide(towers, parts, model_fn))):
+        state, spec = model.train_step(model.init(jax.random.key(0), x), x)
+        evaluated = model.eval_step(state, x[:7])  # a remainder
+        del evaluated.predictions["overall"]  # of its own towers
+        predicted = model.predict_step(state, x[:3]).predictions["x"]
+        metric = evaluated.eval_metric_ops["mean"].result()
+        found.append(
+            (state.variables, spec.loss, spec.predictions, evaluated.loss, evaluated.predictions, metric, predicted)
+        )
+    want, got = found
+    precision = jnp.finfo(dtype).eps if jnp.issubdtype(dtype, jnp.inexact) else 1e-6
+    for (path, one), other in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True):
+        assert one.dtype == other.dtype, path
+        np.testing.assert_allclose(
+            np.asarray(one).astype(complex),
+            np.asarray(other).astype(complex),
+            rtol=4 * float(precision),
+            err_msg=str(path),
+        )
+
+
+@pytest.mark.parametrize("dtypes", [DTYPES, X64_DTYPES], ids=["x32", "x64"])
+def test_every_dtype(dtypes):
+    """In a process of its own, which XLA ends where it cannot sum a dtype."""
+    paths = os.pathsep.join([os.path.dirname(os.path.dirname(os.path.abspath(__file__))), os.path.dirname(__file__)])
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": paths}
+    ended = subprocess.run(
+        [sys.executable, __file__, *dtypes], env=environment, capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr[-2000:]
+    assert ended.stdout.split() == dtypes
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_num_cpu_devices", 8)
+    jax.config.update("jax_numpy_dtype_promotion", "strict")
+    jax.config.update("jax_enable_x64", sys.argv[1:] == X64_DTYPES)
+    for each in sys.argv[1:]:
+        print(each, flush=True)
+        check(each)

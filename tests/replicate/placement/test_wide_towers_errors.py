@@ -1,0 +1,161 @@
+"""What `partition`, `spread` and `devices_per_tower` refuse."""
+
+import collections
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from testing.towers import cpus
+from testing.wide import batches, wide, wide_mlp
+
+import estimator as est
+from replicate import VariableDistribution, replicate_model_fn
+from replicate.cross_tower_ops import AllReduce
+from replicate.towers._devices import in_towers_of
+
+
+def initialized(body, *tower):
+    """Runs `body(features)` in a model_fn, plain or in towers."""
+
+    def model_fn(features, labels, mode):
+        return est.EstimatorSpec(mode, predictions=body(features))
+
+    made = wide(*tower, model_fn) if tower else model_fn
+    return est.transform(made).init(jax.random.key(0), np.ones((2, 6), np.float32), mode="infer")
+
+
+@pytest.mark.parametrize(
+    ("partition", "error", "message"),
+    [
+        (
+            "part",
+            TypeError,
+            r"`est.get_variable\('w'\)` needs a partition with None or 'part' for each dimension, such ",
+        ),
+        ((None, "tower"), ValueError, r"got partition=\(None, 'tower'\). Each entry is None or 'part', and only one"),
+        (("part", "part"), ValueError, r"got partition=\('part', 'part'\). Each entry is None or 'part', and only one"),
+        ((None, None, "part"), ValueError, r"of 3 dimensions, for an array of shape \(6, 5\). Give one entry for each"),
+        (lambda x: "part", TypeError, "needs a partition with None or 'part' for each dimension"),
+    ],
+)
+@pytest.mark.parametrize("tower", [(), (1, 1), (2, 4)])
+def test_a_partition_is_checked_with_and_without_towers(tower, partition, error, message):
+    with pytest.raises(error, match=message):
+        initialized(lambda x: x @ est.get_variable("w", (6, 5), partition=partition), *tower)
+
+
+def test_a_pytree_needs_a_function():
+    with pytest.raises(
+        ValueError, match=r"got partition=\('part',\) for a pytree of arrays. Give a function of an array"
+    ):
+        initialized(lambda x: x + est.get_variable("net", lambda key: {"a": jnp.ones(6)}, partition=("part",))["a"])
+
+
+@pytest.mark.parametrize("tower", [(1, 4), (2, 4)])
+def test_a_dimension_must_divide_by_the_devices_of_a_tower(tower):
+    message = (
+        r"`est.get_variable\('w'\)` cuts dimension 1 of an array of shape \(6, 10\) over the 4 devices of a tower, by "
+        "which 10 does not divide. Make it a multiple of 4, cut another dimension, or choose another"
+    )
+    with pytest.raises(ValueError, match=message):
+        initialized(lambda x: x @ est.get_variable("w", (6, 10), partition=(None, "part")), *tower)
+
+
+def test_where_towers_are_narrow_any_dimension_will_do():
+    for tower in ((), (1, 1), (2, 1)):
+        initialized(lambda x: est.spread(x @ est.get_variable("w", (6, 7), partition=(None, "part")), 1), *tower)
+
+
+@pytest.mark.parametrize(
+    ("axis", "error", "message"),
+    [
+        (2, ValueError, r"`est.spread` got axis=2 for an array of shape \(2, 6\), which has the dimensions 0 to 1."),
+        (-3, ValueError, r"`est.spread` got axis=-3 for an array of shape \(2, 6\)"),
+        ("part", TypeError, "`est.spread` needs an integer as `axis`; got 'part'."),
+        (True, TypeError, "`est.spread` needs an integer as `axis`; got True."),
+    ],
+)
+@pytest.mark.parametrize("tower", [(), (1, 4)])
+def test_spread_checks_the_axis_with_and_without_towers(tower, axis, error, message):
+    with pytest.raises(error, match=message):
+        initialized(lambda x: est.spread(x, axis), *tower)
+
+
+def test_spread_needs_a_dimension_and_a_model_fn():
+    with pytest.raises(ValueError, match="`est.spread` got a scalar, which has no dimension to cut; axis=0."):
+        initialized(lambda x: x + est.spread(jnp.float32(1), 0))
+    with pytest.raises(RuntimeError, match="`est.spread` must be called inside a model_fn"):
+        est.spread(jnp.ones(2), 0)
+
+
+def test_without_towers_spread_returns_what_it_got():
+    def body(x):
+        assert est.spread(x, -1) is x
+        return x
+
+    initialized(body)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        (
+            {"devices_per_tower": 3},
+            ValueError,
+            "devices_per_tower=3 does not divide the 8 devices into towers. Choose a",
+        ),
+        ({"devices_per_tower": 0}, ValueError, "devices_per_tower=0 does not divide the 8 devices into towers"),
+        ({"devices_per_tower": 16}, ValueError, "devices_per_tower=16 does not divide the 8 devices into towers"),
+        ({"devices_per_tower": 2.0}, TypeError, "devices_per_tower must be an integer; got 2.0."),
+        (
+            {"devices_per_tower": 4, "variable_distribution": VariableDistribution.SHARDED},
+            ValueError,
+            "variable_distribution='sharded' was given with devices_per_tower=4. Towers of several devices have",
+        ),
+        (
+            {"devices_per_tower": 8, "variable_distribution": "shared_round_robin"},
+            ValueError,
+            "variable_distribution='shared_round_robin' was given with devices_per_tower=8",
+        ),
+        (
+            {"devices_per_tower": 4, "variable_device": "cpu:0"},
+            ValueError,
+            "variable_device='cpu:0' was given with variable_distribution='mirrored', which has none",
+        ),
+        (
+            {"devices_per_tower": 4, "cross_tower_ops": AllReduce("ring")},
+            ValueError,
+            "cross_tower_ops was given, an AllReduce, with devices_per_tower=4. Towers of several devices sum",
+        ),
+    ],
+)
+def test_replicate_model_fn_refuses_at_the_door(options, error, message):
+    with pytest.raises(error, match=message):
+        replicate_model_fn(wide_mlp(), devices=cpus(8), **options)
+
+
+def test_towers_of_several_devices_are_those_of_one_process():
+    there = collections.namedtuple("Device", "process_index")
+    with pytest.raises(ValueError, match="devices_per_tower=2 was given with devices of several processes. Towers of"):
+        in_towers_of(2, (there(0), there(0), there(1), there(1)))
+
+
+def test_the_batch_must_divide_by_the_towers_not_by_the_devices():
+    x, y = (array[0] for array in batches(2))
+    model = est.transform(wide(2, 4, wide_mlp()))
+    state = model.init(jax.random.key(0), x, y)
+    model.train_step(state, x, y)
+    with pytest.raises(ValueError, match="Batch size 1 needs to be divisible by the number of towers, which is 2."):
+        model.train_step(state, x[:1], y[:1])
+
+
+def test_wide_towers_are_compiled():
+    x, y = (array[0] for array in batches(2))
+    model = est.transform(wide(2, 4, wide_mlp()))
+    state = model.init(jax.random.key(0), x, y)
+    with (
+        jax.disable_jit(),
+        pytest.raises(ValueError, match=r"Towers of 4 devices \(`devices_per_tower`\) run in compiled programs only"),
+    ):
+        model.train_step(state, x, y)

@@ -1,0 +1,437 @@
+"""Gradient accumulation: micro-batches in towers equal one big batch."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from testing.towers import FOUR, OPTIMIZERS, STEPS, assert_close, mlp_model_fn, regression, replicate
+
+import estimator as est
+from replicate import TOWER_AXIS, TowerOptimizer, cross_tower_mean, replicate_model_fn, tower_index
+
+ROWS = 48
+EIGHT = np.array([1.0, 2.0, 3.0, 6.0, -1.0, 4.0, 0.5, 2.5], np.float32)
+
+
+def one_step(model_fn, features, labels=None):
+    model = est.transform(model_fn)
+    return model.train_step(model.init(jax.random.key(0), features, labels), features, labels)
+
+
+def constant(name, value, **kwargs):
+    return est.get_variable(name, (), initializer=jax.nn.initializers.constant(value), **kwargs)
+
+
+# The core law.
+
+
+def weighted_model_fn(reduction, steps=1, optimizer="sgd"):
+    def model_fn(features, labels, mode):
+        w = est.get_variable("w", (3, 4), initializer=jax.nn.initializers.constant(0.3))
+        v = est.get_variable("v", (4,), initializer=jax.nn.initializers.ones)
+        output = jnp.tanh(features["x"] @ w) @ v
+        weights = 1.0 if reduction == "unweighted_mean" else features["weight"]
+        loss = est.losses.mean_squared_error(labels, output, weights, REDUCTIONS[reduction])
+        train_op = TowerOptimizer(OPTIMIZERS[optimizer](), accumulate_steps=steps).minimize(loss)
+        metrics = {
+            "error": est.metrics.mean_squared_error(labels, output, features["weight"]),
+            "auc": est.metrics.auc(labels > 0, jax.nn.sigmoid(output)),
+        }
+        return est.EstimatorSpec(mode, {"output": output}, loss, train_op, metrics)
+
+    return model_fn
+
+
+REDUCTIONS = {
+    "sum": est.Reduction.SUM,
+    "mean": est.Reduction.MEAN,
+    "unweighted_mean": est.Reduction.SUM_OVER_BATCH_SIZE,
+    "nonzero_weights": est.Reduction.SUM_BY_NONZERO_WEIGHTS,
+}
+
+
+def weighted_batches():
+    """Of each 9 rows: one heavy row, four light ones, four that do not count; the last 6 of all do not count."""
+    x, y = regression(ROWS)
+    weight = np.tile(np.array([3, 0.1, 0.2, 0.3, 0.4, 0, 0, 0, 0], np.float32), 6)[:ROWS]
+    weight[-6:] = 0
+    return {"x": x, "weight": np.tile(weight, (STEPS, 1))}, y
+
+
+def trained(model_fn, state=None):
+    """The state it starts from, and all that comes out of training."""
+    batches = weighted_batches()
+    model = est.transform(model_fn)
+    start = state or model.init(jax.random.key(0), *jax.tree.map(lambda x: x[0], batches))
+    state, spec = model.train_loop(start, batches)
+    metrics = {name: jax.vmap(lambda m: m.result())(metric) for name, metric in spec.eval_metric_ops.items()}
+    return start, (state.variables, state.slots, spec.loss, spec.predictions, metrics)
+
+
+@functools.cache
+def trained_in_one_piece(reduction, optimizer):
+    return trained(weighted_model_fn(reduction, optimizer=optimizer))
+
+
+def assert_same_as_in_one_piece(towers, steps, reduction, optimizer):
+    start, want = trained_in_one_piece(reduction, optimizer)
+    model_fn = weighted_model_fn(reduction, steps, optimizer)
+    assert_close(trained(replicate(model_fn, towers, REDUCTIONS[reduction]), start)[1], want)
+
+
+@pytest.mark.parametrize(
+    "towers, steps, reduction",
+    [(towers, steps, "nonzero_weights") for towers in (1, 2, 4) for steps in (2, 4)]
+    + [
+        (1, 4, "sum"),
+        (2, 2, "sum"),
+        (1, 2, "mean"),
+        (4, 2, "mean"),
+        (1, 2, "unweighted_mean"),
+        (4, 4, "unweighted_mean"),
+    ],
+)
+def test_micro_batches_match_one_big_batch(towers, steps, reduction):
+    assert_same_as_in_one_piece(towers, steps, reduction, "adam")
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "clipped_adam"])
+def test_every_optimizer_sees_the_gradient_of_the_big_batch(optimizer):
+    assert_same_as_in_one_piece(2, 4, "nonzero_weights", optimizer)
+
+
+def test_micro_batches_are_towers_that_run_one_after_another():
+    """Their random keys too, so that all four ways to run four parts give the same."""
+
+    def model_fn(steps, features, labels, mode):
+        w = est.get_variable("w", (3,), initializer=jax.nn.initializers.ones)
+        noise = jax.random.normal(est.make_rng("noise"), labels.shape)
+        loss = jnp.mean((features @ w + noise - labels) ** 2)
+        train_op = TowerOptimizer(optax.sgd(0.1), accumulate_steps=steps).minimize(loss)
+        return est.EstimatorSpec(mode, noise, loss, train_op)
+
+    (x,), (y,) = regression(8, steps=1)
+    results = []
+    for towers, steps in [(4, 1), (2, 2), (1, 4)]:
+        state, spec = one_step(replicate(functools.partial(model_fn, steps), towers), x, y)
+        results.append((state.variables, spec.loss, spec.predictions))
+    assert len(np.unique(results[0][2])) == len(x)
+    for result in results[1:]:
+        assert_close(result, results[0])
+
+
+@pytest.mark.parametrize("towers, steps", [(1, 2), (2, 2)])
+def test_weights_that_are_all_zero_leave_the_variables_as_they_are(towers, steps):
+    features, labels = jax.tree.map(lambda x: x[0], weighted_batches())
+    features["weight"][:] = 0
+    state, spec = one_step(replicate(weighted_model_fn("mean", steps), towers), features, labels)
+    assert spec.loss == 0
+    np.testing.assert_array_equal(state.variables["v"], np.ones(4))
+
+
+@pytest.mark.parametrize("towers", [1, 2])
+def test_two_optimizers_with_var_lists(towers):
+    def model_fn(steps, features, labels, mode):
+        a, b, _ = constant("a", 10.0), constant("b", 5.0), constant("c", 1.0)
+        first, second = jnp.sum(a * features), jnp.sum(b * features**2 + a)
+        train_op = est.group(
+            TowerOptimizer(optax.sgd(1.0), "first", accumulate_steps=steps).minimize(first, ["a"]),
+            TowerOptimizer(optax.adam(0.5), "second", accumulate_steps=steps).minimize(second, ["b"]),
+        )
+        return est.EstimatorSpec(mode, loss=first + second, train_op=train_op)
+
+    (want, want_spec), (got, got_spec) = (
+        one_step(fn, EIGHT)
+        for fn in (
+            functools.partial(model_fn, 1),
+            replicate(functools.partial(model_fn, 4), towers, "sum"),
+        )
+    )
+    assert_close((got.variables, got.slots, got_spec.loss), (want.variables, want.slots, want_spec.loss))
+    assert got.variables["a"] == 10.0 - EIGHT.sum()
+
+
+# compute_gradients and apply_gradients.
+
+
+@pytest.mark.parametrize("towers, steps", [(1, 4), (2, 2)])
+def test_compute_gradients_gives_the_gradient_of_the_micro_batch(towers, steps):
+    def model_fn(features, labels, mode):
+        w, d = constant("w", 1.0), constant("d", 5.0)
+        loss = jnp.mean(w * d * features)
+        optimizer = TowerOptimizer(optax.adam(0.5), accumulate_steps=steps)
+        ((gradient, _),) = optimizer.compute_gradients(loss, ["w"])
+        train_op = optimizer.apply_gradients([(jnp.minimum(gradient, 3.0), "w"), (None, "d")])
+        return est.EstimatorSpec(mode, jnp.broadcast_to(gradient, features.shape), loss, train_op)
+
+    state, spec = one_step(replicate(model_fn, towers), EIGHT)
+    gradients = 5 * EIGHT.reshape(4, 2).mean(1) / 4
+    np.testing.assert_allclose(spec.predictions, np.repeat(gradients, 2), rtol=1e-6)
+    assert set(state.slots["optimizer"][0].mu) == {"w"}  # None is absent
+    assert_close(state.slots["optimizer"][0].mu["w"], jnp.float32(0.1 * np.minimum(gradients, 3).sum()))
+    assert state.variables["d"] == 5.0
+
+
+@pytest.mark.parametrize("towers", [1, 2])
+def test_compute_gradients_of_a_weighted_loss(towers):
+    def model_fn(features, labels, mode):
+        w = constant("w", 1.0)
+        loss = est.losses.compute_weighted_loss(w * features, labels)
+        optimizer = TowerOptimizer(optax.sgd(1.0), accumulate_steps=2)
+        train_op = optimizer.apply_gradients(optimizer.compute_gradients(loss))
+        return est.EstimatorSpec(mode, loss=loss, train_op=train_op)
+
+    state, spec = one_step(replicate(model_fn, towers), FOUR, np.array([0, 0, 0, 2], np.float32))
+    assert spec.loss == 12.0
+    assert state.variables["w"] == -11.0
+
+
+# Variables that the model_fn writes.
+
+
+def assign_model_fn(write, aggregation="mean", initial=0.0, steps=2):
+    def model_fn(features, labels, mode):
+        w = constant("w", 1.0)
+        est.get_variable("s", initializer=initial, trainable=False, aggregation=aggregation)
+        write(features)
+        loss = jnp.mean(w * features)
+        train_op = TowerOptimizer(optax.sgd(0.1), accumulate_steps=steps).minimize(loss)
+        return est.EstimatorSpec(mode, loss=loss, train_op=train_op)
+
+    return model_fn
+
+
+@pytest.mark.parametrize("towers, steps", [(1, 4), (2, 2)])
+@pytest.mark.parametrize("aggregation, want", [("mean", 3.0), ("sum", 12.0), ("only_first_tower", 1.0)])
+def test_assign_merges_by_aggregation(aggregation, want, towers, steps):
+    def write(x):
+        est.assign_add("s", 1000.0)  # lost, as the assignment follows
+        est.assign("s", jnp.where((aggregation == "only_first_tower") & (x[0] > 1), jnp.nan, x[0]))
+        est.assign_add("s", 10.0)
+
+    state, _ = one_step(replicate(assign_model_fn(write, aggregation, steps=steps), towers), FOUR)
+    assert state.variables["s"] == want + 40.0
+
+
+@pytest.mark.parametrize("towers", [1, 2])
+def test_counters_count_and_flags_stay_flags(towers):
+    def write(x):
+        est.get_variable("flag", initializer=np.bool_(False), trainable=False, aggregation="only_first_tower")
+        est.assign("flag", x[0] == 1.0)
+        est.assign_add("s", jnp.int32(len(x)))
+
+    state, _ = one_step(replicate(assign_model_fn(write, initial=np.int32(5)), towers), FOUR)
+    assert state.variables["s"] == 9
+    assert state.variables["s"].dtype == jnp.int32
+    assert state.variables["flag"] and state.variables["flag"].dtype == jnp.bool_
+
+
+# What the spec holds.
+
+
+class FirstLast:
+    """A metric of clu's protocol whose merge keeps the order."""
+
+    def __init__(self, first, last):
+        self.first, self.last = first, last
+
+    def merge(self, other):
+        return FirstLast(self.first, other.last)
+
+    def compute(self):
+        return self.first, self.last
+
+
+jax.tree_util.register_pytree_node(FirstLast, lambda m: ((m.first, m.last), None), lambda _, leaves: FirstLast(*leaves))
+
+
+@pytest.mark.parametrize("towers", [1, 2, 4])
+def test_results_come_in_input_order(towers):
+    def model_fn(features, labels, mode):
+        loss = jnp.mean(constant("w", 1.0) * features)
+        train_op = TowerOptimizer(optax.sgd(0.1), accumulate_steps=2).minimize(loss)
+        predictions = {"x": features, "micro": jnp.full(features.shape, len(features), jnp.int32)}
+        exports = {"y": est.export.PredictOutput(jnp.stack([features, -features], 1))}
+        metrics = {"ends": FirstLast(features[0], features[-1]), "mean": est.metrics.mean(features)}
+        return est.EstimatorSpec(mode, predictions, loss, train_op, metrics, exports)
+
+    _, spec = one_step(replicate(model_fn, towers), EIGHT)
+    np.testing.assert_array_equal(spec.predictions["x"], EIGHT)
+    np.testing.assert_array_equal(spec.predictions["micro"], np.full(8, 8 // towers // 2))
+    (output,) = jax.tree.leaves(spec.export_outputs["y"])
+    np.testing.assert_array_equal(output, np.stack([EIGHT, -EIGHT], 1))
+    assert [float(x) for x in spec.eval_metric_ops["ends"].compute()] == [1.0, 2.5]
+    assert spec.eval_metric_ops["mean"].result() == EIGHT.mean()
+
+
+def test_collectives_of_the_model_fn_go_over_the_towers_of_one_micro_batch():
+    def model_fn(features, labels, mode):
+        loss = jnp.mean(constant("w", 1.0) * features)
+        train_op = TowerOptimizer(optax.sgd(0.1), accumulate_steps=2).minimize(loss)
+        seen = {"mean": cross_tower_mean(features), "total": jax.lax.psum(features, TOWER_AXIS)}
+        seen["tower"] = jnp.broadcast_to(tower_index(), features.shape)
+        return est.EstimatorSpec(mode, seen, loss, train_op)
+
+    _, spec = one_step(replicate(model_fn, 2), EIGHT)
+    total = np.tile(EIGHT[:4] + EIGHT[4:], 2)
+    np.testing.assert_array_equal(spec.predictions["total"], total)
+    np.testing.assert_array_equal(spec.predictions["mean"], total / 2)
+    np.testing.assert_array_equal(spec.predictions["tower"], [0] * 4 + [1] * 4)
+
+
+# Loops.
+
+
+def test_train_loop_and_estimator(tmp_path):
+    x, y = regression(16, steps=4)
+    in_parts = replicate(mlp_model_fn(TowerOptimizer(optax.adam(0.1), accumulate_steps=2)), 2)
+    config = est.RunConfig(save_checkpoints_steps=1000, steps_per_loop=2)
+    estimator = est.Estimator(in_parts, str(tmp_path), config)
+    estimator.train(lambda: list(zip(x, y, strict=True)))
+    plain = est.transform(mlp_model_fn(optax.adam(0.1)))
+    state = plain.init(jax.random.key(config.seed), x[0], y[0])
+    looped, _ = est.transform(in_parts).train_loop(state, (x, y))
+    want, _ = plain.train_loop(state, (x, y))
+    assert_close(looped.variables, want.variables)
+    assert_close(looped.slots, want.slots)
+    for name, value in want.variables.items():
+        np.testing.assert_allclose(estimator.get_variable_value(name), value, rtol=2e-5, atol=2e-6)
+    assert looped.global_step == estimator.get_variable_value("global_step") == 4
+
+
+# Without towers, and with an est.Optimizer inside.
+
+
+@pytest.mark.parametrize("optimizers", [1, 2])
+def test_without_towers_a_batch_runs_in_one_piece_and_one_warning_says_so(messages, optimizers):
+    def model_fn(steps, features, labels, mode):
+        w = constant("w", 1.0)
+        made = [TowerOptimizer(est.Optimizer(optax.sgd(0.1)), accumulate_steps=steps) for _ in range(optimizers)]
+        loss = jnp.mean(w * features)
+        seen = jnp.full(features.shape, len(features), jnp.int32)
+        return est.EstimatorSpec(mode, seen, loss, est.group(*(each.minimize(loss) for each in made)))
+
+    want, _ = one_step(functools.partial(model_fn, 1), FOUR)
+    assert not messages()
+    got, spec = one_step(functools.partial(model_fn, 2), FOUR)
+    assert_close(got.variables, want.variables)
+    np.testing.assert_array_equal(spec.predictions, np.full(4, 4))
+    (warning,) = messages()
+    assert warning.startswith("TowerOptimizer(..., accumulate_steps=2) has no effect without `replicate_model_fn`")
+    got, spec = one_step(replicate(functools.partial(model_fn, 2), 1), FOUR)
+    assert_close(got.variables, want.variables)
+    np.testing.assert_array_equal(spec.predictions, np.full(4, 2))
+    assert len(messages()) == 1
+
+
+def test_a_wrapped_tower_optimizer_keeps_its_number():
+    inner = TowerOptimizer(optax.sgd(0.1), accumulate_steps=4)
+    assert TowerOptimizer(inner).accumulate_steps == 4
+    assert TowerOptimizer(inner, accumulate_steps=2).accumulate_steps == 2
+    assert TowerOptimizer(est.Optimizer(optax.sgd(0.1))).accumulate_steps == 1
+
+
+# Errors.
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 1.5, 2.0, "2", None, True])
+def test_what_is_no_number_of_micro_batches(wrong):
+    with pytest.raises(ValueError, match=r"needs an integer of at least 1 as `accumulate_steps`.*; got"):
+        TowerOptimizer(optax.sgd(0.1), accumulate_steps=wrong)
+
+
+@pytest.mark.parametrize("towers, rows", [(1, 6), (2, 12)])
+def test_rows_that_do_not_divide(towers, rows):
+    model_fn = replicate(assign_model_fn(lambda x: None, steps=4), towers)
+    message = (
+        f"Batch size {rows} needs to be divisible by the number of towers, which is {towers}, times "
+        f"`accumulate_steps`, which is 4. Choose a batch size that is a multiple of {4 * towers}, or another"
+    )
+    with pytest.raises(ValueError, match=message):
+        one_step(model_fn, np.ones(rows, np.float32))
+
+
+@pytest.mark.parametrize("make_other", [lambda o: TowerOptimizer(o, "other", accumulate_steps=3), est.Optimizer])
+def test_different_numbers_in_one_step(make_other):
+    def model_fn(features, labels, mode):
+        loss = jnp.mean(constant("w", 1.0) * features)
+        one, other = TowerOptimizer(optax.sgd(0.1), "one", accumulate_steps=2), make_other(optax.sgd(0.1))
+        return est.EstimatorSpec(mode, loss=loss, train_op=est.group(one.minimize(loss), other.minimize(loss)))
+
+    with pytest.raises(
+        ValueError, match=r"different `accumulate_steps`: 'one' for 2 and '(other' for 3|optimizer' for 1)"
+    ):
+        one_step(replicate(model_fn, 1), FOUR)
+
+
+def test_integers_cannot_be_averaged_over_micro_batches():
+    model_fn = assign_model_fn(lambda x: est.assign("s", jnp.int32(1)), initial=np.int32(0))
+    with pytest.raises(ValueError, match="The micro-batches assign to the variable 's', whose int32 values cannot"):
+        one_step(replicate(model_fn, 1), FOUR)
+
+
+def test_predictions_of_the_whole_batch():
+    def model_fn(features, labels, mode):
+        return assign_model_fn(lambda x: None)(features, labels, mode)._replace(predictions=features.sum())
+
+    with pytest.raises(
+        ValueError, match=r"from several micro-batches; it has shape \(\) in a micro-batch of 2 examples"
+    ):
+        one_step(replicate(model_fn, 1), FOUR)
+
+
+@pytest.mark.parametrize("call", ["minimize", "compute_gradients"])
+def test_weights_that_are_trained_are_refused_unless_no_gradient_flows(call):
+    def model_fn(steps, stop, features, labels, mode):
+        w, u = (est.get_variable(name, (3,), initializer=jax.nn.initializers.ones) for name in "wu")
+        weights = stop(jax.nn.sigmoid(features @ u))
+        loss = est.losses.mean_squared_error(labels, features @ w, weights, est.Reduction.MEAN)
+        optimizer = TowerOptimizer(optax.sgd(0.5), accumulate_steps=steps)
+        if call == "minimize":
+            return est.EstimatorSpec(mode, loss=loss, train_op=optimizer.minimize(loss))
+        train_op = optimizer.apply_gradients(optimizer.compute_gradients(loss))
+        return est.EstimatorSpec(mode, loss=loss, train_op=train_op)
+
+    (x,), (y,) = regression(8, steps=1)
+    stopped = functools.partial(model_fn, stop=jax.lax.stop_gradient)
+    want, _ = one_step(functools.partial(stopped, 1), x, y)
+    got, _ = one_step(replicate(functools.partial(stopped, 2), 2), x, y)
+    assert_close(got.variables, want.variables)
+    with pytest.raises(ValueError, match=r"divides by the sum of weights that depend on trainable variables\. With"):
+        one_step(replicate(functools.partial(model_fn, 2, lambda x: x), 2), x, y)
+
+
+def test_the_default_devices_too():
+    state, _ = one_step(
+        replicate_model_fn(assign_model_fn(lambda x: est.assign_add("s", 1.0))), np.ones(16, np.float32)
+    )
+    assert state.variables["s"] == 16.0
+
+
+@pytest.mark.parametrize("towers", [1, 2])
+def test_with_numbers_of_64_bits(towers):
+    """Under strict promotion, which the tests have."""
+    x, y = (part[0].astype(np.float64) for part in regression(8, steps=1))
+
+    def model_fn(steps):
+        def model_fn(features, labels, mode):
+            w = est.get_variable("w", (3,), jnp.float64, initializer=jax.nn.initializers.ones)
+            est.get_variable("rows", initializer=np.zeros((), np.int64), trainable=False)
+            est.assign_add("rows", np.int64(len(features)))
+            est.get_variable("first", (), aggregation=est.VariableAggregation.ONLY_FIRST_TOWER, trainable=False)
+            est.assign("first", features[0, 0].astype(jnp.float32))
+            loss = est.losses.mean_squared_error(labels, features @ w, features[:, 1] ** 2)
+            train_op = TowerOptimizer(optax.adam(0.1), accumulate_steps=steps).minimize(loss)
+            return est.EstimatorSpec(mode, {"y": features @ w}, loss, train_op)
+
+        return model_fn
+
+    with jax.enable_x64(True):
+        want, spec = one_step(model_fn(1), x, y)
+        got, accumulated = one_step(replicate(model_fn(2), towers), x, y)
+        assert accumulated.loss.dtype == jnp.float64
+        assert_close(accumulated.loss, spec.loss, rtol=1e-12)
+        assert_close(got.variables, want.variables, rtol=1e-7)

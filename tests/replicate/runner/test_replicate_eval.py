@@ -1,0 +1,294 @@
+"""Evaluation and prediction in towers: every example counts once, in its place, whatever the batch size."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from testing.metrics import Largest
+
+import estimator as est
+from estimator.export import ClassificationOutput, PredictOutput, RegressionOutput
+from replicate import TowerOptimizer, num_towers, replicate_model_fn
+
+SIZES = [1, 2, 3, 7, 8, 13]
+CASES = [(1, 7), *((towers, rows) for towers in (2, 4, 8) for rows in SIZES)]
+CLASSES = 3
+LOSSES = {  # by name: the model_fn's reduction, whether weighted, and loss_reduction
+    "mean": (None, False, est.Reduction.SUM_OVER_BATCH_SIZE),
+    "sum": (est.Reduction.SUM, False, est.Reduction.SUM),
+    "weighted_sum": (est.Reduction.SUM, True, est.Reduction.SUM),
+    "weighted_mean": (est.Reduction.MEAN, True, est.Reduction.MEAN),
+    "weighted_over_batch": (
+        est.Reduction.SUM_OVER_BATCH_SIZE,
+        True,
+        est.Reduction.SUM_OVER_BATCH_SIZE,
+    ),
+    "weighted_by_nonzero": (
+        est.Reduction.SUM_BY_NONZERO_WEIGHTS,
+        True,
+        est.Reduction.SUM_BY_NONZERO_WEIGHTS,
+    ),
+}
+
+
+def cpus(towers):
+    return [f"/cpu:{i}" for i in range(towers)]
+
+
+def model_fn(features, labels, mode, params):
+    w = est.get_variable("w", (4, CLASSES))
+    logits = features["x"] @ w
+    classes = logits.argmax(-1).astype(jnp.int32)
+    score = jax.nn.softmax(logits)[:, 0]
+    predictions = {
+        "logits": logits,
+        "nested": (classes, [score > 0.4, {"id": features["id"]}]),
+    }
+    if mode == est.ModeKeys.PREDICT:
+        return est.EstimatorSpec(mode, predictions=predictions)
+    reduction, weighted, _ = LOSSES[params["loss"]]
+    weight = features["weight"]
+    if reduction is None:
+        loss = jnp.mean(jax.nn.logsumexp(logits, -1))
+    else:
+        loss = est.losses.sparse_softmax_cross_entropy(labels, logits, weight if weighted else 1.0, reduction)
+    metrics = {
+        "accuracy": est.metrics.accuracy(labels, classes),
+        "weighted_accuracy": est.metrics.accuracy(labels, classes, weight),
+        "mean": est.metrics.mean(score),
+        "auc": est.metrics.auc(labels == 0, score),
+        "mean_iou": est.metrics.mean_iou(labels, classes, CLASSES),
+        "precision": est.metrics.precision(labels == 0, score > 0.4),
+    }
+    train_op = TowerOptimizer(optax.sgd(0.1)).minimize(loss)
+    return est.EstimatorSpec(mode, predictions, loss, train_op, metrics)
+
+
+def batch(rows):
+    rng = np.random.default_rng(rows)
+    weight = rng.uniform(0.5, 3, rows).astype(np.float32)
+    weight[: rows // 3] = 0
+    features = {
+        "x": rng.normal(size=(rows, 4)).astype(np.float32),
+        "weight": weight,
+        "id": np.arange(rows, dtype=np.int32),
+    }
+    return features, rng.integers(0, CLASSES, rows).astype(np.int32)
+
+
+@functools.cache
+def plain(loss):
+    model = est.transform(model_fn, params={"loss": loss})
+    return model, model.init(jax.random.key(0), *batch(8))
+
+
+@functools.cache
+def plain_eval(loss, rows):
+    model, state = plain(loss)
+    return model.eval_step(state, *batch(rows))
+
+
+@functools.cache
+def replicated(loss, towers):
+    return est.transform(replicate_model_fn(model_fn, LOSSES[loss][2], cpus(towers)), params={"loss": loss})
+
+
+def assert_close(got, want):
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert one.dtype == other.dtype
+        np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-6)
+
+
+def assert_same_evaluation(loss, towers, rows):
+    got = replicated(loss, towers).eval_step(plain(loss)[1], *batch(rows))
+    want = plain_eval(loss, rows)
+    assert_close(got.loss, want.loss)
+    assert_close(got.predictions, want.predictions)
+    assert list(got.eval_metric_ops) == list(want.eval_metric_ops)
+    for name, metric in want.eval_metric_ops.items():
+        np.testing.assert_allclose(got.eval_metric_ops[name].result(), metric.result(), rtol=2e-5, err_msg=name)
+
+
+def assert_towers_evaluate_alike(model_fn, towers, *sizes):
+    one = est.transform(model_fn)
+    several = est.transform(replicate_model_fn(model_fn, devices=cpus(towers)))
+    state = one.init(jax.random.key(0), *batch(8))
+    for rows in sizes:
+        got, want = (model.eval_step(state, *batch(rows)) for model in (several, one))
+        assert_close(got.loss, want.loss)
+
+
+@pytest.mark.parametrize("towers, rows", CASES)
+def test_evaluation_equals_the_one_device_run(towers, rows):
+    assert_same_evaluation("weighted_by_nonzero", towers, rows)
+
+
+@pytest.mark.parametrize("rows", [3, 7, 8])
+@pytest.mark.parametrize("loss", [name for name in LOSSES if name != "weighted_by_nonzero"])
+def test_every_kind_of_loss_equals_the_one_device_run(loss, rows):
+    assert_same_evaluation(loss, 4, rows)
+
+
+@pytest.mark.parametrize("towers, rows", CASES)
+def test_predictions_equal_the_one_device_run_in_input_order(towers, rows):
+    features, _ = batch(rows)
+    model, state = plain("mean")
+    got = replicated("mean", towers).predict_step(state, features)
+    want = model.predict_step(state, features)
+    assert_close(got.predictions, want.predictions)
+    np.testing.assert_array_equal(got.predictions["nested"][1][1]["id"], np.arange(rows))
+    assert_close(got.export_outputs["serving_default"].outputs, got.predictions)
+
+
+def test_two_weighted_losses_with_a_remainder_keep_their_own_denominators():
+    def two_losses(features, labels, mode):
+        w = est.get_variable("w", (4,))
+        output = features["x"] @ w
+        first = est.losses.absolute_difference(labels, output, features["weight"])
+        second = est.losses.mean_squared_error(labels, output, features["weight"], est.Reduction.MEAN)
+        loss = first + 3.0 * second
+        train_op = TowerOptimizer(optax.sgd(0.1)).minimize(loss)
+        return est.EstimatorSpec(mode, loss=loss, train_op=train_op)
+
+    assert_towers_evaluate_alike(two_losses, 4, 3, 7, 13)
+
+
+@pytest.mark.parametrize("rows", [4, 7])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_gradients_may_be_computed_in_evaluation(weighted, rows):
+    """`compute_gradients` gives values in every mode; a loss may be weighted all the same."""
+
+    def norm_fn(features, labels, mode):
+        w = est.get_variable("w", (4,))
+        weight = features["weight"] if weighted else 1.0
+        loss = est.losses.mean_squared_error(labels, features["x"] @ w, weight)
+        optimizer = TowerOptimizer(optax.sgd(0.1))
+        gradients = optimizer.compute_gradients(loss)
+        train_op = optimizer.apply_gradients(gradients)
+        return est.EstimatorSpec(mode, loss=loss, train_op=train_op)
+
+    assert_towers_evaluate_alike(norm_fn, 2, rows)
+
+
+def exporting(features, labels, mode):
+    w = est.get_variable("w", (4, CLASSES))
+    logits = features["x"] @ w
+    exports = {
+        "serving_default": PredictOutput({"logits": logits}),
+        "classify": ClassificationOutput(scores=jax.nn.softmax(logits), classes=logits.argmax(-1).astype(jnp.int32)),
+        "regress": RegressionOutput(value=logits[:, 0]),
+    }
+    return est.EstimatorSpec(mode, predictions=logits, export_outputs=exports)
+
+
+@pytest.mark.parametrize("rows", [2, 8, 11])
+def test_export_outputs_are_concatenated(rows):
+    features, _ = batch(rows)
+    one = est.transform(exporting)
+    four = est.transform(replicate_model_fn(exporting, devices=cpus(4)))
+    state = one.init(jax.random.key(0), features, mode="infer")
+    got, want = (model.predict_step(state, features).export_outputs for model in (four, one))
+    assert set(got) == {"serving_default", "classify", "regress"}
+    assert isinstance(got["classify"], ClassificationOutput)
+    assert_close(got, want)
+    assert got["regress"].value.shape == (rows,)
+
+
+def test_metrics_merge_over_batches_of_any_size():
+    features, labels = batch(13)
+    four = replicated("mean", 4)
+    state = plain("mean")[1]
+    specs = [
+        four.eval_step(state, jax.tree.map(lambda x, s=s: x[s], features), labels[s])
+        for s in (slice(0, 8), slice(8, 11), slice(11, 13))
+    ]
+    want = plain_eval("mean", 13)
+    for name, metric in want.eval_metric_ops.items():
+        first, *others = (spec.eval_metric_ops[name] for spec in specs)
+        merged = functools.reduce(lambda a, b: a.merge(b), others, first)
+        np.testing.assert_allclose(merged.result(), metric.result(), rtol=2e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("towers", [1, 4])
+def test_a_metric_of_the_users_own_is_merged_by_its_own_rule(towers):
+    def largest_fn(features, labels, mode):
+        w = est.get_variable("w", (), initializer=jax.nn.initializers.ones)
+        loss = jnp.mean(w * features)
+        return est.EstimatorSpec(mode, loss=loss, eval_metric_ops={"max": Largest(features.max())})
+
+    model = est.transform(replicate_model_fn(largest_fn, devices=cpus(towers)))
+    x = np.array([3, 1, 9, 2, 4, 5, 7], np.float32)
+    state = model.init(jax.random.key(0), x, mode="eval")
+    assert model.eval_step(state, x).eval_metric_ops["max"].compute() == 9
+
+
+def test_no_row_is_seen_twice_or_in_another_tower_than_its_own():
+    def towers_fn(features, labels, mode):
+        est.get_variable("w", ())
+        towers = jnp.full(features.shape, num_towers(), jnp.int32)
+        mine = jnp.broadcast_to(features.sum(), features.shape)
+        return est.EstimatorSpec(mode, predictions={"towers": towers, "sum": mine})
+
+    model = est.transform(replicate_model_fn(towers_fn, devices=cpus(4)))
+    x = np.arange(10, dtype=np.float32)
+    state = model.init(jax.random.key(0), x, mode="infer")
+    got = model.predict_step(state, x).predictions
+    np.testing.assert_array_equal(got["towers"], [4] * 8 + [1] * 2)
+    np.testing.assert_array_equal(got["sum"], [1, 1, 5, 5, 9, 9, 13, 13, 17, 17])
+
+
+@pytest.mark.parametrize("towers", [None, 1, 2, 8])
+def test_a_state_trained_on_four_towers_is_evaluated_anywhere(towers):
+    features, labels = batch(8)
+    four = replicated("weighted_mean", 4)
+    state, _ = four.train_step(four.init(jax.random.key(0), features, labels), features, labels)
+    host = jax.device_get(state._replace(key=None))._replace(key=jax.random.key(0))
+    model = plain("weighted_mean")[0] if towers is None else replicated("weighted_mean", towers)
+    want = four.eval_step(state, features, labels).loss
+    assert_close(model.eval_step(host, features, labels).loss, want)
+
+
+@pytest.mark.parametrize("rows", [4, 7])
+def test_gradients_may_be_computed_in_evaluation_through_a_denominator(rows):
+    """The repeated run must not see denominators of the run that was left."""
+
+    def norm_fn(features, labels, mode):
+        w = est.get_variable("w", (4,))
+        output = features["x"] @ w
+        weight = jax.nn.sigmoid(output)
+        loss = est.losses.mean_squared_error(labels, output, weight, est.Reduction.MEAN)
+        optimizer = TowerOptimizer(optax.sgd(0.1))
+        train_op = optimizer.apply_gradients(optimizer.compute_gradients(loss))
+        return est.EstimatorSpec(mode, loss=loss, train_op=train_op)
+
+    assert_towers_evaluate_alike(norm_fn, 2, rows)
+
+
+@pytest.mark.parametrize("where", [slice(0, 4), slice(4, 7), slice(0, 7), slice(1, 2)])
+def test_rows_of_weight_zero_anywhere(where):
+    features, labels = batch(7)
+    features = features | {"weight": np.ones(7, np.float32)}
+    features["weight"][where] = 0
+    got, want = (
+        model.eval_step(plain("weighted_mean")[1], features, labels)
+        for model in (replicated("weighted_mean", 4), plain("weighted_mean")[0])
+    )
+    assert_close(got.loss, want.loss)
+    metrics = [spec.eval_metric_ops["weighted_accuracy"].result() for spec in (got, want)]
+    np.testing.assert_allclose(*metrics, rtol=1e-6)
+
+
+@pytest.mark.parametrize("rows", [4, 7])
+def test_predictions_may_be_empty_in_other_dimensions(rows):
+    def empty_fn(features, labels, mode):
+        return est.EstimatorSpec(mode, predictions={"x": features, "none": features[:, :0]})
+
+    x = np.ones((rows, 2), np.float32)
+    model = est.transform(replicate_model_fn(empty_fn, devices=cpus(2)))
+    got = model.predict_step(model.init(jax.random.key(0), x, mode="infer"), x).predictions
+    assert got["none"].shape == (rows, 0)
+    assert got["x"].shape == (rows, 2)

@@ -1,0 +1,155 @@
+"""The compiled programs: traces, compilations, collectives, operations, donation."""
+
+import collections
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from testing.towers import (
+    OPTIMIZERS,
+    STEPS,
+    mlp_model_fn,
+    regression,
+    replicate,
+)
+
+import estimator as est
+from replicate import TowerOptimizer, cross_tower_mean, tower_index
+
+
+@pytest.mark.parametrize("towers", [1, 2])
+def test_a_second_call_traces_and_compiles_nothing(towers, compilations):
+    traces = []
+
+    def model_fn(features, labels, mode):
+        traces.append(mode)
+        return mlp_model_fn(optax.adam(0.1))(features, labels, mode)
+
+    x, y = regression(8)
+    model = est.transform(replicate(model_fn, towers))
+    first = model.init(jax.random.key(0), x[0], y[0])
+
+    def all_steps(state):
+        state, _ = model.train_step(state, x[0], y[0])
+        state, _ = model.train_loop(state, (x, y))
+        model.eval_step(state, x[0], y[0])
+        return jax.block_until_ready(state)
+
+    state = all_steps(first)
+    model.eval_step(first, x[0], y[0])
+    before = len(traces), len(compilations)
+    assert all(before)
+    all_steps(all_steps(state))
+    model.eval_step(first, x[0], y[0])
+    model.train_step(first, x[1], y[1])
+    assert (len(traces), len(compilations)) == before
+
+
+def compiled_train_step(model_fn, *batch):
+    model = est.transform(model_fn)
+    state = model.init(jax.random.key(0), *batch)
+    return jax.jit(model.train_step).lower(state, *batch).compile().as_text()
+
+
+def operations(program):
+    """How often each operation stands in the text of an HLO program."""
+    return collections.Counter(re.findall(r" = .*? ([a-z][a-z0-9-]*)\(", program))
+
+
+def collectives(program):
+    names = ("all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-permute")
+    return {name: count for name, count in operations(program).items() if name.startswith(names)}
+
+
+def without_metrics(model_fn):
+    return lambda features, labels, mode: model_fn(features, labels, mode)._replace(eval_metric_ops=None)
+
+
+def test_all_gradients_and_the_loss_go_in_one_all_reduce():
+    x, y = regression(8, steps=1)
+    model_fn = without_metrics(mlp_model_fn(optax.adam(0.1)))
+    program = compiled_train_step(replicate(model_fn, 4), x[0], y[0])
+    assert collectives(program) == {"all-reduce": 1}
+
+
+def test_there_is_one_all_reduce_per_dtype():
+    def model_fn(features, labels, mode):
+        est.get_variable("seen", initializer=np.int32(0), trainable=False)
+        est.get_variable("steps", initializer=np.int32(0), trainable=False)
+        est.assign_add("seen", features.shape[0])
+        est.assign_add("steps", (labels > 0).sum(dtype=jnp.int32))
+        return without_metrics(mlp_model_fn(optax.adam(0.1)))(features, labels, mode)
+
+    x, y = regression(8, steps=1)
+    program = compiled_train_step(replicate(model_fn, 4), x[0], y[0])
+    assert collectives(program) == {"all-reduce": 2}
+
+
+def test_metrics_of_a_train_step_add_one_collective_at_most():
+    x, y = regression(8, steps=1)
+    program = compiled_train_step(replicate(mlp_model_fn(optax.adam(0.1)), 4), x[0], y[0])
+    assert sum(collectives(program).values()) <= 2, collectives(program)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "clipped_adam"])
+def test_one_device_runs_the_program_of_the_plain_model_fn(optimizer):
+    model_fn = mlp_model_fn(OPTIMIZERS[optimizer]())
+    x, y = regression(8, steps=1)
+    plain, replicated = (operations(compiled_train_step(fn, x[0], y[0])) for fn in (model_fn, replicate(model_fn, 1)))
+    assert plain["dot"] + plain["fusion"] > 2
+    assert replicated == plain
+
+
+def everything_model_fn(features, mode, labels=None):
+    """Writes to variables, random keys, collectives, a weighted loss, metrics, gradients of both kinds."""
+    w = est.get_variable("w", (3,))
+    est.get_variable("mean", initializer=jnp.zeros(3), trainable=False)
+    est.get_variable("seen", initializer=np.int32(0), trainable=False)
+    est.get_variable("first", (), trainable=False, aggregation="only_first_tower")
+    est.assign("mean", 0.9 * est.read_variable("mean") + 0.1 * cross_tower_mean(features.mean(0)))
+    est.assign("first", features[0, 0])
+    est.assign_add("seen", features.shape[0])
+    noise = jax.random.uniform(est.make_rng("noise"), features.shape)
+    logits = jnp.where(noise < 0.5, features - est.read_variable("mean"), noise) @ w
+    predictions = {"logits": logits, "index": jnp.broadcast_to(tower_index(), logits.shape)}
+    if mode == est.ModeKeys.PREDICT:
+        return est.EstimatorSpec(mode, predictions)
+    weights = jnp.abs(features[:, 0])
+    loss = est.losses.mean_squared_error(labels, logits, weights)
+    optimizer = TowerOptimizer(optax.adam(0.1))
+    train_op = est.group(optimizer.apply_gradients(optimizer.compute_gradients(loss)), optimizer.minimize(loss))
+    metrics = {
+        "mean": est.metrics.mean(logits, weights),
+        "accuracy": est.metrics.accuracy(labels > 0, logits > 0, weights),
+    }
+    return est.EstimatorSpec(mode, predictions, loss, train_op, metrics)
+
+
+@pytest.mark.parametrize("step", ["train_step", "train_loop", "eval_step", "predict_step"])
+@pytest.mark.usefixtures("users_compiler")
+def test_one_device_runs_the_operations_of_the_plain_model_fn_in_every_mode(step):
+    x, y = regression(7)
+    batch = {"train_loop": ((x, y),), "predict_step": (x[0],)}.get(step, (x[0], y[0]))
+
+    def compiled(model_fn):
+        model = est.transform(model_fn)
+        state = model.init(jax.random.key(0), x[0], y[0])
+        program = jax.jit(lambda *args: getattr(model, step)(*args))
+        return operations(program.lower(state, *batch).compile().as_text())
+
+    plain, replicated = compiled(everything_model_fn), compiled(replicate(everything_model_fn, 1))
+    assert plain["fusion"] > 2
+    assert replicated == plain
+
+
+def test_a_donated_state_is_trained_in_place():
+    x, y = regression(8)
+    model = est.transform(replicate(mlp_model_fn(optax.adam(0.1)), 2), donate=True)
+    state = model.init(jax.random.key(0), x[0], y[0])
+    for batch in zip(x, y, strict=True):
+        before, (state, _) = state, model.train_step(state, *batch)
+        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(before.slots))
+    assert state.global_step == STEPS

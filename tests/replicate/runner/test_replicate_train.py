@@ -1,0 +1,234 @@
+"""Training in towers equals training on one big batch."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from testing.towers import (
+    OPTIMIZERS,
+    STEPS,
+    assert_close,
+    assert_same_training,
+    mlp_model_fn,
+    reduced,
+    regression,
+    replicate,
+)
+
+import estimator as est
+from replicate import TowerOptimizer
+
+# The core law.
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+@pytest.mark.parametrize("towers", [1, 2, 3, 4, 8])
+def test_towers_match_one_big_batch(towers, reduction):
+    model_fn = mlp_model_fn(optax.sgd(0.02), reduction)
+    assert_same_training(model_fn, replicate(model_fn, towers, reduction), regression(24))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_every_optimizer_sees_the_gradient_of_the_big_batch(optimizer):
+    model_fn = mlp_model_fn(OPTIMIZERS[optimizer])
+    assert_same_training(model_fn, replicate(model_fn, 4), regression(16))
+
+
+@pytest.mark.parametrize("towers", [1, 2, 4])
+def test_one_step_of_rate_one_shows_the_gradient_of_the_big_batch(towers):
+    (x,), (y,) = regression(8, steps=1)
+
+    def loss_fn(w):
+        return jnp.mean((jnp.tanh(x @ w) - y) ** 2)
+
+    def model_fn(features, labels, mode):
+        w = est.get_variable("w", (3,), initializer=jax.nn.initializers.ones)
+        loss = jnp.mean((jnp.tanh(features @ w) - labels) ** 2)
+        return est.EstimatorSpec(mode, loss=loss, train_op=TowerOptimizer(optax.sgd(1.0)).minimize(loss))
+
+    model = est.transform(replicate(model_fn, towers))
+    state, spec = model.train_step(model.init(jax.random.key(0), x, y), x, y)
+    loss, gradient = jax.value_and_grad(loss_fn)(jnp.ones(3))
+    assert_close(spec.loss, loss)
+    assert_close(1.0 - state.variables["w"], gradient)
+
+
+trailing_shapes = st.lists(st.integers(1, 3), max_size=2).map(tuple)
+trees = st.recursive(
+    trailing_shapes.map(lambda shape: {"leaf": shape}),
+    lambda children: st.one_of(
+        st.lists(children, min_size=1, max_size=2).map(lambda nodes: {"list": nodes}),
+        st.tuples(children, children).map(lambda nodes: {"tuple": nodes}),
+        st.dictionaries(st.sampled_from("ab"), children, min_size=1).map(lambda d: {"dict": d}),
+    ),
+    max_leaves=3,
+)
+
+
+def fill(tree, make):
+    ((kind, value),) = tree.items()
+    if kind == "leaf":
+        return make(value)
+    if kind == "dict":
+        return {name: fill(child, make) for name, child in value.items()}
+    return (tuple if kind == "tuple" else list)(fill(child, make) for child in value)
+
+
+def over_rows(x):
+    return x.reshape(x.shape[0], -1).mean(1)
+
+
+def tree_model_fn(optimizer, reduction):
+    def model_fn(features, labels, mode):
+        w = est.get_variable("w", lambda key: jax.tree.map(lambda x: jnp.ones(x.shape[1:]), features))
+        v = est.get_variable("v", lambda key: jax.tree.map(lambda x: jnp.ones(x.shape[1:]), labels))
+        outputs = jax.tree.map(lambda x, w: jnp.tanh(x * w), features, w)
+        score = sum(over_rows(leaf) for leaf in jax.tree.leaves(outputs))
+
+        def error(y, v):
+            return over_rows((score.reshape(-1, *(1,) * v.ndim) * v - y) ** 2)
+
+        losses = sum(jax.tree.leaves(jax.tree.map(error, labels, v)))
+        loss = reduced(losses, reduction)
+        train_op = TowerOptimizer(optimizer).minimize(loss)
+        metrics = {"mean_loss": est.metrics.mean(losses)}
+        predictions = (outputs, {"score": score})
+        return est.EstimatorSpec(mode, predictions, loss, train_op, metrics)
+
+    return model_fn
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    features=trees,
+    labels=trees,
+    towers=st.sampled_from([1, 2, 3, 4, 8]),
+    rows=st.integers(1, 3),
+    reduction=st.sampled_from(["sum", "mean"]),
+    optimizer=st.sampled_from(["sgd", "momentum", "adagrad"]),
+    seed=st.integers(0, 99),
+)
+def test_any_pytrees_of_features_and_labels(features, labels, towers, rows, reduction, optimizer, seed):
+    rng = np.random.default_rng(seed)
+
+    def make(shape):
+        return rng.normal(size=(2, towers * rows, *shape)).astype(np.float32)
+
+    batches = fill(features, make), fill(labels, make)
+    model_fn = tree_model_fn(OPTIMIZERS[optimizer](), reduction)
+    assert_same_training(model_fn, replicate(model_fn, towers, reduction), batches, rtol=5e-5, atol=1e-5)
+
+
+# Weighted losses.
+
+WEIGHTED = [
+    est.Reduction.SUM,
+    est.Reduction.MEAN,
+    est.Reduction.SUM_OVER_BATCH_SIZE,
+    est.Reduction.SUM_BY_NONZERO_WEIGHTS,
+]
+
+
+def weighted_model_fn(reduction, rate=0.1):
+    def model_fn(features, labels, mode):
+        w = est.get_variable("w", (3,), initializer=jax.nn.initializers.ones)
+        output = features["x"] @ w
+        loss = est.losses.mean_squared_error(labels, output, features["weight"], reduction)
+        train_op = TowerOptimizer(optax.sgd(rate)).minimize(loss)
+        return est.EstimatorSpec(mode, loss=loss, train_op=train_op)
+
+    return model_fn
+
+
+def uneven_weights(towers, rows):
+    """Over the towers: a tenth, all, none; then a tenth again."""
+    weights = np.zeros((STEPS, towers, rows), np.float32)
+    weights[:, ::3, 0] = 3.0
+    weights[:, 1::3, :] = np.linspace(0.1, 2, rows)
+    return weights.reshape(STEPS, -1)
+
+
+@pytest.mark.parametrize("reduction", WEIGHTED)
+@pytest.mark.parametrize("towers", [2, 4, 8])
+def test_weights_uneven_over_towers_give_the_global_mean(towers, reduction):
+    x, y = regression(towers * 10)
+    batches = {"x": x, "weight": uneven_weights(towers, 10)}, y
+    model_fn = weighted_model_fn(reduction, 0.01 if reduction == est.Reduction.SUM else 0.1)
+    assert_same_training(model_fn, replicate(model_fn, towers, reduction), batches)
+
+
+@functools.cache
+def weighted_models(reduction):
+    model_fn = weighted_model_fn(reduction)
+    return est.transform(model_fn), est.transform(replicate(model_fn, 4, reduction))
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    weights=st.lists(st.sampled_from([0.0, 0.0, 0.5, 1.0, 7.0]), min_size=8, max_size=8),
+    reduction=st.sampled_from(WEIGHTED),
+)
+def test_any_weights_give_the_global_mean(weights, reduction):
+    one, four = weighted_models(reduction)
+    (x,), (y,) = regression(8, steps=1)
+    features = {"x": x, "weight": np.asarray(weights, np.float32)}
+    state = one.init(jax.random.key(0), features, y)
+    (plain, want), (towers, got) = (model.train_step(state, features, y) for model in (one, four))
+    assert_close(got.loss, want.loss)
+    assert_close(towers.variables, plain.variables)
+
+
+@pytest.mark.parametrize("towers", [2, 4])
+def test_gradients_flow_through_the_denominator_of_a_weighted_mean(towers):
+    def model_fn(features, labels, mode):
+        w = est.get_variable("w", (3,), initializer=jax.nn.initializers.ones)
+        u = est.get_variable("u", (3,), initializer=jax.nn.initializers.ones)
+        weights = jax.nn.sigmoid(features["x"] @ u) * features["weight"]
+        loss = est.losses.mean_squared_error(labels, features["x"] @ w, weights, est.Reduction.MEAN)
+        train_op = TowerOptimizer(optax.sgd(0.5)).minimize(loss)
+        return est.EstimatorSpec(mode, loss=loss, train_op=train_op)
+
+    x, y = regression(towers * 10)
+    batches = {"x": x, "weight": uneven_weights(towers, 10)}, y
+    state = assert_same_training(model_fn, replicate(model_fn, towers), batches)
+    assert np.abs(state.variables["u"] - 1).max() > 1e-3
+
+
+def test_weights_that_are_all_zero_leave_the_variables_as_they_are():
+    x, y = regression(8, steps=1)
+    features, y = {"x": x[0], "weight": np.zeros(8, np.float32)}, y[0]
+    model = est.transform(replicate(weighted_model_fn("weighted_mean"), 4))
+    state, spec = model.train_step(model.init(jax.random.key(0), features, y), features, y)
+    assert spec.loss == 0
+    np.testing.assert_array_equal(state.variables["w"], np.ones(3))
+
+
+# Loops of several steps.
+
+
+def test_a_train_loop_does_what_as_many_train_steps_do():
+    x, y = regression(8)
+    model = est.transform(replicate(mlp_model_fn(optax.adam(0.1)), 4))
+    start = state = model.init(jax.random.key(0), x[0], y[0])
+    losses = []
+    for batch in zip(x, y, strict=True):
+        state, spec = model.train_step(state, *batch)
+        losses.append(spec.loss)
+    looped, spec = model.train_loop(start, (x, y))
+    assert_close(spec.loss, jnp.stack(losses))
+    assert_close(looped.variables, state.variables)
+    assert_close(looped.slots, state.slots)
+    assert looped.global_step == state.global_step == STEPS
+
+
+def test_a_list_of_batches_is_a_loop():
+    x, y = regression(8)
+    model = est.transform(replicate(mlp_model_fn(optax.adam(0.1)), 2))
+    state = model.init(jax.random.key(0), x[0], y[0])
+    (one, _), (other, _) = (model.train_loop(state, batches) for batches in ((x, y), list(zip(x, y, strict=True))))
+    assert_close(one.variables, other.variables)

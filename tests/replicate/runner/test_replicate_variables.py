@@ -1,0 +1,352 @@
+"""Variables in towers: writes and their aggregation, batch norm, copies on devices, dtypes, keys."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from testing.towers import (
+    FOUR,
+    STEPS,
+    assert_close,
+    assert_same_training,
+    reduced,
+    regression,
+    replicate,
+)
+
+import estimator as est
+from replicate import TOWER_AXIS, TowerOptimizer, cross_tower_mean, cross_tower_sum, num_towers
+
+
+def assign_model_fn(write, aggregation=est.VariableAggregation.MEAN, initial=0.0):
+    """`write(rows of the tower)` is called with the variable "s" there."""
+
+    def model_fn(features, labels, mode):
+        w = est.get_variable("w", (), initializer=jax.nn.initializers.ones)
+        est.get_variable("s", initializer=initial, trainable=False, aggregation=aggregation)
+        write(features)
+        loss = jnp.mean(w * features)
+        seen = jnp.broadcast_to(est.read_variable("s"), features.shape)
+        train_op = TowerOptimizer(optax.sgd(0.1)).minimize(loss)
+        return est.EstimatorSpec(mode, predictions=seen, loss=loss, train_op=train_op)
+
+    return model_fn
+
+
+def one_step(model_fn, features, towers):
+    model = est.transform(replicate(model_fn, towers))
+    state = model.init(jax.random.key(0), features)
+    return model.train_step(state, features)
+
+
+@pytest.mark.parametrize("aggregation, want", [("mean", 3.0), ("sum", 12.0), ("only_first_tower", 1.0)])
+def test_assign_merges_by_aggregation(aggregation, want):
+    model_fn = assign_model_fn(lambda x: est.assign("s", x[0]), aggregation)
+    state, spec = one_step(model_fn, FOUR, 4)
+    assert state.variables["s"] == want
+    np.testing.assert_array_equal(spec.predictions, FOUR)
+
+
+def test_assign_add_sums_over_towers_and_is_seen_in_the_run():
+    model_fn = assign_model_fn(lambda x: est.assign_add("s", x.sum()), initial=10.0)
+    state, spec = one_step(model_fn, FOUR, 2)
+    assert state.variables["s"] == 22.0
+    np.testing.assert_array_equal(spec.predictions, [13.0, 13.0, 19.0, 19.0])
+
+
+def test_assign_add_after_assign_adds_to_the_merged_value():
+    def write(x):
+        est.assign_add("s", 1000.0)  # lost, as the assignment follows
+        est.assign("s", x[0])
+        est.assign_add("s", 10.0)
+
+    state, _ = one_step(assign_model_fn(write), FOUR, 4)
+    assert state.variables["s"] == 3.0 + 40.0
+
+
+@pytest.mark.parametrize("towers", [1, 2, 4])
+def test_an_integer_counter_counts_every_tower(towers):
+    model_fn = assign_model_fn(lambda x: est.assign_add("s", 1), initial=np.int32(5))
+    state, _ = one_step(model_fn, FOUR, towers)
+    assert state.variables["s"] == 5 + towers
+    assert state.variables["s"].dtype == jnp.int32
+
+
+@pytest.mark.parametrize("aggregation, want", [("sum", 12), ("only_first_tower", 1)])
+def test_integers_are_assigned_by_sum_or_from_the_first_tower(aggregation, want):
+    model_fn = assign_model_fn(lambda x: est.assign("s", x[0].astype(jnp.int32)), aggregation, np.int32(0))
+    state, _ = one_step(model_fn, FOUR, 4)
+    assert state.variables["s"] == want
+
+
+def test_only_the_first_towers_value_counts_even_next_to_nan():
+    model_fn = assign_model_fn(lambda x: est.assign("s", jnp.where(x[0] > 1, jnp.nan, x[0])), "only_first_tower")
+    state, _ = one_step(model_fn, FOUR, 4)
+    assert state.variables["s"] == 1.0
+
+
+def test_a_pytree_of_statistics_is_averaged():
+    def write(x):
+        old = est.read_variable("s")
+        est.assign("s", {"mean": 0.5 * old["mean"] + 0.5 * x.mean(), "max": x.max(keepdims=True)})
+
+    def model_fn(features, labels, mode):
+        w = est.get_variable("w", (), initializer=jax.nn.initializers.ones)
+        est.get_variable("s", initializer={"mean": 2.0, "max": jnp.zeros(1)}, trainable=False)
+        write(features)
+        loss = jnp.mean(w * features)
+        train_op = TowerOptimizer(optax.sgd(0.1)).minimize(loss)
+        return est.EstimatorSpec(mode, loss=loss, train_op=train_op)
+
+    state, _ = one_step(model_fn, FOUR, 2)
+    assert_close(state.variables["s"], {"mean": jnp.float32(2.5), "max": jnp.full(1, 4.0)})
+
+
+@pytest.mark.parametrize("mode", ["eval_step", "predict_step"])
+def test_assignments_act_in_training_alone(mode):
+    model_fn = assign_model_fn(lambda x: est.assign("s", x[0]))
+    model = est.transform(replicate(model_fn, 2))
+    state = model.init(jax.random.key(0), FOUR)
+    spec = getattr(model, mode)(state, FOUR)
+    np.testing.assert_array_equal(spec.predictions, np.zeros(4))
+
+
+def statistics_model_fn(features, labels, mode):
+    """Keeps statistics of the batch by every way to write a variable, and learns next to them."""
+
+    def variable(name, initial, aggregation="mean"):
+        return est.get_variable(name, initializer=initial, trainable=False, aggregation=aggregation)
+
+    old = variable("average", {"mean": jnp.zeros(3), "square": jnp.ones(3)})
+    total = variable("total", jnp.zeros(3), "sum")
+    variable("rows", np.int32(0), "sum")
+    variable("first", jnp.zeros(3), "only_first_tower")
+    variable("first_label_is_positive", np.bool_(False), "only_first_tower")
+    variable("seen", np.int32(7))
+    variable("label", 0.5)
+    new = {"mean": features.mean(0), "square": (features**2).mean(0)}
+    est.assign("average", jax.tree.map(lambda a, b: 0.9 * a + 0.1 * b, old, new))
+    est.assign("total", total / num_towers() + features.sum(0))
+    est.assign("rows", features.shape[0])
+    est.assign("first", features[0])
+    est.assign("first_label_is_positive", labels[0] > 0)
+    est.assign_add("seen", features.shape[0])
+    est.assign_add("label", labels.sum())
+    output = features @ est.get_variable("w", (3,))
+    loss = jnp.mean((output - labels) ** 2)
+    train_op = TowerOptimizer(optax.adam(0.02)).minimize(loss)
+    return est.EstimatorSpec(mode, output, loss, train_op)
+
+
+@pytest.mark.parametrize("towers", [1, 2, 3, 4, 8])
+def test_written_variables_are_those_of_one_big_batch_after_several_steps(towers):
+    x, y = regression(24)
+    state = assert_same_training(statistics_model_fn, replicate(statistics_model_fn, towers), (x, y))
+    assert (state.variables["rows"], state.variables["seen"]) == (24, 7 + STEPS * 24)
+    np.testing.assert_array_equal(state.variables["first"], x[-1, 0])
+    np.testing.assert_allclose(state.variables["total"], x.sum((0, 1)), rtol=1e-5, atol=1e-5)
+
+
+def assert_copies_are_identical(state, towers):
+    for path, leaf in jax.tree_util.tree_leaves_with_path((state.variables, state.slots, state.global_step)):
+        assert [shard.device for shard in leaf.addressable_shards] == jax.devices("cpu")[:towers]
+        copies = [np.asarray(shard.data) for shard in leaf.addressable_shards]
+        assert all(copy.shape == leaf.shape for copy in copies)
+        assert len({copy.tobytes() for copy in copies}) == 1, path
+
+
+def test_every_copy_of_every_variable_is_the_same_to_the_bit_after_a_loop():
+    x, y = regression(24)
+    model = est.transform(replicate(statistics_model_fn, 4))
+    state, _ = model.train_loop(model.init(jax.random.key(0), x[0], y[0]), (x, y))
+    assert_copies_are_identical(state, 4)
+
+
+@pytest.mark.parametrize("axis_name", [None, TOWER_AXIS])
+def test_every_copy_of_batch_norms_statistics_is_the_same_to_the_bit_after_each_step(axis_name):
+    x, y = regression(24)
+    model = est.transform(replicate(batch_norm_model_fn(axis_name), 4))
+    state = model.init(jax.random.key(0), x[0], y[0])
+    assert_copies_are_identical(state, 4)
+    for batch in zip(x, y, strict=True):
+        state, _ = model.train_step(state, *batch)
+        assert_copies_are_identical(state, 4)
+
+
+def batch_norm_model_fn(axis_name, reduction="mean"):
+    """Flax's batch norm; with an axis name over all towers."""
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x, train):
+            x = nn.Dense(4)(x)
+            x = nn.BatchNorm(not train, momentum=0.9, axis_name=axis_name)(x)
+            return nn.Dense(1)(jnp.tanh(x))[:, 0]
+
+    net = Net()
+
+    def model_fn(features, labels, mode):
+        variables = est.get_variable("net", lambda key: Net().init(key, features, train=False)["params"])
+        stats = est.get_variable(
+            "stats",
+            lambda key: Net().init(key, features, train=False)["batch_stats"],
+            trainable=False,
+        )
+        output, written = net.apply(
+            {"params": variables, "batch_stats": stats},
+            features,
+            train=mode == est.ModeKeys.TRAIN,
+            mutable=["batch_stats"],
+        )
+        est.assign("stats", written["batch_stats"])
+        loss = reduced((output - labels) ** 2, reduction)
+        train_op = TowerOptimizer(optax.sgd(RATES[reduction])).minimize(loss)
+        return est.EstimatorSpec(mode, output, loss, train_op)
+
+    return model_fn
+
+
+RATES = {"mean": 0.1, "sum": 0.1 / 24}
+
+
+def written_batch_norm_model_fn(reduction="mean"):
+    """Batch norm written out; outside of towers `cross_tower_mean` returns what it is given."""
+
+    def model_fn(features, labels, mode):
+        w = est.get_variable("w", (3, 4))
+        scale = est.get_variable("scale", (4,), initializer=jax.nn.initializers.ones)
+        running = est.get_variable("stats", initializer={"mean": jnp.zeros(4), "var": jnp.ones(4)}, trainable=False)
+        x = features @ w
+        stats = running
+        if mode == est.ModeKeys.TRAIN:
+            center = cross_tower_mean(x.mean(0))
+            stats = {"mean": center, "var": cross_tower_mean(((x - center) ** 2).mean(0))}
+            est.assign("stats", jax.tree.map(lambda a, b: 0.9 * a + 0.1 * b, running, stats))
+        x = scale * (x - stats["mean"]) / jnp.sqrt(stats["var"] + 1e-3)
+        output = jnp.tanh(x).sum(-1)
+        loss = reduced((output - labels) ** 2, reduction)
+        train_op = TowerOptimizer(optax.sgd(RATES[reduction])).minimize(loss)
+        return est.EstimatorSpec(mode, output, loss, train_op)
+
+    return model_fn
+
+
+def assert_one_big_batch_norm(plain, over_towers, towers, reduction):
+    """Forward, gradients and running statistics in training, and what those give in evaluation."""
+    replicated = replicate(over_towers, towers, reduction)
+    x, y = regression(24)
+    state = assert_same_training(plain, replicated, (x, y), rtol=1e-4, atol=1e-5)
+    assert all(np.abs(leaf).max() > 1e-3 for leaf in jax.tree.leaves(state.variables["stats"]))
+    want, got = (est.transform(fn).eval_step(state, x[0], y[0]) for fn in (plain, replicated))
+    assert_close((got.loss, got.predictions), (want.loss, want.predictions), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("towers", "reduction"), [(1, "mean"), (2, "sum"), (4, "mean")])
+def test_batch_norm_over_the_tower_axis_matches_one_big_batch(towers, reduction):
+    plain, over_towers = batch_norm_model_fn(None, reduction), batch_norm_model_fn(TOWER_AXIS, reduction)
+    assert_one_big_batch_norm(plain, over_towers, towers, reduction)
+
+
+@pytest.mark.parametrize(("towers", "reduction"), [(1, "sum"), (3, "mean"), (8, "sum")])
+def test_batch_norm_by_cross_tower_mean_matches_one_big_batch(towers, reduction):
+    model_fn = written_batch_norm_model_fn(reduction)
+    assert_one_big_batch_norm(model_fn, model_fn, towers, reduction)
+
+
+MEANS = {
+    "cross_tower_mean": cross_tower_mean,
+    "cross_tower_sum": lambda x: cross_tower_sum(x) / num_towers(),
+    "pmean": lambda x: jax.lax.pmean(x, TOWER_AXIS),
+    "psum": lambda x: jax.lax.psum(x, TOWER_AXIS) / num_towers(),
+    "all_gather": lambda x: jax.lax.all_gather(x, TOWER_AXIS).mean(0),
+}
+
+
+def centered_losses(w, features, labels, mean=lambda x: x):
+    """Each example's loss depends on all examples, by a mean over the batch."""
+    hidden = jnp.tanh(features * w)
+    center = mean(hidden.mean(0))
+    return (((hidden - center) ** 2).sum(-1) + hidden[:, 0] * center[1] - labels) ** 2
+
+
+@pytest.mark.parametrize(("towers", "reduction"), [(1, "mean"), (2, "sum"), (3, "mean"), (8, "mean"), (8, "sum")])
+def test_gradients_through_every_collective_are_those_of_one_big_batch(towers, reduction):
+    """One optimizer and one variable for each, so that one program has them all."""
+    (x,), (y,) = regression(24, steps=1)
+    start = jnp.array([0.3, -0.2, 0.5])
+
+    def model_fn(features, labels, mode):
+        variables = {name: est.get_variable(name, initializer=start) for name in (*MEANS, "computed")}
+        losses = {
+            name: reduced(centered_losses(variables[name], features, labels, mean), reduction)
+            for name, mean in (MEANS | {"computed": cross_tower_mean}).items()
+        }
+        optimizer = TowerOptimizer(optax.sgd(1.0))
+        computed = optimizer.compute_gradients(losses["computed"], ["computed"])
+        train_op = est.group(optimizer.minimize(sum(losses.values()), list(MEANS)), optimizer.apply_gradients(computed))
+        return est.EstimatorSpec(mode, loss=losses["computed"], train_op=train_op)
+
+    model = est.transform(replicate(model_fn, towers, reduction))
+    state, _ = model.train_step(model.init(jax.random.key(0), x, y), x, y)
+    want = start - jax.grad(lambda w: reduced(centered_losses(w, x, y), reduction))(start)
+    assert_close(state.variables, dict.fromkeys(state.variables, want), rtol=1e-4)
+
+
+def test_batch_norm_of_each_tower_alone_is_another_model():
+    """Each tower normalizes by its own rows; the running statistics are averaged."""
+    x, y = regression(24)
+    model_fn = batch_norm_model_fn(None)
+    plain, towers = est.transform(model_fn), est.transform(replicate(model_fn, 4))
+    state = plain.init(jax.random.key(0), x[0], y[0])
+    (one, spec), (four, spec_of_four) = plain.train_step(state, x[0], y[0]), towers.train_step(state, x[0], y[0])
+    assert np.abs(spec.predictions - spec_of_four.predictions).max() > 1e-2
+    (stats,), (stats_of_four,) = one.variables["stats"].values(), four.variables["stats"].values()
+    assert_close(stats_of_four["mean"], stats["mean"])
+    assert (stats_of_four["var"] < stats["var"]).all()
+
+
+@pytest.mark.parametrize("towers", [1, 2])
+def test_variables_of_several_dtypes_train_together(towers):
+    def model_fn(features, labels, mode):
+        w = est.get_variable("w", (), initializer=jax.nn.initializers.ones)
+        half = est.get_variable("half", (), jnp.bfloat16, jax.nn.initializers.ones)
+        loss = jnp.mean(features * w) + jnp.mean(features.astype(jnp.bfloat16) * half).astype(jnp.float32)
+        train_op = TowerOptimizer(optax.sgd(1.0)).minimize(loss)
+        return est.EstimatorSpec(mode, loss=loss, train_op=train_op)
+
+    state, spec = one_step(model_fn, FOUR, towers)
+    assert spec.loss == 6.0
+    assert state.variables["w"] == -2.0
+    assert state.variables["half"] == -2.0
+    assert state.variables["half"].dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("towers", [1, 2])
+def test_a_flag_is_assigned_from_the_first_tower(towers):
+    model_fn = assign_model_fn(lambda x: est.assign("s", x[0] == 1.0), "only_first_tower", np.bool_(False))
+    state, _ = one_step(model_fn, FOUR, towers)
+    assert state.variables["s"].dtype == jnp.bool_
+    assert state.variables["s"]
+
+
+@pytest.mark.parametrize("towers", [1, 2])
+def test_a_wrapper_and_its_towers_draw_different_keys(towers):
+    def draw(features, labels, mode):
+        noise = jax.random.uniform(est.make_rng(), features.shape)
+        return est.EstimatorSpec(mode, predictions={"inner": noise})
+
+    inner = replicate(draw, towers)
+
+    def wrapped(features, labels, mode):
+        before = jax.random.uniform(est.make_rng(), features.shape)
+        spec = inner(features, labels, mode)
+        after = jax.random.uniform(est.make_rng(), features.shape)
+        draws = spec.predictions | {"before": before, "after": after}
+        return spec._replace(predictions=draws, export_outputs=None)
+
+    model = est.transform(wrapped)
+    state = model.init(jax.random.key(0), FOUR, mode="infer")
+    draws = model.predict_step(state, FOUR).predictions
+    assert len(np.unique(np.concatenate(list(draws.values())))) == 3 * len(FOUR)

@@ -1,0 +1,225 @@
+"""The forward function of towers transformed: the same results, whatever a model_fn does; what transforms may do."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from testing.towers import assert_close, cpus, mlp_model_fn, regression
+
+import estimator as est
+from replicate import TowerOptimizer, cross_tower_mean, replicate_model_fn
+
+TRANSFORMS = {
+    "checkpoint": jax.checkpoint,
+    "segments": functools.partial(est.checkpoint_segments, segments=5),
+    "named": jax.named_scope("a tower"),
+}
+
+
+def everything_model_fn(accumulate_steps=1):
+    """Two losses and three optimizers, a lookup, dropout, assigned values, weights, a metric, a record."""
+
+    def model_fn(features, labels, mode):
+        rows = est.embedding_lookup("table", (features[:, 0] > 0).astype(jnp.int32), (3, 4))
+        w = est.get_variable("w", (3, 4))
+        est.get_variable("mean", initializer=jnp.zeros(3), trainable=False)
+        est.get_variable("seen", initializer=np.int32(0), trainable=False)
+        est.assign("mean", 0.9 * est.read_variable("mean") + 0.1 * cross_tower_mean(features.mean(0)))
+        est.assign_add("seen", features.shape[0])
+        hidden = jnp.tanh((features - est.read_variable("mean")) @ w)
+        kept = jax.random.bernoulli(est.make_rng("dropout"), 0.7, hidden.shape)
+        output = (jnp.where(kept, hidden, jnp.zeros_like(hidden)) * rows).sum(1)
+        output = output + est.get_variable("b", (), initializer=jax.nn.initializers.zeros)
+        est.record("largest", jnp.abs(output).max())
+        # Of a square root at 0 the derivative is infinite: nothing of it may come into the gradients.
+        roots = jnp.sqrt(jnp.maximum(output, 0.0) * 0.0)
+        predictions = {"output": output, "roots": roots}
+        if mode == est.ModeKeys.PREDICT:
+            return est.EstimatorSpec(mode, predictions)
+        loss = est.losses.mean_squared_error(labels, output, weights=jnp.abs(features[:, 1]))
+        penalty = 0.1 * (w**2).sum()
+        adam, sgd, again = (
+            TowerOptimizer(make, accumulate_steps=accumulate_steps)
+            for make in (optax.adam(0.05), optax.sgd(0.1), optax.sgd(0.05))
+        )
+        clipped = [(jnp.clip(g, -1.0, 1.0), v) for g, v in sgd.compute_gradients(loss, ["w", "b"])]
+        train_op = est.group(
+            adam.minimize(loss, ["table", "b"]), sgd.apply_gradients(clipped), again.minimize(penalty, ["w"])
+        )
+        metrics = {"error": est.metrics.mean_absolute_error(labels, output)}
+        return est.EstimatorSpec(mode, predictions, loss + penalty, train_op, metrics)
+
+    return model_fn
+
+
+@functools.cache
+def model_of(name, accumulate_steps):
+    model_fn = everything_model_fn(accumulate_steps)
+    return est.transform(replicate_model_fn(model_fn, devices=cpus(2), tower_transform=TRANSFORMS.get(name)))
+
+
+@functools.cache
+def trained(name, accumulate_steps):
+    model, (x, y) = model_of(name, accumulate_steps), regression(8, steps=2)
+    state = model_of("none", accumulate_steps).init(jax.random.key(0), x[0], y[0])
+    state, spec = model.train_loop(state, (x, y))
+    return state._replace(key=jax.random.key_data(state.key)), values(spec)
+
+
+def values(spec):
+    return spec.loss, spec.predictions, spec.reported, jax.tree.leaves(spec.eval_metric_ops)
+
+
+@pytest.mark.parametrize(("name", "accumulate_steps"), [("checkpoint", 1), ("segments", 1), ("segments", 2)])
+def test_training_is_that_without_a_transform(name, accumulate_steps):
+    want = trained("none", accumulate_steps)
+    assert np.isfinite(want[1][0]).all()
+    assert_close(trained(name, accumulate_steps), want, rtol=1e-6, atol=1e-6)
+
+
+def test_evaluation_and_prediction_are_those_without_a_transform():
+    state, _ = trained("none", 1)
+    state = state._replace(key=jax.random.wrap_key_data(state.key))
+    x, y = (batches[0, :7] for batches in regression(8, steps=1))  # which do not divide by the towers
+    for step in (lambda model: model.eval_step(state, x, y), lambda model: model.predict_step(state, x)):
+        got, want = (values(step(model_of(name, 1))) for name in ("segments", "none"))
+        assert_close(got, want, rtol=1e-6, atol=1e-6)
+
+
+def jaxpr_of_training(transform, model_fn=None):
+    model = est.transform(
+        replicate_model_fn(model_fn or mlp_model_fn(optax.sgd(0.1)), devices=cpus(2), tower_transform=transform)
+    )
+    x, y = regression(4)
+    state = model.init(jax.random.key(0), x[0], y[0])
+    return model, state, jax.make_jaxpr(model.train_step)(state, x[0], y[0])
+
+
+def test_the_gradients_are_those_of_the_transformed_function():
+    def tanhs(transform):
+        return str(jaxpr_of_training(transform)[2]).count("tanh ")
+
+    assert tanhs(None) == 1
+    assert tanhs(jax.checkpoint) == 2  # once more, in the backward pass
+    assert tanhs(functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.everything_saveable)) == 1
+
+
+def test_without_a_transform_the_program_is_that_of_one_that_does_nothing():
+    x, y = regression(4)
+    programs = []
+    for transform in (None, lambda forward: forward):
+        model, state, _ = jaxpr_of_training(transform)
+        programs.append(jax.jit(model.train_step).lower(state, x[0], y[0]).as_text())
+    assert programs[0] == programs[1]
+
+
+def test_a_scope_names_the_operations_of_towers():
+    model, state, _ = jaxpr_of_training(TRANSFORMS["named"])
+    x, y = regression(4)
+    text = jax.jit(model.train_step).lower(state, x[0], y[0]).as_text(debug_info=True)
+    assert re.search(r"a tower\)?/tanh", text)
+
+
+def test_an_autocast_runs_products_in_bfloat16():
+    def autocast(forward):
+        def cast(*args):
+            closed, shape = jax.make_jaxpr(forward, return_shape=True)(*args)
+            values = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+            values |= zip(closed.jaxpr.invars, jax.tree.leaves(args), strict=True)
+
+            def read(v):
+                return v.val if hasattr(v, "val") else values[v]
+
+            for equation in closed.jaxpr.eqns:
+                inputs = [read(v) for v in equation.invars]
+                if equation.primitive.name == "dot_general":
+                    inputs = [x.astype(jnp.bfloat16) for x in inputs]
+                    params = equation.params | {"preferred_element_type": jnp.dtype(jnp.float32)}
+                else:
+                    params = equation.params
+                found = equation.primitive.bind(*inputs, **equation.primitive.get_bind_params(params))
+                values |= zip(equation.outvars, found if equation.primitive.multiple_results else [found], strict=True)
+            return jax.tree.unflatten(jax.tree.structure(shape), [read(v) for v in closed.jaxpr.outvars])
+
+        return cast
+
+    x, y = regression(8)
+    losses = {}
+    for name, transform in (("float32", None), ("bfloat16", autocast)):
+        model, state, jaxpr = jaxpr_of_training(transform)
+        assert ("bf16" in str(jaxpr)) == (name == "bfloat16")
+        state, spec = model.train_loop(state, (x, y))
+        assert state.variables["v"].dtype == jnp.float32
+        losses[name] = np.asarray(spec.loss)
+    assert not (losses["bfloat16"] == losses["float32"]).all()
+    np.testing.assert_allclose(losses["bfloat16"], losses["float32"], rtol=0.02)
+
+
+def test_a_matmul_precision_holds_for_towers():
+    def half(forward):
+        def run(*args):
+            with jax.default_matmul_precision("bfloat16"):
+                return forward(*args)
+
+        return run
+
+    plain, halved = (str(jaxpr_of_training(transform)[2]) for transform in (None, half))
+    assert "dot_general" in plain and "Precision.DEFAULT" not in plain
+    assert "Precision.DEFAULT" in halved and "precision=None" not in halved
+
+
+@pytest.mark.parametrize("wrong", [3, "checkpoint", {"policy": None}])
+def test_what_is_no_function_is_refused(wrong):
+    with pytest.raises(TypeError, match="tower_transform must be a function that takes a function, such as.*; got "):
+        replicate_model_fn(mlp_model_fn(optax.sgd(0.1)), devices=cpus(2), tower_transform=wrong)
+
+
+@pytest.mark.parametrize(
+    ("transform", "error", "message"),
+    [
+        (lambda forward: None, TypeError, "must return a function, .* forward function it made None"),
+        (lambda forward: lambda *args: [], ValueError, "did not call the tower's forward function"),
+        (
+            lambda forward: lambda *args: forward(*args)[0],
+            ValueError,
+            r"must return what .*; at \[0\]\[0\] it returned nothing instead of float32\[\]",
+        ),
+        (
+            lambda forward: lambda *args: jax.tree.map(lambda x: x[None], forward(*args)),
+            ValueError,
+            r"at \[0\]\[0\] it returned float32\[1\] instead of float32\[\]",
+        ),
+        (
+            lambda forward: lambda *args: jax.tree.map(lambda x: x.astype(jnp.bfloat16), forward(*args)),
+            ValueError,
+            r"it returned bfloat16\[\] instead of float32\[\]",
+        ),
+        (
+            lambda forward: lambda *args: list(forward(*args)),
+            ValueError,
+            "pytree of the same structure, shapes and dtypes; it returned another structure",
+        ),
+    ],
+)
+def test_a_transform_that_breaks_the_function_is_refused(transform, error, message):
+    with pytest.raises(error, match=message):
+        jaxpr_of_training(transform)
+
+
+def test_a_transform_gets_what_is_differentiated_first_and_the_losses_first():
+    seen = []
+
+    def watching(forward):
+        def run(trained, rest, batch):
+            losses, others = forward(trained, rest, batch)
+            seen.append(([x.shape for x in losses], jax.tree.map(jnp.shape, batch), sorted(trained[0])))
+            return losses, others
+
+        return run
+
+    jaxpr_of_training(watching)
+    assert seen == [([()], ((((2, 3)), (2,)),), ["hidden/b", "hidden/w", "v"])]

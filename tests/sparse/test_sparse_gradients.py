@@ -1,0 +1,474 @@
+"""Training with sparse gradients equals training with dense ones, or touches the looked-up rows only."""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from testing.towers import assert_close, assert_same_training, cpus, replicate
+
+import estimator as est
+from estimator.optim._row_wise_probe import Rule, find_rule
+from replicate import TowerOptimizer, VariableDistribution, replicate_model_fn
+
+ROWS, WIDTH, BATCH, STEPS = 40, 3, 8, 3
+
+
+def dense(name, shape=(ROWS, WIDTH)):
+    table = est.get_variable(name, shape)
+    return lambda ids: jnp.where(ids[..., None] >= 0, table[ids], 0.0)
+
+
+def sparse(name, shape=(ROWS, WIDTH)):
+    return lambda ids: est.embedding_lookup(name, ids, shape)
+
+
+def batches(seed=0, ids=4):
+    """Ids with padding, most of them several times, in the rows of all towers."""
+    random = np.random.default_rng(seed)
+    low = random.integers(-2, 5, (STEPS, BATCH, ids - 1))
+    return np.concatenate([low, random.integers(0, ROWS, (STEPS, BATCH, 1))], -1), random.normal(
+        size=(STEPS, BATCH)
+    ).astype(np.float32)
+
+
+def words_model_fn(make_table, optimizer):
+    """One table."""
+
+    def model_fn(features, labels, mode):
+        rows = make_table("words")(features)
+        loss = jnp.mean((jnp.tanh(rows).sum((1, 2)) - labels) ** 2)
+        train_op = TowerOptimizer(optimizer).minimize(loss)
+        return est.EstimatorSpec(mode, predictions=rows, loss=loss, train_op=train_op)
+
+    return model_fn
+
+
+def two_tables_model_fn(make_table, optimizer):
+    """Two tables, one looked up twice, and two losses of which each optimizer takes one."""
+
+    def model_fn(features, labels, mode):
+        with est.variable_scope("tables"):
+            words, users = make_table("words"), make_table("users", (ROWS, 2))
+            rows, others = words(features), users(features[:, 0])
+            again = words(features[:, ::2] // 2)
+        w = est.get_variable("w", (WIDTH, 2))
+        output = jnp.einsum("bid,de,be->b", rows, w, others)
+        loss = jnp.mean((output - labels) ** 2)
+        other_loss = jnp.mean(jnp.tanh(again).sum((1, 2)) * labels)
+        train_op = est.group(
+            TowerOptimizer(optimizer).minimize(loss),
+            TowerOptimizer(optimizer).minimize(other_loss, ["tables/words"]),
+        )
+        return est.EstimatorSpec(mode, predictions=output, loss=loss, train_op=train_op)
+
+    return model_fn
+
+
+# Optimizers for which it makes no difference.
+
+EXACT = {"sgd": optax.sgd(optax.exponential_decay(0.5, 2, 0.5)), "adagrad": optax.adagrad(0.1)}
+
+
+@functools.cache
+def dense_training(optimizer):
+    ids, labels = batches()
+    model = est.transform(two_tables_model_fn(dense, EXACT[optimizer]))
+    state = model.init(jax.random.key(0), ids[0], labels[0])
+    return state, *model.train_loop(state, (ids, labels))
+
+
+@pytest.mark.parametrize(
+    "towers, optimizer", [(2, "sgd"), (1, "adagrad"), (2, "adagrad"), (4, "adagrad"), (8, "adagrad")]
+)
+def test_sparse_gradients_train_as_dense_ones_do(towers, optimizer):
+    start, want_state, want = dense_training(optimizer)
+    model = est.transform(replicate(two_tables_model_fn(sparse, EXACT[optimizer]), towers))
+    state, got = model.train_loop(start, batches())
+    assert np.ptp(got.loss) > 0.1
+    assert_close((got.loss, got.predictions), (want.loss, want.predictions))
+    assert_close((state.variables, state.slots), (want_state.variables, want_state.slots))
+
+
+def test_a_plain_optimizer_that_moves_every_row_gets_the_dense_gradient_and_says_so_once(messages):
+    want, got = (words_model_fn(make, optax.adam(0.1)) for make in (dense, sparse))
+    state = assert_same_training(want, replicate(got, 2), batches())
+    assert state.variables["words"].shape == (ROWS, WIDTH)
+    (message,) = messages()
+    assert "'optimizer' gets the sparse gradients of ['words'] as dense arrays" in message
+    assert "`est.lazy(...)`" in message
+
+
+def test_the_global_norm_is_clipped_as_that_of_the_dense_gradient(messages):
+    clipped = optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.5))
+    want, got = (two_tables_model_fn(make, clipped) for make in (dense, sparse))
+    assert_same_training(want, replicate(got, 4), batches())
+    assert len(messages()) == 2  # of "optimizer" and "optimizer_1"
+    assert "est.lazy" not in messages()[0]
+
+
+# Optimizers that move the looked-up rows only.
+
+
+def touched_only(update, slots, ids, labels, table):
+    """numpy: the table after steps in which `update(gradient, step, *slot rows)` changes the looked-up rows."""
+    slots = [np.zeros_like(table) for _ in range(slots)]
+    for step in range(STEPS):
+        rows = np.where(ids[step][..., None] >= 0, table[ids[step]], 0)
+        error = 2 * (np.tanh(rows).sum((1, 2)) - labels[step]) / BATCH
+        gradient = np.zeros_like(table)
+        np.add.at(gradient, ids[step], error[:, None, None] * (1 - np.tanh(rows) ** 2) * (ids[step][..., None] >= 0))
+        touched = np.unique(ids[step][ids[step] >= 0])
+        change, *new = update(gradient[touched], step, *(slot[touched] for slot in slots))
+        table[touched] += change
+        for slot, value in zip(slots, new, strict=True):
+            slot[touched] = value
+    return table, slots
+
+
+def momentum(gradient, step, trace):
+    trace = 0.9 * trace + gradient
+    return -0.1 * trace, trace
+
+
+def adam(gradient, step, mu, nu):
+    mu, nu = 0.9 * mu + 0.1 * gradient, 0.999 * nu + 0.001 * gradient**2
+    mean, variance = mu / (1 - 0.9 ** (step + 1)), nu / (1 - 0.999 ** (step + 1))
+    return -0.1 * mean / (np.sqrt(variance) + 1e-8), mu, nu
+
+
+@pytest.mark.parametrize("towers", [None, 2])
+@pytest.mark.parametrize(
+    "optimizer, update, slots",
+    [(optax.sgd(0.1, momentum=0.9), momentum, 1), (est.lazy(optax.adam(0.1)), adam, 2)],
+    ids=["momentum", "lazy adam"],
+)
+def test_only_looked_up_rows_and_their_slots_move(optimizer, update, slots, towers, messages):
+    ids, labels = batches()
+    model_fn = words_model_fn(sparse, optimizer)
+    model = est.transform(replicate(model_fn, towers) if towers else model_fn)
+    state = model.init(jax.random.key(0), ids[0], labels[0])
+    start = np.float64(state.variables["words"])
+    want, want_slots = touched_only(update, slots, ids, labels, start)
+    for batch in zip(ids, labels, strict=True):
+        state, _ = model.train_step(state, *batch)
+    assert_close(state.variables["words"], np.float32(want), rtol=1e-4)
+    tables = [x for x in jax.tree.leaves(state.slots) if x.shape == (ROWS, WIDTH)]
+    assert_close(tables, [np.float32(slot) for slot in want_slots], rtol=1e-4)
+    assert not messages()
+
+
+def test_lazy_does_nothing_else_to_dense_variables():
+    optimizers = optax.adam(0.1), est.Optimizer(est.lazy(optax.adam(0.1)))
+    plain, is_lazy = (words_model_fn(dense, optimizer) for optimizer in optimizers)
+    assert_same_training(plain, replicate(is_lazy, 2), batches())
+
+
+def test_lazy_refuses_what_is_not_row_wise():
+    with pytest.raises(TypeError, match=r"`est.lazy` takes an optax.GradientTransformation .*; got 0.1"):
+        est.lazy(0.1)
+    ids, labels = batches()
+    optimizer = est.lazy(optax.chain(optax.clip_by_global_norm(1e3), optax.adam(0.1)))
+    model = est.transform(words_model_fn(sparse, optimizer))
+    state = model.init(jax.random.key(0), ids[0], labels[0])
+    with pytest.raises(
+        ValueError, match=r"(?s)'optimizer' it could not be shown.*clip_by_global_norm.*Leave `est.lazy` out"
+    ):
+        model.train_step(state, ids[0], labels[0])
+
+
+# The compiled step.
+
+
+def whole_tables(model_fn, rows):
+    """The operations of the donated, compiled training step that make arrays of the table's size."""
+    ids, labels = batches()
+    model = est.transform(model_fn)
+    state = model.init(jax.random.key(0), ids[0], labels[0])
+    step = jax.jit(model.train_step, donate_argnums=0).lower(state, ids[0], labels[0]).compile()
+    made = re.findall(rf"= f32\[{rows},{WIDTH}\]\S* ([\w-]+)\(", step.as_text())
+    sums = re.findall(r"= f32\[([\d,]*)\]\S* all-reduce", step.as_text())
+    return set(made) - {"parameter", "get-tuple-element"}, sums
+
+
+@pytest.mark.parametrize("optimizer", [optax.adagrad(0.1), est.lazy(optax.adam(0.1))], ids=["adagrad", "lazy adam"])
+@pytest.mark.parametrize("towers", [1, 2])
+@pytest.mark.usefixtures("users_compiler")
+def test_nothing_of_the_size_of_the_table_is_computed(towers, optimizer):
+    rows = 7919
+
+    def model_fn(make_table):
+        return replicate(words_model_fn(lambda name: make_table(name, (rows, WIDTH)), optimizer), towers)
+
+    made, sums = whole_tables(model_fn(sparse), rows)
+    assert made == {"scatter", "fusion"}  # the fusion is around a scatter
+    assert sums == ([] if towers == 1 else ["2"])  # the loss, in the spec and in the train_op
+    made, _ = whole_tables(model_fn(dense), rows)
+    assert "multiply" in made and "broadcast" in made
+
+
+# Where the gradient is dense.
+
+
+def look_up(ids):
+    return est.embedding_lookup("words", ids)
+
+
+SEEN_WHOLE = {
+    "read": lambda ids: (est.read_variable("words"), look_up(ids))[1],
+    "tied": lambda ids: look_up(ids) * est.read_variable("words").sum(0),
+    "jit": lambda ids: jax.jit(lambda ids: look_up(ids))(ids),
+    "vmap": lambda ids: jax.vmap(look_up)(ids),
+    "scan": lambda ids: jax.lax.scan(lambda i, row: (i, look_up(row)), 0, ids)[1],
+    "checkpoint": lambda ids: jax.checkpoint(lambda ids: look_up(ids))(ids),
+}
+
+
+@pytest.mark.parametrize("how", SEEN_WHOLE)
+def test_a_table_that_is_seen_whole_or_looked_up_in_another_trace_has_a_dense_gradient(how):
+    kinds = []
+
+    def model_fn(features, labels, mode):
+        est.embedding_lookup("words", features, (ROWS, WIDTH))
+        loss = jnp.mean((jnp.tanh(SEEN_WHOLE[how](features)).sum((1, 2)) - labels) ** 2)
+        optimizer = TowerOptimizer(optax.sgd(1.0))
+        pairs = optimizer.compute_gradients(loss)
+        kinds.append(type(pairs[0][0]))
+        return est.EstimatorSpec(mode, loss=loss, train_op=optimizer.apply_gradients(pairs))
+
+    def loss_fn(table, ids, labels):
+        rows = jnp.where(ids[..., None] >= 0, table[ids], 0.0)
+        rows = rows * table.sum(0) if how == "tied" else rows
+        return jnp.mean((jnp.tanh(rows).sum((1, 2)) - labels) ** 2)
+
+    (ids, *_), (labels, *_) = batches()
+    model = est.transform(replicate(model_fn, 2))
+    state = model.init(jax.random.key(0), ids, labels)
+    after, _ = model.train_step(state, ids, labels)
+    before = state.variables["words"]
+    assert_close(before - after.variables["words"], jax.grad(loss_fn)(before, ids, labels), rtol=1e-4, atol=1e-6)
+    assert not any(issubclass(kind, est.IndexedSlices) for kind in kinds)
+
+
+# In the hands of a model_fn.
+
+
+@pytest.mark.parametrize("towers", [1, 2])
+def test_a_model_fn_may_change_the_values_of_a_sparse_gradient(towers):
+    def model_fn(make_table, change):
+        def model_fn(features, labels, mode):
+            optimizer = TowerOptimizer(optax.sgd(0.1))
+            loss = jnp.mean((make_table("words")(features).sum((1, 2)) - labels) ** 2)
+            pairs = [(change(gradient), name) for gradient, name in optimizer.compute_gradients(loss)]
+            again = jnp.mean(make_table("users")(features[:, 0]).sum(1) * labels)  # a lookup after the gradients
+            train_op = est.group(optimizer.apply_gradients(pairs), TowerOptimizer(optax.sgd(0.1)).minimize(again))
+            return est.EstimatorSpec(mode, loss=loss, train_op=train_op)
+
+        return model_fn
+
+    def halve(gradient):
+        assert gradient.dense_shape == (ROWS, WIDTH) and gradient.values.shape == (*gradient.indices.shape, WIDTH)
+        return dataclasses.replace(gradient, values=0.5 * gradient.values)
+
+    want, got = model_fn(dense, lambda gradient: 0.5 * gradient), model_fn(sparse, halve)
+    assert_same_training(want, replicate(got, towers), batches())
+
+
+def test_a_sparse_gradient_made_by_hand_is_applied():
+    def model_fn(features, labels, mode):
+        est.get_variable("words", (4, 2), initializer=jax.nn.initializers.zeros)
+        gradient = est.IndexedSlices(jnp.ones((5, 2)), jnp.array([2, 0, 2, -1, 4]), (4, 2))
+        train_op = est.Optimizer(optax.sgd(1.0)).apply_gradients([(gradient, "words")])
+        return est.EstimatorSpec(mode, loss=gradient.to_dense().sum(), train_op=train_op)
+
+    model = est.transform(model_fn)
+    state, spec = model.train_step(model.init(jax.random.key(0), np.ones(1)), np.ones(1))
+    np.testing.assert_array_equal(state.variables["words"], [[-1, -1], [0, 0], [-2, -2], [0, 0]])
+    assert spec.loss == 6
+
+
+IDS = np.zeros((2, 3), np.int32)
+
+
+def run_model_fn(body, ids=IDS, mode="train"):
+    """Runs `body(ids)`, which returns a gradient or rows, in a model_fn."""
+
+    def model_fn(features, labels, mode):
+        result = body(features)
+        if mode == "infer":
+            return est.EstimatorSpec(mode, predictions=result)
+        train_op = est.Optimizer(optax.sgd(1.0)).apply_gradients([(result, "words")])
+        return est.EstimatorSpec(mode, loss=jnp.zeros(()), train_op=train_op)
+
+    model = est.transform(model_fn)
+    state = model.init(jax.random.key(0), ids, mode=mode)
+    return model.predict_step(state, ids).predictions if mode == "infer" else model.train_step(state, ids)
+
+
+@pytest.mark.parametrize(
+    "indices, values, shape",
+    [
+        (jnp.array([0.5, 1.0]), jnp.ones((2, 2)), (4, 2)),
+        (jnp.array([[0, 1]]), jnp.ones((2, 2)), (4, 2)),
+        (jnp.array([0, 1]), jnp.ones((2, 3)), (4, 2)),
+        (jnp.array([0, 1]), jnp.ones((2, 3)), (4, 3)),
+    ],
+)
+def test_a_sparse_gradient_that_does_not_fit_is_refused(indices, values, shape):
+    def body(ids):
+        est.get_variable("words", (4, 2))
+        return est.IndexedSlices(values, indices, shape)
+
+    with pytest.raises(ValueError, match=r"`Optimizer.apply_gradients`(: the gradient of 'words'| got IndexedSlices)"):
+        run_model_fn(body)
+
+
+# The rows.
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int32, np.uint32])
+def test_ids_of_any_integer_type_and_shape_find_their_rows(dtype):
+    table = np.arange(600, dtype=np.float32).reshape(300, 2)
+    ids = np.array([[[0, 100], [7, 127]]], dtype)
+    got = run_model_fn(lambda ids: est.embedding_lookup("words", ids, initializer=table), ids, "infer")
+    np.testing.assert_array_equal(got, table[ids])
+
+
+def test_padding_is_zeros_and_ids_beyond_the_table_are_nan():
+    ids = np.array([0, -1, 2, 3, -7, 2**30])
+    got = run_model_fn(lambda ids: est.embedding_lookup("words", ids, initializer=jnp.ones((3, 2))), ids, "infer")
+    np.testing.assert_array_equal(got[:, 0], [1, 0, 1, np.nan, 0, np.nan])
+
+
+def test_an_id_beyond_the_table_stops_the_training(tmp_path):
+    ids, labels = batches()
+    ids[1, 0, 0] = ROWS
+    estimator = est.Estimator(words_model_fn(sparse, optax.sgd(0.1)), tmp_path)
+    with pytest.raises(est.NanLossDuringTrainingError):
+        estimator.train(lambda: zip(ids, labels, strict=True))
+
+
+def test_lookups_are_shared_within_a_scope():
+    def body(ids):
+        with est.variable_scope("a"):
+            rows = est.embedding_lookup("words", ids, (4, 2)), est.embedding_lookup("words", ids)
+            rows += (est.embedding_lookup("words", ids, (4, 2)), est.read_variable("words")[ids])
+        return rows + (est.get_variable("a", (4, 2))[ids],)
+
+    *same, other = run_model_fn(body, mode="infer")
+    for rows in same[1:]:
+        np.testing.assert_array_equal(rows, same[0])
+    assert np.abs(other - same[0]).max() > 0
+
+
+@pytest.mark.parametrize(
+    "lookup, error, message",
+    [
+        (
+            lambda ids: est.embedding_lookup("words", ids / 2, (4, 2)),
+            TypeError,
+            r"needs integer ids; got float32\[2, 3\]",
+        ),
+        (
+            lambda ids: est.embedding_lookup("words", ids),
+            ValueError,
+            r"names no variable .* got none so far. Give the shape",
+        ),
+        (
+            lambda ids: est.embedding_lookup("words", ids, (4,)),
+            ValueError,
+            r"needs .* at least two dimensions.*float32\[4\].*\(rows, 1\)",
+        ),
+        (
+            lambda ids: est.embedding_lookup("words", ids, (4, 2), jnp.int32),
+            ValueError,
+            r"needs a floating table .*int32\[4, 2\]",
+        ),
+        (
+            lambda ids: [est.embedding_lookup("words", ids, (n, 2)) for n in (4, 5)],
+            ValueError,
+            r"asks for float32\[5, 2\], but in the first call the variable is float32\[4, 2\]",
+        ),
+    ],
+    ids=["ids", "unknown", "dimensions", "integers", "shape"],
+)
+def test_a_lookup_that_makes_no_sense_is_refused(lookup, error, message):
+    with pytest.raises(error, match="`est.embedding_lookup\\('words'\\)` " + message):
+        run_model_fn(lookup, mode="infer")
+
+
+# What optimizers do to rows.
+
+RULES = {
+    "EXACT": [
+        optax.sgd(optax.cosine_decay_schedule(0.1, 100)),
+        optax.inject_hyperparams(optax.adagrad)(0.1),
+        optax.chain(optax.clip(1.0), optax.sgd(0.1)),
+        optax.multi_transform({"a": optax.sgd(0.1), "b": optax.adam(0.1)}, {"words": "a", "w": "b"}),
+    ],
+    "MOMENTUM": [optax.sgd(0.1, momentum=0.9, nesterov=True)],
+    "ROW_WISE": [
+        optax.rmsprop(0.1),
+        optax.chain(optax.add_decayed_weights(1e-4), optax.sgd(0.1, momentum=0.9)),
+        optax.chain(optax.add_decayed_weights(1e-4), optax.sgd(lambda step: jnp.where(step > 500, 0.1, 0.0))),
+        optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation(),
+    ],
+    "WHOLE": [
+        optax.chain(optax.clip_by_global_norm(1e6), optax.sgd(0.1)),
+        optax.scale_by_factored_rms(),
+        optax.flatten(optax.sgd(0.1, momentum=0.9)),
+    ],
+}
+
+
+@pytest.mark.parametrize("rule, i", [(rule, i) for rule, made in RULES.items() for i in range(len(made))])
+def test_what_an_optimizer_does_to_a_row_is_found_out(rule, i):
+    params = {"words": jnp.zeros((200, 128)), "w": {"words": jnp.zeros((200, 128))}}
+    transformation = optax.with_extra_args_support(RULES[rule][i])
+    found = find_rule(transformation, ("words",), transformation.init(params), params, {"value": jnp.ones(())})
+    assert found is Rule[rule]
+
+
+@pytest.mark.parametrize("options", [{"accumulate_steps": 2}, {"loss_scale": est.DynamicLossScale()}], ids=str)
+def test_micro_batches_and_a_loss_scale_leave_sparse_gradients_as_they_are(options):
+    def model_fn(optimizer):
+        def fn(features, labels, mode):
+            rows = est.embedding_lookup("table", features, (12, 2), initializer=jax.nn.initializers.ones)
+            loss = jnp.mean((rows.sum((1, 2)) - labels) ** 2)
+            return est.EstimatorSpec(mode, loss=loss, train_op=optimizer().minimize(loss))
+
+        return fn
+
+    ids = np.array([[0, 3], [3, -1], [5, 5], [11, 0], [2, 3], [0, 0], [7, 8], [3, 1]])
+    labels = np.arange(8, dtype=np.float32)
+    plain = est.transform(model_fn(lambda: est.Optimizer(optax.adagrad(0.1))))
+    towers = est.transform(
+        replicate_model_fn(model_fn(lambda: TowerOptimizer(optax.adagrad(0.1), **options)), devices=cpus(2))
+    )
+    want, got = (model.init(jax.random.key(0), ids, labels) for model in (plain, towers))
+    for _ in range(3):
+        want, _ = plain.train_step(want, ids, labels)
+        got, _ = towers.train_step(got, ids, labels)
+    assert_close(got.variables, want.variables)
+
+
+@pytest.mark.parametrize("distribution", VariableDistribution)
+def test_tables_live_wherever_variables_do(distribution):
+    def model_fn(features, labels, mode):
+        rows = est.embedding_lookup("table", features, (12, 2), initializer=jax.nn.initializers.ones)
+        w = est.get_variable("w", (2,), initializer=jax.nn.initializers.ones)
+        loss = jnp.mean((rows @ w - labels) ** 2)
+        return est.EstimatorSpec(mode, loss=loss, train_op=TowerOptimizer(optax.adagrad(0.1)).minimize(loss))
+
+    ids, labels = np.array([0, 3, 3, -1, 5, 5, 11, 0]), np.arange(8, dtype=np.float32)
+    plain = est.transform(model_fn)
+    towers = est.transform(replicate_model_fn(model_fn, devices=cpus(4), variable_distribution=distribution))
+    want, got = (model.init(jax.random.key(0), ids, labels) for model in (plain, towers))
+    for rows in (8, 8, 4):
+        want, _ = plain.train_step(want, ids[:rows], labels[:rows])
+        got, _ = towers.train_step(got, ids[:rows], labels[:rows])
+    assert_close(jax.device_get(got[:2]), jax.device_get(want[:2]))

@@ -1,0 +1,274 @@
+"""Looking into a model_fn: prints, a faked pmap, no jit, tracebacks, the search for NaN."""
+
+import collections
+import sys
+import traceback
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from testing.estimators import make, saved_steps
+from testing.towers import assert_close, replicate
+
+import estimator as est
+from replicate import TowerOptimizer, num_towers, tower_index
+
+X = np.arange(8, dtype=np.float32).reshape(8, 1)
+Y = X[:, 0]
+
+
+def linear_model_fn(look):
+    """y = x w; calls `look(features, loss)`, and takes the loss that it returns."""
+
+    def model_fn(features, mode, labels=None):
+        w = est.get_variable("w", (1,), initializer=jax.nn.initializers.ones)
+        output = features @ w
+        if mode == est.ModeKeys.PREDICT:
+            look(features, output.sum())
+            return est.EstimatorSpec(mode, output)
+        loss = look(features, jnp.mean((output - 2.0 * labels) ** 2))
+        train_op = TowerOptimizer(optax.sgd(0.01)).minimize(loss)
+        return est.EstimatorSpec(mode, output, loss, train_op)
+
+    return model_fn
+
+
+# Prints.
+
+
+@pytest.mark.parametrize("towers", [1, 2, 4])
+def test_a_debug_print_prints_once_per_tower(towers, capfd):
+    def look(features, loss):
+        jax.debug.print("tower {} of {}: {}", tower_index(), num_towers(), features.sum())
+        return loss
+
+    def printed():
+        jax.effects_barrier()
+        return sorted(capfd.readouterr().out.splitlines())
+
+    model = est.transform(replicate(linear_model_fn(look), towers))
+    state = model.init(jax.random.key(0), X, Y)
+    printed()
+    sums = X.reshape(towers, -1).sum(1)
+    expected = [f"tower {i} of {towers}: {total}" for i, total in enumerate(sums)]
+    state, _ = model.train_step(state, X, Y)
+    assert printed() == expected
+    model.train_loop(state, [(X, Y)] * 2)
+    assert printed() == sorted(expected * 2)
+    model.eval_step(state, X, Y)
+    assert printed() == expected
+    model.predict_step(state, X)
+    assert printed() == expected
+
+
+# A faked pmap, and no jit.
+
+
+@pytest.fixture
+def fake_pmap(monkeypatch):
+    """A function that puts a vmap in the place of `jax.pmap`, as chex does; it returns the list of calls' towers."""
+    calls = []
+
+    def fake(fn, axis_name=None, *, in_axes=0, out_axes=0, devices=None, **_):
+        calls.append(len(devices))
+        return jax.vmap(fn, in_axes=in_axes, out_axes=out_axes, axis_name=axis_name)
+
+    def start():
+        monkeypatch.setattr(jax, "pmap", fake)
+        return calls
+
+    return start
+
+
+def everything_model_fn(features, labels, mode):
+    """Random keys, written variables, a metric."""
+    w = est.get_variable("w", (1,), initializer=jax.nn.initializers.ones)
+    est.get_variable("mean", (), trainable=False, initializer=jax.nn.initializers.zeros)
+    est.get_variable("first", (), trainable=False, aggregation="only_first_tower")
+    est.get_variable("rows", initializer=np.int32(0), trainable=False)
+    est.assign("mean", 0.9 * est.read_variable("mean") + 0.1 * features.mean())
+    est.assign("first", features[0, 0])
+    est.assign_add("rows", features.shape[0])
+    output = (features + jax.random.uniform(est.make_rng())) @ w
+    loss = jnp.mean((output - labels) ** 2)
+    train_op = TowerOptimizer(optax.sgd(0.01, momentum=0.9)).minimize(loss)
+    return est.EstimatorSpec(mode, output, loss, train_op, {"mean": est.metrics.mean(output)})
+
+
+def all_numbers(model_fn):
+    """What two training steps, and an evaluation of a batch that does not divide by two towers, compute."""
+    model = est.transform(model_fn)
+    state = model.init(jax.random.key(0), X, Y)
+    specs = []
+    for _ in range(2):
+        state, spec = model.train_step(state, X, Y)
+        specs.append(spec)
+    specs.append(model.eval_step(state, X[:7], Y[:7]))
+    return [(spec.loss, spec.predictions, spec.eval_metric_ops["mean"]) for spec in specs], state[:3]
+
+
+@pytest.mark.parametrize("disable_jit", [False, True])
+def test_a_faked_pmap_gives_the_same_numbers(fake_pmap, disable_jit):
+    model_fn = replicate(everything_model_fn, 2)
+    want = all_numbers(model_fn)
+    calls = fake_pmap()
+    with jax.disable_jit(disable_jit):
+        got = all_numbers(model_fn)
+    assert len(calls) >= 2
+    assert set(calls) == {2}
+    assert_close(got, want)
+
+
+def test_a_faked_pmap_and_no_jit_train_an_estimator(fake_pmap, tmp_path):
+    estimators = [make(tmp_path / name, replicate(everything_model_fn, 2)) for name in ("real", "faked")]
+    estimators[0].train(lambda: [(X, Y)] * 3)
+    fake_pmap()
+    with jax.disable_jit():
+        estimators[1].train(lambda: [(X, Y)] * 3)
+    want, got = ({name: e.get_variable_value(name) for name in e.get_variable_names()} for e in estimators)
+    assert_close(got, want)
+
+
+def test_without_jit_the_real_pmap_gives_the_same_numbers():
+    def step():
+        model = est.transform(replicate(everything_model_fn, 2))
+        state, spec = model.train_step(model.init(jax.random.key(0), X, Y), X, Y)
+        return state[:3], spec.loss, spec.predictions
+
+    want = step()
+    with jax.disable_jit():
+        assert_close(step(), want)
+
+
+def test_a_faked_pmap_calls_back_with_the_values_of_every_tower(fake_pmap):
+    seen = []
+
+    def look(features, loss):
+        jax.debug.callback(lambda i, x: seen.append((int(i), float(x))), tower_index(), features.sum())
+        return loss
+
+    fake_pmap()
+    with jax.disable_jit():
+        model = est.transform(replicate(linear_model_fn(look), 2))
+        state = model.init(jax.random.key(0), X, Y)
+        seen.clear()
+        model.train_step(state, X, Y)
+        jax.effects_barrier()
+    assert sorted(seen) == [(0, 6.0), (1, 22.0)]
+
+
+@pytest.mark.parametrize("replicated", [False, True])
+def test_without_jit_a_breakpoint_sees_values(replicated, monkeypatch, tmp_path):
+    """In every run of the model_fn, the first one included, of one device."""
+    stops = []
+
+    def stop():
+        names = sys._getframe(1).f_locals
+        stops.append((np.asarray(names["features"]).sum(), names["value"]))
+
+    def look(features, loss):
+        value = float(jax.lax.stop_gradient(loss))  # as jax has it, what is differentiated is no float
+        if value > 1.0:
+            breakpoint()
+        return loss
+
+    monkeypatch.setattr(sys, "breakpointhook", stop)
+    model_fn = linear_model_fn(look)
+    if replicated:
+        model_fn = replicate(model_fn, 1)
+    model = est.transform(model_fn)
+    with jax.disable_jit():
+        state = model.init(jax.random.key(0), X, Y)
+        model.train_step(state, X, Y)
+        model.train_loop(state, [(X, Y)] * 2)
+        model.eval_step(state, X, Y)
+        model.predict_step(state, X)
+        make(tmp_path, model_fn).train(lambda: [(X, Y)] * 2)
+    assert len(stops) >= 9
+    assert {total for total, _ in stops} == {28.0}
+    assert {17.5, 28.0} < {loss for _, loss in stops}
+
+
+# Errors.
+
+
+class Mine(Exception):
+    """Cannot be made again from its arguments."""
+
+    def __init__(self, code, *, reason):
+        super().__init__(reason)
+        self.code = code
+
+
+def frames_of_this_file(error):
+    return [frame.line for frame in traceback.extract_tb(error.__traceback__) if frame.filename == __file__]
+
+
+@pytest.fixture(params=["auto", "tracebackhide", "remove_frames", "quiet_remove_frames", "off"])
+def filtering(request):
+    before = jax.config.jax_traceback_filtering
+    jax.config.update("jax_traceback_filtering", request.param)
+    yield request.param
+    jax.config.update("jax_traceback_filtering", before)
+
+
+def use(model_fn, how, tmp_path):
+    if how == "Estimator.train":
+        make(tmp_path, model_fn).train(lambda: [(X, Y)] * 3)
+    else:
+        model = est.transform(model_fn)
+        state = model.init(jax.random.key(0), X, Y)
+        model.train_step(state, X, Y) if how == "train_step" else model.eval_step(state, X, Y)
+
+
+def test_an_error_in_the_towers_shows_the_users_line(filtering, tmp_path):
+    errors = collections.deque([Mine(3, reason="mine"), TypeError("mine"), Mine(4, reason="mine")])
+
+    def look(features, loss):
+        if num_towers() == 2:
+            raise errors[0]
+        return loss
+
+    for how in ("train_step", "eval_step", "Estimator.train"):
+        with pytest.raises(type(errors[0]), match="^mine") as raised:
+            use(replicate(linear_model_fn(look), 2), how, tmp_path)
+        assert raised.value is errors.popleft()
+        assert frames_of_this_file(raised.value)[-2:] == [
+            "loss = look(features, jnp.mean((output - 2.0 * labels) ** 2))",
+            "raise errors[0]",
+        ]
+
+
+@pytest.mark.parametrize("towers", [1, 2])
+@pytest.mark.parametrize("how", ["train_step", "Estimator.train"])
+def test_an_error_of_jax_shows_the_users_line(towers, how, tmp_path):
+    def look(features, loss):
+        return loss + jnp.sum(features @ jnp.ones((7, 7)))
+
+    with pytest.raises(TypeError, match="dot_general requires contracting dimensions") as raised:
+        use(replicate(linear_model_fn(look), towers), how, tmp_path)
+    assert "return loss + jnp.sum(features @ jnp.ones((7, 7)))" in frames_of_this_file(raised.value)
+
+
+@pytest.mark.parametrize("towers", [1, 2])
+@pytest.mark.parametrize("how", ["train_step", "eval_step", "Estimator.train"])
+def test_debug_nans_shows_the_line_that_makes_a_nan(towers, how, tmp_path):
+    def look(features, loss):
+        return jnp.log(-1.0 - loss)
+
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match="(?i)invalid value") as raised:
+        use(replicate(linear_model_fn(look), towers), how, tmp_path)
+    assert "return jnp.log(-1.0 - loss)" in frames_of_this_file(raised.value)
+
+
+def test_debug_nans_finds_a_nan_that_comes_late_in_training(tmp_path):
+    def look(features, loss):
+        return jnp.where(est.global_step() == 4, jnp.log(-1.0 - loss), loss)
+
+    with jax.debug_nans(True), pytest.raises(FloatingPointError) as raised:
+        estimator = make(tmp_path, replicate(linear_model_fn(look), 2), save_checkpoints_steps=2)
+        estimator.train(lambda: [(X, Y)] * 9)
+    assert any("jnp.log(-1.0 - loss)" in line for line in frames_of_this_file(raised.value))
+    assert saved_steps(estimator) == [0, 2, 4]

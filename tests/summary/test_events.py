@@ -1,0 +1,182 @@
+"""Event files and history.jsonl: what is written can be read back, once for a step, whatever broke before."""
+
+import glob
+import io
+import json
+import math
+import os
+
+import jax.numpy as jnp
+import matplotlib.image
+import numpy as np
+import pytest
+from testing.summaries import read_events, scalars, shown, steps_of
+
+import estimator as est
+from estimator.core._record import Histogram, bucket_limits
+from estimator.summary._event_writer import EventWriter, shown_metrics
+
+
+def write(directory, rows, first=1, last=math.inf):
+    writer = EventWriter(str(directory), first, last)
+    for step, values in rows.items():
+        writer.write(step, 1000.0 + step, values)
+    writer.close()
+
+
+def history(directory):
+    return {row["step"]: row for row in est.read_history(directory)}
+
+
+def refuse_constant(name):
+    raise AssertionError(f"{name} is no JSON")
+
+
+def test_numbers_are_in_both_files_with_their_step_and_time(tmp_path):
+    write(tmp_path / "new" / "one", {1: {"loss": 0.1, "hits": 3}, 101: {"loss": 0.05}})
+    assert est.read_history(tmp_path / "new" / "one") == [
+        {"step": 1, "time": 1001.0, "loss": 0.1, "hits": 3},
+        {"step": 101, "time": 1101.0, "loss": 0.05},
+    ]
+    events = [event for event in read_events(tmp_path / "new" / "one") if event.HasField("summary")]
+    assert [(event.step, event.wall_time) for event in events] == [(1, 1001.0), (101, 1101.0)]
+    assert scalars(tmp_path / "new" / "one") == {
+        "loss": [(1, np.float32(0.1)), (101, np.float32(0.05))],
+        "hits": [(1, 3.0)],
+    }
+
+
+def test_nan_and_infinities_are_valid_json(tmp_path):
+    write(tmp_path, {1: {"a": math.nan, "b": math.inf, "c": -math.inf, "d": 1.5}})
+    line = (tmp_path / "history.jsonl").read_text()
+    assert json.loads(line, parse_constant=refuse_constant) == {
+        "step": 1, "time": 1001.0, "a": "NaN", "b": "Infinity", "c": "-Infinity", "d": 1.5,
+    }  # fmt: skip
+    (row,) = est.read_history(tmp_path)
+    assert math.isnan(row["a"]) and (row["b"], row["c"], row["d"]) == (math.inf, -math.inf, 1.5)
+
+
+def test_a_text_is_in_the_event_file_alone(tmp_path):
+    write(tmp_path, {5: {"checkpoint_path": "/somewhere/ckpt-5", "loss": 1.0}})
+    ((step, value),) = shown(tmp_path)["checkpoint_path/text_summary"]
+    assert step == 5 and list(value.tensor.string_val) == [b"/somewhere/ckpt-5"]
+    assert est.read_history(tmp_path) == [{"step": 5, "time": 1005.0, "loss": 1.0}]
+
+
+@pytest.mark.parametrize("channels", [1, 3, 4])
+def test_images_can_be_looked_at(tmp_path, channels):
+    pixels = np.random.default_rng(0).integers(0, 256, (2, 5, 7, channels)).astype(np.uint8)
+    floats = np.array(pixels / 255, np.float32)
+    floats[0, 0, 0] = [np.nan, 2.0, -1.0, np.inf][:channels]
+    write(tmp_path, {1: {"whole": pixels, "real": floats}})
+    for i in range(2):
+        for tag, given in (("whole", pixels[i]), ("real", np.clip(np.nan_to_num(floats[i]), 0, 1) * 255)):
+            ((step, value),) = shown(tmp_path)[f"{tag}/image/{i}"]
+            image = value.image
+            assert (step, image.height, image.width, image.colorspace) == (1, 5, 7, max(channels, 3))
+            seen = matplotlib.image.imread(io.BytesIO(image.encoded_image_string))  # grey comes as three equal colours
+            np.testing.assert_array_equal(np.round(seen * 255), np.broadcast_to(np.round(given), seen.shape))
+
+
+def test_a_histogram_has_all_values_and_joins_empty_buckets(tmp_path):
+    values = np.random.default_rng(0).normal(size=(30, 40)).astype(np.float32)
+    write(tmp_path, {1: {"h": Histogram.of(jnp.asarray(values)), **shown_metrics({"m": values})}})
+    for tag in ("h", "m"):  # of a model_fn, and of a metric
+        histogram = shown(tmp_path)[tag][0][1].histo
+        assert (histogram.num, histogram.min, histogram.max) == (values.size, values.min(), values.max())
+        np.testing.assert_allclose([histogram.sum, histogram.sum_squares], [values.sum(), (values**2).sum()], rtol=1e-4)
+        limits, counts = np.array(histogram.bucket_limit), np.array(histogram.bucket)
+        assert counts.sum() == values.size and (np.diff(limits) > 0).all()
+        assert len(counts) < len(bucket_limits()) / 4
+        assert not ((counts[1:] == 0) & (counts[:-1] == 0)).any()
+        # Up to each limit there are as many values as TensorBoard thinks.
+        np.testing.assert_array_equal(np.cumsum(counts), [(values <= limit).sum() for limit in limits])
+
+
+def test_a_run_takes_back_the_steps_it_repeats(tmp_path):
+    write(tmp_path, {step: {"loss": 1.0, "old": 0.0} for step in (1, 51, 101, 151, 201)})
+    write(tmp_path, {step: {"loss": 2.0} for step in (101, 201)}, first=101)
+    want = [(1, 1.0), (51, 1.0), (101, 2.0), (201, 2.0)]
+    assert [(row["step"], row["loss"]) for row in est.read_history(tmp_path)] == want
+    assert scalars(tmp_path) == {"loss": want, "old": [(1, 0.0), (51, 0.0)]}
+    assert len(glob.glob(f"{tmp_path}/*tfevents*")) == 1
+
+
+def test_an_evaluation_replaces_its_step_and_keeps_the_later_ones(tmp_path):
+    for step, value in ((5, 1.0), (10, 2.0), (15, 3.0), (10, 4.0), (10, 5.0), (7, 6.0), (20, 7.0)):
+        write(tmp_path, {step: {"accuracy": value}}, first=step, last=step)
+    want = [(5, 1.0), (7, 6.0), (10, 5.0), (15, 3.0), (20, 7.0)]
+    assert scalars(tmp_path) == {"accuracy": want}
+    assert est.read_eval_metrics(tmp_path) == {step: {"accuracy": value} for step, value in want}
+    assert list(est.read_eval_metrics(tmp_path)) == [5, 7, 10, 15, 20]
+
+
+@pytest.mark.parametrize("torn", [b"{", b'{"step": 201, "ti', b'{"step": 201, "time": 1.0, "loss": 1.0}'])
+def test_a_torn_last_line_is_skipped_and_removed(tmp_path, torn):
+    write(tmp_path, {1: {"loss": 1.0}, 101: {"loss": 2.0}})
+    with open(tmp_path / "history.jsonl", "ab") as file:
+        file.write(torn)
+    assert [row["step"] for row in est.read_history(tmp_path)] == [1, 101]
+    write(tmp_path, {301: {"loss": 3.0}}, first=202)
+    assert [row["step"] for row in est.read_history(tmp_path)] == [1, 101, 301]
+    assert len((tmp_path / "history.jsonl").read_bytes().splitlines()) == 3
+
+
+@pytest.mark.parametrize("left", [3, 11, 20, -1])
+def test_a_torn_event_is_removed(tmp_path, left):
+    write(tmp_path, {1: {"loss": 1.0}})
+    (path,) = glob.glob(f"{tmp_path}/*tfevents*")
+    whole = os.path.getsize(path)
+    write(tmp_path, {101: {"loss": 2.0}}, first=101)
+    os.truncate(path, whole + left if left > 0 else os.path.getsize(path) + left)
+    write(tmp_path, {201: {"loss": 3.0}}, first=201)
+    assert scalars(tmp_path) == {"loss": [(1, 1.0), (201, 3.0)]}
+
+
+def test_a_broken_line_that_is_not_the_last_is_an_error(tmp_path):
+    (tmp_path / "history.jsonl").write_text('{"step": 1, "time": 1.0}\n[3]\n{"step": 2, "time": 1.0}\n')
+    with pytest.raises(ValueError, match=r"history.jsonl, line 2, is no line of a history: b'\[3\]'"):
+        est.read_history(tmp_path)
+
+
+def test_lines_of_one_step_are_one_row(tmp_path):
+    write(tmp_path, {1: {"loss": 1.0}})
+    write(tmp_path, {1: {"rate": 2.0}}, first=2)
+    assert est.read_history(tmp_path) == [{"step": 1, "time": 1001.0, "loss": 1.0, "rate": 2.0}]
+
+
+def test_where_there_is_no_history(tmp_path):
+    assert est.read_eval_metrics(tmp_path / "eval") == {}
+    with pytest.raises(FileNotFoundError, match="There is no history.jsonl in .*/eval'. `train` writes it into"):
+        est.read_history(tmp_path / "eval")
+
+
+def test_a_summary_named_as_a_column_is_left_out_of_the_history_with_a_warning(tmp_path, messages):
+    write(tmp_path, {1: {"time": 5.0, "loss": 1.0}, 2: {"time": 6.0}})
+    assert est.read_history(tmp_path) == [{"step": 1, "time": 1001.0, "loss": 1.0}]
+    assert scalars(tmp_path)["time"] == [(1, 5.0), (2, 6.0)]
+    assert messages() == ["The summary 'time' is not in history.jsonl, which has a column 'time'. Rename it."]
+
+
+def test_files_of_others_are_left_alone(tmp_path):
+    other = tmp_path / "events.out.tfevents.99999999999.host"
+    other.write_bytes(b"theirs, half writ")
+    write(tmp_path, {1: {"loss": 1.0}})
+    write(tmp_path, {2: {"loss": 1.0}}, first=2)
+    assert other.read_bytes() == b"theirs, half writ"
+    assert sorted(history(tmp_path)) == [1, 2]
+
+
+def test_what_comes_within_a_second_is_written_together(tmp_path, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("estimator.summary._event_writer.time.monotonic", lambda: now[0])
+    writer = EventWriter(str(tmp_path), 1)
+    seen = []
+    for step, seconds in enumerate([0.0, 0.3, 0.6, 0.2, 0.5], start=1):
+        now[0] += seconds
+        writer.write(step, 0.0, {"loss": 1.0})
+        seen.append(max(history(tmp_path)))
+    assert seen == [1, 1, 1, 4, 4]
+    writer.flush()
+    assert sorted(history(tmp_path)) == [1, 2, 3, 4, 5] == steps_of(scalars(tmp_path)["loss"])
+    writer.close()

@@ -1,0 +1,79 @@
+"""The summaries of runs that fail, are killed, or go on: each step once, and nothing lost."""
+
+import math
+import os
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from testing.estimators import X, Y, endless, make
+from testing.summaries import Fails, changing, read, scalars, steps_of
+
+import estimator as est
+
+
+def test_a_run_that_goes_on_shows_each_step_once(tmp_path):
+    config = {"save_summary_steps": 10, "save_checkpoints_steps": 100}
+    with pytest.raises(RuntimeError, match="it fails here"):
+        make(tmp_path, **config).train(changing, hooks=[Fails(150)])
+    assert list(read(tmp_path)) == list(range(1, 150, 10))  # what was known when it failed, too
+    make(tmp_path, **config | {"save_summary_steps": 40}).train(changing, steps=30)
+    want = [*range(1, 100, 10), 121]
+    assert list(read(tmp_path)) == want == steps_of(scalars(tmp_path)["loss"])
+
+
+KILLED = """
+import os, signal, sys
+sys.path.insert(0, "tests")
+import estimator as est
+from testing.estimators import endless, make
+
+class Kill(est.Hook):
+    def next_step(self, step):
+        return 150 if step < 150 else None
+    def after_run(self, context, values):
+        context.look()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+make(sys.argv[1], save_summary_steps=10, save_checkpoints_steps=100).train(endless, hooks=[Kill()])
+"""
+
+
+def test_a_killed_run_has_written_up_to_its_checkpoint(tmp_path):
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    process = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], env=environment, capture_output=True)
+    assert process.returncode == -signal.SIGKILL, process.stderr
+    known = list(read(tmp_path))
+    assert known == list(range(1, known[-1] + 1, 10)) and known[-1] >= 91
+    make(tmp_path, save_summary_steps=10).train(endless, steps=60)
+    assert list(read(tmp_path)) == list(range(1, 161, 10)) == steps_of(scalars(tmp_path)["loss"])
+
+
+def test_a_loss_that_is_nan_is_in_the_history(tmp_path):
+    def input_fn():
+        return [(X * (np.nan if i == 21 else 1), Y) for i in range(1, 40)]
+
+    with pytest.raises(est.NanLossDuringTrainingError, match="at step 21"):
+        make(tmp_path, save_summary_steps=5).train(input_fn)
+    losses = read(tmp_path)
+    assert [step for step, loss in losses.items() if not math.isnan(loss)] == [1, 6, 11, 16]
+    assert math.isnan(losses[21])
+
+
+def test_files_are_closed_whatever_happened(tmp_path):
+    class Writers(est.Hook):
+        def after_create_state(self, context):
+            self.of_run = [context.events(), context.events(str(tmp_path / "another"))]
+            assert context.events(f"{context.model_dir}/.") is self.of_run[0]
+            self.of_run[1].write(0, 0.0, {"loss": 1.0})
+
+    for name, others in (("good", []), ("bad", [Fails(2)])):
+        hook = Writers()
+        try:
+            make(tmp_path / name).train(endless, steps=3, hooks=[hook, *others])
+        except RuntimeError:
+            assert others
+        assert all(file.closed for writer in hook.of_run for file in writer._files)
+    assert list(read(tmp_path / "bad")) == [1]

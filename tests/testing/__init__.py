@@ -1,0 +1,1 @@
+"""What the tests share: models, batches, comparisons, and processes to start."""

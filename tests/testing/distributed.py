@@ -1,0 +1,163 @@
+"""What processes do that work together, as `testing.cluster` starts them."""
+
+import atexit
+import functools
+import json
+import os
+import signal
+import socket
+import time
+
+import jax
+import numpy as np
+from absl import logging
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import replicate
+from estimator.multihost import _coordination_client, _initialize, _liveness
+
+
+def say(*what):
+    print(*what, flush=True)
+
+
+def my_index():
+    return json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+
+
+def say_error(work, *args, **kwargs):
+    """By which error a call ends, and after how many seconds."""
+    began = time.monotonic()
+    try:
+        work(*args, **kwargs)
+        say("no error")
+    except Exception as e:
+        say(f"{time.monotonic() - began:.1f} {type(e).__name__}: {e}")
+
+
+def summed(numbers, times):
+    """The mean over all devices, again and again; it has not been waited for."""
+    step, sharding = mean_step()
+    x = jax.make_array_from_callback(numbers.shape, sharding, lambda index: numbers[index])
+    for _ in range(times):
+        x = step(x)
+    return x
+
+
+@functools.cache
+def mean_step():
+    sharding = NamedSharding(Mesh(np.array(jax.devices()), "device"), PartitionSpec("device"))
+    return jax.jit(lambda x: x * 0 + x.mean(), out_shardings=sharding), sharding
+
+
+# Getting together.
+
+
+def meet():
+    """The good case; process 0 ends while its devices still work, and the others later."""
+    logging.set_verbosity(logging.INFO)
+    replicate.initialize_distributed(timeout_secs=30)
+    index = jax.process_index()
+    say("process", index, "of", jax.process_count(), "devices", jax.device_count())
+    say_error(replicate.initialize_distributed)
+    x = summed(np.arange(600_000, dtype=np.float32), times=10)
+    if index:
+        time.sleep(0.3 * index)
+        say("mean", x.addressable_shards[0].data[0])
+    say("end")
+
+
+def too_late_to_meet():
+    jax.devices()
+    say_error(replicate.initialize_distributed, timeout_secs=5)
+
+
+def refused(ports):
+    """Three processes that cannot get together, for one reason after the other."""
+    me = my_index()
+    addresses = iter([f"127.0.0.1:{port}" for port in ports])
+
+    def case(name, count=3, process_id=me, address=None, timeout=20):
+        say("case", name)
+        given = next(addresses)
+        say_error(replicate.initialize_distributed, address or given, count, process_id, timeout_secs=timeout)
+
+    case("count", count=[3, 3, 4][me])
+    case("id", process_id=[0, 1, 1][me])
+
+    version, jax.__version__ = jax.__version__, ["0.10.2", "0.10.2", "0.9.9"][me]
+    case("version")
+    jax.__version__ = version
+
+    host, socket.gethostname = socket.gethostname, lambda: ["a", "a", "b"][me]
+    case("loopback")
+    socket.gethostname = host
+
+    case("missing", address=["", "", "127.0.0.1:1"][me], timeout=[2, 20, 2][me])
+
+    time.sleep([0, 1.0, 0][me])  # the second process 0 finds the port taken
+    case("port", process_id=[0, 0, 2][me], timeout=[2, 20, 20][me])
+
+    say("case uncaught")
+    replicate.initialize_distributed(next(addresses), [3, 3, 4][me], me, timeout_secs=20)
+
+
+def hangs(where):
+    """Process 1 does not connect, or does not take part in the first sum."""
+    if my_index() and where == "connection":
+        _coordination_client.connect = lambda *args: time.sleep(60)
+    elif my_index():
+        _initialize._sum_of_device_numbers = lambda: (jax.devices(), time.sleep(60))
+    replicate.initialize_distributed(timeout_secs=3)
+
+
+# Losing one.
+
+
+def work(victim, way, grace_secs=1.0, heartbeat_secs=60.0):
+    """Works together until one process ends in some way; "working" is written when all can be killed."""
+    start_hub = _initialize.start_hub
+
+    def start(*args):
+        hub = start_hub(*args)
+        say("hub", hub.pid)
+        return hub
+
+    _initialize.start_hub = start
+    replicate.initialize_distributed(timeout_secs=30, grace_secs=grace_secs, heartbeat_timeout_secs=heartbeat_secs)
+    me = jax.process_index()
+    if me == victim and way == "fork" and not os.fork():
+        time.sleep(30)  # a copy that outlives it, as workers of a loader do
+        say("the copy ends")
+        os._exit(0)
+    say("pid", os.getpid())
+    for step in range(1_000_000):
+        try:
+            summed(np.ones(24), times=1).block_until_ready()
+        except Exception as error:
+            raise _liveness.explained(error) from error
+        if step == 20:
+            say("working")
+            if me == victim and way in ("kill", "fork"):
+                os.kill(os.getpid(), signal.SIGKILL)
+            if me == victim and way == "raise":
+                atexit.register(time.sleep, 2 * grace_secs)  # it may take its time, and keeps its exit code
+                raise ValueError("no such file\nin the folder")
+            if way == "poll" and me != victim:
+                return poll()
+            if way == "poll":
+                time.sleep(60)
+
+
+def poll():
+    """Sees the loss from Python, and goes on."""
+    while not _liveness.lost():
+        time.sleep(0.01)
+    say("lost:", _liveness.lost())
+    try:
+        raise _liveness.explained(jax.errors.JaxRuntimeError("closed by peer"))
+    except _liveness.ProcessLostError as e:
+        _liveness.report()
+        say("caught:", e, "from", repr(e.__cause__))
+    time.sleep(2)  # longer than the grace
+    raise jax.errors.JaxRuntimeError("closed by peer")

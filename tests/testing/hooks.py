@@ -1,0 +1,90 @@
+"""Hooks that note what happens, and a model that others find noted."""
+
+import os
+
+import jax
+import optax
+
+import estimator as est
+from testing.estimators import X, Y
+
+
+class Noted(est.Hook):
+    """Notes its moments as "name.moment", and does in one of them what it is told to."""
+
+    def __init__(self, name, calls, **does):
+        self.name, self.calls, self.does = name, calls, does
+
+    def _note(self, moment, *args):
+        self.calls.append(f"{self.name}.{moment}")
+        return self.does[moment](*args) if moment in self.does else None
+
+    def begin(self):
+        self._note("begin")
+
+    def after_create_state(self, context):
+        self._note("after_create_state", context)
+
+    def before_run(self, context):
+        return self._note("before_run", context)
+
+    def after_run(self, context, values):
+        self._note("after_run", context, values)
+
+    def end(self, context):
+        self.context = context
+        self._note("end", context)
+
+
+class NotedListener(est.CheckpointSaverListener):
+    """Notes its moments, and in those around a checkpoint whether that is on the disk."""
+
+    def __init__(self, calls, stop_at=None):
+        self.calls, self.stop_at = calls, stop_at
+
+    def begin(self):
+        self.calls.append("listener.begin")
+
+    def before_save(self, context, step):
+        self._note("before_save", context, step)
+
+    def after_save(self, context, step):
+        self._note("after_save", context, step)
+        return step == self.stop_at
+
+    def end(self, context, step):
+        self.calls.append(f"listener.end {step}")
+
+    def _note(self, moment, context, step):
+        there = os.path.isdir(os.path.join(context.model_dir, f"ckpt-{step}"))
+        self.calls.append(f"listener.{moment} {step}{' (there)' if there else ''}")
+
+
+class WithHooks:
+    """A model_fn whose EstimatorSpec has hooks, made anew in each of its runs."""
+
+    def __init__(self, calls):
+        self.calls = calls
+
+    def __call__(self, features, labels, mode):
+        self.calls.append("model_fn")
+        w = est.get_variable("w", (2, 1), initializer=jax.nn.initializers.zeros)
+        loss = None if labels is None else est.losses.mean_squared_error(labels, features @ w)
+        return est.EstimatorSpec(
+            mode,
+            predictions=features @ w,
+            loss=loss,
+            train_op=None if labels is None else est.Optimizer(optax.sgd(0.01)).minimize(loss),
+            training_chief_hooks=[Noted("chief", self.calls)],
+            training_hooks=[Noted("training", self.calls)],
+            evaluation_hooks=[Noted("evaluation", self.calls)],
+            prediction_hooks=[Noted("prediction", self.calls)],
+        )
+
+
+def noted_input_fn(calls, batches):
+    def input_fn():
+        calls.append("input_fn")
+        return [(X, Y)] * batches
+
+    return input_fn

@@ -1,0 +1,123 @@
+"""Trainings in circumstances that are none of theirs: forked workers, no streams, no rights, other trainings."""
+
+import itertools
+import multiprocessing
+import os
+import signal
+import sys
+import time
+
+import jax.numpy as jnp
+import optax
+
+import estimator as est
+from testing.estimators import X, Y, make, times
+
+
+def endless_training(model_dir, keep=2):
+    """Saves every step, says when it has begun, and ends with the signal that ends it."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def input_fn():
+        yield X, Y
+        print("blocked", flush=True)
+        yield from itertools.repeat((X, Y))
+
+    make(model_dir, save_checkpoints_steps=1, keep_checkpoint_max=keep).train(input_fn)
+
+
+def deep(features, labels, mode):
+    """What XLA needs seconds to compile."""
+    x = features
+    for i in range(12):
+        w = est.get_variable(f"w{i}", (2, 2))
+        x = jnp.tanh(x @ w) + jnp.sin(x) * jnp.cos(x @ w.T)
+    loss = est.losses.mean_squared_error(labels, x[:, :1])
+    return est.EstimatorSpec(mode, loss=loss, train_op=est.Optimizer(optax.adam(1e-3)).minimize(loss))
+
+
+def compile_long(model_dir):
+    os.environ["XLA_FLAGS"] = ""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    time.sleep(0.2)  # it has been said that the process has started
+    try:
+        print("blocked", flush=True)
+        make(model_dir, deep).train(lambda: itertools.repeat((X, Y)))
+    except KeyboardInterrupt:
+        print("caught", flush=True)
+        raise
+
+
+def evaluate_in_fork(model_dir):
+    estimator = make(model_dir).train(times(1))
+    pid = os.fork()
+    if not pid:
+        try:
+            estimator.evaluate(times(1))
+        except RuntimeError as error:
+            print(error, flush=True)
+        os._exit(0)
+    os.waitpid(pid, 0)
+
+
+def _work(i):
+    time.sleep(0.05)
+    return X
+
+
+def pool_in_input(model_dir):
+    """A loader whose workers are forked within the run, and which waits for their end."""
+    os.setpgrp()
+
+    def input_fn():
+        yield X, Y
+        with multiprocessing.get_context("fork").Pool(2) as pool:
+            for i, x in enumerate(pool.imap(_work, range(100_000))):
+                if i == 3:
+                    print("blocked", flush=True)
+                yield x, Y
+        pool.join()
+
+    make(model_dir, steps_per_loop=1).train(input_fn)
+
+
+def orphan_in_training(model_dir):
+    """Forks a child, which outlives the training."""
+
+    def input_fn():
+        yield X, Y
+        if not os.fork():
+            time.sleep(20)
+            os._exit(0)
+        print("blocked", flush=True)
+        time.sleep(60)
+
+    make(model_dir, steps_per_loop=1).train(input_fn)
+
+
+def without_streams(model_dir):
+    for number in range(3):
+        os.close(number)
+    sys.stdin = sys.stdout = sys.stderr = None
+    estimator = make(model_dir).train(times(3))
+    estimator.evaluate(times(2))
+    with open(os.path.join(model_dir, "streams"), "w") as file:
+        file.write(" ".join(os.readlink(f"/proc/self/fd/{number}") for number in range(3)))
+
+
+def evaluate_without_rights(model_dir):
+    """Trains, and then has no right to write there; what is imported on the way may not be readable then."""
+    estimator = make(model_dir).train(times(3))
+    list(estimator.predict(lambda: X))
+    make(os.path.join(model_dir, "other")).evaluate(times(1))
+    for directory, _, _ in os.walk(model_dir):
+        os.chmod(directory, 0o555)
+    if os.geteuid() == 0:
+        os.setuid(65534)
+    estimator = make(model_dir)
+    print("step", estimator.evaluate(times(1))["global_step"], flush=True)
+    print("rows", len(list(estimator.predict(lambda: X))), flush=True)
+    try:
+        estimator.train(times(1))
+    except OSError as error:
+        print(type(error).__name__, error, flush=True)

@@ -1,0 +1,112 @@
+"""Runs that block for a minute, each in its own way, and print what their hooks see."""
+
+import itertools
+import threading
+import time
+
+import numpy as np
+
+import estimator as est
+from testing.estimators import X, Y, make
+
+
+class Told(est.Hook):
+    """Prints how a run ended."""
+
+    def __init__(self, name):
+        self.name = name
+
+    def end(self, context):
+        error = type(context.error).__name__
+        print("end of", self.name, context.stop_reason, context.global_step, error, flush=True)
+
+
+def blocks_after(n):
+    """An input of `n` batches, and then nothing for a minute."""
+
+    def input_fn():
+        yield from itertools.repeat((X, Y), n)
+        time.sleep(0.2)  # the others are trained on meanwhile
+        print("blocked", flush=True)
+        time.sleep(60)
+
+    return input_fn
+
+
+class Evaluating(est.Hook):
+    def __init__(self, estimator, input_fn):
+        self.evaluate = lambda state: estimator.evaluate_state(state, input_fn, hooks=[Told("evaluation")])
+
+    def next_step(self, step):
+        return 4 if step < 4 else 1000
+
+    def after_run(self, context, values):
+        self.evaluate(context.state)
+
+
+def train(model_dir, n):
+    make(model_dir, steps_per_loop=1).train(blocks_after(n), hooks=[Told("training")])
+
+
+def evaluate(model_dir, n):
+    make(model_dir).evaluate(blocks_after(n), hooks=[Told("evaluation")])
+
+
+def predict(model_dir, n):
+    for _ in make(model_dir).predict(blocks_after(n), hooks=[Told("prediction")]):
+        pass
+
+
+def read_predictions(model_dir):
+    """Computes little, and does much with each prediction."""
+    for _ in make(model_dir).predict(lambda: [X, X], hooks=[Told("prediction")]):
+        print("blocked", flush=True)
+        time.sleep(60)
+
+
+def evaluate_in_training(model_dir, n):
+    estimator = make(model_dir)
+    hooks = [Evaluating(estimator, blocks_after(n)), Told("training")]
+    estimator.train(lambda: itertools.repeat((X, Y)), hooks=hooks)
+
+
+def leave_predictions(model_dir):
+    """Holds results of a prediction that nobody reads on."""
+    predictions = make(model_dir).predict(lambda: itertools.repeat(X))
+    next(predictions)
+    train(model_dir, 3)
+
+
+def distill(model_dir):
+    """Trains on predictions, which the input's thread reads to their end."""
+    teacher = make(model_dir + "/teacher")
+
+    def input_fn():
+        for _ in teacher.predict(lambda: [X, X], yield_single_examples=False):
+            yield X, Y
+
+    make(model_dir).train(input_fn)
+    print("blocked", flush=True)
+    time.sleep(60)
+
+
+def in_a_thread(model_dir):
+    thread = threading.Thread(target=train, args=(model_dir, 3), daemon=True)
+    thread.start()
+    thread.join()
+
+
+def with_own_handler(model_dir):
+    import signal
+
+    signal.signal(signal.SIGTERM, lambda *_: print("own handler", flush=True))
+    estimator = make(model_dir, save_checkpoints_steps=1)
+
+    def input_fn():
+        for i in range(6):
+            if i == 3:
+                print("blocked", flush=True)
+                time.sleep(1)
+            yield np.copy(X), Y
+
+    estimator.train(input_fn, hooks=[Told("training")])

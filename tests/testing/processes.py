@@ -1,0 +1,76 @@
+"""Processes to send signals to. To start one takes seconds: so one that has imported everything makes copies of itself.
+
+As a script it is that one: for each line `[function, *args]` of its input, JSON, it makes a copy, which calls the
+function of a module, and tells how the copy ended.
+"""
+
+import contextlib
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+
+TESTS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+
+class Processes:
+    """Copies of a process that has imported a module; one at a time."""
+
+    def __init__(self, module):
+        self._server = subprocess.Popen(
+            [sys.executable, "-m", "testing.processes", module],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join([os.path.dirname(TESTS), TESTS])},
+        )
+        self._pid = None
+
+    def start(self, function, *args):
+        self._server.stdin.write(json.dumps([function, *args]) + "\n")
+        self._server.stdin.flush()
+        word, pid = self.read().split()
+        assert word == "started"
+        self._pid = int(pid)
+
+    def read(self):
+        """A line that the copy has printed; at last "ended <exit code>"."""
+        return self._server.stdout.readline().strip()
+
+    def send(self, number):
+        os.kill(self._pid, number)
+
+    def send_to_group(self, number):
+        os.killpg(self._pid, number)
+
+    def ended(self):
+        """The exit code, after the lines that are left; negative: the signal that ended it."""
+        while not (line := self.read()).startswith("ended "):
+            assert line, "the process that makes the others has ended"
+        return int(line.removeprefix("ended "))
+
+    def close(self):
+        if self._pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self.send(signal.SIGKILL)
+        self._server.kill()
+        self._server.communicate()
+
+
+def serve(module):
+    for line in sys.stdin:
+        function, *args = json.loads(line)
+        pid = os.fork()
+        if not pid:
+            return getattr(module, function)(*args)
+        print("started", pid, flush=True)
+        _, status = os.waitpid(pid, 0)
+        print("ended", os.waitstatus_to_exitcode(status), flush=True)
+    return None
+
+
+if __name__ == "__main__":
+    serve(importlib.import_module(sys.argv[1]))

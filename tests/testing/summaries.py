@@ -1,0 +1,95 @@
+"""Models that show something, and what TensorBoard would show of them."""
+
+import itertools
+import os
+import struct
+
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.record_writer import masked_crc32c
+
+import estimator as est
+from testing.estimators import Linear, X, Y
+
+
+def read_events(directory):
+    """All events of a directory's event files."""
+    events = []
+    for name in sorted(n for n in os.listdir(directory) if ".tfevents." in n):
+        with open(os.path.join(directory, name), "rb") as file:
+            while length := file.read(8):
+                (crc,) = struct.unpack("<I", file.read(4))
+                assert crc == masked_crc32c(length)
+                data = file.read(*struct.unpack("<Q", length))
+                assert struct.unpack("<I", file.read(4)) == (masked_crc32c(data),)
+                events.append(Event.FromString(data))
+    return events
+
+
+def shown(directory):
+    """What TensorBoard shows: by tag, pairs of step and `Summary.Value`, less what a later START takes back."""
+    found, starts = {}, 0
+    events = read_events(directory)
+    assert events[0].file_version == "brain.Event:2"
+    for event in events:
+        if event.session_log.status == SessionLog.START:
+            starts += 1
+            if starts > 1:  # TensorBoard's rule: the first says nothing
+                for tag, points in found.items():
+                    found[tag] = [(step, value) for step, value in points if step < event.step]
+        for value in event.summary.value:
+            found.setdefault(value.tag, []).append((event.step, value))
+    return {tag: points for tag, points in found.items() if points}
+
+
+def scalars(directory):
+    """By tag, pairs of step and number."""
+    found = {}
+    for tag, points in shown(directory).items():
+        if points[0][1].HasField("simple_value"):
+            found[tag] = [(step, value.simple_value) for step, value in points]
+    return found
+
+
+def steps_of(points):
+    return [step for step, _ in points]
+
+
+class Losses(est.Hook):
+    """The loss of every step."""
+
+    def begin(self):
+        self.of = {}
+
+    def after_run(self, context, values):
+        self.of[context.global_step] = values.loss
+
+
+class Fails(est.Hook):
+    def __init__(self, step, how=None):
+        self.step, self.how = step, how
+
+    def next_step(self, step):
+        return self.step if step < self.step else None
+
+    def after_run(self, context, values):
+        raise RuntimeError("it fails here")
+
+
+def changing():
+    """Batches that differ, so that each step has a loss of its own."""
+    return ((X * (1 + i % 7 / 7), Y) for i in itertools.count())
+
+
+def showing(features, labels, mode):
+    """A model_fn that shows one summary of each kind."""
+    spec = Linear()(features, labels, mode)
+    est.summary.scalar("brightness", features.mean())
+    est.record("quiet", features.max())
+    with est.variable_scope("input"):
+        est.summary.histogram("values", features)
+        est.summary.image("rows", features.reshape(-1, 1, 2, 1) / 20, max_outputs=2)
+    return spec
+
+
+def read(directory, tag="loss"):
+    return {row["step"]: row[tag] for row in est.read_history(directory) if tag in row}

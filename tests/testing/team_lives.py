@@ -1,0 +1,203 @@
+"""Trainings of several processes that are cut off, go on, or hang, for `testing.cluster` to start in each."""
+
+import faulthandler
+import os
+import signal
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import estimator as est
+import replicate
+from estimator.loop._train import Training
+from replicate import TowerOptimizer
+from testing.team import make, say, start
+
+ROWS = 12  # of a batch: for 2, 4 and 6 towers
+_RNG = np.random.default_rng(1)
+X = _RNG.normal(size=(60, ROWS, 3)).astype(np.float32)
+Y = np.sin(X.sum(2, keepdims=True))
+
+
+def tiny(features, labels, mode):
+    """What compiles in no time."""
+    loss = jnp.mean((labels - features["x"] @ est.get_variable("w", (3, 1))) ** 2)
+    return est.EstimatorSpec(mode, loss=loss, train_op=TowerOptimizer(optax.sgd(0.1, momentum=0.9)).minimize(loss))
+
+
+class Source:
+    """The batches of this process; says where it is taken up."""
+
+    def __init__(self, wait=lambda i: None, positions=True):
+        context = est.input_context()
+        self._rows = context.per_process_batch_size(ROWS)
+        self._begin = context.index * self._rows
+        self._wait = wait
+        self._i = 0
+        if positions:
+            self.get_state, self.set_state = self._get_state, self._set_state
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self._i == len(X):
+            raise StopIteration
+        self._wait(self._i)
+        rows = slice(self._begin, self._begin + self._rows)
+        self._i += 1
+        return {"x": X[self._i - 1, rows]}, Y[self._i - 1, rows]
+
+    def _get_state(self):
+        return {"process": est.input_context().index, "i": self._i}
+
+    def _set_state(self, state):
+        say(position=state)
+        self._i = state["i"]
+
+
+class Tell(est.Hook):
+    """Prints the steps, and how the run ended."""
+
+    def after_run(self, context, values):
+        print("step", context.step, flush=True)
+
+    def end(self, context):
+        say(ended=context.stop_reason, at=context.global_step, error=type(context.error).__name__)
+
+
+def train(model_dir, max_steps, every=4, name="values", **source):
+    """Trains up to a step, and tells where the variables are then."""
+    start()
+    estimator = make(model_dir, save_checkpoints_steps=every, resume_input="position")
+    estimator.train(lambda: Source(**source), max_steps=max_steps)
+    metrics = estimator.evaluate(lambda: Source(), steps=3)
+    values = {name: value.tolist() for name, value in estimator.get_variable_value("*").items()}
+    say(**{name: values, "metrics": metrics})
+
+
+def slowly(i):
+    time.sleep(0.05)
+
+
+def train_until_killed(model_dir):
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    start(grace_secs=5.0)
+    make(model_dir, tiny, save_checkpoints_steps=3, resume_input="count").train(
+        lambda: Source(slowly, positions=False), max_steps=40, hooks=[Tell()]
+    )
+    print("done", flush=True)
+
+
+def train_until_terminated(model_dir, blocked):
+    """The input of the process `blocked` blocks after some batches, if there is one."""
+    start()
+
+    def wait(i):
+        slowly(i)
+        if jax.process_index() == blocked and i == 30:
+            print("blocked", flush=True)
+            time.sleep(60)
+
+    trained = make(model_dir, tiny, save_checkpoints_steps=1000, resume_input="count")
+    try:
+        trained.train(lambda: Source(wait, positions=False), hooks=[Tell()])
+    except est.Preempted:
+        print("preempted", flush=True)
+        time.sleep(1)
+        raise
+
+
+def evaluate_until_terminated(model_dir):
+    """One is told to end while all evaluate, in the course of a training."""
+    start()
+
+    def wait(i):
+        if i == 2:
+            print("evaluating", flush=True)
+        time.sleep(0.1)
+
+    estimator = make(model_dir, tiny, save_checkpoints_steps=1000)
+    train_spec = est.TrainSpec(lambda: Source(slowly), 40, hooks=[Tell()])
+    est.train_and_evaluate(estimator, train_spec, est.EvalSpec(lambda: Source(wait)), eval_every_steps=5)
+
+
+def stall(folder):
+    """The input of process 1 does not come on, until both watchdogs have said so."""
+    start()
+    paths = [os.path.join(folder, f"watchdog-{index}") for index in (0, 1)]
+
+    def told(path):
+        return os.path.exists(path) and "It waits for process 1." in open(path).read()
+
+    def wait(i):
+        began = time.monotonic()
+        while jax.process_index() == 1 and i == 6 and not all(map(told, paths)) and time.monotonic() < began + 30:
+            time.sleep(0.1)
+
+    watchdog = est.WatchdogHook(1.5, path=paths[jax.process_index()])
+    stalled = make(os.path.join(folder, "stalled"), tiny, steps_per_loop=1)
+    stalled.train(lambda: Source(wait), hooks=[watchdog], max_steps=8)
+
+
+def drift(folder):
+    """A bit of one copy changes: that of the second device of process 1."""
+    start()
+    estimator = make(os.path.join(folder, "drifted"), tiny, check_replicas_every=4, steps_per_loop=1)
+    inner = Training._start
+
+    def corrupting(training, run, reporting):
+        if training.context.global_step == 5 and jax.process_index() == 1:
+            carry = training._carry
+            array = carry.variables["w"]
+            shards = [np.array(shard.data) for shard in array.addressable_shards]
+            shards[1].reshape(-1).view(np.uint8)[2] ^= 1
+            placed = [jax.device_put(x, s.device) for x, s in zip(shards, array.addressable_shards, strict=True)]
+            changed = jax.make_array_from_single_device_arrays(array.shape, array.sharding, placed)
+            training._carry = carry._replace(variables={**carry.variables, "w": changed})
+        return inner(training, run, reporting)
+
+    Training._start = corrupting
+    try:
+        estimator.train(lambda: Source(), max_steps=12)
+    except est.ReplicaMismatchError as error:
+        say(mismatch=str(error))
+
+
+def end(folder, slow):
+    """All end after the same training, one of them later."""
+    start()
+    estimator = make(os.path.join(folder, f"end-{slow}"), tiny)
+    estimator.train(lambda: Source(), max_steps=2)
+    if jax.process_index() == slow:
+        time.sleep(3)
+    sys.exit(0)
+
+
+def come_late(folder):
+    """Process 1 does not come in time."""
+    replicate.initialize_distributed(timeout_secs=3)
+    trained = make(os.path.join(folder, "late"), tiny)
+    if jax.process_index() == 1:
+        time.sleep(6)
+    try:
+        trained.train(lambda: Source())
+    except Exception as error:
+        say(error=type(error).__name__, text=str(error))
+
+
+def terminate_one(folder):
+    """Process 1 is told to end while it makes its first state, or reads its first batch."""
+    start()
+    me = jax.process_index()
+
+    def input_fn():
+        if me:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return Source()
+
+    make(os.path.join(folder, "one"), tiny).train(input_fn)
