@@ -3,6 +3,7 @@
 import ast
 import collections
 import pathlib
+import re
 
 import pytest
 
@@ -115,3 +116,13 @@ def test_every_package_says_what_it_is():
 @pytest.mark.parametrize("name", [name for layer in LAYERS for name in layer if not name.endswith("*")])
 def test_every_layer_exists(name):
     assert name in MODULES
+
+
+def test_the_map_of_the_source_is_right():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    rows = re.findall(r"^\| .* \| `(\S+\.py)` \| `(\w+)` \|$", text.partition("## Where is ...?")[2], re.M)
+    assert len(rows) > 45
+    for file, name in rows:
+        tree = ast.parse((ROOT / file).read_text())
+        defined = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+        assert name in defined, f"{file} does not define {name}"
