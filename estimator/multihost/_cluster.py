@@ -15,6 +15,7 @@ from estimator.multihost._tf_config import read_tf_config
 _LOOKUP_SECS = 60  # for the name of process 0 to become known
 _NAMES = {clusters.OmpiCluster: "Open MPI", clusters.SlurmCluster: "SLURM", clusters.K8sCluster: "Kubernetes"}
 _JOB_INDEX = "JOB_COMPLETION_INDEX"
+_OPEN_MPI_4 = "OMPI_MCA_orte_hnp_uri"  # where its first process is
 
 # Rank, size and rank within the host, where an MPI says no more than that.
 _MPI = (
@@ -120,6 +121,10 @@ def _from_scheduler(address: str | None) -> _Found | None:
     for cluster in clusters.ClusterEnv._cluster_types:
         # Every pod is in Kubernetes; one of several processes is in an indexed job.
         if cluster.opt_in_only_method or (cluster is clusters.K8sCluster and _JOB_INDEX not in os.environ):
+            continue
+        if (
+            cluster is clusters.OmpiCluster and _OPEN_MPI_4 not in os.environ
+        ):  # from 5 on jax asks mpi4py; see `_from_mpi`
             continue
         with warnings.catch_warnings(action="ignore"):  # that the package is missing is said in an error here
             if not cluster.is_env_present():
