@@ -343,7 +343,7 @@ def newest_step(checkpoints):
 
 
 def test_after_a_kill_in_the_middle_of_saving_the_latest_is_whole(tmp_path):
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "checkpoint")])}
     directory = tmp_path / "model"
     like, reader, step = abstract(make_state()), Checkpoints(directory), 0
     for turn in range(4):
