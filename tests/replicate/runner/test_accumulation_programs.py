@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from test_replicate_programs import collectives, operations
+from testing.programs import collectives, operations
 from testing.towers import regression, replicate
 
 import estimator as est

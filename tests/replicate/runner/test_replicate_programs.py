@@ -1,13 +1,11 @@
 """The compiled programs: traces, compilations, collectives, operations, donation."""
 
-import collections
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from testing.programs import collectives, operations
 from testing.towers import (
     OPTIMIZERS,
     STEPS,
@@ -52,16 +50,6 @@ def compiled_train_step(model_fn, *batch):
     model = est.transform(model_fn)
     state = model.init(jax.random.key(0), *batch)
     return jax.jit(model.train_step).lower(state, *batch).compile().as_text()
-
-
-def operations(program):
-    """How often each operation stands in the text of an HLO program."""
-    return collections.Counter(re.findall(r" = .*? ([a-z][a-z0-9-]*)\(", program))
-
-
-def collectives(program):
-    names = ("all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-permute")
-    return {name: count for name, count in operations(program).items() if name.startswith(names)}
 
 
 def without_metrics(model_fn):

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
-from test_replica_check import CPUS, GRID, a_slot, a_variable, corrupt, everywhere, with_copy
+from testing.copies import CPUS, GRID, a_slot, a_variable, corrupt, everywhere, with_copy
 from testing.estimators import make
 from testing.towers import cpus, mlp_model_fn, regression, replicate
 
