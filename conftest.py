@@ -5,11 +5,16 @@ it makes their machine code quickly and badly. The programs themselves, with the
 as they are; what XLA fuses and the last bits of numbers do not. So a test that compares bits of several programs, or
 looks at fusions, asks for the fixture `users_compiler`. Where XLA_FLAGS is set, be it to nothing, it rules all tests.
 The head of pytest's output says what holds.
+
+Many tests compile the same program again, since each makes a model_fn of its own. jax's compilation cache, in a folder of
+its own for each process of pytest (entries are not written atomically), halves that. Compilations are counted as without.
 """
 
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 
 import jaxlib
 
@@ -40,6 +45,15 @@ import pytest  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+COMPILED = tempfile.mkdtemp(prefix="compiled-by-tests-")
+jax.config.update("jax_compilation_cache_dir", COMPILED)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+
+
+def pytest_unconfigure() -> None:
+    shutil.rmtree(COMPILED, ignore_errors=True)
 
 
 def pytest_report_header() -> str:

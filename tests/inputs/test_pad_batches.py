@@ -15,7 +15,7 @@ from testing.estimators import make, step_of
 
 import estimator as est
 from estimator.inputs import numpy_input_fn, pad_batches
-from estimator.inputs._input_fn import batches
+from estimator.inputs._input_fn import batches, call_input_fn
 
 I32 = np.int32
 
@@ -108,7 +108,7 @@ def test_an_input_fn_stays_one_with_its_arguments():
         yield np.ones((2, len(mode)))
 
     estimator_calls = pad_batches(input_fn, 4)
-    assert rows_of(est._input.call_input_fn(estimator_calls, "train", {"n": 9}, None)) == [(2, 12), (2, 8)]
+    assert rows_of(call_input_fn(estimator_calls, "train", {"n": 9}, None)) == [(2, 12), (2, 8)]
     assert rows_of(pad_batches(lambda: np.ones((2, 3)), 4)()) == [(2, 4)]
     assert batches(pad_batches(lambda: (np.ones((2, 3)), None), 4)()).is_one_batch
     with pytest.raises(TypeError, match="input_fn should return an iterable of batches.*got 3"):
