@@ -24,6 +24,7 @@ from estimator.core._placement import Placement
 from estimator.multihost import _liveness
 from estimator.multihost._preemption import Preempted, preempt
 
+_PACKAGE = os.path.dirname(os.path.dirname(__file__))
 _INFO = 20  # the standard library's number
 _WAIT_MS = 100
 _ROUNDS_KEPT = 100  # at least: they are removed together
@@ -266,8 +267,8 @@ def _client() -> Any:
 
 
 def _is_for_all(record: Any) -> bool:
-    """Whether not process 0 alone logs it: what is no warning, and from here."""
-    return record.levelno > _INFO or not record.pathname.startswith(os.path.dirname(__file__))
+    """Log filter: processes other than 0 drop this package's INFO records."""
+    return record.levelno > _INFO or not record.pathname.startswith(_PACKAGE)
 
 
 @contextlib.contextmanager
