@@ -12,6 +12,7 @@ from flax import nnx
 from testing.towers import replicate
 
 import estimator as est
+from estimator import interop
 from replicate import TowerOptimizer
 
 X = jnp.ones((4, 3))
@@ -271,6 +272,6 @@ def test_statistics_changed_in_a_function_that_jax_traces_apart(module):
 
 def test_flax_is_not_installed(monkeypatch):
     monkeypatch.setitem(sys.modules, "estimator.interop._flax_linen", None)
-    monkeypatch.delattr(est, "_flax_linen", raising=False)
+    monkeypatch.delattr(interop, "_flax_linen", raising=False)
     with refused(ImportError, "`est.flax_module` needs Flax: `pip install flax`."):
         init(lambda x, mode: est.flax_module(DENSE, "net")(x))
