@@ -1,6 +1,7 @@
 """Towers of several devices sum and put together arrays of every dtype."""
 
 import os
+import pathlib
 import subprocess
 import sys
 
@@ -86,7 +87,8 @@ def check(dtype, towers=2, parts=2):
 @pytest.mark.parametrize("dtypes", [DTYPES, X64_DTYPES], ids=["x32", "x64"])
 def test_every_dtype(dtypes):
     """In a process of its own, which XLA ends where it cannot sum a dtype."""
-    paths = os.pathsep.join([os.path.dirname(os.path.dirname(os.path.abspath(__file__))), os.path.dirname(__file__)])
+    root = pathlib.Path(__file__).resolve().parents[3]
+    paths = os.pathsep.join([str(root), str(root / "tests")])
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": paths}
     ended = subprocess.run(
         [sys.executable, __file__, *dtypes], env=environment, capture_output=True, text=True, check=False

@@ -176,17 +176,24 @@ def assert_same(layout, towers, parts, mode, rows, seed=0):
     assert_close(jax.device_get(got), jax.device_get(want), rtol=1e-4, atol=1e-5)
 
 
+# A few: each compiles programs of a minute or so.
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("towers", "parts", "layout", "rows"),
-    [(2, 2, "cut", 4), (4, 2, "whole", 3), (4, 2, "spread rows", 3), (2, 4, "spread rows", 4)],
+    ("towers", "parts", "layout", "mode", "rows"),
+    [
+        (4, 2, "whole", est.ModeKeys.TRAIN, 12),
+        (2, 4, "spread rows", est.ModeKeys.TRAIN, 8),
+        (2, 2, "cut", est.ModeKeys.EVAL, 7),
+        (4, 2, "spread rows", est.ModeKeys.EVAL, 7),
+        (4, 2, "whole", est.ModeKeys.EVAL, 3),
+        (4, 2, "whole", est.ModeKeys.PREDICT, 7),
+    ],
 )
-def test_a_step_of_scatters_sorts_gathers_and_loops(towers, parts, layout, rows):
-    assert_same(layout, towers, parts, est.ModeKeys.TRAIN, rows * towers)
-    assert_same(layout, towers, parts, est.ModeKeys.EVAL, 7)
-    assert_same(layout, towers, parts, est.ModeKeys.EVAL, towers - 1)
-    assert_same(layout, towers, parts, est.ModeKeys.PREDICT, 7)
+def test_a_step_of_scatters_sorts_gathers_and_loops(towers, parts, layout, mode, rows):
+    assert_same(layout, towers, parts, mode, rows)
 
 
+@pytest.mark.slow
 @settings(max_examples=2, deadline=None)
 @given(
     rows=st.integers(1, 13),
