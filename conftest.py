@@ -6,8 +6,9 @@ as they are; what XLA fuses and the last bits of numbers do not. So a test that 
 looks at fusions, asks for the fixture `users_compiler`. Where XLA_FLAGS is set, be it to nothing, it rules all tests.
 The head of pytest's output says what holds.
 
-Many tests compile the same program again, since each makes a model_fn of its own. jax's compilation cache, in a folder of
-its own for each process of pytest (entries are not written atomically), halves that. Compilations are counted as without.
+Many tests compile the same program again, since each makes a model_fn of its own. jax's compilation cache spares some
+of that; each process of pytest has its own, since entries are not written atomically. Compilations are counted as
+without it.
 """
 
 import os
