@@ -148,7 +148,7 @@ def test_a_warm_start_is_ahead(trained):
 
 def test_digits_have_the_same_losses_on_any_number_of_towers(trained):
     one, many = losses(trained("digits.py", 1)[1]), losses(trained("digits.py", 4)[1])
-    assert list(one) == [100, 200, 300, 400, 500, 600]
+    assert list(one) == [1, 100, 200, 300, 400, 500, 600]
     assert many == pytest.approx(one, abs=1e-3, rel=0)
 
 
@@ -169,8 +169,8 @@ def test_the_log_shows_training_and_nothing_of_orbax(trained, example):
     _, stderr = trained(example, EXAMPLES[example][-1])
     assert "_train.py" in stderr
     assert len(losses(stderr)) >= 4
-    others = re.findall(r"\] (Evaluation: |Exported |Values of \d towers on cpu are summed by )", stderr)
-    assert len(stderr.splitlines()) - len(others) < 15
+    others = re.findall(r"\] (Calling model_fn |Evaluation: |Exported |Values of \d towers on cpu are summed by )", stderr)
+    assert len(stderr.splitlines()) - len(others) < 20
 
 
 @pytest.mark.parametrize("towers", EXAMPLES["serve.py"])
