@@ -169,7 +169,9 @@ def test_the_log_shows_training_and_nothing_of_orbax(trained, example):
     _, stderr = trained(example, EXAMPLES[example][-1])
     assert "_train.py" in stderr
     assert len(losses(stderr)) >= 4
-    others = re.findall(r"\] (Calling model_fn |Evaluation: |Exported |Values of \d towers on cpu are summed by )", stderr)
+    others = re.findall(
+        r"\] (Calling model_fn |Evaluation: |Exported |Values of \d towers on cpu are summed by )", stderr
+    )
     assert len(stderr.splitlines()) - len(others) < 20
 
 

@@ -49,7 +49,9 @@ def trained(model_fn, batch=FOUR):
 @pytest.mark.parametrize("towers", [1, 2, 4])
 def test_a_gradient_of_ones_own_counts_as_that_of_one_big_batch(towers, reduction):
     want = trained(model_fn_with(by_hand, reduction))
-    np.testing.assert_allclose(trained(replicate(model_fn_with(said, reduction), towers, reduction)), want, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(
+        trained(replicate(model_fn_with(said, reduction), towers, reduction)), want, rtol=1e-6, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("towers", [2, 4])
