@@ -39,8 +39,8 @@ from estimator.loop._synchronized_input import first_batch
 from estimator.loop._train import Training
 from estimator.multihost._preemption import ends_by_sigterm, interrupted_by_sigterm
 from estimator.multihost._process_group import Team, same_call, together
-from estimator.process._fork import check_not_forked
-from estimator.process._standard_streams import keep_standard_streams_open
+from estimator.runtime._fork import check_not_forked
+from estimator.runtime._standard_streams import keep_standard_streams_open
 from estimator.steps._transform import transform
 
 InputFn = Callable[..., Any]

@@ -32,7 +32,7 @@ from estimator.checkpoint._file_lock import lock_if_possible
 from estimator.checkpoint._json_state import decode, encode
 from estimator.optim._learning_rate import _RATE, _VALUES, _names
 from estimator.optim._non_finite import SLOTS, NonFinite
-from estimator.process._uninterrupted import uninterrupted
+from estimator.runtime._uninterrupted import uninterrupted
 
 F = TypeVar("F", bound=Callable[..., Any])
 State = Any  # estimator.steps._transform.State, of arrays or of jax.ShapeDtypeStructs.

@@ -17,8 +17,8 @@ import jax
 from jax.extend.core import get_opaque_trace_state
 
 from estimator.core._mode_keys import ModeKeys
-from estimator.core._transformations import differentiates, on_stack
 from estimator.core._typing import PyTree
+from estimator.runtime._transformations import differentiates, on_stack
 
 if TYPE_CHECKING:
     from estimator.core._placement import Placement

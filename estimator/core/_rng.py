@@ -3,8 +3,8 @@
 import jax
 
 from estimator.core._frame import Frame, current_frame, transformations_within
-from estimator.core._transformations import repeating
 from estimator.core._variables import name_hash
+from estimator.runtime._transformations import repeating
 
 
 def make_rng(name: str | None = None) -> jax.Array:

@@ -15,8 +15,8 @@ import numpy as np
 
 from estimator.core._frame import Frame, check_is_known_outside, current_frame
 from estimator.core._partitioning import Partition, partitioned
-from estimator.core._transformations import differentiates, stages
 from estimator.core._typing import PyTree
+from estimator.runtime._transformations import differentiates, stages
 
 
 class VariableAggregation(enum.StrEnum):

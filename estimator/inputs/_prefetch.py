@@ -13,7 +13,7 @@ from typing import Any
 from absl import logging
 
 from estimator.core._typing import PyTree
-from estimator.process._jax_settings import with_settings_of_this_thread
+from estimator.runtime._jax_settings import with_settings_of_this_thread
 
 Pull = Callable[[Any, int, threading.Event], tuple[list[Any], BaseException | None]]
 

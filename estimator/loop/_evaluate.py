@@ -26,7 +26,7 @@ from estimator.loop._synchronized_input import Uneven
 from estimator.metrics import Metric
 from estimator.multihost._global_arrays import rows_of_all
 from estimator.multihost._preemption import SIGTERM, Preempted
-from estimator.process._uninterrupted import compile_first
+from estimator.runtime._uninterrupted import compile_first
 from estimator.steps._transform import Model
 
 _PROGRAMS_IN_FLIGHT = 2

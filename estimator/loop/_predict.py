@@ -17,7 +17,7 @@ from estimator.inputs._input_fn import Batches
 from estimator.loop import _hook_calls
 from estimator.loop._context import RunContext
 from estimator.loop._read_ahead import pieces_with_hooks
-from estimator.process._uninterrupted import compile_first
+from estimator.runtime._uninterrupted import compile_first
 from estimator.steps._transform import Model
 
 

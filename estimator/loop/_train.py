@@ -26,7 +26,7 @@ from estimator.loop._plan import Chunk, Plan
 from estimator.loop._programs import Carry, Pair, Programs, Run, StepOutputs, state_of
 from estimator.loop._read_ahead import read_ahead, shows_bars
 from estimator.optim._non_finite import cleared, log_if_more, raise_if_any, skipped_steps
-from estimator.process._uninterrupted import compile_first, uninterrupted
+from estimator.runtime._uninterrupted import compile_first, uninterrupted
 
 # More gain nothing, and on CPU devices the collectives of many starve each other until XLA aborts the process.
 _PROGRAMS_IN_FLIGHT = 2

@@ -27,7 +27,7 @@ from estimator.multihost._global_arrays import put
 from estimator.optim._apply_updates import applied
 from estimator.optim._learning_rate import rates_of
 from estimator.optim._non_finite import cleared, done, kept_if_non_finite, raise_if_any
-from estimator.process._uninterrupted import compile_first
+from estimator.runtime._uninterrupted import compile_first
 from estimator.steps._deferred_merge import Deferred, _is_same, merged
 from estimator.steps._gradients import has_pending, run, written
 

@@ -24,7 +24,7 @@ from estimator import EstimatorSpec, State, TrainOp
 from estimator.core._placement import OffTowerPlacement, Placement
 from estimator.optim._learning_rate import rates_of
 from estimator.optim._non_finite import done
-from estimator.process._uninterrupted import compile_first
+from estimator.runtime._uninterrupted import compile_first
 from estimator.sparse._indexed_slices import is_slices, joined
 from replicate.placement._transfer import transfer
 

@@ -20,7 +20,7 @@ from estimator.checkpoint._model_dir import LOCK_FILE
 
 @pytest.fixture(scope="module")
 def processes():
-    found = Processes("testing.lives")
+    found = Processes("testing.scenarios.lives")
     yield found
     found.close()
 

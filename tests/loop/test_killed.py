@@ -8,8 +8,8 @@ import time
 
 import numpy as np
 import pytest
-from testing import killed_training
 from testing.processes import Processes
+from testing.scenarios import killed_training
 
 import estimator as est
 
@@ -24,7 +24,7 @@ def values(estimator):
 def killed_again_and_again(name, base):
     """Kills a training at random points, each in the process that goes on with it, and returns what it became."""
     when = random.Random(name)
-    processes = Processes("testing.killed_training")
+    processes = Processes("testing.scenarios.killed_training")
     killed = str(base / "killed"), str(base / "programs")
     try:
         viewer = killed_training.make(name, base / "killed")

@@ -14,7 +14,7 @@ import estimator as est
 
 @pytest.fixture(scope="module")
 def processes():
-    found = Processes("testing.preempted")
+    found = Processes("testing.scenarios.preempted")
     yield found
     found.close()
 

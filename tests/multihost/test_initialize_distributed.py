@@ -15,7 +15,7 @@ from estimator.multihost._cluster import Job
 
 
 def test_processes_meet_and_end_at_different_times():
-    ended = shared_cluster().run("testing.distributed.meet", processes=3)
+    ended = shared_cluster().run("testing.scenarios.distributed.meet", processes=3)
     assert [process.code for process in ended] == [0, 0, 0]
     for i, process in enumerate(ended):
         assert f"process {i} of 3 devices 6" in process.lines
@@ -32,7 +32,7 @@ def test_processes_meet_and_end_at_different_times():
 @pytest.fixture(scope="module")
 def refused():
     """By case, what each of three processes was told."""
-    ended = shared_cluster().run("testing.distributed.refused", [free_port() for _ in range(7)], processes=3)
+    ended = shared_cluster().run("testing.scenarios.distributed.refused", [free_port() for _ in range(7)], processes=3)
     assert [process.code for process in ended] == [1, 1, 1]
     cases = {}
     for process in ended:
@@ -115,7 +115,7 @@ def test_an_error_is_the_last_line_of_the_process(refused):
 
 @pytest.mark.parametrize("where", ["connection", "sum"])
 def test_a_start_that_hangs_ends_within_the_timeout(where):
-    for process in shared_cluster().run("testing.distributed.hangs", where):
+    for process in shared_cluster().run("testing.scenarios.distributed.hangs", where):
         assert (process.code, process.secs < 10) == (1, True)
         assert (
             "TimeoutError: initialize_distributed: the first sum over all devices has not come within 3 s."
@@ -267,7 +267,7 @@ def test_something_silent_at_the_address_is_an_error_within_the_timeout():
 
 
 def test_it_comes_before_the_devices_are_started():
-    (ended,) = shared_cluster().run("testing.distributed.too_late_to_meet", processes=1)
+    (ended,) = shared_cluster().run("testing.scenarios.distributed.too_late_to_meet", processes=1)
     assert ended.lines[-1].endswith(
         "RuntimeError: initialize_distributed must be called before jax starts its devices;"
         " they have been started, by a computation, jax.devices() or the like. Call it at the start of the script."

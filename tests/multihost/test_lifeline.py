@@ -10,7 +10,7 @@ from testing.cluster import shared_cluster
 
 from estimator.multihost import _liveness
 
-WORK = "testing.distributed.work"
+WORK = "testing.scenarios.distributed.work"
 LATE = "; this process still waits for it after 1 s. It ends with exit code 76."
 AGAIN = ". Start all processes again: training goes on from the last checkpoint."
 

@@ -55,7 +55,10 @@ OF_ONE = {
 def outcomes(tmp_path_factory):
     """By case, of each process, the error and its text."""
     folder = str(tmp_path_factory.mktemp("fail"))
-    each = [{row["case"]: (row["error"], row.get("text")) for row in rows} for rows in run("testing.team.fail", folder)]
+    each = [
+        {row["case"]: (row["error"], row.get("text")) for row in rows}
+        for rows in run("testing.scenarios.team.fail", folder)
+    ]
     assert each[0].keys() == each[1].keys() == {*ERRORS, *OF_ONE, "one is empty", "it works"}
     return {case: [found[case] for found in each] for case in each[0]}
 

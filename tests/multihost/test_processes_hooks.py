@@ -18,7 +18,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ended(folder):
-    return shared_cluster().run("testing.team_hooks.hooked", folder, processes=2, timeout=100)
+    return shared_cluster().run("testing.scenarios.team_hooks.hooked", folder, processes=2, timeout=100)
 
 
 @pytest.fixture(scope="module")

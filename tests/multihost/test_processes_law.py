@@ -5,9 +5,9 @@ import re
 
 import numpy as np
 import pytest
-from testing import team as team
 from testing.cluster import shared_cluster
 from testing.outcomes import assert_law, merged, read, said, said_by
+from testing.scenarios import team as team
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def run_both(function, folder):
 
 
 def test_steps_of_two_processes_equal_those_of_one(folder):
-    run_both("testing.team.transformed", folder)
+    run_both("testing.scenarios.team.transformed", folder)
     for name in ("mirrored", "sharded", "accumulated", "skipped"):
         assert_law(folder, name)
     assert read(folder, 1, 0, "skipped")["['skipped']"] == 1
@@ -32,7 +32,7 @@ def test_steps_of_two_processes_equal_those_of_one(folder):
 
 @pytest.fixture(scope="module")
 def estimated(folder):
-    run_both("testing.team.estimated", folder)
+    run_both("testing.scenarios.team.estimated", folder)
 
 
 @pytest.mark.usefixtures("estimated")
@@ -62,7 +62,7 @@ def columns(found):
 
 
 def test_training_with_evaluations_is_that_of_one(folder, capsys):
-    each = [merged(rows) for rows in run_both("testing.team_hooks.trained_and_evaluated", folder)]
+    each = [merged(rows) for rows in run_both("testing.scenarios.team_hooks.trained_and_evaluated", folder)]
     alone = merged(said(capsys.readouterr().out.splitlines()))
     assert_law(folder, "t")
     wrong = [one.pop("wrong") for one in each]
@@ -79,7 +79,7 @@ def test_training_with_evaluations_is_that_of_one(folder, capsys):
 
 
 def test_towers_of_two_processes_that_meet_once_per_block_are_those_of_one(folder):
-    run_both("testing.team_blocks.trained", folder)
+    run_both("testing.scenarios.team_blocks.trained", folder)
     for name in ("blocks", "blocks-eval", "blocks-resumed", "blocks-evaluated"):
         assert_law(folder, name)
     found = read(folder, 2, 1, "blocks-resumed")

@@ -8,10 +8,10 @@ import time
 
 import numpy as np
 import pytest
-from testing import team_lives as team
 from testing.cluster import shared_cluster
 from testing.estimators import saved_at
 from testing.outcomes import merged, run, said
+from testing.scenarios import team_lives as team
 
 import estimator as est
 from estimator.checkpoint import _checkpoints
@@ -32,7 +32,9 @@ def whole(folder):
 
 def train(model_dir, steps, processes):
     """Trains in processes, which all find the same; returns that, and at which positions they went on."""
-    rows = [merged(rows) for rows in run("testing.team_lives.train", str(model_dir), steps, processes=processes)]
+    rows = [
+        merged(rows) for rows in run("testing.scenarios.team_lives.train", str(model_dir), steps, processes=processes)
+    ]
     assert all(each["values"] == rows[0]["values"] and each["metrics"] == rows[0]["metrics"] for each in rows)
     return (rows[0]["values"], rows[0]["metrics"]), [each.get("position") for each in rows]
 
@@ -85,7 +87,7 @@ def test_a_process_that_is_killed_ends_the_others_and_the_next_run_goes_on(folde
     """First process 1 is killed, then process 0; the third run comes to the end, with what an undisturbed one has."""
     cluster, model_dir = shared_cluster(), str(folder / "killed")
     for victim, step in ((1, 8), (0, 20)):
-        cluster.start("testing.team_lives.train_until_killed", model_dir, processes=2, timeout=60)
+        cluster.start("testing.scenarios.team_lives.train_until_killed", model_dir, processes=2, timeout=60)
         cluster.wait_for(victim, f"step {step}", timeout=50)
         cluster.kill(victim)
         began = time.monotonic()
@@ -98,7 +100,7 @@ def test_a_process_that_is_killed_ends_the_others_and_the_next_run_goes_on(folde
         if other.code == 1:
             assert "estimator.multihost._liveness.ProcessLostError: process" in lines
         assert assert_whole_checkpoint(model_dir) >= step - 5
-    run("testing.team_lives.train_until_killed", model_dir)
+    run("testing.scenarios.team_lives.train_until_killed", model_dir)
     undisturbed = team.make(str(folder / "undisturbed"), team.tiny)
     undisturbed.train(lambda: team.Source(), max_steps=40)
     assert_same(*[[team.make(path).get_variable_value("*")] for path in (model_dir, undisturbed.model_dir)])
@@ -108,7 +110,7 @@ def test_a_process_that_is_killed_ends_the_others_and_the_next_run_goes_on(folde
 def test_sigterm_to_any_process_ends_all_with_a_checkpoint_of_the_same_step(folder, who, blocked):
     """Also where the input of one does not come on, or the signal comes to one after it has ended its training."""
     cluster, model_dir = shared_cluster(), str(folder / f"terminated {who}")
-    cluster.start("testing.team_lives.train_until_terminated", model_dir, blocked, processes=2, timeout=60)
+    cluster.start("testing.scenarios.team_lives.train_until_terminated", model_dir, blocked, processes=2, timeout=60)
     cluster.wait_for(*((1, "step 6") if blocked is None else (blocked, "blocked")), timeout=50)
     cluster.kill(1, signal.SIGTERM)
     if who == "one late":
@@ -121,7 +123,7 @@ def test_sigterm_to_any_process_ends_all_with_a_checkpoint_of_the_same_step(fold
 
 def test_sigterm_to_one_within_an_evaluation_ends_the_training_of_all(folder):
     cluster, model_dir = shared_cluster(), str(folder / "terminated evaluating")
-    cluster.start("testing.team_lives.evaluate_until_terminated", model_dir, processes=2, timeout=60)
+    cluster.start("testing.scenarios.team_lives.evaluate_until_terminated", model_dir, processes=2, timeout=60)
     cluster.wait_for(1, "evaluating", timeout=50)
     cluster.kill(1, signal.SIGTERM)
     assert 5 <= assert_preempted(model_dir) < 10
@@ -142,7 +144,7 @@ def assert_preempted(model_dir):
 
 
 def test_a_watchdog_names_the_process_whose_input_stalls(folder):
-    run("testing.team_lives.stall", str(folder))
+    run("testing.scenarios.team_lives.stall", str(folder))
     for index in (0, 1):
         text = (folder / f"watchdog-{index}").read_text()
         for process, other in enumerate(("process 1.", "no other process here.")):
@@ -152,7 +154,7 @@ def test_a_watchdog_names_the_process_whose_input_stalls(folder):
 
 def test_copies_that_differ_are_found_across_processes(folder):
     """So it is raised in all, and nothing is saved."""
-    for (found,) in run("testing.team_lives.drift", str(folder)):
+    for (found,) in run("testing.scenarios.team_lives.drift", str(folder)):
         text = "The copy of the variable 'w' on device cpu:2049 of process 1 differs from that on cpu:0 of process 0,"
         assert found["mismatch"].startswith(f"{text} at step 8.")
     assert saved_at(folder / "drifted") == [0]
@@ -160,7 +162,7 @@ def test_copies_that_differ_are_found_across_processes(folder):
 
 @pytest.mark.parametrize("slow", [0, 1, 2])
 def test_processes_may_end_at_different_times(folder, slow):
-    ended = shared_cluster().run("testing.team_lives.end", str(folder), slow, processes=3, timeout=60)
+    ended = shared_cluster().run("testing.scenarios.team_lives.end", str(folder), slow, processes=3, timeout=60)
     for process in ended:
         assert process.code == 0, "\n".join(process.lines)
         assert not any("rror" in line for line in process.lines)
@@ -168,7 +170,7 @@ def test_processes_may_end_at_different_times(folder, slow):
 
 
 def test_one_that_does_not_come_in_time_is_an_error_in_all(folder):
-    found = [rows[0] for rows in run("testing.team_lives.come_late", str(folder))]
+    found = [rows[0] for rows in run("testing.scenarios.team_lives.come_late", str(folder))]
     assert found[0]["error"] == "TimeoutError"
     assert found[0]["text"].startswith("Process 0 waited for process 1 for 3 s, in: train(steps=None, max_steps=None).")
     assert found[1]["error"] == "RuntimeError"
@@ -178,5 +180,5 @@ def test_one_that_does_not_come_in_time_is_an_error_in_all(folder):
 
 
 def test_sigterm_before_the_first_step_ends_all(folder):
-    ended = shared_cluster().run("testing.team_lives.terminate_one", str(folder), processes=2, timeout=30)
+    ended = shared_cluster().run("testing.scenarios.team_lives.terminate_one", str(folder), processes=2, timeout=30)
     assert [process.code for process in ended] == [75, 75]

@@ -34,7 +34,7 @@ def merged(rows):
 
 
 def read(folder, processes, index, name):
-    """What `testing.team.write` wrote."""
+    """What `testing.scenarios.team.write` wrote."""
     with np.load(os.path.join(folder, f"{name}-{processes}-{index}.npz")) as found:
         return dict(found)
 

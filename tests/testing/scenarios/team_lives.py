@@ -15,7 +15,7 @@ import estimator as est
 import replicate
 from estimator.loop._train import Training
 from replicate import TowerOptimizer
-from testing.team import make, say, start
+from testing.scenarios.team import make, say, start
 
 ROWS = 12  # of a batch: for 2, 4 and 6 towers
 _RNG = np.random.default_rng(1)

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from estimator.process._jax_settings import with_settings_of_this_thread
+from estimator.runtime._jax_settings import with_settings_of_this_thread
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -14,7 +14,7 @@ from absl import logging
 import estimator as est
 import estimator.hooks._checkpoint_saver
 from replicate import TowerOptimizer
-from testing.team import X, batch, batches, make, own, replicated, say, shown, start, uneven, write
+from testing.scenarios.team import X, batch, batches, make, own, replicated, say, shown, start, uneven, write
 
 
 class Clock(est.Hook):

@@ -1,4 +1,4 @@
-"""Processes whose towers meet once per block (see `testing.team`)."""
+"""Processes whose towers meet once per block (see `testing.scenarios.team`)."""
 
 import os
 
@@ -7,7 +7,7 @@ import optax
 
 import estimator as est
 from replicate import BlockSync
-from testing import team as team
+from testing.scenarios import team as team
 
 DILOCO = optax.sgd(0.7, momentum=0.9, nesterov=True)
 

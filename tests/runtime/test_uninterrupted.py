@@ -12,8 +12,8 @@ import pytest
 from testing.estimators import make, saved_steps
 from testing.processes import Processes
 
-from estimator.process import _uninterrupted
-from estimator.process._uninterrupted import compile_first, uninterrupted
+from estimator.runtime import _uninterrupted
+from estimator.runtime._uninterrupted import compile_first, uninterrupted
 
 
 @pytest.fixture(autouse=True)
@@ -91,7 +91,7 @@ def test_to_compile_first_compiles_nothing_twice(compilations):
 
 @pytest.fixture(scope="module")
 def processes():
-    found = Processes("testing.lives")
+    found = Processes("testing.scenarios.lives")
     yield found
     found.close()
 

@@ -1,1 +1,0 @@
-"""What the process of a run must survive: signals, forks, missing standard streams."""
