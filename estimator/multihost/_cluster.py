@@ -7,8 +7,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from jax._src import clusters
-
+from estimator.multihost._coordination_client import clusters
 from estimator.multihost._supervisor_client import is_loopback, split_address
 from estimator.multihost._tf_config import read_tf_config
 

@@ -5,11 +5,16 @@ stack trace of C++ (with a `missed_heartbeat_callback` of Python they abort too,
 heartbeats do the same to all when any other dies; and at its end each process waits for all others, for minutes where
 one has failed. So here the service is in the hub, which outlives all, the lifeline notices who dies, and nobody waits
 at the end. jax's handler of SIGTERM is left out, since `estimator` has its own.
+
+Other modules get here what jax has no public name for: its key-value store, and its cluster detection.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
+from jax._src import clusters as clusters
 from jax._src import distributed, xla_bridge
 from jax._src.lib import _jax
 
@@ -40,6 +45,11 @@ def connect(host: str, port: int, num_processes: int, process_id: int, secs: flo
     state.process_id, state.num_processes = process_id, num_processes
     if jax.config.values["jax_cpu_collectives_implementation"] is None:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")  # on GPUs it is NCCL
+
+
+def key_value_store() -> Any:
+    """The client of the coordination service, whichever call has connected it."""
+    return distributed.global_state.client
 
 
 def forget() -> None:

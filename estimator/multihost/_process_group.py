@@ -22,6 +22,7 @@ from absl import logging
 
 from estimator.core._placement import Placement
 from estimator.multihost import _liveness
+from estimator.multihost._coordination_client import key_value_store
 from estimator.multihost._preemption import Preempted, preempt
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
@@ -82,11 +83,11 @@ class Team:
 
     def note(self, text: str) -> None:
         """Lets the other processes read something, in the place of what was noted before."""
-        _client().key_value_set(f"{self._prefix}/note/{self.index:06}", text, allow_overwrite=True)
+        key_value_store().key_value_set(f"{self._prefix}/note/{self.index:06}", text, allow_overwrite=True)
 
     def notes(self) -> list[str]:
         """What processes have noted."""
-        return [text for _, text in sorted(_client().key_value_dir_get(f"{self._prefix}/note"))]
+        return [text for _, text in sorted(key_value_store().key_value_dir_get(f"{self._prefix}/note"))]
 
     def meet(self) -> None:
         """Waits until all processes are here.
@@ -105,23 +106,23 @@ class Team:
     def fail(self, error: BaseException) -> None:
         """Tells the other processes, which may wait for this one, why it comes no more."""
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # told already, or nobody is there to hear
-            _client().key_value_set_bytes(
+            key_value_store().key_value_set_bytes(
                 f"{self._prefix}/failed/{self.index}", pickle.dumps((type(error).__name__, str(error)))
             )
 
     def flag(self) -> None:
         """Raises a flag that all processes can see."""
-        _client().key_value_set(f"{self._prefix}/flag/{self.index}", "", allow_overwrite=True)
+        key_value_store().key_value_set(f"{self._prefix}/flag/{self.index}", "", allow_overwrite=True)
 
     def is_flagged(self) -> bool:
-        return bool(_client().key_value_dir_get(f"{self._prefix}/flag"))
+        return bool(key_value_store().key_value_dir_get(f"{self._prefix}/flag"))
 
     def offer(self, value: Any) -> int:
         """Gives the value of this process without waiting; returns the number of the round, for `finish`."""
         with self._lock:
             number, self._round = self._round, self._round + 1
             if self.index:
-                _client().key_value_set_bytes(self._key(number, self.index), pickle.dumps(value))
+                key_value_store().key_value_set_bytes(self._key(number, self.index), pickle.dumps(value))
             else:
                 self._own[number] = value
         return number
@@ -140,9 +141,9 @@ class Team:
         found = [self._own.pop(number)]
         for i in range(1, self.count):
             found.append(pickle.loads(self._get(self._key(number, i), f"process {i}", closed, timeout_secs)))
-        _client().key_value_set_bytes(self._key(number, "all"), pickle.dumps(found))
+        key_value_store().key_value_set_bytes(self._key(number, "all"), pickle.dumps(found))
         while self._removed < number // _ROUNDS_KEPT:  # whoever takes part in a round has heard all before it
-            _client().key_value_delete(f"{self._prefix}/rounds/{self._removed}/")
+            key_value_store().key_value_delete(f"{self._prefix}/rounds/{self._removed}/")
             self._removed += 1
         return found
 
@@ -155,7 +156,7 @@ class Team:
             value = pickle.loads(self._get(key, "process 0"))
         else:
             value = make()
-            _client().key_value_set_bytes(key, pickle.dumps(value))
+            key_value_store().key_value_set_bytes(key, pickle.dumps(value))
         if number % _ROUNDS_KEPT == _ROUNDS_KEPT - 1:
             self.exchange(None)  # else nothing would be removed
         return value
@@ -216,7 +217,7 @@ class Team:
         since, told = time.monotonic(), False
         while True:
             try:
-                found = _client().blocking_key_value_get_bytes(key, _WAIT_MS)
+                found = key_value_store().blocking_key_value_get_bytes(key, _WAIT_MS)
                 self.waits_for = None
                 return found
             except jax.errors.JaxRuntimeError as error:
@@ -244,7 +245,7 @@ class Team:
 
     def _raise_if_failed(self) -> None:
         for team in _active:
-            for key, failure in _client().key_value_dir_get_bytes(f"{team._prefix}/failed"):
+            for key, failure in key_value_store().key_value_dir_get_bytes(f"{team._prefix}/failed"):
                 kind, text = pickle.loads(failure)
                 if kind == "Preempted":
                     preempt()
@@ -258,12 +259,6 @@ def _made_probe(directory: str) -> str:
     with open(path, "w"):
         pass
     return path
-
-
-def _client() -> Any:
-    from jax._src import distributed  # jax has no public name for its key-value store
-
-    return distributed.global_state.client
 
 
 def _is_for_all(record: Any) -> bool:
@@ -295,7 +290,7 @@ def together(what: str) -> Iterator[Team | None]:
         if team.index:
             logging.get_absl_logger().addFilter(_is_for_all)
         while not team.index and _ended:
-            _client().key_value_delete(f"{_ended.pop()._prefix}/")  # nobody is in there any more
+            key_value_store().key_value_delete(f"{_ended.pop()._prefix}/")  # nobody is in there any more
         yield team
     except BaseException as error:
         found = _liveness.explained(error) if isinstance(error, Exception) else error

@@ -7,9 +7,9 @@ import sys
 import types
 
 import pytest
-from jax._src.clusters import K8sCluster
 
 from estimator.multihost._cluster import Job, find_job
+from estimator.multihost._coordination_client import clusters
 from estimator.multihost._tf_config import Task, read_tf_config
 
 CHIEF = {"chief": ["a:1"], "worker": ["b:2", "c:3"]}
@@ -128,10 +128,10 @@ def test_an_indexed_job_of_kubernetes_is_found_by_what_jax_asks_for(environment,
     spec = types.SimpleNamespace(parallelism=4)
     metadata = types.SimpleNamespace(name="job", labels={})
     pod = types.SimpleNamespace(spec=types.SimpleNamespace(subdomain="pods"))
-    monkeypatch.setattr(K8sCluster, "is_env_present", lambda: True)
-    monkeypatch.setattr(K8sCluster, "_controller", lambda: types.SimpleNamespace(kind="Job"))
-    monkeypatch.setattr(K8sCluster, "_job", lambda: types.SimpleNamespace(spec=spec, metadata=metadata))
-    monkeypatch.setattr(K8sCluster, "_pod", lambda: pod)
+    monkeypatch.setattr(clusters.K8sCluster, "is_env_present", lambda: True)
+    monkeypatch.setattr(clusters.K8sCluster, "_controller", lambda: types.SimpleNamespace(kind="Job"))
+    monkeypatch.setattr(clusters.K8sCluster, "_job", lambda: types.SimpleNamespace(spec=spec, metadata=metadata))
+    monkeypatch.setattr(clusters.K8sCluster, "_pod", lambda: pod)
     monkeypatch.setattr(socket, "gethostbyname", lambda host: "10.0.0.2")
     assert find() == Job("job-0.pods:55527", 4, 2, "Kubernetes")
 
@@ -145,7 +145,7 @@ def test_an_indexed_job_of_kubernetes_needs_no_package_where_the_rest_is_given(e
 
 
 def test_a_pod_that_is_not_of_an_indexed_job_is_alone(environment, monkeypatch):
-    monkeypatch.setattr(K8sCluster, "is_env_present", lambda: pytest.fail("Kubernetes was asked"))
+    monkeypatch.setattr(clusters.K8sCluster, "is_env_present", lambda: pytest.fail("Kubernetes was asked"))
     environment(KUBERNETES_SERVICE_HOST="10.0.0.1")
     assert find()[:3] == (None, 1, 0)
 
