@@ -13,7 +13,7 @@ from estimator import EstimatorSpec, ModeKeys, Reduction
 from estimator.core._batch import check_batch
 from estimator.core._frame import current_frame
 from estimator.core._model_fn import ModelFn, bind
-from estimator.core._placement import OffTowerPlacement, Placement
+from estimator.core._placement import Placement
 from estimator.core._typing import PyTree
 from estimator.optim._non_finite import POLICIES, watch
 from estimator.steps._forward_transform import Forward, check_transform
@@ -21,7 +21,7 @@ from replicate.block_sync._block_sync import BlockSync
 from replicate.block_sync._runner import BlockSyncRunner, LocalCopies
 from replicate.cross_tower_ops import CrossTowerOps, choose_the_best
 from replicate.cross_tower_ops._unpacked import OneByOne
-from replicate.placement._distribution import ModelParallel, VariableDistribution, place
+from replicate.placement._distribution import VariableDistribution, place
 from replicate.runner._runner import SyncRunner
 from replicate.towers._devices import find_devices, in_towers_of, of_this_process
 from replicate.towers._map import in_towers
@@ -159,8 +159,8 @@ def replicate_model_fn(
             )
         bound = bind(model_fn, params, config)
         frame.placement = replicas.placement
-        if isinstance(frame.placement, ModelParallel) and not frame.one_tower:
-            frame.parts, frame.cut = devices_per_tower, frame.placement.cut
+        if not frame.one_tower:
+            frame.parts, frame.cut = frame.placement.parts, frame.placement.cut
         if on_nan and mode == ModeKeys.TRAIN:
             watch(frame, on_nan)
 
@@ -200,19 +200,19 @@ def _check_block_sync(block_sync: Any, distribution: VariableDistribution, on_na
 
 def _checked_ops(given: CrossTowerOps | None, placement: Placement, devices: tuple[Any, ...]) -> CrossTowerOps:
     if given is None:
-        return OneByOne() if isinstance(placement, ModelParallel) else choose_the_best(devices)
+        return OneByOne() if placement.parts > 1 else choose_the_best(devices)
     if not isinstance(given, CrossTowerOps):
         raise TypeError(
             'cross_tower_ops must be an object of `replicate.cross_tower_ops`, such as `AllReduce("ring")`; got '
             f"{given!r}."
         )
-    if isinstance(placement, ModelParallel):
+    if placement.parts > 1:
         raise ValueError(
             f"cross_tower_ops was given, an {type(given).__name__}, with devices_per_tower={placement.parts}. Towers "
             "of several devices sum each array by itself, since packing would put together what is cut over the "
             "devices of a tower. Leave out one of them."
         )
-    if isinstance(placement, OffTowerPlacement):
+    if not placement.is_one_program:
         raise ValueError(
             f"cross_tower_ops was given, an {type(given).__name__}, with a variable_distribution whose gradients are "
             "summed on the devices of the variables, not in the towers. Leave it out, or use "

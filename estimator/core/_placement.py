@@ -4,19 +4,51 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from estimator.core._bcoo import per_step
+
+Step = Callable[..., tuple[Any, Any]]
+
+
+class Halves(NamedTuple):
+    """A training step in two pure functions.
+
+    Attributes:
+      compute: `(state, features, labels) -> (spec, assigned)`, to run where the model_fn runs.
+      apply: `(state, train_op, assigned) -> state`, to run where the variables are.
+    """
+
+    compute: Callable[..., Any]
+    apply: Callable[..., Any]
 
 
 class Placement:
     """Everything on the default device: the placement of a plain model_fn.
 
     A replicated model_fn puts another one into its frame. Shardings are pytree prefixes; None leaves the choice to jax.
+
+    Attributes:
+      kind: in a word or two, for those who look at it.
+      parts: the number of devices that each run of the model_fn is spread over.
+      is_one_program: whether a training step may be part of another program (`jax.jit`, `lax.scan`).
     """
+
+    kind = "one device"
+    parts = 1
+    is_one_program = True
 
     def state(self, like: Any) -> Any:
         """The shardings of a State; `like` has its abstract arrays, the variables in the order they were created."""
         del like
         return None
+
+    def state_to_read(self, like: Any) -> Any:
+        """The shardings of a State that the model_fn only reads, as in evaluation."""
+        return self.state(like)
 
     def batch(self, rows: int) -> Any:
         """The sharding of features and labels of `rows` examples."""
@@ -41,6 +73,73 @@ class Placement:
         """A batch that every process has whole, on all devices."""
         return batch
 
+    # What becomes of arrays within a program.
+
+    def with_partitions(self, partitions: dict[tuple[Any, ...], int]) -> Placement:
+        """The same for a model_fn that declared which dimension of its variables is cut, by name and path."""
+        del partitions
+        return self
+
+    def placed(self, tree: Any) -> Any:
+        """Variables or slots, where those of the state are."""
+        return tree
+
+    def cut(self, x: jax.Array, axis: int) -> jax.Array:
+        """An array, cut over the devices that the run is spread over."""
+        del axis
+        return x
+
+    def gathered(self, tree: Any) -> Any:
+        """Arrays, whole on every device."""
+        return tree
+
+    def to_update(self, train_op: Any) -> Any:
+        """Summed gradients, as the optimizer takes them."""
+        return train_op
+
+    def to_merge(self, metrics: Any) -> Any:
+        """The metrics of all towers, as they are merged."""
+        return metrics
+
+    # How steps are compiled.
+
+    def compile_step(self, step: Step, halves: Halves, like: Any, donate: bool) -> Step:
+        """The compiled training step.
+
+        Args:
+          step: the pure `(state, features, labels) -> (state, spec)`.
+          halves: the same in two pure parts, for variables that are on devices of their own.
+          like: the abstract State.
+          donate: whether the memory of the given state may be reused.
+        """
+        del halves
+        return self._compiled(step, like, donate)
+
+    def compile_loop(self, loop: Step, halves: Halves, like: Any, donate: bool) -> Step:
+        """The compiled steps over stacked batches; arguments as those of `compile_step`."""
+        del halves
+        return self._compiled(loop, like, donate, stacked=True)
+
+    def compile_read(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """The compiled `step(state, features, labels)`, which leaves the state as it is."""
+        return self._with_all_rows(jax.jit(step))
+
+    def _compiled(self, step: Step, like: Any, donate: bool, stacked: bool = False) -> Step:
+        shardings = self.state(like)
+        compiled = jax.jit(
+            step,
+            in_shardings=(shardings, None, None),
+            out_shardings=(shardings, None),
+            donate_argnums=0 if donate else (),
+        )
+        return self._with_all_rows(compiled, stacked)
+
+    def _with_all_rows(self, step: Callable[..., Any], stacked: bool = False) -> Callable[..., Any]:
+        """A step on the batch of all processes, given the rows of this one."""
+        if not self.spans_processes:
+            return step
+        return lambda state, *batch: step(state, *self.from_processes(batch, stacked))
+
 
 class OffTowerPlacement(Placement, abc.ABC):
     """A placement of variables on devices that no program can share with the model_fn.
@@ -49,23 +148,28 @@ class OffTowerPlacement(Placement, abc.ABC):
     is several programs with transfers between them, made here; it cannot be part of another program.
     """
 
-    @abc.abstractmethod
-    def near(self, like: Any) -> Any:
-        """The shardings of a State that the model_fn only reads, as in evaluation."""
+    kind = "variable devices"
+    is_one_program = False
 
     @abc.abstractmethod
-    def train_step(
-        self, compute: Callable[..., Any], apply: Callable[..., Any], like: Any, donate: bool
-    ) -> Callable[..., Any]:
-        """The training step `(state, features, labels) -> (state, spec)` from its two pure halves.
-
-        Args:
-          compute: `(state, features, labels) -> (spec, assigned)`, to run where the model_fn runs.
-          apply: `(state, train_op, assigned) -> state`, to run where the variables are.
-          like: the abstract State.
-          donate: whether the memory of the given state may be reused.
-        """
+    def state_to_read(self, like: Any) -> Any: ...
 
     @abc.abstractmethod
-    def read_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """The compiled form of `step(state, features, labels)`, which leaves the state as it is."""
+    def compile_step(self, step: Step, halves: Halves, like: Any, donate: bool) -> Step: ...
+
+    @abc.abstractmethod
+    def compile_read(self, step: Callable[..., Any]) -> Callable[..., Any]: ...
+
+    def compile_loop(self, loop: Step, halves: Halves, like: Any, donate: bool) -> Step:
+        """As many steps as the batches hold, one after the other."""
+        step = self.compile_step(loop, halves, like, donate)
+
+        def steps(state: Any, features: Any, labels: Any) -> tuple[Any, Any]:
+            specs = []
+            batches = per_step((features, labels))
+            for i in range(len(jax.tree.leaves(batches)[0])):
+                state, spec = step(state, *jax.tree.map(lambda x, i=i: x[i], batches))
+                specs.append(spec)
+            return state, jax.tree.map(lambda *leaves: jnp.stack(leaves), *specs)
+
+        return steps

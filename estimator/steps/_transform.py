@@ -17,7 +17,7 @@ from estimator.core._frame import Frame, open_frame
 from estimator.core._hook import Hook
 from estimator.core._mode_keys import ModeKeys
 from estimator.core._model_fn import ModelFn, bind
-from estimator.core._placement import OffTowerPlacement, Placement
+from estimator.core._placement import Halves, Placement
 from estimator.core._record import Report
 from estimator.core._state import State
 from estimator.core._train_op import TrainOp
@@ -119,7 +119,7 @@ class ModelInfo:
     def is_one_program(self) -> bool:
         """Whether `train_step` may be part of another program (`jax.jit`, `lax.scan`): always, but for variables
         that live on other devices than the towers."""
-        return not isinstance(self.placement, OffTowerPlacement)
+        return self.placement.is_one_program
 
 
 @jax.tree_util.register_dataclass
@@ -288,10 +288,8 @@ class _Steps:
         step = self._compiled.get("inner_step")
         if step is None:
             found = self._find(ModeKeys.TRAIN, features, labels)
-            if isinstance(found.placement, OffTowerPlacement):
-                step = self._compile_train(found)
-            else:
-                step = self._jit_train(found, functools.partial(self._pure_train, found))
+            step = functools.partial(self._pure_train, found)
+            step = found.placement.compile_step(step, self._halves(found), found.like, self._donate)
             self._compiled["inner_step"] = step
         return self._watched(step, state, features, labels)
 
@@ -337,29 +335,19 @@ class _Steps:
                 spec, _ = self._compute(found, state, features, labels, mode)
                 return dataclasses.replace(spec, train_op=None)
 
-            if isinstance(found.placement, OffTowerPlacement):
-                step = found.placement.read_step(step)
-            else:
-                step = _from_processes(jax.jit(step), found.placement)
-            self._compiled[mode] = step
+            step = self._compiled[mode] = found.placement.compile_read(step)
         features, labels = taken(features, labels)
         if self._sparse:
             features, labels = padded((features, labels))
         return guarded(step, features, labels, state, features, labels)
 
     def _compile_train(self, found: ModelInfo) -> _TrainProgram:
-        if isinstance(found.placement, OffTowerPlacement):
+        def step(*batch: Any) -> tuple[State, EstimatorSpec]:
+            return merged(self._pure_train(found, *batch))
 
-            def compute(state: State, features: PyTree, labels: PyTree) -> tuple[EstimatorSpec, dict[str, PyTree]]:
-                return self._compute(found, state, features, labels, ModeKeys.TRAIN)
-
-            return found.placement.train_step(compute, self._apply, found.like, self._donate)
-        return self._jit_train(found, lambda *batch: merged(self._pure_train(found, *batch)))
+        return found.placement.compile_step(step, self._halves(found), found.like, self._donate)
 
     def _compile_loop(self, found: ModelInfo) -> _TrainProgram:
-        if isinstance(found.placement, OffTowerPlacement):
-            return _loop_over(self._compile_train(found))
-
         def scan(state: State, features: PyTree, labels: PyTree) -> tuple[State, EstimatorSpec]:
             # The key stays out of the carry, and so out of what the loop copies from step to step.
             def body(carry: Any, batch: tuple[PyTree, PyTree]) -> tuple[Any, EstimatorSpec]:
@@ -372,16 +360,13 @@ class _Steps:
             carry, specs = jax.lax.scan(body, changing(state), per_step((features, labels)))
             return State(**carry, key=state.key), merged(specs, stacked=True)
 
-        return self._jit_train(found, scan, stacked=True)
+        return found.placement.compile_loop(scan, self._halves(found), found.like, self._donate)
 
-    def _jit_train(self, found: ModelInfo, step: _TrainProgram, stacked: bool = False) -> _TrainProgram:
-        compiled = jax.jit(
-            step,
-            in_shardings=(found.shardings, None, None),
-            out_shardings=(found.shardings, None),
-            donate_argnums=0 if self._donate else (),
-        )
-        return _from_processes(compiled, found.placement, stacked)
+    def _halves(self, found: ModelInfo) -> Halves:
+        def compute(state: State, features: PyTree, labels: PyTree) -> tuple[EstimatorSpec, dict[str, PyTree]]:
+            return self._compute(found, state, features, labels, ModeKeys.TRAIN)
+
+        return Halves(compute, self._apply)
 
     def _find(self, mode: ModeKeys, features: PyTree, labels: PyTree) -> ModelInfo:
         """The traits of the model_fn, from an abstract run at the first call in a mode."""
@@ -395,8 +380,7 @@ class _Steps:
             placement, pending, declared, on_nan, hooks, reported = found.value
             like = like._replace(variables={name: like.variables[name] for name, _ in declared})  # jax sorts dicts
             trainable = tuple(name for name, is_trainable in declared if is_trainable)
-            reads = mode != ModeKeys.TRAIN and isinstance(placement, OffTowerPlacement)
-            shardings = placement.near(like) if reads else placement.state(like)
+            shardings = placement.state(like) if mode == ModeKeys.TRAIN else placement.state_to_read(like)
             self._traits[mode] = ModelInfo(
                 like, placement, pending, shardings, on_nan, hooks, trainable, dict(reported)
             )
@@ -407,27 +391,6 @@ def _hooks(spec: EstimatorSpec) -> tuple[tuple[Hook, ...], tuple[Hook, ...]]:
     if spec.mode == ModeKeys.TRAIN:
         return spec.training_chief_hooks, spec.training_hooks
     return (), spec.evaluation_hooks if spec.mode == ModeKeys.EVAL else spec.prediction_hooks
-
-
-def _loop_over(step: _TrainProgram) -> _TrainProgram:
-    """As many steps as the batches hold, one after the other."""
-
-    def loop(state: State, features: PyTree, labels: PyTree) -> tuple[State, EstimatorSpec]:
-        specs = []
-        batches = per_step((features, labels))
-        for i in range(len(jax.tree.leaves(batches)[0])):
-            state, spec = step(state, *jax.tree.map(lambda x, i=i: x[i], batches))
-            specs.append(spec)
-        return state, jax.tree.map(lambda *leaves: jnp.stack(leaves), *specs)
-
-    return loop
-
-
-def _from_processes(step: Callable[..., Any], placement: Placement, stacked: bool = False) -> Callable[..., Any]:
-    """A step on the batch of all processes, given the rows of this one; several batches at once if `stacked`."""
-    if not placement.spans_processes:
-        return step
-    return lambda state, *batch: step(state, *placement.from_processes(batch, stacked))
 
 
 def _stacked(batches: Any) -> tuple[PyTree, PyTree]:

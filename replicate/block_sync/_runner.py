@@ -52,6 +52,8 @@ class BlockSyncState(NamedTuple):
 class LocalCopies(Mirrored):
     """Copies and slots with the towers as their first dimension, cut along it; all else on every device."""
 
+    kind = "local copies"
+
     def state(self, like: Any) -> Any:
         mirrored, cut = super().state(like), NamedSharding(self._mesh, PartitionSpec(TOWER_AXIS))
         slots: dict[str, Any] = dict.fromkeys(like.slots, cut)
@@ -241,7 +243,7 @@ class BlockSyncRunner(SyncRunner):
     # step of a program.
 
     def _gathered(self, parts: PyTree) -> PyTree:
-        return self.placement.gathered(parts) if isinstance(self.placement, LocalCopies) else parts
+        return self.placement.gathered(parts)
 
     def _loss(self, losses: jax.Array) -> jax.Array:
         return self._gathered(losses).sum(axis=0)

@@ -17,18 +17,16 @@ from estimator.core._batch import abstract, check_batch
 from estimator.core._bcoo import is_sparse, padded
 from estimator.core._frame import current_frame
 from estimator.core._model_fn import ModelFn, bind
-from estimator.core._placement import OffTowerPlacement
+from estimator.core._placement import Halves, OffTowerPlacement, Placement
 from estimator.core._typing import PyTree
 from estimator.loop._context import RunContext
 from estimator.loop._programs import Programs
 from estimator.loop._steps_per_loop import choose
 from estimator.steps._transform import Model, ModelInfo
 from replicate._replicate_model_fn import ReplicatedTwice, replicate_model_fn
-from replicate.block_sync._runner import LocalCopies
 from replicate.explain._data import Home, Memory, Split, Transfer
 from replicate.explain._explanation import Explanation
 from replicate.explain._hlo import collectives
-from replicate.placement._distribution import OneDevice, Sharded
 from replicate.runner._micro_batches import accumulate_steps
 
 _STEPS_BETWEEN_LOOKS = 100
@@ -109,7 +107,7 @@ def explain(
     return Explanation(
         name=name,
         towers=tuple(", ".join(map(str, tower)) for tower in towers),
-        distribution=_distribution(traits),
+        distribution=traits.placement.kind,
         rows=rows,
         micro_batches=notes["micro_batches"],
         batch=_splits(features, labels, len(towers)),
@@ -139,31 +137,29 @@ class _TowersAlone(OffTowerPlacement):
     """The placement of variables on devices of their own, with the part of a step that runs in the towers for a step:
     it leaves what they send to the variables' devices in the place of the state."""
 
-    def __init__(self, placement: OffTowerPlacement) -> None:
+    def __init__(self, placement: Placement) -> None:
         self._placement = placement
 
     def state(self, like: Any) -> Any:
         return self._placement.state(like)
 
-    def near(self, like: Any) -> Any:
-        return self._placement.near(like)
+    def state_to_read(self, like: Any) -> Any:
+        return self._placement.state_to_read(like)
 
     def batch(self, rows: int) -> Any:
         return self._placement.batch(rows)
 
-    def train_step(
-        self, compute: Callable[..., Any], apply: Callable[..., Any], like: Any, donate: bool
-    ) -> Callable[..., Any]:
-        del apply, like, donate
+    def compile_step(self, step: Callable[..., Any], halves: Halves, like: Any, donate: bool) -> Callable[..., Any]:
+        del step, like, donate
 
-        def step(state: Any, features: PyTree, labels: PyTree) -> Any:
-            spec, assigned = compute(state, features, labels)
+        def alone(state: Any, features: PyTree, labels: PyTree) -> Any:
+            spec, assigned = halves.compute(state, features, labels)
             gradients = [dict(update.gradients or {}) for update in spec.train_op.updates]
             return (gradients, assigned), spec
 
-        return step
+        return alone
 
-    def read_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
+    def compile_read(self, step: Callable[..., Any]) -> Callable[..., Any]:
         return step
 
 
@@ -175,7 +171,7 @@ def _observed(model_fn: ModelFn, params: Any, config: Any, notes: dict[str, int]
         spec = bound(features, labels, mode)
         notes["micro_batches"] = accumulate_steps(spec.train_op)
         frame = current_frame("a model_fn to explain")
-        if isinstance(frame.placement, OffTowerPlacement):
+        if frame.placement is not None and not frame.placement.is_one_program:
             frame.placement = _TowersAlone(frame.placement)
         return spec
 
@@ -191,8 +187,8 @@ def _step(model: Model, traits: ModelInfo, features: PyTree, labels: PyTree) -> 
         return (after[:-1] if traits.is_one_program else after), spec.loss
 
     state = model.abstract_init(features, labels)
-    if isinstance(traits.placement, OffTowerPlacement):
-        near = jax.tree.broadcast(traits.placement.near(traits.like), state)
+    if not traits.is_one_program:
+        near = jax.tree.broadcast(traits.placement.state_to_read(traits.like), state)
         state = jax.tree.map(lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), state, near)
     compiled = jax.jit(step, donate_argnums=0 if traits.is_one_program else ())
     return compiled, (state[:-1], state.key, features, labels)
@@ -201,16 +197,6 @@ def _step(model: Model, traits: ModelInfo, features: PyTree, labels: PyTree) -> 
 def _steps_per_program(programs: Programs, config: Any) -> int:
     looks = getattr(config, "log_step_count_steps", None) or _STEPS_BETWEEN_LOOKS
     return choose("auto", programs, (), RunContext(est.ModeKeys.TRAIN), min(looks, _STEPS_BETWEEN_LOOKS)).most()
-
-
-def _distribution(traits: ModelInfo) -> str:
-    if not traits.is_one_program:
-        return "variable devices"
-    if isinstance(traits.placement, OneDevice):
-        return "one device"
-    if isinstance(traits.placement, LocalCopies):
-        return "local copies"
-    return "sharded" if isinstance(traits.placement, Sharded) else "mirrored"
 
 
 def _splits(features: PyTree, labels: PyTree, towers: int) -> tuple[Split, ...]:

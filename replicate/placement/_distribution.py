@@ -59,6 +59,8 @@ class OneDevice(Placement):
 class Mirrored(Placement):
     """A copy of the state on every device, and of each batch only a tower's rows."""
 
+    kind = "mirrored"
+
     def __init__(self, devices: Sequence[jax.Device]) -> None:
         self._mesh = tower_mesh(devices)
         processes = len({device.process_index for device in devices})
@@ -87,7 +89,6 @@ class Mirrored(Placement):
         return _global(batch, NamedSharding(self._mesh, PartitionSpec(*axes)))
 
     def gathered(self, tree: Any) -> Any:
-        """Arrays of a program as every device has them whole."""
         return jax.lax.with_sharding_constraint(tree, NamedSharding(self._mesh, PartitionSpec()))
 
     def whole_in_each(self, tree: Any) -> Any:
@@ -96,17 +97,19 @@ class Mirrored(Placement):
     def in_all_processes(self, batch: Any) -> Any:
         return _global(batch, NamedSharding(self._mesh, PartitionSpec())) if self.spans_processes else batch
 
-    def whole(self, gradients: Any) -> Any:
-        """Summed gradients as every device has them, before the optimizer.
+    def to_update(self, train_op: Any) -> Any:
+        """Summed gradients as every device has them.
 
         The barrier keeps XLA from compiling the optimizer's arithmetic together with what was before, differently
         for mirrored and cut variables: it makes the two equal bit by bit.
         """
-        return self.gathered(jax.lax.optimization_barrier(gradients))
+        return self.gathered(jax.lax.optimization_barrier(train_op))
 
 
 class Sharded(Mirrored):
     """Every array of the state cut over the devices, where it can be."""
+
+    kind = "sharded"
 
     def state(self, like: Any) -> Any:
         return jax.tree.map(self._cut, like)
@@ -131,7 +134,6 @@ class ModelParallel(Mirrored):
         self.towers_per_process = len(towers)
 
     def with_partitions(self, partitions: dict[tuple[Any, ...], int]) -> ModelParallel:
-        """The same, for a model_fn that told which dimension of its variables is cut."""
         return ModelParallel(self._towers, partitions)
 
     def state(self, like: Any) -> Any:
@@ -147,14 +149,16 @@ class ModelParallel(Mirrored):
         return NamedSharding(self._mesh, _cut_at(axis))
 
     def placed(self, tree: Any) -> Any:
-        """Arrays of a program, cut as those of the state are."""
         return jax.lax.with_sharding_constraint(tree, self.state(tree))
 
-    def whole(self, gradients: Any) -> Any:
-        return gradients  # which are cut already, where their variables are
+    def to_update(self, train_op: Any) -> Any:
+        return train_op  # whose gradients are cut already, where their variables are
+
+    def to_merge(self, metrics: Any) -> Any:
+        return self.gathered(metrics)  # what merges them may be a scatter: see `lone_tower`
 
     def cut(self, x: jax.Array, axis: int) -> jax.Array:
-        """An array of a program, cut over the devices of the tower where its dimension divides by them.
+        """An array, cut over the devices of the tower where its dimension divides by them.
 
         XLA could cut it unevenly, but ends the process, or counts the padding, at some scatters of such arrays.
         """

@@ -21,7 +21,7 @@ from jax.sharding import SingleDeviceSharding
 from jax.tree_util import DictKey
 
 from estimator import EstimatorSpec, State, TrainOp
-from estimator.core._placement import OffTowerPlacement, Placement
+from estimator.core._placement import Halves, OffTowerPlacement, Placement
 from estimator.optim._learning_rate import rates_of
 from estimator.optim._non_finite import done
 from estimator.runtime._uninterrupted import compile_first
@@ -58,10 +58,10 @@ class ParameterServer(OffTowerPlacement):
     def batch(self, rows: int) -> Any:
         return self._towers.batch(rows)
 
-    def near(self, like: State) -> Any:
+    def state_to_read(self, like: State) -> Any:
         return self._towers.state(like)
 
-    def read_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
+    def compile_read(self, step: Callable[..., Any]) -> Callable[..., Any]:
         programs: dict[Any, tuple[Callable[..., Any], list[int], Any]] = {}
 
         def call(state: State, features: PyTree, labels: PyTree) -> Any:
@@ -78,7 +78,7 @@ class ParameterServer(OffTowerPlacement):
             program, taken, result = programs[kind]
             of_state = len(jax.tree.leaves(state))
             read = [leaves[i] for i in taken if i < of_state]
-            moved = transfer(read, [self.near(state)] * len(read))
+            moved = transfer(read, [self.state_to_read(state)] * len(read))
             batch = [leaves[i] for i in taken if i >= of_state]
             if is_new:
                 compile_first(program, *moved, *batch)
@@ -86,14 +86,13 @@ class ParameterServer(OffTowerPlacement):
 
         return call
 
-    def train_step(
-        self, compute: Callable[..., Any], apply: Callable[..., Any], like: State, donate: bool
-    ) -> Callable[..., Any]:
-        read = self.read_step(compute)
+    def compile_step(self, step: Callable[..., Any], halves: Halves, like: State, donate: bool) -> Callable[..., Any]:
+        del step
+        read = self.compile_read(halves.compute)
         shardings = self.state(like)
         updates: dict[Any, _Update] = {}
 
-        def step(state: State, features: PyTree, labels: PyTree) -> tuple[State, EstimatorSpec]:
+        def several(state: State, features: PyTree, labels: PyTree) -> tuple[State, EstimatorSpec]:
             if _is_traced((state, features, labels)):
                 raise ValueError(
                     "A training step whose variables have devices of their own is several programs, and was called "
@@ -104,12 +103,12 @@ class ParameterServer(OffTowerPlacement):
             train_op = _sum_gradients(spec.train_op, shardings.variables)
             kind = tuple(leaf.shape for leaf in jax.tree.leaves(train_op))  # slices are as many as the batch has ids
             if kind not in updates:
-                updates[kind] = _Update(apply, (state, train_op, assigned), shardings, donate)
+                updates[kind] = _Update(halves.apply, (state, train_op, assigned), shardings, donate)
             after = updates[kind](state, train_op, assigned)
             rates = {name: rate.copy() for name, rate in rates_of(after.slots).items()}  # the next step takes the state
             return after, dataclasses.replace(spec, train_op=done(spec.train_op, state.variables, rates))
 
-        return step
+        return several
 
 
 def _sum_gradients(train_op: TrainOp, homes: dict[str, PyTree]) -> TrainOp:

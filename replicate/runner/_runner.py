@@ -11,14 +11,13 @@ import jax
 from estimator import EstimatorSpec, TrainOp
 from estimator.core._bcoo import is_sparse
 from estimator.core._frame import Frame, lets_out, open_frame
-from estimator.core._placement import OffTowerPlacement, Placement
+from estimator.core._placement import Placement
 from estimator.core._record import merge_reports
 from estimator.core._typing import PyTree
 from estimator.optim._non_finite import marked, non_finite
 from estimator.steps._forward_transform import Forward
 from estimator.steps._gradients import Outcome, has_pending, run
 from replicate.cross_tower_ops import CrossTowerOps
-from replicate.placement._distribution import Mirrored, ModelParallel
 from replicate.runner._merge import (
     apart,
     check_rows,
@@ -84,14 +83,13 @@ class SyncRunner:
         frame.variables.update(variables)
         frame.slots.update(slots)
         keep_names(frame, ran[0])
-        if isinstance(self.placement, ModelParallel):
-            frame.placement = placement = self.placement.with_partitions(ran[0].partitions)
-            frame.slots.update(placement.placed(frame.slots))
+        frame.placement = self.placement.with_partitions(ran[0].partitions)
+        frame.slots.update(frame.placement.placed(frame.slots))
         return spec
 
     def train(self, call: Call, frame: Frame, batch: PyTree, rows: int) -> EstimatorSpec:
         scale = 1 / len(self.devices) if self.mean_loss else 1.0
-        separate = isinstance(self.placement, OffTowerPlacement)  # it sums the gradients where the variables are
+        separate = not self.placement.is_one_program  # it sums the gradients where the variables are
         ran: list[Frame] = []
 
         def tower(start: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
@@ -109,8 +107,7 @@ class SyncRunner:
         (same, written), (own, gradients, flags) = tower_map(tower, self.devices)(start, batch)
         if separate:
             same = with_gradients(same, gradients)
-        elif isinstance(self.placement, Mirrored):
-            same = dataclasses.replace(same, train_op=self.placement.whole(same.train_op))
+        same = dataclasses.replace(same, train_op=self.placement.to_update(same.train_op))
         keep_names(frame, ran[-1])
         frame.assigned.update(written)
         if flags is not None:
@@ -229,10 +226,8 @@ class SyncRunner:
         return self._readable(self._join(specs, [size for _, _, size in parts]))
 
     def _merged(self, own: PyTree, towers: int) -> PyTree:
-        if isinstance(self.placement, ModelParallel):  # what merges metrics may be a scatter: see `lone_tower`
-            predictions, metrics, *others = own
-            own = predictions, self.placement.gathered(metrics), *others
-        return merged(own, towers)
+        predictions, metrics, *others = own
+        return merged((predictions, self.placement.to_merge(metrics), *others), towers)
 
     def _readable(self, spec: EstimatorSpec) -> EstimatorSpec:
         """The spec with what every process reads whole in each."""
