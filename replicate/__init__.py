@@ -3,7 +3,7 @@
 This file is the table of contents; every name has its explanation where it is defined.
 """
 
-from estimator.multihost._initialize import initialize_distributed
+from estimator.replication import initialize_distributed
 from replicate import cross_tower_ops
 from replicate._replicate_model_fn import replicate_model_fn
 from replicate.block_sync._block_sync import BlockSync, bmuf

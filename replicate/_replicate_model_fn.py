@@ -10,13 +10,18 @@ from typing import Any
 import jax
 
 from estimator import EstimatorSpec, ModeKeys, Reduction
-from estimator.core._batch import check_batch
-from estimator.core._frame import current_frame
-from estimator.core._model_fn import ModelFn, bind
-from estimator.core._placement import Placement
-from estimator.core._typing import PyTree
-from estimator.optim._non_finite import POLICIES, watch
-from estimator.steps._forward_transform import Forward, check_transform
+from estimator.replication import (
+    NON_FINITE_POLICIES,
+    Forward,
+    ModelFn,
+    Placement,
+    PyTree,
+    bind,
+    check_batch,
+    check_transform,
+    current_frame,
+    watch_non_finite,
+)
 from replicate.block_sync._block_sync import BlockSync
 from replicate.block_sync._runner import BlockSyncRunner, LocalCopies
 from replicate.cross_tower_ops import CrossTowerOps, choose_the_best
@@ -110,7 +115,7 @@ def replicate_model_fn(
         `tower_transform` makes returns something else than the forward function.
     """
     check_transform(tower_transform)
-    if on_nan is not None and on_nan not in POLICIES:
+    if on_nan is not None and on_nan not in NON_FINITE_POLICIES:
         raise ValueError(f'on_nan must be None, "raise" or "skip"; got {on_nan!r}.')
     if Reduction(loss_reduction) == Reduction.NONE:
         raise ValueError(
@@ -162,7 +167,7 @@ def replicate_model_fn(
         if not frame.one_tower:
             frame.parts, frame.cut = frame.placement.parts, frame.placement.cut
         if on_nan and mode == ModeKeys.TRAIN:
-            watch(frame, on_nan)
+            watch_non_finite(frame, on_nan)
 
         def call(batch: PyTree) -> EstimatorSpec:
             return bound(*batch, mode)

@@ -11,9 +11,10 @@ import dataclasses
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import get_opaque_trace_state
 
 from estimator.core._mode_keys import ModeKeys
@@ -24,7 +25,27 @@ if TYPE_CHECKING:
     from estimator.core._placement import Placement
 
 
-def _same(denominator: jax.Array) -> jax.Array:
+class Writes(NamedTuple):
+    """The variables that a model_fn wrote itself, by name.
+
+    Attributes:
+      assigned: the value assigned last.
+      added: the sum of the deltas since.
+    """
+
+    assigned: dict[str, PyTree]
+    added: dict[str, PyTree]
+
+    def applied_to(self, variables: dict[str, PyTree]) -> dict[str, PyTree]:
+        """The new values of what was written."""
+        values = dict(self.assigned)
+        for name, delta in self.added.items():
+            values[name] = jax.tree.map(jnp.add, values.get(name, variables[name]), delta)
+        return values
+
+
+def _same(denominator: jax.Array, index: int | None) -> jax.Array:
+    del index
     return denominator
 
 
@@ -58,7 +79,9 @@ class Frame:
       global_step: int32 scalar.
       initializing: whether `get_variable` creates variables instead of looking them up.
       known_gradients: what the first calls of `compute_gradients` return (see `_gradients.py`).
-      average_denominator: what a loss does to its denominator, of which every tower has its own.
+      average_denominator: `(denominator, index)`, what a loss divides by instead of its own denominator, of which every
+        tower has another; `index` counts `denominators`, and is None for one that is not among them.
+      denominators: those of the losses so far that are known in the model_fn, not in a loop or branch within it.
       parts: of how many devices a tower is.
       cut: cuts a dimension of an array over the devices of a tower.
       trainable, aggregation: what `get_variable` was told, by full name.
@@ -81,7 +104,7 @@ class Frame:
       reported: what the model_fn reported, by full name (see `_report.py`).
       one_tower: whether a replicated model_fn runs as one tower, on any device: what is exported has no towers.
       modules: what `flax_module` returned, by full name.
-      unmerged: by field of the spec, what a replicated model_fn returns in it, and the parts that it was merged from.
+      deferred: by field of the spec, what a replicated model_fn returns in it, and the `Deferred` that it comes from.
       run: stands for this run.
       runs: this run, and those within it, as of towers.
       trace: which of jax's traces the frame was opened in.
@@ -97,7 +120,7 @@ class Frame:
     # Python values: how the run is done.
     initializing: bool = False
     known_gradients: tuple[dict[str, PyTree], ...] = ()
-    average_denominator: Callable[[jax.Array], jax.Array] = _same
+    average_denominator: Callable[[jax.Array, int | None], jax.Array] = _same
     parts: int = 1
     cut: Callable[[jax.Array, int], jax.Array] = _whole
     one_tower: bool = False
@@ -108,6 +131,7 @@ class Frame:
     partitions: dict[tuple[Any, ...], int] = dataclasses.field(default_factory=dict)
     assigned: dict[str, PyTree] = dataclasses.field(default_factory=dict)
     added: dict[str, PyTree] = dataclasses.field(default_factory=dict)
+    denominators: list[jax.Array] = dataclasses.field(default_factory=list)
     placement: Placement | None = None
     scope: tuple[str, ...] = ()
     reuse: Any = None
@@ -124,7 +148,7 @@ class Frame:
     handed_out: set[str] = dataclasses.field(default_factory=set)
     reported: dict[str, Any] = dataclasses.field(default_factory=dict)
     modules: dict[str, Any] = dataclasses.field(default_factory=dict)
-    unmerged: dict[str, Any] = dataclasses.field(default_factory=dict)
+    deferred: dict[str, Any] = dataclasses.field(default_factory=dict)
     run: RunId = dataclasses.field(default_factory=RunId)
     runs: list[RunId] = dataclasses.field(default_factory=list)
     trace: Any = None
@@ -152,6 +176,13 @@ class Frame:
             "reserved": dict(self.reserved),
         }
         return Frame(**(started | changes))
+
+    def adopt_names(self, inner: Frame) -> None:
+        """Makes the variables and optimizers of a run within this one known here."""
+        self.trainable.update(inner.trainable)
+        self.aggregation.update(inner.aggregation)
+        self.slot_owners.update(inner.slot_owners)
+        self.rng_calls = inner.rng_calls
 
 
 def current_trace() -> Any:
@@ -234,4 +265,9 @@ def lets_out() -> bool:
 def average_denominator(denominator: jax.Array) -> jax.Array:
     """The denominator that a mean loss divides by: averaged over towers, where there are towers."""
     frame = innermost_frame()
-    return denominator if frame is None else frame.average_denominator(denominator)
+    if frame is None:
+        return denominator
+    if not lets_out():
+        return frame.average_denominator(denominator, None)
+    frame.denominators.append(jax.lax.stop_gradient(denominator))
+    return frame.average_denominator(denominator, len(frame.denominators) - 1)

@@ -15,15 +15,17 @@ Step = Callable[..., tuple[Any, Any]]
 
 
 class Halves(NamedTuple):
-    """A training step in two pure functions.
+    """A training step in two pure functions, and what its spec says once it is done.
 
     Attributes:
       compute: `(state, features, labels) -> (spec, assigned)`, to run where the model_fn runs.
       apply: `(state, train_op, assigned) -> state`, to run where the variables are.
+      finish: `(spec, state before, state after) -> spec`.
     """
 
     compute: Callable[..., Any]
     apply: Callable[..., Any]
+    finish: Callable[..., Any]
 
 
 class Placement:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import jax
@@ -61,8 +62,8 @@ class TrainOp:
       skipped: bool scalar: in the spec of a step that is done, whether it was skipped (`on_nan`); else None.
       learning_rates: in the spec of a step that is done, those that it was made with, as `est.learning_rates` names
         them; scalars.
-      slots: those that a step leaves which has applied its updates itself, by name; that it wrote the variables too
-        is told by what it assigned.
+      slots: by optimizer name, those of a step that has applied its updates itself (block synchronisation); its new
+        variables are among those it assigned.
     """
 
     updates: tuple[Update, ...] = ()
@@ -70,9 +71,23 @@ class TrainOp:
     learning_rates: dict[str, Any] = dataclasses.field(default_factory=dict)
     slots: dict[str, PyTree] = dataclasses.field(default_factory=dict)
 
+    def gradients(self) -> list[dict[str, PyTree]]:
+        """Those of each update, by name in the order of its variables."""
+        of_updates = [(update.var_list, update.gradients or {}) for update in self.updates]
+        return [{name: own[name] for name in names if name in own} for names, own in of_updates]
+
+    def with_gradients(self, gradients: Sequence[dict[str, PyTree]]) -> TrainOp:
+        """The same updates with other gradients, by name for each."""
+        pairs = zip(self.updates, gradients, strict=True)
+        return dataclasses.replace(self, updates=tuple(dataclasses.replace(u, gradients=own) for u, own in pairs))
+
+    def without_gradients(self) -> TrainOp:
+        """The same updates, of which no loss is to be differentiated."""
+        return self.with_gradients([{} for _ in self.updates])
+
 
 class GradientsNeeded(BaseException):
-    """Leaves a run at `compute_gradients`, with the loss whose gradients it needs to go on (see `_gradients.py`).
+    """Leaves a run at `compute_gradients`, with the loss whose gradients it needs (see `_gradients.py`).
 
     No `Exception`, so that a model_fn which catches those does not stop it.
     """

@@ -46,7 +46,7 @@ from estimator.core._model_fn import ModelFn
 from estimator.core._state import State
 from estimator.core._typing import PyTree
 from estimator.export._prune import check_rows, checked_outputs, chosen, only_needed
-from estimator.steps._gradients import run
+from estimator.steps._gradients import run_model_fn
 
 ASSETS_DIR = "assets.extra"
 _EXPORT = re.compile(r"\d{10}")
@@ -213,8 +213,7 @@ def _as_function(
             global_step=state.global_step,
             one_tower=True,
         )
-        outcome, _ = run(lambda: call(features, None, ModeKeys.PREDICT), frame, take_gradients=False)
-        spec = outcome.spec
+        spec = run_model_fn(lambda: call(features, None, ModeKeys.PREDICT), frame, differentiate=False).spec
         if names is None:
             return spec.export_outputs
         return {DEFAULT_SIGNATURE: PredictOutput(chosen(names, named(spec.predictions), spec.reported))}

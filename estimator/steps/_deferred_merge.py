@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 
 from estimator.core._typing import PyTree
-
-if TYPE_CHECKING:
-    pass
 
 
 @jax.tree_util.register_dataclass
@@ -40,7 +37,7 @@ def merged(tree: PyTree, stacked: bool = False) -> PyTree:
     return jax.tree.map(whole, tree, is_leaf=lambda node: isinstance(node, Deferred))
 
 
-def _is_same(one: PyTree, other: PyTree) -> bool:
+def is_same(one: PyTree, other: PyTree) -> bool:
     """Whether two pytrees hold the very same arrays."""
     leaves, structure = jax.tree.flatten(one)
     others, other_structure = jax.tree.flatten(other)

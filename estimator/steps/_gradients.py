@@ -1,16 +1,16 @@
-"""Runs a model_fn and takes the gradients that it asks for."""
+"""Runs a model_fn once and takes the gradients that it asks for."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from estimator.core._estimator_spec import EstimatorSpec
-from estimator.core._frame import Frame, open_frame
+from estimator.core._frame import Frame, Writes, open_frame
 from estimator.core._train_op import GradientsNeeded, TrainOp, Update
 from estimator.core._typing import PyTree
 from estimator.optim import _loss_scale
@@ -18,138 +18,191 @@ from estimator.sparse._embedding import slices, taps_for
 from estimator.steps._forward_transform import Forward, transformed
 
 
-class Outcome(NamedTuple):
-    """What is left of a run.
+class RunResult(NamedTuple):
+    """What a run of a model_fn leaves.
 
     Attributes:
-      spec: what the model_fn returned, with gradients in place of pending losses.
-      assigned: by name, the value the run assigned last.
-      added: by name, the sum of the deltas it added since.
+      spec: what the model_fn returned, with gradients instead of losses to differentiate.
+      writes: the variables that the model_fn wrote.
+      denominators: what its losses divide by, before `Frame.average_denominator`, in the order of the losses; only
+        those that are known in the model_fn itself, not in a loop or a branch within it.
+      frame: as the run left it; good for its Python values only.
     """
 
     spec: EstimatorSpec
-    assigned: dict[str, PyTree]
-    added: dict[str, PyTree]
+    writes: Writes
+    denominators: list[jax.Array]
+    frame: Frame
+
+
+def run_model_fn(
+    call: Callable[..., EstimatorSpec],
+    frame: Frame,
+    *batch: PyTree,
+    differentiate: bool,
+    loss_scale: float = 1.0,
+    transform: Callable[[Forward], Forward] | None = None,
+) -> RunResult:
+    """Runs `call` in a frame like `frame`, with the gradients it asks for.
+
+    Args:
+      call: runs the model_fn on the batch.
+      frame: where the run starts; it is not changed.
+      *batch: the arguments of `call`.
+      differentiate: whether the losses of `minimize` are differentiated. Where a replicated model_fn has taken the
+        gradients in its towers, nothing is left to differentiate.
+      loss_scale: factor on every loss that is differentiated.
+      transform: turns the forward pass, a pure function, into another one that is differentiated instead.
+    """
+    return _Run(call, frame, batch, loss_scale, transform).result(differentiate)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Request:
-    """A run that stopped at `compute_gradients`."""
+    """A pass that stopped at `compute_gradients`."""
 
     var_list: tuple[str, ...] = dataclasses.field(metadata={"static": True})
     slots: str | None = dataclasses.field(metadata={"static": True})
 
 
-def written(outcome: Outcome, variables: dict[str, PyTree]) -> dict[str, PyTree]:
-    """The new values of the variables that a run wrote: what it assigned last, and what it added since."""
-    values = dict(outcome.assigned)
-    for name, delta in outcome.added.items():
-        values[name] = jax.tree.map(jnp.add, values.get(name, variables[name]), delta)
-    return values
+class _Pass(NamedTuple):
+    """What a forward pass leaves beside its losses; a pytree.
 
-
-def run(
-    call: Callable[..., EstimatorSpec],
-    frame: Frame,
-    *batch: PyTree,
-    take_gradients: bool,
-    loss_scale: float = 1.0,
-    denominators: list[jax.Array] | None = None,
-    transform: Callable[[Forward], Forward] | None = None,
-) -> tuple[Outcome, Frame]:
-    """Runs `call` in a frame like `frame`, with the gradients it asks for.
-
-    One `jax.vjp` of the whole run serves every loss that `minimize` noted. `compute_gradients` must return values in
-    the middle of the run: there the run is left by an exception that carries the loss out, and is done again with
-    the gradients in hand. XLA removes the repeated part.
-
-    Lookups in tables are differentiated with respect to zeros added to the rows found, the taps, not to the table,
-    so that no gradient of the table's size exists. A first run tells their shapes.
-
-    Args:
-      call: runs the model_fn on the batch.
-      frame: where the run starts; it is not changed.
-      *batch: what `call` gets.
-      take_gradients: whether losses are pending. Where a replicated model_fn has taken the gradients in its towers
-        there are none, and the towers must not be differentiated once more.
-      loss_scale: factor on every loss that is differentiated.
-      denominators: a list to which `frame.average_denominator` adds those that it sees in one run.
-      transform: makes of the run, a pure function, another one, of which the gradients are taken.
-
-    Returns:
-      The outcome, and the frame as the run left it, good for its Python values only.
+    Attributes:
+      request: what stopped it; None: it came to its end, and has a spec.
+      spec, writes, denominators: as in `RunResult`, with losses that are still to be differentiated.
+      lookups: by table, the rows that were looked up.
     """
-    floating = {name: value for name, value in frame.variables.items() if _is_floating(value)}
-    seen = [] if denominators is None else denominators
-    known: tuple[dict[str, PyTree], ...] = ()
-    taps: dict[str, list[jax.Array]] = {}
-    ran: list[Frame] = []
 
-    def attempt(trained: Any, rest: Any, batch: PyTree) -> tuple[list[Any], tuple[Any, Any, Any]]:
+    request: _Request | None
+    spec: EstimatorSpec | None
+    writes: Writes
+    denominators: list[jax.Array]
+    lookups: dict[str, list[jax.Array]]
+
+
+class _Differentiated(NamedTuple):
+    """A pass together with the function that pulls cotangents of its losses back."""
+
+    done: _Pass
+    losses: list[jax.Array]
+    pull: Callable[[list[jax.Array]], tuple[dict[str, PyTree], dict[str, list[jax.Array]]]]
+
+
+class _Run:
+    """Repeats forward passes until one has all it needs; XLA removes what two passes have in common.
+
+    A pass may lack two things that only an earlier pass can tell:
+
+    - `compute_gradients` returns values in the middle of the model_fn. A pass that has no values for it yet is left by
+      an exception which carries the loss out; the gradients of that loss go into the next pass.
+    - A table is not differentiated itself, or its gradient would be as large as the table. Instead, zeros are added to
+      the rows of each lookup, the taps, and differentiated. Their shapes are known after a pass.
+
+    One `jax.vjp` of the last pass serves all losses of `minimize`.
+    """
+
+    def __init__(
+        self,
+        call: Callable[..., EstimatorSpec],
+        frame: Frame,
+        batch: tuple[PyTree, ...],
+        loss_scale: float,
+        transform: Callable[[Forward], Forward] | None,
+    ) -> None:
+        self._call = call
+        self._frame = frame
+        self._batch = batch
+        self._loss_scale = loss_scale
+        self._transform = transform
+        self._floating = {name: value for name, value in frame.variables.items() if _is_floating(value)}
+        self._known_gradients: tuple[dict[str, PyTree], ...] = ()
+        self._taps: dict[str, list[jax.Array]] = {}
+        self._last_frame = frame
+        self._differentiates = False
+
+    def result(self, differentiate: bool) -> RunResult:
+        self._differentiates = differentiate
+        while True:
+            if differentiate:
+                backward = self._differentiated()
+                done = backward.done
+            else:
+                _, done = self._forward(self._floating, {})
+                if done.request is not None:
+                    backward = self._differentiated()
+            if done.request is None:
+                break
+            self._known_gradients += (self._gradients(backward, 0, done.request.var_list, done.request.slots),)
+        spec = done.spec
+        assert spec is not None  # a pass without a request has one
+        if differentiate and spec.train_op is not None:
+            gradients = {
+                update.slots: self._gradients(backward, i, update.var_list, update.slots)
+                for i, update in enumerate(_pending(spec.train_op))
+            }
+            spec = dataclasses.replace(spec, train_op=_with_gradients(spec.train_op, gradients))
+        return RunResult(spec, done.writes, done.denominators, self._last_frame)
+
+    def _differentiated(self) -> _Differentiated:
+        while True:
+            others = {name: value for name, value in self._floating.items() if name not in self._taps}
+            losses, pull, done = jax.vjp(self._forward, others, self._taps, has_aux=True)
+            taps = taps_for(self._last_frame)
+            if not losses or jax.tree.map(jnp.shape, taps) == jax.tree.map(jnp.shape, self._taps):
+                return _Differentiated(done, losses, pull)
+            self._taps = taps
+
+    def _gradients(
+        self, backward: _Differentiated, i: int, names: tuple[str, ...], slots: str | None
+    ) -> dict[str, PyTree]:
+        """Of loss `i`, times `loss_scale`. With a `DynamicLossScale` in the optimizer's slots the backward pass runs
+        with that factor too, which is divided out again here."""
+        dynamic = _loss_scale.current(self._frame.slots, slots)
+        cotangents = [
+            jnp.full((), self._loss_scale if j == i else 0.0, loss.dtype) for j, loss in enumerate(backward.losses)
+        ]
+        if dynamic is not None:
+            cotangents[i] = _loss_scale.scaled(cotangents[i], dynamic)
+        dense, of_taps = backward.pull(cotangents)
+        if dynamic is not None:
+            dense, of_taps = _loss_scale.unscaled((dense, of_taps), dynamic)
+        gradients = dense | slices(of_taps, backward.done.lookups, self._frame.variables)
+        return {name: gradients[name] for name in names}
+
+    def _forward(self, *trained: PyTree) -> tuple[list[jax.Array], _Pass]:
+        """The forward pass as a pure function of what is differentiated: variables, and taps."""
+        frame = self._frame
+        fixed = {name: value for name, value in frame.variables.items() if name not in trained[0]}
+        rest = (fixed, frame.slots, frame.key, frame.global_step, self._known_gradients)
+        forward = transformed(self._transform, self._run_once) if self._transform else self._run_once
+        return forward(trained, rest, self._batch)
+
+    def _run_once(self, trained: PyTree, rest: PyTree, batch: tuple[PyTree, ...]) -> tuple[list[jax.Array], _Pass]:
         floating, taps = trained
-        variables, slots, key, step, known = rest
-        started = frame.fresh(
-            variables={name: (variables | floating)[name] for name in frame.variables},
+        fixed, slots, key, step, known_gradients = rest
+        frame = self._last_frame = self._frame.fresh(
+            variables={name: (fixed | floating)[name] for name in self._frame.variables},
             slots=slots,
             key=key,
             global_step=step,
-            known_gradients=known,
+            known_gradients=known_gradients,
             taps=taps,
-            loss_scale=loss_scale,
+            loss_scale=self._loss_scale,
         )
-        ran.append(started)
-        seen.clear()  # of an attempt that stopped at `compute_gradients`
-        with open_frame(started):
+        with open_frame(frame):
             try:
-                spec = call(*batch)
+                spec = self._call(*batch)
             except GradientsNeeded as needed:
-                return [needed.loss], (_Request(needed.var_list, needed.slots), started.lookups, list(seen))
-        if started.reported:  # beside what towers within this run have reported
-            spec = dataclasses.replace(spec, reported={**spec.reported, **started.reported})
-        pending = [update.loss for update in _pending(spec.train_op)] if take_gradients else []
-        return pending, (Outcome(spec, started.assigned, started.added), started.lookups, list(seen))
-
-    def forward(*trained: PyTree) -> tuple[list[Any], tuple[Any, Any, Any]]:
-        fixed = {name: value for name, value in frame.variables.items() if name not in trained[0]}
-        rest = (fixed, frame.slots, frame.key, frame.global_step, known)
-        return (transformed(transform, attempt) if transform else attempt)(trained, rest, batch)
-
-    def gradients(i: int, names: tuple[str, ...], slots: str | None) -> dict[str, PyTree]:
-        """Of one loss, times `loss_scale`; the backward pass runs with the scale in the optimizer's slots besides."""
-        dynamic = _loss_scale.current(frame.slots, slots)
-        cotangents = [jnp.full((), loss_scale if j == i else 0.0, loss.dtype) for j, loss in enumerate(losses)]
-        if dynamic is not None:
-            cotangents[i] = _loss_scale.scaled(cotangents[i], dynamic)
-        dense, of_taps = pull(cotangents)
-        if dynamic is not None:
-            dense, of_taps = _loss_scale.unscaled((dense, of_taps), dynamic)
-        taken = dense | slices(of_taps, lookups, frame.variables)
-        return {name: taken[name] for name in names}
-
-    while True:
-        differentiate = take_gradients
-        if not differentiate:
-            _, (outcome, _, averaged) = forward(floating, {})
-            differentiate = isinstance(outcome, _Request)
-        if differentiate:
-            others = {name: value for name, value in floating.items() if name not in taps}
-            losses, pull, (outcome, lookups, averaged) = jax.vjp(forward, others, taps, has_aux=True)
-            needed = taps_for(ran[-1])
-            if losses and jax.tree.map(jnp.shape, needed) != jax.tree.map(jnp.shape, taps):
-                taps = needed
-                continue
-        if isinstance(outcome, Outcome):
-            break
-        known += (gradients(0, outcome.var_list, outcome.slots),)
-
-    seen[:] = averaged
-    spec = outcome.spec
-    if take_gradients and spec.train_op is not None:
-        pending = _pending(spec.train_op)
-        taken = {update.slots: gradients(i, update.var_list, update.slots) for i, update in enumerate(pending)}
-        spec = dataclasses.replace(spec, train_op=_with_gradients(spec.train_op, taken))
-    return outcome._replace(spec=spec), ran[-1]
+                request = _Request(needed.var_list, needed.slots)
+                return [needed.loss], _Pass(request, None, Writes({}, {}), frame.denominators, frame.lookups)
+        if frame.reported:  # beside what towers within this run have reported
+            spec = dataclasses.replace(spec, reported={**spec.reported, **frame.reported})
+        pending = _pending(spec.train_op) if self._differentiates else []
+        losses = [update.loss for update in pending if update.loss is not None]
+        writes = Writes(frame.assigned, frame.added)
+        return losses, _Pass(None, spec, writes, frame.denominators, frame.lookups)
 
 
 def _pending(train_op: TrainOp | None) -> list[Update]:
@@ -161,10 +214,10 @@ def has_pending(train_op: TrainOp | None) -> bool:
     return bool(_pending(train_op))
 
 
-def _with_gradients(train_op: TrainOp, taken: dict[str, dict[str, PyTree]]) -> TrainOp:
+def _with_gradients(train_op: TrainOp, gradients: dict[str, dict[str, PyTree]]) -> TrainOp:
     return TrainOp(
         tuple(
-            dataclasses.replace(update, gradients=taken.get(update.slots, update.gradients))
+            dataclasses.replace(update, gradients=gradients.get(update.slots, update.gradients))
             for update in train_op.updates
         )
     )

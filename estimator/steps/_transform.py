@@ -28,8 +28,8 @@ from estimator.optim._apply_updates import applied
 from estimator.optim._learning_rate import rates_of
 from estimator.optim._non_finite import cleared, done, kept_if_non_finite, raise_if_any
 from estimator.runtime._uninterrupted import compile_first
-from estimator.steps._deferred_merge import Deferred, _is_same, merged
-from estimator.steps._gradients import has_pending, run, written
+from estimator.steps._deferred_merge import Deferred, is_same, merged
+from estimator.steps._gradients import has_pending, run_model_fn
 
 
 class _Init(Protocol):
@@ -68,11 +68,11 @@ class Model(NamedTuple):
       train_loop: `(state, batches) -> (State, EstimatorSpec)`: as many training steps as there are batches, in one
         program. `batches` is a list of `(features, labels)`, or one such pair of arrays of shape `[steps, batch, ...]`;
         the arrays of the spec have `steps` as their first dimension. In the pair, a BCOO has it as a batch dimension.
-      inner_step: `train_step` for a loop of one's own: what towers merge but once per program is still in parts in
-        the spec, which `_unmerged.merged` is to be called on after the loop.
+      inner_step: `train_step` for a loop of one's own: what towers merge only once per program is still `Deferred` in
+        the spec, and is merged by calling `merged` on the spec after the loop.
       abstract_init: what `init` would return for the same batch, as `jax.ShapeDtypeStruct`s with their shardings:
         `(features, labels=None, mode="train") -> State`. Nothing is computed.
-      traits: what else is known of the model_fn before it runs: `(features, labels=None, mode="train") -> Traits`.
+      traits: what else is known of the model_fn before it runs: `(features, labels=None, mode="train") -> ModelInfo`.
     """
 
     init: _Init
@@ -87,15 +87,15 @@ class Model(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ModelInfo:
-    """What the first, abstract run of a model_fn in a mode tells about it.
+    """What is known of a model_fn in a mode after its first, abstract run.
 
     Attributes:
       like: the State, of `jax.ShapeDtypeStruct`s.
       placement: where variables and batches go.
       pending: whether losses are left to differentiate.
       shardings: of the State; a prefix.
-      on_nan: "raise", "skip" or None: what `replicate_model_fn` was told.
-      hooks: those of its EstimatorSpec for this mode: for the chief alone, and for all.
+      on_nan: "raise", "skip" or None: the argument of `replicate_model_fn`.
+      hooks: of its EstimatorSpec for this mode: for the chief alone, and for all.
       trainable: the names of the variables that optimizers change by default.
       reported: what it reports, by name, of `jax.ShapeDtypeStruct`s.
     """
@@ -117,8 +117,8 @@ class ModelInfo:
 
     @property
     def is_one_program(self) -> bool:
-        """Whether `train_step` may be part of another program (`jax.jit`, `lax.scan`): always, but for variables
-        that live on other devices than the towers."""
+        """Whether `train_step` may be part of another program (`jax.jit`, `lax.scan`): unless variables live on other
+        devices than the towers."""
         return self.placement.is_one_program
 
 
@@ -174,7 +174,7 @@ class _Steps:
     def __init__(self, call: ModelFn, donate: bool) -> None:
         self._call = call
         self._donate = donate
-        self._traits: dict[ModeKeys, ModelInfo] = {}
+        self._infos: dict[ModeKeys, ModelInfo] = {}
         self._compiled: dict[Any, Callable[..., Any]] = {}
         self._sparse = False  # whether a batch had a sparse leaf: looking into each would cost dense ones time
         self._traced_init = jax.jit(self._pure_init, static_argnames="mode")
@@ -192,9 +192,9 @@ class _Steps:
         with open_frame(frame):
             spec = self._call(features, labels, mode)
         placement = frame.placement or Placement()
-        # Of what is reported no more than the kinds: its values would be computed, and compiled, for nothing.
+        # Only the kinds of what is reported: its values would be computed, and compiled, for nothing.
         reported = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), {**spec.reported, **frame.reported})
-        found = (
+        info = (
             placement,
             has_pending(spec.train_op),
             tuple(frame.trainable.items()),
@@ -202,14 +202,14 @@ class _Steps:
             _hooks(spec),
             tuple(sorted(reported.items())),
         )
-        return State(frame.variables, frame.slots, step, key), _Static(found)
+        return State(frame.variables, frame.slots, step, key), _Static(info)
 
     def _compute(
-        self, found: ModelInfo, state: State, features: PyTree, labels: PyTree, mode: ModeKeys
+        self, info: ModelInfo, state: State, features: PyTree, labels: PyTree, mode: ModeKeys
     ) -> tuple[EstimatorSpec, dict[str, PyTree]]:
         """The spec, with gradients, and the variables that the model_fn wrote itself."""
         rows = self._check(features, labels)
-        sharding = found.placement.batch(rows)
+        sharding = info.placement.batch(rows)
         if sharding is not None:
             features, labels = _constrained((features, labels), sharding)
         frame = Frame(
@@ -219,8 +219,8 @@ class _Steps:
             key=jax.random.fold_in(state.key, state.global_step),
             global_step=state.global_step,
         )
-        outcome, ran = run(lambda: self._call(features, labels, mode), frame, take_gradients=found.pending)
-        return postponed(outcome.spec, ran.unmerged), written(outcome, state.variables)
+        result = run_model_fn(lambda: self._call(features, labels, mode), frame, differentiate=info.pending)
+        return postponed(result.spec, result.frame.deferred), result.writes.applied_to(state.variables)
 
     def _apply(
         self,
@@ -235,19 +235,17 @@ class _Steps:
         return kept_if_non_finite(train_op, state, after)
 
     def _pure_train(
-        self, found: ModelInfo, state: State, features: PyTree, labels: PyTree
+        self, info: ModelInfo, state: State, features: PyTree, labels: PyTree
     ) -> tuple[State, EstimatorSpec]:
-        """One step; what is merged but once per program is still in parts."""
+        """One step; what is merged only once per program is still `Deferred`."""
 
         def at(variables: dict[str, PyTree]) -> TrainOp:
             start = state._replace(variables=variables)
-            return self._compute(found, start, features, labels, ModeKeys.TRAIN)[0].train_op
+            return self._compute(info, start, features, labels, ModeKeys.TRAIN)[0].train_op
 
-        spec, assigned = self._compute(found, state, features, labels, ModeKeys.TRAIN)
+        spec, assigned = self._compute(info, state, features, labels, ModeKeys.TRAIN)
         after = self._apply(state, spec.train_op, assigned, at)
-        rates = {**rates_of(after.slots), **spec.train_op.learning_rates}
-        train_op = done(spec.train_op, state.variables, rates)
-        return after, spec.unchecked(train_op=train_op)
+        return after, _finished(spec, state, after)
 
     # The compiled ones.
 
@@ -262,34 +260,34 @@ class _Steps:
         key = _checked_key(key)
         check_batch(features, labels)
         features, labels = padded(taken(features, labels))
-        shardings = self._find(mode, features, labels).shardings
+        shardings = self._info(mode, features, labels).shardings
         if not isinstance(key, jax.core.Tracer):
             compile_first(self._traced_init, key, features, labels, mode=mode)
         state, _ = self._traced_init(key, features, labels, mode=mode)
         return put(state, shardings)
 
     def abstract_init(self, features: PyTree, labels: PyTree = None, mode: str = ModeKeys.TRAIN) -> State:
-        found = self._find(ModeKeys(mode), features, labels)
-        shardings = jax.tree.broadcast(found.shardings, found.like, is_leaf=lambda x: x is None)
+        info = self._info(ModeKeys(mode), features, labels)
+        shardings = jax.tree.broadcast(info.shardings, info.like, is_leaf=lambda x: x is None)
         return jax.tree.map(
             lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-            found.like,
+            info.like,
             shardings,
         )
 
     def train_step(self, state: State, features: PyTree, labels: PyTree = None) -> tuple[State, EstimatorSpec]:
         step = self._compiled.get(ModeKeys.TRAIN)
         if step is None:
-            found = self._find(ModeKeys.TRAIN, features, labels)
-            step = self._compiled[ModeKeys.TRAIN] = self._compile_train(found)
+            info = self._info(ModeKeys.TRAIN, features, labels)
+            step = self._compiled[ModeKeys.TRAIN] = self._compile_train(info)
         return self._watched(step, state, features, labels)
 
     def inner_step(self, state: State, features: PyTree, labels: PyTree = None) -> tuple[State, EstimatorSpec]:
         step = self._compiled.get("inner_step")
         if step is None:
-            found = self._find(ModeKeys.TRAIN, features, labels)
-            step = functools.partial(self._pure_train, found)
-            step = found.placement.compile_step(step, self._halves(found), found.like, self._donate)
+            info = self._info(ModeKeys.TRAIN, features, labels)
+            step = functools.partial(self._pure_train, info)
+            step = info.placement.compile_step(step, self._halves(info), info.like, self._donate)
             self._compiled["inner_step"] = step
         return self._watched(step, state, features, labels)
 
@@ -298,18 +296,18 @@ class _Steps:
         loop = self._compiled.get("train_loop")
         if loop is None:
             first = jax.tree.map(lambda x: abstract(x).update(shape=x.shape[1:]), per_step((features, labels)))
-            found = self._find(ModeKeys.TRAIN, *first)
-            loop = self._compiled["train_loop"] = self._compile_loop(found)
+            info = self._info(ModeKeys.TRAIN, *first)
+            loop = self._compiled["train_loop"] = self._compile_loop(info)
         return self._watched(loop, state, features, labels)
 
     def traits(self, features: PyTree, labels: PyTree = None, mode: str = ModeKeys.TRAIN) -> ModelInfo:
-        return self._find(ModeKeys(mode), features, labels)
+        return self._info(ModeKeys(mode), features, labels)
 
     def _watched(
         self, steps: _TrainProgram, state: State, features: PyTree, labels: PyTree
     ) -> tuple[State, EstimatorSpec]:
         """Runs steps; with on_nan="raise" it raises at once, unless the caller traces: who then has to look itself."""
-        raises = self._traits[ModeKeys.TRAIN].on_nan == "raise" and not isinstance(state.global_step, jax.core.Tracer)
+        raises = self._infos[ModeKeys.TRAIN].on_nan == "raise" and not isinstance(state.global_step, jax.core.Tracer)
         if raises:
             state = cleared(state)
         features, labels = taken(features, labels)
@@ -329,29 +327,29 @@ class _Steps:
     def _run_only(self, mode: ModeKeys, state: State, features: PyTree, labels: PyTree) -> EstimatorSpec:
         step = self._compiled.get(mode)
         if step is None:
-            found = self._find(mode, features, labels)
+            info = self._info(mode, features, labels)
 
             def step(state: State, features: PyTree, labels: PyTree) -> EstimatorSpec:
-                spec, _ = self._compute(found, state, features, labels, mode)
+                spec, _ = self._compute(info, state, features, labels, mode)
                 return dataclasses.replace(spec, train_op=None)
 
-            step = self._compiled[mode] = found.placement.compile_read(step)
+            step = self._compiled[mode] = info.placement.compile_read(step)
         features, labels = taken(features, labels)
         if self._sparse:
             features, labels = padded((features, labels))
         return guarded(step, features, labels, state, features, labels)
 
-    def _compile_train(self, found: ModelInfo) -> _TrainProgram:
+    def _compile_train(self, info: ModelInfo) -> _TrainProgram:
         def step(*batch: Any) -> tuple[State, EstimatorSpec]:
-            return merged(self._pure_train(found, *batch))
+            return merged(self._pure_train(info, *batch))
 
-        return found.placement.compile_step(step, self._halves(found), found.like, self._donate)
+        return info.placement.compile_step(step, self._halves(info), info.like, self._donate)
 
-    def _compile_loop(self, found: ModelInfo) -> _TrainProgram:
+    def _compile_loop(self, info: ModelInfo) -> _TrainProgram:
         def scan(state: State, features: PyTree, labels: PyTree) -> tuple[State, EstimatorSpec]:
             # The key stays out of the carry, and so out of what the loop copies from step to step.
             def body(carry: Any, batch: tuple[PyTree, PyTree]) -> tuple[Any, EstimatorSpec]:
-                after, spec = self._pure_train(found, State(**carry, key=state.key), *batch)
+                after, spec = self._pure_train(info, State(**carry, key=state.key), *batch)
                 return changing(after), spec
 
             def changing(state: State) -> dict[str, Any]:
@@ -360,31 +358,35 @@ class _Steps:
             carry, specs = jax.lax.scan(body, changing(state), per_step((features, labels)))
             return State(**carry, key=state.key), merged(specs, stacked=True)
 
-        return found.placement.compile_loop(scan, self._halves(found), found.like, self._donate)
+        return info.placement.compile_loop(scan, self._halves(info), info.like, self._donate)
 
-    def _halves(self, found: ModelInfo) -> Halves:
+    def _halves(self, info: ModelInfo) -> Halves:
         def compute(state: State, features: PyTree, labels: PyTree) -> tuple[EstimatorSpec, dict[str, PyTree]]:
-            return self._compute(found, state, features, labels, ModeKeys.TRAIN)
+            return self._compute(info, state, features, labels, ModeKeys.TRAIN)
 
-        return Halves(compute, self._apply)
+        return Halves(compute, self._apply, _finished)
 
-    def _find(self, mode: ModeKeys, features: PyTree, labels: PyTree) -> ModelInfo:
-        """The traits of the model_fn, from an abstract run at the first call in a mode."""
-        if mode not in self._traits:
+    def _info(self, mode: ModeKeys, features: PyTree, labels: PyTree) -> ModelInfo:
+        """What is known of the model_fn, from an abstract run at the first call in a mode."""
+        if mode not in self._infos:
             check_batch(features, labels)
             first_run: Callable[..., Any] = self._traced_init.eval_shape
             no_jit = jax.config.jax_disable_jit  # type: ignore[attr-defined]
             if no_jit and all(hasattr(x, "__array__") for x in jax.tree.leaves((features, labels))):
                 first_run = self._traced_init  # whoever turns jit off wants to look at values
-            like, found = first_run(jax.random.key(0), features, labels, mode=mode)
-            placement, pending, declared, on_nan, hooks, reported = found.value
+            like, info = first_run(jax.random.key(0), features, labels, mode=mode)
+            placement, pending, declared, on_nan, hooks, reported = info.value
             like = like._replace(variables={name: like.variables[name] for name, _ in declared})  # jax sorts dicts
             trainable = tuple(name for name, is_trainable in declared if is_trainable)
             shardings = placement.state(like) if mode == ModeKeys.TRAIN else placement.state_to_read(like)
-            self._traits[mode] = ModelInfo(
-                like, placement, pending, shardings, on_nan, hooks, trainable, dict(reported)
-            )
-        return self._traits[mode]
+            self._infos[mode] = ModelInfo(like, placement, pending, shardings, on_nan, hooks, trainable, dict(reported))
+        return self._infos[mode]
+
+
+def _finished(spec: EstimatorSpec, before: State, after: State) -> EstimatorSpec:
+    """The spec of a step that was taken: its train_op says how, not what to do."""
+    rates = {**rates_of(after.slots), **spec.train_op.learning_rates}
+    return spec.unchecked(train_op=done(spec.train_op, before.variables, rates))
 
 
 def _hooks(spec: EstimatorSpec) -> tuple[tuple[Hook, ...], tuple[Hook, ...]]:
@@ -426,10 +428,10 @@ def _checked_key(key: Any) -> jax.Array:
 
 
 def postponed(spec: EstimatorSpec, fields: dict[str, tuple[PyTree, Deferred]]) -> EstimatorSpec:
-    """The spec with parts in the place of merged fields; a field that somebody has changed since stays as it is.
+    """The spec with parts instead of merged fields; a field that was changed since stays as it is.
 
     Args:
       fields: by name, what a replicated model_fn returned in it, and what that was merged from.
     """
-    changes = {name: parts for name, (whole, parts) in fields.items() if _is_same(getattr(spec, name), whole)}
+    changes = {name: parts for name, (whole, parts) in fields.items() if is_same(getattr(spec, name), whole)}
     return spec.unchecked(**changes)

@@ -1,4 +1,4 @@
-"""Towers that train on their own copies of the variables, and meet once per block."""
+"""Towers that train on their own copies of the variables, and are averaged once per block."""
 
 from __future__ import annotations
 
@@ -10,20 +10,27 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from estimator import EstimatorSpec, ModeKeys, TrainOp
-from estimator.core._frame import Frame
-from estimator.core._record import Report, merge_reports
-from estimator.core._typing import PyTree
-from estimator.optim._apply_updates import applied
-from estimator.optim._learning_rate import rates_of
-from estimator.optim._loss_scale import select
-from estimator.steps._deferred_merge import Deferred
-from estimator.steps._gradients import Outcome, run, written
+from estimator import EstimatorSpec, ModeKeys, State, TrainOp
+from estimator.replication import (
+    Deferred,
+    Frame,
+    PyTree,
+    Report,
+    RunResult,
+    apply_train_op,
+    concatenate_rows,
+    merge_metrics,
+    merge_stacked_reports,
+    rates_of,
+    run_model_fn,
+    select,
+    split_spec,
+)
 from replicate.block_sync._averaging import BlockAverage, BlockState
 from replicate.block_sync._block_sync import BlockSync
 from replicate.placement._distribution import Mirrored
-from replicate.runner._merge import apart, concatenate_rows, merge_metrics
-from replicate.runner._runner import Call, SyncRunner, keep_names
+from replicate.runner._base import Call, start_of
+from replicate.runner._runner import SyncRunner
 from replicate.towers._map import TOWER_AXIS, tower_map
 
 SLOTS = "block_sync"
@@ -49,6 +56,53 @@ class BlockSyncState(NamedTuple):
     since: jax.Array
 
 
+class _Shared(NamedTuple):
+    """What all towers start a step with; `steps`, `since` and `outer` as in `BlockSyncState`.
+
+    Attributes:
+      state: the global variables, without slots.
+    """
+
+    state: State
+    outer: PyTree
+    steps: jax.Array
+    since: jax.Array
+
+
+class _Local(NamedTuple):
+    """What a tower has of its own; `copies` and `own` as in `BlockSyncState`.
+
+    Attributes:
+      slots: of its optimizers.
+    """
+
+    copies: dict[str, PyTree]
+    own: dict[str, PyTree]
+    slots: dict[str, PyTree]
+
+
+class _LocalStep(NamedTuple):
+    """What the step of a tower leaves.
+
+    Attributes:
+      bare: the spec without what is merged.
+      variables: the global ones that may have changed.
+      outer: the state of the outer optimizer.
+      local: for the next step.
+      per_tower: predictions and export outputs of the tower's rows.
+      merged_later: by field of the spec, this tower's part of what is merged after the last step of a program.
+      rates: the learning rates of the step, by name.
+    """
+
+    bare: EstimatorSpec
+    variables: dict[str, PyTree]
+    outer: PyTree
+    local: _Local
+    per_tower: tuple[PyTree, PyTree]
+    merged_later: dict[str, PyTree]
+    rates: dict[str, jax.Array]
+
+
 class LocalCopies(Mirrored):
     """Copies and slots with the towers as their first dimension, cut along it; all else on every device."""
 
@@ -64,10 +118,10 @@ class LocalCopies(Mirrored):
 
 @dataclasses.dataclass(frozen=True)
 class BlockSyncRunner(SyncRunner):
-    """Runs a model_fn in towers that meet once per block; evaluates and predicts as others do.
+    """Runs a model_fn in towers that are averaged once per block; evaluates and predicts as `SyncRunner` does.
 
     Attributes:
-      block_sync: what `replicate_model_fn` was told.
+      block_sync: the argument of `replicate_model_fn`.
     """
 
     block_sync: BlockSync = dataclasses.field(kw_only=True)
@@ -105,49 +159,54 @@ class BlockSyncRunner(SyncRunner):
 
     def _assigned(self, call: Call, frame: Frame, batch: PyTree) -> list[str]:
         """The names of the variables that the model_fn writes in a training step, from an abstract run of one."""
-        found: list[str] = []
+        names: list[str] = []
 
-        def tower(start: PyTree, batch: PyTree) -> tuple[None, None]:
-            variables, slots, key, global_step = start
-            inside = Frame(frame.mode, variables, slots, key, global_step, scope=frame.scope, reuse=frame.reuse)
-            outcome, _ = run(call, inside, batch, take_gradients=False)
-            found.extend({**outcome.assigned, **outcome.added})
+        def tower(start: State, batch: PyTree) -> tuple[None, None]:
+            inside = Frame(
+                frame.mode,
+                start.variables,
+                start.slots,
+                start.key,
+                start.global_step,
+                scope=frame.scope,
+                reuse=frame.reuse,
+            )
+            writes = run_model_fn(call, inside, batch, differentiate=False).writes
+            names.extend({**writes.assigned, **writes.added})
             return None, None
 
-        start = frame.variables, frame.slots, frame.key, frame.global_step
         in_one_tower = tower_map(tower, self.devices[:1])
         if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
-            in_one_tower(start, batch)  # whoever turns jit off wants to look at values
+            in_one_tower(start_of(frame), batch)  # whoever turns jit off wants to look at values
         else:
-            jax.eval_shape(in_one_tower, start, batch)
-        return found
+            jax.eval_shape(in_one_tower, start_of(frame), batch)
+        return names
 
     def train(self, call: Call, frame: Frame, batch: PyTree, rows: int) -> EstimatorSpec:
         block = _checked_block(frame, len(self.devices))
         optimizers = {name: state for name, state in frame.slots.items() if name != SLOTS}
-        ran: list[Frame] = []
+        frames: list[Frame] = []
 
-        def tower(start: PyTree, given: PyTree) -> tuple[PyTree, PyTree]:
+        def tower(shared: _Shared, given: tuple[_Local, PyTree]) -> tuple[PyTree, PyTree]:
             local = jax.tree.map(lambda x: x[0], given[0])
-            same, after, own = self._local_step(call, frame, start, local, given[1], rows)
-            ran.append(after)
-            return same, own
+            step, after = self._local_step(call, frame, shared, local, given[1], rows)
+            frames.append(after)
+            return (step.bare, step.variables, step.outer), (step.local, step.per_tower, step.merged_later, step.rates)
 
-        start = frame.variables, block.outer, block.steps, block.since, frame.key, frame.global_step
-        local = block.copies, block.own, optimizers
-        (bare, moved, outer), own = tower_map(tower, self.devices)(start, (local, batch))
-        local, predictions, exports, rates, parts = own
-        copies, own, slots = local
-        keep_names(frame, ran[-1])
-        frame.assigned.update(moved)
+        shared = _Shared(start_of(frame)._replace(slots={}), block.outer, block.steps, block.since)
+        local = _Local(block.copies, block.own, optimizers)
+        (bare, variables, outer), of_towers = tower_map(tower, self.devices)(shared, (local, batch))
+        local, (predictions, exports), merged_later, rates = of_towers
+        frame.adopt_names(frames[-1])
+        frame.assigned.update(variables)
         merges: dict[str, Callable[[Any], Any]] = {
             "loss": self._loss,
             "eval_metric_ops": self._metrics,
             "reported": self._reports,
         }
-        unmerged = {name: Deferred(parts[name], merge) for name, merge in merges.items()}
-        merged = {name: each.merge(each.parts) for name, each in unmerged.items()}
-        frame.unmerged = {name: (merged[name], unmerged[name]) for name in merged}
+        deferred = {name: Deferred(merged_later[name], merge) for name, merge in merges.items()}
+        merged = {name: each.merge(each.parts) for name, each in deferred.items()}
+        frame.deferred = {name: (merged[name], deferred[name]) for name in merged}
         steps, since = block.steps + 1, block.since + 1
         since = jnp.where(self._ends_block(steps, since), 0, since)
         return dataclasses.replace(
@@ -155,85 +214,89 @@ class BlockSyncRunner(SyncRunner):
             predictions=concatenate_rows(predictions),
             export_outputs=concatenate_rows(exports),
             train_op=TrainOp(
-                slots={**slots, SLOTS: BlockSyncState(copies, own, outer, steps, since)},
+                slots={**local.slots, SLOTS: BlockSyncState(local.copies, local.own, outer, steps, since)},
                 learning_rates={name: Deferred(rate, self._rate) for name, rate in rates.items()},
             ),
             **merged,
         )
 
     def _local_step(
-        self, call: Call, frame: Frame, start: PyTree, local: PyTree, batch: PyTree, rows: int
-    ) -> tuple[PyTree, Frame, PyTree]:
-        """A step of one tower, with the synchronisation that may follow.
+        self, call: Call, frame: Frame, shared: _Shared, local: _Local, batch: PyTree, rows: int
+    ) -> tuple[_LocalStep, Frame]:
+        """A step of one tower, with the average that may follow.
 
         Args:
-          start: what all towers have: the global variables, the outer state, the steps so far and since the last
-            synchronisation, key and global step.
-          local: the tower's copies, other variables of its own, and slots.
           batch: the tower's rows.
           rows: of all towers.
 
         Returns:
-          What is the same in all towers (a bare spec, the new global variables, the outer state), the frame as the run
-          left it, and what the tower has of its own (what is in `local`, and what its spec holds).
+          What the step leaves, and the frame as the run left it.
         """
-        variables, outer, steps, since, key, step = start
-        copies, own, slots = local
+        state, steps = shared.state, shared.steps
         share_of_loss = 1 / len(self.devices) if self.mean_loss else 1.0
-        scale = len(self.devices) * share_of_loss  # a tower goes on as if its rows were the whole batch
-        # What was done to the global variables between two blocks, such as a warm start, is what all go on from.
-        copies = _instead(since == 0, variables, copies)
-        own = _instead(steps == 0, variables, own)
+        scale = len(self.devices) * share_of_loss  # a tower trains as if its rows were the whole batch
+        # What was done to the global variables between two blocks, such as a warm start, is where all continue from.
+        copies = _replaced_where(shared.since == 0, state.variables, local.copies)
+        own = _replaced_where(steps == 0, state.variables, local.own)
 
-        def run_from(variables: dict[str, PyTree]) -> tuple[Outcome, Frame]:
-            start = variables, slots, key, step
+        def run_from(variables: dict[str, PyTree]) -> RunResult:
+            start = state._replace(variables=variables, slots=local.slots)
             return self.run_tower(call, frame, start, batch, rows, scale, average=_of_this_tower)
 
         def train_op_at(variables: dict[str, PyTree]) -> TrainOp:
-            return apart(run_from(variables)[0].spec, scale)[0].train_op
+            return split_spec(run_from(variables).spec, scale)[0].train_op
 
-        before = {**variables, **copies, **own}
-        outcome, after = run_from(before)
-        assigned = written(outcome, before)
-        _check_written(assigned, {**copies, **own}, self.block_sync.sync)
-        _check_own(own, [n for n in (*copies, *own) if not after.trainable[n] and n not in self.block_sync.sync])
-        spec, (predictions, metrics, exports, reported) = apart(outcome.spec, scale)
-        moved, slots = applied(spec.train_op, assigned, before, slots, key, step, train_op_at)
+        before = {**state.variables, **copies, **own}
+        result = run_from(before)
+        written = result.writes.applied_to(before)
+        _check_written(written, {**copies, **own}, self.block_sync.sync)
+        trainable = result.frame.trainable
+        _check_own(own, [n for n in (*copies, *own) if not trainable[n] and n not in self.block_sync.sync])
+        spec, per_part = split_spec(result.spec, scale)
+        moved, slots = apply_train_op(
+            spec.train_op, written, before, local.slots, state.key, state.global_step, train_op_at
+        )
         rates = rates_of(slots)
         warmup = self.block_sync.warmup_steps
-        meeting = BlockAverage(
+        average = BlockAverage(
             self.block_sync,
             self.ops,
-            after,
+            result.frame,
             spec.train_op,
-            added_only=frozenset(outcome.added) - frozenset(outcome.assigned),
+            added_only=frozenset(result.writes.added) - frozenset(result.writes.assigned),
             is_warmup=steps + 1 == warmup if warmup else None,
         )
         changing = [*copies, *own]
-        met = BlockState(
-            {name: variables[name] for name in changing}, outer, {name: moved[name] for name in changing}, slots
+        block = BlockState(
+            {name: state.variables[name] for name in changing},
+            shared.outer,
+            {name: moved[name] for name in changing},
+            slots,
         )
         if self.block_sync.block_steps == 1 and not warmup:
-            met = meeting(met)
+            block = average(block)
         else:
-            met = jax.lax.cond(self._ends_block(steps + 1, since + 1), meeting, lambda met: met, met)
-        copies, own = ({name: met.copies[name] for name in some} for some in (copies, own))
-        bare = spec.unchecked(loss=None, train_op=None, eval_metric_ops={})
-        parts = {
-            "loss": outcome.spec.loss * share_of_loss,
-            "eval_metric_ops": {**spec.eval_metric_ops, **metrics},
-            "reported": reported,
-        }
-        return (
-            (bare, met.variables, met.outer),
-            after,
-            ((copies, own, met.slots), predictions, exports, rates, parts),
+            block = jax.lax.cond(self._ends_block(steps + 1, shared.since + 1), average, lambda block: block, block)
+        copies, own = ({name: block.copies[name] for name in some} for some in (copies, own))
+        step = _LocalStep(
+            bare=spec.unchecked(loss=None, train_op=None, eval_metric_ops={}),
+            variables=block.variables,
+            outer=block.outer,
+            local=_Local(copies, own, block.slots),
+            per_tower=(per_part.predictions, per_part.export_outputs),
+            merged_later={
+                "loss": result.spec.loss * share_of_loss,
+                "eval_metric_ops": {**spec.eval_metric_ops, **per_part.metrics},
+                "reported": per_part.reported,
+            },
+            rates=rates,
         )
+        return step, result.frame
 
     def _ends_block(self, steps: jax.Array, since: jax.Array) -> jax.Array:
-        """Whether towers meet after so many steps, and so many since they last did.
+        """Whether towers are averaged after `steps` steps, `since` of them since the last average.
 
-        A state that comes in mid-block from a model with longer blocks meets at its next step.
+        A state that comes in mid-block from a model with longer blocks is averaged at its next step.
         """
         warmup = self.block_sync.warmup_steps
         at_the_end_of_a_block = (steps > warmup) & (since >= self.block_sync.block_steps)
@@ -252,17 +315,15 @@ class BlockSyncRunner(SyncRunner):
         return merge_metrics(self._gathered(metrics), len(self.devices))
 
     def _reports(self, reported: dict[str, Report]) -> dict[str, Report]:
-        gathered = self._gathered(reported)
-        parts = [jax.tree.map(lambda x, i=i: x[i], gathered) for i in range(len(self.devices))]
-        return merge_reports(parts, [1] * len(parts))
+        return merge_stacked_reports(self._gathered(reported), len(self.devices))
 
     def _rate(self, rates: jax.Array) -> jax.Array:
         """All towers have the same, unless a loss scale has skipped a step of some."""
         return self._gathered(rates)[0]
 
 
-def _instead(condition: jax.Array, variables: dict[str, PyTree], copies: dict[str, PyTree]) -> dict[str, PyTree]:
-    """The variables in the place of their copies, where the condition holds."""
+def _replaced_where(condition: jax.Array, variables: dict[str, PyTree], copies: dict[str, PyTree]) -> dict[str, PyTree]:
+    """The variables instead of their copies, where the condition holds."""
     return {name: select(condition, variables[name], copy) for name, copy in copies.items()}
 
 
@@ -281,7 +342,7 @@ def _checked_block(frame: Frame, towers: int) -> BlockSyncState:
     if sizes - {towers}:
         raise ValueError(
             f"The state has the copies of {sizes.pop()} towers, but `replicate_model_fn` was given {towers} devices. "
-            "To go on with another number of towers, start from its variables (`warm_start_from`)."
+            "To continue with another number of towers, start from its variables (`warm_start_from`)."
         )
     return block
 

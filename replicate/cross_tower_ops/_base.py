@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from estimator.sparse._indexed_slices import IndexedSlices
+from estimator import IndexedSlices
 from replicate.cross_tower_ops._per_tower import Mirrored, PerTower, as_per_tower, destination_devices, has_slices
 from replicate.towers._map import TOWER_AXIS, tower_map
 

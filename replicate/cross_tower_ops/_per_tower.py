@@ -9,7 +9,8 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from estimator.sparse._indexed_slices import IndexedSlices, is_slices
+from estimator import IndexedSlices
+from estimator.replication import is_slices
 from replicate.towers._devices import find_devices
 
 _ARRAYS = jax.Array | np.ndarray | np.generic | int | float | complex | IndexedSlices

@@ -11,8 +11,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from jax.tree_util import DictKey
 
-from estimator.core._partitioning import PART_AXIS
-from estimator.core._placement import Placement
+from estimator.replication import PART_AXIS, Placement
 from replicate.placement._parameter_server import ParameterServer
 from replicate.towers._devices import find_devices
 from replicate.towers._map import TOWER_AXIS, tower_mesh

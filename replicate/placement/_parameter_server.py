@@ -21,11 +21,14 @@ from jax.sharding import SingleDeviceSharding
 from jax.tree_util import DictKey
 
 from estimator import EstimatorSpec, State, TrainOp
-from estimator.core._placement import Halves, OffTowerPlacement, Placement
-from estimator.optim._learning_rate import rates_of
-from estimator.optim._non_finite import done
-from estimator.runtime._uninterrupted import compile_first
-from estimator.sparse._indexed_slices import is_slices, joined
+from estimator.replication import (
+    Halves,
+    OffTowerPlacement,
+    Placement,
+    compile_first,
+    is_slices,
+    joined,
+)
 from replicate.placement._transfer import transfer
 
 PyTree = Any
@@ -105,8 +108,9 @@ class ParameterServer(OffTowerPlacement):
             if kind not in updates:
                 updates[kind] = _Update(halves.apply, (state, train_op, assigned), shardings, donate)
             after = updates[kind](state, train_op, assigned)
-            rates = {name: rate.copy() for name, rate in rates_of(after.slots).items()}  # the next step takes the state
-            return after, dataclasses.replace(spec, train_op=done(spec.train_op, state.variables, rates))
+            spec = halves.finish(spec, state, after)
+            rates = {n: rate.copy() for n, rate in spec.train_op.learning_rates.items()}
+            return after, spec.unchecked(train_op=dataclasses.replace(spec.train_op, learning_rates=rates))
 
         return several
 

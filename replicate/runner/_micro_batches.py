@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -10,19 +11,27 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from estimator import EstimatorSpec, TrainOp, VariableAggregation
-from estimator.core._batch import check_batch
-from estimator.core._bcoo import is_sparse
-from estimator.core._frame import Frame, lets_out
-from estimator.sparse._indexed_slices import is_slices, joined
-from estimator.steps._forward_transform import Forward
-from estimator.steps._gradients import Outcome, run
-from replicate.runner._merge import apart, check_rows, merged, share, together
+from estimator import EstimatorSpec, TrainOp
+from estimator.replication import (
+    Forward,
+    Frame,
+    PyTree,
+    RunResult,
+    Writes,
+    addend,
+    check_batch,
+    check_rows,
+    is_slices,
+    is_sparse,
+    join_spec,
+    joined,
+    merge_parts,
+    run_model_fn,
+    split_spec,
+)
 from replicate.runner._tower_optimizer import TowerOptimizer
 from replicate.towers._map import num_towers, tower_index
 from replicate.towers._split_batch import split_rows
-
-PyTree = Any
 
 
 def accumulate_steps(train_op: TrainOp | None) -> int:
@@ -31,131 +40,131 @@ def accumulate_steps(train_op: TrainOp | None) -> int:
     Raises:
       ValueError: they do not agree.
     """
-    asked = {
+    steps_by_slots = {
         update.slots: update.optimizer.accumulate_steps if isinstance(update.optimizer, TowerOptimizer) else 1
         for update in (train_op.updates if train_op else ())
     }
-    if len(set(asked.values())) > 1:
-        listed = " and ".join(f"{name!r} for {steps}" for name, steps in asked.items())
+    if len(set(steps_by_slots.values())) > 1:
+        listed = " and ".join(f"{name!r} for {steps}" for name, steps in steps_by_slots.items())
         raise ValueError(
             f"The optimizers of one training step ask for different `accumulate_steps`: {listed}. "
             "Give all of them the same `TowerOptimizer(..., accumulate_steps=...)`."
         )
-    return max(asked.values(), default=1)
+    return max(steps_by_slots.values(), default=1)
 
 
-def accumulated(
-    call: Callable[[PyTree], EstimatorSpec],
-    batch: PyTree,
-    frame: Frame,
-    steps: int,
-    *,
-    like: Outcome,
-    aggregation: dict[str, VariableAggregation],
-    average: Callable[[PyTree], PyTree] | None,
-    loss_scale: float,
-    mean_loss: bool,
-    transform: Callable[[Forward], Forward] | None,
-) -> Outcome:
-    """What one run over all rows of a tower would leave, from `steps` runs over an equal part of them each.
+@dataclasses.dataclass(frozen=True)
+class MicroBatches:
+    """Runs a model_fn on a tower's rows in equal parts, one after another, with the result of one run over all rows.
 
     Gradients and everything else that is merged by sum are added up within one `jax.lax.scan`, so that the memory for
     activations is that of one micro-batch.
 
-    Args:
+    Attributes:
       call: runs the model_fn on a batch.
-      batch: the rows of this tower.
       frame: where each micro-batch starts, with the key of the step.
-      like: what a run over all rows leaves; only its structure, shapes and dtypes matter.
-      aggregation: what becomes of the values assigned to a variable, by name.
-      average: what becomes of the denominators that losses divide by, beyond this tower; None: there are none.
+      steps: the number of micro-batches.
       loss_scale: factor on the loss of a tower.
       mean_loss: whether the tower's loss is the mean of those of the micro-batches, not their sum.
-      transform: of the run of each micro-batch.
-
-    Raises:
-      ValueError: the rows do not divide by `steps`.
+      transform: of the forward pass of each micro-batch.
     """
-    rows = check_batch(batch)
-    if rows % steps:
-        towers = num_towers()
-        raise ValueError(
-            f"Batch size {rows * towers} needs to be divisible by the number of towers, which is {towers}, times "
-            f"`accumulate_steps`, which is {steps}. Choose a batch size that is a multiple of {towers * steps}, or "
-            "another `accumulate_steps`."
-        )
-    part = 1 / steps if mean_loss else 1.0
-    micro_batches = jax.tree.map(lambda x: split_rows(x, steps), batch, is_leaf=is_sparse)
-    numbered = jnp.arange(steps, dtype=jnp.int32), micro_batches
 
-    def one(index: jax.Array, batch: PyTree, denominators: list[jax.Array] | None) -> tuple[Outcome, list[jax.Array]]:
-        seen: list[jax.Array] = []
+    call: Callable[[PyTree], EstimatorSpec]
+    frame: Frame
+    steps: int
+    loss_scale: float
+    mean_loss: bool
+    transform: Callable[[Forward], Forward] | None
 
-        def average(denominator: jax.Array) -> jax.Array:
-            if not lets_out():
+    def run(self, batch: PyTree, like: RunResult, average: Callable[[PyTree], PyTree]) -> RunResult:
+        """Runs the model_fn.
+
+        Args:
+          batch: the rows of this tower.
+          like: of a run over all rows; only its structure, shapes, dtypes and Python values matter.
+          average: takes the average over towers of the denominators that losses divide by.
+
+        Raises:
+          ValueError: the rows do not divide by `steps`.
+        """
+        rows = self._checked_rows(batch)
+        parts = jax.tree.map(lambda x: split_rows(x, self.steps), batch, is_leaf=is_sparse)
+        numbered = jnp.arange(self.steps, dtype=jnp.int32), parts
+        denominators: list[jax.Array] = []
+        if like.denominators:
+            _, stacked = jax.lax.scan(lambda _, part: (None, self._run_one(*part, None).denominators), None, numbered)
+            denominators = average([jnp.mean(each) for each in stacked])
+
+        def add(totals: list[jax.Array], part: tuple[jax.Array, PyTree]) -> tuple[list[jax.Array], PyTree]:
+            result = self._run_one(*part, denominators)
+            assigned = {
+                name: addend(name, value, result.frame.aggregation[name], part[0], self.steps, "micro-batch")
+                for name, value in result.writes.assigned.items()
+            }
+            check_rows(result.spec, rows // self.steps, "micro-batch")
+            summed, per_part = split_spec(result.spec, self._share)
+            leaves = jax.tree.leaves((summed, Writes(assigned, result.writes.added)), is_leaf=is_slices)
+            addends = [leaf for leaf in leaves if not is_slices(leaf)]
+            slices = [leaf for leaf in leaves if is_slices(leaf)]
+            return [total + leaf for total, leaf in zip(totals, addends, strict=True)], (per_part, slices)
+
+        # The leaves alone are carried, since the structure holds the optimizers, of which each run makes its own.
+        leaves, structure = jax.tree.flatten((split_spec(like.spec, self._share)[0], like.writes), is_leaf=is_slices)
+        zeros = [jnp.zeros_like(leaf) for leaf in leaves if not is_slices(leaf)]
+        totals, (per_part, slices) = jax.lax.scan(add, zeros, numbered)
+        sums, joins = iter(totals), map(joined, slices)
+        summed, writes = jax.tree.unflatten(structure, [next(joins if is_slices(leaf) else sums) for leaf in leaves])
+        spec = join_spec(summed, merge_parts(per_part, self.steps))
+        return RunResult(spec, writes, denominators, like.frame)
+
+    @property
+    def _share(self) -> float:
+        """The share of a micro-batch's loss in the tower's."""
+        return 1 / self.steps if self.mean_loss else 1.0
+
+    def _checked_rows(self, batch: PyTree) -> int:
+        rows, towers, steps = check_batch(batch), num_towers(), self.steps
+        if rows % steps:
+            raise ValueError(
+                f"Batch size {rows * towers} needs to be divisible by the number of towers, which is {towers}, times "
+                f"`accumulate_steps`, which is {steps}. Choose a batch size that is a multiple of {towers * steps}, or "
+                "another `accumulate_steps`."
+            )
+        return rows
+
+    def _run_one(self, index: jax.Array, batch: PyTree, denominators: list[jax.Array] | None) -> RunResult:
+        """The run of a micro-batch, differentiated if the denominators that its losses divide by are known."""
+
+        def average(own: jax.Array, number: int | None) -> jax.Array:
+            if number is None:
                 raise ValueError(
                     "A loss with weights for each example is computed within a function that jax traces apart "
                     "(`jax.lax.cond`, `jax.lax.scan`, `jax.checkpoint` ...). With `accumulate_steps` it divides by the "
                     "weights of all micro-batches, which are not known there. Return logits or losses from the "
                     "function and reduce them outside, use Reduction.SUM, or leave out `accumulate_steps`."
                 )
-            seen.append(jax.lax.stop_gradient(denominator))
-            return denominator if denominators is None else _instead(denominator, denominators[len(seen) - 1])
+            return own if denominators is None else _replaced(own, denominators[number])
 
-        key = jax.random.fold_in(frame.key, tower_index() * steps + index)
-        inside = frame.fresh(key=key, average_denominator=average)
-        outcome, _ = run(
-            call,
-            inside,
+        key = jax.random.fold_in(self.frame.key, tower_index() * self.steps + index)
+        return run_model_fn(
+            self.call,
+            self.frame.fresh(key=key, average_denominator=average),
             batch,
-            take_gradients=denominators is not None,
-            loss_scale=loss_scale * part,
-            denominators=seen,
-            transform=transform,
+            differentiate=denominators is not None,
+            loss_scale=self.loss_scale * self._share,
+            transform=self.transform,
         )
-        return outcome, seen
-
-    def only_denominators(_: None, numbered: tuple[jax.Array, PyTree]) -> tuple[None, list[jax.Array]]:
-        return None, one(*numbered, None)[1]
-
-    denominators: list[jax.Array] = []
-    if average is not None:
-        _, stacked = jax.lax.scan(only_denominators, None, numbered)
-        denominators = average([jnp.mean(each) for each in stacked])
-
-    def add(totals: list[jax.Array], numbered: tuple[jax.Array, PyTree]) -> tuple[list[jax.Array], PyTree]:
-        index, rows_of_it = numbered
-        outcome, _ = one(index, rows_of_it, denominators)
-        assigned = {
-            name: share(name, value, aggregation[name], index, steps, "micro-batch")
-            for name, value in outcome.assigned.items()
-        }
-        check_rows(outcome.spec, rows // steps, "micro-batch")
-        same, own = apart(outcome.spec, part)
-        leaves = jax.tree.leaves((same, assigned, outcome.added), is_leaf=is_slices)
-        addends = [leaf for leaf in leaves if not is_slices(leaf)]
-        slices = [leaf for leaf in leaves if is_slices(leaf)]
-        return [total + leaf for total, leaf in zip(totals, addends, strict=True)], (own, slices)
-
-    # The leaves alone, since each run of the model_fn has optimizers, which are part of the structure, of its own.
-    leaves, structure = jax.tree.flatten((apart(like.spec, part)[0], like.assigned, like.added), is_leaf=is_slices)
-    zeros = [jnp.zeros_like(leaf) for leaf in leaves if not is_slices(leaf)]
-    totals, (own, slices) = jax.lax.scan(add, zeros, numbered)
-    sums, joins = iter(totals), map(joined, slices)
-    merged_leaves = [next(joins) if is_slices(leaf) else next(sums) for leaf in leaves]
-    same, assigned, added = jax.tree.unflatten(structure, merged_leaves)
-    return Outcome(together(same, merged(own, steps)), assigned, added)
 
 
 @jax.custom_jvp
-def _instead(own: jax.Array, averaged: jax.Array) -> jax.Array:
-    """The average in place of the micro-batch's own denominator, where no gradient is lost by it."""
+def _replaced(own: jax.Array, averaged: jax.Array) -> jax.Array:
+    """The average instead of the micro-batch's own denominator, where no gradient is lost by it."""
     del own
     return averaged
 
 
-@functools.partial(_instead.defjvp, symbolic_zeros=True)
-def _instead_jvp(primals: tuple[jax.Array, ...], tangents: tuple[Any, ...]) -> tuple[jax.Array, Any]:
+@functools.partial(_replaced.defjvp, symbolic_zeros=True)
+def _replaced_jvp(primals: tuple[jax.Array, ...], tangents: tuple[Any, ...]) -> tuple[jax.Array, Any]:
     if not isinstance(tangents[0], SymbolicZero):
         raise ValueError(
             "A loss divides by the sum of weights that depend on trainable variables. With `accumulate_steps` no "

@@ -8,7 +8,7 @@ import optax
 from absl import logging
 
 from estimator import DynamicLossScale, Optimizer
-from estimator.core._frame import Frame
+from estimator.replication import Frame
 from replicate.towers._map import in_towers
 
 

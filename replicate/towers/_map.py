@@ -14,8 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from estimator.core._bcoo import is_sparse
-from estimator.core._partitioning import PART_AXIS
+from estimator.replication import PART_AXIS, is_sparse
 from replicate.towers._split_batch import split_rows
 
 PyTree = Any

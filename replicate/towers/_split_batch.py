@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.sparse import BCOO
 
-from estimator.core._bcoo import is_sparse, with_shape
+from estimator.replication import is_sparse, with_shape
 
 
 def take_rows(x: Any, begin: int, size: int) -> Any:

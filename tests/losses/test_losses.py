@@ -184,7 +184,7 @@ def test_loss_matches_tensorflow(case):
 
 
 def frame_that_halves_denominators(seen):
-    def average(denominator):
+    def average(denominator, index):
         seen.append(float(denominator))
         return denominator / 2
 
@@ -221,7 +221,7 @@ def test_a_weighted_mean_over_towers_is_the_exact_global_mean():
 
     def tower(values, weights):
         frame = frame_that_halves_denominators([])
-        frame.average_denominator = lambda d: jax.lax.pmean(d, "towers")
+        frame.average_denominator = lambda d, index: jax.lax.pmean(d, "towers")
         with _frame.open_frame(frame):
             return jax.lax.psum(losses.compute_weighted_loss(values, weights) / 4, "towers")
 

@@ -1,0 +1,87 @@
+"""What all runners of towers have in common."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from estimator import EstimatorSpec, State
+from estimator.replication import Forward, Frame, PerPart, Placement, PyTree, merge_parts
+from replicate.cross_tower_ops import CrossTowerOps
+from replicate.towers._map import num_towers, tower_index
+
+Call = Callable[[PyTree], EstimatorSpec]
+"""Runs the model_fn on a batch, `(features, labels)`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Runner(abc.ABC):
+    """Runs a model_fn in towers, within the frame of the run around it.
+
+    Attributes:
+      devices: one per tower, or a tuple of them.
+      placement: where the variables live.
+      mean_loss: whether the merged loss is the mean of the towers' losses, not their sum.
+      on_nan: None: gradients are not looked at.
+      ops: takes the sums over towers.
+      transform: the `tower_transform` of `replicate_model_fn`.
+    """
+
+    devices: tuple[Any, ...]
+    placement: Placement
+    mean_loss: bool
+    on_nan: str | None
+    ops: CrossTowerOps
+    transform: Callable[[Forward], Forward] | None
+
+    @abc.abstractmethod
+    def initialize(self, call: Call, frame: Frame, batch: PyTree) -> EstimatorSpec:
+        """Creates the variables as one tower with the whole batch would."""
+
+    @abc.abstractmethod
+    def train(self, call: Call, frame: Frame, batch: PyTree, rows: int) -> EstimatorSpec:
+        """The merged spec of a training step on `rows` rows."""
+
+    @abc.abstractmethod
+    def evaluate(self, call: Call, frame: Frame, batch: PyTree, rows: int) -> EstimatorSpec:
+        """The merged spec in EVAL or PREDICT, in which every one of `rows` examples counts once."""
+
+    def merge_parts(self, per_part: PerPart, towers: int) -> PerPart:
+        return merge_parts(per_part._replace(metrics=self.placement.to_merge(per_part.metrics)), towers)
+
+    def readable(self, spec: EstimatorSpec) -> EstimatorSpec:
+        """The spec with what every process reads whole in each."""
+        metrics, reported = self.placement.whole_in_each((spec.eval_metric_ops, spec.reported))
+        return dataclasses.replace(spec, eval_metric_ops=metrics, reported=reported)
+
+
+def start_of(frame: Frame) -> State:
+    """The state that all towers of a run start from."""
+    return State(frame.variables, frame.slots, frame.global_step, frame.key)
+
+
+def tower_frame(
+    frame: Frame, start: State, average_denominator: Callable[[jax.Array, int | None], jax.Array], first: int = 0
+) -> Frame:
+    """The frame of one tower.
+
+    Args:
+      frame: of the run around the towers.
+      start: the state that the tower starts from.
+      average_denominator: see `Frame`.
+      first: the number of a row that keeps the random keys apart from those of another part's towers.
+    """
+    key = start.key
+    if num_towers() > 1 or first:
+        key = jax.random.fold_in(key, tower_index() + first)
+    return frame.fresh(
+        variables=start.variables,
+        slots=start.slots,
+        key=key,
+        global_step=start.global_step,
+        average_denominator=average_denominator,
+    )
