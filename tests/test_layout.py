@@ -30,7 +30,7 @@ LAYERS = (
     ("estimator.checkpoint",),
     ("estimator.export",),
     ("estimator.loop",),
-    ("estimator.*",),  # the modules beside the packages: Estimator, train_and_evaluate ...
+    ("estimator.*",),  # the modules beside the packages: Estimator, train_and_evaluate, replication ...
     ("estimator.canned",),
     ("estimator",),
     ("replicate.towers",),
@@ -99,6 +99,21 @@ def test_there_is_no_import_circle():
         for others in waiting.values():
             others.difference_update(free)
     assert not waiting, f"These modules import each other: {sorted(waiting)}"
+
+
+PUBLIC = re.compile(r"estimator(\.[a-z]\w*)*$")
+
+
+def test_replicate_uses_the_public_names_of_estimator_and_its_boundary_alone():
+    """`replicate.explain` looks into both packages, and says so."""
+    wrong = [
+        f"{module} imports {other}"
+        for module, others in ARROWS.items()
+        if package(module).startswith("replicate") and package(module) != "replicate.explain"
+        for other in others
+        if other.startswith("estimator") and not PUBLIC.match(other)
+    ]
+    assert not wrong, "\n".join(wrong)
 
 
 def test_no_folder_has_too_many_modules():

@@ -28,7 +28,7 @@ from estimator.replication import (
 )
 from replicate.block_sync._averaging import BlockAverage, BlockState
 from replicate.block_sync._block_sync import BlockSync
-from replicate.placement._distribution import Mirrored
+from replicate.placement._mirrored import MirroredPlacement
 from replicate.runner._base import Call, start_of
 from replicate.runner._runner import SyncRunner
 from replicate.towers._map import TOWER_AXIS, tower_map
@@ -103,7 +103,7 @@ class _LocalStep(NamedTuple):
     rates: dict[str, jax.Array]
 
 
-class LocalCopies(Mirrored):
+class LocalCopies(MirroredPlacement):
     """Copies and slots with the towers as their first dimension, cut along it; all else on every device."""
 
     kind = "local copies"

@@ -16,7 +16,7 @@ from testing.towers import assert_close, replicate
 import estimator as est
 from estimator.export import ClassificationOutput, PredictOutput, RegressionOutput
 from replicate import TowerOptimizer, tower_index
-from replicate.runner._merge import concatenate_rows
+from estimator.replication import concatenate_rows
 
 TOWERS = [1, 2, 3, 4, 8]
 NAMES = ["cat", "dog", "owl"]

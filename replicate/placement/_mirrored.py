@@ -1,0 +1,119 @@
+"""Variables on every tower's device: a copy on each, or each array cut over them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from estimator.replication import Placement
+from replicate.towers._map import TOWER_AXIS, tower_mesh
+
+
+class OneDevicePlacement(Placement):
+    """Everything on one given device."""
+
+    def __init__(self, device: jax.Device) -> None:
+        self._sharding = SingleDeviceSharding(device)
+
+    def state(self, like: Any) -> Any:
+        del like
+        return self._sharding
+
+    def batch(self, rows: int) -> Any:
+        del rows
+        return self._sharding
+
+
+class MeshPlacement(Placement):
+    """Arrays over a mesh of the towers' devices: a copy of the state on each, and of a batch a tower's rows.
+
+    Args:
+      devices: one per tower, or a tuple of them.
+    """
+
+    def __init__(self, devices: Sequence[Any]) -> None:
+        self._mesh = tower_mesh(devices)
+
+    def state(self, like: Any) -> Any:
+        del like
+        return NamedSharding(self._mesh, PartitionSpec())
+
+    def batch(self, rows: int) -> Any:
+        axis = TOWER_AXIS if rows % self._mesh.shape[TOWER_AXIS] == 0 else None
+        return NamedSharding(self._mesh, PartitionSpec(axis))
+
+    def gathered(self, tree: Any) -> Any:
+        return jax.lax.with_sharding_constraint(tree, NamedSharding(self._mesh, PartitionSpec()))
+
+
+class MirroredPlacement(MeshPlacement):
+    """A copy of the state on every tower's device, in one process or several."""
+
+    kind = "mirrored"
+
+    def __init__(self, devices: Sequence[jax.Device]) -> None:
+        super().__init__(devices)
+        processes = len({device.process_index for device in devices})
+        self.spans_processes = processes > 1
+        self.towers_per_process = len(devices) // processes
+
+    def from_processes(self, batch: Any, stacked: bool = False) -> Any:
+        if not self.spans_processes:
+            return batch
+        axes = (None, TOWER_AXIS) if stacked else (TOWER_AXIS,)
+        rows = {x.shape[len(axes) - 1] for x in jax.tree.leaves(batch) if not _is_global(x)}
+        if any(n % self.towers_per_process for n in rows):
+            raise ValueError(
+                f"Batch size {max(rows)} needs to be divisible by the number of towers, which is "
+                f"{self.towers_per_process} in each process. Drop the remainder in input_fn (`drop_remainder=True`), "
+                "or choose another batch size."
+            )
+        return _global(batch, NamedSharding(self._mesh, PartitionSpec(*axes)))
+
+    def whole_in_each(self, tree: Any) -> Any:
+        return self.gathered(tree) if self.spans_processes else tree
+
+    def in_all_processes(self, batch: Any) -> Any:
+        return _global(batch, NamedSharding(self._mesh, PartitionSpec())) if self.spans_processes else batch
+
+    def to_update(self, train_op: Any) -> Any:
+        """Summed gradients as every device has them.
+
+        The barrier keeps XLA from compiling the optimizer's arithmetic together with what was before, differently
+        for mirrored and cut variables: it makes the two equal bit by bit.
+        """
+        return self.gathered(jax.lax.optimization_barrier(train_op))
+
+
+class ShardedPlacement(MirroredPlacement):
+    """Every array of the state cut over the devices, where it can be."""
+
+    kind = "sharded"
+
+    def state(self, like: Any) -> Any:
+        return jax.tree.map(self._cut, like)
+
+    def _cut(self, array: Any) -> NamedSharding:
+        for axis, size in enumerate(array.shape):
+            if size % self._mesh.size == 0:
+                return NamedSharding(self._mesh, PartitionSpec(*[None] * axis, TOWER_AXIS))
+        return NamedSharding(self._mesh, PartitionSpec())
+
+
+def _is_global(x: Any) -> bool:
+    return isinstance(x, jax.core.Tracer) or (isinstance(x, jax.Array) and not x.is_fully_addressable)
+
+
+def _global(batch: Any, sharding: NamedSharding) -> Any:
+    return jax.tree.map(lambda x: x if _is_global(x) else _from_local(x, sharding), batch)
+
+
+def _from_local(x: Any, sharding: NamedSharding) -> jax.Array:
+    x = np.asarray(x)
+    x = x.astype(jax.dtypes.canonicalize_dtype(x.dtype), copy=False)
+    shape = x.shape if sharding.is_fully_replicated else None
+    return jax.make_array_from_process_local_data(sharding, x, shape)
