@@ -15,8 +15,8 @@ from testing.towers import assert_close, replicate
 
 import estimator as est
 from estimator.export import ClassificationOutput, PredictOutput, RegressionOutput
-from replicate import TowerOptimizer, tower_index
 from estimator.replication import concatenate_rows
+from replicate import TowerOptimizer, tower_index
 
 TOWERS = [1, 2, 3, 4, 8]
 NAMES = ["cat", "dog", "owl"]
