@@ -27,6 +27,7 @@ from replicate.block_sync._runner import BlockSyncRunner, LocalCopies
 from replicate.cross_tower_ops import CrossTowerOps, choose_the_best
 from replicate.cross_tower_ops._unpacked import OneByOne
 from replicate.placement._distribution import VariableDistribution, place
+from replicate.runner._base import Runner
 from replicate.runner._runner import SyncRunner
 from replicate.towers._devices import find_devices, in_towers_of, of_this_process
 from replicate.towers._map import in_towers
@@ -54,7 +55,7 @@ def replicate_model_fn(
     It goes wherever a model_fn goes. Features and labels are split along their first dimension; each tower's loss is
     divided by the number of towers, unless the reduction is SUM; the gradients of all towers are summed, and the
     optimizers, wrapped in `TowerOptimizer`, run once on the sums; the losses are added, metrics merged, predictions
-    concatenated in input order. The rules are those of `tf.contrib.estimator.replicate_model_fn`; here evaluation
+    concatenated in input order. The rules are `tf.contrib.estimator.replicate_model_fn`'s; here evaluation
     and prediction take batches of any size, and weighted means are exact. Sparse features
     (`jax.experimental.sparse.BCOO`) are split by rows too; each tower then goes through the entries of all rows,
     unless the rows are a batch dimension (`bcoo.update_layout(n_batch=1, on_inefficient=None)`).
@@ -81,16 +82,16 @@ def replicate_model_fn(
       model_fn: function of `features` and any of `labels, mode, params, config`.
       loss_reduction: how the model_fn's loss comes from the losses of the examples: SUM, or any of the means.
       devices: one per tower: `jax.Device`s or names such as "/gpu:0", "cpu:1". None means all GPUs or TPU cores, or,
-        where there are none, all CPU devices; of several processes (`initialize_distributed`) those of all. Each
+        where there are none, all CPU devices; of several processes (`initialize_distributed`) the devices of all. Each
         process then gives its own rows of every batch.
       variable_distribution: where the variables live, and where the gradients are summed.
       variable_device: the device of all variables, for SHARED_LOCAL_PARAMETER_SERVER. By default, as in TensorFlow,
         the tower's own where there is one tower, else the first CPU device.
-      on_nan: what to do about a step in which a gradient that a tower is about to give to the sum holds an inf or a
-        NaN. None: nothing is looked for. "skip": the step changes neither variables nor slots, is counted in the state
-        (`est.skipped_steps(state)`), and training goes on. "raise": `est.NonFiniteGradientError` names the step, the
-        tower and the variable; a `train_step` of `est.transform` then waits for its result, an Estimator looks as
-        often as it looks at the losses, and what is compiled into an outer `jax.jit` can only skip.
+      on_nan: what to do about a step in which the gradient of a tower holds an inf or a NaN. None: gradients are not
+        checked. "skip": the step changes neither variables nor slots, is counted in the state
+        (`est.skipped_steps(state)`), and training continues. "raise": `est.NonFiniteGradientError` names the step, the
+        tower and the variable; a `train_step` of `est.transform` then waits for its result, an Estimator checks as
+        often as it reads the losses, and a step compiled into an outer `jax.jit` can only skip.
       cross_tower_ops: how gradients, losses and whatever else is summed over towers, in training and evaluation; of
         `replicate.cross_tower_ops`. What a model_fn itself sums by `cross_tower_sum` does not go through it.
       tower_transform: `fn(forward)`, which makes of a tower's forward function another one, of which the gradients
@@ -98,53 +99,37 @@ def replicate_model_fn(
         around a whole forward pass its peak stays), `jax.named_scope("tower")` for profiles, or one that runs it
         under `jax.default_matmul_precision("bfloat16")`. `forward(trained, rest, batch)` is pure: pytrees of arrays
         go in, what is differentiated first, and come out, the losses to differentiate first. It is one run of the
-        model_fn, less the sums over towers that follow; each micro-batch of `accumulate_steps` has one. It is so in
-        every mode, but for `init`.
-      block_sync: how towers train on their own for a block of steps and are averaged at its end, instead of summing
+        model_fn, without the cross-tower reductions; each micro-batch of `accumulate_steps` has one. This holds in
+        every mode except `init`.
+      block_sync: towers train on their own for a block of steps and are averaged at its end, instead of summing
         gradients in each step.
-      devices_per_tower: of how many neighbours in `devices` a tower is, for models that do not fit on one: those that
-        `est.get_variable(..., partition=...)` cuts variables over, and `est.spread` activations. Nothing else changes:
-        k devices work on the rows of one tower. For MIRRORED variables, in one process.
+      devices_per_tower: the number of neighbours in `devices` that make a tower, for models that do not fit on one
+        device: `est.get_variable(..., partition=...)` cuts variables over them, and `est.spread` activations. Nothing
+        else changes: k devices work on the rows of one tower. For MIRRORED variables, in one process.
 
     Raises:
       TypeError: `cross_tower_ops`, `tower_transform` or `block_sync` is something else, what `tower_transform` returns
-        is no function, or `devices_per_tower` is no integer.
+        is not a function, or `devices_per_tower` is not an integer.
       ValueError: the reduction is NONE, there are no such devices, they do not divide by `devices_per_tower`, or
         arguments were given that do not go together; or, while it runs, the batch does not divide by the towers
         (times `accumulate_steps`) in TRAIN, an optimizer is not wrapped in `TowerOptimizer`, or what
         `tower_transform` makes returns something else than the forward function.
     """
-    check_transform(tower_transform)
-    if on_nan is not None and on_nan not in NON_FINITE_POLICIES:
-        raise ValueError(f'on_nan must be None, "raise" or "skip"; got {on_nan!r}.')
-    if Reduction(loss_reduction) == Reduction.NONE:
-        raise ValueError(
-            "Tower losses need to be reduced in some way, yet NONE reduction is specified. "
-            "Use Reduction.SUM or one of the means."
-        )
+    options = _Options(
+        loss_reduction=loss_reduction,
+        variable_distribution=variable_distribution,
+        variable_device=variable_device,
+        on_nan=on_nan,
+        cross_tower_ops=cross_tower_ops,
+        tower_transform=tower_transform,
+        block_sync=block_sync,
+        devices_per_tower=devices_per_tower,
+    )
     towers = in_towers_of(devices_per_tower, find_devices(devices))
-
-    if block_sync is not None:
-        _check_block_sync(block_sync, variable_distribution, on_nan, devices_per_tower)
-
-    def replicas_on(devices: tuple[Any, ...]) -> SyncRunner:
-        placement = place(variable_distribution, devices, variable_device)
-        make: Callable[..., SyncRunner] = SyncRunner
-        if block_sync is not None:
-            placement = LocalCopies(devices) if len(devices) > 1 else placement
-            make = functools.partial(BlockSyncRunner, block_sync=block_sync)
-        return make(
-            devices=devices,
-            placement=placement,
-            mean_loss=Reduction(loss_reduction) != Reduction.SUM,
-            on_nan=on_nan,
-            ops=_checked_ops(cross_tower_ops, placement, devices),
-            transform=tower_transform,
-        )
-
-    everywhere = replicas_on(towers)
+    options.check()
+    everywhere = _make_runner(options, towers)
     # Each process predicts for itself: nothing of an example depends on the others, nor on how many they have.
-    here = replicas_on(of_this_process(towers)) if everywhere.placement.spans_processes else everywhere
+    here = _make_runner(options, of_this_process(towers)) if everywhere.placement.spans_processes else everywhere
 
     def replicated(
         features: PyTree, labels: PyTree, mode: str, params: Any = None, config: Any = None
@@ -153,7 +138,7 @@ def replicate_model_fn(
         if in_towers():
             raise ReplicatedTwice("`replicate_model_fn` was given a model_fn that is replicated already. Wrap it once.")
         mode = ModeKeys(mode)
-        replicas = here if mode == ModeKeys.PREDICT else everywhere
+        runner = here if mode == ModeKeys.PREDICT else everywhere
         rows = check_batch(features, labels)
         # What initializes has the rows of this process alone.
         size = len(here.devices if frame.initializing else towers)
@@ -163,9 +148,9 @@ def replicate_model_fn(
                 "Drop the remainder in input_fn (`drop_remainder=True`), or choose another batch size."
             )
         bound = bind(model_fn, params, config)
-        frame.placement = replicas.placement
+        frame.placement = runner.placement
         if not frame.one_tower:
-            frame.parts, frame.cut = frame.placement.parts, frame.placement.cut
+            frame.parts, frame.cut = runner.placement.parts, runner.placement.cut
         if on_nan and mode == ModeKeys.TRAIN:
             watch_non_finite(frame, on_nan)
 
@@ -173,13 +158,58 @@ def replicate_model_fn(
             return bound(*batch, mode)
 
         if frame.initializing:
-            return replicas.initialize(call, frame, (features, labels))
+            return runner.initialize(call, frame, (features, labels))
         if mode == ModeKeys.TRAIN:
-            return replicas.train(call, frame, (features, labels), rows)
-        used = dataclasses.replace(replicas, devices=towers[:1]) if frame.one_tower else replicas
-        return used.evaluate(call, frame, (features, labels), rows)
+            return runner.train(call, frame, (features, labels), rows)
+        if frame.one_tower:
+            runner = dataclasses.replace(runner, devices=towers[:1])
+        return runner.evaluate(call, frame, (features, labels), rows)
 
     return replicated
+
+
+@dataclasses.dataclass(frozen=True)
+class _Options:
+    """The arguments of `replicate_model_fn` that say how towers run."""
+
+    loss_reduction: str
+    variable_distribution: VariableDistribution
+    variable_device: jax.Device | str | None
+    on_nan: str | None
+    cross_tower_ops: CrossTowerOps | None
+    tower_transform: Callable[[Forward], Forward] | None
+    block_sync: BlockSync | None
+    devices_per_tower: int
+
+    def check(self) -> None:
+        """Raises the errors that `replicate_model_fn` lists."""
+        check_transform(self.tower_transform)
+        if self.on_nan is not None and self.on_nan not in NON_FINITE_POLICIES:
+            raise ValueError(f'on_nan must be None, "raise" or "skip"; got {self.on_nan!r}.')
+        if Reduction(self.loss_reduction) == Reduction.NONE:
+            raise ValueError(
+                "Tower losses need to be reduced in some way, yet NONE reduction is specified. "
+                "Use Reduction.SUM or one of the means."
+            )
+        if self.block_sync is not None:
+            _check_block_sync(self.block_sync, self.variable_distribution, self.on_nan, self.devices_per_tower)
+
+
+def _make_runner(options: _Options, devices: tuple[Any, ...]) -> Runner:
+    placement = place(options.variable_distribution, devices, options.variable_device)
+    if options.block_sync is not None and len(devices) > 1:
+        placement = LocalCopies(devices)
+    make: Callable[..., Runner] = SyncRunner
+    if options.block_sync is not None:
+        make = functools.partial(BlockSyncRunner, block_sync=options.block_sync)
+    return make(
+        devices=devices,
+        placement=placement,
+        mean_loss=Reduction(options.loss_reduction) != Reduction.SUM,
+        on_nan=options.on_nan,
+        ops=_checked_ops(options.cross_tower_ops, placement, devices),
+        transform=options.tower_transform,
+    )
 
 
 def _check_block_sync(block_sync: Any, distribution: VariableDistribution, on_nan: str | None, size: int) -> None:

@@ -10,7 +10,7 @@ from jax.typing import ArrayLike
 
 
 def check_intervals(caller: str, **given: float | None) -> None:
-    """Raises a ValueError unless exactly one of the intervals is given and positive; those of steps are ints."""
+    """Raises a ValueError unless exactly one of the intervals is given and positive; steps are ints."""
     shown = " and ".join(f"{name}={value!r}" for name, value in given.items())
     if sum(value is not None for value in given.values()) != 1:
         raise ValueError(f"Exactly one of {' and '.join(given)} should be provided to {caller}; got {shown}.")

@@ -20,7 +20,7 @@ def check_batch(features: PyTree, labels: PyTree = None) -> int:
     """The number of examples in a batch.
 
     Raises:
-      TypeError: a leaf is not a numeric array, or a sparse one that is no `BCOO`.
+      TypeError: a leaf is not a numeric array, or a sparse one that is not a `BCOO`.
       ValueError: there is no array, or a leaf has no batch dimension, another batch size than the rest, or no rows.
     """
     leaves = named_leaves(features, labels, is_leaf=lambda x: isinstance(x, JAXSparse))
@@ -106,15 +106,15 @@ class BatchGuard:
     def _differences(self, pair: tuple[PyTree, PyTree]) -> str:
         """In words; nothing where only the numbers of rows differ."""
         before, now = self._built_with, _shapes(*pair)
-        found = []
+        changes = []
         for name in {**before, **now}:
             if name not in now:
-                found.append(f"{name} is missing")
+                changes.append(f"{name} is missing")
             elif name not in before:
-                found.append(f"{name} is new")
+                changes.append(f"{name} is new")
             elif before[name][1:] != now[name][1:]:
-                found.append(f"{name} has the shape {now[name]} instead of {before[name]}")
-        return ", ".join(found)
+                changes.append(f"{name} has the shape {now[name]} instead of {before[name]}")
+        return ", ".join(changes)
 
 
 def _shapes(features: PyTree, labels: PyTree) -> dict[str, tuple[int, ...]]:
@@ -160,7 +160,7 @@ def _check_sparse(name: str, leaf: JAXSparse) -> None:
             "are dense. Give `x.todense()`."
         )
     if not jnp.issubdtype(leaf.indices.dtype, jnp.integer):
-        raise TypeError(f"The indices of a sparse array must be integers; those of {name} are {leaf.indices.dtype}.")
+        raise TypeError(f"The indices of a sparse array must be integers; {name} has {leaf.indices.dtype}.")
     largest = max(leaf.shape[leaf.n_batch : leaf.n_batch + leaf.n_sparse], default=0)
     if largest > np.iinfo(leaf.indices.dtype).max:
         raise ValueError(

@@ -41,7 +41,7 @@ def padded(batch: PyTree) -> PyTree:
 def alike(batches: Sequence[PyTree]) -> Sequence[PyTree]:
     """Batches with their sparse leaves padded to the same power of two, so that they can be stacked.
 
-    They come back as they are where there is no sparse leaf, or where they differ in structure.
+    Batches without a sparse leaf, or of several structures, are returned unchanged.
     """
     if not has_sparse(batches[0]):
         return batches
@@ -61,13 +61,13 @@ def per_step(batches: PyTree) -> PyTree:
     """The opposite: every sparse leaf has the shape it has in one step, which is what a `lax.scan` makes of it.
 
     Raises:
-      ValueError: the steps are no batch dimension of the sparse array.
+      ValueError: the steps are not a batch dimension of the sparse array.
     """
 
     def one(x: BCOO) -> tuple[int, ...]:
         if not x.n_batch:
             raise ValueError(
-                f"`train_loop` got {x!r}, whose steps cannot be told apart: the first dimension of stacked sparse "
+                f"`train_loop` got {x!r}, whose steps cannot be separated: the first dimension of stacked sparse "
                 "batches must be a batch dimension. Write `bcoo.update_layout(n_batch=1, on_inefficient=None)`, or "
                 "give a list of batches."
             )

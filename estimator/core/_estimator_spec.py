@@ -26,7 +26,7 @@ _RESERVED_METRICS = ("loss", "global_step")
 class EstimatorSpec:
     """The outcome of one run of a model_fn; immutable, checked when it is made, and a pytree.
 
-    The fields and rules are those of `tf.estimator.EstimatorSpec`, without `scaffold`.
+    Fields and rules as in `tf.estimator.EstimatorSpec`, without `scaffold`.
 
     >>> import jax.numpy as jnp
     >>> spec = EstimatorSpec("infer", predictions={"class": jnp.array([3, 1])})
@@ -35,7 +35,7 @@ class EstimatorSpec:
 
     Attributes:
       mode: a `ModeKeys`, or its string.
-      predictions: any pytree of batch-major arrays of numbers: strings are no part of a compiled program, so classes
+      predictions: any pytree of batch-major arrays of numbers: strings cannot be part of a compiled program, so classes
         are integers here, and get their names from what `predict` yields. Required in PREDICT.
       loss: scalar array. Required in TRAIN and EVAL.
       train_op: what `minimize`, `apply_gradients` or `group` returned. Required in TRAIN; `est.group()` changes no

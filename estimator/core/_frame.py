@@ -81,10 +81,10 @@ class Frame:
       known_gradients: what the first calls of `compute_gradients` return (see `_gradients.py`).
       average_denominator: `(denominator, index)`, what a loss divides by instead of its own denominator, of which every
         tower has another; `index` counts `denominators`, and is None for one that is not among them.
-      denominators: those of the losses so far that are known in the model_fn, not in a loop or branch within it.
+      denominators: of the losses so far; only those known in the model_fn itself, not in a loop or branch within it.
       parts: of how many devices a tower is.
       cut: cuts a dimension of an array over the devices of a tower.
-      trainable, aggregation: what `get_variable` was told, by full name.
+      trainable, aggregation: the arguments of `get_variable`, by full name.
       partitions: which dimension of a variable's array is cut, by full name and path; empty if `parts` is 1.
       assigned, added: the writes of this run: the value assigned last, and the sum of the deltas since.
       placement: where a replicated model_fn wants its variables; None for a plain one.
@@ -92,14 +92,14 @@ class Frame:
       rng_calls: how often `make_rng` was called, by name.
       slot_owners: which optimizer each entry of `slots` belongs to.
       reserved: the entries of `slots` that `compute_gradients` took for `apply_gradients`, and their optimizers.
-      loss_scale: factor on the losses of this run, whose gradients are added to those of other towers.
+      loss_scale: factor on the losses of this run, whose gradients are added to the other towers' gradients.
       slot_variables: the variables that entries of `slots` are about, where a run reads them outside of TRAIN.
       scaled_gradients: the variables whose gradients in this run `compute_gradients` returned, which are scaled so.
       says_scaled: whether `tower_gradient` scaled gradients that the model_fn took by itself.
       gradient_calls: how often `compute_gradients` was called.
       on_nan: what is done about non-finite gradients (see `_non_finite.py`).
       taps: by table, what `embedding_lookup` adds to the rows of each lookup (see `_gradients.py`).
-      lookups: by table, the rows that each lookup asked for, a flat array; what is no row is negative or too large.
+      lookups: by table, the rows of each lookup, a flat array; an id outside of the table is negative or too large.
       handed_out: the variables that the model_fn has seen whole, not only by their rows.
       reported: what the model_fn reported, by full name (see `_report.py`).
       one_tower: whether a replicated model_fn runs as one tower, on any device: what is exported has no towers.
@@ -193,8 +193,8 @@ def current_trace() -> Any:
 def transformations_within(frame: Frame) -> tuple[str, ...] | None:
     """The transformations of jax between the model_fn and the code that calls this, the innermost first.
 
-    None: jax traces both in one function, so that what is known here is known in the model_fn. Of a function that is
-    traced apart by `jax.jit` alone there are no names.
+    None: jax traces both in one function, so that what is known here is known in the model_fn. A function that is
+    traced apart by `jax.jit` alone has no names.
     """
     if frame.trace == current_trace():
         return None
@@ -241,7 +241,7 @@ def open_frame(frame: Frame) -> Iterator[Frame]:
 
 
 def current_frame(caller: str) -> Frame:
-    """The frame of the run that is going on; `caller` is named in the error where there is none."""
+    """The frame of the current run; `caller` is named in the error if there is none."""
     if not _stack.frames:
         raise RuntimeError(
             f"`{caller}` must be called inside a model_fn that an Estimator or `est.transform` runs; "
@@ -251,7 +251,7 @@ def current_frame(caller: str) -> Frame:
 
 
 def innermost_frame() -> Frame | None:
-    """The frame of the run that is going on, if one is."""
+    """The frame of the current run, if there is one."""
     return _stack.frames[-1] if _stack.frames else None
 
 

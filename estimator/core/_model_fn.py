@@ -80,13 +80,13 @@ def with_params(model_fn: ModelFn, params: Any) -> ModelFn:
 
 
 def _check_train_op(shown: str, spec: EstimatorSpec) -> None:
-    """Raises a ValueError for a train_op of another run, whose losses are not those of this one's variables."""
+    """Raises a ValueError for a train_op of another run: its losses do not depend on the variables of this one."""
     updates = spec.train_op.updates if spec.train_op else ()
     runs = {id(run) for run in current_frame("a model_fn").runs} if updates else set()
     others = [update.slots for update in updates if id(update.run) not in runs]
     if others:
         raise ValueError(
-            f"{shown} returned a train_op that another run of it has made (that of the optimizer {others[0]!r}): it "
+            f"{shown} returned a train_op that another run of it has made (by the optimizer {others[0]!r}): it "
             "would train nothing. A model_fn runs several times; call `minimize`, or `compute_gradients` and "
             "`apply_gradients`, in each of them, and keep nothing of what they return."
         )

@@ -42,7 +42,7 @@ def spread(x: jax.typing.ArrayLike, axis: int) -> jax.Array:
       axis: which of its dimensions; a negative one counts from the last.
 
     Raises:
-      TypeError: the axis is no integer.
+      TypeError: the axis is not an integer.
       ValueError: the array has no such dimension.
     """
     frame = current_frame("est.spread")
@@ -59,7 +59,7 @@ def spread(x: jax.typing.ArrayLike, axis: int) -> jax.Array:
 
 
 def partitioned(call: str, frame: Frame, full: str, partition: Partition) -> None:
-    """Cuts a variable of the frame as `get_variable` was told, and notes it; checks only, where towers are narrow.
+    """Cuts a variable of the frame as `partition` says, and notes it; where a tower is one device it only checks.
 
     Raises:
       TypeError, ValueError: the partition does not suit the variable, or its dimension does not divide.

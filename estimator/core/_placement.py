@@ -58,7 +58,7 @@ class Placement:
         return None
 
     spans_processes = False
-    """Whether the devices are those of several processes, of which each has some rows of every batch."""
+    """Whether the devices belong to several processes, each of which has some rows of every batch."""
 
     towers_per_process = 1
 
@@ -83,7 +83,7 @@ class Placement:
         return self
 
     def placed(self, tree: Any) -> Any:
-        """Variables or slots, where those of the state are."""
+        """Variables or slots, with the shardings of the state."""
         return tree
 
     def cut(self, x: jax.Array, axis: int) -> jax.Array:
@@ -118,7 +118,7 @@ class Placement:
         return self._compiled(step, like, donate)
 
     def compile_loop(self, loop: Step, halves: Halves, like: Any, donate: bool) -> Step:
-        """The compiled steps over stacked batches; arguments as those of `compile_step`."""
+        """The compiled steps over stacked batches; arguments as for `compile_step`."""
         del halves
         return self._compiled(loop, like, donate, stacked=True)
 

@@ -1,4 +1,4 @@
-"""Values that a model_fn reports beside its loss, and how those of several towers become one."""
+"""Values that a model_fn reports beside its loss, and how the values of several towers become one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Report:
         raise AssertionError  # every kind has its own
 
     def merged(self, others: Sequence[Any], rows: Sequence[int]) -> Any:
-        """One report from this one and those of the other parts of a batch, in input order, of so many rows each."""
+        """One report from this one and the other parts', in input order; part i has `rows[i]` rows."""
         raise AssertionError
 
 
@@ -126,7 +126,7 @@ class Histogram(Report):
 
 
 def merge_reports(parts: Sequence[dict[str, Report]], rows: Sequence[int]) -> dict[str, Report]:
-    """One report for each name from those of several parts of a batch, of so many rows each."""
+    """One report for each name from the reports of several parts of a batch; part i has `rows[i]` rows."""
     first, *others = parts
     return {name: report.merged([other[name] for other in others], rows) for name, report in first.items()}
 
@@ -152,7 +152,7 @@ def record(name: str, value: Any) -> None:
 
     Raises:
       ValueError: the name was reported already, or the value is not known outside of a function that jax traces.
-      TypeError: the value is no array of numbers.
+      TypeError: the value is not an array of numbers.
     """
     value = checked("est.record", name, value)
     report("est.record", name, Scalar(value) if value.ndim == 0 else Rows(value))
@@ -167,7 +167,7 @@ def checked(caller: str, name: str, value: Any) -> jax.Array:
 
 
 def report(caller: str, name: str, value: Report) -> str:
-    """Adds a report to the run that is going on; returns its full name."""
+    """Adds a report to the current run; returns its full name."""
     frame = current_frame(caller)
     if not isinstance(name, str) or not name:
         raise ValueError(f"`{caller}` needs a non-empty name; got {name!r}.")

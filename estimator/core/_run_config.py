@@ -54,9 +54,9 @@ def _is_number(value: object, kinds: type | tuple[type, ...]) -> bool:
 
 
 def seconds(value: object) -> float | None:
-    """The number of seconds that a text such as "0.2s", "1m" or "1h" means; None where it is no such text."""
-    found = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)([smh])", value) if isinstance(value, str) else None
-    return float(found[1]) * {"s": 1, "m": 60, "h": 3600}[found[2]] if found else None
+    """The number of seconds that a text such as "0.2s", "1m" or "1h" means; None for anything else."""
+    match = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)([smh])", value) if isinstance(value, str) else None
+    return float(match[1]) * {"s": 1, "m": 60, "h": 3600}[match[2]] if match else None
 
 
 def _check_int(field: str, value: object, minimum: int, advice: str) -> None:
@@ -68,7 +68,7 @@ def _check_int(field: str, value: object, minimum: int, advice: str) -> None:
 class RunConfig:
     """The settings of a run: checked when made, immutable, the same for every call of an Estimator.
 
-    As in TensorFlow, a checkpoint is saved every 600 seconds unless told otherwise, and giving one
+    As in TensorFlow, a checkpoint is saved every 600 seconds by default, and giving one
     of `save_checkpoints_steps` and `save_checkpoints_secs` turns the other off. Unlike there,
     `seed` has a fixed default, so that a run can be repeated without asking for it.
 
@@ -87,31 +87,32 @@ class RunConfig:
       model_dir: the directory of checkpoints and event files, a string or a path object; None
         leaves it to the Estimator.
       seed: what initial values and all other randomness follow from.
-      save_summary_steps: write summaries at the first step and every so many from there; None or 0: never.
-      save_checkpoints_steps: save every so many steps. None or 0: not by steps.
-      save_checkpoints_secs: save every so many seconds. None or 0: not by time. With both None no
+      save_summary_steps: write summaries at the first step and every N steps from there; None or 0: never.
+      save_checkpoints_steps: save every N steps. None or 0: not by steps.
+      save_checkpoints_secs: save every N seconds. None or 0: not by time. With both None no
         checkpoint is ever saved.
       keep_checkpoint_max: how many of the newest checkpoints stay on disk; None or 0 keeps all.
-      keep_checkpoint_every_n_hours: of the checkpoints that `keep_checkpoint_max` would remove, the first stays, and
-        each that is so many hours younger than the last that stayed; None: none of them.
+      keep_checkpoint_every_n_hours: of the checkpoints that `keep_checkpoint_max` would remove, keep the first, and
+        one every N hours after the last one kept. None keeps none.
       log_step_count_steps: log loss, steps per second and learning rates (of optimizers under
-        `optax.inject_hyperparams`) after the first step, and every so many from there; None never does.
+        `optax.inject_hyperparams`) after the first step, and every N steps from there; None: never.
       steps_per_loop: how many train steps make one compiled program, at most: an int, a time such as "0.2s", or
         "auto": many small steps, few large ones. Small steps gain from it; convolutions on a CPU lose, since XLA runs
         them on one thread within a loop. No program passes a step at which a hook, a checkpoint or a summary is due,
-        and logs and results are those of one step at a time.
-      check_replicas_every: every so many steps, compare the copies that variables and optimizer slots have on
-        several devices, bit by bit, and raise `ReplicaMismatchError` where they differ. None never does. It waits
-        for the steps before it, and reads all copies once.
+        and logs and results are the same as with one step at a time.
+      check_replicas_every: every N steps, compare the copies that variables and optimizer slots have on
+        several devices, bit by bit, and raise `ReplicaMismatchError` where they differ. None: never. It waits for the
+        steps before it, and reads all copies once.
 
-      resume_input: where `train` begins its input if it goes on from a checkpoint of an earlier process, or of a
+      resume_input: where `train` begins its input if it resumes from a checkpoint of an earlier process, or of a
         `train` that failed. "position": where the checkpoint says, if the input's iterator has `get_state` and
-        `set_state`, as those of `est.inputs` and grain have; any other begins anew. "count": of any other, as many
-        batches are left out as were taken. None: every input begins anew, as in TensorFlow. So it does after a run that
-        came to the end of its input, and in every further `train` of the same Estimator.
+        `set_state`, as the iterators of `est.inputs` and grain have; any other starts from its beginning. "count": any
+        other skips as many batches as were taken. None: every input starts from its beginning, as in TensorFlow, and
+        as it always does after a run that came to the end of its input, and in every further `train` of the same
+        Estimator.
 
-      eval_loss_over: "batches": the "loss" that `evaluate` returns is the mean of those of batches, as in TensorFlow,
-        which counts an example of a small last batch for more; "examples": the mean weighted by their sizes.
+      eval_loss_over: "batches": the "loss" that `evaluate` returns is the mean of the losses of batches, as in
+        TensorFlow, where an example of a small last batch counts for more; "examples": the mean weighted by their sizes.
 
     Raises:
       ValueError: a field has a value that it cannot have, or `save_checkpoints_steps` and

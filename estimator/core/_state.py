@@ -1,4 +1,4 @@
-"""The state of a training: variables, optimizer slots, step and key."""
+"""The state of a training run: variables, optimizer slots, step and key."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def get_variable(
       name: prefixed by the scopes around the call.
       shape: of an array variable; an integer is a shape of one dimension. May be left out: see `initializer`.
       dtype: of an array variable; float32 by default. Without a `shape`, what every array of the initial value is cast
-        to; by default each keeps its own (less those of 64 bits, where jax has none), and Python numbers are float32.
+        to; by default each keeps its own (64 bits become 32 without x64), and Python numbers are float32.
       initializer: with a `shape`, `fn(key, shape, dtype)` as in `jax.nn.initializers`; by default, as in TensorFlow,
         glorot uniform, and zeros for integers and booleans. Without a `shape`, `fn(key) -> pytree`, or a concrete
         pytree of arrays: the way to take in the parameters of a Flax, Haiku or Equinox model whole. Such a function,
@@ -140,7 +140,7 @@ def get_variable(
         frame.variables[full] = _initial_value(call, frame, full, shape, dtype, initializer)
     elif full not in frame.variables:
         raise ValueError(
-            f"{call} found no such variable in the state, which has {listed(frame.variables)}. "
+            f"{call}: the state has no such variable, but {listed(frame.variables)}. "
             "A model_fn must create every variable in the mode that the state was initialized in."
         )
     else:
@@ -320,7 +320,7 @@ def _cast(what: str, value: Any, dtype: Any) -> jax.Array:
     if lost.any():
         raise ValueError(
             f"{what} holds {given[lost].ravel()[0]!s}, which the dtype {jnp.dtype(dtype)} does not. Change the value, "
-            'or give another `dtype`; those of 64 bits need `jax.config.update("jax_enable_x64", True)`.'
+            'or give another `dtype`; 64 bits need `jax.config.update("jax_enable_x64", True)`.'
         )
     return jnp.asarray(array)
 

@@ -24,7 +24,7 @@ def transformed(transform: Callable[[Forward], Forward], forward: Forward) -> Fo
     """`transform(forward)`, which must return what `forward` does.
 
     Raises:
-      TypeError: what `transform` returns is no function.
+      TypeError: what `transform` returns is not a function.
       ValueError: that function, once called, does not call `forward`, or returns something else.
     """
     returned: list[tuple[Any, dict[str, str]]] = []

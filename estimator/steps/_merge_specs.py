@@ -1,4 +1,4 @@
-"""One spec from those of several parts of a batch: towers, micro-batches, or the even rows and the remainder."""
+"""One spec from the specs of several parts of a batch: towers, micro-batches, or the even rows and the remainder."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class PerPart(NamedTuple):
 
     Attributes:
       predictions, export_outputs: rows, to be concatenated.
-      metrics: those of `eval_metric_ops` that merge in another way than by a sum, by name.
+      metrics: the `eval_metric_ops` that merge in another way than by a sum, by name.
       reported: by name.
     """
 
@@ -135,7 +135,7 @@ def merge_stacked_reports(stacked: dict[str, Report], parts: int) -> dict[str, R
 
 
 def concatenate_specs(specs: Sequence[EstimatorSpec], sizes: Sequence[int], mean_loss: bool) -> EstimatorSpec:
-    """The spec of all rows, from those of one or two parts of `sizes` rows.
+    """The spec of all rows, from the specs of one or two parts of `sizes` rows.
 
     Args:
       mean_loss: whether the merged loss is the mean over rows, not the sum.

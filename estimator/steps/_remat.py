@@ -21,15 +21,15 @@ _MOST_SEGMENTS = 64
 def checkpoint_segments(fn: Callable[..., PyTree], segments: int | None = None) -> Callable[..., PyTree]:
     """`fn`, cut into parts one after another, of which only the inputs are kept for the backward pass.
 
-    What a part computes inside is computed again when the backward pass comes to it, so that the memory for
-    activations is that of one part and of the places where they meet: with n layers alike, that of some 2 sqrt(n) in
-    place of n, for one more forward pass. Caffe2 had `optimize_gradient_memory`. To be given as
-    `replicate_model_fn(..., tower_transform=est.checkpoint_segments)`; within a model_fn, around a network.
+    Values inside a part are computed again when the backward pass comes to it, so that memory is needed only for the
+    activations of one part and for the inputs of all: with n equal layers, for about 2 sqrt(n) layers instead of n, at
+    the cost of one more forward pass. Caffe2 had `optimize_gradient_memory`. Pass it as
+    `replicate_model_fn(..., tower_transform=est.checkpoint_segments)`, or wrap a network in it within a model_fn.
     `est.memory_report` shows what it saves.
 
     `jax.checkpoint` around a whole forward pass saves nothing: all of it is computed again at once, and kept again.
-    Around each layer, in the model_fn, it does what this does, by hand, on accelerators; on CPU devices XLA takes its
-    second computation out. This one stays.
+    Around each layer it does on accelerators what this function does; on CPU devices XLA removes its second
+    computation, but not this one's.
 
     >>> import estimator as est, jax, jax.numpy as jnp
     >>> def net(weights, x):
@@ -50,8 +50,8 @@ def checkpoint_segments(fn: Callable[..., PyTree], segments: int | None = None) 
       segments: how many parts, at most; None: as many as seem to need the least memory.
 
     Raises:
-      TypeError: `fn` is no function.
-      ValueError: `segments` is no integer of at least 1.
+      TypeError: `fn` is not a function.
+      ValueError: `segments` is not an integer of at least 1.
     """
     if not callable(fn):
         raise TypeError(f"`est.checkpoint_segments` takes a function of pytrees of arrays; got {fn!r}.")
@@ -67,8 +67,8 @@ def checkpoint_segments(fn: Callable[..., PyTree], segments: int | None = None) 
         values |= zip(jaxpr.invars, jax.tree.leaves(args), strict=True)
         for start, stop in itertools.pairwise(_cuts(jaxpr, segments)):
             part = _part(jaxpr, start, stop)
-            found = _recomputed(jaxpr_as_fun(ClosedJaxpr(part, [])))([values[v] for v in part.invars])
-            values |= zip(part.outvars, found, strict=True)
+            outputs = _recomputed(jaxpr_as_fun(ClosedJaxpr(part, [])))([values[v] for v in part.invars])
+            values |= zip(part.outvars, outputs, strict=True)
         leaves = [v.val if isinstance(v, Literal) else values[v] for v in jaxpr.outvars]
         return jax.tree.unflatten(jax.tree.structure(shape), leaves)
 
@@ -120,7 +120,7 @@ def _recomputed(part: Callable[..., list[Any]]) -> Callable[[Sequence[Any]], lis
 
 
 def _once_more(kept: PyTree, cotangents: PyTree) -> PyTree:
-    """The same values, of which XLA does not know that they are: it would use again what is computed from them.
+    """An identity that XLA cannot see through: otherwise it would reuse the values of the forward pass.
 
     Nor can they be used before the cotangents are there. On CPU devices XLA drops barriers early; there they are
     chosen by a condition that holds for all cotangents.

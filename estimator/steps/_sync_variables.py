@@ -25,7 +25,7 @@ _HOW = {"first": VariableAggregation.ONLY_FIRST_TOWER, "mean": VariableAggregati
 def sync_variables(
     names: str | Sequence[str] | None = None, how: str = "first", *, context: Context | None = None
 ) -> None:
-    """Makes variables the same everywhere: those of the first tower, or device, or the mean of all.
+    """Makes variables the same everywhere: the values of the first tower, or device, or the mean of all.
 
     In a model_fn it says, for this step, how what the towers have written to non-trainable variables becomes one
     value: at the end of the step, in place of the variable's `aggregation`. Call it after what writes them; the sum
@@ -56,13 +56,13 @@ def sync_variables(
     Args:
       names: of variables: in a model_fn looked up in the current scope, then as full names. None: all non-trainable
         ones got so far in this run; in a hook, all variables and slots.
-      how: "first" or "mean". With no names, integers, which have no mean, are those of the first in any case.
+      how: "first" or "mean". With no names, integers, which have no mean, are always taken from the first.
       context: what the hook got.
 
     Raises:
       ValueError: `how` is something else, there is no such variable, it is trainable (in a model_fn), or it holds
         integers and is to be averaged by name.
-      RuntimeError: there is no model_fn that runs, nor a `context` of a training.
+      RuntimeError: no model_fn is running, and there is no `context` of a training run.
     """
     if how not in _HOW:
         raise ValueError(f'`est.sync_variables` needs how="first" or how="mean"; got {how!r}.')
@@ -84,14 +84,14 @@ def sync_variables(
 def _written_by_model_fn(frame: Frame, names: Sequence[str] | None) -> list[str]:
     if names is None:
         return [name for name, trainable in frame.trainable.items() if not trainable]
-    found = [resolve("est.sync_variables", frame, name) for name in names]
-    for name in found:
+    resolved = [resolve("est.sync_variables", frame, name) for name in names]
+    for name in resolved:
         if frame.trainable[name]:
             raise ValueError(
                 f"`est.sync_variables({name!r})`: the variable is trainable, so its optimizer writes it, once for all "
                 "towers. To mend copies that have drifted apart, call it in a hook with `context=context`."
             )
-    return found
+    return resolved
 
 
 def _synced(carry: Any, names: Sequence[str] | None, how: str) -> Any:

@@ -46,7 +46,7 @@ def bmuf(
     Args:
       block_learning_rate: r.
       block_momentum: m; by default 1 - 1 / towers.
-      nesterov: whether to go on from where the velocity is about to lead.
+      nesterov: whether to move to where the velocity is about to lead.
 
     Raises:
       ValueError: a number is out of range; the message names it.
@@ -84,21 +84,21 @@ class BlockSync:
     For `replicate_model_fn(..., block_sync=...)`. Each tower has its own copy of the trainable variables and of the
     slots of its optimizers, and takes steps with the gradients of its own rows, without any communication. After
     `block_steps` steps the copies are averaged, and an outer optimizer takes the pseudo-gradient, the global variables
-    less the average, and moves the global variables. From those all towers go on. `state.variables` are the global
+    less the average, and moves the global variables. All towers continue from those. `state.variables` are the global
     ones, which evaluation, prediction, export and checkpoints use; they change at the end of a block. What is done to
     them by hand counts from the start of the next block if it is done between two, and is lost within one.
 
     With `block_steps=1`, `optax.sgd` in the model_fn and `optax.sgd(1.0)` as the outer optimizer this is synchronous
-    training, for any loss reduction: a tower goes on as if its rows were the whole batch. (Caffe2 divided its gradient
+    training, for any loss reduction: a tower trains as if its rows were the whole batch. (Caffe2 divided its gradient
     by the number of towers: a learning rate of 0.4 on 4 devices there is 0.1 here.)
 
-    The loss of a step is that of all towers, each with its own copy, merged as in synchronous training but for
-    one thing: weighted means are those of each tower's own weights. It is put together after the last step
+    The loss of a step is the loss of all towers, each with its own copy, merged as in synchronous training except
+    that a weighted mean is taken over each tower's own weights. It is merged after the last step
     of a program (`train_loop`, `RunConfig.steps_per_loop`), not in each, since that would be communication.
 
     The state between two synchronisations is in `state.slots["block_sync"]`, a `BlockSyncState`, and in the slots of
     the optimizers, whose arrays have the towers as their first dimension. A checkpoint has all of it, so that a run
-    goes on within a block as if it had not stopped; to train on with another number of towers, start from its variables
+    resumes within a block as if it had not stopped; to continue with another number of towers, start from its variables
     (`warm_start_from`).
 
     >>> import estimator as est
@@ -122,18 +122,18 @@ class BlockSync:
       block_steps: the number of steps between synchronisations.
       outer_optimizer: an optax transformation: `bmuf(...)`, by default; `optax.sgd(0.7, momentum=0.9, nesterov=True)`,
         known as DiLoCo; `optax.sgd(1.0)`, which is local SGD. Its state is mirrored.
-      warmup_steps: the first so many steps end with the variables of tower 0 going to all, in the place of an average.
+      warmup_steps: after the first N steps all towers get the variables of tower 0, instead of an average.
         Blocks are counted from there.
-      reset_slots: whether the slots of the optimizers that belong to variables, such as momenta, start anew at each
-        synchronisation, that after the warm-up too, together with what counts their steps. Learning rates and
-        schedules go on.
+      reset_slots: whether the slots of the optimizers that belong to variables, such as momenta, are initialized again
+        at each synchronisation, the one after the warm-up included, together with what counts their steps. Learning
+        rates and schedules continue.
       sync: names of variables that the model_fn assigns, to be merged at each synchronisation as in synchronous
         training: by their `aggregation` (or as `est.sync_variables` says), and if they are only added to, by the sum
-        of what was added. Those not listed stay each tower's own; the global one is that of tower 0.
+        of what was added. Those not listed stay each tower's own; the global value is tower 0's.
 
     Raises:
-      TypeError: the outer optimizer is no optax transformation, or `sync` no list of names.
-      ValueError: a number is no integer in its range.
+      TypeError: the outer optimizer is not an optax transformation, or `sync` not a list of names.
+      ValueError: a number is not an integer in its range.
     """
 
     block_steps: int

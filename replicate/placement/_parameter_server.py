@@ -1,9 +1,9 @@
 """Variables with one copy, on devices of their own: what a parameter server was.
 
 A program runs on one set of devices, so a training step is three kinds of programs with transfers between them: the
-towers compute gradients; each variable's device sums those of its variables; each applies them. What a program needs
-of the others' arrays is read off its equations, so that an optimizer which mixes variables, such as clipping by the
-global norm, gets the sums of all of them and is as exact as on one device.
+towers compute gradients; each variable's device sums the gradients of its variables; each applies them. Which arrays of
+the others a program needs is read off its equations, so that an optimizer which mixes variables, such as clipping by
+the global norm, gets the sums of all of them and is as exact as on one device.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class ParameterServer(OffTowerPlacement):
             del leaf
             # (variables, name, ...), or (slots, optimizer, ..., name, ...) in optax's states
             names = path[1:2] if path[0].name == "variables" else path[2:]
-            found = [homes[key.key] for key in names if isinstance(key, DictKey) and key.key in homes]
-            return found[0] if found else self._homes[0]
+            matches = [homes[key.key] for key in names if isinstance(key, DictKey) and key.key in homes]
+            return matches[0] if matches else self._homes[0]
 
         return jax.tree_util.tree_map_with_path(home, like)
 
@@ -138,7 +138,7 @@ def _sum_gradients(train_op: TrainOp, homes: dict[str, PyTree]) -> TrainOp:
 
 @jax.jit
 def _sum_over_towers(stacked: PyTree) -> PyTree:
-    """The slices of a sparse gradient stay what they are, those of all towers one after the other."""
+    """The slices of a sparse gradient are concatenated, tower after tower, not summed."""
 
     return jax.tree.map(lambda x: joined(x) if is_slices(x) else x.sum(0, dtype=x.dtype), stacked, is_leaf=is_slices)
 

@@ -73,7 +73,7 @@ def tower_frame(
       frame: of the run around the towers.
       start: the state that the tower starts from.
       average_denominator: see `Frame`.
-      first: the number of a row that keeps the random keys apart from those of another part's towers.
+      first: the number of the first row, which makes the random keys differ from other parts' towers.
     """
     key = start.key
     if num_towers() > 1 or first:

@@ -57,15 +57,15 @@ def accumulate_steps(train_op: TrainOp | None) -> int:
 class MicroBatches:
     """Runs a model_fn on a tower's rows in equal parts, one after another, with the result of one run over all rows.
 
-    Gradients and everything else that is merged by sum are added up within one `jax.lax.scan`, so that the memory for
-    activations is that of one micro-batch.
+    Gradients and everything else that is merged by sum are added up within one `jax.lax.scan`, so that
+    activations need the memory of one micro-batch.
 
     Attributes:
       call: runs the model_fn on a batch.
       frame: where each micro-batch starts, with the key of the step.
       steps: the number of micro-batches.
       loss_scale: factor on the loss of a tower.
-      mean_loss: whether the tower's loss is the mean of those of the micro-batches, not their sum.
+      mean_loss: whether the tower's loss is the mean of the micro-batches' losses, not their sum.
       transform: of the forward pass of each micro-batch.
     """
 

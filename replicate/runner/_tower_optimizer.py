@@ -15,11 +15,11 @@ from replicate.towers._map import in_towers
 class TowerOptimizer(Optimizer):
     """An optimizer that acts once, on the sum of all towers' gradients.
 
-    Within towers the gradients are those of the scaled loss (see `replicate_model_fn`); they are summed over towers,
+    Within towers the scaled loss is differentiated (see `replicate_model_fn`); its gradients are summed over towers,
     and the wrapped optimizer runs once on the sums, so that what its optax chain does, such as clipping by global
     norm, happens to the global gradient. What a model_fn itself does between `compute_gradients` and
     `apply_gradients` happens per tower, before the sum. Without `replicate_model_fn`, and with one tower, it is the
-    wrapped optimizer. As in TensorFlow, the sum is taken where the towers meet, not by this object: it marks the
+    wrapped optimizer. As in TensorFlow, the sum is taken where towers are merged, not by this object: it marks the
     optimizers whose gradients are meant to be summed.
 
     >>> import optax
@@ -56,7 +56,7 @@ class TowerOptimizer(Optimizer):
 
     Raises:
       TypeError: there is no optimizer.
-      ValueError: `accumulate_steps` is no integer of at least 1, or the wrapped optimizer has a loss scale already.
+      ValueError: `accumulate_steps` is not an integer of at least 1, or the wrapped optimizer has a loss scale already.
     """
 
     accumulate_steps: int

@@ -31,21 +31,21 @@ def find_devices(devices: Sequence[jax.Device | str] | None) -> tuple[jax.Device
         return tuple(sorted(jax.devices(), key=lambda device: device.process_index))
     if isinstance(devices, str | jax.Device):
         raise TypeError(f"devices must be a list; write devices=[{devices!r}].")
-    found = tuple(_find(device) for device in devices)
-    if not found:
+    chosen = tuple(_find(device) for device in devices)
+    if not chosen:
         raise ValueError("devices must name at least one device; got none. Leave it out for all of them.")
-    if len(set(found)) < len(found):
+    if len(set(chosen)) < len(chosen):
         raise ValueError(f"Each device may come once in devices; got {list(devices)}.")
-    if len({device.platform for device in found}) > 1:
+    if len({device.platform for device in chosen}) > 1:
         raise ValueError(f"The devices of the towers must be of one kind; got {list(devices)}.")
-    return found
+    return chosen
 
 
 def of_this_process(devices: Sequence[jax.Device]) -> tuple[jax.Device, ...]:
     """Those that this process can put data on.
 
     Raises:
-      ValueError: the devices are those of several processes, but not as many of each.
+      ValueError: the devices belong to several processes, but not the same number to each.
     """
     by_process = collections.Counter(device.process_index for device in devices)
     if len(by_process) > 1 and (len(by_process) < jax.process_count() or len(set(by_process.values())) > 1):
@@ -58,13 +58,13 @@ def of_this_process(devices: Sequence[jax.Device]) -> tuple[jax.Device, ...]:
 
 
 def in_towers_of(size: int, devices: tuple[jax.Device, ...]) -> tuple[Any, ...]:
-    """Towers of so many neighbours each; for a size of 1 the devices themselves.
+    """Towers of `size` neighbours each; for a size of 1 the devices themselves.
 
     >>> in_towers_of(2, find_devices(["cpu:0", "cpu:1", "cpu:2", "cpu:3"]))
     ((CpuDevice(id=0), CpuDevice(id=1)), (CpuDevice(id=2), CpuDevice(id=3)))
 
     Raises:
-      TypeError: the size is no integer.
+      TypeError: the size is not an integer.
       ValueError: it is less than 1, the devices do not divide by it, or they are of several processes.
     """
     if not isinstance(size, int) or isinstance(size, bool):

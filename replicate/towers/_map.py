@@ -60,9 +60,9 @@ def lone_tower(
 ) -> Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]:
     """Runs `fn(shared, batch) -> (same, own)` on a whole batch, as a single tower would, in a program of all `devices`.
 
-    Towers of several devices do it each by itself. Left to itself, XLA cuts the rows over the towers where the results
-    are joined with those of several towers. Where that is uneven, its scatters count the padding, or lose rows, since
-    the cut is over a part of the mesh (seen up to jax 0.12; `tests/test_wide_towers_law.py`).
+    Towers of several devices do it each by itself. Otherwise XLA would cut the rows over the towers, because the
+    results are joined with the results of several towers. If that cut is uneven, XLA's scatters count the padding, or
+    lose rows, since it is over a part of the mesh (seen up to jax 0.12; `test_wide_towers_law.py`).
 
     Args:
       fn: as for `tower_map`.
@@ -173,4 +173,4 @@ _WIDER = {
 
 
 # What algorithms are made of. `groups` are lists of towers, of one size and every tower in one of them; a tower works
-# with those of its group.
+# with the towers of its group.

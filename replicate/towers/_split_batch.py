@@ -1,10 +1,10 @@
 """Rows of a batch's leaves, dense or sparse, with static shapes.
 
 How many entries of a sparse array a tower's rows hold is known only when the program runs. So every tower gets room for
-all entries: those of other rows become padding, which jax leaves out. That is exact however uneven the rows are, and
-costs every tower the memory and the time of all entries; the dense part of its work is that of its rows. An array with
-a batch dimension (`bcoo.update_layout(n_batch=1, on_inefficient=None)`) has as much room for each row, and is cut like
-a dense one.
+all entries: entries of other rows become padding, which jax leaves out. That is exact however uneven the rows are, and
+costs every tower the memory and the time of all entries; the dense part of its work covers only its own rows. An array
+with a batch dimension (`bcoo.update_layout(n_batch=1, on_inefficient=None)`) has as much room for each row, and is cut
+like a dense one.
 """
 
 from __future__ import annotations
