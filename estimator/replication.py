@@ -21,7 +21,6 @@ from estimator.core._model_fn import ModelFn, bind
 from estimator.core._partitioning import PART_AXIS
 from estimator.core._placement import Halves, OffTowerPlacement, Placement
 from estimator.core._record import Report
-from estimator.core._typing import PyTree
 from estimator.multihost._initialize import initialize_distributed
 from estimator.optim._apply_updates import applied as apply_train_op
 from estimator.optim._learning_rate import rates_of
@@ -60,7 +59,6 @@ __all__ = [
     "PART_AXIS",
     "PerPart",
     "Placement",
-    "PyTree",
     "Report",
     "RunResult",
     "Writes",

@@ -15,13 +15,13 @@ from estimator.replication import (
     Forward,
     ModelFn,
     Placement,
-    PyTree,
     bind,
     check_batch,
     check_transform,
     current_frame,
     watch_non_finite,
 )
+from estimator.typing import PyTree
 from replicate.block_sync._block_sync import BlockSync
 from replicate.block_sync._runner import BlockSyncRunner, LocalCopies
 from replicate.cross_tower_ops import CrossTowerOps, choose_the_best

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.extend.core import get_opaque_trace_state
 
 from estimator.core._mode_keys import ModeKeys
-from estimator.core._typing import PyTree
+from estimator.core._typing import PyTree, Slots, Variables
 from estimator.runtime._transformations import differentiates, on_stack
 
 if TYPE_CHECKING:
@@ -33,10 +33,10 @@ class Writes(NamedTuple):
       added: the sum of the deltas since.
     """
 
-    assigned: dict[str, PyTree]
-    added: dict[str, PyTree]
+    assigned: Variables
+    added: Variables
 
-    def applied_to(self, variables: dict[str, PyTree]) -> dict[str, PyTree]:
+    def applied_to(self, variables: Variables) -> Variables:
         """The new values of what was written."""
         values = dict(self.assigned)
         for name, delta in self.added.items():
@@ -113,8 +113,8 @@ class Frame:
 
     # JAX values.
     mode: ModeKeys
-    variables: dict[str, PyTree]
-    slots: dict[str, PyTree]
+    variables: Variables
+    slots: Slots
     key: jax.Array
     global_step: jax.Array
     # Python values: how the run is done.
@@ -129,8 +129,8 @@ class Frame:
     trainable: dict[str, bool] = dataclasses.field(default_factory=dict)
     aggregation: dict[str, Any] = dataclasses.field(default_factory=dict)
     partitions: dict[tuple[Any, ...], int] = dataclasses.field(default_factory=dict)
-    assigned: dict[str, PyTree] = dataclasses.field(default_factory=dict)
-    added: dict[str, PyTree] = dataclasses.field(default_factory=dict)
+    assigned: Variables = dataclasses.field(default_factory=dict)
+    added: Variables = dataclasses.field(default_factory=dict)
     denominators: list[jax.Array] = dataclasses.field(default_factory=list)
     placement: Placement | None = None
     scope: tuple[str, ...] = ()

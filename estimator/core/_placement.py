@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from estimator.core._bcoo import per_step
+from estimator.core._state import State
+from estimator.core._typing import Partitions, PyTree, Shardings, Tree, Variables
 
-Step = Callable[..., tuple[Any, Any]]
+Step = Callable[[State, PyTree, PyTree], tuple[State, PyTree]]
+"""`(state, features, labels) -> (state, spec)`."""
+
+Read = Callable[[State, PyTree, PyTree], Tree]
+"""`(state, features, labels) -> anything`; the state is only read."""
 
 
 class Halves(NamedTuple):
@@ -23,9 +29,9 @@ class Halves(NamedTuple):
       finish: `(spec, state before, state after) -> spec`.
     """
 
-    compute: Callable[..., Any]
-    apply: Callable[..., Any]
-    finish: Callable[..., Any]
+    compute: Callable[[State, PyTree, PyTree], tuple[PyTree, Variables]]
+    apply: Callable[[State, PyTree, Variables], State]
+    finish: Callable[[PyTree, State, State], PyTree]
 
 
 class Placement:
@@ -43,16 +49,16 @@ class Placement:
     parts = 1
     is_one_program = True
 
-    def state(self, like: Any) -> Any:
+    def state(self, like: State) -> Shardings:
         """The shardings of a State; `like` has its abstract arrays, the variables in the order they were created."""
         del like
         return None
 
-    def state_to_read(self, like: Any) -> Any:
+    def state_to_read(self, like: State) -> Shardings:
         """The shardings of a State that the model_fn only reads, as in evaluation."""
         return self.state(like)
 
-    def batch(self, rows: int) -> Any:
+    def batch(self, rows: int) -> jax.sharding.Sharding | None:
         """The sharding of features and labels of `rows` examples."""
         del rows
         return None
@@ -62,27 +68,27 @@ class Placement:
 
     towers_per_process = 1
 
-    def from_processes(self, batch: Any, stacked: bool = False) -> Any:
+    def from_processes(self, batch: Tree, stacked: bool = False) -> Tree:
         """The batch of all processes, given the rows of this one; `stacked`: several batches, `[steps, rows, ...]`."""
         del stacked
         return batch
 
-    def whole_in_each(self, tree: Any) -> Any:
+    def whole_in_each(self, tree: Tree) -> Tree:
         """Arrays of a program that each process is to be able to read."""
         return tree
 
-    def in_all_processes(self, batch: Any) -> Any:
+    def in_all_processes(self, batch: Tree) -> Tree:
         """A batch that every process has whole, on all devices."""
         return batch
 
     # What becomes of arrays within a program.
 
-    def with_partitions(self, partitions: dict[tuple[Any, ...], int]) -> Placement:
+    def with_partitions(self, partitions: Partitions) -> Placement:
         """The same for a model_fn that declared which dimension of its variables is cut, by name and path."""
         del partitions
         return self
 
-    def placed(self, tree: Any) -> Any:
+    def placed(self, tree: Tree) -> Tree:
         """Variables or slots, with the shardings of the state."""
         return tree
 
@@ -91,21 +97,21 @@ class Placement:
         del axis
         return x
 
-    def gathered(self, tree: Any) -> Any:
+    def gathered(self, tree: Tree) -> Tree:
         """Arrays, whole on every device."""
         return tree
 
-    def to_update(self, train_op: Any) -> Any:
+    def to_update(self, train_op: Tree) -> Tree:
         """Summed gradients, as the optimizer takes them."""
         return train_op
 
-    def to_merge(self, metrics: Any) -> Any:
+    def to_merge(self, metrics: Tree) -> Tree:
         """The metrics of all towers, as they are merged."""
         return metrics
 
     # How steps are compiled.
 
-    def compile_step(self, step: Step, halves: Halves, like: Any, donate: bool) -> Step:
+    def compile_step(self, step: Step, halves: Halves, like: State, donate: bool) -> Step:
         """The compiled training step.
 
         Args:
@@ -117,16 +123,16 @@ class Placement:
         del halves
         return self._compiled(step, like, donate)
 
-    def compile_loop(self, loop: Step, halves: Halves, like: Any, donate: bool) -> Step:
+    def compile_loop(self, loop: Step, halves: Halves, like: State, donate: bool) -> Step:
         """The compiled steps over stacked batches; arguments as for `compile_step`."""
         del halves
         return self._compiled(loop, like, donate, stacked=True)
 
-    def compile_read(self, step: Callable[..., Any]) -> Callable[..., Any]:
+    def compile_read(self, step: Read[Tree]) -> Read[Tree]:
         """The compiled `step(state, features, labels)`, which leaves the state as it is."""
         return self._with_all_rows(jax.jit(step))
 
-    def _compiled(self, step: Step, like: Any, donate: bool, stacked: bool = False) -> Step:
+    def _compiled(self, step: Step, like: State, donate: bool, stacked: bool = False) -> Step:
         shardings = self.state(like)
         compiled = jax.jit(
             step,
@@ -136,7 +142,7 @@ class Placement:
         )
         return self._with_all_rows(compiled, stacked)
 
-    def _with_all_rows(self, step: Callable[..., Any], stacked: bool = False) -> Callable[..., Any]:
+    def _with_all_rows(self, step: Read[Tree], stacked: bool = False) -> Read[Tree]:
         """A step on the batch of all processes, given the rows of this one."""
         if not self.spans_processes:
             return step
@@ -154,19 +160,19 @@ class OffTowerPlacement(Placement, abc.ABC):
     is_one_program = False
 
     @abc.abstractmethod
-    def state_to_read(self, like: Any) -> Any: ...
+    def state_to_read(self, like: State) -> Shardings: ...
 
     @abc.abstractmethod
-    def compile_step(self, step: Step, halves: Halves, like: Any, donate: bool) -> Step: ...
+    def compile_step(self, step: Step, halves: Halves, like: State, donate: bool) -> Step: ...
 
     @abc.abstractmethod
-    def compile_read(self, step: Callable[..., Any]) -> Callable[..., Any]: ...
+    def compile_read(self, step: Read[Tree]) -> Read[Tree]: ...
 
-    def compile_loop(self, loop: Step, halves: Halves, like: Any, donate: bool) -> Step:
+    def compile_loop(self, loop: Step, halves: Halves, like: State, donate: bool) -> Step:
         """As many steps as the batches hold, one after the other."""
         step = self.compile_step(loop, halves, like, donate)
 
-        def steps(state: Any, features: Any, labels: Any) -> tuple[Any, Any]:
+        def steps(state: State, features: PyTree, labels: PyTree) -> tuple[State, PyTree]:
             specs = []
             batches = per_step((features, labels))
             for i in range(len(jax.tree.leaves(batches)[0])):

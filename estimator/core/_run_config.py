@@ -112,7 +112,7 @@ class RunConfig:
         Estimator.
 
       eval_loss_over: "batches": the "loss" that `evaluate` returns is the mean of the losses of batches, as in
-        TensorFlow, where an example of a small last batch counts for more; "examples": the mean weighted by their sizes.
+        TensorFlow, where an example of a small last batch counts for more; "examples": the mean over all examples.
 
     Raises:
       ValueError: a field has a value that it cannot have, or `save_checkpoints_steps` and

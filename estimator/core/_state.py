@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import jax
 
-from estimator.core._typing import PyTree
+from estimator.core._typing import Slots, Variables
 
 
 class State(NamedTuple):
@@ -19,7 +19,7 @@ class State(NamedTuple):
       key: typed PRNG key scalar; never changes, since each step folds its number in.
     """
 
-    variables: dict[str, PyTree]
-    slots: dict[str, PyTree]
+    variables: Variables
+    slots: Slots
     global_step: jax.Array
     key: jax.Array

@@ -10,7 +10,7 @@ import jax
 import optax
 
 from estimator.core._frame import RunId
-from estimator.core._typing import PyTree
+from estimator.core._typing import Gradients, PyTree, Slots
 
 
 class UpdatingOptimizer(Protocol):
@@ -43,7 +43,7 @@ class Update:
       non_finite: by variable name, whether a tower's gradient held an inf or a NaN; bools of shape `[towers]`.
     """
 
-    gradients: dict[str, PyTree] | None
+    gradients: Gradients | None
     loss: jax.Array | None
     var_list: tuple[str, ...] = dataclasses.field(metadata={"static": True})
     slots: str = dataclasses.field(metadata={"static": True})
@@ -69,7 +69,7 @@ class TrainOp:
     updates: tuple[Update, ...] = ()
     skipped: jax.Array | None = None
     learning_rates: dict[str, Any] = dataclasses.field(default_factory=dict)
-    slots: dict[str, PyTree] = dataclasses.field(default_factory=dict)
+    slots: Slots = dataclasses.field(default_factory=dict)
 
     def gradients(self) -> list[dict[str, PyTree]]:
         """Those of each update, by name in the order of its variables."""

@@ -2,6 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 PyTree = Any
+
+Tree = TypeVar("Tree")
+"""A pytree, where a function returns one of the same structure."""
+
+Variables = dict[str, PyTree]
+"""By full name: an array, or a pytree of arrays."""
+
+Slots = dict[str, PyTree]
+"""By optimizer name: the state of an optax transformation."""
+
+Gradients = dict[str, PyTree]
+"""By the full name of a variable."""
+
+Shardings = PyTree
+"""Of a pytree: a prefix of it with a `jax.sharding.Sharding` as each leaf; None leaves the choice to jax."""
+
+Partitions = dict[tuple[Any, ...], int]
+"""Which dimension of an array is cut, by the name of its variable and the keys of its path."""

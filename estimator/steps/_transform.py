@@ -21,7 +21,7 @@ from estimator.core._placement import Halves, Placement
 from estimator.core._record import Report
 from estimator.core._state import State
 from estimator.core._train_op import TrainOp
-from estimator.core._typing import PyTree
+from estimator.core._typing import PyTree, Variables
 from estimator.inputs._batch_values import taken
 from estimator.multihost._global_arrays import put
 from estimator.optim._apply_updates import applied
@@ -226,7 +226,7 @@ class _Steps:
         self,
         state: State,
         train_op: TrainOp,
-        assigned: dict[str, PyTree],
+        assigned: Variables,
         at: Callable[[dict[str, PyTree]], TrainOp] | None = None,
     ) -> State:
         """The state after a step whose gradients are known."""
@@ -239,7 +239,7 @@ class _Steps:
     ) -> tuple[State, EstimatorSpec]:
         """One step; what is merged only once per program is still `Deferred`."""
 
-        def at(variables: dict[str, PyTree]) -> TrainOp:
+        def at(variables: Variables) -> TrainOp:
             start = state._replace(variables=variables)
             return self._compute(info, start, features, labels, ModeKeys.TRAIN)[0].train_op
 

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import optax
 
 from estimator import TrainOp, VariableAggregation
-from estimator.replication import Frame, PyTree, addend, reinitialized, select
+from estimator.replication import Frame, addend, reinitialized, select
+from estimator.typing import PyTree, Slots, Variables
 from replicate.block_sync._block_sync import BlockSync
 from replicate.cross_tower_ops import CrossTowerOps
 from replicate.runner._merge import all_reduce
@@ -27,10 +28,10 @@ class BlockState(NamedTuple):
       slots: this tower's own.
     """
 
-    variables: dict[str, PyTree]
+    variables: Variables
     outer: PyTree
-    copies: dict[str, PyTree]
-    slots: dict[str, PyTree]
+    copies: Variables
+    slots: Slots
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -88,7 +89,7 @@ class BlockAverage:
             return addend(name, copy, self.frame.aggregation[name], tower_index(), num_towers())
         return first
 
-    def _outer_step(self, before: BlockState, sums: dict[str, PyTree]) -> tuple[PyTree, PyTree]:
+    def _outer_step(self, before: BlockState, sums: Variables) -> tuple[PyTree, PyTree]:
         """The trained global variables after it, and the state of the outer optimizer."""
         old = {name: before.variables[name] for name in sums}
         with jax.numpy_dtype_promotion("standard"):  # as for optimizers in a model_fn

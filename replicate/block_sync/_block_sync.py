@@ -5,15 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from estimator.typing import PyTree
 from replicate.towers._map import num_towers
-
-PyTree = Any
 
 
 class BmufState(NamedTuple):

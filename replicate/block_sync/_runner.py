@@ -14,7 +14,6 @@ from estimator import EstimatorSpec, ModeKeys, State, TrainOp
 from estimator.replication import (
     Deferred,
     Frame,
-    PyTree,
     Report,
     RunResult,
     apply_train_op,
@@ -26,6 +25,7 @@ from estimator.replication import (
     select,
     split_spec,
 )
+from estimator.typing import PyTree, Slots, Variables
 from replicate.block_sync._averaging import BlockAverage, BlockState
 from replicate.block_sync._block_sync import BlockSync
 from replicate.placement._mirrored import MirroredPlacement
@@ -49,8 +49,8 @@ class BlockSyncState(NamedTuple):
       since: int32 scalar, the number of steps since the last synchronisation.
     """
 
-    copies: dict[str, PyTree]
-    own: dict[str, PyTree]
+    copies: Variables
+    own: Variables
     outer: PyTree
     steps: jax.Array
     since: jax.Array
@@ -76,9 +76,9 @@ class _Local(NamedTuple):
       slots: of its optimizers.
     """
 
-    copies: dict[str, PyTree]
-    own: dict[str, PyTree]
-    slots: dict[str, PyTree]
+    copies: Variables
+    own: Variables
+    slots: Slots
 
 
 class _LocalStep(NamedTuple):
@@ -95,7 +95,7 @@ class _LocalStep(NamedTuple):
     """
 
     bare: EstimatorSpec
-    variables: dict[str, PyTree]
+    variables: Variables
     outer: PyTree
     local: _Local
     per_tower: tuple[PyTree, PyTree]
@@ -110,7 +110,7 @@ class LocalCopies(MirroredPlacement):
 
     def state(self, like: Any) -> Any:
         mirrored, cut = super().state(like), NamedSharding(self._mesh, PartitionSpec(TOWER_AXIS))
-        slots: dict[str, Any] = dict.fromkeys(like.slots, cut)
+        slots: Slots = dict.fromkeys(like.slots, cut)
         if SLOTS in slots:
             slots[SLOTS] = BlockSyncState(cut, cut, mirrored, mirrored, mirrored)  # type: ignore[arg-type]
         return like._replace(variables=mirrored, slots=slots, global_step=mirrored, key=mirrored)
@@ -239,11 +239,11 @@ class BlockSyncRunner(SyncRunner):
         copies = _replaced_where(shared.since == 0, state.variables, local.copies)
         own = _replaced_where(steps == 0, state.variables, local.own)
 
-        def run_from(variables: dict[str, PyTree]) -> RunResult:
+        def run_from(variables: Variables) -> RunResult:
             start = state._replace(variables=variables, slots=local.slots)
             return self.run_tower(call, frame, start, batch, rows, scale, average=_of_this_tower)
 
-        def train_op_at(variables: dict[str, PyTree]) -> TrainOp:
+        def train_op_at(variables: Variables) -> TrainOp:
             return split_spec(run_from(variables).spec, scale)[0].train_op
 
         before = {**state.variables, **copies, **own}
@@ -322,7 +322,7 @@ class BlockSyncRunner(SyncRunner):
         return self._gathered(rates)[0]
 
 
-def _replaced_where(condition: jax.Array, variables: dict[str, PyTree], copies: dict[str, PyTree]) -> dict[str, PyTree]:
+def _replaced_where(condition: jax.Array, variables: Variables, copies: Variables) -> Variables:
     """The variables instead of their copies, where the condition holds."""
     return {name: select(condition, variables[name], copy) for name, copy in copies.items()}
 
@@ -347,7 +347,7 @@ def _checked_block(frame: Frame, towers: int) -> BlockSyncState:
     return block
 
 
-def _check_written(assigned: dict[str, PyTree], copies: dict[str, PyTree], sync: Sequence[str]) -> None:
+def _check_written(assigned: Variables, copies: Variables, sync: Sequence[str]) -> None:
     unknown = sorted(assigned.keys() - copies.keys())
     if unknown:
         raise ValueError(
@@ -362,7 +362,7 @@ def _check_written(assigned: dict[str, PyTree], copies: dict[str, PyTree], sync:
         )
 
 
-def _check_own(own: dict[str, PyTree], names: list[str]) -> None:
+def _check_own(own: Variables, names: list[str]) -> None:
     if own.keys() != set(names):
         raise ValueError(
             f"Each tower keeps {sorted(names)} for itself, but in the state {sorted(own)}: it was initialized by "

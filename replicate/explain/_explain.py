@@ -18,11 +18,11 @@ from estimator.core._bcoo import is_sparse, padded
 from estimator.core._frame import current_frame
 from estimator.core._model_fn import ModelFn, bind
 from estimator.core._placement import Halves, OffTowerPlacement, Placement
-from estimator.core._typing import PyTree
 from estimator.loop._context import RunContext
 from estimator.loop._programs import Programs
 from estimator.loop._steps_per_loop import choose
 from estimator.steps._transform import Model, ModelInfo
+from estimator.typing import PyTree
 from replicate._replicate_model_fn import ReplicatedTwice, replicate_model_fn
 from replicate.explain._data import Home, Memory, Split, Transfer
 from replicate.explain._explanation import Explanation
@@ -99,6 +99,7 @@ def explain(
             "with as many devices; `python -m replicate.explain --towers=N` makes them of the CPU."
         )
     sharding = traits.placement.batch(rows)
+    assert sharding is not None  # a replicated model_fn says where its batches go
     devices = sharding.mesh.devices if isinstance(sharding, NamedSharding) else np.array(list(sharding.device_set))
     towers = devices.reshape(len(devices), -1)  # [towers, devices of a tower]
     step, args = _step(model, traits, features, labels)

@@ -9,7 +9,9 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from estimator import State
 from estimator.replication import Placement
+from estimator.typing import Shardings, Tree
 from replicate.towers._map import TOWER_AXIS, tower_mesh
 
 
@@ -19,11 +21,11 @@ class OneDevicePlacement(Placement):
     def __init__(self, device: jax.Device) -> None:
         self._sharding = SingleDeviceSharding(device)
 
-    def state(self, like: Any) -> Any:
+    def state(self, like: State) -> Shardings:
         del like
         return self._sharding
 
-    def batch(self, rows: int) -> Any:
+    def batch(self, rows: int) -> jax.sharding.Sharding | None:
         del rows
         return self._sharding
 
@@ -38,15 +40,15 @@ class MeshPlacement(Placement):
     def __init__(self, devices: Sequence[Any]) -> None:
         self._mesh = tower_mesh(devices)
 
-    def state(self, like: Any) -> Any:
+    def state(self, like: State) -> Shardings:
         del like
         return NamedSharding(self._mesh, PartitionSpec())
 
-    def batch(self, rows: int) -> Any:
+    def batch(self, rows: int) -> jax.sharding.Sharding | None:
         axis = TOWER_AXIS if rows % self._mesh.shape[TOWER_AXIS] == 0 else None
         return NamedSharding(self._mesh, PartitionSpec(axis))
 
-    def gathered(self, tree: Any) -> Any:
+    def gathered(self, tree: Tree) -> Tree:
         return jax.lax.with_sharding_constraint(tree, NamedSharding(self._mesh, PartitionSpec()))
 
 
@@ -61,7 +63,7 @@ class MirroredPlacement(MeshPlacement):
         self.spans_processes = processes > 1
         self.towers_per_process = len(devices) // processes
 
-    def from_processes(self, batch: Any, stacked: bool = False) -> Any:
+    def from_processes(self, batch: Tree, stacked: bool = False) -> Tree:
         if not self.spans_processes:
             return batch
         axes = (None, TOWER_AXIS) if stacked else (TOWER_AXIS,)
@@ -74,13 +76,13 @@ class MirroredPlacement(MeshPlacement):
             )
         return _global(batch, NamedSharding(self._mesh, PartitionSpec(*axes)))
 
-    def whole_in_each(self, tree: Any) -> Any:
+    def whole_in_each(self, tree: Tree) -> Tree:
         return self.gathered(tree) if self.spans_processes else tree
 
-    def in_all_processes(self, batch: Any) -> Any:
+    def in_all_processes(self, batch: Tree) -> Tree:
         return _global(batch, NamedSharding(self._mesh, PartitionSpec())) if self.spans_processes else batch
 
-    def to_update(self, train_op: Any) -> Any:
+    def to_update(self, train_op: Tree) -> Tree:
         """Summed gradients as every device has them.
 
         The barrier keeps XLA from compiling the optimizer's arithmetic together with what was before, differently
@@ -94,10 +96,10 @@ class ShardedPlacement(MirroredPlacement):
 
     kind = "sharded"
 
-    def state(self, like: Any) -> Any:
+    def state(self, like: State) -> Shardings:
         return jax.tree.map(self._cut, like)
 
-    def _cut(self, array: Any) -> NamedSharding:
+    def _cut(self, array: jax.ShapeDtypeStruct) -> NamedSharding:
         for axis, size in enumerate(array.shape):
             if size % self._mesh.size == 0:
                 return NamedSharding(self._mesh, PartitionSpec(*[None] * axis, TOWER_AXIS))
@@ -108,7 +110,7 @@ def _is_global(x: Any) -> bool:
     return isinstance(x, jax.core.Tracer) or (isinstance(x, jax.Array) and not x.is_fully_addressable)
 
 
-def _global(batch: Any, sharding: NamedSharding) -> Any:
+def _global(batch: Tree, sharding: NamedSharding) -> Tree:
     return jax.tree.map(lambda x: x if _is_global(x) else _from_local(x, sharding), batch)
 
 

@@ -9,7 +9,9 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import DictKey
 
+from estimator import State
 from estimator.replication import PART_AXIS
+from estimator.typing import Partitions, PyTree, Shardings, Tree
 from replicate.placement._mirrored import MeshPlacement
 
 
@@ -18,22 +20,23 @@ class ModelParallelPlacement(MeshPlacement):
 
     kind = "mirrored"
 
-    def __init__(
-        self, towers: Sequence[tuple[jax.Device, ...]], partitions: dict[tuple[Any, ...], int] | None = None
-    ) -> None:
+    def __init__(self, towers: Sequence[tuple[jax.Device, ...]], partitions: Partitions | None = None) -> None:
         super().__init__(towers)
         self._towers = towers
         self._partitions = partitions or {}
         self.parts = len(towers[0])
         self.towers_per_process = len(towers)
 
-    def with_partitions(self, partitions: dict[tuple[Any, ...], int]) -> ModelParallelPlacement:
+    def with_partitions(self, partitions: Partitions) -> ModelParallelPlacement:
         return ModelParallelPlacement(self._towers, partitions)
 
-    def state(self, like: Any) -> Any:
-        return jax.tree_util.tree_map_with_path(self._home, like)
+    def state(self, like: State) -> Shardings:
+        return self._homes(like)
 
-    def _home(self, path: Any, leaf: Any) -> NamedSharding:
+    def _homes(self, tree: PyTree) -> Shardings:
+        return jax.tree_util.tree_map_with_path(self._home, tree)
+
+    def _home(self, path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> NamedSharding:
         """Slots are cut as their variable: what optax keeps for it has its name, and its path, on the way."""
         starts = [i for i, key in enumerate(path) if isinstance(key, DictKey)]
         axes = [self._partitions.get((path[i].key, *path[i + 1 :])) for i in starts]
@@ -42,13 +45,13 @@ class ModelParallelPlacement(MeshPlacement):
             return NamedSharding(self._mesh, PartitionSpec())
         return NamedSharding(self._mesh, _cut_at(axis))
 
-    def placed(self, tree: Any) -> Any:
-        return jax.lax.with_sharding_constraint(tree, self.state(tree))
+    def placed(self, tree: Tree) -> Tree:
+        return jax.lax.with_sharding_constraint(tree, self._homes(tree))
 
-    def to_update(self, train_op: Any) -> Any:
+    def to_update(self, train_op: Tree) -> Tree:
         return train_op  # whose gradients are cut already, where their variables are
 
-    def to_merge(self, metrics: Any) -> Any:
+    def to_merge(self, metrics: Tree) -> Tree:
         return self.gathered(metrics)  # what merges them may be a scatter: see `lone_tower`
 
     def cut(self, x: jax.Array, axis: int) -> jax.Array:

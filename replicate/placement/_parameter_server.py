@@ -21,17 +21,9 @@ from jax.sharding import SingleDeviceSharding
 from jax.tree_util import DictKey
 
 from estimator import EstimatorSpec, State, TrainOp
-from estimator.replication import (
-    Halves,
-    OffTowerPlacement,
-    Placement,
-    compile_first,
-    is_slices,
-    joined,
-)
+from estimator.replication import Halves, OffTowerPlacement, Placement, compile_first, is_slices, joined
+from estimator.typing import PyTree, Read, Shardings, Step, Tree
 from replicate.placement._transfer import transfer
-
-PyTree = Any
 
 
 class ParameterServer(OffTowerPlacement):
@@ -46,7 +38,7 @@ class ParameterServer(OffTowerPlacement):
         self._towers = towers
         self._homes = [SingleDeviceSharding(device) for device in devices]
 
-    def state(self, like: State) -> State:
+    def state(self, like: State) -> Shardings:
         homes = {name: self._homes[n % len(self._homes)] for n, name in enumerate(like.variables)}
 
         def home(path: Any, leaf: Any) -> SingleDeviceSharding:
@@ -58,13 +50,13 @@ class ParameterServer(OffTowerPlacement):
 
         return jax.tree_util.tree_map_with_path(home, like)
 
-    def batch(self, rows: int) -> Any:
+    def batch(self, rows: int) -> jax.sharding.Sharding | None:
         return self._towers.batch(rows)
 
-    def state_to_read(self, like: State) -> Any:
+    def state_to_read(self, like: State) -> Shardings:
         return self._towers.state(like)
 
-    def compile_read(self, step: Callable[..., Any]) -> Callable[..., Any]:
+    def compile_read(self, step: Read[Tree]) -> Read[Tree]:
         programs: dict[Any, tuple[Callable[..., Any], list[int], Any]] = {}
 
         def call(state: State, features: PyTree, labels: PyTree) -> Any:
@@ -89,7 +81,7 @@ class ParameterServer(OffTowerPlacement):
 
         return call
 
-    def compile_step(self, step: Callable[..., Any], halves: Halves, like: State, donate: bool) -> Callable[..., Any]:
+    def compile_step(self, step: Step, halves: Halves, like: State, donate: bool) -> Step:
         del step
         read = self.compile_read(halves.compute)
         shardings = self.state(like)

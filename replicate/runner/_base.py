@@ -10,7 +10,8 @@ from typing import Any
 import jax
 
 from estimator import EstimatorSpec, State
-from estimator.replication import Forward, Frame, PerPart, Placement, PyTree, merge_parts
+from estimator.replication import Forward, Frame, PerPart, Placement, merge_parts
+from estimator.typing import PyTree
 from replicate.cross_tower_ops import CrossTowerOps
 from replicate.towers._map import num_towers, tower_index
 

@@ -8,16 +8,8 @@ from typing import Any, NamedTuple
 import jax
 
 from estimator import EstimatorSpec, State
-from estimator.replication import (
-    Frame,
-    PyTree,
-    check_rows,
-    concatenate_specs,
-    is_sparse,
-    join_spec,
-    run_model_fn,
-    split_spec,
-)
+from estimator.replication import Frame, check_rows, concatenate_specs, is_sparse, join_spec, run_model_fn, split_spec
+from estimator.typing import PyTree
 from replicate.runner._base import Call, Runner, start_of, tower_frame
 from replicate.runner._merge import all_reduce
 from replicate.towers._collectives import cross_tower_mean

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 
 from estimator import EstimatorSpec
-from estimator.replication import PyTree, RunResult, Writes, addend, is_slices
+from estimator.replication import RunResult, Writes, addend, is_slices
+from estimator.typing import Gradients, Tree, Variables
 from replicate.cross_tower_ops import CrossTowerOps
 from replicate.towers._collectives import cross_tower_concatenate
 from replicate.towers._map import num_towers, tower_index
 
-Gradients = list[dict[str, PyTree]]
-"""By variable name, for each update of a train_op."""
-
 
 def reduce_result(
-    summed: EstimatorSpec, result: RunResult, variables: dict[str, PyTree], ops: CrossTowerOps
-) -> tuple[EstimatorSpec, dict[str, PyTree]]:
+    summed: EstimatorSpec, result: RunResult, variables: Variables, ops: CrossTowerOps
+) -> tuple[EstimatorSpec, Variables]:
     """What all towers agree on after one sum: gradients and losses, and the new values of the variables written.
 
     Args:
@@ -44,10 +41,11 @@ def reduce_result(
     return spec, writes.applied_to(variables)
 
 
-def all_reduce(gradients: Gradients, others: PyTree, ops: CrossTowerOps) -> tuple[Gradients, Any]:
+def all_reduce(gradients: list[Gradients], others: Tree, ops: CrossTowerOps) -> tuple[list[Gradients], Tree]:
     """The sums over towers; of a sparse gradient, the slices of all towers, which stand for it.
 
     Args:
+      gradients: of each update of a train_op.
       others: what else is summed, exactly.
       ops: takes the sums.
 

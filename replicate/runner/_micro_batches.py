@@ -15,7 +15,6 @@ from estimator import EstimatorSpec, TrainOp
 from estimator.replication import (
     Forward,
     Frame,
-    PyTree,
     RunResult,
     Writes,
     addend,
@@ -29,6 +28,7 @@ from estimator.replication import (
     run_model_fn,
     split_spec,
 )
+from estimator.typing import PyTree
 from replicate.runner._tower_optimizer import TowerOptimizer
 from replicate.towers._map import num_towers, tower_index
 from replicate.towers._split_batch import split_rows

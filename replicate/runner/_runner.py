@@ -11,7 +11,6 @@ import jax
 from estimator import EstimatorSpec, State, TrainOp
 from estimator.replication import (
     Frame,
-    PyTree,
     RunResult,
     check_rows,
     has_pending,
@@ -22,6 +21,7 @@ from estimator.replication import (
     run_model_fn,
     split_spec,
 )
+from estimator.typing import PyTree
 from replicate.runner._base import Call, Runner, start_of, tower_frame
 from replicate.runner._evaluation import Evaluation
 from replicate.runner._merge import reduce_result

@@ -5,10 +5,11 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from replicate.towers._map import TOWER_AXIS, PyTree, _one_sum, num_towers
+from estimator.typing import Tree
+from replicate.towers._map import TOWER_AXIS, _one_sum, num_towers
 
 
-def cross_tower_sum(x: PyTree) -> PyTree:
+def cross_tower_sum(x: Tree) -> Tree:
     """The sum over towers of every array in a pytree, the same in all of them; `x` itself outside of towers.
 
     One collective per dtype, however many arrays there are: on CPU devices a collective costs more than the copy
@@ -28,7 +29,7 @@ def cross_tower_sum(x: PyTree) -> PyTree:
     return jax.tree.unflatten(structure, leaves)
 
 
-def cross_tower_mean(x: PyTree) -> PyTree:
+def cross_tower_mean(x: Tree) -> Tree:
     """The mean over towers of every array in a pytree; `x` itself outside of towers.
 
     >>> print(cross_tower_mean(jnp.ones(2)))
@@ -47,7 +48,7 @@ def cross_tower_mean(x: PyTree) -> PyTree:
     return x if towers == 1 else jax.tree.map(lambda total: total / towers, cross_tower_sum(x))
 
 
-def cross_tower_concatenate(x: PyTree) -> PyTree:
+def cross_tower_concatenate(x: Tree) -> Tree:
     """Every array in a pytree, of all towers one after the other, the same in all of them; `x` outside of towers.
 
     >>> print(cross_tower_concatenate(jnp.arange(2)))

@@ -15,9 +15,8 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from estimator.replication import PART_AXIS, is_sparse
+from estimator.typing import PyTree
 from replicate.towers._split_batch import split_rows
-
-PyTree = Any
 
 TOWER_AXIS = "tower"
 """Name of the axis over the towers, for `flax.linen.BatchNorm(axis_name=TOWER_AXIS)` and jax's collectives.
