@@ -14,6 +14,7 @@ from estimator.multihost._tf_config import read_tf_config
 _LOOKUP_SECS = 60  # for the name of process 0 to become known
 _NAMES = {clusters.OmpiCluster: "Open MPI", clusters.SlurmCluster: "SLURM", clusters.K8sCluster: "Kubernetes"}
 _JOB_INDEX = "JOB_COMPLETION_INDEX"
+_LAUNCHED = {"JAX_NUM_PROCESSES", "JAX_PROCESS_ID"}  # by `replicate.launch`
 _OPEN_MPI_4 = "OMPI_MCA_orte_hnp_uri"  # where its first process is
 
 # Rank, size and rank within the host, where an MPI says no more than that.
@@ -108,6 +109,10 @@ def _missing(names: list[str], source: str) -> str:
 
 def _from_environment(address: str | None) -> _Found:
     """What was written down for this run comes before what the scheduler tells."""
+    if _LAUNCHED.issubset(os.environ):
+        several_hosts = not _is_literally_loopback(split_address(address)[0]) if address else False
+        numbers = _number("JAX_NUM_PROCESSES", 0), _number("JAX_PROCESS_ID", 0)
+        return _Found("replicate.launch", None, *numbers, several_hosts=several_hosts)
     if task := read_tf_config(os.environ.get("TF_CONFIG")):
         hosts = {split_address(each)[0] for each in task.addresses}
         several_hosts = len({"" if _is_literally_loopback(host) else host for host in hosts}) > 1

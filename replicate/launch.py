@@ -1,0 +1,273 @@
+"""Starts a script in several processes, as `torchrun`, `accelerate launch` and `mpirun` do.
+
+    python -m replicate.launch --processes 4 train.py --steps 1000
+
+starts `train.py --steps 1000` four times on this host, with the environment that `replicate.initialize_distributed()`
+reads. Lines of output begin with the number of their process. GPUs are divided among the processes. The first process
+that fails is named, the others are ended, and with `--max-restarts` all start again: an Estimator resumes from its last
+checkpoint. Of several hosts each has a launcher, with `--hosts`, `--host-index` and `--coordinator`.
+
+It imports the standard library alone, and leaves the devices to the processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import dataclasses
+import os
+import pathlib
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from types import FrameType
+from typing import IO, NoReturn
+
+_FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_GRACE_SECS = 20.0  # for the others to notice the loss of a process and to end with words of their own
+_LONGEST_PAUSE_SECS = 60.0
+_SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux's prctl
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What is started, and how often.
+
+    Attributes:
+      command: without the interpreter, as after `python`.
+      processes: on this host.
+      devices_per_process: GPUs, or CPU devices where there is no GPU; None: GPUs are divided evenly.
+      max_restarts: how often all processes are started again after a failure.
+      hosts, host_index: how many hosts there are, each with as many processes, and which one this is.
+      coordinator: "host:port" of process 0; None: a free port of this host.
+    """
+
+    command: tuple[str, ...]
+    processes: int
+    devices_per_process: int | None = None
+    max_restarts: int = 0
+    hosts: int = 1
+    host_index: int = 0
+    coordinator: str | None = None
+
+
+class _Ended:
+    """A process of the script that has ended."""
+
+    def __init__(self, rank: int, pid: int, code: int) -> None:
+        self.rank = rank
+        self.exit_code = code if code >= 0 else 128 - code  # as a shell gives it for a signal
+        how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+        self.words = f"process {rank} (pid {pid}) ended with {how}"
+
+
+class Launcher:
+    """The processes of a script on this host, from the first start to the last."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._children: list[subprocess.Popen[bytes]] = []
+        self._readers: list[threading.Thread] = []
+        self._ended: queue.SimpleQueue[_Ended] = queue.SimpleQueue()
+        self._signal: int | None = None
+        self._write_lock = threading.Lock()
+
+    def run(self) -> int:
+        """Runs the script; returns 0, or the exit code of the first process that failed."""
+        before = {number: signal.signal(number, self._forward) for number in _FORWARDED}
+        try:
+            for attempt in range(self._options.max_restarts + 1):
+                failure = self._run_once()
+                if failure is None:
+                    return 0
+                left = self._options.max_restarts - attempt
+                if self._signal is not None or not left:
+                    return failure.exit_code
+                secs = min(2.0**attempt, _LONGEST_PAUSE_SECS)
+                self._say(f"starts all processes again in {secs:g} s; {left - 1} more times at most")
+                self._pause(secs)
+                if self._signal is not None:
+                    return failure.exit_code
+            raise AssertionError  # the last attempt returns
+        finally:
+            self._end_all()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _run_once(self) -> _Ended | None:
+        """Starts all processes and waits for them; the first that failed."""
+        options = self._options
+        address = options.coordinator or f"localhost:{_free_port()}"
+        gpus = _gpus()
+        for index in range(options.processes):
+            self._start(options.host_index * options.processes + index, _environment(options, index, address, gpus))
+        running, failure = options.processes, None
+        deadline: float | None = None
+        while running:
+            try:
+                ended = self._ended.get(timeout=0.2)
+            except queue.Empty:
+                if deadline is not None and time.monotonic() > deadline:
+                    self._say(f"ends the {running} processes that still run, {_GRACE_SECS:g} s after the failure")
+                    self._end_all()
+                    deadline = None
+                continue
+            running -= 1
+            if ended.exit_code:
+                self._say(ended.words)
+                if failure is None:
+                    failure = ended
+                    deadline = time.monotonic() + _GRACE_SECS
+                    if running:
+                        self._say(f"waits up to {_GRACE_SECS:g} s for the others, which miss it")
+        self._end_all()  # what the processes have started and left
+        for reader in self._readers:
+            reader.join(timeout=5.0)
+        self._children, self._readers = [], []
+        return failure
+
+    def _start(self, rank: int, environment: dict[str, str]) -> None:
+        child = subprocess.Popen(
+            [sys.executable, *self._options.command],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,  # so that Ctrl-C reaches it from here alone, and all it starts can be ended
+            preexec_fn=_end_with_parent,
+        )
+        self._children.append(child)
+        for stream, out in ((child.stdout, sys.stdout), (child.stderr, sys.stderr)):
+            assert stream is not None
+            reader = threading.Thread(target=self._copy_lines, args=(rank, stream, out), daemon=True)
+            reader.start()
+            self._readers.append(reader)
+
+        def wait() -> None:
+            self._ended.put(_Ended(rank, child.pid, child.wait()))
+
+        threading.Thread(target=wait, daemon=True).start()
+
+    def _copy_lines(self, rank: int, stream: IO[bytes], out: IO[str]) -> None:
+        with stream:
+            for line in stream:
+                text = line.decode(errors="replace").rstrip("\n")
+                with self._write_lock:
+                    print(f"[{rank}] {text}", file=out, flush=True)
+
+    def _forward(self, number: int, frame: FrameType | None) -> None:
+        """Passes a signal on to all processes; at the second one they are killed."""
+        del frame
+        again = self._signal is not None
+        self._signal = number
+        self._send_all(signal.SIGKILL if again else number)
+
+    def _send_all(self, number: int) -> None:
+        for child in self._children:
+            try:
+                os.killpg(child.pid, number) if number == signal.SIGKILL else child.send_signal(number)
+            except ProcessLookupError:
+                pass  # it has ended, and so has all that it started
+
+    def _end_all(self) -> None:
+        self._send_all(signal.SIGKILL)
+
+    def _pause(self, secs: float) -> None:
+        deadline = time.monotonic() + secs
+        while self._signal is None and (left := deadline - time.monotonic()) > 0:
+            time.sleep(min(0.1, left))
+
+    def _say(self, words: str) -> None:
+        with self._write_lock:
+            print(f"replicate.launch: {words}.", file=sys.stderr, flush=True)
+
+
+def _environment(options: Options, index: int, address: str, gpus: list[str]) -> dict[str, str]:
+    """The environment of a process of this host, from 0."""
+    environment = os.environ | {
+        "JAX_COORDINATOR_ADDRESS": address,
+        "JAX_NUM_PROCESSES": str(options.hosts * options.processes),
+        "JAX_PROCESS_ID": str(options.host_index * options.processes + index),
+        "PYTHONUNBUFFERED": "1",
+    }
+    count = options.devices_per_process
+    if gpus:
+        count = count or len(gpus) // options.processes
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[index * count : (index + 1) * count])
+    elif count:
+        environment["JAX_NUM_CPU_DEVICES"] = str(count)
+    return environment
+
+
+def _gpus() -> list[str]:
+    """The NVIDIA GPUs that processes of this host may use, as CUDA_VISIBLE_DEVICES names them."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return [name for name in visible.split(",") if name]
+    folder = pathlib.Path("/proc/driver/nvidia/gpus")
+    return [str(i) for i in range(len(list(folder.iterdir())))] if folder.is_dir() else []
+
+
+def _free_port() -> int:
+    with socket.create_server(("localhost", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def _end_with_parent() -> None:
+    """In a new process: it ends when the launcher is killed, where the system can do that (Linux)."""
+    if _libc is not None:
+        _libc.prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+
+
+_libc = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded here: a new process must not load libraries
+
+
+def _parse(arguments: Sequence[str] | None) -> Options:
+    parser = argparse.ArgumentParser(prog="python -m replicate.launch", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--processes", type=int, required=True, help="how many to start on this host")
+    parser.add_argument("--devices-per-process", type=int, help="GPUs of each, or CPU devices where there is no GPU")
+    parser.add_argument("--max-restarts", type=int, default=0, help="how often to start all again after a failure")
+    parser.add_argument("--hosts", type=int, default=1, help="how many hosts there are; each runs this command")
+    parser.add_argument("--host-index", type=int, default=0, help="which host this is, from 0")
+    parser.add_argument("--coordinator", metavar="HOST:PORT", help="where process 0 is, on host 0; needed with --hosts")
+    parser.add_argument("-m", dest="module", action="store_true", help="the script is the name of a module")
+    parser.add_argument("script", help="what to run, as after `python`")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
+    given = parser.parse_args(arguments)
+    least = {"processes": 1, "devices_per_process": 1, "max_restarts": 0, "hosts": 1, "host_index": 0}
+    for name, smallest in least.items():
+        value = getattr(given, name)
+        if value is not None and value < smallest:
+            parser.error(f"--{name.replace('_', '-')} must be at least {smallest}; got {value}")
+    if given.host_index >= given.hosts:
+        parser.error(f"--host-index must be less than --hosts, which is {given.hosts}; got {given.host_index}")
+    if given.hosts > 1 and given.coordinator is None:
+        parser.error("--hosts needs --coordinator, the host and a free port of process 0, the same on every host")
+    gpus, count = len(_gpus()), given.devices_per_process or 1
+    if 0 < gpus < given.processes * count:
+        parser.error(
+            f"{given.processes} processes with {count} GPUs each need {given.processes * count}; this host has {gpus}"
+        )
+    return Options(
+        command=(*(["-m"] if given.module else []), given.script, *given.arguments),
+        processes=given.processes,
+        devices_per_process=given.devices_per_process,
+        max_restarts=given.max_restarts,
+        hosts=given.hosts,
+        host_index=given.host_index,
+        coordinator=given.coordinator,
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """`python -m replicate.launch`."""
+    sys.exit(Launcher(_parse(arguments)).run())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,233 @@
+"""`python -m replicate.launch`: what it starts, what it says, and that nothing it started is left."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+from replicate import launch
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+@pytest.fixture
+def script(tmp_path):
+    def write(text):
+        path = tmp_path / "script.py"
+        path.write_text(
+            "import os, signal, sys, time\nrank = int(os.environ['JAX_PROCESS_ID'])\n" + textwrap.dedent(text)
+        )
+        return str(path)
+
+    return write
+
+
+def run(*arguments):
+    with pytest.raises(SystemExit) as ended:
+        launch.main([str(argument) for argument in arguments])
+    return ended.value.code
+
+
+def is_alive(pid):
+    """A process that has ended but was not waited for yet, whose parent is not this one, does not count."""
+    try:
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def ended_in_time(pids, secs=10):
+    deadline = time.monotonic() + secs
+    while any(map(is_alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not any(map(is_alive, pids))
+
+
+def test_each_process_gets_its_number_and_the_lines_say_which_it_was(script, capsys, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    names = "JAX_PROCESS_ID", "JAX_NUM_PROCESSES", "JAX_NUM_CPU_DEVICES"
+    path = script(f"print(*[os.environ[name] for name in {names}], sys.argv[1:])\nprint('warning', file=sys.stderr)")
+    assert run("--processes", 3, "--devices-per-process", 2, path, "--steps", "10") == 0
+    out, err = capsys.readouterr()
+    assert sorted(out.splitlines()) == [f"[{i}] {i} 3 2 ['--steps', '10']" for i in range(3)]
+    assert sorted(err.splitlines()) == [f"[{i}] warning" for i in range(3)]
+
+
+def test_the_processes_of_one_start_have_one_address(script, capsys):
+    assert run("--processes", 3, script("print(os.environ['JAX_COORDINATOR_ADDRESS'])")) == 0
+    addresses = {line.split()[1] for line in capsys.readouterr().out.splitlines()}
+    assert len(addresses) == 1 and addresses.pop().startswith("localhost:")
+
+
+def test_processes_of_several_hosts_are_numbered_through(script, capsys):
+    path = script("print(os.environ['JAX_COORDINATOR_ADDRESS'], os.environ['JAX_NUM_PROCESSES'])")
+    options = "--processes", 2, "--hosts", 3, "--host-index", 2, "--coordinator", "a:1234"
+    assert run(*options, path) == 0
+    assert sorted(capsys.readouterr().out.splitlines()) == ["[4] a:1234 6", "[5] a:1234 6"]
+
+
+@pytest.mark.parametrize("given, shares", [((), ["0,1", "5,7"]), (("--devices-per-process", 1), ["0", "1"])])
+def test_gpus_are_divided_among_the_processes(script, capsys, monkeypatch, given, shares):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,5,7")
+    assert run("--processes", 2, *given, script("print(os.environ['CUDA_VISIBLE_DEVICES'])")) == 0
+    assert sorted(capsys.readouterr().out.splitlines()) == [f"[{i}] {share}" for i, share in enumerate(shares)]
+
+
+def test_a_module_is_started_as_python_does(capsys):
+    assert run("--processes", 1, "-m", "platform", "--terse") == 0
+    assert capsys.readouterr().out.startswith("[0] Linux")
+
+
+@pytest.mark.parametrize(
+    "death, how, code",
+    [("sys.exit(3)", "exit code 3", 3), ("os.kill(os.getpid(), signal.SIGKILL)", "signal SIGKILL", 137)],
+)
+def test_the_first_that_fails_is_named_and_gives_the_exit_code(script, capsys, death, how, code):
+    path = script(f"""
+        if rank == 1:
+            {death}
+        time.sleep(0.5)
+        sys.exit(5)  # as those that miss it end
+    """)
+    assert run("--processes", 3, path) == code
+    first, second, *_ = capsys.readouterr().err.splitlines()
+    assert first.startswith("replicate.launch: process 1 (pid ") and first.endswith(f" ended with {how}.")
+    assert second == "replicate.launch: waits up to 20 s for the others, which miss it."
+
+
+def test_those_that_do_not_end_by_themselves_are_ended_with_all_that_they_started(
+    script, capsys, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(launch, "_GRACE_SECS", 0.5)
+    path = script(f"""
+        import subprocess
+        if rank == 0:
+            time.sleep(0.3)
+            sys.exit(1)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        open({str(tmp_path / "pids")!r}, "a").write(f"{{os.getpid()}} {{child.pid}} ")
+        time.sleep(600)
+    """)
+    assert run("--processes", 2, path) == 1
+    pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+    assert len(pids) == 2 and ended_in_time(pids)
+    assert "ends the 1 processes that still run, 0.5 s after the failure." in capsys.readouterr().err
+
+
+def test_all_start_again_until_they_succeed(script, capsys, monkeypatch, tmp_path):
+    pauses = []
+    monkeypatch.setattr(launch.Launcher, "_pause", lambda self, secs: pauses.append(secs))
+    path = script(f"""
+        with open({str(tmp_path)!r} + f"/starts{{rank}}", "a") as file:
+            file.write("x")
+        starts = os.path.getsize(file.name)
+        if rank == 1 and starts <= 3:
+            sys.exit(9)
+    """)
+    assert run("--processes", 2, "--max-restarts", 5, path) == 0
+    assert [(tmp_path / f"starts{rank}").read_text() for rank in (0, 1)] == ["xxxx"] * 2
+    assert pauses == [1.0, 2.0, 4.0]
+    assert "starts all processes again in 4 s; 2 more times at most." in capsys.readouterr().err
+
+
+def test_after_the_last_restart_the_exit_code_is_that_of_the_failure(script, monkeypatch):
+    monkeypatch.setattr(launch.Launcher, "_pause", lambda self, secs: None)
+    assert run("--processes", 1, "--max-restarts", 2, script("sys.exit(7)")) == 7
+
+
+@pytest.fixture
+def launched(script, tmp_path):
+    """Starts the launcher in a process of its own; `(launcher, pids)` once all its processes run."""
+    launchers = []
+
+    def start(text, processes=2, restarts=0):
+        ready = f"open({str(tmp_path)!r} + f'/ready{{rank}}', 'w').write(str(os.getpid()))\n"
+        path = script(textwrap.dedent(text).replace("READY", ready))
+        command = [
+            sys.executable,
+            "-m",
+            "replicate.launch",
+            f"--processes={processes}",
+            f"--max-restarts={restarts}",
+            path,
+        ]
+        launchers.append(subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+        files = [tmp_path / f"ready{rank}" for rank in range(processes)]
+        deadline = time.monotonic() + 60
+        while not all(file.exists() and file.read_text() for file in files) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return launchers[-1], [int(file.read_text()) for file in files]
+
+    yield start
+    for launcher in launchers:
+        launcher.kill()
+        launcher.communicate()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_reach_every_process_and_nothing_starts_again(launched, number):
+    launcher, pids = launched(
+        f"""
+        signal.signal({int(number)}, lambda *_: sys.exit(75))
+        READY
+        time.sleep(600)
+        """,
+        restarts=3,
+    )
+    launcher.send_signal(number)
+    _, err = launcher.communicate(timeout=30)
+    assert launcher.returncode == 75
+    assert err.count("ended with exit code 75") == 2 and "again" not in err
+    assert ended_in_time(pids)
+
+
+def test_a_second_signal_kills(launched):
+    launcher, pids = launched("signal.signal(signal.SIGTERM, signal.SIG_IGN)\nREADY\ntime.sleep(600)\n")
+    launcher.terminate()
+    time.sleep(0.5)
+    assert launcher.poll() is None
+    launcher.terminate()
+    launcher.communicate(timeout=30)
+    assert launcher.returncode == 137 and ended_in_time(pids)
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="other systems do not end the children of a process that was killed"
+)
+def test_no_process_outlives_a_launcher_that_was_killed(launched):
+    launcher, pids = launched("READY\ntime.sleep(600)\n", processes=3)
+    launcher.kill()
+    assert ended_in_time(pids)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--processes", "0"], "--processes must be at least 1; got 0"),
+        (["--processes", "1", "--hosts", "2"], "--hosts needs --coordinator, the host and a free port of process 0"),
+        (["--processes", "1", "--host-index", "1"], "--host-index must be less than --hosts, which is 1; got 1"),
+        (["--processes", "2", "--devices-per-process", "2"], "2 processes with 2 GPUs each need 4; this host has 3"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(arguments, message, capsys, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    assert run(*arguments, "script.py") == 2
+    assert message in capsys.readouterr().err
+
+
+def test_it_imports_the_standard_library_alone():
+    text = pathlib.Path(launch.__file__).read_text()
+    modules = {line.split()[1].partition(".")[0] for line in text.splitlines() if line.startswith(("import ", "from "))}
+    assert modules <= sys.stdlib_module_names | {"__future__"}
+
+
+def test_signal_handlers_are_as_before():
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    assert run("--processes", 1, os.devnull) == 0
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
