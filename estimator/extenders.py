@@ -109,7 +109,7 @@ def forward_features(estimator: Estimator, keys: str | Sequence[str] | None = No
             name: PredictOutput(_joined(f"export_outputs[{name!r}]", output.outputs, forwarded))
             if name in (DEFAULT_SIGNATURE, "predict") and isinstance(output, PredictOutput)
             else output
-            for name, output in spec.export_outputs.items()
+            for name, output in (spec.export_outputs or {}).items()
         }
         return spec._replace(predictions=predictions, export_outputs=exports)
 

@@ -16,6 +16,7 @@ It changes with the library: a package that uses it depends on a version.
 
 from estimator.core._batch import check_batch
 from estimator.core._bcoo import is_sparse, with_shape
+from estimator.core._estimator_spec import loss_of, train_op_of
 from estimator.core._frame import Frame, Writes, current_frame, open_frame
 from estimator.core._model_fn import ModelFn, bind
 from estimator.core._partitioning import PART_AXIS
@@ -78,6 +79,7 @@ __all__ = [
     "is_sparse",
     "join_spec",
     "joined",
+    "loss_of",
     "mark_non_finite",
     "merge_metrics",
     "merge_parts",
@@ -89,6 +91,7 @@ __all__ = [
     "run_model_fn",
     "select",
     "split_spec",
+    "train_op_of",
     "watch_non_finite",
     "with_shape",
 ]

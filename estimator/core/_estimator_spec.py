@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +14,16 @@ from estimator.core._bcoo import is_sparse
 from estimator.core._export_output import DEFAULT_SIGNATURE, ExportOutput, PredictOutput
 from estimator.core._hook import Hook
 from estimator.core._mode_keys import ModeKeys
+from estimator.core._record import Report
 from estimator.core._train_op import TrainOp
 from estimator.core._typing import PyTree
+
+
+class Mergeable(Protocol):
+    """A metric: a pytree whose states over parts of the data are merged; it has `result`, or `compute`, besides."""
+
+    def merge(self, other: Any, /) -> Any: ...
+
 
 _HOOK_FIELDS = ("training_chief_hooks", "training_hooks", "evaluation_hooks", "prediction_hooks")
 _RESERVED_METRICS = ("loss", "global_step")
@@ -51,15 +59,15 @@ class EstimatorSpec:
 
     mode: ModeKeys
     predictions: PyTree = None
-    loss: Any = None
-    train_op: Any = None
-    eval_metric_ops: Any = None
-    export_outputs: Any = None
-    training_chief_hooks: Any = None
-    training_hooks: Any = None
-    evaluation_hooks: Any = None
-    prediction_hooks: Any = None
-    reported: Any = None
+    loss: jax.Array | None = None
+    train_op: TrainOp | None = None
+    eval_metric_ops: Mapping[str, Mergeable] = dataclasses.field(default_factory=dict)
+    export_outputs: dict[str, ExportOutput] | None = None
+    training_chief_hooks: Sequence[Hook] = ()
+    training_hooks: Sequence[Hook] = ()
+    evaluation_hooks: Sequence[Hook] = ()
+    prediction_hooks: Sequence[Hook] = ()
+    reported: dict[str, Report] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         mode = ModeKeys(self.mode)
@@ -108,11 +116,23 @@ class EstimatorSpec:
 _ARRAY_FIELDS = ("predictions", "loss", "train_op", "eval_metric_ops", "export_outputs", "reported")
 
 
+def loss_of(spec: EstimatorSpec) -> jax.Array:
+    """The loss of a spec in TRAIN or EVAL, which has one."""
+    assert spec.loss is not None
+    return spec.loss
+
+
+def train_op_of(spec: EstimatorSpec) -> TrainOp:
+    """The train_op of a spec in TRAIN, which has one."""
+    assert spec.train_op is not None
+    return spec.train_op
+
+
 def _is_array(value: Any) -> bool:
     return isinstance(value, jax.Array | np.ndarray | np.generic)
 
 
-def _checked_train_op(mode: ModeKeys, train_op: Any) -> Any:
+def _checked_train_op(mode: ModeKeys, train_op: Any) -> TrainOp | None:
     if train_op is None:
         if mode == ModeKeys.TRAIN:
             raise ValueError(
@@ -128,7 +148,7 @@ def _checked_train_op(mode: ModeKeys, train_op: Any) -> Any:
     return train_op
 
 
-def _checked_loss(mode: ModeKeys, loss: Any) -> Any:
+def _checked_loss(mode: ModeKeys, loss: Any) -> jax.Array | None:
     if loss is None:
         if mode != ModeKeys.PREDICT:
             raise ValueError(f"Missing loss: an EstimatorSpec needs one in mode {str(mode)!r}.")
@@ -164,7 +184,7 @@ def _check_arrays(field: str, tree: PyTree) -> None:
             )
 
 
-def _checked_metrics(metrics: Any) -> dict[str, Any]:
+def _checked_metrics(metrics: Any) -> dict[str, Mergeable]:
     if metrics is None:
         return {}
     if not isinstance(metrics, dict):
@@ -182,7 +202,7 @@ def _checked_metrics(metrics: Any) -> dict[str, Any]:
     return dict(metrics)
 
 
-def _checked_exports(mode: ModeKeys, exports: Any, predictions: PyTree) -> Any:
+def _checked_exports(mode: ModeKeys, exports: Any, predictions: PyTree) -> dict[str, ExportOutput] | None:
     if exports is None:
         return {DEFAULT_SIGNATURE: PredictOutput(predictions)} if mode == ModeKeys.PREDICT else None
     if not isinstance(exports, dict):

@@ -215,7 +215,7 @@ def _as_function(
         )
         spec = run_model_fn(lambda: call(features, None, ModeKeys.PREDICT), frame, differentiate=False).spec
         if names is None:
-            return spec.export_outputs
+            return spec.export_outputs or {}
         return {DEFAULT_SIGNATURE: PredictOutput(chosen(names, named(spec.predictions), spec.reported))}
 
     return model

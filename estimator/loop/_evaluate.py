@@ -11,6 +11,7 @@ import numpy as np
 
 from estimator.core._batch import BatchGuard, rows_of
 from estimator.core._bcoo import has_sparse
+from estimator.core._estimator_spec import loss_of
 from estimator.core._hook import Hook
 from estimator.core._mode_keys import ModeKeys
 from estimator.core._record import Report
@@ -52,7 +53,7 @@ class EvalSteps:
         ) -> tuple[jax.Array, Any, dict[str, Report]]:
             state = State(variables, slots, step, jax.random.wrap_key_data(key_data))
             spec = model.eval_step(state, features, labels)
-            return spec.loss, spec.eval_metric_ops, spec.reported
+            return loss_of(spec), spec.eval_metric_ops, spec.reported
 
         def quiet(*args: Any) -> tuple[jax.Array, Any, dict[str, Report]]:
             return *reporting(*args)[:2], {}

@@ -13,7 +13,7 @@ from jax.tree_util import tree_flatten
 
 from estimator.core._batch import BatchGuard, abstract
 from estimator.core._bcoo import alike, with_steps
-from estimator.core._estimator_spec import EstimatorSpec
+from estimator.core._estimator_spec import EstimatorSpec, loss_of, train_op_of
 from estimator.core._record import Report
 from estimator.core._state import State
 from estimator.core._typing import PyTree
@@ -212,9 +212,10 @@ def _carry(state: State) -> Carry:
 
 def _seen(spec: EstimatorSpec) -> StepOutputs:
     """A skipped step's NaN is reported as inf: it must not end the training."""
-    skipped = spec.train_op.skipped
-    loss = spec.loss if skipped is None else jnp.where(skipped & jnp.isnan(spec.loss), jnp.inf, spec.loss)
-    return StepOutputs(loss, tagged(spec.train_op.learning_rates))
+    loss, train_op = loss_of(spec), train_op_of(spec)
+    if train_op.skipped is not None:
+        loss = jnp.where(train_op.skipped & jnp.isnan(loss), jnp.inf, loss)
+    return StepOutputs(loss, tagged(train_op.learning_rates))
 
 
 def stacked_batches(pairs: Sequence[Pair], room: int) -> Pair | None:

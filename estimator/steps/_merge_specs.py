@@ -48,8 +48,9 @@ def check_rows(spec: EstimatorSpec, rows: int, part: str = "tower") -> None:
                     "examples. Report a value of the whole batch by eval_metric_ops."
                 )
     for name, report in spec.reported.items():
-        wanted = None if not isinstance(report, Rows) else rows if report.limit is None else min(rows, report.limit)
-        if wanted is not None and report.value.shape[:1] != (wanted,):
+        if not isinstance(report, Rows):
+            continue
+        if report.value.shape[:1] != (rows if report.limit is None else min(rows, report.limit),):
             raise ValueError(
                 f"What `est.record({name!r}, ...)` reports must be a scalar, or have the batch as its first dimension, "
                 f"to be put together from several {_PLURAL[part]}; it has shape {report.value.shape} in a {part} of "
@@ -152,8 +153,8 @@ def concatenate_specs(specs: Sequence[EstimatorSpec], sizes: Sequence[int], mean
             f"towers, but {sorted(second.eval_metric_ops)} for those left over. Return the same ones for any number of "
             "rows and towers."
         )
-    loss = first.loss
-    if loss is not None:
+    loss = None
+    if first.loss is not None and second.loss is not None:
         weights = [size / sum(sizes) if mean_loss else 1.0 for size in sizes]
         loss = first.loss * weights[0] + second.loss * weights[1]
     predictions, export_outputs = jax.tree.map(

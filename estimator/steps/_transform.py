@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from estimator.core._batch import abstract, check_batch, guarded
 from estimator.core._bcoo import alike, has_sparse, is_sparse, padded, per_step, with_steps
-from estimator.core._estimator_spec import EstimatorSpec
+from estimator.core._estimator_spec import EstimatorSpec, train_op_of
 from estimator.core._frame import Frame, open_frame
 from estimator.core._hook import Hook
 from estimator.core._mode_keys import ModeKeys
@@ -105,7 +105,7 @@ class ModelInfo:
     pending: bool
     shardings: Any
     on_nan: str | None
-    hooks: tuple[tuple[Hook, ...], tuple[Hook, ...]]
+    hooks: tuple[Sequence[Hook], Sequence[Hook]]
     trainable: tuple[str, ...]
     reported: dict[str, Report]
 
@@ -241,10 +241,10 @@ class _Steps:
 
         def at(variables: Variables) -> TrainOp:
             start = state._replace(variables=variables)
-            return self._compute(info, start, features, labels, ModeKeys.TRAIN)[0].train_op
+            return train_op_of(self._compute(info, start, features, labels, ModeKeys.TRAIN)[0])
 
         spec, assigned = self._compute(info, state, features, labels, ModeKeys.TRAIN)
-        after = self._apply(state, spec.train_op, assigned, at)
+        after = self._apply(state, train_op_of(spec), assigned, at)
         return after, _finished(spec, state, after)
 
     # The compiled ones.
@@ -385,11 +385,12 @@ class _Steps:
 
 def _finished(spec: EstimatorSpec, before: State, after: State) -> EstimatorSpec:
     """The spec of a step that was taken: its train_op says how, not what to do."""
-    rates = {**rates_of(after.slots), **spec.train_op.learning_rates}
-    return spec.unchecked(train_op=done(spec.train_op, before.variables, rates))
+    train_op = train_op_of(spec)
+    rates = {**rates_of(after.slots), **train_op.learning_rates}
+    return spec.unchecked(train_op=done(train_op, before.variables, rates))
 
 
-def _hooks(spec: EstimatorSpec) -> tuple[tuple[Hook, ...], tuple[Hook, ...]]:
+def _hooks(spec: EstimatorSpec) -> tuple[Sequence[Hook], Sequence[Hook]]:
     if spec.mode == ModeKeys.TRAIN:
         return spec.training_chief_hooks, spec.training_hooks
     return (), spec.evaluation_hooks if spec.mode == ModeKeys.EVAL else spec.prediction_hooks

@@ -18,12 +18,14 @@ from estimator.replication import (
     RunResult,
     apply_train_op,
     concatenate_rows,
+    loss_of,
     merge_metrics,
     merge_stacked_reports,
     rates_of,
     run_model_fn,
     select,
     split_spec,
+    train_op_of,
 )
 from estimator.typing import PyTree, Slots, Variables
 from replicate.block_sync._averaging import BlockAverage, BlockState
@@ -244,7 +246,7 @@ class BlockSyncRunner(SyncRunner):
             return self.run_tower(call, frame, start, batch, rows, scale, average=_of_this_tower)
 
         def train_op_at(variables: Variables) -> TrainOp:
-            return split_spec(run_from(variables).spec, scale)[0].train_op
+            return train_op_of(split_spec(run_from(variables).spec, scale)[0])
 
         before = {**state.variables, **copies, **own}
         result = run_from(before)
@@ -253,16 +255,15 @@ class BlockSyncRunner(SyncRunner):
         trainable = result.frame.trainable
         _check_own(own, [n for n in (*copies, *own) if not trainable[n] and n not in self.block_sync.sync])
         spec, per_part = split_spec(result.spec, scale)
-        moved, slots = apply_train_op(
-            spec.train_op, written, before, local.slots, state.key, state.global_step, train_op_at
-        )
+        train_op = train_op_of(spec)
+        moved, slots = apply_train_op(train_op, written, before, local.slots, state.key, state.global_step, train_op_at)
         rates = rates_of(slots)
         warmup = self.block_sync.warmup_steps
         average = BlockAverage(
             self.block_sync,
             self.ops,
             result.frame,
-            spec.train_op,
+            train_op,
             added_only=frozenset(result.writes.added) - frozenset(result.writes.assigned),
             is_warmup=steps + 1 == warmup if warmup else None,
         )
@@ -285,7 +286,7 @@ class BlockSyncRunner(SyncRunner):
             local=_Local(copies, own, block.slots),
             per_tower=(per_part.predictions, per_part.export_outputs),
             merged_later={
-                "loss": result.spec.loss * share_of_loss,
+                "loss": loss_of(result.spec) * share_of_loss,
                 "eval_metric_ops": {**spec.eval_metric_ops, **per_part.metrics},
                 "reported": per_part.reported,
             },

@@ -15,6 +15,7 @@ import estimator as est
 from estimator import EstimatorSpec
 from estimator.core._batch import abstract, check_batch
 from estimator.core._bcoo import is_sparse, padded
+from estimator.core._estimator_spec import loss_of
 from estimator.core._frame import current_frame
 from estimator.core._model_fn import ModelFn, bind
 from estimator.core._placement import Halves, OffTowerPlacement, Placement
@@ -185,7 +186,7 @@ def _step(model: Model, traits: ModelInfo, features: PyTree, labels: PyTree) -> 
     def step(changing: Any, key: jax.Array, features: PyTree, labels: PyTree) -> tuple[Any, jax.Array]:
         variables, slots, global_step = changing
         after, spec = model.train_step(est.State(variables, slots, global_step, key), features, labels)
-        return (after[:-1] if traits.is_one_program else after), spec.loss
+        return (after[:-1] if traits.is_one_program else after), loss_of(spec)
 
     state = model.abstract_init(features, labels)
     if not traits.is_one_program:

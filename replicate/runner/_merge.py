@@ -7,7 +7,7 @@ import dataclasses
 import jax
 
 from estimator import EstimatorSpec
-from estimator.replication import RunResult, Writes, addend, is_slices
+from estimator.replication import RunResult, Writes, addend, is_slices, train_op_of
 from estimator.typing import Gradients, Tree, Variables
 from replicate.cross_tower_ops import CrossTowerOps
 from replicate.towers._collectives import cross_tower_concatenate
@@ -29,7 +29,7 @@ def reduce_result(
         name: addend(name, value, aggregation[name], tower_index(), num_towers())
         for name, value in result.writes.assigned.items()
     }
-    train_op = summed.train_op
+    train_op = train_op_of(summed)
     gradients, (bare, *sums) = all_reduce(
         train_op.gradients(),
         (dataclasses.replace(summed, train_op=train_op.without_gradients()), assigned, result.writes.added),
@@ -37,7 +37,7 @@ def reduce_result(
     )
     # A sum of booleans is an integer.
     writes = jax.tree.map(lambda x, like: x.astype(like.dtype), Writes(*sums), result.writes)
-    spec = dataclasses.replace(bare, train_op=bare.train_op.with_gradients(gradients))
+    spec = dataclasses.replace(bare, train_op=train_op_of(bare).with_gradients(gradients))
     return spec, writes.applied_to(variables)
 
 

@@ -20,6 +20,7 @@ from estimator.replication import (
     open_frame,
     run_model_fn,
     split_spec,
+    train_op_of,
 )
 from estimator.typing import PyTree
 from replicate.runner._base import Call, Runner, start_of, tower_frame
@@ -49,7 +50,7 @@ class SyncRunner(Runner):
             if len(self.devices) > 1:
                 _check_optimizers(spec.train_op)
             train_op = spec.train_op
-            if has_pending(train_op):  # the towers take the gradients, not the run around them
+            if train_op is not None and has_pending(train_op):  # the towers take the gradients, not the run around them
                 train_op = train_op.without_gradients()
             spec = dataclasses.replace(spec, train_op=train_op, reported=inside.reported)
             return (spec, inside.variables, inside.slots), None
@@ -70,17 +71,20 @@ class SyncRunner(Runner):
         def tower(start: State, batch: PyTree) -> tuple[PyTree, PyTree]:
             result = self.run_tower(call, frame, start, batch, rows, scale, cross_tower_mean)
             frames.append(result.frame)
-            flags = non_finite(result.spec.train_op) if self.on_nan else None
+            flags = non_finite(train_op_of(result.spec)) if self.on_nan else None
             summed, per_part = split_spec(result.spec, scale)
             gradients = None
             if not sums_here:
-                gradients = summed.train_op.gradients()
-                summed = dataclasses.replace(summed, train_op=summed.train_op.without_gradients())
+                train_op = train_op_of(summed)
+                gradients = train_op.gradients()
+                summed = dataclasses.replace(summed, train_op=train_op.without_gradients())
             summed, written = reduce_result(summed, result, start.variables, self.ops)
             return (summed, written), (per_part, gradients, flags)
 
         (spec, written), (per_part, gradients, flags) = tower_map(tower, self.devices)(start_of(frame), batch)
-        train_op = spec.train_op if gradients is None else spec.train_op.with_gradients(gradients)
+        train_op = train_op_of(spec)
+        if gradients is not None:
+            train_op = train_op.with_gradients(gradients)
         train_op = self.placement.to_update(train_op)
         if flags is not None:
             train_op = mark_non_finite(train_op, flags)
