@@ -13,7 +13,6 @@ It imports the standard library alone, and leaves the devices to the processes.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import dataclasses
 import os
 import pathlib
@@ -31,7 +30,13 @@ from typing import IO, NoReturn
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _GRACE_SECS = 20.0  # for the others to notice the loss of a process and to end with words of their own
 _LONGEST_PAUSE_SECS = 60.0
-_SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux's prctl
+
+# Arguments of a Python that becomes the script, after it has asked Linux to be killed when the launcher dies
+# (PR_SET_PDEATHSIG is 1). A `preexec_fn` would do this too, but forks, which jax warns of once it has devices.
+_BOUND_TO_PARENT = (
+    "-ISc",
+    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,13 +138,12 @@ class Launcher:
 
     def _start(self, rank: int, environment: dict[str, str]) -> None:
         child = subprocess.Popen(
-            [sys.executable, *self._options.command],
+            [sys.executable, *(_BOUND_TO_PARENT if sys.platform == "linux" else ()), *self._options.command],
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,  # so that Ctrl-C reaches it from here alone, and all it starts can be ended
-            preexec_fn=_end_with_parent,
         )
         self._children.append(child)
         for stream, out in ((child.stdout, sys.stdout), (child.stderr, sys.stderr)):
@@ -216,15 +220,6 @@ def _gpus() -> list[str]:
 def _free_port() -> int:
     with socket.create_server(("localhost", 0)) as server:
         return int(server.getsockname()[1])
-
-
-def _end_with_parent() -> None:
-    """In a new process: it ends when the launcher is killed, where the system can do that (Linux)."""
-    if _libc is not None:
-        _libc.prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
-
-
-_libc = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded here: a new process must not load libraries
 
 
 def _parse(arguments: Sequence[str] | None) -> Options:
