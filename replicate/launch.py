@@ -29,7 +29,6 @@ from typing import IO, NoReturn
 
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _GRACE_SECS = 20.0  # for the others to notice the loss of a process and to end with words of their own
-_LONGEST_PAUSE_SECS = 60.0
 
 # Arguments of a Python that becomes the script, after it has asked Linux to be killed when the launcher dies
 # (PR_SET_PDEATHSIG is 1). A `preexec_fn` would do this too, but forks, which jax warns of once it has devices.
@@ -48,6 +47,7 @@ class Options:
       processes: on this host.
       devices_per_process: GPUs, or CPU devices where there is no GPU; None: GPUs are divided evenly.
       max_restarts: how often all processes are started again after a failure.
+      max_pause_secs: the pause before a restart doubles each time, from 1 second up to this.
       hosts, host_index: how many hosts there are, each with as many processes, and which one this is.
       coordinator: "host:port" of process 0; None: a free port of this host.
     """
@@ -56,6 +56,7 @@ class Options:
     processes: int
     devices_per_process: int | None = None
     max_restarts: int = 0
+    max_pause_secs: float = 60.0
     hosts: int = 1
     host_index: int = 0
     coordinator: str | None = None
@@ -93,7 +94,7 @@ class Launcher:
                 left = self._options.max_restarts - attempt
                 if self._signal is not None or not left:
                     return failure.exit_code
-                secs = min(2.0**attempt, _LONGEST_PAUSE_SECS)
+                secs = min(2.0**attempt, self._options.max_pause_secs)
                 self._say(f"starts all processes again in {secs:g} s; {left - 1} more times at most")
                 self._pause(secs)
                 if self._signal is not None:
@@ -227,6 +228,7 @@ def _parse(arguments: Sequence[str] | None) -> Options:
     parser.add_argument("--processes", type=int, required=True, help="how many to start on this host")
     parser.add_argument("--devices-per-process", type=int, help="GPUs of each, or CPU devices where there is no GPU")
     parser.add_argument("--max-restarts", type=int, default=0, help="how often to start all again after a failure")
+    parser.add_argument("--max-pause-secs", type=float, default=60.0, help="the longest pause before a restart")
     parser.add_argument("--hosts", type=int, default=1, help="how many hosts there are; each runs this command")
     parser.add_argument("--host-index", type=int, default=0, help="which host this is, from 0")
     parser.add_argument("--coordinator", metavar="HOST:PORT", help="where process 0 is, on host 0; needed with --hosts")
@@ -234,7 +236,14 @@ def _parse(arguments: Sequence[str] | None) -> Options:
     parser.add_argument("script", help="what to run, as after `python`")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
     given = parser.parse_args(arguments)
-    least = {"processes": 1, "devices_per_process": 1, "max_restarts": 0, "hosts": 1, "host_index": 0}
+    least = {
+        "processes": 1,
+        "devices_per_process": 1,
+        "max_restarts": 0,
+        "max_pause_secs": 0,
+        "hosts": 1,
+        "host_index": 0,
+    }
     for name, smallest in least.items():
         value = getattr(given, name)
         if value is not None and value < smallest:
@@ -253,6 +262,7 @@ def _parse(arguments: Sequence[str] | None) -> Options:
         processes=given.processes,
         devices_per_process=given.devices_per_process,
         max_restarts=given.max_restarts,
+        max_pause_secs=given.max_pause_secs,
         hosts=given.hosts,
         host_index=given.host_index,
         coordinator=given.coordinator,

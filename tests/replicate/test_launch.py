@@ -8,6 +8,7 @@ import sys
 import textwrap
 import time
 
+import numpy as np
 import pytest
 
 from replicate import launch
@@ -225,6 +226,37 @@ def test_it_imports_the_standard_library_alone():
     text = pathlib.Path(launch.__file__).read_text()
     modules = {line.split()[1].partition(".")[0] for line in text.splitlines() if line.startswith(("import ", "from "))}
     assert modules <= sys.stdlib_module_names | {"__future__"}
+
+
+@pytest.mark.slow
+def test_a_training_whose_processes_are_killed_ends_with_the_bits_of_one_that_is_not(tmp_path):
+    """`LAUNCH_KILLS=20` kills more often."""
+    kills, random = int(os.environ.get("LAUNCH_KILLS", "3")), np.random.default_rng(0)
+
+    def start(folder, restarts):
+        folder.mkdir()
+        options = "--processes=2", "--devices-per-process=2", f"--max-restarts={restarts}", "--max-pause-secs=1"
+        script = ROOT / "tests" / "testing" / "scenarios" / "launched_training.py"
+        command = [sys.executable, "-m", "replicate.launch", *options, script, folder, str(100 + 40 * kills)]
+        return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+
+    undisturbed = start(tmp_path / "undisturbed", 0)
+    _, err = undisturbed.communicate(timeout=300)
+    assert undisturbed.returncode == 0, err
+    folder = tmp_path / "killed"
+    killed = start(folder, kills + 10)
+    victims = set()
+    while len(victims) < kills and killed.poll() is None:
+        time.sleep(random.uniform(2, 6))
+        file = folder / f"started-{random.integers(2)}"
+        pid = int(file.read_text()) if file.exists() else None
+        if pid is not None and pid not in victims and is_alive(pid):
+            victims.add(pid)
+            os.kill(pid, signal.SIGKILL)
+    _, err = killed.communicate(timeout=600)
+    assert killed.returncode == 0, err
+    assert len(victims) == kills == err.count("signal SIGKILL")
+    assert (folder / "result").read_text() == (tmp_path / "undisturbed" / "result").read_text()
 
 
 def test_signal_handlers_are_as_before():

@@ -1,0 +1,55 @@
+"""Trains in the processes that `replicate.launch` starts: `launched_training.py <folder> <steps>`."""
+
+import hashlib
+import os
+import pathlib
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import estimator as est
+from replicate import TowerOptimizer, initialize_distributed, replicate_model_fn
+
+folder, steps = pathlib.Path(sys.argv[1]), int(sys.argv[2])
+started = folder / f"started-{os.environ['JAX_PROCESS_ID']}"
+started.with_suffix(".new").write_text(str(os.getpid()))
+started.with_suffix(".new").rename(started)  # whole at any moment
+initialize_distributed(timeout_secs=60)
+
+
+def model_fn(features, labels, mode):
+    w = est.get_variable("w", (8, 1), initializer=jax.nn.initializers.normal())
+    noise = 0.1 * jax.random.normal(est.make_rng(), features.shape)
+    loss = est.losses.mean_squared_error(labels, (features + noise) @ w)
+    return est.EstimatorSpec(mode, loss=loss, train_op=TowerOptimizer(optax.adam(0.01)).minimize(loss))
+
+
+def input_fn():
+    context = est.input_context()
+    features = np.random.default_rng(0).normal(size=(64, 8)).astype(np.float32)
+    mine = slice(context.index, None, context.count)
+    labels = features.sum(1, keepdims=True)
+    batch = context.per_process_batch_size(16)
+    return est.inputs.numpy_input_fn(features[mine], labels[mine], batch, num_epochs=None, shuffle=True, seed=3)()
+
+
+class Slow(est.Hook):
+    """So that a training lasts long enough to be killed."""
+
+    def next_step(self, step):
+        return step + 1
+
+    def after_run(self, context, values):
+        time.sleep(0.01)
+
+
+config = est.RunConfig(save_checkpoints_steps=10, keep_checkpoint_max=3)
+estimator = est.Estimator(replicate_model_fn(model_fn), str(folder / "model"), config)
+estimator.train(input_fn, hooks=[Slow()], max_steps=steps)
+if jax.process_index() == 0:
+    w = np.asarray(jnp.asarray(estimator.get_variable_value("w")))
+    (folder / "result").write_text(hashlib.sha256(w.tobytes()).hexdigest())
