@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -12,6 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from estimator.core._typing import PyTree
+from estimator.optim._parts import holds_tracer, maker, parts
 
 Probe = Callable[[PyTree], tuple[jax.Array, PyTree]]
 
@@ -55,40 +55,43 @@ def extra_args(loss: jax.Array | None, params: PyTree, probe: Probe | None) -> d
 
 
 def call_update(
-    update: Callable[..., tuple[PyTree, PyTree]],
+    transformation: optax.GradientTransformation,
     gradients: PyTree,
     slots: PyTree,
     params: PyTree,
     extra: dict[str, Any],
 ) -> tuple[PyTree, PyTree]:
     """Calls the `update` of an optax transformation with those of the extra arguments that it takes; `grad` is one."""
-    signature = inspect.signature(update).parameters
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in signature.values())
-    offered = {"grad": gradients, **extra}
-    given = {name: value for name, value in offered.items() if takes_all or name in signature}
-    while True:
-        try:
-            return update(gradients, slots, params, **given)
-        except TypeError as error:
-            # `optax.chain` takes every argument and hands all to a part that may refuse one, as `optax.contrib.sam`.
-            refused = re.search(r"unexpected keyword argument '(\w+)'", str(error))
-            if refused and refused[1] in given:
-                del given[refused[1]]
-                continue
-            if "value" not in extra and re.search(r"missing .*'value", str(error)):
-                raise TypeError(
-                    f"The optimizer asks for the loss, which `apply_gradients` does not know: {error}. "
-                    "Use `minimize(loss)`."
-                ) from error
+    keywords = {"grad": gradients, **extra}
+    for signature in _signatures(transformation):
+        if not any(p.kind is p.VAR_KEYWORD for p in signature.values()):
+            keywords = {name: value for name, value in keywords.items() if name in signature}
+        needed = [name for name, p in signature.items() if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
+        if "value" in needed and "value" not in extra:
+            raise TypeError(
+                "The optimizer asks for the loss, which `apply_gradients` does not know: its update needs the argument "
+                "'value'. Use `minimize(loss)`."
+            )
+    try:
+        return transformation.update(gradients, slots, params, **keywords)
+    except (ValueError, jax.errors.UnexpectedTracerError) as error:
+        if not holds_tracer(transformation):
             raise
-        except (ValueError, jax.errors.UnexpectedTracerError) as error:
-            if isinstance(error, ValueError) and "Mesh for all inputs should be equal" not in str(error):
-                raise
-            raise ValueError(
-                "The optimizer holds a value that the model_fn computed, such as a learning rate made from "
-                "`est.global_step()`. Towers compute, but the update is done once, after them. Give a function that "
-                "computes it all, `TowerOptimizer(lambda: optax.sgd(rate(est.global_step())))`, or an optax schedule."
-            ) from error
+        raise ValueError(
+            "The optimizer holds a value that the model_fn computed, such as a learning rate made from "
+            "`est.global_step()`. Towers compute, but the update is done once, after them. Give a function that "
+            "computes it all, `TowerOptimizer(lambda: optax.sgd(rate(est.global_step())))`, or an optax schedule."
+        ) from error
+
+
+def _signatures(transformation: optax.GradientTransformation) -> Iterator[Mapping[str, inspect.Parameter]]:
+    """The parameters of all updates that get the extra arguments: `optax.chain` takes any, and hands all to each part,
+    which may refuse one, as `optax.contrib.sam` does."""
+    signature = inspect.signature(transformation.update).parameters
+    yield signature
+    if any(p.kind is p.VAR_KEYWORD for p in signature.values()) and maker(transformation) != "with_extra_args_support":
+        for part in parts(transformation):
+            yield from _signatures(part)
 
 
 def _no_probe(params: PyTree) -> tuple[jax.Array, PyTree]:

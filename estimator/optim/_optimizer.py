@@ -18,7 +18,7 @@ from estimator.core._train_op import GradientsNeeded, TrainOp, Update
 from estimator.core._typing import PyTree
 from estimator.optim import _loss_scale
 from estimator.optim._loss_scale import DynamicLossScale
-from estimator.optim._row_wise_probe import Rule
+from estimator.optim._parts import is_transformation
 from estimator.sparse._embedding import zero_gradients
 from estimator.sparse._indexed_slices import IndexedSlices, is_slices
 
@@ -52,7 +52,7 @@ class Optimizer:
         name: str | None = None,
         loss_scale: DynamicLossScale | None = None,
     ) -> None:
-        if not _is_transformation(optimizer_or_fn) and not callable(optimizer_or_fn):
+        if not is_transformation(optimizer_or_fn) and not callable(optimizer_or_fn):
             raise TypeError(
                 f"`{type(self).__name__}` takes an optax.GradientTransformation such as `optax.adam(1e-3)`, or a "
                 f"function that returns one; got {optimizer_or_fn!r}."
@@ -60,7 +60,6 @@ class Optimizer:
         self._optimizer_or_fn = optimizer_or_fn
         self._name = name or "optimizer"
         self.loss_scale = _loss_scale.checked(type(self).__name__, loss_scale)
-        self.row_rules: dict[Any, Rule] = {}  # what `_lazy.py` found out about the transformation
 
     def get_name(self) -> str:
         return self._name
@@ -69,9 +68,9 @@ class Optimizer:
     def transformation(self) -> optax.GradientTransformation:
         """The optax transformation that does the work; made anew at each call if it was given as a function."""
         made = self._optimizer_or_fn
-        if not _is_transformation(made):
+        if not is_transformation(made):
             made = made()
-            if not _is_transformation(made):
+            if not is_transformation(made):
                 raise TypeError(
                     f"The function given to `{type(self).__name__}` must return an optax.GradientTransformation; "
                     f"it returned {made!r}."
@@ -361,10 +360,6 @@ def tower_gradient(gradient: PyTree) -> PyTree:
         return dataclasses.replace(g, values=g.values * frame.loss_scale) if is_slices(g) else g * frame.loss_scale
 
     return jax.tree.map(scaled, gradient, is_leaf=is_slices)
-
-
-def _is_transformation(candidate: Any) -> bool:
-    return callable(getattr(candidate, "init", None)) and callable(getattr(candidate, "update", None))
 
 
 def is_per_variable(value: Any, variable: PyTree) -> bool:
