@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import enum
 from collections.abc import Iterable
-from typing import Any
 
 from replicate.explain._hlo import Collective
 
@@ -105,8 +105,22 @@ def bytes_by_device(homes: Iterable[Home]) -> dict[str, int]:
     return dict(totals)
 
 
-def typed(dtype: str, shape: Any) -> str:
-    return f"{dtype}[{','.join(map(str, shape))}]"
+class Distribution(enum.StrEnum):
+    """Where the variables live.
+
+    Attributes:
+      ONE_DEVICE: on the one there is.
+      MIRRORED: on every device.
+      SHARDED: a piece on each device.
+      VARIABLE_DEVICES: each on a device of its own.
+      LOCAL_COPIES: each tower has its own within a block (`block_sync`).
+    """
+
+    ONE_DEVICE = "one device"
+    MIRRORED = "mirrored"
+    SHARDED = "sharded"
+    VARIABLE_DEVICES = "variable devices"
+    LOCAL_COPIES = "local copies"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,8 +130,7 @@ class StepData:
     Attributes:
       name: of the model_fn.
       towers: the device of each, or those of each, as in "cpu:0, cpu:1".
-      distribution: "one device", "mirrored", "sharded", "variable devices" where each variable has one of its own, or
-        "local copies" where each tower has its own variables within a block (`block_sync`).
+      distribution: where the variables live.
       rows: of the whole batch.
       micro_batches: the parts in which a tower runs its rows, one after another.
       batch: what is split.
@@ -134,7 +147,7 @@ class StepData:
 
     name: str
     towers: tuple[str, ...]
-    distribution: str
+    distribution: Distribution
     rows: int
     micro_batches: int
     batch: tuple[Split, ...]

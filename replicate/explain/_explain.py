@@ -24,7 +24,7 @@ from estimator.loop._programs import Programs
 from estimator.loop._steps_per_loop import choose
 from estimator.steps._transform import Model, ModelInfo
 from replicate._replicate_model_fn import ReplicatedTwice, replicate_model_fn
-from replicate.explain._data import Home, Memory, Split, Transfer
+from replicate.explain._data import Distribution, Home, Memory, Split, Transfer
 from replicate.explain._explanation import Explanation
 from replicate.explain._hlo import collectives
 from replicate.runner._micro_batches import accumulate_steps
@@ -107,7 +107,7 @@ def explain(
     return Explanation(
         name=name,
         towers=tuple(", ".join(map(str, tower)) for tower in towers),
-        distribution=traits.placement.kind,
+        distribution=Distribution(traits.placement.kind),
         rows=rows,
         micro_batches=notes["micro_batches"],
         batch=_splits(features, labels, len(towers)),
