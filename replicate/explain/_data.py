@@ -1,4 +1,4 @@
-"""What `explain` finds out about a step, as plain values."""
+"""What `explain` returns, as plain values."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Transfer:
       name: of what is moved.
       to_towers: whether the towers get it; else the variable's device gets it, from all towers.
       bytes: moved in all.
-      device: that of the variable.
+      device: where the variable lives.
     """
 
     name: str
@@ -82,7 +82,7 @@ class Memory:
     Attributes:
       arguments: the state and the tower's rows.
       outputs: the new state and the loss.
-      reused: those of the outputs that take the memory of an argument.
+      reused: of the outputs, what takes the memory of an argument.
       temporary: activations, gradients and whatever else lives for the step only.
     """
 
@@ -134,7 +134,7 @@ class StepData:
       rows: of the whole batch.
       micro_batches: the parts in which a tower runs its rows, one after another.
       batch: what is split.
-      collectives: of the compiled program; where variables have devices of their own, of that of the towers.
+      collectives: of the compiled program; where variables have devices of their own, of the towers' program.
       transfers: between the towers and the variables' own devices.
       variables, slots: where each array lives.
       steps_per_program: how many steps `RunConfig(steps_per_loop="auto")` puts into one program, where no hook looks
