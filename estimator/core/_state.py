@@ -1,4 +1,4 @@
-"""The state of a training: variables, optimizer slots, step and key."""
+"""The state of a training run: variables, optimizer slots, step and key."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ from typing import NamedTuple
 import jax
 
 from estimator.core._typing import PyTree
+
+# The entries of `State.slots` that are not an optimizer's. No optimizer may have such a name where they are in use.
+ON_NAN_SLOTS = "on_nan"
+BLOCK_SYNC_SLOTS = "block_sync"
 
 
 class State(NamedTuple):

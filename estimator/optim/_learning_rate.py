@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from optax.tree_utils import tree_get_all_with_path, tree_set
 
+from estimator.core._state import State
 from estimator.core._typing import PyTree
-
-if TYPE_CHECKING:
-    from estimator.core._state import State
 
 _RATE, _VALUES, _SCHEDULES = "learning_rate", "hyperparams", "hyperparams_states"
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from estimator.core._train_op import TrainOp
 from estimator.core._typing import PyTree
-
-if TYPE_CHECKING:
-    from estimator.core._train_op import TrainOp
 
 
 class LossScaleState(NamedTuple):

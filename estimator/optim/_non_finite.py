@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,14 +11,11 @@ import numpy as np
 from absl import logging
 
 from estimator.core._frame import Frame
+from estimator.core._state import ON_NAN_SLOTS, State
 from estimator.core._train_op import TrainOp
 from estimator.core._typing import PyTree
 from estimator.optim._loss_scale import LossScaleState, all_finite, select
 
-if TYPE_CHECKING:
-    from estimator.core._state import State
-
-SLOTS = "on_nan"
 POLICIES = ("raise", "skip")
 _NONE = np.int32(2**31 - 1)
 
@@ -45,11 +42,11 @@ class NonFinite(NamedTuple):
 
 def watch(frame: Frame, on_nan: str) -> None:
     """Makes the run around count the steps that `Update.non_finite` marks, and do with them what `on_nan` says."""
-    if frame.slot_owners.setdefault(SLOTS, NonFinite) is not NonFinite:
-        raise ValueError(f"An optimizer must not be named {SLOTS!r} where on_nan is set; give it another name.")
+    if frame.slot_owners.setdefault(ON_NAN_SLOTS, NonFinite) is not NonFinite:
+        raise ValueError(f"An optimizer must not be named {ON_NAN_SLOTS!r} where on_nan is set; give it another name.")
     frame.on_nan = on_nan
     if frame.initializing:
-        frame.slots[SLOTS] = NonFinite(*(jnp.int32(0) for _ in NonFinite._fields))
+        frame.slots[ON_NAN_SLOTS] = NonFinite(*(jnp.int32(0) for _ in NonFinite._fields))
 
 
 def non_finite(train_op: TrainOp) -> tuple[dict[str, jax.Array], ...]:
@@ -83,7 +80,7 @@ def kept_if_non_finite(train_op: TrainOp, before: State, after: State) -> State:
     kept = {name: _with_scale(slots, after.slots[name]) for name, slots in before.slots.items()}
     return after._replace(
         variables=select(good, after.variables, before.variables),
-        slots={**select(good, after.slots, kept), SLOTS: counted},
+        slots={**select(good, after.slots, kept), ON_NAN_SLOTS: counted},
     )
 
 
@@ -114,12 +111,12 @@ def cleared(state: State) -> State:
     if int(record.first_step) == 0:
         return state
     zero = jnp.zeros_like(record.first_step, device=record.first_step.sharding)
-    return state._replace(slots={**state.slots, SLOTS: record._replace(first_step=zero)})
+    return state._replace(slots={**state.slots, ON_NAN_SLOTS: record._replace(first_step=zero)})
 
 
 def raise_if_any(state: Any) -> None:
     """Raises what the steps since `cleared` have found; waits for them."""
-    record = jax.device_get(state.slots[SLOTS])
+    record = jax.device_get(state.slots[ON_NAN_SLOTS])
     if record.first_step:
         raise NonFiniteGradientError(
             f"Non-finite gradient of {_place(record, state.variables)}. That step changed nothing. Look for a division "
@@ -130,7 +127,7 @@ def raise_if_any(state: Any) -> None:
 
 def log_if_more(state: Any, seen: int) -> int:
     """Logs that more than `seen` steps were skipped, if so; returns how many were."""
-    record = jax.device_get(state.slots[SLOTS])
+    record = jax.device_get(state.slots[ON_NAN_SLOTS])
     if record.skipped > seen:
         logging.warning(
             "Skipped %d steps with non-finite gradients, %d in all; the first was that of %s.",
@@ -160,7 +157,7 @@ def skipped_steps(state: State) -> int:
 
 
 def _record(state: State) -> NonFinite:
-    record = state.slots.get(SLOTS)
+    record = state.slots.get(ON_NAN_SLOTS)
     if not isinstance(record, NonFinite):
         raise ValueError(
             f"The state does not count skipped steps; its slots are {sorted(state.slots)}. Initialize it in mode "

@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from estimator import EstimatorSpec, ModeKeys, TrainOp
 from estimator.core._frame import Frame
 from estimator.core._record import Report, merge_reports
+from estimator.core._state import BLOCK_SYNC_SLOTS as SLOTS
 from estimator.core._typing import PyTree
 from estimator.optim._apply_updates import applied
 from estimator.optim._learning_rate import rates_of
@@ -21,13 +22,10 @@ from estimator.steps._deferred_merge import Deferred
 from estimator.steps._gradients import Outcome, run, written
 from replicate.block_sync._averaging import BlockAverage, BlockState
 from replicate.block_sync._block_sync import BlockSync
-from replicate.placement._distribution import Mirrored
+from replicate.placement._distribution import Replicated
 from replicate.runner._merge import apart, concatenate_rows, merge_metrics
 from replicate.runner._runner import Call, SyncRunner, keep_names
 from replicate.towers._map import TOWER_AXIS, tower_map
-
-SLOTS = "block_sync"
-"""The name of a `BlockSyncState` in `State.slots`."""
 
 
 class BlockSyncState(NamedTuple):
@@ -49,7 +47,7 @@ class BlockSyncState(NamedTuple):
     since: jax.Array
 
 
-class LocalCopies(Mirrored):
+class LocalCopies(Replicated):
     """Copies and slots with the towers as their first dimension, cut along it; all else on every device."""
 
     kind = "local copies"

@@ -48,8 +48,8 @@ class AllReduce(CrossTowerOps):
       exact: the same without `compress_dtype`.
 
     Raises:
-      ValueError: there is no such algorithm, a number is too small, or both ways of packing are asked for.
-      TypeError: `compress_dtype` is no floating dtype.
+      ValueError: there is no such algorithm, a number is too small, or both ways of packing are requested.
+      TypeError: `compress_dtype` is not a floating dtype.
     """
 
     def __init__(
@@ -64,7 +64,6 @@ class AllReduce(CrossTowerOps):
         self._algorithm = checked_algorithm(caller, algorithm)
         self._packer = packer_for(caller, num_packs, agg_small_grads_max_bytes, agg_small_grads_max_group)
         self._compress_dtype = None if compress_dtype is None else _floating(caller, compress_dtype)
-        self.exact: AllReduce = self
         if self._compress_dtype is not None:
             self.exact = AllReduce(algorithm, num_packs, agg_small_grads_max_bytes, agg_small_grads_max_group)
 

@@ -40,10 +40,15 @@ class CrossTowerOps(abc.ABC):
     own, which is compiled once for values of the same shapes and kept with the object: make one and use it again.
 
     Attributes:
-      takes_slices: whether row-sparse values are gathered outside of programs, or refused.
+      takes_slices: whether row-sparse values are gathered, or refused.
+      exact: what sums all but gradients in a training step: these ops, or the same without compression.
     """
 
     takes_slices = True
+
+    @functools.cached_property
+    def exact(self) -> CrossTowerOps:
+        return self
 
     @abc.abstractmethod
     def sum_in_towers(self, values: Sequence[jax.Array]) -> list[jax.Array]:

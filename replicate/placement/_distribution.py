@@ -56,7 +56,7 @@ class OneDevice(Placement):
         return self._sharding
 
 
-class Mirrored(Placement):
+class Replicated(Placement):
     """A copy of the state on every device, and of each batch only a tower's rows."""
 
     kind = "mirrored"
@@ -106,7 +106,7 @@ class Mirrored(Placement):
         return self.gathered(jax.lax.optimization_barrier(train_op))
 
 
-class Sharded(Mirrored):
+class Sharded(Replicated):
     """Every array of the state cut over the devices, where it can be."""
 
     kind = "sharded"
@@ -121,7 +121,7 @@ class Sharded(Mirrored):
         return NamedSharding(self._mesh, PartitionSpec())
 
 
-class ModelParallel(Mirrored):
+class ModelParallel(Replicated):
     """Towers of several devices: over those of a tower some arrays are cut, and every tower has the same."""
 
     def __init__(
@@ -213,7 +213,7 @@ def place(
     if wide:
         towers = ModelParallel(devices)
     else:
-        towers = OneDevice(devices[0]) if len(devices) == 1 else Mirrored(devices)
+        towers = OneDevice(devices[0]) if len(devices) == 1 else Replicated(devices)
     if distribution == VariableDistribution.SHARED_LOCAL_PARAMETER_SERVER:
         home = _variable_device(devices, variable_device)
         return towers if list(devices) == [home] else ParameterServer(towers, [home])
