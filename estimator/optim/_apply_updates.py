@@ -33,7 +33,7 @@ def applied(
     Args:
       train_op: with gradients.
       assigned: by name, what the model_fn wrote.
-      variables, slots, key, global_step: those that the step began with.
+      variables, slots, key, global_step: at the beginning of the step.
       at: the train_op that the same step has at other values of the variables; run only for optimizers that ask.
     """
     frame = Frame(  # for an optimizer given as a function that asks for the step or for a variable

@@ -1,4 +1,4 @@
-"""What some optax updates take besides gradients: the loss, and what it is at other values of the variables."""
+"""The extra arguments of some optax updates: the loss, and the loss at other values of the variables."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ Probe = Callable[[PyTree], tuple[jax.Array, PyTree]]
 
 
 def extra_args(loss: jax.Array | None, params: PyTree, probe: Probe | None) -> dict[str, Any]:
-    """The arguments by the names that optax gives them; those of the loss only where there is one.
+    """The arguments by optax's names; the ones about the loss only where there is one.
 
     Args:
-      loss: scalar; None after `apply_gradients`, which knows of no loss.
+      loss: scalar; None after `apply_gradients`, which does not know it.
       params: the values of the variables, in a dict by name.
-      probe: the loss and the gradients at other values, in the same step; run only where an update asks for it. None
-        where the update is done apart from the program that computes them.
+      probe: the loss and the gradients at other values, in the same step; run only where an update calls it. None
+        where the update is a program apart from the one that computes them.
     """
     probe = _no_probe if probe is None else probe
 
-    # Its derivative is the gradient that the probe takes: what is differentiated already is not differentiated again.
+    # Its derivative is the probe's gradient: jax must not differentiate again what is differentiated already.
     @jax.custom_jvp
     def value_at(params: PyTree) -> jax.Array:
         return probe(params)[0]
@@ -39,7 +39,7 @@ def extra_args(loss: jax.Array | None, params: PyTree, probe: Probe | None) -> d
         return value, sum(jax.tree.leaves(products), jnp.zeros_like(value))
 
     def whole(changed: PyTree) -> PyTree:
-        """With the values that `optax.masked` left out."""
+        """The values, with the ones that `optax.masked` left out."""
         return jax.tree.map(lambda new, old: old if _is_masked(new) else new, changed, params, is_leaf=_is_masked)
 
     def value_fn(params: PyTree, grad_fn: Any = None, obj_fn: Any = None) -> jax.Array:
@@ -61,7 +61,7 @@ def call_update(
     params: PyTree,
     extra: dict[str, Any],
 ) -> tuple[PyTree, PyTree]:
-    """Calls the `update` of an optax transformation with those of the extra arguments that it takes; `grad` is one."""
+    """Calls the `update` of an optax transformation with the extra arguments that it takes; `grad` is one."""
     keywords = {"grad": gradients, **extra}
     for signature in _signatures(transformation):
         if not any(p.kind is p.VAR_KEYWORD for p in signature.values()):

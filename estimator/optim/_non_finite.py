@@ -1,4 +1,4 @@
-"""Gradients that are inf or NaN: found before they are summed, counted, and kept out of the variables."""
+"""Gradients that are inf or NaN: detected before they are summed, counted, and kept out of the variables."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _NONE = np.int32(2**31 - 1)
 
 
 class NonFiniteGradientError(RuntimeError):
-    """A gradient was inf or NaN, and `replicate_model_fn` was told on_nan="raise"."""
+    """A gradient was inf or NaN, and `replicate_model_fn` was called with on_nan="raise"."""
 
 
 class NonFinite(NamedTuple):
-    """The entry "on_nan" of `State.slots`: what steps with non-finite gradients there were; int32 scalars.
+    """The entry "on_nan" of `State.slots`, about steps with non-finite gradients; int32 scalars.
 
     Attributes:
       skipped: how many steps left variables and slots as they were.
-      first_step: the number of the first of them, counted from 1; 0: there was none.
-      tower: the first tower, in that step, that had such a gradient.
-      variable: of which variable it was: an index into the sorted names of the variables.
+      first_step: the number of the first of them, counted from 1; 0 if there was none.
+      tower: the first tower that had such a gradient in that step.
+      variable: the variable of that gradient, an index into the sorted names of the variables.
     """
 
     skipped: jax.Array
@@ -41,7 +41,7 @@ class NonFinite(NamedTuple):
 
 
 def watch(frame: Frame, on_nan: str) -> None:
-    """Makes the run around count the steps that `Update.non_finite` marks, and do with them what `on_nan` says."""
+    """Makes the current run count the steps that `Update.non_finite` marks, and treat them by the policy `on_nan`."""
     if frame.slot_owners.setdefault(ON_NAN_SLOTS, NonFinite) is not NonFinite:
         raise ValueError(f"An optimizer must not be named {ON_NAN_SLOTS!r} where on_nan is set; give it another name.")
     frame.on_nan = on_nan
@@ -58,15 +58,15 @@ def non_finite(train_op: TrainOp) -> tuple[dict[str, jax.Array], ...]:
 
 
 def marked(train_op: TrainOp, flags: tuple[dict[str, jax.Array], ...]) -> TrainOp:
-    """The train_op with what `non_finite` found in each tower; bools of shape `[towers]`."""
+    """The train_op with the flags of `non_finite` of each tower; bools of shape `[towers]`."""
     pairs = zip(train_op.updates, flags, strict=True)
-    return TrainOp(tuple(dataclasses.replace(update, non_finite=found) for update, found in pairs))
+    return TrainOp(tuple(dataclasses.replace(update, non_finite=own) for update, own in pairs))
 
 
 def kept_if_non_finite(train_op: TrainOp, before: State, after: State) -> State:
-    """The state after a step; where a gradient was marked, the one before it, but for the counters.
+    """The state after a step; where a gradient was marked, the state before it, but for the counters.
 
-    The scale of a loss scale is one of those: what makes gradients overflow must shrink.
+    A loss scale changes all the same: it must shrink where it makes gradients overflow.
     """
     names = sorted(before.variables)
     first = _first(train_op, names)
@@ -85,7 +85,7 @@ def kept_if_non_finite(train_op: TrainOp, before: State, after: State) -> State:
 
 
 def done(train_op: TrainOp, variables: dict[str, PyTree], learning_rates: dict[str, Any]) -> TrainOp:
-    """What the spec of a step that was taken says of its train_op: whether it was skipped, and at which rates."""
+    """The train_op in the spec of a finished step: whether it was skipped, and its learning rates."""
     first = _first(train_op, sorted(variables))
     return TrainOp(skipped=None if first is None else first != _NONE, learning_rates=learning_rates)
 
@@ -95,8 +95,8 @@ def _first(train_op: TrainOp, names: list[str]) -> jax.Array | None:
     variable, or `_NONE`. One reduction finds it: the marks may lie on several devices."""
     marks = [mark for update in train_op.updates for mark in (update.non_finite or {}).items()]
     places = [
-        jnp.where(found, jnp.arange(found.size, dtype=jnp.int32) * len(names) + names.index(name), _NONE)
-        for name, found in marks
+        jnp.where(mark, jnp.arange(mark.size, dtype=jnp.int32) * len(names) + names.index(name), _NONE)
+        for name, mark in marks
     ]
     return jnp.stack(places).min() if places else None
 
@@ -106,7 +106,7 @@ def _with_scale(before: PyTree, after: PyTree) -> PyTree:
 
 
 def cleared(state: State) -> State:
-    """Forgets the first of the steps that an earlier run has skipped, so that the next one is written down."""
+    """Forgets the first of the steps that an earlier run has skipped, so that the next one is recorded."""
     record = _record(state)
     if int(record.first_step) == 0:
         return state
@@ -115,13 +115,13 @@ def cleared(state: State) -> State:
 
 
 def raise_if_any(state: Any) -> None:
-    """Raises what the steps since `cleared` have found; waits for them."""
+    """Raises the error for a non-finite gradient since `cleared`; waits for the steps."""
     record = jax.device_get(state.slots[ON_NAN_SLOTS])
     if record.first_step:
         raise NonFiniteGradientError(
             f"Non-finite gradient of {_place(record, state.variables)}. That step changed nothing. Look for a division "
             "by zero, a logarithm of zero or a bad row in that tower's part of the batch, or lower the learning rate; "
-            'on_nan="skip" leaves such steps out and goes on, as a loss scale needs it.'
+            'on_nan="skip" skips such steps and continues, as a loss scale needs it.'
         )
 
 
@@ -130,7 +130,7 @@ def log_if_more(state: Any, seen: int) -> int:
     record = jax.device_get(state.slots[ON_NAN_SLOTS])
     if record.skipped > seen:
         logging.warning(
-            "Skipped %d steps with non-finite gradients, %d in all; the first was that of %s.",
+            "Skipped %d steps with non-finite gradients, %d in all; the first was of %s.",
             record.skipped - seen,
             record.skipped,
             _place(record, state.variables),

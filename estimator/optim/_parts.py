@@ -1,7 +1,8 @@
-"""What an optax transformation is made of.
+"""The parts of an optax transformation.
 
-optax does not say it: a transformation is two functions. But the qualified name of its `update` begins with the public
-function that made it, as in `scale_by_adam.<locals>.update_fn`, and the closure holds what it was made from.
+optax does not list them, since a transformation is two functions. But the qualified name of its `update` begins with
+the public function that made it, as in `scale_by_adam.<locals>.update_fn`, and the closure holds the arguments of that
+function.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def maker(transformation: optax.GradientTransformation) -> str:
 
 
 def parts(transformation: optax.GradientTransformation) -> list[optax.GradientTransformation]:
-    """The transformations that it applies, in order; none where it is not made from others."""
+    """The transformations that it applies, in order; none where it does not combine others."""
     held = closure(transformation.update)
     if maker(transformation) == "chain":
         updates = zip(closure(transformation.init)["init_fns"], held["update_fns"], strict=True)
@@ -56,7 +57,7 @@ def leaves(transformation: optax.GradientTransformation, variable: str, params: 
 
 
 def holds_tracer(transformation: optax.GradientTransformation) -> bool:
-    """Whether it was made from a value that a function which jax traces has computed."""
+    """Whether one of its arguments was a traced value, as a learning rate that a model_fn has computed."""
     held = _flat(closure(transformation.update).values())
     return any(isinstance(value, jax.core.Tracer) for value in held) or any(map(holds_tracer, parts(transformation)))
 
@@ -66,7 +67,7 @@ def is_transformation(candidate: Any) -> bool:
 
 
 def closure(function: Callable[..., Any]) -> dict[str, Any]:
-    """What a function has from the function that made it, or a method from its object, by name."""
+    """The variables that a function has from the function around it, or a method from its object, by name."""
     if inspect.ismethod(function):
         return dict(vars(function.__self__))
     return dict(inspect.getclosurevars(function).nonlocals) if inspect.isfunction(function) else {}

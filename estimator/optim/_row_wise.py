@@ -38,7 +38,7 @@ _OWN_GRADIENT = {
     "zero_nans",
 }
 
-# They do to a row what the transformations do that they are made from.
+# They do to a row what the transformations inside them do.
 _WRAPPERS = {
     "apply_if_finite",
     "chain",
@@ -52,7 +52,7 @@ _WRAPPERS = {
     "with_extra_args_support",
 }
 
-# They change a row by what the others are, such as by a norm, or do not know rows.
+# They change a row by values of other rows, such as by a norm over all.
 _WHOLE_TABLE = {
     "adaptive_grad_clip",
     "add_noise",

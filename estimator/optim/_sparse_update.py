@@ -85,7 +85,7 @@ class TouchedRows:
         return self._map(take, tree)
 
     def put(self, tree: PyTree, rows: PyTree) -> PyTree:
-        """The tree with new rows, from one that `take` has made; what is not a table's is the new one's."""
+        """The tree with new rows, given in a tree as `take` returns it; other leaves are replaced by the new ones."""
 
         def put(table: str, array: jax.Array, rows: jax.Array) -> jax.Array:
             return array.at[self._indices[table]].set(rows, mode="drop", wrap_negative_indices=False)
@@ -124,7 +124,7 @@ def takes_rows(
     is_lazy = isinstance(transformation, _Lazy)
     if is_lazy and rule is RowRule.WHOLE_TABLE:
         raise ValueError(
-            f"`est.lazy` needs a row-wise transformation, but for that of the optimizer {name!r} "
+            f"`est.lazy` needs a row-wise transformation, but for the one of the optimizer {name!r} "
             f"{rule.value}, as with `optax.clip_by_global_norm`. Leave `est.lazy` out to train {tables} by "
             "dense gradients, or change the gradients between `compute_gradients` and `apply_gradients`."
         )

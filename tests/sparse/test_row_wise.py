@@ -13,7 +13,7 @@ def every_second(step):
     return step % 2 == 0
 
 
-# By the registry's rule, and within it by what the probe finds.
+# By the registry's rule and the probe's.
 TRANSFORMATIONS = {
     (RowRule.OWN_GRADIENT, Rule.EXACT): {
         "sgd": optax.sgd(optax.cosine_decay_schedule(0.1, 100)),
@@ -86,8 +86,8 @@ EXCEPTIONS = {
 
 
 def public():
-    """What optax offers, but for chains of it, made from a few arguments that fit; its wrappers are around sgd."""
-    sgd, made = optax.sgd(0.1), {}
+    """What optax offers, but for chains of it, from a few arguments that fit; its wrappers are around sgd."""
+    sgd, transformations = optax.sgd(0.1), {}
     for module in (optax, optax.contrib):
         for name in dir(module):
             for args in ((), (0.1,), (0.1, 0.1), (sgd,), (sgd, 3)):
@@ -96,9 +96,9 @@ def public():
                     transformation.init(PARAMS)
                 except Exception:
                     continue
-                made[name] = transformation
+                transformations[name] = transformation
                 break
-    return {name: t for name, t in made.items() if maker(t) != "chain" and name not in EXCEPTIONS}
+    return {name: t for name, t in transformations.items() if maker(t) != "chain" and name not in EXCEPTIONS}
 
 
 PUBLIC = public()
@@ -126,7 +126,7 @@ def test_slots_that_cannot_be_cut_by_rows(transformation):
     assert registered(transformation) is RowRule.WHOLE_TABLE
 
 
-def test_what_others_made_is_not_known():
+def test_a_transformation_of_ones_own_is_not_known():
     own = optax.stateless(lambda gradients, params: gradients)
     by_hand = optax.GradientTransformation(lambda params: (), lambda gradients, state, params=None: (gradients, state))
     for transformation in (own, by_hand, optax.chain(optax.sgd(0.1), by_hand)):

@@ -193,9 +193,9 @@ def whole_tables(model_fn, rows):
     model = est.transform(model_fn)
     state = model.init(jax.random.key(0), ids[0], labels[0])
     step = jax.jit(model.train_step, donate_argnums=0).lower(state, ids[0], labels[0]).compile()
-    made = re.findall(rf"= f32\[{rows},{WIDTH}\]\S* ([\w-]+)\(", step.as_text())
+    operations = re.findall(rf"= f32\[{rows},{WIDTH}\]\S* ([\w-]+)\(", step.as_text())
     sums = re.findall(r"= f32\[([\d,]*)\]\S* all-reduce", step.as_text())
-    return set(made) - {"parameter", "get-tuple-element"}, sums
+    return set(operations) - {"parameter", "get-tuple-element"}, sums
 
 
 @pytest.mark.parametrize("optimizer", [optax.adagrad(0.1), est.lazy(optax.adam(0.1))], ids=["adagrad", "lazy adam"])
@@ -207,11 +207,11 @@ def test_nothing_of_the_size_of_the_table_is_computed(towers, optimizer):
     def model_fn(make_table):
         return replicate(words_model_fn(lambda name: make_table(name, (rows, WIDTH)), optimizer), towers)
 
-    made, sums = whole_tables(model_fn(sparse), rows)
-    assert made == {"scatter", "fusion"}  # the fusion is around a scatter
+    operations, sums = whole_tables(model_fn(sparse), rows)
+    assert operations == {"scatter", "fusion"}  # the fusion is around a scatter
     assert sums == ([] if towers == 1 else ["2"])  # the loss, in the spec and in the train_op
-    made, _ = whole_tables(model_fn(dense), rows)
-    assert "multiply" in made and "broadcast" in made
+    operations, _ = whole_tables(model_fn(dense), rows)
+    assert "multiply" in operations and "broadcast" in operations
 
 
 # Where the gradient is dense.
