@@ -42,7 +42,7 @@ class AllReduce(CrossTowerOps):
       agg_small_grads_max_bytes: with `num_packs=0`, the size up to which arrays that follow one another share a vector.
       agg_small_grads_max_group: how many of them at most.
       compress_dtype: a floating dtype, such as `jnp.bfloat16`, that wider floats are cast to before they are sent, and
-        back from after they are summed. Only gradients are in a training step.
+        back from after they are summed. In a training step this applies to gradients only.
 
     Attributes:
       exact: the same without `compress_dtype`.
@@ -85,7 +85,7 @@ class AllReduce(CrossTowerOps):
 
 
 def packer_for(caller: str, num_packs: int, max_bytes: int, max_group: int) -> Packer:
-    """What the arguments of a `CrossTowerOps` ask for, which `caller` is the name of."""
+    """The packer for the arguments of a `CrossTowerOps`, whose name is `caller`."""
     at_least(0, caller, "num_packs", num_packs)
     at_least(0, caller, "agg_small_grads_max_bytes", max_bytes)
     at_least(1, caller, "agg_small_grads_max_group", max_group)
@@ -101,9 +101,9 @@ def packer_for(caller: str, num_packs: int, max_bytes: int, max_group: int) -> P
 
 def _floating(caller: str, dtype: Any) -> Any:
     try:
-        found = jnp.dtype(dtype)
+        checked = jnp.dtype(dtype)
     except TypeError:
-        found = None
-    if found is None or not jnp.issubdtype(found, jnp.floating):
+        checked = None
+    if checked is None or not jnp.issubdtype(checked, jnp.floating):
         raise TypeError(f"`{caller}` needs a floating dtype such as jnp.bfloat16 as compress_dtype; got {dtype!r}.")
-    return found
+    return checked
