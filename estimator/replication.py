@@ -22,6 +22,7 @@ from estimator.core._model_fn import ModelFn, bind
 from estimator.core._partitioning import PART_AXIS
 from estimator.core._placement import Halves, OffTowerPlacement, Placement
 from estimator.core._record import Report
+from estimator.core._state import BLOCK_SYNC_SLOTS
 from estimator.multihost._initialize import initialize_distributed
 from estimator.optim._apply_updates import applied as apply_train_op
 from estimator.optim._learning_rate import rates_of
@@ -50,6 +51,7 @@ from estimator.steps._merge_specs import (
 )
 
 __all__ = [
+    "BLOCK_SYNC_SLOTS",
     "Deferred",
     "Forward",
     "Frame",

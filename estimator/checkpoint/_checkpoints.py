@@ -30,8 +30,9 @@ from orbax.checkpoint import type_handlers
 
 from estimator.checkpoint._file_lock import lock_if_possible
 from estimator.checkpoint._json_state import decode, encode
+from estimator.core._state import ON_NAN_SLOTS
 from estimator.optim._learning_rate import _RATE, _VALUES, _names
-from estimator.optim._non_finite import SLOTS, NonFinite
+from estimator.optim._non_finite import NonFinite
 from estimator.runtime._uninterrupted import uninterrupted
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -44,7 +45,7 @@ _METADATA_FILE = "_METADATA"
 _PIN = "PINNED"  # a file in a checkpoint that stays; removed and copied with it
 _PREFIXES = ("variables/", "slots/")
 # What a checkpoint may lack (it is zero then) or have in excess: on_nan can be switched on and off.
-_COUNTERS = {f"slots/{SLOTS}/{field}" for field in NonFinite._fields}
+_COUNTERS = {f"slots/{ON_NAN_SLOTS}/{field}" for field in NonFinite._fields}
 
 
 _HOST = "host"  # what is no array, in one

@@ -8,6 +8,10 @@ import jax
 
 from estimator.core._typing import Slots, Variables
 
+# The entries of `State.slots` that are not an optimizer's. No optimizer may have such a name where they are in use.
+ON_NAN_SLOTS = "on_nan"
+BLOCK_SYNC_SLOTS = "block_sync"
+
 
 class State(NamedTuple):
     """All that training changes; a pytree.

@@ -22,9 +22,6 @@ class UpdatingOptimizer(Protocol):
     @property
     def loss_scale(self) -> Any: ...
 
-    @property
-    def row_rules(self) -> dict[Any, Any]: ...
-
     def get_name(self) -> str: ...
 
 

@@ -7,15 +7,16 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import optax
 
 from estimator.core._frame import Frame, open_frame
 from estimator.core._mode_keys import ModeKeys
-from estimator.core._train_op import TrainOp
+from estimator.core._train_op import TrainOp, UpdatingOptimizer
 from estimator.core._typing import PyTree
-from estimator.optim._extra_args import extra_args
+from estimator.optim._extra_args import call_update, extra_args
 from estimator.optim._loss_scale import kept_if_skipped
-from estimator.optim._sparse_update import update_rows
-from estimator.sparse._indexed_slices import dense
+from estimator.optim._sparse_update import TouchedRows, takes_rows
+from estimator.sparse._indexed_slices import IndexedSlices, dense
 
 
 def applied(
@@ -32,7 +33,7 @@ def applied(
     Args:
       train_op: with gradients.
       assigned: by name, what the model_fn wrote.
-      variables, slots, key, global_step: those that the step began with.
+      variables, slots, key, global_step: at the beginning of the step.
       at: the train_op that the same step has at other values of the variables; run only for optimizers that ask.
     """
     frame = Frame(  # for an optimizer given as a function that asks for the step or for a variable
@@ -76,9 +77,33 @@ def apply_updates(
         extra = extra_args(update.loss, params, at and functools.partial(updated, i))
         state, loss_scale = slots[update.slots], update.optimizer.loss_scale
         inner = state.inner if loss_scale else state
-        moved, new_slots = update_rows(update.optimizer, update.gradients or {}, inner, params, extra)
+        moved, new_slots = _updated(update.optimizer, update.gradients or {}, inner, params, extra)
         if loss_scale:
             moved, new_slots = loss_scale.checked_step(update.gradients, (params, state), (moved, new_slots))
         variables = {**variables, **moved}
         slots = {**slots, update.slots: new_slots}
     return variables, {**slots, **train_op.slots}
+
+
+def _updated(
+    optimizer: UpdatingOptimizer,
+    gradients: dict[str, PyTree],
+    slots: PyTree,
+    params: dict[str, PyTree],
+    extra: dict[str, Any],
+) -> tuple[dict[str, PyTree], PyTree]:
+    """The variables and slots of one optimizer after its update, by dense and sparse gradients."""
+    transformation = optimizer.transformation
+
+    def update(gradients: PyTree, slots: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+        # optax itself mixes dtypes (adam's `decay**count`), so a user's strict promotion must not reach into it.
+        with jax.numpy_dtype_promotion("standard"):
+            steps, slots = call_update(transformation, gradients, slots, params, extra)
+            return optax.apply_updates(params, steps), slots
+
+    sparse = {name: gradient for name, gradient in gradients.items() if isinstance(gradient, IndexedSlices)}
+    if not sparse or not takes_rows(transformation, optimizer.get_name(), list(sparse), slots, params):
+        return update({name: dense(gradient) for name, gradient in gradients.items()}, slots, params)
+    touched = TouchedRows(sparse, params)
+    rows, row_slots = update({**gradients, **touched.gradients}, touched.take(slots), touched.take(params))
+    return touched.put(params, rows), touched.put(slots, row_slots)

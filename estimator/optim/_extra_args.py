@@ -1,10 +1,9 @@
-"""What some optax updates take besides gradients: the loss, and what it is at other values of the variables."""
+"""The extra arguments of some optax updates: the loss, and the loss at other values of the variables."""
 
 from __future__ import annotations
 
 import inspect
-import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -12,22 +11,23 @@ import jax.numpy as jnp
 import optax
 
 from estimator.core._typing import PyTree
+from estimator.optim._parts import holds_tracer, maker, parts
 
 Probe = Callable[[PyTree], tuple[jax.Array, PyTree]]
 
 
 def extra_args(loss: jax.Array | None, params: PyTree, probe: Probe | None) -> dict[str, Any]:
-    """The arguments by the names that optax gives them; those of the loss only where there is one.
+    """The arguments by optax's names; the ones about the loss only where there is one.
 
     Args:
-      loss: scalar; None after `apply_gradients`, which knows of no loss.
+      loss: scalar; None after `apply_gradients`, which does not know it.
       params: the values of the variables, in a dict by name.
-      probe: the loss and the gradients at other values, in the same step; run only where an update asks for it. None
-        where the update is done apart from the program that computes them.
+      probe: the loss and the gradients at other values, in the same step; run only where an update calls it. None
+        where the update is a program apart from the one that computes them.
     """
     probe = _no_probe if probe is None else probe
 
-    # Its derivative is the gradient that the probe takes: what is differentiated already is not differentiated again.
+    # Its derivative is the probe's gradient: jax must not differentiate again what is differentiated already.
     @jax.custom_jvp
     def value_at(params: PyTree) -> jax.Array:
         return probe(params)[0]
@@ -39,7 +39,7 @@ def extra_args(loss: jax.Array | None, params: PyTree, probe: Probe | None) -> d
         return value, sum(jax.tree.leaves(products), jnp.zeros_like(value))
 
     def whole(changed: PyTree) -> PyTree:
-        """With the values that `optax.masked` left out."""
+        """The values, with the ones that `optax.masked` left out."""
         return jax.tree.map(lambda new, old: old if _is_masked(new) else new, changed, params, is_leaf=_is_masked)
 
     def value_fn(params: PyTree, grad_fn: Any = None, obj_fn: Any = None) -> jax.Array:
@@ -55,40 +55,43 @@ def extra_args(loss: jax.Array | None, params: PyTree, probe: Probe | None) -> d
 
 
 def call_update(
-    update: Callable[..., tuple[PyTree, PyTree]],
+    transformation: optax.GradientTransformation,
     gradients: PyTree,
     slots: PyTree,
     params: PyTree,
     extra: dict[str, Any],
 ) -> tuple[PyTree, PyTree]:
-    """Calls the `update` of an optax transformation with those of the extra arguments that it takes; `grad` is one."""
-    signature = inspect.signature(update).parameters
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in signature.values())
-    offered = {"grad": gradients, **extra}
-    given = {name: value for name, value in offered.items() if takes_all or name in signature}
-    while True:
-        try:
-            return update(gradients, slots, params, **given)
-        except TypeError as error:
-            # `optax.chain` takes every argument and hands all to a part that may refuse one, as `optax.contrib.sam`.
-            refused = re.search(r"unexpected keyword argument '(\w+)'", str(error))
-            if refused and refused[1] in given:
-                del given[refused[1]]
-                continue
-            if "value" not in extra and re.search(r"missing .*'value", str(error)):
-                raise TypeError(
-                    f"The optimizer asks for the loss, which `apply_gradients` does not know: {error}. "
-                    "Use `minimize(loss)`."
-                ) from error
+    """Calls the `update` of an optax transformation with the extra arguments that it takes; `grad` is one."""
+    keywords = {"grad": gradients, **extra}
+    for signature in _signatures(transformation):
+        if not any(p.kind is p.VAR_KEYWORD for p in signature.values()):
+            keywords = {name: value for name, value in keywords.items() if name in signature}
+        needed = [name for name, p in signature.items() if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
+        if "value" in needed and "value" not in extra:
+            raise TypeError(
+                "The optimizer asks for the loss, which `apply_gradients` does not know: its update needs the argument "
+                "'value'. Use `minimize(loss)`."
+            )
+    try:
+        return transformation.update(gradients, slots, params, **keywords)
+    except (ValueError, jax.errors.UnexpectedTracerError) as error:
+        if not holds_tracer(transformation):
             raise
-        except (ValueError, jax.errors.UnexpectedTracerError) as error:
-            if isinstance(error, ValueError) and "Mesh for all inputs should be equal" not in str(error):
-                raise
-            raise ValueError(
-                "The optimizer holds a value that the model_fn computed, such as a learning rate made from "
-                "`est.global_step()`. Towers compute, but the update is done once, after them. Give a function that "
-                "computes it all, `TowerOptimizer(lambda: optax.sgd(rate(est.global_step())))`, or an optax schedule."
-            ) from error
+        raise ValueError(
+            "The optimizer holds a value that the model_fn computed, such as a learning rate made from "
+            "`est.global_step()`. Towers compute, but the update is done once, after them. Give a function that "
+            "computes it all, `TowerOptimizer(lambda: optax.sgd(rate(est.global_step())))`, or an optax schedule."
+        ) from error
+
+
+def _signatures(transformation: optax.GradientTransformation) -> Iterator[Mapping[str, inspect.Parameter]]:
+    """The parameters of all updates that get the extra arguments: `optax.chain` takes any, and hands all to each part,
+    which may refuse one, as `optax.contrib.sam` does."""
+    signature = inspect.signature(transformation.update).parameters
+    yield signature
+    if any(p.kind is p.VAR_KEYWORD for p in signature.values()) and maker(transformation) != "with_extra_args_support":
+        for part in parts(transformation):
+            yield from _signatures(part)
 
 
 def _no_probe(params: PyTree) -> tuple[jax.Array, PyTree]:

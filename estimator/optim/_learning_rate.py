@@ -1,26 +1,24 @@
-"""Learning rates that are part of the training state, as `optax.inject_hyperparams` keeps them."""
+"""Learning rates in the training state, where `optax.inject_hyperparams` keeps them."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from optax.tree_utils import tree_get_all_with_path, tree_set
 
+from estimator.core._state import State
 from estimator.core._typing import PyTree
-
-if TYPE_CHECKING:
-    from estimator.core._state import State
 
 _RATE, _VALUES, _SCHEDULES = "learning_rate", "hyperparams", "hyperparams_states"
 
 
 class _Rate(NamedTuple):
-    """Where in the slots of an optimizer a rate is, and what."""
+    """A learning rate, and where in the slots of an optimizer it is."""
 
     optimizer: str
     path: tuple[Any, ...]
@@ -31,8 +29,8 @@ class _Rate(NamedTuple):
 def learning_rates(state: State) -> dict[str, float]:
     """The learning rates of optimizers under `optax.inject_hyperparams`, wherever in a transformation that is.
 
-    They are those that the last step was made with; a schedule has its value there. Before the first step, it is what
-    that will be made with. Reading them waits for the state.
+    The last step used these; a schedule has its value there. Before the first step they are the ones it will use.
+    Reading them waits for the state.
 
     >>> import estimator as est, jax, jax.numpy as jnp, optax
     >>> def model_fn(features, labels, mode):
@@ -46,17 +44,17 @@ def learning_rates(state: State) -> dict[str, float]:
 
     Args:
       state: of mode "train": others have no slots. Where towers have optimizers of their own (`block_sync`), a rate
-        is that of this process's first.
+        is the one of this process's first tower.
 
     Returns:
-      By the name of the optimizer. Several rates in one optimizer have their paths in it, as in a checkpoint:
+      The rates by the name of the optimizer. Several rates in one optimizer are named by their paths in a checkpoint:
       "optimizer/inner_states/head/inner_state". Optimizers without `optax.inject_hyperparams` are left out.
     """
     return {name: float(_first(rate.value)) for name, rate in _find(state.slots).items()}
 
 
 def set_learning_rate(state: State, name: str, value: float) -> State:
-    """The state with another learning rate, from its next step on; programs that are compiled go on with it.
+    """The state with another learning rate, from its next step on, without another compilation.
 
     >>> import estimator as est, jax, jax.numpy as jnp, optax
     >>> def model_fn(features, labels, mode):
@@ -72,19 +70,19 @@ def set_learning_rate(state: State, name: str, value: float) -> State:
     Args:
       state: of mode "train"; it stays as it is.
       name: one of `est.learning_rates(state)`.
-      value: the rate, of at least 0. It gets the dtype and the placement of the one before; where there are several
-        processes, each gives the same.
+      value: the rate, of at least 0. It gets the dtype and the placement of the one before; of several processes
+        each gives the same value.
 
     Raises:
       ValueError: there is no such rate; the optimizer is not under `optax.inject_hyperparams`; the rate is a schedule,
-        which would compute it anew; the value is no finite number of at least 0.
+        which computes it in each step; the value is not a finite number of at least 0.
     """
     return state._replace(slots=with_rate("est.set_learning_rate", state.slots, name, value))
 
 
 def rates_of(slots: dict[str, PyTree]) -> dict[str, jax.Array]:
-    """The rates in slots, which may be traced: scalars by the names of `learning_rates`; none that towers have of
-    their own."""
+    """The rates in slots, which may be traced: scalars by the names of `learning_rates`, without the rates that each
+    tower has of its own."""
     return {name: rate.value for name, rate in _find(slots).items() if jnp.ndim(rate.value) == 0}
 
 
@@ -100,14 +98,14 @@ def with_rate(caller: str, slots: dict[str, PyTree], name: str, value: float) ->
     if name in slots and all(rate.optimizer != name for rate in rates.values()):
         raise ValueError(
             f"{call}: the optimizer {name!r} has no learning rate in its state. Write "
-            "`optax.inject_hyperparams(optax.adam)(learning_rate=1e-3)` in the place of `optax.adam(1e-3)`."
+            "`optax.inject_hyperparams(optax.adam)(learning_rate=1e-3)` instead of `optax.adam(1e-3)`."
         )
     if name not in rates:
         raise ValueError(f"{call}: there is no such learning rate, only {sorted(rates)}.")
     rate = rates[name]
     if rate.is_schedule:
         raise ValueError(
-            f"{call}: this learning rate is a schedule, which computes it anew in each step. Give a number to "
+            f"{call}: this learning rate is a schedule, which computes it in each step. Give a number to "
             "`optax.inject_hyperparams(...)(learning_rate=...)` to set it from outside."
         )
     array = rate.value
@@ -124,9 +122,9 @@ def with_rate(caller: str, slots: dict[str, PyTree], name: str, value: float) ->
 def _find(slots: dict[str, PyTree]) -> dict[str, _Rate]:
     rates = []
     for optimizer, state in slots.items():
-        found = [(path, value) for path, value in tree_get_all_with_path(state, _RATE) if len(path) > 1]
-        schedules = {path[:-2] for path, _ in found if getattr(path[-2], "name", None) == _SCHEDULES}
-        for path, value in found:
+        entries = [(path, value) for path, value in tree_get_all_with_path(state, _RATE) if len(path) > 1]
+        schedules = {path[:-2] for path, _ in entries if getattr(path[-2], "name", None) == _SCHEDULES}
+        for path, value in entries:
             if getattr(path[-2], "name", None) == _VALUES and jnp.ndim(value) <= 1:
                 rates.append(_Rate(optimizer, path, value, path[:-2] in schedules))
     names = _names((rate.optimizer, map(_part, rate.path[:-2])) for rate in rates)
@@ -134,7 +132,7 @@ def _find(slots: dict[str, PyTree]) -> dict[str, _Rate]:
 
 
 def _names(places: Iterable[tuple[str, Iterable[str]]]) -> list[str]:
-    """Of optimizers with one rate their names, of those with several the paths."""
+    """The optimizer's name, or the full path where it has several rates."""
     places = list(places)
     count = Counter(optimizer for optimizer, _ in places)
     return [optimizer if count[optimizer] == 1 else "/".join([optimizer, *rest]) for optimizer, rest in places]

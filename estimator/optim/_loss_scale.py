@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from estimator.core._train_op import TrainOp
 from estimator.core._typing import PyTree
-
-if TYPE_CHECKING:
-    from estimator.core._train_op import TrainOp
 
 
 class LossScaleState(NamedTuple):
@@ -31,7 +29,7 @@ class LossScaleState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class DynamicLossScale:
-    """A factor on the loss while gradients are taken, which finds its own size.
+    """A factor on the loss while gradients are taken, which adjusts itself.
 
     To compute in half precision, cast in the model_fn: `w.astype(jnp.float16)`. Variables stay float32, and so do
     their gradients, the sums over towers and the updates; but within the backward pass small numbers become zero. The

@@ -1,9 +1,9 @@
-"""Gradients that are inf or NaN: found before they are summed, counted, and kept out of the variables."""
+"""Gradients that are inf or NaN: detected before they are summed, counted, and kept out of the variables."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,30 +11,27 @@ import numpy as np
 from absl import logging
 
 from estimator.core._frame import Frame
+from estimator.core._state import ON_NAN_SLOTS, State
 from estimator.core._train_op import TrainOp
 from estimator.core._typing import PyTree
 from estimator.optim._loss_scale import LossScaleState, all_finite, select
 
-if TYPE_CHECKING:
-    from estimator.core._state import State
-
-SLOTS = "on_nan"
 POLICIES = ("raise", "skip")
 _NONE = np.int32(2**31 - 1)
 
 
 class NonFiniteGradientError(RuntimeError):
-    """A gradient was inf or NaN, and `replicate_model_fn` was told on_nan="raise"."""
+    """A gradient was inf or NaN, and `replicate_model_fn` was called with on_nan="raise"."""
 
 
 class NonFinite(NamedTuple):
-    """The entry "on_nan" of `State.slots`: what steps with non-finite gradients there were; int32 scalars.
+    """The entry "on_nan" of `State.slots`, about steps with non-finite gradients; int32 scalars.
 
     Attributes:
       skipped: how many steps left variables and slots as they were.
-      first_step: the number of the first of them, counted from 1; 0: there was none.
-      tower: the first tower, in that step, that had such a gradient.
-      variable: of which variable it was: an index into the sorted names of the variables.
+      first_step: the number of the first of them, counted from 1; 0 if there was none.
+      tower: the first tower that had such a gradient in that step.
+      variable: the variable of that gradient, an index into the sorted names of the variables.
     """
 
     skipped: jax.Array
@@ -44,12 +41,12 @@ class NonFinite(NamedTuple):
 
 
 def watch(frame: Frame, on_nan: str) -> None:
-    """Makes the run around count the steps that `Update.non_finite` marks, and do with them what `on_nan` says."""
-    if frame.slot_owners.setdefault(SLOTS, NonFinite) is not NonFinite:
-        raise ValueError(f"An optimizer must not be named {SLOTS!r} where on_nan is set; give it another name.")
+    """Makes the current run count the steps that `Update.non_finite` marks, and treat them by the policy `on_nan`."""
+    if frame.slot_owners.setdefault(ON_NAN_SLOTS, NonFinite) is not NonFinite:
+        raise ValueError(f"An optimizer must not be named {ON_NAN_SLOTS!r} where on_nan is set; give it another name.")
     frame.on_nan = on_nan
     if frame.initializing:
-        frame.slots[SLOTS] = NonFinite(*(jnp.int32(0) for _ in NonFinite._fields))
+        frame.slots[ON_NAN_SLOTS] = NonFinite(*(jnp.int32(0) for _ in NonFinite._fields))
 
 
 def non_finite(train_op: TrainOp) -> tuple[dict[str, jax.Array], ...]:
@@ -61,15 +58,15 @@ def non_finite(train_op: TrainOp) -> tuple[dict[str, jax.Array], ...]:
 
 
 def marked(train_op: TrainOp, flags: tuple[dict[str, jax.Array], ...]) -> TrainOp:
-    """The train_op with what `non_finite` found in each tower; bools of shape `[towers]`."""
+    """The train_op with the flags of `non_finite` of each tower; bools of shape `[towers]`."""
     pairs = zip(train_op.updates, flags, strict=True)
-    return TrainOp(tuple(dataclasses.replace(update, non_finite=found) for update, found in pairs))
+    return TrainOp(tuple(dataclasses.replace(update, non_finite=own) for update, own in pairs))
 
 
 def kept_if_non_finite(train_op: TrainOp, before: State, after: State) -> State:
-    """The state after a step; where a gradient was marked, the one before it, but for the counters.
+    """The state after a step; where a gradient was marked, the state before it, but for the counters.
 
-    The scale of a loss scale is one of those: what makes gradients overflow must shrink.
+    A loss scale changes all the same: it must shrink where it makes gradients overflow.
     """
     names = sorted(before.variables)
     first = _first(train_op, names)
@@ -83,12 +80,12 @@ def kept_if_non_finite(train_op: TrainOp, before: State, after: State) -> State:
     kept = {name: _with_scale(slots, after.slots[name]) for name, slots in before.slots.items()}
     return after._replace(
         variables=select(good, after.variables, before.variables),
-        slots={**select(good, after.slots, kept), SLOTS: counted},
+        slots={**select(good, after.slots, kept), ON_NAN_SLOTS: counted},
     )
 
 
 def done(train_op: TrainOp, variables: dict[str, PyTree], learning_rates: dict[str, Any]) -> TrainOp:
-    """What the spec of a step that was taken says of its train_op: whether it was skipped, and at which rates."""
+    """The train_op in the spec of a finished step: whether it was skipped, and its learning rates."""
     first = _first(train_op, sorted(variables))
     return TrainOp(skipped=None if first is None else first != _NONE, learning_rates=learning_rates)
 
@@ -98,8 +95,8 @@ def _first(train_op: TrainOp, names: list[str]) -> jax.Array | None:
     variable, or `_NONE`. One reduction finds it: the marks may lie on several devices."""
     marks = [mark for update in train_op.updates for mark in (update.non_finite or {}).items()]
     places = [
-        jnp.where(found, jnp.arange(found.size, dtype=jnp.int32) * len(names) + names.index(name), _NONE)
-        for name, found in marks
+        jnp.where(mark, jnp.arange(mark.size, dtype=jnp.int32) * len(names) + names.index(name), _NONE)
+        for name, mark in marks
     ]
     return jnp.stack(places).min() if places else None
 
@@ -109,31 +106,31 @@ def _with_scale(before: PyTree, after: PyTree) -> PyTree:
 
 
 def cleared(state: State) -> State:
-    """Forgets the first of the steps that an earlier run has skipped, so that the next one is written down."""
+    """Forgets the first of the steps that an earlier run has skipped, so that the next one is recorded."""
     record = _record(state)
     if int(record.first_step) == 0:
         return state
     zero = jnp.zeros_like(record.first_step, device=record.first_step.sharding)
-    return state._replace(slots={**state.slots, SLOTS: record._replace(first_step=zero)})
+    return state._replace(slots={**state.slots, ON_NAN_SLOTS: record._replace(first_step=zero)})
 
 
 def raise_if_any(state: Any) -> None:
-    """Raises what the steps since `cleared` have found; waits for them."""
-    record = jax.device_get(state.slots[SLOTS])
+    """Raises the error for a non-finite gradient since `cleared`; waits for the steps."""
+    record = jax.device_get(state.slots[ON_NAN_SLOTS])
     if record.first_step:
         raise NonFiniteGradientError(
             f"Non-finite gradient of {_place(record, state.variables)}. That step changed nothing. Look for a division "
             "by zero, a logarithm of zero or a bad row in that tower's part of the batch, or lower the learning rate; "
-            'on_nan="skip" leaves such steps out and goes on, as a loss scale needs it.'
+            'on_nan="skip" skips such steps and continues, as a loss scale needs it.'
         )
 
 
 def log_if_more(state: Any, seen: int) -> int:
     """Logs that more than `seen` steps were skipped, if so; returns how many were."""
-    record = jax.device_get(state.slots[SLOTS])
+    record = jax.device_get(state.slots[ON_NAN_SLOTS])
     if record.skipped > seen:
         logging.warning(
-            "Skipped %d steps with non-finite gradients, %d in all; the first was that of %s.",
+            "Skipped %d steps with non-finite gradients, %d in all; the first was of %s.",
             record.skipped - seen,
             record.skipped,
             _place(record, state.variables),
@@ -160,7 +157,7 @@ def skipped_steps(state: State) -> int:
 
 
 def _record(state: State) -> NonFinite:
-    record = state.slots.get(SLOTS)
+    record = state.slots.get(ON_NAN_SLOTS)
     if not isinstance(record, NonFinite):
         raise ValueError(
             f"The state does not count skipped steps; its slots are {sorted(state.slots)}. Initialize it in mode "

@@ -18,7 +18,7 @@ from estimator.core._train_op import GradientsNeeded, TrainOp, Update
 from estimator.core._typing import PyTree
 from estimator.optim import _loss_scale
 from estimator.optim._loss_scale import DynamicLossScale
-from estimator.optim._row_wise_probe import Rule
+from estimator.optim._parts import is_transformation
 from estimator.sparse._embedding import zero_gradients
 from estimator.sparse._indexed_slices import IndexedSlices, is_slices
 
@@ -41,7 +41,7 @@ class Optimizer:
       optimizer_or_fn: an `optax.GradientTransformation` (or what acts as one, as `optax.MultiSteps`), or a function
         without arguments that returns one, which may call `est.global_step()` and `est.read_variable(name)`. Of the
         arguments that some optax updates take besides gradients, `grad` and `grad_fn` are given, and after `minimize`
-        `value`, `value_fn` and `obj_fn`. An optimizer that calls such a function runs the model_fn again each time.
+        `value`, `value_fn` and `obj_fn`. Each call of one of the functions runs the model_fn again.
       name: of its entries in `State.slots`; by default "optimizer". A second one of a name gets "_1" added.
       loss_scale: for half-precision backward passes; see `est.DynamicLossScale`.
     """
@@ -52,7 +52,7 @@ class Optimizer:
         name: str | None = None,
         loss_scale: DynamicLossScale | None = None,
     ) -> None:
-        if not _is_transformation(optimizer_or_fn) and not callable(optimizer_or_fn):
+        if not is_transformation(optimizer_or_fn) and not callable(optimizer_or_fn):
             raise TypeError(
                 f"`{type(self).__name__}` takes an optax.GradientTransformation such as `optax.adam(1e-3)`, or a "
                 f"function that returns one; got {optimizer_or_fn!r}."
@@ -60,23 +60,22 @@ class Optimizer:
         self._optimizer_or_fn = optimizer_or_fn
         self._name = name or "optimizer"
         self.loss_scale = _loss_scale.checked(type(self).__name__, loss_scale)
-        self.row_rules: dict[Any, Rule] = {}  # what `_lazy.py` found out about the transformation
 
     def get_name(self) -> str:
         return self._name
 
     @property
     def transformation(self) -> optax.GradientTransformation:
-        """The optax transformation that does the work; made anew at each call if it was given as a function."""
-        made = self._optimizer_or_fn
-        if not _is_transformation(made):
-            made = made()
-            if not _is_transformation(made):
-                raise TypeError(
-                    f"The function given to `{type(self).__name__}` must return an optax.GradientTransformation; "
-                    f"it returned {made!r}."
-                )
-        return made
+        """The optax transformation that does the work; a function is called for it each time."""
+        if is_transformation(self._optimizer_or_fn):
+            return self._optimizer_or_fn
+        transformation = self._optimizer_or_fn()
+        if not is_transformation(transformation):
+            raise TypeError(
+                f"The function given to `{type(self).__name__}` must return an optax.GradientTransformation; "
+                f"it returned {transformation!r}."
+            )
+        return transformation
 
     def minimize(self, loss: jax.Array, var_list: Sequence[str] | None = None, **tensorflows: Any) -> TrainOp:
         """The train_op that moves the variables against the gradient of `loss`.
@@ -218,7 +217,7 @@ class Optimizer:
 
         Args:
           var_list: names of the variables that the optimizer trains, for EVAL and PREDICT; default: all trainable
-            ones got so far in this run, or those of an earlier `minimize` or `apply_gradients` of the run.
+            ones got so far in this run, or the ones of an earlier `minimize` or `apply_gradients` of the run.
 
         Raises:
           ValueError: it was called for several of this optimizer's train_ops at once; or, in EVAL and PREDICT, the
@@ -303,12 +302,12 @@ class Optimizer:
                 for name, value in node.items()
             )
 
-        found = []
+        slots = []
         for path, node in jax.tree_util.tree_leaves_with_path(self._states("get_slot"), is_leaf=is_slot):
             fields = [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)]
             if isinstance(node, dict) and node and fields:
-                found.append((fields[-1], node))
-        return found
+                slots.append((fields[-1], node))
+        return slots
 
     def _open_slots(self, frame: Frame, names: tuple[str, ...]) -> str:
         slots = self._next_slots(frame)
@@ -331,10 +330,10 @@ class Optimizer:
 def tower_gradient(gradient: PyTree) -> PyTree:
     """A gradient that the model_fn took by itself, scaled as its loss is, for `apply_gradients`.
 
-    Towers add up their gradients. So that the sum is the gradient of the whole batch, those of `minimize` and
-    `compute_gradients` are of the loss divided by the number of towers (times `accumulate_steps`), unless the
+    Towers add up their gradients. So that the sum is the gradient of the whole batch, `minimize` and
+    `compute_gradients` differentiate the loss divided by the number of towers (times `accumulate_steps`), unless the
     reduction is SUM. This divides by the same number what `jax.grad` returned, or an estimate of any other kind. In
-    one tower, and without towers, it is the gradient itself.
+    one tower, and without towers, it returns the gradient itself.
 
     >>> import estimator as est, jax, jax.numpy as jnp, optax
     >>> from replicate import TowerOptimizer, replicate_model_fn
@@ -363,10 +362,6 @@ def tower_gradient(gradient: PyTree) -> PyTree:
     return jax.tree.map(scaled, gradient, is_leaf=is_slices)
 
 
-def _is_transformation(candidate: Any) -> bool:
-    return callable(getattr(candidate, "init", None)) and callable(getattr(candidate, "update", None))
-
-
 def is_per_variable(value: Any, variable: PyTree) -> bool:
     """Whether a part of an optimizer's state goes with a variable, or says that `optax.masked` left it out."""
     is_masked = lambda node: isinstance(node, optax.MaskedNode)  # noqa: E731
@@ -382,7 +377,7 @@ def _check_is_outermost(caller: str, frame: Frame) -> None:
     check_is_known_outside(
         f"`{caller}`",
         frame,
-        "where a loss or a gradient is that of one branch or iteration. Return it, and call this outside; to leave out "
+        "where a loss or a gradient belongs to one branch or iteration. Return it, and call this outside; to leave out "
         "the update of some steps, use `optax.conditionally_mask`",
     )
 
@@ -423,27 +418,27 @@ def _checked_var_list(caller: str, frame: Frame, var_list: Any) -> tuple[str, ..
     trainable = list(_trainable(frame))
     names = _listed_names(caller, frame, var_list)
     if not names:
-        raise ValueError(f"`{caller}` found no variables to optimize; create them before the call.")
+        raise ValueError(f"`{caller}` got no variables to optimize; create them before the call.")
     unknown = [name for name in names if name not in trainable]
     if unknown:
         raise ValueError(
-            f"`{caller}` was asked to optimize {unknown}, but the trainable variables of this run are {trainable}. "
+            f"`{caller}` cannot optimize {unknown}; the trainable variables of this run are {trainable}. "
             "A var_list holds full names of variables."
         )
     return names
 
 
 def _check_scaled(caller: str, frame: Frame, gradients: dict[str, PyTree]) -> None:
-    """Raises a ValueError for gradients whose sum over towers would be as many times too large as there are towers.
+    """Raises a ValueError for gradients whose sum over N towers would be N times too large.
 
-    What becomes of a gradient between `compute_gradients` and here is the model_fn's affair. So a variable counts as
-    scaled once `compute_gradients` has returned a gradient for it, by whichever optimizer.
+    A model_fn may do anything with a gradient between `compute_gradients` and here. So a variable counts as scaled
+    once `compute_gradients` of any optimizer has returned a gradient for it.
     """
     own = [name for name in gradients if name not in frame.scaled_gradients]
     if own and frame.loss_scale != 1 and not frame.says_scaled:
         raise ValueError(
             f"`{caller}` got gradients for {own} that no `compute_gradients` of this run returned. They are added to "
-            f"those of other towers (or micro-batches), so they have to be scaled as the loss is, by "
+            f"the gradients of other towers (or micro-batches), so they have to be scaled as the loss is, by "
             f"{frame.loss_scale:g}. Take them by `compute_gradients(loss)`, or give `est.tower_gradient(gradient)` for "
             "a gradient of your own."
         )

@@ -1,11 +1,12 @@
 """Optimizers that change only the rows of a table that were looked up.
 
 Where all that an optax transformation does to a row depends on that row alone, it can be given the touched rows and
-their slots in place of the table and its slots. A step then costs what the lookups cost, whatever the table's size.
+their slots instead of the table and its slots. A step then costs what the lookups cost, whatever the table's size.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -13,11 +14,9 @@ import jax.numpy as jnp
 import optax
 from absl import logging
 
-from estimator.core._train_op import UpdatingOptimizer
 from estimator.core._typing import PyTree
-from estimator.optim._extra_args import call_update
-from estimator.optim._row_wise_probe import Rule, find_rule, map_tables
-from estimator.sparse._indexed_slices import IndexedSlices, dense
+from estimator.optim._row_wise import RowRule, row_rule, variable_of
+from estimator.sparse._indexed_slices import IndexedSlices
 
 
 class _Lazy(optax.GradientTransformationExtraArgs):
@@ -32,9 +31,9 @@ def lazy(transformation: optax.GradientTransformation) -> optax.GradientTransfor
 
     Without it a sparse gradient is dealt with by what the optimizer is:
 
-    - `optax.sgd`, `optax.adagrad` and others that leave a row without a gradient as it is see the looked-up rows
-      only, with the very results that the dense gradient has;
-    - `optax.sgd(momentum=...)` sees the looked-up rows only; the others do not move on by their momentum, as in
+    - `optax.sgd`, `optax.adagrad` and others of optax that leave a row without a gradient as it is see the looked-up
+      rows only, with the very results that the dense gradient has;
+    - `optax.sgd(momentum=...)` sees the looked-up rows only; the others do not move by their momentum, as in
       TensorFlow;
     - any other is given the dense gradient, and the log says so.
 
@@ -52,8 +51,8 @@ def lazy(transformation: optax.GradientTransformation) -> optax.GradientTransfor
     [0.5 0.5] [1. 1.]
 
     Args:
-      transformation: of optax, row-wise: what becomes of a row of an array must depend on that row alone. Otherwise
-        the training step raises a ValueError. `est.lazy` goes around the whole of an `optax.chain`.
+      transformation: row-wise: what becomes of a row of an array must depend on that row alone. With one of optax that
+        is not, the training step raises a ValueError. `est.lazy` goes around the whole of an `optax.chain`.
     """
     if not isinstance(transformation, optax.GradientTransformation):
         raise TypeError(
@@ -62,47 +61,44 @@ def lazy(transformation: optax.GradientTransformation) -> optax.GradientTransfor
     return _Lazy(*optax.with_extra_args_support(transformation))
 
 
-def update_rows(
-    optimizer: UpdatingOptimizer,
-    gradients: dict[str, PyTree],
-    slots: PyTree,
-    params: dict[str, PyTree],
-    extra: dict[str, Any],
-) -> tuple[dict[str, PyTree], PyTree]:
-    """The variables and slots after one update by dense and sparse gradients.
+class TouchedRows:
+    """The rows of tables that have a gradient, taken out of trees of variables and slots, and put back.
 
-    Args:
-      gradients, params: by variable name.
-      extra: keyword arguments that the transformation's update may take.
+    Attributes:
+      gradients: by table, the sum of the values of each touched row.
     """
-    transformation = optimizer.transformation
 
-    def update(gradients: PyTree, slots: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
-        # optax itself mixes dtypes (adam's `decay**count`), so a user's strict promotion must not reach into it.
-        with jax.numpy_dtype_promotion("standard"):
-            steps, slots = call_update(transformation.update, gradients, slots, params, extra)
-            return optax.apply_updates(params, steps), slots
+    def __init__(self, gradients: Mapping[str, IndexedSlices], params: Mapping[str, PyTree]) -> None:
+        self._params = params
+        self._shapes = {table: gradient.dense_shape for table, gradient in gradients.items()}
+        self._indices: dict[str, jax.Array] = {}
+        self.gradients: dict[str, jax.Array] = {}
+        for table, gradient in gradients.items():
+            self._indices[table], self.gradients[table] = _sum_repeated(gradient)
 
-    sparse = {name: g for name, g in gradients.items() if isinstance(g, IndexedSlices)}
-    if not sparse:
-        return update(gradients, slots, params)
-    if not _takes_rows(optimizer, transformation, tuple(sparse), slots, params, extra):
-        return update({name: dense(gradient) for name, gradient in gradients.items()}, slots, params)
+    def take(self, tree: PyTree) -> PyTree:
+        """The tree with the touched rows instead of each array of a table's shape."""
 
-    tables = {name: g.dense_shape for name, g in sparse.items()}
-    indices, values = {}, {}
-    for name, gradient in sparse.items():
-        indices[name], values[name] = _sum_repeated(gradient)
+        def take(table: str, array: jax.Array) -> jax.Array:
+            return array.at[self._indices[table]].get(mode="clip", wrap_negative_indices=False)
 
-    def get(table: str, array: jax.Array) -> jax.Array:
-        return array.at[indices[table]].get(mode="clip", wrap_negative_indices=False)
+        return self._map(take, tree)
 
-    def put(table: str, array: jax.Array, rows: jax.Array) -> jax.Array:
-        return array.at[indices[table]].set(rows, mode="drop", wrap_negative_indices=False)
+    def put(self, tree: PyTree, rows: PyTree) -> PyTree:
+        """The tree with new rows, given in a tree as `take` returns it; other leaves are replaced by the new ones."""
 
-    old_rows, old_slots = (map_tables(get, tables, params, tree) for tree in (params, slots))
-    rows, row_slots = update({**gradients, **values}, old_slots, old_rows)
-    return map_tables(put, tables, params, params, rows), map_tables(put, tables, params, slots, row_slots)
+        def put(table: str, array: jax.Array, rows: jax.Array) -> jax.Array:
+            return array.at[self._indices[table]].set(rows, mode="drop", wrap_negative_indices=False)
+
+        return self._map(put, tree, rows)
+
+    def _map(self, fn: Callable[..., jax.Array], tree: PyTree, *rest: PyTree) -> PyTree:
+        def visit(path: jax.tree_util.KeyPath, *leaves: Any) -> Any:
+            table = variable_of(path, self._params)
+            is_table = table in self._shapes and jnp.shape(leaves[0]) == self._shapes[table]
+            return fn(table, *leaves) if is_table else leaves[-1]
+
+        return jax.tree_util.tree_map_with_path(visit, tree, *rest)
 
 
 def _sum_repeated(gradient: IndexedSlices) -> tuple[jax.Array, jax.Array]:
@@ -112,34 +108,36 @@ def _sum_repeated(gradient: IndexedSlices) -> tuple[jax.Array, jax.Array]:
     return indices, jax.ops.segment_sum(gradient.values, places, n)
 
 
-def _takes_rows(
-    optimizer: UpdatingOptimizer,
+def takes_rows(
     transformation: optax.GradientTransformation,
-    sparse: tuple[str, ...],
+    name: str,
+    tables: list[str],
     slots: PyTree,
-    params: dict[str, PyTree],
-    extra: dict[str, Any],
+    params: Mapping[str, PyTree],
 ) -> bool:
-    """Whether the transformation is to see touched rows only; found out once per optimizer."""
-    known = (sparse, jax.tree.structure(params), jax.tree.structure(slots))
-    is_new = known not in optimizer.row_rules
-    if is_new:
-        optimizer.row_rules[known] = find_rule(transformation, sparse, slots, params, extra)
-    rule = optimizer.row_rules[known]
+    """Whether the transformation of the optimizer `name` is to see the touched rows of tables only; logs that not.
+
+    Raises:
+      ValueError: `est.lazy` is around what is not row-wise.
+    """
+    rule = row_rule(transformation, tables, slots, params)
     is_lazy = isinstance(transformation, _Lazy)
-    if is_lazy and rule is Rule.WHOLE:
+    if is_lazy and rule is RowRule.WHOLE_TABLE:
         raise ValueError(
-            f"`est.lazy` needs a row-wise transformation, but for that of the optimizer {optimizer.get_name()!r} "
-            f"{rule.value}, as with `optax.clip_by_global_norm`. Leave `est.lazy` out to train {list(sparse)} by "
+            f"`est.lazy` needs a row-wise transformation, but for the one of the optimizer {name!r} "
+            f"{rule.value}, as with `optax.clip_by_global_norm`. Leave `est.lazy` out to train {tables} by "
             "dense gradients, or change the gradients between `compute_gradients` and `apply_gradients`."
         )
-    if is_new and not is_lazy and rule in (Rule.ROW_WISE, Rule.WHOLE):
-        logging.info(
-            "The optimizer %r gets the sparse gradients of %s as dense arrays, since %s; a step takes time by the "
-            "size of the tables.%s",
-            optimizer.get_name(),
-            list(sparse),
-            rule.value,
-            " Write `est.lazy(...)` around its transformation to change looked-up rows only." * (rule is Rule.ROW_WISE),
-        )
-    return is_lazy or rule in (Rule.EXACT, Rule.MOMENTUM)
+    if is_lazy or rule is RowRule.OWN_GRADIENT:
+        return True
+    logging.info(
+        "The optimizer %r gets the sparse gradients of %s as dense arrays, since %s; a step takes time by the "
+        "size of the tables.%s",
+        name,
+        tables,
+        rule.value,
+        " Write `est.lazy(...)` around its transformation to change looked-up rows only."
+        if rule is RowRule.ANY_STEP
+        else "",
+    )
+    return False

@@ -1,4 +1,4 @@
-"""Processes made by `os.fork` from one that uses jax: its threads are gone there, so that jax waits for ever."""
+"""Guards against `os.fork` after jax was used: jax's threads are gone in the child, where it would wait for ever."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What jax's context managers set, which holds in one thread only, taken along to another."""
+"""Carries what jax's context managers set, which holds in one thread only, over to another thread."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SETTINGS = (
 
 
 def with_settings_of_this_thread(call: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that does what `call` does, in any thread under the settings and context variables that hold here."""
+    """`call`, which in any thread runs under the settings and context variables of this one."""
     settings = {name: getattr(jax.config, f"jax_{name}") for name in _SETTINGS}
     context = contextvars.copy_context()
 

@@ -1,4 +1,4 @@
-"""Standard streams of a process that has none, as daemons."""
+"""Standard streams for processes without, such as daemons."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import os
 
 
 def keep_standard_streams_open() -> None:
-    """Opens the null device in the place of a closed stdin, stdout or stderr: else the next file that is opened, such
-    as a checkpoint, gets its number, and with it what XLA writes to stderr."""
+    """Opens the null device for a closed stdin, stdout or stderr. Otherwise the next file that is opened, such as a
+    checkpoint, gets its number, and XLA writes its messages into it."""
     for number in range(3):
         try:
             os.fstat(number)

@@ -1,8 +1,8 @@
-"""Which of jax's transformations the code runs under: what is stateful in a model_fn depends on it.
+"""Which of jax's transformations are active, since what is stateful in a model_fn depends on it.
 
 A key that is drawn in the body of a loop is the same in every iteration, since jax traces the body once; a variable
 that is created in a branch does not exist outside of it. jax does not say which transformation a trace belongs to, but
-a function that is being traced was called by the transformation, which therefore is on Python's stack.
+the transformation calls the function that it traces, and so is on Python's stack.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _REPEATING: dict[str, Callable[..., Any]] = {
     "jax.vmap": jax.vmap,
 }
 
-# Those that stage a function as a whole: outside of it nothing is known of it but what it returns. So does `jax.jit`,
-# which is compiled code and not on the stack.
+# Those that stage a function as a whole: outside, only what it returns is known. `jax.jit` does so too, but it is
+# compiled code and not on the stack.
 _STAGING: dict[str, Callable[..., Any]] = {
     **{name: function for name, function in _REPEATING.items() if name != "jax.vmap"},
     "jax.lax.cond": jax.lax.cond,
@@ -35,8 +35,7 @@ _STAGING: dict[str, Callable[..., Any]] = {
     "jax.custom_vjp": jax.custom_vjp.__call__,
 }
 
-# Those outside of which a value is known that does not depend on their arguments. `jax.grad` and others are made of
-# them.
+# Those that let values out which do not depend on their arguments. `jax.grad` and others are built on them.
 _DIFFERENTIATING: dict[str, Callable[..., Any]] = {
     "jax.vjp": jax.vjp,
     "jax.jvp": jax.jvp,
@@ -45,7 +44,7 @@ _DIFFERENTIATING: dict[str, Callable[..., Any]] = {
 
 
 def _by_code(functions: dict[str, Callable[..., Any]]) -> dict[types.CodeType, str]:
-    """The names, by the code of the functions and of those that they define, which may be what calls."""
+    """The names, by the code of the functions and of the inner functions that they define, any of which may call."""
     own = {inspect.unwrap(function).__code__: name for name, function in functions.items()}
     defined = {c: name for code, name in own.items() for c in code.co_consts if isinstance(c, types.CodeType)}
     return defined | own
@@ -71,10 +70,10 @@ def repeating(names: Sequence[str]) -> str | None:
 
 
 def stages(names: Sequence[str]) -> bool:
-    """Whether one of them lets nothing out but what the function returns; also where there are no names: `jax.jit`."""
+    """Whether one of them stages the function as a whole. No names at all mean `jax.jit`, which does."""
     return not names or any(name in _STAGING for name in names)
 
 
 def differentiates(names: Sequence[str]) -> bool:
-    """Whether they do nothing but differentiate: what depends on none of their arguments is known outside."""
+    """Whether all of them only differentiate, so that what does not depend on their arguments is known outside."""
     return bool(names) and all(name in _DIFFERENTIATING for name in names)

@@ -1,8 +1,8 @@
 """Work that an exception out of a signal's handler, such as Ctrl-C's KeyboardInterrupt, must not cut in two.
 
 Python runs the handlers of signals in the main thread, between any two of its instructions. Where one of these is
-orbax's or XLA's, their own threads may wait for ever for the one that is gone, or crash when the process ends. So a
-thread does such work, and the main thread waits for it, which a handler may interrupt at any time.
+orbax's or XLA's, their own threads may wait for ever for the interrupted one, or crash when the process ends. So
+another thread does such work, and the main thread waits for it, which a handler may interrupt at any time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from estimator.runtime._jax_settings import with_settings_of_this_thread
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-# After an interrupt: for the work, and once more where the process ends. No exit is to take ten.
+# To wait after an interrupt for the work, and again when the process ends; together less than ten seconds.
 _SECONDS_TO_FINISH, _SECONDS_AT_EXIT = 5.0, 1.0
 _EXIT_CODE = 130  # of a process that Ctrl-C ended, as shells count
 
@@ -58,8 +58,8 @@ class _Work:
 
 
 def uninterrupted(function: F) -> F:
-    """The function, of which the handlers of signals see nothing: what they raise comes when it is done, or after five
-    seconds, from when on its thread works for nobody. A second one comes at once.
+    """The function, shielded from the handlers of signals: what they raise is raised when it is done, or after five
+    seconds, when its result is given up. A second exception is raised at once.
 
     >>> uninterrupted(max)(1, 2)
     2
@@ -88,7 +88,7 @@ def uninterrupted(function: F) -> F:
 def compile_first(program: Any, *args: Any, **kwargs: Any) -> None:
     """Compiles a function from `jax.jit` for the call with these arguments that is to follow, uninterrupted.
 
-    What is no such function, such as one that runs several, is left to that call.
+    Anything else, such as a function that runs several programs, is left to that call.
     """
     in_main = threading.current_thread() is threading.main_thread()
     if in_main and hasattr(program, "lower") and not jax.config.jax_disable_jit:  # type: ignore[attr-defined]
@@ -96,7 +96,7 @@ def compile_first(program: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _wait_at_exit() -> None:
-    """Python and jax end under the threads that are left, which crash then."""
+    """Without it, unfinished threads would crash while Python and jax shut down."""
     deadline = time.monotonic() + _SECONDS_AT_EXIT
     for work in _unfinished:
         work.thread.join(max(0.0, deadline - time.monotonic()))

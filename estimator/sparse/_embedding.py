@@ -38,9 +38,9 @@ def embedding_lookup(
     [0.8 0.8] [1. 1.]
 
     The gradient is an `est.IndexedSlices` of one row per id, whatever the size of the table, and the optimizer
-    changes only the rows that were looked up, where that is right: see `est.lazy`. So it is as long as the table is
-    read by lookups alone. Where the same run has also got it by `get_variable` or `read_variable` (a softmax tied to
-    the embedding), or looks it up within a function that jax traces apart (`jax.jit`, `jax.vmap`, `jax.lax.scan`,
+    changes only the rows that were looked up, where that is right: see `est.lazy`. This holds only while the table is
+    read through lookups alone. Where the same run also gets it by `get_variable` or `read_variable` (a softmax tied
+    to the embedding), or looks it up within a function that jax traces apart (`jax.jit`, `jax.vmap`, `jax.lax.scan`,
     `jax.checkpoint`), the gradient is right, but dense.
 
     Args:
@@ -51,8 +51,8 @@ def embedding_lookup(
         At later ones they may be left out.
 
     Raises:
-      TypeError: the ids are no integers.
-      ValueError: there is no such table and no shape is given, it has another shape or dtype, or it is no floating
+      TypeError: the ids are not integers.
+      ValueError: there is no such table and no shape is given, it has another shape or dtype, or it is not a floating
         array of at least two dimensions.
     """
     frame = current_frame("est.embedding_lookup")
@@ -83,24 +83,24 @@ def _look_up(frame: Frame, full: str, ids: jax.Array) -> jax.Array:
     length = len(table)
     flat = ids.reshape(-1).astype(ids.dtype if ids.dtype.itemsize >= 4 else jnp.int32)
     known = (flat >= 0) & (flat < length)
-    # Without the length of the table, so that tables of any lengths with the same ids have the same indices, and XLA
-    # gathers these over the towers once.
+    # The length of the table does not enter here: tables of any lengths with the same ids have the same indices, so
+    # that XLA gathers them over the towers once.
     indices = jnp.where((flat >= 0) & (flat <= jnp.iinfo(jnp.int32).max), flat.astype(jnp.int32), -1)
     rows = table.at[indices].get(mode="clip", wrap_negative_indices=False)
     if full not in frame.handed_out:
-        noted = frame.lookups.setdefault(full, [])
-        noted.append(indices)
-        if len(noted) <= len(taps := frame.taps.get(full, ())):
-            rows = rows + taps[len(noted) - 1]
+        lookups = frame.lookups.setdefault(full, [])
+        lookups.append(indices)
+        if len(lookups) <= len(taps := frame.taps.get(full, ())):
+            rows = rows + taps[len(lookups) - 1]
     column = (-1,) + (1,) * (table.ndim - 1)
     otherwise = jnp.where(flat < 0, 0.0, jnp.nan).astype(table.dtype)
     return jnp.where(known.reshape(column), rows, otherwise.reshape(column)).reshape(*ids.shape, *table.shape[1:])
 
 
 def taps_for(frame: Frame) -> dict[str, list[jax.Array]]:
-    """Zeros to add to what each lookup of a run finds, by table: their gradients are those of the rows.
+    """Zeros to add to the rows of each lookup of a run, by table: the gradient of the zeros is the rows' gradient.
 
-    Tables that the model_fn has seen whole have none; their gradient is dense.
+    Tables that the model_fn has read as a whole have none; their gradient is dense.
     """
     taps = {}
     for name, lookups in frame.lookups.items():
@@ -115,7 +115,7 @@ def slices(
     lookups: Mapping[str, Sequence[jax.Array]],
     tables: Mapping[str, jax.Array],
 ) -> dict[str, IndexedSlices]:
-    """The gradients of tables from those of their taps; several lookups one after the other."""
+    """The gradients of tables from the gradients of their taps; several lookups one after the other."""
     return {
         name: IndexedSlices(jnp.concatenate(parts), jnp.concatenate(lookups[name]), tables[name].shape)
         for name, parts in values.items()
@@ -130,8 +130,8 @@ def zero_gradients(frame: Frame, names: Iterable[str]) -> dict[str, PyTree]:
 
 def _check_table(call: str, table: PyTree) -> None:
     if not isinstance(table, jax.Array) or table.ndim < 2 or not jnp.issubdtype(table.dtype, jnp.inexact):
-        found = jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", table)
+        typed = jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", table)
         raise ValueError(
-            f"{call} needs a floating table of at least two dimensions, (rows, width); the variable is {found}. "
+            f"{call} needs a floating table of at least two dimensions, (rows, width); the variable is {typed}. "
             "For one number per row write (rows, 1)."
         )

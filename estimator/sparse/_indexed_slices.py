@@ -14,8 +14,8 @@ import jax.numpy as jnp
 class IndexedSlices:
     """Values for some rows of an array, as TensorFlow's class of this name: the other rows are zeros.
 
-    A row that is named several times has the sum of its values; `deduplicate` makes one of them. An index that is no
-    row, negative or too large, counts for nothing; `est.embedding_lookup` leaves such ones for its padding.
+    A row that is named several times has the sum of its values; `deduplicate` makes one of them. An index that is
+    negative or too large is ignored; `est.embedding_lookup` uses such ones for padding.
 
     To change a gradient of this kind, change its values: `dataclasses.replace(g, values=0.5 * g.values)`. It is a
     pytree, but a function mapped over its leaves would change the indices as well.
@@ -51,11 +51,11 @@ class IndexedSlices:
         """Slices in which each row comes once, in order, with the sum or the mean of its values.
 
         It was Caffe2's `net.DeduplicateGradientSlices(gradient, aggregator=...)`. The number of rows stays, so that it
-        runs inside of `jax.jit` as outside. Those left over are at the end: zeros, with an index beyond the array.
+        runs under `jax.jit` too. The rows left over are at the end: zeros, with an index beyond the array.
 
-        By "sum" the whole array stays the same one. By "mean" a word that a batch has often counts no more than one
-        that it has once. Between `compute_gradients` and `apply_gradients` of a `TowerOptimizer` each tower does so to
-        its own gradient, and what the towers then have for a row is summed.
+        "sum" leaves the whole array as it is. With "mean" a word that is frequent in a batch counts no more than one
+        that occurs once. Between `compute_gradients` and `apply_gradients` of a `TowerOptimizer` each tower changes
+        its own gradient, and the results of the towers are summed.
 
         >>> slices = IndexedSlices(jnp.array([[1.0], [2.0], [4.0]]), jnp.array([2, 0, 2]), dense_shape=(3, 1))
         >>> once = slices.deduplicate("mean")

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from estimator import EstimatorSpec, ModeKeys, State, TrainOp
+from estimator.replication import BLOCK_SYNC_SLOTS as SLOTS
 from estimator.replication import (
     Deferred,
     Frame,
@@ -34,9 +35,6 @@ from replicate.placement._mirrored import MirroredPlacement
 from replicate.runner._base import Call, start_of
 from replicate.runner._runner import SyncRunner
 from replicate.towers._map import TOWER_AXIS, tower_map
-
-SLOTS = "block_sync"
-"""The name of a `BlockSyncState` in `State.slots`."""
 
 
 class BlockSyncState(NamedTuple):

@@ -1,16 +1,16 @@
 """How a vector is summed over towers: one function per algorithm.
 
-Each takes a vector of any length, and groups of towers: of one size, every tower in one of them. All towers of a group
-get the sum over it, with the same bits, since an element is added up in one place and sent to the others. It is added
-up in its own dtype, so that narrow floats round at every step.
+Each takes a vector of any length, and groups of towers of one size that cover all towers. All towers of a group get the
+sum over it with the same bits, since an element is added up in one place and sent to the others. It is added up in its
+own dtype, so that narrow floats round at every step.
 
 What an algorithm costs among n towers and for b bytes: how many messages a tower waits for, one after another, and the
 bytes that the busiest tower sends.
 
     psum                         whatever XLA makes of it
     ring                         2 (n - 1) messages, 2 b (n - 1) / n bytes
-    recursive_halving_doubling   2 log2(n) messages, 2 b (n - 1) / n bytes; if n is no power of two, of the largest one
-                                 below, and 2 messages and b bytes more
+    recursive_halving_doubling   2 log2(n) messages, 2 b (n - 1) / n bytes; if n is not a power of two, for the largest
+                                 one below, and 2 messages and b bytes more
     tree                         2 log2(n) messages, b log2(n) bytes
     reduce_scatter_gather        XLA's reduce-scatter and all-gather
     hierarchical                 those within small groups, and XLA's all-reduce of a piece across them
@@ -43,7 +43,7 @@ def psum(x: jax.Array, groups: Groups) -> jax.Array:
 
 
 def ring(x: jax.Array, groups: Groups) -> jax.Array:
-    """Each tower hears from the one before it only: a piece goes round to be added up, and round again as the sum."""
+    """Each tower receives from the one before it only: pieces go round to be added up, and again as sums."""
     size = len(groups[0])
     pieces, place = _padded(x, size).reshape(size, -1), _place(groups)
     onwards = [(tower, group[(i + 1) % size]) for group in groups for i, tower in enumerate(group)]
@@ -64,7 +64,8 @@ def ring(x: jax.Array, groups: Groups) -> jax.Array:
 def recursive_halving_doubling(x: jax.Array, groups: Groups) -> jax.Array:
     """Pairs of towers halve between them what they add up, until each has a piece, and put it together again.
 
-    Where the towers are no power of two, those beyond the last one hand theirs in first and get the sum after.
+    Where the number of towers is not a power of two, the towers beyond the largest one send their vectors to others
+    first and get the sum afterwards.
     """
     size = len(groups[0])
     core = 1 << (size.bit_length() - 1)
@@ -104,7 +105,7 @@ def tree(x: jax.Array, groups: Groups) -> jax.Array:
 
 
 def reduce_scatter_gather(x: jax.Array, groups: Groups) -> jax.Array:
-    """Each tower gets the sum of its piece, then everyone everyone's."""
+    """Each tower gets the sum of its piece, then all towers get all pieces."""
     return hierarchical(x, groups, group_size=len(groups[0]))
 
 
@@ -140,7 +141,7 @@ ALGORITHMS: dict[str, Algorithm] = {
 
 
 def checked_algorithm(caller: str, name: str) -> str:
-    """The name, "a" or "a/b", if it is of algorithms; else a ValueError that names `caller`."""
+    """The name, "a" or "a/b", if there are such algorithms; else raises a ValueError that names `caller`."""
     parts = name.split("/") if isinstance(name, str) else []
     if not 1 <= len(parts) <= 2 or not all(part in ALGORITHMS for part in parts):
         raise ValueError(

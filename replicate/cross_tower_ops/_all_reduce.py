@@ -42,14 +42,14 @@ class AllReduce(CrossTowerOps):
       agg_small_grads_max_bytes: with `num_packs=0`, the size up to which arrays that follow one another share a vector.
       agg_small_grads_max_group: how many of them at most.
       compress_dtype: a floating dtype, such as `jnp.bfloat16`, that wider floats are cast to before they are sent, and
-        back from after they are summed. Only gradients are in a training step.
+        back from after they are summed. In a training step this applies to gradients only.
 
     Attributes:
       exact: the same without `compress_dtype`.
 
     Raises:
-      ValueError: there is no such algorithm, a number is too small, or both ways of packing are asked for.
-      TypeError: `compress_dtype` is no floating dtype.
+      ValueError: there is no such algorithm, a number is too small, or both ways of packing are requested.
+      TypeError: `compress_dtype` is not a floating dtype.
     """
 
     def __init__(
@@ -64,7 +64,6 @@ class AllReduce(CrossTowerOps):
         self._algorithm = checked_algorithm(caller, algorithm)
         self._packer = packer_for(caller, num_packs, agg_small_grads_max_bytes, agg_small_grads_max_group)
         self._compress_dtype = None if compress_dtype is None else _floating(caller, compress_dtype)
-        self.exact: AllReduce = self
         if self._compress_dtype is not None:
             self.exact = AllReduce(algorithm, num_packs, agg_small_grads_max_bytes, agg_small_grads_max_group)
 
@@ -86,7 +85,7 @@ class AllReduce(CrossTowerOps):
 
 
 def packer_for(caller: str, num_packs: int, max_bytes: int, max_group: int) -> Packer:
-    """What the arguments of a `CrossTowerOps` ask for, which `caller` is the name of."""
+    """The packer for the arguments of a `CrossTowerOps`, whose name is `caller`."""
     at_least(0, caller, "num_packs", num_packs)
     at_least(0, caller, "agg_small_grads_max_bytes", max_bytes)
     at_least(1, caller, "agg_small_grads_max_group", max_group)
@@ -102,9 +101,9 @@ def packer_for(caller: str, num_packs: int, max_bytes: int, max_group: int) -> P
 
 def _floating(caller: str, dtype: Any) -> Any:
     try:
-        found = jnp.dtype(dtype)
+        checked = jnp.dtype(dtype)
     except TypeError:
-        found = None
-    if found is None or not jnp.issubdtype(found, jnp.floating):
+        checked = None
+    if checked is None or not jnp.issubdtype(checked, jnp.floating):
         raise TypeError(f"`{caller}` needs a floating dtype such as jnp.bfloat16 as compress_dtype; got {dtype!r}.")
-    return found
+    return checked

@@ -40,10 +40,15 @@ class CrossTowerOps(abc.ABC):
     own, which is compiled once for values of the same shapes and kept with the object: make one and use it again.
 
     Attributes:
-      takes_slices: whether row-sparse values are gathered outside of programs, or refused.
+      takes_slices: whether row-sparse values are gathered, or refused.
+      exact: what sums all but gradients in a training step: these ops, or the same without compression.
     """
 
     takes_slices = True
+
+    @functools.cached_property
+    def exact(self) -> CrossTowerOps:
+        return self
 
     @abc.abstractmethod
     def sum_in_towers(self, values: Sequence[jax.Array]) -> list[jax.Array]:
@@ -73,7 +78,7 @@ class CrossTowerOps(abc.ABC):
             copies that are there already are not moved.
 
         Returns:
-          A `Mirrored`, in the order of the destinations.
+          The value on each destination, in their order.
 
         Raises:
           TypeError: the value is on no device, or holds integers to be averaged, or no numbers; or the destinations
@@ -97,7 +102,7 @@ class CrossTowerOps(abc.ABC):
           A `Mirrored` for each pair, in their order.
 
         Raises:
-          TypeError: there is no such list of pairs; or as in `reduce`.
+          TypeError: this is not a list of pairs; or as in `reduce`.
           ValueError: as in `reduce`.
         """
         pairs = value_destination_pairs
@@ -113,8 +118,8 @@ class CrossTowerOps(abc.ABC):
           destinations: as in `reduce`. A copy that is there already is not moved.
 
         Raises:
-          TypeError: the value is none of these; or the destinations, as in `reduce`.
-          ValueError: the value is on several devices and no `Mirrored`; or the destinations, as in `reduce`.
+          TypeError: the value is none of these; or as in `reduce`, of the destinations.
+          ValueError: the value is on several devices and not a `Mirrored`; or as in `reduce`, of the destinations.
         """
         devices = destination_devices("broadcast", destinations)
         if isinstance(value, PerTower) and not isinstance(value, Mirrored):
@@ -129,15 +134,15 @@ class CrossTowerOps(abc.ABC):
         if reduce_op not in list(ReduceOp):
             raise ValueError(f"`{caller}` got reduce_op={reduce_op!r}; it is ReduceOp.SUM or ReduceOp.MEAN.")
         values = [as_per_tower(caller, value) for value, _ in pairs]
-        destinations = [destination_devices(caller, wanted) for _, wanted in pairs]
+        destinations = [destination_devices(caller, given) for _, given in pairs]
         for value in values:
             self._check(caller, reduce_op, value)
         reduced: list[Any] = [None] * len(pairs)
         for kind, reduce_all in ((True, self._reduce_slices), (False, self._reduce_arrays)):
             mine = [i for i, value in enumerate(values) if has_slices(value) == kind]
-            found = reduce_all(ReduceOp(reduce_op), [values[i] for i in mine], [destinations[i] for i in mine])
-            for i, value in zip(mine, found, strict=True):
-                reduced[i] = value
+            results = reduce_all(ReduceOp(reduce_op), [values[i] for i in mine], [destinations[i] for i in mine])
+            for i, result in zip(mine, results, strict=True):
+                reduced[i] = result
         return copied(reduced, destinations)
 
     def _check(self, caller: str, reduce_op: Any, value: PerTower) -> None:
@@ -193,21 +198,21 @@ def combined(
 
 
 def copied(values: Sequence[PerTower], destinations: Sequence[Devices]) -> list[Mirrored]:
-    """Each value, of equal arrays, on all of its destinations: the arrays that are there, copies of the first else."""
-    wanted = []
+    """Each value, of equal arrays, on all of its destinations: the array that is there, or a copy of the first."""
+    moves = []
     for value, devices in zip(values, destinations, strict=True):
-        there = dict(zip(value.devices, value, strict=True))
-        wanted += [(there.get(device, next(iter(value))), device) for device in devices]
-    moved = iter(_moved(wanted))
+        present = dict(zip(value.devices, value, strict=True))
+        moves += [(present.get(device, next(iter(value))), device) for device in devices]
+    moved = iter(_moved(moves))
     return [Mirrored.tree_unflatten((devices, devices), [next(moved) for _ in devices]) for devices in destinations]
 
 
-def _moved(wanted: list[tuple[Any, jax.Device]]) -> list[Any]:
+def _moved(moves: list[tuple[Any, jax.Device]]) -> list[Any]:
     """Arrays, or IndexedSlices, each on its device; what is there already shares its memory.
 
-    Each is a transfer of its own. To pack small ones would take a third of the time, but seconds to compile.
+    Each is a transfer of its own. Packing small ones would take a third of the time, but seconds to compile.
     """
-    return jax.device_put([tree for tree, _ in wanted], [device for _, device in wanted])
+    return jax.device_put([tree for tree, _ in moves], [device for _, device in moves])
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -228,7 +233,7 @@ def _concatenated(parts: list[IndexedSlices]) -> IndexedSlices:
 
 @functools.lru_cache(maxsize=256)
 def _program(ops: CrossTowerOps, op: ReduceOp, towers: Devices) -> Callable[[list[Any]], list[jax.Array]]:
-    """The sums in towers as a program of its own: from what `_stacked` makes to copies on all towers."""
+    """The sums in towers as a program of its own: from arrays of `_stacked` to copies on all towers."""
     if len({device.platform for device in towers}) > 1:
         raise ValueError(
             f"`{type(ops).__name__}` reduces values on devices of one kind; got {', '.join(map(str, towers))}. "
@@ -240,14 +245,14 @@ def _program(ops: CrossTowerOps, op: ReduceOp, towers: Devices) -> Callable[[lis
         return [_divided(op, total, len(towers)) for total in ops.sum_in_towers(values)], None
 
     def program(stacked: list[Any]) -> list[jax.Array]:
-        # Something has to be shared: with an empty first argument, jax takes two rows for pmap's two arguments.
+        # The first argument, shared by the towers, must not be empty: jax would take two rows for pmap's two arguments.
         return tower_map(sums, towers)(np.int32(0), stacked)[0]
 
     return jax.jit(program, out_shardings=_sharding(towers))
 
 
 def _stacked(values: list[PerTower]) -> list[Any]:
-    """Each value as one array of all towers' rows, made without a copy; a scalar as a tuple of one row per tower."""
+    """Each value as one array of all towers' rows, without a copy; a scalar as a tuple of one row per tower."""
     towers = values[0].towers
     parts = [list(value) for value in values]
     scalars = [i for i, arrays in enumerate(parts) if not arrays[0].ndim]

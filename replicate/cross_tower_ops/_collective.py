@@ -1,4 +1,4 @@
-"""Sums over towers in chunks of so many arrays."""
+"""Sums over towers in chunks of N arrays."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from replicate.cross_tower_ops._packers import at_least
 
 
 class CollectiveAllReduce(AllReduce):
-    """Sums arrays by XLA's own all-reduce, one for so many arrays of a dtype; TensorFlow's class of this name.
+    """Sums arrays by XLA's own all-reduce, one for each N arrays of a dtype; TensorFlow's class of this name.
 
     As there, row-sparse gradients (`est.IndexedSlices`) are refused.
 
     >>> ops = CollectiveAllReduce(all_reduce_merge_scope=8)
 
     Args:
-      all_reduce_merge_scope: the number of arrays in an all-reduce.
+      all_reduce_merge_scope: N, the number of arrays in an all-reduce.
 
     Raises:
-      ValueError: `all_reduce_merge_scope` is no integer of at least 1.
+      ValueError: `all_reduce_merge_scope` is not an integer of at least 1.
     """
 
     takes_slices = False

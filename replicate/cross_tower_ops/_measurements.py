@@ -1,4 +1,4 @@
-"""What was measured: a row for each kind of device, number of towers and number of bytes."""
+"""The table of measurements: a row for each kind of device, number of towers and number of bytes."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ RECORDED = pathlib.Path(__file__).with_name("measured.json")
 ARRAYS = 8
 """Into how many arrays the bytes of a row are divided to measure `alone`."""
 
-_CLEARLY = 1.05  # Noise is less. What is not faster by that much is not worth another program.
+_CLEARLY = 1.05  # More than noise. A smaller gain is not worth another program.
 
 
 class Row(NamedTuple):
-    """What was measured at one point.
+    """One measurement.
 
     Attributes:
       kind: `device_kind` of the devices.
       towers: their number.
       bytes: that are summed, as float32.
       psum_us: the microseconds that `psum` takes for them as one vector.
-      ratios: by algorithm, its time over that of `psum`.
-      alone: the time of a `psum` of each of `ARRAYS` equal arrays, of so many bytes in all, over that of packing them
-        and summing them by the fastest algorithm.
+      ratios: by algorithm, its time divided by the time of `psum`.
+      alone: the time of a `psum` of each of `ARRAYS` equal arrays, together of `bytes`, divided by the time of packing
+        them and summing them by the fastest algorithm.
     """
 
     kind: str
@@ -73,13 +73,14 @@ def read_table(path: str | pathlib.Path = RECORDED) -> list[Row]:
     """What `write_table` wrote; by default the table that comes with the package.
 
     Raises:
-      ValueError: it is no such file.
+      ValueError: it is another file.
     """
     try:
         rows = [_row(**entry) for entry in json.loads(pathlib.Path(path).read_text(encoding="utf-8"))["rows"]]
     except (ValueError, TypeError, KeyError) as e:
         raise ValueError(
-            f"{path} is no table of `python -m replicate.cross_tower_ops.measure --out {path}` ({e!r}). Make it anew."
+            f"{path} is not a table of `python -m replicate.cross_tower_ops.measure --out {path}` ({e!r}). "
+            "Make it again."
         ) from e
     return rows
 
@@ -88,7 +89,7 @@ recorded_rows = functools.cache(read_table)
 
 
 def _row(best: Any, **entry: Any) -> Row:
-    """A row of a file; what is best there follows from the rest."""
+    """A row of a file, whose `best` must follow from the rest."""
     row = Row(**entry)
     if unknown := row.ratios.keys() - ALGORITHMS.keys():
         raise ValueError(f"there is no algorithm {min(unknown)!r}")

@@ -14,12 +14,12 @@ from replicate.cross_tower_ops._packers import at_least, concatenated, cut
 
 
 class _Spec(NamedTuple):
-    """What becomes of the arrays up to some size.
+    """How arrays up to some size are summed.
 
     Attributes:
       algorithm: its name, or "a/b": see `AllReduce`.
       shards: the number of pieces that a vector is summed in, after packing.
-      limit: the size in bytes up to which arrays belong to it.
+      limit: that size in bytes.
     """
 
     algorithm: str
@@ -30,7 +30,7 @@ class _Spec(NamedTuple):
 class MultiWorkerAllReduce(AllReduce):
     """Sums arrays by an algorithm that depends on their size; TensorFlow's `MultiWorkerAllReduce`.
 
-    Arrays of each range of sizes are packed by themselves, as `AllReduce` does it.
+    The arrays of each range of sizes are packed by themselves, as by `AllReduce`.
 
     >>> ops = MultiWorkerAllReduce([("tree", 1, 4096), ("ring/psum", 2, None)], num_packs=1)
 
@@ -42,9 +42,9 @@ class MultiWorkerAllReduce(AllReduce):
       agg_small_grads_max_group: see `AllReduce`.
 
     Raises:
-      TypeError: `all_reduce_spec` is no tuple, and no list of tuples.
-      ValueError: there is no such algorithm, shards are less than 1, limits do not rise, the last is not without, or
-        both ways of packing are asked for.
+      TypeError: `all_reduce_spec` is neither a tuple nor a list of tuples.
+      ValueError: there is no such algorithm, shards are less than 1, limits do not rise, the last entry has one, or
+        both ways of packing are requested.
     """
 
     def __init__(

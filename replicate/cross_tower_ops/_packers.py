@@ -1,4 +1,4 @@
-"""Many arrays as fewer vectors, since every collective has a price of its own.
+"""Packs many arrays into fewer vectors, since every collective has a cost of its own.
 
 Arrays of different dtypes never share a vector. They are packed in the reverse order of their use: the backward pass
 ends at the first variable, so that the first vector may be on its way before the last gradient is known.
@@ -15,13 +15,13 @@ import jax.numpy as jnp
 
 
 class Packer(abc.ABC):
-    """A way to make vectors of arrays, and arrays of vectors again; nothing is kept from one call to the next."""
+    """Packs arrays into vectors, and unpacks them; keeps nothing from one call to the next."""
 
-    num_packs = 1  # what becomes of a group
+    num_packs = 1  # the vectors that a group is cut into
 
     @abc.abstractmethod
     def groups(self, arrays: Sequence[jax.Array]) -> list[list[int]]:
-        """The positions of the arrays that are put together."""
+        """The positions of the arrays that share vectors, by group."""
 
     def pack(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
         """Vectors that hold all elements of the arrays."""
@@ -59,7 +59,7 @@ class ConcatAndSplitPacker(Packer):
       num_packs: the number of pieces; fewer where there are fewer elements.
 
     Raises:
-      ValueError: `num_packs` is no integer of at least 1.
+      ValueError: `num_packs` is not an integer of at least 1.
     """
 
     def __init__(self, num_packs: int = 1) -> None:
@@ -82,7 +82,7 @@ class AggregateSmallTensorPacker(Packer):
       max_group: the number of arrays in a group at most.
 
     Raises:
-      ValueError: `max_bytes` is no integer of at least 0, or `max_group` none of at least 1.
+      ValueError: `max_bytes` is not an integer of at least 0, or `max_group` not one of at least 1.
     """
 
     def __init__(self, max_bytes: int = 1 << 20, max_group: int = 16) -> None:
@@ -96,8 +96,8 @@ class AggregateSmallTensorPacker(Packer):
         groups: list[list[int]] = []
         for mine in _by_dtype(arrays):
             for small, run in itertools.groupby(mine, is_small):
-                together, size = list(run), self.max_group if small else 1
-                groups.extend(together[begin : begin + size] for begin in range(0, len(together), size))
+                positions, size = list(run), self.max_group if small else 1
+                groups.extend(positions[begin : begin + size] for begin in range(0, len(positions), size))
         return groups
 
 
@@ -112,7 +112,7 @@ def concatenated(vectors: list[jax.Array]) -> jax.Array:
 
 
 def at_least(least: int, caller: str, name: str, value: int) -> int:
-    """The value, if it is such an integer; else a ValueError says so."""
+    """The value, if it is an integer of at least `least`; else raises a ValueError."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ValueError(f"`{caller}` needs an integer of at least {least} as `{name}`; got {value!r}.")
     return value

@@ -52,26 +52,26 @@ class PerTower:
           values: a dict of devices, or their names such as "/cpu:0", to arrays; one that is elsewhere, or of numpy,
             is put on its device. Or a list of jax arrays that are on different devices. All of one shape and dtype;
             or all `est.IndexedSlices` for one shape, with any number of rows each.
-          towers: the devices of all towers, for a value that spans processes: each of them gives the arrays of its
-            own devices, and the same towers in the same order. None means that the towers are those of `values`.
+          towers: the devices of all towers, for a value that spans processes: each process gives the arrays of its
+            own devices, and the same towers in the same order. None means the devices of `values`.
 
         Raises:
-          TypeError: `values` is neither, or what it holds is no array.
+          TypeError: `values` is neither, or holds something else than arrays.
           ValueError: there are no values, two are on one device, or they differ in shape or dtype; a device is
             unknown or another process's; a list holds an array on several devices; or the towers do not fit.
         """
-        found = _by_device(values)
+        by_device = _by_device(values)
         if towers is not None:
             mine = [device for device in towers if device.process_index == jax.process_index()]
-            if set(mine) != set(found) or len(set(towers)) < len(towers):
+            if set(mine) != set(by_device) or len(set(towers)) < len(towers):
                 raise ValueError(
-                    f"`PerTower` got arrays on {_names(found)}, yet as towers {_names(towers)}, of which "
+                    f"`PerTower` got arrays on {_names(by_device)}, yet as towers {_names(towers)}, of which "
                     f"{_names(mine)} are in this process. Name each tower once, and give an array for each of these."
                 )
-            found = {device: found[device] for device in mine}
-        arrays = tuple(_put(value, device) for device, value in found.items())
-        _check_alike(found, arrays)
-        self._set(tuple(found), tuple(found if towers is None else towers), arrays)
+            by_device = {device: by_device[device] for device in mine}
+        arrays = tuple(_put(value, device) for device, value in by_device.items())
+        _check_alike(by_device, arrays)
+        self._set(tuple(by_device), tuple(by_device if towers is None else towers), arrays)
 
     def get(self, device: jax.Device | str) -> Value:
         """The array on a device, given as it is or by its name.
@@ -79,10 +79,10 @@ class PerTower:
         Raises:
           ValueError: there is none on it.
         """
-        found = local_device("PerTower.get", device)
-        if found not in self.devices:
-            raise ValueError(f"`get` found no array on {device!r}; there are arrays on {_names(self.devices)}.")
-        return self._arrays[self.devices.index(found)]
+        local = local_device("PerTower.get", device)
+        if local not in self.devices:
+            raise ValueError(f"`get`: there is no array on {device!r}, only on {_names(self.devices)}.")
+        return self._arrays[self.devices.index(local)]
 
     def __iter__(self) -> Iterator[Value]:
         return iter(self._arrays)
@@ -114,8 +114,8 @@ class PerTower:
 class Mirrored(PerTower):
     """Equal copies of one array on several devices, as TensorFlow's class of this name.
 
-    `broadcast` and `reduce` make them. One that you make yourself is not checked to hold equal copies: that would
-    take all of them to the host.
+    `broadcast` and `reduce` return them. The constructor does not check that the copies are equal, which would move
+    all of them to the host.
 
     >>> x = Mirrored({"/cpu:0": np.ones(2), "/cpu:1": np.ones(2)})
     >>> print(x.value, np.sum(x))
@@ -138,17 +138,17 @@ def has_slices(value: PerTower) -> bool:
 
 def local_device(caller: str, device: Any) -> jax.Device:
     """A device of this process."""
-    found = find_devices([device])[0]
-    if found.process_index != jax.process_index():
+    [local] = find_devices([device])
+    if local.process_index != jax.process_index():
         raise ValueError(
-            f"`{caller}` got {device!r}, a device of process {found.process_index}; this is process "
+            f"`{caller}` got {device!r}, a device of process {local.process_index}; this is process "
             f"{jax.process_index()}. Each process gives its own devices only."
         )
-    return found
+    return local
 
 
 def destination_devices(caller: str, destinations: Any) -> tuple[jax.Device, ...]:
-    """What `destinations` means: the devices of this process on which a result is wanted."""
+    """The devices of this process that `destinations` names."""
     if isinstance(destinations, PerTower):
         return destinations.devices
     if isinstance(destinations, str | jax.Device):
@@ -239,7 +239,7 @@ def _check_alike(devices: Iterable[jax.Device], arrays: Sequence[Value]) -> None
 
 
 def _kind(value: Value) -> str:
-    """What the arrays of all towers must agree in."""
+    """The type and shape, in which the arrays of all towers must agree."""
     if isinstance(value, IndexedSlices):
         return f"IndexedSlices of {value.values.dtype}{list(value.dense_shape)} with {value.indices.dtype} indices"
     return f"{value.dtype}{list(value.shape)}" if isinstance(value, jax.Array) else repr(value)

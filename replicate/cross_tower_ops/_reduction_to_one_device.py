@@ -1,4 +1,4 @@
-"""Sums made on one device."""
+"""Sums over towers on one device."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class ReductionToOneDevice(CrossTowerOps):
 
         Args:
           reduce_to_device: where values outside of programs are accumulated. None means the first destination.
-          accumulation_fn: makes one array of those of all towers, in tower order, of the same shape and dtype; to be
-            traced by jax. Its result is divided for a mean. None means `add_n`. Row-sparse values are always
+          accumulation_fn: returns one array for the arrays of all towers, in tower order, of their shape and dtype; jax
+            traces it. Its result is divided for a mean. None means `add_n`. Row-sparse values are always
             concatenated.
 
         Raises:

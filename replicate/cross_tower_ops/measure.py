@@ -9,8 +9,8 @@ both runs counts as faster. `choose_the_best(table=FILE)` reads it.
 What is timed is one compiled program with a loop in it: each turn sums what the one before left and multiplies it by a
 half, as an optimizer would go over it. A call makes as many turns as 100 MB of all towers together allow, from 3 to
 200, so that the cost of the call from Python is shared by them. All that is compared at one point is called in turn,
-for some rounds; a ratio is that of the shortest times, since whatever else the machine does only adds to them. What
-comes close to `psum` is timed again with it, for three times the rounds.
+for some rounds; a ratio is of the shortest times, since other load of the machine only adds to them. What comes close
+to `psum` is timed again with it, for three times the rounds.
 """
 
 from __future__ import annotations
@@ -112,17 +112,17 @@ def measure(size: int, devices: Sequence[jax.Device], rounds: int = ROUNDS) -> R
     vector = zeros([max(1, size // 4)], devices)
     runs = {name: make_run(AllReduce(name), vector, devices) for name in ALGORITHMS}
     times = seconds(runs, total_bytes, rounds)
-    found = ratios(times, "psum")
-    close = {name: runs[name] for name in found if found[name] < 1.2}
+    relative = ratios(times, "psum")
+    close = {name: runs[name] for name, ratio in relative.items() if ratio < 1.2}
     if len(close) > 1:
         times = seconds(close, total_bytes, 3 * rounds)
-        found |= ratios(times, "psum")
+        relative |= ratios(times, "psum")
     row = Row(
         kind=devices[0].device_kind,
         towers=len(devices),
         bytes=size,
         psum_us=round(min(times["psum"]) * 1e6, 1),
-        ratios=found,
+        ratios=relative,
         alone=1.0,
     )
     several = zeros([max(1, size // 4 // ARRAYS)] * ARRAYS, devices)
@@ -150,7 +150,7 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--bytes", type=int, nargs="+", default=list(BYTES), help="of a tower (default: 100 to 1e8)")
     parser.add_argument("--towers", type=int, nargs="+", help="(default: 2, 4 and 8, as far as there are devices)")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="default: %(default)s")
-    parser.add_argument("--cpu-devices", type=int, help="so many devices of the CPU, by jax_num_cpu_devices")
+    parser.add_argument("--cpu-devices", type=int, help="the number of CPU devices, by jax_num_cpu_devices")
     given = parser.parse_args(args)
     if given.cpu_devices:
         jax.config.update("jax_num_cpu_devices", given.cpu_devices)

@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options = _options(args)
     except _Usage as error:
         parser.error(str(error))
-    found = explain(
+    explanation = explain(
         model_fn,
         features,
         labels,
@@ -63,8 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         **options,
     )
     if args.html:
-        args.html.write_text(found.html(), encoding="utf-8")
-    print(found)
+        args.html.write_text(explanation.html(), encoding="utf-8")
+    print(explanation)
     if args.html:
         print(f"\nWritten as a page: {args.html}")
 
@@ -78,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     array = "NAME=DTYPE[ROWS,...]"
     parser.add_argument("model_fn", metavar="MODULE:MODEL_FN", help="as in examples.digits:model_fn")
     parser.add_argument("--input", metavar="MODULE:INPUT_FN", help="its first batch shows what a batch looks like")
-    parser.add_argument("--features", nargs="+", metavar=array, help="in place of --input; NAME= only if in a dict")
+    parser.add_argument("--features", nargs="+", metavar=array, help="instead of --input; NAME= only if in a dict")
     parser.add_argument("--labels", nargs="+", metavar=array, help="likewise")
     parser.add_argument("--params", type=_params, metavar="JSON", help="params of the model_fn, a JSON object")
     parser.add_argument(
@@ -91,7 +91,10 @@ def _parser() -> argparse.ArgumentParser:
         "--devices-per-tower", type=_positive, default=1, metavar="K", help="how many devices a tower has"
     )
     parser.add_argument(
-        "--block-steps", type=_positive, metavar="N", help="towers train on their own and meet after N steps (BMUF)"
+        "--block-steps",
+        type=_positive,
+        metavar="N",
+        help="towers train on their own and are averaged every N steps (BMUF)",
     )
     parser.add_argument("--bandwidth", type=float, default=10e9, help="bytes per second between devices (%(default)g)")
     parser.add_argument("--latency", type=float, default=10e-6, help="of a message, in seconds (%(default)g)")
@@ -109,8 +112,8 @@ def _find(name: str, what: str) -> Callable[..., Any]:
     if not (module_name and colon and attribute):
         raise _Usage(f"A {what} is named MODULE:NAME, as in examples.digits:model_fn; got {name!r}.")
     if module_name.endswith(".py"):
-        written = module_name.removesuffix(".py").replace("/", ".")
-        raise _Usage(f"MODULE is a name to import, not a file; write {written}:{attribute} for {name!r}.")
+        dotted = module_name.removesuffix(".py").replace("/", ".")
+        raise _Usage(f"MODULE is a name to import, not a file; write {dotted}:{attribute} for {name!r}.")
     sys.path[:0] = [] if "" in sys.path or str(pathlib.Path.cwd()) in sys.path else [""]
     try:
         module = importlib.import_module(module_name)
@@ -121,12 +124,12 @@ def _find(name: str, what: str) -> Callable[..., Any]:
             f"There is no module {error.name!r}, of {name!r}, in {pathlib.Path.cwd()} or among the installed ones. "
             "Run the command where `import` finds it, or set PYTHONPATH."
         ) from error
-    found = getattr(module, attribute, None)
-    if not callable(found):
-        mine = [n for n, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
-        functions = ", ".join(n for n in mine if callable(getattr(module, n)) and not n.startswith("_"))
+    function = getattr(module, attribute, None)
+    if not callable(function):
+        own = [n for n, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
+        functions = ", ".join(n for n in own if callable(getattr(module, n)) and not n.startswith("_"))
         raise _Usage(f"The module {module_name!r} has no function {attribute!r}; it has {functions or 'none'}.")
-    return found
+    return function
 
 
 def _first_batch(name: str, input_fn: Callable[..., Any], params: Any) -> tuple[Any, Any]:
@@ -141,7 +144,7 @@ def _first_batch(name: str, input_fn: Callable[..., Any], params: Any) -> tuple[
 def _arrays(option: str, given: Sequence[str] | None) -> Any:
     if given is None:
         return None
-    found = {}
+    arrays = {}
     for text in given:
         match = _ARRAY.fullmatch(text.strip())
         if not match:
@@ -151,24 +154,24 @@ def _arrays(option: str, given: Sequence[str] | None) -> Any:
         except TypeError:
             raise _Usage(f"{option} got {text!r}, but there is no dtype {match[2]!r}.") from None
         shape = tuple(int(n) for n in match[3].split(",") if n.strip())
-        found[match[1]] = jax.ShapeDtypeStruct(shape, dtype)
-    if len(found) < len(given) or (None in found and len(found) > 1):
+        arrays[match[1]] = jax.ShapeDtypeStruct(shape, dtype)
+    if len(arrays) < len(given) or (None in arrays and len(arrays) > 1):
         raise _Usage(f"{option} takes one array without a name, or several, each with its own; got {given}.")
-    return found[None] if None in found else found
+    return arrays[None] if None in arrays else arrays
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
     options: dict[str, Any] = {}
-    there = sorted(jax.devices(), key=lambda device: device.id)
-    wanted = args.towers and args.towers * args.devices_per_tower
-    if wanted and wanted > len(there):
+    devices = sorted(jax.devices(), key=lambda device: device.id)
+    count = args.towers and args.towers * args.devices_per_tower
+    if count and count > len(devices):
         each = f" of {args.devices_per_tower} devices" if args.devices_per_tower > 1 else ""
         raise _Usage(
-            f"--towers={args.towers}{each} are more than the {len(there)} devices, {there[0].platform}. "
+            f"--towers={args.towers}{each} are more than the {len(devices)} devices, {devices[0].platform}. "
             "For virtual CPU devices set JAX_PLATFORMS=cpu."
         )
-    if wanted and wanted < len(there):
-        options["devices"] = there[:wanted]
+    if count and count < len(devices):
+        options["devices"] = devices[:count]
     if args.devices_per_tower > 1:
         options["devices_per_tower"] = args.devices_per_tower
     if args.block_steps:
@@ -180,17 +183,17 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
 
 def _params(text: str) -> dict[str, Any]:
     try:
-        found = json.loads(text)
+        params = json.loads(text)
     except json.JSONDecodeError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no JSON ({error})") from None
-    if not isinstance(found, dict):
-        raise argparse.ArgumentTypeError(f'{text!r} is no JSON object such as {{"learning_rate": 0.1}}')
-    return found
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON ({error})") from None
+    if not isinstance(params, dict):
+        raise argparse.ArgumentTypeError(f'{text!r} is not a JSON object such as {{"learning_rate": 0.1}}')
+    return params
 
 
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of at least 1")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
     return int(text)
 
 

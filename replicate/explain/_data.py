@@ -1,11 +1,11 @@
-"""What `explain` finds out about a step, as plain values."""
+"""What `explain` returns, as plain values."""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
+import enum
 from collections.abc import Iterable
-from typing import Any
 
 from replicate.explain._hlo import Collective
 
@@ -66,7 +66,7 @@ class Transfer:
       name: of what is moved.
       to_towers: whether the towers get it; else the variable's device gets it, from all towers.
       bytes: moved in all.
-      device: that of the variable.
+      device: where the variable lives.
     """
 
     name: str
@@ -82,7 +82,7 @@ class Memory:
     Attributes:
       arguments: the state and the tower's rows.
       outputs: the new state and the loss.
-      reused: those of the outputs that take the memory of an argument.
+      reused: of the outputs, what takes the memory of an argument.
       temporary: activations, gradients and whatever else lives for the step only.
     """
 
@@ -105,8 +105,22 @@ def bytes_by_device(homes: Iterable[Home]) -> dict[str, int]:
     return dict(totals)
 
 
-def typed(dtype: str, shape: Any) -> str:
-    return f"{dtype}[{','.join(map(str, shape))}]"
+class Distribution(enum.StrEnum):
+    """Where the variables live.
+
+    Attributes:
+      ONE_DEVICE: on the one there is.
+      MIRRORED: on every device.
+      SHARDED: a piece on each device.
+      VARIABLE_DEVICES: each on a device of its own.
+      LOCAL_COPIES: each tower has its own within a block (`block_sync`).
+    """
+
+    ONE_DEVICE = "one device"
+    MIRRORED = "mirrored"
+    SHARDED = "sharded"
+    VARIABLE_DEVICES = "variable devices"
+    LOCAL_COPIES = "local copies"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,12 +130,11 @@ class StepData:
     Attributes:
       name: of the model_fn.
       towers: the device of each, or those of each, as in "cpu:0, cpu:1".
-      distribution: "one device", "mirrored", "sharded", "variable devices" where each variable has one of its own, or
-        "local copies" where each tower has its own variables within a block (`block_sync`).
+      distribution: where the variables live.
       rows: of the whole batch.
       micro_batches: the parts in which a tower runs its rows, one after another.
       batch: what is split.
-      collectives: of the compiled program; where variables have devices of their own, of that of the towers.
+      collectives: of the compiled program; where variables have devices of their own, of the towers' program.
       transfers: between the towers and the variables' own devices.
       variables, slots: where each array lives.
       steps_per_program: how many steps `RunConfig(steps_per_loop="auto")` puts into one program, where no hook looks
@@ -134,7 +147,7 @@ class StepData:
 
     name: str
     towers: tuple[str, ...]
-    distribution: str
+    distribution: Distribution
     rows: int
     micro_batches: int
     batch: tuple[Split, ...]

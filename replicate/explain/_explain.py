@@ -1,4 +1,4 @@
-"""Finds out what a training step does, by tracing and compiling it."""
+"""Reads what a training step does off its trace and its compiled program."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from estimator.loop._steps_per_loop import choose
 from estimator.steps._transform import Model, ModelInfo
 from estimator.typing import PyTree
 from replicate._replicate_model_fn import ReplicatedTwice, replicate_model_fn
-from replicate.explain._data import Home, Memory, Split, Transfer
+from replicate.explain._data import Distribution, Home, Memory, Split, Transfer
 from replicate.explain._explanation import Explanation
 from replicate.explain._hlo import collectives
 from replicate.runner._micro_batches import accumulate_steps
@@ -45,10 +45,10 @@ def explain(
     latency: float = 10e-6,
     **options: Any,
 ) -> Explanation:
-    """What one training step of a model_fn does on its towers, found out without running it.
+    """What one training step of a model_fn does on its towers, without running it.
 
-    The step is that of `Estimator.train`: it leaves the state and the loss. It is traced and compiled for the devices
-    of the towers, with nothing computed on them. On the command line: `python -m replicate.explain --help`.
+    The step is the one of `Estimator.train`: it leaves the state and the loss. It is traced and compiled for the
+    devices of the towers, with nothing computed on them. On the command line: `python -m replicate.explain --help`.
 
     >>> import estimator as est, jax, jax.numpy as jnp, optax
     >>> from replicate import TowerOptimizer, explain
@@ -57,16 +57,16 @@ def explain(
     ...     loss = jnp.mean((features @ w - labels) ** 2)
     ...     return est.EstimatorSpec(mode, loss=loss, train_op=TowerOptimizer(optax.adam(0.1)).minimize(loss))
     >>> batch = jax.ShapeDtypeStruct((8, 3), jnp.float32), jax.ShapeDtypeStruct((8,), jnp.float32)
-    >>> found = explain(model_fn, *batch, devices=["cpu:0", "cpu:1"])
-    >>> # The gradient, the loss of the step and that of the optimizer:
-    >>> [(each.kind, each.dtype, each.bytes, each.participants) for each in found.collectives]
+    >>> explanation = explain(model_fn, *batch, devices=["cpu:0", "cpu:1"])
+    >>> # The gradient, the loss of the step and the loss of the optimizer:
+    >>> [(each.kind, each.dtype, each.bytes, each.participants) for each in explanation.collectives]
     [('all-reduce', 'float32', 20, 2)]
-    >>> [(home.name, home.where) for home in found.variables]
+    >>> [(home.name, home.where) for home in explanation.variables]
     [('w', 'whole on each of 2 devices')]
 
     Args:
       model_fn: a model_fn, replicated or not; if not, it is wrapped in `replicate_model_fn`.
-      features, labels: a batch, or `jax.ShapeDtypeStruct`s in the place of its arrays.
+      features, labels: a batch, or `jax.ShapeDtypeStruct`s instead of its arrays.
       params, config: passed on to the model_fn.
       bandwidth: of the way between two devices, in bytes per second, to estimate the time of communication.
       latency: of a message between two devices, in seconds.
@@ -109,7 +109,7 @@ def explain(
     return Explanation(
         name=name,
         towers=tuple(", ".join(map(str, tower)) for tower in towers),
-        distribution=traits.placement.kind,
+        distribution=Distribution(traits.placement.kind),
         rows=rows,
         micro_batches=notes["micro_batches"],
         batch=_splits(features, labels, len(towers)),
@@ -136,8 +136,8 @@ def _is_replicated(model_fn: ModelFn, params: Any, config: Any, features: PyTree
 
 
 class _TowersAlone(OffTowerPlacement):
-    """The placement of variables on devices of their own, with the part of a step that runs in the towers for a step:
-    it leaves what they send to the variables' devices in the place of the state."""
+    """A placement of variables on devices of their own, whose step is only the part that runs in the towers: it leaves
+    what they send to the variables' devices instead of the state."""
 
     def __init__(self, placement: Placement) -> None:
         self._placement = placement
@@ -202,17 +202,17 @@ def _steps_per_program(programs: Programs, config: Any) -> int:
 
 
 def _splits(features: PyTree, labels: PyTree, towers: int) -> tuple[Split, ...]:
-    found = []
+    splits = []
     leaves = jax.tree_util.tree_leaves_with_path({"features": features, "labels": labels}, is_leaf=is_sparse)
     for path, leaf in leaves:
         tower_shape = (leaf.shape[0] // towers, *leaf.shape[1:])
-        found.append(Split(_named(path), str(leaf.dtype), leaf.shape, tower_shape, is_sparse(leaf)))
-    return tuple(found)
+        splits.append(Split(_named(path), str(leaf.dtype), leaf.shape, tower_shape, is_sparse(leaf)))
+    return tuple(splits)
 
 
 def _homes(arrays: PyTree, shardings: PyTree) -> tuple[Home, ...]:
     """Variables in the order in which they were created, as dicts keep it."""
-    found = []
+    homes = []
     for name, tree in arrays.items():
         leaves = jax.tree_util.tree_leaves_with_path(tree)
         for (path, leaf), sharding in zip(leaves, jax.tree.leaves(shardings[name]), strict=True):
@@ -221,7 +221,7 @@ def _homes(arrays: PyTree, shardings: PyTree) -> tuple[Home, ...]:
             devices = sorted(sharding.device_set, key=lambda device: device.id)
             pieces = math.prod(leaf.shape) // max(1, math.prod(shard))
             size = math.prod(shard) * leaf.dtype.itemsize
-            found.append(
+            homes.append(
                 Home(
                     name="/".join(filter(None, (name, _named(path)))),
                     dtype=str(leaf.dtype),
@@ -232,33 +232,37 @@ def _homes(arrays: PyTree, shardings: PyTree) -> tuple[Home, ...]:
                     copies=len(devices) // pieces,
                 )
             )
-    return tuple(found)
+    return tuple(homes)
 
 
 def _transfers(step: Any, args: tuple[Any, ...], homes: Any, devices: list[jax.Device]) -> tuple[Transfer, ...]:
     """What the towers read of the state, and their gradients: stacked, a part from each tower."""
     traced, after = jax.make_jaxpr(step, return_shape=True)(*args)
     _, used = dce_jaxpr(traced.jaxpr, [True] * len(traced.jaxpr.outvars))
-    found = []
+    transfers = []
     read = jax.tree_util.tree_leaves_with_path(args[:2])
     sources = jax.tree.leaves((homes[:-1], homes.key))
     for (path, leaf), source, is_read in zip(read, sources, used, strict=False):
         [device] = source.device_set
         copies = len(set(devices) - {device})
         if is_read and copies:
-            found.append(Transfer(_named(path[2:]) or _SCALARS[len(path)], True, copies * _bytes(leaf), str(device)))
+            transfers.append(
+                Transfer(_named(path[2:]) or _SCALARS[len(path)], True, copies * _bytes(leaf), str(device))
+            )
     (gradients, assigned), _ = after
     for own in gradients:
         for name, tree in own.items():
             [device] = jax.tree.leaves(homes.variables[name])[0].device_set
             others = len(set(devices) - {device})
             size = sum(map(_bytes, jax.tree.leaves(tree))) * others // len(devices)
-            found.append(Transfer(f"gradient of {name}", False, size, str(device)))
+            transfers.append(Transfer(f"gradient of {name}", False, size, str(device)))
     for name, tree in assigned.items():
         [device] = jax.tree.leaves(homes.variables[name])[0].device_set
         if device not in devices[:1]:
-            found.append(Transfer(f"new value of {name}", False, sum(map(_bytes, jax.tree.leaves(tree))), str(device)))
-    return tuple(each for each in found if each.bytes)
+            transfers.append(
+                Transfer(f"new value of {name}", False, sum(map(_bytes, jax.tree.leaves(tree))), str(device))
+            )
+    return tuple(each for each in transfers if each.bytes)
 
 
 _SCALARS = {1: "the random key", 2: "global_step"}
@@ -279,12 +283,12 @@ def _flops(compiled: Any) -> float | None:
 
 
 def _memory(compiled: Any) -> Memory | None:
-    found = compiled.memory_analysis()
-    if found is None:
+    usage = compiled.memory_analysis()
+    if usage is None:
         return None
     return Memory(
-        found.argument_size_in_bytes,
-        found.output_size_in_bytes,
-        found.alias_size_in_bytes,
-        found.temp_size_in_bytes,
+        usage.argument_size_in_bytes,
+        usage.output_size_in_bytes,
+        usage.alias_size_in_bytes,
+        usage.temp_size_in_bytes,
     )

@@ -106,7 +106,7 @@ def collectives(program: str) -> tuple[Collective, ...]:
     entry, computations = _computations(program)
     header = program.split("\n", 1)[0]
     counts = [re.search(rf"\b{name}=(\d+)", header) for name in ("num_partitions", "replica_count")]
-    devices = math.prod(int(found[1]) for found in counts if found)
+    devices = math.prod(int(number[1]) for number in counts if number)
     return tuple(_walk(entry, computations, devices, 1, ""))
 
 
@@ -117,14 +117,13 @@ def _computations(program: str) -> tuple[str, dict[str, list[_Instruction]]]:
         if begin := _COMPUTATION.match(line):
             name = begin[2]
             entry = name if begin[1] else entry
-        elif found := _INSTRUCTION.match(line):
-            end = _end_of_type(found[1])
-            opcode = _OPCODE.match(found[1], end)
-            if opcode:
-                computations[name].append(_Instruction(opcode[1], found[1][:end], found[1][end:]))
+        elif match := _INSTRUCTION.match(line):
+            text, end = match[1], _end_of_type(match[1])
+            if opcode := _OPCODE.match(text, end):
+                computations[name].append(_Instruction(opcode[1], text[:end], text[end:]))
     if entry is None:
         raise ValueError(
-            "This text has no ENTRY computation, so it is no HLO program. Give that of "
+            "This text has no ENTRY computation, so it is not an HLO program. Give the text of "
             f"`jax.jit(f).lower(...).compile().as_text()`; got {program[:80]!r}."
         )
     return entry, computations
@@ -158,23 +157,23 @@ def _walk(
             yield from _walk(other, computations, devices, runs, inside)
 
 
-def _collective(kind: str, found: _Instruction, devices: int, times: int | None, within: str) -> Collective:
-    result = found.result
-    if found.opcode.endswith("-start"):  # what it returns may hold its arguments too, first
+def _collective(kind: str, instruction: _Instruction, devices: int, times: int | None, within: str) -> Collective:
+    result = instruction.result
+    if instruction.opcode.endswith("-start"):  # what it returns may hold its arguments too, first
         parts = _elements(result)
         if len(parts) > 1 and (kind != "all-reduce" or parts[0].startswith("(")):
             result = parts[1]
     arrays = tuple((dtype, _shape(dims)) for dtype, dims in _ARRAY.findall(result))
-    participants = _participants(kind, found, devices)
+    participants = _participants(kind, instruction, devices)
     size = sum(math.ceil(math.prod(shape) * _bits(dtype) / 8) for dtype, shape in arrays)
     if kind == "reduce-scatter":
         size *= participants
-    named = tuple((_name(dtype), shape) for dtype, shape in arrays)
-    return Collective(kind, named, size, participants, times, within)
+    typed = tuple((_name(dtype), shape) for dtype, shape in arrays)
+    return Collective(kind, typed, size, participants, times, within)
 
 
-def _participants(kind: str, found: _Instruction, devices: int) -> int:
-    attributes = found.line
+def _participants(kind: str, instruction: _Instruction, devices: int) -> int:
+    attributes = instruction.line
     if kind == "collective-permute" and (pairs := _PAIRS.search(attributes)):
         return len(set(re.findall(r"\d+", pairs[1])))
     if groups := _LISTED_GROUPS.search(attributes):
@@ -221,11 +220,13 @@ def _shape(dims: str) -> tuple[int, ...]:
 
 
 def _bits(dtype: str) -> int:
-    """Of an element: the first number in the name of its type says it, as in f32 or f8e4m3."""
+    """The size of an element, the first number in the name of its type, as in f32 or f8e4m3."""
     digits = re.search(r"\d+", dtype)
     return int(digits[0]) if digits else {"pred": 8}.get(dtype, 0)
 
 
 def _name(dtype: str) -> str:
-    found = re.fullmatch(r"([a-z]+)(\d+.*)", dtype)
-    return "bool" if dtype == "pred" else _NAMES.get(found[1], found[1]) + found[2] if found else dtype
+    if dtype == "pred":
+        return "bool"
+    match = re.fullmatch(r"([a-z]+)(\d+.*)", dtype)
+    return _NAMES.get(match[1], match[1]) + match[2] if match else dtype

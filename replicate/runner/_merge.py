@@ -55,16 +55,15 @@ def all_reduce(gradients: list[Gradients], others: Tree, ops: CrossTowerOps) -> 
     if num_towers() == 1:
         return gradients, others
     for name, gradient in (item for own in gradients for item in own.items()):
-        if is_slices(gradient) and not getattr(ops, "takes_slices", True):
+        if is_slices(gradient) and not ops.takes_slices:
             raise ValueError(
                 f"`{type(ops).__name__}` cannot sum the gradient of the variable {name!r}, an `est.IndexedSlices` as "
                 "`est.embedding_lookup` makes them. Use other `cross_tower_ops`, such as `AllReduce()`."
             )
     in_order = [list(own.values()) for own in gradients]  # which jax would sort by name
     leaves, structure = jax.tree.flatten((in_order, others), is_leaf=is_slices)
-    exact = getattr(ops, "exact", ops)
-    count = 0 if exact is ops else len(jax.tree.leaves(in_order, is_leaf=is_slices))
-    for some, positions in ((ops, range(count)), (exact, range(count, len(leaves)))):
+    count = 0 if ops.exact is ops else len(jax.tree.leaves(in_order, is_leaf=is_slices))
+    for some, positions in ((ops, range(count)), (ops.exact, range(count, len(leaves)))):
         dense = [i for i in positions if not is_slices(leaves[i])]
         sums = some.sum_in_towers([leaves[i] for i in dense]) if dense else []
         for i, leaf in zip(dense, sums, strict=True):

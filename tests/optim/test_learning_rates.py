@@ -112,7 +112,7 @@ def test_a_schedule_is_shown_and_not_set():
         state, spec = model.train_step(state, X, Y)
         shown.append(est.learning_rates(state)["optimizer"])
         assert spec.train_op.learning_rates == {"optimizer": shown[-1]}
-    assert shown == [0.5, 0.5, 0.25, 0.125]  # that of the first step, and then of the last one
+    assert shown == [0.5, 0.5, 0.25, 0.125]  # of the first step, and then of the last one
     with pytest.raises(ValueError, match=r"`est.set_learning_rate\('optimizer', 0.1\)`: .* is a schedule"):
         est.set_learning_rate(state, "optimizer", 0.1)
 
@@ -279,14 +279,14 @@ def test_rates_of_a_checkpoint_are_those_of_its_state(tmp_path):
     estimator = make(str(tmp_path), model_fn)
     with pytest.raises(ValueError, match="Could not find trained model in model_dir"):
         estimator.get_learning_rates()
-    found = {}
+    rates = {}
 
     def look(context, values):
-        found.update(est.learning_rates(context.state))
+        rates.update(est.learning_rates(context.state))
 
     estimator.train(lambda: itertools.repeat((X, Y)), [Noted("", [], after_run=look)], steps=2)
-    wanted = {"two/inner_states/a/inner_state": 0.01, "two/inner_states/b/inner_state": 0.25}
-    assert found == estimator.get_learning_rates() == pytest.approx(wanted)
+    want = {"two/inner_states/a/inner_state": 0.01, "two/inner_states/b/inner_state": 0.25}
+    assert rates == estimator.get_learning_rates() == pytest.approx(want)
 
 
 def test_an_optimizer_without_a_rate_in_its_state_has_none_in_a_checkpoint(tmp_path):

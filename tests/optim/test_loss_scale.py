@@ -51,11 +51,11 @@ def trained(model_fn, *batches):
 def scales(model_fn, batches):
     model = est.transform(model_fn)
     state = model.init(jax.random.key(0), batches[0])
-    found = []
+    scales = []
     for batch in batches:
         state, _ = model.train_step(state, batch)
-        found.append(float(state.slots["optimizer"].scale))
-    return found
+        scales.append(float(state.slots["optimizer"].scale))
+    return scales
 
 
 @pytest.mark.parametrize("towers", [1, 2, 8])
@@ -225,7 +225,7 @@ def test_slots_are_found_under_the_scale():
 
     state, spec = trained(replicate(model_fn, 2), np.stack([ROWS, ROWS]))
     np.testing.assert_allclose(spec.predictions[1], 0.1 * ROWS, rtol=1e-6)
-    assert all(found == (["mu", "nu"], 5) for found in seen)
+    assert all(entry == (["mu", "nu"], 5) for entry in seen)
 
 
 @pytest.mark.usefixtures("users_compiler")

@@ -29,7 +29,7 @@ def bits(tree):
 
 
 def model_fn(features, labels, mode, loss_scale=None, parts=1):
-    """The gradient of "w" is the mean of the rows, that of "b" is always 1."""
+    """The gradient of "w" is the mean of the rows, the one of "b" is always 1."""
     b = est.get_variable("b", (), initializer=jax.nn.initializers.ones)
     w = est.get_variable("w", lambda key: jnp.array(W))
     est.get_variable("seen", (3,), initializer=jax.nn.initializers.zeros, trainable=False)
@@ -53,7 +53,7 @@ def started(towers, on_nan, fn=model_fn, **where):
 def message(variable, tower, step):
     return (
         rf"Non-finite gradient of the variable '{variable}' in tower {tower}, at step {step}\. That step changed "
-        r"nothing\. Look for a division by zero, .*; on_nan=\"skip\" leaves such steps out and goes on"
+        r"nothing\. Look for a division by zero, .*; on_nan=\"skip\" skips such steps and continues"
     )
 
 
@@ -290,7 +290,7 @@ def test_skipping_goes_on_and_is_logged_once_per_look(tmp_path, messages, config
     batches = [with_row(5, np.nan) if i in (4, 5, 7) else ROWS for i in range(12)]
     estimator = train(tmp_path, "skip", batches, log_step_count_steps=6, **config)
     skips = [line for line in messages() if "non-finite" in line]
-    place = "the first was that of the variable 'w' in tower 5, at step 5."
+    place = "the first was of the variable 'w' in tower 5, at step 5."
     assert skips == [
         f"Skipped 2 steps with non-finite gradients, 2 in all; {place}",
         f"Skipped 1 steps with non-finite gradients, 3 in all; {place}",

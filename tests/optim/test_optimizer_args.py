@@ -27,7 +27,7 @@ def line_search(**settings):
     return optax.scale_by_backtracking_linesearch(max_backtracking_steps=5, **settings)
 
 
-# What each optimizer wants, as optax's documentation calls it.
+# The extra arguments of each optimizer, as optax's documentation calls them.
 OPTIMIZERS = {
     "polyak": (optax.polyak_sgd, ["value"]),
     "plateau": (
@@ -68,7 +68,7 @@ def model_fn_of(optimizer, reduction, loss_of=loss_of):
 @functools.cache
 def by_hand(name, reduction):
     """The variables after each step, and the slots at the end, of the loop in optax's documentation."""
-    make, wanted = OPTIMIZERS[name]
+    make, arguments = OPTIMIZERS[name]
     optimizer = make()
     x, y = regression(8, steps=STEPS)
     params = start(model_fn_of(optax.sgd(0.1), reduction), x, y).variables
@@ -87,7 +87,7 @@ def by_hand(name, reduction):
             "grad_fn": lambda params, _: jax.grad(value_fn)(params),
         }
         with jax.numpy_dtype_promotion("standard"):
-            updates, slots = optimizer.update(grad, slots, params, **{name: extra[name] for name in wanted})
+            updates, slots = optimizer.update(grad, slots, params, **{name: extra[name] for name in arguments})
         return optax.apply_updates(params, updates), slots
 
     slots = optimizer.init(params)
@@ -269,7 +269,7 @@ def test_an_update_apart_from_the_towers_names_the_way_out(make):
 
 
 @pytest.mark.parametrize("make", [optax.polyak_sgd, optax.lbfgs, lambda: optax.MultiSteps(optax.polyak_sgd(), 2)])
-def test_apply_gradients_for_an_optimizer_that_wants_the_loss(make):
+def test_apply_gradients_for_an_optimizer_that_needs_the_loss(make):
     def model_fn(features, labels, mode):
         w = est.get_variable("w", (), initializer=jax.nn.initializers.ones)
         loss = jnp.mean(w**2 * features)

@@ -297,7 +297,7 @@ MORE = {
 @pytest.mark.parametrize("optimizer", SLOTS)
 def test_slots_are_what_the_state_holds_per_variable(optimizer):
     """Hyperparameters, labels of groups and counters are none; what `optax.masked` left out has none."""
-    found = []
+    slots_by_run = []
 
     def model_fn(features, labels, mode):
         with est.variable_scope("hidden"):
@@ -311,7 +311,7 @@ def test_slots_are_what_the_state_holds_per_variable(optimizer):
             slot: {name: inner.get_slot(name, slot) for name in EVERY if inner.get_slot(name, slot) is not None}
             for slot in inner.get_slot_names()
         }
-        found.append({slot: sorted(by_variable) for slot, by_variable in slots.items()})
+        slots_by_run.append({slot: sorted(by_variable) for slot, by_variable in slots.items()})
         for by_variable in slots.values():
             for name, value in by_variable.items():
                 variable = {"hidden/w": w, "hidden/b": b, "v": v}[name]
@@ -322,7 +322,7 @@ def test_slots_are_what_the_state_holds_per_variable(optimizer):
 
     (x,), (y,) = regression(4, steps=1)
     state = est.transform(replicate(model_fn, 2)).abstract_init(x, y)
-    assert found == [SLOTS[optimizer]]
+    assert slots_by_run == [SLOTS[optimizer]]
     assert set(state.slots) == {"optimizer"}
 
 

@@ -91,9 +91,9 @@ def test_to_compile_first_compiles_nothing_twice(compilations):
 
 @pytest.fixture(scope="module")
 def processes():
-    found = Processes("testing.scenarios.lives")
-    yield found
-    found.close()
+    fork_server = Processes("testing.scenarios.lives")
+    yield fork_server
+    fork_server.close()
 
 
 def end_by_ctrl_c(processes, function, model_dir, seconds):

@@ -20,7 +20,7 @@ def slices(indices, shape=(6, 2), dtype=np.float32):
     return est.IndexedSlices(jnp.asarray(values), jnp.asarray(indices), shape)
 
 
-def wanted(gradient, reduction):
+def expected(gradient, reduction):
     """numpy: the rows that are named, in order, and the sum or the mean of each one's values."""
     indices, values = np.asarray(gradient.indices), np.asarray(gradient.values)
     rows = [row for row in np.unique(indices) if 0 <= row < gradient.dense_shape[0]]
@@ -48,7 +48,7 @@ def test_each_row_comes_once_and_the_rest_is_padding(gradient, compiled, reducti
         return gradient.deduplicate(reduction)
 
     got = (jax.jit(deduplicate) if compiled else deduplicate)(gradient)
-    rows, values = wanted(gradient, reduction)
+    rows, values = expected(gradient, reduction)
     assert got.dense_shape == gradient.dense_shape
     assert (got.values.shape, got.values.dtype) == (gradient.values.shape, gradient.values.dtype)
     assert got.indices.shape == gradient.indices.shape

@@ -12,7 +12,6 @@ import pytest
 from testing.towers import assert_close, assert_same_training, cpus, replicate
 
 import estimator as est
-from estimator.optim._row_wise_probe import Rule, find_rule
 from replicate import TowerOptimizer, VariableDistribution, replicate_model_fn
 
 ROWS, WIDTH, BATCH, STEPS = 40, 3, 8, 3
@@ -94,11 +93,15 @@ def test_sparse_gradients_train_as_dense_ones_do(towers, optimizer):
     assert_close((state.variables, state.slots), (want_state.variables, want_state.slots))
 
 
+def about_sparse_gradients(messages):
+    return [message for message in messages if "sparse gradients" in message]
+
+
 def test_a_plain_optimizer_that_moves_every_row_gets_the_dense_gradient_and_says_so_once(messages):
     want, got = (words_model_fn(make, optax.adam(0.1)) for make in (dense, sparse))
     state = assert_same_training(want, replicate(got, 2), batches())
     assert state.variables["words"].shape == (ROWS, WIDTH)
-    (message,) = messages()
+    (message,) = about_sparse_gradients(messages())
     assert "'optimizer' gets the sparse gradients of ['words'] as dense arrays" in message
     assert "`est.lazy(...)`" in message
 
@@ -107,8 +110,8 @@ def test_the_global_norm_is_clipped_as_that_of_the_dense_gradient(messages):
     clipped = optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.5))
     want, got = (two_tables_model_fn(make, clipped) for make in (dense, sparse))
     assert_same_training(want, replicate(got, 4), batches())
-    assert len(messages()) == 2  # of "optimizer" and "optimizer_1"
-    assert "est.lazy" not in messages()[0]
+    first, _ = about_sparse_gradients(messages())  # of "optimizer" and "optimizer_1"
+    assert "est.lazy" not in first
 
 
 # Optimizers that move the looked-up rows only.
@@ -159,7 +162,7 @@ def test_only_looked_up_rows_and_their_slots_move(optimizer, update, slots, towe
     assert_close(state.variables["words"], np.float32(want), rtol=1e-4)
     tables = [x for x in jax.tree.leaves(state.slots) if x.shape == (ROWS, WIDTH)]
     assert_close(tables, [np.float32(slot) for slot in want_slots], rtol=1e-4)
-    assert not messages()
+    assert not about_sparse_gradients(messages())
 
 
 def test_lazy_does_nothing_else_to_dense_variables():
@@ -190,9 +193,9 @@ def whole_tables(model_fn, rows):
     model = est.transform(model_fn)
     state = model.init(jax.random.key(0), ids[0], labels[0])
     step = jax.jit(model.train_step, donate_argnums=0).lower(state, ids[0], labels[0]).compile()
-    made = re.findall(rf"= f32\[{rows},{WIDTH}\]\S* ([\w-]+)\(", step.as_text())
+    operations = re.findall(rf"= f32\[{rows},{WIDTH}\]\S* ([\w-]+)\(", step.as_text())
     sums = re.findall(r"= f32\[([\d,]*)\]\S* all-reduce", step.as_text())
-    return set(made) - {"parameter", "get-tuple-element"}, sums
+    return set(operations) - {"parameter", "get-tuple-element"}, sums
 
 
 @pytest.mark.parametrize("optimizer", [optax.adagrad(0.1), est.lazy(optax.adam(0.1))], ids=["adagrad", "lazy adam"])
@@ -204,11 +207,11 @@ def test_nothing_of_the_size_of_the_table_is_computed(towers, optimizer):
     def model_fn(make_table):
         return replicate(words_model_fn(lambda name: make_table(name, (rows, WIDTH)), optimizer), towers)
 
-    made, sums = whole_tables(model_fn(sparse), rows)
-    assert made == {"scatter", "fusion"}  # the fusion is around a scatter
+    operations, sums = whole_tables(model_fn(sparse), rows)
+    assert operations == {"scatter", "fusion"}  # the fusion is around a scatter
     assert sums == ([] if towers == 1 else ["2"])  # the loss, in the spec and in the train_op
-    made, _ = whole_tables(model_fn(dense), rows)
-    assert "multiply" in made and "broadcast" in made
+    operations, _ = whole_tables(model_fn(dense), rows)
+    assert "multiply" in operations and "broadcast" in operations
 
 
 # Where the gradient is dense.
@@ -399,38 +402,6 @@ def test_lookups_are_shared_within_a_scope():
 def test_a_lookup_that_makes_no_sense_is_refused(lookup, error, message):
     with pytest.raises(error, match="`est.embedding_lookup\\('words'\\)` " + message):
         run_model_fn(lookup, mode="infer")
-
-
-# What optimizers do to rows.
-
-RULES = {
-    "EXACT": [
-        optax.sgd(optax.cosine_decay_schedule(0.1, 100)),
-        optax.inject_hyperparams(optax.adagrad)(0.1),
-        optax.chain(optax.clip(1.0), optax.sgd(0.1)),
-        optax.multi_transform({"a": optax.sgd(0.1), "b": optax.adam(0.1)}, {"words": "a", "w": "b"}),
-    ],
-    "MOMENTUM": [optax.sgd(0.1, momentum=0.9, nesterov=True)],
-    "ROW_WISE": [
-        optax.rmsprop(0.1),
-        optax.chain(optax.add_decayed_weights(1e-4), optax.sgd(0.1, momentum=0.9)),
-        optax.chain(optax.add_decayed_weights(1e-4), optax.sgd(lambda step: jnp.where(step > 500, 0.1, 0.0))),
-        optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation(),
-    ],
-    "WHOLE": [
-        optax.chain(optax.clip_by_global_norm(1e6), optax.sgd(0.1)),
-        optax.scale_by_factored_rms(),
-        optax.flatten(optax.sgd(0.1, momentum=0.9)),
-    ],
-}
-
-
-@pytest.mark.parametrize("rule, i", [(rule, i) for rule, made in RULES.items() for i in range(len(made))])
-def test_what_an_optimizer_does_to_a_row_is_found_out(rule, i):
-    params = {"words": jnp.zeros((200, 128)), "w": {"words": jnp.zeros((200, 128))}}
-    transformation = optax.with_extra_args_support(RULES[rule][i])
-    found = find_rule(transformation, ("words",), transformation.init(params), params, {"value": jnp.ones(())})
-    assert found is Rule[rule]
 
 
 @pytest.mark.parametrize("options", [{"accumulate_steps": 2}, {"loss_scale": est.DynamicLossScale()}], ids=str)

@@ -161,19 +161,19 @@ def test_the_table_of_the_package_holds_the_minima_of_its_numbers():
 
 
 def test_a_table_is_made_that_the_choice_reads(tmp_path):
-    made = tmp_path / "made.json"
+    path = tmp_path / "table.json"
     command = [sys.executable, "-m", "replicate.cross_tower_ops.measure", "--cpu-devices", "2", "--rounds", "1"]
     root = pathlib.Path(__file__).resolve().parents[3]
     said = subprocess.run(
-        [*command, "--bytes", "40", "400", "--out", made], check=True, capture_output=True, text=True, cwd=root
+        [*command, "--bytes", "40", "400", "--out", path], check=True, capture_output=True, text=True, cwd=root
     )
     assert len(said.stdout.splitlines()) == 2
     assert re.match(r"cpu, 2 towers, 40 bytes: psum \d+ us; ring \d", said.stdout)
-    rows = _measurements.read_table(made)
+    rows = _measurements.read_table(path)
     assert [(row.kind, row.towers, row.bytes) for row in rows] == [("cpu", 2, 40), ("cpu", 2, 400)]
     assert all(min(row.ratios.values()) > 0 and row.alone > 0 for row in rows)
     (array,) = arrays = random_arrays(np.random.default_rng(0), 2, [(30,)], np.float32)
-    ops = choose_the_best(cpus(2), table=made)
+    ops = choose_the_best(cpus(2), table=path)
     assert_sums(in_towers(lambda mine: ops.sum_in_towers([mine]), 2)(array), arrays)
 
 
@@ -207,5 +207,5 @@ def test_towers_without_devices_are_refused(counts, tmp_path, capsys):
 def test_other_files_are_refused(tmp_path, text, reason):
     path = tmp_path / "table.json"
     path.write_text(text, encoding="utf-8")
-    with pytest.raises(ValueError, match=f"table.json is no table of .*{reason}.*Make it anew"):
+    with pytest.raises(ValueError, match=f"table.json is not a table of .*{reason}.*Make it again"):
         choose_the_best(cpus(2), table=path)

@@ -22,8 +22,8 @@ def test_every_algorithm_takes_the_sum_and_all_towers_have_the_same_bits(towers)
     rng = np.random.default_rng(towers)
     arrays = [array for dtype in DTYPES for array in random_arrays(rng, towers, SHAPES, dtype)]
     ops = {name: AllReduce(name) for name in (*ALGORITHMS, "ring/tree")}
-    found = in_towers(lambda values: {name: op.sum_in_towers(values) for name, op in ops.items()}, towers)(arrays)
-    for sums in found.values():
+    by_name = in_towers(lambda values: {name: op.sum_in_towers(values) for name, op in ops.items()}, towers)(arrays)
+    for sums in by_name.values():
         assert_sums(sums, arrays)
 
 
@@ -66,8 +66,8 @@ def test_what_is_not_finite_stays_so(towers):
     values = np.ones((towers, 6), np.float32)
     values[0, 0], values[1, 1], values[:2, 2], values[-1, 5] = np.nan, np.inf, (np.inf, -np.inf), -np.inf
     ops = {name: AllReduce(name) for name in ALGORITHMS}
-    found = in_towers(lambda value: {name: op.sum_in_towers([value])[0] for name, op in ops.items()}, towers)(values)
-    for total in found.values():
+    totals = in_towers(lambda value: {name: op.sum_in_towers([value])[0] for name, op in ops.items()}, towers)(values)
+    for total in totals.values():
         np.testing.assert_array_equal(total, [[np.nan, np.inf, np.nan, towers, towers, -np.inf]] * towers)
 
 
@@ -105,7 +105,7 @@ FLOATS, INTS = [(4,), (30,), (0,), (2,), (2,)], [(3,), (2, 2)]
 PACKS = {  # how many vectors these arrays become
     "one of each dtype": ({}, 2),
     "three of each dtype": ({"num_packs": 3}, 6),
-    "fewer than asked for": ({"num_packs": 1000}, 38 + 7),
+    "fewer than requested": ({"num_packs": 1000}, 38 + 7),
     "each array by itself": ({"num_packs": 0}, 6),
     "up to two of up to 16 bytes": (
         {"num_packs": 0, "agg_small_grads_max_bytes": 16, "agg_small_grads_max_group": 2},
@@ -144,7 +144,7 @@ def test_xla_keeps_the_collectives_that_are_not_its_own_all_reduce():
     assert len(re.findall(r" reduce-scatter\(", text)) == len(re.findall(r" all-gather(?:-start)?\(", text)) == 4
 
 
-def test_chunks_of_so_many_arrays_share_an_all_reduce():
+def test_chunks_of_n_arrays_share_an_all_reduce():
     shapes = [(i % 5 + 1,) for i in range(70)]
     for scope, count in ((32, 3), (1, 70), (70, 1), (1000, 1)):
         text = lowered(CollectiveAllReduce(scope), 2, shapes, ()).as_text()
@@ -214,11 +214,11 @@ def test_only_wider_floats_are_compressed():
     kinds = [jnp.float32, jnp.float16, jnp.bfloat16, jnp.int32]
     arrays = [random_arrays(rng, 4, [(50,)], dtype)[0] for dtype in kinds]
     op = AllReduce("ring", compress_dtype=jnp.bfloat16)
-    found = in_towers(op.sum_in_towers, 4)(arrays)
-    assert_sums(found[:1], arrays[:1], jnp.bfloat16)
-    assert_sums(found[1:], arrays[1:])
+    sums = in_towers(op.sum_in_towers, 4)(arrays)
+    assert_sums(sums[:1], arrays[:1], jnp.bfloat16)
+    assert_sums(sums[1:], arrays[1:])
     exact = in_towers(op.exact.sum_in_towers, 4)(arrays)
-    assert (np.asarray(exact[0]) != np.asarray(found[0])).any()
+    assert (np.asarray(exact[0]) != np.asarray(sums[0])).any()
     assert_sums(exact, arrays)
     text = in_towers(op.sum_in_towers, 4).lower(arrays).as_text()
     sent = re.findall(r"stablehlo\.collective_permute.*?-> tensor<\d+x(\w+)>", text)
@@ -247,7 +247,7 @@ def test_other_names_are_refused(name):
 
 
 @pytest.mark.parametrize("op", [AllReduce, MultiWorkerAllReduce])
-def test_only_one_way_of_packing_may_be_asked_for(op):
+def test_only_one_way_of_packing_may_be_requested(op):
     message = (
         f"`{op.__name__}` packs by num_packs or by agg_small_grads_max_bytes; got num_packs=2 and "
         "agg_small_grads_max_bytes=1024. Set one of them to 0."

@@ -129,9 +129,9 @@ def test_results_are_on_the_destinations_in_the_order_of_the_pairs(towers, ops, 
     others = numbers(rng, (), np.float32, towers)
     destinations = [devices[:count] or devices[0], CPUS[:towers]]
     results = ops.batch_reduce(op, [(per_tower(parts), destinations[0]), (per_tower(others), destinations[1])])
-    for got, part, wanted in zip(results, (parts, others), (devices[: count or 1], CPUS[:towers]), strict=True):
+    for got, part, places in zip(results, (parts, others), (devices[: count or 1], CPUS[:towers]), strict=True):
         want = np.sum(np.array(part, np.float64), 0) / (towers if op == ReduceOp.MEAN else 1)
-        assert got.devices == tuple(wanted) and all(x.devices() == {d} for d, x in zip(got.devices, got, strict=True))
+        assert got.devices == tuple(places) and all(x.devices() == {d} for d, x in zip(got.devices, got, strict=True))
         for x in got:
             np.testing.assert_array_equal(x, got.value)
             np.testing.assert_allclose(x, want, rtol=1e-6, atol=1e-6)
@@ -179,7 +179,7 @@ def test_an_array_is_the_value_of_one_tower(ops, op):
 @pytest.mark.parametrize("ops", [SUM, ONE_DEVICE, ReductionToOneDevice("/cpu:6")])
 @pytest.mark.parametrize("destinations", [["/cpu:0", "/cpu:1"], "/cpu:4"])
 def test_row_sparse_values_are_gathered_in_tower_order(ops, destinations):
-    """The numbers are those of TensorFlow's test."""
+    """The numbers of TensorFlow's test."""
     value = per_tower([slices([[1, 2]], [1]), slices([[3, 4], [5, 6]], [1, 3])])
     total = ops.reduce("sum", value, destinations)
     mean, dense = ops.batch_reduce("mean", [(value, destinations), (vector(2), "/cpu:0")])

@@ -46,7 +46,7 @@ def assert_comes_apart(packer, given, packs):
 
 @given(given=arrays(), num_packs=st.integers(1, 6))
 @settings(max_examples=25, deadline=None)
-def test_all_arrays_of_a_dtype_become_so_many_nearly_equal_vectors(given, num_packs):
+def test_all_arrays_of_a_dtype_become_n_nearly_equal_vectors(given, num_packs):
     packer = ConcatAndSplitPacker(num_packs)
     packs = packer.pack(given)
     for dtype in DTYPES:

@@ -65,7 +65,7 @@ def by_default():
 
 
 @pytest.mark.parametrize("name, towers", [*((name, 4) for name in OPS), ("ring", 3), ("halving", 3), ("tree", 3)])
-def test_training_is_that_of_the_default(by_default, name, towers):
+def test_training_equals_the_default(by_default, name, towers):
     assert_close(trained(replicated(OPS[name](), towers)), by_default[towers])
 
 
@@ -74,7 +74,7 @@ def test_variables_cut_over_the_towers_train_the_same(by_default):
     assert_close(trained(replicated(ops, variable_distribution=VariableDistribution.SHARDED)), by_default[4])
 
 
-def test_evaluation_is_that_of_the_default_for_any_number_of_rows():
+def test_evaluation_equals_the_default_for_any_number_of_rows():
     x, y = regression(14, steps=1)
     plain, ring = replicated(None), replicated(AllReduce("ring", compress_dtype=jnp.bfloat16))
     state = plain.init(jax.random.key(0), x[0], y[0], mode="eval")

@@ -115,7 +115,7 @@ def test_devices_of_another_process():
 
 
 def test_a_device_that_has_no_array():
-    with raises(ValueError, "`get` found no array on '/cpu:2'; there are arrays on cpu:0, cpu:1."):
+    with raises(ValueError, "`get`: there is no array on '/cpu:2', only on cpu:0, cpu:1."):
         PerTower({"/cpu:0": 1.0, "/cpu:1": 2.0}).get("/cpu:2")
 
 

@@ -39,66 +39,66 @@ def model_fn(features, labels, mode):
     return mlp_model_fn(optax.adam(0.1))(features, labels, mode)._replace(eval_metric_ops=None)
 
 
-def kinds(found):
-    return [(each.kind, each.dtype, each.bytes, each.participants) for each in found.collectives]
+def kinds(report):
+    return [(each.kind, each.dtype, each.bytes, each.participants) for each in report.collectives]
 
 
 @pytest.mark.parametrize("towers", [2, 4])
 def test_mirrored_variables_have_one_all_reduce_per_dtype(towers):
-    found = explain(model_fn, X, Y, devices=cpus(towers))
-    assert sorted(kinds(found)) == [
+    report = explain(model_fn, X, Y, devices=cpus(towers))
+    assert sorted(kinds(report)) == [
         ("all-reduce", "float32", VARIABLES + LOSSES, towers),
         ("all-reduce", "int32", SCALAR, towers),
     ]
-    assert {(each.times, each.within) for each in found.collectives} == {(1, "")}
-    assert found.steps_per_program == 100
-    assert found.towers == tuple(f"cpu:{i}" for i in range(towers))
-    assert [(each.name, each.shape, each.tower_shape) for each in found.batch] == [
+    assert {(each.times, each.within) for each in report.collectives} == {(1, "")}
+    assert report.steps_per_program == 100
+    assert report.towers == tuple(f"cpu:{i}" for i in range(towers))
+    assert [(each.name, each.shape, each.tower_shape) for each in report.batch] == [
         ("features", (8, 3), (8 // towers, 3)),
         ("labels", (8,), (8 // towers,)),
     ]
-    assert {home.where for home in found.variables} == {f"whole on each of {towers} devices"}
+    assert {home.where for home in report.variables} == {f"whole on each of {towers} devices"}
 
 
 def test_one_tower_needs_no_communication():
-    found = explain(model_fn, X, Y, devices=cpus(1))
-    assert found.collectives == () and found.communication_seconds == 0 and found.distribution == "one device"
-    assert "None: the compiled program needs no communication." in str(found)
+    report = explain(model_fn, X, Y, devices=cpus(1))
+    assert report.collectives == () and report.communication_seconds == 0 and report.distribution == "one device"
+    assert "None: the compiled program needs no communication." in str(report)
 
 
 def test_cut_variables_are_gathered():
-    found = explain(model_fn, X, Y, devices=cpus(4), variable_distribution="sharded")
-    gathered = [each for each in found.collectives if each.kind == "all-gather"]
+    report = explain(model_fn, X, Y, devices=cpus(4), variable_distribution="sharded")
+    gathered = [each for each in report.collectives if each.kind == "all-gather"]
     assert sum(each.bytes for each in gathered) == VARIABLES
     assert len(gathered) == 3
-    assert {home.name: (home.cut_axis, home.bytes_by_device["cpu:3"]) for home in found.variables} == {
+    assert {home.name: (home.cut_axis, home.bytes_by_device["cpu:3"]) for home in report.variables} == {
         "rows": (None, 4),
         "hidden/w": (1, 12),
         "hidden/b": (0, 4),
         "v": (0, 4),
     }
-    assert "2. The towers gather the variables, which are cut: 3 all-gather (80 B)." in str(found)
+    assert "2. The towers gather the variables, which are cut: 3 all-gather (80 B)." in str(report)
 
 
 @pytest.mark.parametrize("distribution", VariableDistribution)
 def test_variables_and_slots_are_said_to_be_where_they_are(distribution):
     replicated = replicate_model_fn(model_fn, devices=cpus(3), variable_distribution=distribution)
     batch = jnp.zeros((9, 3)), jnp.zeros(9)
-    found = explain(replicated, *batch)
+    report = explain(replicated, *batch)
     state = est.transform(replicated).init(jax.random.key(0), *batch)
     there = {}
     for x in jax.tree.leaves((state.variables, state.slots)):
         for shard in x.addressable_shards:
             there[str(shard.device)] = there.get(str(shard.device), 0) + shard.data.nbytes
-    assert found.bytes_by_device == there
-    assert sum(home.bytes for home in found.variables) == VARIABLES + SCALAR
-    assert sum(home.bytes for home in found.slots) == 2 * VARIABLES + SCALAR
-    assert [home.name for home in found.variables] == ["rows", "hidden/w", "hidden/b", "v"]
+    assert report.bytes_by_device == there
+    assert sum(home.bytes for home in report.variables) == VARIABLES + SCALAR
+    assert sum(home.bytes for home in report.slots) == 2 * VARIABLES + SCALAR
+    assert [home.name for home in report.variables] == ["rows", "hidden/w", "hidden/b", "v"]
 
 
 @pytest.mark.parametrize("home, others", [("/cpu:0", 3), ("/cpu:5", 4)])
 def test_variables_on_their_own_device_are_copied_to_the_towers_and_gradients_back(home, others):
-    found = explain(
+    report = explain(
         model_fn,
         X,
         Y,
@@ -109,16 +109,16 @@ def test_variables_on_their_own_device_are_copied_to_the_towers_and_gradients_ba
         latency=0.0,
     )
     weights = [
-        each for each in found.transfers if each.name.removeprefix("gradient of ") in ("hidden/w", "hidden/b", "v")
+        each for each in report.transfers if each.name.removeprefix("gradient of ") in ("hidden/w", "hidden/b", "v")
     ]
     assert sum(each.bytes for each in weights if each.to_towers) == others * VARIABLES
     assert sum(each.bytes for each in weights if not each.to_towers) == others * VARIABLES
-    assert {each.device for each in found.transfers} == {home[1:]}
-    assert not any("gradient" in each.name for each in found.transfers if each.to_towers)
-    inside = sum(each.seconds(1e6, 0.0) for each in found.collectives)
-    moved = sum(each.bytes for each in found.transfers)
-    assert found.communication_seconds == pytest.approx(inside + moved / 1e6)
-    assert found.steps_per_program == 1
+    assert {each.device for each in report.transfers} == {home[1:]}
+    assert not any("gradient" in each.name for each in report.transfers if each.to_towers)
+    inside = sum(each.seconds(1e6, 0.0) for each in report.collectives)
+    moved = sum(each.bytes for each in report.transfers)
+    assert report.communication_seconds == pytest.approx(inside + moved / 1e6)
+    assert report.steps_per_program == 1
 
 
 def test_a_ring_of_permutes_takes_as_long_as_an_all_reduce():
@@ -134,7 +134,7 @@ def test_a_ring_of_permutes_takes_as_long_as_an_all_reduce():
     assert ring.communication_seconds == pytest.approx(whole.communication_seconds)
 
 
-def test_collectives_in_loops_and_branches_are_found():
+def test_collectives_in_loops_and_branches_are_read():
     def tower(x):
         x = jax.lax.fori_loop(0, 5, lambda i, x: jax.lax.ppermute(x, "t", [(0, 1), (1, 2), (2, 3), (3, 0)]) + i, x)
         x = jax.lax.cond(x[0] > 0, lambda x: jax.lax.psum(x, "t", axis_index_groups=[[0, 1], [2, 3]]), jnp.negative, x)
@@ -144,15 +144,15 @@ def test_collectives_in_loops_and_branches_are_found():
     mesh = jax.make_mesh((4,), ("t",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec("t")
     program = jax.jit(jax.shard_map(tower, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
-    found = collectives(program.lower(jnp.zeros(16, jnp.int32)).compile().as_text())
-    assert {(each.kind, each.bytes, each.participants, each.times, each.within) for each in found} == {
+    collected = collectives(program.lower(jnp.zeros(16, jnp.int32)).compile().as_text())
+    assert {(each.kind, each.bytes, each.participants, each.times, each.within) for each in collected} == {
         ("collective-permute", 16, 4, 5, "loop"),
         ("all-reduce", 16, 2, 1, "branch"),
         ("all-gather", 64, 4, None, "loop"),
         ("reduce-scatter", 64, 4, 1, ""),
         ("all-to-all", 16, 4, 1, ""),
     }
-    assert len(found) == 5
+    assert len(collected) == 5
 
 
 ASYNCHRONOUS = """HloModule m, is_scheduled=true, num_partitions=8
@@ -187,7 +187,7 @@ def test_asynchronous_collectives_come_once_with_what_they_leave():
 
 
 def test_a_text_that_cannot_be_read_is_an_error():
-    with pytest.raises(ValueError, match="This text has no ENTRY computation, so it is no HLO program"):
+    with pytest.raises(ValueError, match="This text has no ENTRY computation, so it is not an HLO program"):
         collectives("module @jit_f {}")
     with pytest.raises(ValueError, match="Which devices work together in this all-to-all cannot be read from"):
         collectives(ASYNCHRONOUS.replace("[4,2]<=", "#4,2<="))
@@ -200,10 +200,10 @@ def test_micro_batches_are_counted_and_summed_once():
         optimizer = TowerOptimizer(optax.sgd(0.1), accumulate_steps=2)
         return est.EstimatorSpec(mode, loss=loss, train_op=optimizer.minimize(loss))
 
-    found = explain(accumulated, X, Y, devices=cpus(2))
-    assert found.micro_batches == 2
-    assert kinds(found) == [("all-reduce", "float32", 3 * 4 + LOSSES, 2)]
-    assert "on its 4 rows, in 2 micro-batches one after another." in str(found)
+    report = explain(accumulated, X, Y, devices=cpus(2))
+    assert report.micro_batches == 2
+    assert kinds(report) == [("all-reduce", "float32", 3 * 4 + LOSSES, 2)]
+    assert "on its 4 rows, in 2 micro-batches one after another." in str(report)
 
 
 def test_a_replicated_model_fn_is_taken_as_it_is():
@@ -221,12 +221,12 @@ def test_sparse_features_are_split_by_rows_too():
         return model_fn(features.todense(), labels, mode)
 
     x = BCOO.fromdense(np.eye(8, 3, dtype=np.float32))  # three entries, padded to four
-    found = explain(sparse, x, Y, devices=cpus(2))
-    assert [(each.shape, each.tower_shape, each.sparse) for each in found.batch] == [
+    report = explain(sparse, x, Y, devices=cpus(2))
+    assert [(each.shape, each.tower_shape, each.sparse) for each in report.batch] == [
         ((8, 3), (4, 3), True),
         ((8,), (4,), False),
     ]
-    assert re.search(r"features +sparse float32\[8,3\] +float32\[4,3\]", str(found))
+    assert re.search(r"features +sparse float32\[8,3\] +float32\[4,3\]", str(report))
 
 
 def test_towers_of_several_processes_are_refused():
@@ -255,16 +255,16 @@ def test_a_model_that_fits_no_memory_is_explained():
         loss = jnp.mean(features @ w[:3, 0] - labels)
         return est.EstimatorSpec(mode, loss=loss, train_op=TowerOptimizer(optax.sgd(0.1)).minimize(loss))
 
-    found = explain(large, X, Y, devices=cpus(8), variable_distribution="sharded")
-    assert found.bytes_by_device["cpu:7"] == 4 * 2**36 // 8
-    assert found.memory.arguments > 4 * 2**36 // 8
+    report = explain(large, X, Y, devices=cpus(8), variable_distribution="sharded")
+    assert report.bytes_by_device["cpu:7"] == 4 * 2**36 // 8
+    assert report.memory.arguments > 4 * 2**36 // 8
 
 
 def test_a_batch_of_doubles_is_what_jax_makes_of_it():
     x, y = regression(8, steps=1)
-    found = explain(model_fn, x[0].astype(np.float64), y[0], devices=cpus(2))
-    assert [each.dtype for each in found.batch] == ["float32", "float32"]
-    assert found.flops > 0 and found.memory.peak >= found.memory.arguments > 80
+    report = explain(model_fn, x[0].astype(np.float64), y[0], devices=cpus(2))
+    assert [each.dtype for each in report.batch] == ["float32", "float32"]
+    assert report.flops > 0 and report.memory.peak >= report.memory.arguments > 80
 
 
 @pytest.mark.parametrize("given", [{"bandwidth": 0.0}, {"latency": -1.0}, {"bandwidth": float("nan")}])
@@ -304,8 +304,8 @@ def command(monkeypatch, *args):
 def test_the_command_prints_what_the_function_finds(monkeypatch, capsys):
     named = "test_explain:scaled_model_fn", "--input", "test_explain:batches"
     command(monkeypatch, *named, "--params", '{"scale": 2.0}', "--towers", 4)
-    found = explain(scaled_model_fn, {"x": X}, Y, params={"scale": 2.0}, devices=cpus(4))
-    assert capsys.readouterr().out == f"{found}\n"
+    report = explain(scaled_model_fn, {"x": X}, Y, params={"scale": 2.0}, devices=cpus(4))
+    assert capsys.readouterr().out == f"{report}\n"
 
 
 def test_the_command_takes_towers_of_several_devices_and_blocks(monkeypatch, capsys):
@@ -318,15 +318,15 @@ def test_the_command_takes_towers_of_several_devices_and_blocks(monkeypatch, cap
     assert "per step in which every branch is taken" in said
 
 
-def test_towers_that_meet_once_per_block_sum_in_a_branch():
-    found = explain(model_fn, X, Y, devices=cpus(4), block_sync=BlockSync(16))
-    assert found.distribution == "local copies"
-    sums = [each for each in found.collectives if each.kind == "all-reduce"]
+def test_towers_that_are_averaged_once_per_block_sum_in_a_branch():
+    report = explain(model_fn, X, Y, devices=cpus(4), block_sync=BlockSync(16))
+    assert report.distribution == "local copies"
+    sums = [each for each in report.collectives if each.kind == "all-reduce"]
     assert [(each.within, each.times) for each in sums] == [("branch", 1)] * len(sums)
     assert sorted((each.dtype, each.bytes) for each in sums) == [("float32", VARIABLES), ("int32", SCALAR)]
-    [(kind, size)] = [(each.kind, each.bytes) for each in found.collectives if each.within != "branch"]
+    [(kind, size)] = [(each.kind, each.bytes) for each in report.collectives if each.within != "branch"]
     assert (kind, size) == ("all-gather", 4 * SCALAR)  # the towers' losses
-    copies = [home for home in found.slots if home.name.startswith("block_sync/copies")]
+    copies = [home for home in report.slots if home.name.startswith("block_sync/copies")]
     assert {home.where for home in copies} == {"cut along dimension 0 over 4 devices"}
 
 
@@ -411,9 +411,9 @@ def test_names_are_escaped_in_the_page():
             r"--features got 'flat\[8\]', but there is no dtype 'flat'",
         ),
         (["test_explain:model_fn", "--features", "int8[8]", "int8[8]"], "--features takes one array without a name"),
-        (["test_explain:model_fn", "--features", "int8[8]", "--params", "[1]"], "is no JSON object such as"),
-        (["test_explain:model_fn", "--features", "int8[8]", "--params", "{"], "'{' is no JSON"),
-        (["test_explain:model_fn", "--features", "int8[8]", "--towers", "0"], "'0' is no number of at least 1"),
+        (["test_explain:model_fn", "--features", "int8[8]", "--params", "[1]"], "is not a JSON object such as"),
+        (["test_explain:model_fn", "--features", "int8[8]", "--params", "{"], "'{' is not JSON"),
+        (["test_explain:model_fn", "--features", "int8[8]", "--towers", "0"], "'0' is not a number of at least 1"),
         (
             ["test_explain:model_fn", "--features", "int8[8]", "--towers", "9"],
             "--towers=9 are more than the 8 devices, cpu",
