@@ -1,4 +1,4 @@
-"""What the pages in docs/ say: their code runs, and the tests that they name exist."""
+"""What the pages in docs/ say: their code runs, and the tests that they name are there."""
 
 import json
 import pathlib
@@ -8,12 +8,12 @@ import jax
 import numpy as np
 import pytest
 from sklearn.datasets import load_digits
+from testing import coverage_page
 from testing.cluster import shared_cluster
 
 import estimator as est
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-REFERENCE = re.compile(r"`(test_\w+\.py)(?:::(test_\w+))?`")
 
 
 def code_of(page):
@@ -78,23 +78,21 @@ def test_the_example_of_wide_towers_prints_what_the_page_says(capsys):
     assert [line[:6] for line in found] == [line[:6] for line in said]  # less what XLA needs besides
 
 
-@pytest.mark.parametrize("page", ["coverage.md"])
-def test_tests_named_in_a_page_exist(page):
-    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
-    named = REFERENCE.findall(text)
-    assert named
-    for file, test in named:
-        (path,) = (ROOT / "tests").rglob(file)
-        source = path.read_text(encoding="utf-8")
-        assert not test or f"def {test}(" in source, f"{file}::{test}"
+def test_the_page_of_what_is_covered_is_that_of_the_markers():
+    same = coverage_page.PAGE.read_text(encoding="utf-8") == coverage_page.page()
+    assert same, "Write docs/coverage.md again: python tests/testing/coverage_page.py"
 
 
-def test_every_row_of_the_coverage_has_a_test_or_a_reason():
-    rows = [
-        line.strip("| ").split(" | ")
-        for line in (ROOT / "docs" / "coverage.md").read_text(encoding="utf-8").splitlines()
-        if line.startswith("| ") and not line.startswith("| row |")
-    ]
-    assert len(rows) > 100
-    for row, verdict in rows:
-        assert REFERENCE.search(verdict) or verdict.startswith(("dropped: ", "differs on purpose: ", "section")), row
+def test_a_row_without_a_test_or_a_reason_and_a_marker_without_a_row_are_errors(tmp_path, monkeypatch):
+    rows = tmp_path / "coverage_rows.md"
+    monkeypatch.setattr(coverage_page, "ROWS", rows)
+    monkeypatch.setattr(coverage_page, "marked", lambda: {"1.2 a": ["`test_a.py::test_b`"]})
+    head = "## 1.2 Some\n\n| row | test, or why not |\n|---|---|\n"
+    rows.write_text(head + "| a, b | as a |\n| c | dropped: no |\n")
+    assert coverage_page.page() == head + "| a, b | `test_a.py::test_b`; as a |\n| c | dropped: no |\n"
+    rows.write_text(head + "| a | |\n| b | |\n")
+    with pytest.raises(AssertionError, match="1.2 b has neither a test nor a reason"):
+        coverage_page.page()
+    rows.write_text(head + "| b | dropped: no |\n")
+    with pytest.raises(AssertionError, match="no such rows .*'1.2 a': .*test_a.py::test_b"):
+        coverage_page.page()

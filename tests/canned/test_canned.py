@@ -60,6 +60,7 @@ def classifier(model_dir):
     )
 
 
+@pytest.mark.covers("11 the original's integration test")
 @pytest.mark.parametrize("distribution", VariableDistribution)
 def test_a_classifier_replicated_over_three_towers_is_that_of_one_device(one_device, distribution, tmp_path):
     dnn = classifier(tmp_path)
@@ -92,6 +93,7 @@ def test_towers_ask_for_a_wrapped_optimizer(tmp_path):
 # Networks.
 
 
+@pytest.mark.covers("11 canned estimators")
 def test_a_network_computes_what_it_says(tmp_path):
     dnn = est.DNNClassifier([4, 3], COLUMNS, tmp_path, n_classes=3, optimizer=sgd(), activation_fn=jnp.tanh)
     dnn.train(batches(1), steps=1)
@@ -269,6 +271,7 @@ def test_an_optimizer_may_be_made_in_each_run(tmp_path):
     assert variables(baseline)["baseline/bias"] == pytest.approx(LABELS.mean() - 0.5, rel=1e-5)
 
 
+@pytest.mark.covers("11 optimizers by name")
 @pytest.mark.parametrize(
     ("name", "step"),
     [
@@ -290,6 +293,7 @@ def test_optimizers_by_name_make_tensorflows_first_step(tmp_path, name, step):
         assert variables(dead.train(batches(1)))["dnn/logits/bias"] == pytest.approx(-step(gradient, 0.05), rel=1e-4)
 
 
+@pytest.mark.covers("11 DNNLinearCombined with columns of one kind")
 @pytest.mark.parametrize("part", ["linear", "dnn"])
 def test_wide_and_deep_with_one_part_is_that_part(part):
     kwargs = combined(**{f"{'dnn' if part == 'linear' else 'linear'}_feature_columns": None})
@@ -309,6 +313,7 @@ def test_wide_and_deep_with_one_part_is_that_part(part):
 # What training shows.
 
 
+@pytest.mark.covers("11 networks' and linear models' summaries")
 @pytest.mark.parametrize("units", [1, 3])
 def test_training_shows_layers_and_weights(units):
     kwargs = combined(dnn_hidden_units=[4, 3]) | {"n_classes": units if units > 1 else 2}
@@ -420,6 +425,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.covers("11 canned estimators")
 @pytest.mark.parametrize("call, error, message", REFUSED.values(), ids=REFUSED)
 def test_canned_models_say_what_is_wrong(call, error, message):
     with pytest.raises(error, match=message):

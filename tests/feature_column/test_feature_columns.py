@@ -397,6 +397,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.covers("11 feature columns")
 @pytest.mark.parametrize("call, error, message", REFUSED.values(), ids=REFUSED)
 def test_columns_say_what_is_wrong(call, error, message):
     with pytest.raises(error, match=message):

@@ -110,6 +110,7 @@ def needs_a(features, labels, mode):
     return est.EstimatorSpec(mode, loss=loss, train_op=TowerOptimizer(optax.sgd(0.01)).minimize(loss))
 
 
+@pytest.mark.covers("1.6 one structure for all batches")
 @pytest.mark.parametrize("verb", ["train", "evaluate", "predict"])
 @pytest.mark.parametrize(("first", "later", "difference"), LATER)
 def test_a_later_batch_that_the_model_fn_cannot_take_is_named(tmp_path, verb, first, later, difference):
@@ -173,6 +174,7 @@ def test_labels_may_come_with_no_features(tmp_path):
     assert estimator.evaluate(times(1, ({}, Y)))["loss"] == pytest.approx(float(Y.var()), rel=1e-5)
 
 
+@pytest.mark.covers("1.6 keys of features")
 @pytest.mark.parametrize("towers", [0, 2])
 @pytest.mark.parametrize("keys", [(1, 2), (("a", 1), ("b", 2))])
 def test_keys_of_features_may_be_of_any_kind_that_sorts(tmp_path, towers, keys):
@@ -181,6 +183,7 @@ def test_keys_of_features_may_be_of_any_kind_that_sorts(tmp_path, towers, keys):
     assert len(rows) == 12
 
 
+@pytest.mark.covers("1.6 keys of features")
 @pytest.mark.parametrize("verb", ["train", "evaluate", "predict"])
 @pytest.mark.parametrize(
     "batch", [{1: X, "a": X}, {"x": {None: X, "a": X}}, ({"a": X}, {1: Y, "a": Y}), {"x": [{1: X, "a": X}]}]
@@ -194,6 +197,7 @@ def test_keys_of_several_kinds_are_an_error(tmp_path, verb, batch):
 # An input_fn that returns a batch in the place of batches.
 
 
+@pytest.mark.covers("1.6 arrays given as they are")
 @pytest.mark.parametrize("batch", [(X, Y), {"a": X}, X])
 def test_training_on_one_batch_says_that_it_ends_after_one_step(tmp_path, messages, batch):
     def model_fn(features, labels, mode):

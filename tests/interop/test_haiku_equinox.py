@@ -14,6 +14,8 @@ import estimator as est
 from estimator.core._variables import name_hash
 from replicate import TOWER_AXIS, TowerOptimizer
 
+pytestmark = pytest.mark.covers("11 Haiku")
+
 ROWS = 8
 MLP = hk.transform(lambda x: hk.nets.MLP([4, 1], activation=jnp.tanh)(x)[:, 0])
 

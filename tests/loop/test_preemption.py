@@ -11,6 +11,8 @@ from testing.processes import Processes
 
 import estimator as est
 
+pytestmark = pytest.mark.covers("1.3 preemption", "13 10 no end and no checkpoint on errors and signals")
+
 
 @pytest.fixture(scope="module")
 def processes():

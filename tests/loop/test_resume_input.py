@@ -13,6 +13,8 @@ from testing.estimators import make, step_of
 
 import estimator as est
 
+pytestmark = pytest.mark.covers("13 2 input position is never saved")
+
 N = 12
 
 

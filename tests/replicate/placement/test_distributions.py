@@ -13,6 +13,8 @@ import estimator as est
 from estimator.checkpoint import _checkpoints
 from replicate import TowerOptimizer, VariableDistribution, cross_tower_mean, replicate_model_fn
 
+pytestmark = pytest.mark.covers("12 variables")
+
 MIRRORED = VariableDistribution.MIRRORED
 SHARDED = VariableDistribution.SHARDED
 SERVER = VariableDistribution.SHARED_LOCAL_PARAMETER_SERVER

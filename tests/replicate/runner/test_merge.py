@@ -63,6 +63,7 @@ def plain(mode, rows):
     return run(returning(exporting), mode, values(rows))
 
 
+@pytest.mark.covers("12 predict", "12 EVAL predictions", "13 17 add_metrics loses params; replicate_model_fn's limits")
 @pytest.mark.parametrize(
     "towers, mode, rows",
     [*((towers, "train", 24) for towers in TOWERS), *((towers, "eval", 13) for towers in TOWERS), (3, "infer", 13)],
@@ -225,6 +226,7 @@ def results(metrics):
 X = np.random.default_rng(3).normal(size=16).astype(np.float32) * 2
 
 
+@pytest.mark.covers("12 loss")
 @pytest.mark.parametrize("towers", TOWERS)
 def test_evaluate_merges_metrics_by_their_own_rule(tmp_path, towers):
     estimator = est.Estimator(replicate(returning(measuring), towers), tmp_path)

@@ -122,6 +122,7 @@ def assert_towers_evaluate_alike(model_fn, towers, *sizes):
         assert_close(got.loss, want.loss)
 
 
+@pytest.mark.covers("12 splitting")
 @pytest.mark.parametrize("towers, rows", CASES)
 def test_evaluation_equals_the_one_device_run(towers, rows):
     assert_same_evaluation("weighted_by_nonzero", towers, rows)
@@ -133,6 +134,7 @@ def test_every_kind_of_loss_equals_the_one_device_run(loss, rows):
     assert_same_evaluation(loss, 4, rows)
 
 
+@pytest.mark.covers("1.5 no padding")
 @pytest.mark.parametrize("towers, rows", CASES)
 def test_predictions_equal_the_one_device_run_in_input_order(towers, rows):
     features, _ = batch(rows)
