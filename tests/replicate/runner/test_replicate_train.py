@@ -26,19 +26,6 @@ from replicate import TowerOptimizer
 # The core law.
 
 
-@pytest.mark.parametrize("reduction", ["sum", "mean"])
-@pytest.mark.parametrize("towers", [1, 2, 3, 4, 8])
-def test_towers_match_one_big_batch(towers, reduction):
-    model_fn = mlp_model_fn(optax.sgd(0.02), reduction)
-    assert_same_training(model_fn, replicate(model_fn, towers, reduction), regression(24))
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_every_optimizer_sees_the_gradient_of_the_big_batch(optimizer):
-    model_fn = mlp_model_fn(OPTIMIZERS[optimizer])
-    assert_same_training(model_fn, replicate(model_fn, 4), regression(16))
-
-
 @pytest.mark.parametrize("towers", [1, 2, 4])
 def test_one_step_of_rate_one_shows_the_gradient_of_the_big_batch(towers):
     (x,), (y,) = regression(8, steps=1)
