@@ -3,7 +3,7 @@
     pytest examples/test_my_model.py
 
 No GPU is needed: `simulate_devices` makes several devices of one CPU. The model has what easily goes wrong in towers, a
-batch norm, whose statistics must be those of the whole batch; the last test prints what is said where they are not.
+batch norm, whose statistics must be taken over the whole batch. The last test prints the error where they are not.
 """
 
 import functools

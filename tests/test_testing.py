@@ -63,7 +63,7 @@ def test_a_loss_reduction_that_is_not_the_loss_s_is_named_with_both_losses():
     assert head == "2 towers differ from one in training step 1:"
     in_towers, in_one = map(float, re.fullmatch(r"  the loss: (\S+) in 2 towers, (\S+) in one", loss).groups())
     assert in_towers == pytest.approx(in_one / 2)
-    assert hint.startswith("Must the loss_reduction be that of a mean over examples (the default), or Reduction.SUM?")
+    assert hint.startswith("Is the loss a mean over examples, as the loss_reduction says by default, or a sum")
 
 
 def test_statistics_of_a_tower_s_rows_are_named_by_variable_and_number_of_towers():
@@ -81,7 +81,7 @@ def test_statistics_of_a_tower_s_rows_are_named_by_variable_and_number_of_towers
     head, variable, hint = str(caught.value).splitlines()
     assert head == "4 towers differ from one in training step 1:"
     assert re.fullmatch(r"  the variable 'norm/largest': 0\.6\d+ in 4 towers, 1\.0 in one", variable)
-    assert hint.endswith("such as that of a batch norm, needs `cross_tower_mean`.")
+    assert hint.endswith("as in a batch norm, needs `cross_tower_mean`.")
 
 
 def test_a_metric_that_is_the_mean_of_means_is_named_where_rows_remain():

@@ -17,10 +17,10 @@ from estimator.core._typing import PyTree
 from estimator.steps._transform import Model, transform
 
 _MOST_SHOWN = 8  # differences, in one error
-_STATISTICS = (
-    "A tower sees its own rows only: a statistic of the batch, such as that of a batch norm, needs `cross_tower_mean`."
+_STATISTICS = "A tower sees its own rows only: a statistic of the batch, as in a batch norm, needs `cross_tower_mean`."
+_LOSS_HINT = (
+    f"Is the loss a mean over examples, as the loss_reduction says by default, or a sum (Reduction.SUM)? {_STATISTICS}"
 )
-_LOSS_HINT = f"Must the loss_reduction be that of a mean over examples (the default), or Reduction.SUM? {_STATISTICS}"
 _UPDATE_HINT = f"What a model_fn assigns is merged over towers as the variable's aggregation says. {_STATISTICS}"
 _OUTPUT_HINT = f"Metrics and predictions need a value for each example. {_STATISTICS}"
 
@@ -62,7 +62,7 @@ def assert_towers_match_one_batch(
     ...
     AssertionError: 2 towers differ from one in training step 1:
       the loss: 8.0 in 2 towers, 16.0 in one
-    Must the loss_reduction be that of a mean over examples (the default), or Reduction.SUM? ...
+    Is the loss a mean over examples, as the loss_reduction says by default, or a sum (Reduction.SUM)? ...
 
     Args:
       model_fn: with `TowerOptimizer`s, as replicate_model_fn wants it. It is called in all three modes.
