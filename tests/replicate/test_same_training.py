@@ -102,17 +102,33 @@ def on_one_device(optimizer, reduction):
     return trained(model, BATCHES)
 
 
+ONE_OF_A_KIND = (
+    "4 towers",
+    "sharded",
+    "server",
+    "round robin",
+    "ring, 4 towers",
+    "2 of 4 devices",
+    "2 towers, 2 micro-batches",
+)
+
+
 def cases():
     """All runners with one optimizer, several optimizers with a runner of each kind, and sums."""
     yield from ((runner, "momentum", "mean") for runner in RUNNERS)
-    for runner in ("4 towers", "sharded", "server", "round robin"):
+    for runner in ONE_OF_A_KIND[:4]:
         yield from ((runner, optimizer, "mean") for optimizer in testing.towers.OPTIMIZERS)
-    for runner in ("2 of 4 devices", "2 towers, 2 micro-batches"):
+    for runner in ONE_OF_A_KIND[5:]:
         yield from ((runner, optimizer, "mean") for optimizer in ("sgd", "adam", "clipped_adam"))
     yield from ((f"{n} towers", "slow sgd", "sum") for n in (1, 2, 3, 4, 8))
 
 
-@pytest.mark.parametrize(("runner", "optimizer", "reduction"), dict.fromkeys(cases()))
+def marked(case):
+    is_quick = case in [(runner, "momentum", "mean") for runner in ONE_OF_A_KIND]
+    return pytest.param(*case, marks=() if is_quick else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("runner", "optimizer", "reduction"), [marked(case) for case in dict.fromkeys(cases())])
 def test_training_is_that_of_one_device(runner, optimizer, reduction):
     runner = RUNNERS[runner]
     model = functools.partial(model_fn, optimizer=optimizer, reduction=reduction, options={})
