@@ -248,6 +248,7 @@ def no_decrease(estimator, **options):
 TABLE = [9, 9, 8, 9, 7, 9, 7.5, 9, 6, 9, 6.5, 9, 6.2, 9, 7, 9, 1] + 30 * [9]  # best before it stops: 6, at step 8
 
 
+@pytest.mark.slow
 @pytest.mark.covers("6 a restart", "13 8 early stopping")
 @pytest.mark.parametrize(("kill", "every"), [(KillAt(7), 2), (KillEvaluation(6), 2), (KillEvaluation(12), None)])
 def test_a_killed_training_stops_where_it_would_have(tmp_path, kill, every):
@@ -283,6 +284,7 @@ def test_a_training_that_was_stopped_makes_no_more_steps(tmp_path):
 # The best state.
 
 
+@pytest.mark.slow
 @pytest.mark.covers("6 restore best", "13 8 early stopping")
 @pytest.mark.parametrize("max_steps", [None, 13])
 @pytest.mark.usefixtures("users_compiler")
@@ -328,6 +330,7 @@ def test_the_highest_is_the_best_for_increase(tmp_path):
     assert run(estimator, hook)[0]["m"] == -6.0
 
 
+@pytest.mark.slow
 @pytest.mark.covers("6 restore best")
 def test_towers_restore_their_shards(tmp_path):
     def wrap(model_fn):
@@ -340,6 +343,7 @@ def test_towers_restore_their_shards(tmp_path):
     assert estimator.train(lambda: [ONE] * 2).evaluate(lambda: ONE)["m"] == TABLE[16]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("last", "max_steps", "batches", "restarts"), [(14, None, 100, 2), (14, 14, 14, 2), (9, None, 9, 1)]
 )
@@ -388,6 +392,7 @@ def test_another_hook_may_evaluate(tmp_path):
     assert estimator.evaluate(lambda: ONE)["m"] == 7.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("step", "during_evaluation"), [(10, True), (10, False), (11, False)])
 def test_a_training_that_is_preempted_restores_and_evaluates_nothing(tmp_path, step, during_evaluation):
     class Preempt(est.Hook):

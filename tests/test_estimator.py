@@ -135,6 +135,7 @@ def test_a_newer_checkpoint_written_during_training_is_not_taken_for_ones_own(tm
 # input_fn.
 
 
+@pytest.mark.slow
 @pytest.mark.covers("1.6 returns")
 @pytest.mark.parametrize(
     ("input_fn", "batches"),

@@ -262,6 +262,7 @@ def test_metric_fn_sees_the_predictions_of_all_towers_at_once(tmp_path):
 # Params.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrap", [lambda f: f, lambda f: replicate(f, 2)], ids=["plain", "replicated"])
 def test_a_model_fn_may_change_its_params_for_itself_alone(tmp_path, wrap):
     """It runs once in init, again in each mode, for each shape, and after `compute_gradients`."""

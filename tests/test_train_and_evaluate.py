@@ -274,6 +274,7 @@ def towers(optimizer):
     return model_fn
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("distribution", ["MIRRORED", "SHARED_LOCAL_PARAMETER_SERVER"])
 def test_two_towers_find_what_one_device_finds(tmp_path, distribution):
     one = make(tmp_path / "one", towers(est.Optimizer(optax.sgd(0.01))))

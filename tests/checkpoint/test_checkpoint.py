@@ -227,6 +227,7 @@ def steps_of(checkpoints):
     return [int(path.rsplit("-")[-1]) for path in checkpoints.paths()]
 
 
+@pytest.mark.slow
 @pytest.mark.covers("3 model_dir", "7 checkpoint GC")
 @pytest.mark.parametrize(
     ("every", "kept"),

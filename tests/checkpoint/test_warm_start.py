@@ -98,6 +98,7 @@ def settings(source, *args, **kwargs):
 # What is taken.
 
 
+@pytest.mark.slow
 @pytest.mark.covers("8 source")
 def test_a_path_takes_all_trainable_variables_and_nothing_else(tmp_path, source, cold):
     estimator = make(tmp_path, source.model_dir).train(batches, steps=2)
@@ -251,6 +252,7 @@ def test_extended_estimators_start_warm_too(tmp_path, source, caplog):
 # Towers.
 
 
+@pytest.mark.slow
 @pytest.mark.covers("8 differences")
 @pytest.mark.parametrize("mode", ["train", "infer"])
 @pytest.mark.parametrize("distribution", list(VariableDistribution))

@@ -97,12 +97,14 @@ def plain_predictions(model_fn):
     return predicting
 
 
+@pytest.mark.slow
 @pytest.mark.covers("9 build_raw_serving_input_receiver_fn")
 def test_batches_of_any_size_give_what_predict_gives(estimator, tmp_path):
     plain = est.Estimator(plain_predictions(model_fn), estimator.model_dir)
     assert_exports_what_it_predicts(plain, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.covers("9 replicated and wrapped model_fns")
 @pytest.mark.parametrize("distribution", list(VariableDistribution))
 def test_a_replicated_model_fn_is_exported_for_one_device(estimator, tmp_path, distribution):
@@ -124,6 +126,7 @@ def test_wrapped_estimators_are_exported_too(estimator, tmp_path):
     assert sorted(est.load_exported(path)(ANY)) == ["hot", "logits", "x"]
 
 
+@pytest.mark.slow
 @pytest.mark.covers("9 replicated and wrapped model_fns")
 def test_a_model_that_names_the_tower_axis_is_exported(tmp_path):
     class Network(nn.Module):
@@ -150,6 +153,7 @@ def test_a_model_that_names_the_tower_axis_is_exported(tmp_path):
     assert_exports_what_it_predicts(towers, tmp_path / "exported", sizes=(1, 7))
 
 
+@pytest.mark.slow
 def test_random_keys_are_those_of_predict(tmp_path):
     def model_fn(features, labels, mode):
         chance = est.get_variable("key", lambda key: key, trainable=False)
@@ -271,6 +275,7 @@ def test_each_batch_size_is_compiled_once(model, compilations):
     assert len(compilations) > before
 
 
+@pytest.mark.slow
 @pytest.mark.covers("1.2 export_saved_model", "9 dir")
 def test_an_export_is_called_by_the_time_or_the_next_free_number(estimator, tmp_path, monkeypatch):
     start = int(time.time())
@@ -294,6 +299,7 @@ def test_the_newest_export_of_a_directory_is_loaded(estimator, tmp_path):
     assert older < newer == est.load_exported(tmp_path).path
 
 
+@pytest.mark.slow
 @pytest.mark.covers("9 dir")
 def test_an_export_that_fails_leaves_nothing_behind(estimator, tmp_path, monkeypatch):
     word = tmp_path / "word"

@@ -240,6 +240,7 @@ def test_an_exporter_has_a_name_and_exports():
 # In a training.
 
 
+@pytest.mark.slow
 @pytest.mark.covers("5 export path")
 def test_the_models_of_a_training_are_exported(tmp_path):
     estimator = make(tmp_path)

@@ -115,6 +115,7 @@ def test_sizes_may_be_numpys_integers(make):
     assert "predictions" in (keys := head.predictions(LOGITS)) or "probabilities" in keys
 
 
+@pytest.mark.slow
 @pytest.mark.covers("11 MultiClassHead")
 def test_sparse_classes_are_made_dense():
     from jax.experimental.sparse import BCOO
@@ -138,6 +139,7 @@ def test_a_head_of_several_classes():
     np.testing.assert_array_equal(predictions["all_class_ids"], [[0, 1, 2]] * ROWS)
 
 
+@pytest.mark.slow
 @pytest.mark.covers("11 MultiLabelHead")
 @pytest.mark.parametrize("sparse", [False, True])
 def test_a_head_of_several_labels(sparse):
@@ -211,6 +213,7 @@ def test_a_logistic_head_takes_shares():
     assert results(head.metrics(share, LOGIT))["prediction/mean"] == close(P.mean())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "head, logits, labels",
     [
@@ -362,6 +365,7 @@ def test_several_heads_are_a_weighted_sum_side_by_side(logits):
     assert list(head.predictions(logits, [("number", "predictions")])) == [("number", "predictions")]
 
 
+@pytest.mark.slow
 @pytest.mark.covers("11 MultiHead")
 def test_several_heads_in_an_estimator(tmp_path):
     head, _ = several()
@@ -407,6 +411,7 @@ def one_tower(reduction):
     return model_fn, model, state
 
 
+@pytest.mark.slow
 @pytest.mark.covers("11 weights")
 @pytest.mark.parametrize(
     "towers, reduction",
@@ -420,6 +425,7 @@ def test_towers_train_as_one_whatever_the_weights(towers, reduction):
     assert_close(got.variables, want.variables)
 
 
+@pytest.mark.slow
 @pytest.mark.covers("11 weights")
 @pytest.mark.parametrize(
     "towers, reduction, rows",
@@ -444,6 +450,7 @@ def shown(model, state, *batch):
     return {name: report.as_value() for name, report in jax.device_get(spec.reported).items()}
 
 
+@pytest.mark.slow
 @pytest.mark.covers("11 heads' summaries in TRAIN: loss/<head>")
 @pytest.mark.parametrize("reduction", ["weighted_sum_over_batch_size", "weighted_sum"])
 def test_training_shows_the_loss_of_each_head_and_of_regularization(reduction):

@@ -91,6 +91,7 @@ def same(got, want):
         np.testing.assert_allclose(one, other, rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.covers("4 SessionRunHook", "13 13 low level hooks")
 def test_values_of_towers_are_those_of_one_big_batch(tmp_path):
     five = np.concatenate([X, X[:1] + 9]), np.concatenate([Y, Y[:1]])
@@ -262,6 +263,7 @@ def trained(model_dir, steps_per_loop, messages):
     return hooks[0].got, hooks[1].got, losses, log, sorted(p.name for p in model_dir.glob("ckpt-*")), w
 
 
+@pytest.mark.slow
 @pytest.mark.covers("4 steps_per_loop")
 def test_results_calls_and_logs_are_those_of_one_step_at_a_time(tmp_path, messages):
     want = trained(tmp_path / "1", 1, messages)

@@ -57,6 +57,7 @@ class Hanging:
         return np.asarray(features)
 
 
+@pytest.mark.slow
 @pytest.mark.covers("4 watchdog")
 @pytest.mark.parametrize("phase", ["begin", "input", "compile", "step", "checkpoint", "evaluate", "end"])
 def test_the_phase_in_which_a_run_hangs_is_told_with_the_stacks(tmp_path, monkeypatch, path, hang, messages, phase):

@@ -166,6 +166,7 @@ def summed(estimator):
     return float(estimator.get_variable_value("sum"))
 
 
+@pytest.mark.slow
 @pytest.mark.covers("1.6 a batch keeps its values")
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("loop", [{"steps_per_loop": 1}, {}, {"steps_per_loop": 7}], ids=["one", "auto", "seven"])
@@ -174,6 +175,7 @@ def test_training_sees_each_batch_as_it_was_yielded(tmp_path, source, loop):
     assert summed(estimator.train(lambda: source(tmp_path))) == TOTAL
 
 
+@pytest.mark.slow
 @pytest.mark.covers("1.6 a batch keeps its values")
 @pytest.mark.parametrize("source", SOURCES)
 def test_evaluation_and_prediction_see_each_batch_as_it_was_yielded(tmp_path, source):
@@ -186,6 +188,7 @@ def test_evaluation_and_prediction_see_each_batch_as_it_was_yielded(tmp_path, so
     assert [float(batch.max()) for batch in predicted] == list(range(N))  # those given out stay as they were
 
 
+@pytest.mark.slow
 @pytest.mark.covers("1.6 a batch keeps its values")
 @pytest.mark.parametrize("towers", [1, 2, 4])
 @pytest.mark.parametrize("loop", [1, 7])
@@ -236,6 +239,7 @@ def late(features, labels, mode):
     return est.EstimatorSpec(mode, predictions={"seen": seen}, **spec)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", ["train_step", "eval_step", "predict_step", "train_loop", "train_loop of a stack"])
 def test_a_buffer_may_be_written_again_when_a_step_has_been_called(step):
     model = est.transform(late)

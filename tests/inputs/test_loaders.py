@@ -62,6 +62,7 @@ def numbers(pairs):
     return [round(float(x[0]) * N / 2) for features, _ in pairs for x in features]
 
 
+@pytest.mark.slow
 @pytest.mark.covers("1.6 returns")
 @pytest.mark.parametrize("loader", LOADERS)
 def test_a_grain_loader_is_an_input_fn(tmp_path, loader):
@@ -75,6 +76,7 @@ def test_predictions_come_in_the_order_of_a_grain_loader(tmp_path):
     assert [row["x"].tolist() for row in predicted] == [*X.tolist(), *X.tolist()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loader", LOADERS)
 @given(peek=st.booleans(), sizes=st.lists(st.integers(1, 4), min_size=1, max_size=5), more=st.integers(1, 3))
 @settings(max_examples=12, deadline=None)
@@ -140,6 +142,7 @@ def model_fn(features, labels, mode):
     return Linear()(features["x"], labels, mode)
 
 
+@pytest.mark.slow
 @pytest.mark.covers("1.6 returns")
 @pytest.mark.parametrize("pair", [tuple, list], ids=["tf.data", "torch"])
 def test_tensors_of_other_libraries_train_evaluate_and_predict(tmp_path, pair):

@@ -172,6 +172,7 @@ def varying(n=60):
         yield {"x": rows}, np.array([row.mean() for row in rows])
 
 
+@pytest.mark.slow
 @pytest.mark.covers("1.6 padded_batch")
 def test_padding_compiles_few_programs_and_trains_the_same(tmp_path, compilations):
     weights, counts = [], []

@@ -165,6 +165,7 @@ def test_without_checkpoints_an_earlier_one_stays_what_it_was(tmp_path):
 # Training: several steps in one program.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps_per_loop", [2, 3, 5, 50])
 def test_steps_per_loop_changes_nothing_but_speed(tmp_path, messages, caplog, steps_per_loop):
     smaller = (X[:2], Y[:2])

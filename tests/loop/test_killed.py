@@ -62,6 +62,7 @@ class Asking(est.Hook):
         return ["largest", "loss"]
 
 
+@pytest.mark.slow
 @pytest.mark.covers("1.3 auto-resume")
 @pytest.mark.parametrize(("towers", "steps_per_loop", "stops"), [(1, "auto", [17, 30]), (2, "0.1s", [30])])
 @pytest.mark.usefixtures("users_compiler")

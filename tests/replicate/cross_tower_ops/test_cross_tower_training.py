@@ -107,6 +107,7 @@ def test_gradients_come_first_in_the_order_in_which_variables_were_created():
 # Gradients in a narrower dtype.
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("users_compiler")
 def test_only_gradients_are_compressed():
     def one_step(ops):
@@ -178,6 +179,7 @@ def words_model_fn(features, labels, mode):
     return est.EstimatorSpec(mode, loss=loss, train_op=TowerOptimizer(optax.adam(0.1)).minimize(loss))
 
 
+@pytest.mark.slow
 def test_sparse_gradients_are_gathered():
     want = trained(replicated(None, model_fn=words_model_fn))
     assert_close(trained(replicated(AllReduce("ring"), model_fn=words_model_fn)), want)

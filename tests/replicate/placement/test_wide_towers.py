@@ -13,6 +13,7 @@ import estimator as est
 from replicate import TowerOptimizer, tower_index
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("towers", "parts"), [(2, 4), (1, 8)])
 def test_evaluation_and_prediction_count_every_row_once(towers, parts):
     model_fn = wide_mlp()
@@ -28,6 +29,7 @@ def test_evaluation_and_prediction_count_every_row_once(towers, parts):
     assert_close(model.predict_step(state, x).predictions, plain.predict_step(state, x).predictions)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("users_compiler")
 def test_initial_values_are_those_of_one_device_to_the_bit_and_created_in_pieces():
     x, y = (array[0] for array in batches(8))
@@ -56,6 +58,7 @@ def test_variables_that_a_model_fn_writes_are_cut_as_well():
     assert shapes == {"w": (24, 26), "average": (24, 26), "seen": (26,)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("partition", [("part",), (None, "part")])
 @pytest.mark.parametrize("optimizer", [optax.sgd(0.1), optax.adam(0.01, eps=1e-4)], ids=["sparse", "dense"])
 def test_lookups_in_a_table_that_is_cut(partition, optimizer):
@@ -115,6 +118,7 @@ def test_every_tower_has_random_numbers_of_its_own_and_its_devices_the_same():
     assert not np.allclose(found["noise"][:2], found["noise"][2:])
 
 
+@pytest.mark.slow
 def test_sparse_features():
     def model_fn(features, labels, mode):
         w = est.get_variable("w", (24, 104), partition=(None, "part"))

@@ -74,6 +74,7 @@ def assert_same_as_in_one_piece(towers, steps, reduction, optimizer):
     assert_close(state[:2], want_state[:2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "towers, steps, reduction",
     [(towers, steps, "nonzero_weights") for towers in (1, 2, 4) for steps in (2, 4)]
@@ -90,6 +91,7 @@ def test_micro_batches_match_one_big_batch(towers, steps, reduction):
     assert_same_as_in_one_piece(towers, steps, reduction, "adam")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["sgd", "clipped_adam"])
 def test_every_optimizer_sees_the_gradient_of_the_big_batch(optimizer):
     assert_same_as_in_one_piece(2, 4, "nonzero_weights", optimizer)
@@ -277,6 +279,7 @@ def test_collectives_of_the_model_fn_go_over_the_towers_of_one_micro_batch():
 # Loops.
 
 
+@pytest.mark.slow
 def test_train_loop_and_estimator(tmp_path):
     x, y = regression(16, steps=4)
     in_parts = replicate(mlp_model_fn(TowerOptimizer(optax.adam(0.1), accumulate_steps=2)), 2)
@@ -403,6 +406,7 @@ def test_the_default_devices_too():
     assert state.variables["s"] == 16.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("towers", [1, 2])
 def test_with_numbers_of_64_bits(towers):
     """Under strict promotion, which the tests have."""

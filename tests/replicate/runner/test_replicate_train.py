@@ -90,6 +90,7 @@ def tree_model_fn(optimizer, reduction):
     return model_fn
 
 
+@pytest.mark.slow
 @settings(max_examples=10, deadline=None)
 @given(
     features=trees,
@@ -140,6 +141,7 @@ def uneven_weights(towers, rows):
     return weights.reshape(STEPS, -1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reduction", WEIGHTED)
 @pytest.mark.parametrize("towers", [2, 4, 8])
 def test_weights_uneven_over_towers_give_the_global_mean(towers, reduction):

@@ -111,6 +111,7 @@ def test_a_gradient_for_a_variable_that_compute_gradients_left_out_is_refused():
         trained(replicate(model_fn, 2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("towers", [1, 2, 4])
 def test_trees_none_and_sparse_gradients(towers):
     (x,), _ = regression(8, steps=1)
