@@ -12,6 +12,7 @@ without it.
 """
 
 import os
+import pkgutil
 import shutil
 import subprocess
 import sys
@@ -66,14 +67,11 @@ def pytest_report_header() -> str:
 @pytest.fixture
 def users_compiler():
     """Programs are compiled as XLA does it without flags, in processes that are started now too. Gives what it sets."""
-    jax.devices()  # XLA has read its flags
-    if not os.environ.get("XLA_FLAGS"):
-        yield {}
-        return
-    from jax._src import compiler
-
-    get_options = compiler.get_compile_options
-    flags = dict(USERS_FLAGS)
+    jax.devices()  # XLA has read its flags, as it does once in a process
+    flags = dict(USERS_FLAGS) if os.environ.get("XLA_FLAGS") else {}
+    # Private, since jax has no other place where options for all programs can be set later: only for one, in jax.jit.
+    place = "jax._src.compiler.get_compile_options"
+    get_options = pkgutil.resolve_name(place)
 
     def users_options(*args, env_options_overrides=None, **kwargs):
         overrides = flags | (env_options_overrides or {})
@@ -81,5 +79,5 @@ def users_compiler():
 
     with pytest.MonkeyPatch.context() as patch:  # one that no test undoes
         patch.setenv("XLA_FLAGS", "")
-        patch.setattr(compiler, "get_compile_options", users_options)
+        patch.setattr(place, users_options)
         yield flags

@@ -1,9 +1,45 @@
-"""Fixtures for all tests; asserts of the helper modules are explained like those of tests."""
+"""Fixtures for all tests, and markers for those that start processes; asserts of helper modules are explained too."""
+
+import inspect
+import types
 
 import jax
 import pytest
 
 pytest.register_assert_rewrite("testing")
+
+# A test gets the marker if its code, or a fixture or helper that it uses, names something of these modules.
+STARTERS = {"testing.cluster": "multiprocess", "testing.processes": "multiprocess", "subprocess": "subprocess"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if isinstance(item, pytest.Function):
+            for marker in sorted({STARTERS[module] for module in modules_used(item.function, set()) & STARTERS.keys()}):
+                item.add_marker(marker)
+
+
+def modules_used(function: object, seen: set[object]) -> set[str]:
+    """The modules that the names in a function's code stand for, its fixtures and helpers included."""
+    function = inspect.unwrap(function)
+    if not isinstance(function, types.FunctionType) or function in seen:
+        return set()
+    seen.add(function)
+    modules = set()
+    decorated = [mark.args for mark in getattr(function, "pytestmark", ()) if mark.name == "usefixtures"]
+    for name in names_in(function.__code__).union(*decorated):
+        value = function.__globals__.get(name)
+        module = value.__name__ if inspect.ismodule(value) else getattr(value, "__module__", None) or ""
+        modules.add(module)
+        if module == function.__module__ or module.startswith("testing."):
+            modules |= modules_used(value, seen)
+    return modules
+
+
+def names_in(code: types.CodeType) -> set[str]:
+    """The globals, attributes and arguments that code names, functions within it included; fixtures are arguments."""
+    inner = [names_in(const) for const in code.co_consts if isinstance(const, types.CodeType)]
+    return {*code.co_names, *code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]}.union(*inner)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""What the pages in docs/ say: their code runs, and the tests that they name exist."""
+"""What the pages in docs/ say: their code runs, and the tests that they name are there."""
 
 import json
 import pathlib
@@ -8,12 +8,12 @@ import jax
 import numpy as np
 import pytest
 from sklearn.datasets import load_digits
+from testing import coverage_page
 from testing.cluster import shared_cluster
 
 import estimator as est
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-REFERENCE = re.compile(r"`(test_\w+\.py)(?:::(test_\w+))?`")
 
 
 def code_of(page):
@@ -58,11 +58,11 @@ def test_the_script_of_the_page_on_many_hosts_runs_in_any_number_of_processes(tm
     code = code_of("many_hosts.md")
     ended = shared_cluster().run("testing.docs.many_hosts", code, str(tmp_path / "model"), processes=processes)
     assert [each.code for each in ended] == [0] * processes, ended
-    found = [json.loads(next(line for line in each.lines if line.startswith('{"process"'))) for each in ended]
-    assert [each["process"] for each in found] == list(range(processes))
-    assert all(each["metrics"] == found[0]["metrics"] for each in found)
-    assert found[0]["metrics"]["accuracy"] > 0.8
-    assert [each["ids"] for each in found] == [list(range(i, 1797, processes)) for i in range(processes)]
+    printed = [json.loads(next(line for line in each.lines if line.startswith('{"process"'))) for each in ended]
+    assert [each["process"] for each in printed] == list(range(processes))
+    assert all(each["metrics"] == printed[0]["metrics"] for each in printed)
+    assert printed[0]["metrics"]["accuracy"] > 0.8
+    assert [each["ids"] for each in printed] == [list(range(i, 1797, processes)) for i in range(processes)]
     norms = [[line for line in each.lines if re.fullmatch(r"[12]00 [\d.]+", line)] for each in ended]
     assert [len(lines) for lines in norms] == [2] + [0] * (processes - 1)
     assert list((tmp_path / "model" / "export").iterdir())
@@ -73,28 +73,26 @@ def test_the_example_of_wide_towers_prints_what_the_page_says(capsys):
     section = text.split("## Towers of several devices\n")[1].split("\n## ")[0]
     code, printed = re.search(r"```python\n(.*?)```\n\n```\n(.*?)```", section, re.DOTALL).groups()
     exec(code, {})
-    found = [line.split() for line in capsys.readouterr().out.splitlines()]
+    got = [line.split() for line in capsys.readouterr().out.splitlines()]
     said = [line.split() for line in printed.splitlines()]
-    assert [line[:6] for line in found] == [line[:6] for line in said]  # less what XLA needs besides
+    assert [line[:6] for line in got] == [line[:6] for line in said]  # less what XLA needs besides
 
 
-@pytest.mark.parametrize("page", ["coverage.md"])
-def test_tests_named_in_a_page_exist(page):
-    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
-    named = REFERENCE.findall(text)
-    assert named
-    for file, test in named:
-        (path,) = (ROOT / "tests").rglob(file)
-        source = path.read_text(encoding="utf-8")
-        assert not test or f"def {test}(" in source, f"{file}::{test}"
+def test_the_page_of_what_is_covered_is_that_of_the_markers():
+    same = coverage_page.PAGE.read_text(encoding="utf-8") == coverage_page.page()
+    assert same, "Write docs/coverage.md again: python tests/testing/coverage_page.py"
 
 
-def test_every_row_of_the_coverage_has_a_test_or_a_reason():
-    rows = [
-        line.strip("| ").split(" | ")
-        for line in (ROOT / "docs" / "coverage.md").read_text(encoding="utf-8").splitlines()
-        if line.startswith("| ") and not line.startswith("| row |")
-    ]
-    assert len(rows) > 100
-    for row, verdict in rows:
-        assert REFERENCE.search(verdict) or verdict.startswith(("dropped: ", "differs on purpose: ", "section")), row
+def test_a_row_without_a_test_or_a_reason_and_a_marker_without_a_row_are_errors(tmp_path, monkeypatch):
+    rows = tmp_path / "coverage_rows.md"
+    monkeypatch.setattr(coverage_page, "ROWS", rows)
+    monkeypatch.setattr(coverage_page, "marked", lambda: {"1.2 a": ["`test_a.py::test_b`"]})
+    head = "## 1.2 Some\n\n| row | test, or why not |\n|---|---|\n"
+    rows.write_text(head + "| a, b | as a |\n| c | dropped: no |\n")
+    assert coverage_page.page() == head + "| a, b | `test_a.py::test_b`; as a |\n| c | dropped: no |\n"
+    rows.write_text(head + "| a | |\n| b | |\n")
+    with pytest.raises(AssertionError, match="1.2 b has neither a test nor a reason"):
+        coverage_page.page()
+    rows.write_text(head + "| b | dropped: no |\n")
+    with pytest.raises(AssertionError, match="no such rows .*'1.2 a': .*test_a.py::test_b"):
+        coverage_page.page()

@@ -87,6 +87,7 @@ class KillEvaluation(est.Hook):
 # The rules.
 
 
+@pytest.mark.covers("6 higher")
 @pytest.mark.parametrize(
     ("kind", "threshold", "min_steps", "expected"),
     [
@@ -106,6 +107,7 @@ def test_a_threshold_is_passed_in_any_evaluation_from_min_steps_on(tmp_path, kin
     assert stops(hook, estimator) == expected
 
 
+@pytest.mark.covers("6 no increase")
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
@@ -130,6 +132,7 @@ def test_patience_is_counted_from_the_best_evaluation(tmp_path, kind, options, e
     assert stops(hook, estimator) == expected
 
 
+@pytest.mark.covers("6 no increase")
 @pytest.mark.parametrize("values", [[np.nan, 1.0, 0.9, 0.8], [1.0, np.nan, 0.9, np.nan]])
 def test_nan_is_no_improvement_and_reported_once(tmp_path, messages, values):
     estimator = make(tmp_path)
@@ -152,11 +155,13 @@ def test_all_nan_runs_out_of_patience(tmp_path):
     assert not stops(est.stop_if_no_increase_hook(estimator, "loss", 21), estimator)
 
 
+@pytest.mark.covers("6 needs evals")
 def test_nothing_evaluated_stops_nothing(tmp_path):
     estimator = make(tmp_path)
     assert not stops(est.stop_if_lower_hook(estimator, "loss", 1e9), estimator)
 
 
+@pytest.mark.covers("6 data source")
 def test_evaluations_are_read_from_eval_dir(tmp_path):
     estimator = make(tmp_path)
     record(estimator, {10: 1.0})
@@ -179,6 +184,7 @@ def test_the_names_of_tensorflow_are_there():
 # When a hook looks.
 
 
+@pytest.mark.covers("6 when checked")
 @pytest.mark.parametrize("secs", [60, None])
 def test_a_function_is_asked_after_the_first_step_and_every_so_many_steps(tmp_path, secs):
     estimator = make(tmp_path)
@@ -188,6 +194,7 @@ def test_a_function_is_asked_after_the_first_step_and_every_so_many_steps(tmp_pa
     assert (len(asked), step_of(estimator), saved_steps(estimator)) == (3, 9, [0, 9])
 
 
+@pytest.mark.covers("6 when checked")
 def test_a_function_is_asked_every_so_many_seconds(tmp_path):
     estimator = make(tmp_path)
     asked = []
@@ -198,6 +205,7 @@ def test_a_function_is_asked_every_so_many_seconds(tmp_path):
     assert step_of(estimator) == 31
 
 
+@pytest.mark.covers("6 effect")
 def test_train_and_evaluate_stops_right_after_an_evaluation_and_knows_that_it_is_the_end(tmp_path):
     class Ends(est.Exporter):
         name = "ends"
@@ -214,12 +222,14 @@ def test_train_and_evaluate_stops_right_after_an_evaluation_and_knows_that_it_is
     assert ends == [(2, False), (4, False), (6, False), (6, True)]
 
 
+@pytest.mark.covers("6 data source")
 def test_with_one_named_evaluation_its_values_are_read(tmp_path):
     estimator = make(tmp_path, table=range(50))
     run(estimator, est.stop_if_higher_hook(estimator, "m", 5), name="test")
     assert step_of(estimator) == 6
 
 
+@pytest.mark.covers("6 errors")
 def test_an_unknown_metric_is_an_error_at_the_first_evaluation(tmp_path):
     estimator = make(tmp_path)
     hook = est.stop_if_higher_hook(estimator, "accuracy", 5)
@@ -238,6 +248,8 @@ def no_decrease(estimator, **options):
 TABLE = [9, 9, 8, 9, 7, 9, 7.5, 9, 6, 9, 6.5, 9, 6.2, 9, 7, 9, 1] + 30 * [9]  # best before it stops: 6, at step 8
 
 
+@pytest.mark.slow
+@pytest.mark.covers("6 a restart", "13 8 early stopping")
 @pytest.mark.parametrize(("kill", "every"), [(KillAt(7), 2), (KillEvaluation(6), 2), (KillEvaluation(12), None)])
 def test_a_killed_training_stops_where_it_would_have(tmp_path, kill, every):
     estimator = make(tmp_path, TABLE, save_checkpoints_steps=3 if every else 2)
@@ -250,6 +262,7 @@ def test_a_killed_training_stops_where_it_would_have(tmp_path, kill, every):
     assert evaluated(restarted) == [2, 4, 6, 8, 10, 12, 14]
 
 
+@pytest.mark.covers("6 a restart")
 def test_evaluations_of_lost_steps_do_not_count(tmp_path):
     estimator = make(tmp_path)
     record(estimator, {100: 1.0, 200: 2.0, 300: 9.0})
@@ -271,6 +284,8 @@ def test_a_training_that_was_stopped_makes_no_more_steps(tmp_path):
 # The best state.
 
 
+@pytest.mark.slow
+@pytest.mark.covers("6 restore best", "13 8 early stopping")
 @pytest.mark.parametrize("max_steps", [None, 13])
 @pytest.mark.usefixtures("users_compiler")
 def test_the_best_variables_are_the_last_ones(tmp_path, max_steps, messages):
@@ -288,6 +303,7 @@ def test_the_best_variables_are_the_last_ones(tmp_path, max_steps, messages):
         assert each.evaluate(lambda: ONE) == metrics
 
 
+@pytest.mark.covers("7 checkpoint GC")
 def test_the_best_is_kept_on_disk_and_no_other(tmp_path):
     estimator = make(tmp_path, TABLE, keep_checkpoint_max=1)
     run(estimator, no_decrease(estimator, restore_best=True))
@@ -314,6 +330,8 @@ def test_the_highest_is_the_best_for_increase(tmp_path):
     assert run(estimator, hook)[0]["m"] == -6.0
 
 
+@pytest.mark.slow
+@pytest.mark.covers("6 restore best")
 def test_towers_restore_their_shards(tmp_path):
     def wrap(model_fn):
         kind = VariableDistribution.SHARDED
@@ -325,6 +343,7 @@ def test_towers_restore_their_shards(tmp_path):
     assert estimator.train(lambda: [ONE] * 2).evaluate(lambda: ONE)["m"] == TABLE[16]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("last", "max_steps", "batches", "restarts"), [(14, None, 100, 2), (14, 14, 14, 2), (9, None, 9, 1)]
 )
@@ -373,6 +392,7 @@ def test_another_hook_may_evaluate(tmp_path):
     assert estimator.evaluate(lambda: ONE)["m"] == 7.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("step", "during_evaluation"), [(10, True), (10, False), (11, False)])
 def test_a_training_that_is_preempted_restores_and_evaluates_nothing(tmp_path, step, during_evaluation):
     class Preempt(est.Hook):
@@ -397,6 +417,7 @@ def test_a_training_that_is_preempted_restores_and_evaluates_nothing(tmp_path, s
 # What is refused.
 
 
+@pytest.mark.covers("6 errors")
 @pytest.mark.parametrize(
     ("name", "arguments", "error", "message"),
     [
@@ -423,6 +444,7 @@ def test_arguments_are_checked(tmp_path, name, arguments, error, message):
         getattr(est, name)(make(tmp_path) if estimator is None else estimator, *rest)
 
 
+@pytest.mark.covers("6 errors")
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -32,6 +32,7 @@ def count_restores(monkeypatch):
     return restored
 
 
+@pytest.mark.covers("1.4 cost", "13 1 rebuilt and reloaded at every call")
 def test_ten_evaluations_trace_once_compile_once_and_read_once(tmp_path, monkeypatch, caplog):
     make(tmp_path).train(endless, steps=2)
     restored = count_restores(monkeypatch)
@@ -134,6 +135,8 @@ def test_a_newer_checkpoint_written_during_training_is_not_taken_for_ones_own(tm
 # input_fn.
 
 
+@pytest.mark.slow
+@pytest.mark.covers("1.6 returns")
 @pytest.mark.parametrize(
     ("input_fn", "batches"),
     [
@@ -157,6 +160,7 @@ def test_a_dict_is_one_batch(tmp_path):
     assert list(make(tmp_path, model_fn).predict(lambda: {"a": ones, "b": ones})) == [2, 2]
 
 
+@pytest.mark.covers("1.6 args injected")
 def test_input_fn_gets_what_it_names(tmp_path):
     seen = []
 
@@ -180,6 +184,7 @@ def test_input_fn_gets_what_it_names(tmp_path):
 # The rest of the surface.
 
 
+@pytest.mark.covers("1.2 get_variable_names", "1.2 get_variable_value", "1.2 latest_checkpoint")
 def test_variables_can_be_read_by_name(tmp_path):
     estimator = make(tmp_path)
     for read in (estimator.get_variable_names, lambda: estimator.get_variable_value("w")):
@@ -196,6 +201,7 @@ def test_variables_can_be_read_by_name(tmp_path):
         estimator.get_variable_value("v")
 
 
+@pytest.mark.covers("1.2 get_variable_value", "13 20 numpy_input_fn")
 def test_several_variables_can_be_read_at_once(tmp_path):
     def model_fn(features, labels, mode):
         with est.variable_scope("dense"):
@@ -227,6 +233,7 @@ def test_several_variables_can_be_read_at_once(tmp_path):
             estimator.get_variable_value(given)
 
 
+@pytest.mark.covers("1.2 eval_dir")
 def test_eval_dir(tmp_path):
     estimator = make(tmp_path)
     assert estimator.eval_dir() == f"{tmp_path}/eval"
@@ -251,6 +258,7 @@ def test_pinning_the_checkpoint_in_use_reads_nothing_anew(tmp_path, monkeypatch)
     assert restored == []
 
 
+@pytest.mark.covers("1.1 model_dir")
 def test_model_dir_rules(tmp_path, messages):
     a, b = str(tmp_path / "a"), str(tmp_path / "b")
     assert est.Estimator(Linear(), a).model_dir == a
@@ -266,12 +274,14 @@ def test_model_dir_rules(tmp_path, messages):
         assert any(f"Using temporary folder as model directory: {made}" in m for m in messages())
 
 
+@pytest.mark.covers("1.1 statelessness")
 def test_a_moved_model_dir_is_the_same_model(tmp_path):
     before = make(tmp_path / "a").train(endless, steps=2).evaluate(times(1))
     (tmp_path / "a").rename(tmp_path / "b")
     assert make(tmp_path / "b").evaluate(times(1)) == before
 
 
+@pytest.mark.covers("1.1 params", "1.2 model_dir")
 def test_params_are_copied(tmp_path):
     def model_fn(features, mode, params):
         return est.EstimatorSpec(mode, predictions=features * params["by"]["factor"])
@@ -285,6 +295,7 @@ def test_params_are_copied(tmp_path):
     assert make(tmp_path).params == {}
 
 
+@pytest.mark.covers("1.1 model_fn required", "1.2 model_dir")
 def test_properties(tmp_path):
     model_fn = Linear()
     estimator = make(tmp_path, model_fn, seed=3)
@@ -293,6 +304,7 @@ def test_properties(tmp_path):
     assert model_fn.modes == []
 
 
+@pytest.mark.covers("1.2 export_savedmodel")
 @pytest.mark.parametrize(
     ("owner", "name", "message"),
     [
@@ -319,6 +331,7 @@ def test_a_name_that_is_not_there_tells_what_is(tmp_path, owner, name, message):
     assert copy.copy(owners["estimator"]).model_dir == str(tmp_path)
 
 
+@pytest.mark.covers("1.2 model_dir")
 def test_model_fn_has_the_params_already(tmp_path):
     def model_fn(features, mode, params, config):
         params["factor"] *= config.seed  # its own copy
@@ -333,6 +346,7 @@ def test_model_fn_has_the_params_already(tmp_path):
         make(tmp_path, first.model_fn, params={"factor": 4.0})
 
 
+@pytest.mark.covers("1.1 config")
 def test_a_config_of_a_subclass_is_kept_and_logged(tmp_path, messages):
     @dataclasses.dataclass(frozen=True)
     class Mine(est.RunConfig):
@@ -343,6 +357,7 @@ def test_a_config_of_a_subclass_is_kept_and_logged(tmp_path, messages):
     assert f"Using config: {estimator.config}" in messages()
 
 
+@pytest.mark.covers("1.1 model_fn signature inspection")
 def test_params_that_the_model_fn_takes_but_nobody_gives_are_a_warning(tmp_path, messages):
     def needs(features, mode, params):
         raise AssertionError
@@ -358,6 +373,7 @@ def test_params_that_the_model_fn_takes_but_nobody_gives_are_a_warning(tmp_path,
     assert warning in messages()
 
 
+@pytest.mark.covers("1.1 model_fn required", "1.1 config")
 def test_bad_constructor_arguments(tmp_path):
     with pytest.raises(ValueError, match="model_fn must be provided to Estimator"):
         est.Estimator(None, tmp_path)

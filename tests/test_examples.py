@@ -4,6 +4,7 @@ import functools
 import os
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 
@@ -20,7 +21,7 @@ def run(example: str, *args: str) -> tuple[str, str]:
     env |= {"XLA_FLAGS": ""} if example in AS_USERS_COMPILE else {}
     env |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"}
     done = subprocess.run(
-        [sys.executable, f"examples/{example}", *args],
+        [sys.executable, example if example.startswith("-m") else f"examples/{example}", *args],
         cwd=ROOT,
         env=env,
         capture_output=True,
@@ -55,6 +56,7 @@ EXAMPLES = {
     "flax_module.py": [2],
     "resume.py": [2],
     "serve.py": [2],
+    "test_my_model.py": [2, 4],
     "haiku_equinox.py": [2],
     "hooks.py": [2],
     "train_and_evaluate.py": [2],
@@ -162,9 +164,10 @@ def test_digits_draw_what_they_read(trained):
     assert max(map(len, stdout.splitlines())) <= 80
 
 
-@pytest.mark.parametrize(
-    "example", sorted(EXAMPLES.keys() - {"block_sync.py", "two_processes.py"})
-)  # which train several times
+SEVERAL_RUNS = {"block_sync.py", "two_processes.py", "test_my_model.py"}
+
+
+@pytest.mark.parametrize("example", sorted(EXAMPLES.keys() - SEVERAL_RUNS))
 def test_the_log_shows_training_and_nothing_of_orbax(trained, example):
     _, stderr = trained(example, EXAMPLES[example][-1])
     assert "_train.py" in stderr
@@ -233,6 +236,13 @@ def test_processes_train_what_one_does(processes):
     variables = {f"{layer}/{kind}" for layer in ("hidden", "logits") for kind in ("bias", "kernel")}
     assert differences.keys() == {"the losses", "the predictions", "global_step"} | variables
     assert max(map(float, differences.values())) < 1e-5
+
+
+def test_the_tests_of_a_model_pass_and_show_what_is_wrong(tmp_path):
+    copy = shutil.copy(ROOT / "examples" / "test_my_model.py", tmp_path)  # away from the conftest.py of these tests
+    stdout, _ = run("-mpytest", "-s", copy)
+    assert "4 passed" in stdout
+    assert re.search(r"^2 towers differ from one in training step 1:\n  the loss: \S+ in 2 towers, ", stdout, re.M)
 
 
 def test_processes_that_cannot_train_end_with_an_error():

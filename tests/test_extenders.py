@@ -16,6 +16,8 @@ import estimator as est
 from estimator.export import PredictOutput, RegressionOutput
 from replicate import TowerOptimizer
 
+pytestmark = pytest.mark.covers("11 add_metrics")
+
 ROWS = 7
 FEATURES = {
     "x": np.arange(ROWS, dtype=np.float32),
@@ -107,6 +109,7 @@ def extended(estimator):
     return est.forward_features(est.add_metrics(estimator, metric_fn), "id")
 
 
+@pytest.mark.covers("13 17 add_metrics loses params; replicate_model_fn's limits")
 def test_the_new_estimator_is_the_same_model_elsewhere_described(tmp_path):
     """model_dir, params and config are shared, training goes on, and predictions are what they were."""
     before = make(tmp_path, model_fn, {"factor": 2.0}, seed=5)
@@ -242,6 +245,7 @@ def test_extending_goes_together_with_towers_in_any_order(tmp_path, compose):
         assert_close(one, other)
 
 
+@pytest.mark.covers("12 EVAL predictions")
 def test_metric_fn_sees_the_predictions_of_all_towers_at_once(tmp_path):
     """In TensorFlow it saw those of the first tower alone."""
     shapes = []
@@ -258,6 +262,7 @@ def test_metric_fn_sees_the_predictions_of_all_towers_at_once(tmp_path):
 # Params.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrap", [lambda f: f, lambda f: replicate(f, 2)], ids=["plain", "replicated"])
 def test_a_model_fn_may_change_its_params_for_itself_alone(tmp_path, wrap):
     """It runs once in init, again in each mode, for each shape, and after `compute_gradients`."""

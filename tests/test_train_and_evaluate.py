@@ -56,6 +56,7 @@ class Ends(est.Hook):
 # When.
 
 
+@pytest.mark.covers("5 mechanism")
 def test_an_evaluation_follows_each_checkpoint_but_the_first_and_the_last_state_has_one(tmp_path):
     estimator = make(tmp_path, save_checkpoints_steps=10)
     metrics, exports = run(estimator, max_steps=22)
@@ -64,6 +65,7 @@ def test_an_evaluation_follows_each_checkpoint_but_the_first_and_the_last_state_
     assert (metrics["global_step"], exports) == (22, [])
 
 
+@pytest.mark.covers("5 first checkpoint")
 def test_the_checkpoint_that_a_training_goes_on_from_is_not_evaluated(tmp_path):
     estimator = make(tmp_path, save_checkpoints_steps=10)
     estimator.train(times(10))
@@ -71,6 +73,7 @@ def test_the_checkpoint_that_a_training_goes_on_from_is_not_evaluated(tmp_path):
     assert evaluated(estimator) == [20, 30]
 
 
+@pytest.mark.covers("5 mechanism", "13 3 evaluation tied to checkpoints")
 @pytest.mark.parametrize("config", [{}, {"save_checkpoints_steps": None, "save_checkpoints_secs": None}])
 def test_evaluations_may_be_at_multiples_of_steps_whatever_is_saved(tmp_path, config):
     estimator = make(tmp_path, **config)
@@ -92,6 +95,7 @@ def test_evaluations_see_the_variables_of_their_step(tmp_path):
         assert seen[step]["loss"] == other.evaluate(times(2))["loss"]
 
 
+@pytest.mark.covers("5 mechanism")
 @pytest.mark.usefixtures("users_compiler")
 def test_evaluating_does_not_change_the_training_nor_start_its_input_anew(tmp_path):
     calls = []
@@ -107,6 +111,7 @@ def test_evaluating_does_not_change_the_training_nor_start_its_input_anew(tmp_pa
     np.testing.assert_array_equal(estimator.get_variable_value("w"), other.get_variable_value("w"))
 
 
+@pytest.mark.covers("5 throttle_secs")
 def test_throttle_secs_leaves_out_all_but_the_first_and_the_last(tmp_path, messages):
     for every in (None, 5):
         estimator = make(tmp_path / str(every), save_checkpoints_steps=10)
@@ -115,12 +120,14 @@ def test_throttle_secs_leaves_out_all_but_the_first_and_the_last(tmp_path, messa
     assert "Skip the evaluation at step 20 due to throttle secs." in messages()
 
 
+@pytest.mark.covers("5 start_delay_secs")
 def test_start_delay_secs_delays_nothing(tmp_path):
     estimator = make(tmp_path)
     run(estimator, max_steps=1, eval_spec=est.EvalSpec(times(1), start_delay_secs=1e6))
     assert evaluated(estimator) == [1]
 
 
+@pytest.mark.covers("5 order at a save", "5 early stop from listener")
 def test_listeners_are_called_before_the_evaluation_and_one_may_stop_after_it(tmp_path):
     class Stop(est.hooks.CheckpointSaverListener):
         def after_save(self, context, step):
@@ -145,6 +152,7 @@ def test_hooks_of_both_specs_are_called(tmp_path):
 # At what cost.
 
 
+@pytest.mark.covers("5 mechanism", "13 1 rebuilt and reloaded at every call")
 def test_ten_evaluations_compile_once_and_read_no_checkpoint(tmp_path, compilations, monkeypatch):
     class Count(est.Hook):
         def end(self, context):
@@ -166,6 +174,7 @@ def test_ten_evaluations_compile_once_and_read_no_checkpoint(tmp_path, compilati
 # How it ends.
 
 
+@pytest.mark.covers("5 final export flag", "13 6 final export flag")
 @pytest.mark.parametrize("max_steps", [22, None])
 def test_the_end_is_known_to_be_the_end_when_the_input_ends(tmp_path, max_steps):
     exporter = Calls()
@@ -177,6 +186,7 @@ def test_the_end_is_known_to_be_the_end_when_the_input_ends(tmp_path, max_steps)
     assert exports == [f"{tmp_path}/export/calls/15"]
 
 
+@pytest.mark.covers("5 final export flag")
 def test_the_end_is_known_to_be_the_end_at_max_steps(tmp_path):
     seen, exporter = [], Calls()
     estimator = make(tmp_path, save_checkpoints_steps=10)
@@ -200,6 +210,7 @@ def test_exporters_get_a_checkpoint_of_the_step_evaluated(tmp_path):
     assert exporter.calls == [(2, 2, False), (4, 4, False), (5, 5, True)]
 
 
+@pytest.mark.covers("5 return", "13 5 nothing returned when finished")
 def test_a_training_that_had_ended_is_evaluated_and_exported(tmp_path):
     make(tmp_path).train(times(3))
     exporter = Calls()
@@ -236,6 +247,7 @@ def test_after_a_nan_loss_the_newest_checkpoint_is_evaluated(tmp_path):
 # Several.
 
 
+@pytest.mark.covers("5 several eval sets", "13 4 one EvalSpec only")
 @pytest.mark.parametrize("as_dict", [True, False])
 def test_several_evaluations_each_have_their_own_metrics_and_times(tmp_path, as_dict):
     estimator = make(tmp_path)
@@ -262,6 +274,7 @@ def towers(optimizer):
     return model_fn
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("distribution", ["MIRRORED", "SHARED_LOCAL_PARAMETER_SERVER"])
 def test_two_towers_find_what_one_device_finds(tmp_path, distribution):
     one = make(tmp_path / "one", towers(est.Optimizer(optax.sgd(0.01))))
@@ -279,6 +292,7 @@ def test_two_towers_find_what_one_device_finds(tmp_path, distribution):
 # What is refused.
 
 
+@pytest.mark.covers("5 validation of the specs")
 @pytest.mark.parametrize(
     ("kind", "arguments", "error", "message"),
     [
@@ -306,6 +320,7 @@ def test_a_spec_is_checked_when_it_is_made(kind, arguments, error, message):
         kind(**({"input_fn": refuse} | arguments))
 
 
+@pytest.mark.covers("5 validation of the specs")
 @pytest.mark.parametrize(
     ("changed", "error", "message"),
     [

@@ -60,6 +60,8 @@ def classifier(model_dir):
     )
 
 
+@pytest.mark.slow
+@pytest.mark.covers("11 the original's integration test")
 @pytest.mark.parametrize("distribution", VariableDistribution)
 def test_a_classifier_replicated_over_three_towers_is_that_of_one_device(one_device, distribution, tmp_path):
     dnn = classifier(tmp_path)
@@ -77,6 +79,7 @@ def test_a_classifier_replicated_over_three_towers_is_that_of_one_device(one_dev
     assert_close(probabilities, np.stack([row["probabilities"] for row in predicted]))
 
 
+@pytest.mark.slow
 def test_a_network_starts_warm_from_another(one_device, tmp_path):
     first = classifier(tmp_path / "first").train(batches(2))
     dnn = est.DNNClassifier([4], COLUMNS, tmp_path / "second", weight_column="w", warm_start_from=first.model_dir)
@@ -92,6 +95,8 @@ def test_towers_ask_for_a_wrapped_optimizer(tmp_path):
 # Networks.
 
 
+@pytest.mark.slow
+@pytest.mark.covers("11 canned estimators")
 def test_a_network_computes_what_it_says(tmp_path):
     dnn = est.DNNClassifier([4, 3], COLUMNS, tmp_path, n_classes=3, optimizer=sgd(), activation_fn=jnp.tanh)
     dnn.train(batches(1), steps=1)
@@ -174,6 +179,7 @@ def test_the_default_optimizer_of_a_linear_model_takes_the_steps_of_ftrl(tmp_pat
     np.testing.assert_allclose(found, ftrl(rows, LABELS, 0.2, 5), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_many_columns_make_the_default_learning_rate_smaller(tmp_path):
     columns = [fc.numeric_column(f"n{i}") for i in range(36)]
     features = {f"n{i}": np.zeros(2) for i in range(36)}
@@ -211,6 +217,7 @@ def test_a_baseline_of_numbers_learns_their_weighted_mean(tmp_path):
     np.testing.assert_allclose(variables(baseline)["baseline/bias"], mean, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_the_default_steps_are_those_of_adagrad_with_tensorflows_rates(tmp_path):
     gradient = 0.5 - LABELS.mean()
     baseline = est.BaselineClassifier(tmp_path / "baseline").train(batches(1))
@@ -227,6 +234,7 @@ def combined(**kwargs):
     return both | {"linear_optimizer": sgd(), "dnn_optimizer": sgd()} | kwargs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("frozen", ["linear", "dnn"])
 def test_wide_and_deep_have_optimizers_of_their_own(frozen):
     estimator = est.DNNLinearCombinedClassifier(**combined(**{f"{frozen}_optimizer": sgd(0.0)}))
@@ -269,6 +277,8 @@ def test_an_optimizer_may_be_made_in_each_run(tmp_path):
     assert variables(baseline)["baseline/bias"] == pytest.approx(LABELS.mean() - 0.5, rel=1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.covers("11 optimizers by name")
 @pytest.mark.parametrize(
     ("name", "step"),
     [
@@ -290,6 +300,8 @@ def test_optimizers_by_name_make_tensorflows_first_step(tmp_path, name, step):
         assert variables(dead.train(batches(1)))["dnn/logits/bias"] == pytest.approx(-step(gradient, 0.05), rel=1e-4)
 
 
+@pytest.mark.slow
+@pytest.mark.covers("11 DNNLinearCombined with columns of one kind")
 @pytest.mark.parametrize("part", ["linear", "dnn"])
 def test_wide_and_deep_with_one_part_is_that_part(part):
     kwargs = combined(**{f"{'dnn' if part == 'linear' else 'linear'}_feature_columns": None})
@@ -309,6 +321,8 @@ def test_wide_and_deep_with_one_part_is_that_part(part):
 # What training shows.
 
 
+@pytest.mark.slow
+@pytest.mark.covers("11 networks' and linear models' summaries")
 @pytest.mark.parametrize("units", [1, 3])
 def test_training_shows_layers_and_weights(units):
     kwargs = combined(dnn_hidden_units=[4, 3]) | {"n_classes": units if units > 1 else 2}
@@ -420,6 +434,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.covers("11 canned estimators")
 @pytest.mark.parametrize("call, error, message", REFUSED.values(), ids=REFUSED)
 def test_canned_models_say_what_is_wrong(call, error, message):
     with pytest.raises(error, match=message):

@@ -154,6 +154,7 @@ def test_an_unknown_name_is_an_error_with_the_near_ones(tmp_path):
         read(path, "scope/c")
 
 
+@pytest.mark.covers("1.3 structure mismatch on resume", "13 15 names and renames")
 def test_every_difference_is_named_in_one_error(tmp_path):
     state = make_state()
     path = Checkpoints(tmp_path).save(state)
@@ -203,6 +204,7 @@ def test_what_is_not_a_checkpoint_is_an_error(tmp_path, call):
             call(str(path))
 
 
+@pytest.mark.covers("3 model_dir", "7 checkpoint GC")
 @pytest.mark.parametrize(("keep_max", "kept"), [(2, [3, 11]), (None, [1, 2, 3, 11]), (0, 4)])
 def test_the_newest_are_kept(tmp_path, keep_max, kept):
     checkpoints = Checkpoints(tmp_path, keep_max)
@@ -225,6 +227,8 @@ def steps_of(checkpoints):
     return [int(path.rsplit("-")[-1]) for path in checkpoints.paths()]
 
 
+@pytest.mark.slow
+@pytest.mark.covers("3 model_dir", "7 checkpoint GC")
 @pytest.mark.parametrize(
     ("every", "kept"),
     [(None, [8, 9]), (1, list(range(10))), (2, [0, 2, 4, 6, 8, 9]), (2.5, [0, 3, 6, 8, 9]), (100, [0, 8, 9])],
@@ -243,6 +247,7 @@ def test_keep_max_none_keeps_all_whatever_the_hours(tmp_path):
     assert steps_of(checkpoints) == [0, 1, 2, 3]
 
 
+@pytest.mark.covers("7 checkpoint GC")
 def test_a_pinned_checkpoint_stays_until_it_is_unpinned(tmp_path):
     checkpoints = Checkpoints(tmp_path, 2)
     save_at(checkpoints, range(3))

@@ -17,6 +17,8 @@ from estimator.checkpoint import _file_lock
 from estimator.checkpoint._checkpoints import kept
 from estimator.checkpoint._model_dir import LOCK_FILE
 
+pytestmark = pytest.mark.covers("1.1 model_dir")
+
 
 @pytest.fixture(scope="module")
 def processes():

@@ -98,6 +98,8 @@ def settings(source, *args, **kwargs):
 # What is taken.
 
 
+@pytest.mark.slow
+@pytest.mark.covers("8 source")
 def test_a_path_takes_all_trainable_variables_and_nothing_else(tmp_path, source, cold):
     estimator = make(tmp_path, source.model_dir).train(batches, steps=2)
     assert_taken(values(estimator, 0), values(source), cold, TRAINABLE)
@@ -107,6 +109,7 @@ def test_a_path_takes_all_trainable_variables_and_nothing_else(tmp_path, source,
         assert next(rows) == next(source.predict(batches))
 
 
+@pytest.mark.covers("8 source")
 def test_an_older_checkpoint_is_taken_where_its_path_is_given(source, initial):
     state, report, _ = initial["train"](est.WarmStartSettings(f"{source.model_dir}/ckpt-1"))
     older = values(source, 1)["hidden/w"]
@@ -115,6 +118,7 @@ def test_an_older_checkpoint_is_taken_where_its_path_is_given(source, initial):
     assert report.source == f"{source.model_dir}/ckpt-1"
 
 
+@pytest.mark.covers("8 source")
 def test_an_exported_model_is_a_source_too(tmp_path, source, cold, initial):
     path = source.export_model(tmp_path / "base", X)
     for given in (path, tmp_path / "base"):
@@ -134,6 +138,7 @@ def test_an_exported_model_that_is_damaged_is_no_source(tmp_path, source):
         make(tmp_path / "new", path).train(batches, steps=1)
 
 
+@pytest.mark.covers("8 str and list of regexes", "8 global_step")
 @pytest.mark.parametrize(
     ("patterns", "taken"),
     [
@@ -154,6 +159,7 @@ def test_what_patterns_take(source, initial, patterns, taken):
     assert report.used == {name: name for name in taken}
 
 
+@pytest.mark.covers("8 global_step")
 def test_the_step_counts_on_where_it_was_taken(tmp_path, source, messages):
     everything = settings(source, [".*", "global_step"])
     estimator = make(tmp_path / "a", everything).train(batches, max_steps=5)
@@ -163,6 +169,7 @@ def test_the_step_counts_on_where_it_was_taken(tmp_path, source, messages):
     assert "Skipping training since the warm start is at max_steps already." in messages()
 
 
+@pytest.mark.covers("8 rename", "13 15 names and renames")
 @pytest.mark.parametrize("by", ["dict", "function"])
 def test_names_may_have_changed(tmp_path, source, by):
     renames = {"body/w": "hidden/w", "body/b": "hidden/b"}
@@ -178,6 +185,7 @@ def test_names_may_have_changed(tmp_path, source, by):
     assert set(report.used) >= (set() if by == "dict" else slots)
 
 
+@pytest.mark.covers("8 rename")
 def test_one_variable_may_start_two(tmp_path, source):
     warm = settings(source, ".*", {"v": "seen", "seen2": "seen"})
 
@@ -195,6 +203,7 @@ def test_one_variable_may_start_two(tmp_path, source):
 # When.
 
 
+@pytest.mark.covers("8 when")
 def test_training_goes_on_from_its_own_checkpoint(tmp_path, source):
     copy = tmp_path / "source"
     shutil.copytree(source.model_dir, copy)
@@ -205,6 +214,7 @@ def test_training_goes_on_from_its_own_checkpoint(tmp_path, source):
     assert again.warm_start_report is None
 
 
+@pytest.mark.covers("8 when")
 def test_evaluation_and_prediction_start_warm_only_without_a_checkpoint(tmp_path, source):
     want, rows = source.evaluate(batches), list(source.predict(batches))
     estimator = make(tmp_path, source.model_dir)
@@ -217,6 +227,7 @@ def test_evaluation_and_prediction_start_warm_only_without_a_checkpoint(tmp_path
     assert list(estimator.predict(batches)) != rows
 
 
+@pytest.mark.covers("8 when")
 def test_a_mode_that_knows_less_of_the_model_finds_no_fault(source, initial):
     """PREDICT has no slots and no `seen`."""
     slot = "opt/0/trace/hidden/w"
@@ -228,6 +239,7 @@ def test_a_mode_that_knows_less_of_the_model_finds_no_fault(source, initial):
     assert bits(_checkpoints.named_leaves(state)) == bits(_checkpoints.named_leaves(before))
 
 
+@pytest.mark.covers("8 when")
 def test_extended_estimators_start_warm_too(tmp_path, source, caplog):
     caplog.set_level("INFO", logger="absl")
     estimator = make(tmp_path, source.model_dir)
@@ -240,6 +252,8 @@ def test_extended_estimators_start_warm_too(tmp_path, source, caplog):
 # Towers.
 
 
+@pytest.mark.slow
+@pytest.mark.covers("8 differences")
 @pytest.mark.parametrize("mode", ["train", "infer"])
 @pytest.mark.parametrize("distribution", list(VariableDistribution))
 def test_in_towers_a_warm_start_is_what_a_restored_state_is(source, distribution, mode):
@@ -261,6 +275,7 @@ def test_in_towers_a_warm_start_is_what_a_restored_state_is(source, distribution
         assert jnp.array_equal(new, want) if new.dtype == started.key.dtype else (np.asarray(new) == want).all()
 
 
+@pytest.mark.covers("8 differences")
 def test_towers_train_on_from_one_device_and_one_device_from_towers(tmp_path, source, cold):
     sharded = VariableDistribution.SHARDED
     towers = replicate_model_fn(model_fn, devices=cpus(4), variable_distribution=sharded)
@@ -273,6 +288,7 @@ def test_towers_train_on_from_one_device_and_one_device_from_towers(tmp_path, so
 # The report.
 
 
+@pytest.mark.covers("8 differences")
 def test_the_report_names_everything_and_is_logged_once(tmp_path, source, caplog):
     """As a warning where something is missing."""
     caplog.set_level("INFO", logger="absl")
@@ -300,6 +316,7 @@ def test_the_report_names_everything_and_is_logged_once(tmp_path, source, caplog
 # What is refused.
 
 
+@pytest.mark.covers("8 no match", "13 15 names and renames")
 @pytest.mark.parametrize(
     ("patterns", "renames", "message"),
     [
@@ -322,6 +339,7 @@ def test_what_finds_nothing_is_an_error(source, initial, patterns, renames, mess
             initial[mode](settings(source, patterns, renames))
 
 
+@pytest.mark.covers("8 rename")
 def test_a_renamed_variable_that_the_model_has_not_is_an_error(source, initial):
     """TRAIN knows all of the model; in other modes the variable may be one of those that only TRAIN has."""
     warm = settings(source, ".*", {"hiden/w": "hidden/w"})
@@ -333,6 +351,7 @@ def test_a_renamed_variable_that_the_model_has_not_is_an_error(source, initial):
     assert "hiden/w" not in initial["infer"](warm)[1].used
 
 
+@pytest.mark.covers("8 no match")
 def test_an_error_of_a_warm_start_comes_from_the_verbs_and_leaves_nothing(tmp_path, source):
     estimator = make(tmp_path, settings(source, "nowhere"))
     for verb in (estimator.train, lambda fn: list(estimator.predict(fn))):
@@ -341,6 +360,7 @@ def test_an_error_of_a_warm_start_comes_from_the_verbs_and_leaves_nothing(tmp_pa
     assert estimator.latest_checkpoint() is None
 
 
+@pytest.mark.covers("8 differences")
 def test_every_other_shape_or_dtype_is_named(tmp_path, source):
     estimator = make(tmp_path, source.model_dir, {"width": 5, "dtype": jnp.bfloat16})
     with pytest.raises(ValueError, match="Variables to warm-start have other shapes or dtypes in the source") as raised:
@@ -354,6 +374,7 @@ def test_every_other_shape_or_dtype_is_named(tmp_path, source):
     assert advice == "Leave them out by `vars_to_warm_start`, or change the model."
 
 
+@pytest.mark.covers("8 source")
 def test_a_source_without_checkpoint_is_an_error(tmp_path, initial):
     for start in initial.values():
         message = f"Cannot warm-start from '{tmp_path}': it is neither a checkpoint, nor a model_dir that has one"
@@ -363,6 +384,7 @@ def test_a_source_without_checkpoint_is_an_error(tmp_path, initial):
             start(est.WarmStartSettings(f"{tmp_path}/nothing"))
 
 
+@pytest.mark.covers("1.1 warm_start_from")
 @pytest.mark.parametrize("given", [3, ["/tmp/a"], {"ckpt_to_initialize_from": "/tmp/a"}])
 def test_warm_start_from_is_a_path_or_settings(tmp_path, given):
     message = f"warm_start_from must be a string or a WarmStartSettings; got {given!r}"
@@ -370,6 +392,7 @@ def test_warm_start_from_is_a_path_or_settings(tmp_path, given):
         make(tmp_path, given, fn=refuse)
 
 
+@pytest.mark.covers("8 str and list of regexes")
 @pytest.mark.parametrize(
     ("given", "message"),
     [

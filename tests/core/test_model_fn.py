@@ -37,6 +37,7 @@ def predict(model_fn, features=X, params=None, config=None):
 # Arguments.
 
 
+@pytest.mark.covers("1.1 model_fn signature inspection")
 def test_arguments_go_by_name_and_are_optional():
     def plain(features):
         return est.EstimatorSpec("infer", predictions=features)
@@ -69,6 +70,7 @@ def test_arguments_go_by_name_and_are_optional():
     assert (predict(bound) == 7).all()
 
 
+@pytest.mark.covers("1.1 model_fn signature inspection")
 @pytest.mark.parametrize(
     ("model_fn", "params", "message"),
     [
@@ -91,6 +93,7 @@ def test_what_is_no_function_is_an_error():
         est.transform("linear")
 
 
+@pytest.mark.covers("1.1 labels rule")
 def test_labels_for_a_model_fn_that_takes_none_are_an_error(tmp_path):
     def model_fn(features, mode):
         return est.EstimatorSpec(mode, loss=jnp.float32(0), train_op=est.TrainOp())
@@ -104,6 +107,7 @@ def test_labels_for_a_model_fn_that_takes_none_are_an_error(tmp_path):
 # What it returns.
 
 
+@pytest.mark.covers("1.1 model_fn return type")
 @pytest.mark.parametrize("returned", [None, {"loss": 1}, (1, 2)])
 def test_anything_but_a_spec_is_an_error(returned):
     with pytest.raises(
@@ -113,6 +117,7 @@ def test_anything_but_a_spec_is_an_error(returned):
         predict(lambda features, mode: returned)
 
 
+@pytest.mark.covers("2 same graph")
 @pytest.mark.parametrize("mode", ["train", "infer"])
 def test_a_value_of_another_run_is_an_error(mode):
     """TensorFlow: every tensor must be from the same graph."""
@@ -297,6 +302,7 @@ def test_batches_that_do_not_stack_are_trained_on_one_by_one(tmp_path, as_array,
     assert estimator.train(lambda: batches).get_variable_value("w") == 2
 
 
+@pytest.mark.covers("2 train_op of another graph")
 @pytest.mark.parametrize("towers", [None, 1, 2])
 @pytest.mark.parametrize("keeps", ["the first alone", "each", "gradients"])
 def test_a_train_op_of_another_run_is_an_error(keeps, towers):
@@ -318,6 +324,7 @@ def test_a_train_op_of_another_run_is_an_error(keeps, towers):
         model.train_step(model.init(jax.random.key(0), x), x)
 
 
+@pytest.mark.covers("2 train_op type")
 @pytest.mark.parametrize("towers", [None, 2])
 def test_a_group_of_nothing_is_a_train_op_that_changes_nothing(towers):
     def model_fn(features, labels, mode):

@@ -12,6 +12,7 @@ def saving(config):
     return config.save_checkpoints_steps, config.save_checkpoints_secs
 
 
+@pytest.mark.covers("3 model_dir")
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
@@ -36,6 +37,7 @@ def test_other_defaults():
     assert (config.save_summary_steps, config.keep_checkpoint_every_n_hours) == (100, None)
 
 
+@pytest.mark.covers("3 read-only")
 def test_one_process_is_the_chief(monkeypatch):
     config = RunConfig()
     assert (config.is_chief, config.process_index, config.process_count) == (True, 0, 1)
@@ -44,10 +46,12 @@ def test_one_process_is_the_chief(monkeypatch):
     assert (config.is_chief, config.process_index, config.process_count) == (False, 2, 4)
 
 
+@pytest.mark.covers("3 model_dir")
 def test_zero_summary_steps_are_none():
     assert RunConfig(save_summary_steps=0).save_summary_steps is None
 
 
+@pytest.mark.covers("3 model_dir")
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -87,6 +91,7 @@ def test_a_bad_value_is_an_error_that_names_field_and_value(given, message):
         RunConfig().replace(**given)
 
 
+@pytest.mark.covers("3 model_dir")
 @pytest.mark.parametrize(
     "field",
     [
@@ -107,6 +112,7 @@ def test_model_dir_may_be_a_path_object():
     assert RunConfig(model_dir=pathlib.Path("/a") / "b").model_dir == "/a/b"
 
 
+@pytest.mark.covers("3 replace")
 def test_replace_switches_between_steps_and_secs():
     config = RunConfig(save_checkpoints_steps=10)
     assert saving(config.replace(seed=3)) == (10, None)
@@ -115,6 +121,7 @@ def test_replace_switches_between_steps_and_secs():
     assert saving(RunConfig().replace(save_checkpoints_steps=None)) == (None, None)
 
 
+@pytest.mark.covers("3 replace")
 def test_replace_leaves_the_original_and_the_subclass_alone():
     @dataclasses.dataclass(frozen=True)
     class Mine(RunConfig):
@@ -125,11 +132,13 @@ def test_replace_leaves_the_original_and_the_subclass_alone():
     assert (config.seed, replaced) == (0, Mine(seed=4, extra=2))
 
 
+@pytest.mark.covers("3 replace")
 def test_replace_of_an_unknown_field_lists_the_fields():
     with pytest.raises(ValueError, match=r"Replacing `sede` is not supported. .*'seed'.*sede=1"):
         RunConfig().replace(sede=1)
 
 
+@pytest.mark.covers("3 session_config")
 @pytest.mark.parametrize(
     ("field", "advice"),
     [
@@ -152,6 +161,7 @@ def test_fields_of_tensorflow_alone_name_what_does_the_same(field, advice):
         RunConfig().replace(**{field: 3})
 
 
+@pytest.mark.covers("3 read-only")
 @pytest.mark.parametrize(
     ("name", "advice"),
     [("task_type", "`is_chief`"), ("num_worker_replicas", "`process_count`"), ("master", "nothing: there are no sess")],

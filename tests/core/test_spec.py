@@ -27,12 +27,14 @@ def test_modes_equal_the_strings_of_tensorflow():
     assert est.EstimatorSpec("infer", predictions=ONE).mode is PREDICT
 
 
+@pytest.mark.covers("2 unknown mode", "13 16 silent acceptances")
 @pytest.mark.parametrize("mode", ["bogus", "predict", "TRAIN", None, 3])
 def test_an_unknown_mode_is_an_error(mode):
     with pytest.raises(ValueError, match=rf"mode must be one of 'train', .*; got {mode!r}\."):
         make(mode)
 
 
+@pytest.mark.covers("2 loss")
 def test_what_each_mode_requires():
     assert est.EstimatorSpec(TRAIN, loss=ONE, train_op=est.TrainOp()).predictions == {}
     assert est.EstimatorSpec(EVAL, loss=ONE).eval_metric_ops == {}
@@ -54,6 +56,7 @@ def test_every_field_may_be_given_in_every_mode(mode):
     assert len(spec.training_hooks) == 1
 
 
+@pytest.mark.covers("2 loss type")
 @pytest.mark.parametrize("loss", [1.5, np.float32(1.5), np.array([1.5]), jnp.full((1, 1), 1.5)])
 @pytest.mark.parametrize("mode", list(est.ModeKeys))
 def test_a_loss_of_one_element_becomes_a_scalar(mode, loss):
@@ -62,6 +65,7 @@ def test_a_loss_of_one_element_becomes_a_scalar(mode, loss):
     assert spec.loss.shape == () and spec.loss == 1.5
 
 
+@pytest.mark.covers("2 loss type")
 @pytest.mark.parametrize("mode", list(est.ModeKeys))
 def test_other_losses_are_errors(mode):
     with pytest.raises(ValueError, match=r"Loss must be scalar, given: an array of shape \(2,\)"):
@@ -74,6 +78,7 @@ def test_other_losses_are_errors(mode):
         make(mode, loss=[ONE])
 
 
+@pytest.mark.covers("2 train_op type")
 @pytest.mark.parametrize("train_op", [optax.sgd(0.1), ONE, lambda: None, "adam"])
 def test_a_train_op_that_is_none_is_an_error_with_the_line_to_write(train_op):
     line = r"Write `train_op=est\.Optimizer\(optimizer\)\.minimize\(loss\)`"
@@ -81,6 +86,7 @@ def test_a_train_op_that_is_none_is_an_error_with_the_line_to_write(train_op):
         make(TRAIN, train_op=train_op)
 
 
+@pytest.mark.covers("2 predictions type")
 @pytest.mark.parametrize("mode", list(est.ModeKeys))
 def test_predictions_are_trees_of_arrays(mode):
     tree = {"a": (jnp.ones(2), [np.ones(2)])}
@@ -91,6 +97,7 @@ def test_predictions_are_trees_of_arrays(mode):
         make(mode, predictions="cat")
 
 
+@pytest.mark.covers("2 eval_metric_ops")
 @pytest.mark.parametrize("mode", list(est.ModeKeys))
 def test_metrics_are_a_dict_of_objects_that_merge(mode):
     metric = est.metrics.mean(jnp.ones(2))
@@ -102,12 +109,14 @@ def test_metrics_are_a_dict_of_objects_that_merge(mode):
         make(mode, eval_metric_ops={"a": (ONE, ONE)})
 
 
+@pytest.mark.covers("1.4 reserved names", "2 eval_metric_ops")
 @pytest.mark.parametrize("name", ["loss", "global_step"])
 def test_reserved_names_of_metrics(name):
     with pytest.raises(ValueError, match=f'Metric with name "{name}" is not allowed'):
         make(EVAL, eval_metric_ops={name: est.metrics.mean(jnp.ones(2))})
 
 
+@pytest.mark.covers("2 export_outputs")
 def test_predictions_are_the_default_export():
     predictions = {"y": jnp.ones(2)}
     spec = make(PREDICT, predictions=predictions)
@@ -117,6 +126,7 @@ def test_predictions_are_the_default_export():
     assert make(TRAIN).export_outputs is None
 
 
+@pytest.mark.covers("2 export_outputs")
 def test_a_single_export_is_the_default_too():
     only = export.PredictOutput(ONE)
     spec = make(PREDICT, export_outputs={"mine": only})
@@ -125,6 +135,7 @@ def test_a_single_export_is_the_default_too():
     assert make(PREDICT, export_outputs=both).export_outputs == both
 
 
+@pytest.mark.covers("2 export_outputs")
 def test_bad_exports_are_errors():
     output = export.PredictOutput(ONE)
     with pytest.raises(TypeError, match="`export_outputs` must be dict, given: "):
@@ -138,6 +149,7 @@ def test_bad_exports_are_errors():
         make(PREDICT, export_outputs={"a": output, "b": output})
 
 
+@pytest.mark.covers("2 hooks fields")
 @pytest.mark.parametrize("field", ["training_chief_hooks", "training_hooks", "evaluation_hooks", "prediction_hooks"])
 @pytest.mark.parametrize("mode", list(est.ModeKeys))
 def test_hooks_are_iterables_of_hooks(mode, field):
@@ -151,6 +163,7 @@ def test_hooks_are_iterables_of_hooks(mode, field):
             make(mode, **{field: bad})
 
 
+@pytest.mark.covers("2 scaffold", "13 18 saving_listeners")
 def test_there_is_no_scaffold():
     with pytest.raises(TypeError, match="scaffold"):
         make(TRAIN, scaffold=None)
@@ -161,6 +174,7 @@ def test_is_immutable():
         make(TRAIN).loss = ONE
 
 
+@pytest.mark.covers("2 _replace")
 def test_replace_checks_again_and_keeps_the_mode():
     spec = make(TRAIN)
     assert spec._replace(loss=jnp.float32(3)).loss == 3

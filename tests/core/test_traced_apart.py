@@ -90,12 +90,14 @@ def test_keys_split_before_a_loop_differ():
     assert len(set(run(body).tolist())) == len(X)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("once", ONCE)
 def test_a_key_drawn_in_a_function_that_runs_once_is_that_of_the_model_fn(once):
     derived = (lambda fn: jax.grad(lambda x: jnp.sum(fn(x) * x))) if once == "jax.grad" else lambda fn: fn
     assert_close(run(lambda x: ONCE[once](lambda x: noisy(x), x)), run(lambda x: derived(noisy)(x)), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_loop_within_which_the_model_fn_runs_is_none_of_its_own():
     """Steps in a scan, micro-batches, several models in a vmap."""
 
@@ -112,6 +114,7 @@ def test_a_loop_within_which_the_model_fn_runs_is_none_of_its_own():
     assert len(set(model.train_loop(state, [X, X])[1].loss.tolist())) == 2
 
 
+@pytest.mark.slow
 def test_where_jit_is_off_keys_differ_in_a_loop_and_are_let():
     def body(x):
         return jax.lax.map(lambda row: jax.random.uniform(est.make_rng()) + 0 * row[0], x)
@@ -182,6 +185,7 @@ def test_a_variable_is_not_created_where_it_would_not_exist_outside(where):
 READING = [*LOOPS, *(name for name in ONCE if name != "jax.custom_vjp")]  # which may not close over a variable
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", READING)
 def test_a_variable_got_before_is_read_anywhere(where):
     def body(x):
@@ -297,6 +301,7 @@ def weighted_model_fn(place, steps=1):
     return model_fn
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES)
 def test_weighted_losses_are_those_of_one_big_batch(place):
     """Of any number of rows, in evaluation."""
@@ -319,6 +324,7 @@ def test_weighted_losses_are_those_of_one_big_batch(place):
                     assert_close(*states)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES)
 def test_weighted_losses_in_micro_batches_are_right_or_refused(place):
     (x,), (y,) = regression(8, steps=1)

@@ -97,11 +97,15 @@ def plain_predictions(model_fn):
     return predicting
 
 
+@pytest.mark.slow
+@pytest.mark.covers("9 build_raw_serving_input_receiver_fn")
 def test_batches_of_any_size_give_what_predict_gives(estimator, tmp_path):
     plain = est.Estimator(plain_predictions(model_fn), estimator.model_dir)
     assert_exports_what_it_predicts(plain, tmp_path)
 
 
+@pytest.mark.slow
+@pytest.mark.covers("9 replicated and wrapped model_fns")
 @pytest.mark.parametrize("distribution", list(VariableDistribution))
 def test_a_replicated_model_fn_is_exported_for_one_device(estimator, tmp_path, distribution):
     replicated = replicate_model_fn(plain_predictions(model_fn), devices=cpus(4), variable_distribution=distribution)
@@ -111,6 +115,7 @@ def test_a_replicated_model_fn_is_exported_for_one_device(estimator, tmp_path, d
     assert_close(est.load_exported(path)(features), want)
 
 
+@pytest.mark.covers("9 replicated and wrapped model_fns")
 def test_wrapped_estimators_are_exported_too(estimator, tmp_path):
     def metric_fn(predictions):
         return {"mean": est.metrics.mean(predictions["logits"])}
@@ -121,6 +126,8 @@ def test_wrapped_estimators_are_exported_too(estimator, tmp_path):
     assert sorted(est.load_exported(path)(ANY)) == ["hot", "logits", "x"]
 
 
+@pytest.mark.slow
+@pytest.mark.covers("9 replicated and wrapped model_fns")
 def test_a_model_that_names_the_tower_axis_is_exported(tmp_path):
     class Network(nn.Module):
         @nn.compact
@@ -146,6 +153,7 @@ def test_a_model_that_names_the_tower_axis_is_exported(tmp_path):
     assert_exports_what_it_predicts(towers, tmp_path / "exported", sizes=(1, 7))
 
 
+@pytest.mark.slow
 def test_random_keys_are_those_of_predict(tmp_path):
     def model_fn(features, labels, mode):
         chance = est.get_variable("key", lambda key: key, trainable=False)
@@ -159,6 +167,7 @@ def test_random_keys_are_those_of_predict(tmp_path):
     assert_exports_what_it_predicts(trained_at(tmp_path / "model", model_fn), tmp_path / "exported", sizes=(1, 7))
 
 
+@pytest.mark.covers("9 ServingInputReceiver")
 def test_features_may_be_structs_in_any_nesting(estimator, tmp_path):
     def model_fn(features):
         (a, tree), nothing = features
@@ -176,6 +185,7 @@ def test_features_may_be_structs_in_any_nesting(estimator, tmp_path):
     assert repr(loaded.features).count("b,") == 2
 
 
+@pytest.mark.covers("9 signatures", "9 PredictOutput", "9 ClassificationOutput")
 def test_signatures_have_the_outputs_of_their_kind(model, estimator):
     features = batch(5)
     logits = predicted(estimator, features)["logits"]
@@ -188,6 +198,7 @@ def test_signatures_have_the_outputs_of_their_kind(model, estimator):
     assert_close(model(features, "value"), {"value": logits[:, 0]})
 
 
+@pytest.mark.covers("9 ClassificationOutput")
 def test_the_folder_says_what_it_holds(model, exported):
     with open(os.path.join(exported, "metadata.json"), encoding="utf-8") as file:
         metadata = json.load(file)
@@ -203,6 +214,7 @@ def test_the_folder_says_what_it_holds(model, exported):
     assert {entry["file"] for entry in metadata["signatures"].values()} < set(os.listdir(exported))
 
 
+@pytest.mark.covers("9 CPU and GPU in one file")
 def test_weights_are_arguments_in_a_file_of_numpy(exported, estimator):
     with np.load(os.path.join(exported, "weights.npz"), allow_pickle=False) as weights:
         names = ["variables/w", "variables/net/v", "variables/net/b", "global_step", "key"]
@@ -214,6 +226,7 @@ def test_weights_are_arguments_in_a_file_of_numpy(exported, estimator):
         assert {name: x.shape for name, x in arguments.items()} == {name: weights[name].shape for name in names}
 
 
+@pytest.mark.covers("9 CPU and GPU in one file")
 def test_one_file_is_lowered_for_cpu_and_gpu(exported, estimator, tmp_path):
     assert program_of(exported).platforms == ("cpu", "cuda")
     path = estimator.export_model(tmp_path, ANY, platforms="tpu")
@@ -224,6 +237,7 @@ def test_one_file_is_lowered_for_cpu_and_gpu(exported, estimator, tmp_path):
         est.load_exported(path)
 
 
+@pytest.mark.covers("9 loaded with jax and numpy alone")
 def test_the_readme_loads_the_folder_without_this_library(exported, estimator, tmp_path):
     with open(os.path.join(exported, "README.md"), encoding="utf-8") as file:
         (lines,) = re.findall(r"```python\n(.*?)```", file.read(), re.S)
@@ -261,6 +275,8 @@ def test_each_batch_size_is_compiled_once(model, compilations):
     assert len(compilations) > before
 
 
+@pytest.mark.slow
+@pytest.mark.covers("1.2 export_saved_model", "9 dir")
 def test_an_export_is_called_by_the_time_or_the_next_free_number(estimator, tmp_path, monkeypatch):
     start = int(time.time())
     first = estimator.export_model(tmp_path, ANY)
@@ -275,6 +291,7 @@ def test_an_export_is_called_by_the_time_or_the_next_free_number(estimator, tmp_
     assert not [name for name in os.listdir(tmp_path / "b") if name.startswith("temp")]
 
 
+@pytest.mark.covers("9 dir")
 def test_the_newest_export_of_a_directory_is_loaded(estimator, tmp_path):
     older, newer = (estimator.export_model(tmp_path, ANY) for _ in range(2))
     (tmp_path / "temp-1").mkdir()
@@ -282,6 +299,8 @@ def test_the_newest_export_of_a_directory_is_loaded(estimator, tmp_path):
     assert older < newer == est.load_exported(tmp_path).path
 
 
+@pytest.mark.slow
+@pytest.mark.covers("9 dir")
 def test_an_export_that_fails_leaves_nothing_behind(estimator, tmp_path, monkeypatch):
     word = tmp_path / "word"
     word.write_text("a")
@@ -297,6 +316,7 @@ def test_an_export_that_fails_leaves_nothing_behind(estimator, tmp_path, monkeyp
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.covers("9 assets_extra")
 def test_assets_are_copied(estimator, tmp_path):
     (tmp_path / "words").write_text("cat dog")
     path = estimator.export_model(tmp_path, ANY, assets_extra={"a/vocabulary.txt": tmp_path / "words"})
@@ -304,6 +324,7 @@ def test_assets_are_copied(estimator, tmp_path):
         assert file.read() == "cat dog"
 
 
+@pytest.mark.covers("9 checkpoint")
 def test_a_given_checkpoint_is_exported(estimator, tmp_path):
     path = estimator.export_model(tmp_path, ANY, checkpoint_path=os.path.join(estimator.model_dir, "ckpt-1"))
     assert est.load_exported(path).metadata["global_step"] == 1

@@ -46,6 +46,7 @@ def features(**changes):
     return {"x": np.ones((3, 2), np.float32), "n": np.arange(3, dtype=np.int32)} | changes
 
 
+@pytest.mark.covers("9 receiver fn", "9 assets_extra")
 @pytest.mark.parametrize(
     "example, options, error, match",
     [
@@ -76,11 +77,13 @@ def test_arguments_are_checked_before_anything_is_done(model_dir, tmp_path, exam
     assert not (tmp_path / "base").exists()
 
 
+@pytest.mark.covers("9 checkpoint")
 def test_a_model_that_was_not_trained_is_not_exported(tmp_path):
     with pytest.raises(ValueError, match=f"Couldn't find trained model at {re.escape(str(tmp_path))}. Call `train`"):
         make(tmp_path).export_model(tmp_path / "base", X)
 
 
+@pytest.mark.covers("9 variables not in checkpoint")
 def test_a_variable_that_the_checkpoint_lacks_is_an_error(model_dir, tmp_path):
     def model_fn(features):
         return est.EstimatorSpec("infer", predictions=features @ est.get_variable("v", (2, 1)))
@@ -90,6 +93,7 @@ def test_a_variable_that_the_checkpoint_lacks_is_an_error(model_dir, tmp_path):
     assert not (tmp_path / "base").exists()
 
 
+@pytest.mark.covers("9 build_raw_serving_input_receiver_fn")
 def test_a_model_that_needs_the_number_of_examples_is_exported_for_one(model_dir, tmp_path):
     def model_fn(features):
         return est.EstimatorSpec("infer", predictions=sum(features[i] for i in range(len(features))) + features)
@@ -110,6 +114,7 @@ def test_a_model_that_needs_the_number_of_examples_is_exported_for_one(model_dir
         model(X)
 
 
+@pytest.mark.covers("9 signatures")
 def test_outputs_must_have_names_of_their_own(model_dir, tmp_path):
     for outputs, match in [
         ({"a": {"b": X}, "a/b": X}, "Two arrays are called 'a/b' in what is to be exported"),
@@ -124,6 +129,7 @@ def test_outputs_must_have_names_of_their_own(model_dir, tmp_path):
             exported(model_fn, model_dir, tmp_path, X)
 
 
+@pytest.mark.covers("9 PredictOutput")
 def test_a_tuple_as_a_key_is_joined(model_dir, tmp_path):
     def model_fn(features):
         return est.EstimatorSpec("infer", predictions={("head", "y"): features, ("head", "z"): {"a": features}})
@@ -132,6 +138,7 @@ def test_a_tuple_as_a_key_is_joined(model_dir, tmp_path):
     assert sorted(model(X)) == ["head/y", "head/z/a"]
 
 
+@pytest.mark.covers("9 PredictOutput")
 def test_the_fields_of_a_named_tuple_are_names_of_outputs(model_dir, tmp_path):
     def model_fn(features):
         return est.EstimatorSpec("infer", predictions=Point(features, {"a": 2 * features}))
@@ -143,11 +150,13 @@ def test_the_fields_of_a_named_tuple_are_names_of_outputs(model_dir, tmp_path):
         np.testing.assert_array_equal(got["y/a"], 2 * got["x"])
 
 
+@pytest.mark.covers("9 signatures", "13 16 silent acceptances")
 def test_unknown_signatures_are_an_error(model):
     with pytest.raises(ValueError, match=r"has no signature 'predict'; it has \['serving_default'\]\."):
         model(features(), "predict")
 
 
+@pytest.mark.covers("9 ServingInputReceiver", "9 features of SparseTensors")
 @pytest.mark.parametrize(
     "given, match",
     [
@@ -229,6 +238,7 @@ def whole(model_dir, tmp_path_factory):
     est.load_exported(path)
 
 
+@pytest.mark.covers("9 a damaged export")
 @pytest.mark.parametrize("file", FILES)
 @settings(max_examples=40, deadline=None)
 @given(st.sampled_from([truncated, with_a_bit_flipped]), st.floats(0, 1, exclude_max=True))

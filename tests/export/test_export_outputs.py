@@ -102,6 +102,7 @@ def test_all_outputs_need_all(estimator, tmp_path):
     assert len(weights_of(path)) == 6 + 2  # the global step and the key
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "outputs, count, variables, part",
     [

@@ -58,6 +58,7 @@ final = functools.partial(est.FinalExporter, "final", FEATURES)
 best = functools.partial(est.BestExporter, "best", FEATURES)
 
 
+@pytest.mark.covers("7 LatestExporter")
 def test_the_latest_is_exported_each_time(export):
     exporter = latest()
     assert [export(exporter, result) for result in (GOOD, WORSE, NAN)] == ["1000000001", "1000000002", "1000000003"]
@@ -70,6 +71,7 @@ def test_a_result_is_exported_once(export, kind):
     assert export(kind(), {**GOOD, "loss": 0.1}, final=True) == "1000000002"
 
 
+@pytest.mark.covers("7 FinalExporter")
 def test_the_final_one_is_exported_at_the_end_only_and_once(export):
     assert export(final(), GOOD) is None
     assert export(final(), BEST, final=True) == "1000000001"
@@ -97,6 +99,7 @@ def test_what_is_asked_of_the_estimator(export, tmp_path):
 # The best.
 
 
+@pytest.mark.covers("7 BestExporter")
 def test_only_what_is_better_than_the_best_so_far_is_exported(export):
     exporter = best()
     equal = {**GOOD, "global_step": 31}
@@ -104,6 +107,7 @@ def test_only_what_is_better_than_the_best_so_far_is_exported(export):
     assert [export(exporter, r) for r in results] == ["1000000001", "1000000002", None, None, "1000000003", None]
 
 
+@pytest.mark.covers("7 BestExporter", "13 7 BestExporter after a restart")
 def test_a_restart_does_not_export_a_worse_model(export):
     export(best(), GOOD)
     assert export(best(), WORSE) is None
@@ -130,6 +134,7 @@ def test_a_crash_while_the_result_is_written_leaves_the_one_before(export, monke
     assert export(best(), GOOD) == "1000000003"
 
 
+@pytest.mark.covers("7 BestExporter")
 @pytest.mark.parametrize("exporter", [best(), best(compare_fn=lambda best_eval_result, current_eval_result: True)])
 def test_nan_never_wins(export, messages, exporter):
     assert export(exporter, NAN) is None
@@ -156,6 +161,7 @@ def test_a_comparison_gets_arrays_after_a_restart_too(export):
     assert export(best(compare_fn=mean_is_more), {"loss": 1.0, "recall": np.array([0.5, 0.5])}) == "1000000002"
 
 
+@pytest.mark.covers("7 BestExporter")
 def test_a_metric_that_is_not_there_is_an_error_at_the_first_result(export):
     with pytest.raises(KeyError, match="accuracy"):
         export(best(compare_fn=by_accuracy), GOOD)
@@ -166,6 +172,7 @@ def test_a_metric_that_is_not_there_is_an_error_at_the_first_result(export):
 # What is left on disk.
 
 
+@pytest.mark.covers("7 export GC")
 def test_the_newest_exports_are_kept_and_what_is_no_export(export, tmp_path):
     others = ["temp-1000000000", "10000000000", "2024"]
     for name in others:
@@ -175,6 +182,7 @@ def test_the_newest_exports_are_kept_and_what_is_no_export(export, tmp_path):
     assert sorted(os.listdir(tmp_path / "latest")) == sorted([*others, "exported.json", "1000000003", "1000000004"])
 
 
+@pytest.mark.covers("7 export GC")
 def test_five_are_kept_or_all(export, tmp_path):
     for step in range(7):
         for exporter in (best(), latest(exports_to_keep=None)):
@@ -183,6 +191,7 @@ def test_five_are_kept_or_all(export, tmp_path):
     assert len(os.listdir(tmp_path / "latest")) == 7 + 1
 
 
+@pytest.mark.covers("7 export GC")
 def test_an_export_that_can_not_be_deleted_is_warned_of(export, monkeypatch, messages):
     def fail(path):
         raise PermissionError("not yours")
@@ -212,6 +221,7 @@ def test_to_keep_none_is_refused(number):
             kind(exports_to_keep=number)
 
 
+@pytest.mark.covers("7 BestExporter")
 @pytest.mark.parametrize("compare_fn", [None, 3, lambda best, current: True, lambda best_eval_result: True])
 def test_a_comparison_has_two_arguments_of_these_names(compare_fn):
     message = (
@@ -221,6 +231,7 @@ def test_a_comparison_has_two_arguments_of_these_names(compare_fn):
         best(compare_fn=compare_fn)
 
 
+@pytest.mark.covers("7 Exporter")
 def test_an_exporter_has_a_name_and_exports():
     with pytest.raises(TypeError, match="abstract"):
         est.Exporter()
@@ -229,6 +240,8 @@ def test_an_exporter_has_a_name_and_exports():
 # In a training.
 
 
+@pytest.mark.slow
+@pytest.mark.covers("5 export path")
 def test_the_models_of_a_training_are_exported(tmp_path):
     estimator = make(tmp_path)
     exporters = [

@@ -195,6 +195,7 @@ def test_embeddings_begin_as_tensorflow_has_them():
     np.testing.assert_array_equal(found, [[1, 1], [1, 1], [0, 0], [1, 1]])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("buckets, kind", [(1024, jax.Array), (1025, est.IndexedSlices)])
 def test_large_tables_have_sparse_gradients(buckets, kind):
     pets = fc.categorical_column_with_identity("pet", buckets)
@@ -397,6 +398,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.covers("11 feature columns")
 @pytest.mark.parametrize("call, error, message", REFUSED.values(), ids=REFUSED)
 def test_columns_say_what_is_wrong(call, error, message):
     with pytest.raises(error, match=message):

@@ -56,12 +56,14 @@ def precision_recall_area(labels, p, w):
 # What heads compute.
 
 
+@pytest.mark.covers("11 BinaryClassHead")
 @pytest.mark.parametrize("reduction", REDUCED)
 def test_the_loss_is_the_weighted_cross_entropy_as_the_reduction_says(reduction):
     head = est.BinaryClassHead("w", loss_reduction=reduction)
     assert float(head.loss(LABEL, LOGIT, FEATURES)) == close(REDUCED[reduction](CROSS_ENTROPY, W))
 
 
+@pytest.mark.covers("11 BinaryClassHead")
 @pytest.mark.parametrize("w", [W, np.ones(ROWS, np.float32)], ids=["weights", "no weights"])
 def test_binary_metrics_are_those_of_scikit_learn(w):
     head = est.BinaryClassHead("w" if w is W else None, thresholds=[0.25, 0.5])
@@ -82,6 +84,7 @@ def test_binary_metrics_are_those_of_scikit_learn(w):
     assert found == {name: close(value) for name, value in expected.items()}
 
 
+@pytest.mark.covers("11 BinaryClassHead")
 def test_the_baseline_is_that_of_the_more_frequent_class_of_all_batches():
     head = est.BinaryClassHead()
     logits = np.zeros((4, 1), np.float32)
@@ -90,6 +93,7 @@ def test_the_baseline_is_that_of_the_more_frequent_class_of_all_batches():
     assert first.merge(second).result().item() == 5 / 8  # not (3/4 + 1) / 2
 
 
+@pytest.mark.covers("11 BinaryClassHead")
 def test_binary_predictions():
     found = est.BinaryClassHead().predictions(LOGIT)
     both = np.concatenate([1 - P, P], axis=1)
@@ -101,6 +105,7 @@ def test_binary_predictions():
     assert list(est.BinaryClassHead().predictions(LOGIT, ["logits"])) == ["logits"]
 
 
+@pytest.mark.covers("11 MultiClassHead")
 @pytest.mark.parametrize(
     "make", [lambda n: est.MultiClassHead(n_classes=n), lambda n: est.MultiLabelHead(n_classes=n), est.RegressionHead]
 )
@@ -110,6 +115,8 @@ def test_sizes_may_be_numpys_integers(make):
     assert "predictions" in (keys := head.predictions(LOGITS)) or "probabilities" in keys
 
 
+@pytest.mark.slow
+@pytest.mark.covers("11 MultiClassHead")
 def test_sparse_classes_are_made_dense():
     from jax.experimental.sparse import BCOO
 
@@ -118,6 +125,7 @@ def test_sparse_classes_are_made_dense():
     assert head.loss(labels, LOGITS) == head.loss(CLASS, LOGITS)
 
 
+@pytest.mark.covers("11 MultiClassHead")
 def test_a_head_of_several_classes():
     head = est.MultiClassHead(3, "w", loss_reduction=est.Reduction.MEAN)
     p = np.exp(LOGITS) / np.exp(LOGITS).sum(1, keepdims=True)
@@ -131,6 +139,8 @@ def test_a_head_of_several_classes():
     np.testing.assert_array_equal(predictions["all_class_ids"], [[0, 1, 2]] * ROWS)
 
 
+@pytest.mark.slow
+@pytest.mark.covers("11 MultiLabelHead")
 @pytest.mark.parametrize("sparse", [False, True])
 def test_a_head_of_several_labels(sparse):
     head = est.MultiLabelHead(
@@ -164,6 +174,7 @@ def test_a_head_of_several_labels(sparse):
     np.testing.assert_allclose(head.predictions(logits)["probabilities"], p, rtol=1e-5)
 
 
+@pytest.mark.covers("11 RegressionHead")
 @pytest.mark.parametrize("w", [W, np.stack([W, W[::-1], W * W], 1)], ids=["by example", "by number"])
 def test_a_head_of_several_numbers(w):
     head = est.RegressionHead(3, "w", loss_reduction="weighted_sum_by_nonzero_weights")
@@ -179,6 +190,7 @@ def test_a_head_of_several_numbers(w):
     assert list(head.predictions(LOGITS)) == ["predictions"]
 
 
+@pytest.mark.covers("11 PoissonRegressionHead")
 def test_a_poisson_head_has_the_negative_log_likelihood():
     from scipy.stats import poisson
 
@@ -192,6 +204,7 @@ def test_a_poisson_head_has_the_negative_log_likelihood():
     np.testing.assert_array_equal(head.predictions(logits)["logits"], logits)
 
 
+@pytest.mark.covers("11 PoissonRegressionHead")
 def test_a_logistic_head_takes_shares():
     share = P[::-1, 0]
     head = est.LogisticRegressionHead()
@@ -200,6 +213,7 @@ def test_a_logistic_head_takes_shares():
     assert results(head.metrics(share, LOGIT))["prediction/mean"] == close(P.mean())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "head, logits, labels",
     [
@@ -226,6 +240,7 @@ def test_regularization_is_added_and_reported():
     assert "regularization_loss/h" not in head.metrics(LABEL, LOGIT)
 
 
+@pytest.mark.covers("11 loss_fn contract")
 def test_a_loss_fn_takes_the_place_of_the_loss():
     seen = {}
 
@@ -260,6 +275,7 @@ def run(head, mode, logits=LOGIT, labels=LABEL, optimizer=None, **kwargs):
     return spec, state.variables
 
 
+@pytest.mark.covers("11 Head")
 def test_the_spec_of_each_mode():
     head = est.BinaryClassHead("w")
     (predict, _), (evaluated, _) = run(head, "infer"), run(head, "eval")
@@ -272,6 +288,7 @@ def test_the_spec_of_each_mode():
     assert after == {"a": 0, "b": close(-np.mean(W * (P[:, 0] - LABEL)))}
 
 
+@pytest.mark.covers("11 Head")
 def test_a_train_op_fn_gets_the_loss():
     optimizer = est.Optimizer(optax.sgd(1.0))
     _, after = run(est.BinaryClassHead(), "train", train_op_fn=lambda loss: optimizer.minimize(2 * loss))
@@ -286,6 +303,7 @@ EXPORTS = [
 ]
 
 
+@pytest.mark.covers("11 BinaryClassHead")
 @pytest.mark.parametrize("head, logits, signatures", EXPORTS, ids=lambda x: type(x).__name__)
 def test_export_outputs_are_named_as_in_tensorflow(head, logits, signatures):
     spec, _ = run(head, "infer", logits)
@@ -321,6 +339,7 @@ ALL_LOGITS = np.concatenate([LOGIT, LOGITS, LOGITS[:, ::-1], LOGIT / 3], axis=1)
 CUT = {"two": LOGIT, "three": LOGITS, "many": LOGITS[:, ::-1], "number": LOGIT / 3}
 
 
+@pytest.mark.covers("11 MultiHead")
 @pytest.mark.parametrize("logits", [ALL_LOGITS, CUT], ids=["one array", "a dict"])
 def test_several_heads_are_a_weighted_sum_side_by_side(logits):
     head, heads = several()
@@ -346,6 +365,8 @@ def test_several_heads_are_a_weighted_sum_side_by_side(logits):
     assert list(head.predictions(logits, [("number", "predictions")])) == [("number", "predictions")]
 
 
+@pytest.mark.slow
+@pytest.mark.covers("11 MultiHead")
 def test_several_heads_in_an_estimator(tmp_path):
     head, _ = several()
 
@@ -390,6 +411,8 @@ def one_tower(reduction):
     return model_fn, model, state
 
 
+@pytest.mark.slow
+@pytest.mark.covers("11 weights")
 @pytest.mark.parametrize(
     "towers, reduction",
     [(2, "weighted_sum_over_batch_size"), (3, "weighted_sum_by_nonzero_weights"), (8, "weighted_mean")],
@@ -402,6 +425,8 @@ def test_towers_train_as_one_whatever_the_weights(towers, reduction):
     assert_close(got.variables, want.variables)
 
 
+@pytest.mark.slow
+@pytest.mark.covers("11 weights")
 @pytest.mark.parametrize(
     "towers, reduction, rows",
     [(n, "weighted_sum_over_batch_size", ROWS) for n in (1, 2, 3, 8)]
@@ -425,6 +450,8 @@ def shown(model, state, *batch):
     return {name: report.as_value() for name, report in jax.device_get(spec.reported).items()}
 
 
+@pytest.mark.slow
+@pytest.mark.covers("11 heads' summaries in TRAIN: loss/<head>")
 @pytest.mark.parametrize("reduction", ["weighted_sum_over_batch_size", "weighted_sum"])
 def test_training_shows_the_loss_of_each_head_and_of_regularization(reduction):
     model_fn, model, state = one_tower(reduction)
@@ -439,6 +466,7 @@ def test_training_shows_the_loss_of_each_head_and_of_regularization(reduction):
     assert shown(towers, state, ROWS_OF, LABELS) == {name: close(float(value)) for name, value in want.items()}
 
 
+@pytest.mark.covers("11 heads' summaries in TRAIN: loss/<head>")
 @pytest.mark.parametrize(
     ("name", "tags"),
     [(None, {"regularization_loss"}), ("two", {"loss/two", "regularization_loss/two"})],

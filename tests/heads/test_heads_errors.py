@@ -102,6 +102,7 @@ CONSTRUCTED = {
 }
 
 
+@pytest.mark.covers("11 constructor errors")
 @pytest.mark.parametrize("call, error, message", CONSTRUCTED.values(), ids=CONSTRUCTED)
 def test_a_head_says_what_it_cannot_be_made_of(call, error, message):
     with pytest.raises(error, match=message):
@@ -182,6 +183,7 @@ LOSSES = {
 }
 
 
+@pytest.mark.covers("11 Head")
 @pytest.mark.parametrize("args, error, message", LOSSES.values(), ids=LOSSES)
 def test_a_head_says_what_is_wrong_with_a_batch(args, error, message):
     head, *rest = args
@@ -217,6 +219,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.covers("11 Head")
 @pytest.mark.parametrize("kwargs, error, message", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_a_head_needs_one_optimizer_in_train(kwargs, error, message):
     with pytest.raises(error, match=message):

@@ -26,6 +26,7 @@ def unsaved(tmp_path_factory):
 # The ends of a run.
 
 
+@pytest.mark.covers("4 StopAtStepHook", "13 13 low level hooks")
 def test_stop_at_step_counts_anew_in_each_run(tmp_path):
     estimator, hook = make(tmp_path), est.StopAtStepHook(num_steps=3)
     for step in (3, 6):
@@ -41,6 +42,7 @@ def test_stop_at_step_counts_the_batches_of_a_prediction(unsaved):
     assert len(list(unsaved.predict(endless, hooks=[est.StopAtStepHook(num_steps=3)]))) == 3 * len(X)
 
 
+@pytest.mark.covers("4 _StopAtSecsHook")
 def test_stop_at_secs_ends_a_run_without_end(unsaved):
     hook = Noted("other", [])
     unsaved.train(endless, hooks=[est.StopAtSecsHook(0.05), hook])
@@ -48,6 +50,7 @@ def test_stop_at_secs_ends_a_run_without_end(unsaved):
     assert hook.context.global_step >= 1
 
 
+@pytest.mark.covers("4 SecondOrStepTimer")
 @pytest.mark.parametrize(
     ("make_hook", "message"),
     [
@@ -94,6 +97,7 @@ def test_bad_arguments_are_errors(make_hook, message):
 # FinalOpsHook and InMemoryEvaluatorHook.
 
 
+@pytest.mark.covers("4 FinalOpsHook")
 def test_final_ops_are_called_with_the_last_state_of_a_run_that_did_not_fail(unsaved):
     hook = est.FinalOpsHook(lambda context: {"step": context.state.global_step, "w": context.state.variables["w"]})
     unsaved.train(times(3), hooks=[hook])
@@ -103,6 +107,7 @@ def test_final_ops_are_called_with_the_last_state_of_a_run_that_did_not_fail(uns
     assert hook.final_ops_values is None
 
 
+@pytest.mark.covers("4 InMemoryEvaluatorHook")
 @pytest.mark.usefixtures("users_compiler")
 def test_evaluations_in_memory_are_those_of_the_checkpoints(tmp_path, compilations):
     estimator = make(tmp_path, save_checkpoints_steps=1, keep_checkpoint_max=None)
@@ -145,6 +150,7 @@ def read_events(path):
     return found
 
 
+@pytest.mark.covers("4 StepCounterHook")
 def test_step_counter_reports_steps_and_examples_per_second(unsaved, tmp_path, messages):
     writer = Writer()
     hooks = [est.StepCounterHook(2, summary_writer=writer), est.StepCounterHook(2, output_dir=tmp_path)]
@@ -160,6 +166,7 @@ def test_step_counter_reports_steps_and_examples_per_second(unsaved, tmp_path, m
     assert len(lines) == 8 and all(re.fullmatch(r"global_step/sec: \S+, examples/sec: \S+", line) for line in lines)
 
 
+@pytest.mark.covers("4 StepCounterHook")
 def test_step_counter_takes_seconds(unsaved):
     hook = est.StepCounterHook(None, every_n_secs=1e-9, summary_writer=(writer := Writer()))
     unsaved.train(endless, hooks=[hook], steps=300)
@@ -170,6 +177,7 @@ def test_step_counter_takes_seconds(unsaved):
 # LoggingTensorHook.
 
 
+@pytest.mark.covers("4 LoggingTensorHook")
 def test_values_are_logged_at_the_first_step_and_every_n_from_there(tmp_path, messages):
     estimator = make(tmp_path, logging_model_fn)
     hook = est.LoggingTensorHook({"z": "loss", "a": "seen"}, every_n_iter=3)
@@ -213,6 +221,7 @@ def logging_model_fn(features, labels, mode):
     return est.EstimatorSpec(mode, y, loss, train_op, training_hooks=hooks)
 
 
+@pytest.mark.covers("4 LoggingTensorHook")
 @pytest.mark.parametrize("towers", [0, 2])
 def test_values_given_in_the_model_fn_are_logged_by_its_hooks(tmp_path, messages, towers):
     model_fn = replicate_model_fn(logging_model_fn, devices=cpus(towers)) if towers else logging_model_fn
@@ -227,6 +236,7 @@ def test_values_given_in_the_model_fn_are_logged_by_its_hooks(tmp_path, messages
     assert known == "2" and float(half) == pytest.approx(float(loss) / 2, rel=1e-4) and float(loss) < 4
 
 
+@pytest.mark.covers("4 LoggingTensorHook")
 @pytest.mark.parametrize("interval", [{}, {"every_n_iter": 3}])
 def test_at_end_the_values_of_the_last_step_are_logged(unsaved, messages, interval):
     hook = est.LoggingTensorHook(["loss"], at_end=True, formatter=lambda values: f"<{values['loss']:.6g}>", **interval)
@@ -258,6 +268,7 @@ def nan_at(step, bad=np.nan):
     return lambda: [(X * (bad if i == step else 1), Y) for i in range(1, 8)]
 
 
+@pytest.mark.covers("1.3 NaN guard", "4 NanTensorHook")
 @pytest.mark.parametrize("steps_per_loop", [1, 4])
 def test_a_nan_loss_may_end_the_training_without_an_error_or_a_checkpoint(tmp_path, messages, steps_per_loop):
     estimator = make(tmp_path, save_checkpoints_steps=2, keep_checkpoint_max=None, steps_per_loop=steps_per_loop)
@@ -274,6 +285,7 @@ def test_a_nan_loss_may_end_the_training_without_an_error_or_a_checkpoint(tmp_pa
     ]
 
 
+@pytest.mark.covers("1.3 NaN guard")
 def test_a_nan_loss_is_an_error_by_default_and_with_the_hook(tmp_path):
     for i, hooks in enumerate(([], [est.NanTensorHook("loss")])):
         estimator = make(tmp_path / str(i), save_checkpoints_steps=1, keep_checkpoint_max=None)
@@ -284,6 +296,7 @@ def test_a_nan_loss_is_an_error_by_default_and_with_the_hook(tmp_path):
         assert saved_steps(estimator) == [0, 1, 2]
 
 
+@pytest.mark.covers("1.3 NaN guard", "13 9 NaN in checkpoints")
 def test_an_infinite_loss_is_no_nan(unsaved):
     other = Noted("other", [])
     with pytest.raises(est.NanLossDuringTrainingError, match="at step 4"):  # the step after: inf - inf
@@ -311,6 +324,7 @@ def windows(traces):
     return [(begin[1], end[1]) for begin, end in zip(seen[::2], seen[1::2], strict=True)]
 
 
+@pytest.mark.covers("4 ProfilerHook")
 def test_traces_are_taken_every_so_many_steps_not_of_the_first(unsaved, traces):
     hooks = [traces[1], est.ProfilerHook(save_steps=10, num_steps=3)]
     unsaved.train(times(24), hooks=hooks)
@@ -335,6 +349,7 @@ def test_an_open_trace_is_ended_by_an_error(unsaved, traces):
     assert windows(traces) == [(2, 3)]
 
 
+@pytest.mark.covers("4 ProfilerHook")
 def test_a_trace_is_written_and_never_two_at_once(unsaved, tmp_path, messages):
     hooks = [est.ProfilerHook(save_steps=9, num_steps=n, output_dir=tmp_path / str(n)) for n in (4, 2, 1)]
     unsaved.train(times(6), hooks=hooks)  # would be the steps 4 to 6, 2 to 4, and 1 to 2

@@ -91,6 +91,8 @@ def same(got, want):
         np.testing.assert_allclose(one, other, rtol=1e-6)
 
 
+@pytest.mark.slow
+@pytest.mark.covers("4 SessionRunHook", "13 13 low level hooks")
 def test_values_of_towers_are_those_of_one_big_batch(tmp_path):
     five = np.concatenate([X, X[:1] + 9]), np.concatenate([Y, Y[:1]])
     want = read(reporting_model_fn, tmp_path / "plain", five, "evaluate", "predict")
@@ -107,6 +109,7 @@ def test_values_of_towers_are_those_of_one_big_batch(tmp_path):
     same(read(four, tmp_path / "4", five), want[:2])
 
 
+@pytest.mark.covers("4 SessionRunHook")
 def test_values_have_the_structure_that_was_asked_for(tmp_path):
     estimator = make(tmp_path, small_model_fn, save_checkpoints_steps=None)
     hook = Asking({"a": ["mean", ("loss",)], "b": "rows", "c": None})
@@ -116,6 +119,7 @@ def test_values_have_the_structure_that_was_asked_for(tmp_path):
     assert got["a"][0] == one.got[0][2] == X.mean()
 
 
+@pytest.mark.covers("4 SessionRunHook")
 @pytest.mark.parametrize("run", ["train", "evaluate", "predict"])
 def test_an_unknown_name_is_an_error_even_if_no_one_reads_it(tmp_path, run):
     estimator = make(tmp_path, small_model_fn, save_checkpoints_steps=None)
@@ -178,6 +182,7 @@ def started(monkeypatch):
     return programs
 
 
+@pytest.mark.covers("4 a hook that asks for nothing")
 def test_a_hook_that_asks_for_nothing_waits_for_nothing(tmp_path, waits, started):
     estimator = make(tmp_path, small_model_fn, save_checkpoints_steps=None, steps_per_loop=5)
 
@@ -212,6 +217,7 @@ class Every(est.Hook):
         return f"Every({self.every})"
 
 
+@pytest.mark.covers("4 steps_per_loop")
 @settings(max_examples=200, deadline=None)
 @given(
     hooks=st.lists(st.tuples(st.none() | st.integers(1, 12), st.booleans()), max_size=4),
@@ -257,6 +263,8 @@ def trained(model_dir, steps_per_loop, messages):
     return hooks[0].got, hooks[1].got, losses, log, sorted(p.name for p in model_dir.glob("ckpt-*")), w
 
 
+@pytest.mark.slow
+@pytest.mark.covers("4 steps_per_loop")
 def test_results_calls_and_logs_are_those_of_one_step_at_a_time(tmp_path, messages):
     want = trained(tmp_path / "1", 1, messages)
     assert [step for step, *_ in want[0]] == [7, 14, 21, 28]

@@ -32,6 +32,7 @@ def once(calls, wanted):
 # The moments, and their order.
 
 
+@pytest.mark.covers("1.3 callback order", "4 SessionRunHook")
 def test_the_moments_of_training_come_in_tensorflows_order(tmp_path, calls):
     estimator = make(tmp_path, WithHooks(calls), save_checkpoints_steps=2)
     user = Noted("user", calls)
@@ -56,6 +57,7 @@ def test_the_moments_of_training_come_in_tensorflows_order(tmp_path, calls):
     assert (user.context.stop_reason, user.context.error, user.context.metrics) == ("input", None, None)
 
 
+@pytest.mark.covers("1.4 hook order")
 def test_the_moments_of_evaluation_and_prediction_come_in_tensorflows_order(tmp_path, calls):
     estimator = make(tmp_path, WithHooks(calls))
     user = Noted("user", calls)
@@ -74,6 +76,7 @@ def test_the_moments_of_evaluation_and_prediction_come_in_tensorflows_order(tmp_
     assert (user.context.mode, user.context.stop_reason, user.context.batches) == ("infer", "input", 2)
 
 
+@pytest.mark.covers("12 other spec fields")
 def test_hooks_of_a_replicated_spec_are_called_once(tmp_path, calls):
     """They are made in each run of the model_fn; those of the first are used."""
 
@@ -94,6 +97,7 @@ def test_hooks_of_a_replicated_spec_are_called_once(tmp_path, calls):
     assert [calls.count(f"training.{moment}") for moment in ("begin", "end")] == [1, 1]
 
 
+@pytest.mark.covers("4 SessionRunHook")
 def test_the_state_can_be_read_when_there_is_one(unsaved, calls):
     seen = []
     with pytest.raises(RuntimeError, match=r"There is no state yet: `context.state` can be read from `after_create_"):
@@ -125,6 +129,7 @@ def failing_input_fn():
     raise KeyError("no data")
 
 
+@pytest.mark.covers("1.3 other exception", "13 10 no end and no checkpoint on errors and signals")
 @pytest.mark.parametrize(
     ("moment", "error"),
     [
@@ -149,6 +154,7 @@ def test_end_is_called_whatever_happened_and_knows_it(unsaved, calls, moment, er
         assert last.context.error is raised.value and type(raised.value) is type(error)
 
 
+@pytest.mark.covers("1.5 hooks")
 def test_an_error_in_evaluation_or_prediction_reaches_end(unsaved, calls):
     hook = Noted("user", calls, after_run=failing(ValueError("in after_run")))
     for run in (unsaved.evaluate, lambda *args, **kwargs: list(unsaved.predict(*args, **kwargs))):
@@ -165,6 +171,7 @@ def test_of_two_errors_in_end_the_first_is_raised_and_the_other_logged(unsaved, 
     assert any("failed in its `end`, after the error that ended the run." in message for message in messages())
 
 
+@pytest.mark.covers("1.5 hooks", "13 10 no end and no checkpoint on errors and signals")
 def test_predictions_closed_early_end_their_hooks(unsaved, calls):
     hook = Noted("user", calls)
     predictions = unsaved.predict(endless, hooks=[hook])
@@ -176,6 +183,7 @@ def test_predictions_closed_early_end_their_hooks(unsaved, calls):
     assert (hook.context.stop_reason, hook.context.error) == ("closed", None)
 
 
+@pytest.mark.covers("1.3 stop")
 @pytest.mark.parametrize("steps", [None, 5])
 def test_request_stop_lets_others_see_the_step_and_makes_no_further_one(unsaved, calls, steps):
     stopping = Noted("stopping", calls, after_run=lambda context, values: context.request_stop("enough"))
@@ -186,6 +194,7 @@ def test_request_stop_lets_others_see_the_step_and_makes_no_further_one(unsaved,
     assert other.context.stop_requested
 
 
+@pytest.mark.covers("1.3 stop")
 @pytest.mark.parametrize("moment", ["before_run", "after_run"])
 def test_stop_iteration_in_a_hook_ends_the_run_as_the_end_of_the_input_does(tmp_path, calls, moment):
     hook = Noted("user", calls, **{moment: failing(StopIteration)})
@@ -198,6 +207,7 @@ def test_stop_iteration_in_a_hook_ends_the_run_as_the_end_of_the_input_does(tmp_
 # Checkpoints and their listeners.
 
 
+@pytest.mark.covers("1.3 checkpoints at start", "13 11 redundant checkpoint at each start")
 def test_checkpoints_are_counted_from_where_a_run_starts_and_not_written_twice(tmp_path, calls):
     estimator = make(tmp_path, save_checkpoints_steps=10, keep_checkpoint_max=None)
     listener = NotedListener(calls)
@@ -214,6 +224,7 @@ def test_checkpoints_are_counted_from_where_a_run_starts_and_not_written_twice(t
     assert calls[-1] == "listener.end 38"
 
 
+@pytest.mark.covers("4 CheckpointSaverHook", "13 18 saving_listeners")
 def test_a_listener_stops_the_training_but_not_at_the_first_checkpoint(tmp_path, calls):
     estimator = make(tmp_path, save_checkpoints_steps=2)
     hook = Noted("user", calls)
@@ -224,6 +235,7 @@ def test_a_listener_stops_the_training_but_not_at_the_first_checkpoint(tmp_path,
     assert hook.context.stop_reason == "a checkpoint listener"
 
 
+@pytest.mark.covers("1.3 user saver")
 def test_a_saver_of_the_user_takes_the_place_of_the_configs(tmp_path, calls):
     estimator = make(tmp_path, save_checkpoints_steps=2, keep_checkpoint_max=None)
     own, also = NotedListener([]), NotedListener(calls)
@@ -236,6 +248,7 @@ def test_a_saver_of_the_user_takes_the_place_of_the_configs(tmp_path, calls):
     assert calls == [] and own.calls[-1] == "listener.end 5"
 
 
+@pytest.mark.covers("1.3 user saver")
 def test_of_several_savers_the_first_has_the_listeners(tmp_path, calls):
     savers = [est.CheckpointSaverHook(save_steps=n) for n in (3, 2)]
     estimator = make(tmp_path, save_checkpoints_steps=None, keep_checkpoint_max=None)
@@ -244,6 +257,7 @@ def test_of_several_savers_the_first_has_the_listeners(tmp_path, calls):
     assert [call for call in calls if "after_save 2" in call] == []
 
 
+@pytest.mark.covers("1.3 other exception")
 def test_nothing_is_saved_at_the_end_of_a_run_that_failed(tmp_path, calls):
     estimator = make(tmp_path, save_checkpoints_steps=2)
     fail = Noted("user", calls, after_run=lambda context, values: context.global_step == 3 and refuse())
@@ -262,6 +276,7 @@ class Session:
     def after_create_session(self, session, coord): ...
 
 
+@pytest.mark.covers("1.3 errors")
 @pytest.mark.parametrize("run", ["train", "evaluate", "predict"])
 @pytest.mark.parametrize(
     ("hooks", "message"),
@@ -285,17 +300,20 @@ def test_a_hook_with_the_moment_of_tensorflows_sessions_is_refused():
         type("Mine", (Session, est.Hook), {})
 
 
+@pytest.mark.covers("1.3 errors")
 @pytest.mark.parametrize("listeners", [[object()], est.CheckpointSaverListener(), [est.Hook()]])
 def test_what_is_no_listener_is_refused(unsaved, listeners):
     with pytest.raises(TypeError, match="saving_listeners must be a list of CheckpointSaverListener, given: .*object"):
         unsaved.train(refuse, saving_listeners=listeners)
 
 
+@pytest.mark.covers("1.3 listeners need checkpoints")
 def test_listeners_without_a_saver_are_refused(unsaved):
     with pytest.raises(ValueError, match="There should be a CheckpointSaverHook to use saving_listeners. Please set"):
         unsaved.train(endless, saving_listeners=[est.CheckpointSaverListener()], steps=1)
 
 
+@pytest.mark.covers("4 CheckpointSaverHook")
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -310,6 +328,7 @@ def test_a_saver_needs_one_interval(given, message):
         est.CheckpointSaverHook(**given)
 
 
+@pytest.mark.covers("1.3 user saver")
 def test_a_saver_for_another_directory_is_refused(tmp_path):
     saver = est.CheckpointSaverHook(str(tmp_path / "other"), save_steps=1)
     with pytest.raises(
@@ -332,12 +351,14 @@ def test_a_moment_in_the_past_is_an_error(unsaved):
 # The log.
 
 
+@pytest.mark.covers("1.3 Loss for final step", "1.3 returned info")
 def test_the_loss_of_the_final_step_is_logged(unsaved, messages):
     losses = []
     unsaved.train(times(3), hooks=[Noted("user", [], after_run=lambda context, values: losses.append(values.loss))])
     assert f"Loss for final step: {losses[-1]:.6g}." in messages()
 
 
+@pytest.mark.covers("1.3 Loss for final step")
 def test_without_log_steps_neither_loss_nor_rate_is_logged(tmp_path, messages):
     shown = {}
     for every in (None, 2):

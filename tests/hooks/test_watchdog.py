@@ -57,6 +57,8 @@ class Hanging:
         return np.asarray(features)
 
 
+@pytest.mark.slow
+@pytest.mark.covers("4 watchdog")
 @pytest.mark.parametrize("phase", ["begin", "input", "compile", "step", "checkpoint", "evaluate", "end"])
 def test_the_phase_in_which_a_run_hangs_is_told_with_the_stacks(tmp_path, monkeypatch, path, hang, messages, phase):
     model_fn = Hanging(hang)
@@ -102,6 +104,7 @@ def test_the_phase_in_which_a_run_hangs_is_told_with_the_stacks(tmp_path, monkey
     assert len(set(phases)) == len(phases)  # each is told once
 
 
+@pytest.mark.covers("4 watchdog")
 def test_a_stall_is_told_once(tmp_path, path, hang):
     def input_fn():
         yield X, Y
@@ -134,6 +137,7 @@ def test_predictions_that_no_one_asks_for_are_no_stall(tmp_path, path):
     predictions.close()
 
 
+@pytest.mark.covers("4 watchdog")
 def test_a_stall_raises_in_the_run_where_that_is_asked_for(tmp_path):
     handler = signal.getsignal(signal.SIGURG)
     other = Noted("other", [])

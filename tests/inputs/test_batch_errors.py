@@ -57,6 +57,7 @@ def features_and_labels_apart(i):
     return jax.devices()[1], jax.devices()[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("towers", [0, 1, 2, 4])
 @pytest.mark.parametrize(
     "where", [third_device, changing_devices, mesh_of_four, mesh_of_others, features_and_labels_apart]
@@ -110,6 +111,8 @@ def needs_a(features, labels, mode):
     return est.EstimatorSpec(mode, loss=loss, train_op=TowerOptimizer(optax.sgd(0.01)).minimize(loss))
 
 
+@pytest.mark.slow
+@pytest.mark.covers("1.6 one structure for all batches")
 @pytest.mark.parametrize("verb", ["train", "evaluate", "predict"])
 @pytest.mark.parametrize(("first", "later", "difference"), LATER)
 def test_a_later_batch_that_the_model_fn_cannot_take_is_named(tmp_path, verb, first, later, difference):
@@ -124,6 +127,7 @@ def test_a_later_batch_that_the_model_fn_cannot_take_is_named(tmp_path, verb, fi
     assert raised.value.__cause__ is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", ["train", "evaluate", "predict"])
 @pytest.mark.parametrize("towers", [0, 2])
 def test_errors_of_jax_and_of_dicts_are_explained_too(tmp_path, verb, towers):
@@ -173,6 +177,8 @@ def test_labels_may_come_with_no_features(tmp_path):
     assert estimator.evaluate(times(1, ({}, Y)))["loss"] == pytest.approx(float(Y.var()), rel=1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.covers("1.6 keys of features")
 @pytest.mark.parametrize("towers", [0, 2])
 @pytest.mark.parametrize("keys", [(1, 2), (("a", 1), ("b", 2))])
 def test_keys_of_features_may_be_of_any_kind_that_sorts(tmp_path, towers, keys):
@@ -181,6 +187,7 @@ def test_keys_of_features_may_be_of_any_kind_that_sorts(tmp_path, towers, keys):
     assert len(rows) == 12
 
 
+@pytest.mark.covers("1.6 keys of features")
 @pytest.mark.parametrize("verb", ["train", "evaluate", "predict"])
 @pytest.mark.parametrize(
     "batch", [{1: X, "a": X}, {"x": {None: X, "a": X}}, ({"a": X}, {1: Y, "a": Y}), {"x": [{1: X, "a": X}]}]
@@ -194,6 +201,8 @@ def test_keys_of_several_kinds_are_an_error(tmp_path, verb, batch):
 # An input_fn that returns a batch in the place of batches.
 
 
+@pytest.mark.slow
+@pytest.mark.covers("1.6 arrays given as they are")
 @pytest.mark.parametrize("batch", [(X, Y), {"a": X}, X])
 def test_training_on_one_batch_says_that_it_ends_after_one_step(tmp_path, messages, batch):
     def model_fn(features, labels, mode):
@@ -231,6 +240,7 @@ def pooled(features, labels, mode):
     return est.EstimatorSpec(mode, loss=loss, train_op=est.Optimizer(optax.sgd(0.01)).minimize(loss), predictions=y)
 
 
+@pytest.mark.slow
 def test_many_shapes_are_warned_of_once(tmp_path, messages):
     def input_fn():
         return [({"x": np.ones((4, n), np.float32), "y": Y}, Y[:, 0]) for n in [*range(1, 13), 1, 2]]
@@ -261,6 +271,7 @@ def test_the_warning_has_the_call_that_pads(messages, make_pair, call):
     assert f"`est.inputs.pad_batches(input_fn, {call}`" in said
 
 
+@pytest.mark.slow
 def test_many_numbers_of_rows_have_another_remedy(tmp_path, messages):
     x = np.ones((20, 3), np.float32)
     make(tmp_path, pooled).train(lambda: [({"x": x[:n]}, x[:n, 0]) for n in range(1, 11)])

@@ -163,6 +163,7 @@ def rows(batches):
     return [row for batch in batches for row in batch.tolist()]
 
 
+@pytest.mark.covers("13 2 input position is never saved")
 @given(
     n=st.integers(1, 7),
     sizes=st.tuples(st.integers(1, 9), st.integers(1, 9)),
@@ -189,6 +190,7 @@ def test_rows_go_on_exactly_where_they_were_cut_in_any_batch_size(n, sizes, epoc
         assert other.get_state() == whole.get_state()
 
 
+@pytest.mark.covers("13 2 input position is never saved")
 @pytest.mark.parametrize("seed", [None, 5])
 def test_the_estimator_s_input_resumes_in_the_middle_of_a_shuffled_epoch(seed):
     """Through all layers: pieces made in the thread, their position, and another run from there."""

@@ -166,6 +166,8 @@ def summed(estimator):
     return float(estimator.get_variable_value("sum"))
 
 
+@pytest.mark.slow
+@pytest.mark.covers("1.6 a batch keeps its values")
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("loop", [{"steps_per_loop": 1}, {}, {"steps_per_loop": 7}], ids=["one", "auto", "seven"])
 def test_training_sees_each_batch_as_it_was_yielded(tmp_path, source, loop):
@@ -173,6 +175,8 @@ def test_training_sees_each_batch_as_it_was_yielded(tmp_path, source, loop):
     assert summed(estimator.train(lambda: source(tmp_path))) == TOTAL
 
 
+@pytest.mark.slow
+@pytest.mark.covers("1.6 a batch keeps its values")
 @pytest.mark.parametrize("source", SOURCES)
 def test_evaluation_and_prediction_see_each_batch_as_it_was_yielded(tmp_path, source):
     estimator = make(tmp_path / "m", summing)
@@ -184,6 +188,8 @@ def test_evaluation_and_prediction_see_each_batch_as_it_was_yielded(tmp_path, so
     assert [float(batch.max()) for batch in predicted] == list(range(N))  # those given out stay as they were
 
 
+@pytest.mark.slow
+@pytest.mark.covers("1.6 a batch keeps its values")
 @pytest.mark.parametrize("towers", [1, 2, 4])
 @pytest.mark.parametrize("loop", [1, 7])
 @pytest.mark.parametrize("source", [one_buffer, a_large_buffer, nested])
@@ -233,6 +239,7 @@ def late(features, labels, mode):
     return est.EstimatorSpec(mode, predictions={"seen": seen}, **spec)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", ["train_step", "eval_step", "predict_step", "train_loop", "train_loop of a stack"])
 def test_a_buffer_may_be_written_again_when_a_step_has_been_called(step):
     model = est.transform(late)
@@ -346,6 +353,7 @@ def identity(features, labels, mode):
     return est.EstimatorSpec(mode, loss=loss, train_op=train_op, predictions=features["ids"])
 
 
+@pytest.mark.covers("1.6 int64 and float64")
 @pytest.mark.parametrize("first", [0, 3])
 @pytest.mark.parametrize("verb", ["train", "evaluate", "predict"])
 @pytest.mark.parametrize("towers", [0, 2])

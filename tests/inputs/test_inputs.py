@@ -42,6 +42,7 @@ class Node:
 # call_input_fn
 
 
+@pytest.mark.covers("1.6 args injected")
 def test_input_fn_gets_what_it_names():
     def call(input_fn):
         return call_input_fn(input_fn, "m", "p", "c")
@@ -72,6 +73,7 @@ def test_input_fn_that_needs_other_arguments_is_an_error():
 # batches
 
 
+@pytest.mark.covers("1.5 infinite input", "1.6 returns")
 @pytest.mark.parametrize("x", [np.ones((2, 3)), jnp.ones(2), {"a": np.ones(2)}, {"a": {"b": (1, [2])}}, Node()])
 def test_one_pytree_is_one_batch_of_features(x):
     source = batches(x)
@@ -85,6 +87,7 @@ def test_a_pair_is_one_batch():
     assert list(batches((1, 2))) == [(1, 2)]
 
 
+@pytest.mark.covers("1.6 returns", "1.6 Python iterators")
 @pytest.mark.parametrize("make", [list, iter, lambda x: (e for e in x), collections.deque])
 def test_any_iterable_holds_batches(make):
     elements = [(1, 2), [3, 4], {"x": 5}]
@@ -103,6 +106,7 @@ def test_nothing_is_read_ahead_of_an_endless_generator():
     assert next(count) == 2
 
 
+@pytest.mark.covers("1.6 arity")
 @pytest.mark.parametrize("result", [(1, 2, 3), (1,), [(1, 2, 3)], [[1]]])
 def test_another_length_than_two_is_an_error(result):
     message = r"input_fn should return \(features, labels\) as a len 2 tuple.*got a .* of len [13]"
@@ -138,6 +142,7 @@ def rows(input_fn):
     return [batch.tolist() for batch in input_fn()]
 
 
+@pytest.mark.covers("10 numpy_input_fn")
 def test_the_last_partial_batch_is_kept_unless_dropped():
     x = np.arange(5)
     assert rows(numpy_input_fn(x, None, 2, shuffle=False)) == [[0, 1], [2, 3], [4]]
@@ -145,6 +150,7 @@ def test_the_last_partial_batch_is_kept_unless_dropped():
     assert rows(dropped) == [[0, 1], [2, 3]]
 
 
+@pytest.mark.covers("10 numpy_input_fn")
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_batches_straddle_epochs(shuffle):
     got = rows(numpy_input_fn(np.arange(10), None, 4, num_epochs=2, shuffle=shuffle, seed=1))
@@ -165,12 +171,14 @@ def test_every_row_comes_once_an_epoch(n, batch_size, epochs, shuffle):
     assert all(len(batch) == batch_size for batch in got[:-1])
 
 
+@pytest.mark.covers("10 numpy_input_fn")
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_num_epochs_none_goes_on_forever(shuffle):
     input_fn = numpy_input_fn(np.arange(3), None, 2, num_epochs=None, shuffle=shuffle)
     assert [len(b) for b in itertools.islice(input_fn(), 100)] == [2] * 100
 
 
+@pytest.mark.covers("10 numpy_input_fn")
 def test_features_and_labels_keep_their_rows_and_their_form():
     x, y = {"a": np.arange(6), "b": jnp.arange(12.0).reshape(6, 2)}, {"c": np.arange(6) * 10}
     for features, labels in numpy_input_fn(x, y, 4, shuffle=True)():
@@ -180,6 +188,7 @@ def test_features_and_labels_keep_their_rows_and_their_form():
     assert sorted(features) == ["a", "b"] and labels.tolist() == [0, 1, 2, 3]
 
 
+@pytest.mark.covers("10 numpy_input_fn", "13 20 numpy_input_fn")
 def test_a_seed_repeats_the_order_and_none_does_not():
     seeded = numpy_input_fn(np.arange(100), shuffle=True, seed=3)
     assert rows(seeded) == rows(seeded)
@@ -197,6 +206,7 @@ def test_later_changes_of_the_dict_do_not_matter():
 ONES = np.ones(3)
 
 
+@pytest.mark.covers("10 numpy_input_fn")
 @pytest.mark.parametrize(
     ("args", "error", "message"),
     [

@@ -62,6 +62,8 @@ def numbers(pairs):
     return [round(float(x[0]) * N / 2) for features, _ in pairs for x in features]
 
 
+@pytest.mark.slow
+@pytest.mark.covers("1.6 returns")
 @pytest.mark.parametrize("loader", LOADERS)
 def test_a_grain_loader_is_an_input_fn(tmp_path, loader):
     estimator = make(tmp_path)
@@ -74,6 +76,7 @@ def test_predictions_come_in_the_order_of_a_grain_loader(tmp_path):
     assert [row["x"].tolist() for row in predicted] == [*X.tolist(), *X.tolist()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loader", LOADERS)
 @given(peek=st.booleans(), sizes=st.lists(st.integers(1, 4), min_size=1, max_size=5), more=st.integers(1, 3))
 @settings(max_examples=12, deadline=None)
@@ -139,6 +142,8 @@ def model_fn(features, labels, mode):
     return Linear()(features["x"], labels, mode)
 
 
+@pytest.mark.slow
+@pytest.mark.covers("1.6 returns")
 @pytest.mark.parametrize("pair", [tuple, list], ids=["tf.data", "torch"])
 def test_tensors_of_other_libraries_train_evaluate_and_predict(tmp_path, pair):
     class Loader(Dataset):
@@ -169,6 +174,7 @@ def test_tensors_are_made_arrays_in_the_thread():
     assert features["x"].shape == (5, *X.shape) and labels.shape == (5, *Y.shape)
 
 
+@pytest.mark.covers("1.6 exhausted")
 @pytest.mark.parametrize("verb", ["train", "evaluate", "predict"])
 def test_an_input_fn_is_called_once_and_its_end_ends_the_verb(tmp_path, verb):
     calls = []
@@ -185,6 +191,7 @@ def test_an_input_fn_is_called_once_and_its_end_ends_the_verb(tmp_path, verb):
     assert step_of(estimator) == (4 if verb == "train" else 1)
 
 
+@pytest.mark.covers("1.6 arity")
 @pytest.mark.parametrize("verb", ["train", "evaluate", "predict"])
 @pytest.mark.parametrize(
     ("input_fn", "error", "message"),

@@ -29,6 +29,7 @@ def one(*args, **kwargs):
 # Lengths and values.
 
 
+@pytest.mark.covers("1.6 padded_batch")
 @given(rows=st.lists(st.integers(0, 20), min_size=1, max_size=6), multiple=st.integers(1, 9), value=st.integers(-3, 3))
 @settings(max_examples=60, deadline=None)
 def test_rows_come_first_then_padding_up_to_the_multiple(rows, multiple, value):
@@ -171,6 +172,8 @@ def varying(n=60):
         yield {"x": rows}, np.array([row.mean() for row in rows])
 
 
+@pytest.mark.slow
+@pytest.mark.covers("1.6 padded_batch")
 def test_padding_compiles_few_programs_and_trains_the_same(tmp_path, compilations):
     weights, counts = [], []
     for i, multiple in enumerate((1, 16)):

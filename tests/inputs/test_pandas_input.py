@@ -64,6 +64,7 @@ def test_an_estimator_trains_evaluates_and_predicts_on_a_frame(tmp_path):
     np.testing.assert_allclose(list(estimator.predict(pandas_input_fn(X, shuffle=False))), SERIES, atol=0.1)
 
 
+@pytest.mark.covers("10 pandas_input_fn")
 @pytest.mark.parametrize(
     ("args", "error", "message"),
     [
@@ -92,6 +93,7 @@ def test_bad_arguments_are_errors_at_once(args, error, message):
         pandas_input_fn(**{"x": X, "shuffle": False} | args)
 
 
+@pytest.mark.covers("10 pandas_input_fn")
 def test_without_pandas_it_says_so(monkeypatch):
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(TypeError, match="should not be called without pandas installed. Install it .* numpy_input_fn"):

@@ -76,6 +76,7 @@ def pieces(ready, sizes):
 # Order and bounds.
 
 
+@pytest.mark.covers("10 input thread")
 @given(total=st.integers(0, 30), sizes=st.lists(st.integers(1, 8), min_size=1, max_size=8))
 @settings(max_examples=40, deadline=None)
 def test_pieces_are_the_input_in_its_order(total, sizes):
@@ -87,6 +88,7 @@ def test_pieces_are_the_input_in_its_order(total, sizes):
     assert [piece.size for piece in got] == [len(piece) for piece in expected]
 
 
+@pytest.mark.covers("10 input thread")
 def test_no_more_is_taken_than_was_requested():
     numbers = Counted()
     with Prefetcher(numbers, list, ahead=3) as ready:
@@ -144,6 +146,7 @@ def broken_after_four():
     raise ValueError("from the user's code")
 
 
+@pytest.mark.covers("10 input thread")
 @pytest.mark.parametrize("sizes", [[2, 2, 2], [3, 3], [5]])
 def test_an_error_comes_after_all_batches_from_before_with_its_traceback(sizes):
     with Prefetcher(broken_after_four(), list) as ready:
@@ -211,6 +214,7 @@ def test_closing_ends_the_thread_and_closes_the_input_in_it():
     ready.close()  # once more does nothing
 
 
+@pytest.mark.covers("10 input thread")
 def test_closing_does_not_wait_for_an_input_that_blocks(monkeypatch, messages):
     monkeypatch.setattr(_prefetch, "_SECONDS_TO_END", 0.05)
     blocking, made = Blocking(), []
@@ -238,6 +242,7 @@ def test_the_generator_of_an_input_fn_is_closed_in_the_thread_unless_the_user_ke
     assert kept.closed_by is None and next(mine) == 2
 
 
+@pytest.mark.covers("10 input thread")
 @pytest.mark.parametrize("signal_name", ["SIGINT", "SIGTERM"])
 def test_a_signal_interrupts_the_wait_and_the_process_ends_at_once_though_the_input_blocks(signal_name):
     program = f"""

@@ -110,6 +110,7 @@ def assert_trained_as_dense(got_state, got):
     assert_close((got.loss, got.predictions), (want.loss, want.predictions))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("towers", "convert"), [(1, to_sparse), (2, to_sparse), (4, to_sparse), (8, to_sparse), (4, by_rows)]
 )
@@ -127,6 +128,7 @@ def test_single_sparse_steps_equal_the_dense_run():
     assert_trained_as_dense(state, jax.tree.map(lambda *x: np.stack(x), *specs))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("towers", "rows", "convert"), [(1, 7, to_sparse), (2, 7, by_rows), (4, 7, to_sparse), (8, 8, to_sparse)]
 )
@@ -243,6 +245,7 @@ def test_padding_is_that_of_jax():
     jax.tree.map(np.testing.assert_array_equal, padded(BCOO.fromdense(x)), BCOO.fromdense(x, nse=16))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("towers", "backed"), [(1, on_numpy), (4, lambda tree: tree)], ids=["numpy", "jax"])
 def test_one_program_serves_all_counts_of_a_bucket(towers, backed, compilations):
     counts, more = [9, 13, 16], [10, 16, 12]  # all between 9 and 16
@@ -283,6 +286,7 @@ def test_a_model_that_began_with_dense_batches_pads_the_sparse_ones():
     assert model_fn.traces == traces
 
 
+@pytest.mark.slow
 def test_an_estimator_is_the_same_with_sparse_batches(tmp_path):
     sizes = [(8, 9, 0), (8, 3, 1), (8, 20, 2), (8, 9, 3), (8, 1, 4)]
     results = []
@@ -301,6 +305,7 @@ def test_an_estimator_is_the_same_with_sparse_batches(tmp_path):
     assert_close(results[1], results[0])
 
 
+@pytest.mark.slow
 def test_an_estimator_compiles_once_while_the_count_stays_in_its_bucket(tmp_path, compilations):
     model_fn = Linear()
     config = est.RunConfig(steps_per_loop=2)
@@ -383,6 +388,7 @@ def test_what_cannot_be_a_batch_is_refused(x, error, message):
         model.train_step(None, {**features, "words": x}, labels)
 
 
+@pytest.mark.slow
 def test_stacked_batches_need_their_steps_as_a_batch_dimension():
     features, labels = jax.tree.map(lambda x: jnp.stack([x, x]), batch(8, 9, convert=np.asarray))
     features["words"] = to_sparse(features["words"])
@@ -396,6 +402,7 @@ def test_stacked_batches_need_their_steps_as_a_batch_dimension():
     assert after.global_step == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("towers", [0, 1, 2])
 @pytest.mark.parametrize(("rows", "columns", "entries"), [(2, 1, 1), (2, 1, 2), (4, 3, 1), (6, 1, 5), (2, 2, 0)])
 def test_the_smallest_batches_have_the_layouts_that_the_docs_name(rows, columns, entries, towers):

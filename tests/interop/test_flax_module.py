@@ -119,6 +119,8 @@ def nnx_by_hand(state, batches):
     return jnp.stack(losses), {name: nnx.to_pure_dict(nnx.state(model, kind)) for name, kind in kinds.items()}
 
 
+@pytest.mark.slow
+@pytest.mark.covers("11 model_to_estimator")
 def test_training_a_linen_module_equals_a_hand_written_loop():
     batches = regression(ROWS)
     model = est.transform(net_model_fn("linen", rate=0.5))
@@ -129,6 +131,7 @@ def test_training_a_linen_module_equals_a_hand_written_loop():
     assert_close(after.variables, variables)
 
 
+@pytest.mark.covers("11 model_to_estimator")
 def test_training_an_nnx_model_equals_a_hand_written_loop():
     batches = regression(ROWS)
     model = est.transform(net_model_fn("nnx"))
@@ -161,6 +164,8 @@ def one_big_batch(kind):
     return state, *model.train_loop(state, batches)
 
 
+@pytest.mark.slow
+@pytest.mark.covers("11 flax_module: parameters and statistics")
 @pytest.mark.parametrize("towers", [1, 2, 4])
 @pytest.mark.parametrize("kind", KINDS)
 def test_towers_with_sync_batch_norm_equal_one_big_batch(kind, towers):
@@ -179,6 +184,8 @@ def test_towers_start_as_one_device_does(kind):
     assert_close(started(model).variables, one_big_batch(kind)[0].variables)
 
 
+@pytest.mark.slow
+@pytest.mark.covers("11 flax_module: parameters and statistics")
 @pytest.mark.parametrize("kind", KINDS)
 def test_evaluation_uses_the_statistics_of_training(kind):
     x, y = (each[0, :7] for each in regression(ROWS))
@@ -203,6 +210,8 @@ def test_a_linen_module_must_not_change_its_statistics_in_evaluation():
         model.eval_step(state, x[0], y[0])
 
 
+@pytest.mark.slow
+@pytest.mark.covers("11 flax_module: rngs")
 @pytest.mark.parametrize("kind", KINDS)
 def test_dropout_differs_by_step_and_tower_and_repeats_with_the_seed(kind):
     def model_fn(features, labels, mode):
@@ -226,6 +235,7 @@ def test_dropout_differs_by_step_and_tower_and_repeats_with_the_seed(kind):
     assert (run(1) != masks).any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_computed_in_the_middle_are_those_of_minimize(kind):
     """The model_fn runs twice then; nothing of its first run is left."""
@@ -391,6 +401,7 @@ def test_a_scope_with_reuse_gives_the_same_module_again():
     assert state.variables["tower/net"]["kernel"].shape == (3, 3)
 
 
+@pytest.mark.covers("11 flax_module: rngs")
 def test_streams_of_other_names_get_keys_of_their_own():
     class Noise(nn.Module):
         @nn.compact
@@ -424,6 +435,8 @@ def test_variables_beside_the_module_may_have_its_prefix_if_they_come_first():
     assert got.variables["net/scale"] != 1
 
 
+@pytest.mark.slow
+@pytest.mark.covers("11 flax_module: parameters and statistics")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.usefixtures("users_compiler")
 def test_an_estimator_saves_a_module_by_readable_names_and_goes_on_from_there(kind, tmp_path):
@@ -458,6 +471,7 @@ class Stack(nnx.Module):
         return nnx.vmap(lambda noise, x: noise(x), in_axes=(0, None))(self.noise, x)
 
 
+@pytest.mark.slow
 def test_an_nnx_model_may_stack_and_share_layers():
     batches = regression(ROWS)
     model_fn = model_fn_of(lambda mode: est.flax_module(Stack, "net"))
@@ -478,6 +492,7 @@ def test_an_nnx_model_may_stack_and_share_layers():
     assert len({np.asarray(mask).tobytes() for mask in spec.predictions}) == 4
 
 
+@pytest.mark.covers("11 no hard dependency")
 def test_a_program_without_flax_modules_does_not_import_flax():
     check = "import estimator, sys; sys.exit(any(m in sys.modules for m in ('flax', 'haiku', 'equinox')))"
     assert subprocess.run([sys.executable, "-c", check], timeout=120).returncode == 0

@@ -270,6 +270,7 @@ def test_statistics_changed_in_a_function_that_jax_traces_apart(module):
         model.train_step(model.init(jax.random.key(0), X), X)
 
 
+@pytest.mark.covers("11 no hard dependency")
 def test_flax_is_not_installed(monkeypatch):
     monkeypatch.setitem(sys.modules, "estimator.interop._flax_linen", None)
     monkeypatch.delattr(interop, "_flax_linen", raising=False)

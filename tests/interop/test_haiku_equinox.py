@@ -14,6 +14,8 @@ import estimator as est
 from estimator.core._variables import name_hash
 from replicate import TOWER_AXIS, TowerOptimizer
 
+pytestmark = pytest.mark.covers("11 Haiku")
+
 ROWS = 8
 MLP = hk.transform(lambda x: hk.nets.MLP([4, 1], activation=jnp.tanh)(x)[:, 0])
 
@@ -93,6 +95,7 @@ def test_training_an_equinox_model_equals_a_hand_written_loop():
     assert_close(after.variables["net"], weights)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("forward", [haiku_mlp, equinox_mlp])
 def test_towers_equal_one_big_batch(forward):
     batches = regression(ROWS)
@@ -101,6 +104,7 @@ def test_towers_equal_one_big_batch(forward):
     assert_close((got.variables, got.slots, spec.loss), (want.variables, want.slots, want_spec.loss))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("forward", "name"), [(haiku_mlp, "net/mlp/~/linear_0/w"), (equinox_mlp, "net/layers/0/weight")]
 )
@@ -127,6 +131,7 @@ def normalized(axis):
     return forward
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("towers", [1, 2, 4])
 @jax.numpy_dtype_promotion("standard")  # Haiku's batch norm takes a float to the power of an integer
 def test_a_haiku_batch_norm_over_all_towers_equals_one_big_batch(towers):

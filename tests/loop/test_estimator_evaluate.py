@@ -12,6 +12,7 @@ from testing.metrics import Largest
 import estimator as est
 
 
+@pytest.mark.covers("1.4 returned dict")
 def test_evaluate_returns_plain_numbers(tmp_path):
     def model_fn(features, labels, mode):
         spec = Linear()(features, labels, mode)
@@ -36,6 +37,7 @@ def test_a_step_without_arithmetic_is_evaluated(tmp_path):
     assert make(tmp_path, model_fn).evaluate(times(3)) == {"loss": 0.0, "global_step": 0}
 
 
+@pytest.mark.covers("1.4 steps")
 def test_evaluate_takes_at_most_so_many_batches(tmp_path):
     estimator = make(tmp_path).train(endless, steps=1)
     taken = []
@@ -53,6 +55,7 @@ def test_evaluate_takes_at_most_so_many_batches(tmp_path):
         estimator.evaluate(input_fn, steps=0)
 
 
+@pytest.mark.covers("1.4 loss")
 def test_loss_is_the_mean_of_batch_losses_and_metrics_count_examples(tmp_path):
     def model_fn(features, mode):
         est.get_variable("w", ())
@@ -64,6 +67,7 @@ def test_loss_is_the_mean_of_batch_losses_and_metrics_count_examples(tmp_path):
     assert (results["loss"], results["mean"]) == (1.25, 1.0)
 
 
+@pytest.mark.covers("1.4 checkpoint")
 def test_without_checkpoint_initial_values_are_evaluated_with_a_warning(tmp_path, messages):
     results = make(tmp_path).evaluate(times(1))
     assert results["global_step"] == 0
@@ -73,6 +77,7 @@ def test_without_checkpoint_initial_values_are_evaluated_with_a_warning(tmp_path
     )
 
 
+@pytest.mark.covers("1.4 checkpoint")
 def test_an_older_checkpoint_can_be_evaluated_and_predicted_with(tmp_path):
     estimator = make(tmp_path, save_checkpoints_steps=2).train(endless, steps=4)
     newest = estimator.evaluate(times(1))
@@ -84,6 +89,7 @@ def test_an_older_checkpoint_can_be_evaluated_and_predicted_with(tmp_path):
     assert [row["y"] for row in initial] == [0, 0, 0, 0]
 
 
+@pytest.mark.covers("1.4 checkpoint")
 @pytest.mark.parametrize("verb", ["evaluate", "predict"])
 def test_a_path_that_is_no_checkpoint_is_an_error_at_once(tmp_path, verb):
     estimator = make(tmp_path).train(endless, steps=1)
@@ -94,12 +100,14 @@ def test_a_path_that_is_no_checkpoint_is_an_error_at_once(tmp_path, verb):
     assert estimator.latest_checkpoint() == str(tmp_path / "ckpt-1")
 
 
+@pytest.mark.covers("1.4 loss", "13 12 mean of batch means")
 def test_evaluating_no_batch_is_an_error(tmp_path):
     for estimator in (make(tmp_path), make(tmp_path).train(endless, steps=1)):
         with pytest.raises(ValueError, match="`evaluate` got no batch from input_fn"):
             estimator.evaluate(lambda: [])
 
 
+@pytest.mark.covers("1.4 metrics")
 def test_counts_stay_exact_beyond_what_float32_can_count(tmp_path):
     def model_fn(features, mode):
         est.get_variable("w", ())
@@ -117,6 +125,7 @@ def test_counts_stay_exact_beyond_what_float32_can_count(tmp_path):
     assert results["mean"] == 0.5
 
 
+@pytest.mark.covers("1.4 metrics")
 def test_any_object_with_merge_and_compute_is_a_metric(tmp_path):
     def model_fn(features, mode):
         largest = {"largest": Largest(features.max())}
@@ -127,6 +136,7 @@ def test_any_object_with_merge_and_compute_is_a_metric(tmp_path):
     assert results["largest"] == 5.0 and type(results["largest"]) is float
 
 
+@pytest.mark.covers("1.4 loss", "13 12 mean of batch means")
 def test_loss_may_be_the_mean_over_examples(tmp_path):
     batches = lambda: [(X, Y), (X[:1], Y[:1] + 9)]  # noqa: E731
     by_batches = make(tmp_path).train(times(1), steps=1).evaluate(batches)["loss"]
@@ -136,6 +146,7 @@ def test_loss_may_be_the_mean_over_examples(tmp_path):
     assert by_examples == pytest.approx((4 * first + second) / 5)
 
 
+@pytest.mark.covers("1.4 checkpoint")
 @pytest.mark.parametrize("verb", ["evaluate", "predict"])
 def test_no_checkpoint_may_be_an_error(tmp_path, verb):
     with pytest.raises(ValueError, match="Could not find trained model in model_dir"):

@@ -7,6 +7,7 @@ from testing.estimators import X, endless, make, times
 import estimator as est
 
 
+@pytest.mark.covers("1.5 laziness")
 def test_predict_is_lazy_but_checks_its_arguments_at_once(tmp_path):
     calls = []
 
@@ -27,6 +28,7 @@ def test_predict_is_lazy_but_checks_its_arguments_at_once(tmp_path):
         estimator.predict(input_fn, predict_keys=[])
 
 
+@pytest.mark.covers("1.5 single examples")
 def test_predict_gives_single_examples_or_batches(tmp_path):
     estimator = make(tmp_path).train(endless, steps=1)
     rows = list(estimator.predict(lambda: [X, X[:1]]))
@@ -50,6 +52,7 @@ def test_predictions_may_be_any_tree(tmp_path):
         next(estimator.predict(lambda: X, predict_keys="a"))
 
 
+@pytest.mark.covers("1.5 predict_keys", "13 16 silent acceptances")
 def test_predict_keys(tmp_path):
     estimator = make(tmp_path).train(endless, steps=1)
     for keys in ("y", ["y"], ("y",)):
@@ -59,6 +62,7 @@ def test_predict_keys(tmp_path):
         next(estimator.predict(lambda: X, ["y", "z"]))
 
 
+@pytest.mark.covers("1.5 single examples")
 def test_predictions_of_different_length_are_an_error_row_by_row(tmp_path):
     def model_fn(features, mode):
         return est.EstimatorSpec(mode, predictions={"a": features, "b": features[:1]})
@@ -70,6 +74,7 @@ def test_predictions_of_different_length_are_an_error_row_by_row(tmp_path):
     assert (len(batch["a"]), len(batch["b"])) == (4, 1)
 
 
+@pytest.mark.covers("1.1 labels rule", "1.5 input")
 def test_predict_leaves_labels_out(tmp_path):
     seen = []
 
@@ -85,6 +90,7 @@ def test_predicting_no_batch_yields_nothing(tmp_path):
     assert list(make(tmp_path).train(endless, steps=1).predict(lambda: [])) == []
 
 
+@pytest.mark.covers("1.5 interleaving")
 def test_predictions_may_be_interleaved(tmp_path):
     estimator = make(tmp_path).train(endless, steps=1)
     alone = [row["y"] for row in estimator.predict(lambda: [X, X + 1])]

@@ -16,6 +16,7 @@ from estimator.loop._programs import Programs
 # Training: how many steps.
 
 
+@pytest.mark.covers("1.3 steps", "2 who increments global_step", "13 14 the user increments global_step")
 def test_steps_are_counted_from_where_the_last_call_ended(tmp_path):
     estimator = make(tmp_path)
     assert estimator.train(endless, steps=3) is estimator
@@ -23,6 +24,7 @@ def test_steps_are_counted_from_where_the_last_call_ended(tmp_path):
     assert step_of(estimator.train(endless, steps=4)) == 7
 
 
+@pytest.mark.covers("1.3 steps")
 def test_max_steps_is_absolute(tmp_path):
     estimator = make(tmp_path).train(endless, max_steps=3)
     assert step_of(estimator) == 3
@@ -36,6 +38,7 @@ def test_training_is_skipped_when_max_steps_is_reached(tmp_path, messages):
     assert messages().count("Skipping training since max_steps has already saved.") == 2
 
 
+@pytest.mark.covers("1.1 statelessness", "1.3 auto-resume")
 @pytest.mark.usefixtures("users_compiler")
 def test_a_second_estimator_goes_on_with_variables_and_slots(tmp_path):
     make(tmp_path / "once").train(endless, steps=6)
@@ -60,6 +63,7 @@ def test_training_equals_the_loop_written_by_hand(tmp_path):
     np.testing.assert_allclose(estimator.get_variable_value("w"), w, rtol=1e-5)
 
 
+@pytest.mark.covers("1.3 input ends early")
 def test_input_that_ends_ends_training_with_a_checkpoint(tmp_path):
     estimator = make(tmp_path).train(times(3), steps=10)
     assert saved_steps(estimator) == [0, 3]
@@ -79,6 +83,7 @@ def test_no_more_batches_are_taken_than_steps(tmp_path):
         assert len(taken) == 6
 
 
+@pytest.mark.covers("1.3 input ends early")
 def test_empty_input_warns_and_makes_no_step(tmp_path, messages):
     estimator = make(tmp_path)
     assert estimator.train(lambda: [], steps=2) is estimator
@@ -86,6 +91,7 @@ def test_empty_input_warns_and_makes_no_step(tmp_path, messages):
     assert "Training with estimator made no steps. Perhaps input is empty or misspecified." in messages()
 
 
+@pytest.mark.covers("1.3 errors", "1.4 steps")
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -139,6 +145,7 @@ def test_saving_by_seconds(tmp_path):
     assert saved_steps(estimator.train(endless, steps=3)) == [0, 1, 2, 3]
 
 
+@pytest.mark.covers("1.3 never")
 def test_without_checkpoints_nothing_is_written_and_steps_do_not_accumulate(tmp_path, messages):
     estimator = make(tmp_path, save_checkpoints_steps=None)
     estimator.train(endless, steps=5).train(endless, steps=5)
@@ -158,6 +165,7 @@ def test_without_checkpoints_an_earlier_one_stays_what_it_was(tmp_path):
 # Training: several steps in one program.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps_per_loop", [2, 3, 5, 50])
 def test_steps_per_loop_changes_nothing_but_speed(tmp_path, messages, caplog, steps_per_loop):
     smaller = (X[:2], Y[:2])
@@ -184,6 +192,7 @@ def test_steps_per_loop_changes_nothing_but_speed(tmp_path, messages, caplog, st
         np.testing.assert_allclose(one.get_variable_value(name), several.get_variable_value(name), rtol=2e-5, atol=1e-7)
 
 
+@pytest.mark.covers("3 model_dir")
 def test_no_log_interval_is_no_log_line(tmp_path, messages):
     def step_lines():
         return [m for m in messages() if re.match("loss = .*, step = ", m)]
@@ -194,6 +203,7 @@ def test_no_log_interval_is_no_log_line(tmp_path, messages):
     assert len(step_lines()) == 3
 
 
+@pytest.mark.covers("1.3 log lines: model_fn is called")
 @pytest.mark.parametrize("steps_per_loop", [1, 7, "auto"])
 def test_something_is_logged_before_compiling_and_after_the_first_step(
     tmp_path, messages, compilations, steps_per_loop

@@ -62,6 +62,8 @@ class Asking(est.Hook):
         return ["largest", "loss"]
 
 
+@pytest.mark.slow
+@pytest.mark.covers("1.3 auto-resume")
 @pytest.mark.parametrize(("towers", "steps_per_loop", "stops"), [(1, "auto", [17, 30]), (2, "0.1s", [30])])
 @pytest.mark.usefixtures("users_compiler")
 def test_the_bits_do_not_depend_on_where_a_run_is_cut_nor_on_what_hooks_ask_for(
@@ -79,6 +81,7 @@ def test_the_bits_do_not_depend_on_where_a_run_is_cut_nor_on_what_hooks_ask_for(
     assert [key for key in whole if other[key].tobytes() != whole[key].tobytes()] == []
 
 
+@pytest.mark.covers("1.3 auto-resume")
 @pytest.mark.slow
 @pytest.mark.usefixtures("users_compiler")
 @pytest.mark.parametrize("name", killed_training.RUNS)

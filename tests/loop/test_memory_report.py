@@ -55,6 +55,7 @@ def model_fn_of(net, transform=None, towers=2, **how):
     return replicate_model_fn(model_fn, devices=cpus(towers), tower_transform=transform, **how)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NETS)
 def test_segments_need_at_most_half_the_temporary_bytes_and_train_the_same(name):
     net, shape = NETS[name]

@@ -11,6 +11,8 @@ from testing.processes import Processes
 
 import estimator as est
 
+pytestmark = pytest.mark.covers("1.3 preemption", "13 10 no end and no checkpoint on errors and signals")
+
 
 @pytest.fixture(scope="module")
 def processes():
@@ -137,6 +139,7 @@ def same_bits(a, b):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps_per_loop", [1, 4, "auto"])
 @pytest.mark.usefixtures("users_compiler")
 def test_a_training_ended_by_sigterm_goes_on_as_if_it_had_not_been(tmp_path, steps_per_loop):
@@ -152,6 +155,7 @@ def test_a_training_ended_by_sigterm_goes_on_as_if_it_had_not_been(tmp_path, ste
     assert same_bits(ended.train(rows(), max_steps=20), whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("old", [signal.SIG_DFL, signal.SIG_IGN, lambda *_: None])
 def test_after_every_run_the_old_handler_is_back(tmp_path, old):
     estimator = make(tmp_path)
@@ -245,6 +249,7 @@ def interrupted(error, at):
     return input_fn
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("anew", [False, True], ids=["same Estimator", "new Estimator"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("broken")])
 @pytest.mark.usefixtures("users_compiler")

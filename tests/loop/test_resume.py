@@ -34,6 +34,8 @@ def counter(features, mode):
     return est.EstimatorSpec(mode, loss=loss, train_op=est.Optimizer(optax.sgd(1.0)).minimize(loss))
 
 
+@pytest.mark.slow
+@pytest.mark.covers("1.2 latest_checkpoint")
 @pytest.mark.parametrize("name", ["ckpt-9", "ckpt-9.orbax-checkpoint-tmp", "ckpt-9.removed"])
 def test_what_a_killed_save_left_is_never_loaded(tmp_path, name):
     make(tmp_path, counter).train(lambda: [ONES] * 4)
@@ -63,6 +65,8 @@ def same_bits(a, b):
     return a.keys() == b.keys() and all(a[n].tobytes() == b[n].tobytes() for n in a)
 
 
+@pytest.mark.slow
+@pytest.mark.covers("1.3 seed")
 @pytest.mark.usefixtures("users_compiler")
 def test_the_same_seed_gives_the_same_bits(tmp_path):
     rng = np.random.default_rng(0)
@@ -75,6 +79,7 @@ def test_the_same_seed_gives_the_same_bits(tmp_path):
     assert not same_bits(values(a), values(other))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("users_compiler")
 def test_a_stopped_run_has_the_same_bits_as_one_that_went_on(tmp_path):
     rng = np.random.default_rng(0)
@@ -113,6 +118,8 @@ def assert_last_is_whole(estimator, step):
     assert int(estimator.train(lambda: [ONES]).get_variable_value("global_step")) == step + 1
 
 
+@pytest.mark.slow
+@pytest.mark.covers("13 9 NaN in checkpoints")
 @pytest.mark.parametrize("steps_per_loop", [1, 2, 3, 8])
 @pytest.mark.parametrize(("step", "saved"), [(1, 0), (5, 4), (6, 4)])
 def test_a_nan_loss_ends_training_and_is_not_saved(tmp_path, steps_per_loop, step, saved):
@@ -152,6 +159,8 @@ def test_without_checkpoints_the_error_names_none(tmp_path):
     assert "-1" not in str(raised.value)
 
 
+@pytest.mark.slow
+@pytest.mark.covers("13 9 NaN in checkpoints")
 @pytest.mark.parametrize("steps_per_loop", [1, 2])
 @pytest.mark.parametrize("number", [4, 3])
 def test_a_variable_that_turned_nan_is_not_saved_though_the_loss_is_finite(tmp_path, steps_per_loop, number):

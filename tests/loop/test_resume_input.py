@@ -13,6 +13,8 @@ from testing.estimators import make, step_of
 
 import estimator as est
 
+pytestmark = pytest.mark.covers("13 2 input position is never saved")
+
 N = 12
 
 
@@ -66,6 +68,7 @@ def test_only_three_ways_are_known():
     assert est.RunConfig().resume_input == "position"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps_per_loop", [1, 3])
 @pytest.mark.parametrize(
     ("source", "how", "goes_on"),
@@ -132,6 +135,7 @@ def test_what_was_read_ahead_is_read_again(tmp_path, ends):
     assert seen(new(tmp_path).train(Numbers)) == [1] * N
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("source", "how"), [(Numbers, "position"), (generator, "count")])
 def test_after_the_end_of_the_input_it_begins_anew(tmp_path, source, how):
     for times in (1, 2):

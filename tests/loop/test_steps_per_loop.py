@@ -111,6 +111,8 @@ def of_width(n, count):
     return lambda: [batch] * count
 
 
+@pytest.mark.slow
+@pytest.mark.covers("4 steps_per_loop")
 @pytest.mark.parametrize(("width", "expected"), [(4, [30]), (256, [5] * 6), (2048, [1] * 30)])
 def test_auto_goes_by_the_arithmetic_of_a_step(tmp_path, started, width, expected):
     config = {"save_checkpoints_steps": None, "save_summary_steps": None, "log_step_count_steps": 30}
@@ -129,6 +131,8 @@ def test_auto_leaves_a_step_with_a_loop_of_its_own_alone(tmp_path, started):
     assert started == [1, 1, 1]
 
 
+@pytest.mark.slow
+@pytest.mark.covers("4 SummarySaverHook")
 @pytest.mark.parametrize("towers", [1, 2])
 def test_auto_does_not_count_what_is_shown_now_and_then(tmp_path, started, towers):
     def model_fn(features, labels, mode):
@@ -160,6 +164,8 @@ def test_auto_is_one_where_a_hook_wants_every_step(tmp_path, started):
     assert [step for step, _ in hook.called] == list(range(1, 13))
 
 
+@pytest.mark.slow
+@pytest.mark.covers("12 TPUEstimator: steps per program")
 @pytest.mark.parametrize("steps_per_loop", ["auto", 4, 100, "0.5s"])
 def test_losses_and_variables_are_those_of_one_step_at_a_time(tmp_path, steps_per_loop):
     def run(k):
@@ -191,6 +197,7 @@ class Clock:
         monkeypatch.setattr(_steps_per_loop, "time", types.SimpleNamespace(monotonic=lambda: self.now))
 
 
+@pytest.mark.covers("4 steps_per_loop")
 @pytest.mark.parametrize(("asked", "per_step", "expected"), [("0.2s", 0.001, 128), ("1s", 0.3, 2), ("0.01s", 1.0, 1)])
 def test_a_time_becomes_the_steps_that_fit_into_it(monkeypatch, asked, per_step, expected):
     clock = Clock(monkeypatch)

@@ -75,6 +75,7 @@ def batch(name):
     return labels, outputs.astype(np.float32), rng.integers(0, 3, (4, 3)).astype(np.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reduction", list(Reduction))
 @pytest.mark.parametrize("weights", WEIGHTS, ids=[f"w{i}" for i in range(len(WEIGHTS))])
 @pytest.mark.parametrize("name", ELEMENTWISE)

@@ -68,6 +68,7 @@ def golden_metrics(w, wb, x, y, yb, weight):
     return states | {"weighted_accuracy": metrics.accuracy(y, classes, weight)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("host", [False, True], ids=["jax", "host"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
 def test_metrics_merged_over_batches_match_tensorflow(case, host):
@@ -92,6 +93,7 @@ def rows(seed, num_rows):
     }
 
 
+@pytest.mark.slow
 @hypothesis.given(st.data(), st.booleans())
 @hypothesis.settings(deadline=None, max_examples=15)
 def test_merging_any_split_of_the_rows_in_any_order_is_the_metric_of_all_rows(data, host):
@@ -105,6 +107,7 @@ def test_merging_any_split_of_the_rows_in_any_order_is_the_metric_of_all_rows(da
         np.testing.assert_allclose(got[name], want[name], rtol=2e-5, atol=1e-5, err_msg=name)
 
 
+@pytest.mark.slow
 def test_a_row_of_integer_weight_counts_as_that_many_rows():
     table = rows(3, 20)
     times = table.pop("weight").astype(int)
@@ -114,6 +117,7 @@ def test_a_row_of_integer_weight_counts_as_that_many_rows():
         np.testing.assert_allclose(got[name], want[name], rtol=1e-5, atol=1e-6, err_msg=name)
 
 
+@pytest.mark.slow
 def test_metrics_of_no_rows_are_zero_on_host_and_device():
     states = all_metrics(**rows(0, 0))
     for name, value in results(states).items():

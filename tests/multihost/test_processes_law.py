@@ -61,6 +61,7 @@ def columns(found):
     return [[found[f"[{i}]['{key}']"] for i in range(len(found) // 2)] for key in ("x", "output")]
 
 
+@pytest.mark.covers("5 distributed")
 def test_training_with_evaluations_is_that_of_one(folder, capsys):
     each = [merged(rows) for rows in run_both("testing.scenarios.team_hooks.trained_and_evaluated", folder)]
     alone = merged(said(capsys.readouterr().out.splitlines()))

@@ -20,6 +20,7 @@ def config(cluster, kind, index):
     return json.dumps({"cluster": cluster, "task": {"type": kind, "index": index}})
 
 
+@pytest.mark.covers("3 TF_CONFIG")
 @pytest.mark.parametrize(
     ("cluster", "kind", "index", "addresses", "process_id"),
     [
@@ -36,6 +37,7 @@ def test_the_chief_comes_first_then_the_workers(cluster, kind, index, addresses,
     assert read_tf_config(config(cluster, kind, index)) == Task(addresses, process_id)
 
 
+@pytest.mark.covers("3 TF_CONFIG", "13 19 TF_CONFIG")
 @pytest.mark.parametrize(
     "text",
     [None, "", "{}", '{"task": {"type": "worker", "index": 0}}', '{"task": {"index": "0"}}', '{"cluster": {}}'],
@@ -44,6 +46,7 @@ def test_without_a_cluster_it_tells_of_no_others(text):
     assert read_tf_config(text) is None
 
 
+@pytest.mark.covers("3 TF_CONFIG")
 @pytest.mark.parametrize(
     ("text", "message"),
     [

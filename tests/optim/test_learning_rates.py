@@ -142,6 +142,7 @@ def test_errors_say_which_rates_there_are_and_what_to_write():
         est.set_learning_rate(state_of(adam=inject(optax.adam)(1)), "adam", 0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps_per_loop", [1, 4])
 @pytest.mark.usefixtures("users_compiler")
 def test_a_hook_sets_rates_without_compiling_and_the_run_goes_on_exactly(steps_per_loop, tmp_path, compilations):

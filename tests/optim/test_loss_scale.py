@@ -58,6 +58,7 @@ def scales(model_fn, batches):
     return scales
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("towers", [1, 2, 8])
 @pytest.mark.usefixtures("users_compiler")
 def test_a_loss_scale_changes_no_bit_in_float32(towers):
@@ -78,6 +79,7 @@ def test_a_loss_scale_changes_no_bit_in_float32(towers):
     assert (slots.scale, slots.good_steps) == (2.0**17, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("towers, bad_row", [(None, 0), (1, 3), (2, 4), (8, 5)])
 @pytest.mark.parametrize("value", [np.inf, np.nan])
 @pytest.mark.usefixtures("users_compiler")
@@ -99,6 +101,7 @@ def test_an_update_that_is_not_finite_is_skipped(towers, bad_row, value):
     assert bits(resumed.variables) == bits(want.variables)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("distribution", list(VariableDistribution)[1:])
 def test_wherever_the_variables_live(distribution):
     def run(**where):
@@ -228,6 +231,7 @@ def test_slots_are_found_under_the_scale():
     assert all(entry == (["mu", "nu"], 5) for entry in seen)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("users_compiler")
 def test_a_checkpoint_holds_the_scale(tmp_path):
     loss_scale = est.DynamicLossScale(initial_scale=64.0, growth_interval=2)

@@ -57,6 +57,7 @@ def message(variable, tower, step):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("towers, row, tower", [(1, 3, 0), (2, 5, 1), (8, 5, 5)])
 @pytest.mark.parametrize("value", [np.inf, np.nan])
 @pytest.mark.usefixtures("users_compiler")
@@ -78,6 +79,7 @@ def test_a_skipped_step_changes_no_bit(towers, row, tower, value):
     assert bits(resumed.variables) == bits(model.train_step(before, ROWS)[0].variables)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("towers", [1, 8])
 @pytest.mark.usefixtures("users_compiler")
 def test_without_bad_gradients_training_is_the_same(towers):
@@ -92,6 +94,7 @@ def test_without_bad_gradients_training_is_the_same(towers):
     np.testing.assert_array_equal(spec.train_op.skipped, [False] * 3)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("users_compiler")
 def test_a_loop_skips_its_bad_steps_alone():
     model, state = started(8, "skip")
@@ -103,6 +106,7 @@ def test_a_loop_skips_its_bad_steps_alone():
     assert bits(got.variables) == bits(want.variables)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("distribution", list(VariableDistribution)[1:])
 @pytest.mark.usefixtures("users_compiler")
 def test_wherever_the_variables_live(distribution, tmp_path):
@@ -119,6 +123,7 @@ def test_wherever_the_variables_live(distribution, tmp_path):
         estimator.train(lambda: [ROWS, with_row(5, np.inf), ROWS])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("towers, row, tower", [(1, 3, 0), (2, 5, 1), (8, 5, 5)])
 def test_raise_names_step_tower_and_variable(towers, row, tower):
     model, state = started(towers, "raise")
@@ -241,6 +246,7 @@ def test_a_loss_scale_shrinks_in_a_skipped_step(towers, parts):
     assert est.skipped_steps(after) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("users_compiler")
 def test_sparse_gradients_are_looked_at_and_unscaled_as_dense_ones():
     def fn(features, labels, mode, loss_scale=None):
@@ -285,6 +291,7 @@ def train(tmp_path, on_nan, batches, towers=8, **config):
     return estimator.train(lambda: batches)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [{}, {"steps_per_loop": 3}])
 def test_skipping_goes_on_and_is_logged_once_per_look(tmp_path, messages, config):
     batches = [with_row(5, np.nan) if i in (4, 5, 7) else ROWS for i in range(12)]
@@ -319,6 +326,7 @@ def test_a_loss_that_is_nan_with_finite_gradients_still_stops(tmp_path):
         estimator.train(lambda: [ROWS])
 
 
+@pytest.mark.slow
 def test_on_nan_can_be_switched_on_and_off_in_one_model_dir(tmp_path):
     """By any number of towers: the count lives in the checkpoint, and stays there as long as it is looked after."""
     bad = [with_row(5, np.nan)]

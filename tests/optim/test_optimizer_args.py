@@ -107,6 +107,7 @@ CASES = [(name, *[(2, "sum"), (4, "mean")][i % 2]) for i, name in enumerate(OPTI
 CASES += [("sam", towers, "mean") for towers in (None, 1, 8)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, towers, reduction", CASES)
 def test_every_argument_is_that_of_the_whole_batch(name, towers, reduction):
     model_fn = model_fn_of(OPTIMIZERS[name][0](), reduction)
@@ -139,6 +140,7 @@ def test_through_the_estimator(tmp_path):
     assert_close(got, by_hand("backtracking", "mean")[0][-1], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group", ["backtracking", "sam"])
 def test_on_some_of_the_variables(group):
     """Towers equal one device, and the group does not know of the other's variables."""

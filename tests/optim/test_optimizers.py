@@ -54,6 +54,7 @@ WRAPPED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "optimizer, towers, reduction",
     [(name, *[(2, "sum"), (4, "mean"), (2, "mean"), (4, "sum")][i % 4]) for i, name in enumerate(WRAPPED)],
@@ -63,6 +64,7 @@ def test_what_optax_wraps_trains_as_on_one_device(optimizer, towers, reduction):
     assert_same_training(model_fn, replicate(model_fn, towers, reduction), regression(8, steps=4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("towers", [1, 8])
 def test_one_of_everything(towers):
     inner = optax.multi_transform(
@@ -202,6 +204,7 @@ def gan_model_fn(reduction="mean", reverse=False):
     return model_fn
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("towers, reduction", [(1, "mean"), (2, "sum"), (4, "mean")])
 def test_a_gan(towers, reduction):
     """The order of its two updates does not matter, since all gradients are taken at the values of the start."""
@@ -214,6 +217,7 @@ def test_a_gan(towers, reduction):
     assert set(state.slots["generator"][0].trace) == {"generator/w", "generator/b"}
 
 
+@pytest.mark.slow
 def test_a_gan_through_the_estimator(tmp_path):
     """Trained on two towers, stopped, and trained further on four."""
     x, y = regression(8, steps=4)

@@ -93,6 +93,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "towers", "distribution"), CASES)
 def test_evaluation_prediction_and_export_are_at_the_point_that_the_optimizer_says(
     tmp_path, kind, towers, distribution

@@ -15,6 +15,8 @@ from testing.processes import Processes
 from estimator.runtime import _uninterrupted
 from estimator.runtime._uninterrupted import compile_first, uninterrupted
 
+pytestmark = pytest.mark.covers("1.3 preemption")
+
 
 @pytest.fixture(autouse=True)
 def default_handler():

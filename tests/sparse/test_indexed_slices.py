@@ -28,6 +28,7 @@ def expected(gradient, reduction):
     return rows, [reduce(values[indices == row], axis=0) for row in rows]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
 @pytest.mark.parametrize("compiled", [False, True], ids=["at once", "jit"])
 @pytest.mark.parametrize(
@@ -105,6 +106,7 @@ def batches(steps=2, ids=3):
     return ids, RNG.normal(size=(steps, 8)).astype(np.float32)
 
 
+@pytest.mark.slow
 def test_the_sum_in_towers_trains_as_the_gradient_itself():
     assert_same_training(changed_model_fn(None), replicate(changed_model_fn("sum"), 4), batches())
 
@@ -158,6 +160,7 @@ def gathered(model_fn):
     return sorted(re.findall(r"= (\w+)\[[\d,]*\]\S* all-gather(?:-start)?\(", program))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [{"lengths": (9, 9)}, {"lengths": (9, 30)}, {"two_losses": True}, {"accumulate_steps": 2}],
@@ -171,6 +174,7 @@ def test_tables_with_ids_of_their_own_gather_both():
     assert gathered(two_tables((9, 9), own_ids=True)) == ["f32", "f32", "s32", "s32"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("towers", [1, 2, 8])
 def test_tables_that_share_their_ids_train_as_dense_ones_do(towers):
     assert_same_training(two_tables((9, 30), dense=True), replicate(two_tables((9, 30)), towers), batches())

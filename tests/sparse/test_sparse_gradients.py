@@ -81,6 +81,7 @@ def dense_training(optimizer):
     return state, *model.train_loop(state, (ids, labels))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "towers, optimizer", [(2, "sgd"), (1, "adagrad"), (2, "adagrad"), (4, "adagrad"), (8, "adagrad")]
 )
@@ -106,6 +107,7 @@ def test_a_plain_optimizer_that_moves_every_row_gets_the_dense_gradient_and_says
     assert "`est.lazy(...)`" in message
 
 
+@pytest.mark.slow
 def test_the_global_norm_is_clipped_as_that_of_the_dense_gradient(messages):
     clipped = optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.5))
     want, got = (two_tables_model_fn(make, clipped) for make in (dense, sparse))
@@ -144,6 +146,7 @@ def adam(gradient, step, mu, nu):
     return -0.1 * mean / (np.sqrt(variance) + 1e-8), mu, nu
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("towers", [None, 2])
 @pytest.mark.parametrize(
     "optimizer, update, slots",
@@ -198,6 +201,7 @@ def whole_tables(model_fn, rows):
     return set(operations) - {"parameter", "get-tuple-element"}, sums
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", [optax.adagrad(0.1), est.lazy(optax.adam(0.1))], ids=["adagrad", "lazy adam"])
 @pytest.mark.parametrize("towers", [1, 2])
 @pytest.mark.usefixtures("users_compiler")
@@ -231,6 +235,7 @@ SEEN_WHOLE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", SEEN_WHOLE)
 def test_a_table_that_is_seen_whole_or_looked_up_in_another_trace_has_a_dense_gradient(how):
     kinds = []
@@ -260,6 +265,7 @@ def test_a_table_that_is_seen_whole_or_looked_up_in_another_trace_has_a_dense_gr
 # In the hands of a model_fn.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("towers", [1, 2])
 def test_a_model_fn_may_change_the_values_of_a_sparse_gradient(towers):
     def model_fn(make_table, change):
@@ -404,6 +410,7 @@ def test_a_lookup_that_makes_no_sense_is_refused(lookup, error, message):
         run_model_fn(lookup, mode="infer")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"accumulate_steps": 2}, {"loss_scale": est.DynamicLossScale()}], ids=str)
 def test_micro_batches_and_a_loss_scale_leave_sparse_gradients_as_they_are(options):
     def model_fn(optimizer):
@@ -427,6 +434,7 @@ def test_micro_batches_and_a_loss_scale_leave_sparse_gradients_as_they_are(optio
     assert_close(got.variables, want.variables)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("distribution", VariableDistribution)
 def test_tables_live_wherever_variables_do(distribution):
     def model_fn(features, labels, mode):

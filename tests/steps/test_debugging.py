@@ -131,6 +131,7 @@ def test_a_faked_pmap_and_no_jit_train_an_estimator(fake_pmap, tmp_path):
     assert_close(got, want)
 
 
+@pytest.mark.covers("1.3 eager/graph", "13 21 graph mode only")
 def test_without_jit_the_real_pmap_gives_the_same_numbers():
     def step():
         model = est.transform(replicate(everything_model_fn, 2))

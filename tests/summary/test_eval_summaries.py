@@ -34,6 +34,7 @@ class Pair:
         return self.total, self.rows
 
 
+@pytest.mark.covers("1.4 side effects")
 def test_the_metrics_of_each_evaluation_are_written_at_its_step(tmp_path):
     estimator = make(tmp_path).train(endless, steps=3)
     first = estimator.evaluate(times(2))
@@ -54,6 +55,7 @@ def test_the_metrics_of_each_evaluation_are_written_at_its_step(tmp_path):
     assert list(read(tmp_path)) == [1]  # the history of the training is its own
 
 
+@pytest.mark.covers("1.4 side effects")
 def test_an_evaluation_that_is_repeated_is_shown_once(tmp_path):
     estimator = make(tmp_path).train(endless, steps=3)
     old = estimator.latest_checkpoint()
@@ -68,6 +70,7 @@ def test_an_evaluation_that_is_repeated_is_shown_once(tmp_path):
     assert len([name for name in os.listdir(estimator.eval_dir()) if "tfevents" in name]) == 1
 
 
+@pytest.mark.covers("1.4 side effects")
 def test_arrays_are_histograms_and_what_is_no_number_is_skipped_with_a_warning(tmp_path, messages):
     def model_fn(features, labels, mode):
         spec = Linear()(features, labels, mode)
@@ -129,6 +132,7 @@ def use(tmp_path):
     return list(estimator.predict(times(2)))
 
 
+@pytest.mark.covers("1.4 logs")
 def test_bars_on_a_terminal(tmp_path, monkeypatch):
     terminal = Terminal()
     monkeypatch.setattr("sys.stderr", terminal)
@@ -140,6 +144,7 @@ def test_bars_on_a_terminal(tmp_path, monkeypatch):
     assert re.search(r"Prediction: 2batch \[\d\d:\d\d, .*(batch/s|s/batch)\]", text)
 
 
+@pytest.mark.covers("1.4 logs")
 def test_no_bars_elsewhere(tmp_path, monkeypatch):
     file = io.StringIO()
     monkeypatch.setattr("sys.stderr", file)

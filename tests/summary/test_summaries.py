@@ -25,6 +25,7 @@ RATES = {"global_step/sec", "examples/sec"}
 # Which steps, and which values.
 
 
+@pytest.mark.covers("1.3 loss summary")
 @pytest.mark.parametrize("steps_per_loop", [1, 7, "auto"])
 def test_the_loss_of_the_steps_1_101_201_is_written(tmp_path, steps_per_loop):
     hook = Losses()
@@ -37,6 +38,7 @@ def test_the_loss_of_the_steps_1_101_201_is_written(tmp_path, steps_per_loop):
     assert set(scalars(tmp_path / "run")) == {"loss"} | RATES
 
 
+@pytest.mark.covers("1.3 loss summary")
 @pytest.mark.parametrize("steps_per_loop", [1, 4])
 def test_what_the_model_fn_shows_is_written_as_hooks_see_it(tmp_path, steps_per_loop):
     class Sees(est.Hook):
@@ -123,6 +125,7 @@ def test_a_model_fn_that_shows_nothing_compiles_and_runs_no_more(tmp_path, compi
     assert len(read(tmp_path / "with")) == 6
 
 
+@pytest.mark.covers("4 SummarySaverHook")
 @pytest.mark.parametrize("model_fn", [None, showing])
 def test_moments_are_the_same_wherever_a_run_begins(tmp_path, model_fn):
     estimator = make(tmp_path, model_fn, save_summary_steps=10)
@@ -132,6 +135,7 @@ def test_moments_are_the_same_wherever_a_run_begins(tmp_path, model_fn):
     assert steps_of(scalars(tmp_path)["loss"]) == [1, 11, 21]
 
 
+@pytest.mark.covers("4 SummarySaverHook")
 @pytest.mark.parametrize("model_fn", [None, showing])
 def test_writing_by_the_clock(tmp_path, model_fn):
     hooks = [est.SummarySaverHook(save_secs=1e-9)]
@@ -142,6 +146,7 @@ def test_writing_by_the_clock(tmp_path, model_fn):
     assert len([step for step in read(tmp_path) if step > 9]) == 1
 
 
+@pytest.mark.covers("4 SummarySaverHook")
 @pytest.mark.parametrize("model_fn", [None, showing])
 def test_by_the_clock_no_two_steps_are_written_at_once(tmp_path, monkeypatch, model_fn):
     class Ticks(est.Hook):
@@ -158,6 +163,7 @@ def test_by_the_clock_no_two_steps_are_written_at_once(tmp_path, monkeypatch, mo
     assert 3 <= len(steps) and min(np.diff(steps)) >= 5  # as many as make 1.5 s; a few more were planned before
 
 
+@pytest.mark.covers("4 SummarySaverHook")
 @pytest.mark.parametrize("never", [0, None])
 def test_nothing_is_written_where_the_config_says_never(tmp_path, never):
     make(tmp_path, showing, save_summary_steps=never).train(endless, steps=2)
@@ -218,6 +224,7 @@ def test_a_hook_with_a_directory_of_its_own_writes_there(tmp_path):
     assert read(tmp_path / "more")[1] == read(tmp_path / "run")[1]
 
 
+@pytest.mark.covers("4 SummarySaverHook")
 def test_a_writer_of_tensorboardX_gets_the_same(tmp_path):
     with tensorboardX.SummaryWriter(str(tmp_path / "theirs")) as writer:
         hook = est.SummarySaverHook(save_steps=2, summary_writer=writer)

@@ -14,6 +14,7 @@ from testing.summaries import Fails, changing, read, scalars, steps_of
 import estimator as est
 
 
+@pytest.mark.covers("4 SummarySaverHook")
 def test_a_run_that_goes_on_shows_each_step_once(tmp_path):
     config = {"save_summary_steps": 10, "save_checkpoints_steps": 100}
     with pytest.raises(RuntimeError, match="it fails here"):
@@ -41,6 +42,7 @@ make(sys.argv[1], save_summary_steps=10, save_checkpoints_steps=100).train(endle
 """
 
 
+@pytest.mark.covers("4 SummarySaverHook")
 def test_a_killed_run_has_written_up_to_its_checkpoint(tmp_path):
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     process = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], env=environment, capture_output=True)

@@ -1,7 +1,7 @@
 """Several processes that work together, on this host: copies of one that has imported jax and not started its devices.
 
 As a script it is that one. For each line of its input, JSON, it makes copies, each with two CPU devices and its place
-in TF_CONFIG, and calls a function in all of them. What they write goes into files; how they ended is told at the end.
+in TF_CONFIG, and calls a function in all of them. Their output goes to files; their exit codes come last.
 """
 
 import atexit
@@ -49,7 +49,7 @@ class Cluster:
         return self.ended()
 
     def start(self, function, *args, processes=2, timeout=60):
-        """As `run`, and goes on meanwhile; `ended` must be called at last."""
+        """As `run`, without waiting; call `ended` for the result."""
         if self._pids:  # of a test that failed between the two
             self.ended(kill=True)
         self._folder = tempfile.TemporaryDirectory()
@@ -89,10 +89,10 @@ class Cluster:
         if kill:
             self._kill_all()
         codes, secs = self._read()
-        found = [Ended(code, self.lines(i), secs[i]) for i, code in enumerate(codes)]
+        processes = [Ended(code, self.lines(i), secs[i]) for i, code in enumerate(codes)]
         self._pids = []
         self._folder.cleanup()
-        return found
+        return processes
 
     def close(self):
         self._kill_all()
@@ -159,8 +159,8 @@ def wait(pids, began, timeout):
         for pid in set(pids) - set(ended):
             if late:
                 os.kill(pid, signal.SIGKILL)
-            found, status = os.waitpid(pid, 0 if late else os.WNOHANG)
-            if found:
+            child, status = os.waitpid(pid, 0 if late else os.WNOHANG)
+            if child:
                 ended[pid] = os.waitstatus_to_exitcode(status), time.monotonic() - began
         time.sleep(0.01)
     return [ended[pid][0] for pid in pids], [ended[pid][1] for pid in pids]

@@ -10,7 +10,7 @@ from testing.estimators import X, Y
 
 
 class Noted(est.Hook):
-    """Notes its moments as "name.moment", and does in one of them what it is told to."""
+    """Notes its moments as "name.moment", and calls in one of them a function that it is given."""
 
     def __init__(self, name, calls, **does):
         self.name, self.calls, self.does = name, calls, does
@@ -61,7 +61,7 @@ class NotedListener(est.CheckpointSaverListener):
 
 
 class WithHooks:
-    """A model_fn whose EstimatorSpec has hooks, made anew in each of its runs."""
+    """A model_fn whose EstimatorSpec has hooks, new ones in each of its runs."""
 
     def __init__(self, calls):
         self.calls = calls

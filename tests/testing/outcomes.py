@@ -26,24 +26,24 @@ def said(lines):
 
 def merged(rows):
     """What was said under different names, as one dict; of what was said several times, a list."""
-    found = {}
+    lists = {}
     for row in rows:
         for name, value in row.items():
-            found.setdefault(name, []).append(value)
-    return {name: values[0] if len(values) == 1 else values for name, values in found.items()}
+            lists.setdefault(name, []).append(value)
+    return {name: values[0] if len(values) == 1 else values for name, values in lists.items()}
 
 
 def read(folder, processes, index, name):
     """What `testing.scenarios.team.write` wrote."""
-    with np.load(os.path.join(folder, f"{name}-{processes}-{index}.npz")) as found:
-        return dict(found)
+    with np.load(os.path.join(folder, f"{name}-{processes}-{index}.npz")) as arrays:
+        return dict(arrays)
 
 
 def assert_law(folder, name, processes=2):
-    """All processes have found what one has."""
+    """Every process has computed what one alone does."""
     want = read(folder, 1, 0, name)
     for i in range(processes):
-        found = read(folder, processes, i, name)
-        assert found.keys() == want.keys()
+        got = read(folder, processes, i, name)
+        assert got.keys() == want.keys()
         for key in want:
-            np.testing.assert_allclose(found[key], want[key], rtol=2e-5, atol=2e-6, err_msg=f"{name} of {i}: {key}")
+            np.testing.assert_allclose(got[key], want[key], rtol=2e-5, atol=2e-6, err_msg=f"{name} of {i}: {key}")

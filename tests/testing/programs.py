@@ -3,6 +3,8 @@
 import collections
 import re
 
+from replicate.explain import collectives as each_of
+
 
 def operations(program):
     """How often each operation stands in the text of an HLO program."""
@@ -10,5 +12,5 @@ def operations(program):
 
 
 def collectives(program):
-    names = ("all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-permute")
-    return {name: count for name, count in operations(program).items() if name.startswith(names)}
+    """How often each collective stands in the text of an HLO program."""
+    return dict(collections.Counter(each.kind for each in each_of(program)))

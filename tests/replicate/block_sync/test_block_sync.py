@@ -57,6 +57,7 @@ def without_end(towers, momentum):
     return caffe2_model(case, BlockSync(1000, bmuf()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", GOLDEN, ids=[case["name"] for case in GOLDEN])
 def test_caffe2s_numbers(case):
     options = dict(case["options"])
@@ -118,6 +119,7 @@ def by_hand(model_fn, towers, block_sync, batches, mean=True):
     return whole, variables, slots, outer, np.array(losses, np.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("towers", "optimizer", "block_sync", "steps"),
     [
@@ -142,6 +144,7 @@ def test_blocks_equal_models_trained_one_by_one(towers, optimizer, block_sync, s
     assert state_of_blocks(state).steps == state.global_step == steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("towers", [1, 2, 3, 4, 8])
 def test_a_block_of_one_step_is_synchronous_training(towers, reduction):
@@ -231,6 +234,7 @@ class Normalized(nn.Module):
         return nn.Dense(1)(nn.Dropout(0.1, deterministic=not train)(x))
 
 
+@pytest.mark.slow
 def test_a_flax_modules_statistics_are_averaged_with_its_parameters():
     def model_fn(features, labels, mode):
         output = est.flax_module(Normalized(), "net")(features, train=mode == est.ModeKeys.TRAIN)
@@ -251,6 +255,7 @@ def scheduled():
     return optax.inject_hyperparams(optax.adam)(learning_rate=optax.linear_schedule(0.1, 0.0, 10))
 
 
+@pytest.mark.slow
 def test_slots_start_anew_at_a_synchronisation_and_schedules_go_on():
     x, y = regression(8, steps=3)
     states = {}
@@ -305,6 +310,7 @@ def everything_model_fn(features, labels, mode):
     return est.EstimatorSpec(mode, loss=loss, train_op=wrapped.minimize(loss))
 
 
+@pytest.mark.slow
 def test_every_optimizer_works_in_a_tower_of_its_own():
     x, y = regression(16, steps=4)
     batches = ({"x": x, "ids": np.random.default_rng(1).integers(0, 6, size=(4, 16, 2))}, y)
@@ -325,6 +331,7 @@ def test_an_optimizer_that_runs_the_model_again_does_so_with_its_towers_rows():
     assert_close(state_of_blocks(state).copies, copies)
 
 
+@pytest.mark.slow
 def test_towers_have_random_numbers_and_an_index_of_their_own():
     def model_fn(features, labels, mode):
         w = est.get_variable("w", (3,), initializer=jax.nn.initializers.zeros)

@@ -32,6 +32,7 @@ def saved(trained):
     return {name: trained.get_variable_value(name) for name in trained.get_variable_names()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps_per_loop", [1, 4])
 @pytest.mark.usefixtures("users_compiler")
 def test_a_run_that_stopped_within_a_block_goes_on_bit_by_bit(tmp_path, steps_per_loop):
@@ -48,6 +49,7 @@ def test_a_run_that_stopped_within_a_block_goes_on_bit_by_bit(tmp_path, steps_pe
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
+@pytest.mark.slow
 def test_an_estimator_logs_and_evaluates_what_its_model_does(tmp_path):
     trained = estimator(tmp_path, steps_per_loop=4, save_summary_steps=4)
     trained.train(batches(), steps=12)
@@ -62,6 +64,7 @@ def test_an_estimator_logs_and_evaluates_what_its_model_does(tmp_path):
     np.testing.assert_allclose(losses, specs.loss[np.array(steps) - 1], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_other_towers_is_refused_and_its_variables_can_be_taken(tmp_path):
     estimator(tmp_path / "four").train(batches(), steps=6)
     with pytest.raises(ValueError, match="block_sync/copies/hidden/b.*(4, 4).*(2, 4)") as error:
@@ -119,6 +122,7 @@ def collectives(text):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block_steps", [2, 8])
 def test_a_block_has_one_all_reduce_per_dtype_and_its_steps_none(block_steps):
     block_sync = BlockSync(block_steps, bmuf(), sync=["rows"])

@@ -96,6 +96,7 @@ def test_no_more_than_128_arrays_share_a_vector(choose):
         assert collectives(lowered(ops, 2, *[floats(4)] * count)) == {"all_reduce": vectors}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("towers", [2, 3, 8])
 def test_what_was_chosen_sums(choose, towers, dtype):

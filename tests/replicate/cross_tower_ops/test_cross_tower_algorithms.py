@@ -17,6 +17,7 @@ from replicate.towers._map import num_towers
 SHAPES = [(), (0,), (1,), (3,), (7, 5), (64,), (2, 0, 3), (101,)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("towers", [1, 2, 3, 4, 5, 8])
 def test_every_algorithm_takes_the_sum_and_all_towers_have_the_same_bits(towers):
     rng = np.random.default_rng(towers)
@@ -27,6 +28,7 @@ def test_every_algorithm_takes_the_sum_and_all_towers_have_the_same_bits(towers)
         assert_sums(sums, arrays)
 
 
+@pytest.mark.slow
 def test_five_hundred_small_arrays_are_summed_by_every_algorithm():
     """An algorithm for each size, since many arrays in one program take long to compile."""
     limits = [4 * (i + 1) for i in range(len(ALGORITHMS) - 1)]
@@ -49,6 +51,7 @@ def sums(draw):
     return op, draw(st.sampled_from([1, 2, 3, 4, 5, 8])), kinds
 
 
+@pytest.mark.slow
 @given(case=sums(), seed=st.integers(0, 99))
 @settings(max_examples=20, deadline=None)
 def test_any_arrays_in_any_packs_are_summed(case, seed):
@@ -168,6 +171,7 @@ def replica_groups(text, name):
     return re.findall(rf'"stablehlo\.{name}".*?replica_groups = dense<(.*?)>', text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["psum/psum", "ring/tree", "recursive_halving_doubling/ring", "hierarchical"])
 @pytest.mark.parametrize("towers, processes", [(4, 2), (6, 2), (6, 3), (8, 2)])
 def test_several_processes_take_the_same_sums(monkeypatch, algorithm, towers, processes):

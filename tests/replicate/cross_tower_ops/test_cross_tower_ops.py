@@ -94,6 +94,7 @@ def assert_mirrored(got, devices, want, dtype):
         np.testing.assert_array_equal(np.asarray(x, np.float64), want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, towers", [*itertools.product(OPS, TOWERS), *itertools.product(MORE_OPS, [1, 4])])
 def test_sums_equal_those_of_float64(name, towers):
     rng = np.random.default_rng(towers)

@@ -44,6 +44,7 @@ def assert_comes_apart(packer, given, packs):
         np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.slow
 @given(given=arrays(), num_packs=st.integers(1, 6))
 @settings(max_examples=25, deadline=None)
 def test_all_arrays_of_a_dtype_become_n_nearly_equal_vectors(given, num_packs):
@@ -58,6 +59,7 @@ def test_all_arrays_of_a_dtype_become_n_nearly_equal_vectors(given, num_packs):
     assert_comes_apart(packer, given, packs)
 
 
+@pytest.mark.slow
 @given(given=arrays(), max_bytes=st.integers(0, 100), max_group=st.integers(1, 4))
 @settings(max_examples=100, deadline=None)
 def test_small_arrays_that_follow_one_another_go_together(given, max_bytes, max_group):

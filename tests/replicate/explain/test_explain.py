@@ -80,6 +80,7 @@ def test_cut_variables_are_gathered():
     assert "2. The towers gather the variables, which are cut: 3 all-gather (80 B)." in str(report)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("distribution", VariableDistribution)
 def test_variables_and_slots_are_said_to_be_where_they_are(distribution):
     replicated = replicate_model_fn(model_fn, devices=cpus(3), variable_distribution=distribution)
@@ -216,6 +217,7 @@ def test_a_replicated_model_fn_is_taken_as_it_is():
         explain(replicated, X, Y, devices=cpus(4))
 
 
+@pytest.mark.slow
 def test_sparse_features_are_split_by_rows_too():
     def sparse(features, labels, mode):
         return model_fn(features.todense(), labels, mode)

@@ -13,6 +13,8 @@ import estimator as est
 from estimator.checkpoint import _checkpoints
 from replicate import TowerOptimizer, VariableDistribution, cross_tower_mean, replicate_model_fn
 
+pytestmark = pytest.mark.covers("12 variables")
+
 MIRRORED = VariableDistribution.MIRRORED
 SHARDED = VariableDistribution.SHARDED
 SERVER = VariableDistribution.SHARED_LOCAL_PARAMETER_SERVER
@@ -61,19 +63,7 @@ def wide_model_fn(optimizer, width=16):
     return model_fn
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_all_distributions_train_alike(optimizer):
-    model_fn = mlp_model_fn(OPTIMIZERS[optimizer]())
-    batches = regression(12)
-    want, want_spec = trained(replicated(model_fn, 4, MIRRORED), batches)
-    for distribution in (SERVER, ROUND_ROBIN, SHARDED):
-        got, spec = trained(replicated(model_fn, 4, distribution), batches)
-        assert_close(jax.device_get(got.variables), jax.device_get(want.variables))
-        assert_close(jax.device_get(got.slots), jax.device_get(want.slots))
-        assert_close(spec.loss, want_spec.loss)
-        assert_close(spec.predictions, want_spec.predictions)
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "optimizer, towers",
     [("sgd", 8), ("momentum", 2), ("adam", 2), ("adam", 8), ("adamw", 2), ("adamw", 8), ("adagrad", 8), ("rmsprop", 2)],
@@ -87,6 +77,7 @@ def test_cut_variables_are_bit_equal_to_mirrored_ones(optimizer, towers):
     assert_last_bits_equal(optimizer, got, want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam", "adagrad", "rmsprop"])
 @pytest.mark.usefixtures("users_compiler")
 def test_a_step_of_variables_whose_pieces_are_compiled_to_other_instructions(optimizer):
@@ -193,6 +184,7 @@ def writing_model_fn(features, labels, mode):
     return est.EstimatorSpec(mode, loss=loss, train_op=optimizer.apply_gradients(grads))
 
 
+@pytest.mark.slow
 def test_written_variables_own_gradients_and_random_numbers_are_the_same():
     batches = regression(12)
     want, want_spec = trained(replicated(writing_model_fn, 3, MIRRORED), batches)
@@ -227,6 +219,7 @@ def test_a_step_of_several_programs_is_traced_once_and_loops(distribution):
         jax.jit(model.train_step)(state, xs[0], ys[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("distribution", [SERVER, ROUND_ROBIN, SHARDED])
 def test_evaluation_and_prediction_are_the_same(distribution):
     model_fn = wide_model_fn(optax.adam(0.1))
@@ -240,6 +233,7 @@ def test_evaluation_and_prediction_are_the_same(distribution):
     assert_close(towers.predict_step(mine, x).predictions, plain.predict_step(state, x).predictions)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("distribution", VariableDistribution)
 def test_an_estimator_trains_evaluates_and_goes_on(tmp_path, distribution):
     (x, y) = (batch[0] for batch in regression(8))
@@ -265,6 +259,7 @@ def test_an_estimator_trains_evaluates_and_goes_on(tmp_path, distribution):
 PLACES = [(towers, distribution) for towers in (1, 2, 3, 8) for distribution in VariableDistribution]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("written", VariableDistribution)
 def test_a_checkpoint_knows_nothing_of_the_distribution(tmp_path, written):
     model_fn, (xs, ys) = wide_model_fn(optax.adam(0.1)), regression(24)

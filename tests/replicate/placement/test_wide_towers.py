@@ -7,23 +7,13 @@ import optax
 import pytest
 from jax.experimental.sparse import BCOO
 from testing.towers import assert_close, assert_same_training
-from testing.wide import OPTIMIZERS, batches, wide, wide_mlp
+from testing.wide import batches, wide, wide_mlp
 
 import estimator as est
 from replicate import TowerOptimizer, tower_index
 
 
-@pytest.mark.parametrize(
-    ("towers", "parts", "optimizer"),
-    [(2, 4, name) for name in OPTIMIZERS] + [(1, 8, "adam"), (8, 1, "sgd"), (3, 2, "clipped_adam")],
-)
-def test_training_equals_that_of_one_device(towers, parts, optimizer):
-    model_fn = wide_mlp(optimizer)
-    state = assert_same_training(model_fn, wide(towers, parts, model_fn), batches(24))
-    assert state.variables["w"].addressable_data(0).shape == (24, 104 // parts)
-    assert state.variables["v"].addressable_data(0).shape == (104 // parts, 40)
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(("towers", "parts"), [(2, 4), (1, 8)])
 def test_evaluation_and_prediction_count_every_row_once(towers, parts):
     model_fn = wide_mlp()
@@ -39,6 +29,7 @@ def test_evaluation_and_prediction_count_every_row_once(towers, parts):
     assert_close(model.predict_step(state, x).predictions, plain.predict_step(state, x).predictions)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("users_compiler")
 def test_initial_values_are_those_of_one_device_to_the_bit_and_created_in_pieces():
     x, y = (array[0] for array in batches(8))
@@ -48,17 +39,6 @@ def test_initial_values_are_those_of_one_device_to_the_bit_and_created_in_pieces
     for one, other in zip(jax.tree.leaves(got[:3]), jax.tree.leaves(want[:3]), strict=True):
         np.testing.assert_array_equal(one, other)
     assert got.slots["optimizer"][0].mu["w"].addressable_data(0).shape == (24, 26)
-
-
-def test_micro_batches_and_a_loss_scale_in_wide_towers():
-    plain = wide_mlp("adam")
-    towers = wide_mlp("adam", accumulate_steps=3, loss_scale=est.DynamicLossScale(8.0))
-    x, y = batches(24)
-    want_state, want = (model := est.transform(plain)).train_loop(model.init(jax.random.key(0), x[0], y[0]), (x, y))
-    model = est.transform(wide(2, 4, towers))
-    state, got = model.train_loop(model.init(jax.random.key(0), x[0], y[0]), (x, y))
-    assert_close(state.variables, want_state.variables)
-    assert_close(got.loss, want.loss)
 
 
 def test_variables_that_a_model_fn_writes_are_cut_as_well():
@@ -78,6 +58,7 @@ def test_variables_that_a_model_fn_writes_are_cut_as_well():
     assert shapes == {"w": (24, 26), "average": (24, 26), "seen": (26,)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("partition", [("part",), (None, "part")])
 @pytest.mark.parametrize("optimizer", [optax.sgd(0.1), optax.adam(0.01, eps=1e-4)], ids=["sparse", "dense"])
 def test_lookups_in_a_table_that_is_cut(partition, optimizer):
@@ -137,6 +118,7 @@ def test_every_tower_has_random_numbers_of_its_own_and_its_devices_the_same():
     assert not np.allclose(found["noise"][:2], found["noise"][2:])
 
 
+@pytest.mark.slow
 def test_sparse_features():
     def model_fn(features, labels, mode):
         w = est.get_variable("w", (24, 104), partition=(None, "part"))

@@ -15,6 +15,7 @@ def bytes_on_first_device(tree):
     return sum(leaf.addressable_data(0).nbytes for leaf in jax.tree.leaves(tree))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("optimizer", "options"),
     [("clipped_adam", {}), ("momentum", {"accumulate_steps": 3}), (optax.adafactor(0.1, min_dim_size_to_factor=8), {})],
@@ -34,6 +35,7 @@ def test_no_device_has_a_variable_its_gradient_or_its_slots_whole_at_any_time(op
     assert all(len(lines) > 10 for lines in found[1])  # the same search finds them where towers are narrow
 
 
+@pytest.mark.slow
 def test_no_device_has_a_variable_whole_while_it_is_initialized_evaluated_or_predicts():
     x, y = (array[0] for array in batches(7, steps=1))
     found = {}
@@ -51,6 +53,7 @@ def test_no_device_has_a_variable_whole_while_it_is_initialized_evaluated_or_pre
     assert all(found[1])
 
 
+@pytest.mark.slow
 def test_bytes_on_a_device_fall_by_the_devices_of_a_tower():
     x, y = (array[0] for array in batches(8))
     model_fns = {str(parts): wide(2, parts, wide_mlp("adam")) for parts in (1, 2, 4)}
@@ -85,6 +88,7 @@ def test_a_second_step_traces_and_compiles_nothing(compilations):
     assert (len(traces), len(compilations)) == before
 
 
+@pytest.mark.slow
 def test_a_step_with_a_nan_changes_nothing_and_names_the_tower():
     x, y = (array[0] for array in batches(24))
     model_fn = wide_mlp("adam")
@@ -99,6 +103,7 @@ def test_a_step_with_a_nan_changes_nothing_and_names_the_tower():
         raises.train_step(before, x, y)
 
 
+@pytest.mark.slow
 def test_checkpoints_are_read_by_towers_of_any_width_to_the_bit_and_an_export_has_no_towers(tmp_path):
     x, y = batches(24, steps=4)
 

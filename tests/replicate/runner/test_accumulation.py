@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from testing.towers import FOUR, OPTIMIZERS, STEPS, assert_close, mlp_model_fn, regression, replicate
+from testing.towers import FOUR, OPTIMIZERS, STEPS, assert_close, mlp_model_fn, regression, replicate, trained
 
 import estimator as est
 from replicate import TOWER_AXIS, TowerOptimizer, cross_tower_mean, replicate_model_fn, tower_index
@@ -61,27 +61,20 @@ def weighted_batches():
     return {"x": x, "weight": np.tile(weight, (STEPS, 1))}, y
 
 
-def trained(model_fn, state=None):
-    """The state it starts from, and all that comes out of training."""
-    batches = weighted_batches()
-    model = est.transform(model_fn)
-    start = state or model.init(jax.random.key(0), *jax.tree.map(lambda x: x[0], batches))
-    state, spec = model.train_loop(start, batches)
-    metrics = {name: jax.vmap(lambda m: m.result())(metric) for name, metric in spec.eval_metric_ops.items()}
-    return start, (state.variables, state.slots, spec.loss, spec.predictions, metrics)
-
-
 @functools.cache
 def trained_in_one_piece(reduction, optimizer):
-    return trained(weighted_model_fn(reduction, optimizer=optimizer))
+    return trained(weighted_model_fn(reduction, optimizer=optimizer), weighted_batches())
 
 
 def assert_same_as_in_one_piece(towers, steps, reduction, optimizer):
-    start, want = trained_in_one_piece(reduction, optimizer)
     model_fn = weighted_model_fn(reduction, steps, optimizer)
-    assert_close(trained(replicate(model_fn, towers, REDUCTIONS[reduction]), start)[1], want)
+    state, outputs = trained(replicate(model_fn, towers, REDUCTIONS[reduction]), weighted_batches())
+    want_state, want = trained_in_one_piece(reduction, optimizer)
+    assert_close(outputs, want)
+    assert_close(state[:2], want_state[:2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "towers, steps, reduction",
     [(towers, steps, "nonzero_weights") for towers in (1, 2, 4) for steps in (2, 4)]
@@ -98,6 +91,7 @@ def test_micro_batches_match_one_big_batch(towers, steps, reduction):
     assert_same_as_in_one_piece(towers, steps, reduction, "adam")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["sgd", "clipped_adam"])
 def test_every_optimizer_sees_the_gradient_of_the_big_batch(optimizer):
     assert_same_as_in_one_piece(2, 4, "nonzero_weights", optimizer)
@@ -285,6 +279,7 @@ def test_collectives_of_the_model_fn_go_over_the_towers_of_one_micro_batch():
 # Loops.
 
 
+@pytest.mark.slow
 def test_train_loop_and_estimator(tmp_path):
     x, y = regression(16, steps=4)
     in_parts = replicate(mlp_model_fn(TowerOptimizer(optax.adam(0.1), accumulate_steps=2)), 2)
@@ -411,6 +406,7 @@ def test_the_default_devices_too():
     assert state.variables["s"] == 16.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("towers", [1, 2])
 def test_with_numbers_of_64_bits(towers):
     """Under strict promotion, which the tests have."""

@@ -64,6 +64,7 @@ def memory(towers, steps, rows):
     return compiled_step(wide_model_fn(steps), towers, rows).memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("towers", [1, 2])
 @pytest.mark.parametrize("rows", [8, 1024])
 def test_memory_is_that_of_one_micro_batch_and_one_copy_of_its_rows_and_of_the_gradients(towers, rows):

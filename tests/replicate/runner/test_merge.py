@@ -63,6 +63,8 @@ def plain(mode, rows):
     return run(returning(exporting), mode, values(rows))
 
 
+@pytest.mark.slow
+@pytest.mark.covers("12 predict", "12 EVAL predictions", "13 17 add_metrics loses params; replicate_model_fn's limits")
 @pytest.mark.parametrize(
     "towers, mode, rows",
     [*((towers, "train", 24) for towers in TOWERS), *((towers, "eval", 13) for towers in TOWERS), (3, "infer", 13)],
@@ -225,6 +227,8 @@ def results(metrics):
 X = np.random.default_rng(3).normal(size=16).astype(np.float32) * 2
 
 
+@pytest.mark.slow
+@pytest.mark.covers("12 loss")
 @pytest.mark.parametrize("towers", TOWERS)
 def test_evaluate_merges_metrics_by_their_own_rule(tmp_path, towers):
     estimator = est.Estimator(replicate(returning(measuring), towers), tmp_path)
@@ -233,6 +237,7 @@ def test_evaluate_merges_metrics_by_their_own_rule(tmp_path, towers):
     assert type(got["largest"]) is float and type(got["seen"]) is bool
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("towers", TOWERS)
 def test_the_metrics_of_a_training_step_are_merged_too(towers):
     x = np.concatenate([X, X[:8] + 1])
@@ -244,6 +249,7 @@ def four_towers(tmp_path_factory):
     return est.Estimator(replicate(returning(measuring), 4), tmp_path_factory.mktemp("model"))
 
 
+@pytest.mark.slow
 @hypothesis.given(st.lists(st.sampled_from([3, 4]), min_size=1, max_size=5))
 @hypothesis.settings(deadline=None, max_examples=10)
 def test_evaluate_does_not_depend_on_how_the_rows_come_in_batches(four_towers, sizes):

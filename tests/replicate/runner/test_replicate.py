@@ -10,6 +10,8 @@ from testing.towers import FOUR, assert_close, mlp_model_fn, regression, replica
 import estimator as est
 
 
+@pytest.mark.slow
+@pytest.mark.covers("12 returned fn")
 @pytest.mark.parametrize("towers", [1, 4])
 def test_a_replicated_model_fn_can_be_wrapped(towers):
     inner = replicate(mlp_model_fn(optax.sgd(0.1)), towers)

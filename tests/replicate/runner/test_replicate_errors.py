@@ -42,6 +42,7 @@ def test_an_unknown_reduction():
         replicate_model_fn(model_fn, "average", cpus(2))
 
 
+@pytest.mark.covers("12 splitting")
 @pytest.mark.parametrize("rows, towers", [(7, 4), (3, 2), (1, 8)])
 def test_a_training_batch_that_does_not_divide_by_the_towers(rows, towers):
     message = f"Batch size {rows} needs to be divisible by the number of towers, which is {towers}."
@@ -61,6 +62,7 @@ def test_any_batch_will_do_for_one_tower():
     assert model.train_step(state, ROWS[:5])[0].global_step == 1
 
 
+@pytest.mark.covers("12 gradients")
 @pytest.mark.parametrize("towers", [2, 4])
 def test_a_plain_optimizer_with_several_devices(towers):
     def plain_fn(features, labels, mode):

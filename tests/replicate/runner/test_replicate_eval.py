@@ -122,17 +122,22 @@ def assert_towers_evaluate_alike(model_fn, towers, *sizes):
         assert_close(got.loss, want.loss)
 
 
+@pytest.mark.slow
+@pytest.mark.covers("12 splitting")
 @pytest.mark.parametrize("towers, rows", CASES)
 def test_evaluation_equals_the_one_device_run(towers, rows):
     assert_same_evaluation("weighted_by_nonzero", towers, rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [3, 7, 8])
 @pytest.mark.parametrize("loss", [name for name in LOSSES if name != "weighted_by_nonzero"])
 def test_every_kind_of_loss_equals_the_one_device_run(loss, rows):
     assert_same_evaluation(loss, 4, rows)
 
 
+@pytest.mark.slow
+@pytest.mark.covers("1.5 no padding")
 @pytest.mark.parametrize("towers, rows", CASES)
 def test_predictions_equal_the_one_device_run_in_input_order(towers, rows):
     features, _ = batch(rows)
@@ -241,6 +246,7 @@ def test_no_row_is_seen_twice_or_in_another_tower_than_its_own():
     np.testing.assert_array_equal(got["sum"], [1, 1, 5, 5, 9, 9, 13, 13, 17, 17])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("towers", [None, 1, 2, 8])
 def test_a_state_trained_on_four_towers_is_evaluated_anywhere(towers):
     features, labels = batch(8)

@@ -116,6 +116,7 @@ def everything_model_fn(features, mode, labels=None):
     return est.EstimatorSpec(mode, predictions, loss, train_op, metrics)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", ["train_step", "train_loop", "eval_step", "predict_step"])
 @pytest.mark.usefixtures("users_compiler")
 def test_one_device_runs_the_operations_of_the_plain_model_fn_in_every_mode(step):

@@ -26,19 +26,6 @@ from replicate import TowerOptimizer
 # The core law.
 
 
-@pytest.mark.parametrize("reduction", ["sum", "mean"])
-@pytest.mark.parametrize("towers", [1, 2, 3, 4, 8])
-def test_towers_match_one_big_batch(towers, reduction):
-    model_fn = mlp_model_fn(optax.sgd(0.02), reduction)
-    assert_same_training(model_fn, replicate(model_fn, towers, reduction), regression(24))
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_every_optimizer_sees_the_gradient_of_the_big_batch(optimizer):
-    model_fn = mlp_model_fn(OPTIMIZERS[optimizer])
-    assert_same_training(model_fn, replicate(model_fn, 4), regression(16))
-
-
 @pytest.mark.parametrize("towers", [1, 2, 4])
 def test_one_step_of_rate_one_shows_the_gradient_of_the_big_batch(towers):
     (x,), (y,) = regression(8, steps=1)
@@ -103,6 +90,7 @@ def tree_model_fn(optimizer, reduction):
     return model_fn
 
 
+@pytest.mark.slow
 @settings(max_examples=10, deadline=None)
 @given(
     features=trees,
@@ -153,6 +141,7 @@ def uneven_weights(towers, rows):
     return weights.reshape(STEPS, -1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reduction", WEIGHTED)
 @pytest.mark.parametrize("towers", [2, 4, 8])
 def test_weights_uneven_over_towers_give_the_global_mean(towers, reduction):

@@ -140,6 +140,7 @@ def statistics_model_fn(features, labels, mode):
     return est.EstimatorSpec(mode, output, loss, train_op)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("towers", [1, 2, 3, 4, 8])
 def test_written_variables_are_those_of_one_big_batch_after_several_steps(towers):
     x, y = regression(24)
@@ -243,12 +244,14 @@ def assert_one_big_batch_norm(plain, over_towers, towers, reduction):
     assert_close((got.loss, got.predictions), (want.loss, want.predictions), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("towers", "reduction"), [(1, "mean"), (2, "sum"), (4, "mean")])
 def test_batch_norm_over_the_tower_axis_matches_one_big_batch(towers, reduction):
     plain, over_towers = batch_norm_model_fn(None, reduction), batch_norm_model_fn(TOWER_AXIS, reduction)
     assert_one_big_batch_norm(plain, over_towers, towers, reduction)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("towers", "reduction"), [(1, "sum"), (3, "mean"), (8, "sum")])
 def test_batch_norm_by_cross_tower_mean_matches_one_big_batch(towers, reduction):
     model_fn = written_batch_norm_model_fn(reduction)
@@ -271,6 +274,7 @@ def centered_losses(w, features, labels, mean=lambda x: x):
     return (((hidden - center) ** 2).sum(-1) + hidden[:, 0] * center[1] - labels) ** 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("towers", "reduction"), [(1, "mean"), (2, "sum"), (3, "mean"), (8, "mean"), (8, "sum")])
 def test_gradients_through_every_collective_are_those_of_one_big_batch(towers, reduction):
     """One optimizer and one variable for each, so that one program has them all."""

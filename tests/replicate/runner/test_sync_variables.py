@@ -131,6 +131,7 @@ class Sync(est.Hook):
         check_replicas(context.global_step, variable=context.state.variables, slot=context.state.slots)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("which", "how"),
     [

@@ -45,6 +45,7 @@ def trained(model_fn, batch=FOUR):
     return model.train_step(model.init(jax.random.key(0), batch), batch)[0].variables["w"]
 
 
+@pytest.mark.covers("12 gradients")
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("towers", [1, 2, 4])
 def test_a_gradient_of_ones_own_counts_as_that_of_one_big_batch(towers, reduction):
@@ -110,6 +111,7 @@ def test_a_gradient_for_a_variable_that_compute_gradients_left_out_is_refused():
         trained(replicate(model_fn, 2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("towers", [1, 2, 4])
 def test_trees_none_and_sparse_gradients(towers):
     (x,), _ = regression(8, steps=1)

@@ -73,6 +73,7 @@ def test_two_losses_with_disjoint_var_lists(towers):
     assert set(state.slots) == {"first", "second"}
 
 
+@pytest.mark.slow
 def test_two_different_optimizers_on_overlapping_variables_take_gradients_at_the_same_values():
     def model_fn(features, labels, mode):
         a = constant("a", 1.0)
@@ -132,6 +133,7 @@ ADAM = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "towers, kind",
     [

@@ -74,6 +74,7 @@ def values(spec):
     return spec.loss, spec.predictions, spec.reported, jax.tree.leaves(spec.eval_metric_ops)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "accumulate_steps"), [("checkpoint", 1), ("segments", 1), ("segments", 2)])
 def test_training_is_that_without_a_transform(name, accumulate_steps):
     want = trained("none", accumulate_steps)
@@ -81,6 +82,7 @@ def test_training_is_that_without_a_transform(name, accumulate_steps):
     assert_close(trained(name, accumulate_steps), want, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_evaluation_and_prediction_are_those_without_a_transform():
     state, _ = trained("none", 1)
     state = state._replace(key=jax.random.wrap_key_data(state.key))
@@ -99,6 +101,7 @@ def jaxpr_of_training(transform, model_fn=None):
     return model, state, jax.make_jaxpr(model.train_step)(state, x[0], y[0])
 
 
+@pytest.mark.slow
 def test_the_gradients_are_those_of_the_transformed_function():
     def tanhs(transform):
         return str(jaxpr_of_training(transform)[2]).count("tanh ")

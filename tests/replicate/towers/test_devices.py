@@ -12,6 +12,8 @@ import estimator as est
 from replicate import num_towers, replicate_model_fn
 from replicate.towers._devices import find_devices
 
+pytestmark = pytest.mark.covers("12 devices")
+
 ROWS = np.arange(8, dtype=np.float32)
 
 

@@ -165,6 +165,7 @@ def test_one_tower_draws_as_the_plain_model_fn():
             np.testing.assert_array_equal(got[name], draw)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [8, 7, 3])
 def test_no_two_rows_of_a_prediction_share_a_draw(rows):
     model = noise_model(4)
@@ -173,6 +174,7 @@ def test_no_two_rows_of_a_prediction_share_a_draw(rows):
     assert len(np.unique(np.concatenate(list(draws.values())))) == 3 * rows
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("users_compiler")
 def test_initial_values_are_the_same_for_all_numbers_of_towers():
     def model_fn(features, labels, mode):
