@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import jax
-from jax.extend.core import get_opaque_trace_state
 
 from estimator.core._mode_keys import ModeKeys
 from estimator.core._typing import PyTree
@@ -156,6 +155,8 @@ class Frame:
 
 def current_trace() -> Any:
     """Equal for two places in one function that jax traces; within a `jax.jit` or `jax.lax.scan` it is another."""
+    from jax.extend.core import get_opaque_trace_state  # imports Pallas
+
     return get_opaque_trace_state(convention="estimator")
 
 

@@ -34,11 +34,11 @@ import jaxlib
 import numpy as np
 from absl import logging
 from jax import export
-from jax.experimental.sparse import JAXSparse
 
-from estimator.checkpoint import _checkpoints
 from estimator.checkpoint._export_folder import FORMAT, METADATA_FILE, README_FILE, WEIGHTS_FILE, write_checksums
+from estimator.checkpoint._named_arrays import from_arrays, to_arrays
 from estimator.core._batch import abstract, check_batch
+from estimator.core._bcoo import is_jax_sparse
 from estimator.core._export_output import DEFAULT_SIGNATURE, ExportOutput, PredictOutput
 from estimator.core._frame import Frame
 from estimator.core._mode_keys import ModeKeys
@@ -131,7 +131,7 @@ def write_export(base: str | os.PathLike[str], call: ModelFn, state: State, opti
       state: of PREDICT, on any devices.
     """
     model = _as_function(call, state, options.outputs)
-    arrays = {name: _checkpoints._key_data(leaf) for name, leaf in _checkpoints._flatten(state).items()}
+    arrays = to_arrays(state)
     weights = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in arrays.items()}
     outputs = jax.eval_shape(model, weights, options.features)
     for name, output in outputs.items():
@@ -200,11 +200,9 @@ def _as_function(
 ) -> Callable[[dict[str, Any], PyTree], dict[str, ExportOutput]]:
     """The export outputs by signature, or those called `names` as the only one, from weights by name and features."""
     structs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), like)
-    structure, wanted = jax.tree.structure(structs), _checkpoints._flatten(structs)
 
     def model(weights: dict[str, Any], features: PyTree) -> dict[str, ExportOutput]:
-        leaves = [_checkpoints._wrap_key_data(weights[name], leaf) for name, leaf in wanted.items()]
-        state = jax.tree.unflatten(structure, leaves)
+        state = from_arrays(weights, structs)
         frame = Frame(
             ModeKeys.PREDICT,
             state.variables,
@@ -311,7 +309,7 @@ def _new_folder(base: str, fill: Callable[[str], None]) -> str:
 
 def _check_containers(name: str, tree: Any) -> None:
     """Refuses what a program cannot name without the code that made it."""
-    if isinstance(tree, JAXSparse):
+    if is_jax_sparse(tree):
         raise TypeError(
             f"`export_model` cannot export for sparse features; got {name} = {tree!r}. Let the model_fn take dense "
             "arrays too, such as ids and weights of a fixed number of entries for each example, and export for these."

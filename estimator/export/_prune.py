@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from estimator.core._record import Rows, Scalar
@@ -59,6 +58,8 @@ def only_needed(model: Program, weights: dict[str, Any], features: PyTree) -> tu
       weights, features: `jax.ShapeDtypeStruct`s. Where no feature is needed, the first one stays: the batch size is
         read off it.
     """
+    from jax.extend.core import ClosedJaxpr, jaxpr_as_fun  # imports Pallas
+
     leaves, structure = jax.tree.flatten((weights, features))
     traced, shape = jax.make_jaxpr(model, return_shape=True)(weights, features)
     outputs = [True] * len(traced.jaxpr.outvars)

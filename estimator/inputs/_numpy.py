@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from jax.experimental.sparse import JAXSparse
 
+from estimator.core._bcoo import is_jax_sparse
 from estimator.inputs._array_iterator import Arrays, Order, RowBatches, rows_input_fn
 
 
@@ -79,7 +79,7 @@ def _as_arrays(name: str, value: Any) -> Arrays:
         raise ValueError(f"x cannot be an empty array; got shape {value.shape}.")
     arrays = value if isinstance(value, dict) else {None: value}
     for key, array in arrays.items():
-        if isinstance(array, JAXSparse):
+        if is_jax_sparse(array):
             raise TypeError(
                 f"{name if key is None else f'{name}[{key!r}]'} is sparse ({type(array).__name__}), and numpy cannot "
                 "cut it into batches. Let your own input_fn yield a jax.experimental.sparse.BCOO for each batch."
