@@ -41,8 +41,8 @@ class DNNEstimator(Estimator):
     """An Estimator of a fully connected network with any head.
 
     Its variables are named as in TensorFlow 1: dnn/hiddenlayer_0/kernel, dnn/logits/bias,
-    dnn/input_from_feature_columns/input_layer/<column>/embedding_weights. Training shows, as there, the histogram
-    dnn/hiddenlayer_0/activation and dnn/hiddenlayer_0/fraction_of_zero_values, and those of the other layers.
+    dnn/input_from_feature_columns/input_layer/<column>/embedding_weights. Training shows
+    dnn/hiddenlayer_0/fraction_of_zero_values as there, and the same of the other layers.
 
     Args:
       head: makes loss, metrics and predictions of the logits.
