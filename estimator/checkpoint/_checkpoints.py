@@ -1,12 +1,11 @@
 """Checkpoints of a training state: named arrays in `<model_dir>/ckpt-<step>`, written by orbax.
 
-On disk a checkpoint is one flat dict from names to arrays: "variables/dense/w",
-"slots/adam/0/mu/dense/w", "global_step" and "key". Each is there once, whole, whatever devices it
-was on, so that any number of devices can read it.
+On disk a checkpoint is a flat dict of arrays (see `_named_arrays.py`). Each array is saved once, unsharded, so that
+any number of devices can read it.
 
-Saving is synchronous: a train step may take the memory of the state as soon as `save` has returned,
-and what `save` returned is on disk. A checkpoint is written under another name and then renamed,
-and renamed again before it is removed, so what has the name of a checkpoint is always a whole one.
+Saving is synchronous: when `save` returns, the checkpoint is on disk, and a train step may donate the
+memory of the state. A checkpoint is written under another name and then renamed, and renamed again
+before it is removed, so a directory with the name of a checkpoint is always complete.
 """
 
 from __future__ import annotations
@@ -107,14 +106,14 @@ class Checkpoints:
         self._swept = False
 
     def paths(self) -> list[str]:
-        """The paths of all whole checkpoints, oldest first; every call lists the directory again."""
+        """The paths of all complete checkpoints, oldest first; every call lists the directory again."""
         if not os.path.isdir(self._dir):
             return []
         steps = sorted(int(m[1]) for m in map(_NAME.fullmatch, os.listdir(self._dir)) if m)
         return [path for path in map(self._path, steps) if _is_checkpoint(path)]
 
     def latest(self) -> str | None:
-        """The path of the newest whole checkpoint, or None where there is none."""
+        """The path of the newest complete checkpoint, or None."""
         paths = self.paths()
         return paths[-1] if paths else None
 

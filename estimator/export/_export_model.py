@@ -81,10 +81,11 @@ class Options:
     """The arguments of `export_model`, checked.
 
     Attributes:
-      features: `jax.ShapeDtypeStruct`s with the batch size of the example, or the one given.
+      features: `jax.ShapeDtypeStruct`s with the batch size of the example, or `batch_size`.
       assets: source files by destination.
       batch_size: None: any.
-      outputs: the names of what to export; None: the `export_outputs`.
+      platforms: names of jax's platforms.
+      outputs: the names of the values to export; None: the `export_outputs`.
     """
 
     features: PyTree
@@ -94,7 +95,7 @@ class Options:
     outputs: tuple[str, ...] | None
 
     def symbolic_features(self) -> PyTree:
-        """The features to export for: their first dimension is "b", unless one batch size was asked for."""
+        """The features to export for: their first dimension is "b", unless there is a `batch_size`."""
         if self.batch_size is not None:
             return self.features
         (b,) = export.symbolic_shape("b")
@@ -102,7 +103,7 @@ class Options:
 
 
 def check_arguments(example_features: Any, assets_extra: Any, batch_size: Any, platforms: Any, outputs: Any) -> Options:
-    """All of them, before anything is read or computed."""
+    """Checks all arguments of `export_model`, before anything is read or computed."""
     if example_features is None or callable(example_features):
         raise TypeError(
             "`export_model` needs example_features: arrays, or `jax.ShapeDtypeStruct`s, as the model_fn takes them, "
@@ -124,11 +125,11 @@ def check_arguments(example_features: Any, assets_extra: Any, batch_size: Any, p
 
 
 def write_export(base: str | os.PathLike[str], call: ModelFn, state: State, options: Options) -> str:
-    """The path of a new folder in `base` with the model in it.
+    """Writes the model into a new folder in `base`, and returns its path.
 
     Args:
       call: the model_fn, as a function of features, labels and mode.
-      state: of PREDICT, on any devices.
+      state: the state in PREDICT, on any devices.
     """
     model = _as_function(call, state, options.outputs)
     arrays = to_arrays(state)
@@ -179,7 +180,7 @@ def write_export(base: str | os.PathLike[str], call: ModelFn, state: State, opti
 
 
 def named(tree: PyTree, alone: str = "output") -> dict[str, Any]:
-    """The leaves by the names on their path, joined by "/"; of a tuple as a key, too. A single leaf is `alone`."""
+    """The leaves by the keys on their path, joined by "/", also within a tuple as a key. A single leaf is `alone`."""
     leaves: dict[str, Any] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         name = "/".join(map(_key_name, path)) or alone
@@ -198,7 +199,10 @@ def _key_name(key: Any) -> str:
 def _as_function(
     call: ModelFn, like: State, names: tuple[str, ...] | None
 ) -> Callable[[dict[str, Any], PyTree], dict[str, ExportOutput]]:
-    """The export outputs by signature, or those called `names` as the only one, from weights by name and features."""
+    """A function of weights by name and features that returns the export outputs by signature.
+
+    If there are `names`, the values called so are the only signature.
+    """
     structs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), like)
 
     def model(weights: dict[str, Any], features: PyTree) -> dict[str, ExportOutput]:
@@ -231,7 +235,7 @@ def _exported(model: Callable[..., Any], name: str, weights: dict[str, Any], opt
     except Exception as e:
         if options.batch_size is not None:
             raise
-        # jax raises many kinds; the model_fn itself has run with a batch of the example's size
+        # jax raises many kinds; the model_fn has run before with a batch of the example's size
         reason = str(e).partition("\n")[0]
         raise ValueError(
             f"`export_model` could not export the signature {name!r} for batches of any size on {options.platforms}: "
@@ -257,7 +261,7 @@ def _described(arrays: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _class_names(output: ExportOutput) -> dict[str, list[str]]:
-    """No program holds strings; those of a ClassificationOutput are the same for all batches."""
+    """The strings of a ClassificationOutput, which are the same for all batches; a program cannot hold strings."""
     classes = getattr(output, "classes", None)
     if isinstance(classes, np.ndarray) and classes.dtype.kind in "SU":
         return {"class_names": classes.astype(str).tolist()}
@@ -265,7 +269,7 @@ def _class_names(output: ExportOutput) -> dict[str, list[str]]:
 
 
 class _Zeros:
-    """Is shown as the line that makes the array."""
+    """Its `repr` is the line that creates an array."""
 
     def __init__(self, like: jax.ShapeDtypeStruct) -> None:
         self._like = like
@@ -281,7 +285,10 @@ def _readme(features: PyTree, batch_size: int | None) -> str:
 
 
 def _new_folder(base: str, fill: Callable[[str], None]) -> str:
-    """A folder in `base` called by the time in seconds, or a later one, so that it is the last; whole when there."""
+    """Creates a folder in `base`, named by the time in seconds, or by a later one so that it is the last.
+
+    The folder is filled under another name and then renamed.
+    """
     is_new = not os.path.isdir(base)
     temporary = os.path.join(base, f"temp-{uuid.uuid4().hex}")
     try:
@@ -308,7 +315,7 @@ def _new_folder(base: str, fill: Callable[[str], None]) -> str:
 
 
 def _check_containers(name: str, tree: Any) -> None:
-    """Refuses what a program cannot name without the code that made it."""
+    """Raises for containers that could not be loaded without the user's code."""
     if is_jax_sparse(tree):
         raise TypeError(
             f"`export_model` cannot export for sparse features; got {name} = {tree!r}. Let the model_fn take dense "
