@@ -52,8 +52,8 @@ class BinaryClassHead(OneTaskHead):
     "classes" is left out, and `label_vocabulary` names the classes in exports.
 
     Metrics: average_loss, accuracy, precision, recall, prediction/mean, label/mean, accuracy_baseline (of always
-    predicting the more frequent class), auc, auc_precision_recall, and for each threshold accuracy/positive_threshold_0.5,
-    precision/... and recall/....
+    predicting the more frequent class), auc, auc_precision_recall, and for each threshold
+    accuracy/positive_threshold_0.5, precision/... and recall/....
 
     Args:
       weight_column: the feature with weights of shape `(batch,)` or `(batch, 1)`; None: all are 1.
