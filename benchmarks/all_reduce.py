@@ -5,9 +5,9 @@
 A single vector of 10^2 to 10^8 bytes, and trees of many arrays, on 2, 4 and 8 towers (CPU devices, or GPUs where there
 are enough). How it is timed: `replicate/cross_tower_ops/measure.py`. The figures are ratios to `AllReduce()`, a psum of
 all arrays in one vector, of the shortest times of all rounds, printed as Markdown. The last two columns are
-those of what `choose_the_best` gives: to `AllReduce()`, and to the fastest of the line, `bfloat16` aside, which is not
-exact. The fastest of many is the luckiest too: where the default takes more than 1.05 of its time, the two alone are
-timed again, with three times the rounds.
+the ratios of `choose_the_best`: to `AllReduce()`, and to the fastest of the line except `bfloat16`, which is not exact.
+The fastest of many is partly luck: if the default takes more than 1.05 of its time, only these two are timed again,
+with three times the rounds.
 """
 
 import argparse
@@ -50,20 +50,20 @@ MOST_GATHERED = 2 * 10**9  # bytes that "one device" may gather on all towers to
 
 
 def compared(candidates, sizes, devices, rounds):
-    """By candidate that was timed, the ratio to `AllReduce()`; and that of the default to the fastest."""
+    """The ratio of each candidate to `AllReduce()`, and of the default to the fastest."""
     arrays, total_bytes = zeros(sizes, devices), 4 * sum(sizes) * len(devices)
     timed = functools.partial(seconds, total_bytes=total_bytes)
     runs = {name: make_run(ops, arrays, devices) for name, ops in candidates.items()}
     if total_bytes * len(devices) > MOST_GATHERED:
         del runs["one device"]
     times = timed(runs, rounds=rounds)
-    found = ratios(times, BASE)
-    fastest = min((name for name in found if name not in BFLOAT16), key=found.__getitem__)
+    by_candidate = ratios(times, BASE)
+    fastest = min((name for name in by_candidate if name not in BFLOAT16), key=by_candidate.__getitem__)
     to_fastest = ratios(times, fastest)[DEFAULT]
     if to_fastest > 1.05:
         times = timed({name: runs[name] for name in (DEFAULT, fastest)}, rounds=3 * rounds)
         to_fastest = ratios(times, fastest)[DEFAULT]
-    return found, to_fastest
+    return by_candidate, to_fastest
 
 
 def print_line(cells):
@@ -71,7 +71,7 @@ def print_line(cells):
 
 
 def print_table(name, cases, candidates, counts, rounds):
-    """Returns the figures: by number of towers and case, the ratios by candidate."""
+    """Returns the ratios by candidate, by number of towers and case."""
     columns = [column for column in (*candidates, DEFAULT) if column != BASE]
     print_line(["towers", name, *columns, "default / fastest"])
     print_line(["---"] * (len(columns) + 3))
@@ -80,9 +80,9 @@ def print_table(name, cases, candidates, counts, rounds):
         devices = jax.local_devices()[:towers]
         for case, sizes in cases.items():
             all_candidates = candidates | {DEFAULT: choose_the_best(devices)}
-            found, to_fastest = compared(all_candidates, sizes, devices, rounds)
-            figures[towers, case] = found
-            shown = [f"{found[column]:.2f}" if column in found else "" for column in columns]
+            by_candidate, to_fastest = compared(all_candidates, sizes, devices, rounds)
+            figures[towers, case] = by_candidate
+            shown = [f"{by_candidate[column]:.2f}" if column in by_candidate else "" for column in columns]
             print_line([str(towers), case, *shown, f"{to_fastest:.2f}"])
     print()
     return figures

@@ -1,4 +1,4 @@
-"""Step time of towers that meet once per block, against synchronous training and against a loop written by hand.
+"""Step time of towers that synchronize once per block, against synchronous training and against a loop written by hand.
 
     python benchmarks/block_sync.py [--rounds 9] [--only small] [--towers 2 4 8]
 
@@ -45,7 +45,7 @@ def model_fn(features, labels, mode, params):
 
 
 def estimators_way(block_sync, devices, widths, batches):
-    """A function that makes the steps of one program."""
+    """A function that runs the steps of one program."""
     replicated = replicate_model_fn(model_fn, devices=devices, block_sync=block_sync)
     model = est.transform(replicated, {"widths": widths}, donate=True)
     state = model.init(jax.random.key(0), *(x[0] for x in batches))
@@ -91,7 +91,7 @@ def by_hand(devices, widths, batches):
 
 
 def measure(devices, widths, rows, rounds):
-    """By name, the microseconds per step of the rounds."""
+    """The microseconds per step of the rounds, by name."""
     rng = np.random.default_rng(0)
     batches = tuple(rng.normal(size=(STEPS, rows, n)).astype(np.float32) for n in (widths[0], widths[-1]))
     runs = {"synchronous": estimators_way(None, devices, widths, batches)}

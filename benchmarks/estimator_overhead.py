@@ -1,4 +1,4 @@
-"""What the Estimator costs beside the loops a JAX expert writes by hand, with all that it does by default.
+"""The cost of the Estimator with its defaults, compared with loops written by hand.
 
     python benchmarks/estimator_overhead.py [--rounds 9] [--only small]
 
@@ -6,10 +6,10 @@
 - `train` of a model whose step takes some 20 ms, against a loop around one `jit`;
 - ten `evaluate` calls in a row, against ten loops around one `jit`.
 
-The Estimator has its default RunConfig: it looks for NaN, logs, writes summaries, and saves a checkpoint every ten
-minutes, of the first and of the last step. What a run pays once is left out of the time, as in step_time.py: the time
-of a step is that of a run of 2 n steps less that of one of n. Both sides get the same numpy batches. Runs alternate in
-one process; the figure is the median over rounds, the ratio the median of the rounds' ratios.
+The Estimator has its default RunConfig: it checks for NaN, logs, writes summaries, and saves a checkpoint every ten
+minutes, at the first and at the last step. One-time costs of a run are excluded, as in step_time.py: the time of n
+steps is the time of a run of 2 n steps minus the time of a run of n. Both sides get the same numpy batches. Runs
+alternate in one process; the figure is the median over rounds, the ratio the median of the rounds' ratios.
 """
 
 import argparse

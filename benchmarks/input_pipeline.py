@@ -1,10 +1,10 @@
-"""Milliseconds per training step with an input that takes its time: a loop by hand, and `Estimator.train`.
+"""Milliseconds per training step with a slow input: a loop by hand, and `Estimator.train`.
 
     python benchmarks/input_pipeline.py [--input_ms 20] [--step_ms 30] [--steps 40] [--rounds 5]
 
-The input sleeps, as one that reads from a disk or a network does, and gives a small batch. The step is a compiled chain
-of sines on one core, calibrated to take so long. Both loops read the loss of every step, the Estimator's by a hook, and
-so wait for each step before they go on; by hand the input is then made in line, while `train` has a thread for it.
+The input sleeps, like one that reads from a disk or a network, and yields a small batch. The step is a compiled chain
+of sines on one core, calibrated to `--step_ms`. Both loops read the loss of every step, the Estimator's by a hook, and
+so wait for each step; the loop by hand then reads the input inline, while `train` has a thread for it.
 
 The best case is the longer of the two times (the thread hides the shorter one), the worst is their sum. Figures are
 medians over rounds, in which the loops take turns, of a run of 2 n steps less one of n.
@@ -39,7 +39,7 @@ def step(w, batch, sines):
 
 
 def calibrated(step_seconds):
-    """The number of sines that takes so long."""
+    """The number of sines that take the given time."""
     sines = 100
     for _ in range(5):
         step(jnp.ones(SIZE), BATCH, sines)[1].block_until_ready()
@@ -109,8 +109,8 @@ def main():
     for i in range(arguments.rounds + 1):  # the first round compiles
         for name, run in loops.items():
             for pause in (0.0, sleep):
-                found = milliseconds_per_step(run, pause, arguments.steps if i else 2)
-                times[name, pause].append(found)
+                duration = milliseconds_per_step(run, pause, arguments.steps if i else 2)
+                times[name, pause].append(duration)
     print(f"{arguments.input_ms:g} ms of input, a step of about {arguments.step_ms:g} ms ({sines} sines)")
     print(f"{'':18}{'no input':>12}{'input':>12}{'ratio':>9}")
     for name in loops:

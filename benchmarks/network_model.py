@@ -1,8 +1,8 @@
-"""What a sum over many towers costs: how often they wait for each other, what they send, and how long that takes.
+"""The cost of a sum over many towers: sequential messages, bytes sent, and time.
 
 A small model of the network. Hosts of several towers are linked: each tower to the others of its host, and each host to
-the other hosts by a link that its towers share. A message takes its link's latency, and the time that its bytes take;
-those of a round are sent at once, and the next round waits for them.
+the other hosts by a link that its towers share. A message takes its link's latency, and the time of its bytes;
+the messages of a round are sent at once, and the next round waits for them.
 
     ring                         each tower sends a piece to the next one, around all of them and around again
     tree                         pairs are added up, then pairs of pairs; the sum goes back the same way
@@ -27,7 +27,7 @@ class Network(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """What one sum makes."""
+    """The messages of one sum."""
 
     rounds_inside: int  # in which messages stay within hosts
     bytes_inside: float  # that go over the link of a tower in them
@@ -48,7 +48,7 @@ class Traffic(NamedTuple):
 
 
 def traffic(algorithm: str, hosts: int, towers_per_host: int, size: float) -> Traffic:
-    """What it takes to sum `size` bytes over all towers of all hosts.
+    """The traffic of a sum of `size` bytes over all towers of all hosts.
 
     >>> traffic("ring", hosts=2, towers_per_host=1, size=100)
     Traffic(rounds_inside=0, bytes_inside=0, rounds_across=2, bytes_across=100.0)

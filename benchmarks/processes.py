@@ -1,17 +1,17 @@
-"""Time per step in several processes, and what the network takes of it: measured, and by a model up to 1,024 towers.
+"""Time per step in several processes, and the part of the network: measured, and by a model up to 1,024 towers.
 
     python benchmarks/processes.py [--groups 2x1 4x1 3x1] [--repeats 2] [--results FILE] [--png docs/many_hosts.png]
 
-A group, say 2x1, is two processes of one CPU device each, on this host; they talk over its loopback device. Measured
-are, with gradients of 10^3 to 10^7 floats: their sum over the towers alone; a step of `Estimator.train`, of a model
-that has little else to do; and how the processes agree before each piece of training: that each gives its word and
-gets those of all, `Team.exchange`, and that process 0 gives its plan. Counted are the bytes of a sum (on Linux).
+A group, say 2x1, is two processes of one CPU device each, on this host; they communicate over its loopback device. It
+measures, with gradients of 10^3 to 10^7 floats: their sum over the towers; a step of `Estimator.train` of a model that
+has little else to do; and how the processes agree before each chunk of training: the exchange of their batches,
+`Team.exchange`, and the broadcast of process 0's plan. It counts the bytes of a sum (on Linux).
 
-Whatever else runs on the host, the group's own processes too, only adds to a time. So there are many short rounds, and
-the figure is the fastest of all, of all repeats; `spread` is the slowest repeat's fastest by that.
+Other programs on the host, and the group's own processes, only increase a time. So there are many short rounds, and the
+figure is the fastest round of all repeats; `spread` is the ratio of the slowest repeat's fastest round to it.
 
 The latency and the bandwidth of a model of the network (network_model.py) are fitted to the sums of two towers, and
-checked with those of more. On CPU devices XLA sums by a ring, in which towers of one process talk over loopback too.
+checked with the sums of more towers. On CPU devices XLA sums by a ring, in which towers of a process use loopback too.
 """
 
 import argparse
@@ -41,12 +41,12 @@ from replicate import TowerOptimizer, initialize_distributed, replicate_model_fn
 
 SIZES = [10**exponent for exponent in range(3, 8)]  # floats
 GROUPS = ["1x1", "2x1", "3x1", "4x1", "2x2"]
-FITTED = "2x1"  # of two towers, which do not wait for a processor; the others check the model
-# Else glibc takes arrays of more than 32 MB from the kernel anew each time, which costs more than to sum them.
+FITTED = "2x1"  # two towers, which do not wait for a processor; the others check the model
+# Otherwise glibc gets arrays of more than 32 MB from the kernel each time, which costs more than to sum them.
 KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(10**11)}
 TOWERS = [2**exponent for exponent in range(1, 11)]
 GIGABIT = 1e9 / 8
-NETWORKS = {  # nominal, not measured; the bandwidth inside is that of a tower, that across of a host
+NETWORKS = {  # nominal, not measured; the bandwidth inside is per tower, across per host
     "10 Gbit/s": Network(8, Link(5e-6, 20e9), Link(30e-6, 10 * GIGABIT)),
     "100 Gbit/s": Network(8, Link(5e-6, 20e9), Link(10e-6, 100 * GIGABIT)),
     "NVLink and 8 x 400 Gbit/s InfiniBand": Network(8, Link(2e-6, 450e9), Link(5e-6, 3200 * GIGABIT)),
@@ -64,14 +64,14 @@ def times_of(call, repeats, rounds, finish=lambda: None):
 
 
 def sent():
-    """The bytes that the loopback device has sent so far; 0 where nothing tells."""
+    """The bytes that the loopback device has sent so far; 0 if unknown."""
     path = pathlib.Path("/proc/net/dev")
     lines = path.read_text().splitlines() if path.exists() else []
     return sum(int(line.split()[9]) for line in lines if line.split()[0] == "lo:")
 
 
 def time_of_sum(size):
-    """Seconds, and bytes sent, of a sum of so many floats over all towers."""
+    """Seconds, and bytes sent, of a sum of `size` floats over all towers."""
     devices = jax.devices()
     by_tower = NamedSharding(Mesh(np.array(devices), "tower"), PartitionSpec("tower"))
     state = [jax.make_array_from_callback((len(devices) * size,), by_tower, lambda index: np.ones(size, np.float32))]
@@ -94,7 +94,7 @@ def time_of_sum(size):
 
 
 class Clock(est.Hook):
-    """Notes when every so many steps are done."""
+    """Notes the time after every N steps."""
 
     def __init__(self, every):
         self.every, self.times = every, []
@@ -108,7 +108,7 @@ class Clock(est.Hook):
 
 
 def time_of_step(size, model_dir):
-    """Seconds per step of a model with one variable of so many floats."""
+    """Seconds per step of a model with one variable of `size` floats."""
 
     def model_fn(features, labels, mode):
         del labels
@@ -125,30 +125,30 @@ def time_of_step(size, model_dir):
 
 
 def measure(path):
-    """What each process of a group does; the first writes what it has found to a file."""
+    """Runs in each process of a group; the first writes the measurements to a file."""
     jax.config.update("jax_num_cpu_devices", int(os.environ["DEVICES"]))
     initialize_distributed(timeout_secs=120)
-    found = {"sum": {}, "bytes": {}, "step": {}}
+    figures = {"sum": {}, "bytes": {}, "step": {}}
     for size in SIZES:
-        found["sum"][size], found["bytes"][size] = time_of_sum(size)
-        found["step"][size] = time_of_step(size, os.path.join(os.path.dirname(path), f"model{size}"))
+        figures["sum"][size], figures["bytes"][size] = time_of_sum(size)
+        figures["step"][size] = time_of_step(size, os.path.join(os.path.dirname(path), f"model{size}"))
     if jax.process_count() > 1:
         team = Team("benchmark")
-        found["exchange"] = min(times_of(lambda: team.exchange(None), 10, 100))
-        # Process 0 does not wait for the others: so they meet at the end.
-        found["plan"] = min(times_of(lambda: team.from_chief(lambda: None), 90, 20, lambda: team.exchange(None)))
+        figures["exchange"] = min(times_of(lambda: team.exchange(None), 10, 100))
+        # Process 0 does not wait for the others, so they synchronize at the end.
+        figures["plan"] = min(times_of(lambda: team.from_chief(lambda: None), 90, 20, lambda: team.exchange(None)))
     if jax.process_index() == 0:
         with open(path, "w") as file:
-            json.dump(found, file)
+            json.dump(figures, file)
 
 
 def run(group):
-    """What the first process of a group has found."""
+    """The measurements of the first process of a group."""
     processes, devices = map(int, group.split("x"))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         cluster = {"worker": [f"127.0.0.1:{listener.getsockname()[1]}"] * processes}
     with tempfile.TemporaryDirectory() as folder:
-        path = os.path.join(folder, "found.json")
+        path = os.path.join(folder, "figures.json")
         started = []
         for index in range(processes):
             task = json.dumps({"cluster": cluster, "task": {"type": "worker", "index": index}})
@@ -162,10 +162,10 @@ def run(group):
 
 
 def fastest(repeats):
-    """Of the figures of some repeats the smallest, and by how much the largest is larger."""
+    """The smallest figure of some repeats, and the ratio of the largest to it."""
     if isinstance(repeats[0], dict):
         keys = {int(key) if key.isdigit() else key: key for key in repeats[0]}  # JSON has no other keys
-        return {name: fastest([found[key] for found in repeats]) for name, key in keys.items()}
+        return {name: fastest([figures[key] for figures in repeats]) for name, key in keys.items()}
     return min(repeats), max(repeats) / max(min(repeats), 1e-12)
 
 
@@ -186,20 +186,20 @@ def fitted(measured):
 
 
 def show(measured, link):
-    """Prints what was measured beside what the model says."""
+    """Prints the measurements beside the model's predictions."""
     alone, processors = measured["1x1"]["step"], os.cpu_count()
     print(f"{'':16}{'sum':>10}{'spread':>8}{'model':>10}{'ratio':>7}{'bytes':>7}", end="")
     print(f"{'step':>12}{'spread':>8}{'model':>10}{'ratio':>7}")
-    for group, found in measured.items():
+    for group, figures in measured.items():
         towers = towers_of(group)
         for size in SIZES:
-            (seconds, spread), (step, step_spread) = found["sum"][size], found["step"][size]
+            (seconds, spread), (step, step_spread) = figures["sum"][size], figures["step"][size]
             expected = ring(group, size)
             model = expected.seconds(Network(1, link, link))
             model_step = model + alone[size][0] * max(1, towers / processors)
             line = f"{group:6}{size:10}{seconds * 1e6:10.0f}{spread:8.2f}"
-            if "exchange" in found:
-                counted = found["bytes"][size][0] / towers / expected.bytes_across
+            if "exchange" in figures:
+                counted = figures["bytes"][size][0] / towers / expected.bytes_across
                 line += f"{model * 1e6:10.0f}{model / seconds:7.2f}{counted:7.2f}"
                 line += f"{step * 1e6:12.0f}{step_spread:8.2f}{model_step * 1e6:10.0f}{model_step / step:7.2f}"
             else:
@@ -209,15 +209,15 @@ def show(measured, link):
         f"\nmicroseconds; model: latency {link.latency * 1e6:.0f} us, bandwidth {link.bandwidth / 1e9:.2f} GB/s", end=""
     )
     print(f", fitted to {FITTED}; bytes: counted / model\n")
-    for group, found in measured.items():
-        if "exchange" in found:
-            (exchange, spread), (plan, plan_spread) = found["exchange"], found["plan"]
+    for group, figures in measured.items():
+        if "exchange" in figures:
+            (exchange, spread), (plan, plan_spread) = figures["exchange"], figures["plan"]
             print(f"{group:6} exchange {exchange * 1e6:.0f} us ({spread:.2f})", end=", ")
             print(f"plan of process 0 {plan * 1e6:.0f} us ({plan_spread:.2f})")
 
 
 def draw(path, measured, link):
-    """What was measured, and what the model says of other networks, as one picture."""
+    """Draws the measurements, and the model's predictions for other networks."""
     plt.rcParams.update({"font.size": 9, "axes.grid": True, "grid.alpha": 0.3, "axes.titlesize": 10})
     figure, axes = plt.subplots(2, 3, figsize=(15, 9.5))
     networks = {"as measured here, one tower per host": Network(1, link, link)} | NETWORKS
@@ -225,9 +225,9 @@ def draw(path, measured, link):
     draw_seconds(axes[0, 1], networks, 4e3, "4 KB")
     draw_seconds(axes[0, 2], networks, 1e8, "100 MB")
     draw_agreements(axes[1, 0], measured)
-    draw_traffic(axes[1, 1], lambda found: found.rounds, "Messages per step that wait for each other")
+    draw_traffic(axes[1, 1], lambda total: total.rounds, "Sequential messages per step")
     draw_traffic(
-        axes[1, 2], lambda found: found.bytes_across, "Bytes over a host's link per step, in sizes of the gradients"
+        axes[1, 2], lambda total: total.bytes_across, "Bytes over a host's link per step, in sizes of the gradients"
     )
     figure.tight_layout()
     figure.savefig(path, dpi=80)
@@ -252,8 +252,8 @@ def draw_seconds(axis, networks, size, name):
     for i, network in enumerate(networks.values()):
         for algorithm, style in STYLES.items():
             if network.towers_per_host > 1 or algorithm in ("ring", "tree"):  # the others are one of these
-                found = [traffic(algorithm, *hosts_of(n, network.towers_per_host), size) for n in TOWERS]
-                axis.plot(TOWERS, [each.seconds(network) for each in found], style, color=f"C{i}", linewidth=1.3)
+                totals = [traffic(algorithm, *hosts_of(n, network.towers_per_host), size) for n in TOWERS]
+                axis.plot(TOWERS, [each.seconds(network) for each in totals], style, color=f"C{i}", linewidth=1.3)
     handles = [Line2D([], [], color=f"C{i}", label=name) for i, name in enumerate(networks)]
     over_towers(axis, f"Seconds that a sum of {name} takes per step, by the model")
     axis.set_ylabel("seconds")
@@ -263,9 +263,9 @@ def draw_seconds(axis, networks, size, name):
 
 def draw_traffic(axis, value, title):
     for algorithm, style in STYLES.items():
-        found = {n: value(traffic(algorithm, *hosts_of(n, 8), 1)) for n in TOWERS}
-        found = {n: each for n, each in found.items() if each}  # one host sends nothing
-        axis.plot(found.keys(), found.values(), style, color="black", label=NAMES.get(algorithm, algorithm))
+        values = {n: value(traffic(algorithm, *hosts_of(n, 8), 1)) for n in TOWERS}
+        values = {n: each for n, each in values.items() if each}  # one host sends nothing
+        axis.plot(values.keys(), values.values(), style, color="black", label=NAMES.get(algorithm, algorithm))
     over_towers(axis, title)
     axis.legend(title="8 towers per host")
 
@@ -273,9 +273,9 @@ def draw_traffic(axis, value, title):
 def draw_agreements(axis, measured):
     hosts = [n // 8 for n in TOWERS if n >= 16]
     for i, (name, label) in enumerate({"exchange": "each gives its word", "plan": "process 0 gives its plan"}.items()):
-        found = {int(group.split("x")[0]): each[name][0] for group, each in measured.items() if name in each}
-        axis.plot(found.keys(), found.values(), "o", color=f"C{i}", label=label)
-        slope, constant = np.polyfit(list(found), list(found.values()), 1)
+        times = {int(group.split("x")[0]): each[name][0] for group, each in measured.items() if name in each}
+        axis.plot(times.keys(), times.values(), "o", color=f"C{i}", label=label)
+        slope, constant = np.polyfit(list(times), list(times.values()), 1)
         axis.plot(hosts, [constant + slope * n for n in hosts], color=f"C{i}", linewidth=1)
     axis.set_xscale("log", base=2)
     axis.set(yscale="log", xlabel="processes", ylabel="seconds")
@@ -304,12 +304,12 @@ def main():
     if arguments.measure:
         return measure(arguments.measure)
     results = pathlib.Path(arguments.results or os.devnull)
-    found = json.loads(results.read_text() or "[]") if results.exists() else []
+    runs = json.loads(results.read_text() or "[]") if results.exists() else []
     for _ in range(arguments.repeats):
         for group in arguments.groups:
-            found.append([group, run(group)])
-            results.write_text(json.dumps(found))
-    measured = {group: fastest([each for name, each in found if name == group]) for group, _ in found}
+            runs.append([group, run(group)])
+            results.write_text(json.dumps(runs))
+    measured = {group: fastest([each for name, each in runs if name == group]) for group, _ in runs}
     link = fitted(measured)
     show(measured, link)
     if arguments.png:

@@ -5,7 +5,7 @@
 The table has 32 columns, a batch looks up 512 ids. The gradient is sparse with `est.embedding_lookup`, dense with
 `est.get_variable(...)[ids]`. The state is donated, on 1 and 2 towers (CPU devices, or GPUs where there are enough).
 The figure is the least over rounds of the mean time of a step; in brackets its ratio to the first table's. The sizes
-alternate, so that what else the machine does falls on all of them.
+alternate, so that other load on the machine affects all of them.
 """
 
 import argparse
@@ -36,7 +36,7 @@ def dense_lookup(name, ids, shape):
 
 
 def make_run(rows, optimizer, lookup, devices):
-    """A function of a number of steps, which it trains."""
+    """A function that trains for a number of steps."""
 
     def model_fn(features, labels, mode):
         v = est.get_variable("v", (WIDTH, 1))
@@ -60,7 +60,7 @@ def make_run(rows, optimizer, lookup, devices):
 
 
 def microseconds(runs, rounds):
-    """The least mean time of a step of each run; they alternate, a round of each as long as a fifth of a second."""
+    """The minimum of the mean step times of each run; runs alternate, in rounds of a fifth of a second."""
     steps = []
     for run in runs:
         run(3)

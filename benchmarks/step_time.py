@@ -1,4 +1,4 @@
-"""Microseconds per training step, against the loops a JAX expert writes by hand.
+"""Microseconds per training step, compared with loops written by hand.
 
     python benchmarks/step_time.py [--rounds 9] [--only small]
 
@@ -8,8 +8,8 @@ Two models, on 1, 2 and 4 towers (CPU devices, or GPUs where there are enough):
 - `Estimator.train` with RunConfig(steps_per_loop=20), against a loop around a `lax.scan` of 20 such steps.
 
 Both sides get the same numpy batches and the same optax optimizer, donate their state, and keep at most two programs
-in flight. The Estimator does all it does otherwise: it watches for NaN and logs every 100 steps; no checkpoint falls
-into the time. Runs alternate in one process; the figure is the median over rounds, the ratio the median of the rounds'
+in flight. The Estimator has its defaults: it checks for NaN and logs every 100 steps; the time includes no
+checkpoint. Runs alternate in one process; the figure is the median over rounds, the ratio the median of the rounds'
 ratios.
 """
 
@@ -75,7 +75,7 @@ def estimator_run(widths, devices, steps_per_loop):
 
 
 def hand_written_step(devices):
-    """One training step as an expert writes it: plain, or a pmap within the jit with one packed psum."""
+    """One training step by hand: plain, or a pmap within the jit with one packed psum."""
     tx = optimizer()
 
     def update(variables, slots, gradients):
@@ -142,7 +142,7 @@ def hand_written_run(widths, devices, steps_per_loop):
 
 
 def microseconds_per_step(run, batches):
-    """Of all but the first step: a run that is `2 n` steps long less one that is `n` long."""
+    """The time without the first step: a run of `2 n` steps minus a run of `n`."""
     times = []
     for part in (batches[: len(batches) // 2], batches):
         start = time.perf_counter()

@@ -7,7 +7,7 @@ Two models trained by adam, one of many small variables (200 of [32, 32]) and on
 
 What is timed is `train_step` of `est.transform(..., donate=True)`, at most two steps in flight. All distributions get
 the same batch, in one process, in an order that turns from round to round; the time is the median over rounds, the
-ratio the median of the rounds' ratios. The bytes are those of variables and optimizer slots on the fullest device.
+ratio the median of the rounds' ratios. The bytes are variables and optimizer slots on the device with the most.
 """
 
 import argparse
@@ -69,7 +69,7 @@ class Trainer:
 
 
 def measure(devices, params, batch, steps, rounds):
-    """By distribution: the times of the rounds, and the bytes per device."""
+    """The times of the rounds and the bytes per device, by distribution."""
     trainers = {distribution: Trainer(distribution, devices, params, batch) for distribution in VariableDistribution}
     times = {distribution: [] for distribution in trainers}
     order = collections.deque(trainers)

@@ -1,7 +1,7 @@
 """Losses, as in `tf.losses`: labels first, one weight per element or row, one scalar out.
 
 Weighted means divide by a denominator that is averaged over the towers of a replicated model_fn,
-where there are towers, so that the sum of the scaled tower losses is the mean over all rows.
+so that the sum of the scaled tower losses is the mean over all rows.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ __all__ = [
 
 
 class Reduction(enum.StrEnum):
-    """What becomes of the weighted losses of a batch; the values are TensorFlow's.
+    """How the weighted losses of a batch are reduced; the values are TensorFlow's.
 
     >>> compute_weighted_loss(jnp.array([1.0, 5.0]), reduction=Reduction.SUM).item()
     6.0
 
     Attributes:
-      NONE: they are returned as they are.
+      NONE: not at all.
       SUM: their sum.
       MEAN: their sum divided by the sum of the weights.
       SUM_OVER_BATCH_SIZE: their sum divided by the number of elements.
@@ -93,7 +93,7 @@ def absolute_difference(
     weights: ArrayLike = 1.0,
     reduction: Reduction | str = _DEFAULT,
 ) -> jax.Array:
-    """The weighted mean (or what `reduction` says) of `|predictions - labels|`.
+    """The weighted mean (or another `reduction`) of `|predictions - labels|`.
 
     >>> absolute_difference(jnp.array([1.0, 2.0]), jnp.array([2.0, 5.0])).item()
     2.0
@@ -117,7 +117,7 @@ def mean_squared_error(
     weights: ArrayLike = 1.0,
     reduction: Reduction | str = _DEFAULT,
 ) -> jax.Array:
-    """The weighted mean (or what `reduction` says) of `(predictions - labels)**2`.
+    """The weighted mean (or another `reduction`) of `(predictions - labels)**2`.
 
     >>> mean_squared_error(jnp.array([1.0, 2.0]), jnp.array([2.0, 5.0])).item()
     5.0
@@ -143,7 +143,7 @@ def huber_loss(
     *,
     delta: float = 1.0,
 ) -> jax.Array:
-    """The weighted mean (or what `reduction` says) of errors squared up to `delta`, then linear.
+    """The weighted mean (or another `reduction`) of errors squared up to `delta`, then linear.
 
     >>> huber_loss(jnp.array([0.0, 0.0]), jnp.array([1.0, 3.0])).item()  # (0.5 + 2.5) / 2
     1.5
@@ -152,7 +152,7 @@ def huber_loss(
       labels: shape of `predictions`; cast to their dtype.
       predictions: any shape.
       weights, reduction: as in `compute_weighted_loss`.
-      delta: the absolute error from which on the loss grows linearly.
+      delta: the absolute error above which the loss grows linearly.
 
     Raises:
       ValueError: if shapes differ, or as `compute_weighted_loss` does.
@@ -168,7 +168,7 @@ def hinge_loss(
     weights: ArrayLike = 1.0,
     reduction: Reduction | str = _DEFAULT,
 ) -> jax.Array:
-    """The weighted mean (or what `reduction` says) of `max(0, 1 - (2 labels - 1) logits)`.
+    """The weighted mean (or another `reduction`) of `max(0, 1 - (2 labels - 1) logits)`.
 
     >>> hinge_loss(jnp.array([0, 1]), jnp.array([1.0, 3.0])).item()  # (2 + 0) / 2
     1.0
@@ -194,7 +194,7 @@ def log_loss(
     *,
     epsilon: float = 1e-7,
 ) -> jax.Array:
-    """The weighted mean (or what `reduction` says) of the cross entropy of probabilities.
+    """The weighted mean (or another `reduction`) of the cross entropy of probabilities.
 
     >>> round(log_loss(jnp.array([1, 0]), jnp.array([0.5, 0.5])).item(), 4)
     0.6931
@@ -222,7 +222,7 @@ def sigmoid_cross_entropy(
     *,
     label_smoothing: float = 0.0,
 ) -> jax.Array:
-    """The weighted mean (or what `reduction` says) of the cross entropy of independent classes.
+    """The weighted mean (or another `reduction`) of the cross entropy of independent classes.
 
     >>> round(sigmoid_cross_entropy(jnp.array([[1, 0]]), jnp.array([[0.0, 0.0]])).item(), 4)
     0.6931
@@ -250,7 +250,7 @@ def softmax_cross_entropy(
     *,
     label_smoothing: float = 0.0,
 ) -> jax.Array:
-    """The weighted mean (or what `reduction` says) of the cross entropy of exclusive classes.
+    """The weighted mean (or another `reduction`) of the cross entropy of exclusive classes.
 
     >>> round(softmax_cross_entropy(jnp.array([[1, 0]]), jnp.array([[0.0, 0.0]])).item(), 4)
     0.6931
@@ -277,7 +277,7 @@ def sparse_softmax_cross_entropy(
     weights: ArrayLike = 1.0,
     reduction: Reduction | str = _DEFAULT,
 ) -> jax.Array:
-    """The weighted mean (or what `reduction` says) of the cross entropy with the right classes.
+    """The weighted mean (or another `reduction`) of the cross entropy with the right classes.
 
     >>> round(sparse_softmax_cross_entropy(jnp.array([1, 0]), jnp.zeros((2, 4))).item(), 4)
     1.3863
@@ -307,7 +307,7 @@ def sparse_softmax_cross_entropy(
             f"Labels must be classes of shape {logits.shape[:-1]}: for one-hot labels call "
             "`softmax_cross_entropy`, else reshape them."
         )
-    # Indexing wraps negative labels round to the last classes; those too large give NaN.
+    # Indexing wraps negative labels around to the last classes; labels that are too large give NaN.
     num_classes = logits.shape[-1]
     labels = jnp.where(labels < 0, num_classes, labels.astype(jnp.int32))
     losses = optax.losses.softmax_cross_entropy_with_integer_labels(logits, labels)
@@ -340,7 +340,7 @@ def _reduce(caller: str, losses: jax.Array, weights: ArrayLike, reduction: Reduc
         return total.astype(losses.dtype)
     denominator = _denominator(reduction, jnp.broadcast_to(weight, losses.shape))
     if not isinstance(weights, int | float):
-        # A plain number makes denominators proportional to the rows: equal on all towers.
+        # With a plain number the denominators are proportional to the rows: equal on all towers.
         denominator = average_denominator(denominator)
     empty = denominator == 0
     mean = jnp.where(empty, 0, total / jnp.where(empty, 1, denominator))
@@ -348,7 +348,7 @@ def _reduce(caller: str, losses: jax.Array, weights: ArrayLike, reduction: Reduc
 
 
 def _denominator(reduction: Reduction, weights: jax.Array) -> jax.Array:
-    """What the sum of the losses is divided by; `weights` have the shape of the losses."""
+    """The divisor of the sum of the losses; `weights` have the shape of the losses."""
     match reduction:
         case Reduction.MEAN:
             return jnp.sum(weights)

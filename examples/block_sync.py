@@ -1,11 +1,12 @@
-"""Reads handwritten digits with towers that meet once in 16 steps, as well as with towers that meet in each.
+"""Reads handwritten digits with towers that synchronize every 16 steps, as well as with towers that do in each step.
 
-    python examples/block_sync.py               # four towers: four CPU devices, or all the GPUs there are
+    python examples/block_sync.py               # four towers: four CPU devices, or all GPUs
     python examples/block_sync.py --towers=2 --block_steps=64
 
-Within a block each tower trains on its own rows, on its own copy of the variables, without any communication; at its
-end the copies are averaged, and an outer optimizer moves the variables that all go on from. One argument of
-`replicate_model_fn` says so; the model_fn is that of synchronous training. The images come with scikit-learn.
+Within a block each tower trains on its own rows, on its own copy of the variables, without communication. At its end
+the copies are averaged, and an outer optimizer updates the variables that all towers continue with. It takes one
+argument of `replicate_model_fn`; the model_fn is the same as for synchronous training. The images come with
+scikit-learn.
 """
 
 import logging
@@ -24,7 +25,7 @@ from replicate import BlockSync, TowerOptimizer, bmuf, replicate_model_fn
 FLAGS = flags.FLAGS
 flags.DEFINE_integer("towers", 4, "How many CPU devices to use; GPUs are all used.", lower_bound=1)
 flags.DEFINE_integer("block_steps", 16, "Steps between synchronisations.", lower_bound=1)
-flags.DEFINE_integer("steps", 640, "How many steps to train, whole blocks of them.", lower_bound=1)
+flags.DEFINE_integer("steps", 640, "How many steps to train, a multiple of the block.", lower_bound=1)
 flags.DEFINE_string("model_dir", None, "Where the checkpoints go; by default a temporary place.")
 
 NUM_TEST = 500
@@ -58,7 +59,7 @@ def input_fns():
 def main(argv):
     del argv
     jax.config.update("jax_num_cpu_devices", FLAGS.towers)
-    logging.getLogger("jax").setLevel(logging.WARNING)  # it tells of the backends it does not find
+    logging.getLogger("jax").setLevel(logging.WARNING)  # it logs the backends that are missing
     train_input_fn, test_input_fn = input_fns()
     base = FLAGS.model_dir or tempfile.mkdtemp()
     outer_optimizers = {

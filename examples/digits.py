@@ -1,6 +1,6 @@
 """Reads handwritten digits: a small convolutional network on any number of towers.
 
-    python examples/digits.py               # two towers: two CPU devices, or all the GPUs there are
+    python examples/digits.py               # two towers: two CPU devices, or all GPUs
     python examples/digits.py --towers=4    # four CPU devices: same batches, losses and accuracy
 
 Two names make a model_fn for one device run on many: `TowerOptimizer`, around the optimizer, and
@@ -68,7 +68,7 @@ def model_fn(features, labels, mode, params):
 
 
 def load():
-    """The images and labels to train on, and those to test on: always the same ones."""
+    """Images and labels for training and for testing, always the same."""
     images, labels = load_digits(return_X_y=True)
     order = np.random.default_rng(1).permutation(len(images))
     images = (images[order] / 16).reshape(-1, 8, 8).astype(np.float32)
@@ -77,7 +77,7 @@ def load():
 
 
 def pictures(examples):
-    """Draws each `(prediction, image, label)` beside the next, and what it was read as below."""
+    """Draws each `(prediction, image, label)`, with the predicted digit below."""
     rows = [[] for _ in range(9)]
     for prediction, image, label in examples:
         for row, pixels in zip(rows, np.round(image * (len(SHADES) - 1)).astype(int), strict=False):
@@ -91,7 +91,7 @@ def pictures(examples):
 def main(argv):
     del argv
     jax.config.update("jax_num_cpu_devices", FLAGS.towers)
-    logging.getLogger("jax").setLevel(logging.WARNING)  # it tells of the backends it does not find
+    logging.getLogger("jax").setLevel(logging.WARNING)  # it logs the backends that are missing
     towers = f"{jax.device_count()} x {jax.default_backend()}"
     (images, labels), test = load()
     train_input_fn = est.inputs.numpy_input_fn(

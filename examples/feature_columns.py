@@ -1,11 +1,11 @@
-"""Tells malignant tumours from benign ones: a canned DNNClassifier over feature columns, on any number of towers.
+"""Classifies tumours as malignant or benign: a DNNClassifier over feature columns, on any number of towers.
 
-    python examples/feature_columns.py               # two towers: two CPU devices, or all the GPUs there are
+    python examples/feature_columns.py               # two towers: two CPU devices, or all GPUs
     python examples/feature_columns.py --towers=3    # three CPU devices: same batches, losses and accuracy
 
-There is no model_fn to write: the columns say what becomes of each feature, the classifier does the rest. Its model_fn
-is replicated like any other, so its optimizer is a `TowerOptimizer`. The data (569 tumours, 30 measurements of the
-nuclei of their cells) come with scikit-learn.
+No model_fn is needed: the columns define how each feature is used, the classifier does the rest. Its model_fn is
+replicated like any other, so its optimizer is a `TowerOptimizer`. The data (569 tumours, 30 measurements of the nuclei
+of their cells) come with scikit-learn.
 """
 
 import logging
@@ -32,14 +32,14 @@ CLASSES = ["malignant", "benign"]
 
 
 def load():
-    """Features by name, and labels, to train on and to test on: always the same ones."""
+    """Features by name and labels, for training and for testing, always the same."""
     data = load_breast_cancer()
     order = np.random.default_rng(1).permutation(len(data.target))
     features = {
         str(name).replace(" ", "_"): column.astype(np.float32)
         for name, column in zip(data.feature_names, data.data[order].T, strict=True)
     }
-    # As a pathologist would write it down: strings, and for every tenth tumour nothing.
+    # as a pathologist would note it: strings, and nothing for every tenth tumour
     size = np.array(SIZES)[np.digitize(features["mean_radius"], [12, 16])]
     features["size"] = np.where(np.arange(len(size)) % 10 == 0, "", size)
     labels = data.target[order].astype(np.int32)
@@ -48,7 +48,7 @@ def load():
 
 
 def make_columns(features):
-    """Numbers scaled by what the training data have, words as vectors, and two numbers cut up and crossed."""
+    """Numbers scaled by the training data, words as vectors, and two numbers bucketed and crossed."""
     fc = est.feature_column
     columns = []
     for name, column in features.items():
@@ -65,11 +65,11 @@ def make_columns(features):
 def main(argv):
     del argv
     jax.config.update("jax_num_cpu_devices", FLAGS.towers)
-    logging.getLogger("jax").setLevel(logging.WARNING)  # it tells of the backends it does not find
+    logging.getLogger("jax").setLevel(logging.WARNING)  # it logs the backends that are missing
     towers = f"{jax.device_count()} x {jax.default_backend()}"
     train, test = load()
     columns = make_columns(train[0])
-    # No compiled program holds strings: they become integers here.
+    # A compiled program has no strings: they become integers here.
     train_x, test_x = (est.feature_column.encode(features, columns) for features, _ in (train, test))
     train_input_fn = est.inputs.numpy_input_fn(
         train_x, train[1], FLAGS.batch_size, num_epochs=None, shuffle=True, seed=FLAGS.seed
@@ -102,7 +102,7 @@ def main(argv):
             f"{CLASSES[said]} ({probabilities[i, said]:.0%}), is {CLASSES[test[1][i]]}{mark}"
         )
     sizes = classifier.get_variable_value("dnn/input_from_feature_columns/input_layer/size_embedding/embedding_weights")
-    print("\nThe vectors it found for the words:", end=" ")
+    print("\nThe trained vectors of the words:", end=" ")
     print(", ".join(f"{word} ({x:+.2f} {y:+.2f})" for word, (x, y) in zip(SIZES, sizes, strict=True)))
 
 

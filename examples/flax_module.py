@@ -1,12 +1,12 @@
-"""Takes in a Flax module whole, with dropout, and with batch norm over all towers' images.
+"""Trains a Flax module with dropout, and with batch norm over all towers' images.
 
-    python examples/flax_module.py               # two towers: two CPU devices, or all the GPUs there are
+    python examples/flax_module.py               # two towers: two CPU devices, or all GPUs
     python examples/flax_module.py --towers=4    # four CPU devices
     python examples/flax_module.py --nnx         # the same network in Flax's other API
 
-`est.flax_module` keeps all parameters of the module as one variable, and its batch statistics as another one, which is
-not trained: training steps assign it, evaluation leaves it alone. The module gets its random keys from there too, and
-`nn.BatchNorm(axis_name=TOWER_AXIS)` sees the whole batch, however many towers share it. The images are those of
+`est.flax_module` makes all parameters of the module one variable, and its batch statistics another one, which is not
+trained: training steps assign it, evaluation does not. It also passes PRNG keys to the module, and
+`nn.BatchNorm(axis_name=TOWER_AXIS)` sees the whole batch on any number of towers. The images are the same as in
 digits.py.
 """
 
@@ -47,7 +47,7 @@ class Network(nn.Module):
 
 
 class NNXNetwork(nnx.Module):
-    """Knows itself whether it trains: `est.flax_module` calls its `train()` or `eval()`."""
+    """`est.flax_module` calls its `train()` or `eval()`."""
 
     def __init__(self, rngs):
         self.convs = nnx.List([nnx.Conv(a, b, (3, 3), use_bias=False, rngs=rngs) for a, b in ((1, 16), (16, 64))])
@@ -76,7 +76,7 @@ def model_fn(features, labels, mode, params):
 
 
 def load():
-    """The images and labels to train on, and those to test on: always the same ones."""
+    """Images and labels for training and for testing, always the same."""
     images, labels = load_digits(return_X_y=True)
     order = np.random.default_rng(1).permutation(len(images))
     images = (images[order] / 16).reshape(-1, 8, 8, 1).astype(np.float32)
@@ -87,7 +87,7 @@ def load():
 def main(argv):
     del argv
     jax.config.update("jax_num_cpu_devices", FLAGS.towers)
-    logging.getLogger("jax").setLevel(logging.WARNING)  # it tells of the backends it does not find
+    logging.getLogger("jax").setLevel(logging.WARNING)  # it logs the backends that are missing
     towers = f"{jax.device_count()} x {jax.default_backend()}"
     (train_x, train_y), (test_x, test_y) = load()
     train_input_fn = est.inputs.numpy_input_fn(

@@ -1,12 +1,12 @@
-"""Takes in a Haiku model or an Equinox model, on two towers.
+"""Trains a Haiku model or an Equinox model, on two towers.
 
     pip install dm-haiku equinox
     python examples/haiku_equinox.py                      # Haiku
     python examples/haiku_equinox.py --package=equinox
     python examples/haiku_equinox.py --towers=4           # four CPU devices
 
-Neither needs more than `est.get_variable`, which takes the whole model as one variable: what Haiku's `init` returns, or
-the arrays of an Equinox model. The images are those of digits.py.
+Both need only `est.get_variable`, which makes the model one variable: the result of Haiku's `init`, or the arrays of an
+Equinox model. The images are the same as in digits.py.
 """
 
 import logging
@@ -69,7 +69,7 @@ def model_fn(features, labels, mode, params):
 
 
 def load():
-    """The images and labels to train on, and those to test on: always the same ones."""
+    """Images and labels for training and for testing, always the same."""
     images, labels = load_digits(return_X_y=True)
     order = np.random.default_rng(1).permutation(len(images))
     images, labels = (images[order] / 16).astype(np.float32), labels[order].astype(np.int32)
@@ -79,7 +79,7 @@ def load():
 def main(argv):
     del argv
     jax.config.update("jax_num_cpu_devices", FLAGS.towers)
-    logging.getLogger("jax").setLevel(logging.WARNING)  # it tells of the backends it does not find
+    logging.getLogger("jax").setLevel(logging.WARNING)  # it logs the backends that are missing
     towers = f"{jax.device_count()} x {jax.default_backend()}"
     (train_x, train_y), (test_x, test_y) = load()
     train_input_fn = est.inputs.numpy_input_fn(

@@ -1,10 +1,10 @@
-"""Looks into a training: summaries, hooks of the library and one of your own, the history, and a picture of it.
+"""Observes training: summaries, hooks of the library and your own, the history, and a plot of it.
 
     python examples/hooks.py                # two towers
     python examples/hooks.py --towers=4
 
-What the model_fn reports by `est.summary.*` goes into event files for TensorBoard and into `history.jsonl`; what it
-reports by `est.record` is there for hooks alone. Hooks cost nothing between the steps at which they want to be called.
+Values that the model_fn reports by `est.summary.*` go into event files for TensorBoard and into `history.jsonl`; values
+of `est.record` are for hooks only. Hooks cost nothing between the steps at which they are due.
 """
 
 import logging
@@ -48,7 +48,7 @@ def model_fn(features, labels, mode):
 
 
 class HardestExamples(est.Hook):
-    """Remembers the examples of the highest loss, looking at a batch every so many steps."""
+    """Collects the examples of the highest loss, from one batch every N steps."""
 
     def __init__(self, every, keep=5):
         self.every = every
@@ -62,8 +62,8 @@ class HardestExamples(est.Hook):
         return {"ids": "id", "losses": "hardness"}
 
     def after_run(self, context, values):
-        found = dict(zip(values.results["ids"].tolist(), values.results["losses"].tolist(), strict=True))
-        ranked = sorted((self.hardest | found).items(), key=lambda pair: -pair[1])
+        losses = dict(zip(values.results["ids"].tolist(), values.results["losses"].tolist(), strict=True))
+        ranked = sorted((self.hardest | losses).items(), key=lambda pair: -pair[1])
         self.hardest = dict(ranked[: self.keep])
 
 
@@ -84,14 +84,14 @@ def input_fns():
 def main(argv):
     del argv
     jax.config.update("jax_num_cpu_devices", FLAGS.towers)
-    logging.getLogger("jax").setLevel(logging.WARNING)  # it tells of the backends it does not find
+    logging.getLogger("jax").setLevel(logging.WARNING)  # it logs the backends that are missing
     train_input_fn, test_input_fn, label_of = input_fns()
     model_dir = FLAGS.model_dir or tempfile.mkdtemp()
     config = est.RunConfig(save_summary_steps=20)
     classifier = est.Estimator(replicate_model_fn(model_fn), model_dir, config)
     hardest = HardestExamples(every=25)
     evaluator = est.InMemoryEvaluatorHook(classifier, test_input_fn, name="test", every_n_iter=FLAGS.steps // 5)
-    watchdog = est.WatchdogHook(timeout_secs=120)  # tells in which phase, if a run should hang
+    watchdog = est.WatchdogHook(timeout_secs=120)  # reports the phase of a run that hangs
     classifier.train(train_input_fn, hooks=[hardest, evaluator, watchdog], steps=FLAGS.steps)
 
     print(f"\nOn {jax.device_count()} x {jax.default_backend()}:\n")

@@ -1,10 +1,10 @@
-"""A training that is stopped by SIGTERM, as on a machine that is taken away, and goes on in another process.
+"""Stops training by SIGTERM, as on a preempted machine, and resumes it in another process.
 
     python examples/resume.py --towers=2
 
-It trains on handwritten digits twice: in one go; and in a process that gets SIGTERM in the middle, and another one that
-is simply started again. Every step then has had the same images, and every variable and slot has the same bits: a
-checkpoint holds all that the next step depends on, the position in the shuffled input and what hooks remember too.
+It trains on handwritten digits twice: once without a stop; and once in a process that gets SIGTERM in the middle, and
+then in a second process. Every step has the same images, and every variable and slot has the same bits: a checkpoint
+has everything that the next step depends on, including the position in the shuffled input and the state of hooks.
 """
 
 import logging
@@ -35,7 +35,7 @@ STEPS, STOP_AT = 300, 130
 def model_fn(features, labels, mode):
     x = features["pixels"]
     hidden = jax.nn.relu(x @ est.get_variable("hidden/kernel", (64, 64)) + est.get_variable("hidden/bias", (64,)))
-    keep = jax.random.bernoulli(est.make_rng(), 0.8, hidden.shape)  # dropout: the random keys go on as well
+    keep = jax.random.bernoulli(est.make_rng(), 0.8, hidden.shape)  # dropout: the PRNG keys resume as well
     logits = jax.numpy.where(keep, hidden / 0.8, 0) @ est.get_variable("logits/kernel", (64, 10))
     loss = est.losses.sparse_softmax_cross_entropy(labels, logits)
     est.record("id", features["id"])
@@ -44,7 +44,7 @@ def model_fn(features, labels, mode):
 
 
 class WriteIds(est.Hook):
-    """Writes which images each step had into a file, and remembers how many there were."""
+    """Writes the images of each step into a file, and counts them."""
 
     def __init__(self, path):
         self.path, self.images = path, 0
@@ -66,7 +66,7 @@ class WriteIds(est.Hook):
 
 
 class Terminate(est.Hook):
-    """Does what a cluster does when it wants its machine back."""
+    """Sends the signal that a cluster sends before it takes its machine back."""
 
     def next_step(self, step):
         return FLAGS.stop_at if FLAGS.stop_at and step < FLAGS.stop_at else None
@@ -89,7 +89,7 @@ def train():
 
 
 def start(model_dir, *args):
-    """Trains in a process of its own; returns its exit code."""
+    """Trains in another process; returns its exit code."""
     command = [sys.executable, __file__, "--train", f"--model_dir={model_dir}", f"--towers={FLAGS.towers}", *args]
     code = subprocess.run(command).returncode
     print(f"  exit code {code}", flush=True)
@@ -109,22 +109,22 @@ def ids(model_dir):
 
 def main(argv):
     del argv
-    logging.getLogger("jax").setLevel(logging.WARNING)  # it tells of the backends it does not find
+    logging.getLogger("jax").setLevel(logging.WARNING)  # it logs the backends that are missing
     if FLAGS.train:
         train()
         return
     base = FLAGS.model_dir or tempfile.mkdtemp()
-    whole, stopped = os.path.join(base, "whole"), os.path.join(base, "stopped")
+    full, stopped = os.path.join(base, "full"), os.path.join(base, "stopped")
     print(f"Training {STEPS} steps:", flush=True)
-    start(whole)
+    start(full)
     print(f"The same, with SIGTERM at step {STOP_AT}:", flush=True)
     if start(stopped, f"--stop_at={STOP_AT}") == est.Preempted().code:
         print("Which says: start it again.", flush=True)
         start(stopped)
-    expected, found = values(whole), values(stopped)
-    equal = [name for name in expected if expected[name].tobytes() == found[name].tobytes()]
-    same = [a == b for a, b in zip(ids(whole), ids(stopped), strict=True)]
-    print(f"\n{sum(same)} of {len(same)} steps had the same {ids(whole)[-1].split()[1]} images in the same order;")
+    expected, resumed = values(full), values(stopped)
+    equal = [name for name in expected if expected[name].tobytes() == resumed[name].tobytes()]
+    same = [a == b for a, b in zip(ids(full), ids(stopped), strict=True)]
+    print(f"\n{sum(same)} of {len(same)} steps had the same {ids(full)[-1].split()[1]} images in the same order;")
     print(f"{len(equal)} of {len(expected)} variables and slots have the same bits.")
 
 

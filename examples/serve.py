@@ -1,13 +1,13 @@
 """Exports a model that reads handwritten digits, and serves it over HTTP on this machine.
 
-    python examples/serve.py                             # trains, exports, serves, asks itself a few times, ends
-    python examples/serve.py --forever --port=8000       # goes on serving
-    python examples/serve.py --exported=/tmp/digits/1700000000     # serves what was exported before
+    python examples/serve.py                             # trains, exports, serves, sends a few requests, ends
+    python examples/serve.py --forever --port=8000       # keeps serving
+    python examples/serve.py --exported=/tmp/digits/1700000000     # serves an existing export
 
     curl -d '{"pixels": [[0, 0, 0.3, ...]]}' http://127.0.0.1:8000      # 64 numbers for each image
 
-The model is trained on several towers, and served on one device. The server is the standard library's; below `main`
-it knows nothing of the model but the exported folder. It pads requests to a few batch sizes, each compiled once.
+The model is trained on several towers, and served on one device. The server is the standard library's; it uses only the
+exported folder. It pads requests to a few batch sizes, each compiled once.
 """
 
 import json
@@ -35,7 +35,7 @@ flags.DEFINE_integer("steps", 500, "How many steps to train.", lower_bound=1)
 flags.DEFINE_string("model_dir", None, "Where the checkpoints go; by default a temporary place.")
 flags.DEFINE_string("exported", None, "The folder of an exported model to serve; by default one is trained.")
 flags.DEFINE_integer("port", 0, "Where to listen on 127.0.0.1; 0 is any free port.")
-flags.DEFINE_boolean("forever", False, "Whether to go on serving.")
+flags.DEFINE_boolean("forever", False, "Whether to keep serving.")
 
 MAX_BATCH = 256
 NUM_TEST = 500
@@ -62,10 +62,10 @@ def train_and_export(pixels, labels):
 
 
 def make_handler(model):
-    (wanted,) = model.features.values()
+    (expected,) = model.features.values()
 
     def answer(request):
-        pixels = np.asarray(json.loads(request)["pixels"], wanted.dtype)
+        pixels = np.asarray(json.loads(request)["pixels"], expected.dtype)
         if not 0 < len(pixels) <= MAX_BATCH:
             raise ValueError(f"Send between 1 and {MAX_BATCH} images; got {len(pixels)}.")
         padding = (1 << (len(pixels) - 1).bit_length()) - len(pixels)  # up to a power of two
@@ -76,7 +76,7 @@ def make_handler(model):
         def do_POST(self):
             try:
                 status, result = 200, answer(self.rfile.read(int(self.headers["Content-Length"])))
-            except (KeyError, TypeError, ValueError) as e:  # what the request is to blame for
+            except (KeyError, TypeError, ValueError) as e:  # errors of the request
                 status, result = 400, {"error": str(e)}
             body = json.dumps(result).encode()
             self.send_response(status)
@@ -98,7 +98,7 @@ def ask(url, pixels):
 
 
 def try_out(url, pixels, labels):
-    """Prints answers, and how long they take when the batch size has been compiled."""
+    """Prints answers, and their times once the batch size is compiled."""
     result = ask(url, pixels[:8].tolist())
     print(f"Read as {result['digit']} where {labels[:8].tolist()} is right.")
     result = ask(url, pixels[:MAX_BATCH].tolist())
@@ -113,13 +113,13 @@ def try_out(url, pixels, labels):
     try:
         ask(url, [[1.0, 2.0]])
     except urllib.error.HTTPError as e:
-        print(f"Two numbers are no image: {e.code}, {json.load(e)['error']}")
+        print(f"Two numbers are not an image: {e.code}, {json.load(e)['error']}")
 
 
 def main(argv):
     del argv
     jax.config.update("jax_num_cpu_devices", FLAGS.towers)
-    logging.getLogger("jax").setLevel(logging.WARNING)  # it tells of the backends it does not find
+    logging.getLogger("jax").setLevel(logging.WARNING)  # it logs the backends that are missing
     images, labels = load_digits(return_X_y=True)
     pixels, labels = (images / 16).astype(np.float32), labels.astype(np.int32)
     path = FLAGS.exported or train_and_export(pixels[NUM_TEST:], labels[NUM_TEST:])

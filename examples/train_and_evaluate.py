@@ -1,12 +1,12 @@
-"""Trains until the test loss falls no more, and keeps the best model: evaluations, early stopping, export.
+"""Trains until the test loss stops falling, and keeps the best model: evaluations, early stopping, export.
 
-    python examples/train_and_evaluate.py               # two towers: two CPU devices, or all the GPUs there are
+    python examples/train_and_evaluate.py               # two towers: two CPU devices, or all GPUs
     python examples/train_and_evaluate.py --towers=4    # four CPU devices: same batches, same table
 
-One call of `est.train_and_evaluate` evaluates every 25 steps, the variables as they are in memory; stops when the loss
-on images that are not trained on has had no decrease for five evaluations; goes back to the best variables, which are
-those of the last line; and has exported each model that was better than all before. Started again with the same
---model_dir, it knows that it has ended. The images of handwritten digits come with scikit-learn.
+One call of `est.train_and_evaluate` evaluates the variables in memory every 25 steps; stops when the loss on test
+images has not decreased for five evaluations; restores the best variables, shown in the last line; and exports each
+model that is better than all before. Started again with the same --model_dir, it ends at once. The images of
+handwritten digits come with scikit-learn.
 """
 
 import glob
@@ -24,8 +24,8 @@ from replicate import TowerOptimizer, replicate_model_fn
 FLAGS = flags.FLAGS
 flags.DEFINE_integer("towers", 2, "How many CPU devices to use; GPUs are all used.", lower_bound=1)
 flags.DEFINE_integer("steps", 2000, "How many steps to train at most.", lower_bound=1)
-flags.DEFINE_integer("eval_every_steps", 25, "Evaluate every so many steps.", lower_bound=1)
-flags.DEFINE_integer("patience", 5, "Stop after so many evaluations without a lower loss.", lower_bound=1)
+flags.DEFINE_integer("eval_every_steps", 25, "Evaluate every N steps.", lower_bound=1)
+flags.DEFINE_integer("patience", 5, "Stop after N evaluations without a lower loss.", lower_bound=1)
 flags.DEFINE_string("model_dir", None, "Where checkpoints and exports go; by default a temporary place.")
 
 NUM_TEST = 500
@@ -52,7 +52,7 @@ def model_fn(features, labels, mode):
 
 
 def load():
-    """The features and labels to train on, and those to test on: always the same ones."""
+    """Features and labels for training and for testing, always the same."""
     images, labels = load_digits(return_X_y=True)
     order = np.random.default_rng(1).permutation(len(images))
     pixels, labels = (images[order] / 16).astype(np.float32), labels[order].astype(np.int32)
@@ -61,7 +61,7 @@ def load():
 
 
 def table(evaluations, exported):
-    """A line for each evaluation: what was found, and whether the model is among the exports."""
+    """Prints a line per evaluation: the metrics, and whether the model is among the exports."""
     worst = max(metrics["loss"] for metrics in evaluations.values())
     yield f"{'step':>6} {'accuracy':>9} {'loss':>8}"
     for step, metrics in evaluations.items():
@@ -73,7 +73,7 @@ def table(evaluations, exported):
 def main(argv):
     del argv
     jax.config.update("jax_num_cpu_devices", FLAGS.towers)
-    logging.getLogger("jax").setLevel(logging.WARNING)  # it tells of the backends it does not find
+    logging.getLogger("jax").setLevel(logging.WARNING)  # it logs the backends that are missing
     (features, labels), test = load()
     train_input_fn = est.inputs.numpy_input_fn(features, labels, 64, num_epochs=None, shuffle=True, seed=0)
     test_input_fn = est.inputs.numpy_input_fn(*test, batch_size=NUM_TEST, shuffle=False)

@@ -4,8 +4,8 @@
     python examples/two_processes.py --processes=4 --devices=1
     srun python examples/two_processes.py --train --model_dir=/shared/digits    # on a cluster, just the training
 
-Each process calls `initialize_distributed`, and its input_fn gives its own part of every batch. All else is as in one
-process: `replicate_model_fn` takes the devices of all. The images come with scikit-learn.
+Each process calls `initialize_distributed`, and its input_fn yields its part of every batch. Everything else is the
+same as in one process: `replicate_model_fn` uses the devices of all. The images come with scikit-learn.
 """
 
 import json
@@ -57,7 +57,7 @@ def model_fn(features, labels, mode):
 
 
 def input_fn_of(order):
-    """Gives batches of the images in this order; to each process its own part of every batch, and it reads no other."""
+    """An input_fn of the images in this order; each process reads only its part of every batch."""
 
     def input_fn():
         images, labels = load_digits(return_X_y=True)
@@ -71,7 +71,7 @@ def input_fn_of(order):
 
 
 def train():
-    """What each process does; also on a cluster, where SLURM, MPI, Kubernetes or TF_CONFIG say which one it is."""
+    """Runs in each process; on a cluster too, where SLURM, MPI, Kubernetes or TF_CONFIG define its number."""
     jax.config.update("jax_num_cpu_devices", FLAGS.devices)
     initialize_distributed(timeout_secs=60)
     random = np.random.default_rng(1)
@@ -86,9 +86,9 @@ def train():
 
 
 def run(model_dir, processes, devices):
-    """Trains in so many processes; returns the variables, and what each process has found."""
+    """Trains in N processes; returns the variables, and the results of each process."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        cluster = {"worker": [f"127.0.0.1:{listener.getsockname()[1]}"] * processes}  # that of the first is used
+        cluster = {"worker": [f"127.0.0.1:{listener.getsockname()[1]}"] * processes}  # only the first address is used
     command = [sys.executable, __file__, "--train", f"--model_dir={model_dir}", f"--devices={devices}"]
     command += [f"--steps={FLAGS.steps}", f"--batch_size={FLAGS.batch_size}"]
     started = []
@@ -97,37 +97,37 @@ def run(model_dir, processes, devices):
         started.append(subprocess.Popen(command, env=os.environ | {"TF_CONFIG": json.dumps(task)}))
     codes = [process.wait() for process in started]  # when one fails, the others end too
     if any(codes):
-        sys.exit(f"The processes ended with the exit codes {codes}. What is above says why.")
+        sys.exit(f"The processes ended with the exit codes {codes}. See the messages above.")
     trained = est.Estimator(model_fn, model_dir)
-    found = [dict(np.load(os.path.join(model_dir, f"process{index}.npz"))) for index in range(processes)]
-    return {name: trained.get_variable_value(name) for name in trained.get_variable_names()}, found
+    results = [dict(np.load(os.path.join(model_dir, f"process{index}.npz"))) for index in range(processes)]
+    return {name: trained.get_variable_value(name) for name in trained.get_variable_names()}, results
 
 
-def by_image(found):
+def by_image(results):
     """The probabilities that the processes predicted, in the order of the images."""
-    order = np.argsort(np.concatenate([each["id"] for each in found]))
-    return np.concatenate([each["probability"] for each in found])[order]
+    order = np.argsort(np.concatenate([each["id"] for each in results]))
+    return np.concatenate([each["probability"] for each in results])[order]
 
 
 def main(argv):
     del argv
-    logging.getLogger("jax").setLevel(logging.WARNING)  # it tells of the backends it does not find
+    logging.getLogger("jax").setLevel(logging.WARNING)  # it logs the backends that are missing
     if FLAGS.train:
         return train()
     base = FLAGS.model_dir or tempfile.mkdtemp()
-    many, found = run(os.path.join(base, "many"), FLAGS.processes, FLAGS.devices)
+    many, results = run(os.path.join(base, "many"), FLAGS.processes, FLAGS.devices)
     one, [alone] = run(os.path.join(base, "one"), 1, FLAGS.processes * FLAGS.devices)
 
     print(f"\nAfter {FLAGS.steps} steps of {FLAGS.batch_size} images:\n")
-    for index, each in enumerate(found):
+    for index, each in enumerate(results):
         name = f"{FLAGS.processes} x {FLAGS.devices} devices, process {index}"
         print(f"{name:24} test accuracy {each['accuracy']:.2%}, test loss {each['loss']:.6f},", end=" ")
         print(f"predicted {len(each['id'])} of {NUM_TEST}")
     name = f"1 x {FLAGS.processes * FLAGS.devices} devices"
     print(f"{name:24} test accuracy {alone['accuracy']:.2%}, test loss {alone['loss']:.6f}\n")
     differences = {
-        "the losses": max(abs(each["loss"] - alone["loss"]) for each in found),
-        "the predictions": np.abs(by_image(found) - by_image([alone])).max(),
+        "the losses": max(abs(each["loss"] - alone["loss"]) for each in results),
+        "the predictions": np.abs(by_image(results) - by_image([alone])).max(),
         **{name: np.abs(many[name] - one[name]).max() for name in one if not name.startswith("optimizer/")},
     }
     for name, difference in differences.items():

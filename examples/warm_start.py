@@ -3,8 +3,8 @@
     python examples/warm_start.py                # two towers
     python examples/warm_start.py --towers=4
 
-The new model has the old one's hidden layers, under other names, and an output layer of its own. With few images to
-learn from, it is trained once from random values and once from the old layers.
+The new model has the hidden layers of the old one, under other names, and a new output layer. With few images, it is
+trained once from random values and once from the old layers.
 """
 
 import logging
@@ -47,7 +47,7 @@ def model_fn(features, labels, mode, params):
 
 
 def load(first, count):
-    """Images and labels of five digits: `count` of them to train on, the rest to test on."""
+    """Images and labels of five digits: `count` for training, the others for testing."""
     images, labels = load_digits(return_X_y=True)
     mine = np.random.default_rng(1).permutation(np.flatnonzero((labels >= first) & (labels < first + 5)))
     features, labels = {"pixels": np.float32(images[mine] / 16)}, np.int32(labels[mine] - first)
@@ -63,7 +63,7 @@ def load(first, count):
 def main(argv):
     del argv
     jax.config.update("jax_num_cpu_devices", FLAGS.towers)
-    logging.getLogger("jax").setLevel(logging.WARNING)  # it tells of the backends it does not find
+    logging.getLogger("jax").setLevel(logging.WARNING)  # it logs the backends that are missing
     base = FLAGS.model_dir or tempfile.mkdtemp()
     replicated = replicate_model_fn(model_fn)
 
@@ -84,13 +84,13 @@ def main(argv):
         for name, settings in {"cold": None, "warm": warm}.items()
     }
     print(f"The digits 5 to 9, from {FLAGS.few} images:\n")
-    found = []
+    results = []
     for model in models.values():
         evaluator = est.InMemoryEvaluatorHook(model, test, every_n_iter=10)
         model.train(train, hooks=[evaluator], steps=60)
-        found.append(evaluator.results)
+        results.append(evaluator.results)
     print("  steps   from random values   from the old layers")
-    for cold, warmed in zip(*found, strict=True):
+    for cold, warmed in zip(*results, strict=True):
         print(f"{cold['global_step']:7}{cold['accuracy']:21.2%}{warmed['accuracy']:22.2%}")
     print(f"\n{models['warm'].warm_start_report}")
 

@@ -1,11 +1,11 @@
-"""Reads handwritten digits with towers of several devices, over which a wide layer is cut.
+"""Reads handwritten digits with towers of several devices, over which a wide layer is sharded.
 
     python examples/wide_towers.py                          # two towers of four CPU devices
     python examples/wide_towers.py --towers=1 --devices_per_tower=8
 
-For models that do not fit on one device: `devices_per_tower` makes towers of several, and `partition` says along which
-dimension a variable is cut over them. The bytes on each device fall; accuracy and losses stay what they are. The images
-come with scikit-learn.
+For models that do not fit on one device: `devices_per_tower` makes towers of several devices, and `partition` is the
+dimension along which a variable is sharded over them. The bytes on each device decrease; accuracy and losses stay the
+same. The images come with scikit-learn.
 """
 
 import logging
@@ -46,7 +46,7 @@ def main(argv):
     del argv
     towers, size = FLAGS.towers, FLAGS.devices_per_tower
     jax.config.update("jax_num_cpu_devices", towers * size)
-    logging.getLogger("jax").setLevel(logging.WARNING)  # it tells of the backends it does not find
+    logging.getLogger("jax").setLevel(logging.WARNING)  # it logs the backends that are missing
     images, labels = load_digits(return_X_y=True)
     order = np.random.default_rng(1).permutation(len(images))
     pixels, labels = np.float32(images[order] / 16), np.int32(labels[order])

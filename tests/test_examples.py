@@ -186,7 +186,9 @@ def test_a_model_is_served(trained, towers):
     [percent] = re.findall(r"Of 256 images, ([\d.]+)% are read right", stdout)
     assert float(percent) > 90
     assert len(re.findall(r"images per request: [\d.]+ ms", stdout)) == 3
-    assert "Two numbers are no image: 400, The feature 'pixels' must be float32[b, 64]; got float32[1, 2]." in stdout
+    assert (
+        "Two numbers are not an image: 400, The feature 'pixels' must be float32[b, 64]; got float32[1, 2]." in stdout
+    )
     assert "Exported serving_default at step 500" in stderr
     again, stderr = run("serve.py", f"--exported={path}")
     assert f"Of 256 images, {percent}% are read right" in again

@@ -1,4 +1,4 @@
-"""Wide and deep: a linear model and a network, trained as one."""
+"""Wide and deep: a linear model and a network, trained together."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ _DNN_LEARNING_RATE, _LINEAR_LEARNING_RATE = 0.001, 0.005  # TensorFlow's
 class DNNLinearCombinedEstimator(Estimator):
     """An Estimator whose logits are the sum of a linear model's and a network's, with any head.
 
-    Each part has columns and an optimizer of its own; variables, and what training shows, are named as those of
-    `est.LinearEstimator` and `est.DNNEstimator`. A part without columns is left out, as in TensorFlow.
+    Each part has its own columns and optimizer; variables and summaries are named as in `est.LinearEstimator` and
+    `est.DNNEstimator`. A part without columns is left out, as in TensorFlow.
 
     Args:
-      head: makes loss, metrics and predictions of the logits.
+      head: computes loss, metrics and predictions from the logits.
       model_dir, config, warm_start_from: as for `est.Estimator`.
       linear_feature_columns, linear_optimizer, linear_sparse_combiner: as for `est.LinearEstimator`; the default
         learning rate is 0.005 at most.
@@ -48,7 +48,7 @@ class DNNLinearCombinedEstimator(Estimator):
         `est.DNNEstimator`; the default learning rate is 0.001.
 
     Raises:
-      ValueError, TypeError: an argument is missing or of another kind; the message names it.
+      ValueError, TypeError: an argument is missing or invalid; the message names it.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class DNNLinearCombinedEstimator(Estimator):
 
 
 def _showing(linear: Callable[[PyTree], jax.Array]) -> Callable[[PyTree, str], jax.Array]:
-    """The same logits, which training then shows beside the layers of the network."""
+    """The same logits, with the summaries of a layer."""
 
     def logits_fn(features: PyTree, mode: str) -> jax.Array:
         del mode
@@ -118,11 +118,11 @@ def _showing(linear: Callable[[PyTree], jax.Array]) -> Callable[[PyTree, str], j
 
 
 class DNNLinearCombinedClassifier(DNNLinearCombinedEstimator):
-    """An Estimator that tells classes apart by a linear model and a network together.
+    """A classifier: a linear model and a network together.
 
     Args:
       n_classes, weight_column, label_vocabulary, loss_reduction: as for `est.DNNClassifier`.
-      The others are those of `est.DNNLinearCombinedEstimator`.
+      The others: as for `est.DNNLinearCombinedEstimator`.
     """
 
     def __init__(
@@ -163,11 +163,11 @@ class DNNLinearCombinedClassifier(DNNLinearCombinedEstimator):
 
 
 class DNNLinearCombinedRegressor(DNNLinearCombinedEstimator):
-    """An Estimator of numbers by a linear model and a network together.
+    """A regressor: a linear model and a network together.
 
     Args:
       label_dimension, weight_column, loss_reduction: as for `est.DNNRegressor`.
-      The others are those of `est.DNNLinearCombinedEstimator`.
+      The others: as for `est.DNNLinearCombinedEstimator`.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What canned estimators share: heads and optimizers from their arguments."""
+"""Heads and optimizers from the arguments of canned estimators."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from estimator.core._record import Histogram, Scalar, report_in_training
+from estimator.core._record import Scalar, report_in_training
 from estimator.heads import BinaryClassHead, Head, MultiClassHead, RegressionHead
 from estimator.heads._head import checked_optimizer
 from estimator.optim._optimizer import Optimizer
@@ -51,22 +51,22 @@ def optimizer_fn(
     from_zeros: bool,
     named_rate: float | None = None,
 ) -> Callable[[], Optimizer]:
-    """Gives the optimizer when the model_fn runs; Adagrad where there is none.
+    """A function that returns the optimizer when the model_fn runs.
 
     Args:
-      caller: whose argument it is.
-      optimizer: the argument.
-      learning_rate: of the default optimizer.
-      from_zeros: whether all variables of the model begin as zeros.
-      named_rate: the learning rate of one that is given by name, if it is another.
+      caller: the class, for error messages.
+      optimizer: its argument; None: Adagrad.
+      learning_rate: the learning rate of the default optimizer.
+      from_zeros: whether all variables of the model are initially zero.
+      named_rate: the learning rate of an optimizer requested by name, if it differs.
     """
     if optimizer is None:
         optimizer = Optimizer(_NAMED["Adagrad"](learning_rate))
     if isinstance(optimizer, str):
         optimizer = Optimizer(_rule(caller, optimizer, named_rate or learning_rate, from_zeros))
     if isinstance(optimizer, Optimizer) or not callable(optimizer):
-        made = checked_optimizer(caller, optimizer)
-        return lambda: made
+        checked = checked_optimizer(caller, optimizer)
+        return lambda: checked
     function = optimizer
     return lambda: checked_optimizer(caller, function())
 
@@ -81,14 +81,16 @@ def _rule(caller: str, name: str, learning_rate: float, from_zeros: bool) -> opt
         )
     if not from_zeros:
         raise ValueError(
-            f"`{caller}` cannot train a network by {_FTRL!r}, which optax does not have. Near to it is "
+            f"`{caller}` cannot train a network by {_FTRL!r}, which optax does not have. Similar is "
             f"`optimizer=est.Optimizer(optax.adagrad({learning_rate}, initial_accumulator_value=0.1))`, which takes "
             "the same steps where variables begin as zeros."
         )
-    return _NAMED["Adagrad"](learning_rate)  # the very steps of Ftrl, from zeros and without regularization
+    return _NAMED["Adagrad"](learning_rate)  # the same steps as Ftrl, from zeros and without regularization
 
 
 def show_layer(values: jax.Array) -> None:
-    """Shows in TRAIN what TensorFlow shows of a layer, under the variable scope that is open."""
+    """Shows the fraction of zeros in TRAIN, under the current variable scope.
+
+    TensorFlow shows a histogram too, which here makes compiling a small network take a third longer.
+    """
     report_in_training("fraction_of_zero_values", lambda: Scalar(jnp.mean(values == 0), summary=True))
-    report_in_training("activation", lambda: Histogram.of(values))

@@ -32,7 +32,7 @@ from estimator.heads import Head
 from estimator.losses import Reduction
 
 LEARNING_RATE = 0.05  # TensorFlow's
-_MOMENTUM, _EPSILON = 0.999, 1e-3  # TensorFlow's, of batch normalization
+_MOMENTUM, _EPSILON = 0.999, 1e-3  # of batch normalization, as in TensorFlow
 
 Activation = Callable[[jax.Array], jax.Array]
 
@@ -41,24 +41,24 @@ class DNNEstimator(Estimator):
     """An Estimator of a fully connected network with any head.
 
     Its variables are named as in TensorFlow 1: dnn/hiddenlayer_0/kernel, dnn/logits/bias,
-    dnn/input_from_feature_columns/input_layer/<column>/embedding_weights. Training shows, as there, the histogram
-    dnn/hiddenlayer_0/activation and dnn/hiddenlayer_0/fraction_of_zero_values, and those of the other layers.
+    dnn/input_from_feature_columns/input_layer/<column>/embedding_weights. Training shows
+    dnn/hiddenlayer_0/fraction_of_zero_values as there, and the same of the other layers.
 
     Args:
-      head: makes loss, metrics and predictions of the logits.
+      head: computes loss, metrics and predictions from the logits.
       hidden_units: the width of each hidden layer.
       feature_columns: numeric, bucketized, indicator and embedding columns.
       model_dir, config, warm_start_from: as for `est.Estimator`.
       optimizer: an `est.Optimizer`, a `TowerOptimizer`, a function that returns one, or one of TensorFlow's names,
         "Adagrad", "Adam", "RMSProp" or "SGD": optax's rule with TensorFlow's settings and the learning rate 0.05. By
         default "Adagrad".
-      activation_fn: of the hidden layers.
-      dropout: the fraction of a hidden layer that is left out in training; None: nothing is.
-      batch_norm: whether hidden layers are normalized. In towers each normalizes by its own rows, as in TensorFlow;
-        the moving averages are the mean over towers.
+      activation_fn: the activation function of the hidden layers.
+      dropout: the fraction of a hidden layer that is dropped in training; None: no dropout.
+      batch_norm: whether hidden layers are normalized. Each tower normalizes by its own rows, as in TensorFlow;
+        moving averages are averaged over towers.
 
     Raises:
-      ValueError, TypeError: an argument is of another kind; the message names it.
+      ValueError, TypeError: an argument is invalid; the message names it.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class DNNEstimator(Estimator):
 
 
 class DNNClassifier(DNNEstimator):
-    """An Estimator that tells classes apart by a fully connected network.
+    """A classifier: a fully connected network.
 
     >>> import estimator as est, numpy as np, optax, tempfile
     >>> columns = [est.feature_column.numeric_column("x")]
@@ -103,14 +103,14 @@ class DNNClassifier(DNNEstimator):
     >>> [int(p["class_ids"][0]) for p in classifier.predict(lambda: {"x": x}, "class_ids")]
     [0, 0, 1, 1]
 
-    It is replicated like any model_fn, with an optimizer that is wrapped:
+    It is replicated like any model_fn, with a wrapped optimizer:
     `est.Estimator(replicate_model_fn(classifier.model_fn), classifier.model_dir)`.
 
     Args:
       hidden_units, feature_columns, model_dir, optimizer, activation_fn, dropout, config, batch_norm: as for
         `est.DNNEstimator`.
       n_classes, weight_column, label_vocabulary, loss_reduction: as for `est.MultiClassHead`, or, for two classes,
-        `est.BinaryClassHead`; labels, predictions and metrics are these heads'.
+        `est.BinaryClassHead`; which define labels, predictions and metrics.
     """
 
     def __init__(
@@ -146,13 +146,13 @@ class DNNClassifier(DNNEstimator):
 
 
 class DNNRegressor(DNNEstimator):
-    """An Estimator of numbers by a fully connected network.
+    """A regressor: a fully connected network.
 
     Args:
       hidden_units, feature_columns, model_dir, optimizer, activation_fn, dropout, config, batch_norm: as for
         `est.DNNEstimator`.
-      label_dimension, weight_column, loss_reduction: as for `est.RegressionHead`, whose labels, predictions and
-        metrics it has.
+      label_dimension, weight_column, loss_reduction: as for `est.RegressionHead`, which defines labels,
+        predictions and metrics.
     """
 
     def __init__(

@@ -32,21 +32,21 @@ class LinearEstimator(Estimator):
     """An Estimator of a linear model with any head.
 
     Its variables are named as in TensorFlow 1: linear/linear_model/<column>/weights and
-    linear/linear_model/bias_weights. They begin as zeros. Training shows, as there, linear/fraction_of_zero_weights and
-    linear/bias.
+    linear/linear_model/bias_weights. They are initially zero. Training shows, as there,
+    linear/fraction_of_zero_weights and linear/bias.
 
     Args:
-      head: makes loss, metrics and predictions of the logits.
-      feature_columns: of any kind.
+      head: computes loss, metrics and predictions from the logits.
+      feature_columns: feature columns of any kind.
       model_dir, config, warm_start_from: as for `est.Estimator`.
       optimizer: an `est.Optimizer`, a `TowerOptimizer`, a function that returns one, or one of TensorFlow's names,
         "Adagrad", "Adam", "Ftrl", "RMSProp" or "SGD": optax's rule with TensorFlow's settings and the learning rate
         0.2. By default "Ftrl" with `min(0.2, 1 / sqrt(number of columns))`. Ftrl is Adagrad here: without
-        regularization and from zeros it takes the very same steps.
-      sparse_combiner: what becomes of the weights of several classes of an example: "sum", "mean" or "sqrtn".
+        regularization and from zeros it takes the same steps.
+      sparse_combiner: how the weights of several classes of an example are combined: "sum", "mean" or "sqrtn".
 
     Raises:
-      ValueError, TypeError: an argument is of another kind; the message names it.
+      ValueError, TypeError: an argument is invalid; the message names it.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class LinearEstimator(Estimator):
 
 
 class LinearClassifier(LinearEstimator):
-    """An Estimator that tells classes apart by a linear model.
+    """A classifier: a linear model.
 
     >>> import estimator as est, numpy as np, tempfile
     >>> kind = est.feature_column.categorical_column_with_identity("kind", 3)
@@ -92,7 +92,7 @@ class LinearClassifier(LinearEstimator):
     Args:
       feature_columns, model_dir, optimizer, config, sparse_combiner: as for `est.LinearEstimator`.
       n_classes, weight_column, label_vocabulary, loss_reduction: as for `est.MultiClassHead`, or, for two classes,
-        `est.BinaryClassHead`; labels, predictions and metrics are these heads'.
+        `est.BinaryClassHead`; which define labels, predictions and metrics.
     """
 
     def __init__(
@@ -116,12 +116,12 @@ class LinearClassifier(LinearEstimator):
 
 
 class LinearRegressor(LinearEstimator):
-    """An Estimator of numbers by a linear model.
+    """A regressor: a linear model.
 
     Args:
       feature_columns, model_dir, optimizer, config, sparse_combiner: as for `est.LinearEstimator`.
-      label_dimension, weight_column, loss_reduction: as for `est.RegressionHead`, whose labels, predictions and
-        metrics it has.
+      label_dimension, weight_column, loss_reduction: as for `est.RegressionHead`, which defines labels,
+        predictions and metrics.
     """
 
     def __init__(
@@ -163,9 +163,9 @@ def linear_logits_fn(
 
 
 def _show_weights(frame: Frame) -> None:
-    """Shows what TensorFlow shows of a linear model in TRAIN."""
+    """Shows TensorFlow's summaries of a linear model in TRAIN."""
     prefix = "/".join((*frame.scope, "linear_model", ""))
-    # Not by `read_variable`: whoever has seen a large table whole has a dense gradient of it.
+    # Not by `read_variable`: reading a large table as a whole makes its gradient dense.
     weights = {name: jax.lax.stop_gradient(value) for name, value in frame.variables.items() if name.startswith(prefix)}
     bias = weights.pop(f"{prefix}bias_weights")
 

@@ -1,4 +1,4 @@
-"""The folder of an exported model: the names of its files, and whether they are as they were written."""
+"""The folder of an exported model: the names of its files, and their checksums."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _UNCHECKED = (CHECKSUMS_FILE, README_FILE)
 
 
 def write_checksums(folder: str) -> None:
-    """Notes what the files of a folder hold, once all of them are there."""
+    """Writes the checksums of the files in a folder, once all of them are there."""
     files = (os.path.join(parent, name) for parent, _, names in os.walk(folder) for name in names)
     names = sorted(os.path.relpath(file, folder).replace(os.sep, "/") for file in files)
     sums = {name: _sha256(os.path.join(folder, name)) for name in names if name not in _UNCHECKED}
@@ -28,7 +28,7 @@ def write_checksums(folder: str) -> None:
 
 
 def find_export(path: str) -> str | None:
-    """The folder of the exported model at `path`, or of the newest one in there; None where there is none."""
+    """The folder of the exported model at `path`, or of the newest one in it; None if there is none."""
     if _is_export(path):
         return path
     inside = os.listdir(path) if os.path.isdir(path) else []
@@ -37,12 +37,12 @@ def find_export(path: str) -> str | None:
 
 
 class ExportFolder:
-    """An exported model on disk. All its files, but the README, are compared with their checksums first: damaged
-    programs may end the process that reads them.
+    """An exported model on disk. All its files except the README are compared with their checksums first: a damaged
+    program may crash the process that reads it.
 
     Attributes:
       path: the folder.
-      metadata: what is in its `metadata.json`.
+      metadata: the contents of its `metadata.json`.
 
     Raises:
       ValueError: a file is missing or damaged, or of another version; the message names it.
@@ -55,7 +55,7 @@ class ExportFolder:
             self.metadata: dict[str, Any] = json.load(file)
         if self.metadata.get("format") != FORMAT:
             raise ValueError(
-                f"{self._file(METADATA_FILE)} is not that of an exported model of this version: its format "
+                f"{self._file(METADATA_FILE)} does not belong to an exported model of this version: its format "
                 f"must be {FORMAT!r}; got {self.metadata.get('format')!r}. Export the model again."
             )
 
@@ -65,7 +65,7 @@ class ExportFolder:
 
     @functools.cached_property
     def weights(self) -> dict[str, np.ndarray]:
-        """The arrays by their names, in the dtypes that the metadata has."""
+        """The arrays by name, in the dtypes of the metadata."""
         with np.load(self._file(WEIGHTS_FILE)) as saved:
             return {name: saved[name].view(array["dtype"]) for name, array in self.metadata["weights"].items()}
 
@@ -90,7 +90,7 @@ class ExportFolder:
                 sums = json.load(file)["sha256"]
         except FileNotFoundError:
             raise self._damaged(f"{CHECKSUMS_FILE} is missing") from None
-        except (ValueError, LookupError, TypeError) as e:  # no text, no JSON, no dict, or without the one key
+        except (ValueError, LookupError, TypeError) as e:  # not text, not JSON, not a dict, or without the key
             raise self._damaged(f"{CHECKSUMS_FILE} is not what was written ({e!r})") from e
         if not isinstance(sums, dict):
             raise self._damaged(f"{CHECKSUMS_FILE} is not what was written ({sums!r})")

@@ -1,4 +1,4 @@
-"""The system's locks on files, which end with the process that has them."""
+"""Locks on files by the operating system, which releases them when the process ends."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ import os
 
 try:
     import fcntl
-except ImportError:  # no POSIX
+except ImportError:  # not POSIX
     fcntl = None  # type: ignore[assignment]
 
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.EBADF}
 
 
 def lock_if_possible(file: int, exclusive: bool) -> str | None:
-    """Locks an open file until it is closed, in all processes that have it from here; says why there are no locks.
+    """Locks an open file until it is closed here and in child processes; returns the reason if there are no locks.
 
-    A lock that is not exclusive is waited for.
+    It waits for a lock that is not exclusive.
 
     Raises:
-      BlockingIOError: somebody has a lock on it, and this one is to be exclusive.
+      BlockingIOError: `exclusive`, and somebody else has a lock.
     """
     if fcntl is None:
         return "the system has no file locks"

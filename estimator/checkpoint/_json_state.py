@@ -1,6 +1,6 @@
-"""What a checkpoint holds beside arrays, the position in the input and what hooks remember: JSON in an array of bytes.
+"""Values other than arrays in a checkpoint, the input position and the state of hooks: JSON in an array of bytes.
 
-JSON has no bytes, and knows no tuples; grain's loaders have positions of bytes, others of nested dicts and lists.
+A position may be bytes, as of grain's loaders, for which JSON has no type. Tuples become lists.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ def encode(state: Any) -> np.ndarray:
     {'position': b'ab', 'batches': 3}
 
     Raises:
-      TypeError: it holds something else than dicts with strings as keys, lists, numbers, strings, bytes and None.
+      TypeError: it has anything other than dicts with strings as keys, lists, numbers, strings, bytes and None.
     """
     return np.frombuffer(json.dumps(_to_json(state, "")).encode(), np.uint8).copy()
 
 
 def decode(array: np.ndarray) -> Any:
-    """The opposite."""
+    """The inverse of `encode`."""
     return json.loads(array.tobytes(), object_hook=lambda d: base64.b64decode(d[_BYTES]) if d.keys() == {_BYTES} else d)
 
 

@@ -1,4 +1,4 @@
-"""The directory of a model: what it must be, and which training may write into it."""
+"""The model_dir: checks of its path, and a lock that lets one training run at a time write to it."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from absl import logging
 from estimator.checkpoint._file_lock import lock_if_possible
 
 LOCK_FILE = "training.lock"
-_SECONDS_FOR_OWNER = 1.0  # to write who it is
+_SECONDS_FOR_OWNER = 1.0  # to write its name into the file
 _TF_CHECKPOINT = re.compile(r".+-\d+\.(index|meta)")
 
-# Of this process: its locks by the path of the directory, each with the thread that has it and its file.
+# The locks of this process by the path of the directory: the file, and the thread that holds it.
 _held: dict[str, tuple[int, int]] = {}
 
 
 def checked_dir(model_dir: str) -> str:
-    """The path, without "..", which means something else to the system than to whom normalizes a path.
+    """The path without "..": behind a symbolic link, normalizing a path changes what ".." means.
 
     Raises:
-      NotADirectoryError: a file is there.
-      ValueError: orbax would take the path for a pattern.
+      NotADirectoryError: the path is a file.
+      ValueError: orbax would read the path as a pattern.
     """
     if os.pardir in model_dir.split(os.sep):
         model_dir = os.path.realpath(model_dir)
@@ -42,10 +42,10 @@ def checked_dir(model_dir: str) -> str:
 
 
 def check_not_of_tensorflow(model_dir: str) -> None:
-    """To be called where there is no checkpoint.
+    """To be called if there is no checkpoint.
 
     Raises:
-      ValueError: but there is one of TensorFlow, which a training would pass over without a word.
+      ValueError: there is a checkpoint of TensorFlow, which training would silently ignore.
     """
     names = os.listdir(model_dir) if os.path.isdir(model_dir) else []
     theirs = sorted(filter(_TF_CHECKPOINT.fullmatch, names), key=lambda name: int(re.findall(r"\d+", name)[-1]))
@@ -60,14 +60,14 @@ def check_not_of_tensorflow(model_dir: str) -> None:
 
 @contextlib.contextmanager
 def training_in(model_dir: str, is_chief: bool) -> Iterator[None]:
-    """Keeps other trainings, of any process, out of a directory, which is made if need be; within the thread that has
-    it, it may be asked for again. Of several processes of one run, process 0 has it for all.
+    """Locks a directory for one training run, and creates it if it does not exist. The thread that holds the lock may
+    enter again. In a run of several processes, process 0 holds it for all.
 
-    The lock is the system's, on a file that tells its owner, and ends with the process, however that ends.
+    The operating system locks a file that names its owner, and releases it when the process ends, however it ends.
 
     Raises:
-      RuntimeError: another training is going on there.
-      OSError: nothing can be written there.
+      RuntimeError: another training run holds the lock.
+      OSError: the directory cannot be written.
     """
     key = os.path.realpath(model_dir)
     is_mine = key in _held and _held[key][1] == threading.get_ident()
@@ -86,7 +86,7 @@ def training_in(model_dir: str, is_chief: bool) -> Iterator[None]:
 
 
 def _locked(model_dir: str, key: str) -> int | None:
-    """The locked file; None where the file system has no locks."""
+    """The locked file; None if the file system has no locks."""
     path = os.path.join(model_dir, LOCK_FILE)
     while True:
         try:
@@ -96,7 +96,7 @@ def _locked(model_dir: str, key: str) -> int | None:
             raise type(error)(
                 error.errno,
                 f"Training cannot write its checkpoints into model_dir {model_dir!r} ({error.strerror}). Choose a "
-                "directory that can be made and written; evaluation and prediction need to read only",
+                "directory that can be created and written; evaluation and prediction only read",
             ) from error
         try:
             why_not = lock_if_possible(lock, exclusive=True)
@@ -104,12 +104,12 @@ def _locked(model_dir: str, key: str) -> int | None:
             owner = _owner(lock, key)
             os.close(lock)
             raise RuntimeError(
-                f"model_dir {model_dir!r} is in use: {owner} trains in it. Two trainings in one directory would mix "
-                "their checkpoints. Wait for the other one or end it, or choose another model_dir."
+                f"model_dir {model_dir!r} is in use: {owner} trains in it. Two training runs in one directory would "
+                "mix their checkpoints. Wait for the other one or end it, or choose another model_dir."
             ) from None
         if why_not is not None:
             logging.warning(
-                "model_dir %s cannot be locked (%s): nothing keeps a second training out of it.", model_dir, why_not
+                "model_dir %s cannot be locked (%s): nothing keeps a second training run out of it.", model_dir, why_not
             )
             with contextlib.suppress(FileNotFoundError):
                 os.remove(path)
@@ -135,7 +135,7 @@ def _owner(lock: int, key: str) -> str:
 
 
 def _leave_to_parent() -> None:
-    """A forked child, which may live longer, must not keep the locks."""
+    """A forked child must not keep the locks: it may live longer."""
     for lock, _ in _held.values():
         os.close(lock)
     _held.clear()

@@ -18,61 +18,61 @@ from estimator.steps._transform import Model
 
 
 class StateSource:
-    """The states of a model, made for the batches and the mode of a run.
+    """The states of a model, for the batches and the mode of a run.
 
-    That of the newest checkpoint stays in memory, so that ten evaluations read it once.
+    Caches the newest checkpoint's state, so repeated evaluations read it once.
 
     Args:
-      model: whose states they are.
-      seed: what initial values follow from.
-      warm_start_settings: where variables get their first values from; None: from their initializers.
+      model: the model.
+      seed: the seed of initial values.
+      warm_start_settings: the source of initial values; None: the initializers.
 
     Attributes:
       settings: `warm_start_settings`.
-      warm_start_report: what the last warm start took; None: there was none.
+      warm_start_report: the report of the last warm start; None if there was none.
     """
 
     def __init__(self, model: Model, seed: int, warm_start_settings: WarmStartSettings | None) -> None:
         self._model = model
         self._seed = seed
         self.settings = warm_start_settings
-        self._live: tuple[tuple[str, int], State] | None = None  # which checkpoint, and its state
+        self._cached: tuple[tuple[str, int], State] | None = None  # the identity of a checkpoint, and its state
         self.warm_start_report: WarmStartReport | None = None
 
     def get(
         self, mode: ModeKeys, path: str | None, features: PyTree, labels: PyTree = None, team: Team | None = None
     ) -> State:
-        """The state saved at `path`, from memory if it is there; where it is None, the first one.
+        """The state saved at `path`, from the cache if possible; the initial state if `path` is None.
 
-        A process may have given up what is in memory, for a prediction: then the `team` reads the checkpoint together.
+        If any process of the `team` has dropped its cache, for a prediction, all of them read the checkpoint together.
         """
         if path is None:
             state = self._model.init(jax.random.key(self._seed), features, labels, mode=mode)
             if self.settings is not None:
                 state = self._warm(self.settings, state, mode, features, labels)
-            # Committed to their devices as restored arrays are; jax compiles anew for others.
+            # Committed to their devices like restored arrays; jax compiles again for uncommitted ones.
             return jax.device_put(state, jax.tree.map(lambda x: x.sharding, state))
         like = self._model.abstract_init(features, labels, mode=mode)
-        is_live = self._live is not None and self._live[0] == _identity(path) and _serves(self._live[1], like)
-        if not (is_live if team is None else all(team.exchange(is_live))):
+        is_cached = self._cached is not None and self._cached[0] == _identity(path) and _serves(self._cached[1], like)
+        if not (is_cached if team is None else all(team.exchange(is_cached))):
             with _checkpoints.kept(path):
                 self.keep(path, as_of_chief(_checkpoints.restore(path, like, partial=mode != ModeKeys.TRAIN)))
-        assert self._live is not None
-        return _as_wanted(self._live[1], like)
+        assert self._cached is not None
+        return _as_wanted(self._cached[1], like)
 
     def own(self, path: str | None, features: PyTree, labels: PyTree, team: Team | None) -> State:
-        """A copy for training, which takes the memory of what it is given; a prediction may still read the other."""
+        """A copy for training, which donates its memory; a prediction may still read the original."""
         state = self.get(ModeKeys.TRAIN, path, features, labels, team)
-        self._live = None
+        self._cached = None
         return jax.tree.map(lambda x: x.copy(), state)
 
     def for_evaluation(self, state: State, features: PyTree, labels: PyTree) -> State:
-        """A state of a training that is going on, as evaluation wants it."""
+        """The state of a running training in the form that evaluation takes."""
         return _as_wanted(state, self._model.abstract_init(features, labels, mode=ModeKeys.EVAL))
 
     def keep(self, path: str, state: State) -> None:
-        """Notes that a state is that of the checkpoint at `path`."""
-        self._live = _identity(path), state
+        """Caches the state of the checkpoint at `path`."""
+        self._cached = _identity(path), state
 
     def _warm(
         self, settings: WarmStartSettings, state: State, mode: ModeKeys, features: PyTree, labels: PyTree
@@ -86,20 +86,20 @@ class StateSource:
 
 
 def _identity(path: str) -> tuple[str, int]:
-    """Tells a checkpoint from another one of the same name."""
+    """Differs between two checkpoints of the same name."""
     return os.path.abspath(path), _checkpoints.written_ns(path)
 
 
 def _serves(state: State, like: State) -> bool:
-    """Whether what a mode wants can be made from a state by this process alone."""
+    """Whether this process alone can make the state `like` from a state."""
     if not (like.variables.keys() <= state.variables.keys() and like.slots.keys() <= state.slots.keys()):
         return False
     return all(map(is_within_reach, jax.tree.leaves(_part(state, like)), jax.tree.leaves(like)))
 
 
 def _as_wanted(state: State, like: State) -> State:
-    """What a mode knows of a state that may hold more, since programs are compiled for one structure; placed where
-    it wants it, since training may keep variables elsewhere than evaluation reads them."""
+    """The part of a state that a mode has, placed as in `like`: programs are compiled for one structure, and training
+    may place variables elsewhere than evaluation reads them."""
     return jax.tree.map(_placed, _part(state, like), like)
 
 
@@ -108,9 +108,9 @@ def _part(state: State, like: State) -> State:
         trained, read = jax.tree.structure(state.slots[name]), jax.tree.structure(slots)
         if trained != read:  # type: ignore[operator]
             raise ValueError(
-                f"The model_fn reads the state of the optimizer {name!r} for other variables than it trains: that of "
-                f"the training is {trained}, but what is read is {read}. Get all variables first, or name "
-                "those that it trains: `get_state(var_list)`."
+                f"The model_fn reads the state of the optimizer {name!r} for other variables than it trains: training "
+                f"has the state {trained}, but the model_fn reads {read}. Get all variables first, or name "
+                "the trained ones: `get_state(var_list)`."
             )
     return state._replace(
         variables={name: state.variables[name] for name in like.variables},

@@ -1,4 +1,4 @@
-"""Warm start: a model that begins with values another one was trained to."""
+"""Warm start: initial values from another model that was trained."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from estimator.checkpoint import _checkpoints
-from estimator.checkpoint._checkpoints import Checkpoints, describe
+from estimator.checkpoint._checkpoints import Checkpoints, ShapeDtype, describe
 from estimator.checkpoint._export_folder import ExportFolder, find_export
+from estimator.checkpoint._named_arrays import named_leaves, with_named_leaves
 from estimator.core._mode_keys import ModeKeys
 from estimator.core._state import State
 from estimator.multihost._global_arrays import put
@@ -24,26 +26,26 @@ _STEP = "global_step"
 
 @dataclasses.dataclass(frozen=True)
 class WarmStartSettings:
-    """Which variables of an Estimator begin with the values of a checkpoint, as `warm_start_from` of the Estimator.
+    """Which variables of an Estimator begin with the values of a checkpoint, for its argument `warm_start_from`.
 
-    Names are those of `Estimator.get_variable_names()`: "dense/w", and "net/Dense_0/kernel" for an array within the
-    variable "net". As in TensorFlow a pattern is matched from the beginning of a name: "dense" matches "dense2/w" too.
-    PRNG keys are not taken: randomness follows from the seed.
+    Names are as in `Estimator.get_variable_names()`: "dense/w", and "net/Dense_0/kernel" for an array within the
+    variable "net". As in TensorFlow, a pattern matches the beginning of a name: "dense" matches "dense2/w" too.
+    PRNG keys are not taken: they follow from the seed.
 
     >>> settings = WarmStartSettings("/tmp/digits", vars_to_warm_start="hidden/")
     >>> settings.vars_to_warm_start
     'hidden/'
 
     Args:
-      ckpt_to_initialize_from: a model_dir, for its newest checkpoint, or the path of a checkpoint; or what
-        `export_model` returned, or was given as export_dir_base.
-      vars_to_warm_start: a regular expression, for trainable variables alone; or a list of them, for all variables
-        and optimizer slots. The list takes global_step only where "global_step" itself is in it.
-      var_name_to_prev_var_name: the names in the checkpoint of variables that have another one there: a dict from new
-        to old names, or a function of a new name that returns the old one. A slot has a name of its own.
+      ckpt_to_initialize_from: a model_dir, for its newest checkpoint, or the path of a checkpoint; or the path that
+        `export_model` returned, or its export_dir_base.
+      vars_to_warm_start: a regular expression, for trainable variables only; or a list of them, for all variables
+        and optimizer slots. The list takes global_step only where it contains "global_step" itself.
+      var_name_to_prev_var_name: the names in the checkpoint of variables that have another name there: a dict from new
+        to old names, or a function of a new name that returns the old one. A slot is renamed by its own name.
 
     Raises:
-      ValueError: a field has a value that it cannot have.
+      ValueError: a field has an invalid value.
     """
 
     ckpt_to_initialize_from: str
@@ -62,13 +64,13 @@ class WarmStartSettings:
             if not isinstance(patterns, Sequence) or not patterns:
                 raise ValueError(f"`vars_to_warm_start` must be a regex or a list of regexes; got {patterns!r}.")
             object.__setattr__(self, "vars_to_warm_start", tuple(patterns))
-        for pattern in self._patterns:
+        for pattern in _patterns(self):
             if not isinstance(pattern, str) or not pattern:
                 raise ValueError(f"`vars_to_warm_start` must hold regexes; got {pattern!r}.")
             try:
                 re.compile(pattern)
             except re.error as e:
-                raise ValueError(f"`vars_to_warm_start` has {pattern!r}, which is no regex: {e}.") from e
+                raise ValueError(f"`vars_to_warm_start` has {pattern!r}, which is not a regex: {e}.") from e
         is_dict = isinstance(renames, Mapping) and all(isinstance(n, str) for pair in renames.items() for n in pair)
         if not (renames is None or callable(renames) or is_dict):
             raise ValueError(
@@ -76,30 +78,16 @@ class WarmStartSettings:
                 f"got {renames!r}."
             )
 
-    @property
-    def _patterns(self) -> Sequence[str]:
-        given = self.vars_to_warm_start
-        return (given,) if isinstance(given, str) else given
-
-    def _old_name(self, name: str) -> str:
-        renames = self.var_name_to_prev_var_name
-        if name == _STEP or renames is None:
-            return name
-        old = renames(name) if callable(renames) else renames.get(name, name)
-        if not isinstance(old, str):
-            raise ValueError(f"`var_name_to_prev_var_name` must return the old name; it returned {old!r} for {name!r}.")
-        return old
-
 
 class WarmStartReport(NamedTuple):
-    """What a warm start did; its `str` is what was logged.
+    """The result of a warm start; its `str` is logged.
 
     Attributes:
       source: the path of the checkpoint.
-      used: by the name of each variable that was warm-started, its name in the source.
-      missing: asked for, but not in the source; they have their initial values.
-      unexpected: in the source and asked for, but not in the model.
-      mismatched: of other shapes or dtypes in the source, each with both. They are an error.
+      used: the names in the source of the variables that were warm-started, by their names in the model.
+      missing: requested, but not in the source; they have their initial values.
+      unexpected: requested and in the source, but not in the model.
+      mismatched: of another shape or dtype in the source; each line has both. They are an error.
     """
 
     source: str
@@ -116,7 +104,7 @@ class WarmStartReport(NamedTuple):
 
 
 def as_settings(warm_start_from: Any) -> WarmStartSettings | None:
-    """The settings that `Estimator(warm_start_from=...)` stands for; a path is that of all trainable variables."""
+    """The settings for `Estimator(warm_start_from=...)`; a path stands for all trainable variables there."""
     if warm_start_from is None or isinstance(warm_start_from, WarmStartSettings):
         return warm_start_from
     if not isinstance(warm_start_from, str | os.PathLike):
@@ -127,31 +115,32 @@ def as_settings(warm_start_from: Any) -> WarmStartSettings | None:
 def warm_start(
     settings: WarmStartSettings, state: State, trainable: Sequence[str], mode: ModeKeys
 ) -> tuple[State, WarmStartReport]:
-    """The initial state with the values that the settings ask for, each placed as the one it replaces.
+    """Replaces values of the initial state as the settings request, each with the placement of the old value.
 
     Args:
-      settings: what to take, and from where.
+      settings: which values, and from where.
       state: the initial state in `mode`.
       trainable: the names of its trainable variables.
-      mode: TRAIN, or another one, which may know less of the model: a name that only TRAIN knows is no error there.
+      mode: TRAIN, or another mode, in which the model may have fewer variables: a name that only TRAIN has is
+        accepted there.
 
     Raises:
-      ValueError: there is no such checkpoint, a pattern finds nothing, a renamed variable is not in the model or not
+      ValueError: there is no such checkpoint, a pattern matches nothing, a renamed variable is not in the model or not
         in the source, or shapes or dtypes differ.
     """
     source = _source(settings.ckpt_to_initialize_from)
-    leaves = _checkpoints.named_leaves(state)
-    asked = _asked(settings, state, trainable)
-    chosen = {new: old for names in asked.values() for new, old in names.items()}
+    leaves = named_leaves(state)
+    matches = _matches(settings, state, trainable)
+    chosen = {new: old for names in matches.values() for new, old in names.items()}
     _check_renames(settings, source, chosen, leaves, is_whole=mode == ModeKeys.TRAIN)
-    _check_patterns(asked, source, leaves, is_whole=mode == ModeKeys.TRAIN)
-    found = {new: old for new, old in chosen.items() if old in source.shapes}
-    kinds = {new: (describe(source.shapes[old]), describe(leaves[new])) for new, old in found.items()}
+    _check_patterns(matches, source, leaves, is_whole=mode == ModeKeys.TRAIN)
+    available = {new: old for new, old in chosen.items() if old in source.shapes}
+    kinds = {new: (describe(source.shapes[old]), describe(leaves[new])) for new, old in available.items()}
     report = WarmStartReport(
         source.path,
-        used={new: found[new] for new, (was, now) in kinds.items() if was == now},
-        missing=tuple(new for new in chosen if new not in found),
-        unexpected=_unexpected(settings, source, state, leaves.keys() | found.values()),
+        used={new: available[new] for new, (was, now) in kinds.items() if was == now},
+        missing=tuple(new for new in chosen if new not in available),
+        unexpected=_unexpected(settings, source, state, leaves.keys() | available.values()),
         mismatched=tuple(f"{new}, {was} there, {now} in the model" for new, (was, now) in kinds.items() if was != now),
     )
     if report.mismatched:
@@ -161,35 +150,35 @@ def warm_start(
         )
     arrays = source.read(sorted(set(report.used.values())))
     new = {name: arrays[old] for name, old in report.used.items()}
-    return _checkpoints.with_named_leaves(state, put(new, {name: leaves[name].sharding for name in new})), report
+    return with_named_leaves(state, put(new, {name: leaves[name].sharding for name in new})), report
 
 
 class _Source(Protocol):
-    """What is read from: shapes and dtypes by name, and arrays.
+    """Where values come from.
 
     Attributes:
       path: the folder.
-      shapes: of everything in it, by name.
+      shapes: the shapes and dtypes of all arrays in it, by name.
     """
 
     path: str
-    shapes: dict[str, Any]
+    shapes: Mapping[str, ShapeDtype]
 
     def variables(self) -> list[str]:
-        """The names that are not those of slots."""
+        """The names without slots."""
 
-    def read(self, names: Sequence[str]) -> dict[str, Any]: ...
+    def read(self, names: Sequence[str]) -> dict[str, np.ndarray]: ...
 
 
 class _Checkpoint:
     def __init__(self, path: str) -> None:
         self.path = path
-        self.shapes = _checkpoints.shapes(path)
+        self.shapes: Mapping[str, ShapeDtype] = _checkpoints.shapes(path)
 
     def variables(self) -> list[str]:
         return list(_checkpoints.shapes(self.path, slots=False))
 
-    def read(self, names: Sequence[str]) -> dict[str, Any]:
+    def read(self, names: Sequence[str]) -> dict[str, np.ndarray]:
         return _checkpoints.read_all(self.path, names)
 
 
@@ -202,7 +191,7 @@ class _Export:
         self.path = path
         self._folder = ExportFolder(path)
         arrays = self._folder.metadata["weights"].items()
-        self.shapes: dict[str, Any] = {
+        self.shapes: Mapping[str, ShapeDtype] = {
             name.removeprefix(self._PREFIX): jax.ShapeDtypeStruct(x["shape"], jnp.dtype(x["dtype"]))
             for name, x in arrays
             if name == _STEP or name.startswith(self._PREFIX)
@@ -211,7 +200,7 @@ class _Export:
     def variables(self) -> list[str]:
         return list(self.shapes)
 
-    def read(self, names: Sequence[str]) -> dict[str, Any]:
+    def read(self, names: Sequence[str]) -> dict[str, np.ndarray]:
         weights = self._folder.weights
         return {name: weights[name if name == _STEP else self._PREFIX + name] for name in names}
 
@@ -229,16 +218,31 @@ def _source(path: str) -> _Source:
         ) from e
 
 
-def _asked(settings: WarmStartSettings, state: State, trainable: Sequence[str]) -> dict[str, dict[str, str]]:
-    """By pattern, what it matches: old names by new ones."""
+def _matches(settings: WarmStartSettings, state: State, trainable: Sequence[str]) -> dict[str, dict[str, str]]:
+    """The names that each pattern matches, old names by new ones."""
     is_list = not isinstance(settings.vars_to_warm_start, str)
     if not is_list:
         state = state._replace(variables={name: state.variables[name] for name in trainable}, slots={})
-    names = [name for name in _checkpoints.named_leaves(state) if name != _STEP]
-    asked = {p: [name for name in names if re.match(p, name)] for p in settings._patterns}
-    if is_list and _STEP in asked:
-        asked[_STEP].append(_STEP)
-    return {p: {name: settings._old_name(name) for name in matched} for p, matched in asked.items()}
+    names = [name for name in named_leaves(state) if name != _STEP]
+    matches = {p: [name for name in names if re.match(p, name)] for p in _patterns(settings)}
+    if is_list and _STEP in matches:
+        matches[_STEP].append(_STEP)
+    return {p: {name: _old_name(settings, name) for name in of_pattern} for p, of_pattern in matches.items()}
+
+
+def _patterns(settings: WarmStartSettings) -> Sequence[str]:
+    patterns = settings.vars_to_warm_start
+    return (patterns,) if isinstance(patterns, str) else patterns
+
+
+def _old_name(settings: WarmStartSettings, name: str) -> str:
+    renames = settings.var_name_to_prev_var_name
+    if name == _STEP or renames is None:
+        return name
+    old = renames(name) if callable(renames) else renames.get(name, name)
+    if not isinstance(old, str):
+        raise ValueError(f"`var_name_to_prev_var_name` must return the old name; it returned {old!r} for {name!r}.")
+    return old
 
 
 def _check_renames(
@@ -260,8 +264,10 @@ def _check_renames(
             )
 
 
-def _check_patterns(asked: dict[str, dict[str, str]], source: _Source, leaves: dict[str, Any], is_whole: bool) -> None:
-    for pattern, names in asked.items():
+def _check_patterns(
+    matches: dict[str, dict[str, str]], source: _Source, leaves: dict[str, Any], is_whole: bool
+) -> None:
+    for pattern, names in matches.items():
         only_in_training = [] if is_whole else [n for n in source.shapes if n not in leaves and re.match(pattern, n)]
         if only_in_training or source.shapes.keys() & names.values():
             continue
@@ -283,7 +289,7 @@ def _near(name: str, names: Collection[str]) -> list[str]:
 
 
 def _unexpected(settings: WarmStartSettings, source: _Source, state: State, known: Set[str]) -> tuple[str, ...]:
-    """Slots are unexpected only where slots were asked for."""
+    """The names in the source that are not in the model; slots only where the settings request slots."""
     wants_slots = not isinstance(settings.vars_to_warm_start, str) and state.slots
     names = source.shapes if wants_slots else source.variables()
-    return tuple(n for n in sorted(names) if n not in known and any(re.match(p, n) for p in settings._patterns))
+    return tuple(n for n in sorted(names) if n not in known and any(re.match(p, n) for p in _patterns(settings)))

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.sparse import JAXSparse
 
-from estimator.core._bcoo import is_sparse
+from estimator.core._bcoo import is_jax_sparse, is_sparse
 from estimator.core._typing import PyTree
+
+if TYPE_CHECKING:
+    from jax.experimental.sparse import JAXSparse
 
 T = TypeVar("T")
 
@@ -23,7 +25,7 @@ def check_batch(features: PyTree, labels: PyTree = None) -> int:
       TypeError: a leaf is not a numeric array, or a sparse one that is not a `BCOO`.
       ValueError: there is no array, or a leaf has no batch dimension, another batch size than the rest, or no rows.
     """
-    leaves = named_leaves(features, labels, is_leaf=lambda x: isinstance(x, JAXSparse))
+    leaves = named_leaves(features, labels, is_leaf=is_jax_sparse)
     sizes = {name: _rows(name, leaf) for name, leaf in leaves.items()}
     if not sizes:
         raise ValueError(f"A batch must hold at least one array; got features={features!r} and labels={labels!r}.")
@@ -123,7 +125,7 @@ def _shapes(features: PyTree, labels: PyTree) -> dict[str, tuple[int, ...]]:
 
 
 def _rows(name: str, leaf: Any) -> int:
-    if isinstance(leaf, JAXSparse):
+    if is_jax_sparse(leaf):
         _check_sparse(name, leaf)
     elif not isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct):
         raise TypeError(

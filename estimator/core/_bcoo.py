@@ -6,20 +6,28 @@ one, in jax's own way: indices out of bounds, which jax leaves out, and zeros as
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.sparse import BCOO
 
 from estimator.core._typing import PyTree
+
+if TYPE_CHECKING:
+    from jax.experimental.sparse import BCOO, JAXSparse
 
 
 def is_sparse(x: Any) -> TypeGuard[BCOO]:
     """Whether a node of a pytree is a sparse array, which is one leaf of a batch."""
-    return isinstance(x, BCOO)
+    return isinstance(x, _loaded("BCOO"))
+
+
+def is_jax_sparse(x: Any) -> TypeGuard[JAXSparse]:
+    """Whether it is a sparse array in any of jax's formats."""
+    return isinstance(x, _loaded("JAXSparse"))
 
 
 def has_sparse(tree: PyTree) -> bool:
@@ -31,6 +39,7 @@ def padded(batch: PyTree) -> PyTree:
 
     Done with numpy, since jax would compile the padding for each number of entries.
 
+    >>> from jax.experimental.sparse import BCOO
     >>> x = BCOO((np.ones(3, np.float32), np.array([[0, 0], [0, 1], [1, 1]])), shape=(2, 2))
     >>> padded({"x": x})
     {'x': BCOO(float32[2, 2], nse=4)}
@@ -79,7 +88,7 @@ def per_step(batches: PyTree) -> PyTree:
 def with_shape(x: BCOO, shape: tuple[int, ...]) -> BCOO:
     """The same arrays under another shape. Unchecked: within stacks the arrays have a dimension more than it says."""
     arrays, layout = x.tree_flatten()
-    return BCOO.tree_unflatten({**layout, "shape": shape}, arrays)
+    return type(x).tree_unflatten({**layout, "shape": shape}, arrays)
 
 
 def _reshaped(tree: PyTree, shape: Any) -> PyTree:
@@ -111,4 +120,10 @@ def _with_layout(x: Any, wanted: dict[str, Any] | None) -> Any:
         beyond = np.broadcast_to(bounds, (*indices.shape[:-2], more, x.n_sparse))
         data = xp.concatenate([data, zeros], axis=x.n_batch)
         indices = xp.concatenate([indices, beyond], axis=-2)
-    return BCOO.tree_unflatten(layout, (data, indices))
+    return type(x).tree_unflatten(layout, (data, indices))
+
+
+def _loaded(name: str) -> Any:
+    """A class of `jax.experimental.sparse`, or no class: until somebody imports that module (and scipy with it, which
+    takes longer than all of this package), nothing can be an instance of it."""
+    return getattr(sys.modules.get("jax.experimental.sparse"), name, ())

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import get_opaque_trace_state
 
 from estimator.core._mode_keys import ModeKeys
 from estimator.core._typing import PyTree, Slots, Variables
@@ -187,6 +186,8 @@ class Frame:
 
 def current_trace() -> Any:
     """Equal for two places in one function that jax traces; within a `jax.jit` or `jax.lax.scan` it is another."""
+    from jax.extend.core import get_opaque_trace_state  # imports Pallas
+
     return get_opaque_trace_state(convention="estimator")
 
 

@@ -1,4 +1,4 @@
-"""What a model_fn offers for export, and what writes and reads it."""
+"""The outputs that a model_fn offers for export; writes and reads exported models."""
 
 from estimator.core._export_output import (
     DEFAULT_SIGNATURE,

@@ -34,11 +34,11 @@ import jaxlib
 import numpy as np
 from absl import logging
 from jax import export
-from jax.experimental.sparse import JAXSparse
 
-from estimator.checkpoint import _checkpoints
 from estimator.checkpoint._export_folder import FORMAT, METADATA_FILE, README_FILE, WEIGHTS_FILE, write_checksums
+from estimator.checkpoint._named_arrays import from_arrays, to_arrays
 from estimator.core._batch import abstract, check_batch
+from estimator.core._bcoo import is_jax_sparse
 from estimator.core._export_output import DEFAULT_SIGNATURE, ExportOutput, PredictOutput
 from estimator.core._frame import Frame
 from estimator.core._mode_keys import ModeKeys
@@ -81,10 +81,11 @@ class Options:
     """The arguments of `export_model`, checked.
 
     Attributes:
-      features: `jax.ShapeDtypeStruct`s with the batch size of the example, or the one given.
+      features: `jax.ShapeDtypeStruct`s with the batch size of the example, or `batch_size`.
       assets: source files by destination.
       batch_size: None: any.
-      outputs: the names of what to export; None: the `export_outputs`.
+      platforms: names of jax's platforms.
+      outputs: the names of the values to export; None: the `export_outputs`.
     """
 
     features: PyTree
@@ -94,7 +95,7 @@ class Options:
     outputs: tuple[str, ...] | None
 
     def symbolic_features(self) -> PyTree:
-        """The features to export for: their first dimension is "b", unless one batch size was asked for."""
+        """The features to export for: their first dimension is "b", unless there is a `batch_size`."""
         if self.batch_size is not None:
             return self.features
         (b,) = export.symbolic_shape("b")
@@ -102,7 +103,7 @@ class Options:
 
 
 def check_arguments(example_features: Any, assets_extra: Any, batch_size: Any, platforms: Any, outputs: Any) -> Options:
-    """All of them, before anything is read or computed."""
+    """Checks all arguments of `export_model`, before anything is read or computed."""
     if example_features is None or callable(example_features):
         raise TypeError(
             "`export_model` needs example_features: arrays, or `jax.ShapeDtypeStruct`s, as the model_fn takes them, "
@@ -124,14 +125,14 @@ def check_arguments(example_features: Any, assets_extra: Any, batch_size: Any, p
 
 
 def write_export(base: str | os.PathLike[str], call: ModelFn, state: State, options: Options) -> str:
-    """The path of a new folder in `base` with the model in it.
+    """Writes the model into a new folder in `base`, and returns its path.
 
     Args:
       call: the model_fn, as a function of features, labels and mode.
-      state: of PREDICT, on any devices.
+      state: the state in PREDICT, on any devices.
     """
     model = _as_function(call, state, options.outputs)
-    arrays = {name: _checkpoints._key_data(leaf) for name, leaf in _checkpoints._flatten(state).items()}
+    arrays = to_arrays(state)
     weights = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in arrays.items()}
     outputs = jax.eval_shape(model, weights, options.features)
     for name, output in outputs.items():
@@ -179,7 +180,7 @@ def write_export(base: str | os.PathLike[str], call: ModelFn, state: State, opti
 
 
 def named(tree: PyTree, alone: str = "output") -> dict[str, Any]:
-    """The leaves by the names on their path, joined by "/"; of a tuple as a key, too. A single leaf is `alone`."""
+    """The leaves by the keys on their path, joined by "/", also within a tuple as a key. A single leaf is `alone`."""
     leaves: dict[str, Any] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         name = "/".join(map(_key_name, path)) or alone
@@ -198,13 +199,14 @@ def _key_name(key: Any) -> str:
 def _as_function(
     call: ModelFn, like: State, names: tuple[str, ...] | None
 ) -> Callable[[dict[str, Any], PyTree], dict[str, ExportOutput]]:
-    """The export outputs by signature, or those called `names` as the only one, from weights by name and features."""
+    """A function of weights by name and features that returns the export outputs by signature.
+
+    If there are `names`, the values called so are the only signature.
+    """
     structs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), like)
-    structure, wanted = jax.tree.structure(structs), _checkpoints._flatten(structs)
 
     def model(weights: dict[str, Any], features: PyTree) -> dict[str, ExportOutput]:
-        leaves = [_checkpoints._wrap_key_data(weights[name], leaf) for name, leaf in wanted.items()]
-        state = jax.tree.unflatten(structure, leaves)
+        state = from_arrays(weights, structs)
         frame = Frame(
             ModeKeys.PREDICT,
             state.variables,
@@ -232,7 +234,7 @@ def _exported(model: Callable[..., Any], name: str, weights: dict[str, Any], opt
     except Exception as e:
         if options.batch_size is not None:
             raise
-        # jax raises many kinds; the model_fn itself has run with a batch of the example's size
+        # jax raises many kinds; the model_fn has run before with a batch of the example's size
         reason = str(e).partition("\n")[0]
         raise ValueError(
             f"`export_model` could not export the signature {name!r} for batches of any size on {options.platforms}: "
@@ -258,7 +260,7 @@ def _described(arrays: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _class_names(output: ExportOutput) -> dict[str, list[str]]:
-    """No program holds strings; those of a ClassificationOutput are the same for all batches."""
+    """The strings of a ClassificationOutput, which are the same for all batches; a program cannot hold strings."""
     classes = getattr(output, "classes", None)
     if isinstance(classes, np.ndarray) and classes.dtype.kind in "SU":
         return {"class_names": classes.astype(str).tolist()}
@@ -266,7 +268,7 @@ def _class_names(output: ExportOutput) -> dict[str, list[str]]:
 
 
 class _Zeros:
-    """Is shown as the line that makes the array."""
+    """Its `repr` is the line that creates an array."""
 
     def __init__(self, like: jax.ShapeDtypeStruct) -> None:
         self._like = like
@@ -282,7 +284,10 @@ def _readme(features: PyTree, batch_size: int | None) -> str:
 
 
 def _new_folder(base: str, fill: Callable[[str], None]) -> str:
-    """A folder in `base` called by the time in seconds, or a later one, so that it is the last; whole when there."""
+    """Creates a folder in `base`, named by the time in seconds, or by a later one so that it is the last.
+
+    The folder is filled under another name and then renamed.
+    """
     is_new = not os.path.isdir(base)
     temporary = os.path.join(base, f"temp-{uuid.uuid4().hex}")
     try:
@@ -309,8 +314,8 @@ def _new_folder(base: str, fill: Callable[[str], None]) -> str:
 
 
 def _check_containers(name: str, tree: Any) -> None:
-    """Refuses what a program cannot name without the code that made it."""
-    if isinstance(tree, JAXSparse):
+    """Raises for containers that could not be loaded without the user's code."""
+    if is_jax_sparse(tree):
         raise TypeError(
             f"`export_model` cannot export for sparse features; got {name} = {tree!r}. Let the model_fn take dense "
             "arrays too, such as ids and weights of a fixed number of entries for each example, and export for these."

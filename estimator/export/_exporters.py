@@ -1,4 +1,4 @@
-"""Exporters: which of the evaluated models become exports."""
+"""Exporters, which choose the evaluated models to export."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _Files = Mapping[str, str | os.PathLike[str]]
 
 
 class Exporter(abc.ABC):
-    """What `train_and_evaluate` calls after every evaluation, to export the model or not. Derive your own from it."""
+    """`train_and_evaluate` calls it after every evaluation; it exports the model or not. Derive your own from it."""
 
     @property
     @abc.abstractmethod
@@ -40,23 +40,22 @@ class Exporter(abc.ABC):
         eval_result: dict[str, Any],
         is_the_final_export: bool,
     ) -> str | None:
-        """Exports the model, or does not.
+        """Exports the model, or decides not to.
 
         Args:
-          estimator: the Estimator that is trained.
-          export_path: the folder to put exports into.
+          estimator: the Estimator.
+          export_path: the folder for exports.
           checkpoint_path: the checkpoint that was evaluated; None if no exporter `wants` it.
-          eval_result: what `evaluate` returned.
-          is_the_final_export: whether training has ended, however it did. The last evaluation within a training may be
-            that of its end: then this is called once without and once with it.
+          eval_result: the result of `evaluate`.
+          is_the_final_export: whether training has ended, for whatever reason. If the last evaluation during training
+            is also the one at its end, this method is called twice, once without and once with it.
 
         Returns:
           The path of the export, or None.
         """
 
     def wants(self, export_path: str, eval_result: dict[str, Any], is_the_final_export: bool) -> bool:
-        """Whether `export` will need the checkpoint: if no exporter does, none is saved for it. By default it always
-        does."""
+        """Whether `export` will need the checkpoint: if no exporter does, none is saved for it. By default always."""
         del export_path, eval_result, is_the_final_export
         return True
 
@@ -64,19 +63,19 @@ class Exporter(abc.ABC):
 class LatestExporter(Exporter):
     """Exports after every evaluation.
 
-    A result (of the same step, with the same metrics) is exported once: asked again, as at the end of training, or in
-    a run that had ended already, it returns the path of the export that there is.
+    A result (of the same step, with the same metrics) is exported once: called with it again, as at the end of
+    training or in a run that had already ended, `export` returns the path of the existing export.
 
     >>> import numpy as np
     >>> exporter = LatestExporter("latest", example_features=np.zeros((1, 4), np.float32))
 
     Args:
-      name: of the folder.
+      name: the name of the folder.
       example_features: features of a batch as the model_fn takes them; see `Estimator.export_model`.
-      assets_extra: files to copy into the export, by their path in there.
-      exports_to_keep: how many of the newest exports to leave in the folder; None: all. Only what is
-        called by a time in seconds, of ten digits, is an export.
-      batch_size, platforms: as of `Estimator.export_model`, if given.
+      assets_extra: files to copy into the export, by their path in it.
+      exports_to_keep: how many of the newest exports to keep in the folder; None: all. Only folders named by
+        a time in seconds, of ten digits, are exports.
+      batch_size, platforms: as for `Estimator.export_model`; None: its defaults.
 
     Raises:
       TypeError: `example_features` is a function, TensorFlow's `serving_input_receiver_fn`.
@@ -95,11 +94,11 @@ class LatestExporter(Exporter):
         kind = type(self).__name__
         if callable(example_features):
             raise TypeError(
-                f"{kind} takes `example_features` in the place of TensorFlow's serving_input_receiver_fn: features of "
-                f"a batch as the model_fn gets them, `next(iter(input_fn()))[0]`; got {example_features!r}."
+                f"{kind} takes `example_features` instead of TensorFlow's serving_input_receiver_fn: features of a "
+                f"batch as the model_fn gets them, `next(iter(input_fn()))[0]`; got {example_features!r}."
             )
         if example_features is None:
-            raise ValueError(f"{kind} needs `example_features`: those of a batch, for the model_fn; got None.")
+            raise ValueError(f"{kind} needs `example_features`: the features of a batch, for the model_fn; got None.")
         if exports_to_keep is not None and exports_to_keep <= 0:
             raise ValueError(f"`exports_to_keep`, if provided, must be positive number; got {exports_to_keep!r}.")
         self._name = name
@@ -135,7 +134,7 @@ class LatestExporter(Exporter):
         return path
 
     def _decide(self, export_path: str, result: dict[str, Any], final: bool) -> tuple[bool, str | None]:
-        """Whether to export, and, if not, the path of the export of this result if there is one."""
+        """Whether to export; if not, also the path of an existing export of this result."""
         del final
         last = _read_record(export_path)
         if last is not None and _text(last["eval_result"]) == _text(result):
@@ -145,24 +144,24 @@ class LatestExporter(Exporter):
         return self._is_chosen(last and last["eval_result"], result), None
 
     def _is_chosen(self, last: dict[str, Any] | None, result: dict[str, Any]) -> bool:
-        """Whether to export, given the result of the last export."""
+        """Whether to export, compared with the result of the last export."""
         del last, result
         return True
 
 
 class FinalExporter(LatestExporter):
-    """Exports once, at the end of training: after `max_steps`, with the end of the input, or when a hook stopped it.
+    """Exports once, at the end of training: after `max_steps`, at the end of the input, or when a hook stopped it.
 
-    A run that had ended already, started again, has the export that there is; one that goes on will have another.
+    A run that had already ended keeps its export when started again; a run that continues makes another.
 
     >>> import numpy as np
     >>> exporter = FinalExporter("final", example_features=np.zeros((1, 4), np.float32))
 
     Args:
-      name, example_features, assets_extra, batch_size, platforms: as of `LatestExporter`.
+      name, example_features, assets_extra, batch_size, platforms: as for `LatestExporter`.
 
     Raises:
-      TypeError, ValueError: as `LatestExporter`.
+      TypeError, ValueError: as for `LatestExporter`.
     """
 
     def __init__(
@@ -189,8 +188,8 @@ def _loss_smaller(best_eval_result: dict[str, Any], current_eval_result: dict[st
 class BestExporter(LatestExporter):
     """Exports a model that is better than all that it exported before.
 
-    The result of the best is kept in a file beside the exports: a training that is started again compares with it,
-    and never exports a worse model, as TensorFlow's would. A result with NaN in any metric is never the best.
+    A file beside the exports has the best result: a restarted training run compares with it, and never exports a worse
+    model, as TensorFlow's exporter would. A result with NaN in any metric is never the best.
 
     >>> import numpy as np
     >>> def more_accurate(best_eval_result, current_eval_result):
@@ -198,12 +197,12 @@ class BestExporter(LatestExporter):
     >>> exporter = BestExporter("best", np.zeros((1, 4), np.float32), compare_fn=more_accurate)
 
     Args:
-      name, example_features, assets_extra, exports_to_keep, batch_size, platforms: as of `LatestExporter`.
-      compare_fn: function of `best_eval_result` and `current_eval_result`, both as `evaluate` returns them, that says
-        whether the current one is better. Default: its loss is smaller.
+      name, example_features, assets_extra, exports_to_keep, batch_size, platforms: as for `LatestExporter`.
+      compare_fn: function of `best_eval_result` and `current_eval_result`, both as `evaluate` returns them, that
+        returns whether the current one is better. Default: its loss is smaller.
 
     Raises:
-      TypeError: as `LatestExporter`.
+      TypeError: as for `LatestExporter`.
       ValueError: also if `compare_fn` is None or has other arguments; in `export`, if there is no loss to compare.
     """
 
@@ -226,7 +225,7 @@ class BestExporter(LatestExporter):
         self._compare_fn = compare_fn
 
     def _is_chosen(self, last: dict[str, Any] | None, result: dict[str, Any]) -> bool:
-        # The first is compared with itself, so that a metric that the function does not find is an error at once.
+        # The first result is compared with itself, so that a metric that the function lacks is an error at once.
         best = result if last is None else {key: _as_result(value) for key, value in last.items()}
         is_better = bool(self._compare_fn(best_eval_result=best, current_eval_result=result))
         with_nan = sorted(name for name, value in result.items() if _has_nan(value))
@@ -244,7 +243,7 @@ def _write_record(export_path: str, path: str, eval_result: dict[str, Any]) -> N
 
 
 def _read_record(export_path: str) -> dict[str, Any] | None:
-    """The last export of a folder: its name, and what was found of the model."""
+    """The name and the evaluation result of the last export in a folder."""
     path = os.path.join(export_path, _RECORD)
     if not os.path.exists(path):
         return None
@@ -261,7 +260,7 @@ def _text(eval_result: dict[str, Any]) -> str:
 
 
 def _as_result(value: Any) -> Any:
-    """A metric as `evaluate` gives it: the file has lists of arrays."""
+    """A metric as `evaluate` returns it: the file has lists for arrays."""
     return np.asarray(value) if isinstance(value, list) else value
 
 

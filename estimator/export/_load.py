@@ -1,4 +1,4 @@
-"""Runs exported models; needs no model code."""
+"""Runs exported models, without their model code."""
 
 from __future__ import annotations
 
@@ -19,15 +19,14 @@ from estimator.export._export_model import named
 class ExportedModel:
     """A model that `load_exported` has read.
 
-    Called as `model(features, signature="serving_default")` it returns the outputs by name, numpy arrays: those of
-    a `PredictOutput` by their keys (nested ones joined by "/", a single array is "output"), "scores" and "classes" of
-    a `ClassificationOutput`, "value" of a `RegressionOutput`. Each batch size is compiled at its first call. Threads
-    may share it.
+    `model(features, signature="serving_default")` returns the outputs as numpy arrays by name: for a `PredictOutput`
+    its keys (nested ones joined by "/", a single array is "output"), for a `ClassificationOutput` "scores" and
+    "classes", for a `RegressionOutput` "value". Each batch size is compiled at its first call. Threads may share it.
 
     Attributes:
       path: the folder.
-      metadata: what is in its `metadata.json`, such as "global_step", "platforms", "versions".
-      signatures: the names of what it computes.
+      metadata: the contents of its `metadata.json`, such as "global_step", "platforms", "versions".
+      signatures: the names of its signatures.
       features: the expected features, `jax.ShapeDtypeStruct`s; a first dimension "b" is any batch size.
     """
 
@@ -58,19 +57,19 @@ class ExportedModel:
     def _program(self, folder: ExportFolder, name: str) -> export.Exported:
         try:
             return export.deserialize(folder.read(name))
-        except Exception as e:  # of many kinds: the bytes are parsed
+        except Exception as e:  # parsing bytes raises many kinds
             raise ValueError(
                 f"jax {jax.__version__} cannot read {os.path.join(self.path, name)}, which jax "
-                f"{self.metadata['versions']['jax']} wrote. jax reads exported programs for six months, and those of "
-                "newer versions for three weeks. Export the model again from its checkpoint."
+                f"{self.metadata['versions']['jax']} wrote. jax reads programs of versions up to six months older and "
+                "three weeks newer. Export the model again from its checkpoint."
             ) from e
 
 
 def load_exported(path: str | os.PathLike[str]) -> ExportedModel:
-    """The model in a folder that `Estimator.export_model` has written, ready to be called.
+    """Loads a model that `Estimator.export_model` has written, ready to be called.
 
-    It is what TensorFlow calls a predictor from a SavedModel; neither model_fn nor checkpoint is needed. The README
-    in the folder shows how to do the same with jax and numpy alone. As jax promises, a program can be read for six
+    TensorFlow's counterpart is a predictor from a SavedModel; neither model_fn nor checkpoint is needed. The README
+    in the folder shows how to do the same with only jax and numpy. As jax promises, a program can be read for six
     months after the release of the jax that exported it, and by jax versions up to three weeks older.
 
     >>> import estimator as est, numpy as np, optax, tempfile
@@ -90,19 +89,19 @@ def load_exported(path: str | os.PathLike[str]) -> ExportedModel:
     {'y': array([3., 6.], dtype=float32)}
 
     Args:
-      path: what `export_model` returned, or the directory it was given: the newest model in there is taken.
+      path: the path that `export_model` returned, or its `export_dir_base`, for the newest model in it.
 
     Raises:
-      ValueError: there is no exported model, one of its files is missing or damaged, or it is for other platforms or
-        dtypes than those of this process. When called, the model raises it for an unknown signature, and for features
-        that have other names, shapes or dtypes.
+      ValueError: there is no exported model, one of its files is missing or damaged, or this process has another
+        platform or cannot have its dtypes. When called, the model raises it for an unknown signature, and for features
+        with other names, shapes or dtypes.
     """
     base = os.fspath(path)
     folder = find_export(base)
     if folder is None:
         raise ValueError(
             f"There is no exported model at {base}: neither a {METADATA_FILE} nor a folder called by a number that has "
-            "one. Give what `Estimator.export_model` returned, or the directory it was given."
+            "one. Give the path that `Estimator.export_model` returned, or its export_dir_base."
         )
     return ExportedModel(folder)
 
@@ -123,15 +122,17 @@ def _check_process(path: str, program: export.Exported) -> None:
 
 
 def _check_features(features: PyTree, expected: PyTree) -> None:
-    given, wanted = named(features, "features"), named(expected, "features")
-    missing, extra = sorted(wanted.keys() - given.keys()), sorted(given.keys() - wanted.keys())
+    arrays, structs = named(features, "features"), named(expected, "features")
+    missing, extra = sorted(structs.keys() - arrays.keys()), sorted(arrays.keys() - structs.keys())
     if missing or extra:
-        raise ValueError(f"The exported model takes the features {sorted(wanted)}; missing: {missing}, extra: {extra}.")
+        raise ValueError(
+            f"The exported model takes the features {sorted(structs)}; missing: {missing}, extra: {extra}."
+        )
     if jax.tree.structure(features) != jax.tree.structure(expected):  # type: ignore[operator]
         raise ValueError(f"The exported model takes features in containers such as {expected!r}; got {features!r}.")
-    for name, like in wanted.items():
-        _check_feature(name, given[name], like)
-    sizes = {name: len(value) for name, value in given.items()}
+    for name, like in structs.items():
+        _check_feature(name, arrays[name], like)
+    sizes = {name: len(value) for name, value in arrays.items()}
     if len(set(sizes.values())) > 1:
         raise ValueError(f"All features of a batch must have the same batch size (first dimension); got {sizes}.")
 

@@ -1,4 +1,4 @@
-"""A part of a model for export: the outputs that were asked for, and what of the program they need."""
+"""A part of a model for export: the requested outputs, and the part of the program that they need."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from estimator.core._record import Rows, Scalar
@@ -16,7 +15,7 @@ Program = Callable[[dict[str, Any], PyTree], dict[str, Any]]
 
 
 def checked_outputs(outputs: Any) -> tuple[str, ...] | None:
-    """`outputs` of `export_model` as a tuple, a single string being one name."""
+    """The argument `outputs` of `export_model` as a tuple; a string is one name."""
     if outputs is None:
         return None
     names = (outputs,) if isinstance(outputs, str) else outputs
@@ -29,7 +28,7 @@ def checked_outputs(outputs: Any) -> tuple[str, ...] | None:
 
 
 def chosen(outputs: Sequence[str], predictions: dict[str, Any], reported: dict[str, Any]) -> dict[str, Any]:
-    """The arrays called `outputs`, of the predictions and of what `est.record` reported, by name."""
+    """The arrays called `outputs` by name, from the predictions and the values of `est.record`."""
     recorded = {
         name: report.value
         for name, report in reported.items()
@@ -49,16 +48,18 @@ def chosen(outputs: Sequence[str], predictions: dict[str, Any], reported: dict[s
 
 
 def only_needed(model: Program, weights: dict[str, Any], features: PyTree) -> tuple[Program, dict[str, Any], PyTree]:
-    """The same outputs as a program of the weights and features that they need, and these.
+    """A program with the same outputs that takes only the weights and features they need, and these.
 
-    What jax can leave out of a program is left out, within `lax.scan` and `lax.cond` too; a `lax.while_loop` is kept
-    whole if any of it is needed.
+    Dead code is eliminated as jax does it, within `lax.scan` and `lax.cond` too; a `lax.while_loop` stays complete if
+    any of it is needed.
 
     Args:
       model: a pure function.
-      weights, features: `jax.ShapeDtypeStruct`s. Where no feature is needed, the first one stays: the batch size is
-        read off it.
+      weights, features: `jax.ShapeDtypeStruct`s. If no feature is needed, the first one stays: it has the batch
+        size.
     """
+    from jax.extend.core import ClosedJaxpr, jaxpr_as_fun  # imports Pallas
+
     leaves, structure = jax.tree.flatten((weights, features))
     traced, shape = jax.make_jaxpr(model, return_shape=True)(weights, features)
     outputs = [True] * len(traced.jaxpr.outvars)
@@ -76,7 +77,7 @@ def only_needed(model: Program, weights: dict[str, Any], features: PyTree) -> tu
 
 
 def _without_none(tree: PyTree) -> PyTree:
-    """Dicts without the keys of which nothing is left. Items of lists and tuples keep their places."""
+    """Dicts without the keys of empty subtrees. Items of lists and tuples keep their places."""
     if isinstance(tree, dict):
         left = {key: _without_none(value) for key, value in tree.items()}
         return {key: value for key, value in left.items() if jax.tree.leaves(value)}
@@ -89,5 +90,5 @@ def check_rows(outputs: dict[str, Any], rows: Any) -> None:
         if output.shape and str(output.shape[0]) != str(rows):
             raise ValueError(
                 f"`export_model` got {name!r} in outputs, which has the shape {output.shape} for a batch of {rows} "
-                "examples. What is recorded for export must be a scalar, or have the batch as its first dimension."
+                "examples. Values recorded for export must be scalars, or have the batch as their first dimension."
             )

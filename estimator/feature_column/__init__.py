@@ -1,7 +1,7 @@
-"""Feature columns, as in `tf.feature_column`: what a model's input layer makes of a dict of features.
+"""Feature columns, as in `tf.feature_column`: how a model's input layer reads a dict of features.
 
 Features are arrays of numbers, of shape `(batch,)` or `(batch, k)`, one row per example; categories are integers, -1
-standing for none. No compiled program holds strings: `encode` turns them into integers, in input_fn.
+for a missing one. A compiled program has no strings: `encode` turns them into integers, in input_fn.
 
 >>> import estimator as est, jax, numpy as np
 >>> fc = est.feature_column

@@ -1,4 +1,4 @@
-"""Columns of classes: as they come, hashed, from a vocabulary, cut from numbers, or crossed."""
+"""Categorical columns: by identity, hash, vocabulary, buckets of numbers, or crosses."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from estimator.feature_column._dense import NumericColumn, many_hot
 
 @dataclasses.dataclass(frozen=True)
 class _Crc32:
-    """The code of a string where any will do: 31 bits of the CRC-32 of its UTF-8 bytes."""
+    """An integer for a string: 31 bits of the CRC-32 of its UTF-8 bytes."""
 
     def code(self, text: str) -> int:
         return zlib.crc32(text.encode()) & 0x7FFFFFFF
@@ -51,13 +51,13 @@ class IdentityColumn(CategoricalColumn):
 
 
 def categorical_column_with_identity(key: str, num_buckets: int, default_value: int | None = None) -> IdentityColumn:
-    """A column whose feature holds the ids of its classes.
+    """A column whose feature has the ids of its classes.
 
     Args:
-      key: the feature: integers in `[0, num_buckets)`, and -1 for none.
-      num_buckets: how many classes there are.
-      default_value: the id taken for integers that are no id. None: they make what is computed from them NaN, since
-        no compiled program raises an error; the NaN check of training finds it.
+      key: the feature: integers in `[0, num_buckets)`, and -1 for no class.
+      num_buckets: the number of classes.
+      default_value: the id for integers that are not ids. None: values computed from them are NaN, since a compiled
+        program cannot raise an error; the NaN check of training detects it.
     """
     caller = "categorical_column_with_identity"
     check_key(caller, key)
@@ -92,15 +92,15 @@ class HashColumn(CategoricalColumn):
 
 
 def categorical_column_with_hash_bucket(key: str, hash_bucket_size: int) -> HashColumn:
-    """A column whose classes are found by a hash of the feature.
+    """A column whose classes are hashes of the feature.
 
-    Integers are mixed by the last steps of MurmurHash3 and taken modulo `hash_bucket_size`; -1 is none. Strings become
-    integers by CRC-32 in `encode`. So the same class has the same id in every process and on every device, though
-    another one than in TensorFlow.
+    Integers are mixed by the last steps of MurmurHash3 and taken modulo `hash_bucket_size`; -1 is no class. Strings
+    become integers by CRC-32 in `encode`. So a class has the same id in every process and on every device, but not the
+    same as in TensorFlow.
 
     Args:
-      key: the feature: any integers, or strings, which `encode` turns into some.
-      hash_bucket_size: how many classes there are; several values of the feature may share one.
+      key: the feature: any integers, or strings, which `encode` turns into integers.
+      hash_bucket_size: the number of classes; several values of the feature may share one.
     """
     caller = "categorical_column_with_hash_bucket"
     check_key(caller, key)
@@ -129,7 +129,7 @@ class VocabularyColumn(CategoricalColumn):
 
     def ids(self, features: Mapping[Any, Any]) -> jax.Array:
         values = integers(features, self.key)
-        if self.of_strings:  # They are ids already, by `encode`.
+        if self.of_strings:  # `encode` made them ids already
             return _in_range(values, self.num_buckets, None)
         ordered = np.sort(np.array(self.vocabulary_list, np.int32))
         places = np.argsort(np.array(self.vocabulary_list, np.int32)).astype(np.int32)
@@ -159,14 +159,14 @@ class VocabularyColumn(CategoricalColumn):
 def categorical_column_with_vocabulary_list(
     key: str, vocabulary_list: Sequence[str] | Sequence[int], default_value: int = -1, num_oov_buckets: int = 0
 ) -> VocabularyColumn:
-    """A column whose classes are listed; the id of a class is its place in the list.
+    """A column of listed classes; the id of a class is its position in the list.
 
     Args:
       key: the feature: strings, which `encode` turns into ids; or, for a vocabulary of integers, any integers, -1
-        being none.
+        for no class.
       vocabulary_list: the classes, all strings or all integers.
-      default_value: the id of what is not listed; -1: it is none.
-      num_oov_buckets: how many more classes there are for what is not listed, told apart by a hash.
+      default_value: the id of values that are not listed; -1: they have no class.
+      num_oov_buckets: the number of additional classes for values that are not listed, chosen by a hash.
     """
     caller = "categorical_column_with_vocabulary_list"
     check_key(caller, key)
@@ -219,7 +219,7 @@ class BucketizedColumn(CategoricalColumn, DenseColumn):
 
 
 def bucketized_column(source_column: NumericColumn, boundaries: Sequence[float]) -> BucketizedColumn:
-    """A column that cuts numbers into classes; it can be a categorical column, or be taken one-hot as it is.
+    """A column that buckets numbers; it is a categorical column, and by itself a one-hot dense column.
 
     >>> import numpy as np
     >>> from estimator.feature_column import numeric_column
@@ -228,8 +228,8 @@ def bucketized_column(source_column: NumericColumn, boundaries: Sequence[float])
     [0, 1, 2]
 
     Args:
-      source_column: the numbers; NaN is in no class.
-      boundaries: ascending; a class holds its lower boundary.
+      source_column: the column of numbers; NaN is in no class.
+      boundaries: ascending; a class includes its lower boundary.
     """
     if not isinstance(source_column, NumericColumn):
         raise ValueError(
@@ -275,13 +275,13 @@ class CrossedColumn(CategoricalColumn):
 def crossed_column(
     keys: Sequence[str | CategoricalColumn], hash_bucket_size: int, hash_key: int | None = None
 ) -> CrossedColumn:
-    """A column whose classes are the combinations of those of several columns, found by a hash.
+    """A column whose classes are hashes of combinations of the classes of several columns.
 
     Args:
-      keys: at least two: features of integers (or of strings, which `encode` turns into some), or categorical columns.
-        Where an example has several classes of each, it has all their combinations.
-      hash_bucket_size: how many classes there are.
-      hash_key: with another one, other combinations share a class.
+      keys: at least two: features of integers (or of strings, which `encode` turns into integers), or categorical
+        columns. An example with several classes of each has all their combinations.
+      hash_bucket_size: the number of classes.
+      hash_key: varies which combinations share a class.
     """
     if not isinstance(keys, list | tuple) or len(keys) < 2:
         raise ValueError(f"`crossed_column`: keys must be a list with length > 1; got {keys!r}.")
@@ -313,7 +313,7 @@ def _bits(values: jax.Array) -> jax.Array:
 
 
 def _mixed(bits: jax.Array) -> jax.Array:
-    """The finalizer of MurmurHash3, a permutation of the uint32s."""
+    """The finalizer of MurmurHash3, a permutation of uint32."""
     bits = (bits ^ (bits >> 16)) * np.uint32(0x85EBCA6B)
     bits = (bits ^ (bits >> 13)) * np.uint32(0xC2B2AE35)
     return bits ^ (bits >> 16)

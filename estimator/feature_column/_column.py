@@ -1,4 +1,4 @@
-"""What a column is, and how it gets at its feature."""
+"""The bases of columns, and how a column reads its feature."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from estimator.core._bcoo import is_sparse
 
 
 class Coder(Protocol):
-    """Turns a string into the integer that stands for it, -1 for none; equal ones do the same."""
+    """Maps a string to an integer, -1 for no class; equal encoders map alike."""
 
     def code(self, text: str) -> int: ...
 
 
 class DenseColumn(abc.ABC):
-    """A column that an input layer takes.
+    """A column for an input layer.
 
     Attributes:
       name: part of the names of its variables; columns are ordered by it.
-      width: how many numbers an example has.
+      width: the number of values per example.
     """
 
     @property
@@ -41,11 +41,11 @@ class DenseColumn(abc.ABC):
 
 
 class CategoricalColumn(abc.ABC):
-    """A column of classes.
+    """A categorical column.
 
     Attributes:
       name: part of the names of its variables.
-      num_buckets: how many classes there are.
+      num_buckets: the number of classes.
     """
 
     @property
@@ -58,10 +58,10 @@ class CategoricalColumn(abc.ABC):
 
     @abc.abstractmethod
     def ids(self, features: Mapping[Any, Any]) -> jax.Array:
-        """Int32 of shape `(batch, k)`: -1 is none, and `num_buckets` one that there is not, which becomes NaN."""
+        """Int32 of shape `(batch, k)`: -1 for no class, and `num_buckets` for an invalid id, which becomes NaN."""
 
     def coders(self) -> dict[str, Coder]:
-        """By feature, what turns its strings into integers; features of numbers have none."""
+        """The encoders of strings by feature; features of numbers have none."""
         return {}
 
 

@@ -1,4 +1,4 @@
-"""Columns that are numbers, or become some."""
+"""Dense columns: numbers, one-hot vectors and embeddings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from estimator.feature_column._column import CategoricalColumn, DenseColumn, che
 from estimator.sparse._embedding import embedding_lookup
 
 COMBINERS = ("mean", "sqrtn", "sum")
-_FEW_ROWS = 1024  # XLA takes some half a second to compile a sparse update, which then saves next to nothing.
+_FEW_ROWS = 1024  # With fewer rows a sparse update saves little, and XLA takes half a second to compile it.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,24 +36,24 @@ class NumericColumn(DenseColumn):
         return math.prod(self.shape)
 
     def values(self, features: Mapping[Any, Any]) -> jax.Array:
-        given = feature(features, self.key)
-        wanted = (given.shape[0], *self.shape)
-        if given.shape != wanted and not (self.shape == (1,) and given.ndim == 1):
+        array = feature(features, self.key)
+        expected = (array.shape[0], *self.shape)
+        if array.shape != expected and not (self.shape == (1,) and array.ndim == 1):
             raise ValueError(
-                f"The numeric column {self.key!r} has shape {self.shape}, so its feature needs shape {wanted}; it has "
-                f"{given.shape}. Write `numeric_column({self.key!r}, shape={given.shape[1:] or (1,)})`."
+                f"The numeric column {self.key!r} has shape {self.shape}, so its feature needs shape {expected}; it "
+                f"has {array.shape}. Write `numeric_column({self.key!r}, shape={array.shape[1:] or (1,)})`."
             )
-        values = given.reshape(wanted).astype(self.dtype)
+        values = array.reshape(expected).astype(self.dtype)
         if self.default_value is not None and jnp.issubdtype(values.dtype, jnp.floating):
             values = jnp.where(jnp.isnan(values), jnp.asarray(self.default_value, values.dtype), values)
         if self.normalizer_fn is not None:
             values = jnp.asarray(self.normalizer_fn(values))
-            if values.shape != wanted:
+            if values.shape != expected:
                 raise ValueError(
-                    f"The normalizer_fn of the numeric column {self.key!r} must keep the shape, {wanted}; it returned "
-                    f"{values.shape}."
+                    f"The normalizer_fn of the numeric column {self.key!r} must keep the shape, {expected}; it "
+                    f"returned {values.shape}."
                 )
-        return values.reshape(given.shape[0], self.width).astype(jnp.float32)
+        return values.reshape(array.shape[0], self.width).astype(jnp.float32)
 
 
 def numeric_column(
@@ -63,7 +63,7 @@ def numeric_column(
     dtype: Any = jnp.float32,
     normalizer_fn: Callable[[jax.Array], jax.Array] | None = None,
 ) -> NumericColumn:
-    """A column of numbers as they are.
+    """A column of numbers.
 
     >>> import numpy as np
     >>> age = numeric_column("age", default_value=40.0, normalizer_fn=lambda x: (x - 40) / 10)
@@ -73,11 +73,11 @@ def numeric_column(
 
     Args:
       key: the feature.
-      shape: of an example; the feature has shape `(batch, *shape)`, or `(batch,)` where the shape is `(1,)`.
-      default_value: taken in the place of NaN, that is, of a missing number; None: NaN stays. (In TensorFlow, in the
-        place of what a parsed example lacks.)
-      dtype: what the feature is cast to before `normalizer_fn`.
-      normalizer_fn: function of the feature, shape `(batch, *shape)`, that returns as much.
+      shape: the shape of an example; the feature has shape `(batch, *shape)`, or also `(batch,)` if it is `(1,)`.
+      default_value: replaces NaN, that is, missing numbers; None: NaN stays. (In TensorFlow it replaces features that
+        a parsed example lacks.)
+      dtype: the dtype of the argument of `normalizer_fn`.
+      normalizer_fn: function of the feature, shape `(batch, *shape)`, that keeps the shape.
     """
     check_key("numeric_column", key)
     shape = tuple(shape) if isinstance(shape, tuple | list) else (shape,)
@@ -109,10 +109,10 @@ class IndicatorColumn(DenseColumn):
 
 
 def indicator_column(categorical_column: CategoricalColumn) -> IndicatorColumn:
-    """A column that counts how often an example has each class: one-hot where it has one.
+    """A column that counts how often an example has each class: one-hot if it has one class.
 
     Args:
-      categorical_column: the classes; an id beyond them makes the row NaN.
+      categorical_column: the column of classes; an invalid id makes the row NaN.
     """
     _check_categorical("indicator_column", categorical_column)
     return IndicatorColumn(categorical_column)
@@ -153,10 +153,10 @@ def embedding_column(
     With more than 1024 classes the gradient is sparse: see `est.embedding_lookup`.
 
     Args:
-      categorical_column: the classes; an id beyond them makes the row NaN.
+      categorical_column: the column of classes; an invalid id makes the row NaN.
       dimension: the length of a vector.
-      combiner: what becomes of the vectors of an example with several classes: their "mean", their "sum", or, by
-        "sqrtn", the sum divided by the root of their number. Without a class it is zeros.
+      combiner: how the vectors of an example with several classes are combined: their "mean", their "sum", or, for
+        "sqrtn", the sum divided by the square root of their number. Without a class the result is zero.
       initializer: `fn(key, shape, dtype)`; by default, as in TensorFlow, truncated normal of deviation
         `1 / sqrt(dimension)`.
     """
@@ -177,14 +177,14 @@ def check_combiner(caller: str, name: str, combiner: Any) -> None:
 
 
 def rows_of(name: str, ids: jax.Array, shape: tuple[int, int], initializer: Any) -> jax.Array:
-    """Rows of a variable, `(batch, k, width)`; of a large one with a sparse gradient."""
+    """Rows of a variable, `(batch, k, width)`; a large variable has a sparse gradient."""
     if shape[0] <= _FEW_ROWS:
-        get_variable(name, shape, initializer=initializer)  # Who has seen it whole gets a dense gradient.
+        get_variable(name, shape, initializer=initializer)  # reading all of it makes the gradient dense
     return embedding_lookup(name, ids, shape, initializer=initializer)
 
 
 def combined(rows: jax.Array, ids: jax.Array, combiner: str) -> jax.Array:
-    """Rows of shape `(batch, k, d)`, zeros where an id is -1, as one each, `(batch, d)`."""
+    """Combines rows of shape `(batch, k, d)`, zeros where an id is -1, to shape `(batch, d)`."""
     total = rows.sum(axis=1)
     if combiner == "sum":
         return total

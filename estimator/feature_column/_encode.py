@@ -1,4 +1,4 @@
-"""Strings become integers, on the host."""
+"""Turns strings into integers, on the host."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from estimator.feature_column._column import CategoricalColumn, Coder, check_fea
 
 
 def encode(features: Mapping[Any, Any], columns: Iterable[Any]) -> dict[Any, Any]:
-    """The features with integers in the place of strings, for an input_fn to return.
+    """The features with integers instead of strings, for an input_fn to return.
 
-    A string in a vocabulary becomes its id; one for a hashed or crossed column becomes an integer by CRC-32, which the
-    column then hashes. The empty string, None and NaN become -1, no class. Features without strings stay as they are,
-    so that encoding twice does nothing. A whole data set can be encoded at once; features that are served have to be
-    encoded in the same way.
+    A string in a vocabulary becomes its id; a string for a hashed or crossed column becomes an integer by CRC-32, which
+    the column then hashes. The empty string, None and NaN become -1, no class. Features without strings stay as they
+    are, so that encoding twice does nothing. A whole data set can be encoded at once; encode served features in the
+    same way.
 
     >>> import estimator as est, numpy as np
     >>> fc = est.feature_column
@@ -26,11 +26,11 @@ def encode(features: Mapping[Any, Any], columns: Iterable[Any]) -> dict[Any, Any
            [ 2,  0]], dtype=int32), 'age': array([3, 5])}
 
     Args:
-      features: by key, arrays of numbers or strings, of any shape.
-      columns: all feature columns of the model; those of numbers do not matter.
+      features: arrays of numbers or strings, of any shape, by key.
+      columns: all feature columns of the model.
 
     Raises:
-      TypeError: an array holds neither numbers nor strings.
+      TypeError: an array has neither numbers nor strings.
       ValueError: no column turns the strings of a feature into integers, or two columns do it in different ways.
     """
     check_features(features)
@@ -64,7 +64,7 @@ def _coders(columns: Iterable[Any]) -> dict[str, Coder]:
 
 
 class _Codes(dict[Any, int]):
-    """The codes of the values seen so far."""
+    """A cache of the codes of values."""
 
     def __init__(self, key: Any, coder: Coder) -> None:
         super().__init__()

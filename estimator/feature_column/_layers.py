@@ -1,4 +1,4 @@
-"""The first layer of a model over feature columns: all of them side by side, or their weighted sum."""
+"""The first layer of a model over feature columns: their concatenation, or their weighted sum."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from estimator.feature_column._dense import check_combiner, combined, rows_of
 
 
 def input_layer(features: Mapping[Any, Any], feature_columns: Iterable[DenseColumn]) -> jax.Array:
-    """The values of all columns side by side, in the order of their names: float32 of shape `(batch, width)`.
+    """Concatenates all columns, in the order of their names: float32 of shape `(batch, width)`.
 
-    Called in a model_fn; columns of embeddings create their variables, input_layer/<name>/embedding_weights.
+    To be called in a model_fn; embedding columns create their variables, input_layer/<name>/embedding_weights.
 
     Args:
-      features: of the batch.
+      features: the features of the batch.
       feature_columns: numeric, bucketized, indicator and embedding columns.
 
     Raises:
-      ValueError: there are no columns, one is categorical, two have one name, or a feature is missing.
-      TypeError: a feature is of another kind than its column.
+      ValueError: there are no columns, one is categorical, two have the same name, or a feature is missing.
+      TypeError: a feature is not of its column's kind.
     """
     columns = checked_dense(feature_columns)
     check_features(features)
@@ -39,14 +39,14 @@ def linear_model(
 ) -> jax.Array:
     """A weighted sum of all columns, with a bias: float32 of shape `(batch, units)`.
 
-    Called in a model_fn; the weights, linear_model/<name>/weights and linear_model/bias_weights, begin as zeros. A
-    categorical column has a weight for each class; with more than 1024 classes, a sparse gradient.
+    To be called in a model_fn; the weights, linear_model/<name>/weights and linear_model/bias_weights, are initially
+    zero. A categorical column has a weight per class; with more than 1024 classes the gradient is sparse.
 
     Args:
-      features: of the batch.
-      feature_columns: of any kind.
-      units: how many sums.
-      sparse_combiner: what becomes of the weights of several classes of an example: "sum", "mean" or "sqrtn".
+      features: the features of the batch.
+      feature_columns: columns of any kind.
+      units: the number of sums.
+      sparse_combiner: how the weights of several classes of an example are combined: "sum", "mean" or "sqrtn".
 
     Raises:
       ValueError, TypeError: as for `input_layer`.
@@ -66,7 +66,7 @@ def linear_model(
                 else:
                     values.append(column.values(features))
                     weights.append(get_variable("weights", (column.width, units), initializer=zeros))
-        if values:  # One product: XLA takes ten times as long to compile a hundred.
+        if values:  # one product: XLA takes ten times as long to compile a hundred
             terms.append(jnp.concatenate(values, axis=-1) @ jnp.concatenate(weights))
         return sum(terms[1:], terms[0]) + get_variable("bias_weights", (units,), initializer=zeros)
 

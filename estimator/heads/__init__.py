@@ -1,7 +1,7 @@
-"""Heads, as in `tf.estimator`: what a model does with its logits, so that a model_fn need only compute those.
+"""Heads, as in `tf.estimator`: with one, a model_fn only computes logits.
 
-A head takes logits and labels to a loss, predictions and metrics, and puts these into an `EstimatorSpec`. Losses are
-those of `est.losses` and metrics those of `est.metrics`, so that they are the same over any number of towers.
+A head computes a loss, predictions and metrics from logits and labels, and puts them into an `EstimatorSpec`. It uses
+`est.losses` and `est.metrics`, so the results do not depend on the number of towers.
 """
 
 from estimator.heads._binary import BinaryClassHead

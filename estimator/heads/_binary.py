@@ -1,4 +1,4 @@
-"""Two classes."""
+"""The head for two classes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from estimator.metrics._means import Mean
 
 
 class BinaryClassHead(OneTaskHead):
-    """The head of a model that tells class 1 from class 0 by one logit; the loss is sigmoid cross entropy.
+    """The head of a binary classifier with one logit; the loss is sigmoid cross entropy.
 
     >>> import estimator as est, jax.numpy as jnp
     >>> head = est.BinaryClassHead(weight_column="w")
@@ -48,27 +48,27 @@ class BinaryClassHead(OneTaskHead):
     0.25
 
     Predictions, for logits of shape `(batch, 1)`: "logits", "logistic" (the probability of class 1) and "class_ids" of
-    that shape, "probabilities" and "all_class_ids" of shape `(batch, 2)`. There are no strings in a compiled program:
-    "classes" is left out, and `label_vocabulary` names the columns of what is exported.
+    that shape, "probabilities" and "all_class_ids" of shape `(batch, 2)`. A compiled program has no strings:
+    "classes" is left out, and `label_vocabulary` names the classes in exports.
 
-    Metrics: average_loss, accuracy, precision, recall, prediction/mean, label/mean, accuracy_baseline (of always saying
-    the more frequent class), auc, auc_precision_recall, and for each threshold accuracy/positive_threshold_0.5,
-    precision/... and recall/....
+    Metrics: average_loss, accuracy, precision, recall, prediction/mean, label/mean, accuracy_baseline (of always
+    predicting the more frequent class), auc, auc_precision_recall, and for each threshold
+    accuracy/positive_threshold_0.5, precision/... and recall/....
 
     Args:
-      weight_column: the feature that holds weights of shape `(batch,)` or `(batch, 1)`; None: all are 1.
-      thresholds: probabilities of class 1 to measure at, besides 0.5.
-      label_vocabulary: the names of the two classes. Labels are integers all the same: turn strings into their
-        positions in input_fn.
-      loss_reduction: of `est.Reduction`, anything but NONE.
-      loss_fn: function of `labels, logits` and, if it wants, `features, loss_reduction` that returns the losses of all
-        examples, shape `(batch, 1)`, in place of the cross entropy.
-      name: of the head; needed within `est.MultiHead`.
+      weight_column: the feature with weights of shape `(batch,)` or `(batch, 1)`; None: all are 1.
+      thresholds: further thresholds of the probability of class 1, besides 0.5, for metrics.
+      label_vocabulary: the names of the two classes. Labels are integers nevertheless: replace strings by
+        their positions in input_fn.
+      loss_reduction: any `est.Reduction` except NONE.
+      loss_fn: function of `labels, logits` and, optionally, `features, loss_reduction` that returns the losses of all
+        examples, shape `(batch, 1)`, instead of the cross entropy.
+      name: the name of the head; required within `est.MultiHead`.
 
-    Labels are 0, 1 or between, of shape `(batch,)` or `(batch, 1)`. The loss of any other is NaN.
+    Labels are in [0, 1], of shape `(batch,)` or `(batch, 1)`. The loss of other labels is NaN.
 
     Raises:
-      ValueError, TypeError: an argument is of another kind; the message names it.
+      ValueError, TypeError: an argument is invalid; the message names it.
     """
 
     def __init__(
@@ -96,12 +96,12 @@ class BinaryClassHead(OneTaskHead):
             "logits": logits,
             "logistic": jax.nn.sigmoid(logits),
             "probabilities": jax.nn.softmax(two_class_logits),
-            "class_ids": _decided(logits),
+            "class_ids": _class_ids(logits),
             "all_class_ids": all_class_ids(logits, 2),
         }
 
     def _metrics(self, labels: jax.Array, logits: jax.Array, weights: Any) -> dict[str, Metric]:
-        class_ids, logistic = _decided(logits), jax.nn.sigmoid(logits)
+        class_ids, logistic = _class_ids(logits), jax.nn.sigmoid(logits)
         label_mean = metrics_lib.mean(labels, weights)
         return {
             "accuracy": metrics_lib.accuracy(labels, class_ids, weights),
@@ -125,12 +125,12 @@ class BinaryClassHead(OneTaskHead):
 
 
 class _AccuracyBaseline(Mean):
-    """The accuracy of always predicting the more frequent of two classes; the states are those of the labels' mean."""
+    """The accuracy of always predicting the more frequent of two classes; it has the states of the labels' mean."""
 
     def result(self) -> Any:
         xp = namespace(self.total)
         return divide(xp.maximum(self.total, self.count - self.total), self.count)
 
 
-def _decided(logits: jax.Array) -> jax.Array:
+def _class_ids(logits: jax.Array) -> jax.Array:
     return (logits > 0).astype(jnp.int32)

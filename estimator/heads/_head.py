@@ -1,4 +1,4 @@
-"""What all heads have, and how a spec is made of it."""
+"""The base of all heads, which creates the EstimatorSpec."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from estimator.optim._optimizer import Optimizer
 
 
 class Head(abc.ABC):
-    """What a model does with its logits. The ready-made ones are `est.BinaryClassHead` and those beside it.
+    """Computes loss, predictions and metrics from the logits of a model, such as `est.BinaryClassHead`.
 
     TensorFlow's `metrics` and `update_metrics` are one function here, since a metric is a value.
 
     Attributes:
-      name: ends the names of all metrics, after a "/"; None: nothing does.
+      name: the suffix of the names of all metrics, after a "/"; None: they have no suffix.
       logits_dimension: the size of the last dimension of the logits.
-      loss_reduction: how the loss comes from the losses of the examples. `replicate_model_fn` has to be told where
-        it is SUM.
+      loss_reduction: how the losses of the examples are reduced to the loss. If it is SUM, pass it to
+        `replicate_model_fn` too.
     """
 
     name: str | None
@@ -49,8 +49,8 @@ class Head(abc.ABC):
         """The loss to train on, a float32 scalar.
 
         Args:
-          labels, logits: as the head's class says.
-          features: of the batch; holds the weights, where the head has a `weight_column`.
+          labels, logits: as documented for the class of the head.
+          features: the features of the batch, with the weights if the head has a `weight_column`.
           mode: not used.
           regularization_losses: scalars to add. In towers they are averaged like the losses of examples, unless the
             reduction is SUM, which sums them too.
@@ -72,7 +72,7 @@ class Head(abc.ABC):
 
     @abc.abstractmethod
     def export_outputs(self, predictions: dict[Any, jax.Array]) -> dict[str, ExportOutput]:
-        """What PREDICT offers for export, from all predictions."""
+        """The export outputs of PREDICT, from all predictions."""
 
     def create_estimator_spec(
         self,
@@ -85,23 +85,23 @@ class Head(abc.ABC):
         train_op_fn: Callable[[jax.Array], TrainOp] | None = None,
         regularization_losses: Sequence[jax.Array] | None = None,
     ) -> EstimatorSpec:
-        """What a model_fn returns.
+        """The EstimatorSpec for a model_fn to return.
 
         Args:
-          features: of the batch.
-          mode: what the model_fn was given.
+          features: the features of the batch.
+          mode: the argument of the model_fn.
           logits: floats of shape `(batch, logits_dimension)`.
-          labels: needed in TRAIN and EVAL.
-          optimizer: an `est.Optimizer`, or a `TowerOptimizer`. In TRAIN either this or `train_op_fn` has to be given.
-          trainable_variables: names of the variables that the optimizer moves; default: all trainable ones.
+          labels: required in TRAIN and EVAL.
+          optimizer: an `est.Optimizer`, or a `TowerOptimizer`. TRAIN requires either it or `train_op_fn`.
+          trainable_variables: names of the variables to optimize; default: all trainable ones.
           train_op_fn: function from the loss to a train_op.
           regularization_losses: as for `loss`.
 
-        As in TensorFlow, TRAIN shows the loss of a head with a name as loss/<name>, that of each head of a MultiHead,
-        and regularization_loss, in TensorBoard and to hooks.
+        As in TensorFlow, TRAIN shows the loss of a named head, or of each head of a MultiHead, as loss/<name>, and
+        regularization_loss, in TensorBoard and to hooks.
 
         Raises:
-          ValueError, TypeError: an argument is missing or of another kind; the message names it.
+          ValueError, TypeError: an argument is missing or invalid; the message names it.
         """
         mode = ModeKeys(mode)
         predictions = self.predictions(logits)
@@ -116,7 +116,7 @@ class Head(abc.ABC):
         return EstimatorSpec(mode, predictions=predictions, loss=loss, train_op=train_op)
 
     def _show(self, loss: jax.Array, labels: Any, logits: Any, features: PyTree, regularization_losses: Any) -> None:
-        """Shows what TensorFlow's heads show in TRAIN; of a head without a name the loss is shown by `train`."""
+        """Shows the summaries of TensorFlow's heads in TRAIN; `train` shows the loss of a head without a name."""
         del labels, logits, features
         if self.name is not None:
             self._show_loss(self._key("loss"), loss)
@@ -141,7 +141,7 @@ class Head(abc.ABC):
 
 
 def batch_mean(value: jax.Array, rows: int) -> Metric:
-    """The mean over the examples of a value that a batch, or the rows of a tower, has one of."""
+    """The mean over the examples of a value that is the same for all rows of a batch or tower."""
     return metrics_lib.mean(value, weights=jnp.float32(rows))
 
 

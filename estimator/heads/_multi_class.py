@@ -1,4 +1,4 @@
-"""Several classes, of which an example has one."""
+"""The head for more than two classes, one per example."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from estimator.metrics import Metric
 
 
 class MultiClassHead(OneTaskHead):
-    """The head of a model that tells more than two classes apart; the loss is softmax cross entropy.
+    """The head of a classifier for more than two classes; the loss is softmax cross entropy.
 
     >>> import estimator as est, jax.numpy as jnp
     >>> head = est.MultiClassHead(n_classes=3)
@@ -32,14 +32,14 @@ class MultiClassHead(OneTaskHead):
     `(batch, 1)`. Metrics: average_loss, accuracy.
 
     Args:
-      n_classes: more than 2; for two there is `est.BinaryClassHead`.
+      n_classes: more than 2; for two classes use `est.BinaryClassHead`.
       weight_column, label_vocabulary, loss_reduction, loss_fn, name: as for `est.BinaryClassHead`; the vocabulary has
         `n_classes` names.
 
-    Labels are integers in `[0, n_classes)`, of shape `(batch,)` or `(batch, 1)`. The loss of any other is NaN.
+    Labels are integers in `[0, n_classes)`, of shape `(batch,)` or `(batch, 1)`. The loss of other labels is NaN.
 
     Raises:
-      ValueError, TypeError: an argument is of another kind; the message names it.
+      ValueError, TypeError: an argument is invalid; the message names it.
     """
 
     def __init__(

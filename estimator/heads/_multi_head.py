@@ -1,4 +1,4 @@
-"""Several tasks at once."""
+"""One head of several tasks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from estimator.metrics._positives import Count
 
 
 class MultiHead(Head):
-    """Several heads as one: their losses are added, the rest stands side by side.
+    """Several heads as one: the loss is the sum of theirs; predictions and metrics are joined.
 
     >>> import estimator as est, jax.numpy as jnp
     >>> heads = [est.RegressionHead(name="height"), est.BinaryClassHead(name="adult")]
@@ -30,17 +30,17 @@ class MultiHead(Head):
     >>> list(head.predictions(logits))[:2]
     [('height', 'predictions'), ('adult', 'logits')]
 
-    Logits are an array, cut into those of the heads along its last dimension, or a dict by the heads' names. Labels
-    are a dict by the heads' names. The keys of predictions are pairs (head, key). Metrics are those of all heads, and
+    Logits are a dict by the names of the heads, or an array that is split along its last dimension. Labels are a dict
+    by the names of the heads. The keys of predictions are pairs (head, key). Metrics are all metrics of the heads, and
     the loss of each as loss/<head>: the mean over the examples of the batches' losses, or, for SUM, the sum over all
-    examples. By default the first head is exported; by name each of them.
+    examples. The default signature of exports is the first head; each head has a signature of its name.
 
     Args:
-      heads: each of another name.
-      head_weights: what each head's loss is multiplied by; default: 1.
+      heads: heads with different names.
+      head_weights: the factors of the heads' losses; default: 1.
 
     Raises:
-      ValueError: there are no heads, one has no name or another's, there are more weights or fewer, or the heads
+      ValueError: there are no heads, a name is missing or not unique, the number of weights differs, or the heads
         reduce their losses in different ways.
     """
 
@@ -54,7 +54,7 @@ class MultiHead(Head):
                 raise ValueError(f"All given heads must have name specified. Given: {head!r}.")
         names = [str(head.name) for head in heads]
         if len(set(names)) < len(names):
-            raise ValueError(f"All given heads must have names of their own. Given: {names}.")
+            raise ValueError(f"All given heads must have different names. Given: {names}.")
         if head_weights is not None and len(head_weights) != len(heads):
             raise ValueError(
                 f"heads and head_weights must have the same size. Given len(heads): {len(heads)}. "
@@ -101,8 +101,8 @@ class MultiHead(Head):
         rows = next(iter(by_head.values())).shape[0]
         metrics: dict[str, Metric] = {}
         for name, loss in self._losses(labels, by_head, features, None).items():
-            summed = self.loss_reduction == Reduction.SUM
-            metrics[f"loss/{name}"] = Count(loss) if summed else batch_mean(loss, rows)
+            is_sum = self.loss_reduction == Reduction.SUM
+            metrics[f"loss/{name}"] = Count(loss) if is_sum else batch_mean(loss, rows)
             metrics |= self._heads[name].metrics(labels[name], by_head[name], features)
         return metrics | self._regularization_metric(rows, regularization_losses)
 
@@ -120,7 +120,7 @@ class MultiHead(Head):
         return outputs | {"predict": PredictOutput(named)}
 
     def _show(self, loss: jax.Array, labels: Any, logits: Any, features: PyTree, regularization_losses: Any) -> None:
-        del loss  # that of all heads: the model's
+        del loss  # the model's, which `train` shows
         for name, own in self._losses(labels, self._split(logits), features, None).items():
             self._show_loss(f"loss/{name}", own)
         self._show_regularization("regularization_loss", regularization_losses)
@@ -148,7 +148,7 @@ class MultiHead(Head):
         ends = [sum(dimensions[: i + 1]) for i in range(len(dimensions) - 1)]
         return dict(zip(self._heads, jnp.split(logits, ends, axis=-1), strict=True))
 
-    def _check_names(self, what: str, given: Mapping[str, Any]) -> None:
-        missing = [name for name in self._heads if name not in given]
+    def _check_names(self, what: str, by_name: Mapping[str, Any]) -> None:
+        missing = [name for name in self._heads if name not in by_name]
         if missing:
-            raise ValueError(f"{what} has missing values for head(s): {missing}; it has {sorted(given)}.")
+            raise ValueError(f"{what} has missing values for head(s): {missing}; it has {sorted(by_name)}.")

@@ -1,4 +1,4 @@
-"""Several classes, of which an example has any number."""
+"""The head for several classes, any number per example."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from estimator.metrics import Metric
 
 
 class MultiLabelHead(OneTaskHead):
-    """The head of a model that says of each of several classes whether an example is in it.
+    """The head of a multi-label classifier: each example is in any number of the classes.
 
     The loss of an example is the sigmoid cross entropy, averaged over the classes.
 
@@ -39,21 +39,21 @@ class MultiLabelHead(OneTaskHead):
      'probability_mean/class1']
 
     Predictions: "logits" and "probabilities", both of shape `(batch, n_classes)`. Metrics: average_loss, auc and
-    auc_precision_recall of all classes together; accuracy, precision and recall at each threshold, named as those of
-    `est.BinaryClassHead`; and those of single classes shown above, named by the vocabulary where there is one.
+    auc_precision_recall of all classes together; accuracy, precision and recall at each threshold, named as in
+    `est.BinaryClassHead`; and the metrics of single classes shown above, named by the vocabulary if there is one.
 
     Args:
       n_classes: at least 2.
       weight_column, label_vocabulary, loss_reduction, loss_fn, name: as for `est.BinaryClassHead`; the vocabulary has
         `n_classes` names.
-      thresholds: probabilities to measure at.
-      classes_for_class_based_metrics: the classes that have metrics of their own: ids, or names of the vocabulary.
+      thresholds: thresholds of the probabilities, for metrics.
+      classes_for_class_based_metrics: the classes with separate metrics: ids, or names of the vocabulary.
 
-    Labels are 0 or 1, of shape `(batch, n_classes)`: an array, or a `jax.experimental.sparse.BCOO`. Any other makes the
-    loss of its example NaN.
+    Labels are 0 or 1, of shape `(batch, n_classes)`: an array, or a `jax.experimental.sparse.BCOO`. The loss of
+    an example with other labels is NaN.
 
     Raises:
-      ValueError, TypeError: an argument is of another kind; the message names it.
+      ValueError, TypeError: an argument is invalid; the message names it.
     """
 
     def __init__(
@@ -83,14 +83,14 @@ class MultiLabelHead(OneTaskHead):
         self._label_vocabulary = checked_vocabulary(label_vocabulary, n_classes)
         self._own_metrics = tuple(map(self._class_id, classes_for_class_based_metrics or ()))
 
-    def _class_id(self, wanted: Any) -> int:
-        classes = self._label_vocabulary if isinstance(wanted, str) else range(self.logits_dimension)
-        if classes is None or wanted not in classes:
+    def _class_id(self, id_or_name: Any) -> int:
+        classes = self._label_vocabulary if isinstance(id_or_name, str) else range(self.logits_dimension)
+        if classes is None or id_or_name not in classes:
             raise ValueError(
                 "All classes_for_class_based_metrics must be in range [0, n_classes), or in label_vocabulary. Given: "
-                f"{wanted!r}, with n_classes={self.logits_dimension} and label_vocabulary={self._label_vocabulary}."
+                f"{id_or_name!r}, with n_classes={self.logits_dimension} and label_vocabulary={self._label_vocabulary}."
             )
-        return classes.index(wanted)
+        return classes.index(id_or_name)
 
     def _losses(self, labels: jax.Array, logits: jax.Array) -> jax.Array:
         losses = optax.losses.sigmoid_binary_cross_entropy(logits, labels)

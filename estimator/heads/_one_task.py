@@ -1,4 +1,4 @@
-"""What the heads of one task share: checks of logits, labels and weights, and the loss."""
+"""The base of heads of one task: checks logits, labels and weights, and computes the loss."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class OneTaskHead(Head):
 
     Args:
       logits_dimension: the size of the last dimension of logits.
-      labels_dimension: that of labels.
-      loss_dimension: that of the losses; where it is 1, an example has one weight.
-      weight_column, loss_reduction, loss_fn, name: as the public heads say.
+      labels_dimension: the size of the last dimension of labels.
+      loss_dimension: the size of the last dimension of the losses; if it is 1, an example has one weight.
+      weight_column, loss_reduction, loss_fn, name: as for the public heads.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class OneTaskHead(Head):
 
     @abc.abstractmethod
     def _metrics(self, labels: jax.Array, logits: jax.Array, weights: Any) -> dict[str, Metric]:
-        """Those besides the average loss, by name; the head's own name is added."""
+        """The metrics besides the average loss, by name; the suffix of the head is added later."""
 
     def _labels_of_kind(self, labels: jax.Array) -> jax.Array:
         """The labels in the dtype that the head computes with."""
@@ -134,17 +134,17 @@ class OneTaskHead(Head):
         labels = jnp.asarray(labels)
         if labels.ndim == logits.ndim - 1:
             labels = labels[..., None]
-        wanted = (*logits.shape[:-1], self._labels_dimension)
+        expected = (*logits.shape[:-1], self._labels_dimension)
         if labels.ndim >= 1 and labels.shape[-1] != self._labels_dimension:
             raise ValueError(
                 f"Mismatched label shape. Expected labels dimension={self._labels_dimension}. Received "
                 f"{labels.shape[-1]}: `{self._kind}` got labels of shape {labels.shape} for logits of shape "
                 f"{logits.shape}. Check the head's dimensions, and the shape of the labels that input_fn returns."
             )
-        if labels.shape != wanted:
+        if labels.shape != expected:
             raise ValueError(
                 f"Mismatched label shape: `{self._kind}` got labels of shape {labels.shape} for logits of shape "
-                f"{logits.shape}; expected {wanted}."
+                f"{logits.shape}; expected {expected}."
             )
         return self._labels_of_kind(labels)
 
@@ -152,18 +152,18 @@ class OneTaskHead(Head):
         if self._loss_fn is None:
             losses = self._losses(labels, logits)
         else:
-            offered = {
+            arguments = {
                 "labels": labels,
                 "logits": logits,
                 "features": features,
                 "loss_reduction": self.loss_reduction,
             }
-            losses = jnp.asarray(self._loss_fn(**{name: offered[name] for name in self._loss_fn_args}))
-            wanted = (*logits.shape[:-1], self._loss_dimension)
-            if losses.shape != wanted:
+            losses = jnp.asarray(self._loss_fn(**{name: arguments[name] for name in self._loss_fn_args}))
+            expected = (*logits.shape[:-1], self._loss_dimension)
+            if losses.shape != expected:
                 raise ValueError(
                     f"loss_fn must return the losses before any reduction, shape [D0, D1, ... DN, "
-                    f"{self._loss_dimension}]; for logits of shape {logits.shape} that is {wanted}, but it returned "
+                    f"{self._loss_dimension}]; for logits of shape {logits.shape} that is {expected}, but it returned "
                     f"shape {losses.shape}."
                 )
             losses = losses.astype(jnp.float32)
@@ -191,9 +191,9 @@ class OneTaskHead(Head):
 
 
 def nan_where(wrong: jax.Array, losses: jax.Array) -> jax.Array:
-    """NaN in the place of the losses of labels that there cannot be.
+    """The losses, NaN for invalid labels.
 
-    No compiled program raises an error, but the NaN check of training finds it; `evaluate` reports it.
+    A compiled program cannot raise an error, but the NaN check of training detects it; `evaluate` reports it.
     """
     return jnp.where(wrong, jnp.nan, losses)
 
@@ -238,11 +238,11 @@ def threshold_metrics(
 ) -> dict[str, Metric]:
     metrics: dict[str, Metric] = {}
     for threshold in thresholds:
-        decided = (probabilities > threshold).astype(jnp.float32)
+        predicted = (probabilities > threshold).astype(jnp.float32)
         at = f"positive_threshold_{threshold:g}"
-        metrics[f"accuracy/{at}"] = metrics_lib.accuracy(labels, decided, weights)
-        metrics[f"precision/{at}"] = metrics_lib.precision(labels, decided, weights)
-        metrics[f"recall/{at}"] = metrics_lib.recall(labels, decided, weights)
+        metrics[f"accuracy/{at}"] = metrics_lib.accuracy(labels, predicted, weights)
+        metrics[f"precision/{at}"] = metrics_lib.precision(labels, predicted, weights)
+        metrics[f"recall/{at}"] = metrics_lib.recall(labels, predicted, weights)
     return metrics
 
 

@@ -1,4 +1,4 @@
-"""Numbers: real ones, counts, and shares."""
+"""Heads for real numbers, counts and shares."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from estimator.metrics import Metric
 
 
 class RegressionHead(OneTaskHead):
-    """The head of a model whose logits are numbers to come near to; the loss is the squared error.
+    """The head of a regression model; the loss is the squared error.
 
     >>> import estimator as est, jax.numpy as jnp
     >>> head = est.RegressionHead()
@@ -30,16 +30,16 @@ class RegressionHead(OneTaskHead):
     Metrics: average_loss, prediction/mean, label/mean.
 
     Args:
-      label_dimension: how many numbers an example has.
-      weight_column: the feature that holds weights of shape `(batch,)`, `(batch, 1)` or `(batch, label_dimension)`.
+      label_dimension: the number of values per example.
+      weight_column: the feature with weights of shape `(batch,)`, `(batch, 1)` or `(batch, label_dimension)`.
       loss_reduction, name: as for `est.BinaryClassHead`.
-      loss_fn: as there; the losses have shape `(batch, label_dimension)`.
+      loss_fn: likewise; the losses have shape `(batch, label_dimension)`.
       inverse_link_fn: function from logits to predictions; None: they are the same.
 
-    Labels have shape `(batch, label_dimension)`, or `(batch,)` where that is 1.
+    Labels have shape `(batch, label_dimension)`, or `(batch,)` for `label_dimension=1`.
 
     Raises:
-      ValueError, TypeError: an argument is of another kind; the message names it.
+      ValueError, TypeError: an argument is invalid; the message names it.
     """
 
     def __init__(
@@ -98,8 +98,7 @@ class PoissonRegressionHead(RegressionHead):
 
     Args:
       label_dimension, weight_column, loss_reduction, name: as for `est.RegressionHead`.
-      compute_full_loss: whether to add the part of the loss that no model can change, log(labels!), by Stirling's
-        approximation.
+      compute_full_loss: whether to add the constant part of the loss, log(labels!), by Stirling's approximation.
 
     Labels are 0 or more; the loss of a negative one is NaN.
     """
@@ -125,7 +124,7 @@ class PoissonRegressionHead(RegressionHead):
 
 
 class LogisticRegressionHead(RegressionHead):
-    """The head of a model of shares: `sigmoid(logits)` comes near to labels between 0 and 1.
+    """The head of a model of shares: `sigmoid(logits)` approximates labels between 0 and 1.
 
     It has the loss of `est.BinaryClassHead`, and the predictions and metrics of `est.RegressionHead`.
 

@@ -1,4 +1,4 @@
-"""Ready-made input functions, and what helps to write others."""
+"""Ready-made input functions, and helpers to write others."""
 
 from estimator.inputs._numpy import numpy_input_fn
 from estimator.inputs._padding import pad_batches

@@ -1,4 +1,4 @@
-"""Rows of arrays, batch by batch, in an order that can be taken up again anywhere."""
+"""Iterates over the rows of arrays in batches; the iteration can be resumed at any position."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ Arrays = np.ndarray | dict[Any, np.ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class Order:
-    """In which batches to go through rows; checked when it is made.
+    """The order and the batches in which to read rows; checked on construction.
 
     Args:
       batch_size: rows of a batch, at least 1.
-      num_epochs: how often the rows are gone through; None: forever.
-      shuffle: whether to permute the rows anew in each epoch.
-      seed: what the permutations follow from; None: another one for each iterator.
+      num_epochs: how many times to read the rows; None: forever.
+      shuffle: whether each epoch has another permutation of the rows.
+      seed: the seed of the permutations; None: each iterator has its own.
       drop_remainder: whether to leave out a last batch that is smaller than `batch_size`.
 
     Raises:
-      ValueError: `shuffle` is no bool, `batch_size` or `num_epochs` is no int >= 1, `seed` no int >= 0.
+      ValueError: `shuffle` is not a bool, `batch_size` or `num_epochs` not an int >= 1, or `seed` not an int >= 0.
     """
 
     batch_size: int
@@ -47,9 +47,9 @@ class Order:
 
 
 class RowBatches(Iterator[Any]):
-    """Batches of `n` rows; its position is a dict of ints, from which another one goes on, in whatever batch size.
+    """Batches of `n` rows. The position is a dict of ints; another iterator can resume from it, with any batch size.
 
-    The permutation of an epoch follows from the seed and the epoch alone, so that any position is found at once.
+    The permutation of an epoch depends on the seed and the epoch only, so no earlier row has to be read again.
 
     >>> first = RowBatches(4, Order(3, 2, True, None, False), list)
     >>> batch, state, rest = next(first), first.get_state(), list(first)
@@ -60,51 +60,51 @@ class RowBatches(Iterator[Any]):
 
     Args:
       n: the number of rows.
-      order: how to go through them.
-      take: function of the index of some rows, a slice or an array of ints, that returns the batch.
+      order: their order and the batches.
+      take: returns a batch for the indices of its rows, a slice or an array of ints.
     """
 
     def __init__(self, n: int, order: Order, take: Callable[[Any], Any]) -> None:
         self._n, self._order, self._take = n, order, take
         self._seed = secrets.randbits(63) if order.seed is None else int(order.seed)
         self._total = None if order.num_epochs is None else n * order.num_epochs
-        self._given = 0  # rows, over all epochs
+        self._count = 0  # of rows yielded so far, over all epochs
         self._permuted: tuple[int, np.ndarray] | None = None  # the epoch last used, and its order
 
     def __next__(self) -> Any:
         size = self._order.batch_size
-        if self._total is not None and self._total - self._given < size:
-            size = 0 if self._order.drop_remainder else self._total - self._given
+        if self._total is not None and self._total - self._count < size:
+            size = 0 if self._order.drop_remainder else self._total - self._count
             if not size:
                 raise StopIteration
         index = self._index(size)
-        self._given += size
+        self._count += size
         return self._take(index)
 
     def get_state(self) -> dict[str, int]:
-        """Where it is: the epoch, the rows given of that, how many there are, and the seed where it shuffles."""
-        epoch, offset = divmod(self._given, self._n)
+        """The position: the epoch, the row in it, the number of rows, and the seed if it shuffles."""
+        epoch, offset = divmod(self._count, self._n)
         state = {"epoch": epoch, "offset": offset, "rows": self._n}
         return {**state, "seed": self._seed} if self._order.shuffle else state
 
     def set_state(self, state: dict[str, int]) -> None:
-        """Goes to where `get_state` was called, and on in that order, whatever the seed given here.
+        """Continues from a position of `get_state`, with the seed of that iterator.
 
         Raises:
-          ValueError: the state is that of another number of rows, or of another `shuffle`.
+          ValueError: the state has another number of rows or another `shuffle`.
         """
         own = self.get_state()
         if not isinstance(state, dict) or state.keys() != own.keys() or state["rows"] != self._n:
             raise ValueError(
                 f"The position {state!r} is not one of this input, whose position is now {own!r}. Resume with the "
-                "same number of rows and the same `shuffle`, or start the input anew."
+                "same number of rows and the same `shuffle`, or start the input from the beginning."
             )
-        self._given = int(state["epoch"]) * self._n + int(state["offset"])
+        self._count = int(state["epoch"]) * self._n + int(state["offset"])
         self._seed = int(state.get("seed", self._seed))
         self._permuted = None
 
     def _index(self, size: int) -> Any:
-        epoch, first = divmod(self._given, self._n)
+        epoch, first = divmod(self._count, self._n)
         if not self._order.shuffle:
             rows = slice(first, first + size)  # copies nothing
             return rows if rows.stop <= self._n else np.arange(first, rows.stop) % self._n
@@ -122,7 +122,7 @@ class RowBatches(Iterator[Any]):
 
 
 def rows_input_fn(features: Arrays, labels: Arrays | None, order: Order) -> Callable[[], RowBatches]:
-    """An input_fn that starts anew at each call, of features alone where `labels` is None.
+    """An input_fn whose calls each read the rows from the beginning; it yields only features if `labels` is None.
 
     Raises:
       ValueError: the arrays differ in their numbers of rows, or have none.

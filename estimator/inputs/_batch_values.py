@@ -1,8 +1,8 @@
-"""The values of a batch, taken when the input yields it: in memory of their own, in dtypes that the devices have.
+"""Copies of the values of a batch when the input yields it, in dtypes that the devices have.
 
-An input may write the next batch into the same memory, while this one still waits to be stacked or is read by a program
-that runs. To hand such memory to jax is no copy: on CPU devices `jnp.asarray`, `jax.device_put` and the arguments of a
-compiled function may all be views of it. So numpy makes the copy.
+An input may write the next batch into the same memory while this one still waits to be stacked, or while a program
+reads it. jax does not always copy: on CPU devices `jnp.asarray`, `jax.device_put` and the arguments of a compiled
+function may be views of the memory. So numpy copies it here.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _NARROWER = {
 
 
 class Stack:
-    """Memory for some batches, one after the other: so those of a program are stacked already when they are copied.
+    """Memory for consecutive batches: copying the batches of one program stacks them at the same time.
 
     Args:
-      batches: how many.
+      batches: the number of batches.
     """
 
     def __init__(self, batches: int) -> None:
@@ -42,11 +42,11 @@ class Stack:
         self._batch = -1
 
     def next(self) -> None:
-        """Goes to the memory of the next batch."""
+        """Moves to the memory of the next batch."""
         self._batch += 1
 
     def empty(self, leaf: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
-        """Memory for a leaf of the batch, by its number; on its own where the leaf is not like that of the first."""
+        """Memory for the leaf with this number; separate memory if it differs from the leaf of the first batch."""
         if self._batch == 0:
             self._arrays[leaf] = np.empty((self._batches, *shape), dtype)
         array = self._arrays.get(leaf)
@@ -56,7 +56,7 @@ class Stack:
 
 
 def stack_of(leaves: Sequence[Any]) -> np.ndarray | None:
-    """The array of which these leaves, of batches one after the other, are all the parts; None where there is none."""
+    """The array whose slices these leaves of consecutive batches are, all of them in order; None if there is none."""
     stack = leaves[0].base if type(leaves[0]) is np.ndarray else None
     if stack is None or len(stack) != len(leaves) or any(leaf.base is not stack for leaf in leaves):
         return None
@@ -69,10 +69,10 @@ def taken(
     devices: Set[jax.Device] | None = None,
     stack: Stack | None = None,
 ) -> tuple[PyTree, PyTree]:
-    """Features and labels as they are now, whatever happens to their memory later.
+    """Features and labels with their current values, whatever happens to their memory later.
 
     Arrays of numpy, and of other libraries that numpy can read, are copied; without x64 to 32 bits, as jax does. Arrays
-    of jax stay, since nobody can write them; so does what is no array.
+    of jax are immutable and not copied, nor are leaves that are not arrays.
 
     >>> x = np.arange(3)
     >>> features, _ = taken({"x": x})
@@ -82,9 +82,9 @@ def taken(
 
     Args:
       features, labels: pytrees.
-      devices: those of the programs that the batch is for; arrays of jax on others come as numpy arrays, which can go
-        to any. None: all arrays of jax stay where they are.
-      stack: where to copy to; None: to memory of its own for each array.
+      devices: the devices of the programs that read the batch; arrays of jax on other devices become numpy arrays,
+        which any program takes. None: all arrays of jax stay where they are.
+      stack: the memory to copy to; None: separate memory for each array.
 
     Raises:
       ValueError: a number does not fit its dtype of 32 bits, a dict has keys that cannot be sorted, or an array is
@@ -103,7 +103,7 @@ def taken(
 
 
 def default_devices() -> Set[jax.Device]:
-    """Where jax puts what nobody has placed."""
+    """The devices of uncommitted arrays."""
     return jax.device_put(np.zeros(())).devices()
 
 
@@ -156,7 +156,7 @@ def _taken(leaf: Any, devices: Set[jax.Device] | None, stack: Stack | None, numb
 
 
 def _is_near(array: jax.Array, devices: Set[jax.Device]) -> bool:
-    """Whether a program on these devices can take it."""
+    """Whether a program on these devices can take the array."""
     if isinstance(array, jax.core.Tracer) or not array.committed:
         return True
     return not array.is_fully_addressable or array.sharding.device_set == devices
@@ -173,7 +173,7 @@ def _narrowed(array: np.ndarray, narrower: np.dtype[Any]) -> np.ndarray:
     else:
         narrowed = array.astype(narrower)
         outside = narrowed != array
-        if not np.count_nonzero(outside):  # for a small array in a third of the time of `min` and `max`
+        if not np.count_nonzero(outside):  # for a small array, a third of the time of `min` and `max`
             return narrowed
     raise ValueError(
         f"holds {array[outside].flat[0]}, which does not fit {narrower}, what jax makes of {array.dtype} without x64. "

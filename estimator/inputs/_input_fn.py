@@ -1,4 +1,4 @@
-"""What an input_fn may take and return, and the one form in which the loops see its batches."""
+"""Calls an input_fn, and turns whatever it returns into an iterator over `(features, labels)`."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ import jax
 
 from estimator.core._bcoo import has_sparse, padded
 from estimator.core._placement import Placement
+from estimator.core._typing import PyTree
 from estimator.inputs._batch_values import Stack, default_devices, taken
 from estimator.inputs._shape_watch import ShapeWatch
-
-PyTree = Any
 
 _ACCEPTED = (
     "an iterable of batches (a generator, list, tf.data dataset or data loader), a tuple "
@@ -25,35 +24,35 @@ _ACCEPTED = (
 
 
 def call_input_fn(input_fn: Callable[..., Any], mode: Any, params: Any, config: Any) -> Any:
-    """Returns what `input_fn` returns, called with what it names of `mode`, `params`, `config`.
+    """Calls `input_fn` with those of `mode`, `params` and `config` that it has as parameters.
 
     >>> call_input_fn(lambda params: [params["n"]], "train", {"n": 3}, None)
     [3]
 
     Args:
-      input_fn: a function of no argument, or of any of `mode`, `params` and `config`.
-      mode: what the batches are for, of `est.ModeKeys`.
+      input_fn: a function without parameters, or with any of `mode`, `params` and `config`.
+      mode: the `est.ModeKeys` of the run.
       params: the Estimator's params.
       config: the Estimator's `RunConfig`.
 
     Raises:
-      TypeError: `input_fn` cannot be called, or not without further arguments.
+      TypeError: `input_fn` is not callable, or needs further arguments.
     """
     if not callable(input_fn):
         raise TypeError(
             "`input_fn` must be callable: a function that returns the batches, say "
             f"`lambda: batches`; got {input_fn!r}."
         )
-    given = {"mode": mode, "params": params, "config": config}
+    arguments = {"mode": mode, "params": params, "config": config}
     bound = input_fn.keywords.keys() if isinstance(input_fn, functools.partial) else ()
-    taken = {name: p for name, p in inspect.signature(input_fn).parameters.items() if name not in bound}
-    unknown = [name for name, p in taken.items() if name not in given and _is_required(p)]
+    parameters = {name: p for name, p in inspect.signature(input_fn).parameters.items() if name not in bound}
+    unknown = [name for name, p in parameters.items() if name not in arguments and _is_required(p)]
     if unknown:
         raise TypeError(
             f"`input_fn` may take mode, params and config, and nothing else without a default; got {input_fn!r}, which "
             f"takes {unknown}. Bind what it needs: `functools.partial(input_fn, {unknown[0]}=...)`."
         )
-    return input_fn(**{name: value for name, value in given.items() if name in taken})
+    return input_fn(**{name: value for name, value in arguments.items() if name in parameters})
 
 
 def _is_required(parameter: inspect.Parameter) -> bool:
@@ -62,9 +61,9 @@ def _is_required(parameter: inspect.Parameter) -> bool:
 
 
 class Batches(Iterator[tuple[PyTree, PyTree]]):
-    """The batches of an input_fn, each `(features, labels)`: an iterator that can be looked into, moved on and placed.
+    """An iterator over the batches of an input_fn, as `(features, labels)`, that can peek, skip and resume.
 
-    Each has the values that it was yielded with, see `_batch_values.py`. It is used by one thread at a time.
+    Batches are copies of what the input yields, see `_batch_values.py`. Only one thread may use it at a time.
 
     >>> source = Batches(iter([(1, 2), (3, 4), (5, 6)]))
     >>> source.peek(), source.skip(1), next(source)
@@ -72,16 +71,13 @@ class Batches(Iterator[tuple[PyTree, PyTree]]):
 
     Args:
       elements: an iterator over features or pairs `(features, labels)`.
-      is_one_batch: whether the input_fn returned a batch, and not an iterable of batches.
-
-    Attributes:
-      is_one_batch: the same.
+      is_one_batch: whether the input_fn returned one batch instead of an iterable of batches; also an attribute.
     """
 
     def __init__(self, elements: Iterator[Any], is_one_batch: bool = False) -> None:
         self._elements = elements
         self.is_one_batch = is_one_batch
-        self._has_sparse: bool | None = None  # of the first batch: looking into each would cost a small step's time
+        self._has_sparse: bool | None = None  # in the first batch: checking each takes as long as a small step
         self._devices: Set[jax.Device] | None = None
         self._stack: Stack | None = None
         self._shapes = ShapeWatch()
@@ -101,26 +97,25 @@ class Batches(Iterator[tuple[PyTree, PyTree]]):
         return pair
 
     def expect(self, n: int) -> None:
-        """To be told that the next `n` batches will be wanted together: they get memory as of one stack."""
+        """Announces that one program takes the next `n` batches, which then are copied into one stack."""
         self._stack = Stack(n) if n > 1 else None
 
     def place(self, placement: Placement) -> None:
-        """From now on, the batch that was peeked at included, arrays that are on other devices than those of the
-        programs come as numpy arrays, which programs take."""
+        """Makes arrays that are not on the devices of `placement` numpy arrays, from now on and in a peeked batch."""
         sharding = placement.batch(1)
         self._devices = default_devices() if sharding is None else sharding.device_set
         if self._peeked is not None:
             self._peeked = taken(*self._peeked, self._devices)
 
     def peek(self) -> tuple[PyTree, PyTree] | None:
-        """The batch that `next` gives next, or None at the end. Neither position nor batches change by it."""
+        """The batch that `next` will return, or None at the end. The position does not change."""
         if self._peeked is None:
             self._before_peek = self.get_state()
             self._peeked = next(self, None)
         return self._peeked
 
     def skip(self, n: int) -> int:
-        """Leaves out the next `n` batches; returns how many there were. They are read, but not converted."""
+        """Skips the next `n` batches; returns how many there were. They are read, but not copied."""
         peeked = int(n > 0 and self._peeked is not None)
         if peeked:
             self._peeked = None
@@ -128,11 +123,11 @@ class Batches(Iterator[tuple[PyTree, PyTree]]):
 
     @property
     def has_position(self) -> bool:
-        """Whether the user's iterator has `get_state` and `set_state`, as grain's and those of `est.inputs` have."""
+        """Whether the user's iterator has `get_state` and `set_state`, as those of grain and `est.inputs` have."""
         return hasattr(self._elements, "get_state") and hasattr(self._elements, "set_state")
 
     def get_state(self) -> Any:
-        """The position in the input: what the user's iterator says it is, in a copy; None where it says nothing."""
+        """A copy of the position of the user's iterator; None if it has none."""
         if not self.has_position:
             return None
         if self._peeked is not None:
@@ -140,33 +135,33 @@ class Batches(Iterator[tuple[PyTree, PyTree]]):
         return copy.deepcopy(self._elements.get_state())  # type: ignore[attr-defined]
 
     def set_state(self, state: Any) -> None:
-        """Goes to the position that `get_state` gave, here or in another process.
+        """Moves to a position of `get_state`, of this or another process.
 
         Raises:
           ValueError: the input has no position.
         """
         if not self.has_position:
             raise ValueError(
-                "`set_state` needs an iterator with `get_state` and `set_state`, as grain's loaders have; that of this "
-                f"input_fn is a {type(self._elements).__name__}, which has not both. Skip its batches by count instead."
+                "`set_state` needs an iterator with `get_state` and `set_state`, as grain's loaders have; this "
+                f"input_fn has a {type(self._elements).__name__}, which lacks them. Skip its batches by count instead."
             )
         self._peeked = None
         self._elements.set_state(state)  # type: ignore[attr-defined]
 
     def close(self) -> None:
-        """Lets go of the user's iterator. A generator that nobody else holds is closed by that, here and now: its
-        `finally:` runs. One that the user has kept stays open, and can be read on."""
+        """Drops the reference to the user's iterator. If it is the last one, a generator is closed: its `finally:`
+        runs. A generator that the user keeps stays open."""
         self._elements, self._peeked = iter(()), None
 
 
 def batches(result: Any) -> Batches:
-    """Returns an iterator over `(features, labels)`, whatever form the input_fn's `result` has.
+    """Returns an iterator over `(features, labels)` for the `result` of an input_fn.
 
-    As in TensorFlow, a tuple is `(features, labels)` and features alone have the labels None.
-    Unlike there, any Python iterable of batches will do, and arrays given directly are one batch,
-    not an endless repetition. Leaves that are no arrays but can become one (torch and TensorFlow
-    tensors) arrive as numpy arrays. Sparse arrays are padded to a power of two of entries, if the first
-    batch holds any. Nothing is read before the first batch is asked for.
+    As in TensorFlow, a tuple is `(features, labels)`, and features alone have the labels None.
+    Unlike there, any Python iterable of batches is accepted, and arrays are one batch,
+    not an endless repetition. Leaves that can become arrays (torch and TensorFlow tensors) become
+    numpy arrays. Sparse arrays are padded to a power of two of entries, if the first batch has any.
+    Nothing is read before the first batch is requested.
 
     >>> list(batches([(1, 2), (3, 4)]))
     [(1, 2), (3, 4)]
@@ -180,7 +175,7 @@ def batches(result: Any) -> Batches:
 
     Raises:
       ValueError: a tuple, or a batch that is a tuple or a list, has another length than 2.
-      TypeError: `result` is nothing of the above.
+      TypeError: `result` is none of these.
     """
     if is_one_batch(result):
         return Batches(iter([result]), is_one_batch=True)
@@ -188,7 +183,7 @@ def batches(result: Any) -> Batches:
 
 
 def is_one_batch(result: Any) -> bool:
-    """Whether what an input_fn returned is a batch; else it is an iterable of batches.
+    """Whether the result of an input_fn is one batch; otherwise it is an iterable of batches.
 
     Raises:
       TypeError: it is neither.
@@ -204,7 +199,7 @@ def is_one_batch(result: Any) -> bool:
 
 
 def pair_of(element: Any) -> tuple[PyTree, PyTree]:
-    """Features and labels of a batch, of which a tuple or a list has both."""
+    """The features and labels of a batch; only a tuple or a list has labels."""
     if not isinstance(element, (tuple, list)):
         return element, None
     if len(element) != 2:

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from jax.experimental.sparse import JAXSparse
 
+from estimator.core._bcoo import is_jax_sparse
 from estimator.inputs._array_iterator import Arrays, Order, RowBatches, rows_input_fn
 
 
@@ -23,9 +23,9 @@ def numpy_input_fn(
 ) -> Callable[[], RowBatches]:
     """Returns an input_fn that cuts arrays into batches.
 
-    As in TensorFlow, `shuffle` has to be given, batches run on over the end of an epoch, and the
-    last, smaller batch is kept. Unlike there, every epoch is a permutation of its own of all rows,
-    `seed` repeats it, and all arguments are checked at once, not when the input_fn is called.
+    As in TensorFlow, `shuffle` is required, a batch may have rows of two epochs, and the
+    last, smaller batch is kept. Unlike there, every epoch is another permutation of all rows,
+    `seed` makes it reproducible, and arguments are checked at once, not when the input_fn is called.
 
     >>> input_fn = numpy_input_fn({"x": np.arange(5)}, np.arange(5) * 10, 2, shuffle=False)
     >>> for features, labels in input_fn():
@@ -38,24 +38,23 @@ def numpy_input_fn(
       x: features, an array of shape `(n, ...)` or a dict of such arrays.
       y: labels, an array of shape `(n, ...)`, a dict of such arrays, or None.
       batch_size: rows of a batch, at least 1.
-      num_epochs: how often the rows are gone through; None: forever.
-      shuffle: whether to permute the rows anew in each epoch.
-      seed: what the permutations follow from: with one, every call of the input_fn has the same
-        order; with None, every call has another.
-      drop_remainder: whether to leave out the last batch where it is smaller than `batch_size`.
+      num_epochs: how many times to read the rows; None: forever.
+      shuffle: whether each epoch has another permutation of the rows.
+      seed: the seed of the permutations: with one, every call of the input_fn has the same order;
+        with None, every call has another.
+      drop_remainder: whether to leave out the last batch if it is smaller than `batch_size`.
 
     Returns:
-      An input_fn without arguments. Each call starts anew and gives an iterator of features (where
-      `y` is None) or of `(features, labels)`, in arrays or dicts as `x` and `y` are; of shape
-      `(batch_size, ...)`. Without `shuffle` they may be views of the arrays given;
-      training copies them. The iterator has
+      An input_fn without parameters. Each call returns a new iterator over features (if `y` is
+      None) or `(features, labels)`, arrays or dicts like `x` and `y`, of shape `(batch_size, ...)`.
+      Without `shuffle` they may be views of `x` and `y`; training copies them. The iterator has
       `get_state()` and `set_state(state)`, so that training resumes within an epoch, in the same order.
 
     Raises:
       TypeError: `x` is neither an array nor a dict.
-      ValueError: `shuffle` is no bool, there are no rows, an array `x` has no elements, `x` and `y`
-        share a key, their lengths differ, `batch_size` or `num_epochs` is no int of at least 1, or
-        `seed` none of at least 0.
+      ValueError: `shuffle` is not a bool, there are no rows, an array `x` has no elements, `x` and
+        `y` share a key, their lengths differ, `batch_size` or `num_epochs` is not an int >= 1, or
+        `seed` not an int >= 0.
     """
     order = Order(batch_size, num_epochs, shuffle, seed, drop_remainder)  # type: ignore[arg-type]  # checks it
     features, labels = _as_arrays("x", x), None if y is None else _as_arrays("y", y)
@@ -79,7 +78,7 @@ def _as_arrays(name: str, value: Any) -> Arrays:
         raise ValueError(f"x cannot be an empty array; got shape {value.shape}.")
     arrays = value if isinstance(value, dict) else {None: value}
     for key, array in arrays.items():
-        if isinstance(array, JAXSparse):
+        if is_jax_sparse(array):
             raise TypeError(
                 f"{name if key is None else f'{name}[{key!r}]'} is sparse ({type(array).__name__}), and numpy cannot "
                 "cut it into batches. Let your own input_fn yield a jax.experimental.sparse.BCOO for each batch."

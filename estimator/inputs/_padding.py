@@ -27,11 +27,11 @@ def pad_batches(
 ) -> Any:
     """Pads sequences of varying length, so that all batches have one of a few shapes.
 
-    A step is compiled for each shape that its batches have. `padded_batch` of `tf.data` pads the rows of a batch to the
-    longest of them; here, to the next multiple of a number, or to one of some lengths.
+    A step is compiled for each shape of its batches. `padded_batch` of `tf.data` pads the rows of a batch to the
+    longest row; this function pads them to the next multiple of a number, or to one of a few lengths.
 
-    Features and labels that are a list of rows, or a numpy array of objects, are made one array, of the second
-    dimension that the longest row asks for. Of arrays the dimensions given are made longer.
+    Features and labels that are a list of rows, or a numpy array of objects, become one array, whose second dimension
+    fits the longest row. Arrays are padded in the dimensions in `axes`.
 
     >>> def input_fn():
     ...     yield {"words": [[3, 1, 2], [4]], "age": np.array([30, 40])}, np.array([0, 1])
@@ -44,31 +44,31 @@ def pad_batches(
     [[5 6 0 0 0 0 0 0]
      [7 8 9 1 2 0 0 0]] [2 5]
 
-    What is padding a model_fn tells by the lengths: `mask = jnp.arange(words.shape[1]) < length[:, None]`, for example
-    as the weights of a loss. Of arrays that are padded already the lengths are those that they came with.
+    A model_fn masks the padding by the lengths: `mask = jnp.arange(words.shape[1]) < length[:, None]`, for example
+    as the weights of a loss. The length of an array that was padded before is its size.
 
-    An input that can be taken up again (`get_state`, `set_state`) still can.
+    The position of the input (`get_state`, `set_state`) is kept.
 
     Args:
-      batches: an input_fn, or an iterable of batches; batches are as an input_fn may give them.
+      batches: an input_fn, or an iterable of batches as an input_fn may return it.
       multiple_of: lengths are rounded up to a multiple of this number; 1: the longest row of a batch has none.
       axes: which dimensions of features are padded, an int or a tuple, from 1: features that are an array have an int
-        or a tuple, a dict of features has a dict by name. What is not named stays as it is. Default: the second
-        dimension of an array, and of each list of rows in a dict.
-      label_axes: the same for labels, of which by default only lists of rows are padded.
-      values: what to pad with; a dict by name for a dict of features, 0 where it has no entry.
+        or a tuple, a dict of features has a dict by name. Features that are not named stay as they are. Default: the
+        second dimension of an array, and of each list of rows in a dict.
+      label_axes: the same for labels; by default only lists of rows are padded.
+      values: the padding value; for a dict of features a dict by name, 0 for features that it does not name.
       label_values: the same for labels.
-      pad_to: in the place of `multiple_of`, the lengths to choose from, such as `(32, 64, 128)`; an int: the only one.
-      lengths: the name of a feature to add: the length of each row before, an int32 array. Where several features are
-        padded, a dict of such names by feature.
+      pad_to: instead of `multiple_of`, the lengths to choose from, such as `(32, 64, 128)`; an int: the only length.
+      lengths: the name of a feature to add: the lengths of the rows before padding, an int32 array. If several features
+        are padded, a dict of such names by feature.
 
     Returns:
-      An input_fn, or an iterable of batches, as was given.
+      An input_fn, or an iterable of batches, like `batches`.
 
     Raises:
       TypeError: `batches` is neither.
-      ValueError: an argument is not as above; later, with the batch: a name is not in it, a row is longer than
-        `pad_to` allows, rows differ in other dimensions, or `values` do not fit an array.
+      ValueError: an argument is invalid; later, for a batch: it lacks a name, a row is longer than `pad_to` allows,
+        rows differ in other dimensions, or `values` do not fit an array.
     """
     padding = _Padding(multiple_of, axes, label_axes, values, label_values, pad_to, lengths)
     if not callable(batches):
@@ -90,7 +90,7 @@ class _PaddedBatches(Iterable[Any]):
 
 
 class _PaddedIterator(Iterator[Any]):
-    """Has `get_state` and `set_state` if the iterator has that it pads: padding remembers nothing."""
+    """Has `get_state` and `set_state` if the iterator that it pads has them: padding has no state."""
 
     def __init__(self, elements: Iterator[Any], padding: _Padding) -> None:
         self._elements, self._padding = elements, padding
@@ -106,7 +106,7 @@ class _PaddedIterator(Iterator[Any]):
 
 @dataclasses.dataclass(frozen=True)
 class _Padding:
-    """The arguments of `pad_batches`, checked, and what they say about a batch."""
+    """The checked arguments of `pad_batches`, applied to batches."""
 
     multiple_of: int
     axes: Any
@@ -119,12 +119,12 @@ class _Padding:
     def __post_init__(self) -> None:
         if not _is_int(self.multiple_of) or self.multiple_of < 1:
             raise ValueError(f"multiple_of must be an int >= 1; got {self.multiple_of!r}.")
-        for name, given in (("axes", self.axes), ("label_axes", self.label_axes)):
-            for axes in given.values() if isinstance(given, Mapping) else [given]:
+        for name, argument in (("axes", self.axes), ("label_axes", self.label_axes)):
+            for axes in argument.values() if isinstance(argument, Mapping) else [argument]:
                 if axes is not None and not all(_is_int(axis) and axis >= 1 for axis in _listed(axes)):
                     raise ValueError(
-                        f"{name} must be an int >= 1, a tuple of such, or a dict of these by name; got {given!r}. "
-                        "The first dimension, 0, is that of the rows, which are not padded."
+                        f"{name} must be an int >= 1, a tuple of such, or a dict of these by name; got {argument!r}. "
+                        "The first dimension, 0, counts the rows and is not padded."
                     )
         if self.pad_to is not None:
             if self.multiple_of != 1:
@@ -136,7 +136,7 @@ class _Padding:
                 raise ValueError(f"pad_to must be an int >= 1, or several of them; got {self.pad_to!r}.")
 
     def batch(self, element: Any) -> Any:
-        """The batch, padded."""
+        """The padded batch."""
         features, labels = pair_of(element)
         features, lengths = _padded("features", features, self._axes(features), self.values, self.room)
         if self.lengths is not None:
@@ -147,7 +147,7 @@ class _Padding:
         return features, _padded("labels", labels, label_axes, self.label_values, self.room)[0]
 
     def room(self, name: str, length: int) -> int:
-        """The length that an array gets."""
+        """The padded length of an array."""
         if self.pad_to is None:
             return max(1, -(-length // self.multiple_of)) * self.multiple_of
         enough = [n for n in _listed(self.pad_to) if n >= length]
@@ -170,7 +170,7 @@ class _Padding:
             "Give them with their dimensions, for example `axes={" + repr(next(iter(features), "x")) + ": 1}`."
         )
 
-    def _with_lengths(self, features: Any, found: dict[Any, np.ndarray]) -> Any:
+    def _with_lengths(self, features: Any, row_lengths: dict[Any, np.ndarray]) -> Any:
         if not isinstance(features, Mapping):
             raise ValueError(
                 f"lengths={self.lengths!r} adds a feature, for which features must be a dict; got "
@@ -178,25 +178,27 @@ class _Padding:
             )
         names = self.lengths
         if isinstance(names, str):
-            if len(found) != 1:
+            if len(row_lengths) != 1:
                 raise ValueError(
-                    f"lengths={names!r} names the lengths of one feature; {len(found)} are padded: {list(found)}. Give "
-                    "a dict of names by feature."
+                    f"lengths={names!r} names the lengths of one feature; {len(row_lengths)} are padded: "
+                    f"{list(row_lengths)}. Give a dict of names by feature."
                 )
-            names = dict.fromkeys(found, names)
+            names = dict.fromkeys(row_lengths, names)
         assert names is not None
         for feature, name in names.items():
-            if feature not in found:
-                raise ValueError(f"lengths has the feature {feature!r}, which is not padded; those are {list(found)}.")
+            if feature not in row_lengths:
+                raise ValueError(
+                    f"lengths has the feature {feature!r}, which is not padded; padded are {list(row_lengths)}."
+                )
             if name in features:
                 raise ValueError(f"lengths adds a feature {name!r}, which the batch has already. Choose another name.")
-        return {**features, **{name: found[feature] for feature, name in names.items()}}
+        return {**features, **{name: row_lengths[feature] for feature, name in names.items()}}
 
 
 def _padded(
     name: str, tree: Any, axes: Any, values: Any, room: Callable[[str, int], int]
 ) -> tuple[Any, dict[Any, np.ndarray]]:
-    """The features, or the labels, padded, and by name how long each row was."""
+    """The padded features or labels, and the lengths of the rows before, by name."""
     if not isinstance(tree, Mapping):
         if isinstance(axes, Mapping):
             if axes or not _has_rows(tree):
@@ -213,20 +215,20 @@ def _padded(
     _check_named(name, axes, tree)
     if isinstance(values, Mapping):
         _check_named(name, values, tree)
-    found = dict(tree)
+    arrays = dict(tree)
     lengths: dict[Any, np.ndarray] = {}
     for key, x in tree.items():
         if key in axes or _has_rows(x):
             value = values.get(key, 0) if isinstance(values, Mapping) else values
-            found[key], lengths[key] = _padded_array(f"{name}[{key!r}]", x, _listed(axes.get(key, 1)), value, room)
-    return found, lengths
+            arrays[key], lengths[key] = _padded_array(f"{name}[{key!r}]", x, _listed(axes.get(key, 1)), value, room)
+    return arrays, lengths
 
 
 def _padded_array(
     name: str, x: Any, axes: tuple[int, ...], value: Any, room: Callable[[str, int], int]
 ) -> tuple[np.ndarray, np.ndarray]:
     if is_sparse(x):
-        raise ValueError(f"{name} is sparse, of which one program serves many sizes already. Leave it out of `axes`.")
+        raise ValueError(f"{name} is sparse: one program serves many sizes of it already. Leave it out of `axes`.")
     rows = [np.asarray(row) for row in x] if _has_rows(x) else np.asarray(x)
     if not len(rows):
         raise ValueError(f"{name} has no rows. Let input_fn leave the batch out.")
@@ -261,32 +263,32 @@ def _same_rank(name: str, rows: list[np.ndarray]) -> list[tuple[int, ...]]:
     return shapes
 
 
-def _common_dtype(given: Any, rows: list[np.ndarray], value: Any) -> np.dtype[Any]:
-    """That of the rows; numpy makes floats of an empty list, which has none."""
-    known = {row.dtype for row, x in zip(rows, given, strict=True) if row.size or hasattr(x, "dtype")}
-    return np.result_type(*known) if known else np.asarray(value).dtype
+def _common_dtype(x: Any, rows: list[np.ndarray], value: Any) -> np.dtype[Any]:
+    """The dtype of the rows in `x`. Empty lists do not count: they have no dtype, and numpy makes floats of them."""
+    dtypes = {row.dtype for row, original in zip(rows, x, strict=True) if row.size or hasattr(original, "dtype")}
+    return np.result_type(*dtypes) if dtypes else np.asarray(value).dtype
 
 
 def _fitting(name: str, value: Any, dtype: np.dtype[Any]) -> np.ndarray:
     """The value in a dtype that can hold it."""
     try:
-        found = np.array(value).astype(dtype)
-        fits = found.ndim == 0 and (found == value or value != value)  # which NaN is
+        array = np.array(value).astype(dtype)
+        fits = array.ndim == 0 and (array == value or value != value)  # NaN differs from itself
     except (TypeError, ValueError, OverflowError):
         fits = False
     if not fits:
         raise ValueError(f"{name} is of dtype {dtype}, which has no {value!r} to be padded with. Give another value.")
-    return found
+    return array
 
 
-def _check_named(name: str, given: Mapping[Any, Any], there: Any) -> None:
-    unknown = [key for key in given if key not in there]
+def _check_named(name: str, by_name: Mapping[Any, Any], tree: Any) -> None:
+    unknown = [key for key in by_name if key not in tree]
     if unknown:
-        raise ValueError(f"pad_batches got {unknown} by name, which {name} have not; they have {list(there)}.")
+        raise ValueError(f"pad_batches got {unknown} by name, which {name} have not; they have {list(tree)}.")
 
 
 def _has_rows(x: Any) -> bool:
-    """Whether it is no array, but rows that may differ in length."""
+    """Whether it is a list of rows, which may differ in length, instead of an array."""
     return isinstance(x, list) or (isinstance(x, np.ndarray) and x.dtype == object)
 
 

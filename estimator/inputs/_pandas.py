@@ -21,10 +21,10 @@ def pandas_input_fn(
     seed: int | None = None,
     drop_remainder: bool = False,
 ) -> Callable[[], RowBatches]:
-    """Returns an input_fn that cuts a data frame into batches, its features being a dict of the columns.
+    """Returns an input_fn that cuts a data frame into batches; features are a dict of its columns.
 
-    As in TensorFlow, the index is no feature, and `x` and `y` are copied: later changes do not matter. Order, `seed`
-    and what batches are made of are as for `numpy_input_fn`.
+    As in TensorFlow, the index is not a feature, and `x` and `y` are copied: later changes do not matter. Order, `seed`
+    and batches are as for `numpy_input_fn`.
 
     >>> import pandas as pd
     >>> x = pd.DataFrame({"age": [30, 40, 50], "height": [1.7, 1.8, 1.6]}, index=["a", "b", "c"])
@@ -37,23 +37,23 @@ def pandas_input_fn(
       x: features, a `DataFrame` of n rows.
       y: labels, a `Series` or a `DataFrame` of the same index, or None.
       batch_size: rows of a batch, at least 1.
-      num_epochs: how often the rows are gone through; None: forever.
-      shuffle: whether to permute the rows anew in each epoch.
-      target_column: what the labels of a port are called. It must be no column of `x`, as in TensorFlow, and has no
-        other effect.
-      seed: what the permutations follow from: with one, every call of the input_fn has the same
-        order; with None, every call has another.
-      drop_remainder: whether to leave out the last batch where it is smaller than `batch_size`.
+      num_epochs: how many times to read the rows; None: forever.
+      shuffle: whether each epoch has another permutation of the rows.
+      target_column: the name of the labels, for ports. As in TensorFlow it must not be a column of `x`; it has no other
+        effect.
+      seed: the seed of the permutations: with one, every call of the input_fn has the same order;
+        with None, every call has another.
+      drop_remainder: whether to leave out the last batch if it is smaller than `batch_size`.
 
     Returns:
-      An input_fn without arguments. Each call starts anew and gives an iterator of features, a dict of arrays of shape
-      `(batch_size,)` by column (where `y` is None), or of `(features, labels)`; labels are an array for a `Series`, a
+      An input_fn without parameters. Each call returns a new iterator over features, a dict of arrays of shape
+      `(batch_size,)` by column (if `y` is None), or over `(features, labels)`; labels are an array for a `Series`, a
       dict for a `DataFrame`. The iterator has `get_state()` and `set_state(state)`.
 
     Raises:
-      TypeError: pandas is not installed, `x` is no `DataFrame`, `y` neither `Series` nor `DataFrame`, or
-        `target_column` no string.
-      ValueError: `shuffle` is no bool, `target_column` is a column of `x`, two columns have one name, the indexes of
+      TypeError: pandas is not installed, `x` is not a `DataFrame`, `y` neither a `Series` nor a `DataFrame`, or
+        `target_column` not a string.
+      ValueError: `shuffle` is not a bool, `target_column` is a column of `x`, two columns have one name, the indexes of
         `x` and `y` differ, there are no rows or columns, or a number is out of its range.
     """
     try:

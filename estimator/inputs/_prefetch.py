@@ -1,4 +1,4 @@
-"""Batches made ready by a background thread, while the devices are busy with those before."""
+"""A background thread that prepares batches while the devices work on earlier ones."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from estimator.runtime._jax_settings import with_settings_of_this_thread
 Pull = Callable[[Any, int, threading.Event], tuple[list[Any], BaseException | None]]
 
 _SECONDS_TO_END = 1.0
-_SECONDS_BETWEEN_QUESTIONS = 0.2
+_POLL_SECONDS = 0.2
 
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """Some batches, made ready together.
+    """Batches that were prepared together.
 
     Attributes:
-      batches: what `make` returned for them; None where there are none.
-      size: how many there are.
-      position: the input's position right after the last of them; None where it has no position, or failed there.
+      batches: the result of `make`; None if there are no batches.
+      size: the number of batches.
+      position: the input's position after the last batch; None if it has no position, or failed there.
     """
 
     batches: Any
@@ -37,14 +37,14 @@ class Piece:
 
 
 class Prefetcher:
-    """Reads and prepares batches in a thread of its own, as many as it is asked for and in their order.
+    """Reads and prepares batches in its own thread: those that were requested, in order.
 
-    Nothing is read that was not requested. A piece smaller than requested is the last one; what follows it tells
-    whether the input ended (a piece of size 0) or failed (its exception, with the traceback into the user's code).
+    A piece smaller than requested is the last one. The next `get` returns a piece of size 0 if the input ended, or
+    raises the exception of the input, with the traceback into the user's code.
 
-    The thread sees the context variables of the thread that creates the Prefetcher, and what jax's `default_device`,
-    `enable_x64`, `numpy_dtype_promotion`, `numpy_rank_promotion`, `default_matmul_precision` and `default_prng_impl`
-    are there. Other contexts of jax (a mesh, a transfer guard) do not reach into it.
+    The thread has the context variables of the thread that creates the Prefetcher, and its settings of jax's
+    `default_device`, `enable_x64`, `numpy_dtype_promotion`, `numpy_rank_promotion`, `default_matmul_precision` and
+    `default_prng_impl`. It does not have jax's other contexts (a mesh, a transfer guard).
 
     >>> pairs = iter([(1, 2), (3, 4), (5, 6)])
     >>> with Prefetcher(pairs, make=list) as ready:
@@ -54,12 +54,12 @@ class Prefetcher:
     [Piece(batches=[(1, 2), (3, 4)], size=2, position=None), Piece(batches=[(5, 6)], size=1, position=None), 0]
 
     Args:
-      pairs: an iterator over `(features, labels)`; where it has `get_state`, pieces have a position. From now on the
-        thread alone uses it, and calls its `close`, if it has one, as the last thing.
-      make: function of a list of pairs, not empty, called in the thread; makes one piece's `batches`.
-      ahead: how many pieces may be requested and not yet taken.
-      pull: takes the batches of a piece, in the thread: `pull(pairs, n, closed)` returns up to `n` of them, and the
-        exception that came instead of more. Default: `pull_batches`.
+      pairs: an iterator over `(features, labels)`; if it has `get_state`, pieces have a position. From now on only the
+        thread uses it, and at last calls its `close`, if it has one.
+      make: makes the `batches` of a piece from a non-empty list of pairs; called in the thread.
+      ahead: the maximum number of pieces that are requested and not yet taken.
+      pull: reads the batches of a piece, in the thread: `pull(pairs, n, closed)` returns up to `n` batches, and the
+        exception that ended them early. Default: `pull_batches`.
     """
 
     def __init__(
@@ -70,17 +70,18 @@ class Prefetcher:
         pull: Pull | None = None,
     ) -> None:
         self._ahead = ahead
-        self._requested: collections.deque[int] = collections.deque()  # and not yet taken
+        self._requested: collections.deque[int] = collections.deque()  # sizes, not yet taken
         self._arrived: Piece | _Failure | None = None
-        self._last: Piece | _Failure | None = None  # what every further `get` gives
+        self._last: Piece | _Failure | None = None  # the result of every further `get`
         self._ending = False
         self._closed = threading.Event()
         self._requests: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-        # No SimpleQueue: its `get(timeout)` waits for ever after a signal whose handler takes until the timeout.
+        # Not a SimpleQueue: its `get(timeout)` waits forever after a signal whose handler takes until the timeout.
         self._results: queue.Queue[Piece | _Failure] = queue.Queue()
         self._thread = threading.Thread(
-            target=with_settings_of_this_thread(_work),
-            args=(pairs, pull or pull_batches, make, self._requests, self._results, self._closed),
+            target=with_settings_of_this_thread(
+                _Worker(pairs, pull or pull_batches, make, self._requests, self._results, self._closed).run
+            ),
             name="estimator-input",
             daemon=True,  # an input may block for ever
         )
@@ -93,11 +94,11 @@ class Prefetcher:
         self.close()
 
     def request(self, n: int) -> None:
-        """Asks for the next `n` batches, as one piece. Returns at once.
+        """Requests the next `n` batches as one piece, without waiting.
 
         Raises:
           ValueError: `n` is below 1.
-          RuntimeError: as many pieces as `ahead` allows were requested and not taken; or it is closed.
+          RuntimeError: `ahead` pieces were requested and not taken, or it is closed.
         """
         self._check_open("request")
         if n < 1:
@@ -111,9 +112,9 @@ class Prefetcher:
         self._requests.put(n)
 
     def wait(self, timeout: float) -> bool:
-        """Whether `get` can return at once, after waiting for that up to `timeout` seconds.
+        """Waits up to `timeout` seconds; returns whether `get` will return at once.
 
-        For a loop that has to look at something else meanwhile; signals (Ctrl-C) come through in any case.
+        For a loop that has to check something else meanwhile; signals (Ctrl-C) interrupt both.
         """
         self._check_open("wait")
         if self._last is None and self._arrived is None:
@@ -122,37 +123,37 @@ class Prefetcher:
         return self._last is not None or self._arrived is not None
 
     def get(self) -> Piece:
-        """The piece of the oldest request, waiting for it. After the last one: pieces of size 0.
+        """Waits for the piece of the oldest request. After the last one: pieces of size 0.
 
         Raises:
-          BaseException: what the input or `make` raised, once all pieces from before were taken.
-          RuntimeError: nothing was requested; or it is closed.
+          BaseException: raised by the input or `make`, once all earlier pieces were taken.
+          RuntimeError: nothing was requested, or it is closed.
         """
         self._check_open("get")
-        found = self._last or self._arrived
-        if found is None:
+        result = self._last or self._arrived
+        if result is None:
             if not self._requested and not self._ending:
                 raise RuntimeError("`get` needs a `request` before it; none is left.")
-            found = self._results.get()
+            result = self._results.get()
         self._arrived = None
-        asked = self._requested.popleft() if self._requested else 0
-        if isinstance(found, Piece) and found.size:
-            self._ending = found.size < asked
-            return found
-        self._last = found
-        if isinstance(found, _Failure):
-            raise found.error.with_traceback(found.traceback)
-        return found
+        requested = self._requested.popleft() if self._requested else 0
+        if isinstance(result, Piece) and result.size:
+            self._ending = result.size < requested
+            return result
+        self._last = result
+        if isinstance(result, _Failure):
+            raise result.error.with_traceback(result.traceback)
+        return result
 
     def get_unless(self, stopped: Callable[[], bool]) -> Piece | None:
-        """What `get` gives; None as soon as `stopped()`, which is asked while the input takes its time."""
-        while not self.wait(_SECONDS_BETWEEN_QUESTIONS):
+        """Like `get`, but returns None as soon as `stopped()` is true while it waits."""
+        while not self.wait(_POLL_SECONDS):
             if stopped():
                 return None
         return self.get()
 
     def close(self) -> None:
-        """Drops what is ready and ends the thread; where the input blocks, without waiting for more than a second."""
+        """Drops prepared pieces and ends the thread; waits at most a second for an input that blocks."""
         if self._closed.is_set():
             return
         self._closed.set()
@@ -160,7 +161,7 @@ class Prefetcher:
         self._thread.join(_SECONDS_TO_END)
         if self._thread.is_alive():
             logging.warning(
-                "The input is still busy with a batch that nobody waits for; it is closed as soon as it has made it."
+                "The input is still busy with a batch that nobody waits for; it is closed as soon as it has yielded it."
             )
         self._arrived = self._last = None
         self._results = queue.Queue()
@@ -176,57 +177,53 @@ class _Failure:
     traceback: Any  # as it was in the thread; raising it adds the frames of the main thread
 
 
-def _work(
-    pairs: Any,
-    pull: Pull,
-    make: Callable[[list[Any]], Any],
-    requests: queue.SimpleQueue[int | None],
-    results: queue.Queue[Piece | _Failure],
-    closed: threading.Event,
-) -> None:
-    with contextlib.ExitStack() as stack:
-        if hasattr(pairs, "close"):
-            stack.callback(pairs.close)
-        try:
-            _serve(pairs, pull, make, requests, results, closed)
-        except BaseException as error:  # SystemExit too: the main thread decides what comes of it
-            results.put(_Failure(error, error.__traceback__))
+@dataclasses.dataclass(frozen=True)
+class _Worker:
+    """What the thread does."""
 
+    pairs: Any
+    pull: Pull
+    make: Callable[[list[Any]], Any]
+    requests: queue.SimpleQueue[int | None]
+    results: queue.Queue[Piece | _Failure]
+    closed: threading.Event
 
-def _serve(
-    pairs: Any,
-    pull: Pull,
-    make: Callable[[list[Any]], Any],
-    requests: queue.SimpleQueue[int | None],
-    results: queue.Queue[Piece | _Failure],
-    closed: threading.Event,
-) -> None:
-    """Fulfils requests until it is closed, or the input ends or fails."""
-    position_of = getattr(pairs, "get_state", lambda: None)
-    for n in iter(requests.get, None):
-        pulled, error = pull(pairs, n, closed)
-        if closed.is_set():
-            return
-        ended = isinstance(error, StopIteration)
-        position = position_of() if error is None or ended else None
-        if pulled:
-            results.put(Piece(make(pulled), len(pulled), position))
-        if ended:
-            results.put(Piece(None, 0, position))
-            return
-        if error is not None:
-            raise error
-        del pulled  # before the wait for the next request: they may be large
+    def run(self) -> None:
+        with contextlib.ExitStack() as stack:
+            if hasattr(self.pairs, "close"):
+                stack.callback(self.pairs.close)
+            try:
+                self._serve()
+            except BaseException as error:  # SystemExit too: the main thread decides about it
+                self.results.put(_Failure(error, error.__traceback__))
+
+    def _serve(self) -> None:
+        """Serves requests until it is closed, or the input ends or fails."""
+        position_of = getattr(self.pairs, "get_state", lambda: None)
+        for n in iter(self.requests.get, None):
+            batches, error = self.pull(self.pairs, n, self.closed)
+            if self.closed.is_set():
+                return
+            is_end = isinstance(error, StopIteration)
+            position = position_of() if error is None or is_end else None
+            if batches:
+                self.results.put(Piece(self.make(batches), len(batches), position))
+            if is_end:
+                self.results.put(Piece(None, 0, position))
+                return
+            if error is not None:
+                raise error
+            del batches  # before the wait for the next request: they may be large
 
 
 def pull_batches(pairs: Iterator[Any], n: int, closed: threading.Event) -> tuple[list[Any], BaseException | None]:
-    """Up to `n` batches, and what the input raised instead of more; nothing more once `closed` is set."""
-    pulled: list[Any] = []
+    """Up to `n` batches, fewer once `closed` is set, and the exception of the input that ended them early."""
+    batches: list[Any] = []
     if hasattr(pairs, "expect"):
         pairs.expect(n)
     try:
-        while len(pulled) < n and not closed.is_set():
-            pulled.append(next(pairs))
+        while len(batches) < n and not closed.is_set():
+            batches.append(next(pairs))
     except BaseException as error:
-        return pulled, error
-    return pulled, None
+        return batches, error
+    return batches, None

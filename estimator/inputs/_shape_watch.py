@@ -1,4 +1,4 @@
-"""Says that batches come in many shapes, each of which has programs of its own."""
+"""Warns about batches of many shapes: the step is compiled for each of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Shape = tuple[int, ...]
 
 
 class ShapeWatch:
-    """The shapes of the batches so far; when they are many, a log line tells it, once, and what to do."""
+    """Collects the shapes of the batches, and logs advice once when there are many."""
 
     def __init__(self) -> None:
         self._seen: set[tuple[Shape, ...]] | None = set()

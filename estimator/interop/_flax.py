@@ -1,4 +1,4 @@
-"""Takes in models that were written with another library.
+"""Models that were written with another library, in a model_fn.
 
 Flax has `est.flax_module`. Haiku and Equinox fit into `est.get_variable` as they are. A Haiku model is a pair of pure
 functions, so its parameters are one variable and `make_rng` gives it keys:
@@ -14,8 +14,8 @@ functions, so its parameters are one variable and `make_rng` gives it keys:
 >>> sorted(state.variables["net"])
 ['mlp/~/linear_0', 'mlp/~/linear_1']
 
-The state of `hk.transform_with_state` is a variable that is not trained. That of `hk.BatchNorm` holds step counters
-beside its averages: keep what the first tower assigns, which with `cross_replica_axis=TOWER_AXIS` is what all assign:
+The state of `hk.transform_with_state` is a variable that is not trained. The state of `hk.BatchNorm` has step counters
+beside its averages, so keep the values of the first tower; with `cross_replica_axis=TOWER_AXIS` they are all equal:
 
 >>> net = hk.transform_with_state(lambda x: hk.BatchNorm(True, True, 0.9)(x, is_training=True))
 >>> def model_fn(features, labels, mode):
@@ -26,8 +26,8 @@ beside its averages: keep what the first tower assigns, which with `cross_replic
 ...     est.assign("state", state)
 ...     return est.EstimatorSpec(mode, predictions=output)
 
-An Equinox model is a pytree whose leaves are not all arrays: `eqx.filter` keeps the arrays, and the rest, such as
-activation functions, comes from a model whose arrays are left out of the compiled program:
+An Equinox model is a pytree with leaves other than arrays, such as activation functions: `eqx.filter` keeps the
+arrays, and the other leaves come from a second model, whose arrays do not become part of the compiled program:
 
 >>> import equinox as eqx
 >>> def make(key):
@@ -58,7 +58,7 @@ def flax_module(
     rngs: Sequence[str] | None = None,
     aggregation: VariableAggregation | None = None,
 ) -> FlaxModule:
-    """A Flax module to call in this run of the model_fn, its arrays kept as variables.
+    """A Flax module to call in this run of the model_fn; its arrays are variables.
 
     >>> import estimator as est, flax.linen as nn, jax, jax.numpy as jnp
     >>> class Network(nn.Module):
@@ -74,17 +74,17 @@ def flax_module(
     >>> list(state.variables), sorted(state.variables["net"])
     (['net', 'net/batch_stats'], ['BatchNorm_0', 'Dense_0', 'Dense_1'])
 
-    The parameters are one trainable variable, a pytree, of the module's name. Every other collection, such as batch
-    statistics, is a variable that is not trained, "net/batch_stats"; what a call changes there is assigned in TRAIN,
-    while in EVAL and PREDICT they stay as they are. `nn.BatchNorm(axis_name=TOWER_AXIS)` sees the rows of all towers.
-    What a module `sow`s into "intermediates" is not kept.
+    The parameters are one trainable variable, a pytree, with the name of the module. Every other collection, such as
+    batch statistics, is a variable that is not trained, "net/batch_stats". A call updates it in TRAIN, and leaves it as
+    it is in EVAL and PREDICT. `nn.BatchNorm(axis_name=TOWER_AXIS)` sees the rows of all towers. Values that a module
+    `sow`s into "intermediates" are dropped.
 
-    A Linen module is initialized by its first call in a run, with the arguments of that call. `train`,
-    `deterministic` and the like are arguments as any other: pass them, as above.
+    The first call in a run initializes a Linen module, with the arguments of that call. `train`, `deterministic` and
+    the like are ordinary arguments: pass them, as above.
 
-    An NNX model holds its own arrays, so what is taken in is the function that makes it. It is made anew in each run
-    and filled from the variables, in training mode (`model.train()`) in TRAIN, else in evaluation mode. Its random
-    streams get fresh keys in each call and are not kept:
+    An NNX model holds its own arrays, so `module` is a function that creates it. Each run creates the model again and
+    fills it from the variables, in training mode (`model.train()`) in TRAIN, otherwise in evaluation mode. Its random
+    streams get new keys in each call and are not saved:
 
     >>> from flax import nnx
     >>> def model_fn(features, labels, mode):
@@ -94,17 +94,17 @@ def flax_module(
     >>> sorted(model.init(jax.random.key(0), jnp.ones((3, 2)), mode="infer").variables["net"])
     ['bias', 'kernel']
 
-    The module may be called several times: the calls share the variables, and the later ones see what the earlier
-    ones assigned. `net(x, method="encode")` calls another method. TensorFlow's counterpart was `model_to_estimator`.
+    The module may be called several times: the calls share the variables, and later calls see the updates of earlier
+    ones. `net(x, method="encode")` calls another method. TensorFlow's counterpart was `model_to_estimator`.
 
     Args:
       module: a `flax.linen.Module`, or a function with an argument `rngs`, an `nnx.Rngs`, that returns an
         `nnx.Module`; the class of an NNX module may be one.
-      name: of the variables, prefixed by the scopes around the call. No other variable's name may begin with it
-        and a "/".
+      name: the name of the variables, prefixed by the scopes around the call. No other variable's name may begin with
+        it and a "/".
       rngs: the streams of a Linen module that get a key from `make_rng` in each call; by default "dropout".
-      aggregation: what becomes of the collections that several towers assign; by default floats are averaged, and
-        other values are those of the first tower. A collection that has both needs an answer.
+      aggregation: how collections that several towers update are merged; by default floats are averaged, and the first
+        tower's values are kept of all others. Required for a collection with both.
 
     Raises:
       TypeError: `module` is something else.
@@ -123,29 +123,29 @@ def flax_module(
         return _shared(frame, full, module)
     if frame.reuse is True:
         raise ValueError(
-            f"`est.flax_module({full!r})` is in a scope with `reuse=True`, but no such module was made in this run, "
-            f"only {listed(frame.modules)}. Make it first, or use `reuse=est.AUTO_REUSE`."
+            f"`est.flax_module({full!r})` is in a scope with `reuse=True`, but no such module was created in this run, "
+            f"only {listed(frame.modules)}. Create it first, or use `reuse=est.AUTO_REUSE`."
         )
     for other in frame.modules:
         if f"{full}/".startswith(f"{other}/") or f"{other}/".startswith(f"{full}/"):
             raise ValueError(
                 f"`est.flax_module` got the name {full!r} beside {other!r}: one is a prefix of the other, so that "
-                "their variables could not be told apart. Choose another name."
+                "their variables would have the same names. Choose another name."
             )
-    made: FlaxModule
+    flax_module: FlaxModule
     if _flax_linen.is_module(module):
         streams = ("dropout",) if rngs is None else (rngs,) if isinstance(rngs, str) else tuple(rngs)
-        made = _flax_linen.LinenModule(frame, module, full, aggregation, streams)
+        flax_module = _flax_linen.LinenModule(frame, module, full, aggregation, streams)
     else:
         _flax_nnx.check_factory(module)
         if rngs is not None:
             raise ValueError(
-                f"`est.flax_module` got rngs={rngs!r} for an NNX model, whose random streams are its own: all of them "
-                "get fresh keys. Leave `rngs` out."
+                f"`est.flax_module` got rngs={rngs!r} for an NNX model, which has its own random streams: all of them "
+                "get new keys. Leave `rngs` out."
             )
-        made = _flax_nnx.NNXModule(frame, module, full, aggregation)
-    frame.modules[full] = made
-    return made
+        flax_module = _flax_nnx.NNXModule(frame, module, full, aggregation)
+    frame.modules[full] = flax_module
+    return flax_module
 
 
 def _shared(frame: Frame, full: str, module: Any) -> FlaxModule:

@@ -1,4 +1,4 @@
-"""What a Flax module is to a model_fn, whichever API it is of."""
+"""A Flax module in a model_fn, of either API: its collections as variables."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from estimator.core._variables import VariableAggregation, assign, get_variable,
 
 
 class FlaxModule(abc.ABC):
-    """A module in one run of a model_fn; to be called as the module itself.
+    """A module in one run of a model_fn; call it like the module itself.
 
     Its collections are variables: "params" by the name of the module, others by their own names within it.
 
     Args:
-      frame: of the run.
-      module: what `flax_module` was given.
+      frame: the frame of the run.
+      module: as for `flax_module`.
       name: the full name.
-      aggregation: what `flax_module` was given.
+      aggregation: as for `flax_module`.
     """
 
     def __init__(self, frame: Frame, module: Any, name: str, aggregation: VariableAggregation | None) -> None:
@@ -35,11 +35,11 @@ class FlaxModule(abc.ABC):
         self._aggregation = None if aggregation is None else VariableAggregation(aggregation)
 
     def __call__(self, *args: Any, method: str | None = None, **kwargs: Any) -> Any:
-        """What the module, or another of its methods, returns."""
+        """Calls the module, or another of its methods."""
         if current_frame(f"the module {self._name!r}") is not self._frame:
             raise RuntimeError(
-                f"The module {self._name!r} was called in another run of the model_fn than the one that made it. "
-                "Call `est.flax_module` in the model_fn, so that each run makes its own."
+                f"The module {self._name!r} was called in another run of the model_fn than the one that created it. "
+                "Call `est.flax_module` in the model_fn, so that each run creates its own."
             )
         return self._run(args, kwargs, method)
 
@@ -59,7 +59,7 @@ class FlaxModule(abc.ABC):
         return self._name if collection == "params" else f"{self._name}/{collection}"
 
     def _get(self, collection: str, initial: PyTree = None) -> PyTree:
-        """The value of a collection, whose variable is got from the state, or created, at the first time."""
+        """The value of a collection; the first call gets the variable from the state, or creates it."""
         name = self._variable(collection)
         if name not in self._frame.trainable or initial is not None:
             values = jax.tree.leaves(self._frame.variables.get(name) if initial is None else initial)
@@ -75,13 +75,13 @@ class FlaxModule(abc.ABC):
         return read(self._frame, name)
 
     def _keep(self, collection: str, old: PyTree, new: PyTree) -> None:
-        """Assigns what a call has made of a collection, if it has changed it."""
+        """Assigns the new value of a collection, if a call has changed it."""
         same = jax.tree.structure(old) == jax.tree.structure(new)  # type: ignore[operator]
         if same and all(a is b for a, b in zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True)):
             return
         if not same:
             raise ValueError(
-                f"A call of the module {self._name!r} has changed what its collection {collection!r} is made of, from "
+                f"A call of the module {self._name!r} has changed the structure of its collection {collection!r}, from "
                 f"{jax.tree.structure(old)} to {jax.tree.structure(new)}. A variable keeps its structure: if the "
                 "module `sow`s these values, let it return them instead."
             )
@@ -93,13 +93,14 @@ class FlaxModule(abc.ABC):
         if self._frame.trace != current_trace():
             raise ValueError(
                 f"The module {self._name!r} {what} within a function that jax traces apart (`jax.checkpoint`, "
-                "`jax.vmap`, `jax.lax.scan`, `jax.grad` ...), from which no variable gets out. Call it once outside "
-                "before if it only needs to be initialized; else use Flax's own `remat`, `vmap`, `scan` in the module."
+                "`jax.vmap`, `jax.lax.scan`, `jax.grad` ...), from which no variable gets out. If it only needs "
+                "to be initialized, call it once outside before; otherwise use Flax's own `remat`, `vmap`, `scan` in "
+                "the module."
             )
 
 
 def repeated_keys(name: str, loop: str) -> str:
-    """The message about a module that draws random numbers in the body of a loop."""
+    """The error message for a module that draws random numbers in the body of a loop."""
     return (
         f"The module {name!r} draws random numbers (dropout, say) in a function that `{loop}` runs many times, each "
         "time with the same key. Put the loop into the module, by Flax's own `nn.scan`, `nn.vmap` or `nn.RNN` with "
@@ -109,7 +110,7 @@ def repeated_keys(name: str, loop: str) -> str:
 
 @contextlib.contextmanager
 def _without_scope(frame: Frame) -> Iterator[None]:
-    """For full names: a module may be called in another scope than it was made in."""
+    """Lets variables have full names: a module may be called in another scope than the one that created it."""
     scope, reuse = frame.scope, frame.reuse
     frame.scope, frame.reuse = (), None
     try:

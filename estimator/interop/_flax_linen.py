@@ -1,4 +1,4 @@
-"""Flax's Linen modules; imports Flax, so it is imported by `flax_module` alone."""
+"""Flax's Linen modules. Imports Flax, so only `flax_module` imports this file."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class LinenModule(FlaxModule):
                 for name in self._collections:
                     self._get(name, initial[name])
                 return output
-            self._collections = self._find()
+            self._collections = self._saved_collections()
         values = {name: self._get(name) for name in self._collections}
         mutable = [name for name in values if name != "params"] if self._trains else []
         try:
@@ -57,7 +57,7 @@ class LinenModule(FlaxModule):
             if values:
                 raise
             raise ValueError(
-                f"The module {self._name!r} found no such variables in the state, which has "
+                f"The variables of the module {self._name!r} are not in the state, which has "
                 f"{listed(self._frame.variables)}. A model_fn must call its modules in the mode that the state was "
                 "initialized in."
             ) from e
@@ -65,8 +65,8 @@ class LinenModule(FlaxModule):
             self._keep(name, values[name], value)
         return output
 
-    def _find(self) -> list[str]:
-        """The collections in the state; only a call would tell which ones the module has."""
+    def _saved_collections(self) -> list[str]:
+        """The collections in the state: before a call the module does not know its own."""
         within = f"{self._name}/"
         names = [name.removeprefix(within) for name in self._frame.variables if name.startswith(within)]
         others = [n for n in names if "/" not in n and self._variable(n) not in self._frame.trainable]

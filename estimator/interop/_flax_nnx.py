@@ -1,7 +1,7 @@
-"""Flax's NNX models; imports Flax, so it is imported by `flax_module` alone.
+"""Flax's NNX models. Imports Flax, so only `flax_module` imports this file.
 
-An NNX model holds its arrays and changes them in place. Here each call fills a model made for it from the variables,
-and what the call has changed in the model is assigned to them. Parameters are left to the optimizers.
+An NNX model holds its arrays and updates them in place. Here each call creates a model from the variables, and assigns
+the updated arrays to the variables. Only optimizers update parameters.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def check_factory(factory: Any) -> None:
     if isinstance(factory, nnx.Module):
         name = type(factory).__name__
         raise TypeError(
-            f"`est.flax_module` got an NNX model, a {name}, whose arrays are its own and not those of a training "
-            f"state. Give it the function that makes the model: `lambda rngs: {name}(..., rngs=rngs)`."
+            f"`est.flax_module` got an NNX model, a {name}, which holds its own arrays instead of variables. "
+            f"Give it a function that creates the model: `lambda rngs: {name}(..., rngs=rngs)`."
         )
     try:
         inspect.signature(factory).bind(rngs=None)
@@ -33,7 +33,7 @@ def check_factory(factory: Any) -> None:
         raise TypeError(
             "`est.flax_module` takes a Linen module such as `nn.Dense(10)`, or a function with the one argument `rngs` "
             "that returns an NNX model, such as `lambda rngs: nnx.Linear(2, 1, rngs=rngs)`; "
-            f"got {factory!r}. What is no Flax model goes into `est.get_variable`."
+            f"got {factory!r}. For models of other libraries use `est.get_variable`."
         ) from None
 
 
@@ -83,7 +83,7 @@ class NNXModule(FlaxModule):
 
 
 def _collection(leaf: Any) -> str | None:
-    """Flax's name of the kind of a leaf; None for what is not kept."""
+    """The name of a leaf's collection; None for leaves that are not saved."""
     if not isinstance(leaf, nnx.Variable):
         return "arrays"
     if isinstance(leaf, nnx.RngState | nnx.Intermediate):
@@ -92,28 +92,28 @@ def _collection(leaf: Any) -> str | None:
         return "params"
     try:
         return nnx.variable_name_from_type(type(leaf))
-    except ValueError:  # a class of the user's, not registered under another name
+    except ValueError:  # a class of the user, not registered under another name
         return type(leaf).__name__
 
 
 def _counts(model: nnx.Module) -> list[jax.Array]:
-    """How often each random stream was drawn from."""
+    """The number of draws from each random stream."""
     return [leaf.get_value() for _, leaf in nnx.to_flat_state(nnx.state(model, nnx.RngCount))]
 
 
 def _collections(state: nnx.State) -> dict[str, PyTree]:
     """The arrays of a model, or their shapes, by collection, as nested dicts."""
-    found: dict[str, dict[Any, Any]] = {}
+    collections: dict[str, dict[Any, Any]] = {}
     for path, leaf in nnx.to_flat_state(state):
         name = _collection(leaf)
         if name is not None:
             value = leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
-            found.setdefault(name, {})[path] = value
-    return {name: unflatten_dict(flat) for name, flat in found.items()}
+            collections.setdefault(name, {})[path] = value
+    return {name: unflatten_dict(flat) for name, flat in collections.items()}
 
 
 def _filled(like: nnx.State, values: dict[str, PyTree], key: jax.Array) -> nnx.State:
-    """A state that has shapes, with the values of the variables instead, and keys of its own for each random stream."""
+    """The state `like`, which has shapes, with the values of the variables, and another key for each random stream."""
     flat = []
     for i, (path, leaf) in enumerate(nnx.to_flat_state(like)):
         name = _collection(leaf)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
-from jax.extend.core import Jaxpr, jaxprs_in_params
 from jax.interpreters.partial_eval import dce_jaxpr
+
+if TYPE_CHECKING:
+    from jax.extend.core import Jaxpr
 
 # A program takes the host some 50 us to start. It is to be little beside what the devices do in it: a CPU core makes
 # some 1e11 operations per second, an accelerator a hundred times as many.
@@ -38,6 +40,8 @@ def debugging() -> bool:
 
 
 def _has_loop(jaxpr: Jaxpr) -> bool:
+    from jax.extend.core import jaxprs_in_params  # imports Pallas
+
     return any(
         equation.primitive.name in ("scan", "while") or any(map(_has_loop, jaxprs_in_params(equation.params)))
         for equation in jaxpr.eqns

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-import tqdm
 
 from estimator.core._hook import Hook
 from estimator.core._mode_keys import ModeKeys
@@ -39,6 +38,8 @@ def pieces_with_hooks(
       last_batch: how many batches to take at most; None: all.
       most: how many batches come together at most; the first then waits for the last.
     """
+    import tqdm
+
     _hook_calls.create_state(hooks, context)
     plan = Plan(hooks, 0, last_batch, lambda: most)
     bar = tqdm.tqdm(  # not left behind within that of `train`

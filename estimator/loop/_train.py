@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tqdm
 from absl import logging
 
 from estimator.checkpoint._checkpoints import Checkpoints
@@ -268,6 +267,8 @@ def _of_steps(programs: Sequence[tuple[StepOutputs, int]]) -> tuple[np.ndarray, 
 
 def _bar(total: int | None, initial: int) -> Any:
     """A progress bar, silent where stderr is no terminal."""
+    import tqdm
+
     return tqdm.tqdm(total=total, initial=initial, unit="step", disable=not shows_bars())
 
 

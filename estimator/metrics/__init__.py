@@ -1,6 +1,6 @@
 """Metrics, as in `tf.metrics`: labels first, weights last, a mergeable state out.
 
-Each function looks at one batch and returns a `Metric`: a pytree of float32 sums. States of other
+Each function takes one batch and returns a `Metric`: a pytree of float32 sums. States of other
 batches and of other towers are merged, and `result()` is taken once at the end.
 """
 

@@ -1,4 +1,4 @@
-"""What all metrics do to their arrays."""
+"""Shapes, dtypes and division for all metrics."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from estimator.core._argument_checks import check_same_shape, check_weights, squ
 
 
 def namespace(*states: Any) -> Any:
-    """`jax.numpy` if one of the states is a jax array, else `numpy`, which stays in float64."""
+    """`jax.numpy` if one of the states is a jax array, otherwise `numpy`, which keeps float64."""
     return jnp if any(isinstance(state, jax.Array) for state in states) else np
 
 
 def divide(numerator: Any, denominator: Any) -> Any:
-    """`numerator / denominator`, and 0 where the denominator is."""
+    """`numerator / denominator`, 0 where the denominator is 0."""
     xp = namespace(numerator, denominator)
     empty = denominator == 0
     return xp.where(empty, 0, numerator / xp.where(empty, 1, denominator))

@@ -96,7 +96,7 @@ def mean_per_class_accuracy(
 
 
 def recall_at_k(labels: ArrayLike, predictions: ArrayLike, k: int, weights: ArrayLike | None = None) -> Mean:
-    """Of all labels, the fraction that is among the `k` classes of the highest scores.
+    """The fraction of the labels that are among the `k` classes of the highest scores.
 
     >>> scores = jnp.array([[0.1, 0.7, 0.2], [0.5, 0.3, 0.2]])
     >>> recall_at_k(jnp.array([2, 2]), scores, k=2).result().item()
@@ -104,10 +104,10 @@ def recall_at_k(labels: ArrayLike, predictions: ArrayLike, k: int, weights: Arra
 
     Args:
       labels: integers, shape `[...]`, or `[..., num_labels]` where rows have several; a label that
-        is repeated in a row counts once. One out of range is never found.
+        is repeated in a row counts once. A label out of range is never a hit.
       predictions: scores, shape `[..., classes]`.
-      k: how many classes to look at; among equal scores the lower class comes first.
-      weights: one for each row: as in `mean`, for values of shape `[...]`.
+      k: the number of classes to consider; of equal scores the lower class comes first.
+      weights: one per row, as in `mean`, for values of shape `[...]`.
 
     Raises:
       ValueError: if shapes do not fit, or `k` is not between 1 and the number of classes.
@@ -125,11 +125,11 @@ def recall_at_k(labels: ArrayLike, predictions: ArrayLike, k: int, weights: Arra
             "dimension where a row has several."
         )
     top = jax.lax.top_k(predictions, k)[1]
-    found = (labels[..., :, None].astype(jnp.int32) == top[..., None, :]).any(-1)
+    hits = (labels[..., :, None].astype(jnp.int32) == top[..., None, :]).any(-1)
     equal = labels[..., :, None] == labels[..., None, :]
     first = ~jnp.tril(equal, -1).any(-1)
     counted = jnp.where(first, spread("recall_at_k", weights, rows, "rows")[..., None], 0)
-    return weighted_mean(found, counted)
+    return weighted_mean(hits, counted)
 
 
 def _sum_by(group: jax.Array, weights: jax.Array, num_groups: int) -> jax.Array:

@@ -12,10 +12,10 @@ import numpy as np
 
 @dataclass_transform(frozen_default=True, eq_default=False, field_specifiers=(dataclasses.field,))
 class Metric(abc.ABC):
-    """What is known of a metric after some rows: a pytree of states.
+    """A metric after some rows: a pytree of states.
 
-    A subclass becomes a frozen dataclass and a pytree by itself. Its fields are the states, arrays;
-    what is not an array, and hashable, is a `dataclasses.field(metadata={"static": True})`.
+    A subclass automatically becomes a frozen dataclass and a pytree. Its fields are the states, arrays;
+    a hashable field that is not an array is a `dataclasses.field(metadata={"static": True})`.
 
     >>> import jax.numpy as jnp
     >>> class Norm(Metric):
@@ -36,7 +36,7 @@ class Metric(abc.ABC):
     def merge(self, other: Self) -> Self:
         """The metric of the rows of both: the sum of the states, unless a subclass overrides it.
 
-        Works on jax arrays, under `jax.jit` too, and on numpy arrays, whose dtype stays.
+        Works on jax arrays, also under `jax.jit`, and on numpy arrays, which keep their dtype.
 
         Raises:
           TypeError: if `other` is not of the same type.
@@ -47,7 +47,7 @@ class Metric(abc.ABC):
 
     @abc.abstractmethod
     def result(self) -> Any:
-        """The value, or values, of the metric: a jax array, or numpy if the states are numpy."""
+        """The value or values of the metric: a jax array, or a numpy array if the states are."""
 
     def _check_mergeable(self, other: Metric) -> None:
         name = type(self).__name__

@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import Sharding
 from jax.tree_util import tree_map
 
@@ -27,6 +26,8 @@ def put(tree: PyTree, shardings: Any) -> PyTree:
 
 def from_chief(tree: PyTree) -> PyTree:
     """The values that process 0 has of arrays that are whole in each process, as numpy arrays; keys stay keys."""
+    from jax.experimental import multihost_utils
+
     keys = [jax.random.key_impl(x) if _is_key(x) else None for x in jax.tree.leaves(tree)]
     leaves = [np.asarray(jax.random.key_data(x) if _is_key(x) else x) for x in jax.tree.leaves(tree)]
     packed = np.concatenate([np.zeros(1, np.uint8), *(x.reshape(-1).view(np.uint8) for x in leaves)])
@@ -73,6 +74,8 @@ def rows_of_all(tree: PyTree, rows: list[int]) -> PyTree:
       tree: numpy arrays of shape `(rows of this process, ...)`, alike in all processes but for the rows.
       rows: how many each process has.
     """
+    from jax.experimental import multihost_utils
+
     most = max(rows)
 
     def padded(x: Any) -> np.ndarray:

@@ -6,14 +6,16 @@ import bisect
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun, jaxprs_in_params
 
 from estimator.core._typing import PyTree
+
+if TYPE_CHECKING:  # importing it imports Pallas
+    from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 _MOST_SEGMENTS = 64
 
@@ -61,6 +63,8 @@ def checkpoint_segments(fn: Callable[..., PyTree], segments: int | None = None) 
         )
 
     def cut(*args: PyTree) -> PyTree:
+        from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
+
         closed, shape = jax.make_jaxpr(fn, return_shape=True)(*args)
         jaxpr = closed.jaxpr
         values = dict(zip(jaxpr.constvars, closed.consts, strict=True))
@@ -85,6 +89,8 @@ def _part(jaxpr: Jaxpr, start: int, stop: int) -> Jaxpr:
 
 
 def _variables(atoms: Sequence[Any]) -> list[Var]:
+    from jax.extend.core import Literal
+
     return [v for v in atoms if not isinstance(v, Literal)]
 
 
@@ -179,6 +185,8 @@ def _live_bytes(jaxpr: Jaxpr) -> list[int]:
 
 def _made_within(equation: JaxprEqn) -> list[Var]:
     """What an equation makes, and those inside of it, such as within a `jax.jit`."""
+    from jax.extend.core import jaxprs_in_params
+
     inner = [v for jaxpr in jaxprs_in_params(equation.params) for e in jaxpr.eqns for v in _made_within(e)]
     return inner or list(equation.outvars)
 

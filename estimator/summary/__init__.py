@@ -1,4 +1,4 @@
-"""What a model_fn shows in TensorBoard: `tf.summary`'s functions of the same names."""
+"""Reports values of a model_fn for TensorBoard, by functions named as in `tf.summary`."""
 
 from estimator.summary._ops import histogram, image, scalar
 

@@ -1,57 +1,55 @@
-"""What is written of a run: an event file for TensorBoard, and its numbers as lines of JSON beside it."""
+"""Writes an event file for TensorBoard, and its numbers as lines of JSON beside it."""
 
 from __future__ import annotations
 
 import errno
-import glob
 import math
 import os
-import socket
-import struct
 import time
 from collections.abc import Mapping
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 from absl import logging
 
 from estimator.core._record import Histogram, bucket_limits
-from estimator.summary._history import _COLUMNS, HISTORY, _cut, _line
+from estimator.summary._history import COLUMNS, HISTORY, cut_history, history_line
+
+if TYPE_CHECKING:
+    from tensorboardX.event_file_writer import EventsWriter
+    from tensorboardX.proto.event_pb2 import Event
 
 _READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
 
+_Moment = tuple[int, float, Mapping[str, Any]]  # step, time, values by tag
+
 
 class EventWriter:
-    """Appends to the event file and the history of a directory: each tag once for a step.
+    """Writes an event file in a directory, and appends to its history: each tag once per step.
 
-    A run that repeats steps, since it goes on from a checkpoint, or evaluates one again, takes back what was written of
-    them: the history is cut, and TensorBoard is told by a SessionLog.START, as TensorFlow did. Files are opened when
-    something is written; where that is not allowed, an evaluation goes without.
+    A run may repeat steps, because it resumes from a checkpoint or evaluates one again. Then it replaces what was
+    written of them: it cuts the history, and begins its event file with a SessionLog.START, at which TensorBoard drops
+    these steps of earlier files (tensorboardX's `purge_step`). Files are opened when something is written; an
+    evaluation that may not write to the directory does without.
 
     Args:
-      directory: made if need be.
-      first, last: of which steps is written.
+      directory: made if it does not exist.
+      first, last: the first and the last step that this writer may write.
     """
 
     def __init__(self, directory: str, first: int, last: float = math.inf) -> None:
-        # Late, since it imports torch where there is torch.
-        from tensorboardX import record_writer, summary
-        from tensorboardX.proto import event_pb2
-
-        self._crc, self._summary = record_writer.masked_crc32c, summary
-        self._event, self._session_log = event_pb2.Event, event_pb2.SessionLog
         self._directory, self._first, self._last = directory, first, last
-        self._waiting: list[tuple[int, float, Mapping[str, Any]]] = []
-        self._later: list[tuple[int, float, Mapping[str, Any]]] = []  # to be written again at the end
-        self._files: tuple[BinaryIO, BinaryIO] | None = None  # events and history, open from the first flush on
+        self._waiting: list[_Moment] = []
+        self._later: list[_Moment] = []  # later steps of the history, to be written again at the end
+        self._files: tuple[EventsWriter, BinaryIO] | None = None  # events and history, open from the first flush on
         self._flushed = -math.inf
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
 
     def write(self, step: int, walltime: float, values: Mapping[str, Any]) -> None:
-        """Notes values, and writes them, and all that wait, unless that was done within the last second.
+        """Keeps values until the next flush, and flushes unless that was done within the last second.
 
         Args:
-          step: of the training.
+          step: the training step.
           walltime: in seconds since 1970.
           values: by tag: numbers, `Histogram`s, texts, and images as arrays of shape `(n, height, width, channels)`.
         """
@@ -60,7 +58,6 @@ class EventWriter:
             self.flush()
 
     def flush(self) -> None:
-        """Writes what waits: each file at once, so that a kill tears nothing."""
         waiting, self._waiting = self._waiting, []
         if not waiting:
             return
@@ -71,8 +68,10 @@ class EventWriter:
                 raise
             logging.warning("No summaries of the evaluation are written: %s.", error)
             return
-        events.write(b"".join(self._record(self._event_of(*moment)) for moment in waiting))
-        history.write(b"".join(map(self._history_of, waiting)))
+        for moment in waiting:
+            events.write_event(_event(*moment))
+        events.flush()
+        history.write(b"".join(map(self._line, waiting)))  # one unbuffered write, so that a kill does not tear a line
         self._flushed = time.monotonic()
 
     def close(self) -> None:
@@ -84,63 +83,56 @@ class EventWriter:
             for file in self._files or ():
                 file.close()
 
-    def _open(self) -> tuple[BinaryIO, BinaryIO]:
-        """Takes back what there is from the first step on."""
+    def _open(self) -> tuple[EventsWriter, BinaryIO]:
+        # Late, since it imports torch where there is torch.
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
+
         os.makedirs(self._directory, exist_ok=True)
         path = os.path.join(self._directory, HISTORY)
-        rows = _cut(path, self._first, in_order=self._last < math.inf) if os.path.exists(path) else []
+        rows = cut_history(path, self._first, in_order=self._last < math.inf) if os.path.exists(path) else []
         for row in rows:
             if row["step"] > self._last:
                 self._later.append((row.pop("step"), row.pop("time"), row))
-        # Files of this name only: somebody else's may be open for writing.
-        old = sorted(glob.glob(os.path.join(glob.escape(self._directory), "events.out.tfevents.*.estimator")))
-        name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.estimator"
-        events = open(old[-1] if old else os.path.join(self._directory, name), "ab", buffering=0)
-        if old:
-            events.truncate(_whole_records(old[-1]))
-        # The first START of a directory means nothing to TensorBoard; each later one takes back.
-        start = self._event(wall_time=time.time(), step=self._first)
-        start.session_log.status = self._session_log.START
-        version = [] if old else [self._event(wall_time=time.time(), file_version="brain.Event:2")]
-        events.write(b"".join(map(self._record, [*version, start])))
+        # TensorBoard reads the files of a directory in the order of their names, which begin with the second.
+        suffix = f".{time.time_ns()}.estimator"
+        events = EventsWriter(os.path.join(self._directory, "events"), suffix)
+        start = SessionLog(status=SessionLog.START)
+        events.write_event(Event(wall_time=time.time(), step=self._first, session_log=start))
         return events, open(path, "ab", buffering=0)
 
-    def _event_of(self, step: int, walltime: float, values: Mapping[str, Any]) -> Any:
-        event = self._event(wall_time=walltime, step=step)
-        for tag, value in values.items():
-            if isinstance(value, int | float):
-                shown = [self._summary.scalar(tag, value)]
-            elif isinstance(value, Histogram):
-                shown = [self._summary.histogram_raw(tag, **histogram_parts(value))]
-            elif isinstance(value, str):
-                shown = [self._summary.text(tag, value)]
-            else:
-                shown = [
-                    self._summary.image(f"{tag}/image/{i}", image, dataformats="HWC")
-                    for i, image in enumerate(as_uint8(value))
-                ]
-            for summary in shown:
-                event.summary.value.extend(summary.value)
-        return event
-
-    def _record(self, event: Any) -> bytes:
-        data = event.SerializeToString()
-        length = struct.pack("<Q", len(data))
-        return b"".join((length, struct.pack("<I", self._crc(length)), data, struct.pack("<I", self._crc(data))))
-
-    def _history_of(self, moment: tuple[int, float, Mapping[str, Any]]) -> bytes:
+    def _line(self, moment: _Moment) -> bytes:
         step, walltime, values = moment
         scalars = {tag: value for tag, value in values.items() if isinstance(value, int | float)}
-        for tag in scalars.keys() & _COLUMNS:
+        for tag in scalars.keys() & COLUMNS:
             del scalars[tag]
-            if tag not in self._told:
+            if tag not in self._warned:
                 logging.warning("The summary %r is not in %s, which has a column %r. Rename it.", tag, HISTORY, tag)
-            self._told.add(tag)
-        return _line({"step": step, "time": walltime, **scalars}) if scalars else b""
+            self._warned.add(tag)
+        return history_line({"step": step, "time": walltime, **scalars}) if scalars else b""
+
+
+def _event(step: int, walltime: float, values: Mapping[str, Any]) -> Event:
+    from tensorboardX import summary
+    from tensorboardX.proto.event_pb2 import Event
+
+    event = Event(wall_time=walltime, step=step)
+    for tag, value in values.items():
+        if isinstance(value, int | float):
+            parts = [summary.scalar(tag, value)]
+        elif isinstance(value, Histogram):
+            parts = [summary.histogram_raw(tag, **histogram_parts(value))]
+        elif isinstance(value, str):
+            parts = [summary.text(tag, value)]
+        else:
+            parts = [summary.image(f"{tag}/image/{i}", x, dataformats="HWC") for i, x in enumerate(as_uint8(value))]
+        for part in parts:
+            event.summary.value.extend(part.value)
+    return event
 
 
 def write_into(writer: Any, step: int, walltime: float, values: Mapping[str, Any]) -> None:
-    """What `EventWriter.write` does, for a `tensorboardX.SummaryWriter`; flushes it."""
+    """Like `EventWriter.write`, for a `tensorboardX.SummaryWriter`, which it flushes."""
     for tag, value in values.items():
         if isinstance(value, int | float):
             writer.add_scalar(tag, value, step, walltime)
@@ -153,7 +145,7 @@ def write_into(writer: Any, step: int, walltime: float, values: Mapping[str, Any
 
 
 def shown_metrics(results: Mapping[str, Any]) -> dict[str, Any]:
-    """What of the results of an evaluation can be written: numbers, and arrays of them as histograms."""
+    """The results of an evaluation that can be written: numbers, and arrays of numbers as histograms."""
     shown: dict[str, Any] = {}
     for name, value in results.items():
         if isinstance(value, int | float):
@@ -162,21 +154,8 @@ def shown_metrics(results: Mapping[str, Any]) -> dict[str, Any]:
             shown[name] = _histogram_of(value)
         else:
             logging.warning("Skipping summary for %s, must be a number or an array of numbers; got %r.", name, value)
-    shown.pop("global_step", None)  # it is the step of all others
+    shown.pop("global_step", None)  # the step of all others
     return shown
-
-
-def _whole_records(path: str) -> int:
-    """How many bytes of an event file are whole records; a crash may have torn the last one."""
-    size, end = os.path.getsize(path), 0
-    with open(path, "rb") as file:
-        while len(head := file.read(8)) == 8:
-            after = end + struct.unpack("<Q", head)[0] + 16  # its length, and two checksums
-            if after > size:
-                break
-            end = after
-            file.seek(end)
-    return end
 
 
 def _histogram_of(array: np.ndarray) -> Histogram:
@@ -187,7 +166,7 @@ def _histogram_of(array: np.ndarray) -> Histogram:
 
 
 def histogram_parts(histogram: Histogram) -> dict[str, Any]:
-    """Empty buckets side by side are written as one, as TensorFlow does."""
+    """The arguments of tensorboardX's histograms; adjacent empty buckets are joined, as TensorFlow does."""
     counts = np.asarray(histogram.counts)
     kept = (counts > 0) | np.append(counts[1:] > 0, True)
     return {

@@ -9,17 +9,17 @@ from collections.abc import Mapping
 from typing import Any
 
 HISTORY = "history.jsonl"
+COLUMNS = {"step", "time"}  # of a line, beside the tags
 
-
-_COLUMNS = {"step", "time"}  # of a line of the history, beside the tags
+_JSON_NAMES = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
 
 
 def read_history(directory: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """What `history.jsonl` in a directory tells: of a model_dir the training, of an eval_dir the evaluations.
+    """Reads the `history.jsonl` of a directory: of training from a model_dir, of evaluations from an eval_dir.
 
     Each line of the file is a JSON object with "step", "time" (seconds since 1970) and the scalar summaries. NaN and
-    infinities are there as "NaN", "Infinity" and "-Infinity"; here they are floats. A last line that was torn by a
-    crash is left out.
+    infinities are "NaN", "Infinity" and "-Infinity" in the file, and floats here. A last line that a crash tore is
+    skipped.
 
     >>> import tempfile
     >>> directory = tempfile.mkdtemp()
@@ -32,11 +32,11 @@ def read_history(directory: str | os.PathLike[str]) -> list[dict[str, Any]]:
       directory: the `model_dir`, or `estimator.eval_dir(name)`.
 
     Returns:
-      One dict for each step, in the order of the steps.
+      One dict per step, in the order of the steps.
 
     Raises:
       FileNotFoundError: there is no such file.
-      ValueError: a line, not the last one, is none of a history.
+      ValueError: a line before the last one is not valid.
     """
     path = os.path.join(directory, HISTORY)
     if not os.path.exists(path):
@@ -48,7 +48,7 @@ def read_history(directory: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def read_eval_metrics(eval_dir: str | os.PathLike[str]) -> dict[int, dict[str, Any]]:
-    """The numbers that evaluations gave, by global step: TensorFlow's function of that name.
+    """Reads the results of evaluations, by global step; TensorFlow has a function of this name.
 
     >>> read_eval_metrics("/tmp/nothing/was/evaluated/here")
     {}
@@ -57,16 +57,16 @@ def read_eval_metrics(eval_dir: str | os.PathLike[str]) -> dict[int, dict[str, A
       eval_dir: `estimator.eval_dir(name)`.
 
     Returns:
-      For each step, in order, a dict of the metrics and "loss"; empty where nothing was evaluated yet.
+      For each step, in order, a dict of the metrics and "loss"; empty if nothing was evaluated yet.
     """
     if not os.path.exists(os.path.join(eval_dir, HISTORY)):
         return {}
     rows = read_history(eval_dir)
-    return {row["step"]: {tag: row[tag] for tag in row if tag not in _COLUMNS} for row in rows}
+    return {row["step"]: {tag: row[tag] for tag in row if tag not in COLUMNS} for row in rows}
 
 
 def _read(path: str) -> tuple[list[dict[str, Any]], bool]:
-    """The rows of a history, one for each step, in order; and whether the file is as whole as they are."""
+    """The rows of a history, one per step, in order; and whether its last line is whole."""
     with open(path, "rb") as file:
         *lines, torn = file.read().split(b"\n")
     rows: dict[int, dict[str, Any]] = {}
@@ -76,15 +76,15 @@ def _read(path: str) -> tuple[list[dict[str, Any]], bool]:
             row.update({tag: float(value) for tag, value in row.items() if isinstance(value, str)})
             rows[row["step"]] = rows.get(row["step"], {}) | row
         except (ValueError, AttributeError, KeyError) as error:
-            raise ValueError(f"{path}, line {i + 1}, is no line of a history: {line!r}.") from error
+            raise ValueError(f"{path}, line {i + 1}, is not a line of a history: {line!r}.") from error
     return [rows[step] for step in sorted(rows)], not torn
 
 
-def _cut(path: str, first: int, in_order: bool) -> list[dict[str, Any]]:
-    """Removes a torn line, and all from the step `first` on, from a history; returns that.
+def cut_history(path: str, first: int, in_order: bool) -> list[dict[str, Any]]:
+    """Removes a torn line and all rows from the step `first` on from a history; returns these rows.
 
     Args:
-      path: of the history.
+      path: the path of the history.
       first: a step.
       in_order: whether its lines are in the order of their steps: then, mostly, only the last one is read.
     """
@@ -94,13 +94,13 @@ def _cut(path: str, first: int, in_order: bool) -> list[dict[str, Any]]:
     kept = [row for row in rows if row["step"] < first]
     if not whole or len(kept) < len(rows):
         with open(f"{path}.tmp", "wb") as file:
-            file.writelines(map(_line, kept))
+            file.writelines(map(history_line, kept))
         os.replace(f"{path}.tmp", path)
     return rows[len(kept) :]
 
 
 def _last_step(path: str) -> float:
-    """The step of the last line of a history; infinity where it is torn, or very long."""
+    """The step of the last line of a history; infinity if it is torn or very long."""
     with open(path, "rb") as file:
         file.seek(max(0, os.path.getsize(path) - 10_000))
         *_, line, torn = b"", *file.read().split(b"\n")
@@ -110,11 +110,8 @@ def _last_step(path: str) -> float:
         return math.inf
 
 
-def _line(row: Mapping[str, Any]) -> bytes:
-    """JSON has no NaN and no infinities: their names stand for them."""
+def history_line(row: Mapping[str, Any]) -> bytes:
+    """A row as JSON, which has no NaN and no infinities: strings stand for them."""
     if not all(map(math.isfinite, row.values())):
-        row = {tag: value if math.isfinite(value) else _NAMES[str(value)] for tag, value in row.items()}
+        row = {tag: value if math.isfinite(value) else _JSON_NAMES[str(value)] for tag, value in row.items()}
     return json.dumps(row, allow_nan=False).encode() + b"\n"
-
-
-_NAMES = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}

@@ -1,4 +1,4 @@
-"""`est.summary`: what a model_fn writes for TensorBoard."""
+"""The functions of `est.summary`: they report values of a model_fn for TensorBoard."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from estimator.core._record import Histogram, Rows, Scalar, checked, report
 
 
 def scalar(name: str, value: Any) -> None:
-    """Shows a number over the steps. Of several towers: the mean.
+    """Shows a number over the steps; of several towers, the mean.
 
     >>> import estimator as est, jax.numpy as jnp
     >>> def model_fn(features, labels, mode):
@@ -34,7 +34,7 @@ def scalar(name: str, value: Any) -> None:
 
 
 def histogram(name: str, values: Any) -> None:
-    """Shows how values are distributed, in TensorFlow's buckets. Of several towers: all values together.
+    """Shows the distribution of values, in TensorFlow's buckets; of several towers, all values together.
 
     Args:
       name: the tag; prefixed by the variable scopes around the call, and reported once in a run.
@@ -55,7 +55,7 @@ def image(name: str, images: Any, max_outputs: int = 3) -> None:
     Args:
       name: the tag; prefixed by the variable scopes around the call, and reported once in a run.
       images: array of shape `(batch, height, width, channels)` with 1, 3 or 4 channels; floats from 0 to 1, or uint8.
-      max_outputs: how many of the batch to show, at most.
+      max_outputs: the maximum number of images of the batch to show.
 
     Raises:
       ValueError: the array has another shape, or the name was reported already.

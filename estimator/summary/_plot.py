@@ -61,15 +61,15 @@ def plot_history(model_dir: str | os.PathLike[str], path: str | os.PathLike[str]
 
 
 def _histories(model_dir: str) -> dict[str, list[dict[str, Any]]]:
-    """By the name of the curve, the rows of the training and of each evaluation."""
+    """The rows of training and of each evaluation, by the name of the curve."""
     base = glob.escape(model_dir)
     evaluations = [os.path.join(base, "eval", HISTORY), os.path.join(base, "eval_*", HISTORY)]
-    found = {"train": model_dir} if os.path.exists(os.path.join(model_dir, HISTORY)) else {}
+    directories = {"train": model_dir} if os.path.exists(os.path.join(model_dir, HISTORY)) else {}
     for directory in (os.path.dirname(path) for pattern in evaluations for path in sorted(glob.glob(pattern))):
-        found[os.path.basename(directory)] = directory
-    if not found:
+        directories[os.path.basename(directory)] = directory
+    if not directories:
         raise FileNotFoundError(
-            f"`est.plot_history` found no {HISTORY} in {model_dir!r}, nor in a directory of evaluations in it. Give it "
+            f"There is no {HISTORY} in {model_dir!r}, nor in a directory of evaluations in it. Give `est.plot_history` "
             "the model_dir of an Estimator that has trained, with RunConfig.save_summary_steps, or has evaluated."
         )
-    return {name: read_history(directory) for name, directory in found.items()}
+    return {name: read_history(directory) for name, directory in directories.items()}

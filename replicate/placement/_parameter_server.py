@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import SingleDeviceSharding
 from jax.tree_util import DictKey
@@ -182,6 +181,8 @@ def _trace(fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, Any]:
 
 def _pruned(traced: Any, outputs: list[bool]) -> tuple[Callable[..., Any], list[int]]:
     """The function that gives some of the outputs, and the numbers of the arguments that it takes."""
+    from jax.extend.core import ClosedJaxpr, jaxpr_as_fun  # imports Pallas
+
     equations, needed = dce_jaxpr(traced.jaxpr, outputs)
     run = jaxpr_as_fun(ClosedJaxpr(equations, traced.consts))
     return run, [i for i, is_needed in enumerate(needed) if is_needed]

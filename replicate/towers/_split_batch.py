@@ -9,13 +9,15 @@ like a dense one.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.sparse import BCOO
 
 from estimator.replication import is_sparse, with_shape
+
+if TYPE_CHECKING:
+    from jax.experimental.sparse import BCOO
 
 
 def take_rows(x: Any, begin: int, size: int) -> Any:
@@ -55,7 +57,7 @@ def _masked(x: BCOO, begin: jax.Array, size: int) -> tuple[jax.Array, jax.Array]
 
 def _like(x: BCOO, size: int, data: jax.Array, indices: jax.Array) -> BCOO:
     layout = {"shape": (size, *x.shape[1:]), "indices_sorted": False, "unique_indices": x.unique_indices}
-    return BCOO.tree_unflatten(layout, (data, indices))
+    return type(x).tree_unflatten(layout, (data, indices))
 
 
 def _row_by_row(x: BCOO) -> BCOO:

@@ -114,8 +114,8 @@ def test_where_there_are_no_locks_one_line_says_so(tmp_path, monkeypatch, messag
     monkeypatch.setattr(_file_lock.fcntl, "flock", flock)
     estimator = make(tmp_path, save_checkpoints_steps=1, keep_checkpoint_max=1).train(times(3))
     assert [text for text in messages() if "locked" in text] == [
-        f"model_dir {tmp_path} cannot be locked ({os.strerror(errno.ENOLCK)}): nothing keeps a second training out of "
-        "it."
+        f"model_dir {tmp_path} cannot be locked ({os.strerror(errno.ENOLCK)}): nothing keeps a second training run "
+        "out of it."
     ]
     assert saved_steps(estimator) == [3] and LOCK_FILE not in os.listdir(tmp_path)
 

@@ -15,6 +15,7 @@ from testing.towers import cpus
 
 import estimator as est
 from estimator.checkpoint import _checkpoints
+from estimator.checkpoint._named_arrays import named_leaves
 from estimator.checkpoint._warm_start import warm_start
 from replicate import TowerOptimizer, VariableDistribution, replicate_model_fn
 
@@ -127,7 +128,7 @@ def test_an_exported_model_is_a_source_too(tmp_path, source, cold, initial):
         assert estimator.warm_start_report.source == path
     state, report, before = initial["train"](est.WarmStartSettings(path, [".*", "global_step"]))
     taken = TRAINABLE | {"global_step"}  # of what `predict` needs: no slots, nor what only training has
-    assert_taken(_checkpoints.named_leaves(state), values(source), _checkpoints.named_leaves(before), taken)
+    assert_taken(named_leaves(state), values(source), named_leaves(before), taken)
     assert set(report.missing) == SLOTS | {"seen", "new", "opt/0/trace/new"} and not report.unexpected
 
 
@@ -155,7 +156,7 @@ def test_an_exported_model_that_is_damaged_is_no_source(tmp_path, source):
 )
 def test_what_patterns_take(source, initial, patterns, taken):
     state, report, before = initial["train"](settings(source, patterns))
-    assert_taken(_checkpoints.named_leaves(state), values(source), _checkpoints.named_leaves(before), taken)
+    assert_taken(named_leaves(state), values(source), named_leaves(before), taken)
     assert report.used == {name: name for name in taken}
 
 
@@ -233,10 +234,10 @@ def test_a_mode_that_knows_less_of_the_model_finds_no_fault(source, initial):
     slot = "opt/0/trace/hidden/w"
     state, report, before = initial["infer"](settings(source, [".*", "seen", "opt/.*"], {"seen": "seen", slot: slot}))
     assert set(report.used) == TRAINABLE
-    assert_taken(_checkpoints.named_leaves(state), values(source), _checkpoints.named_leaves(before), TRAINABLE)
+    assert_taken(named_leaves(state), values(source), named_leaves(before), TRAINABLE)
     state, report, before = initial["infer"](settings(source, ["seen"]))
     assert report.used == {}
-    assert bits(_checkpoints.named_leaves(state)) == bits(_checkpoints.named_leaves(before))
+    assert bits(named_leaves(state)) == bits(named_leaves(before))
 
 
 @pytest.mark.covers("8 when")
@@ -402,7 +403,7 @@ def test_warm_start_from_is_a_path_or_settings(tmp_path, given):
         ({"vars_to_warm_start": []}, r"`vars_to_warm_start` must be a regex or a list of regexes; got \[\]"),
         ({"vars_to_warm_start": ""}, "`vars_to_warm_start` must hold regexes; got ''"),
         ({"vars_to_warm_start": ["a", 1]}, "`vars_to_warm_start` must hold regexes; got 1"),
-        ({"vars_to_warm_start": ["a", "(b"]}, r"`vars_to_warm_start` has '\(b', which is no regex: missing \)"),
+        ({"vars_to_warm_start": ["a", "(b"]}, r"`vars_to_warm_start` has '\(b', which is not a regex: missing \)"),
         ({"var_name_to_prev_var_name": ["a"]}, r"`var_name_to_prev_var_name` must be a dict .*; got \['a'\]"),
         ({"var_name_to_prev_var_name": {"a": 1}}, "`var_name_to_prev_var_name` must be a dict .*; got {'a': 1}"),
     ],

@@ -221,7 +221,10 @@ def record_some(features):
             r"Recorded are \['rows', 'weights'\], the predictions are \['other', 'rows', 'table/a'\]\.",
         ),
         ("rows", r"\['rows'\] is the name of a recorded value and of a prediction\. Rename one of them\. Recorded are"),
-        ("weights", r"got 'weights' in outputs, which has the shape \(4, 2\) for a batch of b examples\. What is rec"),
+        (
+            "weights",
+            r"got 'weights' in outputs, which has the shape \(4, 2\) for a batch of b examples\. Values recor",
+        ),
         (["table/a"], r"got 'table/a' in outputs, which has the shape \(3, 2\) for a batch of b examples"),
     ],
     ids=["unknown", "both", "recorded", "predicted"],

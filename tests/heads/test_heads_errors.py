@@ -87,7 +87,7 @@ CONSTRUCTED = {
     "same names": (
         make(est.MultiHead, [ONE, ONE]),
         ValueError,
-        r"All given heads must have names of their own. Given: \['one', 'one'\].",
+        r"All given heads must have different names. Given: \['one', 'one'\].",
     ),
     "head weights": (
         make(est.MultiHead, [ONE], [1.0, 2.0]),

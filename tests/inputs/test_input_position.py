@@ -101,7 +101,7 @@ def test_only_an_iterator_with_both_methods_has_a_position():
     for result in (plain(), [np.ones(1)], Half()):
         source = batches(result)
         assert not source.has_position and source.get_state() is None
-        with pytest.raises(ValueError, match="`set_state` needs an iterator with.*is a .*Skip its batches by count"):
+        with pytest.raises(ValueError, match="`set_state` needs an iterator.*lacks them. Skip its batches by count"):
             source.set_state({"next": 1})
 
 

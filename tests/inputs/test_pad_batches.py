@@ -215,7 +215,7 @@ ROWS = [[1, 2], [3]]
         ),
         ({"pad_to": ()}, r"pad_to must be an int >= 1, or several of them; got \(\)"),
         ({"pad_to": (4, 0)}, "pad_to must be an int >= 1"),
-        ({"axes": 0}, "axes must be an int >= 1, a tuple of such.*got 0. The first dimension, 0, is that of the rows"),
+        ({"axes": 0}, "axes must be an int >= 1, a tuple of such.*got 0. The first dimension, 0, counts the rows"),
         ({"axes": {"x": (1, "2")}}, "axes must be an int >= 1"),
         ({"label_axes": True}, "label_axes must be an int >= 1"),
     ],
@@ -252,9 +252,9 @@ def test_bad_arguments_are_errors_at_once(args, message):
         ({"x": ROWS}, {"values": "a"}, "which has no 'a' to be padded with"),
         (X, {"lengths": "n"}, "lengths='n' adds a feature, for which features must be a dict; got ndarray"),
         ({"x": ROWS, "y": ROWS}, {"lengths": "n"}, r"names the lengths of one feature; 2 are padded: \['x', 'y'\]"),
-        ({"x": ROWS, "y": X}, {"lengths": {"y": "n"}}, r"has the feature 'y', which is not padded; those are \['x'\]"),
+        ({"x": ROWS, "y": X}, {"lengths": {"y": "n"}}, r"has the feature 'y', which is not padded; padded are \['x'\]"),
         ({"x": ROWS, "y": X}, {"lengths": "y"}, "adds a feature 'y', which the batch has already"),
-        ({"x": BCOO.fromdense(jnp.eye(2))}, {"axes": {"x": 1}}, r"features\['x'\] is sparse, of which one program"),
+        ({"x": BCOO.fromdense(jnp.eye(2))}, {"axes": {"x": 1}}, r"features\['x'\] is sparse: one program"),
     ],
 )
 def test_what_does_not_fit_a_batch_is_an_error(element, args, message):

@@ -59,7 +59,7 @@ def test_what_is_no_flax_module(module):
 
 def test_an_nnx_model_in_the_place_of_its_factory():
     model = linear(nnx.Rngs(0))
-    message = "got an NNX model, a Linear, whose arrays are its own", "`lambda rngs: Linear(..., rngs=rngs)`"
+    message = "got an NNX model, a Linear, which holds its own arrays", "`lambda rngs: Linear(..., rngs=rngs)`"
     with refused(TypeError, *message):
         init(lambda x, mode: est.flax_module(model, "net")(x))
 
@@ -153,7 +153,7 @@ def test_the_name_of_another_variable(module):
 @pytest.mark.parametrize(
     ("module", "message"),
     [
-        (DENSE, "The module 'net' found no such variables in the state, which has 'w'"),
+        (DENSE, "The variables of the module 'net' are not in the state, which has 'w'"),
         (linear, "`est.get_variable('net')` found no such variable in the state, which has 'w'"),
     ],
     ids=["linen", "nnx"],
@@ -217,7 +217,7 @@ def test_values_that_a_module_sows_outside_of_intermediates():
     model = model_of(lambda x, mode: est.flax_module(Sows(), "net")(x))
     state = model.init(jax.random.key(0), X)
     assert model.predict_step(state, X).predictions.shape == X.shape
-    with refused(ValueError, "changed what its collection 'losses' is made of", "let it return them instead"):
+    with refused(ValueError, "changed the structure of its collection 'losses'", "let it return them instead"):
         model.train_step(state, X)
 
 
@@ -237,7 +237,7 @@ def test_values_that_an_nnx_model_sows():
     model = model_of(lambda x, mode: est.flax_module(lambda rngs: Sows(nnx.Intermediate, rngs), "net")(x))
     state, _ = model.train_step(model.init(jax.random.key(0), X), X)
     assert list(state.variables) == ["w"]
-    with refused(ValueError, "changed what its collection 'Loss' is made of", "let it return them instead"):
+    with refused(ValueError, "changed the structure of its collection 'Loss'", "let it return them instead"):
         init(lambda x, mode: est.flax_module(lambda rngs: Sows(Loss, rngs), "net")(x))
 
 

@@ -161,5 +161,5 @@ def test_an_equinox_model_with_its_functions_is_refused_with_the_way_out():
 
 @pytest.mark.parametrize("model", [MLP, make_mlp], ids=["haiku", "equinox"])
 def test_flax_module_names_the_way_for_models_of_other_libraries(model):
-    with pytest.raises(TypeError, match="What is no Flax model goes into `est.get_variable`"):
+    with pytest.raises(TypeError, match="For models of other libraries use `est.get_variable`"):
         trained(est.transform(model_fn_of(lambda x: est.flax_module(model, "net")(x))), regression(ROWS))

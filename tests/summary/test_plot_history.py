@@ -76,7 +76,7 @@ def test_an_evaluation_alone_is_enough(tmp_path, figures):
 
 
 def test_without_a_history_it_says_what_writes_one(tmp_path):
-    with pytest.raises(FileNotFoundError, match="found no history.jsonl in .*, nor in a directory of evaluations"):
+    with pytest.raises(FileNotFoundError, match="There is no history.jsonl in .*, nor in a directory of evaluations"):
         est.plot_history(tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""The summaries of runs that fail, are killed, or go on: each step once, and nothing lost."""
+"""The summaries of runs that fail, are killed, or resume: each step once, and nothing lost."""
 
 import math
 import os
@@ -64,6 +64,12 @@ def test_a_loss_that_is_nan_is_in_the_history(tmp_path):
     assert math.isnan(losses[21])
 
 
+def open_files():
+    descriptors = os.listdir("/dev/fd")
+    return [os.readlink(f"/dev/fd/{fd}") for fd in descriptors if os.path.exists(f"/dev/fd/{fd}")]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="lists the open files as Linux does")
 def test_files_are_closed_whatever_happened(tmp_path):
     class Writers(est.Hook):
         def after_create_state(self, context):
@@ -77,5 +83,5 @@ def test_files_are_closed_whatever_happened(tmp_path):
             make(tmp_path / name).train(endless, steps=3, hooks=[hook, *others])
         except RuntimeError:
             assert others
-        assert all(file.closed for writer in hook.of_run for file in writer._files)
+        assert not [path for path in open_files() if path.startswith(str(tmp_path))]
     assert list(read(tmp_path / "bad")) == [1]

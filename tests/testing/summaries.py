@@ -12,42 +12,42 @@ from testing.estimators import Linear, X, Y
 
 
 def read_events(directory):
-    """All events of a directory's event files."""
+    """All events of a directory's event files, as TensorBoard reads them: of each file up to a torn record."""
     events = []
     for name in sorted(n for n in os.listdir(directory) if ".tfevents." in n):
         with open(os.path.join(directory, name), "rb") as file:
-            while length := file.read(8):
-                (crc,) = struct.unpack("<I", file.read(4))
-                assert crc == masked_crc32c(length)
-                data = file.read(*struct.unpack("<Q", length))
-                assert struct.unpack("<I", file.read(4)) == (masked_crc32c(data),)
-                events.append(Event.FromString(data))
+            while len(header := file.read(12)) == 12:
+                size, crc = struct.unpack("<QI", header)
+                assert crc == masked_crc32c(header[:8])
+                record = file.read(size + 4)
+                if len(record) < size + 4:
+                    break
+                assert struct.unpack("<I", record[size:]) == (masked_crc32c(record[:size]),)
+                events.append(Event.FromString(record[:size]))
     return events
 
 
 def shown(directory):
-    """What TensorBoard shows: by tag, pairs of step and `Summary.Value`, less what a later START takes back."""
-    found, starts = {}, 0
+    """What TensorBoard shows: pairs of step and `Summary.Value` by tag, without the steps that a START drops."""
+    by_tag = {}
     events = read_events(directory)
     assert events[0].file_version == "brain.Event:2"
     for event in events:
         if event.session_log.status == SessionLog.START:
-            starts += 1
-            if starts > 1:  # TensorBoard's rule: the first says nothing
-                for tag, points in found.items():
-                    found[tag] = [(step, value) for step, value in points if step < event.step]
+            for tag, points in by_tag.items():
+                by_tag[tag] = [(step, value) for step, value in points if step < event.step]
         for value in event.summary.value:
-            found.setdefault(value.tag, []).append((event.step, value))
-    return {tag: points for tag, points in found.items() if points}
+            by_tag.setdefault(value.tag, []).append((event.step, value))
+    return {tag: points for tag, points in by_tag.items() if points}
 
 
 def scalars(directory):
-    """By tag, pairs of step and number."""
-    found = {}
-    for tag, points in shown(directory).items():
-        if points[0][1].HasField("simple_value"):
-            found[tag] = [(step, value.simple_value) for step, value in points]
-    return found
+    """Pairs of step and number by tag."""
+    return {
+        tag: [(step, value.simple_value) for step, value in points]
+        for tag, points in shown(directory).items()
+        if points[0][1].HasField("simple_value")
+    }
 
 
 def steps_of(points):

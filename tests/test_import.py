@@ -1,0 +1,37 @@
+"""What `import estimator, replicate` loads beside jax and optax: nothing that only some runs use."""
+
+import subprocess
+import sys
+
+LOADED_WHEN_USED = (
+    "PIL",
+    "flatbuffers",
+    "flax",
+    "jax.experimental.multihost_utils",
+    "jax.experimental.sparse",
+    "jax.extend",
+    "matplotlib",
+    "orbax",
+    "pandas",
+    "scipy",
+    "tensorboardX",
+    "tensorstore",
+    "tqdm",
+)
+
+PROGRAM = """
+import sys
+import jax, optax
+before = set(sys.modules)
+import estimator, replicate
+print(*sys.modules.keys() - before)
+"""
+
+
+def test_the_import_loads_nothing_that_only_some_runs_use():
+    process = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
+    modules = process.stdout.split()
+    assert "estimator" in modules and "replicate" in modules
+    assert [
+        m for m in modules if m.startswith(tuple(f"{name}." for name in LOADED_WHEN_USED)) or m in LOADED_WHEN_USED
+    ] == []
