@@ -4,8 +4,9 @@
 
 A group, say 2x1, is two processes of one CPU device each, on this host; they talk over its loopback device. Measured
 are, with gradients of 10^3 to 10^7 floats: their sum over the towers alone; a step of `Estimator.train`, of a model
-that has little else to do; and how the processes agree before each piece of training: that each gives its word and
-gets those of all, `Team.exchange`, and that process 0 gives its plan. Counted are the bytes of a sum (on Linux).
+that has little else to do; and how the processes agree before each chunk of training: that each gives its word and
+gets all others', `ProcessGroup.all_gather`, and that process 0 gives its plan. Counted are the bytes of a sum (on
+Linux).
 
 Whatever else runs on the host, the group's own processes too, only adds to a time. So there are many short rounds, and
 the figure is the fastest of all, of all repeats; `spread` is the slowest repeat's fastest by that.
@@ -36,7 +37,8 @@ from matplotlib.lines import Line2D
 from network_model import ALGORITHMS, Link, Network, traffic
 
 import estimator as est
-from estimator.multihost._process_group import Team
+from estimator.multihost._key_value_group import KeyValueGroup
+from estimator.multihost._runtime import RUNTIME
 from replicate import TowerOptimizer, initialize_distributed, replicate_model_fn
 
 SIZES = [10**exponent for exponent in range(3, 8)]  # floats
@@ -133,10 +135,12 @@ def measure(path):
         found["sum"][size], found["bytes"][size] = time_of_sum(size)
         found["step"][size] = time_of_step(size, os.path.join(os.path.dirname(path), f"model{size}"))
     if jax.process_count() > 1:
-        team = Team("benchmark")
-        found["exchange"] = min(times_of(lambda: team.exchange(None), 10, 100))
-        # Process 0 does not wait for the others: so they meet at the end.
-        found["plan"] = min(times_of(lambda: team.from_chief(lambda: None), 90, 20, lambda: team.exchange(None)))
+        group = KeyValueGroup("benchmark", RUNTIME.group)
+        found["exchange"] = min(times_of(lambda: group.all_gather(None), 10, 100))
+        # Process 0 does not wait for the others, so they synchronize at the end.
+        found["plan"] = min(
+            times_of(lambda: group.broadcast_from_chief(lambda: None), 90, 20, lambda: group.all_gather(None))
+        )
     if jax.process_index() == 0:
         with open(path, "w") as file:
             json.dump(found, file)

@@ -26,7 +26,7 @@ from estimator.core._state import State
 from estimator.core._typing import PyTree
 from estimator.export._export_model import check_arguments, write_export
 from estimator.hooks._checkpoint_saver import CheckpointSaverListener, checked_listeners
-from estimator.hooks._defaults import team_hooks, with_default_hooks
+from estimator.hooks._defaults import hooks_for_process, with_default_hooks
 from estimator.hooks._summary_saver import write_evaluation
 from estimator.inputs._input_fn import Batches, batches, call_input_fn
 from estimator.loop import _hook_calls
@@ -37,8 +37,9 @@ from estimator.loop._programs import Programs
 from estimator.loop._resume_input import resume_input
 from estimator.loop._synchronized_input import first_batch
 from estimator.loop._train import Training
+from estimator.multihost._collective_call import collective_call, run_on_chief
 from estimator.multihost._preemption import ends_by_sigterm, interrupted_by_sigterm
-from estimator.multihost._process_group import Team, same_call, together
+from estimator.multihost._process_group import ProcessGroup, SingleProcess
 from estimator.runtime._fork import check_not_forked
 from estimator.runtime._standard_streams import keep_standard_streams_open
 from estimator.steps._transform import transform
@@ -207,10 +208,10 @@ class Estimator:
         check_not_forked("train")
         keep_standard_streams_open()
         with (
-            together(f"train(steps={steps}, max_steps={max_steps})") as team,
+            collective_call(f"train(steps={steps}, max_steps={max_steps})") as group,
             training_in(self.model_dir, self._config.is_chief),
         ):
-            return self._train(input_fn, own_hooks, listeners, steps, max_steps, team)
+            return self._train(input_fn, own_hooks, listeners, steps, max_steps, group)
 
     def _train(
         self,
@@ -219,9 +220,9 @@ class Estimator:
         listeners: tuple[CheckpointSaverListener, ...],
         steps: int | None,
         max_steps: int | None,
-        team: Team | None,
+        group: ProcessGroup,
     ) -> Estimator:
-        path = self._newest(team, writes=True)
+        path = self._newest(group, writes=True)
         start, host = (0, {}) if path is None else _checkpoints.progress(path)
         if max_steps is not None and start >= max_steps:
             logging.info("Skipping training since max_steps has already saved.")
@@ -229,7 +230,7 @@ class Estimator:
         with interrupted_by_sigterm():
             rest = self._batches(input_fn, ModeKeys.TRAIN)
             skipped = resume_input(rest, path, host, self._config) if self._goes_on and path is not None else 0
-            first = rest.peek() if team is None else first_batch(team, rest.peek(), ModeKeys.TRAIN)
+            first = first_batch(group, rest.peek(), ModeKeys.TRAIN)
         if first is None and path is not None and skipped:
             logging.warning("Training made no steps: %s is of the end of the input. The next begins it anew.", path)
             if self._config.is_chief:
@@ -243,13 +244,11 @@ class Estimator:
             self._programs = Programs(self._model, *first)
         rest.place(self._programs.traits.placement)
         first = rest.peek() or first
-        if team is not None:
-            team.runs(self._programs.traits.placement)
+        group.set_placement(self._programs.traits.placement)
         chief_hooks, spec_hooks = self._programs.traits.hooks
         all_hooks = with_default_hooks(chief_hooks, [*own_hooks, *spec_hooks], self._config, listeners)
-        if team is not None:
-            all_hooks = team_hooks(team, all_hooks, chief_hooks)
-        state = self._states.own(path, *first, team)
+        all_hooks = hooks_for_process(group, all_hooks, chief_hooks)
+        state = self._states.take_for_training(path, group, *first)
         if path is None and self._states.settings is not None:
             start = int(state.global_step)  # which it may have brought
             if max_steps is not None and start >= max_steps:
@@ -262,7 +261,7 @@ class Estimator:
                 "`itertools.repeat(batch)` to train on it again and again, or an iterable of batches.",
                 last_step - start,
             )
-        context = RunContext(ModeKeys.TRAIN, self.model_dir, start, team)
+        context = RunContext(ModeKeys.TRAIN, self.model_dir, start, group)
         training = Training(
             self._programs, self._config, self._checkpoints, context, all_hooks, last_step, path, skipped
         )
@@ -310,15 +309,15 @@ class Estimator:
         check_not_forked("evaluate")
         keep_standard_streams_open()
         call = f"evaluate(steps={steps}, checkpoint_path={checkpoint_path!r}, name={name!r})"
-        with together(call) as team, contextlib.ExitStack() as stack:
-            path = self._existing(checkpoint_path, team)
-            if team is not None and path is not None:  # which all of them read
+        with collective_call(call) as group, contextlib.ExitStack() as stack:
+            path = self._existing(checkpoint_path, group)
+            if group.count > 1 and path is not None:  # which all of them read
                 stack.enter_context(_checkpoints.kept(path))
 
             def restored(features: PyTree, labels: PyTree) -> tuple[State, str | None]:
-                return self._restored(ModeKeys.EVAL, path, checkpoint_path, features, labels, team)
+                return self._restored(ModeKeys.EVAL, path, checkpoint_path, group, features, labels)
 
-            return self._evaluate(restored, input_fn, steps, own_hooks, name, team)
+            return self._evaluate(restored, input_fn, steps, own_hooks, name, group)
 
     def evaluate_state(
         self,
@@ -336,8 +335,8 @@ class Estimator:
             return self._states.for_evaluation(state, *batch), None
 
         own_hooks = checked_hooks("hooks", hooks)
-        with together(f"evaluate_state(steps={steps}, name={name!r})") as team:
-            return self._evaluate(placed, input_fn, steps, own_hooks, name, team)
+        with collective_call(f"evaluate_state(steps={steps}, name={name!r})") as group:
+            return self._evaluate(placed, input_fn, steps, own_hooks, name, group)
 
     def _evaluate(
         self,
@@ -346,26 +345,25 @@ class Estimator:
         steps: int | None,
         hooks: tuple[Hook, ...],
         name: str | None,
-        team: Team | None,
+        group: ProcessGroup,
     ) -> dict[str, Any]:
         with interrupted_by_sigterm():
             rest = self._batches(input_fn, ModeKeys.EVAL)
-            first = rest.peek() if team is None else first_batch(team, rest.peek(), ModeKeys.EVAL)
+            first = first_batch(group, rest.peek(), ModeKeys.EVAL)
         if first is None:
             raise ValueError(
                 "`evaluate` got no batch from input_fn. Check that it starts anew at each call; a generator made "
                 "outside of input_fn is empty the second time."
             )
         self._tell_compiling(ModeKeys.EVAL)
-        context = RunContext(ModeKeys.EVAL, self.model_dir, team=team)
+        context = RunContext(ModeKeys.EVAL, self.model_dir, group=group)
         traits = self._model.traits(*first, mode=ModeKeys.EVAL)
         rest.place(traits.placement)
         first = rest.peek() or first
         context.output_dir, context.reported = self.eval_dir(name), traits.reported
         hooks = (*hooks, *traits.hooks[1])
-        if team is not None:
-            team.runs(traits.placement)
-            hooks = team_hooks(team, hooks)
+        group.set_placement(traits.placement)
+        hooks = hooks_for_process(group, hooks)
         with ends_by_sigterm(context), _hook_calls.around(hooks, context):
             state, path = state_for(*first)
             context.has_state(state)
@@ -411,7 +409,7 @@ class Estimator:
             call_input_fn(input_fn, ModeKeys.PREDICT, None, None)  # raises
         keys, own_hooks = checked_keys(predict_keys), checked_hooks("hooks", hooks)
         check_not_forked("predict")
-        path = self._existing(checkpoint_path)
+        path = self._existing(checkpoint_path, SingleProcess())
         predictions = self._predictions(input_fn, keys, own_hooks, path, checkpoint_path)
         return single_examples(predictions) if yield_single_examples else predictions
 
@@ -458,14 +456,15 @@ class Estimator:
         options = check_arguments(example_features, assets_extra, batch_size, platforms, outputs)
 
         def export() -> str:
-            path = self._checkpoints.latest() if checkpoint_path is None else self._existing(checkpoint_path)
+            alone = SingleProcess()
+            path = self._checkpoints.latest() if checkpoint_path is None else self._existing(checkpoint_path, alone)
             if path is None and self._states.settings is None:
                 raise ValueError(f"Couldn't find trained model at {self.model_dir}. Call `train` first.")
-            state, _ = self._restored(ModeKeys.PREDICT, path, checkpoint_path, options.features)
+            state, _ = self._restored(ModeKeys.PREDICT, path, checkpoint_path, alone, options.features)
             call = bind(self._model_fn, self.params, self._config)
             return write_export(export_dir_base, call, state, options)
 
-        return same_call("export_model", export)
+        return run_on_chief("export_model", export)
 
     def latest_checkpoint(self) -> str | None:
         """The path of the newest complete checkpoint, or None."""
@@ -521,19 +520,19 @@ class Estimator:
         self,
         mode: ModeKeys,
         path: str | None,
-        asked: str | None,
+        requested: str | None,
+        group: ProcessGroup,
         features: PyTree,
         labels: PyTree = None,
-        team: Team | None = None,
     ) -> tuple[State, str | None]:
-        """The state saved at a path, and that path: of the newest checkpoint, where the path was `asked` for by no name
-        and has been removed since it was looked up."""
+        """The state saved at a path, and that path. It is the newest checkpoint's where none was `requested` by its
+        path and the one looked up before has been removed since."""
         while True:
             try:
-                return self._states.get(mode, path, features, labels, team), path
+                return self._states.get(mode, path, group, features, labels), path
             except _checkpoints.NotACheckpointError:
                 newest = self._checkpoints.latest()
-                if asked not in (None, "latest") or team is not None or newest in (None, path):
+                if requested not in (None, "latest") or group.count > 1 or newest in (None, path):
                     raise
                 path = newest
 
@@ -544,16 +543,16 @@ class Estimator:
             raise ValueError(f"Could not find trained model in model_dir: {self.model_dir}. Call `train` first.")
         return path
 
-    def _newest(self, team: Team | None, writes: bool = False) -> str | None:
+    def _newest(self, group: ProcessGroup, writes: bool = False) -> str | None:
         latest = self._checkpoints.latest
-        path = latest() if team is None else team.newest(self.model_dir, latest, writes)
+        path = group.shared_path(self.model_dir, latest, writes)
         if path is None:
             check_not_of_tensorflow(self.model_dir)
         return path
 
-    def _existing(self, checkpoint_path: str | None, team: Team | None = None) -> str | None:
+    def _existing(self, checkpoint_path: str | None, group: ProcessGroup) -> str | None:
         if checkpoint_path in (None, "latest"):
-            path = self._newest(team)
+            path = self._newest(group)
             if path is None and checkpoint_path is not None:
                 self._trained()  # raises
             if path is None:
@@ -580,7 +579,7 @@ class Estimator:
         keys: tuple[str, ...] | None,
         hooks: tuple[Hook, ...],
         path: str | None,
-        asked: str | None,
+        requested: str | None,
     ) -> Iterator[PyTree]:
         with interrupted_by_sigterm():
             rest = self._batches(input_fn, ModeKeys.PREDICT)
@@ -595,6 +594,6 @@ class Estimator:
         context.reported = traits.reported
         hooks = (*hooks, *traits.hooks[1])
         with ends_by_sigterm(context), _hook_calls.around(hooks, context):
-            state, _ = self._restored(ModeKeys.PREDICT, path, asked, features)
+            state, _ = self._restored(ModeKeys.PREDICT, path, requested, SingleProcess(), features)
             context.has_state(state)
             yield from predict_batches(self._predict_steps, state, rest, features, keys, hooks, context)

@@ -16,8 +16,8 @@ from estimator._train_spec import EvalSpec, TrainSpec
 from estimator.checkpoint._model_dir import training_in
 from estimator.core._hook import Context, Hook, RunValues
 from estimator.hooks._checkpoint_saver import CheckpointSaverListener
+from estimator.multihost._collective_call import run_on_chief
 from estimator.multihost._preemption import SIGTERM
-from estimator.multihost._process_group import same_call
 from estimator.summary._history import read_eval_metrics
 
 
@@ -107,7 +107,7 @@ def train_and_evaluate(
         for each in evaluations.values():
             each.evaluate_newest()
         # Where this is left to do, the training had ended before, but was killed then.
-        if same_call("restore_best", lambda: any([stopper.restore_best(path) for stopper in stoppers])):
+        if run_on_chief("restore_best", lambda: any([stopper.restore_best(path) for stopper in stoppers])):
             for each in evaluations.values():
                 each.evaluate_newest(anew=True)
         outcomes = {
@@ -211,9 +211,9 @@ class _Evaluation(Hook):
         exporters = [(each, os.path.join(base, each.name)) for each in self._spec.exporters]
         if not exporters:
             return []
-        wanted = same_call("wants", lambda: [each.wants(path, self.metrics, is_final) for each, path in exporters])
+        wanted = run_on_chief("wants", lambda: [each.wants(path, self.metrics, is_final) for each, path in exporters])
         checkpoint = save() if any(wanted) else None
-        return same_call(
+        return run_on_chief(
             "export",
             lambda: [
                 each.export(self._estimator, path, checkpoint, self.metrics, is_final) for each, path in exporters

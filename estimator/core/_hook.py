@@ -108,14 +108,12 @@ class Context(abc.ABC):
       preempted: whether SIGTERM came: the process ends with the run.
       found_nan: whether a loss is known to be NaN; nothing is saved any more.
       metrics: in `end` of an evaluation that succeeded: what `evaluate` returns.
-      team: the other processes that make the same run; None: there are none.
       restored: whether a hook gave the newest checkpoint other values than those of the state.
       rates: what watchers of losses see beside these, known as late: the learning rates of the same steps, of
         optimizers under `optax.inject_hyperparams`; by tag, "learning_rate" or, of several, "learning_rate/<name>".
     """
 
     mode: ModeKeys
-    team: Any
     model_dir: str | None
     output_dir: str | None
     reported: dict[str, Report]

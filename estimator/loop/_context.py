@@ -13,7 +13,7 @@ from estimator.core._hook import Context
 from estimator.core._mode_keys import ModeKeys
 from estimator.core._record import Report
 from estimator.multihost._preemption import SIGTERM
-from estimator.multihost._process_group import Team
+from estimator.multihost._process_group import ProcessGroup, SingleProcess
 from estimator.optim._learning_rate import with_rate
 from estimator.summary._event_writer import EventWriter
 
@@ -22,10 +22,14 @@ class RunContext(Context):
     """The context that the loop makes: what hooks see, and what the loop itself sets and calls."""
 
     def __init__(
-        self, mode: ModeKeys, model_dir: str | None = None, global_step: int = 0, team: Team | None = None
+        self,
+        mode: ModeKeys,
+        model_dir: str | None = None,
+        global_step: int = 0,
+        group: ProcessGroup | None = None,
     ) -> None:
         self.mode = mode
-        self.team = team
+        self.group = group or SingleProcess()
         self.model_dir = model_dir
         self.output_dir = model_dir if mode == ModeKeys.TRAIN else None
         self.reported: dict[str, Report] = {}
@@ -40,7 +44,7 @@ class RunContext(Context):
         self.found_nan = False
         self.metrics: dict[str, Any] | None = None
         self.restored = False
-        self._wished: str | None = None
+        self._local_stop_reason: str | None = None
         self.rates: dict[str, np.ndarray] = {}
         self._state: Callable[[], Any] | None = None
         self._save: Callable[[], str | None] | None = None
@@ -114,25 +118,24 @@ class RunContext(Context):
         self._events.clear()
 
     @property
-    def wished(self) -> str | None:
-        """Why this process wants the run to end, of which others may not know yet."""
-        return SIGTERM if self.preempted else self._wished
+    def local_stop_reason(self) -> str | None:
+        """Why this process wants the run to end, which others may not know yet."""
+        return SIGTERM if self.preempted else self._local_stop_reason
 
     def preempt(self) -> None:
         """Notes that SIGTERM came; where there are other processes, all have to stop at the same step."""
         self.preempted = True
-        if self.team is None:
+        if self.group.count == 1:
             self.stop(SIGTERM)
 
     def agreed(self, make: Callable[[], Any]) -> Any:
-        return make() if self.team is None else self.team.from_chief(make)
+        return self.group.broadcast_from_chief(make)
 
     def agree_to_stop(self) -> None:
         """Has all processes stop if one of them wants to."""
-        if self.team is not None:
-            reasons = [reason for reason in self.team.exchange(self._wished) if reason is not None]
-            if reasons:
-                self.stop(reasons[0])
+        reasons = [reason for reason in self.group.all_gather(self._local_stop_reason) if reason is not None]
+        if reasons:
+            self.stop(reasons[0])
 
     def count(self, batches: int, rows: int) -> None:
         """Adds batches of so many examples to what was taken."""
@@ -140,9 +143,9 @@ class RunContext(Context):
         self.examples += batches * rows
 
     def request_stop(self, reason: str = "a hook") -> None:
-        if self.team is None:
+        if self.group.count == 1:
             self.stop(reason)
-        self._wished = self._wished or reason
+        self._local_stop_reason = self._local_stop_reason or reason
 
     def stop(self, reason: str) -> None:
         """Does what `request_stop` asks for, where all processes do so."""

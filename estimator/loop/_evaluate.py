@@ -21,7 +21,7 @@ from estimator.loop import _hook_calls
 from estimator.loop._context import RunContext
 from estimator.loop._flops import debugging, steps_that_fit
 from estimator.loop._programs import stacked_batches
-from estimator.loop._read_ahead import pieces_with_hooks
+from estimator.loop._read_ahead import chunks_with_hooks
 from estimator.loop._synchronized_input import Uneven
 from estimator.metrics import Metric
 from estimator.multihost._global_arrays import rows_of_all
@@ -159,9 +159,9 @@ def evaluate_batches(
     held = state.variables, state.slots, state.global_step, jax.random.key_data(state.key)
     guard = BatchGuard(*first)
     at_once = context.agreed(lambda: guard(1, first, steps.at_once, held, *first))
-    for pairs, due in pieces_with_hooks(batches, hooks, context, last_batch, at_once):
+    for pairs, due in chunks_with_hooks(batches, hooks, context, last_batch, at_once):
         asked = _hook_calls.before(due, context)
-        together = len(pairs) == at_once > 1 and not due and context.team is None
+        together = len(pairs) == at_once > 1 and not due and context.group.count == 1
         stacked = stacked_batches(pairs, at_once) if together else None
         if stacked is not None:
             rows = rows_of(*pairs[0])

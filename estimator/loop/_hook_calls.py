@@ -12,7 +12,6 @@ from absl import logging
 
 from estimator.core._hook import Hook, RunValues
 from estimator.loop._context import RunContext
-from estimator.multihost._liveness import explained
 from estimator.multihost._preemption import Preempted
 
 
@@ -29,7 +28,7 @@ def around(hooks: Sequence[Hook], context: RunContext) -> Iterator[None]:
         if isinstance(error, GeneratorExit):  # which closes the results of `predict`, and is no error
             context.stop("closed")
         else:
-            context.error = explained(error) if context.team and isinstance(error, Exception) else error
+            context.error = context.group.explain(error)
             context.stop("error")
             if context.error is not error:
                 raise context.error from error

@@ -16,7 +16,7 @@ from estimator.core._typing import PyTree
 from estimator.inputs._input_fn import Batches
 from estimator.loop import _hook_calls
 from estimator.loop._context import RunContext
-from estimator.loop._read_ahead import pieces_with_hooks
+from estimator.loop._read_ahead import chunks_with_hooks
 from estimator.runtime._uninterrupted import compile_first
 from estimator.steps._transform import Model
 
@@ -55,7 +55,7 @@ def predict_batches(
 ) -> Iterator[PyTree]:
     """Yields the predictions of each batch as numpy arrays; `first` are the features of the first batch."""
     guard = BatchGuard(first, None)
-    for ((features, _),), due in pieces_with_hooks(batches, hooks, context, None):
+    for ((features, _),), due in chunks_with_hooks(batches, hooks, context, None):
         asked = _hook_calls.before(due, context)
         step = steps.reporting if _hook_calls.asks(asked, context) else steps.quiet
         rows = rows_of(features)

@@ -34,7 +34,9 @@ def choose(
         steps = 1
     else:
         steps = context.agreed(lambda: _automatic(programs, hooks, context.global_step, look_every))
-    return LoopSize(programs, steps, wanted, _SECONDS_AT_ONCE if context.team is None else _SECONDS_AT_ONCE_OF_SEVERAL)
+    return LoopSize(
+        programs, steps, wanted, _SECONDS_AT_ONCE if context.group.count == 1 else _SECONDS_AT_ONCE_OF_SEVERAL
+    )
 
 
 class LoopSize:

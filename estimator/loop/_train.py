@@ -157,7 +157,7 @@ class Training:
         if len(self._losses) > _PROGRAMS_IN_FLIGHT:
             self._losses[-1 - _PROGRAMS_IN_FLIGHT][0].losses.block_until_ready()
         context.global_step += run.steps
-        context.count(run.steps, rows_of(*run.batch) * (context.team.count if context.team else 1))
+        context.count(run.steps, rows_of(*run.batch) * context.group.count)
         self._bar.update(run.steps)
         if self._clock is None:  # started after the first program, since compiling is no part of the rate
             seen.losses.block_until_ready()
@@ -243,7 +243,7 @@ class Training:
                 f"{self._newest()} Look for a gradient that is not a number, or lower the learning rate."
             )
         taken = self._skipped_batches + self.context.batches
-        positions = [self._position] if self.context.team is None else self.context.team.exchange(self._position)
+        positions = self.context.group.all_gather(self._position)
         host = {"input": {"batches": taken, "positions": positions}, "hooks": _hook_calls.states(self.hooks)}
         self.saved_path, self.saved_step = self.checkpoints.save(state, host), step
         self.context.phase = phase

@@ -18,12 +18,13 @@ from absl import logging
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from estimator.core._argument_checks import check_intervals
-from estimator.multihost import _coordination_client, _liveness
+from estimator.multihost import _coordination_client
 from estimator.multihost._cluster import Job, find_job
+from estimator.multihost._liveness import ProcessLostError, explained
+from estimator.multihost._runtime import RUNTIME
 from estimator.multihost._supervisor_client import Lifeline, connect, is_loopback, meet, split_address, start_hub
 
 _HUB_SECS = 5.0  # for the hub to start and to answer
-_has_run = False
 
 
 def initialize_distributed(
@@ -74,12 +75,11 @@ def initialize_distributed(
       OSError: the port is in use on the host of process 0.
       TimeoutError: not all processes have come, or the sum has not, within timeout_secs.
     """
-    global _has_run
     check_intervals("initialize_distributed", timeout_secs=timeout_secs)
     check_intervals("initialize_distributed", heartbeat_timeout_secs=heartbeat_timeout_secs)
     check_intervals("initialize_distributed", grace_secs=grace_secs)
     job = find_job(coordinator_address, num_processes, process_id, local_device_ids)
-    if _has_run:
+    if RUNTIME.is_initialized:
         raise RuntimeError("initialize_distributed was called before; call it once, at the start of the script.")
     if _coordination_client.devices_are_started():
         raise RuntimeError(
@@ -90,11 +90,11 @@ def initialize_distributed(
         logging.info("initialize_distributed: one process (%s).", job.source)
     else:
         _join(job, timeout_secs, heartbeat_timeout_secs, grace_secs)
-    _has_run = True
+    RUNTIME.is_initialized = True
 
 
 def _join(job: Job, timeout_secs: float, heartbeat_secs: float, grace_secs: float) -> None:
-    _liveness.start_timeout_secs = timeout_secs
+    RUNTIME.start_timeout_secs = timeout_secs
     deadline = time.monotonic() + timeout_secs
     assert job.address is not None
     host, _ = split_address(job.address)
@@ -161,20 +161,20 @@ def _start_devices(connect: Callable[[], None], deadline: float, timeout_secs: f
     # In a thread, since none of it has a timeout that ends in an error of Python.
     thread = threading.Thread(target=work, name="start-devices", daemon=True)
     thread.start()
-    while thread.is_alive() and time.monotonic() < deadline and not _liveness.lost():
+    while thread.is_alive() and time.monotonic() < deadline and not RUNTIME.loss:
         thread.join(0.1)
     if thread.is_alive():
         atexit.register(_end_at_once)
     if not outcome:
-        if loss := _liveness.lost():
-            raise _liveness.ProcessLostError(loss)
+        if RUNTIME.loss:
+            raise ProcessLostError(RUNTIME.loss)
         raise TimeoutError(
             f"initialize_distributed: the first sum over all devices has not come within {timeout_secs:g} s. All "
             "processes are there, so look for a firewall between their hosts, a proxy (http_proxy), or devices that do "
             "not start."
         )
     if isinstance(outcome[0], BaseException):
-        raise _liveness.explained(outcome[0])
+        raise explained(outcome[0])
     total, expected = outcome[0]
     if total != expected:
         raise RuntimeError(

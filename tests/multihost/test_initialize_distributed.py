@@ -12,6 +12,7 @@ from testing.cluster import free_port, shared_cluster
 import replicate
 from estimator.multihost import _initialize, _supervisor, _supervisor_client
 from estimator.multihost._cluster import Job
+from estimator.multihost._runtime import RUNTIME
 
 
 def test_processes_meet_and_end_at_different_times():
@@ -277,7 +278,7 @@ def test_it_comes_before_the_devices_are_started():
 @pytest.fixture
 def new_process(monkeypatch):
     """As if nothing had been done yet, and nothing told of other processes."""
-    monkeypatch.setattr(_initialize, "_has_run", False)
+    monkeypatch.setattr(RUNTIME, "is_initialized", False)
     monkeypatch.setattr("estimator.multihost._coordination_client.devices_are_started", lambda: False)
     for name in ("TF_CONFIG", "JAX_COORDINATOR_ADDRESS", "JOB_COMPLETION_INDEX"):
         monkeypatch.delenv(name, raising=False)
