@@ -122,7 +122,8 @@ class MetricHook(EarlyStoppingHook):
     def end(self, context: Context) -> None:
         if context.error is None and context.stop_reason != SIGTERM and self.restores_best:
             path = context.save()
-            context.restored = path is not None and context.agreed(lambda: self.restore_best(path))
+            if path is not None and context.agreed(lambda: self.restore_best(path)):
+                context.note_restored()
 
     def restore_best(self, path: str) -> bool:
         if not self.restores_best:

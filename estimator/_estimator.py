@@ -261,13 +261,13 @@ class Estimator:
                 "`itertools.repeat(batch)` to train on it again and again, or an iterable of batches.",
                 last_step - start,
             )
-        context = RunContext(ModeKeys.TRAIN, self.model_dir, start, group)
         training = Training(
-            self._programs, self._config, self._checkpoints, context, all_hooks, last_step, path, skipped
+            self._programs, self._config, self._checkpoints, group, state, all_hooks, last_step, path, skipped
         )
+        context = training.context
         with ends_by_sigterm(context), _hook_calls.around(all_hooks, context):
             _hook_calls.set_states(all_hooks, host.get("hooks", {}))
-            state = training.run(state, rest)
+            state = training.run(rest)
         self._goes_on = False
         if training.saved_path and training.saved_step == context.global_step:
             if context.stop_reason == "input" and self._config.is_chief:
@@ -366,7 +366,7 @@ class Estimator:
         hooks = hooks_for_process(group, hooks)
         with ends_by_sigterm(context), _hook_calls.around(hooks, context):
             state, path = state_for(*first)
-            context.has_state(state)
+            context.set_readonly_state(state)
             results = evaluate_batches(
                 self._eval_steps, state, rest, first, hooks, context, steps, self._config.eval_loss_over
             )
@@ -595,5 +595,5 @@ class Estimator:
         hooks = (*hooks, *traits.hooks[1])
         with ends_by_sigterm(context), _hook_calls.around(hooks, context):
             state, _ = self._restored(ModeKeys.PREDICT, path, requested, SingleProcess(), features)
-            context.has_state(state)
+            context.set_readonly_state(state)
             yield from predict_batches(self._predict_steps, state, rest, features, keys, hooks, context)

@@ -197,10 +197,9 @@ class _Evaluation(Hook):
         state = context.state
         if context.found_nan:
             return  # nothing of it will be saved
-        spec, phase = self._spec, context.phase
-        context.phase, self._started = "evaluate", time.monotonic()
-        self.metrics = self._estimator.evaluate_state(state, spec.input_fn, spec.steps, spec.hooks, self._name)
-        context.phase = phase
+        spec, self._started = self._spec, time.monotonic()
+        with context.evaluating():
+            self.metrics = self._estimator.evaluate_state(state, spec.input_fn, spec.steps, spec.hooks, self._name)
 
     def _is_of(self, context: Context) -> bool:
         """Whether the last evaluation is that of the state now."""

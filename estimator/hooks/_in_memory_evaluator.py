@@ -70,6 +70,5 @@ class InMemoryEvaluatorHook(Hook):
             self._evaluate(context)
 
     def _evaluate(self, context: Context) -> None:
-        phase, context.phase = context.phase, "evaluate"
-        self.results.append(self._estimator.evaluate_state(context.state, *self._args))
-        context.phase = phase
+        with context.evaluating():
+            self.results.append(self._estimator.evaluate_state(context.state, *self._args))

@@ -162,8 +162,8 @@ def test_many_small_batches_give_what_they_give_one_by_one(tmp_path, count, monk
     ]
     sizes = []
     several = make(tmp_path, model_fn)
-    program = several._eval_steps.several
-    monkeypatch.setattr(several._eval_steps, "several", lambda *args: sizes.append(len(args[-1])) or program(*args))
+    program = several._eval_steps.loop
+    monkeypatch.setattr(several._eval_steps, "loop", lambda *args: sizes.append(len(args[-1])) or program(*args))
     found = several.evaluate(lambda: batches)
     assert sizes == [16] * (count // 16)
     one_by_one = make(tmp_path, model_fn)
