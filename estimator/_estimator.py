@@ -5,17 +5,17 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from absl import logging
 
 from estimator._arguments import check_steps, chosen_dir, needs_params
+from estimator._runs import InputFn, Runs, eval_dir
 from estimator.checkpoint import _checkpoints
-from estimator.checkpoint._checkpoints import Checkpoints, saved_learning_rates
-from estimator.checkpoint._model_dir import check_not_of_tensorflow, training_in
-from estimator.checkpoint._restore import StateSource
+from estimator.checkpoint._checkpoints import saved_learning_rates
+from estimator.checkpoint._model_dir import training_in
 from estimator.checkpoint._warm_start import WarmStartReport, WarmStartSettings, as_settings
 from estimator.core._estimator_spec import checked_hooks
 from estimator.core._hook import Hook
@@ -26,25 +26,13 @@ from estimator.core._state import State
 from estimator.core._typing import PyTree
 from estimator.export._export_model import check_arguments, write_export
 from estimator.hooks._checkpoint_saver import CheckpointSaverListener, checked_listeners
-from estimator.hooks._defaults import hooks_for_process, with_default_hooks
-from estimator.hooks._summary_saver import write_evaluation
-from estimator.inputs._input_fn import Batches, batches, call_input_fn
-from estimator.loop import _hook_calls
-from estimator.loop._context import RunContext
-from estimator.loop._evaluate import EvalSteps, evaluate_batches
-from estimator.loop._predict import PredictSteps, checked_keys, predict_batches, single_examples
-from estimator.loop._programs import Programs
-from estimator.loop._resume_input import resume_input
-from estimator.loop._synchronized_input import first_batch
-from estimator.loop._train import Training
+from estimator.inputs._input_fn import call_input_fn
+from estimator.loop._predict import checked_keys, single_examples
 from estimator.multihost._collective_call import collective_call, run_on_chief
-from estimator.multihost._preemption import ends_by_sigterm, interrupted_by_sigterm
-from estimator.multihost._process_group import ProcessGroup, SingleProcess
+from estimator.multihost._process_group import SingleProcess
 from estimator.runtime._fork import check_not_forked
 from estimator.runtime._standard_streams import keep_standard_streams_open
-from estimator.steps._transform import transform
 
-InputFn = Callable[..., Any]
 _EXPORT = "call `export_model(export_dir_base, example_features)`, and `est.load_exported` to run what it wrote"
 # TensorFlow's names of what is called otherwise here.
 _REPLACED = {
@@ -52,7 +40,6 @@ _REPLACED = {
     "export_saved_model": _EXPORT,
     "experimental_export_all_saved_models": _EXPORT,
 }
-T = TypeVar("T")
 
 
 class Estimator:
@@ -119,18 +106,9 @@ class Estimator:
         self._model_fn = model_fn
         self._public_model_fn = with_params(model_fn, self._params)
         settings = as_settings(warm_start_from)
-        self._model = transform(model_fn, self.params, self._config, donate=True)
+        self._runs = Runs(model_fn, self._params, self._config, settings)
         if params is None and needs_params(model_fn):
             logging.warning("The model_fn has a params argument, but params are not passed to Estimator.")
-        self._checkpoints = Checkpoints(
-            self.model_dir, self._config.keep_checkpoint_max, self._config.keep_checkpoint_every_n_hours
-        )
-        self._goes_on = True  # from a checkpoint of another process, or of a training that failed
-        self._programs: Programs | None = None  # made for the first batch
-        self._compiled: set[ModeKeys] = set()
-        self._eval_steps = EvalSteps(self._model)
-        self._predict_steps = PredictSteps(self._model)
-        self._states = StateSource(self._model, self._config.seed, settings)
         logging.info("Using config: %s", self._config)
 
     if not TYPE_CHECKING:  # which would take any name for an attribute
@@ -160,9 +138,14 @@ class Estimator:
         return self._public_model_fn
 
     @property
+    def warm_start_from(self) -> WarmStartSettings | None:
+        """Where variables get their first values from, as long as the model_dir has no checkpoint."""
+        return self._runs.states.settings
+
+    @property
     def warm_start_report(self) -> WarmStartReport | None:
         """What the last warm start of this Estimator took; None: there was none."""
-        return self._states.warm_start_report
+        return self._runs.states.warm_start_report
 
     def train(
         self,
@@ -211,69 +194,7 @@ class Estimator:
             collective_call(f"train(steps={steps}, max_steps={max_steps})") as group,
             training_in(self.model_dir, self._config.is_chief),
         ):
-            return self._train(input_fn, own_hooks, listeners, steps, max_steps, group)
-
-    def _train(
-        self,
-        input_fn: InputFn,
-        own_hooks: tuple[Hook, ...],
-        listeners: tuple[CheckpointSaverListener, ...],
-        steps: int | None,
-        max_steps: int | None,
-        group: ProcessGroup,
-    ) -> Estimator:
-        path = self._newest(group, writes=True)
-        start, host = (0, {}) if path is None else _checkpoints.progress(path)
-        if max_steps is not None and start >= max_steps:
-            logging.info("Skipping training since max_steps has already saved.")
-            return self
-        with interrupted_by_sigterm():
-            rest = self._batches(input_fn, ModeKeys.TRAIN)
-            skipped = resume_input(rest, path, host, self._config) if self._goes_on and path is not None else 0
-            first = first_batch(group, rest.peek(), ModeKeys.TRAIN)
-        if first is None and path is not None and skipped:
-            logging.warning("Training made no steps: %s is of the end of the input. The next begins it anew.", path)
-            if self._config.is_chief:
-                _checkpoints.note_end_of_input(path)
-            return self
-        if first is None:
-            logging.warning("Training with estimator made no steps. Perhaps input is empty or misspecified.")
-            return self
-        self._tell_compiling(ModeKeys.TRAIN)
-        if self._programs is None:
-            self._programs = Programs(self._model, *first)
-        rest.place(self._programs.traits.placement)
-        first = rest.peek() or first
-        group.set_placement(self._programs.traits.placement)
-        chief_hooks, spec_hooks = self._programs.traits.hooks
-        all_hooks = with_default_hooks(chief_hooks, [*own_hooks, *spec_hooks], self._config, listeners)
-        all_hooks = hooks_for_process(group, all_hooks, chief_hooks)
-        state = self._states.take_for_training(path, group, *first)
-        if path is None and self._states.settings is not None:
-            start = int(state.global_step)  # which it may have brought
-            if max_steps is not None and start >= max_steps:
-                logging.info("Skipping training since the warm start is at max_steps already.")
-                return self
-        last_step = max_steps if steps is None else start + steps
-        if rest.is_one_batch and last_step is not None and last_step - start > 1:
-            logging.warning(
-                "input_fn returned one batch, so that training ends after one step, not after %d. Return "
-                "`itertools.repeat(batch)` to train on it again and again, or an iterable of batches.",
-                last_step - start,
-            )
-        training = Training(
-            self._programs, self._config, self._checkpoints, group, state, all_hooks, last_step, path, skipped
-        )
-        context = training.context
-        with ends_by_sigterm(context), _hook_calls.around(all_hooks, context):
-            _hook_calls.set_states(all_hooks, host.get("hooks", {}))
-            state = training.run(rest)
-        self._goes_on = False
-        if training.saved_path and training.saved_step == context.global_step:
-            if context.stop_reason == "input" and self._config.is_chief:
-                _checkpoints.note_end_of_input(training.saved_path)
-            if not context.restored:
-                self._states.keep(training.saved_path, state)
+            self._runs.train(input_fn, own_hooks, listeners, steps, max_steps, group)
         return self
 
     def evaluate(
@@ -310,14 +231,14 @@ class Estimator:
         keep_standard_streams_open()
         call = f"evaluate(steps={steps}, checkpoint_path={checkpoint_path!r}, name={name!r})"
         with collective_call(call) as group, contextlib.ExitStack() as stack:
-            path = self._existing(checkpoint_path, group)
+            path = self._runs.lookup.requested(checkpoint_path, group)
             if group.count > 1 and path is not None:  # which all of them read
                 stack.enter_context(_checkpoints.kept(path))
 
             def restored(features: PyTree, labels: PyTree) -> tuple[State, str | None]:
-                return self._restored(ModeKeys.EVAL, path, checkpoint_path, group, features, labels)
+                return self._runs.lookup.state(ModeKeys.EVAL, path, checkpoint_path, group, features, labels)
 
-            return self._evaluate(restored, input_fn, steps, own_hooks, name, group)
+            return self._runs.evaluate(restored, input_fn, steps, own_hooks, name, group)
 
     def evaluate_state(
         self,
@@ -332,52 +253,11 @@ class Estimator:
         check_not_forked("evaluate_state")
 
         def placed(*batch: PyTree) -> tuple[State, None]:
-            return self._states.for_evaluation(state, *batch), None
+            return self._runs.states.for_evaluation(state, *batch), None
 
         own_hooks = checked_hooks("hooks", hooks)
         with collective_call(f"evaluate_state(steps={steps}, name={name!r})") as group:
-            return self._evaluate(placed, input_fn, steps, own_hooks, name, group)
-
-    def _evaluate(
-        self,
-        state_for: Callable[..., tuple[State, str | None]],
-        input_fn: InputFn,
-        steps: int | None,
-        hooks: tuple[Hook, ...],
-        name: str | None,
-        group: ProcessGroup,
-    ) -> dict[str, Any]:
-        with interrupted_by_sigterm():
-            rest = self._batches(input_fn, ModeKeys.EVAL)
-            first = first_batch(group, rest.peek(), ModeKeys.EVAL)
-        if first is None:
-            raise ValueError(
-                "`evaluate` got no batch from input_fn. Check that it starts anew at each call; a generator made "
-                "outside of input_fn is empty the second time."
-            )
-        self._tell_compiling(ModeKeys.EVAL)
-        context = RunContext(ModeKeys.EVAL, self.model_dir, group=group)
-        traits = self._model.traits(*first, mode=ModeKeys.EVAL)
-        rest.place(traits.placement)
-        first = rest.peek() or first
-        context.output_dir, context.reported = self.eval_dir(name), traits.reported
-        hooks = (*hooks, *traits.hooks[1])
-        group.set_placement(traits.placement)
-        hooks = hooks_for_process(group, hooks)
-        with ends_by_sigterm(context), _hook_calls.around(hooks, context):
-            state, path = state_for(*first)
-            context.set_readonly_state(state)
-            results = evaluate_batches(
-                self._eval_steps, state, rest, first, hooks, context, steps, self._config.eval_loss_over
-            )
-            context.metrics = results
-            write_evaluation(context, path)
-        shown = ", ".join(
-            f"{key} = {value:.6g}" if isinstance(value, float) else f"{key} = {value}"
-            for key, value in sorted(results.items())
-        )
-        logging.info("Evaluation%s: %s", f" {name!r}" if name else "", shown)
-        return results
+            return self._runs.evaluate(placed, input_fn, steps, own_hooks, name, group)
 
     def predict(
         self,
@@ -409,8 +289,8 @@ class Estimator:
             call_input_fn(input_fn, ModeKeys.PREDICT, None, None)  # raises
         keys, own_hooks = checked_keys(predict_keys), checked_hooks("hooks", hooks)
         check_not_forked("predict")
-        path = self._existing(checkpoint_path, SingleProcess())
-        predictions = self._predictions(input_fn, keys, own_hooks, path, checkpoint_path)
+        path = self._runs.lookup.requested(checkpoint_path, SingleProcess())
+        predictions = self._runs.predict(input_fn, keys, own_hooks, path, checkpoint_path)
         return single_examples(predictions) if yield_single_examples else predictions
 
     def export_model(
@@ -456,11 +336,11 @@ class Estimator:
         options = check_arguments(example_features, assets_extra, batch_size, platforms, outputs)
 
         def export() -> str:
-            alone = SingleProcess()
-            path = self._checkpoints.latest() if checkpoint_path is None else self._existing(checkpoint_path, alone)
-            if path is None and self._states.settings is None:
+            alone, lookup = SingleProcess(), self._runs.lookup
+            path = self.latest_checkpoint() if checkpoint_path is None else lookup.requested(checkpoint_path, alone)
+            if path is None and self._runs.states.settings is None:
                 raise ValueError(f"Couldn't find trained model at {self.model_dir}. Call `train` first.")
-            state, _ = self._restored(ModeKeys.PREDICT, path, checkpoint_path, alone, options.features)
+            state, _ = lookup.state(ModeKeys.PREDICT, path, checkpoint_path, alone, options.features)
             call = bind(self._model_fn, self.params, self._config)
             return write_export(export_dir_base, call, state, options)
 
@@ -468,7 +348,7 @@ class Estimator:
 
     def latest_checkpoint(self) -> str | None:
         """The path of the newest complete checkpoint, or None."""
-        return self._checkpoints.latest()
+        return self._runs.checkpoints.latest()
 
     def get_variable_names(self) -> list[str]:
         """The names of everything in the newest checkpoint: variables, slots, global_step.
@@ -476,7 +356,7 @@ class Estimator:
         Raises:
           ValueError: there is no checkpoint.
         """
-        return self._of_newest(_checkpoints.names)
+        return self._runs.lookup.read_newest(_checkpoints.names)
 
     def get_variable_value(self, name: str | Sequence[str]) -> np.ndarray | dict[str, np.ndarray]:
         """The value of a variable, or slot, in the newest checkpoint; or several of them.
@@ -491,109 +371,16 @@ class Estimator:
         Raises:
           ValueError: there is no checkpoint, or nothing in it has such a name.
         """
-        values = self._of_newest(lambda path: _checkpoints.read_all(path, [name] if isinstance(name, str) else name))
+        values = self._runs.lookup.read_newest(
+            lambda path: _checkpoints.read_all(path, [name] if isinstance(name, str) else name)
+        )
         return values[name] if isinstance(name, str) and name in values else values
 
     def get_learning_rates(self) -> dict[str, float]:
         """`est.learning_rates` of the state of the newest checkpoint; a ValueError where there is no checkpoint. An
         optimizer's own name is taken to have no "/"."""
-        return self._of_newest(saved_learning_rates)
+        return self._runs.lookup.read_newest(saved_learning_rates)
 
     def eval_dir(self, name: str | None = None) -> str:
         """Where the evaluation called `name` writes: `<model_dir>/eval_<name>`, or `<model_dir>/eval` without one."""
-        return os.path.join(self.model_dir, f"eval_{name}" if name else "eval")
-
-    def _of_newest(self, read: Callable[[str], T]) -> T:
-        """What is read from the newest checkpoint; from the next one if that is removed before."""
-        failed = None
-        while True:
-            path = self._trained()
-            try:
-                with _checkpoints.kept(path):
-                    return read(path)
-            except _checkpoints.NotACheckpointError:
-                if path == failed:
-                    raise
-                failed = path
-
-    def _restored(
-        self,
-        mode: ModeKeys,
-        path: str | None,
-        requested: str | None,
-        group: ProcessGroup,
-        features: PyTree,
-        labels: PyTree = None,
-    ) -> tuple[State, str | None]:
-        """The state saved at a path, and that path. It is the newest checkpoint's where none was `requested` by its
-        path and the one looked up before has been removed since."""
-        while True:
-            try:
-                return self._states.get(mode, path, group, features, labels), path
-            except _checkpoints.NotACheckpointError:
-                newest = self._checkpoints.latest()
-                if requested not in (None, "latest") or group.count > 1 or newest in (None, path):
-                    raise
-                path = newest
-
-    def _trained(self) -> str:
-        path = self._checkpoints.latest()
-        if path is None:
-            check_not_of_tensorflow(self.model_dir)
-            raise ValueError(f"Could not find trained model in model_dir: {self.model_dir}. Call `train` first.")
-        return path
-
-    def _newest(self, group: ProcessGroup, writes: bool = False) -> str | None:
-        latest = self._checkpoints.latest
-        path = group.shared_path(self.model_dir, latest, writes)
-        if path is None:
-            check_not_of_tensorflow(self.model_dir)
-        return path
-
-    def _existing(self, checkpoint_path: str | None, group: ProcessGroup) -> str | None:
-        if checkpoint_path in (None, "latest"):
-            path = self._newest(group)
-            if path is None and checkpoint_path is not None:
-                self._trained()  # raises
-            if path is None:
-                logging.warning(
-                    "Could not find trained model in model_dir: %s, running initialization instead.",
-                    self.model_dir,
-                )
-            return path
-        _checkpoints.names(checkpoint_path)  # raises where it is none
-        return checkpoint_path
-
-    def _tell_compiling(self, mode: ModeKeys) -> None:
-        """Says once that the first batch of a mode takes longer: on some machines a minute."""
-        if mode not in self._compiled:
-            self._compiled.add(mode)
-            logging.info("Calling model_fn in mode %r and compiling it; the first batch takes longer.", str(mode))
-
-    def _batches(self, input_fn: InputFn, mode: ModeKeys) -> Batches:
-        return batches(call_input_fn(input_fn, mode, self.params, self._config))
-
-    def _predictions(
-        self,
-        input_fn: InputFn,
-        keys: tuple[str, ...] | None,
-        hooks: tuple[Hook, ...],
-        path: str | None,
-        requested: str | None,
-    ) -> Iterator[PyTree]:
-        with interrupted_by_sigterm():
-            rest = self._batches(input_fn, ModeKeys.PREDICT)
-            first = rest.peek()
-        if first is None:
-            return
-        self._tell_compiling(ModeKeys.PREDICT)
-        context = RunContext(ModeKeys.PREDICT, self.model_dir)
-        traits = self._model.traits(first[0], mode=ModeKeys.PREDICT)
-        rest.place(traits.placement)
-        features, _ = rest.peek() or first
-        context.reported = traits.reported
-        hooks = (*hooks, *traits.hooks[1])
-        with ends_by_sigterm(context), _hook_calls.around(hooks, context):
-            state, _ = self._restored(ModeKeys.PREDICT, path, requested, SingleProcess(), features)
-            context.set_readonly_state(state)
-            yield from predict_batches(self._predict_steps, state, rest, features, keys, hooks, context)
+        return eval_dir(self.model_dir, name)

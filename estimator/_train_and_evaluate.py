@@ -102,7 +102,7 @@ def train_and_evaluate(
         if path is None:
             raise ValueError(
                 "`train_and_evaluate` got no batch from the input_fn of its TrainSpec, and there is no checkpoint in "
-                f"{estimator.model_dir}: nothing to evaluate. Check that input_fn starts anew at each call."
+                f"{estimator.model_dir}: nothing to evaluate. Check that input_fn starts again at each call."
             )
         for each in evaluations.values():
             each.evaluate_newest()

@@ -127,7 +127,7 @@ def _extended(estimator: Estimator, extend: Callable[..., EstimatorSpec]) -> Est
         spec = estimator.model_fn(features, labels, mode, config)
         return extend(spec, features, labels, config)
 
-    return Estimator(model_fn, estimator.model_dir, estimator.config, estimator.params, estimator._states.settings)
+    return Estimator(model_fn, estimator.model_dir, estimator.config, estimator.params, estimator.warm_start_from)
 
 
 def _checked_keys(keys: Any) -> tuple[str, ...] | None:

@@ -246,7 +246,7 @@ def test_pinning_the_checkpoint_in_use_reads_nothing_anew(tmp_path, monkeypatch)
     estimator = make(tmp_path).train(endless, steps=2)
     restored = count_restores(monkeypatch)
     before = estimator.evaluate(times(1))
-    estimator._checkpoints.pin(estimator.latest_checkpoint())
+    estimator._runs.checkpoints.pin(estimator.latest_checkpoint())
     assert estimator.evaluate(times(1)) == before
     assert restored == []
 

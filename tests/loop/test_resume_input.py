@@ -153,7 +153,10 @@ def test_killed_after_the_last_checkpoint_it_makes_no_further_steps(tmp_path, me
     assert step_of(new(tmp_path)) == N
     assert seen(new(tmp_path, **config).train(source)) == [1] * N
     path = tmp_path / f"ckpt-{N}"
-    assert f"Training made no steps: {path} is of the end of the input. The next begins it anew." in messages()
+    assert (
+        f"Training made no steps: {path} is of the end of the input. The next training run begins it again."
+        in messages()
+    )
     assert seen(new(tmp_path, **config).train(source)) == [2] * N
 
 
