@@ -45,7 +45,7 @@ _REPLACED = {
 class Estimator:
     """Trains, evaluates and predicts with a model_fn; everything it knows is in its `model_dir`.
 
-    A second Estimator on the same directory goes on with the same model. Compiled programs, and the variables of the
+    A second Estimator on the same directory continues with the same model. Compiled programs, and the variables of the
     newest checkpoint, stay alive between calls: ten evaluations compile once and read the checkpoint once.
 
     An `input_fn` is a function of any of `mode, params, config`. It returns an iterable of batches, each
@@ -80,7 +80,7 @@ class Estimator:
       config: a `RunConfig`.
       params: passed on to model_fn and input_fn; copied.
       warm_start_from: where variables get their first values from, as long as the model_dir has no checkpoint: a
-        `WarmStartSettings`, or, for all trainable variables, a model_dir, the path of a checkpoint, or that of an
+        `WarmStartSettings`, or, for all trainable variables, a model_dir, or the path of a checkpoint or of an
         exported model.
 
     Raises:
@@ -155,23 +155,23 @@ class Estimator:
         max_steps: int | None = None,
         saving_listeners: Iterable[CheckpointSaverListener] | None = None,
     ) -> Estimator:
-        """Trains on, from the newest checkpoint or from initial values; returns the Estimator itself.
+        """Trains from the newest checkpoint, or from initial values; returns the Estimator itself.
 
         Saves a checkpoint of the initial values, then as the config says, and one at the end. Hooks are called in this
-        order: that which saves checkpoints, the EstimatorSpec's `training_chief_hooks`, that which writes summaries,
-        those given here, its `training_hooks`; those of them with a state to save (`Hook.get_state`) before the others.
+        order: the one that saves checkpoints, the EstimatorSpec's `training_chief_hooks`, the one that writes
+        summaries, the `hooks` passed here, its `training_hooks`; those with a state to save (`Hook.get_state`) first.
 
         Args:
           input_fn: gives the training batches. Training ends with them, if nothing ends it before. A thread reads them
             ahead, and takes the values of each as it comes: all may be in the same memory.
-          hooks: `est.Hook`s, called around the steps. A `CheckpointSaverHook` takes the place of the config's.
+          hooks: `est.Hook`s, called around the steps. A `CheckpointSaverHook` replaces the config's.
           steps: how many steps to train in this call.
           max_steps: at which global step to stop. Nothing is done (nor is input_fn called) if it is reached already.
-          saving_listeners: `est.CheckpointSaverListener`s, told of every checkpoint.
+          saving_listeners: `est.CheckpointSaverListener`s, called around every checkpoint.
 
         Raises:
-          TypeError: one of the hooks or listeners is none.
-          RuntimeError: another training is going on in the model_dir; this process was forked from one that had a run.
+          TypeError: a hook or listener is not one.
+          RuntimeError: another training run uses the model_dir; this process was forked from one that had a run.
           OSError: the model_dir cannot be made or written.
           ValueError: both `steps` and `max_steps` are given, or one is not positive; listeners are given, but nothing
             saves checkpoints; the model_dir holds checkpoints of TensorFlow; a checkpoint that does not fit the
@@ -214,15 +214,15 @@ class Estimator:
           checkpoint_path: which checkpoint to evaluate; default: the newest. Where there is none, the initial values
             are evaluated, as in TensorFlow, with a warning; with "latest" this is an error.
           name: of this evaluation, for the log and for `eval_dir(name)`, where the metrics are written for
-            TensorBoard and `est.read_history`, in the place of those of an earlier evaluation of the same step.
+            TensorBoard and `est.read_history`, instead of an earlier evaluation of the same step.
 
         Returns:
           By name: the metrics (floats, or arrays), "loss" (the mean of the batches' losses, or of the examples', as
           `RunConfig(eval_loss_over=...)` says) and "global_step".
 
         Raises:
-          TypeError: one of the hooks is none.
-          ValueError: the input_fn gives no batch, `steps` is not positive, the path is not that of a checkpoint, or
+          TypeError: a hook is not one.
+          ValueError: the input_fn gives no batch, `steps` is not positive, the path is not a checkpoint, or
             the checkpoint does not fit the model_fn.
         """
         check_steps("steps", steps)
@@ -269,7 +269,7 @@ class Estimator:
     ) -> Iterator[PyTree]:
         """Yields the predictions for an input_fn, pytrees of numpy arrays, in its order.
 
-        Arguments are checked at once; batches are read and computed as the predictions are asked for.
+        Arguments are checked at once; batches are read and computed as the predictions are taken.
 
         Args:
           input_fn: gives the batches; of any size. Labels are left out.
@@ -281,8 +281,8 @@ class Estimator:
           yield_single_examples: whether to yield one example at a time, or whole batches.
 
         Raises:
-          TypeError: one of the hooks is none.
-          ValueError: `predict_keys` names a prediction that there is not, the path is not that of a checkpoint, or the
+          TypeError: a hook is not one.
+          ValueError: `predict_keys` names an unknown prediction, the path is not a checkpoint, or the
             checkpoint does not fit the model_fn.
         """
         if not callable(input_fn):
@@ -311,7 +311,7 @@ class Estimator:
         size, the weights, a `metadata.json`, checksums, which `est.load_exported` looks at, and a `README.md` with the
         few lines that load it by jax and numpy alone. jax reads programs for at least six months after they were
         exported; keep the checkpoint too. Of several processes all call it, process 0 writes, and all get the path.
-        Random keys are those of `predict`, the same ones for every batch.
+        Random keys are as in `predict`, the same ones for every batch.
 
         Args:
           export_dir_base: where to make the folder.
@@ -321,7 +321,7 @@ class Estimator:
           assets_extra: files to copy into the folder's `assets.extra/`, by their path in there.
           batch_size: the only batch size to export for, where the model_fn has to know the number of examples.
           platforms: which of "cpu", "cuda", "rocm" and "tpu" to export for. None needs to be here.
-          outputs: names of predictions and `est.record`ed values to export in place of `export_outputs`, with only the
+          outputs: names of predictions and `est.record`ed values to export instead of `export_outputs`, with only the
             operations, weights and features they need. Batch-major; a scalar is one number for the whole batch.
 
         Returns:
@@ -330,7 +330,7 @@ class Estimator:
         Raises:
           ValueError: there is no checkpoint, or it lacks a variable; the arguments or the outputs cannot be exported,
             or not for batches of any size. Nothing is left behind.
-          TypeError: the features are no arrays of numbers, or in another container.
+          TypeError: the features are not arrays of numbers, or in another container.
         """
         check_not_forked("export_model")
         options = check_arguments(example_features, assets_extra, batch_size, platforms, outputs)

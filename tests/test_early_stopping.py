@@ -361,7 +361,7 @@ def test_what_can_not_be_restored_is_said(tmp_path, messages, last, message):
     hook = est.stop_if_no_decrease_hook(estimator, "loss", 100, restore_best=True)
     estimator.train(lambda: [ONE] * 4, hooks=[Record(), hook])
     assert estimator.get_variable_value("steps") == 4
-    assert any("restores nothing: the best evaluation is that of step 2" in m and message in m for m in messages())
+    assert any("restores nothing: the best evaluation is of step 2" in m and message in m for m in messages())
 
 
 def test_another_hook_may_evaluate(tmp_path):
@@ -438,7 +438,7 @@ def test_patience_is_checked(tmp_path, options, message):
 def test_a_hook_is_for_one_estimator(tmp_path):
     hook = no_decrease(make(tmp_path / "a"))
     with pytest.raises(
-        ValueError, match="stop_if_no_decrease_hook was made for the Estimator of .*a, but trains that of"
+        ValueError, match="stop_if_no_decrease_hook was made for the Estimator of .*a, but trains the one of"
     ):
         make(tmp_path / "b").train(lambda: [ONE], hooks=[hook])
 

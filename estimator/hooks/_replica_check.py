@@ -1,4 +1,4 @@
-"""Copies of the variables compared on the way."""
+"""Copies of the variables compared during a training run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a process lets the others know of a batch: what it is made of, without its values."""
+"""The structure of a batch without its values, which processes exchange."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Pair = tuple[PyTree, PyTree]
 
 
 class BatchShape(NamedTuple):
-    """Made of what JSON knows.
+    """The arrays of a batch and their containers, as values that JSON knows.
 
     Attributes:
       rows: the number of examples.

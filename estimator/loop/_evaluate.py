@@ -167,7 +167,7 @@ def evaluate_batches(
     guard = BatchGuard(*first)
     at_once = context.agreed(lambda: guard(1, first, steps.at_once, held, *first))
     for pairs, due in chunks_with_hooks(batches, hooks, context, last_batch, at_once):
-        asked = _hook_calls.before(due, context)
+        requests = _hook_calls.before(due, context)
         together = len(pairs) == at_once > 1 and not due and context.group.count == 1
         stacked = stacked_batches(pairs, at_once) if together else None
         if stacked is not None:
@@ -176,7 +176,7 @@ def evaluate_batches(
             merged.add(losses, metrics, [rows] * len(pairs))
             context.count(len(pairs), rows)
             continue
-        reports = _hook_calls.asks(asked, context)
+        reports = _hook_calls.requests_values(requests, context)
         for i, pair in enumerate(pairs):
             (features, labels), rows = steps.on_devices(pair)
             program = steps.step_reporting if reports and i == len(pairs) - 1 else steps.step
@@ -184,7 +184,7 @@ def evaluate_batches(
             loss, metrics, reported = guard(context.batches + 1, given, steps.run, program, rows, held, *given)
             context.count(1, rows)
             merged.add(loss, metrics, [rows])
-        _hook_calls.after(due, context, asked, loss, 1, reported)
+        _hook_calls.after(due, context, requests, loss, 1, reported)
     if context.stop_reason == SIGTERM:
         raise Preempted  # a part of the batches makes no result
     return {**merged.results(loss_over), "global_step": int(state.global_step)}

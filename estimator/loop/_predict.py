@@ -55,12 +55,12 @@ def predict_batches(
     """Yields the predictions of each batch as numpy arrays; `first` are the features of the first batch."""
     guard = BatchGuard(first, None)
     for ((features, _),), due in chunks_with_hooks(batches, hooks, context, None):
-        asked = _hook_calls.before(due, context)
-        program = steps.step_reporting if _hook_calls.asks(asked, context) else steps.step
+        requests = _hook_calls.before(due, context)
+        program = steps.step_reporting if _hook_calls.requests_values(requests, context) else steps.step
         rows = rows_of(features)
         predictions, reported = guard(context.batches + 1, (features, None), steps.run, program, rows, state, features)
         context.count(1, rows)
-        _hook_calls.after(due, context, asked, None, 1, reported)
+        _hook_calls.after(due, context, requests, None, 1, reported)
         selected = jax.device_get(select(predictions, keys))
         context.phase = "output"
         if context.preempted:

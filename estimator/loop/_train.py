@@ -110,15 +110,15 @@ class Training:
         size = _steps_per_loop.choose(self.config.steps_per_loop, self.programs, self.hooks, context, look_every)
         with self._log:
             for run, due in self._runs(batches, size):
-                asked = _hook_calls.before(due, context) if due else []
-                outputs, reported = self._start(run, reporting=_hook_calls.asks(asked, context))
+                requests = _hook_calls.before(due, context) if due else []
+                outputs, reported = self._start(run, reporting=_hook_calls.requests_values(requests, context))
                 if context.global_step - but * run.steps - self._looked_step >= look_every:
                     self.look(but)
                     if context.found_nan:  # in all processes: they see the same losses, or have agreed to stop
                         context.stop("NaN loss")
                     size.timed(self._looked_step)
                 if due:
-                    _hook_calls.after(due, context, asked, outputs.losses, run.steps, reported, outputs.rates)
+                    _hook_calls.after(due, context, requests, outputs.losses, run.steps, reported, outputs.rates)
             self.look()
         if self._changed_at == context.global_step:
             context.note_restored()
@@ -235,7 +235,7 @@ class Training:
     def _newest(self) -> str:
         if self.saved_step < 0:
             return "There is no checkpoint."
-        return f"The newest checkpoint is that of step {self.saved_step}; nothing later was saved."
+        return f"The newest checkpoint is from step {self.saved_step}; nothing later was saved."
 
 
 def _of_steps(programs: Sequence[tuple[StepOutputs, int]]) -> tuple[np.ndarray, dict[str, np.ndarray]]:

@@ -1,4 +1,4 @@
-"""Getting the processes of a run together."""
+"""Connects the processes of a run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from estimator.multihost import _coordination_client
 from estimator.multihost._cluster import Job, find_job
 from estimator.multihost._liveness import ProcessLostError, explained
 from estimator.multihost._runtime import RUNTIME
-from estimator.multihost._supervisor_client import Lifeline, connect, is_loopback, meet, split_address, start_hub
+from estimator.multihost._supervisor_client import Lifeline, connect, introduce, is_loopback, split_address, start_hub
 
 _HUB_SECS = 5.0  # for the hub to start and to answer
 
@@ -37,19 +37,19 @@ def initialize_distributed(
     heartbeat_timeout_secs: float = 100.0,
     grace_secs: float = 10.0,
 ) -> None:
-    """Makes one run of several processes: after it `jax.devices()` are those of all of them.
+    """Makes one run of several processes: after it `jax.devices()` are the devices of all of them.
 
     Call it once, before anything else that uses jax. What is not given comes from the environment: `TF_CONFIG`, SLURM,
     MPI, an indexed job of Kubernetes, or a TPU pod. Where nothing speaks of several processes there is one, and the
     same script runs alone.
 
-    All processes meet at process 0, which is the chief, and check that they fit together: number, ids, hosts,
+    All processes connect to process 0, which is the chief, and check that they fit together: number, ids, hosts,
     versions. Then a sum over all devices is checked, and the chief logs a table of the processes.
 
     From then on each process hears when another dies, or ends with an error. What it does together with others raises
     `est.ProcessLostError`, which names that process, in the Estimator's calls. A process that is still in a collective
     `grace_secs` later is ended, with a line on stderr and exit code 76. A process may end before the others,
-    also by `sys.exit`: that is no loss, though one that still needs it in a collective waits in vain.
+    also by `sys.exit`: that is not a loss, though one that still needs it in a collective waits in vain.
 
     >>> initialize_distributed("localhost:1234", num_processes=2, process_id=2)
     Traceback (most recent call last):
@@ -109,20 +109,20 @@ def _join(job: Job, timeout_secs: float, heartbeat_secs: float, grace_secs: floa
     if hub is not None:
         hub.returncode = 0  # it ends by itself, after all others; subprocess would warn about that
     # The hub knows best who is missing, so process 0 waits for what it says.
-    told = meet(channel, job.address, _introduce(job), deadline + (_HUB_SECS if hub else 0.0))
-    Lifeline(channel, told["chief"], heartbeat_secs, grace_secs)
-    _choose_devices(job, told["shares_devices"])
+    answer = introduce(channel, job.address, _introduction(job), deadline + (_HUB_SECS if hub else 0.0))
+    Lifeline(channel, answer["chief"], heartbeat_secs, grace_secs)
+    _choose_devices(job, answer["shares_devices"])
     secs = deadline - time.monotonic()
     _start_devices(
-        lambda: _coordination_client.connect(host, told["begin"], job.num_processes, job.process_id, secs),
+        lambda: _coordination_client.connect(host, answer["begin"], job.num_processes, job.process_id, secs),
         deadline,
         timeout_secs,
     )
     if job.process_id == 0:
-        logging.info("initialize_distributed: %d processes (%s).\n%s", job.num_processes, job.source, _table(told))
+        logging.info("initialize_distributed: %d processes (%s).\n%s", job.num_processes, job.source, _table(answer))
 
 
-def _introduce(job: Job) -> dict[str, Any]:
+def _introduction(job: Job) -> dict[str, Any]:
     assert job.address is not None
     return {
         "process_id": job.process_id,
@@ -199,11 +199,11 @@ def _sum_of_device_numbers() -> tuple[int, int]:
     return int(total), int(numbers.sum())
 
 
-def _table(told: dict[str, Any]) -> str:
+def _table(answer: dict[str, Any]) -> str:
     """One line per process."""
     keys = ("process_id", "host", "pid", "jax", "jaxlib", "python")
     rows = [["process", *keys[1:], "devices"]]
-    for hello in told["processes"]:
+    for hello in answer["processes"]:
         mine = [device for device in jax.devices() if device.process_index == hello["process_id"]]
         devices = f"{len(mine)} x {mine[0].device_kind}" if mine else "none"
         rows.append([*(str(hello[key]) for key in keys), devices])

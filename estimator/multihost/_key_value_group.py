@@ -51,8 +51,7 @@ class KeyValueGroup(ProcessGroup):
         self.towers = around.towers
         self.index = jax.process_index()
         self.count = jax.process_count()
-        # The values of a call within another one must not be taken for those of a later one, should they get out of
-        # step.
+        # A value of a call within another one must not be taken for one of a later call, should they get out of step.
         self.prefix = around.new_prefix()
         self._call = call
         self._prefixes = itertools.count()

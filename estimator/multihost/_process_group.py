@@ -36,7 +36,7 @@ class ProcessGroup(abc.ABC):
 
     @abc.abstractmethod
     def channel(self, name: str) -> ProcessGroup:
-        """The same processes, for another thread: its calls do not mix with those of this one."""
+        """The same processes, for another thread: its calls do not mix with the calls here."""
 
     def all_gather(self, value: T) -> list[T]:
         """The values that all processes pass, in the order of the processes; waits for the last of them.
@@ -65,7 +65,7 @@ class ProcessGroup(abc.ABC):
 
     @abc.abstractmethod
     def gather_reports(self, report: str, secs: float) -> list[str]:
-        """Publishes a report, and returns those of all processes that have published one within `secs` from now."""
+        """Publishes a report, and returns all that processes have published within `secs` from now."""
 
     @abc.abstractmethod
     def flag(self) -> None:

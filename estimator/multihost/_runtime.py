@@ -33,7 +33,7 @@ class Runtime:
       is_initialized: whether `initialize_distributed` was called.
       start_timeout_secs: how long one waits for the others at the begin of a call.
       groups: the groups of the calls that are being made, each within the one before; the first is this process alone.
-      ended_prefixes: in process 0, those of groups whose keys are still in the key-value store.
+      ended_prefixes: in process 0, of ended groups whose keys are still in the key-value store.
       chief_is_alone: whether process 0 does something that the others wait for.
       loss: which process has died, and how.
       ended: the last process that has ended in order.

@@ -1,4 +1,4 @@
-"""The connection of a process to the hub: by it all meet, and by it each hears when another has died."""
+"""The connection of a process to the hub, which brings all together and says when one of them has died."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def split_address(address: str) -> tuple[str, int]:
 def is_loopback(host: str) -> bool:
     """Whether a name, as this host resolves it, leads back to this host by its loopback device."""
     try:
-        found = {str(info[4][0]) for info in socket.getaddrinfo(host, None)}
+        addresses = {str(info[4][0]) for info in socket.getaddrinfo(host, None)}
     except OSError:
         return False
-    return bool(found) and all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in found)
+    return bool(addresses) and all(ipaddress.ip_address(x.partition("%")[0]).is_loopback for x in addresses)
 
 
 def start_hub(address: str, num_processes: int, timeout_secs: float, heartbeat_secs: float) -> subprocess.Popen[bytes]:
@@ -93,15 +93,15 @@ def connect(address: str, deadline: float) -> _supervisor.Channel:
         time.sleep(max(0.0, min(0.2, left)))
 
 
-def meet(channel: _supervisor.Channel, address: str, hello: dict[str, Any], deadline: float) -> dict[str, Any]:
+def introduce(channel: _supervisor.Channel, address: str, hello: dict[str, Any], deadline: float) -> dict[str, Any]:
     """Says to the hub who this is, and waits until all are there.
 
     Returns:
-      What the hub told: where jax's service is, and who the others are.
+      The answer of the hub: where jax's service is, and who the others are.
 
     Raises:
       TimeoutError: processes have not come.
-      RuntimeError: the processes do not fit together, and all of them get this; or the other side is no hub.
+      RuntimeError: the processes do not fit together, and all of them get this; or the other side is not a hub.
     """
     try:
         channel.send(hello=hello)
@@ -110,7 +110,7 @@ def meet(channel: _supervisor.Channel, address: str, hello: dict[str, Any], dead
         channel.socket.close()
         if isinstance(e, EOFError | OSError | ValueError | KeyError) and not isinstance(e, TimeoutError):
             raise RuntimeError(
-                f"{_CALLER}: what answers at coordinator_address={address!r} is no process 0 of this program, or it "
+                f"{_CALLER}: what answers at coordinator_address={address!r} is not process 0 of this program, or it "
                 f"has ended ({type(e).__name__}: {e}). Give the address of process 0, with a port of its own."
             ) from e
         raise

@@ -137,7 +137,7 @@ def test_there_is_no_loss_in_a_prediction(tmp_path):
 
 def test_values_are_asked_for_by_name(tmp_path):
     estimator = make(tmp_path, save_checkpoints_steps=None)
-    with pytest.raises(TypeError, match=r"Asking object .*\.before_run asked for array\(3\.\), but values are"):
+    with pytest.raises(TypeError, match=r"Asking object .*\.before_run requested array\(3\.\), but values are"):
         estimator.train(times(1), hooks=[Asking({"a": np.array(3.0)})])
 
 

@@ -185,7 +185,7 @@ def test_a_run_that_saves_nothing_does_not_move_the_position(tmp_path):
 def test_an_input_that_is_shorter_than_what_was_taken_is_an_error(tmp_path):
     new(tmp_path, resume_input="count").train(generator, max_steps=5)
     message = (
-        r"ckpt-5 was saved after 5 batches of the input, but input_fn gave only 3\. Give the same input, or begin anew "
+        r"ckpt-5 was saved after 5 batches of the input, but input_fn gave only 3\. Give the same input, or begin again "
         r"by RunConfig\(resume_input=None\)"
     )
     with pytest.raises(ValueError, match=message):
@@ -200,7 +200,7 @@ def test_a_position_of_other_data_is_an_error_that_says_which_checkpoint(tmp_pat
     new(tmp_path).train(data(5), max_steps=7)
     with pytest.raises(ValueError, match="is not one of this input") as raised:
         new(tmp_path).train(data(6), max_steps=9)
-    note = f"The position is that of {tmp_path}/ckpt-7. RunConfig(resume_input=None) begins the input anew."
+    note = f"The position is that of {tmp_path}/ckpt-7. RunConfig(resume_input=None) begins the input again."
     assert raised.value.__notes__ == [note]
     assert seen(new(tmp_path).train(data(5), max_steps=11))[:5] == [3, 2, 2, 2, 2]
 
@@ -208,4 +208,4 @@ def test_a_position_of_other_data_is_an_error_that_says_which_checkpoint(tmp_pat
 def test_an_input_without_position_says_that_it_begins_anew(tmp_path, messages):
     new(tmp_path).train(generator, max_steps=5)
     new(tmp_path).train(generator, max_steps=6)
-    assert "The input begins anew: there is no position in it; see RunConfig(resume_input=...)." in messages()
+    assert "The input begins again: there is no position in it; see RunConfig(resume_input=...)." in messages()

@@ -255,7 +255,7 @@ def test_something_else_at_the_address_is_an_error():
         with connection:
             connection.sendall(b"SSH-2.0-OpenSSH\r\n")
             with pytest.raises(
-                RuntimeError, match="what answers at coordinator_address='127.* is no process 0 of this"
+                RuntimeError, match="what answers at coordinator_address='127.* is not process 0 of this"
             ):
                 met.result()
 
@@ -287,7 +287,7 @@ def new_process(monkeypatch):
 def test_a_process_alone_goes_on(new_process, messages):
     replicate.initialize_distributed()
     assert messages() == [
-        "initialize_distributed: one process (nothing tells of others: no arguments, TF_CONFIG, SLURM, MPI or "
+        "initialize_distributed: one process (nothing names others: no arguments, TF_CONFIG, SLURM, MPI or "
         "Kubernetes)."
     ]
     with pytest.raises(RuntimeError, match="initialize_distributed was called before"):

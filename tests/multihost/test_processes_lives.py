@@ -63,7 +63,7 @@ def test_a_checkpoint_is_read_by_any_number_of_processes(folder, whole, messages
     one = team.make(str(folder / "one"))
     one.train(lambda: team.Source(), max_steps=8)
     assert_same([one.get_variable_value("*")], whole[:1])
-    assert "The input goes on after its first 4 batches." in messages()
+    assert "The input resumes after its first 4 batches." in messages()
 
 
 def test_two_processes_go_on_from_what_one_has_made(folder, whole):

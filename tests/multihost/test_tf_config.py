@@ -179,7 +179,7 @@ def test_arguments_that_make_no_sense_are_refused(environment, arguments, messag
 
 def test_ranks_without_an_address_are_refused(environment):
     environment(**OPEN_MPI)
-    with pytest.raises(ValueError, match=r"MPI \(OMPI_COMM_WORLD_RANK\) does not tell where process 0 is. Give coord"):
+    with pytest.raises(ValueError, match=r"MPI \(OMPI_COMM_WORLD_RANK\) does not say where process 0 is. Give coord"):
         find()
 
 
@@ -198,9 +198,9 @@ def test_a_number_that_is_none_is_refused(environment):
         {"TF_CONFIG": config(CHIEF, "worker", 1)},
     ],
 )
-def test_a_loopback_address_is_refused_where_the_environment_tells_of_several_hosts(environment, variables, address):
+def test_a_loopback_address_is_refused_where_the_environment_names_several_hosts(environment, variables, address):
     environment(**variables)
-    with pytest.raises(ValueError, match="is a loopback address, which every host has for itself, but .* tells of sev"):
+    with pytest.raises(ValueError, match="is a loopback address, which every host has for itself, but .* names sev"):
         find(address)
 
 
