@@ -1,4 +1,4 @@
-"""Hooks that end a training by what its evaluations found, and the best state that one may end with."""
+"""Hooks that end a training run by the results of its evaluations, and the best state that one may end with."""
 
 import json
 import os
@@ -53,7 +53,7 @@ def record(estimator, values, name=None, time=0.0):
 
 
 def stops(hook, estimator, step=10_000):
-    """Whether a training that goes on from a step ends at once."""
+    """Whether a training run that resumes at a step ends at once."""
     context = RunContext("train", estimator.model_dir, step)
     hook.begin()
     hook.after_create_state(context)
@@ -61,7 +61,7 @@ def stops(hook, estimator, step=10_000):
 
 
 class KillAt(est.Hook):
-    """Ends a training with an error, in which nothing is saved."""
+    """Ends a run with an error, in which nothing is saved."""
 
     def __init__(self, step):
         self.step = step
@@ -141,8 +141,10 @@ def test_nan_is_no_improvement_and_reported_once(tmp_path, messages, values):
     lower = est.stop_if_lower_hook(estimator, "loss", 0.7)
     assert not stops(lower, estimator)
     step = int(np.argmax(np.isnan(values)))
-    told = [m for m in messages() if m == f"stop_if_no_decrease_hook: 'loss' is NaN at step {step}, no improvement."]
-    assert len(told) == 1
+    warnings = [
+        m for m in messages() if m == f"stop_if_no_decrease_hook: 'loss' is NaN at step {step}, no improvement."
+    ]
+    assert len(warnings) == 1
 
 
 def test_all_nan_runs_out_of_patience(tmp_path):
@@ -182,17 +184,17 @@ def test_the_names_of_tensorflow_are_there():
 @pytest.mark.parametrize("secs", [60, None])
 def test_a_function_is_asked_after_the_first_step_and_every_so_many_steps(tmp_path, secs):
     estimator = make(tmp_path)
-    asked = []
-    hook = est.make_early_stopping_hook(estimator, lambda: asked.append(1) or len(asked) == 3, secs, run_every_steps=4)
+    calls = []
+    hook = est.make_early_stopping_hook(estimator, lambda: calls.append(1) or len(calls) == 3, secs, run_every_steps=4)
     estimator.train(lambda: [ONE] * 30, hooks=[hook])
-    assert (len(asked), step_of(estimator), saved_steps(estimator)) == (3, 9, [0, 9])
+    assert (len(calls), step_of(estimator), saved_steps(estimator)) == (3, 9, [0, 9])
 
 
 def test_a_function_is_asked_every_so_many_seconds(tmp_path):
     estimator = make(tmp_path)
-    asked = []
-    estimator.train(lambda: [ONE] * 30, hooks=[est.make_early_stopping_hook(estimator, lambda: asked.append(1))])
-    assert len(asked) == 1
+    calls = []
+    estimator.train(lambda: [ONE] * 30, hooks=[est.make_early_stopping_hook(estimator, lambda: calls.append(1))])
+    assert len(calls) == 1
     hook = est.make_early_stopping_hook(estimator, lambda: True, run_every_secs=1e-9)
     estimator.train(lambda: [ONE] * 30, hooks=[hook])
     assert step_of(estimator) == 31

@@ -115,7 +115,7 @@ def test_one_that_has_ended_before_explains_an_error_of_jax(monkeypatch):
     monkeypatch.setattr(RUNTIME, "ended", "process 1 (host b, pid 4711)")
     monkeypatch.setattr(RUNTIME, "loss_known", threading.Event())
     error = jax.errors.JaxRuntimeError("closed by peer")
-    found = _liveness.explained(error, wait_secs=0.01)
-    assert str(found) == f"process 1 (host b, pid 4711) has ended before this one{AGAIN}"
-    assert found.__cause__ is error
+    explanation = _liveness.explained(error, wait_secs=0.01)
+    assert str(explanation) == f"process 1 (host b, pid 4711) has ended before this one{AGAIN}"
+    assert explanation.__cause__ is error
     assert _liveness.explained(ValueError("no"), wait_secs=0.01).args == ("no",)

@@ -1,4 +1,4 @@
-"""Replicas checked: copies of an array that differ are found, by name, device and step; nothing else is."""
+"""The check of replicas reports copies that differ, by name, device and step, and nothing else."""
 
 import jax
 import jax.numpy as jnp
@@ -105,23 +105,23 @@ def batches(n):
 
 
 @pytest.mark.parametrize(
-    ("which", "changed", "steps_per_loop", "found"),
+    ("which", "changed", "steps_per_loop", "step"),
     [(a_variable, 7, 1, 8), (a_slot, 8, 1, 8), (a_variable, 7, 3, 8)],  # a step may round the bit of a slot away
 )
 def test_a_copy_changed_in_training_is_found_at_the_next_check(
-    tmp_path, monkeypatch, which, changed, steps_per_loop, found
+    tmp_path, monkeypatch, which, changed, steps_per_loop, step
 ):
     estimator = make(
         tmp_path,
         replicate(mlp_model_fn(optax.adam(0.01)), 2),
-        save_checkpoints_steps=found,  # so that a checkpoint is due when the mismatch is found
+        save_checkpoints_steps=step,  # so that a checkpoint is due when the mismatch comes up
         check_replicas_every=4,
         steps_per_loop=steps_per_loop,
     )
     corrupt(monkeypatch, changed, which)
     name = {a_variable: "variable 'v'", a_slot: "slot 'optimizer/0/mu/hidden/w'"}[which]
     with pytest.raises(
-        est.ReplicaMismatchError, match=f"copy of the {name} on device cpu:1 differs .* cpu:0, at step {found}"
+        est.ReplicaMismatchError, match=f"copy of the {name} on device cpu:1 differs .* cpu:0, at step {step}"
     ):
         estimator.train(batches(20))
     assert saved_steps(estimator) == [0]

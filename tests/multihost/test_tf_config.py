@@ -145,7 +145,7 @@ def test_an_indexed_job_of_kubernetes_needs_no_package_where_the_rest_is_given(e
 
 
 def test_a_pod_that_is_not_of_an_indexed_job_is_alone(environment, monkeypatch):
-    monkeypatch.setattr(clusters.K8sCluster, "is_env_present", lambda: pytest.fail("Kubernetes was asked"))
+    monkeypatch.setattr(clusters.K8sCluster, "is_env_present", lambda: pytest.fail("Kubernetes was called"))
     environment(KUBERNETES_SERVICE_HOST="10.0.0.1")
     assert find()[:3] == (None, 1, 0)
 

@@ -54,7 +54,7 @@ def mean_step():
 # Getting together.
 
 
-def meet():
+def join():
     """The good case; process 0 ends while its devices still work, and the others later."""
     logging.set_verbosity(logging.INFO)
     replicate.initialize_distributed(timeout_secs=30)
@@ -151,7 +151,7 @@ def work(victim, way, grace_secs=1.0, heartbeat_secs=60.0):
 
 
 def poll():
-    """Sees the loss from Python, and goes on."""
+    """Sees the loss from Python, and continues."""
     while not RUNTIME.loss:
         time.sleep(0.01)
     say("lost:", RUNTIME.loss)
