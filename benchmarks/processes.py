@@ -5,7 +5,7 @@
 A group, say 2x1, is two processes of one CPU device each, on this host; they communicate over its loopback device. It
 measures, with gradients of 10^3 to 10^7 floats: their sum over the towers; a step of `Estimator.train` of a model that
 has little else to do; and how the processes agree before each chunk of training: the exchange of their batches,
-`Team.exchange`, and the broadcast of process 0's plan. It counts the bytes of a sum (on Linux).
+`ProcessGroup.all_gather`, and the broadcast of process 0's plan. It counts the bytes of a sum (on Linux).
 
 Other programs on the host, and the group's own processes, only increase a time. So there are many short rounds, and the
 figure is the fastest round of all repeats; `spread` is the ratio of the slowest repeat's fastest round to it.
@@ -36,7 +36,8 @@ from matplotlib.lines import Line2D
 from network_model import ALGORITHMS, Link, Network, traffic
 
 import estimator as est
-from estimator.multihost._process_group import Team
+from estimator.multihost._key_value_group import KeyValueGroup
+from estimator.multihost._runtime import RUNTIME
 from replicate import TowerOptimizer, initialize_distributed, replicate_model_fn
 
 SIZES = [10**exponent for exponent in range(3, 8)]  # floats
@@ -133,10 +134,12 @@ def measure(path):
         figures["sum"][size], figures["bytes"][size] = time_of_sum(size)
         figures["step"][size] = time_of_step(size, os.path.join(os.path.dirname(path), f"model{size}"))
     if jax.process_count() > 1:
-        team = Team("benchmark")
-        figures["exchange"] = min(times_of(lambda: team.exchange(None), 10, 100))
+        group = KeyValueGroup("benchmark", RUNTIME.group)
+        figures["exchange"] = min(times_of(lambda: group.all_gather(None), 10, 100))
         # Process 0 does not wait for the others, so they synchronize at the end.
-        figures["plan"] = min(times_of(lambda: team.from_chief(lambda: None), 90, 20, lambda: team.exchange(None)))
+        figures["plan"] = min(
+            times_of(lambda: group.broadcast_from_chief(lambda: None), 90, 20, lambda: group.all_gather(None))
+        )
     if jax.process_index() == 0:
         with open(path, "w") as file:
             json.dump(figures, file)

@@ -1,4 +1,4 @@
-"""Hooks that end a training early, by what its evaluations found."""
+"""Hooks that end a training run early, by the results of its evaluations."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _Rule = Callable[[_History], str | None]  # why to stop, if so
 
 
 class EarlyStoppingHook(Hook):
-    """Ends a training when a function says so; `est.make_early_stopping_hook` makes it."""
+    """Ends a training run when a function says so; `est.make_early_stopping_hook` makes it."""
 
     def __init__(
         self,
@@ -74,11 +74,11 @@ class EarlyStoppingHook(Hook):
 class MetricHook(EarlyStoppingHook):
     """An early stopping hook that goes by the recorded values of one metric.
 
-    Of the evaluations recorded before a training, those of later steps than that from which it goes on do not count:
-    they are from a training that was killed, and will be made again.
+    Evaluations recorded before this run, of later steps than the one that it resumes from, do not count: they are
+    from a run that was killed, and are repeated.
 
     Attributes:
-      eval_dir: where the evaluations are recorded; None: not said yet.
+      eval_dir: where the evaluations are recorded; None: not known yet.
       restores_best: whether the last state will be the best one.
     """
 
@@ -107,14 +107,14 @@ class MetricHook(EarlyStoppingHook):
         self._min_steps = min_steps
         self._sign = sign  # 1: small is good; -1: large is
         self._checkpoints = Checkpoints(estimator.model_dir)
-        self._start, self._time = math.inf, 0.0  # from which step a training goes on, and since when
+        self._start, self._time = math.inf, 0.0  # where this run resumes, and when it began
         self._reported: set[int] = set()
 
     def after_create_state(self, context: Context) -> None:
         if context.model_dir != self._estimator.model_dir:
             raise ValueError(
                 f"{self.caller} was made for the Estimator of {self._estimator.model_dir}, "
-                f"but trains that of {context.model_dir}."
+                f"but trains the one of {context.model_dir}."
             )
         self._start, self._time = context.global_step, time.time()
         self._look(context)
@@ -122,7 +122,8 @@ class MetricHook(EarlyStoppingHook):
     def end(self, context: Context) -> None:
         if context.error is None and context.stop_reason != SIGTERM and self.restores_best:
             path = context.save()
-            context.restored = path is not None and context.agreed(lambda: self.restore_best(path))
+            if path is not None and context.agreed(lambda: self.restore_best(path)):
+                context.note_restored()
 
     def restore_best(self, path: str) -> bool:
         if not self.restores_best:
@@ -135,8 +136,8 @@ class MetricHook(EarlyStoppingHook):
         source = os.path.join(self._estimator.model_dir, f"ckpt-{best}")
         if last not in values or source not in self._checkpoints.paths():
             logging.warning(
-                "%s restores nothing: the best evaluation is that of step %d, but %s. It has to look right after each "
-                "evaluation, and that of the last state is one: use `train_and_evaluate`.",
+                "%s restores nothing: the best evaluation is of step %d, but %s. It has to look right after each "
+                "evaluation, also the last state's: use `train_and_evaluate`.",
                 self.caller,
                 best,
                 "its state was not saved" if last in values else f"the last state, of step {last}, was not evaluated",
@@ -149,7 +150,7 @@ class MetricHook(EarlyStoppingHook):
     def _look(self, context: Context) -> None:
         super()._look(context)
         if self.restores_best and context.agreed(lambda: self._is_best(context.global_step)):
-            path = context.save()  # any later training goes on from here, or later, so it needs no other
+            path = context.save()  # a later run resumes from here, or later, so it needs no other
             context.agreed(lambda: self._pin(path))
 
     def _is_best(self, step: int) -> bool:
@@ -176,8 +177,8 @@ class MetricHook(EarlyStoppingHook):
         """The values up to a step, by step."""
         if not os.path.exists(os.path.join(self._dir(), HISTORY)):
             return []
-        made = [row for row in read_history(self._dir()) if row["step"] <= self._start or row["time"] >= self._time]
-        rows = [row for row in made if self._min_steps <= row["step"] <= last_step]
+        valid = [row for row in read_history(self._dir()) if row["step"] <= self._start or row["time"] >= self._time]
+        rows = [row for row in valid if self._min_steps <= row["step"] <= last_step]
         if rows and self._metric_name not in rows[-1]:
             raise ValueError(
                 f"{self.caller} got metric_name={self._metric_name!r}, but the evaluation of step {rows[-1]['step']} "
@@ -200,10 +201,10 @@ def make_early_stopping_hook(
     run_every_secs: float | None = 60,
     run_every_steps: int | None = None,
 ) -> Hook:
-    """A hook that ends the training when a function says so.
+    """A hook that ends the training run when a function says so.
 
-    It is asked after the first step and then every so often; in `train_and_evaluate` also right after every
-    evaluation. The checkpoint, the evaluation and the exports of the end are made as ever.
+    The function is called after the first step and then every N seconds or steps; in `train_and_evaluate` also right
+    after every evaluation. The checkpoint, the evaluation and the exports of the end are made as usual.
 
     >>> import estimator as est
     >>> estimator = est.Estimator(lambda features, mode: None, "/tmp/model")
@@ -213,13 +214,13 @@ def make_early_stopping_hook(
     >>> hook = est.make_early_stopping_hook(estimator, is_good, run_every_steps=100)
 
     Args:
-      estimator: that which is trained.
+      estimator: the one that is trained.
       should_stop_fn: function of nothing that says whether to stop.
-      run_every_secs: every how many seconds to ask.
-      run_every_steps: every how many steps to ask, in place of `run_every_secs`.
+      run_every_secs: every how many seconds to call it.
+      run_every_steps: every how many steps to call it, instead of `run_every_secs`.
 
     Raises:
-      TypeError: `estimator` is none, or `should_stop_fn` no function.
+      TypeError: `estimator` is not an Estimator, or `should_stop_fn` not a function.
       ValueError: the two periods are both None, or one is not positive.
     """
     return EarlyStoppingHook("make_early_stopping_hook", estimator, should_stop_fn, run_every_secs, run_every_steps)
@@ -234,25 +235,25 @@ def stop_if_higher_hook(
     run_every_secs: float | None = 60,
     run_every_steps: int | None = None,
 ) -> Hook:
-    """A hook that ends the training when a metric was above a threshold in any evaluation.
+    """A hook that ends the training run when a metric was above a threshold in any evaluation.
 
     >>> import estimator as est
     >>> estimator = est.Estimator(lambda features, mode: None, "/tmp/model")
     >>> hook = est.stop_if_higher_hook(estimator, "accuracy", 0.9)
 
     Args:
-      estimator: that which is trained, by `train_and_evaluate`, or with another hook that evaluates it.
+      estimator: the one that is trained, by `train_and_evaluate`, or with another hook that evaluates it.
       metric_name: what to look at; a name that the evaluations do not have is an error at the first of them.
       threshold: the value to exceed.
-      eval_dir: where to read the evaluations. Default: that of `train_and_evaluate`, if it has one EvalSpec, else
+      eval_dir: where to read the evaluations. Default: as `train_and_evaluate` does, if it has one EvalSpec, else
         `estimator.eval_dir()`.
       min_steps: evaluations of earlier global steps do not count.
       run_every_secs: every how many seconds to look, besides at the start and after each evaluation by
         `train_and_evaluate`.
-      run_every_steps: every how many steps to look, in place of `run_every_secs`.
+      run_every_steps: every how many steps to look, instead of `run_every_secs`.
 
     Raises:
-      TypeError: `estimator` is none, or `metric_name` no string.
+      TypeError: `estimator` is not an Estimator, or `metric_name` not a string.
       ValueError: `min_steps` is negative, or there is no valid period.
     """
     rule = _threshold_rule(lambda value: value > threshold, f"higher than {threshold}")
@@ -269,13 +270,13 @@ def stop_if_lower_hook(
     run_every_secs: float | None = 60,
     run_every_steps: int | None = None,
 ) -> Hook:
-    """A hook that ends the training when a metric was below a threshold in any evaluation.
+    """A hook that ends the training run when a metric was below a threshold in any evaluation.
 
     >>> import estimator as est
     >>> estimator = est.Estimator(lambda features, mode: None, "/tmp/model")
     >>> hook = est.stop_if_lower_hook(estimator, "loss", 0.1, min_steps=1000)
 
-    Args and errors are those of `stop_if_higher_hook`.
+    Args and errors are as for `stop_if_higher_hook`.
     """
     rule = _threshold_rule(lambda value: value < threshold, f"lower than {threshold}")
     args = (eval_dir, min_steps, run_every_secs, run_every_steps)
@@ -295,13 +296,13 @@ def stop_if_no_increase_hook(
     min_delta: float = 0.0,
     restore_best: bool = False,
 ) -> Hook:
-    """A hook that ends the training when a metric does not increase any more.
+    """A hook that ends the training run when a metric does not increase any more.
 
     >>> import estimator as est
     >>> estimator = est.Estimator(lambda features, mode: None, "/tmp/model")
     >>> hook = est.stop_if_no_increase_hook(estimator, "accuracy", max_evals_without_increase=3, restore_best=True)
 
-    Args and errors are those of `stop_if_no_decrease_hook`.
+    Args and errors are as for `stop_if_no_decrease_hook`.
     """
     limits = max_steps_without_increase, max_evals_without_increase
     rule = _patience_rule("stop_if_no_increase_hook", "increase", -1, limits, min_delta)
@@ -322,35 +323,35 @@ def stop_if_no_decrease_hook(
     min_delta: float = 0.0,
     restore_best: bool = False,
 ) -> Hook:
-    """A hook that ends the training when a metric does not decrease any more.
+    """A hook that ends the training run when a metric does not decrease any more.
 
-    A training that is started again, after it was killed or had ended, counts on where it was.
+    A run that is started again, after it was killed or had ended, resumes the count.
 
-    With `restore_best`, the training, however it ends, ends with the variables and optimizer slots of the best
+    With `restore_best`, the run, however it ends, ends with the variables and optimizer slots of the best
     evaluation: the last checkpoint has these, and `evaluate`, `predict`, exports and later training start from them.
-    The number of steps remains that of the steps made. Until then the best has a checkpoint, which is not removed.
+    The number of steps still counts all steps made. Until then the best has a checkpoint, which is not removed.
 
     >>> import estimator as est
     >>> estimator = est.Estimator(lambda features, mode: None, "/tmp/model")
     >>> hook = est.stop_if_no_decrease_hook(estimator, "loss", max_steps_without_decrease=500, min_delta=0.01)
 
     Args:
-      estimator: that which is trained, by `train_and_evaluate`, or with another hook that evaluates it.
+      estimator: the one that is trained, by `train_and_evaluate`, or with another hook that evaluates it.
       metric_name: what to look at; a name that the evaluations do not have is an error at the first of them.
-      max_steps_without_decrease: stop at an evaluation that is so many global steps later than the best one.
-      eval_dir: where to read the evaluations. Default: that of `train_and_evaluate`, if it has one EvalSpec, else
+      max_steps_without_decrease: stop at an evaluation that is N global steps later than the best one.
+      eval_dir: where to read the evaluations. Default: as `train_and_evaluate` does, if it has one EvalSpec, else
         `estimator.eval_dir()`.
       min_steps: evaluations of earlier global steps do not count.
       run_every_secs: every how many seconds to look, besides at the start and after each evaluation by
         `train_and_evaluate`.
-      run_every_steps: every how many steps to look, in place of `run_every_secs`.
-      max_evals_without_decrease: stop after so many evaluations without a decrease. Give this, or the number of steps,
+      run_every_steps: every how many steps to look, instead of `run_every_secs`.
+      max_evals_without_decrease: stop after N evaluations without a decrease. Give this, or the number of steps,
         or both: then the first one counts.
-      min_delta: what is at least to count as a decrease; NaN never does.
+      min_delta: the least difference that counts as a decrease; NaN never does.
       restore_best: whether to end with the variables that had the lowest value, be it by less than `min_delta`.
 
     Raises:
-      TypeError: `estimator` is none, or `metric_name` no string.
+      TypeError: `estimator` is not an Estimator, or `metric_name` not a string.
       ValueError: there is no limit, or one is not positive; `min_steps` or `min_delta` is negative; there is no valid
         period.
     """
@@ -371,7 +372,7 @@ def _threshold_rule(is_beyond: Callable[[float], bool], shown: str) -> _Rule:
 
 
 def _patience_rule(caller: str, verb: str, sign: int, limits: tuple[int | None, int | None], min_delta: float) -> _Rule:
-    """Stops when nothing was better, by `min_delta`, for so many steps or evaluations. Sign 1: small is good."""
+    """Stops when nothing was better, by `min_delta`, for N steps or evaluations. Sign 1: small is good."""
     max_steps, max_evals = limits
     if max_steps is None and max_evals is None:
         raise ValueError(f"{caller} needs max_steps_without_{verb} or max_evals_without_{verb}; got None for both.")

@@ -5,17 +5,17 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from absl import logging
 
 from estimator._arguments import check_steps, chosen_dir, needs_params
+from estimator._runs import InputFn, Runs, eval_dir
 from estimator.checkpoint import _checkpoints
-from estimator.checkpoint._checkpoints import Checkpoints, saved_learning_rates
-from estimator.checkpoint._model_dir import check_not_of_tensorflow, training_in
-from estimator.checkpoint._restore import StateSource
+from estimator.checkpoint._checkpoints import saved_learning_rates
+from estimator.checkpoint._model_dir import training_in
 from estimator.checkpoint._warm_start import WarmStartReport, WarmStartSettings, as_settings
 from estimator.core._estimator_spec import checked_hooks
 from estimator.core._hook import Hook
@@ -26,24 +26,13 @@ from estimator.core._state import State
 from estimator.core._typing import PyTree
 from estimator.export._export_model import check_arguments, write_export
 from estimator.hooks._checkpoint_saver import CheckpointSaverListener, checked_listeners
-from estimator.hooks._defaults import team_hooks, with_default_hooks
-from estimator.hooks._summary_saver import write_evaluation
-from estimator.inputs._input_fn import Batches, batches, call_input_fn
-from estimator.loop import _hook_calls
-from estimator.loop._context import RunContext
-from estimator.loop._evaluate import EvalSteps, evaluate_batches
-from estimator.loop._predict import PredictSteps, checked_keys, predict_batches, single_examples
-from estimator.loop._programs import Programs
-from estimator.loop._resume_input import resume_input
-from estimator.loop._synchronized_input import first_batch
-from estimator.loop._train import Training
-from estimator.multihost._preemption import ends_by_sigterm, interrupted_by_sigterm
-from estimator.multihost._process_group import Team, same_call, together
+from estimator.inputs._input_fn import call_input_fn
+from estimator.loop._predict import checked_keys, single_examples
+from estimator.multihost._collective_call import collective_call, run_on_chief
+from estimator.multihost._process_group import SingleProcess
 from estimator.runtime._fork import check_not_forked
 from estimator.runtime._standard_streams import keep_standard_streams_open
-from estimator.steps._transform import transform
 
-InputFn = Callable[..., Any]
 _EXPORT = "call `export_model(export_dir_base, example_features)`, and `est.load_exported` to run what it wrote"
 # TensorFlow's names of what is called otherwise here.
 _REPLACED = {
@@ -51,13 +40,12 @@ _REPLACED = {
     "export_saved_model": _EXPORT,
     "experimental_export_all_saved_models": _EXPORT,
 }
-T = TypeVar("T")
 
 
 class Estimator:
     """Trains, evaluates and predicts with a model_fn; everything it knows is in its `model_dir`.
 
-    A second Estimator on the same directory goes on with the same model. Compiled programs, and the variables of the
+    A second Estimator on the same directory continues with the same model. Compiled programs, and the variables of the
     newest checkpoint, stay alive between calls: ten evaluations compile once and read the checkpoint once.
 
     An `input_fn` is a function of any of `mode, params, config`. It returns an iterable of batches, each
@@ -92,7 +80,7 @@ class Estimator:
       config: a `RunConfig`.
       params: passed on to model_fn and input_fn; copied.
       warm_start_from: where variables get their first values from, as long as the model_dir has no checkpoint: a
-        `WarmStartSettings`, or, for all trainable variables, a model_dir, the path of a checkpoint, or that of an
+        `WarmStartSettings`, or, for all trainable variables, a model_dir, or the path of a checkpoint or of an
         exported model.
 
     Raises:
@@ -118,18 +106,9 @@ class Estimator:
         self._model_fn = model_fn
         self._public_model_fn = with_params(model_fn, self._params)
         settings = as_settings(warm_start_from)
-        self._model = transform(model_fn, self.params, self._config, donate=True)
+        self._runs = Runs(model_fn, self._params, self._config, settings)
         if params is None and needs_params(model_fn):
             logging.warning("The model_fn has a params argument, but params are not passed to Estimator.")
-        self._checkpoints = Checkpoints(
-            self.model_dir, self._config.keep_checkpoint_max, self._config.keep_checkpoint_every_n_hours
-        )
-        self._goes_on = True  # from a checkpoint of another process, or of a training that failed
-        self._programs: Programs | None = None  # made for the first batch
-        self._compiled: set[ModeKeys] = set()
-        self._eval_steps = EvalSteps(self._model)
-        self._predict_steps = PredictSteps(self._model)
-        self._states = StateSource(self._model, self._config.seed, settings)
         logging.info("Using config: %s", self._config)
 
     if not TYPE_CHECKING:  # which would take any name for an attribute
@@ -159,9 +138,14 @@ class Estimator:
         return self._public_model_fn
 
     @property
+    def warm_start_from(self) -> WarmStartSettings | None:
+        """Where variables get their first values from, as long as the model_dir has no checkpoint."""
+        return self._runs.states.settings
+
+    @property
     def warm_start_report(self) -> WarmStartReport | None:
         """What the last warm start of this Estimator took; None: there was none."""
-        return self._states.warm_start_report
+        return self._runs.states.warm_start_report
 
     def train(
         self,
@@ -171,23 +155,23 @@ class Estimator:
         max_steps: int | None = None,
         saving_listeners: Iterable[CheckpointSaverListener] | None = None,
     ) -> Estimator:
-        """Trains on, from the newest checkpoint or from initial values; returns the Estimator itself.
+        """Trains from the newest checkpoint, or from initial values; returns the Estimator itself.
 
         Saves a checkpoint of the initial values, then as the config says, and one at the end. Hooks are called in this
-        order: that which saves checkpoints, the EstimatorSpec's `training_chief_hooks`, that which writes summaries,
-        those given here, its `training_hooks`; those of them with a state to save (`Hook.get_state`) before the others.
+        order: the one that saves checkpoints, the EstimatorSpec's `training_chief_hooks`, the one that writes
+        summaries, the `hooks` passed here, its `training_hooks`; those with a state to save (`Hook.get_state`) first.
 
         Args:
           input_fn: gives the training batches. Training ends with them, if nothing ends it before. A thread reads them
             ahead, and takes the values of each as it comes: all may be in the same memory.
-          hooks: `est.Hook`s, called around the steps. A `CheckpointSaverHook` takes the place of the config's.
+          hooks: `est.Hook`s, called around the steps. A `CheckpointSaverHook` replaces the config's.
           steps: how many steps to train in this call.
           max_steps: at which global step to stop. Nothing is done (nor is input_fn called) if it is reached already.
-          saving_listeners: `est.CheckpointSaverListener`s, told of every checkpoint.
+          saving_listeners: `est.CheckpointSaverListener`s, called around every checkpoint.
 
         Raises:
-          TypeError: one of the hooks or listeners is none.
-          RuntimeError: another training is going on in the model_dir; this process was forked from one that had a run.
+          TypeError: a hook or listener is not one.
+          RuntimeError: another training run uses the model_dir; this process was forked from one that had a run.
           OSError: the model_dir cannot be made or written.
           ValueError: both `steps` and `max_steps` are given, or one is not positive; listeners are given, but nothing
             saves checkpoints; the model_dir holds checkpoints of TensorFlow; a checkpoint that does not fit the
@@ -207,74 +191,10 @@ class Estimator:
         check_not_forked("train")
         keep_standard_streams_open()
         with (
-            together(f"train(steps={steps}, max_steps={max_steps})") as team,
+            collective_call(f"train(steps={steps}, max_steps={max_steps})") as group,
             training_in(self.model_dir, self._config.is_chief),
         ):
-            return self._train(input_fn, own_hooks, listeners, steps, max_steps, team)
-
-    def _train(
-        self,
-        input_fn: InputFn,
-        own_hooks: tuple[Hook, ...],
-        listeners: tuple[CheckpointSaverListener, ...],
-        steps: int | None,
-        max_steps: int | None,
-        team: Team | None,
-    ) -> Estimator:
-        path = self._newest(team, writes=True)
-        start, host = (0, {}) if path is None else _checkpoints.progress(path)
-        if max_steps is not None and start >= max_steps:
-            logging.info("Skipping training since max_steps has already saved.")
-            return self
-        with interrupted_by_sigterm():
-            rest = self._batches(input_fn, ModeKeys.TRAIN)
-            skipped = resume_input(rest, path, host, self._config) if self._goes_on and path is not None else 0
-            first = rest.peek() if team is None else first_batch(team, rest.peek(), ModeKeys.TRAIN)
-        if first is None and path is not None and skipped:
-            logging.warning("Training made no steps: %s is of the end of the input. The next begins it anew.", path)
-            if self._config.is_chief:
-                _checkpoints.note_end_of_input(path)
-            return self
-        if first is None:
-            logging.warning("Training with estimator made no steps. Perhaps input is empty or misspecified.")
-            return self
-        self._tell_compiling(ModeKeys.TRAIN)
-        if self._programs is None:
-            self._programs = Programs(self._model, *first)
-        rest.place(self._programs.traits.placement)
-        first = rest.peek() or first
-        if team is not None:
-            team.runs(self._programs.traits.placement)
-        chief_hooks, spec_hooks = self._programs.traits.hooks
-        all_hooks = with_default_hooks(chief_hooks, [*own_hooks, *spec_hooks], self._config, listeners)
-        if team is not None:
-            all_hooks = team_hooks(team, all_hooks, chief_hooks)
-        state = self._states.own(path, *first, team)
-        if path is None and self._states.settings is not None:
-            start = int(state.global_step)  # which it may have brought
-            if max_steps is not None and start >= max_steps:
-                logging.info("Skipping training since the warm start is at max_steps already.")
-                return self
-        last_step = max_steps if steps is None else start + steps
-        if rest.is_one_batch and last_step is not None and last_step - start > 1:
-            logging.warning(
-                "input_fn returned one batch, so that training ends after one step, not after %d. Return "
-                "`itertools.repeat(batch)` to train on it again and again, or an iterable of batches.",
-                last_step - start,
-            )
-        context = RunContext(ModeKeys.TRAIN, self.model_dir, start, team)
-        training = Training(
-            self._programs, self._config, self._checkpoints, context, all_hooks, last_step, path, skipped
-        )
-        with ends_by_sigterm(context), _hook_calls.around(all_hooks, context):
-            _hook_calls.set_states(all_hooks, host.get("hooks", {}))
-            state = training.run(state, rest)
-        self._goes_on = False
-        if training.saved_path and training.saved_step == context.global_step:
-            if context.stop_reason == "input" and self._config.is_chief:
-                _checkpoints.note_end_of_input(training.saved_path)
-            if not context.restored:
-                self._states.keep(training.saved_path, state)
+            self._runs.train(input_fn, own_hooks, listeners, steps, max_steps, group)
         return self
 
     def evaluate(
@@ -294,15 +214,15 @@ class Estimator:
           checkpoint_path: which checkpoint to evaluate; default: the newest. Where there is none, the initial values
             are evaluated, as in TensorFlow, with a warning; with "latest" this is an error.
           name: of this evaluation, for the log and for `eval_dir(name)`, where the metrics are written for
-            TensorBoard and `est.read_history`, in the place of those of an earlier evaluation of the same step.
+            TensorBoard and `est.read_history`, instead of an earlier evaluation of the same step.
 
         Returns:
           By name: the metrics (floats, or arrays), "loss" (the mean of the batches' losses, or of the examples', as
           `RunConfig(eval_loss_over=...)` says) and "global_step".
 
         Raises:
-          TypeError: one of the hooks is none.
-          ValueError: the input_fn gives no batch, `steps` is not positive, the path is not that of a checkpoint, or
+          TypeError: a hook is not one.
+          ValueError: the input_fn gives no batch, `steps` is not positive, the path is not a checkpoint, or
             the checkpoint does not fit the model_fn.
         """
         check_steps("steps", steps)
@@ -310,15 +230,15 @@ class Estimator:
         check_not_forked("evaluate")
         keep_standard_streams_open()
         call = f"evaluate(steps={steps}, checkpoint_path={checkpoint_path!r}, name={name!r})"
-        with together(call) as team, contextlib.ExitStack() as stack:
-            path = self._existing(checkpoint_path, team)
-            if team is not None and path is not None:  # which all of them read
+        with collective_call(call) as group, contextlib.ExitStack() as stack:
+            path = self._runs.lookup.requested(checkpoint_path, group)
+            if group.count > 1 and path is not None:  # which all of them read
                 stack.enter_context(_checkpoints.kept(path))
 
             def restored(features: PyTree, labels: PyTree) -> tuple[State, str | None]:
-                return self._restored(ModeKeys.EVAL, path, checkpoint_path, features, labels, team)
+                return self._runs.lookup.state(ModeKeys.EVAL, path, checkpoint_path, group, features, labels)
 
-            return self._evaluate(restored, input_fn, steps, own_hooks, name, team)
+            return self._runs.evaluate(restored, input_fn, steps, own_hooks, name, group)
 
     def evaluate_state(
         self,
@@ -333,53 +253,11 @@ class Estimator:
         check_not_forked("evaluate_state")
 
         def placed(*batch: PyTree) -> tuple[State, None]:
-            return self._states.for_evaluation(state, *batch), None
+            return self._runs.states.for_evaluation(state, *batch), None
 
         own_hooks = checked_hooks("hooks", hooks)
-        with together(f"evaluate_state(steps={steps}, name={name!r})") as team:
-            return self._evaluate(placed, input_fn, steps, own_hooks, name, team)
-
-    def _evaluate(
-        self,
-        state_for: Callable[..., tuple[State, str | None]],
-        input_fn: InputFn,
-        steps: int | None,
-        hooks: tuple[Hook, ...],
-        name: str | None,
-        team: Team | None,
-    ) -> dict[str, Any]:
-        with interrupted_by_sigterm():
-            rest = self._batches(input_fn, ModeKeys.EVAL)
-            first = rest.peek() if team is None else first_batch(team, rest.peek(), ModeKeys.EVAL)
-        if first is None:
-            raise ValueError(
-                "`evaluate` got no batch from input_fn. Check that it starts anew at each call; a generator made "
-                "outside of input_fn is empty the second time."
-            )
-        self._tell_compiling(ModeKeys.EVAL)
-        context = RunContext(ModeKeys.EVAL, self.model_dir, team=team)
-        traits = self._model.traits(*first, mode=ModeKeys.EVAL)
-        rest.place(traits.placement)
-        first = rest.peek() or first
-        context.output_dir, context.reported = self.eval_dir(name), traits.reported
-        hooks = (*hooks, *traits.hooks[1])
-        if team is not None:
-            team.runs(traits.placement)
-            hooks = team_hooks(team, hooks)
-        with ends_by_sigterm(context), _hook_calls.around(hooks, context):
-            state, path = state_for(*first)
-            context.has_state(state)
-            results = evaluate_batches(
-                self._eval_steps, state, rest, first, hooks, context, steps, self._config.eval_loss_over
-            )
-            context.metrics = results
-            write_evaluation(context, path)
-        shown = ", ".join(
-            f"{key} = {value:.6g}" if isinstance(value, float) else f"{key} = {value}"
-            for key, value in sorted(results.items())
-        )
-        logging.info("Evaluation%s: %s", f" {name!r}" if name else "", shown)
-        return results
+        with collective_call(f"evaluate_state(steps={steps}, name={name!r})") as group:
+            return self._runs.evaluate(placed, input_fn, steps, own_hooks, name, group)
 
     def predict(
         self,
@@ -391,7 +269,7 @@ class Estimator:
     ) -> Iterator[PyTree]:
         """Yields the predictions for an input_fn, pytrees of numpy arrays, in its order.
 
-        Arguments are checked at once; batches are read and computed as the predictions are asked for.
+        Arguments are checked at once; batches are read and computed as the predictions are taken.
 
         Args:
           input_fn: gives the batches; of any size. Labels are left out.
@@ -403,16 +281,16 @@ class Estimator:
           yield_single_examples: whether to yield one example at a time, or whole batches.
 
         Raises:
-          TypeError: one of the hooks is none.
-          ValueError: `predict_keys` names a prediction that there is not, the path is not that of a checkpoint, or the
+          TypeError: a hook is not one.
+          ValueError: `predict_keys` names an unknown prediction, the path is not a checkpoint, or the
             checkpoint does not fit the model_fn.
         """
         if not callable(input_fn):
             call_input_fn(input_fn, ModeKeys.PREDICT, None, None)  # raises
         keys, own_hooks = checked_keys(predict_keys), checked_hooks("hooks", hooks)
         check_not_forked("predict")
-        path = self._existing(checkpoint_path)
-        predictions = self._predictions(input_fn, keys, own_hooks, path, checkpoint_path)
+        path = self._runs.lookup.requested(checkpoint_path, SingleProcess())
+        predictions = self._runs.predict(input_fn, keys, own_hooks, path, checkpoint_path)
         return single_examples(predictions) if yield_single_examples else predictions
 
     def export_model(
@@ -433,7 +311,7 @@ class Estimator:
         size, the weights, a `metadata.json`, checksums, which `est.load_exported` looks at, and a `README.md` with the
         few lines that load it by jax and numpy alone. jax reads programs for at least six months after they were
         exported; keep the checkpoint too. Of several processes all call it, process 0 writes, and all get the path.
-        Random keys are those of `predict`, the same ones for every batch.
+        Random keys are as in `predict`, the same ones for every batch.
 
         Args:
           export_dir_base: where to make the folder.
@@ -443,7 +321,7 @@ class Estimator:
           assets_extra: files to copy into the folder's `assets.extra/`, by their path in there.
           batch_size: the only batch size to export for, where the model_fn has to know the number of examples.
           platforms: which of "cpu", "cuda", "rocm" and "tpu" to export for. None needs to be here.
-          outputs: names of predictions and `est.record`ed values to export in place of `export_outputs`, with only the
+          outputs: names of predictions and `est.record`ed values to export instead of `export_outputs`, with only the
             operations, weights and features they need. Batch-major; a scalar is one number for the whole batch.
 
         Returns:
@@ -452,24 +330,25 @@ class Estimator:
         Raises:
           ValueError: there is no checkpoint, or it lacks a variable; the arguments or the outputs cannot be exported,
             or not for batches of any size. Nothing is left behind.
-          TypeError: the features are no arrays of numbers, or in another container.
+          TypeError: the features are not arrays of numbers, or in another container.
         """
         check_not_forked("export_model")
         options = check_arguments(example_features, assets_extra, batch_size, platforms, outputs)
 
         def export() -> str:
-            path = self._checkpoints.latest() if checkpoint_path is None else self._existing(checkpoint_path)
-            if path is None and self._states.settings is None:
+            alone, lookup = SingleProcess(), self._runs.lookup
+            path = self.latest_checkpoint() if checkpoint_path is None else lookup.requested(checkpoint_path, alone)
+            if path is None and self._runs.states.settings is None:
                 raise ValueError(f"Couldn't find trained model at {self.model_dir}. Call `train` first.")
-            state, _ = self._restored(ModeKeys.PREDICT, path, checkpoint_path, options.features)
+            state, _ = lookup.state(ModeKeys.PREDICT, path, checkpoint_path, alone, options.features)
             call = bind(self._model_fn, self.params, self._config)
             return write_export(export_dir_base, call, state, options)
 
-        return same_call("export_model", export)
+        return run_on_chief("export_model", export)
 
     def latest_checkpoint(self) -> str | None:
         """The path of the newest complete checkpoint, or None."""
-        return self._checkpoints.latest()
+        return self._runs.checkpoints.latest()
 
     def get_variable_names(self) -> list[str]:
         """The names of everything in the newest checkpoint: variables, slots, global_step.
@@ -477,7 +356,7 @@ class Estimator:
         Raises:
           ValueError: there is no checkpoint.
         """
-        return self._of_newest(_checkpoints.names)
+        return self._runs.lookup.read_newest(_checkpoints.names)
 
     def get_variable_value(self, name: str | Sequence[str]) -> np.ndarray | dict[str, np.ndarray]:
         """The value of a variable, or slot, in the newest checkpoint; or several of them.
@@ -492,109 +371,16 @@ class Estimator:
         Raises:
           ValueError: there is no checkpoint, or nothing in it has such a name.
         """
-        values = self._of_newest(lambda path: _checkpoints.read_all(path, [name] if isinstance(name, str) else name))
+        values = self._runs.lookup.read_newest(
+            lambda path: _checkpoints.read_all(path, [name] if isinstance(name, str) else name)
+        )
         return values[name] if isinstance(name, str) and name in values else values
 
     def get_learning_rates(self) -> dict[str, float]:
         """`est.learning_rates` of the state of the newest checkpoint; a ValueError where there is no checkpoint. An
         optimizer's own name is taken to have no "/"."""
-        return self._of_newest(saved_learning_rates)
+        return self._runs.lookup.read_newest(saved_learning_rates)
 
     def eval_dir(self, name: str | None = None) -> str:
         """Where the evaluation called `name` writes: `<model_dir>/eval_<name>`, or `<model_dir>/eval` without one."""
-        return os.path.join(self.model_dir, f"eval_{name}" if name else "eval")
-
-    def _of_newest(self, read: Callable[[str], T]) -> T:
-        """What is read from the newest checkpoint; from the next one if that is removed before."""
-        failed = None
-        while True:
-            path = self._trained()
-            try:
-                with _checkpoints.kept(path):
-                    return read(path)
-            except _checkpoints.NotACheckpointError:
-                if path == failed:
-                    raise
-                failed = path
-
-    def _restored(
-        self,
-        mode: ModeKeys,
-        path: str | None,
-        asked: str | None,
-        features: PyTree,
-        labels: PyTree = None,
-        team: Team | None = None,
-    ) -> tuple[State, str | None]:
-        """The state saved at a path, and that path: of the newest checkpoint, where the path was `asked` for by no name
-        and has been removed since it was looked up."""
-        while True:
-            try:
-                return self._states.get(mode, path, features, labels, team), path
-            except _checkpoints.NotACheckpointError:
-                newest = self._checkpoints.latest()
-                if asked not in (None, "latest") or team is not None or newest in (None, path):
-                    raise
-                path = newest
-
-    def _trained(self) -> str:
-        path = self._checkpoints.latest()
-        if path is None:
-            check_not_of_tensorflow(self.model_dir)
-            raise ValueError(f"Could not find trained model in model_dir: {self.model_dir}. Call `train` first.")
-        return path
-
-    def _newest(self, team: Team | None, writes: bool = False) -> str | None:
-        latest = self._checkpoints.latest
-        path = latest() if team is None else team.newest(self.model_dir, latest, writes)
-        if path is None:
-            check_not_of_tensorflow(self.model_dir)
-        return path
-
-    def _existing(self, checkpoint_path: str | None, team: Team | None = None) -> str | None:
-        if checkpoint_path in (None, "latest"):
-            path = self._newest(team)
-            if path is None and checkpoint_path is not None:
-                self._trained()  # raises
-            if path is None:
-                logging.warning(
-                    "Could not find trained model in model_dir: %s, running initialization instead.",
-                    self.model_dir,
-                )
-            return path
-        _checkpoints.names(checkpoint_path)  # raises where it is none
-        return checkpoint_path
-
-    def _tell_compiling(self, mode: ModeKeys) -> None:
-        """Says once that the first batch of a mode takes longer: on some machines a minute."""
-        if mode not in self._compiled:
-            self._compiled.add(mode)
-            logging.info("Calling model_fn in mode %r and compiling it; the first batch takes longer.", str(mode))
-
-    def _batches(self, input_fn: InputFn, mode: ModeKeys) -> Batches:
-        return batches(call_input_fn(input_fn, mode, self.params, self._config))
-
-    def _predictions(
-        self,
-        input_fn: InputFn,
-        keys: tuple[str, ...] | None,
-        hooks: tuple[Hook, ...],
-        path: str | None,
-        asked: str | None,
-    ) -> Iterator[PyTree]:
-        with interrupted_by_sigterm():
-            rest = self._batches(input_fn, ModeKeys.PREDICT)
-            first = rest.peek()
-        if first is None:
-            return
-        self._tell_compiling(ModeKeys.PREDICT)
-        context = RunContext(ModeKeys.PREDICT, self.model_dir)
-        traits = self._model.traits(first[0], mode=ModeKeys.PREDICT)
-        rest.place(traits.placement)
-        features, _ = rest.peek() or first
-        context.reported = traits.reported
-        hooks = (*hooks, *traits.hooks[1])
-        with ends_by_sigterm(context), _hook_calls.around(hooks, context):
-            state, _ = self._restored(ModeKeys.PREDICT, path, asked, features)
-            context.has_state(state)
-            yield from predict_batches(self._predict_steps, state, rest, features, keys, hooks, context)
+        return eval_dir(self.model_dir, name)

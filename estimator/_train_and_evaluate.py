@@ -1,4 +1,4 @@
-"""Training with evaluations on the way, of the variables as they are at that moment in memory."""
+"""Training with evaluations, of the variables as they are in memory at the time."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from estimator._train_spec import EvalSpec, TrainSpec
 from estimator.checkpoint._model_dir import training_in
 from estimator.core._hook import Context, Hook, RunValues
 from estimator.hooks._checkpoint_saver import CheckpointSaverListener
+from estimator.multihost._collective_call import run_on_chief
 from estimator.multihost._preemption import SIGTERM
-from estimator.multihost._process_group import same_call
 from estimator.summary._history import read_eval_metrics
 
 
@@ -27,13 +27,13 @@ def train_and_evaluate(
     eval_spec: EvalSpec | Sequence[EvalSpec] | Mapping[str, EvalSpec],
     eval_every_steps: int | None = None,
 ) -> tuple[dict[Any, Any], Any]:
-    """Trains, evaluates on the way and at the end, and exports; returns what was found at the end.
+    """Trains, evaluates during training and at its end, and exports; returns the last metrics and exports.
 
-    It is one call of `train`: the input goes on while there are evaluations. These read the variables in memory,
+    It is one call of `train`: evaluations do not restart the input. These read the variables in memory,
     after one compilation, and no checkpoint. As in TensorFlow, there is one after each checkpoint (`RunConfig` says
-    when these are saved), but for the first; or, where `eval_every_steps` is given, at the multiples of so many global
-    steps, so that a training that was interrupted goes on with the same ones. The state at the end is always
-    evaluated, and saved. A training that had reached `max_steps` before is evaluated and exported as it is.
+    when these are saved), but for the first; or, where `eval_every_steps` is given, at its multiples in
+    global steps, so that an interrupted run resumes with the same ones. The state at the end is always evaluated, and
+    saved. Where `max_steps` was reached before, the newest checkpoint is evaluated and exported.
 
     An early stopping hook among the `hooks` of the TrainSpec looks at the metrics right after each evaluation.
 
@@ -70,7 +70,7 @@ def train_and_evaluate(
     Raises:
       TypeError: an argument is of another kind.
       ValueError: `eval_every_steps` is not positive, names are given twice, there is no EvalSpec, or one that an early
-        stopping hook could read; nothing saves checkpoints and `eval_every_steps` is not given; there was no training
+        stopping hook could read; nothing saves checkpoints and `eval_every_steps` is not given; there is no training
         batch and there is no checkpoint. And what `train` and `evaluate` raise.
     """
     if not isinstance(estimator, Estimator):
@@ -102,14 +102,14 @@ def train_and_evaluate(
         if path is None:
             raise ValueError(
                 "`train_and_evaluate` got no batch from the input_fn of its TrainSpec, and there is no checkpoint in "
-                f"{estimator.model_dir}: nothing to evaluate. Check that input_fn starts anew at each call."
+                f"{estimator.model_dir}: nothing to evaluate. Check that input_fn starts again at each call."
             )
         for each in evaluations.values():
             each.evaluate_newest()
-        # Where this is left to do, the training had ended before, but was killed then.
-        if same_call("restore_best", lambda: any([stopper.restore_best(path) for stopper in stoppers])):
+        # `end` of the hook has done this already, unless an earlier run was killed right after its last step.
+        if run_on_chief("restore_best", lambda: any([stopper.restore_best(path) for stopper in stoppers])):
             for each in evaluations.values():
-                each.evaluate_newest(anew=True)
+                each.evaluate_newest(again=True)
         outcomes = {
             name: (each.metrics, each.export(lambda: path, is_final=True)) for name, each in evaluations.items()
         }
@@ -124,8 +124,8 @@ class _Evaluation(Hook):
 
     Args:
       every_steps: at which multiples of steps to evaluate; None: `_AtCheckpoints` says when.
-      max_steps: the step whose evaluation is that of the end.
-      stoppers: are told of every evaluation.
+      max_steps: the step that is evaluated at the end.
+      stoppers: are called after every evaluation.
     """
 
     def __init__(
@@ -145,10 +145,10 @@ class _Evaluation(Hook):
         self._stoppers = stoppers
         self._started: float | None = None  # when the last evaluation was
         self.metrics: dict[str, Any] = {}  # of the last evaluation
-        self._ended: Context | None = None  # of the training, once it has ended
+        self._ended: Context | None = None  # of the training run, once it has ended
 
     def after_create_state(self, context: Context) -> None:
-        """Makes up for an evaluation during which a training was killed: early stopping counts them."""
+        """Repeats an evaluation that was interrupted by a crash, since early stopping counts evaluations."""
         step = context.global_step
         due = step > 0 and (self.every_steps is None or step % self.every_steps == 0)
         if self._stoppers and due:
@@ -163,7 +163,7 @@ class _Evaluation(Hook):
         self.evaluate_if_due(context)
 
     def evaluate_if_due(self, context: Context) -> None:
-        """Evaluates, exports and lets the training be stopped, but for the last state, which has its turn later."""
+        """Evaluates, exports and lets hooks stop the run; not for the last state, which has its turn later."""
         if context.phase == "end" or context.global_step == self._max_steps:
             return
         if context.agreed(self._is_too_early):
@@ -187,9 +187,9 @@ class _Evaluation(Hook):
                 stopper.after_evaluation(context)
             self._ended = context
 
-    def evaluate_newest(self, anew: bool = False) -> None:
-        """Evaluates the newest checkpoint, unless the last evaluation is that of its state."""
-        if anew or self._ended is None or self._ended.restored or not self._is_of(self._ended):
+    def evaluate_newest(self, again: bool = False) -> None:
+        """Evaluates the newest checkpoint, unless its state was the last one evaluated."""
+        if again or self._ended is None or self._ended.restored or not self._is_of(self._ended):
             spec = self._spec
             self.metrics = self._estimator.evaluate(spec.input_fn, spec.steps, spec.hooks, name=self._name)
 
@@ -197,13 +197,12 @@ class _Evaluation(Hook):
         state = context.state
         if context.found_nan:
             return  # nothing of it will be saved
-        spec, phase = self._spec, context.phase
-        context.phase, self._started = "evaluate", time.monotonic()
-        self.metrics = self._estimator.evaluate_state(state, spec.input_fn, spec.steps, spec.hooks, self._name)
-        context.phase = phase
+        spec, self._started = self._spec, time.monotonic()
+        with context.evaluating():
+            self.metrics = self._estimator.evaluate_state(state, spec.input_fn, spec.steps, spec.hooks, self._name)
 
     def _is_of(self, context: Context) -> bool:
-        """Whether the last evaluation is that of the state now."""
+        """Whether the last evaluation was of the state now."""
         return self.metrics.get("global_step") == context.global_step and not context.found_nan
 
     def export(self, save: Callable[[], str | None], is_final: bool) -> list[str | None]:
@@ -211,9 +210,9 @@ class _Evaluation(Hook):
         exporters = [(each, os.path.join(base, each.name)) for each in self._spec.exporters]
         if not exporters:
             return []
-        wanted = same_call("wants", lambda: [each.wants(path, self.metrics, is_final) for each, path in exporters])
-        checkpoint = save() if any(wanted) else None
-        return same_call(
+        wanting = run_on_chief("wants", lambda: [each.wants(path, self.metrics, is_final) for each, path in exporters])
+        checkpoint = save() if any(wanting) else None
+        return run_on_chief(
             "export",
             lambda: [
                 each.export(self._estimator, path, checkpoint, self.metrics, is_final) for each, path in exporters
@@ -222,7 +221,7 @@ class _Evaluation(Hook):
 
 
 class _AtCheckpoints(CheckpointSaverListener):
-    """Evaluates after each checkpoint but the first, which is that of the start."""
+    """Evaluates after each checkpoint but the first, which is saved at the start."""
 
     def __init__(self, evaluation: _Evaluation) -> None:
         self._evaluation = evaluation
@@ -261,12 +260,12 @@ def _by_name(eval_spec: Any) -> dict[str | None, EvalSpec]:
 
 
 def _connect(estimator: Estimator, stoppers: Sequence[EarlyStoppingHook], names: list[str | None]) -> None:
-    """Tells the hooks which evaluations to read, where that is not said."""
+    """Sets which evaluations the hooks read, where the user has not."""
     by_metric = [hook for hook in stoppers if isinstance(hook, MetricHook)]
     for hook in by_metric:
         if hook.eval_dir is None and len(names) > 1 and None not in names:
             raise ValueError(
-                f"{hook.caller} reads the evaluations of the EvalSpec without a name, but those of "
+                f"{hook.caller} reads the evaluations of the EvalSpec without a name, but the ones of "
                 f"`train_and_evaluate` are called {names}. Give it eval_dir=estimator.eval_dir({names[0]!r}), say."
             )
         hook.eval_dir = hook.eval_dir or estimator.eval_dir(names[0] if len(names) == 1 else None)

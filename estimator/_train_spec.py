@@ -1,4 +1,4 @@
-"""What `train_and_evaluate` is told: how to train, and how to evaluate."""
+"""The arguments of `train_and_evaluate`: how to train, and how to evaluate."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class TrainSpec:
       saving_listeners: `est.CheckpointSaverListener`s; they are called before the evaluation of a checkpoint.
 
     Raises:
-      TypeError: `input_fn` is no function, or one of the hooks or listeners is none.
+      TypeError: `input_fn` is not a function, or a hook or listener is not one.
       ValueError: `max_steps` is not positive.
     """
 
@@ -47,18 +47,18 @@ class EvalSpec:
     >>> spec = EvalSpec(lambda: [], steps=None, name="test", eval_every_steps=100)
 
     Args:
-      input_fn: gives the batches, anew for each evaluation.
+      input_fn: gives the batches, from the beginning for each evaluation.
       steps: how many of them to take; None: all.
       name: of the evaluation, where there are several; it goes into `Estimator.eval_dir(name)`.
       hooks: `est.Hook`s, around the batches.
       exporters: an `est.Exporter`, or several.
       start_delay_secs: has no meaning here, as in TensorFlow's runs in one process.
       throttle_secs: how many seconds must have passed since the start of the last evaluation for another one; those
-        before are left out. The last state of the training is always evaluated.
-      eval_every_steps: evaluate at the multiples of so many global steps; default: as `train_and_evaluate` is told.
+        before are left out. The last state of the run is always evaluated.
+      eval_every_steps: evaluate at its multiples in global steps; default: as configured in `train_and_evaluate`.
 
     Raises:
-      TypeError: `input_fn` is no function, `name` no string, or one of the hooks or exporters is none.
+      TypeError: `input_fn` is not a function, `name` not a string, or a hook or exporter is not one.
       ValueError: `steps` or `eval_every_steps` is not positive, or a time is negative; exporters have no name, or the
         same one.
     """

@@ -20,8 +20,8 @@ _METRIC_FN_ARGS = ("features", "labels", "predictions", "config")
 def add_metrics(estimator: Estimator, metric_fn: MetricFn) -> Estimator:
     """A new Estimator whose `evaluate` has the metrics of `metric_fn` too.
 
-    It has the model, model_dir, params, config and warm start of the given one. As in TensorFlow, a new metric takes
-    the place of one of the same name. With a replicated model_fn, `metric_fn` gets the predictions of all towers.
+    It has the model, model_dir, params, config and warm start of the given one. As in TensorFlow, a new metric
+    replaces one of the same name. With a replicated model_fn, `metric_fn` gets the predictions of all towers.
 
     >>> import estimator as est, jax.numpy as jnp, numpy as np, tempfile
     >>> def model_fn(features, labels, mode):
@@ -36,10 +36,10 @@ def add_metrics(estimator: Estimator, metric_fn: MetricFn) -> Estimator:
     Args:
       estimator: the Estimator to start from; it stays as it is.
       metric_fn: function of any of `features, labels, predictions, config` that returns a dict of metrics by name.
-        Features and labels are those of the batch, predictions those of the model_fn in EVAL.
+        Features and labels are the batch, predictions are what the model_fn returns in EVAL.
 
     Raises:
-      TypeError: one of the two is of another kind, or, in `evaluate`, `metric_fn` returns no dict.
+      TypeError: one of the two is of another kind, or, in `evaluate`, `metric_fn` does not return a dict.
       ValueError: `metric_fn` has other arguments.
     """
     _check_estimator("add_metrics", estimator)
@@ -93,8 +93,8 @@ def forward_features(estimator: Estimator, keys: str | Sequence[str] | None = No
 
     Raises:
       TypeError: `estimator` or `keys` is of another kind.
-      ValueError: in `predict`, the features or the predictions are no dict, a key is not in the features or is in the
-        predictions already, or a feature is sparse.
+      ValueError: in `predict`, the features or the predictions are not a dict, a key is not in the features or is
+        in the predictions already, or a feature is sparse.
     """
     _check_estimator("forward_features", estimator)
     chosen = _checked_keys(keys)
@@ -127,7 +127,7 @@ def _extended(estimator: Estimator, extend: Callable[..., EstimatorSpec]) -> Est
         spec = estimator.model_fn(features, labels, mode, config)
         return extend(spec, features, labels, config)
 
-    return Estimator(model_fn, estimator.model_dir, estimator.config, estimator.params, estimator._states.settings)
+    return Estimator(model_fn, estimator.model_dir, estimator.config, estimator.params, estimator.warm_start_from)
 
 
 def _checked_keys(keys: Any) -> tuple[str, ...] | None:

@@ -1,4 +1,4 @@
-"""Hooks that end a training by what its evaluations found, and the best state that one may end with."""
+"""Hooks that end a training run by the results of its evaluations, and the best state that one may end with."""
 
 import json
 import os
@@ -53,7 +53,7 @@ def record(estimator, values, name=None, time=0.0):
 
 
 def stops(hook, estimator, step=10_000):
-    """Whether a training that goes on from a step ends at once."""
+    """Whether a training run that resumes at a step ends at once."""
     context = RunContext("train", estimator.model_dir, step)
     hook.begin()
     hook.after_create_state(context)
@@ -61,7 +61,7 @@ def stops(hook, estimator, step=10_000):
 
 
 class KillAt(est.Hook):
-    """Ends a training with an error, in which nothing is saved."""
+    """Ends a run with an error, in which nothing is saved."""
 
     def __init__(self, step):
         self.step = step
@@ -144,8 +144,10 @@ def test_nan_is_no_improvement_and_reported_once(tmp_path, messages, values):
     lower = est.stop_if_lower_hook(estimator, "loss", 0.7)
     assert not stops(lower, estimator)
     step = int(np.argmax(np.isnan(values)))
-    told = [m for m in messages() if m == f"stop_if_no_decrease_hook: 'loss' is NaN at step {step}, no improvement."]
-    assert len(told) == 1
+    warnings = [
+        m for m in messages() if m == f"stop_if_no_decrease_hook: 'loss' is NaN at step {step}, no improvement."
+    ]
+    assert len(warnings) == 1
 
 
 def test_all_nan_runs_out_of_patience(tmp_path):
@@ -188,18 +190,18 @@ def test_the_names_of_tensorflow_are_there():
 @pytest.mark.parametrize("secs", [60, None])
 def test_a_function_is_asked_after_the_first_step_and_every_so_many_steps(tmp_path, secs):
     estimator = make(tmp_path)
-    asked = []
-    hook = est.make_early_stopping_hook(estimator, lambda: asked.append(1) or len(asked) == 3, secs, run_every_steps=4)
+    calls = []
+    hook = est.make_early_stopping_hook(estimator, lambda: calls.append(1) or len(calls) == 3, secs, run_every_steps=4)
     estimator.train(lambda: [ONE] * 30, hooks=[hook])
-    assert (len(asked), step_of(estimator), saved_steps(estimator)) == (3, 9, [0, 9])
+    assert (len(calls), step_of(estimator), saved_steps(estimator)) == (3, 9, [0, 9])
 
 
 @pytest.mark.covers("6 when checked")
 def test_a_function_is_asked_every_so_many_seconds(tmp_path):
     estimator = make(tmp_path)
-    asked = []
-    estimator.train(lambda: [ONE] * 30, hooks=[est.make_early_stopping_hook(estimator, lambda: asked.append(1))])
-    assert len(asked) == 1
+    calls = []
+    estimator.train(lambda: [ONE] * 30, hooks=[est.make_early_stopping_hook(estimator, lambda: calls.append(1))])
+    assert len(calls) == 1
     hook = est.make_early_stopping_hook(estimator, lambda: True, run_every_secs=1e-9)
     estimator.train(lambda: [ONE] * 30, hooks=[hook])
     assert step_of(estimator) == 31
@@ -380,7 +382,7 @@ def test_what_can_not_be_restored_is_said(tmp_path, messages, last, message):
     hook = est.stop_if_no_decrease_hook(estimator, "loss", 100, restore_best=True)
     estimator.train(lambda: [ONE] * 4, hooks=[Record(), hook])
     assert estimator.get_variable_value("steps") == 4
-    assert any("restores nothing: the best evaluation is that of step 2" in m and message in m for m in messages())
+    assert any("restores nothing: the best evaluation is of step 2" in m and message in m for m in messages())
 
 
 def test_another_hook_may_evaluate(tmp_path):
@@ -460,7 +462,7 @@ def test_patience_is_checked(tmp_path, options, message):
 def test_a_hook_is_for_one_estimator(tmp_path):
     hook = no_decrease(make(tmp_path / "a"))
     with pytest.raises(
-        ValueError, match="stop_if_no_decrease_hook was made for the Estimator of .*a, but trains that of"
+        ValueError, match="stop_if_no_decrease_hook was made for the Estimator of .*a, but trains the one of"
     ):
         make(tmp_path / "b").train(lambda: [ONE], hooks=[hook])
 

@@ -61,7 +61,7 @@ def test_training_again_traces_and_reads_nothing(tmp_path, monkeypatch, caplog):
     assert not [r for r in caplog.records if re.search(r"Compiling (jit\()?(one|several)", r.getMessage())]
 
 
-def test_an_older_checkpoint_and_going_on_from_disk_compile_nothing_anew(tmp_path, caplog):
+def test_an_older_checkpoint_and_resuming_from_disk_compile_nothing_again(tmp_path, caplog):
     model_fn = Linear()
     estimator = make(tmp_path, model_fn, save_checkpoints_steps=2).train(endless, steps=4)
     estimator.evaluate(times(1))
@@ -215,7 +215,7 @@ def test_several_variables_can_be_read_at_once(tmp_path):
     assert estimator.get_variable_names() == names
     one_by_one = {name: estimator.get_variable_value(name) for name in names}
     assert all(isinstance(value, np.ndarray) for value in one_by_one.values())
-    for given, found in [
+    for given, expected in [
         ("dense/*", names[:2]),
         ("*", names),
         ("net/*", names[3:]),  # "*" stands for "/" too
@@ -225,8 +225,8 @@ def test_several_variables_can_be_read_at_once(tmp_path):
         ([], []),
     ]:
         values = estimator.get_variable_value(given)
-        assert list(values) == found
-        for name in found:
+        assert list(values) == expected
+        for name in expected:
             np.testing.assert_array_equal(values[name], one_by_one[name])
     for given, unknown in [("dense/q*", "dense/q*"), (["global_step", "dense/bais"], "dense/bais"), ("bias", "bias")]:
         with pytest.raises(ValueError, match=rf"has no variable '{re.escape(unknown)}'\. Did you mean one of \['"):
@@ -249,11 +249,11 @@ def test_checkpoints_older_than_so_many_hours_are_kept(tmp_path):
     assert saved_steps(estimator) == [0, 3]
 
 
-def test_pinning_the_checkpoint_in_use_reads_nothing_anew(tmp_path, monkeypatch):
+def test_pinning_the_checkpoint_in_use_reads_nothing_again(tmp_path, monkeypatch):
     estimator = make(tmp_path).train(endless, steps=2)
     restored = count_restores(monkeypatch)
     before = estimator.evaluate(times(1))
-    estimator._checkpoints.pin(estimator.latest_checkpoint())
+    estimator._runs.checkpoints.pin(estimator.latest_checkpoint())
     assert estimator.evaluate(times(1)) == before
     assert restored == []
 

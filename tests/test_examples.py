@@ -221,7 +221,7 @@ def test_a_training_that_was_stopped_is_the_one_that_was_not(trained, towers):
         ("300", "steps", "0"),
     ]
     assert "300 of 300 steps had the same 19200 images in the same order;\n11 of 11 variables and slots" in stdout
-    assert "The input goes on after its first 130 batches." in stderr
+    assert "The input resumes after its first 130 batches." in stderr
 
 
 @pytest.mark.parametrize("processes", EXAMPLES["two_processes.py"])

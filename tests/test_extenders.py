@@ -111,7 +111,7 @@ def extended(estimator):
 
 @pytest.mark.covers("13 17 add_metrics loses params; replicate_model_fn's limits")
 def test_the_new_estimator_is_the_same_model_elsewhere_described(tmp_path):
-    """model_dir, params and config are shared, training goes on, and predictions are what they were."""
+    """model_dir, params and config are shared, training resumes, and predictions are what they were."""
     before = make(tmp_path, model_fn, {"factor": 2.0}, seed=5)
     after = extended(before)
     assert (after.model_dir, after.config, after.params) == (before.model_dir, before.config, before.params)
@@ -247,7 +247,7 @@ def test_extending_goes_together_with_towers_in_any_order(tmp_path, compose):
 
 @pytest.mark.covers("12 EVAL predictions")
 def test_metric_fn_sees_the_predictions_of_all_towers_at_once(tmp_path):
-    """In TensorFlow it saw those of the first tower alone."""
+    """In TensorFlow it saw the first tower alone."""
     shapes = []
 
     def seeing(labels, predictions):

@@ -97,7 +97,7 @@ def test_evaluations_see_the_variables_of_their_step(tmp_path):
 
 @pytest.mark.covers("5 mechanism")
 @pytest.mark.usefixtures("users_compiler")
-def test_evaluating_does_not_change_the_training_nor_start_its_input_anew(tmp_path):
+def test_evaluating_does_not_change_the_training_nor_restart_its_input(tmp_path):
     calls = []
 
     def input_fn():
@@ -283,10 +283,10 @@ def test_two_towers_find_what_one_device_finds(tmp_path, distribution):
     two = make(tmp_path / "two", replicate_model_fn(model_fn, devices=devices, variable_distribution=kind))
     for estimator in (one, two):
         run(estimator, max_steps=4, eval_every_steps=2)
-    found = [est.read_eval_metrics(estimator.eval_dir()) for estimator in (one, two)]
-    assert [list(history) for history in found] == [[2, 4], [2, 4]]
+    histories = [est.read_eval_metrics(estimator.eval_dir()) for estimator in (one, two)]
+    assert [list(history) for history in histories] == [[2, 4], [2, 4]]
     for step in (2, 4):
-        assert found[0][step] == pytest.approx(found[1][step], rel=1e-5)
+        assert histories[0][step] == pytest.approx(histories[1][step], rel=1e-5)
 
 
 # What is refused.

@@ -13,7 +13,7 @@ from estimator.core._mode_keys import ModeKeys
 from estimator.core._state import State
 from estimator.core._typing import PyTree
 from estimator.multihost._global_arrays import as_of_chief, is_within_reach, placed
-from estimator.multihost._process_group import Team
+from estimator.multihost._process_group import ProcessGroup
 from estimator.steps._transform import Model
 
 
@@ -40,11 +40,11 @@ class StateSource:
         self.warm_start_report: WarmStartReport | None = None
 
     def get(
-        self, mode: ModeKeys, path: str | None, features: PyTree, labels: PyTree = None, team: Team | None = None
+        self, mode: ModeKeys, path: str | None, group: ProcessGroup, features: PyTree, labels: PyTree = None
     ) -> State:
         """The state saved at `path`, from the cache if possible; the initial state if `path` is None.
 
-        If any process of the `team` has dropped its cache, for a prediction, all of them read the checkpoint together.
+        If any process of the `group` has dropped its cache, for a prediction, all of them read the checkpoint together.
         """
         if path is None:
             state = self._model.init(jax.random.key(self._seed), features, labels, mode=mode)
@@ -54,15 +54,15 @@ class StateSource:
             return jax.device_put(state, jax.tree.map(lambda x: x.sharding, state))
         like = self._model.abstract_init(features, labels, mode=mode)
         is_cached = self._cached is not None and self._cached[0] == _identity(path) and _serves(self._cached[1], like)
-        if not (is_cached if team is None else all(team.exchange(is_cached))):
+        if not all(group.all_gather(is_cached)):
             with _checkpoints.kept(path):
                 self.keep(path, as_of_chief(_checkpoints.restore(path, like, partial=mode != ModeKeys.TRAIN)))
         assert self._cached is not None
         return _as_wanted(self._cached[1], like)
 
-    def own(self, path: str | None, features: PyTree, labels: PyTree, team: Team | None) -> State:
+    def take_for_training(self, path: str | None, group: ProcessGroup, features: PyTree, labels: PyTree) -> State:
         """A copy for training, which donates its memory; a prediction may still read the original."""
-        state = self.get(ModeKeys.TRAIN, path, features, labels, team)
+        state = self.get(ModeKeys.TRAIN, path, group, features, labels)
         self._cached = None
         return jax.tree.map(lambda x: x.copy(), state)
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import abc
-from collections.abc import Callable
-from typing import Any
+import contextlib
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, TypeVar
 
 import jax
 import numpy as np
 
 from estimator.core._mode_keys import ModeKeys
 from estimator.core._record import Report
+from estimator.core._state import State
 from estimator.core._typing import PyTree
+
+T = TypeVar("T")
 
 
 class Hook:
@@ -87,109 +90,138 @@ class Hook:
         """Called last, once in a run, whatever happened: `context.error` tells what went wrong, if anything did."""
 
 
-class Context(abc.ABC):
-    """What a hook may know of the run, and do to it.
+class Context(Protocol):
+    """What a hook may know of the run, and do to it."""
 
-    Attributes:
-      mode: of `est.ModeKeys`.
-      model_dir: where the Estimator saves; None for a run without one.
-      output_dir: where event files of the run go: the model_dir, in `evaluate` the eval_dir; None in `predict`.
-      reported: what the model_fn reports in this mode, by name: reports of `jax.ShapeDtypeStruct`s.
-      global_step: the number of training steps done.
-      batches: the number of batches that this run has taken.
-      examples: the number of examples in them.
-      clock: the step and `time.monotonic()` when the first program of a training was done, whose compilation is no part
-        of a rate; None before.
-      phase: what the run is doing: "begin", "input", "compile", "step", "checkpoint", "evaluate", "output" (`predict`
-        waits until it is asked for more) or "end".
-      error: in `end`: the exception that ended the run, or None.
-      stop_reason: in `end`: why the run ended: "input" (which ended), "steps" (all were done), "error", "closed" (an
-        iterator of `predict`), or what `request_stop` was told.
-      preempted: whether SIGTERM came: the process ends with the run.
-      found_nan: whether a loss is known to be NaN; nothing is saved any more.
-      metrics: in `end` of an evaluation that succeeded: what `evaluate` returns.
-      team: the other processes that make the same run; None: there are none.
-      restored: whether a hook gave the newest checkpoint other values than those of the state.
-      rates: what watchers of losses see beside these, known as late: the learning rates of the same steps, of
-        optimizers under `optax.inject_hyperparams`; by tag, "learning_rate" or, of several, "learning_rate/<name>".
-    """
+    @property
+    def mode(self) -> ModeKeys:
+        """One of `est.ModeKeys`."""
 
-    mode: ModeKeys
-    team: Any
-    model_dir: str | None
-    output_dir: str | None
-    reported: dict[str, Report]
-    global_step: int
-    batches: int
-    examples: int
-    clock: tuple[int, float] | None
-    phase: str
-    error: BaseException | None
-    stop_reason: str | None
-    preempted: bool
-    found_nan: bool
-    metrics: dict[str, Any] | None
-    restored: bool
-    rates: dict[str, np.ndarray]
+    @property
+    def model_dir(self) -> str | None:
+        """Where the Estimator saves; None for a run without one."""
+
+    @property
+    def output_dir(self) -> str | None:
+        """Where event files of the run go: the model_dir, in `evaluate` the eval_dir; None in `predict`."""
+
+    @property
+    def reported(self) -> dict[str, Report]:
+        """What the model_fn reports in this mode, by name: reports of `jax.ShapeDtypeStruct`s."""
+
+    @property
+    def global_step(self) -> int:
+        """The number of training steps done."""
+
+    @property
+    def batches(self) -> int:
+        """The number of batches that this run has taken."""
+
+    @property
+    def examples(self) -> int:
+        """The number of examples in these batches."""
 
     @property
     def step(self) -> int:
         """What `Hook.next_step` counts: the global step in `train`, the batches in `evaluate` and `predict`."""
-        return self.global_step if self.mode == ModeKeys.TRAIN else self.batches
+
+    @property
+    def clock(self) -> tuple[int, float] | None:
+        """The step and `time.monotonic()` when the first program of a training run was done, whose compilation is not
+        part of a rate; None before."""
+
+    @property
+    def phase(self) -> str:
+        """What the run is doing: "begin", "input", "compile", "step", "checkpoint", "evaluate", "output" (`predict`
+        waits until it is asked for more) or "end"."""
+
+    @property
+    def error(self) -> BaseException | None:
+        """In `end`: the exception that ended the run, or None."""
+
+    @property
+    def stop_reason(self) -> str | None:
+        """In `end`: why the run ended: "input" (which ended), "steps" (all were done), "error", "closed" (an iterator
+        of `predict`), or what was passed to `request_stop`."""
 
     @property
     def stop_requested(self) -> bool:
         """Whether someone wants the run to end."""
-        return self.stop_reason is not None
 
     @property
-    @abc.abstractmethod
-    def state(self) -> Any:
+    def preempted(self) -> bool:
+        """Whether SIGTERM came: the process ends with the run."""
+
+    @property
+    def found_nan(self) -> bool:
+        """Whether a loss is known to be NaN; nothing is saved any more."""
+
+    @property
+    def metrics(self) -> dict[str, Any] | None:
+        """In `end` of an evaluation that succeeded: what `evaluate` returns."""
+
+    @property
+    def restored(self) -> bool:
+        """Whether the newest checkpoint holds other values than the state: see `note_restored`."""
+
+    @property
+    def rates(self) -> dict[str, np.ndarray]:
+        """Learning rates of the same steps as the losses that watchers see, available as late as these: of optimizers
+        under `optax.inject_hyperparams`, by tag, "learning_rate" or, of several, "learning_rate/<name>"."""
+
+    @property
+    def state(self) -> State:
         """The `est.State` after the steps so far, on its devices: good until the moment is over; copy what you keep.
 
         Reading it waits for the steps, and looks at their losses: one that is NaN is raised here.
         """
 
-    @abc.abstractmethod
     def save(self) -> str | None:
-        """Saves a checkpoint now, unless that of this step is there; returns its path (None: saving is off)."""
+        """Saves a checkpoint now, unless this step has one; returns its path (None: saving is off)."""
 
-    @abc.abstractmethod
     def change(self, change: Callable[[Any], Any]) -> None:
-        """Lets a function make of the variables, slots and global step those that training goes on with."""
+        """Replaces the training carry (variables, slots and global step) by `change(carry)`."""
 
-    @abc.abstractmethod
     def set_learning_rate(self, name: str, value: float) -> None:
         """Sets a learning rate from the next step on, as `est.set_learning_rate` does with a state; nothing waits.
 
-        Of several processes all call it; what process 0 gives counts. The checkpoint of the step has the rate if the
+        All processes call it; the value of process 0 counts. The checkpoint of the step has the rate if the
         hook is called before the one that saves: if it overrides `get_state`.
         """
 
-    @abc.abstractmethod
     def watch_losses(self, watcher: Callable[[Context, int, np.ndarray], None]) -> None:
         """Lets a hook see the losses of all steps without waiting: once they are known, at most some 100 steps later.
 
         Args:
-          watcher: called as `watcher(context, step, losses)`: those of some steps in order, the first of them `step`.
+          watcher: called as `watcher(context, step, losses)` with the losses of some steps in order, the first of them
+            `step`.
         """
 
-    @abc.abstractmethod
     def look(self) -> None:
         """Waits for the steps so far, and lets watchers see their losses. One that is NaN is raised."""
 
-    @abc.abstractmethod
-    def events(self, directory: str | None = None) -> Any:
+    def evaluating(self) -> contextlib.AbstractContextManager[None]:
+        """Says in `phase` that the run evaluates within the block."""
+
+    def note_restored(self) -> None:
+        """Notes that a hook gave the newest checkpoint other values than those of the state."""
+
+    def events(self, directory: str | None = None) -> Events:
         """What writes event files into a directory (`output_dir`): one for all hooks; closed after their `end`."""
 
-    @abc.abstractmethod
-    def agreed(self, make: Callable[[], Any]) -> Any:
-        """What process 0 makes, in all processes: for decisions that depend on a clock or a disk, and on which programs
-        or checkpoints depend. To be called by all of them; `make` is called in process 0 alone."""
+    def agreed(self, make: Callable[[], T]) -> T:
+        """What `make` returns in process 0, in all processes: for decisions that depend on a clock or a disk, and on
+        which programs or checkpoints depend. All processes call it; `make` is called in process 0 alone."""
 
-    @abc.abstractmethod
     def request_stop(self, reason: str = "a hook") -> None:
-        """Ends the run after the moment that is going on, as if its input had ended; of several processes, all."""
+        """Ends the run after the current moment, as if its input had ended; of several processes, all."""
+
+
+class Events(Protocol):
+    """What writes event files."""
+
+    def write(self, step: int, walltime: float, values: Mapping[str, Any]) -> None:
+        """Writes values by tag."""
 
 
 class RunValues:

@@ -1,4 +1,4 @@
-"""Checkpoints on the way."""
+"""Checkpoints saved during a training run."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class CheckpointSaverListener:
         """Called before the checkpoint of a step is written."""
 
     def after_save(self, context: Context, step: int) -> bool | None:
-        """Called after it is written. True ends the training; not when it is returned for the first one."""
+        """Called after it is written. True ends the training run, except after the first checkpoint."""
 
     def end(self, context: Context, step: int) -> None:
         """Called once, after the last checkpoint."""
 
 
 class CheckpointSaverHook(Hook):
-    """Saves a checkpoint at the start, every so often, and at the end. `train` has one unless it is given one.
+    """Saves a checkpoint at the start, every N steps or seconds, and at the end. `train` adds one where none is passed.
 
     Nothing is saved at the end of a run that failed, and nothing whose loss or variables are NaN.
 
@@ -36,7 +36,7 @@ class CheckpointSaverHook(Hook):
     Args:
       checkpoint_dir: the model_dir of the Estimator, which may be left out.
       save_secs, save_steps: how often, counted from the start of the run. Give one of both.
-      listeners: are told of every checkpoint.
+      listeners: are called around every checkpoint.
 
     Raises:
       ValueError: not exactly one of `save_secs` and `save_steps` is given; in `train`: another directory.
@@ -56,14 +56,14 @@ class CheckpointSaverHook(Hook):
         self._own_listeners = self.listeners = checked_listeners(listeners)
         self._start = 0
         self._time = 0.0
-        self._told: int | None = None  # the step of the last checkpoint that listeners know of
+        self._announced_step: int | None = None  # of the last checkpoint that listeners know of
 
     def listen(self, listeners: Iterable[CheckpointSaverListener]) -> None:
-        """Has these told of the checkpoints of the next run, beside its own."""
+        """Adds listeners for the next run."""
         self.listeners = (*self._own_listeners, *listeners)
 
     def begin(self) -> None:
-        self._told = None
+        self._announced_step = None
         for listener in self.listeners:
             listener.begin()
 
@@ -87,7 +87,7 @@ class CheckpointSaverHook(Hook):
             context.request_stop("a checkpoint listener")
 
     def end(self, context: Context) -> None:
-        if context.error is None and self._told != context.global_step:
+        if context.error is None and self._announced_step != context.global_step:
             self._save(context)
         for listener in self.listeners:
             listener.end(context, context.global_step)
@@ -96,15 +96,15 @@ class CheckpointSaverHook(Hook):
         return self._secs is not None and time.monotonic() >= self._time + self._secs
 
     def _save(self, context: Context) -> bool:
-        """Whether a listener wants the training to end."""
+        """Whether a listener wants the run to end."""
         step = context.global_step
-        _ = context.state  # looks at the losses: listeners are to hear only of what is saved
+        _ = context.state  # looks at the losses: listeners should hear only of what is saved
         if context.found_nan:
             return False
         for listener in self.listeners:
             listener.before_save(context, step)
         context.save()
-        self._told, self._time = step, time.monotonic()
+        self._announced_step, self._time = step, time.monotonic()
         answers = [listener.after_save(context, step) for listener in self.listeners]
         return any(answer is True for answer in answers)
 

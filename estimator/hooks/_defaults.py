@@ -1,4 +1,4 @@
-"""The hooks that a training run has without being given any."""
+"""The hooks that a training run has by default."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from estimator.core._run_config import RunConfig
 from estimator.hooks._checkpoint_saver import CheckpointSaverHook, CheckpointSaverListener
 from estimator.hooks._replica_check import ReplicaCheckHook
 from estimator.hooks._summary_saver import SummarySaverHook
-from estimator.multihost._process_group import Team
+from estimator.multihost._process_group import ProcessGroup
 
 
 def with_default_hooks(
     chief: Sequence[Hook], hooks: Sequence[Hook], config: RunConfig, listeners: Sequence[CheckpointSaverListener]
 ) -> tuple[Hook, ...]:
     """All hooks of a run, in the order in which they are called: first those with a state, so that the checkpoint of a
-    step has what they made of it.
+    step holds their state after it.
 
     Raises:
       ValueError: there are listeners, but no hook saves checkpoints; two hooks write summaries into the model_dir.
@@ -49,24 +49,24 @@ def with_default_hooks(
 
 
 class _OfTheChief(Hook):
-    """In the place of a hook that only process 0 has."""
+    """Stands for a hook that only process 0 has."""
 
 
-def team_hooks(team: Team, hooks: Sequence[Hook], chief: Sequence[Hook] = ()) -> tuple[Hook, ...]:
-    """The hooks of one of several processes: those of the chief alone do nothing in the others, but for those that save
-    checkpoints, which all processes write together.
+def hooks_for_process(group: ProcessGroup, hooks: Sequence[Hook], chief: Sequence[Hook] = ()) -> tuple[Hook, ...]:
+    """The hooks of one process of a group. `chief` hooks do nothing outside of process 0, unless they save checkpoints,
+    which all processes write together.
 
     Raises:
       ValueError: the hooks of the processes are not of the same classes.
     """
-    of_all = team.exchange([type(hook).__name__ for hook in hooks])
+    of_all = group.all_gather([type(hook).__name__ for hook in hooks])
     for i, names in enumerate(of_all):
         if names != of_all[0]:
             raise ValueError(
                 f"All processes need the same hooks; process 0 has {of_all[0]}, process {i} has {names}. A hook that "
-                "is to do something in process 0 alone asks for `jax.process_index()`."
+                "is to do something in process 0 alone looks at `jax.process_index()`."
             )
-    if not team.index:
+    if not group.index:
         return tuple(hooks)
-    alone = {id(hook) for hook in chief if not isinstance(hook, CheckpointSaverHook)}
-    return tuple(_OfTheChief() if id(hook) in alone else hook for hook in hooks)
+    inactive = {id(hook) for hook in chief if not isinstance(hook, CheckpointSaverHook)}
+    return tuple(_OfTheChief() if id(hook) in inactive else hook for hook in hooks)

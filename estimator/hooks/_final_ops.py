@@ -24,7 +24,7 @@ class FinalOpsHook(Hook):
       final_ops_values: what it returned, its arrays as numpy arrays; None before.
 
     Raises:
-      TypeError: it is no function.
+      TypeError: it is not a function.
     """
 
     def __init__(self, final_ops: Callable[[Context], PyTree]) -> None:

@@ -1,4 +1,4 @@
-"""Evaluation of a training in its course, without checkpoints."""
+"""Evaluations during a training run, without checkpoints."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from estimator.core._hook import Context, Hook, RunValues
 
 
 class InMemoryEvaluatorHook(Hook):
-    """Evaluates the variables as they are: at the start of a training, every so many steps, and at its end.
+    """Evaluates the variables as they are: at the start of a training run, every N steps, and at its end.
 
     No checkpoint is written or read, and the evaluation is compiled once. TensorFlow's hook of this name keeps no
     results.
@@ -24,14 +24,14 @@ class InMemoryEvaluatorHook(Hook):
     Args:
       estimator: the Estimator that trains, or one with the same variables, for example of `est.add_metrics`.
       input_fn, steps, hooks, name: as for `Estimator.evaluate`.
-      every_n_iter: how many steps lie between two evaluations, counted from the start of the training.
+      every_n_iter: how many steps lie between two evaluations, counted from the start of the run.
 
     Attributes:
-      results: what the evaluations of the last training returned, in their order.
+      results: what the evaluations of the last run returned, in their order.
 
     Raises:
-      ValueError: every_n_iter is no positive int.
-      TypeError: there is no Estimator, or input_fn is no function.
+      ValueError: every_n_iter is not a positive int.
+      TypeError: the estimator is not an `est.Estimator`, or input_fn is not a function.
     """
 
     def __init__(
@@ -70,6 +70,5 @@ class InMemoryEvaluatorHook(Hook):
             self._evaluate(context)
 
     def _evaluate(self, context: Context) -> None:
-        phase, context.phase = context.phase, "evaluate"
-        self.results.append(self._estimator.evaluate_state(context.state, *self._args))
-        context.phase = phase
+        with context.evaluating():
+            self.results.append(self._estimator.evaluate_state(context.state, *self._args))

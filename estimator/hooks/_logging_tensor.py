@@ -17,10 +17,10 @@ from estimator.hooks._timer import SecondOrStepTimer
 
 
 class LoggingTensorHook(Hook):
-    """Logs values at the first step of a run, and every so often from there.
+    """Logs values at the first step of a run, and every N steps or seconds from there.
 
     Values are given by name: "loss", or what the model_fn reports by `est.summary` or `est.record`. A hook that is made
-    in the model_fn may be given the values themselves, as in TensorFlow; it then reports them.
+    in the model_fn may get the values themselves, as in TensorFlow; it then reports them.
 
     >>> hook = LoggingTensorHook(["loss"], every_n_iter=100)
     >>> def model_fn(features, labels, mode):
@@ -38,7 +38,7 @@ class LoggingTensorHook(Hook):
 
     Raises:
       ValueError: not exactly one interval is given, or it is not positive.
-      TypeError: `tensors` is neither a dict nor a list of names, or a value is no array of numbers.
+      TypeError: `tensors` is neither a dict nor a list of names, or a value is not an array of numbers.
       RuntimeError: values are given outside of a model_fn.
     """
 
@@ -91,11 +91,11 @@ class LoggingTensorHook(Hook):
         self._last = None
 
     def _log(self, values: RunValues, seconds: float | None) -> None:
-        found = values.results
+        results = values.results
         if self._formatter is not None:
-            logging.info("%s", self._formatter(found))
+            logging.info("%s", self._formatter(results))
             return
-        shown = ", ".join(f"{tag} = {_shown(found[tag])}" for tag in self._names)
+        shown = ", ".join(f"{tag} = {_shown(results[tag])}" for tag in self._names)
         logging.info("%s%s", shown, "" if seconds is None else f" ({seconds:.3f} sec)")
 
 

@@ -1,4 +1,4 @@
-"""What to do about a loss that is not a number."""
+"""What to do about a NaN loss."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from estimator.core._hook import Hook
 
 
 class NanTensorHook(Hook):
-    """Says what a loss that is NaN does to the training. `train` always looks, every 100 steps and before it saves.
+    """Says what a NaN loss does to a training run. `train` always looks, every 100 steps and before it saves.
 
     >>> hook = NanTensorHook(fail_on_nan_loss=False)
 

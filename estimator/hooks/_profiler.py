@@ -13,10 +13,10 @@ from estimator.core._hook import Context, Hook, RunValues
 
 
 class ProfilerHook(Hook):
-    """Writes a `jax.profiler` trace of a few steps every so often, for TensorBoard or Perfetto.
+    """Writes a `jax.profiler` trace of a few steps every N steps or seconds, for TensorBoard or Perfetto.
 
-    As many steps as a trace holds go before the first one, so that compiling is no part of it. The trace that is open
-    at the end of a run, however it ends, is written. Where someone else traces at the time, it warns and goes on.
+    As many steps as a trace holds go before the first one, so that compiling is not part of it. The trace that is open
+    at the end of a run, however it ends, is written. Where someone else traces at the time, it warns and continues.
 
     >>> hook = ProfilerHook(save_steps=1000, num_steps=10)
 
@@ -80,7 +80,7 @@ class ProfilerHook(Hook):
         self._stop()
 
     def _begin(self, step: int) -> int:
-        """Where the trace begins that a step is in; of a step between two, the one before it."""
+        """Where the trace begins that a step lies in; between two traces, where the one before began."""
         if self._every_steps is None or step < self._first:
             return self._first
         return step - (step - self._first) % self._every_steps

@@ -1,4 +1,4 @@
-"""Copies of the variables compared on the way."""
+"""Copies of the variables compared during a training run."""
 
 from __future__ import annotations
 
@@ -21,4 +21,4 @@ class ReplicaCheckHook(Hook):
 
     def after_run(self, context: Context, values: RunValues) -> None:
         state = context.state
-        check_replicas(context.global_step, context.team, variable=state.variables, slot=state.slots)
+        check_replicas(context.global_step, variable=state.variables, slot=state.slots)

@@ -1,4 +1,4 @@
-"""Learning rates set from outside while a training goes on."""
+"""Learning rates set from outside during a training run."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ _Rates = Mapping[str, float]
 
 
 class SetLearningRateHook(Hook):
-    """Sets learning rates of optimizers under `optax.inject_hyperparams`, every so many steps.
+    """Sets learning rates of optimizers under `optax.inject_hyperparams`, every N steps.
 
-    What is known beforehand is better a schedule, within the program. This is for what comes from outside: a file, a
+    A schedule within the program is better for what is known beforehand. This is for what comes from outside: a file, a
     notebook, a search. The rates hold from the step after, and are saved with the checkpoint of the step: a run that
-    goes on from there is the same as one that was not interrupted. Nothing is compiled anew, and nothing waits.
+    resumes from there is the same as one that was not interrupted. Nothing is compiled again, and nothing waits.
 
     A hook of your own sets a rate by `context.set_learning_rate(name, value)`.
 
-    >>> rates = {"optimizer": 1e-3}  # to be changed while the training goes on
+    >>> rates = {"optimizer": 1e-3}  # to be changed during the run
     >>> hook = SetLearningRateHook(rates, every_n_steps=100)
     >>> hook = SetLearningRateHook(lambda step: {"optimizer": 0.1 if step < 1000 else 0.01})
 
     Args:
       rates: rates by their names in `est.learning_rates(state)`, read each time; or a function of the number of steps
-        done that returns such a dict, or None to leave all as they are. Of several processes, what process 0 has.
-      every_n_steps: they are set where the number of steps done is a multiple of it; those of a dict also when a
-        training begins to go on, from whatever step.
+        done that returns such a dict, or None to leave all as they are. Of several processes, process 0 decides.
+      every_n_steps: they are set where the number of steps done is a multiple of it; the rates of a dict also
+        where a run starts, at whatever step.
 
     Raises:
       TypeError: `rates`, or what it returns, is neither.
@@ -57,15 +57,15 @@ class SetLearningRateHook(Hook):
             self._set(context)
 
     def get_state(self) -> Any:
-        """None; that there is this method has the hook called before the one that saves."""
+        """None; but a hook that overrides this is called before the one that saves."""
 
     def _set(self, context: Context) -> None:
         step = context.global_step
-        wanted = self._rates if isinstance(self._rates, Mapping) else self._rates(step)
-        if wanted is not None and not isinstance(wanted, Mapping):
+        rates = self._rates if isinstance(self._rates, Mapping) else self._rates(step)
+        if rates is not None and not isinstance(rates, Mapping):
             raise TypeError(
-                f"The function given to SetLearningRateHook returned {wanted!r} at step {step}. It returns a dict of "
+                f"The function given to SetLearningRateHook returned {rates!r} at step {step}. It returns a dict of "
                 'learning rates by name, such as {"optimizer": 1e-3}, or None.'
             )
-        for name, value in context.agreed(lambda: dict(wanted or {})).items():
+        for name, value in context.agreed(lambda: dict(rates or {})).items():
             context.set_learning_rate(name, value)

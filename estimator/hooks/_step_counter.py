@@ -17,14 +17,14 @@ class StepCounterHook(Hook):
     """Logs, and shows in TensorBoard, the steps and the examples per second.
 
     As in TensorFlow the first step, which compiles, starts the clock: with `every_n_steps=100`, lines are of the steps
-    101, 201 and so on. It does not wait for the devices: a program or two of those counted may still run.
+    101, 201 and so on. It does not wait for the devices: one or two of the programs counted may still run.
 
     >>> hook = StepCounterHook(every_n_steps=100)
 
     Args:
       every_n_steps, every_n_secs: how often. Give one, and None for the other.
       output_dir: the directory of an event file to write; None: none.
-      summary_writer: writes in place of that; any object with `add_scalar(tag, value, step)`, such as tensorboardX's
+      summary_writer: writes instead; any object with `add_scalar(tag, value, step)`, such as tensorboardX's
         `SummaryWriter`.
 
     Raises:

@@ -9,7 +9,7 @@ from estimator.core._hook import Context, Hook, RunValues
 
 
 class StopAtSecsHook(Hook):
-    """Ends a run so many seconds after it has its state, once the programs on their way are done.
+    """Ends a run N seconds after it has its state, once the programs on their way are done.
 
     >>> hook = StopAtSecsHook(3600)
 
@@ -17,7 +17,7 @@ class StopAtSecsHook(Hook):
       secs: seconds.
 
     Raises:
-      ValueError: it is no positive number.
+      ValueError: it is not a positive number.
     """
 
     def __init__(self, secs: float) -> None:

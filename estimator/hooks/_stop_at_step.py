@@ -17,7 +17,7 @@ class StopAtStepHook(Hook):
       last_step: at which global step to stop; a run that begins there makes none. Give one of both.
 
     Raises:
-      ValueError: none or both are given, or the one is no positive int.
+      ValueError: none or both are given, or the one is not a positive int.
     """
 
     def __init__(self, num_steps: int | None = None, last_step: int | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Summaries on the way, for TensorBoard."""
+"""Summaries written during a run, for TensorBoard."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ class SummarySaverHook(Hook):
     `RunConfig.save_summary_steps` says how often it writes. Nothing waits for the values: they are written once the
     training has passed them, and before the next checkpoint. A model_fn that shows nothing costs no program of its own.
 
-    In `evaluate`, whose metrics are written anyway, it writes what the model_fn shows of the last batch of those asked
-    for. There it counts batches, not steps.
+    In `evaluate`, whose metrics are written anyway, it writes what the model_fn shows of the last batch
+    that was due. There it counts batches, not steps.
 
     >>> hook = SummarySaverHook(save_steps=10)
 
     Args:
       save_steps: write at the steps 1, 1 + save_steps, 1 + 2 save_steps ..., wherever the run begins.
-      save_secs: write so often. Give one of both.
+      save_secs: write every N seconds. Give one of both.
       output_dir: where to; default: the model_dir, in `evaluate` the eval_dir.
-      summary_writer: a `tensorboardX.SummaryWriter` to write to in its place; it is flushed, and stays open.
+      summary_writer: a `tensorboardX.SummaryWriter` to write to instead; it is flushed, and stays open.
 
     Raises:
-      ValueError: not exactly one of `save_steps` and `save_secs` is given, or the one is not positive; when the run
-        begins: there is no `output_dir`, in `predict`.
+      ValueError: not exactly one of `save_steps` and `save_secs` is given, or the one is not positive; when a run
+        of `predict` begins: `output_dir` is missing.
     """
 
-    before_run_may_be_early = True  # it asks for the same each time
+    before_run_may_be_early = True  # it requests the same each time
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class SummarySaverHook(Hook):
         self._given_writer = summary_writer
 
     def writes_to(self, directory: str | None) -> bool:
-        """Whether it writes into the directory, that of the run."""
+        """Whether it writes into the directory of the run."""
         return self._given_writer is None and self._dir in (None, directory and os.path.normpath(directory))
 
     def begin(self) -> None:
@@ -89,7 +89,7 @@ class SummarySaverHook(Hook):
 
     def next_step(self, step: int) -> int | None:
         if not self._names:
-            return None  # losses come without being asked for
+            return None  # losses come in any case
         if self._steps is not None:
             return step + self._steps - (step - 1) % self._steps
         return self._timer.next_step(step)
@@ -155,7 +155,7 @@ class SummarySaverHook(Hook):
 
 
 def write_evaluation(context: Context, checkpoint_path: str | None) -> None:
-    """Writes the metrics of an evaluation, and which checkpoint they are of."""
+    """Writes the metrics of an evaluation, and the path of its checkpoint."""
     if jax.process_index() == 0:
         assert context.metrics is not None
         text = {"checkpoint_path": checkpoint_path} if checkpoint_path else {}

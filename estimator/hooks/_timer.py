@@ -1,4 +1,4 @@
-"""When something that happens every so often is due."""
+"""When something that happens every N seconds or steps is due."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from estimator.core._argument_checks import check_intervals
 
 
 class SecondOrStepTimer:
-    """Says every so many seconds or steps that it is time: TensorFlow's class of that name.
+    """Triggers every N seconds or every N steps: TensorFlow's class of that name.
 
     >>> timer = SecondOrStepTimer(every_steps=10)
     >>> timer.should_trigger_for_step(1), timer.update_last_triggered_step(1)
@@ -39,8 +39,8 @@ class SecondOrStepTimer:
         self._first: int | None = None
 
     def should_trigger_for_step(self, step: int) -> bool:
-        """Whether it is time: the first time it is asked, and then again when the interval has passed. Never twice
-        for one step."""
+        """Whether it is time: at the first call, and then again when the interval has passed. Never twice for one
+        step."""
         if self._step is None:
             return True
         if step == self._step:
@@ -60,7 +60,7 @@ class SecondOrStepTimer:
         return self._step
 
     def next_step(self, step: int) -> int | None:
-        """For `Hook.next_step`: the next step for which it is time, as far as that can be told."""
+        """For `Hook.next_step`: the next step for which it is time, as far as that is known."""
         if self._first is None:
             self._first = step + 1
         if step < self._first:

@@ -1,4 +1,4 @@
-"""What a run does that does not come on."""
+"""Reports where a stalled run is stuck."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from absl import logging
 
 from estimator.core._argument_checks import check_intervals
 from estimator.core._hook import Context, Hook
-from estimator.multihost._process_group import Team
+from estimator.multihost._runtime import RUNTIME
 
-_SECONDS_FOR_OTHERS = 2.0  # to see that they hang as well
+_SECONDS_FOR_OTHERS = 2.0  # to report that they hang as well
 _ACTIONS = ("log", "raise")
 _PHASES = {
     "begin": "makes or restores its state",
@@ -36,25 +36,26 @@ class StalledError(RuntimeError):
 
 
 class WatchdogHook(Hook):
-    """Says what a run hangs in: when no step has finished for so long, with the stacks of all threads, once each time.
+    """Reports where a run is stuck when no step has finished for `timeout_secs`, with the stacks of all threads.
 
-    A thread watches; the run itself pays nothing. Steps are seen to finish where their program does, and all that
-    happens between two of them counts: allow for the longest compilation, checkpoint or evaluation. The first batch,
-    which is read before hooks begin, is not watched; neither is a call that keeps Python's global lock. Of several
-    processes each says what it does, and for which other one it waits: that which waits for none is the one.
+    A thread watches; the run itself pays nothing. It reports each stall once. Steps are seen to finish where their
+    program does, and all that happens between two of them counts: allow for the longest compilation, checkpoint or
+    evaluation. The first batch, which is read before hooks begin, is not watched; neither is a call that keeps
+    Python's global lock. Each of several processes reports what it does, and for which other one it waits: the
+    culprit is the one that waits for none.
 
     >>> hook = WatchdogHook(timeout_secs=600)
 
     Args:
       timeout_secs: seconds without a step.
-      action: "log": the run goes on; "raise": `StalledError` is raised where it hangs. That is done by a signal
+      action: "log": the run continues; "raise": `StalledError` is raised where it hangs. That is done by a signal
         (SIGURG), so the run must be in the main thread of a POSIX process; and it gets through to Python code, locks,
         sleeps and most system calls, but to a call of compiled code, such as the wait for a device, only when that
         returns. Where it never does, only ending the process helps.
       path: a file to which the report is added, beside the log, which absl writes to stderr.
 
     Raises:
-      ValueError: timeout_secs is no positive number, or the action is another; in a run, "raise" is asked for in a
+      ValueError: timeout_secs is not a positive number, or the action is unknown; in a run, "raise" is requested in a
         thread that is not the main one.
     """
 
@@ -70,6 +71,7 @@ class WatchdogHook(Hook):
     def begin(self) -> None:
         self._context: Context | None = None
         self._error: StalledError | None = None
+        self._group = RUNTIME.group
         self._runs_in = threading.get_ident()
         if self._action == "raise":
             if threading.current_thread() is not threading.main_thread():
@@ -95,45 +97,41 @@ class WatchdogHook(Hook):
             signal.signal(signal.SIGURG, self._handler)
 
     def _watch(self) -> None:
-        batches, phase, told = -1, "", False
+        batches, phase, is_reported = -1, "", False
         progress = entered = since = time.monotonic()
         while not self._ended.wait(min(self._timeout / 10, 1.0)):
             now = time.monotonic()
             context = self._context
             seen, seen_phase = (0, "begin") if context is None else (context.batches, context.phase)
             if seen != batches or seen_phase == "output":
-                batches, progress, since, told = seen, now, now, False
+                batches, progress, since, is_reported = seen, now, now, False
             if seen_phase != phase:
                 phase, entered = seen_phase, now
-                if told:  # what it does now is to be told as well, if it takes as long
-                    since, told = now, False
-            if not told and now - since >= self._timeout:
-                told = True
+                if is_reported:  # the new phase is reported as well, if it takes as long
+                    since, is_reported = now, False
+            if not is_reported and now - since >= self._timeout:
+                is_reported = True
                 doing = f"For the last {now - entered:.1f} s it is in phase {phase!r}: it {_PHASES.get(phase, phase)}."
                 stall = f"No step has finished for {now - progress:.1f} s, after {batches} of this run. {doing}"
-                self._tell(stall if context is None or context.team is None else _with_others(context.team, stall))
+                self._report(stall)
 
-    def _tell(self, stall: str) -> None:
-        report = f"{stall}\n{_stacks(self._runs_in)}"
+    def _report(self, stall: str) -> None:
+        # Of several processes, the one that hangs waits for no other.
+        own = f"Process {self._group.index} on {socket.gethostname()}: {stall}"
+        stalls = [stall, *self._group.gather_reports(own, _SECONDS_FOR_OTHERS)]
+        report = "\n".join([*stalls, _stacks(self._runs_in)])
         logging.error("%s", report)
         if self._path is not None:
             with open(self._path, "a") as file:
                 file.write(report + "\n")
         if self._action == "raise":
-            self._error = StalledError(stall)
+            self._error = StalledError("\n".join(stalls))
             signal.pthread_kill(self._runs_in, signal.SIGURG)  # also wakes it from a sleep, or a lock
 
     def _raise(self, signum: int, frame: FrameType | None) -> Any:
         error, self._error = self._error, None
         if error is not None:
             raise error
-
-
-def _with_others(team: Team, stall: str) -> str:
-    """What the watchdogs of all processes have to say: that which hangs waits for no other one."""
-    team.note(f"Process {team.index} on {socket.gethostname()}: {stall} {team.waiting()}")
-    time.sleep(_SECONDS_FOR_OTHERS)
-    return "\n".join([stall, *team.notes()])
 
 
 def _stacks(first: int) -> str:

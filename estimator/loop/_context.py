@@ -2,30 +2,84 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 from estimator.core._hook import Context
 from estimator.core._mode_keys import ModeKeys
 from estimator.core._record import Report
+from estimator.core._state import State
 from estimator.multihost._preemption import SIGTERM
-from estimator.multihost._process_group import Team
+from estimator.multihost._process_group import ProcessGroup, SingleProcess
 from estimator.optim._learning_rate import with_rate
 from estimator.summary._event_writer import EventWriter
 
+T = TypeVar("T")
 
-class RunContext(Context):
-    """The context that the loop makes: what hooks see, and what the loop itself sets and calls."""
+
+class Actions(Protocol):
+    """What a run does for its hooks; documented in `Context`."""
+
+    def state(self) -> State: ...
+
+    def save(self) -> str | None: ...
+
+    def look(self) -> None: ...
+
+    def change(self, change: Callable[[Any], Any]) -> None: ...
+
+
+class ReadOnly:
+    """The actions of evaluation and prediction: they show a state, once there is one, and change nothing."""
+
+    def __init__(self, mode: ModeKeys, state: State | None = None) -> None:
+        self._mode = mode
+        self._state = state
+
+    def state(self) -> State:
+        if self._state is None:
+            raise RuntimeError("There is no state yet: `context.state` can be read from `after_create_state` on.")
+        return self._state
+
+    def save(self) -> str | None:
+        raise RuntimeError(f"Only training saves checkpoints; got `context.save()` in mode {str(self._mode)!r}.")
+
+    def look(self) -> None:
+        pass  # no losses are pending
+
+    def change(self, change: Callable[[Any], Any]) -> None:
+        raise RuntimeError(
+            "Only training changes variables, from `after_create_state` to the last `after_run`; got a change in "
+            f"mode {str(self._mode)!r}."
+        )
+
+
+class RunContext:
+    """What hooks see as `Context`; the loop sets its attributes, and calls what `Context` does not have.
+
+    Args:
+      mode: of the run.
+      model_dir: where the Estimator saves; None: it has none.
+      global_step: the number of training steps done.
+      group: the processes that make the same run.
+      actions: what the run does for hooks; None: it only shows a state, which is set later.
+    """
 
     def __init__(
-        self, mode: ModeKeys, model_dir: str | None = None, global_step: int = 0, team: Team | None = None
+        self,
+        mode: ModeKeys,
+        model_dir: str | None = None,
+        global_step: int = 0,
+        group: ProcessGroup | None = None,
+        actions: Actions | None = None,
     ) -> None:
         self.mode = mode
-        self.team = team
+        self.group = group or SingleProcess()
         self.model_dir = model_dir
         self.output_dir = model_dir if mode == ModeKeys.TRAIN else None
         self.reported: dict[str, Report] = {}
@@ -40,43 +94,42 @@ class RunContext(Context):
         self.found_nan = False
         self.metrics: dict[str, Any] | None = None
         self.restored = False
-        self._wished: str | None = None
         self.rates: dict[str, np.ndarray] = {}
-        self._state: Callable[[], Any] | None = None
-        self._save: Callable[[], str | None] | None = None
-        self._look: Callable[[], None] | None = None
-        self._change: Callable[[Callable[[Any], Any]], None] | None = None
+        self._actions = actions or ReadOnly(mode)
+        self._local_stop_reason: str | None = None
         self._watchers: list[Callable[[Context, int, np.ndarray], None]] = []
         self._events: dict[str, EventWriter] = {}
 
     @property
-    def state(self) -> Any:
-        if self._state is None:
-            raise RuntimeError("There is no state yet: `context.state` can be read from `after_create_state` on.")
-        return self._state()
+    def step(self) -> int:
+        return self.global_step if self.mode == ModeKeys.TRAIN else self.batches
 
-    def has_state(self, state: Any) -> None:
+    @property
+    def stop_requested(self) -> bool:
+        return self.stop_reason is not None
+
+    @property
+    def state(self) -> State:
+        return self._actions.state()
+
+    def set_readonly_state(self, state: State) -> None:
         """Lets hooks of a run that only reads its state see it."""
         self.global_step = int(state.global_step)
-        self._state = lambda: state
+        self._actions = ReadOnly(self.mode, state)
 
     def save(self) -> str | None:
-        if self._save is None:
-            raise RuntimeError(f"Only training saves checkpoints; got `context.save()` in mode {str(self.mode)!r}.")
-        return self._save()
+        return self._actions.save()
+
+    def look(self) -> None:
+        self._actions.look()
 
     def change(self, change: Callable[[Any], Any]) -> None:
-        if self._change is None:
-            raise RuntimeError(
-                "Only training changes variables, from `after_create_state` to the last `after_run`; got a change in "
-                f"mode {str(self.mode)!r}."
-            )
-        self._change(change)
+        self._actions.change(change)
 
     def set_learning_rate(self, name: str, value: float) -> None:
-        if self._change is None or self.phase == "end":
+        if self.mode != ModeKeys.TRAIN or self.phase == "end":
             raise RuntimeError(
-                f"`context.set_learning_rate({name!r}, {value!r})` is for hooks of a training, from "
+                f"`context.set_learning_rate({name!r}, {value!r})` is for hooks of a training run, from "
                 f"`after_create_state` on and before `end`; got mode {str(self.mode)!r}, phase {self.phase!r}."
             )
         name, value = self.agreed(lambda: (name, value))
@@ -87,13 +140,23 @@ class RunContext(Context):
     def watch_losses(self, watcher: Callable[[Context, int, np.ndarray], None]) -> None:
         self._watchers.append(watcher)
 
-    def saw_losses(self, step: int, losses: np.ndarray) -> None:
+    def notify_loss_watchers(self, step: int, losses: np.ndarray) -> None:
         for watcher in self._watchers:
             watcher(self, step, losses)
 
-    def look(self) -> None:
-        if self._look is not None:
-            self._look()
+    @contextlib.contextmanager
+    def in_phase(self, phase: str) -> Iterator[None]:
+        before, self.phase = self.phase, phase
+        try:
+            yield
+        finally:
+            self.phase = before
+
+    def evaluating(self) -> contextlib.AbstractContextManager[None]:
+        return self.in_phase("evaluate")
+
+    def note_restored(self) -> None:
+        self.restored = True
 
     def events(self, directory: str | None = None) -> EventWriter:
         chosen = directory or self.output_dir
@@ -113,37 +176,36 @@ class RunContext(Context):
             writer.close()
         self._events.clear()
 
+    def agreed(self, make: Callable[[], T]) -> T:
+        return self.group.broadcast_from_chief(make)
+
     @property
-    def wished(self) -> str | None:
-        """Why this process wants the run to end, of which others may not know yet."""
-        return SIGTERM if self.preempted else self._wished
+    def local_stop_reason(self) -> str | None:
+        """Why this process wants the run to end, which others may not know yet."""
+        return SIGTERM if self.preempted else self._local_stop_reason
 
     def preempt(self) -> None:
         """Notes that SIGTERM came; where there are other processes, all have to stop at the same step."""
         self.preempted = True
-        if self.team is None:
+        if self.group.count == 1:
             self.stop(SIGTERM)
 
-    def agreed(self, make: Callable[[], Any]) -> Any:
-        return make() if self.team is None else self.team.from_chief(make)
+    def request_stop(self, reason: str = "a hook") -> None:
+        if self.group.count == 1:
+            self.stop(reason)
+        self._local_stop_reason = self._local_stop_reason or reason
 
     def agree_to_stop(self) -> None:
         """Has all processes stop if one of them wants to."""
-        if self.team is not None:
-            reasons = [reason for reason in self.team.exchange(self._wished) if reason is not None]
-            if reasons:
-                self.stop(reasons[0])
-
-    def count(self, batches: int, rows: int) -> None:
-        """Adds batches of so many examples to what was taken."""
-        self.batches += batches
-        self.examples += batches * rows
-
-    def request_stop(self, reason: str = "a hook") -> None:
-        if self.team is None:
-            self.stop(reason)
-        self._wished = self._wished or reason
+        reasons = [reason for reason in self.group.all_gather(self._local_stop_reason) if reason is not None]
+        if reasons:
+            self.stop(reasons[0])
 
     def stop(self, reason: str) -> None:
-        """Does what `request_stop` asks for, where all processes do so."""
+        """Ends the run; all processes do so here."""
         self.stop_reason = self.stop_reason or reason
+
+    def count(self, batches: int, rows: int) -> None:
+        """Counts batches of `rows` examples each as taken."""
+        self.batches += batches
+        self.examples += batches * rows

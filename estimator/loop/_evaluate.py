@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -22,7 +22,7 @@ from estimator.loop import _hook_calls
 from estimator.loop._context import RunContext
 from estimator.loop._flops import debugging, steps_that_fit
 from estimator.loop._programs import stacked_batches
-from estimator.loop._read_ahead import pieces_with_hooks
+from estimator.loop._read_ahead import chunks_with_hooks
 from estimator.loop._synchronized_input import Uneven
 from estimator.metrics import Metric
 from estimator.multihost._global_arrays import rows_of_all
@@ -35,39 +35,36 @@ _PROGRAMS_FETCHED = 20  # at once: to fetch each costs as much as a small batch
 _MOST_BATCHES_AT_ONCE, _MOST_BYTES_AT_ONCE = 16, 1 << 18
 
 
-class EvalSteps:
-    """The compiled steps: loss and metrics of a batch, without the predictions; with what is reported; of several.
+class Held(NamedTuple):
+    """The state that all batches are evaluated with, its key as numbers: jax takes typed keys on a slower path. There
+    are slots where the model_fn reads the state of its optimizers."""
 
-    All take `(variables, slots, global_step, key_data, features, labels)`: jax takes typed keys on a slower path. There
-    are slots where the model_fn reads the state of its optimizers.
+    variables: dict[str, PyTree]
+    slots: dict[str, PyTree]
+    global_step: jax.Array
+    key_data: jax.Array
+
+
+Outcome = tuple[jax.Array, Mapping[str, Any], dict[str, Report]]
+
+
+class EvalSteps:
+    """The compiled steps, which compute no predictions; all take `(held, features, labels)`.
+
+    | program          | of                 | returns                                               |
+    |------------------|--------------------|-------------------------------------------------------|
+    | `step`           | a batch            | loss, metrics, nothing                                |
+    | `step_reporting` | a batch            | loss, metrics, what the model_fn reports              |
+    | `loop`           | stacked batches    | losses and metrics, stacked                           |
     """
 
     def __init__(self, model: Model) -> None:
-        def reporting(
-            variables: dict[str, PyTree],
-            slots: dict[str, PyTree],
-            step: jax.Array,
-            key_data: jax.Array,
-            features: PyTree,
-            labels: PyTree,
-        ) -> tuple[jax.Array, Any, dict[str, Report]]:
-            state = State(variables, slots, step, jax.random.wrap_key_data(key_data))
-            spec = model.eval_step(state, features, labels)
-            return loss_of(spec), spec.eval_metric_ops, spec.reported
-
-        def quiet(*args: Any) -> tuple[jax.Array, Any, dict[str, Report]]:
-            return *reporting(*args)[:2], {}
-
-        def several(*args: Any) -> tuple[jax.Array, Any]:
-            *held, features, labels = args
-            return jax.lax.map(lambda batch: quiet(*held, *batch)[:2], (features, labels))
-
         self._model = model
         self._fits: dict[int, int] = {}  # by the bytes of a batch
         self._called: set[tuple[int, int]] = set()  # programs, and with how many rows
-        self.reporting = jax.jit(reporting)
-        self.quiet = jax.jit(quiet)
-        self.several = jax.jit(several)
+        self.step = jax.jit(functools.partial(_step, model, False))
+        self.step_reporting = jax.jit(functools.partial(_step, model, True))
+        self.loop = jax.jit(functools.partial(_loop, model))
 
     def on_devices(self, pair: Any) -> tuple[tuple[PyTree, PyTree], int]:
         """A batch of all processes, and how many rows it has, given the rows of this one."""
@@ -78,31 +75,41 @@ class EvalSteps:
         processes = jax.process_count() if placement.spans_processes else 1
         return placement.from_processes(pair), rows_of(*pair) * processes
 
-    def run(self, step: Any, rows: int, held: tuple[Any, ...], features: PyTree, labels: PyTree) -> Any:
-        """Calls one of the steps, compiled before for batches of so many rows."""
-        if (id(step), rows) not in self._called:
-            compile_first(step, *held, features, labels)
-            self._called.add((id(step), rows))
-        return step(*held, features, labels)
+    def run(self, program: Any, rows: int, held: Held, features: PyTree, labels: PyTree) -> Any:
+        """Calls one of the programs, compiled before for batches of that number of rows."""
+        if (id(program), rows) not in self._called:
+            compile_first(program, held, features, labels)
+            self._called.add((id(program), rows))
+        return program(held, features, labels)
 
-    def at_once(self, held: tuple[Any, ...], features: PyTree, labels: PyTree) -> int:
-        """How many batches like this one are to be read ahead together, and to go into one program."""
+    def at_once(self, held: Held, features: PyTree, labels: PyTree) -> int:
+        """How many batches like this one are read ahead together, and go into one program."""
         size = sum(leaf.nbytes for leaf in jax.tree.leaves((features, labels)) if hasattr(leaf, "nbytes"))
         most = max(1, min(_MOST_BATCHES_AT_ONCE, _MOST_BYTES_AT_ONCE // max(size, 1)))
         traits = self._model.traits(features, labels, ModeKeys.EVAL)
         if traits.placement.spans_processes:
-            return most  # read ahead together; each has a program of its own, as its rows may be
+            return most  # only read ahead together: each may have rows of its own, and so a program of its own
         if most == 1 or not traits.is_one_program or has_sparse((features, labels)) or debugging():
             return 1
         if size not in self._fits:
-            self._fits[size] = steps_that_fit(self.quiet, traits.platform, *held, features, labels)
+            self._fits[size] = steps_that_fit(self.step, traits.platform, held, features, labels)
         return min(most, self._fits[size])
+
+
+def _step(model: Model, reports: bool, held: Held, features: PyTree, labels: PyTree) -> Outcome:
+    state = State(held.variables, held.slots, held.global_step, jax.random.wrap_key_data(held.key_data))
+    spec = model.eval_step(state, features, labels)
+    return loss_of(spec), spec.eval_metric_ops, spec.reported if reports else {}
+
+
+def _loop(model: Model, held: Held, features: PyTree, labels: PyTree) -> tuple[jax.Array, dict[str, Any]]:
+    return jax.lax.map(lambda batch: _step(model, False, held, *batch)[:2], (features, labels))
 
 
 class Merged:
     """The loss and the metrics of all batches so far. The newest batches may still be computed.
 
-    States are merged on the host in float64: a float32 count stands still at 16,777,216 examples.
+    States are merged on the host in float64: a float32 count stops growing at 16,777,216 examples.
     """
 
     def __init__(self) -> None:
@@ -112,7 +119,7 @@ class Merged:
         self._waiting: list[tuple[jax.Array, Any]] = []  # of a batch, or stacked, of several
 
     def add(self, loss: jax.Array, metrics: dict[str, Any], rows: Sequence[int]) -> None:
-        """Adds loss and metrics of a batch, or, stacked, those of several; `rows` are the sizes of these."""
+        """Adds loss and metrics of a batch, or stacked ones of several batches, whose sizes are `rows`."""
         self._rows.extend(rows)
         self._waiting.append((loss, metrics))
         if len(self._waiting) > _PROGRAMS_IN_FLIGHT:
@@ -157,30 +164,30 @@ def evaluate_batches(
 ) -> dict[str, Any]:
     """The metrics over all batches, or the first `last_batch` of them; there must be at least one."""
     merged = Merged()
-    held = state.variables, state.slots, state.global_step, jax.random.key_data(state.key)
+    held = Held(state.variables, state.slots, state.global_step, jax.random.key_data(state.key))
     guard = BatchGuard(*first)
     at_once = context.agreed(lambda: guard(1, first, steps.at_once, held, *first))
-    for pairs, due in pieces_with_hooks(batches, hooks, context, last_batch, at_once):
-        asked = _hook_calls.before(due, context)
-        together = len(pairs) == at_once > 1 and not due and context.team is None
+    for pairs, due in chunks_with_hooks(batches, hooks, context, last_batch, at_once):
+        requests = _hook_calls.before(due, context)
+        together = len(pairs) == at_once > 1 and not due and context.group.count == 1
         stacked = stacked_batches(pairs, at_once) if together else None
         if stacked is not None:
             rows = rows_of(*pairs[0])
-            losses, metrics = guard(context.batches + 1, pairs[0], steps.run, steps.several, rows, held, *stacked)
+            losses, metrics = guard(context.batches + 1, pairs[0], steps.run, steps.loop, rows, held, *stacked)
             merged.add(losses, metrics, [rows] * len(pairs))
             context.count(len(pairs), rows)
             continue
-        reports = _hook_calls.asks(asked, context)
+        reports = _hook_calls.requests_values(requests, context)
         for i, pair in enumerate(pairs):
             (features, labels), rows = steps.on_devices(pair)
-            step = steps.reporting if reports and i == len(pairs) - 1 else steps.quiet
+            program = steps.step_reporting if reports and i == len(pairs) - 1 else steps.step
             given = features, labels
-            loss, metrics, reported = guard(context.batches + 1, given, steps.run, step, rows, held, *given)
+            loss, metrics, reported = guard(context.batches + 1, given, steps.run, program, rows, held, *given)
             context.count(1, rows)
             merged.add(loss, metrics, [rows])
-        _hook_calls.after(due, context, asked, loss, 1, reported)
+        _hook_calls.after(due, context, requests, loss, 1, reported)
     if context.stop_reason == SIGTERM:
-        raise Preempted  # what there is so far is no result
+        raise Preempted  # a part of the batches makes no result
     return {**merged.results(loss_over), "global_step": int(state.global_step)}
 
 

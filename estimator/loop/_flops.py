@@ -10,14 +10,14 @@ from jax.interpreters.partial_eval import dce_jaxpr
 if TYPE_CHECKING:
     from jax.extend.core import Jaxpr
 
-# A program takes the host some 50 us to start. It is to be little beside what the devices do in it: a CPU core makes
+# A program takes the host some 50 us to start. That should be little beside what the devices do in it: a CPU core makes
 # some 1e11 operations per second, an accelerator a hundred times as many.
 _FLOPS_PER_PROGRAM = {"cpu": 1e8}
 _FLOPS_ON_ACCELERATORS = 1e10
 
 
 def steps_that_fit(step: Any, platform: str, *args: Any) -> int:
-    """How many steps go into one program, by their floating point operations on one device. At least one; and no more
+    """How many steps go into one program, by their floating point operations on one device. At least one; only one
     where a loop within the step hides how many operations it has.
 
     Args:

@@ -12,7 +12,6 @@ from absl import logging
 
 from estimator.core._hook import Hook, RunValues
 from estimator.loop._context import RunContext
-from estimator.multihost._liveness import explained
 from estimator.multihost._preemption import Preempted
 
 
@@ -26,10 +25,10 @@ def around(hooks: Sequence[Hook], context: RunContext) -> Iterator[None]:
             hook.begin()
         yield
     except BaseException as error:
-        if isinstance(error, GeneratorExit):  # which closes the results of `predict`, and is no error
+        if isinstance(error, GeneratorExit):  # which closes the results of `predict`, and is not an error
             context.stop("closed")
         else:
-            context.error = explained(error) if context.team and isinstance(error, Exception) else error
+            context.error = context.group.explain(error)
             context.stop("error")
             if context.error is not error:
                 raise context.error from error
@@ -60,9 +59,9 @@ def _end(hooks: Sequence[Hook], context: RunContext) -> None:
 
 
 def states(hooks: Sequence[Hook]) -> dict[str, Any]:
-    """What hooks remember, by their class and their place among those of it."""
-    found = {name: hook.get_state() for name, hook in _named(hooks).items()}
-    return {name: state for name, state in found.items() if state is not None}
+    """What hooks remember, by their class and their number among the hooks of this class."""
+    by_name = {name: hook.get_state() for name, hook in _named(hooks).items()}
+    return {name: state for name, state in by_name.items() if state is not None}
 
 
 def set_states(hooks: Sequence[Hook], saved: dict[str, Any]) -> None:
@@ -82,47 +81,47 @@ def _named(hooks: Sequence[Hook]) -> dict[str, Hook]:
 
 
 def before(due: Sequence[Hook], context: RunContext) -> list[Any]:
-    """What each hook asks for.
+    """The names of the values that each hook requests.
 
     Raises:
-      TypeError: it is no name.
+      TypeError: one is not a name.
     """
-    asked = [_unless_stopped(hook.before_run, context) for hook in due]
-    for hook, names in zip(due, asked, strict=True):
+    requests = [_unless_stopped(hook.before_run, context) for hook in due]
+    for hook, names in zip(due, requests, strict=True):
         for name in jax.tree.leaves(names):
             if not isinstance(name, str):
                 raise TypeError(
-                    f"{hook!r}.before_run asked for {name!r}, but values are asked for by their names: report it by "
+                    f"{hook!r}.before_run requested {name!r}, but values are requested by their names: report it by "
                     "`est.record(name, value)` in the model_fn, and return the name."
                 )
-    return asked
+    return requests
 
 
 def after(
     due: Sequence[Hook],
     context: RunContext,
-    asked: Sequence[Any],
+    requests: Sequence[Any],
     losses: Any,
     steps: int,
     reported: dict[str, Any],
     rates: dict[str, Any] | None = None,
 ) -> None:
-    """Lets each hook have its values of the last of some steps."""
-    for hook, names in zip(due, asked, strict=True):
+    """Passes to each hook its values of the last of some steps."""
+    for hook, names in zip(due, requests, strict=True):
         _unless_stopped(hook.after_run, context, RunValues(losses, steps, reported, names, rates))
     if due:
         context.agree_to_stop()
 
 
-def asks(asked: Sequence[Any], context: RunContext) -> bool:
-    """Whether any hook asks for more than the loss; of several processes, one of the chief."""
-    return bool(asked) and context.agreed(
-        lambda: any(name != "loss" for names in asked for name in jax.tree.leaves(names))
+def requests_values(requests: Sequence[Any], context: RunContext) -> bool:
+    """Whether any hook requests more than the loss; of several processes, a hook of the chief."""
+    return bool(requests) and context.agreed(
+        lambda: any(name != "loss" for names in requests for name in jax.tree.leaves(names))
     )
 
 
 def create_state(hooks: Sequence[Hook], context: RunContext) -> None:
-    """Tells hooks that there is a state."""
+    """Calls `after_create_state` of all hooks."""
     for hook in hooks:
         hook.after_create_state(context)
     if hooks:
@@ -135,7 +134,7 @@ def _unless_stopped(call: Callable[..., Any], context: RunContext, *args: Any) -
         return call(context, *args)
     except StopIteration:
         context.request_stop("StopIteration")
-    except Preempted:  # out of an evaluation in a hook; this run was told to stop as well
+    except Preempted:  # out of an evaluation in a hook; this run stops as well
         if not context.preempted:
             raise
     return None

@@ -20,7 +20,7 @@ class MemoryUse(NamedTuple):
       state: of variables and slots, and the global step, that live there.
       arguments: of what goes into the program: the state, the batch, the random key.
       outputs: of what comes out: the state and the loss.
-      donated: of the outputs that take the place of arguments. Where it equals `state`, there is no second copy of it.
+      donated: of the outputs that replace arguments. Where it equals `state`, there is no second copy of it.
       temporary: of all else that the program holds: gradients, and what is kept for the backward pass.
       peak: of all of this together: arguments + outputs - donated + temporary.
     """
@@ -73,11 +73,11 @@ def memory_report(
 
     Args:
       model_fn: a model_fn, replicated or not, or several by name, to be compared.
-      features, labels: a batch, or `jax.ShapeDtypeStruct`s in place of its arrays.
+      features, labels: a batch, or `jax.ShapeDtypeStruct`s instead of its arrays.
       params: what the model_fn gets.
 
     Raises:
-      TypeError: a model_fn is no function.
+      TypeError: a model_fn is not a function.
       ValueError: there is none, or its variables live on other devices than the towers, where a step is several
         programs; or as the model_fn does.
     """

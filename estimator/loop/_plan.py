@@ -14,8 +14,8 @@ class Chunk(NamedTuple):
     Attributes:
       steps: how many.
       due: the hooks to call after the last of them.
-      alone: whether it is one step, which is to be a program of its own.
-      reports: whether hooks may ask for values of the last step.
+      alone: whether it is one step, in a program of its own.
+      reports: whether hooks may read values of the last step.
       most: how many steps there could have been.
     """
 
@@ -27,13 +27,13 @@ class Chunk(NamedTuple):
 
 
 class Plan:
-    """Cuts a run into pieces of steps, so that no hook's moment lies within one.
+    """Cuts a run into chunks of steps, so that no hook's moment lies within one.
 
     Args:
       hooks: in the order in which they are called.
-      step: how many steps have been made.
+      step: how many steps are done.
       last_step: where the run ends; None: with its input.
-      most: the number of steps that a piece may have at most.
+      most: the number of steps that a chunk may have at most.
     """
 
     def __init__(self, hooks: Sequence[Hook], step: int, last_step: int | None, most: Callable[[], int]) -> None:
@@ -46,7 +46,7 @@ class Plan:
         self._most = most
 
     def next(self) -> Chunk | None:
-        """The next piece; None where the run ends."""
+        """The next chunk; None where the run ends."""
         start = self._step
         if start == self._last_step:
             return None

@@ -1,7 +1,8 @@
-"""Prediction: one compiled step per batch, results given out one by one."""
+"""Prediction: one compiled step per batch, whose results are yielded one by one."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -16,32 +17,30 @@ from estimator.core._typing import PyTree
 from estimator.inputs._input_fn import Batches
 from estimator.loop import _hook_calls
 from estimator.loop._context import RunContext
-from estimator.loop._read_ahead import pieces_with_hooks
+from estimator.loop._read_ahead import chunks_with_hooks
 from estimator.runtime._uninterrupted import compile_first
 from estimator.steps._transform import Model
 
 
 class PredictSteps:
-    """The compiled steps: the predictions of a batch, without and with what is reported."""
+    """The compiled steps: the predictions of a batch, without and with what the model_fn reports."""
 
     def __init__(self, model: Model) -> None:
-        def reporting(state: State, features: PyTree) -> tuple[PyTree, dict[str, Report]]:
-            spec = model.predict_step(state, features)
-            return spec.predictions, spec.reported
-
-        def quiet(state: State, features: PyTree) -> tuple[PyTree, dict[str, Report]]:
-            return reporting(state, features)[0], {}
-
-        self.reporting = jax.jit(reporting)
-        self.quiet = jax.jit(quiet)
+        self.step = jax.jit(functools.partial(_step, model, False))
+        self.step_reporting = jax.jit(functools.partial(_step, model, True))
         self._called: set[tuple[int, int]] = set()  # programs, and with how many rows
 
-    def run(self, step: Any, rows: int, state: State, features: PyTree) -> Any:
-        """Calls one of the steps, compiled before for batches of so many rows."""
-        if (id(step), rows) not in self._called:
-            compile_first(step, state, features)
-            self._called.add((id(step), rows))
-        return step(state, features)
+    def run(self, program: Any, rows: int, state: State, features: PyTree) -> tuple[PyTree, dict[str, Report]]:
+        """Calls one of the programs, compiled before for batches of that number of rows."""
+        if (id(program), rows) not in self._called:
+            compile_first(program, state, features)
+            self._called.add((id(program), rows))
+        return program(state, features)
+
+
+def _step(model: Model, reports: bool, state: State, features: PyTree) -> tuple[PyTree, dict[str, Report]]:
+    spec = model.predict_step(state, features)
+    return spec.predictions, spec.reported if reports else {}
 
 
 def predict_batches(
@@ -55,18 +54,18 @@ def predict_batches(
 ) -> Iterator[PyTree]:
     """Yields the predictions of each batch as numpy arrays; `first` are the features of the first batch."""
     guard = BatchGuard(first, None)
-    for ((features, _),), due in pieces_with_hooks(batches, hooks, context, None):
-        asked = _hook_calls.before(due, context)
-        step = steps.reporting if _hook_calls.asks(asked, context) else steps.quiet
+    for ((features, _),), due in chunks_with_hooks(batches, hooks, context, None):
+        requests = _hook_calls.before(due, context)
+        program = steps.step_reporting if _hook_calls.requests_values(requests, context) else steps.step
         rows = rows_of(features)
-        predictions, reported = guard(context.batches + 1, (features, None), steps.run, step, rows, state, features)
+        predictions, reported = guard(context.batches + 1, (features, None), steps.run, program, rows, state, features)
         context.count(1, rows)
-        _hook_calls.after(due, context, asked, None, 1, reported)
-        found = jax.device_get(select(predictions, keys))
+        _hook_calls.after(due, context, requests, None, 1, reported)
+        selected = jax.device_get(select(predictions, keys))
         context.phase = "output"
         if context.preempted:
             return
-        yield found
+        yield selected
 
 
 def checked_keys(predict_keys: str | Sequence[str] | None) -> tuple[str, ...] | None:

@@ -1,4 +1,4 @@
-"""The compiled programs of the training loop: one step, or several."""
+"""The compiled programs of the training loop: one step, or several in a loop."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Pair = tuple[PyTree, PyTree]  # features and labels
 
 
 class Carry(NamedTuple):
-    """What goes from step to step on the devices: the state, less its key, which never changes."""
+    """What steps pass on from one to the next on the devices: the state without its key, which never changes."""
 
     variables: dict[str, PyTree]
     slots: dict[str, PyTree]
@@ -38,7 +38,7 @@ class StepOutputs(NamedTuple):
     """What is known of every step: scalars, or of several steps arrays `[steps]`.
 
     Attributes:
-      losses: those of the model_fn.
+      losses: of the model_fn.
       rates: the learning rates under `optax.inject_hyperparams`, by tag (see `_learning_rates.py`).
     """
 
@@ -47,35 +47,44 @@ class StepOutputs(NamedTuple):
 
 
 Outcome = tuple[Carry, StepOutputs, dict[str, Report]]
+Program = Callable[..., Outcome]
 
 
 class Run(NamedTuple):
     """A program with its batches, ready to run.
 
     Attributes:
-      program: `(carry, key_data, *args) -> (carry, seen, reported)`.
+      program: `(carry, key_data, *args) -> (carry, outputs, reported)`.
       steps: how many steps it makes.
       args: the batches.
       batch: features and labels of the first step; of several processes, the rows of this one.
-      reporting: the program to run in its place, to get what the model_fn reports.
+      reporting: the program to run instead, to get what the model_fn reports.
     """
 
-    program: Callable[..., Outcome]
+    program: Program
     steps: int
     args: tuple[Any, ...]
     batch: Pair
-    reporting: Callable[..., Outcome] | None = None
+    reporting: Program | None = None
 
 
 class Programs:
     """The programs that train a model, for batches like the one given; each is compiled when it is first used.
 
+    | program               | steps it makes                  | what the model_fn reports |
+    |-----------------------|---------------------------------|---------------------------|
+    | `step`                | one                             | is left out               |
+    | `step_reporting`      | one                             | is returned               |
+    | `loop`                | as many as there are batches    | is left out               |
+    | `loop_some`           | with the first `steps` batches  | is left out               |
+    | `loop_some_reporting` | with the first `steps` batches  | is returned, of the last  |
+
     The key comes as plain numbers, since jax takes typed keys on a slower path (some 8 us per call). Of the spec they
-    keep the loss and the learning rates; what the model_fn reports is computed by `reporting` only.
+    keep the loss and the learning rates; what the model_fn reports is computed where a hook reads it only.
 
     Where steps run in loops, a single one does too: out of a loop XLA makes other programs of some steps (those with
     convolutions, on a CPU), of which the last bits differ. So results do not depend on how a run is cut into programs,
-    nor on what hooks ask for: a run that goes on from a checkpoint cuts its steps elsewhere.
+    nor on what hooks read: a run that resumes from a checkpoint cuts its steps elsewhere.
 
     Attributes:
       traits: what is known of the model_fn.
@@ -92,65 +101,40 @@ class Programs:
         self._batch = jax.tree.map(_abstract, traits.placement.from_processes((features, labels)))
         self._used: set[int] = set()
 
-        def reporting_step(carry: Carry, key_data: jax.Array, features: PyTree, labels: PyTree) -> Outcome:
-            state, spec = model.inner_step(state_of(carry, key_data), features, labels)
-            return _carry(state), _seen(spec), spec.reported
+        def compiled(program: Callable[..., Outcome]) -> Any:
+            of_model = functools.partial(program, model)
+            return jax.jit(of_model, donate_argnums=0) if traits.is_one_program else of_model
 
-        def step(carry: Carry, key_data: jax.Array, features: PyTree, labels: PyTree) -> Outcome:
-            return *reporting_step(carry, key_data, features, labels)[:2], {}
-
-        def reporting(*args: Any) -> Outcome:
-            return merged(reporting_step(*args))
-
-        def one(*args: Any) -> Outcome:
-            return merged(step(*args))
-
-        def several(carry: Carry, key_data: jax.Array, features: PyTree, labels: PyTree) -> Outcome:
-            state, spec = model.train_loop(state_of(carry, key_data), with_steps((features, labels)))
-            return _carry(state), _seen(spec), {}
-
-        def some(carry: Carry, key_data: jax.Array, steps: jax.Array, *batches: PyTree) -> Outcome:
-            carry, seen, _ = _loop(step, carry, key_data, 0, steps, batches)
-            return carry, merged(seen, stacked=True), {}
-
-        def some_reporting(carry: Carry, key_data: jax.Array, steps: jax.Array, *batches: PyTree) -> Outcome:
-            carry, seen, _ = _loop(step, carry, key_data, 0, steps - 1, batches)
-            carry, last, reported = _loop(reporting_step, carry, key_data, steps - 1, steps, batches)
-            seen = jax.tree.map(lambda x, y: x.at[steps - 1].set(y[steps - 1]), seen, last)
-            return carry, merged(seen, stacked=True), merged(reported)
-
-        def compiled(program: Any) -> Any:
-            return jax.jit(program, donate_argnums=0) if traits.is_one_program else program
-
-        self._one, self._reporting = compiled(one), compiled(reporting)
-        self._several, self._some, self._some_reporting = map(compiled, (several, some, some_reporting))
+        self._step, self._step_reporting = compiled(step), compiled(step_reporting)
+        self._loop, self._loop_some = compiled(loop), compiled(loop_some)
+        self._loop_some_reporting = compiled(loop_some_reporting)
 
     @functools.cached_property
     def steps_that_fit(self) -> int:
         """How many steps are to go into one program, by their arithmetic."""
-        carry, key_data = _carry(self.traits.like), jax.eval_shape(jax.random.key_data, self.traits.like.key)
-        return steps_that_fit(self._one, self.traits.platform, carry, key_data, *self._batch)
+        carry, key_data = carry_of(self.traits.like), jax.eval_shape(jax.random.key_data, self.traits.like.key)
+        return steps_that_fit(self._step, self.traits.platform, carry, key_data, *self._batch)
 
     def compiled_step(self, like: State) -> Any:
         """The program of one step, compiled for a state that is like this: of `jax.ShapeDtypeStruct`s."""
         key_data = jax.eval_shape(jax.random.key_data, like.key)
-        return self._one.lower(_carry(like), key_data, *self._batch).compile()
+        return self._step.lower(carry_of(like), key_data, *self._batch).compile()
 
     def runs(self, pairs: Sequence[Pair], most: int, alone: bool = False, reports: bool = False) -> list[Run]:
         """The programs that make a step with each batch, in their order.
 
         Args:
           pairs: the batches.
-          most: for how many a program is to have room; the same for many calls, since each number compiles anew.
-          alone: whether this is a single step, to be a program of its own.
-          reports: whether values may be asked for of the last step.
+          most: for how many a program has room; the same for many calls, since each number is compiled by itself.
+          alone: whether this is a single step, in a program of its own.
+          reports: whether hooks may read values of the last step.
         """
         reports = reports and bool(self.traits.reported)
         if not self.loops:
-            last = self._reporting if reports else None
+            last = self._step_reporting if reports else None
             placed = map(self.traits.placement.from_processes, pairs)
             return [
-                Run(self._one, 1, args, pair, last if i == len(pairs) else None)
+                Run(self._step, 1, args, pair, last if i == len(pairs) else None)
                 for i, (args, pair) in enumerate(zip(placed, pairs, strict=True), 1)
             ]
         room = 1 if alone else max(most, len(pairs))
@@ -160,11 +144,11 @@ class Programs:
             return [*before, *self.runs(pairs[-1:], 1, True, reports)]
         stacked = self.traits.placement.from_processes(stacked, stacked=True)
         if len(pairs) == room > 1 and not reports:
-            return [Run(self._several, room, stacked, pairs[0])]
+            return [Run(self._loop, room, stacked, pairs[0])]
         args = np.int32(len(pairs)), *stacked
-        return [Run(self._some, len(pairs), args, pairs[0], self._some_reporting if reports else None)]
+        return [Run(self._loop_some, len(pairs), args, pairs[0], self._loop_some_reporting if reports else None)]
 
-    def is_new(self, program: Callable[..., Outcome]) -> bool:
+    def is_new(self, program: Program) -> bool:
         """Whether a program is about to be compiled, as far as is known; to be asked once before each run."""
         if id(program) in self._used:
             return False
@@ -172,29 +156,67 @@ class Programs:
         return True
 
 
-def _loop(
-    step: Callable[..., Outcome],
+def step_reporting(model: Model, carry: Carry, key_data: jax.Array, features: PyTree, labels: PyTree) -> Outcome:
+    carry, outputs, reported = _deferred_step(model, True, carry, key_data, features, labels)
+    return merged((carry, outputs, reported))
+
+
+def step(model: Model, carry: Carry, key_data: jax.Array, features: PyTree, labels: PyTree) -> Outcome:
+    return merged(_deferred_step(model, False, carry, key_data, features, labels))
+
+
+def loop(model: Model, carry: Carry, key_data: jax.Array, features: PyTree, labels: PyTree) -> Outcome:
+    """A step with each of the stacked batches."""
+    state, spec = model.train_loop(state_of(carry, key_data), with_steps((features, labels)))
+    return carry_of(state), _outputs_of(spec), {}
+
+
+def loop_some(model: Model, carry: Carry, key_data: jax.Array, steps: jax.Array, *batches: PyTree) -> Outcome:
+    """A step with each of the first `steps` of the stacked batches."""
+    carry, outputs, _ = _fori_loop(model, False, carry, key_data, 0, steps, batches)
+    return carry, merged(outputs, stacked=True), {}
+
+
+def loop_some_reporting(model: Model, carry: Carry, key_data: jax.Array, steps: jax.Array, *batches: PyTree) -> Outcome:
+    carry, outputs, _ = _fori_loop(model, False, carry, key_data, 0, steps - 1, batches)
+    carry, last, reported = _fori_loop(model, True, carry, key_data, steps - 1, steps, batches)
+    outputs = jax.tree.map(lambda x, y: x.at[steps - 1].set(y[steps - 1]), outputs, last)
+    return carry, merged(outputs, stacked=True), merged(reported)
+
+
+def _deferred_step(
+    model: Model, reports: bool, carry: Carry, key_data: jax.Array, features: PyTree, labels: PyTree
+) -> Outcome:
+    """One step, whose outputs the towers have not merged yet: a loop merges them once, at its end."""
+    state, spec = model.inner_step(state_of(carry, key_data), features, labels)
+    return carry_of(state), _outputs_of(spec), spec.reported if reports else {}
+
+
+def _fori_loop(
+    model: Model,
+    reports: bool,
     carry: Carry,
     key_data: jax.Array,
     start: jax.Array | int,
     stop: jax.Array,
     batches: tuple[PyTree, ...],
 ) -> Outcome:
-    """Makes a step with each of the batches from `start` to `stop`; what is reported is that of the last one.
+    """Makes a step with each of the batches from `start` to `stop`; what is reported is the last one's.
 
     Where to stop is an argument of the program: XLA would take a loop of one step apart.
     """
+    step = functools.partial(_deferred_step, model, reports)
     first = jax.tree.map(lambda x: x[0], batches)
     _, of_one, reported = jax.eval_shape(step, carry, key_data, *first)
 
     def body(i: jax.Array, before: Outcome) -> Outcome:
-        carry, seen, reported = step(before[0], key_data, *jax.tree.map(lambda x: x[i], batches))
-        return carry, jax.tree.map(lambda x, y: x.at[i].set(y), before[1], seen), reported
+        carry, outputs, reported = step(before[0], key_data, *jax.tree.map(lambda x: x[i], batches))
+        return carry, jax.tree.map(lambda x, y: x.at[i].set(y), before[1], outputs), reported
 
     room = jax.tree.leaves(batches)[0].shape[0]
-    seen = jax.tree.map(lambda x: jnp.zeros((room, *x.shape), x.dtype), of_one)
+    outputs = jax.tree.map(lambda x: jnp.zeros((room, *x.shape), x.dtype), of_one)
     nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), reported)
-    return jax.lax.fori_loop(start, stop, body, (carry, seen, nothing))
+    return jax.lax.fori_loop(start, stop, body, (carry, outputs, nothing))
 
 
 def _abstract(x: Any) -> jax.ShapeDtypeStruct:
@@ -206,11 +228,11 @@ def state_of(carry: Carry, key_data: jax.Array) -> State:
     return State(carry.variables, carry.slots, carry.global_step, jax.random.wrap_key_data(key_data))
 
 
-def _carry(state: State) -> Carry:
+def carry_of(state: State) -> Carry:
     return Carry(state.variables, state.slots, state.global_step)
 
 
-def _seen(spec: EstimatorSpec) -> StepOutputs:
+def _outputs_of(spec: EstimatorSpec) -> StepOutputs:
     """A skipped step's NaN is reported as inf: it must not end the training."""
     loss, train_op = loss_of(spec), train_op_of(spec)
     if train_op.skipped is not None:

@@ -1,4 +1,4 @@
-"""Input read ahead by a thread, piece by piece, and the loop of evaluation and prediction over it."""
+"""Input read ahead by a thread, chunk by chunk, and the loop of evaluation and prediction over it."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from estimator.inputs._prefetch import Piece, Prefetcher
 from estimator.loop import _hook_calls
 from estimator.loop._context import RunContext
 from estimator.loop._plan import Chunk, Plan
-from estimator.loop._synchronized_input import SharedPlan, Stopped, SynchronizedReader
+from estimator.loop._synchronized_input import Stopped, reader_of
 from estimator.multihost._preemption import SIGTERM
 
-_PIECES_AHEAD = 2
+_CHUNKS_AHEAD = 2
 _TITLES = {ModeKeys.EVAL: "Evaluation", ModeKeys.PREDICT: "Prediction"}
 
 
-def pieces_with_hooks(
+def chunks_with_hooks(
     batches: Batches, hooks: Sequence[Hook], context: RunContext, last_batch: int | None, most: int = 1
 ) -> Iterator[tuple[list[tuple[PyTree, PyTree]], Sequence[Hook]]]:
     """Some batches, and the hooks to call around the last of them. A thread reads them ahead.
 
-    A bar on stderr shows how many were taken; there is none where stderr is no terminal.
+    A bar on stderr shows how many were taken, if stderr is a terminal.
 
     Args:
       batches: pairs of features and labels.
@@ -42,14 +42,14 @@ def pieces_with_hooks(
 
     _hook_calls.create_state(hooks, context)
     plan = Plan(hooks, 0, last_batch, lambda: most)
-    bar = tqdm.tqdm(  # not left behind within that of `train`
+    bar = tqdm.tqdm(  # not left behind within the bar of `train`
         desc=_TITLES[context.mode], total=last_batch, unit="batch", leave=None, disable=not shows_bars()
     )
     with bar:
-        for got, due in read_ahead(batches, plan, context, lambda pairs, piece: pairs):
-            bar.update(got.size)
+        for ready, due in read_ahead(batches, plan, context, lambda pairs, chunk: pairs):
+            bar.update(ready.size)
             context.phase = "step" if context.batches else "compile"
-            yield got.batches, due
+            yield ready.batches, due
 
 
 def shows_bars() -> bool:
@@ -60,44 +60,40 @@ def shows_bars() -> bool:
 def read_ahead(
     batches: Batches, plan: Plan, context: RunContext, make: Callable[[list[Any], Chunk], Any]
 ) -> Iterator[tuple[Piece, Sequence[Hook]]]:
-    """The pieces of a plan, made ready by a thread, each with the hooks to call around the last of its steps, until the
+    """The chunks of a plan, made ready by a thread, each with the hooks to call around the last of its steps, until the
     plan or the input ends, or somebody wants the run to stop.
 
     Args:
       batches: the input.
-      plan: says how many batches make a piece.
-      context: its `phase` is kept up to date, and it is told why the run ends.
-      make: function of the pairs of a piece and of what was planned; called in the thread.
+      plan: says how many batches make a chunk.
+      context: its `phase` is kept up to date, and it is stopped with the reason why the run ends.
+      make: function of the pairs of a chunk and of the `Chunk` that was planned; called in the thread.
     """
-    lockstep = SynchronizedReader(context, context.team) if context.team else None
-    planned = SharedPlan(plan, context.team) if context.team else plan
-    stopped = lockstep.interrupted if lockstep else lambda: context.stop_requested
-    asked: collections.deque[Chunk] = collections.deque()
+    reader = reader_of(context)
+    steps = reader.plan(plan)
+    requested: collections.deque[Chunk] = collections.deque()
     to_make: collections.deque[Chunk] = collections.deque()  # the same, for the thread
-    pull = lockstep.pull if lockstep else None
-    with Prefetcher(batches, lambda pairs: make(pairs, to_make.popleft()), _PIECES_AHEAD, pull) as ready:
+    with Prefetcher(batches, lambda pairs: make(pairs, to_make.popleft()), _CHUNKS_AHEAD, reader.pull) as prefetcher:
         while not context.stop_requested:
-            while len(asked) < _PIECES_AHEAD and (piece := planned.next()):
-                asked.append(piece)
-                to_make.append(piece)
-                ready.request(piece.steps)
-            if not asked:
+            while len(requested) < _CHUNKS_AHEAD and (chunk := steps.next()):
+                requested.append(chunk)
+                to_make.append(chunk)
+                prefetcher.request(chunk.steps)
+            if not requested:
                 context.stop("steps")
                 return
             context.phase = "input"
-            why = SIGTERM
+            reason = SIGTERM
             try:
-                got = ready.get_unless(stopped)
+                ready = prefetcher.get_unless(reader.interrupted)
             except Stopped as agreed:
-                got, why = None, str(agreed)
-            if got is None:
-                if lockstep:
-                    lockstep.stop(why)
+                ready, reason = None, str(agreed)
+            if ready is None:
+                reader.stop(reason)
                 return
-            if lockstep:
-                lockstep.took()
-            if not got.size:
+            reader.took()
+            if not ready.size:
                 context.stop("input")
                 return
-            piece = asked.popleft()
-            yield got, piece.due if got.size == piece.steps else ()
+            chunk = requested.popleft()
+            yield ready, chunk.due if ready.size == chunk.steps else ()

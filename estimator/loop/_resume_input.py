@@ -1,4 +1,4 @@
-"""Where a training that goes on takes up its input."""
+"""Where a training run that resumes takes up its input."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from estimator.inputs._input_fn import Batches
 
 
 def resume_input(rest: Batches, path: str, host: dict[str, Any], config: RunConfig) -> int:
-    """Takes an input on from where an earlier process left it; returns how many batches that process had taken.
+    """Resumes an input where an earlier process left it; returns how many batches that process had taken.
 
     Args:
       rest: the input, at its beginning.
-      path: the checkpoint that training goes on from.
+      path: the checkpoint that training resumes from.
       host: what is saved in it beside the arrays.
       config: says how to take it up.
 
@@ -33,15 +33,15 @@ def resume_input(rest: Batches, path: str, host: dict[str, Any], config: RunConf
         try:
             rest.set_state(positions[config.process_index])
         except Exception as error:
-            error.add_note(f"The position is that of {path}. RunConfig(resume_input=None) begins the input anew.")
+            error.add_note(f"The position is that of {path}. RunConfig(resume_input=None) begins the input again.")
             raise
     elif config.resume_input != "count" and as_many:
-        logging.info("The input begins anew: there is no position in it; see RunConfig(resume_input=...).")
+        logging.info("The input begins again: there is no position in it; see RunConfig(resume_input=...).")
         return 0
-    elif (found := rest.skip(batches)) < batches:
+    elif (skipped := rest.skip(batches)) < batches:
         raise ValueError(
-            f"Checkpoint {path} was saved after {batches} batches of the input, but input_fn gave only {found}. "
-            "Give the same input, or begin anew by RunConfig(resume_input=None)."
+            f"Checkpoint {path} was saved after {batches} batches of the input, but input_fn gave only {skipped}. "
+            "Give the same input, or begin again by RunConfig(resume_input=None)."
         )
-    logging.info("The input goes on after its first %d batches.", batches)
+    logging.info("The input resumes after its first %d batches.", batches)
     return batches

@@ -16,45 +16,48 @@ from estimator.loop._programs import Programs
 
 _STEPS_TO_TIME = 20
 _MOST_BATCHES_AT_ONCE, _SECONDS_AT_ONCE = 10, 0.005
-_SECONDS_AT_ONCE_OF_SEVERAL = 0.05  # processes, which agree on every piece: that takes a millisecond
+_SECONDS_AT_ONCE_OF_SEVERAL = 0.05  # processes, which agree on every chunk: that takes a millisecond
 
 
 def choose(
-    asked: int | str, programs: Programs, hooks: Sequence[Hook], context: RunContext, look_every: int
+    requested: int | str, programs: Programs, hooks: Sequence[Hook], context: RunContext, look_every: int
 ) -> LoopSize:
-    """What `RunConfig(steps_per_loop=asked)` means for a run that begins and looks at losses so often.
+    """What `RunConfig(steps_per_loop=requested)` means for a run that looks at losses every
+    `look_every` steps.
 
-    "auto" goes by the arithmetic of one step, not by the clock, so that a run that is repeated, or goes on from a
+    "auto" goes by the arithmetic of one step, not by the clock, so that a run that is repeated, or resumes from a
     checkpoint, has the same programs.
     """
-    wanted = seconds(asked)
-    if isinstance(asked, int):
-        steps = asked
-    elif wanted is not None:
+    secs = seconds(requested)
+    if isinstance(requested, int):
+        steps = requested
+    elif secs is not None:
         steps = 1
     else:
         steps = context.agreed(lambda: _automatic(programs, hooks, context.global_step, look_every))
-    return LoopSize(programs, steps, wanted, _SECONDS_AT_ONCE if context.team is None else _SECONDS_AT_ONCE_OF_SEVERAL)
+    return LoopSize(
+        programs, steps, secs, _SECONDS_AT_ONCE if context.group.count == 1 else _SECONDS_AT_ONCE_OF_SEVERAL
+    )
 
 
 class LoopSize:
-    """The number of steps in a program, which a time asked for makes follow from how long they take.
+    """The number of steps in a program; where a time per program is requested, it follows from how long they take.
 
-    Where steps run alone, the batches of short ones still come several at once: to hand over a piece from thread to
+    Where steps run alone, the batches of short ones are still read several at once: to hand over a chunk from thread to
     thread takes some 30 us.
     """
 
-    def __init__(self, programs: Programs, steps: int, wanted: float | None, at_once: float) -> None:
+    def __init__(self, programs: Programs, steps: int, secs: float | None, at_once: float) -> None:
         self._programs = programs
         self._at_once = at_once  # seconds
-        self._wanted = wanted
+        self._secs = secs
         self._begin: tuple[int, float] | None = None
         self._batches_at_once = 1
         programs.steps_per_program = steps
-        programs.loops = programs.traits.is_one_program and (steps > 1 or wanted is not None)
+        programs.loops = programs.traits.is_one_program and (steps > 1 or secs is not None)
 
     def most(self) -> int:
-        """How many steps a piece may have."""
+        """How many steps a chunk may have."""
         return self._programs.steps_per_program if self._programs.loops else self._batches_at_once
 
     def timed(self, step: int) -> None:
@@ -64,9 +67,9 @@ class LoopSize:
             per_step = (now - self._begin[1]) / (step - self._begin[0])
             if not self._programs.loops:
                 self._batches_at_once = max(1, min(_MOST_BATCHES_AT_ONCE, int(self._at_once / per_step)))
-            elif self._wanted is not None:
-                fit = max(1, int(self._wanted / per_step))
-                # Compiled anew for each number of steps: so powers of two, and not for a little more or less.
+            elif self._secs is not None:
+                fit = max(1, int(self._secs / per_step))
+                # Each number of steps is compiled: so powers of two, and not for a little more or less.
                 if not self.most() <= fit < 2 * self.most():
                     self._programs.steps_per_program = 2 ** int(math.log2(fit))
                     self._begin = None
@@ -80,8 +83,8 @@ def _automatic(programs: Programs, hooks: Sequence[Hook], step: int, look_every:
         return 1
     hooks = [hook for hook in hooks if not isinstance(hook, StopAtStepHook)]  # the end may be near, or far
     plan = Plan(hooks, step, None, lambda: look_every)
-    pieces = [plan.next() for _ in range(4)]
-    longest = max(piece.steps for piece in pieces if piece is not None)
+    chunks = [plan.next() for _ in range(4)]
+    longest = max(chunk.steps for chunk in chunks if chunk is not None)
     if longest == 1:
         return 1
     return max(1, longest // math.ceil(longest / programs.steps_that_fit))

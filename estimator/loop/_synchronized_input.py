@@ -1,4 +1,4 @@
-"""The inputs of several processes, read in step: before each piece they agree on what is in it.
+"""The inputs of several processes, read in step: before each chunk they agree on what is in it.
 
 In training all of them give batches of the same shapes, and stop with the first whose input ends. In evaluation each
 may have as many rows and batches as it likes: the i-th batch is made of the i-th batches of all.
@@ -7,42 +7,37 @@ may have as many rows and batches as it likes: the i-th batch is made of the i-t
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
 
-import jax
-import numpy as np
 from absl import logging
 
-from estimator.core._batch import check_batch, named_leaves
-from estimator.core._bcoo import has_sparse
 from estimator.core._mode_keys import ModeKeys
-from estimator.core._typing import PyTree
 from estimator.inputs._prefetch import pull_batches
+from estimator.loop._batch_shape import BatchShape, Pair, check_alike
 from estimator.loop._context import RunContext
 from estimator.loop._plan import Chunk, Plan
 from estimator.multihost._preemption import SIGTERM, preempt
-from estimator.multihost._process_group import Team
-
-Pair = tuple[PyTree, PyTree]
+from estimator.multihost._process_group import ProcessGroup
 
 
-def first_batch(team: Team, batch: Pair | None, mode: ModeKeys) -> Pair | None:
-    """The first batch of this process, or, where it has none, zeros like that of another; None where there is none in
-    any process, or, in training, in one of them.
+def first_batch(group: ProcessGroup, batch: Pair | None, mode: ModeKeys) -> Pair | None:
+    """The first batch of this process, or, where it has none, zeros like the one of another process; None where there
+    is none in any process, or, in training, in one of them.
 
     Raises:
-      TypeError: it is sparse.
-      ValueError: those of the processes do not fit together.
+      TypeError: there are several processes, and it is sparse.
+      ValueError: the batches of the processes do not fit together.
     """
+    if group.count == 1:
+        return batch
     trains = mode == ModeKeys.TRAIN
-    found = team.exchange(None if batch is None else _without_rows(batch))
-    there = [other for other in found if other is not None]
-    if not there or (trains and len(there) < len(found)):
+    gathered = group.all_gather(None if batch is None else BatchShape.of(batch))
+    shapes = [BatchShape(*shape) for shape in gathered if shape is not None]
+    if not shapes or (trains and len(shapes) < group.count):
         return None
-    _check_alike(there, with_rows=trains)
-    (like, rows) = there[0]
-    return batch or jax.tree.map(lambda x: np.broadcast_to(np.zeros((), x.dtype), (rows, *x.shape[1:])), like)
+    check_alike(shapes, with_rows=trains)
+    return shapes[0].zeros(shapes[0].rows) if batch is None else batch
 
 
 class Uneven(NamedTuple):
@@ -58,81 +53,137 @@ class Uneven(NamedTuple):
 
 
 class Stopped(Exception):
-    """The processes have agreed to stop before a piece; holds why."""
+    """The processes have agreed to stop before a chunk; holds why."""
 
 
 class _Offer(NamedTuple):
-    """What a process has for a piece: of each batch the same without its rows, and how many these are."""
+    """What a process has for a chunk.
 
-    batches: list[tuple[Pair, int]]
+    Attributes:
+      batches: its batches.
+      ended: whether its input ends with them.
+      failure: what its input raised instead of more.
+      stop_reason: why it wants to stop, if it does.
+    """
+
+    batches: Sequence[BatchShape]
     ended: bool = False
-    failed: str | None = None
-    stop: str | None = None  # why
+    failure: str | None = None
+    stop_reason: str | None = None
+
+
+Pulled = tuple[list[Any], BaseException | None]  # pairs or `Uneven`s, and what came instead of more
+
+
+class Steps(Protocol):
+    """What says how many steps come next."""
+
+    def next(self) -> Chunk | None: ...
+
+
+class Reader(Protocol):
+    """How the chunks of a run are read: `LocalReader` or `SynchronizedReader`."""
+
+    def pull(self, pairs: Iterator[Pair], n: int, closed: threading.Event) -> Pulled:
+        """Up to `n` batches, and what came instead of more; called in the thread of the input."""
+
+    def plan(self, plan: Plan) -> Steps:
+        """The plan that all processes follow."""
+
+    def interrupted(self) -> bool:
+        """Whether to stop now; asked in the main thread while it waits for input."""
+
+    def took(self) -> None:
+        """Notes that a chunk was taken."""
+
+    def stop(self, reason: str) -> None:
+        """Ends the run."""
+
+
+def reader_of(context: RunContext) -> Reader:
+    """What reads the input of a run."""
+    return LocalReader(context) if context.group.count == 1 else SynchronizedReader(context)
+
+
+class LocalReader:
+    """Reads the input of a single process, which agrees with nobody."""
+
+    def __init__(self, context: RunContext) -> None:
+        self._context = context
+
+    def pull(self, pairs: Iterator[Pair], n: int, closed: threading.Event) -> Pulled:
+        return pull_batches(pairs, n, closed)
+
+    def plan(self, plan: Plan) -> Plan:
+        return plan
+
+    def interrupted(self) -> bool:
+        return self._context.stop_requested
+
+    def took(self) -> None:
+        pass
+
+    def stop(self, reason: str) -> None:
+        pass  # the context knows already
 
 
 class SharedPlan:
     """The plan of process 0, in all of them: hooks that go by the clock would make others elsewhere.
 
     Args:
-      plan: that of this process; its hooks are of the same classes in all processes.
-      team: the processes.
+      plan: of this process; its hooks are of the same classes in all processes.
+      group: the processes.
     """
 
-    def __init__(self, plan: Plan, team: Team) -> None:
-        self._plan, self._team = plan, team
+    def __init__(self, plan: Plan, group: ProcessGroup) -> None:
+        self._plan, self._group = plan, group
 
     def next(self) -> Chunk | None:
-        piece, due = self._team.from_chief(self._next)
-        return piece and piece._replace(due=tuple(self._plan.hooks[i] for i in due))
+        chunk, due = self._group.broadcast_from_chief(self._next)
+        return chunk and chunk._replace(due=tuple(self._plan.hooks[i] for i in due))
 
     def _next(self) -> tuple[Chunk | None, list[int]]:
-        """The piece, and its hooks by their numbers."""
-        piece = self._plan.next()
-        if piece is None:
+        """The chunk, and its hooks by their numbers."""
+        chunk = self._plan.next()
+        if chunk is None:
             return None, []
-        due = {id(hook) for hook in piece.due}
-        return piece._replace(due=()), [i for i, hook in enumerate(self._plan.hooks) if id(hook) in due]
+        due = {id(hook) for hook in chunk.due}
+        return chunk._replace(due=()), [i for i, hook in enumerate(self._plan.hooks) if id(hook) in due]
 
 
 class SynchronizedReader:
-    """How the thread of each process that reads pieces keeps step with the others.
+    """Keeps the thread of each process that reads chunks in step with the others."""
 
-    Args:
-      context: of the run.
-      team: the processes.
-    """
-
-    def __init__(self, context: RunContext, team: Team) -> None:
-        self._context, self._towers = context, team.towers
-        self._team = team.channel("input")
+    def __init__(self, context: RunContext) -> None:
+        self._context = context
+        self._channel = context.group.channel("input")
         self._lock = threading.Lock()
-        self._stop_at: int | None = None  # the round that the main thread has answered in the place of this one
+        self._stop_at: int | None = None  # round answered by the main thread on behalf of the reader thread
         self._taken = 0
 
-    def pull(
-        self, pairs: Iterator[Pair], n: int, closed: threading.Event
-    ) -> tuple[list[Pair | Uneven], BaseException | None]:
-        """The next batches, up to `n`, as all processes agree, and what came instead of more; for the thread."""
+    def pull(self, pairs: Iterator[Pair], n: int, closed: threading.Event) -> Pulled:
         pulled, error = pull_batches(pairs, n, closed)
         ended = isinstance(error, StopIteration)
-        offered: list[tuple[Pair, int]] = []
+        shapes: list[BatchShape] = []
         if error is None or ended:
             try:
-                offered = [_without_rows(pair) for pair in pulled]
+                shapes = [BatchShape.of(pair) for pair in pulled]
             except Exception as wrong:
                 error, ended = wrong, False
-        failed = None if error is None or ended else f"{type(error).__name__}: {error}"
+        failure = None if error is None or ended else f"{type(error).__name__}: {error}"
         with self._lock:
             if self._stop_at is not None or closed.is_set():
                 return [], Stopped(SIGTERM)
-            number = self._team.offer(_Offer(offered, ended, failed, self._context.wished))
-        offers = self._team.finish(number, closed)
-        if failed is not None:
+            offer = _Offer(shapes, ended, failure, self._context.local_stop_reason)
+            number = self._channel.start_gather(offer)
+        gathered = self._channel.finish_gather(number, closed)
+        if failure is not None:
             return [], error
+        offers = [_Offer([BatchShape(*shape) for shape in shapes], *rest) for shapes, *rest in gathered]
         for i, offer in enumerate(offers):
-            if offer.failed is not None:
-                return [], RuntimeError(f"The input of process {i} failed: {offer.failed}. See there.")
-        if reasons := [offer.stop for offer in offers if offer.stop]:
+            if offer.failure is not None:
+                return [], RuntimeError(f"The input of process {i} failed: {offer.failure}. See there.")
+        if reasons := [offer.stop_reason for offer in offers if offer.stop_reason]:
             return [], Stopped(SIGTERM if SIGTERM in reasons else reasons[0])
         try:
             if self._context.mode == ModeKeys.TRAIN:
@@ -141,24 +192,26 @@ class SynchronizedReader:
         except ValueError as wrong:
             return [], wrong
 
-    def interrupted(self) -> bool:
-        """Whether to stop now since SIGTERM came here or elsewhere; for the main thread while it waits for input.
+    def plan(self, plan: Plan) -> SharedPlan:
+        return SharedPlan(plan, self._context.group)
 
-        Pieces that were agreed on before are still run: other processes may have begun with them.
+    def interrupted(self) -> bool:
+        """Whether to stop now since SIGTERM came here or elsewhere.
+
+        Chunks that were agreed on before are still run: other processes may have begun with them.
         """
         if self._stop_at is None:
-            if not self._context.preempted and not self._team.is_flagged():
+            if not self._context.preempted and not self._channel.is_flagged():
                 return False
-            self._team.flag()
+            self._channel.flag()
             with self._lock:
-                self._stop_at = self._team.offer(_Offer([], stop=SIGTERM))
+                self._stop_at = self._channel.start_gather(_Offer([], stop_reason=SIGTERM))
         if self._taken < self._stop_at:
             return False
-        self._team.finish(self._stop_at)
+        self._channel.finish_gather(self._stop_at)
         return True
 
     def took(self) -> None:
-        """Notes that a piece was taken."""
         self._taken += 1
 
     def stop(self, reason: str) -> None:
@@ -167,59 +220,24 @@ class SynchronizedReader:
             preempt()
         self._context.stop(reason)
 
-    def _in_training(
-        self, pulled: list[Pair], offers: list[_Offer]
-    ) -> tuple[list[Pair | Uneven], BaseException | None]:
+    def _in_training(self, pulled: list[Pair], offers: list[_Offer]) -> Pulled:
         count = min(len(offer.batches) for offer in offers)
         for i in range(count):
-            _check_alike([offer.batches[i] for offer in offers], with_rows=True)
+            check_alike([offer.batches[i] for offer in offers], with_rows=True)
         ended = [i for i, offer in enumerate(offers) if offer.ended and len(offer.batches) == count]
         if not ended:
-            return list(pulled[:count]), None
+            return pulled[:count], None
         if len(ended) < len(offers):
             logging.info("The input of process %d has ended, and the training of all with it.", ended[0])
-        return list(pulled[:count]), StopIteration()
+        return pulled[:count], StopIteration()
 
-    def _in_evaluation(
-        self, pulled: list[Pair], offers: list[_Offer]
-    ) -> tuple[list[Pair | Uneven], BaseException | None]:
-        made: list[Pair | Uneven] = []
+    def _in_evaluation(self, pulled: list[Pair], offers: list[_Offer]) -> Pulled:
+        merged: list[Pair | Uneven] = []
         for i in range(max(len(offer.batches) for offer in offers)):
-            there = [offer.batches[i] for offer in offers if i < len(offer.batches)]
-            _check_alike(there, with_rows=False)
-            rows = [offer.batches[i][1] if i < len(offer.batches) else 0 for offer in offers]
-            pair = pulled[i] if i < len(pulled) else there[0][0]
-            even = len(set(rows)) == 1 and rows[0] % self._towers == 0
-            made.append(pair if even else Uneven(pair, rows))
-        return made, StopIteration() if all(offer.ended for offer in offers) else None
-
-
-def _without_rows(pair: Pair) -> tuple[Pair, int]:
-    if has_sparse(pair):
-        raise TypeError(
-            "Sparse features and labels cannot be trained on by several processes. Give dense ones, or ids and weights "
-            "in dense arrays for `est.embedding_lookup`."
-        )
-    rows = check_batch(*pair)
-    return jax.tree.map(lambda x: np.zeros((0, *x.shape[1:]), x.dtype), pair), rows
-
-
-def _check_alike(batches: list[tuple[Pair, int]], with_rows: bool) -> None:
-    described = [_described(*batch, with_rows) for batch in batches]
-    for i, other in enumerate(described):
-        if other != described[0]:
-            names = [name for name in {**described[0], **other} if described[0].get(name) != other.get(name)]
-            raise ValueError(
-                f"The processes gave batches that do not fit together: {names[0]} is "
-                f"{described[0].get(names[0], 'missing')} in process 0, {other.get(names[0], 'missing')} in process "
-                f"{i}. Each has to give arrays of the same names, dtypes and shapes"
-                + (", and as many rows (`drop_remainder=True`)." if with_rows else ", but for the number of rows.")
-            )
-
-
-def _described(pair: Pair, rows: int, with_rows: bool) -> dict[str, str]:
-    first = str(rows) if with_rows else "rows"
-    return {
-        name: f"{leaf.dtype}[{','.join([first, *map(str, leaf.shape[1:])])}]"
-        for name, leaf in named_leaves(*pair).items()
-    }
+            shapes = [offer.batches[i] for offer in offers if i < len(offer.batches)]
+            check_alike(shapes, with_rows=False)
+            rows = [offer.batches[i].rows if i < len(offer.batches) else 0 for offer in offers]
+            pair = pulled[i] if i < len(pulled) else shapes[0].zeros(0)
+            even = len(set(rows)) == 1 and rows[0] % self._context.group.towers == 0
+            merged.append(pair if even else Uneven(pair, rows))
+        return merged, StopIteration() if all(offer.ended for offer in offers) else None

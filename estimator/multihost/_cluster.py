@@ -1,4 +1,4 @@
-"""Which processes a run has, from arguments and from the environment."""
+"""Cluster detection: which processes a run has, from arguments and from the environment."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ class Job(NamedTuple):
     process_id: int
     source: str  # where this is from
     local_device_ids: Sequence[int] | None = None
-    local_process_id: int | None = None  # the number within the host, where the environment tells
+    local_process_id: int | None = None  # the number within the host, where the environment says so
 
 
-class _Found(NamedTuple):
+class _Detected(NamedTuple):
     source: str = ""
     address: str | None = None
     num_processes: int | None = None
     process_id: int | None = None
     local_process_id: int | None = None
-    several_hosts: bool = False  # as far as the environment tells
+    several_hosts: bool = False  # as far as the environment says
 
 
 def find_job(
@@ -50,34 +50,34 @@ def find_job(
     """The arguments of `initialize_distributed`, completed from the environment; one process where there is nothing.
 
     Raises:
-      ValueError: something is missing or makes no sense, or the address is a loopback one though the environment tells
-        of several hosts.
+      ValueError: something is missing or wrong, or the address is a loopback one though the environment names several
+        hosts.
     """
     address = address or os.environ.get("JAX_COORDINATOR_ADDRESS")
-    found = _Found("the arguments", address, num_processes, process_id)
-    if None in found[:4]:
-        found = _from_environment(address)
-        address = address or found.address
-        num_processes = found.num_processes if num_processes is None else num_processes
-        process_id = found.process_id if process_id is None else process_id
+    detected = _Detected("the arguments", address, num_processes, process_id)
+    if None in detected[:4]:
+        detected = _from_environment(address)
+        address = address or detected.address
+        num_processes = detected.num_processes if num_processes is None else num_processes
+        process_id = detected.process_id if process_id is None else process_id
     if address is None and num_processes is None and process_id is None:
-        return Job(None, 1, 0, "nothing tells of others: no arguments, TF_CONFIG, SLURM, MPI or Kubernetes")
+        return Job(None, 1, 0, "nothing names others: no arguments, TF_CONFIG, SLURM, MPI or Kubernetes")
     _check_numbers(num_processes, process_id)
     if num_processes == 1:
-        return Job(None, 1, 0, found.source or "the arguments")
+        return Job(None, 1, 0, detected.source or "the arguments")
     if address is None or num_processes is None or process_id is None:
         given = {"coordinator_address": address, "num_processes": num_processes, "process_id": process_id}
-        raise ValueError(_missing([name for name, value in given.items() if value is None], found.source))
+        raise ValueError(_missing([name for name, value in given.items() if value is None], detected.source))
     host, _ = split_address(address)
-    if found.several_hosts and _is_literally_loopback(host):
+    if detected.several_hosts and _is_literally_loopback(host):
         raise ValueError(
             f"initialize_distributed: coordinator_address={address!r} is a loopback address, which every host has for "
-            f"itself, but {found.source} tells of several hosts. Give the name of process 0's host."
+            f"itself, but {detected.source} names several hosts. Give the name of process 0's host."
         )
     if local_device_ids is None and (text := os.environ.get("JAX_LOCAL_DEVICE_IDS")):
         local_device_ids = [int(number) for number in text.split(",")]
-    source = found.source or "the arguments"
-    return Job(address, num_processes, process_id, source, local_device_ids, found.local_process_id)
+    source = detected.source or "the arguments"
+    return Job(address, num_processes, process_id, source, local_device_ids, detected.local_process_id)
 
 
 def _check_numbers(count: Any, index: Any) -> None:
@@ -93,7 +93,7 @@ def _check_numbers(count: Any, index: Any) -> None:
 def _missing(names: list[str], source: str) -> str:
     if source and names == ["coordinator_address"]:
         return (
-            f"initialize_distributed: {source} does not tell where process 0 is. Give coordinator_address, or set "
+            f"initialize_distributed: {source} does not say where process 0 is. Give coordinator_address, or set "
             'JAX_COORDINATOR_ADDRESS, to "host:port" of it.'
         )
     if source == "Kubernetes":
@@ -103,25 +103,25 @@ def _missing(names: list[str], source: str) -> str:
         )
     return (
         f"initialize_distributed: {' and '.join(names)} must be given too; neither TF_CONFIG, SLURM, MPI nor "
-        "Kubernetes tells it here. Give none of the arguments for a process that runs alone."
+        "Kubernetes says it here. Give none of the arguments for a process that runs alone."
     )
 
 
-def _from_environment(address: str | None) -> _Found:
-    """What was written down for this run comes before what the scheduler tells."""
+def _from_environment(address: str | None) -> _Detected:
+    """What was configured for this run comes before what the scheduler says."""
     if _LAUNCHED.issubset(os.environ):
         several_hosts = not _is_literally_loopback(split_address(address)[0]) if address else False
         numbers = _number("JAX_NUM_PROCESSES", 0), _number("JAX_PROCESS_ID", 0)
-        return _Found("replicate.launch", None, *numbers, several_hosts=several_hosts)
+        return _Detected("replicate.launch", None, *numbers, several_hosts=several_hosts)
     if task := read_tf_config(os.environ.get("TF_CONFIG")):
         hosts = {split_address(each)[0] for each in task.addresses}
         several_hosts = len({"" if _is_literally_loopback(host) else host for host in hosts}) > 1
-        return _Found("TF_CONFIG", task.addresses[0], len(task.addresses), task.process_id, None, several_hosts)
-    return _from_scheduler(address) or _from_mpi() or _from_kubernetes() or _Found()
+        return _Detected("TF_CONFIG", task.addresses[0], len(task.addresses), task.process_id, None, several_hosts)
+    return _from_scheduler(address) or _from_mpi() or _from_kubernetes() or _Detected()
 
 
-def _from_scheduler(address: str | None) -> _Found | None:
-    """What jax's own detection finds: Open MPI 4, SLURM, TPU pods, Kubernetes where its package is installed."""
+def _from_scheduler(address: str | None) -> _Detected | None:
+    """The result of jax's own detection: Open MPI 4, SLURM, TPU pods, Kubernetes where its package is installed."""
     for cluster in clusters.ClusterEnv._cluster_types:
         # Every pod is in Kubernetes; one of several processes is in an indexed job.
         if cluster.opt_in_only_method or (cluster is clusters.K8sCluster and _JOB_INDEX not in os.environ):
@@ -130,10 +130,10 @@ def _from_scheduler(address: str | None) -> _Found | None:
             cluster is clusters.OmpiCluster and _OPEN_MPI_4 not in os.environ
         ):  # from 5 on jax asks mpi4py; see `_from_mpi`
             continue
-        with warnings.catch_warnings(action="ignore"):  # that the package is missing is said in an error here
+        with warnings.catch_warnings(action="ignore"):  # an error here says that the package is missing
             if not cluster.is_env_present():
                 continue
-        return _Found(
+        return _Detected(
             _NAMES.get(cluster, cluster.__name__),
             address or cluster.get_coordinator_address(_LOOKUP_SECS, os.environ.get("JAX_COORDINATOR_PORT")),
             cluster.get_process_count(),
@@ -144,18 +144,18 @@ def _from_scheduler(address: str | None) -> _Found | None:
     return None
 
 
-def _from_mpi() -> _Found | None:
+def _from_mpi() -> _Detected | None:
     """Ranks without an address: Open MPI 5, MPICH, Intel MPI and others that are started as these are."""
     for rank, size, local_rank in _MPI:
         if rank in os.environ and size in os.environ:
             local = _number(local_rank, -1)
             ids = (_number(size, 0), _number(rank, 0), None if local < 0 else local)
-            return _Found(f"MPI ({rank})", None, *ids, _mpi_has_several_hosts())
+            return _Detected(f"MPI ({rank})", None, *ids, _mpi_has_several_hosts())
     return None
 
 
-def _from_kubernetes() -> _Found | None:
-    return _Found("Kubernetes", process_id=_number(_JOB_INDEX, 0)) if _JOB_INDEX in os.environ else None
+def _from_kubernetes() -> _Detected | None:
+    return _Detected("Kubernetes", process_id=_number(_JOB_INDEX, 0)) if _JOB_INDEX in os.environ else None
 
 
 def _mpi_has_several_hosts() -> bool:

@@ -32,12 +32,12 @@ def from_chief(tree: PyTree) -> PyTree:
     leaves = [np.asarray(jax.random.key_data(x) if _is_key(x) else x) for x in jax.tree.leaves(tree)]
     packed = np.concatenate([np.zeros(1, np.uint8), *(x.reshape(-1).view(np.uint8) for x in leaves)])
     packed = np.asarray(multihost_utils.broadcast_one_to_all(packed))
-    found, start = [], 1
+    values, start = [], 1
     for leaf, impl in zip(leaves, keys, strict=True):
         value = packed[start : start + leaf.nbytes].view(leaf.dtype).reshape(leaf.shape)
-        found.append(value if impl is None else jax.random.wrap_key_data(jnp.asarray(value), impl=impl))
+        values.append(value if impl is None else jax.random.wrap_key_data(jnp.asarray(value), impl=impl))
         start += leaf.nbytes
-    return jax.tree.unflatten(jax.tree.structure(tree), found)
+    return jax.tree.unflatten(jax.tree.structure(tree), values)
 
 
 def as_of_chief(tree: PyTree) -> PyTree:
@@ -59,7 +59,7 @@ def is_within_reach(array: jax.Array, like: jax.ShapeDtypeStruct) -> bool:
 
 
 def placed(array: jax.Array, sharding: Sharding) -> jax.Array:
-    """An array with another sharding; also from the devices of all processes to those of this one."""
+    """An array with another sharding; also from the devices of all processes to the ones of this process."""
     if array.sharding.is_equivalent_to(sharding, array.ndim):
         return array
     if array.is_fully_addressable or not sharding.is_fully_addressable:

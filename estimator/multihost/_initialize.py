@@ -1,4 +1,4 @@
-"""Getting the processes of a run together."""
+"""Connects the processes of a run."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from absl import logging
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from estimator.core._argument_checks import check_intervals
-from estimator.multihost import _coordination_client, _liveness
+from estimator.multihost import _coordination_client
 from estimator.multihost._cluster import Job, find_job
-from estimator.multihost._supervisor_client import Lifeline, connect, is_loopback, meet, split_address, start_hub
+from estimator.multihost._liveness import ProcessLostError, explained
+from estimator.multihost._runtime import RUNTIME
+from estimator.multihost._supervisor_client import Lifeline, connect, introduce, is_loopback, split_address, start_hub
 
 _HUB_SECS = 5.0  # for the hub to start and to answer
-_has_run = False
 
 
 def initialize_distributed(
@@ -36,19 +37,19 @@ def initialize_distributed(
     heartbeat_timeout_secs: float = 100.0,
     grace_secs: float = 10.0,
 ) -> None:
-    """Makes one run of several processes: after it `jax.devices()` are those of all of them.
+    """Makes one run of several processes: after it `jax.devices()` are the devices of all of them.
 
     Call it once, before anything else that uses jax. What is not given comes from the environment: `TF_CONFIG`, SLURM,
     MPI, an indexed job of Kubernetes, or a TPU pod. Where nothing speaks of several processes there is one, and the
     same script runs alone.
 
-    All processes meet at process 0, which is the chief, and check that they fit together: number, ids, hosts,
+    All processes connect to process 0, which is the chief, and check that they fit together: number, ids, hosts,
     versions. Then a sum over all devices is checked, and the chief logs a table of the processes.
 
     From then on each process hears when another dies, or ends with an error. What it does together with others raises
     `est.ProcessLostError`, which names that process, in the Estimator's calls. A process that is still in a collective
     `grace_secs` later is ended, with a line on stderr and exit code 76. A process may end before the others,
-    also by `sys.exit`: that is no loss, though one that still needs it in a collective waits in vain.
+    also by `sys.exit`: that is not a loss, though one that still needs it in a collective waits in vain.
 
     >>> initialize_distributed("localhost:1234", num_processes=2, process_id=2)
     Traceback (most recent call last):
@@ -74,12 +75,11 @@ def initialize_distributed(
       OSError: the port is in use on the host of process 0.
       TimeoutError: not all processes have come, or the sum has not, within timeout_secs.
     """
-    global _has_run
     check_intervals("initialize_distributed", timeout_secs=timeout_secs)
     check_intervals("initialize_distributed", heartbeat_timeout_secs=heartbeat_timeout_secs)
     check_intervals("initialize_distributed", grace_secs=grace_secs)
     job = find_job(coordinator_address, num_processes, process_id, local_device_ids)
-    if _has_run:
+    if RUNTIME.is_initialized:
         raise RuntimeError("initialize_distributed was called before; call it once, at the start of the script.")
     if _coordination_client.devices_are_started():
         raise RuntimeError(
@@ -90,11 +90,11 @@ def initialize_distributed(
         logging.info("initialize_distributed: one process (%s).", job.source)
     else:
         _join(job, timeout_secs, heartbeat_timeout_secs, grace_secs)
-    _has_run = True
+    RUNTIME.is_initialized = True
 
 
 def _join(job: Job, timeout_secs: float, heartbeat_secs: float, grace_secs: float) -> None:
-    _liveness.start_timeout_secs = timeout_secs
+    RUNTIME.start_timeout_secs = timeout_secs
     deadline = time.monotonic() + timeout_secs
     assert job.address is not None
     host, _ = split_address(job.address)
@@ -109,20 +109,20 @@ def _join(job: Job, timeout_secs: float, heartbeat_secs: float, grace_secs: floa
     if hub is not None:
         hub.returncode = 0  # it ends by itself, after all others; subprocess would warn about that
     # The hub knows best who is missing, so process 0 waits for what it says.
-    told = meet(channel, job.address, _introduce(job), deadline + (_HUB_SECS if hub else 0.0))
-    Lifeline(channel, told["chief"], heartbeat_secs, grace_secs)
-    _choose_devices(job, told["shares_devices"])
+    answer = introduce(channel, job.address, _introduction(job), deadline + (_HUB_SECS if hub else 0.0))
+    Lifeline(channel, answer["chief"], heartbeat_secs, grace_secs)
+    _choose_devices(job, answer["shares_devices"])
     secs = deadline - time.monotonic()
     _start_devices(
-        lambda: _coordination_client.connect(host, told["begin"], job.num_processes, job.process_id, secs),
+        lambda: _coordination_client.connect(host, answer["begin"], job.num_processes, job.process_id, secs),
         deadline,
         timeout_secs,
     )
     if job.process_id == 0:
-        logging.info("initialize_distributed: %d processes (%s).\n%s", job.num_processes, job.source, _table(told))
+        logging.info("initialize_distributed: %d processes (%s).\n%s", job.num_processes, job.source, _table(answer))
 
 
-def _introduce(job: Job) -> dict[str, Any]:
+def _introduction(job: Job) -> dict[str, Any]:
     assert job.address is not None
     return {
         "process_id": job.process_id,
@@ -161,20 +161,20 @@ def _start_devices(connect: Callable[[], None], deadline: float, timeout_secs: f
     # In a thread, since none of it has a timeout that ends in an error of Python.
     thread = threading.Thread(target=work, name="start-devices", daemon=True)
     thread.start()
-    while thread.is_alive() and time.monotonic() < deadline and not _liveness.lost():
+    while thread.is_alive() and time.monotonic() < deadline and not RUNTIME.loss:
         thread.join(0.1)
     if thread.is_alive():
         atexit.register(_end_at_once)
     if not outcome:
-        if loss := _liveness.lost():
-            raise _liveness.ProcessLostError(loss)
+        if RUNTIME.loss:
+            raise ProcessLostError(RUNTIME.loss)
         raise TimeoutError(
             f"initialize_distributed: the first sum over all devices has not come within {timeout_secs:g} s. All "
             "processes are there, so look for a firewall between their hosts, a proxy (http_proxy), or devices that do "
             "not start."
         )
     if isinstance(outcome[0], BaseException):
-        raise _liveness.explained(outcome[0])
+        raise explained(outcome[0])
     total, expected = outcome[0]
     if total != expected:
         raise RuntimeError(
@@ -199,11 +199,11 @@ def _sum_of_device_numbers() -> tuple[int, int]:
     return int(total), int(numbers.sum())
 
 
-def _table(told: dict[str, Any]) -> str:
+def _table(answer: dict[str, Any]) -> str:
     """One line per process."""
     keys = ("process_id", "host", "pid", "jax", "jaxlib", "python")
     rows = [["process", *keys[1:], "devices"]]
-    for hello in told["processes"]:
+    for hello in answer["processes"]:
         mine = [device for device in jax.devices() if device.process_index == hello["process_id"]]
         devices = f"{len(mine)} x {mine[0].device_kind}" if mine else "none"
         rows.append([*(str(hello[key]) for key in keys), devices])

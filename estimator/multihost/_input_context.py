@@ -1,4 +1,4 @@
-"""Which part of the input is that of this process."""
+"""Which shard of the input this process should read."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class InputContext:
     count: int
 
     def per_process_batch_size(self, global_batch_size: int) -> int:
-        """How many rows of a batch each process is to give.
+        """How many rows of a batch each process should give.
 
         Raises:
           ValueError: the batch cannot be cut into as many equal parts.

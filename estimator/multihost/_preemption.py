@@ -7,32 +7,16 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from typing import Any, Protocol
+from types import FrameType
 
-__all__ = ["SIGTERM", "Preempted", "ends_by_sigterm", "interrupted_by_sigterm", "preempt"]
+from estimator.multihost._runtime import RUNTIME, Run
 
 SIGTERM = "SIGTERM"  # as a reason to stop
 EXIT_CODE = 75  # the EX_TEMPFAIL of sysexits.h: try again later
 
-# The handler is the process's, and so are the runs it ends; those within others come last.
-_runs: list[Run] = []
-_came = False  # whether this process got the signal
-
-
-class Run(Protocol):
-    """What a signal needs to know of a run, and to say to it."""
-
-    @property
-    def phase(self) -> str: ...
-
-    @property
-    def preempted(self) -> bool: ...
-
-    def preempt(self) -> None: ...
-
 
 class _BeforeRun:
-    """Where the user's code runs before a run begins."""
+    """Stands for the user's code that is called before a run begins."""
 
     phase = "begin"
     preempted = False
@@ -49,27 +33,27 @@ class Preempted(SystemExit):
 
 
 @contextlib.contextmanager
-def ends_by_sigterm(context: Run) -> Iterator[None]:
-    """Asks the run to stop at a SIGTERM within the block, and raises `Preempted` at the end of it; where the run has
-    not begun its work, or waits for its caller, at once.
+def ends_by_sigterm(run: Run) -> Iterator[None]:
+    """Stops the run at a SIGTERM within the block, and raises `Preempted` at the end of it; where the run has not begun
+    its work, or waits for its caller, at once.
 
     Only in the main thread, as Python has it, and only where nobody else handles the signal.
     """
-    global _came
     if not _in_main_thread() or signal.getsignal(signal.SIGTERM) not in _OURS:
         yield
         return
-    _came = _came and bool(_runs)
-    _runs.append(context)
+    RUNTIME.got_sigterm = RUNTIME.got_sigterm and bool(RUNTIME.runs)
+    RUNTIME.runs.append(run)
     signal.signal(signal.SIGTERM, _on_sigterm)
     try:
         yield
     finally:
-        _runs.remove(context)
+        RUNTIME.runs.remove(run)
         # Results of `predict` may be read to their end in another thread, which cannot take the handler away.
-        if not _runs and _in_main_thread() and signal.getsignal(signal.SIGTERM) is _on_sigterm:
-            signal.signal(signal.SIGTERM, _on_late_sigterm if context.preempted and not _came else signal.SIG_DFL)
-    if context.preempted:
+        if not RUNTIME.runs and _in_main_thread() and signal.getsignal(signal.SIGTERM) is _on_sigterm:
+            comes_late = run.preempted and not RUNTIME.got_sigterm
+            signal.signal(signal.SIGTERM, _on_late_sigterm if comes_late else signal.SIG_DFL)
+    if run.preempted:
         raise Preempted
 
 
@@ -80,23 +64,22 @@ def interrupted_by_sigterm() -> contextlib.AbstractContextManager[None]:
 
 def preempt() -> None:
     """Does what SIGTERM does to the runs of this process: another one got it."""
-    for context in _runs:
-        context.preempt()
+    for run in RUNTIME.runs:
+        run.preempt()
 
 
-def _on_late_sigterm(number: int, frame: Any) -> None:
+def _on_late_sigterm(number: int, frame: FrameType | None) -> None:
     """Does nothing, once: the run has ended since the signal came to another process, and this process is about to."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def _on_sigterm(number: int, frame: Any) -> None:
-    global _came
-    _came = True
+def _on_sigterm(number: int, frame: FrameType | None) -> None:
+    RUNTIME.got_sigterm = True
     preempt()
-    if not _runs:
+    if not RUNTIME.runs:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
-    elif _runs[-1].phase == "begin" or all(context.phase == "output" for context in _runs):
+    elif RUNTIME.runs[-1].phase == "begin" or all(run.phase == "output" for run in RUNTIME.runs):
         raise Preempted
 
 
@@ -109,7 +92,7 @@ def _in_main_thread() -> bool:
 
 def _leave_to_parent() -> None:
     """A forked child, such as a worker of a data loader, has no run to end: the signal ends the process."""
-    _runs.clear()
+    RUNTIME.runs.clear()
     if signal.getsignal(signal.SIGTERM) in (_on_sigterm, _on_late_sigterm):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 

@@ -1,4 +1,4 @@
-"""Finds copies of one array, on several devices, that are no longer the same."""
+"""Finds copies of one array, on several devices, that are not the same any more."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from estimator.core._typing import PyTree
-from estimator.multihost._process_group import Team
+from estimator.multihost._runtime import RUNTIME
 
 
 class ReplicaMismatchError(RuntimeError):
-    """Copies of a variable or slot, which are to be the same on several devices, differ."""
+    """Copies of a variable or slot, which should be the same on several devices, differ."""
 
 
-def check_replicas(step: int, team: Team | None = None, **trees: PyTree) -> None:
+def check_replicas(step: int, **trees: PyTree) -> None:
     """Compares the copies that arrays have on several devices, bit by bit, by a checksum of each.
 
     Each device computes the checksums of its own copies, and only these travel. A copy is what several of an
     array's `addressable_shards` hold of the same index: a sharded array has none, nor has one on a single device.
+    The processes of a group all call this.
 
     >>> check_replicas(7, variable={"w": jnp.ones(3)}, slot={})
 
     Args:
       step: for the message.
-      team: the other processes, which have copies too and call the same.
       **trees: pytrees of `jax.Array`s, by what an array in them is called.
 
     Raises:
@@ -35,17 +35,18 @@ def check_replicas(step: int, team: Team | None = None, **trees: PyTree) -> None
     """
     sums: _Sums = collections.defaultdict(list)
     here = _sums_of_copies(trees)
-    for there in [here] if team is None else team.exchange(here):
-        for part, found in there.items():
-            sums[part] += found
+    for of_process in RUNTIME.group.all_gather(list(here.items())):
+        for (name, part), of_devices in of_process:
+            sums[name, part] += of_devices
     wrong: list[str] = []
-    for (name, _), found in sums.items():
-        usual = collections.Counter(value for _, value in found).most_common(1)[0][0]
-        if odd := [device for device, value in found if value != usual]:
-            like = next(device for device, value in found if value == usual)
+    for (name, _), of_devices in sums.items():
+        usual = collections.Counter(value for _, value in of_devices).most_common(1)[0][0]
+        if odd := [device for device, value in of_devices if value != usual]:
+            like = next(device for device, value in of_devices if value == usual)
             wrong.append(f"The copy of the {name} on device {', '.join(odd)} differs from that on {like}")
     if wrong:
-        others = f" So it is with {len(wrong) - 1} more." if len(wrong) > 1 else ""
+        n = len(wrong) - 1
+        others = f" {n} more {'array differs' if n == 1 else 'arrays differ'}." if n else ""
         raise ReplicaMismatchError(
             f"{wrong[0]}, at step {step}.{others} Nothing is saved from here on; a checkpoint saved since the check "
             "before may hold the wrong copy. Copies drift apart by a fault of the hardware, or by code that does not "
@@ -57,12 +58,12 @@ _Sums = dict[tuple[str, str], list[tuple[str, int]]]  # by name and part of an a
 
 
 def _sums_of_copies(trees: dict[str, PyTree]) -> _Sums:
-    """The checksums of what the devices of this process have of arrays that several devices, of all processes, have."""
+    """The checksums of the copies that devices of this process hold of arrays on several devices of all processes."""
     sums: _Sums = {}
     for devices, copies in _copies(trees).items():
         replicated = NamedSharding(Mesh(np.array(devices), ("copy",)), PartitionSpec())
         arrays = [jax.make_array_from_single_device_arrays(c[0].shape, replicated, c) for _, c in copies]
-        # Computed from replicated arrays, the result is so too: on every device that of its own copies.
+        # Computed from replicated arrays, the result counts as replicated too: each device has it of its own copies.
         on_device = {shard.device: shard.data for shard in _checksums(arrays).addressable_shards}
         table = np.stack([np.asarray(on_device[device]) for device in devices])  # [devices, arrays]
         for (part, _), column in zip(copies, table.T.tolist(), strict=True):
@@ -74,8 +75,8 @@ _Copies = list[tuple[tuple[str, str], list[jax.Array]]]
 
 
 def _copies(trees: dict[str, PyTree]) -> dict[tuple[jax.Device, ...], _Copies]:
-    """The copies here of all that has several, with its name and part, by the devices that they are on."""
-    found: dict[tuple[jax.Device, ...], _Copies] = collections.defaultdict(list)
+    """The copies in this process of arrays that have several, with name and part, by the devices that they are on."""
+    by_devices: dict[tuple[jax.Device, ...], _Copies] = collections.defaultdict(list)
     for kind, tree in trees.items():
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
             name = f"{kind} {jax.tree_util.keystr(path, simple=True, separator='/')!r}"
@@ -87,8 +88,8 @@ def _copies(trees: dict[str, PyTree]) -> dict[tuple[jax.Device, ...], _Copies]:
             spans = not leaf.is_fully_addressable
             for part, copies in by_index.items():
                 if len(copies) > 1 or spans:
-                    found[tuple(copy.device for copy in copies)].append(((name, part), copies))
-    return found
+                    by_devices[tuple(copy.device for copy in copies)].append(((name, part), copies))
+    return by_devices
 
 
 @jax.jit
@@ -97,7 +98,7 @@ def _checksums(arrays: list[jax.Array]) -> jax.Array:
 
 
 def _checksum(array: jax.Array) -> jax.Array:
-    """The sum of a hash of each word of the array's bits and its position: another one if a word has changed."""
+    """The sum of a hash of each word of the array's bits and its position: it changes with any word."""
     if jax.dtypes.itemsize_bits(array.dtype) < 8:
         array = array.astype(jnp.float32)  # holds all their values
     bits = array.ravel().view(jnp.uint8 if array.dtype.itemsize % 4 else jnp.uint32).astype(jnp.uint32)

@@ -1,4 +1,4 @@
-"""Where all processes meet, and who notices that one has died: a small process beside process 0.
+"""Brings all processes together and notices when one has died: a small process beside process 0.
 
 It holds jax's coordination service too. The clients of that service abort their process, with a stack trace of C++,
 when the service goes away; here it outlives process 0, so that the others can say in their own words who died.
@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 FOREVER = 100_000_000  # seconds: the service takes nobody for dead, that is done here
 LINGER_SECS = 5.0  # for those that come after the others have been refused
-_LONGEST = 1 << 20  # bytes of a line; more is no message
+_LONGEST = 1 << 20  # bytes of a line; more is not a message
 
 
 class Channel:
@@ -173,7 +173,7 @@ class Hub:
                 self._next_beat = now + self._heartbeat / 4
                 self._tell_all(beat=1)
             for member in [m for m in self._members if m.hello and now - m.seen > self._heartbeat]:
-                if not member.has_ended:  # it is told as well, in case it has only slept
+                if not member.has_ended:  # it is notified as well, in case it has only slept
                     self._lose(member, f"has died, or its host has: nothing was heard of it for {self._heartbeat:g} s")
                 self._drop(member)
             if not any(member.hello for member in self._members):
@@ -194,7 +194,7 @@ class Hub:
         self._tell_all(**self._refusal)
 
     def _lose(self, member: _Member, how: str) -> None:
-        """The first loss is told; what comes after follows from it."""
+        """Only the first loss is sent; what comes after follows from it."""
         assert member.hello is not None
         if not self._lost:
             self._lost = True

@@ -1,4 +1,4 @@
-"""The connection of a process to the hub: by it all meet, and by it each hears when another has died."""
+"""The connection of a process to the hub, which brings all together and says when one of them has died."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from typing import Any
 import jax
 
 from estimator.multihost import _coordination_client, _liveness, _supervisor
+from estimator.multihost._runtime import RUNTIME
 
 _CALLER = "initialize_distributed"
 
@@ -33,10 +34,10 @@ def split_address(address: str) -> tuple[str, int]:
 def is_loopback(host: str) -> bool:
     """Whether a name, as this host resolves it, leads back to this host by its loopback device."""
     try:
-        found = {str(info[4][0]) for info in socket.getaddrinfo(host, None)}
+        addresses = {str(info[4][0]) for info in socket.getaddrinfo(host, None)}
     except OSError:
         return False
-    return bool(found) and all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in found)
+    return bool(addresses) and all(ipaddress.ip_address(x.partition("%")[0]).is_loopback for x in addresses)
 
 
 def start_hub(address: str, num_processes: int, timeout_secs: float, heartbeat_secs: float) -> subprocess.Popen[bytes]:
@@ -92,15 +93,15 @@ def connect(address: str, deadline: float) -> _supervisor.Channel:
         time.sleep(max(0.0, min(0.2, left)))
 
 
-def meet(channel: _supervisor.Channel, address: str, hello: dict[str, Any], deadline: float) -> dict[str, Any]:
+def introduce(channel: _supervisor.Channel, address: str, hello: dict[str, Any], deadline: float) -> dict[str, Any]:
     """Says to the hub who this is, and waits until all are there.
 
     Returns:
-      What the hub told: where jax's service is, and who the others are.
+      The answer of the hub: where jax's service is, and who the others are.
 
     Raises:
       TimeoutError: processes have not come.
-      RuntimeError: the processes do not fit together, and all of them get this; or the other side is no hub.
+      RuntimeError: the processes do not fit together, and all of them get this; or the other side is not a hub.
     """
     try:
         channel.send(hello=hello)
@@ -109,7 +110,7 @@ def meet(channel: _supervisor.Channel, address: str, hello: dict[str, Any], dead
         channel.socket.close()
         if isinstance(e, EOFError | OSError | ValueError | KeyError) and not isinstance(e, TimeoutError):
             raise RuntimeError(
-                f"{_CALLER}: what answers at coordinator_address={address!r} is no process 0 of this program, or it "
+                f"{_CALLER}: what answers at coordinator_address={address!r} is not process 0 of this program, or it "
                 f"has ended ({type(e).__name__}: {e}). Give the address of process 0, with a port of its own."
             ) from e
         raise
@@ -136,7 +137,7 @@ def _wait_for_all(channel: _supervisor.Channel, address: str, deadline: float) -
 
 
 class Lifeline:
-    """Answers the hub, notes in `estimator.multihost._liveness` who died, and tells the hub how this process ends.
+    """Answers the hub, notes in the `RUNTIME` who died, and tells the hub how this process ends.
 
     A process that still waits for a dead one after `grace_secs` is ended by the thread here, since a collective
     cannot be interrupted: with one line on stderr and the exit code 76.
@@ -151,7 +152,7 @@ class Lifeline:
         self._has_failed = False
         self._excepthook: Callable[..., Any] = sys.excepthook
         channel.socket.settimeout(heartbeat_secs)
-        _liveness.watch()
+        RUNTIME.is_watched = True
         sys.excepthook = self._fail
         atexit.register(self._leave)
         os.register_at_fork(after_in_child=channel.socket.close)  # a copy that lives on must not hold it open
@@ -166,7 +167,7 @@ class Lifeline:
                     elif "lost" in message and not self._has_failed:
                         self._note_loss(message["lost"])
                     elif "ended" in message:
-                        _liveness.note_end(message["ended"])
+                        RUNTIME.ended = message["ended"]
             except TimeoutError:
                 self._note_loss(
                     f"the host of {self._chief} has died: nothing was heard of it for {self._heartbeat:g} s"
@@ -174,7 +175,7 @@ class Lifeline:
                 return
             except (EOFError, OSError, ValueError):
                 # jax's client is about to abort the process for the same reason.
-                self._end_now(_liveness.lost() or f"{self._chief} has died, and its hub: the connection closed")
+                self._end_now(RUNTIME.loss or f"{self._chief} has died, and its hub: the connection closed")
 
     def _note_loss(self, text: str) -> None:
         _liveness.note_loss(text)
@@ -182,11 +183,11 @@ class Lifeline:
 
     def _end_later(self, secs: float, unless_reported: bool) -> None:
         def wait() -> None:
-            if unless_reported and _liveness.wait_until_reported(secs):
+            if unless_reported and RUNTIME.loss_raised.wait(secs):
                 return
             if not unless_reported:
                 time.sleep(secs)
-            self._end_now(f"{_liveness.lost()}; this process still waits for it after {secs:g} s")
+            self._end_now(f"{RUNTIME.loss}; this process still waits for it after {secs:g} s")
 
         threading.Thread(target=wait, name="lifeline-end", daemon=True).start()
 
@@ -206,7 +207,7 @@ class Lifeline:
             self._has_failed = True
             text = " ".join(str(error).split("\n", 1)[0].split())[:300]
             self._send(failed=f"{type(error).__name__}: {text}" if text else type(error).__name__)
-            if _liveness.lost():
+            if RUNTIME.loss:
                 self._end_later(self._grace, unless_reported=False)
         self._excepthook(type(error), error, error.__traceback__ or traceback)
 
@@ -215,7 +216,7 @@ class Lifeline:
         if os.getpid() != self._pid:
             return
         _coordination_client.forget()
-        if _liveness.lost():
+        if RUNTIME.loss:
             self._end_later(self._grace, unless_reported=False)
         elif not self._has_failed:
             self._send(goodbye=1)

@@ -16,7 +16,7 @@ _WAY_OUT = {
 class Task(NamedTuple):
     """A process among others."""
 
-    addresses: tuple[str, ...]  # "host:port" by process id; that of process 0 is the coordinator's
+    addresses: tuple[str, ...]  # "host:port" by process id; process 0 is the coordinator
     process_id: int
 
 
@@ -30,10 +30,10 @@ def read_tf_config(text: str | None) -> Task | None:
       text: the value of TF_CONFIG.
 
     Returns:
-      None where it does not speak of several processes: there is none, or it has no cluster.
+      None where it does not name several processes: it is missing, or has no cluster.
 
     Raises:
-      ValueError: it is no such JSON, the task is not in the cluster, or another one than worker 0 where there is no
+      ValueError: it is not such JSON, the task is not in the cluster, or another one than worker 0 where there is no
         cluster, or there is a ps or an evaluator.
     """
     config = _parse(text)
@@ -54,10 +54,10 @@ def read_tf_config(text: str | None) -> Task | None:
         return None
     addresses = _addresses(cluster)
     if kind not in addresses or not isinstance(index, int) or not 0 <= index < len(addresses[kind]):
-        there = ", ".join(f"{role} 0 to {len(found) - 1}" for role, found in addresses.items())
+        there = ", ".join(f"{role} 0 to {len(hosts) - 1}" for role, hosts in addresses.items())
         raise ValueError(f'TF_CONFIG: the task must be one of the cluster ({there}); got "task": {json.dumps(task)}.')
-    before = sum(len(found) for role, found in addresses.items() if role in _CHIEFS and role != kind)
-    return Task(tuple(address for found in addresses.values() for address in found), before + index)
+    before = sum(len(hosts) for role, hosts in addresses.items() if role in _CHIEFS and role != kind)
+    return Task(tuple(address for hosts in addresses.values() for address in hosts), before + index)
 
 
 def _number(index: Any) -> Any:
@@ -77,11 +77,11 @@ def _parse(text: str | None) -> dict[str, Any]:
 
 def _addresses(cluster: dict[str, Any]) -> dict[str, list[str]]:
     """The addresses by role, the chief's first."""
-    for role, found in cluster.items():
+    for role, hosts in cluster.items():
         if role not in (*_CHIEFS, "worker"):
             raise ValueError(f"TF_CONFIG: the roles of the cluster are chief and worker; got {role!r}.")
-        if not isinstance(found, list) or not found or not all(isinstance(x, str) and ":" in x for x in found):
-            raise ValueError(f'TF_CONFIG: {role} must be a list of "host:port"; got {found!r}.')
+        if not isinstance(hosts, list) or not hosts or not all(isinstance(x, str) and ":" in x for x in hosts):
+            raise ValueError(f'TF_CONFIG: {role} must be a list of "host:port"; got {hosts!r}.')
     if sum(len(cluster.get(role, ())) for role in _CHIEFS) > 1:
         raise ValueError(f"TF_CONFIG: there can be one chief; got {json.dumps(cluster)}.")
     return {role: cluster[role] for role in (*_CHIEFS, "worker") if role in cluster}

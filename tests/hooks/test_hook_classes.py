@@ -27,7 +27,7 @@ def unsaved(tmp_path_factory):
 
 
 @pytest.mark.covers("4 StopAtStepHook", "13 13 low level hooks")
-def test_stop_at_step_counts_anew_in_each_run(tmp_path):
+def test_stop_at_step_counts_again_in_each_run(tmp_path):
     estimator, hook = make(tmp_path), est.StopAtStepHook(num_steps=3)
     for step in (3, 6):
         assert step_of(estimator.train(endless, hooks=[hook])) == step
@@ -141,13 +141,13 @@ class Writer:
 
 def read_events(path):
     """The scalars of an event file, as (tag, step)."""
-    data, found = path.read_bytes(), []
+    data, values = path.read_bytes(), []
     while data:
         (length,) = struct.unpack("<Q", data[:8])
         event = Event.FromString(data[12 : 12 + length])
-        found += [(value.tag, value.simple_value, event.step) for value in event.summary.value]
+        values += [(value.tag, value.simple_value, event.step) for value in event.summary.value]
         data = data[12 + length + 4 :]
-    return found
+    return values
 
 
 @pytest.mark.covers("4 StepCounterHook")
@@ -155,7 +155,7 @@ def test_step_counter_reports_steps_and_examples_per_second(unsaved, tmp_path, m
     writer = Writer()
     hooks = [est.StepCounterHook(2, summary_writer=writer), est.StepCounterHook(2, output_dir=tmp_path)]
     for _ in range(2):
-        unsaved.train(times(6), hooks=hooks)  # the second time it starts anew
+        unsaved.train(times(6), hooks=hooks)  # the second time it starts again
     steps = [(tag, step) for tag, _, step in writer.scalars]
     assert steps == [(tag, step) for step in (3, 5) for tag in ("global_step/sec", "examples/sec")] * 2
     rates = [value for _, value, _ in writer.scalars]
@@ -278,8 +278,8 @@ def test_a_nan_loss_may_end_the_training_without_an_error_or_a_checkpoint(tmp_pa
     assert saved_steps(estimator) == [0, 2]
     assert (other.context.stop_reason, other.context.error) == ("NaN loss", None)
     assert other.context.global_step == 4 and other.context.found_nan
-    told = [call.split()[1] for call in listener.calls if "save" in call]
-    assert told == ["0", "0", "2", "2"] and listener.calls[-1] == "listener.end 4"
+    steps = [call.split()[1] for call in listener.calls if "save" in call]
+    assert steps == ["0", "0", "2", "2"] and listener.calls[-1] == "listener.end 4"
     assert [
         text for text in messages() if text.startswith("NaN loss during training, at step 4. The newest checkpoint")
     ]

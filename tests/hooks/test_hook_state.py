@@ -50,7 +50,7 @@ def test_a_hook_gets_its_state_back_after_it_has_begun(tmp_path):
 
 
 def test_the_state_of_each_checkpoint_has_its_own_step_in_it(tmp_path):
-    """Whatever was saved last, a run that goes on from there remembers all steps, each once."""
+    """Whatever was saved last, a run that resumes from there remembers all steps, each once."""
     config = {"save_checkpoints_steps": 4, "keep_checkpoint_max": None}
 
     class Fails(est.Hook):
@@ -127,7 +127,7 @@ def test_an_error_in_set_state_ends_the_hooks(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("state", "told"),
+    ("state", "message"),
     [
         (np.zeros(2), r"got array\(\[0., 0.\]\) of type ndarray in \['hooks'\]\['Bad/1'\]\["),
         ({1, 2}, r"got \{1, 2\} of type set in \['hooks'\]\['Bad/1'\]\['of'\]\[0\]"),
@@ -138,14 +138,14 @@ def test_an_error_in_set_state_ends_the_hooks(tmp_path):
         (np.datetime64("2026-01-01"), "of type datetime64 in"),
     ],
 )
-def test_a_state_that_cannot_be_saved_is_refused_before_anything_is_written(tmp_path, state, told):
+def test_a_state_that_cannot_be_saved_is_refused_before_anything_is_written(tmp_path, state, message):
     class Bad(est.Hook):
         def get_state(self):
             return {"of": [state]}
 
     message = (
         "A checkpoint holds positions and states of hooks as dicts with strings as keys, lists, numbers, strings, "
-        f"bytes and None; {'.*' if 'got' not in told else ''}{told}.*Let `get_state` return these"
+        f"bytes and None; {'.*' if 'got' not in message else ''}{message}.*Let `get_state` return these"
     )
     taken = []
 
@@ -174,5 +174,5 @@ def test_what_is_saved_comes_back(value):
 
 
 def test_numbers_of_numpy_and_tuples_come_back_as_those_of_python():
-    found = decode(encode({"a": np.float32(0.5), "b": (np.int64(3), np.array(True)), "nan": float("nan")}))
-    assert json.dumps(found) == '{"a": 0.5, "b": [3, true], "nan": NaN}'
+    state = decode(encode({"a": np.float32(0.5), "b": (np.int64(3), np.array(True)), "nan": float("nan")}))
+    assert json.dumps(state) == '{"a": 0.5, "b": [3, true], "nan": NaN}'

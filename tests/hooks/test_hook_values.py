@@ -21,7 +21,7 @@ NAMES = ["loss", "mean", "rows", "net/count", "histogram", "image"]
 
 
 class Asking(est.Hook):
-    """Asks for values every so many steps, counted from the first step of all, and keeps them."""
+    """Requests values every N steps, counted from the first step of all, and keeps them."""
 
     def __init__(self, names, every=1):
         self.names, self.every, self.got = names, every, []
@@ -73,7 +73,7 @@ def spec(features, labels, mode, y):
 
 
 def read(model_fn, model_dir, batch, *runs):
-    """What a hook reads in a training of two steps, and in an evaluation and a prediction of that model."""
+    """What a hook reads in a training run of two steps, and in an evaluation and a prediction of that model."""
     estimator = make(model_dir, model_fn)
     hook = Asking(NAMES)
     estimator.train(lambda: [(X, Y), (X + 1, Y)], hooks=[hook])
@@ -141,7 +141,7 @@ def test_there_is_no_loss_in_a_prediction(tmp_path):
 
 def test_values_are_asked_for_by_name(tmp_path):
     estimator = make(tmp_path, save_checkpoints_steps=None)
-    with pytest.raises(TypeError, match=r"Asking object .*\.before_run asked for array\(3\.\), but values are"):
+    with pytest.raises(TypeError, match=r"Asking object .*\.before_run requested array\(3\.\), but values are"):
         estimator.train(times(1), hooks=[Asking({"a": np.array(3.0)})])
 
 
@@ -198,7 +198,8 @@ def test_a_hook_that_asks_for_nothing_waits_for_nothing(tmp_path, waits, started
     assert [step for step, *_ in quiet.got] == [5, 10, 15, 20]
     waited, programs = train(Asking("mean", every=10))
     assert len(waited) > len(without[0])
-    assert programs == [(5, False), (4, False), (1, True)] * 2  # only the steps asked about compute what is reported
+    # Only the steps that are requested compute what is reported.
+    assert programs == [(5, False), (4, False), (1, True)] * 2
 
 
 # Steps in programs of several.
@@ -248,7 +249,7 @@ def test_pieces_end_where_hooks_are_due_and_never_pass_it(hooks, start, steps, m
 
 
 def trained(model_dir, steps_per_loop, messages):
-    """All that someone sees of two trainings with several hooks."""
+    """All that someone sees of two training runs with several hooks."""
     first = len(messages())
     config = {"save_checkpoints_steps": 9, "log_step_count_steps": 6, "steps_per_loop": steps_per_loop}
     estimator = make(model_dir, small_model_fn, **config)
@@ -286,7 +287,7 @@ def test_results_calls_and_logs_are_those_of_one_step_at_a_time(tmp_path, messag
 
 
 def test_a_hook_by_the_clock_is_called_with_steps_in_one_program(tmp_path):
-    """Its moments are found while the run goes on; the size of the programs is chosen before."""
+    """Its moments come up during the run; the size of the programs is chosen before."""
     estimator = make(tmp_path, Linear(), save_checkpoints_steps=None)
     seen = []
     hook = est.LoggingTensorHook(["loss"], every_n_secs=1e-9, formatter=lambda values: seen.append(values["loss"]))

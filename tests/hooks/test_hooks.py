@@ -78,7 +78,7 @@ def test_the_moments_of_evaluation_and_prediction_come_in_tensorflows_order(tmp_
 
 @pytest.mark.covers("12 other spec fields")
 def test_hooks_of_a_replicated_spec_are_called_once(tmp_path, calls):
-    """They are made in each run of the model_fn; those of the first are used."""
+    """They are made in each run of the model_fn; the first ones are used."""
 
     def model_fn(features, labels, mode):
         spec = WithHooks(calls)(features, labels, mode)
@@ -216,11 +216,11 @@ def test_checkpoints_are_counted_from_where_a_run_starts_and_not_written_twice(t
     calls.clear()
     estimator.train(endless, max_steps=38, saving_listeners=[listener])
     assert saved_steps(estimator) == [0, 10, 13, 23, 33, 38]
-    # That of the start was there; listeners are told all the same.
+    # The checkpoint of the start was there; listeners are called all the same.
     assert calls[1:3] == ["listener.before_save 13 (there)", "listener.after_save 13 (there)"]
     assert (str(tmp_path / "ckpt-13"), (tmp_path / "ckpt-13").stat().st_mtime_ns) == written
-    told = [call for call in calls if "after_save" in call]
-    assert told == [f"listener.after_save {step} (there)" for step in (13, 23, 33, 38)]
+    saves = [call for call in calls if "after_save" in call]
+    assert saves == [f"listener.after_save {step} (there)" for step in (13, 23, 33, 38)]
     assert calls[-1] == "listener.end 38"
 
 
@@ -244,7 +244,7 @@ def test_a_saver_of_the_user_takes_the_place_of_the_configs(tmp_path, calls):
     assert saved_steps(estimator) == [0, 3, 4]
     assert own.calls == calls and calls[-1] == "listener.end 4"
     calls.clear()
-    estimator.train(endless, hooks=[saver], steps=1)  # the listeners of a run are those of that run
+    estimator.train(endless, hooks=[saver], steps=1)  # a run has its own listeners only
     assert calls == [] and own.calls[-1] == "listener.end 5"
 
 

@@ -25,18 +25,18 @@ def path(tmp_path):
 
 @pytest.fixture
 def hang(path):
-    """A function that comes back when the watchdog has told of the phase, or after long."""
+    """A function that comes back when the watchdog has reported the phase, or after long."""
 
-    def until_told(phase):
+    def until_reported(phase):
         end = time.monotonic() + 30
         while time.monotonic() < end and not (path.exists() and f"in phase {phase!r}" in path.read_text()):
             time.sleep(0.01)
 
-    return until_told
+    return until_reported
 
 
 class Hanging:
-    """A model_fn that hangs where it is traced, once it is told to, and in the step of a batch of 99s."""
+    """A model_fn that hangs where it is traced, on demand, and in the step of a batch of 99s."""
 
     def __init__(self, hang):
         self.hang = hang
@@ -98,10 +98,10 @@ def test_the_phase_in_which_a_run_hangs_is_told_with_the_stacks(tmp_path, monkey
     ).group(2, 1, 3)
     assert done in (None, int(steps)) and 0 <= float(in_s) <= float(for_s) + 0.1 and float(for_s) >= TIMEOUT
     assert "Thread 'MainThread' (the run), most recent call last:" in report
-    assert "in until_told" in report and "Thread 'WatchdogHook'" not in report
+    assert "in until_reported" in report and "Thread 'WatchdogHook'" not in report
     assert any(report.strip() in message for message in messages())
     phases = re.findall(r"after (\d+) of this run.*in phase '(\w+)'", path.read_text())
-    assert len(set(phases)) == len(phases)  # each is told once
+    assert len(set(phases)) == len(phases)  # each is reported once
 
 
 @pytest.mark.covers("4 watchdog")
@@ -131,9 +131,9 @@ def test_predictions_that_no_one_asks_for_are_no_stall(tmp_path, path):
     predictions = make(tmp_path).predict(endless, hooks=[est.WatchdogHook(TIMEOUT, path=path)])
     next(predictions)
     time.sleep(TIMEOUT)  # of the compilation before, it may tell
-    told = path.exists() and path.read_text()
+    text = path.exists() and path.read_text()
     time.sleep(3 * TIMEOUT)
-    assert (path.exists() and path.read_text()) == told
+    assert (path.exists() and path.read_text()) == text
     predictions.close()
 
 

@@ -173,10 +173,10 @@ def test_many_small_batches_give_what_they_give_one_by_one(tmp_path, count, monk
     ]
     sizes = []
     several = make(tmp_path, model_fn)
-    program = several._eval_steps.several
-    monkeypatch.setattr(several._eval_steps, "several", lambda *args: sizes.append(len(args[-1])) or program(*args))
-    found = several.evaluate(lambda: batches)
+    program = several._runs.eval_steps.loop
+    monkeypatch.setattr(several._runs.eval_steps, "loop", lambda *args: sizes.append(len(args[-1])) or program(*args))
+    results = several.evaluate(lambda: batches)
     assert sizes == [16] * (count // 16)
     one_by_one = make(tmp_path, model_fn)
-    monkeypatch.setattr(one_by_one._eval_steps, "at_once", lambda *args: 1)
-    assert found == {name: pytest.approx(value) for name, value in one_by_one.evaluate(lambda: batches).items()}
+    monkeypatch.setattr(one_by_one._runs.eval_steps, "at_once", lambda *args: 1)
+    assert results == {name: pytest.approx(value) for name, value in one_by_one.evaluate(lambda: batches).items()}

@@ -234,8 +234,8 @@ def test_something_is_logged_before_compiling_and_after_the_first_step(
     for verb in (estimator.evaluate, lambda fn: list(estimator.predict(fn))):
         verb(times(1))
         verb(times(1))
-    told = [text.split("'")[1] for text in messages() if text.startswith("Calling model_fn")]
-    assert told == ["train", "eval", "infer"]
+    modes = [text.split("'")[1] for text in messages() if text.startswith("Calling model_fn")]
+    assert modes == ["train", "eval", "infer"]
 
 
 def test_steps_per_loop_stacks_trees_without_labels(tmp_path):

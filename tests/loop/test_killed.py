@@ -1,4 +1,4 @@
-"""A training that is killed, again and again, is in the end the one that was not."""
+"""A training run that is killed again and again ends like one that was not."""
 
 import os
 import random
@@ -14,7 +14,7 @@ from testing.scenarios import killed_training
 import estimator as est
 
 KILLS = 5  # of each training
-OWN_PROGRAMS = "grain's MapDataset"  # the one of which the whole training compiles its programs anew
+OWN_PROGRAMS = "grain's MapDataset"  # the one whose undisturbed run compiles its own programs
 
 
 def values(estimator):
@@ -22,7 +22,7 @@ def values(estimator):
 
 
 def killed_again_and_again(name, base):
-    """Kills a training at random points, each in the process that goes on with it, and returns what it became."""
+    """Kills a training run at random points, each in the process that resumes it, and returns its end."""
     when = random.Random(name)
     processes = Processes("testing.scenarios.killed_training")
     killed = str(base / "killed"), str(base / "programs")
@@ -69,12 +69,12 @@ class Asking(est.Hook):
 def test_the_bits_do_not_depend_on_where_a_run_is_cut_nor_on_what_hooks_ask_for(
     tmp_path, towers, steps_per_loop, stops
 ):
-    def run(steps_per_loop, stops, *asked):
+    def run(steps_per_loop, stops, *names):
         for last in stops:
             estimator = killed_training.make_with(
-                tmp_path / str(asked), towers, "adam", steps_per_loop=steps_per_loop, save_summary_steps=None
+                tmp_path / str(names), towers, "adam", steps_per_loop=steps_per_loop, save_summary_steps=None
             )
-            estimator.train(killed_training.arrays, hooks=[Asking(*asked)], max_steps=last)
+            estimator.train(killed_training.arrays, hooks=[Asking(*names)], max_steps=last)
         return values(estimator)
 
     whole, other = run(7, [30]), run(steps_per_loop, stops, 1, 11, 21)

@@ -16,9 +16,9 @@ pytestmark = pytest.mark.covers("1.3 preemption", "13 10 no end and no checkpoin
 
 @pytest.fixture(scope="module")
 def processes():
-    found = Processes("testing.scenarios.preempted")
-    yield found
-    found.close()
+    forks = Processes("testing.scenarios.preempted")
+    yield forks
+    forks.close()
 
 
 def end_by_sigterm(processes, function, *args):
@@ -250,10 +250,10 @@ def interrupted(error, at):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("anew", [False, True], ids=["same Estimator", "new Estimator"])
+@pytest.mark.parametrize("is_new", [False, True], ids=["same Estimator", "new Estimator"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("broken")])
 @pytest.mark.usefixtures("users_compiler")
-def test_an_error_ends_hooks_and_saves_nothing_and_training_goes_on_before_it(tmp_path, error, anew):
+def test_an_error_ends_hooks_and_saves_nothing_and_training_resumes_before_it(tmp_path, error, is_new):
     config = {"save_checkpoints_steps": 4, "steps_per_loop": 2}
     whole = make(tmp_path / "whole", **config).train(rows(), max_steps=16)
     estimator = make(tmp_path / "other", **config)
@@ -263,7 +263,7 @@ def test_an_error_ends_hooks_and_saves_nothing_and_training_goes_on_before_it(tm
     assert hook.context.error is error and hook.context.stop_reason == "error"
     assert saved_steps(estimator) == [0, 4]
     for at in (8, 1):
-        if anew:
+        if is_new:
             estimator = make(tmp_path / "other", **config)
         with pytest.raises(type(error)):
             estimator.train(interrupted(error, at), max_steps=16)

@@ -1,4 +1,4 @@
-"""A run that is killed, repeated, or gone wrong: what is on disk, and how it goes on."""
+"""A run that is killed, repeated, or gone wrong: what is on disk, and how it resumes."""
 
 import itertools
 import os
@@ -22,8 +22,8 @@ def make(model_dir, model_fn, **config):
 
 
 def saved_steps(estimator):
-    found = map(re.compile(r"ckpt-(\d+)").fullmatch, os.listdir(estimator.model_dir))
-    return sorted(int(m[1]) for m in found if m)
+    matches = map(re.compile(r"ckpt-(\d+)").fullmatch, os.listdir(estimator.model_dir))
+    return sorted(int(m[1]) for m in matches if m)
 
 
 def counter(features, mode):

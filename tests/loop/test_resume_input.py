@@ -1,4 +1,4 @@
-"""Where the input goes on when a training does."""
+"""Where the input resumes when a training run does."""
 
 import os
 import signal
@@ -137,7 +137,7 @@ def test_what_was_read_ahead_is_read_again(tmp_path, ends):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("source", "how"), [(Numbers, "position"), (generator, "count")])
-def test_after_the_end_of_the_input_it_begins_anew(tmp_path, source, how):
+def test_after_the_end_of_the_input_it_begins_again(tmp_path, source, how):
     for times in (1, 2):
         assert seen(new(tmp_path, resume_input=how).train(source)) == [times] * N
     estimator = new(tmp_path, resume_input=how).train(source, steps=2)
@@ -157,11 +157,14 @@ def test_killed_after_the_last_checkpoint_it_makes_no_further_steps(tmp_path, me
     assert step_of(new(tmp_path)) == N
     assert seen(new(tmp_path, **config).train(source)) == [1] * N
     path = tmp_path / f"ckpt-{N}"
-    assert f"Training made no steps: {path} is of the end of the input. The next begins it anew." in messages()
+    assert (
+        f"Training made no steps: {path} is of the end of the input. The next training run begins it again."
+        in messages()
+    )
     assert seen(new(tmp_path, **config).train(source)) == [2] * N
 
 
-def test_a_second_train_of_the_same_estimator_begins_anew(tmp_path):
+def test_a_second_train_of_the_same_estimator_begins_again(tmp_path):
     estimator = new(tmp_path)
     for _ in range(2):
         estimator.train(Numbers, steps=3)
@@ -186,8 +189,8 @@ def test_a_run_that_saves_nothing_does_not_move_the_position(tmp_path):
 def test_an_input_that_is_shorter_than_what_was_taken_is_an_error(tmp_path):
     new(tmp_path, resume_input="count").train(generator, max_steps=5)
     message = (
-        r"ckpt-5 was saved after 5 batches of the input, but input_fn gave only 3\. Give the same input, or begin anew "
-        r"by RunConfig\(resume_input=None\)"
+        r"ckpt-5 was saved after 5 batches of the input, but input_fn gave only 3\. Give the same input, or begin "
+        r"again by RunConfig\(resume_input=None\)"
     )
     with pytest.raises(ValueError, match=message):
         new(tmp_path, resume_input="count").train(lambda: generator(3))
@@ -201,12 +204,12 @@ def test_a_position_of_other_data_is_an_error_that_says_which_checkpoint(tmp_pat
     new(tmp_path).train(data(5), max_steps=7)
     with pytest.raises(ValueError, match="is not one of this input") as raised:
         new(tmp_path).train(data(6), max_steps=9)
-    note = f"The position is that of {tmp_path}/ckpt-7. RunConfig(resume_input=None) begins the input anew."
+    note = f"The position is that of {tmp_path}/ckpt-7. RunConfig(resume_input=None) begins the input again."
     assert raised.value.__notes__ == [note]
     assert seen(new(tmp_path).train(data(5), max_steps=11))[:5] == [3, 2, 2, 2, 2]
 
 
-def test_an_input_without_position_says_that_it_begins_anew(tmp_path, messages):
+def test_an_input_without_position_says_that_it_begins_again(tmp_path, messages):
     new(tmp_path).train(generator, max_steps=5)
     new(tmp_path).train(generator, max_steps=6)
-    assert "The input begins anew: there is no position in it; see RunConfig(resume_input=...)." in messages()
+    assert "The input begins again: there is no position in it; see RunConfig(resume_input=...)." in messages()

@@ -1,4 +1,4 @@
-"""How many steps go into one program: by arithmetic, by time, and never past a moment that somebody asked for."""
+"""How many steps go into one program: by arithmetic, by time, and never past a moment that a hook requests."""
 
 import types
 
@@ -39,11 +39,8 @@ class Asking(At):
         return "loss"
 
 
-def pieces(plan):
-    found = []
-    while (piece := plan.next()) is not None:
-        found.append(piece)
-    return found
+def chunks(plan):
+    return list(iter(plan.next, None))
 
 
 @settings(max_examples=200, deadline=None)
@@ -58,20 +55,20 @@ def test_a_plan_stops_at_every_moment_and_nowhere_else(quiet, asking, start, len
     hooks = [At(*steps) for steps in quiet] + [Asking(*steps) for steps in asking]
     end = start + length
     step, seen = start, []
-    for piece in pieces(Plan(hooks, start, end, lambda: most)):
-        assert 1 <= piece.steps <= most
-        step += piece.steps
-        seen += [(hook, step) for hook in piece.due]
-        assert piece.alone == any(isinstance(hook, Asking) for hook in piece.due)
-        assert piece.steps == 1 or not piece.alone
+    for chunk in chunks(Plan(hooks, start, end, lambda: most)):
+        assert 1 <= chunk.steps <= most
+        step += chunk.steps
+        seen += [(hook, step) for hook in chunk.due]
+        assert chunk.alone == any(isinstance(hook, Asking) for hook in chunk.due)
+        assert chunk.steps == 1 or not chunk.alone
     assert step == end
     assert set(seen) == {(hook, s) for hook in hooks for s in hook.steps if start < s <= end}
     assert len(seen) == len(set(seen))
 
 
-def test_a_plan_has_as_few_pieces_as_the_moments_allow():
+def test_a_plan_has_as_few_chunks_as_the_moments_allow():
     plan = Plan([At(100), Asking(1, 101)], 0, 200, lambda: 100)
-    assert [piece.steps for piece in pieces(plan)] == [1, 99, 1, 99]
+    assert [chunk.steps for chunk in chunks(plan)] == [1, 99, 1, 99]
 
 
 def test_a_moment_that_is_over_is_an_error():
@@ -86,15 +83,15 @@ def test_a_moment_that_is_over_is_an_error():
 @pytest.fixture
 def started(monkeypatch):
     """The numbers of steps in the programs that were started, in their order."""
-    found = []
+    lengths = []
     start = Training._start
 
     def noted(training, run, reporting):
-        found.append(run.steps)
+        lengths.append(run.steps)
         return start(training, run, reporting)
 
     monkeypatch.setattr(Training, "_start", noted)
-    return found
+    return lengths
 
 
 def wide(width):
@@ -190,7 +187,7 @@ def test_a_training_with_loops_compiles_each_program_once(tmp_path, compilations
 
 
 class Clock:
-    """Time that passes as it is told."""
+    """A clock that is set by hand."""
 
     def __init__(self, monkeypatch):
         self.now = 0.0
@@ -198,13 +195,15 @@ class Clock:
 
 
 @pytest.mark.covers("4 steps_per_loop")
-@pytest.mark.parametrize(("asked", "per_step", "expected"), [("0.2s", 0.001, 128), ("1s", 0.3, 2), ("0.01s", 1.0, 1)])
-def test_a_time_becomes_the_steps_that_fit_into_it(monkeypatch, asked, per_step, expected):
+@pytest.mark.parametrize(
+    ("requested", "per_step", "expected"), [("0.2s", 0.001, 128), ("1s", 0.3, 2), ("0.01s", 1.0, 1)]
+)
+def test_a_time_becomes_the_steps_that_fit_into_it(monkeypatch, requested, per_step, expected):
     clock = Clock(monkeypatch)
     programs = types.SimpleNamespace(
         steps_per_program=0, loops=False, traits=types.SimpleNamespace(is_one_program=True)
     )
-    size = _steps_per_loop.choose(asked, programs, (), RunContext("train"), 100)
+    size = _steps_per_loop.choose(requested, programs, (), RunContext("train"), 100)
     assert size.most() == 1
     step, sizes = 0, []
     for _ in range(60):
@@ -213,7 +212,7 @@ def test_a_time_becomes_the_steps_that_fit_into_it(monkeypatch, asked, per_step,
         clock.now += per_step * max(10, size.most())
         sizes.append(size.most())
     assert sizes[-1] == expected
-    assert len(set(sizes)) <= 2  # compiled anew once
+    assert len(set(sizes)) <= 2  # compiled once more
 
 
 def test_debugging_means_one_step_at_a_time(tmp_path, started):

@@ -12,10 +12,11 @@ from testing.cluster import free_port, shared_cluster
 import replicate
 from estimator.multihost import _initialize, _supervisor, _supervisor_client
 from estimator.multihost._cluster import Job
+from estimator.multihost._runtime import RUNTIME
 
 
 def test_processes_meet_and_end_at_different_times():
-    ended = shared_cluster().run("testing.scenarios.distributed.meet", processes=3)
+    ended = shared_cluster().run("testing.scenarios.distributed.join", processes=3)
     assert [process.code for process in ended] == [0, 0, 0]
     for i, process in enumerate(ended):
         assert f"process {i} of 3 devices 6" in process.lines
@@ -31,14 +32,14 @@ def test_processes_meet_and_end_at_different_times():
 
 @pytest.fixture(scope="module")
 def refused():
-    """By case, what each of three processes was told."""
+    """By case, the answer to each of three processes."""
     ended = shared_cluster().run("testing.scenarios.distributed.refused", [free_port() for _ in range(7)], processes=3)
     assert [process.code for process in ended] == [1, 1, 1]
     cases = {}
     for process in ended:
         for name, lines in re.findall(r"^case (\w+)\n(.*?)(?=^case |\Z)", "\n".join(process.lines) + "\n", re.M | re.S):
             cases.setdefault(name, []).append(lines.splitlines())
-    assert all(len(told) == 3 for told in cases.values())
+    assert all(len(answer) == 3 for answer in cases.values())
     return cases
 
 
@@ -157,24 +158,24 @@ def hub():
         return address
 
     yield start
-    for found in hubs:
-        found.kill()
-        found.wait()
+    for hub in hubs:
+        hub.kill()
+        hub.wait()
 
 
-def meet(address, hello, secs=20):
+def introduce(address, hello, secs=20):
     deadline = time.monotonic() + secs
     channel = _supervisor_client.connect(address, deadline)
-    return channel, _supervisor_client.meet(channel, address, hello, deadline)
+    return channel, _supervisor_client.introduce(channel, address, hello, deadline)
 
 
 def meet_all(address, hellos):
     with futures.ThreadPoolExecutor(len(hellos)) as threads:
-        return list(threads.map(lambda each: meet(address, each), hellos))
+        return list(threads.map(lambda each: introduce(address, each), hellos))
 
 
-def close_all(met):
-    for channel, _ in met:
+def close_all(answers):
+    for channel, _ in answers:
         channel.socket.close()
 
 
@@ -183,17 +184,19 @@ def test_many_meet_among_strangers_and_one_more_is_told_so(hub):
     strangers = [socket.create_connection(_supervisor_client.split_address(address)) for _ in range(3)]
     strangers[0].sendall(b"GET / HTTP/1.1\r\n\r\n")
     strangers[1].sendall(b'{"goodbye": 1}\n')
-    met = meet_all(address, [hello(i, 64) for i in range(64)])
-    assert len({told["begin"] for _, told in met}) == 1
-    assert [each["pid"] for each in met[0][1]["processes"]] == list(range(100, 164))
-    assert all(told["chief"] == "process 0 (host a, pid 100)" and not told["processes"] for _, told in met[1:])
+    answers = meet_all(address, [hello(i, 64) for i in range(64)])
+    assert len({answer["begin"] for _, answer in answers}) == 1
+    assert [each["pid"] for each in answers[0][1]["processes"]] == list(range(100, 164))
+    assert all(
+        answer["chief"] == "process 0 (host a, pid 100)" and not answer["processes"] for _, answer in answers[1:]
+    )
     with pytest.raises(
         RuntimeError,
         match=r"process 5 \(host b, pid 105\) has come too late: 64 processes have begun already, process 5 \(host a, "
         r"pid 105\) among them\.",
     ):
-        meet(address, hello(5, 64, host="b"))
-    close_all([*met, *((_supervisor.Channel(stranger), None) for stranger in strangers)])
+        introduce(address, hello(5, 64, host="b"))
+    close_all([*answers, *((_supervisor.Channel(stranger), None) for stranger in strangers)])
 
 
 @pytest.mark.parametrize(
@@ -210,22 +213,22 @@ def test_processes_that_see_the_same_devices_are_told_so(hub, hosts, visible, sh
         hello(i, len(hosts), host=host, visible=devices)
         for i, (host, devices) in enumerate(zip(hosts, visible, strict=True))
     ]
-    met = meet_all(hub(len(hosts)), hellos)
-    assert [told["shares_devices"] for _, told in met] == shares
-    close_all(met)
+    answers = meet_all(hub(len(hosts)), hellos)
+    assert [answer["shares_devices"] for _, answer in answers] == shares
+    close_all(answers)
 
 
 def test_one_that_gives_up_is_named_to_all_and_to_those_that_come_later(hub):
     address = hub(3)
     left = r"process 1 \(host a, pid 101\) has left before all 3 processes were there\."
     with futures.ThreadPoolExecutor(1) as threads:
-        first = threads.submit(meet, address, hello(0, 3))
+        first = threads.submit(introduce, address, hello(0, 3))
         with pytest.raises(TimeoutError, match="these processes have not come in time: (0, )?2\\."):
-            meet(address, hello(1, 3), 2)
+            introduce(address, hello(1, 3), 2)
         with pytest.raises(RuntimeError, match=left):
             first.result()
     with pytest.raises(RuntimeError, match=left):
-        meet(address, hello(2, 3))
+        introduce(address, hello(2, 3))
 
 
 @pytest.mark.parametrize(
@@ -249,21 +252,21 @@ def test_the_gpus_of_a_process(monkeypatch, ids, local_process_id, shares_device
 def test_something_else_at_the_address_is_an_error():
     with socket.create_server(("127.0.0.1", 0)) as listener, futures.ThreadPoolExecutor(1) as threads:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
-        met = threads.submit(meet, address, hello(1, 2))
+        answers = threads.submit(introduce, address, hello(1, 2))
         connection, _ = listener.accept()
         with connection:
             connection.sendall(b"SSH-2.0-OpenSSH\r\n")
             with pytest.raises(
-                RuntimeError, match="what answers at coordinator_address='127.* is no process 0 of this"
+                RuntimeError, match="what answers at coordinator_address='127.* is not process 0 of this"
             ):
-                met.result()
+                answers.result()
 
 
 def test_something_silent_at_the_address_is_an_error_within_the_timeout():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
         with pytest.raises(TimeoutError, match="at coordinator_address='127.* there is no answer in time"):
-            meet(address, hello(1, 2), 0.5)
+            introduce(address, hello(1, 2), 0.5)
 
 
 def test_it_comes_before_the_devices_are_started():
@@ -276,8 +279,8 @@ def test_it_comes_before_the_devices_are_started():
 
 @pytest.fixture
 def new_process(monkeypatch):
-    """As if nothing had been done yet, and nothing told of other processes."""
-    monkeypatch.setattr(_initialize, "_has_run", False)
+    """As if nothing had been done yet, and nothing named other processes."""
+    monkeypatch.setattr(RUNTIME, "is_initialized", False)
     monkeypatch.setattr("estimator.multihost._coordination_client.devices_are_started", lambda: False)
     for name in ("TF_CONFIG", "JAX_COORDINATOR_ADDRESS", "JOB_COMPLETION_INDEX"):
         monkeypatch.delenv(name, raising=False)
@@ -286,8 +289,7 @@ def new_process(monkeypatch):
 def test_a_process_alone_goes_on(new_process, messages):
     replicate.initialize_distributed()
     assert messages() == [
-        "initialize_distributed: one process (nothing tells of others: no arguments, TF_CONFIG, SLURM, MPI or "
-        "Kubernetes)."
+        "initialize_distributed: one process (nothing names others: no arguments, TF_CONFIG, SLURM, MPI or Kubernetes)."
     ]
     with pytest.raises(RuntimeError, match="initialize_distributed was called before"):
         replicate.initialize_distributed()

@@ -3,16 +3,18 @@
 import os
 import re
 import signal
+import threading
 
 import jax
 import pytest
 from testing.cluster import shared_cluster
 
 from estimator.multihost import _liveness
+from estimator.multihost._runtime import RUNTIME
 
 WORK = "testing.scenarios.distributed.work"
 LATE = "; this process still waits for it after 1 s. It ends with exit code 76."
-AGAIN = ". Start all processes again: training goes on from the last checkpoint."
+AGAIN = ". Start all processes again: training resumes from the last checkpoint."
 
 
 def pid_of(cluster, index, what="pid"):
@@ -96,24 +98,24 @@ def test_the_end_of_the_host_of_process_0_is_named():
 
 
 def test_an_error_stays_as_it_is_where_nobody_watches(monkeypatch):
-    monkeypatch.setattr(_liveness, "_is_watched", False)
+    monkeypatch.setattr(RUNTIME, "is_watched", False)
     error = ValueError("no")
     assert _liveness.explained(error) is error
-    assert _liveness.lost() is None
+    assert RUNTIME.loss is None
 
 
 def test_what_is_no_error_of_jax_is_not_waited_for(monkeypatch):
-    monkeypatch.setattr(_liveness, "_is_watched", True)
+    monkeypatch.setattr(RUNTIME, "is_watched", True)
     error = ValueError("no")
     assert _liveness.explained(error, wait_secs=60) is error
 
 
 def test_one_that_has_ended_before_explains_an_error_of_jax(monkeypatch):
-    monkeypatch.setattr(_liveness, "_is_watched", True)
-    monkeypatch.setattr(_liveness, "_end", "process 1 (host b, pid 4711)")
-    monkeypatch.setattr(_liveness, "_reported", _liveness.threading.Event())
+    monkeypatch.setattr(RUNTIME, "is_watched", True)
+    monkeypatch.setattr(RUNTIME, "ended", "process 1 (host b, pid 4711)")
+    monkeypatch.setattr(RUNTIME, "loss_known", threading.Event())
     error = jax.errors.JaxRuntimeError("closed by peer")
-    found = _liveness.explained(error, wait_secs=0.01)
-    assert str(found) == f"process 1 (host b, pid 4711) has ended before this one{AGAIN}"
-    assert found.__cause__ is error
+    explanation = _liveness.explained(error, wait_secs=0.01)
+    assert str(explanation) == f"process 1 (host b, pid 4711) has ended before this one{AGAIN}"
+    assert explanation.__cause__ is error
     assert _liveness.explained(ValueError("no"), wait_secs=0.01).args == ("no",)

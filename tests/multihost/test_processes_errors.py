@@ -60,7 +60,7 @@ def outcomes(tmp_path_factory):
         for rows in run("testing.scenarios.team.fail", folder)
     ]
     assert each[0].keys() == each[1].keys() == {*ERRORS, *OF_ONE, "one is empty", "it works"}
-    return {case: [found[case] for found in each] for case in each[0]}
+    return {case: [of_process[case] for of_process in each] for case in each[0]}
 
 
 @pytest.mark.parametrize("case", ERRORS)
@@ -71,7 +71,7 @@ def test_it_is_the_same_error_in_all(case, outcomes):
 
 
 @pytest.mark.parametrize("case", OF_ONE)
-def test_an_error_in_one_process_is_told_to_the_others(case, outcomes):
+def test_an_error_in_one_process_reaches_the_others(case, outcomes):
     error, text, heard = OF_ONE[case]
     assert outcomes[case][1][0] == error
     assert text in outcomes[case][1][1]

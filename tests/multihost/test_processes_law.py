@@ -48,17 +48,17 @@ def test_estimators_of_two_processes_do_what_one_does(folder):
 
 @pytest.mark.usefixtures("estimated")
 def test_each_process_predicts_its_own_examples_each_once(folder):
-    found = [list(zip(*columns(read(folder, 2, i, "mirrored-1-predictions")), strict=True)) for i in range(2)]
-    assert [len(rows) for rows in found] == np.sum(team.SPLITS, axis=0).tolist()
+    rows_by_process = [list(zip(*columns(read(folder, 2, i, "mirrored-1-predictions")), strict=True)) for i in range(2)]
+    assert [len(rows) for rows in rows_by_process] == np.sum(team.SPLITS, axis=0).tolist()
     want = {tuple(x): output for x, output in zip(*columns(read(folder, 1, 0, "mirrored-1-predictions")), strict=True)}
-    assert {tuple(x) for rows in found for x, _ in rows} == want.keys()
-    for x, output in found[0] + found[1]:
+    assert {tuple(x) for rows in rows_by_process for x, _ in rows} == want.keys()
+    for x, output in rows_by_process[0] + rows_by_process[1]:
         np.testing.assert_allclose(output, want[tuple(x)], rtol=2e-5, atol=2e-6)
 
 
-def columns(found):
+def columns(arrays):
     """Features and outputs of predicted examples."""
-    return [[found[f"[{i}]['{key}']"] for i in range(len(found) // 2)] for key in ("x", "output")]
+    return [[arrays[f"[{i}]['{key}']"] for i in range(len(arrays) // 2)] for key in ("x", "output")]
 
 
 @pytest.mark.covers("5 distributed")
@@ -83,6 +83,6 @@ def test_towers_of_two_processes_that_meet_once_per_block_are_those_of_one(folde
     run_both("testing.scenarios.team_blocks.trained", folder)
     for name in ("blocks", "blocks-eval", "blocks-resumed", "blocks-evaluated"):
         assert_law(folder, name)
-    found = read(folder, 2, 1, "blocks-resumed")
-    assert found["['block_sync/steps']"] == 5
-    assert found["['block_sync/copies/w']"].shape == (4, 3, 8)
+    arrays = read(folder, 2, 1, "blocks-resumed")
+    assert arrays["['block_sync/steps']"] == 5
+    assert arrays["['block_sync/copies/w']"].shape == (4, 3, 8)

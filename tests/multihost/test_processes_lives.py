@@ -1,4 +1,4 @@
-"""Trainings of several processes that are cut off and go on, in as many processes or others, and what hangs."""
+"""Training runs of several processes that are cut off and resume, in as many processes or others, and what hangs."""
 
 import os
 import re
@@ -31,7 +31,7 @@ def whole(folder):
 
 
 def train(model_dir, steps, processes):
-    """Trains in processes, which all find the same; returns that, and at which positions they went on."""
+    """Trains in processes, which all have the same results; returns these, and the positions where they resumed."""
     rows = [
         merged(rows) for rows in run("testing.scenarios.team_lives.train", str(model_dir), steps, processes=processes)
     ]
@@ -39,8 +39,8 @@ def train(model_dir, steps, processes):
     return (rows[0]["values"], rows[0]["metrics"]), [each.get("position") for each in rows]
 
 
-def assert_same(found, want, rtol=2e-5):
-    for one, other in zip(found, want, strict=True):
+def assert_same(values, want, rtol=2e-5):
+    for one, other in zip(values, want, strict=True):
         assert one.keys() == other.keys()
         for name, value in other.items():
             np.testing.assert_allclose(one[name], value, rtol=rtol, atol=0.1 * rtol, err_msg=name)
@@ -48,7 +48,7 @@ def assert_same(found, want, rtol=2e-5):
 
 @pytest.mark.usefixtures("users_compiler")
 def test_a_checkpoint_is_read_by_any_number_of_processes(folder, whole, messages):
-    """Two made it; two, three and one go on: by the positions of their inputs, or by the number of batches."""
+    """Two made it; two, three and one resume: by the positions of their inputs, or by the number of batches."""
     reference, _ = train(folder / "reference", 8, 2)
     assert_same(reference, whole)
     train(folder / "two", 4, 2)
@@ -63,13 +63,13 @@ def test_a_checkpoint_is_read_by_any_number_of_processes(folder, whole, messages
     one = team.make(str(folder / "one"))
     one.train(lambda: team.Source(), max_steps=8)
     assert_same([one.get_variable_value("*")], whole[:1])
-    assert "The input goes on after its first 4 batches." in messages()
+    assert "The input resumes after its first 4 batches." in messages()
 
 
-def test_two_processes_go_on_from_what_one_has_made(folder, whole):
+def test_two_processes_resume_what_one_has_saved(folder, whole):
     team.make(str(folder / "of one")).train(lambda: team.Source(), max_steps=4)
-    found, _ = train(folder / "of one", 8, 2)
-    assert_same(found, whole)
+    values, _ = train(folder / "of one", 8, 2)
+    assert_same(values, whole)
 
 
 def assert_whole_checkpoint(model_dir):
@@ -83,7 +83,7 @@ def est_model(features, labels, mode):
     raise AssertionError("is not called")
 
 
-def test_a_process_that_is_killed_ends_the_others_and_the_next_run_goes_on(folder):
+def test_a_process_that_is_killed_ends_the_others_and_the_next_run_resumes(folder):
     """First process 1 is killed, then process 0; the third run comes to the end, with what an undisturbed one has."""
     cluster, model_dir = shared_cluster(), str(folder / "killed")
     for victim, step in ((1, 8), (0, 20)):
@@ -136,11 +136,11 @@ def assert_preempted(model_dir):
     assert time.monotonic() - began < 10
     for process in ended:
         assert process.code == 75, "\n".join(process.lines)
-    told = [said(process.lines)[-1] for process in ended]
-    assert told[0] == told[1]
-    assert (told[0]["ended"], told[0]["error"]) == ("SIGTERM", "NoneType")
-    assert saved_at(model_dir) == [0, told[0]["at"]]
-    return told[0]["at"]
+    reports = [said(process.lines)[-1] for process in ended]
+    assert reports[0] == reports[1]
+    assert (reports[0]["ended"], reports[0]["error"]) == ("SIGTERM", "NoneType")
+    assert saved_at(model_dir) == [0, reports[0]["at"]]
+    return reports[0]["at"]
 
 
 def test_a_watchdog_names_the_process_whose_input_stalls(folder):
@@ -152,11 +152,11 @@ def test_a_watchdog_names_the_process_whose_input_stalls(folder):
             assert re.search(f"^Process {process} on .* {what}$", text, re.M), text
 
 
-def test_copies_that_differ_are_found_across_processes(folder):
-    """So it is raised in all, and nothing is saved."""
-    for (found,) in run("testing.scenarios.team_lives.drift", str(folder)):
+def test_copies_that_differ_are_reported_across_processes(folder):
+    """It is raised in all, and nothing is saved."""
+    for (values,) in run("testing.scenarios.team_lives.drift", str(folder)):
         text = "The copy of the variable 'w' on device cpu:2049 of process 1 differs from that on cpu:0 of process 0,"
-        assert found["mismatch"].startswith(f"{text} at step 8.")
+        assert values["mismatch"].startswith(f"{text} at step 8.")
     assert saved_at(folder / "drifted") == [0]
 
 
@@ -170,11 +170,13 @@ def test_processes_may_end_at_different_times(folder, slow):
 
 
 def test_one_that_does_not_come_in_time_is_an_error_in_all(folder):
-    found = [rows[0] for rows in run("testing.scenarios.team_lives.come_late", str(folder))]
-    assert found[0]["error"] == "TimeoutError"
-    assert found[0]["text"].startswith("Process 0 waited for process 1 for 3 s, in: train(steps=None, max_steps=None).")
-    assert found[1]["error"] == "RuntimeError"
-    assert found[1]["text"].startswith(
+    values = [rows[0] for rows in run("testing.scenarios.team_lives.come_late", str(folder))]
+    assert values[0]["error"] == "TimeoutError"
+    assert values[0]["text"].startswith(
+        "Process 0 waited for process 1 for 3 s, in: train(steps=None, max_steps=None)."
+    )
+    assert values[1]["error"] == "RuntimeError"
+    assert values[1]["text"].startswith(
         "Process 0 failed in `train(steps=None, max_steps=None)`: TimeoutError: Process 0"
     )
 

@@ -1,4 +1,4 @@
-"""Replicas checked: copies of an array that differ are found, by name, device and step; nothing else is."""
+"""The check of replicas reports copies that differ, by name, device and step, and nothing else."""
 
 import jax
 import jax.numpy as jnp
@@ -68,7 +68,7 @@ def test_every_array_is_looked_at_and_the_message_says_which():
         with pytest.raises(est.ReplicaMismatchError, match=f"^The copy of the slot 'adam/0' on device {which}"):
             check_replicas(7, variable=state, slot=slots)
     both = {"v": wrong, "w": with_copy(with_copy(state["a"], 1, one_bit()), 4, one_bit(4))}
-    with pytest.raises(est.ReplicaMismatchError, match="cpu:2 .* at step 9. So it is with 1 more. Nothing is saved"):
+    with pytest.raises(est.ReplicaMismatchError, match="cpu:2 .* at step 9. 1 more array differs. Nothing is saved"):
         check_replicas(9, variable=both)
     with pytest.raises(est.ReplicaMismatchError, match="'w' on device cpu:1, cpu:4 differs from that on cpu:0"):
         check_replicas(9, variable=both | {"v": state["a"]})
@@ -105,23 +105,23 @@ def batches(n):
 
 
 @pytest.mark.parametrize(
-    ("which", "changed", "steps_per_loop", "found"),
+    ("which", "changed", "steps_per_loop", "step"),
     [(a_variable, 7, 1, 8), (a_slot, 8, 1, 8), (a_variable, 7, 3, 8)],  # a step may round the bit of a slot away
 )
 def test_a_copy_changed_in_training_is_found_at_the_next_check(
-    tmp_path, monkeypatch, which, changed, steps_per_loop, found
+    tmp_path, monkeypatch, which, changed, steps_per_loop, step
 ):
     estimator = make(
         tmp_path,
         replicate(mlp_model_fn(optax.adam(0.01)), 2),
-        save_checkpoints_steps=found,  # so that a checkpoint is due when the mismatch is found
+        save_checkpoints_steps=step,  # so that a checkpoint is due when the mismatch comes up
         check_replicas_every=4,
         steps_per_loop=steps_per_loop,
     )
     corrupt(monkeypatch, changed, which)
     name = {a_variable: "variable 'v'", a_slot: "slot 'optimizer/0/mu/hidden/w'"}[which]
     with pytest.raises(
-        est.ReplicaMismatchError, match=f"copy of the {name} on device cpu:1 differs .* cpu:0, at step {found}"
+        est.ReplicaMismatchError, match=f"copy of the {name} on device cpu:1 differs .* cpu:0, at step {step}"
     ):
         estimator.train(batches(20))
     assert saved_steps(estimator) == [0]
@@ -130,7 +130,7 @@ def test_a_copy_changed_in_training_is_found_at_the_next_check(
 def checks(monkeypatch, estimator, *lengths):
     """The steps at which replicas are checked in training runs of these lengths."""
     seen = []
-    monkeypatch.setattr(_replica_check, "check_replicas", lambda step, team, **trees: seen.append(step))
+    monkeypatch.setattr(_replica_check, "check_replicas", lambda step, **trees: seen.append(step))
     for n in lengths:
         estimator.train(times(n))
     return seen

@@ -148,7 +148,7 @@ def test_an_indexed_job_of_kubernetes_needs_no_package_where_the_rest_is_given(e
 
 
 def test_a_pod_that_is_not_of_an_indexed_job_is_alone(environment, monkeypatch):
-    monkeypatch.setattr(clusters.K8sCluster, "is_env_present", lambda: pytest.fail("Kubernetes was asked"))
+    monkeypatch.setattr(clusters.K8sCluster, "is_env_present", lambda: pytest.fail("Kubernetes was called"))
     environment(KUBERNETES_SERVICE_HOST="10.0.0.1")
     assert find()[:3] == (None, 1, 0)
 
@@ -182,7 +182,7 @@ def test_arguments_that_make_no_sense_are_refused(environment, arguments, messag
 
 def test_ranks_without_an_address_are_refused(environment):
     environment(**OPEN_MPI)
-    with pytest.raises(ValueError, match=r"MPI \(OMPI_COMM_WORLD_RANK\) does not tell where process 0 is. Give coord"):
+    with pytest.raises(ValueError, match=r"MPI \(OMPI_COMM_WORLD_RANK\) does not say where process 0 is. Give coord"):
         find()
 
 
@@ -201,9 +201,9 @@ def test_a_number_that_is_none_is_refused(environment):
         {"TF_CONFIG": config(CHIEF, "worker", 1)},
     ],
 )
-def test_a_loopback_address_is_refused_where_the_environment_tells_of_several_hosts(environment, variables, address):
+def test_a_loopback_address_is_refused_where_the_environment_names_several_hosts(environment, variables, address):
     environment(**variables)
-    with pytest.raises(ValueError, match="is a loopback address, which every host has for itself, but .* tells of sev"):
+    with pytest.raises(ValueError, match="is a loopback address, which every host has for itself, but .* names sev"):
         find(address)
 
 

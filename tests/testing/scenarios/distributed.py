@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import replicate
 from estimator.multihost import _coordination_client, _initialize, _liveness
+from estimator.multihost._runtime import RUNTIME
 
 
 def say(*what):
@@ -53,7 +54,7 @@ def mean_step():
 # Getting together.
 
 
-def meet():
+def join():
     """The good case; process 0 ends while its devices still work, and the others later."""
     logging.set_verbosity(logging.INFO)
     replicate.initialize_distributed(timeout_secs=30)
@@ -150,14 +151,14 @@ def work(victim, way, grace_secs=1.0, heartbeat_secs=60.0):
 
 
 def poll():
-    """Sees the loss from Python, and goes on."""
-    while not _liveness.lost():
+    """Sees the loss from Python, and continues."""
+    while not RUNTIME.loss:
         time.sleep(0.01)
-    say("lost:", _liveness.lost())
+    say("lost:", RUNTIME.loss)
     try:
         raise _liveness.explained(jax.errors.JaxRuntimeError("closed by peer"))
     except _liveness.ProcessLostError as e:
-        _liveness.report()
+        RUNTIME.loss_raised.set()
         say("caught:", e, "from", repr(e.__cause__))
     time.sleep(2)  # longer than the grace
     raise jax.errors.JaxRuntimeError("closed by peer")

@@ -1,4 +1,4 @@
-"""A training that shows in its last bits what is done otherwise, and in a variable which example was used when."""
+"""A training run that shows in its last bits what is done otherwise, and in a variable which example was used when."""
 
 import itertools
 import time
@@ -122,7 +122,7 @@ def make_with(model_dir, towers, optimizer, **config):
 
 
 def train(name, model_dir, programs=None):
-    """One process of such a training. Some of its moments depend on where it begins; they must not show.
+    """One process of such a run. Some of its moments depend on where it begins; they must not show.
 
     Args:
       programs: where to find compiled programs, and leave them, if not None.

@@ -1,4 +1,4 @@
-"""Trainings in circumstances that are none of theirs: forked workers, no streams, no rights, other trainings."""
+"""Training runs in odd circumstances: forked workers, no streams, no rights, other training runs."""
 
 import itertools
 import multiprocessing

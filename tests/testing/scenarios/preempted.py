@@ -10,7 +10,7 @@ import estimator as est
 from testing.estimators import X, Y, make
 
 
-class Told(est.Hook):
+class Reports(est.Hook):
     """Prints how a run ended."""
 
     def __init__(self, name):
@@ -35,7 +35,7 @@ def blocks_after(n):
 
 class Evaluating(est.Hook):
     def __init__(self, estimator, input_fn):
-        self.evaluate = lambda state: estimator.evaluate_state(state, input_fn, hooks=[Told("evaluation")])
+        self.evaluate = lambda state: estimator.evaluate_state(state, input_fn, hooks=[Reports("evaluation")])
 
     def next_step(self, step):
         return 4 if step < 4 else 1000
@@ -45,28 +45,28 @@ class Evaluating(est.Hook):
 
 
 def train(model_dir, n):
-    make(model_dir, steps_per_loop=1).train(blocks_after(n), hooks=[Told("training")])
+    make(model_dir, steps_per_loop=1).train(blocks_after(n), hooks=[Reports("training")])
 
 
 def evaluate(model_dir, n):
-    make(model_dir).evaluate(blocks_after(n), hooks=[Told("evaluation")])
+    make(model_dir).evaluate(blocks_after(n), hooks=[Reports("evaluation")])
 
 
 def predict(model_dir, n):
-    for _ in make(model_dir).predict(blocks_after(n), hooks=[Told("prediction")]):
+    for _ in make(model_dir).predict(blocks_after(n), hooks=[Reports("prediction")]):
         pass
 
 
 def read_predictions(model_dir):
     """Computes little, and does much with each prediction."""
-    for _ in make(model_dir).predict(lambda: [X, X], hooks=[Told("prediction")]):
+    for _ in make(model_dir).predict(lambda: [X, X], hooks=[Reports("prediction")]):
         print("blocked", flush=True)
         time.sleep(60)
 
 
 def evaluate_in_training(model_dir, n):
     estimator = make(model_dir)
-    hooks = [Evaluating(estimator, blocks_after(n)), Told("training")]
+    hooks = [Evaluating(estimator, blocks_after(n)), Reports("training")]
     estimator.train(lambda: itertools.repeat((X, Y)), hooks=hooks)
 
 
@@ -109,4 +109,4 @@ def with_own_handler(model_dir):
                 time.sleep(1)
             yield np.copy(X), Y
 
-    estimator.train(input_fn, hooks=[Told("training")])
+    estimator.train(input_fn, hooks=[Reports("training")])

@@ -108,7 +108,7 @@ def whole(array):
 
 
 def write(folder, name, tree):
-    """Leaves what this process has found, for the test to read."""
+    """Saves the results of this process, for the test to read."""
     named = {jax.tree_util.keystr(path): whole(x) for path, x in jax.tree_util.tree_leaves_with_path(tree)}
     np.savez(os.path.join(folder, f"{name}-{jax.process_count()}-{jax.process_index()}.npz"), **named)
 
@@ -163,8 +163,8 @@ def metric_result(metric):
     return metric.result() if hasattr(metric, "result") else metric.compute()
 
 
-def say(**found):
-    print(json.dumps(found, default=str), flush=True)
+def say(**values):
+    print(json.dumps(values, default=str), flush=True)
 
 
 def make(model_dir, model_fn=None, **config):

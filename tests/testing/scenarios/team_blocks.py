@@ -1,4 +1,4 @@
-"""Processes whose towers meet once per block (see `testing.scenarios.team`)."""
+"""Processes whose towers are averaged once per block (see `testing.scenarios.team`)."""
 
 import os
 
@@ -13,7 +13,7 @@ DILOCO = optax.sgd(0.7, momentum=0.9, nesterov=True)
 
 
 def trained(folder):
-    """A warm-up, a block, and one that has begun; and a run that stops within a block and goes on."""
+    """A warm-up, a block, and one that has begun; and a run that stops within a block and resumes."""
     team.start()
     block_sync = BlockSync(2, DILOCO, warmup_steps=1, sync=["mean", "seen"])
     model = est.transform(team.replicated(team.rich(), block_sync=block_sync))

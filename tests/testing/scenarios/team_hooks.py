@@ -1,4 +1,4 @@
-"""What happens around the steps of a training of several processes, for `testing.cluster` to start in each."""
+"""What happens around the steps of a training run of several processes, for `testing.cluster` to start in each."""
 
 import itertools
 import os
@@ -152,7 +152,7 @@ class Evaluates(est.Exporter):
 
 
 def trained_and_evaluated(folder):
-    """Everything that `train_and_evaluate` does around a training."""
+    """Everything that `train_and_evaluate` does around a training run."""
     start()
     example = own({"x": X[:2], "ids": np.zeros((2, 2), np.int32)})[0]
     trained = make(os.path.join(folder, f"t{jax.process_count()}"), table_model)

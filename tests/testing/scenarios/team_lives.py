@@ -1,4 +1,4 @@
-"""Trainings of several processes that are cut off, go on, or hang, for `testing.cluster` to start in each."""
+"""Training runs of several processes that are cut off, resume, or hang, for `testing.cluster` to start in each."""
 
 import faulthandler
 import os
@@ -113,7 +113,7 @@ def train_until_terminated(model_dir, blocked):
 
 
 def evaluate_until_terminated(model_dir):
-    """One is told to end while all evaluate, in the course of a training."""
+    """One gets SIGTERM while all evaluate during a training run."""
     start()
 
     def wait(i):
@@ -131,12 +131,14 @@ def stall(folder):
     start()
     paths = [os.path.join(folder, f"watchdog-{index}") for index in (0, 1)]
 
-    def told(path):
+    def has_reported(path):
         return os.path.exists(path) and "It waits for process 1." in open(path).read()
 
     def wait(i):
         began = time.monotonic()
-        while jax.process_index() == 1 and i == 6 and not all(map(told, paths)) and time.monotonic() < began + 30:
+        while (
+            jax.process_index() == 1 and i == 6 and not all(map(has_reported, paths)) and time.monotonic() < began + 30
+        ):
             time.sleep(0.1)
 
     watchdog = est.WatchdogHook(1.5, path=paths[jax.process_index()])
@@ -145,7 +147,7 @@ def stall(folder):
 
 
 def drift(folder):
-    """A bit of one copy changes: that of the second device of process 1."""
+    """A bit of one copy changes: on the second device of process 1."""
     start()
     estimator = make(os.path.join(folder, "drifted"), tiny, check_replicas_every=4, steps_per_loop=1)
     inner = Training._start
@@ -191,7 +193,7 @@ def come_late(folder):
 
 
 def terminate_one(folder):
-    """Process 1 is told to end while it makes its first state, or reads its first batch."""
+    """Process 1 gets SIGTERM while it makes its first state, or reads its first batch."""
     start()
     me = jax.process_index()
 

@@ -1,0 +1,290 @@
+"""What the calls of an Estimator do, once their arguments are checked."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from absl import logging
+
+from estimator.checkpoint import _checkpoints
+from estimator.checkpoint._checkpoints import Checkpoints
+from estimator.checkpoint._lookup import CheckpointLookup
+from estimator.checkpoint._restore import StateSource
+from estimator.checkpoint._warm_start import WarmStartSettings
+from estimator.core._hook import Hook
+from estimator.core._mode_keys import ModeKeys
+from estimator.core._model_fn import ModelFn
+from estimator.core._run_config import RunConfig
+from estimator.core._state import State
+from estimator.core._typing import PyTree
+from estimator.hooks._checkpoint_saver import CheckpointSaverListener
+from estimator.hooks._defaults import hooks_for_process, with_default_hooks
+from estimator.hooks._summary_saver import write_evaluation
+from estimator.inputs._input_fn import Batches, batches, call_input_fn
+from estimator.loop import _hook_calls
+from estimator.loop._context import RunContext
+from estimator.loop._evaluate import EvalSteps, evaluate_batches
+from estimator.loop._predict import PredictSteps, predict_batches
+from estimator.loop._programs import Programs
+from estimator.loop._resume_input import resume_input
+from estimator.loop._synchronized_input import first_batch
+from estimator.loop._train import Training
+from estimator.multihost._preemption import ends_by_sigterm, interrupted_by_sigterm
+from estimator.multihost._process_group import ProcessGroup, SingleProcess
+from estimator.steps._transform import transform
+
+InputFn = Callable[..., Any]
+StateFor = Callable[[PyTree, PyTree], tuple[State, str | None]]  # the state for a first batch, and its checkpoint
+
+
+class _Start(NamedTuple):
+    """Where a training run starts.
+
+    Attributes:
+      path: the newest checkpoint; None: there is none.
+      step: its global step.
+      host: what it holds beside arrays.
+    """
+
+    path: str | None
+    step: int
+    host: dict[str, Any]
+
+
+class _OpenInput(NamedTuple):
+    """The input of a training run.
+
+    Attributes:
+      rest: the batches, the first one included.
+      first: the first batch.
+      skipped: how many batches earlier runs have taken.
+    """
+
+    rest: Batches
+    first: tuple[PyTree, PyTree]
+    skipped: int
+
+
+class Runs:
+    """Trains, evaluates and predicts with a model_fn. Programs, and the newest state, stay alive between runs.
+
+    Attributes:
+      checkpoints: in the model_dir.
+      states: where the state of a run comes from.
+      lookup: which checkpoint it comes from.
+    """
+
+    def __init__(
+        self, model_fn: ModelFn, params: Any, config: RunConfig, warm_start_from: WarmStartSettings | None
+    ) -> None:
+        self._params = params
+        self._config = config
+        self._model_dir = str(config.model_dir)
+        self._model = transform(model_fn, copy.deepcopy(params), config, donate=True)
+        self.checkpoints = Checkpoints(
+            self._model_dir, config.keep_checkpoint_max, config.keep_checkpoint_every_n_hours
+        )
+        self._resumes = True  # a run of another process, or one that failed: with its position in the input
+        self._programs: Programs | None = None  # made for the first batch
+        self._compiled: set[ModeKeys] = set()
+        self.eval_steps = EvalSteps(self._model)
+        self._predict_steps = PredictSteps(self._model)
+        self.states = StateSource(self._model, config.seed, warm_start_from)
+        self.lookup = CheckpointLookup(self._model_dir, self.checkpoints, self.states)
+
+    def train(
+        self,
+        input_fn: InputFn,
+        hooks: tuple[Hook, ...],
+        listeners: tuple[CheckpointSaverListener, ...],
+        steps: int | None,
+        max_steps: int | None,
+        group: ProcessGroup,
+    ) -> None:
+        """Trains from the newest checkpoint on."""
+        # Each step needs what the one before has found out. The checkpoint says whether there is anything to do, before
+        # the user's input_fn is called, and where its input resumes; the first batch, without which nothing is made,
+        # says for which shapes to build; and the state is taken out of memory last, when nothing else can fail.
+        start = self._locate(group)
+        if max_steps is not None and start.step >= max_steps:
+            logging.info("Skipping training since max_steps has already saved.")
+            return
+        opened = self._open_input(input_fn, start, group)
+        if opened is None:
+            return
+        training = self._build(opened, start, hooks, listeners, steps, max_steps, group)
+        if training is None:
+            return
+        state = self._run(training, opened, start)
+        self._remember(training, state)
+
+    def _locate(self, group: ProcessGroup) -> _Start:
+        path = self.lookup.newest(group, writes=True)
+        return _Start(None, 0, {}) if path is None else _Start(path, *_checkpoints.progress(path))
+
+    def _open_input(self, input_fn: InputFn, start: _Start, group: ProcessGroup) -> _OpenInput | None:
+        """The input at its position; None where it has no batch."""
+        with interrupted_by_sigterm():
+            rest, skipped = self._batches(input_fn, ModeKeys.TRAIN), 0
+            if self._resumes and start.path is not None:
+                skipped = resume_input(rest, start.path, start.host, self._config)
+            first = first_batch(group, rest.peek(), ModeKeys.TRAIN)
+        if first is not None:
+            return _OpenInput(rest, first, skipped)
+        if start.path is None or not skipped:
+            logging.warning("Training with estimator made no steps. Perhaps input is empty or misspecified.")
+            return None
+        logging.warning(
+            "Training made no steps: %s is of the end of the input. The next training run begins it again.", start.path
+        )
+        if self._config.is_chief:
+            _checkpoints.note_end_of_input(start.path)
+        return None
+
+    def _build(
+        self,
+        opened: _OpenInput,
+        start: _Start,
+        own_hooks: tuple[Hook, ...],
+        listeners: tuple[CheckpointSaverListener, ...],
+        steps: int | None,
+        max_steps: int | None,
+        group: ProcessGroup,
+    ) -> Training | None:
+        """The run; None where a warm start has reached `max_steps` already."""
+        self._log_compiling(ModeKeys.TRAIN)
+        rest, first = opened.rest, opened.first
+        if self._programs is None:
+            self._programs = Programs(self._model, *first)
+        traits = self._programs.traits
+        rest.place(traits.placement)
+        first = rest.peek() or first
+        group.set_placement(traits.placement)
+        chief_hooks, spec_hooks = traits.hooks
+        hooks = with_default_hooks(chief_hooks, [*own_hooks, *spec_hooks], self._config, listeners)
+        hooks = hooks_for_process(group, hooks, chief_hooks)
+        state = self.states.take_for_training(start.path, group, *first)
+        step = start.step
+        if start.path is None and self.states.settings is not None:
+            step = int(state.global_step)  # a warm start may bring one
+            if max_steps is not None and step >= max_steps:
+                logging.info("Skipping training since the warm start is at max_steps already.")
+                return None
+        last_step = max_steps if steps is None else step + steps
+        if rest.is_one_batch and last_step is not None and last_step - step > 1:
+            logging.warning(
+                "input_fn returned one batch, so that training ends after one step, not after %d. Return "
+                "`itertools.repeat(batch)` to train on it again and again, or an iterable of batches.",
+                last_step - step,
+            )
+        return Training(
+            self._programs,
+            self._config,
+            self.checkpoints,
+            group,
+            state,
+            hooks,
+            last_step,
+            start.path,
+            opened.skipped,
+        )
+
+    def _run(self, training: Training, opened: _OpenInput, start: _Start) -> State:
+        with ends_by_sigterm(training.context), _hook_calls.around(training.hooks, training.context):
+            _hook_calls.set_states(training.hooks, start.host.get("hooks", {}))
+            return training.run(opened.rest)
+
+    def _remember(self, training: Training, state: State) -> None:
+        """Keeps the state in memory, and notes where the next training run begins its input."""
+        self._resumes = False
+        context = training.context
+        if training.saved_path and training.saved_step == context.global_step:
+            if context.stop_reason == "input" and self._config.is_chief:
+                _checkpoints.note_end_of_input(training.saved_path)
+            if not context.restored:
+                self.states.keep(training.saved_path, state)
+
+    def evaluate(
+        self,
+        state_for: StateFor,
+        input_fn: InputFn,
+        steps: int | None,
+        hooks: tuple[Hook, ...],
+        name: str | None,
+        group: ProcessGroup,
+    ) -> dict[str, Any]:
+        """The metrics of a state over an input."""
+        with interrupted_by_sigterm():
+            rest = self._batches(input_fn, ModeKeys.EVAL)
+            first = first_batch(group, rest.peek(), ModeKeys.EVAL)
+        if first is None:
+            raise ValueError(
+                "`evaluate` got no batch from input_fn. Check that it starts again at each call; a generator made "
+                "outside of input_fn is empty the second time."
+            )
+        self._log_compiling(ModeKeys.EVAL)
+        context = RunContext(ModeKeys.EVAL, self._model_dir, group=group)
+        traits = self._model.traits(*first, mode=ModeKeys.EVAL)
+        rest.place(traits.placement)
+        first = rest.peek() or first
+        context.output_dir, context.reported = eval_dir(self._model_dir, name), traits.reported
+        hooks = (*hooks, *traits.hooks[1])
+        group.set_placement(traits.placement)
+        hooks = hooks_for_process(group, hooks)
+        with ends_by_sigterm(context), _hook_calls.around(hooks, context):
+            state, path = state_for(*first)
+            context.set_readonly_state(state)
+            results = evaluate_batches(
+                self.eval_steps, state, rest, first, hooks, context, steps, self._config.eval_loss_over
+            )
+            context.metrics = results
+            write_evaluation(context, path)
+        shown = ", ".join(
+            f"{key} = {value:.6g}" if isinstance(value, float) else f"{key} = {value}"
+            for key, value in sorted(results.items())
+        )
+        logging.info("Evaluation%s: %s", f" {name!r}" if name else "", shown)
+        return results
+
+    def predict(
+        self,
+        input_fn: InputFn,
+        keys: tuple[str, ...] | None,
+        hooks: tuple[Hook, ...],
+        path: str | None,
+        checkpoint_path: str | None,
+    ) -> Iterator[PyTree]:
+        """The predictions of each batch, of the state saved at `path`."""
+        with interrupted_by_sigterm():
+            rest = self._batches(input_fn, ModeKeys.PREDICT)
+            first = rest.peek()
+        if first is None:
+            return
+        self._log_compiling(ModeKeys.PREDICT)
+        context = RunContext(ModeKeys.PREDICT, self._model_dir)
+        traits = self._model.traits(first[0], mode=ModeKeys.PREDICT)
+        rest.place(traits.placement)
+        features, _ = rest.peek() or first
+        context.reported = traits.reported
+        hooks = (*hooks, *traits.hooks[1])
+        with ends_by_sigterm(context), _hook_calls.around(hooks, context):
+            state, _ = self.lookup.state(ModeKeys.PREDICT, path, checkpoint_path, SingleProcess(), features)
+            context.set_readonly_state(state)
+            yield from predict_batches(self._predict_steps, state, rest, features, keys, hooks, context)
+
+    def _log_compiling(self, mode: ModeKeys) -> None:
+        """Says once that the first batch of a mode takes longer: on some machines a minute."""
+        if mode not in self._compiled:
+            self._compiled.add(mode)
+            logging.info("Calling model_fn in mode %r and compiling it; the first batch takes longer.", str(mode))
+
+    def _batches(self, input_fn: InputFn, mode: ModeKeys) -> Batches:
+        return batches(call_input_fn(input_fn, mode, copy.deepcopy(self._params), self._config))
+
+
+def eval_dir(model_dir: str, name: str | None) -> str:
+    """Where the evaluation called `name` writes."""
+    return os.path.join(model_dir, f"eval_{name}" if name else "eval")

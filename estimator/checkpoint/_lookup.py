@@ -1,0 +1,99 @@
+"""Which checkpoint a call reads, and the state in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from absl import logging
+
+from estimator.checkpoint import _checkpoints
+from estimator.checkpoint._checkpoints import Checkpoints
+from estimator.checkpoint._model_dir import check_not_of_tensorflow
+from estimator.checkpoint._restore import StateSource
+from estimator.core._mode_keys import ModeKeys
+from estimator.core._state import State
+from estimator.core._typing import PyTree
+from estimator.multihost._process_group import ProcessGroup
+
+T = TypeVar("T")
+
+
+class CheckpointLookup:
+    """Finds the checkpoints of a model_dir, some of which a training run may remove meanwhile."""
+
+    def __init__(self, model_dir: str, checkpoints: Checkpoints, states: StateSource) -> None:
+        self._model_dir = model_dir
+        self._checkpoints = checkpoints
+        self._states = states
+
+    def newest(self, group: ProcessGroup, writes: bool = False) -> str | None:
+        """The newest checkpoint, the same in all processes, or None."""
+        path = group.shared_path(self._model_dir, self._checkpoints.latest, writes)
+        if path is None:
+            check_not_of_tensorflow(self._model_dir)
+        return path
+
+    def trained(self) -> str:
+        """The newest checkpoint.
+
+        Raises:
+          ValueError: there is none.
+        """
+        path = self._checkpoints.latest()
+        if path is None:
+            check_not_of_tensorflow(self._model_dir)
+            raise ValueError(f"Could not find trained model in model_dir: {self._model_dir}. Call `train` first.")
+        return path
+
+    def requested(self, checkpoint_path: str | None, group: ProcessGroup) -> str | None:
+        """The checkpoint at a path that a user gives; the newest one where that is None or "latest".
+
+        Raises:
+          ValueError: there is none.
+        """
+        if checkpoint_path not in (None, "latest"):
+            _checkpoints.names(checkpoint_path)  # raises where it is not a checkpoint
+            return checkpoint_path
+        path = self.newest(group)
+        if path is None and checkpoint_path is not None:
+            self.trained()  # raises
+        if path is None:
+            logging.warning(
+                "Could not find trained model in model_dir: %s, running initialization instead.",
+                self._model_dir,
+            )
+        return path
+
+    def state(
+        self,
+        mode: ModeKeys,
+        path: str | None,
+        checkpoint_path: str | None,
+        group: ProcessGroup,
+        features: PyTree,
+        labels: PyTree = None,
+    ) -> tuple[State, str | None]:
+        """The state saved at `path`, and that path; the newest checkpoint's where the user's `checkpoint_path` names
+        none and the one looked up before has been removed since."""
+        while True:
+            try:
+                return self._states.get(mode, path, group, features, labels), path
+            except _checkpoints.NotACheckpointError:
+                newest = self._checkpoints.latest()
+                if checkpoint_path not in (None, "latest") or group.count > 1 or newest in (None, path):
+                    raise
+                path = newest
+
+    def read_newest(self, read: Callable[[str], T]) -> T:
+        """What is read from the newest checkpoint; from the next one if that is removed before."""
+        failed = None
+        while True:
+            path = self.trained()
+            try:
+                with _checkpoints.kept(path):
+                    return read(path)
+            except _checkpoints.NotACheckpointError:
+                if path == failed:
+                    raise
+                failed = path

@@ -1,0 +1,258 @@
+"""A group of several processes: they exchange values over the network of the hosts, not the one of the devices.
+
+They do so through the key-value store that jax's coordinator, process 0, keeps for all.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import itertools
+import json
+import math
+import os
+import pickle
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from absl import logging
+
+from estimator.core._placement import Placement
+from estimator.multihost import _liveness
+from estimator.multihost._coordination_client import key_value_store
+from estimator.multihost._preemption import Preempted, preempt
+from estimator.multihost._process_group import ProcessGroup
+from estimator.multihost._runtime import RUNTIME
+
+T = TypeVar("T")
+
+_WAIT_MS = 100
+_ROUNDS_KEPT = 100  # at least: they are removed together
+_SECONDS_AFTER_THE_END = 2.0  # of another process, in which its last values may still come
+_SECONDS_TO_WARN = 60.0  # about a process that does not come
+_SECONDS_TO_APPEAR = 10.0  # of a file that another host has written
+_BYTES = "__bytes__"
+
+
+class KeyValueGroup(ProcessGroup):
+    """A channel between the same call in all processes; `collective_call` makes it.
+
+    Args:
+      call: what is called, the same in all processes; for messages.
+      around: the group within which this one is, which numbers those in it.
+    """
+
+    def __init__(self, call: str, around: ProcessGroup) -> None:
+        self.towers = around.towers
+        self.index = jax.process_index()
+        self.count = jax.process_count()
+        # A value of a call within another one must not be taken for one of a later call, should they get out of step.
+        self.prefix = around.new_prefix()
+        self._call = call
+        self._prefixes = itertools.count()
+        self._awaited: str | None = None
+        self._channels: list[KeyValueGroup] = []
+        self._round = 0
+        self._removed = 0  # hundreds of rounds
+        self._own: dict[int, Any] = {}  # values of process 0, by the number of the round
+        self._lock = threading.Lock()
+
+    @property
+    def waits_for(self) -> str | None:  # type: ignore[override]
+        return next((group._awaited for group in (self, *self._channels) if group._awaited), None)
+
+    def new_prefix(self) -> str:
+        return f"{self.prefix}/in/{next(self._prefixes)}"
+
+    def channel(self, name: str) -> KeyValueGroup:
+        self._channels.append(KeyValueGroup(f"{self._call}, {name}", self))
+        return self._channels[-1]
+
+    def barrier(self) -> None:
+        """Waits until all processes are here.
+
+        Raises:
+          TimeoutError: one does not come.
+          RuntimeError: one has called something else.
+        """
+        calls = self.finish_gather(self.start_gather(self._call), timeout_secs=RUNTIME.start_timeout_secs)
+        for i, call in enumerate(calls):
+            if call != calls[0]:
+                raise RuntimeError(
+                    f"Process 0 called `{calls[0]}`, process {i} `{call}`. All processes have to call the same."
+                )
+
+    def start_gather(self, value: Any) -> int:
+        with self._lock:
+            number, self._round = self._round, self._round + 1
+            if self.index:
+                key_value_store().key_value_set(self._key(number, self.index), _to_json(value))
+            else:
+                self._own[number] = value
+        return number
+
+    def finish_gather(
+        self, number: int, closed: threading.Event | None = None, timeout_secs: float = math.inf
+    ) -> list[Any]:
+        """As in `ProcessGroup`.
+
+        Raises:
+          TimeoutError: a process has not published its value in that time.
+        """
+        if self.index:
+            # Process 0, which waits as long, says who does not come.
+            patience = timeout_secs + _SECONDS_AFTER_THE_END
+            return _from_json(self._wait_for(self._key(number, "all"), "all others", closed, patience))
+        texts = [_to_json(self._own.pop(number))]
+        for i in range(1, self.count):
+            texts.append(self._wait_for(self._key(number, i), f"process {i}", closed, timeout_secs).decode())
+        values = f"[{','.join(texts)}]"
+        key_value_store().key_value_set(self._key(number, "all"), values)
+        while self._removed < number // _ROUNDS_KEPT:  # whoever takes part in a round has heard all before it
+            key_value_store().key_value_delete(f"{self.prefix}/rounds/{self._removed}/")
+            self._removed += 1
+        return _from_json(values)
+
+    def broadcast_from_chief(self, make: Callable[[], T]) -> T:
+        """As in `ProcessGroup`. The value is pickled, since it may be anything that a hook or an exporter returns:
+        whoever can write into the key-value store is trusted."""
+        with self._lock:
+            number, self._round = self._round, self._round + 1
+        key = self._key(number, "chief")
+        if self.index:
+            value = pickle.loads(self._wait_for(key, "process 0"))
+        else:
+            value = make()
+            key_value_store().key_value_set_bytes(key, pickle.dumps(value))
+        if number % _ROUNDS_KEPT == _ROUNDS_KEPT - 1:
+            self.all_gather(None)  # else nothing would be removed
+        return value
+
+    def gather_reports(self, report: str, secs: float) -> list[str]:
+        awaited = next((group.waits_for for group in RUNTIME.groups if group.waits_for), "no other process here")
+        text = f"{report} It waits for {awaited}."
+        key_value_store().key_value_set(f"{self.prefix}/reports/{self.index:06}", text, allow_overwrite=True)
+        time.sleep(secs)
+        return [text for _, text in sorted(key_value_store().key_value_dir_get(f"{self.prefix}/reports"))]
+
+    def flag(self) -> None:
+        key_value_store().key_value_set(f"{self.prefix}/flag/{self.index}", "", allow_overwrite=True)
+
+    def is_flagged(self) -> bool:
+        return bool(key_value_store().key_value_dir_get(f"{self.prefix}/flag"))
+
+    def shared_path(self, directory: str, find: Callable[[], str | None], writes: bool) -> str | None:
+        path = self.broadcast_from_chief(find)
+        if path is not None:
+            own = os.path.join(directory, os.path.basename(path))
+            self._check_shared(directory, path, own)
+            return own
+        if writes:
+            probe = self.broadcast_from_chief(lambda: _make_probe(directory))
+            try:
+                self._check_shared(directory, probe, os.path.join(directory, os.path.basename(probe)))
+                self.all_gather(None)
+            finally:
+                if not self.index:
+                    os.remove(probe)
+        return None
+
+    def _check_shared(self, directory: str, path: str, own: str) -> None:
+        deadline = time.monotonic() + _SECONDS_TO_APPEAR
+        while not os.path.exists(own):
+            if time.monotonic() >= deadline or not os.path.isdir(directory):
+                raise FileNotFoundError(
+                    f"Process {self.index}, with model_dir={directory!r}, does not see there what process 0 has "
+                    f"written, {path}. Give all processes the same model_dir, on a file system that they share."
+                )
+            time.sleep(0.1)
+
+    def set_placement(self, placement: Placement) -> None:
+        if not placement.spans_processes:
+            raise ValueError(
+                f"jax runs on {self.count} processes, but the model_fn on devices of one: each would have its own "
+                "model. Wrap it, `replicate_model_fn(model_fn)`, without `devices`."
+            )
+        self.towers = placement.towers_per_process
+
+    def explain(self, error: BaseException) -> BaseException:
+        return _liveness.explained(error) if isinstance(error, Exception) else error
+
+    def publish_failure(self, error: BaseException) -> None:
+        """Publishes the error that this process fails with, so that waiting ones can raise too."""
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # published already, or nobody is there to read it
+            text = _to_json([type(error).__name__, str(error)])
+            key_value_store().key_value_set(f"{self.prefix}/failed/{self.index}", text)
+
+    def raise_if_failed(self) -> None:
+        for key, failure in key_value_store().key_value_dir_get(f"{self.prefix}/failed"):
+            kind, text = json.loads(failure)
+            if kind == Preempted.__name__:
+                preempt()
+                raise Preempted
+            raise RuntimeError(f"Process {key.rpartition('/')[2]} failed in `{self._call}`: {kind}: {text}")
+
+    def _key(self, number: int, name: int | str) -> str:
+        return f"{self.prefix}/rounds/{number // _ROUNDS_KEPT}/{number}/{name}"
+
+    def _wait_for(
+        self, key: str, whom: str, closed: threading.Event | None = None, timeout_secs: float = math.inf
+    ) -> bytes:
+        since, has_warned = time.monotonic(), False
+        while True:
+            try:
+                value = key_value_store().blocking_key_value_get_bytes(key, _WAIT_MS)
+                self._awaited = None
+                return value
+            except jax.errors.JaxRuntimeError as error:
+                if "DEADLINE_EXCEEDED" not in str(error):
+                    raise _liveness.explained(error) from error
+            for group in RUNTIME.groups:
+                group.raise_if_failed()
+            _liveness.raise_if_lost(ended=time.monotonic() - since >= _SECONDS_AFTER_THE_END)
+            if closed is not None and closed.is_set():
+                raise InterruptedError(f"Nobody waits any more for {whom}, in: {self._call}.")
+            self._awaited = whom
+            if time.monotonic() - since >= timeout_secs:
+                raise TimeoutError(
+                    f"Process {self.index} waited for {whom} for {timeout_secs:.0f} s, in: {self._call}. Every process "
+                    "has to call the same; allow for slow ones by `initialize_distributed(timeout_secs=...)`."
+                )
+            if not has_warned and time.monotonic() - since >= _SECONDS_TO_WARN:
+                has_warned = True
+                logging.warning(
+                    "Process %d has waited for %s for %.0f s, in: %s. Every process has to call the same.",
+                    self.index,
+                    whom,
+                    time.monotonic() - since,
+                    self._call,
+                )
+
+
+def _to_json(value: Any) -> str:
+    return json.dumps(value, default=_plain)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, bytes):
+        return {_BYTES: base64.b64encode(value).decode()}
+    if isinstance(value, np.generic | np.ndarray) and value.ndim == 0:
+        return value.item()
+    raise TypeError(f"Processes exchange what JSON knows, and bytes; got {value!r} of type {type(value).__name__}.")
+
+
+def _from_json(text: str | bytes) -> Any:
+    return json.loads(text, object_hook=lambda d: base64.b64decode(d[_BYTES]) if d.keys() == {_BYTES} else d)
+
+
+def _make_probe(directory: str) -> str:
+    os.makedirs(directory, exist_ok=True)
+    path = os.path.join(directory, f"shared-{uuid.uuid4().hex}")
+    with open(path, "w"):
+        pass
+    return path

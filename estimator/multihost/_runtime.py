@@ -1,0 +1,66 @@
+"""What a process knows of itself and of the others beyond a single call: the one object of module-level state here.
+
+A signal handler, a thread that watches the other processes and nested calls of the Estimator all have to see the same,
+so it cannot be an argument. Beside the stack of frames (`core/_frame.py`) it is the only such state.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from typing import Protocol
+
+from estimator.multihost._process_group import ProcessGroup, SingleProcess
+
+
+class Run(Protocol):
+    """What a signal needs of a run."""
+
+    @property
+    def phase(self) -> str: ...
+
+    @property
+    def preempted(self) -> bool: ...
+
+    def preempt(self) -> None: ...
+
+
+@dataclasses.dataclass
+class Runtime:
+    """The state of this process, which `_collective_call`, `_liveness`, `_preemption` and `_initialize` keep.
+
+    Attributes:
+      is_initialized: whether `initialize_distributed` was called.
+      start_timeout_secs: how long one waits for the others at the begin of a call.
+      groups: the groups of the calls that are being made, each within the one before; the first is this process alone.
+      ended_prefixes: in process 0, of ended groups whose keys are still in the key-value store.
+      chief_is_alone: whether process 0 does something that the others wait for.
+      loss: which process has died, and how.
+      ended: the last process that has ended in order.
+      is_watched: whether somebody watches the other processes, and sets `loss` and `ended`.
+      loss_known: set with `loss`.
+      loss_raised: set when a `ProcessLostError` leaves the outermost call: this process waits for no other any more.
+      runs: what SIGTERM ends, each within the one before.
+      got_sigterm: whether this process itself got the signal.
+    """
+
+    is_initialized: bool = False
+    start_timeout_secs: float = 300.0
+    groups: list[ProcessGroup] = dataclasses.field(default_factory=lambda: [SingleProcess()])
+    ended_prefixes: list[str] = dataclasses.field(default_factory=list)
+    chief_is_alone: bool = False
+    loss: str | None = None
+    ended: str | None = None
+    is_watched: bool = False
+    loss_known: threading.Event = dataclasses.field(default_factory=threading.Event)
+    loss_raised: threading.Event = dataclasses.field(default_factory=threading.Event)
+    runs: list[Run] = dataclasses.field(default_factory=list)
+    got_sigterm: bool = False
+
+    @property
+    def group(self) -> ProcessGroup:
+        """The processes of the innermost call that is being made."""
+        return self.groups[-1]
+
+
+RUNTIME = Runtime()
