@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from testing.estimators import make
-from testing.towers import FOUR, assert_close, cpus, mlp_model_fn, regression, replicate
+from testing.towers import FOUR, assert_close, bits, cpus, mlp_model_fn, regression, replicate
 
 import estimator as est
 from replicate import TowerOptimizer, VariableDistribution, replicate_model_fn
@@ -36,10 +36,6 @@ def linear(loss_scale, optimizer=optax.adam):
         )
 
     return model_fn
-
-
-def bits(tree):
-    return [np.asarray(x).tobytes() for x in jax.tree.leaves(tree)]
 
 
 def trained(model_fn, *batches):

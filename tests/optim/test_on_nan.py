@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from testing.estimators import make
-from testing.towers import assert_close, cpus
+from testing.towers import assert_close, bits, cpus
 
 import estimator as est
 from replicate import TowerOptimizer, VariableDistribution, replicate_model_fn
@@ -22,10 +22,6 @@ def with_row(row, value):
     rows = ROWS.copy()
     rows[row, 1] = value
     return rows
-
-
-def bits(tree):
-    return [np.asarray(x).tobytes() for x in jax.tree.leaves(tree)]
 
 
 def model_fn(features, labels, mode, loss_scale=None, parts=1):

@@ -1,4 +1,4 @@
-"""Whatever runs a model_fn, it trains as on one device: the same losses, variables, slots, predictions and metrics."""
+"""Whatever runs a model_fn, it computes what it does on one device: losses, variables, slots, predictions, metrics."""
 
 import functools
 from collections.abc import Callable
@@ -89,11 +89,14 @@ def model_fn(features, labels, mode, *, optimizer, reduction, options):
     est.assign("first", features[0, :2] > 0)
     est.assign("mean", features.mean(0))
     output = (est.spread(jnp.tanh(features @ w + b), -1) @ v)[:, 0]
+    predictions = {"output": output, "positive": output > 0}
+    if mode == est.ModeKeys.PREDICT:
+        return est.EstimatorSpec(mode, predictions)
     losses = (output - labels) ** 2
     loss = reduced(losses, reduction)
     train_op = TowerOptimizer(OPTIMIZERS[optimizer](), **options).minimize(loss)
     metrics = {"error": est.metrics.mean(losses), "correct": est.metrics.accuracy(labels > 0, output > 0)}
-    return est.EstimatorSpec(mode, {"output": output, "positive": output > 0}, loss, train_op, metrics)
+    return est.EstimatorSpec(mode, predictions, loss, train_op, metrics)
 
 
 @functools.cache
@@ -140,3 +143,21 @@ def test_training_is_that_of_one_device(runner, optimizer, reduction):
     assert_close(jax.device_get(runner.slots(state.slots)), want.slots["optimizer"])
     w = state.variables["w"]
     assert w.addressable_data(0).size == w.size * runner.share
+
+
+def evaluated(replicated, rows):
+    """Loss, predictions and metrics of the initial variables for the first rows."""
+    model = est.transform(replicated)
+    state = model.init(jax.random.key(0), BATCHES[0][0], BATCHES[1][0])
+    x, y = (batch[0, :rows] for batch in BATCHES)
+    spec = model.eval_step(state, x, y)
+    results = {name: metric.result() for name, metric in spec.eval_metric_ops.items()}
+    return jax.device_get((spec.loss, spec.predictions, results, model.predict_step(state, x).predictions))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [7, 1])
+@pytest.mark.parametrize("runner", ["8 towers", *ONE_OF_A_KIND[1:6], "1 of 8 devices"])
+def test_evaluation_and_prediction_are_those_of_one_device(runner, rows):
+    model = functools.partial(model_fn, optimizer="sgd", reduction="mean", options={})
+    assert_close(evaluated(RUNNERS[runner].replicate(model, "mean"), rows), evaluated(model, rows))

@@ -37,6 +37,15 @@ def assert_close(got, want, rtol=2e-5, atol=2e-6):
         np.testing.assert_allclose(one, other, rtol=rtol, atol=atol, err_msg=str(path))
 
 
+def bits(tree):
+    return [np.asarray(x).tobytes() for x in jax.tree.leaves(tree)]
+
+
+def one_step(model_fn, features, labels=None):
+    model = est.transform(model_fn)
+    return model.train_step(model.init(jax.random.key(0), features, labels), features, labels)
+
+
 def trained(model_fn, batches, state=None):
     """The state after training on batches of shape `[steps, rows, ...]`, and what all steps gave."""
     model = est.transform(model_fn)

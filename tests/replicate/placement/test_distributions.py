@@ -220,20 +220,6 @@ def test_a_step_of_several_programs_is_traced_once_and_loops(distribution):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("distribution", [SERVER, ROUND_ROBIN, SHARDED])
-def test_evaluation_and_prediction_are_the_same(distribution):
-    model_fn = wide_model_fn(optax.adam(0.1))
-    (x, y) = (batch[0] for batch in regression(7))
-    plain, towers = est.transform(model_fn), est.transform(replicated(model_fn, 4, distribution))
-    state = plain.init(KEY, x, y)
-    mine = towers.init(KEY, x[:4], y[:4])
-    want, got = plain.eval_step(state, x, y), towers.eval_step(mine, x, y)
-    assert_close(got.loss, want.loss)
-    assert_close(got.predictions, want.predictions)
-    assert_close(towers.predict_step(mine, x).predictions, plain.predict_step(state, x).predictions)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("distribution", VariableDistribution)
 def test_an_estimator_trains_evaluates_and_goes_on(tmp_path, distribution):
     (x, y) = (batch[0] for batch in regression(8))

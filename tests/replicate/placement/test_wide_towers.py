@@ -14,22 +14,6 @@ from replicate import TowerOptimizer, tower_index
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("towers", "parts"), [(2, 4), (1, 8)])
-def test_evaluation_and_prediction_count_every_row_once(towers, parts):
-    model_fn = wide_mlp()
-    plain, model = est.transform(model_fn), est.transform(wide(towers, parts, model_fn))
-    x, y = (array[0] for array in batches(7, steps=1))
-    state = plain.init(jax.random.key(0), x, y)
-    for rows in (7, 1) if towers > 1 else (7,):
-        want, got = (each.eval_step(state, x[:rows], y[:rows]) for each in (plain, model))
-        assert_close(got.loss, want.loss)
-        assert_close(got.predictions, want.predictions)
-        for name, metric in want.eval_metric_ops.items():
-            assert_close(got.eval_metric_ops[name].result(), metric.result())
-    assert_close(model.predict_step(state, x).predictions, plain.predict_step(state, x).predictions)
-
-
-@pytest.mark.slow
 @pytest.mark.usefixtures("users_compiler")
 def test_initial_values_are_those_of_one_device_to_the_bit_and_created_in_pieces():
     x, y = (array[0] for array in batches(8))

@@ -7,18 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from testing.towers import FOUR, OPTIMIZERS, STEPS, assert_close, mlp_model_fn, regression, replicate, trained
+from testing.towers import FOUR, OPTIMIZERS, STEPS, assert_close, mlp_model_fn, one_step, regression, replicate, trained
 
 import estimator as est
 from replicate import TOWER_AXIS, TowerOptimizer, cross_tower_mean, replicate_model_fn, tower_index
 
 ROWS = 48
 EIGHT = np.array([1.0, 2.0, 3.0, 6.0, -1.0, 4.0, 0.5, 2.5], np.float32)
-
-
-def one_step(model_fn, features, labels=None):
-    model = est.transform(model_fn)
-    return model.train_step(model.init(jax.random.key(0), features, labels), features, labels)
 
 
 def constant(name, value, **kwargs):

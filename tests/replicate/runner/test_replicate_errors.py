@@ -7,15 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from testing.towers import cpus
 
 import estimator as est
 from replicate import TowerOptimizer, replicate_model_fn
 
 ROWS = np.arange(8, dtype=np.float32)
-
-
-def cpus(towers):
-    return [f"/cpu:{i}" for i in range(towers)]
 
 
 def model_fn(features, labels, mode, optimizer=TowerOptimizer):

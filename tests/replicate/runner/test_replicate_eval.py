@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from testing.metrics import Largest
+from testing.towers import cpus
 
 import estimator as est
 from estimator.export import ClassificationOutput, PredictOutput, RegressionOutput
@@ -32,10 +33,6 @@ LOSSES = {  # by name: the model_fn's reduction, whether weighted, and loss_redu
         est.Reduction.SUM_BY_NONZERO_WEIGHTS,
     ),
 }
-
-
-def cpus(towers):
-    return [f"/cpu:{i}" for i in range(towers)]
 
 
 def model_fn(features, labels, mode, params):

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from testing.towers import cpus, one_step
 
 import estimator as est
 from replicate import TowerOptimizer, num_towers, replicate_model_fn, tower_index
@@ -13,17 +14,8 @@ ONES = np.ones((2, 1), np.float32)
 FOUR = np.array([1.0, 2.0, 3.0, 6.0], np.float32)
 
 
-def cpus(towers):
-    return [f"/cpu:{i}" for i in range(towers)]
-
-
 def replicate(model_fn, towers, reduction=est.Reduction.SUM):
     return replicate_model_fn(model_fn, reduction, cpus(towers))
-
-
-def one_step(model_fn, features, labels=None):
-    model = est.transform(model_fn)
-    return model.train_step(model.init(jax.random.key(0), features, labels), features, labels)
 
 
 def constant(name, value):

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from testing.towers import cpus
 
 import estimator as est
 from replicate import (
@@ -20,10 +21,6 @@ from replicate import (
 )
 
 ROWS = np.arange(1, 9, dtype=np.float32)
-
-
-def cpus(towers):
-    return [f"/cpu:{i}" for i in range(towers)]
 
 
 def predict(rows_fn, towers, x=ROWS):
