@@ -77,7 +77,7 @@ def apply_updates(
         extra = extra_args(update.loss, params, at and functools.partial(updated, i))
         state, loss_scale = slots[update.slots], update.optimizer.loss_scale
         inner = state.inner if loss_scale else state
-        moved, new_slots = _updated(update.optimizer, update.gradients or {}, inner, params, extra)
+        moved, new_slots = _apply(update.optimizer, update.gradients or {}, inner, params, extra)
         if loss_scale:
             moved, new_slots = loss_scale.checked_step(update.gradients, (params, state), (moved, new_slots))
         variables = {**variables, **moved}
@@ -85,7 +85,7 @@ def apply_updates(
     return variables, {**slots, **train_op.slots}
 
 
-def _updated(
+def _apply(
     optimizer: UpdatingOptimizer,
     gradients: dict[str, PyTree],
     slots: optax.OptState,

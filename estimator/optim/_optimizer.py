@@ -92,11 +92,11 @@ class Optimizer:
         check_arguments(caller, tensorflows)
         frame = current_frame(caller)
         if frame.mode != ModeKeys.TRAIN:
-            self._note(frame, _listed_names(caller, frame, var_list))
+            self._note(frame, _list_names(caller, frame, var_list))
             return TrainOp()
         _check_is_outermost(caller, frame)
-        loss = _checked_loss(caller, loss)
-        names = _checked_var_list(caller, frame, var_list)
+        loss = _check_loss(caller, loss)
+        names = _check_var_list(caller, frame, var_list)
         return TrainOp((Update(None, loss, names, self._open_slots(frame, names), self, frame.run),))
 
     def compute_gradients(
@@ -114,8 +114,8 @@ class Optimizer:
         check_arguments(caller, tensorflows)
         frame = current_frame(caller)
         _check_is_outermost(caller, frame)
-        loss = _checked_loss(caller, loss)
-        names = _checked_var_list(caller, frame, var_list)
+        loss = _check_loss(caller, loss)
+        names = _check_var_list(caller, frame, var_list)
         call = frame.gradient_calls
         frame.gradient_calls += 1
         slots = None
@@ -146,7 +146,7 @@ class Optimizer:
         caller = f"{type(self).__name__}.apply_gradients"
         check_arguments(caller, {**({"global_step": unknown[0]} if unknown else {}), **tensorflows})
         frame = current_frame(caller)
-        pairs = [_checked_pair(caller, pair) for pair in grads_and_vars]
+        pairs = [_check_pair(caller, pair) for pair in grads_and_vars]
         if frame.mode != ModeKeys.TRAIN:
             self._note(frame, tuple(name for gradient, name in pairs if gradient is not None))
             return TrainOp()
@@ -154,7 +154,7 @@ class Optimizer:
         gradients: dict[str, PyTree] = {}
         for gradient, name in pairs:
             if gradient is not None:
-                (name,) = _checked_var_list(caller, frame, (name,))
+                (name,) = _check_var_list(caller, frame, (name,))
                 if name in gradients:
                     raise ValueError(f"`{caller}` got the variable {name!r} twice.")
                 _check_gradient(caller, name, gradient, frame.variables[name])
@@ -382,7 +382,7 @@ def _check_is_outermost(caller: str, frame: Frame) -> None:
     )
 
 
-def _checked_loss(caller: str, loss: object) -> jax.Array:
+def _check_loss(caller: str, loss: object) -> jax.Array:
     if not isinstance(loss, jax.Array) or loss.size != 1:
         what = f"shape {loss.shape}" if isinstance(loss, jax.Array) else repr(loss)
         raise ValueError(
@@ -396,7 +396,7 @@ def _trainable(frame: Frame) -> tuple[str, ...]:
     return tuple(name for name, is_trainable in frame.trainable.items() if is_trainable)
 
 
-def _listed_names(caller: str, frame: Frame, var_list: Iterable[str] | None) -> tuple[str, ...]:
+def _list_names(caller: str, frame: Frame, var_list: Iterable[str] | None) -> tuple[str, ...]:
     if var_list is None:
         return _trainable(frame)
     if isinstance(var_list, str):
@@ -406,7 +406,7 @@ def _listed_names(caller: str, frame: Frame, var_list: Iterable[str] | None) -> 
     return tuple(var_list)
 
 
-def _checked_pair(caller: str, pair: object) -> tuple[PyTree, str]:
+def _check_pair(caller: str, pair: object) -> tuple[PyTree, str]:
     if not isinstance(pair, tuple | list) or len(pair) != 2:
         raise TypeError(
             f"`{caller}` takes pairs (gradient, variable name) as `compute_gradients` returns; got {pair!r}."
@@ -414,9 +414,9 @@ def _checked_pair(caller: str, pair: object) -> tuple[PyTree, str]:
     return pair[0], pair[1]
 
 
-def _checked_var_list(caller: str, frame: Frame, var_list: Iterable[str] | None) -> tuple[str, ...]:
+def _check_var_list(caller: str, frame: Frame, var_list: Iterable[str] | None) -> tuple[str, ...]:
     trainable = list(_trainable(frame))
-    names = _listed_names(caller, frame, var_list)
+    names = _list_names(caller, frame, var_list)
     if not names:
         raise ValueError(f"`{caller}` got no variables to optimize; create them before the call.")
     unknown = [name for name in names if name not in trainable]
