@@ -12,7 +12,7 @@ import optax
 from estimator.core._frame import Frame, open_frame
 from estimator.core._mode_keys import ModeKeys
 from estimator.core._train_op import TrainOp, UpdatingOptimizer
-from estimator.core._typing import PyTree
+from estimator.core._typing import PyTree, Slots, Variables
 from estimator.optim._extra_args import call_update, extra_args
 from estimator.optim._loss_scale import kept_if_skipped
 from estimator.optim._sparse_update import TouchedRows, takes_rows
@@ -21,13 +21,13 @@ from estimator.sparse._indexed_slices import IndexedSlices, dense
 
 def applied(
     train_op: TrainOp,
-    assigned: dict[str, PyTree],
-    variables: dict[str, PyTree],
-    slots: dict[str, PyTree],
+    assigned: Variables,
+    variables: Variables,
+    slots: Slots,
     key: jax.Array,
     global_step: jax.Array,
-    at: Callable[[dict[str, PyTree]], TrainOp] | None = None,
-) -> tuple[dict[str, PyTree], dict[str, PyTree]]:
+    at: Callable[[Variables], TrainOp] | None = None,
+) -> tuple[Variables, Slots]:
     """The variables and slots after a step.
 
     Args:
@@ -52,10 +52,10 @@ def applied(
 
 def apply_updates(
     train_op: TrainOp,
-    variables: dict[str, PyTree],
-    slots: dict[str, PyTree],
-    at: Callable[[dict[str, PyTree]], TrainOp] | None = None,
-) -> tuple[dict[str, PyTree], dict[str, PyTree]]:
+    variables: Variables,
+    slots: Slots,
+    at: Callable[[Variables], TrainOp] | None = None,
+) -> tuple[Variables, Slots]:
     """The variables and slots after a train_op whose gradients are known.
 
     Args:
@@ -63,7 +63,7 @@ def apply_updates(
     """
     start = variables
 
-    def updated(i: int, changed: dict[str, PyTree]) -> tuple[Any, Any]:
+    def updated(i: int, changed: Variables) -> tuple[Any, optax.Updates]:
         update = at({**start, **changed}).updates[i]  # type: ignore[misc]
         return update.loss, {name: dense(gradient) for name, gradient in (update.gradients or {}).items()}
 
@@ -77,7 +77,7 @@ def apply_updates(
         extra = extra_args(update.loss, params, at and functools.partial(updated, i))
         state, loss_scale = slots[update.slots], update.optimizer.loss_scale
         inner = state.inner if loss_scale else state
-        moved, new_slots = _updated(update.optimizer, update.gradients or {}, inner, params, extra)
+        moved, new_slots = _apply(update.optimizer, update.gradients or {}, inner, params, extra)
         if loss_scale:
             moved, new_slots = loss_scale.checked_step(update.gradients, (params, state), (moved, new_slots))
         variables = {**variables, **moved}
@@ -85,17 +85,19 @@ def apply_updates(
     return variables, {**slots, **train_op.slots}
 
 
-def _updated(
+def _apply(
     optimizer: UpdatingOptimizer,
     gradients: dict[str, PyTree],
-    slots: PyTree,
-    params: dict[str, PyTree],
+    slots: optax.OptState,
+    params: Variables,
     extra: dict[str, Any],
-) -> tuple[dict[str, PyTree], PyTree]:
+) -> tuple[Variables, optax.OptState]:
     """The variables and slots of one optimizer after its update, by dense and sparse gradients."""
     transformation = optimizer.transformation
 
-    def update(gradients: PyTree, slots: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+    def update(
+        gradients: optax.Updates, slots: optax.OptState, params: optax.Params
+    ) -> tuple[Variables, optax.OptState]:
         # optax itself mixes dtypes (adam's `decay**count`), so a user's strict promotion must not reach into it.
         with jax.numpy_dtype_promotion("standard"):
             steps, slots = call_update(transformation, gradients, slots, params, extra)

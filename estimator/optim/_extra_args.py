@@ -10,13 +10,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from estimator.core._typing import PyTree
 from estimator.optim._parts import holds_tracer, maker, parts
 
-Probe = Callable[[PyTree], tuple[jax.Array, PyTree]]
+Probe = Callable[[optax.Params], tuple[jax.Array, optax.Updates]]
 
 
-def extra_args(loss: jax.Array | None, params: PyTree, probe: Probe | None) -> dict[str, Any]:
+def extra_args(loss: jax.Array | None, params: optax.Params, probe: Probe | None) -> dict[str, Any]:
     """The arguments by optax's names; the ones about the loss only where there is one.
 
     Args:
@@ -29,24 +28,24 @@ def extra_args(loss: jax.Array | None, params: PyTree, probe: Probe | None) -> d
 
     # Its derivative is the probe's gradient: jax must not differentiate again what is differentiated already.
     @jax.custom_jvp
-    def value_at(params: PyTree) -> jax.Array:
+    def value_at(params: optax.Params) -> jax.Array:
         return probe(params)[0]
 
     @value_at.defjvp
-    def value_and_tangent(primals: tuple[PyTree], tangents: tuple[PyTree]) -> tuple[jax.Array, jax.Array]:
+    def value_and_tangent(primals: tuple[optax.Params], tangents: tuple[optax.Params]) -> tuple[jax.Array, jax.Array]:
         value, gradients = probe(*primals)
         products = jax.tree.map(lambda g, t: jnp.sum(g * t).real.astype(value.dtype), gradients, *tangents)
         return value, sum(jax.tree.leaves(products), jnp.zeros_like(value))
 
-    def whole(changed: PyTree) -> PyTree:
+    def whole(changed: optax.Params) -> optax.Params:
         """The values, with the ones that `optax.masked` left out."""
         return jax.tree.map(lambda new, old: old if _is_masked(new) else new, changed, params, is_leaf=_is_masked)
 
-    def value_fn(params: PyTree, grad_fn: Any = None, obj_fn: Any = None) -> jax.Array:
+    def value_fn(params: optax.Params, grad_fn: object = None, obj_fn: object = None) -> jax.Array:
         del grad_fn, obj_fn  # line searches refuse an argument that their value_fn does not name
         return value_at(whole(params))
 
-    def grad_fn(params: PyTree, *_: Any) -> PyTree:
+    def grad_fn(params: optax.Params, *_: object) -> optax.Updates:
         gradients = probe(whole(params))[1]
         return jax.tree.map(lambda new, g: new if _is_masked(new) else g, params, gradients, is_leaf=_is_masked)
 
@@ -56,11 +55,11 @@ def extra_args(loss: jax.Array | None, params: PyTree, probe: Probe | None) -> d
 
 def call_update(
     transformation: optax.GradientTransformation,
-    gradients: PyTree,
-    slots: PyTree,
-    params: PyTree,
+    gradients: optax.Updates,
+    slots: optax.OptState,
+    params: optax.Params,
     extra: dict[str, Any],
-) -> tuple[PyTree, PyTree]:
+) -> tuple[optax.Updates, optax.OptState]:
     """Calls the `update` of an optax transformation with the extra arguments that it takes; `grad` is one."""
     keywords = {"grad": gradients, **extra}
     for signature in _signatures(transformation):
@@ -94,7 +93,7 @@ def _signatures(transformation: optax.GradientTransformation) -> Iterator[Mappin
             yield from _signatures(part)
 
 
-def _no_probe(params: PyTree) -> tuple[jax.Array, PyTree]:
+def _no_probe(params: optax.Params) -> tuple[jax.Array, optax.Updates]:
     raise ValueError(
         "The optimizer asks for the loss or its gradient at other values of the variables (`value_fn` or `grad_fn`, "
         "as line searches and `optax.contrib.sam` do), but with this variable_distribution the variables are updated "
@@ -102,5 +101,5 @@ def _no_probe(params: PyTree) -> tuple[jax.Array, PyTree]:
     )
 
 
-def _is_masked(node: Any) -> bool:
+def _is_masked(node: object) -> bool:
     return isinstance(node, optax.MaskedNode)

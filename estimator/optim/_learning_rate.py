@@ -12,7 +12,7 @@ import numpy as np
 from optax.tree_utils import tree_get_all_with_path, tree_set
 
 from estimator.core._state import State
-from estimator.core._typing import PyTree
+from estimator.core._typing import Slots
 
 _RATE, _VALUES, _SCHEDULES = "learning_rate", "hyperparams", "hyperparams_states"
 
@@ -21,7 +21,7 @@ class _Rate(NamedTuple):
     """A learning rate, and where in the slots of an optimizer it is."""
 
     optimizer: str
-    path: tuple[Any, ...]
+    path: jax.tree_util.KeyPath
     value: jax.Array  # a scalar, or `[towers]`
     is_schedule: bool
 
@@ -80,7 +80,7 @@ def set_learning_rate(state: State, name: str, value: float) -> State:
     return state._replace(slots=with_rate("est.set_learning_rate", state.slots, name, value))
 
 
-def rates_of(slots: dict[str, PyTree]) -> dict[str, jax.Array]:
+def rates_of(slots: Slots) -> dict[str, jax.Array]:
     """The rates in slots, which may be traced: scalars by the names of `learning_rates`, without the rates that each
     tower has of its own."""
     return {name: rate.value for name, rate in _find(slots).items() if jnp.ndim(rate.value) == 0}
@@ -91,7 +91,7 @@ def tagged(rates: dict[str, Any]) -> dict[str, Any]:
     return {_RATE if len(rates) == 1 else f"{_RATE}/{name}": rate for name, rate in rates.items()}
 
 
-def with_rate(caller: str, slots: dict[str, PyTree], name: str, value: float) -> dict[str, PyTree]:
+def with_rate(caller: str, slots: Slots, name: str, value: float) -> Slots:
     """The slots with another rate; see `set_learning_rate`, which `caller` names in errors."""
     rates = _find(slots)
     call = f"`{caller}({name!r}, {value!r})`"
@@ -119,7 +119,7 @@ def with_rate(caller: str, slots: dict[str, PyTree], name: str, value: float) ->
     return {**slots, rate.optimizer: changed}
 
 
-def _find(slots: dict[str, PyTree]) -> dict[str, _Rate]:
+def _find(slots: Slots) -> dict[str, _Rate]:
     rates = []
     for optimizer, state in slots.items():
         entries = [(path, value) for path, value in tree_get_all_with_path(state, _RATE) if len(path) > 1]
@@ -147,7 +147,7 @@ def _first(value: jax.Array) -> np.ndarray:
     return np.ravel(value.addressable_shards[0].data if isinstance(value, jax.Array) else value)[0]
 
 
-def _finite(value: Any, dtype: Any) -> np.ndarray | None:
+def _finite(value: float, dtype: np.dtype) -> np.ndarray | None:
     array = np.asarray(value)
     if array.ndim or not any(jnp.issubdtype(array.dtype, kind) for kind in (jnp.floating, jnp.integer)):
         return None

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from estimator.core._train_op import TrainOp
-from estimator.core._typing import PyTree
+from estimator.core._typing import PyTree, Slots, Variables
 
 
 class LossScaleState(NamedTuple):
@@ -22,7 +23,7 @@ class LossScaleState(NamedTuple):
       good_steps: int32 scalar, the number of steps since the scale last changed.
     """
 
-    inner: PyTree
+    inner: optax.OptState
     scale: jax.Array
     good_steps: jax.Array
 
@@ -84,12 +85,15 @@ class DynamicLossScale:
                 f"got {self.growth_interval!r}."
             )
 
-    def initial(self, inner: PyTree) -> LossScaleState:
+    def initial(self, inner: optax.OptState) -> LossScaleState:
         return LossScaleState(inner, jnp.float32(self.initial_scale), jnp.int32(0))
 
     def checked_step(
-        self, gradients: PyTree, before: tuple[PyTree, LossScaleState], after: tuple[PyTree, PyTree]
-    ) -> tuple[PyTree, LossScaleState]:
+        self,
+        gradients: optax.Updates,
+        before: tuple[Variables, LossScaleState],
+        after: tuple[Variables, optax.OptState],
+    ) -> tuple[Variables, LossScaleState]:
         """Variables and slots after a step; where a gradient is not finite, those before it, with a smaller scale."""
         variables, state = before
         good = all_finite(gradients)
@@ -105,7 +109,7 @@ class DynamicLossScale:
         return jnp.where(good, after_good, after_bad), jnp.where(good & ~grows, state.good_steps + 1, 0)
 
 
-def checked(caller: str, loss_scale: Any) -> DynamicLossScale | None:
+def checked(caller: str, loss_scale: object) -> DynamicLossScale | None:
     if loss_scale is not None and not isinstance(loss_scale, DynamicLossScale):
         raise TypeError(
             f"`{caller}` takes a loss_scale such as `est.DynamicLossScale()`; got {loss_scale!r}. "
@@ -114,7 +118,7 @@ def checked(caller: str, loss_scale: Any) -> DynamicLossScale | None:
     return loss_scale
 
 
-def current(slots: dict[str, PyTree], name: str | None) -> jax.Array | None:
+def current(slots: Slots, name: str | None) -> jax.Array | None:
     """The scale in an optimizer's entry of the slots; None where it has none."""
     entry = slots.get(name) if name is not None else None
     return entry.scale if isinstance(entry, LossScaleState) else None
@@ -132,7 +136,7 @@ def unscaled(tree: PyTree, scale: jax.Array) -> PyTree:
         return jax.tree.map(lambda x: (x / scale).astype(x.dtype), tree)
 
 
-def kept_if_skipped(train_op: TrainOp, assigned: dict[str, PyTree], variables: dict[str, PyTree]) -> dict[str, PyTree]:
+def kept_if_skipped(train_op: TrainOp, assigned: Variables, variables: Variables) -> Variables:
     """What a model_fn assigned, or the values before, where a loss scale skips an update of the same step."""
     good = [all_finite(u.gradients) for u in train_op.updates if u.optimizer.loss_scale is not None]
     if not good:

@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from absl import logging
 
 from estimator.core._frame import Frame
 from estimator.core._state import ON_NAN_SLOTS, State
 from estimator.core._train_op import TrainOp
-from estimator.core._typing import PyTree
+from estimator.core._typing import Variables
 from estimator.optim._loss_scale import LossScaleState, all_finite, select
 
 POLICIES = ("raise", "skip")
@@ -84,7 +85,7 @@ def kept_if_non_finite(train_op: TrainOp, before: State, after: State) -> State:
     )
 
 
-def done(train_op: TrainOp, variables: dict[str, PyTree], learning_rates: dict[str, Any]) -> TrainOp:
+def done(train_op: TrainOp, variables: Variables, learning_rates: dict[str, jax.Array]) -> TrainOp:
     """The train_op in the spec of a finished step: whether it was skipped, and its learning rates."""
     first = _first(train_op, sorted(variables))
     return TrainOp(skipped=None if first is None else first != _NONE, learning_rates=learning_rates)
@@ -101,7 +102,7 @@ def _first(train_op: TrainOp, names: list[str]) -> jax.Array | None:
     return jnp.stack(places).min() if places else None
 
 
-def _with_scale(before: PyTree, after: PyTree) -> PyTree:
+def _with_scale(before: optax.OptState, after: optax.OptState) -> optax.OptState:
     return after._replace(inner=before.inner) if isinstance(after, LossScaleState) else before
 
 
@@ -138,7 +139,7 @@ def log_if_more(state: Any, seen: int) -> int:
     return int(record.skipped)
 
 
-def _place(record: NonFinite, variables: dict[str, PyTree]) -> str:
+def _place(record: NonFinite, variables: Variables) -> str:
     return f"the variable {sorted(variables)[record.variable]!r} in tower {record.tower}, at step {record.first_step}"
 
 

@@ -15,7 +15,7 @@ from estimator.core._frame import Frame, check_is_known_outside, current_frame
 from estimator.core._mode_keys import ModeKeys
 from estimator.core._tensorflow_names import check_arguments
 from estimator.core._train_op import GradientsNeeded, TrainOp, Update
-from estimator.core._typing import PyTree
+from estimator.core._typing import PyTree, Variables
 from estimator.optim import _loss_scale
 from estimator.optim._loss_scale import DynamicLossScale
 from estimator.optim._parts import is_transformation
@@ -77,7 +77,7 @@ class Optimizer:
             )
         return transformation
 
-    def minimize(self, loss: jax.Array, var_list: Sequence[str] | None = None, **tensorflows: Any) -> TrainOp:
+    def minimize(self, loss: jax.Array, var_list: Sequence[str] | None = None, **tensorflows: object) -> TrainOp:
         """The train_op that moves the variables against the gradient of `loss`.
 
         Args:
@@ -92,15 +92,15 @@ class Optimizer:
         check_arguments(caller, tensorflows)
         frame = current_frame(caller)
         if frame.mode != ModeKeys.TRAIN:
-            self._note(frame, _listed_names(caller, frame, var_list))
+            self._note(frame, _list_names(caller, frame, var_list))
             return TrainOp()
         _check_is_outermost(caller, frame)
-        loss = _checked_loss(caller, loss)
-        names = _checked_var_list(caller, frame, var_list)
+        loss = _check_loss(caller, loss)
+        names = _check_var_list(caller, frame, var_list)
         return TrainOp((Update(None, loss, names, self._open_slots(frame, names), self, frame.run),))
 
     def compute_gradients(
-        self, loss: jax.Array, var_list: Sequence[str] | None = None, **tensorflows: Any
+        self, loss: jax.Array, var_list: Sequence[str] | None = None, **tensorflows: object
     ) -> list[tuple[PyTree, str]]:
         """The gradients themselves, to look at or to change before `apply_gradients`.
 
@@ -114,8 +114,8 @@ class Optimizer:
         check_arguments(caller, tensorflows)
         frame = current_frame(caller)
         _check_is_outermost(caller, frame)
-        loss = _checked_loss(caller, loss)
-        names = _checked_var_list(caller, frame, var_list)
+        loss = _check_loss(caller, loss)
+        names = _check_var_list(caller, frame, var_list)
         call = frame.gradient_calls
         frame.gradient_calls += 1
         slots = None
@@ -132,7 +132,7 @@ class Optimizer:
         return [(gradients[name], name) for name in names]
 
     def apply_gradients(
-        self, grads_and_vars: Iterable[tuple[PyTree, str]], *unknown: Any, **tensorflows: Any
+        self, grads_and_vars: Iterable[tuple[PyTree, str]], *unknown: object, **tensorflows: object
     ) -> TrainOp:
         """The train_op that applies given gradients.
 
@@ -146,7 +146,7 @@ class Optimizer:
         caller = f"{type(self).__name__}.apply_gradients"
         check_arguments(caller, {**({"global_step": unknown[0]} if unknown else {}), **tensorflows})
         frame = current_frame(caller)
-        pairs = [_checked_pair(caller, pair) for pair in grads_and_vars]
+        pairs = [_check_pair(caller, pair) for pair in grads_and_vars]
         if frame.mode != ModeKeys.TRAIN:
             self._note(frame, tuple(name for gradient, name in pairs if gradient is not None))
             return TrainOp()
@@ -154,7 +154,7 @@ class Optimizer:
         gradients: dict[str, PyTree] = {}
         for gradient, name in pairs:
             if gradient is not None:
-                (name,) = _checked_var_list(caller, frame, (name,))
+                (name,) = _check_var_list(caller, frame, (name,))
                 if name in gradients:
                     raise ValueError(f"`{caller}` got the variable {name!r} twice.")
                 _check_gradient(caller, name, gradient, frame.variables[name])
@@ -185,11 +185,11 @@ class Optimizer:
         """
         return sorted({slot for slot, _ in self._slot_dicts()})
 
-    def variables(self) -> list[PyTree]:
+    def variables(self) -> list[jax.Array]:
         """All arrays of the optimizer's state, counters included, at the start of this run."""
         return jax.tree.leaves(self._states("variables"))
 
-    def get_state(self, var_list: Sequence[str] | None = None) -> PyTree | None:
+    def get_state(self, var_list: Sequence[str] | None = None) -> optax.OptState | None:
         """The optax state at the start of this run, in which what belongs to variables is in dicts by their names.
 
         It is there in EVAL and PREDICT too, so that a model can be evaluated at another point than it is trained
@@ -233,7 +233,7 @@ class Optimizer:
             return None
         return states[0].inner if self.loss_scale else states[0]
 
-    def _states(self, method: str, var_list: Sequence[str] | None = None) -> list[PyTree]:
+    def _states(self, method: str, var_list: Sequence[str] | None = None) -> list[optax.OptState]:
         frame = current_frame(f"{type(self).__name__}.{method}")
         entries = [name for name, owner in frame.slot_owners.items() if owner is self]
         if frame.mode != ModeKeys.TRAIN:
@@ -288,15 +288,15 @@ class Optimizer:
                 "trains: `get_state(var_list)`."
             )
 
-    def _initial(self, frame: Frame, names: Sequence[str]) -> PyTree:
+    def _initial(self, frame: Frame, names: Sequence[str]) -> optax.OptState:
         with jax.numpy_dtype_promotion("standard"):  # as in `apply_updates`
             state = self.transformation.init({n: frame.variables[n] for n in names})
         return self.loss_scale.initial(state) if self.loss_scale else state
 
-    def _slot_dicts(self) -> list[tuple[str, dict[str, PyTree]]]:
+    def _slot_dicts(self) -> list[tuple[str, Variables]]:
         frame = current_frame(f"{type(self).__name__}.get_slot")
 
-        def is_slot(node: Any) -> bool:
+        def is_slot(node: object) -> bool:
             return isinstance(node, dict) and all(
                 frame.trainable.get(name) and is_per_variable(value, frame.variables[name])
                 for name, value in node.items()
@@ -362,7 +362,7 @@ def tower_gradient(gradient: PyTree) -> PyTree:
     return jax.tree.map(scaled, gradient, is_leaf=is_slices)
 
 
-def is_per_variable(value: Any, variable: PyTree) -> bool:
+def is_per_variable(value: PyTree, variable: PyTree) -> bool:
     """Whether a part of an optimizer's state goes with a variable, or says that `optax.masked` left it out."""
     is_masked = lambda node: isinstance(node, optax.MaskedNode)  # noqa: E731
     leaves, structure = jax.tree.flatten(value, is_leaf=is_masked)
@@ -382,7 +382,7 @@ def _check_is_outermost(caller: str, frame: Frame) -> None:
     )
 
 
-def _checked_loss(caller: str, loss: Any) -> jax.Array:
+def _check_loss(caller: str, loss: object) -> jax.Array:
     if not isinstance(loss, jax.Array) or loss.size != 1:
         what = f"shape {loss.shape}" if isinstance(loss, jax.Array) else repr(loss)
         raise ValueError(
@@ -396,7 +396,7 @@ def _trainable(frame: Frame) -> tuple[str, ...]:
     return tuple(name for name, is_trainable in frame.trainable.items() if is_trainable)
 
 
-def _listed_names(caller: str, frame: Frame, var_list: Any) -> tuple[str, ...]:
+def _list_names(caller: str, frame: Frame, var_list: Iterable[str] | None) -> tuple[str, ...]:
     if var_list is None:
         return _trainable(frame)
     if isinstance(var_list, str):
@@ -406,7 +406,7 @@ def _listed_names(caller: str, frame: Frame, var_list: Any) -> tuple[str, ...]:
     return tuple(var_list)
 
 
-def _checked_pair(caller: str, pair: Any) -> tuple[PyTree, str]:
+def _check_pair(caller: str, pair: object) -> tuple[PyTree, str]:
     if not isinstance(pair, tuple | list) or len(pair) != 2:
         raise TypeError(
             f"`{caller}` takes pairs (gradient, variable name) as `compute_gradients` returns; got {pair!r}."
@@ -414,9 +414,9 @@ def _checked_pair(caller: str, pair: Any) -> tuple[PyTree, str]:
     return pair[0], pair[1]
 
 
-def _checked_var_list(caller: str, frame: Frame, var_list: Any) -> tuple[str, ...]:
+def _check_var_list(caller: str, frame: Frame, var_list: Iterable[str] | None) -> tuple[str, ...]:
     trainable = list(_trainable(frame))
-    names = _listed_names(caller, frame, var_list)
+    names = _list_names(caller, frame, var_list)
     if not names:
         raise ValueError(f"`{caller}` got no variables to optimize; create them before the call.")
     unknown = [name for name in names if name not in trainable]
@@ -428,7 +428,7 @@ def _checked_var_list(caller: str, frame: Frame, var_list: Any) -> tuple[str, ..
     return names
 
 
-def _check_scaled(caller: str, frame: Frame, gradients: dict[str, PyTree]) -> None:
+def _check_scaled(caller: str, frame: Frame, gradients: Variables) -> None:
     """Raises a ValueError for gradients whose sum over N towers would be N times too large.
 
     A model_fn may do anything with a gradient between `compute_gradients` and here. So a variable counts as scaled

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import optax
 
-from estimator.core._typing import PyTree
+from estimator.core._typing import Variables
 
 
 def maker(transformation: optax.GradientTransformation) -> str:
@@ -37,7 +37,7 @@ def parts(transformation: optax.GradientTransformation) -> list[optax.GradientTr
     return [value for value in _flat(held.values()) if is_transformation(value)]
 
 
-def leaves(transformation: optax.GradientTransformation, variable: str, params: Mapping[str, PyTree]) -> Iterator[str]:
+def leaves(transformation: optax.GradientTransformation, variable: str, params: Variables) -> Iterator[str]:
     """The makers of all that is applied to a variable, in order; a wrapper comes before what it wraps.
 
     >>> list(leaves(optax.MultiSteps(optax.scale_by_adam(), 2), "w", {"w": 1.0}))
@@ -62,11 +62,11 @@ def holds_tracer(transformation: optax.GradientTransformation) -> bool:
     return any(isinstance(value, jax.core.Tracer) for value in held) or any(map(holds_tracer, parts(transformation)))
 
 
-def is_transformation(candidate: Any) -> bool:
+def is_transformation(candidate: object) -> bool:
     return callable(getattr(candidate, "init", None)) and callable(getattr(candidate, "update", None))
 
 
-def closure(function: Callable[..., Any]) -> dict[str, Any]:
+def closure(function: Callable[..., object]) -> dict[str, Any]:
     """The variables that a function has from the function around it, or a method from its object, by name."""
     if inspect.ismethod(function):
         return dict(vars(function.__self__))
@@ -83,7 +83,7 @@ def _flat(values: Iterable[Any]) -> Iterator[Any]:
             yield value
 
 
-def _of_variable(labels: Any, variable: str, params: Mapping[str, PyTree]) -> Any:
+def _of_variable(labels: Any, variable: str, params: Variables) -> Any:
     """The label, or mask, of a variable: a tree that begins as `params` does, or a function that makes it of them."""
     tree = labels(params) if callable(labels) else labels
     return jax.tree.leaves(jax.tree.broadcast(tree, dict(params))[variable])[0]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from estimator.core._typing import PyTree
+from estimator.core._typing import Variables
 from estimator.optim._parts import leaves
 
 
@@ -89,8 +89,8 @@ _WHOLE_TABLE = {
 def row_rule(
     transformation: optax.GradientTransformation,
     tables: Collection[str],
-    slots: PyTree,
-    params: Mapping[str, PyTree],
+    slots: optax.OptState,
+    params: Variables,
 ) -> RowRule:
     """What becomes of the rows of the variables `tables`."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(slots):
@@ -108,7 +108,7 @@ def _by_own_gradient(makers: list[str]) -> bool:
     return _OWN_GRADIENT.issuperset(makers) and "scale_by_rss" not in after_momentum  # which would sum the momentum
 
 
-def variable_of(path: jax.tree_util.KeyPath, params: Mapping[str, PyTree]) -> str | None:
+def variable_of(path: jax.tree_util.KeyPath, params: Variables) -> str | None:
     """The name of the variable that a leaf of an optax state belongs to."""
     keys = (key.key for key in path if isinstance(key, jax.tree_util.DictKey))
     return next((key for key in keys if key in params), None)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 from absl import logging
 
-from estimator.core._typing import PyTree
+from estimator.core._typing import PyTree, Variables
 from estimator.optim._row_wise import RowRule, row_rule, variable_of
 from estimator.sparse._indexed_slices import IndexedSlices
 
@@ -68,7 +68,7 @@ class TouchedRows:
       gradients: by table, the sum of the values of each touched row.
     """
 
-    def __init__(self, gradients: Mapping[str, IndexedSlices], params: Mapping[str, PyTree]) -> None:
+    def __init__(self, gradients: Mapping[str, IndexedSlices], params: Variables) -> None:
         self._params = params
         self._shapes = {table: gradient.dense_shape for table, gradient in gradients.items()}
         self._indices: dict[str, jax.Array] = {}
@@ -112,8 +112,8 @@ def takes_rows(
     transformation: optax.GradientTransformation,
     name: str,
     tables: list[str],
-    slots: PyTree,
-    params: Mapping[str, PyTree],
+    slots: optax.OptState,
+    params: Variables,
 ) -> bool:
     """Whether the transformation of the optimizer `name` is to see the touched rows of tables only; logs that not.
 

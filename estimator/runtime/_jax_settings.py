@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import contextvars
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 import jax
+
+T = TypeVar("T")
 
 _SETTINGS = (
     "default_device",
@@ -19,12 +21,12 @@ _SETTINGS = (
 )
 
 
-def with_settings_of_this_thread(call: Callable[..., Any]) -> Callable[..., Any]:
+def with_settings_of_this_thread(call: Callable[..., T]) -> Callable[..., T]:
     """`call`, which in any thread runs under the settings and context variables of this one."""
     settings = {name: getattr(jax.config, f"jax_{name}") for name in _SETTINGS}
     context = contextvars.copy_context()
 
-    def under_settings(*args: Any) -> Any:
+    def under_settings(*args: object) -> T:
         with contextlib.ExitStack() as stack:
             for name, value in settings.items():
                 if getattr(jax.config, f"jax_{name}") != value:

@@ -11,12 +11,11 @@ import inspect
 import sys
 import types
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 
 # Those that call a function once and run what it does many times.
-_REPEATING: dict[str, Callable[..., Any]] = {
+_REPEATING: dict[str, Callable[..., object]] = {
     "jax.lax.scan": jax.lax.scan,
     "jax.lax.map": jax.lax.map,
     "jax.lax.fori_loop": jax.lax.fori_loop,
@@ -26,7 +25,7 @@ _REPEATING: dict[str, Callable[..., Any]] = {
 
 # Those that stage a function as a whole: outside, only what it returns is known. `jax.jit` does so too, but it is
 # compiled code and not on the stack.
-_STAGING: dict[str, Callable[..., Any]] = {
+_STAGING: dict[str, Callable[..., object]] = {
     **{name: function for name, function in _REPEATING.items() if name != "jax.vmap"},
     "jax.lax.cond": jax.lax.cond,
     "jax.lax.switch": jax.lax.switch,
@@ -36,14 +35,14 @@ _STAGING: dict[str, Callable[..., Any]] = {
 }
 
 # Those that let values out which do not depend on their arguments. `jax.grad` and others are built on them.
-_DIFFERENTIATING: dict[str, Callable[..., Any]] = {
+_DIFFERENTIATING: dict[str, Callable[..., object]] = {
     "jax.vjp": jax.vjp,
     "jax.jvp": jax.jvp,
     "jax.linearize": jax.linearize,
 }
 
 
-def _by_code(functions: dict[str, Callable[..., Any]]) -> dict[types.CodeType, str]:
+def _by_code(functions: dict[str, Callable[..., object]]) -> dict[types.CodeType, str]:
     """The names, by the code of the functions and of the inner functions that they define, any of which may call."""
     own = {inspect.unwrap(function).__code__: name for name, function in functions.items()}
     defined = {c: name for code, name in own.items() for c in code.co_consts if isinstance(c, types.CodeType)}

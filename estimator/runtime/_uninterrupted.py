@@ -21,7 +21,7 @@ import jax
 
 from estimator.runtime._jax_settings import with_settings_of_this_thread
 
-F = TypeVar("F", bound=Callable[..., Any])
+F = TypeVar("F", bound=Callable[..., object])
 
 # To wait after an interrupt for the work, and again when the process ends; together less than ten seconds.
 _SECONDS_TO_FINISH, _SECONDS_AT_EXIT = 5.0, 1.0
@@ -33,9 +33,9 @@ _unfinished: list[_Work] = []
 class _Work:
     """A call in a thread of its own."""
 
-    def __init__(self, call: Callable[[], Any]) -> None:
+    def __init__(self, call: Callable[[], object]) -> None:
         self._call = with_settings_of_this_thread(call)
-        self._result: Any = None
+        self._result: object = None
         self._error: BaseException | None = None
         self.done = threading.Event()
         self.thread = threading.Thread(target=self._run, name="estimator-uninterrupted", daemon=True)
@@ -48,7 +48,7 @@ class _Work:
         finally:
             self.done.set()
 
-    def result(self) -> Any:
+    def result(self) -> object:
         if self._error is not None:
             try:
                 raise self._error
@@ -66,7 +66,7 @@ def uninterrupted(function: F) -> F:
     """
 
     @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> object:
         if threading.current_thread() is not threading.main_thread():
             return function(*args, **kwargs)
         work = _Work(lambda: function(*args, **kwargs))
@@ -85,7 +85,7 @@ def uninterrupted(function: F) -> F:
     return call  # type: ignore[return-value]
 
 
-def compile_first(program: Any, *args: Any, **kwargs: Any) -> None:
+def compile_first(program: Any, *args: object, **kwargs: object) -> None:
     """Compiles a function from `jax.jit` for the call with these arguments that is to follow, uninterrupted.
 
     Anything else, such as a function that runs several programs, is left to that call.

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from estimator.core._frame import Frame, current_frame, current_trace
 from estimator.core._partitioning import Partition
-from estimator.core._typing import PyTree
+from estimator.core._typing import PyTree, Variables
 from estimator.core._variables import as_dtype, as_shape, check_declared, get_variable, listed, read
 from estimator.sparse._indexed_slices import IndexedSlices
 
@@ -19,7 +18,7 @@ def embedding_lookup(
     name: str,
     ids: jax.typing.ArrayLike,
     shape: tuple[int, ...] | None = None,
-    dtype: Any = None,
+    dtype: jax.typing.DTypeLike | None = None,
     initializer: Callable[..., jax.Array] | jax.Array | None = None,
     partition: Partition = None,
 ) -> jax.Array:
@@ -122,7 +121,7 @@ def slices(
     }
 
 
-def zero_gradients(frame: Frame, names: Iterable[str]) -> dict[str, PyTree]:
+def zero_gradients(frame: Frame, names: Iterable[str]) -> Variables:
     """Zeros of the kind that the gradients of a training step have."""
     sparse = slices(taps_for(frame), frame.lookups, frame.variables)
     return {n: sparse.get(n) or jax.tree.map(jnp.zeros_like, frame.variables[n]) for n in names}

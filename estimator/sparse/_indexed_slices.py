@@ -104,7 +104,7 @@ class IndexedSlices:
             )
 
 
-def is_slices(x: Any) -> bool:
+def is_slices(x: object) -> bool:
     """Whether a node of a pytree is a sparse gradient."""
     return isinstance(x, IndexedSlices)
 

@@ -45,7 +45,7 @@ def psum(x: jax.Array, groups: Groups) -> jax.Array:
 def ring(x: jax.Array, groups: Groups) -> jax.Array:
     """Each tower receives from the one before it only: pieces go round to be added up, and again as sums."""
     size = len(groups[0])
-    pieces, place = _padded(x, size).reshape(size, -1), _place(groups)
+    pieces, place = _pad(x, size).reshape(size, -1), _place(groups)
     onwards = [(tower, group[(i + 1) % size]) for group in groups for i, tower in enumerate(group)]
 
     def piece(number: jax.Array) -> jax.Array:
@@ -71,7 +71,7 @@ def recursive_halving_doubling(x: jax.Array, groups: Groups) -> jax.Array:
     core = 1 << (size.bit_length() - 1)
     extra = [(group[i], group[i - core]) for group in groups for i in range(core, size)]
     place, distances = _place(groups), [core >> level for level in range(1, core.bit_length())]
-    mine = _padded(x, core)
+    mine = _pad(x, core)
     if extra:
         mine = mine + tower_permute(mine, extra)
     for distance in distances:
@@ -130,7 +130,7 @@ def hierarchical(x: jax.Array, groups: Groups, group_size: int | None = None) ->
         )
     small = [group[begin : begin + size] for group in groups for begin in range(0, towers, size)]
     across = [group[place::size] for group in groups for place in range(size)]
-    piece = tower_psum(tower_scatter_sum(_padded(x, size), small), across)
+    piece = tower_psum(tower_scatter_sum(_pad(x, size), small), across)
     return tower_gather(piece, small)[: x.size]
 
 
@@ -140,7 +140,7 @@ ALGORITHMS: dict[str, Algorithm] = {
 }
 
 
-def checked_algorithm(caller: str, name: str) -> str:
+def check_algorithm(caller: str, name: str) -> str:
     """The name, "a" or "a/b", if there are such algorithms; else raises a ValueError that names `caller`."""
     parts = name.split("/") if isinstance(name, str) else []
     if not 1 <= len(parts) <= 2 or not all(part in ALGORITHMS for part in parts):
@@ -168,7 +168,7 @@ def all_reduce(x: jax.Array, name: str) -> jax.Array:
     return ALGORITHMS[across](ALGORITHMS[within](x, processes), peers)
 
 
-def _padded(x: jax.Array, multiple: int) -> jax.Array:
+def _pad(x: jax.Array, multiple: int) -> jax.Array:
     return jnp.pad(x, (0, -x.size % multiple))
 
 

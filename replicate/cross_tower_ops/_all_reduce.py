@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from replicate.cross_tower_ops._algorithms import all_reduce, checked_algorithm
+from replicate.cross_tower_ops._algorithms import all_reduce, check_algorithm
 from replicate.cross_tower_ops._base import CrossTowerOps
 from replicate.cross_tower_ops._packers import AggregateSmallTensorPacker, ConcatAndSplitPacker, Packer, at_least
 from replicate.towers._map import num_towers
@@ -61,7 +61,7 @@ class AllReduce(CrossTowerOps):
         compress_dtype: Any = None,
     ) -> None:
         caller = type(self).__name__
-        self._algorithm = checked_algorithm(caller, algorithm)
+        self._algorithm = check_algorithm(caller, algorithm)
         self._packer = packer_for(caller, num_packs, agg_small_grads_max_bytes, agg_small_grads_max_group)
         self._compress_dtype = None if compress_dtype is None else _floating(caller, compress_dtype)
         if self._compress_dtype is not None:
@@ -72,13 +72,13 @@ class AllReduce(CrossTowerOps):
             return list(values)
         # A sum of booleans is an integer.
         arrays = [jnp.asarray(v, jnp.int32 if jnp.result_type(v) == jnp.bool_ else None) for v in values]
-        sums = self._sum([self._compressed(array) for array in arrays])
+        sums = self._sum([self._compress(array) for array in arrays])
         return [total.astype(array.dtype) for total, array in zip(sums, arrays, strict=True)]
 
     def _sum(self, arrays: list[jax.Array]) -> list[jax.Array]:
         return self._packer.unpack([all_reduce(pack, self._algorithm) for pack in self._packer.pack(arrays)], arrays)
 
-    def _compressed(self, array: jax.Array) -> jax.Array:
+    def _compress(self, array: jax.Array) -> jax.Array:
         dtype = self._compress_dtype
         wider = dtype is not None and jnp.issubdtype(array.dtype, jnp.floating) and array.itemsize > dtype.itemsize
         return array.astype(dtype) if wider else array

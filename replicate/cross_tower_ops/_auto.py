@@ -48,7 +48,7 @@ def choose_the_best(
         rows, why = [], "which are of several processes"
     else:
         why = "as measured" if rows else "a kind of device that was not measured"
-    _log(kind, len(towers), f"{_described(rows, len(towers))}; {why}")
+    _log(kind, len(towers), f"{_describe(rows, len(towers))}; {why}")
     return _Fastest(rows) if any(row.best != "psum" or row.pays_alone for row in rows) else AllReduce()
 
 
@@ -95,7 +95,7 @@ def _log(kind: str, towers: int, choice: str) -> None:
     logging.info("Values of %d towers on %s are summed by %s.", towers, kind, choice)
 
 
-def _described(rows: Sequence[Row], towers: int) -> str:
+def _describe(rows: Sequence[Row], towers: int) -> str:
     if not rows:
         return "psum"
     rows = rows_for_towers(rows, towers)

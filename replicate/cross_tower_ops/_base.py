@@ -128,7 +128,7 @@ class CrossTowerOps(abc.ABC):
             )
         if isinstance(value, np.ndarray | np.generic | int | float | complex):
             value = PerTower({devices[0]: value})
-        return copied([as_per_tower("broadcast", value)], [devices])[0]
+        return copy_to([as_per_tower("broadcast", value)], [devices])[0]
 
     def _reduce(self, caller: str, reduce_op: Any, pairs: Sequence[tuple[Any, Any]]) -> list[Mirrored]:
         if reduce_op not in list(ReduceOp):
@@ -143,7 +143,7 @@ class CrossTowerOps(abc.ABC):
             results = reduce_all(ReduceOp(reduce_op), [values[i] for i in mine], [destinations[i] for i in mine])
             for i, result in zip(mine, results, strict=True):
                 reduced[i] = result
-        return copied(reduced, destinations)
+        return copy_to(reduced, destinations)
 
     def _check(self, caller: str, reduce_op: Any, value: PerTower) -> None:
         dtype = jax.tree.leaves(value)[0].dtype
@@ -172,42 +172,42 @@ class CrossTowerOps(abc.ABC):
             groups.setdefault(value.towers, []).append(i)
         reduced: list[Any] = [None] * len(values)
         for towers, mine in groups.items():
-            totals = _program(self, op, towers)(_stacked([values[i] for i in mine]))
+            totals = _program(self, op, towers)(_stack([values[i] for i in mine]))
             for i, total in zip(mine, totals, strict=True):
                 arrays = {shard.device: shard.data for shard in total.addressable_shards}
                 reduced[i] = Mirrored.tree_unflatten((tuple(arrays), towers), list(arrays.values()))
         return reduced
 
     def _reduce_slices(self, op: ReduceOp, values: list[PerTower], destinations: list[Devices]) -> list[PerTower]:
-        return combined(_concatenated, op, values, self._homes(destinations))
+        return combine(_concatenate_slices, op, values, self._homes(destinations))
 
     def _homes(self, destinations: list[Devices]) -> list[jax.Device]:
         """Where what is reduced on one device is, by the destinations of each value."""
         return [devices[0] for devices in destinations]
 
 
-def combined(
+def combine(
     fn: Callable[[list[Any]], Any], op: ReduceOp, values: list[PerTower], devices: list[jax.Device]
 ) -> list[PerTower]:
     """Each value gathered on one device, where `fn` makes one of the parts, in tower order."""
-    gathered = iter(_moved([(part, device) for value, device in zip(values, devices, strict=True) for part in value]))
+    gathered = iter(_move([(part, device) for value, device in zip(values, devices, strict=True) for part in value]))
     totals = [_combine(fn, op, [next(gathered) for _ in value]) for value in values]
     return [
         Mirrored.tree_unflatten(((device,), (device,)), [total]) for device, total in zip(devices, totals, strict=True)
     ]
 
 
-def copied(values: Sequence[PerTower], destinations: Sequence[Devices]) -> list[Mirrored]:
+def copy_to(values: Sequence[PerTower], destinations: Sequence[Devices]) -> list[Mirrored]:
     """Each value, of equal arrays, on all of its destinations: the array that is there, or a copy of the first."""
     moves = []
     for value, devices in zip(values, destinations, strict=True):
         present = dict(zip(value.devices, value, strict=True))
         moves += [(present.get(device, next(iter(value))), device) for device in devices]
-    moved = iter(_moved(moves))
+    moved = iter(_move(moves))
     return [Mirrored.tree_unflatten((devices, devices), [next(moved) for _ in devices]) for devices in destinations]
 
 
-def _moved(moves: list[tuple[Any, jax.Device]]) -> list[Any]:
+def _move(moves: list[tuple[Any, jax.Device]]) -> list[Any]:
     """Arrays, or IndexedSlices, each on its device; what is there already shares its memory.
 
     Each is a transfer of its own. Packing small ones would take a third of the time, but seconds to compile.
@@ -219,21 +219,21 @@ def _moved(moves: list[tuple[Any, jax.Device]]) -> list[Any]:
 def _combine(fn: Callable[[list[Any]], Any], op: ReduceOp, parts: list[Any]) -> Any:
     total = fn(parts)
     if isinstance(total, IndexedSlices):
-        return dataclasses.replace(total, values=_divided(op, total.values, len(parts)))
-    return _divided(op, total, len(parts))
+        return dataclasses.replace(total, values=_divide(op, total.values, len(parts)))
+    return _divide(op, total, len(parts))
 
 
-def _divided(op: ReduceOp, total: jax.Array, towers: int) -> jax.Array:
+def _divide(op: ReduceOp, total: jax.Array, towers: int) -> jax.Array:
     return total / towers if op == ReduceOp.MEAN else total
 
 
-def _concatenated(parts: list[IndexedSlices]) -> IndexedSlices:
+def _concatenate_slices(parts: list[IndexedSlices]) -> IndexedSlices:
     return jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *parts)
 
 
 @functools.lru_cache(maxsize=256)
 def _program(ops: CrossTowerOps, op: ReduceOp, towers: Devices) -> Callable[[list[Any]], list[jax.Array]]:
-    """The sums in towers as a program of its own: from arrays of `_stacked` to copies on all towers."""
+    """The sums in towers as a program of its own: from arrays of `_stack` to copies on all towers."""
     if len({device.platform for device in towers}) > 1:
         raise ValueError(
             f"`{type(ops).__name__}` reduces values on devices of one kind; got {', '.join(map(str, towers))}. "
@@ -242,7 +242,7 @@ def _program(ops: CrossTowerOps, op: ReduceOp, towers: Devices) -> Callable[[lis
 
     def sums(_: Any, rows: list[Any]) -> tuple[list[jax.Array], None]:
         values = [x[0].reshape(()) if isinstance(x, tuple) else x for x in rows]
-        return [_divided(op, total, len(towers)) for total in ops.sum_in_towers(values)], None
+        return [_divide(op, total, len(towers)) for total in ops.sum_in_towers(values)], None
 
     def program(stacked: list[Any]) -> list[jax.Array]:
         # The first argument, shared by the towers, must not be empty: jax would take two rows for pmap's two arguments.
@@ -251,7 +251,7 @@ def _program(ops: CrossTowerOps, op: ReduceOp, towers: Devices) -> Callable[[lis
     return jax.jit(program, out_shardings=_sharding(towers))
 
 
-def _stacked(values: list[PerTower]) -> list[Any]:
+def _stack(values: list[PerTower]) -> list[Any]:
     """Each value as one array of all towers' rows, without a copy; a scalar as a tuple of one row per tower."""
     towers = values[0].towers
     parts = [list(value) for value in values]

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import jax
 
-from replicate.cross_tower_ops._algorithms import all_reduce, checked_algorithm
+from replicate.cross_tower_ops._algorithms import all_reduce, check_algorithm
 from replicate.cross_tower_ops._all_reduce import AllReduce
-from replicate.cross_tower_ops._packers import at_least, concatenated, cut
+from replicate.cross_tower_ops._packers import at_least, concatenate, cut
 
 
 class _Spec(NamedTuple):
@@ -59,7 +59,7 @@ class MultiWorkerAllReduce(AllReduce):
             agg_small_grads_max_bytes=agg_small_grads_max_bytes,
             agg_small_grads_max_group=agg_small_grads_max_group,
         )
-        self._spec = _checked_spec(all_reduce_spec)
+        self._spec = _check_spec(all_reduce_spec)
 
     def _sum(self, arrays: list[jax.Array]) -> list[jax.Array]:
         sums = list(arrays)
@@ -67,13 +67,13 @@ class MultiWorkerAllReduce(AllReduce):
             positions = [i for i, array in enumerate(arrays) if smaller < array.nbytes <= spec.limit]
             mine = [arrays[i] for i in positions]
             packs = [cut(pack, spec.shards) for pack in self._packer.pack(mine)]
-            totals = [concatenated([all_reduce(shard, spec.algorithm) for shard in pack]) for pack in packs]
+            totals = [concatenate([all_reduce(shard, spec.algorithm) for shard in pack]) for pack in packs]
             for i, total in zip(positions, self._packer.unpack(totals, mine), strict=True):
                 sums[i] = total
         return sums
 
 
-def _checked_spec(given: Any) -> list[_Spec]:
+def _check_spec(given: Any) -> list[_Spec]:
     entries = [given] if isinstance(given, tuple) and given and isinstance(given[0], str) else given
     is_list = isinstance(entries, list | tuple) and entries
     if not is_list or not all(isinstance(entry, tuple) and 2 <= len(entry) <= 3 for entry in entries):
@@ -83,7 +83,7 @@ def _checked_spec(given: Any) -> list[_Spec]:
         )
     specs = []
     for name, shards, *limits in entries:
-        checked_algorithm("MultiWorkerAllReduce", name)
+        check_algorithm("MultiWorkerAllReduce", name)
         at_least(1, "MultiWorkerAllReduce", "shards", shards)
         limit = limits[0] if limits and limits[0] not in (None, -1) else sys.maxsize
         specs.append(_Spec(name, shards, at_least(1, "MultiWorkerAllReduce", "limit", limit)))

@@ -25,7 +25,7 @@ class Packer(abc.ABC):
 
     def pack(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
         """Vectors that hold all elements of the arrays."""
-        vectors = (concatenated([arrays[i].ravel() for i in group]) for group in self.groups(arrays))
+        vectors = (concatenate([arrays[i].ravel() for i in group]) for group in self.groups(arrays))
         return [piece for vector in vectors for piece in cut(vector, self.num_packs)]
 
     def unpack(self, packs: Iterable[jax.Array], arrays: Sequence[jax.Array]) -> list[jax.Array]:
@@ -38,7 +38,7 @@ class Packer(abc.ABC):
         unpacked, left = list(arrays), iter(packs)
         for group in self.groups(arrays):
             ends = list(itertools.accumulate(arrays[i].size for i in group))
-            vector = concatenated(list(itertools.islice(left, _pieces(ends[-1], self.num_packs))))
+            vector = concatenate(list(itertools.islice(left, _pieces(ends[-1], self.num_packs))))
             for i, end in zip(group, ends, strict=True):
                 unpacked[i] = vector[end - arrays[i].size : end].reshape(arrays[i].shape)
         return unpacked
@@ -107,7 +107,7 @@ def cut(vector: jax.Array, pieces: int) -> list[jax.Array]:
     return [vector] if count == 1 else jnp.array_split(vector, count)
 
 
-def concatenated(vectors: list[jax.Array]) -> jax.Array:
+def concatenate(vectors: list[jax.Array]) -> jax.Array:
     return vectors[0] if len(vectors) == 1 else jnp.concatenate(vectors)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
-from replicate.cross_tower_ops._base import CrossTowerOps, Devices, ReduceOp, combined
+from replicate.cross_tower_ops._base import CrossTowerOps, Devices, ReduceOp, combine
 from replicate.cross_tower_ops._per_tower import PerTower, local_device
 from replicate.towers._collectives import cross_tower_concatenate
 
@@ -65,7 +65,7 @@ class ReductionToOneDevice(CrossTowerOps):
     def _reduce_arrays(self, op: ReduceOp, values: list[PerTower], destinations: list[Devices]) -> list[PerTower]:
         if any(value.towers != value.devices for value in values):
             return super()._reduce_arrays(op, values, destinations)
-        return combined(self._accumulate, op, values, self._homes(destinations))
+        return combine(self._accumulate, op, values, self._homes(destinations))
 
     def _homes(self, destinations: list[Devices]) -> list[jax.Device]:
         return super()._homes(destinations) if self._device is None else [self._device] * len(destinations)

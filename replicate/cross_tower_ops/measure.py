@@ -131,7 +131,7 @@ def measure(size: int, devices: Sequence[jax.Device], rounds: int = ROUNDS) -> R
     return row._replace(alone=ratios(seconds(packed, total_bytes, 2 * rounds), "packed")["alone"])
 
 
-def confirmed(row: Row, earlier: Sequence[Row]) -> Row:
+def confirm(row: Row, earlier: Sequence[Row]) -> Row:
     """The row with the larger ratios and the shorter time of both runs, where the earlier one has the same point."""
     for other in earlier:
         if (other.kind, other.towers, other.bytes) == (row.kind, row.towers, row.bytes):
@@ -165,7 +165,7 @@ def main(args: Sequence[str] | None = None) -> None:
     earlier, rows = read_table(given.confirm) if given.confirm else [], []
     for count in counts:
         for size in given.bytes:
-            row = confirmed(measure(size, devices[:count], given.rounds), earlier)
+            row = confirm(measure(size, devices[:count], given.rounds), earlier)
             rows.append(row)
             write_table(given.out, rows, where)  # at once: a run takes minutes
             others = ", ".join(f"{name} {value:.2f}" for name, value in row.ratios.items() if name != "psum")

@@ -132,7 +132,7 @@ def _find(name: str, what: str) -> Callable[..., Any]:
     return function
 
 
-def _first_batch(name: str, input_fn: Callable[..., Any], params: Any) -> tuple[Any, Any]:
+def _first_batch(name: str, input_fn: Callable[..., object], params: object) -> tuple[Any, Any]:
     source = batches(call_input_fn(input_fn, ModeKeys.TRAIN, params, None))
     first = source.peek()
     source.close()

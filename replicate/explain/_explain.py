@@ -113,7 +113,7 @@ def explain(
         rows=rows,
         micro_batches=notes["micro_batches"],
         batch=_splits(features, labels, len(towers)),
-        collectives=collectives(compiled.as_text()),
+        collectives=collectives(compiled.as_text() or ""),
         transfers=() if traits.is_one_program else _transfers(step, args, homes, list(devices.flat)),
         variables=_homes(traits.like.variables, homes.variables),
         slots=_homes(traits.like.slots, homes.slots),
@@ -125,7 +125,7 @@ def explain(
     )
 
 
-def _is_replicated(model_fn: ModelFn, params: Any, config: Any, features: PyTree, labels: PyTree) -> bool:
+def _is_replicated(model_fn: ModelFn, params: object, config: object, features: PyTree, labels: PyTree) -> bool:
     """Known by an abstract run in a tower, where `TOWER_AXIS` is there for a model_fn that needs it."""
     in_tower = replicate_model_fn(model_fn, devices=jax.local_devices()[:1])
     try:
@@ -165,7 +165,7 @@ class _TowersAlone(OffTowerPlacement):
         return step
 
 
-def _observed(model_fn: ModelFn, params: Any, config: Any, notes: dict[str, int]) -> ModelFn:
+def _observed(model_fn: ModelFn, params: object, config: object, notes: dict[str, int]) -> ModelFn:
     """The model_fn; notes what its train_op says, and puts `_TowersAlone` in place."""
     bound = bind(model_fn, params, config)
 
@@ -180,7 +180,9 @@ def _observed(model_fn: ModelFn, params: Any, config: Any, notes: dict[str, int]
     return observed
 
 
-def _step(model: Model, traits: ModelInfo, features: PyTree, labels: PyTree) -> tuple[Any, tuple[Any, ...]]:
+def _step(
+    model: Model, traits: ModelInfo, features: PyTree, labels: PyTree
+) -> tuple[jax.stages.Wrapped, tuple[Any, ...]]:
     """The training step as the Estimator compiles it, and its abstract arguments."""
 
     def step(changing: Any, key: jax.Array, features: PyTree, labels: PyTree) -> tuple[Any, jax.Array]:
@@ -196,7 +198,7 @@ def _step(model: Model, traits: ModelInfo, features: PyTree, labels: PyTree) -> 
     return compiled, (state[:-1], state.key, features, labels)
 
 
-def _steps_per_program(programs: Programs, config: Any) -> int:
+def _steps_per_program(programs: Programs, config: object) -> int:
     looks = getattr(config, "log_step_count_steps", None) or _STEPS_BETWEEN_LOOKS
     return choose("auto", programs, (), RunContext(est.ModeKeys.TRAIN), min(looks, _STEPS_BETWEEN_LOOKS)).most()
 
@@ -235,7 +237,9 @@ def _homes(arrays: PyTree, shardings: PyTree) -> tuple[Home, ...]:
     return tuple(homes)
 
 
-def _transfers(step: Any, args: tuple[Any, ...], homes: Any, devices: list[jax.Device]) -> tuple[Transfer, ...]:
+def _transfers(
+    step: jax.stages.Wrapped, args: tuple[Any, ...], homes: Any, devices: list[jax.Device]
+) -> tuple[Transfer, ...]:
     """What the towers read of the state, and their gradients: stacked, a part from each tower."""
     traced, after = jax.make_jaxpr(step, return_shape=True)(*args)
     _, used = dce_jaxpr(traced.jaxpr, [True] * len(traced.jaxpr.outvars))
@@ -269,20 +273,20 @@ _SCALARS = {1: "the random key", 2: "global_step"}
 """The leaves of `(changing, key)` that have no name, by the length of their paths."""
 
 
-def _bytes(leaf: Any) -> int:
+def _bytes(leaf: jax.Array | jax.ShapeDtypeStruct) -> int:
     return math.prod(leaf.shape) * leaf.dtype.itemsize
 
 
-def _named(path: Any) -> str:
+def _named(path: jax.tree_util.KeyPath) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def _flops(compiled: Any) -> float | None:
+def _flops(compiled: jax.stages.Compiled) -> float | None:
     costs = compiled.cost_analysis()
     return None if costs is None else costs.get("flops")
 
 
-def _memory(compiled: Any) -> Memory | None:
+def _memory(compiled: jax.stages.Compiled) -> Memory | None:
     usage = compiled.memory_analysis()
     if usage is None:
         return None

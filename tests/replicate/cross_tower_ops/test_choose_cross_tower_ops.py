@@ -18,7 +18,7 @@ import estimator as est
 from replicate import replicate_model_fn
 from replicate.cross_tower_ops import AllReduce, _auto, _measurements, choose_the_best
 from replicate.cross_tower_ops._algorithms import ALGORITHMS
-from replicate.cross_tower_ops.measure import confirmed, main
+from replicate.cross_tower_ops.measure import confirm, main
 
 PSUM, SCATTER = {"all_reduce": 1}, {"reduce_scatter": 1, "all_gather": 1}
 
@@ -180,12 +180,10 @@ def test_a_table_is_made_that_the_choice_reads(tmp_path):
 
 def test_of_two_runs_the_larger_ratios_count():
     first, second = row(100, ring=0.5, tree=0.9, alone=0.7), row(100, ring=0.99, tree=0.8, alone=0.6)
-    both = confirmed(
-        second, [row(1000, ring=9.0), row(100, towers=2, ring=9.0), row(100, kind="other", ring=9.0), first]
-    )
+    both = confirm(second, [row(1000, ring=9.0), row(100, towers=2, ring=9.0), row(100, kind="other", ring=9.0), first])
     assert (both.ratios["ring"], both.ratios["tree"], both.alone) == (0.99, 0.9, 0.7)
     assert (first.best, second.best, both.best) == ("ring", "tree", "tree")
-    assert confirmed(second, []) == second
+    assert confirm(second, []) == second
 
 
 @pytest.mark.parametrize("counts", [["9"], ["1", "2"]])

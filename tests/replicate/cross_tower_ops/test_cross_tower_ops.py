@@ -242,12 +242,12 @@ def test_copies_that_are_there_are_not_moved():
 def test_one_device_is_the_first_destination_or_the_one_given(given, want, monkeypatch):
     reduced = []
 
-    def copied(values, destinations):
+    def copy_to(values, destinations):
         reduced.extend(values)
-        return _copied(values, destinations)
+        return original(values, destinations)
 
-    _copied = _base.copied
-    monkeypatch.setattr(_base, "copied", copied)
+    original = _base.copy_to
+    monkeypatch.setattr(_base, "copy_to", copy_to)
     pairs = [(vector(3), ["/cpu:3", "/cpu:0"]), (vector(3), "/cpu:1")]
     ReductionToOneDevice(given).batch_reduce("sum", pairs)
     assert [value.devices for value in reduced] == [(CPUS[i],) for i in want]
