@@ -58,11 +58,11 @@ def test_the_script_of_the_page_on_many_hosts_runs_in_any_number_of_processes(tm
     code = code_of("many_hosts.md")
     ended = shared_cluster().run("testing.docs.many_hosts", code, str(tmp_path / "model"), processes=processes)
     assert [each.code for each in ended] == [0] * processes, ended
-    printed = [json.loads(next(line for line in each.lines if line.startswith('{"process"'))) for each in ended]
-    assert [each["process"] for each in printed] == list(range(processes))
-    assert all(each["metrics"] == printed[0]["metrics"] for each in printed)
-    assert printed[0]["metrics"]["accuracy"] > 0.8
-    assert [each["ids"] for each in printed] == [list(range(i, 1797, processes)) for i in range(processes)]
+    outputs = [json.loads(next(line for line in each.lines if line.startswith('{"process"'))) for each in ended]
+    assert [each["process"] for each in outputs] == list(range(processes))
+    assert all(each["metrics"] == outputs[0]["metrics"] for each in outputs)
+    assert outputs[0]["metrics"]["accuracy"] > 0.8
+    assert [each["ids"] for each in outputs] == [list(range(i, 1797, processes)) for i in range(processes)]
     norms = [[line for line in each.lines if re.fullmatch(r"[12]00 [\d.]+", line)] for each in ended]
     assert [len(lines) for lines in norms] == [2] + [0] * (processes - 1)
     assert list((tmp_path / "model" / "export").iterdir())
@@ -73,9 +73,9 @@ def test_the_example_of_wide_towers_prints_what_the_page_says(capsys):
     section = text.split("## Towers of several devices\n")[1].split("\n## ")[0]
     code, printed = re.search(r"```python\n(.*?)```\n\n```\n(.*?)```", section, re.DOTALL).groups()
     exec(code, {})
-    got = [line.split() for line in capsys.readouterr().out.splitlines()]
+    outputs = [line.split() for line in capsys.readouterr().out.splitlines()]
     said = [line.split() for line in printed.splitlines()]
-    assert [line[:6] for line in got] == [line[:6] for line in said]  # less what XLA needs besides
+    assert [line[:6] for line in outputs] == [line[:6] for line in said]  # less what XLA needs besides
 
 
 def test_the_page_of_what_is_covered_is_that_of_the_markers():

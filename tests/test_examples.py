@@ -34,7 +34,7 @@ def run(example: str, *args: str) -> tuple[str, str]:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory):
-    """Runs an example on so many towers, its checkpoints in a place of their own."""
+    """Runs an example on N towers, with separate checkpoints."""
     base = tmp_path_factory.mktemp("examples")
     return lambda example, towers: run(example, f"--towers={towers}", f"--model_dir={base / f'{example}-{towers}'}")
 
@@ -199,11 +199,11 @@ def test_a_model_is_served(trained, towers):
 def test_training_stops_early_with_the_best_model_and_knows_it(trained, towers):
     stdout, stderr = trained("train_and_evaluate.py", towers)
     rows = re.findall(r"^ +(\d+) +([\d.]+)% +([\d.]+)  █+(  exported)?$", stdout, re.MULTILINE)
-    found = {int(step): (float(loss), bool(exported)) for step, _, loss, exported in rows}
-    best = min(found, key=lambda step: found[step][0])
+    evaluations = {int(step): (float(loss), bool(exported)) for step, _, loss, exported in rows}
+    best = min(evaluations, key=lambda step: evaluations[step][0])
     last = best + 5 * 25
-    assert list(found) == list(range(25, last + 1, 25))
-    assert found[best][1]
+    assert list(evaluations) == list(range(25, last + 1, 25))
+    assert evaluations[best][1]
     assert f"After {last} steps, with the variables of step {best}: test accuracy {rows[-1][1]}%" in stdout
     assert accuracy(stdout) >= 0.95
     [model_dir] = re.findall(r"model_dir='(\S+)'", stderr)
@@ -248,6 +248,6 @@ def test_the_tests_of_a_model_pass_and_show_what_is_wrong(tmp_path):
 
 
 def test_processes_that_cannot_train_end_with_an_error():
-    with pytest.raises(AssertionError, match=r"ended with the exit codes \[1, 1\]. What is above says why.") as failed:
+    with pytest.raises(AssertionError, match=r"ended with the exit codes \[1, 1\]. See the messages above.") as failed:
         run("two_processes.py", "--batch_size=95")
     assert "The global_batch_size 95 is not divisible by the number of processes, 2." in str(failed.value)

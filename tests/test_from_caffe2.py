@@ -63,25 +63,25 @@ class Piece(NamedTuple):
 
 
 def pieces():
-    found, section, block = [], "", None
+    pieces, section, block = [], "", None
     for line in PAGE.read_text(encoding="utf-8").splitlines():
         header = re.fullmatch(r"\| Caffe2 \| here, in the (script|model_fn) \| what differs \|", line)
         if block is not None and line != "```":
             block.append(line)
         elif line.startswith("```"):
             if block and block[0] == "```python":
-                found.append(Piece(section, "block", ["\n".join(block[1:])]))
+                pieces.append(Piece(section, "block", ["\n".join(block[1:])]))
             block = [line] if block is None else None
         elif line.startswith("## "):
             section = line.removeprefix("## ")
         elif header:
-            found.append(Piece(section, header[1], []))
+            pieces.append(Piece(section, header[1], []))
         elif line.startswith("|") and not line.startswith("|---"):
             old, new, _ = (cell.strip() for cell in line.strip("|").split(" |"))
             assert re.fullmatch("`[^`]+`", new), f"{old!r} needs one line of code, not {new!r}"
-            found[-1].lines.append(new.strip("`"))
+            pieces[-1].lines.append(new.strip("`"))
     assert block is None
-    return found
+    return pieces
 
 
 def run(line, scope):
@@ -96,7 +96,7 @@ def run(line, scope):
 
 
 def run_in_towers(lines, scope, features, labels):
-    """Runs lines in the model_fn of two towers; returns the variables before a training step, and after it."""
+    """Runs lines in the model_fn of two towers; returns the variables before and after a training step."""
 
     def model_fn(features, labels, mode):
         here = {**scope, "features": features, "labels": labels, "mode": mode, "image": features["image"]}
@@ -149,10 +149,10 @@ def test_the_script_of_several_hosts_runs_in_two_processes(tmp_path):
     lines = model.lines + [line for piece in others if piece.section == ON_SEVERAL_HOSTS for line in piece.lines]
     ended = shared_cluster().run("testing.docs.from_caffe2", lines, str(tmp_path / "model"))
     assert [each.code for each in ended] == [0, 0], ended
-    found = [json.loads(next(line for line in each.lines if line.startswith('{"process"'))) for each in ended]
-    assert [each["process"] for each in found] == [0, 1]
-    assert found[0]["kernel"] == found[1]["kernel"] != 0
-    assert [each["total"] for each in found] == [[2, 4]] * 2
+    outputs = [json.loads(next(line for line in each.lines if line.startswith('{"process"'))) for each in ended]
+    assert [each["process"] for each in outputs] == [0, 1]
+    assert outputs[0]["kernel"] == outputs[1]["kernel"] != 0
+    assert [each["total"] for each in outputs] == [[2, 4]] * 2
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,13 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import jax
 import numpy as np
 from absl import logging
+from jax.typing import ArrayLike
 
 from estimator.core._typing import PyTree
 
@@ -21,6 +22,23 @@ _RECORD = "exported.json"
 _EXPORT = re.compile(r"\d{10}")
 _COMPARED = ("best_eval_result", "current_eval_result")
 _Files = Mapping[str, str | os.PathLike[str]]
+
+EvalResult = dict[str, Any]  # as `evaluate` returns it: numbers and arrays by name
+
+
+class ExportsModel(Protocol):
+    """An Estimator, as exporters use it."""
+
+    def export_model(
+        self,
+        export_dir_base: str | os.PathLike[str],
+        example_features: PyTree,
+        assets_extra: _Files | None = None,
+        checkpoint_path: str | os.PathLike[str] | None = None,
+        batch_size: int | None = None,
+        platforms: str | Sequence[str] = ...,
+        outputs: str | Sequence[str] | None = None,
+    ) -> str: ...
 
 
 class Exporter(abc.ABC):
@@ -34,10 +52,10 @@ class Exporter(abc.ABC):
     @abc.abstractmethod
     def export(
         self,
-        estimator: Any,
+        estimator: ExportsModel,
         export_path: str,
         checkpoint_path: str | None,
-        eval_result: dict[str, Any],
+        eval_result: EvalResult,
         is_the_final_export: bool,
     ) -> str | None:
         """Exports the model, or decides not to.
@@ -54,7 +72,7 @@ class Exporter(abc.ABC):
           The path of the export, or None.
         """
 
-    def wants(self, export_path: str, eval_result: dict[str, Any], is_the_final_export: bool) -> bool:
+    def wants(self, export_path: str, eval_result: EvalResult, is_the_final_export: bool) -> bool:
         """Whether `export` will need the checkpoint: if no exporter does, none is saved for it. By default always."""
         del export_path, eval_result, is_the_final_export
         return True
@@ -89,7 +107,7 @@ class LatestExporter(Exporter):
         assets_extra: _Files | None = None,
         exports_to_keep: int | None = 5,
         batch_size: int | None = None,
-        platforms: Any = None,
+        platforms: str | Sequence[str] | None = None,
     ) -> None:
         kind = type(self).__name__
         if callable(example_features):
@@ -104,22 +122,22 @@ class LatestExporter(Exporter):
         self._name = name
         self._example_features = example_features
         self._keep = exports_to_keep
-        options = {"assets_extra": assets_extra, "batch_size": batch_size, "platforms": platforms}
+        options: dict[str, Any] = {"assets_extra": assets_extra, "batch_size": batch_size, "platforms": platforms}
         self._options = {option: value for option, value in options.items() if value is not None}
 
     @property
     def name(self) -> str:
         return self._name
 
-    def wants(self, export_path: str, eval_result: dict[str, Any], is_the_final_export: bool) -> bool:
+    def wants(self, export_path: str, eval_result: EvalResult, is_the_final_export: bool) -> bool:
         return self._decide(export_path, eval_result, is_the_final_export)[0]
 
     def export(
         self,
-        estimator: Any,
+        estimator: ExportsModel,
         export_path: str,
         checkpoint_path: str | None,
-        eval_result: dict[str, Any],
+        eval_result: EvalResult,
         is_the_final_export: bool,
     ) -> str | None:
         chosen, path = self._decide(export_path, eval_result, is_the_final_export)
@@ -133,7 +151,7 @@ class LatestExporter(Exporter):
                 _remove_old(export_path, self._keep)
         return path
 
-    def _decide(self, export_path: str, result: dict[str, Any], final: bool) -> tuple[bool, str | None]:
+    def _decide(self, export_path: str, result: EvalResult, final: bool) -> tuple[bool, str | None]:
         """Whether to export; if not, also the path of an existing export of this result."""
         del final
         last = _read_record(export_path)
@@ -143,7 +161,7 @@ class LatestExporter(Exporter):
                 return False, path
         return self._is_chosen(last and last["eval_result"], result), None
 
-    def _is_chosen(self, last: dict[str, Any] | None, result: dict[str, Any]) -> bool:
+    def _is_chosen(self, last: EvalResult | None, result: EvalResult) -> bool:
         """Whether to export, compared with the result of the last export."""
         del last, result
         return True
@@ -170,15 +188,15 @@ class FinalExporter(LatestExporter):
         example_features: PyTree,
         assets_extra: _Files | None = None,
         batch_size: int | None = None,
-        platforms: Any = None,
+        platforms: str | Sequence[str] | None = None,
     ) -> None:
         super().__init__(name, example_features, assets_extra, None, batch_size, platforms)
 
-    def _decide(self, export_path: str, result: dict[str, Any], final: bool) -> tuple[bool, str | None]:
+    def _decide(self, export_path: str, result: EvalResult, final: bool) -> tuple[bool, str | None]:
         return super()._decide(export_path, result, final) if final else (False, None)
 
 
-def _loss_smaller(best_eval_result: dict[str, Any], current_eval_result: dict[str, Any]) -> bool:
+def _loss_smaller(best_eval_result: EvalResult, current_eval_result: EvalResult) -> bool:
     for result in (best_eval_result, current_eval_result):
         if "loss" not in result:
             raise ValueError(f"BestExporter compares losses, but got {result!r} without one. Give it a compare_fn.")
@@ -210,11 +228,11 @@ class BestExporter(LatestExporter):
         self,
         name: str = "best_exporter",
         example_features: PyTree = None,
-        compare_fn: Callable[..., Any] = _loss_smaller,
+        compare_fn: Callable[..., bool] = _loss_smaller,
         assets_extra: _Files | None = None,
         exports_to_keep: int | None = 5,
         batch_size: int | None = None,
-        platforms: Any = None,
+        platforms: str | Sequence[str] | None = None,
     ) -> None:
         super().__init__(name, example_features, assets_extra, exports_to_keep, batch_size, platforms)
         if not callable(compare_fn) or sorted(inspect.signature(compare_fn).parameters) != list(_COMPARED):
@@ -224,7 +242,7 @@ class BestExporter(LatestExporter):
             )
         self._compare_fn = compare_fn
 
-    def _is_chosen(self, last: dict[str, Any] | None, result: dict[str, Any]) -> bool:
+    def _is_chosen(self, last: EvalResult | None, result: EvalResult) -> bool:
         # The first result is compared with itself, so that a metric that the function lacks is an error at once.
         best = result if last is None else {key: _as_result(value) for key, value in last.items()}
         is_better = bool(self._compare_fn(best_eval_result=best, current_eval_result=result))
@@ -235,7 +253,7 @@ class BestExporter(LatestExporter):
         return last is None or is_better
 
 
-def _write_record(export_path: str, path: str, eval_result: dict[str, Any]) -> None:
+def _write_record(export_path: str, path: str, eval_result: EvalResult) -> None:
     record = os.path.join(export_path, _RECORD)
     with open(f"{record}.new", "w", encoding="utf-8") as file:
         json.dump({"export": os.path.basename(path), "eval_result": eval_result}, file, default=_as_json)
@@ -251,11 +269,11 @@ def _read_record(export_path: str) -> dict[str, Any] | None:
         return json.load(file)
 
 
-def _as_json(value: Any) -> Any:
+def _as_json(value: ArrayLike) -> object:
     return np.asarray(value).tolist()
 
 
-def _text(eval_result: dict[str, Any]) -> str:
+def _text(eval_result: EvalResult) -> str:
     return json.dumps(eval_result, sort_keys=True, default=_as_json)
 
 
@@ -264,7 +282,7 @@ def _as_result(value: Any) -> Any:
     return np.asarray(value) if isinstance(value, list) else value
 
 
-def _has_nan(value: Any) -> bool:
+def _has_nan(value: PyTree) -> bool:
     leaves = map(np.asarray, jax.tree.leaves(value))
     return any(bool(np.isnan(x).any()) for x in leaves if np.issubdtype(x.dtype, np.floating))
 

@@ -137,7 +137,7 @@ def _check_features(features: PyTree, expected: PyTree) -> None:
         raise ValueError(f"All features of a batch must have the same batch size (first dimension); got {sizes}.")
 
 
-def _check_feature(name: str, value: Any, like: jax.ShapeDtypeStruct) -> None:
+def _check_feature(name: str, value: object, like: jax.ShapeDtypeStruct) -> None:
     if not isinstance(value, jax.Array | np.ndarray):
         raise ValueError(f"The feature {name!r} must be an array, {_shown(like)}; got {value!r}.")
     fits = value.ndim == len(like.shape) and len(value) > 0 and all(map(_fits, value.shape, like.shape))
@@ -148,9 +148,9 @@ def _check_feature(name: str, value: Any, like: jax.ShapeDtypeStruct) -> None:
         raise ValueError(f"The feature {name!r} must be {_shown(like)}; got {_shown(value)}.")
 
 
-def _fits(size: int, like: Any) -> bool:
+def _fits(size: int, like: object) -> bool:
     return not isinstance(like, int) or size == like
 
 
-def _shown(array: Any) -> str:
+def _shown(array: jax.Array | np.ndarray | jax.ShapeDtypeStruct) -> str:
     return f"{array.dtype}[{', '.join(map(str, array.shape))}]"

@@ -8,13 +8,13 @@ from typing import Any
 import jax
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from estimator.core._record import Rows, Scalar
+from estimator.core._record import Report, Rows, Scalar
 from estimator.core._typing import PyTree
 
 Program = Callable[[dict[str, Any], PyTree], dict[str, Any]]
 
 
-def checked_outputs(outputs: Any) -> tuple[str, ...] | None:
+def checked_outputs(outputs: object) -> tuple[str, ...] | None:
     """The argument `outputs` of `export_model` as a tuple; a string is one name."""
     if outputs is None:
         return None
@@ -27,7 +27,7 @@ def checked_outputs(outputs: Any) -> tuple[str, ...] | None:
     return tuple(names)
 
 
-def chosen(outputs: Sequence[str], predictions: dict[str, Any], reported: dict[str, Any]) -> dict[str, Any]:
+def chosen(outputs: Sequence[str], predictions: dict[str, Any], reported: dict[str, Report]) -> dict[str, Any]:
     """The arrays called `outputs` by name, from the predictions and the values of `est.record`."""
     recorded = {
         name: report.value
@@ -84,7 +84,7 @@ def _without_none(tree: PyTree) -> PyTree:
     return type(tree)(map(_without_none, tree)) if isinstance(tree, list | tuple) else tree
 
 
-def check_rows(outputs: dict[str, Any], rows: Any) -> None:
+def check_rows(outputs: dict[str, Any], rows: object) -> None:
     """Raises a ValueError unless each output is a scalar or has `rows`, maybe symbolic, as its first dimension."""
     for name, output in outputs.items():
         if output.shape and str(output.shape[0]) != str(rows):

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax.losses
+from jax.typing import ArrayLike
 
 from estimator import metrics as metrics_lib
 from estimator.core._export_output import (
@@ -17,6 +18,7 @@ from estimator.core._export_output import (
     PredictOutput,
     RegressionOutput,
 )
+from estimator.heads._head import Predictions
 from estimator.heads._one_task import (
     OneTaskHead,
     all_class_ids,
@@ -90,7 +92,7 @@ class BinaryClassHead(OneTaskHead):
         losses = optax.losses.sigmoid_binary_cross_entropy(logits, labels)
         return nan_where((labels < 0) | (labels > 1), losses)
 
-    def _predictions(self, logits: jax.Array) -> dict[Any, jax.Array]:
+    def _predictions(self, logits: jax.Array) -> Predictions:
         two_class_logits = jnp.concatenate([jnp.zeros_like(logits), logits], axis=-1)
         return {
             "logits": logits,
@@ -100,7 +102,7 @@ class BinaryClassHead(OneTaskHead):
             "all_class_ids": all_class_ids(logits, 2),
         }
 
-    def _metrics(self, labels: jax.Array, logits: jax.Array, weights: Any) -> dict[str, Metric]:
+    def _metrics(self, labels: jax.Array, logits: jax.Array, weights: ArrayLike) -> dict[str, Metric]:
         class_ids, logistic = _class_ids(logits), jax.nn.sigmoid(logits)
         label_mean = metrics_lib.mean(labels, weights)
         return {
@@ -114,7 +116,7 @@ class BinaryClassHead(OneTaskHead):
             **threshold_metrics(labels, logistic, weights, self._thresholds),
         }
 
-    def export_outputs(self, predictions: dict[Any, jax.Array]) -> dict[str, ExportOutput]:
+    def export_outputs(self, predictions: Predictions) -> dict[str, ExportOutput]:
         classes = ClassificationOutput(predictions["probabilities"], class_names(self._label_vocabulary, 2))
         return {
             DEFAULT_SIGNATURE: classes,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from estimator import metrics as metrics_lib
 from estimator.core._estimator_spec import EstimatorSpec
@@ -19,6 +20,15 @@ from estimator.core._typing import PyTree
 from estimator.losses import Reduction
 from estimator.metrics import Metric
 from estimator.optim._optimizer import Optimizer
+
+if TYPE_CHECKING:
+    from jax.experimental.sparse import BCOO
+
+# Of a `MultiHead` they are dicts by the names of its heads.
+Labels: TypeAlias = "ArrayLike | BCOO | Mapping[str, ArrayLike | BCOO] | None"
+Logits: TypeAlias = ArrayLike | Mapping[str, ArrayLike]
+Predictions = dict[Any, jax.Array]
+RegularizationLosses = Sequence[jax.Array] | None
 
 
 class Head(abc.ABC):
@@ -40,11 +50,11 @@ class Head(abc.ABC):
     @abc.abstractmethod
     def loss(
         self,
-        labels: Any,
-        logits: Any,
+        labels: Labels,
+        logits: Logits,
         features: PyTree = None,
         mode: str | None = None,
-        regularization_losses: Sequence[jax.Array] | None = None,
+        regularization_losses: RegularizationLosses = None,
     ) -> jax.Array:
         """The loss to train on, a float32 scalar.
 
@@ -57,33 +67,33 @@ class Head(abc.ABC):
         """
 
     @abc.abstractmethod
-    def predictions(self, logits: Any, keys: Sequence[Any] | None = None) -> dict[Any, jax.Array]:
+    def predictions(self, logits: Logits, keys: Sequence[Hashable] | None = None) -> Predictions:
         """The predictions by name: those in `keys`, or all."""
 
     @abc.abstractmethod
     def metrics(
         self,
-        labels: Any,
-        logits: Any,
+        labels: Labels,
+        logits: Logits,
         features: PyTree = None,
-        regularization_losses: Sequence[jax.Array] | None = None,
+        regularization_losses: RegularizationLosses = None,
     ) -> dict[str, Metric]:
         """The metrics of a batch by name; arguments as for `loss`."""
 
     @abc.abstractmethod
-    def export_outputs(self, predictions: dict[Any, jax.Array]) -> dict[str, ExportOutput]:
+    def export_outputs(self, predictions: Predictions) -> dict[str, ExportOutput]:
         """The export outputs of PREDICT, from all predictions."""
 
     def create_estimator_spec(
         self,
         features: PyTree,
         mode: str,
-        logits: Any,
-        labels: Any = None,
+        logits: Logits,
+        labels: Labels = None,
         optimizer: Optimizer | None = None,
         trainable_variables: Sequence[str] | None = None,
         train_op_fn: Callable[[jax.Array], TrainOp] | None = None,
-        regularization_losses: Sequence[jax.Array] | None = None,
+        regularization_losses: RegularizationLosses = None,
     ) -> EstimatorSpec:
         """The EstimatorSpec for a model_fn to return.
 
@@ -115,7 +125,14 @@ class Head(abc.ABC):
         self._show(loss, labels, logits, features, regularization_losses)
         return EstimatorSpec(mode, predictions=predictions, loss=loss, train_op=train_op)
 
-    def _show(self, loss: jax.Array, labels: Any, logits: Any, features: PyTree, regularization_losses: Any) -> None:
+    def _show(
+        self,
+        loss: jax.Array,
+        labels: Labels,
+        logits: Logits,
+        features: PyTree,
+        regularization_losses: RegularizationLosses,
+    ) -> None:
         """Shows the summaries of TensorFlow's heads in TRAIN; `train` shows the loss of a head without a name."""
         del labels, logits, features
         if self.name is not None:
@@ -126,14 +143,14 @@ class Head(abc.ABC):
         is_sum = self.loss_reduction == Reduction.SUM
         report_in_training(tag, lambda: Scalar(loss, summary=True, is_sum=is_sum))
 
-    def _show_regularization(self, tag: str, losses: Any) -> None:
+    def _show_regularization(self, tag: str, losses: RegularizationLosses) -> None:
         if losses is not None:
             self._show_loss(tag, regularized(jnp.zeros((), jnp.float32), losses))
 
     def _key(self, key: str) -> str:
         return key if self.name is None else f"{key}/{self.name}"
 
-    def _regularization_metric(self, rows: int, regularization_losses: Any) -> dict[str, Metric]:
+    def _regularization_metric(self, rows: int, regularization_losses: RegularizationLosses) -> dict[str, Metric]:
         if regularization_losses is None:
             return {}
         total = regularized(jnp.zeros((), jnp.float32), regularization_losses)
@@ -145,7 +162,7 @@ def batch_mean(value: jax.Array, rows: int) -> Metric:
     return metrics_lib.mean(value, weights=jnp.float32(rows))
 
 
-def regularized(loss: jax.Array, regularization_losses: Any) -> jax.Array:
+def regularized(loss: jax.Array, regularization_losses: RegularizationLosses) -> jax.Array:
     if regularization_losses is None:
         return loss
     if not isinstance(regularization_losses, list | tuple):
@@ -171,7 +188,7 @@ def checked_reduction(loss_reduction: str) -> Reduction:
     return Reduction(loss_reduction)
 
 
-def checked_optimizer(caller: str, optimizer: Any) -> Optimizer:
+def checked_optimizer(caller: str, optimizer: object) -> Optimizer:
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
             f"`{caller}` needs an `est.Optimizer` or a `TowerOptimizer` as optimizer; got {optimizer!r}. "
@@ -180,7 +197,12 @@ def checked_optimizer(caller: str, optimizer: Any) -> Optimizer:
     return optimizer
 
 
-def _train_op(loss: jax.Array, optimizer: Any, trainable_variables: Any, train_op_fn: Any) -> TrainOp:
+def _train_op(
+    loss: jax.Array,
+    optimizer: Optimizer | None,
+    trainable_variables: Sequence[str] | None,
+    train_op_fn: Callable[[jax.Array], TrainOp] | None,
+) -> TrainOp:
     if optimizer is not None and train_op_fn is not None:
         raise ValueError(f"train_op_fn and optimizer cannot both be set; got {train_op_fn!r} and {optimizer!r}.")
     if train_op_fn is not None:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from estimator import losses as losses_lib
 from estimator import metrics as metrics_lib
 from estimator.core._export_output import DEFAULT_SIGNATURE, ClassificationOutput, ExportOutput, PredictOutput
+from estimator.heads._head import Predictions
 from estimator.heads._one_task import OneTaskHead, all_class_ids, checked_vocabulary, class_names
 from estimator.losses import Reduction
 from estimator.metrics import Metric
@@ -71,7 +72,7 @@ class MultiClassHead(OneTaskHead):
         losses = losses_lib.sparse_softmax_cross_entropy(labels, logits, reduction=Reduction.NONE)
         return losses[..., None]
 
-    def _predictions(self, logits: jax.Array) -> dict[Any, jax.Array]:
+    def _predictions(self, logits: jax.Array) -> Predictions:
         return {
             "logits": logits,
             "probabilities": jax.nn.softmax(logits),
@@ -79,10 +80,10 @@ class MultiClassHead(OneTaskHead):
             "all_class_ids": all_class_ids(logits, self.logits_dimension),
         }
 
-    def _metrics(self, labels: jax.Array, logits: jax.Array, weights: Any) -> dict[str, Metric]:
+    def _metrics(self, labels: jax.Array, logits: jax.Array, weights: ArrayLike) -> dict[str, Metric]:
         return {"accuracy": metrics_lib.accuracy(labels, _decided(logits), weights)}
 
-    def export_outputs(self, predictions: dict[Any, jax.Array]) -> dict[str, ExportOutput]:
+    def export_outputs(self, predictions: Predictions) -> dict[str, ExportOutput]:
         names = class_names(self._label_vocabulary, self.logits_dimension)
         classes = ClassificationOutput(predictions["probabilities"], names)
         return {DEFAULT_SIGNATURE: classes, "classification": classes, "predict": PredictOutput(predictions)}

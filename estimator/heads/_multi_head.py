@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Hashable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from estimator.core._export_output import DEFAULT_SIGNATURE, ExportOutput, PredictOutput
 from estimator.core._typing import PyTree
-from estimator.heads._head import Head, batch_mean, regularized
+from estimator.heads._head import Head, Labels, Logits, Predictions, RegularizationLosses, batch_mean, regularized
 from estimator.heads._one_task import checked_selection
 from estimator.losses import Reduction
 from estimator.metrics import Metric
@@ -71,17 +71,18 @@ class MultiHead(Head):
 
     def loss(
         self,
-        labels: Any,
-        logits: Any,
+        labels: Labels,
+        logits: Logits,
         features: PyTree = None,
         mode: str | None = None,
-        regularization_losses: Sequence[jax.Array] | None = None,
+        regularization_losses: RegularizationLosses = None,
     ) -> jax.Array:
-        losses = self._losses(labels, self._split(logits), features, mode).values()
+        by_head = self._split(logits)
+        losses = self._losses(self._checked_labels(labels), by_head, features, mode).values()
         weighted = [loss * weight for loss, weight in zip(losses, self._head_weights, strict=True)]
         return regularized(sum(weighted[1:], weighted[0]), regularization_losses)
 
-    def predictions(self, logits: Any, keys: Sequence[Any] | None = None) -> dict[Any, jax.Array]:
+    def predictions(self, logits: Logits, keys: Sequence[Hashable] | None = None) -> Predictions:
         by_head = self._split(logits)
         predictions = {
             (name, key): value
@@ -92,21 +93,22 @@ class MultiHead(Head):
 
     def metrics(
         self,
-        labels: Any,
-        logits: Any,
+        labels: Labels,
+        logits: Logits,
         features: PyTree = None,
-        regularization_losses: Sequence[jax.Array] | None = None,
+        regularization_losses: RegularizationLosses = None,
     ) -> dict[str, Metric]:
         by_head = self._split(logits)
-        rows = next(iter(by_head.values())).shape[0]
+        rows = jnp.shape(next(iter(by_head.values())))[0]
         metrics: dict[str, Metric] = {}
-        for name, loss in self._losses(labels, by_head, features, None).items():
+        by_name = self._checked_labels(labels)
+        for name, loss in self._losses(by_name, by_head, features, None).items():
             is_sum = self.loss_reduction == Reduction.SUM
             metrics[f"loss/{name}"] = Count(loss) if is_sum else batch_mean(loss, rows)
-            metrics |= self._heads[name].metrics(labels[name], by_head[name], features)
+            metrics |= self._heads[name].metrics(by_name[name], by_head[name], features)
         return metrics | self._regularization_metric(rows, regularization_losses)
 
-    def export_outputs(self, predictions: dict[Any, jax.Array]) -> dict[str, ExportOutput]:
+    def export_outputs(self, predictions: Predictions) -> dict[str, ExportOutput]:
         outputs: dict[str, ExportOutput] = {}
         for name, head in self._heads.items():
             own = {key: value for (owner, key), value in predictions.items() if owner == name}
@@ -119,22 +121,35 @@ class MultiHead(Head):
         named = {f"{name}/{key}": value for (name, key), value in predictions.items()}
         return outputs | {"predict": PredictOutput(named)}
 
-    def _show(self, loss: jax.Array, labels: Any, logits: Any, features: PyTree, regularization_losses: Any) -> None:
+    def _show(
+        self,
+        loss: jax.Array,
+        labels: Labels,
+        logits: Logits,
+        features: PyTree,
+        regularization_losses: RegularizationLosses,
+    ) -> None:
         del loss  # the model's, which `train` shows
-        for name, own in self._losses(labels, self._split(logits), features, None).items():
+        by_head = self._split(logits)
+        for name, own in self._losses(self._checked_labels(labels), by_head, features, None).items():
             self._show_loss(f"loss/{name}", own)
         self._show_regularization("regularization_loss", regularization_losses)
 
-    def _losses(self, labels: Any, logits: Mapping[str, Any], features: PyTree, mode: Any) -> dict[str, jax.Array]:
+    def _losses(
+        self, labels: Mapping[str, Labels], logits: Mapping[str, ArrayLike], features: PyTree, mode: str | None
+    ) -> dict[str, jax.Array]:
+        return {n: head.loss(labels[n], logits[n], features, mode) for n, head in self._heads.items()}
+
+    def _checked_labels(self, labels: Labels) -> Mapping[str, Labels]:
         if not isinstance(labels, Mapping):
             raise ValueError(
                 f"labels must be a dict by the names of the heads, {list(self._heads)}. Given: "
                 f"{'None' if labels is None else type(labels).__name__}."
             )
         self._check_names("labels", labels)
-        return {n: head.loss(labels[n], logits[n], features, mode) for n, head in self._heads.items()}
+        return labels
 
-    def _split(self, logits: Any) -> Mapping[str, Any]:
+    def _split(self, logits: Logits) -> Mapping[str, ArrayLike]:
         if isinstance(logits, Mapping):
             self._check_names("logits", logits)
             return logits
@@ -148,7 +163,7 @@ class MultiHead(Head):
         ends = [sum(dimensions[: i + 1]) for i in range(len(dimensions) - 1)]
         return dict(zip(self._heads, jnp.split(logits, ends, axis=-1), strict=True))
 
-    def _check_names(self, what: str, by_name: Mapping[str, Any]) -> None:
+    def _check_names(self, what: str, by_name: Mapping[str, object]) -> None:
         missing = [name for name in self._heads if name not in by_name]
         if missing:
             raise ValueError(f"{what} has missing values for head(s): {missing}; it has {sorted(by_name)}.")

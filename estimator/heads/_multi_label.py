@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import numpy as np
 import optax.losses
+from jax.typing import ArrayLike
 
 from estimator import metrics as metrics_lib
 from estimator.core._export_output import DEFAULT_SIGNATURE, ClassificationOutput, ExportOutput, PredictOutput
+from estimator.heads._head import Predictions
 from estimator.heads._one_task import (
     OneTaskHead,
     checked_thresholds,
@@ -83,8 +84,10 @@ class MultiLabelHead(OneTaskHead):
         self._label_vocabulary = checked_vocabulary(label_vocabulary, n_classes)
         self._own_metrics = tuple(map(self._class_id, classes_for_class_based_metrics or ()))
 
-    def _class_id(self, id_or_name: Any) -> int:
-        classes = self._label_vocabulary if isinstance(id_or_name, str) else range(self.logits_dimension)
+    def _class_id(self, id_or_name: int | str) -> int:
+        classes: Sequence[int | str] | None = range(self.logits_dimension)
+        if isinstance(id_or_name, str):
+            classes = self._label_vocabulary
         if classes is None or id_or_name not in classes:
             raise ValueError(
                 "All classes_for_class_based_metrics must be in range [0, n_classes), or in label_vocabulary. Given: "
@@ -96,10 +99,10 @@ class MultiLabelHead(OneTaskHead):
         losses = optax.losses.sigmoid_binary_cross_entropy(logits, labels)
         return nan_where((labels < 0) | (labels > 1), losses).mean(axis=-1, keepdims=True)
 
-    def _predictions(self, logits: jax.Array) -> dict[Any, jax.Array]:
+    def _predictions(self, logits: jax.Array) -> Predictions:
         return {"logits": logits, "probabilities": jax.nn.sigmoid(logits)}
 
-    def _metrics(self, labels: jax.Array, logits: jax.Array, weights: Any) -> dict[str, Metric]:
+    def _metrics(self, labels: jax.Array, logits: jax.Array, weights: ArrayLike) -> dict[str, Metric]:
         probabilities = jax.nn.sigmoid(logits)
         metrics = {
             **curve_metrics(labels, probabilities, weights),
@@ -113,7 +116,7 @@ class MultiLabelHead(OneTaskHead):
                 metrics[f"{curve}/{name}"] = metric
         return metrics
 
-    def export_outputs(self, predictions: dict[Any, jax.Array]) -> dict[str, ExportOutput]:
+    def export_outputs(self, predictions: Predictions) -> dict[str, ExportOutput]:
         names = class_names(self._label_vocabulary, self.logits_dimension)
         classes = ClassificationOutput(predictions["probabilities"], names)
         return {DEFAULT_SIGNATURE: classes, "classification": classes, "predict": PredictOutput(predictions)}

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import abc
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from estimator import metrics as metrics_lib
 from estimator.core._bcoo import is_sparse
 from estimator.core._typing import PyTree
-from estimator.heads._head import Head, checked_reduction, regularized
+from estimator.heads._head import (
+    Head,
+    Labels,
+    Logits,
+    Predictions,
+    RegularizationLosses,
+    checked_reduction,
+    regularized,
+)
 from estimator.losses import compute_weighted_loss
 from estimator.metrics import Metric
 
@@ -59,11 +67,11 @@ class OneTaskHead(Head):
 
     def loss(
         self,
-        labels: Any,
-        logits: Any,
+        labels: Labels,
+        logits: Logits,
         features: PyTree = None,
         mode: str | None = None,
-        regularization_losses: Sequence[jax.Array] | None = None,
+        regularization_losses: RegularizationLosses = None,
     ) -> jax.Array:
         del mode
         logits = self._checked_logits(logits)
@@ -71,16 +79,16 @@ class OneTaskHead(Head):
         loss = compute_weighted_loss(losses, weights, self.loss_reduction)
         return regularized(loss, regularization_losses)
 
-    def predictions(self, logits: Any, keys: Sequence[Any] | None = None) -> dict[Any, jax.Array]:
+    def predictions(self, logits: Logits, keys: Sequence[Hashable] | None = None) -> Predictions:
         predictions = self._predictions(self._checked_logits(logits))
         return predictions if keys is None else checked_selection(predictions, keys)
 
     def metrics(
         self,
-        labels: Any,
-        logits: Any,
+        labels: Labels,
+        logits: Logits,
         features: PyTree = None,
-        regularization_losses: Sequence[jax.Array] | None = None,
+        regularization_losses: RegularizationLosses = None,
     ) -> dict[str, Metric]:
         logits = self._checked_logits(logits)
         labels = self._checked_labels(labels, logits)
@@ -94,17 +102,17 @@ class OneTaskHead(Head):
         """The losses of the elements, shape `[..., loss_dimension]`."""
 
     @abc.abstractmethod
-    def _predictions(self, logits: jax.Array) -> dict[Any, jax.Array]: ...
+    def _predictions(self, logits: jax.Array) -> Predictions: ...
 
     @abc.abstractmethod
-    def _metrics(self, labels: jax.Array, logits: jax.Array, weights: Any) -> dict[str, Metric]:
+    def _metrics(self, labels: jax.Array, logits: jax.Array, weights: ArrayLike) -> dict[str, Metric]:
         """The metrics besides the average loss, by name; the suffix of the head is added later."""
 
     def _labels_of_kind(self, labels: jax.Array) -> jax.Array:
         """The labels in the dtype that the head computes with."""
         return labels.astype(jnp.float32)
 
-    def _checked_logits(self, logits: Any) -> jax.Array:
+    def _checked_logits(self, logits: Logits) -> jax.Array:
         logits = jnp.asarray(logits)
         if logits.ndim < 2 or logits.shape[-1] != self.logits_dimension:
             raise ValueError(
@@ -113,7 +121,7 @@ class OneTaskHead(Head):
             )
         return logits.astype(jnp.float32)
 
-    def _checked_labels(self, labels: Any, logits: jax.Array) -> jax.Array:
+    def _checked_labels(self, labels: Labels, logits: jax.Array) -> jax.Array:
         if labels is None:
             raise ValueError(
                 f"You must provide labels to `{self._kind}`. Given: None. Suggested troubleshooting steps: check that "
@@ -148,7 +156,9 @@ class OneTaskHead(Head):
             )
         return self._labels_of_kind(labels)
 
-    def _losses_and_weights(self, labels: jax.Array, logits: jax.Array, features: PyTree) -> tuple[jax.Array, Any]:
+    def _losses_and_weights(
+        self, labels: jax.Array, logits: jax.Array, features: PyTree
+    ) -> tuple[jax.Array, ArrayLike]:
         if self._loss_fn is None:
             losses = self._losses(labels, logits)
         else:
@@ -169,7 +179,7 @@ class OneTaskHead(Head):
             losses = losses.astype(jnp.float32)
         return losses, self._weights(logits, features)
 
-    def _weights(self, logits: jax.Array, features: PyTree) -> Any:
+    def _weights(self, logits: jax.Array, features: PyTree) -> ArrayLike:
         if self._weight_column is None:
             return 1.0
         if not isinstance(features, Mapping) or self._weight_column not in features:
@@ -198,7 +208,7 @@ def nan_where(wrong: jax.Array, losses: jax.Array) -> jax.Array:
     return jnp.where(wrong, jnp.nan, losses)
 
 
-def checked_selection(predictions: dict[Any, jax.Array], keys: Any) -> dict[Any, jax.Array]:
+def checked_selection(predictions: Predictions, keys: Sequence[Hashable] | str) -> Predictions:
     keys = (keys,) if isinstance(keys, str) else tuple(keys)
     unknown = [key for key in keys if key not in predictions]
     if unknown:
@@ -210,7 +220,7 @@ def checked_selection(predictions: dict[Any, jax.Array], keys: Any) -> dict[Any,
     return {key: predictions[key] for key in keys}
 
 
-def checked_vocabulary(label_vocabulary: Any, n_classes: int) -> tuple[str, ...] | None:
+def checked_vocabulary(label_vocabulary: Sequence[str] | None, n_classes: int) -> tuple[str, ...] | None:
     if label_vocabulary is None:
         return None
     if not isinstance(label_vocabulary, list | tuple):
@@ -225,7 +235,7 @@ def checked_vocabulary(label_vocabulary: Any, n_classes: int) -> tuple[str, ...]
     return tuple(label_vocabulary)
 
 
-def checked_thresholds(thresholds: Any) -> tuple[float, ...]:
+def checked_thresholds(thresholds: Iterable[float] | None) -> tuple[float, ...]:
     thresholds = tuple(thresholds or ())
     for threshold in thresholds:
         if not 0 < threshold < 1:
@@ -234,7 +244,7 @@ def checked_thresholds(thresholds: Any) -> tuple[float, ...]:
 
 
 def threshold_metrics(
-    labels: jax.Array, probabilities: jax.Array, weights: Any, thresholds: tuple[float, ...]
+    labels: jax.Array, probabilities: jax.Array, weights: ArrayLike, thresholds: tuple[float, ...]
 ) -> dict[str, Metric]:
     metrics: dict[str, Metric] = {}
     for threshold in thresholds:
@@ -246,7 +256,7 @@ def threshold_metrics(
     return metrics
 
 
-def curve_metrics(labels: jax.Array, probabilities: jax.Array, weights: Any) -> dict[str, Metric]:
+def curve_metrics(labels: jax.Array, probabilities: jax.Array, weights: ArrayLike) -> dict[str, Metric]:
     return {
         "auc": metrics_lib.auc(labels, probabilities, weights),
         "auc_precision_recall": metrics_lib.auc(
@@ -263,7 +273,7 @@ def class_names(label_vocabulary: tuple[str, ...] | None, n_classes: int) -> lis
     return list(label_vocabulary or map(str, range(n_classes)))
 
 
-def _loss_fn_args(loss_fn: Any) -> tuple[str, ...]:
+def _loss_fn_args(loss_fn: Callable[..., jax.Array]) -> tuple[str, ...]:
     if not callable(loss_fn):
         raise TypeError(f"loss_fn must be a function of labels and logits; got {loss_fn!r}.")
     parameters = inspect.signature(loss_fn).parameters

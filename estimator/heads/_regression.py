@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax.losses
+from jax.typing import ArrayLike
 
 from estimator import metrics as metrics_lib
 from estimator.core._export_output import DEFAULT_SIGNATURE, ExportOutput, PredictOutput, RegressionOutput
+from estimator.heads._head import Predictions
 from estimator.heads._one_task import OneTaskHead, nan_where
 from estimator.losses import Reduction
 from estimator.metrics import Metric
@@ -72,18 +73,18 @@ class RegressionHead(OneTaskHead):
     def _losses(self, labels: jax.Array, logits: jax.Array) -> jax.Array:
         return optax.losses.squared_error(logits, labels)
 
-    def _predictions(self, logits: jax.Array) -> dict[Any, jax.Array]:
+    def _predictions(self, logits: jax.Array) -> Predictions:
         if self._inverse_link_fn is None:
             return {"predictions": logits}
         return {"predictions": self._inverse_link_fn(logits), "logits": logits}
 
-    def _metrics(self, labels: jax.Array, logits: jax.Array, weights: Any) -> dict[str, Metric]:
+    def _metrics(self, labels: jax.Array, logits: jax.Array, weights: ArrayLike) -> dict[str, Metric]:
         return {
             "prediction/mean": metrics_lib.mean(self._predictions(logits)["predictions"], weights),
             "label/mean": metrics_lib.mean(labels, weights),
         }
 
-    def export_outputs(self, predictions: dict[Any, jax.Array]) -> dict[str, ExportOutput]:
+    def export_outputs(self, predictions: Predictions) -> dict[str, ExportOutput]:
         value = RegressionOutput(predictions["predictions"])
         return {DEFAULT_SIGNATURE: value, "regression": value, "predict": PredictOutput(predictions)}
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 Arrays = np.ndarray | dict[Any, np.ndarray]
+Index = slice | np.ndarray  # of rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +65,7 @@ class RowBatches(Iterator[Any]):
       take: returns a batch for the indices of its rows, a slice or an array of ints.
     """
 
-    def __init__(self, n: int, order: Order, take: Callable[[Any], Any]) -> None:
+    def __init__(self, n: int, order: Order, take: Callable[[Index], Any]) -> None:
         self._n, self._order, self._take = n, order, take
         self._seed = secrets.randbits(63) if order.seed is None else int(order.seed)
         self._total = None if order.num_epochs is None else n * order.num_epochs
@@ -103,7 +104,7 @@ class RowBatches(Iterator[Any]):
         self._seed = int(state.get("seed", self._seed))
         self._permuted = None
 
-    def _index(self, size: int) -> Any:
+    def _index(self, size: int) -> Index:
         epoch, first = divmod(self._count, self._n)
         if not self._order.shuffle:
             rows = slice(first, first + size)  # copies nothing
@@ -129,14 +130,14 @@ def rows_input_fn(features: Arrays, labels: Arrays | None, order: Order) -> Call
     """
     n = _common_length(features, {} if labels is None else labels)
 
-    def take(index: Any) -> Any:
+    def take(index: Index) -> Any:
         batch = _take(features, index)
         return batch if labels is None else (batch, _take(labels, index))
 
     return lambda: RowBatches(n, order, take)
 
 
-def _take(arrays: Arrays, index: Any) -> Any:
+def _take(arrays: Arrays, index: Index) -> Arrays:
     return {key: array[index] for key, array in arrays.items()} if isinstance(arrays, dict) else arrays[index]
 
 
@@ -163,6 +164,6 @@ def _shapes(arrays: Arrays) -> str:
     return ", ".join(f"{key!r}: {array.shape}" for key, array in arrays.items())
 
 
-def _check_int(name: str, value: Any, at_least: int) -> None:
+def _check_int(name: str, value: object, at_least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < at_least:
         raise ValueError(f"{name} must be an int >= {at_least}; got {value!r}.")

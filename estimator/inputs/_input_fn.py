@@ -23,7 +23,7 @@ _ACCEPTED = (
 )
 
 
-def call_input_fn(input_fn: Callable[..., Any], mode: Any, params: Any, config: Any) -> Any:
+def call_input_fn(input_fn: Callable[..., Any], mode: object, params: object, config: object) -> Any:
     """Calls `input_fn` with those of `mode`, `params` and `config` that it has as parameters.
 
     >>> call_input_fn(lambda params: [params["n"]], "train", {"n": 3}, None)
@@ -182,7 +182,7 @@ def batches(result: Any) -> Batches:
     return Batches(iter(result))
 
 
-def is_one_batch(result: Any) -> bool:
+def is_one_batch(result: object) -> bool:
     """Whether the result of an input_fn is one batch; otherwise it is an iterable of batches.
 
     Raises:

@@ -7,19 +7,24 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from jax.typing import ArrayLike
 
 from estimator.core._bcoo import is_sparse
+from estimator.core._typing import PyTree
 from estimator.inputs._input_fn import call_input_fn, is_one_batch, pair_of
 
 Axes = int | tuple[int, ...]
+AxesByName = Axes | Mapping[Any, Axes] | None
+Lengths = dict[Any, np.ndarray]  # by name
+Room = Callable[[str, int], int]  # the padded length for the name and the length of an array
 
 
 def pad_batches(
     batches: Callable[..., Any] | Iterable[Any],
     multiple_of: int = 1,
     *,
-    axes: Axes | Mapping[Any, Axes] | None = None,
-    label_axes: Axes | Mapping[Any, Axes] | None = None,
+    axes: AxesByName = None,
+    label_axes: AxesByName = None,
     values: Any = 0,
     label_values: Any = 0,
     pad_to: int | Sequence[int] | None = None,
@@ -74,7 +79,7 @@ def pad_batches(
     if not callable(batches):
         return padding.batch(batches) if is_one_batch(batches) else _PaddedBatches(batches, padding)
 
-    def input_fn(mode: Any = None, params: Any = None, config: Any = None) -> Any:
+    def input_fn(mode: object = None, params: object = None, config: object = None) -> Any:
         result = call_input_fn(batches, mode, params, config)
         return padding.batch(result) if is_one_batch(result) else _PaddedBatches(result, padding)
 
@@ -109,8 +114,8 @@ class _Padding:
     """The checked arguments of `pad_batches`, applied to batches."""
 
     multiple_of: int
-    axes: Any
-    label_axes: Any
+    axes: AxesByName
+    label_axes: AxesByName
     values: Any
     label_values: Any
     pad_to: int | Sequence[int] | None
@@ -158,7 +163,7 @@ class _Padding:
             )
         return min(enough)
 
-    def _axes(self, features: Any) -> Any:
+    def _axes(self, features: PyTree) -> Axes | Mapping[Any, Axes]:
         if self.axes is not None:
             return self.axes
         if not isinstance(features, Mapping):
@@ -170,7 +175,7 @@ class _Padding:
             "Give them with their dimensions, for example `axes={" + repr(next(iter(features), "x")) + ": 1}`."
         )
 
-    def _with_lengths(self, features: Any, row_lengths: dict[Any, np.ndarray]) -> Any:
+    def _with_lengths(self, features: Any, row_lengths: Lengths) -> dict[Any, Any]:
         if not isinstance(features, Mapping):
             raise ValueError(
                 f"lengths={self.lengths!r} adds a feature, for which features must be a dict; got "
@@ -196,8 +201,8 @@ class _Padding:
 
 
 def _padded(
-    name: str, tree: Any, axes: Any, values: Any, room: Callable[[str, int], int]
-) -> tuple[Any, dict[Any, np.ndarray]]:
+    name: str, tree: PyTree, axes: Axes | Mapping[Any, Axes], values: Any, room: Room
+) -> tuple[PyTree, Lengths]:
     """The padded features or labels, and the lengths of the rows before, by name."""
     if not isinstance(tree, Mapping):
         if isinstance(axes, Mapping):
@@ -216,7 +221,7 @@ def _padded(
     if isinstance(values, Mapping):
         _check_named(name, values, tree)
     arrays = dict(tree)
-    lengths: dict[Any, np.ndarray] = {}
+    lengths: Lengths = {}
     for key, x in tree.items():
         if key in axes or _has_rows(x):
             value = values.get(key, 0) if isinstance(values, Mapping) else values
@@ -225,7 +230,7 @@ def _padded(
 
 
 def _padded_array(
-    name: str, x: Any, axes: tuple[int, ...], value: Any, room: Callable[[str, int], int]
+    name: str, x: Any, axes: tuple[int, ...], value: ArrayLike, room: Room
 ) -> tuple[np.ndarray, np.ndarray]:
     if is_sparse(x):
         raise ValueError(f"{name} is sparse: one program serves many sizes of it already. Leave it out of `axes`.")
@@ -263,13 +268,13 @@ def _same_rank(name: str, rows: list[np.ndarray]) -> list[tuple[int, ...]]:
     return shapes
 
 
-def _common_dtype(x: Any, rows: list[np.ndarray], value: Any) -> np.dtype[Any]:
+def _common_dtype(x: Iterable[object], rows: list[np.ndarray], value: ArrayLike) -> np.dtype[Any]:
     """The dtype of the rows in `x`. Empty lists do not count: they have no dtype, and numpy makes floats of them."""
     dtypes = {row.dtype for row, original in zip(rows, x, strict=True) if row.size or hasattr(original, "dtype")}
     return np.result_type(*dtypes) if dtypes else np.asarray(value).dtype
 
 
-def _fitting(name: str, value: Any, dtype: np.dtype[Any]) -> np.ndarray:
+def _fitting(name: str, value: ArrayLike, dtype: np.dtype[Any]) -> np.ndarray:
     """The value in a dtype that can hold it."""
     try:
         array = np.array(value).astype(dtype)
@@ -287,7 +292,7 @@ def _check_named(name: str, by_name: Mapping[Any, Any], tree: Any) -> None:
         raise ValueError(f"pad_batches got {unknown} by name, which {name} have not; they have {list(tree)}.")
 
 
-def _has_rows(x: Any) -> bool:
+def _has_rows(x: object) -> bool:
     """Whether it is a list of rows, which may differ in length, instead of an array."""
     return isinstance(x, list) or (isinstance(x, np.ndarray) and x.dtype == object)
 
@@ -296,5 +301,5 @@ def _listed(x: Any) -> tuple[Any, ...]:
     return tuple(x) if isinstance(x, (tuple, list)) else (x,)
 
 
-def _is_int(x: Any) -> bool:
+def _is_int(x: object) -> bool:
     return isinstance(x, (int, np.integer)) and not isinstance(x, bool)

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import queue
 import threading
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -90,7 +91,7 @@ class Prefetcher:
     def __enter__(self) -> Prefetcher:
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def request(self, n: int) -> None:
@@ -174,7 +175,7 @@ class Prefetcher:
 @dataclasses.dataclass(frozen=True)
 class _Failure:
     error: BaseException
-    traceback: Any  # as it was in the thread; raising it adds the frames of the main thread
+    traceback: types.TracebackType | None  # as it was in the thread; raising it adds the frames of the main thread
 
 
 @dataclasses.dataclass(frozen=True)

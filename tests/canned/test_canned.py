@@ -175,8 +175,8 @@ def test_the_default_optimizer_of_a_linear_model_takes_the_steps_of_ftrl(tmp_pat
     names = [f"linear/linear_model/{name}" for name in ("kind/weights", "x/weights", "bias_weights")]
     values = variables(linear)
     assert values.keys() == {*names}
-    found = np.concatenate([values[name].ravel() for name in names])
-    np.testing.assert_allclose(found, ftrl(rows, LABELS, 0.2, 5), rtol=1e-4, atol=1e-6)
+    weights = np.concatenate([values[name].ravel() for name in names])
+    np.testing.assert_allclose(weights, ftrl(rows, LABELS, 0.2, 5), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.slow

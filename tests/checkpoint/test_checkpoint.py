@@ -216,7 +216,7 @@ def test_the_newest_are_kept(tmp_path, keep_max, kept):
 
 
 def save_at(checkpoints, steps, hours=lambda step: step):
-    """Saves steps as if each had been written so many hours after the first."""
+    """Saves steps as if each had been written the given hours after the first."""
     for step in steps:
         path = checkpoints.save(make_state(step))
         for file in (path, *pathlib.Path(path).rglob("*")):

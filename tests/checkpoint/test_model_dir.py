@@ -22,9 +22,9 @@ pytestmark = pytest.mark.covers("1.1 model_dir")
 
 @pytest.fixture(scope="module")
 def processes():
-    found = Processes("testing.scenarios.lives")
-    yield found
-    found.close()
+    server = Processes("testing.scenarios.lives")
+    yield server
+    server.close()
 
 
 def start(processes, function, model_dir, *args):
@@ -46,7 +46,7 @@ class At(est.Hook):
         self.does()
 
 
-# Two trainings.
+# Two training runs.
 
 
 def test_a_second_training_is_refused_until_the_first_is_dead(processes, tmp_path):
@@ -120,7 +120,7 @@ def test_where_there_are_no_locks_one_line_says_so(tmp_path, monkeypatch, messag
     assert saved_steps(estimator) == [3] and LOCK_FILE not in os.listdir(tmp_path)
 
 
-# Readers beside a training.
+# Readers during training.
 
 
 def test_a_checkpoint_that_is_read_is_removed_later(tmp_path):
@@ -246,7 +246,7 @@ def test_a_model_dir_with_the_characters_of_a_pattern_is_refused(tmp_path, name)
         make(tmp_path / name)
 
 
-# Processes around a training.
+# Processes around a training run.
 
 
 def test_a_forked_child_that_evaluates_says_that_it_cannot(processes, tmp_path):

@@ -59,7 +59,7 @@ def source(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def cold(tmp_path_factory):
-    """The initial values of the Estimators made by `make`, without warm start."""
+    """The initial values of the Estimators of `make`, without warm start."""
     return values(make(tmp_path_factory.mktemp("cold")).train(batches, steps=1), 0)
 
 
@@ -258,7 +258,7 @@ def test_extended_estimators_start_warm_too(tmp_path, source, caplog):
 @pytest.mark.parametrize("mode", ["train", "infer"])
 @pytest.mark.parametrize("distribution", list(VariableDistribution))
 def test_in_towers_a_warm_start_is_what_a_restored_state_is(source, distribution, mode):
-    """With all that training changes taken, the state goes on as that of the source would, with the same placement."""
+    """With all that training changes warm-started, the state continues like the source, in the same placement."""
     towers = replicate_model_fn(model_fn, devices=cpus(4), variable_distribution=distribution)
     model = est.transform(towers, {})
     batch = (X, Y) if mode == "train" else (X,)

@@ -2,9 +2,6 @@
 
 import json
 import os
-import re
-import subprocess
-import sys
 import time
 
 import flax.linen as nn
@@ -14,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from jax import export
+from testing.exports import readme_code, run_readme
 from testing.towers import assert_close, cpus
 
 import estimator as est
@@ -239,13 +237,10 @@ def test_one_file_is_lowered_for_cpu_and_gpu(exported, estimator, tmp_path):
 
 @pytest.mark.covers("9 loaded with jax and numpy alone")
 def test_the_readme_loads_the_folder_without_this_library(exported, estimator, tmp_path):
-    with open(os.path.join(exported, "README.md"), encoding="utf-8") as file:
-        (lines,) = re.findall(r"```python\n(.*?)```", file.read(), re.S)
-    assert len([line for line in lines.splitlines() if line]) <= 12
+    assert len([line for line in readme_code(exported).splitlines() if line]) <= 12
     features, result = batch(7), str(tmp_path / "result.npz")
     np.savez(tmp_path / "features.npz", **features)
-    before = "import sys\nsys.modules['estimator'] = sys.modules['replicate'] = None\n"
-    after = f"""
+    then = f"""
 assert outputs["logits"].shape == (1, 2)
 np.savez({result!r}, **predict(weights, dict(np.load({str(tmp_path / "features.npz")!r}))))
 try:
@@ -253,15 +248,7 @@ try:
 except ImportError:
     print("not here")
 """
-    done = subprocess.run(
-        [sys.executable, "-I", "-c", before + lines + after],
-        cwd=exported,
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert (done.returncode, done.stdout) == (0, "not here\n"), done.stderr
+    assert run_readme(exported, then) == "not here\n"
     with np.load(result) as got:
         np.testing.assert_allclose(got["logits"], predicted(estimator, features)["logits"], rtol=2e-5)
 

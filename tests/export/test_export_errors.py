@@ -1,4 +1,4 @@
-"""What cannot be exported, loaded or asked of an exported model, and what is said about it."""
+"""Errors of exporting, loading and calling an exported model."""
 
 import json
 import os

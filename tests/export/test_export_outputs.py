@@ -2,8 +2,6 @@
 
 import os
 import re
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +10,7 @@ import optax
 import pytest
 from jax import export
 from testing.estimators import X
+from testing.exports import readme_code, run_readme
 from testing.towers import assert_close, cpus
 
 import estimator as est
@@ -66,8 +65,8 @@ class Recorded(est.Hook):
 def wanted(estimator, features):
     """What `predict` computes, by the names of outputs."""
     hook = Recorded()
-    (found,) = estimator.predict(lambda: features, hooks=[hook], yield_single_examples=False)
-    return {"logits": found["logits"], "walk/end": found["walk"]["end"], **hook.values}
+    (prediction,) = estimator.predict(lambda: features, hooks=[hook], yield_single_examples=False)
+    return {"logits": prediction["logits"], "walk/end": prediction["walk"]["end"], **hook.values}
 
 
 def products(path):
@@ -156,20 +155,10 @@ def test_one_batch_size_is_enough(estimator, tmp_path):
 
 def test_the_readme_loads_a_part_without_this_library(estimator, tmp_path):
     path = estimator.export_model(tmp_path, batch(2), outputs=["net/embedding"])
-    with open(os.path.join(path, "README.md"), encoding="utf-8") as file:
-        (lines,) = re.findall(r"```python\n(.*?)```", file.read(), re.S)
-    assert "unused" not in lines and '[None, np.zeros((1,), "float32")]' in lines
-    before = "import sys\nsys.modules['estimator'] = sys.modules['replicate'] = None\n"
-    after = "print({name: x.shape for name, x in outputs.items()}, len(weights))"
-    done = subprocess.run(
-        [sys.executable, "-I", "-c", before + lines + after],
-        cwd=path,
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert (done.returncode, done.stdout) == (0, "{'net/embedding': (1, 4)} 2\n"), done.stderr
+    code = readme_code(path)
+    assert "unused" not in code and '[None, np.zeros((1,), "float32")]' in code
+    then = "print({name: x.shape for name, x in outputs.items()}, len(weights))"
+    assert run_readme(path, then) == "{'net/embedding': (1, 4)} 2\n"
 
 
 def exported(estimator, base, predict, **options):

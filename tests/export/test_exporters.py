@@ -19,15 +19,15 @@ NAN = {"loss": np.nan, "global_step": 50}
 
 
 class Model:
-    """Exports by making a folder, and notes what it was asked."""
+    """Exports by making a folder, and records its calls."""
 
     def __init__(self, now=1_000_000_000):
         self.now = now
-        self.asked = []
+        self.calls = []
 
     def export_model(self, export_dir_base, example_features, **options):
         self.now += 1
-        self.asked.append((export_dir_base, example_features, options))
+        self.calls.append((export_dir_base, example_features, options))
         path = os.path.join(export_dir_base, str(self.now))
         os.makedirs(path)
         return path
@@ -90,7 +90,7 @@ def test_what_is_asked_of_the_estimator(export, tmp_path):
         "batch_size": 3,
         "platforms": ("cpu",),
     }
-    assert export.model.asked == [
+    assert export.model.calls == [
         (str(tmp_path / "a"), FEATURES, options),
         (str(tmp_path / "latest"), FEATURES, {"checkpoint_path": "ckpt-1"}),
     ]
@@ -237,7 +237,7 @@ def test_an_exporter_has_a_name_and_exports():
         est.Exporter()
 
 
-# In a training.
+# In a training run.
 
 
 @pytest.mark.slow
@@ -255,7 +255,12 @@ def test_the_models_of_a_training_are_exported(tmp_path):
     for _ in range(2):  # the second time it has ended already
         _, paths = est.train_and_evaluate(estimator, train_spec, spec, eval_every_steps=2)
     folders = {name: sorted(os.listdir(tmp_path / "export" / name)) for name in os.listdir(tmp_path / "export")}
-    assert {name: len(found) - 1 for name, found in folders.items()} == {"latest": 3, "final": 1, "best": 3, "first": 1}
+    assert {name: len(paths) - 1 for name, paths in folders.items()} == {
+        "latest": 3,
+        "final": 1,
+        "best": 3,
+        "first": 1,
+    }
     assert [path and os.path.basename(path) for path in paths] == [
         folders["latest"][2],
         folders["final"][0],

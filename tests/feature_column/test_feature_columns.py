@@ -127,20 +127,20 @@ def test_strings_become_ids_or_codes():
         "street": np.array([b"a", b"b", b"a", b""]),
         "age": np.arange(4),
     }
-    found = fc.encode(features, columns)
+    result = fc.encode(features, columns)
     crc = lambda text: zlib.crc32(text.encode()) % 2**31  # noqa: E731
-    assert found["pet"].tolist() == [1, -1, -1, 0]
-    assert found["city"].tolist() == [
+    assert result["pet"].tolist() == [1, -1, -1, 0]
+    assert result["city"].tolist() == [
         [crc("Köln"), -1],
         [crc("Rom"), -1],
         [crc("Rom"), -1],
         [crc("Bonn"), crc("Köln")],
     ]
-    assert found["street"].tolist() == [crc("a"), crc("b"), crc("a"), -1]
-    assert found["age"] is features["age"] and features["pet"][0] == "dog"
-    assert all(found[key].dtype == np.int32 for key in ("pet", "city", "street"))
-    again = fc.encode(found, columns)
-    assert all(again[key] is found[key] for key in found)
+    assert result["street"].tolist() == [crc("a"), crc("b"), crc("a"), -1]
+    assert result["age"] is features["age"] and features["pet"][0] == "dog"
+    assert all(result[key].dtype == np.int32 for key in ("pet", "city", "street"))
+    again = fc.encode(result, columns)
+    assert all(again[key] is result[key] for key in result)
 
 
 def test_strings_out_of_the_vocabulary_have_the_default_or_a_bucket_of_their_own():
@@ -156,9 +156,9 @@ def test_strings_out_of_the_vocabulary_have_the_default_or_a_bucket_of_their_own
 def test_columns_of_pandas_are_encoded():
     frame = pd.DataFrame({"s": ["a", None, "b"], "c": pd.Categorical(["b", "a", "b"]), "n": [1, 2, 3]})
     columns = [fc.categorical_column_with_vocabulary_list(key, ["a", "b"]) for key in "sc"]
-    found = fc.encode(dict(frame), columns)
-    assert found["s"].tolist() == [0, -1, 1] and found["c"].tolist() == [1, 0, 1]
-    assert found["n"].tolist() == [1, 2, 3]
+    result = fc.encode(dict(frame), columns)
+    assert result["s"].tolist() == [0, -1, 1] and result["c"].tolist() == [1, 0, 1]
+    assert result["n"].tolist() == [1, 2, 3]
 
 
 # Dense columns of classes.
@@ -179,10 +179,10 @@ def test_an_indicator_counts():
 def test_embeddings_are_combined(combiner, power):
     column = fc.embedding_column(PETS, 2, combiner)
     name = "input_layer/pet_embedding/embedding_weights"
-    found, variables = run(lambda f: fc.input_layer(f, [column]), {"pet": IDS}, {name: jnp.asarray(TABLE)})
+    result, variables = run(lambda f: fc.input_layer(f, [column]), {"pet": IDS}, {name: jnp.asarray(TABLE)})
     assert list(variables) == [name]
     sums = [sum((TABLE[i] for i in row if i >= 0), np.zeros(2)) / max(1, (row >= 0).sum()) ** power for row in IDS]
-    np.testing.assert_allclose(found, sums, rtol=1e-6)
+    np.testing.assert_allclose(result, sums, rtol=1e-6)
 
 
 def test_embeddings_begin_as_tensorflow_has_them():
@@ -191,8 +191,8 @@ def test_embeddings_begin_as_tensorflow_has_them():
     [table] = variables.values()
     assert abs(table).max() <= 2 / 4 and float(table.std()) == pytest.approx(0.88 / 4, abs=0.01)  # truncated at 2
     ones = fc.embedding_column(PETS, 2, initializer=jax.nn.initializers.ones)
-    found, _ = run(lambda f: fc.input_layer(f, [ones]), {"pet": IDS})
-    np.testing.assert_array_equal(found, [[1, 1], [1, 1], [0, 0], [1, 1]])
+    result, _ = run(lambda f: fc.input_layer(f, [ones]), {"pet": IDS})
+    np.testing.assert_array_equal(result, [[1, 1], [1, 1], [0, 0], [1, 1]])
 
 
 @pytest.mark.slow
@@ -233,13 +233,13 @@ def test_a_linear_model_is_a_weighted_sum(combiner, power):
     }
     columns = [fc.numeric_column("x", 2), PETS]
     given = {name: jnp.asarray(value) for name, value in weights.items()}
-    found, variables = run(
+    result, variables = run(
         lambda f: fc.linear_model(f, columns, units=2, sparse_combiner=combiner), {"x": x, "pet": IDS}, given
     )
     assert variables.keys() == weights.keys()
     pets = [sum((TABLE[i] for i in row if i >= 0), np.zeros(2)) / max(1, (row >= 0).sum()) ** power for row in IDS]
     expected = pets + x @ weights["linear_model/x/weights"] + weights["linear_model/bias_weights"]
-    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    np.testing.assert_allclose(result, expected, rtol=1e-6)
     zeros, _ = run(lambda f: fc.linear_model(f, columns), {"x": x, "pet": IDS})
     np.testing.assert_array_equal(zeros, np.zeros((4, 1)))
 

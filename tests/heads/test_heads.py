@@ -67,7 +67,7 @@ def test_the_loss_is_the_weighted_cross_entropy_as_the_reduction_says(reduction)
 @pytest.mark.parametrize("w", [W, np.ones(ROWS, np.float32)], ids=["weights", "no weights"])
 def test_binary_metrics_are_those_of_scikit_learn(w):
     head = est.BinaryClassHead("w" if w is W else None, thresholds=[0.25, 0.5])
-    found = results(head.metrics(LABEL, LOGIT, {"w": w} if w is W else None))
+    result = results(head.metrics(LABEL, LOGIT, {"w": w} if w is W else None))
     p, mean = P[:, 0], np.average(LABEL, weights=w)
     expected = {
         "average_loss": sk.log_loss(LABEL, p, sample_weight=w),
@@ -80,8 +80,8 @@ def test_binary_metrics_are_those_of_scikit_learn(w):
     for suffix, cut in [("", 0.5), ("/positive_threshold_0.25", 0.25), ("/positive_threshold_0.5", 0.5)]:
         scores = [("accuracy", sk.accuracy_score), ("precision", sk.precision_score), ("recall", sk.recall_score)]
         expected |= {name + suffix: score(LABEL, p > cut, sample_weight=w) for name, score in scores}
-    assert found.keys() == expected.keys()
-    assert found == {name: close(value) for name, value in expected.items()}
+    assert result.keys() == expected.keys()
+    assert result == {name: close(value) for name, value in expected.items()}
 
 
 @pytest.mark.covers("11 BinaryClassHead")
@@ -95,13 +95,13 @@ def test_the_baseline_is_that_of_the_more_frequent_class_of_all_batches():
 
 @pytest.mark.covers("11 BinaryClassHead")
 def test_binary_predictions():
-    found = est.BinaryClassHead().predictions(LOGIT)
+    result = est.BinaryClassHead().predictions(LOGIT)
     both = np.concatenate([1 - P, P], axis=1)
-    np.testing.assert_allclose(found["logistic"], P, rtol=1e-5)
-    np.testing.assert_allclose(found["probabilities"], both, rtol=1e-5)
-    np.testing.assert_array_equal(found["class_ids"], both.argmax(1)[:, None])
-    np.testing.assert_array_equal(found["all_class_ids"], [[0, 1]] * ROWS)
-    np.testing.assert_array_equal(found["logits"], LOGIT)
+    np.testing.assert_allclose(result["logistic"], P, rtol=1e-5)
+    np.testing.assert_allclose(result["probabilities"], both, rtol=1e-5)
+    np.testing.assert_array_equal(result["class_ids"], both.argmax(1)[:, None])
+    np.testing.assert_array_equal(result["all_class_ids"], [[0, 1]] * ROWS)
+    np.testing.assert_array_equal(result["logits"], LOGIT)
     assert list(est.BinaryClassHead().predictions(LOGIT, ["logits"])) == ["logits"]
 
 
@@ -167,10 +167,10 @@ def test_a_head_of_several_labels(sparse):
         "auc/a": sk.roc_auc_score(MULTI[:, 0], p[:, 0], sample_weight=W),
         "auc_precision_recall/a": precision_recall_area(MULTI[:, 0], p[:, 0], W),
     }
-    found = results(head.metrics(labels, logits, FEATURES))
-    assert {name: found[name] for name in expected} == {name: close(value) for name, value in expected.items()}
-    assert found.keys() - expected.keys() == {"auc", "auc_precision_recall", "auc/c", "auc_precision_recall/c"}
-    assert found["auc"] == pytest.approx(sk.roc_auc_score(y_score=p.ravel(), **flat), abs=5e-3)
+    result = results(head.metrics(labels, logits, FEATURES))
+    assert {name: result[name] for name in expected} == {name: close(value) for name, value in expected.items()}
+    assert result.keys() - expected.keys() == {"auc", "auc_precision_recall", "auc/c", "auc_precision_recall/c"}
+    assert result["auc"] == pytest.approx(sk.roc_auc_score(y_score=p.ravel(), **flat), abs=5e-3)
     np.testing.assert_allclose(head.predictions(logits)["probabilities"], p, rtol=1e-5)
 
 
@@ -472,7 +472,7 @@ def test_training_shows_the_loss_of_each_head_and_of_regularization(reduction):
     [(None, {"regularization_loss"}), ("two", {"loss/two", "regularization_loss/two"})],
 )
 def test_a_head_shows_what_no_one_else_does(name, tags):
-    """Of a head without a name the loss is that of the model, which `train` shows; and a name may be taken."""
+    """The loss of a head without a name is the model's, which `train` shows; and a name may be taken."""
     head = est.BinaryClassHead(name=name)
 
     def model_fn(features, labels, mode):

@@ -198,7 +198,7 @@ def test_keys_of_several_kinds_are_an_error(tmp_path, verb, batch):
         all_of(make(tmp_path, by_key), verb, lambda: [batch])
 
 
-# An input_fn that returns a batch in the place of batches.
+# An input_fn that returns a batch instead of batches.
 
 
 @pytest.mark.slow

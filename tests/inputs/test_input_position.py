@@ -14,7 +14,7 @@ from estimator.inputs._prefetch import Prefetcher
 
 
 class Numbers:
-    """What grain's iterators are: an iterator that says where it is. It says so in a dict that it goes on to change."""
+    """Like grain's iterators: an iterator with a position, in a dict that it keeps changing."""
 
     def __init__(self, stop=10):
         self.stop, self.state = stop, {"next": 0}
@@ -184,7 +184,7 @@ def test_rows_go_on_exactly_where_they_were_cut_in_any_batch_size(n, sizes, epoc
     for epoch in range(epochs):
         assert sorted((taken + rest)[epoch * n : (epoch + 1) * n]) == list(range(n))
     for size in sizes:
-        other = make(size, None)  # a new process: the seed is that of the state
+        other = make(size, None)  # a new process: the seed comes from the state
         other.set_state(state)
         assert rows(other) == rest
         assert other.get_state() == whole.get_state()

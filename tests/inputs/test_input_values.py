@@ -252,8 +252,8 @@ def test_a_buffer_may_be_written_again_when_a_step_has_been_called(step):
             return model.train_loop(state, [buffer])
         if step == "train_loop of a stack":
             return model.train_loop(state, (buffer[None], None))
-        found = getattr(model, step)(state, buffer)
-        return found if step == "train_step" else (state, found)
+        output = getattr(model, step)(state, buffer)
+        return output if step == "train_step" else (state, output)
 
     seen = 0.0
     for i in range(20):

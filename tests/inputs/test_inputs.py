@@ -23,7 +23,7 @@ class Tensor:
 
 
 class Loader:
-    """Iterable anew each time, yielding lists, as torch's DataLoader does."""
+    """Iterable again and again, yielding lists, like torch's DataLoader."""
 
     def __iter__(self):
         return iter([[Tensor([1, 2]), Tensor([3, 4])], [Tensor([5, 6]), Tensor([7, 8])]])

@@ -114,7 +114,7 @@ class EagerTensor:
     def __init__(self, array):
         self._array = np.asarray(array)
         self.shape = self._array.shape
-        self.dtype = object()  # tf.float32 is no numpy dtype
+        self.dtype = object()  # tf.float32 is not a numpy dtype
 
     def __array__(self, dtype=None, copy=None):
         return self._array
@@ -127,7 +127,7 @@ class EagerTensor:
 
 
 class Dataset:
-    """As a tf.data.Dataset: iterable anew each time, of tuples with dicts in them."""
+    """Like a tf.data.Dataset: iterable again and again, of tuples with dicts in them."""
 
     def __init__(self, element, count=5):
         self.element, self.count = element, count

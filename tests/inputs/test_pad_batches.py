@@ -34,20 +34,20 @@ def one(*args, **kwargs):
 @settings(max_examples=60, deadline=None)
 def test_rows_come_first_then_padding_up_to_the_multiple(rows, multiple, value):
     given = {"x": [np.arange(n, dtype=I32) + 1 for n in rows]}
-    found = one(given, multiple, values=value, lengths="n")
-    assert found["n"].tolist() == rows and found["n"].dtype == found["x"].dtype == I32
-    length = found["x"].shape[1]
+    result = one(given, multiple, values=value, lengths="n")
+    assert result["n"].tolist() == rows and result["n"].dtype == result["x"].dtype == I32
+    length = result["x"].shape[1]
     assert length % multiple == 0 and 0 <= length - max(max(rows), 1) < multiple
-    for n, row in zip(rows, found["x"], strict=True):
+    for n, row in zip(rows, result["x"], strict=True):
         assert row.tolist() == [*range(1, n + 1), *[value] * (length - n)]
 
 
 def test_arrays_are_made_longer_in_the_dimensions_named():
     x = np.arange(12.0).reshape(2, 3, 2)
-    found = one({"x": x, "other": x}, 4, axes={"x": (1, 2)}, values={"x": -1.0}, lengths={"x": "n"})
-    assert found["x"].shape == (2, 4, 4) and found["other"] is x and found["n"].tolist() == [3, 3]
-    np.testing.assert_array_equal(found["x"][:, :3, :2], x)
-    assert (found["x"].sum(), x.sum()) == (x.sum() - 20, 66)
+    result = one({"x": x, "other": x}, 4, axes={"x": (1, 2)}, values={"x": -1.0}, lengths={"x": "n"})
+    assert result["x"].shape == (2, 4, 4) and result["other"] is x and result["n"].tolist() == [3, 3]
+    np.testing.assert_array_equal(result["x"][:, :3, :2], x)
+    assert (result["x"].sum(), x.sum()) == (x.sum() - 20, 66)
     assert one(x, 2, axes=1).shape == (2, 4, 2) == one(x, 2).shape
 
 
@@ -58,15 +58,15 @@ def test_without_a_number_the_longest_row_decides():
 
 @pytest.mark.parametrize(("pad_to", "lengths"), [((32, 8, 16), [8, 8, 16, 32]), (40, [40] * 4)])
 def test_lengths_may_be_chosen_from_some(pad_to, lengths):
-    found = pad_batches((np.ones((1, n)) for n in (1, 8, 9, 32)), pad_to=pad_to)
-    assert [x.shape[1] for x in found] == lengths
+    result = pad_batches((np.ones((1, n)) for n in (1, 8, 9, 32)), pad_to=pad_to)
+    assert [x.shape[1] for x in result] == lengths
 
 
 def test_rows_may_be_lists_arrays_or_an_array_of_objects_and_keep_their_dtype():
     ragged = np.empty(2, object)
     ragged[:] = [np.ones(2, np.float16), np.ones(1, np.float16)]
-    found = one({"a": ragged, "b": [[], [True]], "c": [[], []], "d": [np.ones(0, I32)] * 2, "e": [[1], [0.5]]})
-    assert {name: (x.dtype.name, x.shape) for name, x in found.items()} == {
+    result = one({"a": ragged, "b": [[], [True]], "c": [[], []], "d": [np.ones(0, I32)] * 2, "e": [[1], [0.5]]})
+    assert {name: (x.dtype.name, x.shape) for name, x in result.items()} == {
         "a": ("float16", (2, 2)),
         "b": ("bool", (2, 1)),
         "c": ("int64", (2, 1)),
@@ -263,5 +263,5 @@ def test_what_does_not_fit_a_batch_is_an_error(element, args, message):
 
 
 def test_nan_may_be_padded_with():
-    found = one({"x": [[1.0], [2.0, 3.0]]}, values=np.nan)["x"]
-    assert np.isnan(found[0, 1]) and list(itertools.chain(*found.tolist()))[2:] == [2.0, 3.0]
+    result = one({"x": [[1.0], [2.0, 3.0]]}, values=np.nan)["x"]
+    assert np.isnan(result[0, 1]) and list(itertools.chain(*result.tolist()))[2:] == [2.0, 3.0]

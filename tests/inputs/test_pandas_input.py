@@ -23,7 +23,7 @@ def test_a_series_gives_an_array_of_labels_and_a_frame_a_dict():
     for features, labels in pandas_input_fn(X, SERIES, 2, num_epochs=3, shuffle=True)():
         assert type(labels) is np.ndarray
         np.testing.assert_array_equal(labels, features["a"] * 10)
-    for features, labels in pandas_input_fn(X, FRAME, 2, shuffle=True)():  # its columns may be called as those of x
+    for features, labels in pandas_input_fn(X, FRAME, 2, shuffle=True)():  # may have the column names of x
         np.testing.assert_array_equal(labels["c"], features["a"] * 10)
         np.testing.assert_array_equal(labels["a"], features["a"] * 20)
 

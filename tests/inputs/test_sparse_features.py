@@ -46,7 +46,7 @@ class Linear:
 
 
 def words(rows, entries, seed=0):
-    """A matrix with so many values that are not 0, all in the first half of the rows."""
+    """A matrix with N values that are not 0, all in the first half of the rows."""
     random = np.random.default_rng(seed)
     matrix = np.zeros((rows, COLUMNS), np.float32)
     where = random.permutation((rows + 1) // 2 * COLUMNS)[:entries]
@@ -68,7 +68,7 @@ def by_rows(matrix):
 
 
 def to_dense(x):
-    """As `x.todense()`, in numpy and for rows that are no batch dimension."""
+    """As `x.todense()`, in numpy and for rows that are not a batch dimension."""
     dense = np.zeros(x.shape, np.float32)
     for index, value in zip(np.asarray(x.indices), np.asarray(x.data), strict=True):
         if all(i < size for i, size in zip(index, x.shape, strict=False)):

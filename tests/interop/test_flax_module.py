@@ -81,7 +81,7 @@ def started(model, batches=None, seed=0, **how):
 
 
 def linen_by_hand(state, batches, net):
-    """The losses and the variables of a training loop as Flax's guides write it, from the values of `state`."""
+    """The losses and the variables of a training loop as in Flax's guides, from the values of `state`."""
     params, stats, optimizer = state.variables["net"], state.variables["net/batch_stats"], optax.sgd(0.1, momentum=0.9)
     slots = optimizer.init(params)
 
