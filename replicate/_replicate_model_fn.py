@@ -149,8 +149,8 @@ def replicate_model_fn(
             )
         bound = bind(model_fn, params, config)
         frame.placement = runner.placement
-        if not frame.one_tower:
-            frame.parts, frame.cut = runner.placement.parts, runner.placement.cut
+        if not frame.replica.one_tower:
+            frame.replica = dataclasses.replace(frame.replica, parts=runner.placement.parts, cut=runner.placement.cut)
         if on_nan and mode == ModeKeys.TRAIN:
             watch_non_finite(frame, on_nan)
 
@@ -161,7 +161,7 @@ def replicate_model_fn(
             return runner.initialize(call, frame, (features, labels))
         if mode == ModeKeys.TRAIN:
             return runner.train(call, frame, (features, labels), rows)
-        if frame.one_tower:
+        if frame.replica.one_tower:
             runner = dataclasses.replace(runner, devices=towers[:1])
         return runner.evaluate(call, frame, (features, labels), rows)
 

@@ -89,7 +89,7 @@ class DNNLinearCombinedEstimator(Estimator):
             parts.append((_showing(linear), optimizer_fn(caller, linear_optimizer, rate, from_zeros=True)))
 
         def model_fn(features: PyTree, labels: PyTree, mode: str) -> EstimatorSpec:
-            trainable = current_frame(caller).trainable
+            trainable = current_frame(caller).declared.trainable
             logits, own = [], []
             for logits_fn, _ in parts:
                 before = set(trainable)

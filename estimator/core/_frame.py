@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from estimator.core._mode_keys import ModeKeys
-from estimator.core._typing import PyTree, Slots, Variables
+from estimator.core._typing import Gradients, Partitions, Slots, Variables
 from estimator.runtime._transformations import differentiates, on_stack
 
 if TYPE_CHECKING:
@@ -66,6 +66,99 @@ class RunId:
         return 0
 
 
+@dataclasses.dataclass(frozen=True)
+class Replica:
+    """Which part of a replicated run this is, and what it does with the others; the defaults are a run alone.
+
+    Attributes:
+      average_denominator: `(denominator, index)`, what a loss divides by instead of its own denominator, of which every
+        tower has another; `index` counts `Frame.denominators`, and is None for one that is not among them.
+      loss_scale: factor on the losses of this run, whose gradients are added to the other towers' gradients.
+      parts: the number of devices of a tower.
+      cut: cuts a dimension of an array over the devices of a tower.
+      one_tower: whether a replicated model_fn runs as one tower, on any device: what is exported has no towers.
+    """
+
+    average_denominator: Callable[[jax.Array, int | None], jax.Array] = _same
+    loss_scale: float = 1.0
+    parts: int = 1
+    cut: Callable[[jax.Array, int], jax.Array] = _whole
+    one_tower: bool = False
+
+
+@dataclasses.dataclass
+class Declared:
+    """What a model_fn has named so far.
+
+    Attributes:
+      trainable, aggregation: the arguments of `get_variable`, by full name.
+      partitions: which dimension of a variable's array is cut, by full name and path; empty if a tower is one device.
+      modules: what `flax_module` returned, by full name.
+      slot_owners: which optimizer each entry of `Frame.slots` belongs to.
+      rng_calls: how often `make_rng` was called, by name.
+    """
+
+    trainable: dict[str, bool] = dataclasses.field(default_factory=dict)
+    aggregation: dict[str, Any] = dataclasses.field(default_factory=dict)
+    partitions: Partitions = dataclasses.field(default_factory=dict)
+    modules: dict[str, Any] = dataclasses.field(default_factory=dict)
+    slot_owners: dict[str, object] = dataclasses.field(default_factory=dict)
+    rng_calls: Counter[str] = dataclasses.field(default_factory=Counter)
+
+
+@dataclasses.dataclass
+class GradientCalls:
+    """What the calls of an optimizer's methods in one run leave for each other.
+
+    Attributes:
+      known: what the first calls of `compute_gradients` return (see `steps/_gradients.py`).
+      calls: how often `compute_gradients` was called.
+      scaled: the variables whose gradients it returned, which are scaled as the losses are.
+      says_scaled: whether `tower_gradient` scaled gradients that the model_fn took by itself.
+      reserved: the entries of `Frame.slots` that `compute_gradients` took for `apply_gradients`, and their optimizers.
+      slot_variables: the variables that entries of `Frame.slots` are about, where a run reads them outside of TRAIN.
+    """
+
+    known: tuple[Gradients, ...] = ()
+    calls: int = 0
+    scaled: set[str] = dataclasses.field(default_factory=set)
+    says_scaled: bool = False
+    reserved: dict[str, object] = dataclasses.field(default_factory=dict)
+    slot_variables: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass
+class Embeddings:
+    """The tables that are read by rows, by full name (see `sparse/_embedding.py`).
+
+    Attributes:
+      taps: what `embedding_lookup` adds to the rows of each lookup.
+      lookups: the rows of each lookup, a flat array; an id outside of the table is negative or too large.
+      handed_out: the variables that the model_fn has seen whole, not only by their rows.
+    """
+
+    taps: dict[str, list[jax.Array]] = dataclasses.field(default_factory=dict)
+    lookups: dict[str, list[jax.Array]] = dataclasses.field(default_factory=dict)
+    handed_out: set[str] = dataclasses.field(default_factory=set)
+
+
+@dataclasses.dataclass
+class Tracing:
+    """Where a run stands among jax's transformations.
+
+    Attributes:
+      run: stands for this run.
+      runs: this run, and those within it, as of towers.
+      trace: which of jax's traces the frame was opened in.
+      around: the transformations of jax that the frame was opened under.
+    """
+
+    run: RunId = dataclasses.field(default_factory=RunId)
+    runs: list[RunId] = dataclasses.field(default_factory=list)
+    trace: object = None
+    around: tuple[str, ...] = ()
+
+
 @dataclasses.dataclass
 class Frame:
     """One run of a model_fn.
@@ -77,111 +170,53 @@ class Frame:
       key: the PRNG key of this step (in init: of the initial values).
       global_step: int32 scalar.
       initializing: whether `get_variable` creates variables instead of looking them up.
-      known_gradients: what the first calls of `compute_gradients` return (see `_gradients.py`).
-      average_denominator: `(denominator, index)`, what a loss divides by instead of its own denominator, of which every
-        tower has another; `index` counts `denominators`, and is None for one that is not among them.
+      replica: which part of a replicated run this is.
+      scope, reuse: the open `variable_scope`s.
+      declared, gradients, embeddings: what the model_fn has named and called so far.
+      writes: the variables that it wrote.
       denominators: of the losses so far; only those known in the model_fn itself, not in a loop or branch within it.
-      parts: of how many devices a tower is.
-      cut: cuts a dimension of an array over the devices of a tower.
-      trainable, aggregation: the arguments of `get_variable`, by full name.
-      partitions: which dimension of a variable's array is cut, by full name and path; empty if `parts` is 1.
-      assigned, added: the writes of this run: the value assigned last, and the sum of the deltas since.
+      reported: what it reported, by full name (see `_record.py`).
       placement: where a replicated model_fn wants its variables; None for a plain one.
-      scope, reuse: what the open `variable_scope`s say.
-      rng_calls: how often `make_rng` was called, by name.
-      slot_owners: which optimizer each entry of `slots` belongs to.
-      reserved: the entries of `slots` that `compute_gradients` took for `apply_gradients`, and their optimizers.
-      loss_scale: factor on the losses of this run, whose gradients are added to the other towers' gradients.
-      slot_variables: the variables that entries of `slots` are about, where a run reads them outside of TRAIN.
-      scaled_gradients: the variables whose gradients in this run `compute_gradients` returned, which are scaled so.
-      says_scaled: whether `tower_gradient` scaled gradients that the model_fn took by itself.
-      gradient_calls: how often `compute_gradients` was called.
-      on_nan: what is done about non-finite gradients (see `_non_finite.py`).
-      taps: by table, what `embedding_lookup` adds to the rows of each lookup (see `_gradients.py`).
-      lookups: by table, the rows of each lookup, a flat array; an id outside of the table is negative or too large.
-      handed_out: the variables that the model_fn has seen whole, not only by their rows.
-      reported: what the model_fn reported, by full name (see `_report.py`).
-      one_tower: whether a replicated model_fn runs as one tower, on any device: what is exported has no towers.
-      modules: what `flax_module` returned, by full name.
-      deferred: by field of the spec, what a replicated model_fn returns in it, and the `Deferred` that it comes from.
-      run: stands for this run.
-      runs: this run, and those within it, as of towers.
-      trace: which of jax's traces the frame was opened in.
-      around: the transformations of jax that the frame was opened under.
+      on_nan: what it does about non-finite gradients (see `optim/_non_finite.py`).
+      deferred: by field of the spec, what it returns in it, and the `Deferred` that it comes from.
+      tracing: where the run stands among jax's transformations.
     """
 
-    # JAX values.
     mode: ModeKeys
     variables: Variables
     slots: Slots
     key: jax.Array
     global_step: jax.Array
-    # Python values: how the run is done.
     initializing: bool = False
-    known_gradients: tuple[dict[str, PyTree], ...] = ()
-    average_denominator: Callable[[jax.Array, int | None], jax.Array] = _same
-    parts: int = 1
-    cut: Callable[[jax.Array, int], jax.Array] = _whole
-    one_tower: bool = False
-    loss_scale: float = 1.0
-    # Python values: what the model_fn did so far.
-    trainable: dict[str, bool] = dataclasses.field(default_factory=dict)
-    aggregation: dict[str, Any] = dataclasses.field(default_factory=dict)
-    partitions: dict[tuple[Any, ...], int] = dataclasses.field(default_factory=dict)
-    assigned: Variables = dataclasses.field(default_factory=dict)
-    added: Variables = dataclasses.field(default_factory=dict)
-    denominators: list[jax.Array] = dataclasses.field(default_factory=list)
-    placement: Placement | None = None
+    replica: Replica = Replica()
     scope: tuple[str, ...] = ()
     reuse: Any = None
-    rng_calls: Counter[str] = dataclasses.field(default_factory=Counter)
-    slot_owners: dict[str, Any] = dataclasses.field(default_factory=dict)
-    reserved: dict[str, Any] = dataclasses.field(default_factory=dict)
-    slot_variables: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
-    scaled_gradients: set[str] = dataclasses.field(default_factory=set)
-    says_scaled: bool = False
-    gradient_calls: int = 0
-    on_nan: str | None = None
-    taps: dict[str, list[jax.Array]] = dataclasses.field(default_factory=dict)
-    lookups: dict[str, list[jax.Array]] = dataclasses.field(default_factory=dict)
-    handed_out: set[str] = dataclasses.field(default_factory=set)
+    declared: Declared = dataclasses.field(default_factory=Declared)
+    gradients: GradientCalls = dataclasses.field(default_factory=GradientCalls)
+    embeddings: Embeddings = dataclasses.field(default_factory=Embeddings)
+    writes: Writes = dataclasses.field(default_factory=lambda: Writes({}, {}))
+    denominators: list[jax.Array] = dataclasses.field(default_factory=list)
     reported: dict[str, Any] = dataclasses.field(default_factory=dict)
-    modules: dict[str, Any] = dataclasses.field(default_factory=dict)
+    placement: Placement | None = None
+    on_nan: str | None = None
     deferred: dict[str, Any] = dataclasses.field(default_factory=dict)
-    run: RunId = dataclasses.field(default_factory=RunId)
-    runs: list[RunId] = dataclasses.field(default_factory=list)
-    trace: Any = None
-    around: tuple[str, ...] = ()
+    tracing: Tracing = dataclasses.field(default_factory=Tracing)
 
     def fresh(self, **changes: Any) -> Frame:
         """A frame that starts from here: in the same scope, with the same names taken, nothing written yet."""
-        started: dict[str, Any] = {
-            "mode": self.mode,
-            "variables": dict(self.variables),
-            "slots": dict(self.slots),
-            "key": self.key,
-            "global_step": self.global_step,
-            "initializing": self.initializing,
-            "known_gradients": self.known_gradients,
-            "average_denominator": self.average_denominator,
-            "parts": self.parts,
-            "cut": self.cut,
-            "one_tower": self.one_tower,
-            "loss_scale": self.loss_scale,
-            "scope": self.scope,
-            "reuse": self.reuse,
-            "rng_calls": Counter(self.rng_calls),
-            "slot_owners": dict(self.slot_owners),
-            "reserved": dict(self.reserved),
-        }
-        return Frame(**(started | changes))
+        same = {"initializing": self.initializing, "replica": self.replica, "scope": self.scope, "reuse": self.reuse}
+        start = {"variables": dict(self.variables), "slots": dict(self.slots)}
+        declared = Declared(slot_owners=dict(self.declared.slot_owners), rng_calls=Counter(self.declared.rng_calls))
+        gradients = GradientCalls(known=self.gradients.known, reserved=dict(self.gradients.reserved))
+        state = {"mode": self.mode, "key": self.key, "global_step": self.global_step, **start}
+        return Frame(**({**state, **same, "declared": declared, "gradients": gradients} | changes))
 
     def adopt_names(self, inner: Frame) -> None:
         """Makes the variables and optimizers of a run within this one known here."""
-        self.trainable.update(inner.trainable)
-        self.aggregation.update(inner.aggregation)
-        self.slot_owners.update(inner.slot_owners)
-        self.rng_calls = inner.rng_calls
+        self.declared.trainable.update(inner.declared.trainable)
+        self.declared.aggregation.update(inner.declared.aggregation)
+        self.declared.slot_owners.update(inner.declared.slot_owners)
+        self.declared.rng_calls = inner.declared.rng_calls
 
 
 def current_trace() -> Any:
@@ -197,10 +232,10 @@ def transformations_within(frame: Frame) -> tuple[str, ...] | None:
     None: jax traces both in one function, so that what is known here is known in the model_fn. A function that is
     traced apart by `jax.jit` alone has no names.
     """
-    if frame.trace == current_trace():
+    if frame.tracing.trace == current_trace():
         return None
     names = on_stack()
-    return names[: len(names) - len(frame.around)]
+    return names[: len(names) - len(frame.tracing.around)]
 
 
 def check_is_known_outside(
@@ -229,10 +264,10 @@ _stack = _Stack()
 @contextlib.contextmanager
 def open_frame(frame: Frame) -> Iterator[Frame]:
     """Makes `frame` the current one until the block ends."""
-    frame.trace, frame.around = current_trace(), on_stack()
+    frame.tracing.trace, frame.tracing.around = current_trace(), on_stack()
     _stack.frames.append(frame)
     for each in _stack.frames:
-        each.runs.append(frame.run)
+        each.tracing.runs.append(frame.tracing.run)
     try:
         yield frame
     finally:
@@ -269,6 +304,6 @@ def average_denominator(denominator: jax.Array) -> jax.Array:
     if frame is None:
         return denominator
     if not lets_out():
-        return frame.average_denominator(denominator, None)
+        return frame.replica.average_denominator(denominator, None)
     frame.denominators.append(jax.lax.stop_gradient(denominator))
-    return frame.average_denominator(denominator, len(frame.denominators) - 1)
+    return frame.replica.average_denominator(denominator, len(frame.denominators) - 1)

@@ -82,7 +82,7 @@ def with_params(model_fn: ModelFn, params: Any) -> ModelFn:
 def _check_train_op(shown: str, spec: EstimatorSpec) -> None:
     """Raises a ValueError for a train_op of another run: its losses do not depend on the variables of this one."""
     updates = spec.train_op.updates if spec.train_op else ()
-    runs = {id(run) for run in current_frame("a model_fn").runs} if updates else set()
+    runs = {id(run) for run in current_frame("a model_fn").tracing.runs} if updates else set()
     others = [update.slots for update in updates if id(update.run) not in runs]
     if others:
         raise ValueError(

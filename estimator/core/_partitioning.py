@@ -55,7 +55,7 @@ def spread(x: jax.typing.ArrayLike, axis: int) -> jax.Array:
             if x.ndim
             else f"`est.spread` got a scalar, which has no dimension to cut; axis={axis}."
         )
-    return frame.cut(x, axis % x.ndim)
+    return frame.replica.cut(x, axis % x.ndim)
 
 
 def partitioned(call: str, frame: Frame, full: str, partition: Partition) -> None:
@@ -67,16 +67,17 @@ def partitioned(call: str, frame: Frame, full: str, partition: Partition) -> Non
 
     def cut(path: Any, leaf: jax.Array) -> jax.Array:
         axis = _axis(call, partition(leaf) if callable(partition) else partition, leaf)
-        if axis is None or frame.parts == 1:
+        parts = frame.replica.parts
+        if axis is None or parts == 1:
             return leaf
-        if leaf.shape[axis] % frame.parts:
+        if leaf.shape[axis] % parts:
             raise ValueError(
-                f"{call} cuts dimension {axis} of an array of shape {leaf.shape} over the {frame.parts} devices of a "
-                f"tower, by which {leaf.shape[axis]} does not divide. Make it a multiple of {frame.parts}, cut another "
+                f"{call} cuts dimension {axis} of an array of shape {leaf.shape} over the {parts} devices of a "
+                f"tower, by which {leaf.shape[axis]} does not divide. Make it a multiple of {parts}, cut another "
                 "dimension, or choose another `devices_per_tower`."
             )
-        frame.partitions[full, *path] = axis
-        return frame.cut(leaf, axis)
+        frame.declared.partitions[full, *path] = axis
+        return frame.replica.cut(leaf, axis)
 
     value: PyTree = frame.variables[full]
     if partition is not None and not callable(partition) and not isinstance(value, jax.Array):

@@ -175,7 +175,7 @@ def report(caller: str, name: str, value: Report) -> str:
     if full == "loss" or full in frame.reported:
         known = "is the loss of the EstimatorSpec" if full == "loss" else "was reported already in this run"
         raise ValueError(f"`{caller}({full!r})`: {full!r} {known}. Give another name, or open a `variable_scope`.")
-    if frame.trace != current_trace():
+    if frame.tracing.trace != current_trace():
         raise ValueError(
             f"`{caller}({full!r})` was called within a function that jax traces apart (`jax.jit`, `jax.lax.scan`, "
             "`jax.checkpoint` ...), outside of which the value is not known. Return it, and report it outside."
@@ -188,7 +188,7 @@ def report_in_training(name: str, make: Callable[[], Report]) -> None:
     """Reports what a ready-made part of a model shows by itself. It stays out of the way: it does nothing in other
     modes, outside of a run, where the value is not known outside (see `report`), and where the name is taken."""
     frame = innermost_frame()
-    if frame is None or frame.mode != ModeKeys.TRAIN or frame.trace != current_trace():
+    if frame is None or frame.mode != ModeKeys.TRAIN or frame.tracing.trace != current_trace():
         return
     full = "/".join((*frame.scope, name))
     if full not in frame.reported:

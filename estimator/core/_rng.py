@@ -53,8 +53,8 @@ def loop_around(frame: Frame) -> str | None:
 def next_key(frame: Frame, name: str | None) -> jax.Array:
     """The key that `make_rng` returns, wherever it is called."""
     label = "" if name is None else name
-    frame.rng_calls[label] += 1
-    return jax.random.fold_in(jax.random.fold_in(frame.key, name_hash(label)), frame.rng_calls[label])
+    frame.declared.rng_calls[label] += 1
+    return jax.random.fold_in(jax.random.fold_in(frame.key, name_hash(label)), frame.declared.rng_calls[label])
 
 
 def global_step() -> jax.Array:

@@ -116,7 +116,7 @@ def get_variable(
     if initializer is None and callable(shape):
         shape, initializer = None, shape
     shape, dtype = as_shape(call, shape), as_dtype(call, dtype)
-    if full in frame.trainable:
+    if full in frame.declared.trainable:
         if not frame.reuse:
             raise ValueError(
                 f"{call} was called twice in one run of the model_fn. To share the variable, call it in "
@@ -128,7 +128,7 @@ def get_variable(
     if frame.reuse is True:
         raise ValueError(
             f"{call} is in a scope with `reuse=True`, but no such variable was created in this run, only "
-            f"{listed(frame.trainable)}. Create it first, or use `reuse=est.AUTO_REUSE`."
+            f"{listed(frame.declared.trainable)}. Create it first, or use `reuse=est.AUTO_REUSE`."
         )
     check_is_known_outside(
         call,
@@ -147,8 +147,8 @@ def get_variable(
         check_declared(call, shape, dtype, frame.variables[full], "the state")
     if partition is not None:
         partitioned(call, frame, full, partition)
-    frame.trainable[full] = _is_trainable(call, frame.variables[full], trainable)
-    frame.aggregation[full] = VariableAggregation(aggregation)
+    frame.declared.trainable[full] = _is_trainable(call, frame.variables[full], trainable)
+    frame.declared.aggregation[full] = VariableAggregation(aggregation)
     return read(frame, full)
 
 
@@ -174,24 +174,24 @@ def assign(name: str, value: PyTree) -> None:
     """
     frame, full, value = _checked_write("est.assign", name, value)
     if frame.mode == "train":
-        frame.assigned[full] = value
-        frame.added.pop(full, None)
+        frame.writes.assigned[full] = value
+        frame.writes.added.pop(full, None)
 
 
 def assign_add(name: str, delta: PyTree) -> None:
     """Adds to a non-trainable variable; across towers the deltas are summed. Otherwise as `assign`."""
     frame, full, delta = _checked_write("est.assign_add", name, delta)
     if frame.mode == "train":
-        before = frame.added.get(full)
-        frame.added[full] = delta if before is None else jax.tree.map(jnp.add, before, delta)
+        before = frame.writes.added.get(full)
+        frame.writes.added[full] = delta if before is None else jax.tree.map(jnp.add, before, delta)
 
 
 def read(frame: Frame, full: str) -> PyTree:
-    frame.handed_out.add(full)
-    value = frame.assigned.get(full, frame.variables[full])
-    if full in frame.added:
-        value = jax.tree.map(jnp.add, value, frame.added[full])
-    return value if frame.trainable[full] else jax.lax.stop_gradient(value)
+    frame.embeddings.handed_out.add(full)
+    value = frame.writes.assigned.get(full, frame.variables[full])
+    if full in frame.writes.added:
+        value = jax.tree.map(jnp.add, value, frame.writes.added[full])
+    return value if frame.declared.trainable[full] else jax.lax.stop_gradient(value)
 
 
 def name_hash(name: str) -> np.uint32:
@@ -361,10 +361,10 @@ def resolve(caller: str, frame: Frame, name: str) -> str:
         )
     scoped = "/".join((*frame.scope, name))
     for full in (scoped, name):
-        if full in frame.trainable:
+        if full in frame.declared.trainable:
             return full
     raise ValueError(
-        f"`{caller}({name!r})` names no variable of this run, which has got {listed(frame.trainable)} so far. "
+        f"`{caller}({name!r})` names no variable of this run, which has got {listed(frame.declared.trainable)} so far. "
         "Get it with `est.get_variable` first."
     )
 
@@ -378,7 +378,7 @@ def _checked_write(caller: str, name: str, value: PyTree) -> tuple[Frame, str, P
         "outside of which the value is not known. Return it, and write it outside",
         unless=differentiates,
     )
-    if frame.trainable[full]:
+    if frame.declared.trainable[full]:
         raise ValueError(
             f"`{caller}({full!r})`: the variable is trainable, so its optimizer writes it. "
             "Create it with `trainable=False` to write it yourself."

@@ -40,7 +40,7 @@ from estimator.checkpoint._named_arrays import from_arrays, to_arrays
 from estimator.core._batch import abstract, check_batch
 from estimator.core._bcoo import is_jax_sparse
 from estimator.core._export_output import DEFAULT_SIGNATURE, ExportOutput, PredictOutput
-from estimator.core._frame import Frame
+from estimator.core._frame import Frame, Replica
 from estimator.core._mode_keys import ModeKeys
 from estimator.core._model_fn import ModelFn
 from estimator.core._state import State
@@ -213,7 +213,7 @@ def _as_function(
             state.slots,
             key=jax.random.fold_in(state.key, state.global_step),
             global_step=state.global_step,
-            one_tower=True,
+            replica=Replica(one_tower=True),
         )
         spec = run_model_fn(lambda: call(features, None, ModeKeys.PREDICT), frame, differentiate=False).spec
         if names is None:

@@ -119,14 +119,14 @@ def flax_module(
     except ImportError as e:
         raise ImportError(f"`est.flax_module` needs Flax: `pip install flax`. To import it raised: {e}") from e
     full = "/".join((*frame.scope, name))
-    if full in frame.modules:
+    if full in frame.declared.modules:
         return _shared(frame, full, module)
     if frame.reuse is True:
         raise ValueError(
             f"`est.flax_module({full!r})` is in a scope with `reuse=True`, but no such module was created in this run, "
-            f"only {listed(frame.modules)}. Create it first, or use `reuse=est.AUTO_REUSE`."
+            f"only {listed(frame.declared.modules)}. Create it first, or use `reuse=est.AUTO_REUSE`."
         )
-    for other in frame.modules:
+    for other in frame.declared.modules:
         if f"{full}/".startswith(f"{other}/") or f"{other}/".startswith(f"{full}/"):
             raise ValueError(
                 f"`est.flax_module` got the name {full!r} beside {other!r}: one is a prefix of the other, so that "
@@ -144,12 +144,12 @@ def flax_module(
                 "get new keys. Leave `rngs` out."
             )
         flax_module = _flax_nnx.NNXModule(frame, module, full, aggregation)
-    frame.modules[full] = flax_module
+    frame.declared.modules[full] = flax_module
     return flax_module
 
 
 def _shared(frame: Frame, full: str, module: Any) -> FlaxModule:
-    earlier = frame.modules[full]
+    earlier = frame.declared.modules[full]
     if not frame.reuse:
         raise ValueError(
             f"`est.flax_module` got the name {full!r} twice in one run of the model_fn. To share its variables, call "

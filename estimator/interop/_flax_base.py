@@ -61,7 +61,7 @@ class FlaxModule(abc.ABC):
     def _get(self, collection: str, initial: PyTree = None) -> PyTree:
         """The value of a collection; the first call gets the variable from the state, or creates it."""
         name = self._variable(collection)
-        if name not in self._frame.trainable or initial is not None:
+        if name not in self._frame.declared.trainable or initial is not None:
             values = jax.tree.leaves(self._frame.variables.get(name) if initial is None else initial)
             is_mean = any(jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in values)
             default = VariableAggregation.MEAN if is_mean else VariableAggregation.ONLY_FIRST_TOWER
@@ -90,7 +90,7 @@ class FlaxModule(abc.ABC):
             assign(self._variable(collection), new)
 
     def _check_trace(self, what: str) -> None:
-        if self._frame.trace != current_trace():
+        if self._frame.tracing.trace != current_trace():
             raise ValueError(
                 f"The module {self._name!r} {what} within a function that jax traces apart (`jax.checkpoint`, "
                 "`jax.vmap`, `jax.lax.scan`, `jax.grad` ...), from which no variable gets out. If it only needs "

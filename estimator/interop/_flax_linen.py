@@ -69,5 +69,5 @@ class LinenModule(FlaxModule):
         """The collections in the state: before a call the module does not know its own."""
         within = f"{self._name}/"
         names = [name.removeprefix(within) for name in self._frame.variables if name.startswith(within)]
-        others = [n for n in names if "/" not in n and self._variable(n) not in self._frame.trainable]
+        others = [n for n in names if "/" not in n and self._variable(n) not in self._frame.declared.trainable]
         return [*(["params"] if self._name in self._frame.variables else []), *others]

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import optax
 
-from estimator.core._frame import Frame, open_frame
+from estimator.core._frame import Declared, Frame, open_frame
 from estimator.core._mode_keys import ModeKeys
 from estimator.core._train_op import TrainOp, UpdatingOptimizer
 from estimator.core._typing import PyTree, Slots, Variables
@@ -42,7 +42,7 @@ def applied(
         slots,
         key=key,
         global_step=global_step,
-        trainable=dict.fromkeys(variables, True),
+        declared=Declared(trainable=dict.fromkeys(variables, True)),
         reuse=True,
     )
     with open_frame(frame):

@@ -43,7 +43,7 @@ class NonFinite(NamedTuple):
 
 def watch(frame: Frame, on_nan: str) -> None:
     """Makes the current run count the steps that `Update.non_finite` marks, and treat them by the policy `on_nan`."""
-    if frame.slot_owners.setdefault(ON_NAN_SLOTS, NonFinite) is not NonFinite:
+    if frame.declared.slot_owners.setdefault(ON_NAN_SLOTS, NonFinite) is not NonFinite:
         raise ValueError(f"An optimizer must not be named {ON_NAN_SLOTS!r} where on_nan is set; give it another name.")
     frame.on_nan = on_nan
     if frame.initializing:

@@ -97,7 +97,7 @@ class Optimizer:
         _check_is_outermost(caller, frame)
         loss = _check_loss(caller, loss)
         names = _check_var_list(caller, frame, var_list)
-        return TrainOp((Update(None, loss, names, self._open_slots(frame, names), self, frame.run),))
+        return TrainOp((Update(None, loss, names, self._open_slots(frame, names), self, frame.tracing.run),))
 
     def compute_gradients(
         self, loss: jax.Array, var_list: Sequence[str] | None = None, **tensorflows: object
@@ -116,19 +116,19 @@ class Optimizer:
         _check_is_outermost(caller, frame)
         loss = _check_loss(caller, loss)
         names = _check_var_list(caller, frame, var_list)
-        call = frame.gradient_calls
-        frame.gradient_calls += 1
+        call = frame.gradients.calls
+        frame.gradients.calls += 1
         slots = None
         if self.loss_scale:
             slots = self._next_slots(frame)
-            frame.reserved[slots] = self
+            frame.gradients.reserved[slots] = self
         if frame.initializing:
             gradients = zero_gradients(frame, names)
-        elif call < len(frame.known_gradients):
-            gradients = frame.known_gradients[call]
+        elif call < len(frame.gradients.known):
+            gradients = frame.gradients.known[call]
         else:
             raise GradientsNeeded(loss, names, slots)
-        frame.scaled_gradients.update(names)
+        frame.gradients.scaled.update(names)
         return [(gradients[name], name) for name in names]
 
     def apply_gradients(
@@ -163,7 +163,7 @@ class Optimizer:
             raise ValueError(f"`{caller}` got no gradient for any variable; every one is None.")
         _check_scaled(caller, frame, gradients)
         names = tuple(gradients)
-        return TrainOp((Update(gradients, None, names, self._open_slots(frame, names), self, frame.run),))
+        return TrainOp((Update(gradients, None, names, self._open_slots(frame, names), self, frame.tracing.run),))
 
     # Of the state at the start of the run. It is a part of the programs of evaluation and prediction, and taken from a
     # checkpoint for them, only if the model_fn calls one of these.
@@ -235,7 +235,7 @@ class Optimizer:
 
     def _states(self, method: str, var_list: Sequence[str] | None = None) -> list[optax.OptState]:
         frame = current_frame(f"{type(self).__name__}.{method}")
-        entries = [name for name, owner in frame.slot_owners.items() if owner is self]
+        entries = [name for name, owner in frame.declared.slot_owners.items() if owner is self]
         if frame.mode != ModeKeys.TRAIN:
             entries = entries or [self._known_by_name(frame, method, var_list)]
             for name in entries:
@@ -244,14 +244,16 @@ class Optimizer:
 
     def _known_by_name(self, frame: Frame, method: str, var_list: Sequence[str] | None) -> str:
         """The entry of an optimizer whose state is read before anything else was done with it, outside of TRAIN."""
-        owner = frame.reserved.get(self._name, frame.slot_owners.get(self._name))
+        owner = frame.gradients.reserved.get(self._name, frame.declared.slot_owners.get(self._name))
         if owner not in (None, self):
             raise ValueError(
                 f"`{type(self).__name__}.{method}` reads the state of the optimizer {self._name!r} in mode "
                 f"{str(frame.mode)!r}, where another one of this name was used before. Give each a name of its own."
             )
-        frame.reserved[self._name] = self
-        frame.slot_variables.setdefault(self._name, _trainable(frame) if var_list is None else tuple(var_list))
+        frame.gradients.reserved[self._name] = self
+        frame.gradients.slot_variables.setdefault(
+            self._name, _trainable(frame) if var_list is None else tuple(var_list)
+        )
         return self._name
 
     def _find_or_create(self, frame: Frame, name: str) -> None:
@@ -262,13 +264,13 @@ class Optimizer:
                     frame,
                     "outside of which the state is not known. Call it before",
                 )
-                unknown = [n for n in frame.slot_variables[name] if n not in frame.variables]
-                if unknown or not frame.slot_variables[name]:
+                unknown = [n for n in frame.gradients.slot_variables[name] if n not in frame.variables]
+                if unknown or not frame.gradients.slot_variables[name]:
                     raise ValueError(
                         f"The state of the optimizer {name!r} was read in mode {str(frame.mode)!r} before its "
                         f"variables {unknown or ''} were got, without which it is not known. Get all variables first."
                     )
-                frame.slots[name] = self._initial(frame, frame.slot_variables[name])
+                frame.slots[name] = self._initial(frame, frame.gradients.slot_variables[name])
         elif name not in frame.slots:
             raise ValueError(
                 f"The state has no slots for the optimizer {name!r}, only {sorted(frame.slots)}, but the model_fn "
@@ -278,9 +280,9 @@ class Optimizer:
     def _note(self, frame: Frame, names: tuple[str, ...]) -> None:
         """Remembers, outside of TRAIN, which variables it trains, for those who read its state."""
         slots = self._next_slots(frame)
-        frame.reserved.pop(slots, None)
-        frame.slot_owners[slots] = self
-        read = frame.slot_variables.setdefault(slots, names)
+        frame.gradients.reserved.pop(slots, None)
+        frame.declared.slot_owners[slots] = self
+        read = frame.gradients.slot_variables.setdefault(slots, names)
         if slots in frame.slots and {*read} != {*names}:
             raise ValueError(
                 f"The state of the optimizer {slots!r} was read in mode {str(frame.mode)!r} for the variables "
@@ -298,7 +300,7 @@ class Optimizer:
 
         def is_slot(node: object) -> bool:
             return isinstance(node, dict) and all(
-                frame.trainable.get(name) and is_per_variable(value, frame.variables[name])
+                frame.declared.trainable.get(name) and is_per_variable(value, frame.variables[name])
                 for name, value in node.items()
             )
 
@@ -311,17 +313,17 @@ class Optimizer:
 
     def _open_slots(self, frame: Frame, names: tuple[str, ...]) -> str:
         slots = self._next_slots(frame)
-        frame.reserved.pop(slots, None)
-        frame.slot_owners[slots] = self
+        frame.gradients.reserved.pop(slots, None)
+        frame.declared.slot_owners[slots] = self
         if frame.initializing:
             frame.slots[slots] = self._initial(frame, names)
         return slots
 
     def _next_slots(self, frame: Frame) -> str:
-        for slots, owner in frame.reserved.items():
+        for slots, owner in frame.gradients.reserved.items():
             if owner is self:
                 return slots
-        taken = frame.slot_owners.keys() | frame.reserved.keys()
+        taken = frame.declared.slot_owners.keys() | frame.gradients.reserved.keys()
         if self._name not in taken:
             return self._name
         return next(s for i in range(1, len(taken) + 2) if (s := f"{self._name}_{i}") not in taken)
@@ -352,12 +354,13 @@ def tower_gradient(gradient: PyTree) -> PyTree:
       gradient: of the loss of the rows that the model_fn was given; a pytree of arrays, `est.IndexedSlices` among them.
     """
     frame = current_frame("est.tower_gradient")
-    frame.says_scaled = True
-    if frame.loss_scale == 1:
+    frame.gradients.says_scaled = True
+    scale = frame.replica.loss_scale
+    if scale == 1:
         return gradient
 
     def scaled(g: Any) -> Any:
-        return dataclasses.replace(g, values=g.values * frame.loss_scale) if is_slices(g) else g * frame.loss_scale
+        return dataclasses.replace(g, values=g.values * scale) if is_slices(g) else g * scale
 
     return jax.tree.map(scaled, gradient, is_leaf=is_slices)
 
@@ -393,7 +396,7 @@ def _check_loss(caller: str, loss: object) -> jax.Array:
 
 
 def _trainable(frame: Frame) -> tuple[str, ...]:
-    return tuple(name for name, is_trainable in frame.trainable.items() if is_trainable)
+    return tuple(name for name, is_trainable in frame.declared.trainable.items() if is_trainable)
 
 
 def _list_names(caller: str, frame: Frame, var_list: Iterable[str] | None) -> tuple[str, ...]:
@@ -434,12 +437,13 @@ def _check_scaled(caller: str, frame: Frame, gradients: Variables) -> None:
     A model_fn may do anything with a gradient between `compute_gradients` and here. So a variable counts as scaled
     once `compute_gradients` of any optimizer has returned a gradient for it.
     """
-    own = [name for name in gradients if name not in frame.scaled_gradients]
-    if own and frame.loss_scale != 1 and not frame.says_scaled:
+    own = [name for name in gradients if name not in frame.gradients.scaled]
+    scale = frame.replica.loss_scale
+    if own and scale != 1 and not frame.gradients.says_scaled:
         raise ValueError(
             f"`{caller}` got gradients for {own} that no `compute_gradients` of this run returned. They are added to "
             f"the gradients of other towers (or micro-batches), so they have to be scaled as the loss is, by "
-            f"{frame.loss_scale:g}. Take them by `compute_gradients(loss)`, or give `est.tower_gradient(gradient)` for "
+            f"{scale:g}. Take them by `compute_gradients(loss)`, or give `est.tower_gradient(gradient)` for "
             "a gradient of your own."
         )
 

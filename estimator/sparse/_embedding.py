@@ -60,25 +60,25 @@ def embedding_lookup(
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise TypeError(f"{call} needs integer ids; got {ids.dtype}{list(ids.shape)}.")
     full = "/".join((*frame.scope, str(name)))
-    if full in frame.trainable:
+    if full in frame.declared.trainable:
         if not callable(shape):
             check_declared(call, as_shape(call, shape), as_dtype(call, dtype), frame.variables[full], "the first call")
     elif shape is None and initializer is None:
         raise ValueError(
-            f"{call} names no variable of this run, which has got {listed(frame.trainable)} so far. "
+            f"{call} names no variable of this run, which has got {listed(frame.declared.trainable)} so far. "
             "Give the shape of the table, (rows, width), to create it."
         )
     else:
         get_variable(name, shape, dtype, initializer, partition=partition)
-        frame.handed_out.discard(full)  # Nobody has seen more of it than its rows.
+        frame.embeddings.handed_out.discard(full)  # Nobody has seen more of it than its rows.
     _check_table(call, frame.variables[full])
-    if frame.trace != current_trace():  # The ids of a function traced apart are not known outside of it.
-        frame.handed_out.add(full)
+    if frame.tracing.trace != current_trace():  # The ids of a function traced apart are not known outside of it.
+        frame.embeddings.handed_out.add(full)
     return _look_up(frame, full, ids)
 
 
 def _look_up(frame: Frame, full: str, ids: jax.Array) -> jax.Array:
-    table = read(frame, full) if full in frame.handed_out else frame.variables[full]
+    table = read(frame, full) if full in frame.embeddings.handed_out else frame.variables[full]
     length = len(table)
     flat = ids.reshape(-1).astype(ids.dtype if ids.dtype.itemsize >= 4 else jnp.int32)
     known = (flat >= 0) & (flat < length)
@@ -86,10 +86,10 @@ def _look_up(frame: Frame, full: str, ids: jax.Array) -> jax.Array:
     # that XLA gathers them over the towers once.
     indices = jnp.where((flat >= 0) & (flat <= jnp.iinfo(jnp.int32).max), flat.astype(jnp.int32), -1)
     rows = table.at[indices].get(mode="clip", wrap_negative_indices=False)
-    if full not in frame.handed_out:
-        lookups = frame.lookups.setdefault(full, [])
+    if full not in frame.embeddings.handed_out:
+        lookups = frame.embeddings.lookups.setdefault(full, [])
         lookups.append(indices)
-        if len(lookups) <= len(taps := frame.taps.get(full, ())):
+        if len(lookups) <= len(taps := frame.embeddings.taps.get(full, ())):
             rows = rows + taps[len(lookups) - 1]
     column = (-1,) + (1,) * (table.ndim - 1)
     otherwise = jnp.where(flat < 0, 0.0, jnp.nan).astype(table.dtype)
@@ -102,8 +102,8 @@ def taps_for(frame: Frame) -> dict[str, list[jax.Array]]:
     Tables that the model_fn has read as a whole have none; their gradient is dense.
     """
     taps = {}
-    for name, lookups in frame.lookups.items():
-        if name not in frame.handed_out:
+    for name, lookups in frame.embeddings.lookups.items():
+        if name not in frame.embeddings.handed_out:
             table = frame.variables[name]
             taps[name] = [jnp.zeros((ids.size, *table.shape[1:]), table.dtype) for ids in lookups]
     return taps
@@ -123,7 +123,7 @@ def slices(
 
 def zero_gradients(frame: Frame, names: Iterable[str]) -> Variables:
     """Zeros of the kind that the gradients of a training step have."""
-    sparse = slices(taps_for(frame), frame.lookups, frame.variables)
+    sparse = slices(taps_for(frame), frame.embeddings.lookups, frame.variables)
     return {n: sparse.get(n) or jax.tree.map(jnp.zeros_like, frame.variables[n]) for n in names}
 
 

@@ -187,22 +187,21 @@ class _Run:
             slots=slots,
             key=key,
             global_step=step,
-            known_gradients=known_gradients,
-            taps=taps,
-            loss_scale=self._loss_scale,
+            replica=dataclasses.replace(self._frame.replica, loss_scale=self._loss_scale),
         )
+        frame.gradients.known = known_gradients
+        frame.embeddings.taps = taps
         with open_frame(frame):
             try:
                 spec = self._call(*batch)
             except GradientsNeeded as needed:
                 request = _Request(needed.var_list, needed.slots)
-                return [needed.loss], _Pass(request, None, Writes({}, {}), frame.denominators, frame.lookups)
+                return [needed.loss], _Pass(request, None, Writes({}, {}), frame.denominators, frame.embeddings.lookups)
         if frame.reported:  # beside what towers within this run have reported
             spec = dataclasses.replace(spec, reported={**spec.reported, **frame.reported})
         pending = _pending(spec.train_op) if self._differentiates else []
         losses = [update.loss for update in pending if update.loss is not None]
-        writes = Writes(frame.assigned, frame.added)
-        return losses, _Pass(None, spec, writes, frame.denominators, frame.lookups)
+        return losses, _Pass(None, spec, frame.writes, frame.denominators, frame.embeddings.lookups)
 
 
 def _pending(train_op: TrainOp | None) -> list[Update]:

@@ -75,18 +75,18 @@ def sync_variables(
         which = how if names is not None or _has_mean(frame.variables[name]) else "first"
         _check_mean(name, frame.variables[name], which)
         if frame.mode == ModeKeys.TRAIN:
-            frame.aggregation[name] = _HOW[which]
-            if name in frame.added:
-                frame.assigned[name] = read(frame, name)
-                del frame.added[name]
+            frame.declared.aggregation[name] = _HOW[which]
+            if name in frame.writes.added:
+                frame.writes.assigned[name] = read(frame, name)
+                del frame.writes.added[name]
 
 
 def _written_by_model_fn(frame: Frame, names: Sequence[str] | None) -> list[str]:
     if names is None:
-        return [name for name, trainable in frame.trainable.items() if not trainable]
+        return [name for name, trainable in frame.declared.trainable.items() if not trainable]
     resolved = [resolve("est.sync_variables", frame, name) for name in names]
     for name in resolved:
-        if frame.trainable[name]:
+        if frame.declared.trainable[name]:
             raise ValueError(
                 f"`est.sync_variables({name!r})`: the variable is trainable, so its optimizer writes it, once for all "
                 "towers. To mend copies that have drifted apart, call it in a hook with `context=context`."

@@ -197,7 +197,7 @@ class _Steps:
         info = (
             placement,
             has_pending(spec.train_op),
-            tuple(frame.trainable.items()),
+            tuple(frame.declared.trainable.items()),
             frame.on_nan,
             _hooks(spec),
             tuple(sorted(reported.items())),

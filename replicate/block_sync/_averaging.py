@@ -61,7 +61,7 @@ class BlockAverage:
         _, sums = all_reduce([], addends, self.ops)
         # A sum of booleans is an integer.
         sums = jax.tree.map(lambda x, like: x.astype(like.dtype), sums, before.variables)
-        trained = [name for name in sums if self.frame.trainable[name]]
+        trained = [name for name in sums if self.frame.declared.trainable[name]]
         moved, outer = self._outer_step(before, {name: sums[name] for name in trained})
         added = {n: jax.tree.map(jnp.add, before.variables[n], sums[n]) for n in sums if self._is_added(n)}
         variables = {**sums, **added, **moved}
@@ -69,7 +69,8 @@ class BlockAverage:
         copies = {**variables, **stays}
         slots = before.slots
         if self.block_sync.reset_slots:
-            frame = self.frame.fresh(reuse=True, trainable=self.frame.trainable)
+            frame = self.frame.fresh(reuse=True)
+            frame.declared.trainable = self.frame.declared.trainable
             updates = self.train_op.updates
             slots = {**slots, **{u.slots: reinitialized(u, slots[u.slots], copies, frame) for u in updates}}
         return BlockState(variables, outer, copies, slots)
@@ -80,13 +81,13 @@ class BlockAverage:
     def _addend(self, name: str, copy: PyTree, old: PyTree) -> PyTree:
         """What this tower gives to the sum for a variable."""
         first = addend(name, copy, VariableAggregation.ONLY_FIRST_TOWER, tower_index(), num_towers())
-        if self.frame.trainable[name]:
+        if self.frame.declared.trainable[name]:
             differences = jax.tree.map(lambda x, y: (x - y) / num_towers(), old, copy)
             return self._if_warmup(first, differences)
         if self._is_added(name):
             return jax.tree.map(jnp.subtract, copy, old)
         if name in self.block_sync.sync:
-            return addend(name, copy, self.frame.aggregation[name], tower_index(), num_towers())
+            return addend(name, copy, self.frame.declared.aggregation[name], tower_index(), num_towers())
         return first
 
     def _outer_step(self, before: BlockState, sums: Variables) -> tuple[PyTree, PyTree]:

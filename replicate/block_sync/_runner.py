@@ -138,7 +138,7 @@ class BlockSyncRunner(SyncRunner):
             return spec
         if SLOTS in frame.slots:
             raise ValueError(f"An optimizer is named {SLOTS!r}, as is what `BlockSync` keeps in the slots. Rename it.")
-        trained = {name: value for name, value in frame.variables.items() if frame.trainable[name]}
+        trained = {name: value for name, value in frame.variables.items() if frame.declared.trainable[name]}
         assigned = {name: frame.variables[name] for name in self._assigned(call, frame, batch)}
         unknown = [name for name in self.block_sync.sync if name not in assigned]
         if unknown:
@@ -198,7 +198,7 @@ class BlockSyncRunner(SyncRunner):
         (bare, variables, outer), of_towers = tower_map(tower, self.devices)(shared, (local, batch))
         local, (predictions, exports), merged_later, rates = of_towers
         frame.adopt_names(frames[-1])
-        frame.assigned.update(variables)
+        frame.writes.assigned.update(variables)
         merges: dict[str, Callable[[Any], Any]] = {
             "loss": self._loss,
             "eval_metric_ops": self._metrics,
@@ -250,7 +250,7 @@ class BlockSyncRunner(SyncRunner):
         result = run_from(before)
         written = result.writes.applied_to(before)
         _check_written(written, {**copies, **own}, self.block_sync.sync)
-        trainable = result.frame.trainable
+        trainable = result.frame.declared.trainable
         _check_own(own, [n for n in (*copies, *own) if not trainable[n] and n not in self.block_sync.sync])
         spec, per_part = split_spec(result.spec, scale)
         train_op = train_op_of(spec)

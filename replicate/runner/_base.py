@@ -73,7 +73,7 @@ def tower_frame(
     Args:
       frame: of the run around the towers.
       start: the state that the tower starts from.
-      average_denominator: see `Frame`.
+      average_denominator: see `Replica`.
       first: the number of the first row, which makes the random keys differ from other parts' towers.
     """
     key = start.key
@@ -84,5 +84,5 @@ def tower_frame(
         slots=start.slots,
         key=key,
         global_step=start.global_step,
-        average_denominator=average_denominator,
+        replica=dataclasses.replace(frame.replica, average_denominator=average_denominator),
     )

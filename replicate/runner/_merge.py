@@ -24,7 +24,7 @@ def reduce_result(
       result: of the tower's run.
       variables: the values that the run started from.
     """
-    aggregation = result.frame.aggregation
+    aggregation = result.frame.declared.aggregation
     assigned = {
         name: addend(name, value, aggregation[name], tower_index(), num_towers())
         for name, value in result.writes.assigned.items()

@@ -98,7 +98,7 @@ class MicroBatches:
         def add(totals: list[jax.Array], part: tuple[jax.Array, PyTree]) -> tuple[list[jax.Array], PyTree]:
             result = self._run_one(*part, denominators)
             assigned = {
-                name: addend(name, value, result.frame.aggregation[name], part[0], self.steps, "micro-batch")
+                name: addend(name, value, result.frame.declared.aggregation[name], part[0], self.steps, "micro-batch")
                 for name, value in result.writes.assigned.items()
             }
             check_rows(result.spec, rows // self.steps, "micro-batch")
@@ -148,7 +148,7 @@ class MicroBatches:
         key = jax.random.fold_in(self.frame.key, tower_index() * self.steps + index)
         return run_model_fn(
             self.call,
-            self.frame.fresh(key=key, average_denominator=average),
+            self.frame.fresh(key=key, replica=dataclasses.replace(self.frame.replica, average_denominator=average)),
             batch,
             differentiate=denominators is not None,
             loss_scale=self.loss_scale * self._share,

@@ -59,7 +59,7 @@ class SyncRunner(Runner):
         frame.variables.update(variables)
         frame.slots.update(slots)
         frame.adopt_names(frames[0])
-        frame.placement = self.placement.with_partitions(frames[0].partitions)
+        frame.placement = self.placement.with_partitions(frames[0].declared.partitions)
         frame.slots.update(frame.placement.placed(frame.slots))
         return spec
 
@@ -89,7 +89,7 @@ class SyncRunner(Runner):
         if flags is not None:
             train_op = mark_non_finite(train_op, flags)
         frame.adopt_names(frames[-1])
-        frame.assigned.update(written)
+        frame.writes.assigned.update(written)
         merged = self.merge_parts(per_part, len(self.devices))
         return self.readable(join_spec(dataclasses.replace(spec, train_op=train_op), merged))
 

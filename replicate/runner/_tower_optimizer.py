@@ -89,7 +89,7 @@ class TowerOptimizer(Optimizer):
             super().__init__(optimizer_or_fn, name, loss_scale)
 
     def _open_slots(self, frame: Frame, names: tuple[str, ...]) -> str:
-        first = not any(getattr(owner, "accumulate_steps", 1) > 1 for owner in frame.slot_owners.values())
+        first = not any(getattr(owner, "accumulate_steps", 1) > 1 for owner in frame.declared.slot_owners.values())
         if frame.initializing and self.accumulate_steps > 1 and first and not in_towers():
             logging.warning(
                 "TowerOptimizer(..., accumulate_steps=%d) has no effect without `replicate_model_fn`: the batch runs "

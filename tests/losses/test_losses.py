@@ -195,7 +195,7 @@ def frame_that_halves_denominators(seen):
         slots={},
         key=jax.random.key(0),
         global_step=jnp.int32(0),
-        average_denominator=average,
+        replica=_frame.Replica(average_denominator=average),
     )
 
 
@@ -222,7 +222,7 @@ def test_a_weighted_mean_over_towers_is_the_exact_global_mean():
 
     def tower(values, weights):
         frame = frame_that_halves_denominators([])
-        frame.average_denominator = lambda d, index: jax.lax.pmean(d, "towers")
+        frame.replica = _frame.Replica(average_denominator=lambda d, index: jax.lax.pmean(d, "towers"))
         with _frame.open_frame(frame):
             return jax.lax.psum(losses.compute_weighted_loss(values, weights) / 4, "towers")
 

@@ -14,12 +14,6 @@ import optax
 import estimator as est
 from replicate import TowerOptimizer, initialize_distributed, replicate_model_fn
 
-folder, steps = pathlib.Path(sys.argv[1]), int(sys.argv[2])
-started = folder / f"started-{os.environ['JAX_PROCESS_ID']}"
-started.with_suffix(".new").write_text(str(os.getpid()))
-started.with_suffix(".new").rename(started)  # whole at any moment
-initialize_distributed(timeout_secs=60)
-
 
 def model_fn(features, labels, mode):
     w = est.get_variable("w", (8, 1), initializer=jax.nn.initializers.normal())
@@ -47,9 +41,18 @@ class Slow(est.Hook):
         time.sleep(0.01)
 
 
-config = est.RunConfig(save_checkpoints_steps=10, keep_checkpoint_max=3)
-estimator = est.Estimator(replicate_model_fn(model_fn), str(folder / "model"), config)
-estimator.train(input_fn, hooks=[Slow()], max_steps=steps)
-if jax.process_index() == 0:
-    w = np.asarray(jnp.asarray(estimator.get_variable_value("w")))
-    (folder / "result").write_text(hashlib.sha256(w.tobytes()).hexdigest())
+def main(folder, steps):
+    started = folder / f"started-{os.environ['JAX_PROCESS_ID']}"
+    started.with_suffix(".new").write_text(str(os.getpid()))
+    started.with_suffix(".new").rename(started)  # whole at any moment
+    initialize_distributed(timeout_secs=60)
+    config = est.RunConfig(save_checkpoints_steps=10, keep_checkpoint_max=3)
+    estimator = est.Estimator(replicate_model_fn(model_fn), str(folder / "model"), config)
+    estimator.train(input_fn, hooks=[Slow()], max_steps=steps)
+    if jax.process_index() == 0:
+        w = np.asarray(jnp.asarray(estimator.get_variable_value("w")))
+        (folder / "result").write_text(hashlib.sha256(w.tobytes()).hexdigest())
+
+
+if __name__ == "__main__":
+    main(pathlib.Path(sys.argv[1]), int(sys.argv[2]))
