@@ -6,7 +6,6 @@ import math
 import os
 import time
 from collections.abc import Callable
-from typing import Any
 
 from absl import logging
 
@@ -28,8 +27,8 @@ class EarlyStoppingHook(Hook):
     def __init__(
         self,
         caller: str,
-        estimator: Any,
-        should_stop_fn: Callable[[], Any],
+        estimator: Estimator,
+        should_stop_fn: Callable[[], object],
         run_every_secs: float | None,
         run_every_steps: int | None,
     ) -> None:
@@ -85,7 +84,7 @@ class MetricHook(EarlyStoppingHook):
     def __init__(
         self,
         caller: str,
-        estimator: Any,
+        estimator: Estimator,
         metric_name: str,
         rule: _Rule,
         eval_dir: str | os.PathLike[str] | None,
@@ -197,7 +196,7 @@ class MetricHook(EarlyStoppingHook):
 
 def make_early_stopping_hook(
     estimator: Estimator,
-    should_stop_fn: Callable[[], Any],
+    should_stop_fn: Callable[[], object],
     run_every_secs: float | None = 60,
     run_every_steps: int | None = None,
 ) -> Hook:

@@ -235,7 +235,7 @@ class _AtCheckpoints(CheckpointSaverListener):
         self._is_first = False
 
 
-def _by_name(eval_spec: Any) -> dict[str | None, EvalSpec]:
+def _by_name(eval_spec: object) -> dict[str | None, EvalSpec]:
     """The EvalSpecs by their names, which differ."""
     if isinstance(eval_spec, Mapping):
         named = list(eval_spec.items())

@@ -85,7 +85,7 @@ class EvalSpec:
         object.__setattr__(self, "exporters", _checked_exporters(self.exporters))
 
 
-def _check_input_fn(input_fn: Any) -> None:
+def _check_input_fn(input_fn: object) -> None:
     if not callable(input_fn):
         raise TypeError(f"`input_fn` must be callable, given: {input_fn!r}.")
 
@@ -95,7 +95,7 @@ def _check_positive(name: str, value: int | None) -> None:
         raise ValueError(f"Must specify {name} > 0, given: {value}.")
 
 
-def _checked_exporters(exporters: Any) -> tuple[Exporter, ...]:
+def _checked_exporters(exporters: object) -> tuple[Exporter, ...]:
     if exporters is None:
         return ()
     several = tuple(exporters) if isinstance(exporters, Iterable) else (exporters,)

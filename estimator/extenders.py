@@ -11,6 +11,7 @@ from estimator.core._bcoo import has_sparse
 from estimator.core._estimator_spec import EstimatorSpec
 from estimator.core._export_output import DEFAULT_SIGNATURE, PredictOutput
 from estimator.core._mode_keys import ModeKeys
+from estimator.core._run_config import RunConfig
 from estimator.core._typing import PyTree
 
 MetricFn = Callable[..., dict[str, Any]]
@@ -60,7 +61,7 @@ def add_metrics(estimator: Estimator, metric_fn: MetricFn) -> Estimator:
             "bind others by functools.partial or give them defaults."
         )
 
-    def extend(spec: EstimatorSpec, features: PyTree, labels: PyTree, config: Any) -> EstimatorSpec:
+    def extend(spec: EstimatorSpec, features: PyTree, labels: PyTree, config: RunConfig) -> EstimatorSpec:
         if spec.mode != ModeKeys.EVAL:
             return spec
         offered = dict(zip(_METRIC_FN_ARGS, (features, labels, spec.predictions, config), strict=True))
@@ -99,7 +100,7 @@ def forward_features(estimator: Estimator, keys: str | Sequence[str] | None = No
     _check_estimator("forward_features", estimator)
     chosen = _checked_keys(keys)
 
-    def extend(spec: EstimatorSpec, features: PyTree, labels: PyTree, config: Any) -> EstimatorSpec:
+    def extend(spec: EstimatorSpec, features: PyTree, labels: PyTree, config: RunConfig) -> EstimatorSpec:
         del labels, config
         if spec.mode != ModeKeys.PREDICT:
             return spec
@@ -116,13 +117,13 @@ def forward_features(estimator: Estimator, keys: str | Sequence[str] | None = No
     return _extended(estimator, extend)
 
 
-def _check_estimator(caller: str, estimator: Any) -> None:
+def _check_estimator(caller: str, estimator: object) -> None:
     if not isinstance(estimator, Estimator):
         raise TypeError(f"`{caller}` needs an `est.Estimator`; got {estimator!r}.")
 
 
 def _extended(estimator: Estimator, extend: Callable[..., EstimatorSpec]) -> Estimator:
-    def model_fn(features: PyTree, labels: PyTree, mode: str, params: Any, config: Any) -> EstimatorSpec:
+    def model_fn(features: PyTree, labels: PyTree, mode: str, params: Any, config: RunConfig) -> EstimatorSpec:
         del params  # of the new Estimator, for its input_fn: the same
         spec = estimator.model_fn(features, labels, mode, config)
         return extend(spec, features, labels, config)
@@ -130,7 +131,7 @@ def _extended(estimator: Estimator, extend: Callable[..., EstimatorSpec]) -> Est
     return Estimator(model_fn, estimator.model_dir, estimator.config, estimator.params, estimator.warm_start_from)
 
 
-def _checked_keys(keys: Any) -> tuple[str, ...] | None:
+def _checked_keys(keys: object) -> tuple[str, ...] | None:
     if keys is None:
         return None
     if isinstance(keys, str):
@@ -159,7 +160,7 @@ def _chosen(features: PyTree, keys: tuple[str, ...] | None) -> dict[str, Any]:
     return {key: features[key] for key in keys}
 
 
-def _joined(name: str, outputs: Any, forwarded: dict[str, Any]) -> dict[str, Any]:
+def _joined(name: str, outputs: object, forwarded: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(outputs, dict):
         raise ValueError(
             f"Predictions should be a dict to be able to forward features; got {type(outputs).__name__}. "

@@ -10,7 +10,6 @@ import threading
 import time
 import traceback
 from types import FrameType
-from typing import Any
 
 from absl import logging
 
@@ -128,7 +127,7 @@ class WatchdogHook(Hook):
             self._error = StalledError("\n".join(stalls))
             signal.pthread_kill(self._runs_in, signal.SIGURG)  # also wakes it from a sleep, or a lock
 
-    def _raise(self, signum: int, frame: FrameType | None) -> Any:
+    def _raise(self, signum: int, frame: FrameType | None) -> None:
         error, self._error = self._error, None
         if error is not None:
             raise error

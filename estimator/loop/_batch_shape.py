@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
@@ -13,6 +13,7 @@ from estimator.core._bcoo import has_sparse
 from estimator.core._typing import PyTree
 
 Pair = tuple[PyTree, PyTree]
+Json: TypeAlias = "list[Json] | str | int | None"
 
 
 class BatchShape(NamedTuple):
@@ -26,7 +27,7 @@ class BatchShape(NamedTuple):
 
     rows: int
     arrays: Sequence[tuple[str, str, Sequence[int]]]
-    containers: Any
+    containers: Json
 
     @classmethod
     def of(cls, pair: Pair) -> BatchShape:
@@ -75,7 +76,7 @@ def _described(shape: BatchShape, with_rows: bool) -> dict[str, str]:
     return {name: f"{dtype}[{','.join([first, *map(str, rest)])}]" for name, dtype, rest in shape.arrays}
 
 
-def _encode(tree: PyTree) -> Any:
+def _encode(tree: PyTree) -> Json:
     """Dicts, lists and tuples as lists that begin with their kind: JSON has no tuples, nor numbers as keys."""
     if type(tree) is dict:
         return ["dict", [[key, _encode(value)] for key, value in tree.items()]]

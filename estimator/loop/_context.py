@@ -14,6 +14,7 @@ from estimator.core._hook import Context
 from estimator.core._mode_keys import ModeKeys
 from estimator.core._record import Report
 from estimator.core._state import State
+from estimator.loop._programs import Carry
 from estimator.multihost._preemption import SIGTERM
 from estimator.multihost._process_group import ProcessGroup, SingleProcess
 from estimator.optim._learning_rate import with_rate
@@ -31,7 +32,7 @@ class Actions(Protocol):
 
     def look(self) -> None: ...
 
-    def change(self, change: Callable[[Any], Any]) -> None: ...
+    def change(self, change: Callable[[Carry], Carry]) -> None: ...
 
 
 class ReadOnly:
@@ -52,7 +53,7 @@ class ReadOnly:
     def look(self) -> None:
         pass  # no losses are pending
 
-    def change(self, change: Callable[[Any], Any]) -> None:
+    def change(self, change: Callable[[Carry], Carry]) -> None:
         raise RuntimeError(
             "Only training changes variables, from `after_create_state` to the last `after_run`; got a change in "
             f"mode {str(self._mode)!r}."
@@ -123,7 +124,7 @@ class RunContext:
     def look(self) -> None:
         self._actions.look()
 
-    def change(self, change: Callable[[Any], Any]) -> None:
+    def change(self, change: Callable[[Carry], Carry]) -> None:
         self._actions.change(change)
 
     def set_learning_rate(self, name: str, value: float) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -21,7 +21,7 @@ from estimator.inputs._input_fn import Batches
 from estimator.loop import _hook_calls
 from estimator.loop._context import RunContext
 from estimator.loop._flops import debugging, steps_that_fit
-from estimator.loop._programs import stacked_batches
+from estimator.loop._programs import Pair, stacked_batches
 from estimator.loop._read_ahead import chunks_with_hooks
 from estimator.loop._synchronized_input import Uneven
 from estimator.metrics import Metric
@@ -29,6 +29,8 @@ from estimator.multihost._global_arrays import rows_of_all
 from estimator.multihost._preemption import SIGTERM, Preempted
 from estimator.runtime._uninterrupted import compile_first
 from estimator.steps._transform import Model
+
+T = TypeVar("T")
 
 _PROGRAMS_IN_FLIGHT = 2
 _PROGRAMS_FETCHED = 20  # at once: to fetch each costs as much as a small batch
@@ -66,7 +68,7 @@ class EvalSteps:
         self.step_reporting = jax.jit(functools.partial(_step, model, True))
         self.loop = jax.jit(functools.partial(_loop, model))
 
-    def on_devices(self, pair: Any) -> tuple[tuple[PyTree, PyTree], int]:
+    def on_devices(self, pair: Pair | Uneven) -> tuple[tuple[PyTree, PyTree], int]:
         """A batch of all processes, and how many rows it has, given the rows of this one."""
         given = pair.pair if isinstance(pair, Uneven) else pair
         placement = self._model.traits(*given, ModeKeys.EVAL).placement
@@ -75,7 +77,7 @@ class EvalSteps:
         processes = jax.process_count() if placement.spans_processes else 1
         return placement.from_processes(pair), rows_of(*pair) * processes
 
-    def run(self, program: Any, rows: int, held: Held, features: PyTree, labels: PyTree) -> Any:
+    def run(self, program: Callable[..., T], rows: int, held: Held, features: PyTree, labels: PyTree) -> T:
         """Calls one of the programs, compiled before for batches of that number of rows."""
         if (id(program), rows) not in self._called:
             compile_first(program, held, features, labels)
@@ -205,7 +207,7 @@ def _widened(metric: Any) -> Any:
     return jax.tree.map(lambda x: x.astype(_wide(x.dtype)), metric)
 
 
-def _wide(dtype: Any) -> Any:
+def _wide(dtype: np.dtype) -> np.dtype | type[np.float64]:
     return np.float64 if np.issubdtype(dtype, np.floating) else dtype
 
 
@@ -214,7 +216,7 @@ def _result(metric: Any) -> Any:
 
 
 def _as_python(value: Any) -> Any:
-    def convert(leaf: Any) -> Any:
+    def convert(leaf: np.ndarray) -> Any:
         array = np.asarray(leaf)
         return array.item() if array.ndim == 0 else array
 

@@ -11,6 +11,8 @@ import jax
 from absl import logging
 
 from estimator.core._hook import Hook, RunValues
+from estimator.core._record import Report
+from estimator.core._typing import PyTree
 from estimator.loop._context import RunContext
 from estimator.multihost._preemption import Preempted
 
@@ -80,7 +82,7 @@ def _named(hooks: Sequence[Hook]) -> dict[str, Hook]:
     return named
 
 
-def before(due: Sequence[Hook], context: RunContext) -> list[Any]:
+def before(due: Sequence[Hook], context: RunContext) -> list[PyTree]:
     """The names of the values that each hook requests.
 
     Raises:
@@ -100,11 +102,11 @@ def before(due: Sequence[Hook], context: RunContext) -> list[Any]:
 def after(
     due: Sequence[Hook],
     context: RunContext,
-    requests: Sequence[Any],
-    losses: Any,
+    requests: Sequence[PyTree],
+    losses: jax.Array | None,
     steps: int,
-    reported: dict[str, Any],
-    rates: dict[str, Any] | None = None,
+    reported: dict[str, Report],
+    rates: dict[str, jax.Array] | None = None,
 ) -> None:
     """Passes to each hook its values of the last of some steps."""
     for hook, names in zip(due, requests, strict=True):
@@ -113,7 +115,7 @@ def after(
         context.agree_to_stop()
 
 
-def requests_values(requests: Sequence[Any], context: RunContext) -> bool:
+def requests_values(requests: Sequence[PyTree], context: RunContext) -> bool:
     """Whether any hook requests more than the loss; of several processes, a hook of the chief."""
     return bool(requests) and context.agreed(
         lambda: any(name != "loss" for names in requests for name in jax.tree.leaves(names))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 import jax
 import numpy as np
@@ -21,6 +21,8 @@ from estimator.loop._read_ahead import chunks_with_hooks
 from estimator.runtime._uninterrupted import compile_first
 from estimator.steps._transform import Model
 
+T = TypeVar("T")
+
 
 class PredictSteps:
     """The compiled steps: the predictions of a batch, without and with what the model_fn reports."""
@@ -30,7 +32,7 @@ class PredictSteps:
         self.step_reporting = jax.jit(functools.partial(_step, model, True))
         self._called: set[tuple[int, int]] = set()  # programs, and with how many rows
 
-    def run(self, program: Any, rows: int, state: State, features: PyTree) -> tuple[PyTree, dict[str, Report]]:
+    def run(self, program: Callable[..., T], rows: int, state: State, features: PyTree) -> T:
         """Calls one of the programs, compiled before for batches of that number of rows."""
         if (id(program), rows) not in self._called:
             compile_first(program, state, features)

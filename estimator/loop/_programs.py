@@ -260,5 +260,5 @@ def stacked_batches(pairs: Sequence[Pair], room: int) -> Pair | None:
     return jax.tree.unflatten(structure, stacked)
 
 
-def _stack(leaves: Sequence[Any]) -> Any:
+def _stack(leaves: Sequence[jax.Array | np.ndarray]) -> jax.Array | np.ndarray:
     return (jnp if isinstance(leaves[0], jax.Array) else np).stack(leaves)

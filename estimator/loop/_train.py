@@ -14,6 +14,7 @@ from estimator.checkpoint._checkpoints import Checkpoints
 from estimator.core._batch import rows_of
 from estimator.core._hook import Hook
 from estimator.core._mode_keys import ModeKeys
+from estimator.core._record import Report
 from estimator.core._run_config import RunConfig
 from estimator.core._state import State
 from estimator.core._typing import PyTree
@@ -142,7 +143,7 @@ class Training:
                 yield run, ()
             yield ready.batches[-1], due
 
-    def _start(self, run: Run, reporting: bool) -> tuple[StepOutputs, dict[str, Any]]:
+    def _start(self, run: Run, reporting: bool) -> tuple[StepOutputs, dict[str, Report]]:
         """Starts a program. Waits for the last but one, but not for this one."""
         context = self.context
         program = run.reporting if reporting and run.reporting else run.program
@@ -251,7 +252,7 @@ def _of_steps(programs: Sequence[tuple[StepOutputs, int]]) -> tuple[np.ndarray, 
 
 @uninterrupted
 def _names_with_nan(variables: dict[str, PyTree]) -> list[str]:
-    by_devices: dict[Any, dict[str, PyTree]] = {}  # a program takes arrays of the same devices
+    by_devices: dict[frozenset[jax.Device], dict[str, PyTree]] = {}  # a program takes arrays of the same devices
     for name, value in variables.items():
         devices = frozenset(device for leaf in jax.tree.leaves(value) for device in leaf.devices())
         by_devices.setdefault(devices, {})[name] = value

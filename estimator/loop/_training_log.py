@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
 from absl import logging
@@ -37,7 +36,7 @@ class TrainingLog:
         self._bar = _bar(total=self._last_step, initial=self._logged_step, unit="step", disable=not shows_bars())
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         self._bar.close()
 
     def advance(self, steps: int) -> None:

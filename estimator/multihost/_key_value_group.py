@@ -59,7 +59,7 @@ class KeyValueGroup(ProcessGroup):
         self._channels: list[KeyValueGroup] = []
         self._round = 0
         self._removed = 0  # hundreds of rounds
-        self._own: dict[int, Any] = {}  # values of process 0, by the number of the round
+        self._own: dict[int, object] = {}  # values of process 0, by the number of the round
         self._lock = threading.Lock()
 
     @property
@@ -87,7 +87,7 @@ class KeyValueGroup(ProcessGroup):
                     f"Process 0 called `{calls[0]}`, process {i} `{call}`. All processes have to call the same."
                 )
 
-    def start_gather(self, value: Any) -> int:
+    def start_gather(self, value: object) -> int:
         with self._lock:
             number, self._round = self._round, self._round + 1
             if self.index:
@@ -234,11 +234,11 @@ class KeyValueGroup(ProcessGroup):
                 )
 
 
-def _to_json(value: Any) -> str:
+def _to_json(value: object) -> str:
     return json.dumps(value, default=_plain)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     if isinstance(value, bytes):
         return {_BYTES: base64.b64encode(value).decode()}
     if isinstance(value, np.generic | np.ndarray) and value.ndim == 0:

@@ -48,7 +48,7 @@ class ProcessGroup(abc.ABC):
         return self.finish_gather(self.start_gather(value))
 
     @abc.abstractmethod
-    def start_gather(self, value: Any) -> int:
+    def start_gather(self, value: object) -> int:
         """Publishes the value of this process without waiting; returns the number of the round, for `finish_gather`."""
 
     @abc.abstractmethod
@@ -130,7 +130,7 @@ class SingleProcess(ProcessGroup):
     def all_gather(self, value: T) -> list[T]:
         return [value]
 
-    def start_gather(self, value: Any) -> int:
+    def start_gather(self, value: object) -> int:
         number = next(self._rounds)
         self._values[number] = value
         return number

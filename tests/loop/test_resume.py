@@ -132,7 +132,7 @@ def test_a_nan_loss_ends_training_and_is_not_saved(tmp_path, steps_per_loop, ste
 def test_a_nan_loss_between_checkpoints_names_its_own_step(tmp_path):
     estimator = make(tmp_path, linear, save_checkpoints_steps=100, steps_per_loop=10, log_step_count_steps=None)
     estimator.train(lambda: [ONES] * 3)
-    with pytest.raises(est.NanLossDuringTrainingError, match=r"at step 17\. .* of step 3;"):
+    with pytest.raises(est.NanLossDuringTrainingError, match=r"at step 17\. .* from step 3;"):
         estimator.train(nan_at(14, 40))
     assert_last_is_whole(estimator, 3)
 

@@ -1,0 +1,52 @@
+"""A single process is a group of one."""
+
+import inspect
+
+import numpy as np
+
+import estimator as est
+from estimator.core._placement import Placement
+from estimator.multihost._collective_call import collective_call, run_on_chief
+from estimator.multihost._key_value_group import KeyValueGroup
+from estimator.multihost._process_group import ProcessGroup, SingleProcess
+
+
+def test_a_single_process_exchanges_with_itself():
+    with collective_call("train()") as group:
+        assert isinstance(group, SingleProcess)
+        assert (group.index, group.count, group.towers, group.waits_for) == (0, 1, 1, None)
+        assert group.all_gather((1, "a")) == [(1, "a")]
+        first, second = group.start_gather("a"), group.start_gather("b")
+        assert group.finish_gather(second) == ["b"] and group.finish_gather(first) == ["a"]
+        value = object()
+        assert group.broadcast_from_chief(lambda: value) is value
+        assert group.shared_path("/nowhere", lambda: "/nowhere/ckpt-3", writes=True) == "/nowhere/ckpt-3"
+        assert group.gather_reports("hangs", 100) == []
+        group.set_placement(Placement())  # need not span processes
+        error = ValueError("no")
+        assert group.explain(error) is error
+
+
+def test_flags_of_channels_are_their_own():
+    group = SingleProcess()
+    channel = group.channel("input")
+    assert not channel.is_flagged()
+    channel.flag()
+    assert channel.is_flagged() and not group.is_flagged()
+
+
+def test_what_process_0_does_alone_may_call_the_estimator_where_it_is_the_only_one(tmp_path):
+    def model_fn(features, mode):
+        return est.EstimatorSpec(mode, predictions=features, loss=features.mean())
+
+    estimator = est.Estimator(model_fn, tmp_path)
+    results = run_on_chief("export", lambda: estimator.evaluate(lambda: np.ones((2, 1), np.float32)))
+    assert results["loss"] == 1
+
+
+def test_both_kinds_of_groups_have_the_same_methods():
+    names = [name for name, _ in inspect.getmembers(ProcessGroup, inspect.isfunction) if not name.startswith("_")]
+    assert len(names) > 8
+    for kind in (SingleProcess, KeyValueGroup):
+        assert not inspect.isabstract(kind)
+        assert all(callable(getattr(kind, name)) for name in names)
