@@ -105,7 +105,7 @@ class Runs:
         group: ProcessGroup,
     ) -> None:
         """Trains from the newest checkpoint on."""
-        # Each step needs what the one before has found out. The checkpoint says whether there is anything to do, before
+        # Each step needs the result of the one before. The checkpoint says whether there is anything to do, before
         # the user's input_fn is called, and where its input resumes; the first batch, without which nothing is made,
         # says for which shapes to build; and the state is taken out of memory last, when nothing else can fail.
         start = self._locate(group)

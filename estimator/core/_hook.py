@@ -54,12 +54,12 @@ class Hook:
     def next_step(self, step: int) -> int | None:
         """The next step around which to call `before_run` and `after_run`; None: not now, ask again.
 
-        Asked before each program, up to two programs ahead of what has run; at least every 100 steps. So a hook that
-        goes by the clock returns `step + 1` when its time has come, and None until then. The same step may be asked
-        about again: what is returned must not depend on how often that was.
+        Called before each program, up to two programs ahead of what has run; at least every 100 steps. So a hook that
+        goes by the clock returns `step + 1` when its time has come, and None until then. It may be called several
+        times with the same step: what it returns must not depend on how often.
 
         Args:
-          step: so many steps will have run (in `evaluate` and `predict`: so many batches).
+          step: the number of steps that will have run (in `evaluate` and `predict`: of batches).
         """
         ours, base = type(self), Hook
         everywhere = ours.before_run is not base.before_run or ours.after_run is not base.after_run
@@ -76,15 +76,15 @@ class Hook:
         """Called after a step was started; it waits for the step's end only if it reads a value or the state."""
 
     def get_state(self) -> Any:
-        """What the hook remembers, to be saved with each checkpoint of a training; None: nothing.
+        """What the hook remembers, to be saved with each checkpoint in `train`; None: nothing.
 
         Made of dicts with strings as keys, lists, numbers, strings, bytes and None. In `train` a hook that overrides
         this is called before the one that saves, so that the checkpoint of a step knows what the hook made of it.
         """
 
     def set_state(self, state: Any) -> None:
-        """Called between `begin` and `after_create_state` where the checkpoint that training goes on from holds a
-        state of the hook: of the first, second ... hook of its class."""
+        """Called between `begin` and `after_create_state` if the checkpoint that training resumes from holds a state
+        of the hook: of the first, second ... hook of its class."""
 
     def end(self, context: Context) -> None:
         """Called last, once in a run, whatever happened: `context.error` tells what went wrong, if anything did."""
@@ -133,7 +133,7 @@ class Context(Protocol):
     @property
     def phase(self) -> str:
         """What the run is doing: "begin", "input", "compile", "step", "checkpoint", "evaluate", "output" (`predict`
-        waits until it is asked for more) or "end"."""
+        waits for its caller) or "end"."""
 
     @property
     def error(self) -> BaseException | None:
@@ -228,18 +228,18 @@ class RunValues:
     """What came out of one step (or batch); fetched from the devices when it is read."""
 
     def __init__(
-        self, losses: Any, steps: int, reported: dict[str, Any], asked: Any, rates: dict[str, Any] | None = None
+        self, losses: Any, steps: int, reported: dict[str, Any], requested: Any, rates: dict[str, Any] | None = None
     ) -> None:
-        self._losses = losses  # of a program: an array of at least so many steps, or that of a single one
+        self._losses = losses  # of a program: an array of at least `steps` steps, or of a single one
         self._steps = steps
         self._reported = reported
-        self._asked = asked
+        self._requested = requested
         self._rates = rates or {}
         known = ["loss"] * (losses is not None) + sorted(reported)
-        for name in jax.tree.leaves(asked):
+        for name in jax.tree.leaves(requested):
             if name not in known:
                 raise ValueError(
-                    f"A hook asked for the value {name!r}, but the model_fn reports only {known}. "
+                    f"A hook requests the value {name!r}, but the model_fn reports only {known}. "
                     f"Write `est.record({name!r}, value)` in the model_fn."
                 )
 
@@ -250,7 +250,7 @@ class RunValues:
 
     @property
     def learning_rates(self) -> dict[str, float]:
-        """Those of optimizers under `optax.inject_hyperparams` that the step was made with, by tag; see
+        """The learning rates of the step, of optimizers under `optax.inject_hyperparams`, by tag; see
         `Context.rates`."""
         return {tag: self._last(rates) for tag, rates in self._rates.items()}
 
@@ -259,7 +259,7 @@ class RunValues:
 
     @property
     def results(self) -> PyTree:
-        """The values that `before_run` asked for, as Python and numpy values in the same structure."""
-        names = {name for name in jax.tree.leaves(self._asked) if name != "loss"}
-        found = jax.device_get({name: self._reported[name] for name in names})
-        return jax.tree.map(lambda name: self.loss if name == "loss" else found[name].as_value(), self._asked)
+        """The values that `before_run` requested, as Python and numpy values in the same structure."""
+        names = {name for name in jax.tree.leaves(self._requested) if name != "loss"}
+        reports = jax.device_get({name: self._reported[name] for name in names})
+        return jax.tree.map(lambda name: self.loss if name == "loss" else reports[name].as_value(), self._requested)

@@ -134,7 +134,7 @@ class WatchdogHook(Hook):
 
 
 def _stacks(first: int) -> str:
-    """The Python stacks of all threads but this one, that of the thread `first` before the others."""
+    """The Python stacks of all threads but this one, the thread `first` before the others."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     frames = sys._current_frames()
     del frames[threading.get_ident()]

@@ -149,7 +149,7 @@ class Programs:
         return [Run(self._loop_some, len(pairs), args, pairs[0], self._loop_some_reporting if reports else None)]
 
     def is_new(self, program: Program) -> bool:
-        """Whether a program is about to be compiled, as far as is known; to be asked once before each run."""
+        """Whether a program is about to be compiled, as far as is known; to be called once before each run."""
         if id(program) in self._used:
             return False
         self._used.add(id(program))

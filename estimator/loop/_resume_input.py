@@ -33,7 +33,7 @@ def resume_input(rest: Batches, path: str, host: dict[str, Any], config: RunConf
         try:
             rest.set_state(positions[config.process_index])
         except Exception as error:
-            error.add_note(f"The position is that of {path}. RunConfig(resume_input=None) begins the input again.")
+            error.add_note(f"The position is from {path}. RunConfig(resume_input=None) begins the input again.")
             raise
     elif config.resume_input != "count" and as_many:
         logging.info("The input begins again: there is no position in it; see RunConfig(resume_input=...).")

@@ -91,7 +91,7 @@ class Reader(Protocol):
         """The plan that all processes follow."""
 
     def interrupted(self) -> bool:
-        """Whether to stop now; asked in the main thread while it waits for input."""
+        """Whether to stop now; called in the main thread while it waits for input."""
 
     def took(self) -> None:
         """Notes that a chunk was taken."""

@@ -96,7 +96,7 @@ def seconds(
 
 
 def ratios(times: Mapping[Name, Sequence[float]], base: Name) -> dict[Name, float]:
-    """By name, the shortest time over that of `base`."""
+    """By name, the shortest time, divided by `base`'s."""
     return {name: round(min(of_name) / min(times[base]), 3) for name, of_name in times.items()}
 
 

@@ -126,14 +126,14 @@ def test_an_unknown_name_is_an_error_even_if_no_one_reads_it(tmp_path, run):
     hook = Asking(["meen", "mean"])
     hook.after_run = None  # never called
     known = ["loss"] * (run != "predict") + ["mean", "rows"]
-    with pytest.raises(ValueError, match="A hook asked for the value 'meen', but the model_fn reports only ") as raised:
+    with pytest.raises(ValueError, match="A hook requests the value 'meen', but the model_fn reports only ") as raised:
         list(getattr(estimator, run)(times(1), hooks=[hook]))
     assert str(known) in str(raised.value) and "Write `est.record('meen', value)` in the" in str(raised.value)
 
 
 def test_there_is_no_loss_in_a_prediction(tmp_path):
     estimator = make(tmp_path)
-    with pytest.raises(ValueError, match=r"A hook asked for the value 'loss', but the model_fn reports only \[\]"):
+    with pytest.raises(ValueError, match=r"A hook requests the value 'loss', but the model_fn reports only \[\]"):
         list(estimator.predict(times(1), hooks=[Asking("loss")]))
     list(estimator.predict(times(1), hooks=[hook := Looking()]))
     assert hook.got[0][2].loss is None

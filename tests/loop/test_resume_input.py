@@ -204,7 +204,7 @@ def test_a_position_of_other_data_is_an_error_that_says_which_checkpoint(tmp_pat
     new(tmp_path).train(data(5), max_steps=7)
     with pytest.raises(ValueError, match="is not one of this input") as raised:
         new(tmp_path).train(data(6), max_steps=9)
-    note = f"The position is that of {tmp_path}/ckpt-7. RunConfig(resume_input=None) begins the input again."
+    note = f"The position is from {tmp_path}/ckpt-7. RunConfig(resume_input=None) begins the input again."
     assert raised.value.__notes__ == [note]
     assert seen(new(tmp_path).train(data(5), max_steps=11))[:5] == [3, 2, 2, 2, 2]
 
