@@ -95,8 +95,8 @@ def categorical_column_with_hash_bucket(key: str, hash_bucket_size: int) -> Hash
     """A column whose classes are hashes of the feature.
 
     Integers are mixed by the last steps of MurmurHash3 and taken modulo `hash_bucket_size`; -1 stands for no class.
-    Strings become integers by CRC-32 in `encode`. So a class has the same id in every process and on every device, but not the
-    same as in TensorFlow.
+    Strings become integers by CRC-32 in `encode`. So a class has the same id in every process and on every device, but
+    not the same as in TensorFlow.
 
     Args:
       key: the feature: any integers, or strings, which `encode` turns into integers.

@@ -16,8 +16,8 @@ _COLUMNS = 3
 def plot_history(model_dir: str | os.PathLike[str], path: str | os.PathLike[str] | None = None) -> str:
     """Draws what a training run and its evaluations have written: one panel for each tag, the loss first.
 
-    A panel has the training and all evaluations that know its tag. It needs matplotlib, which is not a dependency of the
-    rest; pyplot, and what it keeps, is left alone.
+    A panel has the training and all evaluations that know its tag. It needs matplotlib, which is not a dependency of
+    the rest; pyplot, and what it keeps, is left alone.
 
     Args:
       model_dir: of the Estimator.
