@@ -24,8 +24,22 @@ def maker(transformation: optax.GradientTransformation) -> str:
     return update.__qualname__.partition(".")[0] if in_optax else ""
 
 
+UNKNOWN = optax.GradientTransformation(lambda params: (), lambda updates, state, params=None: (updates, state))
+"""Stands for a part that cannot be seen; its maker is ""."""
+
+
 def parts(transformation: optax.GradientTransformation) -> list[optax.GradientTransformation]:
-    """The transformations that it applies, in order; none where it does not combine others."""
+    """The transformations that it applies, in order; none where it does not combine others.
+
+    Where another version of optax holds them under other names there is one, `UNKNOWN`.
+    """
+    try:
+        return _parts(transformation)
+    except KeyError:
+        return [UNKNOWN]
+
+
+def _parts(transformation: optax.GradientTransformation) -> list[optax.GradientTransformation]:
     held = closure(transformation.update)
     if maker(transformation) == "chain":
         updates = zip(closure(transformation.init)["init_fns"], held["update_fns"], strict=True)
@@ -46,9 +60,9 @@ def leaves(transformation: optax.GradientTransformation, variable: str, params: 
     name = maker(transformation)
     yield name
     held = closure(transformation.update)
-    if name == "masked":
+    if name == "masked" and "mask" in held:
         inner = parts(transformation) if _of_variable(held["mask"], variable, params) else []
-    elif name == "partition":
+    elif name == "partition" and "transforms" in held:
         inner = [held["transforms"][_of_variable(held["param_labels"], variable, params)]]
     else:
         inner = parts(transformation)

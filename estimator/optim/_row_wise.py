@@ -86,6 +86,10 @@ _WHOLE_TABLE = {
 }
 
 
+# A transformation that is not optax's, and those of optax that are nothing but a function given to them.
+_OF_USERS = {"", "stateless", "stateless_with_tree_map"}
+
+
 def row_rule(
     transformation: optax.GradientTransformation,
     tables: Collection[str],
@@ -101,6 +105,11 @@ def row_rule(
     if any(not _WHOLE_TABLE.isdisjoint(names) for names in makers):
         return RowRule.WHOLE_TABLE
     return RowRule.OWN_GRADIENT if all(map(_by_own_gradient, makers)) else RowRule.ANY_STEP
+
+
+def has_unknown_parts(transformation: optax.GradientTransformation, tables: Collection[str], params: Variables) -> bool:
+    """Whether something that is not optax's, such as a user's own transformation, is applied to one of the tables."""
+    return any(not _OF_USERS.isdisjoint(leaves(transformation, table, params)) for table in tables)
 
 
 def _by_own_gradient(makers: list[str]) -> bool:

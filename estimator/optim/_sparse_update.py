@@ -15,7 +15,7 @@ import optax
 from absl import logging
 
 from estimator.core._typing import PyTree, Variables
-from estimator.optim._row_wise import RowRule, row_rule, variable_of
+from estimator.optim._row_wise import RowRule, has_unknown_parts, row_rule, variable_of
 from estimator.sparse._indexed_slices import IndexedSlices
 
 
@@ -127,6 +127,13 @@ def takes_rows(
             f"`est.lazy` needs a row-wise transformation, but for the one of the optimizer {name!r} "
             f"{rule.value}, as with `optax.clip_by_global_norm`. Leave `est.lazy` out to train {tables} by "
             "dense gradients, or change the gradients between `compute_gradients` and `apply_gradients`."
+        )
+    if is_lazy and has_unknown_parts(transformation, tables, params):
+        logging.warning(
+            "`est.lazy` gives the optimizer %r only the looked-up rows of %s. It has a part that is not optax's, which "
+            "must treat each row by itself: one that uses a norm over the table, say, would see the looked-up rows.",
+            name,
+            tables,
         )
     if is_lazy or rule is RowRule.OWN_GRADIENT:
         return True

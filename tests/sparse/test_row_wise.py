@@ -5,8 +5,10 @@ import optax
 import pytest
 from testing.row_wise_probe import Probe, Rule
 
+import estimator as est
 from estimator.optim._parts import maker, parts
-from estimator.optim._row_wise import _OWN_GRADIENT, _WHOLE_TABLE, _WRAPPERS, RowRule, row_rule
+from estimator.optim._row_wise import _OWN_GRADIENT, _WHOLE_TABLE, _WRAPPERS, RowRule, has_unknown_parts, row_rule
+from estimator.optim._sparse_update import takes_rows
 
 
 def every_second(step):
@@ -132,3 +134,27 @@ def test_a_transformation_of_ones_own_is_not_known():
     for transformation in (own, by_hand, optax.chain(optax.sgd(0.1), by_hand)):
         assert registered(transformation) is RowRule.ANY_STEP
     assert maker(by_hand) == "" and parts(by_hand) == []
+
+
+def test_a_chain_that_cannot_be_looked_into_is_not_known():
+    chain = optax.chain(optax.sgd(0.1), optax.clip_by_global_norm(1.0))
+
+    def update_fn(updates, state, params=None):
+        return chain.update(updates, state, params)
+
+    update_fn.__module__, update_fn.__qualname__ = "optax.other", "chain.<locals>.update_fn"
+    other = optax.GradientTransformation(chain.init, update_fn)
+    assert registered(other) is RowRule.ANY_STEP
+    assert has_unknown_parts(other, ["words"], PARAMS)
+
+
+BY_HAND = optax.GradientTransformation(lambda params: (), lambda updates, state, params=None: (updates, state))
+
+
+@pytest.mark.parametrize(
+    "part, warns", [(BY_HAND, True), (optax.stateless(lambda u, p: u), True), (optax.scale(2), False)]
+)
+def test_lazy_warns_of_a_part_that_is_not_of_optax(part, warns, caplog):
+    optimizer = est.lazy(optax.chain(part, optax.adam(0.1)))
+    assert takes_rows(optimizer, "mine", ["words"], optimizer.init(PARAMS), PARAMS)
+    assert ("`est.lazy` gives the optimizer 'mine' only the looked-up rows of ['words']" in caplog.text) == warns
