@@ -23,7 +23,7 @@ from estimator.core._mode_keys import ModeKeys
 from estimator.core._model_fn import ModelFn, bind, with_params
 from estimator.core._run_config import RunConfig
 from estimator.core._state import State
-from estimator.core._typing import PyTree
+from estimator.core._typing import Features, Labels, PyTree
 from estimator.export._export_model import check_arguments, write_export
 from estimator.hooks._checkpoint_saver import CheckpointSaverListener, checked_listeners
 from estimator.inputs._input_fn import call_input_fn
@@ -235,7 +235,7 @@ class Estimator:
             if group.count > 1 and path is not None:  # which all of them read
                 stack.enter_context(_checkpoints.kept(path))
 
-            def restored(features: PyTree, labels: PyTree) -> tuple[State, str | None]:
+            def restored(features: Features, labels: Labels) -> tuple[State, str | None]:
                 return self._runs.lookup.state(ModeKeys.EVAL, path, checkpoint_path, group, features, labels)
 
             return self._runs.evaluate(restored, input_fn, steps, own_hooks, name, group)

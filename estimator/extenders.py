@@ -12,7 +12,7 @@ from estimator.core._estimator_spec import EstimatorSpec
 from estimator.core._export_output import DEFAULT_SIGNATURE, PredictOutput
 from estimator.core._mode_keys import ModeKeys
 from estimator.core._run_config import RunConfig
-from estimator.core._typing import PyTree
+from estimator.core._typing import Features, Labels
 
 MetricFn = Callable[..., dict[str, Any]]
 _METRIC_FN_ARGS = ("features", "labels", "predictions", "config")
@@ -61,7 +61,7 @@ def add_metrics(estimator: Estimator, metric_fn: MetricFn) -> Estimator:
             "bind others by functools.partial or give them defaults."
         )
 
-    def extend(spec: EstimatorSpec, features: PyTree, labels: PyTree, config: RunConfig) -> EstimatorSpec:
+    def extend(spec: EstimatorSpec, features: Features, labels: Labels, config: RunConfig) -> EstimatorSpec:
         if spec.mode != ModeKeys.EVAL:
             return spec
         offered = dict(zip(_METRIC_FN_ARGS, (features, labels, spec.predictions, config), strict=True))
@@ -100,7 +100,7 @@ def forward_features(estimator: Estimator, keys: str | Sequence[str] | None = No
     _check_estimator("forward_features", estimator)
     chosen = _checked_keys(keys)
 
-    def extend(spec: EstimatorSpec, features: PyTree, labels: PyTree, config: RunConfig) -> EstimatorSpec:
+    def extend(spec: EstimatorSpec, features: Features, labels: Labels, config: RunConfig) -> EstimatorSpec:
         del labels, config
         if spec.mode != ModeKeys.PREDICT:
             return spec
@@ -123,7 +123,7 @@ def _check_estimator(caller: str, estimator: object) -> None:
 
 
 def _extended(estimator: Estimator, extend: Callable[..., EstimatorSpec]) -> Estimator:
-    def model_fn(features: PyTree, labels: PyTree, mode: str, params: Any, config: RunConfig) -> EstimatorSpec:
+    def model_fn(features: Features, labels: Labels, mode: str, params: Any, config: RunConfig) -> EstimatorSpec:
         del params  # of the new Estimator, for its input_fn: the same
         spec = estimator.model_fn(features, labels, mode, config)
         return extend(spec, features, labels, config)
@@ -141,7 +141,7 @@ def _checked_keys(keys: object) -> tuple[str, ...] | None:
     return tuple(keys)
 
 
-def _chosen(features: PyTree, keys: tuple[str, ...] | None) -> dict[str, Any]:
+def _chosen(features: Features, keys: tuple[str, ...] | None) -> dict[str, Any]:
     if not isinstance(features, dict):
         raise ValueError(
             "`forward_features` needs features that are a dict, to know them by their keys; "

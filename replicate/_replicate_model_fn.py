@@ -21,7 +21,7 @@ from estimator.replication import (
     current_frame,
     watch_non_finite,
 )
-from estimator.typing import PyTree
+from estimator.typing import Features, Labels, PyTree
 from replicate.block_sync._block_sync import BlockSync
 from replicate.block_sync._runner import BlockSyncRunner, LocalCopies
 from replicate.cross_tower_ops import CrossTowerOps, choose_the_best
@@ -132,7 +132,7 @@ def replicate_model_fn(
     here = _make_runner(options, of_this_process(towers)) if everywhere.placement.spans_processes else everywhere
 
     def replicated(
-        features: PyTree, labels: PyTree, mode: str, params: Any = None, config: Any = None
+        features: Features, labels: Labels, mode: str, params: Any = None, config: Any = None
     ) -> EstimatorSpec:
         frame = current_frame("a model_fn made by replicate_model_fn")
         if in_towers():

@@ -13,7 +13,7 @@ from estimator.canned._common import OptimizerOrFn, check_head, classifier_head,
 from estimator.core._batch import check_batch
 from estimator.core._estimator_spec import EstimatorSpec
 from estimator.core._run_config import RunConfig
-from estimator.core._typing import PyTree
+from estimator.core._typing import Features, Labels
 from estimator.core._variables import get_variable, variable_scope
 from estimator.heads import Head
 from estimator.losses import Reduction
@@ -45,7 +45,7 @@ class BaselineEstimator(Estimator):
         check_head(caller, head)
         make_optimizer = optimizer_fn(caller, optimizer, LEARNING_RATE, from_zeros=True)
 
-        def model_fn(features: PyTree, labels: PyTree, mode: str) -> EstimatorSpec:
+        def model_fn(features: Features, labels: Labels, mode: str) -> EstimatorSpec:
             with variable_scope("baseline"):
                 bias = get_variable("bias", (head.logits_dimension,), initializer=jax.nn.initializers.zeros)
             logits = jnp.broadcast_to(bias, (check_batch(features), head.logits_dimension))

@@ -23,7 +23,7 @@ from estimator.core._estimator_spec import EstimatorSpec
 from estimator.core._frame import current_frame
 from estimator.core._run_config import RunConfig
 from estimator.core._train_op import TrainOp, group
-from estimator.core._typing import PyTree
+from estimator.core._typing import Features, Labels, PyTree
 from estimator.core._variables import variable_scope
 from estimator.feature_column._column import CategoricalColumn, DenseColumn
 from estimator.feature_column._layers import checked_columns
@@ -88,7 +88,7 @@ class DNNLinearCombinedEstimator(Estimator):
             linear = linear_logits_fn(caller, units, columns, linear_sparse_combiner)
             parts.append((_showing(linear), optimizer_fn(caller, linear_optimizer, rate, from_zeros=True)))
 
-        def model_fn(features: PyTree, labels: PyTree, mode: str) -> EstimatorSpec:
+        def model_fn(features: Features, labels: Labels, mode: str) -> EstimatorSpec:
             trainable = current_frame(caller).declared.trainable
             logits, own = [], []
             for logits_fn, _ in parts:
@@ -107,7 +107,7 @@ class DNNLinearCombinedEstimator(Estimator):
 def _showing(linear: Callable[[PyTree], jax.Array]) -> Callable[[PyTree, str], jax.Array]:
     """The same logits, with the summaries of a layer."""
 
-    def logits_fn(features: PyTree, mode: str) -> jax.Array:
+    def logits_fn(features: Features, mode: str) -> jax.Array:
         del mode
         logits = linear(features)
         with variable_scope("linear"):

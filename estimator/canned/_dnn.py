@@ -23,7 +23,7 @@ from estimator.core._estimator_spec import EstimatorSpec
 from estimator.core._mode_keys import ModeKeys
 from estimator.core._rng import make_rng
 from estimator.core._run_config import RunConfig
-from estimator.core._typing import PyTree
+from estimator.core._typing import Features, Labels, PyTree
 from estimator.core._variables import assign, get_variable, variable_scope
 from estimator.feature_column import input_layer
 from estimator.feature_column._column import DenseColumn
@@ -82,7 +82,7 @@ class DNNEstimator(Estimator):
         )
         make_optimizer = optimizer_fn(caller, optimizer, LEARNING_RATE, from_zeros=False)
 
-        def model_fn(features: PyTree, labels: PyTree, mode: str) -> EstimatorSpec:
+        def model_fn(features: Features, labels: Labels, mode: str) -> EstimatorSpec:
             logits = logits_fn(features, mode)
             return head.create_estimator_spec(features, mode, logits, labels, make_optimizer())
 
@@ -205,7 +205,7 @@ def dnn_logits_fn(
     if dropout is not None and not 0 <= dropout < 1:
         raise ValueError(f"`{caller}` needs a number in [0, 1), or None, as dropout; got {dropout!r}.")
 
-    def logits_fn(features: PyTree, mode: str) -> jax.Array:
+    def logits_fn(features: Features, mode: str) -> jax.Array:
         training = mode == ModeKeys.TRAIN
         with variable_scope("dnn"):
             with variable_scope("input_from_feature_columns"):

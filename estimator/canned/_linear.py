@@ -16,7 +16,7 @@ from estimator.core._estimator_spec import EstimatorSpec
 from estimator.core._frame import Frame, current_frame
 from estimator.core._record import Histogram, Scalar, report_in_training
 from estimator.core._run_config import RunConfig
-from estimator.core._typing import PyTree
+from estimator.core._typing import Features, Labels, PyTree
 from estimator.core._variables import variable_scope
 from estimator.feature_column import linear_model
 from estimator.feature_column._column import CategoricalColumn, DenseColumn
@@ -72,7 +72,7 @@ class LinearEstimator(Estimator):
             named_rate=LEARNING_RATE,
         )
 
-        def model_fn(features: PyTree, labels: PyTree, mode: str) -> EstimatorSpec:
+        def model_fn(features: Features, labels: Labels, mode: str) -> EstimatorSpec:
             return head.create_estimator_spec(features, mode, logits_fn(features), labels, make_optimizer())
 
         super().__init__(model_fn, model_dir, config, warm_start_from=warm_start_from)
@@ -153,7 +153,7 @@ def linear_logits_fn(
     """A function of features that returns logits of shape `(batch, units)`."""
     check_combiner(caller, "sparse_combiner", sparse_combiner)
 
-    def logits_fn(features: PyTree) -> jax.Array:
+    def logits_fn(features: Features) -> jax.Array:
         with variable_scope("linear"):
             logits = linear_model(features, columns, units, sparse_combiner)
             _show_weights(current_frame(caller))

@@ -13,7 +13,7 @@ from estimator.checkpoint._model_dir import check_not_of_tensorflow
 from estimator.checkpoint._restore import StateSource
 from estimator.core._mode_keys import ModeKeys
 from estimator.core._state import State
-from estimator.core._typing import PyTree
+from estimator.core._typing import Features, Labels
 from estimator.multihost._process_group import ProcessGroup
 
 T = TypeVar("T")
@@ -71,8 +71,8 @@ class CheckpointLookup:
         path: str | None,
         checkpoint_path: str | None,
         group: ProcessGroup,
-        features: PyTree,
-        labels: PyTree = None,
+        features: Features,
+        labels: Labels = None,
     ) -> tuple[State, str | None]:
         """The state saved at `path`, and that path; the newest checkpoint's where the user's `checkpoint_path` names
         none and the one looked up before has been removed since."""

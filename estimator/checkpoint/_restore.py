@@ -11,7 +11,7 @@ from estimator.checkpoint import _checkpoints
 from estimator.checkpoint._warm_start import WarmStartReport, WarmStartSettings, warm_start
 from estimator.core._mode_keys import ModeKeys
 from estimator.core._state import State
-from estimator.core._typing import PyTree
+from estimator.core._typing import Features, Labels
 from estimator.multihost._global_arrays import as_of_chief, is_within_reach, placed
 from estimator.multihost._process_group import ProcessGroup
 from estimator.steps._transform import Model
@@ -40,7 +40,7 @@ class StateSource:
         self.warm_start_report: WarmStartReport | None = None
 
     def get(
-        self, mode: ModeKeys, path: str | None, group: ProcessGroup, features: PyTree, labels: PyTree = None
+        self, mode: ModeKeys, path: str | None, group: ProcessGroup, features: Features, labels: Labels = None
     ) -> State:
         """The state saved at `path`, from the cache if possible; the initial state if `path` is None.
 
@@ -60,13 +60,13 @@ class StateSource:
         assert self._cached is not None
         return _as_wanted(self._cached[1], like)
 
-    def take_for_training(self, path: str | None, group: ProcessGroup, features: PyTree, labels: PyTree) -> State:
+    def take_for_training(self, path: str | None, group: ProcessGroup, features: Features, labels: Labels) -> State:
         """A copy for training, which donates its memory; a prediction may still read the original."""
         state = self.get(ModeKeys.TRAIN, path, group, features, labels)
         self._cached = None
         return jax.tree.map(lambda x: x.copy(), state)
 
-    def for_evaluation(self, state: State, features: PyTree, labels: PyTree) -> State:
+    def for_evaluation(self, state: State, features: Features, labels: Labels) -> State:
         """The state of a running training in the form that evaluation takes."""
         return _as_wanted(state, self._model.abstract_init(features, labels, mode=ModeKeys.EVAL))
 
@@ -75,7 +75,7 @@ class StateSource:
         self._cached = _identity(path), state
 
     def _warm(
-        self, settings: WarmStartSettings, state: State, mode: ModeKeys, features: PyTree, labels: PyTree
+        self, settings: WarmStartSettings, state: State, mode: ModeKeys, features: Features, labels: Labels
     ) -> State:
         trainable = self._model.traits(features, labels, mode).trainable
         state, report = warm_start(settings, state, trainable, mode)

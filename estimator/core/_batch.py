@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from estimator.core._bcoo import is_jax_sparse, is_sparse
-from estimator.core._typing import PyTree
+from estimator.core._typing import Features, Labels, PyTree
 
 if TYPE_CHECKING:
     from jax.experimental.sparse import JAXSparse
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def check_batch(features: PyTree, labels: PyTree = None) -> int:
+def check_batch(features: Features, labels: Labels = None) -> int:
     """The number of examples in a batch.
 
     Raises:
@@ -39,7 +39,7 @@ def check_batch(features: PyTree, labels: PyTree = None) -> int:
 
 
 def named_leaves(
-    features: PyTree, labels: PyTree = None, is_leaf: Callable[[Any], bool] | None = None
+    features: Features, labels: Labels = None, is_leaf: Callable[[Any], bool] | None = None
 ) -> dict[str, Any]:
     """The leaves of a batch by what error messages call them.
 
@@ -53,7 +53,7 @@ def named_leaves(
     }
 
 
-def rows_of(features: PyTree, labels: PyTree = None) -> int:
+def rows_of(features: Features, labels: Labels = None) -> int:
     """The number of examples in a batch, read off one array; all are looked at where that is none."""
     leaves = jax.tree.leaves((features, labels), is_leaf=is_sparse)
     shape = getattr(leaves[0], "shape", ()) if leaves else ()
@@ -65,7 +65,7 @@ def abstract(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True))
 
 
-def guarded(step: Callable[..., T], features: PyTree, labels: PyTree, *args: Any) -> T:
+def guarded(step: Callable[..., T], features: Features, labels: Labels, *args: Any) -> T:
     """`step(*args)`; says in our words what jax does not take in the batch among the arguments."""
     try:
         return step(*args)
@@ -87,7 +87,7 @@ class BatchGuard:
       features, labels: of the batch that the model was built with, arrays or `jax.ShapeDtypeStruct`s.
     """
 
-    def __init__(self, features: PyTree, labels: PyTree) -> None:
+    def __init__(self, features: Features, labels: Labels) -> None:
         self._built_with = _shapes(features, labels)
 
     def __call__(self, number: int, pair: tuple[PyTree, PyTree], step: Callable[..., T], *args: Any) -> T:
@@ -119,7 +119,7 @@ class BatchGuard:
         return ", ".join(changes)
 
 
-def _shapes(features: PyTree, labels: PyTree) -> dict[str, tuple[int, ...]]:
+def _shapes(features: Features, labels: Labels) -> dict[str, tuple[int, ...]]:
     leaves = named_leaves(features, labels, is_leaf=is_sparse)
     return {name: getattr(leaf, "shape", ()) for name, leaf in leaves.items()}
 

@@ -12,7 +12,7 @@ import jax
 from estimator.core._estimator_spec import EstimatorSpec
 from estimator.core._frame import current_frame
 from estimator.core._mode_keys import ModeKeys
-from estimator.core._typing import PyTree
+from estimator.core._typing import Features, Labels
 
 ModelFn = Callable[..., EstimatorSpec]
 _OPTIONAL = ("labels", "mode", "params", "config")
@@ -48,7 +48,7 @@ def bind(model_fn: ModelFn, params: Any = None, config: Any = None) -> ModelFn:
             f"{shown} does not include params argument, but params ({params!r}) is passed. Add the argument."
         )
 
-    def call(features: PyTree, labels: PyTree, mode: ModeKeys) -> EstimatorSpec:
+    def call(features: Features, labels: Labels, mode: ModeKeys) -> EstimatorSpec:
         if labels is not None and "labels" not in accepted and not takes_all:
             raise ValueError(
                 f"{shown} does not take labels, but input_fn returns labels. "
@@ -73,7 +73,7 @@ def bind(model_fn: ModelFn, params: Any = None, config: Any = None) -> ModelFn:
 def with_params(model_fn: ModelFn, params: Any) -> ModelFn:
     """The model_fn as a function of `(features, labels, mode, config)`: params are the ones given here."""
 
-    def call(features: PyTree, labels: PyTree, mode: str, config: Any) -> EstimatorSpec:
+    def call(features: Features, labels: Labels, mode: str, config: Any) -> EstimatorSpec:
         return bind(model_fn, params, config)(features, labels, ModeKeys(mode))
 
     return call

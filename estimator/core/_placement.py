@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from estimator.core._bcoo import per_step
 from estimator.core._state import State
-from estimator.core._typing import Partitions, PyTree, Shardings, Tree, Variables
+from estimator.core._typing import Features, Labels, Partitions, PyTree, Shardings, Tree, Variables
 
 Step = Callable[[State, PyTree, PyTree], tuple[State, PyTree]]
 """`(state, features, labels) -> (state, spec)`."""
@@ -172,7 +172,7 @@ class OffTowerPlacement(Placement, abc.ABC):
         """As many steps as the batches hold, one after the other."""
         step = self.compile_step(loop, halves, like, donate)
 
-        def steps(state: State, features: PyTree, labels: PyTree) -> tuple[State, PyTree]:
+        def steps(state: State, features: Features, labels: Labels) -> tuple[State, PyTree]:
             specs = []
             batches = per_step((features, labels))
             for i in range(len(jax.tree.leaves(batches)[0])):

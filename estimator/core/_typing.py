@@ -9,6 +9,12 @@ PyTree = Any
 Tree = TypeVar("Tree")
 """A pytree, where a function returns one of the same structure."""
 
+Features = PyTree
+"""Of a batch: arrays with the examples as their first dimension."""
+
+Labels = PyTree
+"""Of a batch: arrays as features are, or None."""
+
 Variables = dict[str, PyTree]
 """By full name: an array, or a pytree of arrays."""
 

@@ -44,7 +44,7 @@ from estimator.core._frame import Frame, Replica
 from estimator.core._mode_keys import ModeKeys
 from estimator.core._model_fn import ModelFn
 from estimator.core._state import State
-from estimator.core._typing import PyTree
+from estimator.core._typing import Features, PyTree
 from estimator.export._prune import check_rows, checked_outputs, chosen, only_needed
 from estimator.steps._gradients import run_model_fn
 
@@ -88,7 +88,7 @@ class Options:
       outputs: the names of the values to export; None: the `export_outputs`.
     """
 
-    features: PyTree
+    features: Features
     assets: dict[str, str]
     batch_size: int | None
     platforms: tuple[str, ...]
@@ -205,7 +205,7 @@ def _as_function(
     """
     structs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), like)
 
-    def model(weights: dict[str, Any], features: PyTree) -> dict[str, ExportOutput]:
+    def model(weights: dict[str, Any], features: Features) -> dict[str, ExportOutput]:
         state = from_arrays(weights, structs)
         frame = Frame(
             ModeKeys.PREDICT,
@@ -224,7 +224,7 @@ def _as_function(
 
 
 def _exported(model: Callable[..., Any], name: str, weights: dict[str, Any], options: Options) -> export.Exported:
-    def signature(weights: dict[str, Any], features: PyTree) -> dict[str, Any]:
+    def signature(weights: dict[str, Any], features: Features) -> dict[str, Any]:
         return _arrays(model(weights, features)[name])
 
     args = signature, weights, options.symbolic_features()
@@ -278,7 +278,7 @@ class _Zeros:
         return f'np.zeros({shape}, "{np.dtype(self._like.dtype).name}")'
 
 
-def _readme(features: PyTree, batch_size: int | None) -> str:
+def _readme(features: Features, batch_size: int | None) -> str:
     batch = "Batches may have any size." if batch_size is None else f"Batches have {batch_size} examples."
     return _README.format(features=jax.tree.map(_Zeros, features), batch=batch, jax=jax.__version__)
 

@@ -12,7 +12,7 @@ from jax import export
 
 from estimator.checkpoint._export_folder import METADATA_FILE, ExportFolder, find_export
 from estimator.core._export_output import DEFAULT_SIGNATURE
-from estimator.core._typing import PyTree
+from estimator.core._typing import Features, PyTree
 from estimator.export._export_model import named
 
 
@@ -43,7 +43,7 @@ class ExportedModel:
         self._programs = {name: jax.jit(program.call) for name, program in programs.items()}
         self._weights = jax.device_put(folder.weights)
 
-    def __call__(self, features: PyTree, signature: str = DEFAULT_SIGNATURE) -> dict[str, np.ndarray]:
+    def __call__(self, features: Features, signature: str = DEFAULT_SIGNATURE) -> dict[str, np.ndarray]:
         if signature not in self._programs:
             raise ValueError(f"{self.path} has no signature {signature!r}; it has {sorted(self.signatures)}.")
         _check_features(features, self.features)
@@ -121,7 +121,7 @@ def _check_process(path: str, program: export.Exported) -> None:
         )
 
 
-def _check_features(features: PyTree, expected: PyTree) -> None:
+def _check_features(features: Features, expected: PyTree) -> None:
     arrays, structs = named(features, "features"), named(expected, "features")
     missing, extra = sorted(structs.keys() - arrays.keys()), sorted(arrays.keys() - structs.keys())
     if missing or extra:

@@ -9,7 +9,7 @@ import jax
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from estimator.core._record import Report, Rows, Scalar
-from estimator.core._typing import PyTree
+from estimator.core._typing import Features, PyTree
 
 Program = Callable[[dict[str, Any], PyTree], dict[str, Any]]
 
@@ -47,7 +47,7 @@ def chosen(outputs: Sequence[str], predictions: dict[str, Any], reported: dict[s
     return {name: recorded[name] if name in recorded else predictions[name] for name in outputs}
 
 
-def only_needed(model: Program, weights: dict[str, Any], features: PyTree) -> tuple[Program, dict[str, Any], PyTree]:
+def only_needed(model: Program, weights: dict[str, Any], features: Features) -> tuple[Program, dict[str, Any], PyTree]:
     """A program with the same outputs that takes only the weights and features they need, and these.
 
     Dead code is eliminated as jax does it, within `lax.scan` and `lax.cond` too; a `lax.while_loop` stays complete if
@@ -69,7 +69,7 @@ def only_needed(model: Program, weights: dict[str, Any], features: PyTree) -> tu
         equations, _ = dce_jaxpr(traced.jaxpr, outputs, instantiate=needed)
     run = jaxpr_as_fun(ClosedJaxpr(equations, traced.consts))
 
-    def program(weights: dict[str, Any], features: PyTree) -> dict[str, Any]:
+    def program(weights: dict[str, Any], features: Features) -> dict[str, Any]:
         return jax.tree.unflatten(jax.tree.structure(shape), run(*jax.tree.leaves((weights, features))))
 
     kept = [leaf if is_needed else None for leaf, is_needed in zip(leaves, needed, strict=True)]

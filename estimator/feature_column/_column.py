@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from estimator.core._bcoo import is_sparse
+from estimator.core._typing import Features
 
 
 class Coder(Protocol):
@@ -75,7 +76,7 @@ def check_positive(caller: str, name: str, value: Any) -> None:
         raise ValueError(f"`{caller}`: {name} must be an int of at least 1; got {value!r}.")
 
 
-def check_features(features: Any) -> None:
+def check_features(features: Features) -> None:
     if not isinstance(features, Mapping):
         raise ValueError(
             "features should be a dictionary of arrays by the keys of the feature columns. Given type: "

@@ -16,7 +16,7 @@ from estimator.core._export_output import ExportOutput
 from estimator.core._mode_keys import ModeKeys
 from estimator.core._record import Scalar, report_in_training
 from estimator.core._train_op import TrainOp
-from estimator.core._typing import PyTree
+from estimator.core._typing import Features
 from estimator.losses import Reduction
 from estimator.metrics import Metric
 from estimator.optim._optimizer import Optimizer
@@ -52,7 +52,7 @@ class Head(abc.ABC):
         self,
         labels: Labels,
         logits: Logits,
-        features: PyTree = None,
+        features: Features = None,
         mode: str | None = None,
         regularization_losses: RegularizationLosses = None,
     ) -> jax.Array:
@@ -75,7 +75,7 @@ class Head(abc.ABC):
         self,
         labels: Labels,
         logits: Logits,
-        features: PyTree = None,
+        features: Features = None,
         regularization_losses: RegularizationLosses = None,
     ) -> dict[str, Metric]:
         """The metrics of a batch by name; arguments as for `loss`."""
@@ -86,7 +86,7 @@ class Head(abc.ABC):
 
     def create_estimator_spec(
         self,
-        features: PyTree,
+        features: Features,
         mode: str,
         logits: Logits,
         labels: Labels = None,
@@ -130,7 +130,7 @@ class Head(abc.ABC):
         loss: jax.Array,
         labels: Labels,
         logits: Logits,
-        features: PyTree,
+        features: Features,
         regularization_losses: RegularizationLosses,
     ) -> None:
         """Shows the summaries of TensorFlow's heads in TRAIN; `train` shows the loss of a head without a name."""

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from estimator.core._export_output import DEFAULT_SIGNATURE, ExportOutput, PredictOutput
-from estimator.core._typing import PyTree
+from estimator.core._typing import Features
 from estimator.heads._head import Head, Labels, Logits, Predictions, RegularizationLosses, batch_mean, regularized
 from estimator.heads._one_task import checked_selection
 from estimator.losses import Reduction
@@ -73,7 +73,7 @@ class MultiHead(Head):
         self,
         labels: Labels,
         logits: Logits,
-        features: PyTree = None,
+        features: Features = None,
         mode: str | None = None,
         regularization_losses: RegularizationLosses = None,
     ) -> jax.Array:
@@ -95,7 +95,7 @@ class MultiHead(Head):
         self,
         labels: Labels,
         logits: Logits,
-        features: PyTree = None,
+        features: Features = None,
         regularization_losses: RegularizationLosses = None,
     ) -> dict[str, Metric]:
         by_head = self._split(logits)
@@ -126,7 +126,7 @@ class MultiHead(Head):
         loss: jax.Array,
         labels: Labels,
         logits: Logits,
-        features: PyTree,
+        features: Features,
         regularization_losses: RegularizationLosses,
     ) -> None:
         del loss  # the model's, which `train` shows
@@ -136,7 +136,7 @@ class MultiHead(Head):
         self._show_regularization("regularization_loss", regularization_losses)
 
     def _losses(
-        self, labels: Mapping[str, Labels], logits: Mapping[str, ArrayLike], features: PyTree, mode: str | None
+        self, labels: Mapping[str, Labels], logits: Mapping[str, ArrayLike], features: Features, mode: str | None
     ) -> dict[str, jax.Array]:
         return {n: head.loss(labels[n], logits[n], features, mode) for n, head in self._heads.items()}
 

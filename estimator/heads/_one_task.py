@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 
 from estimator import metrics as metrics_lib
 from estimator.core._bcoo import is_sparse
-from estimator.core._typing import PyTree
+from estimator.core._typing import Features
 from estimator.heads._head import (
     Head,
     Labels,
@@ -69,7 +69,7 @@ class OneTaskHead(Head):
         self,
         labels: Labels,
         logits: Logits,
-        features: PyTree = None,
+        features: Features = None,
         mode: str | None = None,
         regularization_losses: RegularizationLosses = None,
     ) -> jax.Array:
@@ -87,7 +87,7 @@ class OneTaskHead(Head):
         self,
         labels: Labels,
         logits: Logits,
-        features: PyTree = None,
+        features: Features = None,
         regularization_losses: RegularizationLosses = None,
     ) -> dict[str, Metric]:
         logits = self._checked_logits(logits)
@@ -157,7 +157,7 @@ class OneTaskHead(Head):
         return self._labels_of_kind(labels)
 
     def _losses_and_weights(
-        self, labels: jax.Array, logits: jax.Array, features: PyTree
+        self, labels: jax.Array, logits: jax.Array, features: Features
     ) -> tuple[jax.Array, ArrayLike]:
         if self._loss_fn is None:
             losses = self._losses(labels, logits)
@@ -179,7 +179,7 @@ class OneTaskHead(Head):
             losses = losses.astype(jnp.float32)
         return losses, self._weights(logits, features)
 
-    def _weights(self, logits: jax.Array, features: PyTree) -> ArrayLike:
+    def _weights(self, logits: jax.Array, features: Features) -> ArrayLike:
         if self._weight_column is None:
             return 1.0
         if not isinstance(features, Mapping) or self._weight_column not in features:

@@ -15,7 +15,7 @@ import numpy as np
 from jax.tree_util import tree_flatten, tree_unflatten
 
 from estimator.core._batch import named_leaves
-from estimator.core._typing import PyTree
+from estimator.core._typing import Features, Labels, PyTree
 
 # What jax makes of 64-bit numbers without x64.
 _NARROWER = {
@@ -64,8 +64,8 @@ def stack_of(leaves: Sequence[Any]) -> np.ndarray | None:
 
 
 def taken(
-    features: PyTree,
-    labels: PyTree = None,
+    features: Features,
+    labels: Labels = None,
     devices: Set[jax.Device] | None = None,
     stack: Stack | None = None,
 ) -> tuple[PyTree, PyTree]:

@@ -10,7 +10,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from estimator.core._bcoo import is_sparse
-from estimator.core._typing import PyTree
+from estimator.core._typing import Features, PyTree
 from estimator.inputs._input_fn import call_input_fn, is_one_batch, pair_of
 
 Axes = int | tuple[int, ...]
@@ -163,7 +163,7 @@ class _Padding:
             )
         return min(enough)
 
-    def _axes(self, features: PyTree) -> Axes | Mapping[Any, Axes]:
+    def _axes(self, features: Features) -> Axes | Mapping[Any, Axes]:
         if self.axes is not None:
             return self.axes
         if not isinstance(features, Mapping):
@@ -175,7 +175,7 @@ class _Padding:
             "Give them with their dimensions, for example `axes={" + repr(next(iter(features), "x")) + ": 1}`."
         )
 
-    def _with_lengths(self, features: Any, row_lengths: Lengths) -> dict[Any, Any]:
+    def _with_lengths(self, features: Features, row_lengths: Lengths) -> dict[Any, Any]:
         if not isinstance(features, Mapping):
             raise ValueError(
                 f"lengths={self.lengths!r} adds a feature, for which features must be a dict; got "

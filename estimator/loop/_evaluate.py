@@ -16,7 +16,7 @@ from estimator.core._hook import Hook
 from estimator.core._mode_keys import ModeKeys
 from estimator.core._record import Report
 from estimator.core._state import State
-from estimator.core._typing import PyTree
+from estimator.core._typing import Features, Labels, PyTree
 from estimator.inputs._input_fn import Batches
 from estimator.loop import _hook_calls
 from estimator.loop._context import RunContext
@@ -77,14 +77,14 @@ class EvalSteps:
         processes = jax.process_count() if placement.spans_processes else 1
         return placement.from_processes(pair), rows_of(*pair) * processes
 
-    def run(self, program: Callable[..., T], rows: int, held: Held, features: PyTree, labels: PyTree) -> T:
+    def run(self, program: Callable[..., T], rows: int, held: Held, features: Features, labels: Labels) -> T:
         """Calls one of the programs, compiled before for batches of that number of rows."""
         if (id(program), rows) not in self._called:
             compile_first(program, held, features, labels)
             self._called.add((id(program), rows))
         return program(held, features, labels)
 
-    def at_once(self, held: Held, features: PyTree, labels: PyTree) -> int:
+    def at_once(self, held: Held, features: Features, labels: Labels) -> int:
         """How many batches like this one are read ahead together, and go into one program."""
         size = sum(leaf.nbytes for leaf in jax.tree.leaves((features, labels)) if hasattr(leaf, "nbytes"))
         most = max(1, min(_MOST_BATCHES_AT_ONCE, _MOST_BYTES_AT_ONCE // max(size, 1)))
@@ -98,13 +98,13 @@ class EvalSteps:
         return min(most, self._fits[size])
 
 
-def _step(model: Model, reports: bool, held: Held, features: PyTree, labels: PyTree) -> Outcome:
+def _step(model: Model, reports: bool, held: Held, features: Features, labels: Labels) -> Outcome:
     state = State(held.variables, held.slots, held.global_step, jax.random.wrap_key_data(held.key_data))
     spec = model.eval_step(state, features, labels)
     return loss_of(spec), spec.eval_metric_ops, spec.reported if reports else {}
 
 
-def _loop(model: Model, held: Held, features: PyTree, labels: PyTree) -> tuple[jax.Array, dict[str, Any]]:
+def _loop(model: Model, held: Held, features: Features, labels: Labels) -> tuple[jax.Array, dict[str, Any]]:
     return jax.lax.map(lambda batch: _step(model, False, held, *batch)[:2], (features, labels))
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 
 from estimator.core._model_fn import ModelFn
-from estimator.core._typing import PyTree
+from estimator.core._typing import Features, Labels
 from estimator.loop._programs import Programs
 from estimator.steps._transform import transform
 
@@ -44,7 +44,7 @@ class MemoryReport(dict[str, MemoryUse]):
 
 
 def memory_report(
-    model_fn: ModelFn | dict[str, ModelFn], features: PyTree, labels: PyTree = None, params: Any = None
+    model_fn: ModelFn | dict[str, ModelFn], features: Features, labels: Labels = None, params: Any = None
 ) -> MemoryReport:
     """The memory that the training step of an Estimator needs on each device, as its compiled program says.
 
@@ -87,7 +87,7 @@ def memory_report(
     return MemoryReport({str(name): _use(each, features, labels, params) for name, each in model_fns.items()})
 
 
-def _use(model_fn: ModelFn, features: PyTree, labels: PyTree, params: Any) -> MemoryUse:
+def _use(model_fn: ModelFn, features: Features, labels: Labels, params: Any) -> MemoryUse:
     model = transform(model_fn, params)
     programs = Programs(model, features, labels)
     if not programs.traits.is_one_program:

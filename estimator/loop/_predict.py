@@ -13,7 +13,7 @@ from estimator.core._batch import BatchGuard, rows_of
 from estimator.core._hook import Hook
 from estimator.core._record import Report
 from estimator.core._state import State
-from estimator.core._typing import PyTree
+from estimator.core._typing import Features, PyTree
 from estimator.inputs._input_fn import Batches
 from estimator.loop import _hook_calls
 from estimator.loop._context import RunContext
@@ -32,7 +32,7 @@ class PredictSteps:
         self.step_reporting = jax.jit(functools.partial(_step, model, True))
         self._called: set[tuple[int, int]] = set()  # programs, and with how many rows
 
-    def run(self, program: Callable[..., T], rows: int, state: State, features: PyTree) -> T:
+    def run(self, program: Callable[..., T], rows: int, state: State, features: Features) -> T:
         """Calls one of the programs, compiled before for batches of that number of rows."""
         if (id(program), rows) not in self._called:
             compile_first(program, state, features)
@@ -40,7 +40,7 @@ class PredictSteps:
         return program(state, features)
 
 
-def _step(model: Model, reports: bool, state: State, features: PyTree) -> tuple[PyTree, dict[str, Report]]:
+def _step(model: Model, reports: bool, state: State, features: Features) -> tuple[PyTree, dict[str, Report]]:
     spec = model.predict_step(state, features)
     return spec.predictions, spec.reported if reports else {}
 

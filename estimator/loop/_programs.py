@@ -16,7 +16,7 @@ from estimator.core._bcoo import alike, with_steps
 from estimator.core._estimator_spec import EstimatorSpec, loss_of, train_op_of
 from estimator.core._record import Report
 from estimator.core._state import State
-from estimator.core._typing import PyTree
+from estimator.core._typing import Features, Labels, PyTree
 from estimator.inputs._batch_values import stack_of
 from estimator.loop._flops import steps_that_fit
 from estimator.optim._learning_rate import tagged
@@ -93,7 +93,7 @@ class Programs:
       guard: to call them with.
     """
 
-    def __init__(self, model: Model, features: PyTree, labels: PyTree) -> None:
+    def __init__(self, model: Model, features: Features, labels: Labels) -> None:
         self.traits = traits = model.traits(features, labels)
         self.steps_per_program = 1
         self.loops = False
@@ -156,16 +156,16 @@ class Programs:
         return True
 
 
-def step_reporting(model: Model, carry: Carry, key_data: jax.Array, features: PyTree, labels: PyTree) -> Outcome:
+def step_reporting(model: Model, carry: Carry, key_data: jax.Array, features: Features, labels: Labels) -> Outcome:
     carry, outputs, reported = _deferred_step(model, True, carry, key_data, features, labels)
     return merged((carry, outputs, reported))
 
 
-def step(model: Model, carry: Carry, key_data: jax.Array, features: PyTree, labels: PyTree) -> Outcome:
+def step(model: Model, carry: Carry, key_data: jax.Array, features: Features, labels: Labels) -> Outcome:
     return merged(_deferred_step(model, False, carry, key_data, features, labels))
 
 
-def loop(model: Model, carry: Carry, key_data: jax.Array, features: PyTree, labels: PyTree) -> Outcome:
+def loop(model: Model, carry: Carry, key_data: jax.Array, features: Features, labels: Labels) -> Outcome:
     """A step with each of the stacked batches."""
     state, spec = model.train_loop(state_of(carry, key_data), with_steps((features, labels)))
     return carry_of(state), _outputs_of(spec), {}
@@ -185,7 +185,7 @@ def loop_some_reporting(model: Model, carry: Carry, key_data: jax.Array, steps: 
 
 
 def _deferred_step(
-    model: Model, reports: bool, carry: Carry, key_data: jax.Array, features: PyTree, labels: PyTree
+    model: Model, reports: bool, carry: Carry, key_data: jax.Array, features: Features, labels: Labels
 ) -> Outcome:
     """One step, whose outputs the towers have not merged yet: a loop merges them once, at its end."""
     state, spec = model.inner_step(state_of(carry, key_data), features, labels)

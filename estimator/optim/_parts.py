@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import optax
 
-from estimator.core._typing import Variables
+from estimator.core._typing import Labels, Variables
 
 
 def maker(transformation: optax.GradientTransformation) -> str:
@@ -97,7 +97,7 @@ def _flat(values: Iterable[Any]) -> Iterator[Any]:
             yield value
 
 
-def _of_variable(labels: Any, variable: str, params: Variables) -> Any:
+def _of_variable(labels: Labels, variable: str, params: Variables) -> Any:
     """The label, or mask, of a variable: a tree that begins as `params` does, or a function that makes it of them."""
     tree = labels(params) if callable(labels) else labels
     return jax.tree.leaves(jax.tree.broadcast(tree, dict(params))[variable])[0]

@@ -21,7 +21,7 @@ from estimator.core._placement import Halves, Placement
 from estimator.core._record import Report
 from estimator.core._state import State
 from estimator.core._train_op import TrainOp
-from estimator.core._typing import PyTree, Variables
+from estimator.core._typing import Features, Labels, PyTree, Variables
 from estimator.inputs._batch_values import taken
 from estimator.multihost._global_arrays import put
 from estimator.optim._apply_updates import applied
@@ -36,8 +36,8 @@ class _Init(Protocol):
     def __call__(
         self,
         key: jax.Array,
-        features: PyTree,
-        labels: PyTree = None,
+        features: Features,
+        labels: Labels = None,
         mode: str = ModeKeys.TRAIN,
     ) -> State: ...
 
@@ -46,11 +46,11 @@ _TrainProgram = Callable[[State, PyTree, PyTree], tuple[State, EstimatorSpec]]
 
 
 class _TrainStep(Protocol):
-    def __call__(self, state: State, features: PyTree, labels: PyTree = None) -> tuple[State, EstimatorSpec]: ...
+    def __call__(self, state: State, features: Features, labels: Labels = None) -> tuple[State, EstimatorSpec]: ...
 
 
 class _EvalStep(Protocol):
-    def __call__(self, state: State, features: PyTree, labels: PyTree = None) -> EstimatorSpec: ...
+    def __call__(self, state: State, features: Features, labels: Labels = None) -> EstimatorSpec: ...
 
 
 class Model(NamedTuple):
@@ -179,13 +179,13 @@ class _Steps:
         self._sparse = False  # whether a batch had a sparse leaf: looking into each would cost dense ones time
         self._traced_init = jax.jit(self._pure_init, static_argnames="mode")
 
-    def _check(self, features: PyTree, labels: PyTree) -> int:
+    def _check(self, features: Features, labels: Labels) -> int:
         self._sparse |= has_sparse((features, labels))
         return check_batch(features, labels)
 
     # The pure functions: clean inputs, run in a fresh frame, collect.
 
-    def _pure_init(self, key: jax.Array, features: PyTree, labels: PyTree, mode: ModeKeys) -> tuple[State, _Static]:
+    def _pure_init(self, key: jax.Array, features: Features, labels: Labels, mode: ModeKeys) -> tuple[State, _Static]:
         self._check(features, labels)
         step = jnp.zeros((), jnp.int32)
         frame = Frame(mode, {}, {}, key=key, global_step=step, initializing=True)
@@ -205,7 +205,7 @@ class _Steps:
         return State(frame.variables, frame.slots, step, key), _Static(info)
 
     def _compute(
-        self, info: ModelInfo, state: State, features: PyTree, labels: PyTree, mode: ModeKeys
+        self, info: ModelInfo, state: State, features: Features, labels: Labels, mode: ModeKeys
     ) -> tuple[EstimatorSpec, dict[str, PyTree]]:
         """The spec, with gradients, and the variables that the model_fn wrote itself."""
         rows = self._check(features, labels)
@@ -235,7 +235,7 @@ class _Steps:
         return kept_if_non_finite(train_op, state, after)
 
     def _pure_train(
-        self, info: ModelInfo, state: State, features: PyTree, labels: PyTree
+        self, info: ModelInfo, state: State, features: Features, labels: Labels
     ) -> tuple[State, EstimatorSpec]:
         """One step; what is merged only once per program is still `Deferred`."""
 
@@ -252,8 +252,8 @@ class _Steps:
     def init(
         self,
         key: jax.Array,
-        features: PyTree,
-        labels: PyTree = None,
+        features: Features,
+        labels: Labels = None,
         mode: str = ModeKeys.TRAIN,
     ) -> State:
         mode = ModeKeys(mode)
@@ -266,7 +266,7 @@ class _Steps:
         state, _ = self._traced_init(key, features, labels, mode=mode)
         return put(state, shardings)
 
-    def abstract_init(self, features: PyTree, labels: PyTree = None, mode: str = ModeKeys.TRAIN) -> State:
+    def abstract_init(self, features: Features, labels: Labels = None, mode: str = ModeKeys.TRAIN) -> State:
         info = self._info(ModeKeys(mode), features, labels)
         shardings = jax.tree.broadcast(info.shardings, info.like, is_leaf=lambda x: x is None)
         return jax.tree.map(
@@ -275,14 +275,14 @@ class _Steps:
             shardings,
         )
 
-    def train_step(self, state: State, features: PyTree, labels: PyTree = None) -> tuple[State, EstimatorSpec]:
+    def train_step(self, state: State, features: Features, labels: Labels = None) -> tuple[State, EstimatorSpec]:
         step = self._compiled.get(ModeKeys.TRAIN)
         if step is None:
             info = self._info(ModeKeys.TRAIN, features, labels)
             step = self._compiled[ModeKeys.TRAIN] = self._compile_train(info)
         return self._watched(step, state, features, labels)
 
-    def inner_step(self, state: State, features: PyTree, labels: PyTree = None) -> tuple[State, EstimatorSpec]:
+    def inner_step(self, state: State, features: Features, labels: Labels = None) -> tuple[State, EstimatorSpec]:
         step = self._compiled.get("inner_step")
         if step is None:
             info = self._info(ModeKeys.TRAIN, features, labels)
@@ -300,11 +300,11 @@ class _Steps:
             loop = self._compiled["train_loop"] = self._compile_loop(info)
         return self._watched(loop, state, features, labels)
 
-    def traits(self, features: PyTree, labels: PyTree = None, mode: str = ModeKeys.TRAIN) -> ModelInfo:
+    def traits(self, features: Features, labels: Labels = None, mode: str = ModeKeys.TRAIN) -> ModelInfo:
         return self._info(ModeKeys(mode), features, labels)
 
     def _watched(
-        self, steps: _TrainProgram, state: State, features: PyTree, labels: PyTree
+        self, steps: _TrainProgram, state: State, features: Features, labels: Labels
     ) -> tuple[State, EstimatorSpec]:
         """Runs steps; with on_nan="raise" it raises at once, unless the caller traces: who then has to look itself."""
         raises = self._infos[ModeKeys.TRAIN].on_nan == "raise" and not isinstance(state.global_step, jax.core.Tracer)
@@ -318,18 +318,18 @@ class _Steps:
             raise_if_any(after)
         return after, spec
 
-    def eval_step(self, state: State, features: PyTree, labels: PyTree = None) -> EstimatorSpec:
+    def eval_step(self, state: State, features: Features, labels: Labels = None) -> EstimatorSpec:
         return self._run_only(ModeKeys.EVAL, state, features, labels)
 
-    def predict_step(self, state: State, features: PyTree) -> EstimatorSpec:
+    def predict_step(self, state: State, features: Features) -> EstimatorSpec:
         return self._run_only(ModeKeys.PREDICT, state, features, None)
 
-    def _run_only(self, mode: ModeKeys, state: State, features: PyTree, labels: PyTree) -> EstimatorSpec:
+    def _run_only(self, mode: ModeKeys, state: State, features: Features, labels: Labels) -> EstimatorSpec:
         step = self._compiled.get(mode)
         if step is None:
             info = self._info(mode, features, labels)
 
-            def step(state: State, features: PyTree, labels: PyTree) -> EstimatorSpec:
+            def step(state: State, features: Features, labels: Labels) -> EstimatorSpec:
                 spec, _ = self._compute(info, state, features, labels, mode)
                 return dataclasses.replace(spec, train_op=None)
 
@@ -346,7 +346,7 @@ class _Steps:
         return info.placement.compile_step(step, self._halves(info), info.like, self._donate)
 
     def _compile_loop(self, info: ModelInfo) -> _TrainProgram:
-        def scan(state: State, features: PyTree, labels: PyTree) -> tuple[State, EstimatorSpec]:
+        def scan(state: State, features: Features, labels: Labels) -> tuple[State, EstimatorSpec]:
             # The key stays out of the carry, and so out of what the loop copies from step to step.
             def body(carry: Any, batch: tuple[PyTree, PyTree]) -> tuple[Any, EstimatorSpec]:
                 after, spec = self._pure_train(info, State(**carry, key=state.key), *batch)
@@ -361,12 +361,12 @@ class _Steps:
         return info.placement.compile_loop(scan, self._halves(info), info.like, self._donate)
 
     def _halves(self, info: ModelInfo) -> Halves:
-        def compute(state: State, features: PyTree, labels: PyTree) -> tuple[EstimatorSpec, dict[str, PyTree]]:
+        def compute(state: State, features: Features, labels: Labels) -> tuple[EstimatorSpec, dict[str, PyTree]]:
             return self._compute(info, state, features, labels, ModeKeys.TRAIN)
 
         return Halves(compute, self._apply, _finished)
 
-    def _info(self, mode: ModeKeys, features: PyTree, labels: PyTree) -> ModelInfo:
+    def _info(self, mode: ModeKeys, features: Features, labels: Labels) -> ModelInfo:
         """What is known of the model_fn, from an abstract run at the first call in a mode."""
         if mode not in self._infos:
             check_batch(features, labels)

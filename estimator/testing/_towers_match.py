@@ -13,7 +13,7 @@ from estimator.core._batch import rows_of
 from estimator.core._bcoo import is_sparse
 from estimator.core._estimator_spec import EstimatorSpec
 from estimator.core._model_fn import ModelFn
-from estimator.core._typing import PyTree
+from estimator.core._typing import Features, Labels, PyTree
 from estimator.steps._transform import Model, transform
 
 _MOST_SHOWN = 8  # differences, in one error
@@ -27,8 +27,8 @@ _OUTPUT_HINT = f"Metrics and predictions need a value for each example. {_STATIS
 
 def assert_towers_match_one_batch(
     model_fn: ModelFn,
-    features: PyTree,
-    labels: PyTree = None,
+    features: Features,
+    labels: Labels = None,
     *,
     replicate: Callable[..., ModelFn],
     towers: Sequence[int] = (2, 4),
@@ -108,7 +108,7 @@ class _Moment(NamedTuple):
     hint: str
 
 
-def _moments(model: Model, features: PyTree, labels: PyTree, steps: int) -> Iterator[_Moment]:
+def _moments(model: Model, features: Features, labels: Labels, steps: int) -> Iterator[_Moment]:
     state = model.init(jax.random.key(0), features, labels)
     yield _Moment("the initial values", {"variable": state.variables}, _UPDATE_HINT)
     for step in range(1, steps + 1):

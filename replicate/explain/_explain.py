@@ -23,7 +23,7 @@ from estimator.loop._context import RunContext
 from estimator.loop._programs import Programs
 from estimator.loop._steps_per_loop import choose
 from estimator.steps._transform import Model, ModelInfo
-from estimator.typing import PyTree
+from estimator.typing import Features, Labels, PyTree
 from replicate._replicate_model_fn import ReplicatedTwice, replicate_model_fn
 from replicate.explain._data import Distribution, Home, Memory, Split, Transfer
 from replicate.explain._explanation import Explanation
@@ -36,8 +36,8 @@ _STEPS_BETWEEN_LOOKS = 100
 
 def explain(
     model_fn: ModelFn,
-    features: PyTree,
-    labels: PyTree = None,
+    features: Features,
+    labels: Labels = None,
     *,
     params: Any = None,
     config: Any = None,
@@ -125,7 +125,7 @@ def explain(
     )
 
 
-def _is_replicated(model_fn: ModelFn, params: object, config: object, features: PyTree, labels: PyTree) -> bool:
+def _is_replicated(model_fn: ModelFn, params: object, config: object, features: Features, labels: Labels) -> bool:
     """Known by an abstract run in a tower, where `TOWER_AXIS` is there for a model_fn that needs it."""
     in_tower = replicate_model_fn(model_fn, devices=jax.local_devices()[:1])
     try:
@@ -154,7 +154,7 @@ class _TowersAlone(OffTowerPlacement):
     def compile_step(self, step: Callable[..., Any], halves: Halves, like: Any, donate: bool) -> Callable[..., Any]:
         del step, like, donate
 
-        def alone(state: Any, features: PyTree, labels: PyTree) -> Any:
+        def alone(state: Any, features: Features, labels: Labels) -> Any:
             spec, assigned = halves.compute(state, features, labels)
             gradients = [dict(update.gradients or {}) for update in spec.train_op.updates]
             return (gradients, assigned), spec
@@ -169,7 +169,7 @@ def _observed(model_fn: ModelFn, params: object, config: object, notes: dict[str
     """The model_fn; notes what its train_op says, and puts `_TowersAlone` in place."""
     bound = bind(model_fn, params, config)
 
-    def observed(features: PyTree, labels: PyTree, mode: est.ModeKeys) -> EstimatorSpec:
+    def observed(features: Features, labels: Labels, mode: est.ModeKeys) -> EstimatorSpec:
         spec = bound(features, labels, mode)
         notes["micro_batches"] = accumulate_steps(spec.train_op)
         frame = current_frame("a model_fn to explain")
@@ -181,11 +181,11 @@ def _observed(model_fn: ModelFn, params: object, config: object, notes: dict[str
 
 
 def _step(
-    model: Model, traits: ModelInfo, features: PyTree, labels: PyTree
+    model: Model, traits: ModelInfo, features: Features, labels: Labels
 ) -> tuple[jax.stages.Wrapped, tuple[Any, ...]]:
     """The training step as the Estimator compiles it, and its abstract arguments."""
 
-    def step(changing: Any, key: jax.Array, features: PyTree, labels: PyTree) -> tuple[Any, jax.Array]:
+    def step(changing: Any, key: jax.Array, features: Features, labels: Labels) -> tuple[Any, jax.Array]:
         variables, slots, global_step = changing
         after, spec = model.train_step(est.State(variables, slots, global_step, key), features, labels)
         return (after[:-1] if traits.is_one_program else after), loss_of(spec)
@@ -203,7 +203,7 @@ def _steps_per_program(programs: Programs, config: object) -> int:
     return choose("auto", programs, (), RunContext(est.ModeKeys.TRAIN), min(looks, _STEPS_BETWEEN_LOOKS)).most()
 
 
-def _splits(features: PyTree, labels: PyTree, towers: int) -> tuple[Split, ...]:
+def _splits(features: Features, labels: Labels, towers: int) -> tuple[Split, ...]:
     splits = []
     leaves = jax.tree_util.tree_leaves_with_path({"features": features, "labels": labels}, is_leaf=is_sparse)
     for path, leaf in leaves:

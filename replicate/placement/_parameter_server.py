@@ -21,7 +21,7 @@ from jax.tree_util import DictKey
 
 from estimator import EstimatorSpec, State, TrainOp
 from estimator.replication import Halves, OffTowerPlacement, Placement, compile_first, is_slices, joined
-from estimator.typing import PyTree, Read, Shardings, Step, Tree
+from estimator.typing import Features, Labels, PyTree, Read, Shardings, Step, Tree
 from replicate.placement._transfer import transfer
 
 
@@ -58,7 +58,7 @@ class ParameterServer(OffTowerPlacement):
     def compile_read(self, step: Read[Tree]) -> Read[Tree]:
         programs: dict[Any, tuple[Callable[..., Any], list[int], Any]] = {}
 
-        def call(state: State, features: PyTree, labels: PyTree) -> Any:
+        def call(state: State, features: Features, labels: Labels) -> Any:
             args = (state, features, labels)
             if _is_traced(args):  # within the caller's own program, whose state is near already
                 return step(*args)
@@ -86,7 +86,7 @@ class ParameterServer(OffTowerPlacement):
         shardings = self.state(like)
         updates: dict[Any, _Update] = {}
 
-        def several(state: State, features: PyTree, labels: PyTree) -> tuple[State, EstimatorSpec]:
+        def several(state: State, features: Features, labels: Labels) -> tuple[State, EstimatorSpec]:
             if _is_traced((state, features, labels)):
                 raise ValueError(
                     "A training step whose variables have devices of their own is several programs, and was called "
