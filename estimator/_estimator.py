@@ -31,6 +31,7 @@ from estimator.loop._predict import checked_keys, single_examples
 from estimator.multihost._collective_call import collective_call, run_on_chief
 from estimator.multihost._process_group import SingleProcess
 from estimator.runtime._fork import check_not_forked
+from estimator.runtime._interrupts import noting_interrupts
 from estimator.runtime._standard_streams import keep_standard_streams_open
 
 _EXPORT = "call `export_model(export_dir_base, example_features)`, and `est.load_exported` to run what it wrote"
@@ -191,6 +192,7 @@ class Estimator:
         check_not_forked("train")
         keep_standard_streams_open()
         with (
+            noting_interrupts(),
             collective_call(f"train(steps={steps}, max_steps={max_steps})") as group,
             training_in(self.model_dir, self._config.is_chief),
         ):
@@ -230,7 +232,7 @@ class Estimator:
         check_not_forked("evaluate")
         keep_standard_streams_open()
         call = f"evaluate(steps={steps}, checkpoint_path={checkpoint_path!r}, name={name!r})"
-        with collective_call(call) as group, contextlib.ExitStack() as stack:
+        with noting_interrupts(), collective_call(call) as group, contextlib.ExitStack() as stack:
             path = self._runs.lookup.requested(checkpoint_path, group)
             if group.count > 1 and path is not None:  # which all of them read
                 stack.enter_context(_checkpoints.kept(path))

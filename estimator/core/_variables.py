@@ -140,7 +140,7 @@ def get_variable(
         frame.variables[full] = _initial_value(call, frame, full, shape, dtype, initializer)
     elif full not in frame.variables:
         raise ValueError(
-            f"{call}: the state has no such variable, but {listed(frame.variables)}. "
+            f"{call}: the state has no such variable, only {listed(frame.variables)}. "
             "A model_fn must create every variable in the mode that the state was initialized in."
         )
     else:
@@ -293,8 +293,8 @@ def _as_arrays(call: str, tree: PyTree, dtype: Any) -> PyTree:
         is_number = isinstance(leaf, bool | int | float | complex)
         if not is_number and not isinstance(leaf, jax.Array | np.ndarray | np.generic):
             raise ValueError(
-                f"{call}: every leaf of the initial value must be an array; got {leaf!r} at {where}. Keep what is no "
-                "array out of the variable (for Equinox, `eqx.filter(model, eqx.is_array)`)."
+                f"{call}: every leaf of the initial value must be an array; got {leaf!r} at {where}. Keep what is not "
+                "an array out of the variable (for Equinox, `eqx.filter(model, eqx.is_array)`)."
             )
         own = jnp.float32 if is_number else jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
         return _cast(f"{call}: the initial value at {where}", leaf, own if dtype is None else dtype)

@@ -19,6 +19,7 @@ from estimator.loop._context import RunContext
 from estimator.loop._plan import Chunk, Plan
 from estimator.loop._synchronized_input import Stopped, reader_of
 from estimator.multihost._preemption import SIGTERM
+from estimator.runtime._interrupts import raise_dropped_interrupt
 
 _CHUNKS_AHEAD = 2
 _TITLES = {ModeKeys.EVAL: "Evaluation", ModeKeys.PREDICT: "Prediction"}
@@ -75,6 +76,7 @@ def read_ahead(
     to_make: collections.deque[Chunk] = collections.deque()  # the same, for the thread
     with Prefetcher(batches, lambda pairs: make(pairs, to_make.popleft()), _CHUNKS_AHEAD, reader.pull) as prefetcher:
         while not context.stop_requested:
+            raise_dropped_interrupt()
             while len(requested) < _CHUNKS_AHEAD and (chunk := steps.next()):
                 requested.append(chunk)
                 to_make.append(chunk)

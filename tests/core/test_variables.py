@@ -288,7 +288,7 @@ def test_a_variable_unknown_to_the_state_is_an_error():
     model = est.transform(as_model_fn(body))
     state = model.init(jax.random.key(0), X)
     made.append(True)
-    with pytest.raises(ValueError, match=r"\('v'\)` found no such variable in the state.* has 'w'\."):
+    with pytest.raises(ValueError, match=r"\('v'\)`: the state has no such variable, only 'w'\."):
         model.train_step(state, X)
 
 

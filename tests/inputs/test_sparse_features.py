@@ -363,7 +363,7 @@ SPARSE = to_sparse(words(8, 9))
         (BCSR.fromdense(words(8, 9)), TypeError, r"BCOO; got features\['words'\] = BCSR.* of type BCSR. Convert it"),
         (to_sparse(words(8, 9) > 0), TypeError, r"integers or floats; got features\['words'\] of dtype bool. Convert"),
         (to_sparse(words(8, 9).astype(np.complex64)), TypeError, r"features\['words'\] of dtype complex64"),
-        (jax.tree.map(np.float32, SPARSE), TypeError, r"must be integers; those of features\['words'\] are float32"),
+        (jax.tree.map(np.float32, SPARSE), TypeError, r"must be integers; features\['words'\] has float32"),
         (
             BCOO.fromdense(words(8, 9), n_dense=2),
             ValueError,

@@ -154,7 +154,7 @@ def test_the_name_of_another_variable(module):
     ("module", "message"),
     [
         (DENSE, "The variables of the module 'net' are not in the state, which has 'w'"),
-        (linear, "`est.get_variable('net')` found no such variable in the state, which has 'w'"),
+        (linear, "`est.get_variable('net')`: the state has no such variable, only 'w'"),
     ],
     ids=["linen", "nnx"],
 )
