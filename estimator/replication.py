@@ -27,10 +27,7 @@ from estimator.multihost._initialize import initialize_distributed
 from estimator.optim._apply_updates import applied as apply_train_op
 from estimator.optim._learning_rate import rates_of
 from estimator.optim._loss_scale import select
-from estimator.optim._non_finite import POLICIES as NON_FINITE_POLICIES
-from estimator.optim._non_finite import marked as mark_non_finite
-from estimator.optim._non_finite import non_finite
-from estimator.optim._non_finite import watch as watch_non_finite
+from estimator.optim._non_finite import NonFinitePolicy
 from estimator.optim._reinitialize import reinitialized
 from estimator.runtime._uninterrupted import compile_first
 from estimator.sparse._indexed_slices import is_slices, joined
@@ -57,7 +54,7 @@ __all__ = [
     "Frame",
     "Halves",
     "ModelFn",
-    "NON_FINITE_POLICIES",
+    "NonFinitePolicy",
     "OffTowerPlacement",
     "PART_AXIS",
     "PerPart",
@@ -82,11 +79,9 @@ __all__ = [
     "join_spec",
     "joined",
     "loss_of",
-    "mark_non_finite",
     "merge_metrics",
     "merge_parts",
     "merge_stacked_reports",
-    "non_finite",
     "open_frame",
     "rates_of",
     "reinitialized",
@@ -94,6 +89,5 @@ __all__ = [
     "select",
     "split_spec",
     "train_op_of",
-    "watch_non_finite",
     "with_shape",
 ]

@@ -11,15 +11,14 @@ import jax
 
 from estimator import EstimatorSpec, ModeKeys, Reduction
 from estimator.replication import (
-    NON_FINITE_POLICIES,
     Forward,
     ModelFn,
+    NonFinitePolicy,
     Placement,
     bind,
     check_batch,
     check_transform,
     current_frame,
-    watch_non_finite,
 )
 from estimator.typing import Features, Labels, PyTree
 from replicate.block_sync._block_sync import BlockSync
@@ -151,8 +150,8 @@ def replicate_model_fn(
         frame.placement = runner.placement
         if not frame.replica.one_tower:
             frame.replica = dataclasses.replace(frame.replica, parts=runner.placement.parts, cut=runner.placement.cut)
-        if on_nan and mode == ModeKeys.TRAIN:
-            watch_non_finite(frame, on_nan)
+        if runner.on_nan is not None and mode == ModeKeys.TRAIN:
+            runner.on_nan.watch(frame)
 
         def call(batch: PyTree) -> EstimatorSpec:
             return bound(*batch, mode)
@@ -184,8 +183,6 @@ class _Options:
     def check(self) -> None:
         """Raises the errors that `replicate_model_fn` lists."""
         check_transform(self.tower_transform)
-        if self.on_nan is not None and self.on_nan not in NON_FINITE_POLICIES:
-            raise ValueError(f'on_nan must be None, "raise" or "skip"; got {self.on_nan!r}.')
         if Reduction(self.loss_reduction) == Reduction.NONE:
             raise ValueError(
                 "Tower losses need to be reduced in some way, yet NONE reduction is specified. "
@@ -206,7 +203,7 @@ def _make_runner(options: _Options, devices: tuple[Any, ...]) -> Runner:
         devices=devices,
         placement=placement,
         mean_loss=Reduction(options.loss_reduction) != Reduction.SUM,
-        on_nan=options.on_nan,
+        on_nan=None if options.on_nan is None else NonFinitePolicy(options.on_nan),
         ops=_checked_ops(options.cross_tower_ops, placement, devices),
         transform=options.tower_transform,
     )

@@ -17,7 +17,9 @@ from estimator.core._train_op import TrainOp
 from estimator.core._typing import Variables
 from estimator.optim._loss_scale import LossScaleState, all_finite, select
 
-POLICIES = ("raise", "skip")
+Flags = tuple[dict[str, jax.Array], ...]
+"""For each update, whether the gradient of a variable, by its name, holds an inf or a NaN; bools."""
+
 _NONE = np.int32(2**31 - 1)
 
 
@@ -41,27 +43,42 @@ class NonFinite(NamedTuple):
     variable: jax.Array
 
 
-def watch(frame: Frame, on_nan: str) -> None:
-    """Makes the current run count the steps that `Update.non_finite` marks, and treat them by the policy `on_nan`."""
-    if frame.declared.slot_owners.setdefault(ON_NAN_SLOTS, NonFinite) is not NonFinite:
-        raise ValueError(f"An optimizer must not be named {ON_NAN_SLOTS!r} where on_nan is set; give it another name.")
-    frame.on_nan = on_nan
-    if frame.initializing:
-        frame.slots[ON_NAN_SLOTS] = NonFinite(*(jnp.int32(0) for _ in NonFinite._fields))
+class NonFinitePolicy:
+    """What a replicated model_fn does about gradients that are inf or NaN.
 
+    Args:
+      on_nan: "raise" or "skip".
 
-def non_finite(train_op: TrainOp) -> tuple[dict[str, jax.Array], ...]:
-    """For each update whether the gradient of a variable, by its name, holds an inf or a NaN; bool scalars."""
-    return tuple(
-        {name: ~all_finite(gradient) for name, gradient in (update.gradients or {}).items()}
-        for update in train_op.updates
-    )
+    Raises:
+      ValueError: it is something else.
+    """
 
+    def __init__(self, on_nan: str) -> None:
+        if on_nan not in ("raise", "skip"):
+            raise ValueError(f'on_nan must be None, "raise" or "skip"; got {on_nan!r}.')
+        self._on_nan = on_nan
 
-def marked(train_op: TrainOp, flags: tuple[dict[str, jax.Array], ...]) -> TrainOp:
-    """The train_op with the flags of `non_finite` of each tower; bools of shape `[towers]`."""
-    pairs = zip(train_op.updates, flags, strict=True)
-    return TrainOp(tuple(dataclasses.replace(update, non_finite=own) for update, own in pairs))
+    def watch(self, frame: Frame) -> None:
+        """Makes the run around count the steps that `mark` marks, and do with them what the policy says."""
+        if frame.declared.slot_owners.setdefault(ON_NAN_SLOTS, NonFinite) is not NonFinite:
+            raise ValueError(
+                f"An optimizer must not be named {ON_NAN_SLOTS!r} where on_nan is set; give it another name."
+            )
+        frame.on_nan = self._on_nan
+        if frame.initializing:
+            frame.slots[ON_NAN_SLOTS] = NonFinite(*(jnp.int32(0) for _ in NonFinite._fields))
+
+    def flags(self, train_op: TrainOp) -> Flags:
+        """Whether the gradients of one tower hold an inf or a NaN."""
+        return tuple(
+            {name: ~all_finite(gradient) for name, gradient in (update.gradients or {}).items()}
+            for update in train_op.updates
+        )
+
+    def mark(self, train_op: TrainOp, flags: Flags) -> TrainOp:
+        """The train_op with the flags of all towers, arrays of shape `[towers]`."""
+        pairs = zip(train_op.updates, flags, strict=True)
+        return TrainOp(tuple(dataclasses.replace(update, non_finite=own) for update, own in pairs))
 
 
 def kept_if_non_finite(train_op: TrainOp, before: State, after: State) -> State:

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from estimator import EstimatorSpec, State
-from estimator.replication import Forward, Frame, PerPart, Placement, merge_parts
+from estimator.replication import Forward, Frame, NonFinitePolicy, PerPart, Placement, merge_parts
 from estimator.typing import PyTree
 from replicate.cross_tower_ops import CrossTowerOps
 from replicate.towers._map import num_towers, tower_index
@@ -35,7 +35,7 @@ class Runner(abc.ABC):
     devices: tuple[Any, ...]
     placement: Placement
     mean_loss: bool
-    on_nan: str | None
+    on_nan: NonFinitePolicy | None
     ops: CrossTowerOps
     transform: Callable[[Forward], Forward] | None
 

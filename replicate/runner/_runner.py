@@ -15,8 +15,6 @@ from estimator.replication import (
     check_rows,
     has_pending,
     join_spec,
-    mark_non_finite,
-    non_finite,
     open_frame,
     run_model_fn,
     split_spec,
@@ -71,7 +69,7 @@ class SyncRunner(Runner):
         def tower(start: State, batch: PyTree) -> tuple[PyTree, PyTree]:
             result = self.run_tower(call, frame, start, batch, rows, scale, cross_tower_mean)
             frames.append(result.frame)
-            flags = non_finite(train_op_of(result.spec)) if self.on_nan else None
+            flags = None if self.on_nan is None else self.on_nan.flags(train_op_of(result.spec))
             summed, per_part = split_spec(result.spec, scale)
             gradients = None
             if not sums_here:
@@ -86,8 +84,8 @@ class SyncRunner(Runner):
         if gradients is not None:
             train_op = train_op.with_gradients(gradients)
         train_op = self.placement.to_update(train_op)
-        if flags is not None:
-            train_op = mark_non_finite(train_op, flags)
+        if self.on_nan is not None:
+            train_op = self.on_nan.mark(train_op, flags)
         frame.adopt_names(frames[-1])
         frame.writes.assigned.update(written)
         merged = self.merge_parts(per_part, len(self.devices))
