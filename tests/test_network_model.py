@@ -121,16 +121,16 @@ def summed(algorithm, hosts, per_host):
 def test_the_time_is_that_of_messages_sent_round_by_round(algorithm, hosts, per_host):
     towers, size = summed(algorithm, hosts, per_host)
     network = Network(per_host, Link(3e-6, 7e9), Link(2e-5, 5e8))
-    found = traffic(algorithm, hosts, per_host, size)
-    assert found.rounds == len(towers.rounds)
-    assert found.seconds(network) == pytest.approx(towers.seconds(network))
+    step = traffic(algorithm, hosts, per_host, size)
+    assert step.rounds == len(towers.rounds)
+    assert step.seconds(network) == pytest.approx(towers.seconds(network))
 
 
 @pytest.mark.parametrize("towers", [2, 3, 5, 8])
 def test_a_ring_sends_the_least_that_a_sum_can_do_with(towers):
-    found = traffic("ring", towers, 1, 1000)
-    assert found.rounds == 2 * (towers - 1)
-    assert found.bytes_across * towers == pytest.approx(2 * (towers - 1) * 1000)
+    step = traffic("ring", towers, 1, 1000)
+    assert step.rounds == 2 * (towers - 1)
+    assert step.bytes_across * towers == pytest.approx(2 * (towers - 1) * 1000)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

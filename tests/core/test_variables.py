@@ -13,7 +13,7 @@ X = jnp.ones((2, 3))
 
 
 def run(body, mode="train", steps=1):
-    """The state after `body` was the model_fn of an init and of so many steps."""
+    """The state after an init and `steps` steps of a model_fn that runs `body`."""
     model = est.transform(as_model_fn(body))
     state = model.init(jax.random.key(0), X, mode=mode)
     for _ in range(steps if mode == "train" else 0):
@@ -295,8 +295,8 @@ def test_a_variable_unknown_to_the_state_is_an_error():
 def test_a_state_of_another_shape_or_dtype_is_an_error():
     model = est.transform(as_model_fn(lambda: est.get_variable("w", (2,))))
     state = model.init(jax.random.key(0), X)
-    for value, found in ((jnp.ones(3), r"float32\[3\]"), (jnp.ones(2, jnp.int32), r"int32\[2\]")):
-        with pytest.raises(ValueError, match=rf"asks for float32\[2\], but in the state the variable is {found}"):
+    for value, kind in ((jnp.ones(3), r"float32\[3\]"), (jnp.ones(2, jnp.int32), r"int32\[2\]")):
+        with pytest.raises(ValueError, match=rf"asks for float32\[2\], but in the state the variable is {kind}"):
             model.eval_step(state._replace(variables={"w": value}), X)
 
 

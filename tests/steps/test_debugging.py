@@ -68,7 +68,7 @@ def test_a_debug_print_prints_once_per_tower(towers, capfd):
 
 @pytest.fixture
 def fake_pmap(monkeypatch):
-    """A function that puts a vmap in the place of `jax.pmap`, as chex does; it returns the list of calls' towers."""
+    """A function that replaces `jax.pmap` by a vmap, as chex does; it returns the list of calls' towers."""
     calls = []
 
     def fake(fn, axis_name=None, *, in_axes=0, out_axes=0, devices=None, **_):

@@ -137,7 +137,7 @@ def test_a_second_call_traces_and_compiles_nothing(caplog):
     assert not [r.getMessage() for r in caplog.records if "Compiling" in r.getMessage()]
 
 
-def test_another_shape_is_traced_anew_and_right():
+def test_another_shape_is_traced_again_and_right():
     model_fn, model, state = fresh()
     state, _ = model.train_step(state, X, Y)
     traces = model_fn.traces

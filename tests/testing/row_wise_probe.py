@@ -32,7 +32,7 @@ class Probe:
 
     def draw(self, scale=1.0):
         words = np.float32(scale * self.random.normal(size=(4, 2)))
-        w = np.float32(1e-3 * self.random.normal(size=2))  # small, so that a norm is that of the table
+        w = np.float32(1e-3 * self.random.normal(size=2))  # small, so that a norm is the norm of the table
         return {"words": words, "w": w}
 
     def rule(self):

@@ -210,7 +210,7 @@ def test_what_a_model_fn_assigns_is_merged_if_asked_for():
     model = blocks(writing_model_fn, 2, BlockSync(2, optax.sgd(1.0), sync=["mean", "rows"]))
     state = model.init(jax.random.key(0), x)
 
-    def found(state):
+    def values(state):
         block, whole = state_of_blocks(state), state.variables
         assert block.copies.keys() == {"w", "mean", "rows"}
         assert block.own.keys() == {"own"}
@@ -218,13 +218,13 @@ def test_what_a_model_fn_assigns_is_merged_if_asked_for():
         return {name: (whole[name].item(), copies[name].tolist()) for name in ("mean", "rows", "own")}
 
     state, _ = model.train_step(state, x)
-    assert found(state) == {"mean": (0, [0.5, 1.5]), "rows": (0, [1, 1]), "own": (0, [1, 3])}
+    assert values(state) == {"mean": (0, [0.5, 1.5]), "rows": (0, [1, 1]), "own": (0, [1, 3])}
     state, _ = model.train_step(state, x)
-    assert found(state) == {"mean": (1.5, [1.5, 1.5]), "rows": (4, [4, 4]), "own": (2, [2, 6])}
+    assert values(state) == {"mean": (1.5, [1.5, 1.5]), "rows": (4, [4, 4]), "own": (2, [2, 6])}
     state, _ = model.train_step(state, x)
-    assert found(state) == {"mean": (1.5, [1.25, 2.25]), "rows": (4, [5, 5]), "own": (2, [3, 9])}
+    assert values(state) == {"mean": (1.5, [1.25, 2.25]), "rows": (4, [5, 5]), "own": (2, [3, 9])}
     state, _ = model.train_step(state, x)
-    assert found(state) == {"mean": (1.875, [1.875, 1.875]), "rows": (8, [8, 8]), "own": (4, [4, 12])}
+    assert values(state) == {"mean": (1.875, [1.875, 1.875]), "rows": (8, [8, 8]), "own": (4, [4, 12])}
 
 
 class Normalized(nn.Module):
@@ -256,7 +256,7 @@ def scheduled():
 
 
 @pytest.mark.slow
-def test_slots_start_anew_at_a_synchronisation_and_schedules_go_on():
+def test_slots_start_again_at_a_synchronisation_and_schedules_continue():
     x, y = regression(8, steps=3)
     states = {}
     for reset_slots in (False, True):
@@ -298,9 +298,9 @@ def test_learning_rates_of_towers_are_seen_and_set():
 
 def everything_model_fn(features, labels, mode):
     """Micro-batches, a loss scale, an optimizer that asks for the step, a table, random numbers."""
-    found = est.embedding_lookup("table", features["ids"], (6, 3)).sum(1)
+    rows = est.embedding_lookup("table", features["ids"], (6, 3)).sum(1)
     w = est.get_variable("w", (3, 1))
-    output = (found + features["x"] + 0.1 * jax.random.normal(est.make_rng(), found.shape)) @ w
+    output = (rows + features["x"] + 0.1 * jax.random.normal(est.make_rng(), rows.shape)) @ w
     loss = est.losses.mean_squared_error(labels, output[:, 0])
 
     def optimizer():
@@ -396,7 +396,7 @@ def test_what_is_to_be_merged_must_be_written_in_every_step():
         blocks(slope_model_fn, 2, BlockSync(3)).train_step(state, np.ones(4, np.float32))
 
 
-def test_only_slots_start_anew_where_they_are_deep_in_a_state():
+def test_only_slots_start_again_where_they_are_deep_in_a_state():
     def model_fn(features, labels, mode):
         output = est.flax_module(nn.Sequential([nn.Dense(2), nn.tanh, nn.Dense(1)]), "net")(features)
         loss = jnp.mean((output[:, 0] - labels) ** 2)
@@ -422,6 +422,6 @@ def test_an_outer_optimizer_keeps_the_dtypes_of_its_state():
     # It multiplies by its hyperparameters as arrays of the first variable's dtype.
     outer = optax.inject_hyperparams(optax.sgd)(learning_rate=1.0, momentum=0.9)
     state, _ = trained(blocks(model_fn, 2, BlockSync(2, outer)), (np.ones((4, 4, 3), np.float32), None))
-    (velocity,) = (found for found in jax.tree.leaves(state_of_blocks(state).outer) if found.dtype == jnp.bfloat16)
+    (velocity,) = (leaf for leaf in jax.tree.leaves(state_of_blocks(state).outer) if leaf.dtype == jnp.bfloat16)
     assert np.any(velocity)
     assert state.variables["w"].dtype == jnp.bfloat16

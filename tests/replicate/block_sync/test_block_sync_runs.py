@@ -112,14 +112,14 @@ def counting_model_fn(features, labels, mode):
 
 def collectives(text):
     """By computation of a compiled program, the kinds of its collectives, with their dtypes."""
-    found = collections.defaultdict(list)
+    by_computation = collections.defaultdict(list)
     for line in text.splitlines():
         if line and not line.startswith(" "):
             computation = "ENTRY" if line.startswith("ENTRY") else line.split()[0]
         match = re.search(r"= (\w+)\[.* (all-reduce|all-gather|collective-permute|reduce-scatter|all-to-all)\(", line)
         if match:
-            found[computation].append((match[2], match[1]))
-    return found
+            by_computation[computation].append((match[2], match[1]))
+    return by_computation
 
 
 @pytest.mark.slow
@@ -130,17 +130,17 @@ def test_a_block_has_one_all_reduce_per_dtype_and_its_steps_none(block_steps):
     state = model.init(jax.random.key(0), X[0], Y[0])
     loop = jax.jit(lambda state, *batches: model.train_loop(state, batches))
     text = loop.lower(state, X[:8], Y[:8]).compile().as_text()
-    found = collectives(text)
+    by_computation = collectives(text)
     # What is reported is put together once, after the last step.
-    assert set(found.pop("ENTRY")) == {("all-gather", "f32")}
-    ((name, at_the_end_of_a_block),) = found.items()
+    assert set(by_computation.pop("ENTRY")) == {("all-gather", "f32")}
+    ((name, at_the_end_of_a_block),) = by_computation.items()
     assert sorted(at_the_end_of_a_block) == [("all-reduce", "f32"), ("all-reduce", "s32")]
     assert name in re.search(r" conditional\(.*branch_computations={(.*?)}", text)[1].split(", ")
     synchronous = est.transform(replicate_model_fn(counting_model_fn, devices=cpus(4)))
     state = synchronous.init(jax.random.key(0), X[0], Y[0])
     loop = jax.jit(lambda state, *batches: synchronous.train_loop(state, batches))
-    found = collectives(loop.lower(state, X[:8], Y[:8]).compile().as_text())
-    assert found.keys() - {"ENTRY"}  # those of every step
+    by_computation = collectives(loop.lower(state, X[:8], Y[:8]).compile().as_text())
+    assert by_computation.keys() - {"ENTRY"}  # those of every step
 
 
 def test_programs_are_traced_once_and_changes_of_the_spec_are_kept(tmp_path):

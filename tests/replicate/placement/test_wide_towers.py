@@ -97,9 +97,9 @@ def test_every_tower_has_random_numbers_of_its_own_and_its_devices_the_same():
 
     model = est.transform(wide(2, 4, model_fn))
     state = model.init(jax.random.key(0), x := np.zeros(4, np.float32), mode="infer")
-    found = model.predict_step(state, x).predictions
-    assert found["tower"].tolist() == [0, 0, 1, 1]
-    assert not np.allclose(found["noise"][:2], found["noise"][2:])
+    predictions = model.predict_step(state, x).predictions
+    assert predictions["tower"].tolist() == [0, 0, 1, 1]
+    assert not np.allclose(predictions["noise"][:2], predictions["noise"][2:])
 
 
 @pytest.mark.slow

@@ -62,17 +62,17 @@ def check(dtype, towers=2, parts=2):
     model_fn = model_fn_of(jnp.dtype(dtype))
     x = np.random.default_rng(0).integers(0, 2, (8, 4)).astype(np.float32)
     x[towers:] = 0  # int4 counts to 7
-    found = []
+    states = []
     for model in (est.transform(model_fn), est.transform(wide(towers, parts, model_fn))):
         state, spec = model.train_step(model.init(jax.random.key(0), x), x)
         evaluated = model.eval_step(state, x[:7])  # a remainder
         del evaluated.predictions["overall"]  # of its own towers
         predicted = model.predict_step(state, x[:3]).predictions["x"]
         metric = evaluated.eval_metric_ops["mean"].result()
-        found.append(
+        states.append(
             (state.variables, spec.loss, spec.predictions, evaluated.loss, evaluated.predictions, metric, predicted)
         )
-    want, got = found
+    want, got = states
     precision = jnp.finfo(dtype).eps if jnp.issubdtype(dtype, jnp.inexact) else 1e-6
     for (path, one), other in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True):
         assert one.dtype == other.dtype, path

@@ -23,22 +23,22 @@ def bytes_on_first_device(tree):
 )
 def test_no_device_has_a_variable_its_gradient_or_its_slots_whole_at_any_time(optimizer, options):
     steps = x, y = batches(24)
-    found = {}
+    lines_by_parts = {}
     for parts in (4, 1):
         model = est.transform(wide(2, parts, wide_mlp(optimizer, **options)))
         state = model.init(jax.random.key(0), x[0], y[0])
-        found[parts] = [
+        lines_by_parts[parts] = [
             whole_arrays(program(model.train_step, state, x[0], y[0])),
             whole_arrays(program(model.train_loop, state, steps)),
         ]
-    assert found[4] == [[], []]
-    assert all(len(lines) > 10 for lines in found[1])  # the same search finds them where towers are narrow
+    assert lines_by_parts[4] == [[], []]
+    assert all(len(lines) > 10 for lines in lines_by_parts[1])  # the same search finds them where towers are narrow
 
 
 @pytest.mark.slow
 def test_no_device_has_a_variable_whole_while_it_is_initialized_evaluated_or_predicts():
     x, y = (array[0] for array in batches(7, steps=1))
-    found = {}
+    counts = {}
     for parts in (4, 1):
         model = est.transform(wide(1, parts, wide_mlp("adam")))
         initialize = jax.jit(lambda key, model=model: model.init.__self__._pure_init(key, x, y, "train")[0])
@@ -48,9 +48,9 @@ def test_no_device_has_a_variable_whole_while_it_is_initialized_evaluated_or_pre
             jax.jit(model.eval_step).lower(state, x, y).compile(),
             jax.jit(model.predict_step).lower(state, x).compile(),
         ]
-        found[parts] = [len(whole_arrays(each)) for each in programs]
-    assert found[4] == [0, 0, 0]
-    assert all(found[1])
+        counts[parts] = [len(whole_arrays(each)) for each in programs]
+    assert counts[4] == [0, 0, 0]
+    assert all(counts[1])
 
 
 @pytest.mark.slow
@@ -134,11 +134,11 @@ def test_checkpoints_are_read_by_towers_of_any_width_to_the_bit_and_an_export_ha
 
 def test_an_explanation_tells_towers_from_devices():
     x, y = (array[0] for array in batches(24))
-    found = explain(wide(2, 4, wide_mlp("adam")), x, y)
-    assert found.towers == ("cpu:0, cpu:1, cpu:2, cpu:3", "cpu:4, cpu:5, cpu:6, cpu:7")
-    assert [each.tower_shape for each in found.batch] == [(12, 24), (12,)]
-    where = {home.name: home.where for home in found.variables}
+    explanation = explain(wide(2, 4, wide_mlp("adam")), x, y)
+    assert explanation.towers == ("cpu:0, cpu:1, cpu:2, cpu:3", "cpu:4, cpu:5, cpu:6, cpu:7")
+    assert [each.tower_shape for each in explanation.batch] == [(12, 24), (12,)]
+    where = {home.name: home.where for home in explanation.variables}
     assert where["w"] == "cut along dimension 1 over 4 devices, in each of 2 towers"
     assert where["o"] == "whole on each of 8 devices"
-    assert "12 rows; its 4 devices share the work." in str(found)
-    assert "20,764 B" in found.html().split("</svg>")[0]  # the share of a device, in the picture
+    assert "12 rows; its 4 devices share the work." in str(explanation)
+    assert "20,764 B" in explanation.html().split("</svg>")[0]  # the share of a device, in the picture

@@ -144,8 +144,10 @@ def test_an_autocast_runs_products_in_bfloat16():
                     params = equation.params | {"preferred_element_type": jnp.dtype(jnp.float32)}
                 else:
                     params = equation.params
-                found = equation.primitive.bind(*inputs, **equation.primitive.get_bind_params(params))
-                values |= zip(equation.outvars, found if equation.primitive.multiple_results else [found], strict=True)
+                outputs = equation.primitive.bind(*inputs, **equation.primitive.get_bind_params(params))
+                values |= zip(
+                    equation.outvars, outputs if equation.primitive.multiple_results else [outputs], strict=True
+                )
             return jax.tree.unflatten(jax.tree.structure(shape), [read(v) for v in closed.jaxpr.outvars])
 
         return cast

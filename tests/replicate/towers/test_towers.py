@@ -27,8 +27,8 @@ def predict(rows_fn, towers, x=ROWS):
     """What `rows_fn(rows of the tower)` gives, once per row; `towers` None: not replicated."""
 
     def model_fn(features, labels, mode):
-        found = jax.tree.map(lambda v: jnp.broadcast_to(v, features.shape), rows_fn(features))
-        return est.EstimatorSpec(mode, predictions=found)
+        rows = jax.tree.map(lambda v: jnp.broadcast_to(v, features.shape), rows_fn(features))
+        return est.EstimatorSpec(mode, predictions=rows)
 
     if towers:
         model_fn = replicate_model_fn(model_fn, devices=cpus(towers))
@@ -132,11 +132,11 @@ def noise_model(towers):
 
 def draws_of(model, steps=2, seed=0):
     state = model.init(jax.random.key(seed), ROWS)
-    found = []
+    predictions = []
     for _ in range(steps):
         state, spec = model.train_step(state, ROWS)
-        found.append(jax.tree.map(np.asarray, spec.predictions))
-    return found
+        predictions.append(jax.tree.map(np.asarray, spec.predictions))
+    return predictions
 
 
 @pytest.mark.parametrize("towers", [1, 2, 4])
