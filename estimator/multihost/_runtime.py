@@ -1,7 +1,9 @@
-"""What a process knows of itself and of the others beyond a single call: the one object of module-level state here.
+"""What a process knows of itself and of the others beyond a single call: one object of module-level state.
 
 A signal handler, a thread that watches the other processes and nested calls of the Estimator all have to see the same,
-so it cannot be an argument. Beside the stack of frames (`core/_frame.py`) it is the only such state.
+so it cannot be an argument. What else is module-level stays within one file: the stack of frames (`core/_frame.py`),
+the locks that this process holds (`checkpoint/_model_dir.py`), work that an interrupt left unfinished
+(`runtime/_uninterrupted.py`), and which process has used jax (`runtime/_fork.py`).
 """
 
 from __future__ import annotations
