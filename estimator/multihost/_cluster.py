@@ -110,9 +110,7 @@ def _missing(names: list[str], source: str) -> str:
 def _from_environment(address: str | None) -> _Detected:
     """What was configured for this run comes before what the scheduler says."""
     if _LAUNCHED.issubset(os.environ):
-        several_hosts = not _is_literally_loopback(split_address(address)[0]) if address else False
-        numbers = _number("JAX_NUM_PROCESSES", 0), _number("JAX_PROCESS_ID", 0)
-        return _Detected("replicate.launch", None, *numbers, several_hosts=several_hosts)
+        return _Detected("replicate.launch", None, _number("JAX_NUM_PROCESSES", 0), _number("JAX_PROCESS_ID", 0))
     if task := read_tf_config(os.environ.get("TF_CONFIG")):
         hosts = {split_address(each)[0] for each in task.addresses}
         several_hosts = len({"" if _is_literally_loopback(host) else host for host in hosts}) > 1

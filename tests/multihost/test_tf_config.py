@@ -88,11 +88,25 @@ def test_what_makes_no_sense_is_refused_with_the_way_out(text, message):
 def environment(monkeypatch):
     """Sets variables of the environment, after those of this machine are gone."""
     for name in list(os.environ):
-        if name.startswith(("TF_CONFIG", "JAX_COORD", "JAX_LOCAL", "SLURM_", "OMPI_", "PMI_", "JOB_", "KUBERNETES_")):
+        if name.startswith(
+            (
+                "TF_CONFIG",
+                "JAX_COORD",
+                "JAX_LOCAL",
+                "JAX_NUM_P",
+                "JAX_PROC",
+                "SLURM_",
+                "OMPI_",
+                "PMI_",
+                "JOB_",
+                "KUBERNETES_",
+            )
+        ):
             monkeypatch.delenv(name)
     return lambda **variables: [monkeypatch.setenv(name, str(value)) for name, value in variables.items()]
 
 
+LAUNCHED = dict(JAX_COORDINATOR_ADDRESS="n:1", JAX_NUM_PROCESSES=4, JAX_PROCESS_ID=3)
 SLURM = dict(SLURM_JOB_ID=4096, SLURM_STEP_NODELIST="node[007-010]", SLURM_NTASKS=8, SLURM_PROCID=5, SLURM_LOCALID=1)
 OPEN_MPI = dict(OMPI_COMM_WORLD_SIZE=4, OMPI_COMM_WORLD_RANK=3, OMPI_COMM_WORLD_LOCAL_RANK=1)
 ORTE = dict(OMPI_MCA_orte_hnp_uri="4096.0;tcp://10.0.0.1,10.1.0.1:34911")
@@ -107,6 +121,9 @@ def find(*arguments):
     [
         ({"TF_CONFIG": config(CHIEF, "worker", 1)}, Job("a:1", 3, 2, "TF_CONFIG")),
         ({"TF_CONFIG": config(CHIEF, "worker", 1), **SLURM}, Job("a:1", 3, 2, "TF_CONFIG")),
+        (LAUNCHED, Job("n:1", 4, 3, "replicate.launch")),
+        (LAUNCHED | SLURM, Job("n:1", 4, 3, "replicate.launch")),
+        (LAUNCHED | {"JAX_NUM_PROCESSES": 1, "JAX_PROCESS_ID": 0}, Job(None, 1, 0, "replicate.launch")),
         (SLURM, Job("node007:61440", 8, 5, "SLURM", None, 1)),
         (SLURM | {"JAX_COORDINATOR_PORT": 1234}, Job("node007:1234", 8, 5, "SLURM", None, 1)),
         (SLURM | {"JAX_COORDINATOR_ADDRESS": "n:1"}, Job("n:1", 8, 5, "SLURM", None, 1)),
