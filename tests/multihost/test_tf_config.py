@@ -87,21 +87,20 @@ def test_what_makes_no_sense_is_refused_with_the_way_out(text, message):
 @pytest.fixture
 def environment(monkeypatch):
     """Sets variables of the environment, after those of this machine are gone."""
+    prefixes = (
+        "TF_CONFIG",
+        "JAX_COORD",
+        "JAX_LOCAL",
+        "JAX_NUM_P",
+        "JAX_PROC",
+        "SLURM_",
+        "OMPI_",
+        "PMI_",
+        "JOB_",
+        "KUBER",
+    )
     for name in list(os.environ):
-        if name.startswith(
-            (
-                "TF_CONFIG",
-                "JAX_COORD",
-                "JAX_LOCAL",
-                "JAX_NUM_P",
-                "JAX_PROC",
-                "SLURM_",
-                "OMPI_",
-                "PMI_",
-                "JOB_",
-                "KUBERNETES_",
-            )
-        ):
+        if name.startswith(prefixes):
             monkeypatch.delenv(name)
     return lambda **variables: [monkeypatch.setenv(name, str(value)) for name, value in variables.items()]
 
