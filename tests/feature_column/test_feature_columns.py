@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pandas as pd
 import pytest
+from jax.experimental.sparse import BCOO
 
 import estimator as est
 
@@ -366,7 +367,7 @@ REFUSED = {
         r"takes shape \(batch,\) or \(batch, k\); feature 'x' has \(2, 2, 2\)",
     ),
     "sparse": (
-        lambda: NUMBER.values({"x": jax.experimental.sparse.BCOO.fromdense(jnp.eye(2))}),
+        lambda: NUMBER.values({"x": BCOO.fromdense(jnp.eye(2))}),
         TypeError,
         "Feature columns take dense arrays; feature 'x' is BCOO",
     ),

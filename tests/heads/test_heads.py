@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.experimental.sparse import BCOO
 from sklearn import metrics as sk
 from testing.towers import assert_close, cpus
 
@@ -118,8 +119,6 @@ def test_sizes_may_be_numpys_integers(make):
 @pytest.mark.slow
 @pytest.mark.covers("11 MultiClassHead")
 def test_sparse_classes_are_made_dense():
-    from jax.experimental.sparse import BCOO
-
     head = est.MultiClassHead(3)
     labels = BCOO.fromdense(jnp.asarray(CLASS)[:, None])
     assert head.loss(labels, LOGITS) == head.loss(CLASS, LOGITS)
@@ -152,7 +151,7 @@ def test_a_head_of_several_labels(sparse):
         classes_for_class_based_metrics=[0, "c"],
     )
     p = np.tile(P, 3) ** np.array([1, 2, 3], np.float32)
-    labels = jax.experimental.sparse.BCOO.fromdense(MULTI) if sparse else MULTI
+    labels = BCOO.fromdense(MULTI) if sparse else MULTI
     losses = -np.log(np.where(MULTI == 1, p, 1 - p)).mean(1)
     logits = np.log(p / (1 - p))
     assert float(head.loss(labels, logits, FEATURES)) == close(np.average(losses, weights=W))

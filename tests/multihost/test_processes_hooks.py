@@ -7,6 +7,7 @@ import pytest
 from testing.cluster import shared_cluster
 from testing.estimators import saved_at
 from testing.outcomes import merged, said_by
+from testing.summaries import scalars, steps_of
 
 import estimator as est
 
@@ -60,9 +61,11 @@ def test_process_0_alone_logs_and_has_the_hooks_of_the_chief(values, ended):
 
 def test_what_is_written_is_there_once(folder, values):
     for name in ("secs", "stopped", "stopped/eval"):
-        files = os.listdir(os.path.join(folder, name))
-        assert sum("tfevents" in file for file in files) == 1
-        steps = [row["step"] for row in est.read_history(os.path.join(folder, name))]
+        directory = os.path.join(folder, name)
+        for points in scalars(directory).values():
+            written = steps_of(points)
+            assert written == sorted(set(written))
+        steps = [row["step"] for row in est.read_history(directory)]
         assert steps == sorted(set(steps))
     assert os.listdir(os.path.join(folder, "exported")) == [os.path.basename(values[0]["exported"])]
 

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.experimental import multihost_utils
+from jax.experimental.sparse import BCOO
 
 import estimator as est
 import replicate
@@ -103,7 +105,7 @@ def whole(array):
     if isinstance(array, jax.Array) and jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         array = jax.random.key_data(array)
     if isinstance(array, jax.Array) and not array.is_fully_addressable and not array.is_fully_replicated:
-        array = jax.experimental.multihost_utils.process_allgather(array, tiled=True)
+        array = multihost_utils.process_allgather(array, tiled=True)
     return np.asarray(array)
 
 
@@ -322,7 +324,7 @@ def fail(folder):
     local = replicate_model_fn(shown, devices=jax.local_devices())
     trained("local", lambda: batches(3), model_fn=local)
     trained("local evaluation", lambda: batches(3), model_fn=local, verb="evaluate")
-    sparse = jax.experimental.sparse.BCOO.fromdense(features["x"])
+    sparse = BCOO.fromdense(features["x"])
     trained("sparse", lambda: [({**features, "x": sparse}, labels)])
     for distribution in ("shared_round_robin", "shared_local_parameter_server"):
         attempt(distribution, lambda way=distribution: replicated(shown, variable_distribution=way))
