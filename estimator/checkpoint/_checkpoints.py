@@ -36,10 +36,9 @@ from estimator.checkpoint._named_arrays import (
     short,
     to_arrays,
 )
-from estimator.checkpoint._orbax import METADATA_FILE, open_arrays
+from estimator.checkpoint._orbax import METADATA_FILE, open_arrays, with_orbax
 from estimator.core._state import State
 from estimator.optim._learning_rate import _RATE, _VALUES, _names
-from estimator.runtime._uninterrupted import uninterrupted
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -259,7 +258,7 @@ def _reads(function: F) -> F:
         with kept(path):
             return function(path, *args, **kwargs)
 
-    return uninterrupted(read)  # type: ignore[return-value]
+    return with_orbax(read)  # type: ignore[return-value]
 
 
 @_reads
@@ -292,7 +291,7 @@ def restore(path: str, like: State, partial: bool = False) -> State:
         return from_arrays(store.read_on_devices(model, shardings) | zeros, like)
 
 
-@uninterrupted
+@with_orbax
 def take_values(path: str, source: str) -> None:
     """Overwrites the variables and slots of the checkpoint at `path` by those of another one; the step and everything
     else in it stay."""
@@ -389,7 +388,7 @@ def read_all(path: str, patterns: Sequence[str]) -> dict[str, np.ndarray]:
     return {name: arrays[key] for name, key in keys.items()}
 
 
-@uninterrupted
+@with_orbax
 def _write(path: str, arrays: dict[str, Any], together: bool = False) -> None:
     with open_arrays(path, together) as store:
         store.write(arrays)

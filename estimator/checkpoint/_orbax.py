@@ -6,20 +6,41 @@ orbax takes longer to import than the rest of the package, so it is imported whe
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging as standard_logging
 import os
-from collections.abc import Collection, Iterator, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import TYPE_CHECKING, TypeVar
 
 import jax
 import numpy as np
 from absl import logging
 
+from estimator.runtime._uninterrupted import uninterrupted
+
 if TYPE_CHECKING:
     import orbax.checkpoint as ocp
     from orbax.checkpoint.metadata import ArrayMetadata
 
+F = TypeVar("F", bound=Callable[..., object])
+
 METADATA_FILE = "_METADATA"
+
+
+def with_orbax(function: F) -> F:
+    """The function, uninterrupted, once orbax is imported by the thread that calls it.
+
+    Not by the thread that does the work, which ends: what orbax imports starts threads and event loops.
+    """
+    work = uninterrupted(function)
+
+    @functools.wraps(function)
+    def call(*args: object, **kwargs: object) -> object:
+        import orbax.checkpoint  # noqa: F401
+
+        return work(*args, **kwargs)
+
+    return call  # type: ignore[return-value]
 
 
 class ArrayStore:
