@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import time
+import uuid
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -18,6 +21,8 @@ from estimator.multihost._process_group import ProcessGroup
 
 T = TypeVar("T")
 
+_SECS_TO_APPEAR = 10.0  # of a file that another host has written
+
 
 class CheckpointLookup:
     """Finds the checkpoints of a model_dir, some of which a training run may remove meanwhile."""
@@ -29,7 +34,7 @@ class CheckpointLookup:
 
     def newest(self, group: ProcessGroup, writes: bool = False) -> str | None:
         """The newest checkpoint, the same in all processes, or None."""
-        path = group.shared_path(self._model_dir, self._checkpoints.latest, writes)
+        path = _shared_path(group, self._model_dir, self._checkpoints.latest, writes)
         if path is None:
             check_not_of_tensorflow(self._model_dir)
         return path
@@ -97,3 +102,51 @@ class CheckpointLookup:
                 if path == failed:
                     raise
                 failed = path
+
+
+def _shared_path(group: ProcessGroup, directory: str, find: Callable[[], str | None], writes: bool) -> str | None:
+    """The path in the directory of this process to what process 0 finds in its own, which must be the same one.
+
+    Args:
+      directory: as this process calls it.
+      find: returns a path in the directory, or None.
+      writes: whether the processes are about to write into it: then it is checked also where nothing is there.
+
+    Raises:
+      FileNotFoundError: this process sees another directory.
+    """
+    if group.count == 1:
+        return find()
+    path = group.broadcast_from_chief(find)
+    if path is not None:
+        return _check_shared(group, directory, path)
+    if writes:
+        probe = group.broadcast_from_chief(lambda: _make_probe(directory))
+        try:
+            _check_shared(group, directory, probe)
+            group.all_gather(None)
+        finally:
+            if not group.index:
+                os.remove(probe)
+    return None
+
+
+def _check_shared(group: ProcessGroup, directory: str, path_of_chief: str) -> str:
+    path = os.path.join(directory, os.path.basename(path_of_chief))
+    deadline = time.monotonic() + _SECS_TO_APPEAR
+    while not os.path.exists(path):
+        if time.monotonic() >= deadline or not os.path.isdir(directory):
+            raise FileNotFoundError(
+                f"Process {group.index}, with model_dir={directory!r}, does not see there what process 0 has written, "
+                f"{path_of_chief}. Give all processes the same model_dir, on a file system that they share."
+            )
+        time.sleep(0.1)
+    return path
+
+
+def _make_probe(directory: str) -> str:
+    os.makedirs(directory, exist_ok=True)
+    path = os.path.join(directory, f"shared-{uuid.uuid4().hex}")
+    with open(path, "w"):
+        pass
+    return path

@@ -30,7 +30,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import jaxlib
 import numpy as np
 from absl import logging
 from jax import export
@@ -156,7 +155,7 @@ def write_export(base: str | os.PathLike[str], call: ModelFn, state: State, opti
         },
         "weights": _described(weights),
         "platforms": list(options.platforms),
-        "versions": {"jax": jax.__version__, "jaxlib": jaxlib.__version__, "numpy": np.__version__},
+        "versions": {"jax": jax.__version__, "jaxlib": jax.lib.__version__, "numpy": np.__version__},
     }
 
     def fill(folder: str) -> None:

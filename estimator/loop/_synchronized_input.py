@@ -139,16 +139,18 @@ class SharedPlan:
         self._plan, self._group = plan, group
 
     def next(self) -> Chunk | None:
-        chunk, due = self._group.broadcast_from_chief(self._next)
-        return chunk and chunk._replace(due=tuple(self._plan.hooks[i] for i in due))
+        fields = self._group.broadcast_from_chief(self._next)
+        if fields is None:
+            return None
+        return Chunk(**{**fields, "due": tuple(self._plan.hooks[i] for i in fields["due"])})
 
-    def _next(self) -> tuple[Chunk | None, list[int]]:
-        """The chunk, and its hooks by their numbers."""
+    def _next(self) -> dict[str, Any] | None:
+        """The fields of the chunk, with its hooks by their numbers."""
         chunk = self._plan.next()
         if chunk is None:
-            return None, []
+            return None
         due = {id(hook) for hook in chunk.due}
-        return chunk._replace(due=()), [i for i, hook in enumerate(self._plan.hooks) if id(hook) in due]
+        return {**chunk._asdict(), "due": [i for i, hook in enumerate(self._plan.hooks) if id(hook) in due]}
 
 
 class SynchronizedReader:

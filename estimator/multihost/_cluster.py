@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
+import socket
 import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from estimator.multihost._coordination_client import clusters
-from estimator.multihost._supervisor_client import is_loopback, split_address
 from estimator.multihost._tf_config import read_tf_config
 
 _LOOKUP_SECS = 60  # for the name of process 0 to become known
@@ -24,8 +25,8 @@ _MPI = (
 )
 
 
-class Job(NamedTuple):
-    """Where a process finds the others, and which one it is."""
+class ClusterSpec(NamedTuple):
+    """The processes of a run, and which of them this one is."""
 
     address: str | None  # "host:port" of process 0
     num_processes: int
@@ -44,9 +45,9 @@ class _Detected(NamedTuple):
     several_hosts: bool = False  # as far as the environment says
 
 
-def find_job(
+def find_cluster(
     address: str | None, num_processes: int | None, process_id: int | None, local_device_ids: Sequence[int] | None
-) -> Job:
+) -> ClusterSpec:
     """The arguments of `initialize_distributed`, completed from the environment; one process where there is nothing.
 
     Raises:
@@ -61,15 +62,15 @@ def find_job(
         num_processes = detected.num_processes if num_processes is None else num_processes
         process_id = detected.process_id if process_id is None else process_id
     if address is None and num_processes is None and process_id is None:
-        return Job(None, 1, 0, "nothing names others: no arguments, TF_CONFIG, SLURM, MPI or Kubernetes")
+        return ClusterSpec(None, 1, 0, "nothing names others: no arguments, TF_CONFIG, SLURM, MPI or Kubernetes")
     _check_numbers(num_processes, process_id)
     if num_processes == 1:
-        return Job(None, 1, 0, detected.source or "the arguments")
+        return ClusterSpec(None, 1, 0, detected.source or "the arguments")
     if address is None or num_processes is None or process_id is None:
         given = {"coordinator_address": address, "num_processes": num_processes, "process_id": process_id}
         raise ValueError(_missing([name for name, value in given.items() if value is None], detected.source))
     host, _ = split_address(address)
-    if detected.several_hosts and _is_literally_loopback(host):
+    if detected.several_hosts and is_literally_loopback(host):
         raise ValueError(
             f"initialize_distributed: coordinator_address={address!r} is a loopback address, which every host has for "
             f"itself, but {detected.source} names several hosts. Give the name of process 0's host."
@@ -77,7 +78,7 @@ def find_job(
     if local_device_ids is None and (text := os.environ.get("JAX_LOCAL_DEVICE_IDS")):
         local_device_ids = [int(number) for number in text.split(",")]
     source = detected.source or "the arguments"
-    return Job(address, num_processes, process_id, source, local_device_ids, detected.local_process_id)
+    return ClusterSpec(address, num_processes, process_id, source, local_device_ids, detected.local_process_id)
 
 
 def _check_numbers(count: Any, index: Any) -> None:
@@ -113,7 +114,7 @@ def _from_environment(address: str | None) -> _Detected:
         return _Detected("replicate.launch", None, _number("JAX_NUM_PROCESSES", 0), _number("JAX_PROCESS_ID", 0))
     if task := read_tf_config(os.environ.get("TF_CONFIG")):
         hosts = {split_address(each)[0] for each in task.addresses}
-        several_hosts = len({"" if _is_literally_loopback(host) else host for host in hosts}) > 1
+        several_hosts = len({"" if is_literally_loopback(host) else host for host in hosts}) > 1
         return _Detected("TF_CONFIG", task.addresses[0], len(task.addresses), task.process_id, None, several_hosts)
     return _from_scheduler(address) or _from_mpi() or _from_kubernetes() or _Detected()
 
@@ -167,6 +168,22 @@ def _number(name: str, default: int) -> int:
     return int(text)
 
 
-def _is_literally_loopback(host: str) -> bool:
+def split_address(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ValueError(f'initialize_distributed: coordinator_address must be "host:port"; got {address!r}.')
+    return host.strip("[]"), int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a name, as this host resolves it, leads back to this host by its loopback device."""
+    try:
+        addresses = {str(info[4][0]) for info in socket.getaddrinfo(host, None)}
+    except OSError:
+        return False
+    return bool(addresses) and all(ipaddress.ip_address(x.partition("%")[0]).is_loopback for x in addresses)
+
+
+def is_literally_loopback(host: str) -> bool:
     """Not by what a name resolves to: process 0's own host may call itself 127.0.1.1, and the others know better."""
     return host == "localhost" or (host.replace(".", "").isdigit() or ":" in host) and is_loopback(host)

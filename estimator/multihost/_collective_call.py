@@ -11,9 +11,9 @@ from typing import TypeVar
 import jax
 from absl import logging
 
-from estimator.multihost._coordination_client import key_value_store
+from estimator.multihost._coordination_client import coordination_client
 from estimator.multihost._key_value_group import KeyValueGroup
-from estimator.multihost._liveness import ProcessLostError
+from estimator.multihost._liveness import ProcessLostError, explained
 from estimator.multihost._process_group import ProcessGroup, SingleProcess
 from estimator.multihost._runtime import RUNTIME
 
@@ -47,10 +47,10 @@ def collective_call(call: str) -> Iterator[ProcessGroup]:
         if group.index:
             logging.get_absl_logger().addFilter(_is_for_all)
         while not group.index and RUNTIME.ended_prefixes:  # nobody is in those calls any more
-            key_value_store().key_value_delete(f"{RUNTIME.ended_prefixes.pop()}/")
+            coordination_client().key_value_delete(f"{RUNTIME.ended_prefixes.pop()}/")
         yield group
     except BaseException as error:
-        failure = group.explain(error)
+        failure = explained(error)
         group.publish_failure(failure)
         if isinstance(failure, ProcessLostError) and is_outermost:
             RUNTIME.loss_raised.set()

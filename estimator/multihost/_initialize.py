@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import atexit
+import errno
 import os
-import platform
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -19,12 +18,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from estimator.core._argument_checks import check_intervals
 from estimator.multihost import _coordination_client
-from estimator.multihost._cluster import Job, find_job
+from estimator.multihost._cluster import ClusterSpec, find_cluster, is_literally_loopback, is_loopback, split_address
+from estimator.multihost._introduction import Introduction, check_devices, exchange_introductions, table
 from estimator.multihost._liveness import ProcessLostError, explained
+from estimator.multihost._process_watch import ProcessWatch
 from estimator.multihost._runtime import RUNTIME
-from estimator.multihost._supervisor_client import Lifeline, connect, introduce, is_loopback, split_address, start_hub
 
-_HUB_SECS = 5.0  # for the hub to start and to answer
+_CALLER = "initialize_distributed"
+_LATER = 60  # seconds after the deadline: jax aborts a process whose connection comes to nothing, so we give up before
+_LINGER_SECS = 2.0  # of process 0, whose end aborts the others, for them to give up by themselves
 
 
 def initialize_distributed(
@@ -34,7 +36,7 @@ def initialize_distributed(
     *,
     local_device_ids: Sequence[int] | None = None,
     timeout_secs: float = 300.0,
-    heartbeat_timeout_secs: float = 100.0,
+    heartbeat_timeout_secs: float = 10.0,
     grace_secs: float = 10.0,
 ) -> None:
     """Makes one run of several processes: after it `jax.devices()` are the devices of all of them.
@@ -43,13 +45,16 @@ def initialize_distributed(
     MPI, an indexed job of Kubernetes, or a TPU pod. Where nothing speaks of several processes there is one, and the
     same script runs alone.
 
-    All processes connect to process 0, which is the chief, and check that they fit together: number, ids, hosts,
-    versions. Then a sum over all devices is checked, and the chief logs a table of the processes.
+    It is `jax.distributed.initialize`, with which jax's coordination service runs in process 0. Then the processes
+    check that they fit together (versions, hosts, number, devices), a sum over all devices is checked, and process 0,
+    the chief, logs a table of the processes.
 
-    From then on each process hears when another dies, or ends with an error. What it does together with others raises
+    From then on a process that loses another one ends with an error, too. What it does together with others raises
     `est.ProcessLostError`, which names that process, in the Estimator's calls. A process that is still in a collective
-    `grace_secs` later is ended, with a line on stderr and exit code 76. A process may end before the others,
-    also by `sys.exit`: that is not a loss, though one that still needs it in a collective waits in vain.
+    `grace_secs` later is ended, with a line on stderr and exit code 76. The loss of process 0 makes jax abort the
+    others, with its own message and code 134 (SIGABRT). A process may end before the others, also by `sys.exit`: that
+    is not a loss, though one that still needs it in a collective waits in vain. Process 0 ends last: it waits for the
+    others at its exit.
 
     >>> initialize_distributed("localhost:1234", num_processes=2, process_id=2)
     Traceback (most recent call last):
@@ -63,9 +68,8 @@ def initialize_distributed(
       local_device_ids: the numbers of the GPUs that this process uses. None: all that it sees; under SLURM and Open
         MPI, where several processes of a host see the same ones, one each.
       timeout_secs: seconds within which all must be there and have summed.
-      heartbeat_timeout_secs: seconds after which a process that is not heard of counts as dead, for its host may have
-        crashed; one that dies alone is noticed at once. A call that keeps Python's global lock for so long looks the
-        same.
+      heartbeat_timeout_secs: seconds after which a process that is not heard of counts as lost, since it has died or
+        its host has; threads of jax send the heartbeats, whatever Python does.
       grace_secs: seconds that a process may wait for one that has died.
 
     Raises:
@@ -73,12 +77,13 @@ def initialize_distributed(
         hosts.
       RuntimeError: it was called before, or after jax has started its devices; or the processes do not fit together.
       OSError: the port is in use on the host of process 0.
-      TimeoutError: not all processes have come, or the sum has not, within timeout_secs.
+      TimeoutError: not all processes have come, or the sum has not, within timeout_secs. Where a process_id is given
+        twice, or to one too many, jax aborts that process.
     """
     check_intervals("initialize_distributed", timeout_secs=timeout_secs)
     check_intervals("initialize_distributed", heartbeat_timeout_secs=heartbeat_timeout_secs)
     check_intervals("initialize_distributed", grace_secs=grace_secs)
-    job = find_job(coordinator_address, num_processes, process_id, local_device_ids)
+    cluster = find_cluster(coordinator_address, num_processes, process_id, local_device_ids)
     if RUNTIME.is_initialized:
         raise RuntimeError("initialize_distributed was called before; call it once, at the start of the script.")
     if _coordination_client.devices_are_started():
@@ -86,108 +91,162 @@ def initialize_distributed(
             "initialize_distributed must be called before jax starts its devices; they have been started, by a "
             "computation, jax.devices() or the like. Call it at the start of the script."
         )
-    if job.num_processes == 1:
-        logging.info("initialize_distributed: one process (%s).", job.source)
+    if cluster.num_processes == 1:
+        logging.info("initialize_distributed: one process (%s).", cluster.source)
     else:
-        _join(job, timeout_secs, heartbeat_timeout_secs, grace_secs)
+        _join(cluster, timeout_secs, heartbeat_timeout_secs, grace_secs)
     RUNTIME.is_initialized = True
 
 
-def _join(job: Job, timeout_secs: float, heartbeat_secs: float, grace_secs: float) -> None:
+def _join(cluster: ClusterSpec, timeout_secs: float, heartbeat_secs: float, grace_secs: float) -> None:
     RUNTIME.start_timeout_secs = timeout_secs
     deadline = time.monotonic() + timeout_secs
-    assert job.address is not None
-    host, _ = split_address(job.address)
-    hub = start_hub(job.address, job.num_processes, timeout_secs, heartbeat_secs) if job.process_id == 0 else None
+    if cluster.process_id == 0:
+        _check_port_is_free(cluster)
+    stages: list[str] = []
+
+    def start() -> None:
+        _connect(cluster, timeout_secs, heartbeat_secs)
+        stages.append("connected")
+        try:
+            processes = exchange_introductions(cluster, deadline - time.monotonic())
+        except RuntimeError:
+            _disconnect_in_order(cluster)
+            raise
+        ProcessWatch(processes, cluster.process_id, heartbeat_secs, grace_secs)
+        _choose_devices(cluster, processes)
+        _check_sum(*_sum_of_device_numbers())
+        check_devices(processes)
+        if cluster.process_id == 0:
+            logging.info("%s: %d processes (%s).\n%s", _CALLER, len(processes), cluster.source, table(processes))
+
+    if not _finishes(start, deadline):
+        linger = _LINGER_SECS if cluster.process_id == 0 else 0.0
+        atexit.register(_end_at_once, linger)
+        if RUNTIME.loss:
+            raise ProcessLostError(RUNTIME.loss)
+        raise TimeoutError(f"{_CALLER}: {_what_is_late(cluster, stages, timeout_secs)}")
+
+
+def _check_port_is_free(cluster: ClusterSpec) -> None:
+    """jax's service would share the port with another one, and each would get some of the processes."""
+    assert cluster.address is not None
+    dual = socket.has_dualstack_ipv6()
     try:
-        channel = connect(job.address, deadline)
-    except BaseException:
-        if hub is not None:
-            hub.kill()
-            hub.wait()
-        raise
-    if hub is not None:
-        hub.returncode = 0  # it ends by itself, after all others; subprocess would warn about that
-    # The hub knows best who is missing, so process 0 waits for what it says.
-    answer = introduce(channel, job.address, _introduction(job), deadline + (_HUB_SECS if hub else 0.0))
-    Lifeline(channel, answer["chief"], heartbeat_secs, grace_secs)
-    _choose_devices(job, answer["shares_devices"])
-    secs = deadline - time.monotonic()
-    _start_devices(
-        lambda: _coordination_client.connect(host, answer["begin"], job.num_processes, job.process_id, secs),
-        deadline,
-        timeout_secs,
+        socket.create_server(
+            ("", split_address(cluster.address)[1]),
+            family=socket.AF_INET6 if dual else socket.AF_INET,
+            dualstack_ipv6=dual,
+        ).close()
+    except OSError as e:
+        if e.errno != errno.EADDRINUSE:
+            raise
+        raise OSError(
+            f"{_CALLER}: port {split_address(cluster.address)[1]} of coordinator_address={cluster.address!r} is in use "
+            "on this host, by another program or another process 0. Give another port, to all processes, or end the "
+            "one that has it."
+        ) from e
+
+
+def _connect(cluster: ClusterSpec, timeout_secs: float, heartbeat_secs: float) -> None:
+    """Returns when all processes have connected."""
+    assert cluster.address is not None
+    jax.config.update("jax_enable_recoverability", True)  # else the death of any process aborts all
+    jax.config.update("jax_enable_preemption_service", False)  # `_preemption.py` handles SIGTERM, and says why
+    if jax.config.values["jax_cpu_collectives_implementation"] is None:
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")  # on GPUs it is NCCL
+    listens_to_itself = is_literally_loopback(split_address(cluster.address)[0])
+    jax.distributed.initialize(
+        cluster.address,
+        cluster.num_processes,
+        cluster.process_id,
+        cluster_detection_method="deactivate",
+        initialization_timeout=int(timeout_secs) + _LATER,
+        heartbeat_timeout_seconds=max(1, round(heartbeat_secs)),
+        coordinator_bind_address=cluster.address if listens_to_itself else None,
     )
-    if job.process_id == 0:
-        logging.info("initialize_distributed: %d processes (%s).\n%s", job.num_processes, job.source, _table(answer))
 
 
-def _introduction(job: Job) -> dict[str, Any]:
-    assert job.address is not None
-    return {
-        "process_id": job.process_id,
-        "num_processes": job.num_processes,
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "jax": jax.__version__,
-        "jaxlib": jax.lib.__version__,
-        "python": platform.python_version(),
-        "address": job.address,
-        "loopback": is_loopback(split_address(job.address)[0]),
-        "visible": os.environ.get("CUDA_VISIBLE_DEVICES", ""),
-    }
+def _disconnect_in_order(cluster: ClusterSpec) -> None:
+    """Process 0 last: jax aborts whoever is connected when its service goes."""
+    if cluster.process_id == 0:
+        _coordination_client.coordination_client().get_live_nodes(list(range(cluster.num_processes)))
+    jax.distributed.shutdown()
 
 
-def _choose_devices(job: Job, shares_devices: bool) -> None:
-    ids = job.local_device_ids
-    if ids is None and shares_devices and job.local_process_id is not None:
-        ids = [job.local_process_id]
+def _choose_devices(cluster: ClusterSpec, processes: Sequence[Introduction]) -> None:
+    """Processes of a host that see the same GPUs share them, where the environment says which process takes which."""
+    ids = cluster.local_device_ids
+    if ids is None and cluster.local_process_id is not None:
+        host = processes[cluster.process_id].host
+        visible = [process.visible_devices for process in processes if process.host == host]
+        if len(visible) > len(set(visible)):
+            ids = [cluster.local_process_id]
     if ids is not None:
         for name in ("jax_cuda_visible_devices", "jax_rocm_visible_devices"):
             jax.config.update(name, ",".join(map(str, ids)))
 
 
-def _start_devices(connect: Callable[[], None], deadline: float, timeout_secs: float) -> None:
-    """Connects the processes, starts their devices, and sees that all of these reach each other, by a checked sum."""
-    outcome: list[Any] = []
+def _finishes(work: Callable[[], None], deadline: float) -> bool:
+    """Whether some work, in a thread of its own, ends before the deadline, and before a process is lost; raises what it
+    raises. None of jax's calls here has a timeout that ends in an error of Python."""
+    outcome: list[BaseException | None] = []
 
-    def work() -> None:
+    def run() -> None:
         try:
-            connect()
-            outcome.append(_sum_of_device_numbers())
+            work()
+            outcome.append(None)
         except BaseException as e:
             outcome.append(e)
 
-    # In a thread, since none of it has a timeout that ends in an error of Python.
-    thread = threading.Thread(target=work, name="start-devices", daemon=True)
+    thread = threading.Thread(target=run, name="initialize-distributed", daemon=True)
     thread.start()
     while thread.is_alive() and time.monotonic() < deadline and not RUNTIME.loss:
-        thread.join(0.1)
-    if thread.is_alive():
-        atexit.register(_end_at_once)
+        thread.join(0.05)
     if not outcome:
-        if RUNTIME.loss:
-            raise ProcessLostError(RUNTIME.loss)
-        raise TimeoutError(
-            f"initialize_distributed: the first sum over all devices has not come within {timeout_secs:g} s. All "
-            "processes are there, so look for a firewall between their hosts, a proxy (http_proxy), or devices that do "
-            "not start."
-        )
-    if isinstance(outcome[0], BaseException):
+        return False
+    if outcome[0] is not None:
         raise explained(outcome[0])
-    total, expected = outcome[0]
-    if total != expected:
-        raise RuntimeError(
-            f"initialize_distributed: the sum over all {jax.device_count()} devices is wrong: {total} instead of "
-            f"{expected}. Their connections, or drivers, cannot be trusted."
+    return True
+
+
+def _what_is_late(cluster: ClusterSpec, stages: Sequence[str], timeout_secs: float) -> str:
+    assert cluster.address is not None
+    if stages:
+        return (
+            f"the first sum over all devices has not come within {timeout_secs:g} s. All processes are there, so look "
+            "for a firewall between their hosts, a proxy (http_proxy), or devices that do not start."
         )
+    host, port = split_address(cluster.address)
+    try:
+        socket.create_connection((host, port), timeout=1.0).close()
+    except OSError as e:
+        hint = " A loopback address reaches no other host." if is_loopback(host) else ""
+        return (
+            f"nobody answers at coordinator_address={cluster.address!r} for {timeout_secs:g} s ({e}). Process 0 must "
+            f"run on that host, with the same address.{hint}"
+        )
+    return (
+        f"not all of {cluster.num_processes} processes have come to coordinator_address={cluster.address!r} within "
+        f"{timeout_secs:g} s. Start each of them once, with this address and its own process_id, 0 to "
+        f"{cluster.num_processes - 1}; see their logs for those that have failed."
+    )
 
 
-def _end_at_once() -> None:
+def _end_at_once(linger_secs: float) -> None:
     """At the exit: where a thread hangs in compiled code, the end of Python would abort the process."""
     sys.stdout.flush()
     sys.stderr.flush()
+    time.sleep(linger_secs)
     os._exit(1)
+
+
+def _check_sum(total: int, expected: int) -> None:
+    if total != expected:
+        raise RuntimeError(
+            f"{_CALLER}: the sum over all {jax.device_count()} devices is wrong: {total} instead of {expected}. Their "
+            "connections, or drivers, cannot be trusted."
+        )
 
 
 def _sum_of_device_numbers() -> tuple[int, int]:
@@ -197,15 +256,3 @@ def _sum_of_device_numbers() -> tuple[int, int]:
     numbers_by_device = jax.make_array_from_callback(numbers.shape, sharding, lambda index: numbers[index])
     total = jax.jit(lambda x: x.sum(), out_shardings=NamedSharding(sharding.mesh, PartitionSpec()))(numbers_by_device)
     return int(total), int(numbers.sum())
-
-
-def _table(answer: dict[str, Any]) -> str:
-    """One line per process."""
-    keys = ("process_id", "host", "pid", "jax", "jaxlib", "python")
-    rows = [["process", *keys[1:], "devices"]]
-    for hello in answer["processes"]:
-        mine = [device for device in jax.devices() if device.process_index == hello["process_id"]]
-        devices = f"{len(mine)} x {mine[0].device_kind}" if mine else "none"
-        rows.append([*(str(hello[key]) for key in keys), devices])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(cell.ljust(n) for cell, n in zip(row, widths, strict=True)).rstrip() for row in rows)

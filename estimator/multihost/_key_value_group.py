@@ -5,26 +5,22 @@ They do so through the key-value store that jax's coordinator, process 0, keeps 
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import itertools
 import json
 import math
-import os
-import pickle
 import threading
 import time
-import uuid
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
-import numpy as np
 from absl import logging
 
 from estimator.core._placement import Placement
 from estimator.multihost import _liveness
-from estimator.multihost._coordination_client import key_value_store
+from estimator.multihost._coordination_client import coordination_client
+from estimator.multihost._json import from_json, to_json
 from estimator.multihost._preemption import Preempted, preempt
 from estimator.multihost._process_group import ProcessGroup
 from estimator.multihost._runtime import RUNTIME
@@ -35,8 +31,6 @@ _WAIT_MS = 100
 _ROUNDS_KEPT = 100  # at least: they are removed together
 _SECONDS_AFTER_THE_END = 2.0  # of another process, in which its last values may still come
 _SECONDS_TO_WARN = 60.0  # about a process that does not come
-_SECONDS_TO_APPEAR = 10.0  # of a file that another host has written
-_BYTES = "__bytes__"
 
 
 class KeyValueGroup(ProcessGroup):
@@ -91,7 +85,7 @@ class KeyValueGroup(ProcessGroup):
         with self._lock:
             number, self._round = self._round, self._round + 1
             if self.index:
-                key_value_store().key_value_set(self._key(number, self.index), _to_json(value))
+                coordination_client().key_value_set(self._key(number, self.index), to_json(value))
             else:
                 self._own[number] = value
         return number
@@ -107,70 +101,43 @@ class KeyValueGroup(ProcessGroup):
         if self.index:
             # Process 0, which waits as long, says who does not come.
             patience = timeout_secs + _SECONDS_AFTER_THE_END
-            return _from_json(self._wait_for(self._key(number, "all"), "all others", closed, patience))
-        texts = [_to_json(self._own.pop(number))]
+            return from_json(self._wait_for(self._key(number, "all"), "all others", closed, patience))
+        texts = [to_json(self._own.pop(number))]
         for i in range(1, self.count):
-            texts.append(self._wait_for(self._key(number, i), f"process {i}", closed, timeout_secs).decode())
+            texts.append(self._wait_for(self._key(number, i), f"process {i}", closed, timeout_secs))
         values = f"[{','.join(texts)}]"
-        key_value_store().key_value_set(self._key(number, "all"), values)
+        coordination_client().key_value_set(self._key(number, "all"), values)
         while self._removed < number // _ROUNDS_KEPT:  # whoever takes part in a round has heard all before it
-            key_value_store().key_value_delete(f"{self.prefix}/rounds/{self._removed}/")
+            coordination_client().key_value_delete(f"{self.prefix}/rounds/{self._removed}/")
             self._removed += 1
-        return _from_json(values)
+        return from_json(values)
 
     def broadcast_from_chief(self, make: Callable[[], T]) -> T:
-        """As in `ProcessGroup`. The value is pickled, since it may be anything that a hook or an exporter returns:
-        whoever can write into the key-value store is trusted."""
         with self._lock:
             number, self._round = self._round, self._round + 1
         key = self._key(number, "chief")
         if self.index:
-            value = pickle.loads(self._wait_for(key, "process 0"))
+            text = self._wait_for(key, "process 0")
         else:
-            value = make()
-            key_value_store().key_value_set_bytes(key, pickle.dumps(value))
+            text = to_json(make())
+            coordination_client().key_value_set(key, text)
         if number % _ROUNDS_KEPT == _ROUNDS_KEPT - 1:
             self.all_gather(None)  # else nothing would be removed
+        value: T = from_json(text)  # in process 0 too, so that all have the same types
         return value
 
     def gather_reports(self, report: str, secs: float) -> list[str]:
         awaited = next((group.waits_for for group in RUNTIME.groups if group.waits_for), "no other process here")
         text = f"{report} It waits for {awaited}."
-        key_value_store().key_value_set(f"{self.prefix}/reports/{self.index:06}", text, allow_overwrite=True)
+        coordination_client().key_value_set(f"{self.prefix}/reports/{self.index:06}", text, allow_overwrite=True)
         time.sleep(secs)
-        return [text for _, text in sorted(key_value_store().key_value_dir_get(f"{self.prefix}/reports"))]
+        return [text for _, text in sorted(coordination_client().key_value_dir_get(f"{self.prefix}/reports"))]
 
     def flag(self) -> None:
-        key_value_store().key_value_set(f"{self.prefix}/flag/{self.index}", "", allow_overwrite=True)
+        coordination_client().key_value_set(f"{self.prefix}/flag/{self.index}", "", allow_overwrite=True)
 
     def is_flagged(self) -> bool:
-        return bool(key_value_store().key_value_dir_get(f"{self.prefix}/flag"))
-
-    def shared_path(self, directory: str, find: Callable[[], str | None], writes: bool) -> str | None:
-        path = self.broadcast_from_chief(find)
-        if path is not None:
-            own = os.path.join(directory, os.path.basename(path))
-            self._check_shared(directory, path, own)
-            return own
-        if writes:
-            probe = self.broadcast_from_chief(lambda: _make_probe(directory))
-            try:
-                self._check_shared(directory, probe, os.path.join(directory, os.path.basename(probe)))
-                self.all_gather(None)
-            finally:
-                if not self.index:
-                    os.remove(probe)
-        return None
-
-    def _check_shared(self, directory: str, path: str, own: str) -> None:
-        deadline = time.monotonic() + _SECONDS_TO_APPEAR
-        while not os.path.exists(own):
-            if time.monotonic() >= deadline or not os.path.isdir(directory):
-                raise FileNotFoundError(
-                    f"Process {self.index}, with model_dir={directory!r}, does not see there what process 0 has "
-                    f"written, {path}. Give all processes the same model_dir, on a file system that they share."
-                )
-            time.sleep(0.1)
+        return bool(coordination_client().key_value_dir_get(f"{self.prefix}/flag"))
 
     def set_placement(self, placement: Placement) -> None:
         if not placement.spans_processes:
@@ -180,17 +147,14 @@ class KeyValueGroup(ProcessGroup):
             )
         self.towers = placement.towers_per_process
 
-    def explain(self, error: BaseException) -> BaseException:
-        return _liveness.explained(error) if isinstance(error, Exception) else error
-
     def publish_failure(self, error: BaseException) -> None:
         """Publishes the error that this process fails with, so that waiting ones can raise too."""
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # published already, or nobody is there to read it
-            text = _to_json([type(error).__name__, str(error)])
-            key_value_store().key_value_set(f"{self.prefix}/failed/{self.index}", text)
+            text = to_json([type(error).__name__, str(error)])
+            coordination_client().key_value_set(f"{self.prefix}/failed/{self.index}", text)
 
     def raise_if_failed(self) -> None:
-        for key, failure in key_value_store().key_value_dir_get(f"{self.prefix}/failed"):
+        for key, failure in coordination_client().key_value_dir_get(f"{self.prefix}/failed"):
             kind, text = json.loads(failure)
             if kind == Preempted.__name__:
                 preempt()
@@ -202,13 +166,13 @@ class KeyValueGroup(ProcessGroup):
 
     def _wait_for(
         self, key: str, whom: str, closed: threading.Event | None = None, timeout_secs: float = math.inf
-    ) -> bytes:
+    ) -> str:
         since, has_warned = time.monotonic(), False
         while True:
             try:
-                value = key_value_store().blocking_key_value_get_bytes(key, _WAIT_MS)
+                text: str = coordination_client().blocking_key_value_get(key, _WAIT_MS)
                 self._awaited = None
-                return value
+                return text
             except jax.errors.JaxRuntimeError as error:
                 if "DEADLINE_EXCEEDED" not in str(error):
                     raise _liveness.explained(error) from error
@@ -232,27 +196,3 @@ class KeyValueGroup(ProcessGroup):
                     time.monotonic() - since,
                     self._call,
                 )
-
-
-def _to_json(value: object) -> str:
-    return json.dumps(value, default=_plain)
-
-
-def _plain(value: object) -> Any:
-    if isinstance(value, bytes):
-        return {_BYTES: base64.b64encode(value).decode()}
-    if isinstance(value, np.generic | np.ndarray) and value.ndim == 0:
-        return value.item()
-    raise TypeError(f"Processes exchange what JSON knows, and bytes; got {value!r} of type {type(value).__name__}.")
-
-
-def _from_json(text: str | bytes) -> Any:
-    return json.loads(text, object_hook=lambda d: base64.b64decode(d[_BYTES]) if d.keys() == {_BYTES} else d)
-
-
-def _make_probe(directory: str) -> str:
-    os.makedirs(directory, exist_ok=True)
-    path = os.path.join(directory, f"shared-{uuid.uuid4().hex}")
-    with open(path, "w"):
-        pass
-    return path

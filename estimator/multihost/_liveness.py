@@ -1,4 +1,4 @@
-"""The other processes of a run: whether one of them has died, which is noted here by whoever watches them."""
+"""Whether another process of this run has died, as `ProcessWatch` notes it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import jax
 from estimator.multihost._runtime import RUNTIME
 
 EXIT_CODE = 76  # of a process that is ended because another has died while it waits for it
+_SECS_AFTER_AN_END = 3.0  # of a process, for a loss to become known that explains an error better
 
 
 class ProcessLostError(RuntimeError):
@@ -16,19 +17,19 @@ class ProcessLostError(RuntimeError):
         super().__init__(f"{loss}. Start all processes again: training resumes from the last checkpoint.")
 
 
-def explained(error: BaseException, wait_secs: float = 3.0) -> BaseException:
+def explained(error: BaseException) -> BaseException:
     """What to raise for an error of work that processes did together: `ProcessLostError` if one of them has died.
 
-    jax may raise before it is known who died, so this waits until it is; not where nobody watches.
+    A collective raises at once, before it is known who died, so this waits until it is; not where nobody watches.
 
     >>> explained(ValueError("no"))
     ValueError('no')
     """
-    if isinstance(error, ProcessLostError) or not RUNTIME.is_watched:
+    if RUNTIME.loss_known_secs is None or isinstance(error, ProcessLostError) or not isinstance(error, Exception):
         return error
     loss = RUNTIME.loss
     if loss is None and isinstance(error, jax.errors.JaxRuntimeError):
-        RUNTIME.loss_known.wait(wait_secs)
+        RUNTIME.loss_known.wait(_SECS_AFTER_AN_END if RUNTIME.ended else RUNTIME.loss_known_secs)
         loss = RUNTIME.loss or (_early_end(RUNTIME.ended) if RUNTIME.ended else None)
     if loss is None:
         return error
@@ -46,7 +47,7 @@ def raise_if_lost(ended: bool = False) -> None:
 
 
 def note_loss(text: str) -> None:
-    """Notes that a process has died: "process 1 (host b, pid 4711) has died: its connection closed"."""
+    """Notes that a process has died: "process 1 (host b, pid 4711) ended with ValueError: no such file"."""
     RUNTIME.loss = text
     RUNTIME.loss_known.set()
 

@@ -20,7 +20,7 @@ T = TypeVar("T")
 class ProcessGroup(abc.ABC):
     """The processes that make one call together.
 
-    Values that are gathered are made of what JSON knows, and of bytes; tuples arrive as lists.
+    Values travel as JSON, with bytes and numpy arrays in it: tuples arrive as lists, numpy's scalars as numbers.
 
     Attributes:
       index: the number of this process.
@@ -33,10 +33,6 @@ class ProcessGroup(abc.ABC):
     count: int
     towers: int = 1
     waits_for: str | None = None
-
-    @abc.abstractmethod
-    def channel(self, name: str) -> ProcessGroup:
-        """The same processes, for another thread: its calls do not mix with the calls here."""
 
     def all_gather(self, value: T) -> list[T]:
         """The values that all processes pass, in the order of the processes; waits for the last of them.
@@ -64,6 +60,10 @@ class ProcessGroup(abc.ABC):
         """What `make` returns in process 0, in all processes; it is called nowhere else."""
 
     @abc.abstractmethod
+    def channel(self, name: str) -> ProcessGroup:
+        """The same processes, for another thread: its calls do not mix with the calls here."""
+
+    @abc.abstractmethod
     def gather_reports(self, report: str, secs: float) -> list[str]:
         """Publishes a report, and returns all that processes have published within `secs` from now."""
 
@@ -76,29 +76,12 @@ class ProcessGroup(abc.ABC):
         """Whether any process has raised the flag."""
 
     @abc.abstractmethod
-    def shared_path(self, directory: str, find: Callable[[], str | None], writes: bool) -> str | None:
-        """The path in the directory of this process to what process 0 finds in its own, which must be the same one.
-
-        Args:
-          directory: as this process calls it.
-          find: returns a path in the directory, or None.
-          writes: whether the processes are about to write into it: then it is checked also where nothing is there.
-
-        Raises:
-          FileNotFoundError: this process sees another directory.
-        """
-
-    @abc.abstractmethod
     def set_placement(self, placement: Placement) -> None:
         """Notes where the processes run a model.
 
         Raises:
           ValueError: each process would run a model of its own.
         """
-
-    @abc.abstractmethod
-    def explain(self, error: BaseException) -> BaseException:
-        """What to raise for an error of a call: `ProcessLostError` where it comes of the death of a process."""
 
     @abc.abstractmethod
     def raise_if_failed(self) -> None:
@@ -124,12 +107,6 @@ class SingleProcess(ProcessGroup):
         self._values: dict[int, Any] = {}
         self._flag = False
 
-    def channel(self, name: str) -> SingleProcess:
-        return SingleProcess()
-
-    def all_gather(self, value: T) -> list[T]:
-        return [value]
-
     def start_gather(self, value: object) -> int:
         number = next(self._rounds)
         self._values[number] = value
@@ -141,6 +118,9 @@ class SingleProcess(ProcessGroup):
     def broadcast_from_chief(self, make: Callable[[], T]) -> T:
         return make()
 
+    def channel(self, name: str) -> SingleProcess:
+        return SingleProcess()
+
     def gather_reports(self, report: str, secs: float) -> list[str]:
         return []
 
@@ -150,17 +130,11 @@ class SingleProcess(ProcessGroup):
     def is_flagged(self) -> bool:
         return self._flag
 
-    def shared_path(self, directory: str, find: Callable[[], str | None], writes: bool) -> str | None:
-        return find()
-
     def set_placement(self, placement: Placement) -> None:
         pass
-
-    def explain(self, error: BaseException) -> BaseException:
-        return error
 
     def raise_if_failed(self) -> None:
         pass
 
     def new_prefix(self) -> str:
-        return f"estimator/{next(self._prefixes)}"
+        return f"estimator/calls/{next(self._prefixes)}"

@@ -39,7 +39,7 @@ class Runtime:
       chief_is_alone: whether process 0 does something that the others wait for.
       loss: which process has died, and how.
       ended: the last process that has ended in order.
-      is_watched: whether somebody watches the other processes, and sets `loss` and `ended`.
+      loss_known_secs: within how many seconds a loss becomes known; None: nobody watches the other processes.
       loss_known: set with `loss`.
       loss_raised: set when a `ProcessLostError` leaves the outermost call: this process waits for no other any more.
       runs: what SIGTERM ends, each within the one before.
@@ -53,7 +53,7 @@ class Runtime:
     chief_is_alone: bool = False
     loss: str | None = None
     ended: str | None = None
-    is_watched: bool = False
+    loss_known_secs: float | None = None
     loss_known: threading.Event = dataclasses.field(default_factory=threading.Event)
     loss_raised: threading.Event = dataclasses.field(default_factory=threading.Event)
     runs: list[Run] = dataclasses.field(default_factory=list)

@@ -8,7 +8,7 @@ import types
 
 import pytest
 
-from estimator.multihost._cluster import Job, find_job
+from estimator.multihost._cluster import ClusterSpec, find_cluster
 from estimator.multihost._coordination_client import clusters
 from estimator.multihost._tf_config import Task, read_tf_config
 
@@ -112,29 +112,32 @@ ORTE = dict(OMPI_MCA_orte_hnp_uri="4096.0;tcp://10.0.0.1,10.1.0.1:34911")
 
 
 def find(*arguments):
-    return find_job(*(*arguments, None, None, None, None)[:4])
+    return find_cluster(*(*arguments, None, None, None, None)[:4])
 
 
 @pytest.mark.parametrize(
     ("variables", "job"),
     [
-        ({"TF_CONFIG": config(CHIEF, "worker", 1)}, Job("a:1", 3, 2, "TF_CONFIG")),
-        ({"TF_CONFIG": config(CHIEF, "worker", 1), **SLURM}, Job("a:1", 3, 2, "TF_CONFIG")),
-        (LAUNCHED, Job("n:1", 4, 3, "replicate.launch")),
-        (LAUNCHED | SLURM, Job("n:1", 4, 3, "replicate.launch")),
-        (LAUNCHED | {"JAX_NUM_PROCESSES": 1, "JAX_PROCESS_ID": 0}, Job(None, 1, 0, "replicate.launch")),
-        (SLURM, Job("node007:61440", 8, 5, "SLURM", None, 1)),
-        (SLURM | {"JAX_COORDINATOR_PORT": 1234}, Job("node007:1234", 8, 5, "SLURM", None, 1)),
-        (SLURM | {"JAX_COORDINATOR_ADDRESS": "n:1"}, Job("n:1", 8, 5, "SLURM", None, 1)),
-        (SLURM | {"JAX_LOCAL_DEVICE_IDS": "2,3"}, Job("node007:61440", 8, 5, "SLURM", [2, 3], 1)),
-        (SLURM | {"SLURM_NTASKS": 1, "SLURM_PROCID": 0}, Job(None, 1, 0, "SLURM")),
-        (OPEN_MPI | ORTE, Job("10.0.0.1:61441", 4, 3, "Open MPI", None, 1)),
-        (OPEN_MPI | {"JAX_COORDINATOR_ADDRESS": "n:1"}, Job("n:1", 4, 3, "MPI (OMPI_COMM_WORLD_RANK)", None, 1)),
+        ({"TF_CONFIG": config(CHIEF, "worker", 1)}, ClusterSpec("a:1", 3, 2, "TF_CONFIG")),
+        ({"TF_CONFIG": config(CHIEF, "worker", 1), **SLURM}, ClusterSpec("a:1", 3, 2, "TF_CONFIG")),
+        (LAUNCHED, ClusterSpec("n:1", 4, 3, "replicate.launch")),
+        (LAUNCHED | SLURM, ClusterSpec("n:1", 4, 3, "replicate.launch")),
+        (LAUNCHED | {"JAX_NUM_PROCESSES": 1, "JAX_PROCESS_ID": 0}, ClusterSpec(None, 1, 0, "replicate.launch")),
+        (SLURM, ClusterSpec("node007:61440", 8, 5, "SLURM", None, 1)),
+        (SLURM | {"JAX_COORDINATOR_PORT": 1234}, ClusterSpec("node007:1234", 8, 5, "SLURM", None, 1)),
+        (SLURM | {"JAX_COORDINATOR_ADDRESS": "n:1"}, ClusterSpec("n:1", 8, 5, "SLURM", None, 1)),
+        (SLURM | {"JAX_LOCAL_DEVICE_IDS": "2,3"}, ClusterSpec("node007:61440", 8, 5, "SLURM", [2, 3], 1)),
+        (SLURM | {"SLURM_NTASKS": 1, "SLURM_PROCID": 0}, ClusterSpec(None, 1, 0, "SLURM")),
+        (OPEN_MPI | ORTE, ClusterSpec("10.0.0.1:61441", 4, 3, "Open MPI", None, 1)),
+        (
+            OPEN_MPI | {"JAX_COORDINATOR_ADDRESS": "n:1"},
+            ClusterSpec("n:1", 4, 3, "MPI (OMPI_COMM_WORLD_RANK)", None, 1),
+        ),
         (
             {"PMI_RANK": 1, "PMI_SIZE": 2, "JAX_COORDINATOR_ADDRESS": "n:1"},
-            Job("n:1", 2, 1, "MPI (PMI_RANK)"),
+            ClusterSpec("n:1", 2, 1, "MPI (PMI_RANK)"),
         ),
-        ({"PMI_RANK": 0, "PMI_SIZE": 1}, Job(None, 1, 0, "MPI (PMI_RANK)")),
+        ({"PMI_RANK": 0, "PMI_SIZE": 1}, ClusterSpec(None, 1, 0, "MPI (PMI_RANK)")),
     ],
 )
 def test_a_job_is_found_in_the_environment(environment, variables, job):
@@ -152,13 +155,13 @@ def test_an_indexed_job_of_kubernetes_is_found_by_what_jax_asks_for(environment,
     monkeypatch.setattr(clusters.K8sCluster, "_job", lambda: types.SimpleNamespace(spec=spec, metadata=metadata))
     monkeypatch.setattr(clusters.K8sCluster, "_pod", lambda: pod)
     monkeypatch.setattr(socket, "gethostbyname", lambda host: "10.0.0.2")
-    assert find() == Job("job-0.pods:55527", 4, 2, "Kubernetes")
+    assert find() == ClusterSpec("job-0.pods:55527", 4, 2, "Kubernetes")
 
 
 def test_an_indexed_job_of_kubernetes_needs_no_package_where_the_rest_is_given(environment, monkeypatch):
     monkeypatch.setitem(sys.modules, "kubernetes", None)
     environment(KUBERNETES_SERVICE_HOST="10.0.0.1", JOB_COMPLETION_INDEX=2)
-    assert find("job-0.pods:1234", 4) == Job("job-0.pods:1234", 4, 2, "Kubernetes")
+    assert find("job-0.pods:1234", 4) == ClusterSpec("job-0.pods:1234", 4, 2, "Kubernetes")
     with pytest.raises(ValueError, match="num_processes must be given in a job of Kubernetes.*pip install jax.k8s."):
         find("job-0.pods:1234")
 
@@ -171,8 +174,8 @@ def test_a_pod_that_is_not_of_an_indexed_job_is_alone(environment, monkeypatch):
 
 def test_arguments_come_before_the_environment(environment):
     environment(TF_CONFIG=config(CHIEF, "worker", 1))
-    assert find("n:9", 2, 1) == Job("n:9", 2, 1, "the arguments")
-    assert find("n:9") == Job("n:9", 3, 2, "TF_CONFIG")
+    assert find("n:9", 2, 1) == ClusterSpec("n:9", 2, 1, "the arguments")
+    assert find("n:9") == ClusterSpec("n:9", 3, 2, "TF_CONFIG")
     assert find("n:9", 2, 1, [0])[4] == [0]
 
 
@@ -225,6 +228,6 @@ def test_a_loopback_address_is_refused_where_the_environment_names_several_hosts
 
 def test_a_loopback_address_is_taken_for_one_host(environment):
     environment(TF_CONFIG=config({"worker": ["localhost:1", "127.0.0.1:2"]}, "worker", 1))
-    assert find() == Job("localhost:1", 2, 1, "TF_CONFIG")
+    assert find() == ClusterSpec("localhost:1", 2, 1, "TF_CONFIG")
     environment(**SLURM, TF_CONFIG="", SLURM_STEP_NUM_NODES=1)
-    assert find("localhost:1") == Job("localhost:1", 8, 5, "SLURM", None, 1)
+    assert find("localhost:1") == ClusterSpec("localhost:1", 8, 5, "SLURM", None, 1)

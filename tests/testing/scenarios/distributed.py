@@ -14,7 +14,7 @@ from absl import logging
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import replicate
-from estimator.multihost import _coordination_client, _initialize, _liveness
+from estimator.multihost import _initialize, _liveness
 from estimator.multihost._runtime import RUNTIME
 
 
@@ -68,23 +68,21 @@ def join():
     say("end")
 
 
-def too_late_to_meet():
+def too_late_to_join():
     jax.devices()
     say_error(replicate.initialize_distributed, timeout_secs=5)
 
 
 def refused(ports):
-    """Three processes that cannot get together, for one reason after the other."""
+    """Three processes that cannot work together, for one reason after the other."""
     me = my_index()
     addresses = iter([f"127.0.0.1:{port}" for port in ports])
 
-    def case(name, count=3, process_id=me, address=None, timeout=20):
+    def case(name, count=3):
         say("case", name)
-        given = next(addresses)
-        say_error(replicate.initialize_distributed, address or given, count, process_id, timeout_secs=timeout)
+        say_error(replicate.initialize_distributed, next(addresses), count, me, timeout_secs=20)
 
     case("count", count=[3, 3, 4][me])
-    case("id", process_id=[0, 1, 1][me])
 
     version, jax.__version__ = jax.__version__, ["0.10.2", "0.10.2", "0.9.9"][me]
     case("version")
@@ -94,19 +92,43 @@ def refused(ports):
     case("loopback")
     socket.gethostname = host
 
-    case("missing", address=["", "", "127.0.0.1:1"][me], timeout=[2, 20, 2][me])
-
-    time.sleep([0, 1.0, 0][me])  # the second process 0 finds the port taken
-    case("port", process_id=[0, 0, 2][me], timeout=[2, 20, 20][me])
-
     say("case uncaught")
     replicate.initialize_distributed(next(addresses), [3, 3, 4][me], me, timeout_secs=20)
+
+
+def different_devices():
+    jax.config.update("jax_num_cpu_devices", 1 + my_index())
+    replicate.initialize_distributed(timeout_secs=20)
+
+
+def incomplete(port):
+    """Process 2 has another port, where nobody listens; process 1 waits for it."""
+    me = my_index()
+    say_error(replicate.initialize_distributed, f"127.0.0.1:{port if me < 2 else 1}", 3, me, timeout_secs=2)
+
+
+def port_in_use(port):
+    """A second process 0."""
+    me = my_index()
+    time.sleep(0.5 * me)
+    say_error(replicate.initialize_distributed, f"127.0.0.1:{port}", 2, 0, timeout_secs=2 + me)
+
+
+def second_run(port):
+    """Processes 0 and 1 are a run; process 2 takes itself for process 1 of it."""
+    me = my_index()
+    if me == 2:
+        time.sleep(2)
+    say_error(replicate.initialize_distributed, f"127.0.0.1:{port}", 2, min(me, 1), timeout_secs=20)
+    if me < 2:
+        time.sleep(4)
+        os._exit(0)
 
 
 def hangs(where):
     """Process 1 does not connect, or does not take part in the first sum."""
     if my_index() and where == "connection":
-        _coordination_client.connect = lambda *args: time.sleep(60)
+        _initialize._connect = lambda *args: time.sleep(60)
     elif my_index():
         _initialize._sum_of_device_numbers = lambda: (jax.devices(), time.sleep(60))
     replicate.initialize_distributed(timeout_secs=3)
@@ -115,16 +137,8 @@ def hangs(where):
 # Losing one.
 
 
-def work(victim, way, grace_secs=1.0, heartbeat_secs=60.0):
+def work(victim, way, grace_secs=1.0, heartbeat_secs=2.0):
     """Works together until one process ends in some way; "working" is written when all can be killed."""
-    start_hub = _initialize.start_hub
-
-    def start(*args):
-        hub = start_hub(*args)
-        say("hub", hub.pid)
-        return hub
-
-    _initialize.start_hub = start
     replicate.initialize_distributed(timeout_secs=30, grace_secs=grace_secs, heartbeat_timeout_secs=heartbeat_secs)
     me = jax.process_index()
     if me == victim and way == "fork" and not os.fork():

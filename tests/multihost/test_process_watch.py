@@ -1,0 +1,118 @@
+"""Processes that lose one of them: what the others do, and that none waits for ever."""
+
+import os
+import signal
+import threading
+
+import jax
+import pytest
+from testing.cluster import shared_cluster
+
+from estimator.multihost import _liveness
+from estimator.multihost._runtime import RUNTIME
+
+WORK = "testing.scenarios.distributed.work"
+LATE = "; this process still waits for it after 1 s. It ends with exit code 76."
+SILENT = " has died, or its host has: nothing was heard of it for 2 s"
+AGAIN = ". Start all processes again: training resumes from the last checkpoint."
+
+
+def assert_names(ended, loss):
+    """By an error of Python, or where a collective cannot be interrupted by its own exit code; with one line."""
+    if ended.code == 76:
+        assert f"initialize_distributed: {loss}{LATE}" in ended.lines
+    else:
+        assert ended.code == 1
+        assert ended.lines[-1] == f"estimator.multihost._liveness.ProcessLostError: {loss}{AGAIN}"
+    assert not any("Check failure stack trace" in line for line in ended.lines)
+
+
+def loss_of(ended, index):
+    """What is said of a process that has died."""
+    (pid,) = [line.split()[1] for line in ended[index].lines if line.startswith("pid ")]
+    return f"process {index} (host {os.uname().nodename}, pid {pid})"
+
+
+@pytest.mark.parametrize("way", ["kill", "fork"])
+def test_one_that_is_killed_is_named_by_the_other(way):
+    ended = shared_cluster().run(WORK, 1, way)
+    assert ended[1].code == -signal.SIGKILL
+    assert_names(ended[0], loss_of(ended, 1) + SILENT)
+    assert "the copy ends" not in ended[1].lines  # one that holds its connection does not hide its death
+    assert ended[0].secs - ended[1].secs < 12  # the heartbeat's time and 10 seconds
+
+
+def test_the_loss_of_process_0_makes_jax_abort_the_others():
+    ended = shared_cluster().run(WORK, 0, "kill", processes=3)
+    assert [process.code for process in ended] == [-signal.SIGKILL, -signal.SIGABRT, -signal.SIGABRT]
+    for process in ended[1:]:
+        assert any("the leader task" in line.lower() for line in process.lines), process.lines
+        assert process.secs - ended[0].secs < 12
+
+
+def test_an_error_of_one_is_named_by_the_other():
+    ended = shared_cluster().run(WORK, 1, "raise")
+    assert ended[1].code == 1
+    assert ended[1].lines[-2:] == ["ValueError: no such file", "in the folder"]
+    assert_names(ended[0], loss_of(ended, 1) + " ended with ValueError: no such file")
+
+
+def test_an_error_of_process_0_is_named_before_it_ends():
+    ended = shared_cluster().run(WORK, 0, "raise", processes=3)
+    assert [ended[0].code, *(process.code in (1, 76) for process in ended[1:])] == [1, True, True]
+    for process in ended[1:]:
+        assert_names(process, loss_of(ended, 0) + " ended with ValueError: no such file")
+
+
+def test_a_loss_is_seen_from_python_and_can_be_caught():
+    cluster = shared_cluster()
+    cluster.start(WORK, 1, "poll")
+    cluster.wait_for(1, "working")
+    cluster.kill(1)
+    ended = cluster.ended()
+    loss = loss_of(ended, 1) + SILENT
+    assert ended[1].code == -signal.SIGKILL
+    assert f"lost: {loss}" in ended[0].lines
+    assert f"caught: {loss}{AGAIN} from JaxRuntimeError('closed by peer')" in ended[0].lines
+    # The error of jax that leaves the process is explained there.
+    assert (ended[0].code, ended[0].lines[-1]) == (1, f"estimator.multihost._liveness.ProcessLostError: {loss}{AGAIN}")
+
+
+def test_one_that_is_stopped_counts_as_dead_and_ends_when_it_wakes():
+    cluster = shared_cluster()
+    cluster.start(WORK, -1, "stop", processes=3)
+    cluster.wait_for(2, "working")
+    cluster.kill(2, signal.SIGSTOP)
+    cluster.wait_for_end(1)
+    cluster.wait_for_end(0)
+    cluster.kill(2, signal.SIGCONT)
+    ended = cluster.ended()
+    for process in ended[:2]:
+        assert process.code == 76
+        assert_names(process, loss_of(ended, 2) + SILENT)
+    assert ended[2].code in (76, -signal.SIGABRT)  # it says so, or jax does first
+
+
+def test_an_error_stays_as_it_is_where_nobody_watches(monkeypatch):
+    monkeypatch.setattr(RUNTIME, "loss_known_secs", None)
+    error = ValueError("no")
+    assert _liveness.explained(error) is error
+    assert RUNTIME.loss is None
+
+
+def test_an_error_that_is_not_of_jax_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(RUNTIME, "loss_known_secs", 60.0)
+    error = ValueError("no")
+    assert _liveness.explained(error) is error
+
+
+def test_one_that_has_ended_before_explains_an_error_of_jax(monkeypatch):
+    monkeypatch.setattr(RUNTIME, "loss_known_secs", 60.0)
+    monkeypatch.setattr(RUNTIME, "ended", "process 1 (host b, pid 4711)")
+    monkeypatch.setattr(RUNTIME, "loss_known", threading.Event())
+    monkeypatch.setattr(_liveness, "_SECS_AFTER_AN_END", 0.01)
+    error = jax.errors.JaxRuntimeError("closed by peer")
+    explanation = _liveness.explained(error)
+    assert str(explanation) == f"process 1 (host b, pid 4711) has ended before this one{AGAIN}"
+    assert explanation.__cause__ is error
+    assert _liveness.explained(ValueError("no")).args == ("no",)
