@@ -28,7 +28,7 @@ from types import FrameType
 from typing import IO, NoReturn
 
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-_GRACE_SECS = 20.0  # for the others to notice the loss of a process and to end with words of their own
+_GRACE_SECS = 5.0  # for the others to end by themselves; what they could say of the loss is said here
 
 # Arguments of a Python that becomes the script, after it has asked Linux to be killed when the launcher dies
 # (PR_SET_PDEATHSIG is 1). A `preexec_fn` would do this too, but forks, which jax warns of once it has devices.
@@ -130,7 +130,8 @@ class Launcher:
                     failure = ended
                     deadline = time.monotonic() + _GRACE_SECS
                     if running:
-                        self._say(f"waits up to {_GRACE_SECS:g} s for the others, which miss it")
+                        without = "which jax aborts without it" if ended.rank == 0 else "which miss it"
+                        self._say(f"waits up to {_GRACE_SECS:g} s for the others, {without}")
         self._end_all()  # what the processes have started and left
         for reader in self._readers:
             reader.join(timeout=5.0)
@@ -223,6 +224,14 @@ def _free_port() -> int:
         return int(server.getsockname()[1])
 
 
+def _is_free(port: int) -> bool:
+    try:
+        socket.create_server(("", port)).close()
+    except OSError:
+        return False
+    return True
+
+
 def _parse(arguments: Sequence[str] | None) -> Options:
     parser = argparse.ArgumentParser(prog="python -m replicate.launch", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--processes", type=int, required=True, help="how many to start on this host")
@@ -252,6 +261,12 @@ def _parse(arguments: Sequence[str] | None) -> Options:
         parser.error(f"--host-index must be less than --hosts, which is {given.hosts}; got {given.host_index}")
     if given.hosts > 1 and given.coordinator is None:
         parser.error("--hosts needs --coordinator, the host and a free port of process 0, the same on every host")
+    if given.coordinator is not None:
+        port = given.coordinator.rpartition(":")[2]
+        if not port.isdigit() or ":" not in given.coordinator:
+            parser.error(f"--coordinator must be HOST:PORT; got {given.coordinator!r}")
+        if given.host_index == 0 and not _is_free(int(port)):
+            parser.error(f"port {port} of --coordinator is in use on this host, maybe by another run; give a free one")
     gpus, count = len(_gpus()), given.devices_per_process or 1
     if 0 < gpus < given.processes * count:
         parser.error(

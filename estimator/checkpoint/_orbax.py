@@ -82,7 +82,7 @@ class ArrayStore:
 
 @contextlib.contextmanager
 def open_arrays(path: str, together: bool = False) -> Iterator[ArrayStore]:
-    """Opens the directory at `path`, without the two dozen INFO lines that orbax would add to those of the run.
+    """Opens the directory at `path`, without the two dozen INFO lines that orbax would log.
 
     Args:
       path: the directory.

@@ -20,7 +20,7 @@ T = TypeVar("T")
 class Hook:
     """Something that happens around the steps of `train`, `evaluate` or `predict`. Override what you need.
 
-    The moments are those of TensorFlow's `SessionRunHook`. Between the moments that its hooks ask for, a run puts as
+    The methods are called when TensorFlow calls them in a `SessionRunHook`. Between the moments that its hooks ask for, a run puts as
     many steps as it may into one program; so a hook that says by `next_step` when it is wanted costs nothing in
     between. One that overrides `before_run` or `after_run` alone is called around every step, as in TensorFlow.
 
@@ -204,7 +204,7 @@ class Context(Protocol):
         """Says in `phase` that the run evaluates within the block."""
 
     def note_restored(self) -> None:
-        """Notes that a hook gave the newest checkpoint other values than those of the state."""
+        """Notes that a hook gave the newest checkpoint values that differ from the state."""
 
     def events(self, directory: str | None = None) -> Events:
         """What writes event files into a directory (`output_dir`): one for all hooks; closed after their `end`."""

@@ -59,7 +59,7 @@ class TrainOp:
       skipped: bool scalar: in the spec of a step that is done, whether it was skipped (`on_nan`); else None.
       learning_rates: in the spec of a step that is done, those that it was made with, as `est.learning_rates` names
         them; scalars.
-      slots: by optimizer name, those of a step that has applied its updates itself (block synchronisation); its new
+      slots: by optimizer name, of a step that has applied its updates itself (block synchronisation); its new
         variables are among those it assigned.
     """
 

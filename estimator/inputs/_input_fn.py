@@ -24,7 +24,7 @@ _ACCEPTED = (
 
 
 def call_input_fn(input_fn: Callable[..., Any], mode: object, params: object, config: object) -> Any:
-    """Calls `input_fn` with those of `mode`, `params` and `config` that it has as parameters.
+    """Calls `input_fn` with `mode`, `params` and `config`, as far as it has these parameters.
 
     >>> call_input_fn(lambda params: [params["n"]], "train", {"n": 3}, None)
     [3]
@@ -123,7 +123,7 @@ class Batches(Iterator[tuple[PyTree, PyTree]]):
 
     @property
     def has_position(self) -> bool:
-        """Whether the user's iterator has `get_state` and `set_state`, as those of grain and `est.inputs` have."""
+        """Whether the user's iterator has `get_state` and `set_state`, as the iterators of grain and `est.inputs` do."""
         return hasattr(self._elements, "get_state") and hasattr(self._elements, "set_state")
 
     def get_state(self) -> Any:

@@ -59,7 +59,7 @@ def is_within_reach(array: jax.Array, like: jax.ShapeDtypeStruct) -> bool:
 
 
 def placed(array: jax.Array, sharding: Sharding) -> jax.Array:
-    """An array with another sharding; also from the devices of all processes to the ones of this process."""
+    """An array with another sharding; also from the devices of all processes to devices of this process."""
     if array.sharding.is_equivalent_to(sharding, array.ndim):
         return array
     if array.is_fully_addressable or not sharding.is_fully_addressable:

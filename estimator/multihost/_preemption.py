@@ -1,4 +1,9 @@
-"""SIGTERM, by which clusters announce that a machine is taken away: the run ends in order, the process with a code."""
+"""SIGTERM, by which clusters announce that a machine is taken away: the run ends in order, the process with a code.
+
+jax's preemption service is not used. It handles the signal in C++, where the user's own handler and the rules below do
+not apply, and it agrees on a step that all processes reach (`multihost_utils.reached_preemption_sync_point`): a process
+whose input blocks never does, nor does one that evaluates, writes a checkpoint or reads its first batch.
+"""
 
 from __future__ import annotations
 

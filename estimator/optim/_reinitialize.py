@@ -33,7 +33,7 @@ def reinitialized(update: Update, state: PyTree, variables: dict[str, PyTree], f
 
 
 def _with_fresh_slots(state: PyTree, fresh: PyTree, params: dict[str, PyTree]) -> PyTree:
-    """An optax state whose parts that hold values per variable, with the numbers beside them, are those of `fresh`."""
+    """An optax state with the parts of `fresh` that hold values per variable, and the numbers beside them."""
 
     def is_slot(node: Any) -> bool:
         return (

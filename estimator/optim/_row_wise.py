@@ -86,7 +86,7 @@ _WHOLE_TABLE = {
 }
 
 
-# A transformation that is not optax's, and those of optax that are nothing but a function given to them.
+# Transformations from elsewhere, and optax's wrappers of a function that the user passes.
 _OF_USERS = {"", "stateless", "stateless_with_tree_map"}
 
 

@@ -129,7 +129,7 @@ class StepData:
 
     Attributes:
       name: of the model_fn.
-      towers: the device of each, or those of each, as in "cpu:0, cpu:1".
+      towers: the device or devices of each, as in "cpu:0, cpu:1".
       distribution: where the variables live.
       rows: of the whole batch.
       micro_batches: the parts in which a tower runs its rows, one after another.

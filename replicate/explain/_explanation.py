@@ -13,7 +13,7 @@ from replicate.explain._text import as_text
 class Explanation(StepData):
     """One training step of a replicated model_fn. `print` shows it as text, `html` as a page.
 
-    Its attributes are those of `StepData`.
+    It has the attributes of `StepData`.
     """
 
     def __str__(self) -> str:

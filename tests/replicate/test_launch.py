@@ -3,6 +3,7 @@
 import os
 import pathlib
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -98,7 +99,7 @@ def test_the_first_that_fails_is_named_and_gives_the_exit_code(script, capsys, d
     assert run("--processes", 3, path) == code
     first, second, *_ = capsys.readouterr().err.splitlines()
     assert first.startswith("replicate.launch: process 1 (pid ") and first.endswith(f" ended with {how}.")
-    assert second == "replicate.launch: waits up to 20 s for the others, which miss it."
+    assert second == "replicate.launch: waits up to 5 s for the others, which miss it."
 
 
 def test_those_that_do_not_end_by_themselves_are_ended_with_all_that_they_started(
@@ -220,6 +221,15 @@ def test_what_makes_no_sense_is_refused(arguments, message, capsys, monkeypatch)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
     assert run(*arguments, "script.py") == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_port_in_use_is_refused(capsys):
+    with socket.create_server(("", 0)) as other:
+        port = other.getsockname()[1]
+        assert run("--processes", 2, "--coordinator", f"localhost:{port}", "script.py") == 2
+    assert f"port {port} of --coordinator is in use on this host" in capsys.readouterr().err
+    assert run("--processes", 2, "--coordinator", "localhost", "script.py") == 2
+    assert "--coordinator must be HOST:PORT; got 'localhost'" in capsys.readouterr().err
 
 
 def test_it_imports_the_standard_library_alone():

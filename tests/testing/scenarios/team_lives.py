@@ -86,7 +86,7 @@ def slowly(i):
 
 def train_until_killed(model_dir):
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    start(grace_secs=5.0)
+    start(grace_secs=5.0, heartbeat_timeout_secs=3.0)
     make(model_dir, tiny, save_checkpoints_steps=3, resume_input="count").train(
         lambda: Source(slowly, positions=False), max_steps=40, hooks=[Tell()]
     )
