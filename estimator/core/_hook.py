@@ -20,9 +20,10 @@ T = TypeVar("T")
 class Hook:
     """Something that happens around the steps of `train`, `evaluate` or `predict`. Override what you need.
 
-    The methods are called when TensorFlow calls them in a `SessionRunHook`. Between the moments that its hooks ask for, a run puts as
-    many steps as it may into one program; so a hook that says by `next_step` when it is wanted costs nothing in
-    between. One that overrides `before_run` or `after_run` alone is called around every step, as in TensorFlow.
+    The methods are called when TensorFlow calls them in a `SessionRunHook`. Between the moments that its hooks ask for,
+    a run puts as many steps as it may into one program; so a hook that says by `next_step` when it is wanted costs
+    nothing in between. One that overrides `before_run` or `after_run` alone is called around every step, as in
+    TensorFlow.
 
     Several processes have the same hooks, which are called at the same steps in all: where `next_step` says so in
     process 0. A decision on which collective work or a checkpoint depends is made by `context.agreed`.

@@ -123,7 +123,7 @@ class Batches(Iterator[tuple[PyTree, PyTree]]):
 
     @property
     def has_position(self) -> bool:
-        """Whether the user's iterator has `get_state` and `set_state`, as the iterators of grain and `est.inputs` do."""
+        """Whether the user's iterator has `get_state` and `set_state`, as grain's and the ones of `est.inputs` do."""
         return hasattr(self._elements, "get_state") and hasattr(self._elements, "set_state")
 
     def get_state(self) -> Any:
