@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import os
 import pathlib
 import queue
@@ -113,25 +114,25 @@ class Launcher:
         for index in range(options.processes):
             self._start(options.host_index * options.processes + index, _environment(options, index, address, gpus))
         running, failure = options.processes, None
-        deadline: float | None = None
+        deadline, has_killed = math.inf, False
         while running:
             try:
                 ended = self._ended.get(timeout=0.2)
             except queue.Empty:
-                if deadline is not None and time.monotonic() > deadline:
+                if time.monotonic() > deadline and not has_killed:
                     self._say(f"ends the {running} processes that still run, {_GRACE_SECS:g} s after the failure")
                     self._end_all()
-                    deadline = None
+                    has_killed = True
                 continue
             running -= 1
-            if ended.exit_code:
+            if ended.exit_code and not has_killed:
                 self._say(ended.words)
-                if failure is None:
-                    failure = ended
-                    deadline = time.monotonic() + _GRACE_SECS
-                    if running:
-                        without = "which jax aborts without it" if ended.rank == 0 else "which miss it"
-                        self._say(f"waits up to {_GRACE_SECS:g} s for the others, {without}")
+            if ended.exit_code and failure is None:
+                failure = ended
+                deadline = time.monotonic() + _GRACE_SECS
+                if running:
+                    without = "which jax aborts without it" if ended.rank == 0 else "which miss it"
+                    self._say(f"waits up to {_GRACE_SECS:g} s for the others, {without}")
         self._end_all()  # what the processes have started and left
         for reader in self._readers:
             reader.join(timeout=5.0)

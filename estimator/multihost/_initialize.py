@@ -103,6 +103,8 @@ def _join(cluster: ClusterSpec, timeout_secs: float, heartbeat_secs: float, grac
     deadline = time.monotonic() + timeout_secs
     if cluster.process_id == 0:
         _check_port_is_free(cluster)
+    else:
+        _wait_for_process_0(cluster, deadline, timeout_secs)
     stages: list[str] = []
 
     def start() -> None:
@@ -125,7 +127,7 @@ def _join(cluster: ClusterSpec, timeout_secs: float, heartbeat_secs: float, grac
         atexit.register(_end_at_once, linger)
         if RUNTIME.loss:
             raise ProcessLostError(RUNTIME.loss)
-        raise TimeoutError(f"{_CALLER}: {_what_is_late(cluster, stages, timeout_secs)}")
+        raise TimeoutError(f"{_CALLER}: {_what_is_late(cluster, bool(stages), timeout_secs)}")
 
 
 def _check_port_is_free(cluster: ClusterSpec) -> None:
@@ -146,6 +148,32 @@ def _check_port_is_free(cluster: ClusterSpec) -> None:
             "on this host, by another program or another process 0. Give another port, to all processes, or end the "
             "one that has it."
         ) from e
+
+
+def _wait_for_process_0(cluster: ClusterSpec, deadline: float, timeout_secs: float) -> None:
+    """Returns when something listens at its address; jax, whose first attempt fails, makes the next one a second later.
+
+    Raises:
+      TimeoutError: nobody answers.
+    """
+    assert cluster.address is not None
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            socket.create_connection(split_address(cluster.address), timeout=max(0.1, min(5.0, left))).close()
+            return
+        except OSError as e:
+            if left <= 0:
+                hint = (
+                    " A loopback address reaches no other host."
+                    if is_loopback(split_address(cluster.address)[0])
+                    else ""
+                )
+                raise TimeoutError(
+                    f"{_CALLER}: nobody answers at coordinator_address={cluster.address!r} for {timeout_secs:g} s "
+                    f"({e}). Process 0 must run on that host, with the same address.{hint}"
+                ) from e
+        time.sleep(max(0.0, min(0.02, left)))
 
 
 def _connect(cluster: ClusterSpec, timeout_secs: float, heartbeat_secs: float) -> None:
@@ -210,21 +238,11 @@ def _finishes(work: Callable[[], None], deadline: float) -> bool:
     return True
 
 
-def _what_is_late(cluster: ClusterSpec, stages: Sequence[str], timeout_secs: float) -> str:
-    assert cluster.address is not None
-    if stages:
+def _what_is_late(cluster: ClusterSpec, is_connected: bool, timeout_secs: float) -> str:
+    if is_connected:
         return (
             f"the first sum over all devices has not come within {timeout_secs:g} s. All processes are there, so look "
             "for a firewall between their hosts, a proxy (http_proxy), or devices that do not start."
-        )
-    host, port = split_address(cluster.address)
-    try:
-        socket.create_connection((host, port), timeout=1.0).close()
-    except OSError as e:
-        hint = " A loopback address reaches no other host." if is_loopback(host) else ""
-        return (
-            f"nobody answers at coordinator_address={cluster.address!r} for {timeout_secs:g} s ({e}). Process 0 must "
-            f"run on that host, with the same address.{hint}"
         )
     return (
         f"not all of {cluster.num_processes} processes have come to coordinator_address={cluster.address!r} within "

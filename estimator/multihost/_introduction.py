@@ -14,6 +14,7 @@ import jax
 from estimator.multihost._cluster import ClusterSpec, is_loopback, split_address
 from estimator.multihost._coordination_client import coordination_client
 
+LOSS_KEY = "estimator/loss"  # the first loss of a process, in the words of all processes
 _KEY = "estimator/introductions"
 _CALLER = "initialize_distributed"
 
@@ -63,6 +64,8 @@ def exchange_introductions(cluster: ClusterSpec, secs: float) -> list[Introducti
         if "ALREADY_EXISTS" not in str(error):
             raise
         first = Introduction(*json.loads(client.blocking_key_value_get(key, 1000)))
+        # jax has replaced it by this process, and aborts it when this one ends.
+        client.key_value_set(LOSS_KEY, f"{first} was replaced by {own} of another run, which connected to its port")
         raise RuntimeError(
             f"{_CALLER}: {own} has come too late: {first} runs already at coordinator_address={own.address!r}. Give "
             "each run a port of its own, and each process its own process_id."

@@ -16,12 +16,11 @@ from absl import logging
 
 from estimator.multihost import _liveness
 from estimator.multihost._coordination_client import coordination_client
-from estimator.multihost._introduction import Introduction
+from estimator.multihost._introduction import LOSS_KEY, Introduction
 from estimator.multihost._runtime import RUNTIME
 
 _FAILURES = "estimator/failures"  # by process, the error that ends it
 _ENDS = "estimator/ends"  # of processes that have ended in order
-_LOSS = "estimator/loss"  # the first loss, in the words of all processes
 _PERIOD_SECS = 0.5
 _SECS_FOR_OTHERS = 5.0  # to end, beyond the grace, before process 0 takes jax's service away
 _SECS_TO_EXIT = 1.0  # for what ends a process in order, where that may hang
@@ -90,12 +89,12 @@ class ProcessWatch:
         self._ended.add(index)
         client = coordination_client()
         try:
-            client.key_value_set(_LOSS, f"{self._names[index]} {how}")
+            client.key_value_set(LOSS_KEY, f"{self._names[index]} {how}")
         except jax.errors.JaxRuntimeError:
             pass  # another process has seen a loss before
-        loss = client.blocking_key_value_get(_LOSS, 1000)
+        loss = client.blocking_key_value_get(LOSS_KEY, 1000)
         if index == self._index and not self._has_failed:
-            self._end_now(loss)  # it has only slept; jax is about to abort it
+            self._end_now(loss)  # it has slept, or another run has its number; jax is about to abort it
         if RUNTIME.loss is None and not self._has_failed:
             _liveness.note_loss(loss)
             self._end_later(unless_reported=True)

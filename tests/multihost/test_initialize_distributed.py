@@ -131,7 +131,7 @@ def test_a_port_in_use_is_an_error_at_once():
 
 
 def test_a_process_of_another_run_on_the_same_port_ends_with_an_error():
-    *_, third = shared_cluster().run("testing.scenarios.distributed.second_run", free_port(), processes=3)
+    _, second, third = shared_cluster().run("testing.scenarios.distributed.second_run", free_port(), processes=3)
     said_within(
         third,
         5,
@@ -139,6 +139,10 @@ def test_a_process_of_another_run_on_the_same_port_ends_with_an_error():
         r"\(host \S+, pid \d+\) runs already at coordinator_address='127\.0\.0\.1:\d+'\. Give each run a port of its "
         r"own, and each process its own process_id\.",
     )
+    # jax lets it take the place of the other one, which says so.
+    assert second.code == 76
+    replaced = r"process 1 \(host \S+, pid \d+\) was replaced by process 1 \(host \S+, pid \d+\) of another run, which"
+    assert any(re.match(f"initialize_distributed: {replaced}", line) for line in second.lines), second.lines
 
 
 @pytest.mark.parametrize(
