@@ -238,6 +238,33 @@ def test_it_imports_the_standard_library_alone():
     assert modules <= sys.stdlib_module_names | {"__future__"}
 
 
+def test_launchers_of_several_hosts_start_one_run(tmp_path):
+    """Here the hosts are one."""
+    with socket.create_server(("", 0)) as server:
+        coordinator = f"localhost:{server.getsockname()[1]}"
+    path = tmp_path / "script.py"
+    path.write_text(
+        "import jax, replicate\nreplicate.initialize_distributed(timeout_secs=30)\n"
+        "print('process', jax.process_index(), 'of', jax.process_count(), 'devices', jax.device_count())\n"
+    )
+    command = [sys.executable, "-m", "replicate.launch", "--processes=2", "--devices-per-process=1", "--hosts=2"]
+    launchers = [
+        subprocess.Popen(
+            [*command, f"--host-index={host}", f"--coordinator={coordinator}", path],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)},
+        )
+        for host in range(2)
+    ]
+    for host, launcher in enumerate(launchers):
+        out, _ = launcher.communicate(timeout=60)
+        assert launcher.returncode == 0
+        lines = [f"[{i}] process {i} of 4 devices 4" for i in (2 * host, 2 * host + 1)]
+        assert sorted(line for line in out.splitlines() if "devices" in line) == lines
+
+
 @pytest.mark.slow
 def test_a_training_whose_processes_are_killed_ends_with_the_bits_of_one_that_is_not(tmp_path):
     """`LAUNCH_KILLS=20` kills more often."""

@@ -134,6 +134,16 @@ def hangs(where):
     replicate.initialize_distributed(timeout_secs=3)
 
 
+def recipe(environment, arguments):
+    """Joins as a scheduler starts it; `{index}` stands for the number of the process."""
+    me = my_index()
+    del os.environ["TF_CONFIG"]
+    os.environ |= {name: value.format(index=me) for name, value in environment.items()}
+    logging.set_verbosity(logging.INFO)
+    replicate.initialize_distributed(timeout_secs=20, **arguments)
+    say("process", jax.process_index(), "of", jax.process_count(), "sum", float(summed(np.ones(8), 1).sum()))
+
+
 # Losing one.
 
 
