@@ -1,0 +1,148 @@
+"""What an optimizer may be given: losses, variables, gradients, and the arguments of TensorFlow."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from testing.model_fns import run
+
+import estimator as est
+
+
+def two_variables():
+    a = est.get_variable("a", (), initializer=jax.nn.initializers.ones)
+    b = est.get_variable("b", (2,), initializer=jax.nn.initializers.ones)
+    est.get_variable("fixed", (), initializer=jax.nn.initializers.ones, trainable=False)
+    return a + b.sum()
+
+
+def test_var_list_and_none_leave_the_others_as_they_are():
+    def minimize():
+        return est.Optimizer(optax.sgd(1.0)).minimize(two_variables(), ["b"])
+
+    def apply():
+        optimizer = est.Optimizer(optax.adam(1.0))
+        gradients = dict((n, g) for g, n in optimizer.compute_gradients(two_variables()))
+        return optimizer.apply_gradients([(None, "a"), (gradients["b"], "b")])
+
+    for body in (minimize, apply):
+        variables = run(body).variables
+        assert variables["a"] == 1
+        np.testing.assert_allclose(variables["b"], 0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ("a", TypeError, r"var_list must be a list of names; write \['a'\]"),
+        ([], ValueError, "got no variables to optimize"),
+        (["a", "x"], ValueError, r"cannot optimize \['x'\]; .* are \['a', 'b'\]"),
+        (["fixed"], ValueError, r"cannot optimize \['fixed'\]; the"),
+    ],
+)
+@pytest.mark.parametrize("method", ["minimize", "compute_gradients"])
+def test_bad_var_lists_are_errors(method, given, error, message):
+    def body():
+        getattr(est.Optimizer(optax.sgd(1.0)), method)(two_variables(), given)
+
+    with pytest.raises(error, match=rf"`Optimizer\.{method}`.*{message}"):
+        run(body)
+
+
+def test_a_variable_listed_twice_is_moved_once():
+    def body():
+        return est.Optimizer(optax.sgd(0.5)).minimize(two_variables(), ["a", "a"])
+
+    assert run(body).variables["a"] == 0.5
+
+
+@pytest.mark.parametrize("loss", [jnp.ones(2), 1.0, None, jnp.ones((0,))])
+def test_bad_losses_are_errors(loss):
+    def body():
+        two_variables()
+        est.Optimizer(optax.sgd(1.0)).minimize(loss)
+
+    with pytest.raises(ValueError, match="`Optimizer.minimize` needs a scalar loss computed by this"):
+        run(body)
+
+
+@pytest.mark.parametrize(
+    ("pairs", "message"),
+    [
+        ([], "got no gradient for any variable"),
+        ([(None, "a"), (None, "b")], "got no gradient for any variable; every one is None"),
+        ([(jnp.ones(()), "a"), (jnp.ones(()), "a")], "got the variable 'a' twice"),
+        ([(jnp.ones(3), "b")], r"the gradient of 'b' must have .*, \(2,\); got \(3,\)"),
+        ([({"x": jnp.ones(2)}, "b")], "the gradient of 'b' must have the variable's structure"),
+        ([(jnp.ones(()), "x")], r"cannot optimize \['x'\]"),
+        ([(jnp.ones(()), "fixed")], r"cannot optimize \['fixed'\]"),
+    ],
+)
+def test_bad_gradients_are_errors(pairs, message):
+    def body():
+        two_variables()
+        return est.Optimizer(optax.sgd(1.0)).apply_gradients(iter(pairs))
+
+    with pytest.raises(ValueError, match=rf"`Optimizer\.apply_gradients`.*{message}"):
+        run(body)
+
+
+@pytest.mark.parametrize("pairs", [[("a", jnp.ones(()))], [jnp.ones(())], ["a"]])
+def test_what_are_no_pairs_of_gradient_and_name_is_said_so(pairs):
+    def body():
+        two_variables()
+        return est.Optimizer(optax.sgd(1.0)).apply_gradients(pairs)
+
+    with pytest.raises((TypeError, ValueError), match=r"`Optimizer\.apply_gradients`"):
+        run(body)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda o, loss: o.minimize(loss, est.global_step()),
+            r"`Optimizer\.minimize` .* 'global_step': a training step adv",
+        ),
+        (
+            lambda o, loss: o.minimize(loss, global_step=est.global_step()),
+            r"`est\.global_step\(\)` reads it: leave it out",
+        ),
+        (lambda o, loss: o.compute_gradients(loss, colocate_gradients_with_ops=True), "XLA places what it compiles"),
+        (
+            lambda o, loss: o.apply_gradients([(jnp.ones(2), "b")], est.global_step()),
+            "unexpected argument 'global_step': a",
+        ),
+        (
+            lambda o, loss: o.apply_gradients([(jnp.ones(2), "b")], global_step=1),
+            r"`Optimizer\.apply_gradients` got an une",
+        ),
+        (lambda o, loss: o.minimize(loss, typo=1), r"got an unexpected argument 'typo'\."),
+        (
+            lambda o, loss: est.assign(jnp.ones(()), 1.0),
+            r"`est\.assign` takes the name of a variable first, a string; got",
+        ),
+    ],
+)
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_arguments_of_tensorflow_are_errors_that_say_what_to_write(call, message, mode):
+    def body():
+        loss = jnp.sum(two_variables())
+        call(est.Optimizer(optax.sgd(1.0)), loss)
+
+    with pytest.raises(TypeError, match=message):
+        run(body, mode)
+
+
+def test_a_bare_optax_transformation_is_an_error_with_the_line_to_write():
+    with pytest.raises(TypeError, match=r"Write `est\.group\(est\.Optimizer\(optimizer\)\.minimize"):
+        est.group(optax.sgd(0.1))
+    with pytest.raises(TypeError, match=r"`Optimizer` takes an optax.* such as `optax.adam\(1e-3\)`"):
+        est.Optimizer("adam")
+
+    def body():
+        return est.Optimizer(lambda: "adam").minimize(two_variables())
+
+    with pytest.raises(TypeError, match="must return an optax.GradientTransformation; it returned"):
+        run(body)
