@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from estimator.typing import Tree
-from replicate.towers._map import TOWER_AXIS, _one_sum, num_towers
+from replicate.towers._map import TOWER_AXIS, one_sum, num_towers
 
 
 def cross_tower_sum(x: Tree) -> Tree:
@@ -61,8 +61,8 @@ def cross_tower_concatenate(x: Tree) -> Tree:
 
 def _packed_sum(leaves: list[jax.Array]) -> list[jax.Array]:
     if len(leaves) == 1:
-        return [_one_sum(leaves[0])]
-    packed = _one_sum(jnp.concatenate([leaf.ravel() for leaf in leaves]))
+        return [one_sum(leaves[0])]
+    packed = one_sum(jnp.concatenate([leaf.ravel() for leaf in leaves]))
     sums, start = [], 0
     for leaf in leaves:
         sums.append(packed[start : start + leaf.size].reshape(leaf.shape))

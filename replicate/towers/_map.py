@@ -156,7 +156,7 @@ def tower_index() -> jax.Array:
     return jax.lax.axis_index(TOWER_AXIS) if num_towers() > 1 else jnp.int32(0)
 
 
-def _one_sum(x: jax.Array) -> jax.Array:
+def one_sum(x: jax.Array) -> jax.Array:
     if PART_AXIS in jax.sharding.get_abstract_mesh().axis_names and x.dtype in _WIDER:
         return jax.lax.psum(x.astype(_WIDER[x.dtype]), TOWER_AXIS).astype(x.dtype)
     return jax.lax.psum(x, TOWER_AXIS)
