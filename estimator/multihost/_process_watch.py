@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import sys
 import threading
@@ -54,12 +55,15 @@ class ProcessWatch:
         self._ended: set[int] = set()
         self._stops = threading.Event()
         self._is_alone = threading.Event()
+        self._exits_after_loss = threading.Event()
         self._excepthook: Callable[..., Any] = sys.excepthook
         RUNTIME.loss_known_secs = heartbeat_secs + _SECS_FOR_OTHERS
         sys.excepthook = self._fail
         atexit.register(self._leave)
         self._thread = threading.Thread(target=self._watch, name="process-watch", daemon=True)
         self._thread.start()
+        # From now on, since Python 3.12.1 starts no thread at its exit.
+        threading.Thread(target=self._end_in_time, name="process-watch-end", daemon=True).start()
 
     def _watch(self) -> None:
         while not self._stops.wait(_PERIOD_SECS):
@@ -97,27 +101,25 @@ class ProcessWatch:
             self._end_now(loss)  # it has slept, or another run has its number; jax is about to abort it
         if RUNTIME.loss is None and not self._has_failed:
             _liveness.note_loss(loss)
-            self._end_later(unless_reported=True)
 
-    def _end_later(self, unless_reported: bool) -> None:
-        def wait() -> None:
-            if unless_reported and RUNTIME.loss_raised.wait(self._grace):
-                return
-            if not unless_reported:
-                time.sleep(self._grace)
-            self._end_now(f"{RUNTIME.loss}; this process still waits for it after {self._grace:g} s")
-
-        threading.Thread(target=wait, name="process-watch-end", daemon=True).start()
+    def _end_in_time(self) -> None:
+        """Ends this process if it takes longer than the grace to notice a loss, or to exit after it."""
+        RUNTIME.loss_known.wait()
+        if RUNTIME.loss_raised.wait(self._grace):
+            self._exits_after_loss.wait()
+            time.sleep(self._grace + (2 * _SECS_FOR_OTHERS if self._index == 0 else 0.0))
+        self._end_now(f"{RUNTIME.loss}; this process still waits for it after {self._grace:g} s")
 
     def _end_now(self, why: str) -> None:
         if self._index == 0:
             self._is_alone.wait(_SECS_FOR_OTHERS)
         line = f"initialize_distributed: {why}. It ends with exit code {_liveness.EXIT_CODE}.\n"
         os.write(2, line.encode())
-        for work in (sys.stdout.flush, self._disconnect):  # whoever hangs may hold the lock of the one
+        for work in (sys.stdout.flush, self._disconnect):  # either may hang with what this process waits for
             thread = threading.Thread(target=work, daemon=True)
-            thread.start()
-            thread.join(_SECS_TO_EXIT)
+            with contextlib.suppress(RuntimeError):  # Python is at its exit
+                thread.start()
+                thread.join(_SECS_TO_EXIT)
         os._exit(_liveness.EXIT_CODE)
 
     def _fail(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
@@ -128,6 +130,7 @@ class ProcessWatch:
             self._has_failed = True
             text = " ".join(str(error).split("\n", 1)[0].split())[:300]
             self._publish(_FAILURES, f"{type(error).__name__}: {text}" if text else type(error).__name__)
+            self._note_exit()
         self._excepthook(type(error), error, error.__traceback__ or traceback)
 
     def _leave(self) -> None:
@@ -136,11 +139,15 @@ class ProcessWatch:
             return
         if not self._has_failed:
             self._publish(_ENDS, "")
+        self._note_exit()
         if self._index == 0:
             self._wait_for_others()
-        if RUNTIME.loss:
-            self._end_later(unless_reported=False)
         self._disconnect()
+
+    def _note_exit(self) -> None:
+        if RUNTIME.loss:
+            RUNTIME.loss_raised.set()
+            self._exits_after_loss.set()
 
     def _wait_for_others(self) -> None:
         began, has_logged = time.monotonic(), False

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from estimator.typing import Tree
-from replicate.towers._map import TOWER_AXIS, one_sum, num_towers
+from replicate.towers._map import TOWER_AXIS, num_towers, one_sum
 
 
 def cross_tower_sum(x: Tree) -> Tree:
