@@ -1,8 +1,9 @@
 """SIGTERM, by which clusters announce that a machine is taken away: the run ends in order, the process with a code.
 
-jax's preemption service is not used. It handles the signal in C++, where the user's own handler and the rules below do
-not apply, and it agrees on a step that all processes reach (`multihost_utils.reached_preemption_sync_point`): a process
-whose input blocks never does, nor does one that evaluates, writes a checkpoint or reads its first batch.
+jax's preemption service is not used. It takes the signal in C++ and does not see it where a handler of Python is
+installed, such as the user's own. And its processes end at a step that all of them reach, each by calling
+`multihost_utils.reached_preemption_sync_point`: one whose input blocks ends when the input comes, and nothing ends
+within an evaluation, a checkpoint or before the first step.
 """
 
 from __future__ import annotations
