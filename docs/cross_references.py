@@ -1,0 +1,43 @@
+"""Links a name such as `est.Hook` or `replicate_model_fn(...)` in the text of a page to its place in the reference.
+
+MkDocs calls `on_page_content` for each page (`hooks:` in mkdocs.yml). The pages themselves have no such links, so they
+read the same on GitHub. A name that the reference does not have stays as it is.
+"""
+
+import re
+
+CODE = re.compile(r"<(pre|a|h[1-6])\b.*?</\1>|<code>(?P<name>[A-Za-z_][\w.]*)(?P<call>\(.*?\))?</code>", re.DOTALL)
+PREFIXES = {"est": "estimator", "estimator": "estimator", "replicate": "replicate"}
+PLAIN = {
+    "TOWER_AXIS": "replicate.TOWER_AXIS",
+    "BlockSync": "replicate.BlockSync",
+    "TowerOptimizer": "replicate.TowerOptimizer",
+    "VariableDistribution": "replicate.VariableDistribution",
+    "bmuf": "replicate.bmuf",
+    "cross_tower_mean": "replicate.cross_tower_mean",
+    "cross_tower_sum": "replicate.cross_tower_sum",
+    "initialize_distributed": "replicate.initialize_distributed",
+    "num_towers": "replicate.num_towers",
+    "replicate_model_fn": "replicate.replicate_model_fn",
+    "tower_index": "replicate.tower_index",
+    "EstimatorSpec": "estimator.EstimatorSpec",
+    "RunConfig": "estimator.RunConfig",
+    "train_and_evaluate": "estimator.train_and_evaluate",
+}
+
+
+def identifier(name: str) -> str | None:
+    """The name in the reference that a name in a text stands for."""
+    first, _, rest = name.partition(".")
+    if not rest:
+        return PLAIN.get(name)
+    return f"{PREFIXES[first]}.{rest}" if PREFIXES.get(first) else None
+
+
+def linked(match: re.Match[str]) -> str:
+    target = identifier(match["name"]) if match["name"] else None
+    return f'<autoref optional identifier="{target}">{match[0]}</autoref>' if target else match[0]
+
+
+def on_page_content(html: str, **_: object) -> str:
+    return CODE.sub(linked, html)

@@ -1,0 +1,135 @@
+"""The site that MkDocs builds from docs/: names have their place, links lead somewhere, no page needs a network."""
+
+import html.parser
+import importlib
+import importlib.util
+import pathlib
+import re
+import subprocess
+import sys
+import urllib.parse
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+LOADED = {"script": "src", "link": "href", "img": "src", "iframe": "src", "source": "src", "video": "src"}
+PUBLIC = [
+    "estimator",
+    "estimator.experimental",
+    "estimator.export",
+    "estimator.feature_column",
+    "estimator.hooks",
+    "estimator.inputs",
+    "estimator.losses",
+    "estimator.metrics",
+    "estimator.summary",
+    "estimator.testing",
+    "estimator.typing",
+    "replicate",
+    "replicate.cross_tower_ops",
+    "replicate.explain",
+]
+
+
+class Page(html.parser.HTMLParser):
+    """The title, headings, ids, links and loaded addresses of a built page."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.title, self.headings, self.ids, self.links, self.loaded, self._in = "", 0, set(), [], [], None
+        self.feed(path.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag, attrs):
+        attrs = dict(attrs)
+        self._in = tag
+        self.headings += tag == "h1"
+        self.ids.update(attrs[name] for name in ("id", "name") if attrs.get(name))
+        if tag == "a" and attrs.get("href"):
+            self.links.append(attrs["href"])
+        if attrs.get(LOADED.get(tag)) and attrs.get("rel") not in ("canonical", "next", "prev"):
+            self.loaded.append(attrs[LOADED[tag]])
+
+    def handle_data(self, data):
+        if self._in == "title":
+            self.title += data.strip()
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The pages of the built site by their paths."""
+    if importlib.util.find_spec("mkdocs") is None or importlib.util.find_spec("mkdocstrings") is None:
+        pytest.skip("needs mkdocs, of the extra `docs`")
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8")
+    assert done.returncode == 0, done.stderr
+    return {path: Page(path) for path in folder.rglob("*.html")}
+
+
+def test_every_page_has_a_title_and_one_heading_at_its_top(site):
+    assert len(site) > 20
+    pages = [page for path, page in site.items() if path.name != "404.html"]
+    assert len({page.title for page in pages}) == len(pages) and all(page.title for page in pages)
+    assert all(page.headings == 1 for page in pages)
+
+
+def test_every_link_within_the_site_leads_to_a_page_and_to_a_place_on_it(site):
+    lost = []
+    for path, page in site.items():
+        if path.name == "404.html":  # whose links are those of a server
+            continue
+        for link in page.links:
+            parts = urllib.parse.urlsplit(link)
+            if parts.scheme or parts.netloc:
+                continue
+            target = (path.parent / urllib.parse.unquote(parts.path)).resolve() if parts.path else path
+            anchor = urllib.parse.unquote(parts.fragment)
+            here = target in site and (not anchor or anchor == "__top" or anchor in site[target].ids)
+            if not here and not (target.is_file() and not anchor):
+                lost.append(f"{path.name}: {link}")
+    assert not lost
+
+
+def test_no_page_loads_anything_from_another_host_and_every_picture_is_there(site):
+    for path, page in site.items():
+        if path.name == "404.html":
+            continue
+        for address in page.loaded:
+            parts = urllib.parse.urlsplit(address)
+            assert not parts.scheme and not parts.netloc, f"{path} loads {address}"
+            assert (path.parent / parts.path).is_file(), f"{path} lacks {address}"
+    folder = next(path for path in site if path.name == "404.html").parent
+    styles = [*folder.rglob("*.css")]
+    assert styles and not any(re.search(r"url\(['\"]?(https?:)?//", style.read_text()) for style in styles)
+
+
+def test_the_public_modules_are_all_listed_here():
+    packages = ("estimator", "replicate")
+    listed = {name for name in PUBLIC if name.count(".")}
+    own = {
+        f"{package}.{name}"
+        for package in packages
+        for name in importlib.import_module(package).__all__
+        if importlib.util.find_spec(f"{package}.{name}")
+    }
+    assert own <= listed
+
+
+def test_every_public_name_is_on_exactly_one_page_of_the_reference():
+    places = {}
+    for path in sorted((DOCS / "reference").glob("*.md")):
+        for name in re.findall(r"^::: (\S+)$", path.read_text(encoding="utf-8"), re.MULTILINE):
+            places.setdefault(name, []).append(path.name)
+    top = importlib.import_module("estimator")
+    expected = set()
+    for name in PUBLIC:
+        module = importlib.import_module(name)
+        for each in module.__all__:
+            if f"{name}.{each}" in PUBLIC and each != "explain":  # a module; `replicate.explain` is a function as well
+                continue
+            same = name.startswith("estimator.") and getattr(top, each, None) is getattr(module, each)
+            both = f"{name}.{each}" == "replicate.explain"
+            expected.add(f"estimator.{each}" if same else "replicate.explain.explain" if both else f"{name}.{each}")
+    assert set(places) == expected, "Put the names that differ on a page of docs/reference/."
+    assert not {name: pages for name, pages in places.items() if len(pages) > 1}
