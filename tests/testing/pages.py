@@ -1,0 +1,90 @@
+"""Runs the Python blocks of a page in docs/, in order and in one process, as a reader who types them in.
+
+    python tests/testing/pages.py docs/tutorial/ten_minutes.md     # writes what the blocks print into the page
+
+A block of text that directly follows a block of Python is what that prints, log lines included. The lines of the log
+that repeat the settings are left out.
+"""
+
+import contextlib
+import difflib
+import io
+import json
+import logging
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+BLOCK = re.compile(r"^```python\n(?P<code>.*?)^```\n(?:\n```text\n(?P<output>.*?)^```\n)?", re.DOTALL | re.MULTILINE)
+NUMBER = re.compile(r"(?<![\w.])-?\d+\.\d+(?:e[-+]?\d+)?|(?<![\w.])-?\d+e[-+]?\d+(?![\w.])")
+TIMED = re.compile(r" \([\d.e+]+ (?:steps/)?sec\)|(?<=/)\d{10}$", re.MULTILINE)  # and names of exports
+LEFT_OUT = re.compile(r"^(?:Using config|Values of \d+ towers).*\n", re.MULTILINE)  # the settings, in long lines
+
+
+def blocks(path: pathlib.Path) -> list[tuple[str, str | None]]:
+    return [(each["code"], each["output"]) for each in BLOCK.finditer(path.read_text(encoding="utf-8"))]
+
+
+def run(path: pathlib.Path) -> list[str]:
+    """What each block of a page prints, run in a fresh process and an empty directory."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
+    env |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8", "MPLBACKEND": "Agg"}
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, __file__, "--run", str(path), f"{folder}/printed.json"]
+        done = subprocess.run(command, cwd=folder, env=env, capture_output=True, encoding="utf-8", timeout=300)
+        assert done.returncode == 0, done.stderr[-4000:]
+        return json.loads(pathlib.Path(folder, "printed.json").read_text(encoding="utf-8"))
+
+
+def run_here(path: str, result: str) -> None:
+    text = io.StringIO()
+    handler = logging.StreamHandler(text)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    import absl.logging
+
+    absl.logging.use_absl_handler()
+    logger = logging.getLogger("absl")
+    logger.handlers, logger.propagate = [handler], False
+    logger.setLevel(logging.INFO)
+    printed, scope = [], {"__name__": "__main__"}
+    for i, (code, _) in enumerate(blocks(pathlib.Path(path))):
+        text.seek(0)
+        text.truncate()
+        pathlib.Path(f"block_{i}.py").write_text(code, encoding="utf-8")  # so that inspect finds the source
+        with contextlib.redirect_stdout(text):
+            exec(compile(code, f"block_{i}.py", "exec"), scope)
+        printed.append(LEFT_OUT.sub("", text.getvalue()))
+    pathlib.Path(result).write_text(json.dumps(printed), encoding="utf-8")
+
+
+def differences(expected: str, printed: str, tolerance: float) -> list[str]:
+    """Lines that differ in more than times, and in more than `tolerance` in numbers with a point."""
+    sides = [TIMED.sub("", side).splitlines() for side in (expected, printed)]
+    bare = [[NUMBER.sub("NUMBER", line).split() for line in side] for side in sides]
+    numbers = [[float(each) for line in side for each in NUMBER.findall(line)] for side in sides]
+    near = len(numbers[0]) == len(numbers[1]) and all(
+        abs(a - b) <= tolerance * max(1, abs(a)) for a, b in zip(*numbers, strict=True)
+    )
+    return [] if bare[0] == bare[1] and near else list(difflib.unified_diff(*sides, "page", "printed", lineterm=""))
+
+
+def write(path: pathlib.Path) -> None:
+    printed = iter(run(path))
+
+    def filled(match: re.Match[str]) -> str:
+        output = next(printed)
+        return match[0] if match["output"] is None else f"```python\n{match['code']}```\n\n```text\n{output}```\n"
+
+    path.write_text(BLOCK.sub(filled, path.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "--run":
+        run_here(*sys.argv[2:])
+    else:
+        for each in sys.argv[1:]:
+            write(pathlib.Path(each).resolve())
