@@ -1,12 +1,14 @@
-"""The pages of the tutorial and of how to do things: their code runs, and prints what they say."""
+"""The pages of the tutorial and of how to do things print what they say; the errors they name are there."""
 
 import ast
 import pathlib
+import re
 
 import pytest
 from testing import pages
 
-DOCS = pathlib.Path(__file__).resolve().parents[1] / "docs"
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
 PAGES = sorted(
     path.relative_to(DOCS).as_posix() for folder in ("tutorial", "how_to") for path in DOCS.glob(f"{folder}/*.md")
 )
@@ -34,3 +36,22 @@ def test_what_a_page_says_may_differ_in_times_and_in_last_digits_alone():
     assert not pages.differences(said, "loss = 0.35, step = 100\n", 0.1)
     assert pages.differences(said, "loss = 0.55, step = 100 (2656 steps/sec)\n", 0.1)
     assert pages.differences(said, "loss = 0.350658, step = 200\n", 0.1)
+
+
+def literals(path):
+    """The strings in a source file, with "..." for what is filled in."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield re.sub(r"%[-+.\d]*[a-z]", "...", node.value)
+        elif isinstance(node, ast.JoinedStr):
+            yield "".join(str(part.value) if isinstance(part, ast.Constant) else "..." for part in node.values)
+
+
+def test_every_message_that_troubleshooting_quotes_is_one_of_the_library():
+    sources = [path for package in ("estimator", "replicate") for path in (ROOT / package).rglob("*.py")]
+    known = "\n".join(text for path in sources for text in literals(path))
+    quoted = re.findall(
+        r"^```text\n(.*?)\n```$", (DOCS / "troubleshooting.md").read_text(encoding="utf-8"), re.M | re.S
+    )
+    assert len(quoted) > 10
+    assert not [message for message in quoted if message not in known]
