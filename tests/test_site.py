@@ -133,3 +133,10 @@ def test_every_public_name_is_on_exactly_one_page_of_the_reference():
             expected.add(f"estimator.{each}" if same else "replicate.explain.explain" if both else f"{name}.{each}")
     assert set(places) == expected, "Put the names that differ on a page of docs/reference/."
     assert not {name: pages for name, pages in places.items() if len(pages) > 1}
+
+
+def test_the_readme_is_short_and_its_links_lead_somewhere():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 90
+    assert [line for line in text.splitlines() if line.startswith("python3 -m venv")]
+    assert all((ROOT / link).exists() for link in re.findall(r"\]\(([^)#:]+)\)", text))
