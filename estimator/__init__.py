@@ -5,7 +5,18 @@ This file is the table of contents; every name has its explanation where it is d
 
 from typing import TYPE_CHECKING
 
-from estimator import experimental, export, feature_column, hooks, inputs, losses, metrics, summary
+from estimator import (
+    experimental,
+    export,
+    feature_column,
+    hooks,
+    inputs,
+    layers,
+    losses,
+    metrics,
+    regularizers,
+    summary,
+)
 from estimator._early_stopping import (
     make_early_stopping_hook,
     stop_if_higher_hook,
@@ -32,6 +43,7 @@ from estimator.canned import (
 )
 from estimator.checkpoint._warm_start import WarmStartReport, WarmStartSettings
 from estimator.core._estimator_spec import EstimatorSpec
+from estimator.core._frame import run_store
 from estimator.core._mode_keys import ModeKeys
 from estimator.core._partitioning import spread
 from estimator.core._record import record
@@ -40,14 +52,14 @@ from estimator.core._run_config import RunConfig
 from estimator.core._state import State
 from estimator.core._tensorflow_names import missing as _missing
 from estimator.core._train_op import TrainOp, group
+from estimator.core._variable_scope import AUTO_REUSE, VariableScope, get_variable_scope, variable_scope
 from estimator.core._variables import (
-    AUTO_REUSE,
     VariableAggregation,
     assign,
     assign_add,
     get_variable,
     read_variable,
-    variable_scope,
+    trainable_variables,
 )
 from estimator.export._exporters import BestExporter, Exporter, FinalExporter, LatestExporter
 from estimator.export._load import ExportedModel, load_exported
@@ -165,6 +177,7 @@ __all__ = [
     "TrainOp",
     "TrainSpec",
     "VariableAggregation",
+    "VariableScope",
     "WarmStartReport",
     "WarmStartSettings",
     "WatchdogHook",
@@ -179,11 +192,13 @@ __all__ = [
     "flax_module",
     "forward_features",
     "get_variable",
+    "get_variable_scope",
     "global_step",
     "group",
     "hooks",
     "input_context",
     "inputs",
+    "layers",
     "lazy",
     "learning_rates",
     "load_exported",
@@ -197,6 +212,8 @@ __all__ = [
     "read_history",
     "read_variable",
     "record",
+    "regularizers",
+    "run_store",
     "set_learning_rate",
     "skipped_steps",
     "spread",
@@ -208,6 +225,7 @@ __all__ = [
     "sync_variables",
     "tower_gradient",
     "train_and_evaluate",
+    "trainable_variables",
     "transform",
     "variable_scope",
 ]

@@ -316,16 +316,16 @@ def test_properties(tmp_path):
         ),
         ("estimator", "trian", "'Estimator' object has no attribute 'trian'"),
         (
-            "losses",
-            "get_regularization_loss",
-            "no `get_regularization_loss`: nothing collects losses here.",
+            "layers",
+            "Dense",
+            "`est.layers` has no `Dense`; here it is `est.layers.dense(inputs, units)`, a function;",
         ),
         ("losses", "cosine_distance", "`est.losses` has no `cosine_distance`; it has Reduction, absolute_difference,"),
         ("metrics", "f1_score", "`est.metrics` has no `f1_score`; it has Metric, accuracy, auc,"),
     ],
 )
 def test_a_name_that_is_not_there_tells_what_is(tmp_path, owner, name, message):
-    owners = {"estimator": make(tmp_path), "losses": est.losses, "metrics": est.metrics}
+    owners = {"estimator": make(tmp_path), "layers": est.layers, "losses": est.losses, "metrics": est.metrics}
     with pytest.raises(AttributeError, match=re.escape(message)):
         getattr(owners[owner], name)
     assert copy.copy(owners["estimator"]).model_dir == str(tmp_path)

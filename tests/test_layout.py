@@ -17,10 +17,12 @@ LAYERS = (
     ("estimator.core",),
     ("estimator.sparse",),
     (
+        "estimator.layers",
         "estimator.losses",
         "estimator.metrics",
         "estimator.summary",
         "estimator.optim",
+        "estimator.regularizers",
         "estimator.inputs",
         "estimator.interop",
         "estimator.feature_column",

@@ -14,7 +14,8 @@ from estimator.core._batch import check_batch
 from estimator.core._estimator_spec import EstimatorSpec
 from estimator.core._run_config import RunConfig
 from estimator.core._typing import Features, Labels
-from estimator.core._variables import get_variable, variable_scope
+from estimator.core._variable_scope import variable_scope
+from estimator.core._variables import get_variable
 from estimator.heads import Head
 from estimator.losses import Reduction
 

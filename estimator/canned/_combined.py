@@ -24,7 +24,7 @@ from estimator.core._frame import current_frame
 from estimator.core._run_config import RunConfig
 from estimator.core._train_op import TrainOp, group
 from estimator.core._typing import Features, Labels, PyTree
-from estimator.core._variables import variable_scope
+from estimator.core._variable_scope import variable_scope
 from estimator.feature_column._column import CategoricalColumn, DenseColumn
 from estimator.feature_column._layers import checked_columns
 from estimator.heads import Head

@@ -24,7 +24,8 @@ from estimator.core._mode_keys import ModeKeys
 from estimator.core._rng import make_rng
 from estimator.core._run_config import RunConfig
 from estimator.core._typing import Features, Labels, PyTree
-from estimator.core._variables import assign, get_variable, variable_scope
+from estimator.core._variable_scope import variable_scope
+from estimator.core._variables import assign, get_variable
 from estimator.feature_column import input_layer
 from estimator.feature_column._column import DenseColumn
 from estimator.feature_column._layers import checked_dense

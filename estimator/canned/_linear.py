@@ -17,7 +17,7 @@ from estimator.core._frame import Frame, current_frame
 from estimator.core._record import Histogram, Scalar, report_in_training
 from estimator.core._run_config import RunConfig
 from estimator.core._typing import Features, Labels, PyTree
-from estimator.core._variables import variable_scope
+from estimator.core._variable_scope import variable_scope
 from estimator.feature_column import linear_model
 from estimator.feature_column._column import CategoricalColumn, DenseColumn
 from estimator.feature_column._dense import check_combiner

@@ -10,8 +10,8 @@ import contextlib
 import dataclasses
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Hashable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,8 @@ from estimator.runtime._transformations import differentiates, on_stack
 
 if TYPE_CHECKING:
     from estimator.core._placement import Placement
+
+T = TypeVar("T")
 
 
 class Writes(NamedTuple):
@@ -53,6 +55,10 @@ def _whole(x: jax.Array, axis: int) -> jax.Array:
     return x
 
 
+def _own(x: jax.Array) -> jax.Array:
+    return x
+
+
 class RunId:
     """Stands for one run of a model_fn; which one, its identity says.
 
@@ -74,6 +80,9 @@ class Replica:
       average_denominator: `(denominator, index)`, what a loss divides by instead of its own denominator, of which every
         tower has another; `index` counts `Frame.denominators`, and is None for one that is not among them.
       loss_scale: factor on the losses of this run, whose gradients are added to the other towers' gradients.
+      share: factor on a term of the loss that the whole batch has once, where the losses of towers are summed.
+      towers: the number of towers that run together with this one.
+      mean: the mean over them.
       parts: the number of devices of a tower.
       cut: cuts a dimension of an array over the devices of a tower.
       one_tower: whether a replicated model_fn runs as one tower, on any device: what is exported has no towers.
@@ -81,9 +90,25 @@ class Replica:
 
     average_denominator: Callable[[jax.Array, int | None], jax.Array] = _same
     loss_scale: float = 1.0
+    share: float = 1.0
+    towers: int = 1
+    mean: Callable[[jax.Array], jax.Array] = _own
     parts: int = 1
     cut: Callable[[jax.Array, int], jax.Array] = _whole
     one_tower: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class ScopeDefaults:
+    """What `get_variable` takes from the open `variable_scope`s where its own arguments are not given.
+
+    Attributes:
+      initializer, regularizer, custom_getter: the arguments of `variable_scope`.
+    """
+
+    initializer: Any = None
+    regularizer: Any = None
+    custom_getter: Any = None
 
 
 @dataclasses.dataclass
@@ -96,6 +121,10 @@ class Declared:
       modules: what `flax_module` returned, by full name.
       slot_owners: which optimizer each entry of `Frame.slots` belongs to.
       rng_calls: how often `make_rng` was called, by name.
+      scope_uses: how often each `variable_scope` was opened, by full name; 0 once the scope around it is closed.
+      regularizers: of `get_variable`, by full name.
+      losses: those collected, each with the scope it was computed in.
+      store: of `run_store`.
     """
 
     trainable: dict[str, bool] = dataclasses.field(default_factory=dict)
@@ -104,6 +133,10 @@ class Declared:
     modules: dict[str, Any] = dataclasses.field(default_factory=dict)
     slot_owners: dict[str, object] = dataclasses.field(default_factory=dict)
     rng_calls: Counter[str] = dataclasses.field(default_factory=Counter)
+    scope_uses: Counter[str] = dataclasses.field(default_factory=Counter)
+    regularizers: dict[str, Callable[[Any], Any]] = dataclasses.field(default_factory=dict)
+    losses: list[tuple[str, jax.Array]] = dataclasses.field(default_factory=list)
+    store: dict[Hashable, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass
@@ -171,7 +204,7 @@ class Frame:
       global_step: int32 scalar.
       initializing: whether `get_variable` creates variables instead of looking them up.
       replica: which part of a replicated run this is.
-      scope, reuse: the open `variable_scope`s.
+      scope, reuse, scope_defaults: the open `variable_scope`s.
       declared, gradients, embeddings: what the model_fn has named and called so far.
       writes: the variables that it wrote.
       denominators: of the losses so far; only those known in the model_fn itself, not in a loop or branch within it.
@@ -191,6 +224,7 @@ class Frame:
     replica: Replica = Replica()
     scope: tuple[str, ...] = ()
     reuse: Any = None
+    scope_defaults: ScopeDefaults = ScopeDefaults()
     declared: Declared = dataclasses.field(default_factory=Declared)
     gradients: GradientCalls = dataclasses.field(default_factory=GradientCalls)
     embeddings: Embeddings = dataclasses.field(default_factory=Embeddings)
@@ -205,8 +239,13 @@ class Frame:
     def fresh(self, **changes: Any) -> Frame:
         """A frame that starts from here: in the same scope, with the same names taken, nothing written yet."""
         same = {"initializing": self.initializing, "replica": self.replica, "scope": self.scope, "reuse": self.reuse}
+        same["scope_defaults"] = self.scope_defaults
         start = {"variables": dict(self.variables), "slots": dict(self.slots)}
-        declared = Declared(slot_owners=dict(self.declared.slot_owners), rng_calls=Counter(self.declared.rng_calls))
+        declared = Declared(
+            slot_owners=dict(self.declared.slot_owners),
+            rng_calls=Counter(self.declared.rng_calls),
+            scope_uses=Counter(self.declared.scope_uses),
+        )
         gradients = GradientCalls(known=self.gradients.known, reserved=dict(self.gradients.reserved))
         state = {"mode": self.mode, "key": self.key, "global_step": self.global_step, **start}
         return Frame(**({**state, **same, "declared": declared, "gradients": gradients} | changes))
@@ -217,6 +256,7 @@ class Frame:
         self.declared.aggregation.update(inner.declared.aggregation)
         self.declared.slot_owners.update(inner.declared.slot_owners)
         self.declared.rng_calls = inner.declared.rng_calls
+        self.declared.scope_uses = inner.declared.scope_uses
 
 
 def current_trace() -> Any:
@@ -307,3 +347,35 @@ def average_denominator(denominator: jax.Array) -> jax.Array:
         return frame.replica.average_denominator(denominator, None)
     frame.denominators.append(jax.lax.stop_gradient(denominator))
     return frame.replica.average_denominator(denominator, len(frame.denominators) - 1)
+
+
+def run_store(key: Hashable, make: Callable[[], T]) -> T:
+    """What a library keeps for one run of a model_fn: the first call makes it, the others of the run return it.
+
+    A model_fn runs many times: in each mode, on each tower, whenever jax traces it. Every run has a store of its own,
+    which ends with it; so a counter in it counts the same in all of them, where one in a module would go on counting.
+
+    >>> import estimator as est, itertools, jax, jax.numpy as jnp
+    >>> def next_weight():
+    ...     number = next(est.run_store("my_library.weights", itertools.count))
+    ...     return est.get_variable(f"weight_{number}", ())
+    >>> def model_fn(features, labels, mode):
+    ...     return est.EstimatorSpec(mode, predictions=features * next_weight() + next_weight())
+    >>> model = est.transform(model_fn)
+    >>> list(model.init(jax.random.key(0), jnp.ones(3), mode="infer").variables)
+    ['weight_0', 'weight_1']
+
+    Args:
+      key: names the library and what it keeps.
+      make: a function without arguments.
+
+    Raises:
+      TypeError: `make` is not a function.
+      RuntimeError: no model_fn is running.
+    """
+    if not callable(make):
+        raise TypeError(f"`est.run_store({key!r})` needs a function that makes what is stored; got {make!r}.")
+    store = current_frame("est.run_store").declared.store
+    if key not in store:
+        store[key] = make()
+    return store[key]

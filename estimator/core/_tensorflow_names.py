@@ -42,16 +42,23 @@ NAMES = {
     "get_global_step": "`est.global_step()`",
     "get_or_create_global_step": "`est.global_step()`, which every state has",
     "train": "the names of `tf.train` in `est` itself, such as `est.Optimizer` and `est.LoggingTensorHook`",
-    "layers": "a Flax module, `est.flax_module(nn.Dense(10), 'net')`, or `x @ est.get_variable('kernel', shape)`",
     "nn": "`jax.nn`",
     "logging": "`absl.logging`, such as `absl.logging.set_verbosity(absl.logging.INFO)`",
     "no_op": "`est.group()`",
     "gradients": "`optimizer.compute_gradients(loss)`, or `est.tower_gradient(jax.grad(fn)(value))`",
     "set_random_seed": "`est.RunConfig(seed=1)`",
     "name_scope": "`jax.named_scope`, or `est.variable_scope` for the names of variables",
-    "get_variable_scope": "`est.variable_scope('name')`",
-    "get_collection": "what the model_fn keeps in a list of its own",
-    "trainable_variables": "names, in `var_list=`; `optimizer.minimize(loss)` takes all trainable variables",
+    "get_collection": "`est.trainable_variables()`, `est.losses.get_losses()`, or a list of the model_fn's own by "
+    "`est.run_store('my_key', list)`; update ops run by themselves",
+    "add_to_collection": "`est.losses.add_loss(loss)`, or `est.run_store('my_key', list).append(value)`",
+    "GraphKeys": "`est.trainable_variables()`, `est.losses.get_losses()`, "
+    "`est.losses.get_regularization_losses()`; update ops run by themselves",
+    "keras": "`est.layers`, or a Flax module by `est.flax_module(module, 'net')`",
+    "l1_regularizer": "`est.regularizers.l1(scale)`",
+    "l2_regularizer": "`est.regularizers.l2(scale)`",
+    "l1_l2_regularizer": "`est.regularizers.l1_l2(scale_l1, scale_l2)`",
+    "dynamic_rnn": "`est.layers.lstm(inputs, units)` or `est.layers.gru`",
+    "bidirectional_dynamic_rnn": "`est.layers.bidirectional_lstm(inputs, units)` or `est.layers.bidirectional_gru`",
     "global_variables": "`estimator.get_variable_names()`, outside of a model_fn",
     "Variable": "`est.get_variable('name', initializer=value)`",
     "assign_sub": "`est.assign_add('name', -value)`",
@@ -64,6 +71,46 @@ NAMES = {
     "DistributeConfig": "`replicate_model_fn(model_fn)`",
 }
 """Of the module, besides those that it has."""
+
+_LSTM = "`est.layers.lstm(inputs, units)`, a function that runs the cell over all steps"
+
+LAYERS = {
+    "AveragePooling1D": "`est.layers.average_pooling1d(inputs, pool_size, strides)`, a function",
+    "AveragePooling2D": "`est.layers.average_pooling2d(inputs, pool_size, strides)`, a function",
+    "BatchNormalization": "`est.layers.batch_normalization(inputs)`, a function",
+    "Conv1D": "`est.layers.conv1d(inputs, filters, kernel_size)`, a function",
+    "Conv2D": "`est.layers.conv2d(inputs, filters, kernel_size)`, a function",
+    "Conv2DTranspose": "`est.layers.conv2d_transpose(inputs, filters, kernel_size)`, a function",
+    "Dense": "`est.layers.dense(inputs, units)`, a function; two calls with one `name` and `reuse=est.AUTO_REUSE` "
+    "share the variables",
+    "Dropout": "`est.layers.dropout(inputs, rate)`, a function",
+    "Embedding": "`est.layers.embed(ids, vocab_size, embed_dim)`, a function",
+    "Flatten": "`est.layers.flatten(inputs)`, a function",
+    "GlobalAveragePooling1D": "`est.layers.global_average_pooling1d(inputs)`, a function",
+    "GlobalAveragePooling2D": "`est.layers.global_average_pooling2d(inputs)`, a function",
+    "GlobalMaxPooling1D": "`est.layers.global_max_pooling1d(inputs)`, a function",
+    "GlobalMaxPooling2D": "`est.layers.global_max_pooling2d(inputs)`, a function",
+    "GRU": "`est.layers.gru(inputs, units)`, a function",
+    "GRUCell": "`est.layers.gru(inputs, units)`, a function that runs the cell over all steps",
+    "LSTM": "`est.layers.lstm(inputs, units)`, a function",
+    "LSTMCell": f"{_LSTM}; `cell_name='lstm_cell'` for its names",
+    "BasicLSTMCell": _LSTM,
+    "MaxPooling1D": "`est.layers.max_pooling1d(inputs, pool_size, strides)`, a function",
+    "MaxPooling2D": "`est.layers.max_pooling2d(inputs, pool_size, strides)`, a function",
+    "SeparableConv2D": "`est.layers.separable_conv2d(inputs, filters, kernel_size)`, a function",
+    "batch_norm": "`est.layers.batch_normalization(inputs)`, with the defaults of `tf.layers`",
+    "convolution2d": "`est.layers.conv2d(inputs, filters, kernel_size)`",
+    "conv3d": "a Flax module, or `jax.lax.conv_general_dilated`",
+    "embed_sequence": "`est.layers.embed(ids, vocab_size, embed_dim)`",
+    "embedding_column": "`est.feature_column.embedding_column`",
+    "fully_connected": "`est.layers.dense(inputs, units, jax.nn.relu, name='fully_connected')`, whose variables are "
+    "`kernel` and `bias`",
+    "l1_regularizer": "`est.regularizers.l1(scale)`",
+    "l2_regularizer": "`est.regularizers.l2(scale)`",
+    "separable_conv1d": "a Flax module, or `jax.lax.conv_general_dilated`",
+    "xavier_initializer": "`jax.nn.initializers.glorot_uniform()`",
+}
+"""Of `tf.layers`, `tf.contrib.layers`, Keras' layers and RNN cells, besides those that `est.layers` has."""
 
 
 def check_arguments(caller: str, given: Mapping[str, Any]) -> None:

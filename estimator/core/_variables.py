@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import math
+import re
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,43 +27,6 @@ class VariableAggregation(enum.StrEnum):
     ONLY_FIRST_TOWER = "only_first_tower"
 
 
-class _AutoReuse(enum.Enum):
-    AUTO_REUSE = "auto_reuse"
-
-
-AUTO_REUSE: Final = _AutoReuse.AUTO_REUSE
-"""For `variable_scope(reuse=...)`: create a variable the first time, return it from then on."""
-
-
-@contextlib.contextmanager
-def variable_scope(name: str, reuse: bool | _AutoReuse | None = None) -> Iterator[None]:
-    """Prefixes the names of the variables got in the block with `name` and a "/".
-
-    Args:
-      name: the prefix; scopes nest.
-      reuse: True: variables must exist in this run already; `AUTO_REUSE`: they may. None: as the enclosing scope.
-        As in TensorFlow, an inner scope does not end an outer one's reuse.
-
-    >>> import estimator as est, jax, jax.numpy as jnp
-    >>> def model_fn(features, labels, mode):
-    ...     with est.variable_scope("layer"):
-    ...         w = est.get_variable("w", (1, 2))
-    ...     return est.EstimatorSpec(mode, predictions=features @ w)
-    >>> model = est.transform(model_fn)
-    >>> list(model.init(jax.random.key(0), jnp.ones((3, 1)), mode="infer").variables)
-    ['layer/w']
-    """
-    if not isinstance(name, str) or not name:
-        raise ValueError(f"`est.variable_scope` needs a non-empty name; got {name!r}.")
-    frame = current_frame("est.variable_scope")
-    scope, outer_reuse = frame.scope, frame.reuse
-    frame.scope, frame.reuse = (*scope, name), reuse or outer_reuse
-    try:
-        yield
-    finally:
-        frame.scope, frame.reuse = scope, outer_reuse
-
-
 def get_variable(
     name: str,
     shape: int | Sequence[int] | Callable[..., PyTree] | None = None,
@@ -72,6 +35,7 @@ def get_variable(
     trainable: bool = True,
     aggregation: VariableAggregation = VariableAggregation.MEAN,
     partition: Partition = None,
+    regularizer: Callable[[PyTree], jax.Array] | None = None,
 ) -> PyTree:
     """The value of a variable: a plain array, or a pytree of arrays.
 
@@ -100,6 +64,9 @@ def get_variable(
         (`replicate_model_fn(..., devices_per_tower=k)`): None or "part" for each dimension, at most one "part", such as
         `(None, "part")`. For a pytree, a function of each of its arrays that returns this, or None. Its gradient and
         slots are cut as it is. Where towers have one device, or there are none, it has no effect.
+      regularizer: `fn(value) -> scalar`, such as `est.regularizers.l2(1e-4)`, for
+        `est.losses.get_regularization_loss`. This, `initializer` and what gets the variable may come from a
+        `variable_scope` for all variables in it.
 
     Raises:
       TypeError: the shape holds something else than integers; or the partition is neither a tuple nor a function that
@@ -112,10 +79,42 @@ def get_variable(
     if not isinstance(name, str) or not name:
         raise ValueError(f"`est.get_variable` needs a non-empty name; got {name!r}.")
     full = "/".join((*frame.scope, name))
-    call = f"`est.get_variable({full!r})`"
     if initializer is None and callable(shape):
         shape, initializer = None, shape
+    defaults = frame.scope_defaults
+    options = {
+        "shape": shape,
+        "dtype": dtype,
+        "initializer": defaults.initializer if initializer is None else initializer,
+        "trainable": trainable,
+        "aggregation": aggregation,
+        "partition": partition,
+        "regularizer": defaults.regularizer if regularizer is None else regularizer,
+    }
+    if defaults.custom_getter is None:
+        return _get(full, **options)
+    return defaults.custom_getter(_get, full, **options)
+
+
+def _get(
+    name: str,
+    shape: Any = None,
+    dtype: Any = None,
+    initializer: Any = None,
+    trainable: bool = True,
+    aggregation: VariableAggregation = VariableAggregation.MEAN,
+    partition: Partition = None,
+    regularizer: Callable[[PyTree], jax.Array] | None = None,
+) -> PyTree:
+    """`get_variable` by full name, with no defaults of scopes."""
+    frame, full = current_frame("est.get_variable"), name
+    call = f"`est.get_variable({full!r})`"
     shape, dtype = as_shape(call, shape), as_dtype(call, dtype)
+    if regularizer is not None and not callable(regularizer):
+        raise TypeError(
+            f"{call} needs a regularizer that is a function of the value, such as `est.regularizers.l2(1e-4)`; got "
+            f"{regularizer!r}."
+        )
     if full in frame.declared.trainable:
         if not frame.reuse:
             raise ValueError(
@@ -149,7 +148,76 @@ def get_variable(
         partitioned(call, frame, full, partition)
     frame.declared.trainable[full] = _is_trainable(call, frame.variables[full], trainable)
     frame.declared.aggregation[full] = VariableAggregation(aggregation)
+    if regularizer is not None:
+        frame.declared.regularizers[full] = regularizer
     return read(frame, full)
+
+
+class VariablesByName(Mapping[str, PyTree]):
+    """Full names and values of variables; a value is read when it is asked for. A pytree, of the values."""
+
+    def __init__(self, frame: Frame, names: Sequence[str]) -> None:
+        self._frame = frame
+        self._names = dict.fromkeys(names)
+
+    def __getitem__(self, name: str) -> PyTree:
+        if name not in self._names:
+            raise KeyError(name)
+        return read(self._frame, name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __repr__(self) -> str:
+        return f"VariablesByName({list(self)})"
+
+
+def _flattened(view: VariablesByName) -> tuple[list[tuple[Any, PyTree]], tuple[str, ...]]:
+    return [(jax.tree_util.DictKey(name), value) for name, value in view.items()], tuple(view)
+
+
+def _unflattened(names: tuple[str, ...], values: Iterable[PyTree]) -> Any:
+    return dict(zip(names, values, strict=True))
+
+
+jax.tree_util.register_pytree_with_keys(VariablesByName, _flattened, _unflattened)
+
+
+def trainable_variables(scope: str | None = None) -> Mapping[str, PyTree]:
+    """The trainable variables that this run has got so far, by full name, in the order in which it got them.
+
+    What takes a `var_list` takes it as it is; `jax.tree.map` and the like return a dict. A variable is read when its
+    value is asked for, so that the gradient of a table of which only the names were used stays sparse.
+
+    >>> import estimator as est, jax, jax.numpy as jnp, optax
+    >>> def model_fn(features, labels, mode):
+    ...     hidden = est.layers.dense(features, 4, jnp.tanh, name="hidden")
+    ...     output = est.layers.dense(hidden, 1, name="output")
+    ...     decay = sum(jnp.sum(v**2) for name, v in est.trainable_variables().items() if "bias" not in name)
+    ...     loss = est.losses.mean_squared_error(labels, output) + 1e-4 * decay
+    ...     train_op = est.Optimizer(optax.sgd(0.1)).minimize(loss, var_list=est.trainable_variables("output"))
+    ...     return est.EstimatorSpec(mode, loss=loss, train_op=train_op)
+    >>> model, x = est.transform(model_fn), jnp.ones((2, 3))
+    >>> state = model.init(jax.random.key(0), x, jnp.ones((2, 1)))
+    >>> after, _ = model.train_step(state, x, jnp.ones((2, 1)))
+    >>> [name for name in state.variables if (after.variables[name] != state.variables[name]).any()]
+    ['output/bias', 'output/kernel']
+
+    Args:
+      scope: a regular expression that the beginning of the full name matches, as in TensorFlow. None: all.
+
+    Raises:
+      TypeError: the scope is not a string.
+      RuntimeError: no model_fn is running.
+    """
+    frame = current_frame("est.trainable_variables")
+    if scope is not None and not isinstance(scope, str):
+        raise TypeError(f"`est.trainable_variables` needs the beginning of names, a string; got {scope!r}.")
+    names = [name for name, is_trainable in frame.declared.trainable.items() if is_trainable]
+    return VariablesByName(frame, [name for name in names if scope is None or re.match(scope, name)])
 
 
 def read_variable(name: str) -> PyTree:

@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from estimator.core._variables import get_variable, variable_scope
+from estimator.core._variable_scope import variable_scope
+from estimator.core._variables import get_variable
 from estimator.feature_column._column import CategoricalColumn, DenseColumn, check_key, check_positive, feature
 from estimator.sparse._embedding import embedding_lookup
 

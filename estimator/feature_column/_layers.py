@@ -8,7 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from estimator.core._variables import get_variable, variable_scope
+from estimator.core._variable_scope import variable_scope
+from estimator.core._variables import get_variable
 from estimator.feature_column._column import CategoricalColumn, DenseColumn, check_features
 from estimator.feature_column._dense import check_combiner, combined, rows_of
 

@@ -13,6 +13,7 @@ from estimator import EstimatorSpec, State
 from estimator.replication import Forward, Frame, NonFinitePolicy, PerPart, Placement, merge_parts
 from estimator.typing import PyTree
 from replicate.cross_tower_ops import CrossTowerOps
+from replicate.towers._collectives import cross_tower_mean
 from replicate.towers._map import num_towers, tower_index
 
 Call = Callable[[PyTree], EstimatorSpec]
@@ -66,14 +67,18 @@ def start_of(frame: Frame) -> State:
 
 
 def tower_frame(
-    frame: Frame, start: State, average_denominator: Callable[[jax.Array, int | None], jax.Array], first: int = 0
+    frame: Frame,
+    start: State,
+    average_denominator: Callable[[jax.Array, int | None], jax.Array],
+    share: float,
+    first: int = 0,
 ) -> Frame:
     """The frame of one tower.
 
     Args:
       frame: of the run around the towers.
       start: the state that the tower starts from.
-      average_denominator: see `Replica`.
+      average_denominator, share: see `Replica`.
       first: the number of the first row, which makes the random keys differ from other parts' towers.
     """
     key = start.key
@@ -84,5 +89,11 @@ def tower_frame(
         slots=start.slots,
         key=key,
         global_step=start.global_step,
-        replica=dataclasses.replace(frame.replica, average_denominator=average_denominator),
+        replica=dataclasses.replace(
+            frame.replica,
+            average_denominator=average_denominator,
+            share=share,
+            towers=num_towers(),
+            mean=cross_tower_mean,
+        ),
     )

@@ -113,7 +113,8 @@ class Evaluation:
             return totals[index] * (part.size / towers / self.rows)
 
         def tower(start: State, batch: PyTree) -> tuple[PyTree, PyTree]:
-            inside = tower_frame(self.frame, start, average, first=part.begin)
+            share = 1.0 if runner.mean_loss else part.size / towers / self.rows
+            inside = tower_frame(self.frame, start, average, share, first=part.begin)
             result = run_model_fn(
                 self.call, inside, batch, differentiate=False, loss_scale=scale, transform=runner.transform
             )

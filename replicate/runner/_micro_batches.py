@@ -146,9 +146,11 @@ class MicroBatches:
             return own if denominators is None else _replaced(own, denominators[number])
 
         key = jax.random.fold_in(self.frame.key, tower_index() * self.steps + index)
+        replica = self.frame.replica
+        share = replica.share if self.mean_loss else replica.share / self.steps
         return run_model_fn(
             self.call,
-            self.frame.fresh(key=key, replica=dataclasses.replace(self.frame.replica, average_denominator=average)),
+            self.frame.fresh(key=key, replica=dataclasses.replace(replica, average_denominator=average, share=share)),
             batch,
             differentiate=denominators is not None,
             loss_scale=self.loss_scale * self._share,

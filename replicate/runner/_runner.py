@@ -103,7 +103,8 @@ class SyncRunner(Runner):
           scale: factor on its loss.
           average: takes the average of the denominators that the towers' losses divide by.
         """
-        inside = tower_frame(frame, start, lambda denominator, index: average(denominator))
+        share = 1.0 if self.mean_loss else 1 / num_towers()
+        inside = tower_frame(frame, start, lambda denominator, index: average(denominator), share)
         result = run_model_fn(call, inside, batch, differentiate=True, loss_scale=scale, transform=self.transform)
         if num_towers() > 1:
             _check_optimizers(result.spec.train_op)

@@ -7,7 +7,6 @@ so that the sum of the scaled tower losses is the mean over all rows.
 from __future__ import annotations
 
 import enum
-from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -16,19 +15,7 @@ from jax.typing import ArrayLike
 
 from estimator.core._argument_checks import as_float, check_same_shape, check_weights, squeeze_last
 from estimator.core._frame import average_denominator
-
-__all__ = [
-    "Reduction",
-    "absolute_difference",
-    "compute_weighted_loss",
-    "hinge_loss",
-    "huber_loss",
-    "log_loss",
-    "mean_squared_error",
-    "sigmoid_cross_entropy",
-    "softmax_cross_entropy",
-    "sparse_softmax_cross_entropy",
-]
+from estimator.losses._collected import collected
 
 
 class Reduction(enum.StrEnum):
@@ -337,14 +324,14 @@ def _reduce(caller: str, losses: jax.Array, weights: ArrayLike, reduction: Reduc
         return weighted.astype(losses.dtype)
     total = jnp.sum(weighted)
     if reduction == Reduction.SUM:
-        return total.astype(losses.dtype)
+        return collected(total.astype(losses.dtype))
     denominator = _denominator(reduction, jnp.broadcast_to(weight, losses.shape))
     if not isinstance(weights, int | float):
         # With a plain number the denominators are proportional to the rows: equal on all towers.
         denominator = average_denominator(denominator)
     empty = denominator == 0
     mean = jnp.where(empty, 0, total / jnp.where(empty, 1, denominator))
-    return mean.astype(losses.dtype)
+    return collected(mean.astype(losses.dtype))
 
 
 def _denominator(reduction: Reduction, weights: jax.Array) -> jax.Array:
@@ -356,15 +343,3 @@ def _denominator(reduction: Reduction, weights: jax.Array) -> jax.Array:
             return jnp.asarray(weights.size, weights.dtype)
         case _:
             return jnp.sum(weights != 0, dtype=weights.dtype)
-
-
-if not TYPE_CHECKING:  # which would take any name for an attribute
-
-    def __getattr__(name: str) -> Any:
-        if name in ("get_regularization_loss", "get_regularization_losses", "get_total_loss", "add_loss"):
-            raise AttributeError(
-                f"`est.losses` has no `{name}`: nothing collects losses here. Add the terms to the loss in the "
-                "model_fn, `loss + 1e-4 * jnp.sum(w**2)`, or give a head's create_estimator_spec the "
-                "`regularization_losses`."
-            )
-        raise AttributeError(f"`est.losses` has no `{name}`; it has {', '.join(__all__)}.")

@@ -1,0 +1,172 @@
+"""Scopes: prefixes of variables' names, and defaults for all variables within."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+from estimator.core._frame import Frame, ScopeDefaults, current_frame, innermost_frame
+from estimator.core._typing import PyTree
+
+
+class _AutoReuse(enum.Enum):
+    AUTO_REUSE = "auto_reuse"
+
+
+AUTO_REUSE: Final = _AutoReuse.AUTO_REUSE
+"""For `variable_scope(reuse=...)`: create a variable the first time, return it from then on."""
+
+Reuse = bool | _AutoReuse | None
+
+
+@dataclasses.dataclass
+class VariableScope:
+    """What `with est.variable_scope(...) as scope` gives, to enter the scope again by `est.variable_scope(scope)`.
+
+    Attributes:
+      name: its full name; "" at the top.
+      reuse: whether variables in it are shared; see `variable_scope`.
+      defaults: what its variables have in common.
+    """
+
+    name: str
+    reuse: Reuse
+    defaults: ScopeDefaults
+
+    def reuse_variables(self) -> None:
+        """From here to the end of the scope, variables must exist already."""
+        self.reuse = True
+        frame = innermost_frame()
+        if frame is not None and "/".join(frame.scope) == self.name:
+            frame.reuse = True
+
+
+@contextlib.contextmanager
+def variable_scope(
+    name: str | VariableScope | None,
+    default_name: str | None = None,
+    reuse: Reuse = None,
+    *,
+    initializer: Callable[..., PyTree] | None = None,
+    regularizer: Callable[[PyTree], Any] | None = None,
+    custom_getter: Callable[..., PyTree] | None = None,
+) -> Iterator[VariableScope]:
+    """Prefixes the names of the variables got in the block with `name` and a "/".
+
+    >>> import estimator as est, jax, jax.numpy as jnp
+    >>> def model_fn(features, labels, mode):
+    ...     with est.variable_scope("layer") as scope:
+    ...         w = est.get_variable("w", (1, 2))
+    ...     with est.variable_scope(scope, reuse=True):
+    ...         features = features @ est.get_variable("w", (1, 2))
+    ...     for _ in range(2):
+    ...         with est.variable_scope(None, default_name="block", initializer=jax.nn.initializers.ones):
+    ...             features = features @ est.get_variable("w", (2, 2))
+    ...     return est.EstimatorSpec(mode, predictions=features)
+    >>> model = est.transform(model_fn)
+    >>> sorted(model.init(jax.random.key(0), jnp.ones((3, 1)), mode="infer").variables)
+    ['block/w', 'block_1/w', 'layer/w']
+
+    Args:
+      name: the prefix; scopes nest. Or a scope, as `with ... as scope` gives it: then the names in the block are as if
+        it had not ended, wherever the block stands. None: the `default_name`.
+      default_name: where there is no `name`: the prefix, made unique in the enclosing scope (`block`, `block_1`, ...).
+        A scope opened again by its name counts from the beginning, so that the names in it are the same.
+      reuse: True: variables must exist in this run already; `AUTO_REUSE`: they may. None: as the enclosing scope.
+        As in TensorFlow, an inner scope does not end an outer one's reuse.
+      initializer, regularizer: of `get_variable`, where it is called without.
+      custom_getter: `fn(getter, name, **arguments)`, called in place of getting a variable; what it returns is what
+        `get_variable` and the layers see. `name` is the full name, and `getter(name, **arguments)` gets the variable;
+        in a scope within another one that has a getter too, it calls that.
+
+    Raises:
+      ValueError: there is neither a name nor a default name, or only a default name where variables are reused.
+      TypeError: the name, or an argument, is of another type.
+      RuntimeError: no model_fn is running.
+    """
+    if default_name is not None and not isinstance(default_name, str):
+        raise TypeError(
+            f"`est.variable_scope` takes a default name second, a string; got {default_name!r}. Write `reuse=`."
+        )
+    if not isinstance(name, VariableScope) and not (name or default_name and name is None):
+        raise ValueError(
+            f"`est.variable_scope` needs a non-empty name; got {name!r}. Or give None, and a `default_name`."
+        )
+    if not isinstance(name, str | VariableScope | None):
+        raise TypeError(f"`est.variable_scope` needs a name, or a scope; got {name!r}.")
+    for given, what in ((initializer, "initializer"), (regularizer, "regularizer"), (custom_getter, "custom_getter")):
+        if given is not None and not callable(given):
+            raise TypeError(f"`est.variable_scope({name!r})` needs a function as `{what}`; got {given!r}.")
+    frame = current_frame("est.variable_scope")
+    before = frame.scope, frame.reuse, frame.scope_defaults
+    if isinstance(name, VariableScope):
+        path, reuse, defaults = tuple(filter(None, [name.name])), reuse or name.reuse, name.defaults
+    else:
+        path = (*frame.scope, name or _unique(frame, str(default_name), reuse))
+        reuse, defaults = reuse or frame.reuse, frame.scope_defaults
+    defaults = ScopeDefaults(
+        initializer or defaults.initializer,
+        regularizer or defaults.regularizer,
+        _nested(custom_getter, defaults.custom_getter),
+    )
+    scope = VariableScope("/".join(path), reuse, defaults)
+    uses = frame.declared.scope_uses
+    uses[scope.name] += 1
+    at_start = Counter(uses)
+    frame.scope, frame.reuse, frame.scope_defaults = path, reuse, defaults
+    try:
+        yield scope
+    finally:
+        frame.scope, frame.reuse, frame.scope_defaults = before
+        for inner in [each for each in uses if each.startswith(f"{scope.name}/")]:
+            # Names within a scope count from the beginning when it is opened by name again; a scope that is entered
+            # by its object leaves the counts as they were.
+            del uses[inner]
+        if isinstance(name, VariableScope):
+            uses.update({inner: count for inner, count in at_start.items() if inner not in uses})
+
+
+def get_variable_scope() -> VariableScope:
+    """The innermost open scope, as `with est.variable_scope(...) as scope` gives it.
+
+    >>> import estimator as est, jax, jax.numpy as jnp
+    >>> def model_fn(features, labels, mode):
+    ...     with est.variable_scope("outer"), est.variable_scope("inner"):
+    ...         print(est.get_variable_scope().name)
+    ...     return est.EstimatorSpec(mode, predictions=features)
+    >>> _ = est.transform(model_fn).init(jax.random.key(0), jnp.ones(3), mode="infer")
+    outer/inner
+    """
+    frame = current_frame("est.get_variable_scope")
+    return VariableScope("/".join(frame.scope), frame.reuse, frame.scope_defaults)
+
+
+def _unique(frame: Frame, default_name: str, reuse: Reuse) -> str:
+    if reuse is True:
+        raise ValueError(
+            f"`est.variable_scope(None, {default_name!r}, reuse=True)` cannot know which of the scopes so named is to "
+            "be reused. Give the name."
+        )
+    full = "/".join((*frame.scope, default_name))
+    number, uses = 0, frame.declared.scope_uses
+    while uses[full if number == 0 else f"{full}_{number}"] > 0:
+        number += 1
+    return default_name if number == 0 else f"{default_name}_{number}"
+
+
+def _nested(inner: Callable[..., PyTree] | None, outer: Callable[..., PyTree] | None) -> Callable[..., PyTree] | None:
+    """A getter for variables that calls the inner one, whose own getter calls the outer one."""
+    if inner is None or outer is None:
+        return inner or outer
+
+    def nested(getter: Callable[..., PyTree], *args: Any, **arguments: Any) -> PyTree:
+        def through_outer(*args: Any, **arguments: Any) -> PyTree:
+            return outer(getter, *args, **arguments)
+
+        return inner(through_outer, *args, **arguments)
+
+    return nested

@@ -1,0 +1,56 @@
+"""Layers, as in `tf.layers`: functions that get their variables by TensorFlow's names, in a scope of their own."""
+
+from typing import TYPE_CHECKING, Any
+
+from estimator.core._tensorflow_names import LAYERS as _LAYERS
+from estimator.layers._convolution import conv1d, conv2d
+from estimator.layers._dense import dense
+from estimator.layers._dropout import dropout
+from estimator.layers._embed import embed
+from estimator.layers._flatten import flatten
+from estimator.layers._normalization import batch_normalization, layer_norm
+from estimator.layers._pooling import (
+    average_pooling1d,
+    average_pooling2d,
+    global_average_pooling1d,
+    global_average_pooling2d,
+    global_max_pooling1d,
+    global_max_pooling2d,
+    max_pooling1d,
+    max_pooling2d,
+)
+from estimator.layers._recurrent import LSTMState, bidirectional_gru, bidirectional_lstm, gru, lstm
+from estimator.layers._separable import separable_conv2d
+from estimator.layers._transposed import conv2d_transpose
+
+__all__ = [
+    "LSTMState",
+    "average_pooling1d",
+    "average_pooling2d",
+    "batch_normalization",
+    "bidirectional_gru",
+    "bidirectional_lstm",
+    "conv1d",
+    "conv2d",
+    "conv2d_transpose",
+    "dense",
+    "dropout",
+    "embed",
+    "flatten",
+    "global_average_pooling1d",
+    "global_average_pooling2d",
+    "global_max_pooling1d",
+    "global_max_pooling2d",
+    "gru",
+    "layer_norm",
+    "lstm",
+    "max_pooling1d",
+    "max_pooling2d",
+    "separable_conv2d",
+]
+
+if not TYPE_CHECKING:  # which would take any name for an attribute
+
+    def __getattr__(name: str) -> Any:
+        hint = f"here it is {_LAYERS[name]}" if name in _LAYERS else f"it has {', '.join(__all__)}"
+        raise AttributeError(f"`est.layers` has no `{name}`; {hint}.", name=name)

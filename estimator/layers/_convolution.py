@@ -1,0 +1,142 @@
+"""Convolutions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.typing import ArrayLike
+
+from estimator.core._variable_scope import Reuse
+from estimator.core._variables import get_variable
+from estimator.layers._geometry import Geometry
+from estimator.layers._layer import (
+    Activation,
+    Initializer,
+    Regularizer,
+    activate,
+    add_bias,
+    as_input,
+    check_count,
+    layer_scope,
+    refuse,
+    zeros,
+)
+
+
+def conv1d(
+    inputs: ArrayLike,
+    filters: int,
+    kernel_size: int | Sequence[int],
+    strides: int | Sequence[int] = 1,
+    padding: str = "valid",
+    data_format: str = "channels_last",
+    dilation_rate: int | Sequence[int] = 1,
+    activation: Activation = None,
+    use_bias: bool = True,
+    kernel_initializer: Initializer = None,
+    bias_initializer: Initializer = zeros,
+    kernel_regularizer: Regularizer = None,
+    bias_regularizer: Regularizer = None,
+    activity_regularizer: Any = None,
+    kernel_constraint: Any = None,
+    bias_constraint: Any = None,
+    trainable: bool = True,
+    name: str | None = None,
+    reuse: Reuse = None,
+) -> jax.Array:
+    """Convolution over one dimension, as `tf.layers.conv1d`, for inputs `[batch, steps, channels]`.
+
+    Its variables are `conv1d/kernel`, of shape `[*kernel_size, channels, filters]`, and `conv1d/bias`; the arguments
+    are those of `conv2d`, with one integer in the place of two.
+
+    >>> import estimator as est, jax, jax.numpy as jnp
+    >>> def model_fn(features, labels, mode):
+    ...     return est.EstimatorSpec(mode, predictions=est.layers.conv1d(features, 8, 3, padding="same"))
+    >>> model, x = est.transform(model_fn), jnp.ones((2, 10, 4))
+    >>> state = model.init(jax.random.key(0), x, mode="infer")
+    >>> print(state.variables["conv1d/kernel"].shape, model.predict_step(state, x).predictions.shape)
+    (3, 4, 8) (2, 10, 8)
+    """
+    refuse(
+        "conv1d",
+        activity_regularizer=activity_regularizer,
+        kernel_constraint=kernel_constraint,
+        bias_constraint=bias_constraint,
+    )
+    with layer_scope("conv1d", "conv1d", name, reuse):
+        geometry = Geometry.of("conv1d", 1, kernel_size, strides, padding, data_format, dilation_rate)
+        x = as_input("conv1d", inputs, 3)
+        filters = check_count("conv1d", "filters", filters)
+        shape = (*geometry.kernel_size, geometry.channels(x), filters)
+        kernel = get_variable("kernel", shape, x.dtype, kernel_initializer, trainable, regularizer=kernel_regularizer)
+        x = geometry.convolve(x, kernel)
+        if use_bias:
+            bias = get_variable("bias", (filters,), x.dtype, bias_initializer, trainable, regularizer=bias_regularizer)
+            x = add_bias(x, bias, geometry.channels_last)
+    return activate("conv1d", activation, x)
+
+
+def conv2d(
+    inputs: ArrayLike,
+    filters: int,
+    kernel_size: int | Sequence[int],
+    strides: int | Sequence[int] = (1, 1),
+    padding: str = "valid",
+    data_format: str = "channels_last",
+    dilation_rate: int | Sequence[int] = (1, 1),
+    activation: Activation = None,
+    use_bias: bool = True,
+    kernel_initializer: Initializer = None,
+    bias_initializer: Initializer = zeros,
+    kernel_regularizer: Regularizer = None,
+    bias_regularizer: Regularizer = None,
+    activity_regularizer: Any = None,
+    kernel_constraint: Any = None,
+    bias_constraint: Any = None,
+    trainable: bool = True,
+    name: str | None = None,
+    reuse: Reuse = None,
+) -> jax.Array:
+    """Convolution over two dimensions, as `tf.layers.conv2d`.
+
+    >>> import estimator as est, jax, jax.numpy as jnp
+    >>> def model_fn(features, labels, mode):
+    ...     x = est.layers.conv2d(features, 8, 3, padding="same", activation=jax.nn.relu)
+    ...     return est.EstimatorSpec(mode, predictions=est.layers.max_pooling2d(x, 2, 2))
+    >>> model, x = est.transform(model_fn), jnp.ones((2, 10, 10, 3))
+    >>> state = model.init(jax.random.key(0), x, mode="infer")
+    >>> print(state.variables["conv2d/kernel"].shape, model.predict_step(state, x).predictions.shape)
+    (3, 3, 3, 8) (2, 5, 5, 8)
+
+    Args:
+      inputs: `[batch, height, width, channels]`, or with "channels_first" `[batch, channels, height, width]`.
+      filters: the number of output channels.
+      kernel_size, strides, dilation_rate: an integer, or two. Strides and a dilation do not go together, as in
+        TensorFlow.
+      padding: "valid" or "same".
+      data_format: "channels_last" or "channels_first".
+      activation, use_bias, kernel_initializer, bias_initializer, kernel_regularizer, bias_regularizer,
+        activity_regularizer, kernel_constraint, bias_constraint, trainable, name, reuse: as in `dense`.
+
+    Raises:
+      as `dense`.
+    """
+    refuse(
+        "conv2d",
+        activity_regularizer=activity_regularizer,
+        kernel_constraint=kernel_constraint,
+        bias_constraint=bias_constraint,
+    )
+    with layer_scope("conv2d", "conv2d", name, reuse):
+        geometry = Geometry.of("conv2d", 2, kernel_size, strides, padding, data_format, dilation_rate)
+        x = as_input("conv2d", inputs, 4)
+        filters = check_count("conv2d", "filters", filters)
+        shape = (*geometry.kernel_size, geometry.channels(x), filters)
+        kernel = get_variable("kernel", shape, x.dtype, kernel_initializer, trainable, regularizer=kernel_regularizer)
+        x = geometry.convolve(x, kernel)
+        if use_bias:
+            bias = get_variable("bias", (filters,), x.dtype, bias_initializer, trainable, regularizer=bias_regularizer)
+            x = add_bias(x, bias, geometry.channels_last)
+    return activate("conv2d", activation, x)

@@ -1,0 +1,78 @@
+"""Where a kernel is applied: sizes, strides, padding, and which dimension has the channels."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+
+from estimator.layers._layer import channels_are_last, layout, padding_of, sizes
+
+
+@dataclasses.dataclass(frozen=True)
+class Geometry:
+    """The checked arguments of a convolution.
+
+    Attributes:
+      kernel_size, strides, dilation_rate: by spatial dimension.
+      padding: "VALID" or "SAME".
+      channels_last: whether the inputs' last dimension has the channels, or their second one.
+    """
+
+    kernel_size: tuple[int, ...]
+    strides: tuple[int, ...]
+    dilation_rate: tuple[int, ...]
+    padding: str
+    channels_last: bool
+
+    @classmethod
+    def of(
+        cls,
+        layer: str,
+        ndim: int,
+        kernel_size: int | Sequence[int],
+        strides: int | Sequence[int],
+        padding: str,
+        data_format: str,
+        dilation_rate: int | Sequence[int] = 1,
+    ) -> Geometry:
+        strides = sizes(layer, "strides", strides, ndim)
+        dilation_rate = sizes(layer, "dilation_rate", dilation_rate, ndim)
+        if max(strides) > 1 and max(dilation_rate) > 1:
+            raise ValueError(
+                f"`est.layers.{layer}` got strides={strides} and dilation_rate={dilation_rate}, which do not go "
+                "together. Set one of them to 1."
+            )
+        return cls(
+            sizes(layer, "kernel_size", kernel_size, ndim),
+            strides,
+            dilation_rate,
+            padding_of(layer, padding),
+            channels_are_last(layer, data_format),
+        )
+
+    def channels(self, x: jax.Array) -> int:
+        return x.shape[-1 if self.channels_last else 1]
+
+    @property
+    def dimension_numbers(self) -> tuple[str, str, str]:
+        inputs = layout(len(self.kernel_size), self.channels_last)
+        return inputs, f"{'HW'[-len(self.kernel_size) :]}IO", inputs
+
+    def convolve(self, x: jax.Array, kernel: jax.Array, groups: int = 1) -> jax.Array:
+        return jax.lax.conv_general_dilated(
+            x,
+            kernel,
+            self.strides,
+            self.padding,
+            rhs_dilation=self.dilation_rate,
+            dimension_numbers=self.dimension_numbers,
+            feature_group_count=groups,
+        )
+
+    def convolve_transposed(self, x: jax.Array, kernel: jax.Array) -> jax.Array:
+        """The gradient of the convolution that `kernel`, `[*kernel_size, filters, channels]`, belongs to."""
+        return jax.lax.conv_transpose(
+            x, kernel, self.strides, self.padding, dimension_numbers=self.dimension_numbers, transpose_kernel=True
+        )

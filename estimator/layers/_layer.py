@@ -1,0 +1,156 @@
+"""What all layers have in common: the scope of their variables, activations, and checks of arguments."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from estimator.core._frame import current_frame
+from estimator.core._mode_keys import ModeKeys
+from estimator.core._variable_scope import Reuse, variable_scope
+
+Activation = Callable[[jax.Array], jax.Array] | str | None
+Initializer = Callable[..., jax.Array] | None
+Regularizer = Callable[[jax.Array], jax.Array] | None
+
+zeros, ones = jax.nn.initializers.zeros, jax.nn.initializers.ones
+
+_ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "elu": jax.nn.elu,
+    "linear": lambda x: x,
+    "relu": jax.nn.relu,
+    "selu": jax.nn.selu,
+    "sigmoid": jax.nn.sigmoid,
+    "softmax": jax.nn.softmax,
+    "softplus": jax.nn.softplus,
+    "softsign": jax.nn.soft_sign,
+    "tanh": jnp.tanh,
+}
+
+
+@contextlib.contextmanager
+def layer_scope(layer: str, default_name: str, name: str | None, reuse: Reuse) -> Iterator[None]:
+    """The scope of a layer's variables: its name, or the default one made unique."""
+    frame = current_frame(f"est.layers.{layer}")
+    if name is not None and (not isinstance(name, str) or not name):
+        raise TypeError(f"`est.layers.{layer}` needs a name that is a string, or none; got {name!r}.")
+    if name is None and reuse:
+        name = default_name
+    del frame
+    with variable_scope(name, default_name, reuse):
+        yield
+
+
+def is_training(layer: str, training: bool | None) -> bool:
+    """Whether a layer is to act as in training: by its argument, or else by the mode."""
+    frame = current_frame(f"est.layers.{layer}")
+    if training is None:
+        return frame.mode == ModeKeys.TRAIN
+    if isinstance(training, jax.core.Tracer) or not isinstance(training, bool | int) or training not in (0, 1):
+        raise TypeError(
+            f"`est.layers.{layer}` needs True or False as `training`; got {training!r}. Leave it out: by default it is "
+            "True in TRAIN."
+        )
+    return bool(training)
+
+
+def as_input(layer: str, inputs: ArrayLike, ndim: int | None = None, at_least: int = 1) -> jax.Array:
+    """The inputs as a floating array of as many dimensions as the layer takes."""
+    array = jnp.asarray(inputs)
+    if not jnp.issubdtype(array.dtype, jnp.inexact):
+        raise TypeError(
+            f"`est.layers.{layer}` needs floating inputs; got {array.dtype}{list(array.shape)}. Write "
+            "`inputs.astype(jnp.float32)`."
+        )
+    if ndim is not None and array.ndim != ndim:
+        shapes = {3: "[batch, steps, channels]", 4: "[batch, height, width, channels]"}
+        raise ValueError(
+            f"`est.layers.{layer}` needs inputs of {ndim} dimensions, {shapes[ndim]}; got {array.dtype}"
+            f"{list(array.shape)}."
+        )
+    if array.ndim < at_least:
+        raise ValueError(
+            f"`est.layers.{layer}` needs inputs of at least {at_least} dimensions; got {array.dtype}"
+            f"{list(array.shape)}."
+        )
+    return array
+
+
+def activate(layer: str, activation: Activation, x: jax.Array) -> jax.Array:
+    if activation is None:
+        return x
+    if isinstance(activation, str) and activation in _ACTIVATIONS:
+        return _ACTIVATIONS[activation](x)
+    if not callable(activation):
+        known = ", ".join(map(repr, _ACTIVATIONS))
+        raise ValueError(
+            f"`est.layers.{layer}` needs a function as its activation, such as `jax.nn.relu`, or one of {known}; got "
+            f"{activation!r}."
+        )
+    return activation(x)
+
+
+def refuse(layer: str, **given: Any) -> None:
+    """Raises a ValueError for the first argument of TensorFlow's that is given and that a layer does not support."""
+    for name, value in given.items():
+        if value is not None and value is not False:
+            fix = "Leave it out."
+            if name == "activity_regularizer":
+                fix = "Leave it out, and write `est.losses.add_loss(regularizer(output))`."
+            elif name.endswith("_constraint"):
+                fix = (
+                    "Leave it out, and project the variables in the optimizer, as `optax.keep_params_nonnegative` does."
+                )
+            raise ValueError(f"`est.layers.{layer}` does not support `{name}`; got {value!r}. {fix}")
+
+
+def check_count(layer: str, name: str, value: Any) -> int:
+    """A positive integer, such as the number of units."""
+    try:
+        count = value.__index__()
+    except AttributeError:
+        count = 0
+    if count < 1 or isinstance(value, bool):
+        raise ValueError(f"`est.layers.{layer}` needs a positive integer as `{name}`; got {value!r}.")
+    return int(count)
+
+
+def sizes(layer: str, name: str, value: int | Sequence[int], ndim: int) -> tuple[int, ...]:
+    """One positive integer for each spatial dimension; a single one stands for all."""
+    given: tuple[Any, ...] = (value,) * ndim if not isinstance(value, Sequence) else tuple(value)
+    if len(given) != ndim or any(isinstance(each, bool) or not hasattr(each, "__index__") for each in given):
+        raise ValueError(f"`est.layers.{layer}` needs an integer or {ndim} of them as `{name}`; got {value!r}.")
+    if any(each < 1 for each in given):
+        raise ValueError(f"`est.layers.{layer}` needs positive integers as `{name}`; got {value!r}.")
+    return tuple(int(each) for each in given)
+
+
+def padding_of(layer: str, padding: str) -> str:
+    """ "VALID" or "SAME"."""
+    known = str(padding).upper()
+    if known not in ("VALID", "SAME"):
+        raise ValueError(f"`est.layers.{layer}` needs 'valid' or 'same' as `padding`; got {padding!r}.")
+    return known
+
+
+def channels_are_last(layer: str, data_format: str) -> bool:
+    if data_format not in ("channels_last", "channels_first"):
+        raise ValueError(
+            f"`est.layers.{layer}` needs 'channels_last' or 'channels_first' as `data_format`; got {data_format!r}."
+        )
+    return data_format == "channels_last"
+
+
+def layout(ndim: int, channels_last: bool) -> str:
+    """The dimensions of the inputs, as `jax.lax.conv_general_dilated` names them."""
+    spatial = "HW"[-ndim:]
+    return f"N{spatial}C" if channels_last else f"NC{spatial}"
+
+
+def add_bias(x: jax.Array, bias: jax.Array, channels_last: bool = True) -> jax.Array:
+    return x + (bias if channels_last else bias.reshape(-1, *(1,) * (x.ndim - 2)))

@@ -1,0 +1,234 @@
+"""Normalization: by the moments of a batch, or of each example."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from estimator.core._frame import current_frame
+from estimator.core._variable_scope import Reuse
+from estimator.core._variables import assign, get_variable
+from estimator.layers._layer import (
+    Activation,
+    Initializer,
+    Regularizer,
+    activate,
+    as_input,
+    is_training,
+    layer_scope,
+    ones,
+    refuse,
+    zeros,
+)
+
+
+def batch_normalization(
+    inputs: ArrayLike,
+    axis: int | Sequence[int] = -1,
+    momentum: float = 0.99,
+    epsilon: float = 1e-3,
+    center: bool = True,
+    scale: bool = True,
+    beta_initializer: Initializer = zeros,
+    gamma_initializer: Initializer = ones,
+    moving_mean_initializer: Initializer = zeros,
+    moving_variance_initializer: Initializer = ones,
+    beta_regularizer: Regularizer = None,
+    gamma_regularizer: Regularizer = None,
+    beta_constraint: Any = None,
+    gamma_constraint: Any = None,
+    training: bool | None = None,
+    trainable: bool = True,
+    name: str | None = None,
+    reuse: Reuse = None,
+    renorm: bool = False,
+    renorm_clipping: Any = None,
+    renorm_momentum: float = 0.99,
+    fused: bool | None = None,
+    virtual_batch_size: int | None = None,
+    adjustment: Any = None,
+    *,
+    synchronized: bool = False,
+) -> jax.Array:
+    """Batch normalization, as `tf.layers.batch_normalization`.
+
+    In training it normalizes by the mean and variance of the batch, and moves `moving_mean` and `moving_variance`
+    towards them; there are no update ops to run. In the other modes it normalizes by those two.
+
+    >>> import estimator as est, jax, jax.numpy as jnp
+    >>> def model_fn(features, labels, mode):
+    ...     x = est.layers.batch_normalization(features, momentum=0.5)
+    ...     return est.EstimatorSpec(mode, predictions=x, loss=x.sum(), train_op=est.group())
+    >>> model, x = est.transform(model_fn), jnp.array([[2.0], [6.0]])
+    >>> state, spec = model.train_step(model.init(jax.random.key(0), x), x)
+    >>> print(spec.predictions.ravel().round(2))
+    [-1.  1.]
+    >>> print(*(state.variables[f"batch_normalization/moving_{name}"].item() for name in ("mean", "variance")))
+    2.0 2.5
+
+    On towers each normalizes by the moments of its own rows, as in TensorFlow, and the moving averages become the mean
+    of the towers' ones; the mean of their variances is smaller than the variance of all rows together. With
+    `synchronized=True` all towers normalize by the moments of all rows, as one device would: that takes two sums over
+    towers for each layer, and two of their gradients. The micro-batches of `accumulate_steps` are never put together.
+
+    Args:
+      inputs: any shape, floating. float16 and bfloat16 are normalized in float32.
+      axis: the dimension that keeps its statistics, mostly of the channels; 1 for "channels_first". Or several.
+      momentum: how much of a moving average stays in each step.
+      epsilon: added to the variance.
+      center, scale: whether to add `beta`, and to multiply by `gamma`.
+      beta_initializer, gamma_initializer, moving_mean_initializer, moving_variance_initializer, beta_regularizer,
+        gamma_regularizer, trainable, name, reuse: as in `dense`.
+      training: whether to use the moments of the batch. By default in TRAIN, where TensorFlow's default is False in
+        all modes. The moving averages change in TRAIN only.
+      fused: as TensorFlow's: whether the moving variance is that of a sample, `n / (n - 1)` times the variance of the
+        batch. None: if the inputs have four dimensions, of which `axis` is the last or the second.
+      beta_constraint, gamma_constraint, renorm, renorm_clipping, virtual_batch_size, adjustment: must not be given.
+      renorm_momentum: has no effect without `renorm`.
+      synchronized: whether towers normalize by the moments of all their rows together.
+
+    Raises:
+      as `dense`.
+    """
+    layer = "batch_normalization"
+    refuse(
+        layer,
+        beta_constraint=beta_constraint,
+        gamma_constraint=gamma_constraint,
+        renorm=renorm,
+        renorm_clipping=renorm_clipping,
+        virtual_batch_size=virtual_batch_size,
+        adjustment=adjustment,
+    )
+    del renorm_momentum
+    training = is_training(layer, training)
+    x = as_input(layer, inputs, at_least=2)
+    kept = _axes(layer, "axis", axis, x.ndim)
+    reduced = tuple(i for i in range(x.ndim) if i not in kept)
+    sizes = tuple(x.shape[i] for i in kept)
+    along = tuple(x.shape[i] if i in kept else 1 for i in range(x.ndim))
+    dtype = jnp.promote_types(x.dtype, jnp.float32)
+    if fused is None:
+        fused = x.ndim == 4 and kept in ((1,), (3,))
+    with layer_scope(layer, layer, name, reuse):
+        gamma = beta = None
+        if scale:
+            gamma = get_variable("gamma", sizes, dtype, gamma_initializer, trainable, regularizer=gamma_regularizer)
+        if center:
+            beta = get_variable("beta", sizes, dtype, beta_initializer, trainable, regularizer=beta_regularizer)
+        moving_mean = get_variable("moving_mean", sizes, dtype, moving_mean_initializer, trainable=False)
+        moving_variance = get_variable("moving_variance", sizes, dtype, moving_variance_initializer, trainable=False)
+        wide = x.astype(dtype)
+        if training:
+            mean, variance, rows = _moments(wide, reduced, synchronized)
+            moved = variance * (rows / max(rows - 1, 1)) if fused else variance
+            _move("moving_mean", moving_mean, mean.reshape(sizes), momentum)
+            _move("moving_variance", moving_variance, moved.reshape(sizes), momentum)
+        else:
+            mean, variance = moving_mean.reshape(along), moving_variance.reshape(along)
+        return _scaled(wide, mean, variance, gamma, beta, along, epsilon).astype(x.dtype)
+
+
+def layer_norm(
+    inputs: ArrayLike,
+    center: bool = True,
+    scale: bool = True,
+    activation_fn: Activation = None,
+    reuse: Reuse = None,
+    variables_collections: Any = None,
+    outputs_collections: Any = None,
+    trainable: bool = True,
+    begin_norm_axis: int = 1,
+    begin_params_axis: int = -1,
+    scope: str | None = None,
+) -> jax.Array:
+    """Layer normalization, as `tf.contrib.layers.layer_norm`: its variables are `LayerNorm/beta` and `LayerNorm/gamma`.
+
+    Each example is normalized by its own mean and variance, to whose second one 1e-12 is added, as there.
+
+    >>> import estimator as est, jax, jax.numpy as jnp
+    >>> def model_fn(features, labels, mode):
+    ...     return est.EstimatorSpec(mode, predictions=est.layers.layer_norm(features))
+    >>> model, x = est.transform(model_fn), jnp.array([[1.0, 3.0], [10.0, 20.0]])
+    >>> print(model.predict_step(model.init(jax.random.key(0), x, mode="infer"), x).predictions)
+    [[-1.  1.]
+     [-1.  1.]]
+
+    Args:
+      inputs: `[batch, ...]`, floating.
+      center, scale: whether to add `beta`, and to multiply by `gamma`.
+      activation_fn: as `activation` in `dense`.
+      reuse, trainable: as in `dense`.
+      variables_collections, outputs_collections: must be None.
+      begin_norm_axis: the first of the dimensions over which the moments are taken.
+      begin_params_axis: the first of the dimensions of `beta` and `gamma`.
+      scope: as `name` in `dense`; TensorFlow calls it so here.
+    """
+    refuse("layer_norm", variables_collections=variables_collections, outputs_collections=outputs_collections)
+    x = as_input("layer_norm", inputs, at_least=2)
+    (first,), (first_param,) = (
+        _axes("layer_norm", name, axis, x.ndim)
+        for name, axis in (("begin_norm_axis", begin_norm_axis), ("begin_params_axis", begin_params_axis))
+    )
+    shape = x.shape[first_param:]
+    dtype = jnp.promote_types(x.dtype, jnp.float32)
+    with layer_scope("layer_norm", "LayerNorm", scope, reuse):
+        beta = get_variable("beta", shape, dtype, zeros, trainable) if center else None
+        gamma = get_variable("gamma", shape, dtype, ones, trainable) if scale else None
+    wide = x.astype(dtype)
+    axes = tuple(range(first, x.ndim))
+    mean = wide.mean(axes, keepdims=True)
+    variance = jnp.square(wide - mean).mean(axes, keepdims=True)
+    epsilon = 1e-3 if x.dtype == jnp.float16 else 1e-12
+    return activate(
+        "layer_norm", activation_fn, _scaled(wide, mean, variance, gamma, beta, shape, epsilon).astype(x.dtype)
+    )
+
+
+def _axes(layer: str, name: str, axis: int | Sequence[int], ndim: int) -> tuple[int, ...]:
+    """The dimensions, counted from the first one."""
+    given = tuple(axis) if isinstance(axis, Sequence) else (axis,)
+    if not given or any(isinstance(i, bool) or not isinstance(i, int) or not -ndim <= i < ndim for i in given):
+        raise ValueError(
+            f"`est.layers.{layer}` needs a dimension of the inputs as `{name}`, from {-ndim} to {ndim - 1}; got "
+            f"{axis!r}."
+        )
+    return tuple(sorted({i % ndim for i in given}))
+
+
+def _moments(x: jax.Array, axes: tuple[int, ...], synchronized: bool) -> tuple[jax.Array, jax.Array, int]:
+    """Mean and variance, and of how many numbers they are."""
+    rows = math.prod(x.shape[i] for i in axes)
+    replica = current_frame("est.layers.batch_normalization").replica
+    if not synchronized:
+        mean = x.mean(axes, keepdims=True)
+        return mean, jnp.square(x - mean).mean(axes, keepdims=True), rows
+    mean = replica.mean(x.mean(axes, keepdims=True))
+    variance = replica.mean(jnp.square(x - mean).mean(axes, keepdims=True))
+    return mean, variance, rows * replica.towers
+
+
+def _move(name: str, average: jax.Array, value: jax.Array, momentum: float) -> None:
+    assign(name, average - (average - value) * (1 - momentum))
+
+
+def _scaled(
+    x: jax.Array,
+    mean: jax.Array,
+    variance: jax.Array,
+    gamma: jax.Array | None,
+    beta: jax.Array | None,
+    shape: tuple[int, ...],
+    epsilon: float,
+) -> jax.Array:
+    """The normalized inputs, times `gamma` plus `beta`, each of which has `shape` for this."""
+    factor = jax.lax.rsqrt(variance + epsilon)
+    if gamma is not None:
+        factor = factor * gamma.reshape(shape)
+    x = (x - mean) * factor
+    return x if beta is None else x + beta.reshape(shape)

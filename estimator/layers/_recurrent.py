@@ -1,0 +1,351 @@
+"""Recurrent layers: a cell that `jax.lax.scan` runs over the steps of a sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from estimator.core._variable_scope import Reuse, variable_scope
+from estimator.core._variables import get_variable
+from estimator.layers._layer import (
+    Activation,
+    Initializer,
+    Regularizer,
+    activate,
+    as_input,
+    check_count,
+    layer_scope,
+    ones,
+    zeros,
+)
+
+
+class LSTMState(NamedTuple):
+    """The state of an LSTM, as TensorFlow's `LSTMStateTuple`.
+
+    Attributes:
+      c: the memory, `[batch, units]`.
+      h: the output of the last step, `[batch, units]`.
+    """
+
+    c: jax.Array
+    h: jax.Array
+
+
+Step = Callable[[Any, Any], Any]
+"""From a state, and what a cell needs of the inputs of a step, to the next state."""
+
+
+def lstm(
+    inputs: ArrayLike,
+    units: int,
+    sequence_length: ArrayLike | None = None,
+    initial_state: LSTMState | None = None,
+    forget_bias: float = 1.0,
+    activation: Activation = None,
+    time_major: bool = False,
+    kernel_initializer: Initializer = None,
+    bias_initializer: Initializer = zeros,
+    kernel_regularizer: Regularizer = None,
+    trainable: bool = True,
+    name: str | None = None,
+    reuse: Reuse = None,
+    *,
+    cell_name: str = "basic_lstm_cell",
+) -> tuple[jax.Array, LSTMState]:
+    """The outputs of all steps and the last state, as `tf.nn.dynamic_rnn` with a `BasicLSTMCell`.
+
+    Its variables are `rnn/basic_lstm_cell/kernel`, `[width + units, 4 * units]` with the gates i, j, f, o, and `bias`.
+    A second layer without a name is in `rnn_1`, where TensorFlow raises an error.
+
+    >>> import estimator as est, jax, jax.numpy as jnp
+    >>> def model_fn(features, labels, mode):
+    ...     outputs, state = est.layers.lstm(features["x"], 8, sequence_length=features["length"])
+    ...     return est.EstimatorSpec(mode, predictions={"outputs": outputs, "last": state.h})
+    >>> model, x = est.transform(model_fn), {"x": jnp.ones((2, 5, 3)), "length": jnp.array([5, 2])}
+    >>> state = model.init(jax.random.key(0), x, mode="infer")
+    >>> predictions = model.predict_step(state, x).predictions
+    >>> print(state.variables["rnn/basic_lstm_cell/kernel"].shape, predictions["outputs"].shape)
+    (11, 32) (2, 5, 8)
+    >>> print((predictions["outputs"][1, 1] == predictions["last"][1]).all(), predictions["outputs"][1, 2:].any())
+    True False
+
+    Args:
+      inputs: `[batch, steps, width]`, floating; with `time_major`, as the outputs then, `[steps, batch, width]`.
+      units: the width of the output.
+      sequence_length: how many steps each example has, `[batch]`; afterwards its outputs are zeros and its state stays.
+        None: all.
+      initial_state: None: zeros.
+      forget_bias: added to the forget gate.
+      activation: in the place of tanh.
+      kernel_initializer, bias_initializer, kernel_regularizer, trainable, name, reuse: as in `dense`.
+      cell_name: of the scope within; "lstm_cell" where the original has an `LSTMCell`.
+
+    Raises:
+      TypeError: the inputs are not floating, or the lengths are not integers.
+      ValueError: an argument is wrong, or there is a layer of that name already.
+    """
+    with layer_scope("lstm", "rnn", name, reuse):
+        x, lengths = _inputs("lstm", inputs, sequence_length, time_major)
+        gates, step = _lstm_cell(
+            "lstm", x, units, forget_bias, activation, kernel_initializer, bias_initializer, kernel_regularizer,
+            trainable, cell_name,
+        )  # fmt: skip
+        start = _zeros(x, units, 2) if initial_state is None else tuple(initial_state)
+        outputs, state = _run("lstm", gates, step, start, lengths, units)
+    return _as_given(outputs, time_major), LSTMState(*state)
+
+
+def gru(
+    inputs: ArrayLike,
+    units: int,
+    sequence_length: ArrayLike | None = None,
+    initial_state: ArrayLike | None = None,
+    activation: Activation = None,
+    time_major: bool = False,
+    kernel_initializer: Initializer = None,
+    bias_initializer: Initializer = None,
+    kernel_regularizer: Regularizer = None,
+    trainable: bool = True,
+    name: str | None = None,
+    reuse: Reuse = None,
+    *,
+    cell_name: str = "gru_cell",
+) -> tuple[jax.Array, jax.Array]:
+    """The outputs of all steps and the last state, as `tf.nn.dynamic_rnn` with a `GRUCell`.
+
+    Its variables are `rnn/gru_cell/gates/kernel`, `[width + units, 2 * units]` with the gates r, u, `gates/bias`,
+    `candidate/kernel` and `candidate/bias`. The arguments are as in `lstm`.
+
+    >>> import estimator as est, jax, jax.numpy as jnp
+    >>> def model_fn(features, labels, mode):
+    ...     outputs, state = est.layers.gru(features, 8)
+    ...     return est.EstimatorSpec(mode, predictions=state)
+    >>> model, x = est.transform(model_fn), jnp.ones((2, 5, 3))
+    >>> state = model.init(jax.random.key(0), x, mode="infer")
+    >>> print(state.variables["rnn/gru_cell/gates/kernel"].shape, model.predict_step(state, x).predictions.shape)
+    (11, 16) (2, 8)
+
+    Args:
+      bias_initializer: None: ones for the gates, zeros for the candidate.
+    """
+    with layer_scope("gru", "rnn", name, reuse):
+        x, lengths = _inputs("gru", inputs, sequence_length, time_major)
+        gates, step = _gru_cell(
+            "gru", x, units, activation, kernel_initializer, bias_initializer, kernel_regularizer, trainable, cell_name
+        )
+        start = _zeros(x, units, 1) if initial_state is None else (jnp.asarray(initial_state),)
+        outputs, (state,) = _run("gru", gates, step, start, lengths, units)
+    return _as_given(outputs, time_major), state
+
+
+def bidirectional_lstm(
+    inputs: ArrayLike,
+    units: int,
+    sequence_length: ArrayLike | None = None,
+    time_major: bool = False,
+    name: str | None = None,
+    reuse: Reuse = None,
+    *,
+    cell_name: str = "basic_lstm_cell",
+    **options: Any,
+) -> tuple[tuple[jax.Array, jax.Array], tuple[LSTMState, LSTMState]]:
+    """Two LSTMs, of which one goes backwards through each sequence, as `tf.nn.bidirectional_dynamic_rnn`.
+
+    >>> import estimator as est, jax, jax.numpy as jnp
+    >>> def model_fn(features, labels, mode):
+    ...     outputs, states = est.layers.bidirectional_lstm(features, 8)
+    ...     return est.EstimatorSpec(mode, predictions=jnp.concatenate(outputs, -1))
+    >>> model, x = est.transform(model_fn), jnp.ones((2, 5, 3))
+    >>> state = model.init(jax.random.key(0), x, mode="infer")
+    >>> print(model.predict_step(state, x).predictions.shape, *sorted(state.variables)[1::2])
+    (2, 5, 16) bidirectional_rnn/bw/basic_lstm_cell/kernel bidirectional_rnn/fw/basic_lstm_cell/kernel
+
+    Args:
+      options: other arguments of `lstm`, for both, but for `initial_state`.
+      inputs, units, sequence_length, time_major, name, reuse, cell_name: as in `lstm`.
+
+    Returns:
+      `((forwards, backwards), (state_forwards, state_backwards))`; each output is where its input is.
+    """
+    return _both_ways(lstm, inputs, units, sequence_length, time_major, name, reuse, cell_name, options)
+
+
+def bidirectional_gru(
+    inputs: ArrayLike,
+    units: int,
+    sequence_length: ArrayLike | None = None,
+    time_major: bool = False,
+    name: str | None = None,
+    reuse: Reuse = None,
+    *,
+    cell_name: str = "gru_cell",
+    **options: Any,
+) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
+    """Two GRUs, of which one goes backwards through each sequence; as `bidirectional_lstm`.
+
+    >>> import estimator as est, jax, jax.numpy as jnp
+    >>> def model_fn(features, labels, mode):
+    ...     outputs, states = est.layers.bidirectional_gru(features, 8)
+    ...     return est.EstimatorSpec(mode, predictions=jnp.concatenate(states, -1))
+    >>> model, x = est.transform(model_fn), jnp.ones((2, 5, 3))
+    >>> print(model.predict_step(model.init(jax.random.key(0), x, mode="infer"), x).predictions.shape)
+    (2, 16)
+    """
+    return _both_ways(gru, inputs, units, sequence_length, time_major, name, reuse, cell_name, options)
+
+
+def _both_ways(
+    layer: Callable[..., Any],
+    inputs: ArrayLike,
+    units: int,
+    sequence_length: ArrayLike | None,
+    time_major: bool,
+    name: str | None,
+    reuse: Reuse,
+    cell_name: str,
+    options: dict[str, Any],
+) -> Any:
+    caller = f"bidirectional_{layer.__name__}"
+    with layer_scope(caller, "bidirectional_rnn", name, reuse):
+        x, lengths = _inputs(caller, inputs, sequence_length, time_major)
+        options = {**options, "sequence_length": lengths, "time_major": True, "cell_name": cell_name}
+        forwards, state_forwards = layer(x, units, name="fw", **options)
+        backwards, state_backwards = layer(_reversed(x, lengths), units, name="bw", **options)
+    outputs = forwards, _reversed(backwards, lengths)
+    return tuple(_as_given(x, time_major) for x in outputs), (state_forwards, state_backwards)
+
+
+def _lstm_cell(
+    layer: str,
+    x: jax.Array,
+    units: int,
+    forget_bias: float,
+    activation: Activation,
+    kernel_initializer: Initializer,
+    bias_initializer: Initializer,
+    regularizer: Regularizer,
+    trainable: bool,
+    cell_name: str,
+) -> tuple[jax.Array, Step]:
+    """What the inputs add to the gates of all steps, which takes one product of matrices, and the cell."""
+    width, units = x.shape[-1], check_count(layer, "units", units)
+    with variable_scope(cell_name):
+        kernel = get_variable(
+            "kernel", (width + units, 4 * units), x.dtype, kernel_initializer, trainable, regularizer=regularizer
+        )
+        bias = get_variable("bias", (4 * units,), x.dtype, bias_initializer, trainable)
+
+    def step(state: tuple[jax.Array, jax.Array], gates: jax.Array) -> tuple[jax.Array, jax.Array]:
+        c, h = state
+        i, j, f, o = jnp.split(gates + h @ kernel[width:], 4, axis=-1)
+        new = _activated(layer, activation, j) * jax.nn.sigmoid(i)
+        c = c * jax.nn.sigmoid(f + forget_bias) + new
+        return c, _activated(layer, activation, c) * jax.nn.sigmoid(o)
+
+    return x @ kernel[:width] + bias, step
+
+
+def _gru_cell(
+    layer: str,
+    x: jax.Array,
+    units: int,
+    activation: Activation,
+    kernel_initializer: Initializer,
+    bias_initializer: Initializer,
+    regularizer: Regularizer,
+    trainable: bool,
+    cell_name: str,
+) -> tuple[tuple[jax.Array, jax.Array], Step]:
+    """As `_lstm_cell`."""
+    width, units = x.shape[-1], check_count(layer, "units", units)
+
+    def variables(name: str, size: int, bias_default: Initializer) -> tuple[jax.Array, jax.Array]:
+        shape = (width + units, size)
+        with variable_scope(name):
+            return (
+                get_variable("kernel", shape, x.dtype, kernel_initializer, trainable, regularizer=regularizer),
+                get_variable("bias", (size,), x.dtype, bias_initializer or bias_default, trainable),
+            )
+
+    with variable_scope(cell_name):
+        gates_kernel, gates_bias = variables("gates", 2 * units, ones)
+        kernel, bias = variables("candidate", units, zeros)
+
+    def step(state: tuple[jax.Array], inputs: tuple[jax.Array, jax.Array]) -> tuple[jax.Array]:
+        (h,) = state
+        r, u = jnp.split(jax.nn.sigmoid(inputs[0] + h @ gates_kernel[width:]), 2, axis=-1)
+        candidate = _activated(layer, activation, inputs[1] + (r * h) @ kernel[width:])
+        return (u * h + (1 - u) * candidate,)
+
+    return (x @ gates_kernel[:width] + gates_bias, x @ kernel[:width] + bias), step
+
+
+def _activated(layer: str, activation: Activation, x: jax.Array) -> jax.Array:
+    return jnp.tanh(x) if activation is None else activate(layer, activation, x)
+
+
+def _run(
+    layer: str, inputs: Any, step: Step, start: tuple[jax.Array, ...], lengths: jax.Array | None, units: int
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """The outputs of all steps, and the state after an example's last one."""
+    first = jax.tree.leaves(inputs)[0]
+    steps, batch, dtype = first.shape[0], first.shape[1], first.dtype
+    if any(jnp.shape(x) != (batch, units) for x in start):
+        raise ValueError(
+            f"`est.layers.{layer}` needs an `initial_state` of shape {(batch, units)}; got "
+            f"{', '.join(str(jnp.shape(x)) for x in start)}."
+        )
+
+    def body(state: tuple[jax.Array, ...], at: tuple[jax.Array, Any]) -> tuple[tuple[jax.Array, ...], jax.Array]:
+        number, given = at
+        after = step(state, given)
+        if lengths is None:
+            return after, after[-1]
+        runs = (number < lengths)[:, None]
+        output = jnp.where(runs, after[-1], 0)
+        return tuple(jnp.where(runs, new, old) for new, old in zip(after, state, strict=True)), output
+
+    start = tuple(jnp.asarray(x, dtype) for x in start)
+    state, outputs = jax.lax.scan(body, start, (jnp.arange(steps), inputs))
+    return outputs, state
+
+
+def _inputs(
+    layer: str, inputs: ArrayLike, sequence_length: ArrayLike | None, time_major: bool
+) -> tuple[jax.Array, jax.Array | None]:
+    """The inputs, steps first, and the checked lengths."""
+    x = as_input(layer, inputs, 3)
+    x = x if time_major else jnp.swapaxes(x, 0, 1)
+    if sequence_length is None:
+        return x, None
+    lengths = jnp.asarray(sequence_length)
+    if not jnp.issubdtype(lengths.dtype, jnp.integer):
+        raise TypeError(f"`est.layers.{layer}` needs integers as `sequence_length`; got {lengths.dtype}.")
+    if lengths.shape != x.shape[1:2]:
+        raise ValueError(
+            f"`est.layers.{layer}` needs one `sequence_length` for each of the {x.shape[1]} examples; got shape "
+            f"{lengths.shape}."
+        )
+    return x, lengths
+
+
+def _zeros(x: jax.Array, units: int, number: int) -> tuple[jax.Array, ...]:
+    return tuple(jnp.zeros((x.shape[1], units), x.dtype) for _ in range(number))
+
+
+def _as_given(outputs: jax.Array, time_major: bool) -> jax.Array:
+    return outputs if time_major else jnp.swapaxes(outputs, 0, 1)
+
+
+def _reversed(x: jax.Array, lengths: jax.Array | None) -> jax.Array:
+    """The steps of each example in reverse order; those after its last one stay where they are."""
+    if lengths is None:
+        return x[::-1]
+    steps = jnp.arange(x.shape[0])[:, None]
+    order = jnp.where(steps < lengths, lengths - 1 - steps, steps)
+    return jnp.take_along_axis(x, order[:, :, None], axis=0)
