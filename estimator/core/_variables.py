@@ -89,7 +89,7 @@ def get_variable(
         "trainable": trainable,
         "aggregation": aggregation,
         "partition": partition,
-        "regularizer": defaults.regularizer if regularizer is None else regularizer,
+        "regularizer": defaults.regularizer if regularizer is None and trainable else regularizer,
     }
     if defaults.custom_getter is None:
         return _get(full, **options)
@@ -148,7 +148,8 @@ def _get(
         partitioned(call, frame, full, partition)
     frame.declared.trainable[full] = _is_trainable(call, frame.variables[full], trainable)
     frame.declared.aggregation[full] = VariableAggregation(aggregation)
-    if regularizer is not None:
+    floating = all(jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in jax.tree.leaves(frame.variables[full]))
+    if regularizer is not None and floating:
         frame.declared.regularizers[full] = regularizer
     return read(frame, full)
 

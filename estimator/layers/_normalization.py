@@ -112,7 +112,7 @@ def batch_normalization(
     reduced = tuple(i for i in range(x.ndim) if i not in kept)
     sizes = tuple(x.shape[i] for i in kept)
     along = tuple(x.shape[i] if i in kept else 1 for i in range(x.ndim))
-    dtype = jnp.promote_types(x.dtype, jnp.float32)
+    dtype = x.dtype if x.dtype.itemsize >= 4 else jnp.dtype(jnp.float32)
     if fused is None:
         fused = x.ndim == 4 and kept in ((1,), (3,))
     with layer_scope(layer, layer, name, reuse):
@@ -176,7 +176,7 @@ def layer_norm(
         for name, axis in (("begin_norm_axis", begin_norm_axis), ("begin_params_axis", begin_params_axis))
     )
     shape = x.shape[first_param:]
-    dtype = jnp.promote_types(x.dtype, jnp.float32)
+    dtype = x.dtype if x.dtype.itemsize >= 4 else jnp.dtype(jnp.float32)
     with layer_scope("layer_norm", "LayerNorm", scope, reuse):
         beta = get_variable("beta", shape, dtype, zeros, trainable) if center else None
         gamma = get_variable("gamma", shape, dtype, ones, trainable) if scale else None

@@ -43,7 +43,7 @@ def add_loss(loss: ArrayLike) -> None:
     )
     try:
         value = jnp.asarray(loss)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise TypeError(f"`est.losses.add_loss` needs a loss, a scalar; got {loss!r}.") from error
     if value.ndim:
         raise ValueError(

@@ -145,6 +145,44 @@ def test_training_is_that_of_one_device(runner, optimizer, reduction):
     assert w.addressable_data(0).size == w.size * runner.share
 
 
+LAYERED = ("4 towers", "sharded", "server", "round robin", "ring, 4 towers")
+MICRO_BATCHES = ("2 towers, 2 micro-batches", "4 towers, 3 micro-batches")
+
+
+def layered_model_fn(features, labels, mode, *, normalized, reduction, options):
+    """Of layers without names, with regularizers; its moments are those of all rows."""
+    with est.variable_scope("net", regularizer=est.regularizers.l1_l2(0.01, 0.1)):
+        x = est.layers.dense(features, 8, jnp.tanh)
+        if normalized:
+            x = est.layers.batch_normalization(x, momentum=0.8, synchronized=True)
+        x = est.layers.batch_normalization(x, fused=True, training=False)
+        x = est.layers.layer_norm(est.layers.dense(x, 4), scale=False)
+        output = est.layers.dense(x, 1)[:, 0]
+    if mode == est.ModeKeys.PREDICT:
+        return est.EstimatorSpec(mode, output)
+    est.losses.mean_squared_error(labels, output, reduction=REDUCTIONS[reduction])
+    assert len(est.losses.get_regularization_losses()) == len(est.trainable_variables("net"))
+    loss = est.losses.get_total_loss()
+    train_op = TowerOptimizer(optax.sgd(0.05 if reduction == "mean" else 0.002, momentum=0.9), **options).minimize(loss)
+    return est.EstimatorSpec(mode, output, loss, train_op)
+
+
+@pytest.mark.parametrize(
+    ("runner", "reduction"),
+    [
+        pytest.param(runner, reduction, marks=() if (runner, reduction) == ("4 towers", "mean") else pytest.mark.slow)
+        for runner in [*LAYERED, *MICRO_BATCHES]
+        for reduction in ["mean", "sum"]
+    ],
+)
+def test_layers_and_regularizers_train_as_on_one_device(runner, reduction):
+    normalized = runner not in MICRO_BATCHES
+    runner = RUNNERS[runner]
+    model = functools.partial(layered_model_fn, normalized=normalized, reduction=reduction)
+    replicated = runner.replicate(functools.partial(model, options=runner.options), reduction)
+    testing.towers.assert_same_training(functools.partial(model, options={}), replicated, BATCHES, rtol=1e-4, atol=1e-5)
+
+
 def evaluated(replicated, rows):
     """Loss, predictions and metrics of the initial variables for the first rows."""
     model = est.transform(replicated)

@@ -1,0 +1,247 @@
+"""Default names of layers: those of TensorFlow, the same in every mode, on every tower, in every trace."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import estimator as est
+from replicate import TowerOptimizer, replicate_model_fn
+
+X, Y = jnp.ones((8, 3)), jnp.ones((8, 1))
+NETWORK = ["dense", "dense_1", "block/dense", "block/norm", "block/dense_1", "block_1/dense", "dense_2"]
+
+
+def network(features):
+    x = est.layers.dense(features, 4)
+    x = est.layers.dense(x, 4)
+    for _ in range(2):
+        with est.variable_scope(None, "block"):
+            x = est.layers.dense(x, 4)
+            if est.get_variable_scope().name == "block":
+                est.layers.batch_normalization(x, name="norm")
+                x = est.layers.dense(x, 4)
+    return est.layers.dense(x, 1)
+
+
+def model_fn(features, labels, mode, params, seen):
+    output = network(features)
+    seen.append(list(dict.fromkeys(name.rpartition("/")[0] for name in est.trainable_variables())))
+    if mode == est.ModeKeys.PREDICT:
+        return est.EstimatorSpec(mode, predictions=output)
+    loss = est.losses.mean_squared_error(labels, output)
+    optimizer = TowerOptimizer(optax.sgd(0.1), accumulate_steps=params.get("steps", 1))
+    if params.get("gradients"):
+        train_op = optimizer.apply_gradients(optimizer.compute_gradients(loss))  # runs the model_fn once more
+    else:
+        train_op = optimizer.minimize(loss)
+    return est.EstimatorSpec(mode, output, loss, train_op)
+
+
+@pytest.mark.parametrize(
+    ("towers", "params"),
+    [(0, {}), (0, {"gradients": True}), *((n, p) for n in (1, 2) for p in ({}, {"steps": 2}, {"gradients": True}))],
+)
+def test_names_are_the_same_in_every_run_of_the_model_fn(towers, params):
+    seen = []
+    model = functools.partial(model_fn, seen=seen)
+    replicated = replicate_model_fn(model, devices=[f"/cpu:{i}" for i in range(towers)]) if towers else model
+    model = est.transform(replicated, params=params)
+    state = model.init(jax.random.key(0), X, Y)
+    model.train_step(state, X, Y)
+    model.eval_step(state, X[:7], Y[:7])
+    model.predict_step(state, X)
+    model.predict_step(state, X[:3])
+    assert len(seen) >= 4 and all(names == NETWORK for names in seen)
+
+
+def names_of(body, mode="infer"):
+    """The variables that a model_fn gets."""
+
+    def model_fn(features, mode):
+        body(features)
+        return est.EstimatorSpec(mode, predictions=features, loss=jnp.float32(0), train_op=est.group())
+
+    return sorted(est.transform(model_fn).init(jax.random.key(0), X, mode=mode).variables)
+
+
+def kernels(body):
+    return [name for name in names_of(body) if name.endswith("kernel")]
+
+
+def test_a_scope_opened_again_counts_from_the_beginning_as_in_tensorflow():
+    def twice(reuse):
+        def body(x):
+            for _ in range(2):
+                with est.variable_scope("net", reuse=reuse):
+                    est.layers.dense(x, 2)
+                    est.layers.dense(x, 2)
+
+        return body
+
+    assert kernels(twice(est.AUTO_REUSE)) == ["net/dense/kernel", "net/dense_1/kernel"]
+    with pytest.raises(ValueError, match="`est.get_variable\\('net/dense/kernel'\\)` was called twice in one run"):
+        names_of(twice(None))
+
+
+def test_a_scope_entered_by_its_object_counts_on():
+    def body(x):
+        with est.variable_scope("net") as scope:
+            est.layers.dense(x, 2)
+            with est.variable_scope("other"), est.variable_scope(scope):
+                est.layers.dense(x, 2)
+                assert est.get_variable_scope().name == "net"
+            est.layers.dense(x, 2, name="last")
+        with est.variable_scope("other"):
+            est.layers.dense(x, 2)
+
+    assert kernels(body) == ["net/dense/kernel", "net/dense_1/kernel", "net/last/kernel", "other/dense/kernel"]
+
+
+def test_a_scope_object_keeps_its_reuse_and_defaults():
+    def body(x):
+        with est.variable_scope("net", initializer=jax.nn.initializers.ones) as scope:
+            first = est.get_variable("w", (2,))
+            scope.reuse_variables()
+            assert est.get_variable("w", (2,)) is first
+        assert scope.reuse is True
+        with est.variable_scope(scope):
+            est.get_variable("w", (2,))
+            with pytest.raises(ValueError, match="in a scope with `reuse=True`, but no such variable"):
+                est.get_variable("v", (2,))
+        est.get_variable("v", (2,))  # outside of the scope
+
+    assert names_of(body) == ["net/w", "v"]
+
+
+def test_default_names_of_scopes_are_unique_within_the_scope_around():
+    def body(x):
+        for _ in range(2):
+            with est.variable_scope(None, "a"):
+                est.get_variable("w", ())
+        with est.variable_scope("a_2"):
+            est.get_variable("w", ())
+        with est.variable_scope("outer"), est.variable_scope(None, default_name="a"):
+            est.get_variable("w", ())
+        with est.variable_scope(None, "a"):
+            est.get_variable("w", ())
+        with est.variable_scope("b", "unused"):
+            est.get_variable("w", ())
+
+    assert names_of(body) == ["a/w", "a_1/w", "a_2/w", "a_3/w", "b/w", "outer/a/w"]
+
+
+def test_getters_of_scopes_see_every_variable_the_inner_one_first():
+    calls = []
+
+    def getter(label, factor):
+        def custom(getter, name, **arguments):
+            calls.append((label, name))
+            return factor * getter(name, **arguments)
+
+        return custom
+
+    def body(x):
+        ones = jax.nn.initializers.ones
+        with est.variable_scope("a", custom_getter=getter("outer", 2.0), initializer=ones):
+            with est.variable_scope("b", custom_getter=getter("inner", 3.0)):
+                np_ones = est.layers.dense(x, 1, use_bias=False)
+        assert np_ones.shape == (8, 1)
+        values.append(np_ones)
+
+    values = []
+
+    def model_fn(features, mode):
+        body(features)
+        return est.EstimatorSpec(mode, predictions=values[-1])
+
+    model = est.transform(model_fn)
+    state = model.init(jax.random.key(0), X, mode="infer")
+    assert (model.predict_step(state, X).predictions == 18).all()  # 3 inputs of 1, times 2 times 3
+    assert calls[:2] == [("inner", "a/b/dense/kernel"), ("outer", "a/b/dense/kernel")]
+    assert (state.variables["a/b/dense/kernel"] == 1).all()
+
+
+def test_a_layer_may_be_shared():
+    def body(x):
+        first = est.layers.dense(x, 2, name="d")
+        assert (est.layers.dense(x, 2, name="d", reuse=True) == first).all
+        est.layers.dense(x, 2, name="e", reuse=est.AUTO_REUSE)
+        est.layers.dense(x, 2, name="e", reuse=est.AUTO_REUSE)
+
+    assert kernels(body) == ["d/kernel", "e/kernel"]
+
+
+def test_other_default_names():
+    def body(x):
+        sequence = x.reshape(2, 4, 3)
+        for _ in range(2):
+            est.layers.layer_norm(x)
+            est.layers.batch_normalization(x, center=False, scale=False)
+            est.layers.embed(jnp.zeros(3, int), 5, 2)
+            est.layers.lstm(sequence, 2, cell_name="lstm_cell")
+        est.layers.bidirectional_gru(sequence, 2)
+
+    names = names_of(body)
+    assert [name for name in names if name.startswith(("Layer", "batch", "Embed"))] == [
+        "EmbedSequence/embeddings",
+        "EmbedSequence_1/embeddings",
+        "LayerNorm/beta",
+        "LayerNorm/gamma",
+        "LayerNorm_1/beta",
+        "LayerNorm_1/gamma",
+        "batch_normalization/moving_mean",
+        "batch_normalization/moving_variance",
+        "batch_normalization_1/moving_mean",
+        "batch_normalization_1/moving_variance",
+    ]
+    assert [name for name in names if name.endswith("kernel")] == [
+        "bidirectional_rnn/bw/gru_cell/candidate/kernel",
+        "bidirectional_rnn/bw/gru_cell/gates/kernel",
+        "bidirectional_rnn/fw/gru_cell/candidate/kernel",
+        "bidirectional_rnn/fw/gru_cell/gates/kernel",
+        "rnn/lstm_cell/kernel",
+        "rnn_1/lstm_cell/kernel",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("body", "error", "message"),
+    [
+        (
+            lambda: est.variable_scope(None).__enter__(),
+            ValueError,
+            "needs a non-empty name; got None. Or give None, and",
+        ),
+        (lambda: est.variable_scope(3).__enter__(), TypeError, "`est.variable_scope` needs a name, or a scope; got 3"),
+        (
+            lambda: est.variable_scope("a", True).__enter__(),
+            TypeError,
+            "takes a default name second, .* Write `reuse=`",
+        ),
+        (
+            lambda: est.variable_scope(None, "a", reuse=True).__enter__(),
+            ValueError,
+            "cannot know which of the scopes so named is to be reused. Give the name",
+        ),
+        (
+            lambda: est.variable_scope("a", initializer=0.5).__enter__(),
+            TypeError,
+            r"`est.variable_scope\('a'\)` needs a function as `initializer`; got 0.5",
+        ),
+        (lambda: est.layers.dense(X, 2, name=3), TypeError, "`est.layers.dense` needs a name that is a string, or non"),
+        (lambda: est.layers.dense(X, 2, name="d", reuse=True), ValueError, "no such variable was created in this run"),
+        (lambda: [est.layers.dense(X, 2, name="d") for _ in "ab"], ValueError, "was called twice in one run"),
+        (lambda: [est.layers.embed(X.astype(int), 5, 2, scope="e") for _ in "ab"], ValueError, "called twice in one"),
+    ],
+)
+def test_wrong_names_are_errors(body, error, message):
+    with pytest.raises(error, match=message):
+        names_of(lambda x: body())
+
+
+def test_a_layer_outside_of_a_model_fn_is_an_error():
+    with pytest.raises(RuntimeError, match="`est.layers.dense` must be called inside a model_fn"):
+        est.layers.dense(X, 2)
