@@ -353,7 +353,7 @@ def run_store(key: Hashable, make: Callable[[], T]) -> T:
     """What a library keeps for one run of a model_fn: the first call makes it, the others of the run return it.
 
     A model_fn runs many times: in each mode, on each tower, whenever jax traces it. Every run has a store of its own,
-    which ends with it; so a counter in it counts the same in all of them, where one in a module would go on counting.
+    which ends with it; so a counter in it gives the same numbers in all of them; one in a module would not.
 
     >>> import estimator as est, itertools, jax, jax.numpy as jnp
     >>> def next_weight():

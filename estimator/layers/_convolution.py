@@ -49,7 +49,7 @@ def conv1d(
     """Convolution over one dimension, as `tf.layers.conv1d`, for inputs `[batch, steps, channels]`.
 
     Its variables are `conv1d/kernel`, of shape `[*kernel_size, channels, filters]`, and `conv1d/bias`; the arguments
-    are those of `conv2d`, with one integer in the place of two.
+    are the ones of `conv2d`, with one integer instead of two.
 
     >>> import estimator as est, jax, jax.numpy as jnp
     >>> def model_fn(features, labels, mode):

@@ -36,12 +36,11 @@ _ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 @contextlib.contextmanager
 def layer_scope(layer: str, default_name: str, name: str | None, reuse: Reuse) -> Iterator[None]:
     """The scope of a layer's variables: its name, or the default one made unique."""
-    frame = current_frame(f"est.layers.{layer}")
+    current_frame(f"est.layers.{layer}")  # or raises an error that names the layer
     if name is not None and (not isinstance(name, str) or not name):
         raise TypeError(f"`est.layers.{layer}` needs a name that is a string, or none; got {name!r}.")
     if name is None and reuse:
         name = default_name
-    del frame
     with variable_scope(name, default_name, reuse):
         yield
 

@@ -86,8 +86,8 @@ def batch_normalization(
         gamma_regularizer, trainable, name, reuse: as in `dense`.
       training: whether to use the moments of the batch. By default in TRAIN, where TensorFlow's default is False in
         all modes. The moving averages change in TRAIN only.
-      fused: as TensorFlow's: whether the moving variance is that of a sample, `n / (n - 1)` times the variance of the
-        batch. None: if the inputs have four dimensions, of which `axis` is the last or the second.
+      fused: as TensorFlow's fused kernel: whether the moving variance is `n / (n - 1)` times the variance of the
+        batch, an unbiased estimate. None: if the inputs have four dimensions, of which `axis` is the last or the second.
       beta_constraint, gamma_constraint, renorm, renorm_clipping, virtual_batch_size, adjustment: must not be given.
       renorm_momentum: has no effect without `renorm`.
       synchronized: whether towers normalize by the moments of all their rows together.

@@ -81,7 +81,7 @@ def lstm(
         None: all.
       initial_state: None: zeros.
       forget_bias: added to the forget gate.
-      activation: in the place of tanh.
+      activation: used instead of tanh.
       kernel_initializer, bias_initializer, kernel_regularizer, trainable, name, reuse: as in `dense`.
       cell_name: of the scope within; "lstm_cell" where the original has an `LSTMCell`.
 

@@ -170,6 +170,8 @@ class BlockSyncRunner(SyncRunner):
                 start.global_step,
                 scope=frame.scope,
                 reuse=frame.reuse,
+                scope_defaults=frame.scope_defaults,
+                declared=frame.fresh().declared,
             )
             writes = run_model_fn(call, inside, batch, differentiate=False).writes
             names.extend({**writes.assigned, **writes.added})

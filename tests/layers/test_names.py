@@ -1,4 +1,4 @@
-"""Default names of layers: those of TensorFlow, the same in every mode, on every tower, in every trace."""
+"""Default names of layers: as in TensorFlow, the same in every mode, on every tower, in every trace."""
 
 import functools
 
