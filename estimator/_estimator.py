@@ -179,6 +179,7 @@ class Estimator:
             model_fn; a batch that the model_fn cannot take.
           NanLossDuringTrainingError: the loss became NaN. Nothing of that is saved.
           NonFiniteGradientError: a gradient was inf or NaN, with on_nan="raise". Nothing of that is saved.
+          RuntimeError: a checkpoint could not be written; the newest one stays.
           ReplicaMismatchError: copies of a variable differ, where `RunConfig(check_replicas_every=...)` looks for it.
         """
         if steps is not None and max_steps is not None:

@@ -3,9 +3,9 @@
 On disk a checkpoint is a flat dict of arrays (see `_named_arrays.py`). Each array is saved once, unsharded, so that
 any number of devices can read it.
 
-Saving is synchronous: when `save` returns, the checkpoint is on disk, and a train step may donate the
-memory of the state. A checkpoint is written under another name and then renamed, and renamed again
-before it is removed, so a directory with the name of a checkpoint is always complete.
+When `save` returns, a train step may donate the memory of the state, and the checkpoint is on disk, or,
+with `wait=False`, being written by a thread. A checkpoint is written under another name and then renamed,
+and renamed again before it is removed, so a directory with the name of a checkpoint is always complete.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from typing import Any, Protocol, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from absl import logging
 
+from estimator.checkpoint._async_save import AsyncSave, CheckpointWriteError
 from estimator.checkpoint._file_lock import lock_if_possible
 from estimator.checkpoint._json_state import decode, encode
 from estimator.checkpoint._named_arrays import (
@@ -36,7 +38,7 @@ from estimator.checkpoint._named_arrays import (
     short,
     to_arrays,
 )
-from estimator.checkpoint._orbax import METADATA_FILE, open_arrays, with_orbax
+from estimator.checkpoint._orbax import METADATA_FILE, open_arrays, with_orbax, write_behind
 from estimator.core._state import State
 from estimator.optim._learning_rate import _RATE, _VALUES, _names
 
@@ -103,9 +105,17 @@ class Checkpoints:
         self._keep_max = keep_max
         self._keep_every_ns = None if keep_every_n_hours is None else keep_every_n_hours * 3600e9
         self._swept = False
+        self._in_flight: AsyncSave | None = None
 
     def paths(self) -> list[str]:
-        """The paths of all complete checkpoints, oldest first; every call lists the directory again."""
+        """The paths of all complete checkpoints, oldest first; every call lists the directory again.
+
+        It waits for the checkpoint that a thread of this object writes, as `latest` and `pinned` do.
+        """
+        self.finish()
+        return self._whole()
+
+    def _whole(self) -> list[str]:
         if not os.path.isdir(self._dir):
             return []
         steps = sorted(int(m[1]) for m in map(_NAME.fullmatch, os.listdir(self._dir)) if m)
@@ -116,28 +126,97 @@ class Checkpoints:
         paths = self.paths()
         return paths[-1] if paths else None
 
-    def save(self, state: State, host: dict[str, Any] | None = None) -> str:
+    def save(self, state: State, host: dict[str, Any] | None = None, wait: bool = True) -> str:
         """Writes `state` to `<model_dir>/ckpt-<global_step>` and returns this path.
 
         The checkpoint of a step that has one is left as it is: a training run resumes from the
         newest checkpoint, so the same step means the same state.
 
+        One save is in flight at most: this one waits for the one before, and raises what went wrong in it.
+
         Args:
           state: jax arrays on any devices; none may have a size of zero.
           host: values other than arrays, saved in the same write (see `_json_state.py`).
+          wait: whether to return when the checkpoint is on disk. Otherwise a thread writes it, from a copy in the
+            host's memory; `wait()` says when it is there. Several processes always wait, since one that dies could
+            keep the threads of the others waiting.
 
         Raises:
           ValueError: two variables have the same name on disk.
+          CheckpointWriteError: this checkpoint, or the one before, could not be written.
         """
+        self.wait()
         path = self._path(int(state.global_step))
         if not _is_checkpoint(path):
             arrays = to_arrays(state)
             if host:
                 arrays[_HOST] = encode(host)
-            _write(path, arrays, together=True)
-            if jax.process_index() == 0:
-                self._remove_old(path)
+            if wait or jax.process_count() > 1:
+                self._write(path, arrays)
+            else:
+                self._start_writing(path, arrays)
         return path
+
+    def finish(self) -> None:
+        """Waits until no thread of this object writes a checkpoint any more, whatever goes wrong in it."""
+        in_flight = self._in_flight  # another thread, which trains, may begin the next one meanwhile
+        if in_flight is not None:
+            in_flight.finish()
+
+    def wait(self) -> None:
+        """Waits until the last checkpoint is on disk.
+
+        Raises:
+          CheckpointWriteError: it could not be written; this is raised once.
+        """
+        self.finish()
+        in_flight, self._in_flight = self._in_flight, None
+        if in_flight is not None:
+            in_flight.check()
+
+    def give_up(self) -> None:
+        """To be called when nobody waits for the last checkpoint any more."""
+        if self._in_flight is not None:
+            self._in_flight.give_up()
+
+    def _write(self, path: str, arrays: dict[str, Any]) -> None:
+        with contextlib.nullcontext() if jax.process_count() > 1 else self._explaining(path):
+            _write(path, arrays, together=True)
+        if jax.process_index() == 0:
+            self._remove_old(path)
+
+    def _start_writing(self, path: str, arrays: dict[str, Any]) -> None:
+        import orbax.checkpoint  # noqa: F401  # by this thread, as in `with_orbax`
+
+        def write(copied: Callable[[], None]) -> None:
+            try:
+                with self._explaining(path):
+                    write_behind(path, arrays, copied)
+                self._remove_old(path)
+            except Exception as error:
+                logging.error("%s", error)  # which is raised only when training saves again, or ends
+                raise
+
+        self._in_flight = AsyncSave(path, write)
+        self._in_flight.start()
+
+    @contextlib.contextmanager
+    def _explaining(self, path: str) -> Iterator[None]:
+        """Explains errors of the block, which writes a checkpoint, and removes what it has left unfinished."""
+        try:
+            yield
+        except Exception as error:
+            self._swept = False  # threads of orbax may still be writing
+            name = os.path.basename(path)
+            for other in filter(_LEFTOVER.fullmatch, os.listdir(self._dir) if os.path.isdir(self._dir) else ()):
+                if other.startswith(f"{name}."):
+                    shutil.rmtree(os.path.join(self._dir, other), ignore_errors=True)
+            newest = self._whole()[-1:]
+            raise CheckpointWriteError(
+                f"The checkpoint of step {step_of(path)} could not be written to {path}: {error}\n"
+                + (f"The newest checkpoint is {newest[0]}. " if newest else "There is no other checkpoint. ")
+                + "Look whether the disk is full, or the directory is gone or cannot be written."
+            ) from error
 
     def pin(self, path: str) -> None:
         """Keeps a checkpoint on disk until `unpin`, also after a restart, beside the newest ones.
@@ -174,12 +253,17 @@ class Checkpoints:
         if not self._keep_max:
             return
         last_kept = None
-        for path in self.paths()[: -self._keep_max]:
+        for path in self._whole()[: -self._keep_max]:
             at = written_ns(path)
             if self._keep_every_ns is not None and (last_kept is None or at - last_kept >= self._keep_every_ns):
                 last_kept = at
             elif path != written and not _is_pinned(path):
                 _remove(path)
+
+
+def step_of(path: str) -> int:
+    """The global step of a checkpoint, from its path."""
+    return int(path.rsplit("-")[-1])
 
 
 def written_ns(path: str) -> int:

@@ -58,6 +58,7 @@ class CheckpointLookup:
           ValueError: there is none.
         """
         if checkpoint_path not in (None, "latest"):
+            self._checkpoints.finish()  # it may be the one that is being written
             _checkpoints.names(checkpoint_path)  # raises where it is not a checkpoint
             return checkpoint_path
         path = self.newest(group)

@@ -82,12 +82,56 @@ class ArrayStore:
 
 @contextlib.contextmanager
 def open_arrays(path: str, together: bool = False) -> Iterator[ArrayStore]:
-    """Opens the directory at `path`, without the two dozen INFO lines that orbax would log.
+    """Opens the directory at `path`.
 
     Args:
       path: the directory.
       together: whether all processes write it together. Otherwise each process works for itself.
     """
+    import orbax.checkpoint as ocp
+
+    processes = ocp.options.MultiprocessingOptions()
+    if not together and jax.process_count() > 1:
+        me = jax.process_index()
+        processes = ocp.options.MultiprocessingOptions(
+            primary_host=me, active_processes={me}, barrier_sync_key_prefix=f"process{me}"
+        )
+    with (
+        _quiet_orbax(),
+        ocp.Checkpointer(_handler(processes), multiprocessing_options=processes) as checkpointer,
+    ):
+        yield ArrayStore(path, checkpointer)
+
+
+def write_behind(path: str, arrays: Mapping[str, jax.Array | np.ndarray], copied: Callable[[], object]) -> None:
+    """Writes arrays into the directory at `path`, in a single process, from a copy of them in the host's memory.
+
+    On a GPU orbax makes the copy. On CPU devices it refers to the memory of the arrays, which XLA then does not donate:
+    the program that would have used it again takes other memory.
+
+    Args:
+      path: the directory, which appears when it is whole.
+      arrays: what to write.
+      copied: called once there is a copy; from then on a program may donate the memory of the arrays.
+    """
+    import orbax.checkpoint as ocp
+
+    processes = ocp.options.MultiprocessingOptions()
+    # Otherwise two saves at a time, of two Estimators, could wait for each other's directories.
+    options = ocp.options.AsyncOptions(create_directories_asynchronously=False)
+    with (
+        _quiet_orbax(),
+        ocp.AsyncCheckpointer(
+            _handler(processes), async_options=options, multiprocessing_options=processes
+        ) as checkpointer,
+    ):
+        # force: something that is not a checkpoint may be in the way.
+        checkpointer.save(os.path.abspath(path), args=ocp.args.PyTreeSave(arrays), force=True)
+        copied()
+        checkpointer.wait_until_finished()
+
+
+def _handler(processes: ocp.options.MultiprocessingOptions) -> ocp.PyTreeCheckpointHandler:
     import orbax.checkpoint as ocp
     from orbax.checkpoint import type_handlers
 
@@ -97,19 +141,27 @@ def open_arrays(path: str, together: bool = False) -> Iterator[ArrayStore]:
         (jax.Array, type_handlers.ArrayHandler(use_replica_parallel=False)),
         (np.ndarray, type_handlers.NumpyHandler()),
     )
+    # Compressing weights takes three times as long as writing them, and a second copy of them, for 8 % of the bytes.
+    return ocp.PyTreeCheckpointHandler(
+        use_compression=False, type_handler_registry=registry, multiprocessing_options=processes
+    )
+
+
+@contextlib.contextmanager
+def _quiet_orbax() -> Iterator[None]:
+    """Drops what orbax, in any of its threads, would add to the log of the run: dozens of INFO lines, and several
+    tracebacks of an error that is raised anyway."""
+    import orbax.checkpoint as ocp
+
+    folder = os.path.dirname(ocp.__file__)
+
+    def is_wanted(record: standard_logging.LogRecord) -> bool:
+        is_shown = record.levelno > standard_logging.INFO and not record.exc_info
+        return is_shown or not record.pathname.startswith(folder)
+
     logger = logging.get_absl_logger()
-    level = logger.level
-    if logger.getEffectiveLevel() == standard_logging.INFO:
-        logger.setLevel("WARNING")
+    logger.addFilter(is_wanted)
     try:
-        processes = ocp.options.MultiprocessingOptions()
-        if not together and jax.process_count() > 1:
-            me = jax.process_index()
-            processes = ocp.options.MultiprocessingOptions(
-                primary_host=me, active_processes={me}, barrier_sync_key_prefix=f"process{me}"
-            )
-        handler = ocp.PyTreeCheckpointHandler(type_handler_registry=registry, multiprocessing_options=processes)
-        with ocp.Checkpointer(handler, multiprocessing_options=processes) as checkpointer:
-            yield ArrayStore(path, checkpointer)
+        yield
     finally:
-        logger.setLevel(level)
+        logger.removeFilter(is_wanted)

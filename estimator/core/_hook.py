@@ -177,8 +177,13 @@ class Context(Protocol):
         Reading it waits for the steps, and looks at their losses: one that is NaN is raised here.
         """
 
-    def save(self) -> str | None:
-        """Saves a checkpoint now, unless this step has one; returns its path (None: saving is off)."""
+    def save(self, wait: bool = True) -> str | None:
+        """Saves a checkpoint now, unless this step has one; returns its path (None: saving is off).
+
+        Args:
+          wait: whether to return when it is on disk. Otherwise, with `RunConfig(save_checkpoints_async=True)`, it may
+            appear there later; the next save, the end of the run and `latest_checkpoint` wait for it.
+        """
 
     def change(self, change: Callable[[Any], Any]) -> None:
         """Replaces the training carry (variables, slots and global step) by `change(carry)`."""

@@ -79,9 +79,9 @@ class RunConfig:
     True
     >>> config.replace(seed=1)
     RunConfig(model_dir=None, seed=1, save_summary_steps=100, save_checkpoints_steps=100,
-              save_checkpoints_secs=None, keep_checkpoint_max=5, keep_checkpoint_every_n_hours=None,
-              log_step_count_steps=100, steps_per_loop='auto', check_replicas_every=None, resume_input='position',
-              eval_loss_over='batches')
+              save_checkpoints_secs=None, save_checkpoints_async=True, keep_checkpoint_max=5,
+              keep_checkpoint_every_n_hours=None, log_step_count_steps=100, steps_per_loop='auto',
+              check_replicas_every=None, resume_input='position', eval_loss_over='batches')
 
     Args:
       model_dir: the directory of checkpoints and event files, a string or a path object; None
@@ -91,6 +91,9 @@ class RunConfig:
       save_checkpoints_steps: save every N steps. None or 0: not by steps.
       save_checkpoints_secs: save every N seconds. None or 0: not by time. With both None no
         checkpoint is ever saved.
+      save_checkpoints_async: whether training continues while a checkpoint is written, from a copy of the state in the
+        host's memory. The next save and the end of the run wait for it, and raise what went wrong; so do the
+        calls of the same Estimator that read the newest checkpoint, which wait. Several processes always wait.
       keep_checkpoint_max: how many of the newest checkpoints stay on disk; None or 0 keeps all.
       keep_checkpoint_every_n_hours: of the checkpoints that `keep_checkpoint_max` would remove, keep the first, and
         one every N hours after the last one kept. None keeps none.
@@ -125,6 +128,7 @@ class RunConfig:
     save_summary_steps: int | None = 100
     save_checkpoints_steps: int | None = _UNSET
     save_checkpoints_secs: float | None = _UNSET
+    save_checkpoints_async: bool = True
     keep_checkpoint_max: int | None = 5
     keep_checkpoint_every_n_hours: float | None = None
     log_step_count_steps: int | None = 100
@@ -159,6 +163,8 @@ class RunConfig:
             _check_int("steps_per_loop", self.steps_per_loop, 1, ', a time such as "0.2s", or "auto"')
         if self.eval_loss_over not in ("batches", "examples"):
             raise ValueError(f'`eval_loss_over` should be "batches" or "examples"; got {self.eval_loss_over!r}.')
+        if not isinstance(self.save_checkpoints_async, bool):
+            raise ValueError(f"`save_checkpoints_async` should be True or False; got {self.save_checkpoints_async!r}.")
         if self.resume_input not in ("position", "count", None):
             raise ValueError(f'`resume_input` should be "position", "count" or None; got {self.resume_input!r}.')
         if self.check_replicas_every is not None:

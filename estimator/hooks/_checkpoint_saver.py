@@ -20,7 +20,11 @@ class CheckpointSaverListener:
         """Called before the checkpoint of a step is written."""
 
     def after_save(self, context: Context, step: int) -> bool | None:
-        """Called after it is written. True ends the training run, except after the first checkpoint."""
+        """Called once it is on disk, before the next step. True ends the training run, except after the first
+        checkpoint.
+
+        Training waits for the checkpoint where a listener has this method, also with `save_checkpoints_async`.
+        """
 
     def end(self, context: Context, step: int) -> None:
         """Called once, after the last checkpoint."""
@@ -103,10 +107,15 @@ class CheckpointSaverHook(Hook):
             return False
         for listener in self.listeners:
             listener.before_save(context, step)
-        context.save()
+        # What listeners do, such as an evaluation, belongs to the state of this step, not to that of a later one.
+        context.save(wait=any(_hears_after_save(listener) for listener in self.listeners))
         self._announced_step, self._time = step, time.monotonic()
         answers = [listener.after_save(context, step) for listener in self.listeners]
         return any(answer is True for answer in answers)
+
+
+def _hears_after_save(listener: CheckpointSaverListener) -> bool:
+    return type(listener).after_save is not CheckpointSaverListener.after_save
 
 
 def checked_listeners(listeners: Iterable[CheckpointSaverListener] | None) -> tuple[CheckpointSaverListener, ...]:

@@ -28,7 +28,7 @@ class Actions(Protocol):
 
     def state(self) -> State: ...
 
-    def save(self) -> str | None: ...
+    def save(self, wait: bool) -> str | None: ...
 
     def look(self) -> None: ...
 
@@ -47,7 +47,7 @@ class ReadOnly:
             raise RuntimeError("There is no state yet: `context.state` can be read from `after_create_state` on.")
         return self._state
 
-    def save(self) -> str | None:
+    def save(self, wait: bool) -> str | None:
         raise RuntimeError(f"Only training saves checkpoints; got `context.save()` in mode {str(self._mode)!r}.")
 
     def look(self) -> None:
@@ -118,8 +118,8 @@ class RunContext:
         self.global_step = int(state.global_step)
         self._actions = ReadOnly(self.mode, state)
 
-    def save(self) -> str | None:
-        return self._actions.save()
+    def save(self, wait: bool = True) -> str | None:
+        return self._actions.save(wait)
 
     def look(self) -> None:
         self._actions.look()

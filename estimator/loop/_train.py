@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -10,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from absl import logging
 
-from estimator.checkpoint._checkpoints import Checkpoints
+from estimator.checkpoint._async_save import CheckpointWriteError
+from estimator.checkpoint._checkpoints import Checkpoints, step_of
 from estimator.core._batch import rows_of
 from estimator.core._hook import Hook
 from estimator.core._mode_keys import ModeKeys
@@ -55,7 +57,7 @@ class Training:
 
     Attributes:
       context: what hooks see.
-      saved_path: the newest checkpoint.
+      saved_path: the newest checkpoint, which may still be being written.
       saved_step: its step; -1: there is none.
     """
 
@@ -81,6 +83,7 @@ class Training:
         self.context.reported = programs.traits.reported
         self.saved_path = saved_path
         self.saved_step = -1 if saved_path is None else start
+        self._saved_before = self.saved_path, self.saved_step  # what is left if the last save fails
         self._skipped = 0  # steps that on_nan="skip" left out so far
         if programs.traits.on_nan:
             self._skipped = skipped_steps(state)
@@ -102,7 +105,12 @@ class Training:
         Raises:
           NanLossDuringTrainingError: the loss became NaN. Nothing of that is saved.
           NonFiniteGradientError: a gradient was inf or NaN, and on_nan is "raise". Nothing of that is saved.
+          CheckpointWriteError: a checkpoint could not be written.
         """
+        with self._finishing_save():
+            return self._run(batches)
+
+    def _run(self, batches: Batches) -> State:
         context = self.context
         self._position = batches.get_state()
         _hook_calls.create_state(self.hooks, context)
@@ -214,10 +222,18 @@ class Training:
         self.look()
         return state_of(self._carry, self._key_data)
 
-    def save(self) -> str | None:
-        """Saves the state, if it is not saved and has no NaN; returns the newest checkpoint."""
+    def save(self, wait: bool = True) -> str | None:
+        """Saves the state, if it is not saved and has no NaN; returns the newest checkpoint.
+
+        Args:
+          wait: whether to return when it is on disk, if the config allows anything else. In `end` it always is then.
+        """
         state, step = self.state(), self.context.global_step
+        wait = wait or not self.config.save_checkpoints_async or self.context.phase == "end"
         if self.saved_step == step or self._ended_by_nan:
+            if wait:
+                with self.context.in_phase("checkpoint"):
+                    self._wait_for_save()
             return self.saved_path
         with self.context.in_phase("checkpoint"):
             self.context.flush()  # a run that resumes from here will not write it
@@ -230,13 +246,40 @@ class Training:
             taken = self._skipped_batches + self.context.batches
             positions = self.context.group.all_gather(self._position)
             host = {"input": {"batches": taken, "positions": positions}, "hooks": _hook_calls.states(self.hooks)}
-            self.saved_path, self.saved_step = self.checkpoints.save(state, host), step
+            self._wait_for_save()
+            self._saved_before = self.saved_path, self.saved_step
+            self.saved_path, self.saved_step = self.checkpoints.save(state, host, wait), step
         return self.saved_path
 
+    @contextlib.contextmanager
+    def _finishing_save(self) -> Iterator[None]:
+        """Waits for the last checkpoint when the block ends, however it ends. An error of the block comes before the
+        checkpoint's, which is in the log. A second Ctrl-C does not wait."""
+        try:
+            try:
+                yield
+            except BaseException:
+                with contextlib.suppress(Exception):
+                    self._wait_for_save()
+                raise
+            with self.context.in_phase("checkpoint"):
+                self._wait_for_save()
+        except BaseException:
+            self.checkpoints.give_up()
+            raise
+
+    def _wait_for_save(self) -> None:
+        try:
+            self.checkpoints.wait()
+        except CheckpointWriteError:
+            self.saved_path, self.saved_step = self._saved_before
+            raise
+
     def _newest(self) -> str:
-        if self.saved_step < 0:
+        path = self.checkpoints.latest()  # waits for one that is being written
+        if path is None:
             return "There is no checkpoint."
-        return f"The newest checkpoint is from step {self.saved_step}; nothing later was saved."
+        return f"The newest checkpoint is from step {step_of(path)}; nothing later was saved."
 
 
 def _of_steps(programs: Sequence[tuple[StepOutputs, int]]) -> tuple[np.ndarray, dict[str, np.ndarray]]:

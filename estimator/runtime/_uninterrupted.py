@@ -27,11 +27,19 @@ F = TypeVar("F", bound=Callable[..., object])
 _SECONDS_TO_FINISH, _SECONDS_AT_EXIT = 5.0, 1.0
 _EXIT_CODE = 130  # of a process that Ctrl-C ended, as shells count
 
-_unfinished: list[_Work] = []
+_unfinished: list[Work] = []
 
 
-class _Work:
-    """A call in a thread of its own."""
+class Work:
+    """A call in a thread of its own, with the settings of jax of the thread that makes this object.
+
+    Args:
+      call: what to call.
+
+    Attributes:
+      done: is set when the call has returned, or raised.
+      thread: the thread; `start` it.
+    """
 
     def __init__(self, call: Callable[[], object]) -> None:
         self._call = with_settings_of_this_thread(call)
@@ -49,6 +57,7 @@ class _Work:
             self.done.set()
 
     def result(self) -> object:
+        """What the call returned; or raises, once, what it raised."""
         if self._error is not None:
             try:
                 raise self._error
@@ -69,7 +78,7 @@ def uninterrupted(function: F) -> F:
     def call(*args: object, **kwargs: object) -> object:
         if threading.current_thread() is not threading.main_thread():
             return function(*args, **kwargs)
-        work = _Work(lambda: function(*args, **kwargs))
+        work = Work(lambda: function(*args, **kwargs))
         try:
             work.thread.start()
             work.done.wait()
@@ -77,12 +86,17 @@ def uninterrupted(function: F) -> F:
             try:
                 work.done.wait(_SECONDS_TO_FINISH)
             finally:
-                if not work.done.is_set():
-                    _unfinished.append(work)
+                give_up(work)
             raise
         return work.result()
 
     return call  # type: ignore[return-value]
+
+
+def give_up(work: Work) -> None:
+    """To be called when nobody waits any more for the work, which may still be unfinished when the process ends."""
+    if not work.done.is_set():
+        _unfinished.append(work)
 
 
 def compile_first(program: Any, *args: object, **kwargs: object) -> None:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 
 import estimator as est
 from replicate import TowerOptimizer, num_towers, replicate_model_fn, tower_index
@@ -132,3 +133,15 @@ def train(name, model_dir, programs=None):
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     hooks = [Progress(), est.LoggingTensorHook(["largest"], every_n_iter=13)]
     make(name, model_dir).train(RUNS[name][0], hooks=hooks, max_steps=STEPS)
+
+
+def train_with_slow_disk(*args):
+    """`train`, where each checkpoint takes a while longer to be written."""
+    finalize = ocp.PyTreeCheckpointHandler.finalize
+
+    def finalize_later(self, directory):
+        time.sleep(0.1)
+        finalize(self, directory)
+
+    ocp.PyTreeCheckpointHandler.finalize = finalize_later
+    train(*args)

@@ -5,10 +5,12 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 
 import jax.numpy as jnp
 import optax
+import orbax.checkpoint as ocp
 
 import estimator as est
 from testing.estimators import X, Y, make, times
@@ -46,6 +48,37 @@ def compile_long(model_dir):
     except KeyboardInterrupt:
         print("caught", flush=True)
         raise
+
+
+class Forking(est.Hook):
+    """Forks while the first checkpoint is written, which lasts until the child has ended."""
+
+    def __init__(self, estimator):
+        self.estimator = estimator
+        self.has_ended = threading.Event()
+
+    def next_step(self, step):
+        return 1 if step == 0 else None
+
+    def after_run(self, context, values):
+        pid = os.fork()
+        if not pid:
+            print("in the child:", self.estimator.latest_checkpoint(), flush=True)
+            os._exit(0)
+        os.waitpid(pid, 0)
+        self.has_ended.set()
+
+
+def fork_while_saving(model_dir):
+    finalize = ocp.PyTreeCheckpointHandler.finalize
+    hook = Forking(make(model_dir))
+
+    def finalize_later(self, directory):
+        assert hook.has_ended.wait(30)
+        finalize(self, directory)
+
+    ocp.PyTreeCheckpointHandler.finalize = finalize_later
+    hook.estimator.train(times(2), hooks=[hook])
 
 
 def evaluate_in_fork(model_dir):

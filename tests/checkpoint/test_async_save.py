@@ -1,0 +1,378 @@
+"""Training continues while a checkpoint is written, and nobody sees the checkpoint before it is on disk."""
+
+import contextlib
+import os
+import re
+import resource
+import signal
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from testing.estimators import Linear, X, Y, endless, make, saved_at, saved_steps, times
+from testing.processes import Processes
+from testing.scenarios import killed_training
+
+import estimator as est
+from estimator.checkpoint import _checkpoints
+from estimator.checkpoint._async_save import CheckpointWriteError
+from estimator.checkpoint._checkpoints import Checkpoints, read, read_all, restore
+
+SECONDS = 30
+
+
+class Disk:
+    """Lets a test say when a checkpoint is completed; notes the steps whose writing begins and ends, in order."""
+
+    def __init__(self):
+        self.completes = threading.Event()
+        self.notes = []
+
+    def write(self, path, *args, write=_checkpoints.write_behind):
+        step = int(path.rsplit("-")[-1])
+        self.notes.append(("begin", step))
+        write(path, *args)
+        self.notes.append(("end", step))
+
+
+@pytest.fixture
+def disk(monkeypatch):
+    disk = Disk()
+    finalize = ocp.PyTreeCheckpointHandler.finalize
+
+    def finalize_later(self, directory):
+        assert disk.completes.wait(SECONDS)
+        finalize(self, directory)
+
+    monkeypatch.setattr(ocp.PyTreeCheckpointHandler, "finalize", finalize_later)
+    monkeypatch.setattr(_checkpoints, "write_behind", disk.write)
+    yield disk
+    disk.completes.set()
+
+
+@contextlib.contextmanager
+def files_of_at_most(size):
+    """Within the block to write more is an error, as on a full disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+class At(est.Hook):
+    """Calls functions of a context at given steps."""
+
+    def __init__(self, calls, end=lambda context: None):
+        self.calls = calls
+        self.end = end
+
+    def next_step(self, step):
+        return min((s for s in self.calls if s > step), default=None)
+
+    def after_create_state(self, context):
+        if 0 in self.calls:
+            self.calls[0](context)
+
+    def after_run(self, context, values):
+        if context.global_step in self.calls:
+            self.calls[context.global_step](context)
+
+
+def state_of(size, sharding=None):
+    values = jax.device_put(jnp.arange(size, dtype=jnp.float32), sharding)
+    return est.State({"w": values}, {"adam": optax.adam(0.1).init({"w": values})}, jnp.int32(3), jax.random.key(5))
+
+
+@pytest.mark.parametrize("spec", [None, PartitionSpec(), PartitionSpec("d")])
+def test_the_memory_of_a_state_may_be_donated_while_it_is_written(tmp_path, disk, spec):
+    sharding = None if spec is None else NamedSharding(Mesh(jax.devices(), "d"), spec)
+    state = state_of(8000, sharding)
+    expected = {"w": np.arange(8000), "adam/0/mu/w": np.zeros(8000)}
+    program = jax.jit(lambda tree: jax.tree.map(lambda x: x * 0 - 1, tree), donate_argnums=0)
+    checkpoints = Checkpoints(tmp_path)
+    path = checkpoints.save(state, wait=False)
+    changed = state[:2]
+    for _ in range(3):
+        changed = jax.block_until_ready(program(changed))
+    assert saved_at(tmp_path) == []
+    disk.completes.set()
+    assert checkpoints.latest() == path
+    for name, values in expected.items():
+        np.testing.assert_array_equal(read(path, name), values)
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), jax.eval_shape(lambda: state_of(8000)))
+    assert restore(path, like).global_step == 3
+
+
+def test_training_continues_while_a_checkpoint_is_written(tmp_path, disk):
+    seen = []
+
+    def look(context):
+        seen.append((context.global_step, saved_at(tmp_path)))
+        if context.global_step == 4:
+            disk.completes.set()
+
+    estimator = make(tmp_path, save_checkpoints_steps=5)
+    estimator.train(times(7), hooks=[At({0: look, 2: look, 4: look})])
+    assert seen == [(0, []), (2, []), (4, [])]
+    assert saved_steps(estimator) == [0, 5, 7]
+    assert read(str(tmp_path / "ckpt-0"), "w").tolist() == [[0], [0]]
+
+
+def test_checkpoints_are_those_of_a_training_that_waits_for_them(tmp_path):
+    for saves_async in (False, True):
+        config = {"save_checkpoints_async": saves_async, "save_checkpoints_steps": 2}
+        make(tmp_path / str(saves_async), **config).train(times(9))
+    for step in (0, 2, 4, 6, 8, 9)[-5:]:
+        one, other = (read_all(str(tmp_path / name / f"ckpt-{step}"), ["*"]) for name in ("False", "True"))
+        assert {k: v.tobytes() for k, v in one.items()} == {k: v.tobytes() for k, v in other.items()}
+
+
+def test_one_checkpoint_is_written_at_a_time(tmp_path, disk):
+    disk.completes.set()
+    make(tmp_path, save_checkpoints_steps=1).train(times(6))
+    assert disk.notes == [(what, step) for step in range(7) for what in ("begin", "end")]
+    assert saved_at(tmp_path) == [2, 3, 4, 5, 6]  # the last one was waited for
+
+
+def test_without_save_checkpoints_async_training_waits(tmp_path, disk):
+    disk.completes.set()
+    seen = []
+    hook = At({n: lambda context: seen.append(saved_at(tmp_path)) for n in (2, 3)})
+    make(tmp_path, save_checkpoints_steps=2, save_checkpoints_async=False).train(times(3), hooks=[hook])
+    assert seen == [[0, 2], [0, 2]] and disk.notes == []
+
+
+@pytest.mark.parametrize("value", [None, 1, "yes"])
+def test_save_checkpoints_async_is_true_or_false(value):
+    with pytest.raises(ValueError, match=re.escape(f"`save_checkpoints_async` should be True or False; got {value!r}")):
+        est.RunConfig(save_checkpoints_async=value)
+
+
+def test_what_reads_the_newest_checkpoint_during_training_waits_for_it(tmp_path, disk):
+    estimator = make(tmp_path, save_checkpoints_steps=2)
+    seen = []
+    reads = {
+        2: lambda _: os.path.basename(estimator.latest_checkpoint()),
+        4: lambda _: estimator.evaluate(times(1))["global_step"],
+        6: lambda _: estimator.get_variable_value("global_step"),
+        8: lambda context: os.path.basename(context.save()),
+    }
+
+    def reading(step):
+        def call(context):
+            disk.completes.clear()
+            threading.Timer(0.1, disk.completes.set).start()
+            seen.append(reads[step](context))
+
+        return call
+
+    disk.completes.set()
+    estimator.train(times(9), hooks=[At({step: reading(step) for step in reads})])
+    assert seen == ["ckpt-2", 4, 6, "ckpt-8"]
+
+
+def test_a_checkpoint_being_written_can_be_named_to_evaluate(tmp_path, disk):
+    estimator = make(tmp_path)
+    paths = []
+
+    def call(context):
+        path = context.save(wait=False)
+        assert not os.path.exists(path)
+        threading.Timer(0.1, disk.completes.set).start()
+        paths.append((path, estimator.evaluate(times(1), checkpoint_path=path)["global_step"]))
+
+    threading.Timer(0.3, disk.completes.set).start()
+
+    def hold(context):
+        assert estimator.latest_checkpoint()
+        disk.completes.clear()
+        call(context)
+
+    estimator.train(times(3), hooks=[At({2: hold})])
+    assert paths == [(str(tmp_path / "ckpt-2"), 2)]
+
+
+class Listener(est.CheckpointSaverListener):
+    def __init__(self):
+        self.seen = []
+
+    def after_save(self, context, step):
+        self.seen.append((context.global_step, step, saved_at(context.model_dir)[-1]))
+
+
+def test_listeners_hear_of_a_checkpoint_at_its_step_and_when_it_is_on_disk(tmp_path):
+    listener = Listener()
+    make(tmp_path, save_checkpoints_steps=2).train(times(5), saving_listeners=[listener])
+    assert listener.seen == [(step, step, step) for step in (0, 2, 4, 5)]
+
+
+def test_a_listener_without_after_save_makes_nobody_wait(tmp_path, disk):
+    class Before(est.CheckpointSaverListener):
+        def end(self, context, step):
+            seen.append(saved_at(tmp_path))
+
+    seen = []
+    hook = At({1: lambda _: seen.append(saved_at(tmp_path)), 2: lambda _: disk.completes.set()})
+    make(tmp_path).train(times(3), hooks=[hook], saving_listeners=[Before()])
+    assert seen == [[], [0, 3]]
+
+
+def full_from(step):
+    """A hook after whose step the disk is full; and what ends that."""
+    stack = contextlib.ExitStack()
+
+    def fill(context):
+        while context.global_step - 1 not in saved_at(context.model_dir):
+            time.sleep(0.01)
+        stack.enter_context(files_of_at_most(10_000))
+
+    return At({step: fill}), stack
+
+
+class Wide(Linear):
+    """Has a variable that does not fit on a full disk."""
+
+    def __call__(self, features, labels, mode):
+        est.get_variable("wide", (10_000,), initializer=jax.nn.initializers.ones, trainable=False)
+        return super().__call__(features, labels, mode)
+
+
+# Callbacks of tensorstore may come when orbax has closed its event loop, once a write has failed.
+after_failures = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+@after_failures
+@pytest.mark.parametrize("saves_async", [True, False])
+def test_a_full_disk_is_an_error_at_the_next_save_and_the_newest_checkpoint_stays(tmp_path, saves_async):
+    estimator = make(tmp_path, Wide(), save_checkpoints_steps=3, save_checkpoints_async=saves_async)
+    hook, full = full_from(4)
+    ends = []
+    hook.end = lambda context: ends.append((type(context.error).__name__, context.global_step))
+    path = re.escape(str(tmp_path / "ckpt-6"))
+    message = (
+        rf"(?s)checkpoint of step 6 could not be written to {path}: .*The newest checkpoint is .*ckpt-3\. Look whe"
+    )
+    with full, pytest.raises(CheckpointWriteError, match=message):
+        estimator.train(endless, hooks=[hook], max_steps=100)
+    assert ends == [("CheckpointWriteError", 9 if saves_async else 6)]
+    assert saved_steps(estimator) == [0, 3]
+    assert estimator.train(endless, max_steps=8).get_variable_value("global_step") == 8
+    assert sorted(x for x in os.listdir(tmp_path) if "ckpt" in x) == [f"ckpt-{step}" for step in (0, 3, 6, 8)]
+
+
+@after_failures
+def test_a_full_disk_is_an_error_at_the_end_of_the_run(tmp_path):
+    estimator = make(tmp_path, Wide(), save_checkpoints_steps=3)
+    hook, full = full_from(4)
+    with full, pytest.raises(CheckpointWriteError, match="of step 6 could not be written"):
+        estimator.train(endless, hooks=[hook], max_steps=7)
+    assert saved_steps(estimator) == [0, 3]
+
+
+@after_failures
+def test_an_error_of_the_run_comes_before_that_of_its_checkpoint(tmp_path, messages):
+    estimator = make(tmp_path, Wide(), save_checkpoints_steps=3)
+    hook, full = full_from(4)
+
+    def fail(context):
+        raise ValueError("broken")
+
+    hook.calls[7] = fail
+    with full, pytest.raises(ValueError, match="broken"):
+        estimator.train(endless, hooks=[hook])
+    assert any("The checkpoint of step 6 could not be written" in message for message in messages())
+    assert estimator.latest_checkpoint() == str(tmp_path / "ckpt-3")
+
+
+def test_a_run_that_fails_waits_for_its_checkpoint(tmp_path, disk):
+    def fail(context):
+        threading.Timer(0.2, disk.completes.set).start()
+        raise ValueError("broken")
+
+    seen = []
+    hook = At({2: fail})
+    hook.end = lambda context: seen.append(saved_at(tmp_path))
+    with pytest.raises(ValueError, match="broken"):
+        make(tmp_path).train(endless, hooks=[hook])
+    assert seen == [[0]] == [saved_at(tmp_path)]
+
+
+def test_nan_names_the_newest_checkpoint_that_is_on_disk(tmp_path, disk):
+    threading.Timer(0.3, disk.completes.set).start()
+    batches = [(X, Y)] * 3 + [(X * np.nan, Y)] * 2
+    with pytest.raises(est.NanLossDuringTrainingError, match="The newest checkpoint is from step 0; nothing later"):
+        make(tmp_path, log_step_count_steps=1).train(lambda: batches)
+    assert saved_at(tmp_path) == [0]
+
+
+def test_the_log_has_nothing_of_orbax(tmp_path, messages, caplog):
+    make(tmp_path, save_checkpoints_steps=2).train(times(6))
+    assert messages()
+    assert [record.pathname for record in caplog.records if "orbax" in record.pathname] == []
+
+
+def test_a_forked_child_does_not_wait(tmp_path):
+    processes = Processes("testing.scenarios.lives")
+    try:
+        processes.start("fork_while_saving", str(tmp_path))
+        assert processes.read() == "in the child: None"
+        assert processes.ended() == 0
+    finally:
+        processes.close()
+    assert saved_at(tmp_path) == [0, 2]
+
+
+# Killed while a checkpoint is written.
+
+
+@pytest.mark.slow
+@pytest.mark.covers("1.3 auto-resume")
+@pytest.mark.usefixtures("users_compiler")
+def test_trainings_killed_ten_times_while_they_wrote_are_those_that_were_not(tmp_path):
+    name, kills = "numpy_input_fn", 10
+    processes = Processes("testing.scenarios.killed_training")
+    killed, programs, whole = (str(tmp_path / x) for x in ("killed", "programs", "whole"))
+
+    def newest():
+        return max(saved_at(killed), default=-1)
+
+    def unfinished():
+        """Each directory that is being written, or was when its process was killed."""
+        directories = set()
+        for each in os.scandir(killed) if os.path.isdir(killed) else ():
+            if re.fullmatch(r"ckpt-\d+\.orbax-checkpoint-tmp.*", each.name):
+                with contextlib.suppress(FileNotFoundError):
+                    directories.add((each.name, os.stat(each.path).st_ino, os.stat(each.path).st_ctime_ns))
+        return directories
+
+    try:
+        viewer = killed_training.make(name, killed)
+        for kill in range(kills):
+            step, left = newest(), unfinished()
+            processes.start("train_with_slow_disk", name, killed, programs)
+            while (kill % 2 == 0 and newest() == step) or not unfinished() - left:
+                time.sleep(0.002)
+            processes.send(signal.SIGKILL)
+            assert processes.ended() == -signal.SIGKILL
+            assert unfinished() - left and newest() >= 0  # it was within a write
+            assert viewer.get_variable_value("global_step") == newest()
+        for where in (killed, whole):
+            processes.start("train", name, where, programs)
+            assert processes.ended() == 0
+        ended, expected = (
+            {x: each.get_variable_value(x) for x in each.get_variable_names()}
+            for each in (viewer, killed_training.make(name, whole))
+        )
+        assert ended.keys() == expected.keys() and expected["global_step"] == killed_training.STEPS
+        assert [x for x in expected if ended[x].tobytes() != expected[x].tobytes()] == []
+        assert unfinished() == set()
+    finally:
+        processes.close()
