@@ -41,6 +41,7 @@ from estimator.canned import (
     LinearEstimator,
     LinearRegressor,
 )
+from estimator.checkpoint._listing import CheckpointInfo, checkpoints
 from estimator.checkpoint._warm_start import WarmStartReport, WarmStartSettings
 from estimator.core._estimator_spec import EstimatorSpec
 from estimator.core._frame import run_store
@@ -120,6 +121,7 @@ __all__ = [
     "BaselineRegressor",
     "BestExporter",
     "BinaryClassHead",
+    "CheckpointInfo",
     "CheckpointSaverHook",
     "CheckpointSaverListener",
     "DNNClassifier",
@@ -185,6 +187,7 @@ __all__ = [
     "assign",
     "assign_add",
     "checkpoint_segments",
+    "checkpoints",
     "embedding_lookup",
     "experimental",
     "export",

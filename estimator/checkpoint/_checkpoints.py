@@ -240,7 +240,7 @@ class Checkpoints:
 
     def pinned(self) -> list[str]:
         """The paths of the pinned checkpoints, oldest first."""
-        return [path for path in self.paths() if _is_pinned(path)]
+        return [path for path in self.paths() if is_pinned(path)]
 
     def _path(self, step: int) -> str:
         return os.path.join(self._dir, f"ckpt-{step}")
@@ -257,7 +257,7 @@ class Checkpoints:
             at = written_ns(path)
             if self._keep_every_ns is not None and (last_kept is None or at - last_kept >= self._keep_every_ns):
                 last_kept = at
-            elif path != written and not _is_pinned(path):
+            elif path != written and not is_pinned(path):
                 _remove(path)
 
 
@@ -487,7 +487,7 @@ def _check_is_checkpoint(path: str) -> None:
         raise NotACheckpointError(path)
 
 
-def _is_pinned(path: str) -> bool:
+def is_pinned(path: str) -> bool:
     return os.path.exists(os.path.join(path, _PIN))
 
 

@@ -1,0 +1,73 @@
+"""The checkpoints in a directory, as a list."""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+from estimator.checkpoint._checkpoints import Checkpoints, NotACheckpointError, is_pinned, step_of, written_ns
+
+
+class CheckpointInfo(NamedTuple):
+    """A checkpoint on disk.
+
+    Attributes:
+      path: what `evaluate`, `predict` and `export_model` take as `checkpoint_path`.
+      step: its global step.
+      time: when it was written, in seconds since 1970.
+      bytes: the size of its files.
+      pinned: whether it stays whatever `keep_checkpoint_max` says, as the best one of early stopping does.
+    """
+
+    path: str
+    step: int
+    time: float
+    bytes: int
+    pinned: bool
+
+
+def checkpoints(model_dir: str | os.PathLike[str]) -> list[CheckpointInfo]:
+    """Lists the checkpoints in a model_dir, oldest first; empty where training has not saved any yet.
+
+    Only complete ones are listed. The training run in the directory, or another process, may remove any of them
+    at any time, all but the newest.
+
+    >>> import estimator as est, numpy as np, optax, tempfile
+    >>> def model_fn(features, labels, mode):
+    ...     w = est.get_variable("w", (1, 1))
+    ...     loss = est.losses.mean_squared_error(labels, features @ w)
+    ...     return est.EstimatorSpec(mode, loss=loss, train_op=est.Optimizer(optax.sgd(0.1)).minimize(loss))
+    >>> x = np.ones((2, 1), np.float32)
+    >>> config = est.RunConfig(save_checkpoints_steps=10)
+    >>> estimator = est.Estimator(model_fn, tempfile.mkdtemp(), config)
+    >>> _ = estimator.train(lambda: [(x, 3 * x)] * 25)
+    >>> [each.step for each in est.checkpoints(estimator.model_dir)]
+    [0, 10, 20, 25]
+    >>> est.checkpoints(estimator.model_dir)[-1].path == estimator.latest_checkpoint()
+    True
+
+    Args:
+      model_dir: the directory of an Estimator.
+
+    Returns:
+      One `CheckpointInfo` for each: a tuple of `path`, `step`, `time`, `bytes` and `pinned`.
+
+    Raises:
+      FileNotFoundError: there is no such directory.
+    """
+    if not os.path.isdir(model_dir):
+        raise FileNotFoundError(
+            f"There is no directory {os.fspath(model_dir)!r}. Give the `model_dir` of an Estimator."
+        )
+    infos = []
+    for path in Checkpoints(model_dir).paths():
+        try:
+            time, size = written_ns(path) / 1e9, _size(path)
+        except (NotACheckpointError, FileNotFoundError):  # it was removed meanwhile
+            continue
+        infos.append(CheckpointInfo(path, step_of(path), time, size, is_pinned(path)))
+    return infos
+
+
+def _size(path: str) -> int:
+    return sum(os.path.getsize(os.path.join(folder, file)) for folder, _, files in os.walk(path) for file in files)

@@ -1,0 +1,180 @@
+"""Shows the checkpoints in a model_dir, the variables in one, or what changed between two.
+
+    python -m estimator.inspect MODEL_DIR
+    python -m estimator.inspect MODEL_DIR --variables
+    python -m estimator.inspect MODEL_DIR --diff 1000 2000
+
+It only reads, on the CPU: training may run in the directory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from estimator.checkpoint import _checkpoints
+from estimator.checkpoint._checkpoints import NotACheckpointError, ShapeDtype, step_of
+from estimator.checkpoint._listing import CheckpointInfo, checkpoints
+
+_BYTES_AT_A_TIME = 2**28
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Reads the command line, or the given arguments, and prints what it asks for."""
+    parser = argparse.ArgumentParser(
+        prog="python -m estimator.inspect", description=(__doc__ or "").partition("\n\n")[0], allow_abbrev=False
+    )
+    parser.add_argument("model_dir", help="the model_dir of an Estimator, or the path of a checkpoint")
+    shows = parser.add_mutually_exclusive_group()
+    shows.add_argument(
+        "--variables",
+        action="store_true",
+        help="the names, shapes, dtypes and norms of variables and optimizer slots in the newest checkpoint",
+    )
+    shows.add_argument(
+        "--diff", nargs=2, type=int, metavar="STEP", help="what differs between the checkpoints of two steps"
+    )
+    args = parser.parse_args(arguments)
+    jax.config.update("jax_platforms", "cpu")  # the memory of a GPU may be another process's
+    try:
+        path = os.path.normpath(args.model_dir)
+        model_dir, one = (path, None) if not _is_checkpoint(path) else (os.path.dirname(path) or ".", path)
+        infos = checkpoints(model_dir)
+        if not infos:
+            raise FileNotFoundError(f"There is no checkpoint in {args.model_dir!r}.")
+        if args.diff:
+            _print_lines(_diff(*(_of_step(infos, step) for step in args.diff)))
+        elif args.variables or one:
+            _print_lines(_variables(one or infos[-1].path))
+        else:
+            _print_lines(_list(infos))
+    except (FileNotFoundError, NotACheckpointError) as error:
+        raise SystemExit(str(error)) from None
+
+
+def _print_lines(lines: Iterator[str]) -> None:
+    for line in lines:
+        print(line)
+
+
+def _is_checkpoint(path: str) -> bool:
+    try:
+        _checkpoints.written_ns(path)
+    except (NotACheckpointError, NotADirectoryError):
+        return False
+    return True
+
+
+def _of_step(infos: Sequence[CheckpointInfo], step: int) -> str:
+    for each in infos:
+        if each.step == step:
+            return each.path
+    steps = ", ".join(str(each.step) for each in infos)
+    raise FileNotFoundError(f"There is no checkpoint of step {step}; there are those of the steps {steps}.")
+
+
+def _list(infos: Sequence[CheckpointInfo]) -> Iterator[str]:
+    rows = [
+        (str(each.step), time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(each.time)), _bytes(each.bytes))
+        + (("pinned",) if each.pinned else ("",))
+        for each in infos
+    ]
+    return _table([("step", "time", "size", ""), *rows], ">>><")
+
+
+def _variables(path: str) -> Iterator[str]:
+    with _checkpoints.kept(path):
+        shapes, variables = _checkpoints.shapes(path), _checkpoints.shapes(path, slots=False)
+        norms = {name: _norm(array) for name, array in _arrays(path, shapes)}
+    yield path
+    for title, names in (("variable", [*variables]), ("optimizer slot", [x for x in shapes if x not in variables])):
+        if names:
+            rows = [(name, *_kind(shapes[name]), f"{norms[name]:.6g}") for name in sorted(names)]
+            yield ""
+            yield from _table([(title, "shape", "dtype", "norm"), *rows], "<<<>")
+            numbers = sum(math.prod(shapes[name].shape) for name in names)
+            size = sum(math.prod(shapes[name].shape) * np.dtype(shapes[name].dtype).itemsize for name in names)
+            yield f"{numbers:,} numbers, {_bytes(size)}"
+
+
+def _diff(first: str, second: str) -> Iterator[str]:
+    with _checkpoints.kept(first), _checkpoints.kept(second):
+        before, after = _checkpoints.shapes(first), _checkpoints.shapes(second)
+        same_kind = {name: x for name, x in before.items() if name in after and _kind(x) == _kind(after[name])}
+        rows, unchanged = [], []
+        for (name, old), (_, new) in zip(_arrays(first, same_kind), _arrays(second, same_kind), strict=True):
+            if old.tobytes() == new.tobytes():
+                unchanged.append(name)
+            else:
+                change = _norm(_numbers(new) - _numbers(old))
+                rows.append((name, *_kind(before[name]), f"{_norm(old):.6g}", f"{_norm(new):.6g}", f"{change:.6g}"))
+    yield f"{first} and {second}"
+    if rows:
+        yield ""
+        titles = ("changed", "shape", "dtype", f"norm at {step_of(first)}", f"norm at {step_of(second)}", "of change")
+        yield from _table([titles, *sorted(rows)], "<<<>>>")
+    for name in sorted(before.keys() & after.keys() - same_kind.keys()):
+        yield f"other shape or dtype: {name}, {_kind_text(before[name])}, then {_kind_text(after[name])}"
+    for path, names in ((first, before.keys() - after.keys()), (second, after.keys() - before.keys())):
+        for name in sorted(names):
+            yield f"only at step {step_of(path)}: {name}, {_kind_text((before | after)[name])}"
+    if unchanged:
+        yield f"unchanged: {', '.join(sorted(unchanged))}"
+
+
+def _arrays(path: str, shapes: Mapping[str, ShapeDtype]) -> Iterator[tuple[str, np.ndarray]]:
+    """The arrays of these names, some at a time: a checkpoint may be larger than the memory."""
+    names: list[str] = []
+    size = 0
+    for name, each in shapes.items():
+        names.append(name)
+        size += math.prod(each.shape) * np.dtype(each.dtype).itemsize
+        if size >= _BYTES_AT_A_TIME:
+            yield from _checkpoints.read_all(path, names).items()
+            names, size = [], 0
+    yield from _checkpoints.read_all(path, names).items()
+
+
+def _numbers(array: np.ndarray) -> np.ndarray:
+    is_complex = np.issubdtype(array.dtype, np.complexfloating)
+    return array.astype(np.complex128 if is_complex else np.float64)
+
+
+def _norm(array: np.ndarray) -> float:
+    return float(np.linalg.norm(_numbers(array).reshape(-1)))
+
+
+def _kind(array: ShapeDtype) -> tuple[str, str]:
+    return str([*array.shape]), np.dtype(array.dtype).name
+
+
+def _kind_text(array: Any) -> str:
+    return _checkpoints.describe(array)
+
+
+def _bytes(size: float) -> str:
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if size < 1000 or unit == "GB":
+            break
+        size /= 1000
+    return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
+
+
+def _table(rows: Sequence[tuple[str, ...]], alignment: str) -> Iterator[str]:
+    """Lines of columns, each aligned as a character of `alignment` says."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    for row in rows:
+        yield "  ".join(
+            f"{cell:{side}{width}}" for cell, side, width in zip(row, alignment, widths, strict=True)
+        ).rstrip()
+
+
+if __name__ == "__main__":
+    main()
