@@ -12,12 +12,13 @@ these is measured by `Estimator.train` in a process of its own, with RunConfig(s
 - memory: the peak of the process's resident memory from the save to the file, less that before it. Where steps donate
   the memory that is being written (on CPU devices), it contains the other memory that they take.
 
-At last, restoring: how long, and the peak of memory above what the restored state needs; of all arrays for training,
-and of the variables alone for evaluation.
+At last, how long it takes, and how much memory, to begin to train from a checkpoint, and to evaluate it, which reads
+the variables alone.
 """
 
 import argparse
 import concurrent.futures
+import contextlib
 import multiprocessing
 import os
 import shutil
@@ -32,7 +33,6 @@ import numpy as np
 import optax
 
 import estimator as est
-from estimator.checkpoint._checkpoints import Checkpoints, restore
 
 STEPS = 12  # between two saves, at least
 ARRAYS = 8
@@ -46,6 +46,11 @@ def model_fn(features, labels, mode, params):
         x = x + jnp.tanh(x @ w[:1024])
     loss = est.losses.mean_squared_error(labels, x)
     return est.EstimatorSpec(mode, loss=loss, train_op=est.Optimizer(optax.adam(1e-4)).minimize(loss))
+
+
+def rows_for(megabytes):
+    """So that the variables and the two slots of each are as large."""
+    return int(megabytes * 1e6 / 3 / ARRAYS / 1024 / 4)
 
 
 def batch():
@@ -117,7 +122,6 @@ class Saving(est.Hook):
 
 
 def measure_saves(model_dir, megabytes, rounds, saves_async):
-    rows = int(megabytes * 1e6 / 3 / ARRAYS / 1024 / 4)
     config = est.RunConfig(
         save_checkpoints_steps=None,
         save_checkpoints_secs=None,
@@ -129,7 +133,7 @@ def measure_saves(model_dir, megabytes, rounds, saves_async):
     )
     hook = Saving(rounds)
     pair = batch()
-    estimator = est.Estimator(model_fn, model_dir, config, {"rows": rows})
+    estimator = est.Estimator(model_fn, model_dir, config, {"rows": rows_for(megabytes)})
     estimator.train(lambda: iter(lambda: pair, None), hooks=[hook])
     medians = {name: statistics.median(getattr(hook, name)[1:]) for name in ("stalls", "writes")}
     medians["peak"] = max(hook.peaks)  # of the first save: later ones find memory that the process still has
@@ -140,34 +144,32 @@ def measure_saves(model_dir, megabytes, rounds, saves_async):
     return medians
 
 
-def measure_restore(model_dir, parts):
-    from estimator.checkpoint._checkpoints import shapes
+class Restored(Exception):
+    """Ends a run that was measured."""
 
-    path = Checkpoints(model_dir).latest()
-    leaves = shapes(path)
-    variables = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in shapes(path, slots=False).items()}
-    variables.pop("global_step")
-    abstract = jax.eval_shape(
-        lambda: est.State(
-            {name: jnp.zeros(x.shape, x.dtype) for name, x in variables.items()},
-            {"optimizer": optax.adam(1e-4).init({name: jnp.zeros(x.shape, x.dtype) for name, x in variables.items()})},
-            jnp.int32(0),
-            jax.random.key(0),
-        )
-    )
-    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), abstract)
-    if parts == "variables":
-        like = like._replace(slots={})
+
+class Restoring(est.Hook):
+    """Waits for the state, and ends the run."""
+
+    def after_create_state(self, context):
+        jax.block_until_ready(context.state[:2])
+        raise Restored
+
+
+def measure_restore(model_dir, megabytes, trains):
+    """Until there is a state to train, or until an evaluation of one batch has ended."""
+    pair = batch()
+    estimator = est.Estimator(model_fn, model_dir, params={"rows": rows_for(megabytes)})
     jax.block_until_ready(jnp.ones(3) + 1)
-    import orbax.checkpoint  # noqa: F401
-
     peak = Peak()
     peak.start()
     begun = time.perf_counter()
-    state = jax.block_until_ready(restore(path, like, partial=parts == "variables"))
-    seconds = time.perf_counter() - begun
-    size = sum(x.nbytes for x in jax.tree.leaves(state[:2])) / 1e6
-    return {"seconds": seconds, "size": size, "extra": peak.extra() - size, "arrays": len(leaves)}
+    if trains:
+        with contextlib.suppress(Restored):
+            estimator.train(lambda: [pair], hooks=[Restoring()])
+    else:
+        estimator.evaluate(lambda: [pair])
+    return {"seconds": time.perf_counter() - begun, "peak": peak.extra()}
 
 
 def in_process(function, *args):
@@ -178,7 +180,7 @@ def in_process(function, *args):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--megabytes", type=int, default=1000, help="of variables and slots")
+    parser.add_argument("--megabytes", type=int, default=1000, help="of variables and slots; at least 101")
     parser.add_argument("--rounds", type=int, default=3, help="saves that count")
     parser.add_argument("--directory", help="where to write; default: a temporary directory")
     arguments = parser.parse_args()
@@ -200,11 +202,12 @@ def main():
                 text += f", at most {medians['writing most'] * 1e3:.1f} ms"
             print(text, flush=True)
         print(f"the stall is {stalls[True] / stalls[False]:.4f} of that of a save that waits")
-        for parts in ("all", "variables"):
-            restored = in_process(measure_restore, os.path.join(directory, "True"), parts)
+        for trains in (True, False):
+            restored = in_process(measure_restore, os.path.join(directory, "True"), arguments.megabytes, trains)
+            size = arguments.megabytes if trains else arguments.megabytes / 3
             print(
-                f"restore {parts:9}  {restored['seconds'] * 1e3:7.1f} ms  {restored['size']:5.0f} MB restored, "
-                f"memory beyond them {restored['extra']:5.0f} MB",
+                f"{'train' if trains else 'evaluate':8}  from a checkpoint in {restored['seconds'] * 1e3:7.1f} ms; "
+                f"memory at most {restored['peak']:5.0f} MB, for {size:.0f} MB of state",
                 flush=True,
             )
     finally:

@@ -64,7 +64,10 @@ class StateSource:
         """A copy for training, which donates its memory; a prediction may still read the original."""
         state = self.get(ModeKeys.TRAIN, path, group, features, labels)
         self._cached = None
-        return jax.tree.map(lambda x: x.copy(), state)
+        leaves, structure = jax.tree.flatten(state)
+        del state  # so that the memory of each array is free once it is copied
+        leaves.reverse()
+        return jax.tree.unflatten(structure, [jax.block_until_ready(leaves.pop().copy()) for _ in range(len(leaves))])
 
     def for_evaluation(self, state: State, features: Features, labels: Labels) -> State:
         """The state of a running training in the form that evaluation takes."""

@@ -1,0 +1,44 @@
+"""What is read of a checkpoint."""
+
+import jax
+import numpy as np
+import pytest
+from testing.estimators import Linear, X, endless, make, times
+
+from estimator.checkpoint._orbax import ArrayStore
+
+
+@pytest.fixture
+def read(monkeypatch):
+    """The names of the arrays that are read onto devices."""
+    names = []
+    read_on_devices = ArrayStore.read_on_devices
+
+    def noted(self, like, shardings):
+        names.extend(like)
+        return read_on_devices(self, like, shardings)
+
+    monkeypatch.setattr(ArrayStore, "read_on_devices", noted)
+    return names
+
+
+def test_evaluation_and_prediction_read_variables_and_training_reads_slots_too(tmp_path, read):
+    make(tmp_path).train(endless, steps=2)
+    make(tmp_path).evaluate(times(1))
+    assert sorted(read) == ["global_step", "key", "variables/w"]
+    read.clear()
+    list(make(tmp_path).predict(lambda: X))
+    assert sorted(read) == ["global_step", "key", "variables/w"]
+    read.clear()
+    make(tmp_path).train(endless, steps=1)
+    assert sorted(read) == ["global_step", "key", "slots/optimizer/0/trace/w", "variables/w"]
+
+
+def test_training_does_not_change_what_a_prediction_of_the_same_estimator_reads(tmp_path):
+    estimator = make(tmp_path, Linear()).train(endless, steps=2)
+    expected = [row["y"] for row in estimator.predict(lambda: X)]
+    predictions = estimator.predict(lambda: [X] * 2)
+    first = [next(predictions)["y"] for _ in range(len(X))]
+    estimator.train(endless, steps=3)
+    assert first == [row["y"] for row in predictions] == expected
+    assert len(jax.devices()) > 1 and not np.allclose([row["y"] for row in estimator.predict(lambda: X)], expected)
