@@ -8,7 +8,7 @@ these is measured by `Estimator.train` in a process of its own, with RunConfig(s
 - stall: how long the hook that saves holds up training;
 - write: from there until the checkpoint is on disk;
 - step: the median of steps while a checkpoint is written, and of the others. To write 1 GB may take a CPU core for some
-  seconds, so that steps that use all of them take longer; XLA_FLAGS="--xla_cpu_multi_thread_eigen=false" leaves some;
+  seconds, which steps on CPU devices may want as well;
 - memory: the peak of the process's resident memory from the save to the file, less that before it. Where steps donate
   the memory that is being written (on CPU devices), it contains the other memory that they take.
 

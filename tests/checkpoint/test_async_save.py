@@ -5,6 +5,7 @@ import os
 import re
 import resource
 import signal
+import sys
 import threading
 import time
 
@@ -311,6 +312,18 @@ def test_nan_names_the_newest_checkpoint_that_is_on_disk(tmp_path, disk):
     with pytest.raises(est.NanLossDuringTrainingError, match="The newest checkpoint is from step 0; nothing later"):
         make(tmp_path, log_step_count_steps=1).train(lambda: batches)
     assert saved_at(tmp_path) == [0]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a thread has no priority of its own")
+def test_the_thread_that_writes_gives_way_and_the_one_that_trains_does_not(tmp_path, monkeypatch):
+    def niceness():
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    write, seen = _checkpoints.write_behind, []
+    monkeypatch.setattr(_checkpoints, "write_behind", lambda *args: (seen.append(niceness()), write(*args)))
+    before = niceness()
+    make(tmp_path).train(times(2))
+    assert seen == [min(before + 10, 19)] and niceness() == before
 
 
 def test_the_log_has_nothing_of_orbax(tmp_path, messages, caplog):
