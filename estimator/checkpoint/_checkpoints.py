@@ -40,7 +40,7 @@ from estimator.checkpoint._named_arrays import (
 )
 from estimator.checkpoint._orbax import METADATA_FILE, open_arrays, with_orbax, write_behind
 from estimator.core._state import State
-from estimator.optim._learning_rate import _RATE, _VALUES, _names
+from estimator.optim._learning_rate import RATE, VALUES, rate_names
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -517,9 +517,9 @@ def describe(array: ShapeDtype | None) -> str:
 
 def saved_learning_rates(path: str) -> dict[str, float]:
     """The `learning_rates` of the state in the checkpoint at `path`."""
-    end = f"/{_VALUES}/{_RATE}"
+    end = f"/{VALUES}/{RATE}"
     slots = shapes(path).keys() - shapes(path, slots=False).keys()
     values = read_all(path, sorted(name for name in slots if name.endswith(end)))
     places = [name.removesuffix(end).split("/") for name in values]
-    names = _names((optimizer, rest) for optimizer, *rest in places)
+    names = rate_names((optimizer, rest) for optimizer, *rest in places)
     return {name: float(np.ravel(value)[0]) for name, value in zip(names, values.values(), strict=True)}

@@ -14,7 +14,7 @@ from optax.tree_utils import tree_get_all_with_path, tree_set
 from estimator.core._state import State
 from estimator.core._typing import Slots
 
-_RATE, _VALUES, _SCHEDULES = "learning_rate", "hyperparams", "hyperparams_states"
+RATE, VALUES, _SCHEDULES = "learning_rate", "hyperparams", "hyperparams_states"
 
 
 class _Rate(NamedTuple):
@@ -88,7 +88,7 @@ def rates_of(slots: Slots) -> dict[str, jax.Array]:
 
 def tagged(rates: dict[str, Any]) -> dict[str, Any]:
     """Rates by what they are called in logs and summaries: "learning_rate", or several "learning_rate/<name>"."""
-    return {_RATE if len(rates) == 1 else f"{_RATE}/{name}": rate for name, rate in rates.items()}
+    return {RATE if len(rates) == 1 else f"{RATE}/{name}": rate for name, rate in rates.items()}
 
 
 def with_rate(caller: str, slots: Slots, name: str, value: float) -> Slots:
@@ -115,23 +115,23 @@ def with_rate(caller: str, slots: Slots, name: str, value: float) -> Slots:
     if number is None:
         raise ValueError(f"{call}: a learning rate is a finite number of at least 0, as {array.dtype} too.")
     new = jax.lax.full_like(array, number)  # on the devices of the one before, for which programs are compiled
-    changed = tree_set(slots[rate.optimizer], lambda path, _: path == rate.path, **{_RATE: new})
+    changed = tree_set(slots[rate.optimizer], lambda path, _: path == rate.path, **{RATE: new})
     return {**slots, rate.optimizer: changed}
 
 
 def _find(slots: Slots) -> dict[str, _Rate]:
     rates = []
     for optimizer, state in slots.items():
-        entries = [(path, value) for path, value in tree_get_all_with_path(state, _RATE) if len(path) > 1]
+        entries = [(path, value) for path, value in tree_get_all_with_path(state, RATE) if len(path) > 1]
         schedules = {path[:-2] for path, _ in entries if getattr(path[-2], "name", None) == _SCHEDULES}
         for path, value in entries:
-            if getattr(path[-2], "name", None) == _VALUES and jnp.ndim(value) <= 1:
+            if getattr(path[-2], "name", None) == VALUES and jnp.ndim(value) <= 1:
                 rates.append(_Rate(optimizer, path, value, path[:-2] in schedules))
-    names = _names((rate.optimizer, map(_part, rate.path[:-2])) for rate in rates)
+    names = rate_names((rate.optimizer, map(_part, rate.path[:-2])) for rate in rates)
     return dict(zip(names, rates, strict=True))
 
 
-def _names(places: Iterable[tuple[str, Iterable[str]]]) -> list[str]:
+def rate_names(places: Iterable[tuple[str, Iterable[str]]]) -> list[str]:
     """The optimizer's name, or the full path where it has several rates."""
     places = list(places)
     count = Counter(optimizer for optimizer, _ in places)
