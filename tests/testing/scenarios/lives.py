@@ -13,15 +13,17 @@ import optax
 import orbax.checkpoint as ocp
 
 import estimator as est
-from testing.estimators import X, Y, make, times
+from testing.estimators import X, Y, make, saved_at, times
 
 
 def endless_training(model_dir, keep=2):
-    """Saves every step, says when it has begun, and ends with the signal that ends it."""
+    """Saves every step, says when the first checkpoint is on disk, and ends with the signal that ends it."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def input_fn():
         yield X, Y
+        while not saved_at(model_dir):
+            time.sleep(0.01)
         print("blocked", flush=True)
         yield from itertools.repeat((X, Y))
 
