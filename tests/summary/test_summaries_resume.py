@@ -38,7 +38,9 @@ class Kill(est.Hook):
         context.look()
         os.kill(os.getpid(), signal.SIGKILL)
 
-make(sys.argv[1], save_summary_steps=10, save_checkpoints_steps=100).train(endless, hooks=[Kill()])
+make(sys.argv[1], save_summary_steps=10, save_checkpoints_steps=100, save_checkpoints_async=False).train(
+    endless, hooks=[Kill()]
+)
 """
 
 
