@@ -77,7 +77,7 @@ def _of_step(infos: Sequence[CheckpointInfo], step: int) -> str:
         if each.step == step:
             return each.path
     steps = ", ".join(str(each.step) for each in infos)
-    raise FileNotFoundError(f"There is no checkpoint of step {step}; there are those of the steps {steps}.")
+    raise FileNotFoundError(f"There is no checkpoint of step {step}; there are checkpoints of steps {steps}.")
 
 
 def _list(infos: Sequence[CheckpointInfo]) -> Iterator[str]:

@@ -105,7 +105,7 @@ def test_numbers_that_are_not_finite_are_shown(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["{}", "--diff", "10", "7"], "There is no checkpoint of step 7; there are those of the steps 10, 20."),
+        (["{}", "--diff", "10", "7"], "There is no checkpoint of step 7; there are checkpoints of steps 10, 20."),
         (["{}/none"], "There is no directory '{}/none'. Give the `model_dir` of an Estimator."),
         (["{}/ckpt-10/d"], "There is no checkpoint in '{}/ckpt-10/d'."),
     ],

@@ -377,8 +377,8 @@ def restore(path: str, like: State, partial: bool = False) -> State:
 
 @with_orbax
 def take_values(path: str, source: str) -> None:
-    """Overwrites the variables and slots of the checkpoint at `path` by those of another one; the step and everything
-    else in it stay."""
+    """Overwrites the variables and slots of the checkpoint at `path` by the ones of another checkpoint; the step and
+    everything else in it stay."""
     with open_arrays(source) as store:
         values = store.read([key for key in store.metadata() if key.startswith(PREFIXES)])
     with open_arrays(path) as store:
