@@ -14,6 +14,7 @@ from absl import logging
 from estimator._arguments import check_steps, chosen_dir, needs_params
 from estimator._runs import InputFn, Runs, eval_dir
 from estimator.checkpoint import _checkpoints
+from estimator.checkpoint._checkpoint_dir import kept
 from estimator.checkpoint._checkpoints import saved_learning_rates
 from estimator.checkpoint._model_dir import training_in
 from estimator.checkpoint._warm_start import WarmStartReport, WarmStartSettings, as_settings
@@ -236,7 +237,7 @@ class Estimator:
         with noting_interrupts(), collective_call(call) as group, contextlib.ExitStack() as stack:
             path = self._runs.lookup.requested(checkpoint_path, group)
             if group.count > 1 and path is not None:  # which all of them read
-                stack.enter_context(_checkpoints.kept(path))
+                stack.enter_context(kept(path))
 
             def restored(features: Features, labels: Labels) -> tuple[State, str | None]:
                 return self._runs.lookup.state(ModeKeys.EVAL, path, checkpoint_path, group, features, labels)

@@ -20,7 +20,8 @@ import jax
 import numpy as np
 
 from estimator.checkpoint import _checkpoints
-from estimator.checkpoint._checkpoints import NotACheckpointError, ShapeDtype, step_of
+from estimator.checkpoint._checkpoint_dir import NotACheckpointError, is_checkpoint, kept, step_of
+from estimator.checkpoint._checkpoints import ShapeDtype
 from estimator.checkpoint._listing import CheckpointInfo, checkpoints
 
 _BYTES_AT_A_TIME = 2**28
@@ -45,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     jax.config.update("jax_platforms", "cpu")  # the memory of a GPU may be another process's
     try:
         path = os.path.normpath(args.model_dir)
-        model_dir, one = (path, None) if not _is_checkpoint(path) else (os.path.dirname(path) or ".", path)
+        model_dir, one = (path, None) if not is_checkpoint(path) else (os.path.dirname(path) or ".", path)
         infos = checkpoints(model_dir)
         if not infos:
             raise FileNotFoundError(f"There is no checkpoint in {args.model_dir!r}.")
@@ -62,14 +63,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _print_lines(lines: Iterator[str]) -> None:
     for line in lines:
         print(line)
-
-
-def _is_checkpoint(path: str) -> bool:
-    try:
-        _checkpoints.written_ns(path)
-    except (NotACheckpointError, NotADirectoryError):
-        return False
-    return True
 
 
 def _of_step(infos: Sequence[CheckpointInfo], step: int) -> str:
@@ -90,7 +83,7 @@ def _list(infos: Sequence[CheckpointInfo]) -> Iterator[str]:
 
 
 def _variables(path: str) -> Iterator[str]:
-    with _checkpoints.kept(path):
+    with kept(path):
         shapes, variables = _checkpoints.shapes(path), _checkpoints.shapes(path, slots=False)
         norms = {name: _norm(array) for name, array in _arrays(path, shapes)}
     yield path
@@ -105,7 +98,7 @@ def _variables(path: str) -> Iterator[str]:
 
 
 def _diff(first: str, second: str) -> Iterator[str]:
-    with _checkpoints.kept(first), _checkpoints.kept(second):
+    with kept(first), kept(second):
         before, after = _checkpoints.shapes(first), _checkpoints.shapes(second)
         same_kind = {name: x for name, x in before.items() if name in after and _kind(x) == _kind(after[name])}
         rows, unchanged = [], []

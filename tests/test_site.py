@@ -60,8 +60,6 @@ class Page(html.parser.HTMLParser):
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     """The pages of the built site by their paths."""
-    if importlib.util.find_spec("mkdocs") is None or importlib.util.find_spec("mkdocstrings") is None:
-        pytest.skip("needs mkdocs, of the extra `docs`")
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8")

@@ -26,7 +26,16 @@ import numpy as np
 from absl import logging
 
 from estimator.checkpoint._async_save import AsyncSave, CheckpointWriteError
-from estimator.checkpoint._file_lock import lock_if_possible
+from estimator.checkpoint._checkpoint_dir import (
+    PIN,
+    check_is_checkpoint,
+    is_checkpoint,
+    is_pinned,
+    kept,
+    remove,
+    step_of,
+    written_ns,
+)
 from estimator.checkpoint._json_state import decode, encode
 from estimator.checkpoint._named_arrays import (
     COUNTERS,
@@ -38,7 +47,7 @@ from estimator.checkpoint._named_arrays import (
     short,
     to_arrays,
 )
-from estimator.checkpoint._orbax import METADATA_FILE, open_arrays, with_orbax, write_behind
+from estimator.checkpoint._orbax import open_arrays, with_orbax, write_behind
 from estimator.core._state import State
 from estimator.optim._learning_rate import RATE, VALUES, rate_names
 
@@ -46,19 +55,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 _NAME = re.compile(r"ckpt-(\d+)")
 _LEFTOVER = re.compile(r"ckpt-\d+\..+")
-_PIN = "PINNED"  # a file in a checkpoint that is kept; removed and copied with it
 _INPUT_ENDED = "INPUT_ENDED"  # a file in a checkpoint
 _HOST = "host"  # the array that holds `save(host=...)` as JSON
-
-
-class NotACheckpointError(ValueError):
-    """There is no checkpoint at a path, or a training run or somebody else has removed it."""
-
-    def __init__(self, path: str) -> None:
-        super().__init__(
-            f"{path} is not a checkpoint. Give the path of one, as `latest_checkpoint()` returns it: "
-            "`<model_dir>/ckpt-<step>`. Training removes all but the newest: see `RunConfig(keep_checkpoint_max=...)`."
-        )
 
 
 class ShapeDtype(Protocol):
@@ -119,7 +117,7 @@ class Checkpoints:
         if not os.path.isdir(self._dir):
             return []
         steps = sorted(int(m[1]) for m in map(_NAME.fullmatch, os.listdir(self._dir)) if m)
-        return [path for path in map(self._path, steps) if _is_checkpoint(path)]
+        return [path for path in map(self._path, steps) if is_checkpoint(path)]
 
     def latest(self) -> str | None:
         """The path of the newest complete checkpoint, or None."""
@@ -147,7 +145,7 @@ class Checkpoints:
         """
         self.wait()
         path = self._path(int(state.global_step))
-        if not _is_checkpoint(path):
+        if not is_checkpoint(path):
             arrays = to_arrays(state)
             if host:
                 arrays[_HOST] = encode(host)
@@ -224,8 +222,8 @@ class Checkpoints:
         Raises:
           ValueError: `path` is not a checkpoint.
         """
-        _check_is_checkpoint(path)
-        with open(os.path.join(path, _PIN), "w"):
+        check_is_checkpoint(path)
+        with open(os.path.join(path, PIN), "w"):
             pass
 
     def unpin(self, path: str) -> None:
@@ -234,9 +232,9 @@ class Checkpoints:
         Raises:
           ValueError: `path` is not a checkpoint.
         """
-        _check_is_checkpoint(path)
+        check_is_checkpoint(path)
         with contextlib.suppress(FileNotFoundError):
-            os.remove(os.path.join(path, _PIN))
+            os.remove(os.path.join(path, PIN))
 
     def pinned(self) -> list[str]:
         """The paths of the pinned checkpoints, oldest first."""
@@ -258,80 +256,7 @@ class Checkpoints:
             if self._keep_every_ns is not None and (last_kept is None or at - last_kept >= self._keep_every_ns):
                 last_kept = at
             elif path != written and not is_pinned(path):
-                _remove(path)
-
-
-def step_of(path: str) -> int:
-    """The global step of a checkpoint, from its path."""
-    return int(path.rsplit("-")[-1])
-
-
-def written_ns(path: str) -> int:
-    """When the checkpoint at `path` was written, in nanoseconds: two checkpoints of the same name differ in it.
-
-    Raises:
-      NotACheckpointError: `path` is not a checkpoint, or no longer one.
-    """
-    try:
-        return os.stat(os.path.join(path, METADATA_FILE)).st_mtime_ns
-    except FileNotFoundError:
-        raise NotACheckpointError(path) from None
-
-
-@contextlib.contextmanager
-def kept(path: str) -> Iterator[None]:
-    """Prevents training runs from removing a checkpoint within the block, where the file system has locks.
-
-    Raises:
-      NotACheckpointError: it is not there, or, without locks, was removed while it was read.
-    """
-    with _locked(path, exclusive=False) as is_there:
-        if not is_there():
-            raise NotACheckpointError(path)
-        try:
-            yield
-        except Exception as error:
-            if not is_there():
-                raise NotACheckpointError(path) from error
-            raise
-        if not is_there():  # only a part of it may have been read
-            raise NotACheckpointError(path)
-
-
-def _remove(path: str) -> None:
-    """Removes a checkpoint, unless somebody reads it: then the next call may."""
-    try:
-        with _locked(path, exclusive=True):
-            os.rename(path, f"{path}.removed")
-    except BlockingIOError:
-        return
-    shutil.rmtree(f"{path}.removed")
-
-
-@contextlib.contextmanager
-def _locked(path: str, exclusive: bool) -> Iterator[Callable[[], bool]]:
-    """Locks a file of a checkpoint, if there are locks; yields a function that says whether it is still there.
-
-    Raises:
-      BlockingIOError: `exclusive`, and somebody else has a lock.
-    """
-    metadata = os.path.join(path, METADATA_FILE)
-    try:
-        file = os.open(metadata, os.O_RDONLY)
-    except (FileNotFoundError, NotADirectoryError):
-        raise NotACheckpointError(path) from None
-
-    def is_there() -> bool:
-        try:
-            return os.path.samestat(os.fstat(file), os.stat(metadata))
-        except FileNotFoundError:
-            return False
-
-    try:
-        lock_if_possible(file, exclusive)
-        yield is_there
-    finally:
-        os.close(file)
+                remove(path)
 
 
 def _reads(function: F) -> F:
@@ -476,19 +401,6 @@ def read_all(path: str, patterns: Sequence[str]) -> dict[str, np.ndarray]:
 def _write(path: str, arrays: dict[str, Any], together: bool = False) -> None:
     with open_arrays(path, together) as store:
         store.write(arrays)
-
-
-def _is_checkpoint(path: str) -> bool:
-    return os.path.isfile(os.path.join(path, METADATA_FILE))
-
-
-def _check_is_checkpoint(path: str) -> None:
-    if not _is_checkpoint(path):
-        raise NotACheckpointError(path)
-
-
-def is_pinned(path: str) -> bool:
-    return os.path.exists(os.path.join(path, _PIN))
 
 
 def _check_same(path: str, saved: dict[str, Any], model: dict[str, Any], partial: bool) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from typing import NamedTuple
 
-from estimator.checkpoint._checkpoints import Checkpoints, NotACheckpointError, is_pinned, step_of, written_ns
+from estimator.checkpoint._checkpoint_dir import NotACheckpointError, is_pinned, step_of, written_ns
+from estimator.checkpoint._checkpoints import Checkpoints
 
 
 class CheckpointInfo(NamedTuple):

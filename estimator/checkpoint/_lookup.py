@@ -11,6 +11,7 @@ from typing import TypeVar
 from absl import logging
 
 from estimator.checkpoint import _checkpoints
+from estimator.checkpoint._checkpoint_dir import NotACheckpointError, kept
 from estimator.checkpoint._checkpoints import Checkpoints
 from estimator.checkpoint._model_dir import check_not_of_tensorflow
 from estimator.checkpoint._restore import StateSource
@@ -85,7 +86,7 @@ class CheckpointLookup:
         while True:
             try:
                 return self._states.get(mode, path, group, features, labels), path
-            except _checkpoints.NotACheckpointError:
+            except NotACheckpointError:
                 newest = self._checkpoints.latest()
                 if checkpoint_path not in (None, "latest") or group.count > 1 or newest in (None, path):
                     raise
@@ -97,9 +98,9 @@ class CheckpointLookup:
         while True:
             path = self.trained()
             try:
-                with _checkpoints.kept(path):
+                with kept(path):
                     return read(path)
-            except _checkpoints.NotACheckpointError:
+            except NotACheckpointError:
                 if path == failed:
                     raise
                 failed = path

@@ -8,6 +8,7 @@ import jax
 from absl import logging
 
 from estimator.checkpoint import _checkpoints
+from estimator.checkpoint._checkpoint_dir import kept, written_ns
 from estimator.checkpoint._warm_start import WarmStartReport, WarmStartSettings, warm_start
 from estimator.core._mode_keys import ModeKeys
 from estimator.core._state import State
@@ -55,7 +56,7 @@ class StateSource:
         like = self._model.abstract_init(features, labels, mode=mode)
         is_cached = self._cached is not None and self._cached[0] == _identity(path) and _serves(self._cached[1], like)
         if not all(group.all_gather(is_cached)):
-            with _checkpoints.kept(path):
+            with kept(path):
                 self.keep(path, as_of_chief(_checkpoints.restore(path, like, partial=mode != ModeKeys.TRAIN)))
         assert self._cached is not None
         return _as_wanted(self._cached[1], like)
@@ -90,7 +91,7 @@ class StateSource:
 
 def _identity(path: str) -> tuple[str, int]:
     """Differs between two checkpoints of the same name."""
-    return os.path.abspath(path), _checkpoints.written_ns(path)
+    return os.path.abspath(path), written_ns(path)
 
 
 def _serves(state: State, like: State) -> bool:

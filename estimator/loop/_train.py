@@ -12,7 +12,8 @@ import numpy as np
 from absl import logging
 
 from estimator.checkpoint._async_save import CheckpointWriteError
-from estimator.checkpoint._checkpoints import Checkpoints, step_of
+from estimator.checkpoint._checkpoint_dir import step_of
+from estimator.checkpoint._checkpoints import Checkpoints
 from estimator.core._batch import rows_of
 from estimator.core._hook import Hook
 from estimator.core._mode_keys import ModeKeys

@@ -15,7 +15,8 @@ import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from estimator.checkpoint._checkpoints import Checkpoints, names, read, restore, written_ns
+from estimator.checkpoint._checkpoint_dir import written_ns
+from estimator.checkpoint._checkpoints import Checkpoints, names, read, restore
 
 
 class State(NamedTuple):

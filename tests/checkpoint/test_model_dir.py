@@ -14,7 +14,7 @@ from testing.processes import Processes
 
 import estimator as est
 from estimator.checkpoint import _file_lock
-from estimator.checkpoint._checkpoints import kept
+from estimator.checkpoint._checkpoint_dir import kept
 from estimator.checkpoint._model_dir import LOCK_FILE
 
 pytestmark = pytest.mark.covers("1.1 model_dir")
