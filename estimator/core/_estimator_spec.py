@@ -14,7 +14,7 @@ from estimator.core._bcoo import is_sparse
 from estimator.core._export_output import DEFAULT_SIGNATURE, ExportOutput, PredictOutput
 from estimator.core._hook import Hook
 from estimator.core._mode_keys import ModeKeys
-from estimator.core._record import Report
+from estimator.core._record import Report, metric_of
 from estimator.core._train_op import TrainOp
 from estimator.core._typing import PyTree
 
@@ -34,7 +34,7 @@ _RESERVED_METRICS = ("loss", "global_step")
 class EstimatorSpec:
     """The outcome of one run of a model_fn; immutable, checked when it is made, and a pytree.
 
-    Fields and rules as in `tf.estimator.EstimatorSpec`, without `scaffold`.
+    Fields and rules as in `tf.estimator.EstimatorSpec`.
 
     >>> import jax.numpy as jnp
     >>> spec = EstimatorSpec("infer", predictions={"class": jnp.array([3, 1])})
@@ -51,6 +51,7 @@ class EstimatorSpec:
       eval_metric_ops: by name, what the functions of `est.metrics` return, or any pytree with `merge` and `compute`.
       export_outputs: `est.export` outputs by signature; by default, in PREDICT, the predictions.
       training_chief_hooks, training_hooks, evaluation_hooks, prediction_hooks: `est.Hook`s.
+      scaffold: always None: what TensorFlow's says is said by `RunConfig`, `warm_start_from=` and hooks.
       reported: by name, what the model_fn reported by `est.summary` and `est.record`; filled in by the run.
 
     Raises:
@@ -65,12 +66,19 @@ class EstimatorSpec:
     export_outputs: dict[str, ExportOutput] | None = None
     training_chief_hooks: Sequence[Hook] = ()
     training_hooks: Sequence[Hook] = ()
+    scaffold: None = None
     evaluation_hooks: Sequence[Hook] = ()
     prediction_hooks: Sequence[Hook] = ()
     reported: dict[str, Report] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         mode = ModeKeys(self.mode)
+        if self.scaffold is not None:
+            raise TypeError(
+                f"scaffold of EstimatorSpec must be None, given: {_shown(self.scaffold)}. Initial values come from "
+                "`warm_start_from=` or the `after_create_state` of an `est.Hook`, savers are set up by `RunConfig`, "
+                "and summaries are written as `est.summary` reports them."
+            )
         checked = {
             "mode": mode,
             "train_op": _checked_train_op(mode, self.train_op),
@@ -189,6 +197,7 @@ def _checked_metrics(metrics: Any) -> dict[str, Mergeable]:
         return {}
     if not isinstance(metrics, dict):
         raise TypeError(f"eval_metric_ops must be a dict of metrics by name, given: {_shown(metrics)}.")
+    metrics = {name: _unpaired(metric) for name, metric in metrics.items()}
     for name, metric in metrics.items():
         if name in _RESERVED_METRICS:
             raise ValueError(
@@ -197,9 +206,18 @@ def _checked_metrics(metrics: Any) -> dict[str, Mergeable]:
         if not hasattr(metric, "merge") or not (hasattr(metric, "result") or hasattr(metric, "compute")):
             raise TypeError(
                 f"eval_metric_ops[{name!r}] must be a metric, given: {_shown(metric)}. Use a function of "
-                "`est.metrics`, for example `est.metrics.mean(value)`, or an object with `merge` and `compute`."
+                "`est.metrics`, for example `est.metrics.mean(value)`, or an object with `merge` and `compute`. A pair "
+                "(value, update) has to be the parts of one metric."
             )
-    return dict(metrics)
+    return metrics
+
+
+def _unpaired(metric: Any) -> Any:
+    """The metric, of its parts `(value, update)`."""
+    if isinstance(metric, tuple) and len(metric) == 2:
+        value, update = map(metric_of, metric)
+        return metric if value is None or value is not update else value
+    return metric
 
 
 def _checked_exports(mode: ModeKeys, exports: Any, predictions: PyTree) -> dict[str, ExportOutput] | None:

@@ -124,6 +124,7 @@ class Declared:
       scope_uses: how often each `variable_scope` was opened, by full name; 0 once the scope around it is closed.
       regularizers: of `get_variable`, by full name.
       losses: those collected, each with the scope it was computed in.
+      metric_values: the metrics whose value the model_fn has seen, each with the value (see `_record.py`).
       store: of `run_store`.
     """
 
@@ -136,6 +137,7 @@ class Declared:
     scope_uses: Counter[str] = dataclasses.field(default_factory=Counter)
     regularizers: dict[str, Callable[[Any], Any]] = dataclasses.field(default_factory=dict)
     losses: list[tuple[str, jax.Array]] = dataclasses.field(default_factory=list)
+    metric_values: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)
     store: dict[Hashable, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -316,12 +318,19 @@ def open_frame(frame: Frame) -> Iterator[Frame]:
             raise RuntimeError("Frames were closed in another order than they were opened.")
 
 
+_IN_A_HOOK = {
+    "est.global_step": " In a hook read `context.global_step`.",
+    "est.get_variable": " In a hook read `context.state.variables`.",
+    "est.read_variable": " In a hook read `context.state.variables`.",
+}
+
+
 def current_frame(caller: str) -> Frame:
     """The frame of the current run; `caller` is named in the error if there is none."""
     if not _stack.frames:
         raise RuntimeError(
             f"`{caller}` must be called inside a model_fn that an Estimator or `est.transform` runs; "
-            "got called outside of one."
+            f"got called outside of one.{_IN_A_HOOK.get(caller, '')}"
         )
     return _stack.frames[-1]
 

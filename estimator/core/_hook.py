@@ -245,8 +245,7 @@ class RunValues:
         for name in jax.tree.leaves(requested):
             if name not in known:
                 raise ValueError(
-                    f"A hook requests the value {name!r}, but the model_fn reports only {known}. "
-                    f"Write `est.record({name!r}, value)` in the model_fn."
+                    f"A hook requests the value {name!r}, but the model_fn reports only {known}. {_advice(name, known)}"
                 )
 
     @property
@@ -269,3 +268,19 @@ class RunValues:
         names = {name for name in jax.tree.leaves(self._requested) if name != "loss"}
         reports = jax.device_get({name: self._reported[name] for name in names})
         return jax.tree.map(lambda name: self.loss if name == "loss" else reports[name].as_value(), self._requested)
+
+
+def _advice(name: Any, known: list[str]) -> str:
+    """What to write for a name that is not reported, as it may come from a TensorFlow program."""
+    plain = str(name).removesuffix(":0")
+    if plain in known:
+        return f"Write {plain!r}: names have no output's number here."
+    if plain == "global_step":
+        return (
+            "A hook reads it as `context.global_step`; for one like LoggingTensorHook write "
+            "`est.record('global_step', est.global_step())` in the model_fn."
+        )
+    return (
+        f"Write `est.record({plain!r}, value)` in the model_fn, and request {plain!r}; a variable's value is in "
+        "`context.state.variables`."
+    )

@@ -56,7 +56,11 @@ def bind(model_fn: ModelFn, params: Any = None, config: Any = None) -> ModelFn:
             )
         offered = {"labels": labels, "mode": mode, "params": _own_copy(params), "config": config}
         taken = {n: v for n, v in offered.items() if takes_all or n in accepted}
-        spec = model_fn(features=features, **taken)
+        try:
+            spec = model_fn(features=features, **taken)
+        except Exception as error:
+            _explain(error, features, labels, mode)
+            raise
         if not isinstance(spec, EstimatorSpec):
             raise ValueError(f"{shown} should return an EstimatorSpec; got {spec!r}.")
         if spec.mode != mode:
@@ -77,6 +81,30 @@ def with_params(model_fn: ModelFn, params: Any) -> ModelFn:
         return bind(model_fn, params, config)(features, labels, ModeKeys(mode))
 
     return call
+
+
+def _explain(error: Exception, features: Features, labels: Labels, mode: ModeKeys) -> None:
+    """Adds to an error of a model_fn what its input may have to do with it."""
+    if labels is None and "None" in str(error):
+        note = (
+            "In PREDICT labels are None. Return `EstimatorSpec(mode, predictions=...)` before they are used."
+            if mode == ModeKeys.PREDICT
+            else "The labels are None: input_fn gave features alone. Let it give tuples (features, labels); a list is "
+            "one of batches."
+        )
+    elif isinstance(features, tuple | list) and _shapes(features) == _shapes(labels):
+        note = (
+            "The features are a tuple like the labels. If they are a batch each: a tuple that input_fn returns is one "
+            "batch, (features, labels). For several batches return a list of such tuples."
+        )
+    else:
+        return
+    if note not in getattr(error, "__notes__", ()):  # a replicated model_fn is in another one
+        error.add_note(note)
+
+
+def _shapes(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: getattr(leaf, "shape", None), tree)
 
 
 def _check_train_op(shown: str, spec: EstimatorSpec) -> None:

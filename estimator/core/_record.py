@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -34,11 +35,13 @@ class Scalar(Report):
 
     Attributes:
       value: scalar array.
+      metric: the metric whose value it is, if it is one: of several towers, the merged metric's.
       summary: whether it goes into the event files.
       is_sum: whether it is a sum over examples: of several towers the sum.
     """
 
     value: Any
+    metric: Any = None
     summary: bool = dataclasses.field(default=False, metadata={"static": True})
     is_sum: bool = dataclasses.field(default=False, metadata={"static": True})
 
@@ -47,6 +50,9 @@ class Scalar(Report):
 
     def merged(self, others: Sequence[Scalar], rows: Sequence[int]) -> Scalar:
         parts = [self, *others]
+        if self.metric is not None:
+            metric = functools.reduce(lambda merged, other: merged.merge(other), [part.metric for part in parts])
+            return dataclasses.replace(self, value=jnp.reshape(metric.result(), ()), metric=metric)
         if self.is_sum:
             return dataclasses.replace(self, value=sum(part.value for part in parts))
         if jnp.issubdtype(self.value.dtype, jnp.inexact):
@@ -134,8 +140,9 @@ def merge_reports(parts: Sequence[dict[str, Report]], rows: Sequence[int]) -> di
 def record(name: str, value: Any) -> None:
     """Reports a value of this run of the model_fn, for hooks and `export_model(outputs=...)` to read by its name.
 
-    A scalar is averaged over towers; an array must have the batch as its first dimension, and is put together in input
-    order, as predictions are. It costs nothing in steps of which no hook asks for a value.
+    A scalar is averaged over towers, and the value of a metric is the one of all rows; an array must have the batch as
+    its first dimension, and is put together in input order, as predictions are. It costs nothing in steps of which no
+    hook asks for a value.
 
     >>> import estimator as est, jax, jax.numpy as jnp
     >>> def model_fn(features, labels, mode):
@@ -147,15 +154,16 @@ def record(name: str, value: Any) -> None:
     2.0
 
     Args:
-      name: prefixed by the variable scopes around the call; once in a run.
+      name: prefixed by the variable scopes around the call. As in TensorFlow, a name that the run has reported before,
+        by `est.summary` too, gets "_1" added, or the next free number; so does "loss", the EstimatorSpec's.
       value: a number, or an array of numbers.
 
     Raises:
-      ValueError: the name was reported already, or the value is not known outside of a function that jax traces.
+      ValueError: the value is not known outside of a function that jax traces.
       TypeError: the value is not an array of numbers.
     """
-    value = checked("est.record", name, value)
-    report("est.record", name, Scalar(value) if value.ndim == 0 else Rows(value))
+    array = checked("est.record", name, value)
+    report("est.record", name, Scalar(array, metric_of(value)) if array.ndim == 0 else Rows(array))
 
 
 def checked(caller: str, name: str, value: Any) -> jax.Array:
@@ -163,7 +171,8 @@ def checked(caller: str, name: str, value: Any) -> jax.Array:
     try:
         return jnp.asarray(value)
     except TypeError as error:
-        raise TypeError(f"`{caller}({name!r})` needs a number or an array of numbers; got {value!r}.") from error
+        hint = " The value of a metric in this batch is `metric[1]`." if hasattr(value, "merge") else ""
+        raise TypeError(f"`{caller}({name!r})` needs a number or an array of numbers; got {value!r}.{hint}") from error
 
 
 def report(caller: str, name: str, value: Report) -> str:
@@ -171,10 +180,10 @@ def report(caller: str, name: str, value: Report) -> str:
     frame = current_frame(caller)
     if not isinstance(name, str) or not name:
         raise ValueError(f"`{caller}` needs a non-empty name; got {name!r}.")
-    full = "/".join((*frame.scope, name))
-    if full == "loss" or full in frame.reported:
-        known = "is the loss of the EstimatorSpec" if full == "loss" else "was reported already in this run"
-        raise ValueError(f"`{caller}({full!r})`: {full!r} {known}. Give another name, or open a `variable_scope`.")
+    taken = {"loss", *frame.reported}
+    plain = "/".join((*frame.scope, name))
+    numbered = (f"{plain}_{i}" for i in itertools.count(1))
+    full = plain if plain not in taken else next(each for each in numbered if each not in taken)
     if frame.tracing.trace != current_trace():
         raise ValueError(
             f"`{caller}({full!r})` was called within a function that jax traces apart (`jax.jit`, `jax.lax.scan`, "
@@ -193,3 +202,23 @@ def report_in_training(name: str, make: Callable[[], Report]) -> None:
     full = "/".join((*frame.scope, name))
     if full not in frame.reported:
         frame.reported[full] = make()
+
+
+def value_of(metric: Any) -> Any:
+    """What `metric.result()` returns; in one run of a model_fn it is always the same array, known to `metric_of`."""
+    frame = innermost_frame()
+    if frame is None or frame.tracing.trace != current_trace():  # outside of a function traced apart it is not known
+        return metric.result()
+    for other, value in frame.declared.metric_values:
+        if other is metric:
+            return value
+    value = metric.result()
+    frame.declared.metric_values.append((metric, value))
+    return value
+
+
+def metric_of(value: Any) -> Any:
+    """The metric whose `value_of` this very array is, in the current run; None for any other value."""
+    frame = innermost_frame()
+    known = [] if frame is None else frame.declared.metric_values
+    return next((metric for metric, own in known if own is value), None)

@@ -29,10 +29,15 @@ def make_rng(name: str | None = None) -> jax.Array:
         the model_fn does not change them.
 
     Raises:
+      TypeError: the name is not a string.
       ValueError: it was called in the body of a loop (`jax.lax.scan`, `map`, `while_loop`, `jax.vmap` ...), of which
         every iteration would get the same key, since jax traces a body once.
     """
     frame = current_frame("est.make_rng")
+    if not isinstance(name, str | None):
+        raise TypeError(
+            f"`est.make_rng` takes a name, a string, or nothing; got {name!r}. The seed is `est.RunConfig(seed=...)`."
+        )
     loop = loop_around(frame)
     if loop is not None:
         call = "est.make_rng()" if name is None else f"est.make_rng({name!r})"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -12,7 +11,7 @@ from absl import logging
 from estimator.core._argument_checks import check_intervals
 from estimator.core._frame import current_frame
 from estimator.core._hook import Context, Hook, RunValues
-from estimator.core._record import Rows, Scalar, checked, report
+from estimator.core._record import Rows, Scalar, checked, metric_of, report
 from estimator.hooks._timer import SecondOrStepTimer
 
 
@@ -105,11 +104,10 @@ def _name(tag: str, value: Any) -> str:
     if isinstance(value, str):
         return value
     caller = "est.LoggingTensorHook"
-    frame = current_frame(f"{caller}({{{tag!r}: <a value, not a name>}})")
+    current_frame(f"{caller}({{{tag!r}: <a value, not a name>}})")
     array = checked(caller, tag, value)
-    names = (f"LoggingTensorHook{'' if i == 0 else f'_{i}'}/{tag}" for i in itertools.count())
-    free = next(name for name in names if "/".join((*frame.scope, name)) not in frame.reported)
-    return report(caller, free, Scalar(array) if array.ndim == 0 else Rows(array))
+    name = f"LoggingTensorHook/{tag}"
+    return report(caller, name, Scalar(array, metric_of(value)) if array.ndim == 0 else Rows(array))
 
 
 def _shown(value: Any) -> str:

@@ -205,7 +205,7 @@ def pair_of(element: Any) -> tuple[PyTree, PyTree]:
     if len(element) != 2:
         raise ValueError(
             "input_fn should return (features, labels) as a len 2 tuple. "
-            "Put several features into a dict; "
+            "Put several features into a dict, and several batches into a list; "
             f"got a {type(element).__name__} of len {len(element)}."
         )
     return element[0], element[1]

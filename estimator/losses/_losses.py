@@ -48,7 +48,11 @@ _DEFAULT = Reduction.SUM_BY_NONZERO_WEIGHTS
 
 
 def compute_weighted_loss(
-    losses: ArrayLike, weights: ArrayLike = 1.0, reduction: Reduction | str = _DEFAULT
+    losses: ArrayLike,
+    weights: ArrayLike = 1.0,
+    reduction: Reduction | str = _DEFAULT,
+    scope: str | None = None,
+    name: str | None = None,
 ) -> jax.Array:
     """The weighted losses, reduced to one number (unless `reduction` is NONE).
 
@@ -64,6 +68,7 @@ def compute_weighted_loss(
       losses: shape `[d0, ..., dn]`. Sums are taken in float32 at least.
       weights: a number, or an array of as many dimensions as `losses`, each 1 or equal.
       reduction: a `Reduction` or its value.
+      scope, name: of TensorFlow's op; without effect here.
 
     Returns:
       A scalar, or for NONE the shape of `losses`; of the dtype of `losses` (integers: float32).
@@ -79,6 +84,8 @@ def absolute_difference(
     predictions: ArrayLike,
     weights: ArrayLike = 1.0,
     reduction: Reduction | str = _DEFAULT,
+    scope: str | None = None,
+    name: str | None = None,
 ) -> jax.Array:
     """The weighted mean (or another `reduction`) of `|predictions - labels|`.
 
@@ -88,7 +95,7 @@ def absolute_difference(
     Args:
       labels: shape of `predictions`; cast to their dtype.
       predictions: any shape.
-      weights, reduction: as in `compute_weighted_loss`.
+      weights, reduction, scope, name: as in `compute_weighted_loss`.
 
     Raises:
       ValueError: if shapes differ, or as `compute_weighted_loss` does.
@@ -103,6 +110,8 @@ def mean_squared_error(
     predictions: ArrayLike,
     weights: ArrayLike = 1.0,
     reduction: Reduction | str = _DEFAULT,
+    scope: str | None = None,
+    name: str | None = None,
 ) -> jax.Array:
     """The weighted mean (or another `reduction`) of `(predictions - labels)**2`.
 
@@ -112,7 +121,7 @@ def mean_squared_error(
     Args:
       labels: shape of `predictions`; cast to their dtype.
       predictions: any shape.
-      weights, reduction: as in `compute_weighted_loss`.
+      weights, reduction, scope, name: as in `compute_weighted_loss`.
 
     Raises:
       ValueError: if shapes differ, or as `compute_weighted_loss` does.
@@ -127,6 +136,8 @@ def huber_loss(
     predictions: ArrayLike,
     weights: ArrayLike = 1.0,
     reduction: Reduction | str = _DEFAULT,
+    scope: str | None = None,
+    name: str | None = None,
     *,
     delta: float = 1.0,
 ) -> jax.Array:
@@ -138,7 +149,7 @@ def huber_loss(
     Args:
       labels: shape of `predictions`; cast to their dtype.
       predictions: any shape.
-      weights, reduction: as in `compute_weighted_loss`.
+      weights, reduction, scope, name: as in `compute_weighted_loss`.
       delta: the absolute error above which the loss grows linearly.
 
     Raises:
@@ -154,6 +165,8 @@ def hinge_loss(
     logits: ArrayLike,
     weights: ArrayLike = 1.0,
     reduction: Reduction | str = _DEFAULT,
+    scope: str | None = None,
+    name: str | None = None,
 ) -> jax.Array:
     """The weighted mean (or another `reduction`) of `max(0, 1 - (2 labels - 1) logits)`.
 
@@ -163,7 +176,7 @@ def hinge_loss(
     Args:
       labels: 0 or 1 (TensorFlow's convention, not -1 and 1), shape of `logits`.
       logits: any shape; positive for class 1.
-      weights, reduction: as in `compute_weighted_loss`.
+      weights, reduction, scope, name: as in `compute_weighted_loss`.
 
     Raises:
       ValueError: if shapes differ, or as `compute_weighted_loss` does.
@@ -178,6 +191,8 @@ def log_loss(
     predictions: ArrayLike,
     weights: ArrayLike = 1.0,
     reduction: Reduction | str = _DEFAULT,
+    scope: str | None = None,
+    name: str | None = None,
     *,
     epsilon: float = 1e-7,
 ) -> jax.Array:
@@ -189,7 +204,7 @@ def log_loss(
     Args:
       labels: 0 or 1, shape of `predictions`.
       predictions: probabilities of class 1; for logits take `sigmoid_cross_entropy`.
-      weights, reduction: as in `compute_weighted_loss`.
+      weights, reduction, scope, name: as in `compute_weighted_loss`.
       epsilon: added within the logarithms.
 
     Raises:
@@ -206,6 +221,8 @@ def sigmoid_cross_entropy(
     logits: ArrayLike,
     weights: ArrayLike = 1.0,
     reduction: Reduction | str = _DEFAULT,
+    scope: str | None = None,
+    name: str | None = None,
     *,
     label_smoothing: float = 0.0,
 ) -> jax.Array:
@@ -217,7 +234,7 @@ def sigmoid_cross_entropy(
     Args:
       labels: 0, 1 or between, shape of `logits`.
       logits: any shape, `[batch, classes]` mostly.
-      weights, reduction: as in `compute_weighted_loss`.
+      weights, reduction, scope, name: as in `compute_weighted_loss`.
       label_smoothing: moves labels towards 1/2 by this fraction.
 
     Raises:
@@ -234,6 +251,8 @@ def softmax_cross_entropy(
     logits: ArrayLike,
     weights: ArrayLike = 1.0,
     reduction: Reduction | str = _DEFAULT,
+    scope: str | None = None,
+    name: str | None = None,
     *,
     label_smoothing: float = 0.0,
 ) -> jax.Array:
@@ -246,7 +265,7 @@ def softmax_cross_entropy(
       onehot_labels: a distribution over the classes, shape of `logits`. No gradient flows back
         to it, as in TensorFlow.
       logits: shape `[..., classes]`.
-      weights, reduction: as in `compute_weighted_loss`, where losses have shape `[...]`.
+      weights, reduction, scope, name: as in `compute_weighted_loss`, where losses have shape `[...]`.
       label_smoothing: moves labels towards 1 / classes by this fraction.
 
     Raises:
@@ -263,6 +282,8 @@ def sparse_softmax_cross_entropy(
     logits: ArrayLike,
     weights: ArrayLike = 1.0,
     reduction: Reduction | str = _DEFAULT,
+    scope: str | None = None,
+    name: str | None = None,
 ) -> jax.Array:
     """The weighted mean (or another `reduction`) of the cross entropy with the right classes.
 
@@ -273,7 +294,7 @@ def sparse_softmax_cross_entropy(
       labels: integers in `[0, classes)`, shape `[...]` or, as TensorFlow allows, `[..., 1]`.
         The loss of a label out of range is NaN.
       logits: shape `[..., classes]`.
-      weights, reduction: as in `compute_weighted_loss`, where losses have shape `[...]`; weights
+      weights, reduction, scope, name: as in `compute_weighted_loss`, where losses have shape `[...]`; weights
         of shape `[..., 1]` are squeezed.
 
     Raises:

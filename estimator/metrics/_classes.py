@@ -39,7 +39,13 @@ class MeanIoU(Metric):
         return divide(divide(hits, union).sum(), (union != 0).sum().astype(union.dtype))
 
 
-def mean_iou(labels: ArrayLike, predictions: ArrayLike, num_classes: int, weights: ArrayLike | None = None) -> MeanIoU:
+def mean_iou(
+    labels: ArrayLike,
+    predictions: ArrayLike,
+    num_classes: int,
+    weights: ArrayLike | None = None,
+    name: str | None = None,
+) -> MeanIoU:
     """The mean, over the classes that occur, of `hits / (labelled + predicted - hits)`.
 
     >>> mean_iou(jnp.array([0, 0, 1, 1]), jnp.array([0, 1, 1, 1]), num_classes=3).result().item()
@@ -49,7 +55,7 @@ def mean_iou(labels: ArrayLike, predictions: ArrayLike, num_classes: int, weight
       labels, predictions: integers in `[0, num_classes)`, equal shapes, but for a last 1 that only
         one has. A row with a class out of range is left out.
       num_classes: number of classes.
-      weights: as in `mean`.
+      weights, name: as in `mean`.
 
     Raises:
       ValueError: if shapes do not fit.
@@ -64,7 +70,11 @@ def mean_iou(labels: ArrayLike, predictions: ArrayLike, num_classes: int, weight
 
 
 def mean_per_class_accuracy(
-    labels: ArrayLike, predictions: ArrayLike, num_classes: int, weights: ArrayLike | None = None
+    labels: ArrayLike,
+    predictions: ArrayLike,
+    num_classes: int,
+    weights: ArrayLike | None = None,
+    name: str | None = None,
 ) -> MeanOverClasses:
     """The mean, over all `num_classes` classes, of the accuracy on the rows of that class.
 
@@ -78,7 +88,7 @@ def mean_per_class_accuracy(
       labels: integers in `[0, num_classes)`. A row with a label out of range is left out.
       predictions: shape of `labels`, but for a last 1; cast to their dtype.
       num_classes: number of classes.
-      weights: as in `mean`.
+      weights, name: as in `mean`.
 
     Raises:
       ValueError: if shapes do not fit.
@@ -95,7 +105,9 @@ def mean_per_class_accuracy(
     )
 
 
-def recall_at_k(labels: ArrayLike, predictions: ArrayLike, k: int, weights: ArrayLike | None = None) -> Mean:
+def recall_at_k(
+    labels: ArrayLike, predictions: ArrayLike, k: int, weights: ArrayLike | None = None, name: str | None = None
+) -> Mean:
     """The fraction of the labels that are among the `k` classes of the highest scores.
 
     >>> scores = jnp.array([[0.1, 0.7, 0.2], [0.5, 0.3, 0.2]])
@@ -108,6 +120,7 @@ def recall_at_k(labels: ArrayLike, predictions: ArrayLike, k: int, weights: Arra
       predictions: scores, shape `[..., classes]`.
       k: the number of classes to consider; of equal scores the lower class comes first.
       weights: one per row, as in `mean`, for values of shape `[...]`.
+      name: as in `mean`.
 
     Raises:
       ValueError: if shapes do not fit, or `k` is not between 1 and the number of classes.

@@ -39,7 +39,7 @@ def weighted_mean(values: jax.Array, weights: jax.Array) -> Mean:
     return Mean(total=jnp.sum(values.astype(jnp.float32) * weights), count=jnp.sum(weights))
 
 
-def mean(values: ArrayLike, weights: ArrayLike | None = None) -> Mean:
+def mean(values: ArrayLike, weights: ArrayLike | None = None, name: str | None = None) -> Mean:
     """The weighted mean of the values of all rows.
 
     >>> mean(jnp.array([1.0, 2.0, 6.0]), weights=jnp.array([1.0, 1.0, 0.0])).result().item()
@@ -49,6 +49,7 @@ def mean(values: ArrayLike, weights: ArrayLike | None = None) -> Mean:
       values: any shape.
       weights: None, a scalar, or as many dimensions as `values`, each 1 or equal (a last 1 may
         be missing or too much).
+      name: of TensorFlow's op; without effect here, where eval_metric_ops names metrics.
 
     Raises:
       ValueError: if the shape of `weights` does not fit.
@@ -57,7 +58,9 @@ def mean(values: ArrayLike, weights: ArrayLike | None = None) -> Mean:
     return weighted_mean(values, spread("mean", weights, values.shape, "values"))
 
 
-def accuracy(labels: ArrayLike, predictions: ArrayLike, weights: ArrayLike | None = None) -> Mean:
+def accuracy(
+    labels: ArrayLike, predictions: ArrayLike, weights: ArrayLike | None = None, name: str | None = None
+) -> Mean:
     """How often predictions equal labels.
 
     >>> accuracy(jnp.array([1, 0, 2, 2]), jnp.array([1, 1, 2, 2])).result().item()
@@ -67,7 +70,7 @@ def accuracy(labels: ArrayLike, predictions: ArrayLike, weights: ArrayLike | Non
       labels: any shape and dtype.
       predictions: shape of `labels`, classes and not scores; cast to their dtype, as in TensorFlow.
         A last dimension of 1 that only one of the two has is dropped.
-      weights: as in `mean`.
+      weights, name: as in `mean`.
 
     Raises:
       ValueError: if shapes do not fit.
@@ -76,7 +79,9 @@ def accuracy(labels: ArrayLike, predictions: ArrayLike, weights: ArrayLike | Non
     return weighted_mean(predictions.astype(labels.dtype) == labels, weights)
 
 
-def mean_squared_error(labels: ArrayLike, predictions: ArrayLike, weights: ArrayLike | None = None) -> Mean:
+def mean_squared_error(
+    labels: ArrayLike, predictions: ArrayLike, weights: ArrayLike | None = None, name: str | None = None
+) -> Mean:
     """The mean of `(predictions - labels)**2`.
 
     >>> mean_squared_error(jnp.array([1.0, 2.0]), jnp.array([2.0, 5.0])).result().item()
@@ -84,7 +89,7 @@ def mean_squared_error(labels: ArrayLike, predictions: ArrayLike, weights: Array
 
     Args:
       labels, predictions: equal shapes, but for a last 1 that only one has.
-      weights: as in `mean`.
+      weights, name: as in `mean`.
 
     Raises:
       ValueError: if shapes do not fit.
@@ -93,7 +98,9 @@ def mean_squared_error(labels: ArrayLike, predictions: ArrayLike, weights: Array
     return weighted_mean(jnp.square(errors), weights)
 
 
-def root_mean_squared_error(labels: ArrayLike, predictions: ArrayLike, weights: ArrayLike | None = None) -> RootMean:
+def root_mean_squared_error(
+    labels: ArrayLike, predictions: ArrayLike, weights: ArrayLike | None = None, name: str | None = None
+) -> RootMean:
     """The square root of the mean of `(predictions - labels)**2` over all rows of all batches.
 
     >>> root_mean_squared_error(jnp.array([1.0, 2.0]), jnp.array([4.0, 5.0])).result().item()
@@ -101,7 +108,7 @@ def root_mean_squared_error(labels: ArrayLike, predictions: ArrayLike, weights: 
 
     Args:
       labels, predictions: equal shapes, but for a last 1 that only one has.
-      weights: as in `mean`.
+      weights, name: as in `mean`.
 
     Raises:
       ValueError: if shapes do not fit.
@@ -111,7 +118,9 @@ def root_mean_squared_error(labels: ArrayLike, predictions: ArrayLike, weights: 
     return RootMean(squares.total, squares.count)
 
 
-def mean_absolute_error(labels: ArrayLike, predictions: ArrayLike, weights: ArrayLike | None = None) -> Mean:
+def mean_absolute_error(
+    labels: ArrayLike, predictions: ArrayLike, weights: ArrayLike | None = None, name: str | None = None
+) -> Mean:
     """The mean of `|predictions - labels|`.
 
     >>> mean_absolute_error(jnp.array([1.0, 2.0]), jnp.array([2.0, 5.0])).result().item()
@@ -119,7 +128,7 @@ def mean_absolute_error(labels: ArrayLike, predictions: ArrayLike, weights: Arra
 
     Args:
       labels, predictions: equal shapes, but for a last 1 that only one has.
-      weights: as in `mean`.
+      weights, name: as in `mean`.
 
     Raises:
       ValueError: if shapes do not fit.

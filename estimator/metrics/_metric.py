@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+from collections.abc import Iterator
 from typing import Any, Self, dataclass_transform
 
 import jax
 import numpy as np
+
+from estimator.core._record import value_of
 
 
 @dataclass_transform(frozen_default=True, eq_default=False, field_specifiers=(dataclasses.field,))
@@ -25,6 +28,10 @@ class Metric(abc.ABC):
     ...         return self.squares**0.5
     >>> Norm(jnp.array(9.0)).merge(Norm(jnp.array(16.0))).result().item()
     5.0
+
+    In a model_fn a metric stands for TensorFlow's pair `(value, update)` too: `accuracy[1]`, and both parts in
+    `value, update = est.metrics.accuracy(...)`, are the value in this batch, an array. A pair of both is a metric for
+    `eval_metric_ops`; reported by `est.summary.scalar` or `est.record`, the value is the one of all towers' rows.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -44,6 +51,12 @@ class Metric(abc.ABC):
         """
         self._check_mergeable(other)
         return jax.tree.map(lambda mine, others: mine + others, self, other)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((value_of(self), value_of(self)))
+
+    def __getitem__(self, index: int) -> Any:
+        return (value_of(self), value_of(self))[index]
 
     @abc.abstractmethod
     def result(self) -> Any:

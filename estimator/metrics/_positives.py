@@ -26,7 +26,9 @@ class Count(Metric):
         return self.count
 
 
-def true_positives(labels: ArrayLike, predictions: ArrayLike, weights: ArrayLike | None = None) -> Count:
+def true_positives(
+    labels: ArrayLike, predictions: ArrayLike, weights: ArrayLike | None = None, name: str | None = None
+) -> Count:
     """How many (or what weight of) rows are positive and predicted to be.
 
     >>> true_positives(jnp.array([0, 1, 1, 1]), jnp.array([1, 1, 1, 0])).result().item()
@@ -35,7 +37,7 @@ def true_positives(labels: ArrayLike, predictions: ArrayLike, weights: ArrayLike
     Args:
       labels, predictions: equal shapes, but for a last 1 that only one has; all that is not zero
         is positive, as in TensorFlow, so round or threshold probabilities first.
-      weights: as in `mean`.
+      weights, name: as in `mean`.
 
     Raises:
       ValueError: if shapes do not fit.
@@ -44,14 +46,16 @@ def true_positives(labels: ArrayLike, predictions: ArrayLike, weights: ArrayLike
     return _count(labels & predictions, weights)
 
 
-def false_positives(labels: ArrayLike, predictions: ArrayLike, weights: ArrayLike | None = None) -> Count:
+def false_positives(
+    labels: ArrayLike, predictions: ArrayLike, weights: ArrayLike | None = None, name: str | None = None
+) -> Count:
     """How many (or what weight of) rows are negative, but predicted to be positive.
 
     >>> false_positives(jnp.array([0, 1, 1, 1]), jnp.array([1, 1, 1, 0])).result().item()
     1.0
 
     Args:
-      labels, predictions, weights: as in `true_positives`.
+      labels, predictions, weights, name: as in `true_positives`.
 
     Raises:
       ValueError: if shapes do not fit.
@@ -60,14 +64,16 @@ def false_positives(labels: ArrayLike, predictions: ArrayLike, weights: ArrayLik
     return _count(~labels & predictions, weights)
 
 
-def true_negatives(labels: ArrayLike, predictions: ArrayLike, weights: ArrayLike | None = None) -> Count:
+def true_negatives(
+    labels: ArrayLike, predictions: ArrayLike, weights: ArrayLike | None = None, name: str | None = None
+) -> Count:
     """How many (or what weight of) rows are negative and predicted to be.
 
     >>> true_negatives(jnp.array([0, 1, 1, 1]), jnp.array([1, 1, 1, 0])).result().item()
     0.0
 
     Args:
-      labels, predictions, weights: as in `true_positives`.
+      labels, predictions, weights, name: as in `true_positives`.
 
     Raises:
       ValueError: if shapes do not fit.
@@ -76,14 +82,16 @@ def true_negatives(labels: ArrayLike, predictions: ArrayLike, weights: ArrayLike
     return _count(~labels & ~predictions, weights)
 
 
-def false_negatives(labels: ArrayLike, predictions: ArrayLike, weights: ArrayLike | None = None) -> Count:
+def false_negatives(
+    labels: ArrayLike, predictions: ArrayLike, weights: ArrayLike | None = None, name: str | None = None
+) -> Count:
     """How many (or what weight of) rows are positive, but predicted to be negative.
 
     >>> false_negatives(jnp.array([0, 1, 1, 1]), jnp.array([1, 1, 1, 0])).result().item()
     1.0
 
     Args:
-      labels, predictions, weights: as in `true_positives`.
+      labels, predictions, weights, name: as in `true_positives`.
 
     Raises:
       ValueError: if shapes do not fit.
@@ -92,14 +100,16 @@ def false_negatives(labels: ArrayLike, predictions: ArrayLike, weights: ArrayLik
     return _count(labels & ~predictions, weights)
 
 
-def precision(labels: ArrayLike, predictions: ArrayLike, weights: ArrayLike | None = None) -> Mean:
+def precision(
+    labels: ArrayLike, predictions: ArrayLike, weights: ArrayLike | None = None, name: str | None = None
+) -> Mean:
     """Of the rows predicted to be positive, the fraction that is; 0 if there are none.
 
     >>> precision(jnp.array([0, 1, 1, 1]), jnp.array([1, 1, 0, 0])).result().item()
     0.5
 
     Args:
-      labels, predictions, weights: as in `true_positives`.
+      labels, predictions, weights, name: as in `true_positives`.
 
     Raises:
       ValueError: if shapes do not fit.
@@ -108,14 +118,16 @@ def precision(labels: ArrayLike, predictions: ArrayLike, weights: ArrayLike | No
     return weighted_mean(labels, jnp.where(predictions, weights, 0))
 
 
-def recall(labels: ArrayLike, predictions: ArrayLike, weights: ArrayLike | None = None) -> Mean:
+def recall(
+    labels: ArrayLike, predictions: ArrayLike, weights: ArrayLike | None = None, name: str | None = None
+) -> Mean:
     """Of the rows that are positive, the fraction predicted to be; 0 if there are none.
 
     >>> recall(jnp.array([0, 1, 1, 0]), jnp.array([1, 1, 0, 0])).result().item()
     0.5
 
     Args:
-      labels, predictions, weights: as in `true_positives`.
+      labels, predictions, weights, name: as in `true_positives`.
 
     Raises:
       ValueError: if shapes do not fit.

@@ -88,6 +88,7 @@ def precision_at_thresholds(
     predictions: ArrayLike,
     thresholds: Sequence[float],
     weights: ArrayLike | None = None,
+    name: str | None = None,
 ) -> MeanAtThresholds:
     """For each threshold the precision of `predictions > threshold`.
 
@@ -99,7 +100,7 @@ def precision_at_thresholds(
       labels: what is not zero is positive; shape of `predictions`, but for a last 1.
       predictions: floats of any shape.
       thresholds: plain numbers.
-      weights: as in `mean`.
+      weights, name: as in `mean`.
 
     Raises:
       ValueError: if shapes do not fit.
@@ -115,6 +116,7 @@ def recall_at_thresholds(
     predictions: ArrayLike,
     thresholds: Sequence[float],
     weights: ArrayLike | None = None,
+    name: str | None = None,
 ) -> MeanAtThresholds:
     """For each threshold the recall of `predictions > threshold`.
 
@@ -123,7 +125,7 @@ def recall_at_thresholds(
     [1.0, 0.5, 0.0]
 
     Args:
-      labels, predictions, thresholds, weights: as in `precision_at_thresholds`.
+      labels, predictions, thresholds, weights, name: as in `precision_at_thresholds`.
 
     Raises:
       ValueError: if shapes do not fit.
@@ -141,6 +143,7 @@ def auc(
     num_thresholds: int = 200,
     curve: str = "ROC",
     summation_method: str = "trapezoidal",
+    name: str | None = None,
 ) -> AreaUnderCurve:
     """The area under the ROC or the precision-recall curve, approximated as in TensorFlow.
 
@@ -151,7 +154,7 @@ def auc(
     Args:
       labels: what is not zero is positive; shape of `predictions`, but for a last 1.
       predictions: probabilities, in [0, 1].
-      weights: as in `mean`.
+      weights, name: as in `mean`.
       num_thresholds: number of points of the curve, evenly spaced, the ends just beyond 0 and 1.
       curve: "ROC" or "PR".
       summation_method: "trapezoidal", "minoring", "majoring" or "careful_interpolation", which is

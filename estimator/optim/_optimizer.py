@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import optax
 
 from estimator.core._frame import Frame, check_is_known_outside, current_frame
@@ -17,10 +15,22 @@ from estimator.core._tensorflow_names import check_arguments
 from estimator.core._train_op import GradientsNeeded, TrainOp, Update
 from estimator.core._typing import PyTree, Variables
 from estimator.optim import _loss_scale
+from estimator.optim._arguments import (
+    check_global_step,
+    check_gradient,
+    check_is_outermost,
+    check_loss,
+    check_pair,
+    check_scaled,
+    check_var_list,
+    in_order,
+    list_names,
+    trainable_names,
+)
 from estimator.optim._loss_scale import DynamicLossScale
 from estimator.optim._parts import is_transformation
 from estimator.sparse._embedding import zero_gradients
-from estimator.sparse._indexed_slices import IndexedSlices, is_slices
+from estimator.sparse._indexed_slices import is_slices
 
 
 class Optimizer:
@@ -77,12 +87,20 @@ class Optimizer:
             )
         return transformation
 
-    def minimize(self, loss: jax.Array, var_list: Sequence[str] | None = None, **tensorflows: object) -> TrainOp:
+    def minimize(
+        self,
+        loss: jax.Array,
+        var_list: Sequence[str] | None = None,
+        global_step: jax.Array | None = None,
+        **tensorflows: object,
+    ) -> TrainOp:
         """The train_op that moves the variables against the gradient of `loss`.
 
         Args:
           loss: scalar array.
           var_list: names of the variables to move; default: all trainable ones got so far in this run.
+          global_step: `est.global_step()`, which a step advances whether it is given or not. By position it may also
+            come before the var_list, as in TensorFlow.
           **tensorflows: none; the error for one of TensorFlow's says what to write.
 
         Returns:
@@ -91,12 +109,13 @@ class Optimizer:
         caller = f"{type(self).__name__}.minimize"
         check_arguments(caller, tensorflows)
         frame = current_frame(caller)
+        var_list = in_order(caller, frame, var_list, global_step)
         if frame.mode != ModeKeys.TRAIN:
-            self._note(frame, _list_names(caller, frame, var_list))
+            self._note(frame, list_names(caller, frame, var_list))
             return TrainOp()
-        _check_is_outermost(caller, frame)
-        loss = _check_loss(caller, loss)
-        names = _check_var_list(caller, frame, var_list)
+        check_is_outermost(caller, frame)
+        loss = check_loss(caller, loss)
+        names = check_var_list(caller, frame, var_list)
         return TrainOp((Update(None, loss, names, self._open_slots(frame, names), self, frame.tracing.run),))
 
     def compute_gradients(
@@ -113,9 +132,9 @@ class Optimizer:
         caller = f"{type(self).__name__}.compute_gradients"
         check_arguments(caller, tensorflows)
         frame = current_frame(caller)
-        _check_is_outermost(caller, frame)
-        loss = _check_loss(caller, loss)
-        names = _check_var_list(caller, frame, var_list)
+        check_is_outermost(caller, frame)
+        loss = check_loss(caller, loss)
+        names = check_var_list(caller, frame, var_list)
         call = frame.gradients.calls
         frame.gradients.calls += 1
         slots = None
@@ -132,36 +151,42 @@ class Optimizer:
         return [(gradients[name], name) for name in names]
 
     def apply_gradients(
-        self, grads_and_vars: Iterable[tuple[PyTree, str]], *unknown: object, **tensorflows: object
+        self,
+        grads_and_vars: Iterable[tuple[PyTree, str]],
+        global_step: jax.Array | None = None,
+        **tensorflows: object,
     ) -> TrainOp:
         """The train_op that applies given gradients.
 
         Args:
           grads_and_vars: pairs as `compute_gradients` returns them. A variable whose gradient is None stays as it is.
+          global_step: as for `minimize`.
+          **tensorflows: as for `minimize`.
 
         Raises:
           ValueError: in one of several towers, or of several micro-batches, a gradient was taken in another way, and
             nothing says that it is scaled as the loss is: see `est.tower_gradient`.
         """
         caller = f"{type(self).__name__}.apply_gradients"
-        check_arguments(caller, {**({"global_step": unknown[0]} if unknown else {}), **tensorflows})
+        check_arguments(caller, tensorflows)
         frame = current_frame(caller)
-        pairs = [_check_pair(caller, pair) for pair in grads_and_vars]
+        check_global_step(caller, frame, global_step)
+        pairs = [check_pair(caller, pair) for pair in grads_and_vars]
         if frame.mode != ModeKeys.TRAIN:
             self._note(frame, tuple(name for gradient, name in pairs if gradient is not None))
             return TrainOp()
-        _check_is_outermost(caller, frame)
+        check_is_outermost(caller, frame)
         gradients: dict[str, PyTree] = {}
         for gradient, name in pairs:
             if gradient is not None:
-                (name,) = _check_var_list(caller, frame, (name,))
+                (name,) = check_var_list(caller, frame, (name,))
                 if name in gradients:
                     raise ValueError(f"`{caller}` got the variable {name!r} twice.")
-                _check_gradient(caller, name, gradient, frame.variables[name])
+                check_gradient(caller, name, gradient, frame.variables[name])
                 gradients[name] = gradient
         if not gradients:
             raise ValueError(f"`{caller}` got no gradient for any variable; every one is None.")
-        _check_scaled(caller, frame, gradients)
+        check_scaled(caller, frame, gradients)
         names = tuple(gradients)
         return TrainOp((Update(gradients, None, names, self._open_slots(frame, names), self, frame.tracing.run),))
 
@@ -252,7 +277,7 @@ class Optimizer:
             )
         frame.gradients.reserved[self._name] = self
         frame.gradients.slot_variables.setdefault(
-            self._name, _trainable(frame) if var_list is None else tuple(var_list)
+            self._name, trainable_names(frame) if var_list is None else tuple(var_list)
         )
         return self._name
 
@@ -374,89 +399,3 @@ def is_per_variable(value: PyTree, variable: PyTree) -> bool:
     except (TypeError, ValueError):
         return is_masked(value)
     return all(is_masked(leaf) or jax.tree_util.all_leaves([part]) for leaf, part in zip(leaves, parts, strict=True))
-
-
-def _check_is_outermost(caller: str, frame: Frame) -> None:
-    check_is_known_outside(
-        f"`{caller}`",
-        frame,
-        "where a loss or a gradient belongs to one branch or iteration. Return it, and call this outside; to leave out "
-        "the update of some steps, use `optax.conditionally_mask`",
-    )
-
-
-def _check_loss(caller: str, loss: object) -> jax.Array:
-    if not isinstance(loss, jax.Array) or loss.size != 1:
-        what = f"shape {loss.shape}" if isinstance(loss, jax.Array) else repr(loss)
-        raise ValueError(
-            f"`{caller}` needs a scalar loss computed by this run; got {what}. "
-            "Reduce it, for example by `est.losses.compute_weighted_loss(losses)`."
-        )
-    return loss.reshape(())
-
-
-def _trainable(frame: Frame) -> tuple[str, ...]:
-    return tuple(name for name, is_trainable in frame.declared.trainable.items() if is_trainable)
-
-
-def _list_names(caller: str, frame: Frame, var_list: Iterable[str] | None) -> tuple[str, ...]:
-    if var_list is None:
-        return _trainable(frame)
-    if isinstance(var_list, str):
-        raise TypeError(f"`{caller}`: var_list must be a list of names; write [{var_list!r}].")
-    if isinstance(var_list, int | jax.Array | np.ndarray):  # TensorFlow's second argument
-        check_arguments(caller, {"global_step": var_list})
-    return tuple(var_list)
-
-
-def _check_pair(caller: str, pair: object) -> tuple[PyTree, str]:
-    if not isinstance(pair, tuple | list) or len(pair) != 2:
-        raise TypeError(
-            f"`{caller}` takes pairs (gradient, variable name) as `compute_gradients` returns; got {pair!r}."
-        )
-    return pair[0], pair[1]
-
-
-def _check_var_list(caller: str, frame: Frame, var_list: Iterable[str] | None) -> tuple[str, ...]:
-    trainable = list(_trainable(frame))
-    names = _list_names(caller, frame, var_list)
-    if not names:
-        raise ValueError(f"`{caller}` got no variables to optimize; create them before the call.")
-    unknown = [name for name in names if name not in trainable]
-    if unknown:
-        raise ValueError(
-            f"`{caller}` cannot optimize {unknown}; the trainable variables of this run are {trainable}. "
-            "A var_list holds full names of variables."
-        )
-    return names
-
-
-def _check_scaled(caller: str, frame: Frame, gradients: Variables) -> None:
-    """Raises a ValueError for gradients whose sum over N towers would be N times too large.
-
-    A model_fn may do anything with a gradient between `compute_gradients` and here. So a variable counts as scaled
-    once `compute_gradients` of any optimizer has returned a gradient for it.
-    """
-    own = [name for name in gradients if name not in frame.gradients.scaled]
-    scale = frame.replica.loss_scale
-    if own and scale != 1 and not frame.gradients.says_scaled:
-        raise ValueError(
-            f"`{caller}` got gradients for {own} that no `compute_gradients` of this run returned. They are added to "
-            f"the gradients of other towers (or micro-batches), so they have to be scaled as the loss is, by "
-            f"{scale:g}. Take them by `compute_gradients(loss)`, or give `est.tower_gradient(gradient)` for "
-            "a gradient of your own."
-        )
-
-
-def _check_gradient(caller: str, name: str, gradient: PyTree, variable: PyTree) -> None:
-    if isinstance(gradient, IndexedSlices):
-        gradient.check(caller)
-        gradient = jax.ShapeDtypeStruct(gradient.dense_shape, gradient.values.dtype)
-    same = jax.tree.structure(gradient) == jax.tree.structure(variable)  # type: ignore[operator]
-    if not same or any(
-        jnp.shape(g) != jnp.shape(v) for g, v in zip(jax.tree.leaves(gradient), jax.tree.leaves(variable), strict=True)
-    ):
-        raise ValueError(
-            f"`{caller}`: the gradient of {name!r} must have the variable's structure and shapes, "
-            f"{jax.tree.map(jnp.shape, variable)}; got {jax.tree.map(jnp.shape, gradient)}."
-        )

@@ -6,11 +6,11 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from estimator.core._record import Histogram, Rows, Scalar, checked, report
+from estimator.core._record import Histogram, Rows, Scalar, checked, metric_of, report
 
 
 def scalar(name: str, value: Any) -> None:
-    """Shows a number over the steps; of several towers, the mean.
+    """Shows a number over the steps; of several towers the mean, or a metric's (`accuracy[1]`) value of all rows.
 
     >>> import estimator as est, jax.numpy as jnp
     >>> def model_fn(features, labels, mode):
@@ -18,11 +18,11 @@ def scalar(name: str, value: Any) -> None:
     ...     return est.EstimatorSpec(mode, predictions=features)
 
     Args:
-      name: the tag; prefixed by the variable scopes around the call, and reported once in a run.
+      name: the tag; prefixed by the variable scopes around the call, and made unique in the run as by `est.record`.
       value: a number: a scalar array, or one of a single element.
 
     Raises:
-      ValueError: the value has several elements, or the name was reported already.
+      ValueError: the value has several elements.
     """
     array = checked("est.summary.scalar", name, value)
     if array.size != 1:
@@ -30,18 +30,18 @@ def scalar(name: str, value: Any) -> None:
             f"`est.summary.scalar({name!r})` needs a number; got an array of shape {array.shape}. "
             "Reduce it, for example by `.mean()`, or use `est.summary.histogram`."
         )
-    report("est.summary.scalar", name, Scalar(array.reshape(()), summary=True))
+    report("est.summary.scalar", name, Scalar(array.reshape(()), metric_of(value), summary=True))
 
 
 def histogram(name: str, values: Any) -> None:
     """Shows the distribution of values, in TensorFlow's buckets; of several towers, all values together.
 
     Args:
-      name: the tag; prefixed by the variable scopes around the call, and reported once in a run.
+      name: the tag; prefixed by the variable scopes around the call, and made unique in the run as by `est.record`.
       values: a non-empty array of numbers, of any shape.
 
     Raises:
-      ValueError: there are no values, or the name was reported already.
+      ValueError: there are no values.
     """
     array = checked("est.summary.histogram", name, values)
     if not array.size:
@@ -53,12 +53,12 @@ def image(name: str, images: Any, max_outputs: int = 3) -> None:
     """Shows the first images of a batch.
 
     Args:
-      name: the tag; prefixed by the variable scopes around the call, and reported once in a run.
+      name: the tag; prefixed by the variable scopes around the call, and made unique in the run as by `est.record`.
       images: array of shape `(batch, height, width, channels)` with 1, 3 or 4 channels; floats from 0 to 1, or uint8.
       max_outputs: the maximum number of images of the batch to show.
 
     Raises:
-      ValueError: the array has another shape, or the name was reported already.
+      ValueError: the array has another shape.
     """
     array = checked("est.summary.image", name, images)
     if array.ndim != 4 or array.shape[-1] not in (1, 3, 4):

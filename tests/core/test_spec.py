@@ -164,9 +164,12 @@ def test_hooks_are_iterables_of_hooks(mode, field):
 
 
 @pytest.mark.covers("2 scaffold", "13 18 saving_listeners")
-def test_there_is_no_scaffold():
-    with pytest.raises(TypeError, match="scaffold"):
-        make(TRAIN, scaffold=None)
+def test_there_is_no_scaffold_but_none():
+    assert make(TRAIN, scaffold=None).scaffold is None
+    fields = [field.name for field in dataclasses.fields(est.EstimatorSpec)]
+    assert fields[fields.index("training_hooks") + 1] == "scaffold"  # as in TensorFlow, for those who go by position
+    with pytest.raises(TypeError, match="scaffold of EstimatorSpec must be None, given: 3 of type int. .*RunConfig"):
+        make(TRAIN, scaffold=3)
 
 
 def test_is_immutable():
