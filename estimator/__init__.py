@@ -51,7 +51,7 @@ from estimator.core._record import record
 from estimator.core._rng import global_step, make_rng
 from estimator.core._run_config import RunConfig
 from estimator.core._state import State
-from estimator.core._tensorflow_names import missing as _missing
+from estimator.core._tensorflow_names import names_missing_in as _names_missing_in
 from estimator.core._train_op import TrainOp, group
 from estimator.core._variable_scope import AUTO_REUSE, VariableScope, get_variable_scope, variable_scope
 from estimator.core._variables import (
@@ -234,6 +234,4 @@ __all__ = [
 ]
 
 if not TYPE_CHECKING:  # which knows what there is
-
-    def __getattr__(name):
-        raise _missing(__name__, name)
+    __getattr__ = _names_missing_in(__name__)

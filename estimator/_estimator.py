@@ -24,6 +24,7 @@ from estimator.core._mode_keys import ModeKeys
 from estimator.core._model_fn import ModelFn, bind, with_params
 from estimator.core._run_config import RunConfig
 from estimator.core._state import State
+from estimator.core._tensorflow_names import missing_attribute
 from estimator.core._typing import Features, Labels, PyTree
 from estimator.export._export_model import check_arguments, write_export
 from estimator.hooks._checkpoint_saver import CheckpointSaverListener, checked_listeners
@@ -34,14 +35,6 @@ from estimator.multihost._process_group import SingleProcess
 from estimator.runtime._fork import check_not_forked
 from estimator.runtime._interrupts import noting_interrupts
 from estimator.runtime._standard_streams import keep_standard_streams_open
-
-_EXPORT = "call `export_model(export_dir_base, example_features)`, and `est.load_exported` to run what it wrote"
-# TensorFlow's names of what is called otherwise here.
-_REPLACED = {
-    "export_savedmodel": _EXPORT,
-    "export_saved_model": _EXPORT,
-    "experimental_export_all_saved_models": _EXPORT,
-}
 
 
 class Estimator:
@@ -116,9 +109,7 @@ class Estimator:
     if not TYPE_CHECKING:  # which would take any name for an attribute
 
         def __getattr__(self, name: str) -> Any:
-            if name in _REPLACED:
-                raise AttributeError(f"An Estimator has no `{name}`, as TensorFlow's has: {_REPLACED[name]}.")
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            raise missing_attribute(self, "Estimator", name)
 
     @property
     def model_dir(self) -> str:

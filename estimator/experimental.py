@@ -1,5 +1,7 @@
 """What TensorFlow has in `tf.estimator.experimental`, under the same names."""
 
+from typing import TYPE_CHECKING
+
 from estimator._early_stopping import (
     make_early_stopping_hook,
     stop_if_higher_hook,
@@ -7,6 +9,7 @@ from estimator._early_stopping import (
     stop_if_no_decrease_hook,
     stop_if_no_increase_hook,
 )
+from estimator.core._tensorflow_names import names_missing_in as _names_missing_in
 from estimator.hooks import InMemoryEvaluatorHook
 
 __all__ = [
@@ -17,3 +20,6 @@ __all__ = [
     "stop_if_no_decrease_hook",
     "stop_if_no_increase_hook",
 ]
+
+if not TYPE_CHECKING:  # which would take any name for an attribute
+    __getattr__ = _names_missing_in(__name__)

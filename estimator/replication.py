@@ -23,6 +23,7 @@ from estimator.core._partitioning import PART_AXIS
 from estimator.core._placement import Halves, OffTowerPlacement, Placement
 from estimator.core._record import Report
 from estimator.core._state import BLOCK_SYNC_SLOTS
+from estimator.core._tensorflow_names import names_missing_in
 from estimator.multihost._initialize import initialize_distributed
 from estimator.optim._apply_updates import applied as apply_train_op
 from estimator.optim._learning_rate import rates_of
@@ -82,6 +83,7 @@ __all__ = [
     "merge_metrics",
     "merge_parts",
     "merge_stacked_reports",
+    "names_missing_in",
     "open_frame",
     "rates_of",
     "reinitialized",

@@ -3,7 +3,10 @@
 This file is the table of contents; every name has its explanation where it is defined.
 """
 
+from typing import TYPE_CHECKING
+
 from estimator.replication import initialize_distributed
+from estimator.replication import names_missing_in as _names_missing_in
 from replicate import cross_tower_ops
 from replicate._replicate_model_fn import replicate_model_fn
 from replicate.block_sync._block_sync import BlockSync, bmuf
@@ -28,3 +31,6 @@ __all__ = [
     "replicate_model_fn",
     "tower_index",
 ]
+
+if not TYPE_CHECKING:  # which would take any name for an attribute
+    __getattr__ = _names_missing_in(__name__)

@@ -309,20 +309,20 @@ def test_properties(tmp_path):
 @pytest.mark.parametrize(
     ("owner", "name", "message"),
     [
-        ("estimator", "export_savedmodel", "no `export_savedmodel`, as TensorFlow's has: call `export_model(export_di"),
         (
             "estimator",
-            "export_saved_model",
-            "as TensorFlow's has: call `export_model(export_dir_b",
+            "export_savedmodel",
+            "no attribute 'export_savedmodel'; here it is `estimator.export_model(export_d",
         ),
+        ("estimator", "export_saved_model", "here it is `estimator.export_model(export_dir_base"),
         ("estimator", "trian", "'Estimator' object has no attribute 'trian'"),
         (
             "layers",
             "Dense",
-            "`est.layers` has no `Dense`; here it is `est.layers.dense(inputs, units)`, a function;",
+            "'estimator.layers' has no attribute 'Dense'; here it is `est.layers.dense(inputs, units)`, a function;",
         ),
-        ("losses", "cosine_distance", "`est.losses` has no `cosine_distance`; it has Reduction, absolute_difference,"),
-        ("metrics", "f1_score", "`est.metrics` has no `f1_score`; it has Metric, accuracy, auc,"),
+        ("losses", "cosine", "'estimator.losses' has no attribute 'cosine'; it has Reduction, absolute_difference,"),
+        ("metrics", "f1_score", "'estimator.metrics' has no attribute 'f1_score'; it has Metric, accuracy, auc,"),
     ],
 )
 def test_a_name_that_is_not_there_tells_what_is(tmp_path, owner, name, message):

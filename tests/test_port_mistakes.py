@@ -244,6 +244,7 @@ class Calls(est.Hook):
         (est.LoggingTensorHook(["global_step"], 1), ValueError, r"write `est.record\('global_step', est.global_ste"),
         (Calls(lambda context: est.global_step()), RuntimeError, r"In a hook read `context\.global_step`\.$"),
         (Calls(lambda context: est.read_variable("w")), RuntimeError, r"In a hook read `context\.state\.variables`\.$"),
+        (Calls(lambda context: context.session), AttributeError, "no attribute 'session'; here it is `context.state`"),
     ],
 )
 def test_hooks_that_read_as_in_tensorflow_are_errors(hook, error, message):

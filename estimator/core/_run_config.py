@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from estimator.core._tensorflow_names import missing_attribute
+
 
 class _Unset:
     """The default of a field that differs from None, which means "never"."""
@@ -33,19 +35,6 @@ _REPLACED = {
     "experimental_max_worker_delay_secs": _TOGETHER,
     "session_creation_timeout_secs": "call `replicate.initialize_distributed(timeout_secs=...)`",
     "checkpoint_save_graph_def": "leave it out: a checkpoint holds arrays alone",
-}
-# What can be read from TensorFlow's, and what tells it here.
-_READ = {
-    "tf_random_seed": "`seed`",
-    "task_type": "`is_chief`: all processes train and evaluate alike",
-    "task_id": "`process_index`",
-    "global_id_in_cluster": "`process_index`",
-    "num_worker_replicas": "`process_count`",
-    "num_ps_replicas": "nothing: there are no parameter servers",
-    "cluster_spec": "`process_count`; only `replicate.initialize_distributed` reads TF_CONFIG",
-    "master": "nothing: there are no sessions",
-    "evaluation_master": "nothing: there are no sessions",
-    "service": "nothing: only `replicate.initialize_distributed` reads TF_CONFIG",
 }
 
 
@@ -206,9 +195,7 @@ class RunConfig:
     if not TYPE_CHECKING:  # which would take any name for an attribute
 
         def __getattr__(self, name: str) -> Any:
-            if name in _READ:
-                raise AttributeError(f"RunConfig has no `{name}`, as TensorFlow's has; here it is {_READ[name]}.")
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            raise missing_attribute(self, "RunConfig", name)
 
     @property
     def is_chief(self) -> bool:

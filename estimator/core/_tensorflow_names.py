@@ -1,17 +1,15 @@
 """What of TensorFlow's has another name here, or none: the errors for it say what to write.
 
-The table is for those who port a model line by line; `docs/from_tf_estimator.md` walks one across.
+`docs/tensorflow_names.md` is made of this table, and `docs/from_tf_estimator.md` walks a whole model across.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
-_STEP = "a training step advances the global step by itself, and `est.global_step()` reads it: leave it out"
-
 ARGUMENTS = {
-    "global_step": _STEP,
     "name": "the name of an optimizer is given to it: `est.Optimizer(optimizer, name=...)`",
     "colocate_gradients_with_ops": "XLA places what it compiles: leave it out",
     "gate_gradients": "XLA orders what it compiles: leave it out",
@@ -20,100 +18,225 @@ ARGUMENTS = {
 }
 """Of the methods of optimizers."""
 
+_STEP = "`est.global_step()`, which every state has"
+_EXPORT = "`estimator.export_model(export_dir_base, example_features)`, and `est.load_exported` to run what it wrote"
+_RECEIVER = (
+    "the `example_features` that `estimator.export_model` and the exporters take: arrays instead of placeholders"
+)
+_FLAX = "a Flax module, by `est.flax_module`"
+_CONVOLUTION = "a Flax module, or `jax.lax.conv_general_dilated`"
+_CELL = "a function that runs the cell over all steps"
+_NO_SESSIONS = "nothing: there are no sessions"
+_TREES = "nothing: a gradient does not train trees"
+_TOWERS = "`replicate_model_fn(model_fn)`, from `replicate`"
+_FINALLY = "nothing: a summary is in the event files once `est.summary.scalar` or another one has reported it"
+_OWN_METRIC = "a subclass of `est.metrics.Metric`: its fields are sums, and `result` computes the value from them"
+_STRINGS = "`est.feature_column.encode(features, columns)` in input_fn: strings stay on the host"
+
 NAMES = {
-    "AdamOptimizer": "`est.Optimizer(optax.adam(learning_rate))`",
-    "GradientDescentOptimizer": "`est.Optimizer(optax.sgd(learning_rate))`",
-    "MomentumOptimizer": "`est.Optimizer(optax.sgd(learning_rate, momentum))`",
-    "AdagradOptimizer": "`est.Optimizer(optax.adagrad(learning_rate))`",
-    "RMSPropOptimizer": "`est.Optimizer(optax.rmsprop(learning_rate))`",
-    "FtrlOptimizer": "an optax transformation in `est.Optimizer`; optax has no FTRL",
-    "BoostedTreesClassifier": "nothing: a gradient does not train trees",
-    "BoostedTreesRegressor": "nothing: a gradient does not train trees",
-    "Scaffold": "nothing: `warm_start_from=`, `est.Hook.after_create_state` and `RunConfig` do its work",
-    "SessionRunHook": "`est.Hook`, whose `after_create_session` is called `after_create_state`",
-    "SessionRunArgs": "the names that `est.Hook.before_run` returns",
-    "SessionRunContext": "the `context` that an `est.Hook` gets",
-    "TPUEstimator": "`est.Estimator(replicate_model_fn(model_fn))`, which runs on TPU cores too",
-    "TPUEstimatorSpec": "`est.EstimatorSpec`",
-    "TowerOptimizer": "`from replicate import TowerOptimizer`",
-    "replicate_model_fn": "`from replicate import replicate_model_fn`",
-    "clip_by_global_norm": "`optax.chain(optax.clip_by_global_norm(norm), optimizer)`",
-    "create_global_step": "`est.global_step()`, which every state has",
-    "get_global_step": "`est.global_step()`",
-    "get_or_create_global_step": "`est.global_step()`, which every state has",
-    "train": "the names of `tf.train` in `est` itself, such as `est.Optimizer` and `est.LoggingTensorHook`",
-    "nn": "`jax.nn`",
-    "logging": "`absl.logging`, such as `absl.logging.set_verbosity(absl.logging.INFO)`",
-    "no_op": "`est.group()`",
-    "gradients": "`optimizer.compute_gradients(loss)`, or `est.tower_gradient(jax.grad(fn)(value))`",
-    "set_random_seed": "`est.RunConfig(seed=1)`",
-    "name_scope": "`jax.named_scope`, or `est.variable_scope` for the names of variables",
-    "get_collection": "`est.trainable_variables()`, `est.losses.get_losses()`, or a list of the model_fn's own by "
-    "`est.run_store('my_key', list)`; update ops run by themselves",
-    "add_to_collection": "`est.losses.add_loss(loss)`, or `est.run_store('my_key', list).append(value)`",
-    "GraphKeys": "`est.trainable_variables()`, `est.losses.get_losses()`, "
+    # tf.estimator and tf.contrib.estimator
+    "tf.estimator.BoostedTreesClassifier": _TREES,
+    "tf.estimator.BoostedTreesRegressor": _TREES,
+    "tf.estimator.VocabInfo": "nothing: `est.WarmStartSettings` takes over variables of one shape",
+    "tf.estimator.classifier_parse_example_spec": "nothing: input_fn yields arrays, which need no parsing",
+    "tf.estimator.regressor_parse_example_spec": "nothing: input_fn yields arrays, which need no parsing",
+    "tf.estimator.Estimator.export_savedmodel": _EXPORT,
+    "tf.estimator.Estimator.export_saved_model": _EXPORT,
+    "tf.estimator.Estimator.experimental_export_all_saved_models": _EXPORT,
+    "tf.estimator.Estimator.fit": "`estimator.train(input_fn)`",
+    "tf.estimator.Estimator.score": "`estimator.evaluate(input_fn)`",
+    "tf.estimator.Estimator.train_and_evaluate": "`est.train_and_evaluate(estimator, train_spec, eval_spec)`",
+    "tf.estimator.RunConfig.cluster_spec": "`process_count`; only `replicate.initialize_distributed` reads TF_CONFIG",
+    "tf.estimator.RunConfig.evaluation_master": _NO_SESSIONS,
+    "tf.estimator.RunConfig.global_id_in_cluster": "`process_index`",
+    "tf.estimator.RunConfig.master": _NO_SESSIONS,
+    "tf.estimator.RunConfig.num_ps_replicas": "nothing: there are no parameter servers",
+    "tf.estimator.RunConfig.num_worker_replicas": "`process_count`",
+    "tf.estimator.RunConfig.service": "nothing: only `replicate.initialize_distributed` reads TF_CONFIG",
+    "tf.estimator.RunConfig.task_id": "`process_index`",
+    "tf.estimator.RunConfig.task_type": "`is_chief`: all processes train and evaluate alike",
+    "tf.estimator.RunConfig.tf_random_seed": "`seed`",
+    "tf.estimator.export.ServingInputReceiver": _RECEIVER,
+    "tf.estimator.export.TensorServingInputReceiver": _RECEIVER,
+    "tf.estimator.export.build_parsing_serving_input_receiver_fn": _RECEIVER,
+    "tf.estimator.export.build_raw_serving_input_receiver_fn": _RECEIVER,
+    "tf.contrib.estimator.TowerOptimizer": "`from replicate import TowerOptimizer`",
+    "tf.contrib.estimator.replicate_model_fn": "`from replicate import replicate_model_fn`",
+    "tf.contrib.estimator.binary_classification_head": "`est.BinaryClassHead()`",
+    "tf.contrib.estimator.logistic_regression_head": "`est.LogisticRegressionHead()`",
+    "tf.contrib.estimator.multi_class_head": "`est.MultiClassHead(n_classes)`",
+    "tf.contrib.estimator.multi_head": "`est.MultiHead(heads)`",
+    "tf.contrib.estimator.multi_label_head": "`est.MultiLabelHead(n_classes)`",
+    "tf.contrib.estimator.poisson_regression_head": "`est.PoissonRegressionHead()`",
+    "tf.contrib.estimator.regression_head": "`est.RegressionHead()`",
+    "tf.contrib.estimator.clip_gradients_by_norm": "`optax.chain(optax.clip_by_global_norm(norm), optimizer)`",
+    "tf.contrib.tpu.TPUEstimator": f"`est.Estimator` on {_TOWERS}, which takes TPU cores too",
+    "tf.contrib.tpu.TPUEstimatorSpec": "`est.EstimatorSpec`",
+    "tf.contrib.tpu.TPUConfig": "`est.RunConfig(steps_per_loop=...)`",
+    "tf.contrib.tpu.CrossShardOptimizer": "`TowerOptimizer`, from `replicate`",
+    "tf.contrib.distribute.DistributeConfig": _TOWERS,
+    "tf.contrib.distribute.MirroredStrategy": _TOWERS,
+    "tf.contrib.distribute.ParameterServerStrategy": "`replicate_model_fn(model_fn, variable_distribution=...)`, from "
+    "`replicate`",
+    "tf.contrib.predictor.from_saved_model": "`est.load_exported(folder)`",
+    # tf.train
+    "tf.train": "`est` itself, which has what there is of it, such as `est.Optimizer` and `est.LoggingTensorHook`",
+    "tf.train.AdagradOptimizer": "`est.Optimizer(optax.adagrad(learning_rate))`",
+    "tf.train.AdamOptimizer": "`est.Optimizer(optax.adam(learning_rate))`",
+    "tf.train.FtrlOptimizer": "an optax transformation in `est.Optimizer`; optax has no FTRL",
+    "tf.train.GradientDescentOptimizer": "`est.Optimizer(optax.sgd(learning_rate))`",
+    "tf.train.MomentumOptimizer": "`est.Optimizer(optax.sgd(learning_rate, momentum))`",
+    "tf.train.RMSPropOptimizer": "`est.Optimizer(optax.rmsprop(learning_rate))`",
+    "tf.train.SyncReplicasOptimizer": "`TowerOptimizer`, from `replicate`",
+    "tf.train.cosine_decay": "`optax.cosine_decay_schedule(learning_rate, decay_steps)`, a function of the step",
+    "tf.train.exponential_decay": "`optax.exponential_decay(learning_rate, decay_steps, decay_rate)`, a function of "
+    "the step",
+    "tf.train.piecewise_constant": "`optax.piecewise_constant_schedule(first, {boundary: factor})`, a function of the "
+    "step, which changes at the boundary, not after it",
+    "tf.train.polynomial_decay": "`optax.polynomial_schedule(first, last, power, decay_steps)`, a function of the step",
+    "tf.train.create_global_step": _STEP,
+    "tf.train.get_global_step": "`est.global_step()`, or in a hook `context.global_step`",
+    "tf.train.get_or_create_global_step": _STEP,
+    "tf.train.get_checkpoint_state": "`est.checkpoints(model_dir)`",
+    "tf.train.init_from_checkpoint": "`est.Estimator(..., warm_start_from=est.WarmStartSettings(...))`",
+    "tf.train.latest_checkpoint": "`estimator.latest_checkpoint()`; `est.checkpoints(model_dir)` lists all",
+    "tf.train.list_variables": "`python -m estimator.inspect model_dir --variables`, or "
+    "`estimator.get_variable_names()`",
+    "tf.train.Saver": "`est.RunConfig(save_checkpoints_steps=100)`: the Estimator saves and restores; in a hook "
+    "`context.save()`",
+    "tf.train.Scaffold": "nothing: `warm_start_from=`, `est.Hook.after_create_state` and `est.RunConfig` do its work",
+    "tf.train.MonitoredTrainingSession": "`estimator.train(input_fn, hooks)`, or your own loop around `est.transform`",
+    "tf.train.FeedFnHook": "the `input_fn` of `estimator.train`, which yields the values",
+    "tf.train.GlobalStepWaiterHook": "nothing: all processes take each step together",
+    "tf.train.SessionRunArgs": "the names that `est.Hook.before_run` returns",
+    "tf.train.SessionRunContext": "the `context` that an `est.Hook` gets",
+    "tf.train.SessionRunHook": "`est.Hook`, with a `context` instead of a session; its `after_create_session` is "
+    "called `after_create_state`",
+    "tf.train.SessionRunValues": "the `values` that `est.Hook.after_run` gets",
+    "tf.train.SessionRunContext.session": "`context.state`, whose `variables` and `slots` are arrays by name",
+    "tf.train.SessionRunContext.original_args": "what `est.Hook.before_run` has returned",
+    # the losses, metrics, summaries, columns and input functions
+    "tf.losses.cosine_distance": "`est.losses.compute_weighted_loss(optax.cosine_distance(predictions, labels))`",
+    "tf.losses.mean_pairwise_squared_error": "`est.losses.compute_weighted_loss(losses)` of your own losses",
+    "tf.metrics.average_precision_at_k": _OWN_METRIC,
+    "tf.metrics.false_negatives_at_thresholds": _OWN_METRIC,
+    "tf.metrics.false_positives_at_thresholds": _OWN_METRIC,
+    "tf.metrics.mean_cosine_distance": "`est.metrics.mean(optax.cosine_distance(predictions, labels))`",
+    "tf.metrics.mean_relative_error": "`est.metrics.mean(jnp.abs(labels - predictions) / normalizer)`",
+    "tf.metrics.mean_tensor": _OWN_METRIC,
+    "tf.metrics.percentage_below": "`est.metrics.mean(values < threshold)`",
+    "tf.metrics.precision_at_k": _OWN_METRIC,
+    "tf.metrics.precision_at_top_k": _OWN_METRIC,
+    "tf.metrics.recall_at_top_k": _OWN_METRIC,
+    "tf.metrics.sensitivity_at_specificity": _OWN_METRIC,
+    "tf.metrics.sparse_average_precision_at_k": _OWN_METRIC,
+    "tf.metrics.sparse_precision_at_k": _OWN_METRIC,
+    "tf.metrics.specificity_at_sensitivity": _OWN_METRIC,
+    "tf.metrics.true_negatives_at_thresholds": _OWN_METRIC,
+    "tf.metrics.true_positives_at_thresholds": _OWN_METRIC,
+    "tf.summary.FileWriter": "`context.events()`, in a hook",
+    "tf.summary.audio": "nothing: `est.summary` has scalars, histograms and images",
+    "tf.summary.merge": _FINALLY,
+    "tf.summary.merge_all": _FINALLY,
+    "tf.summary.tensor_summary": "`est.record('name', value)`, for a hook to read",
+    "tf.summary.text": "nothing: a compiled program has no strings; `logging.info` at the place where the text is made",
+    "tf.feature_column.make_parse_example_spec": "nothing: input_fn yields arrays, which need no parsing",
+    # tf.layers, tf.contrib.layers, and the layers and cells of others
+    "tf.layers.AveragePooling1D": "`est.layers.average_pooling1d(inputs, pool_size, strides)`, a function",
+    "tf.layers.AveragePooling2D": "`est.layers.average_pooling2d(inputs, pool_size, strides)`, a function",
+    "tf.layers.BatchNormalization": "`est.layers.batch_normalization(inputs)`, a function",
+    "tf.layers.Conv1D": "`est.layers.conv1d(inputs, filters, kernel_size)`, a function",
+    "tf.layers.Conv2D": "`est.layers.conv2d(inputs, filters, kernel_size)`, a function",
+    "tf.layers.Conv2DTranspose": "`est.layers.conv2d_transpose(inputs, filters, kernel_size)`, a function",
+    "tf.layers.Dense": "`est.layers.dense(inputs, units)`, a function; two calls with one `name` and "
+    "`reuse=est.AUTO_REUSE` share the variables",
+    "tf.layers.Dropout": "`est.layers.dropout(inputs, rate)`, a function",
+    "tf.layers.Flatten": "`est.layers.flatten(inputs)`, a function",
+    "tf.layers.MaxPooling1D": "`est.layers.max_pooling1d(inputs, pool_size, strides)`, a function",
+    "tf.layers.MaxPooling2D": "`est.layers.max_pooling2d(inputs, pool_size, strides)`, a function",
+    "tf.layers.SeparableConv2D": "`est.layers.separable_conv2d(inputs, filters, kernel_size)`, a function",
+    "tf.layers.average_pooling3d": "`jax.lax.reduce_window`",
+    "tf.layers.conv3d": _CONVOLUTION,
+    "tf.layers.conv3d_transpose": _CONVOLUTION,
+    "tf.layers.max_pooling3d": "`jax.lax.reduce_window`",
+    "tf.layers.separable_conv1d": _CONVOLUTION,
+    "tf.contrib.layers.batch_norm": "`est.layers.batch_normalization(inputs)`, with the defaults of `tf.layers`",
+    "tf.contrib.layers.convolution2d": "`est.layers.conv2d(inputs, filters, kernel_size)`",
+    "tf.contrib.layers.embed_sequence": "`est.layers.embed(ids, vocab_size, embed_dim)`",
+    "tf.contrib.layers.embedding_column": "`est.feature_column.embedding_column`",
+    "tf.contrib.layers.fully_connected": "`est.layers.dense(inputs, units, jax.nn.relu, name='fully_connected')`, "
+    "whose variables are `kernel` and `bias`",
+    "tf.contrib.layers.l1_l2_regularizer": "`est.regularizers.l1_l2(scale_l1, scale_l2)`",
+    "tf.contrib.layers.l1_regularizer": "`est.regularizers.l1(scale)`",
+    "tf.contrib.layers.l2_regularizer": "`est.regularizers.l2(scale)`",
+    "tf.contrib.layers.optimize_loss": "`est.Optimizer(optimizer).minimize(loss)`",
+    "tf.contrib.layers.xavier_initializer": "`jax.nn.initializers.glorot_uniform()`",
+    "tf.keras": f"`est.layers`, or {_FLAX}",
+    "tf.keras.layers.Embedding": "`est.layers.embed(ids, vocab_size, embed_dim)`, a function",
+    "tf.keras.layers.GRU": "`est.layers.gru(inputs, units)`, a function",
+    "tf.keras.layers.GlobalAveragePooling1D": "`est.layers.global_average_pooling1d(inputs)`, a function",
+    "tf.keras.layers.GlobalAveragePooling2D": "`est.layers.global_average_pooling2d(inputs)`, a function",
+    "tf.keras.layers.GlobalMaxPooling1D": "`est.layers.global_max_pooling1d(inputs)`, a function",
+    "tf.keras.layers.GlobalMaxPooling2D": "`est.layers.global_max_pooling2d(inputs)`, a function",
+    "tf.keras.layers.LSTM": "`est.layers.lstm(inputs, units)`, a function",
+    "tf.nn.rnn_cell.BasicLSTMCell": f"`est.layers.lstm(inputs, units)`, {_CELL}",
+    "tf.nn.rnn_cell.GRUCell": f"`est.layers.gru(inputs, units)`, {_CELL}",
+    "tf.nn.rnn_cell.LSTMCell": f"`est.layers.lstm(inputs, units)`, {_CELL}; `cell_name='lstm_cell'` for its names",
+    "tf.nn": "`jax.nn`",
+    "tf.nn.bidirectional_dynamic_rnn": "`est.layers.bidirectional_lstm(inputs, units)` or "
+    "`est.layers.bidirectional_gru`",
+    "tf.nn.dynamic_rnn": "`est.layers.lstm(inputs, units)` or `est.layers.gru`",
+    # the rest of the graph
+    "tf.GraphKeys": "`est.trainable_variables()`, `est.losses.get_losses()`, "
     "`est.losses.get_regularization_losses()`; update ops run by themselves",
-    "keras": "`est.layers`, or a Flax module by `est.flax_module(module, 'net')`",
-    "l1_regularizer": "`est.regularizers.l1(scale)`",
-    "l2_regularizer": "`est.regularizers.l2(scale)`",
-    "l1_l2_regularizer": "`est.regularizers.l1_l2(scale_l1, scale_l2)`",
-    "dynamic_rnn": "`est.layers.lstm(inputs, units)` or `est.layers.gru`",
-    "bidirectional_dynamic_rnn": "`est.layers.bidirectional_lstm(inputs, units)` or `est.layers.bidirectional_gru`",
-    "global_variables": "`estimator.get_variable_names()`, outside of a model_fn",
-    "Variable": "`est.get_variable('name', initializer=value)`",
-    "assign_sub": "`est.assign_add('name', -value)`",
-    "identity": "`est.record('name', value)` to give a value a name",
-    "latest_checkpoint": "`estimator.latest_checkpoint()`; `est.checkpoints(model_dir)` lists all",
-    "get_checkpoint_state": "`est.checkpoints(model_dir)`",
-    "list_variables": "`python -m estimator.inspect model_dir --variables`, or `estimator.get_variable_names()`",
-    "init_from_checkpoint": "`est.Estimator(..., warm_start_from=est.WarmStartSettings(...))`",
-    "stop_gradient": "`jax.lax.stop_gradient`",
-    "cond": "`jax.lax.cond`",
-    "while_loop": "`jax.lax.while_loop`, or `jax.lax.scan`, through which gradients flow",
-    "py_func": "`jax.pure_callback`",
-    "DistributeConfig": "`replicate_model_fn(model_fn)`",
+    "tf.Session": "nothing: the Estimator compiles and runs the steps",
+    "tf.Variable": "`est.get_variable('name', initializer=value)`",
+    "tf.add_to_collection": "`est.losses.add_loss(loss)`, or `est.run_store('my_key', list).append(value)`",
+    "tf.assign_sub": "`est.assign_add('name', -value)`",
+    "tf.clip_by_global_norm": "`optax.chain(optax.clip_by_global_norm(norm), optimizer)`",
+    "tf.cond": "`jax.lax.cond`",
+    "tf.contrib": "`replicate`, `est.layers`, `est.regularizers` and the heads in `est`, such as `est.MultiClassHead`",
+    "tf.control_dependencies": "nothing: leave it out; update ops run by themselves",
+    "tf.data": "any iterable of batches, a `tf.data.Dataset` too, which input_fn returns",
+    "tf.estimator": "`est` itself",
+    "tf.get_collection": "`est.trainable_variables()`, `est.losses.get_losses()`, or a list of the model_fn's own by "
+    "`est.run_store('my_key', list)`; update ops run by themselves",
+    "tf.get_default_graph": "nothing: a model_fn is a function that jax traces",
+    "tf.global_variables": "`estimator.get_variable_names()`, outside of a model_fn",
+    "tf.global_variables_initializer": "nothing: the Estimator makes the initial values",
+    "tf.glorot_uniform_initializer": "`jax.nn.initializers.glorot_uniform()`, the default of `est.get_variable`",
+    "tf.gradients": "`optimizer.compute_gradients(loss)`, or `est.tower_gradient(jax.grad(fn)(value))`",
+    "tf.identity": "`est.record('name', value)` to give a value a name",
+    "tf.logging": "`absl.logging`, such as `absl.logging.set_verbosity(absl.logging.INFO)`",
+    "tf.name_scope": "`jax.named_scope`, or `est.variable_scope` for the names of variables",
+    "tf.no_op": "`est.group()`",
+    "tf.ones_initializer": "`jax.nn.initializers.ones`",
+    "tf.placeholder": "nothing: input_fn yields arrays",
+    "tf.py_func": "`jax.pure_callback`",
+    "tf.random_normal_initializer": "`jax.nn.initializers.normal(stddev)`",
+    "tf.random_uniform_initializer": "`jax.nn.initializers.uniform(scale)`, from 0 to `scale`",
+    "tf.set_random_seed": "`est.RunConfig(seed=1)`",
+    "tf.stop_gradient": "`jax.lax.stop_gradient`",
+    "tf.string_to_hash_bucket_fast": _STRINGS,
+    "tf.tables_initializer": "nothing: tables of strings are a part of input_fn",
+    "tf.truncated_normal_initializer": "`jax.nn.initializers.truncated_normal(stddev)`",
+    "tf.while_loop": "`jax.lax.while_loop`, or `jax.lax.scan`, through which gradients flow",
+    "tf.zeros_initializer": "`jax.nn.initializers.zeros`",
 }
-"""Of the module, besides those that it has."""
+"""By TensorFlow's name, what to write here."""
 
-_LSTM = "`est.layers.lstm(inputs, units)`, a function that runs the cell over all steps"
-
-LAYERS = {
-    "AveragePooling1D": "`est.layers.average_pooling1d(inputs, pool_size, strides)`, a function",
-    "AveragePooling2D": "`est.layers.average_pooling2d(inputs, pool_size, strides)`, a function",
-    "BatchNormalization": "`est.layers.batch_normalization(inputs)`, a function",
-    "Conv1D": "`est.layers.conv1d(inputs, filters, kernel_size)`, a function",
-    "Conv2D": "`est.layers.conv2d(inputs, filters, kernel_size)`, a function",
-    "Conv2DTranspose": "`est.layers.conv2d_transpose(inputs, filters, kernel_size)`, a function",
-    "Dense": "`est.layers.dense(inputs, units)`, a function; two calls with one `name` and `reuse=est.AUTO_REUSE` "
-    "share the variables",
-    "Dropout": "`est.layers.dropout(inputs, rate)`, a function",
-    "Embedding": "`est.layers.embed(ids, vocab_size, embed_dim)`, a function",
-    "Flatten": "`est.layers.flatten(inputs)`, a function",
-    "GlobalAveragePooling1D": "`est.layers.global_average_pooling1d(inputs)`, a function",
-    "GlobalAveragePooling2D": "`est.layers.global_average_pooling2d(inputs)`, a function",
-    "GlobalMaxPooling1D": "`est.layers.global_max_pooling1d(inputs)`, a function",
-    "GlobalMaxPooling2D": "`est.layers.global_max_pooling2d(inputs)`, a function",
-    "GRU": "`est.layers.gru(inputs, units)`, a function",
-    "GRUCell": "`est.layers.gru(inputs, units)`, a function that runs the cell over all steps",
-    "LSTM": "`est.layers.lstm(inputs, units)`, a function",
-    "LSTMCell": f"{_LSTM}; `cell_name='lstm_cell'` for its names",
-    "BasicLSTMCell": _LSTM,
-    "MaxPooling1D": "`est.layers.max_pooling1d(inputs, pool_size, strides)`, a function",
-    "MaxPooling2D": "`est.layers.max_pooling2d(inputs, pool_size, strides)`, a function",
-    "SeparableConv2D": "`est.layers.separable_conv2d(inputs, filters, kernel_size)`, a function",
-    "batch_norm": "`est.layers.batch_normalization(inputs)`, with the defaults of `tf.layers`",
-    "convolution2d": "`est.layers.conv2d(inputs, filters, kernel_size)`",
-    "conv3d": "a Flax module, or `jax.lax.conv_general_dilated`",
-    "embed_sequence": "`est.layers.embed(ids, vocab_size, embed_dim)`",
-    "embedding_column": "`est.feature_column.embedding_column`",
-    "fully_connected": "`est.layers.dense(inputs, units, jax.nn.relu, name='fully_connected')`, whose variables are "
-    "`kernel` and `bias`",
-    "l1_regularizer": "`est.regularizers.l1(scale)`",
-    "l2_regularizer": "`est.regularizers.l2(scale)`",
-    "separable_conv1d": "a Flax module, or `jax.lax.conv_general_dilated`",
-    "xavier_initializer": "`jax.nn.initializers.glorot_uniform()`",
+_HAS = {
+    "estimator.layers": ("tf.layers.", "tf.contrib.layers.", "tf.keras.layers.", "tf.nn.rnn_cell."),
+    "estimator.losses": ("tf.losses.",),
+    "estimator.metrics": ("tf.metrics.",),
+    "estimator.summary": ("tf.summary.",),
+    "estimator.feature_column": ("tf.feature_column.",),
+    "estimator.export": ("tf.estimator.export.",),
+    "Estimator": ("tf.estimator.Estimator.",),
+    "RunConfig": ("tf.estimator.RunConfig.",),
+    "Context": ("tf.train.SessionRunContext.",),
 }
-"""Of `tf.layers`, `tf.contrib.layers`, Keras' layers and RNN cells, besides those that `est.layers` has."""
+"""Of which parts of TensorFlow a module, or the objects of a class, have the names."""
 
 
 def check_arguments(caller: str, given: Mapping[str, Any]) -> None:
@@ -123,7 +246,43 @@ def check_arguments(caller: str, given: Mapping[str, Any]) -> None:
         raise TypeError(f"`{caller}` got an unexpected argument {name!r}{hint}.")
 
 
-def missing(module: str, name: str) -> AttributeError:
-    """The error for a name that a module does not have."""
-    hint = f"; here it is {NAMES[name]}" if name in NAMES else ""
-    return AttributeError(f"module {module!r} has no attribute {name!r}{hint}.", name=name)
+@functools.cache
+def _by_last_part() -> dict[str, list[str]]:
+    """The keys of `NAMES` by what stands behind their last dot."""
+    keys: dict[str, list[str]] = {}
+    for key in NAMES:
+        keys.setdefault(key.rpartition(".")[2], []).append(key)
+    return keys
+
+
+def _error(message: str, keys: list[str], name: str, otherwise: str = "") -> AttributeError:
+    if keys:
+        hint = NAMES[keys[0]]
+        why = hint.removeprefix("nothing: ")
+        instead = f"here it is {hint}" if why == hint else f"there is nothing like it here: {why}"
+        return AttributeError(f"{message}; {instead}.", name=name)
+    return AttributeError(message + otherwise)  # without `name`: Python then adds it, and suggests a name like it
+
+
+def names_missing_in(module: str, otherwise: str = "") -> Callable[[str], Any]:
+    """The `__getattr__` of a module: its errors say what there is instead of TensorFlow's names.
+
+    Those of the module's own part of TensorFlow come first: a model_fn may have been ported by another module's name.
+
+    Args:
+      module: its `__name__`.
+      otherwise: what to say where the name is not TensorFlow's.
+    """
+
+    def __getattr__(name: str) -> Any:  # noqa: N807
+        keys = _by_last_part().get(name, [])
+        keys = [key for key in keys if key.startswith(_HAS.get(module, "tf."))] + keys
+        raise _error(f"module {module!r} has no attribute {name!r}", keys, name, otherwise)
+
+    return __getattr__
+
+
+def missing_attribute(of: object, kind: str, name: str) -> AttributeError:
+    """The error for a name that an object does not have; `kind` is the class of TensorFlow's that it stands for."""
+    keys = [key for key in _by_last_part().get(name, []) if key.startswith(_HAS[kind])]
+    return _error(f"{type(of).__name__!r} object has no attribute {name!r}", keys, name)

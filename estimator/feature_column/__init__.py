@@ -16,6 +16,9 @@ array([ 1, -1], dtype=int32)
  [0.  0.  2.5]]
 """
 
+from typing import TYPE_CHECKING
+
+from estimator.core._tensorflow_names import names_missing_in as _names_missing_in
 from estimator.feature_column._categorical import (
     bucketized_column,
     categorical_column_with_hash_bucket,
@@ -40,3 +43,6 @@ __all__ = [
     "linear_model",
     "numeric_column",
 ]
+
+if not TYPE_CHECKING:  # which would take any name for an attribute
+    __getattr__ = _names_missing_in(__name__)

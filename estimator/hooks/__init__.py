@@ -1,6 +1,9 @@
 """What may happen around the steps of a run."""
 
+from typing import TYPE_CHECKING
+
 from estimator.core._hook import Context, Hook, RunValues
+from estimator.core._tensorflow_names import names_missing_in as _names_missing_in
 from estimator.hooks._checkpoint_saver import CheckpointSaverHook, CheckpointSaverListener
 from estimator.hooks._final_ops import FinalOpsHook
 from estimator.hooks._in_memory_evaluator import InMemoryEvaluatorHook
@@ -35,3 +38,6 @@ __all__ = [
     "WatchdogHook",
     "SummarySaverHook",
 ]
+
+if not TYPE_CHECKING:  # which would take any name for an attribute
+    __getattr__ = _names_missing_in(__name__)

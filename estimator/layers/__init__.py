@@ -1,8 +1,8 @@
 """Layers, as in `tf.layers`: functions that get their variables by TensorFlow's names, in a scope of their own."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from estimator.core._tensorflow_names import LAYERS as _LAYERS
+from estimator.core._tensorflow_names import names_missing_in as _names_missing_in
 from estimator.layers._convolution import conv1d, conv2d
 from estimator.layers._dense import dense
 from estimator.layers._dropout import dropout
@@ -50,7 +50,4 @@ __all__ = [
 ]
 
 if not TYPE_CHECKING:  # which would take any name for an attribute
-
-    def __getattr__(name: str) -> Any:
-        hint = f"here it is {_LAYERS[name]}" if name in _LAYERS else f"it has {', '.join(__all__)}"
-        raise AttributeError(f"`est.layers` has no `{name}`; {hint}.", name=name)
+    __getattr__ = _names_missing_in(__name__, f"; it has {', '.join(__all__)}.")

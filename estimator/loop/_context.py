@@ -6,7 +6,7 @@ import contextlib
 import math
 import os
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from estimator.core._hook import Context
 from estimator.core._mode_keys import ModeKeys
 from estimator.core._record import Report
 from estimator.core._state import State
+from estimator.core._tensorflow_names import missing_attribute
 from estimator.loop._programs import Carry
 from estimator.multihost._preemption import SIGTERM
 from estimator.multihost._process_group import ProcessGroup, SingleProcess
@@ -100,6 +101,11 @@ class RunContext:
         self._local_stop_reason: str | None = None
         self._watchers: list[Callable[[Context, int, np.ndarray], None]] = []
         self._events: dict[str, EventWriter] = {}
+
+    if not TYPE_CHECKING:  # which would take any name for an attribute
+
+        def __getattr__(self, name: str) -> Any:
+            raise missing_attribute(self, "Context", name)
 
     @property
     def step(self) -> int:

@@ -1,7 +1,8 @@
 """Losses, as in `tf.losses`: labels first, one weight per element or row, one scalar out; and their total."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from estimator.core._tensorflow_names import names_missing_in as _names_missing_in
 from estimator.losses._collected import (
     add_loss,
     get_losses,
@@ -41,6 +42,4 @@ __all__ = [
 ]
 
 if not TYPE_CHECKING:  # which would take any name for an attribute
-
-    def __getattr__(name: str) -> Any:
-        raise AttributeError(f"`est.losses` has no `{name}`; it has {', '.join(__all__)}.", name=name)
+    __getattr__ = _names_missing_in(__name__, f"; it has {', '.join(__all__)}.")

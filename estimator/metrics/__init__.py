@@ -4,8 +4,9 @@ Each function takes one batch and returns a `Metric`: a pytree of float32 sums. 
 batches and of other towers are merged, and `result()` is taken once at the end.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from estimator.core._tensorflow_names import names_missing_in as _names_missing_in
 from estimator.metrics._classes import mean_iou, mean_per_class_accuracy, recall_at_k
 from estimator.metrics._means import (
     accuracy,
@@ -46,11 +47,9 @@ __all__ = [
     "true_positives",
 ]
 
-
 if not TYPE_CHECKING:  # which would take any name for an attribute
-
-    def __getattr__(name: str) -> Any:
-        raise AttributeError(
-            f"`est.metrics` has no `{name}`; it has {', '.join(__all__)}. One of your own is a subclass of "
-            "`est.metrics.Metric`, or any pytree with `merge` and `compute`."
-        )
+    __getattr__ = _names_missing_in(
+        __name__,
+        f"; it has {', '.join(__all__)}. One of your own is a subclass of "
+        "`est.metrics.Metric`, or any pytree with `merge` and `compute`.",
+    )

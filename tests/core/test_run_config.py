@@ -164,10 +164,14 @@ def test_fields_of_tensorflow_alone_name_what_does_the_same(field, advice):
 @pytest.mark.covers("3 read-only")
 @pytest.mark.parametrize(
     ("name", "advice"),
-    [("task_type", "`is_chief`"), ("num_worker_replicas", "`process_count`"), ("master", "nothing: there are no sess")],
+    [
+        ("task_type", "here it is `is_chief`"),
+        ("num_worker_replicas", "here it is `process_count`"),
+        ("master", "there is nothing like it here: there are no sessions"),
+    ],
 )
 def test_what_can_be_read_in_tensorflow_alone_names_what_tells_the_same(name, advice):
-    with pytest.raises(AttributeError, match=f"RunConfig has no `{name}`, as TensorFlow's has; here it is {advice}"):
+    with pytest.raises(AttributeError, match=f"'RunConfig' object has no attribute '{name}'; {advice}"):
         getattr(RunConfig(), name)
     with pytest.raises(AttributeError, match="'RunConfig' object has no attribute 'sede'"):
         RunConfig().sede  # noqa: B018

@@ -1,0 +1,38 @@
+"""Writes docs/tensorflow_names.md, from the table in estimator/core/_tensorflow_names.py.
+
+python tests/testing/names_page.py
+"""
+
+import itertools
+import pathlib
+
+from estimator.core._tensorflow_names import NAMES
+
+PAGE = pathlib.Path(__file__).resolve().parents[2] / "docs" / "tensorflow_names.md"
+HEAD = """# TensorFlow's names
+
+What has another name here than in TensorFlow 1.x, or none. Each of them is an error that says the same: of modules, as
+`est.SessionRunHook` and `est.layers.Dense`, and of objects, as `estimator.export_savedmodel` and `config.task_type`.
+Most other names of `tf.estimator`, `tf.train`, `tf.layers`, `tf.losses`, `tf.metrics`, `tf.summary` and
+`tf.feature_column` are the same in `est`; what computes (`tf.matmul`, `tf.nn.relu`) is in `jax.numpy`, `jax.nn` or
+`optax`.
+[From TF Estimator](from_tf_estimator.md) ports a whole model line by line, and lists the lines that stay as they are.
+"""
+
+
+def section(key: str) -> str:
+    parts = key.split(".")
+    return ".".join(parts[: 3 if parts[1] == "contrib" else 2]) if len(parts) > 2 else "tf"
+
+
+def page() -> str:
+    """The text of the page."""
+    lines = [HEAD]
+    for name, keys in itertools.groupby(sorted(NAMES, key=lambda key: (section(key), key)), section):
+        lines += [f"## {name}\n", "| TensorFlow 1.x | here |", "|---|---|"]
+        lines += [f"| `{key}` | {NAMES[key]} |" for key in keys] + [""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
