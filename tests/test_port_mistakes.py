@@ -19,13 +19,13 @@ WEIGHTS = np.array([1, 0, 2, 1, 3, 1, 0, 1], np.float32)[:, None]
 P = np.array([0.1, 0.9, 0.6, 0.4, 0.2, 0.8, 0.7, 0.3], np.float32)[:, None]
 
 
-def stepped(body, mode="train", towers=1):
+def stepped(body, mode="train", towers=1, accumulate_steps=1):
     """The state and the spec after a step on P of a model with one variable, and what `body` returns in its spec."""
 
     def model_fn(features, labels, mode):
         loss = jnp.mean((est.get_variable("w", (1,)) * features["p"] - labels) ** 2)
-        fields = {"train_op": est.group(), **body(features, labels, loss)}
-        return est.EstimatorSpec(mode, loss=loss, **fields)
+        train_op = TowerOptimizer(optax.sgd(1.0), accumulate_steps=accumulate_steps).minimize(loss)
+        return est.EstimatorSpec(mode, loss=loss, **{"train_op": train_op, **body(features, labels, loss)})
 
     model = est.transform(replicate_model_fn(model_fn, devices=cpus(towers)))
     batch = {"p": P, "weights": WEIGHTS}, Y
@@ -70,9 +70,11 @@ def ported_metrics(features, labels):
     return metrics, {"accuracy": accuracy[1], "auc": update, "f1": f1}
 
 
-@pytest.mark.parametrize("mode", ["train", "eval"])
-@pytest.mark.parametrize("towers", [1, 4])
-def test_the_parts_of_metrics_in_towers_equal_one_big_batch(mode, towers):
+@pytest.mark.parametrize(
+    ("mode", "towers", "accumulate_steps"),
+    [("train", 1, 1), ("train", 4, 1), ("train", 2, 2), ("eval", 1, 1), ("eval", 4, 1)],
+)
+def test_the_parts_of_metrics_in_towers_equal_one_big_batch(mode, towers, accumulate_steps):
     def body(features, labels, loss):
         metrics, values = ported_metrics(features, labels)
         for name in ("accuracy", "auc"):
@@ -80,7 +82,7 @@ def test_the_parts_of_metrics_in_towers_equal_one_big_batch(mode, towers):
             est.record(f"recorded_{name}", values[name])
         return {"eval_metric_ops": metrics}
 
-    _, spec = stepped(body, mode, towers)
+    _, spec = stepped(body, mode, towers, accumulate_steps)
     whole, values = ported_metrics({"p": jnp.asarray(P), "weights": WEIGHTS}, Y)
     assert 0 < values["f1"] < 1 and values["accuracy"] != jnp.mean(jnp.round(P) == Y)
     for name, metric in spec.eval_metric_ops.items():
@@ -255,3 +257,8 @@ def test_hooks_that_read_as_in_tensorflow_are_errors(hook, error, message):
 def test_a_seed_given_to_make_rng_is_an_error():
     with pytest.raises(TypeError, match=r"`est.make_rng` takes a name, .*; got 3\. The seed is `est.RunConfig\(seed="):
         stepped(lambda x, y, loss: est.make_rng(3))
+
+
+def test_an_initializer_that_needs_a_shape_is_an_error_that_says_so():
+    with pytest.raises(TypeError, match=r"Without a shape, `est.get_variable\('v'\)` calls `initializer\(key\)`"):
+        stepped(lambda x, y, loss: est.get_variable("v", initializer=jax.nn.initializers.ones))

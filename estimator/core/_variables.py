@@ -327,7 +327,12 @@ def _initial_value(call: str, frame: Frame, full: str, shape: Any, dtype: Any, i
     if shape is None:
         if initializer is None:
             raise ValueError(f"{call} needs a `shape` or an `initializer`; got neither.")
-        return _as_arrays(call, initializer(key) if callable(initializer) else initializer, dtype)
+        try:
+            value = initializer(key) if callable(initializer) else initializer
+        except TypeError as error:
+            error.add_note(f"Without a shape, {call} calls `initializer(key)`. One of jax.nn needs a shape: give it.")
+            raise
+        return _as_arrays(call, value, dtype)
     dtype = jnp.float32 if dtype is None else dtype
     if 0 in shape:
         raise ValueError(f"{call} got the shape {shape}, which has no elements. Check what it is computed from.")
