@@ -107,6 +107,7 @@ from estimator.optim._non_finite import NonFiniteGradientError, skipped_steps
 from estimator.optim._optimizer import Optimizer, tower_gradient
 from estimator.optim._sparse_update import lazy
 from estimator.sparse._embedding import embedding_lookup
+from estimator.sparse._embedding_sparse import embedding_lookup_sparse
 from estimator.sparse._indexed_slices import IndexedSlices
 from estimator.steps._remat import checkpoint_segments
 from estimator.steps._sync_variables import sync_variables
@@ -189,6 +190,7 @@ __all__ = [
     "checkpoint_segments",
     "checkpoints",
     "embedding_lookup",
+    "embedding_lookup_sparse",
     "experimental",
     "export",
     "feature_column",
