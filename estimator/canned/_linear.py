@@ -20,10 +20,10 @@ from estimator.core._typing import Features, Labels, PyTree
 from estimator.core._variable_scope import variable_scope
 from estimator.feature_column import linear_model
 from estimator.feature_column._column import CategoricalColumn, DenseColumn
-from estimator.feature_column._dense import check_combiner
 from estimator.feature_column._layers import checked_columns
 from estimator.heads import Head
 from estimator.losses import Reduction
+from estimator.sparse._embedding_sparse import check_combiner
 
 LEARNING_RATE = 0.2  # TensorFlow's, at most
 

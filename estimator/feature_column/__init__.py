@@ -23,25 +23,48 @@ from estimator.feature_column._categorical import (
     bucketized_column,
     categorical_column_with_hash_bucket,
     categorical_column_with_identity,
-    categorical_column_with_vocabulary_list,
     crossed_column,
 )
-from estimator.feature_column._dense import embedding_column, indicator_column, numeric_column
-from estimator.feature_column._encode import encode
+from estimator.feature_column._dense import indicator_column, numeric_column
+from estimator.feature_column._embedding import embedding_column, shared_embedding_columns
+from estimator.feature_column._encode import encode, encode_labels
 from estimator.feature_column._layers import input_layer, linear_model
+from estimator.feature_column._sequence import (
+    sequence_categorical_column_with_hash_bucket,
+    sequence_categorical_column_with_identity,
+    sequence_categorical_column_with_vocabulary_file,
+    sequence_categorical_column_with_vocabulary_list,
+    sequence_input_layer,
+    sequence_numeric_column,
+)
+from estimator.feature_column._vocabulary import (
+    categorical_column_with_vocabulary_file,
+    categorical_column_with_vocabulary_list,
+)
+from estimator.feature_column._weighted import weighted_categorical_column
 
 __all__ = [
     "bucketized_column",
     "categorical_column_with_hash_bucket",
     "categorical_column_with_identity",
+    "categorical_column_with_vocabulary_file",
     "categorical_column_with_vocabulary_list",
     "crossed_column",
     "embedding_column",
     "encode",
+    "encode_labels",
     "indicator_column",
     "input_layer",
     "linear_model",
     "numeric_column",
+    "sequence_categorical_column_with_hash_bucket",
+    "sequence_categorical_column_with_identity",
+    "sequence_categorical_column_with_vocabulary_file",
+    "sequence_categorical_column_with_vocabulary_list",
+    "sequence_input_layer",
+    "sequence_numeric_column",
+    "shared_embedding_columns",
+    "weighted_categorical_column",
 ]
 
 if not TYPE_CHECKING:  # which would take any name for an attribute

@@ -25,6 +25,7 @@ class DenseColumn(abc.ABC):
 
     Attributes:
       name: part of the names of its variables; columns are ordered by it.
+      scope_name: the scope of its variables within that of the layer.
       width: the number of values per example.
     """
 
@@ -33,12 +34,36 @@ class DenseColumn(abc.ABC):
     def name(self) -> str: ...
 
     @property
+    def scope_name(self) -> str:
+        return self.name
+
+    @property
     @abc.abstractmethod
     def width(self) -> int: ...
 
     @abc.abstractmethod
     def values(self, features: Mapping[Any, Any]) -> jax.Array:
-        """Float32 of shape `(batch, width)`."""
+        """Float32 of shape `(batch, width)`; its variables are created in the current scope."""
+
+
+class SequenceDenseColumn(abc.ABC):
+    """A column for a `sequence_input_layer`, with the attributes of a `DenseColumn`."""
+
+    @property
+    @abc.abstractmethod
+    def name(self) -> str: ...
+
+    @property
+    def scope_name(self) -> str:
+        return self.name
+
+    @property
+    @abc.abstractmethod
+    def width(self) -> int: ...
+
+    @abc.abstractmethod
+    def sequence_values(self, features: Mapping[Any, Any]) -> tuple[jax.Array, jax.Array]:
+        """Float32 of shape `(batch, steps, width)`, and the lengths of the sequences, int32 of shape `(batch,)`."""
 
 
 class CategoricalColumn(abc.ABC):
@@ -47,7 +72,10 @@ class CategoricalColumn(abc.ABC):
     Attributes:
       name: part of the names of its variables.
       num_buckets: the number of classes.
+      is_weighted: whether its classes have weights.
     """
+
+    is_weighted = False
 
     @property
     @abc.abstractmethod
@@ -61,9 +89,21 @@ class CategoricalColumn(abc.ABC):
     def ids(self, features: Mapping[Any, Any]) -> jax.Array:
         """Int32 of shape `(batch, k)`: -1 for no class, and `num_buckets` for an invalid id, which becomes NaN."""
 
+    def weights(self, features: Mapping[Any, Any]) -> jax.Array | None:
+        """Float32 of the shape of the ids; None: all are 1."""
+        return None
+
     def coders(self) -> dict[str, Coder]:
         """The encoders of strings by feature; features of numbers have none."""
         return {}
+
+
+class SequenceCategoricalColumn(CategoricalColumn):
+    """A categorical column whose ids are the steps of a sequence."""
+
+    @abc.abstractmethod
+    def lengths(self, features: Mapping[Any, Any]) -> jax.Array:
+        """The lengths of the sequences, int32 of shape `(batch,)`."""
 
 
 def check_key(caller: str, key: Any) -> None:
@@ -74,6 +114,46 @@ def check_key(caller: str, key: Any) -> None:
 def check_positive(caller: str, name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
         raise ValueError(f"`{caller}`: {name} must be an int of at least 1; got {value!r}.")
+
+
+def check_categorical(caller: str, column: Any) -> None:
+    if not isinstance(column, CategoricalColumn):
+        raise TypeError(
+            f"`{caller}` takes a categorical column, such as `categorical_column_with_identity(key, num_buckets)`; "
+            f"got {column!r}."
+        )
+
+
+def check_single(caller: str, column: Any) -> None:
+    """Raises an error for a column of sequences, or one that wraps it."""
+    sequence = isinstance(column, SequenceDenseColumn) and not isinstance(column, DenseColumn)
+    inner = getattr(column, "categorical_column", None)
+    if sequence or any(isinstance(each, SequenceCategoricalColumn) for each in (column, inner)):
+        raise ValueError(
+            f"A column of sequences cannot be used in `{caller}`. Use a column whose name does not begin with "
+            "`sequence_`, or, for a sequence, `sequence_input_layer` with an `embedding_column` or `indicator_column`. "
+            f"Given: {column!r}."
+        )
+
+
+def sequence_of(column: Any) -> SequenceCategoricalColumn:
+    """The column of sequences that a dense column wraps."""
+    sequence = column.categorical_column
+    if not isinstance(sequence, SequenceCategoricalColumn):
+        raise ValueError(
+            "`sequence_input_layer` takes columns of sequences. Wrap a `sequence_categorical_column_with_*`, or use "
+            f"`input_layer`. Given: {column!r}."
+        )
+    return sequence
+
+
+def are_integers(caller: str, dtype: Any) -> bool:
+    """Whether a dtype of classes is of integers, not of strings."""
+    if dtype is not None and np.dtype(dtype).kind in "iu":
+        return True
+    if dtype is None or np.dtype(dtype).kind not in "OSU":
+        raise ValueError(f"`{caller}`: dtype must be `str` or a dtype of integers; got {dtype!r}.")
+    return False
 
 
 def check_features(features: Features) -> None:
@@ -115,3 +195,8 @@ def integers(features: Mapping[Any, Any], key: str) -> jax.Array:
     if value.ndim > 2:
         raise ValueError(f"A categorical column takes shape (batch,) or (batch, k); feature {key!r} has {value.shape}.")
     return (value[:, None] if value.ndim == 1 else value).astype(jnp.int32)
+
+
+def in_range(values: jax.Array, num_buckets: int, default_value: int | None) -> jax.Array:
+    unknown = (values < -1) | (values >= num_buckets)
+    return jnp.where(unknown, num_buckets if default_value is None else default_value, values)

@@ -1,4 +1,4 @@
-"""Dense columns: numbers, one-hot vectors and embeddings."""
+"""Dense columns: numbers and one-hot vectors."""
 
 from __future__ import annotations
 
@@ -11,13 +11,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from estimator.core._variable_scope import variable_scope
-from estimator.core._variables import get_variable
-from estimator.feature_column._column import CategoricalColumn, DenseColumn, check_key, check_positive, feature
-from estimator.sparse._embedding import embedding_lookup
-
-COMBINERS = ("mean", "sqrtn", "sum")
-_FEW_ROWS = 1024  # With fewer rows a sparse update saves little, and XLA takes half a second to compile it.
+from estimator.feature_column._column import (
+    CategoricalColumn,
+    DenseColumn,
+    SequenceDenseColumn,
+    check_categorical,
+    check_key,
+    check_positive,
+    check_single,
+    feature,
+    sequence_of,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,21 +84,33 @@ def numeric_column(
       dtype: the dtype of the argument of `normalizer_fn`.
       normalizer_fn: function of the feature, shape `(batch, *shape)`, that keeps the shape.
     """
-    check_key("numeric_column", key)
-    shape = tuple(shape) if isinstance(shape, tuple | list) else (shape,)
-    for size in shape:
-        check_positive("numeric_column", "shape", size)
-    if not (jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jnp.floating)):
-        raise ValueError(f"`numeric_column`: dtype must be convertible to float; got {dtype!r} for key {key!r}.")
-    if default_value is not None and not isinstance(default_value, int | float | np.number):
-        raise TypeError(f"`numeric_column`: default_value must be a number or None; got {default_value!r}.")
-    if normalizer_fn is not None and not callable(normalizer_fn):
-        raise TypeError(f"`numeric_column`: normalizer_fn must be a callable; got {normalizer_fn!r}.")
+    shape = checked_numbers("numeric_column", key, shape, default_value, dtype, normalizer_fn)
     return NumericColumn(key, shape, default_value, dtype, normalizer_fn)
 
 
+def checked_numbers(
+    caller: str, key: Any, shape: Any, default_value: Any, dtype: Any, normalizer_fn: Any
+) -> tuple[int, ...]:
+    """The shape, as a tuple, after all arguments were checked."""
+    check_key(caller, key)
+    shape = tuple(shape) if isinstance(shape, tuple | list) else (shape,)
+    for size in shape:
+        check_positive(caller, "shape", size)
+    check_numeric(caller, key, dtype)
+    if default_value is not None and not isinstance(default_value, int | float | np.number):
+        raise TypeError(f"`{caller}`: default_value must be a number or None; got {default_value!r}.")
+    if normalizer_fn is not None and not callable(normalizer_fn):
+        raise TypeError(f"`{caller}`: normalizer_fn must be a callable; got {normalizer_fn!r}.")
+    return shape
+
+
+def check_numeric(caller: str, key: str, dtype: Any) -> None:
+    if not (jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jnp.floating)):
+        raise ValueError(f"`{caller}`: dtype must be convertible to float; got {dtype!r} for key {key!r}.")
+
+
 @dataclasses.dataclass(frozen=True)
-class IndicatorColumn(DenseColumn):
+class IndicatorColumn(DenseColumn, SequenceDenseColumn):
     categorical_column: CategoricalColumn
 
     @property
@@ -106,102 +122,29 @@ class IndicatorColumn(DenseColumn):
         return self.categorical_column.num_buckets
 
     def values(self, features: Mapping[Any, Any]) -> jax.Array:
-        return many_hot(self.categorical_column.ids(features), self.width)
+        check_single("input_layer", self)
+        return many_hot(self.categorical_column.ids(features), self.width, self.categorical_column.weights(features))
+
+    def sequence_values(self, features: Mapping[Any, Any]) -> tuple[jax.Array, jax.Array]:
+        column = sequence_of(self)
+        return many_hot(column.ids(features)[..., None], self.width), column.lengths(features)
 
 
 def indicator_column(categorical_column: CategoricalColumn) -> IndicatorColumn:
     """A column that counts how often an example has each class: one-hot if it has one class.
 
     Args:
-      categorical_column: the column of classes; an invalid id makes the row NaN.
+      categorical_column: the column of classes; an invalid id makes the row NaN. Of a weighted column it is the sum of
+        the weights of each class. Of a column of sequences, it is a column for `sequence_input_layer`, one-hot in each
+        step.
     """
-    _check_categorical("indicator_column", categorical_column)
+    check_categorical("indicator_column", categorical_column)
     return IndicatorColumn(categorical_column)
 
 
-@dataclasses.dataclass(frozen=True)
-class EmbeddingColumn(DenseColumn):
-    categorical_column: CategoricalColumn
-    dimension: int
-    combiner: str
-    initializer: Any
-
-    @property
-    def name(self) -> str:
-        return f"{self.categorical_column.name}_embedding"
-
-    @property
-    def width(self) -> int:
-        return self.dimension
-
-    def values(self, features: Mapping[Any, Any]) -> jax.Array:
-        ids = self.categorical_column.ids(features)
-        shape = (self.categorical_column.num_buckets, self.dimension)
-        initializer = self.initializer or jax.nn.initializers.truncated_normal(1 / math.sqrt(self.dimension))
-        with variable_scope(f"input_layer/{self.name}"):
-            rows = rows_of("embedding_weights", ids, shape, initializer)
-        return combined(rows, ids, self.combiner)
-
-
-def embedding_column(
-    categorical_column: CategoricalColumn,
-    dimension: int,
-    combiner: str = "mean",
-    initializer: Callable[..., jax.Array] | None = None,
-) -> EmbeddingColumn:
-    """A column that has a trained vector for each class.
-
-    With more than 1024 classes the gradient is sparse: see `est.embedding_lookup`.
-
-    Args:
-      categorical_column: the column of classes; an invalid id makes the row NaN.
-      dimension: the length of a vector.
-      combiner: how the vectors of an example with several classes are combined: their "mean", their "sum", or, for
-        "sqrtn", the sum divided by the square root of their number. Without a class the result is zero.
-      initializer: `fn(key, shape, dtype)`; by default, as in TensorFlow, truncated normal of deviation
-        `1 / sqrt(dimension)`.
-    """
-    _check_categorical("embedding_column", categorical_column)
-    check_positive("embedding_column", "dimension", dimension)
-    check_combiner("embedding_column", "combiner", combiner)
-    if initializer is not None and not callable(initializer):
-        raise TypeError(
-            "`embedding_column`: initializer must be a function such as `jax.nn.initializers.normal()`; got "
-            f"{initializer!r}."
-        )
-    return EmbeddingColumn(categorical_column, dimension, combiner, initializer)
-
-
-def check_combiner(caller: str, name: str, combiner: Any) -> None:
-    if combiner not in COMBINERS:
-        raise ValueError(f"`{caller}`: {name} must be one of {COMBINERS}; got {combiner!r}.")
-
-
-def rows_of(name: str, ids: jax.Array, shape: tuple[int, int], initializer: Any) -> jax.Array:
-    """Rows of a variable, `(batch, k, width)`; a large variable has a sparse gradient."""
-    if shape[0] <= _FEW_ROWS:
-        get_variable(name, shape, initializer=initializer)  # reading all of it makes the gradient dense
-    return embedding_lookup(name, ids, shape, initializer=initializer)
-
-
-def combined(rows: jax.Array, ids: jax.Array, combiner: str) -> jax.Array:
-    """Combines rows of shape `(batch, k, d)`, zeros where an id is -1, to shape `(batch, d)`."""
-    total = rows.sum(axis=1)
-    if combiner == "sum":
-        return total
-    count = jnp.maximum((ids >= 0).sum(axis=1, keepdims=True), 1).astype(total.dtype)
-    return total / (count if combiner == "mean" else jnp.sqrt(count))
-
-
-def many_hot(ids: jax.Array, num_buckets: int) -> jax.Array:
-    counts = jax.nn.one_hot(ids, num_buckets, dtype=jnp.float32).sum(axis=1)
-    unknown = (ids >= num_buckets).any(axis=1, keepdims=True)
+def many_hot(ids: jax.Array, num_buckets: int, weights: jax.Array | None = None) -> jax.Array:
+    """The classes in the last dimension of the ids, added up."""
+    classes = jax.nn.one_hot(ids, num_buckets, dtype=jnp.float32)
+    counts = (classes if weights is None else classes * jnp.where(ids < 0, 0, weights)[..., None]).sum(axis=-2)
+    unknown = (ids >= num_buckets).any(axis=-1, keepdims=True)
     return jnp.where(unknown, jnp.nan, counts)
-
-
-def _check_categorical(caller: str, column: Any) -> None:
-    if not isinstance(column, CategoricalColumn):
-        raise TypeError(
-            f"`{caller}` takes a categorical column, such as `categorical_column_with_identity(key, num_buckets)`; "
-            f"got {column!r}."
-        )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -50,10 +50,53 @@ def encode(features: Mapping[Any, Any], columns: Iterable[Any]) -> dict[Any, Any
     return encoded
 
 
+def encode_labels(labels: Any, label_vocabulary: Sequence[str], *, many_hot: bool = False) -> np.ndarray:
+    """The positions of strings in a `label_vocabulary`, for an input_fn to return as labels: int32 of their shape.
+
+    >>> import estimator as est
+    >>> species = ["setosa", "virginica"]
+    >>> est.feature_column.encode_labels(np.array(["virginica", "setosa"]), species)
+    array([1, 0], dtype=int32)
+    >>> est.feature_column.encode_labels([["virginica", ""], ["setosa", "virginica"]], species, many_hot=True)
+    array([[0, 1],
+           [1, 1]], dtype=int32)
+
+    Args:
+      labels: strings, `str` or `bytes`, of any shape; integers stay as they are.
+      label_vocabulary: the names of the classes, that the head or canned classifier has, too.
+      many_hot: whether examples have any number of classes, the labels of an `est.MultiLabelHead`: for strings of shape
+        `(batch, k)`, filled up by "", the result is 0 or 1 of shape `(batch, classes)`.
+
+    Raises:
+      ValueError: a string is not in the vocabulary.
+      TypeError: a label is not a string.
+    """
+    array = np.asarray(labels)
+    if array.dtype.kind not in "OSUT":
+        return array
+    places: dict[Any, int] = {}
+    for i, name in enumerate(label_vocabulary):
+        places[name] = places[name.encode()] = i
+    if many_hot:
+        places[""] = places[b""] = -1
+    values = array.ravel().tolist()
+    for value in values:
+        if value not in places:
+            kind = ValueError if isinstance(value, str | bytes) else TypeError
+            raise kind(
+                f"`encode_labels` got the label {value!r}, which is not in label_vocabulary, "
+                f"{list(label_vocabulary)!r}. Add it there, or leave out its examples."
+            )
+    ids = np.fromiter(map(places.__getitem__, values), np.int32, array.size).reshape(array.shape)
+    if not many_hot:
+        return ids
+    return (ids[..., None] == np.arange(len(label_vocabulary))).any(axis=-2).astype(np.int32)
+
+
 def _coders(columns: Iterable[Any]) -> dict[str, Coder]:
     coders: dict[str, Coder] = {}
     for column in columns:
-        categorical = getattr(column, "categorical_column", column)
+        categorical = column if isinstance(column, CategoricalColumn) else getattr(column, "categorical_column", None)
         for key, coder in categorical.coders().items() if isinstance(categorical, CategoricalColumn) else ():
             if coders.setdefault(key, coder) != coder:
                 raise ValueError(

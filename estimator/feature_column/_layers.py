@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from estimator.core._frame import innermost_frame
 from estimator.core._variable_scope import variable_scope
 from estimator.core._variables import get_variable
-from estimator.feature_column._column import CategoricalColumn, DenseColumn, check_features
-from estimator.feature_column._dense import check_combiner, combined, rows_of
+from estimator.feature_column._column import (
+    CategoricalColumn,
+    DenseColumn,
+    SequenceDenseColumn,
+    check_features,
+    check_single,
+)
+from estimator.feature_column._embedding import combined_rows
+from estimator.sparse._embedding_sparse import check_combiner
 
 
 def input_layer(features: Mapping[Any, Any], feature_columns: Iterable[DenseColumn]) -> jax.Array:
@@ -29,7 +38,12 @@ def input_layer(features: Mapping[Any, Any], feature_columns: Iterable[DenseColu
     """
     columns = checked_dense(feature_columns)
     check_features(features)
-    return jnp.concatenate([column.values(features) for column in columns], axis=-1)
+    values = []
+    with scope("input_layer"):
+        for column in columns:
+            with scope(column.scope_name):
+                values.append(column.values(features))
+    return jnp.concatenate(values, axis=-1)
 
 
 def linear_model(
@@ -59,17 +73,28 @@ def linear_model(
     terms, values, weights = [], [], []
     with variable_scope("linear_model"):
         for column in columns:
-            with variable_scope(column.name):
+            with _scope_of_weights(column):
                 if isinstance(column, CategoricalColumn):
-                    ids = column.ids(features)
-                    rows = rows_of("weights", ids, (column.num_buckets, units), zeros)
-                    terms.append(combined(rows, ids, sparse_combiner))
+                    ids, own, shape = column.ids(features), column.weights(features), (column.num_buckets, units)
+                    terms.append(combined_rows("weights", ids, own, shape, zeros, sparse_combiner))
                 else:
                     values.append(column.values(features))
                     weights.append(get_variable("weights", (column.width, units), initializer=zeros))
         if values:  # one product: XLA takes ten times as long to compile a hundred
             terms.append(jnp.concatenate(values, axis=-1) @ jnp.concatenate(weights))
         return sum(terms[1:], terms[0]) + get_variable("bias_weights", (units,), initializer=zeros)
+
+
+def scope(name: str) -> AbstractContextManager[Any]:
+    """A scope for variables; columns without variables need no model_fn."""
+    return nullcontext() if innermost_frame() is None else variable_scope(name)
+
+
+def _scope_of_weights(column: DenseColumn | CategoricalColumn) -> AbstractContextManager[Any]:
+    """The scope of a column's weights. The columns of a shared embedding have one name, which is made unique."""
+    if isinstance(column, DenseColumn) and column.scope_name != column.name:
+        return variable_scope(None, default_name=column.scope_name)
+    return variable_scope(column.name)
 
 
 def checked_dense(feature_columns: Any) -> list[DenseColumn]:
@@ -84,12 +109,21 @@ def checked_dense(feature_columns: Any) -> list[DenseColumn]:
 
 
 def checked_columns(feature_columns: Any) -> list[Any]:
-    columns = [feature_columns] if isinstance(feature_columns, DenseColumn | CategoricalColumn) else feature_columns
+    columns = named_columns(feature_columns)
+    for column in columns:
+        check_single("input_layer` or `linear_model", column)
+    return columns
+
+
+def named_columns(feature_columns: Any) -> list[Any]:
+    """Columns of any kind in the order of their names."""
+    kinds = DenseColumn | CategoricalColumn | SequenceDenseColumn
+    columns = [feature_columns] if isinstance(feature_columns, kinds) else feature_columns
     columns = list(columns or ())
     if not columns:
         raise ValueError(f"feature_columns must not be empty; got {feature_columns!r}.")
     for column in columns:
-        if not isinstance(column, DenseColumn | CategoricalColumn):
+        if not isinstance(column, kinds):
             raise ValueError(
                 "Items of feature_columns must be columns such as `est.feature_column.numeric_column(key)`. Given: "
                 f"{column!r}."

@@ -9,22 +9,11 @@ import optax
 import pandas as pd
 import pytest
 from jax.experimental.sparse import BCOO
+from testing.columns import read
 
 import estimator as est
 
 fc = est.feature_column
-
-
-def run(fn, features, variables=()):
-    """`fn(features)` in a model_fn, and the initial values of its variables, some of them replaced."""
-
-    def model_fn(features, mode):
-        return est.EstimatorSpec(mode, predictions=fn(features))
-
-    model = est.transform(model_fn)
-    state = model.init(jax.random.key(0), features, mode="infer")
-    state = state._replace(variables={**state.variables, **dict(variables)})
-    return np.asarray(model.predict_step(state, features).predictions), state.variables
 
 
 def mixed(x):
@@ -92,7 +81,7 @@ def test_a_hashed_integer_may_be_negative_but_not_minus_one():
 def test_a_vocabulary_of_integers_is_looked_up_in_the_program(outside, code):
     column = fc.categorical_column_with_vocabulary_list("x", [30, 10, 20], **outside)
     assert column.num_buckets == (8 if "num_oov_buckets" in outside else 3)
-    ids, _ = run(lambda features: column.ids(features), {"x": np.array([[10, 30], [-1, 20], [99, 5]])})
+    ids, _ = read(lambda features: column.ids(features), {"x": np.array([[10, 30], [-1, 20], [99, 5]])})
     other = [3 + mixed(99) % 5, 3 + mixed(5) % 5] if code is None else [code, code]
     np.testing.assert_array_equal(ids, [[1, 0], [-1, 2], other])
 
@@ -180,7 +169,7 @@ def test_an_indicator_counts():
 def test_embeddings_are_combined(combiner, power):
     column = fc.embedding_column(PETS, 2, combiner)
     name = "input_layer/pet_embedding/embedding_weights"
-    result, variables = run(lambda f: fc.input_layer(f, [column]), {"pet": IDS}, {name: jnp.asarray(TABLE)})
+    result, variables = read(lambda f: fc.input_layer(f, [column]), {"pet": IDS}, {name: jnp.asarray(TABLE)})
     assert list(variables) == [name]
     sums = [sum((TABLE[i] for i in row if i >= 0), np.zeros(2)) / max(1, (row >= 0).sum()) ** power for row in IDS]
     np.testing.assert_allclose(result, sums, rtol=1e-6)
@@ -188,11 +177,11 @@ def test_embeddings_are_combined(combiner, power):
 
 def test_embeddings_begin_as_tensorflow_has_them():
     column = fc.embedding_column(fc.categorical_column_with_identity("x", 5000), 16)
-    _, variables = run(lambda f: fc.input_layer(f, [column]), {"x": np.array([0])})
+    _, variables = read(lambda f: fc.input_layer(f, [column]), {"x": np.array([0])})
     [table] = variables.values()
     assert abs(table).max() <= 2 / 4 and float(table.std()) == pytest.approx(0.88 / 4, abs=0.01)  # truncated at 2
     ones = fc.embedding_column(PETS, 2, initializer=jax.nn.initializers.ones)
-    result, _ = run(lambda f: fc.input_layer(f, [ones]), {"pet": IDS})
+    result, _ = read(lambda f: fc.input_layer(f, [ones]), {"pet": IDS})
     np.testing.assert_array_equal(result, [[1, 1], [1, 1], [0, 0], [1, 1]])
 
 
@@ -234,14 +223,14 @@ def test_a_linear_model_is_a_weighted_sum(combiner, power):
     }
     columns = [fc.numeric_column("x", 2), PETS]
     given = {name: jnp.asarray(value) for name, value in weights.items()}
-    result, variables = run(
+    result, variables = read(
         lambda f: fc.linear_model(f, columns, units=2, sparse_combiner=combiner), {"x": x, "pet": IDS}, given
     )
     assert variables.keys() == weights.keys()
     pets = [sum((TABLE[i] for i in row if i >= 0), np.zeros(2)) / max(1, (row >= 0).sum()) ** power for row in IDS]
     expected = pets + x @ weights["linear_model/x/weights"] + weights["linear_model/bias_weights"]
     np.testing.assert_allclose(result, expected, rtol=1e-6)
-    zeros, _ = run(lambda f: fc.linear_model(f, columns), {"x": x, "pet": IDS})
+    zeros, _ = read(lambda f: fc.linear_model(f, columns), {"x": x, "pet": IDS})
     np.testing.assert_array_equal(zeros, np.zeros((4, 1)))
 
 
@@ -280,11 +269,15 @@ REFUSED = {
     "no word": (lambda: WORDS("x", ["a", ""]), ValueError, "holds '' or -1, which stand for no class"),
     "oov": (lambda: WORDS("x", ["a"], num_oov_buckets=-1), ValueError, "Invalid num_oov_buckets -1"),
     "oov and default": (
-        lambda: WORDS("x", ["a"], 0, 2),
+        lambda: WORDS("x", ["a"], None, 0, 2),
         ValueError,
         "Can't specify both num_oov_buckets and default_value; got 2 and 0",
     ),
-    "default word": (lambda: WORDS("x", ["a"], 1), ValueError, "default_value must be -1 or an id, below 1; got 1"),
+    "default word": (
+        lambda: WORDS("x", ["a"], None, 1),
+        ValueError,
+        "default_value must be -1 or an id, below 1; got 1",
+    ),
     "source": (
         lambda: fc.bucketized_column(HASHED, [1]),
         ValueError,
