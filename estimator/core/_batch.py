@@ -135,7 +135,8 @@ def _rows(name: str, leaf: Any) -> int:
     elif not isinstance(leaf, jax.Array) and np.dtype(leaf.dtype).kind in "OSUMm":
         raise TypeError(
             f"features and labels must be arrays of numbers; got {name} of dtype {leaf.dtype}. "
-            "Turn strings into integers in input_fn, by `est.feature_column.encode(features, columns)` for example."
+            "Turn strings into integers in input_fn, by `est.feature_column.encode(features, columns)` for example, "
+            "those of labels by `est.feature_column.encode_labels(labels, label_vocabulary)`."
         )
     if not leaf.shape:
         raise ValueError(

@@ -45,6 +45,7 @@ from estimator.core._model_fn import ModelFn
 from estimator.core._state import State
 from estimator.core._typing import Features, PyTree
 from estimator.export._prune import check_rows, checked_outputs, chosen, only_needed
+from estimator.heads._class_names import without_strings
 from estimator.steps._gradients import run_model_fn
 
 ASSETS_DIR = "assets.extra"
@@ -217,7 +218,9 @@ def _as_function(
         spec = run_model_fn(lambda: call(features, None, ModeKeys.PREDICT), frame, differentiate=False).spec
         if names is None:
             return spec.export_outputs or {}
-        return {DEFAULT_SIGNATURE: PredictOutput(chosen(names, named(spec.predictions), spec.reported))}
+        return {
+            DEFAULT_SIGNATURE: PredictOutput(chosen(names, named(without_strings(spec.predictions)), spec.reported))
+        }
 
     return model
 
@@ -248,7 +251,7 @@ def _exported(model: Callable[..., Any], name: str, weights: dict[str, Any], opt
 
 
 def _arrays(output: ExportOutput) -> dict[str, Any]:
-    return named(output.outputs if isinstance(output, PredictOutput) else output)
+    return named(without_strings(output.outputs) if isinstance(output, PredictOutput) else output)
 
 
 def _described(arrays: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from estimator.core._export_output import (
     PredictOutput,
     RegressionOutput,
 )
+from estimator.heads._class_names import ClassNames
 from estimator.heads._head import Predictions
 from estimator.heads._one_task import (
     OneTaskHead,
@@ -50,8 +51,9 @@ class BinaryClassHead(OneTaskHead):
     0.25
 
     Predictions, for logits of shape `(batch, 1)`: "logits", "logistic" (the probability of class 1) and "class_ids" of
-    that shape, "probabilities" and "all_class_ids" of shape `(batch, 2)`. A compiled program has no strings:
-    "classes" is left out, and `label_vocabulary` names the classes in exports.
+    that shape, "probabilities" and "all_class_ids" of shape `(batch, 2)`; and "classes", which `predict` yields as
+    strings: the names of the class ids by `label_vocabulary`, or the ids as strings, "0" or "1". A compiled program has
+    no strings, so within the model_fn they are integers, and the signature "predict" of exports lacks them.
 
     Metrics: average_loss, accuracy, precision, recall, prediction/mean, label/mean, accuracy_baseline (of always
     predicting the more frequent class), auc, auc_precision_recall, and for each threshold
@@ -60,8 +62,8 @@ class BinaryClassHead(OneTaskHead):
     Args:
       weight_column: the feature with weights of shape `(batch,)` or `(batch, 1)`; None: all are 1.
       thresholds: further thresholds of the probability of class 1, besides 0.5, for metrics.
-      label_vocabulary: the names of the two classes. Labels are integers nevertheless: replace strings by
-        their positions in input_fn.
+      label_vocabulary: the names of the two classes. Labels are their positions: input_fn replaces strings by
+        `est.feature_column.encode_labels(labels, label_vocabulary)`.
       loss_reduction: any `est.Reduction` except NONE.
       loss_fn: function of `labels, logits` and, optionally, `features, loss_reduction` that returns the losses of all
         examples, shape `(batch, 1)`, instead of the cross entropy.
@@ -99,6 +101,7 @@ class BinaryClassHead(OneTaskHead):
             "logistic": jax.nn.sigmoid(logits),
             "probabilities": jax.nn.softmax(two_class_logits),
             "class_ids": _class_ids(logits),
+            "classes": ClassNames(_class_ids(logits), self._label_vocabulary),
             "all_class_ids": all_class_ids(logits, 2),
         }
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 # Of a `MultiHead` they are dicts by the names of its heads.
 Labels: TypeAlias = "ArrayLike | BCOO | Mapping[str, ArrayLike | BCOO] | None"
 Logits: TypeAlias = ArrayLike | Mapping[str, ArrayLike]
-Predictions = dict[Any, jax.Array]
+Predictions = dict[Any, Any]  # arrays, and `ClassNames`
 RegularizationLosses = Sequence[jax.Array] | None
 
 

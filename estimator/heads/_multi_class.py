@@ -12,6 +12,7 @@ from jax.typing import ArrayLike
 from estimator import losses as losses_lib
 from estimator import metrics as metrics_lib
 from estimator.core._export_output import DEFAULT_SIGNATURE, ClassificationOutput, ExportOutput, PredictOutput
+from estimator.heads._class_names import ClassNames
 from estimator.heads._head import Predictions
 from estimator.heads._one_task import OneTaskHead, all_class_ids, checked_vocabulary, class_names
 from estimator.losses import Reduction
@@ -27,10 +28,10 @@ class MultiClassHead(OneTaskHead):
     >>> print(f"{head.loss(jnp.array([2, 1]), logits):.4f}")  # (log 3 + 0.0134) / 2
     0.5560
     >>> sorted(head.predictions(logits))
-    ['all_class_ids', 'class_ids', 'logits', 'probabilities']
+    ['all_class_ids', 'class_ids', 'classes', 'logits', 'probabilities']
 
     Predictions: "logits", "probabilities" and "all_class_ids" of shape `(batch, n_classes)`, "class_ids" of shape
-    `(batch, 1)`. Metrics: average_loss, accuracy.
+    `(batch, 1)`, and "classes" of that shape, strings as for `est.BinaryClassHead`. Metrics: average_loss, accuracy.
 
     Args:
       n_classes: more than 2; for two classes use `est.BinaryClassHead`.
@@ -77,6 +78,7 @@ class MultiClassHead(OneTaskHead):
             "logits": logits,
             "probabilities": jax.nn.softmax(logits),
             "class_ids": _decided(logits),
+            "classes": ClassNames(_decided(logits), self._label_vocabulary),
             "all_class_ids": all_class_ids(logits, self.logits_dimension),
         }
 

@@ -51,7 +51,8 @@ class MultiLabelHead(OneTaskHead):
       classes_for_class_based_metrics: the classes with separate metrics: ids, or names of the vocabulary.
 
     Labels are 0 or 1, of shape `(batch, n_classes)`: an array, or a `jax.experimental.sparse.BCOO`. The loss of
-    an example with other labels is NaN.
+    an example with other labels is NaN. Of strings makes them
+    `est.feature_column.encode_labels(labels, label_vocabulary, many_hot=True)`, in input_fn.
 
     Raises:
       ValueError, TypeError: an argument is invalid; the message names it.

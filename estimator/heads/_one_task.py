@@ -137,7 +137,7 @@ class OneTaskHead(Head):
         if not isinstance(labels, jax.Array) and np.asarray(labels).dtype.kind in "OSU":
             raise TypeError(
                 f"`{self._kind}` takes labels of numbers; got strings. Let input_fn replace a class by its position "
-                "in label_vocabulary: `np.array([label_vocabulary.index(label) for label in labels])`."
+                "in label_vocabulary: `est.feature_column.encode_labels(labels, label_vocabulary)`."
             )
         labels = jnp.asarray(labels)
         if labels.ndim == logits.ndim - 1:
@@ -212,7 +212,7 @@ def checked_selection(predictions: Predictions, keys: Sequence[Hashable] | str) 
     keys = (keys,) if isinstance(keys, str) else tuple(keys)
     unknown = [key for key in keys if key not in predictions]
     if unknown:
-        strings = " Classes have no strings here: take 'class_ids'." if {"classes", "all_classes"} & {*unknown} else ""
+        strings = " Its strings are the label_vocabulary." if "all_classes" in unknown else ""
         raise ValueError(
             f"Prediction key must be one of the head's, given: {unknown}. Valid prediction keys include "
             f"{list(predictions)}.{strings}"

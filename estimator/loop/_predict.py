@@ -14,6 +14,7 @@ from estimator.core._hook import Hook
 from estimator.core._record import Report
 from estimator.core._state import State
 from estimator.core._typing import Features, PyTree
+from estimator.heads._class_names import with_strings
 from estimator.inputs._input_fn import Batches
 from estimator.loop import _hook_calls
 from estimator.loop._context import RunContext
@@ -63,7 +64,7 @@ def predict_batches(
         predictions, reported = guard(context.batches + 1, (features, None), steps.run, program, rows, state, features)
         context.count(1, rows)
         _hook_calls.after(due, context, requests, None, 1, reported)
-        selected = jax.device_get(select(predictions, keys))
+        selected = with_strings(jax.device_get(select(predictions, keys)))
         context.phase = "output"
         if context.preempted:
             return

@@ -102,6 +102,7 @@ def test_binary_predictions():
     np.testing.assert_allclose(result["probabilities"], both, rtol=1e-5)
     np.testing.assert_array_equal(result["class_ids"], both.argmax(1)[:, None])
     np.testing.assert_array_equal(result["all_class_ids"], [[0, 1]] * ROWS)
+    np.testing.assert_array_equal(result["classes"], np.asarray(result["class_ids"]).astype(str))
     np.testing.assert_array_equal(result["logits"], LOGIT)
     assert list(est.BinaryClassHead().predictions(LOGIT, ["logits"])) == ["logits"]
 
@@ -136,6 +137,7 @@ def test_a_head_of_several_classes():
     np.testing.assert_allclose(predictions["probabilities"], p, rtol=1e-5)
     np.testing.assert_array_equal(predictions["class_ids"], p.argmax(1)[:, None])
     np.testing.assert_array_equal(predictions["all_class_ids"], [[0, 1, 2]] * ROWS)
+    np.testing.assert_array_equal(predictions["classes"], p.argmax(1)[:, None].astype(str))
 
 
 @pytest.mark.slow
@@ -360,7 +362,7 @@ def test_several_heads_are_a_weighted_sum_side_by_side(logits):
     predictions = head.predictions(logits)
     for h in heads:
         for key, value in h.predictions(CUT[h.name]).items():
-            np.testing.assert_allclose(predictions[h.name, key], value, rtol=1e-6)
+            jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), predictions[h.name, key], value)
     assert list(head.predictions(logits, [("number", "predictions")])) == [("number", "predictions")]
 
 

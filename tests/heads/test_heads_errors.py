@@ -122,7 +122,7 @@ LOSSES = {
     "strings": (
         (BINARY, np.array(["a"] * 4), LOGIT),
         TypeError,
-        r"got strings. Let input_fn .*label_vocabulary.index\(label\)",
+        r"got strings. Let input_fn .*`est.feature_column.encode_labels\(labels, label_vocabulary\)`",
     ),
     "dimension": (
         (MANY, np.zeros((4, 3), np.int32), LOGITS),
@@ -194,9 +194,9 @@ def test_a_head_says_what_is_wrong_with_a_batch(args, error, message):
 @pytest.mark.parametrize("head, logits", [(BINARY, LOGIT), (BOTH, LOGITS)])
 def test_an_unknown_prediction_key_is_refused(head, logits):
     with pytest.raises(
-        ValueError, match=r"Prediction key must be one of the head's, given: \['classes'\]. .*'class_ids'"
+        ValueError, match=r"Prediction key must be one of the head's, given: \['all_classes'\]. .* the label_vocabulary"
     ):
-        head.predictions(logits, ["classes"])
+        head.predictions(logits, ["all_classes"])
 
 
 OPTIMIZERS = {

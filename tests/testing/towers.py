@@ -34,7 +34,10 @@ def assert_close(got, want, rtol=2e-5, atol=2e-6):
     assert jax.tree.structure(got) == jax.tree.structure(want)
     for (path, one), other in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True):
         assert one.dtype == other.dtype, path
-        np.testing.assert_allclose(one, other, rtol=rtol, atol=atol, err_msg=str(path))
+        if one.dtype.kind == "U":
+            np.testing.assert_array_equal(one, other, err_msg=str(path))
+        else:
+            np.testing.assert_allclose(one, other, rtol=rtol, atol=atol, err_msg=str(path))
 
 
 def bits(tree):
