@@ -55,6 +55,7 @@ EXAMPLES = {
     "feature_columns.py": [3],
     "flax_module.py": [2],
     "resume.py": [2],
+    "sequences.py": [2],
     "serve.py": [2],
     "test_my_model.py": [2, 4],
     "haiku_equinox.py": [2],
@@ -110,6 +111,14 @@ def test_tumours_are_told_apart(trained, towers):
     assert accuracy(stdout) >= 0.94
     assert re.findall(r"always saying the same has ([\d.]+)%", stdout) == ["63.31"]
     assert len(re.findall(r"(?:malignant|benign) \(\d+%\), is (?:malignant|benign)", stdout)) == 6
+
+
+@pytest.mark.parametrize("towers", EXAMPLES["sequences.py"])
+def test_reviews_are_told_apart(trained, towers):
+    stdout, _ = trained("sequences.py", towers)
+    assert f"on {towers} x cpu:" in stdout
+    assert accuracy(stdout) >= 0.9
+    assert len(re.findall(r"^  .*: (?:angry|happy), is (?:angry|happy)$", stdout, re.MULTILINE)) == 5
 
 
 def test_hooks_look_into_a_training(trained):
