@@ -63,6 +63,7 @@ def train_model_fn(case):
     return model_fn
 
 
+@pytest.mark.slow
 @pytest.mark.covers("12 gradients", "12 equality")
 @pytest.mark.parametrize("case", GOLDEN["train"], ids=lambda case: case["name"])
 def test_training_matches_tensorflow(case):
@@ -122,6 +123,7 @@ def eval_model_fn(case):
     return model_fn
 
 
+@pytest.mark.slow
 @pytest.mark.covers("12 loss")
 @pytest.mark.parametrize("case", GOLDEN["eval"], ids=lambda case: case["name"])
 def test_evaluation_and_prediction_match_tensorflow(case, tmp_path):

@@ -38,6 +38,7 @@ def model(optimizer=None, loss=jnp.mean, outputs=lambda output: output, metric=l
     return model_fn
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("distribution", VariableDistribution)
 def test_a_right_model_fn_passes_wherever_its_variables_are(distribution):
     replicate = functools.partial(replicate_model_fn, variable_distribution=distribution)
@@ -52,6 +53,7 @@ def test_a_model_fn_may_name_the_axis_of_the_towers():
     match(model(loss=lambda losses: jax.lax.pmean(losses.mean(), TOWER_AXIS)))
 
 
+@pytest.mark.slow
 def test_features_may_be_sparse():
     match(model(), BCOO.fromdense(jnp.asarray(X)), towers=[2], steps=1)
 

@@ -169,6 +169,7 @@ def ftrl(rows, labels, learning_rate, steps):
     return w
 
 
+@pytest.mark.slow
 def test_the_default_optimizer_of_a_linear_model_takes_the_steps_of_ftrl(tmp_path):
     linear = est.LinearClassifier([X, KIND], tmp_path).train(batches(5))
     rows = np.concatenate([np.eye(6)[FEATURES["kind"]], FEATURES["x"], np.ones((ROWS, 1))], axis=1)
@@ -202,6 +203,7 @@ def test_a_linear_regressor_finds_the_weighted_least_squares(tmp_path):
 # Models that look at nothing.
 
 
+@pytest.mark.slow
 def test_a_baseline_learns_how_frequent_the_classes_are(tmp_path):
     labels = np.arange(ROWS) % 8 // 3  # 0: 3/8, 1: 3/8, 2: 2/8
     baseline = est.BaselineClassifier(tmp_path, n_classes=3, label_vocabulary=["a", "b", "c"])
@@ -249,6 +251,7 @@ def test_wide_and_deep_have_optimizers_of_their_own(frozen):
     np.testing.assert_allclose(spec.predictions["logits"], alone.predictions["logits"], rtol=1e-6)  # wide is still 0
 
 
+@pytest.mark.slow
 def test_wide_and_deep_fit_numbers(tmp_path):
     labels = FEATURES["x"].sum(1) + FEATURES["kind"]
     estimator = est.DNNLinearCombinedRegressor(tmp_path, **combined()).train(batches(100, labels))

@@ -107,6 +107,7 @@ def test_the_lock_ends_with_a_training_that_fails(tmp_path):
     make(tmp_path).train(times(1))
 
 
+@pytest.mark.slow
 def test_where_there_are_no_locks_one_line_says_so(tmp_path, monkeypatch, messages):
     def flock(file, how):
         raise OSError(errno.ENOLCK, "no locks")

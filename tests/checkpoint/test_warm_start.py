@@ -110,6 +110,7 @@ def test_a_path_takes_all_trainable_variables_and_nothing_else(tmp_path, source,
         assert next(rows) == next(source.predict(batches))
 
 
+@pytest.mark.slow
 @pytest.mark.covers("8 source")
 def test_an_older_checkpoint_is_taken_where_its_path_is_given(source, initial):
     state, report, _ = initial["train"](est.WarmStartSettings(f"{source.model_dir}/ckpt-1"))
@@ -276,6 +277,7 @@ def test_in_towers_a_warm_start_is_what_a_restored_state_is(source, distribution
         assert jnp.array_equal(new, want) if new.dtype == started.key.dtype else (np.asarray(new) == want).all()
 
 
+@pytest.mark.slow
 @pytest.mark.covers("8 differences")
 def test_towers_train_on_from_one_device_and_one_device_from_towers(tmp_path, source, cold):
     sharded = VariableDistribution.SHARDED

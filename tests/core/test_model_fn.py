@@ -252,6 +252,7 @@ def unsaved(request, tmp_path_factory):
     return est.Estimator(linear, tmp_path_factory.mktemp("unsaved"), config)
 
 
+@pytest.mark.slow
 def test_a_bad_later_batch_is_named_by_train(unsaved, bad):
     batch, error, message = bad
     with pytest.raises(error, match=message):
@@ -284,6 +285,7 @@ def test_a_tuple_of_three_is_an_error(tmp_path):
         est.Estimator(linear, tmp_path).train(lambda: [(X, Y, Y)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("as_array", [np.asarray, jnp.asarray], ids=["numpy", "jax"])
 @pytest.mark.parametrize("second", [{"b": [2.0, 2.0]}, {"a": [2, 2]}], ids=["structure", "dtype"])
 def test_batches_that_do_not_stack_are_trained_on_one_by_one(tmp_path, as_array, second):

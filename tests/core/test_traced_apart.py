@@ -141,6 +141,7 @@ def test_dropout_of_a_module_in_a_loop_is_refused(kind):
         run(body)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "module", [nn.Dense(2), nn.Dropout(0.5, deterministic=True), lambda rngs: nnx.Linear(3, 2, rngs=rngs)]
 )

@@ -113,6 +113,7 @@ def test_a_replicated_model_fn_is_exported_for_one_device(estimator, tmp_path, d
     assert_close(est.load_exported(path)(features), want)
 
 
+@pytest.mark.slow
 @pytest.mark.covers("9 replicated and wrapped model_fns")
 def test_wrapped_estimators_are_exported_too(estimator, tmp_path):
     def metric_fn(predictions):

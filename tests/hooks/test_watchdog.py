@@ -104,6 +104,7 @@ def test_the_phase_in_which_a_run_hangs_is_told_with_the_stacks(tmp_path, monkey
     assert len(set(phases)) == len(phases)  # each is reported once
 
 
+@pytest.mark.slow
 @pytest.mark.covers("4 watchdog")
 def test_a_stall_is_told_once(tmp_path, path, hang):
     def input_fn():
@@ -137,6 +138,7 @@ def test_predictions_that_no_one_asks_for_are_no_stall(tmp_path, path):
     predictions.close()
 
 
+@pytest.mark.slow
 @pytest.mark.covers("4 watchdog")
 def test_a_stall_raises_in_the_run_where_that_is_asked_for(tmp_path):
     handler = signal.getsignal(signal.SIGURG)

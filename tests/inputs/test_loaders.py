@@ -174,6 +174,7 @@ def test_tensors_are_made_arrays_in_the_thread():
     assert features["x"].shape == (5, *X.shape) and labels.shape == (5, *Y.shape)
 
 
+@pytest.mark.slow
 @pytest.mark.covers("1.6 exhausted")
 @pytest.mark.parametrize("verb", ["train", "evaluate", "predict"])
 def test_an_input_fn_is_called_once_and_its_end_ends_the_verb(tmp_path, verb):

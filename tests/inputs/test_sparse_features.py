@@ -119,6 +119,7 @@ def test_sparse_training_equals_the_dense_run(towers, convert):
     assert_trained_as_dense(*model.train_loop(dense_run()[0], [batch(*size, convert=convert) for size in SIZES]))
 
 
+@pytest.mark.slow
 def test_single_sparse_steps_equal_the_dense_run():
     model = est.transform(replicate(Linear(), 4))
     state, specs = dense_run()[0], []
@@ -150,6 +151,7 @@ def test_one_array_may_hold_the_batches_of_all_steps():
     assert_trained_as_dense(*model.train_loop(dense_run()[0], (features, labels)))
 
 
+@pytest.mark.slow
 def test_labels_may_be_sparse_and_integers():
     def model_fn(features, labels, mode):
         w = est.get_variable("w", (COLUMNS, COLUMNS))
@@ -190,6 +192,7 @@ def some_rows(x):
     return split_rows(x, 4), take_rows(x, 3, 5)
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(sparse_arrays())
 def test_rows_of_a_sparse_array_are_those_of_the_dense_one(x):
@@ -220,12 +223,14 @@ def test_rows_that_are_a_batch_dimension_are_cut_like_dense_ones(n_batch, n_dens
     np.testing.assert_array_equal(taken, dense[1:])
 
 
+@pytest.mark.slow
 def test_one_set_of_indices_may_serve_all_rows():
     x = BCOO((np.ones((4, 1), np.float32), np.array([[[1]]])), shape=(4, 3))
     assert split_rows(x, 2).indices.shape == (2, 2, 1, 1)
     np.testing.assert_array_equal(take_rows(x, 1, 2).todense(), x.todense()[1:3])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("entries", "bucket"), [(0, 1), (1, 1), (2, 2), (3, 4), (5, 8), (8, 8), (9, 16)])
 @pytest.mark.parametrize("backed", [jnp.asarray, np.asarray], ids=["jax", "numpy"])
 def test_entries_are_padded_to_a_power_of_two(entries, bucket, backed):
@@ -240,6 +245,7 @@ def test_entries_are_padded_to_a_power_of_two(entries, bucket, backed):
         assert got.data is x.data
 
 
+@pytest.mark.slow
 def test_padding_is_that_of_jax():
     x = words(8, 9)
     jax.tree.map(np.testing.assert_array_equal, padded(BCOO.fromdense(x)), BCOO.fromdense(x, nse=16))
@@ -273,6 +279,7 @@ def test_one_program_serves_all_counts_of_a_bucket(towers, backed, compilations)
     assert model_fn.traces == traces
 
 
+@pytest.mark.slow
 def test_a_model_that_began_with_dense_batches_pads_the_sparse_ones():
     model_fn = Linear()
     model = est.transform(model_fn)

@@ -32,6 +32,7 @@ def applied(layer, x, mode="infer", state=None):
     return spec.predictions, state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layer",
     [
@@ -199,6 +200,7 @@ LENGTHS = np.array([4, 1, 3])
 SEQUENCES = jax.random.normal(KEY, (3, 4, 2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layer", [est.layers.lstm, est.layers.gru])
 def test_steps_after_the_end_of_a_sequence_do_not_matter(layer):
     outputs, state = applied(lambda x: layer(x, 5, sequence_length=LENGTHS), SEQUENCES)

@@ -40,6 +40,7 @@ def model_fn(features, labels, mode, params, seen):
     return est.EstimatorSpec(mode, output, loss, train_op)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("towers", "params"),
     [(0, {}), (0, {"gradients": True}), *((n, p) for n in (1, 2) for p in ({}, {"steps": 2}, {"gradients": True}))],

@@ -52,6 +52,7 @@ def model_of(case):
     return model, state._replace(variables={name: jnp.array(array(v)) for name, v in case["variables"].items()})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in CASES if name not in RECURRENT])
 def test_names_training_and_evaluation_are_those_of_tensorflow(name):
     case = CASES[name]
@@ -82,6 +83,7 @@ def output_fn(features, labels, mode, params):
     return est.EstimatorSpec(mode, predictions=apply(params["case"]["layers"], features))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in CASES if name not in RECURRENT])
 def test_gradients_are_those_of_tensorflow(name):
     case = CASES[name]

@@ -77,6 +77,7 @@ def test_a_loss_within_a_loop_is_not_collected():
     assert run(body) == 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("steps", [1, 2])
 @pytest.mark.parametrize("towers", [1, 3])

@@ -136,6 +136,7 @@ def test_states_are_float32_and_stay_float64_on_the_host():
         assert np.asarray(value).dtype == np.float64, name
 
 
+@pytest.mark.slow
 def test_metrics_are_pure_under_jit_pmap_and_as_auxiliary_of_vjp():
     table = {k: np.stack([v, v]) for k, v in rows(0, 6).items()}
     stacked = jax.pmap(lambda t: all_metrics(**t))(table)

@@ -58,6 +58,7 @@ def trees(leaves):
     return st.recursive(leaves, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=10)
 
 
+@pytest.mark.slow
 @given(trees(st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()))
 def test_what_processes_send_arrives_as_it_is(value):
     assert from_json(to_json(value)) == value

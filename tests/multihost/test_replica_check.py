@@ -19,6 +19,7 @@ from estimator.multihost._replica_check import check_replicas
 DTYPES = "float32 bfloat16 float16 float8_e4m3fn complex64 int32 int16 uint8 int4 bool".split()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_one_bit_of_one_copy_is_found_in_every_dtype(dtype):
     values = jax.device_put(np.ones((2, 3), jnp.dtype(dtype)), everywhere())
@@ -104,6 +105,7 @@ def batches(n):
     return lambda: [(x[0], y[0])] * n
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("which", "changed", "steps_per_loop", "step"),
     [(a_variable, 7, 1, 8), (a_slot, 8, 1, 8), (a_variable, 7, 3, 8)],  # a step may round the bit of a slot away
@@ -136,6 +138,7 @@ def checks(monkeypatch, estimator, *lengths):
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "lengths", "expected"),
     [
@@ -151,6 +154,7 @@ def test_checks_come_every_so_many_steps(tmp_path, monkeypatch, config, lengths,
     assert checks(monkeypatch, make(tmp_path, **config), *lengths) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("users_compiler")
 def test_training_that_is_checked_is_the_same_training(tmp_path):
     model_fn = replicate(mlp_model_fn(optax.adam(0.01)), 2)

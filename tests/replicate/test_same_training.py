@@ -131,6 +131,7 @@ def marked(case):
     return pytest.param(*case, marks=() if is_quick else pytest.mark.slow)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("runner", "optimizer", "reduction"), [marked(case) for case in dict.fromkeys(cases())])
 def test_training_is_that_of_one_device(runner, optimizer, reduction):
     runner = RUNNERS[runner]

@@ -24,6 +24,7 @@ class Dropped(est.Hook):
                 signal.raise_signal(signal.SIGINT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", ["train", "evaluate"])
 def test_a_dropped_ctrl_c_ends_the_run(tmp_path, verb):
     steps = []
@@ -39,6 +40,7 @@ def test_a_dropped_ctrl_c_ends_the_run(tmp_path, verb):
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+@pytest.mark.slow
 def test_a_handler_of_the_user_stays_and_decides(tmp_path):
     calls = []
     signal.signal(signal.SIGINT, lambda *_: calls.append(1))

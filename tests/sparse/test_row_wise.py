@@ -61,6 +61,7 @@ def registered(transformation, params=PARAMS):
     return row_rule(transformation, ["words"], transformation.init(params), params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule, tried, name", CASES)
 def test_the_registry_knows_what_an_optimizer_does_to_a_row(rule, tried, name):
     transformation = TRANSFORMATIONS[rule, tried][name]
@@ -106,6 +107,7 @@ def public():
 PUBLIC = public()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PUBLIC)
 def test_the_registry_is_right_about_all_that_optax_has(name):
     try:

@@ -109,6 +109,7 @@ def all_numbers(model_fn):
     return [(spec.loss, spec.predictions, spec.eval_metric_ops["mean"]) for spec in specs], state[:3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("disable_jit", [False, True])
 def test_a_faked_pmap_gives_the_same_numbers(fake_pmap, disable_jit):
     model_fn = replicate(everything_model_fn, 2)
@@ -121,6 +122,7 @@ def test_a_faked_pmap_gives_the_same_numbers(fake_pmap, disable_jit):
     assert_close(got, want)
 
 
+@pytest.mark.slow
 def test_a_faked_pmap_and_no_jit_train_an_estimator(fake_pmap, tmp_path):
     estimators = [make(tmp_path / name, replicate(everything_model_fn, 2)) for name in ("real", "faked")]
     estimators[0].train(lambda: [(X, Y)] * 3)
@@ -131,6 +133,7 @@ def test_a_faked_pmap_and_no_jit_train_an_estimator(fake_pmap, tmp_path):
     assert_close(got, want)
 
 
+@pytest.mark.slow
 @pytest.mark.covers("1.3 eager/graph", "13 21 graph mode only")
 def test_without_jit_the_real_pmap_gives_the_same_numbers():
     def step():
@@ -160,6 +163,7 @@ def test_a_faked_pmap_calls_back_with_the_values_of_every_tower(fake_pmap):
     assert sorted(seen) == [(0, 6.0), (1, 22.0)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicated", [False, True])
 def test_without_jit_a_breakpoint_sees_values(replicated, monkeypatch, tmp_path):
     """In every run of the model_fn, the first one included, of one device."""
@@ -253,6 +257,7 @@ def test_an_error_of_jax_shows_the_users_line(towers, how, tmp_path):
     assert "return loss + jnp.sum(features @ jnp.ones((7, 7)))" in frames_of_this_file(raised.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("towers", [1, 2])
 @pytest.mark.parametrize("how", ["train_step", "eval_step", "Estimator.train"])
 def test_debug_nans_shows_the_line_that_makes_a_nan(towers, how, tmp_path):

@@ -123,6 +123,7 @@ def lowered(op, towers, floats=FLOATS, ints=INTS):
     return in_towers(op.sum_in_towers, towers).lower(like)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_every_vector_takes_the_collectives_of_its_algorithm(algorithm):
     for towers, expected in zip((4, 5, 8), PER_VECTOR[algorithm], strict=True):

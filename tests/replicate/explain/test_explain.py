@@ -194,6 +194,7 @@ def test_a_text_that_cannot_be_read_is_an_error():
         collectives(ASYNCHRONOUS.replace("[4,2]<=", "#4,2<="))
 
 
+@pytest.mark.slow
 def test_micro_batches_are_counted_and_summed_once():
     def accumulated(features, labels, mode):
         w = est.get_variable("w", (3,), initializer=jax.nn.initializers.zeros)

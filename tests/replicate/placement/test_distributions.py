@@ -118,6 +118,7 @@ def test_cut_variables_take_a_share_of_the_bytes_and_no_slots_are_gathered():
     assert len(gathers) <= 2  # the variables w and v; adam has four more slots of their shapes
 
 
+@pytest.mark.slow
 def test_all_is_on_the_variable_device():
     model_fn, batches = mlp_model_fn(optax.adam(0.1)), regression(6)
     state, _ = trained(replicated(model_fn, 3, SERVER, variable_device="/cpu:5"), batches)
@@ -194,6 +195,7 @@ def test_written_variables_own_gradients_and_random_numbers_are_the_same():
         assert_close(spec.loss, want_spec.loss)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("distribution", [SERVER, ROUND_ROBIN])
 def test_a_step_of_several_programs_is_traced_once_and_loops(distribution):
     traces = []
@@ -265,6 +267,7 @@ def test_a_checkpoint_knows_nothing_of_the_distribution(tmp_path, written):
             assert_close(jax.device_get(after[:3]), jax.device_get(goes_on[:3]), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("distribution", [SERVER, ROUND_ROBIN])
 def test_a_state_may_come_as_numpy_arrays(distribution):
     model = est.transform(replicated(wide_model_fn(optax.adam(0.1)), 2, distribution))

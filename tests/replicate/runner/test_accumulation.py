@@ -193,6 +193,7 @@ def assign_model_fn(write, aggregation="mean", initial=0.0, steps=2):
     return model_fn
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("towers, steps", [(1, 4), (2, 2)])
 @pytest.mark.parametrize("aggregation, want", [("mean", 3.0), ("sum", 12.0), ("only_first_tower", 1.0)])
 def test_assign_merges_by_aggregation(aggregation, want, towers, steps):

@@ -139,6 +139,7 @@ def draws_of(model, steps=2, seed=0):
     return predictions
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("towers", [1, 2, 4])
 def test_draws_differ_by_call_step_and_tower(towers):
     draws = draws_of(noise_model(towers))
@@ -146,6 +147,7 @@ def test_draws_differ_by_call_step_and_tower(towers):
     assert len(np.unique(values)) == 2 * 3 * len(ROWS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("towers", [1, 2])
 def test_draws_are_the_same_in_every_run_with_the_same_seed(towers):
     (first, *_), (again, *_) = (draws_of(noise_model(towers)) for _ in range(2))
@@ -155,6 +157,7 @@ def test_draws_are_the_same_in_every_run_with_the_same_seed(towers):
         assert (draw != other[name]).all()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("users_compiler")
 def test_one_tower_draws_as_the_plain_model_fn():
     for got, want in zip(draws_of(noise_model(1)), draws_of(noise_model(None)), strict=True):
