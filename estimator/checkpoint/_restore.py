@@ -68,7 +68,7 @@ class StateSource:
         leaves, structure = jax.tree.flatten(state)
         del state  # so that the memory of each array is free once it is copied
         leaves.reverse()
-        return jax.tree.unflatten(structure, [jax.block_until_ready(leaves.pop().copy()) for _ in range(len(leaves))])
+        return jax.tree.unflatten(structure, [jax.block_until_ready(_copied(leaves.pop())) for _ in range(len(leaves))])
 
     def for_evaluation(self, state: State, features: Features, labels: Labels) -> State:
         """The state of a running training in the form that evaluation takes."""
@@ -124,3 +124,8 @@ def _part(state: State, like: State) -> State:
 
 def _placed(array: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
     return array if like.sharding is None else placed(array, like.sharding)
+
+
+def _copied(x: jax.Array) -> jax.Array:
+    """A copy on the same devices. For `x.copy()` XLA compiles a program for each shape."""
+    return jax.device_put(x, x.sharding, may_alias=False) if x.is_fully_addressable else x.copy()
