@@ -12,7 +12,7 @@ import numpy as np
 from jax.tree_util import tree_flatten
 
 from estimator.core._batch import BatchGuard, abstract
-from estimator.core._bcoo import alike, with_steps
+from estimator.core._bcoo import alike
 from estimator.core._estimator_spec import EstimatorSpec, loss_of, train_op_of
 from estimator.core._record import Report
 from estimator.core._state import State
@@ -75,9 +75,8 @@ class Programs:
     |-----------------------|---------------------------------|---------------------------|
     | `step`                | one                             | is left out               |
     | `step_reporting`      | one                             | is returned               |
-    | `loop`                | as many as there are batches    | is left out               |
-    | `loop_some`           | with the first `steps` batches  | is left out               |
-    | `loop_some_reporting` | with the first `steps` batches  | is returned, of the last  |
+    | `loop`                | with the first `steps` batches  | is left out               |
+    | `loop_reporting`      | with the first `steps` batches  | is returned, of the last  |
 
     The key comes as plain numbers, since jax takes typed keys on a slower path (some 8 us per call). Of the spec they
     keep the loss and the learning rates; what the model_fn reports is computed where a hook reads it only.
@@ -106,8 +105,7 @@ class Programs:
             return jax.jit(of_model, donate_argnums=0) if traits.is_one_program else of_model
 
         self._step, self._step_reporting = compiled(step), compiled(step_reporting)
-        self._loop, self._loop_some = compiled(loop), compiled(loop_some)
-        self._loop_some_reporting = compiled(loop_some_reporting)
+        self._loop, self._loop_reporting = compiled(loop), compiled(loop_reporting)
 
     @functools.cached_property
     def steps_that_fit(self) -> int:
@@ -143,10 +141,8 @@ class Programs:
             before = [run for pair in pairs[:-1] for run in self.runs([pair], 1, alone=True)]
             return [*before, *self.runs(pairs[-1:], 1, True, reports)]
         stacked = self.traits.placement.from_processes(stacked, stacked=True)
-        if len(pairs) == room > 1 and not reports:
-            return [Run(self._loop, room, stacked, pairs[0])]
         args = np.int32(len(pairs)), *stacked
-        return [Run(self._loop_some, len(pairs), args, pairs[0], self._loop_some_reporting if reports else None)]
+        return [Run(self._loop, len(pairs), args, pairs[0], self._loop_reporting if reports else None)]
 
     def is_new(self, program: Program) -> bool:
         """Whether a program is about to be compiled, as far as is known; to be called once before each run."""
@@ -165,19 +161,13 @@ def step(model: Model, carry: Carry, key_data: jax.Array, features: Features, la
     return merged(_deferred_step(model, False, carry, key_data, features, labels))
 
 
-def loop(model: Model, carry: Carry, key_data: jax.Array, features: Features, labels: Labels) -> Outcome:
-    """A step with each of the stacked batches."""
-    state, spec = model.train_loop(state_of(carry, key_data), with_steps((features, labels)))
-    return carry_of(state), _outputs_of(spec), {}
-
-
-def loop_some(model: Model, carry: Carry, key_data: jax.Array, steps: jax.Array, *batches: PyTree) -> Outcome:
+def loop(model: Model, carry: Carry, key_data: jax.Array, steps: jax.Array, *batches: PyTree) -> Outcome:
     """A step with each of the first `steps` of the stacked batches."""
     carry, outputs, _ = _fori_loop(model, False, carry, key_data, 0, steps, batches)
     return carry, merged(outputs, stacked=True), {}
 
 
-def loop_some_reporting(model: Model, carry: Carry, key_data: jax.Array, steps: jax.Array, *batches: PyTree) -> Outcome:
+def loop_reporting(model: Model, carry: Carry, key_data: jax.Array, steps: jax.Array, *batches: PyTree) -> Outcome:
     carry, outputs, _ = _fori_loop(model, False, carry, key_data, 0, steps - 1, batches)
     carry, last, reported = _fori_loop(model, True, carry, key_data, steps - 1, steps, batches)
     outputs = jax.tree.map(lambda x, y: x.at[steps - 1].set(y[steps - 1]), outputs, last)
