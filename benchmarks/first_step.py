@@ -5,8 +5,8 @@
 - a small CNN: `Estimator.train` of 100 steps, against a loop around one `jit`;
 - a model of 2,000 variables: tracing `est.transform(model_fn).train_step`, against tracing the same step by hand.
 
-Both sides alternate in one process, with jax's caches cleared before each. The Estimator has its default RunConfig, with
-summaries and checkpoints. The figures are medians over rounds; the programs that XLA compiled are counted too.
+Both sides alternate in one process, with jax's caches cleared before each. The Estimator has its default RunConfig,
+with summaries and checkpoints. The figures are medians over rounds; the programs that XLA compiled are counted too.
 """
 
 import argparse

@@ -32,6 +32,7 @@ from estimator.inputs._input_fn import call_input_fn
 from estimator.loop._predict import checked_keys, single_examples
 from estimator.multihost._collective_call import collective_call, run_on_chief
 from estimator.multihost._process_group import SingleProcess
+from estimator.runtime._compilation_cache import use_compilation_cache
 from estimator.runtime._fork import check_not_forked
 from estimator.runtime._interrupts import noting_interrupts
 from estimator.runtime._standard_streams import keep_standard_streams_open
@@ -101,6 +102,8 @@ class Estimator:
         self._model_fn = model_fn
         self._public_model_fn = with_params(model_fn, self._params)
         settings = as_settings(warm_start_from)
+        if self._config.compilation_cache_dir is not None:
+            use_compilation_cache(self._config.compilation_cache_dir)
         self._runs = Runs(model_fn, self._params, self._config, settings)
         if params is None and needs_params(model_fn):
             logging.warning("The model_fn has a params argument, but params are not passed to Estimator.")

@@ -70,7 +70,7 @@ class RunConfig:
     RunConfig(model_dir=None, seed=1, save_summary_steps=100, save_checkpoints_steps=100,
               save_checkpoints_secs=None, save_checkpoints_async=True, keep_checkpoint_max=5,
               keep_checkpoint_every_n_hours=None, log_step_count_steps=100, steps_per_loop='auto',
-              check_replicas_every=None, resume_input='position', eval_loss_over='batches')
+              check_replicas_every=None, resume_input='position', eval_loss_over='batches', compilation_cache_dir=None)
 
     Args:
       model_dir: the directory of checkpoints and event files, a string or a path object; None
@@ -106,6 +106,11 @@ class RunConfig:
       eval_loss_over: "batches": the "loss" that `evaluate` returns is the mean of the losses of batches, as in
         TensorFlow, where an example of a small last batch counts for more; "examples": the mean over all examples.
 
+      compilation_cache_dir: where jax keeps compiled programs, so that the next process starts its first step without
+        compiling them again: those that take XLA a second or longer, unless
+        `jax_persistent_cache_min_compile_time_secs` says otherwise. It holds for the whole process. None leaves it to
+        jax's own setting.
+
     Raises:
       ValueError: a field has a value that it cannot have, or `save_checkpoints_steps` and
         `save_checkpoints_secs` are both given and not None.
@@ -125,6 +130,7 @@ class RunConfig:
     check_replicas_every: int | None = None
     resume_input: str | None = "position"
     eval_loss_over: str = "batches"
+    compilation_cache_dir: str | None = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         for name in kwargs.keys() - {field.name for field in dataclasses.fields(cls)} & _REPLACED.keys():
@@ -132,7 +138,8 @@ class RunConfig:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        self._check_model_dir()
+        self._check_path("model_dir", "to leave it to the Estimator")
+        self._check_path("compilation_cache_dir", "to leave it to jax")
         self._check_saving()
         if not _is_number(self.seed, int):
             raise ValueError(f"`seed` should be an int, say `RunConfig(seed=0)`; got {self.seed!r}.")
@@ -159,17 +166,13 @@ class RunConfig:
         if self.check_replicas_every is not None:
             _check_int("check_replicas_every", self.check_replicas_every, 1, ", or None never to check")
 
-    def _check_model_dir(self) -> None:
-        model_dir = self.model_dir
-        if model_dir is None:
-            return
-        if isinstance(model_dir, os.PathLike):
-            model_dir = os.fspath(model_dir)
-        if not isinstance(model_dir, str) or not model_dir:
-            raise ValueError(
-                f"`model_dir` should be a non-empty path, or None to leave it to the Estimator; got {self.model_dir!r}."
-            )
-        object.__setattr__(self, "model_dir", model_dir)
+    def _check_path(self, field: str, without: str) -> None:
+        given = path = getattr(self, field)
+        if isinstance(path, os.PathLike):
+            path = os.fspath(path)
+        if path is not None and (not isinstance(path, str) or not path):
+            raise ValueError(f"`{field}` should be a non-empty path, or None {without}; got {given!r}.")
+        object.__setattr__(self, field, path)
 
     def _check_saving(self) -> None:
         steps, secs = self.save_checkpoints_steps, self.save_checkpoints_secs
