@@ -41,7 +41,9 @@ from estimator.canned import (
     LinearEstimator,
     LinearRegressor,
 )
+from estimator.checkpoint._init_from_checkpoint import init_from_checkpoint
 from estimator.checkpoint._listing import CheckpointInfo, checkpoints
+from estimator.checkpoint._readers import list_variables, load_variable
 from estimator.checkpoint._warm_start import WarmStartReport, WarmStartSettings
 from estimator.core._estimator_spec import EstimatorSpec
 from estimator.core._frame import run_store
@@ -201,11 +203,14 @@ __all__ = [
     "global_step",
     "group",
     "hooks",
+    "init_from_checkpoint",
     "input_context",
     "inputs",
     "layers",
     "lazy",
     "learning_rates",
+    "list_variables",
+    "load_variable",
     "load_exported",
     "losses",
     "make_early_stopping_hook",

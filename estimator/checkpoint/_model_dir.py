@@ -51,10 +51,10 @@ def check_not_of_tensorflow(model_dir: str) -> None:
     theirs = sorted(filter(_TF_CHECKPOINT.fullmatch, names), key=lambda name: int(re.findall(r"\d+", name)[-1]))
     if theirs:
         raise ValueError(
-            f"model_dir {model_dir!r} holds checkpoints of TensorFlow, such as {theirs[-1]!r}, which cannot be read "
-            "here; the model would begin with its initial values. Choose another model_dir. To begin with the values "
-            "of TensorFlow, read them by `tf.train.load_checkpoint(...)` where TensorFlow is installed, save them as "
-            "arrays, and give these as `initializer=` of each `est.get_variable` (without a shape)."
+            f"model_dir {model_dir!r} holds checkpoints of TensorFlow, such as {theirs[-1]!r}, from which training "
+            "does not resume here; the model would begin with its initial values. Choose another model_dir. To begin "
+            "with the values of TensorFlow, give this one as `warm_start_from=` to the Estimator, or call "
+            '`est.init_from_checkpoint(directory, {"/": "/"})` in the model_fn.'
         )
 
 

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import os
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-
-from estimator.checkpoint import _checkpoints
-from estimator.checkpoint._checkpoints import Checkpoints, ShapeDtype, describe
-from estimator.checkpoint._export_folder import ExportFolder, find_export
+from estimator.checkpoint._checkpoints import describe
 from estimator.checkpoint._named_arrays import named_leaves, with_named_leaves
+from estimator.checkpoint._readers import Reader, as_of_jax, near, open_reader
 from estimator.core._mode_keys import ModeKeys
 from estimator.core._state import State
+from estimator.core._variables import cast
 from estimator.multihost._global_arrays import put
 
 _STEP = "global_step"
@@ -38,7 +33,8 @@ class WarmStartSettings:
 
     Args:
       ckpt_to_initialize_from: a model_dir, for its newest checkpoint, or the path of a checkpoint; or the path that
-        `export_model` returned, or its export_dir_base.
+        `export_model` returned, or its export_dir_base; or weights from elsewhere, as `est.list_variables` takes them:
+        a checkpoint of TensorFlow, an .npz or .safetensors file. Of those, 64 bits become 32 without x64.
       vars_to_warm_start: a regular expression, for trainable variables only; or a list of them, for all variables
         and optimizer slots. The list takes global_step only where it contains "global_step" itself.
       var_name_to_prev_var_name: the names in the checkpoint of variables that have another name there: a dict from new
@@ -128,14 +124,14 @@ def warm_start(
       ValueError: there is no such checkpoint, a pattern matches nothing, a renamed variable is not in the model or not
         in the source, or shapes or dtypes differ.
     """
-    source = _source(settings.ckpt_to_initialize_from)
+    source = open_reader("WarmStartSettings", settings.ckpt_to_initialize_from)
     leaves = named_leaves(state)
     matches = _matches(settings, state, trainable)
     chosen = {new: old for names in matches.values() for new, old in names.items()}
     _check_renames(settings, source, chosen, leaves, is_whole=mode == ModeKeys.TRAIN)
     _check_patterns(matches, source, leaves, is_whole=mode == ModeKeys.TRAIN)
     available = {new: old for new, old in chosen.items() if old in source.shapes}
-    kinds = {new: (describe(source.shapes[old]), describe(leaves[new])) for new, old in available.items()}
+    kinds = {new: (describe(as_of_jax(source.shapes[old])), describe(leaves[new])) for new, old in available.items()}
     report = WarmStartReport(
         source.path,
         used={new: available[new] for new, (was, now) in kinds.items() if was == now},
@@ -149,73 +145,10 @@ def warm_start(
             "Leave them out by `vars_to_warm_start`, or change the model."
         )
     arrays = source.read(sorted(set(report.used.values())))
-    new = {name: arrays[old] for name, old in report.used.items()}
+    new = {
+        name: cast(f"{old!r} in {source.path}", arrays[old], leaves[name].dtype) for name, old in report.used.items()
+    }
     return with_named_leaves(state, put(new, {name: leaves[name].sharding for name in new})), report
-
-
-class _Source(Protocol):
-    """Where values come from.
-
-    Attributes:
-      path: the folder.
-      shapes: the shapes and dtypes of all arrays in it, by name.
-    """
-
-    path: str
-    shapes: Mapping[str, ShapeDtype]
-
-    def variables(self) -> list[str]:
-        """The names without slots."""
-
-    def read(self, names: Sequence[str]) -> dict[str, np.ndarray]: ...
-
-
-class _Checkpoint:
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self.shapes: Mapping[str, ShapeDtype] = _checkpoints.shapes(path)
-
-    def variables(self) -> list[str]:
-        return list(_checkpoints.shapes(self.path, slots=False))
-
-    def read(self, names: Sequence[str]) -> dict[str, np.ndarray]:
-        return _checkpoints.read_all(self.path, names)
-
-
-class _Export:
-    """An exported model; it has no slots."""
-
-    _PREFIX = "variables/"
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self._folder = ExportFolder(path)
-        arrays = self._folder.metadata["weights"].items()
-        self.shapes: Mapping[str, ShapeDtype] = {
-            name.removeprefix(self._PREFIX): jax.ShapeDtypeStruct(x["shape"], jnp.dtype(x["dtype"]))
-            for name, x in arrays
-            if name == _STEP or name.startswith(self._PREFIX)
-        }
-
-    def variables(self) -> list[str]:
-        return list(self.shapes)
-
-    def read(self, names: Sequence[str]) -> dict[str, np.ndarray]:
-        weights = self._folder.weights
-        return {name: weights[name if name == _STEP else self._PREFIX + name] for name in names}
-
-
-def _source(path: str) -> _Source:
-    newest = Checkpoints(path).latest()
-    if newest is None and (export := find_export(path)):
-        return _Export(export)
-    try:
-        return _Checkpoint(newest or path)
-    except ValueError as e:
-        raise ValueError(
-            f"Cannot warm-start from {path!r}: it is neither a checkpoint, nor a model_dir that has one, nor an "
-            "exported model."
-        ) from e
 
 
 def _matches(settings: WarmStartSettings, state: State, trainable: Sequence[str]) -> dict[str, dict[str, str]]:
@@ -246,7 +179,7 @@ def _old_name(settings: WarmStartSettings, name: str) -> str:
 
 
 def _check_renames(
-    settings: WarmStartSettings, source: _Source, chosen: dict[str, str], leaves: dict[str, Any], is_whole: bool
+    settings: WarmStartSettings, source: Reader, chosen: dict[str, str], leaves: dict[str, Any], is_whole: bool
 ) -> None:
     renames = settings.var_name_to_prev_var_name
     if renames is None or callable(renames):
@@ -255,18 +188,16 @@ def _check_renames(
         if new not in chosen and (is_whole or new in leaves):
             raise ValueError(
                 f"`var_name_to_prev_var_name` names {new!r}, which was not used. Perhaps you misspelled it? "
-                f"Near it, `vars_to_warm_start` takes {_near(new, chosen)} of the model."
+                f"Near it, `vars_to_warm_start` takes {near(new, chosen)} of the model."
             )
         if old not in source.shapes:
             raise ValueError(
                 f"`var_name_to_prev_var_name` says that {new!r} was {old!r}, but {source.path} has no such variable. "
-                f"Did you mean one of {_near(old, source.shapes)}?"
+                f"Did you mean one of {near(old, source.shapes)}?"
             )
 
 
-def _check_patterns(
-    matches: dict[str, dict[str, str]], source: _Source, leaves: dict[str, Any], is_whole: bool
-) -> None:
+def _check_patterns(matches: dict[str, dict[str, str]], source: Reader, leaves: dict[str, Any], is_whole: bool) -> None:
     for pattern, names in matches.items():
         only_in_training = [] if is_whole else [n for n in source.shapes if n not in leaves and re.match(pattern, n)]
         if only_in_training or source.shapes.keys() & names.values():
@@ -274,7 +205,7 @@ def _check_patterns(
         if names:
             what = f"what it matches in the model, {list(names)}, is not in {source.path}"
         else:
-            what = f"it matches no name in the model, such as {_near(pattern, leaves)}"
+            what = f"it matches no name in the model, such as {near(pattern, leaves)}"
             others = [name for name in leaves if re.match(pattern, name)]
             if others:
                 what = (
@@ -284,11 +215,7 @@ def _check_patterns(
         raise ValueError(f"`vars_to_warm_start` has {pattern!r}, which warm-starts nothing: {what}.")
 
 
-def _near(name: str, names: Collection[str]) -> list[str]:
-    return difflib.get_close_matches(name, list(names), cutoff=0.5) or sorted(names)[:5]
-
-
-def _unexpected(settings: WarmStartSettings, source: _Source, state: State, known: Set[str]) -> tuple[str, ...]:
+def _unexpected(settings: WarmStartSettings, source: Reader, state: State, known: Set[str]) -> tuple[str, ...]:
     """The names in the source that are not in the model; slots only where the settings request slots."""
     wants_slots = not isinstance(settings.vars_to_warm_start, str) and state.slots
     names = source.shapes if wants_slots else source.variables()

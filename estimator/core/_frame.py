@@ -126,6 +126,7 @@ class Declared:
       losses: those collected, each with the scope it was computed in.
       metric_values: the metrics whose value the model_fn has seen, each with the value (see `_record.py`).
       store: of `run_store`.
+      starts: of `init_from_checkpoint`, one of each call: which variables begin with which values of a checkpoint.
     """
 
     trainable: dict[str, bool] = dataclasses.field(default_factory=dict)
@@ -139,6 +140,7 @@ class Declared:
     losses: list[tuple[str, jax.Array]] = dataclasses.field(default_factory=list)
     metric_values: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)
     store: dict[Hashable, Any] = dataclasses.field(default_factory=dict)
+    starts: list[Any] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass
@@ -205,6 +207,7 @@ class Frame:
       key: the PRNG key of this step (in init: of the initial values).
       global_step: int32 scalar.
       initializing: whether `get_variable` creates variables instead of looking them up.
+      initial: what they begin with, by the names of their arrays; an initializer makes what is not there.
       replica: which part of a replicated run this is.
       scope, reuse, scope_defaults: the open `variable_scope`s.
       declared, gradients, embeddings: what the model_fn has named and called so far.
@@ -223,6 +226,7 @@ class Frame:
     key: jax.Array
     global_step: jax.Array
     initializing: bool = False
+    initial: Variables = dataclasses.field(default_factory=dict)
     replica: Replica = Replica()
     scope: tuple[str, ...] = ()
     reuse: Any = None
@@ -241,7 +245,7 @@ class Frame:
     def fresh(self, **changes: Any) -> Frame:
         """A frame that starts from here: in the same scope, with the same names taken, nothing written yet."""
         same = {"initializing": self.initializing, "replica": self.replica, "scope": self.scope, "reuse": self.reuse}
-        same["scope_defaults"] = self.scope_defaults
+        same |= {"scope_defaults": self.scope_defaults, "initial": self.initial}
         start = {"variables": dict(self.variables), "slots": dict(self.slots)}
         declared = Declared(
             slot_owners=dict(self.declared.slot_owners),
@@ -257,6 +261,7 @@ class Frame:
         self.declared.trainable.update(inner.declared.trainable)
         self.declared.aggregation.update(inner.declared.aggregation)
         self.declared.slot_owners.update(inner.declared.slot_owners)
+        self.declared.starts.extend(inner.declared.starts)
         self.declared.rng_calls = inner.declared.rng_calls
         self.declared.scope_uses = inner.declared.scope_uses
 

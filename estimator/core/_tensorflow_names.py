@@ -98,10 +98,9 @@ NAMES = {
     "tf.train.get_global_step": "`est.global_step()`, or in a hook `context.global_step`",
     "tf.train.get_or_create_global_step": _STEP,
     "tf.train.get_checkpoint_state": "`est.checkpoints(model_dir)`",
-    "tf.train.init_from_checkpoint": "`est.Estimator(..., warm_start_from=est.WarmStartSettings(...))`",
     "tf.train.latest_checkpoint": "`estimator.latest_checkpoint()`; `est.checkpoints(model_dir)` lists all",
-    "tf.train.list_variables": "`python -m estimator.inspect model_dir --variables`, or "
-    "`estimator.get_variable_names()`",
+    "tf.train.load_checkpoint": "`est.list_variables(path)` and `est.load_variable(path, name)`",
+    "tf.train.NewCheckpointReader": "`est.list_variables(path)` and `est.load_variable(path, name)`",
     "tf.train.Saver": "`est.RunConfig(save_checkpoints_steps=100)`: the Estimator saves and restores; in a hook "
     "`context.save()`",
     "tf.train.Scaffold": "nothing: `warm_start_from=`, `est.Hook.after_create_state` and `est.RunConfig` do its work",
@@ -196,7 +195,8 @@ NAMES = {
     "tf.clip_by_global_norm": "`optax.chain(optax.clip_by_global_norm(norm), optimizer)`",
     "tf.cond": "`jax.lax.cond`",
     "tf.contrib": "`replicate`, `est.layers`, `est.regularizers` and the heads in `est`, such as `est.MultiClassHead`",
-    "tf.control_dependencies": "nothing: leave it out; update ops run by themselves",
+    "tf.control_dependencies": "nothing: leave it out; update ops run by themselves, and "
+    "`est.group(train_op, other)` makes one of several train_ops",
     "tf.data": "any iterable of batches, a `tf.data.Dataset` too, which input_fn returns",
     "tf.estimator": "`est` itself",
     "tf.get_collection": "`est.trainable_variables()`, `est.losses.get_losses()`, or a list of the model_fn's own by "

@@ -136,7 +136,8 @@ def _get(
         unless=lambda names: not stages(names),
     )
     if frame.initializing:
-        frame.variables[full] = _initial_value(call, frame, full, shape, dtype, initializer)
+        made = _initial_value(call, frame, full, shape, dtype, initializer)
+        frame.variables[full] = map_named(lambda name, leaf: frame.initial.get(name, leaf), {full: made})[full]
     elif full not in frame.variables:
         raise ValueError(
             f"{call}: the state has no such variable, only {listed(frame.variables)}. "
@@ -318,6 +319,15 @@ def as_dtype(call: str, dtype: Any) -> Any:
     )
 
 
+def map_named(fn: Callable[[str, Any], Any], variables: PyTree) -> Any:
+    """Variables, with each array replaced by `fn(name, array)`; the name is that in a checkpoint."""
+
+    def of_path(path: Any, leaf: Any) -> Any:
+        return fn(jax.tree_util.keystr(path, simple=True, separator="/"), leaf)
+
+    return jax.tree_util.tree_map_with_path(of_path, variables)
+
+
 def listed(names: Any) -> str:
     return ", ".join(repr(name) for name in sorted(names)) or "none"
 
@@ -371,12 +381,12 @@ def _as_arrays(call: str, tree: PyTree, dtype: Any) -> PyTree:
                 "an array out of the variable (for Equinox, `eqx.filter(model, eqx.is_array)`)."
             )
         own = jnp.float32 if is_number else jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
-        return _cast(f"{call}: the initial value at {where}", leaf, own if dtype is None else dtype)
+        return cast(f"{call}: the initial value at {where}", leaf, own if dtype is None else dtype)
 
     return jax.tree_util.tree_map_with_path(as_array, tree)
 
 
-def _cast(what: str, value: Any, dtype: Any) -> jax.Array:
+def cast(what: str, value: Any, dtype: Any) -> jax.Array:
     """An array of the dtype. Floats may be rounded; what is lost besides is an error."""
     if isinstance(value, jax.Array) and value.dtype == dtype:
         return value

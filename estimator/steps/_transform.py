@@ -98,6 +98,7 @@ class ModelInfo:
       hooks: of its EstimatorSpec for this mode: for the chief alone, and for all.
       trainable: the names of the variables that optimizers change by default.
       reported: what it reports, by name, of `jax.ShapeDtypeStruct`s.
+      starts: what it called `init_from_checkpoint` for.
     """
 
     like: State
@@ -108,6 +109,7 @@ class ModelInfo:
     hooks: tuple[Sequence[Hook], Sequence[Hook]]
     trainable: tuple[str, ...]
     reported: dict[str, Report]
+    starts: tuple[Any, ...]
 
     @property
     def platform(self) -> str:
@@ -185,10 +187,12 @@ class _Steps:
 
     # The pure functions: clean inputs, run in a fresh frame, collect.
 
-    def _pure_init(self, key: jax.Array, features: Features, labels: Labels, mode: ModeKeys) -> tuple[State, _Static]:
+    def _pure_init(
+        self, key: jax.Array, features: Features, labels: Labels, initial: Variables, mode: ModeKeys
+    ) -> tuple[State, _Static]:
         self._check(features, labels)
         step = jnp.zeros((), jnp.int32)
-        frame = Frame(mode, {}, {}, key=key, global_step=step, initializing=True)
+        frame = Frame(mode, {}, {}, key=key, global_step=step, initializing=True, initial=initial)
         with open_frame(frame):
             spec = self._call(features, labels, mode)
         placement = frame.placement or Placement()
@@ -201,6 +205,7 @@ class _Steps:
             frame.on_nan,
             _hooks(spec),
             tuple(sorted(reported.items())),
+            tuple(frame.declared.starts),
         )
         return State(frame.variables, frame.slots, step, key), _Static(info)
 
@@ -260,11 +265,14 @@ class _Steps:
         key = _checked_key(key)
         check_batch(features, labels)
         features, labels = padded(taken(features, labels))
-        shardings = self._info(mode, features, labels).shardings
+        info = self._info(mode, features, labels)
+        initial: Variables = {}  # read here and not in the model_fn, which runs for each program, and to resume
+        for start in info.starts:
+            initial |= start.read(info.like.variables)
         if not isinstance(key, jax.core.Tracer):
-            compile_first(self._traced_init, key, features, labels, mode=mode)
-        state, _ = self._traced_init(key, features, labels, mode=mode)
-        return put(state, shardings)
+            compile_first(self._traced_init, key, features, labels, initial, mode=mode)
+        state, _ = self._traced_init(key, features, labels, initial, mode=mode)
+        return put(state, info.shardings)
 
     def abstract_init(self, features: Features, labels: Labels = None, mode: str = ModeKeys.TRAIN) -> State:
         info = self._info(ModeKeys(mode), features, labels)
@@ -374,12 +382,14 @@ class _Steps:
             no_jit = jax.config.jax_disable_jit  # type: ignore[attr-defined]
             if no_jit and all(hasattr(x, "__array__") for x in jax.tree.leaves((features, labels))):
                 first_run = self._traced_init  # whoever turns jit off wants to look at values
-            like, info = first_run(jax.random.key(0), features, labels, mode=mode)
-            placement, pending, declared, on_nan, hooks, reported = info.value
+            like, info = first_run(jax.random.key(0), features, labels, {}, mode=mode)
+            placement, pending, declared, on_nan, hooks, reported, starts = info.value
             like = like._replace(variables={name: like.variables[name] for name, _ in declared})  # jax sorts dicts
             trainable = tuple(name for name, is_trainable in declared if is_trainable)
             shardings = placement.state(like) if mode == ModeKeys.TRAIN else placement.state_to_read(like)
-            self._infos[mode] = ModelInfo(like, placement, pending, shardings, on_nan, hooks, trainable, dict(reported))
+            self._infos[mode] = ModelInfo(
+                like, placement, pending, shardings, on_nan, hooks, trainable, dict(reported), starts
+            )
         return self._infos[mode]
 
 

@@ -6,8 +6,6 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import jax
-
 from estimator import EstimatorSpec, State, TrainOp
 from estimator.replication import (
     Frame,
@@ -41,8 +39,9 @@ class SyncRunner(Runner):
         """Creates the variables as one tower with the whole batch would."""
         frames: list[Frame] = []
 
-        def tower(key: jax.Array, batch: PyTree) -> tuple[PyTree, PyTree]:
-            frames.append(frame.fresh(key=key))
+        def tower(start: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
+            key, initial = start
+            frames.append(frame.fresh(key=key, initial=initial))
             with open_frame(frames[0]) as inside:
                 spec = call(batch)
             if len(self.devices) > 1:
@@ -53,7 +52,7 @@ class SyncRunner(Runner):
             spec = dataclasses.replace(spec, train_op=train_op, reported=inside.reported)
             return (spec, inside.variables, inside.slots), None
 
-        (spec, variables, slots), _ = lone_tower(tower, self.devices)(frame.key, batch)
+        (spec, variables, slots), _ = lone_tower(tower, self.devices)((frame.key, frame.initial), batch)
         frame.variables.update(variables)
         frame.slots.update(slots)
         frame.adopt_names(frames[0])

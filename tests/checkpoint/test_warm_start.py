@@ -380,10 +380,12 @@ def test_every_other_shape_or_dtype_is_named(tmp_path, source):
 @pytest.mark.covers("8 source")
 def test_a_source_without_checkpoint_is_an_error(tmp_path, initial):
     for start in initial.values():
-        message = f"Cannot warm-start from '{tmp_path}': it is neither a checkpoint, nor a model_dir that has one"
+        message = (
+            f"`WarmStartSettings` cannot read '{tmp_path}': it is neither a checkpoint, nor a model_dir that has one"
+        )
         with pytest.raises(ValueError, match=re.escape(message)):
             start(est.WarmStartSettings(tmp_path))
-        with pytest.raises(ValueError, match="Cannot warm-start from '.*/nothing'"):
+        with pytest.raises(ValueError, match="`WarmStartSettings` cannot read '.*/nothing'"):
             start(est.WarmStartSettings(f"{tmp_path}/nothing"))
 
 

@@ -1,0 +1,61 @@
+"""Tables of sorted keys and values in a file, as LevelDB and TensorFlow write them: blocks, the last of which lists the
+others."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+
+from estimator.checkpoint._crc32c import crc32c, unmasked
+
+_MAGIC = 0xDB4775248B80FB57
+_FOOTER, _TRAILER = 48, 5  # bytes: at the end of the table; after each block, its compression and checksum
+
+
+def read_table(path: str) -> dict[bytes, bytes]:
+    """The values of the table in a file, by key.
+
+    Raises:
+      ValueError: the file has another format, or is damaged or compressed.
+    """
+    with open(path, "rb") as file:
+        table = file.read()
+    if len(table) < _FOOTER or struct.unpack("<Q", table[-8:])[0] != _MAGIC:
+        raise ValueError(f"{path} has another format, or is not complete")
+    _, at = _handle(table, len(table) - _FOOTER)
+    handles = [_handle(value, 0)[0] for _, value in _block(path, table, *_handle(table, at)[0])]
+    return {key: value for start, size in handles for key, value in _block(path, table, start, size)}
+
+
+def varint(data: bytes, at: int) -> tuple[int, int]:
+    """An integer of seven bits in each byte, the lowest ones first, and where it ends."""
+    value = shift = 0
+    while True:
+        value |= (data[at] & 127) << shift
+        at, shift = at + 1, shift + 7
+        if data[at - 1] < 128:
+            return value, at
+
+
+def _handle(data: bytes, at: int) -> tuple[tuple[int, int], int]:
+    """Where a block is, its start and size; and where this ends."""
+    start, at = varint(data, at)
+    size, at = varint(data, at)
+    return (start, size), at
+
+
+def _block(path: str, table: bytes, start: int, size: int) -> Iterator[tuple[bytes, bytes]]:
+    block, trailer = table[start : start + size], table[start + size : start + size + _TRAILER]
+    if len(trailer) < _TRAILER or crc32c(block + trailer[:1]) != unmasked(struct.unpack("<I", trailer[1:])[0]):
+        raise ValueError(f"{path} is damaged. Copy it again")
+    if trailer[0]:
+        raise ValueError(f"{path} is compressed")
+    end = size - 4 - 4 * struct.unpack("<I", block[-4:])[0]
+    at, key = 0, b""
+    while at < end:  # a key begins as the one before
+        shared, at = varint(block, at)
+        own, at = varint(block, at)
+        length, at = varint(block, at)
+        key = key[:shared] + block[at : at + own]
+        yield key, block[at + own : at + own + length]
+        at += own + length

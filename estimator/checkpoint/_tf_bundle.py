@@ -1,0 +1,174 @@
+"""Checkpoints of TensorFlow (1.0 and later), read without TensorFlow.
+
+`<prefix>.index` is a table (see `_sstable.py`) from the names of tensors to protocol buffers, which say where in the
+files `<prefix>.data-*` their bytes are. A variable that a partitioner has cut has an entry of its own for each slice.
+Everything has a checksum; what this module does not know is an error.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import struct
+from collections.abc import Iterator
+from typing import Any, NamedTuple, NoReturn
+
+import jax.numpy as jnp
+import numpy as np
+
+from estimator.checkpoint._crc32c import crc32c, unmasked
+from estimator.checkpoint._sstable import read_table, varint
+
+_DTYPES = {1: "float32", 2: "float64", 3: "int32", 4: "uint8", 5: "int16", 6: "int8", 8: "complex64", 9: "int64"}
+_DTYPES |= {10: "bool", 14: "bfloat16", 17: "uint16", 18: "complex128", 19: "float16", 22: "uint32", 23: "uint64"}
+_FILE = re.compile(r"(.+)\.(index|meta|data-\d{5}-of-\d{5})")
+
+
+class _Entry(NamedTuple):
+    """Where a tensor is; `slices`: its parts, each by (start, length) for each dimension."""
+
+    dtype: int
+    shape: tuple[int, ...]
+    shard: int
+    offset: int
+    size: int
+    crc: int
+    slices: list[list[tuple[int, int]]]
+
+
+class TensorFlowBundle:
+    """A checkpoint of TensorFlow.
+
+    Args:
+      prefix: its path without ".index".
+
+    Attributes:
+      shapes: the shapes and dtypes of what is in it, by name; objects stand for strings, which are not read.
+
+    Raises:
+      ValueError: a file is damaged, or has something that this module does not know.
+    """
+
+    def __init__(self, prefix: str) -> None:
+        self.path = prefix
+        try:
+            table = read_table(f"{prefix}.index")
+        except ValueError as error:
+            self._fail(str(error))
+        header = dict(_fields(table.pop(b"", b"")))
+        if header.get(2, 0) != 0:
+            self._fail("its numbers are big-endian")
+        self._shards = header.get(1, 1)
+        self._slices = {key: _entry(value) for key, value in table.items() if key.startswith(b"\0")}
+        self._entries = {k.decode(): _entry(value) for k, value in table.items() if k not in self._slices}
+        self.shapes = {name: (entry.shape, self._dtype(entry)) for name, entry in self._entries.items()}
+
+    def read(self, name: str) -> np.ndarray:
+        entry = self._entries[name]
+        if not entry.slices:
+            return self._array(name, entry)
+        whole = np.empty(entry.shape, self._dtype(entry))
+        filled = 0
+        for extents in entry.slices:
+            part = self._slices.get(_slice_key(name, extents))
+            if part is None:
+                self._fail(f"it has no entry for the slice {extents} of the variable {name!r}")
+            sizes = [(start, size if size >= 0 else n) for (start, size), n in zip(extents, entry.shape, strict=True)]
+            array = self._array(name, part)
+            whole[tuple(slice(start, start + size) for start, size in sizes)] = array
+            filled += array.size
+        if filled != whole.size:
+            self._fail(f"its slices of the variable {name!r} have {filled} of {whole.size} values")
+        return whole
+
+    def _array(self, name: str, entry: _Entry) -> np.ndarray:
+        dtype = self._dtype(entry)
+        if dtype.hasobject:
+            self._fail(f"{name!r} holds no numbers: its type is number {entry.dtype} of TensorFlow's")
+        file = f"{self.path}.data-{entry.shard:05d}-of-{self._shards:05d}"
+        if not os.path.exists(file):
+            self._fail(f"the file {os.path.basename(file)!r} is not beside it. Copy all its files")
+        with open(file, "rb") as data:
+            data.seek(entry.offset)
+            values = data.read(entry.size)
+        if len(values) != entry.size or crc32c(values) != unmasked(entry.crc):
+            self._fail(f"{file} is damaged where {name!r} is. Copy it again")
+        return np.frombuffer(values, np.dtype(dtype).newbyteorder("<")).reshape(entry.shape).astype(dtype)
+
+    def _dtype(self, entry: _Entry) -> Any:
+        return jnp.dtype(_DTYPES[entry.dtype]) if entry.dtype in _DTYPES else np.dtype(object)
+
+    def _fail(self, what: str) -> NoReturn:
+        raise ValueError(
+            f"The TensorFlow checkpoint {self.path!r} cannot be read: {what}. Where TensorFlow is installed, "
+            "`tf.train.load_checkpoint(path).get_tensor(name)` gives the values of one; save them by `np.savez`."
+        )
+
+
+def tensorflow_prefix(path: str) -> str | None:
+    """The checkpoint of TensorFlow that a path means, or None.
+
+    Args:
+      path: a prefix, one of the files, or a directory, whose newest one it is.
+    """
+    if os.path.isdir(path):
+        try:
+            with open(os.path.join(path, "checkpoint"), encoding="utf-8") as file:
+                newest = re.search(r'^model_checkpoint_path: "(.+)"', file.read(), re.M)
+        except (FileNotFoundError, UnicodeDecodeError):
+            newest = None
+        prefixes = (
+            [] if newest is None else [os.path.join(path, newest[1]), os.path.join(path, newest[1].split("/")[-1])]
+        )
+    else:
+        match = _FILE.fullmatch(path)
+        prefixes = [path, match[1] if match else path]
+    return next((prefix for prefix in prefixes if os.path.isfile(f"{prefix}.index")), None)
+
+
+def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
+    """The numbers and values of a protocol buffer's fields: integers, or bytes."""
+    at, value = 0, None  # type: int, Any
+    while at < len(message):
+        tag, at = varint(message, at)
+        if tag & 7 == 0:
+            value, at = varint(message, at)
+        elif tag & 7 == 5:
+            value, at = struct.unpack_from("<I", message, at)[0], at + 4
+        else:
+            length, at = varint(message, at)
+            value, at = message[at : at + length], at + length
+        yield tag >> 3, value
+
+
+def _entry(message: bytes) -> _Entry:
+    fields = list(_fields(message))
+    one = dict(fields)
+    shape = tuple(dict(_fields(dim)).get(1, 0) for number, dim in _fields(one.get(2, b"")) if number == 2)
+    slices = [[_extent(extent) for _, extent in _fields(value)] for number, value in fields if number == 7]
+    return _Entry(one.get(1, 0), shape, one.get(3, 0), one.get(4, 0), one.get(5, 0), one.get(6, 0), slices)
+
+
+def _extent(message: bytes) -> tuple[int, int]:
+    """Start and length; the length -1 stands for the whole dimension."""
+    fields = dict(_fields(message))
+    return fields.get(1, 0), fields.get(2, -1)
+
+
+def _slice_key(name: str, extents: list[tuple[int, int]]) -> bytes:
+    """The key of a slice: 0, the name and the number of dimensions, then start and length of each, in bytes that sort
+    as the values do."""
+    escaped = name.encode().replace(b"\0", b"\0\xff") + b"\0\1"
+    return b"\0" + escaped + _ordered(len(extents)) + b"".join(_signed(n) for extent in extents for n in extent)
+
+
+def _ordered(value: int) -> bytes:
+    digits = value.to_bytes((value.bit_length() + 7) // 8, "big")
+    return bytes([len(digits)]) + digits
+
+
+def _signed(value: int) -> bytes:
+    """As many bytes as the bits before the first one that differs say."""
+    length = (~value if value < 0 else value).bit_length() // 7 + 1
+    header = (0xFF << 8 >> length & 0xFF) << 8 * (length - 1)
+    return (value & (1 << 8 * length) - 1 ^ header).to_bytes(length, "big")
