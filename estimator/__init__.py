@@ -105,6 +105,7 @@ from estimator.multihost._preemption import Preempted
 from estimator.multihost._replica_check import ReplicaMismatchError
 from estimator.optim._learning_rate import learning_rates, set_learning_rate
 from estimator.optim._loss_scale import DynamicLossScale
+from estimator.optim._moving_average import ExponentialMovingAverage
 from estimator.optim._non_finite import NonFiniteGradientError, skipped_steps
 from estimator.optim._optimizer import Optimizer, tower_gradient
 from estimator.optim._sparse_update import lazy
@@ -138,6 +139,7 @@ __all__ = [
     "EstimatorSpec",
     "EvalSpec",
     "ExportedModel",
+    "ExponentialMovingAverage",
     "Exporter",
     "FinalExporter",
     "FinalOpsHook",

@@ -339,6 +339,7 @@ class Estimator:
             if path is None and self._runs.states.settings is None:
                 raise ValueError(f"Couldn't find trained model at {self.model_dir}. Call `train` first.")
             state, _ = lookup.state(ModeKeys.PREDICT, path, checkpoint_path, alone, options.features)
+            state = self._runs.states.for_export(state, options.features)
             call = bind(self._model_fn, self.params, self._config)
             return write_export(export_dir_base, call, state, options)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 import jax
+import jax.numpy as jnp
 from absl import logging
 
 from estimator.checkpoint import _checkpoints
@@ -13,8 +14,10 @@ from estimator.checkpoint._warm_start import WarmStartReport, WarmStartSettings,
 from estimator.core._mode_keys import ModeKeys
 from estimator.core._state import State
 from estimator.core._typing import Features, Labels
+from estimator.core._variables import map_named
 from estimator.multihost._global_arrays import as_of_chief, is_within_reach, placed
 from estimator.multihost._process_group import ProcessGroup
+from estimator.optim._moving_average import at_averages
 from estimator.steps._transform import Model
 
 
@@ -74,6 +77,11 @@ class StateSource:
         """The state of a running training in the form that evaluation takes."""
         return _as_wanted(state, self._model.abstract_init(features, labels, mode=ModeKeys.EVAL))
 
+    def for_export(self, state: State, features: Features) -> State:
+        """A state of PREDICT, with moving averages in place of the variables where they are read so."""
+        averages = self._model.traits(features, mode=ModeKeys.PREDICT).averages
+        return state._replace(variables=at_averages(averages, state.variables))
+
     def keep(self, path: str, state: State) -> None:
         """Caches the state of the checkpoint at `path`."""
         self._cached = _identity(path), state
@@ -81,12 +89,29 @@ class StateSource:
     def _warm(
         self, settings: WarmStartSettings, state: State, mode: ModeKeys, features: Features, labels: Labels
     ) -> State:
-        trainable = self._model.traits(features, labels, mode).trainable
-        state, report = warm_start(settings, state, trainable, mode)
+        info = self._model.traits(features, labels, mode)
+        state, report = warm_start(settings, state, info.trainable, mode)
+        state = _with_averages(state, info.averages, report)
         if report != self.warm_start_report:
             logging.log(logging.WARNING if report.missing else logging.INFO, "%s", report)
         self.warm_start_report = report
         return state
+
+
+def _with_averages(state: State, averages: dict[str, tuple[str, bool]], report: WarmStartReport) -> State:
+    """The state with averages that begin as their variables do, where the warm start has changed those alone."""
+
+    def taken(name: str) -> bool:
+        arrays: set[str] = set()
+        map_named(lambda array, _: arrays.add(array), {name: state.variables[name]})
+        return not arrays.isdisjoint(report.used)
+
+    new = {
+        average: jax.tree.map(jnp.copy, state.variables[name])
+        for average, (name, _) in averages.items()
+        if taken(name) and not taken(average)
+    }
+    return state._replace(variables={**state.variables, **new})
 
 
 def _identity(path: str) -> tuple[str, int]:

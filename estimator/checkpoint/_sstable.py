@@ -49,7 +49,7 @@ def _block(path: str, table: bytes, start: int, size: int) -> Iterator[tuple[byt
     if len(trailer) < _TRAILER or crc32c(block + trailer[:1]) != unmasked(struct.unpack("<I", trailer[1:])[0]):
         raise ValueError(f"{path} is damaged. Copy it again")
     if trailer[0]:
-        raise ValueError(f"{path} is compressed")
+        raise ValueError(f"{path} is compressed, which is not known here. Load and save it by TensorFlow")
     end = size - 4 - 4 * struct.unpack("<I", block[-4:])[0]
     at, key = 0, b""
     while at < end:  # a key begins as the one before

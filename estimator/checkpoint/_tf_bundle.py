@@ -21,6 +21,10 @@ from estimator.checkpoint._sstable import read_table, varint
 
 _DTYPES = {1: "float32", 2: "float64", 3: "int32", 4: "uint8", 5: "int16", 6: "int8", 8: "complex64", 9: "int64"}
 _DTYPES |= {10: "bool", 14: "bfloat16", 17: "uint16", 18: "complex128", 19: "float16", 22: "uint32", 23: "uint64"}
+_FIX = (
+    "Where TensorFlow is installed, `tf.train.load_checkpoint(path).get_tensor(name)` gives values of it; save them by "
+    "`np.savez`."
+)
 _FILE = re.compile(r"(.+)\.(index|meta|data-\d{5}-of-\d{5})")
 
 
@@ -54,7 +58,7 @@ class TensorFlowBundle:
         try:
             table = read_table(f"{prefix}.index")
         except ValueError as error:
-            self._fail(str(error))
+            self._fail(str(error), fix="")
         header = dict(_fields(table.pop(b"", b"")))
         if header.get(2, 0) != 0:
             self._fail("its numbers are big-endian")
@@ -87,22 +91,19 @@ class TensorFlowBundle:
             self._fail(f"{name!r} holds no numbers: its type is number {entry.dtype} of TensorFlow's")
         file = f"{self.path}.data-{entry.shard:05d}-of-{self._shards:05d}"
         if not os.path.exists(file):
-            self._fail(f"the file {os.path.basename(file)!r} is not beside it. Copy all its files")
+            self._fail(f"the file {os.path.basename(file)!r} is not beside it", fix="Copy all its files.")
         with open(file, "rb") as data:
             data.seek(entry.offset)
             values = data.read(entry.size)
         if len(values) != entry.size or crc32c(values) != unmasked(entry.crc):
-            self._fail(f"{file} is damaged where {name!r} is. Copy it again")
+            self._fail(f"{file} is damaged where {name!r} is", fix="Copy it again.")
         return np.frombuffer(values, np.dtype(dtype).newbyteorder("<")).reshape(entry.shape).astype(dtype)
 
     def _dtype(self, entry: _Entry) -> Any:
         return jnp.dtype(_DTYPES[entry.dtype]) if entry.dtype in _DTYPES else np.dtype(object)
 
-    def _fail(self, what: str) -> NoReturn:
-        raise ValueError(
-            f"The TensorFlow checkpoint {self.path!r} cannot be read: {what}. Where TensorFlow is installed, "
-            "`tf.train.load_checkpoint(path).get_tensor(name)` gives the values of one; save them by `np.savez`."
-        )
+    def _fail(self, what: str, fix: str = _FIX) -> NoReturn:
+        raise ValueError(f"The TensorFlow checkpoint {self.path!r} cannot be read: {what}. {fix}".rstrip())
 
 
 def tensorflow_prefix(path: str) -> str | None:

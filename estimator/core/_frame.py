@@ -126,6 +126,7 @@ class Declared:
       losses: those collected, each with the scope it was computed in.
       metric_values: the metrics whose value the model_fn has seen, each with the value (see `_record.py`).
       store: of `run_store`.
+      averages: by the name of a moving average, the name of its variable, and whether it is to be read in its place.
       starts: of `init_from_checkpoint`, one of each call: which variables begin with which values of a checkpoint.
     """
 
@@ -140,6 +141,7 @@ class Declared:
     losses: list[tuple[str, jax.Array]] = dataclasses.field(default_factory=list)
     metric_values: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)
     store: dict[Hashable, Any] = dataclasses.field(default_factory=dict)
+    averages: dict[str, tuple[str, bool]] = dataclasses.field(default_factory=dict)
     starts: list[Any] = dataclasses.field(default_factory=list)
 
 
@@ -261,6 +263,7 @@ class Frame:
         self.declared.trainable.update(inner.declared.trainable)
         self.declared.aggregation.update(inner.declared.aggregation)
         self.declared.slot_owners.update(inner.declared.slot_owners)
+        self.declared.averages.update(inner.declared.averages)
         self.declared.starts.extend(inner.declared.starts)
         self.declared.rng_calls = inner.declared.rng_calls
         self.declared.scope_uses = inner.declared.scope_uses

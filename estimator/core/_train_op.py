@@ -51,11 +51,29 @@ class Update:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class AverageUpdate:
+    """One call of `ExponentialMovingAverage.apply`.
+
+    Attributes:
+      names: pairs of the names of a variable and of its average.
+      decay: between 0 and 1.
+      count: the number of updates so far, which makes the decay smaller in the beginning, and 1; an array of two, so
+        that the sum of several parts' still says which number it is. None: the decay stays what it is.
+    """
+
+    names: tuple[tuple[str, str], ...] = dataclasses.field(metadata={"static": True})
+    decay: float = dataclasses.field(metadata={"static": True})
+    count: jax.Array | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class TrainOp:
     """What a training step does to the variables.
 
     Attributes:
       updates: applied in this order.
+      averages: moved after all updates.
       skipped: bool scalar: in the spec of a step that is done, whether it was skipped (`on_nan`); else None.
       learning_rates: in the spec of a step that is done, those that it was made with, as `est.learning_rates` names
         them; scalars.
@@ -67,6 +85,7 @@ class TrainOp:
     skipped: jax.Array | None = None
     learning_rates: dict[str, Any] = dataclasses.field(default_factory=dict)
     slots: Slots = dataclasses.field(default_factory=dict)
+    averages: tuple[AverageUpdate, ...] = ()
 
     def gradients(self) -> list[dict[str, PyTree]]:
         """Those of each update, by name in the order of its variables."""
@@ -108,11 +127,13 @@ def group(*train_ops: TrainOp) -> TrainOp:
     for train_op in train_ops:
         if not isinstance(train_op, TrainOp):
             raise TypeError(
-                f"`est.group` takes what `minimize`, `apply_gradients` and `group` return; got {train_op!r}. "
+                f"`est.group` takes what `minimize`, `apply_gradients`, `ExponentialMovingAverage.apply` and `group` "
+                f"return; got {train_op!r}. "
                 "Write `est.group(est.Optimizer(optimizer).minimize(loss), ...)`."
             )
     return TrainOp(
         tuple(update for train_op in train_ops for update in train_op.updates),
         slots={name: state for train_op in train_ops for name, state in train_op.slots.items()},
         learning_rates={name: rate for train_op in train_ops for name, rate in train_op.learning_rates.items()},
+        averages=tuple(average for train_op in train_ops for average in train_op.averages),
     )

@@ -15,6 +15,7 @@ from estimator.core._train_op import TrainOp, UpdatingOptimizer
 from estimator.core._typing import PyTree, Slots, Variables
 from estimator.optim._extra_args import call_update, extra_args
 from estimator.optim._loss_scale import kept_if_skipped
+from estimator.optim._moving_average import averaged
 from estimator.optim._sparse_update import TouchedRows, takes_rows
 from estimator.sparse._indexed_slices import IndexedSlices, dense
 
@@ -47,7 +48,8 @@ def applied(
     )
     with open_frame(frame):
         moved, slots = apply_updates(train_op, variables, slots, at)
-    return {**moved, **kept_if_skipped(train_op, assigned, variables)}, slots
+    after = {**moved, **kept_if_skipped(train_op, assigned, variables)}
+    return {**after, **kept_if_skipped(train_op, averaged(train_op, variables, after), variables)}, slots
 
 
 def apply_updates(

@@ -78,7 +78,8 @@ class NonFinitePolicy:
     def mark(self, train_op: TrainOp, flags: Flags) -> TrainOp:
         """The train_op with the flags of all towers, arrays of shape `[towers]`."""
         pairs = zip(train_op.updates, flags, strict=True)
-        return TrainOp(tuple(dataclasses.replace(update, non_finite=own) for update, own in pairs))
+        updates = tuple(dataclasses.replace(update, non_finite=own) for update, own in pairs)
+        return dataclasses.replace(train_op, updates=updates)
 
 
 def kept_if_non_finite(train_op: TrainOp, before: State, after: State) -> State:

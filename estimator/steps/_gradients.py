@@ -214,12 +214,11 @@ def has_pending(train_op: TrainOp | None) -> bool:
 
 
 def _with_gradients(train_op: TrainOp, gradients: dict[str, dict[str, PyTree]]) -> TrainOp:
-    return TrainOp(
-        tuple(
-            dataclasses.replace(update, gradients=gradients.get(update.slots, update.gradients))
-            for update in train_op.updates
-        )
+    updates = tuple(
+        dataclasses.replace(update, gradients=gradients.get(update.slots, update.gradients))
+        for update in train_op.updates
     )
+    return dataclasses.replace(train_op, updates=updates)
 
 
 def _is_floating(value: PyTree) -> bool:

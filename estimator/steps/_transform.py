@@ -26,6 +26,7 @@ from estimator.inputs._batch_values import taken
 from estimator.multihost._global_arrays import put
 from estimator.optim._apply_updates import applied
 from estimator.optim._learning_rate import rates_of
+from estimator.optim._moving_average import at_averages, check_averages_move, check_averages_read
 from estimator.optim._non_finite import cleared, done, kept_if_non_finite, raise_if_any
 from estimator.runtime._uninterrupted import compile_first
 from estimator.steps._deferred_merge import Deferred, is_same, merged
@@ -99,6 +100,7 @@ class ModelInfo:
       trainable: the names of the variables that optimizers change by default.
       reported: what it reports, by name, of `jax.ShapeDtypeStruct`s.
       starts: what it called `init_from_checkpoint` for.
+      averages: by the name of a moving average, the name of its variable, and whether it is to be read in its place.
     """
 
     like: State
@@ -110,6 +112,7 @@ class ModelInfo:
     trainable: tuple[str, ...]
     reported: dict[str, Report]
     starts: tuple[Any, ...]
+    averages: dict[str, tuple[str, bool]]
 
     @property
     def platform(self) -> str:
@@ -195,6 +198,8 @@ class _Steps:
         frame = Frame(mode, {}, {}, key=key, global_step=step, initializing=True, initial=initial)
         with open_frame(frame):
             spec = self._call(features, labels, mode)
+        if mode == ModeKeys.TRAIN and frame.declared.averages:
+            check_averages_move(train_op_of(spec), frame.declared)
         placement = frame.placement or Placement()
         # Only the kinds of what is reported: its values would be computed, and compiled, for nothing.
         reported = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), {**spec.reported, **frame.reported})
@@ -206,6 +211,7 @@ class _Steps:
             _hooks(spec),
             tuple(sorted(reported.items())),
             tuple(frame.declared.starts),
+            tuple(frame.declared.averages.items()),
         )
         return State(frame.variables, frame.slots, step, key), _Static(info)
 
@@ -219,7 +225,7 @@ class _Steps:
             features, labels = _constrained((features, labels), sharding)
         frame = Frame(
             mode,
-            state.variables,
+            state.variables if mode == ModeKeys.TRAIN else at_averages(info.averages, state.variables),
             state.slots,
             key=jax.random.fold_in(state.key, state.global_step),
             global_step=state.global_step,
@@ -383,13 +389,15 @@ class _Steps:
             if no_jit and all(hasattr(x, "__array__") for x in jax.tree.leaves((features, labels))):
                 first_run = self._traced_init  # whoever turns jit off wants to look at values
             like, info = first_run(jax.random.key(0), features, labels, {}, mode=mode)
-            placement, pending, declared, on_nan, hooks, reported, starts = info.value
+            placement, pending, declared, on_nan, hooks, reported, starts, averages = info.value
             like = like._replace(variables={name: like.variables[name] for name, _ in declared})  # jax sorts dicts
             trainable = tuple(name for name, is_trainable in declared if is_trainable)
             shardings = placement.state(like) if mode == ModeKeys.TRAIN else placement.state_to_read(like)
-            self._infos[mode] = ModelInfo(
-                like, placement, pending, shardings, on_nan, hooks, trainable, dict(reported), starts
+            info = ModelInfo(
+                like, placement, pending, shardings, on_nan, hooks, trainable, dict(reported), starts, dict(averages)
             )
+            check_averages_read({**self._infos, mode: info})
+            self._infos[mode] = info
         return self._infos[mode]
 
 

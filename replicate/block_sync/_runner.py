@@ -218,6 +218,7 @@ class BlockSyncRunner(SyncRunner):
             train_op=TrainOp(
                 slots={**local.slots, SLOTS: BlockSyncState(local.copies, local.own, outer, steps, since)},
                 learning_rates={name: Deferred(rate, self._rate) for name, rate in rates.items()},
+                averages=train_op_of(bare).averages,
             ),
             **merged,
         )
@@ -280,7 +281,7 @@ class BlockSyncRunner(SyncRunner):
             block = jax.lax.cond(self._ends_block(steps + 1, shared.since + 1), average, lambda block: block, block)
         copies, own = ({name: block.copies[name] for name in some} for some in (copies, own))
         step = _LocalStep(
-            bare=spec.unchecked(loss=None, train_op=None, eval_metric_ops={}),
+            bare=spec.unchecked(loss=None, train_op=TrainOp(averages=train_op.averages), eval_metric_ops={}),
             variables=block.variables,
             outer=block.outer,
             local=_Local(copies, own, block.slots),

@@ -124,7 +124,9 @@ def _sum_gradients(train_op: TrainOp, homes: dict[str, PyTree]) -> TrainOp:
         for (i, name), total in zip(mine, sums, strict=True):
             gradients[i][name] = total
     updates = zip(train_op.updates, gradients, strict=True)
-    return TrainOp(tuple(dataclasses.replace(update, gradients=own) for update, own in updates))
+    return dataclasses.replace(
+        train_op, updates=tuple(dataclasses.replace(update, gradients=own) for update, own in updates)
+    )
 
 
 @jax.jit

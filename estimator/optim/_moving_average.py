@@ -1,0 +1,247 @@
+"""Moving averages of trained variables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from estimator.core._frame import Declared, ScopeDefaults, current_frame
+from estimator.core._mode_keys import ModeKeys
+from estimator.core._state import ON_NAN_SLOTS
+from estimator.core._train_op import AverageUpdate, TrainOp
+from estimator.core._typing import PyTree, Variables
+from estimator.core._variable_scope import VariableScope, variable_scope
+from estimator.core._variables import get_variable, read, resolve
+
+_NO_SCOPE = VariableScope("", None, ScopeDefaults())
+
+
+class ExponentialMovingAverage:
+    """Keeps moving averages of trained variables, as `tf.train.ExponentialMovingAverage`.
+
+    After the optimizers of a step, each average becomes `decay * average + (1 - decay) * variable`. An average is a
+    variable that is not trained, such as "dense/kernel/ExponentialMovingAverage", and begins as its variable does. It
+    is in checkpoints, on towers the same for all, and a step that `on_nan` or a loss scale skips leaves it as it is.
+    With `block_sync` it is of the global variables, which change at the end of a block, and moves in each step.
+
+    What was
+
+        with tf.control_dependencies([train_op]):
+            train_op = ema.apply(tf.trainable_variables())
+
+    is `train_op = est.group(train_op, ema.apply(est.trainable_variables()))`.
+
+    To evaluate, predict and export with the averages in place of the variables, give `eval_with_averages=True`, and
+    call `apply` in every mode, so before a `return` for one of them:
+
+    >>> import estimator as est, jax, jax.numpy as jnp, optax
+    >>> def model_fn(features, labels, mode):
+    ...     w = est.get_variable("w", (), initializer=jax.nn.initializers.ones)
+    ...     averages = est.ExponentialMovingAverage(0.5, eval_with_averages=True).apply(est.trainable_variables())
+    ...     if mode == est.ModeKeys.PREDICT:
+    ...         return est.EstimatorSpec(mode, predictions=w * features)
+    ...     loss = jnp.mean(w * features)
+    ...     train_op = est.group(est.Optimizer(optax.sgd(1.0)).minimize(loss), averages)
+    ...     return est.EstimatorSpec(mode, loss=loss, train_op=train_op)
+    >>> model, x = est.transform(model_fn), jnp.ones(2)
+    >>> state, _ = model.train_step(model.init(jax.random.key(0), x), x)
+    >>> print(state.variables["w"], state.variables["w/ExponentialMovingAverage"])
+    0.0 0.5
+    >>> print(model.predict_step(state, x).predictions)
+    [0.5 0.5]
+
+    Args:
+      decay: between 0 and 1, often 0.999 or 0.9999.
+      num_updates: the number of updates so far, such as `est.global_step()`, an integer or a scalar. With it the decay
+        is `min(decay, (1 + num_updates) / (10 + num_updates))`, so that averages move faster in the beginning.
+      zero_debias: has no effect on averages of variables, as in TensorFlow.
+      name: of the averages, the end of their names.
+      eval_with_averages: whether the model_fn reads an average where it reads its variable, in EVAL and PREDICT, and so
+        in exports. Without it they are read by `average`.
+
+    Raises:
+      TypeError, ValueError: an argument is of another type, or the decay is not between 0 and 1.
+    """
+
+    def __init__(
+        self,
+        decay: float,
+        num_updates: Any = None,
+        zero_debias: bool = False,
+        name: str = "ExponentialMovingAverage",
+        *,
+        eval_with_averages: bool = False,
+    ) -> None:
+        del zero_debias
+        if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 <= decay <= 1:
+            raise ValueError(f"`est.ExponentialMovingAverage` needs a decay between 0 and 1, a number; got {decay!r}.")
+        if not isinstance(name, str) or not name:
+            raise TypeError(f"`est.ExponentialMovingAverage` needs a name, a string; got {name!r}.")
+        if num_updates is not None and not isinstance(num_updates, int) and getattr(num_updates, "shape", None) != ():
+            raise ValueError(
+                "`est.ExponentialMovingAverage` needs the number of updates as `num_updates`, a scalar such as "
+                f"`est.global_step()`; got {num_updates!r}."
+            )
+        self._decay = float(decay)
+        self._num_updates = num_updates
+        self._name = name
+        self._eval_with_averages = eval_with_averages
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    def apply(self, var_list: Iterable[str] | None = None) -> TrainOp:
+        """A train_op that moves the averages, to be joined with the optimizer's by `est.group`.
+
+        The averages move after all optimizers of the step, whatever the order in the group is.
+
+        Args:
+          var_list: names of variables that this run has got; default: all trainable ones got so far.
+
+        Returns:
+          The train_op. Outside of TRAIN it does nothing, and the averages are there to be read.
+
+        Raises:
+          TypeError: a variable is an array of integers, or the list is no list of names.
+          ValueError: a name is no variable of this run, or has an average of this name already.
+        """
+        caller = "ExponentialMovingAverage.apply"
+        frame = current_frame(caller)
+        if var_list is None:
+            var_list = [name for name, is_trainable in frame.declared.trainable.items() if is_trainable]
+        names = [var_list] if isinstance(var_list, str) else list(var_list)
+        if isinstance(var_list, str) or not all(isinstance(name, str) for name in names):
+            raise TypeError(
+                f"`{caller}` needs a list of names of variables, such as `est.trainable_variables()`; got {var_list!r}."
+                " For the average of a value, `est.assign` a variable that is not trained."
+            )
+        if not names:
+            raise ValueError(f"`{caller}` got no variables to average; create them before the call.")
+        pairs = []
+        for name in (resolve(caller, frame, name) for name in names):
+            value, average = frame.variables[name], self.average_name(name)
+            if average in frame.declared.trainable:
+                raise ValueError(
+                    f"`{caller}`: {name!r} has an average already, the variable {average!r}. Call `apply` once, or "
+                    "give the second one another `name`."
+                )
+            if not all(jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in jax.tree.leaves(value)):
+                raise TypeError(
+                    f"`{caller}`: {name!r} holds integers or booleans, which have no average. Leave it out."
+                )
+            with variable_scope(_NO_SCOPE):
+                get_variable(average, initializer=lambda key, value=value: value, trainable=False)
+            frame.declared.partitions |= {
+                (average, *path): axis for (full, *path), axis in frame.declared.partitions.items() if full == name
+            }
+            frame.declared.averages[average] = (name, self._eval_with_averages)
+            pairs.append((name, average))
+        if frame.mode != ModeKeys.TRAIN:
+            return TrainOp()
+        count = None
+        if self._num_updates is not None:
+            count = jnp.stack([jnp.asarray(self._num_updates, jnp.float32), jnp.float32(1)])
+        return TrainOp(averages=(AverageUpdate(tuple(pairs), self._decay, count),))
+
+    def average(self, var_name: str) -> PyTree | None:
+        """The average of a variable at the start of this run; None if `apply` was not called for it.
+
+        Args:
+          var_name: the name of a variable that this run has got.
+        """
+        frame = current_frame("ExponentialMovingAverage.average")
+        average = self.average_name(resolve("ExponentialMovingAverage.average", frame, var_name))
+        return read(frame, average) if average in frame.declared.averages else None
+
+    def average_name(self, var_name: str) -> str:
+        """The name of the average of a variable, in checkpoints and for `est.read_variable`.
+
+        >>> import estimator as est
+        >>> est.ExponentialMovingAverage(0.99).average_name("dense/kernel")
+        'dense/kernel/ExponentialMovingAverage'
+        """
+        return f"{var_name}/{self._name}"
+
+    def variables_to_restore(self, moving_avg_variables: Iterable[str] | None = None) -> dict[str, str]:
+        """An assignment_map for `est.init_from_checkpoint`, by which variables begin with their averages there.
+
+        Args:
+          moving_avg_variables: the names of variables that have averages there; default: all trainable ones got so far
+            in this run. All other variables of the run begin with their own values there.
+        """
+        frame = current_frame("ExponentialMovingAverage.variables_to_restore")
+        if moving_avg_variables is None:
+            moving_avg_variables = [name for name, is_trainable in frame.declared.trainable.items() if is_trainable]
+        averaged = set(moving_avg_variables)
+        others = [name for name in frame.declared.trainable if name not in frame.declared.averages]
+        return {self.average_name(name) if name in averaged else name: name for name in others}
+
+
+def check_averages_move(train_op: TrainOp, declared: Declared) -> None:
+    """Raises a ValueError if the train_op of a spec lacks what `apply` returned, or all else.
+
+    Args:
+      declared: what the run has named.
+    """
+    moving = {average for update in train_op.averages for _, average in update.names}
+    unmoved = [name for name in declared.averages if name not in moving]
+    optimizers = [name for name in declared.slot_owners if name != ON_NAN_SLOTS]
+    if unmoved or (moving and optimizers and not train_op.updates):
+        what = f"the averages {unmoved}" if unmoved else f"the optimizers {optimizers}"
+        raise ValueError(
+            f"The train_op of the EstimatorSpec leaves out {what}. Join what `ExponentialMovingAverage.apply` returns "
+            "with the other one: `est.group(train_op, ema.apply(est.trainable_variables()))`."
+        )
+
+
+def averaged(train_op: TrainOp, before: Variables, after: Variables) -> Variables:
+    """The averages that a train_op moves, by name.
+
+    Args:
+      before: the variables at the start of the step, averages among them.
+      after: the variables after the optimizers of the step.
+    """
+    new: Variables = {}
+    for update in train_op.averages:
+        step_size: Any = 1 - update.decay
+        if update.count is not None:
+            n = update.count[0] / update.count[1]
+            step_size = 1 - jnp.minimum(update.decay, (1 + n) / (10 + n))
+        for name, average in update.names:
+            with jax.numpy_dtype_promotion("standard"):  # as in `apply_updates`
+                moved = optax.incremental_update(after[name], before[average], step_size)
+            new[average] = jax.tree.map(lambda x, like: x.astype(like.dtype), moved, before[average])
+    return new
+
+
+def at_averages(averages: dict[str, tuple[str, bool]], variables: Variables) -> Variables:
+    """The variables with which to evaluate: averages in place of the variables that they are of, where that is wanted.
+
+    Args:
+      averages: by name, the name of the variable, and whether it is to be read in its place.
+    """
+    instead = {name: variables[average] for average, (name, is_read) in averages.items() if is_read}
+    return {**variables, **instead}
+
+
+def check_averages_read(infos: Mapping[ModeKeys, Any]) -> None:
+    """Raises a ValueError where training makes averages to evaluate with, and another mode does not have them.
+
+    Args:
+      infos: what is known of a model_fn in some modes, by mode.
+    """
+    in_training = infos[ModeKeys.TRAIN].averages if ModeKeys.TRAIN in infos else {}
+    for mode, info in infos.items():
+        missing = [name for name, (_, is_read) in in_training.items() if is_read and name not in info.averages]
+        unread = [name for name in (in_training[average][0] for average in missing) if name in info.like.variables]
+        if unread:
+            raise ValueError(
+                f"`est.ExponentialMovingAverage(..., eval_with_averages=True)` averages {unread} in training, but in "
+                f"mode {str(mode)!r} `apply` is not called for them, so that the variables themselves would be read. "
+                "Call it in every mode: before the model_fn returns for one of them."
+            )

@@ -1,0 +1,411 @@
+"""Moving averages of variables: their numbers, where they are read, and what a step that is skipped does to them."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from testing.towers import cpus
+
+import estimator as est
+from replicate import BlockSync, TowerOptimizer, VariableDistribution, replicate_model_fn
+
+RNG = np.random.default_rng(0)
+STEPS, ROWS = 6, 8
+X = RNG.normal(size=(STEPS, ROWS, 4)).astype(np.float32)
+Y = (X @ np.array([1.0, -2.0, 0.5, 3.0], np.float32))[..., None].astype(np.float32)
+BATCHES = list(zip(X, Y, strict=True))
+END = "ExponentialMovingAverage"
+
+
+def model_of(ema=lambda: est.ExponentialMovingAverage(0.8), optimizer=TowerOptimizer, order=1, var_list=None):
+    def model_fn(features, labels, mode):
+        with est.variable_scope("net"):
+            hidden = est.layers.dense(features, 8, jnp.tanh, name="hidden")
+        output = est.layers.dense(hidden, 1, name="output")
+        averages = ema().apply(var_list)
+        if mode == est.ModeKeys.PREDICT:
+            return est.EstimatorSpec(mode, predictions=output)
+        loss = est.losses.mean_squared_error(labels, output)
+        train_op = est.group(*[optimizer(optax.adam(0.05)).minimize(loss), averages][::order])
+        return est.EstimatorSpec(mode, output, loss, train_op)
+
+    return model_fn
+
+
+def by_hand(decay_of=lambda n: 0.8, steps=range(STEPS)):
+    """The variables and their averages after training by plain jax and optax."""
+
+    def loss_of(params, x, y):
+        hidden = jnp.tanh(x @ params["net/hidden/kernel"] + params["net/hidden/bias"])
+        return jnp.mean((hidden @ params["output/kernel"] + params["output/bias"] - y) ** 2)
+
+    state = est.transform(model_of()).init(jax.random.key(0), *BATCHES[0])
+    params = {name: value for name, value in state.variables.items() if not name.endswith(END)}
+    optimizer = optax.adam(0.05)
+    slots, averages = optimizer.init(params), params
+    for n, i in enumerate(steps):
+        with jax.numpy_dtype_promotion("standard"):
+            updates, slots = optimizer.update(jax.grad(loss_of)(params, *BATCHES[i]), slots)
+        params = optax.apply_updates(params, updates)
+        averages = optax.incremental_update(params, averages, 1 - decay_of(n))
+    return params, averages
+
+
+def trained(model_fn, batches=BATCHES, at_once=False):
+    model = est.transform(model_fn)
+    state = model.init(jax.random.key(0), *batches[0])
+    if at_once:
+        return model, model.train_loop(state, batches)[0]
+    for batch in batches:
+        state, _ = model.train_step(state, *batch)
+    return model, state
+
+
+def assert_averages(state, want, **tolerance):
+    params, averages = want
+    assert {name for name in state.variables if name.endswith(END)} == {f"{name}/{END}" for name in averages}
+    for name, value in averages.items():
+        np.testing.assert_allclose(state.variables[name], params[name], **tolerance or {"atol": 1e-6})
+        np.testing.assert_allclose(state.variables[f"{name}/{END}"], value, **tolerance or {"atol": 1e-6})
+
+
+@pytest.fixture(scope="module")
+def want():
+    return by_hand()
+
+
+# The law: the numbers of a loop of optax.
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_averages_are_those_of_a_loop_by_optax(want, order):
+    assert_averages(trained(model_of(order=order))[1], want)
+
+
+# What tf.train.ExponentialMovingAverage (TensorFlow 2.21) made of a variable that is 1, then 2, 4, 8 and 16.
+OF_TENSORFLOW = {
+    (0.9, False): [1.1, 1.3900001, 2.0510002, 3.4459004],
+    (0.2, True): [1.9, 3.6181817, 7.1236362, 14.2247276],
+}
+
+
+@pytest.mark.parametrize(("decay", "counts"), OF_TENSORFLOW)
+def test_averages_are_those_of_tensorflow(decay, counts):
+    def model_fn(features, labels, mode):
+        w = est.get_variable("w", (), initializer=jax.nn.initializers.ones)
+        ema = est.ExponentialMovingAverage(decay, est.global_step() if counts else None)
+        train_op = est.Optimizer(optax.sgd(1.0)).minimize(-jnp.mean(features * w))
+        return est.EstimatorSpec(mode, loss=w, train_op=est.group(train_op, ema.apply(est.trainable_variables())))
+
+    model = est.transform(model_fn)
+    state = model.init(jax.random.key(0), np.ones(1, np.float32))
+    for step, want in zip((1, 2, 4, 8), OF_TENSORFLOW[decay, counts], strict=True):
+        state, _ = model.train_step(state, np.full(1, step, np.float32))
+        np.testing.assert_allclose(state.variables[f"w/{END}"], want, rtol=1e-6)
+
+
+PLACEMENTS = [{"variable_distribution": each} for each in VariableDistribution] + [{"devices_per_tower": 2}]
+
+
+@pytest.mark.parametrize("options", PLACEMENTS, ids=str)
+def test_they_are_the_same_on_four_towers_wherever_variables_are(want, options):
+    replicated = replicate_model_fn(model_of(), devices=cpus(4), **options)
+    model, state = trained(replicated)
+    assert_averages(state, want, atol=2e-5)
+    for name, array in state.variables.items():
+        if name.endswith(END) and options.get("variable_distribution") == VariableDistribution.SHARDED:
+            assert array.sharding == state.variables[name.removesuffix(f"/{END}")].sharding
+
+
+def test_an_average_is_cut_over_the_devices_of_a_tower_as_its_variable_is():
+    def model_fn(features, labels, mode):
+        w = est.get_variable("w", (4, 8), partition=(None, "part"))
+        net = est.get_variable("net", lambda key: {"a": jnp.ones((8, 4))}, partition=lambda x: ("part", None))
+        loss = jnp.mean((features @ w @ net["a"]) ** 2)
+        train_op = est.group(TowerOptimizer(optax.sgd(0.1)).minimize(loss), est.ExponentialMovingAverage(0.5).apply())
+        return est.EstimatorSpec(mode, loss=loss, train_op=train_op)
+
+    replicated = replicate_model_fn(model_fn, devices=cpus(4), devices_per_tower=2)
+    variables = trained(replicated, [(X[0], None)])[1].variables
+    assert variables[f"w/{END}"].sharding == variables["w"].sharding
+    assert variables["w"].addressable_data(0).shape == (4, 4)
+    assert variables[f"net/{END}"]["a"].addressable_data(0).shape == (4, 4)
+
+
+def test_a_loop_of_steps_and_micro_batches_change_nothing(want):
+    assert_averages(trained(model_of(), at_once=True)[1], want)
+    count = model_of(
+        lambda: est.ExponentialMovingAverage(0.8, num_updates=est.global_step()),
+        lambda optimizer: TowerOptimizer(optimizer, accumulate_steps=2),
+    )
+    slower = by_hand(lambda n: min(0.8, (1 + n) / (10 + n)))
+    for towers in (1, 2):
+        state = trained(replicate_model_fn(count, devices=cpus(towers)), at_once=True)[1]
+        assert_averages(state, slower, atol=2e-5)
+
+
+@pytest.mark.parametrize("towers", [1, 4])
+def test_num_updates_makes_them_faster_in_the_beginning(towers):
+    model_fn = model_of(lambda: est.ExponentialMovingAverage(0.15, num_updates=est.global_step(), zero_debias=True))
+    want = by_hand(lambda n: min(0.15, (1 + n) / (10 + n)))
+    assert_averages(trained(replicate_model_fn(model_fn, devices=cpus(towers)))[1], want, atol=2e-5)
+
+
+def test_a_skipped_step_leaves_them_as_they_are():
+    batches = [*BATCHES[:3], (np.full_like(X[0], np.nan), Y[0]), *BATCHES[3:]]
+    model_fn = replicate_model_fn(model_of(), devices=cpus(2), on_nan="skip")
+    _, state = trained(model_fn, batches)
+    assert est.skipped_steps(state) == 1
+    assert_averages(state, by_hand(), atol=2e-5)
+
+
+def test_a_step_that_a_loss_scale_skips_leaves_them_as_they_are():
+    batches = [*BATCHES[:3], (np.full_like(X[0], np.inf), Y[0]), *BATCHES[3:]]
+    scaled = model_of(optimizer=lambda optimizer: est.Optimizer(optimizer, loss_scale=est.DynamicLossScale(2.0**4)))
+    assert_averages(trained(scaled, batches)[1], by_hand(), atol=2e-5)
+
+
+def test_with_block_sync_they_follow_the_global_variables():
+    """Which change at the end of a block; in each step of it, the averages move towards them once."""
+    ema = lambda: est.ExponentialMovingAverage(0.8, num_updates=est.global_step())  # noqa: E731
+    replicated = replicate_model_fn(model_of(ema), devices=cpus(2), block_sync=BlockSync(3))
+    model = est.transform(replicated)
+    state = model.init(jax.random.key(0), *BATCHES[0])
+    want = dict(state.variables)
+    for n, batch in enumerate(BATCHES):
+        state, _ = model.train_step(state, *batch)
+        for name in list(want):
+            if not name.endswith(END):
+                step = 1 - min(0.8, (1 + n) / (10 + n))
+                want[f"{name}/{END}"] = optax.incremental_update(state.variables[name], want[f"{name}/{END}"], step)
+    moved = [name for name in state.variables if name.endswith(END)]
+    assert len(moved) == 4
+    for name in moved:
+        np.testing.assert_allclose(state.variables[name], want[name], atol=1e-6)
+        assert not np.allclose(state.variables[name], state.variables[name.removesuffix(f"/{END}")], atol=1e-4)
+
+
+# Where they are read.
+
+
+def evaluating(**kwargs):
+    return model_of(lambda: est.ExponentialMovingAverage(0.8, eval_with_averages=True), **kwargs)
+
+
+@pytest.mark.parametrize("towers", [0, 1, 4])
+def test_evaluation_and_prediction_read_them_in_place_of_the_variables(want, towers):
+    model_fn = replicate_model_fn(evaluating(), devices=cpus(towers)) if towers else evaluating()
+    model, state = trained(model_fn)
+    assert_averages(state, want, atol=2e-5)
+    plain = est.transform(model_of())
+    instead = {f"{name}/{END}": value for name, value in want[1].items()} | want[1]
+    spec = plain.eval_step(state._replace(variables=instead), *BATCHES[0])
+    np.testing.assert_allclose(model.eval_step(state, *BATCHES[0]).loss, spec.loss, rtol=1e-4)
+    for rows in (8, 7):  # of which seven do not divide by the towers
+        predictions = model.predict_step(state, X[0][:rows]).predictions
+        np.testing.assert_allclose(predictions, spec.predictions[:rows], atol=1e-4)
+    raw = plain.eval_step(state, *BATCHES[0])
+    assert abs(raw.loss - spec.loss) > 1e-2
+
+
+@pytest.mark.slow
+def test_an_estimator_saves_them_and_exports_evaluates_and_predicts_with_them(tmp_path, want):
+    config = est.RunConfig(save_checkpoints_steps=4, seed=0)
+
+    def estimator():
+        return est.Estimator(replicate_model_fn(evaluating(), devices=cpus(2)), tmp_path / "model", config)
+
+    first = estimator().train(lambda: BATCHES[:3])
+    first.train(lambda: BATCHES[3:])
+    names = {name for name in first.get_variable_names() if name.endswith(END)}
+    assert "net/hidden/kernel/ExponentialMovingAverage" in names and len(names) == 4
+    model, state = trained(replicate_model_fn(evaluating(), devices=cpus(2)))
+    for name in names:
+        np.testing.assert_allclose(first.get_variable_value(name), state.variables[name], atol=1e-5)
+    want = model.predict_step(state, X[0]).predictions
+    for each in (first, estimator()):
+        np.testing.assert_allclose(np.stack(list(each.predict(lambda: [X[0]]))), want, atol=1e-4)
+    loss = model.eval_step(state, *BATCHES[0]).loss
+    np.testing.assert_allclose(estimator().evaluate(lambda: BATCHES[:1])["loss"], loss, rtol=1e-4)
+    exported = first.export_model(tmp_path / "exports", X[0])
+    np.testing.assert_allclose(est.load_exported(exported)(X[0])["output"], want, atol=1e-4)
+
+
+def test_average_reads_one_at_the_start_of_the_run_in_any_mode():
+    def model_fn(features, labels, mode):
+        w = est.get_variable("w", ())
+        with est.variable_scope("a", reuse=True):
+            ema = est.ExponentialMovingAverage(0.5, name="ema")
+            assert ema.average("w") is None
+            averages = ema.apply(["w"])
+            average = ema.average("w")
+            assert (ema.name, ema.average_name("w")) == ("ema", "w/ema")
+        loss = jnp.mean((features * w - labels) ** 2)
+        train_op = est.group(est.Optimizer(optax.sgd(0.1)).minimize(loss), averages)
+        return est.EstimatorSpec(mode, {"w": w * features, "average": average * features}, loss, train_op)
+
+    model, one = est.transform(model_fn), np.ones(1, np.float32)
+    state = model.init(jax.random.key(0), one, one)
+    before = state.variables
+    state, spec = model.train_step(state, one, one)
+    assert spec.predictions["average"] == before["w/ema"] == before["w"]
+    predictions = model.eval_step(state, one, one).predictions
+    assert predictions["average"] == state.variables["w/ema"] != predictions["w"]
+
+
+def test_a_getter_reads_them_as_in_tensorflow(want):
+    """The way of tf.train.ExponentialMovingAverage without a Saver: the network again, in a scope that reuses it."""
+
+    def model_fn(features, labels, mode):
+        def network():
+            hidden = est.layers.dense(features, 8, jnp.tanh, name="net/hidden")
+            return est.layers.dense(hidden, 1, name="output")
+
+        with est.variable_scope("top") as scope:
+            output = network()
+        ema = est.ExponentialMovingAverage(0.8)
+        averages = ema.apply(est.trainable_variables("top"))
+
+        def ema_getter(getter, name, **kwargs):
+            value, average = getter(name, **kwargs), ema.average(name)
+            return value if average is None else average
+
+        with est.variable_scope(scope, reuse=True, custom_getter=ema_getter):
+            smooth = network()
+        loss = est.losses.mean_squared_error(labels, output)
+        train_op = est.group(est.Optimizer(optax.adam(0.05)).minimize(loss), averages)
+        return est.EstimatorSpec(mode, {"raw": output, "smooth": smooth}, loss, train_op)
+
+    model, state = trained(model_fn)
+    predictions = model.eval_step(state, *BATCHES[0]).predictions
+    at = {name: state.variables[f"{name}/{END}"] for name in state.variables if END not in name}
+    instead = model.eval_step(state._replace(variables={**state.variables, **at}), *BATCHES[0]).predictions
+    np.testing.assert_allclose(predictions["smooth"], instead["raw"], atol=1e-6)
+    assert not np.allclose(predictions["smooth"], predictions["raw"], atol=1e-3)
+
+
+def test_averages_of_a_pytree_are_a_pytree():
+    def model_fn(features, labels, mode):
+        net = est.get_variable("net", lambda key: {"a": jnp.ones(2), "b": {"c": jnp.ones((), jnp.bfloat16)}})
+        loss = jnp.sum(net["a"]) * jnp.mean(features) + net["b"]["c"].astype(jnp.float32)
+        train_op = est.group(est.Optimizer(optax.sgd(1.0)).minimize(loss), est.ExponentialMovingAverage(0.5).apply())
+        return est.EstimatorSpec(mode, loss=loss, train_op=train_op)
+
+    _, state = trained(model_fn, [(np.ones(2, np.float32), None)])
+    average = state.variables[f"net/{END}"]
+    assert jax.tree.map(lambda x: (x.dtype.name, x.tolist()), average) == {
+        "a": ("float32", [0.5, 0.5]),
+        "b": {"c": ("bfloat16", 0.5)},
+    }
+
+
+# How they begin.
+
+
+def test_they_begin_as_the_values_of_a_warm_start_and_of_init_from_checkpoint(tmp_path):
+    np.savez(tmp_path / "a.npz", **{"net/hidden/kernel": np.full((4, 8), 3.0)})
+    settings = est.WarmStartSettings(tmp_path / "a.npz", "net/hidden/kernel")
+    est.Estimator(model_of(), tmp_path / "model", warm_start_from=settings).train(lambda: BATCHES[:1])
+    for name in ("net/hidden/kernel", f"net/hidden/kernel/{END}"):
+        np.testing.assert_array_equal(est.load_variable(tmp_path / "model" / "ckpt-0", name), np.full((4, 8), 3.0))
+
+    def model_fn(features, labels, mode):
+        spec = model_of()(features, labels, mode)
+        est.init_from_checkpoint(tmp_path / "a.npz", {"net/hidden/kernel": "net/hidden/kernel"})
+        return spec
+
+    state = est.transform(model_fn).init(jax.random.key(0), *BATCHES[0])
+    np.testing.assert_array_equal(state.variables[f"net/hidden/kernel/{END}"], np.full((4, 8), 3.0))
+
+
+def test_variables_begin_as_averages_by_variables_to_restore(tmp_path):
+    est.Estimator(model_of(), tmp_path).train(lambda: BATCHES)
+
+    def model_fn(features, labels, mode):
+        output = est.layers.dense(est.layers.dense(features, 8, name="net/hidden"), 1, name="output")
+        ema = est.ExponentialMovingAverage(0.8)
+        assert ema.variables_to_restore(["output/bias"])["output/kernel"] == "output/kernel"
+        est.init_from_checkpoint(tmp_path, ema.variables_to_restore())
+        return est.EstimatorSpec(mode, predictions=output)
+
+    state = est.transform(model_fn).init(jax.random.key(1), X[0], mode="infer")
+    for name, value in state.variables.items():
+        np.testing.assert_array_equal(value, est.load_variable(tmp_path, f"{name}/{END}"))
+
+
+# Errors.
+
+
+def test_a_train_op_without_its_half_is_an_error():
+    def with_op(choose):
+        def model_fn(features, labels, mode):
+            loss = jnp.mean(features * est.get_variable("w", ()))
+            train_op = est.Optimizer(optax.sgd(0.1)).minimize(loss)
+            averages = est.ExponentialMovingAverage(0.9).apply(est.trainable_variables())
+            return est.EstimatorSpec(mode, loss=loss, train_op=choose(train_op, averages))
+
+        return est.transform(model_fn)
+
+    fix = "`est.group(train_op, ema.apply(est.trainable_variables()))`"
+    for choose, what in (
+        (lambda a, b: b, "the optimizers ['optimizer']"),
+        (lambda a, b: a, f"the averages ['w/{END}']"),
+    ):
+        with pytest.raises(ValueError, match=f"leaves out {re.escape(what)}.*{re.escape(fix)}"):
+            with_op(choose).init(jax.random.key(0), X[0])
+
+
+def test_averages_that_a_mode_would_pass_over_are_an_error():
+    def model_fn(features, labels, mode):
+        output = features * est.get_variable("w", ())
+        if mode == est.ModeKeys.PREDICT:
+            return est.EstimatorSpec(mode, predictions=output)
+        averages = est.ExponentialMovingAverage(0.9, eval_with_averages=True).apply()
+        train_op = est.group(est.Optimizer(optax.sgd(0.1)).minimize(output.mean()), averages)
+        return est.EstimatorSpec(mode, loss=output.mean(), train_op=train_op)
+
+    message = (
+        r"averages \['w'\] in training, but in mode 'infer' `apply` is not called for them, .* before the model_fn"
+    )
+    model = est.transform(model_fn)
+    state = model.init(jax.random.key(0), X[0])
+    for _ in range(2):
+        with pytest.raises(ValueError, match=message):
+            model.predict_step(state, X[0])
+    model = est.transform(model_fn)
+    model.init(jax.random.key(0), X[0], mode="infer")
+    with pytest.raises(ValueError, match=message):
+        model.init(jax.random.key(0), X[0])
+
+
+def ema():
+    return est.ExponentialMovingAverage(0.9)
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "message"),
+    [
+        (lambda: est.ExponentialMovingAverage(1.5), ValueError, "needs a decay between 0 and 1, a number; got 1.5"),
+        (lambda: est.ExponentialMovingAverage("0.9"), ValueError, "needs a decay between 0 and 1, a number; got '0.9'"),
+        (lambda: est.ExponentialMovingAverage(0.9, X[0]), ValueError, "needs the number of updates as `num_updates`"),
+        (lambda: est.ExponentialMovingAverage(0.9, name=None), TypeError, "needs a name, a string; got None"),
+        (lambda: ema().apply("w"), TypeError, "needs a list of names of variables, such as `est.trainable_variables"),
+        (lambda: ema().apply([X]), TypeError, "For the average of a value, `est.assign` a variable"),
+        (lambda: ema().apply([]), ValueError, "got no variables to average; create them before the call"),
+        (lambda: ema().apply(["v"]), ValueError, r"\('v'\)` names no variable of this run"),
+        (lambda: ema().apply(["n"]), TypeError, "'n' holds integers or booleans, which have no average. Leave it out"),
+        (lambda: ema().apply(["w", "w"]), ValueError, "'w' has an average already, the variable 'w/Exp"),
+    ],
+)
+def test_invalid_arguments_are_errors(call, kind, message):
+    def model_fn(features, labels, mode):
+        est.get_variable("w", ())
+        est.get_variable("n", (), jnp.int32)
+        call()
+        return est.EstimatorSpec(mode, predictions=features)
+
+    with pytest.raises(kind, match=message):
+        est.transform(model_fn).init(jax.random.key(0), X[0], mode="infer")
