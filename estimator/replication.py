@@ -26,8 +26,8 @@ from estimator.core._state import BLOCK_SYNC_SLOTS
 from estimator.core._tensorflow_names import names_missing_in
 from estimator.multihost._initialize import initialize_distributed
 from estimator.optim._apply_updates import applied as apply_train_op
+from estimator.optim._finite import select
 from estimator.optim._learning_rate import rates_of
-from estimator.optim._loss_scale import select
 from estimator.optim._non_finite import NonFinitePolicy
 from estimator.optim._reinitialize import reinitialized
 from estimator.runtime._uninterrupted import compile_first

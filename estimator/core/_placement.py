@@ -26,12 +26,12 @@ class Halves(NamedTuple):
     Attributes:
       compute: `(state, features, labels) -> (spec, assigned)`, to run where the model_fn runs.
       apply: `(state, train_op, assigned) -> state`, to run where the variables are.
-      finish: `(spec, state before, state after) -> spec`.
+      finish: `(spec, state after) -> spec`.
     """
 
     compute: Callable[[State, PyTree, PyTree], tuple[PyTree, Variables]]
     apply: Callable[[State, PyTree, Variables], State]
-    finish: Callable[[PyTree, State, State], PyTree]
+    finish: Callable[[PyTree, State], PyTree]
 
 
 class Placement:

@@ -37,7 +37,8 @@ class Update:
       slots: name of this call's entry in `State.slots`.
       optimizer: whose transformation turns the gradients into updates.
       run: in which it was made.
-      non_finite: by variable name, whether a tower's gradient held an inf or a NaN; bools of shape `[towers]`.
+      non_finite: by tower, the number of the first gradient with an inf or a NaN, from 1 on in the order of names, or
+        0; floats of shape `[towers]`.
     """
 
     gradients: Gradients | None
@@ -46,7 +47,7 @@ class Update:
     slots: str = dataclasses.field(metadata={"static": True})
     optimizer: UpdatingOptimizer = dataclasses.field(metadata={"static": True})
     run: RunId = dataclasses.field(default_factory=RunId, metadata={"static": True})
-    non_finite: dict[str, jax.Array] | None = None
+    non_finite: jax.Array | None = None
 
 
 @jax.tree_util.register_dataclass

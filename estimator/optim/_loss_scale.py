@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from estimator.core._train_op import TrainOp
-from estimator.core._typing import PyTree, Slots, Variables
+from estimator.core._typing import PyTree, Slots
 
 
 class LossScaleState(NamedTuple):
@@ -88,25 +87,21 @@ class DynamicLossScale:
     def initial(self, inner: optax.OptState) -> LossScaleState:
         return LossScaleState(inner, jnp.float32(self.initial_scale), jnp.int32(0))
 
-    def checked_step(
-        self,
-        gradients: optax.Updates,
-        before: tuple[Variables, LossScaleState],
-        after: tuple[Variables, optax.OptState],
-    ) -> tuple[Variables, LossScaleState]:
-        """Variables and slots after a step; where a gradient is not finite, those before it, with a smaller scale."""
-        variables, state = before
-        good = all_finite(gradients)
-        variables, inner = select(good, after, (variables, state.inner))
-        return variables, LossScaleState(inner, *self._next(good, state))
+    def after(self, good: jax.Array, state: LossScaleState, inner: optax.OptState) -> LossScaleState:
+        """The state after a step.
 
-    def _next(self, good: jax.Array, state: LossScaleState) -> tuple[jax.Array, jax.Array]:
+        Args:
+          good: whether the gradients were finite.
+          state: before the step.
+          inner: the state of the transformation after it.
+        """
         factor = jnp.float32(self.factor)
         grows = state.good_steps + 1 >= self.growth_interval
         grown = jnp.where(jnp.isfinite(state.scale * factor), state.scale * factor, state.scale)
         after_good = jnp.where(grows, grown, state.scale)
         after_bad = jnp.maximum(state.scale / factor, jnp.float32(self.min_scale))
-        return jnp.where(good, after_good, after_bad), jnp.where(good & ~grows, state.good_steps + 1, 0)
+        good_steps = jnp.where(good & ~grows, state.good_steps + 1, 0)
+        return LossScaleState(inner, jnp.where(good, after_good, after_bad), good_steps)
 
 
 def checked(caller: str, loss_scale: object) -> DynamicLossScale | None:
@@ -134,20 +129,3 @@ def unscaled(tree: PyTree, scale: jax.Array) -> PyTree:
     """The inverse of `scaled`, of every array in a pytree."""
     with jax.numpy_dtype_promotion("standard"):
         return jax.tree.map(lambda x: (x / scale).astype(x.dtype), tree)
-
-
-def kept_if_skipped(train_op: TrainOp, assigned: Variables, variables: Variables) -> Variables:
-    """What a model_fn assigned, or the values before, where a loss scale skips an update of the same step."""
-    good = [all_finite(u.gradients) for u in train_op.updates if u.optimizer.loss_scale is not None]
-    if not good:
-        return assigned
-    return select(jnp.stack(good).all(), assigned, {name: variables[name] for name in assigned})
-
-
-def all_finite(tree: PyTree) -> jax.Array:
-    """Whether no array of a pytree holds an inf or a NaN, a bool scalar."""
-    return jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(tree)]).all()
-
-
-def select(condition: jax.Array, one: PyTree, other: PyTree) -> PyTree:
-    return jax.tree.map(lambda x, y: x if x is y else jnp.where(condition, x, y), one, other)

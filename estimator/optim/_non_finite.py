@@ -7,20 +7,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-import optax
 from absl import logging
 
 from estimator.core._frame import Frame
 from estimator.core._state import ON_NAN_SLOTS, State
-from estimator.core._train_op import TrainOp
+from estimator.core._train_op import TrainOp, Update
 from estimator.core._typing import Variables
-from estimator.optim._loss_scale import LossScaleState, all_finite, select
-
-Flags = tuple[dict[str, jax.Array], ...]
-"""For each update, whether the gradient of a variable, by its name, holds an inf or a NaN; bools."""
-
-_NONE = np.int32(2**31 - 1)
+from estimator.optim._finite import all_finite, update_if
 
 
 class NonFiniteGradientError(RuntimeError):
@@ -59,7 +52,7 @@ class NonFinitePolicy:
         self._on_nan = on_nan
 
     def watch(self, frame: Frame) -> None:
-        """Makes the run around count the steps that `mark` marks, and do with them what the policy says."""
+        """Makes the run around count the steps with a gradient that `mark` marks, and leave out what they would do."""
         if frame.declared.slot_owners.setdefault(ON_NAN_SLOTS, NonFinite) is not NonFinite:
             raise ValueError(
                 f"An optimizer must not be named {ON_NAN_SLOTS!r} where on_nan is set; give it another name."
@@ -68,60 +61,67 @@ class NonFinitePolicy:
         if frame.initializing:
             frame.slots[ON_NAN_SLOTS] = NonFinite(*(jnp.int32(0) for _ in NonFinite._fields))
 
-    def flags(self, train_op: TrainOp) -> Flags:
-        """Whether the gradients of one tower hold an inf or a NaN."""
-        return tuple(
-            {name: ~all_finite(gradient) for name, gradient in (update.gradients or {}).items()}
-            for update in train_op.updates
-        )
+    def mark(self, train_op: TrainOp, tower: jax.Array, towers: int) -> TrainOp:
+        """The train_op of one tower, with marks that are to be summed over towers.
 
-    def mark(self, train_op: TrainOp, flags: Flags) -> TrainOp:
-        """The train_op with the flags of all towers, arrays of shape `[towers]`."""
-        pairs = zip(train_op.updates, flags, strict=True)
-        updates = tuple(dataclasses.replace(update, non_finite=own) for update, own in pairs)
-        return dataclasses.replace(train_op, updates=updates)
+        They are floats, so that they share a vector with gradients and losses; a sum with zeros is exact.
+        """
+
+        def marked(update: Update) -> Update:
+            number = _first_non_finite(update)
+            marks = None if number is None else jnp.where(jnp.arange(towers) == tower, number, 0).astype(jnp.float32)
+            return dataclasses.replace(update, non_finite=marks)
+
+        return dataclasses.replace(train_op, updates=tuple(map(marked, train_op.updates)))
 
 
-def kept_if_non_finite(train_op: TrainOp, before: State, after: State) -> State:
-    """The state after a step; where a gradient was marked, the state before it, but for the counters.
+def _first_non_finite(update: Update) -> jax.Array | None:
+    """The number, from 1 on in the order of names, of the first gradient with an inf or a NaN; 0 if there is none."""
+    gradients = update.gradients or {}
+    if not gradients:
+        return None
+    good = jnp.stack([all_finite(gradients[name]) for name in sorted(gradients)])
+    beyond = len(gradients) + 1
+    return jnp.where(good, beyond, jnp.arange(1, beyond)).min() % beyond
 
-    A loss scale changes all the same: it must shrink where it makes gradients overflow.
-    """
-    names = sorted(before.variables)
-    first = _first(train_op, names)
-    if first is None:
+
+def is_good(train_op: TrainOp) -> jax.Array | None:
+    """Whether no gradient of a tower is marked, a bool scalar; None where none was looked at."""
+    marks = [update.non_finite for update in train_op.updates if update.non_finite is not None]
+    return jnp.stack([(mark == 0).all() for mark in marks]).all() if marks else None
+
+
+def counted(train_op: TrainOp, before: State, after: State) -> State:
+    """The state after a step, which counts it if a gradient was marked."""
+    good = is_good(train_op)
+    if good is None:
         return after
-    record = _record(before)
-    good = first == _NONE
-    is_first = ~good & (record.first_step == 0)
-    now = (before.global_step + 1, first // len(names), first % len(names))
-    counted = NonFinite(record.skipped + (~good).astype(jnp.int32), *select(is_first, now, tuple(record[1:])))
-    kept = {name: _with_scale(slots, after.slots[name]) for name, slots in before.slots.items()}
-    return after._replace(
-        variables=select(good, after.variables, before.variables),
-        slots={**select(good, after.slots, kept), ON_NAN_SLOTS: counted},
-    )
+
+    def with_this(record: NonFinite) -> NonFinite:
+        is_first = record.first_step == 0
+        now = (before.global_step + 1, *_first_place(train_op, sorted(before.variables)))
+        return NonFinite(record.skipped + 1, *(jnp.where(is_first, x, y) for x, y in zip(now, record[1:], strict=True)))
+
+    record = update_if(~good, with_this, _record(before))
+    return after._replace(slots={**after.slots, ON_NAN_SLOTS: record})
 
 
-def done(train_op: TrainOp, variables: Variables, learning_rates: dict[str, jax.Array]) -> TrainOp:
-    """The train_op in the spec of a finished step: whether it was skipped, and its learning rates."""
-    first = _first(train_op, sorted(variables))
-    return TrainOp(skipped=None if first is None else first != _NONE, learning_rates=learning_rates)
-
-
-def _first(train_op: TrainOp, names: list[str]) -> jax.Array | None:
-    """The first tower with a marked gradient, and in it the first variable, as one number: tower * variables +
-    variable, or `_NONE`. One reduction finds it: the marks may lie on several devices."""
-    marks = [mark for update in train_op.updates for mark in (update.non_finite or {}).items()]
-    places = [
-        jnp.where(mark, jnp.arange(mark.size, dtype=jnp.int32) * len(names) + names.index(name), _NONE)
-        for name, mark in marks
+def _first_place(train_op: TrainOp, names: list[str]) -> tuple[jax.Array, jax.Array]:
+    """The first tower with a marked gradient, and in it the first variable, an index into `names`."""
+    marks = [
+        jnp.array([len(names), *map(names.index, sorted(update.var_list))])[update.non_finite.astype(jnp.int32)]
+        for update in train_op.updates
+        if update.non_finite is not None
     ]
-    return jnp.stack(places).min() if places else None
+    first_of_towers = jnp.stack(marks).min(axis=0)
+    tower = (first_of_towers < len(names)).argmax()
+    return tower, first_of_towers[tower]
 
 
-def _with_scale(before: optax.OptState, after: optax.OptState) -> optax.OptState:
-    return after._replace(inner=before.inner) if isinstance(after, LossScaleState) else before
+def done(train_op: TrainOp, learning_rates: dict[str, jax.Array]) -> TrainOp:
+    """The train_op in the spec of a finished step: whether it was skipped, and its learning rates."""
+    good = is_good(train_op)
+    return TrainOp(skipped=None if good is None else ~good, learning_rates=learning_rates)
 
 
 def cleared(state: State) -> State:

@@ -27,7 +27,7 @@ from estimator.multihost._global_arrays import put
 from estimator.optim._apply_updates import applied
 from estimator.optim._learning_rate import rates_of
 from estimator.optim._moving_average import at_averages, check_averages_move, check_averages_read
-from estimator.optim._non_finite import cleared, done, kept_if_non_finite, raise_if_any
+from estimator.optim._non_finite import cleared, counted, done, raise_if_any
 from estimator.runtime._uninterrupted import compile_first
 from estimator.steps._deferred_merge import Deferred, is_same, merged
 from estimator.steps._gradients import has_pending, run_model_fn
@@ -243,7 +243,7 @@ class _Steps:
         """The state after a step whose gradients are known."""
         variables, slots = applied(train_op, assigned, state.variables, state.slots, state.key, state.global_step, at)
         after = State(variables, slots, state.global_step + 1, state.key)
-        return kept_if_non_finite(train_op, state, after)
+        return counted(train_op, state, after)
 
     def _pure_train(
         self, info: ModelInfo, state: State, features: Features, labels: Labels
@@ -256,7 +256,7 @@ class _Steps:
 
         spec, assigned = self._compute(info, state, features, labels, ModeKeys.TRAIN)
         after = self._apply(state, train_op_of(spec), assigned, at)
-        return after, _finished(spec, state, after)
+        return after, _finished(spec, after)
 
     # The compiled ones.
 
@@ -401,11 +401,11 @@ class _Steps:
         return self._infos[mode]
 
 
-def _finished(spec: EstimatorSpec, before: State, after: State) -> EstimatorSpec:
+def _finished(spec: EstimatorSpec, after: State) -> EstimatorSpec:
     """The spec of a step that was taken: its train_op says how, not what to do."""
     train_op = train_op_of(spec)
     rates = {**rates_of(after.slots), **train_op.learning_rates}
-    return spec.unchecked(train_op=done(train_op, before.variables, rates))
+    return spec.unchecked(train_op=done(train_op, rates))
 
 
 def _hooks(spec: EstimatorSpec) -> tuple[Sequence[Hook], Sequence[Hook]]:

@@ -99,7 +99,7 @@ class ParameterServer(OffTowerPlacement):
             if kind not in updates:
                 updates[kind] = _Update(halves.apply, (state, train_op, assigned), shardings, donate)
             after = updates[kind](state, train_op, assigned)
-            spec = halves.finish(spec, state, after)
+            spec = halves.finish(spec, after)
             rates = {n: rate.copy() for n, rate in spec.train_op.learning_rates.items()}
             return after, spec.unchecked(train_op=dataclasses.replace(spec.train_op, learning_rates=rates))
 

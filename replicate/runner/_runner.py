@@ -25,7 +25,7 @@ from replicate.runner._merge import reduce_result
 from replicate.runner._micro_batches import MicroBatches, accumulate_steps
 from replicate.runner._tower_optimizer import TowerOptimizer
 from replicate.towers._collectives import cross_tower_mean
-from replicate.towers._map import lone_tower, num_towers, tower_map
+from replicate.towers._map import lone_tower, num_towers, tower_index, tower_map
 
 Average = Callable[[Any], Any]
 """The average over towers of a denominator, or of each in a list."""
@@ -68,23 +68,25 @@ class SyncRunner(Runner):
         def tower(start: State, batch: PyTree) -> tuple[PyTree, PyTree]:
             result = self.run_tower(call, frame, start, batch, rows, scale, cross_tower_mean)
             frames.append(result.frame)
-            flags = None if self.on_nan is None else self.on_nan.flags(train_op_of(result.spec))
-            summed, per_part = split_spec(result.spec, scale)
+            spec = result.spec
+            if self.on_nan is not None:
+                spec = dataclasses.replace(
+                    spec, train_op=self.on_nan.mark(train_op_of(spec), tower_index(), num_towers())
+                )
+            summed, per_part = split_spec(spec, scale)
             gradients = None
             if not sums_here:
                 train_op = train_op_of(summed)
                 gradients = train_op.gradients()
                 summed = dataclasses.replace(summed, train_op=train_op.without_gradients())
             summed, written = reduce_result(summed, result, start.variables, self.ops)
-            return (summed, written), (per_part, gradients, flags)
+            return (summed, written), (per_part, gradients)
 
-        (spec, written), (per_part, gradients, flags) = tower_map(tower, self.devices)(start_of(frame), batch)
+        (spec, written), (per_part, gradients) = tower_map(tower, self.devices)(start_of(frame), batch)
         train_op = train_op_of(spec)
         if gradients is not None:
             train_op = train_op.with_gradients(gradients)
         train_op = self.placement.to_update(train_op)
-        if self.on_nan is not None:
-            train_op = self.on_nan.mark(train_op, flags)
         frame.adopt_names(frames[-1])
         frame.writes.assigned.update(written)
         merged = self.merge_parts(per_part, len(self.devices))

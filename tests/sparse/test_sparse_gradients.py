@@ -218,6 +218,19 @@ def test_nothing_of_the_size_of_the_table_is_computed(towers, optimizer):
     assert "multiply" in operations and "broadcast" in operations
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("towers", [1, 2])
+@pytest.mark.usefixtures("users_compiler")
+def test_steps_that_may_be_skipped_compute_nothing_of_that_size_either(towers):
+    """Neither where gradients are inf or NaN, nor where a loss scale made them so: rows are put back as they were."""
+    rows = 7919
+    optimizer = est.Optimizer(est.lazy(optax.adam(0.1)), loss_scale=est.DynamicLossScale())
+    model_fn = words_model_fn(lambda name: sparse(name, (rows, WIDTH)), optimizer)
+    operations, sums = whole_tables(replicate_model_fn(model_fn, devices=cpus(towers), on_nan="skip"), rows)
+    assert operations == {"scatter", "fusion"}
+    assert sums == ([] if towers == 1 else ["4"])  # the loss, twice, and a mark for each tower
+
+
 # Where the gradient is dense.
 
 
