@@ -101,6 +101,10 @@ class Placement:
         """Arrays, whole on every device."""
         return tree
 
+    def to_read(self, variables: Tree) -> Tree:
+        """Variables, as the model_fn reads them."""
+        return variables
+
     def to_update(self, train_op: Tree) -> Tree:
         """Summed gradients, as the optimizer takes them."""
         return train_op

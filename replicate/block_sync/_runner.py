@@ -32,7 +32,7 @@ from estimator.typing import PyTree, Slots, Variables
 from replicate.block_sync._averaging import BlockAverage, BlockState
 from replicate.block_sync._block_sync import BlockSync
 from replicate.placement._mirrored import MirroredPlacement
-from replicate.runner._base import Call, start_of
+from replicate.runner._base import Call
 from replicate.runner._runner import SyncRunner
 from replicate.towers._map import TOWER_AXIS, tower_map
 
@@ -179,9 +179,9 @@ class BlockSyncRunner(SyncRunner):
 
         in_one_tower = tower_map(tower, self.devices[:1])
         if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
-            in_one_tower(start_of(frame), batch)  # whoever turns jit off wants to look at values
+            in_one_tower(self.start_of(frame), batch)  # whoever turns jit off wants to look at values
         else:
-            jax.eval_shape(in_one_tower, start_of(frame), batch)
+            jax.eval_shape(in_one_tower, self.start_of(frame), batch)
         return names
 
     def train(self, call: Call, frame: Frame, batch: PyTree, rows: int) -> EstimatorSpec:
@@ -195,7 +195,7 @@ class BlockSyncRunner(SyncRunner):
             frames.append(after)
             return (step.bare, step.variables, step.outer), (step.local, step.per_tower, step.merged_later, step.rates)
 
-        shared = _Shared(start_of(frame)._replace(slots={}), block.outer, block.steps, block.since)
+        shared = _Shared(self.start_of(frame)._replace(slots={}), block.outer, block.steps, block.since)
         local = _Local(block.copies, block.own, optimizers)
         (bare, variables, outer), of_towers = tower_map(tower, self.devices)(shared, (local, batch))
         local, (predictions, exports), merged_later, rates = of_towers

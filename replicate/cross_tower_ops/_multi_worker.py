@@ -10,7 +10,8 @@ import jax
 
 from replicate.cross_tower_ops._algorithms import all_reduce, check_algorithm
 from replicate.cross_tower_ops._all_reduce import AllReduce
-from replicate.cross_tower_ops._packers import at_least, concatenate, cut
+from replicate.cross_tower_ops._packers import at_least, cut
+from replicate.towers._packing import pack
 
 
 class _Spec(NamedTuple):
@@ -66,8 +67,8 @@ class MultiWorkerAllReduce(AllReduce):
         for spec, smaller in zip(self._spec, [-1, *(spec.limit for spec in self._spec)], strict=False):
             positions = [i for i, array in enumerate(arrays) if smaller < array.nbytes <= spec.limit]
             mine = [arrays[i] for i in positions]
-            packs = [cut(pack, spec.shards) for pack in self._packer.pack(mine)]
-            totals = [concatenate([all_reduce(shard, spec.algorithm) for shard in pack]) for pack in packs]
+            packs = [cut(vector, spec.shards) for vector in self._packer.pack(mine)]
+            totals = [pack([all_reduce(shard, spec.algorithm) for shard in shards]) for shards in packs]
             for i, total in zip(positions, self._packer.unpack(totals, mine), strict=True):
                 sums[i] = total
         return sums

@@ -13,6 +13,8 @@ from collections.abc import Iterable, Sequence
 import jax
 import jax.numpy as jnp
 
+from replicate.towers._packing import by_dtype, pack, unpack
+
 
 class Packer(abc.ABC):
     """Packs arrays into vectors, and unpacks them; keeps nothing from one call to the next."""
@@ -25,7 +27,7 @@ class Packer(abc.ABC):
 
     def pack(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
         """Vectors that hold all elements of the arrays."""
-        vectors = (concatenate([arrays[i].ravel() for i in group]) for group in self.groups(arrays))
+        vectors = (pack([arrays[i] for i in group]) for group in self.groups(arrays))
         return [piece for vector in vectors for piece in cut(vector, self.num_packs)]
 
     def unpack(self, packs: Iterable[jax.Array], arrays: Sequence[jax.Array]) -> list[jax.Array]:
@@ -37,10 +39,10 @@ class Packer(abc.ABC):
         """
         unpacked, left = list(arrays), iter(packs)
         for group in self.groups(arrays):
-            ends = list(itertools.accumulate(arrays[i].size for i in group))
-            vector = concatenate(list(itertools.islice(left, _pieces(ends[-1], self.num_packs))))
-            for i, end in zip(group, ends, strict=True):
-                unpacked[i] = vector[end - arrays[i].size : end].reshape(arrays[i].shape)
+            size = sum(arrays[i].size for i in group)
+            vector = pack(list(itertools.islice(left, _pieces(size, self.num_packs))))
+            for i, array in zip(group, unpack(vector, [arrays[i].shape for i in group]), strict=True):
+                unpacked[i] = array
         return unpacked
 
 
@@ -66,7 +68,7 @@ class ConcatAndSplitPacker(Packer):
         self.num_packs = at_least(1, "ConcatAndSplitPacker", "num_packs", num_packs)
 
     def groups(self, arrays: Sequence[jax.Array]) -> list[list[int]]:
-        return _by_dtype(arrays)
+        return by_dtype(arrays, reversed(range(len(arrays))))
 
 
 class AggregateSmallTensorPacker(Packer):
@@ -94,7 +96,7 @@ class AggregateSmallTensorPacker(Packer):
             return arrays[i].nbytes <= self.max_bytes
 
         groups: list[list[int]] = []
-        for mine in _by_dtype(arrays):
+        for mine in by_dtype(arrays, reversed(range(len(arrays)))):
             for small, run in itertools.groupby(mine, is_small):
                 positions, size = list(run), self.max_group if small else 1
                 groups.extend(positions[begin : begin + size] for begin in range(0, len(positions), size))
@@ -107,10 +109,6 @@ def cut(vector: jax.Array, pieces: int) -> list[jax.Array]:
     return [vector] if count == 1 else jnp.array_split(vector, count)
 
 
-def concatenate(vectors: list[jax.Array]) -> jax.Array:
-    return vectors[0] if len(vectors) == 1 else jnp.concatenate(vectors)
-
-
 def at_least(least: int, caller: str, name: str, value: int) -> int:
     """The value, if it is an integer of at least `least`; else raises a ValueError."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
@@ -120,11 +118,3 @@ def at_least(least: int, caller: str, name: str, value: int) -> int:
 
 def _pieces(size: int, pieces: int) -> int:
     return max(1, min(size, pieces))
-
-
-def _by_dtype(arrays: Sequence[jax.Array]) -> list[list[int]]:
-    """The positions of the arrays of each dtype, last first."""
-    groups: dict[jnp.dtype, list[int]] = {}
-    for i in reversed(range(len(arrays))):
-        groups.setdefault(arrays[i].dtype, []).append(i)
-    return list(groups.values())

@@ -12,7 +12,9 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from estimator import State
 from estimator.replication import Placement
 from estimator.typing import Shardings, Tree
+from replicate.towers._collectives import gather_pieces
 from replicate.towers._map import TOWER_AXIS, tower_mesh
+from replicate.towers._packing import SMALL
 
 
 class OneDevicePlacement(Placement):
@@ -97,13 +99,32 @@ class ShardedPlacement(MirroredPlacement):
     kind = "sharded"
 
     def state(self, like: State) -> Shardings:
-        return jax.tree.map(self._cut, like)
+        return jax.tree.map(lambda array: NamedSharding(self._mesh, _spec(self._axis(array))), like)
 
-    def _cut(self, array: jax.ShapeDtypeStruct) -> NamedSharding:
-        for axis, size in enumerate(array.shape):
-            if size % self._mesh.size == 0:
-                return NamedSharding(self._mesh, PartitionSpec(*[None] * axis, TOWER_AXIS))
-        return NamedSharding(self._mesh, PartitionSpec())
+    def to_read(self, variables: Tree) -> Tree:
+        """Small arrays are gathered together; others each by a collective that XLA inserts."""
+        leaves, structure = jax.tree.flatten(variables)
+        axes = [self._axis(leaf) for leaf in leaves]
+        small = [i for i, leaf in enumerate(leaves) if axes[i] is not None and leaf.nbytes < SMALL * self._mesh.size]
+        specs = [_spec(axes[i]) for i in small]
+        gather = jax.shard_map(
+            lambda pieces: gather_pieces(pieces, [axes[i] for i in small]),  # type: ignore[misc]
+            mesh=self._mesh,
+            in_specs=(specs,),
+            out_specs=PartitionSpec(),
+            check_vma=False,
+        )
+        for i, whole in zip(small, gather([leaves[i] for i in small]), strict=True):
+            leaves[i] = whole
+        return jax.tree.unflatten(structure, leaves)
+
+    def _axis(self, array: Any) -> int | None:
+        """The dimension along which an array is cut; None: nowhere."""
+        return next((axis for axis, size in enumerate(array.shape) if size % self._mesh.size == 0), None)
+
+
+def _spec(axis: int | None) -> PartitionSpec:
+    return PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, TOWER_AXIS)
 
 
 def _is_global(x: Any) -> bool:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-_SMALL = 2**16  # bytes; larger arrays go by themselves, since packing copies them
+from replicate.towers._packing import SMALL, pack, unpack
 
 
 def transfer(arrays: Sequence[jax.Array], targets: Sequence[Any], lead: int = 0) -> list[jax.Array]:
@@ -33,7 +30,7 @@ def transfer(arrays: Sequence[jax.Array], targets: Sequence[Any], lead: int = 0)
     for i, (array, target) in enumerate(zip(arrays, targets, strict=True)):
         source = getattr(array, "sharding", None)  # a numpy array has none
         if source != target:  # else it is there already
-            is_packed = array.nbytes < _SMALL and not jnp.issubdtype(array.dtype, jax.dtypes.extended)
+            is_packed = array.nbytes < SMALL and not jnp.issubdtype(array.dtype, jax.dtypes.extended)
             groups.setdefault((source, target, array.dtype) if is_packed else i, []).append(i)
     alone = [i for mine in groups.values() if len(mine) == 1 for i in mine]
     for i, array in zip(alone, jax.device_put([arrays[i] for i in alone], [targets[i] for i in alone]), strict=True):
@@ -41,19 +38,11 @@ def transfer(arrays: Sequence[jax.Array], targets: Sequence[Any], lead: int = 0)
     for mine in groups.values():
         if len(mine) > 1:
             packed = jax.device_put(_pack([arrays[i] for i in mine], lead), targets[mine[0]])
-            parts = _unpack(packed, tuple(arrays[i].shape for i in mine), lead)
+            parts = _unpack(packed, tuple(arrays[i].shape[lead:] for i in mine))
             for i, array in zip(mine, parts, strict=True):
                 moved[i] = array
     return moved
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _pack(arrays: list[jax.Array], lead: int) -> jax.Array:
-    return jnp.concatenate([x.reshape(*x.shape[:lead], -1) for x in arrays], axis=lead)
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _unpack(packed: jax.Array, shapes: tuple[tuple[int, ...], ...], lead: int) -> list[jax.Array]:
-    sizes = [math.prod(shape[lead:]) for shape in shapes]
-    ends = itertools.accumulate(sizes)
-    return [packed[..., end - size : end].reshape(shape) for size, end, shape in zip(sizes, ends, shapes, strict=True)]
+_pack = jax.jit(pack, static_argnums=1)
+_unpack = jax.jit(unpack, static_argnums=1)

@@ -55,15 +55,14 @@ class Runner(abc.ABC):
     def merge_parts(self, per_part: PerPart, towers: int) -> PerPart:
         return merge_parts(per_part._replace(metrics=self.placement.to_merge(per_part.metrics)), towers)
 
+    def start_of(self, frame: Frame) -> State:
+        """The state that all towers of a run start from."""
+        return State(self.placement.to_read(frame.variables), frame.slots, frame.global_step, frame.key)
+
     def readable(self, spec: EstimatorSpec) -> EstimatorSpec:
         """The spec with what every process reads whole in each."""
         metrics, reported = self.placement.whole_in_each((spec.eval_metric_ops, spec.reported))
         return dataclasses.replace(spec, eval_metric_ops=metrics, reported=reported)
-
-
-def start_of(frame: Frame) -> State:
-    """The state that all towers of a run start from."""
-    return State(frame.variables, frame.slots, frame.global_step, frame.key)
 
 
 def tower_frame(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -10,7 +11,7 @@ import jax
 from estimator import EstimatorSpec, State
 from estimator.replication import Frame, check_rows, concatenate_specs, is_sparse, join_spec, run_model_fn, split_spec
 from estimator.typing import PyTree
-from replicate.runner._base import Call, Runner, start_of, tower_frame
+from replicate.runner._base import Call, Runner, tower_frame
 from replicate.runner._merge import all_reduce
 from replicate.towers._collectives import cross_tower_mean
 from replicate.towers._map import lone_tower, tower_map
@@ -72,6 +73,10 @@ class Evaluation:
     batch: PyTree
     rows: int
 
+    @functools.cached_property
+    def _start(self) -> State:
+        return self.runner.start_of(self.frame)
+
     def spec(self) -> EstimatorSpec:
         """The merged spec. Where a loss is within a loop or a branch, its denominator cannot be carried from one run
         into the next: then one tower takes all rows."""
@@ -127,5 +132,5 @@ class Evaluation:
         is_even = towers == len(runner.devices)
         mapped = tower_map(tower, part.devices) if is_even else lone_tower(tower, runner.devices)
         rows = jax.tree.map(lambda x: take_rows(x, part.begin, part.size), self.batch, is_leaf=is_sparse)
-        (summed, denominators), per_part = mapped(start_of(self.frame), rows)
+        (summed, denominators), per_part = mapped(self._start, rows)
         return _Result(join_spec(summed, runner.merge_parts(per_part, towers)), denominators, frames[-1])

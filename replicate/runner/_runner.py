@@ -19,7 +19,7 @@ from estimator.replication import (
     train_op_of,
 )
 from estimator.typing import PyTree
-from replicate.runner._base import Call, Runner, start_of, tower_frame
+from replicate.runner._base import Call, Runner, tower_frame
 from replicate.runner._evaluation import Evaluation
 from replicate.runner._merge import reduce_result
 from replicate.runner._micro_batches import MicroBatches, accumulate_steps
@@ -82,7 +82,7 @@ class SyncRunner(Runner):
             summed, written = reduce_result(summed, result, start.variables, self.ops)
             return (summed, written), (per_part, gradients)
 
-        (spec, written), (per_part, gradients) = tower_map(tower, self.devices)(start_of(frame), batch)
+        (spec, written), (per_part, gradients) = tower_map(tower, self.devices)(self.start_of(frame), batch)
         train_op = train_op_of(spec)
         if gradients is not None:
             train_op = train_op.with_gradients(gradients)

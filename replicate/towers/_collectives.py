@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 
 from estimator.typing import Tree
 from replicate.towers._map import TOWER_AXIS, num_towers, one_sum
+from replicate.towers._packing import by_dtype, pack, unpack
 
 
 def cross_tower_sum(x: Tree) -> Tree:
@@ -22,9 +25,12 @@ def cross_tower_sum(x: Tree) -> Tree:
         return x
     leaves, structure = jax.tree.flatten(x)
     leaves = [jnp.asarray(leaf) for leaf in leaves]
-    for dtype in {leaf.dtype: None for leaf in leaves}:
-        mine = [i for i, leaf in enumerate(leaves) if leaf.dtype == dtype]
-        for i, total in zip(mine, _packed_sum([leaves[i] for i in mine]), strict=True):
+    for mine in by_dtype(leaves, range(len(leaves))):
+        if len(mine) == 1:  # in its own shape: it may be cut over the devices of a tower
+            leaves[mine[0]] = one_sum(leaves[mine[0]])
+            continue
+        sums = one_sum(pack([leaves[i] for i in mine]))
+        for i, total in zip(mine, unpack(sums, [leaves[i].shape for i in mine]), strict=True):
             leaves[i] = total
     return jax.tree.unflatten(structure, leaves)
 
@@ -59,15 +65,21 @@ def cross_tower_concatenate(x: Tree) -> Tree:
     return jax.tree.map(lambda leaf: jax.lax.all_gather(leaf, TOWER_AXIS, tiled=True), x)
 
 
-def _packed_sum(leaves: list[jax.Array]) -> list[jax.Array]:
-    if len(leaves) == 1:
-        return [one_sum(leaves[0])]
-    packed = one_sum(jnp.concatenate([leaf.ravel() for leaf in leaves]))
-    sums, start = [], 0
-    for leaf in leaves:
-        sums.append(packed[start : start + leaf.size].reshape(leaf.shape))
-        start += leaf.size
-    return sums
+def gather_pieces(pieces: Sequence[jax.Array], axes: Sequence[int]) -> list[jax.Array]:
+    """Arrays that are cut over the towers, whole in each: one collective per dtype.
+
+    Args:
+      pieces: this tower's.
+      axes: the dimension along which each array is cut.
+    """
+    whole = list(pieces)
+    for mine in by_dtype(pieces, range(len(pieces))):
+        packed = jax.lax.all_gather(pack([pieces[i] for i in mine]), TOWER_AXIS)
+        for i, parts in zip(mine, unpack(packed, [pieces[i].shape for i in mine]), strict=True):
+            shape = list(pieces[i].shape)
+            shape[axes[i]] *= len(parts)
+            whole[i] = jnp.moveaxis(parts, 0, axes[i]).reshape(shape)
+    return whole
 
 
 def towers_of_processes() -> list[list[int]]:
