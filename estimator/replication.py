@@ -26,7 +26,7 @@ from estimator.core._state import BLOCK_SYNC_SLOTS
 from estimator.core._tensorflow_names import names_missing_in
 from estimator.multihost._initialize import initialize_distributed
 from estimator.optim._apply_updates import applied as apply_train_op
-from estimator.optim._finite import select
+from estimator.optim._finite import select, update_if
 from estimator.optim._learning_rate import rates_of
 from estimator.optim._non_finite import NonFinitePolicy
 from estimator.optim._reinitialize import reinitialized
@@ -91,5 +91,6 @@ __all__ = [
     "select",
     "split_spec",
     "train_op_of",
+    "update_if",
     "with_shape",
 ]

@@ -19,7 +19,7 @@ def select(condition: jax.Array, one: PyTree, other: PyTree) -> PyTree:
     return jax.tree.map(lambda x, y: x if x is y else jnp.where(condition, x, y), one, other)
 
 
-def update_if(condition: jax.Array | None, update: Callable[[Tree], Tree], before: Tree) -> Tree:
+def update_if(condition: jax.Array | None, update: Callable[[Tree], Tree], before: Tree, always: bool = False) -> Tree:
     """`update(before)`, in the dtypes of `before`; where the condition does not hold, `before` as it is.
 
     On CPU devices it is a branch: with a choice between old and new values, XLA computes them together, into copies of
@@ -28,6 +28,8 @@ def update_if(condition: jax.Array | None, update: Callable[[Tree], Tree], befor
 
     Args:
       condition: bool scalar; None: it holds.
+      always: whether it always holds, though XLA does not see that; so that there is a branch on CPU devices, and
+        nothing to choose elsewhere.
     """
     if condition is None:
         return update(before)
@@ -37,5 +39,5 @@ def update_if(condition: jax.Array | None, update: Callable[[Tree], Tree], befor
 
     return jax.lax.platform_dependent(
         cpu=lambda: jax.lax.cond(condition, updated, lambda: before),
-        default=lambda: select(condition, updated(), before),
+        default=updated if always else lambda: select(condition, updated(), before),
     )

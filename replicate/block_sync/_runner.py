@@ -24,9 +24,9 @@ from estimator.replication import (
     merge_stacked_reports,
     rates_of,
     run_model_fn,
-    select,
     split_spec,
     train_op_of,
+    update_if,
 )
 from estimator.typing import PyTree, Slots, Variables
 from replicate.block_sync._averaging import BlockAverage, BlockState
@@ -257,7 +257,12 @@ class BlockSyncRunner(SyncRunner):
         _check_own(own, [n for n in (*copies, *own) if not trainable[n] and n not in self.block_sync.sync])
         spec, per_part = split_spec(result.spec, scale)
         train_op = train_op_of(spec)
-        moved, slots = apply_train_op(train_op, written, before, local.slots, state.key, state.global_step, train_op_at)
+
+        def updated(start: tuple[Variables, Slots]) -> tuple[Variables, Slots]:
+            return apply_train_op(train_op, written, *start, state.key, state.global_step, train_op_at)
+
+        # A condition for its branch: with that, XLA on CPUs copies no variable and no slot (else as many as there are).
+        moved, slots = update_if(steps >= 0, updated, (before, local.slots), always=True)
         rates = rates_of(slots)
         warmup = self.block_sync.warmup_steps
         average = BlockAverage(
@@ -326,7 +331,7 @@ class BlockSyncRunner(SyncRunner):
 
 def _replaced_where(condition: jax.Array, variables: Variables, copies: Variables) -> Variables:
     """The variables instead of their copies, where the condition holds."""
-    return {name: select(condition, variables[name], copy) for name, copy in copies.items()}
+    return update_if(condition, lambda copies: {name: variables[name] for name in copies}, copies)
 
 
 def _of_this_tower(denominators: PyTree) -> PyTree:

@@ -135,12 +135,31 @@ def test_a_block_has_one_all_reduce_per_dtype_and_its_steps_none(block_steps):
     assert set(by_computation.pop("ENTRY")) == {("all-gather", "f32")}
     ((name, at_the_end_of_a_block),) = by_computation.items()
     assert sorted(at_the_end_of_a_block) == [("all-reduce", "f32"), ("all-reduce", "s32")]
-    assert name in re.search(r" conditional\(.*branch_computations={(.*?)}", text)[1].split(", ")
+    assert name in ", ".join(re.findall(r" conditional\(.*branch_computations={(.*?)}", text)).split(", ")
     synchronous = est.transform(replicate_model_fn(counting_model_fn, devices=cpus(4)))
     state = synchronous.init(jax.random.key(0), X[0], Y[0])
     loop = jax.jit(lambda state, *batches: synchronous.train_loop(state, batches))
     by_computation = collectives(loop.lower(state, X[:8], Y[:8]).compile().as_text())
     assert by_computation.keys() - {"ENTRY"}  # those of every step
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("users_compiler")
+def test_a_step_within_a_block_copies_no_variable_and_no_slot():
+    x, y = np.zeros((8, 8, 61), np.float32), np.zeros((8, 8, 61), np.float32)
+
+    def model_fn(features, labels, mode):
+        w, v = est.get_variable("w", (61, 61)), est.get_variable("v", (61, 61))
+        loss = jnp.mean((jnp.tanh(features @ w) @ v - labels) ** 2)
+        train_op = TowerOptimizer(optax.sgd(0.1, momentum=0.9)).minimize(loss)
+        return est.EstimatorSpec(mode, loss=loss, train_op=train_op)
+
+    model = est.transform(replicate_model_fn(model_fn, devices=cpus(2), block_sync=BlockSync(8)))
+    state = model.abstract_init(x[0], y[0])
+    text = jax.jit(model.train_loop, donate_argnums=0).lower(state, (x, y)).compile().as_text()
+    [step] = [computation for computation in text.split("\n\n") if " conditional(" in computation]
+    assert len(re.findall(r"f32\[61,61\]\S* (?:dot|fusion)\(", step)) >= 2  # the gradients
+    assert not re.findall(r"61,61\]\S* copy\(", step)
 
 
 def test_programs_are_traced_once_and_changes_of_the_spec_are_kept(tmp_path):
