@@ -22,7 +22,7 @@ from jax.tree_util import DictKey
 from estimator import EstimatorSpec, State, TrainOp
 from estimator.replication import Halves, OffTowerPlacement, Placement, compile_first, is_slices, joined
 from estimator.typing import Features, Labels, PyTree, Read, Shardings, Step, Tree
-from replicate.placement._transfer import transfer
+from replicate.placement._transfer import Packed, joined_parcels, packed_by_source, transfer
 
 
 class ParameterServer(OffTowerPlacement):
@@ -68,22 +68,32 @@ class ParameterServer(OffTowerPlacement):
             if is_new:
                 traced, shape = _trace(step, args)
                 run, taken = _pruned(traced, [True] * len(traced.jaxpr.outvars))
-                programs[kind] = jax.jit(run), taken, jax.tree.structure(shape)
+                programs[kind] = jax.jit(_of_parcels(run)), taken, jax.tree.structure(shape)
             program, taken, result = programs[kind]
             of_state = len(jax.tree.leaves(state))
-            read = [leaves[i] for i in taken if i < of_state]
-            moved = transfer(read, [self.state_to_read(state)] * len(read))
+            parcels = packed_by_source([leaves[i] for i in taken if i < of_state], self.state_to_read(state))
             batch = [leaves[i] for i in taken if i >= of_state]
             if is_new:
-                compile_first(program, *moved, *batch)
-            return jax.tree.unflatten(result, program(*moved, *batch))
+                compile_first(program, parcels, *batch)
+            return jax.tree.unflatten(result, program(parcels, *batch))
 
         return call
 
     def compile_step(self, step: Step, halves: Halves, like: State, donate: bool) -> Step:
         del step
-        read = self.compile_read(halves.compute)
         shardings = self.state(like)
+        homes = {name: jax.tree.leaves(home)[0] for name, home in shardings.variables.items()}
+
+        def compute(*args: Any) -> tuple[EstimatorSpec, PyTree, list[Packed]]:
+            spec, assigned = halves.compute(*args)
+            gradients = spec.train_op.gradients()
+            bare = spec.unchecked(train_op=spec.train_op.without_gradients())
+            return bare, assigned, [_packed_for(home, homes, gradients) for home in self._homes]
+
+        def apply(state: State, train_op: TrainOp, assigned: PyTree, parcels: list[Packed]) -> State:
+            return halves.apply(state, train_op.with_gradients(_summed(parcels)), assigned)
+
+        read = self.compile_read(compute)
         updates: dict[Any, _Update] = {}
 
         def several(state: State, features: Features, labels: Labels) -> tuple[State, EstimatorSpec]:
@@ -93,12 +103,12 @@ class ParameterServer(OffTowerPlacement):
                     "within another one (`jax.jit`, `jax.lax.scan`). Call it outside, or use "
                     "VariableDistribution.MIRRORED or SHARDED."
                 )
-            spec, assigned = read(state, features, labels)
-            train_op = _sum_gradients(spec.train_op, shardings.variables)
-            kind = tuple(leaf.shape for leaf in jax.tree.leaves(train_op))  # slices are as many as the batch has ids
+            spec, assigned, parcels = read(state, features, labels)
+            step = spec.train_op, assigned, parcels
+            kind = tuple(leaf.shape for leaf in jax.tree.leaves(step))  # slices are as many as the batch has ids
             if kind not in updates:
-                updates[kind] = _Update(halves.apply, (state, train_op, assigned), shardings, donate)
-            after = updates[kind](state, train_op, assigned)
+                updates[kind] = _Update(apply, (state, *step), shardings, donate)
+            after = updates[kind](state, *step)
             spec = halves.finish(spec, after)
             rates = {n: rate.copy() for n, rate in spec.train_op.learning_rates.items()}
             return after, spec.unchecked(train_op=dataclasses.replace(spec.train_op, learning_rates=rates))
@@ -106,34 +116,29 @@ class ParameterServer(OffTowerPlacement):
         return several
 
 
-def _sum_gradients(train_op: TrainOp, homes: dict[str, PyTree]) -> TrainOp:
-    """The gradients of shape `[towers, ...]`, moved to the devices of their variables and summed there."""
-    home = {name: jax.tree.leaves(shardings)[0] for name, shardings in homes.items()}
-    gradients = [dict(update.gradients or {}) for update in train_op.updates]
-    leaves, structure = jax.tree.flatten(gradients)
-    places = jax.tree.leaves(
-        [{n: jax.tree.map(lambda _, n=n: home[n], g) for n, g in own.items()} for own in gradients]
-    )
-    gradients = jax.tree.unflatten(structure, transfer(leaves, places, lead=1))
-    by_home: dict[Any, list[tuple[int, str]]] = {}
-    for i, own in enumerate(gradients):
-        for name in own:
-            by_home.setdefault(home[name], []).append((i, name))
-    for mine in by_home.values():
-        sums = _sum_over_towers([gradients[i][name] for i, name in mine])
-        for (i, name), total in zip(mine, sums, strict=True):
-            gradients[i][name] = total
-    updates = zip(train_op.updates, gradients, strict=True)
-    return dataclasses.replace(
-        train_op, updates=tuple(dataclasses.replace(update, gradients=own) for update, own in updates)
-    )
+def _packed_for(home: Any, homes: dict[str, Any], gradients: list[dict[str, PyTree]]) -> Packed:
+    """The gradients, of shape `[towers, ...]`, of the variables that are at home there."""
+    return Packed.of([{name: g for name, g in own.items() if homes[name] == home} for own in gradients], lead=1)
 
 
-@jax.jit
-def _sum_over_towers(stacked: PyTree) -> PyTree:
-    """The slices of a sparse gradient are concatenated, tower after tower, not summed."""
+def _summed(parcels: list[Packed]) -> list[dict[str, PyTree]]:
+    """The sums over towers of each update; the slices of a sparse gradient are concatenated, tower after tower."""
 
-    return jax.tree.map(lambda x: joined(x) if is_slices(x) else x.sum(0, dtype=x.dtype), stacked, is_leaf=is_slices)
+    def total(x: Any) -> Any:
+        return joined(x) if is_slices(x) else x.sum(0, dtype=x.dtype)
+
+    of_homes = [jax.tree.map(total, packed.tree(), is_leaf=is_slices) for packed in parcels]
+    return [{name: g for own in of_update for name, g in own.items()} for of_update in zip(*of_homes, strict=True)]
+
+
+def _of_parcels(run: Callable[..., Any]) -> Callable[..., Any]:
+    """The function of arrays, given the first of them in parcels."""
+
+    def program(parcels: list[Packed], *rest: jax.Array) -> Any:
+        arrays = joined_parcels([packed.tree() for packed in parcels])
+        return run(*(arrays[i] for i in range(len(arrays))), *rest)
+
+    return program
 
 
 class _Update:
@@ -162,7 +167,7 @@ class _Update:
 
     def __call__(self, *args: Any) -> State:
         leaves = jax.tree.leaves(args)
-        ready = [transfer([leaves[i] for i in taken], [home] * len(taken)) for home, _, taken in self._programs]
+        ready = [transfer([leaves[i] for i in taken], home) for home, _, taken in self._programs]
         new: list[Any] = [None] * len(self._homes)
         for (home, program, _), mine in zip(self._programs, ready, strict=True):
             if self._is_new:
