@@ -8,6 +8,10 @@ Two models trained by adam, one of many small variables (200 of [32, 32]) and on
 What is timed is `train_step` of `est.transform(..., donate=True)`, at most two steps in flight. All distributions get
 the same batch, in one process, in an order that turns from round to round; the time is the median over rounds, the
 ratio the median of the rounds' ratios. The bytes are variables and optimizer slots on the device with the most.
+
+What remains of the ratio of SHARED_* are programs and transfers, one after another, where MIRRORED has one program:
+for each device of variables one that packs them, a transfer to the towers, and one that updates them after a transfer
+of the gradients, which jax makes by way of the host (its copy of an array of several devices to one waits for it).
 """
 
 import argparse
