@@ -107,7 +107,7 @@ def test_numbers_that_are_not_finite_are_shown(tmp_path, capsys):
     [
         (["{}", "--diff", "10", "7"], "There is no checkpoint of step 7; there are checkpoints of steps 10, 20."),
         (["{}/none"], "There is no directory '{}/none'. Give the `model_dir` of an Estimator."),
-        (["{}/ckpt-10/d"], "There is no checkpoint in '{}/ckpt-10/d'."),
+        (["{}/ckpt-10/arrays"], "There is no checkpoint in '{}/ckpt-10/arrays'."),
     ],
 )
 def test_what_is_not_there_is_one_line(model_dir, arguments, message):

@@ -42,7 +42,6 @@ class AsyncSave:
         copied = threading.Event()
 
         def call() -> None:
-            _give_way()
             try:
                 write(copied.set)
             finally:
@@ -79,9 +78,9 @@ class AsyncSave:
         give_up(self._work)
 
 
-def _give_way() -> None:
-    """Lets threads that compute come before this one, and before those that it starts; elsewhere than on Linux this
-    would be for the whole process."""
+def give_way() -> None:
+    """Lets threads that compute come before the calling one, and those that it starts. Elsewhere than on Linux it does
+    nothing: that would be for the whole process."""
     if sys.platform == "linux":
         thread = threading.get_native_id()
         os.setpriority(os.PRIO_PROCESS, thread, min(os.getpriority(os.PRIO_PROCESS, thread) + _NICENESS, 19))

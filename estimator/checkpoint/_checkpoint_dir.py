@@ -1,16 +1,27 @@
-"""One checkpoint as a directory: whether it is whole, when it was written, and who may read or remove it."""
+"""One checkpoint as a directory, `<model_dir>/ckpt-<step>`: what is noted in it, and who may remove it.
+
+Its arrays are in `arrays/`. orbax writes the two files that are read here: one that says that it is whole, and a JSON
+file with its time and with what was saved beside arrays.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import shutil
+import re
 from collections.abc import Callable, Iterator
+from typing import Any
+
+from etils import epath
 
 from estimator.checkpoint._file_lock import lock_if_possible
-from estimator.checkpoint._orbax import METADATA_FILE
+from estimator.checkpoint._json_state import decode
 
+ARRAYS = "arrays"
 PIN = "PINNED"  # a file in a checkpoint that is kept; removed and copied with it
+_WHOLE_FILE = "commit_success.txt"
+_METADATA_FILE = "_CHECKPOINT_METADATA"
+_NAME = re.compile(r"ckpt-(\d+)")
 
 
 class NotACheckpointError(ValueError):
@@ -23,8 +34,25 @@ class NotACheckpointError(ValueError):
         )
 
 
+def is_local(path: str) -> bool:
+    return "://" not in path
+
+
+def absolute(path: str) -> str:
+    return os.path.abspath(path) if is_local(path) else path
+
+
+def name_of(step: int) -> str:
+    return f"ckpt-{step}"
+
+
+def step_of(path: str) -> int:
+    """The global step of a checkpoint, from its path."""
+    return int(path.rsplit("-")[-1])
+
+
 def is_checkpoint(path: str) -> bool:
-    return os.path.isfile(os.path.join(path, METADATA_FILE))
+    return (epath.Path(path) / _WHOLE_FILE).exists()
 
 
 def check_is_checkpoint(path: str) -> None:
@@ -32,13 +60,16 @@ def check_is_checkpoint(path: str) -> None:
         raise NotACheckpointError(path)
 
 
+def checkpoints_in(directory: epath.Path) -> list[str]:
+    """The paths of the whole checkpoints in a directory, oldest first."""
+    if not directory.is_dir():
+        return []
+    steps = sorted(int(m[1]) for m in (_NAME.fullmatch(path.name) for path in directory.iterdir()) if m)
+    return [path for path in (os.fspath(directory / name_of(step)) for step in steps) if is_checkpoint(path)]
+
+
 def is_pinned(path: str) -> bool:
-    return os.path.exists(os.path.join(path, PIN))
-
-
-def step_of(path: str) -> int:
-    """The global step of a checkpoint, from its path."""
-    return int(path.rsplit("-")[-1])
+    return (epath.Path(path) / PIN).exists()
 
 
 def written_ns(path: str) -> int:
@@ -47,9 +78,22 @@ def written_ns(path: str) -> int:
     Raises:
       NotACheckpointError: `path` is not a checkpoint, or no longer one.
     """
+    return _metadata(path)["commit_timestamp_nsecs"]
+
+
+def host_of(path: str) -> dict[str, Any]:
+    """What was saved beside arrays.
+
+    Raises:
+      NotACheckpointError: `path` is not a checkpoint, or no longer one.
+    """
+    return _metadata(path)["custom_metadata"]
+
+
+def _metadata(path: str) -> dict[str, Any]:
     try:
-        return os.stat(os.path.join(path, METADATA_FILE)).st_mtime_ns
-    except FileNotFoundError:
+        return decode((epath.Path(path) / _METADATA_FILE).read_text())
+    except (FileNotFoundError, NotADirectoryError):
         raise NotACheckpointError(path) from None
 
 
@@ -60,7 +104,7 @@ def kept(path: str) -> Iterator[None]:
     Raises:
       NotACheckpointError: it is not there, or, without locks, was removed while it was read.
     """
-    with _locked(path, exclusive=False) as is_there:
+    with locked(path, exclusive=False) as is_there:
         if not is_there():
             raise NotACheckpointError(path)
         try:
@@ -73,32 +117,27 @@ def kept(path: str) -> Iterator[None]:
             raise NotACheckpointError(path)
 
 
-def remove(path: str) -> None:
-    """Removes a checkpoint, unless somebody reads it: then the next call may."""
-    try:
-        with _locked(path, exclusive=True):
-            os.rename(path, f"{path}.removed")
-    except BlockingIOError:
-        return
-    shutil.rmtree(f"{path}.removed")
-
-
 @contextlib.contextmanager
-def _locked(path: str, exclusive: bool) -> Iterator[Callable[[], bool]]:
+def locked(path: str, exclusive: bool) -> Iterator[Callable[[], bool]]:
     """Locks a file of a checkpoint, if there are locks; yields a function that says whether it is still there.
 
     Raises:
+      NotACheckpointError: there is no checkpoint.
       BlockingIOError: `exclusive`, and somebody else has a lock.
     """
-    metadata = os.path.join(path, METADATA_FILE)
+    if not is_local(path):  # an object store has no locks
+        check_is_checkpoint(path)
+        yield lambda: is_checkpoint(path)
+        return
+    name = os.path.join(path, _WHOLE_FILE)
     try:
-        file = os.open(metadata, os.O_RDONLY)
+        file = os.open(name, os.O_RDONLY)
     except (FileNotFoundError, NotADirectoryError):
         raise NotACheckpointError(path) from None
 
     def is_there() -> bool:
         try:
-            return os.path.samestat(os.fstat(file), os.stat(metadata))
+            return os.path.samestat(os.fstat(file), os.stat(name))
         except FileNotFoundError:
             return False
 

@@ -4,39 +4,37 @@ On disk a checkpoint is a flat dict of arrays (see `_named_arrays.py`). Each arr
 any number of devices can read it.
 
 When `save` returns, a train step may donate the memory of the state, and the checkpoint is on disk, or,
-with `wait=False`, being written by a thread. A checkpoint is written under another name and then renamed,
-and renamed again before it is removed, so a directory with the name of a checkpoint is always complete.
+with `wait=False`, being written by a thread.
 """
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import fnmatch
 import functools
 import os
-import re
-import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import logging
+from etils import epath
 
-from estimator.checkpoint._async_save import AsyncSave, CheckpointWriteError
+from estimator.checkpoint._async_save import AsyncSave, CheckpointWriteError, give_way
 from estimator.checkpoint._checkpoint_dir import (
     PIN,
     check_is_checkpoint,
+    checkpoints_in,
+    host_of,
     is_checkpoint,
     is_pinned,
     kept,
-    remove,
+    name_of,
     step_of,
-    written_ns,
 )
-from estimator.checkpoint._json_state import decode, encode
+from estimator.checkpoint._json_state import encode
 from estimator.checkpoint._named_arrays import (
     COUNTERS,
     PREFIXES,
@@ -47,16 +45,14 @@ from estimator.checkpoint._named_arrays import (
     short,
     to_arrays,
 )
-from estimator.checkpoint._orbax import open_arrays, with_orbax, write_behind
+from estimator.checkpoint._orbax import array_metadata, read_arrays, read_on_devices, with_orbax
+from estimator.checkpoint._save import save_checkpoint
 from estimator.core._state import State
 from estimator.optim._learning_rate import RATE, VALUES, rate_names
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_NAME = re.compile(r"ckpt-(\d+)")
-_LEFTOVER = re.compile(r"ckpt-\d+\..+")
 _INPUT_ENDED = "INPUT_ENDED"  # a file in a checkpoint
-_HOST = "host"  # the array that holds `save(host=...)` as JSON
 
 
 class ShapeDtype(Protocol):
@@ -90,7 +86,7 @@ class Checkpoints:
       model_dir: the directory; the first `save` makes it.
       keep_max: how many of the newest checkpoints `save` keeps; None or 0: all.
       keep_every_n_hours: of the older ones `save` keeps the first, and each that was written N hours or more after the
-        last one kept. None: it keeps none of them. The times are the files' own, so another process continues to count.
+        last one kept. None: it keeps none of them. The times are in the files, so another process continues to count.
     """
 
     def __init__(
@@ -99,10 +95,8 @@ class Checkpoints:
         keep_max: int | None = 5,
         keep_every_n_hours: float | None = None,
     ) -> None:
-        self._dir = os.fspath(model_dir)
-        self._keep_max = keep_max
-        self._keep_every_ns = None if keep_every_n_hours is None else keep_every_n_hours * 3600e9
-        self._swept = False
+        self._dir = epath.Path(model_dir)
+        self._retention = keep_max, keep_every_n_hours
         self._in_flight: AsyncSave | None = None
 
     def paths(self) -> list[str]:
@@ -111,13 +105,7 @@ class Checkpoints:
         It waits for the checkpoint that a thread of this object writes, as `latest` and `pinned` do.
         """
         self.finish()
-        return self._whole()
-
-    def _whole(self) -> list[str]:
-        if not os.path.isdir(self._dir):
-            return []
-        steps = sorted(int(m[1]) for m in map(_NAME.fullmatch, os.listdir(self._dir)) if m)
-        return [path for path in map(self._path, steps) if is_checkpoint(path)]
+        return checkpoints_in(self._dir)
 
     def latest(self) -> str | None:
         """The path of the newest complete checkpoint, or None."""
@@ -144,15 +132,12 @@ class Checkpoints:
           CheckpointWriteError: this checkpoint, or the one before, could not be written.
         """
         self.wait()
-        path = self._path(int(state.global_step))
+        path = os.fspath(self._dir / name_of(int(state.global_step)))
         if not is_checkpoint(path):
-            arrays = to_arrays(state)
-            if host:
-                arrays[_HOST] = encode(host)
-            if wait or jax.process_count() > 1:
-                self._write(path, arrays)
-            else:
-                self._start_writing(path, arrays)
+            wait = wait or jax.process_count() > 1
+            self._start_writing(path, to_arrays(state), encode(host or {}), gives_way=not wait)
+            if wait:
+                self.wait()
         return path
 
     def finish(self) -> None:
@@ -177,44 +162,31 @@ class Checkpoints:
         if self._in_flight is not None:
             self._in_flight.give_up()
 
-    def _write(self, path: str, arrays: dict[str, Any]) -> None:
-        with contextlib.nullcontext() if jax.process_count() > 1 else self._explaining(path):
-            _write(path, arrays, together=True)
-        if jax.process_index() == 0:
-            self._remove_old(path)
-
-    def _start_writing(self, path: str, arrays: dict[str, Any]) -> None:
+    def _start_writing(self, path: str, arrays: dict[str, Any], host: dict[str, Any], gives_way: bool) -> None:
         import orbax.checkpoint  # noqa: F401  # by this thread, as in `with_orbax`
 
         def write(copied: Callable[[], None]) -> None:
+            if gives_way:
+                give_way()
             try:
-                with self._explaining(path):
-                    write_behind(path, arrays, copied)
-                self._remove_old(path)
+                save_checkpoint(path, arrays, host, *self._retention, copied=copied)
             except Exception as error:
-                logging.error("%s", error)  # which is raised only when training saves again, or ends
-                raise
+                if jax.process_count() > 1:
+                    raise
+                explained = CheckpointWriteError(self._explained(path, error))
+                logging.error("%s", explained)  # which is raised only when training saves again, or ends
+                raise explained from error
 
         self._in_flight = AsyncSave(path, write)
         self._in_flight.start()
 
-    @contextlib.contextmanager
-    def _explaining(self, path: str) -> Iterator[None]:
-        """Explains errors of the block, which writes a checkpoint, and removes what it has left unfinished."""
-        try:
-            yield
-        except Exception as error:
-            self._swept = False  # threads of orbax may still be writing
-            name = os.path.basename(path)
-            for other in filter(_LEFTOVER.fullmatch, os.listdir(self._dir) if os.path.isdir(self._dir) else ()):
-                if other.startswith(f"{name}."):
-                    shutil.rmtree(os.path.join(self._dir, other), ignore_errors=True)
-            newest = self._whole()[-1:]
-            raise CheckpointWriteError(
-                f"The checkpoint of step {step_of(path)} could not be written to {path}: {error}\n"
-                + (f"The newest checkpoint is {newest[0]}. " if newest else "There is no other checkpoint. ")
-                + "Look whether the disk is full, or the directory is gone or cannot be written."
-            ) from error
+    def _explained(self, path: str, error: Exception) -> str:
+        newest = checkpoints_in(self._dir)[-1:]
+        return (
+            f"The checkpoint of step {step_of(path)} could not be written to {path}: {error}\n"
+            + (f"The newest checkpoint is {newest[0]}. " if newest else "There is no other checkpoint. ")
+            + "Look whether the disk is full, or the directory is gone or cannot be written."
+        )
 
     def pin(self, path: str) -> None:
         """Keeps a checkpoint on disk until `unpin`, also after a restart, beside the newest ones.
@@ -222,9 +194,9 @@ class Checkpoints:
         Raises:
           ValueError: `path` is not a checkpoint.
         """
+        self.finish()  # a save that is in flight may have chosen to remove it
         check_is_checkpoint(path)
-        with open(os.path.join(path, PIN), "w"):
-            pass
+        (epath.Path(path) / PIN).touch()
 
     def unpin(self, path: str) -> None:
         """Lets a later `save` remove a checkpoint like any other.
@@ -233,30 +205,11 @@ class Checkpoints:
           ValueError: `path` is not a checkpoint.
         """
         check_is_checkpoint(path)
-        with contextlib.suppress(FileNotFoundError):
-            os.remove(os.path.join(path, PIN))
+        (epath.Path(path) / PIN).unlink(missing_ok=True)
 
     def pinned(self) -> list[str]:
         """The paths of the pinned checkpoints, oldest first."""
         return [path for path in self.paths() if is_pinned(path)]
-
-    def _path(self, step: int) -> str:
-        return os.path.join(self._dir, f"ckpt-{step}")
-
-    def _remove_old(self, written: str) -> None:
-        if not self._swept:  # removes what a killed process was writing or removing
-            for name in filter(_LEFTOVER.fullmatch, os.listdir(self._dir)):
-                shutil.rmtree(os.path.join(self._dir, name), ignore_errors=True)
-            self._swept = True
-        if not self._keep_max:
-            return
-        last_kept = None
-        for path in self._whole()[: -self._keep_max]:
-            at = written_ns(path)
-            if self._keep_every_ns is not None and (last_kept is None or at - last_kept >= self._keep_every_ns):
-                last_kept = at
-            elif path != written and not is_pinned(path):
-                remove(path)
 
 
 def _reads(function: F) -> F:
@@ -289,26 +242,25 @@ def restore(path: str, like: State, partial: bool = False) -> State:
     model = to_arrays(like)
     default = jnp.zeros(()).sharding
     shardings = {name: leaf.sharding or default for name, leaf in leaves_on_disk(like).items()}
-    with open_arrays(path) as store:
-        saved = store.metadata()
-        new_counters = COUNTERS & (model.keys() - saved.keys())
-        zeros = {name: jnp.zeros((), model[name].dtype, device=shardings[name]) for name in new_counters}
-        for name in new_counters:
-            del model[name]
-        saved = {name: x for name, x in saved.items() if name in model or name not in {*COUNTERS, _HOST}}
-        _check_same(path, saved, model, partial)
-        return from_arrays(store.read_on_devices(model, shardings) | zeros, like)
+    saved = array_metadata(path)
+    new_counters = COUNTERS & (model.keys() - saved.keys())
+    zeros = {name: jnp.zeros((), model[name].dtype, device=shardings[name]) for name in new_counters}
+    for name in new_counters:
+        del model[name]
+    saved = {name: x for name, x in saved.items() if name in model or name not in COUNTERS}
+    _check_same(path, saved, model, partial)
+    return from_arrays(read_on_devices(path, model, shardings) | zeros, like)
 
 
 @with_orbax
 def take_values(path: str, source: str) -> None:
     """Overwrites the variables and slots of the checkpoint at `path` by the ones of another checkpoint; the step and
     everything else in it stay."""
-    with open_arrays(source) as store:
-        values = store.read([key for key in store.metadata() if key.startswith(PREFIXES)])
-    with open_arrays(path) as store:
-        others = store.read([key for key in store.metadata() if not key.startswith(PREFIXES)])
-    _write(path, values | others)
+    values = read_arrays(source, [key for key in array_metadata(source) if key.startswith(PREFIXES)])
+    others = read_arrays(path, [key for key in array_metadata(path) if not key.startswith(PREFIXES)])
+    host = encode(host_of(path))
+    epath.Path(path).rmtree()
+    save_checkpoint(path, values | others, host, together=False)
 
 
 @_reads
@@ -318,8 +270,7 @@ def names(path: str) -> list[str]:
     Raises:
       ValueError: `path` is not a checkpoint.
     """
-    with open_arrays(path) as store:
-        return sorted(by_user_name(store.metadata()))
+    return sorted(by_user_name(array_metadata(path)))
 
 
 @_reads
@@ -331,8 +282,7 @@ def shapes(path: str, slots: bool = True) -> dict[str, ShapeDtype]:
     Raises:
       ValueError: `path` is not a checkpoint.
     """
-    with open_arrays(path) as store:
-        saved = store.metadata()
+    saved = array_metadata(path)
     excluded = COUNTERS if slots else {key for key in saved if key.startswith(SLOT_PREFIX)}
     return {name: saved[key] for name, key in by_user_name(saved).items() if key not in excluded}
 
@@ -344,19 +294,16 @@ def progress(path: str) -> tuple[int, dict[str, Any]]:
     Raises:
       ValueError: `path` is not a checkpoint.
     """
-    with open_arrays(path) as store:
-        arrays = store.read({"global_step", _HOST} & store.metadata().keys())
-    return int(arrays["global_step"]), decode(arrays[_HOST]) if _HOST in arrays else {}
+    return int(read_arrays(path, ["global_step"])["global_step"]), host_of(path)
 
 
 def note_end_of_input(path: str) -> None:
     """Marks a checkpoint whose run reached the end of its input: the next run reads the input from the beginning."""
-    with open(os.path.join(path, _INPUT_ENDED), "w"):
-        pass
+    (epath.Path(path) / _INPUT_ENDED).touch()
 
 
 def is_end_of_input(path: str) -> bool:
-    return os.path.exists(os.path.join(path, _INPUT_ENDED))
+    return (epath.Path(path) / _INPUT_ENDED).exists()
 
 
 def read(path: str, name: str) -> np.ndarray:
@@ -379,28 +326,21 @@ def read_all(path: str, patterns: Sequence[str]) -> dict[str, np.ndarray]:
     Raises:
       ValueError: `path` is not a checkpoint, or one of the patterns matches nothing in it.
     """
-    with open_arrays(path) as store:
-        on_disk = by_user_name(store.metadata())
-        keys: dict[str, str] = {}
-        for pattern in patterns:
-            matches = [pattern] if pattern in on_disk else fnmatch.filter(sorted(on_disk), pattern)
-            if not matches:
-                near = difflib.get_close_matches(pattern, on_disk, cutoff=0.5) or sorted(on_disk)[:5]
-                raise ValueError(
-                    f"Checkpoint {path} has no variable {pattern!r}. Did you mean one of {near}? "
-                    f"It has {len(on_disk)} names in all."
-                )
-            keys |= {name: on_disk[name] for name in matches}
-        if not keys:
-            return {}
-        arrays = store.read(keys.values())
+    on_disk = by_user_name(array_metadata(path))
+    keys: dict[str, str] = {}
+    for pattern in patterns:
+        matches = [pattern] if pattern in on_disk else fnmatch.filter(sorted(on_disk), pattern)
+        if not matches:
+            near = difflib.get_close_matches(pattern, on_disk, cutoff=0.5) or sorted(on_disk)[:5]
+            raise ValueError(
+                f"Checkpoint {path} has no variable {pattern!r}. Did you mean one of {near}? "
+                f"It has {len(on_disk)} names in all."
+            )
+        keys |= {name: on_disk[name] for name in matches}
+    if not keys:
+        return {}
+    arrays = read_arrays(path, keys.values())
     return {name: arrays[key] for name, key in keys.items()}
-
-
-@with_orbax
-def _write(path: str, arrays: dict[str, Any], together: bool = False) -> None:
-    with open_arrays(path, together) as store:
-        store.write(arrays)
 
 
 def _check_same(path: str, saved: dict[str, Any], model: dict[str, Any], partial: bool) -> None:

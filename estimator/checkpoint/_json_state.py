@@ -1,4 +1,4 @@
-"""Values other than arrays in a checkpoint, the input position and the state of hooks: JSON in an array of bytes.
+"""Values other than arrays in a checkpoint, the input position and the state of hooks: JSON beside the arrays.
 
 A position may be bytes, as of grain's loaders, for which JSON has no type. Tuples become lists.
 """
@@ -14,21 +14,23 @@ import numpy as np
 _BYTES = "__bytes__"
 
 
-def encode(state: Any) -> np.ndarray:
-    """`state` as a uint8 array.
+def encode(state: Any) -> Any:
+    """`state` in the types that JSON has.
 
-    >>> decode(encode({"position": b"ab", "batches": 3}))
+    >>> encode({"position": b"ab", "batches": 3})
+    {'position': {'__bytes__': 'YWI='}, 'batches': 3}
+    >>> decode(json.dumps(encode({"position": b"ab", "batches": 3})))
     {'position': b'ab', 'batches': 3}
 
     Raises:
       TypeError: it has anything other than dicts with strings as keys, lists, numbers, strings, bytes and None.
     """
-    return np.frombuffer(json.dumps(_to_json(state, "")).encode(), np.uint8).copy()
+    return _to_json(state, "")
 
 
-def decode(array: np.ndarray) -> Any:
-    """The inverse of `encode`."""
-    return json.loads(array.tobytes(), object_hook=lambda d: base64.b64decode(d[_BYTES]) if d.keys() == {_BYTES} else d)
+def decode(text: str) -> Any:
+    """The values in a JSON text that contains what `encode` returned."""
+    return json.loads(text, object_hook=lambda d: base64.b64decode(d[_BYTES]) if d.keys() == {_BYTES} else d)
 
 
 def _to_json(value: Any, where: str) -> Any:

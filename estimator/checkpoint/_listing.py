@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from typing import NamedTuple
 
+from etils import epath
+
 from estimator.checkpoint._checkpoint_dir import NotACheckpointError, is_pinned, step_of, written_ns
 from estimator.checkpoint._checkpoints import Checkpoints
 
@@ -56,7 +58,7 @@ def checkpoints(model_dir: str | os.PathLike[str]) -> list[CheckpointInfo]:
     Raises:
       FileNotFoundError: there is no such directory.
     """
-    if not os.path.isdir(model_dir):
+    if not epath.Path(model_dir).is_dir():
         raise FileNotFoundError(
             f"There is no directory {os.fspath(model_dir)!r}. Give the `model_dir` of an Estimator."
         )
@@ -71,4 +73,4 @@ def checkpoints(model_dir: str | os.PathLike[str]) -> list[CheckpointInfo]:
 
 
 def _size(path: str) -> int:
-    return sum(os.path.getsize(os.path.join(folder, file)) for folder, _, files in os.walk(path) for file in files)
+    return sum((folder / file).stat().length for folder, _, files in epath.Path(path).walk() for file in files)

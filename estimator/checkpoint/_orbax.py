@@ -1,4 +1,4 @@
-"""How orbax writes and reads a checkpoint: a flat dict of arrays in one directory.
+"""How orbax reads a checkpoint, a flat dict of arrays, and what saving shares with that.
 
 orbax takes longer to import than the rest of the package, so it is imported where it is used.
 """
@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, TypeVar
 import jax
 import numpy as np
 from absl import logging
+from etils import epath
 
+from estimator.checkpoint._checkpoint_dir import ARRAYS, absolute
 from estimator.runtime._uninterrupted import uninterrupted
 
 if TYPE_CHECKING:
@@ -23,8 +25,6 @@ if TYPE_CHECKING:
     from orbax.checkpoint.metadata import ArrayMetadata
 
 F = TypeVar("F", bound=Callable[..., object])
-
-METADATA_FILE = "_METADATA"
 
 
 def with_orbax(function: F) -> F:
@@ -43,95 +43,58 @@ def with_orbax(function: F) -> F:
     return call  # type: ignore[return-value]
 
 
-class ArrayStore:
-    """The arrays in one directory, open for reading or writing (see `open_arrays`)."""
+def array_metadata(path: str) -> dict[str, ArrayMetadata]:
+    """Objects with `shape` and `dtype`, by the names of the arrays of the checkpoint at `path`."""
+    with _reader() as reader:
+        return reader.metadata(_arrays_of(path)).tree
 
-    def __init__(self, path: str, checkpointer: ocp.Checkpointer) -> None:
-        self._path = os.path.abspath(path)
-        self._checkpointer = checkpointer
 
-    def metadata(self) -> dict[str, ArrayMetadata]:
-        """Objects with `shape` and `dtype`, by the names of the arrays."""
-        return self._checkpointer.metadata(self._path).item_metadata.tree
+def read_arrays(path: str, names: Collection[str]) -> dict[str, np.ndarray]:
+    """The arrays of these names."""
+    import orbax.checkpoint as ocp
 
-    def read(self, names: Collection[str]) -> dict[str, np.ndarray]:
-        import orbax.checkpoint as ocp
+    return _restore(path, dict.fromkeys(names, 0), {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in names})
 
-        as_numpy = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in names}
-        return self._restore(dict.fromkeys(names, 0), as_numpy)
 
-    def read_on_devices(
-        self, like: Mapping[str, jax.ShapeDtypeStruct], shardings: Mapping[str, jax.sharding.Sharding]
-    ) -> dict[str, jax.Array]:
-        import orbax.checkpoint as ocp
+def read_on_devices(
+    path: str, like: Mapping[str, jax.ShapeDtypeStruct], shardings: Mapping[str, jax.sharding.Sharding]
+) -> dict[str, jax.Array]:
+    """The arrays of these names, each with the sharding of its name."""
+    import orbax.checkpoint as ocp
 
-        return self._restore(like, {name: ocp.ArrayRestoreArgs(sharding=shardings[name]) for name in like})
+    return _restore(path, like, {name: ocp.ArrayRestoreArgs(sharding=shardings[name]) for name in like})
 
-    def write(self, arrays: Mapping[str, jax.Array | np.ndarray]) -> None:
-        import orbax.checkpoint as ocp
 
-        # force: something that is not a checkpoint may be in the way.
-        self._checkpointer.save(self._path, args=ocp.args.PyTreeSave(arrays), force=True)
+def _restore(path: str, item: Mapping[str, object], restore_args: Mapping[str, ocp.RestoreArgs]) -> dict:
+    import orbax.checkpoint as ocp
 
-    def _restore(self, item: Mapping[str, object], restore_args: Mapping[str, ocp.RestoreArgs]) -> dict:
-        import orbax.checkpoint as ocp
-
-        args = ocp.args.PyTreeRestore(item, restore_args, partial_restore=True)
-        return self._checkpointer.restore(self._path, args=args)
+    with _reader() as reader:
+        return reader.restore(_arrays_of(path), args=ocp.args.PyTreeRestore(item, restore_args, partial_restore=True))
 
 
 @contextlib.contextmanager
-def open_arrays(path: str, together: bool = False) -> Iterator[ArrayStore]:
-    """Opens the directory at `path`.
+def _reader() -> Iterator[ocp.PyTreeCheckpointHandler]:
+    with quiet_orbax(), contextlib.closing(array_handler(processes_of(together=False))) as reader:
+        yield reader
 
-    Args:
-      path: the directory.
-      together: whether all processes write it together. Otherwise each process works for itself.
-    """
+
+def _arrays_of(path: str) -> epath.Path:
+    return epath.Path(absolute(path)) / ARRAYS
+
+
+def processes_of(together: bool) -> ocp.options.MultiprocessingOptions:
+    """All processes, working together; or this one, for itself."""
     import orbax.checkpoint as ocp
 
-    processes = ocp.options.MultiprocessingOptions()
-    if not together and jax.process_count() > 1:
-        me = jax.process_index()
-        processes = ocp.options.MultiprocessingOptions(
-            primary_host=me, active_processes={me}, barrier_sync_key_prefix=f"process{me}"
-        )
-    with (
-        _quiet_orbax(),
-        ocp.Checkpointer(_handler(processes), multiprocessing_options=processes) as checkpointer,
-    ):
-        yield ArrayStore(path, checkpointer)
+    if together or jax.process_count() == 1:
+        return ocp.options.MultiprocessingOptions()
+    me = jax.process_index()
+    return ocp.options.MultiprocessingOptions(
+        primary_host=me, active_processes={me}, barrier_sync_key_prefix=f"process{me}"
+    )
 
 
-def write_behind(path: str, arrays: Mapping[str, jax.Array | np.ndarray], copied: Callable[[], object]) -> None:
-    """Writes arrays into the directory at `path`, in a single process, from a copy of them in the host's memory.
-
-    On a GPU orbax makes the copy. On CPU devices it refers to the memory of the arrays, which XLA then does not donate:
-    the program that would have used it again takes other memory.
-
-    Args:
-      path: the directory, which appears when it is whole.
-      arrays: what to write.
-      copied: called once there is a copy; from then on a program may donate the memory of the arrays.
-    """
-    import orbax.checkpoint as ocp
-
-    processes = ocp.options.MultiprocessingOptions()
-    # Otherwise two saves at a time, of two Estimators, could wait for each other's directories.
-    options = ocp.options.AsyncOptions(create_directories_asynchronously=False)
-    with (
-        _quiet_orbax(),
-        ocp.AsyncCheckpointer(
-            _handler(processes), async_options=options, multiprocessing_options=processes
-        ) as checkpointer,
-    ):
-        # force: something that is not a checkpoint may be in the way.
-        checkpointer.save(os.path.abspath(path), args=ocp.args.PyTreeSave(arrays), force=True)
-        copied()
-        checkpointer.wait_until_finished()
-
-
-def _handler(processes: ocp.options.MultiprocessingOptions) -> ocp.PyTreeCheckpointHandler:
+def array_handler(processes: ocp.options.MultiprocessingOptions) -> ocp.PyTreeCheckpointHandler:
     import orbax.checkpoint as ocp
     from orbax.checkpoint import type_handlers
 
@@ -148,7 +111,7 @@ def _handler(processes: ocp.options.MultiprocessingOptions) -> ocp.PyTreeCheckpo
 
 
 @contextlib.contextmanager
-def _quiet_orbax() -> Iterator[None]:
+def quiet_orbax() -> Iterator[None]:
     """Drops what orbax, in any of its threads, would add to the log of the run: dozens of INFO lines, and several
     tracebacks of an error that is raised anyway."""
     import orbax.checkpoint as ocp

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-
 import jax
 import jax.numpy as jnp
 from absl import logging
 
 from estimator.checkpoint import _checkpoints
-from estimator.checkpoint._checkpoint_dir import kept, written_ns
+from estimator.checkpoint._checkpoint_dir import absolute, kept, written_ns
 from estimator.checkpoint._warm_start import WarmStartReport, WarmStartSettings, warm_start
 from estimator.core._mode_keys import ModeKeys
 from estimator.core._state import State
@@ -116,7 +114,7 @@ def _with_averages(state: State, averages: dict[str, tuple[str, bool]], report: 
 
 def _identity(path: str) -> tuple[str, int]:
     """Differs between two checkpoints of the same name."""
-    return os.path.abspath(path), written_ns(path)
+    return absolute(path), written_ns(path)
 
 
 def _serves(state: State, like: State) -> bool:

@@ -5,20 +5,20 @@ import numpy as np
 import pytest
 from testing.estimators import Linear, X, endless, make, times
 
-from estimator.checkpoint._orbax import ArrayStore
+from estimator.checkpoint import _checkpoints
 
 
 @pytest.fixture
 def read(monkeypatch):
     """The names of the arrays that are read onto devices."""
     names = []
-    read_on_devices = ArrayStore.read_on_devices
+    read_on_devices = _checkpoints.read_on_devices
 
-    def noted(self, like, shardings):
+    def noted(path, like, shardings):
         names.extend(like)
-        return read_on_devices(self, like, shardings)
+        return read_on_devices(path, like, shardings)
 
-    monkeypatch.setattr(ArrayStore, "read_on_devices", noted)
+    monkeypatch.setattr(_checkpoints, "read_on_devices", noted)
     return names
 
 

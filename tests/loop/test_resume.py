@@ -36,11 +36,11 @@ def counter(features, mode):
 
 @pytest.mark.slow
 @pytest.mark.covers("1.2 latest_checkpoint")
-@pytest.mark.parametrize("name", ["ckpt-9", "ckpt-9.orbax-checkpoint-tmp", "ckpt-9.removed"])
+@pytest.mark.parametrize("name", ["ckpt-9", "ckpt-9.orbax-checkpoint-tmp", "removed/ckpt-9"])
 def test_what_a_killed_save_left_is_never_loaded(tmp_path, name):
     make(tmp_path, counter).train(lambda: [ONES] * 4)
     half = tmp_path / name
-    half.mkdir()
+    half.mkdir(parents=True)
     (half / "manifest.ocdbt").write_bytes(b"half")
     estimator = make(tmp_path, counter)
     assert estimator.latest_checkpoint() == str(tmp_path / "ckpt-4")
