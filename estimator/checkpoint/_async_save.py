@@ -11,7 +11,7 @@ from absl import logging
 
 from estimator.runtime._uninterrupted import Work, give_up
 
-_NICENESS = 10  # beyond the process's: about a tenth of the time of a core on which a step runs too
+_NICENESS = 19  # the most there is: a thread that computes on the same core leaves a sixtieth of it
 
 
 class CheckpointWriteError(RuntimeError):
@@ -82,5 +82,4 @@ def give_way() -> None:
     """Lets threads that compute come before the calling one, and those that it starts. Elsewhere than on Linux it does
     nothing: that would be for the whole process."""
     if sys.platform == "linux":
-        thread = threading.get_native_id()
-        os.setpriority(os.PRIO_PROCESS, thread, min(os.getpriority(os.PRIO_PROCESS, thread) + _NICENESS, 19))
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
