@@ -15,6 +15,7 @@ from estimator.core._argument_checks import check_intervals
 from estimator.core._hook import Context, Hook, RunValues
 from estimator.hooks._timer import SecondOrStepTimer
 from estimator.multihost._preemption import SIGTERM
+from estimator.storage._files import exists
 from estimator.summary._history import HISTORY, read_history
 
 _History = list[tuple[int, float]]  # steps and values of a metric
@@ -174,7 +175,7 @@ class MetricHook(EarlyStoppingHook):
 
     def _history(self, last_step: float = math.inf) -> _History:
         """The values up to a step, by step."""
-        if not os.path.exists(os.path.join(self._dir(), HISTORY)):
+        if not exists(os.path.join(self._dir(), HISTORY)):
             return []
         valid = [row for row in read_history(self._dir()) if row["step"] <= self._start or row["time"] >= self._time]
         rows = [row for row in valid if self._min_steps <= row["step"] <= last_step]

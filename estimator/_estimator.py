@@ -72,7 +72,8 @@ class Estimator:
 
     Args:
       model_fn: function of `features` and any of `labels, mode, params, config` that returns an `EstimatorSpec`.
-      model_dir: the directory of the checkpoints; default: the config's, else a new temporary one.
+      model_dir: the directory of the checkpoints, or the URL of one in a store, such as "s3://bucket/run"; default: the
+        config's, else a new temporary one.
       config: a `RunConfig`.
       params: passed on to model_fn and input_fn; copied.
       warm_start_from: where variables get their first values from, as long as the model_dir has no checkpoint: a
@@ -81,7 +82,8 @@ class Estimator:
 
     Raises:
       ValueError: no model_fn, one with other arguments, two different model_dirs, or a config or warm_start_from of
-        another kind.
+        another kind; a URL that nothing knows.
+      ImportError: the package that knows the store is not installed.
     """
 
     def __init__(

@@ -23,6 +23,7 @@ from estimator.checkpoint import _checkpoints
 from estimator.checkpoint._checkpoint_dir import NotACheckpointError, is_checkpoint, kept, step_of
 from estimator.checkpoint._checkpoints import ShapeDtype
 from estimator.checkpoint._listing import CheckpointInfo, checkpoints
+from estimator.storage._files import normalized
 
 _BYTES_AT_A_TIME = 2**28
 
@@ -45,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     jax.config.update("jax_platforms", "cpu")  # the memory of a GPU may be another process's
     try:
-        path = os.path.normpath(args.model_dir)
+        path = normalized(args.model_dir)
         model_dir, one = (path, None) if not is_checkpoint(path) else (os.path.dirname(path) or ".", path)
         infos = checkpoints(model_dir)
         if not infos:

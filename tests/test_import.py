@@ -7,6 +7,7 @@ LOADED_WHEN_USED = (
     "PIL",
     "flatbuffers",
     "flax",
+    "fsspec",
     "jax.experimental.multihost_utils",
     "jax.experimental.sparse",
     "jax.extend",

@@ -13,7 +13,7 @@ MOST_MODULES = 20
 # From the bottom to the top: a package imports those of the lines before its own. Packages of one line do not import
 # each other.
 LAYERS = (
-    ("estimator.runtime",),
+    ("estimator.runtime", "estimator.storage"),
     ("estimator.core",),
     ("estimator.sparse",),
     (

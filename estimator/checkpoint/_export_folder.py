@@ -10,6 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from estimator.storage._files import files_in, is_file, is_url, list_dir
+from estimator.storage._folders import LocalCopy
+
 FORMAT = "estimator export 1"
 METADATA_FILE = "metadata.json"
 WEIGHTS_FILE = "weights.npz"
@@ -20,9 +23,7 @@ _UNCHECKED = (CHECKSUMS_FILE, README_FILE)
 
 def write_checksums(folder: str) -> None:
     """Writes the checksums of the files in a folder, once all of them are there."""
-    files = (os.path.join(parent, name) for parent, _, names in os.walk(folder) for name in names)
-    names = sorted(os.path.relpath(file, folder).replace(os.sep, "/") for file in files)
-    sums = {name: _sha256(os.path.join(folder, name)) for name in names if name not in _UNCHECKED}
+    sums = {name: _sha256(os.path.join(folder, name)) for name in sorted(files_in(folder)) if name not in _UNCHECKED}
     with open(os.path.join(folder, CHECKSUMS_FILE), "w", encoding="utf-8") as file:
         json.dump({"sha256": sums}, file, indent=1)
 
@@ -31,8 +32,7 @@ def find_export(path: str) -> str | None:
     """The folder of the exported model at `path`, or of the newest one in it; None if there is none."""
     if _is_export(path):
         return path
-    inside = os.listdir(path) if os.path.isdir(path) else []
-    numbers = sorted((int(name) for name in inside if name.isdecimal()), reverse=True)
+    numbers = sorted((int(name) for name in list_dir(path) if name.isdecimal()), reverse=True)
     return next(filter(_is_export, (os.path.join(path, str(number)) for number in numbers)), None)
 
 
@@ -50,13 +50,14 @@ class ExportFolder:
 
     def __init__(self, path: str) -> None:
         self.path = path
+        self._copy = LocalCopy(path)
         self._check_files()
         with open(self._file(METADATA_FILE), encoding="utf-8") as file:
             self.metadata: dict[str, Any] = json.load(file)
         if self.metadata.get("format") != FORMAT:
             raise ValueError(
-                f"{self._file(METADATA_FILE)} does not belong to an exported model of this version: its format "
-                f"must be {FORMAT!r}; got {self.metadata.get('format')!r}. Export the model again."
+                f"{os.path.join(self.path, METADATA_FILE)} does not belong to an exported model of this version: its "
+                f"format must be {FORMAT!r}; got {self.metadata.get('format')!r}. Export the model again."
             )
 
     def read(self, name: str) -> bytearray:
@@ -70,7 +71,7 @@ class ExportFolder:
             return {name: saved[name].view(array["dtype"]) for name, array in self.metadata["weights"].items()}
 
     def _file(self, name: str) -> str:
-        return os.path.join(self.path, name)
+        return os.path.join(self._copy.path, name)
 
     def _check_files(self) -> None:
         sums = self._checksums()
@@ -103,7 +104,8 @@ class ExportFolder:
 
 
 def _is_export(path: str) -> bool:
-    return any(os.path.isfile(os.path.join(path, name)) for name in (METADATA_FILE, CHECKSUMS_FILE))
+    has = [is_file(os.path.join(path, name)) for name in (METADATA_FILE, CHECKSUMS_FILE)]
+    return all(has) if is_url(path) else any(has)  # one alone: it is being uploaded, or damaged
 
 
 def _sha256(path: str) -> str:

@@ -19,6 +19,7 @@ from estimator.core._mode_keys import ModeKeys
 from estimator.core._state import State
 from estimator.core._typing import Features, Labels
 from estimator.multihost._process_group import ProcessGroup
+from estimator.storage._files import exists, is_dir, is_url, remove, write
 
 T = TypeVar("T")
 
@@ -129,15 +130,15 @@ def _shared_path(group: ProcessGroup, directory: str, find: Callable[[], str | N
             group.all_gather(None)
         finally:
             if not group.index:
-                os.remove(probe)
+                remove(probe)
     return None
 
 
 def _check_shared(group: ProcessGroup, directory: str, path_of_chief: str) -> str:
     path = os.path.join(directory, os.path.basename(path_of_chief))
     deadline = time.monotonic() + _SECS_TO_APPEAR
-    while not os.path.exists(path):
-        if time.monotonic() >= deadline or not os.path.isdir(directory):
+    while not exists(path):
+        if time.monotonic() >= deadline or not is_dir(directory):
             raise FileNotFoundError(
                 f"Process {group.index}, with model_dir={directory!r}, does not see there what process 0 has written, "
                 f"{path_of_chief}. Give all processes the same model_dir, on a file system that they share."
@@ -147,8 +148,8 @@ def _check_shared(group: ProcessGroup, directory: str, path_of_chief: str) -> st
 
 
 def _make_probe(directory: str) -> str:
-    os.makedirs(directory, exist_ok=True)
+    if not is_url(directory):
+        os.makedirs(directory, exist_ok=True)
     path = os.path.join(directory, f"shared-{uuid.uuid4().hex}")
-    with open(path, "w"):
-        pass
+    write(path, b"")
     return path

@@ -13,9 +13,11 @@ from collections.abc import Iterator
 from absl import logging
 
 from estimator.checkpoint._file_lock import lock_if_possible
+from estimator.storage._files import absolute, exists, is_dir, is_url, list_dir, normalized, store_of
 
 LOCK_FILE = "training.lock"
 _SECONDS_FOR_OWNER = 1.0  # to write its name into the file
+_NO_LOCK = "model_dir %s cannot be locked (%s): nothing keeps a second training run out of it."
 _TF_CHECKPOINT = re.compile(r".+-\d+\.(index|meta)")
 
 # The locks of this process by the path of the directory: the file, and the thread that holds it.
@@ -27,16 +29,20 @@ def checked_dir(model_dir: str) -> str:
 
     Raises:
       NotADirectoryError: the path is a file.
-      ValueError: orbax would read the path as a pattern.
+      ValueError: orbax would read the path as a pattern; nothing knows the protocol of the URL.
+      ImportError: what knows the store of the URL is not installed.
     """
-    if os.pardir in model_dir.split(os.sep):
+    if is_url(model_dir):
+        store_of(model_dir)
+        model_dir = normalized(model_dir)
+    elif os.pardir in model_dir.split(os.sep):
         model_dir = os.path.realpath(model_dir)
-    if set("*?[") & set(os.path.abspath(model_dir)):
+    if set("*?[") & set(absolute(model_dir)):
         raise ValueError(
             "`model_dir` must not contain '*', '?' or '[', which orbax would take for a pattern when it reads "
-            f"checkpoints; got {os.path.abspath(model_dir)!r}. Rename the directory."
+            f"checkpoints; got {absolute(model_dir)!r}. Rename the directory."
         )
-    if os.path.exists(model_dir) and not os.path.isdir(model_dir):
+    if exists(model_dir) and not is_dir(model_dir):
         raise NotADirectoryError(f"`model_dir` must be a directory; got the file {model_dir!r}.")
     return model_dir
 
@@ -47,7 +53,7 @@ def check_not_of_tensorflow(model_dir: str) -> None:
     Raises:
       ValueError: there is a checkpoint of TensorFlow, which training would silently ignore.
     """
-    names = os.listdir(model_dir) if os.path.isdir(model_dir) else []
+    names = list_dir(model_dir)
     theirs = sorted(filter(_TF_CHECKPOINT.fullmatch, names), key=lambda name: int(re.findall(r"\d+", name)[-1]))
     if theirs:
         raise ValueError(
@@ -63,12 +69,17 @@ def training_in(model_dir: str, is_chief: bool) -> Iterator[None]:
     """Locks a directory for one training run, and creates it if it does not exist. The thread that holds the lock may
     enter again. In a run of several processes, process 0 holds it for all.
 
-    The operating system locks a file that names its owner, and releases it when the process ends, however it ends.
+    The operating system locks a file that names its owner, and releases it when the process ends, however it ends. A
+    store has no locks.
 
     Raises:
       RuntimeError: another training run holds the lock.
       OSError: the directory cannot be written.
     """
+    if is_url(model_dir):
+        logging.log_first_n(logging.WARNING, _NO_LOCK, 1, model_dir, "stores have no locks")
+        yield
+        return
     key = os.path.realpath(model_dir)
     is_mine = key in _held and _held[key][1] == threading.get_ident()
     lock = None if is_mine or not is_chief else _locked(model_dir, key)
@@ -108,9 +119,7 @@ def _locked(model_dir: str, key: str) -> int | None:
                 "mix their checkpoints. Wait for the other one or end it, or choose another model_dir."
             ) from None
         if why_not is not None:
-            logging.warning(
-                "model_dir %s cannot be locked (%s): nothing keeps a second training run out of it.", model_dir, why_not
-            )
+            logging.warning(_NO_LOCK, model_dir, why_not)
             with contextlib.suppress(FileNotFoundError):
                 os.remove(path)
             os.close(lock)

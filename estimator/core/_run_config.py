@@ -73,7 +73,7 @@ class RunConfig:
               check_replicas_every=None, resume_input='position', eval_loss_over='batches', compilation_cache_dir=None)
 
     Args:
-      model_dir: the directory of checkpoints and event files, a string or a path object; None
+      model_dir: the directory of checkpoints and event files, a string or a path object, or a URL; None
         leaves it to the Estimator.
       seed: what initial values and all other randomness follow from.
       save_summary_steps: write summaries at the first step and every N steps from there; None or 0: never.

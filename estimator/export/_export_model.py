@@ -23,6 +23,7 @@ import json
 import os
 import re
 import shutil
+import tempfile
 import time
 import urllib.parse
 import uuid
@@ -34,7 +35,14 @@ import numpy as np
 from absl import logging
 from jax import export
 
-from estimator.checkpoint._export_folder import FORMAT, METADATA_FILE, README_FILE, WEIGHTS_FILE, write_checksums
+from estimator.checkpoint._export_folder import (
+    CHECKSUMS_FILE,
+    FORMAT,
+    METADATA_FILE,
+    README_FILE,
+    WEIGHTS_FILE,
+    write_checksums,
+)
 from estimator.checkpoint._named_arrays import from_arrays, to_arrays
 from estimator.core._batch import abstract, check_batch
 from estimator.core._bcoo import is_jax_sparse
@@ -47,6 +55,8 @@ from estimator.core._typing import Features, PyTree
 from estimator.export._prune import check_rows, checked_outputs, chosen, only_needed
 from estimator.heads._class_names import without_strings
 from estimator.steps._gradients import run_model_fn
+from estimator.storage._files import is_url, list_dir
+from estimator.storage._folders import upload
 
 ASSETS_DIR = "assets.extra"
 _EXPORT = re.compile(r"\d{10}")
@@ -288,15 +298,21 @@ def _readme(features: Features, batch_size: int | None) -> str:
 def _new_folder(base: str, fill: Callable[[str], None]) -> str:
     """Creates a folder in `base`, named by the time in seconds, or by a later one so that it is the last.
 
-    The folder is filled under another name and then renamed.
+    The folder is filled under another name and then renamed; in a store, which has no renames, it has its metadata and
+    its checksums last (see `find_export`).
     """
+    if is_url(base):
+        with tempfile.TemporaryDirectory() as folder:
+            fill(folder)
+            path = os.path.join(base, str(_next_number(base)))
+            upload(folder, path, last=(METADATA_FILE, CHECKSUMS_FILE))
+            return path
     is_new = not os.path.isdir(base)
     temporary = os.path.join(base, f"temp-{uuid.uuid4().hex}")
     try:
         os.makedirs(temporary)
         fill(temporary)
-        later = (int(name) + 1 for name in os.listdir(base) if _EXPORT.fullmatch(name))
-        number = max([int(time.time()), *later])  # the newest has the largest, even where others were removed
+        number = _next_number(base)
         while True:
             path = os.path.join(base, str(number))
             if not os.path.exists(path):
@@ -313,6 +329,11 @@ def _new_folder(base: str, fill: Callable[[str], None]) -> str:
             with contextlib.suppress(OSError):
                 os.rmdir(base)
         raise
+
+
+def _next_number(base: str) -> int:
+    later = (int(name) + 1 for name in list_dir(base) if _EXPORT.fullmatch(name))
+    return max([int(time.time()), *later])  # the newest has the largest, even where others were removed
 
 
 def _check_containers(name: str, tree: Any) -> None:

@@ -7,7 +7,6 @@ import inspect
 import json
 import os
 import re
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -17,6 +16,7 @@ from absl import logging
 from jax.typing import ArrayLike
 
 from estimator.core._typing import PyTree
+from estimator.storage._files import exists, is_dir, list_dir, read, remove_dir, write
 
 _RECORD = "exported.json"
 _EXPORT = re.compile(r"\d{10}")
@@ -157,7 +157,7 @@ class LatestExporter(Exporter):
         last = _read_record(export_path)
         if last is not None and _text(last["eval_result"]) == _text(result):
             path = os.path.join(export_path, last["export"])
-            if os.path.isdir(path):
+            if is_dir(path):
                 return False, path
         return self._is_chosen(last and last["eval_result"], result), None
 
@@ -255,18 +255,14 @@ class BestExporter(LatestExporter):
 
 def _write_record(export_path: str, path: str, eval_result: EvalResult) -> None:
     record = os.path.join(export_path, _RECORD)
-    with open(f"{record}.new", "w", encoding="utf-8") as file:
-        json.dump({"export": os.path.basename(path), "eval_result": eval_result}, file, default=_as_json)
-    os.replace(f"{record}.new", record)
+    text = json.dumps({"export": os.path.basename(path), "eval_result": eval_result}, default=_as_json)
+    write(record, text.encode())
 
 
 def _read_record(export_path: str) -> dict[str, Any] | None:
     """The name and the evaluation result of the last export in a folder."""
     path = os.path.join(export_path, _RECORD)
-    if not os.path.exists(path):
-        return None
-    with open(path, encoding="utf-8") as file:
-        return json.load(file)
+    return json.loads(read(path)) if exists(path) else None
 
 
 def _as_json(value: ArrayLike) -> object:
@@ -289,9 +285,9 @@ def _has_nan(value: PyTree) -> bool:
 
 def _remove_old(export_path: str, keep: int) -> None:
     """Leaves the newest exports: the folders whose names are the largest times."""
-    exports = sorted(name for name in os.listdir(export_path) if _EXPORT.fullmatch(name))
+    exports = sorted(name for name in list_dir(export_path) if _EXPORT.fullmatch(name))
     for name in exports[:-keep]:
         try:
-            shutil.rmtree(os.path.join(export_path, name))
+            remove_dir(os.path.join(export_path, name))
         except OSError as error:
             logging.warning("Can not delete the old export %s: %s", os.path.join(export_path, name), error)

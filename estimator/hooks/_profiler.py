@@ -10,6 +10,7 @@ from absl import logging
 
 from estimator.core._argument_checks import check_intervals
 from estimator.core._hook import Context, Hook, RunValues
+from estimator.storage._folders import WorkingFolder
 
 
 class ProfilerHook(Hook):
@@ -71,7 +72,8 @@ class ProfilerHook(Hook):
             self._ended = time.monotonic()
             return
         try:
-            jax.profiler.start_trace(self._dir)
+            self._folder = WorkingFolder(self._dir)
+            jax.profiler.start_trace(self._folder.path)
             self._tracing = True
         except RuntimeError as error:
             logging.warning("ProfilerHook leaves out the trace from step %d on: %s", context.step, error)
@@ -89,4 +91,5 @@ class ProfilerHook(Hook):
         if self._tracing:
             self._tracing = False
             jax.profiler.stop_trace()
+            self._folder.upload()
             logging.info("Wrote a trace of some steps to %s.", self._dir)

@@ -11,6 +11,7 @@ from absl import logging
 from estimator.core._argument_checks import check_intervals
 from estimator.core._hook import Context, Hook, RunValues
 from estimator.hooks._timer import SecondOrStepTimer
+from estimator.storage._folders import WorkingFolder
 
 
 class StepCounterHook(Hook):
@@ -23,7 +24,7 @@ class StepCounterHook(Hook):
 
     Args:
       every_n_steps, every_n_secs: how often. Give one, and None for the other.
-      output_dir: the directory of an event file to write; None: none.
+      output_dir: the directory of an event file to write, in a store at the end; None: none.
       summary_writer: writes instead; any object with `add_scalar(tag, value, step)`, such as tensorboardX's
         `SummaryWriter`.
 
@@ -60,7 +61,8 @@ class StepCounterHook(Hook):
         if self._output_dir is not None and jax.process_index() == 0:
             import tensorboardX  # takes a while
 
-            self._writer = tensorboardX.SummaryWriter(os.fspath(self._output_dir))
+            self._folder = WorkingFolder(os.fspath(self._output_dir))
+            self._writer = tensorboardX.SummaryWriter(self._folder.path)
 
     def next_step(self, step: int) -> int | None:
         return self._timer.next_step(step)
@@ -81,4 +83,5 @@ class StepCounterHook(Hook):
     def end(self, context: Context) -> None:
         if self._writer is not self._given:
             self._writer.close()
+            self._folder.upload()
             self._writer = self._given

@@ -51,7 +51,7 @@ class WatchdogHook(Hook):
         (SIGURG), so the run must be in the main thread of a POSIX process; and it gets through to Python code, locks,
         sleeps and most system calls, but to a call of compiled code, such as the wait for a device, only when that
         returns. Where it never does, only ending the process helps.
-      path: a file to which the report is added, beside the log, which absl writes to stderr.
+      path: a local file to which the report is added, beside the log, which absl writes to stderr.
 
     Raises:
       ValueError: timeout_secs is not a positive number, or the action is unknown; in a run, "raise" is requested in a

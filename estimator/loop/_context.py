@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -19,6 +18,7 @@ from estimator.loop._programs import Carry
 from estimator.multihost._preemption import SIGTERM
 from estimator.multihost._process_group import ProcessGroup, SingleProcess
 from estimator.optim._learning_rate import with_rate
+from estimator.storage._files import normalized
 from estimator.summary._event_writer import EventWriter
 
 T = TypeVar("T")
@@ -168,7 +168,7 @@ class RunContext:
     def events(self, directory: str | None = None) -> EventWriter:
         chosen = directory or self.output_dir
         assert chosen is not None
-        directory = os.path.normpath(chosen)
+        directory = normalized(chosen)
         if directory not in self._events:
             first, last = (self.global_step + 1, math.inf) if self.mode == ModeKeys.TRAIN else (self.global_step,) * 2
             self._events[directory] = EventWriter(directory, first, last)

@@ -13,6 +13,8 @@ import numpy as np
 from absl import logging
 
 from estimator.core._record import Histogram, bucket_limits
+from estimator.storage._files import is_url
+from estimator.storage._folders import WorkingFolder
 from estimator.summary._history import COLUMNS, HISTORY, cut_history, history_line
 
 if TYPE_CHECKING:
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
     from tensorboardX.proto.event_pb2 import Event
 
 _READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
+_UPLOAD_SECS = 10.0  # a store takes whole files only; at least this long between two uploads ...
+_UPLOAD_SHARE = 50  # ... and so many times as long as an upload takes
 
 _Moment = tuple[int, float, Mapping[str, Any]]  # step, time, values by tag
 
@@ -30,7 +34,8 @@ class EventWriter:
     A run may repeat steps, because it resumes from a checkpoint or evaluates one again. Then it replaces what was
     written of them: it cuts the history, and begins its event file with a SessionLog.START, at which TensorBoard drops
     these steps of earlier files (tensorboardX's `purge_step`). Files are opened when something is written; an
-    evaluation that may not write to the directory does without.
+    evaluation that may not write to the directory does without. In a store, the files are written again, from local
+    ones, at checkpoints, at the end, and now and then between.
 
     Args:
       directory: made if it does not exist.
@@ -41,12 +46,14 @@ class EventWriter:
         self._directory, self._first, self._last = directory, first, last
         self._waiting: list[_Moment] = []
         self._later: list[_Moment] = []  # later steps of the history, to be written again at the end
+        self._folder: WorkingFolder | None = None
         self._files: tuple[EventsWriter, BinaryIO] | None = None  # events and history, open from the first flush on
         self._flushed = -math.inf
+        self._interval = _UPLOAD_SECS if is_url(directory) else 1.0
         self._warned: set[str] = set()
 
     def write(self, step: int, walltime: float, values: Mapping[str, Any]) -> None:
-        """Keeps values until the next flush, and flushes unless that was done within the last second.
+        """Keeps values until the next flush, and flushes unless that was done within the last second (see `flush`).
 
         Args:
           step: the training step.
@@ -54,7 +61,7 @@ class EventWriter:
           values: by tag: numbers, `Histogram`s, texts, and images as arrays of shape `(n, height, width, channels)`.
         """
         self._waiting.append((step, walltime, values))
-        if time.monotonic() >= self._flushed + 1.0:
+        if time.monotonic() >= self._flushed + self._interval:
             self.flush()
 
     def flush(self) -> None:
@@ -63,16 +70,19 @@ class EventWriter:
             return
         try:
             events, history = self._files = self._files or self._open()
+            for moment in waiting:
+                events.write_event(_event(*moment))
+            events.flush()
+            history.write(b"".join(map(self._line, waiting)))  # unbuffered, so that a kill does not tear a line
+            self._flushed = time.monotonic()
+            if self._folder is not None and is_url(self._directory):
+                self._folder.upload()
+                before, self._flushed = self._flushed, time.monotonic()
+                self._interval = max(_UPLOAD_SECS, _UPLOAD_SHARE * (self._flushed - before))
         except OSError as error:
             if self._last == math.inf or error.errno not in _READ_ONLY:
                 raise
             logging.warning("No summaries of the evaluation are written: %s.", error)
-            return
-        for moment in waiting:
-            events.write_event(_event(*moment))
-        events.flush()
-        history.write(b"".join(map(self._line, waiting)))  # one unbuffered write, so that a kill does not tear a line
-        self._flushed = time.monotonic()
 
     def close(self) -> None:
         try:
@@ -82,21 +92,22 @@ class EventWriter:
         finally:
             for file in self._files or ():
                 file.close()
+            self._files = self._folder = None
 
     def _open(self) -> tuple[EventsWriter, BinaryIO]:
         # Late, since it imports torch where there is torch.
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto.event_pb2 import Event, SessionLog
 
-        os.makedirs(self._directory, exist_ok=True)
-        path = os.path.join(self._directory, HISTORY)
+        folder = self._folder = WorkingFolder(self._directory, [HISTORY])
+        path = os.path.join(folder.path, HISTORY)
         rows = cut_history(path, self._first, in_order=self._last < math.inf) if os.path.exists(path) else []
         for row in rows:
             if row["step"] > self._last:
                 self._later.append((row.pop("step"), row.pop("time"), row))
         # TensorBoard reads the files of a directory in the order of their names, which begin with the second.
         suffix = f".{time.time_ns()}.estimator"
-        events = EventsWriter(os.path.join(self._directory, "events"), suffix)
+        events = EventsWriter(os.path.join(folder.path, "events"), suffix)
         start = SessionLog(status=SessionLog.START)
         events.write_event(Event(wall_time=time.time(), step=self._first, session_log=start))
         return events, open(path, "ab", buffering=0)

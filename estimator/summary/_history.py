@@ -8,6 +8,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from estimator.storage._files import exists, read, write
+
 HISTORY = "history.jsonl"
 COLUMNS = {"step", "time"}  # of a line, beside the tags
 
@@ -39,7 +41,7 @@ def read_history(directory: str | os.PathLike[str]) -> list[dict[str, Any]]:
       ValueError: a line before the last one is not valid.
     """
     path = os.path.join(directory, HISTORY)
-    if not os.path.exists(path):
+    if not exists(path):
         raise FileNotFoundError(
             f"There is no {HISTORY} in {os.fspath(directory)!r}. `train` writes it into the model_dir, every "
             "RunConfig.save_summary_steps, and `evaluate` into `estimator.eval_dir(name)`."
@@ -59,7 +61,7 @@ def read_eval_metrics(eval_dir: str | os.PathLike[str]) -> dict[int, dict[str, A
     Returns:
       For each step, in order, a dict of the metrics and "loss"; empty if nothing was evaluated yet.
     """
-    if not os.path.exists(os.path.join(eval_dir, HISTORY)):
+    if not exists(os.path.join(eval_dir, HISTORY)):
         return {}
     rows = read_history(eval_dir)
     return {row["step"]: {tag: row[tag] for tag in row if tag not in COLUMNS} for row in rows}
@@ -67,8 +69,7 @@ def read_eval_metrics(eval_dir: str | os.PathLike[str]) -> dict[int, dict[str, A
 
 def _read(path: str) -> tuple[list[dict[str, Any]], bool]:
     """The rows of a history, one per step, in order; and whether its last line is whole."""
-    with open(path, "rb") as file:
-        *lines, torn = file.read().split(b"\n")
+    *lines, torn = read(path).split(b"\n")
     rows: dict[int, dict[str, Any]] = {}
     for i, line in enumerate(lines):
         try:
@@ -93,9 +94,7 @@ def cut_history(path: str, first: int, in_order: bool) -> list[dict[str, Any]]:
     rows, whole = _read(path)
     kept = [row for row in rows if row["step"] < first]
     if not whole or len(kept) < len(rows):
-        with open(f"{path}.tmp", "wb") as file:
-            file.writelines(map(history_line, kept))
-        os.replace(f"{path}.tmp", path)
+        write(path, b"".join(map(history_line, kept)))
     return rows[len(kept) :]
 
 

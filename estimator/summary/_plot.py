@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import glob
+import io
 import math
 import os
 from typing import Any
 
+from estimator.storage._files import exists, is_url, list_dir, write
 from estimator.summary._history import HISTORY, read_history
 
 _WIDTH, _HEIGHT = 5.0, 3.5  # of a panel, in inches
@@ -56,17 +57,20 @@ def plot_history(model_dir: str | os.PathLike[str], path: str | os.PathLike[str]
     for panel in list(panels):  # of the last line, without a tag
         panel.remove()
     chosen = os.path.join(model_dir, "history.png") if path is None else os.fspath(path)
-    figure.savefig(chosen)
+    if is_url(chosen):
+        picture = io.BytesIO()
+        figure.savefig(picture, format=os.path.splitext(chosen)[1].removeprefix(".") or None)
+        write(chosen, picture.getvalue())
+    else:
+        figure.savefig(chosen)
     return chosen
 
 
 def _histories(model_dir: str) -> dict[str, list[dict[str, Any]]]:
     """The rows of training and of each evaluation, by the name of the curve."""
-    base = glob.escape(model_dir)
-    evaluations = [os.path.join(base, "eval", HISTORY), os.path.join(base, "eval_*", HISTORY)]
-    directories = {"train": model_dir} if os.path.exists(os.path.join(model_dir, HISTORY)) else {}
-    for directory in (os.path.dirname(path) for pattern in evaluations for path in sorted(glob.glob(pattern))):
-        directories[os.path.basename(directory)] = directory
+    evaluations = sorted(name for name in list_dir(model_dir) if name == "eval" or name.startswith("eval_"))
+    candidates = {"train": model_dir} | {name: os.path.join(model_dir, name) for name in evaluations}
+    directories = {name: path for name, path in candidates.items() if exists(os.path.join(path, HISTORY))}
     if not directories:
         raise FileNotFoundError(
             f"There is no {HISTORY} in {model_dir!r}, nor in a directory of evaluations in it. Give `est.plot_history` "

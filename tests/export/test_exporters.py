@@ -196,7 +196,7 @@ def test_an_export_that_can_not_be_deleted_is_warned_of(export, monkeypatch, mes
     def fail(path):
         raise PermissionError("not yours")
 
-    monkeypatch.setattr(_exporters.shutil, "rmtree", fail)
+    monkeypatch.setattr(_exporters, "remove_dir", fail)
     for result in (GOOD, BEST):
         assert export(latest(exports_to_keep=1), result)
     assert any(m.startswith("Can not delete the old export") and m.endswith("not yours") for m in messages())

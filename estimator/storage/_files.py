@@ -1,0 +1,155 @@
+"""Files by their paths: on the local file system, or by URL in a store that fsspec knows, such as `s3://bucket/run`.
+
+A store writes a file whole or not at all. It has no directories but the names of its files, and no appends, renames
+and locks; so whoever writes several files writes the one last that says they are whole.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import fsspec
+
+_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}  # of this package, by the protocol of a URL
+
+
+def is_url(path: str | os.PathLike[str]) -> bool:
+    """Whether a path names something in a store.
+
+    >>> is_url("s3://bucket/run"), is_url("/tmp/run")
+    (True, False)
+    """
+    return "://" in os.fspath(path)
+
+
+def store_of(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
+    """The store of a URL, and the path in it.
+
+    Raises:
+      ImportError: the package that knows the store is not installed.
+      ValueError: no package knows it.
+    """
+    protocol = url.partition("://")[0]
+    try:
+        import fsspec.core
+
+        # Listings are not cached: other processes write, too.
+        return fsspec.core.url_to_fs(url, use_listings_cache=False)
+    except ImportError as error:
+        extra = _EXTRAS.get(protocol)
+        how = f"pip install 'replicate-model-fn[{extra}]'" if extra else "install the package that fsspec names"
+        raise ImportError(f"{url!r} is in a store that needs another package: {how}. ({error})") from error
+    except ValueError as error:
+        raise ValueError(
+            f"{url!r} is neither a local path nor a URL that fsspec knows, such as 's3://bucket/run': {error}"
+        ) from error
+
+
+def normalized(path: str | os.PathLike[str]) -> str:
+    """The path in the one form that is compared."""
+    text = os.fspath(path)
+    return text.rstrip("/") if is_url(text) else os.path.normpath(text)
+
+
+def absolute(path: str | os.PathLike[str]) -> str:
+    return normalized(path) if is_url(path) else os.path.abspath(path)
+
+
+def exists(path: str) -> bool:
+    if not is_url(path):
+        return os.path.exists(path)
+    store, name = store_of(path)
+    return store.exists(name)
+
+
+def is_file(path: str) -> bool:
+    if not is_url(path):
+        return os.path.isfile(path)
+    store, name = store_of(path)
+    return store.isfile(name)
+
+
+def is_dir(path: str | os.PathLike[str]) -> bool:
+    """Whether there is such a directory; in a store, whether a file has a name that begins so."""
+    path = os.fspath(path)
+    if not is_url(path):
+        return os.path.isdir(path)
+    store, name = store_of(path)
+    return store.isdir(name)
+
+
+def list_dir(path: str) -> list[str]:
+    """The names in a directory; none where there is no such directory."""
+    if not is_url(path):
+        return os.listdir(path) if os.path.isdir(path) else []
+    store, name = store_of(path)
+    try:
+        return sorted({os.path.basename(each.rstrip("/")) for each in store.ls(name, detail=False)} - {""})
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def files_in(path: str) -> dict[str, int]:
+    """The sizes of the files in a directory and those below it, by their names from there."""
+    if not is_url(path):
+        files = (os.path.join(parent, name) for parent, _, names in os.walk(path) for name in names)
+        return {os.path.relpath(file, path).replace(os.sep, "/"): os.path.getsize(file) for file in files}
+    store, base = store_of(path)
+    infos: dict[str, Any] = store.find(base, detail=True)
+    return {name[len(base) :].lstrip("/"): info["size"] for name, info in infos.items()}
+
+
+def modified_ns(path: str) -> int:
+    """When a file was written, in nanoseconds since 1970; many stores count seconds."""
+    if not is_url(path):
+        return os.stat(path).st_mtime_ns
+    store, name = store_of(path)
+    return round(store.modified(name).timestamp() * 1e9)
+
+
+def read(path: str) -> bytes:
+    if not is_url(path):
+        with open(path, "rb") as file:
+            return file.read()
+    store, name = store_of(path)
+    return store.cat_file(name)
+
+
+def write(path: str, contents: bytes) -> None:
+    """Writes a file, which has its old contents or the new ones at any time."""
+    if is_url(path):
+        store, name = store_of(path)
+        store.pipe_file(name, contents)
+        return
+    with open(f"{path}.new", "wb") as file:
+        file.write(contents)
+    os.replace(f"{path}.new", path)
+
+
+def remove(path: str) -> None:
+    """Removes a file.
+
+    Raises:
+      FileNotFoundError: there is none.
+    """
+    if not is_url(path):
+        os.remove(path)
+        return
+    store, name = store_of(path)
+    store.rm_file(name)
+
+
+def remove_dir(path: str) -> None:
+    """Removes a directory and all in it.
+
+    Raises:
+      FileNotFoundError: there is none.
+    """
+    if not is_url(path):
+        shutil.rmtree(path)
+        return
+    store, name = store_of(path)
+    store.rm(name, recursive=True)
