@@ -7,19 +7,20 @@ file with its time and with what was saved beside arrays.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from etils import epath
-
 from estimator.checkpoint._file_lock import lock_if_possible
 from estimator.checkpoint._json_state import decode
+from estimator.storage._files import exists, is_url, list_dir, read
+from estimator.storage._folders import LocalCopy, remove_marked
 
 ARRAYS = "arrays"
 PIN = "PINNED"  # a file in a checkpoint that is kept; removed and copied with it
-_WHOLE_FILE = "commit_success.txt"
+WHOLE_FILE = "commit_success.txt"
 _METADATA_FILE = "_CHECKPOINT_METADATA"
 _NAME = re.compile(r"ckpt-(\d+)")
 
@@ -34,14 +35,6 @@ class NotACheckpointError(ValueError):
         )
 
 
-def is_local(path: str) -> bool:
-    return "://" not in path
-
-
-def absolute(path: str) -> str:
-    return os.path.abspath(path) if is_local(path) else path
-
-
 def name_of(step: int) -> str:
     return f"ckpt-{step}"
 
@@ -52,7 +45,7 @@ def step_of(path: str) -> int:
 
 
 def is_checkpoint(path: str) -> bool:
-    return (epath.Path(path) / _WHOLE_FILE).exists()
+    return exists(os.path.join(path, WHOLE_FILE))
 
 
 def check_is_checkpoint(path: str) -> None:
@@ -60,16 +53,19 @@ def check_is_checkpoint(path: str) -> None:
         raise NotACheckpointError(path)
 
 
-def checkpoints_in(directory: epath.Path) -> list[str]:
+def folders_in(directory: str) -> list[str]:
+    """The paths in a directory that have the name of a checkpoint, oldest first."""
+    steps = sorted(int(m[1]) for m in map(_NAME.fullmatch, list_dir(directory)) if m)
+    return [os.path.join(directory, name_of(step)) for step in steps]
+
+
+def checkpoints_in(directory: str) -> list[str]:
     """The paths of the whole checkpoints in a directory, oldest first."""
-    if not directory.is_dir():
-        return []
-    steps = sorted(int(m[1]) for m in (_NAME.fullmatch(path.name) for path in directory.iterdir()) if m)
-    return [path for path in (os.fspath(directory / name_of(step)) for step in steps) if is_checkpoint(path)]
+    return list(filter(is_checkpoint, folders_in(directory)))
 
 
 def is_pinned(path: str) -> bool:
-    return (epath.Path(path) / PIN).exists()
+    return exists(os.path.join(path, PIN))
 
 
 def written_ns(path: str) -> int:
@@ -92,9 +88,25 @@ def host_of(path: str) -> dict[str, Any]:
 
 def _metadata(path: str) -> dict[str, Any]:
     try:
-        return decode((epath.Path(path) / _METADATA_FILE).read_text())
+        return decode(read(os.path.join(path, _METADATA_FILE)).decode())
     except (FileNotFoundError, NotADirectoryError):
         raise NotACheckpointError(path) from None
+
+
+def remove(path: str) -> None:
+    """Removes a checkpoint, the file first that says it is whole."""
+    remove_marked(path, WHOLE_FILE)
+
+
+def local_copy(path: str) -> LocalCopy:
+    """Of a checkpoint in a store, a copy, which stays for the next call; of one on disk, itself."""
+    return _copy(path, written_ns(path)) if is_url(path) else LocalCopy(path)
+
+
+@functools.lru_cache(maxsize=2)  # so that two can be compared
+def _copy(path: str, at: int) -> LocalCopy:
+    del at
+    return LocalCopy(path)
 
 
 @contextlib.contextmanager
@@ -125,11 +137,11 @@ def locked(path: str, exclusive: bool) -> Iterator[Callable[[], bool]]:
       NotACheckpointError: there is no checkpoint.
       BlockingIOError: `exclusive`, and somebody else has a lock.
     """
-    if not is_local(path):  # an object store has no locks
-        check_is_checkpoint(path)
-        yield lambda: is_checkpoint(path)
+    if is_url(path):  # a store has no locks
+        at = written_ns(path)
+        yield lambda: is_checkpoint(path) and written_ns(path) == at
         return
-    name = os.path.join(path, _WHOLE_FILE)
+    name = os.path.join(path, WHOLE_FILE)
     try:
         file = os.open(name, os.O_RDONLY)
     except (FileNotFoundError, NotADirectoryError):

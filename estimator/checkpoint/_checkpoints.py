@@ -9,6 +9,7 @@ with `wait=False`, being written by a thread.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import fnmatch
 import functools
@@ -20,7 +21,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import logging
-from etils import epath
 
 from estimator.checkpoint._async_save import AsyncSave, CheckpointWriteError, give_way
 from estimator.checkpoint._checkpoint_dir import (
@@ -32,6 +32,7 @@ from estimator.checkpoint._checkpoint_dir import (
     is_pinned,
     kept,
     name_of,
+    remove,
     step_of,
 )
 from estimator.checkpoint._json_state import encode
@@ -47,8 +48,10 @@ from estimator.checkpoint._named_arrays import (
 )
 from estimator.checkpoint._orbax import array_metadata, read_arrays, read_on_devices, with_orbax
 from estimator.checkpoint._save import save_checkpoint
+from estimator.checkpoint._save_in_store import save_in_store
 from estimator.core._state import State
 from estimator.optim._learning_rate import RATE, VALUES, rate_names
+from estimator.storage import _files
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -95,7 +98,7 @@ class Checkpoints:
         keep_max: int | None = 5,
         keep_every_n_hours: float | None = None,
     ) -> None:
-        self._dir = epath.Path(model_dir)
+        self._dir = os.fspath(model_dir)
         self._retention = keep_max, keep_every_n_hours
         self._in_flight: AsyncSave | None = None
 
@@ -132,7 +135,7 @@ class Checkpoints:
           CheckpointWriteError: this checkpoint, or the one before, could not be written.
         """
         self.wait()
-        path = os.fspath(self._dir / name_of(int(state.global_step)))
+        path = os.path.join(self._dir, name_of(int(state.global_step)))
         if not is_checkpoint(path):
             wait = wait or jax.process_count() > 1
             self._start_writing(path, to_arrays(state), encode(host or {}), gives_way=not wait)
@@ -169,7 +172,7 @@ class Checkpoints:
             if gives_way:
                 give_way()
             try:
-                save_checkpoint(path, arrays, host, *self._retention, copied=copied)
+                _save(path, arrays, host, *self._retention, copied=copied)
             except Exception as error:
                 if jax.process_count() > 1:
                     raise
@@ -196,7 +199,7 @@ class Checkpoints:
         """
         self.finish()  # a save that is in flight may have chosen to remove it
         check_is_checkpoint(path)
-        (epath.Path(path) / PIN).touch()
+        _files.write(os.path.join(path, PIN), b"")
 
     def unpin(self, path: str) -> None:
         """Lets a later `save` remove a checkpoint like any other.
@@ -205,7 +208,8 @@ class Checkpoints:
           ValueError: `path` is not a checkpoint.
         """
         check_is_checkpoint(path)
-        (epath.Path(path) / PIN).unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            _files.remove(os.path.join(path, PIN))
 
     def pinned(self) -> list[str]:
         """The paths of the pinned checkpoints, oldest first."""
@@ -259,8 +263,12 @@ def take_values(path: str, source: str) -> None:
     values = read_arrays(source, [key for key in array_metadata(source) if key.startswith(PREFIXES)])
     others = read_arrays(path, [key for key in array_metadata(path) if not key.startswith(PREFIXES)])
     host = encode(host_of(path))
-    epath.Path(path).rmtree()
-    save_checkpoint(path, values | others, host, together=False)
+    remove(path)
+    _save(path, values | others, host, together=False)
+
+
+def _save(path: str, *args: Any, **kwargs: Any) -> None:
+    (save_in_store if _files.is_url(path) else save_checkpoint)(path, *args, **kwargs)
 
 
 @_reads
@@ -299,11 +307,11 @@ def progress(path: str) -> tuple[int, dict[str, Any]]:
 
 def note_end_of_input(path: str) -> None:
     """Marks a checkpoint whose run reached the end of its input: the next run reads the input from the beginning."""
-    (epath.Path(path) / _INPUT_ENDED).touch()
+    _files.write(os.path.join(path, _INPUT_ENDED), b"")
 
 
 def is_end_of_input(path: str) -> bool:
-    return (epath.Path(path) / _INPUT_ENDED).exists()
+    return _files.exists(os.path.join(path, _INPUT_ENDED))
 
 
 def read(path: str, name: str) -> np.ndarray:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from estimator.storage._files import files_in, is_file, is_url, list_dir
+from estimator.storage._files import exists, files_in, is_url, list_dir
 from estimator.storage._folders import LocalCopy
 
 FORMAT = "estimator export 1"
@@ -51,6 +51,7 @@ class ExportFolder:
     def __init__(self, path: str) -> None:
         self.path = path
         self._copy = LocalCopy(path)
+        self._copy.fetch()
         self._check_files()
         with open(self._file(METADATA_FILE), encoding="utf-8") as file:
             self.metadata: dict[str, Any] = json.load(file)
@@ -104,7 +105,7 @@ class ExportFolder:
 
 
 def _is_export(path: str) -> bool:
-    has = [is_file(os.path.join(path, name)) for name in (METADATA_FILE, CHECKSUMS_FILE)]
+    has = [exists(os.path.join(path, name)) for name in (METADATA_FILE, CHECKSUMS_FILE)]
     return all(has) if is_url(path) else any(has)  # one alone: it is being uploaded, or damaged
 
 

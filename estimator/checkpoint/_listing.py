@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 from typing import NamedTuple
 
-from etils import epath
-
 from estimator.checkpoint._checkpoint_dir import NotACheckpointError, is_pinned, step_of, written_ns
 from estimator.checkpoint._checkpoints import Checkpoints
+from estimator.storage._files import files_in, is_dir
 
 
 class CheckpointInfo(NamedTuple):
@@ -58,19 +57,15 @@ def checkpoints(model_dir: str | os.PathLike[str]) -> list[CheckpointInfo]:
     Raises:
       FileNotFoundError: there is no such directory.
     """
-    if not epath.Path(model_dir).is_dir():
+    if not is_dir(model_dir):
         raise FileNotFoundError(
             f"There is no directory {os.fspath(model_dir)!r}. Give the `model_dir` of an Estimator."
         )
     infos = []
     for path in Checkpoints(model_dir).paths():
         try:
-            time, size = written_ns(path) / 1e9, _size(path)
+            time, size = written_ns(path) / 1e9, sum(files_in(path).values())
         except (NotACheckpointError, FileNotFoundError):  # it was removed meanwhile
             continue
         infos.append(CheckpointInfo(path, step_of(path), time, size, is_pinned(path)))
     return infos
-
-
-def _size(path: str) -> int:
-    return sum((folder / file).stat().length for folder, _, files in epath.Path(path).walk() for file in files)

@@ -13,10 +13,15 @@ from collections.abc import Iterator
 from absl import logging
 
 from estimator.checkpoint._file_lock import lock_if_possible
-from estimator.storage._files import absolute, exists, is_dir, is_url, list_dir, normalized, store_of
+from estimator.storage._files import absolute, exists, is_dir, is_url, list_dir, normalized, remove, store_of, write
 
 LOCK_FILE = "training.lock"
 _SECONDS_FOR_OWNER = 1.0  # to write its name into the file
+_NOT_WRITABLE = (
+    "Training cannot write its checkpoints into model_dir {!r} ({}). Choose a directory that can be created and "
+    "written; evaluation and prediction only read{}"
+)
+_MANGLED = re.compile(r"(s3|gs|gcs|az|memory):/[^/]")
 _NO_LOCK = "model_dir %s cannot be locked (%s): nothing keeps a second training run out of it."
 _TF_CHECKPOINT = re.compile(r".+-\d+\.(index|meta)")
 
@@ -29,9 +34,14 @@ def checked_dir(model_dir: str) -> str:
 
     Raises:
       NotADirectoryError: the path is a file.
-      ValueError: orbax would read the path as a pattern; nothing knows the protocol of the URL.
+      ValueError: orbax would read the path as a pattern; the URL is not one, or nothing knows its protocol.
       ImportError: what knows the store of the URL is not installed.
     """
+    if _MANGLED.match(model_dir):
+        raise ValueError(
+            f"`model_dir` must have two slashes in the URL of a store; got {model_dir!r}. `pathlib.Path` drops one: "
+            "give a string, or an `etils.epath.Path`."
+        )
     if is_url(model_dir):
         store_of(model_dir)
         model_dir = normalized(model_dir)
@@ -77,7 +87,9 @@ def training_in(model_dir: str, is_chief: bool) -> Iterator[None]:
       OSError: the directory cannot be written.
     """
     if is_url(model_dir):
-        logging.log_first_n(logging.WARNING, _NO_LOCK, 1, model_dir, "stores have no locks")
+        if is_chief:
+            _check_writable(model_dir)
+            logging.log_first_n(logging.WARNING, _NO_LOCK, 1, model_dir, "stores have no locks")
         yield
         return
     key = os.path.realpath(model_dir)
@@ -104,11 +116,7 @@ def _locked(model_dir: str, key: str) -> int | None:
             os.makedirs(model_dir, exist_ok=True)
             lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
-            raise type(error)(
-                error.errno,
-                f"Training cannot write its checkpoints into model_dir {model_dir!r} ({error.strerror}). Choose a "
-                "directory that can be created and written; evaluation and prediction only read",
-            ) from error
+            raise type(error)(error.errno, _NOT_WRITABLE.format(model_dir, error.strerror, "")) from error
         try:
             why_not = lock_if_possible(lock, exclusive=True)
         except BlockingIOError:
@@ -132,6 +140,14 @@ def _locked(model_dir: str, key: str) -> int | None:
                 os.pwrite(lock, f"process {os.getpid()} on host {socket.gethostname()}, since {since},".encode(), 0)
                 return lock
         os.close(lock)
+
+
+def _check_writable(url: str) -> None:
+    try:
+        write(os.path.join(url, LOCK_FILE), b"")
+        remove(os.path.join(url, LOCK_FILE))
+    except Exception as error:  # of many kinds
+        raise OSError(_NOT_WRITABLE.format(url, error, ". Look for the bucket and for your credentials.")) from error
 
 
 def _owner(lock: int, key: str) -> str:

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import logging as standard_logging
 import os
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, TypeVar
 
@@ -17,12 +18,15 @@ import numpy as np
 from absl import logging
 from etils import epath
 
-from estimator.checkpoint._checkpoint_dir import ARRAYS, absolute
+from estimator.checkpoint._checkpoint_dir import ARRAYS, local_copy
 from estimator.runtime._uninterrupted import uninterrupted
 
 if TYPE_CHECKING:
     import orbax.checkpoint as ocp
     from orbax.checkpoint.metadata import ArrayMetadata
+
+_OF_FOLDERS = "Skipping merge of OCDBT"  # as always where each array has a folder of its own
+_CHUNK = re.compile(r"(.*)/\d{1,9}(\.\d{1,9})*")  # a file with numbers of an array, in the array's folder
 
 F = TypeVar("F", bound=Callable[..., object])
 
@@ -45,8 +49,8 @@ def with_orbax(function: F) -> F:
 
 def array_metadata(path: str) -> dict[str, ArrayMetadata]:
     """Objects with `shape` and `dtype`, by the names of the arrays of the checkpoint at `path`."""
-    with _reader() as reader:
-        return reader.metadata(_arrays_of(path)).tree
+    with _reader(path, ()) as (reader, arrays):
+        return reader.metadata(arrays).tree
 
 
 def read_arrays(path: str, names: Collection[str]) -> dict[str, np.ndarray]:
@@ -68,18 +72,18 @@ def read_on_devices(
 def _restore(path: str, item: Mapping[str, object], restore_args: Mapping[str, ocp.RestoreArgs]) -> dict:
     import orbax.checkpoint as ocp
 
-    with _reader() as reader:
-        return reader.restore(_arrays_of(path), args=ocp.args.PyTreeRestore(item, restore_args, partial_restore=True))
+    with _reader(path, item) as (reader, arrays):
+        return reader.restore(arrays, args=ocp.args.PyTreeRestore(item, restore_args, partial_restore=True))
 
 
 @contextlib.contextmanager
-def _reader() -> Iterator[ocp.PyTreeCheckpointHandler]:
+def _reader(path: str, names: Collection[str]) -> Iterator[tuple[ocp.PyTreeCheckpointHandler, epath.Path]]:
+    """What reads these arrays of the checkpoint at `path`, and the directory that they are in."""
+    folders = {f"{ARRAYS}/{name}" for name in names}
+    copy = local_copy(path)
+    copy.fetch(lambda name: (chunk := _CHUNK.fullmatch(name)) is None or chunk[1] in folders)
     with quiet_orbax(), contextlib.closing(array_handler(processes_of(together=False))) as reader:
-        yield reader
-
-
-def _arrays_of(path: str) -> epath.Path:
-    return epath.Path(absolute(path)) / ARRAYS
+        yield reader, epath.Path(os.path.abspath(copy.path)) / ARRAYS
 
 
 def processes_of(together: bool) -> ocp.options.MultiprocessingOptions:
@@ -94,7 +98,7 @@ def processes_of(together: bool) -> ocp.options.MultiprocessingOptions:
     )
 
 
-def array_handler(processes: ocp.options.MultiprocessingOptions) -> ocp.PyTreeCheckpointHandler:
+def array_handler(processes: ocp.options.MultiprocessingOptions, **options: bool) -> ocp.PyTreeCheckpointHandler:
     import orbax.checkpoint as ocp
     from orbax.checkpoint import type_handlers
 
@@ -106,7 +110,7 @@ def array_handler(processes: ocp.options.MultiprocessingOptions) -> ocp.PyTreeCh
     )
     # Compressing weights takes three times as long as writing them, and a second copy of them, for 8 % of the bytes.
     return ocp.PyTreeCheckpointHandler(
-        use_compression=False, type_handler_registry=registry, multiprocessing_options=processes
+        use_compression=False, type_handler_registry=registry, multiprocessing_options=processes, **options
     )
 
 
@@ -120,6 +124,7 @@ def quiet_orbax() -> Iterator[None]:
 
     def is_wanted(record: standard_logging.LogRecord) -> bool:
         is_shown = record.levelno > standard_logging.INFO and not record.exc_info
+        is_shown = is_shown and _OF_FOLDERS not in str(record.msg)
         return is_shown or not record.pathname.startswith(folder)
 
     logger = logging.get_absl_logger()

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from absl import logging
 
 from estimator.checkpoint import _checkpoints
-from estimator.checkpoint._checkpoint_dir import absolute, kept, written_ns
+from estimator.checkpoint._checkpoint_dir import kept, written_ns
 from estimator.checkpoint._warm_start import WarmStartReport, WarmStartSettings, warm_start
 from estimator.core._mode_keys import ModeKeys
 from estimator.core._state import State
@@ -17,6 +17,7 @@ from estimator.multihost._global_arrays import as_of_chief, is_within_reach, pla
 from estimator.multihost._process_group import ProcessGroup
 from estimator.optim._moving_average import at_averages
 from estimator.steps._transform import Model
+from estimator.storage._files import absolute
 
 
 class StateSource:

@@ -20,9 +20,7 @@ from etils import epath
 from estimator.checkpoint._checkpoint_dir import (
     ARRAYS,
     NotACheckpointError,
-    absolute,
     checkpoints_in,
-    is_local,
     is_pinned,
     locked,
     name_of,
@@ -45,6 +43,7 @@ def save_checkpoint(
     keep_every_n_hours: float | None = None,
     copied: Callable[[], object] = lambda: None,
     together: bool = True,
+    folder_per_array: bool = False,
 ) -> None:
     """Writes a checkpoint from a copy of arrays in the host's memory, and removes old ones once it is on disk.
 
@@ -58,24 +57,24 @@ def save_checkpoint(
       keep_max, keep_every_n_hours: which checkpoints to keep, as in `Checkpoints`.
       copied: called once there is a copy; from then on a program may donate the memory of the arrays.
       together: whether all processes write it together. Otherwise this one does it alone.
+      folder_per_array: whether a part of the checkpoint can be copied, for those who need a part of its arrays.
     """
     import orbax.checkpoint as ocp
-    from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, EveryNSeconds, LatestN
 
-    directory = epath.Path(absolute(path)).parent
+    directory = epath.Path(os.path.abspath(path)).parent
     processes = processes_of(together)
     is_chief = jax.process_index() == processes.primary_host
-    newest = LatestN(keep_max or None)
-    policies = [newest] if keep_every_n_hours is None else [newest, EveryNSeconds(keep_every_n_hours * 3600)]
     if is_chief:
         directory.mkdir(parents=True, exist_ok=True)
         (directory / _REMOVED).rmtree(missing_ok=True)
     with quiet_orbax(), contextlib.ExitStack() as locks:
         options = ocp.CheckpointManagerOptions(
             step_name_format=_Names(lists=bool(keep_max)),
-            preservation_policy=_Preservation(directory, AnyPreservationPolicy(policies), locks if is_chief else None),
+            preservation_policy=preservation(
+                os.fspath(directory), keep_max, keep_every_n_hours, locks if is_chief else None
+            ),
             todelete_subdir=_REMOVED,
-            cleanup_tmp_directories=is_local(path),  # elsewhere it would remove all folders that are no checkpoints
+            cleanup_tmp_directories=True,
             create=False,
             # Threads that commit for several processes would wait for one that has died; collectives fail at once.
             enable_async_checkpointing=jax.process_count() == 1,
@@ -84,7 +83,7 @@ def save_checkpoint(
             multiprocessing_options=processes,
         )
         registry = ocp.DefaultCheckpointHandlerRegistry()
-        registry.add(ARRAYS, ocp.args.PyTreeSave, array_handler(processes))
+        registry.add(ARRAYS, ocp.args.PyTreeSave, array_handler(processes, use_ocdbt=not folder_per_array))
         with ocp.CheckpointManager(os.fspath(directory), options=options, handler_registry=registry) as manager:
             args = ocp.args.Composite(**{ARRAYS: ocp.args.PyTreeSave(arrays)})
             manager.save(step_of(path), args=args, custom_metadata=host, force=True)
@@ -106,12 +105,23 @@ class _Names:
         return name_of(step)
 
     def find_all(self, base_path: epath.Path) -> Iterator[Metadata]:
-        return (self.find_step(base_path, step_of(path)) for path in checkpoints_in(base_path) if self.lists)
+        return (self.find_step(base_path, step_of(path)) for path in checkpoints_in(os.fspath(base_path)) if self.lists)
 
     def find_step(self, base_path: epath.Path, step: int) -> Metadata:
         import orbax.checkpoint as ocp
 
         return ocp.path.step.Metadata(step, base_path / name_of(step))
+
+
+def preservation(
+    directory: str, keep_max: int | None, keep_every_n_hours: float | None, locks: contextlib.ExitStack | None
+) -> PreservationPolicy:
+    """Which checkpoints stay, as in `Checkpoints`; `locks` is as in `_Preservation`."""
+    from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, EveryNSeconds, LatestN
+
+    newest = LatestN(keep_max or None)
+    policies = [newest] if keep_every_n_hours is None else [newest, EveryNSeconds(keep_every_n_hours * 3600)]
+    return _Preservation(directory, AnyPreservationPolicy(policies), locks)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +132,7 @@ class _Preservation:
     `locks`, in a process that removes none, it keeps all.
     """
 
-    directory: epath.Path
+    directory: str
     policy: PreservationPolicy
     locks: contextlib.ExitStack | None
 
@@ -133,7 +143,7 @@ class _Preservation:
         return [keep or self._is_used(info.step) for keep, info in zip(keeps, checkpoints, strict=True)]
 
     def _is_used(self, step: int) -> bool:
-        path = os.fspath(self.directory / name_of(step))
+        path = os.path.join(self.directory, name_of(step))
         if self.locks is None or is_pinned(path):
             return True
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -49,6 +50,20 @@ def as_of_chief(tree: PyTree) -> PyTree:
         for i, array in zip(mine, put([_local(leaves[i]) for i in mine], shardings), strict=True):
             leaves[i] = array
     return jax.tree.unflatten(structure, leaves)
+
+
+def on_chief(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """All of each array in process 0, one after the other; other processes get nothing. All of them call it."""
+    from jax.experimental import multihost_utils
+
+    whole: dict[str, Any] = {}
+    for name, array in arrays.items():
+        if isinstance(array, jax.Array) and not array.is_fully_addressable:
+            is_copied = array.is_fully_replicated
+            array = _local(array) if is_copied else multihost_utils.process_allgather(array, tiled=True)
+        if jax.process_index() == 0:
+            whole[name] = np.asarray(array)
+    return whole
 
 
 def is_within_reach(array: jax.Array, like: jax.ShapeDtypeStruct) -> bool:

@@ -65,13 +65,6 @@ def exists(path: str) -> bool:
     return store.exists(name)
 
 
-def is_file(path: str) -> bool:
-    if not is_url(path):
-        return os.path.isfile(path)
-    store, name = store_of(path)
-    return store.isfile(name)
-
-
 def is_dir(path: str | os.PathLike[str]) -> bool:
     """Whether there is such a directory; in a store, whether a file has a name that begins so."""
     path = os.fspath(path)

@@ -6,8 +6,9 @@ import contextlib
 import os
 import shutil
 import tempfile
+import threading
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from estimator.storage._files import exists, files_in, is_url, remove, remove_dir, store_of
 
@@ -25,16 +26,15 @@ def upload(folder: str, url: str, last: Sequence[str] = ()) -> None:
             store.put([os.path.join(folder, name) for name in some], [f"{base}/{name}" for name in some])
 
 
-def download(url: str, folder: str, names: Collection[str] | None = None) -> None:
-    """Copies files of a folder in a store, or all of them, to a local folder.
+def download(url: str, folder: str, names: Collection[str]) -> None:
+    """Copies files of a folder in a store to a local folder.
 
     Raises:
       FileNotFoundError: one is not there, or no longer.
     """
     store, base = store_of(url)
-    some = sorted(files_in(url) if names is None else names)
-    if some:
-        store.get([f"{base}/{name}" for name in some], [os.path.join(folder, name) for name in some])
+    if names:
+        store.get([f"{base}/{name}" for name in names], [os.path.join(folder, name) for name in names])
 
 
 def remove_marked(url: str, mark: str) -> None:
@@ -53,10 +53,19 @@ class LocalCopy:
     """
 
     def __init__(self, path: str) -> None:
-        self.path = path
-        if is_url(path):
-            self.path = _temporary_folder(self)
-            download(path, self.path)
+        self._url = path if is_url(path) else None
+        self.path = path if self._url is None else _temporary_folder(self)
+        self._here: set[str] = set()
+        self._lock = threading.Lock()
+
+    def fetch(self, wants: Callable[[str], bool] = lambda name: True) -> None:
+        """Copies those files whose names from the folder on are wanted, and that are not here yet."""
+        if self._url is None:
+            return
+        with self._lock:
+            missing = set(filter(wants, files_in(self._url))) - self._here
+            download(self._url, self.path, missing)
+            self._here |= missing
 
 
 class WorkingFolder:

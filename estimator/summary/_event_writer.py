@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from tensorboardX.event_file_writer import EventsWriter
     from tensorboardX.proto.event_pb2 import Event
 
-_READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
 _UPLOAD_SECS = 10.0  # a store takes whole files only; at least this long between two uploads ...
 _UPLOAD_SHARE = 50  # ... and so many times as long as an upload takes
 
@@ -80,7 +79,8 @@ class EventWriter:
                 before, self._flushed = self._flushed, time.monotonic()
                 self._interval = max(_UPLOAD_SECS, _UPLOAD_SHARE * (self._flushed - before))
         except OSError as error:
-            if self._last == math.inf or error.errno not in _READ_ONLY:
+            is_read_only = isinstance(error, PermissionError) or error.errno == errno.EROFS
+            if self._last == math.inf or not is_read_only:
                 raise
             logging.warning("No summaries of the evaluation are written: %s.", error)
 

@@ -1,6 +1,7 @@
 """Files in a store are written, listed and removed as those of a local directory."""
 
 import os
+import pathlib
 import time
 import uuid
 
@@ -28,7 +29,7 @@ def test_files_by_path(base):
         _files.write(path, contents)
         assert _files.read(path) == contents
     _files.write(f"{base}/run/deep/b", b"")
-    assert _files.is_dir(f"{base}/run") and not _files.is_file(f"{base}/run") and _files.is_file(path)
+    assert _files.is_dir(f"{base}/run") and not _files.is_dir(path) and _files.exists(path)
     assert sorted(_files.list_dir(f"{base}/run")) == ["a.txt", "deep"]
     assert _files.files_in(f"{base}/run") == {"a.txt": 7, "deep/b": 0}
     _files.remove(path)
@@ -62,9 +63,13 @@ def test_a_working_folder_is_written_back(base):
 def test_copies_live_as_long_as_what_holds_them():
     base = f"memory://{uuid.uuid4().hex}"
     _files.write(f"{base}/deep/a", b"one")
+    _files.write(f"{base}/b", b"another")
     copy = LocalCopy(base)
     path = copy.path
+    copy.fetch(lambda name: name == "deep/a")
     assert _files.files_in(path) == {"deep/a": 3}
+    copy.fetch()
+    assert _files.files_in(path) == {"deep/a": 3, "b": 7}
     del copy
     assert not _files.exists(path)
 
@@ -92,6 +97,11 @@ def test_the_package_of_a_store_that_is_missing_is_one_clear_error(monkeypatch):
             f"{url!r} is in a store that needs another package: pip install 'replicate-model-fn[{extra}]'. "
             "(Install s3fs to access S3)"
         )
+
+
+def test_a_url_that_pathlib_has_changed_is_an_error():
+    with pytest.raises(ValueError, match="must have two slashes in the URL of a store; got 's3:/bucket/run'. `pathlib"):
+        est.Estimator(lambda features, mode: None, pathlib.Path("s3://bucket/run"))
 
 
 def test_a_url_of_no_known_store_is_an_error():
