@@ -48,6 +48,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from estimator.core._frame import Frame, current_frame
+from estimator.core._partitioning import Partition
 from estimator.core._variables import VariableAggregation, listed
 from estimator.interop._flax_base import FlaxModule
 
@@ -57,6 +58,7 @@ def flax_module(
     name: str,
     rngs: Sequence[str] | None = None,
     aggregation: VariableAggregation | None = None,
+    partition: Partition = None,
 ) -> FlaxModule:
     """A Flax module to call in this run of the model_fn; its arrays are variables.
 
@@ -105,13 +107,21 @@ def flax_module(
       rngs: the streams of a Linen module that get a key from `make_rng` in each call; by default "dropout".
       aggregation: how collections that several towers update are merged; by default floats are averaged, and the first
         tower's values are kept of all others. Required for a collection with both.
+      partition: how the parameters are cut over the devices of a tower, where towers have several: a function of each
+        of their arrays, as for `est.get_variable`, such as
+        `lambda x: (None, "part") if x.ndim == 2 else None`. Other collections are not cut.
 
     Raises:
-      TypeError: `module` is something else.
+      TypeError: `module` is something else, or the partition is not a function.
       ValueError: the name is taken in this run (in a scope with `reuse` it may be, by an equal module).
       ImportError: Flax is not installed.
     """
     frame = current_frame("est.flax_module")
+    if partition is not None and not callable(partition):
+        raise TypeError(
+            f"`est.flax_module` needs a function of an array as `partition`; got {partition!r}. Write "
+            '`lambda x: (None, "part") if x.ndim == 2 else None`.'
+        )
     if not isinstance(name, str) or not name:
         raise ValueError(f"`est.flax_module` needs a non-empty name; got {name!r}.")
     try:
@@ -135,7 +145,7 @@ def flax_module(
     flax_module: FlaxModule
     if _flax_linen.is_module(module):
         streams = ("dropout",) if rngs is None else (rngs,) if isinstance(rngs, str) else tuple(rngs)
-        flax_module = _flax_linen.LinenModule(frame, module, full, aggregation, streams)
+        flax_module = _flax_linen.LinenModule(frame, module, full, aggregation, partition, streams)
     else:
         _flax_nnx.check_factory(module)
         if rngs is not None:
@@ -143,7 +153,7 @@ def flax_module(
                 f"`est.flax_module` got rngs={rngs!r} for an NNX model, which has its own random streams: all of them "
                 "get new keys. Leave `rngs` out."
             )
-        flax_module = _flax_nnx.NNXModule(frame, module, full, aggregation)
+        flax_module = _flax_nnx.NNXModule(frame, module, full, aggregation, partition)
     frame.declared.modules[full] = flax_module
     return flax_module
 

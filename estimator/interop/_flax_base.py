@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from estimator.core._frame import Frame, current_frame, current_trace
 from estimator.core._mode_keys import ModeKeys
+from estimator.core._partitioning import Partition
 from estimator.core._typing import PyTree
 from estimator.core._variables import VariableAggregation, assign, get_variable, name_hash, read
 
@@ -25,13 +26,16 @@ class FlaxModule(abc.ABC):
       frame: the frame of the run.
       module: as for `flax_module`.
       name: the full name.
-      aggregation: as for `flax_module`.
+      aggregation, partition: as for `flax_module`.
     """
 
-    def __init__(self, frame: Frame, module: Any, name: str, aggregation: VariableAggregation | None) -> None:
+    def __init__(
+        self, frame: Frame, module: Any, name: str, aggregation: VariableAggregation | None, partition: Partition
+    ) -> None:
         self.module = module
         self._frame = frame
         self._name = name
+        self._partition = partition
         self._aggregation = None if aggregation is None else VariableAggregation(aggregation)
 
     def __call__(self, *args: Any, method: str | None = None, **kwargs: Any) -> Any:
@@ -71,6 +75,7 @@ class FlaxModule(abc.ABC):
                     initializer=initial,
                     trainable=collection == "params",
                     aggregation=self._aggregation or default,
+                    partition=self._partition if collection == "params" else None,
                 )
         return read(self._frame, name)
 

@@ -74,6 +74,11 @@ def test_streams_for_an_nnx_model():
         init(lambda x, mode: est.flax_module(linear, "net", rngs=("noise",))(x))
 
 
+def test_a_partition_that_is_no_function():
+    with refused(TypeError, "needs a function of an array as `partition`; got (None, 'part'). Write `lambda x: "):
+        init(lambda x, mode: est.flax_module(DENSE, "net", partition=(None, "part"))(x))
+
+
 def test_an_unknown_aggregation():
     with refused(ValueError, "'median' is not a valid VariableAggregation"):
         init(lambda x, mode: est.flax_module(DENSE, "net", aggregation="median")(x))

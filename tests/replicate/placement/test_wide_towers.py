@@ -1,10 +1,12 @@
 """Towers of several devices compute what one device computes."""
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax.experimental.sparse import BCOO
 from testing.towers import assert_close, assert_same_training
 from testing.wide import batches, wide, wide_mlp
@@ -73,6 +75,27 @@ def test_a_pytree_is_cut_by_a_function_and_gradients_may_be_changed_on_the_way()
     pieces = jax.tree.map(lambda x: x.addressable_data(0).shape, (state.variables["net"], state.slots["optimizer"][0]))
     assert pieces[0] == {"a": (24, 26), "b": [(104,)]}
     assert pieces[1].mu["net"] == pieces[0]
+
+
+class Dense(nnx.Module):
+    def __init__(self, rngs):
+        self.hidden, self.output = nnx.Linear(24, 104, rngs=rngs), nnx.Linear(104, 1, rngs=rngs)
+
+    def __call__(self, x):
+        return self.output(jnp.tanh(self.hidden(x)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", [nn.Sequential([nn.Dense(104), jnp.tanh, nn.Dense(1)]), Dense], ids=["linen", "nnx"])
+def test_the_parameters_of_a_flax_module_are_cut_by_a_function(module):
+    def model_fn(features, labels, mode):
+        net = est.flax_module(module, "net", partition=lambda x: (None, "part") if x.shape == (24, 104) else None)
+        loss = jnp.mean((net(features)[:, 0] - labels) ** 2)
+        return est.EstimatorSpec(mode, loss=loss, train_op=TowerOptimizer(optax.sgd(0.1)).minimize(loss))
+
+    state = assert_same_training(model_fn, wide(2, 4, model_fn), batches(8))
+    shapes = {x.shape: x.addressable_data(0).shape for x in jax.tree.leaves(state.variables["net"]) if x.ndim == 2}
+    assert shapes == {(24, 104): (24, 26), (104, 1): (104, 1)}
 
 
 def test_spread_within_loops_branches_and_traced_functions_and_where_it_does_not_divide():
