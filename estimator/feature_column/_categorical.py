@@ -190,7 +190,8 @@ def crossed_column(
 
     Args:
       keys: at least two: features of integers (or of strings, which `encode` turns into integers), or categorical
-        columns. An example with several classes of each has all their combinations.
+        columns. An example with several classes of each has all their combinations. Where another column makes ids of a
+        feature's strings, those are crossed: strings that it does not know, as one class or none.
       hash_bucket_size: the number of classes.
       hash_key: varies which combinations share a class.
     """

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from estimator.feature_column._categorical import CrossedColumn
 from estimator.feature_column._column import CategoricalColumn, Coder, check_features
 
 
@@ -95,15 +96,18 @@ def encode_labels(labels: Any, label_vocabulary: Sequence[str], *, many_hot: boo
 
 def _coders(columns: Iterable[Any]) -> dict[str, Coder]:
     coders: dict[str, Coder] = {}
+    crossed: dict[str, Coder] = {}  # by name: any integers will do, so those of another column
     for column in columns:
         categorical = column if isinstance(column, CategoricalColumn) else getattr(column, "categorical_column", None)
         for key, coder in categorical.coders().items() if isinstance(categorical, CategoricalColumn) else ():
-            if coders.setdefault(key, coder) != coder:
+            if isinstance(categorical, CrossedColumn) and key in categorical.keys:
+                crossed[key] = coder
+            elif coders.setdefault(key, coder) != coder:
                 raise ValueError(
                     f"The feature columns turn the strings of feature {key!r} into integers in different ways. Give "
                     "one of them a copy of the feature under another key."
                 )
-    return coders
+    return crossed | coders
 
 
 class _Codes(dict[Any, int]):

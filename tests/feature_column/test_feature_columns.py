@@ -104,6 +104,19 @@ def test_crossed_classes_are_the_hash_of_both():
 # Strings.
 
 
+def test_a_column_that_is_crossed_by_name_has_the_ids_of_a_vocabulary():
+    words = fc.categorical_column_with_vocabulary_list("x", ["a", "b"])
+    columns = [fc.crossed_column(["x", "y"], 100), words, fc.indicator_column(words)]
+    encoded = fc.encode({"x": np.array(["b", "c"]), "y": np.array(["p", "p"])}, columns)
+    assert encoded["x"].tolist() == [1, -1]
+    for some in (columns, columns[::-1]):
+        again = fc.encode({"x": np.array(["b", "c"]), "y": np.array(["p", "p"])}, some)
+        np.testing.assert_array_equal(columns[0].ids(again), columns[0].ids(encoded))
+    by_column = fc.crossed_column([words, "y"], 100).ids(encoded)
+    np.testing.assert_array_equal(columns[0].ids(encoded), by_column)
+    assert by_column[1, 0] == -1 < by_column[0, 0]
+
+
 def test_strings_become_ids_or_codes():
     columns = [
         fc.embedding_column(fc.categorical_column_with_vocabulary_list("pet", ["cat", "dog"]), 2),
@@ -378,6 +391,11 @@ REFUSED = {
         lambda: fc.encode({"y": np.array(["a"])}, [HASHED, NUMBER]),
         ValueError,
         r"Feature 'y' is of dtype <U1, but none .* those that do are of \['x'\]. .*_with_hash_bucket\('y', 1000\)",
+    ),
+    "two codes for what is crossed": (
+        lambda: fc.encode({"x": np.array(["a"])}, [fc.crossed_column([WORDS("x", ["a"]), "y"], 9), HASHED]),
+        ValueError,
+        "turn the strings of feature 'x' into integers in different ways",
     ),
     "two codes": (
         lambda: fc.encode({"x": np.array(["a"])}, [HASHED, WORDS("x", ["a"])]),
