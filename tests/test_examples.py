@@ -71,6 +71,14 @@ def test_every_example_is_run_here():
     assert {path.name for path in (ROOT / "examples").glob("*.py")} == EXAMPLES.keys()
 
 
+def test_the_readme_lists_every_example():
+    listed = re.findall(
+        r"^\| \[.*?\]\((\S+)\) \| .+ \|$", (ROOT / "examples" / "README.md").read_text(encoding="utf-8"), re.M
+    )
+    there = [path.relative_to(ROOT / "examples").as_posix() for path in (ROOT / "examples").rglob("*.py")]
+    assert sorted(listed) == sorted(there)
+
+
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_an_example_is_short(example):
     assert len((ROOT / "examples" / example).read_text(encoding="utf-8").splitlines()) < 150
