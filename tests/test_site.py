@@ -5,11 +5,10 @@ import importlib
 import importlib.util
 import pathlib
 import re
-import subprocess
-import sys
 import urllib.parse
 
 import pytest
+from testing.site import build
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -61,9 +60,7 @@ class Page(html.parser.HTMLParser):
 def site(tmp_path_factory):
     """The pages of the built site by their paths."""
     folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8")
-    assert done.returncode == 0, done.stderr
+    build(folder)
     return {path: Page(path) for path in folder.rglob("*.html")}
 
 
