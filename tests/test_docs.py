@@ -69,7 +69,7 @@ def test_the_script_of_the_page_on_many_hosts_runs_in_any_number_of_processes(tm
 
 
 def test_the_example_of_wide_towers_prints_what_the_page_says(capsys):
-    text = (ROOT / "docs" / "replication.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "explanation" / "placements.md").read_text(encoding="utf-8")
     section = text.split("## Towers of several devices\n")[1].split("\n## ")[0]
     code, printed = re.search(r"```python\n(.*?)```\n\n```\n(.*?)```", section, re.DOTALL).groups()
     exec(code, {})

@@ -1,4 +1,4 @@
-"""The pages of the tutorial and of how to do things print what they say; the errors they name are there."""
+"""The pages of the tutorial, how-to pages and one on the frame print what they say; the errors they name are there."""
 
 import ast
 import pathlib
@@ -11,7 +11,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(
     path.relative_to(DOCS).as_posix() for folder in ("tutorial", "how_to") for path in DOCS.glob(f"{folder}/*.md")
-)
+) + ["explanation/frame.md"]
 
 
 @pytest.mark.slow

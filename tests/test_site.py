@@ -5,6 +5,7 @@ import importlib
 import importlib.util
 import pathlib
 import re
+import runpy
 import urllib.parse
 
 import pytest
@@ -130,6 +131,14 @@ def test_every_public_name_is_on_exactly_one_page_of_the_reference():
             expected.add(f"estimator.{each}" if same else "replicate.explain.explain" if both else f"{name}.{each}")
     assert set(places) == expected, "Put the names that differ on a page of docs/reference/."
     assert not {name: pages for name, pages in places.items() if len(pages) > 1}
+
+
+def test_the_figures_are_as_they_are_drawn():
+    figures = runpy.run_path(str(DOCS / "figures" / "draw.py"))["FIGURES"]
+    assert {path.stem for path in DOCS.glob("figures/*.svg")} == figures.keys()
+    for name, drawn in figures.items():
+        same = (DOCS / "figures" / f"{name}.svg").read_text(encoding="utf-8") == drawn().svg()
+        assert same, "Draw the figures again: python docs/figures/draw.py"
 
 
 def test_the_readme_is_short_and_its_links_lead_somewhere():

@@ -89,7 +89,7 @@ def test_a_step_of_variables_whose_pieces_are_compiled_to_other_instructions(opt
 
 
 def assert_last_bits_equal(optimizer, got, want):
-    """Bit-equal, but for roots with jax 0.12 on CPUs (docs/replication.md)."""
+    """Bit-equal, but for roots with jax 0.12 on CPUs (docs/explanation/placements.md)."""
     roots = optimizer not in ("sgd", "momentum") and jax.__version_info__ >= (0, 11)
     for one, other in zip(jax.tree.leaves(got[:2]), jax.tree.leaves(want[:2]), strict=True):
         if roots:
