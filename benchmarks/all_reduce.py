@@ -1,6 +1,6 @@
 """Time of a sum over towers by every algorithm and every packer, against plain `psum`.
 
-    python benchmarks/all_reduce.py [--rounds 5] [--towers 2 4 8] [--bytes 100 1000 ...] [--trees ...] [--plot FILE]
+    python benchmarks/all_reduce.py [--rounds 5] [--towers 2 4 8] [--bytes 100 1000 ...] [--trees ...] [--save]
 
 A single vector of 10^2 to 10^8 bytes, and trees of many arrays, on 2, 4 and 8 towers (CPU devices, or GPUs where there
 are enough). How it is timed: `replicate/cross_tower_ops/measure.py`. The figures are ratios to `AllReduce()`, a psum of
@@ -19,6 +19,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
+import results  # noqa: E402
 
 from replicate.cross_tower_ops import AllReduce, ReductionToOneDevice, choose_the_best  # noqa: E402
 from replicate.cross_tower_ops.measure import make_run, ratios, seconds, zeros  # noqa: E402
@@ -88,23 +89,8 @@ def print_table(name, cases, candidates, counts, rounds):
     return figures
 
 
-def plot(path, figures, sizes):
-    """A panel for each number of towers: ratios by bytes."""
-    from matplotlib.figure import Figure
-
-    counts = sorted({towers for towers, _ in figures})
-    figure = Figure(figsize=(4.2 * len(counts), 4.2), layout="constrained")
-    for panel, towers in zip(figure.subplots(1, len(counts), sharey=True, squeeze=False)[0], counts, strict=True):
-        for name in (*ALGORITHMS, DEFAULT):
-            style = {"color": "black", "linestyle": ":", "linewidth": 3} if name == DEFAULT else {"marker": "."}
-            heights = [figures[towers, case].get(name, np.nan) for case in sizes]
-            panel.plot(sizes.values(), heights, label=name, **style)
-        panel.set(xscale="log", yscale="log", xlabel="bytes", title=f"{towers} towers")
-        panel.set_yticks([0.5, 1, 2, 5, 10], ["0.5", "1", "2", "5", "10"])
-        panel.grid(alpha=0.3)
-    figure.axes[0].set_ylabel("time / time of psum")
-    figure.axes[0].legend(fontsize="small")
-    figure.savefig(path, dpi=90)
+def rows_of(name, figures):
+    return [{"towers": towers, name: case} | by_candidate for (towers, case), by_candidate in figures.items()]
 
 
 def main():
@@ -113,8 +99,9 @@ def main():
     parser.add_argument("--towers", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--bytes", type=int, nargs="*", default=[10**exponent for exponent in range(2, 9)])
     parser.add_argument("--trees", nargs="*", choices=TREES, default=list(TREES))
-    parser.add_argument("--plot", help="a PNG file to write")
+    results.add_option(parser)
     arguments = parser.parse_args()
+    tables = {}
     there = len(jax.local_devices())
     counts = [towers for towers in arguments.towers if towers <= there]
     print(f"{there} devices, {jax.local_devices()[0].device_kind}, jax {jax.__version__}\n")
@@ -123,12 +110,22 @@ def main():
         vectors = {case: [size // 4] for case, size in sizes.items()}
         packs = {name: PACKERS[name] for name in ("2 packs", "4 packs")}  # the others leave one vector as it is
         figures = print_table("bytes", vectors, ALGORITHMS | packs | BFLOAT16, counts, arguments.rounds)
-        if arguments.plot:
-            plot(arguments.plot, figures, sizes)
+        tables["Algorithms"] = rows_of("bytes", figures)
+        panels = {}
+        for (towers, case), by_candidate in figures.items():
+            for name in (*ALGORITHMS, DEFAULT):
+                if name in by_candidate and name != BASE:
+                    line = panels.setdefault(f"{towers} towers", {}).setdefault(name, [])
+                    line.append([sizes[case], by_candidate[name]])
+        plot = results.lines("bytes", "time / time of psum", panels)
     trees = {name: TREES[name] for name in arguments.trees}
     if trees:
         few = {name: ALGORITHMS[name] for name in (BASE, "scatter, gather", "one device")}
-        print_table("arrays", trees, few | PACKERS | BFLOAT16, counts, arguments.rounds)
+        tables["Trees of arrays"] = rows_of(
+            "arrays", print_table("arrays", trees, few | PACKERS | BFLOAT16, counts, arguments.rounds)
+        )
+    if arguments.save and sizes:
+        results.save("Sums over towers, as ratios to psum of one vector", tables, plot)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Step time of towers that synchronize once per block, against synchronous training and against a loop written by hand.
 
-    python benchmarks/block_sync.py [--rounds 9] [--only small] [--towers 2 4 8]
+    python benchmarks/block_sync.py [--rounds 9] [--only small] [--towers 2 4 8] [--save]
 
 Two models trained by momentum: a small one, of two layers 64-32-10, and a larger one, of four layers of 512. All run
 64 steps per program (`train_loop`), on 2, 4 and 8 towers (CPU devices, or GPUs where there are enough): synchronously,
@@ -26,6 +26,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 import optax  # noqa: E402
+import results  # noqa: E402
 
 import estimator as est  # noqa: E402
 from replicate import BlockSync, TowerOptimizer, bmuf, replicate_model_fn  # noqa: E402
@@ -119,7 +120,9 @@ def main():
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--only", choices=MODELS, help="one of the models")
     parser.add_argument("--towers", type=int, nargs="+", default=[2, 4, 8])
+    results.add_option(parser)
     arguments = parser.parse_args()
+    rows, panels = [], {}
     print(f"{'model':8}{'towers':>6}  {'':14}{'step':>12}{'ratio':>7}")
     for name, (widths, rows) in MODELS.items():
         if arguments.only not in (None, name):
@@ -133,6 +136,16 @@ def main():
             for way, mine in times.items():
                 ratio = statistics.median(a / b for a, b in zip(mine, times["synchronous"], strict=True))
                 print(f"{name:8}{towers:6}  {way:14}{statistics.median(mine):9.0f} us{ratio:7.2f}", flush=True)
+                rows.append(
+                    {"model": name, "towers": towers, "way": way, "us": statistics.median(mine), "ratio": ratio}
+                )
+                if way.startswith("block of "):
+                    line = panels.setdefault(name, {}).setdefault(f"{towers} towers", [])
+                    line.append([int(way.removeprefix("block of ")), ratio])
+    if arguments.save:
+        plot = results.lines("steps in a block", "time / time of synchronous training", panels)
+        title = "Step time with one synchronization per block, as ratios to synchronous training"
+        results.save(title, {"": rows}, plot)
 
 
 if __name__ == "__main__":

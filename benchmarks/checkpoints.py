@@ -1,6 +1,6 @@
 """How long a checkpoint stops training, how much slower steps are while it is written, and the memory it takes.
 
-    python benchmarks/checkpoints.py [--megabytes 1000] [--rounds 3]
+    python benchmarks/checkpoints.py [--megabytes 1000] [--rounds 3] [--save]
 
 A model of variables and Adam's slots, together as large as asked for, is trained for some steps on one device. Each of
 these is measured by `Estimator.train` in a process of its own, with RunConfig(save_checkpoints_async=False) and True:
@@ -31,6 +31,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import results
 
 import estimator as est
 
@@ -183,7 +184,9 @@ def main():
     parser.add_argument("--megabytes", type=int, default=1000, help="of variables and slots; at least 101")
     parser.add_argument("--rounds", type=int, default=3, help="saves that count")
     parser.add_argument("--directory", help="where to write; default: a temporary directory")
+    results.add_option(parser)
     arguments = parser.parse_args()
+    saves, restores = [], []
     directory = tempfile.mkdtemp(dir=arguments.directory)
     print(f"{arguments.megabytes} MB of variables and slots")
     try:
@@ -201,6 +204,9 @@ def main():
                 )
                 text += f", at most {medians['writing most'] * 1e3:.1f} ms"
             print(text, flush=True)
+            seconds = {name: medians[name] for name in ("stalls", "writes", "idle", "writing")}
+            row = {"save": "async" if saves_async else "waiting", "memory, MB": medians["peak"]}
+            saves.append(row | {f"{name}, ms": 1e3 * each for name, each in seconds.items() if each is not None})
         print(f"the stall is {stalls[True] / stalls[False]:.4f} of that of a save that waits")
         for trains in (True, False):
             restored = in_process(measure_restore, os.path.join(directory, "True"), arguments.megabytes, trains)
@@ -210,8 +216,24 @@ def main():
                 f"memory at most {restored['peak']:5.0f} MB, for {size:.0f} MB of state",
                 flush=True,
             )
+            restores.append(
+                {
+                    "until": "train" if trains else "evaluate",
+                    "ms": 1e3 * restored["seconds"],
+                    "memory, MB": restored["peak"],
+                }
+            )
     finally:
         shutil.rmtree(directory)
+    if arguments.save:
+        tables = {"Saving": saves, "Restoring": restores}
+        stops = {
+            f"{row['save']}: {name}": row[f"{name}, ms"] / saves[0]["stalls, ms"]
+            for row in saves
+            for name in ("stalls", "writes")
+        }
+        plot = results.ratios("time / time of a save that waits", stops, log=True)
+        results.save(f"Checkpoints of {arguments.megabytes} MB of variables and slots", tables, plot)
 
 
 if __name__ == "__main__":

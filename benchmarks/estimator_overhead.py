@@ -1,6 +1,6 @@
 """The cost of the Estimator with its defaults, compared with loops written by hand.
 
-    python benchmarks/estimator_overhead.py [--rounds 9] [--only small]
+    python benchmarks/estimator_overhead.py [--rounds 9] [--only small] [--save]
 
 - `train` of a small model, against loops around a `lax.scan` of 20 steps (as in step_time.py), and of 100;
 - `train` of a model whose step takes some 20 ms, against a loop around one `jit`;
@@ -20,6 +20,7 @@ import time
 
 import jax
 import numpy as np
+import results
 from step_time import hand_written_run, initial, mean_loss, microseconds_per_step, optimizer
 
 import estimator as est
@@ -51,7 +52,7 @@ def batches_of(widths, batch_size, count):
 
 
 def compare(name, measure, theirs, ours, rounds, unit):
-    """Prints the medians of both, and the median of their ratios. The first round compiles."""
+    """Prints and returns the medians of both, and the median of their ratios. The first round compiles."""
     rows = []
     for i in range(rounds + 1):
         pair = (theirs, ours) if i % 2 else (ours, theirs)
@@ -60,6 +61,7 @@ def compare(name, measure, theirs, ours, rounds, unit):
     by_hand, estimator = (statistics.median(column) for column in zip(*rows[1:], strict=True))
     ratio = statistics.median(b / a for a, b in rows[1:])
     print(f"{name:36}{by_hand:12.1f}{estimator:12.1f} {unit:9}{ratio:6.3f}", flush=True)
+    return {"case": name, "unit": unit, "by hand": by_hand, "Estimator": estimator, "ratio": ratio}
 
 
 def training(name, widths, batch_size, steps, steps_per_loop, rounds):
@@ -70,7 +72,7 @@ def training(name, widths, batch_size, steps, steps_per_loop, rounds):
 
     estimator = est.Estimator(model_fn_of(widths), tempfile.mkdtemp())
     theirs = hand_written_run(widths, jax.local_devices()[:1], steps_per_loop)
-    compare(name, lambda run: microseconds_per_step(run, batches), theirs, ours, rounds, "us/step")
+    return compare(name, lambda run: microseconds_per_step(run, batches), theirs, ours, rounds, "us/step")
 
 
 def evaluation(rounds):
@@ -95,22 +97,27 @@ def evaluation(rounds):
         return (time.perf_counter() - start) * 1e3
 
     on_device = jax.device_put(variables)
-    compare(f"{EVALUATIONS} evaluations of {EVAL_BATCHES} batches", milliseconds, theirs, ours, rounds, "ms")
+    return compare(f"{EVALUATIONS} evaluations of {EVAL_BATCHES} batches", milliseconds, theirs, ours, rounds, "ms")
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--only", choices=["small", "20ms", "evaluate"])
+    results.add_option(parser)
     arguments = parser.parse_args()
+    rows = []
     print(f"{'':36}{'by hand':>12}{'Estimator':>12} {'':9}{'ratio':>6}")
     if arguments.only in (None, "small"):
         for loop in LOOPS:
-            training(f"train, small model, scan of {loop}", (16, 32, 4), 32, 4000, loop, arguments.rounds)
+            rows.append(training(f"train, small model, scan of {loop}", (16, 32, 4), 32, 4000, loop, arguments.rounds))
     if arguments.only in (None, "20ms"):
-        training("train, 20 ms step", (512, 1024, 1024, 10), 512, 20, 1, arguments.rounds)
+        rows.append(training("train, 20 ms step", (512, 1024, 1024, 10), 512, 20, 1, arguments.rounds))
     if arguments.only in (None, "evaluate"):
-        evaluation(arguments.rounds)
+        rows.append(evaluation(arguments.rounds))
+    if arguments.save:
+        plot = results.ratios("time / time by hand", {row["case"]: row["ratio"] for row in rows})
+        results.save("The Estimator against loops by hand", {"": rows}, plot)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Milliseconds per training step with a slow input: a loop by hand, and `Estimator.train`.
 
-    python benchmarks/input_pipeline.py [--input_ms 20] [--step_ms 30] [--steps 40] [--rounds 5]
+    python benchmarks/input_pipeline.py [--input_ms 20] [--step_ms 30] [--steps 40] [--rounds 5] [--save]
 
 The input sleeps, like one that reads from a disk or a network, and yields a small batch. The step is a compiled chain
 of sines on one core, calibrated to `--step_ms`. Both loops read the loss of every step, the Estimator's by a hook, and
@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import results
 
 import estimator as est
 
@@ -102,7 +103,9 @@ def main():
     parser.add_argument("--step_ms", type=float, default=30)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=5)
+    results.add_option(parser)
     arguments = parser.parse_args()
+    rows = []
     sines, sleep = calibrated(arguments.step_ms / 1e3), arguments.input_ms / 1e3
     loops = {"by hand": by_hand(sines), "Estimator.train": by_estimator(sines)}
     times = collections.defaultdict(list)
@@ -118,6 +121,15 @@ def main():
         ratio = statistics.median(b / a for a, b in zip(without, with_input, strict=True))
         figures = f"{statistics.median(without):9.1f} ms{statistics.median(with_input):9.1f} ms"
         print(f"{name:18}{figures}{ratio:9.3f}", flush=True)
+        rows.append({"loop": name, "time with / without the input": ratio})
+    if arguments.save:
+        plot = results.ratios(
+            "time / time without the input",
+            {name: row["time with / without the input"] for name, row in zip(loops, rows, strict=True)},
+        )
+        results.save(
+            f"An input of {arguments.input_ms:g} ms behind a step of {arguments.step_ms:g} ms", {"": rows}, plot
+        )
 
 
 if __name__ == "__main__":

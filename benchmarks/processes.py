@@ -1,6 +1,6 @@
 """Time per step in several processes, and the part of the network: measured, and by a model up to 1,024 towers.
 
-    python benchmarks/processes.py [--groups 2x1 4x1 3x1] [--repeats 2] [--results FILE] [--png docs/many_hosts.png]
+    python benchmarks/processes.py [--groups 2x1 4x1 3x1] [--repeats 2] [--results FILE] [--png FILE] [--save]
 
 A group, say 2x1, is two processes of one CPU device each, on this host; they communicate over its loopback device. It
 measures, with gradients of 10^3 to 10^7 floats: their sum over the towers; a step of `Estimator.train` of a model that
@@ -31,6 +31,7 @@ import jax
 import matplotlib.pyplot as plt
 import numpy as np
 import optax
+import results
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from matplotlib.lines import Line2D
 from network_model import ALGORITHMS, Link, Network, traffic
@@ -236,6 +237,23 @@ def draw(path, measured, link):
     figure.savefig(path, dpi=80)
 
 
+def save(measured, link):
+    """Keeps the measurements, and the model's predictions of the sums, in microseconds."""
+    rows, lines = [], {}
+    for group, figures in measured.items():
+        for what in ("sum", "step") if "exchange" in figures else ("step",):
+            micros = {size: figures[what][size][0] * 1e6 for size in SIZES}
+            rows.append({"microseconds": f"{what} of {group}"} | {f"{size:,} floats": micros[size] for size in SIZES})
+            lines[f"{what} of {group}"] = [[size, micros[size]] for size in SIZES]
+        model = {f"{size:,} floats": ring(group, size).seconds(Network(1, link, link)) * 1e6 for size in SIZES}
+        rows.append({"microseconds": f"sum of {group}, by the model"} | model)
+    model = f"{link.latency * 1e6:.0f} us and {link.bandwidth / 1e9:.2f} GB/s"
+    note = f"The model has a latency and a bandwidth of {model}, fitted to {FITTED}."
+    results.save(
+        "Sums and steps in several processes", {"": rows}, results.lines("floats", "microseconds", {"": lines}), note
+    )
+
+
 STYLES = dict(zip(ALGORITHMS, ("-", "--", "-.", ":"), strict=True))
 NAMES = {"recursive_halving_doubling": "halving and doubling"}
 
@@ -302,21 +320,24 @@ def main():
     parser.add_argument("--repeats", type=int, default=2, help="how often")
     parser.add_argument("--results", help="a file of earlier measurements, to which these are added")
     parser.add_argument("--png", help="where to draw")
+    results.add_option(parser)
     parser.add_argument("--measure", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.measure:
         return measure(arguments.measure)
-    results = pathlib.Path(arguments.results or os.devnull)
-    runs = json.loads(results.read_text() or "[]") if results.exists() else []
+    kept = pathlib.Path(arguments.results or os.devnull)
+    runs = json.loads(kept.read_text() or "[]") if kept.exists() else []
     for _ in range(arguments.repeats):
         for group in arguments.groups:
             runs.append([group, run(group)])
-            results.write_text(json.dumps(runs))
+            kept.write_text(json.dumps(runs))
     measured = {group: fastest([each for name, each in runs if name == group]) for group, _ in runs}
     link = fitted(measured)
     show(measured, link)
     if arguments.png:
         draw(arguments.png, measured, link)
+    if arguments.save:
+        save(measured, link)
 
 
 if __name__ == "__main__":

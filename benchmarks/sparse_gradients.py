@@ -1,6 +1,6 @@
 """Step times of an embedding table by its number of rows: sparse gradients against dense ones.
 
-    python benchmarks/sparse_gradients.py [--rounds 5] [--rows 10000 100000 1000000]
+    python benchmarks/sparse_gradients.py [--rounds 5] [--rows 10000 100000 1000000] [--save]
 
 The table has 32 columns, a batch looks up 512 ids. The gradient is sparse with `est.embedding_lookup`, dense with
 `est.get_variable(...)[ids]`. The state is donated, on 1 and 2 towers (CPU devices, or GPUs where there are enough).
@@ -18,6 +18,7 @@ jax.config.update("jax_num_cpu_devices", 2)
 
 import numpy as np  # noqa: E402
 import optax  # noqa: E402
+import results  # noqa: E402
 
 import estimator as est  # noqa: E402
 from replicate import TowerOptimizer, replicate_model_fn  # noqa: E402
@@ -81,7 +82,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--rows", type=int, nargs="+", default=[10**4, 10**5, 10**6])
+    results.add_option(parser)
     arguments = parser.parse_args()
+    measured = []
     print(f"{'optimizer':10}{'towers':>7} {'gradient':10}" + "".join(f"{rows:>19,} rows" for rows in arguments.rows))
     kinds = {"sparse": est.embedding_lookup, "dense": dense_lookup}
     for towers, name, kind in itertools.product((1, 2), OPTIMIZERS, kinds):
@@ -93,6 +96,15 @@ def main():
         runs = [make_run(rows, OPTIMIZERS[name], kinds[kind], devices) for rows in arguments.rows]
         times = microseconds(runs, arguments.rounds)
         print("".join(f"{t:12.0f} us ({t / times[0]:6.2f})" for t in times), flush=True)
+        row = {"optimizer": name, "towers": towers, "gradient": kind}
+        measured.append(row | {f"{rows:,} rows, us": t for rows, t in zip(arguments.rows, times, strict=True)})
+        measured[-1]["last / first"] = times[-1] / times[0]
+    if arguments.save:
+        named = {
+            f"{row['optimizer']}, {row['towers']} towers, {row['gradient']}": row["last / first"] for row in measured
+        }
+        plot = results.ratios("time with the largest table / with the smallest", named, log=True)
+        results.save("A step of 512 lookups in tables of several sizes", {"": measured}, plot)
 
 
 if __name__ == "__main__":

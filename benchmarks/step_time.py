@@ -1,6 +1,6 @@
 """Microseconds per training step, compared with loops written by hand.
 
-    python benchmarks/step_time.py [--rounds 9] [--only small]
+    python benchmarks/step_time.py [--rounds 9] [--only small] [--save]
 
 Two models, on 1, 2 and 4 towers (CPU devices, or GPUs where there are enough):
 
@@ -28,6 +28,7 @@ jax.config.update("jax_num_cpu_devices", 4)
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 import optax  # noqa: E402
+import results  # noqa: E402
 from jax.flatten_util import ravel_pytree  # noqa: E402
 from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
 
@@ -156,7 +157,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--only", choices=MODELS, help="one of the models")
+    results.add_option(parser)
     arguments = parser.parse_args()
+    measured = []
     print(f"{'model':8}{'towers':>7}{'steps/program':>15}{'by hand':>12}{'Estimator':>12}{'ratio':>8}{'on_nan':>8}")
     for model, (widths, batch_size, steps) in MODELS.items():
         if arguments.only not in (None, model):
@@ -191,6 +194,12 @@ def main():
                 f"{model:8}{towers:7}{steps_per_loop:15}{by_hand:9.1f} us{estimator:9.1f} us{ratio:8.2f}{on_nan:8.2f}",
                 flush=True,
             )
+            row = {"model": model, "towers": towers, "steps per program": steps_per_loop}
+            measured.append(row | {"by hand, us": by_hand, "Estimator, us": estimator, "ratio": ratio})
+    if arguments.save:
+        named = {f"{r['model']}, {r['towers']} towers, {r['steps per program']} steps": r["ratio"] for r in measured}
+        plot = results.ratios("time / time by hand", named)
+        results.save("A step, with 1 and 20 steps per program", {"": measured}, plot)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Step time and bytes of state per device of every variable distribution, against MIRRORED.
 
-    python benchmarks/variable_distribution.py [--rounds 9] [--only small] [--towers 2 4 8]
+    python benchmarks/variable_distribution.py [--rounds 9] [--only small] [--towers 2 4 8] [--save]
 
 Two models trained by adam, one of many small variables (200 of [32, 32]) and one of few large ones (4 of
 [1024, 1024]), on 2, 4 and 8 towers (CPU devices, or GPUs where there are enough).
@@ -26,6 +26,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 import optax  # noqa: E402
+import results  # noqa: E402
 
 import estimator as est  # noqa: E402
 from replicate import TowerOptimizer, VariableDistribution, replicate_model_fn  # noqa: E402
@@ -91,7 +92,9 @@ def main():
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--only", choices=MODELS, help="one of the models")
     parser.add_argument("--towers", type=int, nargs="+", default=[2, 4, 8])
+    results.add_option(parser)
     arguments = parser.parse_args()
+    rows, panels = [], {}
     print(f"{'model':6}{'towers':>7}  {'distribution':30}{'step':>12}{'ratio':>7}{'bytes/device':>14}{'ratio':>7}")
     for name, (variables, width, batch_size, steps) in MODELS.items():
         if arguments.only not in (None, name):
@@ -103,15 +106,21 @@ def main():
             if len(devices) < towers:
                 print(f"{name:6}{towers:7}  (only {len(devices)} devices)")
                 continue
-            results = measure(devices, params, batch, steps, arguments.rounds)
-            mirrored_times, mirrored_bytes = results[VariableDistribution.MIRRORED]
-            for distribution, (times, size) in results.items():
+            measured = measure(devices, params, batch, steps, arguments.rounds)
+            mirrored_times, mirrored_bytes = measured[VariableDistribution.MIRRORED]
+            for distribution, (times, size) in measured.items():
                 ratio = statistics.median(a / b for a, b in zip(times, mirrored_times, strict=True))
                 print(
                     f"{name:6}{towers:7}  {distribution:30}{statistics.median(times):9.0f} us{ratio:7.2f}"
                     f"{size:14,}{size / mirrored_bytes:7.2f}",
                     flush=True,
                 )
+                row = {"model": name, "towers": towers, "distribution": str(distribution)}
+                rows.append(row | {"us": statistics.median(times), "time": ratio, "bytes": size / mirrored_bytes})
+                panels.setdefault(name, {}).setdefault(str(distribution), []).append([towers, ratio])
+    if arguments.save:
+        plot = results.lines("towers", "time / time of MIRRORED", panels)
+        results.save("Step time of variable distributions, as ratios to MIRRORED", {"": rows}, plot)
 
 
 if __name__ == "__main__":

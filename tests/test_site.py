@@ -3,6 +3,7 @@
 import html.parser
 import importlib
 import importlib.util
+import json
 import pathlib
 import re
 import runpy
@@ -146,3 +147,13 @@ def test_the_readme_is_short_and_its_links_lead_somewhere():
     assert len(text.splitlines()) <= 90
     assert [line for line in text.splitlines() if line.startswith("python3 -m venv")]
     assert all((ROOT / link).exists() for link in re.findall(r"\]\(([^)#:]+)\)", text))
+
+
+def test_the_results_of_benchmarks_are_on_the_page_and_drawn():
+    results = runpy.run_path(str(ROOT / "benchmarks" / "results.py"))
+    files = sorted(results["FOLDER"].glob("*.json"))
+    written = (ROOT / "benchmarks" / "RESULTS.md").read_text(encoding="utf-8")
+    assert written == results["page"](files), "Write it again: python benchmarks/results.py"
+    assert {path.stem for path in results["PICTURES"].glob("*.svg")} == {path.stem for path in files}
+    for path in files:
+        assert "<svg" in results["picture"](json.loads(path.read_text(encoding="utf-8"))["plot"])

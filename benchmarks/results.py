@@ -1,0 +1,173 @@
+"""What benchmarks have measured: a file of JSON each, and from these RESULTS.md and a picture each.
+
+    python benchmarks/results.py      # writes benchmarks/RESULTS.md and docs/figures/benchmarks/*.svg again
+
+A benchmark called with `--save` writes `benchmarks/results/<its name>.json` by `save`:
+
+    title, command, machine, note    texts
+    tables                           by name, a list of rows; a row is a dict of numbers and texts by column
+    plot                             of `ratios` or `lines`
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import platform
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+FOLDER, PICTURES, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "figures" / "benchmarks", "RESULTS.md"
+INK = "#010203"  # stands for the color of the text around the picture, light or dark
+STYLE = "<style>svg { color: #1f2330 } @media (prefers-color-scheme: dark) { svg { color: #e6e8f0 } }</style>"
+
+
+def add_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results/*.json, and the page and picture")
+
+
+def ratios(label: str, values: dict, log: bool = False) -> dict:
+    """A plot of ratios to a line at 1: by name a number, or the least and the greatest of some runs."""
+    return {"kind": "ratios", "label": label, "values": values, "log": log}
+
+
+def lines(x: str, y: str, panels: dict) -> dict:
+    """A plot with logarithmic axes: by title of a panel, and by name of a line, its points `[x, y]`."""
+    return {"kind": "lines", "x": x, "y": y, "panels": panels}
+
+
+def save(title: str, tables: dict, plot: dict, note: str = "") -> None:
+    """Writes the figures of the running benchmark, then the page and the pictures."""
+    import jax
+
+    device = jax.devices()[0]
+    where = (
+        f"{os.cpu_count()} CPU cores" if device.platform == "cpu" else f"{jax.device_count()} x {device.device_kind}"
+    )
+    script = pathlib.Path(sys.argv[0])
+    options = [option for option in sys.argv[1:] if option != "--save"]
+    machine = f"{where}, jax {jax.__version__}, Python {platform.python_version()}"
+    figures = {"title": title, "command": " ".join(["python", f"benchmarks/{script.name}", *options])}
+    figures |= {"machine": machine, "note": note, "tables": tables, "plot": plot}
+    write(FOLDER / f"{script.stem}.json", json.dumps(figures, indent=1) + "\n")
+    refresh()
+
+
+def refresh() -> None:
+    files = sorted(FOLDER.glob("*.json"))
+    for path in files:
+        write(PICTURES / f"{path.stem}.svg", picture(json.loads(path.read_text(encoding="utf-8"))["plot"]))
+    write(ROOT / "benchmarks" / PAGE, page(files))
+
+
+def page(files: list[pathlib.Path]) -> str:
+    parts = [
+        "# Results of the benchmarks\n\nWritten by `python benchmarks/results.py` from `benchmarks/results/*.json`."
+    ]
+    for path in files:
+        figures = json.loads(path.read_text(encoding="utf-8"))
+        parts.append(
+            f"## {figures['title']}\n\n`{figures['command']}`, {figures['machine']}. {figures['note']}".strip()
+        )
+        parts.append(f"![{figures['title']}](../docs/figures/benchmarks/{path.stem}.svg)")
+        for name, rows in figures["tables"].items():
+            parts.append(f"{name}:\n\n{table(rows)}" if name else table(rows))
+    return "\n\n".join(parts) + "\n"
+
+
+def table(rows: list[dict]) -> str:
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    cells = [columns, ["---"] * len(columns), *([shown(row.get(column, "")) for column in columns] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in cells)
+
+
+def shown(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}" if abs(value) >= 10 else f"{value:.2f}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def picture(plot: dict) -> str:
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    inks = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
+    settings = dict.fromkeys(inks, INK) | {"svg.fonttype": "none", "svg.hashsalt": "0", "font.size": 10}
+    settings |= {"axes.spines.top": False, "axes.spines.right": False, "font.family": "sans-serif"}
+    with matplotlib.rc_context(settings):
+        return svg({"ratios": draw_ratios, "lines": draw_lines}[plot["kind"]](Figure, plot))
+
+
+def svg(figure: object) -> str:
+    """A figure of matplotlib as an SVG that follows the light or dark mode of the page around it."""
+    import io
+
+    text = io.StringIO()
+    figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    drawn = text.getvalue().replace(INK, "currentColor")
+    at = drawn.index("<svg")
+    drawn = drawn[at:]
+    end = drawn.index(">") + 1
+    return "\n".join(line.rstrip() for line in (drawn[:end] + "\n" + STYLE + drawn[end:]).splitlines()) + "\n"
+
+
+def draw_ratios(figure_class: type, plot: dict) -> object:
+    values = {name: each if isinstance(each, list) else [each, each] for name, each in plot["values"].items()}
+    figure = figure_class(figsize=(5.4, 0.9 + 0.36 * len(values)), layout="constrained")
+    axis = figure.subplots()
+    axis.axvline(1, color=INK, linewidth=1, linestyle=":")
+    for i, (least, most) in enumerate(values.values()):
+        axis.plot([least, most], [i, i], color="C0", linewidth=7, solid_capstyle="round", alpha=0.9)
+        axis.annotate(
+            shown(float(least)) + (f" to {shown(float(most))}" if most != least else ""),
+            (most, i),
+            xytext=(9, -4),
+            textcoords="offset points",
+            fontsize=9,
+        )
+    axis.set_yticks(range(len(values)), values)
+    axis.set(ylim=(len(values) - 0.5, -0.5), xlabel=plot["label"])
+    if plot["log"]:
+        axis.set_xscale("log")
+    else:
+        axis.set_xlim(0, 1.25 * max(most for _, most in values.values()))
+    axis.tick_params(axis="y", length=0)
+    return figure
+
+
+def draw_lines(figure_class: type, plot: dict) -> object:
+    panels = plot["panels"]
+    figure = figure_class(figsize=(3.4 * len(panels) if len(panels) > 1 else 5, 3.4), layout="constrained")
+    axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    for axis, (title, series) in zip(axes, panels.items(), strict=True):
+        for name, points in series.items():
+            axis.plot(*zip(*points, strict=True), marker=".", label=name)
+        axis.set(xscale="log", yscale="log", xlabel=plot["x"], title=title)
+        axis.grid(alpha=0.3)
+        xs = sorted({x for points in series.values() for x, _ in points})
+        if len(xs) < 6 and xs[-1] < 1000:
+            axis.set_xticks(xs, map(str, xs))
+        axis.minorticks_off()
+    axes[0].set_ylabel(plot["y"])
+    low, high = axes[0].get_ylim()
+    ticks = [tick for tick in (0.1, 0.2, 0.5, 1, 2, 5, 10, 20) if low < tick < high]
+    if ticks and high < 100:
+        axes[0].set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    figure.legend(
+        *axes[0].get_legend_handles_labels(),
+        loc="outside lower center",
+        ncols=3,
+        fontsize=8,
+        frameon=False,
+        labelcolor=INK,
+    )
+    return figure
+
+
+def write(path: pathlib.Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    refresh()
