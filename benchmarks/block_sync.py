@@ -122,7 +122,7 @@ def main():
     parser.add_argument("--towers", type=int, nargs="+", default=[2, 4, 8])
     results.add_option(parser)
     arguments = parser.parse_args()
-    rows, panels = [], {}
+    measured, panels = [], {}
     print(f"{'model':8}{'towers':>6}  {'':14}{'step':>12}{'ratio':>7}")
     for name, (widths, rows) in MODELS.items():
         if arguments.only not in (None, name):
@@ -136,7 +136,7 @@ def main():
             for way, mine in times.items():
                 ratio = statistics.median(a / b for a, b in zip(mine, times["synchronous"], strict=True))
                 print(f"{name:8}{towers:6}  {way:14}{statistics.median(mine):9.0f} us{ratio:7.2f}", flush=True)
-                rows.append(
+                measured.append(
                     {"model": name, "towers": towers, "way": way, "us": statistics.median(mine), "ratio": ratio}
                 )
                 if way.startswith("block of "):
@@ -145,7 +145,7 @@ def main():
     if arguments.save:
         plot = results.lines("steps in a block", "time / time of synchronous training", panels)
         title = "Step time with one synchronization per block, as ratios to synchronous training"
-        results.save(title, {"": rows}, plot)
+        results.save(title, {"": measured}, plot)
 
 
 if __name__ == "__main__":
