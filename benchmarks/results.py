@@ -10,6 +10,7 @@ A benchmark called with `--save` writes `benchmarks/results/<its name>.json` by 
 """
 
 import argparse
+import io
 import json
 import os
 import pathlib
@@ -19,6 +20,9 @@ import sys
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 FOLDER, PICTURES, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "figures" / "benchmarks", "RESULTS.md"
 INK = "#010203"  # stands for the color of the text around the picture, light or dark
+INKS = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color", "legend.labelcolor")
+SETTINGS = dict.fromkeys(INKS, INK) | {"svg.fonttype": "none", "svg.hashsalt": "0", "font.family": "sans-serif"}
+SETTINGS |= {"axes.spines.top": False, "axes.spines.right": False, "legend.framealpha": 0.0}
 STYLE = "<style>svg { color: #1f2330 } @media (prefers-color-scheme: dark) { svg { color: #e6e8f0 } }</style>"
 
 
@@ -91,22 +95,16 @@ def picture(plot: dict) -> str:
     import matplotlib
     from matplotlib.figure import Figure
 
-    inks = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
-    settings = dict.fromkeys(inks, INK) | {"svg.fonttype": "none", "svg.hashsalt": "0", "font.size": 10}
-    settings |= {"axes.spines.top": False, "axes.spines.right": False, "font.family": "sans-serif"}
-    with matplotlib.rc_context(settings):
-        return svg({"ratios": draw_ratios, "lines": draw_lines}[plot["kind"]](Figure, plot))
+    with matplotlib.rc_context(SETTINGS):
+        figure = {"ratios": draw_ratios, "lines": draw_lines}[plot["kind"]](Figure, plot)
+        text = io.StringIO()
+        figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    return adapted(text.getvalue())
 
 
-def svg(figure: object) -> str:
-    """A figure of matplotlib as an SVG that follows the light or dark mode of the page around it."""
-    import io
-
-    text = io.StringIO()
-    figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    drawn = text.getvalue().replace(INK, "currentColor")
-    at = drawn.index("<svg")
-    drawn = drawn[at:]
+def adapted(drawn: str) -> str:
+    """An SVG of matplotlib that follows the light or dark mode of the page around it."""
+    drawn = drawn[drawn.index("<svg") :].replace(INK, "currentColor")
     end = drawn.index(">") + 1
     return "\n".join(line.rstrip() for line in (drawn[:end] + "\n" + STYLE + drawn[end:]).splitlines()) + "\n"
 
@@ -159,7 +157,6 @@ def draw_lines(figure_class: type, plot: dict) -> object:
         ncols=3,
         fontsize=8,
         frameon=False,
-        labelcolor=INK,
     )
     return figure
 

@@ -158,7 +158,37 @@ def block_sync() -> Figure:
     return figure
 
 
-FIGURES = {"overview": overview, "one_step": one_step, "loop": loop, "block_sync": block_sync}
+def distributions() -> Figure:
+    figure = Figure("Where four variables live on four towers, by distribution", 500, 452)
+    full, towers = [(0, 72)] * 4, range(4)
+    rows = {
+        "MIRRORED": [full for _ in towers],
+        "SHARDED": [[(18 * i, 18)] * 4 for i in towers],
+        "SHARED_LOCAL_PARAMETER_SERVER": [[] for _ in towers],
+        "SHARED_ROUND_ROBIN": [[(0, 72) if j == i else (0, 0) for j in towers] for i in towers],
+    }
+    for row, (name, devices) in enumerate(rows.items()):
+        y = 20 + 110 * row
+        figure.parts.append(f'<text class="code start" x="8" y="{y}">{name}</text>')
+        places = [*enumerate(devices)] + ([(4, full)] if not any(devices) else [])
+        for i, bars in places:
+            x = 8 + 98 * i
+            figure.box(x, y + 10, 90, 56, kind="frame")
+            figure.text(x + 45, y + 82, "variable_device" if i == 4 else f"tower {i}", "note")
+            for j, (left, width) in enumerate(bars):
+                if width:
+                    shape = f'x="{x + 9 + left}" y="{y + 17 + 11 * j}" width="{width}" height="8" rx="2"'
+                    figure.parts.append(f'<rect class="dot" {shape}/>')
+    return figure
+
+
+FIGURES = {
+    "overview": overview,
+    "one_step": one_step,
+    "loop": loop,
+    "block_sync": block_sync,
+    "distributions": distributions,
+}
 
 if __name__ == "__main__":
     for name, drawn in FIGURES.items():

@@ -99,9 +99,9 @@ class Browser:
         assert "exceptionDetails" not in reply, reply["exceptionDetails"]
         return reply["result"].get("value")
 
-    def picture(self, path: pathlib.Path) -> None:
-        """Writes a PNG of the whole page."""
-        data = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True)["data"]
+    def picture(self, path: pathlib.Path, whole: bool = True) -> None:
+        """Writes a PNG of the page, or of what the window shows of it."""
+        data = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)["data"]
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(base64.b64decode(data))
 

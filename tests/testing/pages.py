@@ -29,13 +29,18 @@ def blocks(path: pathlib.Path) -> list[tuple[str, str | None]]:
     return [(each["code"], each["output"]) for each in BLOCK.finditer(path.read_text(encoding="utf-8"))]
 
 
+def environment() -> dict[str, str]:
+    """For a process of a reader: CPU devices, and this repository."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
+    return env | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8", "MPLBACKEND": "Agg"}
+
+
 def run(path: pathlib.Path) -> list[str]:
     """What each block of a page prints, run in a fresh process and an empty directory."""
-    env = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
-    env |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8", "MPLBACKEND": "Agg"}
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, __file__, "--run", str(path), f"{folder}/printed.json"]
-        done = subprocess.run(command, cwd=folder, env=env, capture_output=True, encoding="utf-8", timeout=300)
+        options = {"cwd": folder, "env": environment(), "capture_output": True, "encoding": "utf-8", "timeout": 300}
+        done = subprocess.run(command, **options)
         assert done.returncode == 0, done.stderr[-4000:]
         return json.loads(pathlib.Path(folder, "printed.json").read_text(encoding="utf-8"))
 
