@@ -1,5 +1,6 @@
 """What the pages in docs/ say: their code runs, and the tests that they name are there."""
 
+import ast
 import json
 import pathlib
 import re
@@ -76,6 +77,19 @@ def test_the_example_of_wide_towers_prints_what_the_page_says(capsys):
     outputs = [line.split() for line in capsys.readouterr().out.splitlines()]
     said = [line.split() for line in printed.splitlines()]
     assert [line[:6] for line in outputs] == [line[:6] for line in said]  # less what XLA needs besides
+
+
+def test_docstrings_come_to_their_arguments_within_40_lines():
+    long = []
+    for path in (path for package in ("estimator", "replicate") for path in (ROOT / package).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+                lines = re.split(r"^ *(?:Args|Attributes|Returns|Raises):$", ast.get_docstring(node) or "", flags=re.M)[
+                    0
+                ]
+                if len(lines.strip().splitlines()) > 40:
+                    long.append(f"{path.name}: {getattr(node, 'name', 'the module')}")
+    assert not long
 
 
 def test_the_page_of_what_is_covered_is_that_of_the_markers():

@@ -71,12 +71,14 @@ def test_every_example_is_run_here():
     assert {path.name for path in (ROOT / "examples").glob("*.py")} == EXAMPLES.keys()
 
 
-def test_the_readme_lists_every_example():
-    listed = re.findall(
-        r"^\| \[.*?\]\((\S+)\) \| .+ \|$", (ROOT / "examples" / "README.md").read_text(encoding="utf-8"), re.M
-    )
-    there = [path.relative_to(ROOT / "examples").as_posix() for path in (ROOT / "examples").rglob("*.py")]
-    assert sorted(listed) == sorted(there)
+def test_every_example_is_on_the_page_above_them_and_has_an_output_to_show():
+    text = (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
+    links = re.findall(r"^- \[[^]]*\]\(([^)]*)\): ", text, re.MULTILINE)
+    scripts = [path for pattern in ("*.py", "ports/*.py", "notebooks/*.ipynb") for path in (ROOT / "examples").glob(pattern)]
+    assert {path.relative_to(ROOT / "examples").as_posix() for path in scripts} <= set(links)
+    assert len(links) == len(set(links)) and all((ROOT / "examples" / link).exists() for link in links)
+    outputs = {path.stem for path in (ROOT / "examples" / "output").glob("*.txt")}
+    assert {f"{name}.py" for name in outputs} == EXAMPLES.keys(), "Run tests/testing/example_outputs.py"
 
 
 @pytest.mark.parametrize("example", EXAMPLES)

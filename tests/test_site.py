@@ -95,7 +95,9 @@ def test_no_page_loads_anything_from_another_host_and_every_picture_is_there(sit
         if path.name == "404.html":
             continue
         for address in page.loaded:
-            parts = urllib.parse.urlsplit(address)
+            parts = urllib.parse.urlsplit(address[:1000])
+            if parts.scheme == "data":  # a picture of a notebook, within the page
+                continue
             assert not parts.scheme and not parts.netloc, f"{path} loads {address}"
             assert (path.parent / parts.path).is_file(), f"{path} lacks {address}"
     folder = next(path for path in site if path.name == "404.html").parent

@@ -3,8 +3,7 @@
 Flax has `est.flax_module`. Haiku and Equinox fit into `est.get_variable` as they are. A Haiku model is a pair of pure
 functions, so its parameters are one variable and `make_rng` gives it keys:
 
->>> import estimator as est, jax, jax.numpy as jnp
->>> import haiku as hk
+>>> import equinox as eqx, estimator as est, haiku as hk, jax, jax.numpy as jnp
 >>> mlp = hk.transform(lambda x: hk.nets.MLP([8, 1])(x))
 >>> def model_fn(features, labels, mode):
 ...     weights = est.get_variable("net", lambda key: mlp.init(key, features))
@@ -29,7 +28,6 @@ beside its averages, so keep the values of the first tower; with `cross_replica_
 An Equinox model is a pytree with leaves other than arrays, such as activation functions: `eqx.filter` keeps the
 arrays, and the other leaves come from a second model, whose arrays do not become part of the compiled program:
 
->>> import equinox as eqx
 >>> def make(key):
 ...     return eqx.nn.MLP(in_size=2, out_size=1, width_size=8, depth=1, key=key)
 >>> def model_fn(features, labels, mode):

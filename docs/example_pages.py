@@ -1,0 +1,67 @@
+"""A page for each example, with its output and its source, made when the site is built.
+
+MkDocs calls `on_config` and `on_files` (`hooks:` in mkdocs.yml). The output is what `tests/testing/example_outputs.py`
+has kept in examples/output/, and for notebooks what they contain; the page above all is examples/README.md.
+"""
+
+import ast
+import json
+import pathlib
+import re
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+EXAMPLES = pathlib.Path(__file__).resolve().parents[1] / "examples"
+SOURCE = re.compile(r"\]\(((?:ports/|notebooks/)?\w+)\.(?:py|ipynb)\)")
+
+
+def sources() -> list[pathlib.Path]:
+    found = [path for pattern in ("*.py", "ports/*.py", "notebooks/*.ipynb") for path in sorted(EXAMPLES.glob(pattern))]
+    return [path for path in found if path.stem[0] != "_"]
+
+
+def name(source: pathlib.Path) -> str:
+    return f"examples/{source.relative_to(EXAMPLES).with_suffix('.md').as_posix()}"
+
+
+def fenced(text: str, language: str) -> str:
+    return f"```{language}\n{text.rstrip()}\n```"
+
+
+def script(source: pathlib.Path) -> str:
+    text = source.read_text(encoding="utf-8")
+    about = (ast.get_docstring(ast.parse(text)) or "").split("\n")[0]
+    output = EXAMPLES / "output" / f"{source.stem}.txt"
+    shown = [fenced(output.read_text(encoding="utf-8"), "text")] if output.exists() else []
+    path = source.relative_to(EXAMPLES).as_posix()
+    return "\n\n".join([f"# {path}", about, *shown, f"`examples/{path}`:", fenced(text, "python")])
+
+
+def notebook(source: pathlib.Path) -> str:
+    parts = []
+    for cell in json.loads(source.read_text(encoding="utf-8"))["cells"]:
+        text = "".join(cell["source"])
+        parts.append(text if cell["cell_type"] == "markdown" else fenced(text, "python"))
+        for output in cell.get("outputs", []):
+            if output["output_type"] == "stream":
+                parts.append(fenced("".join(output["text"]), "text"))
+            elif "image/png" in output.get("data", {}):
+                encoded = "".join(output["data"]["image/png"].split())
+                parts.append(f'<img alt="What the cell above shows" src="data:image/png;base64,{encoded}">')
+    path = f"`examples/{source.relative_to(EXAMPLES).as_posix()}`"
+    return "\n\n".join([*parts, f"This page is the notebook {path}."])
+
+
+def on_config(config: MkDocsConfig) -> None:
+    for entry in config.nav:
+        if "Examples" in entry:
+            entry["Examples"] = ["examples/index.md", *map(name, sources())]
+
+
+def on_files(files: Files, config: MkDocsConfig) -> None:
+    index = SOURCE.sub(r"](\1.md)", (EXAMPLES / "README.md").read_text(encoding="utf-8")).replace("](../docs/", "](../")
+    files.append(File.generated(config, "examples/index.md", content=index))
+    for source in sources():
+        content = notebook(source) if source.suffix == ".ipynb" else script(source)
+        files.append(File.generated(config, name(source), content=content))
