@@ -1,6 +1,6 @@
 """The time to the end of a first epoch, of which most is tracing and compilation, compared with a program by hand.
 
-    python benchmarks/first_step.py [--rounds 5] [--only cnn]
+    python benchmarks/first_step.py [--rounds 5] [--only cnn] [--save]
 
 - a small CNN: `Estimator.train` of 100 steps, against a loop around one `jit`;
 - a model of 2,000 variables: tracing `est.transform(model_fn).train_step`, against tracing the same step by hand.
@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import results
 
 import estimator as est
 
@@ -129,21 +130,26 @@ def compare(name, by_hand, ours, argument, rounds):
     ratio = statistics.median(row[ours][0] / row[by_hand][0] for row in rows)
     large = max(row[ours][1] for row in rows), max(row[by_hand][1] for row in rows)
     print(f"{name:10} by hand {theirs:6.2f} s, Estimator {mine:6.2f} s, ratio {ratio:.2f}; large programs {large}")
+    return {"case": name, "by hand, s": theirs, "Estimator, s": mine, "ratio": ratio}
 
 
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", choices=("cnn", "variables"))
-    args = parser.parse_args()
+    results.add_option(parser)
+    args, measured = parser.parse_args(), []
     random = np.random.default_rng(1)
     if args.only != "variables":
         images = random.normal(size=(64, 28, 28, 1)).astype(np.float32)
         batches = [(images, random.integers(0, CLASSES, 64).astype(np.int32)) for _ in range(STEPS)]
-        compare("cnn", train_by_hand, train_by_estimator, batches, args.rounds)
+        measured.append(compare("cnn", train_by_hand, train_by_estimator, batches, args.rounds))
     if args.only != "cnn":
         batch = np.ones((4, 2), np.float32), np.ones(4, np.float32)
-        compare("variables", trace_by_hand, trace_by_transform, batch, args.rounds)
+        measured.append(compare("variables", trace_by_hand, trace_by_transform, batch, args.rounds))
+    if args.save:
+        plot = results.ratios("time / time by hand", {row["case"]: row["ratio"] for row in measured})
+        results.save("The first epoch of a small CNN, and tracing 2,000 variables", {"": measured}, plot)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import re
 import sys
 
 WIDTH = 80
-GENERATED = {"coverage.md", "coverage_rows.md"}
+GENERATED = {"coverage.md", "coverage_rows.md", "tensorflow_names.md"}
 ITEM = re.compile(r"^(?P<indent> *)(?P<mark>[-*+] +|\d+\. +)(?=\S)")
 STAYS = re.compile(r"^ *(#|\||!\[|<|:::|>|---|\[\^?[\w-]+\]:|\?\?\?|!!!)|^ *$|^ {4,}options:")
 WORD = re.compile(r"(?:`+[^`]+`+|\[[^\]]*\]\([^)]*\)|\S)+")
