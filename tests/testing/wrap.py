@@ -1,6 +1,7 @@
 """Wraps the prose of Markdown at 80 columns; code, tables, headings and pictures stay as they are.
 
-python tests/testing/wrap.py docs README.md      # files, or folders with pages
+python tests/testing/wrap.py                  # the pages of the site, examples/README.md
+python tests/testing/wrap.py docs/how_to      # files, or folders with pages
 """
 
 import itertools
@@ -8,6 +9,8 @@ import pathlib
 import re
 import sys
 
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+PAGES = ROOT / "docs", ROOT / "examples" / "README.md"
 WIDTH = 80
 GENERATED = {"coverage.md", "coverage_rows.md", "tensorflow_names.md"}
 ITEM = re.compile(r"^(?P<indent> *)(?P<mark>[-*+] +|\d+\. +)(?=\S)")
@@ -62,7 +65,7 @@ def pages(*paths: pathlib.Path) -> list[pathlib.Path]:
 
 
 if __name__ == "__main__":
-    for page in pages(*map(pathlib.Path, sys.argv[1:])):
+    for page in pages(*map(pathlib.Path, sys.argv[1:] or PAGES)):
         text = page.read_text(encoding="utf-8")
         if wrapped(text) != text:
             page.write_text(wrapped(text), encoding="utf-8")
