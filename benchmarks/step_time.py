@@ -195,7 +195,9 @@ def main():
                 flush=True,
             )
             row = {"model": model, "towers": towers, "steps per program": steps_per_loop}
-            measured.append(row | {"by hand, us": by_hand, "Estimator, us": estimator, "ratio": ratio})
+            measured.append(
+                row | {"by hand, us": by_hand, "Estimator, us": estimator, "ratio": ratio, "on_nan": on_nan}
+            )
     if arguments.save:
         named = {f"{r['model']}, {r['towers']} towers, {r['steps per program']} steps": r["ratio"] for r in measured}
         plot = results.ratios("time / time by hand", named)
