@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 from sklearn.datasets import load_digits
-from testing import coverage_page
+from testing import coverage_page, wrap
 from testing.cluster import shared_cluster
 
 import estimator as est
@@ -79,6 +79,12 @@ def test_the_example_of_wide_towers_prints_what_the_page_says(capsys):
     assert [line[:6] for line in outputs] == [line[:6] for line in said]  # less what XLA needs besides
 
 
+@pytest.mark.parametrize("page", wrap.pages(*wrap.PAGES), ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_prose_is_wrapped_at_80_columns(page):
+    text = page.read_text(encoding="utf-8")
+    assert wrap.wrapped(text) == text, "Wrap it: python tests/testing/wrap.py"
+
+
 def test_docstrings_come_to_their_arguments_within_40_lines():
     long = []
     for path in (path for package in ("estimator", "replicate") for path in (ROOT / package).rglob("*.py")):
@@ -92,7 +98,7 @@ def test_docstrings_come_to_their_arguments_within_40_lines():
     assert not long
 
 
-def test_the_page_of_what_is_covered_is_that_of_the_markers():
+def test_the_page_of_what_is_covered_matches_the_markers():
     same = coverage_page.PAGE.read_text(encoding="utf-8") == coverage_page.page()
     assert same, "Write docs/coverage.md again: python tests/testing/coverage_page.py"
 

@@ -188,7 +188,7 @@ def test_the_names_of_tensorflow_are_there():
 
 @pytest.mark.covers("6 when checked")
 @pytest.mark.parametrize("secs", [60, None])
-def test_a_function_is_asked_after_the_first_step_and_every_so_many_steps(tmp_path, secs):
+def test_a_function_is_called_after_the_first_step_and_every_n_steps(tmp_path, secs):
     estimator = make(tmp_path)
     calls = []
     hook = est.make_early_stopping_hook(estimator, lambda: calls.append(1) or len(calls) == 3, secs, run_every_steps=4)
@@ -197,7 +197,7 @@ def test_a_function_is_asked_after_the_first_step_and_every_so_many_steps(tmp_pa
 
 
 @pytest.mark.covers("6 when checked")
-def test_a_function_is_asked_every_so_many_seconds(tmp_path):
+def test_a_function_is_called_every_n_seconds(tmp_path):
     estimator = make(tmp_path)
     calls = []
     estimator.train(lambda: [ONE] * 30, hooks=[est.make_early_stopping_hook(estimator, lambda: calls.append(1))])

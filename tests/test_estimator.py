@@ -242,7 +242,7 @@ def test_eval_dir(tmp_path):
     assert saved_steps(estimator) == []
 
 
-def test_checkpoints_older_than_so_many_hours_are_kept(tmp_path):
+def test_checkpoints_older_than_n_hours_are_kept(tmp_path):
     config = {"save_checkpoints_steps": 1, "keep_checkpoint_max": 1}
     make(tmp_path / "all", **config, keep_checkpoint_every_n_hours=1e-9).train(endless, steps=3)
     estimator = make(tmp_path / "first", **config, keep_checkpoint_every_n_hours=100).train(endless, steps=3)

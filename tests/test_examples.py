@@ -74,7 +74,9 @@ def test_every_example_is_run_here():
 def test_every_example_is_on_the_page_above_them_and_has_an_output_to_show():
     text = (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
     links = re.findall(r"^- \[[^]]*\]\(([^)]*)\): ", text, re.MULTILINE)
-    scripts = [path for pattern in ("*.py", "ports/*.py", "notebooks/*.ipynb") for path in (ROOT / "examples").glob(pattern)]
+    scripts = [
+        path for pattern in ("*.py", "ports/*.py", "notebooks/*.ipynb") for path in (ROOT / "examples").glob(pattern)
+    ]
     assert {path.relative_to(ROOT / "examples").as_posix() for path in scripts} <= set(links)
     assert len(links) == len(set(links)) and all((ROOT / "examples" / link).exists() for link in links)
     outputs = {path.stem for path in (ROOT / "examples" / "output").glob("*.txt")}
@@ -115,7 +117,7 @@ def test_models_of_other_libraries_read_digits_right(trained, package):
 
 
 @pytest.mark.parametrize("towers", EXAMPLES["feature_columns.py"])
-def test_tumours_are_told_apart(trained, towers):
+def test_tumours_are_classified(trained, towers):
     stdout, _ = trained("feature_columns.py", towers)
     assert f"on {towers} x cpu:" in stdout
     assert accuracy(stdout) >= 0.94
@@ -124,7 +126,7 @@ def test_tumours_are_told_apart(trained, towers):
 
 
 @pytest.mark.parametrize("towers", EXAMPLES["sequences.py"])
-def test_reviews_are_told_apart(trained, towers):
+def test_reviews_are_classified(trained, towers):
     stdout, _ = trained("sequences.py", towers)
     assert f"on {towers} x cpu:" in stdout
     assert accuracy(stdout) >= 0.9

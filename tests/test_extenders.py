@@ -52,7 +52,7 @@ def raises(kind, message):
 # add_metrics.
 
 
-def test_new_metrics_join_those_of_the_model_fn(tmp_path):
+def test_new_metrics_join_the_metrics_of_the_model_fn(tmp_path):
     before = make(tmp_path, model_fn)
     results = before.evaluate(INPUT)
     extended = est.add_metrics(before, metric_fn).evaluate(INPUT)

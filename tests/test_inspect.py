@@ -52,7 +52,7 @@ def test_the_checkpoints_are_listed(model_dir, capsys):
     assert re.fullmatch(r"  20  \d{4}-\d\d-\d\d \d\d:\d\d:\d\d  +[\d.]+ kB", rows[1]) and len(rows) == 2
 
 
-def test_names_shapes_dtypes_and_norms_are_those_of_the_newest_checkpoint(model_dir, capsys):
+def test_names_shapes_dtypes_and_norms_match_the_newest_checkpoint(model_dir, capsys):
     lines = printed(capsys, model_dir, "--variables")
     assert lines[0] == os.path.join(model_dir, "ckpt-20")
     assert [line.split() for line in lines[2:9]] == [

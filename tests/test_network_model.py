@@ -118,7 +118,7 @@ def summed(algorithm, hosts, per_host):
 
 @pytest.mark.parametrize(("hosts", "per_host"), SIZES)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_the_time_is_that_of_messages_sent_round_by_round(algorithm, hosts, per_host):
+def test_the_time_matches_messages_sent_round_by_round(algorithm, hosts, per_host):
     towers, size = summed(algorithm, hosts, per_host)
     network = Network(per_host, Link(3e-6, 7e9), Link(2e-5, 5e8))
     step = traffic(algorithm, hosts, per_host, size)

@@ -168,7 +168,7 @@ def test_a_metric_that_est_metrics_has_not_made_is_an_error(metric, message):
         stepped(lambda x, y, loss: {"eval_metric_ops": {"m": metric(y, x["p"])}})
 
 
-def test_a_metric_in_the_place_of_its_value_is_an_error():
+def test_a_metric_instead_of_its_value_is_an_error():
     with pytest.raises(TypeError, match=r"needs a number .*The value of a metric in this batch is `metric\[1\]`"):
         stepped(lambda x, y, loss: est.summary.scalar("m", est.metrics.mean(x["p"])))
 

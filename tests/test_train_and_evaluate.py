@@ -66,7 +66,7 @@ def test_an_evaluation_follows_each_checkpoint_but_the_first_and_the_last_state_
 
 
 @pytest.mark.covers("5 first checkpoint")
-def test_the_checkpoint_that_a_training_goes_on_from_is_not_evaluated(tmp_path):
+def test_the_checkpoint_that_a_run_resumes_from_is_not_evaluated(tmp_path):
     estimator = make(tmp_path, save_checkpoints_steps=10)
     estimator.train(times(10))
     run(estimator, max_steps=30)

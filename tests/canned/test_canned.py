@@ -63,7 +63,7 @@ def classifier(model_dir):
 @pytest.mark.slow
 @pytest.mark.covers("11 the original's integration test")
 @pytest.mark.parametrize("distribution", VariableDistribution)
-def test_a_classifier_replicated_over_three_towers_is_that_of_one_device(one_device, distribution, tmp_path):
+def test_a_classifier_replicated_over_three_towers_matches_one_device(one_device, distribution, tmp_path):
     dnn = classifier(tmp_path)
     replicated = replicate_model_fn(dnn.model_fn, devices=cpus(3), variable_distribution=distribution)
     estimator = est.Estimator(replicated, dnn.model_dir)
@@ -220,7 +220,7 @@ def test_a_baseline_of_numbers_learns_their_weighted_mean(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_default_steps_are_those_of_adagrad_with_tensorflows_rates(tmp_path):
+def test_the_default_steps_match_adagrad_with_tensorflows_rates(tmp_path):
     gradient = 0.5 - LABELS.mean()
     baseline = est.BaselineClassifier(tmp_path / "baseline").train(batches(1))
     assert variables(baseline)["baseline/bias"] == pytest.approx(-0.3 * gradient / np.sqrt(0.1 + gradient**2), rel=1e-4)

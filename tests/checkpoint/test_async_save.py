@@ -127,7 +127,7 @@ def test_training_continues_while_a_checkpoint_is_written(tmp_path, disk):
     assert read(str(tmp_path / "ckpt-0"), "w").tolist() == [[0], [0]]
 
 
-def test_checkpoints_are_those_of_a_training_that_waits_for_them(tmp_path):
+def test_checkpoints_match_a_training_that_waits_for_them(tmp_path):
     for saves_async in (False, True):
         config = {"save_checkpoints_async": saves_async, "save_checkpoints_steps": 2}
         make(tmp_path / str(saves_async), **config).train(times(9))
@@ -279,7 +279,7 @@ def test_a_full_disk_is_an_error_at_the_end_of_the_run(tmp_path):
 
 
 @after_failures
-def test_an_error_of_the_run_comes_before_that_of_its_checkpoint(tmp_path, messages):
+def test_an_error_of_the_run_comes_before_one_of_its_checkpoint(tmp_path, messages):
     estimator = make(tmp_path, Wide(), save_checkpoints_steps=3)
     hook, full = full_from(4)
 

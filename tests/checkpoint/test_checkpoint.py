@@ -236,7 +236,7 @@ def steps_of(checkpoints):
     ("every", "kept"),
     [(None, [8, 9]), (1, list(range(10))), (2, [0, 2, 4, 6, 8, 9]), (2.5, [0, 3, 6, 8, 9]), (100, [0, 8, 9])],
 )
-def test_one_every_so_many_hours_is_kept_also_by_another_process(tmp_path, every, kept):
+def test_one_every_n_hours_is_kept_also_by_another_process(tmp_path, every, kept):
     save_at(Checkpoints(tmp_path / "a", 2, every), range(10))
     for step in range(10):
         save_at(Checkpoints(tmp_path / "b", 2, every), [step])

@@ -112,7 +112,9 @@ def test_the_state_of_an_optimizer_begins_with_the_values_too(early):
 PLACEMENTS = [*({"variable_distribution": each} for each in VariableDistribution), {"devices_per_tower": 2}]
 
 
-@pytest.mark.parametrize("options", [*PLACEMENTS, {"block_sync": BlockSync(2)}], ids=lambda each: str(*each.values()).split("(")[0])
+@pytest.mark.parametrize(
+    "options", [*PLACEMENTS, {"block_sync": BlockSync(2)}], ids=lambda each: str(*each.values()).split("(")[0]
+)
 def test_it_works_in_towers_wherever_variables_are(options):
     devices = cpus(4)
     model = est.transform(replicate_model_fn(model_of(TENSORFLOW, MAPS["scope"]), devices=devices, **options))

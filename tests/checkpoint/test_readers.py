@@ -96,7 +96,7 @@ def test_slices_of_a_partitioned_variable_are_put_together(tmp_path, monkeypatch
         est.load_variable(tmp_path / "m", "w")
 
 
-def test_the_checksum_of_large_data_is_that_of_its_bytes_one_by_one():
+def test_the_checksum_of_large_data_matches_its_bytes_one_by_one():
     data = np.random.default_rng(0).bytes(70_001)
     crc, table = 0xFFFFFFFF, _table().tolist()
     for byte in data:

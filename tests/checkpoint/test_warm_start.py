@@ -206,7 +206,7 @@ def test_one_variable_may_start_two(tmp_path, source):
 
 
 @pytest.mark.covers("8 when")
-def test_training_goes_on_from_its_own_checkpoint(tmp_path, source):
+def test_training_resumes_from_its_own_checkpoint(tmp_path, source):
     copy = tmp_path / "source"
     shutil.copytree(source.model_dir, copy)
     make(tmp_path / "a", copy).train(batches, steps=1)

@@ -135,7 +135,7 @@ def test_a_value_of_another_run_is_an_error(mode):
         (model.train_step if mode == "train" else model.predict_step)(state, *batch)
 
 
-def test_the_mode_of_the_spec_must_be_that_of_the_run():
+def test_the_mode_of_the_spec_must_match_the_run():
     def model_fn(features, mode):
         return est.EstimatorSpec("eval", loss=jnp.float32(0))
 
@@ -341,6 +341,6 @@ def test_a_group_of_nothing_is_a_train_op_that_changes_nothing(towers):
 
 
 @pytest.mark.parametrize("train_op", [None, jnp.zeros(()), lambda: None])
-def test_what_is_no_train_op_is_told_of_the_one_that_changes_nothing(train_op):
+def test_the_error_for_a_wrong_train_op_names_the_one_that_changes_nothing(train_op):
     with pytest.raises((ValueError, TypeError), match=r"`(train_op=)?est\.group\(\)`"):
         est.EstimatorSpec("train", loss=jnp.zeros(()), train_op=train_op)

@@ -92,7 +92,7 @@ def test_keys_split_before_a_loop_differ():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("once", ONCE)
-def test_a_key_drawn_in_a_function_that_runs_once_is_that_of_the_model_fn(once):
+def test_a_key_drawn_in_a_function_that_runs_once_matches_the_model_fn(once):
     derived = (lambda fn: jax.grad(lambda x: jnp.sum(fn(x) * x))) if once == "jax.grad" else lambda fn: fn
     assert_close(run(lambda x: ONCE[once](lambda x: noisy(x), x)), run(lambda x: derived(noisy)(x)), rtol=1e-5)
 
@@ -304,7 +304,7 @@ def weighted_model_fn(place, steps=1):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES)
-def test_weighted_losses_are_those_of_one_big_batch(place):
+def test_weighted_losses_match_one_big_batch(place):
     """Of any number of rows, in evaluation."""
     plain = est.transform(weighted_model_fn(place))
     with jax.numpy_dtype_promotion("standard"):

@@ -153,7 +153,7 @@ def test_a_model_that_names_the_tower_axis_is_exported(tmp_path):
 
 
 @pytest.mark.slow
-def test_random_keys_are_those_of_predict(tmp_path):
+def test_random_keys_match_predict(tmp_path):
     def model_fn(features, labels, mode):
         chance = est.get_variable("key", lambda key: key, trainable=False)
         noise = jax.random.normal(est.make_rng(), (3,)) + jax.random.normal(chance, (3,))

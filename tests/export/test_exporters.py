@@ -206,7 +206,7 @@ def test_an_export_that_can_not_be_deleted_is_warned_of(export, monkeypatch, mes
 
 
 @pytest.mark.parametrize("kind", [est.LatestExporter, est.FinalExporter, est.BestExporter])
-def test_a_function_in_the_place_of_features_is_refused(kind):
+def test_a_function_instead_of_features_is_refused(kind):
     message = f"{kind.__name__} takes `example_features` instead of TensorFlow's serving_input_receiver_fn"
     with pytest.raises(TypeError, match=message):
         kind("a", lambda: FEATURES)

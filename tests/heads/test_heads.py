@@ -66,7 +66,7 @@ def test_the_loss_is_the_weighted_cross_entropy_as_the_reduction_says(reduction)
 
 @pytest.mark.covers("11 BinaryClassHead")
 @pytest.mark.parametrize("w", [W, np.ones(ROWS, np.float32)], ids=["weights", "no weights"])
-def test_binary_metrics_are_those_of_scikit_learn(w):
+def test_binary_metrics_match_scikit_learn(w):
     head = est.BinaryClassHead("w" if w is W else None, thresholds=[0.25, 0.5])
     result = results(head.metrics(LABEL, LOGIT, {"w": w} if w is W else None))
     p, mean = P[:, 0], np.average(LABEL, weights=w)
@@ -86,7 +86,7 @@ def test_binary_metrics_are_those_of_scikit_learn(w):
 
 
 @pytest.mark.covers("11 BinaryClassHead")
-def test_the_baseline_is_that_of_the_more_frequent_class_of_all_batches():
+def test_the_baseline_takes_the_more_frequent_class_of_all_batches():
     head = est.BinaryClassHead()
     logits = np.zeros((4, 1), np.float32)
     first = head.metrics(np.array([1, 1, 1, 0]), logits)["accuracy_baseline"]

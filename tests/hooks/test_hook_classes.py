@@ -109,7 +109,7 @@ def test_final_ops_are_called_with_the_last_state_of_a_run_that_did_not_fail(uns
 
 @pytest.mark.covers("4 InMemoryEvaluatorHook")
 @pytest.mark.usefixtures("users_compiler")
-def test_evaluations_in_memory_are_those_of_the_checkpoints(tmp_path, compilations):
+def test_evaluations_in_memory_match_the_checkpoints(tmp_path, compilations):
     estimator = make(tmp_path, save_checkpoints_steps=1, keep_checkpoint_max=None)
     batches = [(X, Y), (X[:3], Y[:3])]
     seen = []
@@ -325,7 +325,7 @@ def windows(traces):
 
 
 @pytest.mark.covers("4 ProfilerHook")
-def test_traces_are_taken_every_so_many_steps_not_of_the_first(unsaved, traces):
+def test_traces_are_taken_every_n_steps_not_of_the_first(unsaved, traces):
     hooks = [traces[1], est.ProfilerHook(save_steps=10, num_steps=3)]
     unsaved.train(times(24), hooks=hooks)
     assert windows(traces) == [(3, 6), (13, 16), (23, 24)]  # the last one is written though the input has ended
@@ -335,7 +335,7 @@ def test_traces_are_taken_every_so_many_steps_not_of_the_first(unsaved, traces):
     assert windows(traces) == [(3, 6)]
 
 
-def test_traces_are_taken_every_so_many_seconds(unsaved, traces, tmp_path):
+def test_traces_are_taken_every_n_seconds(unsaved, traces, tmp_path):
     unsaved.train(times(9), hooks=[traces[1], est.ProfilerHook(save_secs=1e-9, num_steps=2, output_dir=tmp_path)])
     assert windows(traces)[0] == (2, 4)
     assert len(windows(traces)) >= 2 and all(end - begin <= 2 for begin, end in windows(traces))

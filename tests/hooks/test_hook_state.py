@@ -172,6 +172,6 @@ def test_what_is_saved_comes_back(value):
     assert decode(json.dumps(encode(value))) == value
 
 
-def test_numbers_of_numpy_and_tuples_come_back_as_those_of_python():
+def test_numpy_numbers_and_tuples_come_back_as_python_values():
     state = decode(json.dumps(encode({"a": np.float32(0.5), "b": (np.int64(3), np.array(True)), "nan": float("nan")})))
     assert json.dumps(state) == '{"a": 0.5, "b": [3, true], "nan": NaN}'

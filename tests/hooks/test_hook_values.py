@@ -93,7 +93,7 @@ def same(got, want):
 
 @pytest.mark.slow
 @pytest.mark.covers("4 SessionRunHook", "13 13 low level hooks")
-def test_values_of_towers_are_those_of_one_big_batch(tmp_path):
+def test_values_of_towers_match_one_big_batch(tmp_path):
     five = np.concatenate([X, X[:1] + 9]), np.concatenate([Y, Y[:1]])
     want = read(reporting_model_fn, tmp_path / "plain", five, "evaluate", "predict")
     first = dict(zip(NAMES, want[0], strict=True))
@@ -266,7 +266,7 @@ def trained(model_dir, steps_per_loop, messages):
 
 @pytest.mark.slow
 @pytest.mark.covers("4 steps_per_loop")
-def test_results_calls_and_logs_are_those_of_one_step_at_a_time(tmp_path, messages):
+def test_results_calls_and_logs_match_one_step_at_a_time(tmp_path, messages):
     want = trained(tmp_path / "1", 1, messages)
     assert [step for step, *_ in want[0]] == [7, 14, 21, 28]
     assert [step for step, *_ in want[1]] == [5, 10, 15, 20, 25]

@@ -60,7 +60,7 @@ class Hanging:
 @pytest.mark.slow
 @pytest.mark.covers("4 watchdog")
 @pytest.mark.parametrize("phase", ["begin", "input", "compile", "step", "checkpoint", "evaluate", "end"])
-def test_the_phase_in_which_a_run_hangs_is_told_with_the_stacks(tmp_path, monkeypatch, path, hang, messages, phase):
+def test_the_phase_in_which_a_run_hangs_is_reported_with_the_stacks(tmp_path, monkeypatch, path, hang, messages, phase):
     model_fn = Hanging(hang)
     estimator = make(tmp_path, model_fn, steps_per_loop=1)
     save = Checkpoints.save
@@ -106,7 +106,7 @@ def test_the_phase_in_which_a_run_hangs_is_told_with_the_stacks(tmp_path, monkey
 
 @pytest.mark.slow
 @pytest.mark.covers("4 watchdog")
-def test_a_stall_is_told_once(tmp_path, path, hang):
+def test_a_stall_is_reported_once(tmp_path, path, hang):
     def input_fn():
         yield X, Y
         hang("input")

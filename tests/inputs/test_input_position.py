@@ -107,7 +107,7 @@ def test_only_an_iterator_with_both_methods_has_a_position():
 
 @pytest.mark.parametrize("taken", [0, 1, 4, 10])
 @pytest.mark.parametrize("peek", [False, True])
-def test_the_position_is_that_of_the_batches_taken_not_of_those_looked_at(taken, peek):
+def test_the_position_counts_the_batches_taken_not_the_ones_looked_at(taken, peek):
     source = batches(Numbers())
     got = values(itertools.islice(source, taken))
     if peek:
@@ -173,7 +173,7 @@ def rows(batches):
     seed=st.one_of(st.none(), st.integers(0, 2**70)),
 )
 @settings(max_examples=150, deadline=None)
-def test_rows_go_on_exactly_where_they_were_cut_in_any_batch_size(n, sizes, epochs, cut, shuffle, seed):
+def test_rows_resume_exactly_where_they_were_cut_in_any_batch_size(n, sizes, epochs, cut, shuffle, seed):
     def make(batch_size, seed):
         return est.inputs.numpy_input_fn(np.arange(n), None, batch_size, epochs, shuffle, seed=seed)()
 

@@ -128,7 +128,7 @@ def test_foreign_tensors_become_numpy_arrays():
     assert type(features["x"]) is np.ndarray and features["n"] == 1
 
 
-def test_arrays_of_numpy_are_copied_and_those_of_jax_passed_on():
+def test_numpy_arrays_are_copied_and_jax_arrays_passed_through():
     x, y = np.ones(2, np.float32), jnp.ones(2)
     [(features, labels)] = batches([({"x": x}, y)])
     assert not np.shares_memory(features["x"], x) and labels is y
@@ -173,7 +173,7 @@ def test_every_row_comes_once_an_epoch(n, batch_size, epochs, shuffle):
 
 @pytest.mark.covers("10 numpy_input_fn")
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_num_epochs_none_goes_on_forever(shuffle):
+def test_num_epochs_none_repeats_forever(shuffle):
     input_fn = numpy_input_fn(np.arange(3), None, 2, num_epochs=None, shuffle=shuffle)
     assert [len(b) for b in itertools.islice(input_fn(), 100)] == [2] * 100
 

@@ -80,7 +80,7 @@ def test_predictions_come_in_the_order_of_a_grain_loader(tmp_path):
 @pytest.mark.parametrize("loader", LOADERS)
 @given(peek=st.booleans(), sizes=st.lists(st.integers(1, 4), min_size=1, max_size=5), more=st.integers(1, 3))
 @settings(max_examples=12, deadline=None)
-def test_a_grain_loader_goes_on_exactly_after_any_piece(loader, peek, sizes, more):
+def test_a_grain_loader_resumes_exactly_after_any_chunk(loader, peek, sizes, more):
     expected = numbers(batches(loader()))
     assert sorted(expected) != expected and len(expected) == 2 * N
     source = batches(loader())

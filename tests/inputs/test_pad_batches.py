@@ -187,7 +187,7 @@ def test_padding_compiles_few_programs_and_trains_the_same(tmp_path, compilation
     assert counts[1] <= counts[0] - 10
 
 
-def test_a_training_that_was_cut_goes_on_with_the_same_batches(tmp_path):
+def test_an_interrupted_run_resumes_with_the_same_batches(tmp_path):
     x = np.arange(24, dtype=np.float32).reshape(8, 3) / 24
     input_fn = pad_batches(
         numpy_input_fn({"x": x}, x.mean(1), 2, num_epochs=None, shuffle=True, seed=1), 4, axes={"x": 1}, lengths="n"

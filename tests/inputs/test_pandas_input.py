@@ -37,7 +37,7 @@ def test_later_changes_of_the_frames_do_not_matter():
     assert sorted(features) == ["a", "b"] and features["a"][0] == 0 and labels[0] == 0
 
 
-def test_order_seed_and_remainder_are_those_of_numpy_input_fn():
+def test_order_seed_and_remainder_match_numpy_input_fn():
     for options in ({"seed": 3}, {"seed": 4, "drop_remainder": True}):
         theirs = est.inputs.numpy_input_fn(X["a"].to_numpy(), None, 3, 3, True, **options)()
         ours = pandas_input_fn(X, None, 3, 3, True, **options)()

@@ -195,7 +195,7 @@ def some_rows(x):
 @pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(sparse_arrays())
-def test_rows_of_a_sparse_array_are_those_of_the_dense_one(x):
+def test_rows_of_a_sparse_array_match_the_dense_one(x):
     dense = to_dense(x)
     split, taken = some_rows(x)
     for i in range(4):
@@ -246,7 +246,7 @@ def test_entries_are_padded_to_a_power_of_two(entries, bucket, backed):
 
 
 @pytest.mark.slow
-def test_padding_is_that_of_jax():
+def test_padding_matches_jax():
     x = words(8, 9)
     jax.tree.map(np.testing.assert_array_equal, padded(BCOO.fromdense(x)), BCOO.fromdense(x, nse=16))
 

@@ -237,7 +237,7 @@ def test_dropout_differs_by_step_and_tower_and_repeats_with_the_seed(kind):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_gradients_computed_in_the_middle_are_those_of_minimize(kind):
+def test_gradients_computed_in_the_middle_match_minimize(kind):
     """The model_fn runs twice then; nothing of its first run is left."""
     x, y = regression(ROWS)
 
@@ -439,7 +439,7 @@ def test_variables_beside_the_module_may_have_its_prefix_if_they_come_first():
 @pytest.mark.covers("11 flax_module: parameters and statistics")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.usefixtures("users_compiler")
-def test_an_estimator_saves_a_module_by_readable_names_and_goes_on_from_there(kind, tmp_path):
+def test_an_estimator_saves_a_module_by_readable_names_and_resumes_from_it(kind, tmp_path):
     x, y = regression(ROWS)
     batches = list(zip(x, y, strict=True))
     whole = make(tmp_path / "whole", net_model_fn(kind, rate=0.5)).train(lambda: batches)

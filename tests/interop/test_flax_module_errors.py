@@ -57,7 +57,7 @@ def test_what_is_no_flax_module(module):
         init(lambda x, mode: est.flax_module(module, "net")(x))
 
 
-def test_an_nnx_model_in_the_place_of_its_factory():
+def test_an_nnx_model_instead_of_its_factory():
     model = linear(nnx.Rngs(0))
     message = "got an NNX model, a Linear, which holds its own arrays", "`lambda rngs: Linear(..., rngs=rngs)`"
     with refused(TypeError, *message):

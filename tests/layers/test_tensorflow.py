@@ -54,7 +54,7 @@ def model_of(case):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in CASES if name not in RECURRENT])
-def test_names_training_and_evaluation_are_those_of_tensorflow(name):
+def test_names_training_and_evaluation_match_tensorflow(name):
     case = CASES[name]
     model, state = model_of(case)
     trainable = model.traits(array(case["inputs"][0])).trainable
@@ -85,7 +85,7 @@ def output_fn(features, labels, mode, params):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in CASES if name not in RECURRENT])
-def test_gradients_are_those_of_tensorflow(name):
+def test_gradients_match_tensorflow(name):
     case = CASES[name]
     _, state = model_of(case)
     kinds = {name: name in case["trainable"] for name in case["variables"]}
@@ -109,7 +109,7 @@ def test_gradients_are_those_of_tensorflow(name):
 
 
 @pytest.mark.parametrize("name", RECURRENT)
-def test_sequences_are_those_of_tensorflow(name):
+def test_sequences_match_tensorflow(name):
     case = CASES[name]
     (layer, arguments), x = case["layers"][0], array(case["inputs"][0])
 

@@ -38,7 +38,7 @@ def test_a_step_without_arithmetic_is_evaluated(tmp_path):
 
 
 @pytest.mark.covers("1.4 steps")
-def test_evaluate_takes_at_most_so_many_batches(tmp_path):
+def test_evaluate_takes_at_most_steps_batches(tmp_path):
     estimator = make(tmp_path).train(endless, steps=1)
     taken = []
 

@@ -40,7 +40,7 @@ def test_training_is_skipped_when_max_steps_is_reached(tmp_path, messages):
 
 @pytest.mark.covers("1.1 statelessness", "1.3 auto-resume")
 @pytest.mark.usefixtures("users_compiler")
-def test_a_second_estimator_goes_on_with_variables_and_slots(tmp_path):
+def test_a_second_estimator_resumes_with_variables_and_slots(tmp_path):
     make(tmp_path / "once").train(endless, steps=6)
     make(tmp_path / "twice").train(endless, steps=2)
     make(tmp_path / "twice").train(endless, steps=4)

@@ -142,7 +142,7 @@ def same_bits(a, b):
 @pytest.mark.slow
 @pytest.mark.parametrize("steps_per_loop", [1, 4, "auto"])
 @pytest.mark.usefixtures("users_compiler")
-def test_a_training_ended_by_sigterm_goes_on_as_if_it_had_not_been(tmp_path, steps_per_loop):
+def test_a_run_ended_by_sigterm_resumes_as_if_uninterrupted(tmp_path, steps_per_loop):
     whole = make(tmp_path / "whole", steps_per_loop=steps_per_loop).train(rows(), max_steps=20)
     for stop in (7, 15):
         hook = At(stop, terminate)

@@ -81,7 +81,7 @@ def test_only_three_ways_are_known():
         (generator, None, False),
     ],
 )
-def test_the_input_goes_on_as_the_config_says(tmp_path, source, how, goes_on, steps_per_loop):
+def test_the_input_resumes_as_the_config_says(tmp_path, source, how, goes_on, steps_per_loop):
     for last in (4, 7, 9):  # three processes
         estimator = new(tmp_path, resume_input=how, steps_per_loop=steps_per_loop)
         estimator.train(source, max_steps=last)
@@ -90,7 +90,7 @@ def test_the_input_goes_on_as_the_config_says(tmp_path, source, how, goes_on, st
 
 
 @pytest.mark.parametrize("how", ["position", "count"])
-def test_the_position_is_that_of_the_batches_trained_on_not_of_those_read_ahead(tmp_path, how):
+def test_the_position_counts_the_batches_trained_on_not_the_ones_read_ahead(tmp_path, how):
     source = Numbers()
     new(tmp_path, resume_input=how, steps_per_loop=2).train(lambda: source, max_steps=4, hooks=[Every()])
     again = Numbers()

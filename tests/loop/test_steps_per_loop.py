@@ -164,7 +164,7 @@ def test_auto_is_one_where_a_hook_wants_every_step(tmp_path, started):
 @pytest.mark.slow
 @pytest.mark.covers("12 TPUEstimator: steps per program")
 @pytest.mark.parametrize("steps_per_loop", ["auto", 4, 100, "0.5s"])
-def test_losses_and_variables_are_those_of_one_step_at_a_time(tmp_path, steps_per_loop):
+def test_losses_and_variables_match_one_step_at_a_time(tmp_path, steps_per_loop):
     def run(k):
         hook, asking = At(3, 9, 10, 22), Asking(1, 11, 21)
         config = {"save_checkpoints_steps": 6, "steps_per_loop": k}

@@ -23,7 +23,7 @@ def run_both(function, folder):
     return said_by(shared_cluster().ended())
 
 
-def test_steps_of_two_processes_equal_those_of_one(folder):
+def test_steps_of_two_processes_equal_the_steps_of_one(folder):
     run_both("testing.scenarios.team.transformed", folder)
     for name in ("mirrored", "sharded", "accumulated", "skipped"):
         assert_law(folder, name)
@@ -62,7 +62,7 @@ def columns(arrays):
 
 
 @pytest.mark.covers("5 distributed")
-def test_training_with_evaluations_is_that_of_one(folder, capsys):
+def test_training_with_evaluations_matches_one(folder, capsys):
     each = [merged(rows) for rows in run_both("testing.scenarios.team_hooks.trained_and_evaluated", folder)]
     alone = merged(said(capsys.readouterr().out.splitlines()))
     assert_law(folder, "t")
@@ -79,7 +79,7 @@ def test_training_with_evaluations_is_that_of_one(folder, capsys):
     assert each[0]["again"] == [metrics["null"], exports["null"]]
 
 
-def test_towers_of_two_processes_that_meet_once_per_block_are_those_of_one(folder):
+def test_towers_of_two_processes_with_block_sync_match_one_process(folder):
     run_both("testing.scenarios.team_blocks.trained", folder)
     for name in ("blocks", "blocks-eval", "blocks-resumed", "blocks-evaluated"):
         assert_law(folder, name)

@@ -21,14 +21,14 @@ DTYPES = "float32 bfloat16 float16 float8_e4m3fn complex64 int32 int16 uint8 int
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_one_bit_of_one_copy_is_found_in_every_dtype(dtype):
+def test_one_bit_of_one_copy_is_detected_in_every_dtype(dtype):
     values = jax.device_put(np.ones((2, 3), jnp.dtype(dtype)), everywhere())
     check_replicas(1, variable={"w": values})
     with pytest.raises(est.ReplicaMismatchError, match="variable 'w' on device cpu:3 differs from that on cpu:0"):
         check_replicas(1, variable={"w": with_copy(values, 3, one_bit())})
 
 
-def test_one_bit_of_one_copy_is_found_wherever_it_is():
+def test_one_bit_of_one_copy_is_detected_wherever_it_is():
     values = jax.device_put(np.random.default_rng(0).normal(size=10).astype(np.float32), everywhere(CPUS[:2]))
     for byte in range(values.nbytes):
         with pytest.raises(est.ReplicaMismatchError):
@@ -36,7 +36,7 @@ def test_one_bit_of_one_copy_is_found_wherever_it_is():
 
 
 @pytest.mark.parametrize("distance", [1, 2, 256, 1024])
-def test_elements_that_changed_places_are_found(distance):
+def test_elements_that_changed_places_are_detected(distance):
     def change(x):
         x[[0, distance]] = x[[distance, 0]]
         return x
@@ -110,7 +110,7 @@ def batches(n):
     ("which", "changed", "steps_per_loop", "step"),
     [(a_variable, 7, 1, 8), (a_slot, 8, 1, 8), (a_variable, 7, 3, 8)],  # a step may round the bit of a slot away
 )
-def test_a_copy_changed_in_training_is_found_at_the_next_check(
+def test_a_copy_changed_in_training_is_detected_at_the_next_check(
     tmp_path, monkeypatch, which, changed, steps_per_loop, step
 ):
     estimator = make(
@@ -150,7 +150,7 @@ def checks(monkeypatch, estimator, *lengths):
         ({"check_replicas_every": 1, "log_step_count_steps": 2}, (3,), [1, 2, 3]),
     ],
 )
-def test_checks_come_every_so_many_steps(tmp_path, monkeypatch, config, lengths, expected):
+def test_checks_come_every_n_steps(tmp_path, monkeypatch, config, lengths, expected):
     assert checks(monkeypatch, make(tmp_path, **config), *lengths) == expected
 
 

@@ -140,12 +140,12 @@ def find(*arguments):
         ({"PMI_RANK": 0, "PMI_SIZE": 1}, ClusterSpec(None, 1, 0, "MPI (PMI_RANK)")),
     ],
 )
-def test_a_job_is_found_in_the_environment(environment, variables, job):
+def test_a_job_is_read_from_the_environment(environment, variables, job):
     environment(**variables)
     assert find() == job
 
 
-def test_an_indexed_job_of_kubernetes_is_found_by_what_jax_asks_for(environment, monkeypatch):
+def test_an_indexed_job_of_kubernetes_is_detected_by_what_jax_asks_for(environment, monkeypatch):
     environment(KUBERNETES_SERVICE_HOST="10.0.0.1", JOB_COMPLETION_INDEX=2)
     spec = types.SimpleNamespace(parallelism=4)
     metadata = types.SimpleNamespace(name="job", labels={})

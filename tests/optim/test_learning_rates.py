@@ -49,7 +49,7 @@ def by_step(step):
 
 
 @pytest.mark.parametrize("kind", TRANSFORMATIONS)
-def test_each_rate_is_found_and_set_alone(kind):
+def test_each_rate_is_listed_and_set_alone(kind):
     transformation, expected = TRANSFORMATIONS[kind]
     state = state_of(it=transformation, plain=optax.adam(0.1))
     before = est.learning_rates(state)
@@ -145,7 +145,7 @@ def test_errors_say_which_rates_there_are_and_what_to_write():
 @pytest.mark.slow
 @pytest.mark.parametrize("steps_per_loop", [1, 4])
 @pytest.mark.usefixtures("users_compiler")
-def test_a_hook_sets_rates_without_compiling_and_the_run_goes_on_exactly(steps_per_loop, tmp_path, compilations):
+def test_a_hook_sets_rates_without_compiling_and_the_run_resumes_exactly(steps_per_loop, tmp_path, compilations):
     config = {"steps_per_loop": steps_per_loop, "save_summary_steps": 1, "save_checkpoints_steps": 4}
     hooks = lambda: [est.SetLearningRateHook(by_step, every_n_steps=8)]  # noqa: E731
     straight = make(str(tmp_path / "a"), injected(), **config).train(endless, hooks(), steps=4)
@@ -162,7 +162,7 @@ def test_a_hook_sets_rates_without_compiling_and_the_run_goes_on_exactly(steps_p
     assert straight.get_learning_rates() == pytest.approx({"optimizer": 0.01 / 17})
 
 
-def test_a_dict_of_rates_holds_from_where_a_run_goes_on(tmp_path):
+def test_a_dict_of_rates_holds_from_where_a_run_resumes(tmp_path):
     estimator = make(str(tmp_path), injected()).train(endless, steps=3)
     estimator.train(endless, [est.SetLearningRateHook({"optimizer": 0.25})], steps=1)
     assert estimator.get_learning_rates() == {"optimizer": 0.25}
@@ -268,7 +268,7 @@ def test_several_rates_are_shown_by_name_and_one_that_the_model_shows_itself_sta
     assert read(estimator.model_dir, "learning_rate/of_b") == {1: 7, 2: 7}
 
 
-def test_rates_of_a_checkpoint_are_those_of_its_state(tmp_path):
+def test_rates_of_a_checkpoint_match_its_state(tmp_path):
     def model_fn(features, labels, mode):
         est.get_variable("x/hyperparams/learning_rate", (), trainable=False)
         w = {name: est.get_variable(name, (2, 1)) for name in "ab"}

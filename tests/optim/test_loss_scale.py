@@ -210,7 +210,7 @@ def test_a_scale_beyond_float16_unscales_variables_in_float16():
     assert state.variables["w"] == 1 - 2.0**-10
 
 
-def test_slots_are_found_under_the_scale():
+def test_slots_are_listed_under_the_scale():
     seen = []
 
     def model_fn(features, labels, mode):

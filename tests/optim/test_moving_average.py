@@ -81,7 +81,7 @@ def want():
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_averages_are_those_of_a_loop_by_optax(want, order):
+def test_averages_match_a_loop_by_optax(want, order):
     assert_averages(trained(model_of(order=order))[1], want)
 
 
@@ -93,7 +93,7 @@ OF_TENSORFLOW = {
 
 
 @pytest.mark.parametrize(("decay", "counts"), OF_TENSORFLOW)
-def test_averages_are_those_of_tensorflow(decay, counts):
+def test_averages_match_tensorflow(decay, counts):
     def model_fn(features, labels, mode):
         w = est.get_variable("w", (), initializer=jax.nn.initializers.ones)
         ema = est.ExponentialMovingAverage(decay, est.global_step() if counts else None)

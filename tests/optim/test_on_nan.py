@@ -289,7 +289,7 @@ def train(tmp_path, on_nan, batches, towers=8, **config):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("config", [{}, {"steps_per_loop": 3}])
-def test_skipping_goes_on_and_is_logged_once_per_look(tmp_path, messages, config):
+def test_skipping_continues_and_is_logged_once_per_look(tmp_path, messages, config):
     batches = [with_row(5, np.nan) if i in (4, 5, 7) else ROWS for i in range(12)]
     estimator = train(tmp_path, "skip", batches, log_step_count_steps=6, **config)
     skips = [line for line in messages() if "non-finite" in line]

@@ -109,7 +109,7 @@ CASES += [("sam", towers, "mean") for towers in (None, 1, 8)]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name, towers, reduction", CASES)
-def test_every_argument_is_that_of_the_whole_batch(name, towers, reduction):
+def test_every_argument_matches_the_whole_batch(name, towers, reduction):
     model_fn = model_fn_of(OPTIMIZERS[name][0](), reduction)
     model = est.transform(replicate(model_fn, towers, reduction) if towers else model_fn)
     x, y = regression(8, steps=STEPS)

@@ -170,7 +170,7 @@ def test_an_optimizer_of_some_variables_names_them_or_is_asked_after_minimize():
         np.testing.assert_array_equal(model.eval_step(state, *TRAINING[0]).predictions["momenta"][0], want)
 
 
-def test_the_state_under_a_loss_scale_is_that_of_optax():
+def test_the_state_under_a_loss_scale_matches_optax():
     def model_fn(features, labels, mode):
         w = est.get_variable("w", 3)
         optimizer = est.Optimizer(optax.adam(0.1), loss_scale=est.DynamicLossScale(16.0))

@@ -138,7 +138,7 @@ def test_all_start_again_until_they_succeed(script, capsys, monkeypatch, tmp_pat
     assert "starts all processes again in 4 s; 2 more times at most." in capsys.readouterr().err
 
 
-def test_after_the_last_restart_the_exit_code_is_that_of_the_failure(script, monkeypatch):
+def test_after_the_last_restart_the_exit_code_matches_the_failure(script, monkeypatch):
     monkeypatch.setattr(launch.Launcher, "_pause", lambda self, secs: None)
     assert run("--processes", 1, "--max-restarts", 2, script("sys.exit(7)")) == 7
 

@@ -133,7 +133,7 @@ def marked(case):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("runner", "optimizer", "reduction"), [marked(case) for case in dict.fromkeys(cases())])
-def test_training_is_that_of_one_device(runner, optimizer, reduction):
+def test_training_matches_one_device(runner, optimizer, reduction):
     runner = RUNNERS[runner]
     model = functools.partial(model_fn, optimizer=optimizer, reduction=reduction, options={})
     replicated = runner.replicate(functools.partial(model, options=runner.options), reduction)
@@ -198,6 +198,6 @@ def evaluated(replicated, rows):
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", [7, 1])
 @pytest.mark.parametrize("runner", ["8 towers", *ONE_OF_A_KIND[1:6], "1 of 8 devices"])
-def test_evaluation_and_prediction_are_those_of_one_device(runner, rows):
+def test_evaluation_and_prediction_match_one_device(runner, rows):
     model = functools.partial(model_fn, optimizer="sgd", reduction="mean", options={})
     assert_close(evaluated(RUNNERS[runner].replicate(model, "mean"), rows), evaluated(model, rows))

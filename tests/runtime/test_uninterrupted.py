@@ -29,7 +29,7 @@ def interrupt():
     os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_results_and_errors_are_those_of_the_function_under_the_settings_of_the_caller():
+def test_results_and_errors_match_the_function_under_the_settings_of_the_caller():
     @uninterrupted
     def double(x):
         return x + jnp.zeros(()), threading.current_thread() is threading.main_thread()

@@ -111,7 +111,7 @@ def test_the_sum_in_towers_trains_as_the_gradient_itself():
     assert_same_training(changed_model_fn(None), replicate(changed_model_fn("sum"), 4), batches())
 
 
-def test_the_mean_is_that_of_each_tower_and_these_are_summed():
+def test_the_mean_is_taken_in_each_tower_and_the_means_are_summed():
     towers, lr = 2, 0.1
     (ids, *_), (labels, *_) = batches(1)
     model = est.transform(replicate(changed_model_fn("mean"), towers))

@@ -108,7 +108,7 @@ def test_a_plain_optimizer_that_moves_every_row_gets_the_dense_gradient_and_says
 
 
 @pytest.mark.slow
-def test_the_global_norm_is_clipped_as_that_of_the_dense_gradient(messages):
+def test_the_global_norm_is_clipped_as_with_the_dense_gradient(messages):
     clipped = optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.5))
     want, got = (two_tables_model_fn(make, clipped) for make in (dense, sparse))
     assert_same_training(want, replicate(got, 4), batches())

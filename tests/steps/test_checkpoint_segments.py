@@ -37,7 +37,7 @@ def arguments():
 
 
 @pytest.mark.parametrize("segments", [None, 2, 1000])
-def test_values_and_gradients_are_those_of_the_function(segments):
+def test_values_and_gradients_match_the_function(segments):
     def both(fn):
         return jax.jit(jax.value_and_grad(fn, argnums=(0, 1), has_aux=True))(*arguments())
 

@@ -123,7 +123,7 @@ def test_a_torn_last_line_is_skipped_and_removed(tmp_path, torn):
 
 
 @pytest.mark.parametrize("missing", [1, 5, 20])
-def test_a_torn_event_does_not_hide_those_of_later_runs(tmp_path, missing):
+def test_a_torn_event_does_not_hide_events_of_later_runs(tmp_path, missing):
     write(tmp_path, {1: {"loss": 1.0}, 101: {"loss": 2.0}})
     (path,) = glob.glob(f"{tmp_path}/*tfevents*")
     os.truncate(path, os.path.getsize(path) - missing)

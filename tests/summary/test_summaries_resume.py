@@ -15,7 +15,7 @@ import estimator as est
 
 
 @pytest.mark.covers("4 SummarySaverHook")
-def test_a_run_that_goes_on_shows_each_step_once(tmp_path):
+def test_a_resumed_run_shows_each_step_once(tmp_path):
     config = {"save_summary_steps": 10, "save_checkpoints_steps": 100}
     with pytest.raises(RuntimeError, match="it fails here"):
         make(tmp_path, **config).train(changing, hooks=[Fails(150)])

@@ -159,7 +159,7 @@ def test_a_block_of_one_step_is_synchronous_training(towers, reduction):
         assert_close(*[jax.vmap(lambda m: m.result())(m) for m in (got.eval_metric_ops[name], metric)])
 
 
-def test_steps_one_by_one_are_those_of_a_loop():
+def test_steps_one_by_one_match_a_loop():
     model = blocks(mlp_model_fn(optax.adam(0.02)), 4, BlockSync(3, DILOCO))
     batches = regression(8, steps=7)
     state = model.init(jax.random.key(0), *(x[0] for x in batches))
@@ -346,7 +346,7 @@ def test_towers_have_random_numbers_and_an_index_of_their_own():
     assert_close(apart.variables, together.variables)  # the gradients do not depend on the variables
 
 
-def test_a_warm_start_between_blocks_is_what_towers_go_on_from():
+def test_towers_continue_from_a_warm_start_between_blocks():
     model = blocks(mlp_model_fn(optax.sgd(0.0)), 2, BlockSync(2, optax.sgd(1.0)))
     x, y = regression(8, steps=1)
     state = model.init(jax.random.key(0), x[0], y[0])

@@ -35,7 +35,7 @@ def saved(trained):
 @pytest.mark.slow
 @pytest.mark.parametrize("steps_per_loop", [1, 4])
 @pytest.mark.usefixtures("users_compiler")
-def test_a_run_that_stopped_within_a_block_goes_on_bit_by_bit(tmp_path, steps_per_loop):
+def test_a_run_that_stopped_within_a_block_resumes_bit_by_bit(tmp_path, steps_per_loop):
     whole = estimator(tmp_path / "whole", steps_per_loop=steps_per_loop)
     whole.train(batches(), steps=10)
     for start, steps in ((0, 6), (6, 4)):
@@ -186,7 +186,7 @@ def test_programs_are_traced_once_and_changes_of_the_spec_are_kept(tmp_path):
     assert not traces
 
 
-def test_state_and_memory_are_those_of_a_tower_on_each_device():
+def test_state_and_memory_are_one_tower_on_each_device():
     model = est.transform(
         replicate_model_fn(mlp_model_fn(optax.adam(0.1)), devices=cpus(4), block_sync=BlockSync(2, bmuf()))
     )

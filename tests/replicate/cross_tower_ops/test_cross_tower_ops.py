@@ -96,7 +96,7 @@ def assert_mirrored(got, devices, want, dtype):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name, towers", [*itertools.product(OPS, TOWERS), *itertools.product(MORE_OPS, [1, 4])])
-def test_sums_equal_those_of_float64(name, towers):
+def test_sums_equal_sums_in_float64(name, towers):
     rng = np.random.default_rng(towers)
     parts = [numbers(rng, shape, dtype, towers) for dtype, shape in KINDS]
     values = [per_tower(part) for part in parts]

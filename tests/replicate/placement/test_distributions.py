@@ -223,7 +223,7 @@ def test_a_step_of_several_programs_is_traced_once_and_loops(distribution):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("distribution", VariableDistribution)
-def test_an_estimator_trains_evaluates_and_goes_on(tmp_path, distribution):
+def test_an_estimator_trains_evaluates_and_resumes(tmp_path, distribution):
     (x, y) = (batch[0] for batch in regression(8))
     config = est.RunConfig(steps_per_loop=2)  # the first training runs a loop, the others single steps
 

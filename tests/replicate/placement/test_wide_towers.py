@@ -17,7 +17,7 @@ from replicate import TowerOptimizer, tower_index
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("users_compiler")
-def test_initial_values_are_those_of_one_device_to_the_bit_and_created_in_pieces():
+def test_initial_values_match_one_device_to_the_bit_and_created_in_pieces():
     x, y = (array[0] for array in batches(8))
     key, model_fn = jax.random.key(3), wide_mlp("adam")
     want = est.transform(model_fn).init(key, x, y)

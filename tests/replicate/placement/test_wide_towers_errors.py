@@ -135,7 +135,7 @@ def test_replicate_model_fn_refuses_at_the_door(options, error, message):
         replicate_model_fn(wide_mlp(), devices=cpus(8), **options)
 
 
-def test_towers_of_several_devices_are_those_of_one_process():
+def test_towers_of_several_devices_match_one_process():
     there = collections.namedtuple("Device", "process_index")
     with pytest.raises(ValueError, match="devices_per_tower=2 was given with devices of several processes. Towers of"):
         in_towers_of(2, (there(0), there(0), there(1), there(1)))

@@ -67,7 +67,7 @@ def memory(towers, steps, rows):
 @pytest.mark.slow
 @pytest.mark.parametrize("towers", [1, 2])
 @pytest.mark.parametrize("rows", [8, 1024])
-def test_memory_is_that_of_one_micro_batch_and_one_copy_of_its_rows_and_of_the_gradients(towers, rows):
+def test_memory_holds_one_micro_batch_and_one_copy_of_its_rows_and_of_the_gradients(towers, rows):
     """Where the variables are large, and where the activations are."""
     micro_batch = rows * (WIDTH + 1) * 4
     assert memory(towers, 4, 4 * rows) <= memory(towers, 1, rows) + GRADIENTS + micro_batch + 1024

@@ -69,7 +69,7 @@ def plain(mode, rows):
     "towers, mode, rows",
     [*((towers, "train", 24) for towers in TOWERS), *((towers, "eval", 13) for towers in TOWERS), (3, "infer", 13)],
 )
-def test_predictions_and_exports_are_those_of_one_tower_in_every_mode(towers, mode, rows):
+def test_predictions_and_exports_match_one_tower_in_every_mode(towers, mode, rows):
     got, want = run(replicate(returning(exporting), towers), mode, values(rows)), plain(mode, rows)
     assert_close(got.predictions, want.predictions)
     assert_close(got.export_outputs, want.export_outputs)

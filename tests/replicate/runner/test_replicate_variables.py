@@ -142,7 +142,7 @@ def statistics_model_fn(features, labels, mode):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("towers", [1, 2, 3, 4, 8])
-def test_written_variables_are_those_of_one_big_batch_after_several_steps(towers):
+def test_written_variables_match_one_big_batch_after_several_steps(towers):
     x, y = regression(24)
     state = assert_same_training(statistics_model_fn, replicate(statistics_model_fn, towers), (x, y))
     assert (state.variables["rows"], state.variables["seen"]) == (24, 7 + STEPS * 24)
@@ -276,7 +276,7 @@ def centered_losses(w, features, labels, mean=lambda x: x):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("towers", "reduction"), [(1, "mean"), (2, "sum"), (3, "mean"), (8, "mean"), (8, "sum")])
-def test_gradients_through_every_collective_are_those_of_one_big_batch(towers, reduction):
+def test_gradients_through_every_collective_match_one_big_batch(towers, reduction):
     """One optimizer and one variable for each, so that one program has them all."""
     (x,), (y,) = regression(24, steps=1)
     start = jnp.array([0.3, -0.2, 0.5])

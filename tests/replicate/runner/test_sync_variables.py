@@ -52,7 +52,7 @@ def test_what_towers_wrote_is_merged_as_the_call_says(write):
     assert written(2, "mean", "batch/mean", write) == (X.mean(), 2)
 
 
-def test_without_names_all_variables_are_meant_and_integers_are_those_of_the_first():
+def test_without_names_all_variables_are_meant_and_integers_come_from_the_first():
     assert written(2, "first") == (X[:2].mean(), 1)
     assert written(2, "mean") == (X.mean(), 1)
 
@@ -142,7 +142,7 @@ class Sync(est.Hook):
     ],
 )
 @pytest.mark.usefixtures("users_compiler")
-def test_a_hook_mends_copies_and_training_goes_on(tmp_path, monkeypatch, which, how):
+def test_a_hook_mends_copies_and_training_continues(tmp_path, monkeypatch, which, how):
     x, y = regression(8)
     hook = Sync(3, **how)
     estimator = make(tmp_path, replicate(mlp_model_fn(optax.adam(0.01)), 2), check_replicas_every=4)

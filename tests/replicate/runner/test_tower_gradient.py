@@ -48,7 +48,7 @@ def trained(model_fn, batch=FOUR):
 @pytest.mark.covers("12 gradients")
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("towers", [1, 2, 4])
-def test_a_gradient_of_ones_own_counts_as_that_of_one_big_batch(towers, reduction):
+def test_a_gradient_of_ones_own_counts_as_in_one_big_batch(towers, reduction):
     want = trained(model_fn_with(by_hand, reduction))
     np.testing.assert_allclose(
         trained(replicate(model_fn_with(said, reduction), towers, reduction)), want, rtol=1e-6, atol=1e-6

@@ -347,7 +347,7 @@ def test_slots_are_those_at_the_start_of_the_step(towers):
     assert set(map(tuple, names)) == {("mu", "nu")}
 
 
-def test_slots_of_two_optimizers_are_told_apart():
+def test_slots_of_two_optimizers_have_different_names():
     def model_fn(features, labels, mode):
         a, b = constant("a", 1.0), constant("b", 1.0)
         loss = jnp.sum((a + b) * features)

@@ -102,7 +102,7 @@ def jaxpr_of_training(transform, model_fn=None):
 
 
 @pytest.mark.slow
-def test_the_gradients_are_those_of_the_transformed_function():
+def test_the_gradients_match_the_transformed_function():
     def tanhs(transform):
         return str(jaxpr_of_training(transform)[2]).count("tanh ")
 
@@ -111,7 +111,7 @@ def test_the_gradients_are_those_of_the_transformed_function():
     assert tanhs(functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.everything_saveable)) == 1
 
 
-def test_without_a_transform_the_program_is_that_of_one_that_does_nothing():
+def test_without_a_transform_the_program_equals_one_with_a_transform_that_does_nothing():
     x, y = regression(4)
     programs = []
     for transform in (None, lambda forward: forward):
