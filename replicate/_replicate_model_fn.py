@@ -161,7 +161,7 @@ def replicate_model_fn(
         if mode == ModeKeys.TRAIN:
             return runner.train(call, frame, (features, labels), rows)
         if frame.replica.one_tower:
-            runner = dataclasses.replace(runner, devices=towers[:1])
+            runner = dataclasses.replace(runner, devices=towers[:1], placement=Placement())
         return runner.evaluate(call, frame, (features, labels), rows)
 
     return replicated

@@ -57,7 +57,7 @@ class Packed:
 
 
 def packed_by_source(arrays: Sequence[jax.Array], target: Any) -> list[Packed]:
-    """The arrays on a target, those of each sharding packed: dicts of them by their positions."""
+    """The arrays on a target, packed by sharding: dicts of them by their positions."""
     groups: dict[Any, list[int]] = {}
     for i, array in enumerate(arrays):
         groups.setdefault(getattr(array, "sharding", None), []).append(i)  # a numpy array has none

@@ -54,7 +54,8 @@ class Cluster:
             self.ended(kill=True)
         self._folder = tempfile.TemporaryDirectory()
         request = {"function": function, "args": args, "processes": processes, "timeout": timeout}
-        request["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "")
+        # What a test may have set since the process that makes the others was started.
+        request["env"] = {name: os.environ[name] for name in os.environ if name.startswith(("XLA_FLAGS", "AWS_"))}
         self._server.stdin.write(json.dumps(request | {"folder": self._folder.name, "port": free_port()}) + "\n")
         self._server.stdin.flush()
         self._pids = self._read()
@@ -146,7 +147,7 @@ def call(request, index):
     addresses = [f"127.0.0.1:{request['port']}"] * request["processes"]
     task = {"type": "worker", "index": index}
     os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": addresses}, "task": task})
-    os.environ["XLA_FLAGS"] = request["XLA_FLAGS"]
+    os.environ.update({"XLA_FLAGS": ""} | request["env"])
     module, _, function = request["function"].rpartition(".")
     getattr(importlib.import_module(module), function)(*request["args"])
 

@@ -11,8 +11,6 @@ import subprocess
 import sys
 import tempfile
 
-import pages
-
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 EXAMPLES, OUTPUTS = ROOT / "examples", ROOT / "examples" / "output"
 ARGUMENTS = {"digits.py": "--towers=4", "block_sync.py": "--towers=4"}
@@ -24,6 +22,8 @@ def command(name: str) -> str:
 
 
 def write(name: str) -> None:
+    import pages  # beside this file, as a script sees it
+
     words = [sys.executable, *command(name).split()[1:]]
     with tempfile.TemporaryDirectory() as folder:
         env = pages.environment() | {"TMPDIR": folder}
