@@ -207,7 +207,7 @@ def main():
             seconds = {name: medians[name] for name in ("stalls", "writes", "idle", "writing")}
             row = {"save": "async" if saves_async else "waiting", "memory, MB": medians["peak"]}
             saves.append(row | {f"{name}, ms": 1e3 * each for name, each in seconds.items() if each is not None})
-        print(f"the stall is {stalls[True] / stalls[False]:.4f} of that of a save that waits")
+        print(f"the stall is {stalls[True] / stalls[False]:.4f} of a save that waits")
         for trains in (True, False):
             restored = in_process(measure_restore, os.path.join(directory, "True"), arguments.megabytes, trains)
             size = arguments.megabytes if trains else arguments.megabytes / 3

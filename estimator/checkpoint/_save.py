@@ -94,7 +94,7 @@ def save_checkpoint(
 
 @dataclasses.dataclass(frozen=True)
 class _Names:
-    """The `NameFormat` of orbax: how checkpoints are named, and found.
+    """The `NameFormat` of orbax: how checkpoints are named and listed.
 
     `lists`: whether orbax is to see those that are there. It reads the time of each, which nobody needs who keeps all.
     """

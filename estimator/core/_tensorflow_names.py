@@ -267,7 +267,7 @@ def _error(message: str, keys: list[str], name: str, otherwise: str = "") -> Att
 def names_missing_in(module: str, otherwise: str = "") -> Callable[[str], Any]:
     """The `__getattr__` of a module: its errors say what there is instead of TensorFlow's names.
 
-    Those of the module's own part of TensorFlow come first: a model_fn may have been ported by another module's name.
+    Names of the module's own part of TensorFlow come first: a model_fn may have been ported by another module's name.
 
     Args:
       module: its `__name__`.

@@ -89,7 +89,7 @@ class TrainOp:
     averages: tuple[AverageUpdate, ...] = ()
 
     def gradients(self) -> list[dict[str, PyTree]]:
-        """Those of each update, by name in the order of its variables."""
+        """The gradients of each update, by name in the order of its variables."""
         of_updates = [(update.var_list, update.gradients or {}) for update in self.updates]
         return [{name: own[name] for name in names if name in own} for names, own in of_updates]
 

@@ -25,7 +25,7 @@ class DenseColumn(abc.ABC):
 
     Attributes:
       name: part of the names of its variables; columns are ordered by it.
-      scope_name: the scope of its variables within that of the layer.
+      scope_name: the scope of its variables within the scope of the layer.
       width: the number of values per example.
     """
 

@@ -96,7 +96,7 @@ def encode_labels(labels: Any, label_vocabulary: Sequence[str], *, many_hot: boo
 
 def _coders(columns: Iterable[Any]) -> dict[str, Coder]:
     coders: dict[str, Coder] = {}
-    crossed: dict[str, Coder] = {}  # by name: any integers will do, so those of another column
+    crossed: dict[str, Coder] = {}  # by name: any integers will do, so another column's ids
     for column in columns:
         categorical = column if isinstance(column, CategoricalColumn) else getattr(column, "categorical_column", None)
         for key, coder in categorical.coders().items() if isinstance(categorical, CategoricalColumn) else ():

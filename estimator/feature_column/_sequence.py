@@ -243,7 +243,7 @@ def sequence_input_layer(
     sequence_input_layer/<name>/embedding_weights.
 
     Args:
-      features: the features of the batch. Those of all columns have the same number of steps; see
+      features: the features of the batch. The features of all columns have the same number of steps; see
         `est.inputs.pad_batches`, with `values={"colors": -1, "rating": np.nan}`.
       feature_columns: `sequence_numeric_column`s, and embedding and indicator columns of a
         `sequence_categorical_column_with_*`.

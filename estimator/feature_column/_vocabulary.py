@@ -86,7 +86,7 @@ def categorical_column_with_vocabulary_list(
       key: the feature: strings, which `encode` turns into ids; or, for a vocabulary of integers, any integers, -1
         for no class.
       vocabulary_list: the classes, all strings or all integers.
-      dtype: `str` or a dtype of integers, which the classes must have; None: that of the list.
+      dtype: `str` or a dtype of integers, which the classes must have; None: the dtype of the list.
       default_value: the id of values that are not listed; -1: they have no class.
       num_oov_buckets: the number of additional classes for values that are not listed, chosen by a hash, which is not
         TensorFlow's.

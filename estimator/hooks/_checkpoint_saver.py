@@ -108,7 +108,7 @@ class CheckpointSaverHook(Hook):
             return False
         for listener in self.listeners:
             listener.before_save(context, step)
-        # What listeners do, such as an evaluation, belongs to the state of this step, not to that of a later one.
+        # What listeners do, such as an evaluation, belongs to the state of this step, not of a later one.
         context.save(wait=any(_hears_after_save(listener) for listener in self.listeners))
         self._announced_step, self._time = step, time.monotonic()
         answers = [listener.after_save(context, step) for listener in self.listeners]

@@ -52,8 +52,8 @@ def embedding_lookup_sparse(
 
     It is `tf.nn.embedding_lookup_sparse` with the table's name instead of its values; the gradient of the table is as
     for `est.embedding_lookup`, and the weights have one too. A row without ids is zeros, as in TensorFlow's
-    `safe_embedding_lookup_sparse`. Weights are taken as they are: if those of a row sum to zero, "mean" divides by
-    zero there, as in TensorFlow.
+    `safe_embedding_lookup_sparse`. Weights are taken as they are: if they sum to zero in a row, "mean" divides by zero
+    there, as in TensorFlow.
 
     Args:
       name: of the table, as for `est.embedding_lookup`.
@@ -140,7 +140,7 @@ def combined(
 
 @dataclasses.dataclass(frozen=True)
 class _Entries:
-    """Ids, -1 where there is none, the weights of all of them, and the sum over those of an example."""
+    """Ids, -1 where there is none, the weights of all of them, and the sum over the weights of an example."""
 
     ids: jax.Array
     weights: jax.Array | None

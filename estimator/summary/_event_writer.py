@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tensorboardX.proto.event_pb2 import Event
 
 _UPLOAD_SECS = 10.0  # a store takes whole files only; at least this long between two uploads ...
-_UPLOAD_SHARE = 50  # ... and so many times as long as an upload takes
+_UPLOAD_SHARE = 50  # ... and this multiple of the time that an upload takes
 
 _Moment = tuple[int, float, Mapping[str, Any]]  # step, time, values by tag
 
