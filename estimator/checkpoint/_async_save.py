@@ -11,8 +11,6 @@ from absl import logging
 
 from estimator.runtime._uninterrupted import Work, give_up
 
-_NICENESS = 19  # the most there is: a thread that computes on the same core leaves a sixtieth of it
-
 
 class CheckpointWriteError(RuntimeError):
     """A checkpoint could not be written, perhaps because the disk is full. Earlier checkpoints stay."""
@@ -79,7 +77,9 @@ class AsyncSave:
 
 
 def give_way() -> None:
-    """Lets threads that compute come before the calling one, and those that it starts. Elsewhere than on Linux it does
-    nothing: that would be for the whole process."""
+    """Lets the calling thread, and those that it starts, run where no other thread wants the core.
+
+    Elsewhere than on Linux it does nothing: that would be for the whole process.
+    """
     if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))

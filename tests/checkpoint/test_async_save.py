@@ -316,16 +316,16 @@ def test_nan_names_the_newest_checkpoint_that_is_on_disk(tmp_path, disk):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a thread has no priority of its own")
 def test_the_thread_that_writes_gives_way_and_the_one_that_trains_does_not(tmp_path, monkeypatch):
-    def niceness():
-        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    def policy():
+        return os.sched_getscheduler(0)  # of the calling thread
 
     write, seen = _checkpoints.save_checkpoint, []
     monkeypatch.setattr(
-        _checkpoints, "save_checkpoint", lambda *args, **kw: (seen.append(niceness()), write(*args, **kw))
+        _checkpoints, "save_checkpoint", lambda *args, **kw: (seen.append(policy()), write(*args, **kw))
     )
-    before = niceness()
+    before = policy()
     make(tmp_path).train(times(2))
-    assert seen == [19, before] and niceness() == before  # the last one is waited for
+    assert seen == [os.SCHED_IDLE, before] and policy() == before != os.SCHED_IDLE  # the last one is waited for
 
 
 def test_the_log_has_nothing_of_orbax(tmp_path, messages, caplog):
