@@ -53,7 +53,6 @@ from estimator.core._record import record
 from estimator.core._rng import global_step, make_rng
 from estimator.core._run_config import RunConfig
 from estimator.core._state import State
-from estimator.core._tensorflow_names import names_missing_in as _names_missing_in
 from estimator.core._train_op import TrainOp, group
 from estimator.core._variable_scope import AUTO_REUSE, VariableScope, get_variable_scope, variable_scope
 from estimator.core._variables import (
@@ -109,6 +108,7 @@ from estimator.optim._moving_average import ExponentialMovingAverage
 from estimator.optim._non_finite import NonFiniteGradientError, skipped_steps
 from estimator.optim._optimizer import Optimizer, tower_gradient
 from estimator.optim._sparse_update import lazy
+from estimator.porting._tensorflow_names import names_missing_in as _names_missing_in
 from estimator.sparse._embedding import embedding_lookup
 from estimator.sparse._embedding_sparse import embedding_lookup_sparse
 from estimator.sparse._indexed_slices import IndexedSlices

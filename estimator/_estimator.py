@@ -24,7 +24,6 @@ from estimator.core._mode_keys import ModeKeys
 from estimator.core._model_fn import ModelFn, bind, with_params
 from estimator.core._run_config import RunConfig
 from estimator.core._state import State
-from estimator.core._tensorflow_names import missing_attribute
 from estimator.core._typing import Features, Labels, PyTree
 from estimator.export._export_model import check_arguments, write_export
 from estimator.hooks._checkpoint_saver import CheckpointSaverListener, checked_listeners
@@ -32,6 +31,7 @@ from estimator.inputs._input_fn import call_input_fn
 from estimator.loop._predict import checked_keys, single_examples
 from estimator.multihost._collective_call import collective_call, run_on_chief
 from estimator.multihost._process_group import SingleProcess
+from estimator.porting._tensorflow_names import missing_attribute
 from estimator.runtime._compilation_cache import use_compilation_cache
 from estimator.runtime._fork import check_not_forked
 from estimator.runtime._interrupts import noting_interrupts

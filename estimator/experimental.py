@@ -9,8 +9,8 @@ from estimator._early_stopping import (
     stop_if_no_decrease_hook,
     stop_if_no_increase_hook,
 )
-from estimator.core._tensorflow_names import names_missing_in as _names_missing_in
 from estimator.hooks import InMemoryEvaluatorHook
+from estimator.porting._tensorflow_names import names_missing_in as _names_missing_in
 
 __all__ = [
     "InMemoryEvaluatorHook",

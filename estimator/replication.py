@@ -23,13 +23,13 @@ from estimator.core._partitioning import PART_AXIS
 from estimator.core._placement import Halves, OffTowerPlacement, Placement
 from estimator.core._record import Report
 from estimator.core._state import BLOCK_SYNC_SLOTS
-from estimator.core._tensorflow_names import names_missing_in
 from estimator.multihost._initialize import initialize_distributed
 from estimator.optim._apply_updates import applied as apply_train_op
 from estimator.optim._finite import select, update_if
 from estimator.optim._learning_rate import rates_of
 from estimator.optim._non_finite import NonFinitePolicy
 from estimator.optim._reinitialize import reinitialized
+from estimator.porting._tensorflow_names import names_missing_in
 from estimator.runtime._uninterrupted import compile_first
 from estimator.sparse._indexed_slices import is_slices, joined
 from estimator.steps._deferred_merge import Deferred

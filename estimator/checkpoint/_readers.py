@@ -18,7 +18,7 @@ from numpy.lib import format as npy
 from estimator.checkpoint import _checkpoints
 from estimator.checkpoint._checkpoints import Checkpoints, ShapeDtype
 from estimator.checkpoint._export_folder import ExportFolder, find_export
-from estimator.checkpoint._tf_bundle import TensorFlowBundle, tensorflow_prefix
+from estimator.tf_checkpoint._tf_bundle import TensorFlowBundle, tensorflow_prefix
 
 _STEP = "global_step"
 _SAFETENSORS = {

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from estimator.core._tensorflow_names import missing_attribute
+from estimator.porting._tensorflow_names import missing_attribute
 
 
 class _Unset:

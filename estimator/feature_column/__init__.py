@@ -18,7 +18,6 @@ array([ 1, -1], dtype=int32)
 
 from typing import TYPE_CHECKING
 
-from estimator.core._tensorflow_names import names_missing_in as _names_missing_in
 from estimator.feature_column._categorical import (
     bucketized_column,
     categorical_column_with_hash_bucket,
@@ -42,6 +41,7 @@ from estimator.feature_column._vocabulary import (
     categorical_column_with_vocabulary_list,
 )
 from estimator.feature_column._weighted import weighted_categorical_column
+from estimator.porting._tensorflow_names import names_missing_in as _names_missing_in
 
 __all__ = [
     "bucketized_column",

@@ -3,7 +3,6 @@
 from typing import TYPE_CHECKING
 
 from estimator.core._hook import Context, Hook, RunValues
-from estimator.core._tensorflow_names import names_missing_in as _names_missing_in
 from estimator.hooks._checkpoint_saver import CheckpointSaverHook, CheckpointSaverListener
 from estimator.hooks._final_ops import FinalOpsHook
 from estimator.hooks._in_memory_evaluator import InMemoryEvaluatorHook
@@ -17,6 +16,7 @@ from estimator.hooks._stop_at_step import StopAtStepHook
 from estimator.hooks._summary_saver import SummarySaverHook
 from estimator.hooks._timer import SecondOrStepTimer
 from estimator.hooks._watchdog import StalledError, WatchdogHook
+from estimator.porting._tensorflow_names import names_missing_in as _names_missing_in
 
 __all__ = [
     "CheckpointSaverHook",

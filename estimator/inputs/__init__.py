@@ -2,10 +2,10 @@
 
 from typing import TYPE_CHECKING
 
-from estimator.core._tensorflow_names import names_missing_in as _names_missing_in
 from estimator.inputs._numpy import numpy_input_fn
 from estimator.inputs._padding import pad_batches
 from estimator.inputs._pandas import pandas_input_fn
+from estimator.porting._tensorflow_names import names_missing_in as _names_missing_in
 
 __all__ = ["numpy_input_fn", "pad_batches", "pandas_input_fn"]
 

@@ -2,7 +2,6 @@
 
 from typing import TYPE_CHECKING
 
-from estimator.core._tensorflow_names import names_missing_in as _names_missing_in
 from estimator.layers._convolution import conv1d, conv2d
 from estimator.layers._dense import dense
 from estimator.layers._dropout import dropout
@@ -22,6 +21,7 @@ from estimator.layers._pooling import (
 from estimator.layers._recurrent import LSTMState, bidirectional_gru, bidirectional_lstm, gru, lstm
 from estimator.layers._separable import separable_conv2d
 from estimator.layers._transposed import conv2d_transpose
+from estimator.porting._tensorflow_names import names_missing_in as _names_missing_in
 
 __all__ = [
     "LSTMState",

@@ -2,7 +2,6 @@
 
 from typing import TYPE_CHECKING
 
-from estimator.core._tensorflow_names import names_missing_in as _names_missing_in
 from estimator.losses._collected import (
     add_loss,
     get_losses,
@@ -22,6 +21,7 @@ from estimator.losses._losses import (
     softmax_cross_entropy,
     sparse_softmax_cross_entropy,
 )
+from estimator.porting._tensorflow_names import names_missing_in as _names_missing_in
 
 __all__ = [
     "Reduction",

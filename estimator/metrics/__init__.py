@@ -6,7 +6,6 @@ batches and of other towers are merged, and `result()` is taken once at the end.
 
 from typing import TYPE_CHECKING
 
-from estimator.core._tensorflow_names import names_missing_in as _names_missing_in
 from estimator.metrics._classes import mean_iou, mean_per_class_accuracy, recall_at_k
 from estimator.metrics._means import (
     accuracy,
@@ -25,6 +24,7 @@ from estimator.metrics._positives import (
     true_positives,
 )
 from estimator.metrics._thresholds import auc, precision_at_thresholds, recall_at_thresholds
+from estimator.porting._tensorflow_names import names_missing_in as _names_missing_in
 
 __all__ = [
     "Metric",

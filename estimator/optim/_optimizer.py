@@ -11,7 +11,6 @@ import optax
 
 from estimator.core._frame import Frame, check_is_known_outside, current_frame
 from estimator.core._mode_keys import ModeKeys
-from estimator.core._tensorflow_names import check_arguments
 from estimator.core._train_op import GradientsNeeded, TrainOp, Update
 from estimator.core._typing import PyTree, Variables
 from estimator.optim import _loss_scale
@@ -29,6 +28,7 @@ from estimator.optim._arguments import (
 )
 from estimator.optim._loss_scale import DynamicLossScale
 from estimator.optim._parts import is_transformation
+from estimator.porting._tensorflow_names import check_arguments
 from estimator.sparse._embedding import zero_gradients
 from estimator.sparse._indexed_slices import is_slices
 

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from estimator import State
 from estimator.replication import Placement
 from estimator.typing import Shardings, Tree
-from replicate.towers._collectives import gather_pieces
+from replicate.towers._collectives import gather_cut
 from replicate.towers._map import TOWER_AXIS, tower_mesh
 from replicate.towers._packing import SMALL
 
@@ -105,16 +105,10 @@ class ShardedPlacement(MirroredPlacement):
         """Small arrays are gathered together; others each by a collective that XLA inserts."""
         leaves, structure = jax.tree.flatten(variables)
         axes = [self._axis(leaf) for leaf in leaves]
-        small = [i for i, leaf in enumerate(leaves) if axes[i] is not None and leaf.nbytes < SMALL * self._mesh.size]
-        specs = [_spec(axes[i]) for i in small]
-        gather = jax.shard_map(
-            lambda pieces: gather_pieces(pieces, [axes[i] for i in small]),  # type: ignore[misc]
-            mesh=self._mesh,
-            in_specs=(specs,),
-            out_specs=PartitionSpec(),
-            check_vma=False,
-        )
-        for i, whole in zip(small, gather([leaves[i] for i in small]), strict=True):
+        most = SMALL * self._mesh.size
+        small = {i: axis for i, axis in enumerate(axes) if axis is not None and leaves[i].nbytes < most}
+        wholes = gather_cut([leaves[i] for i in small], list(small.values()), self._mesh)
+        for i, whole in zip(small, wholes, strict=True):
             leaves[i] = whole
         return jax.tree.unflatten(structure, leaves)
 

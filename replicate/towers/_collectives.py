@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from estimator.typing import Tree
-from replicate.towers._map import TOWER_AXIS, num_towers, one_sum
+from replicate.towers._map import TOWER_AXIS, map_pieces, num_towers, one_sum
 from replicate.towers._packing import by_dtype, pack, unpack
 
 
@@ -65,13 +66,16 @@ def cross_tower_concatenate(x: Tree) -> Tree:
     return jax.tree.map(lambda leaf: jax.lax.all_gather(leaf, TOWER_AXIS, tiled=True), x)
 
 
-def gather_pieces(pieces: Sequence[jax.Array], axes: Sequence[int]) -> list[jax.Array]:
-    """Arrays that are cut over the towers, whole in each: one collective per dtype.
+def gather_cut(arrays: Sequence[jax.Array], axes: Sequence[int], mesh: Mesh) -> list[jax.Array]:
+    """Arrays that are cut over the towers of a mesh, whole on each device: one collective per dtype.
 
     Args:
-      pieces: this tower's.
       axes: the dimension along which each array is cut.
     """
+    return map_pieces(lambda pieces: _gather_pieces(pieces, axes), axes, mesh)(arrays)
+
+
+def _gather_pieces(pieces: Sequence[jax.Array], axes: Sequence[int]) -> list[jax.Array]:
     whole = list(pieces)
     for mine in by_dtype(pieces, range(len(pieces))):
         packed = jax.lax.all_gather(pack([pieces[i] for i in mine]), TOWER_AXIS)

@@ -118,6 +118,18 @@ def _over_mesh(
     return jax.shard_map(tower, mesh=mesh, in_specs=specs, out_specs=specs, axis_names={TOWER_AXIS}, check_vma=False)
 
 
+def map_pieces(
+    fn: Callable[[Sequence[jax.Array]], list[jax.Array]], axes: Sequence[int], mesh: Mesh
+) -> Callable[[Sequence[jax.Array]], list[jax.Array]]:
+    """Runs `fn(pieces) -> same` on each tower's pieces of arrays.
+
+    Args:
+      axes: the dimension along which each array is cut over the towers.
+    """
+    specs = [PartitionSpec(*[None] * axis, TOWER_AXIS) for axis in axes]
+    return jax.shard_map(fn, mesh=mesh, in_specs=(specs,), out_specs=PartitionSpec(), check_vma=False)
+
+
 def _one_tower(fn: Callable[..., tuple[PyTree, PyTree]]) -> Callable[..., tuple[PyTree, PyTree]]:
     """Binds the axis and nothing else: a vmap over no argument leaves the operations of `fn` as they are."""
     mapped = jax.vmap(fn, in_axes=None, axis_size=1, axis_name=TOWER_AXIS)

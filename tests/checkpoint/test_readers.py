@@ -13,8 +13,8 @@ import pytest
 from testing.estimators import make, times
 
 import estimator as est
-from estimator.checkpoint import _tf_bundle
-from estimator.checkpoint._crc32c import _table, crc32c
+from estimator.tf_checkpoint import _tf_bundle
+from estimator.tf_checkpoint._crc32c import _table, crc32c
 
 TENSORFLOW = pathlib.Path(__file__).parents[1] / "golden" / "tf_checkpoint"
 VALUES = json.loads((TENSORFLOW / "values.json").read_text())

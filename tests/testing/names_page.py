@@ -1,4 +1,4 @@
-"""Writes docs/tensorflow_names.md, from the table in estimator/core/_tensorflow_names.py.
+"""Writes docs/tensorflow_names.md, from the table in estimator/porting/_tensorflow_names.py.
 
 python tests/testing/names_page.py
 """
@@ -6,7 +6,7 @@ python tests/testing/names_page.py
 import itertools
 import pathlib
 
-from estimator.core._tensorflow_names import NAMES
+from estimator.porting._tensorflow_names import NAMES
 
 PAGE = pathlib.Path(__file__).resolve().parents[2] / "docs" / "tensorflow_names.md"
 HEAD = """# TensorFlow's names

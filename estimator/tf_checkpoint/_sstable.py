@@ -6,7 +6,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 
-from estimator.checkpoint._crc32c import crc32c, unmasked
+from estimator.tf_checkpoint._crc32c import crc32c, unmasked
 
 _MAGIC = 0xDB4775248B80FB57
 _FOOTER, _TRAILER = 48, 5  # bytes: at the end of the table; after each block, its compression and checksum

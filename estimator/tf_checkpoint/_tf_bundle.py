@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, NoReturn
 import jax.numpy as jnp
 import numpy as np
 
-from estimator.checkpoint._crc32c import crc32c, unmasked
-from estimator.checkpoint._sstable import read_table, varint
+from estimator.tf_checkpoint._crc32c import crc32c, unmasked
+from estimator.tf_checkpoint._sstable import read_table, varint
 
 _DTYPES = {1: "float32", 2: "float64", 3: "int32", 4: "uint8", 5: "int16", 6: "int8", 8: "complex64", 9: "int64"}
 _DTYPES |= {10: "bool", 14: "bfloat16", 17: "uint16", 18: "complex128", 19: "float16", 22: "uint32", 23: "uint64"}

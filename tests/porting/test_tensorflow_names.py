@@ -17,9 +17,9 @@ from testing import names_page
 
 import estimator as est
 import replicate
-from estimator.core import _tensorflow_names
 from estimator.core._hook import Context
 from estimator.loop._context import RunContext
+from estimator.porting import _tensorflow_names
 
 NAMES = _tensorflow_names.NAMES
 OBJECTS = {"Estimator": est.Estimator(lambda features: None, "unused"), "RunConfig": est.RunConfig()}

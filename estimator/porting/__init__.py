@@ -1,0 +1,1 @@
+"""What users of TensorFlow look for, and what to write instead."""
