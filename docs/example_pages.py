@@ -1,7 +1,8 @@
 """A page for each example, with its output and its source, made when the site is built.
 
-MkDocs calls `on_config` and `on_files` (`hooks:` in mkdocs.yml). The output is what `tests/testing/example_outputs.py`
-has kept in examples/output/, and for notebooks what they contain; the page above all is examples/README.md.
+MkDocs calls `on_config` and `on_files` (`hooks:` in mkdocs.yml). The output is what
+`tests/testing/website/example_outputs.py` has kept in examples/output/, and for notebooks what they contain; the page
+above all is examples/README.md.
 """
 
 import ast

@@ -80,7 +80,7 @@ def test_every_example_is_on_the_page_above_them_and_has_an_output_to_show():
     assert {path.relative_to(ROOT / "examples").as_posix() for path in scripts} <= set(links)
     assert len(links) == len(set(links)) and all((ROOT / "examples" / link).exists() for link in links)
     outputs = {path.stem for path in (ROOT / "examples" / "output").glob("*.txt")}
-    assert {f"{name}.py" for name in outputs} == EXAMPLES.keys(), "Run tests/testing/example_outputs.py"
+    assert {f"{name}.py" for name in outputs} == EXAMPLES.keys(), "Run tests/testing/website/example_outputs.py"
 
 
 @pytest.mark.parametrize("example", EXAMPLES)

@@ -19,7 +19,7 @@ OUT = ROOT / "docs" / "figures" / "runs"
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "benchmarks")]
 
 import results  # noqa: E402
-from testing import browser, pages  # noqa: E402
+from testing.website import browser, pages  # noqa: E402
 
 
 def photograph(window: browser.Browser, address: str, name: str, width: int, height: int, wait: float = 0) -> None:

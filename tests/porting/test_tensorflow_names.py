@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from testing import names_page
+from testing.website import names_page
 
 import estimator as est
 import replicate
@@ -93,7 +93,7 @@ def test_what_is_named_instead_exists(key):
 
 def test_the_page_of_the_names_is_made_of_the_table():
     page = pathlib.Path(names_page.PAGE).read_text(encoding="utf-8")
-    assert page == names_page.page(), "run python tests/testing/names_page.py"
+    assert page == names_page.page(), "run python tests/testing/website/names_page.py"
 
 
 def test_a_name_of_another_module_is_known_too():

@@ -1,6 +1,6 @@
 """Writes docs/tensorflow_names.md, from the table in estimator/porting/_tensorflow_names.py.
 
-python tests/testing/names_page.py
+python tests/testing/website/names_page.py
 """
 
 import itertools
@@ -8,7 +8,7 @@ import pathlib
 
 from estimator.porting._tensorflow_names import NAMES
 
-PAGE = pathlib.Path(__file__).resolve().parents[2] / "docs" / "tensorflow_names.md"
+PAGE = pathlib.Path(__file__).resolve().parents[3] / "docs" / "tensorflow_names.md"
 HEAD = """# TensorFlow's names
 
 What has another name here than in TensorFlow 1.x, or none. Each of them is an error that says the same: of modules, as

@@ -10,9 +10,9 @@ import runpy
 import urllib.parse
 
 import pytest
-from testing.site import build
+from testing.website.build import build
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 LOADED = {"script": "src", "link": "href", "img": "src", "iframe": "src", "source": "src", "video": "src"}
 PUBLIC = [

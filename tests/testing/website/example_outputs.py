@@ -1,7 +1,7 @@
 """Runs examples and keeps what they print, for their pages on the site.
 
-    python tests/testing/example_outputs.py                      # all of them; some minutes
-    python tests/testing/example_outputs.py digits.py hooks.py
+    python tests/testing/website/example_outputs.py                      # all of them; some minutes
+    python tests/testing/website/example_outputs.py digits.py hooks.py
 
 It writes `examples/output/<name>.txt`: the command and what it wrote to stdout.
 """
@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
+ROOT = pathlib.Path(__file__).resolve().parents[3]
 EXAMPLES, OUTPUTS = ROOT / "examples", ROOT / "examples" / "output"
 ARGUMENTS = {"digits.py": "--towers=4", "block_sync.py": "--towers=4"}
 COMMANDS = {"test_my_model.py": "python -m pytest -q -s examples/test_my_model.py"}

@@ -3,8 +3,8 @@
 import time
 
 import pytest
-from testing import browser
-from testing.site import build
+from testing.website import browser
+from testing.website.build import build
 
 WIDTHS = 1280, 390
 WRONG = """(() => {

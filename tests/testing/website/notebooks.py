@@ -1,6 +1,6 @@
 """Runs a notebook of examples/notebooks/, and keeps what its cells print and show.
 
-python tests/testing/notebooks.py examples/notebooks/*.ipynb
+python tests/testing/website/notebooks.py examples/notebooks/*.ipynb
 """
 
 import os
@@ -8,7 +8,7 @@ import pathlib
 import sys
 import tempfile
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
+ROOT = pathlib.Path(__file__).resolve().parents[3]
 
 
 def run(path: pathlib.Path):

@@ -1,7 +1,7 @@
 """Wraps the prose of Markdown at 80 columns; code, tables, headings and pictures stay as they are.
 
-python tests/testing/wrap.py                  # the pages of the site, examples/README.md
-python tests/testing/wrap.py docs/how_to      # files, or folders with pages
+python tests/testing/website/wrap.py                  # the pages of the site, examples/README.md
+python tests/testing/website/wrap.py docs/how_to      # files, or folders with pages
 """
 
 import itertools
@@ -9,7 +9,7 @@ import pathlib
 import re
 import sys
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
+ROOT = pathlib.Path(__file__).resolve().parents[3]
 PAGES = ROOT / "docs", ROOT / "examples" / "README.md"
 WIDTH = 80
 GENERATED = {"coverage.md", "coverage_rows.md", "tensorflow_names.md"}

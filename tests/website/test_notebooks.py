@@ -3,9 +3,9 @@
 import pathlib
 
 import pytest
-from testing import notebooks, pages
+from testing.website import notebooks, pages
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 NOTEBOOKS = sorted((ROOT / "examples" / "notebooks").glob("*.ipynb"))
 
 

@@ -5,9 +5,9 @@ import pathlib
 import re
 
 import pytest
-from testing import pages
+from testing.website import pages
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(
     path.relative_to(DOCS).as_posix() for folder in ("tutorial", "how_to") for path in DOCS.glob(f"{folder}/*.md")

@@ -1,6 +1,6 @@
 """Runs the Python blocks of a page in docs/, in order and in one process, as a reader who types them in.
 
-    python tests/testing/pages.py docs/tutorial/ten_minutes.md     # writes what the blocks print into the page
+    python tests/testing/website/pages.py docs/tutorial/ten_minutes.md     # writes what the blocks print into the page
 
 A block of text that directly follows a block of Python is what that prints, log lines included. The lines of the log
 that repeat the settings are left out.
@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
+ROOT = pathlib.Path(__file__).resolve().parents[3]
 BLOCK = re.compile(r"^```python\n(?P<code>.*?)^```\n(?:\n```text\n(?P<output>.*?)^```\n)?", re.DOTALL | re.MULTILINE)
 NUMBER = re.compile(r"(?<![\w.])-?\d+\.\d+(?:e[-+]?\d+)?|(?<![\w.])-?\d+e[-+]?\d+(?![\w.])")
 TIMED = re.compile(r" \([\d.e+]+ (?:steps/)?sec\)|(?<=/)\d{10}$", re.MULTILINE)  # and names of exports

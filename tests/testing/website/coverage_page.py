@@ -1,6 +1,6 @@
 """Writes docs/coverage.md, from docs/coverage_rows.md and the tests that are marked with the rows that they show.
 
-    python tests/testing/coverage_page.py
+    python tests/testing/website/coverage_page.py
 
 `@pytest.mark.covers("1.4 loss")` names a row by its section's number and its text, or by that up to a comma. As
 `pytestmark` it is of a whole file.
@@ -11,7 +11,7 @@ import collections
 import pathlib
 import re
 
-TESTS = pathlib.Path(__file__).resolve().parents[1]
+TESTS = pathlib.Path(__file__).resolve().parents[2]
 PAGE = TESTS.parent / "docs" / "coverage.md"
 ROWS = PAGE.with_name("coverage_rows.md")
 

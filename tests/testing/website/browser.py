@@ -1,6 +1,6 @@
 """A headless Chromium, spoken to over a pipe by its DevTools protocol: opens pages, and says what went wrong on them.
 
-    python tests/testing/browser.py site pictures 1280 390    # writes pictures/<width>/<page>.png of each page
+    python tests/testing/website/browser.py site pictures 1280 390    # writes pictures/<width>/<page>.png of each page
 
 The protocol is lines of JSON that end in a zero byte, on the file descriptors 3 and 4 of the process, so no package is
 needed to drive it.

@@ -9,12 +9,12 @@ import jax
 import numpy as np
 import pytest
 from sklearn.datasets import load_digits
-from testing import coverage_page, wrap
 from testing.cluster import shared_cluster
+from testing.website import coverage_page, wrap
 
 import estimator as est
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 def code_of(page):
@@ -82,7 +82,7 @@ def test_the_example_of_wide_towers_prints_what_the_page_says(capsys):
 @pytest.mark.parametrize("page", wrap.pages(*wrap.PAGES), ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_prose_is_wrapped_at_80_columns(page):
     text = page.read_text(encoding="utf-8")
-    assert wrap.wrapped(text) == text, "Wrap it: python tests/testing/wrap.py"
+    assert wrap.wrapped(text) == text, "Wrap it: python tests/testing/website/wrap.py"
 
 
 def test_docstrings_come_to_their_arguments_within_40_lines():
@@ -100,7 +100,7 @@ def test_docstrings_come_to_their_arguments_within_40_lines():
 
 def test_the_page_of_what_is_covered_matches_the_markers():
     same = coverage_page.PAGE.read_text(encoding="utf-8") == coverage_page.page()
-    assert same, "Write docs/coverage.md again: python tests/testing/coverage_page.py"
+    assert same, "Write docs/coverage.md again: python tests/testing/website/coverage_page.py"
 
 
 def test_a_row_without_a_test_or_a_reason_and_a_marker_without_a_row_are_errors(tmp_path, monkeypatch):

@@ -1,0 +1,1 @@
+"""The pages of the site: built, opened, written and checked."""
