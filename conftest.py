@@ -7,18 +7,20 @@ looks at fusions, asks for the fixture `users_compiler`. Where XLA_FLAGS is set,
 The head of pytest's output says what holds.
 
 Many tests compile the same program again, since each makes a model_fn of its own. jax's compilation cache spares some
-of that; each process of pytest has its own, since entries are not written atomically. Compilations are counted as
-without it.
+of that, for all processes of a run of pytest together. Compilations are counted as without it.
+
+Nothing is garbage before the first test: what is imported is left out of all collections of garbage, which are rarer.
 """
 
+import gc
 import os
 import pkgutil
-import shutil
 import subprocess
 import sys
-import tempfile
 
 import jaxlib
+
+gc.disable()  # until tests are collected
 
 JAXLIB = tuple(map(int, jaxlib.__version__.split(".")[:2]))
 TRIED = (0, 12)  # the newest jaxlib that is known to have all of these flags
@@ -45,17 +47,27 @@ if "XLA_FLAGS" not in os.environ:  # else this is a worker, which has those of i
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
+pytest.register_assert_rewrite("testing")
+
+from testing import compiled  # noqa: E402
+
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
-COMPILED = tempfile.mkdtemp(prefix="compiled-by-tests-")
-jax.config.update("jax_compilation_cache_dir", COMPILED)
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+FIRST = compiled.make_folder()  # of all processes of this run of pytest
+compiled.use_folder()
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
+    gc.enable()
 
 
 def pytest_unconfigure() -> None:
-    shutil.rmtree(COMPILED, ignore_errors=True)
+    if FIRST:
+        compiled.remove_folder()
 
 
 def pytest_report_header() -> str:

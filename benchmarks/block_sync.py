@@ -122,7 +122,7 @@ def main():
     parser.add_argument("--towers", type=int, nargs="+", default=[2, 4, 8])
     results.add_option(parser)
     arguments = parser.parse_args()
-    measured, panels = [], {}
+    measured = []
     print(f"{'model':8}{'towers':>6}  {'':14}{'step':>12}{'ratio':>7}")
     for name, (widths, rows) in MODELS.items():
         if arguments.only not in (None, name):
@@ -139,10 +139,12 @@ def main():
                 measured.append(
                     {"model": name, "towers": towers, "way": way, "us": statistics.median(mine), "ratio": ratio}
                 )
-                if way.startswith("block of "):
-                    line = panels.setdefault(name, {}).setdefault(f"{towers} towers", [])
-                    line.append([int(way.removeprefix("block of ")), ratio])
     if arguments.save:
+        measured, panels = results.with_earlier(measured), {}
+        for row in measured:
+            if row["way"].startswith("block of "):
+                line = panels.setdefault(row["model"], {}).setdefault(f"{row['towers']} towers", [])
+                line.append([int(row["way"].removeprefix("block of ")), row["ratio"]])
         plot = results.lines("steps in a block", "time / time of synchronous training", panels)
         title = "Step time with one synchronization per block, as ratios to synchronous training"
         results.save(title, {"": measured}, plot)

@@ -19,6 +19,7 @@ the variables alone.
 import argparse
 import concurrent.futures
 import contextlib
+import itertools
 import multiprocessing
 import os
 import shutil
@@ -41,22 +42,26 @@ ARRAYS = 8
 
 def model_fn(features, labels, mode, params):
     """Steps that compute for a while on a part of the variables, and update all of them."""
-    x = features
-    for i in range(ARRAYS):
-        w = est.get_variable(f"w{i}", (params["rows"], 1024))
-        x = x + jnp.tanh(x @ w[:1024])
-    loss = est.losses.mean_squared_error(labels, x)
+    shape = shape_for(params["megabytes"])
+    loss = loss_of([est.get_variable(f"w{i}", shape) for i in range(ARRAYS)], features, labels)
     return est.EstimatorSpec(mode, loss=loss, train_op=est.Optimizer(optax.adam(1e-4)).minimize(loss))
 
 
-def rows_for(megabytes):
-    """So that the variables and the two slots of each are as large."""
-    return int(megabytes * 1e6 / 3 / ARRAYS / 1024 / 4)
+def loss_of(variables, x, labels):
+    for w in variables:
+        x = x + jnp.tanh(x @ w[: w.shape[1]])
+    return jnp.mean(jnp.square(x - labels))
 
 
-def batch():
-    rng = np.random.default_rng(0)
-    return rng.normal(size=(256, 1024)).astype(np.float32), rng.normal(size=(256, 1024)).astype(np.float32)
+def shape_for(megabytes):
+    """So that the variables and the two slots of each are as large; at least 2 MB."""
+    width = 1024 if megabytes > 100 else 128
+    return int(megabytes * 1e6 / 3 / ARRAYS / width / 4), width
+
+
+def batch(megabytes):
+    rng, shape = np.random.default_rng(0), (256, shape_for(megabytes)[1])
+    return rng.normal(size=shape).astype(np.float32), rng.normal(size=shape).astype(np.float32)
 
 
 def resident():
@@ -83,8 +88,8 @@ class Peak:
         return self._peak - self._base
 
 
-class Saving(est.Hook):
-    """Saves a few times, the first of which are not counted, and times what happens."""
+class Saves:
+    """Times saves, the first of which are not counted, and the steps between them."""
 
     def __init__(self, rounds):
         self.rounds = rounds + 1
@@ -93,33 +98,58 @@ class Saving(est.Hook):
         self._peak = Peak()
         self._saved, self._path, self._begun, self._last = 0, None, 0.0, None
 
-    def next_step(self, step):
-        return step + 1
+    def after_step(self, step, save):
+        """To be called when a step has ended; returns whether all is measured.
 
-    def after_run(self, context, values):
-        jax.block_until_ready(context.state.variables)
+        Args:
+          step: its number.
+          save: begins to save; returns the path that there is once the checkpoint is on disk.
+        """
         now = time.perf_counter()
         if self._last is not None:
             self.steps[self._path is not None].append(now - self._last)
         if self._path is not None and os.path.exists(self._path):
             self._note(now)
-        if self._path is None and context.global_step % STEPS == 0:
+        if self._path is None and step % STEPS == 0:
             if self._saved == self.rounds:
-                context.request_stop()
-                return
+                return True
             self._peak.start()
             self._begun = time.perf_counter()
-            self._path = context.save(wait=False)
+            self._path = save()
             self.stalls.append(time.perf_counter() - self._begun)
             if os.path.exists(self._path):
                 self._note(time.perf_counter())
         self._last = time.perf_counter()
+        return False
 
     def _note(self, now):
         self.writes.append(now - self._begun)
         self.peaks.append(self._peak.extra())
         self._saved += 1
         self._path = None
+
+    def medians(self):
+        """Seconds by what takes them, and `peak`, in MB."""
+        medians = {name: statistics.median(getattr(self, name)[1:]) for name in ("stalls", "writes")}
+        medians["peak"] = max(self.peaks)  # of the first save: later ones find memory that the process still has
+        for is_writing, name in ((True, "writing"), (False, "idle")):
+            steps = self.steps[is_writing][1:]
+            medians[name] = statistics.median(steps) if steps else None
+            medians[f"{name} most"] = max(steps) if steps else None
+        return medians
+
+
+class Saving(est.Hook):
+    def __init__(self, saves):
+        self._saves = saves
+
+    def next_step(self, step):
+        return step + 1
+
+    def after_run(self, context, values):
+        jax.block_until_ready(context.state.variables)
+        if self._saves.after_step(context.global_step, lambda: context.save(wait=False)):
+            context.request_stop()
 
 
 def measure_saves(model_dir, megabytes, rounds, saves_async):
@@ -132,17 +162,40 @@ def measure_saves(model_dir, megabytes, rounds, saves_async):
         steps_per_loop=1,
         keep_checkpoint_max=2,
     )
-    hook = Saving(rounds)
-    pair = batch()
-    estimator = est.Estimator(model_fn, model_dir, config, {"rows": rows_for(megabytes)})
-    estimator.train(lambda: iter(lambda: pair, None), hooks=[hook])
-    medians = {name: statistics.median(getattr(hook, name)[1:]) for name in ("stalls", "writes")}
-    medians["peak"] = max(hook.peaks)  # of the first save: later ones find memory that the process still has
-    for is_writing, name in ((True, "writing"), (False, "idle")):
-        steps = hook.steps[is_writing][1:]
-        medians[name] = statistics.median(steps) if steps else None
-        medians[f"{name} most"] = max(steps) if steps else None
-    return medians
+    saves, pair = Saves(rounds), batch(megabytes)
+    estimator = est.Estimator(model_fn, model_dir, config, {"megabytes": megabytes})
+    estimator.train(lambda: iter(lambda: pair, None), hooks=[Saving(saves)])
+    return saves.medians()
+
+
+def measure_saves_by_hand(directory, megabytes, rounds):
+    """The same with a loop by hand, and orbax's asynchronous checkpointer, which keeps the last two."""
+    import orbax.checkpoint as ocp
+
+    tx, pair, saves, paths = optax.adam(1e-4), batch(megabytes), Saves(rounds), []
+
+    def step(state, batch):
+        variables, slots = state
+        updates, slots = tx.update(jax.grad(loss_of)(variables, *batch), slots, variables)
+        return optax.apply_updates(variables, updates), slots
+
+    program = jax.jit(step, donate_argnums=0)
+    shape = shape_for(megabytes)
+    variables = [jax.random.normal(jax.random.key(i), shape) * shape[1] ** -0.5 for i in range(ARRAYS)]
+    state = variables, tx.init(variables)
+    with ocp.StandardCheckpointer() as checkpointer:
+
+        def save():
+            paths.append(os.path.join(directory, str(len(paths))))
+            checkpointer.save(paths[-1], state)
+            return paths[-1]
+
+        for i in itertools.count(1):
+            state = jax.block_until_ready(program(state, pair))
+            if saves.after_step(i, save):
+                return saves.medians()
+            if len(paths) > 2:
+                shutil.rmtree(paths[-3], ignore_errors=True)
 
 
 class Restored(Exception):
@@ -159,8 +212,8 @@ class Restoring(est.Hook):
 
 def measure_restore(model_dir, megabytes, trains):
     """Until there is a state to train, or until an evaluation of one batch has ended."""
-    pair = batch()
-    estimator = est.Estimator(model_fn, model_dir, params={"rows": rows_for(megabytes)})
+    pair = batch(megabytes)
+    estimator = est.Estimator(model_fn, model_dir, params={"megabytes": megabytes})
     jax.block_until_ready(jnp.ones(3) + 1)
     peak = Peak()
     peak.start()
@@ -181,7 +234,7 @@ def in_process(function, *args):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--megabytes", type=int, default=1000, help="of variables and slots; at least 101")
+    parser.add_argument("--megabytes", type=int, default=1000, help="of variables and slots")
     parser.add_argument("--rounds", type=int, default=3, help="saves that count")
     parser.add_argument("--directory", help="where to write; default: a temporary directory")
     results.add_option(parser)

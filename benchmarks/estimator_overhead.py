@@ -14,7 +14,6 @@ alternate in one process; the figure is the median over rounds, the ratio the me
 
 import argparse
 import itertools
-import statistics
 import tempfile
 import time
 
@@ -22,6 +21,7 @@ import jax
 import numpy as np
 import results
 from step_time import hand_written_run, initial, mean_loss, microseconds_per_step, optimizer
+from turns import in_turns, medians
 
 import estimator as est
 
@@ -52,14 +52,8 @@ def batches_of(widths, batch_size, count):
 
 
 def compare(name, measure, theirs, ours, rounds, unit):
-    """Prints and returns the medians of both, and the median of their ratios. The first round compiles."""
-    rows = []
-    for i in range(rounds + 1):
-        pair = (theirs, ours) if i % 2 else (ours, theirs)
-        times = {run: measure(run) for run in pair}
-        rows.append((times[theirs], times[ours]))
-    by_hand, estimator = (statistics.median(column) for column in zip(*rows[1:], strict=True))
-    ratio = statistics.median(b / a for a, b in rows[1:])
+    """Prints and returns the medians of both, and the median of their ratios."""
+    by_hand, estimator, ratio = medians(in_turns((theirs, ours), measure, rounds))
     print(f"{name:36}{by_hand:12.1f}{estimator:12.1f} {unit:9}{ratio:6.3f}", flush=True)
     return {"case": name, "unit": unit, "by hand": by_hand, "Estimator": estimator, "ratio": ratio}
 

@@ -11,7 +11,6 @@ medians over rounds, in which the loops take turns, of a run of 2 n steps less o
 """
 
 import argparse
-import collections
 import functools
 import statistics
 import tempfile
@@ -22,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import results
+from turns import in_turns, per_step
 
 import estimator as est
 
@@ -60,12 +60,16 @@ def input_fn(sleep, steps):
         yield BATCH
 
 
-def by_hand(sines):
+def by_hand(sines, waits=True):
+    """A function of the seconds of each batch, and of a number of steps; `waits`: reads every loss."""
+
     def run(sleep, steps):
         w = jnp.ones(SIZE)
         for batch in input_fn(sleep, steps):
             w, loss = step(w, batch, sines)
-            float(loss)
+            if waits:
+                float(loss)
+        w.block_until_ready()
 
     return run
 
@@ -75,7 +79,7 @@ class ReadsEveryLoss(est.Hook):
         assert values.loss is not None
 
 
-def by_estimator(sines):
+def by_estimator(sines, waits=True):
     def model_fn(features, mode):
         w = est.get_variable("w", (SIZE,), initializer=jax.nn.initializers.ones, trainable=False)
         bias = est.get_variable("bias", (), initializer=jax.nn.initializers.zeros)
@@ -84,17 +88,10 @@ def by_estimator(sines):
         loss = after.mean() + bias
         return est.EstimatorSpec(mode, loss=loss, train_op=est.Optimizer(optax.sgd(0.0)).minimize(loss))
 
-    estimator = est.Estimator(model_fn, tempfile.mkdtemp(), est.RunConfig(save_summary_steps=None))
-    return lambda sleep, steps: estimator.train(lambda: input_fn(sleep, steps), hooks=[ReadsEveryLoss()])
-
-
-def milliseconds_per_step(run, sleep, steps):
-    times = []
-    for n in (steps, 2 * steps):
-        start = time.perf_counter()
-        run(sleep, n)
-        times.append(time.perf_counter() - start)
-    return (times[1] - times[0]) / steps * 1e3
+    config = est.RunConfig(save_summary_steps=None, save_checkpoints_secs=None, save_checkpoints_steps=None)
+    estimator = est.Estimator(model_fn, tempfile.mkdtemp(), config)
+    hooks = [ReadsEveryLoss()] if waits else []
+    return lambda sleep, steps: estimator.train(lambda: input_fn(sleep, steps), hooks=hooks)
 
 
 def main():
@@ -108,16 +105,12 @@ def main():
     rows = []
     sines, sleep = calibrated(arguments.step_ms / 1e3), arguments.input_ms / 1e3
     loops = {"by hand": by_hand(sines), "Estimator.train": by_estimator(sines)}
-    times = collections.defaultdict(list)
-    for i in range(arguments.rounds + 1):  # the first round compiles
-        for name, run in loops.items():
-            for pause in (0.0, sleep):
-                duration = milliseconds_per_step(run, pause, arguments.steps if i else 2)
-                times[name, pause].append(duration)
+    sides = [functools.partial(run, pause) for run in loops.values() for pause in (0.0, sleep)]
+    measured = in_turns(sides, lambda run: per_step(run, arguments.steps) * 1e3, arguments.rounds)
+    columns = list(zip(*measured, strict=True))
     print(f"{arguments.input_ms:g} ms of input, a step of about {arguments.step_ms:g} ms ({sines} sines)")
     print(f"{'':18}{'no input':>12}{'input':>12}{'ratio':>9}")
-    for name in loops:
-        without, with_input = times[name, 0.0][1:], times[name, sleep][1:]
+    for name, without, with_input in zip(loops, columns[::2], columns[1::2], strict=True):
         ratio = statistics.median(b / a for a, b in zip(without, with_input, strict=True))
         figures = f"{statistics.median(without):9.1f} ms{statistics.median(with_input):9.1f} ms"
         print(f"{name:18}{figures}{ratio:9.3f}", flush=True)

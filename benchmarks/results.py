@@ -6,7 +6,7 @@ A benchmark called with `--save` writes `benchmarks/results/<its name>.json` by 
 
     title, command, machine, note    texts
     tables                           by name, a list of rows; a row is a dict of numbers and texts by column
-    plot                             of `ratios` or `lines`
+    plot                             of `ratios`, `lines` or `bars`
 """
 
 import argparse
@@ -40,21 +40,55 @@ def lines(x: str, y: str, panels: dict) -> dict:
     return {"kind": "lines", "x": x, "y": y, "panels": panels}
 
 
-def save(title: str, tables: dict, plot: dict, note: str = "") -> None:
-    """Writes the figures of the running benchmark, then the page and the pictures."""
+def bars(panels: list[dict], columns: int, pale: list[str]) -> dict:
+    """A plot of panels `{"title", "label", "values"}`: the values by name are numbers, or the least and the greatest.
+
+    The first name and those in `pale` have colors of their own.
+    """
+    return {"kind": "bars", "panels": panels, "columns": columns, "pale": pale}
+
+
+def benchmark() -> pathlib.Path:
+    """The running one: a script or a folder."""
+    script = pathlib.Path(sys.argv[0])
+    return script.parent if script.name == "__main__.py" else script
+
+
+def with_earlier(rows: list[dict]) -> list[dict]:
+    """The rows, and the rows of other cases that the running benchmark saved on this machine with these versions.
+
+    So a long one can be run in parts. A case is what a row says other than by a float."""
+
+    def case(row: dict) -> tuple:
+        return tuple((column, value) for column, value in row.items() if not isinstance(value, float))
+
+    path = FOLDER / f"{benchmark().stem}.json"
+    saved = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    earlier = saved["tables"].get("", []) if saved.get("machine") == machine() else []
+    return list(({case(row): row for row in earlier} | {case(row): row for row in rows}).values())
+
+
+def machine() -> str:
+    """What the running benchmark is measured on."""
     import jax
 
     device = jax.devices()[0]
     where = (
         f"{os.cpu_count()} CPU cores" if device.platform == "cpu" else f"{jax.device_count()} x {device.device_kind}"
     )
-    script = pathlib.Path(sys.argv[0])
-    options = [option for option in sys.argv[1:] if option != "--save"]
-    machine = f"{where}, jax {jax.__version__}, Python {platform.python_version()}"
-    figures = {"title": title, "command": " ".join(["python", f"benchmarks/{script.name}", *options])}
-    figures |= {"machine": machine, "note": note, "tables": tables, "plot": plot}
-    write(FOLDER / f"{script.stem}.json", json.dumps(figures, indent=1) + "\n")
+    return f"{where}, jax {jax.__version__}, Python {platform.python_version()}"
+
+
+def save(title: str, tables: dict, plot: dict, note: str = "") -> None:
+    """Writes the figures of the running benchmark, then the page and the pictures."""
+    write(FOLDER / f"{benchmark().stem}.json", json.dumps(figures_of(title, tables, plot, note), indent=1) + "\n")
     refresh()
+
+
+def figures_of(title: str, tables: dict, plot: dict, note: str = "") -> dict:
+    """What a file of JSON holds, for the benchmark and the machine that it runs on."""
+    figures = {"title": title, "command": f"python benchmarks/{benchmark().name}"}
+    return figures | {"machine": machine(), "note": note, "tables": tables, "plot": plot}
 
 
 def refresh() -> None:
@@ -96,7 +130,7 @@ def picture(plot: dict) -> str:
     from matplotlib.figure import Figure
 
     with matplotlib.rc_context(SETTINGS):
-        figure = {"ratios": draw_ratios, "lines": draw_lines}[plot["kind"]](Figure, plot)
+        figure = {"ratios": draw_ratios, "lines": draw_lines, "bars": draw_bars}[plot["kind"]](Figure, plot)
         text = io.StringIO()
         figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     return adapted(text.getvalue())
@@ -158,6 +192,29 @@ def draw_lines(figure_class: type, plot: dict) -> object:
         fontsize=8,
         frameon=False,
     )
+    return figure
+
+
+def draw_bars(figure_class: type, plot: dict) -> object:
+    panels, columns = plot["panels"], plot["columns"]
+    names = list(dict.fromkeys(name for panel in panels for name in panel["values"]))
+    names = [name for name in names if name not in plot["pale"]] + plot["pale"]
+    rows = -(-len(panels) // columns)
+    figure = figure_class(figsize=(2.6 + 2.2 * columns, rows * (1.0 + 0.26 * len(names))), layout="constrained")
+    for axis, panel in zip(figure.subplots(rows, columns, sharey=True, squeeze=False).flat, panels, strict=True):
+        values = panel["values"]
+        for i, name in enumerate(names):
+            if name not in values:
+                continue
+            least, most = values[name] if isinstance(values[name], list) else [values[name]] * 2
+            axis.barh(i, (least + most) / 2, 0.7, color="C7" if name in plot["pale"] else "C1" if i == 0 else "C0")
+            text = shown(float(least)) + (f" to {shown(float(most))}" if most != least else "")
+            axis.annotate(text, ((least + most) / 2, i), (3, 0), textcoords="offset points", va="center", fontsize=8)
+        axis.set_yticks(range(len(names)), names)
+        axis.set(ylim=(len(names) - 0.5, -0.5), xlabel=panel["label"], title=panel["title"])
+        axis.set_xlim(0, 1.4 * max(max(each) if isinstance(each, list) else each for each in values.values()))
+        axis.locator_params(axis="x", nbins=3)
+        axis.tick_params(axis="y", length=0)
     return figure
 
 

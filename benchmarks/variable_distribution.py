@@ -94,7 +94,7 @@ def main():
     parser.add_argument("--towers", type=int, nargs="+", default=[2, 4, 8])
     results.add_option(parser)
     arguments = parser.parse_args()
-    rows, panels = [], {}
+    rows = []
     print(f"{'model':6}{'towers':>7}  {'distribution':30}{'step':>12}{'ratio':>7}{'bytes/device':>14}{'ratio':>7}")
     for name, (variables, width, batch_size, steps) in MODELS.items():
         if arguments.only not in (None, name):
@@ -117,8 +117,11 @@ def main():
                 )
                 row = {"model": name, "towers": towers, "distribution": str(distribution)}
                 rows.append(row | {"us": statistics.median(times), "time": ratio, "bytes": size / mirrored_bytes})
-                panels.setdefault(name, {}).setdefault(str(distribution), []).append([towers, ratio])
     if arguments.save:
+        rows, panels = results.with_earlier(rows), {}
+        for row in rows:
+            line = panels.setdefault(row["model"], {}).setdefault(row["distribution"], [])
+            line.append([row["towers"], row["time"]])
         plot = results.lines("towers", "time / time of MIRRORED", panels)
         results.save("Step time of variable distributions, as ratios to MIRRORED", {"": rows}, plot)
 

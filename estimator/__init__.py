@@ -3,20 +3,10 @@
 This file is the table of contents; every name has its explanation where it is defined.
 """
 
+import importlib
 from typing import TYPE_CHECKING
 
-from estimator import (
-    experimental,
-    export,
-    feature_column,
-    hooks,
-    inputs,
-    layers,
-    losses,
-    metrics,
-    regularizers,
-    summary,
-)
+from estimator import experimental, export, hooks, inputs, losses, metrics, regularizers, summary
 from estimator._early_stopping import (
     make_early_stopping_hook,
     stop_if_higher_hook,
@@ -27,20 +17,6 @@ from estimator._early_stopping import (
 from estimator._estimator import Estimator
 from estimator._train_and_evaluate import train_and_evaluate
 from estimator._train_spec import EvalSpec, TrainSpec
-from estimator.canned import (
-    BaselineClassifier,
-    BaselineEstimator,
-    BaselineRegressor,
-    DNNClassifier,
-    DNNEstimator,
-    DNNLinearCombinedClassifier,
-    DNNLinearCombinedEstimator,
-    DNNLinearCombinedRegressor,
-    DNNRegressor,
-    LinearClassifier,
-    LinearEstimator,
-    LinearRegressor,
-)
 from estimator.checkpoint._init_from_checkpoint import init_from_checkpoint
 from estimator.checkpoint._listing import CheckpointInfo, checkpoints
 from estimator.checkpoint._readers import list_variables, load_variable
@@ -48,21 +24,11 @@ from estimator.checkpoint._warm_start import WarmStartReport, WarmStartSettings
 from estimator.core._estimator_spec import EstimatorSpec
 from estimator.core._frame import run_store
 from estimator.core._mode_keys import ModeKeys
-from estimator.core._partitioning import spread
 from estimator.core._record import record
 from estimator.core._rng import global_step, make_rng
 from estimator.core._run_config import RunConfig
 from estimator.core._state import State
 from estimator.core._train_op import TrainOp, group
-from estimator.core._variable_scope import AUTO_REUSE, VariableScope, get_variable_scope, variable_scope
-from estimator.core._variables import (
-    VariableAggregation,
-    assign,
-    assign_add,
-    get_variable,
-    read_variable,
-    trainable_variables,
-)
 from estimator.export._exporters import BestExporter, Exporter, FinalExporter, LatestExporter
 from estimator.export._load import ExportedModel, load_exported
 from estimator.extenders import add_metrics, forward_features
@@ -117,6 +83,10 @@ from estimator.steps._sync_variables import sync_variables
 from estimator.steps._transform import Model, transform
 from estimator.summary._history import read_eval_metrics, read_history
 from estimator.summary._plot import plot_history
+from estimator.variables._aggregation import VariableAggregation
+from estimator.variables._partitioning import spread
+from estimator.variables._variable_scope import AUTO_REUSE, VariableScope, get_variable_scope, variable_scope
+from estimator.variables._variables import assign, assign_add, get_variable, read_variable, trainable_variables
 
 __all__ = [
     "AUTO_REUSE",
@@ -242,5 +212,32 @@ __all__ = [
     "variable_scope",
 ]
 
-if not TYPE_CHECKING:  # which knows what there is
-    __getattr__ = _names_missing_in(__name__)
+# What few programs use is loaded when it is.
+if TYPE_CHECKING:
+    from estimator import feature_column, layers
+    from estimator.canned import (
+        BaselineClassifier,
+        BaselineEstimator,
+        BaselineRegressor,
+        DNNClassifier,
+        DNNEstimator,
+        DNNLinearCombinedClassifier,
+        DNNLinearCombinedEstimator,
+        DNNLinearCombinedRegressor,
+        DNNRegressor,
+        LinearClassifier,
+        LinearEstimator,
+        LinearRegressor,
+    )
+else:
+    _missing = _names_missing_in(__name__)
+
+    def __getattr__(name):
+        if name in ("feature_column", "layers"):
+            return importlib.import_module(f"estimator.{name}")
+        if name in __all__:
+            return getattr(importlib.import_module("estimator.canned"), name)
+        return _missing(name)
+
+    def __dir__():
+        return sorted({*globals(), *__all__})

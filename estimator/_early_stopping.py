@@ -336,15 +336,8 @@ def stop_if_no_decrease_hook(
     >>> hook = est.stop_if_no_decrease_hook(estimator, "loss", max_steps_without_decrease=500, min_delta=0.01)
 
     Args:
-      estimator: the one that is trained, by `train_and_evaluate`, or with another hook that evaluates it.
-      metric_name: what to look at; a name that the evaluations do not have is an error at the first of them.
+      estimator, metric_name, eval_dir, min_steps, run_every_secs, run_every_steps: as for `stop_if_higher_hook`.
       max_steps_without_decrease: stop at an evaluation that is N global steps later than the best one.
-      eval_dir: where to read the evaluations. Default: as `train_and_evaluate` does, if it has one EvalSpec, else
-        `estimator.eval_dir()`.
-      min_steps: evaluations of earlier global steps do not count.
-      run_every_secs: every how many seconds to look, besides at the start and after each evaluation by
-        `train_and_evaluate`.
-      run_every_steps: every how many steps to look, instead of `run_every_secs`.
       max_evals_without_decrease: stop after N evaluations without a decrease. Give this, or the number of steps,
         or both: then the first one counts.
       min_delta: the least difference that counts as a decrease; NaN never does.

@@ -44,7 +44,7 @@ class _Start(NamedTuple):
     """Where a training run starts.
 
     Attributes:
-      path: the newest checkpoint; None: there is none.
+      path: the newest checkpoint, or None.
       step: its global step.
       host: what it holds beside arrays.
     """

@@ -10,17 +10,8 @@ from typing import Any
 import jax
 
 from estimator import EstimatorSpec, ModeKeys, Reduction
-from estimator.replication import (
-    Forward,
-    ModelFn,
-    NonFinitePolicy,
-    Placement,
-    bind,
-    check_batch,
-    check_transform,
-    current_frame,
-)
-from estimator.typing import Features, Labels, PyTree
+from estimator.replication import ModelRun, NonFinitePolicy, Placement
+from estimator.typing import Features, Forward, Labels, ModelFn
 from replicate.block_sync._block_sync import BlockSync
 from replicate.block_sync._runner import BlockSyncRunner, LocalCopies
 from replicate.cross_tower_ops import CrossTowerOps, choose_the_best
@@ -28,6 +19,7 @@ from replicate.cross_tower_ops._unpacked import OneByOne
 from replicate.placement._distribution import VariableDistribution, place
 from replicate.runner._base import Runner
 from replicate.runner._runner import SyncRunner
+from replicate.runner._tower_transform import checked_transform
 from replicate.towers._devices import find_devices, in_towers_of, of_this_process
 from replicate.towers._map import in_towers
 
@@ -114,99 +106,66 @@ def replicate_model_fn(
         (times `accumulate_steps`) in TRAIN, an optimizer is not wrapped in `TowerOptimizer`, or what
         `tower_transform` makes returns something else than the forward function.
     """
-    options = _Options(
-        loss_reduction=loss_reduction,
-        variable_distribution=variable_distribution,
-        variable_device=variable_device,
-        on_nan=on_nan,
-        cross_tower_ops=cross_tower_ops,
-        tower_transform=tower_transform,
-        block_sync=block_sync,
-        devices_per_tower=devices_per_tower,
-    )
+    transform = checked_transform(tower_transform)
     towers = in_towers_of(devices_per_tower, find_devices(devices))
-    options.check()
-    everywhere = _make_runner(options, towers)
+    if Reduction(loss_reduction) == Reduction.NONE:
+        raise ValueError(
+            "Tower losses need to be reduced in some way, yet NONE reduction is specified. "
+            "Use Reduction.SUM or one of the means."
+        )
+    if block_sync is not None:
+        _check_block_sync(block_sync, variable_distribution, on_nan, devices_per_tower)
+
+    def make_runner(devices: tuple[Any, ...]) -> Runner:
+        placement = place(variable_distribution, devices, variable_device)
+        make: Callable[..., Runner] = SyncRunner
+        if block_sync is not None:
+            placement = LocalCopies(devices) if len(devices) > 1 else placement
+            make = functools.partial(BlockSyncRunner, block_sync=block_sync)
+        return make(
+            devices=devices,
+            placement=placement,
+            mean_loss=Reduction(loss_reduction) != Reduction.SUM,
+            on_nan=None if on_nan is None else NonFinitePolicy(on_nan),
+            ops=_checked_ops(cross_tower_ops, placement, devices),
+            transform=transform,
+        )
+
+    everywhere = make_runner(towers)
     # Each process predicts for itself: nothing of an example depends on the others, nor on how many they have.
-    here = _make_runner(options, of_this_process(towers)) if everywhere.placement.spans_processes else everywhere
+    here = make_runner(of_this_process(towers)) if everywhere.placement.spans_processes else everywhere
 
     def replicated(
         features: Features, labels: Labels, mode: str, params: Any = None, config: Any = None
     ) -> EstimatorSpec:
-        frame = current_frame("a model_fn made by replicate_model_fn")
         if in_towers():
             raise ReplicatedTwice("`replicate_model_fn` was given a model_fn that is replicated already. Wrap it once.")
-        mode = ModeKeys(mode)
+        caller = "a model_fn made by replicate_model_fn"
+        run = ModelRun.begin(caller, model_fn, features, labels, mode, params, config)
+        frame, mode = run.frame, ModeKeys(mode)
         runner = here if mode == ModeKeys.PREDICT else everywhere
-        rows = check_batch(features, labels)
         # What initializes has the rows of this process alone.
         size = len(here.devices if frame.initializing else towers)
-        if mode == ModeKeys.TRAIN and rows % size:
+        if mode == ModeKeys.TRAIN and run.rows % size:
             raise ValueError(
-                f"Batch size {rows} needs to be divisible by the number of towers, which is {size}. "
+                f"Batch size {run.rows} needs to be divisible by the number of towers, which is {size}. "
                 "Drop the remainder in input_fn (`drop_remainder=True`), or choose another batch size."
             )
-        bound = bind(model_fn, params, config)
         frame.placement = runner.placement
         if not frame.replica.one_tower:
             frame.replica = dataclasses.replace(frame.replica, parts=runner.placement.parts, cut=runner.placement.cut)
         if runner.on_nan is not None and mode == ModeKeys.TRAIN:
             runner.on_nan.watch(frame)
 
-        def call(batch: PyTree) -> EstimatorSpec:
-            return bound(*batch, mode)
-
         if frame.initializing:
-            return runner.initialize(call, frame, (features, labels))
+            return runner.initialize(run)
         if mode == ModeKeys.TRAIN:
-            return runner.train(call, frame, (features, labels), rows)
+            return runner.train(run)
         if frame.replica.one_tower:
             runner = dataclasses.replace(runner, devices=towers[:1], placement=Placement())
-        return runner.evaluate(call, frame, (features, labels), rows)
+        return runner.evaluate(run)
 
     return replicated
-
-
-@dataclasses.dataclass(frozen=True)
-class _Options:
-    """The arguments of `replicate_model_fn` that say how towers run."""
-
-    loss_reduction: str
-    variable_distribution: VariableDistribution
-    variable_device: jax.Device | str | None
-    on_nan: str | None
-    cross_tower_ops: CrossTowerOps | None
-    tower_transform: Callable[[Forward], Forward] | None
-    block_sync: BlockSync | None
-    devices_per_tower: int
-
-    def check(self) -> None:
-        """Raises the errors that `replicate_model_fn` lists."""
-        check_transform(self.tower_transform)
-        if Reduction(self.loss_reduction) == Reduction.NONE:
-            raise ValueError(
-                "Tower losses need to be reduced in some way, yet NONE reduction is specified. "
-                "Use Reduction.SUM or one of the means."
-            )
-        if self.block_sync is not None:
-            _check_block_sync(self.block_sync, self.variable_distribution, self.on_nan, self.devices_per_tower)
-
-
-def _make_runner(options: _Options, devices: tuple[Any, ...]) -> Runner:
-    placement = place(options.variable_distribution, devices, options.variable_device)
-    if options.block_sync is not None and len(devices) > 1:
-        placement = LocalCopies(devices)
-    make: Callable[..., Runner] = SyncRunner
-    if options.block_sync is not None:
-        make = functools.partial(BlockSyncRunner, block_sync=options.block_sync)
-    return make(
-        devices=devices,
-        placement=placement,
-        mean_loss=Reduction(options.loss_reduction) != Reduction.SUM,
-        on_nan=None if options.on_nan is None else NonFinitePolicy(options.on_nan),
-        ops=_checked_ops(options.cross_tower_ops, placement, devices),
-        transform=options.tower_transform,
-    )
 
 
 def _check_block_sync(block_sync: Any, distribution: VariableDistribution, on_nan: str | None, size: int) -> None:

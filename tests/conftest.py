@@ -1,12 +1,10 @@
-"""Fixtures for all tests, and markers for those that start processes; asserts of helper modules are explained too."""
+"""Fixtures for all tests, and markers for those that start processes or need a GPU."""
 
 import inspect
 import types
 
 import jax
 import pytest
-
-pytest.register_assert_rewrite("testing")
 
 # A test gets the marker if its code, or a fixture or helper that it uses, names something of these modules.
 STARTERS = {"testing.cluster": "multiprocess", "testing.processes": "multiprocess", "subprocess": "subprocess"}
@@ -17,6 +15,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if isinstance(item, pytest.Function):
             for marker in sorted({STARTERS[module] for module in modules_used(item.function, set()) & STARTERS.keys()}):
                 item.add_marker(marker)
+            if item.get_closest_marker("gpu") and jax.default_backend() != "gpu":
+                item.add_marker(pytest.mark.skip(f"needs a GPU; jax.default_backend() is {jax.default_backend()!r}"))
 
 
 def modules_used(function: object, seen: set[object]) -> set[str]:

@@ -147,7 +147,7 @@ def test_the_script_of_several_hosts_runs_in_two_processes(tmp_path):
     model, *others = pieces()
     assert "def model_fn" in model.lines[0]
     lines = model.lines + [line for piece in others if piece.section == ON_SEVERAL_HOSTS for line in piece.lines]
-    ended = shared_cluster().run("testing.docs.from_caffe2", lines, str(tmp_path / "model"))
+    ended = shared_cluster().run("testing.scenarios.docs.from_caffe2", lines, str(tmp_path / "model"))
     assert [each.code for each in ended] == [0, 0], ended
     outputs = [json.loads(next(line for line in each.lines if line.startswith('{"process"'))) for each in ended]
     assert [each["process"] for each in outputs] == [0, 1]

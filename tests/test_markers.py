@@ -2,6 +2,7 @@
 
 import subprocess
 
+import jax
 import pytest
 from testing.cluster import shared_cluster
 
@@ -38,3 +39,8 @@ def test_by_a_helper_of_a_helper(request):
 
 def test_what_starts_nothing_has_no_marker(request):
     assert markers(request) == set()
+
+
+@pytest.mark.gpu
+def test_what_needs_a_gpu_is_run_where_there_is_one():
+    assert jax.default_backend() == "gpu"

@@ -77,8 +77,8 @@ def test_a_port_trains_evaluates_predicts_and_exports_the_same_on_4_towers(progr
 
 def outcome(classifier, metrics, predictions, served):
     variables = classifier.get_variable_value(classifier.get_variable_names())
-    found = {"variables": variables, "metrics": metrics, "predictions": predictions, "served": served}
-    return jax.tree.map(np.asarray, found)
+    results = {"variables": variables, "metrics": metrics, "predictions": predictions, "served": served}
+    return jax.tree.map(np.asarray, results)
 
 
 def test_bert_begins_with_the_values_of_a_checkpoint(tmp_path):

@@ -9,15 +9,15 @@ import jax
 import jax.numpy as jnp
 
 from estimator._estimator import Estimator
-from estimator.canned._common import OptimizerOrFn, check_head, classifier_head, optimizer_fn, regressor_head
+from estimator.canned._common import OptimizerOrFn, check_head, classifier_head, optimizer_fn
 from estimator.core._batch import check_batch
 from estimator.core._estimator_spec import EstimatorSpec
 from estimator.core._run_config import RunConfig
 from estimator.core._typing import Features, Labels
-from estimator.core._variable_scope import variable_scope
-from estimator.core._variables import get_variable
-from estimator.heads import Head
+from estimator.heads import Head, RegressionHead
 from estimator.losses import Reduction
+from estimator.variables._variable_scope import variable_scope
+from estimator.variables._variables import get_variable
 
 LEARNING_RATE = 0.3  # TensorFlow's
 
@@ -30,9 +30,6 @@ class BaselineEstimator(Estimator):
       model_dir, config: as for `est.Estimator`.
       optimizer: an `est.Optimizer`, a `TowerOptimizer`, a function that returns one, or one of TensorFlow's names, as
         for `est.LinearEstimator`; the learning rate is 0.3. By default "Ftrl".
-
-    Raises:
-      TypeError: an argument is of another kind; the message names it.
     """
 
     def __init__(
@@ -105,4 +102,4 @@ class BaselineRegressor(BaselineEstimator):
         *,
         loss_reduction: str = Reduction.SUM_OVER_BATCH_SIZE,
     ) -> None:
-        super().__init__(regressor_head(label_dimension, weight_column, loss_reduction), model_dir, optimizer, config)
+        super().__init__(RegressionHead(label_dimension, weight_column, loss_reduction), model_dir, optimizer, config)

@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import jax
 
 from estimator._estimator import Estimator
-from estimator.canned._common import (
-    OptimizerOrFn,
-    check_head,
-    classifier_head,
-    optimizer_fn,
-    regressor_head,
-    show_layer,
-)
+from estimator.canned._common import OptimizerOrFn, check_head, classifier_head, optimizer_fn
 from estimator.canned._dnn import Activation, dnn_logits_fn
 from estimator.canned._linear import linear_learning_rate, linear_logits_fn
 from estimator.checkpoint._warm_start import WarmStartSettings
@@ -23,11 +16,10 @@ from estimator.core._estimator_spec import EstimatorSpec
 from estimator.core._frame import current_frame
 from estimator.core._run_config import RunConfig
 from estimator.core._train_op import TrainOp, group
-from estimator.core._typing import Features, Labels, PyTree
-from estimator.core._variable_scope import variable_scope
+from estimator.core._typing import Features, Labels
 from estimator.feature_column._column import CategoricalColumn, DenseColumn
 from estimator.feature_column._layers import checked_columns
-from estimator.heads import Head
+from estimator.heads import Head, RegressionHead
 from estimator.losses import Reduction
 
 _DNN_LEARNING_RATE, _LINEAR_LEARNING_RATE = 0.001, 0.005  # TensorFlow's
@@ -46,9 +38,6 @@ class DNNLinearCombinedEstimator(Estimator):
         learning rate is 0.005 at most.
       dnn_feature_columns, dnn_optimizer, dnn_hidden_units, dnn_activation_fn, dnn_dropout, batch_norm: as for
         `est.DNNEstimator`; the default learning rate is 0.001.
-
-    Raises:
-      ValueError, TypeError: an argument is missing or invalid; the message names it.
     """
 
     def __init__(
@@ -85,8 +74,8 @@ class DNNLinearCombinedEstimator(Estimator):
         if linear_feature_columns:
             columns = checked_columns(linear_feature_columns)
             rate = linear_learning_rate(_LINEAR_LEARNING_RATE, columns)
-            linear = linear_logits_fn(caller, units, columns, linear_sparse_combiner)
-            parts.append((_showing(linear), optimizer_fn(caller, linear_optimizer, rate, from_zeros=True)))
+            linear = linear_logits_fn(caller, units, columns, linear_sparse_combiner, shows_logits=True)
+            parts.append((linear, optimizer_fn(caller, linear_optimizer, rate, from_zeros=True)))
 
         def model_fn(features: Features, labels: Labels, mode: str) -> EstimatorSpec:
             trainable = current_frame(caller).declared.trainable
@@ -102,19 +91,6 @@ class DNNLinearCombinedEstimator(Estimator):
             return head.create_estimator_spec(features, mode, sum(logits), labels, train_op_fn=train_op_fn)
 
         super().__init__(model_fn, model_dir, config, warm_start_from=warm_start_from)
-
-
-def _showing(linear: Callable[[PyTree], jax.Array]) -> Callable[[PyTree, str], jax.Array]:
-    """The same logits, with the summaries of a layer."""
-
-    def logits_fn(features: Features, mode: str) -> jax.Array:
-        del mode
-        logits = linear(features)
-        with variable_scope("linear"):
-            show_layer(logits)
-        return logits
-
-    return logits_fn
 
 
 class DNNLinearCombinedClassifier(DNNLinearCombinedEstimator):
@@ -190,7 +166,7 @@ class DNNLinearCombinedRegressor(DNNLinearCombinedEstimator):
         linear_sparse_combiner: str = "sum",
     ) -> None:
         super().__init__(
-            regressor_head(label_dimension, weight_column, loss_reduction),
+            RegressionHead(label_dimension, weight_column, loss_reduction),
             model_dir,
             linear_feature_columns,
             linear_optimizer,

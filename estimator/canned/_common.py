@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from estimator.core._record import Scalar, report_in_training
-from estimator.heads import BinaryClassHead, Head, MultiClassHead, RegressionHead
+from estimator.heads import BinaryClassHead, Head, MultiClassHead
 from estimator.heads._head import checked_optimizer
 from estimator.optim._optimizer import Optimizer
 
@@ -32,10 +32,6 @@ def classifier_head(
     if n_classes == 2:
         return BinaryClassHead(weight_column, label_vocabulary=label_vocabulary, loss_reduction=loss_reduction)
     return MultiClassHead(n_classes, weight_column, label_vocabulary, loss_reduction)
-
-
-def regressor_head(label_dimension: int, weight_column: str | None, loss_reduction: str) -> Head:
-    return RegressionHead(label_dimension, weight_column, loss_reduction)
 
 
 def check_head(caller: str, head: Any) -> None:

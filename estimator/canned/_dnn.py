@@ -7,33 +7,24 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
+from estimator import layers
 from estimator._estimator import Estimator
-from estimator.canned._common import (
-    OptimizerOrFn,
-    check_head,
-    classifier_head,
-    optimizer_fn,
-    regressor_head,
-    show_layer,
-)
+from estimator.canned._common import OptimizerOrFn, check_head, classifier_head, optimizer_fn, show_layer
 from estimator.checkpoint._warm_start import WarmStartSettings
 from estimator.core._estimator_spec import EstimatorSpec
 from estimator.core._mode_keys import ModeKeys
-from estimator.core._rng import make_rng
 from estimator.core._run_config import RunConfig
 from estimator.core._typing import Features, Labels, PyTree
-from estimator.core._variable_scope import variable_scope
-from estimator.core._variables import assign, get_variable
 from estimator.feature_column import input_layer
 from estimator.feature_column._column import DenseColumn
 from estimator.feature_column._layers import checked_dense
-from estimator.heads import Head
+from estimator.heads import Head, RegressionHead
 from estimator.losses import Reduction
+from estimator.variables._variable_scope import variable_scope
 
 LEARNING_RATE = 0.05  # TensorFlow's
-_MOMENTUM, _EPSILON = 0.999, 1e-3  # of batch normalization, as in TensorFlow
+_MOMENTUM = 0.999  # of batch normalization, as in TensorFlow
 
 Activation = Callable[[jax.Array], jax.Array]
 
@@ -57,9 +48,6 @@ class DNNEstimator(Estimator):
       dropout: the fraction of a hidden layer that is dropped in training; None: no dropout.
       batch_norm: whether hidden layers are normalized. Each tower normalizes by its own rows, as in TensorFlow;
         moving averages are averaged over towers.
-
-    Raises:
-      ValueError, TypeError: an argument is invalid; the message names it.
     """
 
     def __init__(
@@ -172,7 +160,7 @@ class DNNRegressor(DNNEstimator):
         loss_reduction: str = Reduction.SUM_OVER_BATCH_SIZE,
         batch_norm: bool = False,
     ) -> None:
-        head = regressor_head(label_dimension, weight_column, loss_reduction)
+        head = RegressionHead(label_dimension, weight_column, loss_reduction)
         super().__init__(
             head,
             hidden_units,
@@ -212,37 +200,18 @@ def dnn_logits_fn(
             with variable_scope("input_from_feature_columns"):
                 net = input_layer(features, columns)
             for i, width in enumerate(widths):
+                net = layers.dense(net, width, activation_fn, name=f"hiddenlayer_{i}")
                 with variable_scope(f"hiddenlayer_{i}"):
-                    net = activation_fn(_dense(net, width))
-                    if dropout and training:
-                        kept = jax.random.bernoulli(make_rng("dropout"), 1 - dropout, net.shape)
-                        net = jnp.where(kept, net / (1 - dropout), 0)
+                    if dropout:
+                        net = layers.dropout(net, dropout, training=training)
                     if batch_norm:
-                        net = _batch_normalized(f"batchnorm_{i}", net, training)
+                        net = layers.batch_normalization(
+                            net, momentum=_MOMENTUM, training=training, name=f"batchnorm_{i}"
+                        )
                     show_layer(net)
+            logits = layers.dense(net, units, name="logits")
             with variable_scope("logits"):
-                logits = _dense(net, units)
                 show_layer(logits)
-                return logits
+            return logits
 
     return logits_fn
-
-
-def _dense(x: jax.Array, units: int) -> jax.Array:
-    kernel = get_variable("kernel", (x.shape[-1], units))
-    return x @ kernel + get_variable("bias", (units,), initializer=jax.nn.initializers.zeros)
-
-
-def _batch_normalized(name: str, x: jax.Array, training: bool) -> jax.Array:
-    width, zeros, ones = x.shape[-1:], jax.nn.initializers.zeros, jax.nn.initializers.ones
-    with variable_scope(name):
-        gamma = get_variable("gamma", width, initializer=ones)
-        beta = get_variable("beta", width, initializer=zeros)
-        mean = get_variable("moving_mean", width, initializer=zeros, trainable=False)
-        variance = get_variable("moving_variance", width, initializer=ones, trainable=False)
-        if training:
-            moving_mean, moving_variance = mean, variance
-            mean, variance = x.mean(axis=0), x.var(axis=0)
-            assign("moving_mean", _MOMENTUM * moving_mean + (1 - _MOMENTUM) * mean)
-            assign("moving_variance", _MOMENTUM * moving_variance + (1 - _MOMENTUM) * variance)
-    return (x - mean) * jax.lax.rsqrt(variance + _EPSILON) * gamma + beta

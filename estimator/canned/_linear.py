@@ -10,20 +10,20 @@ from typing import Any
 import jax
 
 from estimator._estimator import Estimator
-from estimator.canned._common import OptimizerOrFn, check_head, classifier_head, optimizer_fn, regressor_head
+from estimator.canned._common import OptimizerOrFn, check_head, classifier_head, optimizer_fn, show_layer
 from estimator.checkpoint._warm_start import WarmStartSettings
 from estimator.core._estimator_spec import EstimatorSpec
 from estimator.core._frame import Frame, current_frame
 from estimator.core._record import Histogram, Scalar, report_in_training
 from estimator.core._run_config import RunConfig
 from estimator.core._typing import Features, Labels, PyTree
-from estimator.core._variable_scope import variable_scope
 from estimator.feature_column import linear_model
 from estimator.feature_column._column import CategoricalColumn, DenseColumn
 from estimator.feature_column._layers import checked_columns
-from estimator.heads import Head
+from estimator.heads import Head, RegressionHead
 from estimator.losses import Reduction
 from estimator.sparse._embedding_sparse import check_combiner
+from estimator.variables._variable_scope import variable_scope
 
 LEARNING_RATE = 0.2  # TensorFlow's, at most
 
@@ -44,9 +44,6 @@ class LinearEstimator(Estimator):
         0.2. By default "Ftrl" with `min(0.2, 1 / sqrt(number of columns))`. Ftrl is Adagrad here: without
         regularization and from zeros it takes the same steps.
       sparse_combiner: how the weights of several classes of an example are combined: "sum", "mean" or "sqrtn".
-
-    Raises:
-      ValueError, TypeError: an argument is invalid; the message names it.
     """
 
     def __init__(
@@ -65,15 +62,11 @@ class LinearEstimator(Estimator):
         columns = checked_columns(feature_columns)
         logits_fn = linear_logits_fn(caller, head.logits_dimension, columns, sparse_combiner)
         make_optimizer = optimizer_fn(
-            caller,
-            optimizer,
-            linear_learning_rate(LEARNING_RATE, columns),
-            from_zeros=True,
-            named_rate=LEARNING_RATE,
+            caller, optimizer, linear_learning_rate(LEARNING_RATE, columns), from_zeros=True, named_rate=LEARNING_RATE
         )
 
         def model_fn(features: Features, labels: Labels, mode: str) -> EstimatorSpec:
-            return head.create_estimator_spec(features, mode, logits_fn(features), labels, make_optimizer())
+            return head.create_estimator_spec(features, mode, logits_fn(features, mode), labels, make_optimizer())
 
         super().__init__(model_fn, model_dir, config, warm_start_from=warm_start_from)
 
@@ -137,7 +130,7 @@ class LinearRegressor(LinearEstimator):
         loss_reduction: str = Reduction.SUM_OVER_BATCH_SIZE,
         sparse_combiner: str = "sum",
     ) -> None:
-        head = regressor_head(label_dimension, weight_column, loss_reduction)
+        head = RegressionHead(label_dimension, weight_column, loss_reduction)
         super().__init__(
             head, feature_columns, model_dir, optimizer, config, warm_start_from, sparse_combiner=sparse_combiner
         )
@@ -148,15 +141,18 @@ def linear_learning_rate(at_most: float, columns: Sequence[Any]) -> float:
 
 
 def linear_logits_fn(
-    caller: str, units: int, columns: Sequence[Any], sparse_combiner: str
-) -> Callable[[PyTree], jax.Array]:
-    """A function of features that returns logits of shape `(batch, units)`."""
+    caller: str, units: int, columns: Sequence[Any], sparse_combiner: str, *, shows_logits: bool = False
+) -> Callable[[PyTree, str], jax.Array]:
+    """A function `(features, mode)` that returns logits of shape `(batch, units)`."""
     check_combiner(caller, "sparse_combiner", sparse_combiner)
 
-    def logits_fn(features: Features) -> jax.Array:
+    def logits_fn(features: Features, mode: str) -> jax.Array:
+        del mode
         with variable_scope("linear"):
             logits = linear_model(features, columns, units, sparse_combiner)
             _show_weights(current_frame(caller))
+            if shows_logits:
+                show_layer(logits)
             return logits
 
     return logits_fn

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 from collections.abc import Callable
 
@@ -74,12 +73,3 @@ class AsyncSave:
         """To be called when nobody waits for the thread any more: the process may end while it is at work."""
         logging.warning("The checkpoint %s is still being written. It is lost if the process ends now.", self.path)
         give_up(self._work)
-
-
-def give_way() -> None:
-    """Lets the calling thread, and those that it starts, run where no other thread wants the core.
-
-    Elsewhere than on Linux it does nothing: that would be for the whole process.
-    """
-    if sys.platform == "linux":
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))

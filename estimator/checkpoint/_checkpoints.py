@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import logging
 
-from estimator.checkpoint._async_save import AsyncSave, CheckpointWriteError, give_way
+from estimator.checkpoint._async_save import AsyncSave, CheckpointWriteError
 from estimator.checkpoint._checkpoint_dir import (
     PIN,
     check_is_checkpoint,
@@ -137,9 +137,8 @@ class Checkpoints:
         self.wait()
         path = os.path.join(self._dir, name_of(int(state.global_step)))
         if not is_checkpoint(path):
-            wait = wait or jax.process_count() > 1
-            self._start_writing(path, to_arrays(state), encode(host or {}), gives_way=not wait)
-            if wait:
+            self._start_writing(path, to_arrays(state), encode(host or {}))
+            if wait or jax.process_count() > 1:
                 self.wait()
         return path
 
@@ -165,12 +164,10 @@ class Checkpoints:
         if self._in_flight is not None:
             self._in_flight.give_up()
 
-    def _start_writing(self, path: str, arrays: dict[str, Any], host: dict[str, Any], gives_way: bool) -> None:
+    def _start_writing(self, path: str, arrays: dict[str, Any], host: dict[str, Any]) -> None:
         import orbax.checkpoint  # noqa: F401  # by this thread, as in `with_orbax`
 
         def write(copied: Callable[[], None]) -> None:
-            if gives_way:
-                give_way()
             try:
                 _save(path, arrays, host, *self._retention, copied=copied)
             except Exception as error:

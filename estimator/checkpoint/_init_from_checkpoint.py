@@ -14,7 +14,8 @@ from estimator.checkpoint._checkpoints import describe
 from estimator.checkpoint._readers import near, open_reader
 from estimator.core._frame import current_frame
 from estimator.core._typing import Variables
-from estimator.core._variables import cast, map_named
+from estimator.variables._initial_value import cast
+from estimator.variables._variables import map_named
 
 _CALLER = "est.init_from_checkpoint"
 

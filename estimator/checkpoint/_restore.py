@@ -12,12 +12,12 @@ from estimator.checkpoint._warm_start import WarmStartReport, WarmStartSettings,
 from estimator.core._mode_keys import ModeKeys
 from estimator.core._state import State
 from estimator.core._typing import Features, Labels
-from estimator.core._variables import map_named
 from estimator.multihost._global_arrays import as_of_chief, is_within_reach, placed
 from estimator.multihost._process_group import ProcessGroup
 from estimator.optim._moving_average import at_averages
 from estimator.steps._transform import Model
 from estimator.storage._files import absolute
+from estimator.variables._variables import map_named
 
 
 class StateSource:

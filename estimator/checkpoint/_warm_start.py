@@ -13,8 +13,8 @@ from estimator.checkpoint._named_arrays import named_leaves, with_named_leaves
 from estimator.checkpoint._readers import Reader, as_of_jax, near, open_reader
 from estimator.core._mode_keys import ModeKeys
 from estimator.core._state import State
-from estimator.core._variables import cast
 from estimator.multihost._global_arrays import put
+from estimator.variables._initial_value import cast
 
 _STEP = "global_step"
 

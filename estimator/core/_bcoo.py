@@ -7,7 +7,7 @@ one, in jax's own way: indices out of bounds, which jax leaves out, and zeros as
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import jax
@@ -85,14 +85,16 @@ def per_step(batches: PyTree) -> PyTree:
     return _reshaped(batches, one)
 
 
-def with_shape(x: BCOO, shape: tuple[int, ...]) -> BCOO:
+def _reshaped(tree: PyTree, shape: Callable[[BCOO], tuple[int, ...]]) -> PyTree:
     """The same arrays under another shape. Unchecked: within stacks the arrays have a dimension more than it says."""
-    arrays, layout = x.tree_flatten()
-    return type(x).tree_unflatten({**layout, "shape": shape}, arrays)
 
+    def reshaped(x: Any) -> Any:
+        if not is_sparse(x):
+            return x
+        arrays, layout = x.tree_flatten()
+        return type(x).tree_unflatten({**layout, "shape": shape(x)}, arrays)
 
-def _reshaped(tree: PyTree, shape: Any) -> PyTree:
-    return jax.tree.map(lambda x: with_shape(x, shape(x)) if is_sparse(x) else x, tree, is_leaf=is_sparse)
+    return jax.tree.map(reshaped, tree, is_leaf=is_sparse)
 
 
 def _common_layout(leaves: tuple[Any, ...]) -> Any:

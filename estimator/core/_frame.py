@@ -37,6 +37,10 @@ class Writes(NamedTuple):
     assigned: Variables
     added: Variables
 
+    @property
+    def names(self) -> list[str]:
+        return list({**self.assigned, **self.added})
+
     def applied_to(self, variables: Variables) -> Variables:
         """The new values of what was written."""
         values = dict(self.assigned)

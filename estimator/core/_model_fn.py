@@ -15,6 +15,8 @@ from estimator.core._mode_keys import ModeKeys
 from estimator.core._typing import Features, Labels
 
 ModelFn = Callable[..., EstimatorSpec]
+"""Of `features` and any of `labels, mode, params, config`."""
+
 _OPTIONAL = ("labels", "mode", "params", "config")
 
 

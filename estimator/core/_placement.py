@@ -101,6 +101,10 @@ class Placement:
         """Arrays, whole on every device."""
         return tree
 
+    def first(self, of_towers: jax.Array) -> jax.Array:
+        """The first tower's of values with the towers as their first dimension, in every process."""
+        return self.gathered(of_towers)[0]
+
     def to_read(self, variables: Tree) -> Tree:
         """Variables, as the model_fn reads them."""
         return variables

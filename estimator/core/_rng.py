@@ -1,9 +1,11 @@
 """Random keys and the step counter of a run."""
 
+import zlib
+
 import jax
+import numpy as np
 
 from estimator.core._frame import Frame, current_frame, transformations_within
-from estimator.core._variables import name_hash
 from estimator.runtime._transformations import repeating
 
 
@@ -65,3 +67,8 @@ def next_key(frame: Frame, name: str | None) -> jax.Array:
 def global_step() -> jax.Array:
     """The number of training steps finished before this run: an int32 scalar. A step advances it by one."""
     return current_frame("est.global_step").global_step
+
+
+def name_hash(name: str) -> np.uint32:
+    """The same number for a name in every process, to make a key of its own from one PRNG key."""
+    return np.uint32(zlib.crc32(name.encode()))

@@ -8,9 +8,8 @@ import jax
 
 from estimator.core._typing import Slots, Variables
 
-# The entries of `State.slots` that are not an optimizer's. No optimizer may have such a name where they are in use.
 ON_NAN_SLOTS = "on_nan"
-BLOCK_SYNC_SLOTS = "block_sync"
+"""An entry of `State.slots` that is not an optimizer's. No optimizer may have such a name where it is in use."""
 
 
 class State(NamedTuple):

@@ -78,8 +78,8 @@ class TrainOp:
       skipped: bool scalar: in the spec of a step that is done, whether it was skipped (`on_nan`); else None.
       learning_rates: in the spec of a step that is done, those that it was made with, as `est.learning_rates` names
         them; scalars.
-      slots: by optimizer name, of a step that has applied its updates itself (block synchronisation); its new
-        variables are among those it assigned.
+      slots: by optimizer name, of a step that has applied its updates itself, in each tower (block synchronisation);
+        arrays with the towers as their first dimension. Its new variables are among those it assigned.
     """
 
     updates: tuple[Update, ...] = ()
@@ -87,6 +87,11 @@ class TrainOp:
     learning_rates: dict[str, Any] = dataclasses.field(default_factory=dict)
     slots: Slots = dataclasses.field(default_factory=dict)
     averages: tuple[AverageUpdate, ...] = ()
+
+    @property
+    def pending(self) -> list[Update]:
+        """The updates whose gradients are still to be taken from their losses."""
+        return [update for update in self.updates if update.gradients is None]
 
     def gradients(self) -> list[dict[str, PyTree]]:
         """The gradients of each update, by name in the order of its variables."""
@@ -135,6 +140,5 @@ def group(*train_ops: TrainOp) -> TrainOp:
     return TrainOp(
         tuple(update for train_op in train_ops for update in train_op.updates),
         slots={name: state for train_op in train_ops for name, state in train_op.slots.items()},
-        learning_rates={name: rate for train_op in train_ops for name, rate in train_op.learning_rates.items()},
         averages=tuple(average for train_op in train_ops for average in train_op.averages),
     )

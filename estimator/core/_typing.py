@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 PyTree = Any
@@ -23,6 +24,9 @@ Slots = dict[str, PyTree]
 
 Gradients = dict[str, PyTree]
 """By the full name of a variable."""
+
+Forward = Callable[..., Any]
+"""The forward pass of a tower, pure: `(trained, rest, batch) -> (losses, others)`, pytrees of arrays."""
 
 Shardings = PyTree
 """Of a pytree: a prefix of it with a `jax.sharding.Sharding` as each leaf; None leaves the choice to jax."""

@@ -146,7 +146,8 @@ class LatestExporter(Exporter):
                 export_path, self._example_features, checkpoint_path=checkpoint_path, **self._options
             )
             path = os.fspath(path)
-            _write_record(export_path, path, eval_result)
+            record = {"export": os.path.basename(path), "eval_result": eval_result}
+            write(os.path.join(export_path, _RECORD), json.dumps(record, default=_as_json).encode())
             if self._keep is not None:
                 _remove_old(export_path, self._keep)
         return path
@@ -244,19 +245,13 @@ class BestExporter(LatestExporter):
 
     def _is_chosen(self, last: EvalResult | None, result: EvalResult) -> bool:
         # The first result is compared with itself, so that a metric that the function lacks is an error at once.
-        best = result if last is None else {key: _as_result(value) for key, value in last.items()}
+        best = result if last is None else {key: np.asarray(x) if isinstance(x, list) else x for key, x in last.items()}
         is_better = bool(self._compare_fn(best_eval_result=best, current_eval_result=result))
         with_nan = sorted(name for name, value in result.items() if _has_nan(value))
         if with_nan:
             logging.warning("BestExporter %r does not export a model with NaN in %s.", self.name, with_nan)
             return False
         return last is None or is_better
-
-
-def _write_record(export_path: str, path: str, eval_result: EvalResult) -> None:
-    record = os.path.join(export_path, _RECORD)
-    text = json.dumps({"export": os.path.basename(path), "eval_result": eval_result}, default=_as_json)
-    write(record, text.encode())
 
 
 def _read_record(export_path: str) -> dict[str, Any] | None:
@@ -271,11 +266,6 @@ def _as_json(value: ArrayLike) -> object:
 
 def _text(eval_result: EvalResult) -> str:
     return json.dumps(eval_result, sort_keys=True, default=_as_json)
-
-
-def _as_result(value: Any) -> Any:
-    """A metric as `evaluate` returns it: the file has lists for arrays."""
-    return np.asarray(value) if isinstance(value, list) else value
 
 
 def _has_nan(value: PyTree) -> bool:

@@ -13,6 +13,7 @@ from estimator.feature_column._column import (
     CategoricalColumn,
     Coder,
     DenseColumn,
+    KeyColumn,
     are_integers,
     check_key,
     check_positive,
@@ -25,14 +26,9 @@ from estimator.feature_column._hash import Crc32, bits, bucket, mixed
 
 
 @dataclasses.dataclass(frozen=True)
-class IdentityColumn(CategoricalColumn):
-    key: str
+class IdentityColumn(KeyColumn):
     buckets: int
     default_value: int | None
-
-    @property
-    def name(self) -> str:
-        return self.key
 
     @property
     def num_buckets(self) -> int:
@@ -63,13 +59,8 @@ def categorical_column_with_identity(key: str, num_buckets: int, default_value: 
 
 
 @dataclasses.dataclass(frozen=True)
-class HashColumn(CategoricalColumn):
-    key: str
+class HashColumn(KeyColumn):
     hash_bucket_size: int
-
-    @property
-    def name(self) -> str:
-        return self.key
 
     @property
     def num_buckets(self) -> int:

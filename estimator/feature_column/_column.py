@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import dataclasses
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -20,13 +21,13 @@ class Coder(Protocol):
     def code(self, text: str) -> int: ...
 
 
-class DenseColumn(abc.ABC):
-    """A column for an input layer.
+class InputColumn(abc.ABC):
+    """A column for an input layer: a `DenseColumn`, a `SequenceDenseColumn`, or both.
 
     Attributes:
       name: part of the names of its variables; columns are ordered by it.
       scope_name: the scope of its variables within the scope of the layer.
-      width: the number of values per example.
+      width: the number of values per example, or per step of a sequence.
     """
 
     @property
@@ -41,25 +42,17 @@ class DenseColumn(abc.ABC):
     @abc.abstractmethod
     def width(self) -> int: ...
 
+
+class DenseColumn(InputColumn):
+    """A column for an `input_layer` or a `linear_model`."""
+
     @abc.abstractmethod
     def values(self, features: Mapping[Any, Any]) -> jax.Array:
         """Float32 of shape `(batch, width)`; its variables are created in the current scope."""
 
 
-class SequenceDenseColumn(abc.ABC):
-    """A column for a `sequence_input_layer`, with the attributes of a `DenseColumn`."""
-
-    @property
-    @abc.abstractmethod
-    def name(self) -> str: ...
-
-    @property
-    def scope_name(self) -> str:
-        return self.name
-
-    @property
-    @abc.abstractmethod
-    def width(self) -> int: ...
+class SequenceDenseColumn(InputColumn):
+    """A column for a `sequence_input_layer`."""
 
     @abc.abstractmethod
     def sequence_values(self, features: Mapping[Any, Any]) -> tuple[jax.Array, jax.Array]:
@@ -96,6 +89,17 @@ class CategoricalColumn(abc.ABC):
     def coders(self) -> dict[str, Coder]:
         """The encoders of strings by feature; features of numbers have none."""
         return {}
+
+
+@dataclasses.dataclass(frozen=True)
+class KeyColumn(CategoricalColumn):
+    """A categorical column of one feature."""
+
+    key: str
+
+    @property
+    def name(self) -> str:
+        return self.key
 
 
 class SequenceCategoricalColumn(CategoricalColumn):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ import numpy as np
 from estimator.feature_column._column import (
     CategoricalColumn,
     DenseColumn,
+    InputColumn,
     SequenceDenseColumn,
     check_categorical,
     check_key,
@@ -25,12 +26,27 @@ from estimator.feature_column._column import (
 
 
 @dataclasses.dataclass(frozen=True)
-class NumericColumn(DenseColumn):
+class Numbers(InputColumn):
+    """The arguments of a column of numbers, checked by `of`."""
+
     key: str
     shape: tuple[int, ...]
-    default_value: float | None
+    default_value: float | np.number | None
     dtype: Any
     normalizer_fn: Callable[[jax.Array], jax.Array] | None
+
+    @classmethod
+    def of(cls, caller: str, key: Any, shape: Any, default_value: Any, dtype: Any, normalizer_fn: Any) -> Self:
+        check_key(caller, key)
+        shape = tuple(shape) if isinstance(shape, tuple | list) else (shape,)
+        for size in shape:
+            check_positive(caller, "shape", size)
+        check_numeric(caller, key, dtype)
+        if default_value is not None and not isinstance(default_value, int | float | np.number):
+            raise TypeError(f"`{caller}`: default_value must be a number or None; got {default_value!r}.")
+        if normalizer_fn is not None and not callable(normalizer_fn):
+            raise TypeError(f"`{caller}`: normalizer_fn must be a callable; got {normalizer_fn!r}.")
+        return cls(key, shape, default_value, dtype, normalizer_fn)
 
     @property
     def name(self) -> str:
@@ -40,6 +56,20 @@ class NumericColumn(DenseColumn):
     def width(self) -> int:
         return math.prod(self.shape)
 
+    def normalized(self, kind: str, values: jax.Array) -> jax.Array:
+        """What the normalizer_fn, if there is one, makes of the values; `kind` is for an error."""
+        if self.normalizer_fn is None:
+            return values
+        new = jnp.asarray(self.normalizer_fn(values))
+        if new.shape != values.shape:
+            raise ValueError(
+                f"The normalizer_fn of the {kind} {self.key!r} must keep the shape, {values.shape}; it returned "
+                f"{new.shape}."
+            )
+        return new
+
+
+class NumericColumn(Numbers, DenseColumn):
     def values(self, features: Mapping[Any, Any]) -> jax.Array:
         array = feature(features, self.key)
         expected = (array.shape[0], *self.shape)
@@ -51,13 +81,7 @@ class NumericColumn(DenseColumn):
         values = array.reshape(expected).astype(self.dtype)
         if self.default_value is not None and jnp.issubdtype(values.dtype, jnp.floating):
             values = jnp.where(jnp.isnan(values), jnp.asarray(self.default_value, values.dtype), values)
-        if self.normalizer_fn is not None:
-            values = jnp.asarray(self.normalizer_fn(values))
-            if values.shape != expected:
-                raise ValueError(
-                    f"The normalizer_fn of the numeric column {self.key!r} must keep the shape, {expected}; it "
-                    f"returned {values.shape}."
-                )
+        values = self.normalized("numeric column", values)
         return values.reshape(array.shape[0], self.width).astype(jnp.float32)
 
 
@@ -84,24 +108,7 @@ def numeric_column(
       dtype: the dtype of the argument of `normalizer_fn`.
       normalizer_fn: function of the feature, shape `(batch, *shape)`, that keeps the shape.
     """
-    shape = checked_numbers("numeric_column", key, shape, default_value, dtype, normalizer_fn)
-    return NumericColumn(key, shape, default_value, dtype, normalizer_fn)
-
-
-def checked_numbers(
-    caller: str, key: Any, shape: Any, default_value: Any, dtype: Any, normalizer_fn: Any
-) -> tuple[int, ...]:
-    """The shape, as a tuple, after all arguments were checked."""
-    check_key(caller, key)
-    shape = tuple(shape) if isinstance(shape, tuple | list) else (shape,)
-    for size in shape:
-        check_positive(caller, "shape", size)
-    check_numeric(caller, key, dtype)
-    if default_value is not None and not isinstance(default_value, int | float | np.number):
-        raise TypeError(f"`{caller}`: default_value must be a number or None; got {default_value!r}.")
-    if normalizer_fn is not None and not callable(normalizer_fn):
-        raise TypeError(f"`{caller}`: normalizer_fn must be a callable; got {normalizer_fn!r}.")
-    return shape
+    return NumericColumn.of("numeric_column", key, shape, default_value, dtype, normalizer_fn)
 
 
 def check_numeric(caller: str, key: str, dtype: Any) -> None:

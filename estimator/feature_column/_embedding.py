@@ -11,8 +11,6 @@ import jax
 import jax.numpy as jnp
 
 from estimator.core._frame import run_store
-from estimator.core._variable_scope import AUTO_REUSE, get_variable_scope, variable_scope
-from estimator.core._variables import get_variable
 from estimator.feature_column._column import (
     CategoricalColumn,
     DenseColumn,
@@ -25,6 +23,8 @@ from estimator.feature_column._column import (
 )
 from estimator.sparse._embedding import embedding_lookup
 from estimator.sparse._embedding_sparse import check_combiner, check_max_norm, clipped, combined
+from estimator.variables._variable_scope import AUTO_REUSE, get_variable_scope, variable_scope
+from estimator.variables._variables import get_variable
 
 _FEW_ROWS = 1024  # With fewer rows a sparse update saves little, and XLA takes half a second to compile it.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -110,26 +111,17 @@ def _coders(columns: Iterable[Any]) -> dict[str, Coder]:
     return crossed | coders
 
 
-class _Codes(dict[Any, int]):
-    """A cache of the codes of values."""
-
-    def __init__(self, key: Any, coder: Coder) -> None:
-        super().__init__()
-        self._key, self._coder = key, coder
-
-    def __missing__(self, value: Any) -> int:
+def _codes(key: Any, array: np.ndarray, coder: Coder) -> np.ndarray:
+    @functools.cache
+    def code(value: Any) -> int:
         text = value.decode() if isinstance(value, bytes) else value
         if text is None or (isinstance(text, float) and np.isnan(text)):
             text = ""
         if not isinstance(text, str):
             raise TypeError(
-                f"Feature {self._key!r} must hold numbers or strings alone; got {value!r} of type "
-                f"{type(value).__name__}. Convert it, for example by `.astype(str)` or `.astype(np.int32)`."
+                f"Feature {key!r} must hold numbers or strings alone; got {value!r} of type {type(value).__name__}. "
+                "Convert it, for example by `.astype(str)` or `.astype(np.int32)`."
             )
-        code = self[value] = self._coder.code(text) if text else -1
-        return code
+        return coder.code(text) if text else -1
 
-
-def _codes(key: Any, array: np.ndarray, coder: Coder) -> np.ndarray:
-    codes = _Codes(key, coder)
-    return np.fromiter(map(codes.__getitem__, array.ravel().tolist()), np.int32, array.size).reshape(array.shape)
+    return np.fromiter(map(code, array.ravel().tolist()), np.int32, array.size).reshape(array.shape)

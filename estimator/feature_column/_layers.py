@@ -10,17 +10,11 @@ import jax
 import jax.numpy as jnp
 
 from estimator.core._frame import innermost_frame
-from estimator.core._variable_scope import variable_scope
-from estimator.core._variables import get_variable
-from estimator.feature_column._column import (
-    CategoricalColumn,
-    DenseColumn,
-    SequenceDenseColumn,
-    check_features,
-    check_single,
-)
+from estimator.feature_column._column import CategoricalColumn, DenseColumn, InputColumn, check_features, check_single
 from estimator.feature_column._embedding import combined_rows
 from estimator.sparse._embedding_sparse import check_combiner
+from estimator.variables._variable_scope import variable_scope
+from estimator.variables._variables import get_variable
 
 
 def input_layer(features: Mapping[Any, Any], feature_columns: Iterable[DenseColumn]) -> jax.Array:
@@ -117,7 +111,7 @@ def checked_columns(feature_columns: Any) -> list[Any]:
 
 def named_columns(feature_columns: Any) -> list[Any]:
     """Columns of any kind in the order of their names."""
-    kinds = DenseColumn | CategoricalColumn | SequenceDenseColumn
+    kinds = InputColumn | CategoricalColumn
     columns = [feature_columns] if isinstance(feature_columns, kinds) else feature_columns
     columns = list(columns or ())
     if not columns:

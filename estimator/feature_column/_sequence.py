@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -11,14 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from estimator.feature_column._categorical import (
-    HashColumn,
-    IdentityColumn,
-    categorical_column_with_hash_bucket,
-    categorical_column_with_identity,
-)
+from estimator.feature_column._categorical import categorical_column_with_hash_bucket, categorical_column_with_identity
 from estimator.feature_column._column import (
     Coder,
+    KeyColumn,
     SequenceCategoricalColumn,
     SequenceDenseColumn,
     check_features,
@@ -26,7 +21,7 @@ from estimator.feature_column._column import (
     integers,
     sequence_of,
 )
-from estimator.feature_column._dense import checked_numbers
+from estimator.feature_column._dense import Numbers
 from estimator.feature_column._layers import named_columns, scope
 from estimator.feature_column._vocabulary import (
     VocabularyColumn,
@@ -50,7 +45,7 @@ class _StepCoder:
 
 @dataclasses.dataclass(frozen=True)
 class SequenceColumn(SequenceCategoricalColumn):
-    categorical_column: IdentityColumn | HashColumn | VocabularyColumn
+    categorical_column: KeyColumn
 
     @property
     def name(self) -> str:
@@ -155,22 +150,7 @@ def sequence_categorical_column_with_vocabulary_file(
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class SequenceNumericColumn(SequenceDenseColumn):
-    key: str
-    shape: tuple[int, ...]
-    default_value: float
-    dtype: Any
-    normalizer_fn: Callable[[jax.Array], jax.Array] | None
-
-    @property
-    def name(self) -> str:
-        return self.key
-
-    @property
-    def width(self) -> int:
-        return math.prod(self.shape)
-
+class SequenceNumericColumn(Numbers, SequenceDenseColumn):
     def sequence_values(self, features: Mapping[Any, Any]) -> tuple[jax.Array, jax.Array]:
         array = feature(features, self.key)
         expected = (*array.shape[:2], *self.shape)
@@ -182,15 +162,9 @@ class SequenceNumericColumn(SequenceDenseColumn):
         array = array.reshape(expected)
         missing = jnp.isnan(array) if jnp.issubdtype(array.dtype, jnp.floating) else jnp.zeros(array.shape, bool)
         default = jnp.asarray(self.default_value, self.dtype)
-        values = numbers = jnp.where(missing, default, jnp.where(missing, 0, array).astype(self.dtype))
-        if self.normalizer_fn is not None:
-            values = jnp.asarray(self.normalizer_fn(numbers))
-            if values.shape != expected:
-                raise ValueError(
-                    f"The normalizer_fn of the sequence numeric column {self.key!r} must keep the shape, {expected}; "
-                    f"it returned {values.shape}."
-                )
-            values = jnp.where(missing, default.astype(values.dtype), values)
+        numbers = jnp.where(missing, default, jnp.where(missing, 0, array).astype(self.dtype))
+        values = self.normalized("sequence numeric column", numbers)
+        values = jnp.where(missing, default.astype(values.dtype), values)
         there = ~missing.reshape(*array.shape[:2], self.width).all(axis=-1)
         return values.reshape(*array.shape[:2], self.width).astype(jnp.float32), _last_step(there)
 
@@ -215,8 +189,7 @@ def sequence_numeric_column(
     """
     if default_value is None:
         raise TypeError("`sequence_numeric_column`: default_value must be a number; got None.")
-    shape = checked_numbers("sequence_numeric_column", key, shape, default_value, dtype, normalizer_fn)
-    return SequenceNumericColumn(key, shape, default_value, dtype, normalizer_fn)
+    return SequenceNumericColumn.of("sequence_numeric_column", key, shape, default_value, dtype, normalizer_fn)
 
 
 def sequence_input_layer(

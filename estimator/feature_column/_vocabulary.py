@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from estimator.feature_column._column import (
-    CategoricalColumn,
     Coder,
+    KeyColumn,
     are_integers,
     check_key,
     check_positive,
@@ -26,15 +26,10 @@ from estimator.feature_column._hash import Crc32, bits, bucket, mixed
 
 
 @dataclasses.dataclass(frozen=True)
-class VocabularyColumn(CategoricalColumn):
-    key: str
+class VocabularyColumn(KeyColumn):
     vocabulary_list: tuple[Any, ...]
     default_value: int
     num_oov_buckets: int
-
-    @property
-    def name(self) -> str:
-        return self.key
 
     @property
     def num_buckets(self) -> int:

@@ -11,13 +11,7 @@ import optax.losses
 from jax.typing import ArrayLike
 
 from estimator import metrics as metrics_lib
-from estimator.core._export_output import (
-    DEFAULT_SIGNATURE,
-    ClassificationOutput,
-    ExportOutput,
-    PredictOutput,
-    RegressionOutput,
-)
+from estimator.core._export_output import ExportOutput, RegressionOutput
 from estimator.heads._class_names import ClassNames
 from estimator.heads._head import Predictions
 from estimator.heads._one_task import (
@@ -25,7 +19,7 @@ from estimator.heads._one_task import (
     all_class_ids,
     checked_thresholds,
     checked_vocabulary,
-    class_names,
+    classification_outputs,
     curve_metrics,
     nan_where,
     threshold_metrics,
@@ -70,9 +64,6 @@ class BinaryClassHead(OneTaskHead):
       name: the name of the head; required within `est.MultiHead`.
 
     Labels are in [0, 1], of shape `(batch,)` or `(batch, 1)`. The loss of other labels is NaN.
-
-    Raises:
-      ValueError, TypeError: an argument is invalid; the message names it.
     """
 
     def __init__(
@@ -84,9 +75,7 @@ class BinaryClassHead(OneTaskHead):
         loss_fn: Callable[..., jax.Array] | None = None,
         name: str | None = None,
     ) -> None:
-        super().__init__(
-            1, 1, 1, weight_column=weight_column, loss_reduction=loss_reduction, loss_fn=loss_fn, name=name
-        )
+        super().__init__(1, 1, 1, weight_column, loss_reduction, loss_fn, name)
         self._thresholds = checked_thresholds(thresholds)
         self._label_vocabulary = checked_vocabulary(label_vocabulary, 2)
 
@@ -120,13 +109,8 @@ class BinaryClassHead(OneTaskHead):
         }
 
     def export_outputs(self, predictions: Predictions) -> dict[str, ExportOutput]:
-        classes = ClassificationOutput(predictions["probabilities"], class_names(self._label_vocabulary, 2))
-        return {
-            DEFAULT_SIGNATURE: classes,
-            "classification": classes,
-            "regression": RegressionOutput(predictions["logistic"]),
-            "predict": PredictOutput(predictions),
-        }
+        value = RegressionOutput(predictions["logistic"])
+        return classification_outputs(predictions, self._label_vocabulary, 2, regression=value)
 
 
 class _AccuracyBaseline(Mean):

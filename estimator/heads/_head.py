@@ -109,9 +109,6 @@ class Head(abc.ABC):
 
         As in TensorFlow, TRAIN shows the loss of a named head, or of each head of a MultiHead, as loss/<name>, and
         regularization_loss, in TensorBoard and to hooks.
-
-        Raises:
-          ValueError, TypeError: an argument is missing or invalid; the message names it.
         """
         mode = ModeKeys(mode)
         predictions = self.predictions(logits)

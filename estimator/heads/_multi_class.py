@@ -11,10 +11,10 @@ from jax.typing import ArrayLike
 
 from estimator import losses as losses_lib
 from estimator import metrics as metrics_lib
-from estimator.core._export_output import DEFAULT_SIGNATURE, ClassificationOutput, ExportOutput, PredictOutput
+from estimator.core._export_output import ExportOutput
 from estimator.heads._class_names import ClassNames
 from estimator.heads._head import Predictions
-from estimator.heads._one_task import OneTaskHead, all_class_ids, checked_vocabulary, class_names
+from estimator.heads._one_task import OneTaskHead, all_class_ids, checked_vocabulary, classification_outputs
 from estimator.losses import Reduction
 from estimator.metrics import Metric
 
@@ -39,9 +39,6 @@ class MultiClassHead(OneTaskHead):
         `n_classes` names.
 
     Labels are integers in `[0, n_classes)`, of shape `(batch,)` or `(batch, 1)`. The loss of other labels is NaN.
-
-    Raises:
-      ValueError, TypeError: an argument is invalid; the message names it.
     """
 
     def __init__(
@@ -56,9 +53,7 @@ class MultiClassHead(OneTaskHead):
         if not isinstance(n_classes, int | np.integer) or n_classes <= 2:
             raise ValueError(f"n_classes must be > 2: {n_classes!r}. For two classes use `est.BinaryClassHead`.")
         n_classes = int(n_classes)
-        super().__init__(
-            n_classes, 1, 1, weight_column=weight_column, loss_reduction=loss_reduction, loss_fn=loss_fn, name=name
-        )
+        super().__init__(n_classes, 1, 1, weight_column, loss_reduction, loss_fn, name)
         self._label_vocabulary = checked_vocabulary(label_vocabulary, n_classes)
 
     def _labels_of_kind(self, labels: jax.Array) -> jax.Array:
@@ -86,9 +81,7 @@ class MultiClassHead(OneTaskHead):
         return {"accuracy": metrics_lib.accuracy(labels, _decided(logits), weights)}
 
     def export_outputs(self, predictions: Predictions) -> dict[str, ExportOutput]:
-        names = class_names(self._label_vocabulary, self.logits_dimension)
-        classes = ClassificationOutput(predictions["probabilities"], names)
-        return {DEFAULT_SIGNATURE: classes, "classification": classes, "predict": PredictOutput(predictions)}
+        return classification_outputs(predictions, self._label_vocabulary, self.logits_dimension)
 
 
 def _decided(logits: jax.Array) -> jax.Array:

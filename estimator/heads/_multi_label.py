@@ -10,13 +10,13 @@ import optax.losses
 from jax.typing import ArrayLike
 
 from estimator import metrics as metrics_lib
-from estimator.core._export_output import DEFAULT_SIGNATURE, ClassificationOutput, ExportOutput, PredictOutput
+from estimator.core._export_output import ExportOutput
 from estimator.heads._head import Predictions
 from estimator.heads._one_task import (
     OneTaskHead,
     checked_thresholds,
     checked_vocabulary,
-    class_names,
+    classification_outputs,
     curve_metrics,
     nan_where,
     threshold_metrics,
@@ -53,9 +53,6 @@ class MultiLabelHead(OneTaskHead):
     Labels are 0 or 1, of shape `(batch, n_classes)`: an array, or a `jax.experimental.sparse.BCOO`. The loss of
     an example with other labels is NaN. Of strings makes them
     `est.feature_column.encode_labels(labels, label_vocabulary, many_hot=True)`, in input_fn.
-
-    Raises:
-      ValueError, TypeError: an argument is invalid; the message names it.
     """
 
     def __init__(
@@ -72,15 +69,7 @@ class MultiLabelHead(OneTaskHead):
         if not isinstance(n_classes, int | np.integer) or n_classes < 2:
             raise ValueError(f"n_classes must be > 1 for multi-label classification. Given: {n_classes!r}.")
         n_classes = int(n_classes)
-        super().__init__(
-            n_classes,
-            n_classes,
-            1,
-            weight_column=weight_column,
-            loss_reduction=loss_reduction,
-            loss_fn=loss_fn,
-            name=name,
-        )
+        super().__init__(n_classes, n_classes, 1, weight_column, loss_reduction, loss_fn, name)
         self._thresholds = checked_thresholds(thresholds)
         self._label_vocabulary = checked_vocabulary(label_vocabulary, n_classes)
         self._own_metrics = tuple(map(self._class_id, classes_for_class_based_metrics or ()))
@@ -118,6 +107,4 @@ class MultiLabelHead(OneTaskHead):
         return metrics
 
     def export_outputs(self, predictions: Predictions) -> dict[str, ExportOutput]:
-        names = class_names(self._label_vocabulary, self.logits_dimension)
-        classes = ClassificationOutput(predictions["probabilities"], names)
-        return {DEFAULT_SIGNATURE: classes, "classification": classes, "predict": PredictOutput(predictions)}
+        return classification_outputs(predictions, self._label_vocabulary, self.logits_dimension)

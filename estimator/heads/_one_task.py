@@ -13,6 +13,7 @@ from jax.typing import ArrayLike
 
 from estimator import metrics as metrics_lib
 from estimator.core._bcoo import is_sparse
+from estimator.core._export_output import DEFAULT_SIGNATURE, ClassificationOutput, ExportOutput, PredictOutput
 from estimator.core._typing import Features
 from estimator.heads._head import (
     Head,
@@ -42,7 +43,6 @@ class OneTaskHead(Head):
         logits_dimension: int,
         labels_dimension: int,
         loss_dimension: int,
-        *,
         weight_column: str | None,
         loss_reduction: str,
         loss_fn: Callable[..., jax.Array] | None,
@@ -162,12 +162,7 @@ class OneTaskHead(Head):
         if self._loss_fn is None:
             losses = self._losses(labels, logits)
         else:
-            arguments = {
-                "labels": labels,
-                "logits": logits,
-                "features": features,
-                "loss_reduction": self.loss_reduction,
-            }
+            arguments = dict(labels=labels, logits=logits, features=features, loss_reduction=self.loss_reduction)
             losses = jnp.asarray(self._loss_fn(**{name: arguments[name] for name in self._loss_fn_args}))
             expected = (*logits.shape[:-1], self._loss_dimension)
             if losses.shape != expected:
@@ -269,8 +264,12 @@ def all_class_ids(logits: jax.Array, n_classes: int) -> jax.Array:
     return jnp.broadcast_to(jnp.arange(n_classes, dtype=jnp.int32), (*logits.shape[:-1], n_classes))
 
 
-def class_names(label_vocabulary: tuple[str, ...] | None, n_classes: int) -> list[str]:
-    return list(label_vocabulary or map(str, range(n_classes)))
+def classification_outputs(
+    predictions: Predictions, label_vocabulary: tuple[str, ...] | None, n_classes: int, **others: ExportOutput
+) -> dict[str, ExportOutput]:
+    names = list(label_vocabulary or map(str, range(n_classes)))
+    classes = ClassificationOutput(predictions["probabilities"], names)
+    return {DEFAULT_SIGNATURE: classes, "classification": classes, **others, "predict": PredictOutput(predictions)}
 
 
 def _loss_fn_args(loss_fn: Callable[..., jax.Array]) -> tuple[str, ...]:

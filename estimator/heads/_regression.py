@@ -38,9 +38,6 @@ class RegressionHead(OneTaskHead):
       inverse_link_fn: function from logits to predictions; None: they are the same.
 
     Labels have shape `(batch, label_dimension)`, or `(batch,)` for `label_dimension=1`.
-
-    Raises:
-      ValueError, TypeError: an argument is invalid; the message names it.
     """
 
     def __init__(
@@ -60,13 +57,7 @@ class RegressionHead(OneTaskHead):
             )
         label_dimension = int(label_dimension)
         super().__init__(
-            label_dimension,
-            label_dimension,
-            label_dimension,
-            weight_column=weight_column,
-            loss_reduction=loss_reduction,
-            loss_fn=loss_fn,
-            name=name,
+            label_dimension, label_dimension, label_dimension, weight_column, loss_reduction, loss_fn, name
         )
         self._inverse_link_fn = inverse_link_fn
 

@@ -109,14 +109,11 @@ class CheckpointSaverHook(Hook):
         for listener in self.listeners:
             listener.before_save(context, step)
         # What listeners do, such as an evaluation, belongs to the state of this step, not of a later one.
-        context.save(wait=any(_hears_after_save(listener) for listener in self.listeners))
+        inherited = CheckpointSaverListener.after_save
+        context.save(wait=any(type(listener).after_save is not inherited for listener in self.listeners))
         self._announced_step, self._time = step, time.monotonic()
         answers = [listener.after_save(context, step) for listener in self.listeners]
         return any(answer is True for answer in answers)
-
-
-def _hears_after_save(listener: CheckpointSaverListener) -> bool:
-    return type(listener).after_save is not CheckpointSaverListener.after_save
 
 
 def checked_listeners(listeners: Iterable[CheckpointSaverListener] | None) -> tuple[CheckpointSaverListener, ...]:

@@ -24,8 +24,8 @@ def with_default_hooks(
     first: list[Hook] = []
     if config.check_replicas_every:
         first.append(ReplicaCheckHook(config.check_replicas_every))
-    given = (*chief, *hooks)
-    savers = [hook for hook in given if isinstance(hook, CheckpointSaverHook)]
+    of_caller = (*chief, *hooks)
+    savers = [hook for hook in of_caller if isinstance(hook, CheckpointSaverHook)]
     if not savers and (config.save_checkpoints_steps or config.save_checkpoints_secs):
         savers = [CheckpointSaverHook(save_secs=config.save_checkpoints_secs, save_steps=config.save_checkpoints_steps)]
         first += savers
@@ -37,7 +37,7 @@ def with_default_hooks(
     for saver in savers:
         saver.listen(listeners if saver is savers[0] else ())
     first += chief
-    writers = [hook for hook in given if isinstance(hook, SummarySaverHook) and hook.writes_to(config.model_dir)]
+    writers = [hook for hook in of_caller if isinstance(hook, SummarySaverHook) and hook.writes_to(config.model_dir)]
     if len(writers) > 1:
         raise ValueError(
             f"Two SummarySaverHooks write into the model_dir, {config.model_dir!r}: each tag would be there twice. "
@@ -46,10 +46,6 @@ def with_default_hooks(
     if not writers and config.save_summary_steps:
         first.append(SummarySaverHook(config.save_summary_steps))
     return tuple(sorted((*first, *hooks), key=lambda hook: type(hook).get_state is Hook.get_state))
-
-
-class _OfTheChief(Hook):
-    """Stands for a hook that only process 0 has."""
 
 
 def hooks_for_process(group: ProcessGroup, hooks: Sequence[Hook], chief: Sequence[Hook] = ()) -> tuple[Hook, ...]:
@@ -69,4 +65,4 @@ def hooks_for_process(group: ProcessGroup, hooks: Sequence[Hook], chief: Sequenc
     if not group.index:
         return tuple(hooks)
     inactive = {id(hook) for hook in chief if not isinstance(hook, CheckpointSaverHook)}
-    return tuple(_OfTheChief() if id(hook) in inactive else hook for hook in hooks)
+    return tuple(Hook() if id(hook) in inactive else hook for hook in hooks)

@@ -19,9 +19,9 @@ from estimator.hooks._timer import SecondOrStepTimer
 from estimator.storage._files import normalized
 from estimator.summary._event_writer import shown_metrics, write_into
 
-_Held = tuple[int, float, RunValues]  # the step, the time, and what will be known of it
+_Moment = tuple[int, float, RunValues]  # the step, the time, and what will be known of it
 _SECONDS = 1.0  # between two rates, at least
-_HELD = 2  # as many as there are programs in flight: to read a third one waits for nothing
+_MOST_WAITING = 2  # as many as there are programs in flight: to read a third one waits for nothing
 
 
 class SummarySaverHook(Hook):
@@ -72,7 +72,7 @@ class SummarySaverHook(Hook):
         self._timer.reset()
         self._write: Callable[[int, float, dict[str, Any]], None] | None = None  # for the chief alone
         self._names: list[str] = []
-        self._held: list[_Held] = []
+        self._waiting: list[_Moment] = []
         self._passed = 0  # the last step whose loss is known
         self._clock: tuple[int, float] | None = None  # the step and the time from which rates are taken
 
@@ -104,26 +104,26 @@ class SummarySaverHook(Hook):
                 return  # planned before the step that was due by the same clock
             self._timer.update_last_triggered_step(context.step)
         step = context.global_step
-        self._held.append((step, time.time(), values))
+        self._waiting.append((step, time.time(), values))
         if context.mode != ModeKeys.TRAIN:
-            self._held = self._held[-1:]
-        elif len(self._held) > _HELD or step <= self._passed:
-            self._write_held(context, self._held.pop(0))
+            self._waiting = self._waiting[-1:]
+        elif len(self._waiting) > _MOST_WAITING or step <= self._passed:
+            self._write_moment(context, self._waiting.pop(0))
 
     def end(self, context: Context) -> None:
         if context.error is not None:
             context.look()
-        for held in self._held:
-            self._write_held(context, held)
+        for moment in self._waiting:
+            self._write_moment(context, moment)
 
     def _pass(self, context: Context, first: int, losses: np.ndarray) -> None:
         """Writes what is due of the steps from `first` on: their losses are known by now, and so all their values."""
         last = self._passed = first + len(losses) - 1
         if self._names:
-            due = [held for held in self._held if held[0] <= last]
-            self._held = self._held[len(due) :]
-            for held in due:
-                self._write_held(context, held, self._rates(context, last) if held is due[-1] else {})
+            due = [moment for moment in self._waiting if moment[0] <= last]
+            self._waiting = self._waiting[len(due) :]
+            for moment in due:
+                self._write_moment(context, moment, self._rates(context, last) if moment is due[-1] else {})
             return
         if self._steps is not None:
             steps = range(first + (1 - first) % self._steps, last + 1, self._steps)
@@ -147,10 +147,10 @@ class SummarySaverHook(Hook):
         rate = (done - step) / (now - since)
         return {"global_step/sec": rate, "examples/sec": rate * context.examples / context.batches}
 
-    def _write_held(self, context: Context, held: _Held, rates: Mapping[str, float] | None = None) -> None:
+    def _write_moment(self, context: Context, moment: _Moment, rates: Mapping[str, float] | None = None) -> None:
         if self._write is None:
             return  # nothing is fetched for it
-        step, walltime, values = held
+        step, walltime, values = moment
         loss = {"loss": values.loss, **values.learning_rates} if context.mode == ModeKeys.TRAIN else {}
         self._write(step, walltime, {**loss, **(rates or {}), **dict(zip(self._names, values.results, strict=True))})
 

@@ -15,18 +15,7 @@ Index = slice | np.ndarray  # of rows
 
 @dataclasses.dataclass(frozen=True)
 class Order:
-    """The order and the batches in which to read rows; checked on construction.
-
-    Args:
-      batch_size: rows of a batch, at least 1.
-      num_epochs: how many times to read the rows; None: forever.
-      shuffle: whether each epoch has another permutation of the rows.
-      seed: the seed of the permutations; None: each iterator has its own.
-      drop_remainder: whether to leave out a last batch that is smaller than `batch_size`.
-
-    Raises:
-      ValueError: `shuffle` is not a bool, `batch_size` or `num_epochs` not an int >= 1, or `seed` not an int >= 0.
-    """
+    """The order and the batches in which to read rows: arguments of `numpy_input_fn`, checked on construction."""
 
     batch_size: int
     num_epochs: int | None
@@ -40,11 +29,13 @@ class Order:
                 "shuffle must be provided and explicitly set as boolean (it is recommended to set it "
                 f"as True for training); got {self.shuffle!r}."
             )
-        _check_int("batch_size", self.batch_size, at_least=1)
-        if self.num_epochs is not None:
-            _check_int("num_epochs", self.num_epochs, at_least=1)
-        if self.seed is not None:
-            _check_int("seed", self.seed, at_least=0)
+        for name, value, least in (
+            ("batch_size", self.batch_size, 1),
+            ("num_epochs", 1 if self.num_epochs is None else self.num_epochs, 1),
+            ("seed", 0 if self.seed is None else self.seed, 0),
+        ):
+            if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
+                raise ValueError(f"{name} must be an int >= {least}; got {value!r}.")
 
 
 class RowBatches(Iterator[Any]):
@@ -162,8 +153,3 @@ def _shapes(arrays: Arrays) -> str:
     if not isinstance(arrays, dict):
         return f"{arrays.shape}"
     return ", ".join(f"{key!r}: {array.shape}" for key, array in arrays.items())
-
-
-def _check_int(name: str, value: object, at_least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < at_least:
-        raise ValueError(f"{name} must be an int >= {at_least}; got {value!r}.")

@@ -23,8 +23,7 @@ def pandas_input_fn(
 ) -> Callable[[], RowBatches]:
     """Returns an input_fn that cuts a data frame into batches; features are a dict of its columns.
 
-    As in TensorFlow, the index is not a feature, and `x` and `y` are copied: later changes do not matter. Order, `seed`
-    and batches are as for `numpy_input_fn`.
+    As in TensorFlow, the index is not a feature, and `x` and `y` are copied: later changes do not matter.
 
     >>> import pandas as pd
     >>> x = pd.DataFrame({"age": [30, 40, 50], "height": [1.7, 1.8, 1.6]}, index=["a", "b", "c"])
@@ -36,14 +35,9 @@ def pandas_input_fn(
     Args:
       x: features, a `DataFrame` of n rows.
       y: labels, a `Series` or a `DataFrame` of the same index, or None.
-      batch_size: rows of a batch, at least 1.
-      num_epochs: how many times to read the rows; None: forever.
-      shuffle: whether each epoch has another permutation of the rows.
+      batch_size, num_epochs, shuffle, seed, drop_remainder: as for `numpy_input_fn`.
       target_column: the name of the labels, for ports. As in TensorFlow it must not be a column of `x`; it has no other
         effect.
-      seed: the seed of the permutations: with one, every call of the input_fn has the same order;
-        with None, every call has another.
-      drop_remainder: whether to leave out the last batch if it is smaller than `batch_size`.
 
     Returns:
       An input_fn without parameters. Each call returns a new iterator over features, a dict of arrays of shape

@@ -80,9 +80,8 @@ class Prefetcher:
         # Not a SimpleQueue: its `get(timeout)` waits forever after a signal whose handler takes until the timeout.
         self._results: queue.Queue[Piece | _Failure] = queue.Queue()
         self._thread = threading.Thread(
-            target=with_settings_of_this_thread(
-                _Worker(pairs, pull or pull_batches, make, self._requests, self._results, self._closed).run
-            ),
+            target=with_settings_of_this_thread(_serve),
+            args=(pairs, pull or pull_batches, make, self._requests, self._results, self._closed),
             name="estimator-input",
             daemon=True,  # an input may block for ever
         )
@@ -178,43 +177,36 @@ class _Failure:
     traceback: types.TracebackType | None  # as it was in the thread; raising it adds the frames of the main thread
 
 
-@dataclasses.dataclass(frozen=True)
-class _Worker:
-    """What the thread does."""
-
-    pairs: Any
-    pull: Pull
-    make: Callable[[list[Any]], Any]
-    requests: queue.SimpleQueue[int | None]
-    results: queue.Queue[Piece | _Failure]
-    closed: threading.Event
-
-    def run(self) -> None:
-        with contextlib.ExitStack() as stack:
-            if hasattr(self.pairs, "close"):
-                stack.callback(self.pairs.close)
-            try:
-                self._serve()
-            except BaseException as error:  # SystemExit too: the main thread decides about it
-                self.results.put(_Failure(error, error.__traceback__))
-
-    def _serve(self) -> None:
-        """Serves requests until it is closed, or the input ends or fails."""
-        position_of = getattr(self.pairs, "get_state", lambda: None)
-        for n in iter(self.requests.get, None):
-            batches, error = self.pull(self.pairs, n, self.closed)
-            if self.closed.is_set():
+def _serve(
+    pairs: Any,
+    pull: Pull,
+    make: Callable[[list[Any]], Any],
+    requests: queue.SimpleQueue[int | None],
+    results: queue.Queue[Piece | _Failure],
+    closed: threading.Event,
+) -> None:
+    """What the thread does: serves requests until it is closed, or the input ends or fails."""
+    position_of = getattr(pairs, "get_state", lambda: None)
+    try:
+        for n in iter(requests.get, None):
+            batches, error = pull(pairs, n, closed)
+            if closed.is_set():
                 return
             is_end = isinstance(error, StopIteration)
             position = position_of() if error is None or is_end else None
             if batches:
-                self.results.put(Piece(self.make(batches), len(batches), position))
+                results.put(Piece(make(batches), len(batches), position))
             if is_end:
-                self.results.put(Piece(None, 0, position))
+                results.put(Piece(None, 0, position))
                 return
             if error is not None:
                 raise error
             del batches  # before the wait for the next request: they may be large
+    except BaseException as failure:  # SystemExit too: the main thread decides about it
+        results.put(_Failure(failure, failure.__traceback__))
+    finally:
+        if hasattr(pairs, "close"):
+            pairs.close()
 
 
 def pull_batches(pairs: Iterator[Any], n: int, closed: threading.Event) -> tuple[list[Any], BaseException | None]:

@@ -1,44 +1,4 @@
-"""Models that were written with another library, in a model_fn.
-
-Flax has `est.flax_module`. Haiku and Equinox fit into `est.get_variable` as they are. A Haiku model is a pair of pure
-functions, so its parameters are one variable and `make_rng` gives it keys:
-
->>> import equinox as eqx, estimator as est, haiku as hk, jax, jax.numpy as jnp
->>> mlp = hk.transform(lambda x: hk.nets.MLP([8, 1])(x))
->>> def model_fn(features, labels, mode):
-...     weights = est.get_variable("net", lambda key: mlp.init(key, features))
-...     return est.EstimatorSpec(mode, predictions=mlp.apply(weights, est.make_rng(), features))
->>> model = est.transform(model_fn)
->>> state = model.init(jax.random.key(0), jnp.ones((3, 2)), mode="infer")
->>> sorted(state.variables["net"])
-['mlp/~/linear_0', 'mlp/~/linear_1']
-
-The state of `hk.transform_with_state` is a variable that is not trained. The state of `hk.BatchNorm` has step counters
-beside its averages, so keep the values of the first tower; with `cross_replica_axis=TOWER_AXIS` they are all equal:
-
->>> net = hk.transform_with_state(lambda x: hk.BatchNorm(True, True, 0.9)(x, is_training=True))
->>> def model_fn(features, labels, mode):
-...     first = est.VariableAggregation.ONLY_FIRST_TOWER
-...     weights = est.get_variable("net", lambda key: net.init(key, features)[0])
-...     state = est.get_variable("state", lambda key: net.init(key, features)[1], trainable=False, aggregation=first)
-...     output, state = net.apply(weights, state, est.make_rng(), features)
-...     est.assign("state", state)
-...     return est.EstimatorSpec(mode, predictions=output)
-
-An Equinox model is a pytree with leaves other than arrays, such as activation functions: `eqx.filter` keeps the
-arrays, and the other leaves come from a second model, whose arrays do not become part of the compiled program:
-
->>> def make(key):
-...     return eqx.nn.MLP(in_size=2, out_size=1, width_size=8, depth=1, key=key)
->>> def model_fn(features, labels, mode):
-...     weights = est.get_variable("net", lambda key: eqx.filter(make(key), eqx.is_array))
-...     net = eqx.combine(weights, eqx.filter(make(jax.random.key(0)), eqx.is_array, inverse=True))
-...     return est.EstimatorSpec(mode, predictions=jax.vmap(net)(features))
->>> model = est.transform(model_fn)
->>> state = model.init(jax.random.key(0), jnp.ones((3, 2)), mode="infer")
->>> state.variables["net"].layers[0].weight.shape
-(8, 2)
-"""
+"""Flax modules in a model_fn; `docs/how_to/from_flax_haiku_equinox.md` shows how other libraries fit into it."""
 
 from __future__ import annotations
 
@@ -46,9 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from estimator.core._frame import Frame, current_frame
-from estimator.core._partitioning import Partition
-from estimator.core._variables import VariableAggregation, listed
 from estimator.interop._flax_base import FlaxModule
+from estimator.variables._aggregation import VariableAggregation
+from estimator.variables._partitioning import Partition
+from estimator.variables._variables import listed
 
 
 def flax_module(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -12,9 +12,11 @@ import jax.numpy as jnp
 
 from estimator.core._frame import Frame, current_frame, current_trace
 from estimator.core._mode_keys import ModeKeys
-from estimator.core._partitioning import Partition
+from estimator.core._rng import name_hash
 from estimator.core._typing import PyTree
-from estimator.core._variables import VariableAggregation, assign, get_variable, name_hash, read
+from estimator.variables._aggregation import VariableAggregation
+from estimator.variables._partitioning import Partition
+from estimator.variables._variables import assign, get_variable, read
 
 
 class FlaxModule(abc.ABC):
@@ -26,16 +28,23 @@ class FlaxModule(abc.ABC):
       frame: the frame of the run.
       module: as for `flax_module`.
       name: the full name.
-      aggregation, partition: as for `flax_module`.
+      aggregation, partition, rngs: as for `flax_module`.
     """
 
     def __init__(
-        self, frame: Frame, module: Any, name: str, aggregation: VariableAggregation | None, partition: Partition
+        self,
+        frame: Frame,
+        module: Any,
+        name: str,
+        aggregation: VariableAggregation | None,
+        partition: Partition,
+        rngs: Sequence[str] = (),
     ) -> None:
         self.module = module
         self._frame = frame
         self._name = name
         self._partition = partition
+        self._rngs = tuple(rngs)
         self._aggregation = None if aggregation is None else VariableAggregation(aggregation)
 
     def __call__(self, *args: Any, method: str | None = None, **kwargs: Any) -> Any:

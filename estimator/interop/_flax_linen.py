@@ -8,11 +8,9 @@ import flax.errors
 import flax.linen as nn
 import jax
 
-from estimator.core._frame import Frame
-from estimator.core._partitioning import Partition
 from estimator.core._rng import loop_around, next_key
-from estimator.core._variables import VariableAggregation, listed
 from estimator.interop._flax_base import FlaxModule, repeated_keys
+from estimator.variables._variables import listed
 
 
 def is_module(module: Any) -> bool:
@@ -20,25 +18,9 @@ def is_module(module: Any) -> bool:
 
 
 class LinenModule(FlaxModule):
-    """A Linen module in one run of a model_fn.
+    """A Linen module in one run of a model_fn."""
 
-    Args:
-      frame, module, name, aggregation, partition: as for any `FlaxModule`.
-      rngs: the names of the random streams.
-    """
-
-    def __init__(
-        self,
-        frame: Frame,
-        module: Any,
-        name: str,
-        aggregation: VariableAggregation | None,
-        partition: Partition,
-        rngs: tuple[str, ...],
-    ) -> None:
-        super().__init__(frame, module, name, aggregation, partition)
-        self._rngs = rngs
-        self._collections: list[str] | None = None  # known after the first call
+    _collections: list[str] | None = None  # known after the first call
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], method: str | None) -> Any:
         loop = loop_around(self._frame)

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from estimator.layers._convolution import conv1d, conv2d
+from estimator.layers._convolution import conv1d, conv2d, conv2d_transpose, separable_conv2d
 from estimator.layers._dense import dense
 from estimator.layers._dropout import dropout
 from estimator.layers._embed import embed
@@ -19,8 +19,6 @@ from estimator.layers._pooling import (
     max_pooling2d,
 )
 from estimator.layers._recurrent import LSTMState, bidirectional_gru, bidirectional_lstm, gru, lstm
-from estimator.layers._separable import separable_conv2d
-from estimator.layers._transposed import conv2d_transpose
 from estimator.porting._tensorflow_names import names_missing_in as _names_missing_in
 
 __all__ = [

@@ -1,28 +1,30 @@
-"""Convolutions."""
+"""Convolutions: plain ones, the transposed one and the separable one."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 from jax.typing import ArrayLike
 
-from estimator.core._variable_scope import Reuse
-from estimator.core._variables import get_variable
 from estimator.layers._geometry import Geometry
 from estimator.layers._layer import (
     Activation,
     Initializer,
     Regularizer,
     activate,
-    add_bias,
     as_input,
     check_count,
     layer_scope,
     refuse,
+    refuse_constraints,
     zeros,
 )
+from estimator.variables._variable_scope import Reuse
+from estimator.variables._variables import get_variable
 
 
 def conv1d(
@@ -59,13 +61,8 @@ def conv1d(
     >>> print(state.variables["conv1d/kernel"].shape, model.predict_step(state, x).predictions.shape)
     (3, 4, 8) (2, 10, 8)
     """
-    refuse(
-        "conv1d",
-        activity_regularizer=activity_regularizer,
-        kernel_constraint=kernel_constraint,
-        bias_constraint=bias_constraint,
-    )
-    with layer_scope("conv1d", "conv1d", name, reuse):
+    refuse_constraints("conv1d", activity_regularizer, kernel_constraint, bias_constraint)
+    with layer_scope("conv1d", name, reuse):
         geometry = Geometry.of("conv1d", 1, kernel_size, strides, padding, data_format, dilation_rate)
         x = as_input("conv1d", inputs, 3)
         filters = check_count("conv1d", "filters", filters)
@@ -74,7 +71,7 @@ def conv1d(
         x = geometry.convolve(x, kernel)
         if use_bias:
             bias = get_variable("bias", (filters,), x.dtype, bias_initializer, trainable, regularizer=bias_regularizer)
-            x = add_bias(x, bias, geometry.channels_last)
+            x = geometry.add_bias(x, bias)
     return activate("conv1d", activation, x)
 
 
@@ -123,13 +120,8 @@ def conv2d(
     Raises:
       as `dense`.
     """
-    refuse(
-        "conv2d",
-        activity_regularizer=activity_regularizer,
-        kernel_constraint=kernel_constraint,
-        bias_constraint=bias_constraint,
-    )
-    with layer_scope("conv2d", "conv2d", name, reuse):
+    refuse_constraints("conv2d", activity_regularizer, kernel_constraint, bias_constraint)
+    with layer_scope("conv2d", name, reuse):
         geometry = Geometry.of("conv2d", 2, kernel_size, strides, padding, data_format, dilation_rate)
         x = as_input("conv2d", inputs, 4)
         filters = check_count("conv2d", "filters", filters)
@@ -138,5 +130,125 @@ def conv2d(
         x = geometry.convolve(x, kernel)
         if use_bias:
             bias = get_variable("bias", (filters,), x.dtype, bias_initializer, trainable, regularizer=bias_regularizer)
-            x = add_bias(x, bias, geometry.channels_last)
+            x = geometry.add_bias(x, bias)
     return activate("conv2d", activation, x)
+
+
+def conv2d_transpose(
+    inputs: ArrayLike,
+    filters: int,
+    kernel_size: int | Sequence[int],
+    strides: int | Sequence[int] = (1, 1),
+    padding: str = "valid",
+    data_format: str = "channels_last",
+    activation: Activation = None,
+    use_bias: bool = True,
+    kernel_initializer: Initializer = None,
+    bias_initializer: Initializer = zeros,
+    kernel_regularizer: Regularizer = None,
+    bias_regularizer: Regularizer = None,
+    activity_regularizer: Any = None,
+    kernel_constraint: Any = None,
+    bias_constraint: Any = None,
+    trainable: bool = True,
+    name: str | None = None,
+    reuse: Reuse = None,
+) -> jax.Array:
+    """The transposed convolution over two dimensions, as `tf.layers.conv2d_transpose`.
+
+    Its kernel has the shape `[*kernel_size, filters, channels]`. With "same" the output is `strides` times as large
+    as the inputs. The arguments are as in `conv2d`.
+
+    >>> import estimator as est, jax, jax.numpy as jnp
+    >>> def model_fn(features, labels, mode):
+    ...     return est.EstimatorSpec(mode, est.layers.conv2d_transpose(features, 8, 3, strides=2, padding="same"))
+    >>> model, x = est.transform(model_fn), jnp.ones((2, 5, 5, 3))
+    >>> state = model.init(jax.random.key(0), x, mode="infer")
+    >>> print(state.variables["conv2d_transpose/kernel"].shape, model.predict_step(state, x).predictions.shape)
+    (3, 3, 8, 3) (2, 10, 10, 8)
+    """
+    layer = "conv2d_transpose"
+    refuse_constraints(layer, activity_regularizer, kernel_constraint, bias_constraint)
+    with layer_scope(layer, name, reuse):
+        geometry = Geometry.of(layer, 2, kernel_size, strides, padding, data_format)
+        x = as_input(layer, inputs, 4)
+        filters = check_count(layer, "filters", filters)
+        shape = (*geometry.kernel_size, filters, geometry.channels(x))
+        kernel = get_variable("kernel", shape, x.dtype, kernel_initializer, trainable, regularizer=kernel_regularizer)
+        x = geometry.convolve_transposed(x, kernel)
+        if use_bias:
+            bias = get_variable("bias", (filters,), x.dtype, bias_initializer, trainable, regularizer=bias_regularizer)
+            x = geometry.add_bias(x, bias)
+    return activate(layer, activation, x)
+
+
+def separable_conv2d(
+    inputs: ArrayLike,
+    filters: int,
+    kernel_size: int | Sequence[int],
+    strides: int | Sequence[int] = (1, 1),
+    padding: str = "valid",
+    data_format: str = "channels_last",
+    dilation_rate: int | Sequence[int] = (1, 1),
+    depth_multiplier: int = 1,
+    activation: Activation = None,
+    use_bias: bool = True,
+    depthwise_initializer: Initializer = None,
+    pointwise_initializer: Initializer = None,
+    bias_initializer: Initializer = zeros,
+    depthwise_regularizer: Regularizer = None,
+    pointwise_regularizer: Regularizer = None,
+    bias_regularizer: Regularizer = None,
+    activity_regularizer: Any = None,
+    depthwise_constraint: Any = None,
+    pointwise_constraint: Any = None,
+    bias_constraint: Any = None,
+    trainable: bool = True,
+    name: str | None = None,
+    reuse: Reuse = None,
+) -> jax.Array:
+    """A convolution of each channel by itself, then a 1 x 1 convolution, as `tf.layers.separable_conv2d`.
+
+    Its variables are `separable_conv2d/depthwise_kernel`, `[*kernel_size, channels, depth_multiplier]`,
+    `pointwise_kernel`, `[1, 1, channels * depth_multiplier, filters]`, and `bias`. The arguments are as in `conv2d`.
+
+    >>> import estimator as est, jax, jax.numpy as jnp
+    >>> def model_fn(features, labels, mode):
+    ...     return est.EstimatorSpec(mode, est.layers.separable_conv2d(features, 8, 3, depth_multiplier=2))
+    >>> state = est.transform(model_fn).init(jax.random.key(0), jnp.ones((2, 5, 5, 3)), mode="infer")
+    >>> for name, value in sorted(state.variables.items()):
+    ...     print(name, value.shape)
+    separable_conv2d/bias (8,)
+    separable_conv2d/depthwise_kernel (3, 3, 3, 2)
+    separable_conv2d/pointwise_kernel (1, 1, 6, 8)
+    """
+    layer = "separable_conv2d"
+    refuse(
+        layer,
+        activity_regularizer=activity_regularizer,
+        depthwise_constraint=depthwise_constraint,
+        pointwise_constraint=pointwise_constraint,
+        bias_constraint=bias_constraint,
+    )
+    with layer_scope(layer, name, reuse):
+        geometry = Geometry.of(layer, 2, kernel_size, strides, padding, data_format, dilation_rate)
+        x = as_input(layer, inputs, 4)
+        filters = check_count(layer, "filters", filters)
+        channels, each = geometry.channels(x), check_count(layer, "depth_multiplier", depth_multiplier)
+        variable = functools.partial(get_variable, dtype=x.dtype, trainable=trainable)
+        shape = (*geometry.kernel_size, channels, each)
+        depthwise = variable(
+            "depthwise_kernel", shape, initializer=depthwise_initializer, regularizer=depthwise_regularizer
+        )
+        shape = (1, 1, channels * each, filters)
+        pointwise = variable(
+            "pointwise_kernel", shape, initializer=pointwise_initializer, regularizer=pointwise_regularizer
+        )
+        by_channel = depthwise.reshape(*geometry.kernel_size, 1, channels * each)
+        x = geometry.convolve(x, by_channel, groups=channels)
+        points = dataclasses.replace(geometry, kernel_size=(1, 1), strides=(1, 1), dilation_rate=(1, 1))
+        x = points.convolve(x, pointwise)
+        if use_bias:
+            bias = get_variable("bias", (filters,), x.dtype, bias_initializer, trainable, regularizer=bias_regularizer)
+            x = geometry.add_bias(x, bias)
+    return activate(layer, activation, x)

@@ -7,8 +7,6 @@ from typing import Any
 import jax
 from jax.typing import ArrayLike
 
-from estimator.core._variable_scope import Reuse
-from estimator.core._variables import get_variable
 from estimator.layers._layer import (
     Activation,
     Initializer,
@@ -17,9 +15,11 @@ from estimator.layers._layer import (
     as_input,
     check_count,
     layer_scope,
-    refuse,
+    refuse_constraints,
     zeros,
 )
+from estimator.variables._variable_scope import Reuse
+from estimator.variables._variables import get_variable
 
 
 def dense(
@@ -76,14 +76,9 @@ def dense(
       ValueError: an argument is wrong, or there is a layer of that name already.
       RuntimeError: no model_fn is running.
     """
-    refuse(
-        "dense",
-        activity_regularizer=activity_regularizer,
-        kernel_constraint=kernel_constraint,
-        bias_constraint=bias_constraint,
-    )
+    refuse_constraints("dense", activity_regularizer, kernel_constraint, bias_constraint)
     units = check_count("dense", "units", units)
-    with layer_scope("dense", "dense", name, reuse):
+    with layer_scope("dense", name, reuse):
         x = as_input("dense", inputs, at_least=2)
         shape = (x.shape[-1], units)
         kernel = get_variable("kernel", shape, x.dtype, kernel_initializer, trainable, regularizer=kernel_regularizer)

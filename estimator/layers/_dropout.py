@@ -53,16 +53,16 @@ def dropout(
     key = make_rng(name or "dropout")
     if seed is not None:
         key = jax.random.fold_in(key, seed)
-    kept = jax.random.bernoulli(key, 1 - rate, _shape(x, noise_shape))
-    return jnp.where(kept, x / (1 - rate), 0)
+    mask = jax.random.bernoulli(key, 1 - rate, _shape(x, noise_shape))
+    return jnp.where(mask, x / (1 - rate), 0)
 
 
 def _shape(x: jax.Array, noise_shape: Sequence[int | None] | None) -> tuple[int, ...]:
     if noise_shape is None:
         return x.shape
-    given = tuple(noise_shape)
-    if len(given) == x.ndim:
-        shape = tuple(size if one is None else one for one, size in zip(given, x.shape, strict=True))
+    sizes = tuple(noise_shape)
+    if len(sizes) == x.ndim:
+        shape = tuple(size if one is None else one for one, size in zip(sizes, x.shape, strict=True))
         if all(one in (1, size) for one, size in zip(shape, x.shape, strict=True)):
             return shape
     raise ValueError(

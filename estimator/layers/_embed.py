@@ -6,10 +6,10 @@ import jax
 from jax.typing import ArrayLike
 
 from estimator.core._frame import current_frame
-from estimator.core._variable_scope import Reuse
-from estimator.core._variables import get_variable
 from estimator.layers._layer import Initializer, Regularizer, check_count, layer_scope
 from estimator.sparse._embedding import embedding_lookup
+from estimator.variables._variable_scope import Reuse
+from estimator.variables._variables import get_variable
 
 
 def embed(
@@ -47,7 +47,7 @@ def embed(
     """
     frame = current_frame("est.layers.embed")
     shape = (check_count("embed", "vocab_size", vocab_size), check_count("embed", "embed_dim", embed_dim))
-    with layer_scope("embed", "EmbedSequence", scope, reuse):
+    with layer_scope("embed", scope, reuse, "EmbedSequence"):
         full = "/".join((*frame.scope, "embeddings"))
         is_new = full not in frame.declared.trainable
         if not is_new and not frame.reuse:

@@ -19,7 +19,7 @@ def flatten(inputs: ArrayLike, name: str | None = None, data_format: str = "chan
 
     Args:
       inputs: `[batch, ...]`.
-      name: has no effect, as there are no variables.
+      name: has no effect, since the layer has no variables.
       data_format: with "channels_first" the channels become the last dimension before, so that the order of the
         numbers is the same for both.
     """

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import jax
 
-from estimator.layers._layer import channels_are_last, layout, padding_of, sizes
+from estimator.layers._layer import channels_are_last, padding_of, sizes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,8 +57,9 @@ class Geometry:
 
     @property
     def dimension_numbers(self) -> tuple[str, str, str]:
-        inputs = layout(len(self.kernel_size), self.channels_last)
-        return inputs, f"{'HW'[-len(self.kernel_size) :]}IO", inputs
+        spatial = "HW"[-len(self.kernel_size) :]
+        inputs = f"N{spatial}C" if self.channels_last else f"NC{spatial}"
+        return inputs, f"{spatial}IO", inputs
 
     def convolve(self, x: jax.Array, kernel: jax.Array, groups: int = 1) -> jax.Array:
         return jax.lax.conv_general_dilated(
@@ -76,3 +77,6 @@ class Geometry:
         return jax.lax.conv_transpose(
             x, kernel, self.strides, self.padding, dimension_numbers=self.dimension_numbers, transpose_kernel=True
         )
+
+    def add_bias(self, x: jax.Array, bias: jax.Array) -> jax.Array:
+        return x + (bias if self.channels_last else bias.reshape(-1, *(1,) * (x.ndim - 2)))

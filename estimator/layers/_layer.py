@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 
 from estimator.core._frame import current_frame
 from estimator.core._mode_keys import ModeKeys
-from estimator.core._variable_scope import Reuse, variable_scope
+from estimator.variables._variable_scope import Reuse, variable_scope
 
 Activation = Callable[[jax.Array], jax.Array] | str | None
 Initializer = Callable[..., jax.Array] | None
@@ -34,8 +34,9 @@ _ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 @contextlib.contextmanager
-def layer_scope(layer: str, default_name: str, name: str | None, reuse: Reuse) -> Iterator[None]:
-    """The scope of a layer's variables: its name, or the default one made unique."""
+def layer_scope(layer: str, name: str | None, reuse: Reuse, default_name: str | None = None) -> Iterator[None]:
+    """The scope of a layer's variables: its name, or the default one, which may be the layer's, made unique."""
+    default_name = default_name or layer
     current_frame(f"est.layers.{layer}")  # or raises an error that names the layer
     if name is not None and (not isinstance(name, str) or not name):
         raise TypeError(f"`est.layers.{layer}` needs a name that is a string, or none; got {name!r}.")
@@ -94,9 +95,9 @@ def activate(layer: str, activation: Activation, x: jax.Array) -> jax.Array:
     return activation(x)
 
 
-def refuse(layer: str, **given: Any) -> None:
-    """Raises a ValueError for the first argument of TensorFlow's that is given and that a layer does not support."""
-    for name, value in given.items():
+def refuse(layer: str, **arguments: Any) -> None:
+    """Raises a ValueError for the first argument of TensorFlow's that was passed and that a layer does not support."""
+    for name, value in arguments.items():
         if value is not None and value is not False:
             fix = "Leave it out."
             if name == "activity_regularizer":
@@ -106,6 +107,16 @@ def refuse(layer: str, **given: Any) -> None:
                     "Leave it out, and project the variables in the optimizer, as `optax.keep_params_nonnegative` does."
                 )
             raise ValueError(f"`est.layers.{layer}` does not support `{name}`; got {value!r}. {fix}")
+
+
+def refuse_constraints(layer: str, activity_regularizer: Any, kernel_constraint: Any, bias_constraint: Any) -> None:
+    """Refuses what Keras' layers with a kernel and a bias have and these do not."""
+    refuse(
+        layer,
+        activity_regularizer=activity_regularizer,
+        kernel_constraint=kernel_constraint,
+        bias_constraint=bias_constraint,
+    )
 
 
 def check_count(layer: str, name: str, value: Any) -> int:
@@ -121,12 +132,12 @@ def check_count(layer: str, name: str, value: Any) -> int:
 
 def sizes(layer: str, name: str, value: int | Sequence[int], ndim: int) -> tuple[int, ...]:
     """One positive integer for each spatial dimension; a single one stands for all."""
-    given: tuple[Any, ...] = (value,) * ndim if not isinstance(value, Sequence) else tuple(value)
-    if len(given) != ndim or any(isinstance(each, bool) or not hasattr(each, "__index__") for each in given):
+    values: tuple[Any, ...] = (value,) * ndim if not isinstance(value, Sequence) else tuple(value)
+    if len(values) != ndim or any(isinstance(each, bool) or not hasattr(each, "__index__") for each in values):
         raise ValueError(f"`est.layers.{layer}` needs an integer or {ndim} of them as `{name}`; got {value!r}.")
-    if any(each < 1 for each in given):
+    if any(each < 1 for each in values):
         raise ValueError(f"`est.layers.{layer}` needs positive integers as `{name}`; got {value!r}.")
-    return tuple(int(each) for each in given)
+    return tuple(int(each) for each in values)
 
 
 def padding_of(layer: str, padding: str) -> str:
@@ -143,13 +154,3 @@ def channels_are_last(layer: str, data_format: str) -> bool:
             f"`est.layers.{layer}` needs 'channels_last' or 'channels_first' as `data_format`; got {data_format!r}."
         )
     return data_format == "channels_last"
-
-
-def layout(ndim: int, channels_last: bool) -> str:
-    """The dimensions of the inputs, as `jax.lax.conv_general_dilated` names them."""
-    spatial = "HW"[-ndim:]
-    return f"N{spatial}C" if channels_last else f"NC{spatial}"
-
-
-def add_bias(x: jax.Array, bias: jax.Array, channels_last: bool = True) -> jax.Array:
-    return x + (bias if channels_last else bias.reshape(-1, *(1,) * (x.ndim - 2)))

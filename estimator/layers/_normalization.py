@@ -11,8 +11,6 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from estimator.core._frame import current_frame
-from estimator.core._variable_scope import Reuse
-from estimator.core._variables import assign, get_variable
 from estimator.layers._layer import (
     Activation,
     Initializer,
@@ -25,6 +23,8 @@ from estimator.layers._layer import (
     refuse,
     zeros,
 )
+from estimator.variables._variable_scope import Reuse
+from estimator.variables._variables import assign, get_variable
 
 
 def batch_normalization(
@@ -115,7 +115,7 @@ def batch_normalization(
     dtype = x.dtype if x.dtype.itemsize >= 4 else jnp.dtype(jnp.float32)
     if fused is None:
         fused = x.ndim == 4 and kept in ((1,), (3,))
-    with layer_scope(layer, layer, name, reuse):
+    with layer_scope(layer, name, reuse):
         gamma = beta = None
         if scale:
             gamma = get_variable("gamma", sizes, dtype, gamma_initializer, trainable, regularizer=gamma_regularizer)
@@ -177,7 +177,7 @@ def layer_norm(
     )
     shape = x.shape[first_param:]
     dtype = x.dtype if x.dtype.itemsize >= 4 else jnp.dtype(jnp.float32)
-    with layer_scope("layer_norm", "LayerNorm", scope, reuse):
+    with layer_scope("layer_norm", scope, reuse, "LayerNorm"):
         beta = get_variable("beta", shape, dtype, zeros, trainable) if center else None
         gamma = get_variable("gamma", shape, dtype, ones, trainable) if scale else None
     wide = x.astype(dtype)
@@ -192,25 +192,23 @@ def layer_norm(
 
 def _axes(layer: str, name: str, axis: int | Sequence[int], ndim: int) -> tuple[int, ...]:
     """The dimensions, counted from the first one."""
-    given = tuple(axis) if isinstance(axis, Sequence) else (axis,)
-    if not given or any(isinstance(i, bool) or not isinstance(i, int) or not -ndim <= i < ndim for i in given):
+    axes = tuple(axis) if isinstance(axis, Sequence) else (axis,)
+    if not axes or any(isinstance(i, bool) or not isinstance(i, int) or not -ndim <= i < ndim for i in axes):
         raise ValueError(
             f"`est.layers.{layer}` needs a dimension of the inputs as `{name}`, from {-ndim} to {ndim - 1}; got "
             f"{axis!r}."
         )
-    return tuple(sorted({i % ndim for i in given}))
+    return tuple(sorted({i % ndim for i in axes}))
 
 
 def _moments(x: jax.Array, axes: tuple[int, ...], synchronized: bool) -> tuple[jax.Array, jax.Array, int]:
     """Mean and variance, and of how many numbers they are."""
-    rows = math.prod(x.shape[i] for i in axes)
     replica = current_frame("est.layers.batch_normalization").replica
-    if not synchronized:
-        mean = x.mean(axes, keepdims=True)
-        return mean, jnp.square(x - mean).mean(axes, keepdims=True), rows
-    mean = replica.mean(x.mean(axes, keepdims=True))
-    variance = replica.mean(jnp.square(x - mean).mean(axes, keepdims=True))
-    return mean, variance, rows * replica.towers
+    average = replica.mean if synchronized else lambda moment: moment
+    mean = average(x.mean(axes, keepdims=True))
+    variance = average(jnp.square(x - mean).mean(axes, keepdims=True))
+    rows = math.prod(x.shape[i] for i in axes)
+    return mean, variance, rows * replica.towers if synchronized else rows
 
 
 def _move(name: str, average: jax.Array, value: jax.Array, momentum: float) -> None:

@@ -30,7 +30,7 @@ def max_pooling1d(
       pool_size, strides: an integer.
       padding: "valid" or "same".
       data_format: "channels_last" or "channels_first".
-      name: has no effect, as there are no variables.
+      name: has no effect, since the layer has no variables.
     """
     del name
     return _max("max_pooling1d", 1, inputs, pool_size, strides, padding, data_format)
@@ -51,11 +51,7 @@ def average_pooling1d(
     [3.  2.5]
 
     Args:
-      inputs: `[batch, steps, channels]`, or with "channels_first" `[batch, channels, steps]`.
-      pool_size, strides: an integer.
-      padding: "valid" or "same".
-      data_format: "channels_last" or "channels_first".
-      name: has no effect, as there are no variables.
+      inputs, pool_size, strides, padding, data_format, name: as in `max_pooling1d`.
     """
     del name
     return _average("average_pooling1d", 1, inputs, pool_size, strides, padding, data_format)
@@ -80,7 +76,7 @@ def max_pooling2d(
       pool_size, strides: an integer, or two.
       padding: "valid" or "same".
       data_format: "channels_last" or "channels_first".
-      name: has no effect, as there are no variables.
+      name: has no effect, since the layer has no variables.
     """
     del name
     return _max("max_pooling2d", 2, inputs, pool_size, strides, padding, data_format)
@@ -101,11 +97,7 @@ def average_pooling2d(
     [3.]
 
     Args:
-      inputs: `[batch, height, width, channels]`, or with "channels_first" `[batch, channels, height, width]`.
-      pool_size, strides: an integer, or two.
-      padding: "valid" or "same".
-      data_format: "channels_last" or "channels_first".
-      name: has no effect, as there are no variables.
+      inputs, pool_size, strides, padding, data_format, name: as in `max_pooling2d`.
     """
     del name
     return _average("average_pooling2d", 2, inputs, pool_size, strides, padding, data_format)

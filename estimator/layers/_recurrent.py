@@ -9,8 +9,6 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from estimator.core._variable_scope import Reuse, variable_scope
-from estimator.core._variables import get_variable
 from estimator.layers._layer import (
     Activation,
     Initializer,
@@ -22,6 +20,8 @@ from estimator.layers._layer import (
     ones,
     zeros,
 )
+from estimator.variables._variable_scope import Reuse, variable_scope
+from estimator.variables._variables import get_variable
 
 
 class LSTMState(NamedTuple):
@@ -89,13 +89,27 @@ def lstm(
       TypeError: the inputs are not floating, or the lengths are not integers.
       ValueError: an argument is wrong, or there is a layer of that name already.
     """
-    with layer_scope("lstm", "rnn", name, reuse):
+    with layer_scope("lstm", name, reuse, "rnn"):
         x, lengths = _inputs("lstm", inputs, sequence_length, time_major)
-        gates, step = _lstm_cell(
-            "lstm", x, units, forget_bias, activation, kernel_initializer, bias_initializer, kernel_regularizer,
-            trainable, cell_name,
-        )  # fmt: skip
-        start = _zeros(x, units, 2) if initial_state is None else tuple(initial_state)
+        width, units = x.shape[-1], check_count("lstm", "units", units)
+        with variable_scope(cell_name):
+            shape = (width + units, 4 * units)
+            kernel = get_variable(
+                "kernel", shape, x.dtype, kernel_initializer, trainable, regularizer=kernel_regularizer
+            )
+            bias = get_variable("bias", (4 * units,), x.dtype, bias_initializer, trainable)
+        activation = jnp.tanh if activation is None else activation
+
+        def step(state: tuple[jax.Array, jax.Array], gates: jax.Array) -> tuple[jax.Array, jax.Array]:
+            c, h = state
+            i, j, f, o = jnp.split(gates + h @ kernel[width:], 4, axis=-1)
+            new = activate("lstm", activation, j) * jax.nn.sigmoid(i)
+            c = c * jax.nn.sigmoid(f + forget_bias) + new
+            return c, activate("lstm", activation, c) * jax.nn.sigmoid(o)
+
+        gates = x @ kernel[:width] + bias  # of all steps, in one product of matrices
+        zero = jnp.zeros((x.shape[1], units), x.dtype)
+        start = (zero, zero) if initial_state is None else tuple(initial_state)
         outputs, state = _run("lstm", gates, step, start, lengths, units)
     return _as_given(outputs, time_major), LSTMState(*state)
 
@@ -133,13 +147,32 @@ def gru(
     Args:
       bias_initializer: None: ones for the gates, zeros for the candidate.
     """
-    with layer_scope("gru", "rnn", name, reuse):
+    with layer_scope("gru", name, reuse, "rnn"):
         x, lengths = _inputs("gru", inputs, sequence_length, time_major)
-        gates, step = _gru_cell(
-            "gru", x, units, activation, kernel_initializer, bias_initializer, kernel_regularizer, trainable, cell_name
-        )
-        start = _zeros(x, units, 1) if initial_state is None else (jnp.asarray(initial_state),)
-        outputs, (state,) = _run("gru", gates, step, start, lengths, units)
+        width, units = x.shape[-1], check_count("gru", "units", units)
+        activation = jnp.tanh if activation is None else activation
+
+        def variables(name: str, size: int, bias_default: Initializer) -> tuple[jax.Array, jax.Array]:
+            shape, regularizer = (width + units, size), kernel_regularizer
+            with variable_scope(name):
+                return (
+                    get_variable("kernel", shape, x.dtype, kernel_initializer, trainable, regularizer=regularizer),
+                    get_variable("bias", (size,), x.dtype, bias_initializer or bias_default, trainable),
+                )
+
+        with variable_scope(cell_name):
+            gates_kernel, gates_bias = variables("gates", 2 * units, ones)
+            kernel, bias = variables("candidate", units, zeros)
+
+        def step(state: tuple[jax.Array], inputs: tuple[jax.Array, jax.Array]) -> tuple[jax.Array]:
+            (h,) = state
+            r, u = jnp.split(jax.nn.sigmoid(inputs[0] + h @ gates_kernel[width:]), 2, axis=-1)
+            candidate = activate("gru", activation, inputs[1] + (r * h) @ kernel[width:])
+            return (u * h + (1 - u) * candidate,)
+
+        parts = (x @ gates_kernel[:width] + gates_bias, x @ kernel[:width] + bias)  # as in `lstm`
+        start = jnp.zeros((x.shape[1], units), x.dtype) if initial_state is None else jnp.asarray(initial_state)
+        outputs, (state,) = _run("gru", parts, step, (start,), lengths, units)
     return _as_given(outputs, time_major), state
 
 
@@ -211,82 +244,13 @@ def _both_ways(
     options: dict[str, Any],
 ) -> Any:
     caller = f"bidirectional_{layer.__name__}"
-    with layer_scope(caller, "bidirectional_rnn", name, reuse):
+    with layer_scope(caller, name, reuse, "bidirectional_rnn"):
         x, lengths = _inputs(caller, inputs, sequence_length, time_major)
         options = {**options, "sequence_length": lengths, "time_major": True, "cell_name": cell_name}
         forwards, state_forwards = layer(x, units, name="fw", **options)
         backwards, state_backwards = layer(_reversed(x, lengths), units, name="bw", **options)
     outputs = forwards, _reversed(backwards, lengths)
     return tuple(_as_given(x, time_major) for x in outputs), (state_forwards, state_backwards)
-
-
-def _lstm_cell(
-    layer: str,
-    x: jax.Array,
-    units: int,
-    forget_bias: float,
-    activation: Activation,
-    kernel_initializer: Initializer,
-    bias_initializer: Initializer,
-    regularizer: Regularizer,
-    trainable: bool,
-    cell_name: str,
-) -> tuple[jax.Array, Step]:
-    """What the inputs add to the gates of all steps, which takes one product of matrices, and the cell."""
-    width, units = x.shape[-1], check_count(layer, "units", units)
-    with variable_scope(cell_name):
-        kernel = get_variable(
-            "kernel", (width + units, 4 * units), x.dtype, kernel_initializer, trainable, regularizer=regularizer
-        )
-        bias = get_variable("bias", (4 * units,), x.dtype, bias_initializer, trainable)
-
-    def step(state: tuple[jax.Array, jax.Array], gates: jax.Array) -> tuple[jax.Array, jax.Array]:
-        c, h = state
-        i, j, f, o = jnp.split(gates + h @ kernel[width:], 4, axis=-1)
-        new = _activated(layer, activation, j) * jax.nn.sigmoid(i)
-        c = c * jax.nn.sigmoid(f + forget_bias) + new
-        return c, _activated(layer, activation, c) * jax.nn.sigmoid(o)
-
-    return x @ kernel[:width] + bias, step
-
-
-def _gru_cell(
-    layer: str,
-    x: jax.Array,
-    units: int,
-    activation: Activation,
-    kernel_initializer: Initializer,
-    bias_initializer: Initializer,
-    regularizer: Regularizer,
-    trainable: bool,
-    cell_name: str,
-) -> tuple[tuple[jax.Array, jax.Array], Step]:
-    """As `_lstm_cell`."""
-    width, units = x.shape[-1], check_count(layer, "units", units)
-
-    def variables(name: str, size: int, bias_default: Initializer) -> tuple[jax.Array, jax.Array]:
-        shape = (width + units, size)
-        with variable_scope(name):
-            return (
-                get_variable("kernel", shape, x.dtype, kernel_initializer, trainable, regularizer=regularizer),
-                get_variable("bias", (size,), x.dtype, bias_initializer or bias_default, trainable),
-            )
-
-    with variable_scope(cell_name):
-        gates_kernel, gates_bias = variables("gates", 2 * units, ones)
-        kernel, bias = variables("candidate", units, zeros)
-
-    def step(state: tuple[jax.Array], inputs: tuple[jax.Array, jax.Array]) -> tuple[jax.Array]:
-        (h,) = state
-        r, u = jnp.split(jax.nn.sigmoid(inputs[0] + h @ gates_kernel[width:]), 2, axis=-1)
-        candidate = _activated(layer, activation, inputs[1] + (r * h) @ kernel[width:])
-        return (u * h + (1 - u) * candidate,)
-
-    return (x @ gates_kernel[:width] + gates_bias, x @ kernel[:width] + bias), step
-
-
-def _activated(layer: str, activation: Activation, x: jax.Array) -> jax.Array:
-    return jnp.tanh(x) if activation is None else activate(layer, activation, x)
 
 
 def _run(
@@ -302,8 +266,8 @@ def _run(
         )
 
     def body(state: tuple[jax.Array, ...], at: tuple[jax.Array, Any]) -> tuple[tuple[jax.Array, ...], jax.Array]:
-        number, given = at
-        after = step(state, given)
+        number, inputs = at
+        after = step(state, inputs)
         if lengths is None:
             return after, after[-1]
         runs = (number < lengths)[:, None]
@@ -332,10 +296,6 @@ def _inputs(
             f"{lengths.shape}."
         )
     return x, lengths
-
-
-def _zeros(x: jax.Array, units: int, number: int) -> tuple[jax.Array, ...]:
-    return tuple(jnp.zeros((x.shape[1], units), x.dtype) for _ in range(number))
 
 
 def _as_given(outputs: jax.Array, time_major: bool) -> jax.Array:

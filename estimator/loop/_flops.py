@@ -29,7 +29,7 @@ def steps_that_fit(step: Any, platform: str, *args: Any) -> int:
     jaxpr, _ = dce_jaxpr(traced.jaxpr.jaxpr, [True] * len(traced.jaxpr.jaxpr.outvars))
     if _has_loop(jaxpr):  # what the model_fn shows is not computed here, and may have a loop of its own
         return 1
-    cost = traced.lower().cost_analysis() or {}  # without the kinds of which there is nothing
+    cost = traced.lower().cost_analysis() or {}  # kinds with a count of 0 are left out
     flops = max(1.0, float(cost.get("flops", 0.0)))
     return max(1, int(_FLOPS_PER_PROGRAM.get(platform, _FLOPS_ON_ACCELERATORS) / flops))
 

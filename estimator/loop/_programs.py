@@ -40,10 +40,12 @@ class StepOutputs(NamedTuple):
     Attributes:
       losses: of the model_fn.
       rates: the learning rates under `optax.inject_hyperparams`, by tag (see `_learning_rates.py`).
+      skipped: whether a gradient was not finite; None where nobody looks.
     """
 
     losses: jax.Array
     rates: dict[str, jax.Array]
+    skipped: jax.Array | None
 
 
 Outcome = tuple[Carry, StepOutputs, dict[str, Report]]
@@ -227,7 +229,7 @@ def _outputs_of(spec: EstimatorSpec) -> StepOutputs:
     loss, train_op = loss_of(spec), train_op_of(spec)
     if train_op.skipped is not None:
         loss = jnp.where(train_op.skipped & jnp.isnan(loss), jnp.inf, loss)
-    return StepOutputs(loss, tagged(train_op.learning_rates))
+    return StepOutputs(loss, tagged(train_op.learning_rates), train_op.skipped)
 
 
 def stacked_batches(pairs: Sequence[Pair], room: int) -> Pair | None:

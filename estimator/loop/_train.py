@@ -30,7 +30,8 @@ from estimator.loop._programs import Carry, Pair, Programs, Run, StepOutputs, ca
 from estimator.loop._read_ahead import read_ahead
 from estimator.loop._training_log import TrainingLog
 from estimator.multihost._process_group import ProcessGroup
-from estimator.optim._non_finite import cleared, log_if_more, raise_if_any, skipped_steps
+from estimator.optim._non_finite import cleared, log_skipped, raise_if_any, skipped_steps
+from estimator.runtime._huge_pages import advise_huge_pages
 from estimator.runtime._uninterrupted import compile_first, uninterrupted
 
 # More gain nothing, and on CPU devices the collectives of many starve each other until XLA aborts the process.
@@ -59,7 +60,7 @@ class Training:
     Attributes:
       context: what hooks see.
       saved_path: the newest checkpoint, which may still be being written.
-      saved_step: its step; -1: there is none.
+      saved_step: its step, or -1.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class Training:
             self._skipped = skipped_steps(state)
             if programs.traits.on_nan == "raise":
                 state = cleared(state)
+        advise_huge_pages(jax.tree.leaves(state.variables))
         self._carry = carry_of(state)
         self._key_data = jax.random.key_data(state.key)
         self._skipped_batches = skipped_batches
@@ -116,14 +118,13 @@ class Training:
         self._position = batches.get_state()
         _hook_calls.create_state(self.hooks, context)
         look_every = min(self.config.log_step_count_steps or _STEPS_BETWEEN_LOOKS, _STEPS_BETWEEN_LOOKS)
-        but = 0 if self.programs.traits.on_nan else 1  # the devices have something to do while losses are looked at
         size = _steps_per_loop.choose(self.config.steps_per_loop, self.programs, self.hooks, context, look_every)
         with self._log:
             for run, due in self._runs(batches, size):
                 requests = _hook_calls.before(due, context) if due else []
                 outputs, reported = self._start(run, reporting=_hook_calls.requests_values(requests, context))
-                if context.global_step - but * run.steps - self._looked_step >= look_every:
-                    self.look(but)
+                if context.global_step - run.steps - self._looked_step >= look_every:
+                    self.look(but=1)  # the devices have something to do meanwhile
                     if context.found_nan:  # in all processes: they see the same losses, or have agreed to stop
                         context.stop("NaN loss")
                     size.timed(self._looked_step)
@@ -174,7 +175,8 @@ class Training:
         self._log.advance(run.steps)
         if self._log.clock is None:
             outputs.losses.block_until_ready()
-            self._log.start_clock(context.global_step, *_of_steps(self._losses))
+            known = _of_steps(self._losses)
+            self._log.start_clock(context.global_step, known.losses, known.rates)
             context.clock = self._log.clock
         return outputs, reported
 
@@ -186,15 +188,16 @@ class Training:
         programs = self._losses[: len(self._losses) - but]
         if not programs:
             return
-        losses, rates = _of_steps(programs)
+        losses, rates, skipped = _of_steps(programs)
         self._losses = self._losses[len(programs) :]
         first = self._looked_step + 1
         self.context.rates = rates
         self.context.notify_loss_watchers(first, losses)
-        if self.programs.traits.on_nan == "raise":
-            raise_if_any(self._carry)
-        elif self.programs.traits.on_nan == "skip":
-            self._skipped = log_if_more(self._carry, self._skipped)
+        if skipped is not None and skipped.any():  # only then the host waits for the newest program
+            if self.programs.traits.on_nan == "raise":
+                raise_if_any(self._carry)
+            self._skipped += int(skipped.sum())
+            log_skipped(self._carry, int(skipped.sum()), self._skipped)
         if np.isnan(losses).any():
             self._end_by_nan(first + int(np.argmax(np.isnan(losses))))
         self._looked_step += len(losses)
@@ -283,8 +286,8 @@ class Training:
         return f"The newest checkpoint is from step {step_of(path)}; nothing later was saved."
 
 
-def _of_steps(programs: Sequence[tuple[StepOutputs, int]]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """The losses and the learning rates of each step of some programs."""
+def _of_steps(programs: Sequence[tuple[StepOutputs, int]]) -> Any:
+    """The `StepOutputs` of some programs, as numpy arrays with an element per step."""
     counts = [count for _, count in programs]
 
     def joined(*of_programs: jax.Array) -> np.ndarray:
@@ -296,18 +299,27 @@ def _of_steps(programs: Sequence[tuple[StepOutputs, int]]) -> tuple[np.ndarray, 
 
 @uninterrupted
 def _names_with_nan(variables: dict[str, PyTree]) -> list[str]:
-    by_devices: dict[frozenset[jax.Device], dict[str, PyTree]] = {}  # a program takes arrays of the same devices
+    on_devices: dict[frozenset[jax.Device], dict[str, list[jax.Array]]] = {}  # a program takes arrays of the same ones
+    names = []
     for name, value in variables.items():
-        devices = frozenset(device for leaf in jax.tree.leaves(value) for device in leaf.devices())
-        by_devices.setdefault(devices, {})[name] = value
-    flags = jax.device_get([_has_nan(group) for group in by_devices.values()])
-    return [name for group in flags for name, has_nan in group.items() if has_nan]
+        leaves = [leaf for leaf in jax.tree.leaves(value) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+        here = [leaf for leaf in leaves if _is_in_host_memory(leaf)]
+        if any(
+            np.isnan(shard.data).any() for leaf in here for shard in leaf.addressable_shards if not shard.replica_id
+        ):
+            names.append(name)
+        elif len(here) < len(leaves):
+            devices = frozenset(device for leaf in leaves for device in leaf.devices())
+            on_devices.setdefault(devices, {})[name] = leaves
+    flags = jax.device_get([_has_nan(group) for group in on_devices.values()])
+    return names + [name for group in flags for name, has_nan in group.items() if has_nan]
+
+
+def _is_in_host_memory(x: jax.Array) -> bool:
+    """Whether numpy reads an array without a copy, which needs no program to be compiled before the first save."""
+    return x.is_fully_addressable and {device.platform for device in x.devices()} == {"cpu"}
 
 
 @jax.jit
-def _has_nan(variables: dict[str, PyTree]) -> dict[str, jax.Array]:
-    def has_nan(value: PyTree) -> jax.Array:
-        floats = [x for x in jax.tree.leaves(value) if jnp.issubdtype(x.dtype, jnp.inexact)]
-        return jnp.any(jnp.array([jnp.isnan(x).any() for x in floats], bool))
-
-    return {name: has_nan(value) for name, value in variables.items()}
+def _has_nan(variables: dict[str, list[jax.Array]]) -> dict[str, jax.Array]:
+    return {name: jnp.array([jnp.isnan(x).any() for x in leaves]).any() for name, leaves in variables.items()}

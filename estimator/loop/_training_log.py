@@ -16,13 +16,13 @@ class TrainingLog:
     """Log lines every few steps, and, within `with`, a progress bar on stderr if it is a terminal.
 
     Args:
-      every: the number of steps from line to line; None: there are no lines.
+      every: the number of steps from line to line; None: without lines.
       step: where the run starts.
       last_step: where it ends; None: with its input.
 
     Attributes:
       clock: the step and the time from which the next rate is taken; None before the first program was done.
-      last_loss: the newest known loss; None: there is none yet.
+      last_loss: the newest known loss, or None.
     """
 
     def __init__(self, every: int | None, step: int, last_step: int | None) -> None:

@@ -9,13 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from estimator.core._frame import (
-    check_is_known_outside,
-    current_frame,
-    innermost_frame,
-    transformations_within,
-)
-from estimator.core._variables import read
+from estimator.core._frame import check_is_known_outside, current_frame, innermost_frame, transformations_within
+from estimator.variables._variables import read
 
 
 def collected(loss: jax.Array) -> jax.Array:
@@ -78,7 +73,7 @@ def get_regularization_losses(scope: str | None = None) -> list[jax.Array]:
     for name, regularizer in frame.declared.regularizers.items():
         if _matches("get_regularization_losses", scope, name):
             loss: Any = regularizer(read(frame, name))
-            if loss is None:  # as some of TensorFlow's return where there is nothing to do
+            if loss is None:  # as some of TensorFlow's return without anything to do
                 continue
             if jnp.ndim(loss):
                 raise ValueError(
@@ -90,7 +85,7 @@ def get_regularization_losses(scope: str | None = None) -> list[jax.Array]:
 
 
 def get_regularization_loss(scope: str | None = None) -> jax.Array:
-    """The sum of `get_regularization_losses`; 0 where there are none."""
+    """The sum of `get_regularization_losses`, or 0."""
     return _sum(get_regularization_losses(scope))
 
 

@@ -118,13 +118,7 @@ def mean_squared_error(
     >>> mean_squared_error(jnp.array([1.0, 2.0]), jnp.array([2.0, 5.0])).item()
     5.0
 
-    Args:
-      labels: shape of `predictions`; cast to their dtype.
-      predictions: any shape.
-      weights, reduction, scope, name: as in `compute_weighted_loss`.
-
-    Raises:
-      ValueError: if shapes differ, or as `compute_weighted_loss` does.
+    Args and errors are as in `absolute_difference`.
     """
     labels, predictions = _pair("mean_squared_error", labels, predictions)
     losses = optax.losses.squared_error(predictions, labels)
@@ -147,13 +141,8 @@ def huber_loss(
     1.5
 
     Args:
-      labels: shape of `predictions`; cast to their dtype.
-      predictions: any shape.
-      weights, reduction, scope, name: as in `compute_weighted_loss`.
+      labels, predictions, weights, reduction, scope, name: as in `absolute_difference`, also for errors.
       delta: the absolute error above which the loss grows linearly.
-
-    Raises:
-      ValueError: if shapes differ, or as `compute_weighted_loss` does.
     """
     labels, predictions = _pair("huber_loss", labels, predictions)
     losses = optax.losses.huber_loss(predictions, labels, delta=delta)
@@ -176,10 +165,7 @@ def hinge_loss(
     Args:
       labels: 0 or 1 (TensorFlow's convention, not -1 and 1), shape of `logits`.
       logits: any shape; positive for class 1.
-      weights, reduction, scope, name: as in `compute_weighted_loss`.
-
-    Raises:
-      ValueError: if shapes differ, or as `compute_weighted_loss` does.
+      weights, reduction, scope, name: as in `compute_weighted_loss`, also for errors.
     """
     labels, logits = _pair("hinge_loss", labels, logits, "logits")
     losses = optax.losses.hinge_loss(logits, 2 * labels - 1)
@@ -204,11 +190,8 @@ def log_loss(
     Args:
       labels: 0 or 1, shape of `predictions`.
       predictions: probabilities of class 1; for logits take `sigmoid_cross_entropy`.
-      weights, reduction, scope, name: as in `compute_weighted_loss`.
+      weights, reduction, scope, name: as in `compute_weighted_loss`, also for errors.
       epsilon: added within the logarithms.
-
-    Raises:
-      ValueError: if shapes differ, or as `compute_weighted_loss` does.
     """
     labels, predictions = _pair("log_loss", labels, predictions)
     positive = labels * jnp.log(predictions + epsilon)
@@ -234,11 +217,8 @@ def sigmoid_cross_entropy(
     Args:
       labels: 0, 1 or between, shape of `logits`.
       logits: any shape, `[batch, classes]` mostly.
-      weights, reduction, scope, name: as in `compute_weighted_loss`.
+      weights, reduction, scope, name: as in `compute_weighted_loss`, also for errors.
       label_smoothing: moves labels towards 1/2 by this fraction.
-
-    Raises:
-      ValueError: if shapes differ, or as `compute_weighted_loss` does.
     """
     labels, logits = _pair("sigmoid_cross_entropy", labels, logits, "logits")
     labels = labels * (1 - label_smoothing) + 0.5 * label_smoothing
@@ -265,11 +245,8 @@ def softmax_cross_entropy(
       onehot_labels: a distribution over the classes, shape of `logits`. No gradient flows back
         to it, as in TensorFlow.
       logits: shape `[..., classes]`.
-      weights, reduction, scope, name: as in `compute_weighted_loss`, where losses have shape `[...]`.
+      weights, reduction, scope, name: as in `compute_weighted_loss`, also for errors; losses have shape `[...]`.
       label_smoothing: moves labels towards 1 / classes by this fraction.
-
-    Raises:
-      ValueError: if shapes differ, or as `compute_weighted_loss` does.
     """
     labels, logits = _pair("softmax_cross_entropy", onehot_labels, logits, "logits")
     labels = optax.losses.smooth_labels(jax.lax.stop_gradient(labels), label_smoothing)

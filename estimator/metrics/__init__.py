@@ -7,13 +7,7 @@ batches and of other towers are merged, and `result()` is taken once at the end.
 from typing import TYPE_CHECKING
 
 from estimator.metrics._classes import mean_iou, mean_per_class_accuracy, recall_at_k
-from estimator.metrics._means import (
-    accuracy,
-    mean,
-    mean_absolute_error,
-    mean_squared_error,
-    root_mean_squared_error,
-)
+from estimator.metrics._means import accuracy, mean, mean_absolute_error, mean_squared_error, root_mean_squared_error
 from estimator.metrics._metric import Metric
 from estimator.metrics._positives import (
     false_negatives,

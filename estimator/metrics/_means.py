@@ -106,12 +106,7 @@ def root_mean_squared_error(
     >>> root_mean_squared_error(jnp.array([1.0, 2.0]), jnp.array([4.0, 5.0])).result().item()
     3.0
 
-    Args:
-      labels, predictions: equal shapes, but for a last 1 that only one has.
-      weights, name: as in `mean`.
-
-    Raises:
-      ValueError: if shapes do not fit.
+    Args and errors are as in `mean_squared_error`.
     """
     errors, weights = _errors("root_mean_squared_error", labels, predictions, weights)
     squares = weighted_mean(jnp.square(errors), weights)
@@ -126,12 +121,7 @@ def mean_absolute_error(
     >>> mean_absolute_error(jnp.array([1.0, 2.0]), jnp.array([2.0, 5.0])).result().item()
     2.0
 
-    Args:
-      labels, predictions: equal shapes, but for a last 1 that only one has.
-      weights, name: as in `mean`.
-
-    Raises:
-      ValueError: if shapes do not fit.
+    Args and errors are as in `mean_squared_error`.
     """
     errors, weights = _errors("mean_absolute_error", labels, predictions, weights)
     return weighted_mean(jnp.abs(errors), weights)

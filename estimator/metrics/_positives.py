@@ -54,11 +54,7 @@ def false_positives(
     >>> false_positives(jnp.array([0, 1, 1, 1]), jnp.array([1, 1, 1, 0])).result().item()
     1.0
 
-    Args:
-      labels, predictions, weights, name: as in `true_positives`.
-
-    Raises:
-      ValueError: if shapes do not fit.
+    Args and errors are as in `true_positives`.
     """
     labels, predictions, weights = _decisions("false_positives", labels, predictions, weights)
     return _count(~labels & predictions, weights)
@@ -72,11 +68,7 @@ def true_negatives(
     >>> true_negatives(jnp.array([0, 1, 1, 1]), jnp.array([1, 1, 1, 0])).result().item()
     0.0
 
-    Args:
-      labels, predictions, weights, name: as in `true_positives`.
-
-    Raises:
-      ValueError: if shapes do not fit.
+    Args and errors are as in `true_positives`.
     """
     labels, predictions, weights = _decisions("true_negatives", labels, predictions, weights)
     return _count(~labels & ~predictions, weights)
@@ -90,11 +82,7 @@ def false_negatives(
     >>> false_negatives(jnp.array([0, 1, 1, 1]), jnp.array([1, 1, 1, 0])).result().item()
     1.0
 
-    Args:
-      labels, predictions, weights, name: as in `true_positives`.
-
-    Raises:
-      ValueError: if shapes do not fit.
+    Args and errors are as in `true_positives`.
     """
     labels, predictions, weights = _decisions("false_negatives", labels, predictions, weights)
     return _count(labels & ~predictions, weights)
@@ -103,16 +91,12 @@ def false_negatives(
 def precision(
     labels: ArrayLike, predictions: ArrayLike, weights: ArrayLike | None = None, name: str | None = None
 ) -> Mean:
-    """Of the rows predicted to be positive, the fraction that is; 0 if there are none.
+    """Of the rows predicted to be positive, the fraction that is, or 0 without any.
 
     >>> precision(jnp.array([0, 1, 1, 1]), jnp.array([1, 1, 0, 0])).result().item()
     0.5
 
-    Args:
-      labels, predictions, weights, name: as in `true_positives`.
-
-    Raises:
-      ValueError: if shapes do not fit.
+    Args and errors are as in `true_positives`.
     """
     labels, predictions, weights = _decisions("precision", labels, predictions, weights)
     return weighted_mean(labels, jnp.where(predictions, weights, 0))
@@ -121,16 +105,12 @@ def precision(
 def recall(
     labels: ArrayLike, predictions: ArrayLike, weights: ArrayLike | None = None, name: str | None = None
 ) -> Mean:
-    """Of the rows that are positive, the fraction predicted to be; 0 if there are none.
+    """Of the rows that are positive, the fraction predicted to be, or 0 without any.
 
     >>> recall(jnp.array([0, 1, 1, 0]), jnp.array([1, 1, 0, 0])).result().item()
     0.5
 
-    Args:
-      labels, predictions, weights, name: as in `true_positives`.
-
-    Raises:
-      ValueError: if shapes do not fit.
+    Args and errors are as in `true_positives`.
     """
     labels, predictions, weights = _decisions("recall", labels, predictions, weights)
     return weighted_mean(predictions, jnp.where(labels, weights, 0))

@@ -106,7 +106,7 @@ def precision_at_thresholds(
       ValueError: if shapes do not fit.
     """
     caller = "precision_at_thresholds"
-    thresholds = _numbers(thresholds)
+    thresholds = tuple(map(float, thresholds))
     true, false, _, _ = _confusion_at(caller, labels, predictions, thresholds, weights)
     return MeanAtThresholds(total=true, count=true + false, thresholds=thresholds)
 
@@ -124,14 +124,10 @@ def recall_at_thresholds(
     >>> recall_at_thresholds(jnp.array([0, 1, 0, 1]), p, [0.1, 0.5, 0.9]).result().tolist()
     [1.0, 0.5, 0.0]
 
-    Args:
-      labels, predictions, thresholds, weights, name: as in `precision_at_thresholds`.
-
-    Raises:
-      ValueError: if shapes do not fit.
+    Args and errors are as in `precision_at_thresholds`.
     """
     caller = "recall_at_thresholds"
-    thresholds = _numbers(thresholds)
+    thresholds = tuple(map(float, thresholds))
     true, _, _, missed = _confusion_at(caller, labels, predictions, thresholds, weights)
     return MeanAtThresholds(total=true, count=true + missed, thresholds=thresholds)
 
@@ -173,10 +169,6 @@ def auc(
     thresholds = (-1e-7, *inner, 1 + 1e-7)
     counts = _confusion_at("auc", labels, predictions, thresholds, weights)
     return AreaUnderCurve(*counts, curve=curve, summation_method=summation_method)
-
-
-def _numbers(thresholds: Sequence[float]) -> tuple[float, ...]:
-    return tuple(float(threshold) for threshold in thresholds)
 
 
 def _confusion_at(

@@ -67,8 +67,8 @@ def find_cluster(
     if num_processes == 1:
         return ClusterSpec(None, 1, 0, detected.source or "the arguments")
     if address is None or num_processes is None or process_id is None:
-        given = {"coordinator_address": address, "num_processes": num_processes, "process_id": process_id}
-        raise ValueError(_missing([name for name, value in given.items() if value is None], detected.source))
+        parts = {"coordinator_address": address, "num_processes": num_processes, "process_id": process_id}
+        raise ValueError(_missing([name for name, value in parts.items() if value is None], detected.source))
     host, _ = split_address(address)
     if detected.several_hosts and is_literally_loopback(host):
         raise ValueError(
@@ -116,7 +116,9 @@ def _from_environment(address: str | None) -> _Detected:
         hosts = {split_address(each)[0] for each in task.addresses}
         several_hosts = len({"" if is_literally_loopback(host) else host for host in hosts}) > 1
         return _Detected("TF_CONFIG", task.addresses[0], len(task.addresses), task.process_id, None, several_hosts)
-    return _from_scheduler(address) or _from_mpi() or _from_kubernetes() or _Detected()
+    if detected := _from_scheduler(address) or _from_mpi():
+        return detected
+    return _Detected("Kubernetes", process_id=_number(_JOB_INDEX, 0)) if _JOB_INDEX in os.environ else _Detected()
 
 
 def _from_scheduler(address: str | None) -> _Detected | None:
@@ -125,9 +127,8 @@ def _from_scheduler(address: str | None) -> _Detected | None:
         # Every pod is in Kubernetes; one of several processes is in an indexed job.
         if cluster.opt_in_only_method or (cluster is clusters.K8sCluster and _JOB_INDEX not in os.environ):
             continue
-        if (
-            cluster is clusters.OmpiCluster and _OPEN_MPI_4 not in os.environ
-        ):  # from 5 on jax asks mpi4py; see `_from_mpi`
+        # From Open MPI 5 on jax asks mpi4py; see `_from_mpi`.
+        if cluster is clusters.OmpiCluster and _OPEN_MPI_4 not in os.environ:
             continue
         with warnings.catch_warnings(action="ignore"):  # an error here says that the package is missing
             if not cluster.is_env_present():
@@ -151,10 +152,6 @@ def _from_mpi() -> _Detected | None:
             ids = (_number(size, 0), _number(rank, 0), None if local < 0 else local)
             return _Detected(f"MPI ({rank})", None, *ids, _mpi_has_several_hosts())
     return None
-
-
-def _from_kubernetes() -> _Detected | None:
-    return _Detected("Kubernetes", process_id=_number(_JOB_INDEX, 0)) if _JOB_INDEX in os.environ else None
 
 
 def _mpi_has_several_hosts() -> bool:

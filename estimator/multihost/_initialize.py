@@ -45,16 +45,14 @@ def initialize_distributed(
     MPI, an indexed job of Kubernetes, or a TPU pod. Where nothing speaks of several processes there is one, and the
     same script runs alone.
 
-    It is `jax.distributed.initialize`, with which jax's coordination service runs in process 0. Then the processes
-    check that they fit together (versions, hosts, number, devices), a sum over all devices is checked, and process 0,
-    the chief, logs a table of the processes.
+    It is `jax.distributed.initialize`, with which jax's coordination service runs in process 0, the chief. Then the
+    processes check that they fit together (versions, hosts, number, devices), a sum over all devices is checked, and
+    process 0 logs a table of the processes.
 
-    From then on a process that loses another one ends with an error, too. What it does together with others raises
-    `est.ProcessLostError`, which names that process, in the Estimator's calls. A process that is still in a collective
-    `grace_secs` later is ended, with a line on stderr and exit code 76. The loss of process 0 makes jax abort the
-    others, with its own message and code 134 (SIGABRT). A process may end before the others, also by `sys.exit`: that
-    is not a loss, though one that still needs it in a collective waits in vain. Process 0 ends last: it waits for the
-    others at its exit.
+    From then on a process that loses another one ends too: with `est.ProcessLostError` in the Estimator's calls, or, if
+    it is still in a collective `grace_secs` later, with exit code 76; if process 0 is lost, jax aborts the others. A
+    process that ends in order before the others, also by `sys.exit`, is not lost. Process 0 waits for the others at its
+    exit. `docs/many_hosts.md` says more.
 
     >>> initialize_distributed("localhost:1234", num_processes=2, process_id=2)
     Traceback (most recent call last):

@@ -80,10 +80,10 @@ def set_learning_rate(state: State, name: str, value: float) -> State:
     return state._replace(slots=with_rate("est.set_learning_rate", state.slots, name, value))
 
 
-def rates_of(slots: Slots) -> dict[str, jax.Array]:
-    """The rates in slots, which may be traced: scalars by the names of `learning_rates`, without the rates that each
-    tower has of its own."""
-    return {name: rate.value for name, rate in _find(slots).items() if jnp.ndim(rate.value) == 0}
+def rates_of(slots: Slots) -> dict[str, Any]:
+    """The rates in slots, which may be traced, by the names of `learning_rates`: scalars, or `[towers]` where each
+    tower has its own."""
+    return {name: rate.value for name, rate in _find(slots).items()}
 
 
 def tagged(rates: dict[str, Any]) -> dict[str, Any]:

@@ -14,8 +14,8 @@ from estimator.core._mode_keys import ModeKeys
 from estimator.core._state import ON_NAN_SLOTS
 from estimator.core._train_op import AverageUpdate, TrainOp
 from estimator.core._typing import PyTree, Variables
-from estimator.core._variable_scope import VariableScope, variable_scope
-from estimator.core._variables import get_variable, read, resolve
+from estimator.variables._variable_scope import VariableScope, variable_scope
+from estimator.variables._variables import get_variable, read, resolve
 
 _NO_SCOPE = VariableScope("", None, ScopeDefaults())
 
@@ -107,8 +107,8 @@ class ExponentialMovingAverage:
           The train_op. Outside of TRAIN it does nothing, and the averages are there to be read.
 
         Raises:
-          TypeError: a variable is an array of integers, or the list is no list of names.
-          ValueError: a name is no variable of this run, or has an average of this name already.
+          TypeError: a variable is an array of integers, or the list is not one of names.
+          ValueError: the run has no variable of one of the names, or it has an average already.
         """
         caller = "ExponentialMovingAverage.apply"
         frame = current_frame(caller)

@@ -76,7 +76,7 @@ class NonFinitePolicy:
 
 
 def _first_non_finite(update: Update) -> jax.Array | None:
-    """The number, from 1 on in the order of names, of the first gradient with an inf or a NaN; 0 if there is none."""
+    """The number, from 1 on in the order of names, of the first gradient with an inf or a NaN, or 0."""
     gradients = update.gradients or {}
     if not gradients:
         return None
@@ -144,17 +144,15 @@ def raise_if_any(state: Any) -> None:
         )
 
 
-def log_if_more(state: Any, seen: int) -> int:
-    """Logs that more than `seen` steps were skipped, if so; returns how many were."""
+def log_skipped(state: Any, more: int, all_steps: int) -> None:
+    """Logs that `more` steps were skipped, which makes `all_steps`; waits for the state."""
     record = jax.device_get(state.slots[ON_NAN_SLOTS])
-    if record.skipped > seen:
-        logging.warning(
-            "Skipped %d steps with non-finite gradients, %d in all; the first was of %s.",
-            record.skipped - seen,
-            record.skipped,
-            _place(record, state.variables),
-        )
-    return int(record.skipped)
+    logging.warning(
+        "Skipped %d steps with non-finite gradients, %d in all; the first was of %s.",
+        more,
+        all_steps,
+        _place(record, state.variables),
+    )
 
 
 def _place(record: NonFinite, variables: Variables) -> str:

@@ -30,7 +30,7 @@ from estimator.optim._loss_scale import DynamicLossScale
 from estimator.optim._parts import is_transformation
 from estimator.porting._tensorflow_names import check_arguments
 from estimator.sparse._embedding import zero_gradients
-from estimator.sparse._indexed_slices import is_slices
+from estimator.sparse._indexed_slices import IndexedSlices
 
 
 class Optimizer:
@@ -194,7 +194,7 @@ class Optimizer:
     # checkpoint for them, only if the model_fn calls one of these.
 
     def get_slot(self, var_name: str, slot_name: str) -> PyTree | None:
-        """The slot of a variable at the start of this run, such as optax.adam's "mu"; None if there is none.
+        """The slot of a variable at the start of this run, such as optax.adam's "mu", or None.
 
         In TRAIN to be called after `minimize` or `apply_gradients`, as in TensorFlow; else see `get_state`.
         """
@@ -384,10 +384,13 @@ def tower_gradient(gradient: PyTree) -> PyTree:
     if scale == 1:
         return gradient
 
-    def scaled(g: Any) -> Any:
-        return dataclasses.replace(g, values=g.values * scale) if is_slices(g) else g * scale
+    def is_sparse(g: Any) -> bool:
+        return isinstance(g, IndexedSlices)
 
-    return jax.tree.map(scaled, gradient, is_leaf=is_slices)
+    def scaled(g: Any) -> Any:
+        return dataclasses.replace(g, values=g.values * scale) if is_sparse(g) else g * scale
+
+    return jax.tree.map(scaled, gradient, is_leaf=is_sparse)
 
 
 def is_per_variable(value: PyTree, variable: PyTree) -> bool:

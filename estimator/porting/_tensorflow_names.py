@@ -239,9 +239,9 @@ _HAS = {
 """Of which parts of TensorFlow a module, or the objects of a class, have the names."""
 
 
-def check_arguments(caller: str, given: Mapping[str, Any]) -> None:
+def check_arguments(caller: str, arguments: Mapping[str, Any]) -> None:
     """Raises a TypeError that names the first of the arguments, none of which there is, and what to write."""
-    for name in given:
+    for name in arguments:
         hint = f": {ARGUMENTS[name]}" if name in ARGUMENTS else ""
         raise TypeError(f"`{caller}` got an unexpected argument {name!r}{hint}.")
 

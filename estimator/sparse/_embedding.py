@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 
 from estimator.core._frame import Frame, current_frame, current_trace
-from estimator.core._partitioning import Partition
 from estimator.core._typing import PyTree, Variables
-from estimator.core._variables import as_dtype, as_shape, check_declared, get_variable, listed, read
 from estimator.sparse._indexed_slices import IndexedSlices
+from estimator.variables._initial_value import as_dtype, as_shape, check_declared
+from estimator.variables._partitioning import Partition
+from estimator.variables._variables import get_variable, listed, read
 
 
 def embedding_lookup(

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from estimator.core._bcoo import is_jax_sparse, is_sparse
-from estimator.core._partitioning import Partition
 from estimator.sparse._embedding import embedding_lookup
+from estimator.variables._partitioning import Partition
 
 if TYPE_CHECKING:
     from jax.experimental.sparse import BCOO

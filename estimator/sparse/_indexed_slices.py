@@ -104,16 +104,6 @@ class IndexedSlices:
             )
 
 
-def is_slices(x: object) -> bool:
-    """Whether a node of a pytree is a sparse gradient."""
-    return isinstance(x, IndexedSlices)
-
-
-def joined(stacked: IndexedSlices) -> IndexedSlices:
-    """The slices of several parts of a batch, arrays of shape `[parts, n, ...]`, one after the other: their sum."""
-    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), stacked)
-
-
 def dense(gradient: Any) -> Any:
     """A gradient as the optimizers of dense variables take it."""
     return gradient.to_dense() if isinstance(gradient, IndexedSlices) else gradient

@@ -11,28 +11,11 @@ import jax.numpy as jnp
 
 from estimator.core._estimator_spec import EstimatorSpec
 from estimator.core._frame import Frame, Writes, open_frame
-from estimator.core._train_op import GradientsNeeded, TrainOp, Update
-from estimator.core._typing import PyTree
+from estimator.core._train_op import GradientsNeeded, TrainOp
+from estimator.core._typing import Forward, PyTree
 from estimator.optim import _loss_scale
 from estimator.sparse._embedding import slices, taps_for
-from estimator.steps._forward_transform import Forward, transformed
-
-
-class RunResult(NamedTuple):
-    """What a run of a model_fn leaves.
-
-    Attributes:
-      spec: what the model_fn returned, with gradients instead of losses to differentiate.
-      writes: the variables that the model_fn wrote.
-      denominators: what its losses divide by, before `Frame.average_denominator`, in the order of the losses; only
-        those that are known in the model_fn itself, not in a loop or a branch within it.
-      frame: as the run left it; good for its Python values only.
-    """
-
-    spec: EstimatorSpec
-    writes: Writes
-    denominators: list[jax.Array]
-    frame: Frame
+from estimator.steps._run_result import RunResult
 
 
 def run_model_fn(
@@ -140,7 +123,7 @@ class _Run:
         if differentiate and spec.train_op is not None:
             gradients = {
                 update.slots: self._gradients(backward, i, update.var_list, update.slots)
-                for i, update in enumerate(_pending(spec.train_op))
+                for i, update in enumerate(spec.train_op.pending)
             }
             spec = dataclasses.replace(spec, train_op=_with_gradients(spec.train_op, gradients))
         return RunResult(spec, done.writes, done.denominators, self._last_frame)
@@ -176,7 +159,7 @@ class _Run:
         frame = self._frame
         fixed = {name: value for name, value in frame.variables.items() if name not in trained[0]}
         rest = (fixed, frame.slots, frame.key, frame.global_step, self._known_gradients)
-        forward = transformed(self._transform, self._run_once) if self._transform else self._run_once
+        forward = self._transform(self._run_once) if self._transform else self._run_once
         return forward(trained, rest, self._batch)
 
     def _run_once(self, trained: PyTree, rest: PyTree, batch: tuple[PyTree, ...]) -> tuple[list[jax.Array], _Pass]:
@@ -199,18 +182,9 @@ class _Run:
                 return [needed.loss], _Pass(request, None, Writes({}, {}), frame.denominators, frame.embeddings.lookups)
         if frame.reported:  # beside what towers within this run have reported
             spec = dataclasses.replace(spec, reported={**spec.reported, **frame.reported})
-        pending = _pending(spec.train_op) if self._differentiates else []
+        pending = spec.train_op.pending if self._differentiates and spec.train_op is not None else []
         losses = [update.loss for update in pending if update.loss is not None]
         return losses, _Pass(None, spec, frame.writes, frame.denominators, frame.embeddings.lookups)
-
-
-def _pending(train_op: TrainOp | None) -> list[Update]:
-    return [update for update in train_op.updates if update.gradients is None] if train_op else []
-
-
-def has_pending(train_op: TrainOp | None) -> bool:
-    """Whether gradients are still to be taken from a loss."""
-    return bool(_pending(train_op))
 
 
 def _with_gradients(train_op: TrainOp, gradients: dict[str, dict[str, PyTree]]) -> TrainOp:

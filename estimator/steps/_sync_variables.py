@@ -14,7 +14,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from estimator.core._frame import Frame, current_frame
 from estimator.core._mode_keys import ModeKeys
 from estimator.core._typing import PyTree
-from estimator.core._variables import VariableAggregation, listed, read, resolve
+from estimator.variables._aggregation import VariableAggregation
+from estimator.variables._variables import listed, read, resolve
 
 if TYPE_CHECKING:
     from estimator.core._hook import Context

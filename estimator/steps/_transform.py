@@ -18,7 +18,6 @@ from estimator.core._hook import Hook
 from estimator.core._mode_keys import ModeKeys
 from estimator.core._model_fn import ModelFn, bind
 from estimator.core._placement import Halves, Placement
-from estimator.core._record import Report
 from estimator.core._state import State
 from estimator.core._train_op import TrainOp
 from estimator.core._typing import Features, Labels, PyTree, Variables
@@ -30,7 +29,8 @@ from estimator.optim._moving_average import at_averages, check_averages_move, ch
 from estimator.optim._non_finite import cleared, counted, done, raise_if_any
 from estimator.runtime._uninterrupted import compile_first
 from estimator.steps._deferred_merge import Deferred, is_same, merged
-from estimator.steps._gradients import has_pending, run_model_fn
+from estimator.steps._gradients import run_model_fn
+from estimator.steps._model_info import ModelInfo
 
 
 class _Init(Protocol):
@@ -84,47 +84,6 @@ class Model(NamedTuple):
     inner_step: _TrainStep
     abstract_init: Callable[..., State]
     traits: Callable[..., ModelInfo]
-
-
-@dataclasses.dataclass(frozen=True)
-class ModelInfo:
-    """What is known of a model_fn in a mode after its first, abstract run.
-
-    Attributes:
-      like: the State, of `jax.ShapeDtypeStruct`s.
-      placement: where variables and batches go.
-      pending: whether losses are left to differentiate.
-      shardings: of the State; a prefix.
-      on_nan: "raise", "skip" or None: the argument of `replicate_model_fn`.
-      hooks: of its EstimatorSpec for this mode: for the chief alone, and for all.
-      trainable: the names of the variables that optimizers change by default.
-      reported: what it reports, by name, of `jax.ShapeDtypeStruct`s.
-      starts: what it called `init_from_checkpoint` for.
-      averages: by the name of a moving average, the name of its variable, and whether it is to be read in its place.
-    """
-
-    like: State
-    placement: Placement
-    pending: bool
-    shardings: Any
-    on_nan: str | None
-    hooks: tuple[Sequence[Hook], Sequence[Hook]]
-    trainable: tuple[str, ...]
-    reported: dict[str, Report]
-    starts: tuple[Any, ...]
-    averages: dict[str, tuple[str, bool]]
-
-    @property
-    def platform(self) -> str:
-        """The kind of device that the model_fn runs on."""
-        shardings = jax.tree.leaves(self.shardings)
-        return next(iter(shardings[0].device_set)).platform if shardings else jax.default_backend()
-
-    @property
-    def is_one_program(self) -> bool:
-        """Whether `train_step` may be part of another program (`jax.jit`, `lax.scan`): unless variables live on other
-        devices than the towers."""
-        return self.placement.is_one_program
 
 
 @jax.tree_util.register_dataclass
@@ -205,7 +164,7 @@ class _Steps:
         reported = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), {**spec.reported, **frame.reported})
         info = (
             placement,
-            has_pending(spec.train_op),
+            spec.train_op is not None and bool(spec.train_op.pending),
             tuple(frame.declared.trainable.items()),
             frame.on_nan,
             _hooks(spec),
@@ -256,7 +215,7 @@ class _Steps:
 
         spec, assigned = self._compute(info, state, features, labels, ModeKeys.TRAIN)
         after = self._apply(state, train_op_of(spec), assigned, at)
-        return after, _finished(spec, after)
+        return after, _finished(info.placement, spec, after)
 
     # The compiled ones.
 
@@ -378,7 +337,7 @@ class _Steps:
         def compute(state: State, features: Features, labels: Labels) -> tuple[EstimatorSpec, dict[str, PyTree]]:
             return self._compute(info, state, features, labels, ModeKeys.TRAIN)
 
-        return Halves(compute, self._apply, _finished)
+        return Halves(compute, self._apply, functools.partial(_finished, info.placement))
 
     def _info(self, mode: ModeKeys, features: Features, labels: Labels) -> ModelInfo:
         """What is known of the model_fn, from an abstract run at the first call in a mode."""
@@ -401,10 +360,14 @@ class _Steps:
         return self._infos[mode]
 
 
-def _finished(spec: EstimatorSpec, after: State) -> EstimatorSpec:
+def _finished(placement: Placement, spec: EstimatorSpec, after: State) -> EstimatorSpec:
     """The spec of a step that was taken: its train_op says how, not what to do."""
     train_op = train_op_of(spec)
-    rates = {**rates_of(after.slots), **train_op.learning_rates}
+    rates: dict[str, Any] = {
+        name: rate if rate.ndim == 0 else Deferred(rate, placement.first)
+        for name, rate in rates_of(after.slots).items()
+        if rate.ndim == 0 or train_op.slots  # of each tower
+    }
     return spec.unchecked(train_op=done(train_op, rates))
 
 

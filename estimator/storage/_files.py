@@ -75,7 +75,7 @@ def is_dir(path: str | os.PathLike[str]) -> bool:
 
 
 def list_dir(path: str) -> list[str]:
-    """The names in a directory; none where there is no such directory."""
+    """The names in a directory, which need not exist."""
     if not is_url(path):
         return os.listdir(path) if os.path.isdir(path) else []
     store, name = store_of(path)
@@ -93,14 +93,6 @@ def files_in(path: str) -> dict[str, int]:
     store, base = store_of(path)
     infos: dict[str, Any] = store.find(base, detail=True)
     return {name[len(base) :].lstrip("/"): info["size"] for name, info in infos.items()}
-
-
-def modified_ns(path: str) -> int:
-    """When a file was written, in nanoseconds since 1970; many stores count seconds."""
-    if not is_url(path):
-        return os.stat(path).st_mtime_ns
-    store, name = store_of(path)
-    return round(store.modified(name).timestamp() * 1e9)
 
 
 def read(path: str) -> bytes:
@@ -126,7 +118,7 @@ def remove(path: str) -> None:
     """Removes a file.
 
     Raises:
-      FileNotFoundError: there is none.
+      FileNotFoundError: it does not exist.
     """
     if not is_url(path):
         os.remove(path)
@@ -139,7 +131,7 @@ def remove_dir(path: str) -> None:
     """Removes a directory and all in it.
 
     Raises:
-      FileNotFoundError: there is none.
+      FileNotFoundError: it does not exist.
     """
     if not is_url(path):
         shutil.rmtree(path)

@@ -37,7 +37,7 @@ def read_history(directory: str | os.PathLike[str]) -> list[dict[str, Any]]:
       One dict per step, in the order of the steps.
 
     Raises:
-      FileNotFoundError: there is no such file.
+      FileNotFoundError: the file does not exist.
       ValueError: a line before the last one is not valid.
     """
     path = os.path.join(directory, HISTORY)

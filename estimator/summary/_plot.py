@@ -28,7 +28,7 @@ def plot_history(model_dir: str | os.PathLike[str], path: str | os.PathLike[str]
       The path.
 
     Raises:
-      ImportError: there is no matplotlib.
+      ImportError: matplotlib is not installed.
       FileNotFoundError: neither the model_dir nor one of its eval_dirs has a history.
     """
     try:

@@ -29,7 +29,7 @@ def crc32c(data: bytes | memoryview) -> int:
 
 
 def unmasked(crc: int) -> int:
-    """The CRC that TensorFlow, as LevelDB, stores masked, so that there is none of data that holds another."""
+    """The CRC as TensorFlow and LevelDB store it: masked, since a CRC of data that contains a CRC is weak."""
     rotated = crc - 0xA282EAD8 & 0xFFFFFFFF
     return (rotated >> 17 | rotated << 15) & 0xFFFFFFFF
 

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from estimator import TrainOp, VariableAggregation
-from estimator.replication import Frame, addend, reinitialized, select
+from estimator import VariableAggregation
+from estimator.replication import RunResult
 from estimator.typing import PyTree, Slots, Variables
 from replicate.block_sync._block_sync import BlockSync
 from replicate.cross_tower_ops import CrossTowerOps
@@ -41,17 +41,13 @@ class BlockAverage:
     Attributes:
       block_sync: how it is done.
       ops: takes the sum over towers.
-      frame: as the step left it: for the traits of the variables, and for optimizers that ask for the step.
-      train_op: of the step before.
-      added_only: the names of the variables that the model_fn adds to without assigning them.
+      result: of the step before.
       is_warmup: bool scalar, whether this is the end of the warm-up; None: there is none.
     """
 
     block_sync: BlockSync
     ops: CrossTowerOps
-    frame: Frame
-    train_op: TrainOp
-    added_only: frozenset[str]
+    result: RunResult
     is_warmup: jax.Array | None
 
     def __call__(self, before: BlockState) -> BlockState:
@@ -59,9 +55,7 @@ class BlockAverage:
             name: self._addend(name, copy, before.variables[name]) for name, copy in sorted(before.copies.items())
         }
         _, sums = all_reduce([], addends, self.ops)
-        # A sum of booleans is an integer.
-        sums = jax.tree.map(lambda x, like: x.astype(like.dtype), sums, before.variables)
-        trained = [name for name in sums if self.frame.declared.trainable[name]]
+        trained = [name for name in sums if self.result.frame.declared.trainable[name]]
         moved, outer = self._outer_step(before, {name: sums[name] for name in trained})
         added = {n: jax.tree.map(jnp.add, before.variables[n], sums[n]) for n in sums if self._is_added(n)}
         variables = {**sums, **added, **moved}
@@ -69,25 +63,25 @@ class BlockAverage:
         copies = {**variables, **stays}
         slots = before.slots
         if self.block_sync.reset_slots:
-            frame = self.frame.fresh(reuse=True)
-            frame.declared.trainable = self.frame.declared.trainable
-            updates = self.train_op.updates
-            slots = {**slots, **{u.slots: reinitialized(u, slots[u.slots], copies, frame) for u in updates}}
+            slots = self.result.with_new_slots(slots, copies)
         return BlockState(variables, outer, copies, slots)
 
     def _is_added(self, name: str) -> bool:
-        return name in self.added_only and name in self.block_sync.sync
+        """Whether what all towers have added to a variable, which they do not assign, is added to the global one."""
+        writes = self.result.writes
+        return name in self.block_sync.sync and name in writes.added and name not in writes.assigned
 
     def _addend(self, name: str, copy: PyTree, old: PyTree) -> PyTree:
         """What this tower gives to the sum for a variable."""
-        first = addend(name, copy, VariableAggregation.ONLY_FIRST_TOWER, tower_index(), num_towers())
-        if self.frame.declared.trainable[name]:
+        place = tower_index(), num_towers()
+        first = VariableAggregation.ONLY_FIRST_TOWER.addend(name, copy, *place)
+        if self.result.frame.declared.trainable[name]:
             differences = jax.tree.map(lambda x, y: (x - y) / num_towers(), old, copy)
             return self._if_warmup(first, differences)
         if self._is_added(name):
             return jax.tree.map(jnp.subtract, copy, old)
         if name in self.block_sync.sync:
-            return addend(name, copy, self.frame.declared.aggregation[name], tower_index(), num_towers())
+            return self.result.frame.declared.aggregation[name].addend(name, copy, *place)
         return first
 
     def _outer_step(self, before: BlockState, sums: Variables) -> tuple[PyTree, PyTree]:
@@ -100,7 +94,7 @@ class BlockAverage:
         return self._if_warmup((sums, before.outer), (moved, outer))
 
     def _if_warmup(self, one: PyTree, other: PyTree) -> PyTree:
-        return other if self.is_warmup is None else select(self.is_warmup, one, other)
+        return other if self.is_warmup is None else optax.tree.where(self.is_warmup, one, other)
 
 
 def _of_dtypes(like: PyTree, tree: PyTree) -> PyTree:

@@ -11,30 +11,16 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from estimator import EstimatorSpec, ModeKeys, State, TrainOp
-from estimator.replication import BLOCK_SYNC_SLOTS as SLOTS
-from estimator.replication import (
-    Deferred,
-    Frame,
-    Report,
-    RunResult,
-    apply_train_op,
-    concatenate_rows,
-    loss_of,
-    merge_metrics,
-    merge_stacked_reports,
-    rates_of,
-    run_model_fn,
-    split_spec,
-    train_op_of,
-    update_if,
-)
+from estimator.replication import Deferred, Frame, ModelRun, PerPart, RunResult, update_if
 from estimator.typing import PyTree, Slots, Variables
 from replicate.block_sync._averaging import BlockAverage, BlockState
 from replicate.block_sync._block_sync import BlockSync
 from replicate.placement._mirrored import MirroredPlacement
-from replicate.runner._base import Call
 from replicate.runner._runner import SyncRunner
 from replicate.towers._map import TOWER_AXIS, tower_map
+
+SLOTS = "block_sync"
+"""The entry of `State.slots` that is not an optimizer's."""
 
 
 class BlockSyncState(NamedTuple):
@@ -56,19 +42,6 @@ class BlockSyncState(NamedTuple):
     since: jax.Array
 
 
-class _Shared(NamedTuple):
-    """What all towers start a step with; `steps`, `since` and `outer` as in `BlockSyncState`.
-
-    Attributes:
-      state: the global variables, without slots.
-    """
-
-    state: State
-    outer: PyTree
-    steps: jax.Array
-    since: jax.Array
-
-
 class _Local(NamedTuple):
     """What a tower has of its own; `copies` and `own` as in `BlockSyncState`.
 
@@ -85,22 +58,20 @@ class _LocalStep(NamedTuple):
     """What the step of a tower leaves.
 
     Attributes:
-      bare: the spec without what is merged.
+      bare: the spec without what is merged later or by its rows.
       variables: the global ones that may have changed.
       outer: the state of the outer optimizer.
       local: for the next step.
-      per_tower: predictions and export outputs of the tower's rows.
+      of_rows: what is concatenated: predictions and export outputs of the tower's rows.
       merged_later: by field of the spec, this tower's part of what is merged after the last step of a program.
-      rates: the learning rates of the step, by name.
     """
 
     bare: EstimatorSpec
     variables: Variables
     outer: PyTree
     local: _Local
-    per_tower: tuple[PyTree, PyTree]
+    of_rows: PerPart
     merged_later: dict[str, PyTree]
-    rates: dict[str, jax.Array]
 
 
 class LocalCopies(MirroredPlacement):
@@ -126,8 +97,8 @@ class BlockSyncRunner(SyncRunner):
 
     block_sync: BlockSync = dataclasses.field(kw_only=True)
 
-    def initialize(self, call: Call, frame: Frame, batch: PyTree) -> EstimatorSpec:
-        spec = super().initialize(call, frame, batch)
+    def initialize(self, run: ModelRun) -> EstimatorSpec:
+        spec, frame = super().initialize(run), run.frame
         if frame.mode != ModeKeys.TRAIN:
             if frame.slots:
                 raise ValueError(
@@ -139,7 +110,7 @@ class BlockSyncRunner(SyncRunner):
         if SLOTS in frame.slots:
             raise ValueError(f"An optimizer is named {SLOTS!r}, as is what `BlockSync` keeps in the slots. Rename it.")
         trained = {name: value for name, value in frame.variables.items() if frame.declared.trainable[name]}
-        assigned = {name: frame.variables[name] for name in self._assigned(call, frame, batch)}
+        assigned = {name: frame.variables[name] for name in self._assigned(run)}
         unknown = [name for name in self.block_sync.sync if name not in assigned]
         if unknown:
             raise ValueError(
@@ -157,48 +128,38 @@ class BlockSyncRunner(SyncRunner):
         frame.slots.update(slots | {SLOTS: BlockSyncState(copies, own, outer, jnp.int32(0), jnp.int32(0))})
         return spec
 
-    def _assigned(self, call: Call, frame: Frame, batch: PyTree) -> list[str]:
+    def _assigned(self, run: ModelRun) -> list[str]:
         """The names of the variables that the model_fn writes in a training step, from an abstract run of one."""
         names: list[str] = []
 
         def tower(start: State, batch: PyTree) -> tuple[None, None]:
-            inside = Frame(
-                frame.mode,
-                start.variables,
-                start.slots,
-                start.key,
-                start.global_step,
-                scope=frame.scope,
-                reuse=frame.reuse,
-                scope_defaults=frame.scope_defaults,
-                declared=frame.fresh().declared,
-            )
-            writes = run_model_fn(call, inside, batch, differentiate=False).writes
-            names.extend({**writes.assigned, **writes.added})
+            inside = run.frame.fresh(**start._asdict(), initializing=False)
+            names.extend(run.on(batch, inside, differentiate=False).writes.names)
             return None, None
 
         in_one_tower = tower_map(tower, self.devices[:1])
         if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
-            in_one_tower(self.start_of(frame), batch)  # whoever turns jit off wants to look at values
+            in_one_tower(self.start_of(run.frame), run.batch)  # whoever turns jit off wants to look at values
         else:
-            jax.eval_shape(in_one_tower, self.start_of(frame), batch)
+            jax.eval_shape(in_one_tower, self.start_of(run.frame), run.batch)
         return names
 
-    def train(self, call: Call, frame: Frame, batch: PyTree, rows: int) -> EstimatorSpec:
+    def train(self, run: ModelRun) -> EstimatorSpec:
+        frame = run.frame
         block = _checked_block(frame, len(self.devices))
         optimizers = {name: state for name, state in frame.slots.items() if name != SLOTS}
         frames: list[Frame] = []
 
-        def tower(shared: _Shared, given: tuple[_Local, PyTree]) -> tuple[PyTree, PyTree]:
+        def tower(shared: tuple[State, BlockSyncState], given: tuple[_Local, PyTree]) -> tuple[PyTree, PyTree]:
             local = jax.tree.map(lambda x: x[0], given[0])
-            step, after = self._local_step(call, frame, shared, local, given[1], rows)
+            step, after = self._local_step(run, *shared, local, given[1])
             frames.append(after)
-            return (step.bare, step.variables, step.outer), (step.local, step.per_tower, step.merged_later, step.rates)
+            return (step.bare, step.variables, step.outer), (step.local, step.of_rows, step.merged_later)
 
-        shared = _Shared(self.start_of(frame)._replace(slots={}), block.outer, block.steps, block.since)
+        shared = self.start_of(frame)._replace(slots={}), block._replace(copies={}, own={})
         local = _Local(block.copies, block.own, optimizers)
-        (bare, variables, outer), of_towers = tower_map(tower, self.devices)(shared, (local, batch))
-        local, (predictions, exports), merged_later, rates = of_towers
+        (bare, variables, outer), of_towers = tower_map(tower, self.devices)(shared, (local, run.batch))
+        local, of_rows, merged_later = of_towers
         frame.adopt_names(frames[-1])
         frame.writes.assigned.update(variables)
         merges: dict[str, Callable[[Any], Any]] = {
@@ -211,92 +172,75 @@ class BlockSyncRunner(SyncRunner):
         frame.deferred = {name: (merged[name], deferred[name]) for name in merged}
         steps, since = block.steps + 1, block.since + 1
         since = jnp.where(self._ends_block(steps, since), 0, since)
+        slots = {**local.slots, SLOTS: BlockSyncState(local.copies, local.own, outer, steps, since)}
+        train_op = dataclasses.replace(bare.train_op or TrainOp(), slots=slots)
+        rows = of_rows.merged(len(self.devices))
         return dataclasses.replace(
-            bare,
-            predictions=concatenate_rows(predictions),
-            export_outputs=concatenate_rows(exports),
-            train_op=TrainOp(
-                slots={**local.slots, SLOTS: BlockSyncState(local.copies, local.own, outer, steps, since)},
-                learning_rates={name: Deferred(rate, self._rate) for name, rate in rates.items()},
-                averages=train_op_of(bare).averages,
-            ),
-            **merged,
+            bare, predictions=rows.predictions, export_outputs=rows.export_outputs, train_op=train_op, **merged
         )
 
     def _local_step(
-        self, call: Call, frame: Frame, shared: _Shared, local: _Local, batch: PyTree, rows: int
+        self, run: ModelRun, state: State, block: BlockSyncState, local: _Local, batch: PyTree
     ) -> tuple[_LocalStep, Frame]:
         """A step of one tower, with the average that may follow.
 
         Args:
+          run: on the rows of all towers.
+          state, block: what all towers have in common: without slots, and without copies and variables of their own.
           batch: the tower's rows.
-          rows: of all towers.
 
         Returns:
           What the step leaves, and the frame as the run left it.
         """
-        state, steps = shared.state, shared.steps
         share_of_loss = 1 / len(self.devices) if self.mean_loss else 1.0
         scale = len(self.devices) * share_of_loss  # a tower trains as if its rows were the whole batch
         # What was done to the global variables between two blocks, such as a warm start, is where all continue from.
-        copies = _replaced_where(shared.since == 0, state.variables, local.copies)
-        own = _replaced_where(steps == 0, state.variables, local.own)
+        copies = _replaced_where(block.since == 0, state.variables, local.copies)
+        own = _replaced_where(block.steps == 0, state.variables, local.own)
+        start = state._replace(variables={**state.variables, **copies, **own}, slots=local.slots)
 
         def run_from(variables: Variables) -> RunResult:
-            start = state._replace(variables=variables, slots=local.slots)
-            return self.run_tower(call, frame, start, batch, rows, scale, average=_of_this_tower)
+            at = start._replace(variables=variables)
+            return self.run_tower(run, at, batch, scale, average=lambda of_this_tower: of_this_tower)
 
-        def train_op_at(variables: Variables) -> TrainOp:
-            return train_op_of(split_spec(run_from(variables).spec, scale)[0])
+        def trained_from(variables: Variables) -> RunResult:
+            return run_from(variables).scaled(scale)
 
-        before = {**state.variables, **copies, **own}
-        result = run_from(before)
-        written = result.writes.applied_to(before)
-        _check_written(written, {**copies, **own}, self.block_sync.sync)
+        result = run_from(start.variables)
+        _check_written(result.writes.names, {**copies, **own}, self.block_sync.sync)
         trainable = result.frame.declared.trainable
         _check_own(own, [n for n in (*copies, *own) if not trainable[n] and n not in self.block_sync.sync])
-        spec, per_part = split_spec(result.spec, scale)
-        train_op = train_op_of(spec)
-
-        def updated(start: tuple[Variables, Slots]) -> tuple[Variables, Slots]:
-            return apply_train_op(train_op, written, *start, state.key, state.global_step, train_op_at)
-
-        # A condition for its branch: with that, XLA on CPUs copies no variable and no slot (else as many as there are).
-        moved, slots = update_if(steps >= 0, updated, (before, local.slots), always=True)
-        rates = rates_of(slots)
+        moved, slots = result.scaled(scale).updated(start, at=trained_from)
         warmup = self.block_sync.warmup_steps
-        average = BlockAverage(
-            self.block_sync,
-            self.ops,
-            result.frame,
-            train_op,
-            added_only=frozenset(result.writes.added) - frozenset(result.writes.assigned),
-            is_warmup=steps + 1 == warmup if warmup else None,
-        )
+        is_warmup = block.steps + 1 == warmup if warmup else None
+        average = BlockAverage(self.block_sync, self.ops, result, is_warmup)
         changing = [*copies, *own]
-        block = BlockState(
+        after = BlockState(
             {name: state.variables[name] for name in changing},
-            shared.outer,
+            block.outer,
             {name: moved[name] for name in changing},
             slots,
         )
         if self.block_sync.block_steps == 1 and not warmup:
-            block = average(block)
+            after = average(after)
         else:
-            block = jax.lax.cond(self._ends_block(steps + 1, shared.since + 1), average, lambda block: block, block)
-        copies, own = ({name: block.copies[name] for name in some} for some in (copies, own))
+            after = jax.lax.cond(self._ends_block(block.steps + 1, block.since + 1), average, lambda same: same, after)
+        copies, own = ({name: after.copies[name] for name in some} for some in (copies, own))
+        spec = result.scaled(share_of_loss).spec
         step = _LocalStep(
-            bare=spec.unchecked(loss=None, train_op=TrainOp(averages=train_op.averages), eval_metric_ops={}),
-            variables=block.variables,
-            outer=block.outer,
-            local=_Local(copies, own, block.slots),
-            per_tower=(per_part.predictions, per_part.export_outputs),
-            merged_later={
-                "loss": loss_of(result.spec) * share_of_loss,
-                "eval_metric_ops": {**spec.eval_metric_ops, **per_part.metrics},
-                "reported": per_part.reported,
-            },
-            rates=rates,
+            bare=spec.unchecked(
+                predictions=None,
+                loss=None,
+                train_op=TrainOp(averages=(spec.train_op or TrainOp()).averages),
+                eval_metric_ops={},
+                export_outputs=None,
+                reported={},
+            ),
+            variables=after.variables,
+            outer=after.outer,
+            local=_Local(copies, own, after.slots),
+            of_rows=PerPart(predictions=spec.predictions, export_outputs=spec.export_outputs),
+            merged_later={"loss": spec.loss, "eval_metric_ops": spec.eval_metric_ops, "reported": spec.reported},
         )
         return step, result.frame
 
@@ -318,24 +262,16 @@ class BlockSyncRunner(SyncRunner):
     def _loss(self, losses: jax.Array) -> jax.Array:
         return self._gathered(losses).sum(axis=0)
 
-    def _metrics(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        return merge_metrics(self._gathered(metrics), len(self.devices))
+    def _metrics(self, metrics: PyTree) -> PyTree:
+        return PerPart(metrics=self._gathered(metrics)).merged(len(self.devices)).metrics
 
-    def _reports(self, reported: dict[str, Report]) -> dict[str, Report]:
-        return merge_stacked_reports(self._gathered(reported), len(self.devices))
-
-    def _rate(self, rates: jax.Array) -> jax.Array:
-        """All towers have the same, unless a loss scale has skipped a step of some."""
-        return self._gathered(rates)[0]
+    def _reports(self, reported: PyTree) -> PyTree:
+        return PerPart(reported=self._gathered(reported)).merged(len(self.devices)).reported
 
 
 def _replaced_where(condition: jax.Array, variables: Variables, copies: Variables) -> Variables:
     """The variables instead of their copies, where the condition holds."""
     return update_if(condition, lambda copies: {name: variables[name] for name in copies}, copies)
-
-
-def _of_this_tower(denominators: PyTree) -> PyTree:
-    return denominators
 
 
 def _checked_block(frame: Frame, towers: int) -> BlockSyncState:
@@ -354,8 +290,8 @@ def _checked_block(frame: Frame, towers: int) -> BlockSyncState:
     return block
 
 
-def _check_written(assigned: Variables, copies: Variables, sync: Sequence[str]) -> None:
-    unknown = sorted(assigned.keys() - copies.keys())
+def _check_written(assigned: Sequence[str], copies: Variables, sync: Sequence[str]) -> None:
+    unknown = sorted(set(assigned) - copies.keys())
     if unknown:
         raise ValueError(
             f"The model_fn assigns to {unknown} in this training step, but did not in the one that the state was "

@@ -134,7 +134,7 @@ class CrossTowerOps(abc.ABC):
         if reduce_op not in list(ReduceOp):
             raise ValueError(f"`{caller}` got reduce_op={reduce_op!r}; it is ReduceOp.SUM or ReduceOp.MEAN.")
         values = [as_per_tower(caller, value) for value, _ in pairs]
-        destinations = [destination_devices(caller, given) for _, given in pairs]
+        destinations = [destination_devices(caller, where) for _, where in pairs]
         for value in values:
             self._check(caller, reduce_op, value)
         reduced: list[Any] = [None] * len(pairs)

@@ -15,13 +15,7 @@ from replicate.towers._packing import pack
 
 
 class _Spec(NamedTuple):
-    """How arrays up to some size are summed.
-
-    Attributes:
-      algorithm: its name, or "a/b": see `AllReduce`.
-      shards: the number of pieces that a vector is summed in, after packing.
-      limit: that size in bytes.
-    """
+    """How arrays of up to `limit` bytes are summed: by what algorithm, and, after packing, in how many pieces."""
 
     algorithm: str
     shards: int
@@ -74,13 +68,15 @@ class MultiWorkerAllReduce(AllReduce):
         return sums
 
 
-def _check_spec(given: Any) -> list[_Spec]:
-    entries = [given] if isinstance(given, tuple) and given and isinstance(given[0], str) else given
+def _check_spec(all_reduce_spec: Any) -> list[_Spec]:
+    entries = all_reduce_spec
+    if isinstance(entries, tuple) and entries and isinstance(entries[0], str):
+        entries = [entries]
     is_list = isinstance(entries, list | tuple) and entries
     if not is_list or not all(isinstance(entry, tuple) and 2 <= len(entry) <= 3 for entry in entries):
         raise TypeError(
             "`MultiWorkerAllReduce` takes tuples (algorithm, shards, limit in bytes) as all_reduce_spec, such as "
-            f'[("tree", 1, 4096), ("ring", 2, None)]; got {given!r}.'
+            f'[("tree", 1, 4096), ("ring", 2, None)]; got {all_reduce_spec!r}.'
         )
     specs = []
     for name, shards, *limits in entries:
@@ -92,6 +88,6 @@ def _check_spec(given: Any) -> list[_Spec]:
     if limits != sorted(set(limits)) or limits[-1] != sys.maxsize:
         raise ValueError(
             "The limits in the all_reduce_spec of `MultiWorkerAllReduce` must rise, and the last entry must have none "
-            f"(None or -1), so that there is an algorithm for every size; got {given!r}."
+            f"(None or -1), so that there is an algorithm for every size; got {all_reduce_spec!r}."
         )
     return specs

@@ -10,7 +10,6 @@ import jax
 import numpy as np
 
 from estimator import IndexedSlices
-from estimator.replication import is_slices
 from replicate.towers._devices import find_devices
 
 _ARRAYS = jax.Array | np.ndarray | np.generic | int | float | complex | IndexedSlices
@@ -133,7 +132,7 @@ class Mirrored(PerTower):
 
 def has_slices(value: PerTower) -> bool:
     """Whether the value is row-sparse."""
-    return is_slices(next(iter(value)))
+    return isinstance(next(iter(value)), IndexedSlices)
 
 
 def local_device(caller: str, device: Any) -> jax.Device:

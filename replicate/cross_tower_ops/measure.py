@@ -151,23 +151,23 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--towers", type=int, nargs="+", help="(default: 2, 4 and 8, as far as there are devices)")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="default: %(default)s")
     parser.add_argument("--cpu-devices", type=int, help="the number of CPU devices, by jax_num_cpu_devices")
-    given = parser.parse_args(args)
-    if given.cpu_devices:
-        jax.config.update("jax_num_cpu_devices", given.cpu_devices)
+    options = parser.parse_args(args)
+    if options.cpu_devices:
+        jax.config.update("jax_num_cpu_devices", options.cpu_devices)
     devices = jax.local_devices()
-    counts = given.towers or [count for count in TOWERS if count <= len(devices)]
+    counts = options.towers or [count for count in TOWERS if count <= len(devices)]
     if not counts or not 2 <= min(counts) <= max(counts) <= len(devices):
         parser.error(
-            f"needs 2 towers or more, and a device for each; got --towers {given.towers} and {len(devices)} devices. "
+            f"needs 2 towers or more, and a device for each; got --towers {options.towers} and {len(devices)} devices. "
             "On a machine without others take some of the CPU by --cpu-devices 8."
         )
     where = f"{len(devices)} devices on {os.cpu_count()} {platform.machine()} cores, jax {jax.__version__}"
-    earlier, rows = read_table(given.confirm) if given.confirm else [], []
+    earlier, rows = read_table(options.confirm) if options.confirm else [], []
     for count in counts:
-        for size in given.bytes:
-            row = confirm(measure(size, devices[:count], given.rounds), earlier)
+        for size in options.bytes:
+            row = confirm(measure(size, devices[:count], options.rounds), earlier)
             rows.append(row)
-            write_table(given.out, rows, where)  # at once: a run takes minutes
+            write_table(options.out, rows, where)  # at once: a run takes minutes
             others = ", ".join(f"{name} {value:.2f}" for name, value in row.ratios.items() if name != "psum")
             print(
                 f"{row.kind}, {count} towers, {size:,} bytes: psum {row.psum_us:.0f} us; {others}; "

@@ -141,11 +141,11 @@ def _first_batch(name: str, input_fn: Callable[..., object], params: object) -> 
     return first
 
 
-def _arrays(option: str, given: Sequence[str] | None) -> Any:
-    if given is None:
+def _arrays(option: str, texts: Sequence[str] | None) -> Any:
+    if texts is None:
         return None
     arrays = {}
-    for text in given:
+    for text in texts:
         match = _ARRAY.fullmatch(text.strip())
         if not match:
             raise _Usage(f"{option} takes arrays such as x=float32[64,8] or int32[64]; got {text!r}.")
@@ -155,8 +155,8 @@ def _arrays(option: str, given: Sequence[str] | None) -> Any:
             raise _Usage(f"{option} got {text!r}, but there is no dtype {match[2]!r}.") from None
         shape = tuple(int(n) for n in match[3].split(",") if n.strip())
         arrays[match[1]] = jax.ShapeDtypeStruct(shape, dtype)
-    if len(arrays) < len(given) or (None in arrays and len(arrays) > 1):
-        raise _Usage(f"{option} takes one array without a name, or several, each with its own; got {given}.")
+    if len(arrays) < len(texts) or (None in arrays and len(arrays) > 1):
+        raise _Usage(f"{option} takes one array without a name, or several, each with its own; got {texts}.")
     return arrays[None] if None in arrays else arrays
 
 

@@ -22,7 +22,8 @@ from estimator.core._placement import Halves, OffTowerPlacement, Placement
 from estimator.loop._context import RunContext
 from estimator.loop._programs import Programs
 from estimator.loop._steps_per_loop import choose
-from estimator.steps._transform import Model, ModelInfo
+from estimator.steps._model_info import ModelInfo
+from estimator.steps._transform import Model
 from estimator.typing import Features, Labels, PyTree
 from replicate._replicate_model_fn import ReplicatedTwice, replicate_model_fn
 from replicate.explain._data import Distribution, Home, Memory, Split, Transfer
@@ -118,7 +119,7 @@ def explain(
         variables=_homes(traits.like.variables, homes.variables),
         slots=_homes(traits.like.slots, homes.slots),
         steps_per_program=_steps_per_program(Programs(model, features, labels), config),
-        flops=_flops(compiled),
+        flops=(compiled.cost_analysis() or {}).get("flops"),
         memory=_memory(compiled),
         bandwidth=bandwidth,
         latency=latency,
@@ -279,11 +280,6 @@ def _bytes(leaf: jax.Array | jax.ShapeDtypeStruct) -> int:
 
 def _named(path: jax.tree_util.KeyPath) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
-
-
-def _flops(compiled: jax.stages.Compiled) -> float | None:
-    costs = compiled.cost_analysis()
-    return None if costs is None else costs.get("flops")
 
 
 def _memory(compiled: jax.stages.Compiled) -> Memory | None:

@@ -111,12 +111,12 @@ def _update(data: StepData) -> Stage:
         Distribution.LOCAL_COPIES: "",
     }
     sentences = [where[data.distribution] + "Then global_step counts one more."]
-    held = data.bytes_by_device
+    by_device = data.bytes_by_device
     if data.distribution is Distribution.VARIABLE_DEVICES:
-        homes = ", ".join(f"{device} {size(total)}" for device, total in held.items())
+        homes = ", ".join(f"{device} {size(total)}" for device, total in by_device.items())
         return Stage(sentences, "update", ("update of each variable on its own device", _short(homes)))
     what = "its pieces" if data.distribution is Distribution.SHARDED else "variables and slots"
-    boxes = tuple(("update", what, size(held.get(device.split(",")[0], 0))) for device in data.towers)
+    boxes = tuple(("update", what, size(by_device.get(device.split(",")[0], 0))) for device in data.towers)
     return Stage(sentences, "update", boxes=boxes)
 
 

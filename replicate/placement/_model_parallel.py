@@ -10,9 +10,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import DictKey
 
 from estimator import State
-from estimator.replication import PART_AXIS
 from estimator.typing import Partitions, PyTree, Shardings, Tree
 from replicate.placement._mirrored import MeshPlacement
+from replicate.towers._map import PART_AXIS
 
 
 class ModelParallelPlacement(MeshPlacement):

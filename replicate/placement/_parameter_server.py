@@ -20,9 +20,10 @@ from jax.sharding import SingleDeviceSharding
 from jax.tree_util import DictKey
 
 from estimator import EstimatorSpec, State, TrainOp
-from estimator.replication import Halves, OffTowerPlacement, Placement, compile_first, is_slices, joined
+from estimator.replication import Halves, OffTowerPlacement, Placement, compile_first
 from estimator.typing import Features, Labels, PyTree, Read, Shardings, Step, Tree
 from replicate.placement._transfer import Packed, joined_parcels, packed_by_source, transfer
+from replicate.towers._slices import is_slices, joined
 
 
 class ParameterServer(OffTowerPlacement):

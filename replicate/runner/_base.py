@@ -10,14 +10,11 @@ from typing import Any
 import jax
 
 from estimator import EstimatorSpec, State
-from estimator.replication import Forward, Frame, NonFinitePolicy, PerPart, Placement, merge_parts
-from estimator.typing import PyTree
+from estimator.replication import Frame, ModelRun, NonFinitePolicy, PerPart, Placement
+from estimator.typing import Forward
 from replicate.cross_tower_ops import CrossTowerOps
 from replicate.towers._collectives import cross_tower_mean
 from replicate.towers._map import num_towers, tower_index
-
-Call = Callable[[PyTree], EstimatorSpec]
-"""Runs the model_fn on a batch, `(features, labels)`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,19 +38,20 @@ class Runner(abc.ABC):
     transform: Callable[[Forward], Forward] | None
 
     @abc.abstractmethod
-    def initialize(self, call: Call, frame: Frame, batch: PyTree) -> EstimatorSpec:
+    def initialize(self, run: ModelRun) -> EstimatorSpec:
         """Creates the variables as one tower with the whole batch would."""
 
     @abc.abstractmethod
-    def train(self, call: Call, frame: Frame, batch: PyTree, rows: int) -> EstimatorSpec:
-        """The merged spec of a training step on `rows` rows."""
+    def train(self, run: ModelRun) -> EstimatorSpec:
+        """The merged spec of a training step."""
 
     @abc.abstractmethod
-    def evaluate(self, call: Call, frame: Frame, batch: PyTree, rows: int) -> EstimatorSpec:
-        """The merged spec in EVAL or PREDICT, in which every one of `rows` examples counts once."""
+    def evaluate(self, run: ModelRun) -> EstimatorSpec:
+        """The merged spec in EVAL or PREDICT, in which every example counts once."""
 
-    def merge_parts(self, per_part: PerPart, towers: int) -> PerPart:
-        return merge_parts(per_part._replace(metrics=self.placement.to_merge(per_part.metrics)), towers)
+    def merged(self, per_part: PerPart, towers: int) -> PerPart:
+        """The fields of the spec of all towers, from arrays with the towers as their first dimension."""
+        return per_part._replace(metrics=self.placement.to_merge(per_part.metrics)).merged(towers)
 
     def start_of(self, frame: Frame) -> State:
         """The state that all towers of a run start from."""

@@ -2,43 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
+import jax.numpy as jnp
 
-from estimator import EstimatorSpec
-from estimator.replication import RunResult, Writes, addend, is_slices, train_op_of
-from estimator.typing import Gradients, Tree, Variables
+from estimator import EstimatorSpec, TrainOp
+from estimator.typing import Gradients, Tree
 from replicate.cross_tower_ops import CrossTowerOps
 from replicate.towers._collectives import cross_tower_concatenate
-from replicate.towers._map import num_towers, tower_index
+from replicate.towers._map import num_towers
+from replicate.towers._slices import is_slices
 
 
-def reduce_result(
-    summed: EstimatorSpec, result: RunResult, variables: Variables, ops: CrossTowerOps
-) -> tuple[EstimatorSpec, Variables]:
-    """What all towers agree on after one sum: gradients and losses, and the new values of the variables written.
-
-    Args:
-      summed: the fields of this tower's spec that are merged by a sum.
-      result: of the tower's run.
-      variables: the values that the run started from.
-    """
-    aggregation = result.frame.declared.aggregation
-    assigned = {
-        name: addend(name, value, aggregation[name], tower_index(), num_towers())
-        for name, value in result.writes.assigned.items()
-    }
-    train_op = train_op_of(summed)
-    gradients, (bare, *sums) = all_reduce(
-        train_op.gradients(),
-        (dataclasses.replace(summed, train_op=train_op.without_gradients()), assigned, result.writes.added),
-        ops,
-    )
-    # A sum of booleans is an integer.
-    writes = jax.tree.map(lambda x, like: x.astype(like.dtype), Writes(*sums), result.writes)
-    spec = dataclasses.replace(bare, train_op=train_op_of(bare).with_gradients(gradients))
-    return spec, writes.applied_to(variables)
+def reduce_step(spec: EstimatorSpec, others: Tree, ops: CrossTowerOps) -> tuple[EstimatorSpec, Tree]:
+    """The sums over towers of the spec of a training step, with its gradients, and of what else is summed."""
+    train_op = spec.train_op or TrainOp()
+    bare = spec.unchecked(train_op=train_op.without_gradients())
+    gradients, (bare, others) = all_reduce(train_op.gradients(), (bare, others), ops)
+    return bare.unchecked(train_op=(bare.train_op or TrainOp()).with_gradients(gradients)), others
 
 
 def all_reduce(gradients: list[Gradients], others: Tree, ops: CrossTowerOps) -> tuple[list[Gradients], Tree]:
@@ -66,8 +46,9 @@ def all_reduce(gradients: list[Gradients], others: Tree, ops: CrossTowerOps) -> 
     for some, positions in ((ops, range(count)), (ops.exact, range(count, len(leaves)))):
         dense = [i for i in positions if not is_slices(leaves[i])]
         sums = some.sum_in_towers([leaves[i] for i in dense]) if dense else []
-        for i, leaf in zip(dense, sums, strict=True):
-            leaves[i] = leaf
+        for i, total in zip(dense, sums, strict=True):
+            is_bool = jnp.result_type(leaves[i]) == jnp.bool_  # the sum of which is an integer
+            leaves[i] = total.astype(jnp.bool_) if is_bool else total
     leaves = [cross_tower_concatenate(leaf) if is_slices(leaf) else leaf for leaf in leaves]
     in_order, others = jax.tree.unflatten(structure, leaves)
     return [dict(zip(own, mine, strict=True)) for own, mine in zip(gradients, in_order, strict=True)], others

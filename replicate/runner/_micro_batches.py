@@ -11,26 +11,13 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from estimator import EstimatorSpec, TrainOp
-from estimator.replication import (
-    Forward,
-    Frame,
-    RunResult,
-    Writes,
-    addend,
-    check_batch,
-    check_rows,
-    is_slices,
-    is_sparse,
-    join_spec,
-    joined,
-    merge_parts,
-    run_model_fn,
-    split_spec,
-)
+from estimator import TrainOp
+from estimator.replication import Frame, ModelRun, RunResult
 from estimator.typing import PyTree
+from replicate.runner._base import Runner
 from replicate.runner._tower_optimizer import TowerOptimizer
 from replicate.towers._map import num_towers, tower_index
+from replicate.towers._slices import is_slices, joined
 from replicate.towers._split_batch import split_rows
 
 
@@ -61,23 +48,21 @@ class MicroBatches:
     activations need the memory of one micro-batch.
 
     Attributes:
-      call: runs the model_fn on a batch.
+      runner: has the towers.
+      run: of the model_fn, on the rows of all towers.
       frame: where each micro-batch starts, with the key of the step.
       steps: the number of micro-batches.
       loss_scale: factor on the loss of a tower.
-      mean_loss: whether the tower's loss is the mean of the micro-batches' losses, not their sum.
-      transform: of the forward pass of each micro-batch.
     """
 
-    call: Callable[[PyTree], EstimatorSpec]
+    runner: Runner
+    run: ModelRun
     frame: Frame
     steps: int
     loss_scale: float
-    mean_loss: bool
-    transform: Callable[[Forward], Forward] | None
 
-    def run(self, batch: PyTree, like: RunResult, average: Callable[[PyTree], PyTree]) -> RunResult:
-        """Runs the model_fn.
+    def merged(self, batch: PyTree, like: RunResult, average: Callable[[PyTree], PyTree]) -> RunResult:
+        """The result of all micro-batches.
 
         Args:
           batch: the rows of this tower.
@@ -87,9 +72,8 @@ class MicroBatches:
         Raises:
           ValueError: the rows do not divide by `steps`.
         """
-        rows = self._checked_rows(batch)
-        parts = jax.tree.map(lambda x: split_rows(x, self.steps), batch, is_leaf=is_sparse)
-        numbered = jnp.arange(self.steps, dtype=jnp.int32), parts
+        rows = self._checked_rows()
+        numbered = jnp.arange(self.steps, dtype=jnp.int32), split_rows(batch, self.steps)
         denominators: list[jax.Array] = []
         if like.denominators:
             _, stacked = jax.lax.scan(lambda _, part: (None, self._run_one(*part, None).denominators), None, numbered)
@@ -97,36 +81,34 @@ class MicroBatches:
 
         def add(totals: list[jax.Array], part: tuple[jax.Array, PyTree]) -> tuple[list[jax.Array], PyTree]:
             result = self._run_one(*part, denominators)
-            assigned = {
-                name: addend(name, value, result.frame.declared.aggregation[name], part[0], self.steps, "micro-batch")
-                for name, value in result.writes.assigned.items()
-            }
-            check_rows(result.spec, rows // self.steps, "micro-batch")
-            summed, per_part = split_spec(result.spec, self._share)
-            leaves = jax.tree.leaves((summed, Writes(assigned, result.writes.added)), is_leaf=is_slices)
+            writes = result.addends(part[0], self.steps, "micro-batch")
+            result.check_rows(rows // self.steps, "micro-batch")
+            summed, per_part = result.scaled(self._share).split()
+            leaves = jax.tree.leaves((summed, writes), is_leaf=is_slices)
             addends = [leaf for leaf in leaves if not is_slices(leaf)]
             slices = [leaf for leaf in leaves if is_slices(leaf)]
             return [total + leaf for total, leaf in zip(totals, addends, strict=True)], (per_part, slices)
 
         # The leaves alone are carried, since the structure holds the optimizers, of which each run makes its own.
-        leaves, structure = jax.tree.flatten((split_spec(like.spec, self._share)[0], like.writes), is_leaf=is_slices)
+        leaves, structure = jax.tree.flatten((like.scaled(self._share).split()[0], like.writes), is_leaf=is_slices)
         zeros = [jnp.zeros_like(leaf) for leaf in leaves if not is_slices(leaf)]
         totals, (per_part, slices) = jax.lax.scan(add, zeros, numbered)
         sums, joins = iter(totals), map(joined, slices)
         summed, writes = jax.tree.unflatten(structure, [next(joins if is_slices(leaf) else sums) for leaf in leaves])
-        spec = join_spec(summed, merge_parts(per_part, self.steps))
-        return RunResult(spec, writes, denominators, like.frame)
+        return RunResult(per_part.merged(self.steps).join(summed), writes, denominators, like.frame)
 
     @property
     def _share(self) -> float:
         """The share of a micro-batch's loss in the tower's."""
-        return 1 / self.steps if self.mean_loss else 1.0
+        return 1 / self.steps if self.runner.mean_loss else 1.0
 
-    def _checked_rows(self, batch: PyTree) -> int:
-        rows, towers, steps = check_batch(batch), num_towers(), self.steps
+    def _checked_rows(self) -> int:
+        """The number of rows of a tower."""
+        towers, steps = num_towers(), self.steps
+        rows = self.run.rows // towers
         if rows % steps:
             raise ValueError(
-                f"Batch size {rows * towers} needs to be divisible by the number of towers, which is {towers}, times "
+                f"Batch size {self.run.rows} needs to be divisible by the number of towers, which is {towers}, times "
                 f"`accumulate_steps`, which is {steps}. Choose a batch size that is a multiple of {towers * steps}, or "
                 "another `accumulate_steps`."
             )
@@ -147,14 +129,13 @@ class MicroBatches:
 
         key = jax.random.fold_in(self.frame.key, tower_index() * self.steps + index)
         replica = self.frame.replica
-        share = replica.share if self.mean_loss else replica.share / self.steps
-        return run_model_fn(
-            self.call,
-            self.frame.fresh(key=key, replica=dataclasses.replace(replica, average_denominator=average, share=share)),
+        share = replica.share if self.runner.mean_loss else replica.share / self.steps
+        return self.run.on(
             batch,
+            self.frame.fresh(key=key, replica=dataclasses.replace(replica, average_denominator=average, share=share)),
             differentiate=denominators is not None,
             loss_scale=self.loss_scale * self._share,
-            transform=self.transform,
+            transform=self.runner.transform,
         )
 
 

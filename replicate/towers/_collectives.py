@@ -93,6 +93,10 @@ def towers_of_processes() -> list[list[int]]:
     return [list(range(begin, begin + size)) for begin in range(0, towers, size)]
 
 
+# What algorithms are made of. `groups` are lists of towers, of one size and every tower in one of them; a tower works
+# with the towers of its group.
+
+
 def tower_psum(x: jax.Array, groups: list[list[int]]) -> jax.Array:
     """The sum over the group by XLA's own algorithm."""
     return x if len(groups[0]) == 1 else jax.lax.psum(x, TOWER_AXIS, axis_index_groups=_or_none(groups))

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from estimator.replication import PART_AXIS, is_sparse
 from estimator.typing import PyTree
 from replicate.towers._split_batch import split_rows
 
@@ -23,6 +22,9 @@ TOWER_AXIS = "tower"
 
 Bound in every run of a replicated model_fn, on one device too; not in a model_fn that is not replicated.
 """
+
+PART_AXIS = "part"
+"""Name of the axis over the devices of a tower, where towers have several."""
 
 
 def tower_map(
@@ -42,16 +44,13 @@ def tower_map(
     if len(devices) == 1:
         return lone_tower(fn, devices)
 
-    def split(x: Any) -> Any:
-        return split_rows(x, len(devices))
-
     if isinstance(devices[0], tuple):
         parted = _of_parts(fn, devices)
-        return lambda shared, batch: parted(shared, jax.tree.map(split, batch, is_leaf=is_sparse))
-    if len({device.process_index for device in devices}) > 1:
-        return _over_processes(fn, devices)
+        return lambda shared, batch: parted(shared, split_rows(batch, len(devices)))
+    if len({device.process_index for device in devices}) > 1:  # to which a `jax.pmap` inside a `jax.jit` does not reach
+        return _over_mesh(fn, tower_mesh(devices))
     mapped = jax.pmap(fn, axis_name=TOWER_AXIS, in_axes=(None, 0), out_axes=(None, 0), devices=devices)
-    return lambda shared, batch: mapped(shared, jax.tree.map(split, batch, is_leaf=is_sparse))
+    return lambda shared, batch: mapped(shared, split_rows(batch, len(devices)))
 
 
 def lone_tower(
@@ -74,13 +73,6 @@ def lone_tower(
     return jax.shard_map(
         alone, mesh=tower_mesh(devices), in_specs=whole, out_specs=whole, axis_names={TOWER_AXIS}, check_vma=False
     )
-
-
-def _over_processes(
-    fn: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]], devices: Sequence[jax.Device]
-) -> Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]:
-    """The same over the devices of several processes, to which a `jax.pmap` inside a `jax.jit` does not reach."""
-    return _over_mesh(fn, tower_mesh(devices))
 
 
 def _of_parts(
@@ -181,7 +173,3 @@ _WIDER = {
     jnp.dtype(jnp.int16): jnp.int32,
     jnp.dtype(jnp.uint16): jnp.uint32,
 }
-
-
-# What algorithms are made of. `groups` are lists of towers, of one size and every tower in one of them; a tower works
-# with the towers of its group.

@@ -9,39 +9,47 @@ like a dense one.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
-from estimator.replication import is_sparse, with_shape
+from estimator.replication import is_sparse
+from estimator.typing import PyTree
 
 if TYPE_CHECKING:
     from jax.experimental.sparse import BCOO
 
 
-def take_rows(x: Any, begin: int, size: int) -> Any:
+def take_rows(batch: PyTree, begin: int, size: int) -> PyTree:
     """Rows `begin` to `begin + size`."""
-    if not is_sparse(x):
-        return x[begin : begin + size]
-    if size == x.shape[0]:
-        return x
-    if x.n_batch:
-        rows = jax.tree.map(lambda array: array[begin : begin + size], _row_by_row(x))
-        return with_shape(rows, (size, *x.shape[1:]))
-    return _like(x, size, *_masked(x, jnp.asarray(begin, x.indices.dtype), size))
+
+    def taken(x: Any) -> Any:
+        if not is_sparse(x):
+            return x[begin : begin + size]
+        if size == x.shape[0]:
+            return x
+        if x.n_batch:
+            return _of_rows(x, size, [array[begin : begin + size] for array in _row_by_row(x)])
+        return _of_rows(x, size, _masked(x, jnp.asarray(begin, x.indices.dtype), size), indices_sorted=False)
+
+    return jax.tree.map(taken, batch, is_leaf=is_sparse)
 
 
-def split_rows(x: Any, towers: int) -> Any:
-    """The rows of each tower, in arrays with the towers as their first dimension."""
-    size = x.shape[0] // towers
-    if not is_sparse(x):
-        return x.reshape(towers, size, *x.shape[1:])
-    if x.n_batch:
-        cut = jax.tree.map(lambda array: array.reshape(towers, size, *array.shape[1:]), _row_by_row(x))
-        return with_shape(cut, (size, *x.shape[1:]))
-    begins = size * jnp.arange(towers, dtype=x.indices.dtype)
-    return _like(x, size, *jax.vmap(lambda begin: _masked(x, begin, size))(begins))
+def split_rows(batch: PyTree, parts: int) -> PyTree:
+    """The rows of each of equal parts, in arrays with the parts as their first dimension."""
+
+    def split(x: Any) -> Any:
+        size = x.shape[0] // parts
+        if not is_sparse(x):
+            return x.reshape(parts, size, *x.shape[1:])
+        if x.n_batch:
+            return _of_rows(x, size, [array.reshape(parts, size, *array.shape[1:]) for array in _row_by_row(x)])
+        begins = size * jnp.arange(parts, dtype=x.indices.dtype)
+        return _of_rows(x, size, jax.vmap(lambda begin: _masked(x, begin, size))(begins), indices_sorted=False)
+
+    return jax.tree.map(split, batch, is_leaf=is_sparse)
 
 
 def _masked(x: BCOO, begin: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
@@ -55,11 +63,12 @@ def _masked(x: BCOO, begin: jax.Array, size: int) -> tuple[jax.Array, jax.Array]
     return data, indices
 
 
-def _like(x: BCOO, size: int, data: jax.Array, indices: jax.Array) -> BCOO:
-    layout = {"shape": (size, *x.shape[1:]), "indices_sorted": False, "unique_indices": x.unique_indices}
-    return type(x).tree_unflatten(layout, (data, indices))
+def _row_by_row(x: BCOO) -> list[jax.Array]:
+    """Data and indices with an item for each row, where jax allows one for all."""
+    return [jnp.broadcast_to(array, (x.shape[0], *array.shape[1:])) for array in (x.data, x.indices)]
 
 
-def _row_by_row(x: BCOO) -> BCOO:
-    """With an item for each row in both arrays, where jax allows one for all."""
-    return jax.tree.map(lambda array: jnp.broadcast_to(array, (x.shape[0], *array.shape[1:])), x)
+def _of_rows(x: BCOO, size: int, arrays: Sequence[jax.Array], **layout: bool) -> BCOO:
+    """As many rows, from data and indices. Unchecked: stacks of several parts have a dimension more."""
+    _, like = x.tree_flatten()
+    return type(x).tree_unflatten({**like, "shape": (size, *x.shape[1:]), **layout}, arrays)

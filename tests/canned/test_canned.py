@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from testing.towers import assert_close, cpus
+from testing import refused
+from testing.towers import assert_close, cpus, one_step, started
 
 import estimator as est
 from estimator.canned._linear import linear_logits_fn
@@ -37,6 +38,11 @@ def variables(estimator):
     """The newest values of what is trained."""
     names = [name for name in estimator.get_variable_names() if name.split("/")[0] in ("dnn", "linear", "baseline")]
     return {name: estimator.get_variable_value(name) for name in names}
+
+
+def first_step(estimator, features=FEATURES, labels=LABELS):
+    """The variables after one step."""
+    return one_step(estimator.model_fn, features, labels)[0].variables
 
 
 # The original's integration test.
@@ -113,6 +119,7 @@ def test_a_network_computes_what_it_says(tmp_path):
     np.testing.assert_array_equal([p["class_ids"][0] for p in predictions], net.argmax(1))
 
 
+@pytest.mark.slow
 def test_dropout_leaves_out_parts_of_a_layer_in_training_alone():
     ones = fc.numeric_column("one", 500)
     seen = []
@@ -123,8 +130,7 @@ def test_dropout_leaves_out_parts_of_a_layer_in_training_alone():
 
     dnn = est.DNNRegressor([1000], [ones], dropout=0.25, activation_fn=spy, optimizer=sgd())
     features, labels = {"one": np.ones((4, 500), np.float32)}, np.zeros(4)
-    model = est.transform(dnn.model_fn)
-    state = model.init(jax.random.key(0), features, labels)
+    model, state = started(dnn.model_fn, features, labels)
     kernel = jnp.ones((1000, 1))
     state = state._replace(variables={**state.variables, "dnn/logits/kernel": kernel})
     trained = np.asarray(model.train_step(state, features, labels)[1].predictions["predictions"])[:, 0]
@@ -136,8 +142,7 @@ def test_dropout_leaves_out_parts_of_a_layer_in_training_alone():
 
 def test_batch_norm_normalizes_by_the_batch_then_by_moving_averages():
     dnn = est.DNNRegressor([3], [X], batch_norm=True, activation_fn=lambda x: x, optimizer=sgd(0.0))
-    model = est.transform(dnn.model_fn)
-    state = model.init(jax.random.key(0), FEATURES, LABELS)
+    model, state = started(dnn.model_fn, FEATURES, LABELS)
     after, spec = model.train_step(state, FEATURES, LABELS)
     values = {name.removeprefix("dnn/"): np.asarray(value) for name, value in state.variables.items()}
     net = FEATURES["x"] @ values["hiddenlayer_0/kernel"]
@@ -181,11 +186,10 @@ def test_the_default_optimizer_of_a_linear_model_takes_the_steps_of_ftrl(tmp_pat
 
 
 @pytest.mark.slow
-def test_many_columns_make_the_default_learning_rate_smaller(tmp_path):
-    columns = [fc.numeric_column(f"n{i}") for i in range(36)]
-    features = {f"n{i}": np.zeros(2) for i in range(36)}
-    linear = est.LinearRegressor(columns, tmp_path).train(lambda: [(features, np.ones(2))])
-    bias = variables(linear)["linear/linear_model/bias_weights"]
+def test_many_columns_make_the_default_learning_rate_smaller():
+    linear = est.LinearRegressor([fc.numeric_column(f"n{i}") for i in range(36)])
+    after = first_step(linear, {f"n{i}": np.zeros(2) for i in range(36)}, np.ones(2))
+    bias = after["linear/linear_model/bias_weights"]
     assert bias == pytest.approx(2 / 6 / np.sqrt(0.1 + 2**2), rel=1e-4)  # 1 / sqrt(36) < 0.2
 
 
@@ -220,12 +224,12 @@ def test_a_baseline_of_numbers_learns_their_weighted_mean(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_default_steps_match_adagrad_with_tensorflows_rates(tmp_path):
+def test_the_default_steps_match_adagrad_with_tensorflows_rates():
     gradient = 0.5 - LABELS.mean()
-    baseline = est.BaselineClassifier(tmp_path / "baseline").train(batches(1))
-    assert variables(baseline)["baseline/bias"] == pytest.approx(-0.3 * gradient / np.sqrt(0.1 + gradient**2), rel=1e-4)
-    dead = est.DNNClassifier([2], [X], tmp_path / "dnn", activation_fn=jnp.zeros_like).train(batches(1))
-    assert variables(dead)["dnn/logits/bias"] == pytest.approx(-0.05 * gradient / np.sqrt(0.1 + gradient**2), rel=1e-4)
+    step = pytest.approx(-gradient / np.sqrt(0.1 + gradient**2), rel=1e-4)
+    assert first_step(est.BaselineClassifier())["baseline/bias"] / 0.3 == step
+    dead = est.DNNClassifier([2], [X], activation_fn=jnp.zeros_like)
+    assert first_step(dead)["dnn/logits/bias"] / 0.05 == step
 
 
 # Both at once, and any head.
@@ -240,8 +244,7 @@ def combined(**kwargs):
 @pytest.mark.parametrize("frozen", ["linear", "dnn"])
 def test_wide_and_deep_have_optimizers_of_their_own(frozen):
     estimator = est.DNNLinearCombinedClassifier(**combined(**{f"{frozen}_optimizer": sgd(0.0)}))
-    model = est.transform(estimator.model_fn)
-    before = model.init(jax.random.key(0), FEATURES, LABELS)
+    model, before = started(estimator.model_fn, FEATURES, LABELS)
     after, spec = model.train_step(before, FEATURES, LABELS)
     moved = {name for name, value in after.variables.items() if np.any(value != before.variables[name])}
     assert moved and not any(name.startswith(f"{frozen}/") for name in moved)
@@ -292,15 +295,15 @@ def test_an_optimizer_may_be_made_in_each_run(tmp_path):
         ("Adam", lambda g, rate: rate * np.sign(g)),
     ],
 )
-def test_optimizers_by_name_make_tensorflows_first_step(tmp_path, name, step):
+def test_optimizers_by_name_make_tensorflows_first_step(name, step):
     gradient = 0.5 - LABELS.mean()
-    linear = est.LinearClassifier([X, KIND], tmp_path / "linear", optimizer=name).train(batches(1))
-    assert variables(linear)["linear/linear_model/bias_weights"] == pytest.approx(-step(gradient, 0.2), rel=1e-4)
-    baseline = est.BaselineClassifier(tmp_path / "baseline", optimizer=name).train(batches(1))
-    assert variables(baseline)["baseline/bias"] == pytest.approx(-step(gradient, 0.3), rel=1e-4)
+    linear = first_step(est.LinearClassifier([X, KIND], optimizer=name))
+    assert linear["linear/linear_model/bias_weights"] == pytest.approx(-step(gradient, 0.2), rel=1e-4)
+    baseline = first_step(est.BaselineClassifier(optimizer=name))
+    assert baseline["baseline/bias"] == pytest.approx(-step(gradient, 0.3), rel=1e-4)
     if name != "Ftrl":
-        dead = est.DNNClassifier([2], [X], tmp_path / "dnn", optimizer=name, activation_fn=jnp.zeros_like)
-        assert variables(dead.train(batches(1)))["dnn/logits/bias"] == pytest.approx(-step(gradient, 0.05), rel=1e-4)
+        dead = first_step(est.DNNClassifier([2], [X], optimizer=name, activation_fn=jnp.zeros_like))
+        assert dead["dnn/logits/bias"] == pytest.approx(-step(gradient, 0.05), rel=1e-4)
 
 
 @pytest.mark.slow
@@ -312,13 +315,8 @@ def test_wide_and_deep_with_one_part_is_that_part(part):
         "linear": lambda: est.LinearClassifier([KIND], optimizer=sgd()),
         "dnn": lambda: est.DNNClassifier([3], [X], optimizer=sgd()),
     }[part]()
-    states = []
-    for estimator in (alone, est.DNNLinearCombinedClassifier(**kwargs)):
-        model = est.transform(estimator.model_fn)
-        states.append(model.train_step(model.init(jax.random.key(0), FEATURES, LABELS), FEATURES, LABELS)[0])
-    assert states[0].variables.keys() == states[1].variables.keys()
-    for name, value in states[0].variables.items():
-        np.testing.assert_array_equal(value, states[1].variables[name])
+    want, got = first_step(alone), first_step(est.DNNLinearCombinedClassifier(**kwargs))
+    assert_close(got, want, rtol=0, atol=0)
 
 
 # What training shows.
@@ -329,8 +327,7 @@ def test_wide_and_deep_with_one_part_is_that_part(part):
 @pytest.mark.parametrize("units", [1, 3])
 def test_training_shows_layers_and_weights(units):
     kwargs = combined(dnn_hidden_units=[4, 3]) | {"n_classes": units if units > 1 else 2}
-    model = est.transform(est.DNNLinearCombinedClassifier(**kwargs).model_fn)
-    state = model.init(jax.random.key(0), FEATURES, LABELS)
+    model, state = started(est.DNNLinearCombinedClassifier(**kwargs).model_fn, FEATURES, LABELS)
     ones = {"linear/linear_model/kind/weights": jnp.zeros((6, units)).at[0].set(1.0)}
     assert ones.keys() < state.variables.keys()
     bias = state.variables["linear/linear_model/bias_weights"] + 2
@@ -352,7 +349,7 @@ def test_training_shows_layers_and_weights(units):
 
 def test_a_large_table_has_a_sparse_gradient_though_its_zeros_are_counted():
     def model_fn(features, labels, mode):
-        logits = linear_logits_fn("test", 1, [many], "sum")(features)
+        logits = linear_logits_fn("test", 1, [many], "sum")(features, mode)
         optimizer = sgd()
         loss = jnp.mean((logits[:, 0] - labels) ** 2)
         kinds.extend(type(gradient) for gradient, name in optimizer.compute_gradients(loss) if "kind" in name)
@@ -369,72 +366,61 @@ def test_a_large_table_has_a_sparse_gradient_though_its_zeros_are_counted():
 
 HEAD = est.RegressionHead()
 REFUSED = {
-    "one class": (lambda: est.DNNClassifier([3], [X], n_classes=1), ValueError, "n_classes must be > 2: 1"),
-    "no layers": (
-        lambda: est.DNNClassifier([], [X]),
-        ValueError,
-        r"`DNNClassifier` needs the widths of its layers as hidden_units, as in \[64, 32\]; got \(\)",
-    ),
-    "zero width": (lambda: est.DNNRegressor([3, 0], [X]), ValueError, r"`DNNRegressor` .* got \(3, 0\)"),
-    "categorical": (lambda: est.DNNClassifier([3], [KIND]), ValueError, "Wrap a categorical column"),
-    "no columns": (lambda: est.LinearClassifier([]), ValueError, "feature_columns must not be empty"),
-    "activation": (
-        lambda: est.DNNClassifier([3], [X], activation_fn="relu"),
-        TypeError,
-        "needs a function such as `jax.nn.relu` as activation_fn; got 'relu'",
-    ),
-    "dropout": (
-        lambda: est.DNNClassifier([3], [X], dropout=1.0),
-        ValueError,
-        r"needs a number in \[0, 1\), or None, as dropout; got 1.0",
-    ),
-    "combiner": (
-        lambda: est.LinearRegressor([X], sparse_combiner="max"),
-        ValueError,
-        "`LinearRegressor`: sparse_combiner must be one of",
-    ),
-    "optax": (
-        lambda: est.DNNClassifier([3], [X], optimizer=optax.adam(0.1)),
-        TypeError,
-        r"`DNNClassifier` needs an `est.Optimizer` or a `TowerOptimizer` as optimizer; got .* Write "
-        r"`optimizer=est.Optimizer\(optax.adam\(1e-3\)\)`",
-    ),
-    "a string": (
-        lambda: est.BaselineRegressor(optimizer="ftrl"),
-        ValueError,
-        r"`BaselineRegressor` got an unsupported optimizer name: 'ftrl'. Supported names are \['Adagrad', ",
-    ),
-    "a network by Ftrl": (
-        lambda: est.DNNLinearCombinedRegressor(dnn_feature_columns=[X], dnn_hidden_units=[3], dnn_optimizer="Ftrl"),
-        ValueError,
-        r"cannot train a network by 'Ftrl', which optax does not have. .*adagrad\(0.001, initial_accumulator_v",
-    ),
-    "a function of optax": (
-        lambda: est.BaselineRegressor(optimizer=lambda: optax.sgd(0.1)).train(batches(1)),
-        TypeError,
-        "`BaselineRegressor` needs an `est.Optimizer`",
-    ),
-    "head": (lambda: est.DNNEstimator("a", [3], [X]), TypeError, "`DNNEstimator` needs a head such as .* got 'a'"),
-    "no part": (
-        lambda: est.DNNLinearCombinedClassifier(dnn_hidden_units=[3]),
-        ValueError,
-        "Either linear_.* or dnn_feature_columns must be given to `DNNLinearCombinedClassifier`; got None and None",
-    ),
-    "no dict": (
-        lambda: est.DNNRegressor([3], [X]).train(lambda: (FEATURES["x"], LABELS)),
-        ValueError,
-        "features should be a dictionary of arrays",
-    ),
-    "no labels": (
-        lambda: est.DNNRegressor([3], [X]).train(lambda: FEATURES),
-        ValueError,
-        "You must provide labels to `RegressionHead`. Given: None.",
-    ),
+    ValueError: [
+        (lambda: est.DNNClassifier([3], [X], n_classes=1), "n_classes must be > 2: 1"),
+        (
+            lambda: est.DNNClassifier([], [X]),
+            r"`DNNClassifier` needs the widths of its layers as hidden_units, as in \[64, 32\]; got \(\)",
+        ),
+        (lambda: est.DNNRegressor([3, 0], [X]), r"`DNNRegressor` .* got \(3, 0\)"),
+        (lambda: est.DNNClassifier([3], [KIND]), "Wrap a categorical column"),
+        (lambda: est.LinearClassifier([]), "feature_columns must not be empty"),
+        (lambda: est.DNNClassifier([3], [X], dropout=1.0), r"needs a number in \[0, 1\), or None, as dropout; got 1.0"),
+        (lambda: est.LinearRegressor([X], sparse_combiner="max"), "`LinearRegressor`: sparse_combiner must be one of"),
+        (
+            lambda: est.BaselineRegressor(optimizer="ftrl"),
+            r"`BaselineRegressor` got an unsupported optimizer name: 'ftrl'. Supported names are \['Adagrad', ",
+        ),
+        (
+            lambda: est.DNNLinearCombinedRegressor(dnn_feature_columns=[X], dnn_hidden_units=[3], dnn_optimizer="Ftrl"),
+            r"cannot train a network by 'Ftrl', which optax does not have. .*adagrad\(0.001, initial_accumulator_v",
+        ),
+        (
+            lambda: est.DNNLinearCombinedClassifier(dnn_hidden_units=[3]),
+            "Either linear_.* or dnn_feature_columns must be given to `DNNLinearCombinedClassifier`; got None and None",
+        ),
+        (
+            lambda: est.DNNRegressor([3], [X]).train(lambda: (FEATURES["x"], LABELS)),
+            "features should be a dictionary of arrays",
+        ),
+        (
+            lambda: est.DNNRegressor([3], [X]).train(lambda: FEATURES),
+            "You must provide labels to `RegressionHead`. Given: None.",
+        ),
+    ],
+    TypeError: [
+        (
+            lambda: est.DNNClassifier([3], [X], activation_fn="relu"),
+            "needs a function such as `jax.nn.relu` as activation_fn; got 'relu'",
+        ),
+        (
+            lambda: est.DNNClassifier([3], [X], optimizer=optax.adam(0.1)),
+            (
+                r"`DNNClassifier` needs an `est.Optimizer` or a `TowerOptimizer` as optimizer; got .* Write "
+                r"`optimizer=est.Optimizer\(optax.adam\(1e-3\)\)`"
+            ),
+        ),
+        (
+            lambda: est.BaselineRegressor(optimizer=lambda: optax.sgd(0.1)).train(batches(1)),
+            "`BaselineRegressor` needs an `est.Optimizer`",
+        ),
+        (lambda: est.DNNEstimator("a", [3], [X]), "`DNNEstimator` needs a head such as .* got 'a'"),
+    ],
 }
 
 
 @pytest.mark.covers("11 canned estimators")
-@pytest.mark.parametrize("call, error, message", REFUSED.values(), ids=REFUSED)
+@pytest.mark.parametrize("error, call, message", refused.rows(REFUSED))
 def test_canned_models_say_what_is_wrong(call, error, message):
     with pytest.raises(error, match=message):
         call()

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from testing import refused
 
 import estimator as est
 from replicate import TowerOptimizer, replicate_model_fn
@@ -81,22 +82,24 @@ def test_examples_of_several_classes_become_zeros_and_ones():
 
 
 REFUSED = {
-    "unknown": (
-        lambda: encode_labels(["rose"], SPECIES),
-        ValueError,
-        r"`encode_labels` got the label 'rose', which is not in label_vocabulary, \['setosa', .*",
-    ),
-    "empty": (lambda: encode_labels(["setosa", ""], SPECIES), ValueError, "got the label ''"),
-    "number": (lambda: encode_labels(np.array([None, "setosa"]), SPECIES), TypeError, "got the label None"),
-    "head": (
-        lambda: est.MultiClassHead(3).loss(LABELS, X),
-        TypeError,
-        r"`est.feature_column.encode_labels\(labels, label_vocabulary\)`",
-    ),
+    ValueError: [
+        (
+            lambda: encode_labels(["rose"], SPECIES),
+            r"`encode_labels` got the label 'rose', which is not in label_vocabulary, \['setosa', .*",
+        ),
+        (lambda: encode_labels(["setosa", ""], SPECIES), "got the label ''"),
+    ],
+    TypeError: [
+        (lambda: encode_labels(np.array([None, "setosa"]), SPECIES), "got the label None"),
+        (
+            lambda: est.MultiClassHead(3).loss(LABELS, X),
+            r"`est.feature_column.encode_labels\(labels, label_vocabulary\)`",
+        ),
+    ],
 }
 
 
-@pytest.mark.parametrize("call, error, message", REFUSED.values(), ids=REFUSED)
+@pytest.mark.parametrize("error, call, message", refused.rows(REFUSED))
 def test_an_error_says_what_is_wrong_with_labels(call, error, message):
     with pytest.raises(error, match=message):
         call()

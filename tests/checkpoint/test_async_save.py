@@ -5,7 +5,6 @@ import os
 import re
 import resource
 import signal
-import sys
 import threading
 import time
 
@@ -314,18 +313,19 @@ def test_nan_names_the_newest_checkpoint_that_is_on_disk(tmp_path, disk):
     assert saved_at(tmp_path) == [0]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a thread has no priority of its own")
-def test_the_thread_that_writes_gives_way_and_the_one_that_trains_does_not(tmp_path, monkeypatch):
-    def policy():
-        return os.sched_getscheduler(0)  # of the calling thread
+@pytest.mark.skipif(not hasattr(os, "sched_getscheduler"), reason="this system does not say")
+def test_the_thread_that_writes_has_the_priority_of_the_one_that_trains(tmp_path, monkeypatch):
+    """With less it could not run on a busy machine, and training would wait for the lock of Python that it holds."""
+
+    def priority():
+        return os.sched_getscheduler(0), os.getpriority(os.PRIO_PROCESS, 0)  # of the calling thread
 
     write, seen = _checkpoints.save_checkpoint, []
     monkeypatch.setattr(
-        _checkpoints, "save_checkpoint", lambda *args, **kw: (seen.append(policy()), write(*args, **kw))
+        _checkpoints, "save_checkpoint", lambda *args, **kw: (seen.append(priority()), write(*args, **kw))
     )
-    before = policy()
     make(tmp_path).train(times(2))
-    assert seen == [os.SCHED_IDLE, before] and policy() == before != os.SCHED_IDLE  # the last one is waited for
+    assert seen == [priority()] * 2
 
 
 def test_the_log_has_nothing_of_orbax(tmp_path, messages, caplog):
@@ -354,7 +354,7 @@ def test_a_forked_child_does_not_wait(tmp_path):
 def test_trainings_killed_ten_times_while_they_wrote_are_those_that_were_not(tmp_path):
     name, kills = "numpy_input_fn", 10
     processes = Processes("testing.scenarios.killed_training")
-    killed, programs, whole = (str(tmp_path / x) for x in ("killed", "programs", "whole"))
+    killed, whole = (str(tmp_path / x) for x in ("killed", "whole"))
 
     def newest():
         return max(saved_at(killed), default=-1)
@@ -372,15 +372,16 @@ def test_trainings_killed_ten_times_while_they_wrote_are_those_that_were_not(tmp
         viewer = killed_training.make(name, killed)
         for kill in range(kills):
             step, left = newest(), unfinished()
-            processes.start("train_with_slow_disk", name, killed, programs)
+            processes.start("train_with_slow_disk", name, killed)
             while (kill % 2 == 0 and newest() == step) or not unfinished() - left:
+                assert processes.is_alive(), "the training ended before it was seen within a write"
                 time.sleep(0.002)
             processes.send(signal.SIGKILL)
             assert processes.ended() == -signal.SIGKILL
             assert unfinished() - left and newest() >= 0  # it was within a write
             assert viewer.get_variable_value("global_step") == newest()
         for where in (killed, whole):
-            processes.start("train", name, where, programs)
+            processes.start("train", name, where)
             assert processes.ended() == 0
         ended, expected = (
             {x: each.get_variable_value(x) for x in each.get_variable_names()}

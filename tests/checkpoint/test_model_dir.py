@@ -29,8 +29,7 @@ def processes():
 
 def start(processes, function, model_dir, *args):
     processes.start(function, str(model_dir), *args)
-    while (line := processes.read()) != "blocked":
-        assert not line.startswith("ended"), line
+    processes.read_until("blocked")
 
 
 class At(est.Hook):

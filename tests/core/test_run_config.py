@@ -34,7 +34,11 @@ def test_other_defaults():
     config = RunConfig()
     assert (config.model_dir, config.seed, config.keep_checkpoint_max) == (None, 0, 5)
     assert (config.log_step_count_steps, config.steps_per_loop, config.check_replicas_every) == (100, "auto", None)
-    assert (config.save_summary_steps, config.keep_checkpoint_every_n_hours) == (100, None)
+    assert (config.save_summary_steps, config.keep_checkpoint_every_n_hours, config.resume_input) == (
+        100,
+        None,
+        "position",
+    )
 
 
 @pytest.mark.covers("3 read-only")

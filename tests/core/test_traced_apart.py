@@ -7,7 +7,7 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
-from testing.towers import assert_close, cpus, regression
+from testing.towers import assert_close, cpus, regression, replicate, started
 
 import estimator as est
 from replicate import TowerOptimizer, replicate_model_fn
@@ -25,8 +25,7 @@ def run(body, mode="train", towers=None):
         loss = jnp.mean(features @ w)
         return est.EstimatorSpec(mode, predictions, loss, TowerOptimizer(optax.sgd(0.1)).minimize(loss))
 
-    model = est.transform(replicate_model_fn(model_fn, devices=cpus(towers)) if towers else model_fn)
-    state = model.init(jax.random.key(0), X, mode=mode)
+    model, state = started(replicate(model_fn, towers), X, mode=mode)
     return model.train_step(state, X)[1].predictions if mode == "train" else model.predict_step(state, X).predictions
 
 
@@ -261,7 +260,7 @@ def test_a_metric_may_be_what_a_branch_or_a_loop_returns():
     assert_close(predictions["each"], jnp.asarray(X.mean(1)))
 
 
-# Losses, whose denominators are those of all rows.
+# Losses, whose denominators are sums over all rows.
 
 
 def in_cond(loss, x):
@@ -308,21 +307,16 @@ def test_weighted_losses_match_one_big_batch(place):
     """Of any number of rows, in evaluation."""
     plain = est.transform(weighted_model_fn(place))
     with jax.numpy_dtype_promotion("standard"):
-        for rows in (7, 8, 3):
+        for rows, towers in ((7, 2), (8, 4), (3, 4)):
             (x,), (y,) = regression(rows, seed=rows, steps=1)
             state = plain.init(jax.random.key(0), x, y)
-            want = plain.eval_step(state, x, y)
+            replicated = est.transform(replicate_model_fn(weighted_model_fn(place), devices=cpus(towers)))
+            got, want = replicated.eval_step(state, x, y), plain.eval_step(state, x, y)
             assert want.loss > 0
-            for towers in (2, 4):
-                replicated = est.transform(replicate_model_fn(weighted_model_fn(place), devices=cpus(towers)))
-                got = replicated.eval_step(state, x, y)
-                assert_close(got.loss, want.loss)
-                assert_close(got.predictions, want.predictions)
-                results = [spec.eval_metric_ops["error"].result() for spec in (got, want)]
-                assert_close(*results)
-                if rows % towers == 0:
-                    states = [model.train_step(state, x, y)[0].variables for model in (replicated, plain)]
-                    assert_close(*states)
+            assert_close((got.loss, got.predictions), (want.loss, want.predictions))
+            assert_close(*(spec.eval_metric_ops["error"].result() for spec in (got, want)))
+            if rows % towers == 0:
+                assert_close(*(model.train_step(state, x, y)[0].variables for model in (replicated, plain)))
 
 
 @pytest.mark.slow

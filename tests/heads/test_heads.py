@@ -9,7 +9,7 @@ import optax
 import pytest
 from jax.experimental.sparse import BCOO
 from sklearn import metrics as sk
-from testing.towers import assert_close, cpus
+from testing.towers import assert_close, cpus, started
 
 import estimator as est
 from replicate import TowerOptimizer, replicate_model_fn
@@ -267,8 +267,7 @@ def run(head, mode, logits=LOGIT, labels=LABEL, optimizer=None, **kwargs):
         a, b = (est.get_variable(name, (), initializer=jax.nn.initializers.zeros) for name in "ab")
         return head.create_estimator_spec(features, mode, logits + a + b, labels, optimizer, **kwargs)
 
-    model = est.transform(model_fn)
-    state = model.init(jax.random.key(0), FEATURES, labels, mode=mode)
+    model, state = started(model_fn, FEATURES, labels, mode=mode)
     if mode == "train":
         state, spec = model.train_step(state, FEATURES, labels)
     else:
@@ -485,8 +484,7 @@ def test_a_head_shows_what_no_one_else_does(name, tags):
         assert mode == "train" or head.create_estimator_spec(features, mode, logits, labels).train_op is None
         return spec
 
-    model = est.transform(model_fn)
-    state = model.init(jax.random.key(0), LOGIT, LABEL)
+    model, state = started(model_fn, LOGIT, LABEL)
     got = shown(model, state, LOGIT, LABEL)
     assert got.keys() == {"regularization_loss"} | tags
     assert got["regularization_loss"] == 7.0

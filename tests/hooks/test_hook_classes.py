@@ -1,27 +1,19 @@
 """The hooks of the library: what each does in a run, and what it refuses."""
 
 import re
-import struct
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tensorboardX.proto.event_pb2 import Event
 from testing.estimators import X, Y, endless, make, refuse, saved_steps, step_of, times
 from testing.hooks import Noted, NotedListener
-from testing.towers import cpus
+from testing.summaries import scalars
+from testing.towers import replicate
 
 import estimator as est
-from replicate import TowerOptimizer, replicate_model_fn
-
-
-@pytest.fixture(scope="module")
-def unsaved(tmp_path_factory):
-    """An Estimator that saves nothing, so that each training is its first; compiled once."""
-    return make(tmp_path_factory.mktemp("unsaved"), save_checkpoints_steps=None)
-
+from replicate import TowerOptimizer
 
 # The ends of a run.
 
@@ -50,7 +42,7 @@ def test_stop_at_secs_ends_a_run_without_end(unsaved):
     assert hook.context.global_step >= 1
 
 
-@pytest.mark.covers("4 SecondOrStepTimer")
+@pytest.mark.covers("4 SecondOrStepTimer", "4 CheckpointSaverHook")
 @pytest.mark.parametrize(
     ("make_hook", "message"),
     [
@@ -71,6 +63,23 @@ def test_stop_at_secs_ends_a_run_without_end(unsaved):
         (lambda: est.ProfilerHook(save_secs=5, num_steps=0), "num_steps of ProfilerHook must be a positive int; got 0"),
         (lambda: est.SecondOrStepTimer(), "Exactly one of every_secs and every_steps should be provided to Sec"),
         (lambda: est.SecondOrStepTimer(every_secs=True), "every_secs of SecondOrStepTimer must be a positive"),
+        (lambda: est.CheckpointSaverHook(), "Exactly one of save_secs and save_steps should be provided to Checkpoint"
+         "SaverHook; got save_secs=None"),
+        (lambda: est.CheckpointSaverHook(save_secs=1, save_steps=1), "Exactly one of save_secs and .* got save_secs=1 "
+         "and save_steps=1"),
+        (lambda: est.CheckpointSaverHook(save_steps=0), "save_steps of CheckpointSaverHook must be a positive int; "
+         "got 0"),
+        (lambda: est.CheckpointSaverHook(save_steps=1.5), "save_steps of CheckpointSaverHook must be a positive int; "
+         "got 1.5"),
+        (lambda: est.SummarySaverHook(), "Exactly one of save_secs and save_steps should be provided to Summary"
+         "SaverHook; got save_secs=None and"),
+        (lambda: est.SummarySaverHook(save_steps=1, save_secs=2), "got save_secs=2 and save_steps=1"),
+        (lambda: est.SummarySaverHook(save_steps=0), "save_steps of SummarySaverHook must be a positive int; got 0"),
+        (lambda: est.SummarySaverHook(save_secs=-1), "save_secs of SummarySaverHook must be a positive number; got -1"),
+        (lambda: est.WatchdogHook(0), "timeout_secs of WatchdogHook must be a positive number; got 0"),
+        (lambda: est.WatchdogHook(None), "Exactly one of timeout_secs should be provided to WatchdogHook"),
+        (lambda: est.WatchdogHook(1, action="kill"), r"action of WatchdogHook must be one of \['log', 'raise'\]; "
+         r"got 'kill'"),
     ],
 )  # fmt: skip
 def test_bad_intervals_are_errors(make_hook, message):
@@ -139,17 +148,6 @@ class Writer:
         self.scalars.append((tag, value, step))
 
 
-def read_events(path):
-    """The scalars of an event file, as (tag, step)."""
-    data, values = path.read_bytes(), []
-    while data:
-        (length,) = struct.unpack("<Q", data[:8])
-        event = Event.FromString(data[12 : 12 + length])
-        values += [(value.tag, value.simple_value, event.step) for value in event.summary.value]
-        data = data[12 + length + 4 :]
-    return values
-
-
 @pytest.mark.covers("4 StepCounterHook")
 def test_step_counter_reports_steps_and_examples_per_second(unsaved, tmp_path, messages):
     writer = Writer()
@@ -160,8 +158,7 @@ def test_step_counter_reports_steps_and_examples_per_second(unsaved, tmp_path, m
     assert steps == [(tag, step) for step in (3, 5) for tag in ("global_step/sec", "examples/sec")] * 2
     rates = [value for _, value, _ in writer.scalars]
     np.testing.assert_allclose(rates[1::2], np.multiply(rates[::2], len(X)))
-    events = [scalar for path in sorted(tmp_path.glob("events.out.tfevents.*")) for scalar in read_events(path)]
-    assert {(tag, step) for tag, _, step in events} == set(steps)
+    assert {(tag, step) for tag, points in scalars(tmp_path).items() for step, _ in points} == set(steps)
     lines = [text for text in messages() if text.startswith("global_step/sec: ")]
     assert len(lines) == 8 and all(re.fullmatch(r"global_step/sec: \S+, examples/sec: \S+", line) for line in lines)
 
@@ -224,7 +221,7 @@ def logging_model_fn(features, labels, mode):
 @pytest.mark.covers("4 LoggingTensorHook")
 @pytest.mark.parametrize("towers", [0, 2])
 def test_values_given_in_the_model_fn_are_logged_by_its_hooks(tmp_path, messages, towers):
-    model_fn = replicate_model_fn(logging_model_fn, devices=cpus(towers)) if towers else logging_model_fn
+    model_fn = replicate(logging_model_fn, towers)
     estimator = make(tmp_path, model_fn, save_checkpoints_steps=None)
     batch = X, np.full_like(Y, 2.0)
     for _ in range(2):

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from testing.estimators import endless, make, saved_steps, times
+from testing.estimators import endless, make, refuse, saved_steps, times
+from testing.hooks import Noted, NotedListener
 
 import estimator as est
 from estimator.checkpoint._json_state import decode, encode
@@ -53,13 +54,9 @@ def test_the_state_of_each_checkpoint_has_its_own_step_in_it(tmp_path):
     """Whatever was saved last, a run that resumes from there remembers all steps, each once."""
     config = {"save_checkpoints_steps": 4, "keep_checkpoint_max": None}
 
-    class Fails(est.Hook):
-        def after_run(self, context, values):
-            if context.global_step == 11:
-                raise RuntimeError("power failure")
-
-    hooks = [Fails(), Remembering(2), Remembering(3)]
-    with pytest.raises(RuntimeError, match="power failure"):
+    failing = Noted("", [], after_run=lambda context, values: context.global_step == 11 and refuse())
+    hooks = [failing, Remembering(2), Remembering(3)]
+    with pytest.raises(AssertionError, match="must not be called"):
         make(tmp_path, **config).train(endless, hooks=hooks, max_steps=14)
     assert saved_steps(make(tmp_path)) == [0, 4, 8]
     two, three = Remembering(2), Remembering(3)
@@ -69,23 +66,19 @@ def test_the_state_of_each_checkpoint_has_its_own_step_in_it(tmp_path):
 
 
 def test_hooks_with_a_state_are_called_before_the_others(tmp_path):
-    calls = []
-
-    class Noted(est.Hook):
-        def after_create_state(self, context):
-            calls.append(type(self).__name__)
-
     class Remembers(Noted):
         def get_state(self):
             return 1
 
-    class Listener(est.CheckpointSaverListener):
-        def before_save(self, context, step):
-            calls.append("save")
-
-    estimator = make(tmp_path)
-    estimator.train(times(1), hooks=[Noted(), Remembers(), Noted(), Remembers()], saving_listeners=[Listener()])
-    assert calls[:5] == ["Remembers", "Remembers", "save", "Noted", "Noted"]
+    calls = []
+    hooks = [Noted("a", calls), Remembers("b", calls), Noted("c", calls), Remembers("d", calls)]
+    make(tmp_path).train(times(1), hooks=hooks, saving_listeners=[NotedListener(calls)])
+    moments = [f"{name}.after_create_state" for name in "bdac"]
+    assert [call for call in calls if call in (*moments, "listener.before_save 0")] == [
+        *moments[:2],
+        "listener.before_save 0",
+        *moments[2:],
+    ]
 
 
 def test_states_go_to_the_hooks_of_the_same_class_by_their_order(tmp_path):

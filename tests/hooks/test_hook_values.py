@@ -6,13 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from testing.estimators import Linear, X, Y, endless, make, times
 from testing.towers import cpus
 
 import estimator as est
-from estimator.loop._plan import Plan
 from estimator.loop._programs import Programs
 from replicate import TowerOptimizer, replicate_model_fn
 
@@ -205,49 +202,6 @@ def test_a_hook_that_asks_for_nothing_waits_for_nothing(tmp_path, waits, started
 # Steps in programs of several.
 
 
-class Every(est.Hook):
-    def __init__(self, every, asks):
-        self.every = every
-        if asks:
-            self.__class__ = type("Asks", (Every,), {"before_run": lambda self, context: None})
-
-    def next_step(self, step):
-        return None if self.every is None else step + self.every - step % self.every
-
-    def __repr__(self):
-        return f"Every({self.every})"
-
-
-@pytest.mark.covers("4 steps_per_loop")
-@settings(max_examples=200, deadline=None)
-@given(
-    hooks=st.lists(st.tuples(st.none() | st.integers(1, 12), st.booleans()), max_size=4),
-    start=st.integers(0, 20),
-    steps=st.none() | st.integers(1, 40),
-    most=st.lists(st.integers(1, 20), min_size=1, max_size=5),
-)
-def test_pieces_end_where_hooks_are_due_and_never_pass_it(hooks, start, steps, most):
-    hooks = [Every(*hook) for hook in hooks]
-    sizes = iter(most * 100)
-    bounds = []
-    plan = Plan(
-        hooks, start, None if steps is None else start + steps, lambda: bounds.append(next(sizes)) or bounds[-1]
-    )
-    step = start
-    while step < start + (30 if steps is None else steps):
-        piece = plan.next()
-        assert 1 <= piece.steps <= bounds[-1]
-        inside = range(step + 1, step + piece.steps)
-        due = [hook for hook in hooks if hook.every and (step + piece.steps) % hook.every == 0]
-        assert list(piece.due) == due
-        assert not any(hook.every and at % hook.every == 0 for hook in hooks for at in inside)
-        assert piece.alone == any(type(hook).__name__ == "Asks" for hook in due)
-        assert piece.steps == 1 or not piece.alone
-        step += piece.steps
-    if steps is not None:
-        assert step == start + steps and plan.next() is None
-
-
 def trained(model_dir, steps_per_loop, messages):
     """All that someone sees of two training runs with several hooks."""
     first = len(messages())
@@ -277,7 +231,7 @@ def test_results_calls_and_logs_match_one_step_at_a_time(tmp_path, messages):
     assert (
         sum(line.startswith("mean") for line in want[3]) == 5
     )  # of the steps 1, 9, 17, 25; and 26, the second run's first
-    for steps_per_loop in (3, 7, 20, "auto"):
+    for steps_per_loop in (3, 7, 20, "auto", "0.5s"):
         got = trained(tmp_path / str(steps_per_loop), steps_per_loop, messages)
         assert got[3:5] == want[3:5], steps_per_loop
         assert jax.tree.structure(got) == jax.tree.structure(want)

@@ -1,5 +1,6 @@
 """Batches that differ from each other, lie elsewhere, or come in a form that nobody meant."""
 
+import functools
 import itertools
 
 import jax
@@ -9,6 +10,7 @@ import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from testing.estimators import Linear, X, Y, make, step_of, times
+from testing.towers import replicate
 
 import estimator as est
 from estimator.inputs._input_fn import batches
@@ -57,22 +59,34 @@ def features_and_labels_apart(i):
     return jax.devices()[1], jax.devices()[2]
 
 
+TWO_COLUMNS = np.concatenate([Y, Y], axis=1)
+
+
+def first_column(features, labels, mode):
+    return by_key(features, None if labels is None else labels[:, :1], mode)
+
+
+@pytest.fixture(scope="module")
+def outcomes_of_numpy(tmp_path_factory):
+    """What comes of batches in the memory of the host, by the number of towers."""
+
+    @functools.cache
+    def of(towers):
+        estimator = make(tmp_path_factory.mktemp("numpy"), replicate(first_column, towers))
+        return outcomes(estimator, times(6, (X, TWO_COLUMNS)))
+
+    return of
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("towers", [0, 1, 2, 4])
 @pytest.mark.parametrize(
     "where", [third_device, changing_devices, mesh_of_four, mesh_of_others, features_and_labels_apart]
 )
-def test_batches_are_moved_to_the_devices_of_the_model(tmp_path, towers, where):
-    y = np.concatenate([Y, Y], axis=1)
-
-    def model_fn(features, labels, mode):
-        return by_key(features, None if labels is None else labels[:, :1], mode)
-
-    fn = replicate_model_fn(model_fn, devices=jax.devices()[:towers]) if towers else model_fn
-    expected = outcomes(make(tmp_path / "numpy", fn), times(6, (X, y)))
-    placed = [jax.device_put((X, y), where(i)) for i in range(6)]
-    got = outcomes(make(tmp_path / "jax", fn), lambda: placed)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), got, expected)
+def test_batches_are_moved_to_the_devices_of_the_model(tmp_path, outcomes_of_numpy, towers, where):
+    placed = [jax.device_put((X, TWO_COLUMNS), where(i)) for i in range(6)]
+    got = outcomes(make(tmp_path, replicate(first_column, towers)), lambda: placed)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), got, outcomes_of_numpy(towers))
 
 
 def test_batches_on_the_devices_of_the_towers_stay_there(tmp_path):
@@ -131,7 +145,7 @@ def test_a_later_batch_that_the_model_fn_cannot_take_is_named(tmp_path, verb, fi
 @pytest.mark.parametrize("verb", ["train", "evaluate", "predict"])
 @pytest.mark.parametrize("towers", [0, 2])
 def test_errors_of_jax_and_of_dicts_are_explained_too(tmp_path, verb, towers):
-    fn = replicate_model_fn(needs_a, devices=jax.devices()[:towers]) if towers else needs_a
+    fn = replicate(needs_a, towers)
     for later, cause in ((B, KeyError), ({"a": X[:, :1]}, TypeError)):
         estimator = make(tmp_path / cause.__name__, fn)
         with pytest.raises(ValueError, match="Batch 3 of the input is not like") as raised:
@@ -182,7 +196,7 @@ def test_labels_may_come_with_no_features(tmp_path):
 @pytest.mark.parametrize("towers", [0, 2])
 @pytest.mark.parametrize("keys", [(1, 2), (("a", 1), ("b", 2))])
 def test_keys_of_features_may_be_of_any_kind_that_sorts(tmp_path, towers, keys):
-    fn = replicate_model_fn(by_key, devices=jax.devices()[:towers]) if towers else by_key
+    fn = replicate(by_key, towers)
     _, _, rows = outcomes(make(tmp_path, fn), times(3, (dict.fromkeys(keys, X), Y)))
     assert len(rows) == 12
 

@@ -7,33 +7,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from testing.estimators import Numbers
 
 import estimator as est
 from estimator.inputs._input_fn import batches
 from estimator.inputs._prefetch import Prefetcher
-
-
-class Numbers:
-    """Like grain's iterators: an iterator with a position, in a dict that it keeps changing."""
-
-    def __init__(self, stop=10):
-        self.stop, self.state = stop, {"next": 0}
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        n = self.state["next"]
-        if n == self.stop:
-            raise StopIteration
-        self.state["next"] += 1
-        return np.full(1, n)
-
-    def get_state(self):
-        return self.state
-
-    def set_state(self, state):
-        self.state = dict(state)
 
 
 def values(source):

@@ -64,11 +64,15 @@ class OnlyDLPack:
         return self.array.__dlpack_device__()
 
 
-def one_buffer(tmp_path):
-    buffer = aligned((ROWS, 2))
+def refilled(memory, element=None):
+    """The same element again and again, whose memory is filled with the number of the batch."""
     for i in range(N):
-        buffer[:] = i
-        yield buffer
+        memory[:] = i
+        yield memory if element is None else element
+
+
+def one_buffer(tmp_path, shape=(ROWS, 2), dtype=np.float32):
+    return refilled(aligned(shape, dtype))
 
 
 def a_ring(tmp_path):
@@ -79,64 +83,45 @@ def a_ring(tmp_path):
 
 
 def a_large_buffer(tmp_path):
-    buffer = aligned((ROWS, 20_000))
-    for i in range(N):
-        buffer[:] = i
-        yield buffer
+    return one_buffer(tmp_path, (ROWS, 20_000))
 
 
 def a_wide_buffer(tmp_path):
-    buffer = aligned((ROWS, 2), np.int64)
-    for i in range(N):
-        buffer[:] = i
-        yield buffer
+    return one_buffer(tmp_path, dtype=np.int64)
 
 
 def array_likes(tmp_path):
-    yield from map(ArrayLike, one_buffer(tmp_path))
+    return map(ArrayLike, one_buffer(tmp_path))
 
 
 def dlpacks(tmp_path):
-    yield from map(OnlyDLPack, one_buffer(tmp_path))
+    return map(OnlyDLPack, one_buffer(tmp_path))
 
 
 def torch_tensors(tmp_path):
-    torch = pytest.importorskip("torch")
-    tensor = torch.zeros((ROWS, 2))
-    for i in range(N):
-        tensor.fill_(i)
-        yield tensor
+    return refilled(pytest.importorskip("torch").zeros((ROWS, 2)))
 
 
 def a_memory_map(tmp_path):
-    array = np.memmap(tmp_path / "map", np.float32, "w+", shape=(ROWS, 2))
-    for i in range(N):
-        array[:] = i
-        yield array
+    return refilled(np.memmap(tmp_path / "map", np.float32, "w+", shape=(ROWS, 2)))
 
 
 def read_only_views(tmp_path):
     buffer = aligned((ROWS, 2))
     view = buffer.view()
     view.flags.writeable = False
-    for i in range(N):
-        buffer[:] = i
-        yield view
+    return refilled(buffer, view)
 
 
 def strided_views(tmp_path):
     buffer = aligned((2, ROWS))
-    for i in range(N):
-        buffer[:] = i
-        yield buffer.T
+    return refilled(buffer, buffer.T)
 
 
 def nested(tmp_path):
     """The same dict and arrays again and again."""
-    x = {"a": (aligned((ROWS, 2)),)}
-    for i in range(N):
-        x["a"][0][:] = i
-        yield x
+    buffer = aligned((ROWS, 2))
+    return refilled(buffer, {"a": (buffer,)})
 
 
 def sparse(tmp_path):
@@ -228,7 +213,7 @@ def test_sparse_features_are_taken_as_they_were_yielded(tmp_path):
 
 def late(features, labels, mode):
     """A step that reads its features after it has computed for a while."""
-    w = est.get_variable("w", (200, 200), initializer=jax.nn.initializers.zeros)
+    w = est.get_variable("w", (100, 100), initializer=jax.nn.initializers.zeros)
     after = jax.lax.fori_loop(0, 100, lambda _, x: jnp.sin(x @ x), w)
     seen = after.sum() * 0 + features.mean()
     est.get_variable("sum", (), initializer=jax.nn.initializers.zeros, trainable=False)

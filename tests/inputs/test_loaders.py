@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from testing.estimators import make, step_of
+from testing import refused
+from testing.estimators import Linear, make, step_of
 
 from estimator.inputs._input_fn import batches
 from estimator.inputs._prefetch import Prefetcher
@@ -137,8 +138,6 @@ class Dataset:
 
 
 def model_fn(features, labels, mode):
-    from testing.estimators import Linear
-
     return Linear()(features["x"], labels, mode)
 
 
@@ -192,24 +191,23 @@ def test_an_input_fn_is_called_once_and_its_end_ends_the_verb(tmp_path, verb):
     assert step_of(estimator) == (4 if verb == "train" else 1)
 
 
+MISUSED = {
+    ValueError: [
+        (lambda: [(X, Y, Y)], r"input_fn should return \(features, labels\) as a len 2 tuple.*tuple of len 3"),
+        (lambda: (X,), r"input_fn should return \(features, labels\) as a len 2 tuple.*tuple of len 1"),
+        (lambda: [[EagerTensor(X)]], r"as a len 2 tuple\. Put several.*got a list of len 1"),
+    ],
+    TypeError: [
+        (lambda: None, "input_fn should return an iterable of batches.*; got None"),
+        ([(X, Y)], r"`input_fn` must be callable: a function that returns the batches.*; got \[\("),
+        (lambda batch_size: [(X, Y)], r"nothing else without a default; .* takes \['batch_size'\]"),
+    ],
+}
+
+
 @pytest.mark.covers("1.6 arity")
 @pytest.mark.parametrize("verb", ["train", "evaluate", "predict"])
-@pytest.mark.parametrize(
-    ("input_fn", "error", "message"),
-    [
-        (
-            lambda: [(X, Y, Y)],
-            ValueError,
-            r"input_fn should return \(features, labels\) as a len 2 tuple.*tuple of len 3",
-        ),
-        (lambda: (X,), ValueError, r"input_fn should return \(features, labels\) as a len 2 tuple.*tuple of len 1"),
-        (lambda: [[EagerTensor(X)]], ValueError, r"as a len 2 tuple\. Put several.*got a list of len 1"),
-        (lambda: None, TypeError, "input_fn should return an iterable of batches.*; got None"),
-        ([(X, Y)], TypeError, "`input_fn` must be callable: a function that returns the batches"),
-        (lambda batch_size: [(X, Y)], TypeError, r"nothing else without a default; .* takes \['batch_size'\]"),
-    ],
-    ids=["three", "one", "list", "none", "no function", "argument"],
-)
+@pytest.mark.parametrize("error, input_fn, message", refused.rows(MISUSED))
 def test_misuse_of_input_fn_is_an_error_in_every_verb(tmp_path, verb, input_fn, error, message):
     with pytest.raises(error, match=message):
         list(getattr(make(tmp_path), verb)(input_fn))

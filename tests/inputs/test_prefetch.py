@@ -265,7 +265,7 @@ try:
         ready.request(1)
         ready.get()
 except KeyboardInterrupt:
-    print("interrupted", threading.active_count())
+    print("interrupted", sum(not isinstance(thread, threading.Timer) for thread in threading.enumerate()))
 """
     env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     start = time.monotonic()

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
+from testing.refused import rows
 from testing.towers import replicate
 
 import estimator as est
@@ -47,14 +48,29 @@ def linear(rngs):
     return nnx.Linear(3, 2, rngs=rngs)
 
 
-@pytest.mark.parametrize(
-    "module",
-    ["net", nn.Dense, jnp.tanh, lambda key: linear(key), None],
-    ids=["a_string", "a_class", "another_function", "another_argument", "none"],
-)
-def test_what_is_no_flax_module(module):
-    with refused(TypeError, "takes a Linen module such as `nn.Dense(10)`, or a function with the one argument `rngs`"):
-        init(lambda x, mode: est.flax_module(module, "net")(x))
+NO_MODULE = "takes a Linen module such as `nn.Dense(10)`, or a function with the one argument `rngs`"
+INVALID = {
+    TypeError: [
+        *(({"module": module}, NO_MODULE) for module in ("net", nn.Dense, jnp.tanh, lambda key: linear(key), None)),
+        ({"module": lambda rngs: {"w": 1}}, "for 'net' must return an NNX model; it returned {'w': 1}"),
+        (
+            {"partition": (None, "part")},
+            "needs a function of an array as `partition`; got (None, 'part'). Write `lambda x: ",
+        ),
+    ],
+    ValueError: [
+        ({"aggregation": "median"}, "'median' is not a valid VariableAggregation"),
+        *(({"name": name}, f"`est.flax_module` needs a non-empty name; got {name!r}.") for name in ("", None, 3)),
+        ({"name": "w"}, "`est.get_variable('w')` was called twice in one run"),
+        ({"name": "w", "module": linear}, "`est.get_variable('w')` was called twice in one run"),
+    ],
+}
+
+
+@pytest.mark.parametrize("error, arguments, message", rows(INVALID))
+def test_invalid_arguments_are_errors(error, arguments, message):
+    with refused(error, message):
+        init(lambda x, mode: est.flax_module(**{"module": DENSE, "name": "net"} | arguments)(x))
 
 
 def test_an_nnx_model_instead_of_its_factory():
@@ -64,30 +80,9 @@ def test_an_nnx_model_instead_of_its_factory():
         init(lambda x, mode: est.flax_module(model, "net")(x))
 
 
-def test_a_factory_that_makes_no_model():
-    with refused(TypeError, "for 'net' must return an NNX model; it returned {'w': 1}"):
-        init(lambda x, mode: est.flax_module(lambda rngs: {"w": 1}, "net")(x))
-
-
 def test_streams_for_an_nnx_model():
     with refused(ValueError, "got rngs=('noise',) for an NNX model", "Leave `rngs` out"):
         init(lambda x, mode: est.flax_module(linear, "net", rngs=("noise",))(x))
-
-
-def test_a_partition_that_is_no_function():
-    with refused(TypeError, "needs a function of an array as `partition`; got (None, 'part'). Write `lambda x: "):
-        init(lambda x, mode: est.flax_module(DENSE, "net", partition=(None, "part"))(x))
-
-
-def test_an_unknown_aggregation():
-    with refused(ValueError, "'median' is not a valid VariableAggregation"):
-        init(lambda x, mode: est.flax_module(DENSE, "net", aggregation="median")(x))
-
-
-@pytest.mark.parametrize("name", ["", None, 3])
-def test_no_name(name):
-    with refused(ValueError, f"`est.flax_module` needs a non-empty name; got {name!r}."):
-        init(lambda x, mode: est.flax_module(DENSE, name)(x))
 
 
 def test_a_call_outside_of_a_model_fn():
@@ -147,12 +142,6 @@ def test_a_module_within_the_name_of_another(names):
     first, second = names
     with refused(ValueError, f"got the name {second!r} beside {first!r}: one is a prefix of the other"):
         init(build)
-
-
-@pytest.mark.parametrize("module", [DENSE, linear], ids=["linen", "nnx"])
-def test_the_name_of_another_variable(module):
-    with refused(ValueError, "`est.get_variable('w')` was called twice in one run"):
-        init(lambda x, mode: est.flax_module(module, "w")(x))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Haiku and Equinox models as variables of a model_fn, by the lines that estimator/interop/_flax.py documents."""
+"""Haiku and Equinox models as variables of a model_fn, as docs/how_to/from_flax_haiku_equinox.md shows."""
 
 import equinox as eqx
 import haiku as hk
@@ -11,7 +11,7 @@ from testing.estimators import make
 from testing.towers import assert_close, regression, replicate
 
 import estimator as est
-from estimator.core._variables import name_hash
+from estimator.core._rng import name_hash
 from replicate import TOWER_AXIS, TowerOptimizer
 
 pytestmark = pytest.mark.covers("11 Haiku")

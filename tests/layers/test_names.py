@@ -6,9 +6,11 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from testing import refused
+from testing.towers import replicate, started
 
 import estimator as est
-from replicate import TowerOptimizer, replicate_model_fn
+from replicate import TowerOptimizer
 
 X, Y = jnp.ones((8, 3)), jnp.ones((8, 1))
 NETWORK = ["dense", "dense_1", "block/dense", "block/norm", "block/dense_1", "block_1/dense", "dense_2"]
@@ -48,9 +50,8 @@ def model_fn(features, labels, mode, params, seen):
 def test_names_are_the_same_in_every_run_of_the_model_fn(towers, params):
     seen = []
     model = functools.partial(model_fn, seen=seen)
-    replicated = replicate_model_fn(model, devices=[f"/cpu:{i}" for i in range(towers)]) if towers else model
-    model = est.transform(replicated, params=params)
-    state = model.init(jax.random.key(0), X, Y)
+    replicated = replicate(model, towers)
+    model, state = started(replicated, X, Y, params=params)
     model.train_step(state, X, Y)
     model.eval_step(state, X[:7], Y[:7])
     model.predict_step(state, X)
@@ -158,8 +159,7 @@ def test_getters_of_scopes_see_every_variable_the_inner_one_first():
         body(features)
         return est.EstimatorSpec(mode, predictions=values[-1])
 
-    model = est.transform(model_fn)
-    state = model.init(jax.random.key(0), X, mode="infer")
+    model, state = started(model_fn, X, mode="infer")
     assert (model.predict_step(state, X).predictions == 18).all()  # 3 inputs of 1, times 2 times 3
     assert calls[:2] == [("inner", "a/b/dense/kernel"), ("outer", "a/b/dense/kernel")]
     assert (state.variables["a/b/dense/kernel"] == 1).all()
@@ -208,36 +208,30 @@ def test_other_default_names():
     ]
 
 
-@pytest.mark.parametrize(
-    ("body", "error", "message"),
-    [
-        (
-            lambda: est.variable_scope(None).__enter__(),
-            ValueError,
-            "needs a non-empty name; got None. Or give None, and",
-        ),
-        (lambda: est.variable_scope(3).__enter__(), TypeError, "`est.variable_scope` needs a name, or a scope; got 3"),
-        (
-            lambda: est.variable_scope("a", True).__enter__(),
-            TypeError,
-            "takes a default name second, .* Write `reuse=`",
-        ),
+REFUSED = {
+    ValueError: [
+        (lambda: est.variable_scope(None).__enter__(), "needs a non-empty name; got None. Or give None, and"),
         (
             lambda: est.variable_scope(None, "a", reuse=True).__enter__(),
-            ValueError,
             "cannot know which of the scopes so named is to be reused. Give the name",
         ),
+        (lambda: est.layers.dense(X, 2, name="d", reuse=True), "no such variable was created in this run"),
+        (lambda: [est.layers.dense(X, 2, name="d") for _ in "ab"], "was called twice in one run"),
+        (lambda: [est.layers.embed(X.astype(int), 5, 2, scope="e") for _ in "ab"], "called twice in one"),
+    ],
+    TypeError: [
+        (lambda: est.variable_scope(3).__enter__(), "`est.variable_scope` needs a name, or a scope; got 3"),
+        (lambda: est.variable_scope("a", True).__enter__(), "takes a default name second, .* Write `reuse=`"),
         (
             lambda: est.variable_scope("a", initializer=0.5).__enter__(),
-            TypeError,
             r"`est.variable_scope\('a'\)` needs a function as `initializer`; got 0.5",
         ),
-        (lambda: est.layers.dense(X, 2, name=3), TypeError, "`est.layers.dense` needs a name that is a string, or non"),
-        (lambda: est.layers.dense(X, 2, name="d", reuse=True), ValueError, "no such variable was created in this run"),
-        (lambda: [est.layers.dense(X, 2, name="d") for _ in "ab"], ValueError, "was called twice in one run"),
-        (lambda: [est.layers.embed(X.astype(int), 5, 2, scope="e") for _ in "ab"], ValueError, "called twice in one"),
+        (lambda: est.layers.dense(X, 2, name=3), "`est.layers.dense` needs a name that is a string, or non"),
     ],
-)
+}
+
+
+@pytest.mark.parametrize("error, body, message", refused.rows(REFUSED))
 def test_wrong_names_are_errors(body, error, message):
     with pytest.raises(error, match=message):
         names_of(lambda x: body())

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from testing.towers import started
 
 import estimator as est
 
@@ -44,8 +45,7 @@ def assert_close(got, want, what):
 
 def model_of(case):
     """A model, and its state with the case's values."""
-    model = est.transform(model_fn, params={"case": case})
-    state = model.init(jax.random.key(0), array(case["inputs"][0]))
+    model, state = started(model_fn, array(case["inputs"][0]), params={"case": case})
     assert {name: value.shape for name, value in state.variables.items()} == {
         name: array(value).shape for name, value in case["variables"].items()
     }
@@ -98,8 +98,7 @@ def test_gradients_match_tensorflow(name):
         gradients = est.Optimizer(optax.sgd(1.0)).compute_gradients(loss)
         return est.EstimatorSpec(mode, {name: g for g, name in gradients}, loss, est.TrainOp())
 
-    model = est.transform(fn)
-    start = model.init(jax.random.key(0), np.ones(1, np.float32))
+    model, start = started(fn, np.ones(1, np.float32))
     start = start._replace(variables={"x": start.variables["x"], **state.variables})
     got = model.train_step(start, np.ones(1, np.float32))[1].predictions
     assert_close(got.pop("x"), case["gradient_of_input"], "input")
@@ -117,8 +116,7 @@ def test_sequences_match_tensorflow(name):
         outputs, state = getattr(est.layers, layer)(features, sequence_length=case["sequence_length"], **arguments)
         return est.EstimatorSpec(mode, predictions={"outputs": outputs, "state": jax.tree.leaves(state)})
 
-    model = est.transform(fn)
-    state = model.init(jax.random.key(0), x, mode="infer")
+    model, state = started(fn, x, mode="infer")
     assert {name: value.shape for name, value in state.variables.items()} == {
         name: array(value).shape for name, value in case["variables"].items()
     }

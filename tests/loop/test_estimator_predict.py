@@ -7,8 +7,14 @@ from testing.estimators import X, endless, make, times
 import estimator as est
 
 
+@pytest.fixture(scope="module")
+def estimator(tmp_path_factory):
+    """Trained for a step."""
+    return make(tmp_path_factory.mktemp("trained")).train(endless, steps=1)
+
+
 @pytest.mark.covers("1.5 laziness")
-def test_predict_is_lazy_but_checks_its_arguments_at_once(tmp_path):
+def test_predict_is_lazy_but_checks_its_arguments_at_once(estimator):
     calls = []
 
     def input_fn():
@@ -16,7 +22,6 @@ def test_predict_is_lazy_but_checks_its_arguments_at_once(tmp_path):
             calls.append(i)
             yield X
 
-    estimator = make(tmp_path).train(endless, steps=1)
     predictions = estimator.predict(input_fn)
     assert calls == []
     next(predictions)
@@ -29,8 +34,7 @@ def test_predict_is_lazy_but_checks_its_arguments_at_once(tmp_path):
 
 
 @pytest.mark.covers("1.5 single examples")
-def test_predict_gives_single_examples_or_batches(tmp_path):
-    estimator = make(tmp_path).train(endless, steps=1)
+def test_predict_gives_single_examples_or_batches(estimator):
     rows = list(estimator.predict(lambda: [X, X[:1]]))
     batches = list(estimator.predict(lambda: [X, X[:1]], yield_single_examples=False))
     assert [set(row) for row in rows] == [{"y", "x"}] * 5
@@ -53,8 +57,7 @@ def test_predictions_may_be_any_tree(tmp_path):
 
 
 @pytest.mark.covers("1.5 predict_keys", "13 16 silent acceptances")
-def test_predict_keys(tmp_path):
-    estimator = make(tmp_path).train(endless, steps=1)
+def test_predict_keys(estimator):
     for keys in ("y", ["y"], ("y",)):
         assert set(next(estimator.predict(lambda: X, keys))) == {"y"}
     assert set(next(estimator.predict(lambda: X, ["x", "y"]))) == {"x", "y"}
@@ -86,13 +89,12 @@ def test_predict_leaves_labels_out(tmp_path):
     assert set(map(type, seen)) == {type(None)}
 
 
-def test_predicting_no_batch_yields_nothing(tmp_path):
-    assert list(make(tmp_path).train(endless, steps=1).predict(lambda: [])) == []
+def test_predicting_no_batch_yields_nothing(estimator):
+    assert list(estimator.predict(lambda: [])) == []
 
 
 @pytest.mark.covers("1.5 interleaving")
-def test_predictions_may_be_interleaved(tmp_path):
-    estimator = make(tmp_path).train(endless, steps=1)
+def test_predictions_may_be_interleaved(estimator):
     alone = [row["y"] for row in estimator.predict(lambda: [X, X + 1])]
     pairs = zip(estimator.predict(lambda: [X, X + 1]), estimator.predict(lambda: [X, X + 1]), strict=True)
     assert [(a["y"], b["y"]) for a, b in pairs] == [(y, y) for y in alone]

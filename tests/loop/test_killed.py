@@ -8,29 +8,25 @@ import time
 
 import numpy as np
 import pytest
+from testing.estimators import values
 from testing.processes import Processes
 from testing.scenarios import killed_training
 
 import estimator as est
 
 KILLS = 5  # of each training
-OWN_PROGRAMS = "grain's MapDataset"  # the one whose undisturbed run compiles its own programs
-
-
-def values(estimator):
-    return {name: estimator.get_variable_value(name) for name in estimator.get_variable_names()}
+COMPILES_ALL = "grain's MapDataset"  # the one whose undisturbed run does not use the programs of the others
 
 
 def killed_again_and_again(name, base):
     """Kills a training run at random points, each in the process that resumes it, and returns its end."""
     when = random.Random(name)
     processes = Processes("testing.scenarios.killed_training")
-    killed = str(base / "killed"), str(base / "programs")
     try:
         viewer = killed_training.make(name, base / "killed")
         for _ in range(KILLS):
             before = viewer.latest_checkpoint()
-            processes.start("train", name, *killed)
+            processes.start("train", name, str(base / "killed"))
             for _ in range(when.randrange(1, 6)):
                 assert processes.read().startswith("step ")
             time.sleep(when.uniform(0, 0.03))
@@ -38,8 +34,7 @@ def killed_again_and_again(name, base):
             assert processes.ended() == -signal.SIGKILL
             assert before is None or viewer.latest_checkpoint() is not None
         for where in ("killed", "whole"):
-            programs = [killed[1]] if where == "killed" or name != OWN_PROGRAMS else []
-            processes.start("train", name, str(base / where), *programs)
+            processes.start("train", name, str(base / where), where == "whole" and name == COMPILES_ALL)
             while not (line := processes.read()).startswith("remembered"):
                 assert line.startswith("step ")
             assert line.split()[1:] == [str(step) for step in range(10, killed_training.STEPS + 1, 10)]
@@ -86,7 +81,7 @@ def test_the_bits_do_not_depend_on_where_a_run_is_cut_nor_on_what_hooks_ask_for(
 @pytest.mark.usefixtures("users_compiler")
 @pytest.mark.parametrize("name", killed_training.RUNS)
 def test_trainings_killed_at_twenty_points_are_those_that_were_not(tmp_path, name):
-    assert len(killed_training.RUNS) * KILLS == 20 and OWN_PROGRAMS in killed_training.RUNS
+    assert len(killed_training.RUNS) * KILLS == 20 and COMPILES_ALL in killed_training.RUNS
     killed, whole = killed_again_and_again(name, tmp_path)
     assert killed.keys() == whole.keys() and len(killed) > 5
     assert whole["global_step"] == killed_training.STEPS

@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 import pytest
-from testing.estimators import X, Y, endless, make, saved_steps, times
+from testing.estimators import X, Y, endless, make, same_bits, saved_steps, times
 from testing.processes import Processes
 
 import estimator as est
@@ -24,15 +24,12 @@ def processes():
 def end_by_sigterm(processes, function, *args):
     """Sends SIGTERM to a process that blocks; returns its exit code, and the lines it printed after that."""
     processes.start(function, *map(str, args[:1]), *args[1:])
-    while processes.read() != "blocked":
-        pass
+    processes.read_until("blocked")
     sent = time.monotonic()
     processes.send(signal.SIGTERM)
-    lines = []
-    while not (line := processes.read()).startswith("ended "):
-        lines.append(line)
+    lines, code = processes.read_to_end()
     assert time.monotonic() - sent < 5  # on a busy machine; they block for 60
-    return int(line.removeprefix("ended ")), lines
+    return code, lines
 
 
 # In a process of its own.
@@ -50,22 +47,17 @@ def test_a_process_ends_with_the_code_before_there_is_a_batch(processes, tmp_pat
     assert os.listdir(tmp_path) == []
 
 
-def test_an_evaluation_whose_input_blocks_ends(processes, tmp_path):
+@pytest.mark.parametrize(
+    ("function", "batches", "line"),
+    [
+        ("evaluate", [2], "end of evaluation SIGTERM 3 Preempted"),
+        ("predict", [2], "end of prediction SIGTERM 3 NoneType"),
+        ("read_predictions", [], "end of prediction SIGTERM 3 NoneType"),
+    ],
+)
+def test_an_evaluation_or_a_prediction_ends_whose_input_or_reader_blocks(processes, tmp_path, function, batches, line):
     make(tmp_path).train(times(3))
-    code, lines = end_by_sigterm(processes, "evaluate", tmp_path, 2)
-    assert (code, lines) == (75, ["end of evaluation SIGTERM 3 Preempted"])
-
-
-def test_a_prediction_whose_input_blocks_ends(processes, tmp_path):
-    make(tmp_path).train(times(3))
-    code, lines = end_by_sigterm(processes, "predict", tmp_path, 2)
-    assert (code, lines) == (75, ["end of prediction SIGTERM 3 NoneType"])
-
-
-def test_a_prediction_whose_reader_blocks_ends(processes, tmp_path):
-    make(tmp_path).train(times(3))
-    code, lines = end_by_sigterm(processes, "read_predictions", tmp_path)
-    assert (code, lines) == (75, ["end of prediction SIGTERM 3 NoneType"])
+    assert end_by_sigterm(processes, function, tmp_path, *batches) == (75, [line])
 
 
 @pytest.mark.parametrize("batches", [0, 2])
@@ -130,13 +122,6 @@ def raises(error):
 def rows(n=10):
     x = np.random.default_rng(0).normal(size=(n, 2)).astype(np.float32)
     return est.inputs.numpy_input_fn(x, x.sum(axis=1, keepdims=True), 4, None, shuffle=True, seed=1)
-
-
-def same_bits(a, b):
-    names = a.get_variable_names()
-    return names == b.get_variable_names() and all(
-        a.get_variable_value(name).tobytes() == b.get_variable_value(name).tobytes() for name in names
-    )
 
 
 @pytest.mark.slow

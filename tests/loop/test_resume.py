@@ -1,29 +1,24 @@
 """A run that is killed, repeated, or gone wrong: what is on disk, and how it resumes."""
 
+import functools
 import itertools
 import os
-import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from testing import estimators
+from testing.estimators import same_bits, saved_steps
 
 import estimator as est
+from estimator.loop._train import _names_with_nan
 from replicate import TowerOptimizer, replicate_model_fn
 
 ONES = np.ones((4, 1), np.float32)
-
-
-def make(model_dir, model_fn, **config):
-    config = est.RunConfig(**({"save_checkpoints_steps": 2, "keep_checkpoint_max": None} | config))
-    return est.Estimator(model_fn, model_dir, config)
-
-
-def saved_steps(estimator):
-    matches = map(re.compile(r"ckpt-(\d+)").fullmatch, os.listdir(estimator.model_dir))
-    return sorted(int(m[1]) for m in matches if m)
+make = functools.partial(estimators.make, save_checkpoints_steps=2, keep_checkpoint_max=None)
 
 
 def counter(features, mode):
@@ -57,37 +52,19 @@ def noisy(features, mode):
     return est.EstimatorSpec(mode, loss=loss, train_op=est.Optimizer(optax.adam(0.1)).minimize(loss))
 
 
-def values(estimator):
-    return {name: estimator.get_variable_value(name) for name in estimator.get_variable_names()}
-
-
-def same_bits(a, b):
-    return a.keys() == b.keys() and all(a[n].tobytes() == b[n].tobytes() for n in a)
-
-
 @pytest.mark.slow
-@pytest.mark.covers("1.3 seed")
+@pytest.mark.covers("1.1 statelessness", "1.3 auto-resume", "1.3 seed")
 @pytest.mark.usefixtures("users_compiler")
-def test_the_same_seed_gives_the_same_bits(tmp_path):
-    rng = np.random.default_rng(0)
-    batches = list(rng.normal(size=(12, 5, 3)).astype(np.float32))
-    a, b, other = (
+def test_the_bits_depend_on_the_seed_and_not_on_where_a_run_stopped(tmp_path):
+    batches = list(np.random.default_rng(0).normal(size=(12, 5, 3)).astype(np.float32))
+    straight, again, other = (
         make(tmp_path / name, noisy, seed=seed).train(lambda: batches)
-        for name, seed in (("a", 0), ("b", 0), ("other", 1))
+        for name, seed in (("straight", 0), ("again", 0), ("other", 1))
     )
-    assert same_bits(values(a), values(b))
-    assert not same_bits(values(a), values(other))
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("users_compiler")
-def test_a_stopped_run_has_the_same_bits_as_one_that_went_on(tmp_path):
-    rng = np.random.default_rng(0)
-    batches = list(rng.normal(size=(12, 5, 3)).astype(np.float32))
-    straight = make(tmp_path / "a", noisy).train(lambda: batches)
     for part in (batches[:5], batches[5:6], batches[6:]):
-        stopped = make(tmp_path / "b", noisy).train(lambda part=part: part)
-    assert same_bits(values(straight), values(stopped))
+        stopped = make(tmp_path / "stopped", noisy).train(lambda part=part: part)
+    assert same_bits(straight, again) and same_bits(straight, stopped)
+    assert not same_bits(straight, other)
 
 
 # Not a number.
@@ -137,7 +114,7 @@ def test_a_nan_loss_between_checkpoints_names_its_own_step(tmp_path):
     assert_last_is_whole(estimator, 3)
 
 
-def test_a_nan_loss_at_a_log_line_is_noticed_without_checkpoints(tmp_path):
+def test_a_nan_loss_at_a_log_line_is_noticed_without_checkpoints_and_none_is_named(tmp_path):
     estimator = make(tmp_path, linear, save_checkpoints_steps=None, log_step_count_steps=5)
     taken = []
 
@@ -146,17 +123,11 @@ def test_a_nan_loss_at_a_log_line_is_noticed_without_checkpoints(tmp_path):
             taken.append(i)
             yield ONES * (np.nan if i == 7 else 1)
 
-    with pytest.raises(est.NanLossDuringTrainingError, match="at step 7"):
+    with pytest.raises(est.NanLossDuringTrainingError, match="at step 7") as raised:
         estimator.train(input_fn)
+    assert "-1" not in str(raised.value)
     assert 10 <= len(taken) <= 25  # the thread reads ahead
     assert saved_steps(estimator) == []
-
-
-def test_without_checkpoints_the_error_names_none(tmp_path):
-    estimator = make(tmp_path, linear, save_checkpoints_steps=None)
-    with pytest.raises(est.NanLossDuringTrainingError, match="at step 2") as raised:
-        estimator.train(nan_at(2, 3))
-    assert "-1" not in str(raised.value)
 
 
 @pytest.mark.slow
@@ -169,6 +140,17 @@ def test_a_variable_that_turned_nan_is_not_saved_though_the_loss_is_finite(tmp_p
     with pytest.raises(est.NanLossDuringTrainingError, match=rf"NaN in the variables \['w'\] after step {number}"):
         estimator.train(lambda: batches)
     assert_last_is_whole(estimator, 2)
+
+
+def test_a_nan_is_seen_wherever_an_array_lives():
+    cut, whole = (
+        NamedSharding(Mesh(np.array(jax.devices("cpu")[:4]), ("x",)), PartitionSpec(*axes)) for axes in (("x",), ())
+    )
+    good, bad = np.arange(4, dtype=np.float32), np.float32([0, 1, 2, np.nan])
+    pairs = itertools.product({"cut": cut, "whole": whole}.items(), (good, bad))
+    placed = {f"{name} {x[3]}": jax.device_put(x, sharding) for (name, sharding), x in pairs}
+    half = {"half": jnp.full(3, np.nan, jnp.bfloat16), "ints": jnp.arange(3), "tree": {"w": jnp.ones(2)}}
+    assert sorted(_names_with_nan(placed | half)) == ["cut nan", "half", "whole nan"]
 
 
 def test_initial_values_that_are_nan_are_not_saved(tmp_path):

@@ -1,5 +1,6 @@
 """Where the input resumes when a training run does."""
 
+import functools
 import os
 import signal
 import time
@@ -9,13 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from testing import estimators
 from testing.estimators import make, step_of
+from testing.hooks import Noted
 
 import estimator as est
 
 pytestmark = pytest.mark.covers("13 2 input position is never saved")
 
 N = 12
+Numbers = functools.partial(estimators.Numbers, N)
 
 
 def model_fn(features, mode):
@@ -24,29 +28,6 @@ def model_fn(features, mode):
     est.get_variable("seen", (N,), jnp.int32, jax.nn.initializers.zeros, trainable=False)
     est.assign_add("seen", jax.nn.one_hot(features[0], N, dtype=jnp.int32))
     return est.EstimatorSpec(mode, loss=w, train_op=est.Optimizer(optax.sgd(0.0)).minimize(w))
-
-
-class Numbers:
-    """Batches 0, 1 ... with a position, as grain's iterators have one."""
-
-    def __init__(self, stop=N):
-        self.stop, self.next, self.read, self.set = stop, 0, 0, []
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        if self.next == self.stop:
-            raise StopIteration
-        self.next, self.read = self.next + 1, self.read + 1
-        return np.full(1, self.next - 1, np.int32)
-
-    def get_state(self):
-        return {"next": self.next}
-
-    def set_state(self, state):
-        self.next = state["next"]
-        self.set.append(state["next"])
 
 
 def generator(stop=N):
@@ -60,12 +41,6 @@ def new(model_dir, **config):
 
 def seen(estimator):
     return estimator.get_variable_value("seen").tolist()
-
-
-def test_only_three_ways_are_known():
-    with pytest.raises(ValueError, match='`resume_input` should be "position", "count" or None; got \'always\''):
-        est.RunConfig(resume_input="always")
-    assert est.RunConfig().resume_input == "position"
 
 
 @pytest.mark.slow
@@ -92,27 +67,16 @@ def test_the_input_resumes_as_the_config_says(tmp_path, source, how, goes_on, st
 @pytest.mark.parametrize("how", ["position", "count"])
 def test_the_position_counts_the_batches_trained_on_not_the_ones_read_ahead(tmp_path, how):
     source = Numbers()
-    new(tmp_path, resume_input=how, steps_per_loop=2).train(lambda: source, max_steps=4, hooks=[Every()])
+    new(tmp_path, resume_input=how, steps_per_loop=2).train(lambda: source, max_steps=4, hooks=[Noted("", [])])
     again = Numbers()
     new(tmp_path, resume_input=how).train(lambda: again)
     assert source.read == 4  # no more than the steps to make
     assert again.set == [4] and again.read == N - 4  # it is not skipped, though it could be
 
 
-class Every(est.Hook):
-    def after_run(self, context, values):
-        pass
-
-
-class StopAt(est.Hook):
-    """Ends a run at a step that the input's thread does not know of."""
-
-    def __init__(self, step, does=lambda context: context.request_stop()):
-        self.step, self.does = step, does
-
-    def after_run(self, context, values):
-        if context.global_step == self.step:
-            self.does(context)
+def at(step, does):
+    """A hook that does something after a step, of which the input's thread does not know."""
+    return Noted("", [], after_run=lambda context, values: context.global_step == step and does(context))
 
 
 @pytest.mark.parametrize("ends", [lambda context: context.request_stop(), lambda context: os.kill(os.getpid(), 15)])
@@ -127,7 +91,7 @@ def test_what_was_read_ahead_is_read_again(tmp_path, ends):
         ends(context)
 
     try:
-        new(tmp_path).train(lambda: source, hooks=[StopAt(5, end_behind_the_source)])
+        new(tmp_path).train(lambda: source, hooks=[at(5, end_behind_the_source)])
     except est.Preempted:
         pass
     assert source.read > 5
@@ -148,12 +112,11 @@ def test_after_the_end_of_the_input_it_begins_again(tmp_path, source, how):
 @pytest.mark.parametrize(("source", "how"), [(Numbers, "position"), (generator, "count")])
 def test_killed_after_the_last_checkpoint_it_makes_no_further_steps(tmp_path, messages, source, how):
     def kill(context):
-        if context.global_step == N:
-            raise KeyboardInterrupt
+        raise KeyboardInterrupt
 
     config = {"resume_input": how, "save_checkpoints_steps": N // 2}
     with pytest.raises(KeyboardInterrupt):
-        new(tmp_path, **config).train(source, hooks=[StopAt(N, kill)])
+        new(tmp_path, **config).train(source, hooks=[at(N, kill)])
     assert step_of(new(tmp_path)) == N
     assert seen(new(tmp_path, **config).train(source)) == [1] * N
     path = tmp_path / f"ckpt-{N}"

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from testing.towers import REDUCTIONS, replicate
+from testing import refused
+from testing.towers import REDUCTIONS, replicate, started
 
 import estimator as est
 from replicate import TowerOptimizer
@@ -90,8 +91,7 @@ def test_a_regularizer_counts_once_on_towers(towers, steps, reduction):
         train_op = TowerOptimizer(optax.sgd(0.1), accumulate_steps=steps).minimize(loss)
         return est.EstimatorSpec(mode, loss=loss, train_op=train_op)
 
-    model = est.transform(replicate(model_fn, towers, reduction))
-    state = model.init(jax.random.key(0), X, Y)
+    model, state = started(replicate(model_fn, towers, reduction), X, Y)
     reduce = jnp.sum if reduction == "sum" else jnp.mean
 
     def loss(w, rows=6):
@@ -153,8 +153,7 @@ def test_a_store_lasts_one_run():
         loss = w * features.mean()
         return est.EstimatorSpec(mode, features, loss, TowerOptimizer(optax.sgd(0.1)).minimize(loss))
 
-    model = est.transform(replicate(model_fn, 2))
-    state = model.init(jax.random.key(0), X)
+    model, state = started(replicate(model_fn, 2), X)
     model.train_step(state, X)
     model.eval_step(state, X[:5])
     assert len(made) > 3 and set(made) == {"train", "eval"}
@@ -173,36 +172,30 @@ def in_a_loop(body):
     jax.lax.map(lambda x: (body(x.sum()), x)[1], X)
 
 
-@pytest.mark.parametrize(
-    ("body", "error", "message"),
-    [
-        (lambda: est.regularizers.l2("a"), TypeError, "`est.regularizers.l2` needs a number as its scale; got 'a'"),
-        (lambda: est.regularizers.l1(-1.0), ValueError, "`est.regularizers.l1` needs a scale of at least 0; got -1.0"),
-        (lambda: est.losses.add_loss("abc"), TypeError, "`est.losses.add_loss` needs a loss, a scalar; got 'abc'"),
+REFUSED = {
+    TypeError: [
+        (lambda: est.regularizers.l2("a"), "`est.regularizers.l2` needs a number as its scale; got 'a'"),
+        (lambda: est.losses.add_loss("abc"), "`est.losses.add_loss` needs a loss, a scalar; got 'abc'"),
+        (lambda: est.losses.get_losses(3), "`est.losses.get_losses` needs the beginning of names, .* got 3"),
+        (lambda: est.trainable_variables(3), "needs the beginning of names, a string; got 3"),
+        (lambda: est.run_store("a", 3), r"`est.run_store\('a'\)` needs a function that makes what is stored"),
+    ],
+    ValueError: [
+        (lambda: est.regularizers.l1(-1.0), "`est.regularizers.l1` needs a scale of at least 0; got -1.0"),
         (
             lambda: est.losses.add_loss(X),
-            ValueError,
             r"needs a scalar; got an array of shape \(6, 1\). Reduce it, by `est.losses.compute_weighted_loss`",
         ),
-        (
-            lambda: in_a_loop(est.losses.add_loss),
-            ValueError,
-            r"`est.losses.add_loss` was called within .*add it outside",
-        ),
-        (lambda: est.losses.get_losses(3), TypeError, "`est.losses.get_losses` needs the beginning of names, .* got 3"),
-        (lambda: est.trainable_variables(3), TypeError, "needs the beginning of names, a string; got 3"),
-        (
-            lambda: est.run_store("a", 3),
-            TypeError,
-            r"`est.run_store\('a'\)` needs a function that makes what is stored",
-        ),
+        (lambda: in_a_loop(est.losses.add_loss), r"`est.losses.add_loss` was called within .*add it outside"),
         (
             lambda: (est.get_variable("w", 2, regularizer=jnp.abs), est.losses.get_total_loss()),
-            ValueError,
             r"The regularizer of 'w' must return a scalar; got an array of shape \(2,\). Sum it up",
         ),
     ],
-)
+}
+
+
+@pytest.mark.parametrize("error, body, message", refused.rows(REFUSED))
 def test_wrong_arguments_are_errors(body, error, message):
     def checked():
         est.losses.absolute_difference(X, X)

@@ -44,6 +44,11 @@ def all_metrics(y, classes, logits, yb, p, weight=None):
     }
 
 
+@jax.jit
+def metrics_of(table):
+    return all_metrics(**table)
+
+
 def is_metric(x):
     return isinstance(x, metrics.Metric)
 
@@ -100,9 +105,9 @@ def test_merging_any_split_of_the_rows_in_any_order_is_the_metric_of_all_rows(da
     part = data.draw(st.lists(st.integers(0, 2), min_size=1, max_size=6))
     order = data.draw(st.permutations(sorted(set(part))))
     table = rows(data.draw(st.integers(0, 100)), len(part))
-    parts = [all_metrics(**{k: v[np.array(part) == i] for k, v in table.items()}) for i in order]
+    parts = [metrics_of({k: v[np.array(part) == i] for k, v in table.items()}) for i in order]
     got = results(merged([on_host(p) for p in parts] if host else parts))
-    want = results(all_metrics(**table))
+    want = results(metrics_of(table))
     for name in want:
         np.testing.assert_allclose(got[name], want[name], rtol=2e-5, atol=1e-5, err_msg=name)
 
@@ -111,15 +116,15 @@ def test_merging_any_split_of_the_rows_in_any_order_is_the_metric_of_all_rows(da
 def test_a_row_of_integer_weight_counts_as_that_many_rows():
     table = rows(3, 20)
     times = table.pop("weight").astype(int)
-    got = results(all_metrics(**table, weight=times))
-    want = results(all_metrics(**{k: np.repeat(v, times, axis=0) for k, v in table.items()}))
+    got = results(metrics_of({**table, "weight": times}))
+    want = results(metrics_of({k: np.repeat(v, times, axis=0) for k, v in table.items()}))
     for name in want:
         np.testing.assert_allclose(got[name], want[name], rtol=1e-5, atol=1e-6, err_msg=name)
 
 
 @pytest.mark.slow
 def test_metrics_of_no_rows_are_zero_on_host_and_device():
-    states = all_metrics(**rows(0, 0))
+    states = metrics_of(rows(0, 0))
     for name, value in results(states).items():
         np.testing.assert_array_equal(value, np.zeros_like(value), err_msg=name)
     for name, value in results(on_host(states)).items():
@@ -127,7 +132,7 @@ def test_metrics_of_no_rows_are_zero_on_host_and_device():
 
 
 def test_states_are_float32_and_stay_float64_on_the_host():
-    states = all_metrics(**rows(0, 5))
+    states = metrics_of(rows(0, 5))
     assert {leaf.dtype for leaf in jax.tree.leaves(states)} == {np.dtype(np.float32)}
     total = merged([on_host(states), on_host(states)])
     assert {np.asarray(leaf).dtype for leaf in jax.tree.leaves(total)} == {np.dtype(np.float64)}
@@ -141,7 +146,7 @@ def test_metrics_are_pure_under_jit_pmap_and_as_auxiliary_of_vjp():
     table = {k: np.stack([v, v]) for k, v in rows(0, 6).items()}
     stacked = jax.pmap(lambda t: all_metrics(**t))(table)
     summed = jax.tree.map(lambda x: x.sum(0), stacked)
-    one = all_metrics(**rows(0, 6))
+    one = metrics_of(rows(0, 6))
     np.testing.assert_allclose(jax.jit(lambda m: m.result())(summed["auc"]), one["auc"].result(), rtol=1e-4)
     assert summed["tp"].result() == 2 * one["tp"].result()
 

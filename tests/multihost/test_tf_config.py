@@ -86,7 +86,7 @@ def test_what_makes_no_sense_is_refused_with_the_way_out(text, message):
 
 @pytest.fixture
 def environment(monkeypatch):
-    """Sets variables of the environment, after those of this machine are gone."""
+    """Sets variables of the environment, without this machine's own."""
     prefixes = (
         "TF_CONFIG",
         "JAX_COORD",

@@ -10,6 +10,7 @@ import pytest
 from testing.estimators import Linear, X, Y, endless, make, times
 from testing.hooks import Noted
 from testing.summaries import read
+from testing.towers import one_step, started
 
 import estimator as est
 from replicate import TowerOptimizer, VariableDistribution, replicate_model_fn
@@ -75,15 +76,19 @@ def test_rates_of_optimizers_with_a_loss_scale_and_of_half_precision():
     assert state.slots["scaled"].inner.hyperparams["learning_rate"].dtype == jnp.bfloat16
 
 
-@pytest.mark.parametrize("distribution", VariableDistribution)
-def test_a_set_rate_keeps_placement_and_programs_and_acts(distribution, compilations):
+def on_two_towers(distribution):
     def model_fn(features, labels, mode):
         w = est.get_variable("w", (2, 1), initializer=jax.nn.initializers.ones)
         loss = jnp.mean((features @ w - labels) ** 2)
         return est.EstimatorSpec(mode, loss=loss, train_op=TowerOptimizer(inject(optax.sgd)(0.01)).minimize(loss))
 
-    model = est.transform(replicate_model_fn(model_fn, devices=["cpu:0", "cpu:1"], variable_distribution=distribution))
-    state, spec = model.train_step(model.init(jax.random.key(0), X, Y), X, Y)
+    return replicate_model_fn(model_fn, devices=["cpu:0", "cpu:1"], variable_distribution=distribution)
+
+
+@pytest.mark.parametrize("distribution", VariableDistribution)
+def test_a_set_rate_keeps_placement_and_programs_and_acts(distribution, compilations):
+    model, state = started(on_two_towers(distribution), X, Y)
+    state, _ = model.train_step(state, X, Y)
     assert est.learning_rates(state) == pytest.approx({"optimizer": 0.01})
     state, _ = model.train_step(state, X, Y)
     before, rate = len(compilations), state.slots["optimizer"].hyperparams["learning_rate"]
@@ -98,15 +103,13 @@ def test_a_set_rate_keeps_placement_and_programs_and_acts(distribution, compilat
 
 
 def test_without_inject_hyperparams_a_step_gives_nothing_more():
-    model = est.transform(Linear())
-    _, spec = model.train_step(model.init(jax.random.key(0), X, Y), X, Y)
+    _, spec = one_step(Linear(), X, Y)
     assert jax.tree.leaves(spec.train_op) == []
     assert est.learning_rates(state_of(optimizer=optax.adam(0.1))) == {}
 
 
 def test_a_schedule_is_shown_and_not_set():
-    model = est.transform(injected(lambda count: 0.5 ** (1 + count)))
-    state = model.init(jax.random.key(0), X, Y)
+    model, state = started(injected(lambda count: 0.5 ** (1 + count)), X, Y)
     shown = [est.learning_rates(state)["optimizer"]]
     for _ in range(3):
         state, spec = model.train_step(state, X, Y)
@@ -238,14 +241,7 @@ def test_logs_and_summaries_have_the_rate_of_their_step(steps_per_loop, tmp_path
 
 
 def test_rates_on_devices_of_variables_outlive_the_state_that_the_next_step_takes(tmp_path):
-    def model_fn(features, labels, mode):
-        loss = jnp.mean((features @ est.get_variable("w", (2, 1)) - labels) ** 2)
-        optimizer = TowerOptimizer(inject(optax.sgd)(0.01))
-        return est.EstimatorSpec(mode, loss=loss, train_op=optimizer.minimize(loss))
-
-    model_fn = replicate_model_fn(
-        model_fn, devices=["cpu:0", "cpu:1"], variable_distribution=VariableDistribution.SHARED_ROUND_ROBIN
-    )
+    model_fn = on_two_towers(VariableDistribution.SHARED_ROUND_ROBIN)
     hook = est.SetLearningRateHook(by_step, every_n_steps=3)
     make(str(tmp_path), model_fn, save_summary_steps=1).train(endless, [hook], steps=6)
     expected = {step: 0.01 if step <= 3 else 0.01 / 4 for step in range(1, 7)}

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from testing.estimators import make
-from testing.towers import FOUR, assert_close, bits, cpus, mlp_model_fn, regression, replicate
+from testing.towers import FOUR, assert_close, bits, cpus, mlp_model_fn, regression, replicate, started
 
 import estimator as est
 from replicate import TowerOptimizer, VariableDistribution, replicate_model_fn
@@ -39,14 +39,12 @@ def linear(loss_scale, optimizer=optax.adam):
 
 
 def trained(model_fn, *batches):
-    model = est.transform(model_fn)
-    state = model.init(jax.random.key(0), *(x[0] for x in batches))
+    model, state = started(model_fn, *(x[0] for x in batches))
     return model.train_loop(state, batches if len(batches) > 1 else (*batches, None))
 
 
 def scales(model_fn, batches):
-    model = est.transform(model_fn)
-    state = model.init(jax.random.key(0), batches[0])
+    model, state = started(model_fn, batches[0])
     scales = []
     for batch in batches:
         state, _ = model.train_step(state, batch)
@@ -81,8 +79,7 @@ def test_a_loss_scale_changes_no_bit_in_float32(towers):
 @pytest.mark.usefixtures("users_compiler")
 def test_an_update_that_is_not_finite_is_skipped(towers, bad_row, value):
     model_fn = linear(est.DynamicLossScale(initial_scale=8.0))
-    model = est.transform(replicate(model_fn, towers) if towers else model_fn)
-    state = model.init(jax.random.key(0), ROWS)
+    model, state = started(replicate(model_fn, towers), ROWS)
     before, _ = model.train_step(state, ROWS)
     before = before._replace(variables={**before.variables, "w": jnp.array(W)})  # with its -0.0
     after, _ = model.train_step(before, with_row(bad_row, value))
@@ -135,8 +132,7 @@ def test_compute_gradients_are_unscaled(towers):
         mine = jnp.broadcast_to(pairs[0][0], features.shape)
         return est.EstimatorSpec(mode, mine, loss, optimizer.apply_gradients(pairs))
 
-    model = est.transform(replicate(model_fn, towers))
-    state = model.init(jax.random.key(0), ROWS)
+    model, state = started(replicate(model_fn, towers), ROWS)
     state, spec = model.train_step(state, ROWS)
     np.testing.assert_array_equal(spec.predictions, ROWS / towers)
     np.testing.assert_array_equal(state.variables["w"], W - ROWS[0])
@@ -192,8 +188,7 @@ def test_gradients_that_vanish_in_float16_come_through_with_a_scale(towers):
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 def test_the_sum_over_towers_is_in_float32(dtype):
-    model = est.transform(replicate(half_precision(dtype, est.DynamicLossScale()), 4))
-    state = model.init(jax.random.key(0), FOUR)
+    model, state = started(replicate(half_precision(dtype, est.DynamicLossScale()), 4), FOUR)
     program = jax.jit(model.train_step).lower(state, FOUR).as_text("hlo")
     assert {"f16", "bf16"} & set(re.findall(r"= (\w+)\[", program))
     assert set(re.findall(r"= (\w+)\[.*? all-reduce\(", program)) == {"f32"}

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from testing.towers import cpus
+from testing import refused
+from testing.towers import cpus, started
 
 import estimator as est
 from replicate import BlockSync, TowerOptimizer, VariableDistribution, replicate_model_fn
@@ -55,8 +56,7 @@ def by_hand(decay_of=lambda n: 0.8, steps=range(STEPS)):
 
 
 def trained(model_fn, batches=BATCHES, at_once=False):
-    model = est.transform(model_fn)
-    state = model.init(jax.random.key(0), *batches[0])
+    model, state = started(model_fn, *batches[0])
     if at_once:
         return model, model.train_loop(state, batches)[0]
     for batch in batches:
@@ -100,8 +100,7 @@ def test_averages_match_tensorflow(decay, counts):
         train_op = est.Optimizer(optax.sgd(1.0)).minimize(-jnp.mean(features * w))
         return est.EstimatorSpec(mode, loss=w, train_op=est.group(train_op, ema.apply(est.trainable_variables())))
 
-    model = est.transform(model_fn)
-    state = model.init(jax.random.key(0), np.ones(1, np.float32))
+    model, state = started(model_fn, np.ones(1, np.float32))
     for step, want in zip((1, 2, 4, 8), OF_TENSORFLOW[decay, counts], strict=True):
         state, _ = model.train_step(state, np.full(1, step, np.float32))
         np.testing.assert_allclose(state.variables[f"w/{END}"], want, rtol=1e-6)
@@ -172,8 +171,7 @@ def test_with_block_sync_they_follow_the_global_variables():
     """Which change at the end of a block; in each step of it, the averages move towards them once."""
     ema = lambda: est.ExponentialMovingAverage(0.8, num_updates=est.global_step())  # noqa: E731
     replicated = replicate_model_fn(model_of(ema), devices=cpus(2), block_sync=BlockSync(3))
-    model = est.transform(replicated)
-    state = model.init(jax.random.key(0), *BATCHES[0])
+    model, state = started(replicated, *BATCHES[0])
     want = dict(state.variables)
     for n, batch in enumerate(BATCHES):
         state, _ = model.train_step(state, *batch)
@@ -370,8 +368,7 @@ def test_averages_that_a_mode_would_pass_over_are_an_error():
     message = (
         r"averages \['w'\] in training, but in mode 'infer' `apply` is not called for them, .* before the model_fn"
     )
-    model = est.transform(model_fn)
-    state = model.init(jax.random.key(0), X[0])
+    model, state = started(model_fn, X[0])
     for _ in range(2):
         with pytest.raises(ValueError, match=message):
             model.predict_step(state, X[0])
@@ -385,27 +382,31 @@ def ema():
     return est.ExponentialMovingAverage(0.9)
 
 
-@pytest.mark.parametrize(
-    ("call", "kind", "message"),
-    [
-        (lambda: est.ExponentialMovingAverage(1.5), ValueError, "needs a decay between 0 and 1, a number; got 1.5"),
-        (lambda: est.ExponentialMovingAverage("0.9"), ValueError, "needs a decay between 0 and 1, a number; got '0.9'"),
-        (lambda: est.ExponentialMovingAverage(0.9, X[0]), ValueError, "needs the number of updates as `num_updates`"),
-        (lambda: est.ExponentialMovingAverage(0.9, name=None), TypeError, "needs a name, a string; got None"),
-        (lambda: ema().apply("w"), TypeError, "needs a list of names of variables, such as `est.trainable_variables"),
-        (lambda: ema().apply([X]), TypeError, "For the average of a value, `est.assign` a variable"),
-        (lambda: ema().apply([]), ValueError, "got no variables to average; create them before the call"),
-        (lambda: ema().apply(["v"]), ValueError, r"\('v'\)` names no variable of this run"),
-        (lambda: ema().apply(["n"]), TypeError, "'n' holds integers or booleans, which have no average. Leave it out"),
-        (lambda: ema().apply(["w", "w"]), ValueError, "'w' has an average already, the variable 'w/Exp"),
+REFUSED = {
+    ValueError: [
+        (lambda: est.ExponentialMovingAverage(1.5), "needs a decay between 0 and 1, a number; got 1.5"),
+        (lambda: est.ExponentialMovingAverage("0.9"), "needs a decay between 0 and 1, a number; got '0.9'"),
+        (lambda: est.ExponentialMovingAverage(0.9, X[0]), "needs the number of updates as `num_updates`"),
+        (lambda: ema().apply([]), "got no variables to average; create them before the call"),
+        (lambda: ema().apply(["v"]), r"\('v'\)` names no variable of this run"),
+        (lambda: ema().apply(["w", "w"]), "'w' has an average already, the variable 'w/Exp"),
     ],
-)
-def test_invalid_arguments_are_errors(call, kind, message):
+    TypeError: [
+        (lambda: est.ExponentialMovingAverage(0.9, name=None), "needs a name, a string; got None"),
+        (lambda: ema().apply("w"), "needs a list of names of variables, such as `est.trainable_variables"),
+        (lambda: ema().apply([X]), "For the average of a value, `est.assign` a variable"),
+        (lambda: ema().apply(["n"]), "'n' holds integers or booleans, which have no average. Leave it out"),
+    ],
+}
+
+
+@pytest.mark.parametrize("error, call, message", refused.rows(REFUSED))
+def test_invalid_arguments_are_errors(error, call, message):
     def model_fn(features, labels, mode):
         est.get_variable("w", ())
         est.get_variable("n", (), jnp.int32)
         call()
         return est.EstimatorSpec(mode, predictions=features)
 
-    with pytest.raises(kind, match=message):
+    with pytest.raises(error, match=message):
         est.transform(model_fn).init(jax.random.key(0), X[0], mode="infer")

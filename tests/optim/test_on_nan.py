@@ -1,5 +1,6 @@
 """Gradients that are inf or NaN in a tower: named by step, tower and variable, or skipped and counted."""
 
+import itertools
 import re
 
 import jax
@@ -11,6 +12,7 @@ from testing.estimators import make
 from testing.towers import assert_close, bits, cpus
 
 import estimator as est
+from estimator.optim import _finite
 from replicate import TowerOptimizer, VariableDistribution, replicate_model_fn
 
 ROWS = np.arange(24, dtype=np.float32).reshape(8, 3) / 8
@@ -263,6 +265,19 @@ def test_sparse_gradients_are_looked_at_and_unscaled_as_dense_ones():
         assert tuple(map(int, got.slots["on_nan"])) == (1, 2, 2, 0)
         assert bits(got.variables) == bits(want.variables)
     assert got.slots["optimizer"].scale == 4.0
+
+
+@pytest.mark.parametrize("shape", [(8,), (2048,), (64, 32), (2048, 1), (1, 2048), (3, 3, 33, 5)])
+def test_all_finite_sees_each_element_and_takes_none_for_an_inf(shape):
+    all_finite = jax.jit(_finite.all_finite)
+    x = np.linspace(-1, 1, np.prod(shape), dtype=np.float32)
+    for scale in np.float32([1, np.finfo(np.float32).max, np.finfo(np.float32).tiny]):
+        assert all_finite((x * scale).reshape(shape))
+    for position, value in itertools.product((0, 1, x.size // 2, x.size - 1), (np.nan, np.inf, -np.inf)):
+        bad = x.copy()
+        bad[position] = value
+        assert not all_finite(bad.reshape(shape))
+    assert not all_finite(np.append(np.float32([np.inf, -np.inf]), x[2:]).reshape(shape))
 
 
 def operations(on_nan, towers):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from testing.towers import FOUR, assert_close, reduced, regression, replicate
+from testing.towers import FOUR, assert_close, one_step, reduced, regression, replicate, started
 
 import estimator as est
 from estimator.core._train_op import TrainOp, Update
@@ -111,7 +111,7 @@ CASES += [("sam", towers, "mean") for towers in (None, 1, 8)]
 @pytest.mark.parametrize("name, towers, reduction", CASES)
 def test_every_argument_matches_the_whole_batch(name, towers, reduction):
     model_fn = model_fn_of(OPTIMIZERS[name][0](), reduction)
-    model = est.transform(replicate(model_fn, towers, reduction) if towers else model_fn)
+    model = est.transform(replicate(model_fn, towers, reduction))
     x, y = regression(8, steps=STEPS)
     trace, slots = by_hand(name, reduction)
     state = model.init(jax.random.key(0), x[0], y[0])
@@ -150,8 +150,7 @@ def test_on_some_of_the_variables(group):
     (x,), (y,) = regression(8, steps=1)
 
     def trained(model_fn):
-        model = est.transform(model_fn)
-        state, _ = model.train_step(model.init(jax.random.key(0), x, y), x, y)
+        state, _ = one_step(model_fn, x, y)
         return state.variables
 
     def only_w(params, x, y, reduction):
@@ -179,8 +178,7 @@ def test_elsewhere_means_for_the_variables_of_one_update(towers):
         )
         return est.EstimatorSpec(mode, loss=loss, train_op=train_op)
 
-    model = est.transform(replicate(model_fn, towers) if towers else model_fn)
-    state, _ = model.train_step(model.init(jax.random.key(0), FOUR), FOUR)
+    state, _ = one_step(replicate(model_fn, towers), FOUR)
     mean, a, b = 3.0, 2.0, 2.0
     elsewhere = a + 0.5 * 2 * mean * a * b
     np.testing.assert_allclose(state.variables["b"], b - mean * a**2)
@@ -217,7 +215,7 @@ def test_the_model_fn_is_run_again_only_for_an_optimizer_that_asks(make, runs, t
         return loss_of(params, x, y, reduction)
 
     model_fn = model_fn_of(make(), "mean", counted)
-    model = est.transform(replicate(model_fn, towers) if towers else model_fn)
+    model = est.transform(replicate(model_fn, towers))
     x, y = regression(8, steps=2)
     state = model.init(jax.random.key(0), x[0], y[0])
     calls.clear()
@@ -251,8 +249,7 @@ def test_what_the_towers_differentiate_is_not_differentiated_once_more():
 
     optimizer = OPTIMIZERS["backtracking_keeps_gradient"][0]()
     x, y = regression(8, steps=1)
-    model = est.transform(replicate(model_fn_of(optimizer, "sum", own_rule), 2, "sum"))
-    state, _ = model.train_step(model.init(jax.random.key(0), x[0], y[0]), x[0], y[0])
+    state, _ = one_step(replicate(model_fn_of(optimizer, "sum", own_rule), 2, "sum"), x[0], y[0])
     assert_close(state.variables, by_hand("backtracking_keeps_gradient", "sum")[0][0], rtol=1e-4, atol=1e-5)
 
 
@@ -279,8 +276,7 @@ def test_apply_gradients_for_an_optimizer_that_needs_the_loss(make):
         train_op = optimizer.apply_gradients(optimizer.compute_gradients(loss))
         return est.EstimatorSpec(mode, loss=loss, train_op=train_op)
 
-    model = est.transform(replicate(model_fn, 2))
-    state = model.init(jax.random.key(0), FOUR)
+    model, state = started(replicate(model_fn, 2), FOUR)
     with pytest.raises(TypeError, match=r"asks for the loss, which `apply_gradients` does not know: .*'value'"):
         model.train_step(state, FOUR)
 

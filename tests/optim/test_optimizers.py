@@ -7,7 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from testing.towers import FOUR, assert_close, assert_same_training, mlp_model_fn, reduced, regression, replicate
+from testing.towers import (
+    FOUR,
+    assert_close,
+    assert_same_training,
+    mlp_model_fn,
+    reduced,
+    regression,
+    replicate,
+    started,
+)
 
 import estimator as est
 from replicate import TowerOptimizer
@@ -94,8 +103,7 @@ def slope_model_fn(make_optimizer):
 
 def steps_taken(model_fn, towers, steps=3):
     """The first `steps` steps of w, each by a call of `train_step`; and the last state."""
-    model = est.transform(replicate(model_fn, towers) if towers else model_fn)
-    state = model.init(jax.random.key(0), FOUR)
+    model, state = started(replicate(model_fn, towers), FOUR)
     values = [state.variables["w"]]
     for _ in range(steps):
         state, _ = model.train_step(state, FOUR)
@@ -225,7 +233,7 @@ def test_a_gan_through_the_estimator(tmp_path):
 
     def trained(model_dir, *parts):
         for towers, begin, end in parts:
-            model_fn = replicate(gan_model_fn(), towers) if towers else gan_model_fn()
+            model_fn = replicate(gan_model_fn(), towers)
             estimator = est.Estimator(model_fn, model_dir, est.RunConfig(seed=0))
             estimator.train(lambda begin=begin, end=end: batches[begin:end])
         return {name: estimator.get_variable_value(name) for name in estimator.get_variable_names()}
@@ -342,8 +350,7 @@ def test_slots_hold_sums_over_towers():
         slots = {slot: inner.get_slot("w", slot) for slot in ("acc_grads", "trace")}
         return est.EstimatorSpec(mode, jax.tree.map(lambda s: s + 0 * features, slots), loss, train_op)
 
-    model = est.transform(replicate(model_fn, 2, "sum"))
-    state = model.init(jax.random.key(0), FOUR)
+    model, state = started(replicate(model_fn, 2, "sum"), FOUR)
     got = []
     for _ in range(3):
         state, spec = model.train_step(state, FOUR)

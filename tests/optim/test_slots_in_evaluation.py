@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from testing.towers import cpus
+from testing.towers import cpus, started
 
 import estimator as est
 from replicate import BlockSync, TowerOptimizer, VariableDistribution, replicate_model_fn
@@ -122,8 +122,7 @@ def test_evaluation_prediction_and_export_are_at_the_point_that_the_optimizer_sa
 
 
 def test_before_any_training_it_is_the_initial_state(tmp_path):
-    model = est.transform(model_fn_of("average"))
-    state = model.init(jax.random.key(0), *TRAINING[0], mode="eval")
+    model, state = started(model_fn_of("average"), *TRAINING[0], mode="eval")
     want = outputs_of({name: np.asarray(value) for name, value in state.variables.items()}, X[:8])
     np.testing.assert_allclose(model.eval_step(state, *TRAINING[0]).predictions["output"], want, rtol=1e-4, atol=1e-5)
 
@@ -162,8 +161,7 @@ def test_an_optimizer_of_some_variables_names_them_or_is_asked_after_minimize():
         return est.EstimatorSpec(mode, rows, loss, train_op)
 
     for way in ("named", "after minimize"):
-        model = est.transform(model_fn, params=way)
-        state = model.init(jax.random.key(0), *TRAINING[0])
+        model, state = started(model_fn, *TRAINING[0], params=way)
         for batch in TRAINING[:2]:
             state, spec = model.train_step(state, *batch)
         want = np.concatenate([state.slots[name][0].trace[of] for name, of in [("first", "w"), ("second", "fixed")]])

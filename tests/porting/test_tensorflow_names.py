@@ -72,16 +72,16 @@ def is_right(code, key):
     """Whether code names something that exists, with the arguments that it has; an error where it does not exist."""
     own = dir(OBJECTS["RunConfig"]) if key.startswith("tf.estimator.RunConfig.") else []  # named without `config.`
     known = KNOWN | dict.fromkeys(own, "an attribute")
-    found = False
+    exists = False
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.ImportFrom):
-            found = all(getattr(importlib.import_module(node.module), alias.name) for alias in node.names)
+            exists = all(getattr(importlib.import_module(node.module), alias.name) for alias in node.names)
         elif isinstance(node, ast.Name | ast.Attribute):
-            found |= stands_for(node, known) is not None
+            exists |= stands_for(node, known) is not None
         elif isinstance(node, ast.Call) and node.keywords and (called := stands_for(node.func, known)):
             parameters = inspect.signature(called.__init__ if inspect.isclass(called) else called).parameters
             assert {keyword.arg for keyword in node.keywords} <= parameters.keys()
-    return found
+    return exists
 
 
 @pytest.mark.parametrize("key", NAMES)

@@ -151,7 +151,7 @@ MICRO_BATCHES = ("2 towers, 2 micro-batches", "4 towers, 3 micro-batches")
 
 
 def layered_model_fn(features, labels, mode, *, normalized, reduction, options):
-    """Of layers without names, with regularizers; its moments are those of all rows."""
+    """Of layers without names, with regularizers; its moments are of all rows."""
     with est.variable_scope("net", regularizer=est.regularizers.l1_l2(0.01, 0.1)):
         x = est.layers.dense(features, 8, jnp.tanh)
         if normalized:

@@ -101,15 +101,12 @@ def processes():
 def end_by_ctrl_c(processes, function, model_dir, seconds):
     """The exit code, the lines printed after the signal, and how long it took."""
     processes.start(function, str(model_dir))
-    while (line := processes.read()) != "blocked":
-        assert not line.startswith("ended"), line
+    processes.read_until("blocked")
     time.sleep(seconds)
     sent = time.monotonic()
     processes.send(signal.SIGINT)
-    lines = []
-    while not (line := processes.read()).startswith("ended "):
-        lines.append(line)
-    return int(line.removeprefix("ended ")), lines, time.monotonic() - sent
+    lines, code = processes.read_to_end()
+    return code, lines, time.monotonic() - sent
 
 
 @pytest.mark.slow

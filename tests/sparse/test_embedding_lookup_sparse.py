@@ -168,6 +168,7 @@ def test_weights_at_other_indices_are_nan():
 IDS, WEIGHTS = ragged([[(1, 2.0), (3, 0.5)], [], [(0, 1.0)], [(1, 3.0), (1, 0.25), (5, 1.5)]])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("combiner", COMBINERS)
 def test_weights_and_table_have_the_gradients_of_the_dense_computation(layout, combiner):

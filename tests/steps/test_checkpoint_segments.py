@@ -36,6 +36,7 @@ def arguments():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("segments", [None, 2, 1000])
 def test_values_and_gradients_match_the_function(segments):
     def both(fn):

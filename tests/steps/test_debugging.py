@@ -38,6 +38,7 @@ def linear_model_fn(look):
 # Prints.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("towers", [1, 2, 4])
 def test_a_debug_print_prints_once_per_tower(towers, capfd):
     def look(features, loss):
@@ -146,6 +147,7 @@ def test_without_jit_the_real_pmap_gives_the_same_numbers():
         assert_close(step(), want)
 
 
+@pytest.mark.slow
 def test_a_faked_pmap_calls_back_with_the_values_of_every_tower(fake_pmap):
     seen = []
 
@@ -269,6 +271,7 @@ def test_debug_nans_shows_the_line_that_makes_a_nan(towers, how, tmp_path):
     assert "return jnp.log(-1.0 - loss)" in frames_of_this_file(raised.value)
 
 
+@pytest.mark.slow
 def test_debug_nans_finds_a_nan_that_comes_late_in_training(tmp_path):
     def look(features, loss):
         return jnp.where(est.global_step() == 4, jnp.log(-1.0 - loss), loss)

@@ -10,18 +10,11 @@ import jax.numpy as jnp
 import matplotlib.image
 import numpy as np
 import pytest
-from testing.summaries import read_events, scalars, shown, steps_of
+from testing.summaries import read_events, scalars, shown, steps_of, write
 
 import estimator as est
 from estimator.core._record import Histogram, bucket_limits
 from estimator.summary._event_writer import EventWriter, shown_metrics
-
-
-def write(directory, rows, first=1, last=math.inf):
-    writer = EventWriter(str(directory), first, last)
-    for step, values in rows.items():
-        writer.write(step, 1000.0 + step, values)
-    writer.close()
 
 
 def history(directory):

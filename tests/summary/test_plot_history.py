@@ -6,10 +6,9 @@ import sys
 import matplotlib.figure
 import pytest
 from testing.estimators import endless, make, times
-from testing.summaries import showing
+from testing.summaries import showing, write
 
 import estimator as est
-from estimator.summary._event_writer import EventWriter
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -20,13 +19,6 @@ def figures(monkeypatch):
     saved, save = [], matplotlib.figure.Figure.savefig
     monkeypatch.setattr(matplotlib.figure.Figure, "savefig", lambda self, path: (saved.append(self), save(self, path)))
     return saved
-
-
-def write(directory, rows):
-    writer = EventWriter(str(directory), 1)
-    for step, values in rows.items():
-        writer.write(step, 0.0, values)
-    writer.close()
 
 
 def curves(panel):

@@ -73,15 +73,19 @@ def test_what_the_model_fn_shows_is_written_as_hooks_see_it(tmp_path, steps_per_
     assert "quiet" not in est.read_history(tmp_path)[0]
 
 
+def showing_products(features, labels, mode):
+    w = est.get_variable("w", (2, 1), initializer=jax.nn.initializers.ones)
+    est.summary.scalar("w", w.mean())
+    est.summary.histogram("products", features @ w)
+    est.summary.image("rows", features.reshape(-1, 1, 2, 1) / 8, max_outputs=3)
+    est.summary.scalar("brightness", features.mean())
+    loss = jnp.mean((features @ w - labels) ** 2)
+    return est.EstimatorSpec(mode, loss=loss, train_op=TowerOptimizer(optax.sgd(0.001)).minimize(loss))
+
+
 @pytest.mark.parametrize("distribution", [None, "SHARED_ROUND_ROBIN"])
 def test_programs_of_several_steps_show_what_single_steps_show(tmp_path, monkeypatch, distribution):
-    def model_fn(features, labels, mode):
-        w = est.get_variable("w", (2, 1), initializer=jax.nn.initializers.ones)
-        est.summary.scalar("w", w.mean())
-        est.summary.histogram("products", features @ w)
-        loss = jnp.mean((features @ w - labels) ** 2)
-        return est.EstimatorSpec(mode, loss=loss, train_op=TowerOptimizer(optax.sgd(0.001)).minimize(loss))
-
+    model_fn = showing_products
     if distribution:
         how = VariableDistribution[distribution]
         model_fn = replicate_model_fn(model_fn, devices=cpus(2), variable_distribution=how)
@@ -174,17 +178,9 @@ def test_nothing_is_written_where_the_config_says_never(tmp_path, never):
 
 
 def test_towers_write_what_one_device_writes(tmp_path):
-    def model_fn(features, labels, mode):
-        w = est.get_variable("w", (2, 1), initializer=jax.nn.initializers.ones)
-        est.summary.histogram("products", features @ w)
-        est.summary.image("rows", features.reshape(-1, 1, 2, 1) / 8, max_outputs=3)
-        est.summary.scalar("brightness", features.mean())
-        loss = jnp.mean((features @ w - labels) ** 2)
-        return est.EstimatorSpec(mode, loss=loss, train_op=TowerOptimizer(optax.sgd(0.01)).minimize(loss))
-
     written = []
     for towers in (1, 2, 4):
-        replicated = replicate_model_fn(model_fn, devices=cpus(towers))
+        replicated = replicate_model_fn(showing_products, devices=cpus(towers))
         make(tmp_path / str(towers), replicated, save_summary_steps=1).train(endless, steps=2)
         written.append(shown(tmp_path / str(towers)))
     for other in written[1:]:
@@ -243,20 +239,6 @@ def test_only_the_chief_writes(tmp_path, monkeypatch):
     estimator = make(tmp_path, showing, save_checkpoints_steps=None).train(endless, steps=3)
     estimator.evaluate(times(1))
     assert not tmp_path.exists() or os.listdir(tmp_path) == []
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({}, "Exactly one of save_secs and save_steps should be provided to SummarySaverHook; got save_secs=None and"),
-        ({"save_steps": 1, "save_secs": 2}, "got save_secs=2 and save_steps=1"),
-        ({"save_steps": 0}, "save_steps of SummarySaverHook must be a positive int; got 0"),
-        ({"save_secs": -1}, "save_secs of SummarySaverHook must be a positive number; got -1"),
-    ],
-)
-def test_bad_intervals_are_errors(given, message):
-    with pytest.raises(ValueError, match=message):
-        est.SummarySaverHook(**given)
 
 
 def test_predict_has_no_directory(tmp_path):

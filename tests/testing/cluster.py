@@ -18,6 +18,8 @@ import tempfile
 import time
 from typing import NamedTuple
 
+from testing import compiled
+
 TESTS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
@@ -148,6 +150,7 @@ def call(request, index):
     task = {"type": "worker", "index": index}
     os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": addresses}, "task": task})
     os.environ.update({"XLA_FLAGS": ""} | request["env"])
+    compiled.use_folder()
     module, _, function = request["function"].rpartition(".")
     getattr(importlib.import_module(module), function)(*request["args"])
 

@@ -42,6 +42,31 @@ def endless():
     return itertools.repeat((X, Y))
 
 
+class Numbers:
+    """Batches 0, 1 ... with a position, as grain's iterators have one: a dict that it keeps changing."""
+
+    def __init__(self, stop=10):
+        self.stop, self.state, self.read, self.set = stop, {"next": 0}, 0, []
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        n = self.state["next"]
+        if n == self.stop:
+            raise StopIteration
+        self.state["next"] += 1
+        self.read += 1
+        return np.full(1, n, np.int32)
+
+    def get_state(self):
+        return self.state
+
+    def set_state(self, state):
+        self.state = dict(state)
+        self.set.append(state["next"])
+
+
 def times(n, batch=(X, Y)):
     return lambda: [batch] * n
 
@@ -62,6 +87,16 @@ def saved_at(model_dir):
 
 def step_of(estimator):
     return int(estimator.get_variable_value("global_step"))
+
+
+def values(estimator):
+    """All that the newest checkpoint holds, by name."""
+    return {name: estimator.get_variable_value(name) for name in estimator.get_variable_names()}
+
+
+def same_bits(estimator, other):
+    one, two = values(estimator), values(other)
+    return one.keys() == two.keys() and all(one[name].tobytes() == two[name].tobytes() for name in one)
 
 
 def refuse(*args, **kwargs):

@@ -5,13 +5,18 @@ function of a module, and tells how the copy ended.
 """
 
 import contextlib
+import faulthandler
 import importlib
 import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 
+from testing import compiled
+
+LIMIT_SECS = 120  # of a copy; then it ends, and says what each of its threads was doing
 TESTS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
@@ -19,11 +24,12 @@ class Processes:
     """Copies of a process that has imported a module; one at a time."""
 
     def __init__(self, module):
+        self._errors = tempfile.TemporaryFile("a+")
         self._server = subprocess.Popen(
             [sys.executable, "-m", "testing.processes", module],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stderr=self._errors,
             text=True,
             env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join([os.path.dirname(TESTS), TESTS])},
         )
@@ -38,7 +44,30 @@ class Processes:
 
     def read(self):
         """A line that the copy has printed; at last "ended <exit code>"."""
-        return self._server.stdout.readline().strip()
+        line = self._server.stdout.readline().strip()
+        assert line, f"the process that makes the others has ended: {self._said()}"
+        return line
+
+    def read_until(self, last):
+        """The lines before `last`, which the copy has to print."""
+        lines = []
+        while (line := self.read()) != last:
+            assert not line.startswith("ended "), f"{line}, without {last!r}; printed {lines}: {self._said()}"
+            lines.append(line)
+        return lines
+
+    def read_to_end(self):
+        """The lines that are left, and the exit code; negative: the signal that ended it."""
+        lines = []
+        while not (line := self.read()).startswith("ended "):
+            lines.append(line)
+        return lines, int(line.removeprefix("ended "))
+
+    def is_alive(self):
+        with contextlib.suppress(ProcessLookupError):
+            self.send(0)
+            return True
+        return False
 
     def send(self, number):
         os.kill(self._pid, number)
@@ -48,9 +77,7 @@ class Processes:
 
     def ended(self):
         """The exit code, after the lines that are left; negative: the signal that ended it."""
-        while not (line := self.read()).startswith("ended "):
-            assert line, "the process that makes the others has ended"
-        return int(line.removeprefix("ended "))
+        return self.read_to_end()[1]
 
     def close(self):
         if self._pid is not None:
@@ -58,6 +85,11 @@ class Processes:
                 self.send(signal.SIGKILL)
         self._server.kill()
         self._server.communicate()
+        self._errors.close()
+
+    def _said(self):
+        self._errors.seek(0)
+        return self._errors.read()[-5000:]
 
 
 def serve(module):
@@ -65,6 +97,8 @@ def serve(module):
         function, *args = json.loads(line)
         pid = os.fork()
         if not pid:
+            faulthandler.dump_traceback_later(LIMIT_SECS, exit=True)
+            compiled.use_folder()
             return getattr(module, function)(*args)
         print("started", pid, flush=True)
         _, status = os.waitpid(pid, 0)

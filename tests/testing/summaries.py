@@ -1,6 +1,7 @@
 """Models that show something, and what TensorBoard would show of them."""
 
 import itertools
+import math
 import os
 import struct
 
@@ -8,7 +9,16 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.record_writer import masked_crc32c
 
 import estimator as est
+from estimator.summary._event_writer import EventWriter
 from testing.estimators import Linear, X, Y
+
+
+def write(directory, rows, first=1, last=math.inf):
+    """Writes the values of each step, one second apart, as a run from step `first` does."""
+    writer = EventWriter(str(directory), first, last)
+    for step, values in rows.items():
+        writer.write(step, 1000.0 + step, values)
+    writer.close()
 
 
 def read_events(directory):

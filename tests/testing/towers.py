@@ -27,6 +27,9 @@ def cpus(towers):
 
 
 def replicate(model_fn, towers, reduction="mean"):
+    """Of no towers, the model_fn as it is."""
+    if not towers:
+        return model_fn
     return replicate_model_fn(model_fn, REDUCTIONS.get(reduction, reduction), cpus(towers))
 
 
@@ -44,9 +47,15 @@ def bits(tree):
     return [np.asarray(x).tobytes() for x in jax.tree.leaves(tree)]
 
 
+def started(model_fn, *batch, mode="train", params=None):
+    """The model of a model_fn, and its state at the start."""
+    model = est.transform(model_fn, params)
+    return model, model.init(jax.random.key(0), *batch, mode=mode)
+
+
 def one_step(model_fn, features, labels=None):
-    model = est.transform(model_fn)
-    return model.train_step(model.init(jax.random.key(0), features, labels), features, labels)
+    model, state = started(model_fn, features, labels)
+    return model.train_step(state, features, labels)
 
 
 def trained(model_fn, batches, state=None):

@@ -57,7 +57,9 @@ def test_the_hook_of_the_page_on_training_is_called_every_50_steps(tmp_path, cap
 @pytest.mark.parametrize("processes", [1, 2])
 def test_the_script_of_the_page_on_many_hosts_runs_in_any_number_of_processes(tmp_path, processes):
     code = code_of("many_hosts.md")
-    ended = shared_cluster().run("testing.docs.many_hosts", code, str(tmp_path / "model"), processes=processes)
+    ended = shared_cluster().run(
+        "testing.scenarios.docs.many_hosts", code, str(tmp_path / "model"), processes=processes
+    )
     assert [each.code for each in ended] == [0] * processes, ended
     outputs = [json.loads(next(line for line in each.lines if line.startswith('{"process"'))) for each in ended]
     assert [each["process"] for each in outputs] == list(range(processes))

@@ -76,7 +76,7 @@ def test_every_page_has_a_title_and_one_heading_at_its_top(site):
 def test_every_link_within_the_site_leads_to_a_page_and_to_a_place_on_it(site):
     lost = []
     for path, page in site.items():
-        if path.name == "404.html":  # whose links are those of a server
+        if path.name == "404.html":  # whose links work on a server
             continue
         for link in page.links:
             parts = urllib.parse.urlsplit(link)

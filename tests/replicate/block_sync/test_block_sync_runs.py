@@ -140,7 +140,7 @@ def test_a_block_has_one_all_reduce_per_dtype_and_its_steps_none(block_steps):
     state = synchronous.init(jax.random.key(0), X[0], Y[0])
     loop = jax.jit(lambda state, *batches: synchronous.train_loop(state, batches))
     by_computation = collectives(loop.lower(state, X[:8], Y[:8]).compile().as_text())
-    assert by_computation.keys() - {"ENTRY"}  # those of every step
+    assert by_computation.keys() - {"ENTRY"}  # of every step
 
 
 @pytest.mark.slow

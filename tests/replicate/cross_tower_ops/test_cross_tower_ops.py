@@ -288,7 +288,6 @@ def test_devices_of_several_kinds_are_for_one_device_only():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(jax.default_backend() != "gpu", reason="there is no GPU")
 def test_one_device_takes_devices_of_several_kinds():
     value = PerTower({"/gpu:0": np.float32(1), "/cpu:0": np.float32(2)})
     for destinations in ("/gpu:0", "/cpu:0", ["/cpu:1", "/gpu:0"]):

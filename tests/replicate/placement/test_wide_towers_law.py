@@ -110,7 +110,7 @@ def law_model_fn(layout):
         if cut:
             x = est.spread(x, 0 if layout == "spread rows" else 1)
         score = x.sum(1)
-        # Like those of a classifier, the classes come from the model's output.
+        # As in a classifier, the classes come from the model's output.
         kind = jnp.clip(jnp.round(jnp.abs(score)).astype(jnp.int32), 0, CLASSES - 1)
         rows = by_row(x, kind, table)
         if mode == est.ModeKeys.PREDICT:

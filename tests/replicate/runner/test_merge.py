@@ -15,7 +15,7 @@ from testing.towers import assert_close, replicate
 
 import estimator as est
 from estimator.export import ClassificationOutput, PredictOutput, RegressionOutput
-from estimator.replication import concatenate_rows
+from estimator.replication import PerPart
 from replicate import TowerOptimizer, tower_index
 
 TOWERS = [1, 2, 3, 4, 8]
@@ -106,8 +106,9 @@ def test_cutting_any_tree_into_towers_and_concatenating_is_the_tree(towers, rows
     is_shape = lambda x: isinstance(x, list) and all(isinstance(n, int) for n in x)  # noqa: E731
     tree = jax.tree.map(array, shapes, is_leaf=is_shape)
     cut = jax.tree.map(lambda x: x.reshape(towers, rows, *x.shape[1:]), tree)
-    assert jax.tree.structure(concatenate_rows(cut)) == jax.tree.structure(tree)
-    jax.tree.map(np.testing.assert_array_equal, concatenate_rows(cut), tree)
+    merged = PerPart(predictions=cut).merged(towers).predictions
+    assert jax.tree.structure(merged) == jax.tree.structure(tree)
+    jax.tree.map(np.testing.assert_array_equal, merged, tree)
 
 
 @pytest.mark.parametrize("mode", MODES)

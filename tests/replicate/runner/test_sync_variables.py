@@ -149,7 +149,7 @@ def test_a_hook_mends_copies_and_training_continues(tmp_path, monkeypatch, which
     corrupt(monkeypatch, 3, which)
     estimator.train(lambda: [(x[0], y[0])] * 6, hooks=[hook])
     assert int(estimator.get_variable_value("global_step")) == 6
-    if how.get("how") != "mean":  # the first device's are those of a training in which nothing drifted
+    if how.get("how") != "mean":  # the first device's are as if nothing had drifted
         monkeypatch.undo()
         sound = make(tmp_path / "sound", replicate(mlp_model_fn(optax.adam(0.01)), 2))
         sound.train(lambda: [(x[0], y[0])] * 6)

@@ -108,7 +108,6 @@ def test_a_device_that_comes_twice_as_name_and_object():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(jax.default_backend() != "gpu", reason="there is no GPU")
 def test_devices_of_several_kinds():
     gpu = jax.devices("gpu")[0]
     with raises(ValueError, "The devices of the towers must be of one kind; got "):

@@ -122,15 +122,15 @@ def make_with(model_dir, towers, optimizer, **config):
     return est.Estimator(replicated, model_dir, est.RunConfig(**config), {"optimizer": optimizer})
 
 
-def train(name, model_dir, programs=None):
+def train(name, model_dir, compiles_all=False):
     """One process of such a run. Some of its moments depend on where it begins; they must not show.
 
     Args:
-      programs: where to find compiled programs, and leave them, if not None.
+      compiles_all: whether to use no program that another process has compiled.
     """
     jax.config.update("jax_num_cpu_devices", 2)
-    jax.config.update("jax_compilation_cache_dir", programs)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    if compiles_all:
+        jax.config.update("jax_compilation_cache_dir", None)
     hooks = [Progress(), est.LoggingTensorHook(["largest"], every_n_iter=13)]
     make(name, model_dir).train(RUNS[name][0], hooks=hooks, max_steps=STEPS)
 

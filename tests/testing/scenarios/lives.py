@@ -122,9 +122,9 @@ def orphan_in_training(model_dir):
     def input_fn():
         yield X, Y
         if not os.fork():
+            print("blocked", flush=True)
             time.sleep(20)
             os._exit(0)
-        print("blocked", flush=True)
         time.sleep(60)
 
     make(model_dir, steps_per_loop=1).train(input_fn)

@@ -21,16 +21,30 @@ class Reports(est.Hook):
         print("end of", self.name, context.stop_reason, context.global_step, error, flush=True)
 
 
-def blocks_after(n):
-    """An input of `n` batches, and then nothing for a minute."""
+def blocks_after(n, wait=lambda: time.sleep(0.2)):
+    """An input of `n` batches, and then nothing for a minute; says so after `wait()`, when a run waits for it."""
 
     def input_fn():
         yield from itertools.repeat((X, Y), n)
-        time.sleep(0.2)  # the others are trained on meanwhile
+        wait()
         print("blocked", flush=True)
         time.sleep(60)
 
     return input_fn
+
+
+class Steps(est.Hook):
+    """Lets other threads wait until a run has made some steps."""
+
+    def __init__(self, steps):
+        self.steps, self.last, self.done = steps, None, threading.Event()
+
+    def next_step(self, step):
+        self.last = self.last or step + self.steps
+        return self.last if step < self.last else None
+
+    def after_run(self, context, values):
+        self.done.set()
 
 
 class Evaluating(est.Hook):
@@ -44,8 +58,16 @@ class Evaluating(est.Hook):
         self.evaluate(context.state)
 
 
-def train(model_dir, n):
-    make(model_dir, steps_per_loop=1).train(blocks_after(n), hooks=[Reports("training")])
+def train(model_dir, n, wait=lambda: time.sleep(0.2)):
+    steps = Steps(n)
+
+    def wait_for_steps():
+        if n:
+            steps.done.wait()
+        wait()
+
+    estimator = make(model_dir, steps_per_loop=1)
+    estimator.train(blocks_after(n, wait_for_steps), hooks=[steps, Reports("training")])
 
 
 def evaluate(model_dir, n):
@@ -91,7 +113,11 @@ def distill(model_dir):
 
 
 def in_a_thread(model_dir):
-    thread = threading.Thread(target=train, args=(model_dir, 3), daemon=True)
+    def is_saved():
+        while not make(model_dir).latest_checkpoint():
+            time.sleep(0.01)
+
+    thread = threading.Thread(target=train, args=(model_dir, 3, is_saved), daemon=True)
     thread.start()
     thread.join()
 

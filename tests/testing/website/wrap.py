@@ -60,8 +60,8 @@ def wrapped_block(lines: list[str]) -> list[str]:
 
 
 def pages(*paths: pathlib.Path) -> list[pathlib.Path]:
-    found = itertools.chain.from_iterable(sorted(path.rglob("*.md")) if path.is_dir() else [path] for path in paths)
-    return [path for path in found if path.name not in GENERATED]
+    files = itertools.chain.from_iterable(sorted(path.rglob("*.md")) if path.is_dir() else [path] for path in paths)
+    return [path for path in files if path.name not in GENERATED]
 
 
 if __name__ == "__main__":

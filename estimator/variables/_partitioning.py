@@ -11,8 +11,7 @@ import jax.numpy as jnp
 from estimator.core._frame import Frame, current_frame
 from estimator.core._typing import PyTree
 
-PART_AXIS = "part"
-"""Name of the axis over the devices of a tower, for `get_variable(partition=...)`."""
+_PART = "part"  # stands for all devices of a tower
 
 Partition = Sequence[str | None] | Callable[[jax.Array], Sequence[str | None] | None] | None
 
@@ -83,7 +82,7 @@ def partitioned(call: str, frame: Frame, full: str, partition: Partition) -> Non
     if partition is not None and not callable(partition) and not isinstance(value, jax.Array):
         raise ValueError(
             f"{call} got partition={partition!r} for a pytree of arrays. Give a function of an array, which returns "
-            f'its partition or None: `lambda x: (None, "{PART_AXIS}") if x.ndim == 2 else None`.'
+            f'its partition or None: `lambda x: (None, "{_PART}") if x.ndim == 2 else None`.'
         )
     frame.variables[full] = jax.tree_util.tree_map_with_path(cut, value)
 
@@ -94,18 +93,18 @@ def _axis(call: str, partition: Any, leaf: jax.Array) -> int | None:
         return None
     if not isinstance(partition, tuple | list):
         raise TypeError(
-            f"{call} needs a partition with None or {PART_AXIS!r} for each dimension, such as "
-            f'(None, "{PART_AXIS}"); got {partition!r}.'
+            f"{call} needs a partition with None or {_PART!r} for each dimension, such as "
+            f'(None, "{_PART}"); got {partition!r}.'
         )
-    unknown = [entry for entry in partition if entry not in (None, PART_AXIS)]
-    if unknown or list(partition).count(PART_AXIS) > 1:
+    unknown = [entry for entry in partition if entry not in (None, _PART)]
+    if unknown or list(partition).count(_PART) > 1:
         raise ValueError(
-            f"{call} got partition={tuple(partition)!r}. Each entry is None or {PART_AXIS!r}, and only one dimension "
-            f"can be {PART_AXIS!r}, which stands for all devices of a tower."
+            f"{call} got partition={tuple(partition)!r}. Each entry is None or {_PART!r}, and only one dimension "
+            f"can be {_PART!r}, which stands for all devices of a tower."
         )
     if len(partition) > leaf.ndim:
         raise ValueError(
             f"{call} got partition={tuple(partition)!r}, of {len(partition)} dimensions, for an array of shape "
             f"{leaf.shape}. Give one entry for each dimension; None at the end may be left out."
         )
-    return list(partition).index(PART_AXIS) if PART_AXIS in partition else None
+    return list(partition).index(_PART) if _PART in partition else None

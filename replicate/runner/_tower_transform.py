@@ -1,32 +1,33 @@
-"""The forward function of a run, pure, and what a user makes of it."""
+"""What a user makes of the forward function of a tower."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-Forward = Callable[..., Any]
-"""`(trained, rest, batch) -> (losses, others)`, pytrees of arrays."""
+from estimator.typing import Forward
 
 _SUCH_AS = "such as `est.checkpoint_segments` or `functools.partial(jax.checkpoint, policy=...)`"
 
 
-def check_transform(transform: Any) -> None:
-    """Raises a TypeError unless it is None or can be called."""
-    if transform is not None and not callable(transform):
-        raise TypeError(f"tower_transform must be a function that takes a function, {_SUCH_AS}; got {transform!r}.")
-
-
-def transformed(transform: Callable[[Forward], Forward], forward: Forward) -> Forward:
-    """`transform(forward)`, which must return what `forward` does.
+def checked_transform(transform: Callable[[Forward], Forward] | None) -> Callable[[Forward], Forward] | None:
+    """The `tower_transform` of `replicate_model_fn`, less what is wrong with it.
 
     Raises:
-      TypeError: what `transform` returns is not a function.
-      ValueError: that function, once called, does not call `forward`, or returns something else.
+      TypeError: it is not a function; or, later, what it returns is not one.
+      ValueError: later, what it returns does not call the forward function, or returns something else.
     """
+    if transform is not None and not callable(transform):
+        raise TypeError(f"tower_transform must be a function that takes a function, {_SUCH_AS}; got {transform!r}.")
+    return None if transform is None else functools.partial(_transformed, transform)
+
+
+def _transformed(transform: Callable[[Forward], Forward], forward: Forward) -> Forward:
+    """`transform(forward)`, which must return what `forward` does."""
     returned: list[tuple[Any, dict[str, str]]] = []
 
     def noted(*args: Any) -> Any:

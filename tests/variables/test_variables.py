@@ -5,7 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from testing import refused
 from testing.model_fns import X, as_model_fn, run
+from testing.towers import started
 
 import estimator as est
 
@@ -93,88 +95,84 @@ def test_initial_values_depend_on_name_and_seed_not_on_order():
     assert (a["a"] != other["a"]).any()
 
 
-@pytest.mark.parametrize(
-    ("body", "error", "message"),
-    [
-        (lambda: est.get_variable(""), ValueError, "needs a non-empty name; got ''"),
-        (lambda: est.get_variable(3, ()), ValueError, "needs a non-empty name; got 3"),
-        (lambda: est.get_variable("w"), ValueError, "needs a `shape` or an `initializer`; got neither"),
+THREE = jnp.array(3)
+REFUSED = {
+    ValueError: [
+        (lambda: est.get_variable(""), "needs a non-empty name; got ''"),
+        (lambda: est.get_variable(3, ()), "needs a non-empty name; got 3"),
+        (lambda: est.get_variable("w"), "needs a `shape` or an `initializer`; got neither"),
         (
             lambda: est.get_variable("w", (2,), initializer=jnp.ones(2)),
-            ValueError,
             r"got the shape \(2,\) and an initializer that is a value",
         ),
         (
             lambda: est.get_variable("w", (2,), initializer=jax.nn.initializers.glorot_uniform),
-            ValueError,
             r"must return an array of shape \(2,\); got .*Some initializers of jax.nn are factories",
         ),
         (
             lambda: est.get_variable("w", (2,), initializer=lambda *_: jnp.ones(3)),
-            ValueError,
             r"`est.get_variable\('w'\)`: the initializer must return an array of shape \(2,\)",
         ),
         (
             lambda: est.get_variable("w", lambda key: {"a": "text"}),
-            ValueError,
             r"every leaf of the initial value must be an array; got 'text' at \['a'\]",
         ),
         (
             lambda: est.get_variable("w", lambda key: (jnp.ones(1), jnp.ones(1, jnp.int32))),
-            ValueError,
             "a trainable variable must not mix floating and integer arrays",
         ),
+        (lambda: est.get_variable("w", (), aggregation="median"), "'median' is not a valid VariableAggregation"),
+        (lambda: est.get_variable("w", (2, -1)), r"got the shape \(2, -1\), of which -1 is negative"),
+        (lambda: est.get_variable("w", 2, np.float64), "got the dtype float64, for which jax needs .*x64"),
+        (lambda: est.get_variable("w", 2, np.dtype("int64")), "got the dtype int64, for which jax needs"),
         (
-            lambda: est.get_variable("w", (), aggregation="median"),
-            ValueError,
-            "'median' is not a valid VariableAggregation",
+            lambda: est.get_variable("w", initializer=np.array([1, 2**40])),
+            "the initial value at the top holds 1099511627776, which the dtype int32 do",
         ),
-        *(
-            (lambda given=given: est.get_variable("w", given), TypeError, message)
-            for given, message in [
-                (
-                    10.0,
-                    r"takes a shape as its second argument, .*; got 10.0, of type float. An initial value goes by `ini",
-                ),
-                ((4, 10 / 2), r"got 5.0 in \(4, 5.0\), of type float. Divide sizes by `//`"),
-                ([None, 3], r"got None in \[None, 3\], of type NoneType. A variable has no unknown dimension"),
-                ((2, True), r"got True in \(2, True\), of type bool"),
-                (True, "got True, of type bool"),
-                (np.float32(2), "of type float32. An initial value goes by `initializer=`"),
-                (np.ones(3), "of type ndarray. An initial value goes by `initializer=`, without a shape"),
-                (np.array([3, 4]), "of type ndarray. An initial value"),
-                (jnp.array(3), "of type ArrayImpl. An initial value"),
-                ({"a": np.ones(3)}, "of type dict. An initial value"),
-                ((np.ones(3), np.ones(3)), "of type ndarray. An initial value"),
-                ("ab", "got 'ab', of type str"),
-            ]
+        (
+            lambda: est.get_variable("w", initializer=np.array([1e300])),
+            r"holds 1e\+300, which the dtype float32 does not",
         ),
-        (lambda: est.get_variable("w", (2, -1)), ValueError, r"got the shape \(2, -1\), of which -1 is negative"),
-        (lambda: est.get_variable("w", 2, "floaty"), TypeError, "needs a dtype such as `jnp.float32`; got 'floaty'"),
-        (lambda: est.get_variable("w", 2, np.float64), ValueError, "got the dtype float64, for which jax needs .*x64"),
-        (lambda: est.get_variable("w", 2, np.dtype("int64")), ValueError, "got the dtype int64, for which jax needs"),
-        *(
-            (lambda given=given, to=to: est.get_variable("w", initializer=given, dtype=to), ValueError, message)
-            for given, to, message in [
-                (
-                    np.array([1, 2**40]),
-                    None,
-                    "the initial value at the top holds 1099511627776, which the dtype int32 do",
-                ),
-                (np.array([1e300]), None, r"holds 1e\+300, which the dtype float32 does not"),
-                (
-                    {"a": [0.5]},
-                    jnp.int32,
-                    r"the initial value at \['a'\]\[0\] holds 0.5, which the dtype int32 does not",
-                ),
-                (lambda key: jax.random.normal(key, (2,)), jnp.int32, "is float32, and the dtype int32. Round it"),
-                (np.array([1 + 1j]), jnp.float32, "is complex, .*float32"),
-            ]
+        (
+            lambda: est.get_variable("w", initializer={"a": [0.5]}, dtype=jnp.int32),
+            r"the initial value at \['a'\]\[0\] holds 0.5, which the dtype int32 does not",
         ),
-        (lambda: est.variable_scope("").__enter__(), ValueError, "needs a non-empty name; got ''"),
+        (
+            lambda: est.get_variable("w", initializer=lambda key: jax.random.normal(key, (2,)), dtype=jnp.int32),
+            "is float32, and the dtype int32. Round it",
+        ),
+        (lambda: est.get_variable("w", initializer=np.array([1j]), dtype=jnp.float32), "is complex, .*float32"),
+        (lambda: est.variable_scope("").__enter__(), "needs a non-empty name; got ''"),
     ],
-)
-def test_bad_declarations_are_errors(body, error, message):
+    TypeError: [
+        (
+            lambda: est.get_variable("w", 10.0),
+            "takes a shape as its second argument, .*; got 10.0, of type float. An initial value goes by `ini",
+        ),
+        (lambda: est.get_variable("w", (4, 10 / 2)), r"got 5.0 in \(4, 5.0\), of type float. Divide sizes by `//`"),
+        (
+            lambda: est.get_variable("w", [None, 3]),
+            r"got None in \[None, 3\], of type NoneType. A variable has no unknown dimension",
+        ),
+        (lambda: est.get_variable("w", (2, True)), r"got True in \(2, True\), of type bool"),
+        (lambda: est.get_variable("w", True), "got True, of type bool"),
+        (lambda: est.get_variable("w", np.float32(2)), "of type float32. An initial value goes by `initializer=`"),
+        (
+            lambda: est.get_variable("w", np.ones(3)),
+            "of type ndarray. An initial value goes by `initializer=`, without a shape",
+        ),
+        (lambda: est.get_variable("w", np.array([3, 4])), "of type ndarray. An initial value"),
+        (lambda: est.get_variable("w", THREE), "of type ArrayImpl. An initial value"),
+        (lambda: est.get_variable("w", {"a": np.ones(3)}), "of type dict. An initial value"),
+        (lambda: est.get_variable("w", (np.ones(3), np.ones(3))), "of type ndarray. An initial value"),
+        (lambda: est.get_variable("w", "ab"), "got 'ab', of type str"),
+        (lambda: est.get_variable("w", 2, "floaty"), "needs a dtype such as `jnp.float32`; got 'floaty'"),
+    ],
+}
+
+
+@pytest.mark.parametrize("error, body, message", refused.rows(REFUSED))
+def test_bad_declarations_are_errors(error, body, message):
     with pytest.raises(error, match=message):
         run(body)
 
@@ -264,16 +262,14 @@ def test_a_variable_unknown_to_the_state_is_an_error():
         if made:
             est.get_variable("v", ())
 
-    model = est.transform(as_model_fn(body))
-    state = model.init(jax.random.key(0), X)
+    model, state = started(as_model_fn(body), X)
     made.append(True)
     with pytest.raises(ValueError, match=r"\('v'\)`: the state has no such variable, only 'w'\."):
         model.train_step(state, X)
 
 
 def test_a_state_of_another_shape_or_dtype_is_an_error():
-    model = est.transform(as_model_fn(lambda: est.get_variable("w", (2,))))
-    state = model.init(jax.random.key(0), X)
+    model, state = started(as_model_fn(lambda: est.get_variable("w", (2,))), X)
     for value, kind in ((jnp.ones(3), r"float32\[3\]"), (jnp.ones(2, jnp.int32), r"int32\[2\]")):
         with pytest.raises(ValueError, match=rf"asks for float32\[2\], but in the state the variable is {kind}"):
             model.eval_step(state._replace(variables={"w": value}), X)
@@ -330,8 +326,7 @@ def test_writes_have_no_effect_outside_of_train(mode):
         n = est.read_variable("n")
         return est.EstimatorSpec(mode, predictions=features + n, loss=n, train_op=est.TrainOp())
 
-    model = est.transform(model_fn)
-    state = model.init(jax.random.key(0), X)
+    model, state = started(model_fn, X)
     assert state.variables["n"] == 0
     spec = model.eval_step(state, X) if mode == "eval" else model.predict_step(state, X)
     np.testing.assert_array_equal(spec.predictions, 1)

@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 
-sys.path.append(str(pathlib.Path(__file__).parents[1] / "benchmarks"))
+sys.path.append(str(pathlib.Path(__file__).parents[2] / "benchmarks"))
 
 from network_model import ALGORITHMS, Link, Network, traffic  # noqa: E402
 
@@ -33,7 +33,7 @@ class Towers:
         )
 
     def seconds(self, network):
-        """A round takes as long as that of its links that has the most to do."""
+        """A round takes as long as the link that has the most to do."""
         return sum(self._round(messages, network) for messages in self.rounds)
 
     def _round(self, messages, network):

@@ -1,0 +1,55 @@
+"""What is known of a model_fn before it runs for the first time."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from estimator.core._hook import Hook
+from estimator.core._placement import Placement
+from estimator.core._record import Report
+from estimator.core._state import State
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelInfo:
+    """What is known of a model_fn in a mode after its first, abstract run.
+
+    Attributes:
+      like: the State, of `jax.ShapeDtypeStruct`s.
+      placement: where variables and batches go.
+      pending: whether losses are left to differentiate.
+      shardings: of the State; a prefix.
+      on_nan: "raise", "skip" or None: the argument of `replicate_model_fn`.
+      hooks: of its EstimatorSpec for this mode: for the chief alone, and for all.
+      trainable: the names of the variables that optimizers change by default.
+      reported: what it reports, by name, of `jax.ShapeDtypeStruct`s.
+      starts: what it called `init_from_checkpoint` for.
+      averages: by the name of a moving average, the name of its variable, and whether it is to be read in its place.
+    """
+
+    like: State
+    placement: Placement
+    pending: bool
+    shardings: Any
+    on_nan: str | None
+    hooks: tuple[Sequence[Hook], Sequence[Hook]]
+    trainable: tuple[str, ...]
+    reported: dict[str, Report]
+    starts: tuple[Any, ...]
+    averages: dict[str, tuple[str, bool]]
+
+    @property
+    def platform(self) -> str:
+        """The kind of device that the model_fn runs on."""
+        shardings = jax.tree.leaves(self.shardings)
+        return next(iter(shardings[0].device_set)).platform if shardings else jax.default_backend()
+
+    @property
+    def is_one_program(self) -> bool:
+        """Whether `train_step` may be part of another program (`jax.jit`, `lax.scan`): unless variables live on other
+        devices than the towers."""
+        return self.placement.is_one_program

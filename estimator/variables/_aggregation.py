@@ -1,0 +1,41 @@
+"""How the values that towers assign to a variable become one."""
+
+from __future__ import annotations
+
+import enum
+
+import jax
+import jax.numpy as jnp
+
+from estimator.core._typing import PyTree
+
+
+class VariableAggregation(enum.StrEnum):
+    """How the values that several towers `assign` to one variable become one value."""
+
+    MEAN = "mean"
+    SUM = "sum"
+    ONLY_FIRST_TOWER = "only_first_tower"
+
+    def addend(self, name: str, value: PyTree, index: jax.Array, parts: int, kind: str = "towers") -> PyTree:
+        """What one of several parts of a batch gives to the sum over them that is the variable's new value.
+
+        Args:
+          name, value: of the variable, as the part assigned it.
+          index: which of the parts it is.
+          kind: of parts, for the message.
+
+        Raises:
+          ValueError: integers were to be averaged.
+        """
+        if parts == 1 or self == VariableAggregation.SUM:
+            return value
+        if self == VariableAggregation.ONLY_FIRST_TOWER:
+            return jax.tree.map(lambda x: jnp.where(index == 0, x, jnp.zeros_like(x)), value)
+        for leaf in jax.tree.leaves(value):
+            if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+                raise ValueError(
+                    f"The {kind} assign to the variable {name!r}, whose {leaf.dtype} values cannot be averaged. Create "
+                    "it with `aggregation=est.VariableAggregation.SUM` or `ONLY_FIRST_TOWER`, or use `est.assign_add`."
+                )
+        return jax.tree.map(lambda x: x / parts, value)

@@ -1,0 +1,19 @@
+"""Sparse gradients, `est.IndexedSlices`: a sum of them is the slices of all, one after the other."""
+
+from __future__ import annotations
+
+from typing import TypeGuard
+
+import jax
+
+from estimator import IndexedSlices
+
+
+def is_slices(x: object) -> TypeGuard[IndexedSlices]:
+    """Whether a node of a pytree is a sparse gradient."""
+    return isinstance(x, IndexedSlices)
+
+
+def joined(stacked: IndexedSlices) -> IndexedSlices:
+    """The slices of several parts of a batch, arrays of shape `[parts, n, ...]`, one after the other: their sum."""
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), stacked)

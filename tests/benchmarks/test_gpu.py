@@ -1,0 +1,64 @@
+"""`benchmarks/gpu.py`, in small and on a CPU: every part has figures that can be."""
+
+import json
+import math
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+
+def run(*options):
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "benchmarks/gpu.py", *options]
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, encoding="utf-8", timeout=1000)
+
+
+@pytest.mark.slow
+def test_the_command_for_a_gpu_runs_on_a_cpu_in_small(tmp_path):
+    done = run("--json", str(tmp_path / "figures.json"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "There is no GPU: jax.default_backend() is 'cpu'." in done.stdout
+    figures = json.loads((tmp_path / "figures.json").read_text(encoding="utf-8"))
+    assert figures["command"].startswith("python benchmarks/gpu.py")
+    assert "CPU cores" in figures["machine"] and not figures["note"]
+    tables = figures["tables"]
+    floats = [each for rows in tables.values() for row in rows for each in row.values() if isinstance(each, float)]
+    assert all(map(math.isfinite, floats))
+
+    steps = tables.pop("A training step")
+    assert {(row["model"], row["dtype"], row["steps_per_loop"]) for row in steps} == {
+        (model, *how) for model in ("mlp", "transformer", "resnet") for how in (("float32", 1), ("bfloat16", "auto"))
+    }
+    for row in steps:  # no times here: what else the machine does would decide
+        assert float(row["losses differ by"]) <= (1e-5 if row["dtype"] == "float32" else 1e-3)
+        assert row["rounds"] >= 2 and row["steps"] >= 4
+    assert len(tables.pop("The host, per step")) == 2 * len(steps)
+
+    by_hand, estimator = tables.pop("Memory")
+    for side in (by_hand, estimator):
+        assert 0 < side["state, MB"] < side["peak of the program, MB"]
+        assert side["donated, MB"] == pytest.approx(side["state, MB"], rel=1e-3)  # no second copy
+    assert estimator["peak of the program, ratio"] == pytest.approx(1, abs=0.05)
+
+    slow, checkpoint = tables.pop("A slow input"), tables.pop("A checkpoint of 4 MB")
+    assert [row["step behind"] for row in slow] == ["no input", "an input of 4 ms"]
+    assert {"training stands still", "until it is on disk"} <= {row["time"] for row in checkpoint}
+    assert all(row["by hand"] > 0 and row["Estimator"] > 0 for row in checkpoint)
+    assert len(tables.pop("Prediction (ratio of times)")) == 1
+    [tests] = tables.pop("Tests marked `gpu`")
+    assert "3 skipped" in tests["outcome"] and "needs a GPU; jax.default_backend() is 'cpu'" in done.stdout
+    assert not tables
+
+    assert len(figures["plot"]["values"]) == len(steps) + 1 + len(slow) + len(checkpoint) + 1
+
+
+@pytest.mark.slow
+def test_figures_of_a_cpu_are_not_saved():
+    done = run("--save")
+    assert done.returncode == 2
+    assert "--save is for all figures of a GPU; this is cpu, small." in done.stderr
