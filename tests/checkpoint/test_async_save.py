@@ -245,11 +245,6 @@ class Wide(Linear):
         return super().__call__(features, labels, mode)
 
 
-# Callbacks of tensorstore may come when orbax has closed its event loop, once a write has failed.
-after_failures = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-
-
-@after_failures
 @pytest.mark.parametrize("saves_async", [True, False])
 def test_a_full_disk_is_an_error_at_the_next_save_and_the_newest_checkpoint_stays(tmp_path, saves_async):
     estimator = make(tmp_path, Wide(), save_checkpoints_steps=3, save_checkpoints_async=saves_async)
@@ -268,7 +263,6 @@ def test_a_full_disk_is_an_error_at_the_next_save_and_the_newest_checkpoint_stay
     assert sorted(x for x in os.listdir(tmp_path) if "ckpt" in x) == [f"ckpt-{step}" for step in (0, 3, 6, 8)]
 
 
-@after_failures
 def test_a_full_disk_is_an_error_at_the_end_of_the_run(tmp_path):
     estimator = make(tmp_path, Wide(), save_checkpoints_steps=3)
     hook, full = full_from(4)
@@ -277,7 +271,6 @@ def test_a_full_disk_is_an_error_at_the_end_of_the_run(tmp_path):
     assert saved_steps(estimator) == [0, 3]
 
 
-@after_failures
 def test_an_error_of_the_run_comes_before_one_of_its_checkpoint(tmp_path, messages):
     estimator = make(tmp_path, Wide(), save_checkpoints_steps=3)
     hook, full = full_from(4)
