@@ -20,7 +20,8 @@ from estimator.variables._variables import get_variable
 def input_layer(features: Mapping[Any, Any], feature_columns: Iterable[DenseColumn]) -> jax.Array:
     """Concatenates all columns, in the order of their names: float32 of shape `(batch, width)`.
 
-    To be called in a model_fn; embedding columns create their variables, input_layer/<name>/embedding_weights.
+    To be called in a model_fn; embedding columns create their variables, input_layer/<name>/embedding_weights. Those of
+    a second call in the same scope are in input_layer_1; to share them, open that scope again with reuse.
 
     Args:
       features: the features of the batch.
@@ -33,7 +34,7 @@ def input_layer(features: Mapping[Any, Any], feature_columns: Iterable[DenseColu
     columns = checked_dense(feature_columns)
     check_features(features)
     values = []
-    with scope("input_layer"):
+    with scope(None, "input_layer"):
         for column in columns:
             with scope(column.scope_name):
                 values.append(column.values(features))
@@ -49,7 +50,8 @@ def linear_model(
     """A weighted sum of all columns, with a bias: float32 of shape `(batch, units)`.
 
     To be called in a model_fn; the weights, linear_model/<name>/weights and linear_model/bias_weights, are initially
-    zero. A categorical column has a weight per class; with more than 1024 classes the gradient is sparse.
+    zero; those of a second call in the same scope are in linear_model_1. A categorical column has a weight per class;
+    with more than 1024 classes the gradient is sparse.
 
     Args:
       features: the features of the batch.
@@ -65,7 +67,7 @@ def linear_model(
     check_features(features)
     zeros = jax.nn.initializers.zeros
     terms, values, weights = [], [], []
-    with variable_scope("linear_model"):
+    with variable_scope(None, "linear_model"):
         for column in columns:
             with _scope_of_weights(column):
                 if isinstance(column, CategoricalColumn):
@@ -79,9 +81,9 @@ def linear_model(
         return sum(terms[1:], terms[0]) + get_variable("bias_weights", (units,), initializer=zeros)
 
 
-def scope(name: str) -> AbstractContextManager[Any]:
+def scope(name: str | None, default_name: str | None = None) -> AbstractContextManager[Any]:
     """A scope for variables; columns without variables need no model_fn."""
-    return nullcontext() if innermost_frame() is None else variable_scope(name)
+    return nullcontext() if innermost_frame() is None else variable_scope(name, default_name)
 
 
 def _scope_of_weights(column: DenseColumn | CategoricalColumn) -> AbstractContextManager[Any]:

@@ -241,7 +241,7 @@ def sequence_input_layer(
             sequence_of(column)
     check_features(features)
     values, lengths = [], []
-    with scope("sequence_input_layer"):
+    with scope(None, "sequence_input_layer"):
         for column in columns:
             with scope(column.scope_name):
                 value, length = column.sequence_values(features)

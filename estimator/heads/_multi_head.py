@@ -64,7 +64,7 @@ class MultiHead(Head):
         if len(set(reductions)) > 1:
             raise ValueError(f"The loss_reduction must be the same for different heads. Given: {reductions}.")
         self._heads = dict(zip(names, heads, strict=True))
-        self._head_weights = tuple(head_weights or [1.0] * len(heads))
+        self._head_weights = tuple([1.0] * len(heads) if head_weights is None else head_weights)
         self.name = "_".join(names)
         self.logits_dimension = sum(head.logits_dimension for head in heads)
         self.loss_reduction = heads[0].loss_reduction

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import jax
 
-from estimator.layers._layer import channels_are_last, padding_of, sizes
+from estimator.layers._layer import channels_are_last, check_not_empty, padding_of, sizes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,11 +15,13 @@ class Geometry:
     """The checked arguments of a convolution.
 
     Attributes:
+      layer: the name of the function that has them.
       kernel_size, strides, dilation_rate: by spatial dimension.
       padding: "VALID" or "SAME".
       channels_last: whether the inputs' last dimension has the channels, or their second one.
     """
 
+    layer: str
     kernel_size: tuple[int, ...]
     strides: tuple[int, ...]
     dilation_rate: tuple[int, ...]
@@ -45,6 +47,7 @@ class Geometry:
                 "together. Set one of them to 1."
             )
         return cls(
+            layer,
             sizes(layer, "kernel_size", kernel_size, ndim),
             strides,
             dilation_rate,
@@ -62,7 +65,7 @@ class Geometry:
         return inputs, f"{spatial}IO", inputs
 
     def convolve(self, x: jax.Array, kernel: jax.Array, groups: int = 1) -> jax.Array:
-        return jax.lax.conv_general_dilated(
+        output = jax.lax.conv_general_dilated(
             x,
             kernel,
             self.strides,
@@ -71,6 +74,8 @@ class Geometry:
             dimension_numbers=self.dimension_numbers,
             feature_group_count=groups,
         )
+        check_not_empty(self.layer, "kernel_size", self.kernel_size, x, output)
+        return output
 
     def convolve_transposed(self, x: jax.Array, kernel: jax.Array) -> jax.Array:
         """The gradient of the convolution that `kernel`, `[*kernel_size, filters, channels]`, belongs to."""

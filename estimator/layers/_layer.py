@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 
 from estimator.core._frame import current_frame
@@ -34,13 +35,18 @@ _ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 @contextlib.contextmanager
-def layer_scope(layer: str, name: str | None, reuse: Reuse, default_name: str | None = None) -> Iterator[None]:
-    """The scope of a layer's variables: its name, or the default one, which may be the layer's, made unique."""
+def layer_scope(
+    layer: str, name: str | None, reuse: Reuse, default_name: str | None = None, shares: bool = False
+) -> Iterator[None]:
+    """The scope of a layer's variables: its name, or the default one, which may be the layer's, made unique.
+
+    `shares`: whether the default name is not made unique in a scope that reuses variables.
+    """
     default_name = default_name or layer
-    current_frame(f"est.layers.{layer}")  # or raises an error that names the layer
+    frame = current_frame(f"est.layers.{layer}")  # or raises an error that names the layer
     if name is not None and (not isinstance(name, str) or not name):
         raise TypeError(f"`est.layers.{layer}` needs a name that is a string, or none; got {name!r}.")
-    if name is None and reuse:
+    if name is None and (reuse or (shares and frame.reuse)):
         name = default_name
     with variable_scope(name, default_name, reuse):
         yield
@@ -51,7 +57,7 @@ def is_training(layer: str, training: bool | None) -> bool:
     frame = current_frame(f"est.layers.{layer}")
     if training is None:
         return frame.mode == ModeKeys.TRAIN
-    if isinstance(training, jax.core.Tracer) or not isinstance(training, bool | int) or training not in (0, 1):
+    if not isinstance(training, bool | int | np.bool_) or training not in (0, 1):
         raise TypeError(
             f"`est.layers.{layer}` needs True or False as `training`; got {training!r}. Leave it out: by default it is "
             "True in TRAIN."
@@ -79,6 +85,15 @@ def as_input(layer: str, inputs: ArrayLike, ndim: int | None = None, at_least: i
             f"{list(array.shape)}."
         )
     return array
+
+
+def check_not_empty(layer: str, argument: str, size: object, inputs: jax.Array, output: jax.Array) -> None:
+    """Raises a ValueError if a window of that size fits nowhere into the inputs, so that nothing is left of them."""
+    if 0 in output.shape and 0 not in inputs.shape:
+        raise ValueError(
+            f"`est.layers.{layer}` got {argument}={size}, which is larger than the inputs, of shape {inputs.shape}. "
+            "Write `padding='same'`, or make it smaller."
+        )
 
 
 def activate(layer: str, activation: Activation, x: jax.Array) -> jax.Array:

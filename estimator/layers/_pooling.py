@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from estimator.layers._layer import as_input, channels_are_last, padding_of, sizes
+from estimator.layers._layer import as_input, channels_are_last, check_not_empty, padding_of, sizes
 
 
 def max_pooling1d(
@@ -147,13 +147,17 @@ def _all_places(layer: str, ndim: int, inputs: ArrayLike, data_format: str) -> t
 
 def _max(layer: str, ndim: int, inputs: ArrayLike, *window: int | str | Sequence[int]) -> jax.Array:
     x = as_input(layer, inputs, ndim + 2)
-    return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, *_window(layer, ndim, *window))  # type: ignore[arg-type]
+    size, strides, padding = _window(layer, ndim, *window)  # type: ignore[arg-type]
+    output = jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, size, strides, padding)
+    check_not_empty(layer, "pool_size", window[0], x, output)
+    return output
 
 
 def _average(layer: str, ndim: int, inputs: ArrayLike, *window: int | str | Sequence[int]) -> jax.Array:
     x = as_input(layer, inputs, ndim + 2)
     size, strides, padding = _window(layer, ndim, *window)  # type: ignore[arg-type]
     total = jax.lax.reduce_window(x, 0.0, jax.lax.add, size, strides, padding)
+    check_not_empty(layer, "pool_size", window[0], x, total)
     if padding == "VALID":
         return total / jnp.asarray(size, x.dtype).prod()
     places = jnp.ones((1, *(x.shape[i] if n > 1 else 1 for i, n in enumerate(size) if i)), x.dtype)

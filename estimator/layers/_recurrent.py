@@ -60,7 +60,8 @@ def lstm(
     """The outputs of all steps and the last state, as `tf.nn.dynamic_rnn` with a `BasicLSTMCell`.
 
     Its variables are `rnn/basic_lstm_cell/kernel`, `[width + units, 4 * units]` with the gates i, j, f, o, and `bias`.
-    A second layer without a name is in `rnn_1`, where TensorFlow raises an error.
+    A second layer without a name shares them in a scope that reuses variables, and is in `rnn_1` elsewhere, where
+    TensorFlow raises an error.
 
     >>> import estimator as est, jax, jax.numpy as jnp
     >>> def model_fn(features, labels, mode):
@@ -89,7 +90,7 @@ def lstm(
       TypeError: the inputs are not floating, or the lengths are not integers.
       ValueError: an argument is wrong, or there is a layer of that name already.
     """
-    with layer_scope("lstm", name, reuse, "rnn"):
+    with layer_scope("lstm", name, reuse, "rnn", shares=True):
         x, lengths = _inputs("lstm", inputs, sequence_length, time_major)
         width, units = x.shape[-1], check_count("lstm", "units", units)
         with variable_scope(cell_name):
@@ -147,7 +148,7 @@ def gru(
     Args:
       bias_initializer: None: ones for the gates, zeros for the candidate.
     """
-    with layer_scope("gru", name, reuse, "rnn"):
+    with layer_scope("gru", name, reuse, "rnn", shares=True):
         x, lengths = _inputs("gru", inputs, sequence_length, time_major)
         width, units = x.shape[-1], check_count("gru", "units", units)
         activation = jnp.tanh if activation is None else activation
@@ -244,7 +245,7 @@ def _both_ways(
     options: dict[str, Any],
 ) -> Any:
     caller = f"bidirectional_{layer.__name__}"
-    with layer_scope(caller, name, reuse, "bidirectional_rnn"):
+    with layer_scope(caller, name, reuse, "bidirectional_rnn", shares=True):
         x, lengths = _inputs(caller, inputs, sequence_length, time_major)
         options = {**options, "sequence_length": lengths, "time_major": True, "cell_name": cell_name}
         forwards, state_forwards = layer(x, units, name="fw", **options)

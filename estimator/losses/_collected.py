@@ -89,7 +89,9 @@ def get_regularization_loss(scope: str | None = None) -> jax.Array:
     return _sum(get_regularization_losses(scope))
 
 
-def get_total_loss(add_regularization_losses: bool = True, scope: str | None = None) -> jax.Array:
+def get_total_loss(
+    add_regularization_losses: bool = True, name: str | None = None, scope: str | None = None
+) -> jax.Array:
     """The sum of the losses of this run, and of its regularizers.
 
     >>> import estimator as est, jax, jax.numpy as jnp, optax
@@ -106,8 +108,10 @@ def get_total_loss(add_regularization_losses: bool = True, scope: str | None = N
 
     Args:
       add_regularization_losses: whether those are a part of it.
+      name: has no effect, since there is no graph to name it in.
       scope: as in `get_losses` and `get_regularization_losses`.
     """
+    del name
     return _sum(get_losses(scope) + (get_regularization_losses(scope) if add_regularization_losses else []))
 
 

@@ -106,7 +106,12 @@ def mean_per_class_accuracy(
 
 
 def recall_at_k(
-    labels: ArrayLike, predictions: ArrayLike, k: int, weights: ArrayLike | None = None, name: str | None = None
+    labels: ArrayLike,
+    predictions: ArrayLike,
+    k: int,
+    class_id: int | None = None,
+    weights: ArrayLike | None = None,
+    name: str | None = None,
 ) -> Mean:
     """The fraction of the labels that are among the `k` classes of the highest scores.
 
@@ -119,12 +124,16 @@ def recall_at_k(
         is repeated in a row counts once. A label out of range is never a hit.
       predictions: scores, shape `[..., classes]`.
       k: the number of classes to consider; of equal scores the lower class comes first.
+      class_id: the class whose labels count; None: all.
       weights: one per row, as in `mean`, for values of shape `[...]`.
       name: as in `mean`.
 
     Raises:
+      TypeError: `class_id` is not an integer.
       ValueError: if shapes do not fit, or `k` is not between 1 and the number of classes.
     """
+    if class_id is not None and (isinstance(class_id, bool) or not isinstance(class_id, int)):
+        raise TypeError(f"`recall_at_k` takes one class as `class_id`; got {class_id!r}. Write `weights=`.")
     labels, predictions = jnp.asarray(labels), jnp.asarray(predictions)
     rows, num_classes = predictions.shape[:-1], predictions.shape[-1]
     if not 1 <= k <= num_classes:
@@ -140,8 +149,10 @@ def recall_at_k(
     top = jax.lax.top_k(predictions, k)[1]
     hits = (labels[..., :, None].astype(jnp.int32) == top[..., None, :]).any(-1)
     equal = labels[..., :, None] == labels[..., None, :]
-    first = ~jnp.tril(equal, -1).any(-1)
-    counted = jnp.where(first, spread("recall_at_k", weights, rows, "rows")[..., None], 0)
+    counts = ~jnp.tril(equal, -1).any(-1)
+    if class_id is not None:
+        counts &= labels == class_id
+    counted = jnp.where(counts, spread("recall_at_k", weights, rows, "rows")[..., None], 0)
     return weighted_mean(hits, counted)
 
 

@@ -98,7 +98,7 @@ def precision_at_thresholds(
 
     Args:
       labels: what is not zero is positive; shape of `predictions`, but for a last 1.
-      predictions: floats of any shape.
+      predictions: probabilities, of any shape. The metric is NaN if one is not in [0, 1], such as a logit.
       thresholds: plain numbers.
       weights, name: as in `mean`.
 
@@ -149,7 +149,7 @@ def auc(
 
     Args:
       labels: what is not zero is positive; shape of `predictions`, but for a last 1.
-      predictions: probabilities, in [0, 1].
+      predictions: probabilities. The area is NaN if one is not in [0, 1], such as a logit; TensorFlow raised an error.
       weights, name: as in `mean`.
       num_thresholds: number of points of the curve, evenly spaced, the ends just beyond 0 and 1.
       curve: "ROC" or "PR".
@@ -178,14 +178,18 @@ def _confusion_at(
     thresholds: tuple[float, ...],
     weights: ArrayLike | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """True positives, false positives, true negatives, false negatives; each [thresholds]."""
+    """True positives, false positives, true negatives, false negatives; each [thresholds].
+
+    They are NaN where a prediction that counts is outside [0, 1], or NaN; TensorFlow raised an error.
+    """
     labels, predictions, weights = arrange(caller, labels, predictions, weights)
-    labels, weights = labels.astype(bool).ravel(), weights.ravel()
-    cuts = jnp.asarray(thresholds, jnp.float32)[:, None]
-    positive = predictions.astype(jnp.float32).ravel() > cuts  # [thresholds, rows]
+    labels, predictions, weights = labels.astype(bool).ravel(), predictions.astype(jnp.float32).ravel(), weights.ravel()
+    in_range = (predictions >= 0) & (predictions <= 1) | (weights == 0)
+    weights = jnp.where(in_range.all(), weights, jnp.nan)
+    positive = predictions > jnp.asarray(thresholds, jnp.float32)[:, None]  # [thresholds, rows]
 
     def total(rows: jax.Array) -> jax.Array:
-        return jnp.sum(jnp.where(rows, weights, 0), axis=1)
+        return jnp.sum(weights * rows.astype(weights.dtype), axis=1)
 
     return (
         total(positive & labels),

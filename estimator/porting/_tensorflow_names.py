@@ -86,7 +86,8 @@ NAMES = {
     "tf.train.FtrlOptimizer": "an optax transformation in `est.Optimizer`; optax has no FTRL",
     "tf.train.GradientDescentOptimizer": "`est.Optimizer(optax.sgd(learning_rate))`",
     "tf.train.MomentumOptimizer": "`est.Optimizer(optax.sgd(learning_rate, momentum))`",
-    "tf.train.RMSPropOptimizer": "`est.Optimizer(optax.rmsprop(learning_rate))`",
+    "tf.train.RMSPropOptimizer": "`est.Optimizer(optax.rmsprop(learning_rate, eps=1e-10, initial_scale=1.0))`, which "
+    "starts as TensorFlow's",
     "tf.train.SyncReplicasOptimizer": "`TowerOptimizer`, from `replicate`",
     "tf.train.cosine_decay": "`optax.cosine_decay_schedule(learning_rate, decay_steps)`, a function of the step",
     "tf.train.exponential_decay": "`optax.exponential_decay(learning_rate, decay_steps, decay_rate)`, a function of "
@@ -115,13 +116,15 @@ NAMES = {
     "tf.train.SessionRunContext.session": "`context.state`, whose `variables` and `slots` are arrays by name",
     "tf.train.SessionRunContext.original_args": "what `est.Hook.before_run` has returned",
     # the losses, metrics, summaries, columns and input functions
-    "tf.losses.cosine_distance": "`est.losses.compute_weighted_loss(optax.cosine_distance(predictions, labels))`",
+    "tf.losses.cosine_distance": "`est.losses.compute_weighted_loss(1 - (labels * predictions).sum(-1))`, of vectors "
+    "of length 1",
     "tf.losses.mean_pairwise_squared_error": "`est.losses.compute_weighted_loss(losses)` of your own losses",
     "tf.metrics.average_precision_at_k": _OWN_METRIC,
     "tf.metrics.false_negatives_at_thresholds": _OWN_METRIC,
     "tf.metrics.false_positives_at_thresholds": _OWN_METRIC,
-    "tf.metrics.mean_cosine_distance": "`est.metrics.mean(optax.cosine_distance(predictions, labels))`",
-    "tf.metrics.mean_relative_error": "`est.metrics.mean(jnp.abs(labels - predictions) / normalizer)`",
+    "tf.metrics.mean_cosine_distance": "`est.metrics.mean(1 - (labels * predictions).sum(-1))`, of vectors of length 1",
+    "tf.metrics.mean_relative_error": "`est.metrics.mean(jnp.where(normalizer == 0, 0, errors / normalizer))`, where "
+    "`errors = jnp.abs(labels - predictions)`",
     "tf.metrics.mean_tensor": _OWN_METRIC,
     "tf.metrics.percentage_below": "`est.metrics.mean(values < threshold)`",
     "tf.metrics.precision_at_k": _OWN_METRIC,

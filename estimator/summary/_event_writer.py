@@ -192,6 +192,11 @@ def histogram_parts(histogram: Histogram) -> dict[str, Any]:
 
 
 def as_uint8(images: np.ndarray) -> np.ndarray:
+    """Floats from 0 to 1 as they are; an image that has others is scaled as TensorFlow does it."""
     if images.dtype == np.uint8:
         return images
-    return (np.clip(np.nan_to_num(images.astype(np.float32)), 0.0, 1.0) * 255.0).round().astype(np.uint8)
+    x = np.nan_to_num(images.astype(np.float32), nan=0.0, posinf=1.0, neginf=0.0)
+    low, high = x.min((1, 2, 3), keepdims=True), x.max((1, 2, 3), keepdims=True)
+    around_zero = 128.0 + x * (127.0 / np.maximum(np.maximum(-low, high), 1e-30))
+    from_zero = x * (255.0 / np.maximum(high, 1.0))
+    return np.where(low < 0, around_zero, from_zero).round().astype(np.uint8)

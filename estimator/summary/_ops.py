@@ -54,7 +54,9 @@ def image(name: str, images: Any, max_outputs: int = 3) -> None:
 
     Args:
       name: the tag; prefixed by the variable scopes around the call, and made unique in the run as by `est.record`.
-      images: array of shape `(batch, height, width, channels)` with 1, 3 or 4 channels; floats from 0 to 1, or uint8.
+      images: array of shape `(batch, height, width, channels)` with 1, 3 or 4 channels; floats, or uint8. A float image
+        from 0 to 1 is shown as it is; one with larger values is divided by the largest; one with negative values is
+        scaled so that zero is at half the brightness, as in TensorFlow. What is not finite is black or white.
       max_outputs: the maximum number of images of the batch to show.
 
     Raises:

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from estimator.core._frame import Frame, check_is_known_outside, current_frame
 from estimator.core._typing import PyTree
@@ -59,8 +60,8 @@ def get_variable(
         `variable_scope` for all variables in it.
 
     Raises:
-      TypeError: the shape holds something else than integers; or the partition is neither a tuple nor a function that
-        returns one.
+      TypeError: the shape holds something else than integers; `trainable` is neither True nor False; or the partition
+        is neither a tuple nor a function that returns one.
       ValueError: the name was got already in this run (and no scope says `reuse`), the state has no such variable,
         or has it with another shape or dtype; it is got for the first time in a loop, a branch or another function
         that jax traces apart; the initial value does not fit into the dtype; or the partition does not suit the shape.
@@ -104,6 +105,11 @@ def _get(
         raise TypeError(
             f"{call} needs a regularizer that is a function of the value, such as `est.regularizers.l2(1e-4)`; got "
             f"{regularizer!r}."
+        )
+    if not isinstance(trainable, bool | np.bool_):
+        raise TypeError(
+            f"{call} needs True or False as `trainable`, its fifth argument; got {trainable!r}. A regularizer, the "
+            "fifth in TensorFlow, goes by its name: `regularizer=`."
         )
     if full in frame.declared.trainable:
         if not frame.reuse:

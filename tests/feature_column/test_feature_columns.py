@@ -221,6 +221,33 @@ def test_large_tables_have_sparse_gradients(buckets, kind):
     np.testing.assert_allclose(state.variables["linear_model/pet/weights"][:, 0], np.multiply(counts, -0.1), rtol=1e-6)
 
 
+def test_a_second_call_in_a_scope_has_variables_of_its_own_as_in_tensorflow():
+    embedded = fc.embedding_column(fc.categorical_column_with_identity("i", 3), 2)
+    sequence = fc.embedding_column(fc.sequence_categorical_column_with_identity("s", 3), 2)
+
+    def model_fn(features, mode):
+        for reuse in (None, True):
+            with est.variable_scope("a", reuse=reuse):
+                for _ in range(2):
+                    fc.input_layer(features, [embedded])
+                    fc.linear_model(features, [fc.numeric_column("x")])
+                    fc.sequence_input_layer(features, [sequence])
+        return est.EstimatorSpec(mode, predictions=features["x"])
+
+    features = {"x": jnp.ones(2), "i": jnp.array([0, 1]), "s": jnp.zeros((2, 3), int)}
+    names = est.transform(model_fn).init(jax.random.key(0), features, mode="infer").variables
+    assert sorted(names) == sorted(
+        f"a/{layer}{number}/{rest}"
+        for number in ("", "_1")
+        for layer, rest in [
+            ("input_layer", "i_embedding/embedding_weights"),
+            ("linear_model", "bias_weights"),
+            ("linear_model", "x/weights"),
+            ("sequence_input_layer", "s_embedding/embedding_weights"),
+        ]
+    )
+
+
 def test_columns_stand_side_by_side_in_the_order_of_their_names():
     columns = [fc.numeric_column("z"), fc.indicator_column(PETS), fc.numeric_column("a", 2)]
     features = {"z": np.array([7.0]), "pet": np.array([1]), "a": np.array([[8.0, 9.0]])}

@@ -296,6 +296,16 @@ REFUSED = {
             r"strides=\(2, 2\) and dilation_rate=\(2, 2\), which do not go together",
         ),
         (lambda: est.layers.max_pooling2d(IMAGES, "a", 2), "as `pool_size`; got 'a'"),
+        (
+            lambda: est.layers.conv2d(IMAGES, 2, 6),
+            r"conv2d` got kernel_size=\(6, 6\), which is larger than the inputs, of shape \(2, 6, 5, 3\)\. Write `pad",
+        ),
+        (lambda: est.layers.separable_conv2d(IMAGES, 2, 3, dilation_rate=3), r"separable_conv2d` got kernel_size=\(3"),
+        (
+            lambda: est.layers.max_pooling2d(IMAGES, (2, 6), 1),
+            r"`est.layers.max_pooling2d` got pool_size=\(2, 6\), whi",
+        ),
+        (lambda: est.layers.average_pooling1d(SEQUENCES, 9, 1), "`est.layers.average_pooling1d` got pool_size=9, whi"),
         (lambda: est.layers.dropout(X, 1.5), "a rate of at least 0 and less than 1; got 1.5"),
         (lambda: est.layers.dropout(X, noise_shape=(2, 3), training=True), r"noise_shape=\(2, 3\) for inpu"),
         (lambda: est.layers.batch_normalization(X, 2), "dimension of the inputs as `axis`, from -2 to 1; got"),

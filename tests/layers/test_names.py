@@ -88,6 +88,26 @@ def test_a_scope_opened_again_counts_from_the_beginning_as_in_tensorflow():
         names_of(twice(None))
 
 
+@pytest.mark.parametrize(
+    "layer, variables", [("lstm", 2), ("gru", 4), ("bidirectional_lstm", 4), ("bidirectional_gru", 8)]
+)
+@pytest.mark.parametrize("reuses", ["at once", "later", "by the layer"])
+def test_recurrent_layers_share_variables_where_the_scope_reuses_them_as_in_tensorflow(layer, variables, reuses):
+    def model_fn(features):
+        call = functools.partial(getattr(est.layers, layer), features[:, None], 4)
+        with est.variable_scope("siamese", reuse=est.AUTO_REUSE if reuses == "at once" else None) as scope:
+            first = call()
+            if reuses == "later":
+                scope.reuse_variables()
+            second = call(reuse=True if reuses == "by the layer" else None)
+        return est.EstimatorSpec("infer", predictions=jax.tree.map(lambda x, y: x - y, first, second))
+
+    model = est.transform(model_fn)
+    state = model.init(jax.random.key(0), X, mode="infer")
+    assert len(state.variables) == variables
+    assert not any(x.any() for x in jax.tree.leaves(model.predict_step(state, X).predictions))
+
+
 def test_a_scope_entered_by_its_object_counts_on():
     def body(x):
         with est.variable_scope("net") as scope:

@@ -50,7 +50,7 @@ def test_losses_and_regularizers_of_a_run_are_collected_by_scope():
                 sum(losses.get_losses()),
                 sum(losses.get_losses("a$")),
                 losses.get_total_loss(),
-                losses.get_total_loss(add_regularization_losses=False),
+                losses.get_total_loss(False, "total_loss"),
                 losses.get_total_loss(scope="ab"),
             ]
         )

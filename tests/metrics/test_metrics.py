@@ -26,7 +26,7 @@ def all_metrics(y, classes, logits, yb, p, weight=None):
         "accuracy": metrics.accuracy(y, classes, weight),
         "per_class": metrics.mean_per_class_accuracy(y, classes, logits.shape[-1], weight),
         "mean_iou": metrics.mean_iou(y, classes, logits.shape[-1], weight),
-        "top2": metrics.recall_at_k(y, logits, 2, weight),
+        "top2": metrics.recall_at_k(y, logits, 2, weights=weight),
         "mean_p": metrics.mean(p, weight),
         "mse": metrics.mean_squared_error(yb, p, weight),
         "rmse": metrics.root_mean_squared_error(yb, p, weight),
@@ -203,6 +203,30 @@ def test_recall_at_k_of_several_labels_counts_each_label_once():
     scores = jnp.array([[4.0, 3.0, 2.0, 1.0], [4.0, 3.0, 2.0, 1.0]])
     got = metrics.recall_at_k(labels, scores, 2, weights=jnp.array([1.0, 2.0]))
     assert got.total == 1 + 2 and got.count == 2 + 2 * 3
+
+
+def test_recall_at_k_of_one_class_counts_its_labels_alone():
+    labels, scores = jnp.array([[0], [2], [2]]), jnp.array([[3.0, 2.0, 1.0], [1.0, 2.0, 3.0], [3.0, 2.0, 1.0]])
+    assert [metrics.recall_at_k(labels, scores, 1, class_id).result().item() for class_id in (0, 1, 2)] == [1, 0, 0.5]
+    with pytest.raises(TypeError, match=r"`recall_at_k` takes one class as `class_id`; got Array\(.* `weights=`"):
+        metrics.recall_at_k(labels, scores, 1, jnp.ones(3))
+
+
+@pytest.mark.parametrize("wrong", [np.nan, -0.25, 1.5])
+def test_what_is_no_probability_makes_thresholds_nan_unless_its_weight_is_zero(wrong):
+    labels, predictions = jnp.array([0, 1, 0, 1]), jnp.array([0.2, wrong, 0.3, 0.9])
+    ignored, right = jnp.array([1.0, 0, 1, 1]), jnp.array([0.2, 0.5, 0.3, 0.9])
+    for of in (
+        metrics.auc,
+        functools.partial(metrics.auc, curve="PR", summation_method="careful_interpolation"),
+        functools.partial(metrics.auc, curve="PR", summation_method="minoring"),
+        functools.partial(metrics.precision_at_thresholds, thresholds=[0.5, 0.99]),
+        functools.partial(metrics.recall_at_thresholds, thresholds=[0.5, 0.99]),
+    ):
+        assert np.isnan(of(labels, predictions).result()).all()
+        np.testing.assert_array_equal(
+            of(labels, predictions, weights=ignored).result(), of(labels, right, weights=ignored).result()
+        )
 
 
 def test_recall_at_one_is_accuracy_and_at_all_classes_is_one():

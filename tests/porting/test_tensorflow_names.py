@@ -91,6 +91,18 @@ def test_what_is_named_instead_exists(key):
     assert any(right) or NAMES[key].startswith("nothing: ") or "`input_fn`" in codes or key == "tf.data"
 
 
+def test_the_line_for_rmsprop_has_the_numbers_of_tensorflow():
+    line = re.search("optax.rmsprop[^`]*[)](?=[)]`)", NAMES["tf.train.RMSPropOptimizer"])[0]
+    optimizer = eval(line, {"optax": optax, "learning_rate": 0.1})
+    w, state, expected, mean_square = jnp.float32(0), optimizer.init(jnp.float32(0)), 0.0, 1.0
+    for gradient in (0.01, -0.02, 0.03):
+        update, state = optimizer.update(jnp.float32(gradient), state, w)
+        w += update
+        mean_square = 0.9 * mean_square + 0.1 * gradient**2
+        expected -= 0.1 * gradient / (mean_square + 1e-10) ** 0.5
+    assert w == pytest.approx(expected, rel=1e-5)
+
+
 def test_the_page_of_the_names_is_made_of_the_table():
     page = pathlib.Path(names_page.PAGE).read_text(encoding="utf-8")
     assert page == names_page.page(), "run python tests/testing/website/names_page.py"

@@ -14,7 +14,7 @@ from testing.summaries import read_events, scalars, shown, steps_of, write
 
 import estimator as est
 from estimator.core._record import Histogram, bucket_limits
-from estimator.summary._event_writer import EventWriter, shown_metrics
+from estimator.summary._event_writer import EventWriter, as_uint8, shown_metrics
 
 
 def history(directory):
@@ -60,15 +60,21 @@ def test_a_text_is_in_the_event_file_alone(tmp_path):
 def test_images_can_be_looked_at(tmp_path, channels):
     pixels = np.random.default_rng(0).integers(0, 256, (2, 5, 7, channels)).astype(np.uint8)
     floats = np.array(pixels / 255, np.float32)
-    floats[0, 0, 0] = [np.nan, 2.0, -1.0, np.inf][:channels]
+    floats[0, 0, 0] = [np.nan, np.inf, -np.inf, 0.5][:channels]
     write(tmp_path, {1: {"whole": pixels, "real": floats}})
     for i in range(2):
-        for tag, given in (("whole", pixels[i]), ("real", np.clip(np.nan_to_num(floats[i]), 0, 1) * 255)):
+        for tag, given in (("whole", pixels[i]), ("real", np.nan_to_num(floats[i], posinf=1, neginf=0) * 255)):
             ((step, value),) = shown(tmp_path)[f"{tag}/image/{i}"]
             image = value.image
             assert (step, image.height, image.width, image.colorspace) == (1, 5, 7, max(channels, 3))
             seen = matplotlib.image.imread(io.BytesIO(image.encoded_image_string))  # grey comes as three equal colours
             np.testing.assert_array_equal(np.round(seen * 255), np.broadcast_to(np.round(given), seen.shape))
+
+
+def test_images_of_other_values_are_scaled_each_by_itself_as_in_tensorflow():
+    images = np.array([[-2, 0, 1, 2], [0, 50, 100, 200], [-1, -1, -1, -1], [0, 0, 0, 1]], np.float32)
+    pixels = as_uint8(images.reshape(4, 2, 2, 1)).reshape(4, 4)
+    assert pixels.tolist() == [[1, 128, 192, 255], [0, 64, 128, 255], [1, 1, 1, 1], [0, 0, 0, 255]]
 
 
 def test_a_histogram_has_all_values_and_joins_empty_buckets(tmp_path):

@@ -146,6 +146,10 @@ REFUSED = {
     ],
     TypeError: [
         (
+            lambda: est.get_variable("w", (2,), jnp.float32, None, est.regularizers.l2(1.0)),
+            "needs True or False as `trainable`, its fifth argument; got .* goes by its name: `regularizer=`",
+        ),
+        (
             lambda: est.get_variable("w", 10.0),
             "takes a shape as its second argument, .*; got 10.0, of type float. An initial value goes by `ini",
         ),
