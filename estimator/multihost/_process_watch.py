@@ -53,6 +53,8 @@ class ProcessWatch:
         self._pid = os.getpid()
         self._has_failed = False
         self._ended: set[int] = set()
+        self._disconnects = threading.Lock()
+        self._is_connected = True
         self._stops = threading.Event()
         self._is_alone = threading.Event()
         self._exits_after_loss = threading.Event()
@@ -163,7 +165,10 @@ class ProcessWatch:
     def _disconnect(self) -> None:
         self._stops.set()
         self._thread.join(_SECS_TO_EXIT)
-        jax.distributed.shutdown()
+        with self._disconnects:  # jax aborts a process that disconnects twice, as the exit and `_end_now` may
+            if self._is_connected:
+                self._is_connected = False
+                jax.distributed.shutdown()
 
     def _publish(self, key: str, text: str) -> None:
         try:
