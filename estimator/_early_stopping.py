@@ -78,7 +78,8 @@ class MetricHook(EarlyStoppingHook):
     from a run that was killed, and are repeated.
 
     Attributes:
-      eval_dir: where the evaluations are recorded; None: not known yet.
+      eval_dir: where the evaluations are recorded, if the user has said so.
+      connected_dir: where they are otherwise, in the `train_and_evaluate` that runs.
       restores_best: whether the last state will be the best one.
     """
 
@@ -101,6 +102,7 @@ class MetricHook(EarlyStoppingHook):
         if min_steps < 0:
             raise ValueError(f"Must specify min_steps >= 0 for {caller}, given: {min_steps!r}.")
         self.eval_dir = None if eval_dir is None else os.fspath(eval_dir)
+        self.connected_dir: str | None = None
         self.restores_best = restore_best
         self._metric_name = metric_name
         self._rule = rule
@@ -192,7 +194,7 @@ class MetricHook(EarlyStoppingHook):
         return history
 
     def _dir(self) -> str:
-        return self.eval_dir or self._estimator.eval_dir()
+        return self.eval_dir or self.connected_dir or self._estimator.eval_dir()
 
 
 def make_early_stopping_hook(

@@ -132,6 +132,9 @@ class Runs:
             if self._resumes and start.path is not None:
                 skipped = resume_input(rest, start.path, start.host, self._config)
             first = first_batch(group, rest.peek(), ModeKeys.TRAIN)
+            if first is None and skipped and _checkpoints.is_end_of_steps(str(start.path)):
+                rest, skipped = self._batches(input_fn, ModeKeys.TRAIN), 0
+                first = first_batch(group, rest.peek(), ModeKeys.TRAIN)
         if first is not None:
             return _OpenInput(rest, first, skipped)
         if start.path is None or not skipped:
@@ -193,9 +196,14 @@ class Runs:
         )
 
     def _run(self, training: Training, opened: _OpenInput, start: _Start) -> State:
-        with ends_by_sigterm(training.context), _hook_calls.around(training.hooks, training.context):
-            _hook_calls.set_states(training.hooks, start.host.get("hooks", {}))
-            return training.run(opened.rest)
+        try:
+            with ends_by_sigterm(training.context), _hook_calls.around(training.hooks, training.context):
+                _hook_calls.set_states(training.hooks, start.host.get("hooks", {}))
+                return training.run(opened.rest)
+        except BaseException:
+            # The newest checkpoint has a position of this run, or, without a save, of an earlier one.
+            self._resumes = self._resumes or training.saved_step > start.step
+            raise
 
     def _remember(self, training: Training, state: State) -> None:
         """Keeps the state in memory, and notes where the next training run begins its input."""
@@ -204,6 +212,8 @@ class Runs:
         if training.saved_path and training.saved_step == context.global_step:
             if context.stop_reason == "input" and self._config.is_chief:
                 _checkpoints.note_end_of_input(training.saved_path)
+            elif context.stop_reason == "steps" and self._config.is_chief:
+                _checkpoints.note_end_of_steps(training.saved_path)
             if not context.restored:
                 self.states.keep(training.saved_path, state)
 

@@ -268,6 +268,6 @@ def _connect(estimator: Estimator, stoppers: Sequence[EarlyStoppingHook], names:
                 f"{hook.caller} reads the evaluations of the EvalSpec without a name, but the ones of "
                 f"`train_and_evaluate` are called {names}. Give it eval_dir=estimator.eval_dir({names[0]!r}), say."
             )
-        hook.eval_dir = hook.eval_dir or estimator.eval_dir(names[0] if len(names) == 1 else None)
+        hook.connected_dir = estimator.eval_dir(names[0] if len(names) == 1 else None)
     if sum(hook.restores_best for hook in by_metric) > 1:
         raise ValueError("Several early stopping hooks have restore_best=True. Only one of them can say which is best.")

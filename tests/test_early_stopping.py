@@ -11,6 +11,8 @@ import pytest
 from testing.estimators import refuse, saved_steps, step_of
 
 import estimator as est
+from estimator.checkpoint import _checkpoints
+from estimator.checkpoint._async_save import CheckpointWriteError
 from estimator.loop._context import RunContext
 from replicate import TowerOptimizer, VariableDistribution, replicate_model_fn
 
@@ -310,6 +312,30 @@ def test_the_best_is_kept_on_disk_and_no_other(tmp_path):
     estimator = make(tmp_path, TABLE, keep_checkpoint_max=1)
     run(estimator, no_decrease(estimator, restore_best=True))
     assert saved_steps(estimator) == [8, 14]
+
+
+def test_the_last_state_stays_where_the_best_one_cannot_be_written(tmp_path, monkeypatch):
+    def write(path, *args, write=_checkpoints.save_checkpoint, **kwargs):
+        if not kwargs.get("together", True):
+            raise OSError(28, "No space left on device")
+        write(path, *args, **kwargs)
+
+    monkeypatch.setattr(_checkpoints, "save_checkpoint", write)
+    estimator = make(tmp_path, TABLE)
+    message = r"(?s)The checkpoint of step 14 could not be written .*No space left .*The newest checkpoint is .*-14\."
+    with pytest.raises(CheckpointWriteError, match=message):
+        run(estimator, no_decrease(estimator, restore_best=True))
+    assert saved_steps(estimator)[-1] == 14 and estimator.get_variable_value("steps") == 14
+    assert sorted(os.listdir(tmp_path / "ckpt-14")) == sorted(os.listdir(tmp_path / "ckpt-0"))
+    assert "replacing" not in os.listdir(tmp_path)
+
+
+def test_a_hook_reads_the_evaluations_of_the_call_that_it_is_given_to(tmp_path):
+    estimator = make(tmp_path, TABLE)
+    hook = no_decrease(estimator)
+    run(estimator, hook, name="a")  # stops at step 14
+    run(estimator, hook, max_steps=20, name="b")
+    assert list(est.read_eval_metrics(estimator.eval_dir("b"))) == [14, 16, 18, 20] and hook.eval_dir is None
 
 
 def test_where_the_last_is_the_best_nothing_is_restored(tmp_path, messages):

@@ -14,6 +14,7 @@ import difflib
 import fnmatch
 import functools
 import os
+import shutil
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -55,7 +56,8 @@ from estimator.storage import _files
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_INPUT_ENDED = "INPUT_ENDED"  # a file in a checkpoint
+_INPUT_ENDED, _STEPS_ENDED = "INPUT_ENDED", "STEPS_ENDED"  # files in a checkpoint
+_ASIDE = "replacing"  # a folder in the model_dir, for a checkpoint that is to replace another
 
 
 class ShapeDtype(Protocol):
@@ -173,20 +175,12 @@ class Checkpoints:
             except Exception as error:
                 if jax.process_count() > 1:
                     raise
-                explained = CheckpointWriteError(self._explained(path, error))
+                explained = CheckpointWriteError(_explained(path, error))
                 logging.error("%s", explained)  # which is raised only when training saves again, or ends
                 raise explained from error
 
         self._in_flight = AsyncSave(path, write)
         self._in_flight.start()
-
-    def _explained(self, path: str, error: Exception) -> str:
-        newest = checkpoints_in(self._dir)[-1:]
-        return (
-            f"The checkpoint of step {step_of(path)} could not be written to {path}: {error}\n"
-            + (f"The newest checkpoint is {newest[0]}. " if newest else "There is no other checkpoint. ")
-            + "Look whether the disk is full, or the directory is gone or cannot be written."
-        )
 
     def pin(self, path: str) -> None:
         """Keeps a checkpoint on disk until `unpin`, also after a restart, beside the newest ones.
@@ -255,13 +249,39 @@ def restore(path: str, like: State, partial: bool = False) -> State:
 
 @with_orbax
 def take_values(path: str, source: str) -> None:
-    """Overwrites the variables and slots of the checkpoint at `path` by the ones of another checkpoint; the step and
-    everything else in it stay."""
+    """Replaces the variables and slots of the checkpoint at `path` by the ones of another checkpoint; the step and
+    everything else in it stay. The old one is removed when the new one is written.
+
+    Raises:
+      CheckpointWriteError: the new one could not be written; the old one stays.
+    """
     values = read_arrays(source, [key for key in array_metadata(source) if key.startswith(PREFIXES)])
     others = read_arrays(path, [key for key in array_metadata(path) if not key.startswith(PREFIXES)])
     host = encode(host_of(path))
-    remove(path)
-    _save(path, values | others, host, together=False)
+    marks = [mark for mark in (PIN, _INPUT_ENDED, _STEPS_ENDED) if _files.exists(os.path.join(path, mark))]
+    aside = os.path.join(os.path.dirname(path), _ASIDE)
+    new = path if _files.is_url(path) else os.path.join(aside, os.path.basename(path))
+    try:
+        _save(new, values | others, host, together=False)
+        for mark in marks:
+            _files.write(os.path.join(new, mark), b"")
+        if new != path:
+            remove(path)
+            os.rename(new, path)
+    except Exception as error:
+        raise CheckpointWriteError(_explained(path, error)) from error
+    finally:
+        if new != path:
+            shutil.rmtree(aside, ignore_errors=True)
+
+
+def _explained(path: str, error: Exception) -> str:
+    newest = checkpoints_in(os.path.dirname(path))[-1:]
+    return (
+        f"The checkpoint of step {step_of(path)} could not be written to {path}: {error}\n"
+        + (f"The newest checkpoint is {newest[0]}. " if newest else "There is no other checkpoint. ")
+        + "Look whether the disk is full, or the directory is gone or cannot be written."
+    )
 
 
 def _save(path: str, *args: Any, **kwargs: Any) -> None:
@@ -309,6 +329,15 @@ def note_end_of_input(path: str) -> None:
 
 def is_end_of_input(path: str) -> bool:
     return _files.exists(os.path.join(path, _INPUT_ENDED))
+
+
+def note_end_of_steps(path: str) -> None:
+    """Marks a checkpoint whose run made all its steps: if its input has no batch left, the next run begins it again."""
+    _files.write(os.path.join(path, _STEPS_ENDED), b"")
+
+
+def is_end_of_steps(path: str) -> bool:
+    return _files.exists(os.path.join(path, _STEPS_ENDED))
 
 
 def read(path: str, name: str) -> np.ndarray:

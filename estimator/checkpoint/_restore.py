@@ -56,12 +56,14 @@ class StateSource:
             # Committed to their devices like restored arrays; jax compiles again for uncommitted ones.
             return jax.device_put(state, jax.tree.map(lambda x: x.sharding, state))
         like = self._model.abstract_init(features, labels, mode=mode)
-        is_cached = self._cached is not None and self._cached[0] == _identity(path) and _serves(self._cached[1], like)
+        cached = self._cached  # another thread, which evaluates too, may change it meanwhile
+        is_cached = cached is not None and cached[0] == _identity(path) and _serves(cached[1], like)
         if not all(group.all_gather(is_cached)):
             with kept(path):
-                self.keep(path, as_of_chief(_checkpoints.restore(path, like, partial=mode != ModeKeys.TRAIN)))
-        assert self._cached is not None
-        return _as_wanted(self._cached[1], like)
+                state = as_of_chief(_checkpoints.restore(path, like, partial=mode != ModeKeys.TRAIN))
+                cached = self._cached = _identity(path), state
+        assert cached is not None
+        return _as_wanted(cached[1], like)
 
     def take_for_training(self, path: str | None, group: ProcessGroup, features: Features, labels: Labels) -> State:
         """A copy for training, which donates its memory; a prediction may still read the original."""

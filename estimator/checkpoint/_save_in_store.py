@@ -1,7 +1,7 @@
 """Writes a checkpoint into a store, to which orbax cannot write: it is written here, and uploaded.
 
 The file that says that it is whole comes last, and is removed first. What a killed process has left without it is
-removed by the next save.
+removed by the next save. One that replaces another of its name removes it right before the upload.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def save_in_store(
             local = os.path.join(folder, os.path.basename(path))
             save_checkpoint(local, arrays, host, copied=copied, together=False, folder_per_array=True)
             for each in folders_in(os.path.dirname(path)):
-                if not is_checkpoint(each):
+                if each == path or not is_checkpoint(each):
                     remove(each)
             upload(local, path, last=(WHOLE_FILE,))
         if keep_max:

@@ -55,7 +55,8 @@ class Hook:
     def next_step(self, step: int) -> int | None:
         """The next step around which to call `before_run` and `after_run`; None: not now, ask again.
 
-        Called before each program, up to two programs ahead of what has run; at least every 100 steps. So a hook that
+        Called before each program, up to two programs ahead of what has run; at least every 100 steps, unless
+        `RunConfig(steps_per_loop=...)` is more. So a hook that
         goes by the clock returns `step + 1` when its time has come, and None until then. It may be called several
         times with the same step: what it returns must not depend on how often.
 
@@ -178,7 +179,8 @@ class Context(Protocol):
         """
 
     def save(self, wait: bool = True) -> str | None:
-        """Saves a checkpoint now, unless this step has one; returns its path (None: saving is off).
+        """Saves a checkpoint now, unless this step has one, or a loss was NaN; returns the path of the newest
+        one, or None.
 
         Args:
           wait: whether to return when it is on disk. Otherwise, with `RunConfig(save_checkpoints_async=True)`, it may

@@ -78,8 +78,8 @@ class RunConfig:
       seed: what initial values and all other randomness follow from.
       save_summary_steps: write summaries at the first step and every N steps from there; None or 0: never.
       save_checkpoints_steps: save every N steps. None or 0: not by steps.
-      save_checkpoints_secs: save every N seconds. None or 0: not by time. With both None no
-        checkpoint is ever saved.
+      save_checkpoints_secs: save every N seconds. None or 0: not by time. With both None only
+        hooks save checkpoints, by `context.save()`.
       save_checkpoints_async: whether training continues while a checkpoint is written, from a copy of the state in the
         host's memory. The next save and the end of the run wait for it, and raise what went wrong; so do the
         calls of the same Estimator that read the newest checkpoint, which wait. Several processes always wait.
@@ -100,8 +100,8 @@ class RunConfig:
         `train` that failed. "position": where the checkpoint says, if the input's iterator has `get_state` and
         `set_state`, as the iterators of `est.inputs` and grain have; any other starts from its beginning. "count": any
         other skips as many batches as were taken. None: every input starts from its beginning, as in TensorFlow, and
-        as it always does after a run that came to the end of its input, and in every further `train` of the same
-        Estimator.
+        as it always does after a run that came to the end of its input, and in a further `train` of the same Estimator
+        unless the one before failed after a save.
 
       eval_loss_over: "batches": the "loss" that `evaluate` returns is the mean of the losses of batches, as in
         TensorFlow, where an example of a small last batch counts for more; "examples": the mean over all examples.
@@ -170,6 +170,8 @@ class RunConfig:
         given = path = getattr(self, field)
         if isinstance(path, os.PathLike):
             path = os.fspath(path)
+        if isinstance(path, str):
+            path = path.removeprefix("file://")  # a local path, with locks
         if path is not None and (not isinstance(path, str) or not path):
             raise ValueError(f"`{field}` should be a non-empty path, or None {without}; got {given!r}.")
         object.__setattr__(self, field, path)

@@ -7,6 +7,7 @@ from typing import Any
 
 from estimator.core._argument_checks import check_intervals
 from estimator.core._hook import Context, Hook, RunValues
+from estimator.multihost._preemption import SIGTERM
 
 
 class InMemoryEvaluatorHook(Hook):
@@ -66,8 +67,9 @@ class InMemoryEvaluatorHook(Hook):
         self._evaluate(context)
 
     def end(self, context: Context) -> None:
-        if context.error is None and self.results[-1]["global_step"] != context.global_step:
-            self._evaluate(context)
+        if context.error is None and context.stop_reason != SIGTERM:
+            if self.results[-1]["global_step"] != context.global_step:
+                self._evaluate(context)
 
     def _evaluate(self, context: Context) -> None:
         with context.evaluating():

@@ -58,9 +58,9 @@ class Stack:
 def stack_of(leaves: Sequence[Any]) -> np.ndarray | None:
     """The array whose slices these leaves of consecutive batches are, all of them in order; None if there is none."""
     stack = leaves[0].base if type(leaves[0]) is np.ndarray else None
-    if stack is None or len(stack) != len(leaves) or any(leaf.base is not stack for leaf in leaves):
+    if type(stack) is not np.ndarray or len(stack) != len(leaves):
         return None
-    return stack
+    return stack if all(type(leaf) is np.ndarray and leaf.base is stack for leaf in leaves) else None
 
 
 def taken(
@@ -132,6 +132,8 @@ def _unsorted_keys(tree: Any) -> list[Any] | None:
 
 def _taken(leaf: Any, devices: Set[jax.Device] | None, stack: Stack | None, number: int) -> Any:
     if type(leaf) is np.ndarray:
+        if not leaf.dtype.isnative:
+            leaf = leaf.astype(leaf.dtype.newbyteorder("="))
         narrower = _NARROWER.get(leaf.dtype)
         if narrower is not None and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
             leaf = _narrowed(leaf, narrower)

@@ -95,7 +95,7 @@ class Training:
         self._carry = carry_of(state)
         self._key_data = jax.random.key_data(state.key)
         self._skipped_batches = skipped_batches
-        self._position: Any = None  # in the input, after the last step
+        self._position: Any = None  # in the input, after the last chunk of steps
         self._looked_step = start
         self._losses: list[tuple[StepOutputs, int]] = []  # of each program since the last look, and how many there are
         self._log = TrainingLog(config.log_step_count_steps, start, last_step)
@@ -120,9 +120,10 @@ class Training:
         look_every = min(self.config.log_step_count_steps or _STEPS_BETWEEN_LOOKS, _STEPS_BETWEEN_LOOKS)
         size = _steps_per_loop.choose(self.config.steps_per_loop, self.programs, self.hooks, context, look_every)
         with self._log:
-            for run, due in self._runs(batches, size):
+            for run, due, position in self._runs(batches, size):
                 requests = _hook_calls.before(due, context) if due else []
                 outputs, reported = self._start(run, reporting=_hook_calls.requests_values(requests, context))
+                self._position = position
                 if context.global_step - run.steps - self._looked_step >= look_every:
                     self.look(but=1)  # the devices have something to do meanwhile
                     if context.found_nan:  # in all processes: they see the same losses, or have agreed to stop
@@ -139,8 +140,9 @@ class Training:
             logging.warning("Training with estimator made no steps. Perhaps input is empty or misspecified.")
         return state_of(self._carry, self._key_data)
 
-    def _runs(self, batches: Batches, size: _steps_per_loop.LoopSize) -> Iterator[tuple[Run, Sequence[Hook]]]:
-        """The programs to run, each with the hooks to call around it, their input made ready by a thread."""
+    def _runs(self, batches: Batches, size: _steps_per_loop.LoopSize) -> Iterator[tuple[Run, Sequence[Hook], Any]]:
+        """The programs to run, each with the hooks to call around it and the position in the input after it, which is
+        known after the last one of a chunk; their input is made ready by a thread."""
         context = self.context
         plan = Plan(self.hooks, context.global_step, self.last_step, size.most)
 
@@ -148,10 +150,9 @@ class Training:
             return self.programs.runs(pairs, chunk.most, chunk.alone, chunk.reports)
 
         for ready, due in read_ahead(batches, plan, context, make):
-            self._position = ready.position
             for run in ready.batches[:-1]:
-                yield run, ()
-            yield ready.batches[-1], due
+                yield run, (), self._position
+            yield ready.batches[-1], due, ready.position
 
     def _start(self, run: Run, reporting: bool) -> tuple[StepOutputs, dict[str, Report]]:
         """Starts a program. Waits for the last but one, but not for this one."""

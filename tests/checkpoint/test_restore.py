@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from testing.estimators import Linear, X, endless, make, times
 
-from estimator.checkpoint import _checkpoints
+from estimator.checkpoint import _checkpoints, _restore
 
 
 @pytest.fixture
@@ -32,6 +32,23 @@ def test_evaluation_and_prediction_read_variables_and_training_reads_slots_too(t
     read.clear()
     make(tmp_path).train(endless, steps=1)
     assert sorted(read) == ["global_step", "key", "slots/optimizer/0/trace/w", "variables/w"]
+
+
+def test_an_evaluation_has_the_state_of_its_checkpoint_whatever_another_thread_evaluates(tmp_path, monkeypatch):
+    estimator = make(tmp_path, Linear(), save_checkpoints_steps=1).train(endless, steps=3)
+    first, second = (str(tmp_path / f"ckpt-{step}") for step in (1, 2))
+    identity, times_called = _restore._identity, []
+
+    def interrupted(path):
+        if path == first and not times_called:
+            times_called.append(path)
+            estimator.evaluate(times(1), checkpoint_path=second)  # as another thread could do here
+        return identity(path)
+
+    estimator.evaluate(times(1), checkpoint_path=first)
+    monkeypatch.setattr(_restore, "_identity", interrupted)
+    assert estimator.evaluate(times(1), checkpoint_path=first)["global_step"] == 1
+    assert times_called == [first]
 
 
 def test_training_does_not_change_what_a_prediction_of_the_same_estimator_reads(tmp_path):

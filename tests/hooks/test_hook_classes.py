@@ -1,6 +1,8 @@
 """The hooks of the library: what each does in a run, and what it refuses."""
 
+import os
 import re
+import signal
 
 import jax
 import jax.numpy as jnp
@@ -135,6 +137,14 @@ def test_evaluations_in_memory_match_the_checkpoints(tmp_path, compilations):
     estimator.train(endless, hooks=[hook], steps=2)
     assert [results["global_step"] for results in hook.results] == [5, 7]
     assert len(compilations) == compiled
+
+
+def test_a_run_that_is_preempted_ends_without_an_evaluation_in_memory(unsaved):
+    hook = est.InMemoryEvaluatorHook(unsaved, times(1), every_n_iter=10)
+    kill = Noted("kill", [], after_run=lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(est.Preempted):
+        unsaved.train(endless, hooks=[hook, kill], steps=3)
+    assert [results["global_step"] for results in hook.results] == [0]
 
 
 # StepCounterHook.

@@ -131,6 +131,15 @@ def sparse(tmp_path):
         yield BCOO((data, indices), shape=(ROWS, 2))
 
 
+def some_of_jax(tmp_path):
+    for i, array in enumerate(one_buffer(tmp_path)):
+        yield jnp.array(array) if i % 3 else array
+
+
+def of_the_other_byte_order(tmp_path):
+    return one_buffer(tmp_path, dtype=">f4")
+
+
 SOURCES = [
     one_buffer,
     a_ring,
@@ -143,6 +152,8 @@ SOURCES = [
     read_only_views,
     strided_views,
     nested,
+    some_of_jax,
+    of_the_other_byte_order,
 ]
 TOTAL = sum(range(N))
 

@@ -135,6 +135,48 @@ def test_a_second_train_of_the_same_estimator_begins_again(tmp_path):
     assert seen(new(tmp_path).train(Numbers, steps=3)) == [2] * 3 + [1] * 3 + [0] * 6
 
 
+@pytest.mark.parametrize("how", ["position", "count"])
+def test_a_second_train_that_failed_is_resumed_if_it_has_saved(tmp_path, how):
+    estimator = new(tmp_path, save_checkpoints_steps=5, resume_input=how).train(Numbers, max_steps=3)
+    for step, newest in ((4, 3), (9, 8)):  # before its first save, after it
+
+        def fail(context):
+            raise RuntimeError("the machine is gone")
+
+        with pytest.raises(RuntimeError, match="the machine is gone"):
+            estimator.train(Numbers, max_steps=10, hooks=[at(step, fail)])
+        assert step_of(estimator) == newest
+    assert seen(estimator.train(Numbers, max_steps=10)) == [2] * 3 + [1] * 4 + [0] * 5
+
+
+@pytest.mark.parametrize("how", ["position", "count"])
+def test_a_process_that_begins_where_another_has_made_all_steps_of_an_epoch_begins_the_next(tmp_path, how):
+    for last in (N, 2 * N, 3 * N):
+        new(tmp_path, resume_input=how).train(Numbers, max_steps=last)
+    assert seen(new(tmp_path)) == [3] * N
+
+
+@pytest.mark.parametrize("steps_per_loop", [1, 3])
+def test_a_save_before_a_step_has_the_position_before_it(tmp_path, steps_per_loop):
+    class Saves(est.Hook):
+        before_run_may_be_early = steps_per_loop > 1
+
+        def next_step(self, step):
+            return step + 6 - step % 6
+
+        def before_run(self, context):
+            context.save()
+
+        def after_run(self, context, values):
+            raise RuntimeError("the machine is gone")
+
+    config = {"steps_per_loop": steps_per_loop, "save_checkpoints_steps": 100}
+    with pytest.raises(RuntimeError, match="the machine is gone"):
+        new(tmp_path, **config).train(Numbers, hooks=[Saves()])
+    assert step_of(new(tmp_path)) == (5 if steps_per_loop == 1 else 3)
+    assert seen(new(tmp_path, **config).train(Numbers)) == [1] * N
+
+
 def test_a_train_that_was_skipped_was_none(tmp_path):
     new(tmp_path).train(Numbers, max_steps=3)
     estimator = new(tmp_path)
