@@ -8,13 +8,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from estimator import EstimatorSpec, ModeKeys, Reduction
 from estimator.replication import ModelRun, NonFinitePolicy, Placement
 from estimator.typing import Features, Forward, Labels, ModelFn
 from replicate.block_sync._block_sync import BlockSync
 from replicate.block_sync._runner import BlockSyncRunner, LocalCopies
-from replicate.cross_tower_ops import CrossTowerOps, choose_the_best
+from replicate.cross_tower_ops import AllReduce, CrossTowerOps, choose_the_best
 from replicate.cross_tower_ops._unpacked import OneByOne
 from replicate.placement._distribution import VariableDistribution, place
 from replicate.runner._base import Runner
@@ -127,7 +128,7 @@ def replicate_model_fn(
             placement=placement,
             mean_loss=Reduction(loss_reduction) != Reduction.SUM,
             on_nan=None if on_nan is None else NonFinitePolicy(on_nan),
-            ops=_checked_ops(cross_tower_ops, placement, devices),
+            ops=_checked_ops(cross_tower_ops, placement, devices, on_nan),
             transform=transform,
         )
 
@@ -189,7 +190,9 @@ def _check_block_sync(block_sync: Any, distribution: VariableDistribution, on_na
         )
 
 
-def _checked_ops(given: CrossTowerOps | None, placement: Placement, devices: tuple[Any, ...]) -> CrossTowerOps:
+def _checked_ops(
+    given: CrossTowerOps | None, placement: Placement, devices: tuple[Any, ...], on_nan: str | None
+) -> CrossTowerOps:
     if given is None:
         return OneByOne() if placement.parts > 1 else choose_the_best(devices)
     if not isinstance(given, CrossTowerOps):
@@ -208,5 +211,11 @@ def _checked_ops(given: CrossTowerOps | None, placement: Placement, devices: tup
             f"cross_tower_ops was given, an {type(given).__name__}, with a variable_distribution whose gradients are "
             "summed on the devices of the variables, not in the towers. Leave it out, or use "
             "VariableDistribution.MIRRORED or SHARDED."
+        )
+    dtype = given.compress_dtype if isinstance(given, AllReduce) else None
+    if on_nan is not None and dtype is not None and jnp.finfo(dtype).max < jnp.finfo(jnp.bfloat16).max:
+        raise ValueError(
+            f"on_nan={on_nan!r} was given with a cross_tower_ops that sums gradients in {dtype}. It looks at the "
+            "gradients of each tower, but their sum may overflow. Use compress_dtype=jnp.bfloat16, or leave out one."
         )
     return given

@@ -108,7 +108,7 @@ def _with_averages(state: State, averages: dict[str, tuple[str, bool]], report: 
         return not arrays.isdisjoint(report.used)
 
     new = {
-        average: jax.tree.map(jnp.copy, state.variables[name])
+        average: jax.tree.map(lambda x, like: jnp.array(x, like.dtype), state.variables[name], state.variables[average])
         for average, (name, _) in averages.items()
         if taken(name) and not taken(average)
     }

@@ -157,6 +157,7 @@ class GradientCalls:
       known: what the first calls of `compute_gradients` return (see `steps/_gradients.py`).
       calls: how often `compute_gradients` was called.
       scaled: the variables whose gradients it returned, which are scaled as the losses are.
+      loss_scaled_by: of these variables, the optimizers whose loss scale the gradients were computed with.
       says_scaled: whether `tower_gradient` scaled gradients that the model_fn took by itself.
       reserved: the entries of `Frame.slots` that `compute_gradients` took for `apply_gradients`, and their optimizers.
       slot_variables: the variables that entries of `Frame.slots` are about, where a run reads them outside of TRAIN.
@@ -165,6 +166,7 @@ class GradientCalls:
     known: tuple[Gradients, ...] = ()
     calls: int = 0
     scaled: set[str] = dataclasses.field(default_factory=set)
+    loss_scaled_by: dict[str, object] = dataclasses.field(default_factory=dict)
     says_scaled: bool = False
     reserved: dict[str, object] = dataclasses.field(default_factory=dict)
     slot_variables: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
@@ -178,11 +180,13 @@ class Embeddings:
       taps: what `embedding_lookup` adds to the rows of each lookup.
       lookups: the rows of each lookup, a flat array; an id outside of the table is negative or too large.
       handed_out: the variables that the model_fn has seen whole, not only by their rows.
+      gotten: tables as the `custom_getter` of a scope gives them.
     """
 
     taps: dict[str, list[jax.Array]] = dataclasses.field(default_factory=dict)
     lookups: dict[str, list[jax.Array]] = dataclasses.field(default_factory=dict)
     handed_out: set[str] = dataclasses.field(default_factory=set)
+    gotten: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass

@@ -111,6 +111,16 @@ def check_scaled(caller: str, frame: Frame, gradients: Variables) -> None:
         )
 
 
+def check_loss_scale(caller: str, frame: Frame, gradients: Variables, optimizer: object) -> None:
+    """Raises a ValueError for gradients with the loss scale of another optimizer, which would not see them overflow."""
+    others = [name for name in gradients if frame.gradients.loss_scaled_by.get(name, optimizer) is not optimizer]
+    if others:
+        raise ValueError(
+            f"`{caller}` got gradients for {others} that another optimizer has computed, which has a loss_scale. Apply "
+            "them by the same one, or compute them by this one: a loss scale belongs to one optimizer."
+        )
+
+
 def check_gradient(caller: str, name: str, gradient: PyTree, variable: PyTree) -> None:
     if isinstance(gradient, IndexedSlices):
         gradient.check(caller)

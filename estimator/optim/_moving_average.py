@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from estimator.core._frame import Declared, ScopeDefaults, current_frame
 from estimator.core._mode_keys import ModeKeys
@@ -34,6 +34,8 @@ class ExponentialMovingAverage:
             train_op = ema.apply(tf.trainable_variables())
 
     is `train_op = est.group(train_op, ema.apply(est.trainable_variables()))`.
+
+    An average of 16-bit floats is kept in float32, which a slow one needs.
 
     To evaluate, predict and export with the averages in place of the variables, give `eval_with_averages=True`, and
     call `apply` in every mode, so before a `return` for one of them:
@@ -135,7 +137,7 @@ class ExponentialMovingAverage:
                     f"`{caller}`: {name!r} holds integers or booleans, which have no average. Leave it out."
                 )
             with variable_scope(_NO_SCOPE):
-                get_variable(average, initializer=lambda key, value=value: value, trainable=False)
+                get_variable(average, initializer=lambda key, value=value: wide(value), trainable=False)
             frame.declared.partitions |= {
                 (average, *path): axis for (full, *path), axis in frame.declared.partitions.items() if full == name
             }
@@ -213,10 +215,19 @@ def averaged(train_op: TrainOp, before: Variables, after: Variables) -> Variable
             n = update.count[0] / update.count[1]
             step_size = 1 - jnp.minimum(update.decay, (1 + n) / (10 + n))
         for name, average in update.names:
-            with jax.numpy_dtype_promotion("standard"):  # as in `apply_updates`
-                moved = optax.incremental_update(after[name], before[average], step_size)
-            new[average] = jax.tree.map(lambda x, like: x.astype(like.dtype), moved, before[average])
+            new[average] = jax.tree.map(functools.partial(_moved, step_size), wide(after[name]), before[average])
     return new
+
+
+def _moved(step_size: Any, value: jax.Array, average: jax.Array) -> jax.Array:
+    """TensorFlow's formula: the average of a constant is that constant, which rounding spoils in the sum of products
+    that `optax.incremental_update` computes."""
+    return average - (average - value) * jnp.asarray(step_size, average.dtype)
+
+
+def wide(variable: PyTree) -> PyTree:
+    """The values of a variable in the dtype of their average, which needs more digits than 16 bits have."""
+    return jax.tree.map(lambda x: x.astype(jnp.float32) if jnp.finfo(x.dtype).bits < 32 else x, variable)
 
 
 def at_averages(averages: dict[str, tuple[str, bool]], variables: Variables) -> Variables:
@@ -225,7 +236,11 @@ def at_averages(averages: dict[str, tuple[str, bool]], variables: Variables) -> 
     Args:
       averages: by name, the name of the variable, and whether it is to be read in its place.
     """
-    instead = {name: variables[average] for average, (name, is_read) in averages.items() if is_read}
+    instead = {
+        name: jax.tree.map(lambda x, like: x.astype(like.dtype), variables[average], variables[name])
+        for average, (name, is_read) in averages.items()
+        if is_read
+    }
     return {**variables, **instead}
 
 

@@ -19,6 +19,7 @@ from estimator.optim._arguments import (
     check_gradient,
     check_is_outermost,
     check_loss,
+    check_loss_scale,
     check_pair,
     check_scaled,
     check_var_list,
@@ -148,6 +149,8 @@ class Optimizer:
         else:
             raise GradientsNeeded(loss, names, slots)
         frame.gradients.scaled.update(names)
+        if self.loss_scale:
+            frame.gradients.loss_scaled_by |= dict.fromkeys(names, self)
         return [(gradients[name], name) for name in names]
 
     def apply_gradients(
@@ -165,7 +168,8 @@ class Optimizer:
 
         Raises:
           ValueError: in one of several towers, or of several micro-batches, a gradient was taken in another way, and
-            nothing says that it is scaled as the loss is: see `est.tower_gradient`.
+            nothing says that it is scaled as the loss is: see `est.tower_gradient`. Or an optimizer with a loss scale
+            has computed a gradient that another one is to apply.
         """
         caller = f"{type(self).__name__}.apply_gradients"
         check_arguments(caller, tensorflows)
@@ -187,6 +191,7 @@ class Optimizer:
         if not gradients:
             raise ValueError(f"`{caller}` got no gradient for any variable; every one is None.")
         check_scaled(caller, frame, gradients)
+        check_loss_scale(caller, frame, gradients, self)
         names = tuple(gradients)
         return TrainOp((Update(gradients, None, names, self._open_slots(frame, names), self, frame.tracing.run),))
 

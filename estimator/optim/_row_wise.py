@@ -48,7 +48,6 @@ _WRAPPERS = {
     "masked",
     "named_chain",
     "partition",
-    "schedule_free",
     "with_extra_args_support",
 }
 

@@ -104,7 +104,9 @@ class TouchedRows:
 def _sum_repeated(gradient: IndexedSlices) -> tuple[jax.Array, jax.Array]:
     """The touched rows, each once, and the sum of each one's values; at the end, indices beyond the table."""
     n, beyond = len(gradient.indices), gradient.dense_shape[0]
-    indices, places = jnp.unique(gradient.indices, size=n, fill_value=beyond, return_inverse=True)
+    rows = gradient.indices
+    rows = rows.astype(jnp.int32) if rows.dtype.itemsize < 4 else rows  # `beyond` may not fit
+    indices, places = jnp.unique(rows, size=n, fill_value=beyond, return_inverse=True)
     return indices, jax.ops.segment_sum(gradient.values, places, n)
 
 

@@ -41,7 +41,7 @@ def embedding_lookup(
     changes only the rows that were looked up, where that is right: see `est.lazy`. This holds only while the table is
     read through lookups alone. Where the same run also gets it by `get_variable` or `read_variable` (a softmax tied
     to the embedding), or looks it up within a function that jax traces apart (`jax.jit`, `jax.vmap`, `jax.lax.scan`,
-    `jax.checkpoint`), the gradient is right, but dense.
+    `jax.checkpoint`), or a `custom_getter` of a scope gets it, the gradient is right, but dense.
 
     Args:
       name: prefixed by the scopes around the call. Several lookups in one run share the table.
@@ -70,16 +70,20 @@ def embedding_lookup(
             "Give the shape of the table, (rows, width), to create it."
         )
     else:
-        get_variable(name, shape, dtype, initializer, partition=partition)
-        frame.embeddings.handed_out.discard(full)  # Nobody has seen more of it than its rows.
-    _check_table(call, frame.variables[full])
+        table = get_variable(name, shape, dtype, initializer, partition=partition)
+        if frame.scope_defaults.custom_getter is None:
+            frame.embeddings.handed_out.discard(full)  # Nobody has seen more of it than its rows.
+        else:
+            frame.embeddings.gotten[full] = table
+    _check_table(call, frame.embeddings.gotten.get(full, frame.variables[full]))
     if frame.tracing.trace != current_trace():  # The ids of a function traced apart are not known outside of it.
         frame.embeddings.handed_out.add(full)
     return _look_up(frame, full, ids)
 
 
 def _look_up(frame: Frame, full: str, ids: jax.Array) -> jax.Array:
-    table = read(frame, full) if full in frame.embeddings.handed_out else frame.variables[full]
+    table: jax.Array = read(frame, full) if full in frame.embeddings.handed_out else frame.variables[full]
+    table = frame.embeddings.gotten.get(full, table)
     length = len(table)
     flat = ids.reshape(-1).astype(ids.dtype if ids.dtype.itemsize >= 4 else jnp.int32)
     known = (flat >= 0) & (flat < length)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from estimator.core._estimator_spec import EstimatorSpec
 from estimator.core._frame import Frame, Writes, open_frame
@@ -143,16 +144,18 @@ class _Run:
         """Of loss `i`, times `loss_scale`. With a `DynamicLossScale` in the optimizer's slots the backward pass runs
         with that factor too, which is divided out again here."""
         dynamic = _loss_scale.current(self._frame.slots, slots)
-        cotangents = [
-            jnp.full((), self._loss_scale if j == i else 0.0, loss.dtype) for j, loss in enumerate(backward.losses)
-        ]
+        fits = float(np.asarray(self._loss_scale).astype(backward.losses[i].dtype)) == self._loss_scale
+        scale = self._loss_scale if fits or backward.losses[i].dtype.itemsize >= 4 else 1.0
+        cotangents = [jnp.full((), scale if j == i else 0.0, loss.dtype) for j, loss in enumerate(backward.losses)]
         if dynamic is not None:
             cotangents[i] = _loss_scale.scaled(cotangents[i], dynamic)
         dense, of_taps = backward.pull(cotangents)
         if dynamic is not None:
             dense, of_taps = _loss_scale.unscaled((dense, of_taps), dynamic)
+        if scale != self._loss_scale:  # a third, say, would be rounded to the bfloat16 of the loss
+            dense, of_taps = jax.tree.map(lambda x: x * jnp.asarray(self._loss_scale, x.dtype), (dense, of_taps))
         gradients = dense | slices(of_taps, backward.done.lookups, self._frame.variables)
-        return {name: gradients[name] for name in names}
+        return jax.tree.map(_ascending, {name: gradients[name] for name in names})
 
     def _forward(self, *trained: PyTree) -> tuple[list[jax.Array], _Pass]:
         """The forward pass as a pure function of what is differentiated: variables, and taps."""
@@ -193,6 +196,11 @@ def _with_gradients(train_op: TrainOp, gradients: dict[str, dict[str, PyTree]]) 
         for update in train_op.updates
     )
     return dataclasses.replace(train_op, updates=updates)
+
+
+def _ascending(gradient: jax.Array) -> jax.Array:
+    """The direction in which a real loss grows, as in TensorFlow: of a complex variable, jax's gradient conjugated."""
+    return jnp.conj(gradient) if jnp.iscomplexobj(gradient) else gradient
 
 
 def _is_floating(value: PyTree) -> bool:

@@ -149,10 +149,10 @@ def _cuts(jaxpr: Jaxpr, segments: int | None) -> list[int]:
     live = _live_bytes(jaxpr)
 
     def memory(cuts: list[int]) -> int:
-        inside = max(sum(made[start:stop]) for start, stop in itertools.pairwise(cuts))
+        inside = max((sum(made[start:stop]) for start, stop in itertools.pairwise(cuts)), default=0)
         return sum(live[i] for i in cuts[1:-1]) + inside
 
-    most = min(segments or _MOST_SEGMENTS, len(made))
+    most = max(1, min(segments or _MOST_SEGMENTS, len(made)))
     choices = [_even_cuts(made, live, n) for n in range(1, most + 1)]
     return min(choices, key=memory) if segments is None else choices[-1]
 

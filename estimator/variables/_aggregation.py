@@ -26,9 +26,16 @@ class VariableAggregation(enum.StrEnum):
           kind: of parts, for the message.
 
         Raises:
-          ValueError: integers were to be averaged.
+          ValueError: integers were to be averaged, or it is a PRNG key.
         """
-        if parts == 1 or self == VariableAggregation.SUM:
+        if parts == 1:
+            return value
+        if any(jnp.issubdtype(leaf.dtype, jax.dtypes.extended) for leaf in jax.tree.leaves(value)):
+            raise ValueError(
+                f"The {kind} assign to the variable {name!r}, which holds a PRNG key. Keys cannot be put together: "
+                "take one by `est.make_rng()` in each step, or keep `jax.random.key_data(key)`."
+            )
+        if self == VariableAggregation.SUM:
             return value
         if self == VariableAggregation.ONLY_FIRST_TOWER:
             return jax.tree.map(lambda x: jnp.where(index == 0, x, jnp.zeros_like(x)), value)

@@ -45,7 +45,8 @@ class AllReduce(CrossTowerOps):
         back from after they are summed. In a training step this applies to gradients only.
 
     Attributes:
-      exact: the same without `compress_dtype`.
+      compress_dtype: as given.
+      exact: the same without it.
 
     Raises:
       ValueError: there is no such algorithm, a number is too small, or both ways of packing are requested.
@@ -63,8 +64,8 @@ class AllReduce(CrossTowerOps):
         caller = type(self).__name__
         self._algorithm = check_algorithm(caller, algorithm)
         self._packer = packer_for(caller, num_packs, agg_small_grads_max_bytes, agg_small_grads_max_group)
-        self._compress_dtype = None if compress_dtype is None else _floating(caller, compress_dtype)
-        if self._compress_dtype is not None:
+        self.compress_dtype = None if compress_dtype is None else _floating(caller, compress_dtype)
+        if self.compress_dtype is not None:
             self.exact = AllReduce(algorithm, num_packs, agg_small_grads_max_bytes, agg_small_grads_max_group)
 
     def sum_in_towers(self, values: Sequence[jax.Array]) -> list[jax.Array]:
@@ -79,7 +80,7 @@ class AllReduce(CrossTowerOps):
         return self._packer.unpack([all_reduce(pack, self._algorithm) for pack in self._packer.pack(arrays)], arrays)
 
     def _compress(self, array: jax.Array) -> jax.Array:
-        dtype = self._compress_dtype
+        dtype = self.compress_dtype
         wider = dtype is not None and jnp.issubdtype(array.dtype, jnp.floating) and array.itemsize > dtype.itemsize
         return array.astype(dtype) if wider else array
 

@@ -57,8 +57,8 @@ def test_zero_summary_steps_are_none():
 
 @pytest.mark.covers("3 model_dir")
 def test_a_url_of_a_file_is_a_local_path():
-    assert est.RunConfig(model_dir="file:///tmp/run").model_dir == "/tmp/run"
-    assert est.RunConfig(model_dir="s3://bucket/run").model_dir == "s3://bucket/run"
+    assert RunConfig(model_dir="file:///tmp/run").model_dir == "/tmp/run"
+    assert RunConfig(model_dir="s3://bucket/run").model_dir == "s3://bucket/run"
 
 
 @pytest.mark.parametrize(

@@ -161,6 +161,21 @@ def test_optimizers_that_all_compute_before_they_apply_have_their_own_scales():
     assert (slots["optimizer_1"].scale, slots["optimizer_1"].good_steps) == (2.0**18, 8)
 
 
+@pytest.mark.parametrize("scale_of_b", [None, est.DynamicLossScale()])
+def test_a_gradient_with_a_loss_scale_is_applied_by_its_optimizer_alone(scale_of_b):
+    """Another one would not skip what has overflowed, and an optimizer that applies nothing scales nothing."""
+
+    def model_fn(features, labels, mode):
+        loss = jnp.mean(features * est.get_variable("w", ()))
+        a = TowerOptimizer(optax.sgd(1.0), loss_scale=est.DynamicLossScale())
+        b = TowerOptimizer(optax.sgd(1.0), loss_scale=scale_of_b)
+        return est.EstimatorSpec(mode, loss=loss, train_op=b.apply_gradients(a.compute_gradients(loss)))
+
+    message = r"`TowerOptimizer.apply_gradients` got gradients for \['w'\] that another optimizer has computed"
+    with pytest.raises(ValueError, match=message):
+        started(model_fn, ROWS)
+
+
 def half_precision(dtype, loss_scale):
     def model_fn(features, labels, mode):
         w = est.get_variable("w", (), initializer=jax.nn.initializers.ones)

@@ -6,8 +6,10 @@ import numpy as np
 import optax
 import pytest
 from testing.model_fns import run
+from testing.towers import replicate, started
 
 import estimator as est
+from replicate import TowerOptimizer
 
 
 def two_variables():
@@ -139,3 +141,36 @@ def test_a_bare_optax_transformation_is_an_error_with_the_line_to_write():
 
     with pytest.raises(TypeError, match="must return an optax.GradientTransformation; it returned"):
         run(body)
+
+
+@pytest.mark.parametrize("towers", [1, 2])
+@pytest.mark.parametrize("method", ["minimize", "apply_gradients"])
+def test_a_complex_variable_moves_downhill_as_in_tensorflow(towers, method):
+    def model_fn(features, labels, mode):
+        w = est.get_variable("w", (), jnp.complex64, lambda key, shape, dtype: jnp.asarray(1 + 1j, dtype))
+        loss = jnp.mean(jnp.abs(features * w - labels) ** 2)
+        optimizer = TowerOptimizer(optax.sgd(0.1))
+        if method == "minimize":
+            return est.EstimatorSpec(mode, loss=loss, train_op=optimizer.minimize(loss))
+        return est.EstimatorSpec(mode, loss=loss, train_op=optimizer.apply_gradients(optimizer.compute_gradients(loss)))
+
+    x = np.array([1.0, 2.0, 0.5, 1.0], np.complex64)
+    y = x * np.complex64(2 + 3j)
+    model, state = started(replicate(model_fn, towers), x, y)
+    for _ in range(100):
+        state, spec = model.train_step(state, x, y)
+    np.testing.assert_allclose(state.variables["w"], 2 + 3j, rtol=1e-5)
+    assert spec.loss < 1e-9
+
+
+@pytest.mark.parametrize("towers", [1, 3])
+def test_a_loss_in_bfloat16_has_the_gradient_of_one_batch(towers):
+    def model_fn(features, labels, mode):
+        w = est.get_variable("w", (), initializer=jax.nn.initializers.ones)
+        loss = jnp.mean(w * features).astype(jnp.bfloat16)
+        return est.EstimatorSpec(mode, loss=loss, train_op=TowerOptimizer(optax.sgd(1.0)).minimize(loss))
+
+    x = np.arange(6, dtype=np.float32)
+    model, state = started(replicate(model_fn, towers), x)
+    state, _ = model.train_step(state, x)
+    np.testing.assert_allclose(state.variables["w"], 1 - 2.5, rtol=1e-6)

@@ -296,8 +296,31 @@ def test_averages_of_a_pytree_are_a_pytree():
     average = state.variables[f"net/{END}"]
     assert jax.tree.map(lambda x: (x.dtype.name, x.tolist()), average) == {
         "a": ("float32", [0.5, 0.5]),
-        "b": {"c": ("bfloat16", 0.5)},
+        "b": {"c": ("float32", 0.5)},
     }
+
+
+@pytest.mark.parametrize("num_updates", [None, 10**6])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_the_average_of_a_constant_is_that_constant_in_any_dtype(dtype, num_updates):
+    def model_fn(features, labels, mode):
+        w = est.get_variable("w", (), dtype, lambda key, shape, dtype: jnp.asarray(1.9, dtype))
+        rises = est.get_variable("rises", (), dtype, jax.nn.initializers.zeros, trainable=False)
+        if mode == est.ModeKeys.TRAIN:
+            est.assign("rises", jnp.ones((), dtype))
+        ema = est.ExponentialMovingAverage(0.9999, num_updates, eval_with_averages=True)
+        averages = ema.apply(["w", "rises"])
+        loss = jnp.mean(features * w.astype(jnp.float32))
+        train_op = est.group(est.Optimizer(optax.sgd(0.0)).minimize(loss), averages)
+        return est.EstimatorSpec(mode, {"w": w, "rises": rises}, loss, train_op)
+
+    model, state = started(model_fn, X[0])
+    state, _ = model.train_loop(state, (jnp.broadcast_to(X[0], (2000, *X[0].shape)), None))
+    assert state.variables[f"w/{END}"] == state.variables["w"].astype(jnp.float32)
+    np.testing.assert_allclose(state.variables[f"rises/{END}"], 1 - 0.9999**2000, rtol=1e-3)
+    predictions = model.eval_step(state, X[0]).predictions
+    assert predictions["w"] == state.variables["w"] and predictions["w"].dtype == dtype
+    np.testing.assert_allclose(predictions["rises"], 0.1813, rtol=0.01)
 
 
 # How they begin.

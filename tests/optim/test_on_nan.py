@@ -14,6 +14,7 @@ from testing.towers import assert_close, bits, cpus
 import estimator as est
 from estimator.optim import _finite
 from replicate import TowerOptimizer, VariableDistribution, replicate_model_fn
+from replicate.cross_tower_ops import AllReduce
 
 ROWS = np.arange(24, dtype=np.float32).reshape(8, 3) / 8
 W = np.array([-0.0, 1.0, 2.0], np.float32)
@@ -358,6 +359,19 @@ def test_on_nan_can_be_switched_on_and_off_in_one_model_dir(tmp_path):
 def test_an_unknown_on_nan(on_nan):
     with pytest.raises(ValueError, match=re.escape(f'on_nan must be None, "raise" or "skip"; got {on_nan!r}.')):
         replicate(2, on_nan)
+
+
+@pytest.mark.parametrize("dtype, fits", [(jnp.float16, False), (jnp.float8_e4m3fn, False), (jnp.bfloat16, True)])
+def test_sums_in_a_dtype_that_overflows_are_refused(dtype, fits):
+    ops = AllReduce(compress_dtype=dtype)
+    if fits:
+        replicate_model_fn(lambda features, mode: None, devices=cpus(2), on_nan="skip", cross_tower_ops=ops)
+        return
+    message = (
+        f"on_nan='skip' was given with a cross_tower_ops that sums gradients in {jnp.dtype(dtype)}.* but their sum"
+    )
+    with pytest.raises(ValueError, match=message):
+        replicate_model_fn(lambda features, mode: None, devices=cpus(2), on_nan="skip", cross_tower_ops=ops)
 
 
 def test_a_state_that_does_not_count():

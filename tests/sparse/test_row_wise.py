@@ -37,6 +37,8 @@ TRANSFORMATIONS = {
         "momentum": optax.sgd(0.1, momentum=0.9, nesterov=True),
         "momentum of adagrad": optax.chain(optax.scale_by_rss(), optax.sgd(0.1, momentum=0.9)),
         "injected": optax.inject_hyperparams(optax.sgd)(optax.constant_schedule(0.1), momentum=0.9),
+    },
+    (RowRule.ANY_STEP, Rule.MOMENTUM): {
         "schedule_free": optax.contrib.schedule_free_sgd(),
     },
     (RowRule.ANY_STEP, Rule.ROW_WISE): {
@@ -81,6 +83,8 @@ EXCEPTIONS = {
     "scale_by_factored_rms": "small tables are not factored",
     "scale_by_madgrad": "a row without a gradient moves, and its slots stay",
     "scale_by_schedule": "needs a function",
+    "schedule_free": "what is evaluated is an average of all steps, in which rows that stay would weigh more",
+    "schedule_free_sgd": "as schedule_free",
     "snapshot": "needs a function",
     "split_real_and_imaginary": "needs a transformation",
     "stateless": "needs a function",

@@ -49,6 +49,12 @@ def test_values_and_gradients_match_the_function(segments):
         np.testing.assert_allclose(np.asarray(one, np.float32), np.asarray(other, np.float32), rtol=2e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("segments", [None, 2])
+def test_a_function_that_computes_nothing_is_left_as_it_is(segments):
+    fn = est.checkpoint_segments(lambda x, y: {"y": y, "one": 1.0}, segments)
+    assert fn(jnp.float32(2), jnp.float32(3)) == {"y": 3, "one": 1}
+
+
 def test_values_of_an_outer_trace_may_be_closed_over():
     def loss(cut, scale, x):
         return cut(lambda x: jnp.sin(jnp.sin(x * scale) * scale).sum())(x)

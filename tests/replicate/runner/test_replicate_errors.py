@@ -136,6 +136,23 @@ def test_integers_cannot_be_averaged():
         model.train_step(state, ROWS)
 
 
+@pytest.mark.parametrize("aggregation", list(est.VariableAggregation))
+def test_keys_cannot_be_put_together(aggregation):
+    def shuffling_fn(features, labels, mode):
+        key = est.get_variable("key", lambda key: key, trainable=False, aggregation=aggregation)
+        est.assign("key", jax.random.split(key)[0])
+        return model_fn(features, labels, mode)
+
+    model = est.transform(replicate_model_fn(shuffling_fn, devices=cpus(2)))
+    state = model.init(jax.random.key(0), ROWS)
+    message = (
+        "The towers assign to the variable 'key', which holds a PRNG key. Keys cannot be put together: "
+        "take one by `est.make_rng()` in each step, or keep `jax.random.key_data(key)`."
+    )
+    with raises(ValueError, message):
+        model.train_step(state, ROWS)
+
+
 def test_integers_may_be_assigned_on_one_device():
     def counting_fn(features, labels, mode):
         est.get_variable("count", initializer=np.int32(0), trainable=False)
