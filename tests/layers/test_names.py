@@ -88,6 +88,7 @@ def test_a_scope_opened_again_counts_from_the_beginning_as_in_tensorflow():
         names_of(twice(None))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layer, variables", [("lstm", 2), ("gru", 4), ("bidirectional_lstm", 4), ("bidirectional_gru", 8)]
 )

@@ -135,6 +135,7 @@ def test_a_second_train_of_the_same_estimator_begins_again(tmp_path):
     assert seen(new(tmp_path).train(Numbers, steps=3)) == [2] * 3 + [1] * 3 + [0] * 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["position", "count"])
 def test_a_second_train_that_failed_is_resumed_if_it_has_saved(tmp_path, how):
     estimator = new(tmp_path, save_checkpoints_steps=5, resume_input=how).train(Numbers, max_steps=3)

@@ -212,6 +212,7 @@ def test_recall_at_k_of_one_class_counts_its_labels_alone():
         metrics.recall_at_k(labels, scores, 1, jnp.ones(3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong", [np.nan, -0.25, 1.5])
 def test_what_is_no_probability_makes_thresholds_nan_unless_its_weight_is_zero(wrong):
     labels, predictions = jnp.array([0, 1, 0, 1]), jnp.array([0.2, wrong, 0.3, 0.9])
