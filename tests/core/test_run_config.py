@@ -55,12 +55,12 @@ def test_zero_summary_steps_are_none():
     assert RunConfig(save_summary_steps=0).save_summary_steps is None
 
 
-@pytest.mark.covers("3 model_dir")
 def test_a_url_of_a_file_is_a_local_path():
     assert RunConfig(model_dir="file:///tmp/run").model_dir == "/tmp/run"
     assert RunConfig(model_dir="s3://bucket/run").model_dir == "s3://bucket/run"
 
 
+@pytest.mark.covers("3 model_dir")
 @pytest.mark.parametrize(
     ("given", "message"),
     [
