@@ -180,13 +180,13 @@ class Embeddings:
       taps: what `embedding_lookup` adds to the rows of each lookup.
       lookups: the rows of each lookup, a flat array; an id outside of the table is negative or too large.
       handed_out: the variables that the model_fn has seen whole, not only by their rows.
-      gotten: tables as the `custom_getter` of a scope gives them.
+      by_getter: tables as the `custom_getter` of a scope gives them.
     """
 
     taps: dict[str, list[jax.Array]] = dataclasses.field(default_factory=dict)
     lookups: dict[str, list[jax.Array]] = dataclasses.field(default_factory=dict)
     handed_out: set[str] = dataclasses.field(default_factory=set)
-    gotten: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
+    by_getter: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass

@@ -56,9 +56,9 @@ class Hook:
         """The next step around which to call `before_run` and `after_run`; None: not now, ask again.
 
         Called before each program, up to two programs ahead of what has run; at least every 100 steps, unless
-        `RunConfig(steps_per_loop=...)` is more. So a hook that
-        goes by the clock returns `step + 1` when its time has come, and None until then. It may be called several
-        times with the same step: what it returns must not depend on how often.
+        `RunConfig(steps_per_loop=...)` is more. So a hook that goes by the clock returns `step + 1` when its time has
+        come, and None until then. It may be called several times with the same step: what it returns must not depend
+        on how often.
 
         Args:
           step: the number of steps that will have run (in `evaluate` and `predict`: of batches).

@@ -53,7 +53,9 @@ def embed(
         if not is_new and not frame.reuse:
             get_variable("embeddings", shape)  # says that the name is taken
         if is_new:
-            get_variable("embeddings", shape, None, initializer, trainable, regularizer=regularizer)
-            if trainable and frame.scope_defaults.custom_getter is None:
+            table = get_variable("embeddings", shape, None, initializer, trainable, regularizer=regularizer)
+            if frame.scope_defaults.custom_getter is not None:
+                frame.embeddings.by_getter[full] = table
+            elif trainable:
                 frame.embeddings.handed_out.discard(full)
         return embedding_lookup("embeddings", ids)

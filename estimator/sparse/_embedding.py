@@ -74,8 +74,8 @@ def embedding_lookup(
         if frame.scope_defaults.custom_getter is None:
             frame.embeddings.handed_out.discard(full)  # Nobody has seen more of it than its rows.
         else:
-            frame.embeddings.gotten[full] = table
-    _check_table(call, frame.embeddings.gotten.get(full, frame.variables[full]))
+            frame.embeddings.by_getter[full] = table
+    _check_table(call, frame.embeddings.by_getter.get(full, frame.variables[full]))
     if frame.tracing.trace != current_trace():  # The ids of a function traced apart are not known outside of it.
         frame.embeddings.handed_out.add(full)
     return _look_up(frame, full, ids)
@@ -83,7 +83,7 @@ def embedding_lookup(
 
 def _look_up(frame: Frame, full: str, ids: jax.Array) -> jax.Array:
     table: jax.Array = read(frame, full) if full in frame.embeddings.handed_out else frame.variables[full]
-    table = frame.embeddings.gotten.get(full, table)
+    table = frame.embeddings.by_getter.get(full, table)
     length = len(table)
     flat = ids.reshape(-1).astype(ids.dtype if ids.dtype.itemsize >= 4 else jnp.int32)
     known = (flat >= 0) & (flat < length)

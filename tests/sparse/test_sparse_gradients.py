@@ -327,15 +327,20 @@ def test_a_sparse_gradient_by_narrow_indices_moves_each_row(dtype):
     assert {i: x for i, x in enumerate(state.variables["words"][:, 0].tolist()) if x} == {7: -1.0, 44: -3.0}
 
 
+@pytest.mark.parametrize("layer", [False, True])
 @pytest.mark.parametrize("towers", [1, 2])
-def test_a_lookup_sees_what_a_custom_getter_returns(towers):
+def test_a_lookup_sees_what_a_custom_getter_returns(towers, layer):
     def getter(get, name, **arguments):
         return 10 * get(name, **arguments)
 
     def model_fn(features, labels, mode):
         with est.variable_scope("s", custom_getter=getter):
-            rows = est.embedding_lookup("t", features, (4, 1), initializer=jax.nn.initializers.ones)
-            again = est.embedding_lookup("t", features)
+            if layer:
+                rows = est.layers.embed(features, 4, 1, jax.nn.initializers.ones, scope="t")
+                again = est.layers.embed(features, 4, 1, scope="t", reuse=True)
+            else:
+                rows = est.embedding_lookup("t", features, (4, 1), initializer=jax.nn.initializers.ones)
+                again = est.embedding_lookup("t", features)
         loss = jnp.mean(rows + again)
         return est.EstimatorSpec(mode, rows, loss, TowerOptimizer(optax.sgd(1.0)).minimize(loss))
 
@@ -343,7 +348,7 @@ def test_a_lookup_sees_what_a_custom_getter_returns(towers):
     model = est.transform(replicate(model_fn, towers))
     state, spec = model.train_step(model.init(jax.random.key(0), ids), ids)
     assert spec.loss == 20 and spec.predictions.ravel().tolist() == [10, 10]
-    assert state.variables["s/t"].ravel().tolist() == [-9, 1, -9, 1]
+    assert state.variables["s/t/embeddings" if layer else "s/t"].ravel().tolist() == [-9, 1, -9, 1]
 
 
 IDS = np.zeros((2, 3), np.int32)
