@@ -282,17 +282,18 @@ def test_a_training_whose_processes_are_killed_ends_with_the_bits_of_one_that_is
     assert undisturbed.returncode == 0, err
     folder = tmp_path / "killed"
     killed = start(folder, kills + 10)
-    victims = set()
-    while len(victims) < kills and killed.poll() is None:
+    victims, seen = 0, set()
+    while victims < kills and killed.poll() is None:
         time.sleep(random.uniform(2, 6))
-        file = folder / f"started-{random.integers(2)}"
-        pid = int(file.read_text()) if file.exists() else None
-        if pid is not None and pid not in victims and is_alive(pid):
-            victims.add(pid)
-            os.kill(pid, signal.SIGKILL)
+        pids = [int(file.read_text()) for file in folder.glob("started-?")]
+        # Both are of a new start: one that is about to end, since the other was killed, is left alone.
+        if len(pids) == 2 and seen.isdisjoint(pids) and all(map(is_alive, pids)):
+            seen.update(pids)
+            victims += 1
+            os.kill(pids[random.integers(2)], signal.SIGKILL)
     _, err = killed.communicate(timeout=600)
     assert killed.returncode == 0, err
-    assert len(victims) == kills == err.count("signal SIGKILL")
+    assert victims == kills == err.count("signal SIGKILL")
     assert (folder / "result").read_text() == (tmp_path / "undisturbed" / "result").read_text()
 
 
