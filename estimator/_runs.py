@@ -132,7 +132,7 @@ class Runs:
             if self._resumes and start.path is not None:
                 skipped = resume_input(rest, start.path, start.host, self._config)
             first = first_batch(group, rest.peek(), ModeKeys.TRAIN)
-            if first is None and skipped and _checkpoints.is_end_of_steps(str(start.path)):
+            if first is None and skipped and _checkpoints.is_end(str(start.path), "steps"):
                 rest, skipped = self._batches(input_fn, ModeKeys.TRAIN), 0
                 first = first_batch(group, rest.peek(), ModeKeys.TRAIN)
         if first is not None:
@@ -144,7 +144,7 @@ class Runs:
             "Training made no steps: %s is of the end of the input. The next training run begins it again.", start.path
         )
         if self._config.is_chief:
-            _checkpoints.note_end_of_input(start.path)
+            _checkpoints.note_end(start.path, "input")
         return None
 
     def _build(
@@ -210,10 +210,8 @@ class Runs:
         self._resumes = False
         context = training.context
         if training.saved_path and training.saved_step == context.global_step:
-            if context.stop_reason == "input" and self._config.is_chief:
-                _checkpoints.note_end_of_input(training.saved_path)
-            elif context.stop_reason == "steps" and self._config.is_chief:
-                _checkpoints.note_end_of_steps(training.saved_path)
+            if self._config.is_chief:
+                _checkpoints.note_end(training.saved_path, context.stop_reason)
             if not context.restored:
                 self.states.keep(training.saved_path, state)
 

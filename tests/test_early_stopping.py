@@ -1,89 +1,24 @@
-"""Hooks that end a training run by the results of its evaluations, and the best state that one may end with."""
+"""Hooks that end a training run by the results of its evaluations."""
 
-import json
-import os
-import signal
-
-import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from testing.estimators import refuse, saved_steps, step_of
+from testing.scenarios.early_stopping import (
+    ONE,
+    TABLE,
+    KillAt,
+    KillEvaluation,
+    evaluated,
+    make,
+    no_decrease,
+    record,
+    run,
+    stops,
+)
 
 import estimator as est
-from estimator.checkpoint import _checkpoints
-from estimator.checkpoint._async_save import CheckpointWriteError
-from estimator.loop._context import RunContext
-from replicate import TowerOptimizer, VariableDistribution, replicate_model_fn
 
 FALLING = {1000: 0.9, 1500: 0.8, 2000: 0.5, 2500: 0.6, 3000: 0.55}
-ONE = np.ones((2, 1), np.float32)
-
-
-def make(model_dir, table=(0,) * 50, optimizer=None, wrap=lambda model_fn: model_fn, **config):
-    """The metric "m" of its variables is what a table has for the number of steps that led to them."""
-    table = np.array(table, np.float32)
-    optimizer = optimizer or est.Optimizer(optax.sgd(0.1, momentum=0.9))
-
-    def model_fn(features, mode):
-        w = est.get_variable("w", (1, 1))
-        steps = est.get_variable("steps", (), initializer=lambda *_: jnp.float32(0), trainable=False)
-        est.assign("steps", (est.global_step() + 1).astype(jnp.float32))
-        loss = jnp.mean((features @ w) ** 2)
-        metrics = {"m": est.metrics.mean(jnp.asarray(table)[steps.astype(jnp.int32)])}
-        return est.EstimatorSpec(mode, loss=loss, train_op=optimizer.minimize(loss), eval_metric_ops=metrics)
-
-    config = est.RunConfig(**({"save_checkpoints_steps": 100} | config))
-    return est.Estimator(wrap(model_fn), str(model_dir), config)
-
-
-def run(estimator, hook, max_steps=40, every=2, hooks=(), hooks_=(), batches=100, **eval_spec):
-    spec = est.EvalSpec(lambda: ONE, hooks=hooks_, **eval_spec)
-    train_spec = est.TrainSpec(lambda: [ONE] * batches, max_steps, [hook, *hooks])
-    return est.train_and_evaluate(estimator, train_spec, spec, every)
-
-
-def evaluated(estimator):
-    return list(est.read_eval_metrics(estimator.eval_dir()))
-
-
-def record(estimator, values, name=None, time=0.0):
-    os.makedirs(estimator.eval_dir(name), exist_ok=True)
-    with open(os.path.join(estimator.eval_dir(name), "history.jsonl"), "a") as file:
-        for step, value in values.items():
-            file.write(json.dumps({"step": step, "time": time, "loss": value}) + "\n")
-
-
-def stops(hook, estimator, step=10_000):
-    """Whether a training run that resumes at a step ends at once."""
-    context = RunContext("train", estimator.model_dir, step)
-    hook.begin()
-    hook.after_create_state(context)
-    return context.stop_requested
-
-
-class KillAt(est.Hook):
-    """Ends a run with an error, in which nothing is saved."""
-
-    def __init__(self, step):
-        self.step = step
-
-    def next_step(self, step):
-        return self.step if step < self.step else None
-
-    def after_run(self, context, values):
-        raise KeyboardInterrupt
-
-
-class KillEvaluation(est.Hook):
-    """Ends an evaluation with an error."""
-
-    def __init__(self, step):
-        self.step = step
-
-    def after_create_state(self, context):
-        if context.global_step == self.step:
-            raise KeyboardInterrupt
 
 
 # The rules.
@@ -245,11 +180,12 @@ def test_an_unknown_metric_is_an_error_at_the_first_evaluation(tmp_path):
 # After a restart.
 
 
-def no_decrease(estimator, **options):
-    return est.stop_if_no_decrease_hook(estimator, "m", **({"max_evals_without_decrease": 3} | options))
-
-
-TABLE = [9, 9, 8, 9, 7, 9, 7.5, 9, 6, 9, 6.5, 9, 6.2, 9, 7, 9, 1] + 30 * [9]  # best before it stops: 6, at step 8
+def test_a_hook_reads_the_evaluations_of_the_call_that_it_is_given_to(tmp_path):
+    estimator = make(tmp_path, TABLE)
+    hook = no_decrease(estimator)
+    run(estimator, hook, name="a")  # stops at step 14
+    run(estimator, hook, max_steps=20, name="b")
+    assert list(est.read_eval_metrics(estimator.eval_dir("b"))) == [14, 16, 18, 20] and hook.eval_dir is None
 
 
 @pytest.mark.slow
@@ -283,163 +219,6 @@ def test_a_training_that_was_stopped_makes_no_more_steps(tmp_path):
     assert step_of(again) == 14
     run(again, no_decrease(again, max_evals_without_decrease=4), max_steps=18)
     assert step_of(again) == 18
-
-
-# The best state.
-
-
-@pytest.mark.slow
-@pytest.mark.covers("6 restore best", "13 8 early stopping")
-@pytest.mark.parametrize("max_steps", [None, 13])
-@pytest.mark.usefixtures("users_compiler")
-def test_the_best_variables_are_the_last_ones(tmp_path, max_steps, messages):
-    estimator = make(tmp_path / "a", TABLE)
-    metrics, _ = run(estimator, no_decrease(estimator, restore_best=True), max_steps)
-    last = max_steps or 14
-    assert metrics["m"] == 6.0
-    assert metrics["global_step"] == step_of(estimator) == last
-    assert "Restoring the variables of step 8, the best by 'm'." in messages()
-    other = make(tmp_path / "b", TABLE)
-    other.train(lambda: [ONE] * 8)
-    for name in sorted({*other.get_variable_names()} - {"global_step"}):  # slots, too
-        np.testing.assert_array_equal(estimator.get_variable_value(name), other.get_variable_value(name))
-    for each in (estimator, make(tmp_path / "a", TABLE)):
-        assert each.evaluate(lambda: ONE) == metrics
-
-
-@pytest.mark.covers("7 checkpoint GC")
-def test_the_best_is_kept_on_disk_and_no_other(tmp_path):
-    estimator = make(tmp_path, TABLE, keep_checkpoint_max=1)
-    run(estimator, no_decrease(estimator, restore_best=True))
-    assert saved_steps(estimator) == [8, 14]
-
-
-def test_the_last_state_stays_where_the_best_one_cannot_be_written(tmp_path, monkeypatch):
-    def write(path, *args, write=_checkpoints.save_checkpoint, **kwargs):
-        if not kwargs.get("together", True):
-            raise OSError(28, "No space left on device")
-        write(path, *args, **kwargs)
-
-    monkeypatch.setattr(_checkpoints, "save_checkpoint", write)
-    estimator = make(tmp_path, TABLE)
-    message = r"(?s)The checkpoint of step 14 could not be written .*No space left .*The newest checkpoint is .*-14\."
-    with pytest.raises(CheckpointWriteError, match=message):
-        run(estimator, no_decrease(estimator, restore_best=True))
-    assert saved_steps(estimator)[-1] == 14 and estimator.get_variable_value("steps") == 14
-    assert sorted(os.listdir(tmp_path / "ckpt-14")) == sorted(os.listdir(tmp_path / "ckpt-0"))
-    assert "replacing" not in os.listdir(tmp_path)
-
-
-def test_a_hook_reads_the_evaluations_of_the_call_that_it_is_given_to(tmp_path):
-    estimator = make(tmp_path, TABLE)
-    hook = no_decrease(estimator)
-    run(estimator, hook, name="a")  # stops at step 14
-    run(estimator, hook, max_steps=20, name="b")
-    assert list(est.read_eval_metrics(estimator.eval_dir("b"))) == [14, 16, 18, 20] and hook.eval_dir is None
-
-
-def test_where_the_last_is_the_best_nothing_is_restored(tmp_path, messages):
-    estimator = make(tmp_path, -np.arange(50))
-    metrics, _ = run(estimator, no_decrease(estimator, restore_best=True), max_steps=5)
-    assert (metrics["m"], metrics["global_step"]) == (-5.0, 5)
-    assert not [m for m in messages() if m.startswith("Restoring")]
-
-
-def test_the_best_is_the_best_even_if_by_little(tmp_path):
-    estimator = make(tmp_path, TABLE)
-    hook = no_decrease(estimator, restore_best=True, min_delta=1.5)
-    metrics, _ = run(estimator, hook)
-    assert (metrics["m"], metrics["global_step"]) == (6.0, 14)
-
-
-def test_the_highest_is_the_best_for_increase(tmp_path):
-    estimator = make(tmp_path, -np.array(TABLE))
-    hook = est.stop_if_no_increase_hook(estimator, "m", max_evals_without_increase=3, restore_best=True)
-    assert run(estimator, hook)[0]["m"] == -6.0
-
-
-@pytest.mark.slow
-@pytest.mark.covers("6 restore best")
-def test_towers_restore_their_shards(tmp_path):
-    def wrap(model_fn):
-        kind = VariableDistribution.SHARDED
-        return replicate_model_fn(model_fn, devices=["/cpu:0", "/cpu:1"], variable_distribution=kind)
-
-    estimator = make(tmp_path, TABLE, TowerOptimizer(optax.sgd(0.1, momentum=0.9)), wrap)
-    metrics, _ = run(estimator, no_decrease(estimator, restore_best=True))
-    assert metrics["m"] == 6.0
-    assert estimator.train(lambda: [ONE] * 2).evaluate(lambda: ONE)["m"] == TABLE[16]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("last", "max_steps", "batches", "restarts"), [(14, None, 100, 2), (14, 14, 14, 2), (9, None, 9, 1)]
-)
-def test_a_training_killed_in_its_last_evaluation_ends_with_the_best(tmp_path, last, max_steps, batches, restarts):
-    estimator = make(tmp_path, TABLE)
-    with pytest.raises(KeyboardInterrupt):
-        hook = no_decrease(estimator, restore_best=True)
-        run(estimator, hook, max_steps, hooks_=[KillEvaluation(last)], batches=batches)
-    restarted = make(tmp_path, TABLE, resume_input="count")
-    for _ in range(restarts):
-        metrics, _ = run(restarted, no_decrease(restarted, restore_best=True), max_steps, batches=batches)
-        assert (metrics["m"], metrics["global_step"]) == (6.0, last)
-
-
-def test_a_loss_of_nan_ends_with_the_best(tmp_path):
-    estimator = make(tmp_path, TABLE)
-    hooks = [est.hooks.NanTensorHook(fail_on_nan_loss=False), no_decrease(estimator, restore_best=True)]
-    train_spec = est.TrainSpec(lambda: [ONE] * 11 + [ONE * np.nan] * 9, hooks=hooks)
-    metrics, _ = est.train_and_evaluate(estimator, train_spec, est.EvalSpec(lambda: ONE), eval_every_steps=2)
-    assert metrics["m"] == 6.0
-    assert estimator.evaluate(lambda: ONE) == metrics
-
-
-@pytest.mark.parametrize(
-    ("last", "message"),
-    [({4: 0.7}, "of step 2, but its state was not saved"), ({}, "but the last state, of step 4, was not evaluated")],
-)
-def test_what_can_not_be_restored_is_said(tmp_path, messages, last, message):
-    class Record(est.Hook):
-        def end(self, context):
-            record(estimator, {2: 0.1, **last}, time=1e12)
-
-    estimator = make(tmp_path)
-    hook = est.stop_if_no_decrease_hook(estimator, "loss", 100, restore_best=True)
-    estimator.train(lambda: [ONE] * 4, hooks=[Record(), hook])
-    assert estimator.get_variable_value("steps") == 4
-    assert any("restores nothing: the best evaluation is of step 2" in m and message in m for m in messages())
-
-
-def test_another_hook_may_evaluate(tmp_path):
-    estimator = make(tmp_path, TABLE)
-    evaluator = est.InMemoryEvaluatorHook(estimator, lambda: ONE, every_n_iter=1)
-    hook = no_decrease(estimator, restore_best=True, run_every_steps=1)
-    estimator.train(lambda: [ONE] * 14, hooks=[evaluator, hook])
-    assert step_of(estimator) == 7
-    assert estimator.evaluate(lambda: ONE)["m"] == 7.0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("step", "during_evaluation"), [(10, True), (10, False), (11, False)])
-def test_a_training_that_is_preempted_restores_and_evaluates_nothing(tmp_path, step, during_evaluation):
-    class Preempt(est.Hook):
-        def after_create_state(self, context):
-            if during_evaluation and context.global_step == step:
-                os.kill(os.getpid(), signal.SIGTERM)
-
-        def after_run(self, context, values):
-            if not during_evaluation and context.mode == "train" and context.global_step == step:
-                os.kill(os.getpid(), signal.SIGTERM)
-
-    estimator = make(tmp_path, TABLE)
-    with pytest.raises(est.Preempted):
-        run(estimator, no_decrease(estimator, restore_best=True), None, hooks=[Preempt()], hooks_=[Preempt()])
-    assert estimator.get_variable_value("steps") == step_of(estimator) == step
-    assert evaluated(estimator) == ([2, 4, 6, 8] if during_evaluation else [2, 4, 6, 8, 10])
-    run(estimator, no_decrease(estimator, restore_best=True), None)
-    assert evaluated(estimator) == [2, 4, 6, 8, 10, 12, 14]
-    assert estimator.get_variable_value("steps") == 8
 
 
 # What is refused.

@@ -56,7 +56,7 @@ from estimator.storage import _files
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_INPUT_ENDED, _STEPS_ENDED = "INPUT_ENDED", "STEPS_ENDED"  # files in a checkpoint
+_ENDS = {"input": "INPUT_ENDED", "steps": "STEPS_ENDED"}  # files in a checkpoint, by why its run ended
 _ASIDE = "replacing"  # a folder in the model_dir, for a checkpoint that is to replace another
 
 
@@ -258,7 +258,7 @@ def take_values(path: str, source: str) -> None:
     values = read_arrays(source, [key for key in array_metadata(source) if key.startswith(PREFIXES)])
     others = read_arrays(path, [key for key in array_metadata(path) if not key.startswith(PREFIXES)])
     host = encode(host_of(path))
-    marks = [mark for mark in (PIN, _INPUT_ENDED, _STEPS_ENDED) if _files.exists(os.path.join(path, mark))]
+    marks = [mark for mark in (PIN, *_ENDS.values()) if _files.exists(os.path.join(path, mark))]
     aside = os.path.join(os.path.dirname(path), _ASIDE)
     new = path if _files.is_url(path) else os.path.join(aside, os.path.basename(path))
     try:
@@ -322,22 +322,16 @@ def progress(path: str) -> tuple[int, dict[str, Any]]:
     return int(read_arrays(path, ["global_step"])["global_step"]), host_of(path)
 
 
-def note_end_of_input(path: str) -> None:
-    """Marks a checkpoint whose run reached the end of its input: the next run reads the input from the beginning."""
-    _files.write(os.path.join(path, _INPUT_ENDED), b"")
+def note_end(path: str, reason: str | None) -> None:
+    """Marks the last checkpoint of a run, for the next run's input, which begins again after the end of the "input",
+    and also where a run that made all its "steps" left no batch. Other reasons leave no mark."""
+    if reason in _ENDS:
+        _files.write(os.path.join(path, _ENDS[reason]), b"")
 
 
-def is_end_of_input(path: str) -> bool:
-    return _files.exists(os.path.join(path, _INPUT_ENDED))
-
-
-def note_end_of_steps(path: str) -> None:
-    """Marks a checkpoint whose run made all its steps: if its input has no batch left, the next run begins it again."""
-    _files.write(os.path.join(path, _STEPS_ENDED), b"")
-
-
-def is_end_of_steps(path: str) -> bool:
-    return _files.exists(os.path.join(path, _STEPS_ENDED))
+def is_end(path: str, reason: str) -> bool:
+    """Whether a run ended at this checkpoint for that reason: "input" or "steps"."""
+    return _files.exists(os.path.join(path, _ENDS[reason]))
 
 
 def read(path: str, name: str) -> np.ndarray:

@@ -24,7 +24,7 @@ def resume_input(rest: Batches, path: str, host: dict[str, Any], config: RunConf
       ValueError: the input has fewer batches than were taken.
     """
     saved = host.get("input", {})
-    if not saved or config.resume_input is None or _checkpoints.is_end_of_input(path):
+    if not saved or config.resume_input is None or _checkpoints.is_end(path, "input"):
         return 0
     batches, positions = saved["batches"], saved["positions"]
     # Other processes have other parts of the input: then only the number of batches says where it was.

@@ -74,7 +74,8 @@ class TouchedRows:
         self._indices: dict[str, jax.Array] = {}
         self.gradients: dict[str, jax.Array] = {}
         for table, gradient in gradients.items():
-            self._indices[table], self.gradients[table] = _sum_repeated(gradient)
+            once = gradient.deduplicate()
+            self._indices[table], self.gradients[table] = once.indices, once.values
 
     def take(self, tree: PyTree) -> PyTree:
         """The tree with the touched rows instead of each array of a table's shape."""
@@ -99,15 +100,6 @@ class TouchedRows:
             return fn(table, *leaves) if is_table else leaves[-1]
 
         return jax.tree_util.tree_map_with_path(visit, tree, *rest)
-
-
-def _sum_repeated(gradient: IndexedSlices) -> tuple[jax.Array, jax.Array]:
-    """The touched rows, each once, and the sum of each one's values; at the end, indices beyond the table."""
-    n, beyond = len(gradient.indices), gradient.dense_shape[0]
-    rows = gradient.indices
-    rows = rows.astype(jnp.int32) if rows.dtype.itemsize < 4 else rows  # `beyond` may not fit
-    indices, places = jnp.unique(rows, size=n, fill_value=beyond, return_inverse=True)
-    return indices, jax.ops.segment_sum(gradient.values, places, n)
 
 
 def takes_rows(

@@ -313,20 +313,6 @@ def test_a_sparse_gradient_made_by_hand_is_applied():
     assert spec.loss == 6
 
 
-@pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.uint16, np.int32])
-def test_a_sparse_gradient_by_narrow_indices_moves_each_row(dtype):
-    def model_fn(features, labels, mode):
-        est.get_variable("words", (300, 2), initializer=jax.nn.initializers.zeros)
-        gradient = est.IndexedSlices(jnp.ones((4, 2)), features, (300, 2))
-        train_op = est.Optimizer(optax.sgd(1.0)).apply_gradients([(gradient, "words")])
-        return est.EstimatorSpec(mode, loss=jnp.float32(0), train_op=train_op)
-
-    ids = np.array([44, 44, 44, 7], dtype)  # 300 is 44 in 8 bits
-    model = est.transform(model_fn)
-    state, _ = model.train_step(model.init(jax.random.key(0), ids), ids)
-    assert {i: x for i, x in enumerate(state.variables["words"][:, 0].tolist()) if x} == {7: -1.0, 44: -3.0}
-
-
 @pytest.mark.parametrize("layer", [False, True])
 @pytest.mark.parametrize("towers", [1, 2])
 def test_a_lookup_sees_what_a_custom_getter_returns(towers, layer):

@@ -1,0 +1,161 @@
+"""Training that ends with the variables of its best evaluation."""
+
+import os
+import signal
+
+import numpy as np
+import optax
+import pytest
+from testing.estimators import saved_steps, step_of
+from testing.scenarios.early_stopping import ONE, TABLE, KillEvaluation, evaluated, make, no_decrease, record, run
+
+import estimator as est
+from estimator.checkpoint import _checkpoints
+from estimator.checkpoint._async_save import CheckpointWriteError
+from replicate import TowerOptimizer, VariableDistribution, replicate_model_fn
+
+
+@pytest.mark.slow
+@pytest.mark.covers("6 restore best", "13 8 early stopping")
+@pytest.mark.parametrize("max_steps", [None, 13])
+@pytest.mark.usefixtures("users_compiler")
+def test_the_best_variables_are_the_last_ones(tmp_path, max_steps, messages):
+    estimator = make(tmp_path / "a", TABLE)
+    metrics, _ = run(estimator, no_decrease(estimator, restore_best=True), max_steps)
+    last = max_steps or 14
+    assert metrics["m"] == 6.0
+    assert metrics["global_step"] == step_of(estimator) == last
+    assert "Restoring the variables of step 8, the best by 'm'." in messages()
+    other = make(tmp_path / "b", TABLE)
+    other.train(lambda: [ONE] * 8)
+    for name in sorted({*other.get_variable_names()} - {"global_step"}):  # slots, too
+        np.testing.assert_array_equal(estimator.get_variable_value(name), other.get_variable_value(name))
+    for each in (estimator, make(tmp_path / "a", TABLE)):
+        assert each.evaluate(lambda: ONE) == metrics
+
+
+@pytest.mark.covers("7 checkpoint GC")
+def test_the_best_is_kept_on_disk_and_no_other(tmp_path):
+    estimator = make(tmp_path, TABLE, keep_checkpoint_max=1)
+    run(estimator, no_decrease(estimator, restore_best=True))
+    assert saved_steps(estimator) == [8, 14]
+
+
+def test_the_last_state_stays_where_the_best_one_cannot_be_written(tmp_path, monkeypatch):
+    def write(path, *args, write=_checkpoints.save_checkpoint, **kwargs):
+        if not kwargs.get("together", True):
+            raise OSError(28, "No space left on device")
+        write(path, *args, **kwargs)
+
+    monkeypatch.setattr(_checkpoints, "save_checkpoint", write)
+    estimator = make(tmp_path, TABLE)
+    message = r"(?s)The checkpoint of step 14 could not be written .*No space left .*The newest checkpoint is .*-14\."
+    with pytest.raises(CheckpointWriteError, match=message):
+        run(estimator, no_decrease(estimator, restore_best=True))
+    assert saved_steps(estimator)[-1] == 14 and estimator.get_variable_value("steps") == 14
+    assert sorted(os.listdir(tmp_path / "ckpt-14")) == sorted(os.listdir(tmp_path / "ckpt-0"))
+    assert "replacing" not in os.listdir(tmp_path)
+
+
+def test_where_the_last_is_the_best_nothing_is_restored(tmp_path, messages):
+    estimator = make(tmp_path, -np.arange(50))
+    metrics, _ = run(estimator, no_decrease(estimator, restore_best=True), max_steps=5)
+    assert (metrics["m"], metrics["global_step"]) == (-5.0, 5)
+    assert not [m for m in messages() if m.startswith("Restoring")]
+
+
+def test_the_best_is_the_best_even_if_by_little(tmp_path):
+    estimator = make(tmp_path, TABLE)
+    hook = no_decrease(estimator, restore_best=True, min_delta=1.5)
+    metrics, _ = run(estimator, hook)
+    assert (metrics["m"], metrics["global_step"]) == (6.0, 14)
+
+
+def test_the_highest_is_the_best_for_increase(tmp_path):
+    estimator = make(tmp_path, -np.array(TABLE))
+    hook = est.stop_if_no_increase_hook(estimator, "m", max_evals_without_increase=3, restore_best=True)
+    assert run(estimator, hook)[0]["m"] == -6.0
+
+
+@pytest.mark.slow
+@pytest.mark.covers("6 restore best")
+def test_towers_restore_their_shards(tmp_path):
+    def wrap(model_fn):
+        kind = VariableDistribution.SHARDED
+        return replicate_model_fn(model_fn, devices=["/cpu:0", "/cpu:1"], variable_distribution=kind)
+
+    estimator = make(tmp_path, TABLE, TowerOptimizer(optax.sgd(0.1, momentum=0.9)), wrap)
+    metrics, _ = run(estimator, no_decrease(estimator, restore_best=True))
+    assert metrics["m"] == 6.0
+    assert estimator.train(lambda: [ONE] * 2).evaluate(lambda: ONE)["m"] == TABLE[16]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("last", "max_steps", "batches", "restarts"), [(14, None, 100, 2), (14, 14, 14, 2), (9, None, 9, 1)]
+)
+def test_a_training_killed_in_its_last_evaluation_ends_with_the_best(tmp_path, last, max_steps, batches, restarts):
+    estimator = make(tmp_path, TABLE)
+    with pytest.raises(KeyboardInterrupt):
+        hook = no_decrease(estimator, restore_best=True)
+        run(estimator, hook, max_steps, hooks_=[KillEvaluation(last)], batches=batches)
+    restarted = make(tmp_path, TABLE, resume_input="count")
+    for _ in range(restarts):
+        metrics, _ = run(restarted, no_decrease(restarted, restore_best=True), max_steps, batches=batches)
+        assert (metrics["m"], metrics["global_step"]) == (6.0, last)
+
+
+def test_a_loss_of_nan_ends_with_the_best(tmp_path):
+    estimator = make(tmp_path, TABLE)
+    hooks = [est.hooks.NanTensorHook(fail_on_nan_loss=False), no_decrease(estimator, restore_best=True)]
+    train_spec = est.TrainSpec(lambda: [ONE] * 11 + [ONE * np.nan] * 9, hooks=hooks)
+    metrics, _ = est.train_and_evaluate(estimator, train_spec, est.EvalSpec(lambda: ONE), eval_every_steps=2)
+    assert metrics["m"] == 6.0
+    assert estimator.evaluate(lambda: ONE) == metrics
+
+
+@pytest.mark.parametrize(
+    ("last", "message"),
+    [({4: 0.7}, "of step 2, but its state was not saved"), ({}, "but the last state, of step 4, was not evaluated")],
+)
+def test_what_can_not_be_restored_is_said(tmp_path, messages, last, message):
+    class Record(est.Hook):
+        def end(self, context):
+            record(estimator, {2: 0.1, **last}, time=1e12)
+
+    estimator = make(tmp_path)
+    hook = est.stop_if_no_decrease_hook(estimator, "loss", 100, restore_best=True)
+    estimator.train(lambda: [ONE] * 4, hooks=[Record(), hook])
+    assert estimator.get_variable_value("steps") == 4
+    assert any("restores nothing: the best evaluation is of step 2" in m and message in m for m in messages())
+
+
+def test_another_hook_may_evaluate(tmp_path):
+    estimator = make(tmp_path, TABLE)
+    evaluator = est.InMemoryEvaluatorHook(estimator, lambda: ONE, every_n_iter=1)
+    hook = no_decrease(estimator, restore_best=True, run_every_steps=1)
+    estimator.train(lambda: [ONE] * 14, hooks=[evaluator, hook])
+    assert step_of(estimator) == 7
+    assert estimator.evaluate(lambda: ONE)["m"] == 7.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("step", "during_evaluation"), [(10, True), (10, False), (11, False)])
+def test_a_training_that_is_preempted_restores_and_evaluates_nothing(tmp_path, step, during_evaluation):
+    class Preempt(est.Hook):
+        def after_create_state(self, context):
+            if during_evaluation and context.global_step == step:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        def after_run(self, context, values):
+            if not during_evaluation and context.mode == "train" and context.global_step == step:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    estimator = make(tmp_path, TABLE)
+    with pytest.raises(est.Preempted):
+        run(estimator, no_decrease(estimator, restore_best=True), None, hooks=[Preempt()], hooks_=[Preempt()])
+    assert estimator.get_variable_value("steps") == step_of(estimator) == step
+    assert evaluated(estimator) == ([2, 4, 6, 8] if during_evaluation else [2, 4, 6, 8, 10])
+    run(estimator, no_decrease(estimator, restore_best=True), None)
+    assert evaluated(estimator) == [2, 4, 6, 8, 10, 12, 14]
+    assert estimator.get_variable_value("steps") == 8
