@@ -244,8 +244,7 @@ def separable_conv2d(
         pointwise = variable(
             "pointwise_kernel", shape, initializer=pointwise_initializer, regularizer=pointwise_regularizer
         )
-        by_channel = depthwise.reshape(*geometry.kernel_size, 1, channels * each)
-        x = geometry.convolve(x, by_channel, groups=channels)
+        x = geometry.convolve_depthwise(x, depthwise)
         points = dataclasses.replace(geometry, kernel_size=(1, 1), strides=(1, 1), dilation_rate=(1, 1))
         x = points.convolve(x, pointwise)
         if use_bias:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from estimator.layers import _cpu_forms
 from estimator.layers._layer import (
     Activation,
     Initializer,
@@ -82,7 +84,13 @@ def dense(
         x = as_input("dense", inputs, at_least=2)
         shape = (x.shape[-1], units)
         kernel = get_variable("kernel", shape, x.dtype, kernel_initializer, trainable, regularizer=kernel_regularizer)
-        x = x @ kernel
+        x = _multiply(x, kernel)
         if use_bias:
             x = x + get_variable("bias", (units,), x.dtype, bias_initializer, trainable, regularizer=bias_regularizer)
     return activate("dense", activation, x)
+
+
+def _multiply(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    if x.ndim == 2:
+        return x @ kernel
+    return jax.lax.platform_dependent(x, kernel, cpu=_cpu_forms.multiply, default=jnp.matmul)

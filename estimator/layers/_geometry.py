@@ -1,12 +1,15 @@
-"""Where a kernel is applied: sizes, strides, padding, and which dimension has the channels."""
+"""The geometry of a kernel: sizes, strides, padding, and the dimension of the channels."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 import jax
+import jax.numpy as jnp
 
+from estimator.layers import _cpu_forms
 from estimator.layers._layer import channels_are_last, check_not_empty, padding_of, sizes
 
 
@@ -64,8 +67,37 @@ class Geometry:
         inputs = f"N{spatial}C" if self.channels_last else f"NC{spatial}"
         return inputs, f"{spatial}IO", inputs
 
-    def convolve(self, x: jax.Array, kernel: jax.Array, groups: int = 1) -> jax.Array:
-        output = jax.lax.conv_general_dilated(
+    def convolve(self, x: jax.Array, kernel: jax.Array) -> jax.Array:
+        check_not_empty(self.layer, "kernel_size", self.kernel_size, x, jax.eval_shape(self._by_xla, x, kernel))
+        if max(self.kernel_size) > 1:
+            return self._by_xla(x, kernel)
+
+        def on_cpu(x: jax.Array, kernel: jax.Array) -> jax.Array:
+            form = functools.partial(_cpu_forms.convolve_points, strides=self.strides)
+            return self._with_channels_last(form, x, kernel)
+
+        return jax.lax.platform_dependent(x, kernel, cpu=on_cpu, default=self._by_xla)
+
+    def convolve_depthwise(self, x: jax.Array, kernel: jax.Array) -> jax.Array:
+        """The convolution of each channel with its own kernels, `[*kernel_size, channels, multiplier]`."""
+
+        def by_xla(x: jax.Array, kernel: jax.Array) -> jax.Array:
+            return self._by_xla(x, kernel.reshape(*self.kernel_size, 1, -1), groups=self.channels(x))
+
+        def on_cpu(x: jax.Array, kernel: jax.Array) -> jax.Array:
+            form = functools.partial(
+                _cpu_forms.depthwise_convolve,
+                strides=self.strides,
+                dilation=self.dilation_rate,
+                padding=self.padding,
+            )
+            return self._with_channels_last(form, x, kernel)
+
+        check_not_empty(self.layer, "kernel_size", self.kernel_size, x, jax.eval_shape(by_xla, x, kernel))
+        return jax.lax.platform_dependent(x, kernel, cpu=on_cpu, default=by_xla)
+
+    def _by_xla(self, x: jax.Array, kernel: jax.Array, groups: int = 1) -> jax.Array:
+        return jax.lax.conv_general_dilated(
             x,
             kernel,
             self.strides,
@@ -74,14 +106,29 @@ class Geometry:
             dimension_numbers=self.dimension_numbers,
             feature_group_count=groups,
         )
-        check_not_empty(self.layer, "kernel_size", self.kernel_size, x, output)
-        return output
 
     def convolve_transposed(self, x: jax.Array, kernel: jax.Array) -> jax.Array:
         """The gradient of the convolution that `kernel`, `[*kernel_size, filters, channels]`, belongs to."""
-        return jax.lax.conv_transpose(
-            x, kernel, self.strides, self.padding, dimension_numbers=self.dimension_numbers, transpose_kernel=True
-        )
+
+        def by_xla(x: jax.Array, kernel: jax.Array) -> jax.Array:
+            return jax.lax.conv_transpose(
+                x, kernel, self.strides, self.padding, dimension_numbers=self.dimension_numbers, transpose_kernel=True
+            )
+
+        def on_cpu(x: jax.Array, kernel: jax.Array) -> jax.Array:
+            form = functools.partial(_cpu_forms.convolve_transposed, strides=self.strides, padding=self.padding)
+            return self._with_channels_last(form, x, kernel)
+
+        if max(self.strides) == 1:
+            return by_xla(x, kernel)
+        return jax.lax.platform_dependent(x, kernel, cpu=on_cpu, default=by_xla)
+
+    def _with_channels_last(
+        self, form: Callable[[jax.Array, jax.Array], jax.Array], x: jax.Array, kernel: jax.Array
+    ) -> jax.Array:
+        if self.channels_last:
+            return form(x, kernel)
+        return jnp.moveaxis(form(jnp.moveaxis(x, 1, -1), kernel), -1, 1)
 
     def add_bias(self, x: jax.Array, bias: jax.Array) -> jax.Array:
         return x + (bias if self.channels_last else bias.reshape(-1, *(1,) * (x.ndim - 2)))

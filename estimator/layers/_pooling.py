@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from estimator.layers import _cpu_forms
 from estimator.layers._layer import as_input, channels_are_last, check_not_empty, padding_of, sizes
+
+_MOST_SHIFTS = 64  # of the inputs on a CPU: each is an operation of the program
 
 
 def max_pooling1d(
@@ -148,9 +152,16 @@ def _all_places(layer: str, ndim: int, inputs: ArrayLike, data_format: str) -> t
 def _max(layer: str, ndim: int, inputs: ArrayLike, *window: int | str | Sequence[int]) -> jax.Array:
     x = as_input(layer, inputs, ndim + 2)
     size, strides, padding = _window(layer, ndim, *window)  # type: ignore[arg-type]
-    output = jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, size, strides, padding)
-    check_not_empty(layer, "pool_size", window[0], x, output)
-    return output
+    by_xla = functools.partial(_max_by_xla, size=size, strides=strides, padding=padding)
+    check_not_empty(layer, "pool_size", window[0], x, jax.eval_shape(by_xla, x))
+    if sum(size) > _MOST_SHIFTS:
+        return by_xla(x)
+    on_cpu = functools.partial(_cpu_forms.max_pool, size=size, strides=strides, padding=padding)
+    return jax.lax.platform_dependent(x, cpu=on_cpu, default=by_xla)
+
+
+def _max_by_xla(x: jax.Array, size: Sequence[int], strides: Sequence[int], padding: str) -> jax.Array:
+    return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, size, strides, padding)
 
 
 def _average(layer: str, ndim: int, inputs: ArrayLike, *window: int | str | Sequence[int]) -> jax.Array:

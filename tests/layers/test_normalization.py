@@ -1,0 +1,42 @@
+"""Layer normalization has a derivative of its own, with the numbers of jax's, of any order and direction."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import estimator as est
+
+
+def by_layer(x):
+    def model_fn(features, labels, mode):
+        return est.EstimatorSpec(mode, predictions=est.layers.layer_norm(features))
+
+    model = est.transform(model_fn)
+    return model.predict_step(model.init(jax.random.key(0), x, mode="infer"), x).predictions
+
+
+def by_hand(x):
+    mean = x.mean(-1, keepdims=True)
+    return (x - mean) / jnp.sqrt(jnp.square(x - mean).mean(-1, keepdims=True) + 1e-12)
+
+
+@pytest.mark.parametrize(
+    "derive",
+    [jax.jacrev, jax.jacfwd, lambda f: jax.jacfwd(jax.jacrev(f)), lambda f: jax.jacrev(jax.jacrev(jax.remat(f)))],
+    ids=["reverse", "forward", "forward of reverse", "reverse of reverse, with remat"],
+)
+def test_the_derivatives_of_layer_norm_are_those_of_its_formula(derive):
+    with jax.enable_x64(True):
+        x = jax.random.normal(jax.random.key(0), (3, 4), jnp.float64)
+        weights = jax.random.normal(jax.random.key(1), (3, 4), jnp.float64)
+        results = [derive(lambda x, f=f: (jnp.sin(f(x)) * weights).sum(-1))(x) for f in (by_layer, by_hand)]
+        np.testing.assert_allclose(*results, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_half_precision_is_normalized_in_float32(dtype):
+    x = jax.random.normal(jax.random.key(0), (3, 4)).astype(dtype)
+    got = by_layer(x)
+    assert got.dtype == dtype
+    np.testing.assert_allclose(got.astype(jnp.float32), by_hand(x.astype(jnp.float32)), rtol=0.02, atol=0.02)
