@@ -4,7 +4,7 @@
 
 Each side gives the gradients of all inputs and variables, of one output gradient. Those of jax are compared, and then
 alternate in one process; figures are medians over rounds, ratios the medians of the rounds' ratios. PyTorch is measured
-after them where it is installed, in a process of its own: beside the threads of XLA its own take up to ten times longer.
+after them where it is installed, in a process of its own: beside the threads of XLA it takes up to ten times longer.
 """
 
 import argparse
