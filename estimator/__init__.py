@@ -72,8 +72,9 @@ from estimator.optim._learning_rate import learning_rates, set_learning_rate
 from estimator.optim._loss_scale import DynamicLossScale
 from estimator.optim._moving_average import ExponentialMovingAverage
 from estimator.optim._non_finite import NonFiniteGradientError, skipped_steps
-from estimator.optim._optimizer import Optimizer, tower_gradient
+from estimator.optim._optimizer import Optimizer
 from estimator.optim._sparse_update import lazy
+from estimator.optim._tower_gradient import tower_gradient
 from estimator.porting._tensorflow_names import names_missing_in as _names_missing_in
 from estimator.sparse._embedding import embedding_lookup
 from estimator.sparse._embedding_sparse import embedding_lookup_sparse
@@ -87,6 +88,7 @@ from estimator.variables._aggregation import VariableAggregation
 from estimator.variables._partitioning import spread
 from estimator.variables._variable_scope import AUTO_REUSE, VariableScope, get_variable_scope, variable_scope
 from estimator.variables._variables import assign, assign_add, get_variable, read_variable, trainable_variables
+from estimator.variables._vocab_info import VocabInfo
 
 __all__ = [
     "AUTO_REUSE",
@@ -155,6 +157,7 @@ __all__ = [
     "TrainSpec",
     "VariableAggregation",
     "VariableScope",
+    "VocabInfo",
     "WarmStartReport",
     "WarmStartSettings",
     "WatchdogHook",
@@ -189,6 +192,7 @@ __all__ = [
     "make_rng",
     "memory_report",
     "metrics",
+    "nn",
     "plot_history",
     "read_eval_metrics",
     "read_history",
@@ -206,6 +210,7 @@ __all__ = [
     "summary",
     "sync_variables",
     "tower_gradient",
+    "train",
     "train_and_evaluate",
     "trainable_variables",
     "transform",
@@ -214,7 +219,7 @@ __all__ = [
 
 # What few programs use is loaded when it is.
 if TYPE_CHECKING:
-    from estimator import feature_column, layers
+    from estimator import feature_column, layers, nn, train
     from estimator.canned import (
         BaselineClassifier,
         BaselineEstimator,
@@ -233,7 +238,7 @@ else:
     _missing = _names_missing_in(__name__)
 
     def __getattr__(name):
-        if name in ("feature_column", "layers"):
+        if name in ("feature_column", "layers", "nn", "train"):
             return importlib.import_module(f"estimator.{name}")
         if name in __all__:
             return getattr(importlib.import_module("estimator.canned"), name)

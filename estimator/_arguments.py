@@ -1,4 +1,4 @@
-"""What an Estimator is given, checked."""
+"""Checks of the arguments of an Estimator."""
 
 from __future__ import annotations
 

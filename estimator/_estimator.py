@@ -12,7 +12,7 @@ import numpy as np
 from absl import logging
 
 from estimator._arguments import check_steps, chosen_dir, needs_params
-from estimator._runs import InputFn, Runs, eval_dir
+from estimator._runs import InputFn, Runs, check_eval_dir, eval_dir
 from estimator.checkpoint import _checkpoints
 from estimator.checkpoint._checkpoint_dir import kept
 from estimator.checkpoint._checkpoints import saved_learning_rates
@@ -31,7 +31,7 @@ from estimator.inputs._input_fn import call_input_fn
 from estimator.loop._predict import checked_keys, single_examples
 from estimator.multihost._collective_call import collective_call, run_on_chief
 from estimator.multihost._process_group import SingleProcess
-from estimator.porting._tensorflow_names import missing_attribute
+from estimator.porting._tensorflow_names import check_tpu_arguments, missing_attribute
 from estimator.runtime._compilation_cache import use_compilation_cache
 from estimator.runtime._fork import check_not_forked
 from estimator.runtime._interrupts import noting_interrupts
@@ -73,7 +73,7 @@ class Estimator:
     Args:
       model_fn: function of `features` and any of `labels, mode, params, config` that returns an `EstimatorSpec`.
       model_dir: the directory of the checkpoints, or the URL of one in a store, such as "s3://bucket/run"; default: the
-        config's, else a new temporary one.
+        config's, else a new temporary one. A relative path, or one with "~", becomes absolute here.
       config: a `RunConfig`.
       params: passed on to model_fn and input_fn; copied.
       warm_start_from: where variables get their first values from, as long as the model_dir has no checkpoint: a
@@ -85,6 +85,11 @@ class Estimator:
         another kind; a URL that nothing knows.
       ImportError: the package that knows the store is not installed.
     """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        if cls is Estimator:  # a class of the user's own may have arguments of these names
+            check_tpu_arguments("Estimator", kwargs)
+        return super().__new__(cls)
 
     def __init__(
         self,
@@ -228,6 +233,7 @@ class Estimator:
         check_steps("steps", steps)
         own_hooks = checked_hooks("hooks", hooks)
         check_not_forked("evaluate")
+        check_eval_dir(self.model_dir, name)
         keep_standard_streams_open()
         call = f"evaluate(steps={steps}, checkpoint_path={checkpoint_path!r}, name={name!r})"
         with noting_interrupts(), collective_call(call) as group, contextlib.ExitStack() as stack:
@@ -251,6 +257,7 @@ class Estimator:
         """What `evaluate` returns, of a state in memory instead of a checkpoint: in a hook, `context.state`."""
         check_steps("steps", steps)
         check_not_forked("evaluate_state")
+        check_eval_dir(self.model_dir, name)
 
         def placed(*batch: PyTree) -> tuple[State, None]:
             return self._runs.states.for_evaluation(state, *batch), None

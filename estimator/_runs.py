@@ -1,4 +1,4 @@
-"""What the calls of an Estimator do, once their arguments are checked."""
+"""The calls of an Estimator, once their arguments are checked."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from estimator.checkpoint._checkpoints import Checkpoints
 from estimator.checkpoint._lookup import CheckpointLookup
 from estimator.checkpoint._restore import StateSource
 from estimator.checkpoint._warm_start import WarmStartSettings
-from estimator.core._hook import Hook
+from estimator.core._hook import Hook, as_hooks
 from estimator.core._mode_keys import ModeKeys
 from estimator.core._model_fn import ModelFn
 from estimator.core._run_config import RunConfig
@@ -35,6 +35,7 @@ from estimator.loop._train import Training
 from estimator.multihost._preemption import ends_by_sigterm, interrupted_by_sigterm
 from estimator.multihost._process_group import ProcessGroup, SingleProcess
 from estimator.steps._transform import transform
+from estimator.storage._files import is_url
 
 InputFn = Callable[..., Any]
 StateFor = Callable[[PyTree, PyTree], tuple[State, str | None]]  # the state for a first batch, and its checkpoint
@@ -166,10 +167,11 @@ class Runs:
         rest.place(traits.placement)
         first = rest.peek() or first
         group.set_placement(traits.placement)
-        chief_hooks, spec_hooks = traits.hooks
-        hooks = with_default_hooks(chief_hooks, [*own_hooks, *spec_hooks], self._config, listeners)
+        chief_hooks, spec_hooks = map(as_hooks, traits.hooks)
+        hooks = with_default_hooks(chief_hooks, [*as_hooks(own_hooks), *spec_hooks], self._config, listeners)
         hooks = hooks_for_process(group, hooks, chief_hooks)
         state = self.states.take_for_training(start.path, group, *first)
+        self._model.compare(ModeKeys.TRAIN, state, *first)
         step = start.step
         if start.path is None and self.states.settings is not None:
             step = int(state.global_step)  # a warm start may bring one
@@ -238,13 +240,15 @@ class Runs:
         traits = self._model.traits(*first, mode=ModeKeys.EVAL)
         rest.place(traits.placement)
         first = rest.peek() or first
-        context.output_dir, context.reported = eval_dir(self._model_dir, name), traits.reported
-        hooks = (*hooks, *traits.hooks[1])
+        context.output_dir = eval_dir(self._model_dir, name)
+        context.set_model_info(traits)
+        hooks = as_hooks((*hooks, *traits.hooks[1]))
         group.set_placement(traits.placement)
         hooks = hooks_for_process(group, hooks)
         with ends_by_sigterm(context), _hook_calls.around(hooks, context):
             state, path = state_for(*first)
             context.set_readonly_state(state)
+            self._model.compare(ModeKeys.EVAL, state, *first)
             results = evaluate_batches(
                 self.eval_steps, state, rest, first, hooks, context, steps, self._config.eval_loss_over
             )
@@ -276,8 +280,8 @@ class Runs:
         traits = self._model.traits(first[0], mode=ModeKeys.PREDICT)
         rest.place(traits.placement)
         features, _ = rest.peek() or first
-        context.reported = traits.reported
-        hooks = (*hooks, *traits.hooks[1])
+        context.set_model_info(traits)
+        hooks = as_hooks((*hooks, *traits.hooks[1]))
         with ends_by_sigterm(context), _hook_calls.around(hooks, context):
             state, _ = self.lookup.state(ModeKeys.PREDICT, path, checkpoint_path, SingleProcess(), features)
             context.set_readonly_state(state)
@@ -291,6 +295,20 @@ class Runs:
 
     def _batches(self, input_fn: InputFn, mode: ModeKeys) -> Batches:
         return batches(call_input_fn(input_fn, mode, copy.deepcopy(self._params), self._config))
+
+
+def check_eval_dir(model_dir: str, name: str | None) -> None:
+    """To be called before an evaluation, or a training run with evaluations.
+
+    Raises:
+      NotADirectoryError: a file is where the evaluation writes.
+    """
+    directory = eval_dir(model_dir, name)
+    if not is_url(directory) and os.path.exists(directory) and not os.path.isdir(directory):
+        raise NotADirectoryError(
+            f"An evaluation with name={name!r} writes into the directory {directory!r}, but a file is there. Move it "
+            "away, or give the evaluation another `name`."
+        )
 
 
 def eval_dir(model_dir: str, name: str | None) -> str:

@@ -12,6 +12,7 @@ from absl import logging
 
 from estimator._early_stopping import EarlyStoppingHook, MetricHook
 from estimator._estimator import Estimator
+from estimator._runs import check_eval_dir
 from estimator._train_spec import EvalSpec, TrainSpec
 from estimator.checkpoint._model_dir import training_in
 from estimator.core._hook import Context, Hook, RunValues
@@ -80,6 +81,8 @@ def train_and_evaluate(
     specs = _by_name(eval_spec)
     if eval_every_steps is not None and eval_every_steps <= 0:
         raise ValueError(f"Must specify eval_every_steps > 0, given: {eval_every_steps}.")
+    for name in specs:
+        check_eval_dir(estimator.model_dir, name)
     stoppers = [hook for hook in train_spec.hooks if isinstance(hook, EarlyStoppingHook)]
     _connect(estimator, stoppers, list(specs))
     evaluations = {

@@ -1,4 +1,4 @@
-"""What TensorFlow has in `tf.estimator.experimental`, under the same names."""
+"""Names of TensorFlow's `tf.estimator.experimental`."""
 
 from typing import TYPE_CHECKING
 

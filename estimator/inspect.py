@@ -1,8 +1,9 @@
-"""Shows the checkpoints in a model_dir, the variables in one, or what changed between two.
+"""Shows the checkpoints in a model_dir, the variables in one, what changed between two, or which are damaged.
 
     python -m estimator.inspect MODEL_DIR
     python -m estimator.inspect MODEL_DIR --variables
     python -m estimator.inspect MODEL_DIR --diff 1000 2000
+    python -m estimator.inspect MODEL_DIR --verify
 
 It only reads, on the CPU: training may run in the directory.
 """
@@ -20,10 +21,19 @@ import jax
 import numpy as np
 
 from estimator.checkpoint import _checkpoints
-from estimator.checkpoint._checkpoint_dir import NotACheckpointError, is_checkpoint, kept, step_of
+from estimator.checkpoint._checkpoint_dir import (
+    NotACheckpointError,
+    check_sound,
+    is_checkpoint,
+    kept,
+    newest_sound,
+    step_of,
+)
 from estimator.checkpoint._checkpoints import ShapeDtype
 from estimator.checkpoint._listing import CheckpointInfo, checkpoints
-from estimator.storage._files import normalized
+from estimator.checkpoint._orbax import verify
+from estimator.storage._files import expanded, normalized
+from estimator.storage._manifest import DamagedCheckpointError, has_manifest
 
 _BYTES_AT_A_TIME = 2**28
 
@@ -43,21 +53,28 @@ def main(arguments: Sequence[str] | None = None) -> None:
     shows.add_argument(
         "--diff", nargs=2, type=int, metavar="STEP", help="what differs between the checkpoints of two steps"
     )
+    shows.add_argument(
+        "--verify",
+        action="store_true",
+        help="compare the checksums of all files in all checkpoints; the exit status is 1 if one is damaged",
+    )
     args = parser.parse_args(arguments)
     jax.config.update("jax_platforms", "cpu")  # the memory of a GPU may be another process's
     try:
-        path = normalized(args.model_dir)
+        path = normalized(expanded(args.model_dir))
         model_dir, one = (path, None) if not is_checkpoint(path) else (os.path.dirname(path) or ".", path)
         infos = checkpoints(model_dir)
         if not infos:
             raise FileNotFoundError(f"There is no checkpoint in {args.model_dir!r}.")
-        if args.diff:
+        if args.verify:
+            _verify([each for each in infos if one in (None, each.path)])
+        elif args.diff:
             _print_lines(_diff(*(_of_step(infos, step) for step in args.diff)))
         elif args.variables or one:
-            _print_lines(_variables(one or infos[-1].path))
+            _print_lines(_variables(one or str(newest_sound(model_dir))))
         else:
             _print_lines(_list(infos))
-    except (FileNotFoundError, NotACheckpointError) as error:
+    except (FileNotFoundError, NotACheckpointError, DamagedCheckpointError) as error:
         raise SystemExit(str(error)) from None
 
 
@@ -77,10 +94,28 @@ def _of_step(infos: Sequence[CheckpointInfo], step: int) -> str:
 def _list(infos: Sequence[CheckpointInfo]) -> Iterator[str]:
     rows = [
         (str(each.step), time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(each.time)), _bytes(each.bytes))
-        + (("pinned",) if each.pinned else ("",))
+        + (", ".join(["pinned"] * each.pinned + [f"damaged: {each.damage}"] * (each.damage is not None)),)
         for each in infos
     ]
     return _table([("step", "time", "size", ""), *rows], ">>><")
+
+
+def _verify(infos: Sequence[CheckpointInfo]) -> None:
+    damages = []
+    for each in infos:
+        try:
+            has_sums = has_manifest(each.path)
+            check_sound(each.path)
+            verify(each.path)
+        except NotACheckpointError:  # it was removed meanwhile
+            continue
+        except DamagedCheckpointError as error:
+            damages.append(each.path)
+            print(f"{each.path}: damaged: {error.reason}")
+        else:
+            print(f"{each.path}: {'sound' if has_sums else 'cannot be verified, it has no checksums'}")
+    if damages:
+        raise SystemExit(1)
 
 
 def _variables(path: str) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""What a package that maps a model_fn over devices builds on, as `replicate` does.
+"""Names for packages that map a model_fn over devices, as `replicate` does.
 
 Everything else with an underscore in `estimator` is private. What is here serves four purposes:
 

@@ -18,6 +18,7 @@ import math
 import os
 import pathlib
 import queue
+import re
 import signal
 import socket
 import subprocess
@@ -63,6 +64,12 @@ class Options:
     coordinator: str | None = None
 
 
+# The last line of a process that fails since another one did, as `estimator` writes it.
+_BLAMES = re.compile(
+    r"(?:RuntimeError|ProcessLostError|initialize_distributed): (?:The input of )?process (\d+)(?! called)\b", re.I
+)
+
+
 class _Ended:
     """A process of the script that has ended."""
 
@@ -83,9 +90,10 @@ class Launcher:
         self._ended: queue.SimpleQueue[_Ended] = queue.SimpleQueue()
         self._signal: int | None = None
         self._write_lock = threading.Lock()
+        self._blamed: dict[int, int] = {}  # by process, the one whose failure it says it follows from
 
     def run(self) -> int:
-        """Runs the script; returns 0, or the exit code of the first process that failed."""
+        """Runs the script; returns 0, or the exit code of the process whose failure was the first."""
         before = {number: signal.signal(number, self._forward) for number in _FORWARDED}
         try:
             for attempt in range(self._options.max_restarts + 1):
@@ -107,13 +115,14 @@ class Launcher:
                 signal.signal(number, handler)
 
     def _run_once(self) -> _Ended | None:
-        """Starts all processes and waits for them; the first that failed."""
+        """Starts all processes and waits for them; the failure that was the first."""
         options = self._options
         address = options.coordinator or f"localhost:{_free_port()}"
         gpus = _gpus()
         for index in range(options.processes):
             self._start(options.host_index * options.processes + index, _environment(options, index, address, gpus))
-        running, failure = options.processes, None
+        running, failures = options.processes, list[_Ended]()
+        self._blamed.clear()
         deadline, has_killed = math.inf, False
         while running:
             try:
@@ -127,8 +136,9 @@ class Launcher:
             running -= 1
             if ended.exit_code and not has_killed:
                 self._say(ended.words)
-            if ended.exit_code and failure is None:
-                failure = ended
+            if ended.exit_code:
+                failures.append(ended)
+            if ended.exit_code and len(failures) == 1:
                 deadline = time.monotonic() + _GRACE_SECS
                 if running:
                     without = "which jax aborts without it" if ended.rank == 0 else "which miss it"
@@ -137,7 +147,19 @@ class Launcher:
         for reader in self._readers:
             reader.join(timeout=5.0)
         self._children, self._readers = [], []
-        return failure
+        return self._cause(failures) if failures else None
+
+    def _cause(self, failures: list[_Ended]) -> _Ended:
+        """The failure that others follow from: process 0 ends last, even where its error came first."""
+        by_rank = {ended.rank: ended for ended in failures}
+        cause = failures[0]
+        while (blamed := self._blamed.get(cause.rank)) in by_rank and blamed is not None:
+            cause = by_rank.pop(blamed)
+        if cause is not failures[0]:
+            self._say(
+                f"process {failures[0].rank} failed since process {cause.rank} did: see the error of [{cause.rank}]"
+            )
+        return cause
 
     def _start(self, rank: int, environment: dict[str, str]) -> None:
         child = subprocess.Popen(
@@ -164,6 +186,8 @@ class Launcher:
         with stream:
             for line in stream:
                 text = line.decode(errors="replace").rstrip("\n")
+                if out is sys.stderr and (blames := _BLAMES.search(text)):
+                    self._blamed[rank] = int(blames[1])
                 with self._write_lock:
                     print(f"[{rank}] {text}", file=out, flush=True)
 

@@ -11,6 +11,7 @@ LOADED_WHEN_USED = (
     "estimator.canned",
     "estimator.feature_column",
     "estimator.layers",
+    "estimator.train",
     "flatbuffers",
     "flax",
     "fsspec",

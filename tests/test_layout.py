@@ -21,6 +21,7 @@ LAYERS = (
         "estimator.layers",
         "estimator.losses",
         "estimator.metrics",
+        "estimator.nn",
         "estimator.summary",
         "estimator.optim",
         "estimator.regularizers",
@@ -29,7 +30,7 @@ LAYERS = (
         "estimator.feature_column",
         "estimator.multihost",
     ),
-    ("estimator.heads", "estimator.hooks", "estimator.steps"),
+    ("estimator.heads", "estimator.hooks", "estimator.steps", "estimator.train"),
     ("estimator.checkpoint",),
     ("estimator.export",),
     ("estimator.loop",),
@@ -142,6 +143,12 @@ def test_every_package_says_what_it_is():
             assert ast.get_docstring(ast.parse(path.read_text())), name
 
 
+def test_the_docstring_of_a_module_opens_with_a_noun_or_a_verb():
+    clauses = r"(What|Which|Where|How|Whether|When|Of|In words)\b"
+    docs = {name: ast.get_docstring(ast.parse(path.read_text())) or "" for name, path in MODULES.items()}
+    assert not {name: doc.partition("\n")[0] for name, doc in docs.items() if re.match(clauses, doc)}
+
+
 @pytest.mark.parametrize("name", [name for layer in LAYERS for name in layer if not name.endswith("*")])
 def test_every_layer_exists(name):
     assert name in MODULES
@@ -155,3 +162,8 @@ def test_the_map_of_the_source_is_right():
         tree = ast.parse((ROOT / file).read_text())
         defined = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
         assert name in defined, f"{file} does not define {name}"
+
+
+def test_no_two_files_of_tests_have_one_name():
+    count = collections.Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
+    assert not [name for name, n in count.items() if n > 1]  # pytest imports each by its name alone

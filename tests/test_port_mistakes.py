@@ -145,7 +145,7 @@ def test_names_of_values_are_made_unique_as_in_tensorflow(towers):
         return {}
 
     _, spec = stepped(body, towers=towers)
-    names = ["accuracy", "accuracy_1", "accuracy_2", "discriminator/mean", "discriminator/mean_1", "loss_1"]
+    names = ["accuracy", "accuracy_1", "accuracy_2", "discriminator/mean", "discriminator_1/mean", "loss_1"]
     assert sorted(spec.reported) == names
     values = [spec.reported[name].value / spec.loss for name in names]
     np.testing.assert_allclose(values, [1, 2, 3, 1, 1, 1], rtol=1e-6)

@@ -18,7 +18,9 @@ PORTS = ROOT / "examples" / "ports"
 SMALL = {"batch_size": 16}
 PROGRAMS = {  # smaller, and without dropout, which draws other numbers in each tower
     "bert_run_classifier": {"num_hidden_layers": 1, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+    "census_estimator": {"first_layer_size": 8, "num_layers": 2},
     "cifar10_estimator": {},
+    "cifar10_train": {"filters": 4, "units": [16, 8], "log_frequency": 2, "train_size": 32, "num_epochs_per_decay": 1},
     "custom_estimator": {},
     "dcgan": {"filters": 4, "epsilon": 1e-3},  # a bias before a batch norm has a gradient of rounding errors alone
     "deepfm": {"dropout": [1, 1]},
@@ -131,4 +133,86 @@ def test_no_port_needs_a_module_of_its_own():
                 imported |= {alias.name.split(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom):
                 imported.add(node.module.split(".")[0])
-    assert imported == {"argparse", "estimator", "flax", "jax", "numpy", "optax", "re", "replicate", "sklearn"}
+    libraries = {"estimator", "flax", "jax", "numpy", "optax", "replicate", "sklearn"}
+    assert imported == libraries | {"argparse", "os", "re", "tempfile", "time"}
+
+
+OWN = {  # what a port may define by itself, because its original did
+    "bert_run_classifier.adam_weight_decay": "BERT's own optimizer: AdamW of TensorFlow 1.12 corrects its moments",
+    "nanogpt.configure_optimizers": "the original, a program of JAX, chains optax's",
+}
+
+
+def test_no_port_defines_an_optimizer_a_schedule_an_l2_loss_or_a_mask_of_its_own():
+    trees = {program: ast.parse((PORTS / f"{program}.py").read_text(encoding="utf-8")) for program in FILES}
+    found = {f"{program}.{name}" for program, tree in trees.items() for name in own_pieces(tree)}
+    assert found == OWN.keys()
+
+
+PIECES = {
+    "an optimizer": "def f(rate):\n return optax.chain(optax.clip(1.0), optax.sgd(rate))",
+    "a transformation": "def f(rate):\n by_name = optax.GradientTransformation(init, update)\n return by_name",
+    "a schedule of optax": "def f(p):\n rate = optax.piecewise_constant_schedule(p, {3: 0.1})\n return rate",
+    "a schedule": "def f(p):\n def rate(step):\n  return p / step\n return rate",
+    "a lambda": "f = lambda step: 0.1 / step",
+    "an l2 loss": "def f(v):\n return jnp.sum(v**2) / 2",
+    "an l2 loss of numbers times a half": "def f(v):\n return 0.5 * jnp.sum(jnp.square(v))",
+    "an l2 loss as a method": "def f(v):\n return 1e-4 * (v**2).sum() / 2",
+    "a mask": "def f(x, n):\n return (jnp.arange(x.shape[1]) < n[:, None]).astype('float32')",
+    "a name": "def _l2_loss(v):\n return v",
+}
+
+
+@pytest.mark.parametrize("piece", PIECES)
+def test_a_piece_of_its_own_is_seen(piece):
+    assert own_pieces(ast.parse(PIECES[piece]))
+
+
+def test_uses_of_the_librarys_pieces_are_none_of_its_own():
+    used = """
+def model_fn(features, labels, mode, params):
+    lr = est.train.exponential_decay(0.1, est.global_step(), 10, 0.5)
+    loss = 1e-4 * est.nn.l2_loss(w) + est.nn.sequence_mask(n, 3).sum() / 2
+    return TowerOptimizer(est.train.AdamOptimizer(lr)).minimize(loss)
+def load_data():
+    return np.arange(3) < lengths[:, None]
+"""
+    assert not own_pieces(ast.parse(used))
+
+
+def own_pieces(tree):
+    """The outermost functions of a program that define what `est.train` and `est.nn` have."""
+    there = {*est.nn.__all__, *est.train.__all__}
+    names = {statement: getattr(statement, "name", ast.unparse(statement)) for statement in tree.body}
+    return [
+        name
+        for statement, name in names.items()
+        if name.strip("_") in there or any(map(is_own_piece, ast.walk(statement)))
+    ]
+
+
+def is_own_piece(node):
+    if isinstance(node, ast.FunctionDef):
+        returned = {ast.unparse(each.value) for each in ast.walk(node) if isinstance(each, ast.Return) and each.value}
+        made = {
+            ast.unparse(each.targets[0])
+            for each in ast.walk(node)
+            if isinstance(each, ast.Assign) and is_optax(each.value)
+        }
+        return is_schedule(node) or bool(returned & made) or any(value.startswith("optax.") for value in returned)
+    if isinstance(node, ast.Lambda):
+        return is_schedule(node)
+    if isinstance(node, ast.BinOp):  # half a sum of squares
+        text = ast.unparse(node)
+        halves = re.search(r"/ 2\b|\b0\.5 \*", text) is not None
+        return halves and re.search(r"sum\(([\w.]+ \*\* 2|jnp\.square\(.*\))\)|\*\* 2\)\.sum\(\)", text) is not None
+    return isinstance(node, ast.Compare) and ast.unparse(node.left).startswith("jnp.arange(")
+
+
+def is_schedule(function):
+    """Whether it is a function of the step alone."""
+    return [argument.arg for argument in function.args.args] in (["step"], ["count"], ["global_step"])
+
+
+def is_optax(node):
+    return isinstance(node, ast.Call) and ast.unparse(node.func).startswith("optax.")

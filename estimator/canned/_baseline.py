@@ -41,7 +41,7 @@ class BaselineEstimator(Estimator):
     ) -> None:
         caller = type(self).__name__
         check_head(caller, head)
-        make_optimizer = optimizer_fn(caller, optimizer, LEARNING_RATE, from_zeros=True)
+        make_optimizer = optimizer_fn(caller, optimizer, "Ftrl", LEARNING_RATE)
 
         def model_fn(features: Features, labels: Labels, mode: str) -> EstimatorSpec:
             with variable_scope("baseline"):

@@ -70,12 +70,12 @@ class DNNLinearCombinedEstimator(Estimator):
             dnn = dnn_logits_fn(
                 caller, units, dnn_hidden_units, dnn_feature_columns, dnn_activation_fn, dnn_dropout, batch_norm
             )
-            parts.append((dnn, optimizer_fn(caller, dnn_optimizer, _DNN_LEARNING_RATE, from_zeros=False)))
+            parts.append((dnn, optimizer_fn(caller, dnn_optimizer, "Adagrad", _DNN_LEARNING_RATE)))
         if linear_feature_columns:
             columns = checked_columns(linear_feature_columns)
             rate = linear_learning_rate(_LINEAR_LEARNING_RATE, columns)
             linear = linear_logits_fn(caller, units, columns, linear_sparse_combiner, shows_logits=True)
-            parts.append((linear, optimizer_fn(caller, linear_optimizer, rate, from_zeros=True)))
+            parts.append((linear, optimizer_fn(caller, linear_optimizer, "Ftrl", rate)))
 
         def model_fn(features: Features, labels: Labels, mode: str) -> EstimatorSpec:
             trainable = current_frame(caller).declared.trainable

@@ -42,8 +42,8 @@ class DNNEstimator(Estimator):
       feature_columns: numeric, bucketized, indicator and embedding columns.
       model_dir, config, warm_start_from: as for `est.Estimator`.
       optimizer: an `est.Optimizer`, a `TowerOptimizer`, a function that returns one, or one of TensorFlow's names,
-        "Adagrad", "Adam", "RMSProp" or "SGD": optax's rule with TensorFlow's settings and the learning rate 0.05. By
-        default "Adagrad".
+        "Adagrad", "Adam", "Ftrl", "RMSProp" or "SGD": the one of `est.train` with the learning rate 0.05. By default
+        "Adagrad".
       activation_fn: the activation function of the hidden layers.
       dropout: the fraction of a hidden layer that is dropped in training; None: no dropout.
       batch_norm: whether hidden layers are normalized. Each tower normalizes by its own rows, as in TensorFlow;
@@ -69,7 +69,7 @@ class DNNEstimator(Estimator):
         logits_fn = dnn_logits_fn(
             caller, head.logits_dimension, hidden_units, feature_columns, activation_fn, dropout, batch_norm
         )
-        make_optimizer = optimizer_fn(caller, optimizer, LEARNING_RATE, from_zeros=False)
+        make_optimizer = optimizer_fn(caller, optimizer, "Adagrad", LEARNING_RATE)
 
         def model_fn(features: Features, labels: Labels, mode: str) -> EstimatorSpec:
             logits = logits_fn(features, mode)
@@ -208,10 +208,9 @@ def dnn_logits_fn(
                         net = layers.batch_normalization(
                             net, momentum=_MOMENTUM, training=training, name=f"batchnorm_{i}"
                         )
-                    show_layer(net)
+                show_layer(net, f"hiddenlayer_{i}/")
             logits = layers.dense(net, units, name="logits")
-            with variable_scope("logits"):
-                show_layer(logits)
+            show_layer(logits, "logits/")
             return logits
 
     return logits_fn

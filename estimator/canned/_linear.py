@@ -40,9 +40,8 @@ class LinearEstimator(Estimator):
       feature_columns: feature columns of any kind.
       model_dir, config, warm_start_from: as for `est.Estimator`.
       optimizer: an `est.Optimizer`, a `TowerOptimizer`, a function that returns one, or one of TensorFlow's names,
-        "Adagrad", "Adam", "Ftrl", "RMSProp" or "SGD": optax's rule with TensorFlow's settings and the learning rate
-        0.2. By default "Ftrl" with `min(0.2, 1 / sqrt(number of columns))`. Ftrl is Adagrad here: without
-        regularization and from zeros it takes the same steps.
+        "Adagrad", "Adam", "Ftrl", "RMSProp" or "SGD": the one of `est.train` with the learning rate 0.2. By default
+        "Ftrl" with `min(0.2, 1 / sqrt(number of columns))`.
       sparse_combiner: how the weights of several classes of an example are combined: "sum", "mean" or "sqrtn".
     """
 
@@ -62,7 +61,7 @@ class LinearEstimator(Estimator):
         columns = checked_columns(feature_columns)
         logits_fn = linear_logits_fn(caller, head.logits_dimension, columns, sparse_combiner)
         make_optimizer = optimizer_fn(
-            caller, optimizer, linear_learning_rate(LEARNING_RATE, columns), from_zeros=True, named_rate=LEARNING_RATE
+            caller, optimizer, "Ftrl", linear_learning_rate(LEARNING_RATE, columns), named_rate=LEARNING_RATE
         )
 
         def model_fn(features: Features, labels: Labels, mode: str) -> EstimatorSpec:

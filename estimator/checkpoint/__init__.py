@@ -1,1 +1,1 @@
-"""What is saved, restored, and taken from another model."""
+"""Checkpoints: saved, restored, listed, and read from other models."""

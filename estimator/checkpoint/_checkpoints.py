@@ -14,7 +14,6 @@ import difflib
 import fnmatch
 import functools
 import os
-import shutil
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -26,13 +25,18 @@ from absl import logging
 from estimator.checkpoint._async_save import AsyncSave, CheckpointWriteError
 from estimator.checkpoint._checkpoint_dir import (
     PIN,
+    REPLACING,
+    NotACheckpointError,
     check_is_checkpoint,
+    check_sound,
     checkpoints_in,
     host_of,
-    is_checkpoint,
     is_pinned,
+    is_renamed,
     kept,
     name_of,
+    named_step,
+    newest_sound,
     remove,
     step_of,
 )
@@ -51,13 +55,15 @@ from estimator.checkpoint._orbax import array_metadata, read_arrays, read_on_dev
 from estimator.checkpoint._save import save_checkpoint
 from estimator.checkpoint._save_in_store import save_in_store
 from estimator.core._state import State
+from estimator.multihost._collective_call import run_on_chief
 from estimator.optim._learning_rate import RATE, VALUES, rate_names
 from estimator.storage import _files
+from estimator.storage._manifest import DamagedCheckpointError, add_empty_file
+from estimator.storage._own_folders import make_own, remove_own
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 _ENDS = {"input": "INPUT_ENDED", "steps": "STEPS_ENDED"}  # files in a checkpoint, by why its run ended
-_ASIDE = "replacing"  # a folder in the model_dir, for a checkpoint that is to replace another
 
 
 class ShapeDtype(Protocol):
@@ -105,23 +111,30 @@ class Checkpoints:
         self._in_flight: AsyncSave | None = None
 
     def paths(self) -> list[str]:
-        """The paths of all complete checkpoints, oldest first; every call lists the directory again.
+        """The paths of all sound checkpoints, oldest first; every call lists the directory again.
 
         It waits for the checkpoint that a thread of this object writes, as `latest` and `pinned` do.
         """
         self.finish()
         return checkpoints_in(self._dir)
 
-    def latest(self) -> str | None:
-        """The path of the newest complete checkpoint, or None."""
-        paths = self.paths()
-        return paths[-1] if paths else None
+    def latest(self, check: Callable[[str], object] = lambda path: None) -> str | None:
+        """The path of the newest sound checkpoint, or None. Newer ones that are damaged are named in the log.
+
+        Args:
+          check: looks for more than wrong sizes, as in `newest_sound`.
+
+        Raises:
+          DamagedCheckpointError: all of them are damaged.
+        """
+        self.finish()
+        return newest_sound(self._dir, check)
 
     def save(self, state: State, host: dict[str, Any] | None = None, wait: bool = True) -> str:
         """Writes `state` to `<model_dir>/ckpt-<global_step>` and returns this path.
 
-        The checkpoint of a step that has one is left as it is: a training run resumes from the
-        newest checkpoint, so the same step means the same state.
+        The sound checkpoint of a step that has one is left as it is: a training run resumes from the
+        newest checkpoint, so the same step means the same state. A damaged one is replaced.
 
         One save is in flight at most: this one waits for the one before, and raises what went wrong in it.
 
@@ -138,7 +151,8 @@ class Checkpoints:
         """
         self.wait()
         path = os.path.join(self._dir, name_of(int(state.global_step)))
-        if not is_checkpoint(path):
+        # Process 0 decides: it alone may have found by their checksums that arrays are damaged.
+        if not run_on_chief("save", lambda: _is_saved(path)):
             self._start_writing(path, to_arrays(state), encode(host or {}))
             if wait or jax.process_count() > 1:
                 self.wait()
@@ -259,26 +273,42 @@ def take_values(path: str, source: str) -> None:
     others = read_arrays(path, [key for key in array_metadata(path) if not key.startswith(PREFIXES)])
     host = encode(host_of(path))
     marks = [mark for mark in (PIN, *_ENDS.values()) if _files.exists(os.path.join(path, mark))]
-    aside = os.path.join(os.path.dirname(path), _ASIDE)
+    aside = path + REPLACING
     new = path if _files.is_url(path) else os.path.join(aside, os.path.basename(path))
     try:
+        if new != path:
+            make_own(aside)
         _save(new, values | others, host, together=False)
         for mark in marks:
-            _files.write(os.path.join(new, mark), b"")
+            _files.write(os.path.join(new, mark), b"") if mark == PIN else add_empty_file(new, mark)
         if new != path:
             remove(path)
-            os.rename(new, path)
+            _files.rename(new, path)
     except Exception as error:
         raise CheckpointWriteError(_explained(path, error)) from error
     finally:
         if new != path:
-            shutil.rmtree(aside, ignore_errors=True)
+            remove_own(aside)
+
+
+def _is_saved(path: str) -> bool:
+    try:
+        check_sound(path)
+    except DamagedCheckpointError as error:
+        logging.warning("The checkpoint %s, which is damaged, is replaced: %s.", path, error.reason)
+        return False
+    except NotACheckpointError:
+        return False
+    if is_renamed(path):
+        logging.warning("The checkpoint %s, which was written at step %d, is replaced.", path, step_of(path))
+        return False
+    return True
 
 
 def _explained(path: str, error: Exception) -> str:
     newest = checkpoints_in(os.path.dirname(path))[-1:]
     return (
-        f"The checkpoint of step {step_of(path)} could not be written to {path}: {error}\n"
+        f"The checkpoint of step {named_step(path)} could not be written to {path}: {error}\n"
         + (f"The newest checkpoint is {newest[0]}. " if newest else "There is no other checkpoint. ")
         + "Look whether the disk is full, or the directory is gone or cannot be written."
     )
@@ -317,16 +347,16 @@ def progress(path: str) -> tuple[int, dict[str, Any]]:
     """Returns the global step of the checkpoint at `path`, and the `host` values saved with it.
 
     Raises:
-      ValueError: `path` is not a checkpoint.
+      ValueError: `path` is not a checkpoint, or damaged.
     """
-    return int(read_arrays(path, ["global_step"])["global_step"]), host_of(path)
+    return step_of(path), host_of(path)
 
 
 def note_end(path: str, reason: str | None) -> None:
     """Marks the last checkpoint of a run, for the next run's input, which begins again after the end of the "input",
     and also where a run that made all its "steps" left no batch. Other reasons leave no mark."""
     if reason in _ENDS:
-        _files.write(os.path.join(path, _ENDS[reason]), b"")
+        add_empty_file(path, _ENDS[reason])
 
 
 def is_end(path: str, reason: str) -> bool:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
 import os
+from collections.abc import Iterator
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
+from estimator.core._export_output import DEFAULT_SIGNATURE
 from estimator.storage._files import exists, files_in, is_url, list_dir
 from estimator.storage._folders import LocalCopy
 
@@ -30,10 +35,10 @@ def write_checksums(folder: str) -> None:
 
 def find_export(path: str) -> str | None:
     """The folder of the exported model at `path`, or of the newest one in it; None if there is none."""
-    if _is_export(path):
+    if is_export(path):
         return path
     numbers = sorted((int(name) for name in list_dir(path) if name.isdecimal()), reverse=True)
-    return next(filter(_is_export, (os.path.join(path, str(number)) for number in numbers)), None)
+    return next(filter(is_export, (os.path.join(path, str(number)) for number in numbers)), None)
 
 
 class ExportFolder:
@@ -43,6 +48,7 @@ class ExportFolder:
     Attributes:
       path: the folder.
       metadata: the contents of its `metadata.json`.
+      shapes: the shapes and dtypes of the weights by name.
 
     Raises:
       ValueError: a file is missing or damaged, or of another version; the message names it.
@@ -53,58 +59,97 @@ class ExportFolder:
         self._copy = LocalCopy(path)
         self._copy.fetch()
         self._check_files()
-        with open(self._file(METADATA_FILE), encoding="utf-8") as file:
-            self.metadata: dict[str, Any] = json.load(file)
+        with self._naming(METADATA_FILE), open(self._file(METADATA_FILE), encoding="utf-8") as file:
+            self.metadata: dict[str, Any] = dict(json.load(file))
         if self.metadata.get("format") != FORMAT:
             raise ValueError(
                 f"{os.path.join(self.path, METADATA_FILE)} does not belong to an exported model of this version: its "
                 f"format must be {FORMAT!r}; got {self.metadata.get('format')!r}. Export the model again."
             )
+        with self._naming(METADATA_FILE):
+            self.shapes = {name: _struct(name, entry) for name, entry in self.metadata["weights"].items()}
+            _check_signatures(self.metadata)
 
     def read(self, name: str) -> bytearray:
+        """The bytes of a file that the checksums name."""
+        if name not in self._sums:
+            raise self.damaged(f"{METADATA_FILE} names the file {name!r}, and {CHECKSUMS_FILE} does not")
         with open(self._file(name), "rb") as file:
             return bytearray(file.read())
 
     @functools.cached_property
     def weights(self) -> dict[str, np.ndarray]:
         """The arrays by name, in the dtypes of the metadata."""
-        with np.load(self._file(WEIGHTS_FILE)) as saved:
-            return {name: saved[name].view(array["dtype"]) for name, array in self.metadata["weights"].items()}
+        with self._naming(WEIGHTS_FILE), np.load(self._file(WEIGHTS_FILE)) as saved:
+            weights = {name: saved[name].view(like.dtype) for name, like in self.shapes.items()}
+            for name, like in self.shapes.items():
+                if weights[name].shape != like.shape:
+                    raise ValueError(f"{name!r} has the shape {weights[name].shape} instead of {like.shape}")
+            return weights
 
     def _file(self, name: str) -> str:
         return os.path.join(self._copy.path, name)
 
     def _check_files(self) -> None:
-        sums = self._checksums()
+        self._sums = sums = self._checksums()
         for name in {METADATA_FILE: None, WEIGHTS_FILE: None, **sums}:
             if name not in sums:
-                raise self._damaged(f"{CHECKSUMS_FILE} does not name {name}")
+                raise self.damaged(f"{CHECKSUMS_FILE} does not name {name}")
             try:
                 is_same = _sha256(self._file(name)) == sums[name]
-            except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-                raise self._damaged(f"{name}, which {CHECKSUMS_FILE} names, is missing") from None
+            except PermissionError:
+                raise
+            except (OSError, ValueError):  # there cannot be a file of any name
+                raise self.damaged(f"{name:.100}, which {CHECKSUMS_FILE} names, is missing") from None
             if not is_same:
-                raise self._damaged(f"{name} is not what was written, or {CHECKSUMS_FILE} is not: they do not agree")
+                raise self.damaged(f"{name} is not what was written, or {CHECKSUMS_FILE} is not: they do not agree")
 
     def _checksums(self) -> dict[str, str]:
-        try:
-            with open(self._file(CHECKSUMS_FILE), encoding="utf-8") as file:
-                sums = json.load(file)["sha256"]
-        except FileNotFoundError:
-            raise self._damaged(f"{CHECKSUMS_FILE} is missing") from None
-        except (ValueError, LookupError, TypeError) as e:  # not text, not JSON, not a dict, or without the key
-            raise self._damaged(f"{CHECKSUMS_FILE} is not what was written ({e!r})") from e
-        if not isinstance(sums, dict):
-            raise self._damaged(f"{CHECKSUMS_FILE} is not what was written ({sums!r})")
-        return sums
+        with self._naming(CHECKSUMS_FILE), open(self._file(CHECKSUMS_FILE), encoding="utf-8") as file:
+            return dict(json.load(file)["sha256"])
 
-    def _damaged(self, what: str) -> ValueError:
+    @contextlib.contextmanager
+    def _naming(self, name: str) -> Iterator[None]:
+        """Makes one ValueError, which names the file, of all that goes wrong with its bytes."""
+        try:
+            yield
+        except FileNotFoundError:
+            raise self.damaged(f"{name} is missing") from None
+        except PermissionError:
+            raise
+        except Exception as e:  # parsing bytes raises many kinds
+            raise self.damaged(f"{name} is not what was written ({e!r:.200})") from e
+
+    def damaged(self, what: str) -> ValueError:
+        """The error for a file that is not what was written."""
         return ValueError(
             f"The exported model at {self.path} is damaged: {what}. Copy the folder again, or export the model again."
         )
 
 
-def _is_export(path: str) -> bool:
+def _struct(name: str, entry: dict[str, Any]) -> jax.ShapeDtypeStruct:
+    match entry:
+        case {"shape": [*sizes], "dtype": str(dtype)} if all(type(n) is int and n >= 0 for n in sizes):
+            return jax.ShapeDtypeStruct(tuple(sizes), jnp.dtype(dtype))
+    raise ValueError(f"the weight {name!r} needs a shape and a dtype, and has {entry!r:.100}")
+
+
+def _check_signatures(metadata: dict[str, Any]) -> None:
+    if not isinstance(metadata["versions"]["jax"], str):
+        raise ValueError(f"the version of jax is {metadata['versions']['jax']!r:.100}")
+    for name, entry in metadata["signatures"].items():
+        match entry:
+            case {"file": str(), "class_names": [*names]} if all(isinstance(x, str) for x in names):
+                continue
+            case {"file": str()} if "class_names" not in entry:
+                continue
+        raise ValueError(f"the signature {name!r} needs a file, and has {entry!r:.100}")
+    if DEFAULT_SIGNATURE not in metadata["signatures"]:
+        raise ValueError(f"there is no signature {DEFAULT_SIGNATURE!r}")
+
+
+def is_export(path: str) -> bool:
+    """Whether a folder holds an exported model; in a store, a whole one."""
     has = [exists(os.path.join(path, name)) for name in (METADATA_FILE, CHECKSUMS_FILE)]
     return all(has) if is_url(path) else any(has)  # one alone: it is being uploaded, or damaged
 

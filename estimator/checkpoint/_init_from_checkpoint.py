@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from absl import logging
 
 from estimator.checkpoint._checkpoints import describe
-from estimator.checkpoint._readers import near, open_reader
+from estimator.checkpoint._readers import Reader, near, read_newest
 from estimator.core._frame import current_frame
 from estimator.core._typing import Variables
 from estimator.variables._initial_value import cast
@@ -82,7 +82,9 @@ class _Start(NamedTuple):
 
     def read(self, variables: Variables) -> dict[str, jax.Array]:
         """The values by the names of the arrays, with the dtypes of `variables`."""
-        reader = open_reader(_CALLER, self.path)
+        return read_newest(_CALLER, self.path, lambda reader: self._read(reader, variables))
+
+    def _read(self, reader: Reader, variables: Variables) -> dict[str, jax.Array]:
         for new, old in self.names:
             if old not in reader.shapes:
                 raise ValueError(

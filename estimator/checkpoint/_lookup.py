@@ -1,4 +1,4 @@
-"""Which checkpoint a call reads, and the state in it."""
+"""Lookup of the checkpoint that a call reads, and of the state in it."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from typing import TypeVar
 from absl import logging
 
 from estimator.checkpoint import _checkpoints
-from estimator.checkpoint._checkpoint_dir import NotACheckpointError, kept
+from estimator.checkpoint._checkpoint_dir import NotACheckpointError, check_sound, kept
 from estimator.checkpoint._checkpoints import Checkpoints
 from estimator.checkpoint._model_dir import check_not_of_tensorflow
+from estimator.checkpoint._orbax import verify
 from estimator.checkpoint._restore import StateSource
 from estimator.core._mode_keys import ModeKeys
 from estimator.core._state import State
 from estimator.core._typing import Features, Labels
 from estimator.multihost._process_group import ProcessGroup
-from estimator.storage._files import exists, is_dir, is_url, remove, write
+from estimator.storage._files import exists, expanded, is_dir, is_url, remove, write
+from estimator.storage._manifest import DamagedCheckpointError
 
 T = TypeVar("T")
 
@@ -36,7 +38,7 @@ class CheckpointLookup:
 
     def newest(self, group: ProcessGroup, writes: bool = False) -> str | None:
         """The newest checkpoint, the same in all processes, or None."""
-        path = _shared_path(group, self._model_dir, self._checkpoints.latest, writes)
+        path = _shared_path(group, self._model_dir, lambda: self._checkpoints.latest(self._checker(writes)), writes)
         if path is None:
             check_not_of_tensorflow(self._model_dir)
         return path
@@ -61,6 +63,8 @@ class CheckpointLookup:
         """
         if checkpoint_path not in (None, "latest"):
             self._checkpoints.finish()  # it may be the one that is being written
+            checkpoint_path = expanded(checkpoint_path)
+            check_sound(checkpoint_path)
             _checkpoints.names(checkpoint_path)  # raises where it is not a checkpoint
             return checkpoint_path
         path = self.newest(group)
@@ -83,28 +87,37 @@ class CheckpointLookup:
         labels: Labels = None,
     ) -> tuple[State, str | None]:
         """The state saved at `path`, and that path; the newest checkpoint's where the user's `checkpoint_path` names
-        none and the one looked up before has been removed since."""
+        none and the one looked up before has been removed since, or is damaged."""
         while True:
             try:
                 return self._states.get(mode, path, group, features, labels), path
-            except NotACheckpointError:
+            except (NotACheckpointError, DamagedCheckpointError):
                 newest = self._checkpoints.latest()
                 if checkpoint_path not in (None, "latest") or group.count > 1 or newest in (None, path):
                     raise
                 path = newest
 
     def read_newest(self, read: Callable[[str], T]) -> T:
-        """What is read from the newest checkpoint; from the next one if that is removed before."""
+        """What is read from the newest checkpoint; from the next one if that is removed before, or damaged."""
         failed = None
         while True:
             path = self.trained()
             try:
                 with kept(path):
                     return read(path)
-            except NotACheckpointError:
+            except (NotACheckpointError, DamagedCheckpointError):
                 if path == failed:
                     raise
                 failed = path
+
+    def _checker(self, slots: bool) -> Callable[[str], None]:
+        """Compares the checksums of a checkpoint that a run will read, unless its state is in memory."""
+
+        def check(path: str) -> None:
+            if not self._states.is_cached(path):
+                verify(path, slots)
+
+        return check
 
 
 def _shared_path(group: ProcessGroup, directory: str, find: Callable[[], str | None], writes: bool) -> str | None:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from absl import logging
 
 from estimator.checkpoint._file_lock import lock_if_possible
-from estimator.storage._files import absolute, exists, is_dir, is_url, list_dir, normalized, remove, store_of, write
+from estimator.storage._files import exists, is_dir, is_url, list_dir, normalized, remove, store_of, write
 
 LOCK_FILE = "training.lock"
 _SECONDS_FOR_OWNER = 1.0  # to write its name into the file
@@ -30,7 +30,9 @@ _held: dict[str, tuple[int, int]] = {}
 
 
 def checked_dir(model_dir: str) -> str:
-    """The path without "..": behind a symbolic link, normalizing a path changes what ".." means.
+    """The absolute path, which stays the same after `os.chdir`, with "~" expanded.
+
+    It is without "..": behind a symbolic link, normalizing a path changes what ".." means.
 
     Raises:
       NotADirectoryError: the path is a file.
@@ -45,13 +47,16 @@ def checked_dir(model_dir: str) -> str:
     if is_url(model_dir):
         store_of(model_dir)
         model_dir = normalized(model_dir)
-    elif os.pardir in model_dir.split(os.sep):
+        if set("*?[") & set(model_dir):
+            raise ValueError(
+                "`model_dir` must not contain '*', '?' or '[' in the URL of a store, which fsspec would take for a "
+                f"pattern; got {model_dir!r}. Choose another name."
+            )
+        return model_dir
+    model_dir = os.path.expanduser(model_dir)
+    if os.pardir in model_dir.split(os.sep):
         model_dir = os.path.realpath(model_dir)
-    if set("*?[") & set(absolute(model_dir)):
-        raise ValueError(
-            "`model_dir` must not contain '*', '?' or '[', which orbax would take for a pattern when it reads "
-            f"checkpoints; got {absolute(model_dir)!r}. Rename the directory."
-        )
+    model_dir = os.path.abspath(model_dir)
     if exists(model_dir) and not is_dir(model_dir):
         raise NotADirectoryError(f"`model_dir` must be a directory; got the file {model_dir!r}.")
     return model_dir
@@ -137,7 +142,8 @@ def _locked(model_dir: str, key: str) -> int | None:
             if os.path.samestat(os.fstat(lock), os.stat(path)):
                 os.truncate(lock, 0)
                 since = time.strftime("%Y-%m-%d %H:%M:%S")
-                os.pwrite(lock, f"process {os.getpid()} on host {socket.gethostname()}, since {since},".encode(), 0)
+                with contextlib.suppress(OSError):  # a full disk, on which a checkpoint says that it cannot be saved
+                    os.pwrite(lock, f"process {os.getpid()} on host {socket.gethostname()}, since {since},".encode(), 0)
                 return lock
         os.close(lock)
 

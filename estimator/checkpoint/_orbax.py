@@ -1,4 +1,4 @@
-"""How orbax reads a checkpoint, a flat dict of arrays, and what saving shares with that.
+"""Reads the arrays of a checkpoint by orbax, with the settings that saving shares.
 
 orbax takes longer to import than the rest of the package, so it is imported where it is used.
 """
@@ -10,6 +10,7 @@ import functools
 import logging as standard_logging
 import os
 import re
+import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, TypeVar
 
@@ -18,8 +19,10 @@ import numpy as np
 from absl import logging
 from etils import epath
 
-from estimator.checkpoint._checkpoint_dir import ARRAYS, local_copy
+from estimator.checkpoint._checkpoint_dir import ARRAYS, forget_copies, kept, local_copy
+from estimator.checkpoint._named_arrays import SLOT_PREFIX
 from estimator.runtime._uninterrupted import uninterrupted
+from estimator.storage._manifest import DamagedCheckpointError, check_sums, explain_errors
 
 if TYPE_CHECKING:
     import orbax.checkpoint as ocp
@@ -80,10 +83,49 @@ def _restore(path: str, item: Mapping[str, object], restore_args: Mapping[str, o
 def _reader(path: str, names: Collection[str]) -> Iterator[tuple[ocp.PyTreeCheckpointHandler, epath.Path]]:
     """What reads these arrays of the checkpoint at `path`, and the directory that they are in."""
     folders = {f"{ARRAYS}/{name}" for name in names}
+    local = _fetch(path, lambda name: (chunk := _CHUNK.fullmatch(name)) is None or chunk[1] in folders)
+    with (
+        quiet_orbax(),
+        contextlib.closing(array_handler(processes_of(together=False))) as reader,
+        plain_path(local) as folder,
+        explain_errors(path),
+    ):
+        yield reader, epath.Path(folder) / ARRAYS
+
+
+def verify(path: str, slots: bool = True) -> None:
+    """Compares the checksums of a checkpoint; of one in a store that a run without `slots` reads, not of those.
+
+    Raises:
+      DamagedCheckpointError: they are not those that were written.
+    """
+    with kept(path):
+        _fetch(path, lambda name: slots or not name.startswith(f"{ARRAYS}/{SLOT_PREFIX}"))
+
+
+def _fetch(path: str, wants: Callable[[str], bool]) -> str:
+    """A local folder with these files of a checkpoint, which are those that were written."""
     copy = local_copy(path)
-    copy.fetch(lambda name: (chunk := _CHUNK.fullmatch(name)) is None or chunk[1] in folders)
-    with quiet_orbax(), contextlib.closing(array_handler(processes_of(together=False))) as reader:
-        yield reader, epath.Path(os.path.abspath(copy.path)) / ARRAYS
+    copy.fetch(wants)
+    try:
+        check_sums(path, copy.path, wants)
+    except DamagedCheckpointError:
+        forget_copies()
+        raise
+    return os.path.abspath(copy.path)
+
+
+@contextlib.contextmanager
+def plain_path(directory: str) -> Iterator[str]:
+    """A path to a directory without the characters that orbax takes for a pattern, or TensorStore for a separator:
+    through a link, where it has any."""
+    if not set("*?[\\") & set(directory):
+        yield directory
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        link = os.path.join(folder, "link")
+        os.symlink(directory, link)
+        yield link
 
 
 def processes_of(together: bool) -> ocp.options.MultiprocessingOptions:

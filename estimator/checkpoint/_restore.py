@@ -1,4 +1,4 @@
-"""Where the state of a run comes from: memory, a checkpoint, a warm start, or initial values."""
+"""Sources of the state of a run: memory, a checkpoint, a warm start, or initial values."""
 
 from __future__ import annotations
 
@@ -64,6 +64,11 @@ class StateSource:
                 cached = self._cached = _identity(path), state
         assert cached is not None
         return _as_wanted(cached[1], like)
+
+    def is_cached(self, path: str) -> bool:
+        """Whether the state of the checkpoint at `path` is in memory."""
+        cached, identity = self._cached, _identity(path)
+        return cached is not None and cached[0] == identity
 
     def take_for_training(self, path: str | None, group: ProcessGroup, features: Features, labels: Labels) -> State:
         """A copy for training, which donates its memory; a prediction may still read the original."""

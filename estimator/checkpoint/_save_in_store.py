@@ -6,30 +6,28 @@ removed by the next save. One that replaces another of its name removes it right
 
 from __future__ import annotations
 
-import contextlib
-import datetime
 import os
 import tempfile
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 
 from estimator.checkpoint._checkpoint_dir import (
     WHOLE_FILE,
-    checkpoints_in,
+    check_place,
     folders_in,
     is_checkpoint,
     remove,
-    step_of,
-    written_ns,
 )
-from estimator.checkpoint._orbax import quiet_orbax
-from estimator.checkpoint._save import preservation, save_checkpoint
+from estimator.checkpoint._retention import remove_old
+from estimator.checkpoint._save import save_checkpoint
 from estimator.multihost._collective_call import run_on_chief
 from estimator.multihost._global_arrays import on_chief
 from estimator.storage._folders import upload
+from estimator.storage._manifest import MANIFEST
+from estimator.storage._own_folders import MARK, is_own
 
 
 def save_in_store(
@@ -48,11 +46,11 @@ def save_in_store(
             local = os.path.join(folder, os.path.basename(path))
             save_checkpoint(local, arrays, host, copied=copied, together=False, folder_per_array=True)
             for each in folders_in(os.path.dirname(path)):
-                if each == path or not is_checkpoint(each):
+                if each == path or (is_own(each) and not is_checkpoint(each)):
+                    check_place(each)
                     remove(each)
-            upload(local, path, last=(WHOLE_FILE,))
-        if keep_max:
-            _remove_old(os.path.dirname(path), keep_max, keep_every_n_hours)
+            upload(local, path, first=(MARK,), last=(MANIFEST, WHOLE_FILE))
+        remove_old(path, keep_max, keep_every_n_hours)
 
     if together and jax.process_count() > 1:
         arrays = on_chief(arrays)
@@ -60,24 +58,3 @@ def save_in_store(
         run_on_chief("save", save)
     else:
         save()
-
-
-class _Info(NamedTuple):
-    """What orbax's policies know of a checkpoint."""
-
-    step: int
-    time: datetime.datetime
-    metrics: dict[str, Any] | None = None
-
-
-def _remove_old(directory: str, keep_max: int, keep_every_n_hours: float | None) -> None:
-    from orbax.checkpoint.checkpoint_managers import PreservationContext
-
-    paths = checkpoints_in(directory)
-    infos = [_Info(step_of(path), datetime.datetime.fromtimestamp(written_ns(path) / 1e9)) for path in paths]
-    with quiet_orbax(), contextlib.ExitStack() as locks:
-        policy = preservation(directory, keep_max, keep_every_n_hours, locks)
-        keeps = policy.should_preserve(infos, context=PreservationContext())
-    for path, keep in zip(paths, keeps, strict=True):
-        if not keep:
-            remove(path)

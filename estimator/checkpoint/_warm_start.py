@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -10,11 +11,13 @@ from typing import Any, NamedTuple
 
 from estimator.checkpoint._checkpoints import describe
 from estimator.checkpoint._named_arrays import named_leaves, with_named_leaves
-from estimator.checkpoint._readers import Reader, as_of_jax, near, open_reader
+from estimator.checkpoint._readers import Reader, as_of_jax, near, read_newest
+from estimator.checkpoint._tensorflow_slots import tensorflow_slot_names
 from estimator.core._mode_keys import ModeKeys
 from estimator.core._state import State
 from estimator.multihost._global_arrays import put
 from estimator.variables._initial_value import cast
+from estimator.variables._vocab_info import VocabInfo, moved, resized
 
 _STEP = "global_step"
 
@@ -39,6 +42,7 @@ class WarmStartSettings:
         and optimizer slots. The list takes global_step only where it contains "global_step" itself.
       var_name_to_prev_var_name: the names in the checkpoint of variables that have another name there: a dict from new
         to old names, or a function of a new name that returns the old one. A slot is renamed by its own name.
+        In a checkpoint of TensorFlow the slots of `est.train`'s optimizers have their names there by themselves.
 
     Raises:
       ValueError: a field has an invalid value.
@@ -47,9 +51,10 @@ class WarmStartSettings:
     ckpt_to_initialize_from: str
     vars_to_warm_start: str | Sequence[str] = ".*"
     var_name_to_prev_var_name: Mapping[str, str] | Callable[[str], str] | None = None
+    var_name_to_vocab_info: Mapping[str, VocabInfo] | None = None
 
     def __post_init__(self) -> None:
-        source, patterns, renames = (getattr(self, field.name) for field in dataclasses.fields(self))
+        source, patterns, renames, vocabularies = (getattr(self, field.name) for field in dataclasses.fields(self))
         if not isinstance(source, str | os.PathLike) or not os.fspath(source):
             raise ValueError(
                 "`ckpt_to_initialize_from` MUST be set in WarmStartSettings, to a model_dir or the path of a "
@@ -72,6 +77,11 @@ class WarmStartSettings:
             raise ValueError(
                 "`var_name_to_prev_var_name` must be a dict from new to old names, or a function of a new name; "
                 f"got {renames!r}."
+            )
+        infos = vocabularies.values() if isinstance(vocabularies, Mapping) else [vocabularies]
+        if vocabularies is not None and not all(isinstance(info, VocabInfo) for info in infos):
+            raise ValueError(
+                f"`var_name_to_vocab_info` must be a dict of `est.VocabInfo` by new names; got {vocabularies!r}."
             )
 
 
@@ -124,14 +134,27 @@ def warm_start(
       ValueError: there is no such checkpoint, a pattern matches nothing, a renamed variable is not in the model or not
         in the source, or shapes or dtypes differ.
     """
-    source = open_reader("WarmStartSettings", settings.ckpt_to_initialize_from)
+    return read_newest(
+        "WarmStartSettings",
+        settings.ckpt_to_initialize_from,
+        lambda source: _warm_start(source, settings, state, trainable, mode),
+    )
+
+
+def _warm_start(
+    source: Reader, settings: WarmStartSettings, state: State, trainable: Sequence[str], mode: ModeKeys
+) -> tuple[State, WarmStartReport]:
     leaves = named_leaves(state)
-    matches = _matches(settings, state, trainable)
+    matches = _matches(settings, source, state, trainable)
     chosen = {new: old for names in matches.values() for new, old in names.items()}
     _check_renames(settings, source, chosen, leaves, is_whole=mode == ModeKeys.TRAIN)
     _check_patterns(matches, source, leaves, is_whole=mode == ModeKeys.TRAIN)
+    infos = settings.var_name_to_vocab_info or {}
+    _check_vocabularies(infos, chosen, leaves, is_whole=mode == ModeKeys.TRAIN)
     available = {new: old for new, old in chosen.items() if old in source.shapes}
-    kinds = {new: (describe(as_of_jax(source.shapes[old])), describe(leaves[new])) for new, old in available.items()}
+    there = {new: as_of_jax(source.shapes[old]) for new, old in available.items()}
+    there |= {new: resized(info, there[new], leaves[new]) for new, info in infos.items() if new in there}
+    kinds = {new: (describe(there[new]), describe(leaves[new])) for new in available}
     report = WarmStartReport(
         source.path,
         used={new: available[new] for new, (was, now) in kinds.items() if was == now},
@@ -148,10 +171,17 @@ def warm_start(
     new = {
         name: cast(f"{old!r} in {source.path}", arrays[old], leaves[name].dtype) for name, old in report.used.items()
     }
+    new |= {
+        name: moved(info, name, arrays[report.used[name]], leaves[name], state.key)
+        for name, info in infos.items()
+        if name in new
+    }
     return with_named_leaves(state, put(new, {name: leaves[name].sharding for name in new})), report
 
 
-def _matches(settings: WarmStartSettings, state: State, trainable: Sequence[str]) -> dict[str, dict[str, str]]:
+def _matches(
+    settings: WarmStartSettings, source: Reader, state: State, trainable: Sequence[str]
+) -> dict[str, dict[str, str]]:
     """The names that each pattern matches, old names by new ones."""
     is_list = not isinstance(settings.vars_to_warm_start, str)
     if not is_list:
@@ -160,7 +190,13 @@ def _matches(settings: WarmStartSettings, state: State, trainable: Sequence[str]
     matches = {p: [name for name in names if re.match(p, name)] for p in _patterns(settings)}
     if is_list and _STEP in matches:
         matches[_STEP].append(_STEP)
-    return {p: {name: _old_name(settings, name) for name in of_pattern} for p, of_pattern in matches.items()}
+    slots = tensorflow_slot_names(state, functools.partial(_old_name, settings))
+
+    def old_name(name: str) -> str:
+        old = _old_name(settings, name)
+        return slots[name] if old not in source.shapes and slots.get(name) in source.shapes else old
+
+    return {p: {name: old_name(name) for name in of_pattern} for p, of_pattern in matches.items()}
 
 
 def _patterns(settings: WarmStartSettings) -> Sequence[str]:
@@ -194,6 +230,17 @@ def _check_renames(
             raise ValueError(
                 f"`var_name_to_prev_var_name` says that {new!r} was {old!r}, but {source.path} has no such variable. "
                 f"Did you mean one of {near(old, source.shapes)}?"
+            )
+
+
+def _check_vocabularies(
+    infos: Mapping[str, VocabInfo], chosen: dict[str, str], leaves: dict[str, Any], is_whole: bool
+) -> None:
+    for new in infos:
+        if new not in chosen and (is_whole or new in leaves):
+            raise ValueError(
+                f"`var_name_to_vocab_info` names {new!r}, which was not used. Perhaps you misspelled it? "
+                f"Near it, `vars_to_warm_start` takes {near(new, chosen)} of the model."
             )
 
 

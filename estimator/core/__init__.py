@@ -1,1 +1,1 @@
-"""What a model_fn may say and return: variables, randomness, records, the spec, train_ops, hooks, batches."""
+"""The vocabulary of a model_fn: variables, randomness, records, the spec, train_ops, hooks, batches."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import numbers
+import operator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +21,33 @@ def check_intervals(caller: str, **given: float | None) -> None:
         if value is not None and (isinstance(value, bool) or not isinstance(value, kind) or value <= 0):
             wanted = "number" if kind is numbers.Real else "int"
             raise ValueError(f"{name} of {caller} must be a positive {wanted}; got {value!r}.")
+
+
+def as_int(caller: str, name: str, value: Any) -> int:
+    """An integer as an int; it may be a scalar of numpy or jax.
+
+    >>> as_int("MultiClassHead", "n_classes", jnp.int32(3))
+    3
+
+    Raises:
+      TypeError: it is something else.
+    """
+    try:
+        if not isinstance(value, bool):
+            return operator.index(value)
+    except TypeError:  # jax says the same of a value that is not known yet
+        pass
+    raise TypeError(f"`{caller}` needs an int as {name}; got {value!r} of type {type(value).__name__}.")
+
+
+def check_order(caller: str, labels: jax.Array, logits: jax.Array, what: str = "logits") -> None:
+    """Raises a TypeError where labels are floats and logits integers: they have changed places."""
+    if jnp.issubdtype(labels.dtype, jnp.floating) and not jnp.issubdtype(logits.dtype, jnp.floating):
+        raise TypeError(
+            f"`{caller}` takes (labels, {what}), in this order; got labels of dtype {labels.dtype} and shape "
+            f"{labels.shape}, and {what} of dtype {logits.dtype} and shape {logits.shape}. Write `{caller}(labels, "
+            f"{what})`. If these are the {what}, write `{what}.astype(jnp.float32)`."
+        )
 
 
 def check_same_shape(caller: str, labels: jax.Array, predictions: jax.Array, what: str = "predictions") -> None:

@@ -1,4 +1,4 @@
-"""What a batch is: pytrees of arrays, dense or sparse, that agree in their first dimension."""
+"""Batches: pytrees of arrays, dense or sparse, that agree in their first dimension."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ def check_batch(features: Features, labels: Labels = None) -> int:
         raise ValueError(f"A batch must hold at least one array; got features={features!r} and labels={labels!r}.")
     if len(set(sizes.values())) > 1:
         listed = ", ".join(f"{name}: {rows}" for name, rows in sizes.items())
-        raise ValueError(f"All arrays of a batch must have the same batch size (first dimension); got {listed}.")
+        raise ValueError(
+            f"All arrays of a batch must have the same batch size (first dimension); got {listed}. Give all of them a "
+            "row for each example, and by params what is the same for all."
+        )
     rows = next(iter(sizes.values()))
     if rows == 0:
         raise ValueError(f"Got an empty batch: {', '.join(sizes)} have 0 rows. Let input_fn leave it out.")
@@ -46,11 +49,55 @@ def named_leaves(
     >>> named_leaves({"x": 1}, 2)
     {"features['x']": 1, 'labels': 2}
     """
-    return {
-        name + jax.tree_util.keystr(path): leaf
-        for name, tree in (("features", features), ("labels", labels))
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
-    }
+    try:
+        return {
+            name + jax.tree_util.keystr(path): leaf
+            for name, tree in (("features", features), ("labels", labels))
+            for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
+        }
+    except ValueError:
+        check_keys("a batch", (features, labels))
+        raise
+
+
+def check_keys(what: str, tree: PyTree) -> None:
+    """Raises a ValueError that names the keys of a dict, in `what`, which jax cannot sort."""
+    keys = _unsorted_keys(tree)
+    if keys is not None:
+        raise ValueError(
+            f"The keys of a dict in {what} must be of one kind, since jax sorts them; got {keys}. Give all of them "
+            "as strings, for example."
+        )
+
+
+def _unsorted_keys(tree: Any) -> list[Any] | None:
+    if isinstance(tree, dict):
+        try:
+            sorted(tree)
+        except TypeError:
+            return list(tree)
+        return next(filter(None, map(_unsorted_keys, tree.values())), None)
+    return next(filter(None, map(_unsorted_keys, tree)), None) if isinstance(tree, (tuple, list)) else None
+
+
+def unknown_dtype(dtype: Any) -> str | None:
+    """The end of an error about a dtype of numpy's that jax has not: it says what to write. None for other dtypes.
+
+    >>> unknown_dtype(np.dtype("V8"))
+    'of dtype |V8, which is bytes. Write `x.view(dtype)` with the dtype of the numbers in them.'
+    """
+    if jnp.issubdtype(dtype, jax.dtypes.extended):
+        return None
+    dtype = np.dtype(dtype)
+    if dtype.names is not None:
+        return f"of dtype {dtype}. Write `{{name: x[name] for name in x.dtype.names}}`: each field is an array then."
+    if dtype.type is np.void:
+        return f"of dtype {dtype}, which is bytes. Write `x.view(dtype)` with the dtype of the numbers in them."
+    if dtype.char in "gG":
+        return f"of dtype {dtype}. Write `x.astype({'np.float32' if dtype.kind == 'f' else 'np.complex64'})`."
+    if dtype.kind in "Mm":
+        return f"of dtype {dtype}. Write `x.astype(np.int64)`."
+    return f"of dtype {dtype}, which is not a number. Leave it out." if dtype.kind in "OSU" else None
 
 
 def rows_of(features: Features, labels: Labels = None) -> int:
@@ -89,6 +136,19 @@ class BatchGuard:
 
     def __init__(self, features: Features, labels: Labels) -> None:
         self._built_with = _shapes(features, labels)
+        self._label_ranges = ", ".join(
+            f"{name} from {leaf.min()} to {leaf.max()}"
+            for name, leaf in named_leaves(None, labels).items()
+            if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "iu" and leaf.size
+        )
+
+    def about_nan(self) -> str:
+        """The causes of a NaN loss to look for: labels first, with their range in the batch that this was made of."""
+        seen = f" (the first batch has {self._label_ranges})" if self._label_ranges else ""
+        return (
+            f"Look first for labels out of range, whose loss is NaN{seen}: for n classes they are integers from 0 to "
+            "n - 1. Then look for a division by zero or a logarithm of zero"
+        )
 
     def __call__(self, number: int, pair: tuple[PyTree, PyTree], step: Callable[..., T], *args: Any) -> T:
         """`step(*args)`, of a batch with that number in the input, counted from 1."""
@@ -132,12 +192,14 @@ def _rows(name: str, leaf: Any) -> int:
             f"features and labels must be arrays or pytrees of arrays; got {name} = {leaf!r} "
             f"of type {type(leaf).__name__}. Convert it, for example by np.asarray."
         )
-    elif not isinstance(leaf, jax.Array) and np.dtype(leaf.dtype).kind in "OSUMm":
+    elif not isinstance(leaf, jax.Array) and np.dtype(leaf.dtype).kind in "OSU":
         raise TypeError(
             f"features and labels must be arrays of numbers; got {name} of dtype {leaf.dtype}. "
             "Turn strings into integers in input_fn, by `est.feature_column.encode(features, columns)` for example, "
             "those of labels by `est.feature_column.encode_labels(labels, label_vocabulary)`."
         )
+    elif fix := unknown_dtype(leaf.dtype):
+        raise TypeError(f"features and labels must be arrays of numbers that jax has; got {name} {fix}")
     if not leaf.shape:
         raise ValueError(
             f"Every array of a batch needs a batch dimension; {name} is a scalar. "

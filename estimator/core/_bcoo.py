@@ -129,3 +129,10 @@ def _loaded(name: str) -> Any:
     """A class of `jax.experimental.sparse`, or no class: until somebody imports that module (and scipy with it, which
     takes longer than all of this package), nothing can be an instance of it."""
     return getattr(sys.modules.get("jax.experimental.sparse"), name, ())
+
+
+def constrained(batch: PyTree, sharding: Any) -> PyTree:
+    """A batch with a sharding; sparse leaves, whose arrays have entries as their first dimension, are left alone."""
+    return jax.tree.map(
+        lambda x: x if is_sparse(x) else jax.lax.with_sharding_constraint(x, sharding), batch, is_leaf=is_sparse
+    )

@@ -1,22 +1,24 @@
-"""What a model_fn returns."""
+"""`EstimatorSpec`, the result of a model_fn."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from estimator.core._batch import check_keys, unknown_dtype
 from estimator.core._bcoo import is_sparse
 from estimator.core._export_output import DEFAULT_SIGNATURE, ExportOutput, PredictOutput
-from estimator.core._hook import Hook
+from estimator.core._hook import Hook, check_methods
 from estimator.core._mode_keys import ModeKeys
 from estimator.core._record import Report, metric_of
 from estimator.core._train_op import TrainOp
 from estimator.core._typing import PyTree
+from estimator.porting._tensorflow_names import check_tpu_arguments
 
 
 class Mergeable(Protocol):
@@ -53,6 +55,9 @@ class EstimatorSpec:
       training_chief_hooks, training_hooks, evaluation_hooks, prediction_hooks: `est.Hook`s.
       scaffold: always None: what TensorFlow's says is said by `RunConfig`, `warm_start_from=` and hooks.
       reported: by name, what the model_fn reported by `est.summary` and `est.record`; filled in by the run.
+      eval_metrics: instead of `eval_metric_ops`, as in `TPUEstimatorSpec`: `(metric_fn, tensors)`. In EVAL `metric_fn`
+        gets the tensors, a dict by its names or a list, and returns the metrics; in towers a tower's, whose metrics
+        are merged as others are. Not an attribute.
 
     Raises:
       ValueError, TypeError: a field is missing or of another kind; the message names it.
@@ -70,8 +75,13 @@ class EstimatorSpec:
     evaluation_hooks: Sequence[Hook] = ()
     prediction_hooks: Sequence[Hook] = ()
     reported: dict[str, Report] = dataclasses.field(default_factory=dict)
+    eval_metrics: dataclasses.InitVar[tuple[Callable[..., dict[str, Mergeable]], Any] | None] = None
 
-    def __post_init__(self) -> None:
+    def __new__(cls, *args: Any, **kwargs: Any) -> EstimatorSpec:
+        check_tpu_arguments("EstimatorSpec", kwargs)
+        return super().__new__(cls)
+
+    def __post_init__(self, eval_metrics: Any) -> None:
         mode = ModeKeys(self.mode)
         if self.scaffold is not None:
             raise TypeError(
@@ -84,7 +94,7 @@ class EstimatorSpec:
             "train_op": _checked_train_op(mode, self.train_op),
             "loss": _checked_loss(mode, self.loss),
             "predictions": _checked_predictions(mode, self.predictions),
-            "eval_metric_ops": _checked_metrics(self.eval_metric_ops),
+            "eval_metric_ops": _checked_metrics(_computed_metrics(mode, self.eval_metric_ops, eval_metrics)),
             "export_outputs": _checked_exports(mode, self.export_outputs, self.predictions),
             "reported": {} if self.reported is None else self.reported,
         }
@@ -163,6 +173,8 @@ def _checked_loss(mode: ModeKeys, loss: Any) -> jax.Array | None:
         return None
     if not _is_array(loss) and not isinstance(loss, int | float):
         raise TypeError(f"loss must be a scalar array, given: {_shown(loss)}.")
+    if _is_array(loss):
+        _check_arrays("loss", loss)
     loss = jnp.asarray(loss)
     if loss.size != 1:
         raise ValueError(
@@ -180,6 +192,7 @@ def _checked_predictions(mode: ModeKeys, predictions: PyTree) -> PyTree:
 
 
 def _check_arrays(field: str, tree: PyTree) -> None:
+    check_keys(field, tree)
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_sparse):
         name = field + jax.tree_util.keystr(path)
         if not _is_array(leaf):
@@ -190,6 +203,24 @@ def _check_arrays(field: str, tree: PyTree) -> None:
                 "holds. Strings stay on the host: return integer classes, and look up their names in what `predict` "
                 "yields."
             )
+        if fix := unknown_dtype(leaf.dtype):
+            raise TypeError(f"{name} must be an array of numbers that jax has, given one {fix}")
+
+
+def _computed_metrics(mode: ModeKeys, metrics: Any, eval_metrics: Any) -> Any:
+    """The metrics themselves, or what the function of TPUEstimatorSpec's `eval_metrics` makes of its tensors."""
+    if eval_metrics is None:
+        return metrics
+    if metrics:
+        raise ValueError("An EstimatorSpec takes `eval_metric_ops` or `eval_metrics`, given both. Leave out one.")
+    if not isinstance(eval_metrics, tuple | list) or len(eval_metrics) != 2 or not callable(eval_metrics[0]):
+        raise TypeError(f"eval_metrics must be a pair (metric_fn, tensors), given: {_shown(eval_metrics)}.")
+    metric_fn, tensors = eval_metrics
+    if not isinstance(tensors, dict | tuple | list):
+        raise TypeError(f"The tensors of eval_metrics must be a dict or a list, given: {_shown(tensors)}.")
+    if mode != ModeKeys.EVAL:
+        return None
+    return metric_fn(**tensors) if isinstance(tensors, dict) else metric_fn(*tensors)
 
 
 def _checked_metrics(metrics: Any) -> dict[str, Mergeable]:
@@ -197,6 +228,7 @@ def _checked_metrics(metrics: Any) -> dict[str, Mergeable]:
         return {}
     if not isinstance(metrics, dict):
         raise TypeError(f"eval_metric_ops must be a dict of metrics by name, given: {_shown(metrics)}.")
+    check_keys("eval_metric_ops", metrics)
     metrics = {name: _unpaired(metric) for name, metric in metrics.items()}
     for name, metric in metrics.items():
         if name in _RESERVED_METRICS:
@@ -255,6 +287,7 @@ def checked_hooks(name: str, hooks: Any) -> tuple[Hook, ...]:
                 f"All hooks must be hook instances, but {name} holds {_shown(hook)}. "
                 "Derive its class from `est.Hook`; its `after_create_session` is called `after_create_state` here."
             )
+        check_methods(Hook, hook)
     return hooks
 
 

@@ -1,4 +1,4 @@
-"""What a model_fn offers for export: named groups of outputs."""
+"""Outputs that a model_fn offers for export, in named groups."""
 
 from __future__ import annotations
 

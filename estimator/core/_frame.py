@@ -90,6 +90,7 @@ class Replica:
       parts: the number of devices of a tower.
       cut: cuts a dimension of an array over the devices of a tower.
       one_tower: whether a replicated model_fn runs as one tower, on any device: what is exported has no towers.
+      forward_only: whether it runs in TRAIN without gradients, as in evaluation.
     """
 
     average_denominator: Callable[[jax.Array, int | None], jax.Array] = _same
@@ -100,6 +101,7 @@ class Replica:
     parts: int = 1
     cut: Callable[[jax.Array, int], jax.Array] = _whole
     one_tower: bool = False
+    forward_only: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,6 +128,7 @@ class Declared:
       slot_owners: which optimizer each entry of `Frame.slots` belongs to.
       rng_calls: how often `make_rng` was called, by name.
       scope_uses: how often each `variable_scope` was opened, by full name; 0 once the scope around it is closed.
+      name_scopes: what each opening of a `variable_scope` is called in the names of what is reported; see `Frame`.
       regularizers: of `get_variable`, by full name.
       losses: those collected, each with the scope it was computed in.
       metric_values: the metrics whose value the model_fn has seen, each with the value (see `_record.py`).
@@ -141,6 +144,7 @@ class Declared:
     slot_owners: dict[str, object] = dataclasses.field(default_factory=dict)
     rng_calls: Counter[str] = dataclasses.field(default_factory=Counter)
     scope_uses: Counter[str] = dataclasses.field(default_factory=Counter)
+    name_scopes: set[str] = dataclasses.field(default_factory=set)
     regularizers: dict[str, Callable[[Any], Any]] = dataclasses.field(default_factory=dict)
     losses: list[tuple[str, jax.Array]] = dataclasses.field(default_factory=list)
     metric_values: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)
@@ -220,12 +224,14 @@ class Frame:
       initial: what they begin with, by the names of their arrays; an initializer makes what is not there.
       replica: which part of a replicated run this is.
       scope, reuse, scope_defaults: the open `variable_scope`s.
+      name_scope: prefixes what is reported, as TensorFlow's `name_scope`: of no two openings of a scope the same.
       declared, gradients, embeddings: what the model_fn has named and called so far.
       writes: the variables that it wrote.
       denominators: of the losses so far; only those known in the model_fn itself, not in a loop or branch within it.
       reported: what it reported, by full name (see `_record.py`).
       placement: where a replicated model_fn wants its variables; None for a plain one.
       on_nan: what it does about non-finite gradients (see `optim/_non_finite.py`).
+      compared_on: where the first batch runs in one tower too, to compare the numbers (`steps/_one_tower_check.py`).
       deferred: by field of the spec, what it returns in it, and the `Deferred` that it comes from.
       tracing: where the run stands among jax's transformations.
     """
@@ -239,6 +245,7 @@ class Frame:
     initial: Variables = dataclasses.field(default_factory=dict)
     replica: Replica = Replica()
     scope: tuple[str, ...] = ()
+    name_scope: tuple[str, ...] = ()
     reuse: Any = None
     scope_defaults: ScopeDefaults = ScopeDefaults()
     declared: Declared = dataclasses.field(default_factory=Declared)
@@ -249,18 +256,20 @@ class Frame:
     reported: dict[str, Any] = dataclasses.field(default_factory=dict)
     placement: Placement | None = None
     on_nan: str | None = None
+    compared_on: jax.Device | None = None
     deferred: dict[str, Any] = dataclasses.field(default_factory=dict)
     tracing: Tracing = dataclasses.field(default_factory=Tracing)
 
     def fresh(self, **changes: Any) -> Frame:
         """A frame that starts from here: in the same scope, with the same names taken, nothing written yet."""
         same = {"initializing": self.initializing, "replica": self.replica, "scope": self.scope, "reuse": self.reuse}
-        same |= {"scope_defaults": self.scope_defaults, "initial": self.initial}
+        same |= {"scope_defaults": self.scope_defaults, "name_scope": self.name_scope, "initial": self.initial}
         start = {"variables": dict(self.variables), "slots": dict(self.slots)}
         declared = Declared(
             slot_owners=dict(self.declared.slot_owners),
             rng_calls=Counter(self.declared.rng_calls),
             scope_uses=Counter(self.declared.scope_uses),
+            name_scopes=set(self.declared.name_scopes),
         )
         gradients = GradientCalls(known=self.gradients.known, reserved=dict(self.gradients.reserved))
         state = {"mode": self.mode, "key": self.key, "global_step": self.global_step, **start}
@@ -275,6 +284,7 @@ class Frame:
         self.declared.starts.extend(inner.declared.starts)
         self.declared.rng_calls = inner.declared.rng_calls
         self.declared.scope_uses = inner.declared.scope_uses
+        self.declared.name_scopes = inner.declared.name_scopes
 
 
 def current_trace() -> Any:

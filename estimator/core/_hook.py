@@ -1,9 +1,10 @@
-"""What a hook is: five moments of a run, and what it sees there."""
+"""`Hook`: five moments of a run, and the values that a hook sees there."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol, TypeVar
 
 import jax
@@ -92,6 +93,56 @@ class Hook:
         """Called last, once in a run, whatever happened: `context.error` tells what went wrong, if anything did."""
 
 
+def check_methods(kind: type, given: Any, what: str = "hook") -> None:
+    """Raises a TypeError if a run could not call a method of a hook, or of another object, as its class `kind` says."""
+    for name, method in inspect.getmembers(kind, inspect.isfunction):
+        signature = inspect.signature(method)
+        own = getattr(given, name)
+        if name.startswith("_") or not callable(own) or getattr(own, "__func__", None) is method:
+            continue
+        try:
+            inspect.signature(own).bind(*list(signature.parameters)[1:])
+        except TypeError as error:
+            raise TypeError(
+                f"{type(given).__name__}.{name}{inspect.signature(own)} of a {what} cannot be called as a run calls it "
+                f"({error}). Write `def {name}({', '.join(signature.parameters)}):`."
+            ) from None
+        except ValueError:  # it is in compiled code, and has no signature to look at
+            continue
+
+
+class StandIn(Hook):
+    """A hook that calls an object that poses as one, such as `mock.Mock(spec=est.Hook)`; called around every step.
+
+    Args:
+      posing: has the methods of a hook. What its `before_run` returns is left out where it is not a request.
+    """
+
+    def __init__(self, posing: Any) -> None:
+        self._posing = posing
+
+    def begin(self) -> None:
+        self._posing.begin()
+
+    def after_create_state(self, context: Context) -> None:
+        self._posing.after_create_state(context)
+
+    def before_run(self, context: Context) -> Any:
+        requests = self._posing.before_run(context)
+        return requests if isinstance(requests, str | list | tuple | dict) else None
+
+    def after_run(self, context: Context, values: RunValues) -> None:
+        self._posing.after_run(context, values)
+
+    def end(self, context: Context) -> None:
+        self._posing.end(context)
+
+
+def as_hooks(hooks: Iterable[Any]) -> tuple[Hook, ...]:
+    """Hooks, with a `StandIn` for each that only poses as one."""
+    return tuple(hook if issubclass(type(hook), Hook) else StandIn(hook) for hook in hooks)
+
+
 class Context(Protocol):
     """What a hook may know of the run, and do to it."""
 
@@ -110,6 +161,11 @@ class Context(Protocol):
     @property
     def reported(self) -> dict[str, Report]:
         """What the model_fn reports in this mode, by name: reports of `jax.ShapeDtypeStruct`s."""
+
+    @property
+    def trainable_variables(self) -> tuple[str, ...]:
+        """The names of the variables that optimizers change by default, in the order in which the model_fn got them;
+        `state.variables` has the values by name."""
 
     @property
     def global_step(self) -> int:

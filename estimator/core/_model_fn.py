@@ -4,19 +4,29 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable
+import itertools
+import re
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 
+from estimator.core._batch import rows_of
 from estimator.core._estimator_spec import EstimatorSpec
 from estimator.core._frame import current_frame
 from estimator.core._mode_keys import ModeKeys
 from estimator.core._typing import Features, Labels
+from estimator.porting._tensorflow_names import explain_batch_size
 
 ModelFn = Callable[..., EstimatorSpec]
 """Of `features` and any of `labels, mode, params, config`."""
 
+_NEED_VALUES = (
+    jax.errors.ConcretizationTypeError,  # an `if` raises a subclass
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+_TRACED = "A value of Python is needed where jax only traces, in"
 _OPTIONAL = ("labels", "mode", "params", "config")
 
 
@@ -61,7 +71,8 @@ def bind(model_fn: ModelFn, params: Any = None, config: Any = None) -> ModelFn:
         try:
             spec = model_fn(features=features, **taken)
         except Exception as error:
-            _explain(error, features, labels, mode)
+            explain_batch_size(error)
+            _explain(error, shown, features, labels, mode)
             raise
         if not isinstance(spec, EstimatorSpec):
             raise ValueError(f"{shown} should return an EstimatorSpec; got {spec!r}.")
@@ -85,24 +96,46 @@ def with_params(model_fn: ModelFn, params: Any) -> ModelFn:
     return call
 
 
-def _explain(error: Exception, features: Features, labels: Labels, mode: ModeKeys) -> None:
+def _explain(error: Exception, shown: str, features: Features, labels: Labels, mode: ModeKeys) -> None:
     """Adds to an error of a model_fn what its input may have to do with it."""
-    if labels is None and "None" in str(error):
-        note = (
+    notes, there = [], getattr(error, "__notes__", ())  # a replicated model_fn is in another one
+    towers, rows = current_frame("a model_fn").replica.towers, rows_of(features, labels)
+    needs_value = isinstance(error, _NEED_VALUES)
+    if needs_value and not any(_TRACED in note for note in there):
+        notes.append(
+            f"{_TRACED} {shown}: its arrays have no values yet. Write "
+            "`jnp.where` or `jax.lax.cond` instead of `if`, and functions of jnp instead of numpy's. (jax may name a "
+            "function of this library, which calls yours.)"
+        )
+    if labels is None and ("None" in str(error) or (needs_value and mode == ModeKeys.PREDICT)):
+        notes.append(
             "In PREDICT labels are None. Return `EstimatorSpec(mode, predictions=...)` before they are used."
             if mode == ModeKeys.PREDICT
             else "The labels are None: input_fn gave features alone. Let it give tuples (features, labels); a list is "
             "one of batches."
         )
+    elif needs_value:
+        pass  # no shape has to do with it
     elif isinstance(features, tuple | list) and _shapes(features) == _shapes(labels):
-        note = (
+        notes.append(
             "The features are a tuple like the labels. If they are a batch each: a tuple that input_fn returns is one "
             "batch, (features, labels). For several batches return a list of such tuples."
         )
-    else:
-        return
-    if note not in getattr(error, "__notes__", ()):  # a replicated model_fn is in another one
-        error.add_note(note)
+    elif towers > 1 and _has_rows_of_all_towers(str(error), rows, towers):
+        notes.append(
+            f"The model_fn runs in one of {towers} towers, which has {rows} of the {rows * towers} rows of the batch. "
+            "Write -1, or `features.shape[0]`, instead of the batch size."
+        )
+    for note in notes:
+        if note not in there:
+            error.add_note(note)
+
+
+def _has_rows_of_all_towers(error: str, rows: int, towers: int) -> bool:
+    """Whether an error is about shapes, one of them of the whole batch, or of all its elements."""
+    if sizes := re.search(r"cannot reshape .*\(size (\d+)\) into .*\(size (\d+)\)", error):
+        return int(sizes[1]) * towers == int(sizes[2])
+    return "shape" in error and str(rows * towers) in re.findall(r"\d+", error)
 
 
 def _shapes(tree: Any) -> Any:
@@ -124,4 +157,13 @@ def _check_train_op(shown: str, spec: EstimatorSpec) -> None:
 
 def _own_copy(params: Any) -> Any:
     """A copy that shares arrays: to copy these would become a part of the compiled program."""
-    return copy.deepcopy(params, {id(x): x for x in jax.tree.leaves(params) if isinstance(x, jax.Array)})
+    return copy.deepcopy(params, {id(x): x for x in _arrays(params)})
+
+
+def _arrays(params: Any) -> Iterator[jax.Array]:
+    """The arrays of jax in params, whose dicts may have keys of several kinds, which jax cannot sort."""
+    for leaf in jax.tree.leaves(params, is_leaf=lambda node: isinstance(node, dict)):
+        if isinstance(leaf, dict):
+            yield from itertools.chain.from_iterable(map(_arrays, leaf.values()))
+        elif isinstance(leaf, jax.Array):
+            yield leaf

@@ -1,4 +1,4 @@
-"""Where a batch, the variables and the optimizer slots live."""
+"""Placement of a batch, the variables and the optimizer slots."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import jax
@@ -155,7 +155,8 @@ def record(name: str, value: Any) -> None:
 
     Args:
       name: prefixed by the variable scopes around the call. As in TensorFlow, a name that the run has reported before,
-        by `est.summary` too, gets "_1" added, or the next free number; so does "loss", the EstimatorSpec's.
+        by `est.summary` too, gets "_1" added, or the next free number; so does "loss", the EstimatorSpec's. And the
+        prefix does where a scope is entered again: in a scope `d` entered twice, "h" is "d/h" and then "d_1/h".
       value: a number, or an array of numbers.
 
     Raises:
@@ -180,10 +181,7 @@ def report(caller: str, name: str, value: Report) -> str:
     frame = current_frame(caller)
     if not isinstance(name, str) or not name:
         raise ValueError(f"`{caller}` needs a non-empty name; got {name!r}.")
-    taken = {"loss", *frame.reported}
-    plain = "/".join((*frame.scope, name))
-    numbered = (f"{plain}_{i}" for i in itertools.count(1))
-    full = plain if plain not in taken else next(each for each in numbered if each not in taken)
+    full = unique_name("/".join((*frame.name_scope, name)), {"loss", *frame.reported})
     if frame.tracing.trace != current_trace():
         raise ValueError(
             f"`{caller}({full!r})` was called within a function that jax traces apart (`jax.jit`, `jax.lax.scan`, "
@@ -193,13 +191,19 @@ def report(caller: str, name: str, value: Report) -> str:
     return full
 
 
+def unique_name(name: str, others: Container[str]) -> str:
+    """The name, with "_1" added, or the next free number, where it is among the others."""
+    numbered = (f"{name}_{i}" for i in itertools.count(1))
+    return name if name not in others else next(each for each in numbered if each not in others)
+
+
 def report_in_training(name: str, make: Callable[[], Report]) -> None:
     """Reports what a ready-made part of a model shows by itself. It stays out of the way: it does nothing in other
     modes, outside of a run, where the value is not known outside (see `report`), and where the name is taken."""
     frame = innermost_frame()
     if frame is None or frame.mode != ModeKeys.TRAIN or frame.tracing.trace != current_trace():
         return
-    full = "/".join((*frame.scope, name))
+    full = "/".join((*frame.name_scope, name))
     if full not in frame.reported:
         frame.reported[full] = make()
 

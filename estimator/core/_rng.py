@@ -1,8 +1,10 @@
 """Random keys and the step counter of a run."""
 
 import zlib
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from estimator.core._frame import Frame, current_frame, transformations_within
@@ -72,3 +74,12 @@ def global_step() -> jax.Array:
 def name_hash(name: str) -> np.uint32:
     """The same number for a name in every process, to make a key of its own from one PRNG key."""
     return np.uint32(zlib.crc32(name.encode()))
+
+
+def checked_key(key: Any) -> jax.Array:
+    """A typed PRNG key, of a key of any kind."""
+    if isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        return key
+    if isinstance(key, jax.Array) and key.dtype == jnp.uint32:
+        return jax.random.wrap_key_data(key)
+    raise TypeError(f"`init` needs a PRNG key such as `jax.random.key(0)`; got {key!r}.")

@@ -1,4 +1,4 @@
-"""How an Estimator runs: where it saves, how often, and from which seed."""
+"""`RunConfig`: where an Estimator saves, how often, and from which seed it starts."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ _REPLACED = {
     "protocol": _TOGETHER,
     "experimental_max_worker_delay_secs": _TOGETHER,
     "session_creation_timeout_secs": "call `replicate.initialize_distributed(timeout_secs=...)`",
+    "tpu_config": "write `steps_per_loop` for its iterations_per_loop; replicate_model_fn takes devices for num_shards",
     "checkpoint_save_graph_def": "leave it out: a checkpoint holds arrays alone",
 }
 
@@ -76,7 +77,7 @@ class RunConfig:
       model_dir: the directory of checkpoints and event files, a string or a path object, or a URL; None
         leaves it to the Estimator.
       seed: what initial values and all other randomness follow from.
-      save_summary_steps: write summaries at the first step and every N steps from there; None or 0: never.
+      save_summary_steps: write summaries of the steps 1, 1 + N, 1 + 2 N ..., wherever a run begins; None or 0: never.
       save_checkpoints_steps: save every N steps. None or 0: not by steps.
       save_checkpoints_secs: save every N seconds. None or 0: not by time. With both None only
         hooks save checkpoints, by `context.save()`.
@@ -87,7 +88,8 @@ class RunConfig:
       keep_checkpoint_every_n_hours: of the checkpoints that `keep_checkpoint_max` would remove, keep the first, and
         one every N hours after the last one kept. None keeps none.
       log_step_count_steps: log loss, steps per second and learning rates (of optimizers under
-        `optax.inject_hyperparams`) after the first step, and every N steps from there; None: never.
+        `optax.inject_hyperparams`) after the first step of a run, and after each N of its steps: with 200, a run that
+        begins at step 0 logs the steps 1, 200, 400 ...; None: never.
       steps_per_loop: how many train steps make one compiled program, at most: an int, a time such as "0.2s", or
         "auto": many small steps, few large ones. Small steps gain from it; convolutions on a CPU lose, since XLA runs
         them on one thread within a loop. No program passes a step at which a hook, a checkpoint or a summary is due,

@@ -1,4 +1,4 @@
-"""What a model_fn asks the step to do: the `train_op` of its spec."""
+"""`TrainOp`: the updates that a model_fn asks of a training step."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ class Update:
       slots: name of this call's entry in `State.slots`.
       optimizer: whose transformation turns the gradients into updates.
       run: in which it was made.
+      learning_rate: that the run has computed, and 1 (see `optim/_given_rate.py`); None where the optimizer knows it.
       non_finite: by tower, the number of the first gradient with an inf or a NaN, from 1 on in the order of names, or
         0; floats of shape `[towers]`.
     """
@@ -48,6 +49,7 @@ class Update:
     optimizer: UpdatingOptimizer = dataclasses.field(metadata={"static": True})
     run: RunId = dataclasses.field(default_factory=RunId, metadata={"static": True})
     non_finite: jax.Array | None = None
+    learning_rate: jax.Array | None = None
 
 
 @jax.tree_util.register_dataclass

@@ -55,7 +55,7 @@ from estimator.core._typing import Features, PyTree
 from estimator.export._prune import check_rows, checked_outputs, chosen, only_needed
 from estimator.heads._class_names import without_strings
 from estimator.steps._gradients import run_model_fn
-from estimator.storage._files import is_url, list_dir
+from estimator.storage._files import expanded, is_url, list_dir, rename, sync_tree
 from estimator.storage._folders import upload
 
 ASSETS_DIR = "assets.extra"
@@ -184,7 +184,14 @@ def write_export(base: str | os.PathLike[str], call: ModelFn, state: State, opti
             json.dump(metadata, file, indent=1)
         write_checksums(folder)
 
-    path = _new_folder(os.fspath(base), fill)
+    try:
+        path = _new_folder(expanded(base), fill)
+    except OSError as error:
+        raise type(error)(
+            error.errno,
+            f"`export_model` cannot write the model into {os.fspath(base)!r}, and has left nothing there "
+            f"({error}). Look whether the disk is full, or the directory cannot be written",
+        ) from error
     logging.info("Exported %s at step %d to %s", ", ".join(programs), metadata["global_step"], path)
     return path
 
@@ -312,12 +319,13 @@ def _new_folder(base: str, fill: Callable[[str], None]) -> str:
     try:
         os.makedirs(temporary)
         fill(temporary)
+        sync_tree(temporary)
         number = _next_number(base)
         while True:
             path = os.path.join(base, str(number))
             if not os.path.exists(path):
                 try:
-                    os.rename(temporary, path)
+                    rename(temporary, path)
                     return path
                 except OSError:
                     if not os.path.exists(path):  # else another process was faster

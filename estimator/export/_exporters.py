@@ -15,6 +15,7 @@ import numpy as np
 from absl import logging
 from jax.typing import ArrayLike
 
+from estimator.checkpoint._export_folder import is_export
 from estimator.core._typing import PyTree
 from estimator.storage._files import exists, is_dir, list_dir, read, remove_dir, write
 
@@ -92,7 +93,7 @@ class LatestExporter(Exporter):
       example_features: features of a batch as the model_fn takes them; see `Estimator.export_model`.
       assets_extra: files to copy into the export, by their path in it.
       exports_to_keep: how many of the newest exports to keep in the folder; None: all. Only folders named by
-        a time in seconds, of ten digits, are exports.
+        a time in seconds, of ten digits, that hold an exported model are exports.
       batch_size, platforms: as for `Estimator.export_model`; None: its defaults.
 
     Raises:
@@ -257,7 +258,20 @@ class BestExporter(LatestExporter):
 def _read_record(export_path: str) -> dict[str, Any] | None:
     """The name and the evaluation result of the last export in a folder."""
     path = os.path.join(export_path, _RECORD)
-    return json.loads(read(path)) if exists(path) else None
+    if not exists(path):
+        return None
+    try:
+        record = json.loads(read(path))
+        if not isinstance(record["export"], str) or not isinstance(record["eval_result"], dict):
+            raise ValueError("it is not the record of an export")
+    except (ValueError, LookupError, TypeError) as error:
+        logging.error(
+            "%s is damaged (%r). It is left out: the next model is exported without a comparison, and recorded.",
+            path,
+            error,
+        )
+        return None
+    return record
 
 
 def _as_json(value: ArrayLike) -> object:
@@ -275,7 +289,8 @@ def _has_nan(value: PyTree) -> bool:
 
 def _remove_old(export_path: str, keep: int) -> None:
     """Leaves the newest exports: the folders whose names are the largest times."""
-    exports = sorted(name for name in list_dir(export_path) if _EXPORT.fullmatch(name))
+    numbers = sorted(name for name in list_dir(export_path) if _EXPORT.fullmatch(name))
+    exports = [name for name in numbers if is_export(os.path.join(export_path, name))]
     for name in exports[:-keep]:
         try:
             remove_dir(os.path.join(export_path, name))

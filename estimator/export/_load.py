@@ -14,6 +14,7 @@ from estimator.checkpoint._export_folder import METADATA_FILE, ExportFolder, fin
 from estimator.core._export_output import DEFAULT_SIGNATURE
 from estimator.core._typing import Features, PyTree
 from estimator.export._export_model import named
+from estimator.storage._files import expanded
 
 
 class ExportedModel:
@@ -55,14 +56,20 @@ class ExportedModel:
         return f"ExportedModel({self.path!r}, signatures={list(self.signatures)})"
 
     def _program(self, folder: ExportFolder, name: str) -> export.Exported:
+        data = folder.read(name)
         try:
-            return export.deserialize(folder.read(name))
+            program = export.deserialize(data)
+            (weights, _), _ = jax.tree.unflatten(program.in_tree, program.in_avals)
+            kinds = {key: (x.shape, x.dtype) for key, x in weights.items()}
         except Exception as e:  # parsing bytes raises many kinds
             raise ValueError(
                 f"jax {jax.__version__} cannot read {os.path.join(self.path, name)}, which jax "
                 f"{self.metadata['versions']['jax']} wrote. jax reads programs of versions up to six months older and "
                 "three weeks newer. Export the model again from its checkpoint."
             ) from e
+        if kinds != {key: (x.shape, x.dtype) for key, x in folder.shapes.items()}:
+            raise folder.damaged(f"{name} is a program for other weights than those of {METADATA_FILE}")
+        return program
 
 
 def load_exported(path: str | os.PathLike[str]) -> ExportedModel:
@@ -96,7 +103,7 @@ def load_exported(path: str | os.PathLike[str]) -> ExportedModel:
         platform or cannot have its dtypes. When called, the model raises it for an unknown signature, and for features
         with other names, shapes or dtypes.
     """
-    base = os.fspath(path)
+    base = expanded(path)
     folder = find_export(base)
     if folder is None:
         raise ValueError(

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import ArrayLike
 
 from estimator import losses as losses_lib
 from estimator import metrics as metrics_lib
+from estimator.core._argument_checks import as_int
 from estimator.core._export_output import ExportOutput
 from estimator.heads._class_names import ClassNames
 from estimator.heads._head import Predictions
@@ -50,9 +50,9 @@ class MultiClassHead(OneTaskHead):
         loss_fn: Callable[..., jax.Array] | None = None,
         name: str | None = None,
     ) -> None:
-        if not isinstance(n_classes, int | np.integer) or n_classes <= 2:
-            raise ValueError(f"n_classes must be > 2: {n_classes!r}. For two classes use `est.BinaryClassHead`.")
-        n_classes = int(n_classes)
+        n_classes = as_int("MultiClassHead", "n_classes", n_classes)
+        if n_classes <= 2:
+            raise ValueError(f"n_classes must be > 2: {n_classes}. For two classes use `est.BinaryClassHead`.")
         super().__init__(n_classes, 1, 1, weight_column, loss_reduction, loss_fn, name)
         self._label_vocabulary = checked_vocabulary(label_vocabulary, n_classes)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import jax
-import numpy as np
 import optax.losses
 from jax.typing import ArrayLike
 
 from estimator import metrics as metrics_lib
+from estimator.core._argument_checks import as_int
 from estimator.core._export_output import ExportOutput
 from estimator.heads._head import Predictions
 from estimator.heads._one_task import (
@@ -66,9 +66,9 @@ class MultiLabelHead(OneTaskHead):
         classes_for_class_based_metrics: Sequence[int | str] | None = None,
         name: str | None = None,
     ) -> None:
-        if not isinstance(n_classes, int | np.integer) or n_classes < 2:
-            raise ValueError(f"n_classes must be > 1 for multi-label classification. Given: {n_classes!r}.")
-        n_classes = int(n_classes)
+        n_classes = as_int("MultiLabelHead", "n_classes", n_classes)
+        if n_classes < 2:
+            raise ValueError(f"n_classes must be > 1 for multi-label classification. Given: {n_classes}.")
         super().__init__(n_classes, n_classes, 1, weight_column, loss_reduction, loss_fn, name)
         self._thresholds = checked_thresholds(thresholds)
         self._label_vocabulary = checked_vocabulary(label_vocabulary, n_classes)

@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax.losses
 from jax.typing import ArrayLike
 
 from estimator import metrics as metrics_lib
+from estimator.core._argument_checks import as_int
 from estimator.core._export_output import DEFAULT_SIGNATURE, ExportOutput, PredictOutput, RegressionOutput
 from estimator.heads._head import Predictions
 from estimator.heads._one_task import OneTaskHead, nan_where
@@ -49,13 +49,13 @@ class RegressionHead(OneTaskHead):
         inverse_link_fn: Callable[[jax.Array], jax.Array] | None = None,
         name: str | None = None,
     ) -> None:
-        if not isinstance(label_dimension, int | np.integer) or label_dimension < 1:
-            raise ValueError(f"Invalid label_dimension {label_dimension!r}; it must be an int of at least 1.")
+        label_dimension = as_int("RegressionHead", "label_dimension", label_dimension)
+        if label_dimension < 1:
+            raise ValueError(f"Invalid label_dimension {label_dimension}; it must be an int of at least 1.")
         if inverse_link_fn is not None and not callable(inverse_link_fn):
             raise TypeError(
                 f"inverse_link_fn must be a function of logits, such as `jnp.exp`; got {inverse_link_fn!r}."
             )
-        label_dimension = int(label_dimension)
         super().__init__(
             label_dimension, label_dimension, label_dimension, weight_column, loss_reduction, loss_fn, name
         )

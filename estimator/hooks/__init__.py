@@ -1,4 +1,4 @@
-"""What may happen around the steps of a run."""
+"""Hooks: code around the steps of a run."""
 
 from typing import TYPE_CHECKING
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable
 
 from estimator.core._argument_checks import check_intervals
-from estimator.core._hook import Context, Hook, RunValues
+from estimator.core._hook import Context, Hook, RunValues, check_methods
 from estimator.storage._files import absolute
 
 
@@ -110,17 +110,25 @@ class CheckpointSaverHook(Hook):
             listener.before_save(context, step)
         # What listeners do, such as an evaluation, belongs to the state of this step, not of a later one.
         inherited = CheckpointSaverListener.after_save
-        context.save(wait=any(type(listener).after_save is not inherited for listener in self.listeners))
+        context.save(
+            wait=any(getattr(type(listener), "after_save", None) is not inherited for listener in self.listeners)
+        )
         self._announced_step, self._time = step, time.monotonic()
         answers = [listener.after_save(context, step) for listener in self.listeners]
         return any(answer is True for answer in answers)
 
 
 def checked_listeners(listeners: Iterable[CheckpointSaverListener] | None) -> tuple[CheckpointSaverListener, ...]:
-    """Listeners as a tuple."""
+    """Listeners as a tuple.
+
+    Raises:
+      TypeError: one is something else, or a run could not call one of its methods.
+    """
     if listeners is None:
         return ()
     checked = tuple(listeners) if isinstance(listeners, Iterable) else None
     if checked is None or not all(isinstance(listener, CheckpointSaverListener) for listener in checked):
         raise TypeError(f"saving_listeners must be a list of CheckpointSaverListener, given: {listeners!r}.")
+    for listener in checked:
+        check_methods(CheckpointSaverListener, listener, "listener")
     return checked

@@ -1,4 +1,4 @@
-"""What to do about a NaN loss."""
+"""`NanTensorHook`: the choice between an error and a stop at a NaN loss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How fast a run is."""
+"""`StepCounterHook`: the speed of a run in steps per second."""
 
 from __future__ import annotations
 
@@ -32,6 +32,15 @@ class StepCounterHook(Hook):
       ValueError: not exactly one interval is given, or it is not positive; output_dir and summary_writer are given.
       TypeError: the summary_writer has no `add_scalar`.
     """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if hasattr(cls, "_log_and_record"):
+            raise TypeError(
+                f"{cls.__name__}._log_and_record would never be called: it is private to TensorFlow's StepCounterHook. "
+                "Pass `summary_writer=`, whose `add_scalar(tag, value, step)` gets the rates, or override "
+                "`after_run(self, context, values)`."
+            )
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""When something that happens every N seconds or steps is due."""
+"""A timer for events that happen every N seconds or steps."""
 
 from __future__ import annotations
 

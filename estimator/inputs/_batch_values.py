@@ -11,10 +11,13 @@ from collections.abc import Sequence, Set
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType, NamedSharding
 from jax.tree_util import tree_flatten, tree_unflatten
 
-from estimator.core._batch import named_leaves
+from estimator.core._batch import check_batch, check_keys, named_leaves
+from estimator.core._bcoo import alike, with_steps
 from estimator.core._typing import Features, Labels, PyTree
 
 # What jax makes of 64-bit numbers without x64.
@@ -110,24 +113,9 @@ def default_devices() -> Set[jax.Device]:
 def _flattened(pair: tuple[PyTree, PyTree]) -> tuple[list[Any], Any]:
     try:
         return tree_flatten(pair)
-    except ValueError as error:
-        keys = _unsorted_keys(pair)
-        if keys is None:
-            raise
-        raise ValueError(
-            f"The keys of a dict in a batch must be of one kind, since jax sorts them; got {keys}. Give all of them "
-            "as strings, for example."
-        ) from error
-
-
-def _unsorted_keys(tree: Any) -> list[Any] | None:
-    if isinstance(tree, dict):
-        try:
-            sorted(tree)
-        except TypeError:
-            return list(tree)
-        return next(filter(None, map(_unsorted_keys, tree.values())), None)
-    return next(filter(None, map(_unsorted_keys, tree)), None) if isinstance(tree, (tuple, list)) else None
+    except ValueError:
+        check_keys("a batch", pair)
+        raise
 
 
 def _taken(leaf: Any, devices: Set[jax.Device] | None, stack: Stack | None, number: int) -> Any:
@@ -161,7 +149,10 @@ def _is_near(array: jax.Array, devices: Set[jax.Device]) -> bool:
     """Whether a program on these devices can take the array."""
     if isinstance(array, jax.core.Tracer) or not array.committed:
         return True
-    return not array.is_fully_addressable or array.sharding.device_set == devices
+    if not array.is_fully_addressable:
+        return True
+    of_types = isinstance(array.sharding, NamedSharding) and AxisType.Explicit in array.sharding.mesh.axis_types
+    return array.sharding.device_set == devices and not of_types  # the types of another mesh have other axes
 
 
 def _narrowed(array: np.ndarray, narrower: np.dtype[Any]) -> np.ndarray:
@@ -182,3 +173,21 @@ def _narrowed(array: np.ndarray, narrower: np.dtype[Any]) -> np.ndarray:
         "Call `jax.config.update('jax_enable_x64', True)` before all else, or bring the values into the range of "
         f"{narrower}: ids by `ids % size_of_the_table`, floats by a scale."
     )
+
+
+def stacked(batches: Any) -> tuple[PyTree, PyTree]:
+    """Features and labels `[steps, batch, ...]` of what `train_loop` takes: a list of batches, or such a pair."""
+    if isinstance(batches, list):
+        if not batches:
+            raise ValueError("`train_loop` needs at least one batch; got an empty list.")
+        pairs = [batch if isinstance(batch, tuple) else (batch, None) for batch in batches]
+        for pair in pairs:
+            check_batch(*pair)
+        pairs = [taken(*pair) for pair in pairs]
+        return with_steps(jax.tree.map(lambda *leaves: jnp.stack(leaves), *alike(pairs)))
+    if not isinstance(batches, tuple) or len(batches) != 2:
+        raise TypeError(
+            "`train_loop` takes a list of (features, labels), or one pair (features, labels) of arrays of shape "
+            f"[steps, batch, ...]; got {type(batches).__name__}."
+        )
+    return batches

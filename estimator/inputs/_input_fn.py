@@ -16,6 +16,7 @@ from estimator.core._placement import Placement
 from estimator.core._typing import PyTree
 from estimator.inputs._batch_values import Stack, default_devices, taken
 from estimator.inputs._shape_watch import ShapeWatch
+from estimator.porting._tensorflow_names import explain_batch_size
 
 _ACCEPTED = (
     "an iterable of batches (a generator, list, tf.data dataset or data loader), a tuple "
@@ -52,7 +53,11 @@ def call_input_fn(input_fn: Callable[..., Any], mode: object, params: object, co
             f"`input_fn` may take mode, params and config, and nothing else without a default; got {input_fn!r}, which "
             f"takes {unknown}. Bind what it needs: `functools.partial(input_fn, {unknown[0]}=...)`."
         )
-    return input_fn(**{name: value for name, value in arguments.items() if name in parameters})
+    try:
+        return input_fn(**{name: value for name, value in arguments.items() if name in parameters})
+    except Exception as error:
+        explain_batch_size(error)
+        raise
 
 
 def _is_required(parameter: inspect.Parameter) -> bool:
@@ -88,7 +93,12 @@ class Batches(Iterator[tuple[PyTree, PyTree]]):
         if self._peeked is not None:
             pair, self._peeked = self._peeked, None
             return pair
-        pair = taken(*pair_of(next(self._elements)), self._devices, self._stack)
+        try:
+            element = next(self._elements)
+        except (KeyError, AttributeError) as error:  # of a generator, which runs only now
+            explain_batch_size(error)
+            raise
+        pair = taken(*pair_of(element), self._devices, self._stack)
         if self._has_sparse is None:
             self._has_sparse = has_sparse(pair)
         if self._has_sparse:

@@ -12,6 +12,7 @@ from jax.typing import ArrayLike
 from estimator.core._bcoo import is_sparse
 from estimator.core._typing import Features, PyTree
 from estimator.inputs._input_fn import call_input_fn, is_one_batch, pair_of
+from estimator.inputs._row_groups import RowGroups
 
 Axes = int | tuple[int, ...]
 AxesByName = Axes | Mapping[Any, Axes] | None
@@ -29,6 +30,8 @@ def pad_batches(
     label_values: Any = 0,
     pad_to: int | Sequence[int] | None = None,
     lengths: str | Mapping[Any, str] | None = None,
+    batch_size: int | None = None,
+    drop_remainder: bool = False,
 ) -> Any:
     """Pads sequences of varying length, so that all batches have one of a few shapes.
 
@@ -52,10 +55,19 @@ def pad_batches(
     A model_fn masks the padding by the lengths: `mask = jnp.arange(words.shape[1]) < length[:, None]`, for example
     as the weights of a loss. The length of an array that was padded before is its size.
 
+    With `batch_size` the input has single rows, features or pairs `(features, labels)`, which are batched first, as by
+    `padded_batch`:
+
+    >>> rows = [({"words": [3, 1, 2]}, 0), ({"words": [4]}, 1), ({"words": [5, 6]}, 1)]
+    >>> for features, labels in pad_batches(rows, batch_size=2):
+    ...     print(features["words"].tolist(), labels)
+    [[3, 1, 2], [4, 0, 0]] [0 1]
+    [[5, 6]] [1]
+
     The position of the input (`get_state`, `set_state`) is kept.
 
     Args:
-      batches: an input_fn, or an iterable of batches as an input_fn may return it.
+      batches: an input_fn, or an iterable of batches as an input_fn may return it; with `batch_size`, of rows.
       multiple_of: lengths are rounded up to a multiple of this number; 1: the longest row of a batch has none.
       axes: which dimensions of features are padded, an int or a tuple, from 1: features that are an array have an int
         or a tuple, a dict of features has a dict by name. Features that are not named stay as they are. Default: the
@@ -66,6 +78,9 @@ def pad_batches(
       pad_to: instead of `multiple_of`, the lengths to choose from, such as `(32, 64, 128)`; an int: the only length.
       lengths: the name of a feature to add: the lengths of the rows before padding, an int32 array. If several features
         are padded, a dict of such names by feature.
+      batch_size: the number of rows of a batch, where the input has single rows. What is in `axes` is padded, by
+        default all but scalars, as by `tf.data`; everything else must have one shape.
+      drop_remainder: whether the last rows are left out where they are fewer.
 
     Returns:
       An input_fn, or an iterable of batches, like `batches`.
@@ -76,32 +91,48 @@ def pad_batches(
         rows differ in other dimensions, or `values` do not fit an array.
     """
     padding = _Padding(multiple_of, axes, label_axes, values, label_values, pad_to, lengths)
+    if batch_size is None and drop_remainder:
+        raise ValueError("pad_batches got drop_remainder=True without a batch_size. Give both where it reads rows.")
+    if batch_size is not None and (not _is_int(batch_size) or batch_size < 1):
+        raise ValueError(f"batch_size must be an int >= 1, the number of rows of a batch; got {batch_size!r}.")
+    groups = None if batch_size is None else RowGroups(batch_size, drop_remainder, axes, label_axes)
+
+    def pad(result: Any) -> Any:
+        if not is_one_batch(result):
+            return _PaddedBatches(result, padding, groups)
+        if groups is not None:
+            raise ValueError(
+                f"pad_batches got batch_size={batch_size}, which is for an iterable of single rows, and one batch, a "
+                f"{type(result).__name__}. Leave batch_size out."
+            )
+        return padding.batch(result)
+
     if not callable(batches):
-        return padding.batch(batches) if is_one_batch(batches) else _PaddedBatches(batches, padding)
+        return pad(batches)
 
     def input_fn(mode: object = None, params: object = None, config: object = None) -> Any:
-        result = call_input_fn(batches, mode, params, config)
-        return padding.batch(result) if is_one_batch(result) else _PaddedBatches(result, padding)
+        return pad(call_input_fn(batches, mode, params, config))
 
     return input_fn
 
 
 class _PaddedBatches(Iterable[Any]):
-    def __init__(self, batches: Iterable[Any], padding: _Padding) -> None:
-        self._batches, self._padding = batches, padding
+    def __init__(self, batches: Iterable[Any], padding: _Padding, groups: RowGroups | None) -> None:
+        self._batches, self._padding, self._groups = batches, padding, groups
 
     def __iter__(self) -> Iterator[Any]:
-        return _PaddedIterator(iter(self._batches), self._padding)
+        return _PaddedIterator(iter(self._batches), self._padding, self._groups)
 
 
 class _PaddedIterator(Iterator[Any]):
     """Has `get_state` and `set_state` if the iterator that it pads has them: padding has no state."""
 
-    def __init__(self, elements: Iterator[Any], padding: _Padding) -> None:
+    def __init__(self, elements: Iterator[Any], padding: _Padding, groups: RowGroups | None) -> None:
         self._elements, self._padding = elements, padding
+        self._read = next if groups is None else groups.read
 
     def __next__(self) -> Any:
-        return self._padding.batch(next(self._elements))
+        return self._padding.batch(self._read(self._elements))
 
     def __getattr__(self, name: str) -> Any:
         if name in ("get_state", "set_state"):

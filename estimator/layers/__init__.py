@@ -18,7 +18,14 @@ from estimator.layers._pooling import (
     max_pooling1d,
     max_pooling2d,
 )
-from estimator.layers._recurrent import LSTMState, bidirectional_gru, bidirectional_lstm, gru, lstm
+from estimator.layers._recurrent import (
+    LSTMState,
+    bidirectional_gru,
+    bidirectional_lstm,
+    gru,
+    lstm,
+    stack_bidirectional_rnn,
+)
 from estimator.porting._tensorflow_names import names_missing_in as _names_missing_in
 
 __all__ = [
@@ -45,6 +52,7 @@ __all__ = [
     "max_pooling1d",
     "max_pooling2d",
     "separable_conv2d",
+    "stack_bidirectional_rnn",
 ]
 
 if not TYPE_CHECKING:  # which would take any name for an attribute

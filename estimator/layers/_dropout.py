@@ -32,7 +32,8 @@ def dropout(
 
     Args:
       inputs: any shape, floating.
-      rate: the part that is set to zero, from 0 to less than 1.
+      rate: the part that is set to zero, from 0 to less than 1. `tf.nn.dropout` has `keep_prob` in its place, the part
+        that stays: write `1 - keep_prob`. An error cannot tell the one from the other.
       noise_shape: where it has 1, one choice is made for the whole dimension; None: the dimension's size.
       seed: makes the choice another one, the same in each run with the same seed of `RunConfig`.
       training: whether to do it at all. By default in TRAIN, where TensorFlow's default is False in all modes.

@@ -1,4 +1,4 @@
-"""What all layers have in common: the scope of their variables, activations, and checks of arguments."""
+"""The common part of layers: the scope of their variables, activations, and checks of arguments."""
 
 from __future__ import annotations
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from estimator.layers._dropout import dropout
 from estimator.layers._layer import (
     Activation,
     Initializer,
@@ -233,6 +234,64 @@ def bidirectional_gru(
     return _both_ways(gru, inputs, units, sequence_length, time_major, name, reuse, cell_name, options)
 
 
+def stack_bidirectional_rnn(
+    inputs: ArrayLike,
+    units: Sequence[int],
+    sequence_length: ArrayLike | None = None,
+    cell: str = "lstm",
+    time_major: bool = False,
+    name: str | None = None,
+    reuse: Reuse = None,
+    *,
+    dropout_rate: float = 0.0,
+    **options: Any,
+) -> tuple[jax.Array, tuple[Any, ...], tuple[Any, ...]]:
+    """Bidirectional layers on top of each other, as `tf.contrib.rnn.stack_bidirectional_dynamic_rnn`.
+
+    Each layer gets the outputs of both directions of the one below. Its variables are in `stack_bidirectional_rnn/
+    cell_0/bidirectional_rnn`, `cell_1` and so on.
+
+    >>> import estimator as est, jax, jax.numpy as jnp
+    >>> def model_fn(features, labels, mode):
+    ...     outputs, forwards, backwards = est.layers.stack_bidirectional_rnn(features, [8, 4], dropout_rate=0.3)
+    ...     return est.EstimatorSpec(mode, predictions=outputs)
+    >>> model, x = est.transform(model_fn), jnp.ones((2, 5, 3))
+    >>> print(model.predict_step(model.init(jax.random.key(0), x, mode="infer"), x).predictions.shape)
+    (2, 5, 8)
+
+    Args:
+      inputs, sequence_length, time_major, name, reuse: as in `lstm`.
+      units: of each layer, the width of one direction.
+      cell: "lstm" or "gru".
+      dropout_rate: the part of each layer's inputs, but the first one's, that is set to zero in training: another one
+        in each step, as with a `DropoutWrapper` whose `input_keep_prob` is `1 - dropout_rate`.
+      options: other arguments of `bidirectional_lstm` or `bidirectional_gru`.
+
+    Returns:
+      The outputs of the last layer, of both directions side by side; the states of all layers forwards; and backwards.
+
+    Raises:
+      ValueError: there is no layer, or the cell is another one; or as `lstm` does.
+    """
+    if cell not in ("lstm", "gru") or isinstance(units, int) or not len(units):
+        raise ValueError(
+            "`est.layers.stack_bidirectional_rnn` needs the units of each layer, such as [64, 64], and 'lstm' or 'gru' "
+            f"as `cell`; got {units!r} and {cell!r}."
+        )
+    layer = bidirectional_lstm if cell == "lstm" else bidirectional_gru
+    outputs, states = jnp.asarray(inputs), []
+    with layer_scope("stack_bidirectional_rnn", name, reuse, shares=True):
+        for number, count in enumerate(units):
+            with variable_scope(f"cell_{number}"):
+                if number:
+                    outputs = dropout(outputs, dropout_rate)
+                both, state = layer(outputs, count, sequence_length, time_major, name="bidirectional_rnn", **options)
+            outputs = jnp.concatenate(both, -1)
+            states.append(state)
+    forwards, backwards = zip(*states, strict=True)
+    return outputs, forwards, backwards
+
+
 def _both_ways(
     layer: Callable[..., Any],
     inputs: ArrayLike,
@@ -296,7 +355,7 @@ def _inputs(
             f"`est.layers.{layer}` needs one `sequence_length` for each of the {x.shape[1]} examples; got shape "
             f"{lengths.shape}."
         )
-    return x, lengths
+    return x, lengths.astype(jnp.arange(0).dtype)
 
 
 def _as_given(outputs: jax.Array, time_major: bool) -> jax.Array:

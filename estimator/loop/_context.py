@@ -18,6 +18,7 @@ from estimator.multihost._preemption import SIGTERM
 from estimator.multihost._process_group import ProcessGroup, SingleProcess
 from estimator.optim._learning_rate import with_rate
 from estimator.porting._tensorflow_names import missing_attribute
+from estimator.steps._model_info import ModelInfo
 from estimator.storage._files import normalized
 from estimator.summary._event_writer import EventWriter
 
@@ -85,6 +86,7 @@ class RunContext:
         self.model_dir = model_dir
         self.output_dir = model_dir if mode == ModeKeys.TRAIN else None
         self.reported: dict[str, Report] = {}
+        self.trainable_variables: tuple[str, ...] = ()
         self.global_step = global_step
         self.batches = 0
         self.examples = 0
@@ -106,6 +108,10 @@ class RunContext:
 
         def __getattr__(self, name: str) -> Any:
             raise missing_attribute(self, "Context", name)
+
+    def set_model_info(self, info: ModelInfo) -> None:
+        """Tells hooks what is known of the model_fn in this mode."""
+        self.reported, self.trainable_variables = info.reported, info.trainable
 
     @property
     def step(self) -> int:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
+from absl import logging
 
 from estimator.core._batch import BatchGuard, rows_of
 from estimator.core._bcoo import has_sparse
@@ -190,7 +191,10 @@ def evaluate_batches(
         _hook_calls.after(due, context, requests, loss, 1, reported)
     if context.stop_reason == SIGTERM:
         raise Preempted  # a part of the batches makes no result
-    return {**merged.results(loss_over), "global_step": int(state.global_step)}
+    results = merged.results(loss_over)
+    if np.isnan(results["loss"]):
+        logging.warning("NaN loss in the evaluation at step %d. %s.", int(state.global_step), guard.about_nan())
+    return {**results, "global_step": int(state.global_step)}
 
 
 def _merged(stacked: Any, count: int) -> Any:

@@ -1,4 +1,4 @@
-"""How much a compiled step costs, by its arithmetic, and so how many of them make one program."""
+"""Estimates the FLOPs of a compiled step, to choose how many steps make one program."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a compiled training step needs of the memory of each device."""
+"""`memory_report`: the memory of each device that a compiled training step needs."""
 
 from __future__ import annotations
 

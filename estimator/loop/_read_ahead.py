@@ -74,14 +74,15 @@ def read_ahead(
     steps = reader.plan(plan)
     requested: collections.deque[Chunk] = collections.deque()
     to_make: collections.deque[Chunk] = collections.deque()  # the same, for the thread
+    is_short = False  # the last chunk: what ended it, the end of the input or its error, comes next
     with Prefetcher(batches, lambda pairs: make(pairs, to_make.popleft()), _CHUNKS_AHEAD, reader.pull) as prefetcher:
         while not context.stop_requested:
             raise_dropped_interrupt()
-            while len(requested) < _CHUNKS_AHEAD and (chunk := steps.next()):
+            while not is_short and len(requested) < _CHUNKS_AHEAD and (chunk := steps.next()):
                 requested.append(chunk)
                 to_make.append(chunk)
                 prefetcher.request(chunk.steps)
-            if not requested:
+            if not requested and not is_short:
                 context.stop("steps")
                 return
             context.phase = "input"
@@ -98,4 +99,5 @@ def read_ahead(
                 context.stop("input")
                 return
             chunk = requested.popleft()
-            yield ready, chunk.due if ready.size == chunk.steps else ()
+            is_short = ready.size < chunk.steps
+            yield ready, () if is_short else chunk.due

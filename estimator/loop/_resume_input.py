@@ -1,4 +1,4 @@
-"""Where a training run that resumes takes up its input."""
+"""Resumes the input of a training run at the position in its checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many steps make one program of the training loop."""
+"""The number of steps in one program of the training loop."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class _Offer(NamedTuple):
     Attributes:
       batches: its batches.
       ended: whether its input ends with them.
-      failure: what its input raised instead of more.
+      failure: what its input raised after them.
       stop_reason: why it wants to stop, if it does.
     """
 
@@ -165,13 +165,14 @@ class SynchronizedReader:
 
     def pull(self, pairs: Iterator[Pair], n: int, closed: threading.Event) -> Pulled:
         pulled, error = pull_batches(pairs, n, closed)
-        ended = isinstance(error, StopIteration)
         shapes: list[BatchShape] = []
-        if error is None or ended:
+        for pair in pulled:
             try:
-                shapes = [BatchShape.of(pair) for pair in pulled]
+                shapes.append(BatchShape.of(pair))
             except Exception as wrong:
-                error, ended = wrong, False
+                error = wrong
+                break
+        ended = isinstance(error, StopIteration)
         failure = None if error is None or ended else f"{type(error).__name__}: {error}"
         with self._lock:
             if self._stop_at is not None or closed.is_set():
@@ -179,20 +180,20 @@ class SynchronizedReader:
             offer = _Offer(shapes, ended, failure, self._context.local_stop_reason)
             number = self._channel.start_gather(offer)
         gathered = self._channel.finish_gather(number, closed)
-        if failure is not None:
-            return [], error
         offers = [_Offer([BatchShape(*shape) for shape in shapes], *rest) for shapes, *rest in gathered]
-        for i, offer in enumerate(offers):
-            if offer.failure is not None:
-                return [], RuntimeError(f"The input of process {i} failed: {offer.failure}. See there.")
         if reasons := [offer.stop_reason for offer in offers if offer.stop_reason]:
             return [], Stopped(SIGTERM if SIGTERM in reasons else reasons[0])
+        # An error counts once all have come to it: not where the inputs of others end before.
+        count = self._count(offers)
+        failed = {i: offer.failure for i, offer in enumerate(offers) if offer.failure and len(offer.batches) == count}
         try:
-            if self._context.mode == ModeKeys.TRAIN:
-                return self._in_training(pulled, offers)
-            return self._in_evaluation(pulled, offers)
+            ready, end = self._merge(pulled, offers, count)
         except ValueError as wrong:
             return [], wrong
+        if failed and self._context.group.index not in failed:
+            i = min(failed)
+            error = RuntimeError(f"The input of process {i} failed: {failed[i]}. See there.")
+        return ready, error if failed else end
 
     def plan(self, plan: Plan) -> SharedPlan:
         return SharedPlan(plan, self._context.group)
@@ -222,8 +223,18 @@ class SynchronizedReader:
             preempt()
         self._context.stop(reason)
 
-    def _in_training(self, pulled: list[Pair], offers: list[_Offer]) -> Pulled:
-        count = min(len(offer.batches) for offer in offers)
+    def _count(self, offers: list[_Offer]) -> int:
+        """The number of batches of a chunk that there are for all."""
+        sizes = [len(offer.batches) for offer in offers]
+        if self._context.mode == ModeKeys.TRAIN:
+            return min(sizes)
+        return min((size for size, offer in zip(sizes, offers, strict=True) if offer.failure), default=max(sizes))
+
+    def _merge(self, pulled: list[Pair], offers: list[_Offer], count: int) -> Pulled:
+        merge = self._in_training if self._context.mode == ModeKeys.TRAIN else self._in_evaluation
+        return merge(pulled, offers, count)
+
+    def _in_training(self, pulled: list[Pair], offers: list[_Offer], count: int) -> Pulled:
         for i in range(count):
             check_alike([offer.batches[i] for offer in offers], with_rows=True)
         ended = [i for i, offer in enumerate(offers) if offer.ended and len(offer.batches) == count]
@@ -233,9 +244,9 @@ class SynchronizedReader:
             logging.info("The input of process %d has ended, and the training of all with it.", ended[0])
         return pulled[:count], StopIteration()
 
-    def _in_evaluation(self, pulled: list[Pair], offers: list[_Offer]) -> Pulled:
+    def _in_evaluation(self, pulled: list[Pair], offers: list[_Offer], count: int) -> Pulled:
         merged: list[Pair | Uneven] = []
-        for i in range(max(len(offer.batches) for offer in offers)):
+        for i in range(count):
             shapes = [offer.batches[i] for offer in offers if i < len(offer.batches)]
             check_alike(shapes, with_rows=False)
             rows = [offer.batches[i].rows if i < len(offer.batches) else 0 for offer in offers]

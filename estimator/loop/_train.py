@@ -12,7 +12,7 @@ import numpy as np
 from absl import logging
 
 from estimator.checkpoint._async_save import CheckpointWriteError
-from estimator.checkpoint._checkpoint_dir import step_of
+from estimator.checkpoint._checkpoint_dir import check_places, step_of
 from estimator.checkpoint._checkpoints import Checkpoints
 from estimator.core._batch import rows_of
 from estimator.core._hook import Hook
@@ -82,7 +82,7 @@ class Training:
         self.last_step = last_step
         start = int(state.global_step)
         self.context = RunContext(ModeKeys.TRAIN, config.model_dir, start, group, actions=self)
-        self.context.reported = programs.traits.reported
+        self.context.set_model_info(programs.traits)
         self.saved_path = saved_path
         self.saved_step = -1 if saved_path is None else start
         self._saved_before = self.saved_path, self.saved_step  # what is left if the last save fails
@@ -96,7 +96,7 @@ class Training:
         self._key_data = jax.random.key_data(state.key)
         self._skipped_batches = skipped_batches
         self._position: Any = None  # in the input, after the last chunk of steps
-        self._looked_step = start
+        self._first_step = self._looked_step = start
         self._losses: list[tuple[StepOutputs, int]] = []  # of each program since the last look, and how many there are
         self._log = TrainingLog(config.log_step_count_steps, start, last_step)
         self._ended_by_nan = False
@@ -116,6 +116,7 @@ class Training:
     def _run(self, batches: Batches) -> State:
         context = self.context
         self._position = batches.get_state()
+        check_places(str(self.config.model_dir), context.global_step, self.last_step)
         _hook_calls.create_state(self.hooks, context)
         look_every = min(self.config.log_step_count_steps or _STEPS_BETWEEN_LOOKS, _STEPS_BETWEEN_LOOKS)
         size = _steps_per_loop.choose(self.config.steps_per_loop, self.programs, self.hooks, context, look_every)
@@ -206,8 +207,8 @@ class Training:
 
     def _end_by_nan(self, step: int) -> None:
         advice = (
-            f"NaN loss during training, at step {step}. {self._newest()} Look for a division by zero or a "
-            "logarithm of zero, lower the learning rate, or run with jax.config.update('jax_debug_nans', True)."
+            f"NaN loss during training, at step {step}. {self._newest()} {self.programs.guard.about_nan()}, "
+            "lower the learning rate, or run with jax.config.update('jax_debug_nans', True)."
         )
         if all(hook.fail_on_nan_loss for hook in self.hooks if isinstance(hook, NanTensorHook)):
             raise NanLossDuringTrainingError(advice)
@@ -263,9 +264,16 @@ class Training:
         try:
             try:
                 yield
-            except BaseException:
+            except BaseException as error:
                 with contextlib.suppress(Exception):
                     self._wait_for_save()
+                step, saved = self.context.global_step, max(self.saved_step, self._first_step)
+                if step > saved and isinstance(error, Exception | SystemExit):
+                    logging.warning(
+                        "Training failed after step %d. What came after step %d is in no checkpoint, and is lost.",
+                        step,
+                        saved,
+                    )
                 raise
             with self.context.in_phase("checkpoint"):
                 self._wait_for_save()

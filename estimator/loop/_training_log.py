@@ -1,4 +1,4 @@
-"""What a training run shows while it runs: log lines with the loss and the speed, and a progress bar."""
+"""Log lines with the loss and the speed of a training run, and its progress bar."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the losses of one run add up to: those that were computed, and the regularizers of its variables."""
+"""The losses collected in one run: those that were computed, and the regularizers of its variables."""
 
 from __future__ import annotations
 

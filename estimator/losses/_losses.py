@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax.losses
 from jax.typing import ArrayLike
 
-from estimator.core._argument_checks import as_float, check_same_shape, check_weights, squeeze_last
+from estimator.core._argument_checks import as_float, check_order, check_same_shape, check_weights, squeeze_last
 from estimator.core._frame import average_denominator
 from estimator.losses._collected import collected
 
@@ -164,8 +164,12 @@ def hinge_loss(
 
     Args:
       labels: 0 or 1 (TensorFlow's convention, not -1 and 1), shape of `logits`.
-      logits: any shape; positive for class 1.
+      logits: any shape, floats; positive for class 1.
       weights, reduction, scope, name: as in `compute_weighted_loss`, also for errors.
+
+    Raises:
+      ValueError: if shapes differ, or as `compute_weighted_loss` does.
+      TypeError: if labels and logits have changed places: labels are floats and logits integers.
     """
     labels, logits = _pair("hinge_loss", labels, logits, "logits")
     losses = optax.losses.hinge_loss(logits, 2 * labels - 1)
@@ -217,8 +221,10 @@ def sigmoid_cross_entropy(
     Args:
       labels: 0, 1 or between, shape of `logits`.
       logits: any shape, `[batch, classes]` mostly.
-      weights, reduction, scope, name: as in `compute_weighted_loss`, also for errors.
+      weights, reduction, scope, name: as in `compute_weighted_loss`.
       label_smoothing: moves labels towards 1/2 by this fraction.
+
+    Errors are as in `hinge_loss`.
     """
     labels, logits = _pair("sigmoid_cross_entropy", labels, logits, "logits")
     labels = labels * (1 - label_smoothing) + 0.5 * label_smoothing
@@ -245,8 +251,10 @@ def softmax_cross_entropy(
       onehot_labels: a distribution over the classes, shape of `logits`. No gradient flows back
         to it, as in TensorFlow.
       logits: shape `[..., classes]`.
-      weights, reduction, scope, name: as in `compute_weighted_loss`, also for errors; losses have shape `[...]`.
+      weights, reduction, scope, name: as in `compute_weighted_loss`; losses have shape `[...]`.
       label_smoothing: moves labels towards 1 / classes by this fraction.
+
+    Errors are as in `hinge_loss`.
     """
     labels, logits = _pair("softmax_cross_entropy", onehot_labels, logits, "logits")
     labels = optax.losses.smooth_labels(jax.lax.stop_gradient(labels), label_smoothing)
@@ -276,10 +284,12 @@ def sparse_softmax_cross_entropy(
 
     Raises:
       ValueError: if shapes do not fit, or as `compute_weighted_loss` does.
-      TypeError: if labels are not integers.
+      TypeError: if labels are not integers, or labels and logits have changed places.
     """
     caller = "sparse_softmax_cross_entropy"
-    logits, labels = as_float(logits), jnp.asarray(labels)
+    logits, labels = jnp.asarray(logits), jnp.asarray(labels)
+    check_order(caller, labels, logits)
+    logits = as_float(logits)
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise TypeError(
             f"`{caller}` takes integer labels, one class per row; got {labels.dtype}. Write "
@@ -305,8 +315,10 @@ def _pair(
     caller: str, labels: ArrayLike, predictions: ArrayLike, what: str = "predictions"
 ) -> tuple[jax.Array, jax.Array]:
     """Both as arrays of one shape and of the predictions' floating dtype."""
+    labels, predictions = jnp.asarray(labels), jnp.asarray(predictions)
+    if what == "logits":
+        check_order(caller, labels, predictions)
     predictions = as_float(predictions)
-    labels = jnp.asarray(labels)
     check_same_shape(caller, labels, predictions, what)
     return labels.astype(predictions.dtype), predictions
 

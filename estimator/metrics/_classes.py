@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from estimator.core._argument_checks import check_order
 from estimator.metrics._arrays import arrange, divide, spread
 from estimator.metrics._means import Mean, weighted_mean
 from estimator.metrics._metric import Metric
@@ -129,12 +130,13 @@ def recall_at_k(
       name: as in `mean`.
 
     Raises:
-      TypeError: `class_id` is not an integer.
+      TypeError: `class_id` is not an integer, or labels and predictions have changed places.
       ValueError: if shapes do not fit, or `k` is not between 1 and the number of classes.
     """
     if class_id is not None and (isinstance(class_id, bool) or not isinstance(class_id, int)):
         raise TypeError(f"`recall_at_k` takes one class as `class_id`; got {class_id!r}. Write `weights=`.")
     labels, predictions = jnp.asarray(labels), jnp.asarray(predictions)
+    check_order("recall_at_k", labels, predictions, "predictions")
     rows, num_classes = predictions.shape[:-1], predictions.shape[-1]
     if not 1 <= k <= num_classes:
         raise ValueError(f"`recall_at_k` got k={k} for predictions of {num_classes} classes.")

@@ -6,8 +6,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from absl import logging
 from jax.typing import ArrayLike
 
+from estimator.core._frame import innermost_frame
 from estimator.metrics._arrays import arrange, divide, namespace, spread
 from estimator.metrics._metric import Metric
 
@@ -46,7 +48,7 @@ def mean(values: ArrayLike, weights: ArrayLike | None = None, name: str | None =
     1.5
 
     Args:
-      values: any shape.
+      values: any shape; on towers, a value for each example: of one number each tower counts once, whatever its rows.
       weights: None, a scalar, or as many dimensions as `values`, each 1 or equal (a last 1 may
         be missing or too much).
       name: of TensorFlow's op; without effect here, where eval_metric_ops names metrics.
@@ -55,7 +57,20 @@ def mean(values: ArrayLike, weights: ArrayLike | None = None, name: str | None =
       ValueError: if the shape of `weights` does not fit.
     """
     values = jnp.asarray(values)
+    if values.ndim == 0 and weights is None:
+        _warn_in_towers()
     return weighted_mean(values, spread("mean", weights, values.shape, "values"))
+
+
+def _warn_in_towers() -> None:
+    frame = innermost_frame()
+    if frame is not None and frame.replica.towers > 1:
+        logging.log_first_n(
+            logging.WARNING,
+            "`est.metrics.mean` of one number in each of several towers counts towers, not rows, whatever the weights "
+            "of their rows. Give the values of the examples: `est.metrics.mean(losses, weights=weights)`.",
+            1,
+        )
 
 
 def accuracy(

@@ -36,7 +36,7 @@ def initialize_distributed(
     *,
     local_device_ids: Sequence[int] | None = None,
     timeout_secs: float = 300.0,
-    heartbeat_timeout_secs: float = 10.0,
+    heartbeat_timeout_secs: float = 30.0,
     grace_secs: float = 10.0,
 ) -> None:
     """Makes one run of several processes: after it `jax.devices()` are the devices of all of them.
@@ -67,7 +67,8 @@ def initialize_distributed(
         MPI, where several processes of a host see the same ones, one each.
       timeout_secs: seconds within which all must be there and have summed.
       heartbeat_timeout_secs: seconds after which a process that is not heard of counts as lost, since it has died or
-        its host has; threads of jax send the heartbeats, whatever Python does.
+        its host has; threads of jax send the heartbeats, whatever Python does. On a host that has far more to do than
+        CPUs, a short time ends processes that live. A death that a launcher or an engine sees ends the run at once.
       grace_secs: seconds that a process may wait for one that has died.
 
     Raises:

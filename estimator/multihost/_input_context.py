@@ -1,4 +1,4 @@
-"""Which shard of the input this process should read."""
+"""The shard of the input that this process should read."""
 
 from __future__ import annotations
 

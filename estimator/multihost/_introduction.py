@@ -1,4 +1,4 @@
-"""What the processes of a run say of themselves when they start, and whether they fit together."""
+"""Introductions of the processes of a run at its start, and the check that they fit together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What processes send each other, as text: JSON, in which bytes and numpy arrays are written as base64."""
+"""JSON messages between processes, in which bytes and numpy arrays are written as base64."""
 
 from __future__ import annotations
 

@@ -169,6 +169,8 @@ class KeyValueGroup(ProcessGroup):
     ) -> str:
         since, has_warned = time.monotonic(), False
         while True:
+            # Noted before the look: whoever ends after it may have published the value meanwhile.
+            is_over = RUNTIME.ended is not None and time.monotonic() - since >= _SECONDS_AFTER_THE_END
             try:
                 text: str = coordination_client().blocking_key_value_get(key, _WAIT_MS)
                 self._awaited = None
@@ -178,7 +180,7 @@ class KeyValueGroup(ProcessGroup):
                     raise _liveness.explained(error) from error
             for group in RUNTIME.groups:
                 group.raise_if_failed()
-            _liveness.raise_if_lost(ended=time.monotonic() - since >= _SECONDS_AFTER_THE_END)
+            _liveness.raise_if_lost(ended=is_over)
             if closed is not None and closed.is_set():
                 raise InterruptedError(f"Nobody waits any more for {whom}, in: {self._call}.")
             self._awaited = whom

@@ -1,4 +1,4 @@
-"""Whether another process of this run has died, as `ProcessWatch` notes it."""
+"""Errors for the loss of another process of this run, as `ProcessWatch` notes it."""
 
 from __future__ import annotations
 
@@ -20,12 +20,15 @@ class ProcessLostError(RuntimeError):
 def explained(error: BaseException) -> BaseException:
     """What to raise for an error of work that processes did together: `ProcessLostError` if one of them has died.
 
-    A collective raises at once, before it is known who died, so this waits until it is; not where nobody watches.
+    A collective raises at once, before it is known who died, so this waits until it is; not where nobody watches. An
+    error of another kind, such as one of the input, stays: the loss may be what it led to.
 
     >>> explained(ValueError("no"))
     ValueError('no')
     """
     if RUNTIME.loss_known_secs is None or isinstance(error, ProcessLostError) or not isinstance(error, Exception):
+        return error
+    if not _follows_from_jax(error):
         return error
     loss = RUNTIME.loss
     if loss is None and isinstance(error, jax.errors.JaxRuntimeError):
@@ -36,6 +39,13 @@ def explained(error: BaseException) -> BaseException:
     lost = ProcessLostError(loss)
     lost.__cause__ = error
     return lost
+
+
+def _follows_from_jax(error: BaseException | None) -> bool:
+    """Whether an error, or one that led to it, is of jax's collectives or of its coordination service."""
+    while error is not None and not isinstance(error, jax.errors.JaxRuntimeError):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def raise_if_lost(ended: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""What a process knows of itself and of the others beyond a single call: one object of module-level state.
+"""Module-level state of a process beyond a single call, of itself and of the others, as one object.
 
 A signal handler, a thread that watches the other processes and nested calls of the Estimator all have to see the same,
 so it cannot be an argument. What else is module-level stays within one file: the stack of frames (`core/_frame.py`),

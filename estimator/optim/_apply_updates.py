@@ -16,9 +16,10 @@ from estimator.core._train_op import TrainOp, Update, UpdatingOptimizer
 from estimator.core._typing import PyTree, Slots, Variables
 from estimator.optim._extra_args import call_update, extra_args
 from estimator.optim._finite import all_finite, select, update_if
+from estimator.optim._given_rate import carried
 from estimator.optim._moving_average import averaged
 from estimator.optim._non_finite import is_good
-from estimator.optim._sparse_update import TouchedRows, takes_rows
+from estimator.optim._sparse_update import TouchedRows, takes_rows, takes_sparse_gradients
 from estimator.sparse._indexed_slices import IndexedSlices, dense
 
 
@@ -87,7 +88,7 @@ def apply_updates(
                 "Initialize it in mode 'train' by the same model_fn."
             )
         params = {name: variables[name] for name in update.gradients or {}}
-        extra = extra_args(update.loss, params, at and functools.partial(updated, i))
+        extra = extra_args(update.loss, params, at and functools.partial(updated, i)) | carried(update.learning_rate)
         state, loss_scale, finite = slots[update.slots], update.optimizer.loss_scale, _finite_if_scaled(update)
         inner = state.inner if loss_scale else state
         good = _all_of([is_good(train_op), finite])
@@ -125,7 +126,7 @@ def _apply(
     transformation = optimizer.transformation
 
     def update(
-        gradients: optax.Updates, params: optax.Params, slots: optax.OptState
+        gradients: optax.Updates, params: optax.Params, slots: optax.OptState, extra: dict[str, Any] = extra
     ) -> tuple[Variables, optax.OptState]:
         def updated(before: tuple[Variables, optax.OptState]) -> tuple[Variables, optax.OptState]:
             params, slots = before
@@ -138,7 +139,9 @@ def _apply(
 
     sparse = {name: gradient for name, gradient in gradients.items() if isinstance(gradient, IndexedSlices)}
     if not sparse or not takes_rows(transformation, optimizer.get_name(), list(sparse), slots, params):
-        return update({name: dense(gradient) for name, gradient in gradients.items()}, params, slots)
+        whole = {name: dense(gradient) for name, gradient in gradients.items()}
+        takes_both = sparse and takes_sparse_gradients(transformation)
+        return update(whole, params, slots, {**extra, "sparse_gradients": sparse} if takes_both else extra)
     touched = TouchedRows(sparse, params)
     rows, row_slots = update({**gradients, **touched.gradients}, touched.take(params), touched.take(slots))
     return touched.put(params, rows), touched.put(slots, row_slots)

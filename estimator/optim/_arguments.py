@@ -1,4 +1,4 @@
-"""What an optimizer's methods are given, checked."""
+"""Checks of the arguments of an optimizer's methods."""
 
 from __future__ import annotations
 

@@ -78,8 +78,9 @@ def call_update(
             raise
         raise ValueError(
             "The optimizer holds a value that the model_fn computed, such as a learning rate made from "
-            "`est.global_step()`. Towers compute, but the update is done once, after them. Give a function that "
-            "computes it all, `TowerOptimizer(lambda: optax.sgd(rate(est.global_step())))`, or an optax schedule."
+            "`est.global_step()`. Towers compute, but the update is done once, after them. Give it apart from the "
+            "transformation, `TowerOptimizer(optax.sgd, learning_rate=rate)`, or give a function that computes it all, "
+            "`TowerOptimizer(lambda: optax.sgd(rate(est.global_step())))`, or an optax schedule."
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""Whether arrays are finite, and updates that are made only where they are."""
+"""Checks that arrays are finite, and updates that are made only where they are."""
 
 from __future__ import annotations
 

@@ -27,7 +27,8 @@ class _Rate(NamedTuple):
 
 
 def learning_rates(state: State) -> dict[str, float]:
-    """The learning rates of optimizers under `optax.inject_hyperparams`, wherever in a transformation that is.
+    """The learning rates of optimizers that have them as an argument, as all of `est.train`, and of those under
+    `optax.inject_hyperparams`, wherever in a transformation that is.
 
     The last step used these; a schedule has its value there. Before the first step they are the ones it will use.
     Reading them waits for the state.
@@ -48,7 +49,7 @@ def learning_rates(state: State) -> dict[str, float]:
 
     Returns:
       The rates by the name of the optimizer. Several rates in one optimizer are named by their paths in a checkpoint:
-      "optimizer/inner_states/head/inner_state". Optimizers without `optax.inject_hyperparams` are left out.
+      "optimizer/inner_states/head/inner_state". Others are left out.
     """
     return {name: float(_first(rate.value)) for name, rate in _find(state.slots).items()}
 
@@ -75,7 +76,8 @@ def set_learning_rate(state: State, name: str, value: float) -> State:
 
     Raises:
       ValueError: there is no such rate; the optimizer is not under `optax.inject_hyperparams`; the rate is a schedule,
-        which computes it in each step; the value is not a finite number of at least 0.
+        or the argument of an `est.Optimizer`, which the program gives in each step; the value is not a finite number
+        of at least 0.
     """
     return state._replace(slots=with_rate("est.set_learning_rate", state.slots, name, value))
 
@@ -105,8 +107,9 @@ def with_rate(caller: str, slots: Slots, name: str, value: float) -> Slots:
     rate = rates[name]
     if rate.is_schedule:
         raise ValueError(
-            f"{call}: this learning rate is a schedule, which computes it in each step. Give a number to "
-            "`optax.inject_hyperparams(...)(learning_rate=...)` to set it from outside."
+            f"{call}: this learning rate is a schedule, or the argument of an optimizer, which the program gives in "
+            "each step. Write `est.Optimizer(optax.inject_hyperparams(optax.adam)(learning_rate=1e-3))` to set it from "
+            "outside."
         )
     array = rate.value
     if not jnp.issubdtype(array.dtype, jnp.floating):

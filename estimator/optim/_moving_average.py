@@ -1,27 +1,29 @@
-"""Moving averages of trained variables."""
+"""Moving averages of variables, and of values such as losses."""
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from estimator.core._frame import Declared, ScopeDefaults, current_frame
+from estimator.core._frame import Declared, Frame, ScopeDefaults, current_frame, run_store
 from estimator.core._mode_keys import ModeKeys
 from estimator.core._state import ON_NAN_SLOTS
 from estimator.core._train_op import AverageUpdate, TrainOp
 from estimator.core._typing import PyTree, Variables
+from estimator.variables._aggregation import VariableAggregation
 from estimator.variables._variable_scope import VariableScope, variable_scope
-from estimator.variables._variables import get_variable, read, resolve
+from estimator.variables._variables import assign, get_variable, read, resolve
 
 _NO_SCOPE = VariableScope("", None, ScopeDefaults())
 
 
 class ExponentialMovingAverage:
-    """Keeps moving averages of trained variables, as `tf.train.ExponentialMovingAverage`.
+    """Keeps moving averages of variables, and of values such as losses, as `tf.train.ExponentialMovingAverage`.
 
     After the optimizers of a step, each average becomes `decay * average + (1 - decay) * variable`. An average is a
     variable that is not trained, such as "dense/kernel/ExponentialMovingAverage", and begins as its variable does. It
@@ -60,7 +62,8 @@ class ExponentialMovingAverage:
       decay: between 0 and 1, often 0.999 or 0.9999.
       num_updates: the number of updates so far, such as `est.global_step()`, an integer or a scalar. With it the decay
         is `min(decay, (1 + num_updates) / (10 + num_updates))`, so that averages move faster in the beginning.
-      zero_debias: has no effect on averages of variables, as in TensorFlow.
+      zero_debias: whether averages of values are divided by `1 - decay**steps`, so that the zero they begin with has no
+        part in them. It has no effect on averages of variables, as in TensorFlow.
       name: of the averages, the end of their names.
       eval_with_averages: whether the model_fn reads an average where it reads its variable, in EVAL and PREDICT, and so
         in exports. Without it they are read by `average`.
@@ -78,7 +81,6 @@ class ExponentialMovingAverage:
         *,
         eval_with_averages: bool = False,
     ) -> None:
-        del zero_debias
         if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 <= decay <= 1:
             raise ValueError(f"`est.ExponentialMovingAverage` needs a decay between 0 and 1, a number; got {decay!r}.")
         if not isinstance(name, str) or not name:
@@ -91,39 +93,64 @@ class ExponentialMovingAverage:
         self._decay = float(decay)
         self._num_updates = num_updates
         self._name = name
+        self._zero_debias = zero_debias
         self._eval_with_averages = eval_with_averages
 
     @property
     def name(self) -> str:
         return self._name
 
-    def apply(self, var_list: Iterable[str] | None = None) -> TrainOp:
+    def apply(self, var_list: Iterable[str | jax.Array] | None = None) -> TrainOp:
         """A train_op that moves the averages, to be joined with the optimizer's by `est.group`.
 
-        The averages move after all optimizers of the step, whatever the order in the group is.
+        Averages of variables move after all optimizers of the step, whatever the order in the group is.
+
+        The average of a value, an array that the model_fn has computed, begins at zero as in TensorFlow. It is a
+        variable too, which `apply` assigns, so that on towers it is of the mean of the towers' values: a mean loss is
+        that of the whole batch, a sum is not. In EVAL it can be read, and stays as training left it:
+
+        >>> import estimator as est, jax, jax.numpy as jnp, optax
+        >>> def model_fn(features, labels, mode):
+        ...     loss = jnp.mean((features * est.get_variable("w", ()) - labels) ** 2)
+        ...     loss_averages = est.ExponentialMovingAverage(0.9, name="avg")
+        ...     loss_averages_op = loss_averages.apply([loss])
+        ...     est.summary.scalar("loss", loss_averages.average(loss))
+        ...     train_op = est.group(est.Optimizer(optax.sgd(0.1)).minimize(loss), loss_averages_op)
+        ...     return est.EstimatorSpec(mode, loss=loss, train_op=train_op)
+        >>> model, x = est.transform(model_fn), jnp.ones(2)
+        >>> state, spec = model.train_step(model.init(jax.random.key(0), x, x), x, x)
+        >>> bool(jnp.isclose(state.variables["value/avg"], 0.1 * spec.loss))
+        True
 
         Args:
-          var_list: names of variables that this run has got; default: all trainable ones got so far.
+          var_list: names of variables that this run has got, and values; default: all trainable variables got so far.
+            The average of a value is called "value/ExponentialMovingAverage", in the scopes around the call, of further
+            ones "value_1/...": give the same values in the same order in every mode.
 
         Returns:
-          The train_op. Outside of TRAIN it does nothing, and the averages are there to be read.
+          The train_op. Outside of TRAIN it does nothing, and the averages are there to be read. Averages of values
+          move without it.
 
         Raises:
-          TypeError: a variable is an array of integers, or the list is not one of names.
-          ValueError: the run has no variable of one of the names, or it has an average already.
+          TypeError: an array holds integers, is the value of a trainable variable, or the list is not one of these.
+          ValueError: the run has no variable of one of the names, or it has an average already; so has a value.
         """
         caller = "ExponentialMovingAverage.apply"
         frame = current_frame(caller)
         if var_list is None:
             var_list = [name for name, is_trainable in frame.declared.trainable.items() if is_trainable]
-        names = [var_list] if isinstance(var_list, str) else list(var_list)
-        if isinstance(var_list, str) or not all(isinstance(name, str) for name in names):
+        given = [var_list] if isinstance(var_list, str | jax.Array) else list(var_list)
+        if isinstance(var_list, str | jax.Array) or not all(isinstance(each, str | jax.Array) for each in given):
             raise TypeError(
-                f"`{caller}` needs a list of names of variables, such as `est.trainable_variables()`; got {var_list!r}."
-                " For the average of a value, `est.assign` a variable that is not trained."
+                f"`{caller}` needs a list of names of variables, such as `est.trainable_variables()`, or of values, "
+                f"such as `[loss]`; got {var_list!r}."
             )
-        if not names:
+        if not given:
             raise ValueError(f"`{caller}` got no variables to average; create them before the call.")
+        for value in given:
+            if isinstance(value, jax.Array):
+                self._assign_average_of(caller, frame, value)
+        names = [each for each in given if isinstance(each, str)]
         pairs = []
         for name in (resolve(caller, frame, name) for name in names):
             value, average = frame.variables[name], self.average_name(name)
@@ -150,13 +177,49 @@ class ExponentialMovingAverage:
             count = jnp.stack([jnp.asarray(self._num_updates, jnp.float32), jnp.float32(1)])
         return TrainOp(averages=(AverageUpdate(tuple(pairs), self._decay, count),))
 
-    def average(self, var_name: str) -> PyTree | None:
-        """The average of a variable at the start of this run; None if `apply` was not called for it.
+    def _assign_average_of(self, caller: str, frame: Frame, value: jax.Array) -> None:
+        """Makes the average of a value, and moves it."""
+        for name, variable in frame.variables.items():
+            if any(leaf is value for leaf in jax.tree.leaves(variable)):
+                raise TypeError(f"`{caller}` needs the name of a variable; got the value of {name!r}.")
+        if not jnp.issubdtype(value.dtype, jnp.inexact):
+            raise TypeError(f"`{caller}` got a value of {value.dtype}, which has no average. Leave it out.")
+        if self._name_of_average(value) is not None:
+            raise ValueError(f"`{caller}` got a value that has an average already: {value!r}. Call `apply` once.")
+        names = ("/".join((*frame.scope, f"value_{i}" if i else "value")) for i in itertools.count())
+        average = next(name for name in map(self.average_name, names) if name not in frame.declared.trainable)
+        self._values().append((value, average))
+        zeros = functools.partial(get_variable, initializer=jax.nn.initializers.zeros, trainable=False)
+        value, step_size = wide(value), _step_size(self._decay, self._num_updates)
+        with variable_scope(_NO_SCOPE):
+            old = zeros(average, value.shape, value.dtype)
+            if not self._zero_debias:
+                return assign(average, _moved(step_size, value, old))
+            biased, steps = f"{average}/biased", f"{average}/local_step"
+            new = _moved(step_size, value, zeros(biased, value.shape, value.dtype))
+            count = zeros(steps, (), aggregation=VariableAggregation.ONLY_FIRST_TOWER) + 1
+            assign(biased, new)
+            assign(steps, count)
+            # 1 - decay**count, which in float32 has few digits left where the decay is near to 1
+            assign(average, new / -jnp.expm1(count * jnp.log1p(-jnp.float32(step_size))).astype(new.dtype))
+
+    def _name_of_average(self, value: jax.Array) -> str | None:
+        return next((name for own, name in self._values() if own is value), None)
+
+    def _values(self) -> list[tuple[jax.Array, str]]:
+        """The values that `apply` got in this run, and the names of their averages."""
+        return run_store(self, list)
+
+    def average(self, var_name: str | jax.Array) -> PyTree | None:
+        """The average of a variable, or of a value, at the start of this run; None if `apply` was not called for it.
 
         Args:
-          var_name: the name of a variable that this run has got.
+          var_name: the name of a variable that this run has got, or the very array that `apply` got.
         """
         frame = current_frame("ExponentialMovingAverage.average")
+        if isinstance(var_name, jax.Array):
+            name = self._name_of_average(var_name)
+            return None if name is None else frame.variables[name]
         average = self.average_name(resolve("ExponentialMovingAverage.average", frame, var_name))
         return read(frame, average) if average in frame.declared.averages else None
 
@@ -210,13 +273,15 @@ def averaged(train_op: TrainOp, before: Variables, after: Variables) -> Variable
     """
     new: Variables = {}
     for update in train_op.averages:
-        step_size: Any = 1 - update.decay
-        if update.count is not None:
-            n = update.count[0] / update.count[1]
-            step_size = 1 - jnp.minimum(update.decay, (1 + n) / (10 + n))
+        count = update.count
+        step_size = _step_size(update.decay, None if count is None else count[0] / count[1])
         for name, average in update.names:
             new[average] = jax.tree.map(functools.partial(_moved, step_size), wide(after[name]), before[average])
     return new
+
+
+def _step_size(decay: float, num_updates: Any) -> Any:
+    return 1 - (decay if num_updates is None else jnp.minimum(decay, (1 + num_updates) / (10 + num_updates)))
 
 
 def _moved(step_size: Any, value: jax.Array, average: jax.Array) -> jax.Array:

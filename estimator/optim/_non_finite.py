@@ -67,9 +67,11 @@ class NonFinitePolicy:
         They are floats, so that they share a vector with gradients and losses; a sum with zeros is exact.
         """
 
+        numbers = jnp.arange(towers, dtype=tower.dtype)  # by default of 64 bits under x64, which a tower's has not
+
         def marked(update: Update) -> Update:
             number = _first_non_finite(update)
-            marks = None if number is None else jnp.where(jnp.arange(towers) == tower, number, 0).astype(jnp.float32)
+            marks = None if number is None else jnp.where(numbers == tower, number, 0).astype(jnp.float32)
             return dataclasses.replace(update, non_finite=marks)
 
         return dataclasses.replace(train_op, updates=tuple(map(marked, train_op.updates)))
@@ -100,7 +102,10 @@ def counted(train_op: TrainOp, before: State, after: State) -> State:
     def with_this(record: NonFinite) -> NonFinite:
         is_first = record.first_step == 0
         now = (before.global_step + 1, *_first_place(train_op, sorted(before.variables)))
-        return NonFinite(record.skipped + 1, *(jnp.where(is_first, x, y) for x, y in zip(now, record[1:], strict=True)))
+        return NonFinite(
+            record.skipped + 1,
+            *(jnp.where(is_first, x.astype(y.dtype), y) for x, y in zip(now, record[1:], strict=True)),
+        )
 
     record = update_if(~good, with_this, _record(before))
     return after._replace(slots={**after.slots, ON_NAN_SLOTS: record})

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import jax
 import optax
@@ -12,7 +10,7 @@ import optax
 from estimator.core._frame import Frame, check_is_known_outside, current_frame
 from estimator.core._mode_keys import ModeKeys
 from estimator.core._train_op import GradientsNeeded, TrainOp, Update
-from estimator.core._typing import PyTree, Variables
+from estimator.core._typing import Gradients, PyTree, Variables
 from estimator.optim import _loss_scale
 from estimator.optim._arguments import (
     check_global_step,
@@ -27,11 +25,11 @@ from estimator.optim._arguments import (
     list_names,
     trainable_names,
 )
+from estimator.optim._given_rate import GivenRate, LearningRate, to_carry, with_learning_rate
 from estimator.optim._loss_scale import DynamicLossScale
 from estimator.optim._parts import is_transformation
 from estimator.porting._tensorflow_names import check_arguments
 from estimator.sparse._embedding import zero_gradients
-from estimator.sparse._indexed_slices import IndexedSlices
 
 
 class Optimizer:
@@ -55,14 +53,20 @@ class Optimizer:
         `value`, `value_fn` and `obj_fn`. Each call of one of the functions runs the model_fn again.
       name: of its entries in `State.slots`; by default "optimizer". A second one of a name gets "_1" added.
       loss_scale: for half-precision backward passes; see `est.DynamicLossScale`.
+      learning_rate: a number, a function of the global step, or a scalar that the model_fn has computed. With it
+        optimizer_or_fn is a function of the rate, as in `est.Optimizer(optax.adam, learning_rate=rate)`, and the rate
+        is among `est.learning_rates`. Towers may compute it; if they differ, their mean counts.
     """
 
     def __init__(
         self,
-        optimizer_or_fn: optax.GradientTransformation | Callable[[], optax.GradientTransformation],
+        optimizer_or_fn: optax.GradientTransformation | Callable[..., optax.GradientTransformation],
         name: str | None = None,
         loss_scale: DynamicLossScale | None = None,
+        learning_rate: LearningRate | None = None,
     ) -> None:
+        if learning_rate is not None:
+            optimizer_or_fn = with_learning_rate(type(self).__name__, optimizer_or_fn, learning_rate)
         if not is_transformation(optimizer_or_fn) and not callable(optimizer_or_fn):
             raise TypeError(
                 f"`{type(self).__name__}` takes an optax.GradientTransformation such as `optax.adam(1e-3)`, or a "
@@ -71,6 +75,7 @@ class Optimizer:
         self._optimizer_or_fn = optimizer_or_fn
         self._name = name or "optimizer"
         self.loss_scale = _loss_scale.checked(type(self).__name__, loss_scale)
+        self._learning_rate = optimizer_or_fn.learning_rate if isinstance(optimizer_or_fn, GivenRate) else None
 
     def get_name(self) -> str:
         return self._name
@@ -81,6 +86,8 @@ class Optimizer:
         if is_transformation(self._optimizer_or_fn):
             return self._optimizer_or_fn
         transformation = self._optimizer_or_fn()
+        if isinstance(transformation, Optimizer):
+            transformation = transformation.transformation
         if not is_transformation(transformation):
             raise TypeError(
                 f"The function given to `{type(self).__name__}` must return an optax.GradientTransformation; "
@@ -117,7 +124,7 @@ class Optimizer:
         check_is_outermost(caller, frame)
         loss = check_loss(caller, loss)
         names = check_var_list(caller, frame, var_list)
-        return TrainOp((Update(None, loss, names, self._open_slots(frame, names), self, frame.tracing.run),))
+        return self._train_op(frame, None, loss, names)
 
     def compute_gradients(
         self, loss: jax.Array, var_list: Sequence[str] | None = None, **tensorflows: object
@@ -193,7 +200,13 @@ class Optimizer:
         check_scaled(caller, frame, gradients)
         check_loss_scale(caller, frame, gradients, self)
         names = tuple(gradients)
-        return TrainOp((Update(gradients, None, names, self._open_slots(frame, names), self, frame.tracing.run),))
+        return self._train_op(frame, gradients, None, names)
+
+    def _train_op(
+        self, frame: Frame, gradients: Gradients | None, loss: jax.Array | None, names: tuple[str, ...]
+    ) -> TrainOp:
+        slots, rate = self._open_slots(frame, names), to_carry(self._learning_rate)
+        return TrainOp((Update(gradients, loss, names, slots, self, frame.tracing.run, learning_rate=rate),))
 
     # Of the state at the start of the run. It is a part of the programs of evaluation and prediction, and taken from a
     # checkpoint for them, only if the model_fn calls one of these.
@@ -357,45 +370,6 @@ class Optimizer:
         if self._name not in taken:
             return self._name
         return next(s for i in range(1, len(taken) + 2) if (s := f"{self._name}_{i}") not in taken)
-
-
-def tower_gradient(gradient: PyTree) -> PyTree:
-    """A gradient that the model_fn took by itself, scaled as its loss is, for `apply_gradients`.
-
-    Towers add up their gradients. So that the sum is the gradient of the whole batch, `minimize` and
-    `compute_gradients` differentiate the loss divided by the number of towers (times `accumulate_steps`), unless the
-    reduction is SUM. This divides by the same number what `jax.grad` returned, or an estimate of any other kind. In
-    one tower, and without towers, it returns the gradient itself.
-
-    >>> import estimator as est, jax, jax.numpy as jnp, optax
-    >>> from replicate import TowerOptimizer, replicate_model_fn
-    >>> def model_fn(features, labels, mode):
-    ...     w = est.get_variable("w", (), initializer=jax.nn.initializers.ones)
-    ...     loss, gradient = jax.value_and_grad(lambda w: jnp.mean((w * features) ** 2))(w)
-    ...     pairs = [(est.tower_gradient(gradient), "w")]
-    ...     train_op = TowerOptimizer(optax.sgd(0.1)).apply_gradients(pairs)
-    ...     return est.EstimatorSpec(mode, loss=loss, train_op=train_op)
-    >>> model = est.transform(replicate_model_fn(model_fn, devices=["cpu:0", "cpu:1"]))
-    >>> x = jnp.array([1.0, 2.0])
-    >>> print(model.train_step(model.init(jax.random.key(0), x), x)[0].variables["w"])
-    0.5
-
-    Args:
-      gradient: of the loss of the rows that the model_fn was given; a pytree of arrays, `est.IndexedSlices` among them.
-    """
-    frame = current_frame("est.tower_gradient")
-    frame.gradients.says_scaled = True
-    scale = frame.replica.loss_scale
-    if scale == 1:
-        return gradient
-
-    def is_sparse(g: Any) -> bool:
-        return isinstance(g, IndexedSlices)
-
-    def scaled(g: Any) -> Any:
-        return dataclasses.replace(g, values=g.values * scale) if is_sparse(g) else g * scale
-
-    return jax.tree.map(scaled, gradient, is_leaf=is_sparse)
 
 
 def is_per_variable(value: PyTree, variable: PyTree) -> bool:

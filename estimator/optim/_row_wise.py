@@ -1,4 +1,4 @@
-"""Which of optax's transformations may be given the rows of a table that have a gradient, instead of the table."""
+"""Optax transformations that may be given the looked-up rows of a table instead of the table."""
 
 from __future__ import annotations
 

@@ -15,12 +15,29 @@ import optax
 from absl import logging
 
 from estimator.core._typing import PyTree, Variables
+from estimator.optim._given_rate import GivenRate
 from estimator.optim._row_wise import RowRule, has_unknown_parts, row_rule, variable_of
 from estimator.sparse._indexed_slices import IndexedSlices
 
 
 class _Lazy(optax.GradientTransformationExtraArgs):
     """Marks a transformation that is to see touched rows only."""
+
+
+class RowWise(optax.GradientTransformationExtraArgs):
+    """A transformation that treats each row by itself, and is to see touched rows only."""
+
+
+class TakesSparseGradients(optax.GradientTransformationExtraArgs):
+    """A transformation whose update takes `sparse_gradients`, beside the same gradients as dense arrays."""
+
+
+def takes_sparse_gradients(transformation: optax.GradientTransformation) -> bool:
+    return isinstance(_of_some_rate(transformation), TakesSparseGradients)
+
+
+def _of_some_rate(transformation: optax.GradientTransformation) -> optax.GradientTransformation:
+    return transformation.make(0.0) if isinstance(transformation, GivenRate) else transformation
 
 
 def lazy(transformation: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
@@ -114,6 +131,9 @@ def takes_rows(
     Raises:
       ValueError: `est.lazy` is around what is not row-wise.
     """
+    transformation = _of_some_rate(transformation)
+    if isinstance(transformation, RowWise):
+        return True
     rule = row_rule(transformation, tables, slots, params)
     is_lazy = isinstance(transformation, _Lazy)
     if is_lazy and rule is RowRule.WHOLE_TABLE:
@@ -137,7 +157,8 @@ def takes_rows(
         name,
         tables,
         rule.value,
-        " Write `est.lazy(...)` around its transformation to change looked-up rows only."
+        " Write `est.lazy(...)` around its transformation to change looked-up rows only, as "
+        "`est.train.LazyAdamOptimizer` does."
         if rule is RowRule.ANY_STEP
         else "",
     )

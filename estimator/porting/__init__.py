@@ -1,1 +1,1 @@
-"""What users of TensorFlow look for, and what to write instead."""
+"""Names that users of TensorFlow look for, and what to write instead."""

@@ -1,4 +1,4 @@
-"""What of TensorFlow's has another name here, or none: the errors for it say what to write.
+"""TensorFlow names that are renamed or missing, and what to write instead.
 
 `docs/tensorflow_names.md` is made of this table, and `docs/from_tf_estimator.md` walks a whole model across.
 """
@@ -18,6 +18,13 @@ ARGUMENTS = {
 }
 """Of the methods of optimizers."""
 
+_SAME = "`est.train.{}`"
+_IN_NN = (
+    *("crelu", "in_top_k", "l2_loss", "l2_normalize", "local_response_normalization", "log_poisson_loss", "lrn"),
+    *("moments", "sigmoid_cross_entropy_with_logits", "softmax_cross_entropy_with_logits"),
+    *("softmax_cross_entropy_with_logits_v2", "sparse_softmax_cross_entropy_with_logits", "top_k"),
+    *("weighted_cross_entropy_with_logits", "weighted_moments", "xw_plus_b", "zero_fraction"),
+)
 _STEP = "`est.global_step()`, which every state has"
 _EXPORT = "`estimator.export_model(export_dir_base, example_features)`, and `est.load_exported` to run what it wrote"
 _RECEIVER = (
@@ -33,11 +40,29 @@ _FINALLY = "nothing: a summary is in the event files once `est.summary.scalar` o
 _OWN_METRIC = "a subclass of `est.metrics.Metric`: its fields are sums, and `result` computes the value from them"
 _STRINGS = "`est.feature_column.encode(features, columns)` in input_fn: strings stay on the host"
 
+_BATCH_SIZE = "input_fn makes the batches: write their size there, or in `params`, which input_fn and model_fn get"
+
+TPU_ARGUMENTS = {
+    "EstimatorSpec": {
+        "host_call": "write `est.summary.scalar(name, value)` in the model_fn, and leave it out",
+        "scaffold_fn": "initial values come from `warm_start_from=` or `est.init_from_checkpoint`; leave it out",
+    },
+    "Estimator": {
+        "use_tpu": "`replicate_model_fn(model_fn)`, from `replicate`, takes what devices there are; leave it out",
+        "train_batch_size": _BATCH_SIZE,
+        "eval_batch_size": _BATCH_SIZE,
+        "predict_batch_size": _BATCH_SIZE,
+        "batch_axis": "the first axis is the batch's; leave it out",
+        "eval_on_tpu": "all modes run on the same devices; leave it out",
+        "export_to_tpu": "`estimator.export_model(..., platforms=...)` says what for; leave it out",
+    },
+}
+"""Arguments of TPUEstimatorSpec and TPUEstimator that the classes here do not have, and what to write."""
+
 NAMES = {
     # tf.estimator and tf.contrib.estimator
     "tf.estimator.BoostedTreesClassifier": _TREES,
     "tf.estimator.BoostedTreesRegressor": _TREES,
-    "tf.estimator.VocabInfo": "nothing: `est.WarmStartSettings` takes over variables of one shape",
     "tf.estimator.classifier_parse_example_spec": "nothing: input_fn yields arrays, which need no parsing",
     "tf.estimator.regressor_parse_example_spec": "nothing: input_fn yields arrays, which need no parsing",
     "tf.estimator.Estimator.export_savedmodel": _EXPORT,
@@ -78,26 +103,40 @@ NAMES = {
     "tf.contrib.distribute.MirroredStrategy": _TOWERS,
     "tf.contrib.distribute.ParameterServerStrategy": "`replicate_model_fn(model_fn, variable_distribution=...)`, from "
     "`replicate`",
+    "tf.contrib.gan.estimator.GANEstimator": "a model_fn with an optimizer for each network, as in "
+    "`examples/ports/dcgan.py`: `est.group(optimizer_g.minimize(loss_g, var_list=...), ...)`",
+    "tf.contrib.training.HParams": "a dict, or an object of your own: `est.Estimator(model_fn, params=params)`",
     "tf.contrib.predictor.from_saved_model": "`est.load_exported(folder)`",
     # tf.train
-    "tf.train": "`est` itself, which has what there is of it, such as `est.Optimizer` and `est.LoggingTensorHook`",
-    "tf.train.AdagradOptimizer": "`est.Optimizer(optax.adagrad(learning_rate))`",
-    "tf.train.AdamOptimizer": "`est.Optimizer(optax.adam(learning_rate))`",
-    "tf.train.FtrlOptimizer": "an optax transformation in `est.Optimizer`; optax has no FTRL",
-    "tf.train.GradientDescentOptimizer": "`est.Optimizer(optax.sgd(learning_rate))`",
-    "tf.train.MomentumOptimizer": "`est.Optimizer(optax.sgd(learning_rate, momentum))`",
-    "tf.train.RMSPropOptimizer": "`est.Optimizer(optax.rmsprop(learning_rate, eps=1e-10, initial_scale=1.0))`, which "
-    "starts as TensorFlow's",
+    "tf.train.AdadeltaOptimizer": _SAME.format("AdadeltaOptimizer"),
+    "tf.train.AdagradDAOptimizer": _SAME.format("AdagradDAOptimizer"),
+    "tf.train.AdagradOptimizer": _SAME.format("AdagradOptimizer"),
+    "tf.train.AdamOptimizer": _SAME.format("AdamOptimizer"),
+    "tf.train.FtrlOptimizer": _SAME.format("FtrlOptimizer"),
+    "tf.train.GradientDescentOptimizer": _SAME.format("GradientDescentOptimizer"),
+    "tf.train.MomentumOptimizer": _SAME.format("MomentumOptimizer"),
+    "tf.train.ProximalAdagradOptimizer": _SAME.format("ProximalAdagradOptimizer"),
+    "tf.train.ProximalGradientDescentOptimizer": _SAME.format("ProximalGradientDescentOptimizer"),
+    "tf.train.RMSPropOptimizer": _SAME.format("RMSPropOptimizer"),
     "tf.train.SyncReplicasOptimizer": "`TowerOptimizer`, from `replicate`",
-    "tf.train.cosine_decay": "`optax.cosine_decay_schedule(learning_rate, decay_steps)`, a function of the step",
-    "tf.train.exponential_decay": "`optax.exponential_decay(learning_rate, decay_steps, decay_rate)`, a function of "
-    "the step",
-    "tf.train.piecewise_constant": "`optax.piecewise_constant_schedule(first, {boundary: factor})`, a function of the "
-    "step, which changes at the boundary, not after it",
-    "tf.train.polynomial_decay": "`optax.polynomial_schedule(first, last, power, decay_steps)`, a function of the step",
+    "tf.train.cosine_decay": _SAME.format("cosine_decay"),
+    "tf.train.cosine_decay_restarts": _SAME.format("cosine_decay_restarts"),
+    "tf.train.exponential_decay": _SAME.format("exponential_decay"),
+    "tf.train.inverse_time_decay": _SAME.format("inverse_time_decay"),
+    "tf.train.linear_cosine_decay": _SAME.format("linear_cosine_decay"),
+    "tf.train.natural_exp_decay": _SAME.format("natural_exp_decay"),
+    "tf.train.piecewise_constant": _SAME.format("piecewise_constant"),
+    "tf.train.polynomial_decay": _SAME.format("polynomial_decay"),
+    "tf.train.noisy_linear_cosine_decay": "`est.train.linear_cosine_decay`, plus noise by `est.make_rng`",
+    "tf.contrib.opt.AdaMaxOptimizer": _SAME.format("AdaMaxOptimizer"),
+    "tf.contrib.opt.AdamWOptimizer": _SAME.format("AdamWOptimizer"),
+    "tf.contrib.opt.AddSignOptimizer": _SAME.format("AddSignOptimizer"),
+    "tf.contrib.opt.LazyAdamOptimizer": _SAME.format("LazyAdamOptimizer"),
+    "tf.contrib.opt.MomentumWOptimizer": _SAME.format("MomentumWOptimizer"),
+    "tf.contrib.opt.PowerSignOptimizer": _SAME.format("PowerSignOptimizer"),
     "tf.train.create_global_step": _STEP,
-    "tf.train.get_global_step": "`est.global_step()`, or in a hook `context.global_step`",
-    "tf.train.get_or_create_global_step": _STEP,
+    "tf.train.get_global_step": "`est.train.get_global_step()` or `est.global_step()`, in a hook `context.global_step`",
+    "tf.train.get_or_create_global_step": "`est.train.get_or_create_global_step()` or `est.global_step()`",
     "tf.train.get_checkpoint_state": "`est.checkpoints(model_dir)`",
     "tf.train.latest_checkpoint": "`estimator.latest_checkpoint()`; `est.checkpoints(model_dir)` lists all",
     "tf.train.load_checkpoint": "`est.list_variables(path)` and `est.load_variable(path, name)`",
@@ -171,8 +210,10 @@ NAMES = {
     "tf.contrib.layers.l1_l2_regularizer": "`est.regularizers.l1_l2(scale_l1, scale_l2)`",
     "tf.contrib.layers.l1_regularizer": "`est.regularizers.l1(scale)`",
     "tf.contrib.layers.l2_regularizer": "`est.regularizers.l2(scale)`",
-    "tf.contrib.layers.optimize_loss": "`est.Optimizer(optimizer).minimize(loss)`",
+    "tf.contrib.layers.optimize_loss": "`est.train.optimize_loss(loss, global_step, learning_rate, optimizer)`",
     "tf.contrib.layers.xavier_initializer": "`jax.nn.initializers.glorot_uniform()`",
+    "tf.contrib.layers.xavier_initializer_conv2d": "`jax.nn.initializers.glorot_uniform()`",
+    "tf.contrib.rnn.stack_bidirectional_dynamic_rnn": "`est.layers.stack_bidirectional_rnn(inputs, units)`",
     "tf.keras": f"`est.layers`, or {_FLAX}",
     "tf.keras.layers.Embedding": "`est.layers.embed(ids, vocab_size, embed_dim)`, a function",
     "tf.keras.layers.GRU": "`est.layers.gru(inputs, units)`, a function",
@@ -182,47 +223,96 @@ NAMES = {
     "tf.keras.layers.GlobalMaxPooling2D": "`est.layers.global_max_pooling2d(inputs)`, a function",
     "tf.keras.layers.LSTM": "`est.layers.lstm(inputs, units)`, a function",
     "tf.nn.rnn_cell.BasicLSTMCell": f"`est.layers.lstm(inputs, units)`, {_CELL}",
+    "tf.nn.rnn_cell.DropoutWrapper": "`est.layers.dropout(x, rate)` of the inputs or outputs of a layer, where "
+    "`rate` is `1 - keep_prob`",
     "tf.nn.rnn_cell.GRUCell": f"`est.layers.gru(inputs, units)`, {_CELL}",
     "tf.nn.rnn_cell.LSTMCell": f"`est.layers.lstm(inputs, units)`, {_CELL}; `cell_name='lstm_cell'` for its names",
-    "tf.nn": "`jax.nn`",
+    # tf.nn and what is in `est.nn` of others
+    **{f"tf.nn.{name}": f"`est.nn.{name}`" for name in _IN_NN},
+    "tf.clip_by_average_norm": "`est.nn.clip_by_average_norm(t, clip_norm)`",
+    "tf.clip_by_norm": "`est.nn.clip_by_norm(t, clip_norm)`",
+    "tf.contrib.crf.crf_decode": "`est.nn.crf_decode(potentials, transition_params, sequence_length)`",
+    "tf.contrib.crf.crf_log_likelihood": "`est.nn.crf_log_likelihood(inputs, tag_indices, sequence_lengths)`",
+    "tf.contrib.seq2seq.sequence_loss": "`est.nn.sequence_loss(logits, targets, weights)`",
+    "tf.sequence_mask": "`est.nn.sequence_mask(lengths, maxlen)`, whose `maxlen` is an int, such as `x.shape[1]`",
+    "tf.nn.atrous_conv2d": "`est.layers.conv2d(inputs, filters, kernel_size, dilation_rate=2)`",
+    "tf.nn.avg_pool": "`est.layers.average_pooling2d(inputs, pool_size, strides)`, with strides of height and width",
+    "tf.nn.batch_normalization": "`est.layers.batch_normalization(inputs)`, or `jax.nn.standardize` without variables",
+    "tf.nn.bias_add": "`jnp.add(x, b)`, or `x + b`",
     "tf.nn.bidirectional_dynamic_rnn": "`est.layers.bidirectional_lstm(inputs, units)` or "
     "`est.layers.bidirectional_gru`",
+    "tf.nn.conv2d": "`jax.lax.conv_general_dilated(x, kernel, strides, 'SAME', dimension_numbers=('NHWC', 'HWIO', "
+    "'NHWC'))`, with strides of height and width, or `est.layers.conv2d`",
+    "tf.nn.dropout": "`est.layers.dropout(x, rate)`, where `rate` is `1 - keep_prob`",
     "tf.nn.dynamic_rnn": "`est.layers.lstm(inputs, units)` or `est.layers.gru`",
+    "tf.nn.elu": "`jax.nn.elu`",
+    "tf.nn.embedding_lookup": "`est.embedding_lookup(name, ids)` of a variable's name, or `table[ids]`",
+    "tf.nn.embedding_lookup_sparse": "`est.embedding_lookup_sparse(name, ids)` of a variable's name",
+    "tf.nn.fused_batch_norm": "`est.layers.batch_normalization(inputs)`",
+    "tf.nn.leaky_relu": "`jax.nn.leaky_relu(x, 0.2)`: 0.2 is TensorFlow's default, 0.01 is jax's",
+    "tf.nn.log_softmax": "`jax.nn.log_softmax`",
+    "tf.nn.max_pool": "`est.layers.max_pooling2d(inputs, pool_size, strides)`, with strides of height and width",
+    "tf.nn.relu": "`jax.nn.relu`",
+    "tf.nn.relu6": "`jax.nn.relu6`",
+    "tf.nn.selu": "`jax.nn.selu`",
+    "tf.nn.sigmoid": "`jax.nn.sigmoid`",
+    "tf.nn.softmax": "`jax.nn.softmax`",
+    "tf.nn.softplus": "`jax.nn.softplus`",
+    "tf.nn.softsign": "`jax.nn.soft_sign`",
+    "tf.nn.swish": "`jax.nn.swish`",
+    "tf.nn.tanh": "`jnp.tanh`",
     # the rest of the graph
     "tf.GraphKeys": "`est.trainable_variables()`, `est.losses.get_losses()`, "
     "`est.losses.get_regularization_losses()`; update ops run by themselves",
     "tf.Session": "nothing: the Estimator compiles and runs the steps",
     "tf.Variable": "`est.get_variable('name', initializer=value)`",
     "tf.add_to_collection": "`est.losses.add_loss(loss)`, or `est.run_store('my_key', list).append(value)`",
+    "tf.ConfigProto": "nothing: jax takes all devices that it sees; environment variables such as "
+    "XLA_PYTHON_CLIENT_MEM_FRACTION limit their memory",
+    "tf.app": "`absl.app`, by `from absl import app`",
+    "tf.argmax": "`jnp.argmax(x, axis)`, or `x.argmax(axis)`",
     "tf.assign_sub": "`est.assign_add('name', -value)`",
     "tf.clip_by_global_norm": "`optax.chain(optax.clip_by_global_norm(norm), optimizer)`",
     "tf.cond": "`jax.lax.cond`",
+    "tf.constant_initializer": "`jax.nn.initializers.constant(value)`",
     "tf.contrib": "`replicate`, `est.layers`, `est.regularizers` and the heads in `est`, such as `est.MultiClassHead`",
     "tf.control_dependencies": "nothing: leave it out; update ops run by themselves, and "
     "`est.group(train_op, other)` makes one of several train_ops",
+    "tf.contrib.data.make_csv_dataset": "`est.inputs.csv_input_fn(file_pattern, batch_size)`, an input_fn",
+    "tf.decode_csv": "`est.inputs.csv_input_fn(file_pattern, batch_size, column_names, record_defaults)`, an input_fn",
     "tf.data": "any iterable of batches, a `tf.data.Dataset` too, which input_fn returns",
+    "tf.data.Dataset.padded_batch": "`est.inputs.pad_batches(rows, batch_size=n)`, of an iterable of single rows",
     "tf.estimator": "`est` itself",
+    "tf.flags": "`absl.flags`, by `from absl import flags`",
     "tf.get_collection": "`est.trainable_variables()`, `est.losses.get_losses()`, or a list of the model_fn's own by "
     "`est.run_store('my_key', list)`; update ops run by themselves",
     "tf.get_default_graph": "nothing: a model_fn is a function that jax traces",
+    "tf.gfile": "nothing: `open(path)` for files on a disk, and `epath.Path(url)`, from `etils`, for those in a store",
     "tf.global_variables": "`estimator.get_variable_names()`, outside of a model_fn",
     "tf.global_variables_initializer": "nothing: the Estimator makes the initial values",
+    "tf.glorot_normal_initializer": "`jax.nn.initializers.glorot_normal()`",
     "tf.glorot_uniform_initializer": "`jax.nn.initializers.glorot_uniform()`, the default of `est.get_variable`",
     "tf.gradients": "`optimizer.compute_gradients(loss)`, or `est.tower_gradient(jax.grad(fn)(value))`",
     "tf.identity": "`est.record('name', value)` to give a value a name",
+    "tf.initializers": "`jax.nn.initializers`",
     "tf.logging": "`absl.logging`, such as `absl.logging.set_verbosity(absl.logging.INFO)`",
     "tf.name_scope": "`jax.named_scope`, or `est.variable_scope` for the names of variables",
     "tf.no_op": "`est.group()`",
     "tf.ones_initializer": "`jax.nn.initializers.ones`",
+    "tf.orthogonal_initializer": "`jax.nn.initializers.orthogonal()`",
     "tf.placeholder": "nothing: input_fn yields arrays",
     "tf.py_func": "`jax.pure_callback`",
-    "tf.random_normal_initializer": "`jax.nn.initializers.normal(stddev)`",
+    "tf.random_normal_initializer": "`jax.nn.initializers.normal(stddev)`; TensorFlow's default is 1.0, jax's 0.01",
     "tf.random_uniform_initializer": "`jax.nn.initializers.uniform(scale)`, from 0 to `scale`",
     "tf.set_random_seed": "`est.RunConfig(seed=1)`",
     "tf.stop_gradient": "`jax.lax.stop_gradient`",
     "tf.string_to_hash_bucket_fast": _STRINGS,
     "tf.tables_initializer": "nothing: tables of strings are a part of input_fn",
-    "tf.truncated_normal_initializer": "`jax.nn.initializers.truncated_normal(stddev)`",
+    "tf.truncated_normal_initializer": "`jax.nn.initializers.truncated_normal(stddev)`; TensorFlow's default is 1.0, "
+    "jax's 0.01",
+    "tf.uniform_unit_scaling_initializer": "`jax.nn.initializers.variance_scaling(1.0, 'fan_in', 'uniform')`",
+    "tf.variance_scaling_initializer": "`jax.nn.initializers.variance_scaling(1.0, 'fan_in', 'truncated_normal')`; "
+    "`jax.nn.initializers.he_normal()` has the defaults of tf.contrib.layers",
     "tf.while_loop": "`jax.lax.while_loop`, or `jax.lax.scan`, through which gradients flow",
     "tf.zeros_initializer": "`jax.nn.initializers.zeros`",
 }
@@ -231,6 +321,7 @@ NAMES = {
 _HAS = {
     "estimator.layers": ("tf.layers.", "tf.contrib.layers.", "tf.keras.layers.", "tf.nn.rnn_cell."),
     "estimator.losses": ("tf.losses.",),
+    "estimator.nn": ("tf.nn.",),
     "estimator.metrics": ("tf.metrics.",),
     "estimator.summary": ("tf.summary.",),
     "estimator.feature_column": ("tf.feature_column.",),
@@ -247,6 +338,26 @@ def check_arguments(caller: str, arguments: Mapping[str, Any]) -> None:
     for name in arguments:
         hint = f": {ARGUMENTS[name]}" if name in ARGUMENTS else ""
         raise TypeError(f"`{caller}` got an unexpected argument {name!r}{hint}.")
+
+
+def check_tpu_arguments(kind: str, arguments: Mapping[str, Any]) -> None:
+    """Raises a TypeError for the first of the arguments that only TPUEstimator's class has, and says what to write."""
+    for name, value in arguments.items():
+        if name in TPU_ARGUMENTS[kind]:
+            raise TypeError(
+                f"{kind} has no `{name}`, as TensorFlow's TPU{kind} has: {TPU_ARGUMENTS[kind][name]}; got {value!r}."
+            )
+
+
+def explain_batch_size(error: Exception) -> None:
+    """Adds to an error for a missing `batch_size`, which TPUEstimator adds to params, how it gets there."""
+    if getattr(error, "name", None) == "batch_size" or isinstance(error, KeyError) and error.args == ("batch_size",):
+        note = (
+            "`params` are what the Estimator got: TPUEstimator's `batch_size` is not added. Write it yourself: "
+            "`est.Estimator(model_fn, params={..., 'batch_size': 32})`; it is the size of a whole batch, of all towers."
+        )
+        if note not in getattr(error, "__notes__", ()):  # a replicated model_fn is in another one
+            error.add_note(note)
 
 
 @functools.cache

@@ -1,1 +1,1 @@
-"""What a run needs of Python and jax around it: signals, forks, streams, threads, memory, transformations."""
+"""Python and jax around a run: signals, forks, streams, threads, memory, transformations."""

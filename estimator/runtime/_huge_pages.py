@@ -1,4 +1,4 @@
-"""Whether the memory of large arrays on CPU devices comes in huge pages, which glibc asks for only if it is set to."""
+"""Advice on huge pages for large arrays on CPU devices, which glibc asks for only if it is set to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which of jax's transformations are active, since what is stateful in a model_fn depends on it.
+"""The transformations of jax that are active, since stateful calls of a model_fn depend on them.
 
 A key that is drawn in the body of a loop is the same in every iteration, since jax traces the body once; a variable
 that is created in a branch does not exist outside of it. jax does not say which transformation a trace belongs to, but

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -51,12 +52,26 @@ def embedding_lookup(
         At later ones they may be left out.
 
     Raises:
-      TypeError: the ids are not integers.
+      TypeError: the ids are not integers, or the name is not a string, such as the table itself.
       ValueError: there is no such table and no shape is given, it has another shape or dtype, or it is not a floating
         array of at least two dimensions.
     """
-    frame = current_frame("est.embedding_lookup")
-    call = f"`est.embedding_lookup({name!r})`"
+    return named_lookup("est.embedding_lookup", name, ids, shape, dtype, initializer, partition)
+
+
+def named_lookup(
+    caller: str,
+    name: str,
+    ids: jax.typing.ArrayLike,
+    shape: tuple[int, ...] | None,
+    dtype: jax.typing.DTypeLike | None,
+    initializer: Callable[..., jax.Array] | jax.Array | None,
+    partition: Partition,
+) -> jax.Array:
+    """`embedding_lookup`, called by the function that errors name."""
+    frame = current_frame(caller)
+    check_table_name(caller, name)
+    call = f"`{caller}({name!r})`"
     ids = jnp.asarray(ids)
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise TypeError(f"{call} needs integer ids; got {ids.dtype}{list(ids.shape)}.")
@@ -79,6 +94,17 @@ def embedding_lookup(
     if frame.tracing.trace != current_trace():  # The ids of a function traced apart are not known outside of it.
         frame.embeddings.handed_out.add(full)
     return _look_up(frame, full, ids)
+
+
+def check_table_name(caller: str, name: Any) -> None:
+    if isinstance(name, str) and name:
+        return
+    given = f"an array of shape {jnp.shape(name)}" if hasattr(name, "shape") else repr(name)
+    raise TypeError(
+        f"`{caller}` takes the name of a table, as `est.get_variable` has it, and not its value; got {given}. Write "
+        f"`{caller}('name', ids, shape=(rows, width))`, which creates the table at the first lookup and needs no "
+        "`est.get_variable`."
+    )
 
 
 def _look_up(frame: Frame, full: str, ids: jax.Array) -> jax.Array:

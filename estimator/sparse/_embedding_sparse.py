@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from estimator.core._bcoo import is_jax_sparse, is_sparse
-from estimator.sparse._embedding import embedding_lookup
+from estimator.sparse._embedding import check_table_name, named_lookup
 from estimator.variables._partitioning import Partition
 
 if TYPE_CHECKING:
@@ -68,15 +68,17 @@ def embedding_lookup_sparse(
       max_norm: rows of a larger l2 norm are scaled down to it before they are combined; None: they stay.
 
     Raises:
-      TypeError: the ids are not integers, or only one of ids and weights is sparse.
+      TypeError: the ids are not integers, the name is not a string, or only one of ids and weights is sparse.
       ValueError: the weights have another shape, the ids have less than two dimensions, the BCOO is of another layout,
         or the combiner or `max_norm` is not one of those above; or as for `est.embedding_lookup`.
     """
-    call = f"`est.embedding_lookup_sparse({name!r})`"
-    check_combiner("est.embedding_lookup_sparse", "combiner", combiner)
-    check_max_norm("est.embedding_lookup_sparse", max_norm)
+    caller = "est.embedding_lookup_sparse"
+    check_table_name(caller, name)
+    call = f"`{caller}({name!r})`"
+    check_combiner(caller, "combiner", combiner)
+    check_max_norm(caller, max_norm)
     entries = _sparse_entries(call, ids, weights) if is_jax_sparse(ids) else _padded_entries(call, ids, weights)
-    rows = embedding_lookup(name, entries.ids, shape, dtype, initializer, partition)
+    rows = named_lookup(caller, name, entries.ids, shape, dtype, initializer, partition)
     return combined(clipped(rows, entries.ids.ndim, max_norm), entries.ids, entries.weights, combiner, entries.add)
 
 

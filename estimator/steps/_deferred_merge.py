@@ -1,4 +1,4 @@
-"""What a training step leaves in parts, to be merged once after a program's last step instead of in each step."""
+"""Values that a step leaves in parts, to be merged once after a program's last step instead of in each step."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from estimator.core._estimator_spec import EstimatorSpec
 from estimator.core._typing import PyTree
 
 
@@ -37,9 +38,19 @@ def merged(tree: PyTree, stacked: bool = False) -> PyTree:
     return jax.tree.map(whole, tree, is_leaf=lambda node: isinstance(node, Deferred))
 
 
-def is_same(one: PyTree, other: PyTree) -> bool:
+def _is_same(one: PyTree, other: PyTree) -> bool:
     """Whether two pytrees hold the very same arrays."""
     leaves, structure = jax.tree.flatten(one)
     others, other_structure = jax.tree.flatten(other)
     same = structure == other_structure  # type: ignore[operator]
     return same and all(x is y for x, y in zip(leaves, others, strict=True))
+
+
+def postponed(spec: EstimatorSpec, fields: dict[str, tuple[PyTree, Deferred]]) -> EstimatorSpec:
+    """The spec with parts instead of merged fields; a field that was changed since stays as it is.
+
+    Args:
+      fields: by name, what a replicated model_fn returned in it, and what that was merged from.
+    """
+    changes = {name: parts for name, (whole, parts) in fields.items() if _is_same(getattr(spec, name), whole)}
+    return spec.unchecked(**changes)

@@ -1,9 +1,10 @@
-"""What is known of a model_fn before it runs for the first time."""
+"""`ModelInfo`: facts about a model_fn that are known before its first run."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Sequence, Set
 from typing import Any
 
 import jax
@@ -24,6 +25,7 @@ class ModelInfo:
       pending: whether losses are left to differentiate.
       shardings: of the State; a prefix.
       on_nan: "raise", "skip" or None: the argument of `replicate_model_fn`.
+      compared_on: the device that runs the first batch in one tower, to compare the numbers; None: none does.
       hooks: of its EstimatorSpec for this mode: for the chief alone, and for all.
       trainable: the names of the variables that optimizers change by default.
       reported: what it reports, by name, of `jax.ShapeDtypeStruct`s.
@@ -36,11 +38,18 @@ class ModelInfo:
     pending: bool
     shardings: Any
     on_nan: str | None
+    compared_on: jax.Device | None
     hooks: tuple[Sequence[Hook], Sequence[Hook]]
     trainable: tuple[str, ...]
     reported: dict[str, Report]
     starts: tuple[Any, ...]
     averages: dict[str, tuple[str, bool]]
+
+    @functools.cached_property
+    def batch_devices(self) -> Set[jax.Device] | None:
+        """The devices that a batch goes to; None: where it is."""
+        sharding = self.placement.batch(1)
+        return None if sharding is None else sharding.device_set
 
     @property
     def platform(self) -> str:

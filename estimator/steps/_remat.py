@@ -192,5 +192,8 @@ def _made_within(equation: JaxprEqn) -> list[Var]:
 
 
 def _bytes(variable: Var) -> int:
+    """The size of a value. The number of rows counts as 1 where it is any number, in an export."""
     aval = variable.aval
-    return math.prod(getattr(aval, "shape", ())) * getattr(getattr(aval, "dtype", None), "itemsize", 0)
+    return math.prod(n for n in getattr(aval, "shape", ()) if isinstance(n, int)) * getattr(
+        getattr(aval, "dtype", None), "itemsize", 0
+    )

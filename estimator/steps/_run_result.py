@@ -1,4 +1,4 @@
-"""What a run of a model_fn leaves, and what it gives to the results of a whole batch where it had a part of it."""
+"""The result of one run of a model_fn, and its contribution to the whole batch."""
 
 from __future__ import annotations
 

@@ -11,26 +11,28 @@ import jax
 import jax.numpy as jnp
 
 from estimator.core._batch import abstract, check_batch, guarded
-from estimator.core._bcoo import alike, has_sparse, is_sparse, padded, per_step, with_steps
+from estimator.core._bcoo import constrained, has_sparse, padded, per_step
 from estimator.core._estimator_spec import EstimatorSpec, train_op_of
-from estimator.core._frame import Frame, open_frame
+from estimator.core._frame import Frame, Replica, open_frame
 from estimator.core._hook import Hook
 from estimator.core._mode_keys import ModeKeys
 from estimator.core._model_fn import ModelFn, bind
 from estimator.core._placement import Halves, Placement
+from estimator.core._rng import checked_key
 from estimator.core._state import State
 from estimator.core._train_op import TrainOp
 from estimator.core._typing import Features, Labels, PyTree, Variables
-from estimator.inputs._batch_values import taken
+from estimator.inputs._batch_values import stacked, taken
 from estimator.multihost._global_arrays import put
 from estimator.optim._apply_updates import applied
 from estimator.optim._learning_rate import rates_of
 from estimator.optim._moving_average import at_averages, check_averages_move, check_averages_read
 from estimator.optim._non_finite import cleared, counted, done, raise_if_any
 from estimator.runtime._uninterrupted import compile_first
-from estimator.steps._deferred_merge import Deferred, is_same, merged
+from estimator.steps._deferred_merge import Deferred, merged, postponed
 from estimator.steps._gradients import run_model_fn
 from estimator.steps._model_info import ModelInfo
+from estimator.steps._one_tower_check import compare_with_one_tower
 
 
 class _Init(Protocol):
@@ -43,6 +45,7 @@ class _Init(Protocol):
     ) -> State: ...
 
 
+_ALONE = Replica()
 _TrainProgram = Callable[[State, PyTree, PyTree], tuple[State, EstimatorSpec]]
 
 
@@ -74,6 +77,7 @@ class Model(NamedTuple):
       abstract_init: what `init` would return for the same batch, as `jax.ShapeDtypeStruct`s with their shardings:
         `(features, labels=None, mode="train") -> State`. Nothing is computed.
       traits: what else is known of the model_fn before it runs: `(features, labels=None, mode="train") -> ModelInfo`.
+      compare: the check of `replicate_model_fn(check=True)`, at the first call: `(mode, state, features, labels)`.
     """
 
     init: _Init
@@ -84,6 +88,7 @@ class Model(NamedTuple):
     inner_step: _TrainStep
     abstract_init: Callable[..., State]
     traits: Callable[..., ModelInfo]
+    compare: Callable[..., None]
 
 
 @jax.tree_util.register_dataclass
@@ -129,6 +134,7 @@ def transform(model_fn: ModelFn, params: Any = None, config: Any = None, donate:
         inner_step=steps.inner_step,
         abstract_init=steps.abstract_init,
         traits=steps.traits,
+        compare=steps.compare,
     )
 
 
@@ -140,12 +146,14 @@ class _Steps:
         self._donate = donate
         self._infos: dict[ModeKeys, ModelInfo] = {}
         self._compiled: dict[Any, Callable[..., Any]] = {}
+        self._compared: set[ModeKeys] = set()
         self._sparse = False  # whether a batch had a sparse leaf: looking into each would cost dense ones time
         self._traced_init = jax.jit(self._pure_init, static_argnames="mode")
 
     def _check(self, features: Features, labels: Labels) -> int:
+        rows = check_batch(features, labels)
         self._sparse |= has_sparse((features, labels))
-        return check_batch(features, labels)
+        return rows
 
     # The pure functions: clean inputs, run in a fresh frame, collect.
 
@@ -167,6 +175,7 @@ class _Steps:
             spec.train_op is not None and bool(spec.train_op.pending),
             tuple(frame.declared.trainable.items()),
             frame.on_nan,
+            frame.compared_on,
             _hooks(spec),
             tuple(sorted(reported.items())),
             tuple(frame.declared.starts),
@@ -175,21 +184,29 @@ class _Steps:
         return State(frame.variables, frame.slots, step, key), _Static(info)
 
     def _compute(
-        self, info: ModelInfo, state: State, features: Features, labels: Labels, mode: ModeKeys
+        self,
+        info: ModelInfo,
+        state: State,
+        features: Features,
+        labels: Labels,
+        mode: ModeKeys,
+        replica: Replica = _ALONE,
     ) -> tuple[EstimatorSpec, dict[str, PyTree]]:
         """The spec, with gradients, and the variables that the model_fn wrote itself."""
         rows = self._check(features, labels)
         sharding = info.placement.batch(rows)
-        if sharding is not None:
-            features, labels = _constrained((features, labels), sharding)
+        if sharding is not None and not replica.one_tower:
+            features, labels = constrained((features, labels), sharding)
         frame = Frame(
             mode,
             state.variables if mode == ModeKeys.TRAIN else at_averages(info.averages, state.variables),
             state.slots,
             key=jax.random.fold_in(state.key, state.global_step),
             global_step=state.global_step,
+            replica=replica,
         )
-        result = run_model_fn(lambda: self._call(features, labels, mode), frame, differentiate=info.pending)
+        differentiate = info.pending and not replica.forward_only
+        result = run_model_fn(lambda: self._call(features, labels, mode), frame, differentiate=differentiate)
         return postponed(result.spec, result.frame.deferred), result.writes.applied_to(state.variables)
 
     def _apply(
@@ -227,7 +244,7 @@ class _Steps:
         mode: str = ModeKeys.TRAIN,
     ) -> State:
         mode = ModeKeys(mode)
-        key = _checked_key(key)
+        key = checked_key(key)
         check_batch(features, labels)
         features, labels = padded(taken(features, labels))
         info = self._info(mode, features, labels)
@@ -253,6 +270,7 @@ class _Steps:
         if step is None:
             info = self._info(ModeKeys.TRAIN, features, labels)
             step = self._compiled[ModeKeys.TRAIN] = self._compile_train(info)
+            self.compare(ModeKeys.TRAIN, state, features, labels)
         return self._watched(step, state, features, labels)
 
     def inner_step(self, state: State, features: Features, labels: Labels = None) -> tuple[State, EstimatorSpec]:
@@ -265,16 +283,29 @@ class _Steps:
         return self._watched(step, state, features, labels)
 
     def train_loop(self, state: State, batches: Any) -> tuple[State, EstimatorSpec]:
-        features, labels = _stacked(batches)
+        features, labels = stacked(batches)
         loop = self._compiled.get("train_loop")
         if loop is None:
             first = jax.tree.map(lambda x: abstract(x).update(shape=x.shape[1:]), per_step((features, labels)))
             info = self._info(ModeKeys.TRAIN, *first)
             loop = self._compiled["train_loop"] = self._compile_loop(info)
+            if info.compared_on is not None:
+                self.compare(ModeKeys.TRAIN, state, *jax.tree.map(lambda x: x[0], per_step((features, labels))))
         return self._watched(loop, state, features, labels)
 
     def traits(self, features: Features, labels: Labels = None, mode: str = ModeKeys.TRAIN) -> ModelInfo:
         return self._info(ModeKeys(mode), features, labels)
+
+    def compare(self, mode: ModeKeys, state: State, features: Features, labels: Labels = None) -> None:
+        info = self._info(mode, features, labels)
+        if info.compared_on is None or mode in self._compared or isinstance(state.global_step, jax.core.Tracer):
+            return
+        self._compared.add(mode)
+
+        def forward(replica: Replica, *batch: Any) -> EstimatorSpec:
+            return self._compute(info, *batch, mode, replica)[0]  # type: ignore[call-arg]
+
+        compare_with_one_tower(forward, info, mode, (state, *taken(features, labels, info.batch_devices)))
 
     def _watched(
         self, steps: _TrainProgram, state: State, features: Features, labels: Labels
@@ -283,7 +314,7 @@ class _Steps:
         raises = self._infos[ModeKeys.TRAIN].on_nan == "raise" and not isinstance(state.global_step, jax.core.Tracer)
         if raises:
             state = cleared(state)
-        features, labels = taken(features, labels)
+        features, labels = taken(features, labels, self._infos[ModeKeys.TRAIN].batch_devices)
         if self._sparse:
             features, labels = padded((features, labels))
         after, spec = guarded(steps, features, labels, state, features, labels)
@@ -307,7 +338,8 @@ class _Steps:
                 return dataclasses.replace(spec, train_op=None)
 
             step = self._compiled[mode] = info.placement.compile_read(step)
-        features, labels = taken(features, labels)
+            self.compare(mode, state, features, labels)
+        features, labels = taken(features, labels, self._infos[mode].batch_devices)
         if self._sparse:
             features, labels = padded((features, labels))
         return guarded(step, features, labels, state, features, labels)
@@ -348,12 +380,22 @@ class _Steps:
             if no_jit and all(hasattr(x, "__array__") for x in jax.tree.leaves((features, labels))):
                 first_run = self._traced_init  # whoever turns jit off wants to look at values
             like, info = first_run(jax.random.key(0), features, labels, {}, mode=mode)
-            placement, pending, declared, on_nan, hooks, reported, starts, averages = info.value
+            placement, pending, declared, on_nan, device, hooks, reported, starts, averages = info.value
             like = like._replace(variables={name: like.variables[name] for name, _ in declared})  # jax sorts dicts
             trainable = tuple(name for name, is_trainable in declared if is_trainable)
-            shardings = placement.state(like) if mode == ModeKeys.TRAIN else placement.state_to_read(like)
+            homes = placement.state(like) if mode == ModeKeys.TRAIN else placement.state_to_read(like)
             info = ModelInfo(
-                like, placement, pending, shardings, on_nan, hooks, trainable, dict(reported), starts, dict(averages)
+                like,
+                placement,
+                pending,
+                homes,
+                on_nan,
+                device,
+                hooks,
+                trainable,
+                dict(reported),
+                starts,
+                dict(averages),
             )
             check_averages_read({**self._infos, mode: info})
             self._infos[mode] = info
@@ -375,45 +417,3 @@ def _hooks(spec: EstimatorSpec) -> tuple[Sequence[Hook], Sequence[Hook]]:
     if spec.mode == ModeKeys.TRAIN:
         return spec.training_chief_hooks, spec.training_hooks
     return (), spec.evaluation_hooks if spec.mode == ModeKeys.EVAL else spec.prediction_hooks
-
-
-def _stacked(batches: Any) -> tuple[PyTree, PyTree]:
-    if isinstance(batches, list):
-        if not batches:
-            raise ValueError("`train_loop` needs at least one batch; got an empty list.")
-        pairs = [batch if isinstance(batch, tuple) else (batch, None) for batch in batches]
-        for pair in pairs:
-            check_batch(*pair)
-        pairs = [taken(*pair) for pair in pairs]
-        return with_steps(jax.tree.map(lambda *leaves: jnp.stack(leaves), *alike(pairs)))
-    if not isinstance(batches, tuple) or len(batches) != 2:
-        raise TypeError(
-            "`train_loop` takes a list of (features, labels), or one pair (features, labels) of arrays of shape "
-            f"[steps, batch, ...]; got {type(batches).__name__}."
-        )
-    return batches
-
-
-def _constrained(batch: PyTree, sharding: Any) -> PyTree:
-    """A sparse leaf is left alone: its arrays have entries, not rows, as their first dimension."""
-    return jax.tree.map(
-        lambda x: x if is_sparse(x) else jax.lax.with_sharding_constraint(x, sharding), batch, is_leaf=is_sparse
-    )
-
-
-def _checked_key(key: Any) -> jax.Array:
-    if isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
-        return key
-    if isinstance(key, jax.Array) and key.dtype == jnp.uint32:
-        return jax.random.wrap_key_data(key)
-    raise TypeError(f"`init` needs a PRNG key such as `jax.random.key(0)`; got {key!r}.")
-
-
-def postponed(spec: EstimatorSpec, fields: dict[str, tuple[PyTree, Deferred]]) -> EstimatorSpec:
-    """The spec with parts instead of merged fields; a field that was changed since stays as it is.
-
-    Args:
-      fields: by name, what a replicated model_fn returned in it, and what that was merged from.
-    """
-    changes = {name: parts for name, (whole, parts) in fields.items() if is_same(getattr(spec, name), whole)}
-    return spec.unchecked(**changes)

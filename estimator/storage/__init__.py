@@ -1,1 +1,1 @@
-"""Files of the local file system, and of stores that are addressed by URLs."""
+"""Files of the local file system, of stores that are addressed by URLs, and of arrays by name."""

@@ -6,8 +6,11 @@ and locks; so whoever writes several files writes the one last that says they ar
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import shutil
+import uuid
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -46,6 +49,12 @@ def store_of(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
         raise ValueError(
             f"{url!r} is neither a local path nor a URL that fsspec knows, such as 's3://bucket/run': {error}"
         ) from error
+
+
+def expanded(path: str | os.PathLike[str]) -> str:
+    """The path that a user gives, with "~" expanded as in a model_dir."""
+    text = os.fspath(path)
+    return text if is_url(text) else os.path.expanduser(text)
 
 
 def normalized(path: str | os.PathLike[str]) -> str:
@@ -88,11 +97,27 @@ def list_dir(path: str) -> list[str]:
 def files_in(path: str) -> dict[str, int]:
     """The sizes of the files in a directory and those below it, by their names from there."""
     if not is_url(path):
-        files = (os.path.join(parent, name) for parent, _, names in os.walk(path) for name in names)
-        return {os.path.relpath(file, path).replace(os.sep, "/"): os.path.getsize(file) for file in files}
+        sizes = {}
+        for file in (os.path.join(parent, name) for parent, _, names in os.walk(path) for name in names):
+            with contextlib.suppress(FileNotFoundError):  # another process has renamed or removed it since the listing
+                sizes[os.path.relpath(file, path).replace(os.sep, "/")] = os.path.getsize(file)
+        return sizes
     store, base = store_of(path)
     infos: dict[str, Any] = store.find(base, detail=True)
     return {name[len(base) :].lstrip("/"): info["size"] for name, info in infos.items()}
+
+
+def version_of(directory: str) -> object:
+    """A value that is another one after a file in a directory or below it was written."""
+    if is_url(directory):
+        store, base = store_of(directory)
+        return repr(sorted(store.find(base, detail=True).items()))
+    version = {}
+    for file in (os.path.join(parent, name) for parent, _, names in os.walk(directory) for name in names):
+        with contextlib.suppress(FileNotFoundError):
+            stat = os.stat(file)
+            version[file] = stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino
+    return version
 
 
 def read(path: str) -> bytes:
@@ -104,14 +129,48 @@ def read(path: str) -> bytes:
 
 
 def write(path: str, contents: bytes) -> None:
-    """Writes a file, which has its old contents or the new ones at any time."""
+    """Writes a file, which has its old contents or the new ones at any time; on return the new ones are on the disk."""
     if is_url(path):
         store, name = store_of(path)
         store.pipe_file(name, contents)
         return
-    with open(f"{path}.new", "wb") as file:
-        file.write(contents)
-    os.replace(f"{path}.new", path)
+    new = f"{path}.{uuid.uuid4().hex}.new"  # one of each writer
+    try:
+        with open(new, "wb") as file:
+            file.write(contents)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(new, path)
+        _sync(os.path.dirname(os.path.abspath(path)))
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(new)
+        raise
+
+
+def rename(old: str, new: str) -> None:
+    """Renames a local file or directory; the new name is on the disk when this returns."""
+    os.rename(old, new)
+    _sync(os.path.dirname(os.path.abspath(new)))
+
+
+def sync_tree(directory: str) -> None:
+    """Waits until a local directory, with all that is in it, is on the disk."""
+    for parent, _, names in os.walk(directory, topdown=False):
+        for name in names:
+            _sync(os.path.join(parent, name))
+        _sync(parent)
+
+
+def _sync(path: str) -> None:
+    opened = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EBADF, errno.ENOTSUP):  # some file systems sync no directories
+            raise
+    finally:
+        os.close(opened)
 
 
 def remove(path: str) -> None:

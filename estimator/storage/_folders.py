@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import tempfile
@@ -10,18 +9,18 @@ import threading
 import weakref
 from collections.abc import Callable, Collection, Sequence
 
-from estimator.storage._files import exists, files_in, is_url, remove, remove_dir, store_of
+from estimator.storage._files import exists, files_in, is_url, store_of
 
 
-def upload(folder: str, url: str, last: Sequence[str] = ()) -> None:
-    """Copies the files of a local folder to a store, those called `last` after all others.
+def upload(folder: str, url: str, first: Sequence[str] = (), last: Sequence[str] = ()) -> None:
+    """Copies the files of a local folder to a store, those called `first` before all others, `last` after.
 
     So a folder that has the very last one is whole.
     """
     store, base = store_of(url)
-    names = sorted(files_in(folder), key=lambda name: (name in last, name))
-    count = len(names) - len(set(last) & set(names))
-    for some in (names[:count], *([name] for name in last if name in names)):
+    names = files_in(folder)
+    others = sorted(names.keys() - {*first, *last})
+    for some in (*([name] for name in first if name in names), others, *([name] for name in last if name in names)):
         if some:
             store.put([os.path.join(folder, name) for name in some], [f"{base}/{name}" for name in some])
 
@@ -35,14 +34,6 @@ def download(url: str, folder: str, names: Collection[str]) -> None:
     store, base = store_of(url)
     if names:
         store.get([f"{base}/{name}" for name in names], [os.path.join(folder, name) for name in names])
-
-
-def remove_marked(url: str, mark: str) -> None:
-    """Removes a folder of a store, the file first that says it is whole."""
-    with contextlib.suppress(FileNotFoundError):
-        remove(os.path.join(url, mark))
-    with contextlib.suppress(FileNotFoundError):
-        remove_dir(url)
 
 
 class LocalCopy:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import math
 import os
+import socket
+import struct
+import threading
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, BinaryIO
+from io import FileIO
+from typing import TYPE_CHECKING, Any
 
+import jax
 import numpy as np
 from absl import logging
 
@@ -18,13 +24,15 @@ from estimator.storage._folders import WorkingFolder
 from estimator.summary._history import COLUMNS, HISTORY, cut_history, history_line
 
 if TYPE_CHECKING:
-    from tensorboardX.event_file_writer import EventsWriter
     from tensorboardX.proto.event_pb2 import Event
 
-_UPLOAD_SECS = 10.0  # a store takes whole files only; at least this long between two uploads ...
+_UPLOAD_SECS = 10.0  # a store takes whole files only; at least this long between two uploads, and two tries ...
 _UPLOAD_SHARE = 50  # ... and this multiple of the time that an upload takes
 
+_LAST_TRIES = (1.0, 2.0, 4.0, 8.0, 15.0)  # seconds between uploads at the end, to a store that is away
+
 _Moment = tuple[int, float, Mapping[str, Any]]  # step, time, values by tag
+_Missing = tuple[int, int, Exception]  # the first and the last step, and why
 
 
 class EventWriter:
@@ -36,81 +44,164 @@ class EventWriter:
     evaluation that may not write to the directory does without. In a store, the files are written again, from local
     ones, at checkpoints, at the end, and now and then between.
 
+    What cannot be written, as on a full disk, is an error in the log, when it begins and at the end, and not in the
+    run: a run is worth more. Writing is tried again now and then; what a store missed meanwhile, it gets then.
+
     Args:
       directory: made if it does not exist.
       first, last: the first and the last step that this writer may write.
     """
 
     def __init__(self, directory: str, first: int, last: float = math.inf) -> None:
-        self._directory, self._first, self._last = directory, first, last
+        self._path, self._first, self._last = directory, first, last
         self._waiting: list[_Moment] = []
         self._later: list[_Moment] = []  # later steps of the history, to be written again at the end
         self._folder: WorkingFolder | None = None
-        self._files: tuple[EventsWriter, BinaryIO] | None = None  # events and history, open from the first flush on
+        self._files: tuple[FileIO, FileIO] | None = None  # events and history, open from the first flush on
         self._flushed = -math.inf
         self._interval = _UPLOAD_SECS if is_url(directory) else 1.0
+        self._lock = threading.RLock()
+        self._timer: threading.Timer | None = None  # flushes what waits, though nothing is written any more
         self._warned: set[str] = set()
+        self._lost: _Missing | None = None
+        self._behind: _Missing | None = None  # what is here and not in the store
 
     def write(self, step: int, walltime: float, values: Mapping[str, Any]) -> None:
-        """Keeps values until the next flush, and flushes unless that was done within the last second (see `flush`).
+        """Writes values; those within a second of the last ones, or in a store of the last upload, at its end.
 
         Args:
           step: the training step.
           walltime: in seconds since 1970.
-          values: by tag: numbers, `Histogram`s, texts, and images as arrays of shape `(n, height, width, channels)`.
+          values: by tag: numbers, `Histogram`s, texts, and images as arrays of shape `(n, height, width, channels)`
+            with 1, 3 or 4 channels.
+
+        Raises:
+          TypeError: a value is of another kind.
         """
-        self._waiting.append((step, walltime, values))
-        if time.monotonic() >= self._flushed + self._interval:
-            self.flush()
+        checked = {tag: _checked(tag, value) for tag, value in values.items()}
+        with self._lock:
+            self._waiting.append((step, walltime, checked))
+            secs = self._flushed + self._interval - time.monotonic()
+            if secs <= 0:
+                self.flush()
+            elif self._timer is None:
+                self._timer = threading.Timer(secs, self.flush)
+                self._timer.daemon = True
+                self._timer.start()
 
     def flush(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        if not waiting:
-            return
-        try:
-            events, history = self._files = self._files or self._open()
-            for moment in waiting:
-                events.write_event(_event(*moment))
-            events.flush()
-            history.write(b"".join(map(self._line, waiting)))  # unbuffered, so that a kill does not tear a line
-            self._flushed = time.monotonic()
-            if self._folder is not None and is_url(self._directory):
-                self._folder.upload()
-                before, self._flushed = self._flushed, time.monotonic()
-                self._interval = max(_UPLOAD_SECS, _UPLOAD_SHARE * (self._flushed - before))
-        except OSError as error:
-            is_read_only = isinstance(error, PermissionError) or error.errno == errno.EROFS
-            if self._last == math.inf or not is_read_only:
-                raise
-            logging.warning("No summaries of the evaluation are written: %s.", error)
+        """Writes at once what waits."""
+        with self._lock:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer, waiting, self._waiting = None, self._waiting, []
+            if waiting:
+                self._try_to_write(waiting)
 
     def close(self) -> None:
-        try:
-            self.flush()
+        with self._lock:
+            self._close()
+
+    def _close(self) -> None:
+        self._flush_all()
+        for seconds in _LAST_TRIES:
+            if self._behind is not None:
+                time.sleep(seconds)
+                if self._files is None:
+                    self._flush_all()
+                else:
+                    self._try_to_upload([])
+        for missing in filter(None, (self._lost, self._behind)):
+            logging.error(
+                "The summaries of the steps %d to %d are missing in %s: %s", *missing[:2], self._path, missing[2]
+            )
+        for file in self._files or ():
+            file.close()
+        self._files = self._folder = self._lost = self._behind = None
+
+    def _flush_all(self) -> None:
+        self.flush()
+        if self._later:
             self._waiting, self._later = self._later, []
             self.flush()
-        finally:
-            for file in self._files or ():
-                file.close()
-            self._files = self._folder = None
 
-    def _open(self) -> tuple[EventsWriter, BinaryIO]:
+    def _try_to_write(self, moments: list[_Moment]) -> None:
+        steps = [step for step, _, _ in moments]
+        try:
+            self._write(moments)
+            self._flushed = time.monotonic()
+        except Exception as error:  # a store has errors of many kinds
+            is_read_only = isinstance(error, PermissionError) or getattr(error, "errno", None) == errno.EROFS
+            if self._last < math.inf and is_read_only:
+                logging.warning("No summaries of the evaluation are written: %s.", error)
+            elif is_url(self._path) and self._files is None:
+                self._waiting = moments  # a store that is away has not given the file to append to yet
+                self._behind = self._with(self._behind, steps, error)
+            else:
+                self._lost = self._with(self._lost, steps, error)
+            self._flushed, self._interval = time.monotonic(), max(_UPLOAD_SECS, self._interval)
+        else:
+            self._try_to_upload(steps)
+
+    def _write(self, moments: list[_Moment]) -> None:
+        files = self._files = self._files or self._open()
+        sizes = [os.fstat(file.fileno()).st_size for file in files]
+        try:
+            _append(files[0], b"".join(_record(_event(*moment)) for moment in moments))
+            _append(files[1], b"".join(map(self._line, moments)))
+        except OSError:
+            for file, size in zip(files, sizes, strict=True):
+                with contextlib.suppress(OSError):  # a torn line or record at the end is skipped by who reads it
+                    os.ftruncate(file.fileno(), size)
+            raise
+
+    def _try_to_upload(self, steps: list[int]) -> None:
+        if not is_url(self._path) or self._folder is None:
+            return
+        before = time.monotonic()
+        try:
+            self._folder.upload()
+            self._behind = None
+        except Exception as error:
+            self._behind = self._with(self._behind, steps, error)
+        self._flushed = time.monotonic()
+        self._interval = max(_UPLOAD_SECS, _UPLOAD_SHARE * (self._flushed - before) if self._behind is None else 0)
+
+    def _with(self, missing: _Missing | None, steps: list[int], error: Exception) -> _Missing:
+        if missing is None:
+            logging.error(
+                "The summaries of step %d cannot be written to %s: %s. The run continues, and tries again.",
+                steps[0],
+                self._path,
+                error,
+            )
+        known = [*steps, *(missing or ())[:2]]
+        return min(known), max(known), error
+
+    def _open(self) -> tuple[FileIO, FileIO]:
         # Late, since it imports torch where there is torch.
-        from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto.event_pb2 import Event, SessionLog
 
-        folder = self._folder = WorkingFolder(self._directory, [HISTORY])
+        folder = self._folder = self._folder or WorkingFolder(self._path, [HISTORY])
         path = os.path.join(folder.path, HISTORY)
         rows = cut_history(path, self._first, in_order=self._last < math.inf) if os.path.exists(path) else []
-        for row in rows:
-            if row["step"] > self._last:
-                self._later.append((row.pop("step"), row.pop("time"), row))
+        self._later = [(row.pop("step"), row.pop("time"), row) for row in rows if row["step"] > self._last]
         # TensorBoard reads the files of a directory in the order of their names, which begin with the second.
-        suffix = f".{time.time_ns()}.estimator"
-        events = EventsWriter(os.path.join(folder.path, "events"), suffix)
+        now = time.time_ns()
+        name = os.path.join(folder.path, f"events.out.tfevents.{now // 10**9}.{socket.gethostname()}.{now}.estimator")
         start = SessionLog(status=SessionLog.START)
-        events.write_event(Event(wall_time=time.time(), step=self._first, session_log=start))
-        return events, open(path, "ab", buffering=0)
+        begin = (Event(file_version="brain.Event:2"), Event(step=self._first, session_log=start))
+        for event in begin:
+            event.wall_time = now / 1e9
+        history, events = open(path, "ab", buffering=0), open(name, "ab", buffering=0)
+        try:
+            _append(events, b"".join(map(_record, begin)))
+        except OSError:
+            history.close()
+            events.close()
+            os.remove(name)
+            raise
+        return events, history
 
     def _line(self, moment: _Moment) -> bytes:
         step, walltime, values = moment
@@ -123,6 +214,45 @@ class EventWriter:
         return history_line({"step": step, "time": walltime, **scalars}) if scalars else b""
 
 
+def _checked(tag: str, value: Any) -> Any:
+    """A value that can be written: numbers of numpy and jax as Python's.
+
+    Raises:
+      TypeError: it cannot.
+    """
+    if isinstance(value, int | float | str | Histogram):
+        return value
+    if isinstance(value, np.generic | np.ndarray | jax.Array):
+        kinds = (np.integer, np.floating, np.bool_)
+        is_real = any(jax.dtypes.issubdtype(value.dtype, kind) for kind in kinds)
+        if is_real and value.ndim == 0:
+            number = value.item()
+            return number if isinstance(number, int) else float(number)  # a longdouble's item is one
+        if is_real and value.ndim == 4 and value.shape[3] in (1, 3, 4):
+            return np.asarray(value)
+        value = f"an array of shape {value.shape} and dtype {value.dtype}"
+    raise TypeError(
+        "`context.events().write` takes numbers, texts, and images of shape (n, height, width, channels), with 1, 3 or "
+        f"4 channels, as values; got for {tag!r}: {value if isinstance(value, str) else repr(value)}."
+    )
+
+
+def _append(file: FileIO, data: bytes) -> None:
+    """Writes to the end of a file, without a buffer that a kill would lose, and at once, so that it tears no line."""
+    rest = memoryview(data)
+    while rest:
+        rest = rest[file.write(rest) :]
+
+
+def _record(event: Event) -> bytes:
+    """An event in the framing of TensorFlow's record files: lengths and checksums around it."""
+    from tensorboardX.record_writer import masked_crc32c
+
+    data = event.SerializeToString()
+    length = struct.pack("<Q", len(data))
+    return length + struct.pack("<I", masked_crc32c(length)) + data + struct.pack("<I", masked_crc32c(data))
+
+
 def _event(step: int, walltime: float, values: Mapping[str, Any]) -> Event:
     from tensorboardX import summary
     from tensorboardX.proto.event_pb2 import Event
@@ -130,7 +260,7 @@ def _event(step: int, walltime: float, values: Mapping[str, Any]) -> Event:
     event = Event(wall_time=walltime, step=step)
     for tag, value in values.items():
         if isinstance(value, int | float):
-            parts = [summary.scalar(tag, value)]
+            parts = [summary.scalar(tag, float(value))]
         elif isinstance(value, Histogram):
             parts = [summary.histogram_raw(tag, **histogram_parts(value))]
         elif isinstance(value, str):

@@ -8,7 +8,9 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from estimator.storage._files import exists, read, write
+from absl import logging
+
+from estimator.storage._files import exists, expanded, read, write
 
 HISTORY = "history.jsonl"
 COLUMNS = {"step", "time"}  # of a line, beside the tags
@@ -21,7 +23,7 @@ def read_history(directory: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
     Each line of the file is a JSON object with "step", "time" (seconds since 1970) and the scalar summaries. NaN and
     infinities are "NaN", "Infinity" and "-Infinity" in the file, and floats here. A last line that a crash tore is
-    skipped.
+    skipped; any other line that is damaged too, with an error in the log.
 
     >>> import tempfile
     >>> directory = tempfile.mkdtemp()
@@ -38,9 +40,8 @@ def read_history(directory: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
     Raises:
       FileNotFoundError: the file does not exist.
-      ValueError: a line before the last one is not valid.
     """
-    path = os.path.join(directory, HISTORY)
+    path = os.path.join(expanded(directory), HISTORY)
     if not exists(path):
         raise FileNotFoundError(
             f"There is no {HISTORY} in {os.fspath(directory)!r}. `train` writes it into the model_dir, every "
@@ -61,7 +62,7 @@ def read_eval_metrics(eval_dir: str | os.PathLike[str]) -> dict[int, dict[str, A
     Returns:
       For each step, in order, a dict of the metrics and "loss"; empty if nothing was evaluated yet.
     """
-    if not exists(os.path.join(eval_dir, HISTORY)):
+    if not exists(os.path.join(expanded(eval_dir), HISTORY)):
         return {}
     rows = read_history(eval_dir)
     return {row["step"]: {tag: row[tag] for tag in row if tag not in COLUMNS} for row in rows}
@@ -75,9 +76,11 @@ def _read(path: str) -> tuple[list[dict[str, Any]], bool]:
         try:
             row = json.loads(line)
             row.update({tag: float(value) for tag, value in row.items() if isinstance(value, str)})
-            rows[row["step"]] = rows.get(row["step"], {}) | row
-        except (ValueError, AttributeError, KeyError) as error:
-            raise ValueError(f"{path}, line {i + 1}, is not a line of a history: {line!r}.") from error
+            if not all(isinstance(value, int | float) for value in row.values()) or not math.isfinite(row["time"]):
+                raise ValueError("not all its values are numbers")
+            rows[int(row["step"])] = rows.get(int(row["step"]), {}) | row
+        except (ValueError, OverflowError, AttributeError, KeyError) as error:
+            logging.error("%s is damaged: line %d is left out, %r (%r).", path, i + 1, line, error)
     return [rows[step] for step in sorted(rows)], not torn
 
 
@@ -104,8 +107,8 @@ def _last_step(path: str) -> float:
         file.seek(max(0, os.path.getsize(path) - 10_000))
         *_, line, torn = b"", *file.read().split(b"\n")
     try:
-        return json.loads(line)["step"] if not torn else math.inf
-    except ValueError:
+        return float(json.loads(line)["step"]) if not torn else math.inf
+    except (ValueError, KeyError, TypeError):
         return math.inf
 
 

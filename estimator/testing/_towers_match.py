@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from estimator.core._batch import rows_of
 from estimator.core._bcoo import is_sparse
-from estimator.core._estimator_spec import EstimatorSpec
 from estimator.core._model_fn import ModelFn
 from estimator.core._typing import Features, Labels, PyTree
+from estimator.steps._one_tower_check import differences, results
 from estimator.steps._transform import Model, transform
 
 _MOST_SHOWN = 8  # differences, in one error
@@ -93,7 +91,7 @@ def assert_towers_match_one_batch(
     one_tower = list(run(1))
     for number in towers:
         for got, want in zip(run(number), one_tower, strict=True):
-            lines = list(_differences(got.values, want.values, number, rtol, atol))
+            lines = list(differences(got.values, want.values, f"{number} towers", rtol, atol))
             if lines:
                 more = [f"and {len(lines) - _MOST_SHOWN} more"] if len(lines) > _MOST_SHOWN else []
                 head = f"{number} towers differ from one in {got.name}:"
@@ -121,35 +119,6 @@ def _moments(model: Model, features: Features, labels: Labels, steps: int) -> It
         some = jax.tree.map(lambda x, count=count: x[:count], (features, labels), is_leaf=is_sparse)
         spec = model.eval_step(state, *some)
         name = f"the evaluation of {count} rows"
-        yield _Moment(name, {"loss": spec.loss, "metric": _results(spec)}, _OUTPUT_HINT)
+        yield _Moment(name, {"loss": spec.loss, "metric": results(spec)}, _OUTPUT_HINT)
         predictions = model.predict_step(state, some[0]).predictions
         yield _Moment(f"the prediction of {count} rows", {"prediction": predictions}, _OUTPUT_HINT)
-
-
-def _results(spec: EstimatorSpec) -> dict[str, PyTree]:
-    metrics: Mapping[str, Any] = spec.eval_metric_ops  # of jax metrics, or of another library with `compute`
-    return {name: m.result() if hasattr(m, "result") else m.compute() for name, m in metrics.items()}
-
-
-def _differences(got: PyTree, want: PyTree, number: int, rtol: float, atol: float) -> Iterator[str]:
-    """A line for each array in which two trees differ."""
-    for (name, ours), (_, theirs) in zip(_named(got), _named(want), strict=True):
-        if (ours.shape, ours.dtype) != (theirs.shape, theirs.dtype):
-            yield f"{name}: {ours.dtype}{[*ours.shape]} in {number} towers, {theirs.dtype}{[*theirs.shape]} in one"
-            continue
-        one, other = ours.astype(np.complex128), theirs.astype(np.complex128)  # which holds numbers of any kind
-        apart = ~np.isclose(one, other, rtol=rtol, atol=atol, equal_nan=True)
-        if apart.any():
-            distance = np.where(apart, np.nan_to_num(np.abs(one - other), nan=np.inf), -1)
-            worst = np.unravel_index(np.argmax(distance), distance.shape)
-            place = f" (at {[*map(int, worst)]}; {apart.sum()} of {apart.size} differ)" if worst else ""
-            yield f"{name}: {ours[worst]} in {number} towers, {theirs[worst]} in one{place}"
-
-
-def _named(tree: PyTree) -> Iterator[tuple[str, np.ndarray]]:
-    """The arrays of a tree of kinds of values with what a reader calls them, such as "the variable 'dense/kernel'"."""
-    for (kind, *path), leaf in jax.tree_util.tree_leaves_with_path(tree):
-        name = jax.tree_util.keystr(tuple(path), simple=True, separator="/")
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            leaf = jax.random.key_data(leaf)
-        yield f"the {kind.key}" + (f" {name!r}" if name else ""), np.asarray(leaf)

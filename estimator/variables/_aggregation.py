@@ -1,4 +1,4 @@
-"""How the values that towers assign to a variable become one."""
+"""`VariableAggregation`: merges the values that towers assign to a variable."""
 
 from __future__ import annotations
 

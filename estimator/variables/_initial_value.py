@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from estimator.core._batch import unknown_dtype
 from estimator.core._frame import Frame
 from estimator.core._rng import name_hash
 from estimator.core._typing import PyTree
@@ -62,6 +63,10 @@ def _as_arrays(call: str, tree: PyTree, dtype: Any) -> PyTree:
             raise ValueError(
                 f"{call}: every leaf of the initial value must be an array; got {leaf!r} at {where}. Keep what is not "
                 "an array out of the variable (for Equinox, `eqx.filter(model, eqx.is_array)`)."
+            )
+        if not is_number and (fix := unknown_dtype(leaf.dtype)):
+            raise TypeError(
+                f"{call}: every leaf of the initial value must have a dtype of jax; got one at {where} {fix}"
             )
         own = jnp.float32 if is_number else jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
         return cast(f"{call}: the initial value at {where}", leaf, own if dtype is None else dtype)
@@ -159,6 +164,8 @@ def as_dtype(call: str, dtype: Any) -> Any:
         return None
     try:
         known = jax.dtypes.canonicalize_dtype(dtype)
+        if unknown_dtype(known):
+            raise TypeError
         if any(dtype is python for python in (bool, int, float, complex)) or jnp.dtype(dtype) == known:
             return known
     except TypeError:

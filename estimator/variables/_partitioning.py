@@ -1,4 +1,4 @@
-"""What is cut over the devices of one tower, where towers are wider than one device."""
+"""Variables and activations sharded over the devices of a tower."""
 
 from __future__ import annotations
 

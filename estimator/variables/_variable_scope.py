@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from estimator.core._frame import Frame, ScopeDefaults, current_frame, innermost_frame
+from estimator.core._record import unique_name
 from estimator.core._typing import PyTree
 
 
@@ -57,6 +58,9 @@ def variable_scope(
 ) -> Iterator[VariableScope]:
     """Prefixes the names of the variables got in the block with `name` and a "/".
 
+    The names of summaries and records in it are prefixed too: by `name`, and by `name_1`, `name_2` ... where the scope
+    is entered again, as in TensorFlow.
+
     >>> import estimator as est, jax, jax.numpy as jnp
     >>> def model_fn(features, labels, mode):
     ...     with est.variable_scope("layer") as scope:
@@ -103,7 +107,7 @@ def variable_scope(
         if given is not None and not callable(given):
             raise TypeError(f"`est.variable_scope({name!r})` needs a function as `{what}`; got {given!r}.")
     frame = current_frame("est.variable_scope")
-    before = frame.scope, frame.reuse, frame.scope_defaults
+    before = frame.scope, frame.reuse, frame.scope_defaults, frame.name_scope
     if isinstance(name, VariableScope):
         path, reuse, defaults = tuple(filter(None, [name.name])), reuse or name.reuse, name.defaults
     else:
@@ -119,10 +123,15 @@ def variable_scope(
     uses[scope.name] += 1
     at_start = Counter(uses)
     frame.scope, frame.reuse, frame.scope_defaults = path, reuse, defaults
+    own = name.name.rpartition("/")[2] if isinstance(name, VariableScope) else name or str(default_name)
+    if own:  # as in TensorFlow: a scope entered by its object has its last part, within the scopes around the block
+        prefix = unique_name("/".join((*frame.name_scope, own)), frame.declared.name_scopes)
+        frame.declared.name_scopes.add(prefix)
+        frame.name_scope = (prefix,)
     try:
         yield scope
     finally:
-        frame.scope, frame.reuse, frame.scope_defaults = before
+        frame.scope, frame.reuse, frame.scope_defaults, frame.name_scope = before
         for inner in [each for each in uses if each.startswith(f"{scope.name}/")]:
             # Names within a scope count from the beginning when it is opened by name again; a scope that is entered
             # by its object leaves the counts as they were.

@@ -128,15 +128,18 @@ def adam_weight_decay(learning_rate, rate, b1, b2, eps, exclude_from_weight_deca
 
 
 def create_optimizer(loss, init_lr, num_train_steps, num_warmup_steps):
-    decay = optax.polynomial_schedule(init_lr, 0.0, 1, num_train_steps)
-
-    def learning_rate(step):
-        step = jnp.asarray(step, "float32")
-        return jnp.where(step < num_warmup_steps, init_lr * step / num_warmup_steps, decay(step))
-
+    global_step = est.global_step()
+    learning_rate = est.train.polynomial_decay(init_lr, global_step, num_train_steps, end_learning_rate=0.0)
+    warmup_learning_rate = init_lr * global_step.astype("float32") / num_warmup_steps
+    learning_rate = jnp.where(global_step < num_warmup_steps, warmup_learning_rate, learning_rate)
     exclude = ["LayerNorm", "layer_norm", "bias"]
-    optimizer = adam_weight_decay(learning_rate, 0.01, 0.9, 0.999, 1e-6, exclude_from_weight_decay=exclude)
-    return TowerOptimizer(optax.chain(optax.clip_by_global_norm(1.0), optimizer)).minimize(loss, est.global_step())
+    optimizer = TowerOptimizer(
+        lambda rate: optax.chain(
+            optax.clip_by_global_norm(1.0), adam_weight_decay(rate, 0.01, 0.9, 0.999, 1e-6, exclude)
+        ),
+        learning_rate=learning_rate,
+    )
+    return optimizer.minimize(loss, global_step)
 
 
 def model_fn(features, labels, mode, params):

@@ -11,7 +11,6 @@ import argparse
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from sklearn.datasets import load_digits
 
 import estimator as est
@@ -68,7 +67,7 @@ def _tower_fn(feature, label, params):
         return None, tower_pred
     tower_loss = est.losses.sparse_softmax_cross_entropy(logits=logits, labels=label)
     model_params = est.trainable_variables()
-    tower_loss += params["weight_decay"] * sum(jnp.sum(v**2) / 2 for v in model_params.values())
+    tower_loss += params["weight_decay"] * sum(est.nn.l2_loss(v) for v in model_params.values())
     return tower_loss, tower_pred
 
 
@@ -77,13 +76,12 @@ def _resnet_model_fn(features, labels, mode, params):
     if mode == est.ModeKeys.PREDICT:
         return est.EstimatorSpec(mode, predictions=predictions)
     num_batches_per_epoch = params["train_size"] // params["batch_size"]
-    boundaries = [num_batches_per_epoch * x + 1 for x in (82, 123, 300)]  # TensorFlow's rate changes a step later
-    staged_lr = optax.piecewise_constant_schedule(
-        params["learning_rate"], dict(zip(boundaries, (0.1, 0.1, 0.2), strict=True))
-    )
-    tensors_to_log = {"learning_rate": staged_lr(est.global_step()), "loss": loss}
+    boundaries = [num_batches_per_epoch * x for x in (82, 123, 300)]
+    staged_lr = [params["learning_rate"] * x for x in (1, 0.1, 0.01, 0.002)]
+    learning_rate = est.train.piecewise_constant(est.global_step(), boundaries, staged_lr)
+    tensors_to_log = {"learning_rate": learning_rate, "loss": loss}
     train_hooks = [est.LoggingTensorHook(tensors_to_log, every_n_iter=100)]
-    optimizer = TowerOptimizer(optax.sgd(staged_lr, params["momentum"]))
+    optimizer = TowerOptimizer(est.train.MomentumOptimizer(learning_rate, params["momentum"]))
     train_op = optimizer.minimize(loss, global_step=est.global_step())
     metrics = {"accuracy": est.metrics.accuracy(labels, predictions["classes"])}
     return est.EstimatorSpec(mode, predictions, loss, train_op, eval_metric_ops=metrics, training_hooks=train_hooks)

@@ -8,7 +8,6 @@ The original is `samples/core/get_started/custom_estimator.py` of tensorflow/mod
 import argparse
 
 import jax
-import optax
 from sklearn.datasets import load_iris
 
 import estimator as est
@@ -45,7 +44,7 @@ def my_model(features, labels, mode, params):
     if mode == est.ModeKeys.EVAL:
         return est.EstimatorSpec(mode, loss=loss, eval_metric_ops=metrics)
 
-    optimizer = TowerOptimizer(optax.adagrad(learning_rate=0.1))
+    optimizer = TowerOptimizer(est.train.AdagradOptimizer(learning_rate=0.1))
     train_op = optimizer.minimize(loss, global_step=est.global_step())
     return est.EstimatorSpec(mode, loss=loss, train_op=train_op)
 

@@ -10,7 +10,6 @@ import argparse
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from sklearn.datasets import load_digits
 
 import estimator as est
@@ -70,8 +69,9 @@ def model_fn(features, labels, mode, params):
         }
         return est.EstimatorSpec(mode, loss=loss, eval_metric_ops=metrics)
 
-    d_optimizer = TowerOptimizer(optax.adam(params["learning_rate"], b1=params["beta1"], eps=params["epsilon"]))
-    g_optimizer = TowerOptimizer(optax.adam(params["learning_rate"], b1=params["beta1"], eps=params["epsilon"]))
+    adam = {"learning_rate": params["learning_rate"], "beta1": params["beta1"], "epsilon": params["epsilon"]}
+    d_optimizer = TowerOptimizer(est.train.AdamOptimizer(**adam))
+    g_optimizer = TowerOptimizer(est.train.AdamOptimizer(**adam))
     train_op_d = d_optimizer.minimize(d_loss, var_list=est.trainable_variables("discriminator"))
     train_op_g = g_optimizer.minimize(
         g_loss, var_list=est.trainable_variables("generator"), global_step=est.global_step()

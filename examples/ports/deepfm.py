@@ -10,7 +10,6 @@ import argparse
 
 import jax
 import numpy as np
-import optax
 
 import estimator as est
 from replicate import TowerOptimizer, replicate_model_fn
@@ -71,18 +70,18 @@ def model_fn(features, labels, mode, params):
     if mode == est.ModeKeys.PREDICT:
         return est.EstimatorSpec(mode, predictions=predictions, export_outputs=export_outputs)
 
-    loss = optax.sigmoid_binary_cross_entropy(y, labels).mean()
-    loss += l2_reg * (fm_w**2).sum() / 2 + l2_reg * (fm_v**2).sum() / 2 + est.losses.get_regularization_loss()
+    loss = est.nn.sigmoid_cross_entropy_with_logits(labels=labels, logits=y).mean()
+    loss += l2_reg * est.nn.l2_loss(fm_w) + l2_reg * est.nn.l2_loss(fm_v) + est.losses.get_regularization_loss()
     eval_metric_ops = {"auc": est.metrics.auc(labels, pred)}
     if mode == est.ModeKeys.EVAL:
         return est.EstimatorSpec(mode, predictions=predictions, loss=loss, eval_metric_ops=eval_metric_ops)
 
     if params["optimizer"] == "Adam":
-        optimizer = optax.adam(params["learning_rate"], b1=0.9, b2=0.999, eps=1e-8)
+        optimizer = est.train.AdamOptimizer(params["learning_rate"], beta1=0.9, beta2=0.999, epsilon=1e-8)
     elif params["optimizer"] == "Adagrad":
-        optimizer = optax.adagrad(params["learning_rate"], initial_accumulator_value=1e-8)
+        optimizer = est.train.AdagradOptimizer(params["learning_rate"], initial_accumulator_value=1e-8)
     elif params["optimizer"] == "Momentum":
-        optimizer = optax.sgd(params["learning_rate"], momentum=0.95)
+        optimizer = est.train.MomentumOptimizer(params["learning_rate"], momentum=0.95)
     train_op = TowerOptimizer(optimizer).minimize(loss, global_step=est.global_step())
     return est.EstimatorSpec(mode, predictions=predictions, loss=loss, train_op=train_op)
 

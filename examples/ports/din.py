@@ -11,7 +11,6 @@ import argparse
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 import estimator as est
 from replicate import TowerOptimizer, replicate_model_fn
@@ -71,12 +70,14 @@ def model_fn(features, labels, mode, params):
     export_outputs = {"serving_default": est.export.PredictOutput(predictions)}
     if mode == est.ModeKeys.PREDICT:
         return est.EstimatorSpec(mode, predictions=predictions, export_outputs=export_outputs)
-    loss = optax.sigmoid_binary_cross_entropy(y, labels).mean() + est.losses.get_regularization_loss()
+    loss = (
+        est.nn.sigmoid_cross_entropy_with_logits(labels=labels, logits=y).mean() + est.losses.get_regularization_loss()
+    )
     eval_metric_ops = {"auc": est.metrics.auc(labels, pred)}
     if mode == est.ModeKeys.EVAL:
         return est.EstimatorSpec(mode, predictions=predictions, loss=loss, eval_metric_ops=eval_metric_ops)
-    optimizer = TowerOptimizer(optax.adam(params["learning_rate"], b1=0.9, b2=0.999, eps=1e-8))
-    train_op = optimizer.minimize(loss, global_step=est.global_step())
+    optimizer = est.train.AdamOptimizer(params["learning_rate"], beta1=0.9, beta2=0.999, epsilon=1e-8)
+    train_op = TowerOptimizer(optimizer).minimize(loss, global_step=est.global_step())
     return est.EstimatorSpec(mode, predictions=predictions, loss=loss, train_op=train_op)
 
 

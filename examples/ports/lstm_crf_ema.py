@@ -11,7 +11,6 @@ import argparse
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 import estimator as est
 from replicate import TowerOptimizer, replicate_model_fn
@@ -48,7 +47,7 @@ def graph_fn(features, mode, params, reuse=None, getter=None):
 
         char_table = est.get_variable("chars_embeddings", [len(CHARS) + 1, params["dim_chars"]])
         char_embeddings = est.layers.dropout(char_table[chars], params["dropout"], training=training)
-        weights = jnp.arange(chars.shape[-1]) < nchars[..., None]
+        weights = est.nn.sequence_mask(nchars, chars.shape[-1])
         char_embeddings = masked_conv1d_and_max(char_embeddings, weights, params["filters"], params["kernel_size"])
 
         word_table = est.get_variable("words_embeddings", [len(WORDS) + 1, params["dim"]], trainable=False)
@@ -63,37 +62,6 @@ def graph_fn(features, mode, params, reuse=None, getter=None):
         return logits, crf_params
 
 
-def crf_log_likelihood(logits, tags, lengths, transitions):
-    mask = (jnp.arange(logits.shape[1]) < lengths[:, None]).astype("float32")
-    unary = (jnp.take_along_axis(logits, tags[..., None], axis=-1)[..., 0] * mask).sum(1)
-    binary = (transitions[tags[:, :-1], tags[:, 1:]] * mask[:, 1:]).sum(1)
-
-    def step(alphas, at):
-        logit, there = at
-        after = jax.nn.logsumexp(alphas[:, :, None] + transitions, axis=1) + logit
-        return jnp.where(there[:, None] > 0, after, alphas), None
-
-    alphas, _ = jax.lax.scan(step, logits[:, 0], (logits[:, 1:].swapaxes(0, 1), mask[:, 1:].T))
-    return unary + binary - jax.nn.logsumexp(alphas, axis=1)
-
-
-def crf_decode(logits, transitions, lengths):
-    def forwards(scores, at):
-        logit, there = at
-        through = scores[:, :, None] + transitions
-        best = jnp.where(there[:, None], through.argmax(1), jnp.arange(len(transitions)))
-        return jnp.where(there[:, None], through.max(1) + logit, scores), best
-
-    def backwards(tag, best):
-        before = jnp.take_along_axis(best, tag[:, None], axis=1)[:, 0]
-        return before, tag
-
-    there = jnp.arange(1, logits.shape[1])[:, None] < lengths
-    scores, best = jax.lax.scan(forwards, logits[:, 0], (logits[:, 1:].swapaxes(0, 1), there))
-    first, tags = jax.lax.scan(backwards, scores.argmax(1), best, reverse=True)
-    return jnp.concatenate([first[None], tags]).T
-
-
 def model_fn(features, labels, mode, params):
     nwords = features["nwords"]
     logits, crf_params = graph_fn(features, mode, params)
@@ -105,15 +73,16 @@ def model_fn(features, labels, mode, params):
         return ema.average(name) if name in est.trainable_variables() else getter(name, *args, **kwargs)
 
     logits_ema, crf_params_ema = graph_fn(features, mode, params, reuse=True, getter=ema_getter)
-    pred_ids = crf_decode(logits, crf_params, nwords)
-    pred_ids_ema = crf_decode(logits_ema, crf_params_ema, nwords)
+    pred_ids, _ = est.nn.crf_decode(logits, crf_params, nwords)
+    pred_ids_ema, _ = est.nn.crf_decode(logits_ema, crf_params_ema, nwords)
     if mode == est.ModeKeys.PREDICT:
         return est.EstimatorSpec(mode, predictions={"pred_ids": pred_ids, "pred_ids_ema": pred_ids_ema})
 
-    loss = -crf_log_likelihood(logits, labels, nwords, crf_params).mean()
-    losses_ema = -crf_log_likelihood(logits_ema, labels, nwords, crf_params_ema)
-    weights = (jnp.arange(LENGTH) < nwords[:, None]).astype("float32")  # sequence_mask
-    metrics = {"loss_ema": est.metrics.mean(losses_ema)}
+    log_likelihood, _ = est.nn.crf_log_likelihood(logits, labels, nwords, crf_params)
+    loss = -log_likelihood.mean()
+    log_likelihood_ema, _ = est.nn.crf_log_likelihood(logits_ema, labels, nwords, crf_params_ema)
+    weights = est.nn.sequence_mask(nwords, LENGTH, "float32")
+    metrics = {"loss_ema": est.metrics.mean(-log_likelihood_ema)}
     for end, ids in (("", pred_ids), ("_ema", pred_ids_ema)):
         is_right = (ids == labels).astype("float32")
         metrics |= {
@@ -125,7 +94,7 @@ def model_fn(features, labels, mode, params):
         return est.EstimatorSpec(mode, loss=loss, eval_metric_ops=metrics)
     for name, metric in metrics.items():
         est.summary.scalar(name, metric[1])
-    optimizer = TowerOptimizer(optax.adam(params["learning_rate"]))
+    optimizer = TowerOptimizer(est.train.AdamOptimizer(params["learning_rate"]))
     train_op = est.group(optimizer.minimize(loss, global_step=est.global_step()), ema_op)
     return est.EstimatorSpec(mode, loss=loss, train_op=train_op)
 

@@ -9,7 +9,6 @@ import argparse
 
 import jax
 import numpy as np
-import optax
 from sklearn.datasets import load_digits
 
 import estimator as est
@@ -39,7 +38,7 @@ def model_fn(features, labels, mode, params):
         export_outputs = {"classify": est.export.PredictOutput(predictions)}
         return est.EstimatorSpec(mode, predictions=predictions, export_outputs=export_outputs)
     if mode == est.ModeKeys.TRAIN:
-        optimizer = TowerOptimizer(optax.adam(LEARNING_RATE))
+        optimizer = TowerOptimizer(est.train.AdamOptimizer(learning_rate=LEARNING_RATE))
         logits = create_model(image, True, params)
         loss = est.losses.sparse_softmax_cross_entropy(labels=labels, logits=logits)
         accuracy = est.metrics.accuracy(labels=labels, predictions=logits.argmax(1))

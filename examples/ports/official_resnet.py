@@ -11,7 +11,6 @@ import argparse
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from sklearn.datasets import load_digits
 
 import estimator as est
@@ -82,9 +81,9 @@ def cifar10_model(inputs, params, num_classes=10):
 
 def learning_rate_with_decay(params, boundary_epochs=(100, 150, 200), decay_rates=(1, 0.1, 0.01, 0.001)):
     batches_per_epoch = _NUM_IMAGES / params["batch_size"]
-    boundaries = [int(batches_per_epoch * epoch) + 1 for epoch in boundary_epochs]  # TensorFlow's rate changes later
-    scales = [after / before for before, after in zip(decay_rates, decay_rates[1:], strict=False)]
-    return optax.piecewise_constant_schedule(params["learning_rate"], dict(zip(boundaries, scales, strict=True)))
+    boundaries = [int(batches_per_epoch * epoch) for epoch in boundary_epochs]
+    vals = [params["learning_rate"] * decay for decay in decay_rates]
+    return est.train.piecewise_constant(None, boundaries, vals)  # a function of the step
 
 
 def resnet_model_fn(features, labels, mode, params, weight_decay=2e-4, momentum=0.9):
@@ -99,16 +98,16 @@ def resnet_model_fn(features, labels, mode, params, weight_decay=2e-4, momentum=
     est.record("cross_entropy", cross_entropy)
     est.summary.scalar("cross_entropy", cross_entropy)
     decayed = [v for name, v in est.trainable_variables().items() if "batch_normalization" not in name]
-    l2_loss = weight_decay * sum(jnp.sum(v**2) / 2 for v in decayed)
+    l2_loss = weight_decay * sum(est.nn.l2_loss(v) for v in decayed)
     est.summary.scalar("l2_loss", l2_loss)
     loss = cross_entropy + l2_loss
 
     train_op = None
     if mode == est.ModeKeys.TRAIN:
-        learning_rate = learning_rate_with_decay(params)
-        est.record("learning_rate", learning_rate(est.global_step()))
-        est.summary.scalar("learning_rate", learning_rate(est.global_step()))
-        optimizer = TowerOptimizer(optax.sgd(learning_rate, momentum))
+        learning_rate = learning_rate_with_decay(params)(est.global_step())
+        est.record("learning_rate", learning_rate)
+        est.summary.scalar("learning_rate", learning_rate)
+        optimizer = TowerOptimizer(est.train.MomentumOptimizer(learning_rate, momentum))
         if params["loss_scale"] != 1:
             grad_vars = optimizer.compute_gradients(loss * params["loss_scale"])
             unscaled_grad_vars = [(grad / params["loss_scale"], var) for grad, var in grad_vars]

@@ -141,7 +141,7 @@ def padded_cross_entropy_loss(logits, labels, smoothing, vocab_size):
     confidence = 1 - smoothing
     low_confidence = smoothing / (vocab_size - 1)
     soft_targets = jax.nn.one_hot(labels, vocab_size) * (confidence - low_confidence) + low_confidence
-    xentropy = optax.softmax_cross_entropy(logits, soft_targets)
+    xentropy = est.nn.softmax_cross_entropy_with_logits_v2(labels=soft_targets, logits=logits)
     normalizing = -(
         confidence * np.log(confidence) + (vocab_size - 1) * low_confidence * np.log(low_confidence + 1e-20)
     )
@@ -149,20 +149,22 @@ def padded_cross_entropy_loss(logits, labels, smoothing, vocab_size):
 
 
 def get_learning_rate(params):
-    def learning_rate(step):
-        step = step.astype("float32")
-        warmup_steps = params["learning_rate_warmup_steps"]
-        rate = params["learning_rate"] * params["hidden_size"] ** -0.5
-        return rate * jnp.minimum(1.0, step / warmup_steps) * jnp.maximum(step, warmup_steps) ** -0.5
-
-    return learning_rate
+    step, warmup_steps = est.global_step().astype("float32"), params["learning_rate_warmup_steps"]
+    learning_rate = params["learning_rate"] * params["hidden_size"] ** -0.5
+    learning_rate *= jnp.minimum(1.0, step / warmup_steps)
+    return learning_rate * jnp.maximum(step, warmup_steps) ** -0.5
 
 
 def get_train_op(loss, params):
     learning_rate = get_learning_rate(params)
-    est.summary.scalar("learning_rate", learning_rate(est.global_step()))
-    b1, b2 = params["optimizer_adam_beta1"], params["optimizer_adam_beta2"]
-    optimizer = TowerOptimizer(optax.adam(learning_rate, b1, b2, eps=params["optimizer_adam_epsilon"]))
+    est.summary.scalar("learning_rate", learning_rate)
+    optimizer = est.train.LazyAdamOptimizer(
+        learning_rate,
+        beta1=params["optimizer_adam_beta1"],
+        beta2=params["optimizer_adam_beta2"],
+        epsilon=params["optimizer_adam_epsilon"],
+    )
+    optimizer = TowerOptimizer(optimizer)
     gradients = optimizer.compute_gradients(loss, est.trainable_variables())
     train_op = optimizer.apply_gradients(gradients, global_step=est.global_step())
     est.summary.scalar("global_norm/gradient_norm", optax.tree.norm([gradient for gradient, _ in gradients]))

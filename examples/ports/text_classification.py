@@ -10,7 +10,6 @@ import argparse
 
 import jax
 import numpy as np
-import optax
 
 import estimator as est
 from replicate import TowerOptimizer, replicate_model_fn
@@ -22,7 +21,8 @@ head = est.BinaryClassHead()
 
 def train_op_fn(loss):
     est.summary.scalar("loss", loss)
-    return TowerOptimizer(optax.adam(3e-3)).minimize(loss=loss, global_step=est.global_step())
+    optimizer = TowerOptimizer(est.train.AdamOptimizer(learning_rate=3e-3))
+    return optimizer.minimize(loss=loss, global_step=est.global_step())
 
 
 def cnn_model_fn(features, labels, mode, params):

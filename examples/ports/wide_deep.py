@@ -10,7 +10,6 @@ import argparse
 
 import jax
 import numpy as np
-import optax
 
 import estimator as est
 from replicate import TowerOptimizer, replicate_model_fn
@@ -59,7 +58,8 @@ def build_model_columns():
 
 def build_estimator(model_dir, model_type, hidden_units):
     wide_columns, deep_columns = build_model_columns()
-    linear_optimizer, dnn_optimizer = TowerOptimizer(optax.adagrad(0.2)), TowerOptimizer(optax.adagrad(0.05))
+    linear_optimizer = TowerOptimizer(est.train.FtrlOptimizer(0.2))
+    dnn_optimizer = TowerOptimizer(est.train.AdagradOptimizer(0.05))
     if model_type == "wide":
         return est.LinearClassifier(wide_columns, model_dir, optimizer=linear_optimizer)
     if model_type == "deep":

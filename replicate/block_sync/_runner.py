@@ -98,6 +98,7 @@ class BlockSyncRunner(SyncRunner):
     block_sync: BlockSync = dataclasses.field(kw_only=True)
 
     def initialize(self, run: ModelRun) -> EstimatorSpec:
+        before = run.frame.fresh()
         spec, frame = super().initialize(run), run.frame
         if frame.mode != ModeKeys.TRAIN:
             if frame.slots:
@@ -110,7 +111,7 @@ class BlockSyncRunner(SyncRunner):
         if SLOTS in frame.slots:
             raise ValueError(f"An optimizer is named {SLOTS!r}, as is what `BlockSync` keeps in the slots. Rename it.")
         trained = {name: value for name, value in frame.variables.items() if frame.declared.trainable[name]}
-        assigned = {name: frame.variables[name] for name in self._assigned(run)}
+        assigned = {name: frame.variables[name] for name in self._assigned(run, before)}
         unknown = [name for name in self.block_sync.sync if name not in assigned]
         if unknown:
             raise ValueError(
@@ -128,12 +129,16 @@ class BlockSyncRunner(SyncRunner):
         frame.slots.update(slots | {SLOTS: BlockSyncState(copies, own, outer, jnp.int32(0), jnp.int32(0))})
         return spec
 
-    def _assigned(self, run: ModelRun) -> list[str]:
-        """The names of the variables that the model_fn writes in a training step, from an abstract run of one."""
+    def _assigned(self, run: ModelRun, before: Frame) -> list[str]:
+        """The names of the variables that the model_fn writes in a training step, from an abstract run of one.
+
+        Args:
+          before: the frame before any run, in which no default name is taken.
+        """
         names: list[str] = []
 
         def tower(start: State, batch: PyTree) -> tuple[None, None]:
-            inside = run.frame.fresh(**start._asdict(), initializing=False)
+            inside = before.fresh(**start._asdict(), initializing=False)
             names.extend(run.on(batch, inside, differentiate=False).writes.names)
             return None, None
 

@@ -1,4 +1,4 @@
-"""How values are summed and copied over towers: the algorithms, and what chooses among them."""
+"""Sums and copies over towers: the algorithms, and the choice among them."""
 
 from replicate.cross_tower_ops._all_reduce import AllReduce
 from replicate.cross_tower_ops._auto import choose_the_best

@@ -1,4 +1,4 @@
-"""How a vector is summed over towers: one function per algorithm.
+"""Algorithms that sum a vector over towers, one function each.
 
 Each takes a vector of any length, and groups of towers of one size that cover all towers. All towers of a group get the
 sum over it with the same bits, since an element is added up in one place and sent to the others. It is added up in its

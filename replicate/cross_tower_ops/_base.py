@@ -1,4 +1,4 @@
-"""What every way of summing over towers has in common."""
+"""The common part of all classes that sum over towers."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class CrossTowerOps(abc.ABC):
         """
 
     def reduce(
-        self, reduce_op: ReduceOp | str, value: PerTower | jax.Array | IndexedSlices, destinations: Any
+        self, reduce_op: ReduceOp | str, value: PerTower | jax.Array | IndexedSlices, destinations: Any = None
     ) -> Mirrored:
         """One value of all towers, copied to the destinations.
 
@@ -75,7 +75,7 @@ class CrossTowerOps(abc.ABC):
             tower after the other, and MEAN divides their values. A `Mirrored` is what every tower has: its SUM is it
             times the towers. An array on a device counts as the value of a single tower, as in TensorFlow's original.
           destinations: a device, the name of one, a list of them, or a `PerTower`, whose devices are meant. The
-            copies that are there already are not moved.
+            copies that are there already are not moved. None, as in TensorFlow's original: the devices of the value.
 
         Returns:
           The value on each destination, in their order.
@@ -134,7 +134,10 @@ class CrossTowerOps(abc.ABC):
         if reduce_op not in list(ReduceOp):
             raise ValueError(f"`{caller}` got reduce_op={reduce_op!r}; it is ReduceOp.SUM or ReduceOp.MEAN.")
         values = [as_per_tower(caller, value) for value, _ in pairs]
-        destinations = [destination_devices(caller, where) for _, where in pairs]
+        destinations = [
+            value.devices if where is None else destination_devices(caller, where)
+            for value, (_, where) in zip(values, pairs, strict=True)
+        ]
         for value in values:
             self._check(caller, reduce_op, value)
         reduced: list[Any] = [None] * len(pairs)

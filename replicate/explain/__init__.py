@@ -1,4 +1,4 @@
-"""What one training step of a replicated model_fn does, without running it.
+"""Explanation of one training step of a replicated model_fn, without running it.
 
 This file is the table of contents; every name has its explanation where it is defined.
 """

@@ -1,4 +1,4 @@
-"""What `explain` returns, as plain values."""
+"""The result of `explain` as plain values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `explain` returns: the values, and their forms as text and as a page."""
+"""The result of `explain`: its values, and their forms as text and as a page."""
 
 from __future__ import annotations
 

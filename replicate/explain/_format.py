@@ -1,4 +1,4 @@
-"""How an explanation writes numbers and types."""
+"""Formats of numbers and types in an explanation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happens in a step, one thing after another: what the text says of each, and what the picture shows."""
+"""The stages of a step, one after another, as an explanation's text and picture show them."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Where variables and optimizer slots live, as shardings."""
+"""Placements of variables and optimizer slots, as shardings."""

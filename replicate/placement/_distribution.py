@@ -1,4 +1,4 @@
-"""Which placement the variables of a replicated model_fn get."""
+"""`VariableDistribution`: the choice of the placement of a replicated model_fn's variables."""
 
 from __future__ import annotations
 

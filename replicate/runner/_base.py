@@ -1,4 +1,4 @@
-"""What all runners of towers have in common."""
+"""The common part of all runners of towers."""
 
 from __future__ import annotations
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+import jax
 import optax
 from absl import logging
 
@@ -48,25 +50,30 @@ class TowerOptimizer(Optimizer):
     7.5 -0.5
 
     Args:
-      optimizer_or_fn: an optax transformation, a function that returns one, or an `est.Optimizer`.
+      optimizer_or_fn: an optax transformation, an `est.Optimizer`, or a function that returns one of them.
       name: of its entries in `State.slots`; by default the wrapped optimizer's.
       accumulate_steps: the number of micro-batches, the same for all optimizers of a training step; 1 means that
         of a wrapped `TowerOptimizer`. Without `replicate_model_fn` a batch runs in one piece, whatever it says.
       loss_scale: for half-precision backward passes; see `est.DynamicLossScale`. By default the wrapped optimizer's.
+      learning_rate: as for `est.Optimizer`, in `TowerOptimizer(optax.adam, learning_rate=rate)`.
 
     Raises:
       TypeError: there is no optimizer.
-      ValueError: `accumulate_steps` is not an integer of at least 1, or the wrapped optimizer has a loss scale already.
+      ValueError: `accumulate_steps` is not an integer of at least 1, or the wrapped optimizer has a loss scale, or a
+        learning rate, already.
     """
 
     accumulate_steps: int
 
     def __init__(
         self,
-        optimizer_or_fn: optax.GradientTransformation | Callable[[], optax.GradientTransformation] | Optimizer,
+        optimizer_or_fn: optax.GradientTransformation
+        | Callable[..., optax.GradientTransformation | Optimizer]
+        | Optimizer,
         name: str | None = None,
         accumulate_steps: int = 1,
         loss_scale: DynamicLossScale | None = None,
+        learning_rate: float | jax.Array | Callable[[jax.Array], Any] | None = None,
     ) -> None:
         if not isinstance(accumulate_steps, int) or isinstance(accumulate_steps, bool) or accumulate_steps < 1:
             raise ValueError(
@@ -84,9 +91,15 @@ class TowerOptimizer(Optimizer):
                     f"`TowerOptimizer` got loss_scale={loss_scale!r} for an optimizer that has {wrapped.loss_scale!r} "
                     "already. Give it once."
                 )
+            if learning_rate is not None:
+                raise ValueError(
+                    f"`TowerOptimizer` got a learning_rate for the optimizer {wrapped.get_name()!r}, which has its "
+                    "own. Give it to that one, or write `TowerOptimizer(optax.adam, learning_rate=...)`."
+                )
             super().__init__(lambda: wrapped.transformation, name, loss_scale or wrapped.loss_scale)
+            self._learning_rate = wrapped._learning_rate
         else:
-            super().__init__(optimizer_or_fn, name, loss_scale)
+            super().__init__(optimizer_or_fn, name, loss_scale, learning_rate)
 
     def _open_slots(self, frame: Frame, names: tuple[str, ...]) -> str:
         first = not any(getattr(owner, "accumulate_steps", 1) > 1 for owner in frame.declared.slot_owners.values())

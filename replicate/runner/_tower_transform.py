@@ -1,4 +1,4 @@
-"""What a user makes of the forward function of a tower."""
+"""Validates the user's `tower_transform`."""
 
 from __future__ import annotations
 

@@ -162,29 +162,6 @@ def test_batch_norm_normalizes_by_the_batch_then_by_moving_averages():
 # Linear models.
 
 
-def ftrl(rows, labels, learning_rate, steps):
-    """TensorFlow's Ftrl on a logistic regression, without regularization: linear and accumulated slots."""
-    w, linear, accumulated = np.zeros(rows.shape[1]), np.zeros(rows.shape[1]), np.full(rows.shape[1], 0.1)
-    for _ in range(steps):
-        gradient = rows.T @ (1 / (1 + np.exp(-rows @ w)) - labels) / len(rows)
-        more = accumulated + gradient**2
-        linear += gradient - (np.sqrt(more) - np.sqrt(accumulated)) / learning_rate * w
-        accumulated = more
-        w = -linear * learning_rate / np.sqrt(accumulated)
-    return w
-
-
-@pytest.mark.slow
-def test_the_default_optimizer_of_a_linear_model_takes_the_steps_of_ftrl(tmp_path):
-    linear = est.LinearClassifier([X, KIND], tmp_path).train(batches(5))
-    rows = np.concatenate([np.eye(6)[FEATURES["kind"]], FEATURES["x"], np.ones((ROWS, 1))], axis=1)
-    names = [f"linear/linear_model/{name}" for name in ("kind/weights", "x/weights", "bias_weights")]
-    values = variables(linear)
-    assert values.keys() == {*names}
-    weights = np.concatenate([values[name].ravel() for name in names])
-    np.testing.assert_allclose(weights, ftrl(rows, LABELS, 0.2, 5), rtol=1e-4, atol=1e-6)
-
-
 @pytest.mark.slow
 def test_many_columns_make_the_default_learning_rate_smaller():
     linear = est.LinearRegressor([fc.numeric_column(f"n{i}") for i in range(36)])
@@ -301,9 +278,8 @@ def test_optimizers_by_name_make_tensorflows_first_step(name, step):
     assert linear["linear/linear_model/bias_weights"] == pytest.approx(-step(gradient, 0.2), rel=1e-4)
     baseline = first_step(est.BaselineClassifier(optimizer=name))
     assert baseline["baseline/bias"] == pytest.approx(-step(gradient, 0.3), rel=1e-4)
-    if name != "Ftrl":
-        dead = first_step(est.DNNClassifier([2], [X], optimizer=name, activation_fn=jnp.zeros_like))
-        assert dead["dnn/logits/bias"] == pytest.approx(-step(gradient, 0.05), rel=1e-4)
+    dead = first_step(est.DNNClassifier([2], [X], optimizer=name, activation_fn=jnp.zeros_like))
+    assert dead["dnn/logits/bias"] == pytest.approx(-step(gradient, 0.05), rel=1e-4)
 
 
 @pytest.mark.slow
@@ -380,10 +356,6 @@ REFUSED = {
         (
             lambda: est.BaselineRegressor(optimizer="ftrl"),
             r"`BaselineRegressor` got an unsupported optimizer name: 'ftrl'. Supported names are \['Adagrad', ",
-        ),
-        (
-            lambda: est.DNNLinearCombinedRegressor(dnn_feature_columns=[X], dnn_hidden_units=[3], dnn_optimizer="Ftrl"),
-            r"cannot train a network by 'Ftrl', which optax does not have. .*adagrad\(0.001, initial_accumulator_v",
         ),
         (
             lambda: est.DNNLinearCombinedClassifier(dnn_hidden_units=[3]),

@@ -356,7 +356,7 @@ def test_trainings_killed_ten_times_while_they_wrote_are_those_that_were_not(tmp
         """Each directory that is being written, or was when its process was killed."""
         directories = set()
         for each in os.scandir(killed) if os.path.isdir(killed) else ():
-            if re.fullmatch(r"ckpt-\d+\.orbax-checkpoint-tmp.*", each.name):
+            if re.fullmatch(r"ckpt-\d+\.unfinished", each.name):
                 with contextlib.suppress(FileNotFoundError):
                     directories.add((each.name, os.stat(each.path).st_ino, os.stat(each.path).st_ctime_ns))
         return directories

@@ -16,8 +16,11 @@ import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from estimator.checkpoint._async_save import CheckpointWriteError
 from estimator.checkpoint._checkpoint_dir import written_ns
 from estimator.checkpoint._checkpoints import Checkpoints, names, read, restore
+from estimator.storage._manifest import write_manifest
+from estimator.storage._own_folders import make_own
 
 
 class State(NamedTuple):
@@ -224,6 +227,7 @@ def save_at(checkpoints, steps, hours=lambda step: step):
         file = pathlib.Path(path, "_CHECKPOINT_METADATA")
         written = {"commit_timestamp_nsecs": int(hours(step) * 3600e9)}
         file.write_text(json.dumps(json.loads(file.read_text()) | written))
+        write_manifest(path, without=["PINNED"])
 
 
 def steps_of(checkpoints):
@@ -321,14 +325,50 @@ def test_a_reader_sees_what_another_object_writes(tmp_path):
         assert reader.latest() != writer.save(make_state(step)) == reader.latest()
 
 
+LEFTOVERS = ["ckpt-8.unfinished", "ckpt-7.removed", "ckpt-6.replacing"]
+
+
 def test_leftovers_are_neither_listed_nor_kept(tmp_path):
-    for name in ["ckpt-9", "ckpt-8.orbax-checkpoint-tmp", "removed/ckpt-7", "eval", "ckpt-x"]:
-        (tmp_path / name).mkdir(parents=True)
+    for name in LEFTOVERS:
+        make_own(tmp_path / name)
+        (tmp_path / name / "arrays" / "d").mkdir(parents=True)
+    for name in ["ckpt-9", "eval", "ckpt-x"]:
+        (tmp_path / name).mkdir()
     checkpoints = Checkpoints(tmp_path)
     assert checkpoints.latest() is None
     checkpoints.save(make_state(1))
     assert sorted(os.listdir(tmp_path)) == ["ckpt-1", "ckpt-9", "ckpt-x", "eval"]
     assert checkpoints.save(make_state(9)) == checkpoints.latest() == str(tmp_path / "ckpt-9")
+
+
+@pytest.mark.parametrize("name", LEFTOVERS)
+def test_a_folder_of_a_process_killed_before_it_was_marked_is_removed(tmp_path, name):
+    (tmp_path / name).mkdir()
+    Checkpoints(tmp_path).save(make_state(1))
+    assert os.listdir(tmp_path) == ["ckpt-1"]
+
+
+def test_nothing_is_removed_for_its_name(tmp_path):
+    folders = ["removed", "ckpt-3.orbax-checkpoint-tmp", "ckpt-999", "ckpt-1.removed", *LEFTOVERS]
+    theirs = [f"{folder}/notes" for folder in folders]
+    for name in theirs:
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text("mine")
+    checkpoints = Checkpoints(tmp_path, 1)
+    for step in range(3):
+        checkpoints.save(make_state(step))
+    assert checkpoints.paths() == [str(tmp_path / "ckpt-2")]
+    assert [(tmp_path / name).read_text() for name in theirs] == ["mine"] * len(theirs)
+    assert sorted(os.listdir(tmp_path)) == sorted(["ckpt-2", *folders])
+
+
+@pytest.mark.parametrize("name", ["ckpt-5/mine.txt", "ckpt-5.unfinished/mine.txt"])
+def test_what_is_in_the_place_of_a_checkpoint_stays(tmp_path, name):
+    (tmp_path / name).parent.mkdir()
+    (tmp_path / name).write_text("mine")
+    with pytest.raises(CheckpointWriteError, match=r"ckpt-5(\.unfinished)? was not "):
+        Checkpoints(tmp_path).save(make_state(5))
+    assert (tmp_path / name).read_text() == "mine"
 
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]

@@ -149,8 +149,8 @@ def test_training_resumes_from_its_own_checkpoint_and_needs_the_file_no_more(tmp
 def test_the_file_is_read_once_to_begin_and_not_for_programs(monkeypatch):
     from estimator.checkpoint import _init_from_checkpoint as module
 
-    reads, real = [], module.open_reader
-    monkeypatch.setattr(module, "open_reader", lambda *args: reads.append(args) or real(*args))
+    reads, real = [], module.read_newest
+    monkeypatch.setattr(module, "read_newest", lambda *args: reads.append(args) or real(*args))
     model = est.transform(model_of(TENSORFLOW, MAPS["scope"]))
     state = model.init(jax.random.key(0), X, Y)
     model.train_step(state, X, Y)

@@ -8,6 +8,8 @@ import pytest
 from testing.estimators import make, times
 
 import estimator as est
+from estimator import inspect
+from estimator.checkpoint import _listing
 from estimator.checkpoint._checkpoints import Checkpoints
 
 
@@ -28,7 +30,7 @@ def test_each_checkpoint_is_listed_with_step_time_bytes_and_pin(tmp_path):
         assert each.bytes == sum(map(os.path.getsize, files)) > 100
     path, step, *_ = infos[-1]
     assert path == estimator.latest_checkpoint() and estimator.evaluate(times(1), checkpoint_path=path)
-    assert infos[-1]._fields == ("path", "step", "time", "bytes", "pinned")
+    assert infos[-1]._fields == ("path", "step", "time", "bytes", "pinned", "damage")
 
 
 def test_a_directory_without_checkpoints_has_none(tmp_path):
@@ -42,12 +44,40 @@ def test_a_directory_that_is_not_there_is_an_error(tmp_path):
 
 def test_a_checkpoint_that_is_removed_meanwhile_is_left_out(tmp_path, monkeypatch):
     make(tmp_path, save_checkpoints_steps=2).train(times(3))
-    paths = Checkpoints.paths
+    written_in = _listing.written_in
 
-    def removed_meanwhile(self):
-        listed = paths(self)
+    def removed_meanwhile(directory):
+        listed = written_in(directory)
         shutil.rmtree(listed[0])
         return listed
 
-    monkeypatch.setattr(Checkpoints, "paths", removed_meanwhile)
+    monkeypatch.setattr(_listing, "written_in", removed_meanwhile)
     assert [each.step for each in est.checkpoints(tmp_path)] == [2, 3]
+
+
+def test_where_training_has_removed_all_that_was_listed_its_newer_ones_are(tmp_path, monkeypatch):
+    estimator = make(tmp_path, keep_checkpoint_max=1).train(times(2))
+    written_in, lists = _listing.written_in, []
+
+    def trained_meanwhile(directory):
+        lists.append(written_in(directory))
+        if len(lists) == 1:
+            estimator.train(times(1))
+        return lists[-1]
+
+    monkeypatch.setattr(_listing, "written_in", trained_meanwhile)
+    assert [each.step for each in est.checkpoints(tmp_path)] == [3]
+
+
+def test_the_command_verifies_what_is_still_there(tmp_path, monkeypatch, capsys):
+    make(tmp_path).train(times(2))
+    check_sound = inspect.check_sound
+
+    def removed_meanwhile(path):
+        if path.endswith("ckpt-0"):
+            shutil.rmtree(path)
+        check_sound(path)
+
+    monkeypatch.setattr(inspect, "check_sound", removed_meanwhile)
+    inspect.main([str(tmp_path), "--verify"])
+    assert capsys.readouterr().out == f"{tmp_path}/ckpt-2: sound\n"

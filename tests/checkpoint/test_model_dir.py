@@ -1,5 +1,6 @@
 """What a model_dir may be, who may train in it, and who may read there meanwhile."""
 
+import concurrent.futures
 import errno
 import os
 import shutil
@@ -13,9 +14,9 @@ from testing.estimators import X, Y, endless, make, saved_steps, step_of, times
 from testing.processes import Processes
 
 import estimator as est
-from estimator.checkpoint import _file_lock
+from estimator.checkpoint import _file_lock, _model_dir
 from estimator.checkpoint._checkpoint_dir import kept
-from estimator.checkpoint._model_dir import LOCK_FILE
+from estimator.checkpoint._model_dir import LOCK_FILE, training_in
 
 pytestmark = pytest.mark.covers("1.1 model_dir")
 
@@ -173,10 +174,29 @@ def test_a_training_that_removes_checkpoints_does_not_disturb_readers(processes,
         steps.add(estimator.evaluate(times(1))["global_step"])
         assert len(list(estimator.predict(lambda: X))) == len(X)
         assert "w" in estimator.get_variable_names()
-        steps.add(step_of(estimator))
+        assert ("w", [2, 1]) in est.list_variables(tmp_path)
+        steps |= {step_of(estimator), int(est.load_variable(tmp_path, "global_step"))}
     processes.send(signal.SIGKILL)
     assert processes.ended() == -signal.SIGKILL
     assert len(steps) >= 10
+
+
+@pytest.mark.slow
+def test_evaluations_at_once_do_not_disturb_each_other(tmp_path):
+    make(tmp_path).train(times(3))
+    deadline = time.monotonic() + 5
+
+    def evaluate(_):
+        estimator, count = make(tmp_path), 0
+        while time.monotonic() < deadline:
+            assert estimator.evaluate(times(1))["global_step"] == 3
+            count += 1
+        return count
+
+    with concurrent.futures.ThreadPoolExecutor(3) as threads:
+        assert sum(threads.map(evaluate, range(3))) > 20
+    assert list(est.read_eval_metrics(tmp_path / "eval")) == [3]
+    assert not [name for name in os.listdir(tmp_path / "eval") if name.endswith(".new")]
 
 
 # What else may be there.
@@ -241,10 +261,64 @@ def test_a_model_dir_with_dots_in_its_path_is_trained_evaluated_and_exported_in(
     assert os.listdir(tmp_path) == ["b"] and again.model_dir == str(tmp_path / "b")
 
 
-@pytest.mark.parametrize("name", ["[0-9]", "x*", "a?"])
-def test_a_model_dir_with_the_characters_of_a_pattern_is_refused(tmp_path, name):
-    with pytest.raises(ValueError, match=r"`model_dir` must not contain '\*', '\?' or '\['.*Rename the directory"):
-        make(tmp_path / name)
+def test_a_model_dir_may_have_any_characters(tmp_path):
+    names = ["lr=[0.1]", "x*", "a?", "back\\slash"]
+    for name in names:
+        for _ in range(2):
+            estimator = make(tmp_path / name, keep_checkpoint_max=2).train(times(2))
+        assert saved_steps(estimator) == [2, 4] and est.load_variable(estimator.model_dir, "global_step") == 4
+    assert sorted(os.listdir(tmp_path)) == sorted(names)
+    with pytest.raises(ValueError, match=r"must not contain '\*', '\?' or '\[' in the URL of a store.*Choose another"):
+        make("memory://runs/[1]")
+
+
+def test_a_model_dir_is_where_it_was_when_the_estimator_was_made(tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    relative, of_user = make("run"), make(os.path.join("~", "run"))
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    for estimator in (relative, of_user):
+        assert step_of(estimator.train(times(2)).train(times(1))) == 3
+    assert (relative.model_dir, of_user.model_dir) == (str(tmp_path / "run"), str(tmp_path / "home" / "run"))
+    assert os.listdir(tmp_path / "elsewhere") == []
+
+
+def test_the_home_of_a_user_may_be_in_any_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    run = os.path.join("~", "run")
+    estimator = make(run).train(times(2))
+    assert [each.step for each in est.checkpoints(run)] == [0, 2]
+    assert est.load_variable(run, "global_step") == 2 and ("w", [2, 1]) in est.list_variables(run)
+    assert est.read_history(run)[-1]["step"] == 1 and est.read_eval_metrics(os.path.join(run, "eval")) == {}
+    assert estimator.evaluate(times(1), checkpoint_path=os.path.join(run, "ckpt-0"))["global_step"] == 0
+    exported = estimator.export_model(os.path.join("~", "exported"), X)
+    assert exported.startswith(str(tmp_path)) and est.load_exported(os.path.join("~", "exported")).path == exported
+    assert os.listdir(tmp_path) == ["home"]
+
+
+def test_a_disk_that_takes_no_name_of_the_owner_is_locked_all_the_same(tmp_path, monkeypatch):
+    def full(*args):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    estimator = make(tmp_path)
+    monkeypatch.setattr(os, "pwrite", full)
+    with training_in(estimator.model_dir, True):
+        with pytest.raises(RuntimeError, match="is in use: another process trains in it"):
+            _model_dir._locked(estimator.model_dir, "another")
+    assert step_of(estimator.train(times(1))) == 1
+
+
+def test_a_thing_in_the_place_of_a_checkpoint_is_an_error_before_the_first_step(tmp_path):
+    (tmp_path / "ckpt-30").mkdir()
+    (tmp_path / "ckpt-30" / "mine.txt").write_text("mine")
+    estimator = make(tmp_path)
+    with pytest.raises(FileExistsError, match="ckpt-30 was not written by an Estimator, .*: move it away, or choose"):
+        estimator.train(endless, max_steps=30)
+    assert est.checkpoints(tmp_path) == []
+    assert step_of(estimator.train(endless, max_steps=3)) == 3
+    assert (tmp_path / "ckpt-30" / "mine.txt").read_text() == "mine"
 
 
 # Processes around a training run.
@@ -271,3 +345,22 @@ def test_a_process_without_streams_trains_and_evaluates(processes, tmp_path):
     assert processes.ended() == 0
     assert (tmp_path / "streams").read_text() == "/dev/null /dev/null /dev/null"
     assert saved_steps(make(tmp_path)) == [0, 3]
+
+
+def test_a_file_in_the_place_of_the_evaluation_is_an_error_at_the_door(tmp_path):
+    (tmp_path / "eval").write_text("mine")
+    estimator = make(tmp_path)
+    message = "An evaluation with name=None writes into the directory '.*/eval', but a file is there. Move it away, or"
+    with pytest.raises(NotADirectoryError, match=message):
+        est.train_and_evaluate(estimator, est.TrainSpec(endless, max_steps=3), est.EvalSpec(endless))
+    with pytest.raises(NotADirectoryError, match=message):
+        estimator.evaluate(endless)
+    assert os.listdir(tmp_path) == ["eval"]
+    assert estimator.train(times(1)).evaluate(times(1), name="other")["global_step"] == 1
+
+
+def test_orbax_adds_nothing_to_the_log(tmp_path, messages):
+    estimator = make(tmp_path).train(times(1))
+    est.load_variable(tmp_path, "w")
+    assert estimator.evaluate(times(1))["global_step"] == 1 and messages()
+    assert not [text for text in messages() if "Handler" in text or "concurrent" in text]

@@ -322,3 +322,29 @@ def test_a_group_of_nothing_is_a_train_op_that_changes_nothing(towers):
 def test_the_error_for_a_wrong_train_op_names_the_one_that_changes_nothing(train_op):
     with pytest.raises((ValueError, TypeError), match=r"`(train_op=)?est\.group\(\)`"):
         est.EstimatorSpec("train", loss=jnp.zeros(()), train_op=train_op)
+
+
+def test_params_may_have_keys_of_several_kinds_and_arrays():
+    params = {1: 2.0, "a": [jnp.float32(3.0)]}
+
+    def model_fn(features, params):
+        return est.EstimatorSpec("infer", predictions=features * (params[1] * params["a"][0]))
+
+    assert (predict(model_fn, params=params) == 6).all()
+
+
+@pytest.mark.parametrize("replicated", [False, True])
+@pytest.mark.parametrize("mode", ["train", "infer"])
+def test_an_if_on_an_array_names_the_model_fn_and_what_to_write(replicated, mode):
+    def mine(features, labels, mode):
+        return est.EstimatorSpec(mode, predictions=features if features.sum() > 0 else -features)
+
+    estimator = est.Estimator(replicate_model_fn(mine) if replicated else mine)
+    x = np.ones((8, 1), np.float32)
+    with pytest.raises(jax.errors.TracerBoolConversionError) as raised:
+        estimator.train(lambda: (x, x)) if mode == "train" else next(estimator.predict(lambda: x))
+    ours = [note for note in raised.value.__notes__ if not note.startswith("---")]
+    assert ours[0].startswith("A value of Python is needed where jax only traces, in model_fn (mine): its arrays have")
+    assert "`jnp.where` or `jax.lax.cond` instead of `if`" in ours[0]
+    rest = ["In PREDICT labels are None. Return `EstimatorSpec(mode, predictions=...)` before they are used."]
+    assert ours[1:] == (rest if mode == "infer" else [])

@@ -1,8 +1,10 @@
 """What export promises: the folder computes what `predict` does, for any batch size, without model code."""
 
+import errno
 import json
 import os
 import time
+from unittest import mock
 
 import flax.linen as nn
 import jax
@@ -287,6 +289,15 @@ def test_the_newest_export_of_a_directory_is_loaded(estimator, tmp_path):
     assert older < newer == est.load_exported(tmp_path).path
 
 
+def test_an_export_is_on_the_disk_before_it_has_its_name(estimator, tmp_path, monkeypatch):
+    happened, fsync, rename = [], os.fsync, os.rename
+    monkeypatch.setattr(os, "fsync", lambda file: happened.append(os.readlink(f"/proc/self/fd/{file}")) or fsync(file))
+    monkeypatch.setattr(os, "rename", lambda old, new: happened.append("renamed") or rename(old, new))
+    path = estimator.export_model(tmp_path, ANY)
+    before = [os.path.basename(name) for name in happened[: happened.index("renamed")]]
+    assert {*os.listdir(path)} <= {*before} and happened[-1] == str(tmp_path)
+
+
 @pytest.mark.slow
 @pytest.mark.covers("9 dir")
 def test_an_export_that_fails_leaves_nothing_behind(estimator, tmp_path, monkeypatch):
@@ -299,6 +310,11 @@ def test_an_export_that_fails_leaves_nothing_behind(estimator, tmp_path, monkeyp
         with monkeypatch.context() as patch:
             patch.setattr(os, "rename", lambda *paths: (_ for _ in ()).throw(KeyboardInterrupt))
             with pytest.raises(KeyboardInterrupt):
+                estimator.export_model(base, ANY)
+        with monkeypatch.context() as patch:
+            full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            patch.setattr(np, "savez", mock.Mock(side_effect=full))
+            with pytest.raises(OSError, match="cannot write the model into .*has left nothing there .*No space left"):
                 estimator.export_model(base, ANY)
     assert os.listdir(tmp_path / "kept") == [os.path.basename(kept)]
     assert not (tmp_path / "new").exists()

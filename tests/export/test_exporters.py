@@ -30,7 +30,8 @@ class Model:
         self.calls.append((export_dir_base, example_features, options))
         path = os.path.join(export_dir_base, str(self.now))
         os.makedirs(path)
-        return path
+        with open(os.path.join(path, "metadata.json"), "w"):
+            return path
 
 
 @pytest.fixture
@@ -174,7 +175,7 @@ def test_a_metric_that_is_not_there_is_an_error_at_the_first_result(export):
 
 @pytest.mark.covers("7 export GC")
 def test_the_newest_exports_are_kept_and_what_is_no_export(export, tmp_path):
-    others = ["temp-1000000000", "10000000000", "2024"]
+    others = ["temp-1000000000", "10000000000", "2024", "1000000000"]
     for name in others:
         os.makedirs(tmp_path / "latest" / name)
     for step in range(4):
@@ -200,6 +201,18 @@ def test_an_export_that_can_not_be_deleted_is_warned_of(export, monkeypatch, mes
     for result in (GOOD, BEST):
         assert export(latest(exports_to_keep=1), result)
     assert any(m.startswith("Can not delete the old export") and m.endswith("not yours") for m in messages())
+
+
+@pytest.mark.parametrize("contents", [b"", b'{"export": "1', b"[]", b'{"export": 3, "eval_result": {}}', b"\xff"])
+@pytest.mark.parametrize("kind", [latest, final, best])
+def test_a_damaged_record_is_named_in_the_log_and_written_again(export, tmp_path, caplog, kind, contents):
+    assert export(kind(), GOOD, final=True) == "1000000001"
+    (tmp_path / kind().name / "exported.json").write_bytes(contents)
+    assert export(kind(), WORSE, final=True) == "1000000002"
+    errors = {each.getMessage() for each in caplog.records if each.levelname == "ERROR"}
+    (error,) = errors
+    assert error.startswith(f"{tmp_path}/{kind().name}/exported.json is damaged (")
+    assert export(kind(), WORSE, final=True) == "1000000002"
 
 
 # What is refused.

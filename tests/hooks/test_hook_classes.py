@@ -303,6 +303,28 @@ def test_a_nan_loss_is_an_error_by_default_and_with_the_hook(tmp_path):
         assert saved_steps(estimator) == [0, 1, 2]
 
 
+CLASSES = est.MultiClassHead(3)
+
+
+def classify(features, labels, mode):
+    logits = est.layers.dense(features, 3)
+    return CLASSES.create_estimator_spec(features, mode, logits, labels, est.Optimizer(optax.sgd(0.1)))
+
+
+@pytest.mark.covers("1.3 NaN guard")
+@pytest.mark.parametrize("labels, seen", [([1, 2, 3, 1], "from 1 to 3"), ([0, -1, 0, 0], "from -1 to 0")])
+def test_a_nan_loss_names_labels_out_of_range_and_their_range_first(tmp_path, messages, labels, seen):
+    estimator = est.Estimator(classify, tmp_path)
+    advice = (
+        f"Look first for labels out of range, whose loss is NaN (the first batch has labels {seen}): for n classes "
+        "they are integers from 0 to n - 1. Then look for a division by zero or a logarithm of zero"
+    )
+    with pytest.raises(est.NanLossDuringTrainingError, match=rf"at step 1\. .*\. {re.escape(advice)}, lower the lear"):
+        estimator.train(lambda: [(X, np.array(labels))])
+    assert np.isnan(estimator.evaluate(lambda: [(X, np.array(labels))])["loss"])
+    assert f"NaN loss in the evaluation at step 0. {advice}." in messages()
+
+
 @pytest.mark.covers("1.3 NaN guard", "13 9 NaN in checkpoints")
 def test_an_infinite_loss_is_no_nan(unsaved):
     other = Noted("other", [])

@@ -247,3 +247,24 @@ def test_a_hook_by_the_clock_is_called_with_steps_in_one_program(tmp_path):
     hook = est.LoggingTensorHook(["loss"], every_n_secs=1e-9, formatter=lambda values: seen.append(values["loss"]))
     estimator.train(endless, hooks=[hook], steps=300)
     assert 2 <= len(seen) < 300 and seen[0] == pytest.approx(np.mean(Y**2))
+
+
+def test_hooks_know_which_variables_are_trainable(tmp_path):
+    seen = {}
+
+    class Names(est.Hook):
+        def after_create_state(self, context):
+            seen[str(context.mode)] = context.trainable_variables
+            assert {*context.trainable_variables} < {*context.state.variables}
+
+    def model_fn(features, labels, mode):
+        est.get_variable("moving", (), trainable=False)
+        predictions = features * est.get_variable("w", ()) + est.get_variable("b", ())
+        loss = predictions.sum()
+        return est.EstimatorSpec(mode, predictions, loss, est.group())
+
+    estimator = est.Estimator(model_fn, tmp_path)
+    estimator.train(lambda: np.ones(2, np.float32), [Names()])
+    estimator.evaluate(lambda: np.ones(2, np.float32), hooks=[Names()])
+    list(estimator.predict(lambda: np.ones(2, np.float32), hooks=[Names()]))
+    assert seen == dict.fromkeys(["train", "eval", "infer"], ("w", "b"))

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -210,6 +211,68 @@ def test_keys_of_several_kinds_are_an_error(tmp_path, verb, batch):
     message = r"keys of a dict in a batch must be of one kind, since jax sorts them; got \[(1|None), 'a'\]. Give all of"
     with pytest.raises(ValueError, match=message):
         all_of(make(tmp_path, by_key), verb, lambda: [batch])
+
+
+@pytest.mark.parametrize("step", ["init", "train_step", "eval_step", "predict_step"])
+def test_the_steps_of_a_model_say_so_too(step):
+    model, x = est.transform(by_key), {1: X, "a": X}
+    with pytest.raises(ValueError, match=r"keys of a dict in a batch must be of one kind, .*; got \[1, 'a'\]"):
+        getattr(model, step)(None if step != "init" else jax.random.key(0), x)
+
+
+MEAN = est.metrics.mean(jnp.ones(2))
+RECORDS = np.zeros(4, [("a", "f4"), ("b", "i4")])
+UNKNOWN = {
+    np.longdouble: "of dtype float128. Write `x.astype(np.float32)`.",
+    np.clongdouble: "of dtype complex256. Write `x.astype(np.complex64)`.",
+    RECORDS.dtype: "of dtype [('a', '<f4'), ('b', '<i4')]. Write `{name: x[name] for name in x.dtype.names}`: each",
+    "V8": "of dtype |V8, which is bytes. Write `x.view(dtype)` with the dtype of the numbers in them.",
+}
+WIDE = pytest.mark.skipif(np.longdouble(0).nbytes == 8, reason="here longdouble is float64")
+
+
+@pytest.mark.parametrize("verb", ["train", "evaluate", "predict"])
+@pytest.mark.parametrize("dtype", [pytest.param(d, marks=WIDE if isinstance(d, type) else ()) for d in UNKNOWN])
+def test_a_dtype_that_jax_has_not_is_an_error_that_names_the_feature(tmp_path, verb, dtype):
+    batch = {"x": X, "y": np.zeros(len(X), dtype)}
+    message = f"features and labels must be arrays of numbers that jax has; got features['y'] {UNKNOWN[dtype]}"
+    with pytest.raises(TypeError, match=re.escape(message)):
+        all_of(make(tmp_path, by_key), verb, lambda: [batch])
+    with pytest.raises(TypeError, match=re.escape(message)):
+        est.transform(by_key).init(jax.random.key(0), batch)
+
+
+@pytest.mark.parametrize("dtype", [pytest.param(d, marks=WIDE if isinstance(d, type) else ()) for d in UNKNOWN])
+def test_an_initial_value_of_such_a_dtype_is_an_error_that_names_the_variable(dtype):
+    def init(*args):
+        return est.transform(lambda features: est.get_variable("w", *args)).init(jax.random.key(0), X, mode="infer")
+
+    message = "`est.get_variable('w')`: every leaf of the initial value must have a dtype of jax; got one at ['b'] "
+    with pytest.raises(TypeError, match=re.escape(message + UNKNOWN[dtype])):
+        init(None, None, {"a": np.ones(2), "b": np.zeros(4, dtype)})
+    with pytest.raises(TypeError, match=r"`est.get_variable\('w'\)` needs a dtype such as `jnp.float32`; got "):
+        init((2,), dtype)
+
+
+@pytest.mark.parametrize("dtype", [pytest.param(d, marks=WIDE if isinstance(d, type) else ()) for d in UNKNOWN])
+def test_predictions_and_a_loss_of_such_a_dtype_are_an_error_that_names_them(dtype):
+    message = f" must be an array of numbers that jax has, given one {UNKNOWN[dtype]}"
+    with pytest.raises(TypeError, match=re.escape("predictions['y']" + message)):
+        est.EstimatorSpec("infer", {"x": X, "y": np.zeros(4, dtype)})
+    with pytest.raises(TypeError, match=re.escape("loss" + message)):
+        est.EstimatorSpec("eval", loss=np.zeros((), dtype))
+
+
+@pytest.mark.parametrize(
+    "what, spec",
+    [
+        ("predictions", lambda: est.EstimatorSpec("infer", {"x": {1: X, "a": X}})),
+        ("eval_metric_ops", lambda: est.EstimatorSpec("eval", None, 1.0, None, {1: MEAN, "a": MEAN})),
+    ],
+)
+def test_keys_of_several_kinds_in_what_a_model_fn_returns_are_an_error(what, spec):
+    with pytest.raises(ValueError, match=rf"keys of a dict in {what} must be of one kind, .*; got \[1, 'a'\]\. Give"):
+        spec()
 
 
 # An input_fn that returns a batch instead of batches.

@@ -15,6 +15,7 @@ from testing.estimators import same_bits, saved_steps
 
 import estimator as est
 from estimator.loop._train import _names_with_nan
+from estimator.storage._own_folders import make_own
 from replicate import TowerOptimizer, replicate_model_fn
 
 ONES = np.ones((4, 1), np.float32)
@@ -31,11 +32,11 @@ def counter(features, mode):
 
 @pytest.mark.slow
 @pytest.mark.covers("1.2 latest_checkpoint")
-@pytest.mark.parametrize("name", ["ckpt-9", "ckpt-9.orbax-checkpoint-tmp", "removed/ckpt-9"])
+@pytest.mark.parametrize("name", ["ckpt-9", "ckpt-9.unfinished", "ckpt-9.removed"])
 def test_what_a_killed_save_left_is_never_loaded(tmp_path, name):
     make(tmp_path, counter).train(lambda: [ONES] * 4)
     half = tmp_path / name
-    half.mkdir(parents=True)
+    make_own(half)
     (half / "manifest.ocdbt").write_bytes(b"half")
     estimator = make(tmp_path, counter)
     assert estimator.latest_checkpoint() == str(tmp_path / "ckpt-4")

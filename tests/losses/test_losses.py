@@ -270,6 +270,19 @@ def test_weights_that_numpy_might_broadcast_but_tensorflow_would_not_are_an_erro
         losses.mean_squared_error(jnp.ones((4, 3)), jnp.ones((4, 3)), jnp.ones(shape))
 
 
+@pytest.mark.parametrize("labels", [jnp.array([1, 0]), jnp.array([[0, 1, 0], [1, 0, 0]]), jnp.ones((2, 3), bool)])
+@pytest.mark.parametrize(
+    "name", ["sparse_softmax_cross_entropy", "softmax_cross_entropy", "sigmoid_cross_entropy", "hinge_loss"]
+)
+def test_labels_and_logits_that_have_changed_places_are_an_error(name, labels):
+    message = (
+        rf"`{name}` takes \(labels, logits\), in this order; got labels of dtype float32 and shape \(2, 3\), and "
+        rf"logits of dtype {labels.dtype} and shape .* Write `{name}\(labels, logits\)`\."
+    )
+    with pytest.raises(TypeError, match=message):
+        getattr(losses, name)(jnp.zeros((2, 3)), labels)
+
+
 def test_one_hot_labels_for_the_sparse_loss_are_an_error():
     with pytest.raises(ValueError, match=r"for one-hot labels call `softmax_cross_entropy`"):
         losses.sparse_softmax_cross_entropy(jnp.ones((4, 3), int), jnp.ones((4, 3)))

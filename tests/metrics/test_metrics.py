@@ -205,6 +205,11 @@ def test_recall_at_k_of_several_labels_counts_each_label_once():
     assert got.total == 1 + 2 and got.count == 2 + 2 * 3
 
 
+def test_labels_and_scores_that_have_changed_places_are_an_error():
+    with pytest.raises(TypeError, match=r"`recall_at_k` takes \(labels, predictions\), in this order; got labels of"):
+        metrics.recall_at_k(jnp.ones((2, 3)), jnp.array([1, 0]), 2)
+
+
 def test_recall_at_k_of_one_class_counts_its_labels_alone():
     labels, scores = jnp.array([[0], [2], [2]]), jnp.array([[3.0, 2.0, 1.0], [1.0, 2.0, 3.0], [3.0, 2.0, 1.0]])
     assert [metrics.recall_at_k(labels, scores, 1, class_id).result().item() for class_id in (0, 1, 2)] == [1, 0, 0.5]

@@ -1,5 +1,6 @@
 """Processes that get together, and those that cannot: real ones, which end by themselves."""
 
+import inspect
 import re
 import time
 
@@ -239,6 +240,10 @@ def test_a_process_may_be_alone(new_process, messages):
 def test_one_process_by_arguments(new_process, messages):
     replicate.initialize_distributed(num_processes=1)
     assert messages() == ["initialize_distributed: one process (the arguments)."]
+
+
+def test_a_process_counts_as_lost_after_thirty_seconds_unless_told_otherwise():
+    assert inspect.signature(replicate.initialize_distributed).parameters["heartbeat_timeout_secs"].default == 30
 
 
 @pytest.mark.parametrize("name", ["timeout_secs", "heartbeat_timeout_secs", "grace_secs"])

@@ -1,7 +1,9 @@
 """A single process is a group of one."""
 
 import inspect
+import itertools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -10,10 +12,12 @@ from hypothesis import strategies as st
 
 import estimator as est
 from estimator.core._placement import Placement
+from estimator.multihost import _key_value_group
 from estimator.multihost._collective_call import collective_call, run_on_chief
 from estimator.multihost._json import from_json, to_json
 from estimator.multihost._key_value_group import KeyValueGroup
 from estimator.multihost._process_group import ProcessGroup, SingleProcess
+from estimator.multihost._runtime import RUNTIME
 
 
 def test_a_single_process_exchanges_with_itself():
@@ -52,6 +56,40 @@ def test_both_kinds_of_groups_have_the_same_methods():
     for kind in (SingleProcess, KeyValueGroup):
         assert not inspect.isabstract(kind)
         assert all(callable(getattr(kind, name)) for name in names)
+
+
+class Client:
+    """A key-value store whose other process sets a key, then ends, while the first look at it times out."""
+
+    def __init__(self, publishes):
+        self.publishes, self.looks = publishes, 0
+
+    def blocking_key_value_get(self, key, timeout_ms):
+        self.looks += 1
+        if self.looks > 1 and self.publishes:
+            return to_json("the value")
+        RUNTIME.ended = "process 0 (host a, pid 4711)"
+        raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: nothing yet")
+
+    def key_value_dir_get(self, key):
+        return []
+
+
+@pytest.mark.parametrize("publishes", [True, False])
+def test_a_process_that_has_ended_in_order_is_missed_only_where_it_has_published_nothing(monkeypatch, publishes):
+    client, now = Client(publishes), itertools.count(step=10.0)
+    monkeypatch.setattr(RUNTIME, "ended", None)
+    monkeypatch.setattr(RUNTIME, "loss", None)
+    monkeypatch.setattr(_key_value_group, "coordination_client", lambda: client)
+    monkeypatch.setattr(_key_value_group.time, "monotonic", lambda: next(now))
+    group = KeyValueGroup("train()", SingleProcess())
+    group.index, group.count = 1, 2
+    if publishes:
+        assert group.broadcast_from_chief(dict) == "the value"
+        return
+    with pytest.raises(est.ProcessLostError, match="process 0 .* has ended before this one"):
+        group.broadcast_from_chief(dict)
+    assert client.looks == 2
 
 
 def trees(leaves):

@@ -116,3 +116,12 @@ def test_one_that_has_ended_before_explains_an_error_of_jax(monkeypatch):
     assert str(explanation) == f"process 1 (host b, pid 4711) has ended before this one{AGAIN}"
     assert explanation.__cause__ is error
     assert _liveness.explained(ValueError("no")).args == ("no",)
+
+
+def test_an_own_error_stays_though_another_process_was_lost_by_it(monkeypatch):
+    monkeypatch.setattr(RUNTIME, "loss_known_secs", 60.0)
+    monkeypatch.setattr(RUNTIME, "loss", "process 1 (host b, pid 4711) ended with RuntimeError: The input of process 0")
+    own, saving = OSError("the disk is gone"), OSError("the checkpoint")
+    assert _liveness.explained(own) is own
+    saving.__cause__ = jax.errors.JaxRuntimeError("closed by peer")
+    assert isinstance(_liveness.explained(saving), _liveness.ProcessLostError)

@@ -417,7 +417,7 @@ REFUSED = {
     TypeError: [
         (lambda: est.ExponentialMovingAverage(0.9, name=None), "needs a name, a string; got None"),
         (lambda: ema().apply("w"), "needs a list of names of variables, such as `est.trainable_variables"),
-        (lambda: ema().apply([X]), "For the average of a value, `est.assign` a variable"),
+        (lambda: ema().apply([X]), r"or of values, such as `\[loss\]`; got \[array"),
         (lambda: ema().apply(["n"]), "'n' holds integers or booleans, which have no average. Leave it out"),
     ],
 }

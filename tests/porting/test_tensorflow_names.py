@@ -8,11 +8,13 @@ import pathlib
 import pickle
 import re
 
+import absl.app
 import absl.logging
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from golden import GOLDEN
 from testing.website import names_page
 
 import estimator as est
@@ -27,9 +29,9 @@ OBJECTS["Context"] = RunContext(est.ModeKeys.TRAIN)
 
 
 def holder(key):
-    """The module or object here in which one looks for a name of TensorFlow's."""
+    """The module or object here in which one looks for a name of TensorFlow's; `est` for what `est.nn` has."""
     for name, prefixes in _tensorflow_names._HAS.items():
-        if key.startswith(prefixes):
+        if NAMES[key] != f"`est.nn.{key.removeprefix('tf.nn.')}`" and key.startswith(prefixes):
             return OBJECTS[name] if name in OBJECTS else importlib.import_module(name)
     return est
 
@@ -91,32 +93,27 @@ def test_what_is_named_instead_exists(key):
     assert any(right) or NAMES[key].startswith("nothing: ") or "`input_fn`" in codes or key == "tf.data"
 
 
-def test_the_line_for_rmsprop_has_the_numbers_of_tensorflow():
-    line = re.search("optax.rmsprop[^`]*[)](?=[)]`)", NAMES["tf.train.RMSPropOptimizer"])[0]
-    optimizer = eval(line, {"optax": optax, "learning_rate": 0.1})
-    w, state, expected, mean_square = jnp.float32(0), optimizer.init(jnp.float32(0)), 0.0, 1.0
-    for gradient in (0.01, -0.02, 0.03):
-        update, state = optimizer.update(jnp.float32(gradient), state, w)
-        w += update
-        mean_square = 0.9 * mean_square + 0.1 * gradient**2
-        expected -= 0.1 * gradient / (mean_square + 1e-10) ** 0.5
-    assert w == pytest.approx(expected, rel=1e-5)
-
-
 def test_the_page_of_the_names_is_made_of_the_table():
     page = pathlib.Path(names_page.PAGE).read_text(encoding="utf-8")
     assert page == names_page.page(), "run python tests/testing/website/names_page.py"
 
 
+def test_the_page_has_every_name_of_the_golden_file():
+    cases = [*GOLDEN["optimizers"], *GOLDEN["schedules"], *GOLDEN["nn"]]
+    there = {key.removeprefix("tf.").removeprefix("train.").removeprefix("nn.") for key in NAMES}
+    assert {case["name"] for case in cases} <= there
+
+
 def test_a_name_of_another_module_is_known_too():
     with pytest.raises(
-        AttributeError, match="'estimator.losses' has no attribute 'AdamOptimizer'; here it is `est.Opt"
+        AttributeError,
+        match="'estimator.losses' has no attribute 'AdamOptimizer'; here it is `est.train.Adam",
     ):
         est.losses.AdamOptimizer  # noqa: B018
 
 
 @pytest.mark.parametrize(
-    "module", [est, est.layers, est.losses, est.metrics, est.summary, est.feature_column, replicate]
+    "module", [est, est.layers, est.losses, est.metrics, est.nn, est.summary, est.feature_column, est.train, replicate]
 )
 def test_other_names_are_missing_as_ever(module):
     assert not hasattr(module, "nonsense") and not hasattr(module, "__wrapped__")
@@ -124,7 +121,7 @@ def test_other_names_are_missing_as_ever(module):
     with pytest.raises(AttributeError, match=f"^module '{module.__name__}' has no attribute 'nonsense'"):
         module.nonsense  # noqa: B018
     # What completes and lists names sees those that exist.
-    assert {*module.__all__} <= {*dir(module)} and not {"AdamOptimizer", "names_missing_in"} & {*dir(module)}
+    assert {*module.__all__} <= {*dir(module)} and not {"SessionRunHook", "names_missing_in"} & {*dir(module)}
 
 
 def test_python_suggests_the_name_that_may_be_meant():
@@ -136,11 +133,11 @@ def test_python_suggests_the_name_that_may_be_meant():
 def test_an_import_of_a_missing_name_is_an_import_error():
     with pytest.raises(ImportError, match="^cannot import name 'SessionRunHook' from 'estimator'"):
         from estimator import SessionRunHook  # noqa: F401
-    with pytest.raises(ModuleNotFoundError, match="^No module named 'estimator.train'$"):
-        importlib.import_module("estimator.train")
+    with pytest.raises(ModuleNotFoundError, match="^No module named 'estimator.contrib'$"):
+        importlib.import_module("estimator.contrib")
 
 
 def test_objects_that_know_names_of_tensorflow_are_copied_and_pickled():
     config = est.RunConfig(seed=3)
     assert copy.deepcopy(config) == config == pickle.loads(pickle.dumps(config))
-    assert copy.copy(OBJECTS["Estimator"]).model_dir == "unused"
+    assert copy.copy(OBJECTS["Estimator"]).model_dir == OBJECTS["Estimator"].model_dir

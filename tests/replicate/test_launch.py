@@ -102,6 +102,29 @@ def test_the_first_that_fails_is_named_and_gives_the_exit_code(script, capsys, d
     assert second == "replicate.launch: waits up to 5 s for the others, which miss it."
 
 
+@pytest.mark.parametrize(
+    "said",
+    [
+        "RuntimeError: The input of process 0 failed: OSError: the disk is gone. See there.",
+        "RuntimeError: Process 0 failed in `train(steps=None, max_steps=None)`: OSError: the disk is gone",
+        "estimator.ProcessLostError: process 0 (host a, pid 4711) ended with OSError: the disk is gone. Start all",
+        "RuntimeError: Process 0 called `train(steps=2, max_steps=None)`, process 1 `train(steps=3, max_steps=None)`.",
+    ],
+)
+def test_the_failure_that_others_follow_from_is_named_though_it_ends_last(script, capsys, said):
+    path = script(f"""
+        if rank == 1:
+            print({said!r}, file=sys.stderr)
+            sys.exit(1)
+        time.sleep(0.5)  # process 0 waits for the others at its exit
+        sys.exit(3)
+    """)
+    follows = " called " not in said
+    assert run("--processes", 2, path) == (3 if follows else 1)
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert (last == "replicate.launch: process 1 failed since process 0 did: see the error of [0].") == follows
+
+
 def test_those_that_do_not_end_by_themselves_are_ended_with_all_that_they_started(
     script, capsys, monkeypatch, tmp_path
 ):

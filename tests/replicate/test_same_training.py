@@ -1,7 +1,9 @@
 """Whatever runs a model_fn, it computes what it does on one device: losses, variables, slots, predictions, metrics."""
 
 import functools
+import inspect
 from collections.abc import Callable
+from types import MappingProxyType
 from typing import NamedTuple
 
 import jax
@@ -10,10 +12,11 @@ import numpy as np
 import optax
 import pytest
 import testing.towers
-from testing.towers import REDUCTIONS, assert_close, cpus, reduced, regression, trained
+from testing.model_fns import network
+from testing.towers import REDUCTIONS, STEPS, assert_close, cpus, reduced, regression, trained
 
 import estimator as est
-from replicate import TowerOptimizer, VariableDistribution, replicate_model_fn
+from replicate import BlockSync, TowerOptimizer, VariableDistribution, replicate_model_fn
 from replicate.cross_tower_ops import AllReduce, CollectiveAllReduce, MultiWorkerAllReduce
 
 SERVER, ROUND_ROBIN = VariableDistribution.SHARED_LOCAL_PARAMETER_SERVER, VariableDistribution.SHARED_ROUND_ROBIN
@@ -26,13 +29,14 @@ class Runner(NamedTuple):
     options: dict = {}  # of TowerOptimizer
     share: float = 1.0  # of a variable that can be cut, on each device
     slots: Callable = lambda slots: slots["optimizer"]
+    given: dict = {}  # to replicate_model_fn
 
 
 def towers(number, share=1.0, optimizer=None, **options):
     def replicate(model_fn, reduction):
         return replicate_model_fn(model_fn, REDUCTIONS[reduction], cpus(number), **options)
 
-    return Runner(replicate, optimizer or {}, share)
+    return Runner(replicate, optimizer or {}, share, given=options)
 
 
 def wide_towers(number, devices, **optimizer):
@@ -146,43 +150,106 @@ def test_training_matches_one_device(runner, optimizer, reduction):
     assert w.addressable_data(0).size == w.size * runner.share
 
 
-LAYERED = ("4 towers", "sharded", "server", "round robin", "ring, 4 towers")
-MICRO_BATCHES = ("2 towers, 2 micro-batches", "4 towers, 3 micro-batches")
-
-
-def layered_model_fn(features, labels, mode, *, normalized, reduction, options):
-    """Of layers without names, with regularizers; its moments are of all rows."""
-    with est.variable_scope("net", regularizer=est.regularizers.l1_l2(0.01, 0.1)):
-        x = est.layers.dense(features, 8, jnp.tanh)
-        if normalized:
-            x = est.layers.batch_normalization(x, momentum=0.8, synchronized=True)
-        x = est.layers.batch_normalization(x, fused=True, training=False)
-        x = est.layers.layer_norm(est.layers.dense(x, 4), scale=False)
-        output = est.layers.dense(x, 1)[:, 0]
+def layered_model_fn(features, labels, mode, *, moments="all rows", reduction="mean", options=MappingProxyType({})):
+    """Of every layer and two scopes, with default names and regularizers; `moments` are those of `MOMENTS`."""
+    with est.variable_scope("net", regularizer=est.regularizers.l1_l2(0.001, 0.01)):
+        output = network(features, **MOMENTS[moments])
     if mode == est.ModeKeys.PREDICT:
         return est.EstimatorSpec(mode, output)
     est.losses.mean_squared_error(labels, output, reduction=REDUCTIONS[reduction])
-    assert len(est.losses.get_regularization_losses()) == len(est.trainable_variables("net"))
     loss = est.losses.get_total_loss()
-    train_op = TowerOptimizer(optax.sgd(0.05 if reduction == "mean" else 0.002, momentum=0.9), **options).minimize(loss)
+    train_op = TowerOptimizer(optax.sgd(0.01 if reduction == "mean" else 0.0005), **options).minimize(loss)
     return est.EstimatorSpec(mode, output, loss, train_op)
 
 
-@pytest.mark.parametrize(
-    ("runner", "reduction"),
-    [
-        pytest.param(runner, reduction, marks=() if (runner, reduction) == ("4 towers", "mean") else pytest.mark.slow)
-        for runner in [*LAYERED, *MICRO_BATCHES]
-        for reduction in ["mean", "sum"]
-    ],
-)
-def test_layers_and_regularizers_train_as_on_one_device(runner, reduction):
-    normalized = runner not in MICRO_BATCHES
-    runner = RUNNERS[runner]
-    model = functools.partial(layered_model_fn, normalized=normalized, reduction=reduction)
-    replicated = runner.replicate(functools.partial(model, options=runner.options), reduction)
-    atol = 1e-5 if reduction == "mean" else 1e-4  # sums are as many times larger as a batch has rows
-    testing.towers.assert_same_training(functools.partial(model, options={}), replicated, BATCHES, rtol=1e-4, atol=atol)
+MOMENTS = {"all rows": {"synchronized": True}, "own rows": {}, "no rows": {"training": False}}
+
+
+def by_steps(model_fn, batches, model_dir=None):
+    """The variables after training, and the losses of all steps."""
+    del model_dir
+    model = est.transform(model_fn)
+    state, losses = model.init(jax.random.key(0), *(x[0] for x in batches)), []
+    for batch in zip(*batches, strict=True):
+        state, spec = model.train_step(state, *batch)
+        losses.append(spec.loss)
+    return jax.device_get((state.variables, losses))
+
+
+def by_loop(model_fn, batches, model_dir):
+    del model_dir
+    state, (losses, *_) = trained(model_fn, batches)
+    return jax.device_get((state.variables, list(losses)))
+
+
+def by_estimator(model_fn, batches, model_dir):
+    estimator = est.Estimator(model_fn, model_dir, est.RunConfig(save_summary_steps=1))
+    estimator.train(lambda: zip(*batches, strict=True))
+    losses = [np.float32(line["loss"]) for line in est.read_history(model_dir)]
+    return {name: estimator.get_variable_value(name) for name in estimator.get_variable_names()}, losses
+
+
+DRIVES = {"step": by_steps, "loop": by_loop, "Estimator": by_estimator}
+LAYERED = {name: RUNNERS[name] for name in ("1 towers", *ONE_OF_A_KIND)} | {
+    "segments": towers(2, optimizer={"accumulate_steps": 2}, tower_transform=est.checkpoint_segments),
+    "on_nan, a loss scale, checked": scaled(towers(2, on_nan="skip", check=True)),
+    "blocks of one step": towers(2, block_sync=BlockSync(1, optax.sgd(1.0))),
+}
+
+
+def layered_cases():
+    """Every runner in one drive, a runner of each kind in the others; and a sum."""
+    yield from (("mean", runner, "step") for runner in LAYERED)
+    for runner in ("4 towers", "server", "blocks of one step"):
+        yield from (("mean", runner, drive) for drive in ("loop", "Estimator"))
+    yield "sum", "4 towers", "step"
+
+
+@functools.cache
+def layers_on_one_device(moments, reduction):
+    return by_steps(functools.partial(layered_model_fn, moments=moments, reduction=reduction), BATCHES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("reduction", "runner", "drive"), [*layered_cases()])
+def test_every_layer_trains_as_on_one_device(reduction, runner, drive, tmp_path):
+    runner = LAYERED[runner]
+    moments = "no rows" if runner.options.get("accumulate_steps", 1) > 1 else "all rows"
+    model = functools.partial(layered_model_fn, moments=moments, reduction=reduction, options=runner.options)
+    variables, losses = DRIVES[drive](runner.replicate(model, reduction), BATCHES, tmp_path)
+    want = layers_on_one_device(moments, reduction)
+    assert_close(({name: variables[name] for name in want[0]}, losses), want, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drive", DRIVES)
+def test_every_layer_trains_in_blocks_as_towers_alone_and_their_average(drive, tmp_path):
+    model = functools.partial(layered_model_fn, moments="own rows")
+    replicated = towers(2, block_sync=BlockSync(STEPS, optax.sgd(1.0))).replicate(model, "mean")
+    variables, losses = DRIVES[drive](replicated, BATCHES, tmp_path)
+    own = [by_steps(model, [x[:, rows] for x in BATCHES]) for rows in (slice(0, 12), slice(12, None))]
+    first, mean = own[0][0], jax.tree.map(lambda x, y: (x + y) / 2, *own)
+    want = {name: (first if "moving" in name else mean[0])[name] for name in first}
+    assert_close(({name: variables[name] for name in want}, losses), (want, mean[1]), rtol=1e-3, atol=1e-5)
+
+
+def test_no_layer_and_no_kind_of_runner_is_missing(monkeypatch):
+    names = {name for name in est.layers.__all__ if inspect.isfunction(getattr(est.layers, name))}
+    called = set()
+    for name in names:
+        layer = getattr(est.layers, name)
+        monkeypatch.setattr(est.layers, name, lambda *a, n=name, f=layer, **kw: called.add(n) or f(*a, **kw))
+    est.transform(layered_model_fn).abstract_init(*(x[0] for x in BATCHES))
+    assert called == names
+
+    given = [runner.given for runner in LAYERED.values()]
+    options = inspect.signature(replicate_model_fn).parameters.keys()
+    assert {name for each in given for name in each} == options - {"model_fn", "loss_reduction", "devices"} - {
+        "variable_device"  # of `server`
+    }
+    assert {each.get("variable_distribution", "mirrored") for each in given} == {*VariableDistribution}
+    of_optimizers = inspect.signature(TowerOptimizer).parameters.keys() - {"optimizer_or_fn", "name", "learning_rate"}
+    assert {name for runner in LAYERED.values() for name in runner.options} == of_optimizers
 
 
 def evaluated(replicated, rows):

@@ -296,6 +296,28 @@ REFUSED = {
 }
 
 
+@pytest.mark.parametrize("table, given", [(jnp.ones((5, 2)), r"an array of shape \(5, 2\)"), (None, "None")])
+@pytest.mark.parametrize("name", ["embedding_lookup", "embedding_lookup_sparse"])
+def test_the_value_of_a_table_instead_of_its_name_is_an_error(name, table, given):
+    def model_fn(features):
+        return est.EstimatorSpec("infer", predictions=getattr(est, name)(table, features))
+
+    message = (
+        rf"`est.{name}` takes the name of a table, .* and not its value; got {given}\. Write "
+        rf"`est.{name}\('name', ids, shape=\(rows, width\)\)`, which creates the table"
+    )
+    with pytest.raises(TypeError, match=message):
+        est.transform(model_fn).init(jax.random.key(0), np.ones((2, 2), int), mode="infer")
+
+
+def test_an_unknown_table_is_an_error_of_the_function_called():
+    def model_fn(features):
+        return est.EstimatorSpec("infer", predictions=est.embedding_lookup_sparse("words", features))
+
+    with pytest.raises(ValueError, match=r"`est.embedding_lookup_sparse\('words'\)` names no variable of this run"):
+        est.transform(model_fn).init(jax.random.key(0), np.ones((2, 2), int), mode="infer")
+
+
 @pytest.mark.parametrize("features, arguments, error, message", REFUSED.values(), ids=REFUSED)
 def test_an_error_says_what_is_wrong(features, arguments, error, message):
     def model_fn(features, labels, mode):

@@ -20,6 +20,7 @@ from estimator.checkpoint._async_save import CheckpointWriteError
 from estimator.checkpoint._checkpoint_dir import NotACheckpointError, kept, remove
 from estimator.checkpoint._checkpoints import Checkpoints
 from estimator.storage import _files, _folders
+from estimator.storage._own_folders import MARK, MARK_TEXT
 
 pytest.importorskip("moto.server", reason="needs the extra `test`")
 s3fs = pytest.importorskip("s3fs", reason="needs the extra `s3`")
@@ -130,11 +131,14 @@ def test_a_run_killed_in_the_middle_of_uploads_resumes_to_the_same_bits(bucket, 
 def test_what_a_killed_run_has_not_finished_is_no_checkpoint_and_is_removed_by_the_next(bucket):
     url = f"{bucket}/run"
     _files.write(f"{url}/ckpt-7/d/0123", b"a part")
+    _files.write(f"{url}/ckpt-7/{MARK}", MARK_TEXT)
+    _files.write(f"{url}/ckpt-999/notes", b"mine")
     assert scenario.make(url).latest_checkpoint() is None and est.checkpoints(url) == []
     with pytest.raises(NotACheckpointError, match=f"{url}/ckpt-7 is not a checkpoint"):
         scenario.make(url).evaluate(scenario.eval_input_fn, checkpoint_path=f"{url}/ckpt-7")
     scenario.make(url).train(scenario.input_fn, max_steps=1)
     assert steps(url) == [0, 1] and "ckpt-7" not in _files.list_dir(url)
+    assert _files.read(f"{url}/ckpt-999/notes") == b"mine"
 
 
 @pytest.mark.slow
@@ -205,7 +209,8 @@ def test_an_evaluation_that_may_not_write_does_without(bucket, monkeypatch, mess
     estimator = scenario.make(f"{bucket}/run").train(scenario.input_fn, max_steps=1)
     monkeypatch.setattr(s3fs.S3FileSystem, "_put_file", deny)
     assert estimator.evaluate(scenario.eval_input_fn)["global_step"] == 1
-    assert "No summaries of the evaluation are written: Access Denied." in messages()
+    missing = f"The summaries of the steps 1 to 1 are missing in {bucket}/run/eval: Access Denied"
+    assert missing in messages()
 
 
 def test_a_checkpoint_removed_while_it_is_read_is_an_error(bucket):
@@ -266,3 +271,21 @@ def test_hooks_write_into_a_store(bucket):
     assert [row["step"] for row in est.read_history(f"{url}/mine")] == [1, 2, 3]
     assert any("tfevents" in name for name in _files.list_dir(f"{url}/counter"))
     assert any(name.endswith(".xplane.pb") for name in _files.files_in(f"{url}/traces"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["_CHECKPOINT_METADATA", "arrays/variables/w/0.0"])
+def test_a_damaged_checkpoint_is_passed_over_and_replaced(bucket, caplog, name):
+    url = f"{bucket}/run"
+    scenario.make(url).train(scenario.input_fn, max_steps=20)
+    contents = _files.read(f"{url}/ckpt-20/{name}")
+    _files.write(f"{url}/ckpt-20/{name}", contents[:-1] + bytes([contents[-1] ^ 1]))
+    assert scenario.make(url).evaluate(scenario.eval_input_fn)["global_step"] == 10
+    _files.write(f"{url}/ckpt-20/{name}", contents)
+    assert scenario.make(url).evaluate(scenario.eval_input_fn)["global_step"] == 20
+    _files.write(f"{url}/ckpt-20/{name}", contents[:-1] + bytes([contents[-1] ^ 1]))
+    assert scenario.make(url).get_variable_value("global_step") in (10, 20)
+    scenario.make(url).train(scenario.input_fn, max_steps=20)
+    errors = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert len(errors) == 1 and f"The checkpoint {url}/ckpt-20 is damaged: {name} does not have" in errors[0]
+    assert scenario.make(url).evaluate(scenario.eval_input_fn)["global_step"] == 20

@@ -130,10 +130,15 @@ def test_a_torn_event_does_not_hide_events_of_later_runs(tmp_path, missing):
     assert scalars(tmp_path) == {"loss": [(1, 1.0), (201, 3.0)]}
 
 
-def test_a_broken_line_that_is_not_the_last_is_an_error(tmp_path):
-    (tmp_path / "history.jsonl").write_text('{"step": 1, "time": 1.0}\n[3]\n{"step": 2, "time": 1.0}\n')
-    with pytest.raises(ValueError, match=r"history.jsonl, line 2, is not a line of a history: b'\[3\]'"):
-        est.read_history(tmp_path)
+@pytest.mark.parametrize("line", ["[3]", "{", '{"step": 2}', '{"step": 2, "time": 1, "loss": [1]}', "\x00\x00"])
+def test_a_damaged_line_is_named_in_the_log_and_left_out(tmp_path, line, caplog):
+    good = ['{"step": 1, "time": 1.0, "loss": 1.0}', '{"step": 3, "time": 3.0, "loss": 3.0}']
+    (tmp_path / "history.jsonl").write_text("\n".join([good[0], line, good[1], ""]))
+    assert [row["step"] for row in est.read_history(tmp_path)] == [1, 3]
+    (error,) = [each.getMessage() for each in caplog.records if each.levelname == "ERROR"]
+    assert error.startswith(f"{tmp_path}/history.jsonl is damaged: line 2 is left out, {line.encode()!r} (")
+    write(tmp_path, {3: {"loss": 4.0}, 4: {"loss": 5.0}}, first=3)
+    assert [(row["step"], row["loss"]) for row in est.read_history(tmp_path)] == [(1, 1.0), (3, 4.0), (4, 5.0)]
 
 
 def test_lines_of_one_step_are_one_row(tmp_path):

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from testing.summaries import scalars
-from testing.towers import assert_close, cpus, mlp_model_fn, regression
+from testing.towers import assert_close, cpus, mlp_model_fn, regression, started
 
 import estimator as est
 from replicate import BlockSync, TowerOptimizer, bmuf, replicate_model_fn
@@ -264,3 +264,17 @@ def test_a_plain_optimizer_is_refused_as_in_synchronous_training():
 
     with pytest.raises(ValueError, match="Please wrap optimizers with TowerOptimizer"):
         est.transform(replicate_model_fn(plain, devices=cpus(2), block_sync=BlockSync(2))).init(jax.random.key(0), X[0])
+
+
+def test_layers_and_scopes_have_the_same_default_names_in_every_run():
+    def model_fn(features, labels, mode):
+        with est.variable_scope(None, "block"):
+            output = est.layers.dense(features, 1)[:, 0]
+        loss = est.losses.mean_squared_error(labels, output)
+        return est.EstimatorSpec(mode, output, loss, TowerOptimizer(optax.sgd(0.1)).minimize(loss))
+
+    x, y = np.ones((4, 3), np.float32), np.ones(4, np.float32)
+    model, state = started(replicate_model_fn(model_fn, devices=cpus(2), block_sync=BlockSync(2)), x, y)
+    after, _ = model.train_step(state, x, y)
+    names = {"block/dense/kernel", "block/dense/bias"}
+    assert state.variables.keys() == names and after.slots["block_sync"].copies.keys() == names

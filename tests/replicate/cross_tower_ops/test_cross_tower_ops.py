@@ -170,6 +170,17 @@ def test_a_mirrored_value_is_what_every_tower_has(ops):
 
 
 @pytest.mark.parametrize("ops", [SUM, ONE_DEVICE])
+def test_without_destinations_a_result_is_where_the_values_are(ops):
+    """As in TensorFlow's original, whose `broadcast` needs them too."""
+    value, sparse = vector(3), per_tower([slices([[1, 2]], [1]), slices([[3, 4]], [3])])
+    want = np.sum([np.asarray(x) for x in value], 0)
+    assert_mirrored(ops.reduce("sum", value), CPUS[:3], want, np.float32)
+    total, rows = ops.batch_reduce("sum", [(value, None), (sparse, None)])
+    assert_mirrored(total, CPUS[:3], want, np.float32)
+    assert rows.devices == tuple(CPUS[:2])
+
+
+@pytest.mark.parametrize("ops", [SUM, ONE_DEVICE])
 @pytest.mark.parametrize("op", ReduceOp)
 def test_an_array_is_the_value_of_one_tower(ops, op):
     x = jax.device_put(jnp.arange(3), CPUS[2])
@@ -313,7 +324,8 @@ KIND = "takes as destinations a device, the name of one, a list of them, or a Pe
         (lambda v: SUM.reduce("sum", 0, v), TypeError, "`reduce` got a value of type int, " + NOWHERE),
         (lambda v: SUM.broadcast({"x": v}, v), TypeError, "`broadcast` got a value of type dict, " + NOWHERE),
         (lambda v: SUM.broadcast(v, v), TypeError, "`broadcast` got PerTower({cpu:0: float32[3], cpu:1: float32[3]}),"),
-        (lambda v: SUM.reduce("sum", v, None), TypeError, f"`reduce` {KIND}None."),
+        (lambda v: SUM.reduce("sum", v, 3), TypeError, f"`reduce` {KIND}3."),
+        (lambda v: SUM.broadcast(1.0, None), TypeError, f"`broadcast` {KIND}None."),
         (lambda v: SUM.broadcast(1.0, 3), TypeError, f"`broadcast` {KIND}3."),
         (lambda v: SUM.reduce("sum", v, []), ValueError, "`reduce` got no destinations; name at least one device."),
         (lambda v: SUM.batch_reduce("sum", [(v, ())]), ValueError, "`batch_reduce` got no destinations; name at"),

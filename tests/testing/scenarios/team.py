@@ -3,6 +3,7 @@
 Each gives its own rows of what is the same data. What it finds it writes into a file of its own, or prints.
 """
 
+import functools
 import json
 import os
 
@@ -336,3 +337,19 @@ def fail(folder):
     trained("empty", list, verb="evaluate")
     trained("one is empty", lambda: batches(3 * me))
     trained("it works", lambda: batches(4))
+
+
+def fail_in_chunks(folder):
+    """Runs of five batches, three at once: the input of process 0 ends after some, that of process 1 fails after
+    some."""
+    start()
+    me = jax.process_index()
+    config = est.RunConfig(save_summary_steps=None, steps_per_loop=3)
+    estimator = est.Estimator(replicated(shown), os.path.join(folder, "model"), config)
+    estimator.train(lambda: batches(1))
+    for verb in ("train", "evaluate"):
+        for ends in (2, 4, 9):
+            for fails in (2, 4, 5):
+                given = then_raises(batches(fails)) if me else batches(ends)
+                call = functools.partial(getattr(estimator, verb), lambda given=given: given, steps=5)
+                attempt(f"{verb} {ends} {fails}", call)

@@ -1,0 +1,122 @@
+"""Batches read from CSV files."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from estimator.inputs._array_iterator import RowBatches
+from estimator.inputs._pandas import pandas_input_fn
+
+
+def csv_input_fn(
+    file_pattern: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    batch_size: int = 128,
+    column_names: Sequence[str] | None = None,
+    column_defaults: Sequence[Any] | Mapping[str, Any] | None = None,
+    label_name: str | None = None,
+    num_epochs: int | None = 1,
+    shuffle: bool | None = None,
+    *,
+    select_columns: Sequence[str] | None = None,
+    field_delim: str = ",",
+    header: bool = True,
+    seed: int | None = None,
+    drop_remainder: bool = False,
+) -> Callable[[], RowBatches]:
+    """Returns an input_fn of the rows of CSV files, which pandas reads into memory at once.
+
+    Features are a dict of columns, as for `pandas_input_fn`; columns of strings go through
+    `est.feature_column.encode`. Arguments have the names of `tf.contrib.data.make_csv_dataset`, which repeats its
+    rows by default; the `record_defaults` of `tf.decode_csv` may be given as `column_defaults`.
+
+    >>> import os, tempfile
+    >>> path = os.path.join(tempfile.mkdtemp(), "census.csv")
+    >>> with open(path, "w") as file:
+    ...     _ = file.write("39,State-gov,0\\n,Private,1\\n")
+    >>> input_fn = csv_input_fn(path, 2, ["age", "work", "rich"], [0.0, "", 0], "rich", header=False, shuffle=False)
+    >>> features, labels = next(input_fn())
+    >>> features["age"], features["work"].tolist(), labels
+    (array([39.,  0.], dtype=float32), ['State-gov', 'Private'], array([0, 1], dtype=int32))
+
+    Args:
+      file_pattern: the path of a file, or a pattern such as "data/*.csv", or several of them. Rows of files follow each
+        other, the files of a pattern in the order of their names.
+      batch_size, num_epochs, shuffle, seed, drop_remainder: as for `numpy_input_fn`.
+      column_names: of all columns in the files, in their order; None: the first line of each file has them.
+      column_defaults: for each column that is read, the value of an empty field, whose kind is the column's: a float
+        (float32), an int (int32) or a string; by name, or in the order of the columns. None: pandas decides on the
+        kinds, and an empty field is NaN.
+      label_name: the column that is the labels; None: features alone.
+      select_columns: the names of the columns to read; None: all.
+      field_delim: what stands between fields.
+      header: whether the first line of each file is not a row.
+
+    Returns:
+      An input_fn, as `pandas_input_fn` returns one.
+
+    Raises:
+      TypeError: pandas is not installed.
+      ValueError: there is no file, a column is unknown, a field is not of its column's kind, or a number of
+        defaults or names is wrong; or as `pandas_input_fn` does.
+    """
+    try:
+        import pandas as pd
+    except ImportError as error:
+        raise TypeError("csv_input_fn reads files by pandas. Install it (`pip install pandas`).") from error
+    given = [file_pattern] if isinstance(file_pattern, str | os.PathLike) else file_pattern
+    patterns = [os.fspath(pattern) for pattern in given]
+    paths = [path for pattern in patterns for path in sorted(glob.glob(pattern)) or [pattern]]
+    if not paths or (not header and column_names is None):
+        raise ValueError(
+            "csv_input_fn needs the path of a file, and `column_names` where files have no header; got "
+            f"{file_pattern!r} and column_names={column_names!r}."
+        )
+    names = list(pd.read_csv(paths[0], sep=field_delim, nrows=0).columns) if column_names is None else [*column_names]
+    chosen = names if select_columns is None else [name for name in names if name in select_columns]
+    missing = {*(select_columns or ()), *([] if label_name is None else [label_name])} - {*chosen}
+    defaults = _defaults(chosen, column_defaults)
+    if missing:
+        raise ValueError(f"csv_input_fn got the columns {sorted(missing)}, which are not among {chosen}.")
+    kinds = {name: {float: "float32", int: "int32"}.get(type(default), str) for name, default in defaults.items()}
+    first = 0 if header else None
+    frames = []
+    for path in paths:
+        text = {name: str for name in defaults}
+        frame = pd.read_csv(
+            path,
+            sep=field_delim,
+            names=names,
+            header=first,
+            usecols=chosen,
+            dtype=text,
+            skipinitialspace=True,
+            keep_default_na=not defaults,
+            na_values=[""],
+        )
+        frames.append(frame.fillna({name: str(value) for name, value in defaults.items()}).astype(kinds))
+    rows = pd.concat(frames, ignore_index=True)
+    labels = None if label_name is None else rows.pop(label_name)
+    return pandas_input_fn(
+        rows, labels, batch_size, num_epochs, shuffle, target_column="", seed=seed, drop_remainder=drop_remainder
+    )
+
+
+def _defaults(columns: list[str], defaults: Sequence[Any] | Mapping[str, Any] | None) -> dict[str, Any]:
+    """The value of an empty field by column; TensorFlow's `record_defaults` has lists of one."""
+    if defaults is None:
+        return {}
+    if not isinstance(defaults, Mapping):
+        if len(defaults) != len(columns):
+            raise ValueError(f"csv_input_fn got {len(defaults)} column_defaults for the columns {columns}.")
+        defaults = dict(zip(columns, defaults, strict=True))
+    values = {name: value[0] if isinstance(value, list) else value for name, value in defaults.items()}
+    for name, value in values.items():
+        if name not in columns or type(value) not in (int, float, str):
+            raise ValueError(
+                f"csv_input_fn needs column_defaults that are floats, ints or strings, for columns of {columns}; got "
+                f"{name!r}: {value!r}."
+            )
+    return values

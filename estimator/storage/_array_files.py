@@ -1,0 +1,150 @@
+"""Files of arrays by name, `.npz` and `.safetensors`: all that a file says of itself is checked before it is used."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import math
+import os
+import struct
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from numpy.lib import format as npy
+
+_SAFETENSORS = {
+    **{"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "BOOL": "bool", "C64": "complex64"},
+    **{
+        f"{letter}{bits}": f"{kind}{bits}" for letter, kind in (("I", "int"), ("U", "uint")) for bits in (8, 16, 32, 64)
+    },
+    **{"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"},
+}
+_LONGEST_HEADER = 100_000_000  # bytes, as the format has it
+
+
+class Kind(NamedTuple):
+    """The shape and dtype of an array, which may be one that jax has not."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+
+
+class Npz:
+    """A file that `np.savez` wrote."""
+
+    def __init__(self, caller: str, path: str) -> None:
+        self.path = path
+        self._caller = caller
+        with _naming(caller, path), zipfile.ZipFile(path) as file:
+            members = {member.filename.removesuffix(".npy"): member for member in file.infolist()}
+            self.shapes: Mapping[str, Any] = {name: _npy_kind(name, file, x) for name, x in members.items()}
+
+    def variables(self) -> list[str]:
+        return list(self.shapes)
+
+    def read(self, names: Sequence[str]) -> dict[str, np.ndarray]:
+        with _naming(self._caller, self.path), np.load(self.path) as file:
+            return {name: file[name] for name in names}
+
+
+class Safetensors:
+    """A file of the safetensors format: the length of a header, the header, which is JSON, and the bytes of the arrays.
+
+    Read here, not by the package of that name: its arrays of numpy have no bfloat16.
+    """
+
+    def __init__(self, caller: str, path: str) -> None:
+        self.path = path
+        self._caller = caller
+        with _naming(caller, path):
+            header, self._begin = _header(path)
+            size = os.path.getsize(path) - self._begin
+            self.shapes: Mapping[str, Any] = {name: _kind(name, entry, size) for name, entry in header.items()}
+            self._places = {name: entry["data_offsets"] for name, entry in header.items()}
+            for one, other in itertools.pairwise(sorted(self._places, key=lambda name: self._places[name])):
+                if self._places[other][0] < self._places[one][1]:
+                    raise ValueError(f"its arrays {one!r} and {other!r} overlap")
+
+    def variables(self) -> list[str]:
+        return list(self.shapes)
+
+    def read(self, names: Sequence[str]) -> dict[str, np.ndarray]:
+        values = {}
+        with _naming(self._caller, self.path), open(self.path, "rb") as file:
+            for name in names:
+                begin, end = self._places[name]
+                file.seek(self._begin + begin)
+                values[name] = np.ndarray(self.shapes[name].shape, self.shapes[name].dtype, file.read(end - begin))
+        return values
+
+
+@contextlib.contextmanager
+def _naming(caller: str, path: str) -> Iterator[None]:
+    """Makes one ValueError, which names the file, of all that goes wrong with its bytes."""
+    try:
+        yield
+    except (FileNotFoundError, PermissionError):
+        raise
+    except Exception as e:  # parsing bytes raises many kinds
+        what = str(e) or type(e).__name__
+        raise ValueError(f"`{caller}` cannot read {path!r}, which is damaged: {what}. Copy it again.") from e
+
+
+def _check_size(name: str, shape: Sequence[Any], dtype: Any, size: int) -> None:
+    if not all(type(n) is int and n >= 0 for n in shape):
+        raise ValueError(f"its array {name!r} has the shape {list(shape)}")
+    needed = math.prod(shape) * dtype.itemsize
+    if needed != size:
+        raise ValueError(f"its array {name!r}, {dtype}{list(shape)}, needs {needed} bytes and has {size}")
+
+
+def _npy_kind(name: str, file: zipfile.ZipFile, member: zipfile.ZipInfo) -> Kind:
+    with file.open(member) as array:
+        version = npy.read_magic(array)
+        read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
+        shape, _, dtype = read(array)
+        if dtype.hasobject:
+            raise ValueError(f"its array {name!r} holds objects of Python, which may run code when they are read")
+        _check_size(name, shape, dtype, member.file_size - array.tell())
+    return Kind(shape, dtype)
+
+
+def _header(path: str) -> tuple[dict[str, Any], int]:
+    """The entries of a header, and where it ends."""
+    with open(path, "rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        if 8 + length > os.path.getsize(path):
+            raise ValueError("its header is not complete")
+        if length > _LONGEST_HEADER:
+            raise ValueError(f"its header has {length} bytes, and may have {_LONGEST_HEADER}")
+        header = json.loads(file.read(length), object_pairs_hook=_without_repeats)
+    if not isinstance(header, dict):
+        raise ValueError("its header is not a dict of arrays")
+    header.pop("__metadata__", None)
+    return header, 8 + length
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    entries = dict(pairs)
+    if len(entries) < len(pairs):
+        raise ValueError(f"its header has a name twice, one of {sorted(entries)[:5]}")
+    return entries
+
+
+def _kind(name: str, entry: Any, size: int) -> Kind:
+    match entry:
+        case {"dtype": str(code), "shape": [*shape], "data_offsets": [int(begin), int(end)]}:
+            if code not in _SAFETENSORS:
+                raise ValueError(f"its arrays of the kinds {[code]} are not known here")
+            if not 0 <= begin <= end:
+                raise ValueError(f"its array {name!r} lies from {begin} to {end}")
+            if end > size:
+                raise ValueError("its end is missing")
+            dtype = jnp.dtype(_SAFETENSORS[code])
+            _check_size(name, shape, dtype, end - begin)
+            return Kind(tuple(shape), dtype)
+    raise ValueError(f"its header says of {name!r}: {entry!r:.100}")

@@ -1,0 +1,297 @@
+"""A checkpoint is sound or it is none: what is damaged is named, and never used."""
+
+import concurrent.futures
+import json
+import os
+import pathlib
+import re
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from testing.estimators import Numbers, endless, make, same_bits, saved_at, step_of, times, values
+from testing.outcomes import run
+from testing.scenarios import object_store as scenario
+from testing.scenarios import team_lives
+
+import estimator as est
+from estimator import inspect
+from estimator.checkpoint._checkpoints import Checkpoints
+from estimator.checkpoint._orbax import verify
+from estimator.storage import _files, _manifest
+from estimator.storage._manifest import MANIFEST, DamagedCheckpointError
+from estimator.storage._own_folders import MARK
+
+METADATA = "_CHECKPOINT_METADATA"
+
+
+def largest(path):
+    """The file that holds the arrays."""
+    files = {name: size for name, size in _files.files_in(str(path)).items() if "/d/" in name}
+    return pathlib.Path(path, max(files, key=files.get))
+
+
+def flip(file, at=-9):
+    contents = bytearray(file.read_bytes())
+    contents[at] ^= 4
+    file.write_bytes(contents)
+
+
+def cut(file):
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def renumber(file):
+    """One bit in the step that a manifest names."""
+    text = file.read_text()
+    at = text.index("ckpt-") + len("ckpt-")
+    file.write_text(text[:at] + chr(ord(text[at]) ^ 1) + text[at + 1 :])
+
+
+DAMAGES = {
+    "zero-length metadata": (lambda path: (path / METADATA).write_bytes(b""), f"{METADATA} has 0 bytes"),
+    "a bit in the metadata": (lambda path: flip(path / METADATA, 40), f"{METADATA} does not have the checksum"),
+    "a bit in the arrays": (lambda path: flip(largest(path)), "arrays/.* does not have the checksum that"),
+    "arrays that were cut": (lambda path: cut(largest(path)), r"arrays/.* has \d+ bytes; \d+ were written"),
+    "no arrays": (lambda path: largest(path).unlink(), "arrays/.* is missing"),
+    "no metadata of arrays": (lambda path: (path / "arrays/_METADATA").unlink(), "arrays/_METADATA is missing"),
+    "no manifest": (lambda path: (path / MANIFEST).unlink(), "manifest.json is missing"),
+    "half a manifest": (lambda path: cut(path / MANIFEST), "manifest.json is not what was written"),
+    "another step in the manifest": (lambda path: renumber(path / MANIFEST), "manifest.json is not what was written"),
+    "not whole": (lambda path: (path / "commit_success.txt").unlink(), "commit_success.txt is missing"),
+}
+
+
+@pytest.fixture(params=DAMAGES)
+def damage(request):
+    return DAMAGES[request.param]
+
+
+def errors(caplog):
+    return [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+
+
+@pytest.mark.slow
+def test_training_resumes_from_the_newest_sound_checkpoint(tmp_path, damage, caplog):
+    harm, reason = damage
+    for name in ("damaged", "whole"):
+        make(tmp_path / name, save_checkpoints_steps=2).train(endless, max_steps=6)
+    path = tmp_path / "damaged" / "ckpt-6"
+    harm(path)
+    resumed = make(tmp_path / "damaged", save_checkpoints_steps=2)
+    resumed.train(endless, max_steps=10)
+    (error,) = errors(caplog)
+    assert re.match(f"The checkpoint {path} is damaged: {reason}", error)
+    assert same_bits(resumed, make(tmp_path / "whole").train(endless, max_steps=10))
+    assert {each.damage for each in est.checkpoints(tmp_path / "damaged")} == {None}
+
+
+@pytest.mark.slow
+def test_evaluation_and_prediction_read_the_newest_sound_checkpoint(tmp_path, damage, caplog):
+    harm, _ = damage
+    make(tmp_path, save_checkpoints_steps=2).train(endless, max_steps=4)
+    harm(tmp_path / "ckpt-4")
+    estimator = make(tmp_path)
+    assert estimator.evaluate(times(1))["global_step"] == 2
+    rows = [row["y"] for row in make(tmp_path).predict(lambda: [scenario.X[:, :2]])]
+    (expected,) = make(tmp_path).get_variable_value(["w"]).values()
+    np.testing.assert_allclose(rows, (scenario.X[:, :2] @ expected)[:, 0], rtol=1e-6)
+    assert step_of(make(tmp_path)) == 2 and len(errors(caplog)) == 1
+    with pytest.raises(DamagedCheckpointError, match="ckpt-4 is damaged: .*--verify` says which are sound"):
+        make(tmp_path).evaluate(times(1), checkpoint_path=str(tmp_path / "ckpt-4"))
+
+
+@pytest.mark.slow
+def test_an_older_damaged_checkpoint_ends_no_training(tmp_path, damage):
+    harm, _ = damage
+    config = {"save_checkpoints_steps": 2, "keep_checkpoint_max": 3}
+    make(tmp_path / "damaged", **config).train(endless, max_steps=6)
+    harm(tmp_path / "damaged" / "ckpt-4")
+    resumed = make(tmp_path / "damaged", **config).train(endless, max_steps=12)
+    assert same_bits(resumed, make(tmp_path / "whole").train(endless, max_steps=12))
+    assert {each.step for each in est.checkpoints(tmp_path / "damaged")} in ({8, 10, 12}, {4, 8, 10, 12})
+
+
+@pytest.mark.slow
+def test_training_never_begins_anew_beside_damaged_checkpoints(tmp_path, damage):
+    harm, reason = damage
+    make(tmp_path).train(endless, max_steps=2)
+    for step in (0, 2):
+        harm(tmp_path / f"ckpt-{step}")
+    for call in (
+        lambda: make(tmp_path).train(endless, max_steps=4),
+        lambda: make(tmp_path).evaluate(times(1)),
+        lambda: make(tmp_path).get_variable_value("w"),
+        lambda: list(make(tmp_path).predict(lambda: [scenario.X[:, :2]])),
+    ):
+        with pytest.raises(DamagedCheckpointError, match=f"ckpt-2 is damaged: {reason}"):
+            call()
+    assert saved_at(tmp_path) == [0, 2]
+
+
+def test_the_input_resumes_at_the_position_of_the_sound_checkpoint(tmp_path):
+    def train(batches, max_steps):
+        def model_fn(features, labels, mode):
+            est.get_variable("total", (), trainable=False, initializer=jax.nn.initializers.zeros)
+            est.assign_add("total", features[0].astype(jnp.float32))
+            loss = est.get_variable("w", (), initializer=jax.nn.initializers.zeros)
+            return est.EstimatorSpec(mode, loss=loss, train_op=est.Optimizer(optax.sgd(0.1)).minimize(loss))
+
+        return make(tmp_path, model_fn, save_checkpoints_steps=3).train(lambda: batches, max_steps=max_steps)
+
+    train(Numbers(), 6)
+    flip(tmp_path / "ckpt-6" / "_CHECKPOINT_METADATA", 40)
+    batches = Numbers()
+    estimator = train(batches, 8)
+    assert batches.set == [3] and estimator.get_variable_value("total") == sum(range(8))
+
+
+def test_a_damaged_checkpoint_is_listed_and_named_by_the_command(tmp_path, capsys):
+    estimator = make(tmp_path, save_checkpoints_steps=1).train(endless, max_steps=3)
+    cut(tmp_path / "ckpt-3" / METADATA)
+    flip(largest(tmp_path / "ckpt-2"))
+    flip(tmp_path / "ckpt-0" / METADATA, 40)
+    infos = est.checkpoints(tmp_path)
+    assert [each.step for each in infos] == [0, 1, 2, 3] and [each.damage for each in infos[1:3]] == [None] * 2
+    assert infos[3].damage.startswith(f"{METADATA} has ") and infos[3].time == 0.0
+    assert infos[0].damage.startswith(f"{METADATA} does not have the checksum") and infos[0].time == 0.0
+    assert estimator.latest_checkpoint() == str(tmp_path / "ckpt-2")
+    inspect.main([str(tmp_path)])
+    assert "damaged: _CHECKPOINT_METADATA has" in capsys.readouterr().out.splitlines()[-1]
+    with pytest.raises(SystemExit) as error:
+        inspect.main([str(tmp_path), "--verify"])
+    lines = capsys.readouterr().out.splitlines()
+    assert error.value.code == 1
+    assert [line.partition(": ")[2].split()[0] for line in lines] == ["damaged:", "sound", "damaged:", "damaged:"]
+    inspect.main([str(tmp_path / "ckpt-1"), "--verify"])
+    assert capsys.readouterr().out == f"{tmp_path}/ckpt-1: sound\n"
+
+
+def test_damaged_checkpoints_do_not_count_as_those_to_keep(tmp_path):
+    make(tmp_path, save_checkpoints_steps=1, keep_checkpoint_max=3).train(endless, max_steps=4)
+    for step in (3, 4):
+        cut(tmp_path / f"ckpt-{step}" / "_CHECKPOINT_METADATA")
+    checkpoints = Checkpoints(tmp_path, 2)
+    checkpoints.save(est.State({"w": jnp.ones(2)}, {}, jnp.int32(9), jax.random.key(0)))
+    assert saved_at(tmp_path) == [2, 3, 4, 9] and checkpoints.paths() == [f"{tmp_path}/ckpt-2", f"{tmp_path}/ckpt-9"]
+
+
+def test_a_damaged_checkpoint_is_replaced_when_its_step_is_saved_again(tmp_path, messages):
+    make(tmp_path, save_checkpoints_steps=2).train(endless, max_steps=4)
+    path = tmp_path / "ckpt-4"
+    flip(largest(path))
+    make(tmp_path, save_checkpoints_steps=2).train(endless, max_steps=4)
+    assert [line for line in messages() if line.startswith(f"The checkpoint {path}, which is damaged, is replaced: ")]
+    assert est.checkpoints(tmp_path)[-1].damage is None and step_of(make(tmp_path)) == 4
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_was_mended_is_sound_again_and_damaged_again(tmp_path, damage):
+    harm, _ = damage
+    make(tmp_path, save_checkpoints_steps=2).train(endless, max_steps=4)
+    path = tmp_path / "ckpt-4"
+    shutil.copytree(path, tmp_path / "whole")
+    for _ in range(2):
+        harm(path)
+        assert make(tmp_path).evaluate(times(1))["global_step"] == 2
+        shutil.rmtree(path)
+        shutil.copytree(tmp_path / "whole", path)
+        assert make(tmp_path).evaluate(times(1))["global_step"] == 4
+
+
+def as_of_version_0_1(path):
+    os.remove(path / MANIFEST)
+    os.remove(path / MARK)
+
+
+def test_a_checkpoint_without_a_manifest_of_an_earlier_version_still_loads(tmp_path, capsys, caplog):
+    before = values(make(tmp_path).train(endless, max_steps=4))
+    as_of_version_0_1(tmp_path / "ckpt-4")
+    assert values(make(tmp_path)).keys() == before.keys() and step_of(make(tmp_path)) == 4
+    assert step_of(make(tmp_path).train(endless, max_steps=5)) == 5
+    inspect.main([str(tmp_path), "--verify"])
+    assert "ckpt-4: cannot be verified, it has no checksums" in capsys.readouterr().out
+    assert errors(caplog) == []
+
+
+@pytest.mark.parametrize("name", ["_CHECKPOINT_METADATA", "arrays/_METADATA"])
+def test_an_empty_file_in_a_checkpoint_of_an_earlier_version_is_named(tmp_path, name):
+    make(tmp_path).train(endless, max_steps=4)
+    for step in (0, 4):
+        as_of_version_0_1(tmp_path / f"ckpt-{step}")
+    (tmp_path / "ckpt-4" / name).write_bytes(b"")
+    assert est.checkpoints(tmp_path)[-1].damage.startswith(f"{name} is not what was written")
+    assert make(tmp_path).evaluate(times(1))["global_step"] == 0
+
+
+def test_all_is_on_the_disk_before_the_checkpoint_has_its_name_and_before_others_go(tmp_path, monkeypatch):
+    happened = []
+    fsync, rename = os.fsync, os.rename
+
+    def noted_fsync(file):
+        happened.append(("sync", os.readlink(f"/proc/self/fd/{file}")))
+        fsync(file)
+
+    def noted_rename(old, new):
+        happened.append(("rename", str(new)))
+        rename(old, new)
+
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(os, "rename", noted_rename)
+    make(tmp_path, save_checkpoints_steps=1, keep_checkpoint_max=1).train(endless, max_steps=1)
+    written = str(tmp_path / "ckpt-1")
+    named = happened.index(("rename", written))
+    unfinished = f"{written}.unfinished/ckpt-1"
+    inside = {unfinished, *(os.path.join(unfinished, name) for name in _files.files_in(written) if "ENDED" not in name)}
+    folders = {os.path.dirname(name) for name in inside if name != unfinished}
+    synced = {name for what, name in happened[:named] if what == "sync"}
+    assert inside | folders <= synced and len(inside) > 8
+    assert happened.index(("sync", str(tmp_path)), named) < happened.index(("rename", str(tmp_path / "ckpt-0.removed")))
+
+
+def test_the_end_of_the_input_is_in_the_manifest(tmp_path):
+    make(tmp_path).train(times(3))
+    assert json.loads((tmp_path / "ckpt-3" / MANIFEST).read_text())["crc32c"]["INPUT_ENDED"] == [0, "00000000"]
+    os.remove(tmp_path / "ckpt-3" / "INPUT_ENDED")
+    assert est.checkpoints(tmp_path)[-1].damage == "INPUT_ENDED is missing"
+
+
+@pytest.mark.slow
+def test_a_checkpoint_is_listed_and_verified_while_files_are_added_to_it(tmp_path):
+    path = str(tmp_path / "ckpt-2")
+    make(tmp_path).train(endless, max_steps=2)
+
+    def add():
+        for index in range(100):
+            _manifest.add_empty_file(path, f"MARK_{index % 3}")
+
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        added = thread.submit(add)
+        while not added.done():
+            assert Checkpoints(tmp_path).latest(verify) == path and est.checkpoints(tmp_path)[-1].damage is None
+        added.result()
+
+
+def test_a_file_is_hashed_once_while_it_does_not_change(tmp_path, monkeypatch):
+    make(tmp_path).train(endless, max_steps=2)
+    hashed, checksums = [], _manifest._checksums
+    monkeypatch.setattr(_manifest, "_checksums", lambda files: hashed.extend(files) or checksums(files))
+    estimator = make(tmp_path)
+    estimator.evaluate(times(1))
+    values(estimator)
+    assert len(hashed) == len(set(hashed)) and str(largest(tmp_path / "ckpt-2")) in hashed
+
+
+@pytest.mark.slow
+def test_two_processes_agree_on_the_sound_checkpoint(tmp_path):
+    alone, both = scenario.sharded(str(tmp_path / "alone")), str(tmp_path / "both")
+    alone.train(lambda: team_lives.Source(positions=False), max_steps=8)
+    shutil.copytree(tmp_path / "alone", both)
+    flip(largest(f"{both}/ckpt-8"))
+    (one,), (other,) = run("testing.scenarios.object_store.train_sharded", both, 8)
+    assert one == other
+    for name, value in alone.get_variable_value("*").items():
+        np.testing.assert_allclose(one["values"][name], value, rtol=2e-5, atol=2e-6, err_msg=name)

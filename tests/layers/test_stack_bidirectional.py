@@ -1,0 +1,62 @@
+"""Bidirectional layers on top of each other."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from testing.towers import started
+
+import estimator as est
+
+X = np.random.default_rng(0).normal(size=(3, 5, 2)).astype(np.float32)
+LENGTHS = np.array([5, 2, 3])
+
+
+def stacked(x, **options):
+    return est.layers.stack_bidirectional_rnn(x, [4, 3], LENGTHS, **options)
+
+
+def by_hand(x, layer):
+    with est.variable_scope("stack_bidirectional_rnn", reuse=True):
+        for number, units in enumerate([4, 3]):
+            with est.variable_scope(f"cell_{number}"):
+                both, _ = layer(x, units, LENGTHS, name="bidirectional_rnn")
+            x = jnp.concatenate(both, -1)
+    return x
+
+
+def model_fn(features, mode, params):
+    outputs, forwards, backwards = stacked(features, **params)
+    layer = est.layers.bidirectional_gru if params.get("cell") == "gru" else est.layers.bidirectional_lstm
+    same = by_hand(features, layer)
+    return est.EstimatorSpec(
+        mode, [outputs, same, forwards, backwards], loss=jnp.abs(outputs - same).max(), train_op=est.group()
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", ["lstm", "gru"])
+def test_each_layer_gets_both_directions_of_the_one_below(cell):
+    model, state = started(model_fn, X, params={"cell": cell}, mode="infer")
+    outputs, same, forwards, backwards = model.predict_step(state, X).predictions
+    assert outputs.shape == (3, 5, 6) and not outputs[1, 2:].any()
+    np.testing.assert_array_equal(outputs, same)
+    last = [jax.tree.leaves(states[-1])[-1] for states in (forwards, backwards)]
+    np.testing.assert_allclose(last[0], outputs[np.arange(3), LENGTHS - 1, :3], rtol=1e-6)
+    np.testing.assert_allclose(last[1], outputs[:, 0, 3:], rtol=1e-6)
+    assert {name.rsplit("/", 3 if cell == "gru" else 2)[0] for name in state.variables} == {
+        f"stack_bidirectional_rnn/cell_{n}/bidirectional_rnn/{way}" for n in (0, 1) for way in ("fw", "bw")
+    }
+
+
+@pytest.mark.slow
+def test_dropout_between_layers_acts_in_training_alone():
+    model, state = started(model_fn, X, params={"dropout_rate": 0.5})
+    assert model.train_step(state, X)[1].loss > 1e-3
+    assert model.eval_step(state, X).loss == 0
+
+
+@pytest.mark.parametrize("options", [{"units": 4}, {"units": []}, {"units": [4], "cell": "rnn"}])
+def test_wrong_layers_are_errors(options):
+    with pytest.raises(ValueError, match="needs the units of each layer, such as .*; got"):
+        est.layers.stack_bidirectional_rnn(X, **options)

@@ -1,0 +1,107 @@
+"""Features of a step under x64 and strict dtype promotion: towers equal one tower, in float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from testing.towers import cpus
+
+import estimator as est
+from replicate import TowerOptimizer, replicate_model_fn
+
+RANDOM = np.random.default_rng(0)
+BATCHES = (
+    {"x": RANDOM.normal(size=(3, 8, 6, 3)), "n": np.tile([6, 2, 0, 4], (3, 2)), "id": np.tile([1, 0, 3, 1], (3, 2))},
+    RANDOM.normal(size=(3, 8)),
+)
+
+
+def dense(features):
+    return est.layers.dense(features["x"].mean(1), 1)[:, 0]
+
+
+def recurrent(layer, dtype):
+    def network(features):
+        outputs, _ = getattr(est.layers, layer)(features["x"], 2, sequence_length=features["n"].astype(dtype))
+        return outputs.mean((1, 2))
+
+    return network
+
+
+def normalized(features):
+    return est.layers.batch_normalization(features["x"].mean(1), synchronized=True).sum(1)
+
+
+def looked_up(features):
+    est.get_variable("table", (4, 3), jnp.float64)
+    return (est.embedding_lookup("table", features["id"]) * features["x"].mean(1)).sum(1)
+
+
+def regularized(features):
+    return est.layers.dense(features["x"].mean(1), 1, kernel_regularizer=est.regularizers.l2(0.1))[:, 0]
+
+
+def scheduled():
+    rate = est.train.exponential_decay(0.1, est.global_step(), 2, 0.5)
+    return est.train.MomentumOptimizer(rate, 0.9)
+
+
+SGD, ADAM = (lambda: optax.sgd(0.1)), (lambda: est.train.AdamOptimizer(0.1))
+FEATURES = {  # network, optimizer, arguments of TowerOptimizer, arguments of replicate_model_fn
+    "on_nan skip": (dense, SGD, {}, {"on_nan": "skip"}),
+    "on_nan raise": (dense, SGD, {}, {"on_nan": "raise"}),
+    "loss scale": (dense, SGD, {"loss_scale": est.DynamicLossScale()}, {}),
+    "accumulation": (dense, ADAM, {"accumulate_steps": 2}, {}),
+    "adam": (dense, ADAM, {}, {}),
+    "schedule": (dense, scheduled, {}, {}),
+    "lstm, int32": (recurrent("lstm", "int32"), SGD, {}, {}),
+    "lstm, int64": (recurrent("lstm", "int64"), SGD, {}, {}),
+    "gru, int32": (recurrent("gru", "int32"), SGD, {}, {}),
+    "batch normalization": (normalized, SGD, {}, {}),
+    "sparse lookup": (looked_up, lambda: est.train.AdagradOptimizer(0.1), {}, {}),
+    "regularizer": (regularized, SGD, {}, {}),
+    "segments": (dense, SGD, {}, {"tower_transform": est.checkpoint_segments}),
+}
+
+
+def run(feature, towers):
+    network, optimizer, options, arguments = FEATURES[feature]
+
+    def model_fn(features, labels, mode):
+        predictions = network(features)
+        loss = est.losses.mean_squared_error(labels, predictions) + est.losses.get_regularization_loss()
+        train_op = TowerOptimizer(optimizer(), **options).minimize(loss)
+        averages = est.ExponentialMovingAverage(0.9).apply(est.trainable_variables())
+        metrics = {"mean": est.metrics.mean(labels), "mse": est.metrics.mean_squared_error(labels, predictions)}
+        return est.EstimatorSpec(mode, loss=loss, train_op=est.group(train_op, averages), eval_metric_ops=metrics)
+
+    model = est.transform(replicate_model_fn(model_fn, devices=cpus(towers), **arguments))
+    first = jax.tree.map(lambda x: x[0], BATCHES)
+    state, spec = model.train_loop(model.init(jax.random.key(0), *first), BATCHES)
+    metrics = {name: metric.result() for name, metric in model.eval_step(state, *first).eval_metric_ops.items()}
+    return jax.device_get((spec.loss, state.variables, metrics))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("feature", FEATURES)
+def test_towers_equal_one_tower_in_float64(feature):
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
+        one, two = run(feature, 1), run(feature, 2)
+    assert one[0].dtype == np.float64
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), one, two)
+
+
+@pytest.mark.slow
+def test_a_step_that_is_not_finite_is_skipped_in_float64():
+    def model_fn(features, labels, mode):
+        w = est.get_variable("w", (3,), jnp.float64)
+        loss = jnp.mean((features @ w - labels) ** 2)
+        return est.EstimatorSpec(mode, loss=loss, train_op=TowerOptimizer(optax.sgd(0.1)).minimize(loss))
+
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
+        model = est.transform(replicate_model_fn(model_fn, devices=cpus(2), on_nan="skip"))
+        x, y = np.ones((4, 3)), np.ones(4)
+        before = model.init(jax.random.key(0), x, y)
+        after, _ = model.train_step(before, x, np.array([1.0, 1.0, np.nan, 1.0]))
+        np.testing.assert_array_equal(after.variables["w"], before.variables["w"])

@@ -1,0 +1,51 @@
+"""Learning rate schedules: TensorFlow's numbers, and what is wrong is an error."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from golden import GOLDEN, close
+from testing.towers import replicate, started
+
+import estimator as est
+
+CASES = GOLDEN["schedules"]
+
+
+def rate_of(case, step):
+    args = [step if arg == "step" else arg for arg in case["args"]]
+    return getattr(est.train, case["name"])(*args, **case["kwargs"])
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case['name']}-{len(case['kwargs'])}")
+def test_schedules_have_the_numbers_of_tensorflow(case):
+    def at(step):
+        return rate_of(case, step)
+
+    steps = np.array(case["steps"], np.int32)
+    close(jax.vmap(at)(steps), case["values"])
+    np.testing.assert_array_equal(jax.jit(jax.vmap(at(None)))(steps), jax.jit(jax.vmap(at))(steps))
+
+
+def test_schedules_have_the_numbers_of_tensorflow_in_4_towers():
+    def model_fn(features, labels, mode):
+        rates = jnp.stack([rate_of(case, est.global_step()) for case in CASES])
+        return est.EstimatorSpec(mode, predictions=jnp.tile(rates, (len(features), 1)))
+
+    batch = np.zeros(4, np.float32)
+    model, state = started(replicate(model_fn, 4), batch, mode="infer")
+    (steps,) = {tuple(case["steps"]) for case in CASES}
+    for step, *values in zip(steps, *(case["values"] for case in CASES), strict=True):
+        now = state._replace(global_step=jnp.asarray(step, state.global_step.dtype))
+        close(model.predict_step(now, batch).predictions, [values] * 4)
+
+
+def test_a_number_instead_of_the_step_is_an_error():
+    """As in `optax.polynomial_schedule`'s order of TensorFlow's arguments, less the step."""
+    with pytest.raises(TypeError, match=r"`est.train.polynomial_decay` needs `est.global_step\(\)`.*; got 1000\."):
+        est.train.polynomial_decay(0.1, 1000, 1e-4)
+
+
+def test_piecewise_constant_needs_one_value_more():
+    with pytest.raises(ValueError, match="one value more than boundaries; got 2 values and 2 boundaries"):
+        est.train.piecewise_constant(None, [1, 2], [0.1, 0.2])
