@@ -301,6 +301,7 @@ def test_a_training_whose_processes_are_killed_ends_with_the_bits_of_one_that_is
         return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
     undisturbed = start(tmp_path / "undisturbed", 0)
+    (tmp_path / "undisturbed" / "enough").touch()
     _, err = undisturbed.communicate(timeout=300)
     assert undisturbed.returncode == 0, err
     folder = tmp_path / "killed"
@@ -314,6 +315,7 @@ def test_a_training_whose_processes_are_killed_ends_with_the_bits_of_one_that_is
             seen.update(pids)
             victims += 1
             os.kill(pids[random.integers(2)], signal.SIGKILL)
+    (folder / "enough").touch()
     _, err = killed.communicate(timeout=600)
     assert killed.returncode == 0, err
     assert victims == kills == err.count("signal SIGKILL")

@@ -10,6 +10,7 @@ processes ended, and the longest time that they took; these depend on what else 
 import argparse
 import collections
 import contextlib
+import itertools
 import os
 import pathlib
 import random
@@ -31,7 +32,7 @@ WITHIN_A_WRITE, TWICE = "SIGKILL within a write", "Ctrl-C twice"
 WAYS = ["SIGKILL", "Ctrl-C", WITHIN_A_WRITE, "SIGTERM", "SIGKILL", TWICE, WITHIN_A_WRITE, "SIGTERM"]  # in turns
 SIGNALS = {"Ctrl-C": signal.SIGINT, TWICE: signal.SIGINT, "SIGTERM": signal.SIGTERM}
 NAMES = ["grain's MapDataset", "numpy_input_fn"]  # of the trainings
-ENDS_OF_ONE = 5  # of a training
+ENDS_OF_ONE = 5  # of a training, at most
 LEFT = re.compile(r"ckpt-\d+$|events\.|history")
 
 
@@ -58,21 +59,28 @@ class Soak:
         self._undisturbed = {}
 
     def run(self, count):
-        """Ends processes `count` times, and lets each training end by itself after five of these."""
+        """Ends processes `count` times, and lets each training end by itself after at most five of these."""
+        ended = 0
         try:
-            for number, start in enumerate(range(0, count, ENDS_OF_ONE)):
+            for number in itertools.count():
                 name, model_dir = NAMES[number % len(NAMES)], self._folder / str(number)
-                for index in range(start, min(start + ENDS_OF_ONE, count)):
-                    self._end(name, model_dir, WAYS[index % len(WAYS)])
+                last = min(ended + ENDS_OF_ONE, count)
+                while ended < last and self._end(name, model_dir, WAYS[ended % len(WAYS)]):
+                    ended += 1
                 self._compare(name, model_dir)
+                if ended == count:
+                    return
         finally:
             self._processes.close()
 
     def _end(self, name, model_dir, way):
+        """Ends a process; returns False if the training was done before."""
         slow = way == WITHIN_A_WRITE
         self._processes.start("train_with_slow_disk" if slow else "train", name, str(model_dir))
         for _ in range(self._random.randrange(1, 6)):
-            assert self._processes.read().startswith("step ")
+            if not self._processes.read().startswith("step "):
+                assert self._processes.ended() == 0
+                return False
         if slow:
             wait_for_write(model_dir)
         else:
@@ -82,15 +90,18 @@ class Soak:
             time.sleep(pause)
             with contextlib.suppress(ProcessLookupError):  # the first was enough
                 self._processes.send(SIGNALS.get(way, signal.SIGKILL))
-        self.codes[way][self._processes.ended()] += 1
-        self.secs[way] = max(self.secs[way], time.monotonic() - began)
+        code = self._processes.ended()
+        if code:
+            self.codes[way][code] += 1
+            self.secs[way] = max(self.secs[way], time.monotonic() - began)
+        return bool(code)
 
     def _finish(self, name, model_dir):
         """The variables where a training has ended by itself."""
         self._processes.start("train", name, str(model_dir))
         lines, code = self._processes.read_to_end()
         steps = [str(step) for step in range(10, killed_training.STEPS + 1, 10)]
-        if code or lines[-1].split()[1:] != steps:
+        if code or (lines and lines[-1].split()[1:] != steps):  # none where it was done before
             self.differ.append(f"{model_dir}: the last process ended with {code}, and its hook with {lines[-1:]}")
         return values(killed_training.make(name, model_dir))
 

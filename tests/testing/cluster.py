@@ -38,7 +38,12 @@ class Cluster:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join([os.path.dirname(TESTS), TESTS])},
+            env=os.environ
+            | {
+                "JAX_PLATFORMS": "cpu",
+                "OPENBLAS_NUM_THREADS": "1",  # a copy of a process of several threads can hang
+                "PYTHONPATH": os.pathsep.join([os.path.dirname(TESTS), TESTS]),
+            },
         )
         self._pids = []
 

@@ -1,4 +1,5 @@
 """Processes to send signals to. To start one takes seconds: so one that has imported everything makes copies of itself.
+It has one thread, since a copy of a process of several can hang: OpenBLAS, which NumPy uses, must start none.
 
 As a script it is that one: for each line `[function, *args]` of its input, JSON, it makes a copy, which calls the
 function of a module, and tells how the copy ended.
@@ -31,7 +32,12 @@ class Processes:
             stdout=subprocess.PIPE,
             stderr=self._errors,
             text=True,
-            env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join([os.path.dirname(TESTS), TESTS])},
+            env=os.environ
+            | {
+                "JAX_PLATFORMS": "cpu",
+                "OPENBLAS_NUM_THREADS": "1",
+                "PYTHONPATH": os.pathsep.join([os.path.dirname(TESTS), TESTS]),
+            },
         )
         self._pid = None
 

@@ -32,13 +32,19 @@ def input_fn():
 
 
 class Slow(est.Hook):
-    """So that a training lasts long enough to be killed."""
+    """Makes a training last long enough to be killed: its last step waits for the file `enough`."""
+
+    def __init__(self, folder, steps):
+        self.enough = folder / "enough"
+        self.steps = steps
 
     def next_step(self, step):
         return step + 1
 
     def after_run(self, context, values):
         time.sleep(0.01)
+        while context.step == self.steps - 1 and not self.enough.exists():
+            time.sleep(0.05)
 
 
 def main(folder, steps):
@@ -48,7 +54,7 @@ def main(folder, steps):
     initialize_distributed(timeout_secs=60)
     config = est.RunConfig(save_checkpoints_steps=10, keep_checkpoint_max=3)
     estimator = est.Estimator(replicate_model_fn(model_fn), str(folder / "model"), config)
-    estimator.train(input_fn, hooks=[Slow()], max_steps=steps)
+    estimator.train(input_fn, hooks=[Slow(folder, steps)], max_steps=steps)
     if jax.process_index() == 0:
         w = np.asarray(jnp.asarray(estimator.get_variable_value("w")))
         (folder / "result").write_text(hashlib.sha256(w.tobytes()).hexdigest())

@@ -96,12 +96,15 @@ def evaluate_in_fork(model_dir):
 
 
 def _work(i):
-    time.sleep(0.05)
+    time.sleep(0.05 if i < 4 else 60)
     return X
 
 
 def pool_in_input(model_dir):
-    """A loader whose workers are forked within the run, and which waits for their end."""
+    """A loader whose workers are forked within the run, and which waits for their end.
+
+    A signal finds them at work: a pool never ends if one of its workers died while it held the lock of their queue.
+    """
     os.setpgrp()
 
     def input_fn():
@@ -109,6 +112,7 @@ def pool_in_input(model_dir):
         with multiprocessing.get_context("fork").Pool(2) as pool:
             for i, x in enumerate(pool.imap(_work, range(100_000))):
                 if i == 3:
+                    time.sleep(0.5)
                     print("blocked", flush=True)
                 yield x, Y
         pool.join()
