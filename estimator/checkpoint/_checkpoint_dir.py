@@ -121,9 +121,8 @@ def newest_sound(directory: str, check: Callable[[str], object] = lambda path: N
                         f"{path} was written at step {step_of(path)}, and is used as the checkpoint of that step."
                     )
                 return path
-        if folders == folders_in(
-            directory
-        ):  # otherwise training has removed what was listed, after it wrote newer ones
+        # Otherwise training has removed what was listed, after it wrote newer ones.
+        if folders == folders_in(directory):
             if newest is not None:
                 raise newest
             return None

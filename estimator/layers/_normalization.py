@@ -193,25 +193,27 @@ def layer_norm(
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 def _standardize(x: jax.Array, axes: tuple[int, ...], epsilon: float) -> jax.Array:
     """The inputs less their mean, divided by their standard deviation."""
-    return _standardize_and_factor(x, axes, epsilon)[0]
+    return _standardize_with_moments(x, axes, epsilon)[0]
 
 
 @_standardize.defjvp
 def _standardize_jvp(
     axes: tuple[int, ...], epsilon: float, primals: tuple[jax.Array], tangents: tuple[jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    # jax's own rule differentiates the mean within the variance, too, which is zero: on a CPU that takes 1.2 to 1.7
-    # times as long, forward and backward.
-    (tangent,) = tangents
-    output, factor = _standardize_and_factor(*primals, axes, epsilon)
-    along = (output * tangent).mean(axes, keepdims=True)
-    return output, factor * (tangent - tangent.mean(axes, keepdims=True) - output * along)
+    # jax's own rule differentiates the mean within the variance, too, which is zero. Of the inputs, not of the output,
+    # so that the output is not kept: forward and backward take 0.75 to 1.0 times as long as by that rule on a CPU.
+    (x,), (tangent,) = primals, tangents
+    output, mean, factor = _standardize_with_moments(x, axes, epsilon)
+    along = factor**3 * ((x - mean) * tangent).mean(axes, keepdims=True)
+    return output, factor * (tangent - tangent.mean(axes, keepdims=True)) - (x - mean) * along
 
 
-def _standardize_and_factor(x: jax.Array, axes: tuple[int, ...], epsilon: float) -> tuple[jax.Array, jax.Array]:
-    wide = x - x.mean(axes, keepdims=True)
-    factor = jax.lax.rsqrt(jnp.square(wide).mean(axes, keepdims=True) + epsilon)
-    return wide * factor, factor
+def _standardize_with_moments(
+    x: jax.Array, axes: tuple[int, ...], epsilon: float
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    mean = x.mean(axes, keepdims=True)
+    factor = jax.lax.rsqrt(jnp.square(x - mean).mean(axes, keepdims=True) + epsilon)
+    return (x - mean) * factor, mean, factor
 
 
 def _axes(layer: str, name: str, axis: int | Sequence[int], ndim: int) -> tuple[int, ...]:
