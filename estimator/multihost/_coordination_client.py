@@ -7,7 +7,7 @@ of SLURM, Open MPI and TPU pods. `tests/multihost/test_coordination_client.py` s
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax._src import clusters as clusters
 from jax._src import distributed, xla_bridge
@@ -20,3 +20,18 @@ def devices_are_started() -> bool:
 def coordination_client() -> Any:
     """The client of this process, whoever has called `jax.distributed.initialize`; None where nobody has."""
     return distributed.global_state.client
+
+
+class Connection(NamedTuple):
+    """The arguments of the call of `jax.distributed.initialize` that connected this process."""
+
+    address: str
+    num_processes: int
+    process_id: int
+
+
+def connection() -> Connection | None:
+    state = distributed.global_state
+    if state.client is None or state.coordinator_address is None:
+        return None
+    return Connection(state.coordinator_address, state.num_processes, state.process_id)

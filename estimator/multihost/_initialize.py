@@ -18,7 +18,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from estimator.core._argument_checks import check_intervals
 from estimator.multihost import _coordination_client
-from estimator.multihost._cluster import ClusterSpec, find_cluster, is_literally_loopback, is_loopback, split_address
+from estimator.multihost._address import is_literally_loopback, is_loopback, split_address
+from estimator.multihost._cluster import ClusterSpec, connected_cluster, find_cluster
 from estimator.multihost._introduction import Introduction, check_devices, exchange_introductions, table
 from estimator.multihost._liveness import ProcessLostError, explained
 from estimator.multihost._process_watch import ProcessWatch
@@ -41,18 +42,20 @@ def initialize_distributed(
 ) -> None:
     """Makes one run of several processes: after it `jax.devices()` are the devices of all of them.
 
-    Call it once, before anything else that uses jax. What is not given comes from the environment: `TF_CONFIG`, SLURM,
-    MPI, an indexed job of Kubernetes, or a TPU pod. Where nothing speaks of several processes there is one, and the
-    same script runs alone.
+    Call it once, before anything else that uses jax. What is not given comes from the environment: `replicate.launch`,
+    Kubeflow (Trainer, JAXJob, PyTorchJob), `TF_CONFIG`, torchrun, SkyPilot, SLURM, MPI, an indexed job of Kubernetes,
+    or a TPU pod. Where nothing speaks of several processes there is one, and the same script runs alone.
 
-    It is `jax.distributed.initialize`, with which jax's coordination service runs in process 0, the chief. Then the
+    It is `jax.distributed.initialize`, with which jax's coordination service runs in process 0, the chief. Where that
+    was called already, as by Ray's JaxTrainer, the processes are those that it has connected. Then the
     processes check that they fit together (versions, hosts, number, devices), a sum over all devices is checked, and
     process 0 logs a table of the processes.
 
     From then on a process that loses another one ends too: with `est.ProcessLostError` in the Estimator's calls, or, if
     it is still in a collective `grace_secs` later, with exit code 76; if process 0 is lost, jax aborts the others. A
     process that ends in order before the others, also by `sys.exit`, is not lost. Process 0 waits for the others at its
-    exit. `docs/many_hosts.md` says more.
+    exit. Where something else has called `jax.distributed.initialize`, without jax's recoverability, jax itself aborts
+    the others when one is lost. `docs/many_hosts.md` says more.
 
     >>> initialize_distributed("localhost:1234", num_processes=2, process_id=2)
     Traceback (most recent call last):
@@ -72,8 +75,8 @@ def initialize_distributed(
       grace_secs: seconds that a process may wait for one that has died.
 
     Raises:
-      ValueError: the arguments, or the environment, do not make sense; or a loopback address is given for several
-        hosts.
+      ValueError: the arguments, or the environment, do not make sense; a loopback address is given for several
+        hosts; or a variable speaks of several processes, and nothing says how to connect.
       RuntimeError: it was called before, or after jax has started its devices; or the processes do not fit together.
       OSError: the port is in use on the host of process 0.
       TimeoutError: not all processes have come, or the sum has not, within timeout_secs. Where a process_id is given
@@ -82,10 +85,14 @@ def initialize_distributed(
     check_intervals("initialize_distributed", timeout_secs=timeout_secs)
     check_intervals("initialize_distributed", heartbeat_timeout_secs=heartbeat_timeout_secs)
     check_intervals("initialize_distributed", grace_secs=grace_secs)
-    cluster = find_cluster(coordinator_address, num_processes, process_id, local_device_ids)
+    connected = _coordination_client.connection()
+    if connected and not RUNTIME.is_initialized:
+        cluster = connected_cluster(connected, num_processes, process_id)
+    else:
+        cluster = find_cluster(coordinator_address, num_processes, process_id, local_device_ids)
     if RUNTIME.is_initialized:
         raise RuntimeError("initialize_distributed was called before; call it once, at the start of the script.")
-    if _coordination_client.devices_are_started():
+    if not connected and _coordination_client.devices_are_started():
         raise RuntimeError(
             "initialize_distributed must be called before jax starts its devices; they have been started, by a "
             "computation, jax.devices() or the like. Call it at the start of the script."
@@ -93,29 +100,37 @@ def initialize_distributed(
     if cluster.num_processes == 1:
         logging.info("initialize_distributed: one process (%s).", cluster.source)
     else:
-        _join(cluster, timeout_secs, heartbeat_timeout_secs, grace_secs)
+        _join(cluster, bool(connected), timeout_secs, heartbeat_timeout_secs, grace_secs)
     RUNTIME.is_initialized = True
 
 
-def _join(cluster: ClusterSpec, timeout_secs: float, heartbeat_secs: float, grace_secs: float) -> None:
+def _join(
+    cluster: ClusterSpec, is_connected: bool, timeout_secs: float, heartbeat_secs: float, grace_secs: float
+) -> None:
     RUNTIME.start_timeout_secs = timeout_secs
     deadline = time.monotonic() + timeout_secs
-    if cluster.process_id == 0:
+    if not is_connected and cluster.process_id == 0:
         _check_port_is_free(cluster)
-    else:
+    elif not is_connected:
         _wait_for_process_0(cluster, deadline, timeout_secs)
     stages: list[str] = []
 
     def start() -> None:
-        _connect(cluster, timeout_secs, heartbeat_secs)
+        if not is_connected:
+            _connect(cluster, timeout_secs, heartbeat_secs)
         stages.append("connected")
         try:
             processes = exchange_introductions(cluster, deadline - time.monotonic())
         except RuntimeError:
-            _disconnect_in_order(cluster)
+            if not is_connected:
+                _disconnect_in_order(cluster)
             raise
-        ProcessWatch(processes, cluster.process_id, heartbeat_secs, grace_secs)
-        _choose_devices(cluster, processes)
+        # Others may have connected jax without it: jax aborts all when one dies, and a watch would wait at the exit.
+        if jax.config.values["jax_enable_recoverability"]:
+            ProcessWatch(processes, cluster.process_id, heartbeat_secs, grace_secs)
+        if not _coordination_client.devices_are_started():
+            _choose_collectives()
+            _choose_devices(cluster, processes)
         _check_sum(*_sum_of_device_numbers())
         check_devices(processes)
         if cluster.process_id == 0:
@@ -180,8 +195,6 @@ def _connect(cluster: ClusterSpec, timeout_secs: float, heartbeat_secs: float) -
     assert cluster.address is not None
     jax.config.update("jax_enable_recoverability", True)  # else the death of any process aborts all
     jax.config.update("jax_enable_preemption_service", False)  # `_preemption.py` handles SIGTERM, and says why
-    if jax.config.values["jax_cpu_collectives_implementation"] is None:
-        jax.config.update("jax_cpu_collectives_implementation", "gloo")  # on GPUs it is NCCL
     listens_to_itself = is_literally_loopback(split_address(cluster.address)[0])
     jax.distributed.initialize(
         cluster.address,
@@ -199,6 +212,11 @@ def _disconnect_in_order(cluster: ClusterSpec) -> None:
     if cluster.process_id == 0:
         _coordination_client.coordination_client().get_live_nodes(list(range(cluster.num_processes)))
     jax.distributed.shutdown()
+
+
+def _choose_collectives() -> None:
+    if jax.config.values["jax_cpu_collectives_implementation"] is None:
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")  # on GPUs it is NCCL
 
 
 def _choose_devices(cluster: ClusterSpec, processes: Sequence[Introduction]) -> None:

@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 import jax
 
-from estimator.multihost._cluster import ClusterSpec, is_loopback, split_address
+from estimator.multihost._address import is_loopback, split_address
+from estimator.multihost._cluster import ClusterSpec
 from estimator.multihost._coordination_client import coordination_client
 
 LOSS_KEY = "estimator/loss"  # the first loss of a process, in the words of all processes

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import sys
 import types
@@ -98,6 +99,15 @@ def environment(monkeypatch):
         "PMI_",
         "JOB_",
         "KUBER",
+        "NUM_P",
+        "PROCESS_",
+        "COORD",
+        "RANK",
+        "WORLD_",
+        "MASTER_",
+        "LOCAL_",
+        "TORCHEL",
+        "SKYPILOT_",
     )
     for name in list(os.environ):
         if name.startswith(prefixes):
@@ -120,9 +130,12 @@ def find(*arguments):
     [
         ({"TF_CONFIG": config(CHIEF, "worker", 1)}, ClusterSpec("a:1", 3, 2, "TF_CONFIG")),
         ({"TF_CONFIG": config(CHIEF, "worker", 1), **SLURM}, ClusterSpec("a:1", 3, 2, "TF_CONFIG")),
-        (LAUNCHED, ClusterSpec("n:1", 4, 3, "replicate.launch")),
-        (LAUNCHED | SLURM, ClusterSpec("n:1", 4, 3, "replicate.launch")),
-        (LAUNCHED | {"JAX_NUM_PROCESSES": 1, "JAX_PROCESS_ID": 0}, ClusterSpec(None, 1, 0, "replicate.launch")),
+        (LAUNCHED, ClusterSpec("n:1", 4, 3, "JAX_NUM_PROCESSES and JAX_PROCESS_ID")),
+        (LAUNCHED | SLURM, ClusterSpec("n:1", 4, 3, "JAX_NUM_PROCESSES and JAX_PROCESS_ID")),
+        (
+            LAUNCHED | {"JAX_NUM_PROCESSES": 1, "JAX_PROCESS_ID": 0},
+            ClusterSpec(None, 1, 0, "JAX_NUM_PROCESSES and JAX_PROCESS_ID"),
+        ),
         (SLURM, ClusterSpec("node007:61440", 8, 5, "SLURM", None, 1)),
         (SLURM | {"JAX_COORDINATOR_PORT": 1234}, ClusterSpec("node007:1234", 8, 5, "SLURM", None, 1)),
         (SLURM | {"JAX_COORDINATOR_ADDRESS": "n:1"}, ClusterSpec("n:1", 8, 5, "SLURM", None, 1)),
@@ -197,6 +210,75 @@ def test_arguments_come_before_the_environment(environment):
 def test_arguments_that_make_no_sense_are_refused(environment, arguments, message):
     with pytest.raises(ValueError, match=message):
         find(*arguments)
+
+
+TORCH = dict(WORLD_SIZE=4, RANK=3, MASTER_ADDR="n", MASTER_PORT=9, LOCAL_RANK=1, LOCAL_WORLD_SIZE=2)
+AGENT = TORCH | dict(TORCHELASTIC_USE_AGENT_STORE=True, TORCHELASTIC_RESTART_COUNT=0)
+JAX_JOB = dict(NUM_PROCESSES=4, PROCESS_ID=3, COORDINATOR_ADDRESS="n", COORDINATOR_PORT=9)
+SKYPILOT = dict(SKYPILOT_NUM_NODES=4, SKYPILOT_NODE_RANK=3, SKYPILOT_NODE_IPS="n\nm\no\np")
+
+
+@pytest.mark.parametrize(
+    ("variables", "address", "source"),
+    [
+        (TORCH, "n:9", "WORLD_SIZE, RANK, MASTER_ADDR, MASTER_PORT"),
+        (TORCH | {"MASTER_ADDR": "fe80::1"}, "[fe80::1]:9", "WORLD_SIZE, RANK, MASTER_ADDR, MASTER_PORT"),
+        (AGENT | {"MASTER_PORT": 2000}, "n:2001", "torchrun"),
+        (AGENT | {"MASTER_PORT": 2000, "TORCHELASTIC_RESTART_COUNT": 5}, "n:2006", "torchrun"),
+        (AGENT | {"MASTER_PORT": 65535}, "n:1024", "torchrun"),
+        (AGENT | SLURM | {"MASTER_PORT": 2000}, "n:2001", "torchrun"),
+        (JAX_JOB, "n:9", "a JAXJob"),
+        (SKYPILOT, "n:8476", "SkyPilot"),
+        (SKYPILOT | {"JAX_COORDINATOR_PORT": 9}, "n:9", "SkyPilot"),
+        (SKYPILOT | AGENT | {"MASTER_PORT": 2000}, "n:2001", "torchrun"),
+        (
+            LAUNCHED | {"JAX_COORDINATOR_ADDRESS": "n", "JAX_COORDINATOR_PORT": 9},
+            "n:9",
+            " and ".join(sorted(LAUNCHED)[1:]),
+        ),
+    ],
+)
+def test_engines_are_known_by_their_variables(environment, variables, address, source):
+    environment(**variables)
+    assert find()[:4] == (address, 4, 3, source)
+
+
+@pytest.mark.parametrize("variables", [TORCH, AGENT, JAX_JOB, SKYPILOT, LAUNCHED])
+def test_one_process_of_an_engine_is_one(environment, variables):
+    counts = {"WORLD_SIZE", "NUM_PROCESSES", "SKYPILOT_NUM_NODES", "JAX_NUM_PROCESSES"}
+    indices = {"RANK", "PROCESS_ID", "SKYPILOT_NODE_RANK", "JAX_PROCESS_ID"}
+    one = {name: 1 if name in counts else 0 if name in indices else value for name, value in variables.items()}
+    environment(**one)
+    assert find()[:3] == (None, 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("variables", "lacking"),
+    [
+        ({"WORLD_SIZE": 2}, "RANK and no MASTER_ADDR and no MASTER_PORT"),
+        ({"WORLD_SIZE": 2, "RANK": 1, "MASTER_PORT": 9}, "MASTER_ADDR"),
+        ({"NUM_PROCESSES": 2, "PROCESS_ID": 1}, "COORDINATOR_ADDRESS and no COORDINATOR_PORT"),
+        ({"SKYPILOT_NUM_NODES": 2, "SKYPILOT_NODE_RANK": 1}, "SKYPILOT_NODE_IPS"),
+        ({"JAX_NUM_PROCESSES": 2}, "JAX_PROCESS_ID"),
+    ],
+)
+def test_one_of_several_that_cannot_connect_is_refused(environment, variables, lacking):
+    environment(**variables)
+    count = next(iter(variables))
+    message = (
+        f"initialize_distributed: {count}=2 speaks of several processes, but there is no {lacking}, so that each of "
+        "them would train alone. Set that, or give coordinator_address, num_processes and process_id; for one process, "
+        f"give num_processes=1, or unset {count}."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        find()
+    assert find(None, 1)[:3] == (None, 1, 0)
+    assert find("n:1", 2, 1)[:4] == ("n:1", 2, 1, "the arguments")
+
+
+def test_a_number_of_processes_alone_may_be_for_something_else(environment):
+    environment(NUM_PROCESSES=8)
+    assert find()[:3] == (None, 1, 0)
 
 
 def test_ranks_without_an_address_are_refused(environment):

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import socket
+import threading
 import time
 
 import jax
@@ -142,6 +143,23 @@ def recipe(environment, arguments):
     logging.set_verbosity(logging.INFO)
     replicate.initialize_distributed(timeout_secs=20, **arguments)
     say("process", jax.process_index(), "of", jax.process_count(), "sum", float(summed(np.ones(8), 1).sum()))
+
+
+def adopt(address, recoverable, starts_devices):
+    """Joins where jax was connected before, as by Ray's JaxTrainer; process 1 ends later."""
+    me = my_index()
+    del os.environ["TF_CONFIG"]
+    jax.config.update("jax_enable_recoverability", recoverable)
+    jax.distributed.initialize(address, 2, me)
+    if starts_devices:
+        jax.devices()
+    logging.set_verbosity(logging.INFO)
+    say_error(replicate.initialize_distributed, num_processes=3)
+    replicate.initialize_distributed(timeout_secs=20)
+    say_error(replicate.initialize_distributed)
+    watched = any(thread.name == "process-watch" for thread in threading.enumerate())
+    say("process", me, "of", jax.process_count(), "sum", float(summed(np.ones(8), 1).sum()), "watched", watched)
+    time.sleep(me)
 
 
 # Losing one.

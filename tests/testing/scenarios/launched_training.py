@@ -1,4 +1,4 @@
-"""Trains in the processes that `replicate.launch` starts: `launched_training.py <folder> <steps>`."""
+"""Trains in the processes that `replicate.launch` or torchrun starts: `launched_training.py <folder> <steps>`."""
 
 import hashlib
 import os
@@ -48,7 +48,7 @@ class Slow(est.Hook):
 
 
 def main(folder, steps):
-    started = folder / f"started-{os.environ['JAX_PROCESS_ID']}"
+    started = folder / f"started-{os.environ.get('JAX_PROCESS_ID') or os.environ['RANK']}"
     started.with_suffix(".new").write_text(str(os.getpid()))
     started.with_suffix(".new").rename(started)  # whole at any moment
     initialize_distributed(timeout_secs=60)
