@@ -35,6 +35,7 @@ from estimator.porting._tensorflow_names import check_tpu_arguments, missing_att
 from estimator.runtime._compilation_cache import use_compilation_cache
 from estimator.runtime._fork import check_not_forked
 from estimator.runtime._interrupts import noting_interrupts
+from estimator.runtime._log_lines import show_log_lines
 from estimator.runtime._standard_streams import keep_standard_streams_open
 
 
@@ -105,6 +106,8 @@ class Estimator:
             raise ValueError(f"config must be an instance of `RunConfig`; got {config!r}.")
         config = config or RunConfig()
         self._config = config.replace(model_dir=chosen_dir(model_dir, config))
+        if self._config.verbose:
+            show_log_lines()
         self._params = copy.deepcopy({} if params is None else params)
         self._model_fn = model_fn
         self._public_model_fn = with_params(model_fn, self._params)

@@ -236,7 +236,7 @@ class Runs:
                 "outside of input_fn is empty the second time."
             )
         self._log_compiling(ModeKeys.EVAL)
-        context = RunContext(ModeKeys.EVAL, self._model_dir, group=group)
+        context = RunContext(ModeKeys.EVAL, self._model_dir, group=group, verbose=self._config.verbose)
         traits = self._model.traits(*first, mode=ModeKeys.EVAL)
         rest.place(traits.placement)
         first = rest.peek() or first
@@ -276,7 +276,7 @@ class Runs:
         if first is None:
             return
         self._log_compiling(ModeKeys.PREDICT)
-        context = RunContext(ModeKeys.PREDICT, self._model_dir)
+        context = RunContext(ModeKeys.PREDICT, self._model_dir, verbose=self._config.verbose)
         traits = self._model.traits(first[0], mode=ModeKeys.PREDICT)
         rest.place(traits.placement)
         features, _ = rest.peek() or first

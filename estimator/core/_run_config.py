@@ -71,7 +71,8 @@ class RunConfig:
     RunConfig(model_dir=None, seed=1, save_summary_steps=100, save_checkpoints_steps=100,
               save_checkpoints_secs=None, save_checkpoints_async=True, keep_checkpoint_max=5,
               keep_checkpoint_every_n_hours=None, log_step_count_steps=100, steps_per_loop='auto',
-              check_replicas_every=None, resume_input='position', eval_loss_over='batches', compilation_cache_dir=None)
+              check_replicas_every=None, resume_input='position', eval_loss_over='batches', compilation_cache_dir=None,
+              verbose=True)
 
     Args:
       model_dir: the directory of checkpoints and event files, a string or a path object, or a URL; None
@@ -113,6 +114,9 @@ class RunConfig:
         `jax_persistent_cache_min_compile_time_secs` says otherwise. It holds for the whole process. None leaves it to
         jax's own setting.
 
+      verbose: whether a program in which nobody has configured logging, by `logging`, `absl.logging` or `app.run`,
+        shows the log on stderr from INFO on, and whether a terminal shows progress bars.
+
     Raises:
       ValueError: a field has a value that it cannot have, or `save_checkpoints_steps` and
         `save_checkpoints_secs` are both given and not None.
@@ -133,6 +137,7 @@ class RunConfig:
     resume_input: str | None = "position"
     eval_loss_over: str = "batches"
     compilation_cache_dir: str | None = None
+    verbose: bool = True
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         for name in kwargs.keys() - {field.name for field in dataclasses.fields(cls)} & _REPLACED.keys():
@@ -161,8 +166,9 @@ class RunConfig:
             _check_int("steps_per_loop", self.steps_per_loop, 1, ', a time such as "0.2s", or "auto"')
         if self.eval_loss_over not in ("batches", "examples"):
             raise ValueError(f'`eval_loss_over` should be "batches" or "examples"; got {self.eval_loss_over!r}.')
-        if not isinstance(self.save_checkpoints_async, bool):
-            raise ValueError(f"`save_checkpoints_async` should be True or False; got {self.save_checkpoints_async!r}.")
+        for field in ("save_checkpoints_async", "verbose"):
+            if not isinstance(getattr(self, field), bool):
+                raise ValueError(f"`{field}` should be True or False; got {getattr(self, field)!r}.")
         if self.resume_input not in ("position", "count", None):
             raise ValueError(f'`resume_input` should be "position", "count" or None; got {self.resume_input!r}.')
         if self.check_replicas_every is not None:

@@ -71,6 +71,7 @@ class RunContext:
       global_step: the number of training steps done.
       group: the processes that make the same run.
       actions: what the run does for hooks; None: it only shows a state, which is set later.
+      verbose: whether it shows progress bars.
     """
 
     def __init__(
@@ -80,8 +81,10 @@ class RunContext:
         global_step: int = 0,
         group: ProcessGroup | None = None,
         actions: Actions | None = None,
+        verbose: bool = True,
     ) -> None:
         self.mode = mode
+        self.verbose = verbose
         self.group = group or SingleProcess()
         self.model_dir = model_dir
         self.output_dir = model_dir if mode == ModeKeys.TRAIN else None

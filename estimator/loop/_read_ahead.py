@@ -44,7 +44,7 @@ def chunks_with_hooks(
     _hook_calls.create_state(hooks, context)
     plan = Plan(hooks, 0, last_batch, lambda: most)
     bar = tqdm.tqdm(  # not left behind within the bar of `train`
-        desc=_TITLES[context.mode], total=last_batch, unit="batch", leave=None, disable=not shows_bars()
+        desc=_TITLES[context.mode], total=last_batch, unit="batch", leave=None, disable=not shows_bars(context)
     )
     with bar:
         for ready, due in read_ahead(batches, plan, context, lambda pairs, chunk: pairs):
@@ -53,9 +53,9 @@ def chunks_with_hooks(
             yield ready.batches, due
 
 
-def shows_bars() -> bool:
+def shows_bars(context: RunContext) -> bool:
     """Whether to show progress: on a terminal, by one process. A daemon may have no stderr."""
-    return sys.stderr is not None and sys.stderr.isatty() and jax.process_index() == 0
+    return context.verbose and sys.stderr is not None and sys.stderr.isatty() and jax.process_index() == 0
 
 
 def read_ahead(

@@ -27,7 +27,7 @@ from estimator.loop import _hook_calls, _steps_per_loop
 from estimator.loop._context import RunContext
 from estimator.loop._plan import Chunk, Plan
 from estimator.loop._programs import Carry, Pair, Programs, Run, StepOutputs, carry_of, state_of
-from estimator.loop._read_ahead import read_ahead
+from estimator.loop._read_ahead import read_ahead, shows_bars
 from estimator.loop._training_log import TrainingLog
 from estimator.multihost._process_group import ProcessGroup
 from estimator.optim._non_finite import cleared, log_skipped, raise_if_any, skipped_steps
@@ -81,7 +81,7 @@ class Training:
         self.hooks = hooks
         self.last_step = last_step
         start = int(state.global_step)
-        self.context = RunContext(ModeKeys.TRAIN, config.model_dir, start, group, actions=self)
+        self.context = RunContext(ModeKeys.TRAIN, config.model_dir, start, group, actions=self, verbose=config.verbose)
         self.context.set_model_info(programs.traits)
         self.saved_path = saved_path
         self.saved_step = -1 if saved_path is None else start
@@ -98,7 +98,7 @@ class Training:
         self._position: Any = None  # in the input, after the last chunk of steps
         self._first_step = self._looked_step = start
         self._losses: list[tuple[StepOutputs, int]] = []  # of each program since the last look, and how many there are
-        self._log = TrainingLog(config.log_step_count_steps, start, last_step)
+        self._log = TrainingLog(config.log_step_count_steps, start, last_step, shows_bars(self.context))
         self._ended_by_nan = False
         self._changed_at = -1  # the last step whose state was changed when it was saved already
 

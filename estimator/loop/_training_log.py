@@ -9,32 +9,32 @@ from typing import Any
 import numpy as np
 from absl import logging
 
-from estimator.loop._read_ahead import shows_bars
-
 
 class TrainingLog:
-    """Log lines every few steps, and, within `with`, a progress bar on stderr if it is a terminal.
+    """Log lines every few steps, and, within `with`, a progress bar on stderr.
 
     Args:
       every: the number of steps from line to line; None: without lines.
       step: where the run starts.
       last_step: where it ends; None: with its input.
+      shows_bar: whether there is a bar.
 
     Attributes:
       clock: the step and the time from which the next rate is taken; None before the first program was done.
       last_loss: the newest known loss, or None.
     """
 
-    def __init__(self, every: int | None, step: int, last_step: int | None) -> None:
+    def __init__(self, every: int | None, step: int, last_step: int | None, shows_bar: bool) -> None:
         self.clock: tuple[int, float] | None = None
         self.last_loss: float | None = None
         self._every = every
         self._logged_step = step
         self._last_step = last_step
+        self._shows_bar = shows_bar
         self._bar: Any = _bar(disable=True)
 
     def __enter__(self) -> TrainingLog:
-        self._bar = _bar(total=self._last_step, initial=self._logged_step, unit="step", disable=not shows_bars())
+        self._bar = _bar(total=self._last_step, initial=self._logged_step, unit="step", disable=not self._shows_bar)
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -24,6 +24,7 @@ from estimator.multihost._introduction import Introduction, check_devices, excha
 from estimator.multihost._liveness import ProcessLostError, explained
 from estimator.multihost._process_watch import ProcessWatch
 from estimator.multihost._runtime import RUNTIME
+from estimator.runtime._log_lines import show_log_lines
 
 _CALLER = "initialize_distributed"
 _LATER = 60  # seconds after the deadline: jax aborts a process whose connection comes to nothing, so we give up before
@@ -82,6 +83,7 @@ def initialize_distributed(
       TimeoutError: not all processes have come, or the sum has not, within timeout_secs. Where a process_id is given
         twice, or to one too many, jax aborts that process.
     """
+    show_log_lines()
     check_intervals("initialize_distributed", timeout_secs=timeout_secs)
     check_intervals("initialize_distributed", heartbeat_timeout_secs=heartbeat_timeout_secs)
     check_intervals("initialize_distributed", grace_secs=grace_secs)

@@ -87,6 +87,7 @@ def test_a_url_of_a_file_is_a_local_path():
         ({"resume_input": "yes"}, """`resume_input` should be "position", "count" or None; got 'yes'"""),
         ({"eval_loss_over": "rows"}, """`eval_loss_over` should be "batches" or "examples"; got 'rows'"""),
         ({"seed": 1.0}, r"`seed` should be an int.*got 1\.0"),
+        ({"verbose": 1}, "`verbose` should be True or False; got 1"),
         ({"seed": None}, "`seed` should be an int.*got None"),
         ({"seed": True}, "`seed` should be an int.*got True"),
         ({"model_dir": ""}, "`model_dir` should be a non-empty path.*got ''"),

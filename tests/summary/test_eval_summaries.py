@@ -126,8 +126,8 @@ class Terminal(io.StringIO):
         return True
 
 
-def use(tmp_path):
-    estimator = make(tmp_path, log_step_count_steps=2)
+def use(tmp_path, **config):
+    estimator = make(tmp_path, log_step_count_steps=2, **config)
     estimator.train(endless, steps=6).evaluate(times(3), steps=3)
     return list(estimator.predict(times(2)))
 
@@ -142,6 +142,14 @@ def test_bars_on_a_terminal(tmp_path, monkeypatch):
     assert re.search(r"100%.* 6/6 \[\d\d:\d\d<\d\d:\d\d, .*(step/s|s/step), loss=[\d.e+-]+\]", text)
     assert re.search(r"Evaluation: 100%.* 3/3 \[\d\d:\d\d<\d\d:\d\d, .*(batch/s|s/batch)\]", text)
     assert re.search(r"Prediction: 2batch \[\d\d:\d\d, .*(batch/s|s/batch)\]", text)
+
+
+@pytest.mark.covers("1.4 logs")
+def test_no_bars_for_who_wants_none(tmp_path, monkeypatch):
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    use(tmp_path, verbose=False)
+    assert "%|" not in terminal.getvalue()
 
 
 @pytest.mark.covers("1.4 logs")

@@ -1,0 +1,70 @@
+"""What a plain script shows of the log, and a program that has configured logging."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """
+import numpy as np, optax, orbax.checkpoint  # which logs when it is imported
+import estimator as est
+
+def model_fn(features, labels, mode):
+    w = est.get_variable("w", (2, 1))
+    loss = est.losses.mean_squared_error(labels, features @ w)
+    return est.EstimatorSpec(mode, loss=loss, train_op=est.Optimizer(optax.sgd(0.1)).minimize(loss))
+
+x = np.ones((8, 2), np.float32)
+estimator = est.Estimator(model_fn, config=est.RunConfig({fields}), model_dir={folder!r})
+estimator.train(lambda: [(x, x[:, :1])] * 3)
+estimator.evaluate(lambda: [(x, x[:, :1])])
+"""
+LINES = [
+    r"Using config: RunConfig\(.*\)",
+    r"Calling model_fn in mode 'train' and compiling it; the first batch takes longer\.",
+    r"loss = [\d.e-]+, step = 1",
+    r"Loss for final step: [\d.e-]+\.",
+    r"Calling model_fn in mode 'eval' and compiling it; the first batch takes longer\.",
+    r"Evaluation: global_step = 3, loss = [\d.e-]+",
+]
+
+
+def said(folder, before, fields=""):
+    """The lines on stderr; stdout stays the script's own."""
+    program = before + SCRIPT.format(fields=fields, folder=str(folder))
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment)
+    assert not done.stdout
+    return done.stderr.splitlines()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("before", "begin"),
+    [
+        ("", "INFO:absl:"),
+        ("import logging; logging.basicConfig(level=logging.INFO, format='mine: %(message)s')", "mine: "),
+        ("from absl import logging; logging.use_absl_handler(); logging.set_verbosity(logging.INFO)", r"I\d{4} .*\] "),
+    ],
+)
+def test_a_plain_script_shows_its_progress(tmp_path, before, begin):
+    lines = said(tmp_path, before)
+    if before:  # then jax and others say what they do, too
+        lines = [line for line in lines if any(re.fullmatch(begin + ours, line) for ours in LINES)]
+    for line, shown in zip(LINES, lines, strict=True):
+        assert re.fullmatch(begin + line, shown)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("before", "fields"),
+    [
+        ("", "verbose=False"),
+        ("from absl import logging; logging.set_verbosity(logging.ERROR)", ""),
+        ("import logging; logging.basicConfig(level=logging.WARNING, format='mine: %(message)s')", ""),
+    ],
+)
+def test_a_program_that_wants_none_shows_none(tmp_path, before, fields):
+    assert said(tmp_path, before, fields) == []
