@@ -25,7 +25,10 @@ _NEED_VALUES = (
     jax.errors.ConcretizationTypeError,  # an `if` raises a subclass
     jax.errors.TracerArrayConversionError,
     jax.errors.TracerIntegerConversionError,
+    jax.errors.NonConcreteBooleanIndexError,
 )
+_NEEDS_A_SHAPE = "Shapes must be 1D sequences of concrete values"  # an error of `jnp.zeros(n)`, with a traced n
+_OF_SHAPES = re.compile(r"shape|broadcast|Size of label")
 _TRACED = "A value of Python is needed where jax only traces, in"
 _OPTIONAL = ("labels", "mode", "params", "config")
 
@@ -100,12 +103,13 @@ def _explain(error: Exception, shown: str, features: Features, labels: Labels, m
     """Adds to an error of a model_fn what its input may have to do with it."""
     notes, there = [], getattr(error, "__notes__", ())  # a replicated model_fn is in another one
     towers, rows = current_frame("a model_fn").replica.towers, rows_of(features, labels)
-    needs_value = isinstance(error, _NEED_VALUES)
+    needs_value = isinstance(error, _NEED_VALUES) or _NEEDS_A_SHAPE in str(error)
     if needs_value and not any(_TRACED in note for note in there):
         notes.append(
             f"{_TRACED} {shown}: its arrays have no values yet. Write "
-            "`jnp.where` or `jax.lax.cond` instead of `if`, and functions of jnp instead of numpy's. (jax may name a "
-            "function of this library, which calls yours.)"
+            "`jnp.where` or `jax.lax.cond` instead of `if`, `jnp.where` or weights instead of `x[x > 0]`, functions of "
+            "jnp instead of numpy's, and shapes of Python's ints. (jax may name a function of this library, which "
+            "calls yours.)"
         )
     if labels is None and ("None" in str(error) or (needs_value and mode == ModeKeys.PREDICT)):
         notes.append(
@@ -135,7 +139,7 @@ def _has_rows_of_all_towers(error: str, rows: int, towers: int) -> bool:
     """Whether an error is about shapes, one of them of the whole batch, or of all its elements."""
     if sizes := re.search(r"cannot reshape .*\(size (\d+)\) into .*\(size (\d+)\)", error):
         return int(sizes[1]) * towers == int(sizes[2])
-    return "shape" in error and str(rows * towers) in re.findall(r"\d+", error)
+    return bool(_OF_SHAPES.search(error)) and str(rows * towers) in re.findall(r"\d+", error)
 
 
 def _shapes(tree: Any) -> Any:

@@ -333,6 +333,18 @@ def test_params_may_have_keys_of_several_kinds_and_arrays():
     assert (predict(model_fn, params=params) == 6).all()
 
 
+@pytest.mark.parametrize("use", [lambda x: x[x > 0], lambda x: jnp.zeros(x.sum().astype(int))])
+def test_other_needs_of_a_value_are_explained_as_well(use):
+    def mine(features):
+        return est.EstimatorSpec("infer", predictions=use(features))
+
+    with pytest.raises((IndexError, TypeError)) as raised:
+        next(est.Estimator(mine).predict(lambda: np.ones((8, 1), np.float32)))
+    (note,) = (note for note in raised.value.__notes__ if "no values yet" in note)
+    assert note.startswith("A value of Python is needed where jax only traces, in model_fn (mine): its arrays have")
+    assert "`jnp.where` or weights instead of `x[x > 0]`" in note and "shapes of Python's ints" in note
+
+
 @pytest.mark.parametrize("replicated", [False, True])
 @pytest.mark.parametrize("mode", ["train", "infer"])
 def test_an_if_on_an_array_names_the_model_fn_and_what_to_write(replicated, mode):

@@ -1,6 +1,7 @@
 """Batches that lie on other devices than the towers, or on another mesh; and those that a model_fn takes for whole."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -42,6 +43,25 @@ def test_a_batch_from_anywhere_is_moved_to_the_towers(place, distribution):
         lambda x: model.predict_step(state, x).predictions,
     ):
         np.testing.assert_array_equal(step(x), step(X))
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda x: jnp.broadcast_to(x, (8, 2)),
+        lambda x: jnp.einsum("bi,bj->bi", x, jnp.ones((8, 1))),
+        lambda x: x + jnp.ones((8, 2)),
+        lambda x: jnp.concatenate([x, jnp.ones((8, 3))], 1)[:, :2],
+    ],
+)
+def test_an_array_of_the_whole_batch_beside_the_rows_of_a_tower_is_explained(use):
+    def whole(features, mode):
+        return model_fn(use(features), mode)
+
+    model, state = started(replicate_model_fn(whole, devices=[*CPUS[:4]]), X)
+    with pytest.raises((TypeError, ValueError)) as raised:
+        model.train_step(state, X)
+    assert any("which has 2 of the 8 rows of the batch. Write -1" in note for note in raised.value.__notes__)
 
 
 @pytest.mark.parametrize("shape", [(8, 2), (8, -1), 16, (4, 4)])
