@@ -45,3 +45,20 @@ def resume_input(rest: Batches, path: str, host: dict[str, Any], config: RunConf
         )
     logging.info("The input resumes after its first %d batches.", batches)
     return batches
+
+
+def warn_of_resuming(position: Any, config: RunConfig) -> bool:
+    """Logs what a process does that resumes from a checkpoint within a run; returns whether it begins the input again.
+
+    Args:
+      position: of the input; None: it has none.
+      config: says how to take it up.
+    """
+    begins_again = position is None and config.resume_input == "position"
+    if begins_again:
+        logging.info(
+            "The input has no position that a checkpoint can hold (`get_state`, `set_state`): after a kill the next "
+            "process begins it again, and ends with other values than a run that was not killed. With "
+            "RunConfig(resume_input='count') it reads up to the place, and ends with the same."
+        )
+    return begins_again

@@ -28,6 +28,7 @@ from estimator.loop._context import RunContext
 from estimator.loop._plan import Chunk, Plan
 from estimator.loop._programs import Carry, Pair, Programs, Run, StepOutputs, carry_of, state_of
 from estimator.loop._read_ahead import read_ahead, shows_bars
+from estimator.loop._resume_input import warn_of_resuming
 from estimator.loop._training_log import TrainingLog
 from estimator.multihost._process_group import ProcessGroup
 from estimator.optim._non_finite import cleared, log_skipped, raise_if_any, skipped_steps
@@ -100,6 +101,7 @@ class Training:
         self._losses: list[tuple[StepOutputs, int]] = []  # of each program since the last look, and how many there are
         self._log = TrainingLog(config.log_step_count_steps, start, last_step, shows_bars(self.context))
         self._ended_by_nan = False
+        self._warned_of_input = False
         self._changed_at = -1  # the last step whose state was changed when it was saved already
 
     def run(self, batches: Batches) -> State:
@@ -236,6 +238,7 @@ class Training:
         """
         state, step = self.state(), self.context.global_step
         wait = wait or not self.config.save_checkpoints_async or self.context.phase == "end"
+        is_within = self.context.phase != "end" or self.context.preempted
         if self.saved_step == step or self._ended_by_nan:
             if wait:
                 with self.context.in_phase("checkpoint"):
@@ -255,6 +258,8 @@ class Training:
             self._wait_for_save()
             self._saved_before = self.saved_path, self.saved_step
             self.saved_path, self.saved_step = self.checkpoints.save(state, host, wait), step
+        if is_within and taken and not self._warned_of_input:
+            self._warned_of_input = warn_of_resuming(self._position, self.config)
         return self.saved_path
 
     @contextlib.contextmanager

@@ -219,3 +219,23 @@ def test_an_input_without_position_says_that_it_begins_again(tmp_path, messages)
     new(tmp_path).train(generator, max_steps=5)
     new(tmp_path).train(generator, max_steps=6)
     assert "The input begins again: there is no position in it; see RunConfig(resume_input=...)." in messages()
+
+
+@pytest.mark.parametrize(
+    ("source", "config", "lines"),
+    [
+        (generator, {"save_checkpoints_steps": 2}, 1),
+        (generator, {"save_checkpoints_steps": 2, "resume_input": "count"}, 0),
+        (generator, {"save_checkpoints_steps": 2, "resume_input": None}, 0),
+        (generator, {}, 0),  # it saves at the end alone
+        (Numbers, {"save_checkpoints_steps": 2}, 0),
+    ],
+)
+def test_a_run_says_once_that_its_input_would_begin_again(tmp_path, messages, source, config, lines):
+    new(tmp_path, **config).train(source)
+    (end,) = {text[text.index("after a kill") :] for text in messages() if "has no position" in text} or [""]
+    assert sum("The input has no position that a checkpoint can hold" in text for text in messages()) == lines
+    assert not lines or end == (
+        "after a kill the next process begins it again, and ends with other values than a run that was not killed. "
+        "With RunConfig(resume_input='count') it reads up to the place, and ends with the same."
+    )
