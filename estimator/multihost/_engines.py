@@ -1,4 +1,4 @@
-"""What the environment says of the processes of a run: variables of a launcher or of the engine that started them."""
+"""The processes of a run in the environment: variables of a launcher, or of the engine that has started them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _MPI = (
 
 
 class Detected(NamedTuple):
-    """What is known of the processes; None and "" where nothing is."""
+    """The parts of a `ClusterSpec` that the environment has; None and "" where it has none."""
 
     source: str = ""
     address: str | None = None
@@ -49,7 +49,8 @@ def coordinator_address() -> str | None:
 
 
 def detect(address: str | None) -> Detected:
-    """What was configured for this run comes before what the engine says, and a launcher before what has started it.
+    """The processes by the environment: what was configured for this run comes before what an engine says, and a launcher
+    before the engine that has started it.
 
     Args:
       address: of process 0, where it is given; it need not be looked up then.
@@ -85,7 +86,7 @@ def check_alone() -> None:
 
 
 def _from_jax() -> Detected | None:
-    """Of `replicate.launch` and Kubeflow Trainer; of a JobSet, where Kubernetes counts the pods."""
+    """The variables of `replicate.launch` and Kubeflow Trainer; and of a JobSet, where Kubernetes counts the pods."""
     count, index = _JAX
     if count in os.environ and index in os.environ:
         return Detected(" and ".join(_JAX), None, _number(count), _number(index))
@@ -95,7 +96,7 @@ def _from_jax() -> Detected | None:
 
 
 def _from_jax_job() -> Detected | None:
-    """Of a JAXJob of Kubeflow's training operator."""
+    """The variables of a JAXJob of Kubeflow's training operator."""
     if not all(os.environ.get(name) for name in _JAX_JOB):
         return None
     count, index, host, port = _JAX_JOB
@@ -112,8 +113,8 @@ def _from_tf_config() -> Detected | None:
 
 
 def _from_torch() -> Detected | None:
-    """Of torchrun, accelerate or a PyTorchJob. At its port torchrun's agent listens already, so ours is another one, of
-    every restart its own: the one before may still be in use."""
+    """The variables of torchrun, accelerate or a PyTorchJob. At its port torchrun's agent listens already, so ours is
+    another one, of every restart its own: the one before may still be in use."""
     if not all(os.environ.get(name) for name in _TORCH):
         return None
     count, index, host, port = _TORCH
