@@ -49,8 +49,8 @@ def coordinator_address() -> str | None:
 
 
 def detect(address: str | None) -> Detected:
-    """The processes by the environment: what was configured for this run comes before what an engine says, and a launcher
-    before the engine that has started it.
+    """The processes by the environment: what was configured for this run comes before what an engine says, and a
+    launcher before the engine that has started it.
 
     Args:
       address: of process 0, where it is given; it need not be looked up then.
