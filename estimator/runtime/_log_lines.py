@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 
 from absl import logging as absl_logging
 
@@ -22,6 +23,6 @@ def _is_unconfigured() -> bool:
     match logging.root.handlers:
         case []:
             return True
-        case [logging.StreamHandler(formatter=logging.Formatter(_fmt=logging.BASIC_FORMAT))]:
+        case [logging.StreamHandler(stream=sys.stderr, formatter=logging.Formatter(_fmt=logging.BASIC_FORMAT))]:
             return logging.root.level == logging.WARNING
     return False

@@ -64,6 +64,7 @@ def test_a_plain_script_shows_its_progress(tmp_path, before, begin):
         ("", "verbose=False"),
         ("from absl import logging; logging.set_verbosity(logging.ERROR)", ""),
         ("import logging; logging.basicConfig(level=logging.WARNING, format='mine: %(message)s')", ""),
+        ("import logging; logging.basicConfig(filename='/dev/stderr')", ""),  # a file that the test can read
     ],
 )
 def test_a_program_that_wants_none_shows_none(tmp_path, before, fields):
