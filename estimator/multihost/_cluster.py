@@ -59,21 +59,32 @@ def find_cluster(
     return ClusterSpec(address, num_processes, process_id, source, local_device_ids, detected.local_process_id)
 
 
-def connected_cluster(connected: Connection, num_processes: int | None, process_id: int | None) -> ClusterSpec:
+def connected_cluster(
+    connected: Connection,
+    address: str | None,
+    num_processes: int | None,
+    process_id: int | None,
+    local_device_ids: Sequence[int] | None,
+) -> ClusterSpec:
     """The processes that jax has connected already; the arguments need not be given.
 
     Raises:
-      ValueError: they say something else.
+      ValueError: they say something else. A host may have several names, so that of the address the port counts.
     """
-    given = {"num_processes": num_processes, "process_id": process_id}
-    for name, value in given.items():
-        if value is not None and value != getattr(connected, name):
+    is_other_address = address is not None and split_address(address)[1] != split_address(connected.address)[1]
+    given = {
+        "coordinator_address": (address, is_other_address),
+        "num_processes": (num_processes, num_processes not in (None, connected.num_processes)),
+        "process_id": (process_id, process_id not in (None, connected.process_id)),
+    }
+    for name, (value, is_other) in given.items():
+        if is_other:
             raise ValueError(
                 f"initialize_distributed: jax is connected already, as process {connected.process_id} of "
                 f"{connected.num_processes} at {connected.address!r}; got {name}={value!r}. Leave the arguments out, "
                 "or let nothing else call jax.distributed.initialize."
             )
-    return ClusterSpec(*connected, "jax.distributed.initialize, which was called before")
+    return ClusterSpec(*connected, "jax.distributed.initialize, which was called before", local_device_ids)
 
 
 def _check_numbers(count: Any, index: Any) -> None:

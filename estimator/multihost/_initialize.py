@@ -89,12 +89,12 @@ def initialize_distributed(
     check_intervals("initialize_distributed", grace_secs=grace_secs)
     connected = _coordination_client.connection()
     if connected and not RUNTIME.is_initialized:
-        cluster = connected_cluster(connected, num_processes, process_id)
+        cluster = connected_cluster(connected, coordinator_address, num_processes, process_id, local_device_ids)
     else:
         cluster = find_cluster(coordinator_address, num_processes, process_id, local_device_ids)
     if RUNTIME.is_initialized:
         raise RuntimeError("initialize_distributed was called before; call it once, at the start of the script.")
-    if not connected and _coordination_client.devices_are_started():
+    if (not connected or local_device_ids is not None) and _coordination_client.devices_are_started():
         raise RuntimeError(
             "initialize_distributed must be called before jax starts its devices; they have been started, by a "
             "computation, jax.devices() or the like. Call it at the start of the script."

@@ -9,8 +9,8 @@ import types
 
 import pytest
 
-from estimator.multihost._cluster import ClusterSpec, find_cluster
-from estimator.multihost._coordination_client import clusters
+from estimator.multihost._cluster import ClusterSpec, connected_cluster, find_cluster
+from estimator.multihost._coordination_client import Connection, clusters
 from estimator.multihost._tf_config import Task, read_tf_config
 
 CHIEF = {"chief": ["a:1"], "worker": ["b:2", "c:3"]}
@@ -313,3 +313,30 @@ def test_a_loopback_address_is_taken_for_one_host(environment):
     assert find() == ClusterSpec("localhost:1", 2, 1, "TF_CONFIG")
     environment(**SLURM, TF_CONFIG="", SLURM_STEP_NUM_NODES=1)
     assert find("localhost:1") == ClusterSpec("localhost:1", 8, 5, "SLURM", None, 1)
+
+
+CONNECTED = Connection("n:1", 2, 1)
+
+
+@pytest.mark.parametrize(
+    "arguments", [(None, None, None, None), ("n:1", 2, 1, None), ("other-name:1", None, None, [3])]
+)
+def test_arguments_that_agree_with_what_jax_has_connected_are_accepted(arguments):
+    cluster = connected_cluster(CONNECTED, *arguments)
+    assert cluster[:3] == ("n:1", 2, 1) and cluster.local_device_ids == arguments[3]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "got"),
+    [
+        (("n:2", 2, 1), "coordinator_address='n:2'"),
+        (("n:1", 3, 1), "num_processes=3"),
+        ((None, None, 0), "process_id=0"),
+    ],
+)
+def test_arguments_that_say_something_else_than_jax_are_refused(arguments, got):
+    message = (
+        f"jax is connected already, as process 1 of 2 at 'n:1'; got {got}. Leave the arguments out, or let nothing"
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        connected_cluster(CONNECTED, *arguments, None)
