@@ -15,7 +15,7 @@ from estimator.core._record import Report
 from estimator.core._state import State
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)  # hashed as a part of the first run's tree structure
 class ModelInfo:
     """What is known of a model_fn in a mode after its first, abstract run.
 

@@ -2,37 +2,30 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import jax
-import jax.numpy as jnp
 
 from estimator.core._batch import abstract, check_batch, guarded
-from estimator.core._bcoo import constrained, has_sparse, padded, per_step
-from estimator.core._estimator_spec import EstimatorSpec, train_op_of
-from estimator.core._frame import Frame, Replica, open_frame
-from estimator.core._hook import Hook
+from estimator.core._bcoo import padded, per_step
+from estimator.core._estimator_spec import EstimatorSpec
+from estimator.core._frame import Replica
 from estimator.core._mode_keys import ModeKeys
 from estimator.core._model_fn import ModelFn, bind
-from estimator.core._placement import Halves, Placement
 from estimator.core._rng import checked_key
 from estimator.core._state import State
-from estimator.core._train_op import TrainOp
 from estimator.core._typing import Features, Labels, PyTree, Variables
 from estimator.inputs._batch_values import stacked, taken
 from estimator.multihost._global_arrays import put
-from estimator.optim._apply_updates import applied
-from estimator.optim._learning_rate import rates_of
-from estimator.optim._moving_average import at_averages, check_averages_move, check_averages_read
-from estimator.optim._non_finite import cleared, counted, done, raise_if_any
+from estimator.optim._moving_average import check_averages_read
+from estimator.optim._non_finite import cleared, raise_if_any
 from estimator.runtime._uninterrupted import compile_first
-from estimator.steps._deferred_merge import Deferred, merged, postponed
-from estimator.steps._gradients import run_model_fn
+from estimator.steps._deferred_merge import merged
 from estimator.steps._model_info import ModelInfo
 from estimator.steps._one_tower_check import compare_with_one_tower
+from estimator.steps._pure_steps import PureSteps
 
 
 class _Init(Protocol):
@@ -45,7 +38,6 @@ class _Init(Protocol):
     ) -> State: ...
 
 
-_ALONE = Replica()
 _TrainProgram = Callable[[State, PyTree, PyTree], tuple[State, EstimatorSpec]]
 
 
@@ -58,7 +50,7 @@ class _EvalStep(Protocol):
 
 
 class Model(NamedTuple):
-    """A model_fn as pure functions. A second call with the same shapes traces and compiles nothing.
+    """Six functions that do what a model_fn describes. A second call with the same shapes traces and compiles nothing.
 
     The leaves of features and labels are arrays of numbers, or `jax.experimental.sparse.BCOO`s. The stored entries of
     those are padded up to a power of two, so that one program serves all numbers of entries between two of them. Arrays
@@ -72,12 +64,12 @@ class Model(NamedTuple):
       train_loop: `(state, batches) -> (State, EstimatorSpec)`: as many training steps as there are batches, in one
         program. `batches` is a list of `(features, labels)`, or one such pair of arrays of shape `[steps, batch, ...]`;
         the arrays of the spec have `steps` as their first dimension. In the pair, a BCOO has it as a batch dimension.
-      inner_step: `train_step` for a loop of one's own: what towers merge only once per program is still `Deferred` in
-        the spec, and is merged by calling `merged` on the spec after the loop.
-      abstract_init: what `init` would return for the same batch, as `jax.ShapeDtypeStruct`s with their shardings:
+      abstract_init: the State that `init` returns for such a batch, as `jax.ShapeDtypeStruct`s with their shardings:
         `(features, labels=None, mode="train") -> State`. Nothing is computed.
-      traits: what else is known of the model_fn before it runs: `(features, labels=None, mode="train") -> ModelInfo`.
-      compare: the check of `replicate_model_fn(check=True)`, at the first call: `(mode, state, features, labels)`.
+      inner_step, traits, compare: for the Estimator, and not public. `inner_step` is a `train_step` for a loop: what
+        towers merge only once per program is still `Deferred` in the spec. `traits` returns the `ModelInfo`, from the
+        arguments of `abstract_init`. `compare` is the check of `replicate_model_fn(check=True)` at the first call:
+        `(mode, state, features, labels)`.
     """
 
     init: _Init
@@ -89,14 +81,6 @@ class Model(NamedTuple):
     abstract_init: Callable[..., State]
     traits: Callable[..., ModelInfo]
     compare: Callable[..., None]
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class _Static:
-    """Carries Python values out of a traced function."""
-
-    value: Any = dataclasses.field(metadata={"static": True})
 
 
 def transform(model_fn: ModelFn, params: Any = None, config: Any = None, donate: bool = False) -> Model:
@@ -142,99 +126,12 @@ class _Steps:
     """Makes the functions of a Model, each compiled at its first call."""
 
     def __init__(self, call: ModelFn, donate: bool) -> None:
-        self._call = call
+        self._pure = PureSteps(call)
         self._donate = donate
         self._infos: dict[ModeKeys, ModelInfo] = {}
         self._compiled: dict[Any, Callable[..., Any]] = {}
         self._compared: set[ModeKeys] = set()
-        self._sparse = False  # whether a batch had a sparse leaf: looking into each would cost dense ones time
-        self._traced_init = jax.jit(self._pure_init, static_argnames="mode")
-
-    def _check(self, features: Features, labels: Labels) -> int:
-        rows = check_batch(features, labels)
-        self._sparse |= has_sparse((features, labels))
-        return rows
-
-    # The pure functions: clean inputs, run in a fresh frame, collect.
-
-    def _pure_init(
-        self, key: jax.Array, features: Features, labels: Labels, initial: Variables, mode: ModeKeys
-    ) -> tuple[State, _Static]:
-        self._check(features, labels)
-        step = jnp.zeros((), jnp.int32)
-        frame = Frame(mode, {}, {}, key=key, global_step=step, initializing=True, initial=initial)
-        with open_frame(frame):
-            spec = self._call(features, labels, mode)
-        if mode == ModeKeys.TRAIN and frame.declared.averages:
-            check_averages_move(train_op_of(spec), frame.declared)
-        placement = frame.placement or Placement()
-        # Only the kinds of what is reported: its values would be computed, and compiled, for nothing.
-        reported = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), {**spec.reported, **frame.reported})
-        info = (
-            placement,
-            spec.train_op is not None and bool(spec.train_op.pending),
-            tuple(frame.declared.trainable.items()),
-            frame.on_nan,
-            frame.compared_on,
-            _hooks(spec),
-            tuple(sorted(reported.items())),
-            tuple(frame.declared.starts),
-            tuple(frame.declared.averages.items()),
-        )
-        return State(frame.variables, frame.slots, step, key), _Static(info)
-
-    def _compute(
-        self,
-        info: ModelInfo,
-        state: State,
-        features: Features,
-        labels: Labels,
-        mode: ModeKeys,
-        replica: Replica = _ALONE,
-    ) -> tuple[EstimatorSpec, dict[str, PyTree]]:
-        """The spec, with gradients, and the variables that the model_fn wrote itself."""
-        rows = self._check(features, labels)
-        sharding = info.placement.batch(rows)
-        if sharding is not None and not replica.one_tower:
-            features, labels = constrained((features, labels), sharding)
-        frame = Frame(
-            mode,
-            state.variables if mode == ModeKeys.TRAIN else at_averages(info.averages, state.variables),
-            state.slots,
-            key=jax.random.fold_in(state.key, state.global_step),
-            global_step=state.global_step,
-            replica=replica,
-        )
-        differentiate = info.pending and not replica.forward_only
-        result = run_model_fn(lambda: self._call(features, labels, mode), frame, differentiate=differentiate)
-        return postponed(result.spec, result.frame.deferred), result.writes.applied_to(state.variables)
-
-    def _apply(
-        self,
-        state: State,
-        train_op: TrainOp,
-        assigned: Variables,
-        at: Callable[[dict[str, PyTree]], TrainOp] | None = None,
-    ) -> State:
-        """The state after a step whose gradients are known."""
-        variables, slots = applied(train_op, assigned, state.variables, state.slots, state.key, state.global_step, at)
-        after = State(variables, slots, state.global_step + 1, state.key)
-        return counted(train_op, state, after)
-
-    def _pure_train(
-        self, info: ModelInfo, state: State, features: Features, labels: Labels
-    ) -> tuple[State, EstimatorSpec]:
-        """One step; what is merged only once per program is still `Deferred`."""
-
-        def at(variables: Variables) -> TrainOp:
-            start = state._replace(variables=variables)
-            return train_op_of(self._compute(info, start, features, labels, ModeKeys.TRAIN)[0])
-
-        spec, assigned = self._compute(info, state, features, labels, ModeKeys.TRAIN)
-        after = self._apply(state, train_op_of(spec), assigned, at)
-        return after, _finished(info.placement, spec, after)
-
-    # The compiled ones.
+        self._traced_init = jax.jit(self._pure.init, static_argnames="mode")
 
     def init(
         self,
@@ -277,8 +174,8 @@ class _Steps:
         step = self._compiled.get("inner_step")
         if step is None:
             info = self._info(ModeKeys.TRAIN, features, labels)
-            step = functools.partial(self._pure_train, info)
-            step = info.placement.compile_step(step, self._halves(info), info.like, self._donate)
+            step = functools.partial(self._pure.train, info)
+            step = info.placement.compile_step(step, self._pure.halves(info), info.like, self._donate)
             self._compiled["inner_step"] = step
         return self._watched(step, state, features, labels)
 
@@ -303,7 +200,7 @@ class _Steps:
         self._compared.add(mode)
 
         def forward(replica: Replica, *batch: Any) -> EstimatorSpec:
-            return self._compute(info, *batch, mode, replica)[0]  # type: ignore[call-arg]
+            return self._pure.compute(info, *batch, mode, replica)[0]  # type: ignore[call-arg]
 
         compare_with_one_tower(forward, info, mode, (state, *taken(features, labels, info.batch_devices)))
 
@@ -315,7 +212,7 @@ class _Steps:
         if raises:
             state = cleared(state)
         features, labels = taken(features, labels, self._infos[ModeKeys.TRAIN].batch_devices)
-        if self._sparse:
+        if self._pure.saw_sparse:
             features, labels = padded((features, labels))
         after, spec = guarded(steps, features, labels, state, features, labels)
         if raises:
@@ -332,29 +229,24 @@ class _Steps:
         step = self._compiled.get(mode)
         if step is None:
             info = self._info(mode, features, labels)
-
-            def step(state: State, features: Features, labels: Labels) -> EstimatorSpec:
-                spec, _ = self._compute(info, state, features, labels, mode)
-                return dataclasses.replace(spec, train_op=None)
-
-            step = self._compiled[mode] = info.placement.compile_read(step)
+            step = self._compiled[mode] = info.placement.compile_read(functools.partial(self._pure.read, info, mode))
             self.compare(mode, state, features, labels)
         features, labels = taken(features, labels, self._infos[mode].batch_devices)
-        if self._sparse:
+        if self._pure.saw_sparse:
             features, labels = padded((features, labels))
         return guarded(step, features, labels, state, features, labels)
 
     def _compile_train(self, info: ModelInfo) -> _TrainProgram:
         def step(*batch: Any) -> tuple[State, EstimatorSpec]:
-            return merged(self._pure_train(info, *batch))
+            return merged(self._pure.train(info, *batch))
 
-        return info.placement.compile_step(step, self._halves(info), info.like, self._donate)
+        return info.placement.compile_step(step, self._pure.halves(info), info.like, self._donate)
 
     def _compile_loop(self, info: ModelInfo) -> _TrainProgram:
         def scan(state: State, features: Features, labels: Labels) -> tuple[State, EstimatorSpec]:
             # The key stays out of the carry, and so out of what the loop copies from step to step.
             def body(carry: Any, batch: tuple[PyTree, PyTree]) -> tuple[Any, EstimatorSpec]:
-                after, spec = self._pure_train(info, State(**carry, key=state.key), *batch)
+                after, spec = self._pure.train(info, State(**carry, key=state.key), *batch)
                 return changing(after), spec
 
             def changing(state: State) -> dict[str, Any]:
@@ -363,13 +255,7 @@ class _Steps:
             carry, specs = jax.lax.scan(body, changing(state), per_step((features, labels)))
             return State(**carry, key=state.key), merged(specs, stacked=True)
 
-        return info.placement.compile_loop(scan, self._halves(info), info.like, self._donate)
-
-    def _halves(self, info: ModelInfo) -> Halves:
-        def compute(state: State, features: Features, labels: Labels) -> tuple[EstimatorSpec, dict[str, PyTree]]:
-            return self._compute(info, state, features, labels, ModeKeys.TRAIN)
-
-        return Halves(compute, self._apply, functools.partial(_finished, info.placement))
+        return info.placement.compile_loop(scan, self._pure.halves(info), info.like, self._donate)
 
     def _info(self, mode: ModeKeys, features: Features, labels: Labels) -> ModelInfo:
         """What is known of the model_fn, from an abstract run at the first call in a mode."""
@@ -379,41 +265,8 @@ class _Steps:
             no_jit = jax.config.jax_disable_jit  # type: ignore[attr-defined]
             if no_jit and all(hasattr(x, "__array__") for x in jax.tree.leaves((features, labels))):
                 first_run = self._traced_init  # whoever turns jit off wants to look at values
-            like, info = first_run(jax.random.key(0), features, labels, {}, mode=mode)
-            placement, pending, declared, on_nan, device, hooks, reported, starts, averages = info.value
-            like = like._replace(variables={name: like.variables[name] for name, _ in declared})  # jax sorts dicts
-            trainable = tuple(name for name, is_trainable in declared if is_trainable)
-            homes = placement.state(like) if mode == ModeKeys.TRAIN else placement.state_to_read(like)
-            info = ModelInfo(
-                like,
-                placement,
-                pending,
-                homes,
-                on_nan,
-                device,
-                hooks,
-                trainable,
-                dict(reported),
-                starts,
-                dict(averages),
-            )
+            _, static = first_run(jax.random.key(0), features, labels, {}, mode=mode)
+            info: ModelInfo = static.value
             check_averages_read({**self._infos, mode: info})
             self._infos[mode] = info
         return self._infos[mode]
-
-
-def _finished(placement: Placement, spec: EstimatorSpec, after: State) -> EstimatorSpec:
-    """The spec of a step that was taken: its train_op says how, not what to do."""
-    train_op = train_op_of(spec)
-    rates: dict[str, Any] = {
-        name: rate if rate.ndim == 0 else Deferred(rate, placement.first)
-        for name, rate in rates_of(after.slots).items()
-        if rate.ndim == 0 or train_op.slots  # of each tower
-    }
-    return spec.unchecked(train_op=done(train_op, rates))
-
-
-def _hooks(spec: EstimatorSpec) -> tuple[Sequence[Hook], Sequence[Hook]]:
-    if spec.mode == ModeKeys.TRAIN:
-        return spec.training_chief_hooks, spec.training_hooks
-    return (), spec.evaluation_hooks if spec.mode == ModeKeys.EVAL else spec.prediction_hooks

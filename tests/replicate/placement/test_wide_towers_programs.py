@@ -41,7 +41,7 @@ def test_no_device_has_a_variable_whole_while_it_is_initialized_evaluated_or_pre
     counts = {}
     for parts in (4, 1):
         model = est.transform(wide(1, parts, wide_mlp("adam")))
-        initialize = jax.jit(lambda key, model=model: model.init.__self__._pure_init(key, x, y, {}, "train")[0])
+        initialize = jax.jit(lambda key, model=model: model.init.__self__._pure.init(key, x, y, {}, "train")[0])
         state = model.init(jax.random.key(0), x, y)
         programs = [
             initialize.lower(jax.random.key(0)).compile(),

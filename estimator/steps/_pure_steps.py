@@ -1,0 +1,182 @@
+"""The pure functions of a model_fn: each runs it in a fresh frame, and collects what it leaves there."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from estimator.core._batch import check_batch
+from estimator.core._bcoo import constrained, has_sparse
+from estimator.core._estimator_spec import EstimatorSpec, train_op_of
+from estimator.core._frame import Frame, Replica, open_frame
+from estimator.core._hook import Hook
+from estimator.core._mode_keys import ModeKeys
+from estimator.core._model_fn import ModelFn
+from estimator.core._placement import Halves, Placement
+from estimator.core._state import State
+from estimator.core._train_op import TrainOp
+from estimator.core._typing import Features, Labels, PyTree, Variables
+from estimator.optim._apply_updates import applied
+from estimator.optim._learning_rate import rates_of
+from estimator.optim._moving_average import at_averages, check_averages_move
+from estimator.optim._non_finite import counted, done
+from estimator.steps._deferred_merge import Deferred, postponed
+from estimator.steps._gradients import run_model_fn
+from estimator.steps._model_info import ModelInfo
+
+_ALONE = Replica()
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Static:
+    """Carries a Python value out of a traced function."""
+
+    value: Any = dataclasses.field(metadata={"static": True})
+
+
+class PureSteps:
+    """A model_fn as pure functions of explicit arguments. A training step is `compute`, `apply` and `finish_spec`.
+
+    Args:
+      call: the model_fn, `(features, labels, mode) -> EstimatorSpec`.
+
+    Attributes:
+      saw_sparse: whether a batch had a sparse leaf: looking into each would cost dense ones time.
+    """
+
+    def __init__(self, call: ModelFn) -> None:
+        self._call = call
+        self.saw_sparse = False
+
+    def init(
+        self, key: jax.Array, features: Features, labels: Labels, initial: Variables, mode: ModeKeys
+    ) -> tuple[State, Static]:
+        """The first State, and the `ModelInfo`."""
+        self._check(features, labels)
+        step = jnp.zeros((), jnp.int32)
+        frame = Frame(mode, {}, {}, key=key, global_step=step, initializing=True, initial=initial)
+        with open_frame(frame):
+            spec = self._call(features, labels, mode)
+        if mode == ModeKeys.TRAIN and frame.declared.averages:
+            check_averages_move(train_op_of(spec), frame.declared)
+        state = State(frame.variables, frame.slots, step, key)
+        like = jax.tree.map(_struct, state)
+        like = like._replace(variables={name: like.variables[name] for name in frame.declared.trainable})  # jax sorts
+        placement = frame.placement or Placement()
+        info = ModelInfo(
+            like=like,
+            placement=placement,
+            pending=spec.train_op is not None and bool(spec.train_op.pending),
+            shardings=placement.state(like) if mode == ModeKeys.TRAIN else placement.state_to_read(like),
+            on_nan=frame.on_nan,
+            compared_on=frame.compared_on,
+            hooks=_hooks(spec),
+            trainable=tuple(name for name, is_trainable in frame.declared.trainable.items() if is_trainable),
+            # Only the kinds of what is reported: its values would be computed, and compiled, for nothing.
+            reported=jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), {**spec.reported, **frame.reported}
+            ),
+            starts=tuple(frame.declared.starts),
+            averages=dict(frame.declared.averages),
+        )
+        return state, Static(info)
+
+    def compute(
+        self,
+        info: ModelInfo,
+        state: State,
+        features: Features,
+        labels: Labels,
+        mode: ModeKeys,
+        replica: Replica = _ALONE,
+    ) -> tuple[EstimatorSpec, Variables]:
+        """The spec, with gradients, and the variables that the model_fn wrote itself."""
+        rows = self._check(features, labels)
+        sharding = info.placement.batch(rows)
+        if sharding is not None and not replica.one_tower:
+            features, labels = constrained((features, labels), sharding)
+        frame = Frame(
+            mode,
+            state.variables if mode == ModeKeys.TRAIN else at_averages(info.averages, state.variables),
+            state.slots,
+            key=jax.random.fold_in(state.key, state.global_step),
+            global_step=state.global_step,
+            replica=replica,
+        )
+        differentiate = info.pending and not replica.forward_only
+        result = run_model_fn(lambda: self._call(features, labels, mode), frame, differentiate=differentiate)
+        return postponed(result.spec, result.frame.deferred), result.writes.applied_to(state.variables)
+
+    def apply(
+        self,
+        state: State,
+        train_op: TrainOp,
+        assigned: Variables,
+        at: Callable[[Variables], TrainOp] | None = None,
+    ) -> State:
+        """The state after a step whose gradients are known.
+
+        Args:
+          at: the train_op with the gradients at other variables, for optimizers that ask for them.
+        """
+        variables, slots = applied(train_op, assigned, state.variables, state.slots, state.key, state.global_step, at)
+        after = State(variables, slots, state.global_step + 1, state.key)
+        return counted(train_op, state, after)
+
+    def train(self, info: ModelInfo, state: State, features: Features, labels: Labels) -> tuple[State, EstimatorSpec]:
+        """One step; what is merged only once per program is still `Deferred`."""
+
+        def at(variables: Variables) -> TrainOp:
+            start = state._replace(variables=variables)
+            return train_op_of(self.compute(info, start, features, labels, ModeKeys.TRAIN)[0])
+
+        spec, assigned = self.compute(info, state, features, labels, ModeKeys.TRAIN)
+        after = self.apply(state, train_op_of(spec), assigned, at)
+        return after, finish_spec(info.placement, spec, after)
+
+    def halves(self, info: ModelInfo) -> Halves:
+        """The parts of `train`, for variables that are on devices of their own."""
+
+        def compute(state: State, features: Features, labels: Labels) -> tuple[EstimatorSpec, Variables]:
+            return self.compute(info, state, features, labels, ModeKeys.TRAIN)
+
+        return Halves(compute, self.apply, functools.partial(finish_spec, info.placement))
+
+    def read(self, info: ModelInfo, mode: ModeKeys, state: State, features: Features, labels: Labels) -> EstimatorSpec:
+        """Evaluation or prediction of a batch."""
+        spec, _ = self.compute(info, state, features, labels, mode)
+        return dataclasses.replace(spec, train_op=None)
+
+    def _check(self, features: Features, labels: Labels) -> int:
+        rows = check_batch(features, labels)
+        self.saw_sparse |= has_sparse((features, labels))
+        return rows
+
+
+def finish_spec(placement: Placement, spec: EstimatorSpec, after: State) -> EstimatorSpec:
+    """The spec of a step that was made: its train_op says how, not what to do."""
+    train_op = train_op_of(spec)
+    rates: dict[str, Any] = {
+        name: rate if rate.ndim == 0 else Deferred(rate, placement.first)
+        for name, rate in rates_of(after.slots).items()
+        if rate.ndim == 0 or train_op.slots  # of each tower
+    }
+    return spec.unchecked(train_op=done(train_op, rates))
+
+
+def _struct(leaf: PyTree) -> jax.ShapeDtypeStruct:
+    """An array of the State as programs are traced for it."""
+    kind = jax.typeof(leaf)
+    return jax.ShapeDtypeStruct(kind.shape, kind.dtype, weak_type=kind.weak_type)
+
+
+def _hooks(spec: EstimatorSpec) -> tuple[Sequence[Hook], Sequence[Hook]]:
+    if spec.mode == ModeKeys.TRAIN:
+        return spec.training_chief_hooks, spec.training_hooks
+    return (), spec.evaluation_hooks if spec.mode == ModeKeys.EVAL else spec.prediction_hooks
