@@ -163,7 +163,7 @@ def replicate_model_fn(
         if not frame.replica.one_tower:
             frame.replica = dataclasses.replace(frame.replica, parts=runner.placement.parts, cut=runner.placement.cut)
         if runner.on_nan is not None and mode == ModeKeys.TRAIN:
-            runner.on_nan.watch(frame)
+            runner.on_nan.guard_run(frame)
 
         if frame.initializing:
             return runner.initialize(run)

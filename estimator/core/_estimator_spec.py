@@ -16,7 +16,7 @@ from estimator.core._export_output import DEFAULT_SIGNATURE, ExportOutput, Predi
 from estimator.core._hook import Hook, check_methods
 from estimator.core._mode_keys import ModeKeys
 from estimator.core._record import Report, metric_of
-from estimator.core._train_op import TrainOp
+from estimator.core._train_op import StepReport, TrainOp
 from estimator.core._typing import PyTree
 from estimator.porting._tensorflow_names import check_tpu_arguments
 
@@ -49,7 +49,7 @@ class EstimatorSpec:
         are integers here, and get their names from what `predict` yields. Required in PREDICT.
       loss: scalar array. Required in TRAIN and EVAL.
       train_op: what `minimize`, `apply_gradients` or `group` returned. Required in TRAIN; `est.group()` changes no
-        variable, as `tf.no_op()` did.
+        variable, as `tf.no_op()` did. In the spec that a training step returns, a `StepReport`.
       eval_metric_ops: by name, what the functions of `est.metrics` return, or any pytree with `merge` and `compute`.
       export_outputs: `est.export` outputs by signature; by default, in PREDICT, the predictions.
       training_chief_hooks, training_hooks, evaluation_hooks, prediction_hooks: `est.Hook`s.
@@ -143,6 +143,12 @@ def loss_of(spec: EstimatorSpec) -> jax.Array:
 def train_op_of(spec: EstimatorSpec) -> TrainOp:
     """The train_op of a spec in TRAIN, which has one."""
     assert spec.train_op is not None
+    return spec.train_op
+
+
+def report_of(spec: EstimatorSpec) -> StepReport:
+    """The report in the spec of a training step that was made."""
+    assert isinstance(spec.train_op, StepReport)
     return spec.train_op
 
 

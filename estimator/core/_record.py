@@ -208,21 +208,26 @@ def report_in_training(name: str, make: Callable[[], Report]) -> None:
         frame.reported[full] = make()
 
 
+class _MetricValues(list[tuple[Any, Any]]):
+    """The metrics whose value the model_fn has seen in one run, each with the value."""
+
+
 def value_of(metric: Any) -> Any:
     """What `metric.result()` returns; in one run of a model_fn it is always the same array, known to `metric_of`."""
     frame = innermost_frame()
     if frame is None or frame.tracing.trace != current_trace():  # outside of a function traced apart it is not known
         return metric.result()
-    for other, value in frame.declared.metric_values:
+    values = frame.notes.get(_MetricValues)
+    for other, value in values:
         if other is metric:
             return value
     value = metric.result()
-    frame.declared.metric_values.append((metric, value))
+    values.append((metric, value))
     return value
 
 
 def metric_of(value: Any) -> Any:
     """The metric whose `value_of` this very array is, in the current run; None for any other value."""
     frame = innermost_frame()
-    known = [] if frame is None else frame.declared.metric_values
+    known = [] if frame is None else frame.notes.get(_MetricValues)
     return next((metric for metric, own in known if own is value), None)

@@ -31,7 +31,6 @@ from estimator.loop._read_ahead import read_ahead, shows_bars
 from estimator.loop._resume_input import warn_of_resuming
 from estimator.loop._training_log import TrainingLog
 from estimator.multihost._process_group import ProcessGroup
-from estimator.optim._non_finite import cleared, log_skipped, raise_if_any, skipped_steps
 from estimator.runtime._huge_pages import advise_huge_pages
 from estimator.runtime._uninterrupted import compile_first, uninterrupted
 
@@ -87,11 +86,9 @@ class Training:
         self.saved_path = saved_path
         self.saved_step = -1 if saved_path is None else start
         self._saved_before = self.saved_path, self.saved_step  # what is left if the last save fails
-        self._skipped = 0  # steps that on_nan="skip" left out so far
-        if programs.traits.on_nan:
-            self._skipped = skipped_steps(state)
-            if programs.traits.on_nan == "raise":
-                state = cleared(state)
+        self._watch = programs.traits.guard and programs.traits.guard.watch(state)
+        if self._watch:
+            state = self._watch.state
         advise_huge_pages(jax.tree.leaves(state.variables))
         self._carry = carry_of(state)
         self._key_data = jax.random.key_data(state.key)
@@ -109,7 +106,7 @@ class Training:
 
         Raises:
           NanLossDuringTrainingError: the loss became NaN. Nothing of that is saved.
-          NonFiniteGradientError: a gradient was inf or NaN, and on_nan is "raise". Nothing of that is saved.
+          RuntimeError: of the model_fn's guard, for a step that was not made. Nothing of that is saved.
           CheckpointWriteError: a checkpoint could not be written.
         """
         with self._finishing_save():
@@ -133,7 +130,7 @@ class Training:
                         context.stop("NaN loss")
                     size.timed(self._looked_step)
                 if due:
-                    _hook_calls.after(due, context, requests, outputs.losses, run.steps, reported, outputs.rates)
+                    _hook_calls.after(due, context, requests, outputs.losses, run.steps, reported, outputs.scalars)
             self.look()
         if self._changed_at == context.global_step:
             context.note_restored()
@@ -180,7 +177,7 @@ class Training:
         if self._log.clock is None:
             outputs.losses.block_until_ready()
             known = _of_steps(self._losses)
-            self._log.start_clock(context.global_step, known.losses, known.rates)
+            self._log.start_clock(context.global_step, known.losses, known.scalars)
             context.clock = self._log.clock
         return outputs, reported
 
@@ -192,20 +189,17 @@ class Training:
         programs = self._losses[: len(self._losses) - but]
         if not programs:
             return
-        losses, rates, skipped = _of_steps(programs)
+        losses, scalars, skipped = _of_steps(programs)
         self._losses = self._losses[len(programs) :]
         first = self._looked_step + 1
-        self.context.rates = rates
+        self.context.scalars = scalars
         self.context.notify_loss_watchers(first, losses)
-        if skipped is not None and skipped.any():  # only then the host waits for the newest program
-            if self.programs.traits.on_nan == "raise":
-                raise_if_any(self._carry)
-            self._skipped += int(skipped.sum())
-            log_skipped(self._carry, int(skipped.sum()), self._skipped)
+        if self._watch and skipped is not None:
+            self._watch.look(self._carry, skipped)
         if np.isnan(losses).any():
             self._end_by_nan(first + int(np.argmax(np.isnan(losses))))
         self._looked_step += len(losses)
-        self._log.add(self._looked_step, losses, rates)
+        self._log.add(self._looked_step, losses, scalars)
 
     def _end_by_nan(self, step: int) -> None:
         advice = (

@@ -20,7 +20,7 @@ class GivenRateState(NamedTuple):
     """The optax state of an optimizer whose learning rate is given apart from it.
 
     Attributes:
-      hyperparams: {"learning_rate": the one of the last step}, where `est.learning_rates` finds it.
+      hyperparams: {"learning_rate": the one of the last step}, where `_learning_rate.py` finds it.
       hyperparams_states: {"learning_rate": ()}, as of a schedule: each step takes the rate that the program gives.
       inner: the state of the transformation.
     """

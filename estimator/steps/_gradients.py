@@ -15,7 +15,8 @@ from estimator.core._frame import Frame, Writes, open_frame
 from estimator.core._train_op import GradientsNeeded, TrainOp
 from estimator.core._typing import Forward, PyTree
 from estimator.optim import _loss_scale
-from estimator.sparse._embedding import slices, taps_for
+from estimator.optim._gradient_calls import GradientCalls
+from estimator.sparse._embedding import join_gradients, make_taps, put_taps, rows_by_table
 from estimator.steps._run_result import RunResult
 
 
@@ -56,14 +57,14 @@ class _Pass(NamedTuple):
     Attributes:
       request: what stopped it; None: it came to its end, and has a spec.
       spec, writes, denominators: as in `RunResult`, with losses that are still to be differentiated.
-      lookups: by table, the rows that were looked up.
+      rows: by table, the rows that were looked up.
     """
 
     request: _Request | None
     spec: EstimatorSpec | None
     writes: Writes
     denominators: list[jax.Array]
-    lookups: dict[str, list[jax.Array]]
+    rows: dict[str, list[jax.Array]]
 
 
 class _Differentiated(NamedTuple):
@@ -133,7 +134,7 @@ class _Run:
         while True:
             others = {name: value for name, value in self._floating.items() if name not in self._taps}
             losses, pull, done = jax.vjp(self._forward, others, self._taps, has_aux=True)
-            taps = taps_for(self._last_frame)
+            taps = make_taps(self._last_frame)
             if not losses or jax.tree.map(jnp.shape, taps) == jax.tree.map(jnp.shape, self._taps):
                 return _Differentiated(done, losses, pull)
             self._taps = taps
@@ -154,7 +155,7 @@ class _Run:
             dense, of_taps = _loss_scale.unscaled((dense, of_taps), dynamic)
         if scale != self._loss_scale:  # a third, say, would be rounded to the bfloat16 of the loss
             dense, of_taps = jax.tree.map(lambda x: x * jnp.asarray(self._loss_scale, x.dtype), (dense, of_taps))
-        gradients = dense | slices(of_taps, backward.done.lookups, self._frame.variables)
+        gradients = dense | join_gradients(of_taps, backward.done.rows, self._frame.variables)
         return jax.tree.map(_ascending, {name: gradients[name] for name in names})
 
     def _forward(self, *trained: PyTree) -> tuple[list[jax.Array], _Pass]:
@@ -175,19 +176,19 @@ class _Run:
             global_step=step,
             replica=dataclasses.replace(self._frame.replica, loss_scale=self._loss_scale),
         )
-        frame.gradients.known = known_gradients
-        frame.embeddings.taps = taps
+        frame.notes.get(GradientCalls).known = known_gradients
+        put_taps(frame, taps)
         with open_frame(frame):
             try:
                 spec = self._call(*batch)
             except GradientsNeeded as needed:
                 request = _Request(needed.var_list, needed.slots)
-                return [needed.loss], _Pass(request, None, Writes({}, {}), frame.denominators, frame.embeddings.lookups)
+                return [needed.loss], _Pass(request, None, Writes({}, {}), frame.denominators, rows_by_table(frame))
         if frame.reported:  # beside what towers within this run have reported
             spec = dataclasses.replace(spec, reported={**spec.reported, **frame.reported})
         pending = spec.train_op.pending if self._differentiates and spec.train_op is not None else []
         losses = [update.loss for update in pending if update.loss is not None]
-        return losses, _Pass(None, spec, frame.writes, frame.denominators, frame.embeddings.lookups)
+        return losses, _Pass(None, spec, frame.writes, frame.denominators, rows_by_table(frame))
 
 
 def _with_gradients(train_op: TrainOp, gradients: dict[str, dict[str, PyTree]]) -> TrainOp:

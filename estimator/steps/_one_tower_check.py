@@ -11,7 +11,7 @@ import numpy as np
 from absl import logging
 
 from estimator.core._estimator_spec import EstimatorSpec
-from estimator.core._frame import Replica
+from estimator.core._replica import Replica
 from estimator.core._typing import PyTree
 from estimator.steps._model_info import ModelInfo
 

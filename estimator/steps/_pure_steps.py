@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,18 +13,19 @@ import jax.numpy as jnp
 from estimator.core._batch import check_batch
 from estimator.core._bcoo import constrained, has_sparse
 from estimator.core._estimator_spec import EstimatorSpec, train_op_of
-from estimator.core._frame import Frame, Replica, open_frame
+from estimator.core._frame import Frame, open_frame
 from estimator.core._hook import Hook
 from estimator.core._mode_keys import ModeKeys
 from estimator.core._model_fn import ModelFn
 from estimator.core._placement import Halves, Placement
+from estimator.core._replica import Replica
 from estimator.core._state import State
-from estimator.core._train_op import TrainOp
+from estimator.core._train_op import StepReport, TrainOp
 from estimator.core._typing import Features, Labels, PyTree, Variables
-from estimator.optim._apply_updates import applied
-from estimator.optim._learning_rate import rates_of
-from estimator.optim._moving_average import at_averages, check_averages_move
-from estimator.optim._non_finite import counted, done
+from estimator.optim._apply_updates import apply_step
+from estimator.optim._learning_rate import read_rates
+from estimator.optim._moving_average import Averages, check_averages_move, check_averages_read, variables_to_read
+from estimator.optim._non_finite import count_skipped
 from estimator.steps._deferred_merge import Deferred, postponed
 from estimator.steps._gradients import run_model_fn
 from estimator.steps._model_info import ModelInfo
@@ -55,16 +56,16 @@ class PureSteps:
         self.saw_sparse = False
 
     def init(
-        self, key: jax.Array, features: Features, labels: Labels, initial: Variables, mode: ModeKeys
+        self, key: jax.Array, features: Features, labels: Labels, initial_values: Variables, mode: ModeKeys
     ) -> tuple[State, Static]:
         """The first State, and the `ModelInfo`."""
         self._check(features, labels)
         step = jnp.zeros((), jnp.int32)
-        frame = Frame(mode, {}, {}, key=key, global_step=step, initializing=True, initial=initial)
+        frame = Frame(mode, {}, {}, key=key, global_step=step, initializing=True, initial_values=initial_values)
         with open_frame(frame):
             spec = self._call(features, labels, mode)
-        if mode == ModeKeys.TRAIN and frame.declared.averages:
-            check_averages_move(train_op_of(spec), frame.declared)
+        if mode == ModeKeys.TRAIN:
+            check_averages_move(train_op_of(spec), frame)
         state = State(frame.variables, frame.slots, step, key)
         like = jax.tree.map(_struct, state)
         like = like._replace(variables={name: like.variables[name] for name in frame.declared.trainable})  # jax sorts
@@ -74,7 +75,7 @@ class PureSteps:
             placement=placement,
             pending=spec.train_op is not None and bool(spec.train_op.pending),
             shardings=placement.state(like) if mode == ModeKeys.TRAIN else placement.state_to_read(like),
-            on_nan=frame.on_nan,
+            guard=frame.guard,
             compared_on=frame.compared_on,
             hooks=_hooks(spec),
             trainable=tuple(name for name, is_trainable in frame.declared.trainable.items() if is_trainable),
@@ -82,8 +83,7 @@ class PureSteps:
             reported=jax.tree.map(
                 lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), {**spec.reported, **frame.reported}
             ),
-            starts=tuple(frame.declared.starts),
-            averages=dict(frame.declared.averages),
+            notes=frame.declared.notes,
         )
         return state, Static(info)
 
@@ -103,7 +103,7 @@ class PureSteps:
             features, labels = constrained((features, labels), sharding)
         frame = Frame(
             mode,
-            state.variables if mode == ModeKeys.TRAIN else at_averages(info.averages, state.variables),
+            variables_to_read(info.notes.get(Averages), mode, state.variables),
             state.slots,
             key=jax.random.fold_in(state.key, state.global_step),
             global_step=state.global_step,
@@ -117,7 +117,7 @@ class PureSteps:
         self,
         state: State,
         train_op: TrainOp,
-        assigned: Variables,
+        written: Variables,
         at: Callable[[Variables], TrainOp] | None = None,
     ) -> State:
         """The state after a step whose gradients are known.
@@ -125,9 +125,10 @@ class PureSteps:
         Args:
           at: the train_op with the gradients at other variables, for optimizers that ask for them.
         """
-        variables, slots = applied(train_op, assigned, state.variables, state.slots, state.key, state.global_step, at)
+        start = state.variables, state.slots, state.key, state.global_step
+        variables, slots = apply_step(train_op, written, *start, at)
         after = State(variables, slots, state.global_step + 1, state.key)
-        return counted(train_op, state, after)
+        return count_skipped(train_op, state, after)
 
     def train(self, info: ModelInfo, state: State, features: Features, labels: Labels) -> tuple[State, EstimatorSpec]:
         """One step; what is merged only once per program is still `Deferred`."""
@@ -136,8 +137,8 @@ class PureSteps:
             start = state._replace(variables=variables)
             return train_op_of(self.compute(info, start, features, labels, ModeKeys.TRAIN)[0])
 
-        spec, assigned = self.compute(info, state, features, labels, ModeKeys.TRAIN)
-        after = self.apply(state, train_op_of(spec), assigned, at)
+        spec, written = self.compute(info, state, features, labels, ModeKeys.TRAIN)
+        after = self.apply(state, train_op_of(spec), written, at)
         return after, finish_spec(info.placement, spec, after)
 
     def halves(self, info: ModelInfo) -> Halves:
@@ -160,14 +161,20 @@ class PureSteps:
 
 
 def finish_spec(placement: Placement, spec: EstimatorSpec, after: State) -> EstimatorSpec:
-    """The spec of a step that was made: its train_op says how, not what to do."""
+    """The spec of a step that was made, with a report in place of the train_op."""
     train_op = train_op_of(spec)
+    allowed = train_op.allowed()
     rates: dict[str, Any] = {
         name: rate if rate.ndim == 0 else Deferred(rate, placement.first)
-        for name, rate in rates_of(after.slots).items()
+        for name, rate in read_rates(after.slots).items()
         if rate.ndim == 0 or train_op.slots  # of each tower
     }
-    return spec.unchecked(train_op=done(train_op, rates))
+    return spec.unchecked(train_op=StepReport(skipped=None if allowed is None else ~allowed, learning_rates=rates))
+
+
+def check_modes(infos: Mapping[ModeKeys, ModelInfo]) -> None:
+    """Raises an error where what a model_fn does in one mode contradicts another."""
+    check_averages_read({mode: (info.notes.get(Averages), info.like.variables) for mode, info in infos.items()})
 
 
 def _struct(leaf: PyTree) -> jax.ShapeDtypeStruct:

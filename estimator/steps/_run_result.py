@@ -13,7 +13,7 @@ from estimator.core._frame import Frame, Writes
 from estimator.core._record import Rows
 from estimator.core._state import State
 from estimator.core._typing import Slots, Variables
-from estimator.optim._apply_updates import applied
+from estimator.optim._apply_updates import apply_step
 from estimator.optim._finite import update_if
 from estimator.optim._reinitialize import reinitialized
 from estimator.steps._merge_specs import PerPart, merges_by_sum
@@ -103,7 +103,7 @@ class RunResult(NamedTuple):
         written = self.writes.applied_to(start.variables)
 
         def update(before: tuple[Variables, Slots]) -> tuple[Variables, Slots]:
-            return applied(
+            return apply_step(
                 train_op_of(self.spec),
                 written,
                 *before,

@@ -11,21 +11,20 @@ import jax
 from estimator.core._batch import abstract, check_batch, guarded
 from estimator.core._bcoo import padded, per_step
 from estimator.core._estimator_spec import EstimatorSpec
-from estimator.core._frame import Replica
 from estimator.core._mode_keys import ModeKeys
 from estimator.core._model_fn import ModelFn, bind
+from estimator.core._replica import Replica
 from estimator.core._rng import checked_key
 from estimator.core._state import State
-from estimator.core._typing import Features, Labels, PyTree, Variables
+from estimator.core._typing import Features, Labels, PyTree
 from estimator.inputs._batch_values import stacked, taken
 from estimator.multihost._global_arrays import put
-from estimator.optim._moving_average import check_averages_read
-from estimator.optim._non_finite import cleared, raise_if_any
 from estimator.runtime._uninterrupted import compile_first
 from estimator.steps._deferred_merge import merged
 from estimator.steps._model_info import ModelInfo
 from estimator.steps._one_tower_check import compare_with_one_tower
-from estimator.steps._pure_steps import PureSteps
+from estimator.steps._pure_steps import PureSteps, check_modes
+from estimator.variables._initial_value import InitialValues
 
 
 class _Init(Protocol):
@@ -145,12 +144,11 @@ class _Steps:
         check_batch(features, labels)
         features, labels = padded(taken(features, labels))
         info = self._info(mode, features, labels)
-        initial: Variables = {}  # read here and not in the model_fn, which runs for each program, and to resume
-        for start in info.starts:
-            initial |= start.read(info.like.variables)
+        # Read here and not in the model_fn, which runs for each program, and to resume.
+        values = info.notes.get(InitialValues).read(info.like.variables)
         if not isinstance(key, jax.core.Tracer):
-            compile_first(self._traced_init, key, features, labels, initial, mode=mode)
-        state, _ = self._traced_init(key, features, labels, initial, mode=mode)
+            compile_first(self._traced_init, key, features, labels, values, mode=mode)
+        state, _ = self._traced_init(key, features, labels, values, mode=mode)
         return put(state, info.shardings)
 
     def abstract_init(self, features: Features, labels: Labels = None, mode: str = ModeKeys.TRAIN) -> State:
@@ -207,16 +205,16 @@ class _Steps:
     def _watched(
         self, steps: _TrainProgram, state: State, features: Features, labels: Labels
     ) -> tuple[State, EstimatorSpec]:
-        """Runs steps; with on_nan="raise" it raises at once, unless the caller traces: who then has to look itself."""
-        raises = self._infos[ModeKeys.TRAIN].on_nan == "raise" and not isinstance(state.global_step, jax.core.Tracer)
-        if raises:
-            state = cleared(state)
+        """Runs steps under the guard of the model_fn, unless the caller traces: who then has to look itself."""
+        guard = None if isinstance(state.global_step, jax.core.Tracer) else self._infos[ModeKeys.TRAIN].guard
+        if guard is not None:
+            state = guard.before_step(state)
         features, labels = taken(features, labels, self._infos[ModeKeys.TRAIN].batch_devices)
         if self._pure.saw_sparse:
             features, labels = padded((features, labels))
         after, spec = guarded(steps, features, labels, state, features, labels)
-        if raises:
-            raise_if_any(after)
+        if guard is not None:
+            guard.after_step(after)
         return after, spec
 
     def eval_step(self, state: State, features: Features, labels: Labels = None) -> EstimatorSpec:
@@ -267,6 +265,6 @@ class _Steps:
                 first_run = self._traced_init  # whoever turns jit off wants to look at values
             _, static = first_run(jax.random.key(0), features, labels, {}, mode=mode)
             info: ModelInfo = static.value
-            check_averages_read({**self._infos, mode: info})
+            check_modes({**self._infos, mode: info})
             self._infos[mode] = info
         return self._infos[mode]

@@ -236,7 +236,7 @@ class BlockSyncRunner(SyncRunner):
             bare=spec.unchecked(
                 predictions=None,
                 loss=None,
-                train_op=TrainOp(averages=(spec.train_op or TrainOp()).averages),
+                train_op=TrainOp(moves=(spec.train_op or TrainOp()).moves),
                 eval_metric_ops={},
                 export_outputs=None,
                 reported={},

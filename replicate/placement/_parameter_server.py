@@ -9,7 +9,6 @@ the global norm, gets the sums of all of them and is as exact as on one device.
 from __future__ import annotations
 
 import collections
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -111,8 +110,8 @@ class ParameterServer(OffTowerPlacement):
                 updates[kind] = _Update(apply, (state, *step), shardings, donate)
             after = updates[kind](state, *step)
             spec = halves.finish(spec, after)
-            rates = {n: rate.copy() for n, rate in spec.train_op.learning_rates.items()}
-            return after, spec.unchecked(train_op=dataclasses.replace(spec.train_op, learning_rates=rates))
+            # What the step reports may be arrays of the state, which the next step may donate.
+            return after, spec.unchecked(train_op=jax.tree.map(jnp.copy, spec.train_op))
 
         return several
 

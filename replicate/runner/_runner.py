@@ -26,8 +26,8 @@ class SyncRunner(Runner):
         frame, frames = run.frame, list[Frame]()
 
         def tower(start: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
-            key, initial = start
-            result = run.on(batch, frame.fresh(key=key, initial=initial), differentiate=False)
+            key, initial_values = start
+            result = run.on(batch, frame.fresh(key=key, initial_values=initial_values), differentiate=False)
             frames.append(result.frame)
             train_op = result.spec.train_op
             if len(self.devices) > 1:
@@ -36,7 +36,7 @@ class SyncRunner(Runner):
             spec = result.spec.unchecked(train_op=train_op and train_op.without_gradients())
             return (spec, result.frame.variables, result.frame.slots), None
 
-        (spec, variables, slots), _ = lone_tower(tower, self.devices)((frame.key, frame.initial), run.batch)
+        (spec, variables, slots), _ = lone_tower(tower, self.devices)((frame.key, frame.initial_values), run.batch)
         frame.variables.update(variables)
         frame.slots.update(slots)
         frame.adopt_names(frames[0])
