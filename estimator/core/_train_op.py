@@ -100,7 +100,7 @@ class TrainOp:
         """The updates with empty gradients, so that nothing is differentiated again."""
         return self.with_gradients([{} for _ in self.updates])
 
-    def allowed(self) -> jax.Array | None:
+    def is_allowed(self) -> jax.Array | None:
         """Whether the updates may be made, a bool scalar: no tower has marked a gradient. None: nobody has looked."""
         marks = [update.marks for update in self.updates if update.marks is not None]
         return jnp.stack([(mark == 0).all() for mark in marks]).all() if marks else None

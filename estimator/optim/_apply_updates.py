@@ -16,7 +16,7 @@ from estimator.core._train_op import TrainOp, UpdatingOptimizer
 from estimator.core._typing import PyTree, Slots, Variables
 from estimator.optim._extra_args import call_update, extra_args
 from estimator.optim._finite import all_finite, select, update_if
-from estimator.optim._given_rate import carried
+from estimator.optim._given_rate import read_carried
 from estimator.optim._sparse_update import TouchedRows, takes_rows, takes_sparse_gradients
 from estimator.sparse._indexed_slices import select_sparse, to_dense
 
@@ -70,7 +70,7 @@ class _Permissions:
     """
 
     def __init__(self, train_op: TrainOp) -> None:
-        self._allowed = train_op.allowed()
+        self._allowed = train_op.is_allowed()
         self.finite = [
             all_finite(update.gradients) if update.optimizer.loss_scale else None for update in train_op.updates
         ]
@@ -107,7 +107,8 @@ def _apply_updates(
                 "Initialize it in mode 'train' by the same model_fn."
             )
         params = {name: variables[name] for name in update.gradients or {}}
-        extra = extra_args(update.loss, params, at and functools.partial(values_at, i)) | carried(update.learning_rate)
+        extra = extra_args(update.loss, params, at and functools.partial(values_at, i))
+        extra |= read_carried(update.learning_rate)
         state, loss_scale, finite = slots[update.slots], update.optimizer.loss_scale, may_update.finite[i]
         inner = state.inner if loss_scale else state
         moved, new_slots = _apply(update.optimizer, update.gradients or {}, inner, params, extra, may_update.of(i))
@@ -136,14 +137,14 @@ def _apply(
     def update(
         gradients: optax.Updates, params: optax.Params, slots: optax.OptState, extra: dict[str, Any] = extra
     ) -> tuple[Variables, optax.OptState]:
-        def updated(before: tuple[Variables, optax.OptState]) -> tuple[Variables, optax.OptState]:
+        def make_update(before: tuple[Variables, optax.OptState]) -> tuple[Variables, optax.OptState]:
             params, slots = before
             # optax itself mixes dtypes (adam's `decay**count`), so a user's strict promotion must not reach into it.
             with jax.numpy_dtype_promotion("standard"):
                 steps, slots = call_update(transformation, gradients, slots, params, extra)
                 return optax.apply_updates(params, steps), slots
 
-        return update_if(good, updated, (params, slots))
+        return update_if(good, make_update, (params, slots))
 
     sparse = select_sparse(gradients)
     if not sparse or not takes_rows(transformation, optimizer.get_name(), list(sparse), slots, params):

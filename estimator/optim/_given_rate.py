@@ -90,7 +90,7 @@ def to_carry(learning_rate: LearningRate | None) -> jax.Array | None:
     return jnp.stack([jax.lax.stop_gradient(learning_rate).astype(dtype).reshape(()), jnp.ones((), dtype)])
 
 
-def carried(pair: jax.Array | None) -> dict[str, jax.Array]:
+def read_carried(pair: jax.Array | None) -> dict[str, jax.Array]:
     """The learning rate, as an argument of `GivenRate`'s update; none where it is known there."""
     return {} if pair is None else {"learning_rate": pair[0] / pair[1]}
 

@@ -195,9 +195,9 @@ class ExponentialMovingAverage:
         with variable_scope(_NO_SCOPE):
             old = zeros(average, value.shape, value.dtype)
             if not self._zero_debias:
-                return assign(average, _moved(step_size, value, old))
+                return assign(average, _move_average(step_size, value, old))
             biased, steps = f"{average}/biased", f"{average}/local_step"
-            new = _moved(step_size, value, zeros(biased, value.shape, value.dtype))
+            new = _move_average(step_size, value, zeros(biased, value.shape, value.dtype))
             count = zeros(steps, (), aggregation=VariableAggregation.ONLY_FIRST_TOWER) + 1
             assign(biased, new)
             assign(steps, count)
@@ -272,7 +272,7 @@ class AverageUpdate:
     def apply(self, before: Variables, after: Variables) -> Variables:
         step_size = _step_size(self.decay, None if self.count is None else self.count[0] / self.count[1])
         return {
-            average: jax.tree.map(functools.partial(_moved, step_size), wide(after[name]), before[average])
+            average: jax.tree.map(functools.partial(_move_average, step_size), wide(after[name]), before[average])
             for name, average in self.names
         }
 
@@ -299,7 +299,7 @@ def _step_size(decay: float, num_updates: Any) -> Any:
     return 1 - (decay if num_updates is None else jnp.minimum(decay, (1 + num_updates) / (10 + num_updates)))
 
 
-def _moved(step_size: Any, value: jax.Array, average: jax.Array) -> jax.Array:
+def _move_average(step_size: Any, value: jax.Array, average: jax.Array) -> jax.Array:
     """TensorFlow's formula: the average of a constant is that constant, which rounding spoils in the sum of products
     that `optax.incremental_update` computes."""
     return average - (average - value) * jnp.asarray(step_size, average.dtype)

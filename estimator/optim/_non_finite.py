@@ -45,7 +45,7 @@ class NonFinitePolicy:
     """A replicated model_fn's way with gradients that are inf or NaN; a `StepGuard`.
 
     Each tower marks its own gradients before they are summed (`mark`), while it is known whose they are. The marks are
-    summed with them, and decide in `TrainOp.allowed` whether the updates of the step are made. The state counts the
+    summed with them, and decide in `TrainOp.is_allowed` whether the updates of the step are made. The state counts the
     steps that are not (`count_skipped`); whoever runs the steps looks at the counters.
 
     Args:
@@ -138,7 +138,7 @@ def _first_non_finite(update: Update) -> jax.Array | None:
 
 def count_skipped(train_op: TrainOp, before: State, after: State) -> State:
     """The state after a step, which counts it if a gradient was marked."""
-    allowed = train_op.allowed()
+    allowed = train_op.is_allowed()
     if allowed is None:
         return after
 

@@ -75,7 +75,7 @@ class Optimizer:
             )
         self._optimizer_or_fn = optimizer_or_fn
         self._name = name or "optimizer"
-        self.loss_scale = _loss_scale.checked(type(self).__name__, loss_scale)
+        self.loss_scale = _loss_scale.check_argument(type(self).__name__, loss_scale)
         self._learning_rate = optimizer_or_fn.learning_rate if isinstance(optimizer_or_fn, GivenRate) else None
 
     def get_name(self) -> str:

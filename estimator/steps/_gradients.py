@@ -111,12 +111,12 @@ class _Run:
         self._differentiates = differentiate
         while True:
             if differentiate:
-                backward = self._differentiated()
+                backward = self._differentiate()
                 done = backward.done
             else:
                 _, done = self._forward(self._floating, {})
                 if done.request is not None:
-                    backward = self._differentiated()
+                    backward = self._differentiate()
             if done.request is None:
                 break
             self._known_gradients += (self._gradients(backward, 0, done.request.var_list, done.request.slots),)
@@ -130,7 +130,7 @@ class _Run:
             spec = dataclasses.replace(spec, train_op=_with_gradients(spec.train_op, gradients))
         return RunResult(spec, done.writes, done.denominators, self._last_frame)
 
-    def _differentiated(self) -> _Differentiated:
+    def _differentiate(self) -> _Differentiated:
         while True:
             others = {name: value for name, value in self._floating.items() if name not in self._taps}
             losses, pull, done = jax.vjp(self._forward, others, self._taps, has_aux=True)
@@ -149,10 +149,10 @@ class _Run:
         scale = self._loss_scale if fits or backward.losses[i].dtype.itemsize >= 4 else 1.0
         cotangents = [jnp.full((), scale if j == i else 0.0, loss.dtype) for j, loss in enumerate(backward.losses)]
         if dynamic is not None:
-            cotangents[i] = _loss_scale.scaled(cotangents[i], dynamic)
+            cotangents[i] = _loss_scale.scale_by(cotangents[i], dynamic)
         dense, of_taps = backward.pull(cotangents)
         if dynamic is not None:
-            dense, of_taps = _loss_scale.unscaled((dense, of_taps), dynamic)
+            dense, of_taps = _loss_scale.unscale_by((dense, of_taps), dynamic)
         if scale != self._loss_scale:  # a third, say, would be rounded to the bfloat16 of the loss
             dense, of_taps = jax.tree.map(lambda x: x * jnp.asarray(self._loss_scale, x.dtype), (dense, of_taps))
         gradients = dense | join_gradients(of_taps, backward.done.rows, self._frame.variables)

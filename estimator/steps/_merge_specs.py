@@ -30,12 +30,12 @@ class PerPart(NamedTuple):
     export_outputs: PyTree = None
     reported: dict[str, Report] = {}
 
-    def merged(self, parts: int) -> PerPart:
+    def merge(self, parts: int) -> PerPart:
         """The fields of the whole batch, from arrays with the parts as their first dimension."""
         return PerPart(
-            _concatenated(self.predictions),
-            {name: functools.reduce(_merged, _apart(metric, parts)) for name, metric in self.metrics.items()},
-            _concatenated(self.export_outputs),
+            _concatenate(self.predictions),
+            {name: functools.reduce(_merge, _apart(metric, parts)) for name, metric in self.metrics.items()},
+            _concatenate(self.export_outputs),
             merge_reports(_apart(self.reported, parts), [1] * parts),
         )
 
@@ -50,7 +50,7 @@ class PerPart(NamedTuple):
         )
 
 
-def _concatenated(stacked: PyTree) -> PyTree:
+def _concatenate(stacked: PyTree) -> PyTree:
     """Arrays of shape `[parts, rows, ...]`, part after part: the order of the input."""
     return jax.tree.map(
         lambda x: x.reshape(x.shape[1:] if len(x) == 1 else (x.shape[0] * x.shape[1], *x.shape[2:])),
@@ -62,7 +62,7 @@ def _apart(stacked: PyTree, parts: int) -> list[PyTree]:
     return [jax.tree.map(lambda x, i=i: x[i], stacked) for i in range(parts)]
 
 
-def _merged(metric: Any, other: Any) -> Any:
+def _merge(metric: Any, other: Any) -> Any:
     return metric.merge(other)
 
 

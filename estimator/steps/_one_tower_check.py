@@ -32,7 +32,7 @@ def compare_with_one_tower(
 
     def values(one_tower: bool) -> Callable[..., EstimatorSpec]:
         def run(*batch: Any) -> EstimatorSpec:
-            return forward(Replica(forward_only=True, one_tower=one_tower), *batch).unchecked(train_op=None)
+            return forward(Replica(forward_only=True, one_tower=one_tower), *batch).replace_unchecked(train_op=None)
 
         return run
 

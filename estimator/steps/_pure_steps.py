@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from estimator.core._batch import check_batch
-from estimator.core._bcoo import constrained, has_sparse
+from estimator.core._bcoo import constrain, has_sparse
 from estimator.core._estimator_spec import EstimatorSpec, train_op_of
 from estimator.core._frame import Frame, open_frame
 from estimator.core._hook import Hook
@@ -100,7 +100,7 @@ class PureSteps:
         rows = self._check(features, labels)
         sharding = info.placement.batch(rows)
         if sharding is not None and not replica.one_tower:
-            features, labels = constrained((features, labels), sharding)
+            features, labels = constrain((features, labels), sharding)
         frame = Frame(
             mode,
             variables_to_read(info.notes.get(Averages), mode, state.variables),
@@ -133,12 +133,12 @@ class PureSteps:
     def train(self, info: ModelInfo, state: State, features: Features, labels: Labels) -> tuple[State, EstimatorSpec]:
         """One step; what is merged only once per program is still `Deferred`."""
 
-        def at(variables: Variables) -> TrainOp:
+        def train_op_at(variables: Variables) -> TrainOp:
             start = state._replace(variables=variables)
             return train_op_of(self.compute(info, start, features, labels, ModeKeys.TRAIN)[0])
 
         spec, written = self.compute(info, state, features, labels, ModeKeys.TRAIN)
-        after = self.apply(state, train_op_of(spec), written, at)
+        after = self.apply(state, train_op_of(spec), written, train_op_at)
         return after, finish_spec(info.placement, spec, after)
 
     def halves(self, info: ModelInfo) -> Halves:
@@ -163,13 +163,14 @@ class PureSteps:
 def finish_spec(placement: Placement, spec: EstimatorSpec, after: State) -> EstimatorSpec:
     """The spec of a step that was made, with a report in place of the train_op."""
     train_op = train_op_of(spec)
-    allowed = train_op.allowed()
+    allowed = train_op.is_allowed()
     rates: dict[str, Any] = {
         name: rate if rate.ndim == 0 else Deferred(rate, placement.first)
         for name, rate in read_rates(after.slots).items()
         if rate.ndim == 0 or train_op.slots  # of each tower
     }
-    return spec.unchecked(train_op=StepReport(skipped=None if allowed is None else ~allowed, learning_rates=rates))
+    report = StepReport(skipped=None if allowed is None else ~allowed, learning_rates=rates)
+    return spec.replace_unchecked(train_op=report)
 
 
 def check_modes(infos: Mapping[ModeKeys, ModelInfo]) -> None:

@@ -62,7 +62,7 @@ def checkpoint_segments(fn: Callable[..., PyTree], segments: int | None = None) 
             f"`est.checkpoint_segments` needs segments, an integer of at least 1, or None; got {segments!r}."
         )
 
-    def cut(*args: PyTree) -> PyTree:
+    def run_segments(*args: PyTree) -> PyTree:
         from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
         closed, shape = jax.make_jaxpr(fn, return_shape=True)(*args)
@@ -71,12 +71,12 @@ def checkpoint_segments(fn: Callable[..., PyTree], segments: int | None = None) 
         values |= zip(jaxpr.invars, jax.tree.leaves(args), strict=True)
         for start, stop in itertools.pairwise(_cuts(jaxpr, segments)):
             part = _part(jaxpr, start, stop)
-            outputs = _recomputed(jaxpr_as_fun(ClosedJaxpr(part, [])))([values[v] for v in part.invars])
+            outputs = _recompute(jaxpr_as_fun(ClosedJaxpr(part, [])))([values[v] for v in part.invars])
             values |= zip(part.outvars, outputs, strict=True)
         leaves = [v.val if isinstance(v, Literal) else values[v] for v in jaxpr.outvars]
         return jax.tree.unflatten(jax.tree.structure(shape), leaves)
 
-    return cut
+    return run_segments
 
 
 def _part(jaxpr: Jaxpr, start: int, stop: int) -> Jaxpr:
@@ -94,7 +94,7 @@ def _variables(atoms: Sequence[Any]) -> list[Var]:
     return [v for v in atoms if not isinstance(v, Literal)]
 
 
-def _recomputed(part: Callable[..., list[Any]]) -> Callable[[Sequence[Any]], list[Any]]:
+def _recompute(part: Callable[..., list[Any]]) -> Callable[[Sequence[Any]], list[Any]]:
     """`part`, of which the backward pass has the inputs alone.
 
     Only inputs that are differentiated, and results of which a gradient comes, are gone through backwards, as without

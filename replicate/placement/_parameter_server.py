@@ -87,7 +87,7 @@ class ParameterServer(OffTowerPlacement):
         def compute(*args: Any) -> tuple[EstimatorSpec, PyTree, list[Packed]]:
             spec, assigned = halves.compute(*args)
             gradients = spec.train_op.gradients()
-            bare = spec.unchecked(train_op=spec.train_op.without_gradients())
+            bare = spec.replace_unchecked(train_op=spec.train_op.without_gradients())
             return bare, assigned, [_packed_for(home, homes, gradients) for home in self._homes]
 
         def apply(state: State, train_op: TrainOp, assigned: PyTree, parcels: list[Packed]) -> State:
@@ -111,7 +111,7 @@ class ParameterServer(OffTowerPlacement):
             after = updates[kind](state, *step)
             spec = halves.finish(spec, after)
             # What the step reports may be arrays of the state, which the next step may donate.
-            return after, spec.unchecked(train_op=jax.tree.map(jnp.copy, spec.train_op))
+            return after, spec.replace_unchecked(train_op=jax.tree.map(jnp.copy, spec.train_op))
 
         return several
 

@@ -16,9 +16,9 @@ from replicate.towers._slices import is_slices
 def reduce_step(spec: EstimatorSpec, others: Tree, ops: CrossTowerOps) -> tuple[EstimatorSpec, Tree]:
     """The sums over towers of the spec of a training step, with its gradients, and of what else is summed."""
     train_op = spec.train_op or TrainOp()
-    bare = spec.unchecked(train_op=train_op.without_gradients())
+    bare = spec.replace_unchecked(train_op=train_op.without_gradients())
     gradients, (bare, others) = all_reduce(train_op.gradients(), (bare, others), ops)
-    return bare.unchecked(train_op=(bare.train_op or TrainOp()).with_gradients(gradients)), others
+    return bare.replace_unchecked(train_op=(bare.train_op or TrainOp()).with_gradients(gradients)), others
 
 
 def all_reduce(gradients: list[Gradients], others: Tree, ops: CrossTowerOps) -> tuple[list[Gradients], Tree]:

@@ -33,7 +33,7 @@ class SyncRunner(Runner):
             if len(self.devices) > 1:
                 _check_optimizers(train_op)
             # The towers take the gradients, not the run around them.
-            spec = result.spec.unchecked(train_op=train_op and train_op.without_gradients())
+            spec = result.spec.replace_unchecked(train_op=train_op and train_op.without_gradients())
             return (spec, result.frame.variables, result.frame.slots), None
 
         (spec, variables, slots), _ = lone_tower(tower, self.devices)((frame.key, frame.initial_values), run.batch)
@@ -52,14 +52,14 @@ class SyncRunner(Runner):
         def tower(start: State, batch: PyTree) -> tuple[PyTree, PyTree]:
             result = self.run_tower(run, start, batch, scale, cross_tower_mean)
             frames.append(result.frame)
-            summed, per_part = result.scaled(scale).split()
+            summed, per_part = result.scale(scale).split()
             train_op, gradients = summed.train_op or TrainOp(), None
             if self.on_nan is not None:
                 train_op = self.on_nan.mark(train_op, tower_index(), num_towers())
             if not sums_here:
                 gradients, train_op = train_op.gradients(), train_op.without_gradients()
             summed, addends = reduce_step(
-                summed.unchecked(train_op=train_op), result.addends(tower_index(), num_towers()), self.ops
+                summed.replace_unchecked(train_op=train_op), result.addends(tower_index(), num_towers()), self.ops
             )
             return (summed, addends.applied_to(start.variables)), (per_part, gradients)
 
@@ -67,8 +67,8 @@ class SyncRunner(Runner):
         train_op = spec.train_op if gradients is None else spec.train_op.with_gradients(gradients)
         run.frame.adopt_names(frames[-1])
         run.frame.writes.assigned.update(written)
-        merged = self.merged(per_part, len(self.devices))
-        return self.readable(merged.join(spec.unchecked(train_op=self.placement.to_update(train_op))))
+        merged = self.merge_parts(per_part, len(self.devices))
+        return self.readable(merged.join(spec.replace_unchecked(train_op=self.placement.to_update(train_op))))
 
     def run_tower(
         self, run: ModelRun, start: State, batch: PyTree, scale: float, average: Callable[[PyTree], PyTree]
@@ -93,7 +93,7 @@ class SyncRunner(Runner):
             return result
         # The run so far gives the structure of the result; the compiled program has nothing of it.
         parts = MicroBatches(self, run, inside.fresh(key=start.key), steps, scale)
-        return parts.merged(batch, like=result, average=average)
+        return parts.run_all(batch, like=result, average=average)
 
     def evaluate(self, run: ModelRun) -> EstimatorSpec:
         return Evaluation(self, run).spec()
