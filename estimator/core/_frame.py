@@ -252,6 +252,7 @@ def open_frame(frame: Frame) -> Iterator[Frame]:
     """Makes `frame` the current one until the block ends."""
     frame.tracing.trace, frame.tracing.around = current_trace(), on_stack()
     _stack.frames.append(frame)
+    # The runs around this one know it too: a train_op made in a tower is one of the outer run.
     for each in _stack.frames:
         each.tracing.runs.append(frame.tracing.run)
     try:
@@ -298,6 +299,7 @@ def average_denominator(denominator: jax.Array) -> jax.Array:
         return denominator
     if not is_visible_to_model_fn():
         return frame.replica.average_denominator(denominator, None)
+    # No gradient flows through a denominator that other towers have a part of.
     frame.denominators.append(jax.lax.stop_gradient(denominator))
     return frame.replica.average_denominator(denominator, len(frame.denominators) - 1)
 

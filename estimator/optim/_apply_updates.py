@@ -47,6 +47,7 @@ def apply_step(
         declared=Declared(trainable=dict.fromkeys(variables, True)),
         reuse=True,
     )
+    # Decided once, from the gradients alone, before anything is updated.
     may_update = _Permissions(train_op)
     with open_frame(frame):
         updated, slots = _apply_updates(train_op, may_update, variables, slots, at)
@@ -56,6 +57,7 @@ def apply_step(
         allowed = may_update.all()
         return new if allowed is None else select(allowed, new, {name: variables[name] for name in new})
 
+    # Moves come last: the average of a variable is of its value after the step, whatever the order in `est.group`.
     after = {**updated, **if_all(written)}
     moved: Variables = {}
     for move in train_op.moves:
@@ -106,6 +108,7 @@ def _apply_updates(
                 f"The state has no slots for the optimizer {update.slots!r}, only {sorted(slots)}. "
                 "Initialize it in mode 'train' by the same model_fn."
             )
+        # `variables` are those after the earlier updates: two optimizers of one variable act one after the other.
         params = {name: variables[name] for name in update.gradients or {}}
         extra = extra_args(update.loss, params, at and functools.partial(values_at, i))
         extra |= read_carried(update.learning_rate)
@@ -151,6 +154,7 @@ def _apply(
         whole = {name: to_dense(gradient) for name, gradient in gradients.items()}
         takes_both = sparse and takes_sparse_gradients(transformation)
         return update(whole, params, slots, {**extra, "sparse_gradients": sparse} if takes_both else extra)
+    # The optimizer sees small arrays, the touched rows of table and slots; the step takes no time by the table's size.
     touched = TouchedRows(sparse, params)
     rows, row_slots = update({**gradients, **touched.gradients}, touched.take(params), touched.take(slots))
     return touched.put(params, rows), touched.put(slots, row_slots)

@@ -94,6 +94,7 @@ def concatenate_specs(specs: Sequence[EstimatorSpec], sizes: Sequence[int], mean
         )
     loss = None
     if first.loss is not None and second.loss is not None:
+        # A mean of means would count the rows of the smaller part more than others.
         weights = [size / sum(sizes) if mean_loss else 1.0 for size in sizes]
         loss = first.loss * weights[0] + second.loss * weights[1]
     predictions, export_outputs = jax.tree.map(

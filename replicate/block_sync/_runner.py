@@ -98,6 +98,7 @@ class BlockSyncRunner(SyncRunner):
     block_sync: BlockSync = dataclasses.field(kw_only=True)
 
     def initialize(self, run: ModelRun) -> EstimatorSpec:
+        # Default names are counted from here again in the abstract run below.
         before = run.frame.fresh()
         spec, frame = super().initialize(run), run.frame
         if frame.mode != ModeKeys.TRAIN:
@@ -226,6 +227,7 @@ class BlockSyncRunner(SyncRunner):
             {name: moved[name] for name in changing},
             slots,
         )
+        # Every step ends a block: no branch, and so no copy of what both of its sides return.
         if self.block_sync.block_steps == 1 and not warmup:
             after = average(after)
         else:

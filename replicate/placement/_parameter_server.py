@@ -161,12 +161,14 @@ class _Update:
         self._programs = []
         self._is_new = True
         for home, run, taken in parts:
+            # What two programs read must not be donated by the first of them.
             only_here = {i for i, h in enumerate(self._homes) if h == home and uses[i] == 1 and not keys[i]}
             donated = [position for position, i in enumerate(taken) if i in only_here] if donate else ()
             self._programs.append((home, jax.jit(run, donate_argnums=donated), taken))
 
     def __call__(self, *args: Any) -> State:
         leaves = jax.tree.leaves(args)
+        # All transfers start before the first program waits for one.
         ready = [transfer([leaves[i] for i in taken], home) for home, _, taken in self._programs]
         new: list[Any] = [None] * len(self._homes)
         for (home, program, _), mine in zip(self._programs, ready, strict=True):

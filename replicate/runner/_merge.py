@@ -43,6 +43,7 @@ def all_reduce(gradients: list[Gradients], others: Tree, ops: CrossTowerOps) -> 
     in_order = [list(own.values()) for own in gradients]  # which jax would sort by name
     leaves, structure = jax.tree.flatten((in_order, others), is_leaf=is_slices)
     count = 0 if ops.exact is ops else len(jax.tree.leaves(in_order, is_leaf=is_slices))
+    # Gradients by the chosen algorithm, which may compress them; losses, metrics and marks always exactly.
     for some, positions in ((ops, range(count)), (ops.exact, range(count, len(leaves)))):
         dense = [i for i in positions if not is_slices(leaves[i])]
         sums = some.sum_in_towers([leaves[i] for i in dense]) if dense else []

@@ -36,6 +36,7 @@ class SyncRunner(Runner):
             spec = result.spec.replace_unchecked(train_op=train_op and train_op.without_gradients())
             return (spec, result.frame.variables, result.frame.slots), None
 
+        # In one tower: initial values depend on the key alone, and all towers begin with the same.
         (spec, variables, slots), _ = lone_tower(tower, self.devices)((frame.key, frame.initial_values), run.batch)
         frame.variables.update(variables)
         frame.slots.update(slots)
@@ -53,6 +54,7 @@ class SyncRunner(Runner):
             result = self.run_tower(run, start, batch, scale, cross_tower_mean)
             frames.append(result.frame)
             summed, per_part = result.scale(scale).split()
+            # Marks come before the sum, in which a NaN of one tower would be everybody's.
             train_op, gradients = summed.train_op or TrainOp(), None
             if self.on_nan is not None:
                 train_op = self.on_nan.mark(train_op, tower_index(), num_towers())
@@ -88,6 +90,7 @@ class SyncRunner(Runner):
         if num_towers() > 1:
             _check_optimizers(result.spec.train_op)
             result.check_rows(run.rows // num_towers())
+        # Known only after a run, since the model_fn makes its optimizers itself.
         steps = accumulate_steps(result.spec.train_op)
         if steps == 1:
             return result

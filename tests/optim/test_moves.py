@@ -2,14 +2,15 @@
 
 import dataclasses
 
-import estimator as est
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from replicate import TowerOptimizer, replicate_model_fn
 from testing.towers import cpus
+
+import estimator as est
+from replicate import TowerOptimizer, replicate_model_fn
 
 
 @jax.tree_util.register_dataclass
