@@ -85,7 +85,7 @@ class StateSource:
 
     def for_export(self, state: State, features: Features) -> State:
         """A state of PREDICT, with moving averages in place of the variables where they are read so."""
-        averages = self._model.traits(features, mode=ModeKeys.PREDICT).averages
+        averages = self._model.info(features, mode=ModeKeys.PREDICT).averages
         return state._replace(variables=at_averages(averages, state.variables))
 
     def keep(self, path: str, state: State) -> None:
@@ -95,7 +95,7 @@ class StateSource:
     def _warm(
         self, settings: WarmStartSettings, state: State, mode: ModeKeys, features: Features, labels: Labels
     ) -> State:
-        info = self._model.traits(features, labels, mode)
+        info = self._model.info(features, labels, mode)
         state, report = warm_start(settings, state, info.trainable, mode)
         state = _with_averages(state, info.averages, report)
         if report != self.warm_start_report:

@@ -72,7 +72,7 @@ class EvalSteps:
     def on_devices(self, pair: Pair | Uneven) -> tuple[tuple[PyTree, PyTree], int]:
         """A batch of all processes, and how many rows it has, given the rows of this one."""
         given = pair.pair if isinstance(pair, Uneven) else pair
-        placement = self._model.traits(*given, ModeKeys.EVAL).placement
+        placement = self._model.info(*given, ModeKeys.EVAL).placement
         if isinstance(pair, Uneven):
             return placement.in_all_processes(rows_of_all(*pair)), sum(pair.rows)
         processes = jax.process_count() if placement.spans_processes else 1
@@ -89,13 +89,13 @@ class EvalSteps:
         """How many batches like this one are read ahead together, and go into one program."""
         size = sum(leaf.nbytes for leaf in jax.tree.leaves((features, labels)) if hasattr(leaf, "nbytes"))
         most = max(1, min(_MOST_BATCHES_AT_ONCE, _MOST_BYTES_AT_ONCE // max(size, 1)))
-        traits = self._model.traits(features, labels, ModeKeys.EVAL)
-        if traits.placement.spans_processes:
+        info = self._model.info(features, labels, ModeKeys.EVAL)
+        if info.placement.spans_processes:
             return most  # only read ahead together: each may have rows of its own, and so a program of its own
-        if most == 1 or not traits.is_one_program or has_sparse((features, labels)) or debugging():
+        if most == 1 or not info.is_one_program or has_sparse((features, labels)) or debugging():
             return 1
         if size not in self._fits:
-            self._fits[size] = steps_that_fit(self.step, traits.platform, held, features, labels)
+            self._fits[size] = steps_that_fit(self.step, info.platform, held, features, labels)
         return min(most, self._fits[size])
 
 

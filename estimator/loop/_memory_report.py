@@ -90,7 +90,7 @@ def memory_report(
 def _use(model_fn: ModelFn, features: Features, labels: Labels, params: Any) -> MemoryUse:
     model = transform(model_fn, params)
     programs = Programs(model, features, labels)
-    if not programs.traits.is_one_program:
+    if not programs.info.is_one_program:
         raise ValueError(
             "`est.memory_report` reads one program per training step; variables on devices of their own "
             "(VariableDistribution.SHARED_LOCAL_PARAMETER_SERVER, SHARED_ROUND_ROBIN) make it several. Give the same "

@@ -88,23 +88,23 @@ class Programs:
     nor on what hooks read: a run that resumes from a checkpoint cuts its steps elsewhere.
 
     Attributes:
-      traits: what is known of the model_fn.
+      info: what is known of the model_fn.
       steps_per_program: how many steps a program makes at most.
       loops: whether steps run in loops.
       guard: to call them with.
     """
 
     def __init__(self, model: Model, features: Features, labels: Labels) -> None:
-        self.traits = traits = model.traits(features, labels)
+        self.info = info = model.info(features, labels)
         self.steps_per_program = 1
         self.loops = False
         self.guard = BatchGuard(features, labels)
-        self._batch = jax.tree.map(_abstract, traits.placement.from_processes((features, labels)))
+        self._batch = jax.tree.map(_abstract, info.placement.from_processes((features, labels)))
         self._used: set[int] = set()
 
         def compiled(program: Callable[..., Outcome]) -> Any:
             of_model = functools.partial(program, model)
-            return jax.jit(of_model, donate_argnums=0) if traits.is_one_program else of_model
+            return jax.jit(of_model, donate_argnums=0) if info.is_one_program else of_model
 
         self._step, self._step_reporting = compiled(step), compiled(step_reporting)
         self._loop, self._loop_reporting = compiled(loop), compiled(loop_reporting)
@@ -112,8 +112,8 @@ class Programs:
     @functools.cached_property
     def steps_that_fit(self) -> int:
         """How many steps are to go into one program, by their arithmetic."""
-        carry, key_data = carry_of(self.traits.like), jax.eval_shape(jax.random.key_data, self.traits.like.key)
-        return steps_that_fit(self._step, self.traits.platform, carry, key_data, *self._batch)
+        carry, key_data = carry_of(self.info.like), jax.eval_shape(jax.random.key_data, self.info.like.key)
+        return steps_that_fit(self._step, self.info.platform, carry, key_data, *self._batch)
 
     def compiled_step(self, like: State) -> Any:
         """The program of one step, compiled for a state that is like this: of `jax.ShapeDtypeStruct`s."""
@@ -129,10 +129,10 @@ class Programs:
           alone: whether this is a single step, in a program of its own.
           reports: whether hooks may read values of the last step.
         """
-        reports = reports and bool(self.traits.reported)
+        reports = reports and bool(self.info.reported)
         if not self.loops:
             last = self._step_reporting if reports else None
-            placed = map(self.traits.placement.from_processes, pairs)
+            placed = map(self.info.placement.from_processes, pairs)
             return [
                 Run(self._step, 1, args, pair, last if i == len(pairs) else None)
                 for i, (args, pair) in enumerate(zip(placed, pairs, strict=True), 1)
@@ -142,7 +142,7 @@ class Programs:
         if stacked is None:
             before = [run for pair in pairs[:-1] for run in self.runs([pair], 1, alone=True)]
             return [*before, *self.runs(pairs[-1:], 1, True, reports)]
-        stacked = self.traits.placement.from_processes(stacked, stacked=True)
+        stacked = self.info.placement.from_processes(stacked, stacked=True)
         args = np.int32(len(pairs)), *stacked
         return [Run(self._loop, len(pairs), args, pairs[0], self._loop_reporting if reports else None)]
 

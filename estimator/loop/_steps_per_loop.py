@@ -54,7 +54,7 @@ class LoopSize:
         self._begin: tuple[int, float] | None = None
         self._batches_at_once = 1
         programs.steps_per_program = steps
-        programs.loops = programs.traits.is_one_program and (steps > 1 or secs is not None)
+        programs.loops = programs.info.is_one_program and (steps > 1 or secs is not None)
 
     def most(self) -> int:
         """How many steps a chunk may have."""
@@ -79,7 +79,7 @@ class LoopSize:
 
 
 def _automatic(programs: Programs, hooks: Sequence[Hook], step: int, look_every: int) -> int:
-    if not programs.traits.is_one_program or debugging():
+    if not programs.info.is_one_program or debugging():
         return 1
     hooks = [hook for hook in hooks if not isinstance(hook, StopAtStepHook)]  # the end may be near, or far
     plan = Plan(hooks, step, None, lambda: look_every)

@@ -83,14 +83,14 @@ class Training:
         self.last_step = last_step
         start = int(state.global_step)
         self.context = RunContext(ModeKeys.TRAIN, config.model_dir, start, group, actions=self, verbose=config.verbose)
-        self.context.set_model_info(programs.traits)
+        self.context.set_model_info(programs.info)
         self.saved_path = saved_path
         self.saved_step = -1 if saved_path is None else start
         self._saved_before = self.saved_path, self.saved_step  # what is left if the last save fails
         self._skipped = 0  # steps that on_nan="skip" left out so far
-        if programs.traits.on_nan:
+        if programs.info.on_nan:
             self._skipped = skipped_steps(state)
-            if programs.traits.on_nan == "raise":
+            if programs.info.on_nan == "raise":
                 state = cleared(state)
         advise_huge_pages(jax.tree.leaves(state.variables))
         self._carry = carry_of(state)
@@ -198,7 +198,7 @@ class Training:
         self.context.rates = rates
         self.context.notify_loss_watchers(first, losses)
         if skipped is not None and skipped.any():  # only then the host waits for the newest program
-            if self.programs.traits.on_nan == "raise":
+            if self.programs.info.on_nan == "raise":
                 raise_if_any(self._carry)
             self._skipped += int(skipped.sum())
             log_skipped(self._carry, int(skipped.sum()), self._skipped)

@@ -66,8 +66,8 @@ class Model(NamedTuple):
         the arrays of the spec have `steps` as their first dimension. In the pair, a BCOO has it as a batch dimension.
       abstract_init: the State that `init` returns for such a batch, as `jax.ShapeDtypeStruct`s with their shardings:
         `(features, labels=None, mode="train") -> State`. Nothing is computed.
-      inner_step, traits, compare: for the Estimator, and not public. `inner_step` is a `train_step` for a loop: what
-        towers merge only once per program is still `Deferred` in the spec. `traits` returns the `ModelInfo`, from the
+      inner_step, info, compare: for the Estimator, and not public. `inner_step` is a `train_step` for a loop: what
+        towers merge only once per program is still `Deferred` in the spec. `info` returns the `ModelInfo`, from the
         arguments of `abstract_init`. `compare` is the check of `replicate_model_fn(check=True)` at the first call:
         `(mode, state, features, labels)`.
     """
@@ -79,7 +79,7 @@ class Model(NamedTuple):
     train_loop: Callable[[State, Any], tuple[State, EstimatorSpec]]
     inner_step: _TrainStep
     abstract_init: Callable[..., State]
-    traits: Callable[..., ModelInfo]
+    info: Callable[..., ModelInfo]
     compare: Callable[..., None]
 
 
@@ -117,7 +117,7 @@ def transform(model_fn: ModelFn, params: Any = None, config: Any = None, donate:
         train_loop=steps.train_loop,
         inner_step=steps.inner_step,
         abstract_init=steps.abstract_init,
-        traits=steps.traits,
+        info=steps.info,
         compare=steps.compare,
     )
 
@@ -144,7 +144,7 @@ class _Steps:
         key = checked_key(key)
         check_batch(features, labels)
         features, labels = padded(taken(features, labels))
-        info = self._info(mode, features, labels)
+        info = self.info(features, labels, mode)
         initial: Variables = {}  # read here and not in the model_fn, which runs for each program, and to resume
         for start in info.starts:
             initial |= start.read(info.like.variables)
@@ -154,7 +154,7 @@ class _Steps:
         return put(state, info.shardings)
 
     def abstract_init(self, features: Features, labels: Labels = None, mode: str = ModeKeys.TRAIN) -> State:
-        info = self._info(ModeKeys(mode), features, labels)
+        info = self.info(features, labels, mode)
         shardings = jax.tree.broadcast(info.shardings, info.like, is_leaf=lambda x: x is None)
         return jax.tree.map(
             lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
@@ -165,7 +165,7 @@ class _Steps:
     def train_step(self, state: State, features: Features, labels: Labels = None) -> tuple[State, EstimatorSpec]:
         step = self._compiled.get(ModeKeys.TRAIN)
         if step is None:
-            info = self._info(ModeKeys.TRAIN, features, labels)
+            info = self.info(features, labels)
             step = self._compiled[ModeKeys.TRAIN] = self._compile_train(info)
             self.compare(ModeKeys.TRAIN, state, features, labels)
         return self._watched(step, state, features, labels)
@@ -173,7 +173,7 @@ class _Steps:
     def inner_step(self, state: State, features: Features, labels: Labels = None) -> tuple[State, EstimatorSpec]:
         step = self._compiled.get("inner_step")
         if step is None:
-            info = self._info(ModeKeys.TRAIN, features, labels)
+            info = self.info(features, labels)
             step = functools.partial(self._pure.train, info)
             step = info.placement.compile_step(step, self._pure.halves(info), info.like, self._donate)
             self._compiled["inner_step"] = step
@@ -184,17 +184,14 @@ class _Steps:
         loop = self._compiled.get("train_loop")
         if loop is None:
             first = jax.tree.map(lambda x: abstract(x).update(shape=x.shape[1:]), per_step((features, labels)))
-            info = self._info(ModeKeys.TRAIN, *first)
+            info = self.info(*first)
             loop = self._compiled["train_loop"] = self._compile_loop(info)
             if info.compared_on is not None:
                 self.compare(ModeKeys.TRAIN, state, *jax.tree.map(lambda x: x[0], per_step((features, labels))))
         return self._watched(loop, state, features, labels)
 
-    def traits(self, features: Features, labels: Labels = None, mode: str = ModeKeys.TRAIN) -> ModelInfo:
-        return self._info(ModeKeys(mode), features, labels)
-
     def compare(self, mode: ModeKeys, state: State, features: Features, labels: Labels = None) -> None:
-        info = self._info(mode, features, labels)
+        info = self.info(features, labels, mode)
         if info.compared_on is None or mode in self._compared or isinstance(state.global_step, jax.core.Tracer):
             return
         self._compared.add(mode)
@@ -228,7 +225,7 @@ class _Steps:
     def _run_only(self, mode: ModeKeys, state: State, features: Features, labels: Labels) -> EstimatorSpec:
         step = self._compiled.get(mode)
         if step is None:
-            info = self._info(mode, features, labels)
+            info = self.info(features, labels, mode)
             step = self._compiled[mode] = info.placement.compile_read(functools.partial(self._pure.read, info, mode))
             self.compare(mode, state, features, labels)
         features, labels = taken(features, labels, self._infos[mode].batch_devices)
@@ -257,8 +254,9 @@ class _Steps:
 
         return info.placement.compile_loop(scan, self._pure.halves(info), info.like, self._donate)
 
-    def _info(self, mode: ModeKeys, features: Features, labels: Labels) -> ModelInfo:
+    def info(self, features: Features, labels: Labels = None, mode: str = ModeKeys.TRAIN) -> ModelInfo:
         """What is known of the model_fn, from an abstract run at the first call in a mode."""
+        mode = ModeKeys(mode)
         if mode not in self._infos:
             check_batch(features, labels)
             first_run: Callable[..., Any] = self._traced_init.eval_shape

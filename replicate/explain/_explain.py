@@ -94,30 +94,30 @@ def explain(
         )
     notes: dict[str, int] = {}
     model = est.transform(_observed(model_fn, params, config, notes))
-    traits = model.traits(features, labels)
-    if traits.placement.spans_processes:
+    info = model.info(features, labels)
+    if info.placement.spans_processes:
         raise ValueError(
             "`explain` reads the program of one process, and these towers are on several. Call it in one process "
             "with as many devices; `python -m replicate.explain --towers=N` makes them of the CPU."
         )
-    sharding = traits.placement.batch(rows)
+    sharding = info.placement.batch(rows)
     assert sharding is not None  # a replicated model_fn says where its batches go
     devices = sharding.mesh.devices if isinstance(sharding, NamedSharding) else np.array(list(sharding.device_set))
     towers = devices.reshape(len(devices), -1)  # [towers, devices of a tower]
-    step, args = _step(model, traits, features, labels)
+    step, args = _step(model, info, features, labels)
     compiled = step.lower(*args).compile()
-    homes = jax.tree.broadcast(traits.shardings, traits.like)
+    homes = jax.tree.broadcast(info.shardings, info.like)
     return Explanation(
         name=name,
         towers=tuple(", ".join(map(str, tower)) for tower in towers),
-        distribution=Distribution(traits.placement.kind),
+        distribution=Distribution(info.placement.kind),
         rows=rows,
         micro_batches=notes["micro_batches"],
         batch=_splits(features, labels, len(towers)),
         collectives=collectives(compiled.as_text() or ""),
-        transfers=() if traits.is_one_program else _transfers(step, args, homes, list(devices.flat)),
-        variables=_homes(traits.like.variables, homes.variables),
-        slots=_homes(traits.like.slots, homes.slots),
+        transfers=() if info.is_one_program else _transfers(step, args, homes, list(devices.flat)),
+        variables=_homes(info.like.variables, homes.variables),
+        slots=_homes(info.like.slots, homes.slots),
         steps_per_program=_steps_per_program(Programs(model, features, labels), config),
         flops=(compiled.cost_analysis() or {}).get("flops"),
         memory=_memory(compiled),
@@ -130,7 +130,7 @@ def _is_replicated(model_fn: ModelFn, params: object, config: object, features: 
     """Known by an abstract run in a tower, where `TOWER_AXIS` is there for a model_fn that needs it."""
     in_tower = replicate_model_fn(model_fn, devices=jax.local_devices()[:1])
     try:
-        est.transform(in_tower, params, config).traits(features, labels)
+        est.transform(in_tower, params, config).info(features, labels)
     except ReplicatedTwice:
         return True
     return False
@@ -182,20 +182,20 @@ def _observed(model_fn: ModelFn, params: object, config: object, notes: dict[str
 
 
 def _step(
-    model: Model, traits: ModelInfo, features: Features, labels: Labels
+    model: Model, info: ModelInfo, features: Features, labels: Labels
 ) -> tuple[jax.stages.Wrapped, tuple[Any, ...]]:
     """The training step as the Estimator compiles it, and its abstract arguments."""
 
     def step(changing: Any, key: jax.Array, features: Features, labels: Labels) -> tuple[Any, jax.Array]:
         variables, slots, global_step = changing
         after, spec = model.train_step(est.State(variables, slots, global_step, key), features, labels)
-        return (after[:-1] if traits.is_one_program else after), loss_of(spec)
+        return (after[:-1] if info.is_one_program else after), loss_of(spec)
 
     state = model.abstract_init(features, labels)
-    if not traits.is_one_program:
-        near = jax.tree.broadcast(traits.placement.state_to_read(traits.like), state)
+    if not info.is_one_program:
+        near = jax.tree.broadcast(info.placement.state_to_read(info.like), state)
         state = jax.tree.map(lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), state, near)
-    compiled = jax.jit(step, donate_argnums=0 if traits.is_one_program else ())
+    compiled = jax.jit(step, donate_argnums=0 if info.is_one_program else ())
     return compiled, (state[:-1], state.key, features, labels)
 
 
