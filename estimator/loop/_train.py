@@ -26,17 +26,16 @@ from estimator.inputs._input_fn import Batches
 from estimator.loop import _hook_calls, _steps_per_loop
 from estimator.loop._context import RunContext
 from estimator.loop._plan import Chunk, Plan
-from estimator.loop._programs import Carry, Pair, Programs, Run, StepOutputs, carry_of, state_of
+from estimator.loop._programs import InFlight, Pair, ProgramCall, Programs, StepOutputs
 from estimator.loop._read_ahead import read_ahead, shows_bars
 from estimator.loop._resume_input import warn_of_resuming
 from estimator.loop._training_log import TrainingLog
 from estimator.multihost._process_group import ProcessGroup
 from estimator.optim._non_finite import cleared, log_skipped, raise_if_any, skipped_steps
 from estimator.runtime._huge_pages import advise_huge_pages
-from estimator.runtime._uninterrupted import compile_first, uninterrupted
+from estimator.runtime._uninterrupted import uninterrupted
+from estimator.steps._compiled_steps import Carry, carry_of, state_of
 
-# More gain nothing, and on CPU devices the collectives of many starve each other until XLA aborts the process.
-_PROGRAMS_IN_FLIGHT = 2
 _STEPS_BETWEEN_LOOKS = 100  # at the losses, for NaN
 
 
@@ -99,6 +98,7 @@ class Training:
         self._position: Any = None  # in the input, after the last chunk of steps
         self._first_step = self._looked_step = start
         self._losses: list[tuple[StepOutputs, int]] = []  # of each program since the last look, and how many there are
+        self._in_flight = InFlight()
         self._log = TrainingLog(config.log_step_count_steps, start, last_step, shows_bars(self.context))
         self._ended_by_nan = False
         self._warned_of_input = False
@@ -143,13 +143,15 @@ class Training:
             logging.warning("Training with estimator made no steps. Perhaps input is empty or misspecified.")
         return state_of(self._carry, self._key_data)
 
-    def _runs(self, batches: Batches, size: _steps_per_loop.LoopSize) -> Iterator[tuple[Run, Sequence[Hook], Any]]:
+    def _runs(
+        self, batches: Batches, size: _steps_per_loop.LoopSize
+    ) -> Iterator[tuple[ProgramCall, Sequence[Hook], Any]]:
         """The programs to run, each with the hooks to call around it and the position in the input after it, which is
         known after the last one of a chunk; their input is made ready by a thread."""
         context = self.context
         plan = Plan(self.hooks, context.global_step, self.last_step, size.most)
 
-        def make(pairs: list[Pair], chunk: Chunk) -> list[Run]:
+        def make(pairs: list[Pair], chunk: Chunk) -> list[ProgramCall]:
             return self.programs.runs(pairs, chunk.most, chunk.alone, chunk.reports)
 
         for ready, due in read_ahead(batches, plan, context, make):
@@ -157,23 +159,18 @@ class Training:
                 yield run, (), self._position
             yield ready.batches[-1], due, ready.position
 
-    def _start(self, run: Run, reporting: bool) -> tuple[StepOutputs, dict[str, Report]]:
+    def _start(self, run: ProgramCall, reporting: bool) -> tuple[StepOutputs, dict[str, Report]]:
         """Starts a program. Waits for the last but one, but not for this one."""
         context = self.context
         program = run.reporting if reporting and run.reporting else run.program
         number = self._skipped_batches + context.batches + 1  # of the program's first batch in the input
-        if self.programs.is_new(program):
-            context.phase = "compile"
-            self.programs.guard(number, run.batch, compile_first, program, self._carry, self._key_data, *run.args)
-        else:
-            context.phase = "step"
+        context.phase = "compile" if program.is_new() else "step"
         self._carry, outputs, reported = self.programs.guard(
             number, run.batch, program, self._carry, self._key_data, *run.args
         )
         context.phase = "step"
         self._losses.append((outputs, run.steps))
-        if len(self._losses) > _PROGRAMS_IN_FLIGHT:
-            self._losses[-1 - _PROGRAMS_IN_FLIGHT][0].losses.block_until_ready()
+        self._in_flight.add(outputs.losses)
         context.global_step += run.steps
         context.count(run.steps, rows_of(*run.batch) * context.group.count)
         self._log.advance(run.steps)

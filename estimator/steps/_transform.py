@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
 
@@ -21,8 +21,8 @@ from estimator.inputs._batch_values import stacked, taken
 from estimator.multihost._global_arrays import put
 from estimator.optim._moving_average import check_averages_read
 from estimator.optim._non_finite import cleared, raise_if_any
-from estimator.runtime._uninterrupted import compile_first
-from estimator.steps._deferred_merge import merged
+from estimator.steps._compiled_steps import Program
+from estimator.steps._deferred_merge import merge_deferred
 from estimator.steps._model_info import ModelInfo
 from estimator.steps._one_tower_check import compare_with_one_tower
 from estimator.steps._pure_steps import PureSteps
@@ -37,6 +37,8 @@ class _Init(Protocol):
         mode: str = ModeKeys.TRAIN,
     ) -> State: ...
 
+
+T = TypeVar("T")
 
 _TrainProgram = Callable[[State, PyTree, PyTree], tuple[State, EstimatorSpec]]
 
@@ -123,15 +125,15 @@ def transform(model_fn: ModelFn, params: Any = None, config: Any = None, donate:
 
 
 class _Steps:
-    """Makes the functions of a Model, each compiled at its first call."""
+    """The functions of a Model, each compiled at its first call."""
 
     def __init__(self, call: ModelFn, donate: bool) -> None:
         self._pure = PureSteps(call)
         self._donate = donate
         self._infos: dict[ModeKeys, ModelInfo] = {}
-        self._compiled: dict[Any, Callable[..., Any]] = {}
+        self._inits = {mode: Program(functools.partial(self._pure.init, mode=mode)) for mode in ModeKeys}
+        self._compiled: dict[str, Callable[..., Any]] = {}
         self._compared: set[ModeKeys] = set()
-        self._traced_init = jax.jit(self._pure.init, static_argnames="mode")
 
     def init(
         self,
@@ -142,15 +144,13 @@ class _Steps:
     ) -> State:
         mode = ModeKeys(mode)
         key = checked_key(key)
-        check_batch(features, labels)
+        rows = check_batch(features, labels)
         features, labels = padded(taken(features, labels))
         info = self.info(features, labels, mode)
         initial: Variables = {}  # read here and not in the model_fn, which runs for each program, and to resume
         for start in info.starts:
             initial |= start.read(info.like.variables)
-        if not isinstance(key, jax.core.Tracer):
-            compile_first(self._traced_init, key, features, labels, initial, mode=mode)
-        state, _ = self._traced_init(key, features, labels, initial, mode=mode)
+        state, _ = self._inits[mode](key, features, labels, initial, rows=rows)
         return put(state, info.shardings)
 
     def abstract_init(self, features: Features, labels: Labels = None, mode: str = ModeKeys.TRAIN) -> State:
@@ -162,22 +162,35 @@ class _Steps:
             shardings,
         )
 
+    def info(self, features: Features, labels: Labels = None, mode: str = ModeKeys.TRAIN) -> ModelInfo:
+        """What is known of the model_fn, from an abstract run at the first call in a mode."""
+        mode = ModeKeys(mode)
+        if mode not in self._infos:
+            check_batch(features, labels)
+            args: tuple[Any, ...] = jax.random.key(0), features, labels, {}
+            no_jit = jax.config.jax_disable_jit  # type: ignore[attr-defined]
+            if no_jit and all(hasattr(x, "__array__") for x in jax.tree.leaves((features, labels))):
+                _, static = self._inits[mode](*args)  # whoever turns jit off wants to look at values
+            else:
+                _, static = self._inits[mode].trace(*args).out_info
+            info: ModelInfo = static.value
+            check_averages_read({**self._infos, mode: info})
+            self._infos[mode] = info
+        return self._infos[mode]
+
     def train_step(self, state: State, features: Features, labels: Labels = None) -> tuple[State, EstimatorSpec]:
-        step = self._compiled.get(ModeKeys.TRAIN)
+        step = self._compiled.get("train_step")
         if step is None:
             info = self.info(features, labels)
-            step = self._compiled[ModeKeys.TRAIN] = self._compile_train(info)
+            step = self._compile("train_step", lambda *args: merge_deferred(self._pure.train(*args)), info)
             self.compare(ModeKeys.TRAIN, state, features, labels)
-        return self._watched(step, state, features, labels)
+        return self._train(step, state, features, labels)
 
     def inner_step(self, state: State, features: Features, labels: Labels = None) -> tuple[State, EstimatorSpec]:
         step = self._compiled.get("inner_step")
         if step is None:
-            info = self.info(features, labels)
-            step = functools.partial(self._pure.train, info)
-            step = info.placement.compile_step(step, self._pure.halves(info), info.like, self._donate)
-            self._compiled["inner_step"] = step
-        return self._watched(step, state, features, labels)
+            step = self._compile("inner_step", self._pure.train, self.info(features, labels))
+        return self._train(step, state, features, labels)
 
     def train_loop(self, state: State, batches: Any) -> tuple[State, EstimatorSpec]:
         features, labels = stacked(batches)
@@ -185,10 +198,49 @@ class _Steps:
         if loop is None:
             first = jax.tree.map(lambda x: abstract(x).update(shape=x.shape[1:]), per_step((features, labels)))
             info = self.info(*first)
-            loop = self._compiled["train_loop"] = self._compile_loop(info)
+            loop = self._compile("train_loop", self._pure.train_loop, info, stacked=True)
             if info.compared_on is not None:
                 self.compare(ModeKeys.TRAIN, state, *jax.tree.map(lambda x: x[0], per_step((features, labels))))
-        return self._watched(loop, state, features, labels)
+        return self._train(loop, state, features, labels)
+
+    def _compile(self, name: str, step: Callable[..., Any], info: ModelInfo, stacked: bool = False) -> _TrainProgram:
+        compiled = info.placement.compile_loop if stacked else info.placement.compile_step
+        program = compiled(functools.partial(step, info), self._pure.halves(info), info.like, self._donate)
+        self._compiled[name] = program
+        return program
+
+    def _train(
+        self, step: _TrainProgram, state: State, features: Features, labels: Labels
+    ) -> tuple[State, EstimatorSpec]:
+        """Runs steps; with on_nan="raise" it raises at once, unless the caller traces: who then has to look itself."""
+        info = self._infos[ModeKeys.TRAIN]
+        raises = info.on_nan == "raise" and not isinstance(state.global_step, jax.core.Tracer)
+        if raises:
+            state = cleared(state)
+        after, spec = self._call(step, info, state, features, labels)
+        if raises:
+            raise_if_any(after)
+        return after, spec
+
+    def eval_step(self, state: State, features: Features, labels: Labels = None) -> EstimatorSpec:
+        return self._read(ModeKeys.EVAL, state, features, labels)
+
+    def predict_step(self, state: State, features: Features) -> EstimatorSpec:
+        return self._read(ModeKeys.PREDICT, state, features, None)
+
+    def _read(self, mode: ModeKeys, state: State, features: Features, labels: Labels) -> EstimatorSpec:
+        step = self._compiled.get(mode)
+        if step is None:
+            info = self.info(features, labels, mode)
+            step = self._compiled[mode] = info.placement.compile_read(functools.partial(self._pure.read, info, mode))
+            self.compare(mode, state, features, labels)
+        return self._call(step, self._infos[mode], state, features, labels)
+
+    def _call(self, step: Callable[..., T], info: ModelInfo, state: State, features: Features, labels: Labels) -> T:
+        features, labels = taken(features, labels, info.batch_devices)
+        if self._pure.saw_sparse:
+            features, labels = padded((features, labels))
+        return guarded(step, features, labels, state, features, labels)
 
     def compare(self, mode: ModeKeys, state: State, features: Features, labels: Labels = None) -> None:
         info = self.info(features, labels, mode)
@@ -200,71 +252,3 @@ class _Steps:
             return self._pure.compute(info, *batch, mode, replica)[0]  # type: ignore[call-arg]
 
         compare_with_one_tower(forward, info, mode, (state, *taken(features, labels, info.batch_devices)))
-
-    def _watched(
-        self, steps: _TrainProgram, state: State, features: Features, labels: Labels
-    ) -> tuple[State, EstimatorSpec]:
-        """Runs steps; with on_nan="raise" it raises at once, unless the caller traces: who then has to look itself."""
-        raises = self._infos[ModeKeys.TRAIN].on_nan == "raise" and not isinstance(state.global_step, jax.core.Tracer)
-        if raises:
-            state = cleared(state)
-        features, labels = taken(features, labels, self._infos[ModeKeys.TRAIN].batch_devices)
-        if self._pure.saw_sparse:
-            features, labels = padded((features, labels))
-        after, spec = guarded(steps, features, labels, state, features, labels)
-        if raises:
-            raise_if_any(after)
-        return after, spec
-
-    def eval_step(self, state: State, features: Features, labels: Labels = None) -> EstimatorSpec:
-        return self._run_only(ModeKeys.EVAL, state, features, labels)
-
-    def predict_step(self, state: State, features: Features) -> EstimatorSpec:
-        return self._run_only(ModeKeys.PREDICT, state, features, None)
-
-    def _run_only(self, mode: ModeKeys, state: State, features: Features, labels: Labels) -> EstimatorSpec:
-        step = self._compiled.get(mode)
-        if step is None:
-            info = self.info(features, labels, mode)
-            step = self._compiled[mode] = info.placement.compile_read(functools.partial(self._pure.read, info, mode))
-            self.compare(mode, state, features, labels)
-        features, labels = taken(features, labels, self._infos[mode].batch_devices)
-        if self._pure.saw_sparse:
-            features, labels = padded((features, labels))
-        return guarded(step, features, labels, state, features, labels)
-
-    def _compile_train(self, info: ModelInfo) -> _TrainProgram:
-        def step(*batch: Any) -> tuple[State, EstimatorSpec]:
-            return merged(self._pure.train(info, *batch))
-
-        return info.placement.compile_step(step, self._pure.halves(info), info.like, self._donate)
-
-    def _compile_loop(self, info: ModelInfo) -> _TrainProgram:
-        def scan(state: State, features: Features, labels: Labels) -> tuple[State, EstimatorSpec]:
-            # The key stays out of the carry, and so out of what the loop copies from step to step.
-            def body(carry: Any, batch: tuple[PyTree, PyTree]) -> tuple[Any, EstimatorSpec]:
-                after, spec = self._pure.train(info, State(**carry, key=state.key), *batch)
-                return changing(after), spec
-
-            def changing(state: State) -> dict[str, Any]:
-                return {name: value for name, value in state._asdict().items() if name != "key"}
-
-            carry, specs = jax.lax.scan(body, changing(state), per_step((features, labels)))
-            return State(**carry, key=state.key), merged(specs, stacked=True)
-
-        return info.placement.compile_loop(scan, self._pure.halves(info), info.like, self._donate)
-
-    def info(self, features: Features, labels: Labels = None, mode: str = ModeKeys.TRAIN) -> ModelInfo:
-        """What is known of the model_fn, from an abstract run at the first call in a mode."""
-        mode = ModeKeys(mode)
-        if mode not in self._infos:
-            check_batch(features, labels)
-            first_run: Callable[..., Any] = self._traced_init.eval_shape
-            no_jit = jax.config.jax_disable_jit  # type: ignore[attr-defined]
-            if no_jit and all(hasattr(x, "__array__") for x in jax.tree.leaves((features, labels))):
-                first_run = self._traced_init  # whoever turns jit off wants to look at values
-            _, static = first_run(jax.random.key(0), features, labels, {}, mode=mode)
-            info: ModelInfo = static.value
-            check_averages_read({**self._infos, mode: info})
-            self._infos[mode] = info
-        return self._infos[mode]
