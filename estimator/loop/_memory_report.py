@@ -97,7 +97,7 @@ def _use(model_fn: ModelFn, features: Features, labels: Labels, params: Any) -> 
             "model_fn with MIRRORED or SHARDED variables."
         )
     state = model.abstract_init(features, labels)
-    stats = programs.compiled_step(state).memory_analysis()
+    stats = programs.trace_step(state).lower().compile().memory_analysis()
     return MemoryUse(
         state=sum(_bytes(x) for x in jax.tree.leaves((state.variables, state.slots, state.global_step))),
         arguments=stats.argument_size_in_bytes,

@@ -110,10 +110,10 @@ class Programs:
         carry, key_data = carry_of(self.info.like), jax.eval_shape(jax.random.key_data, self.info.like.key)
         return steps_that_fit(self._step, self.info.platform, carry, key_data, *self._batch)
 
-    def compiled_step(self, like: State) -> Any:
-        """The program of one step, compiled for a state that is like this: of `jax.ShapeDtypeStruct`s."""
+    def trace_step(self, like: State) -> jax.stages.Traced:
+        """The program of one step, for a state that is like this: of `jax.ShapeDtypeStruct`s."""
         key_data = jax.eval_shape(jax.random.key_data, like.key)
-        return self._step.trace(carry_of(like), key_data, *self._batch).lower().compile()
+        return self._step.trace(carry_of(like), key_data, *self._batch)
 
     def runs(self, pairs: Sequence[Pair], most: int, alone: bool = False, reports: bool = False) -> list[ProgramCall]:
         """The programs that make a step with each batch, in their order.

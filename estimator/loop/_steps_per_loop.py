@@ -17,6 +17,12 @@ from estimator.loop._programs import Programs
 _STEPS_TO_TIME = 20
 _MOST_BATCHES_AT_ONCE, _SECONDS_AT_ONCE = 10, 0.005
 _SECONDS_AT_ONCE_OF_SEVERAL = 0.05  # processes, which agree on every chunk: that takes a millisecond
+_STEPS_BETWEEN_LOOKS = 100
+
+
+def steps_between_looks(log_every: int | None) -> int:
+    """How often a run looks at its losses, for NaN, and to log them."""
+    return min(log_every or _STEPS_BETWEEN_LOOKS, _STEPS_BETWEEN_LOOKS)
 
 
 def choose(

@@ -36,8 +36,6 @@ from estimator.runtime._huge_pages import advise_huge_pages
 from estimator.runtime._uninterrupted import uninterrupted
 from estimator.steps._compiled_steps import Carry, carry_of, state_of
 
-_STEPS_BETWEEN_LOOKS = 100  # at the losses, for NaN
-
 
 class NanLossDuringTrainingError(RuntimeError):
     """The loss, or a variable about to be saved, is not a number."""
@@ -120,7 +118,7 @@ class Training:
         self._position = batches.get_state()
         check_places(str(self.config.model_dir), context.global_step, self.last_step)
         _hook_calls.create_state(self.hooks, context)
-        look_every = min(self.config.log_step_count_steps or _STEPS_BETWEEN_LOOKS, _STEPS_BETWEEN_LOOKS)
+        look_every = _steps_per_loop.steps_between_looks(self.config.log_step_count_steps)
         size = _steps_per_loop.choose(self.config.steps_per_loop, self.programs, self.hooks, context, look_every)
         with self._log:
             for run, due, position in self._runs(batches, size):
