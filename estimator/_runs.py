@@ -163,11 +163,11 @@ class Runs:
         rest, first = opened.rest, opened.first
         if self._programs is None:
             self._programs = Programs(self._model, *first)
-        traits = self._programs.traits
-        rest.place(traits.placement)
+        info = self._programs.info
+        rest.place(info.placement)
         first = rest.peek() or first
-        group.set_placement(traits.placement)
-        chief_hooks, spec_hooks = map(as_hooks, traits.hooks)
+        group.set_placement(info.placement)
+        chief_hooks, spec_hooks = map(as_hooks, info.hooks)
         hooks = with_default_hooks(chief_hooks, [*as_hooks(own_hooks), *spec_hooks], self._config, listeners)
         hooks = hooks_for_process(group, hooks, chief_hooks)
         state = self.states.take_for_training(start.path, group, *first)
@@ -237,13 +237,13 @@ class Runs:
             )
         self._log_compiling(ModeKeys.EVAL)
         context = RunContext(ModeKeys.EVAL, self._model_dir, group=group, verbose=self._config.verbose)
-        traits = self._model.traits(*first, mode=ModeKeys.EVAL)
-        rest.place(traits.placement)
+        info = self._model.info(*first, mode=ModeKeys.EVAL)
+        rest.place(info.placement)
         first = rest.peek() or first
         context.output_dir = eval_dir(self._model_dir, name)
-        context.set_model_info(traits)
-        hooks = as_hooks((*hooks, *traits.hooks[1]))
-        group.set_placement(traits.placement)
+        context.set_model_info(info)
+        hooks = as_hooks((*hooks, *info.hooks[1]))
+        group.set_placement(info.placement)
         hooks = hooks_for_process(group, hooks)
         with ends_by_sigterm(context), _hook_calls.around(hooks, context):
             state, path = state_for(*first)
@@ -277,11 +277,11 @@ class Runs:
             return
         self._log_compiling(ModeKeys.PREDICT)
         context = RunContext(ModeKeys.PREDICT, self._model_dir, verbose=self._config.verbose)
-        traits = self._model.traits(first[0], mode=ModeKeys.PREDICT)
-        rest.place(traits.placement)
+        info = self._model.info(first[0], mode=ModeKeys.PREDICT)
+        rest.place(info.placement)
         features, _ = rest.peek() or first
-        context.set_model_info(traits)
-        hooks = as_hooks((*hooks, *traits.hooks[1]))
+        context.set_model_info(info)
+        hooks = as_hooks((*hooks, *info.hooks[1]))
         with ends_by_sigterm(context), _hook_calls.around(hooks, context):
             state, _ = self.lookup.state(ModeKeys.PREDICT, path, checkpoint_path, SingleProcess(), features)
             context.set_readonly_state(state)

@@ -83,7 +83,7 @@ class StateSource:
 
     def for_export(self, state: State, features: Features) -> State:
         """A state of PREDICT, with moving averages in place of the variables where they are read so."""
-        averages = self._model.traits(features, mode=ModeKeys.PREDICT).notes.get(Averages)
+        averages = self._model.info(features, mode=ModeKeys.PREDICT).notes.get(Averages)
         return state._replace(variables=variables_to_read(averages, ModeKeys.PREDICT, state.variables))
 
     def keep(self, path: str, state: State) -> None:
@@ -93,7 +93,7 @@ class StateSource:
     def _warm(
         self, settings: WarmStartSettings, state: State, mode: ModeKeys, features: Features, labels: Labels
     ) -> State:
-        info = self._model.traits(features, labels, mode)
+        info = self._model.info(features, labels, mode)
         state, report = warm_start(settings, state, info.trainable, mode)
         state = state._replace(variables=begin_averages(info.notes.get(Averages), state.variables, set(report.used)))
         if report != self.warm_start_report:

@@ -13,11 +13,11 @@ from estimator.core._hook import Context
 from estimator.core._mode_keys import ModeKeys
 from estimator.core._record import Report
 from estimator.core._state import State
-from estimator.loop._programs import Carry
 from estimator.multihost._preemption import SIGTERM
 from estimator.multihost._process_group import ProcessGroup, SingleProcess
 from estimator.optim._learning_rate import set_rate
 from estimator.porting._tensorflow_names import missing_attribute
+from estimator.steps._compiled_steps import Carry
 from estimator.steps._model_info import ModelInfo
 from estimator.storage._files import normalized
 from estimator.summary._event_writer import EventWriter

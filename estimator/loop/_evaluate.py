@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -22,37 +22,25 @@ from estimator.inputs._input_fn import Batches
 from estimator.loop import _hook_calls
 from estimator.loop._context import RunContext
 from estimator.loop._flops import debugging, steps_that_fit
-from estimator.loop._programs import Pair, stacked_batches
+from estimator.loop._programs import InFlight, Pair, stacked_batches
 from estimator.loop._read_ahead import chunks_with_hooks
 from estimator.loop._synchronized_input import Uneven
 from estimator.metrics import Metric
 from estimator.multihost._global_arrays import rows_of_all
 from estimator.multihost._preemption import SIGTERM, Preempted
-from estimator.runtime._uninterrupted import compile_first
+from estimator.steps._compiled_steps import Carry, Program, carry_of, loop_over_all, state_of
 from estimator.steps._transform import Model
 
-T = TypeVar("T")
-
-_PROGRAMS_IN_FLIGHT = 2
 _PROGRAMS_FETCHED = 20  # at once: to fetch each costs as much as a small batch
 _MOST_BATCHES_AT_ONCE, _MOST_BYTES_AT_ONCE = 16, 1 << 18
-
-
-class Held(NamedTuple):
-    """The state that all batches are evaluated with, its key as numbers: jax takes typed keys on a slower path. There
-    are slots where the model_fn reads the state of its optimizers."""
-
-    variables: dict[str, PyTree]
-    slots: dict[str, PyTree]
-    global_step: jax.Array
-    key_data: jax.Array
 
 
 Outcome = tuple[jax.Array, Mapping[str, Any], dict[str, Report]]
 
 
 class EvalSteps:
-    """The compiled steps, which compute no predictions; all take `(held, features, labels)`.
+    """The compiled steps, which compute no predictions; all take `(carry, key_data, features, labels)`. The state has
+    slots where the model_fn reads those of its optimizers.
 
     | program          | of                 | returns                                               |
     |------------------|--------------------|-------------------------------------------------------|
@@ -64,49 +52,44 @@ class EvalSteps:
     def __init__(self, model: Model) -> None:
         self._model = model
         self._fits: dict[int, int] = {}  # by the bytes of a batch
-        self._called: set[tuple[int, int]] = set()  # programs, and with how many rows
-        self.step = jax.jit(functools.partial(_step, model, False))
-        self.step_reporting = jax.jit(functools.partial(_step, model, True))
-        self.loop = jax.jit(functools.partial(_loop, model))
+        self.step = Program(functools.partial(_step, model, False))
+        self.step_reporting = Program(functools.partial(_step, model, True))
+        self.loop = Program(functools.partial(_loop, model))
 
     def on_devices(self, pair: Pair | Uneven) -> tuple[tuple[PyTree, PyTree], int]:
         """A batch of all processes, and how many rows it has, given the rows of this one."""
         given = pair.pair if isinstance(pair, Uneven) else pair
-        placement = self._model.traits(*given, ModeKeys.EVAL).placement
+        placement = self._model.info(*given, ModeKeys.EVAL).placement
         if isinstance(pair, Uneven):
             return placement.in_all_processes(rows_of_all(*pair)), sum(pair.rows)
         processes = jax.process_count() if placement.spans_processes else 1
         return placement.from_processes(pair), rows_of(*pair) * processes
 
-    def run(self, program: Callable[..., T], rows: int, held: Held, features: Features, labels: Labels) -> T:
-        """Calls one of the programs, compiled before for batches of that number of rows."""
-        if (id(program), rows) not in self._called:
-            compile_first(program, held, features, labels)
-            self._called.add((id(program), rows))
-        return program(held, features, labels)
-
-    def at_once(self, held: Held, features: Features, labels: Labels) -> int:
+    def at_once(self, carry: Carry, key_data: jax.Array, features: Features, labels: Labels) -> int:
         """How many batches like this one are read ahead together, and go into one program."""
         size = sum(leaf.nbytes for leaf in jax.tree.leaves((features, labels)) if hasattr(leaf, "nbytes"))
         most = max(1, min(_MOST_BATCHES_AT_ONCE, _MOST_BYTES_AT_ONCE // max(size, 1)))
-        traits = self._model.traits(features, labels, ModeKeys.EVAL)
-        if traits.placement.spans_processes:
+        info = self._model.info(features, labels, ModeKeys.EVAL)
+        if info.placement.spans_processes:
             return most  # only read ahead together: each may have rows of its own, and so a program of its own
-        if most == 1 or not traits.is_one_program or has_sparse((features, labels)) or debugging():
+        if most == 1 or not info.is_one_program or has_sparse((features, labels)) or debugging():
             return 1
         if size not in self._fits:
-            self._fits[size] = steps_that_fit(self.step, traits.platform, held, features, labels)
+            self._fits[size] = steps_that_fit(self.step, info.platform, carry, key_data, features, labels)
         return min(most, self._fits[size])
 
 
-def _step(model: Model, reports: bool, held: Held, features: Features, labels: Labels) -> Outcome:
-    state = State(held.variables, held.slots, held.global_step, jax.random.wrap_key_data(held.key_data))
-    spec = model.eval_step(state, features, labels)
+def _step(model: Model, reports: bool, carry: Carry, key_data: jax.Array, *batch: PyTree) -> Outcome:
+    spec = model.eval_step(state_of(carry, key_data), *batch)
     return loss_of(spec), spec.eval_metric_ops, spec.reported if reports else {}
 
 
-def _loop(model: Model, held: Held, features: Features, labels: Labels) -> tuple[jax.Array, dict[str, Any]]:
-    return jax.lax.map(lambda batch: _step(model, False, held, *batch)[:2], (features, labels))
+def _loop(model: Model, carry: Carry, key_data: jax.Array, *batches: PyTree) -> tuple[jax.Array, Mapping[str, Any]]:
+    def step(nothing: tuple[()], *batch: PyTree) -> tuple[tuple[()], tuple[jax.Array, Mapping[str, Any]]]:
+        loss, metrics, _ = _step(model, False, carry, key_data, *batch)
+        return nothing, (loss, metrics)
+
+    return loop_over_all(step, (), batches)[1]
 
 
 class Merged:
@@ -120,13 +103,13 @@ class Merged:
         self._rows: list[int] = []
         self._metrics: dict[str, Any] = {}
         self._waiting: list[tuple[jax.Array, Any]] = []  # of a batch, or stacked, of several
+        self._in_flight = InFlight()
 
     def add(self, loss: jax.Array, metrics: dict[str, Any], rows: Sequence[int]) -> None:
         """Adds loss and metrics of a batch, or stacked ones of several batches, whose sizes are `rows`."""
         self._rows.extend(rows)
         self._waiting.append((loss, metrics))
-        if len(self._waiting) > _PROGRAMS_IN_FLIGHT:
-            self._waiting[-1 - _PROGRAMS_IN_FLIGHT][0].block_until_ready()
+        self._in_flight.add(loss)
         if len(self._waiting) == _PROGRAMS_FETCHED:
             self._fetch()
 
@@ -167,25 +150,26 @@ def evaluate_batches(
 ) -> dict[str, Any]:
     """The metrics over all batches, or the first `last_batch` of them; there must be at least one."""
     merged = Merged()
-    held = Held(state.variables, state.slots, state.global_step, jax.random.key_data(state.key))
+    held = carry_of(state), jax.random.key_data(state.key)
     guard = BatchGuard(*first)
-    at_once = context.agreed(lambda: guard(1, first, steps.at_once, held, *first))
+    at_once = context.agreed(lambda: guard(1, first, steps.at_once, *held, *first))
     for pairs, due in chunks_with_hooks(batches, hooks, context, last_batch, at_once):
         requests = _hook_calls.before(due, context)
         together = len(pairs) == at_once > 1 and not due and context.group.count == 1
         stacked = stacked_batches(pairs, at_once) if together else None
         if stacked is not None:
             rows = rows_of(*pairs[0])
-            losses, metrics = guard(context.batches + 1, pairs[0], steps.run, steps.loop, rows, held, *stacked)
+            step = functools.partial(steps.loop, rows=rows)
+            losses, metrics = guard(context.batches + 1, pairs[0], step, *held, *stacked)
             merged.add(losses, metrics, [rows] * len(pairs))
             context.count(len(pairs), rows)
             continue
         reports = _hook_calls.requests_values(requests, context)
         for i, pair in enumerate(pairs):
-            (features, labels), rows = steps.on_devices(pair)
+            batch, rows = steps.on_devices(pair)
             program = steps.step_reporting if reports and i == len(pairs) - 1 else steps.step
-            given = features, labels
-            loss, metrics, reported = guard(context.batches + 1, given, steps.run, program, rows, held, *given)
+            step = functools.partial(program, rows=rows)
+            loss, metrics, reported = guard(context.batches + 1, batch, step, *held, *batch)
             context.count(1, rows)
             merged.add(loss, metrics, [rows])
         _hook_calls.after(due, context, requests, loss, 1, reported)

@@ -90,14 +90,14 @@ def memory_report(
 def _use(model_fn: ModelFn, features: Features, labels: Labels, params: Any) -> MemoryUse:
     model = transform(model_fn, params)
     programs = Programs(model, features, labels)
-    if not programs.traits.is_one_program:
+    if not programs.info.is_one_program:
         raise ValueError(
             "`est.memory_report` reads one program per training step; variables on devices of their own "
             "(VariableDistribution.SHARED_LOCAL_PARAMETER_SERVER, SHARED_ROUND_ROBIN) make it several. Give the same "
             "model_fn with MIRRORED or SHARDED variables."
         )
     state = model.abstract_init(features, labels)
-    stats = programs.compiled_step(state).memory_analysis()
+    stats = programs.trace_step(state).lower().compile().memory_analysis()
     return MemoryUse(
         state=sum(_bytes(x) for x in jax.tree.leaves((state.variables, state.slots, state.global_step))),
         arguments=stats.argument_size_in_bytes,

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Iterable, Iterator, Sequence
 
 import jax
 import numpy as np
@@ -19,30 +18,22 @@ from estimator.inputs._input_fn import Batches
 from estimator.loop import _hook_calls
 from estimator.loop._context import RunContext
 from estimator.loop._read_ahead import chunks_with_hooks
-from estimator.runtime._uninterrupted import compile_first
+from estimator.steps._compiled_steps import Carry, Program, carry_of, state_of
 from estimator.steps._transform import Model
-
-T = TypeVar("T")
 
 
 class PredictSteps:
     """The compiled steps: the predictions of a batch, without and with what the model_fn reports."""
 
     def __init__(self, model: Model) -> None:
-        self.step = jax.jit(functools.partial(_step, model, False))
-        self.step_reporting = jax.jit(functools.partial(_step, model, True))
-        self._called: set[tuple[int, int]] = set()  # programs, and with how many rows
-
-    def run(self, program: Callable[..., T], rows: int, state: State, features: Features) -> T:
-        """Calls one of the programs, compiled before for batches of that number of rows."""
-        if (id(program), rows) not in self._called:
-            compile_first(program, state, features)
-            self._called.add((id(program), rows))
-        return program(state, features)
+        self.step = Program(functools.partial(_step, model, False))
+        self.step_reporting = Program(functools.partial(_step, model, True))
 
 
-def _step(model: Model, reports: bool, state: State, features: Features) -> tuple[PyTree, dict[str, Report]]:
-    spec = model.predict_step(state, features)
+def _step(
+    model: Model, reports: bool, carry: Carry, key_data: jax.Array, features: Features
+) -> tuple[PyTree, dict[str, Report]]:
+    spec = model.predict_step(state_of(carry, key_data), features)
     return spec.predictions, spec.reported if reports else {}
 
 
@@ -57,11 +48,13 @@ def predict_batches(
 ) -> Iterator[PyTree]:
     """Yields the predictions of each batch as numpy arrays; `first` are the features of the first batch."""
     guard = BatchGuard(first, None)
+    held = carry_of(state), jax.random.key_data(state.key)
     for ((features, _),), due in chunks_with_hooks(batches, hooks, context, None):
         requests = _hook_calls.before(due, context)
         program = steps.step_reporting if _hook_calls.requests_values(requests, context) else steps.step
         rows = rows_of(features)
-        predictions, reported = guard(context.batches + 1, (features, None), steps.run, program, rows, state, features)
+        step = functools.partial(program, rows=rows)
+        predictions, reported = guard(context.batches + 1, (features, None), step, *held, features)
         context.count(1, rows)
         _hook_calls.after(due, context, requests, None, 1, reported)
         selected = with_strings(jax.device_get(select(predictions, keys)))

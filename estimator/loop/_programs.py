@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -19,18 +20,14 @@ from estimator.core._state import State
 from estimator.core._typing import Features, Labels, PyTree
 from estimator.inputs._batch_values import stack_of
 from estimator.loop._flops import steps_that_fit
-from estimator.steps._deferred_merge import merged
+from estimator.steps._compiled_steps import Carry, Program, carry_of, loop_over_some, state_of
+from estimator.steps._deferred_merge import merge_deferred
 from estimator.steps._transform import Model
 
 Pair = tuple[PyTree, PyTree]  # features and labels
 
-
-class Carry(NamedTuple):
-    """What steps pass on from one to the next on the devices: the state without its key, which never changes."""
-
-    variables: dict[str, PyTree]
-    slots: dict[str, PyTree]
-    global_step: jax.Array
+# More gain nothing, and on CPU devices the collectives of many starve each other until XLA aborts the process.
+_MOST_IN_FLIGHT = 2
 
 
 class StepOutputs(NamedTuple):
@@ -48,15 +45,14 @@ class StepOutputs(NamedTuple):
 
 
 Outcome = tuple[Carry, StepOutputs, dict[str, Report]]
-Program = Callable[..., Outcome]
 
 
-class Run(NamedTuple):
+class ProgramCall(NamedTuple):
     """A program with its batches, ready to run.
 
     Attributes:
       program: `(carry, key_data, *args) -> (carry, outputs, reported)`.
-      steps: how many steps it makes.
+      steps: the number of steps it makes.
       args: the batches.
       batch: features and labels of the first step; of several processes, the rows of this one.
       reporting: the program to run instead, to get what the model_fn reports.
@@ -79,31 +75,30 @@ class Programs:
     | `loop`                | with the first `steps` batches  | is left out               |
     | `loop_reporting`      | with the first `steps` batches  | is returned, of the last  |
 
-    The key comes as plain numbers, since jax takes typed keys on a slower path (some 8 us per call). Of the spec they
-    keep the loss and what the log shows beside it; what the model_fn reports is computed where a hook reads it only.
+    Of the spec they keep the loss and what the log shows beside it; what the model_fn reports is computed where a hook
+    reads it only.
 
     Where steps run in loops, a single one does too: out of a loop XLA makes other programs of some steps (those with
     convolutions, on a CPU), of which the last bits differ. So results do not depend on how a run is cut into programs,
     nor on what hooks read: a run that resumes from a checkpoint cuts its steps elsewhere.
 
     Attributes:
-      traits: what is known of the model_fn.
+      info: what is known of the model_fn.
       steps_per_program: how many steps a program makes at most.
       loops: whether steps run in loops.
       guard: to call them with.
     """
 
     def __init__(self, model: Model, features: Features, labels: Labels) -> None:
-        self.traits = traits = model.traits(features, labels)
+        self.info = info = model.info(features, labels)
         self.steps_per_program = 1
         self.loops = False
         self.guard = BatchGuard(features, labels)
-        self._batch = jax.tree.map(_abstract, traits.placement.from_processes((features, labels)))
-        self._used: set[int] = set()
+        self._batch = jax.tree.map(_abstract, info.placement.from_processes((features, labels)))
 
-        def compiled(program: Callable[..., Outcome]) -> Any:
-            of_model = functools.partial(program, model)
-            return jax.jit(of_model, donate_argnums=0) if traits.is_one_program else of_model
+        def compiled(run: Callable[..., Outcome]) -> Program:
+            is_one = info.is_one_program
+            return Program(functools.partial(run, model), donate=is_one, jit=is_one)
 
         self._step, self._step_reporting = compiled(step), compiled(step_reporting)
         self._loop, self._loop_reporting = compiled(loop), compiled(loop_reporting)
@@ -111,15 +106,15 @@ class Programs:
     @functools.cached_property
     def steps_that_fit(self) -> int:
         """How many steps are to go into one program, by their arithmetic."""
-        carry, key_data = carry_of(self.traits.like), jax.eval_shape(jax.random.key_data, self.traits.like.key)
-        return steps_that_fit(self._step, self.traits.platform, carry, key_data, *self._batch)
+        carry, key_data = carry_of(self.info.like), jax.eval_shape(jax.random.key_data, self.info.like.key)
+        return steps_that_fit(self._step, self.info.platform, carry, key_data, *self._batch)
 
-    def compiled_step(self, like: State) -> Any:
-        """The program of one step, compiled for a state that is like this: of `jax.ShapeDtypeStruct`s."""
+    def trace_step(self, like: State) -> jax.stages.Traced:
+        """The program of one step, for a state that is like this: of `jax.ShapeDtypeStruct`s."""
         key_data = jax.eval_shape(jax.random.key_data, like.key)
-        return self._step.lower(carry_of(like), key_data, *self._batch).compile()
+        return self._step.trace(carry_of(like), key_data, *self._batch)
 
-    def runs(self, pairs: Sequence[Pair], most: int, alone: bool = False, reports: bool = False) -> list[Run]:
+    def runs(self, pairs: Sequence[Pair], most: int, alone: bool = False, reports: bool = False) -> list[ProgramCall]:
         """The programs that make a step with each batch, in their order.
 
         Args:
@@ -128,12 +123,12 @@ class Programs:
           alone: whether this is a single step, in a program of its own.
           reports: whether hooks may read values of the last step.
         """
-        reports = reports and bool(self.traits.reported)
+        reports = reports and bool(self.info.reported)
         if not self.loops:
             last = self._step_reporting if reports else None
-            placed = map(self.traits.placement.from_processes, pairs)
+            placed = map(self.info.placement.from_processes, pairs)
             return [
-                Run(self._step, 1, args, pair, last if i == len(pairs) else None)
+                ProgramCall(self._step, 1, args, pair, last if i == len(pairs) else None)
                 for i, (args, pair) in enumerate(zip(placed, pairs, strict=True), 1)
             ]
         room = 1 if alone else max(most, len(pairs))
@@ -141,86 +136,58 @@ class Programs:
         if stacked is None:
             before = [run for pair in pairs[:-1] for run in self.runs([pair], 1, alone=True)]
             return [*before, *self.runs(pairs[-1:], 1, True, reports)]
-        stacked = self.traits.placement.from_processes(stacked, stacked=True)
+        stacked = self.info.placement.from_processes(stacked, stacked=True)
         args = np.int32(len(pairs)), *stacked
-        return [Run(self._loop, len(pairs), args, pairs[0], self._loop_reporting if reports else None)]
-
-    def is_new(self, program: Program) -> bool:
-        """Whether a program is about to be compiled, as far as is known; to be called once before each run."""
-        if id(program) in self._used:
-            return False
-        self._used.add(id(program))
-        return True
+        return [ProgramCall(self._loop, len(pairs), args, pairs[0], self._loop_reporting if reports else None)]
 
 
-def step_reporting(model: Model, carry: Carry, key_data: jax.Array, features: Features, labels: Labels) -> Outcome:
-    carry, outputs, reported = _deferred_step(model, True, carry, key_data, features, labels)
-    return merged((carry, outputs, reported))
+def step(model: Model, carry: Carry, key_data: jax.Array, *batch: PyTree) -> Outcome:
+    return merge_deferred(_deferred_step(model, False, key_data, carry, *batch))
 
 
-def step(model: Model, carry: Carry, key_data: jax.Array, features: Features, labels: Labels) -> Outcome:
-    return merged(_deferred_step(model, False, carry, key_data, features, labels))
+def step_reporting(model: Model, carry: Carry, key_data: jax.Array, *batch: PyTree) -> Outcome:
+    return merge_deferred(_deferred_step(model, True, key_data, carry, *batch))
 
 
 def loop(model: Model, carry: Carry, key_data: jax.Array, steps: jax.Array, *batches: PyTree) -> Outcome:
     """A step with each of the first `steps` of the stacked batches."""
-    carry, outputs, _ = _fori_loop(model, False, carry, key_data, 0, steps, batches)
-    return carry, merged(outputs, stacked=True), {}
+    quiet = functools.partial(_deferred_step, model, False, key_data)
+    carry, outputs, _ = loop_over_some(quiet, carry, batches, 0, steps)
+    return carry, merge_deferred(outputs, stacked=True), {}
 
 
 def loop_reporting(model: Model, carry: Carry, key_data: jax.Array, steps: jax.Array, *batches: PyTree) -> Outcome:
-    carry, outputs, _ = _fori_loop(model, False, carry, key_data, 0, steps - 1, batches)
-    carry, last, reported = _fori_loop(model, True, carry, key_data, steps - 1, steps, batches)
+    quiet, reporting = (functools.partial(_deferred_step, model, reports, key_data) for reports in (False, True))
+    carry, outputs, _ = loop_over_some(quiet, carry, batches, 0, steps - 1)
+    carry, last, reported = loop_over_some(reporting, carry, batches, steps - 1, steps)
     outputs = jax.tree.map(lambda x, y: x.at[steps - 1].set(y[steps - 1]), outputs, last)
-    return carry, merged(outputs, stacked=True), merged(reported)
+    return carry, merge_deferred(outputs, stacked=True), merge_deferred(reported)
 
 
 def _deferred_step(
-    model: Model, reports: bool, carry: Carry, key_data: jax.Array, features: Features, labels: Labels
+    model: Model, reports: bool, key_data: jax.Array, carry: Carry, features: Features, labels: Labels
 ) -> Outcome:
     """One step, whose outputs the towers have not merged yet: a loop merges them once, at its end."""
     state, spec = model.inner_step(state_of(carry, key_data), features, labels)
     return carry_of(state), _outputs_of(spec), spec.reported if reports else {}
 
 
-def _fori_loop(
-    model: Model,
-    reports: bool,
-    carry: Carry,
-    key_data: jax.Array,
-    start: jax.Array | int,
-    stop: jax.Array,
-    batches: tuple[PyTree, ...],
-) -> Outcome:
-    """Makes a step with each of the batches from `start` to `stop`; what is reported is the last one's.
+class InFlight:
+    """The programs that were started last: a new one waits for the last but two."""
 
-    Where to stop is an argument of the program: XLA would take a loop of one step apart.
-    """
-    step = functools.partial(_deferred_step, model, reports)
-    first = jax.tree.map(lambda x: x[0], batches)
-    _, of_one, reported = jax.eval_shape(step, carry, key_data, *first)
+    def __init__(self) -> None:
+        self._outputs: collections.deque[jax.Array] = collections.deque()
 
-    def body(i: jax.Array, before: Outcome) -> Outcome:
-        carry, outputs, reported = step(before[0], key_data, *jax.tree.map(lambda x: x[i], batches))
-        return carry, jax.tree.map(lambda x, y: x.at[i].set(y), before[1], outputs), reported
-
-    room = jax.tree.leaves(batches)[0].shape[0]
-    outputs = jax.tree.map(lambda x: jnp.zeros((room, *x.shape), x.dtype), of_one)
-    nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), reported)
-    return jax.lax.fori_loop(start, stop, body, (carry, outputs, nothing))
+    def add(self, output: jax.Array) -> None:
+        """Notes a program that was started, by one of its outputs."""
+        self._outputs.append(output)
+        if len(self._outputs) > _MOST_IN_FLIGHT:
+            self._outputs.popleft().block_until_ready()
 
 
 def _abstract(x: Any) -> jax.ShapeDtypeStruct:
     sharding = None if getattr(x, "is_fully_addressable", True) else x.sharding
     return abstract(x).update(sharding=sharding)
-
-
-def state_of(carry: Carry, key_data: jax.Array) -> State:
-    return State(carry.variables, carry.slots, carry.global_step, jax.random.wrap_key_data(key_data))
-
-
-def carry_of(state: State) -> Carry:
-    return Carry(state.variables, state.slots, state.global_step)
 
 
 def _outputs_of(spec: EstimatorSpec) -> StepOutputs:

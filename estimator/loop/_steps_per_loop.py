@@ -17,6 +17,12 @@ from estimator.loop._programs import Programs
 _STEPS_TO_TIME = 20
 _MOST_BATCHES_AT_ONCE, _SECONDS_AT_ONCE = 10, 0.005
 _SECONDS_AT_ONCE_OF_SEVERAL = 0.05  # processes, which agree on every chunk: that takes a millisecond
+_STEPS_BETWEEN_LOOKS = 100
+
+
+def steps_between_looks(log_every: int | None) -> int:
+    """How often a run looks at its losses, for NaN, and to log them."""
+    return min(log_every or _STEPS_BETWEEN_LOOKS, _STEPS_BETWEEN_LOOKS)
 
 
 def choose(
@@ -54,7 +60,7 @@ class LoopSize:
         self._begin: tuple[int, float] | None = None
         self._batches_at_once = 1
         programs.steps_per_program = steps
-        programs.loops = programs.traits.is_one_program and (steps > 1 or secs is not None)
+        programs.loops = programs.info.is_one_program and (steps > 1 or secs is not None)
 
     def most(self) -> int:
         """How many steps a chunk may have."""
@@ -79,7 +85,7 @@ class LoopSize:
 
 
 def _automatic(programs: Programs, hooks: Sequence[Hook], step: int, look_every: int) -> int:
-    if not programs.traits.is_one_program or debugging():
+    if not programs.info.is_one_program or debugging():
         return 1
     hooks = [hook for hook in hooks if not isinstance(hook, StopAtStepHook)]  # the end may be near, or far
     plan = Plan(hooks, step, None, lambda: look_every)

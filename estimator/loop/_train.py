@@ -26,17 +26,14 @@ from estimator.inputs._input_fn import Batches
 from estimator.loop import _hook_calls, _steps_per_loop
 from estimator.loop._context import RunContext
 from estimator.loop._plan import Chunk, Plan
-from estimator.loop._programs import Carry, Pair, Programs, Run, StepOutputs, carry_of, state_of
+from estimator.loop._programs import InFlight, Pair, ProgramCall, Programs, StepOutputs
 from estimator.loop._read_ahead import read_ahead, shows_bars
 from estimator.loop._resume_input import warn_of_resuming
 from estimator.loop._training_log import TrainingLog
 from estimator.multihost._process_group import ProcessGroup
 from estimator.runtime._huge_pages import advise_huge_pages
-from estimator.runtime._uninterrupted import compile_first, uninterrupted
-
-# More gain nothing, and on CPU devices the collectives of many starve each other until XLA aborts the process.
-_PROGRAMS_IN_FLIGHT = 2
-_STEPS_BETWEEN_LOOKS = 100  # at the losses, for NaN
+from estimator.runtime._uninterrupted import uninterrupted
+from estimator.steps._compiled_steps import Carry, carry_of, state_of
 
 
 class NanLossDuringTrainingError(RuntimeError):
@@ -82,11 +79,11 @@ class Training:
         self.last_step = last_step
         start = int(state.global_step)
         self.context = RunContext(ModeKeys.TRAIN, config.model_dir, start, group, actions=self, verbose=config.verbose)
-        self.context.set_model_info(programs.traits)
+        self.context.set_model_info(programs.info)
         self.saved_path = saved_path
         self.saved_step = -1 if saved_path is None else start
         self._saved_before = self.saved_path, self.saved_step  # what is left if the last save fails
-        self._watch = programs.traits.guard and programs.traits.guard.watch(state)
+        self._watch = programs.info.guard and programs.info.guard.watch(state)
         if self._watch:
             state = self._watch.state
         advise_huge_pages(jax.tree.leaves(state.variables))
@@ -96,6 +93,7 @@ class Training:
         self._position: Any = None  # in the input, after the last chunk of steps
         self._first_step = self._looked_step = start
         self._losses: list[tuple[StepOutputs, int]] = []  # of each program since the last look, and how many there are
+        self._in_flight = InFlight()
         self._log = TrainingLog(config.log_step_count_steps, start, last_step, shows_bars(self.context))
         self._ended_by_nan = False
         self._warned_of_input = False
@@ -117,7 +115,7 @@ class Training:
         self._position = batches.get_state()
         check_places(str(self.config.model_dir), context.global_step, self.last_step)
         _hook_calls.create_state(self.hooks, context)
-        look_every = min(self.config.log_step_count_steps or _STEPS_BETWEEN_LOOKS, _STEPS_BETWEEN_LOOKS)
+        look_every = _steps_per_loop.steps_between_looks(self.config.log_step_count_steps)
         size = _steps_per_loop.choose(self.config.steps_per_loop, self.programs, self.hooks, context, look_every)
         with self._log:
             for run, due, position in self._runs(batches, size):
@@ -140,13 +138,15 @@ class Training:
             logging.warning("Training with estimator made no steps. Perhaps input is empty or misspecified.")
         return state_of(self._carry, self._key_data)
 
-    def _runs(self, batches: Batches, size: _steps_per_loop.LoopSize) -> Iterator[tuple[Run, Sequence[Hook], Any]]:
+    def _runs(
+        self, batches: Batches, size: _steps_per_loop.LoopSize
+    ) -> Iterator[tuple[ProgramCall, Sequence[Hook], Any]]:
         """The programs to run, each with the hooks to call around it and the position in the input after it, which is
         known after the last one of a chunk; their input is made ready by a thread."""
         context = self.context
         plan = Plan(self.hooks, context.global_step, self.last_step, size.most)
 
-        def make(pairs: list[Pair], chunk: Chunk) -> list[Run]:
+        def make(pairs: list[Pair], chunk: Chunk) -> list[ProgramCall]:
             return self.programs.runs(pairs, chunk.most, chunk.alone, chunk.reports)
 
         for ready, due in read_ahead(batches, plan, context, make):
@@ -154,23 +154,18 @@ class Training:
                 yield run, (), self._position
             yield ready.batches[-1], due, ready.position
 
-    def _start(self, run: Run, reporting: bool) -> tuple[StepOutputs, dict[str, Report]]:
+    def _start(self, run: ProgramCall, reporting: bool) -> tuple[StepOutputs, dict[str, Report]]:
         """Starts a program. Waits for the last but one, but not for this one."""
         context = self.context
         program = run.reporting if reporting and run.reporting else run.program
         number = self._skipped_batches + context.batches + 1  # of the program's first batch in the input
-        if self.programs.is_new(program):
-            context.phase = "compile"
-            self.programs.guard(number, run.batch, compile_first, program, self._carry, self._key_data, *run.args)
-        else:
-            context.phase = "step"
+        context.phase = "compile" if program.is_new() else "step"
         self._carry, outputs, reported = self.programs.guard(
             number, run.batch, program, self._carry, self._key_data, *run.args
         )
         context.phase = "step"
         self._losses.append((outputs, run.steps))
-        if len(self._losses) > _PROGRAMS_IN_FLIGHT:
-            self._losses[-1 - _PROGRAMS_IN_FLIGHT][0].losses.block_until_ready()
+        self._in_flight.add(outputs.losses)
         context.global_step += run.steps
         context.count(run.steps, rows_of(*run.batch) * context.group.count)
         self._log.advance(run.steps)

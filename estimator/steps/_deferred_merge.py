@@ -26,16 +26,16 @@ class Deferred:
     merge: Callable[[PyTree], PyTree] = dataclasses.field(metadata={"static": True})
 
 
-def merged(tree: PyTree, stacked: bool = False) -> PyTree:
-    """A pytree with every `Deferred` in it merged; `stacked`: of many steps, which are their first dimension."""
+def merge_deferred(tree: PyTree, stacked: bool = False) -> PyTree:
+    """Merges every `Deferred` in a pytree; `stacked`: they are of several steps, which are their first dimension."""
 
-    def whole(node: Any) -> Any:
+    def merge(node: Any) -> Any:
         if not isinstance(node, Deferred):
             return node
         has_steps = stacked and jax.tree.leaves(node.parts)
         return (jax.vmap(node.merge) if has_steps else node.merge)(node.parts)
 
-    return jax.tree.map(whole, tree, is_leaf=lambda node: isinstance(node, Deferred))
+    return jax.tree.map(merge, tree, is_leaf=lambda node: isinstance(node, Deferred))
 
 
 def _is_same(one: PyTree, other: PyTree) -> bool:
@@ -46,8 +46,8 @@ def _is_same(one: PyTree, other: PyTree) -> bool:
     return same and all(x is y for x, y in zip(leaves, others, strict=True))
 
 
-def postponed(spec: EstimatorSpec, fields: dict[str, tuple[PyTree, Deferred]]) -> EstimatorSpec:
-    """The spec with parts instead of merged fields; a field that was changed since stays as it is.
+def defer_fields(spec: EstimatorSpec, fields: dict[str, tuple[PyTree, Deferred]]) -> EstimatorSpec:
+    """Puts the parts into a spec instead of merged fields; a field that was changed since stays as it is.
 
     Args:
       fields: by name, what a replicated model_fn returned in it, and what that was merged from.

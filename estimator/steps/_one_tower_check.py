@@ -13,6 +13,7 @@ from absl import logging
 from estimator.core._estimator_spec import EstimatorSpec
 from estimator.core._replica import Replica
 from estimator.core._typing import PyTree
+from estimator.steps._compiled_steps import Program
 from estimator.steps._model_info import ModelInfo
 
 _MOST_SHOWN = 8  # differences, in one warning
@@ -38,7 +39,7 @@ def compare_with_one_tower(
 
     # Forward alone: gradients would cost a backward pass, and a wrong mean shows in the loss already.
     got = info.placement.compile_read(values(False))(*batch)
-    want = jax.jit(values(True))(*jax.device_put(batch, info.compared_on))
+    want = Program(values(True))(*jax.device_put(batch, info.compared_on))
     lines = list(differences(_values(got), _values(want), "several towers", 1e-3, 1e-5))
     if lines:
         more = [f"and {len(lines) - _MOST_SHOWN} more"] if len(lines) > _MOST_SHOWN else []

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from estimator.core._batch import check_batch
-from estimator.core._bcoo import constrain, has_sparse
+from estimator.core._bcoo import constrain, has_sparse, per_step
 from estimator.core._estimator_spec import EstimatorSpec, train_op_of
 from estimator.core._frame import Frame, open_frame
 from estimator.core._hook import Hook
@@ -26,7 +26,8 @@ from estimator.optim._apply_updates import apply_step
 from estimator.optim._learning_rate import read_rates
 from estimator.optim._moving_average import Averages, check_averages_move, check_averages_read, variables_to_read
 from estimator.optim._non_finite import count_skipped
-from estimator.steps._deferred_merge import Deferred, postponed
+from estimator.steps._compiled_steps import Carry, carry_of, loop_over_all
+from estimator.steps._deferred_merge import Deferred, defer_fields, merge_deferred
 from estimator.steps._gradients import run_model_fn
 from estimator.steps._model_info import ModelInfo
 
@@ -113,7 +114,7 @@ class PureSteps:
         )
         differentiate = info.pending and not replica.forward_only
         result = run_model_fn(lambda: self._call(features, labels, mode), frame, differentiate=differentiate)
-        return postponed(result.spec, result.frame.deferred), result.writes.applied_to(state.variables)
+        return defer_fields(result.spec, result.frame.deferred), result.writes.applied_to(state.variables)
 
     def apply(
         self,
@@ -143,6 +144,19 @@ class PureSteps:
         spec, written = self.compute(info, state, features, labels, ModeKeys.TRAIN)
         after = self.apply(state, train_op_of(spec), written, train_op_at)
         return after, finish_spec(info.placement, spec, after)
+
+    def train_loop(
+        self, info: ModelInfo, state: State, features: Features, labels: Labels
+    ) -> tuple[State, EstimatorSpec]:
+        """A step with each of the stacked batches."""
+
+        # The key stays out of the carry, and so out of what the loop copies from step to step.
+        def step(carry: Carry, features: Features, labels: Labels) -> tuple[Carry, EstimatorSpec]:
+            after, spec = self.train(info, State(*carry, state.key), features, labels)
+            return carry_of(after), spec
+
+        carry, specs = loop_over_all(step, carry_of(state), per_step((features, labels)))
+        return State(*carry, state.key), merge_deferred(specs, stacked=True)
 
     def halves(self, info: ModelInfo) -> Halves:
         """The parts of `train`, for variables that are on devices of their own."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
 
@@ -19,8 +19,8 @@ from estimator.core._state import State
 from estimator.core._typing import Features, Labels, PyTree
 from estimator.inputs._batch_values import stacked, taken
 from estimator.multihost._global_arrays import put
-from estimator.runtime._uninterrupted import compile_first
-from estimator.steps._deferred_merge import merged
+from estimator.steps._compiled_steps import Program
+from estimator.steps._deferred_merge import merge_deferred
 from estimator.steps._model_info import ModelInfo
 from estimator.steps._one_tower_check import compare_with_one_tower
 from estimator.steps._pure_steps import PureSteps, check_modes
@@ -36,6 +36,8 @@ class _Init(Protocol):
         mode: str = ModeKeys.TRAIN,
     ) -> State: ...
 
+
+T = TypeVar("T")
 
 _TrainProgram = Callable[[State, PyTree, PyTree], tuple[State, EstimatorSpec]]
 
@@ -65,8 +67,8 @@ class Model(NamedTuple):
         the arrays of the spec have `steps` as their first dimension. In the pair, a BCOO has it as a batch dimension.
       abstract_init: the State that `init` returns for such a batch, as `jax.ShapeDtypeStruct`s with their shardings:
         `(features, labels=None, mode="train") -> State`. Nothing is computed.
-      inner_step, traits, compare: for the Estimator, and not public. `inner_step` is a `train_step` for a loop: what
-        towers merge only once per program is still `Deferred` in the spec. `traits` returns the `ModelInfo`, from the
+      inner_step, info, compare: for the Estimator, and not public. `inner_step` is a `train_step` for a loop: what
+        towers merge only once per program is still `Deferred` in the spec. `info` returns the `ModelInfo`, from the
         arguments of `abstract_init`. `compare` is the check of `replicate_model_fn(check=True)` at the first call:
         `(mode, state, features, labels)`.
     """
@@ -78,7 +80,7 @@ class Model(NamedTuple):
     train_loop: Callable[[State, Any], tuple[State, EstimatorSpec]]
     inner_step: _TrainStep
     abstract_init: Callable[..., State]
-    traits: Callable[..., ModelInfo]
+    info: Callable[..., ModelInfo]
     compare: Callable[..., None]
 
 
@@ -116,21 +118,21 @@ def transform(model_fn: ModelFn, params: Any = None, config: Any = None, donate:
         train_loop=steps.train_loop,
         inner_step=steps.inner_step,
         abstract_init=steps.abstract_init,
-        traits=steps.traits,
+        info=steps.info,
         compare=steps.compare,
     )
 
 
 class _Steps:
-    """Makes the functions of a Model, each compiled at its first call."""
+    """The functions of a Model, each compiled at its first call."""
 
     def __init__(self, call: ModelFn, donate: bool) -> None:
         self._pure = PureSteps(call)
         self._donate = donate
         self._infos: dict[ModeKeys, ModelInfo] = {}
-        self._compiled: dict[Any, Callable[..., Any]] = {}
+        self._inits = {mode: Program(functools.partial(self._pure.init, mode=mode)) for mode in ModeKeys}
+        self._compiled: dict[str, Callable[..., Any]] = {}
         self._compared: set[ModeKeys] = set()
-        self._traced_init = jax.jit(self._pure.init, static_argnames="mode")
 
     def init(
         self,
@@ -141,18 +143,16 @@ class _Steps:
     ) -> State:
         mode = ModeKeys(mode)
         key = checked_key(key)
-        check_batch(features, labels)
+        rows = check_batch(features, labels)
         features, labels = padded(taken(features, labels))
-        info = self._info(mode, features, labels)
+        info = self.info(features, labels, mode)
         # Read here and not in the model_fn, which runs for each program, and to resume.
         values = info.notes.get(InitialValues).read(info.like.variables)
-        if not isinstance(key, jax.core.Tracer):
-            compile_first(self._traced_init, key, features, labels, values, mode=mode)
-        state, _ = self._traced_init(key, features, labels, values, mode=mode)
+        state, _ = self._inits[mode](key, features, labels, values, rows=rows)
         return put(state, info.shardings)
 
     def abstract_init(self, features: Features, labels: Labels = None, mode: str = ModeKeys.TRAIN) -> State:
-        info = self._info(ModeKeys(mode), features, labels)
+        info = self.info(features, labels, mode)
         shardings = jax.tree.broadcast(info.shardings, info.like, is_leaf=lambda x: x is None)
         return jax.tree.map(
             lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
@@ -160,39 +160,88 @@ class _Steps:
             shardings,
         )
 
+    def info(self, features: Features, labels: Labels = None, mode: str = ModeKeys.TRAIN) -> ModelInfo:
+        """What is known of the model_fn, from an abstract run at the first call in a mode."""
+        mode = ModeKeys(mode)
+        if mode not in self._infos:
+            check_batch(features, labels)
+            args: tuple[Any, ...] = jax.random.key(0), features, labels, {}
+            no_jit = jax.config.jax_disable_jit  # type: ignore[attr-defined]
+            if no_jit and all(hasattr(x, "__array__") for x in jax.tree.leaves((features, labels))):
+                _, static = self._inits[mode](*args)  # whoever turns jit off wants to look at values
+            else:
+                _, static = self._inits[mode].trace(*args).out_info
+            info: ModelInfo = static.value
+            check_modes({**self._infos, mode: info})
+            self._infos[mode] = info
+        return self._infos[mode]
+
     def train_step(self, state: State, features: Features, labels: Labels = None) -> tuple[State, EstimatorSpec]:
-        step = self._compiled.get(ModeKeys.TRAIN)
+        step = self._compiled.get("train_step")
         if step is None:
-            info = self._info(ModeKeys.TRAIN, features, labels)
-            step = self._compiled[ModeKeys.TRAIN] = self._compile_train(info)
+            info = self.info(features, labels)
+            step = self._compile("train_step", lambda *args: merge_deferred(self._pure.train(*args)), info)
             self.compare(ModeKeys.TRAIN, state, features, labels)
-        return self._watched(step, state, features, labels)
+        return self._train(step, state, features, labels)
 
     def inner_step(self, state: State, features: Features, labels: Labels = None) -> tuple[State, EstimatorSpec]:
         step = self._compiled.get("inner_step")
         if step is None:
-            info = self._info(ModeKeys.TRAIN, features, labels)
-            step = functools.partial(self._pure.train, info)
-            step = info.placement.compile_step(step, self._pure.halves(info), info.like, self._donate)
-            self._compiled["inner_step"] = step
-        return self._watched(step, state, features, labels)
+            step = self._compile("inner_step", self._pure.train, self.info(features, labels))
+        return self._train(step, state, features, labels)
 
     def train_loop(self, state: State, batches: Any) -> tuple[State, EstimatorSpec]:
         features, labels = stacked(batches)
         loop = self._compiled.get("train_loop")
         if loop is None:
             first = jax.tree.map(lambda x: abstract(x).update(shape=x.shape[1:]), per_step((features, labels)))
-            info = self._info(ModeKeys.TRAIN, *first)
-            loop = self._compiled["train_loop"] = self._compile_loop(info)
+            info = self.info(*first)
+            loop = self._compile("train_loop", self._pure.train_loop, info, stacked=True)
             if info.compared_on is not None:
                 self.compare(ModeKeys.TRAIN, state, *jax.tree.map(lambda x: x[0], per_step((features, labels))))
-        return self._watched(loop, state, features, labels)
+        return self._train(loop, state, features, labels)
 
-    def traits(self, features: Features, labels: Labels = None, mode: str = ModeKeys.TRAIN) -> ModelInfo:
-        return self._info(ModeKeys(mode), features, labels)
+    def _compile(self, name: str, step: Callable[..., Any], info: ModelInfo, stacked: bool = False) -> _TrainProgram:
+        compiled = info.placement.compile_loop if stacked else info.placement.compile_step
+        program = compiled(functools.partial(step, info), self._pure.halves(info), info.like, self._donate)
+        self._compiled[name] = program
+        return program
+
+    def _train(
+        self, step: _TrainProgram, state: State, features: Features, labels: Labels
+    ) -> tuple[State, EstimatorSpec]:
+        """Runs steps under the guard of the model_fn, unless the caller traces: who then has to look itself."""
+        info = self._infos[ModeKeys.TRAIN]
+        guard = None if isinstance(state.global_step, jax.core.Tracer) else info.guard
+        if guard is not None:
+            state = guard.before_step(state)
+        after, spec = self._call(step, info, state, features, labels)
+        if guard is not None:
+            guard.after_step(after)
+        return after, spec
+
+    def eval_step(self, state: State, features: Features, labels: Labels = None) -> EstimatorSpec:
+        return self._read(ModeKeys.EVAL, state, features, labels)
+
+    def predict_step(self, state: State, features: Features) -> EstimatorSpec:
+        return self._read(ModeKeys.PREDICT, state, features, None)
+
+    def _read(self, mode: ModeKeys, state: State, features: Features, labels: Labels) -> EstimatorSpec:
+        step = self._compiled.get(mode)
+        if step is None:
+            info = self.info(features, labels, mode)
+            step = self._compiled[mode] = info.placement.compile_read(functools.partial(self._pure.read, info, mode))
+            self.compare(mode, state, features, labels)
+        return self._call(step, self._infos[mode], state, features, labels)
+
+    def _call(self, step: Callable[..., T], info: ModelInfo, state: State, features: Features, labels: Labels) -> T:
+        features, labels = taken(features, labels, info.batch_devices)
+        if self._pure.saw_sparse:
+            features, labels = padded((features, labels))
+        return guarded(step, features, labels, state, features, labels)
 
     def compare(self, mode: ModeKeys, state: State, features: Features, labels: Labels = None) -> None:
-        info = self._info(mode, features, labels)
+        info = self.info(features, labels, mode)
         if info.compared_on is None or mode in self._compared or isinstance(state.global_step, jax.core.Tracer):
             return
         self._compared.add(mode)
@@ -201,70 +250,3 @@ class _Steps:
             return self._pure.compute(info, *batch, mode, replica)[0]  # type: ignore[call-arg]
 
         compare_with_one_tower(forward, info, mode, (state, *taken(features, labels, info.batch_devices)))
-
-    def _watched(
-        self, steps: _TrainProgram, state: State, features: Features, labels: Labels
-    ) -> tuple[State, EstimatorSpec]:
-        """Runs steps under the guard of the model_fn, unless the caller traces: who then has to look itself."""
-        guard = None if isinstance(state.global_step, jax.core.Tracer) else self._infos[ModeKeys.TRAIN].guard
-        if guard is not None:
-            state = guard.before_step(state)
-        features, labels = taken(features, labels, self._infos[ModeKeys.TRAIN].batch_devices)
-        if self._pure.saw_sparse:
-            features, labels = padded((features, labels))
-        after, spec = guarded(steps, features, labels, state, features, labels)
-        if guard is not None:
-            guard.after_step(after)
-        return after, spec
-
-    def eval_step(self, state: State, features: Features, labels: Labels = None) -> EstimatorSpec:
-        return self._run_only(ModeKeys.EVAL, state, features, labels)
-
-    def predict_step(self, state: State, features: Features) -> EstimatorSpec:
-        return self._run_only(ModeKeys.PREDICT, state, features, None)
-
-    def _run_only(self, mode: ModeKeys, state: State, features: Features, labels: Labels) -> EstimatorSpec:
-        step = self._compiled.get(mode)
-        if step is None:
-            info = self._info(mode, features, labels)
-            step = self._compiled[mode] = info.placement.compile_read(functools.partial(self._pure.read, info, mode))
-            self.compare(mode, state, features, labels)
-        features, labels = taken(features, labels, self._infos[mode].batch_devices)
-        if self._pure.saw_sparse:
-            features, labels = padded((features, labels))
-        return guarded(step, features, labels, state, features, labels)
-
-    def _compile_train(self, info: ModelInfo) -> _TrainProgram:
-        def step(*batch: Any) -> tuple[State, EstimatorSpec]:
-            return merged(self._pure.train(info, *batch))
-
-        return info.placement.compile_step(step, self._pure.halves(info), info.like, self._donate)
-
-    def _compile_loop(self, info: ModelInfo) -> _TrainProgram:
-        def scan(state: State, features: Features, labels: Labels) -> tuple[State, EstimatorSpec]:
-            # The key stays out of the carry, and so out of what the loop copies from step to step.
-            def body(carry: Any, batch: tuple[PyTree, PyTree]) -> tuple[Any, EstimatorSpec]:
-                after, spec = self._pure.train(info, State(**carry, key=state.key), *batch)
-                return changing(after), spec
-
-            def changing(state: State) -> dict[str, Any]:
-                return {name: value for name, value in state._asdict().items() if name != "key"}
-
-            carry, specs = jax.lax.scan(body, changing(state), per_step((features, labels)))
-            return State(**carry, key=state.key), merged(specs, stacked=True)
-
-        return info.placement.compile_loop(scan, self._pure.halves(info), info.like, self._donate)
-
-    def _info(self, mode: ModeKeys, features: Features, labels: Labels) -> ModelInfo:
-        """What is known of the model_fn, from an abstract run at the first call in a mode."""
-        if mode not in self._infos:
-            check_batch(features, labels)
-            first_run: Callable[..., Any] = self._traced_init.eval_shape
-            no_jit = jax.config.jax_disable_jit  # type: ignore[attr-defined]
-            if no_jit and all(hasattr(x, "__array__") for x in jax.tree.leaves((features, labels))):
-                first_run = self._traced_init  # whoever turns jit off wants to look at values
-            _, static = first_run(jax.random.key(0), features, labels, {}, mode=mode)
-            info: ModelInfo = static.value
-            check_modes({**self._infos, mode: info})
-            self._infos[mode] = info
-        return self._infos[mode]

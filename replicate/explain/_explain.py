@@ -21,7 +21,8 @@ from estimator.core._model_fn import ModelFn, bind
 from estimator.core._placement import Halves, OffTowerPlacement, Placement
 from estimator.loop._context import RunContext
 from estimator.loop._programs import Programs
-from estimator.loop._steps_per_loop import choose
+from estimator.loop._steps_per_loop import choose, steps_between_looks
+from estimator.steps._compiled_steps import Program
 from estimator.steps._model_info import ModelInfo
 from estimator.steps._transform import Model
 from estimator.typing import Features, Labels, PyTree
@@ -30,9 +31,6 @@ from replicate.explain._data import Distribution, Home, Memory, Split, Transfer
 from replicate.explain._explanation import Explanation
 from replicate.explain._hlo import collectives
 from replicate.runner._micro_batches import accumulate_steps
-
-_STEPS_BETWEEN_LOOKS = 100
-"""How often a training run looks at its losses, unless its config says to log them more often."""
 
 
 def explain(
@@ -94,31 +92,35 @@ def explain(
         )
     notes: dict[str, int] = {}
     model = est.transform(_observed(model_fn, params, config, notes))
-    traits = model.traits(features, labels)
-    if traits.placement.spans_processes:
+    info = model.info(features, labels)
+    if info.placement.spans_processes:
         raise ValueError(
             "`explain` reads the program of one process, and these towers are on several. Call it in one process "
             "with as many devices; `python -m replicate.explain --towers=N` makes them of the CPU."
         )
-    sharding = traits.placement.batch(rows)
+    sharding = info.placement.batch(rows)
     assert sharding is not None  # a replicated model_fn says where its batches go
     devices = sharding.mesh.devices if isinstance(sharding, NamedSharding) else np.array(list(sharding.device_set))
     towers = devices.reshape(len(devices), -1)  # [towers, devices of a tower]
-    step, args = _step(model, traits, features, labels)
-    compiled = step.lower(*args).compile()
-    homes = jax.tree.broadcast(traits.shardings, traits.like)
+    programs, state = Programs(model, features, labels), model.abstract_init(features, labels)
+    if info.is_one_program:
+        step = programs.trace_step(state)
+    else:
+        step = _trace_towers(model, info, state, features, labels)
+    compiled = step.lower().compile()
+    homes = jax.tree.broadcast(info.shardings, info.like)
     return Explanation(
         name=name,
         towers=tuple(", ".join(map(str, tower)) for tower in towers),
-        distribution=Distribution(traits.placement.kind),
+        distribution=Distribution(info.placement.kind),
         rows=rows,
         micro_batches=notes["micro_batches"],
         batch=_splits(features, labels, len(towers)),
         collectives=collectives(compiled.as_text() or ""),
-        transfers=() if traits.is_one_program else _transfers(step, args, homes, list(devices.flat)),
-        variables=_homes(traits.like.variables, homes.variables),
-        slots=_homes(traits.like.slots, homes.slots),
-        steps_per_program=_steps_per_program(Programs(model, features, labels), config),
+        transfers=() if info.is_one_program else _transfers(step, state, homes, list(devices.flat)),
+        variables=_homes(info.like.variables, homes.variables),
+        slots=_homes(info.like.slots, homes.slots),
+        steps_per_program=_steps_per_program(programs, config),
         flops=(compiled.cost_analysis() or {}).get("flops"),
         memory=_memory(compiled),
         bandwidth=bandwidth,
@@ -130,7 +132,7 @@ def _is_replicated(model_fn: ModelFn, params: object, config: object, features: 
     """Known by an abstract run in a tower, where `TOWER_AXIS` is there for a model_fn that needs it."""
     in_tower = replicate_model_fn(model_fn, devices=jax.local_devices()[:1])
     try:
-        est.transform(in_tower, params, config).traits(features, labels)
+        est.transform(in_tower, params, config).info(features, labels)
     except ReplicatedTwice:
         return True
     return False
@@ -181,27 +183,23 @@ def _observed(model_fn: ModelFn, params: object, config: object, notes: dict[str
     return observed
 
 
-def _step(
-    model: Model, traits: ModelInfo, features: Features, labels: Labels
-) -> tuple[jax.stages.Wrapped, tuple[Any, ...]]:
-    """The training step as the Estimator compiles it, and its abstract arguments."""
+def _trace_towers(
+    model: Model, info: ModelInfo, state: est.State, features: Features, labels: Labels
+) -> jax.stages.Traced:
+    """The part of a step that `_TowersAlone` leaves, for a state that the towers have."""
 
-    def step(changing: Any, key: jax.Array, features: Features, labels: Labels) -> tuple[Any, jax.Array]:
-        variables, slots, global_step = changing
-        after, spec = model.train_step(est.State(variables, slots, global_step, key), features, labels)
-        return (after[:-1] if traits.is_one_program else after), loss_of(spec)
+    def step(state: est.State, features: Features, labels: Labels) -> tuple[Any, jax.Array]:
+        sent, spec = model.train_step(state, features, labels)
+        return sent, loss_of(spec)
 
-    state = model.abstract_init(features, labels)
-    if not traits.is_one_program:
-        near = jax.tree.broadcast(traits.placement.state_to_read(traits.like), state)
-        state = jax.tree.map(lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), state, near)
-    compiled = jax.jit(step, donate_argnums=0 if traits.is_one_program else ())
-    return compiled, (state[:-1], state.key, features, labels)
+    near = jax.tree.broadcast(info.placement.state_to_read(info.like), state)
+    state = jax.tree.map(lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), state, near)
+    return Program(step).trace(state, features, labels)
 
 
 def _steps_per_program(programs: Programs, config: object) -> int:
-    looks = getattr(config, "log_step_count_steps", None) or _STEPS_BETWEEN_LOOKS
-    return choose("auto", programs, (), RunContext(est.ModeKeys.TRAIN), min(looks, _STEPS_BETWEEN_LOOKS)).most()
+    looks = steps_between_looks(getattr(config, "log_step_count_steps", None))
+    return choose("auto", programs, (), RunContext(est.ModeKeys.TRAIN), looks).most()
 
 
 def _splits(features: Features, labels: Labels, towers: int) -> tuple[Split, ...]:
@@ -239,22 +237,20 @@ def _homes(arrays: PyTree, shardings: PyTree) -> tuple[Home, ...]:
 
 
 def _transfers(
-    step: jax.stages.Wrapped, args: tuple[Any, ...], homes: Any, devices: list[jax.Device]
+    step: jax.stages.Traced, state: est.State, homes: est.State, devices: list[jax.Device]
 ) -> tuple[Transfer, ...]:
     """What the towers read of the state, and their gradients: stacked, a part from each tower."""
-    traced, after = jax.make_jaxpr(step, return_shape=True)(*args)
-    _, used = dce_jaxpr(traced.jaxpr, [True] * len(traced.jaxpr.outvars))
+    jaxpr = step.jaxpr.jaxpr
+    _, used = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     transfers = []
-    read = jax.tree_util.tree_leaves_with_path(args[:2])
-    sources = jax.tree.leaves((homes[:-1], homes.key))
-    for (path, leaf), source, is_read in zip(read, sources, used, strict=False):
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    for (path, leaf), source, is_read in zip(leaves, jax.tree.leaves(homes), used, strict=False):
         [device] = source.device_set
         copies = len(set(devices) - {device})
         if is_read and copies:
-            transfers.append(
-                Transfer(_named(path[2:]) or _SCALARS[len(path)], True, copies * _bytes(leaf), str(device))
-            )
-    (gradients, assigned), _ = after
+            name = _SCALARS.get(path[0].name) or _named(path[1:])
+            transfers.append(Transfer(name, True, copies * _bytes(leaf), str(device)))
+    (gradients, assigned), _ = step.out_info
     for own in gradients:
         for name, tree in own.items():
             [device] = jax.tree.leaves(homes.variables[name])[0].device_set
@@ -270,8 +266,8 @@ def _transfers(
     return tuple(each for each in transfers if each.bytes)
 
 
-_SCALARS = {1: "the random key", 2: "global_step"}
-"""The leaves of `(changing, key)` that have no name, by the length of their paths."""
+_SCALARS = {"global_step": "global_step", "key": "the random key"}
+"""The fields of a State that are no dicts."""
 
 
 def _bytes(leaf: jax.Array | jax.ShapeDtypeStruct) -> int:

@@ -70,7 +70,7 @@ def initial():
     def started(mode, labels):
         model = est.transform(model_fn, {"new": "new"})
         state = model.init(jax.random.key(1), X, labels, mode=mode)
-        trainable = model.traits(X, labels, mode=mode).trainable
+        trainable = model.info(X, labels, mode=mode).trainable
         return lambda settings: (*warm_start(settings, state, trainable, mode), state)
 
     return {mode: started(mode, None if mode == "infer" else Y) for mode in est.ModeKeys}
@@ -264,7 +264,7 @@ def test_in_towers_a_warm_start_is_what_a_restored_state_is(source, distribution
     model = est.transform(towers, {})
     batch = (X, Y) if mode == "train" else (X,)
     state = model.init(jax.random.key(0), *batch, mode=mode)
-    trainable = model.traits(*batch, mode=mode).trainable
+    trainable = model.info(*batch, mode=mode).trainable
     assert set(trainable) == {"hidden/w", "hidden/b", "net"}
     warm = settings(source, [".*", "global_step"])
     started, _ = warm_start(warm, state, trainable, est.ModeKeys(mode))

@@ -92,7 +92,7 @@ def test_batches_are_moved_to_the_devices_of_the_model(tmp_path, outcomes_of_num
 
 def test_batches_on_the_devices_of_the_towers_stay_there(tmp_path):
     fn = replicate_model_fn(by_key, devices=jax.devices()[:4])
-    placement = est.transform(fn).traits(X, Y).placement
+    placement = est.transform(fn).info(X, Y).placement
     x = jax.device_put(X, mesh_of_four(0))
     source = batches([(x, Y), (jnp.asarray(X), Y), (jax.device_put(X, jax.devices()[1]), Y)])
     source.place(placement)

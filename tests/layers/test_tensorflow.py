@@ -57,7 +57,7 @@ def model_of(case):
 def test_names_training_and_evaluation_match_tensorflow(name):
     case = CASES[name]
     model, state = model_of(case)
-    trainable = model.traits(array(case["inputs"][0])).trainable
+    trainable = model.info(array(case["inputs"][0])).trainable
     assert sorted(trainable) == sorted(case["trainable"])
     before = jax.device_get(state.variables)
     for step, (x, loss) in enumerate(zip(case["inputs"], case["losses"], strict=True)):

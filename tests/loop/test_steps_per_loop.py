@@ -174,9 +174,7 @@ class Clock:
 )
 def test_a_time_becomes_the_steps_that_fit_into_it(monkeypatch, requested, per_step, expected):
     clock = Clock(monkeypatch)
-    programs = types.SimpleNamespace(
-        steps_per_program=0, loops=False, traits=types.SimpleNamespace(is_one_program=True)
-    )
+    programs = types.SimpleNamespace(steps_per_program=0, loops=False, info=types.SimpleNamespace(is_one_program=True))
     size = _steps_per_loop.choose(requested, programs, (), RunContext("train"), 100)
     assert size.most() == 1
     step, sizes = 0, []

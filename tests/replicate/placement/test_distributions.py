@@ -135,7 +135,7 @@ def test_one_tower_may_have_its_variables_elsewhere():
     assert_close(jax.device_get(got[:2]), jax.device_get(want[:2]))
     for distribution in VariableDistribution:
         model = est.transform(replicated(model_fn, 1, distribution))
-        assert model.traits(*jax.tree.map(lambda x: x[0], batches)).is_one_program
+        assert model.info(*jax.tree.map(lambda x: x[0], batches)).is_one_program
 
 
 def test_variables_go_round_the_devices_in_the_order_they_are_created():
@@ -216,7 +216,7 @@ def test_a_step_of_several_programs_is_traced_once_and_loops(distribution):
     assert specs.loss.shape == (3,)
     assert_close(got.variables, want.variables)
 
-    assert not model.traits(xs[0], ys[0]).is_one_program
+    assert not model.info(xs[0], ys[0]).is_one_program
     with pytest.raises(ValueError, match="Call it outside, or use VariableDistribution.MIRRORED or SHARDED"):
         jax.jit(model.train_step)(state, xs[0], ys[0])
 
