@@ -148,23 +148,23 @@ def write_export(base: str | os.PathLike[str], call: ModelFn, state: State, opti
     for name, output in outputs.items():
         if not _arrays(output):
             raise ValueError(f"The model_fn offers the signature {name!r} for export, but without any array.")
-    programs = {name: _exported(model, name, weights, options) for name in outputs}
+    programs = {name: _export_signature(model, name, weights, options) for name in outputs}
     default = programs[DEFAULT_SIGNATURE]  # the arguments of all are the same
     (weights, features), _ = jax.tree.unflatten(default.in_tree, default.in_avals)
     files = {name: urllib.parse.quote(name, safe=" ") + ".jaxexport" for name in programs}
     metadata = {
         "format": FORMAT,
         "global_step": int(state.global_step),
-        "features": _described(named(features, alone="features")),
+        "features": _describe_arrays(name_leaves(features, alone="features")),
         "signatures": {
             name: {
                 "file": files[name],
-                "outputs": _described(jax.tree.unflatten(program.out_tree, program.out_avals)),
+                "outputs": _describe_arrays(jax.tree.unflatten(program.out_tree, program.out_avals)),
                 **_class_names(outputs[name]),
             }
             for name, program in programs.items()
         },
-        "weights": _described(weights),
+        "weights": _describe_arrays(weights),
         "platforms": list(options.platforms),
         "versions": {"jax": jax.__version__, "jaxlib": jax.lib.__version__, "numpy": np.__version__},
     }
@@ -196,7 +196,7 @@ def write_export(base: str | os.PathLike[str], call: ModelFn, state: State, opti
     return path
 
 
-def named(tree: PyTree, alone: str = "output") -> dict[str, Any]:
+def name_leaves(tree: PyTree, alone: str = "output") -> dict[str, Any]:
     """The leaves by the keys on their path, joined by "/", also within a tuple as a key. A single leaf is `alone`."""
     leaves: dict[str, Any] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
@@ -236,13 +236,17 @@ def _as_function(
         if names is None:
             return spec.export_outputs or {}
         return {
-            DEFAULT_SIGNATURE: PredictOutput(chosen(names, named(without_strings(spec.predictions)), spec.reported))
+            DEFAULT_SIGNATURE: PredictOutput(
+                chosen(names, name_leaves(without_strings(spec.predictions)), spec.reported)
+            )
         }
 
     return model
 
 
-def _exported(model: Callable[..., Any], name: str, weights: dict[str, Any], options: Options) -> export.Exported:
+def _export_signature(
+    model: Callable[..., Any], name: str, weights: dict[str, Any], options: Options
+) -> export.Exported:
     def signature(weights: dict[str, Any], features: Features) -> dict[str, Any]:
         return _arrays(model(weights, features)[name])
 
@@ -268,10 +272,10 @@ def _exported(model: Callable[..., Any], name: str, weights: dict[str, Any], opt
 
 
 def _arrays(output: ExportOutput) -> dict[str, Any]:
-    return named(without_strings(output.outputs) if isinstance(output, PredictOutput) else output)
+    return name_leaves(without_strings(output.outputs) if isinstance(output, PredictOutput) else output)
 
 
-def _described(arrays: Mapping[str, Any]) -> dict[str, Any]:
+def _describe_arrays(arrays: Mapping[str, Any]) -> dict[str, Any]:
     def sizes(shape: Any) -> list[Any]:
         return [size if isinstance(size, int) else str(size) for size in shape]
 

@@ -22,7 +22,7 @@ from estimator.feature_column._column import (
     integers,
 )
 from estimator.feature_column._dense import NumericColumn, many_hot
-from estimator.feature_column._hash import Crc32, bits, bucket, mixed
+from estimator.feature_column._hash import Crc32, bits, bucket, mix
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +68,7 @@ class HashColumn(KeyColumn):
 
     def ids(self, features: Mapping[Any, Any]) -> jax.Array:
         values = integers(features, self.key)
-        return jnp.where(values == -1, -1, bucket(mixed(bits(values)), self.hash_bucket_size))
+        return jnp.where(values == -1, -1, bucket(mix(bits(values)), self.hash_bucket_size))
 
     def coders(self) -> dict[str, Coder]:
         return {self.key: Crc32()}
@@ -163,7 +163,7 @@ class CrossedColumn(CategoricalColumn):
         rows = parts[0].shape[0]
         hashed, known = jnp.full((rows, 1), self.hash_key, jnp.uint32), jnp.ones((rows, 1), bool)
         for part in parts:  # every class of one with every class of the next
-            hashed = mixed(hashed[:, :, None] ^ bits(part)[:, None, :]).reshape(rows, -1)
+            hashed = mix(hashed[:, :, None] ^ bits(part)[:, None, :]).reshape(rows, -1)
             known = (known[:, :, None] & (part != -1)[:, None, :]).reshape(rows, -1)
         return jnp.where(known, bucket(hashed, self.hash_bucket_size), -1)
 

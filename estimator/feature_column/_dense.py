@@ -56,7 +56,7 @@ class Numbers(InputColumn):
     def width(self) -> int:
         return math.prod(self.shape)
 
-    def normalized(self, kind: str, values: jax.Array) -> jax.Array:
+    def normalize(self, kind: str, values: jax.Array) -> jax.Array:
         """What the normalizer_fn, if there is one, makes of the values; `kind` is for an error."""
         if self.normalizer_fn is None:
             return values
@@ -81,7 +81,7 @@ class NumericColumn(Numbers, DenseColumn):
         values = array.reshape(expected).astype(self.dtype)
         if self.default_value is not None and jnp.issubdtype(values.dtype, jnp.floating):
             values = jnp.where(jnp.isnan(values), jnp.asarray(self.default_value, values.dtype), values)
-        values = self.normalized("numeric column", values)
+        values = self.normalize("numeric column", values)
         return values.reshape(array.shape[0], self.width).astype(jnp.float32)
 
 

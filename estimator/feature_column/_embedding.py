@@ -22,7 +22,7 @@ from estimator.feature_column._column import (
     sequence_of,
 )
 from estimator.sparse._embedding import embedding_lookup
-from estimator.sparse._embedding_sparse import check_combiner, check_max_norm, clipped, combined
+from estimator.sparse._embedding_sparse import check_combiner, check_max_norm, clip_rows, combine_rows
 from estimator.variables._variable_scope import AUTO_REUSE, get_variable_scope, variable_scope
 from estimator.variables._variables import get_variable
 
@@ -58,7 +58,7 @@ class EmbeddingColumn(DenseColumn, SequenceDenseColumn):
         """The combined vectors of the classes in the last dimension of the ids."""
         shape = (self.categorical_column.num_buckets, self.dimension)
         initializer = self.initializer or jax.nn.initializers.truncated_normal(1 / math.sqrt(self.dimension))
-        return combined_rows(
+        return look_up_combined(
             "embedding_weights", ids, weights, shape, initializer, self.combiner, self.max_norm, self.trainable
         )
 
@@ -162,7 +162,7 @@ def shared_embedding_columns(
     ]
 
 
-def combined_rows(
+def look_up_combined(
     name: str,
     ids: jax.Array,
     weights: jax.Array | None,
@@ -182,7 +182,7 @@ def combined_rows(
         if shape[0] <= _FEW_ROWS:
             get_variable(name, shape, initializer=initializer)  # reading all of it makes the gradient dense
         rows = embedding_lookup(name, ids, shape, initializer=initializer)
-    return combined(clipped(rows, ids.ndim, max_norm), ids, weights, combiner)
+    return combine_rows(clip_rows(rows, ids.ndim, max_norm), ids, weights, combiner)
 
 
 def _kind(column: CategoricalColumn) -> tuple[bool, type]:

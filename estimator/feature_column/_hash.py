@@ -22,7 +22,7 @@ def bits(values: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(values, jnp.uint32)
 
 
-def mixed(bits: jax.Array) -> jax.Array:
+def mix(bits: jax.Array) -> jax.Array:
     """The finalizer of MurmurHash3, a permutation of uint32."""
     bits = (bits ^ (bits >> 16)) * np.uint32(0x85EBCA6B)
     bits = (bits ^ (bits >> 13)) * np.uint32(0xC2B2AE35)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from estimator.core._frame import innermost_frame
 from estimator.feature_column._column import CategoricalColumn, DenseColumn, InputColumn, check_features, check_single
-from estimator.feature_column._embedding import combined_rows
+from estimator.feature_column._embedding import look_up_combined
 from estimator.sparse._embedding_sparse import check_combiner
 from estimator.variables._variable_scope import variable_scope
 from estimator.variables._variables import get_variable
@@ -72,7 +72,7 @@ def linear_model(
             with _scope_of_weights(column):
                 if isinstance(column, CategoricalColumn):
                     ids, own, shape = column.ids(features), column.weights(features), (column.num_buckets, units)
-                    terms.append(combined_rows("weights", ids, own, shape, zeros, sparse_combiner))
+                    terms.append(look_up_combined("weights", ids, own, shape, zeros, sparse_combiner))
                 else:
                     values.append(column.values(features))
                     weights.append(get_variable("weights", (column.width, units), initializer=zeros))

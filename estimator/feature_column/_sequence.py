@@ -163,7 +163,7 @@ class SequenceNumericColumn(Numbers, SequenceDenseColumn):
         missing = jnp.isnan(array) if jnp.issubdtype(array.dtype, jnp.floating) else jnp.zeros(array.shape, bool)
         default = jnp.asarray(self.default_value, self.dtype)
         numbers = jnp.where(missing, default, jnp.where(missing, 0, array).astype(self.dtype))
-        values = self.normalized("sequence numeric column", numbers)
+        values = self.normalize("sequence numeric column", numbers)
         values = jnp.where(missing, default.astype(values.dtype), values)
         there = ~missing.reshape(*array.shape[:2], self.width).all(axis=-1)
         return values.reshape(*array.shape[:2], self.width).astype(jnp.float32), _last_step(there)

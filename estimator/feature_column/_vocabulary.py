@@ -22,7 +22,7 @@ from estimator.feature_column._column import (
     in_range,
     integers,
 )
-from estimator.feature_column._hash import Crc32, bits, bucket, mixed
+from estimator.feature_column._hash import Crc32, bits, bucket, mix
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +48,7 @@ class VocabularyColumn(KeyColumn):
         at = jnp.searchsorted(jnp.asarray(ordered), values).clip(0, len(ordered) - 1)
         otherwise: Any = self.default_value
         if self.num_oov_buckets:
-            otherwise = len(ordered) + bucket(mixed(bits(values)), self.num_oov_buckets)
+            otherwise = len(ordered) + bucket(mix(bits(values)), self.num_oov_buckets)
         ids = jnp.where(jnp.asarray(ordered)[at] == values, jnp.asarray(places)[at], otherwise)
         return jnp.where(values == -1, -1, ids)
 

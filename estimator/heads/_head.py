@@ -142,7 +142,7 @@ class Head(abc.ABC):
 
     def _show_regularization(self, tag: str, losses: RegularizationLosses) -> None:
         if losses is not None:
-            self._show_loss(tag, regularized(jnp.zeros((), jnp.float32), losses))
+            self._show_loss(tag, add_regularization(jnp.zeros((), jnp.float32), losses))
 
     def _key(self, key: str) -> str:
         return key if self.name is None else f"{key}/{self.name}"
@@ -150,7 +150,7 @@ class Head(abc.ABC):
     def _regularization_metric(self, rows: int, regularization_losses: RegularizationLosses) -> dict[str, Metric]:
         if regularization_losses is None:
             return {}
-        total = regularized(jnp.zeros((), jnp.float32), regularization_losses)
+        total = add_regularization(jnp.zeros((), jnp.float32), regularization_losses)
         return {self._key("regularization_loss"): batch_mean(total, rows)}
 
 
@@ -159,7 +159,7 @@ def batch_mean(value: jax.Array, rows: int) -> Metric:
     return metrics_lib.mean(value, weights=jnp.float32(rows))
 
 
-def regularized(loss: jax.Array, regularization_losses: RegularizationLosses) -> jax.Array:
+def add_regularization(loss: jax.Array, regularization_losses: RegularizationLosses) -> jax.Array:
     if regularization_losses is None:
         return loss
     if not isinstance(regularization_losses, list | tuple):

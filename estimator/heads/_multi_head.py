@@ -10,7 +10,15 @@ from jax.typing import ArrayLike
 
 from estimator.core._export_output import DEFAULT_SIGNATURE, ExportOutput, PredictOutput
 from estimator.core._typing import Features
-from estimator.heads._head import Head, Labels, Logits, Predictions, RegularizationLosses, batch_mean, regularized
+from estimator.heads._head import (
+    Head,
+    Labels,
+    Logits,
+    Predictions,
+    RegularizationLosses,
+    add_regularization,
+    batch_mean,
+)
 from estimator.heads._one_task import checked_selection
 from estimator.losses import Reduction
 from estimator.metrics import Metric
@@ -80,7 +88,7 @@ class MultiHead(Head):
         by_head = self._split(logits)
         losses = self._losses(self._checked_labels(labels), by_head, features, mode).values()
         weighted = [loss * weight for loss, weight in zip(losses, self._head_weights, strict=True)]
-        return regularized(sum(weighted[1:], weighted[0]), regularization_losses)
+        return add_regularization(sum(weighted[1:], weighted[0]), regularization_losses)
 
     def predictions(self, logits: Logits, keys: Sequence[Hashable] | None = None) -> Predictions:
         by_head = self._split(logits)

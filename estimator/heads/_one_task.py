@@ -21,8 +21,8 @@ from estimator.heads._head import (
     Logits,
     Predictions,
     RegularizationLosses,
+    add_regularization,
     checked_reduction,
-    regularized,
 )
 from estimator.losses import compute_weighted_loss
 from estimator.metrics import Metric
@@ -77,7 +77,7 @@ class OneTaskHead(Head):
         logits = self._checked_logits(logits)
         losses, weights = self._losses_and_weights(self._checked_labels(labels, logits), logits, features)
         loss = compute_weighted_loss(losses, weights, self.loss_reduction)
-        return regularized(loss, regularization_losses)
+        return add_regularization(loss, regularization_losses)
 
     def predictions(self, logits: Logits, keys: Sequence[Hashable] | None = None) -> Predictions:
         predictions = self._predictions(self._checked_logits(logits))

@@ -94,7 +94,7 @@ class LoggingTensorHook(Hook):
         if self._formatter is not None:
             logging.info("%s", self._formatter(results))
             return
-        shown = ", ".join(f"{tag} = {_shown(results[tag])}" for tag in self._names)
+        shown = ", ".join(f"{tag} = {_format_value(results[tag])}" for tag in self._names)
         logging.info("%s%s", shown, "" if seconds is None else f" ({seconds:.3f} sec)")
 
 
@@ -110,7 +110,7 @@ def _name(tag: str, value: Any) -> str:
     return report(caller, name, Scalar(array, metric_of(value)) if array.ndim == 0 else Rows(array))
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
     return np.array_str(value, precision=6, suppress_small=True) if isinstance(value, np.ndarray) else str(value)

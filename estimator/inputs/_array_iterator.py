@@ -133,7 +133,7 @@ def _take(arrays: Arrays, index: Index) -> Arrays:
 
 
 def _common_length(x: Arrays, y: Arrays) -> int:
-    lengths = {array.shape[:1] for arrays in (x, y) for array in _listed(arrays)}
+    lengths = {array.shape[:1] for arrays in (x, y) for array in _as_list(arrays)}
     if len(lengths) > 1 or () in lengths:
         raise ValueError(
             "Length of tensors in x and y is mismatched. All arrays must have the same number of "
@@ -145,7 +145,7 @@ def _common_length(x: Arrays, y: Arrays) -> int:
     return n
 
 
-def _listed(arrays: Arrays) -> list[np.ndarray]:
+def _as_list(arrays: Arrays) -> list[np.ndarray]:
     return list(arrays.values()) if isinstance(arrays, dict) else [arrays]
 
 

@@ -66,7 +66,7 @@ def stack_of(leaves: Sequence[Any]) -> np.ndarray | None:
     return stack if all(type(leaf) is np.ndarray and leaf.base is stack for leaf in leaves) else None
 
 
-def taken(
+def copy_batch(
     features: Features,
     labels: Labels = None,
     devices: Set[jax.Device] | None = None,
@@ -78,7 +78,7 @@ def taken(
     of jax are immutable and not copied, nor are leaves that are not arrays.
 
     >>> x = np.arange(3)
-    >>> features, _ = taken({"x": x})
+    >>> features, _ = copy_batch({"x": x})
     >>> x[:] = 7
     >>> features
     {'x': array([0, 1, 2], dtype=int32)}
@@ -93,13 +93,13 @@ def taken(
       ValueError: a number does not fit its dtype of 32 bits, a dict has keys that cannot be sorted, or an array is
         masked.
     """
-    leaves, structure = _flattened((features, labels))
+    leaves, structure = _flatten((features, labels))
     values: list[Any] = []
     if stack is not None:
         stack.next()
     try:
         for leaf in leaves:
-            values.append(_taken(leaf, devices, stack, len(values)))
+            values.append(_copy_leaf(leaf, devices, stack, len(values)))
     except ValueError as error:
         raise ValueError(f"{list(named_leaves(features, labels))[len(values)]} {error}") from error
     return tree_unflatten(structure, values)
@@ -110,7 +110,7 @@ def default_devices() -> Set[jax.Device]:
     return jax.device_put(np.zeros(())).devices()
 
 
-def _flattened(pair: tuple[PyTree, PyTree]) -> tuple[list[Any], Any]:
+def _flatten(pair: tuple[PyTree, PyTree]) -> tuple[list[Any], Any]:
     try:
         return tree_flatten(pair)
     except ValueError:
@@ -118,13 +118,13 @@ def _flattened(pair: tuple[PyTree, PyTree]) -> tuple[list[Any], Any]:
         raise
 
 
-def _taken(leaf: Any, devices: Set[jax.Device] | None, stack: Stack | None, number: int) -> Any:
+def _copy_leaf(leaf: Any, devices: Set[jax.Device] | None, stack: Stack | None, number: int) -> Any:
     if type(leaf) is np.ndarray:
         if not leaf.dtype.isnative:
             leaf = leaf.astype(leaf.dtype.newbyteorder("="))
         narrower = _NARROWER.get(leaf.dtype)
         if narrower is not None and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
-            leaf = _narrowed(leaf, narrower)
+            leaf = _narrow(leaf, narrower)
             if stack is None:
                 return leaf
         if stack is None:
@@ -139,9 +139,9 @@ def _taken(leaf: Any, devices: Set[jax.Device] | None, stack: Stack | None, numb
     if isinstance(leaf, np.generic):
         return leaf
     if hasattr(leaf, "__array__"):
-        return _taken(np.asarray(leaf), devices, stack, number)
+        return _copy_leaf(np.asarray(leaf), devices, stack, number)
     if hasattr(leaf, "__dlpack__"):
-        return _taken(np.from_dlpack(leaf), devices, stack, number)
+        return _copy_leaf(np.from_dlpack(leaf), devices, stack, number)
     return leaf
 
 
@@ -155,7 +155,7 @@ def _is_near(array: jax.Array, devices: Set[jax.Device]) -> bool:
     return array.sharding.device_set == devices and not of_types  # the types of another mesh have other axes
 
 
-def _narrowed(array: np.ndarray, narrower: np.dtype[Any]) -> np.ndarray:
+def _narrow(array: np.ndarray, narrower: np.dtype[Any]) -> np.ndarray:
     if narrower.kind in "fc":
         try:
             with np.errstate(over="raise"):
@@ -175,7 +175,7 @@ def _narrowed(array: np.ndarray, narrower: np.dtype[Any]) -> np.ndarray:
     )
 
 
-def stacked(batches: Any) -> tuple[PyTree, PyTree]:
+def stack_batches(batches: Any) -> tuple[PyTree, PyTree]:
     """Features and labels `[steps, batch, ...]` of what `train_loop` takes: a list of batches, or such a pair."""
     if isinstance(batches, list):
         if not batches:
@@ -183,7 +183,7 @@ def stacked(batches: Any) -> tuple[PyTree, PyTree]:
         pairs = [batch if isinstance(batch, tuple) else (batch, None) for batch in batches]
         for pair in pairs:
             check_batch(*pair)
-        pairs = [taken(*pair) for pair in pairs]
+        pairs = [copy_batch(*pair) for pair in pairs]
         return with_steps(jax.tree.map(lambda *leaves: jnp.stack(leaves), *alike(pairs)))
     if not isinstance(batches, tuple) or len(batches) != 2:
         raise TypeError(

@@ -14,7 +14,7 @@ import jax
 from estimator.core._bcoo import has_sparse, padded
 from estimator.core._placement import Placement
 from estimator.core._typing import PyTree
-from estimator.inputs._batch_values import Stack, default_devices, taken
+from estimator.inputs._batch_values import Stack, copy_batch, default_devices
 from estimator.inputs._shape_watch import ShapeWatch
 from estimator.porting._tensorflow_names import explain_batch_size
 
@@ -98,7 +98,7 @@ class Batches(Iterator[tuple[PyTree, PyTree]]):
         except (KeyError, AttributeError) as error:  # of a generator, which runs only now
             explain_batch_size(error)
             raise
-        pair = taken(*pair_of(element), self._devices, self._stack)
+        pair = copy_batch(*pair_of(element), self._devices, self._stack)
         if self._has_sparse is None:
             self._has_sparse = has_sparse(pair)
         if self._has_sparse:
@@ -115,7 +115,7 @@ class Batches(Iterator[tuple[PyTree, PyTree]]):
         sharding = placement.batch(1)
         self._devices = default_devices() if sharding is None else sharding.device_set
         if self._peeked is not None:
-            self._peeked = taken(*self._peeked, self._devices)
+            self._peeked = copy_batch(*self._peeked, self._devices)
 
     def peek(self) -> tuple[PyTree, PyTree] | None:
         """The batch that `next` will return, or None at the end. The position does not change."""

@@ -157,7 +157,7 @@ class _Padding:
             raise ValueError(f"multiple_of must be an int >= 1; got {self.multiple_of!r}.")
         for name, argument in (("axes", self.axes), ("label_axes", self.label_axes)):
             for axes in argument.values() if isinstance(argument, Mapping) else [argument]:
-                if axes is not None and not all(_is_int(axis) and axis >= 1 for axis in _listed(axes)):
+                if axes is not None and not all(_is_int(axis) and axis >= 1 for axis in _as_tuple(axes)):
                     raise ValueError(
                         f"{name} must be an int >= 1, a tuple of such, or a dict of these by name; got {argument!r}. "
                         "The first dimension, 0, counts the rows and is not padded."
@@ -168,25 +168,25 @@ class _Padding:
                     f"Only one of multiple_of and pad_to may be given; got multiple_of={self.multiple_of} and "
                     f"pad_to={self.pad_to!r}."
                 )
-            if not _listed(self.pad_to) or not all(_is_int(n) and n >= 1 for n in _listed(self.pad_to)):
+            if not _as_tuple(self.pad_to) or not all(_is_int(n) and n >= 1 for n in _as_tuple(self.pad_to)):
                 raise ValueError(f"pad_to must be an int >= 1, or several of them; got {self.pad_to!r}.")
 
     def batch(self, element: Any) -> Any:
         """The padded batch."""
         features, labels = pair_of(element)
-        features, lengths = _padded("features", features, self._axes(features), self.values, self.room)
+        features, lengths = _pad_arrays("features", features, self._axes(features), self.values, self.room)
         if self.lengths is not None:
             features = self._with_lengths(features, lengths)
         if not isinstance(element, (tuple, list)):
             return features
         label_axes = {} if self.label_axes is None else self.label_axes
-        return features, _padded("labels", labels, label_axes, self.label_values, self.room)[0]
+        return features, _pad_arrays("labels", labels, label_axes, self.label_values, self.room)[0]
 
     def room(self, name: str, length: int) -> int:
         """The padded length of an array."""
         if self.pad_to is None:
             return max(1, -(-length // self.multiple_of)) * self.multiple_of
-        enough = [n for n in _listed(self.pad_to) if n >= length]
+        enough = [n for n in _as_tuple(self.pad_to) if n >= length]
         if not enough:
             raise ValueError(
                 f"{name} has the length {length}, and pad_to={self.pad_to!r} has none as large. Cut it in input_fn, or "
@@ -231,7 +231,7 @@ class _Padding:
         return {**features, **{name: row_lengths[feature] for feature, name in names.items()}}
 
 
-def _padded(
+def _pad_arrays(
     name: str, tree: PyTree, axes: Axes | Mapping[Any, Axes], values: Any, room: Room
 ) -> tuple[PyTree, Lengths]:
     """The padded features or labels, and the lengths of the rows before, by name."""
@@ -241,7 +241,7 @@ def _padded(
                 _check_named(name, axes, ())
                 return tree, {}
             axes = 1
-        padded, of_rows = _padded_array(name, tree, _listed(axes), values, room)
+        padded, of_rows = _pad_array(name, tree, _as_tuple(axes), values, room)
         return padded, {None: of_rows}
     if not isinstance(axes, Mapping):
         raise ValueError(
@@ -256,13 +256,11 @@ def _padded(
     for key, x in tree.items():
         if key in axes or _has_rows(x):
             value = values.get(key, 0) if isinstance(values, Mapping) else values
-            arrays[key], lengths[key] = _padded_array(f"{name}[{key!r}]", x, _listed(axes.get(key, 1)), value, room)
+            arrays[key], lengths[key] = _pad_array(f"{name}[{key!r}]", x, _as_tuple(axes.get(key, 1)), value, room)
     return arrays, lengths
 
 
-def _padded_array(
-    name: str, x: Any, axes: tuple[int, ...], value: ArrayLike, room: Room
-) -> tuple[np.ndarray, np.ndarray]:
+def _pad_array(name: str, x: Any, axes: tuple[int, ...], value: ArrayLike, room: Room) -> tuple[np.ndarray, np.ndarray]:
     if is_sparse(x):
         raise ValueError(f"{name} is sparse: one program serves many sizes of it already. Leave it out of `axes`.")
     rows = [np.asarray(row) for row in x] if _has_rows(x) else np.asarray(x)
@@ -328,7 +326,7 @@ def _has_rows(x: object) -> bool:
     return isinstance(x, list) or (isinstance(x, np.ndarray) and x.dtype == object)
 
 
-def _listed(x: Any) -> tuple[Any, ...]:
+def _as_tuple(x: Any) -> tuple[Any, ...]:
     return tuple(x) if isinstance(x, (tuple, list)) else (x,)
 
 

@@ -9,7 +9,7 @@ from estimator.core._frame import Frame, current_frame
 from estimator.interop._flax_base import FlaxModule
 from estimator.variables._aggregation import VariableAggregation
 from estimator.variables._partitioning import Partition
-from estimator.variables._variables import listed
+from estimator.variables._variables import list_names
 
 
 def flax_module(
@@ -89,11 +89,11 @@ def flax_module(
         raise ImportError(f"`est.flax_module` needs Flax: `pip install flax`. To import it raised: {e}") from e
     full = "/".join((*frame.scope, name))
     if full in frame.declared.modules:
-        return _shared(frame, full, module)
+        return _reuse_module(frame, full, module)
     if frame.reuse is True:
         raise ValueError(
             f"`est.flax_module({full!r})` is in a scope with `reuse=True`, but no such module was created in this run, "
-            f"only {listed(frame.declared.modules)}. Create it first, or use `reuse=est.AUTO_REUSE`."
+            f"only {list_names(frame.declared.modules)}. Create it first, or use `reuse=est.AUTO_REUSE`."
         )
     for other in frame.declared.modules:
         if f"{full}/".startswith(f"{other}/") or f"{other}/".startswith(f"{full}/"):
@@ -117,7 +117,7 @@ def flax_module(
     return flax_module
 
 
-def _shared(frame: Frame, full: str, module: Any) -> FlaxModule:
+def _reuse_module(frame: Frame, full: str, module: Any) -> FlaxModule:
     earlier = frame.declared.modules[full]
     if not frame.reuse:
         raise ValueError(

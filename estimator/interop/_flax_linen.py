@@ -10,7 +10,7 @@ import jax
 
 from estimator.core._rng import loop_around, next_key
 from estimator.interop._flax_base import FlaxModule, repeated_keys
-from estimator.variables._variables import listed
+from estimator.variables._variables import list_names
 
 
 def is_module(module: Any) -> bool:
@@ -47,7 +47,7 @@ class LinenModule(FlaxModule):
                 raise
             raise ValueError(
                 f"The variables of the module {self._name!r} are not in the state, which has "
-                f"{listed(self._frame.variables)}. A model_fn must call its modules in the mode that the state was "
+                f"{list_names(self._frame.variables)}. A model_fn must call its modules in the mode that the state was "
                 "initialized in."
             ) from e
         for name, value in changed.items():

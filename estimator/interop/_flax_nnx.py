@@ -56,7 +56,7 @@ class NNXModule(FlaxModule):
 
         like = jax.eval_shape(make)
         values = {name: self._get(name) for name in _collections(like)}
-        model = nnx.merge(graphs[0], _filled(like, values, next_key(self._frame, self._name)))
+        model = nnx.merge(graphs[0], _fill_state(like, values, next_key(self._frame, self._name)))
         loop = loop_around(self._frame)
         unused = _counts(model) if loop is not None else []
         if self._trains:
@@ -112,7 +112,7 @@ def _collections(state: nnx.State) -> dict[str, PyTree]:
     return {name: unflatten_dict(flat) for name, flat in collections.items()}
 
 
-def _filled(like: nnx.State, values: dict[str, PyTree], key: jax.Array) -> nnx.State:
+def _fill_state(like: nnx.State, values: dict[str, PyTree], key: jax.Array) -> nnx.State:
     """The state `like`, which has shapes, with the values of the variables, and another key for each random stream."""
     flat = []
     for i, (path, leaf) in enumerate(nnx.to_flat_state(like)):

@@ -132,7 +132,7 @@ def batch_normalization(
             _move("moving_variance", moving_variance, moved.reshape(sizes), momentum)
         else:
             mean, variance = moving_mean.reshape(along), moving_variance.reshape(along)
-        return _scaled(wide, mean, variance, gamma, beta, along, epsilon).astype(x.dtype)
+        return _normalize(wide, mean, variance, gamma, beta, along, epsilon).astype(x.dtype)
 
 
 def layer_norm(
@@ -241,7 +241,7 @@ def _move(name: str, average: jax.Array, value: jax.Array, momentum: float) -> N
     assign(name, average - (average - value) * (1 - momentum))
 
 
-def _scaled(
+def _normalize(
     x: jax.Array,
     mean: jax.Array,
     variance: jax.Array,

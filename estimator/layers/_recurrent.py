@@ -308,8 +308,8 @@ def _both_ways(
         x, lengths = _inputs(caller, inputs, sequence_length, time_major)
         options = {**options, "sequence_length": lengths, "time_major": True, "cell_name": cell_name}
         forwards, state_forwards = layer(x, units, name="fw", **options)
-        backwards, state_backwards = layer(_reversed(x, lengths), units, name="bw", **options)
-    outputs = forwards, _reversed(backwards, lengths)
+        backwards, state_backwards = layer(_reverse_steps(x, lengths), units, name="bw", **options)
+    outputs = forwards, _reverse_steps(backwards, lengths)
     return tuple(_as_given(x, time_major) for x in outputs), (state_forwards, state_backwards)
 
 
@@ -362,7 +362,7 @@ def _as_given(outputs: jax.Array, time_major: bool) -> jax.Array:
     return outputs if time_major else jnp.swapaxes(outputs, 0, 1)
 
 
-def _reversed(x: jax.Array, lengths: jax.Array | None) -> jax.Array:
+def _reverse_steps(x: jax.Array, lengths: jax.Array | None) -> jax.Array:
     """The steps of each example in reverse order; those after its last one stay where they are."""
     if lengths is None:
         return x[::-1]

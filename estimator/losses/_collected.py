@@ -13,7 +13,7 @@ from estimator.core._frame import check_is_known_outside, current_frame, innermo
 from estimator.variables._variables import read
 
 
-def collected(loss: jax.Array) -> jax.Array:
+def collect_loss(loss: jax.Array) -> jax.Array:
     """`loss`, which the current run has now among its losses, if the model_fn itself knows it."""
     frame = innermost_frame()
     if frame is not None and transformations_within(frame) is None:

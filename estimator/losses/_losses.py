@@ -15,7 +15,7 @@ from jax.typing import ArrayLike
 
 from estimator.core._argument_checks import as_float, check_order, check_same_shape, check_weights, squeeze_last
 from estimator.core._frame import average_denominator
-from estimator.losses._collected import collected
+from estimator.losses._collected import collect_loss
 
 
 class Reduction(enum.StrEnum):
@@ -334,14 +334,14 @@ def _reduce(caller: str, losses: jax.Array, weights: ArrayLike, reduction: Reduc
         return weighted.astype(losses.dtype)
     total = jnp.sum(weighted)
     if reduction == Reduction.SUM:
-        return collected(total.astype(losses.dtype))
+        return collect_loss(total.astype(losses.dtype))
     denominator = _denominator(reduction, jnp.broadcast_to(weight, losses.shape))
     if not isinstance(weights, int | float):
         # With a plain number the denominators are proportional to the rows: equal on all towers.
         denominator = average_denominator(denominator)
     empty = denominator == 0
     mean = jnp.where(empty, 0, total / jnp.where(empty, 1, denominator))
-    return collected(mean.astype(losses.dtype))
+    return collect_loss(mean.astype(losses.dtype))
 
 
 def _denominator(reduction: Reduction, weights: jax.Array) -> jax.Array:

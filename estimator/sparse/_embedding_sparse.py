@@ -79,7 +79,9 @@ def embedding_lookup_sparse(
     check_max_norm(caller, max_norm)
     entries = _sparse_entries(call, ids, weights) if is_jax_sparse(ids) else _padded_entries(call, ids, weights)
     rows = named_lookup(caller, name, entries.ids, shape, dtype, initializer, partition)
-    return combined(clipped(rows, entries.ids.ndim, max_norm), entries.ids, entries.weights, combiner, entries.add)
+    return combine_rows(
+        clip_rows(rows, entries.ids.ndim, max_norm), entries.ids, entries.weights, combiner, entries.add
+    )
 
 
 def check_combiner(caller: str, name: str, combiner: Any) -> None:
@@ -93,7 +95,7 @@ def check_max_norm(caller: str, max_norm: Any) -> None:
         raise ValueError(f"`{caller}`: max_norm must be a number above 0, or None; got {max_norm!r}.")
 
 
-def clipped(rows: jax.Array, ndim: int, max_norm: float | None) -> jax.Array:
+def clip_rows(rows: jax.Array, ndim: int, max_norm: float | None) -> jax.Array:
     """Rows, which have the dimensions from `ndim` on, scaled down to the l2 norm `max_norm`."""
     if max_norm is None:
         return rows
@@ -106,7 +108,7 @@ def over_last(x: jax.Array, dimension: int) -> jax.Array:
     return x.sum(axis=dimension)
 
 
-def combined(
+def combine_rows(
     rows: jax.Array,
     ids: jax.Array,
     weights: jax.Array | None,
@@ -191,7 +193,7 @@ def _sparse_entries(call: str, ids: Any, weights: Any) -> _Entries:
         values = jnp.where(same, values, jnp.nan)
     if ids.n_batch:
         return _Entries(data, values)
-    examples = jnp.where(within, _counted(ids.indices[:, 0], ids.shape[0]), ids.shape[0])  # the last is left out
+    examples = jnp.where(within, _from_start(ids.indices[:, 0], ids.shape[0]), ids.shape[0])  # the last is left out
     return _Entries(data, values, functools.partial(_by_example, examples, ids.shape[0]))
 
 
@@ -203,11 +205,11 @@ def _by_example(examples: jax.Array, batch: int, x: jax.Array, dimension: int) -
 def _within(x: BCOO) -> jax.Array:
     """Which entries are not padding, whose indices are out of bounds."""
     sizes = jnp.array(x.shape[x.n_batch :], x.indices.dtype)
-    index = _counted(x.indices, sizes)
+    index = _from_start(x.indices, sizes)
     return ((index >= 0) & (index < sizes)).all(axis=-1)
 
 
-def _counted(index: jax.Array, size: Any) -> jax.Array:
+def _from_start(index: jax.Array, size: Any) -> jax.Array:
     return jnp.where(index < 0, index + size, index)  # jax counts a negative index from the end
 
 

@@ -22,7 +22,7 @@ from estimator.core._rng import checked_key
 from estimator.core._state import State
 from estimator.core._train_op import TrainOp
 from estimator.core._typing import Features, Labels, PyTree, Variables
-from estimator.inputs._batch_values import stacked, taken
+from estimator.inputs._batch_values import copy_batch, stack_batches
 from estimator.multihost._global_arrays import put
 from estimator.optim._apply_updates import applied
 from estimator.optim._learning_rate import rates_of
@@ -246,7 +246,7 @@ class _Steps:
         mode = ModeKeys(mode)
         key = checked_key(key)
         check_batch(features, labels)
-        features, labels = padded(taken(features, labels))
+        features, labels = padded(copy_batch(features, labels))
         info = self._info(mode, features, labels)
         initial: Variables = {}  # read here and not in the model_fn, which runs for each program, and to resume
         for start in info.starts:
@@ -283,7 +283,7 @@ class _Steps:
         return self._watched(step, state, features, labels)
 
     def train_loop(self, state: State, batches: Any) -> tuple[State, EstimatorSpec]:
-        features, labels = stacked(batches)
+        features, labels = stack_batches(batches)
         loop = self._compiled.get("train_loop")
         if loop is None:
             first = jax.tree.map(lambda x: abstract(x).update(shape=x.shape[1:]), per_step((features, labels)))
@@ -305,7 +305,7 @@ class _Steps:
         def forward(replica: Replica, *batch: Any) -> EstimatorSpec:
             return self._compute(info, *batch, mode, replica)[0]  # type: ignore[call-arg]
 
-        compare_with_one_tower(forward, info, mode, (state, *taken(features, labels, info.batch_devices)))
+        compare_with_one_tower(forward, info, mode, (state, *copy_batch(features, labels, info.batch_devices)))
 
     def _watched(
         self, steps: _TrainProgram, state: State, features: Features, labels: Labels
@@ -314,7 +314,7 @@ class _Steps:
         raises = self._infos[ModeKeys.TRAIN].on_nan == "raise" and not isinstance(state.global_step, jax.core.Tracer)
         if raises:
             state = cleared(state)
-        features, labels = taken(features, labels, self._infos[ModeKeys.TRAIN].batch_devices)
+        features, labels = copy_batch(features, labels, self._infos[ModeKeys.TRAIN].batch_devices)
         if self._sparse:
             features, labels = padded((features, labels))
         after, spec = guarded(steps, features, labels, state, features, labels)
@@ -339,7 +339,7 @@ class _Steps:
 
             step = self._compiled[mode] = info.placement.compile_read(step)
             self.compare(mode, state, features, labels)
-        features, labels = taken(features, labels, self._infos[mode].batch_devices)
+        features, labels = copy_batch(features, labels, self._infos[mode].batch_devices)
         if self._sparse:
             features, labels = padded((features, labels))
         return guarded(step, features, labels, state, features, labels)

@@ -13,7 +13,7 @@ from estimator.core._typing import PyTree
 from estimator.optim._given_rate import LearningRate, with_learning_rate
 from estimator.optim._optimizer import Optimizer
 from estimator.optim._sparse_update import RowWise
-from estimator.train._rule import apply_rule, complement, filled
+from estimator.train._rule import apply_rule, complement, fill_slot
 from estimator.train._weight_decay import with_weight_decay
 
 
@@ -158,7 +158,7 @@ class AdaMaxState(NamedTuple):
 
 def _adam(rate: jax.Array, beta1: float, beta2: float, epsilon: float) -> optax.GradientTransformation:
     def init(params: optax.Params) -> AdamState:
-        return AdamState(filled(params), filled(params), jnp.float32(beta1), jnp.float32(beta2))
+        return AdamState(fill_slot(params), fill_slot(params), jnp.float32(beta1), jnp.float32(beta2))
 
     def update(gradients: optax.Updates, state: AdamState, params: optax.Params) -> tuple[optax.Updates, AdamState]:
         step = rate * jnp.sqrt(1 - state.beta2_power) / (1 - state.beta1_power)
@@ -176,7 +176,7 @@ def _adam(rate: jax.Array, beta1: float, beta2: float, epsilon: float) -> optax.
 
 def _adamax(rate: jax.Array, beta1: float, beta2: float, epsilon: float) -> RowWise:
     def init(params: optax.Params) -> AdaMaxState:
-        return AdaMaxState(filled(params), filled(params), jnp.float32(beta1))
+        return AdaMaxState(fill_slot(params), fill_slot(params), jnp.float32(beta1))
 
     def update(gradients: optax.Updates, state: AdaMaxState, params: optax.Params) -> tuple[optax.Updates, AdaMaxState]:
         step = rate / (1 - state.beta1_power)

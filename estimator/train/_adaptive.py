@@ -13,7 +13,7 @@ from estimator.core._typing import PyTree
 from estimator.optim._given_rate import LearningRate, with_learning_rate
 from estimator.optim._optimizer import Optimizer
 from estimator.optim._sparse_update import RowWise
-from estimator.train._rule import apply_rule, filled
+from estimator.train._rule import apply_rule, fill_slot
 
 
 class AdagradOptimizer(Optimizer):
@@ -146,7 +146,7 @@ def _adagrad(rate: jax.Array, initial: float) -> RowWise:
     ) -> tuple[optax.Updates, AdagradState]:
         return apply_rule(rule, gradients, params, state, "accumulator")
 
-    return RowWise(lambda params: AdagradState(filled(params, initial)), update)
+    return RowWise(lambda params: AdagradState(fill_slot(params, initial)), update)
 
 
 def _adadelta(rate: jax.Array, rho: float, epsilon: float) -> RowWise:
@@ -160,7 +160,7 @@ def _adadelta(rate: jax.Array, rho: float, epsilon: float) -> RowWise:
     ) -> tuple[optax.Updates, AdadeltaState]:
         return apply_rule(rule, gradients, params, state, "accum", "accum_update")
 
-    return RowWise(lambda params: AdadeltaState(filled(params), filled(params)), update)
+    return RowWise(lambda params: AdadeltaState(fill_slot(params), fill_slot(params)), update)
 
 
 def _rmsprop(rate: jax.Array, decay: float, momentum: float, epsilon: float, centered: bool) -> RowWise:
@@ -174,7 +174,7 @@ def _rmsprop(rate: jax.Array, decay: float, momentum: float, epsilon: float, cen
     state_of = CenteredRMSPropState if centered else RMSPropState
 
     def init(params: optax.Params) -> RMSPropState | CenteredRMSPropState:
-        return state_of(**{slot: filled(params, float(slot == "rms")) for slot in state_of._fields})
+        return state_of(**{slot: fill_slot(params, float(slot == "rms")) for slot in state_of._fields})
 
     def update(
         gradients: optax.Updates, state: RMSPropState, params: optax.Params

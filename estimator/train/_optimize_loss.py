@@ -118,14 +118,14 @@ def optimize_loss(
         if gradient_noise_scale is not None:
             gradients = [(_noisy(gradient, gradient_noise_scale), name) for gradient, name in gradients]
         if gradient_multipliers is not None:
-            gradients = _multiplied(gradients, gradient_multipliers)
+            gradients = _multiply_gradients(gradients, gradient_multipliers)
         if "global_gradient_norm" in summaries:
             scalar("global_norm/gradient_norm", _norm(gradients))
         if callable(clip_gradients):
             gradients = list(clip_gradients(gradients))
         elif clip_gradients is not None:
             factor = clip_gradients / jnp.maximum(_norm(gradients), clip_gradients)
-            gradients = [(_scaled(gradient, factor), name) for gradient, name in gradients]
+            gradients = [(_scale(gradient, factor), name) for gradient, name in gradients]
         if "loss" in summaries:
             scalar("loss", loss)
         for gradient, variable in gradients:
@@ -165,21 +165,21 @@ def _noisy(gradient: PyTree, scale: float) -> PyTree:
     return _map(lambda x: noisy(x.to_dense()), gradient, noisy)
 
 
-def _multiplied(gradients: Gradients, multipliers: Mapping[str, float]) -> Gradients:
+def _multiply_gradients(gradients: Gradients, multipliers: Mapping[str, float]) -> Gradients:
     unknown = multipliers.keys() - {name for _, name in gradients}
     if unknown:
         raise ValueError(
             f"`est.train.optimize_loss` got gradient_multipliers for {sorted(unknown)}; the variables are "
             f"{[name for _, name in gradients]}."
         )
-    return [(_scaled(gradient, multipliers.get(name, 1)), name) for gradient, name in gradients]
+    return [(_scale(gradient, multipliers.get(name, 1)), name) for gradient, name in gradients]
 
 
-def _scaled(gradient: PyTree, factor: Any) -> PyTree:
-    def scaled(x: jax.Array) -> jax.Array:
+def _scale(gradient: PyTree, factor: Any) -> PyTree:
+    def scale(x: jax.Array) -> jax.Array:
         return x * jnp.asarray(factor, x.dtype)
 
-    return _map(lambda x: dataclasses.replace(x, values=scaled(x.values)), gradient, scaled)
+    return _map(lambda x: dataclasses.replace(x, values=scale(x.values)), gradient, scale)
 
 
 def _values(gradient: PyTree) -> list[jax.Array]:

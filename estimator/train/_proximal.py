@@ -16,7 +16,7 @@ from estimator.optim._given_rate import LearningRate, with_learning_rate
 from estimator.optim._optimizer import Optimizer
 from estimator.optim._sparse_update import RowWise
 from estimator.train._adaptive import AdagradState, check_accumulator
-from estimator.train._rule import apply_rule, filled
+from estimator.train._rule import apply_rule, fill_slot
 
 
 class FtrlOptimizer(Optimizer):
@@ -200,7 +200,7 @@ def _ftrl(rate: jax.Array, power: float, initial: float, l1: float, l2: float, s
     def update(gradients: optax.Updates, state: FtrlState, params: optax.Params) -> tuple[optax.Updates, FtrlState]:
         return apply_rule(rule, gradients, params, state, "accum", "linear")
 
-    return RowWise(lambda params: FtrlState(filled(params, initial), filled(params)), update)
+    return RowWise(lambda params: FtrlState(fill_slot(params, initial), fill_slot(params)), update)
 
 
 def _proximal_adagrad(rate: jax.Array, initial: float, l1: float, l2: float) -> RowWise:
@@ -213,7 +213,7 @@ def _proximal_adagrad(rate: jax.Array, initial: float, l1: float, l2: float) -> 
     ) -> tuple[optax.Updates, AdagradState]:
         return apply_rule(rule, gradients, params, state, "accumulator")
 
-    return RowWise(lambda params: AdagradState(filled(params, initial)), update)
+    return RowWise(lambda params: AdagradState(fill_slot(params, initial)), update)
 
 
 def _proximal_descent(rate: jax.Array, l1: float, l2: float) -> RowWise:
@@ -227,7 +227,7 @@ def _proximal_descent(rate: jax.Array, l1: float, l2: float) -> RowWise:
 
 def _adagrad_da(rate: jax.Array, initial: float, l1: float, l2: float) -> RowWise:
     def init(params: optax.Params) -> AdagradDAState:
-        return AdagradDAState(filled(params), filled(params, initial))
+        return AdagradDAState(fill_slot(params), fill_slot(params, initial))
 
     def update(
         gradients: optax.Updates, state: AdagradDAState, params: optax.Params

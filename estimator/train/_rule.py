@@ -15,7 +15,7 @@ from estimator.core._typing import PyTree
 State = TypeVar("State", bound=tuple[Any, ...])
 
 
-def filled(params: optax.Params, value: float = 0.0) -> PyTree:
+def fill_slot(params: optax.Params, value: float = 0.0) -> PyTree:
     """A slot of each variable, filled with a number."""
     return jax.tree.map(lambda x: jnp.full_like(x, value), params)
 

@@ -49,7 +49,7 @@ def exponential_decay(
     def rate_at(step: Any) -> jax.Array:
         return jnp.asarray(learning_rate * decay_rate ** _periods(step, decay_steps, staircase))
 
-    return _at("exponential_decay", global_step, rate_at)
+    return _apply_schedule("exponential_decay", global_step, rate_at)
 
 
 def natural_exp_decay(
@@ -75,7 +75,7 @@ def natural_exp_decay(
     def rate_at(step: Any) -> jax.Array:
         return learning_rate * jnp.exp(-decay_rate * _periods(step, decay_steps, staircase))
 
-    return _at("natural_exp_decay", global_step, rate_at)
+    return _apply_schedule("natural_exp_decay", global_step, rate_at)
 
 
 def inverse_time_decay(
@@ -101,7 +101,7 @@ def inverse_time_decay(
     def rate_at(step: Any) -> jax.Array:
         return learning_rate / (1 + decay_rate * _periods(step, decay_steps, staircase))
 
-    return _at("inverse_time_decay", global_step, rate_at)
+    return _apply_schedule("inverse_time_decay", global_step, rate_at)
 
 
 def polynomial_decay(
@@ -136,7 +136,7 @@ def polynomial_decay(
             step = jnp.minimum(step, decay_steps)
         return (learning_rate - end_learning_rate) * (1 - step / end) ** power + end_learning_rate
 
-    return _at("polynomial_decay", global_step, rate_at)
+    return _apply_schedule("polynomial_decay", global_step, rate_at)
 
 
 def piecewise_constant(
@@ -168,7 +168,7 @@ def piecewise_constant(
         piece = sum((jnp.asarray(step) > boundary).astype(jnp.int32) for boundary in boundaries)
         return jnp.stack([_float(value) for value in values])[piece]
 
-    return _at("piecewise_constant", x, rate_at)
+    return _apply_schedule("piecewise_constant", x, rate_at)
 
 
 def cosine_decay(
@@ -195,7 +195,7 @@ def cosine_decay(
     def rate_at(step: Any) -> jax.Array:
         return learning_rate * ((1 - alpha) * _cosine(_fraction(step, decay_steps)) + alpha)
 
-    return _at("cosine_decay", global_step, rate_at)
+    return _apply_schedule("cosine_decay", global_step, rate_at)
 
 
 def cosine_decay_restarts(
@@ -233,7 +233,7 @@ def cosine_decay_restarts(
             done = (done - (1 - t_mul**restarts) / (1 - t_mul)) / t_mul**restarts
         return learning_rate * ((1 - alpha) * m_mul**restarts * _cosine(done) + alpha)
 
-    return _at("cosine_decay_restarts", global_step, rate_at)
+    return _apply_schedule("cosine_decay_restarts", global_step, rate_at)
 
 
 def linear_cosine_decay(
@@ -264,10 +264,10 @@ def linear_cosine_decay(
         done = _fraction(step, decay_steps)
         return learning_rate * ((alpha + 1 - done) * _cosine(2 * num_periods * done) + beta)
 
-    return _at("linear_cosine_decay", global_step, rate_at)
+    return _apply_schedule("linear_cosine_decay", global_step, rate_at)
 
 
-def _at(caller: str, global_step: Any, rate_at: Callable[[Any], jax.Array]) -> Rate:
+def _apply_schedule(caller: str, global_step: Any, rate_at: Callable[[Any], jax.Array]) -> Rate:
     if global_step is None:
         return rate_at
     if not isinstance(global_step, jax.Array | np.ndarray | np.generic):

@@ -14,7 +14,7 @@ from estimator.core._rng import global_step
 from estimator.core._typing import PyTree
 from estimator.optim._given_rate import LearningRate, with_learning_rate
 from estimator.optim._optimizer import Optimizer
-from estimator.train._rule import apply_rule, filled
+from estimator.train._rule import apply_rule, fill_slot
 
 
 class PowerSignOptimizer(Optimizer):
@@ -97,4 +97,4 @@ def _by_sign(
 
         return apply_rule(rule, gradients, params, state, "m")
 
-    return optax.GradientTransformation(lambda params: SignState(filled(params)), update)
+    return optax.GradientTransformation(lambda params: SignState(fill_slot(params)), update)

@@ -115,11 +115,11 @@ def check_declared(call: str, shape: tuple[int, ...] | None, dtype: Any, value: 
         wanted = [(shape, own if dtype is None else jnp.dtype(dtype)) for shape, own in have]
     if have != wanted:
 
-        def described(arrays: Sequence[Any]) -> str:
+        def describe(arrays: Sequence[Any]) -> str:
             return ", ".join(f"{dtype}{list(shape)}" for shape, dtype in arrays)
 
         raise ValueError(
-            f"{call} asks for {described(wanted)}, but in {where} the variable is {described(have)}. "
+            f"{call} asks for {describe(wanted)}, but in {where} the variable is {describe(have)}. "
             "Change one of them, or initialize a new state."
         )
 

@@ -116,7 +116,7 @@ def variable_scope(
     defaults = ScopeDefaults(
         initializer or defaults.initializer,
         regularizer or defaults.regularizer,
-        _nested(custom_getter, defaults.custom_getter),
+        _nest_getters(custom_getter, defaults.custom_getter),
     )
     scope = VariableScope("/".join(path), reuse, defaults)
     uses = frame.declared.scope_uses
@@ -168,15 +168,17 @@ def _unique(frame: Frame, default_name: str, reuse: Reuse) -> str:
     return default_name if number == 0 else f"{default_name}_{number}"
 
 
-def _nested(inner: Callable[..., PyTree] | None, outer: Callable[..., PyTree] | None) -> Callable[..., PyTree] | None:
+def _nest_getters(
+    inner: Callable[..., PyTree] | None, outer: Callable[..., PyTree] | None
+) -> Callable[..., PyTree] | None:
     """A getter for variables that calls the inner one, whose own getter calls the outer one."""
     if inner is None or outer is None:
         return inner or outer
 
-    def nested(getter: Callable[..., PyTree], *args: Any, **arguments: Any) -> PyTree:
+    def get_nested(getter: Callable[..., PyTree], *args: Any, **arguments: Any) -> PyTree:
         def through_outer(*args: Any, **arguments: Any) -> PyTree:
             return outer(getter, *args, **arguments)
 
         return inner(through_outer, *args, **arguments)
 
-    return nested
+    return get_nested

@@ -15,7 +15,7 @@ from estimator.core._typing import PyTree
 from estimator.runtime._transformations import differentiates, stages
 from estimator.variables._aggregation import VariableAggregation
 from estimator.variables._initial_value import as_dtype, as_shape, check_declared, initial_value, is_trainable
-from estimator.variables._partitioning import Partition, partitioned
+from estimator.variables._partitioning import Partition, apply_partition
 
 
 def get_variable(
@@ -123,7 +123,7 @@ def _get(
     if frame.reuse is True:
         raise ValueError(
             f"{call} is in a scope with `reuse=True`, but no such variable was created in this run, only "
-            f"{listed(frame.declared.trainable)}. Create it first, or use `reuse=est.AUTO_REUSE`."
+            f"{list_names(frame.declared.trainable)}. Create it first, or use `reuse=est.AUTO_REUSE`."
         )
     check_is_known_outside(
         call,
@@ -136,13 +136,13 @@ def _get(
         frame.variables[full] = map_named(lambda name, leaf: frame.initial.get(name, leaf), {full: made})[full]
     elif full not in frame.variables:
         raise ValueError(
-            f"{call}: the state has no such variable, only {listed(frame.variables)}. "
+            f"{call}: the state has no such variable, only {list_names(frame.variables)}. "
             "A model_fn must create every variable in the mode that the state was initialized in."
         )
     else:
         check_declared(call, shape, dtype, frame.variables[full], "the state")
     if partition is not None:
-        partitioned(call, frame, full, partition)
+        apply_partition(call, frame, full, partition)
     frame.declared.trainable[full] = is_trainable(call, frame.variables[full], trainable)
     frame.declared.aggregation[full] = VariableAggregation(aggregation)
     floating = all(jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in jax.tree.leaves(frame.variables[full]))
@@ -173,15 +173,15 @@ class VariablesByName(Mapping[str, PyTree]):
         return f"VariablesByName({list(self)})"
 
 
-def _flattened(view: VariablesByName) -> tuple[list[tuple[Any, PyTree]], tuple[str, ...]]:
+def _flatten(view: VariablesByName) -> tuple[list[tuple[Any, PyTree]], tuple[str, ...]]:
     return [(jax.tree_util.DictKey(name), value) for name, value in view.items()], tuple(view)
 
 
-def _unflattened(names: tuple[str, ...], values: Iterable[PyTree]) -> Any:
+def _unflatten(names: tuple[str, ...], values: Iterable[PyTree]) -> Any:
     return dict(zip(names, values, strict=True))
 
 
-jax.tree_util.register_pytree_with_keys(VariablesByName, _flattened, _unflattened)
+jax.tree_util.register_pytree_with_keys(VariablesByName, _flatten, _unflatten)
 
 
 def trainable_variables(scope: str | None = None) -> Mapping[str, PyTree]:
@@ -269,7 +269,7 @@ def map_named(fn: Callable[[str, Any], Any], variables: PyTree) -> Any:
     return jax.tree_util.tree_map_with_path(of_path, variables)
 
 
-def listed(names: Any) -> str:
+def list_names(names: Any) -> str:
     return ", ".join(repr(name) for name in sorted(names)) or "none"
 
 
@@ -285,8 +285,8 @@ def resolve(caller: str, frame: Frame, name: str) -> str:
         if full in frame.declared.trainable:
             return full
     raise ValueError(
-        f"`{caller}({name!r})` names no variable of this run, which has got {listed(frame.declared.trainable)} so far. "
-        "Get it with `est.get_variable` first."
+        f"`{caller}({name!r})` names no variable of this run, which has got {list_names(frame.declared.trainable)} so "
+        "far. Get it with `est.get_variable` first."
     )
 
 

@@ -40,7 +40,7 @@ class VocabInfo(NamedTuple):
     axis: int = 0
 
 
-def resized(info: VocabInfo, there: Any, here: Any) -> jax.ShapeDtypeStruct:
+def resize(info: VocabInfo, there: Any, here: Any) -> jax.ShapeDtypeStruct:
     """The shape and dtype of a variable in the source, were its vocabulary the new one."""
     shape = list(there.shape)
     if info.axis < min(len(shape), len(here.shape)):
@@ -48,7 +48,7 @@ def resized(info: VocabInfo, there: Any, here: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(tuple(shape), there.dtype)
 
 
-def moved(info: VocabInfo, name: str, old: Any, here: jax.Array, key: jax.Array) -> jax.Array:
+def move_rows(info: VocabInfo, name: str, old: Any, here: jax.Array, key: jax.Array) -> jax.Array:
     """The value of a variable: the rows of `old` by the strings of the vocabularies.
 
     Args:

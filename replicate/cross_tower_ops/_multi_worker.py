@@ -10,7 +10,7 @@ import jax
 
 from replicate.cross_tower_ops._algorithms import all_reduce, check_algorithm
 from replicate.cross_tower_ops._all_reduce import AllReduce
-from replicate.cross_tower_ops._packers import at_least, cut
+from replicate.cross_tower_ops._packers import at_least, split_vector
 from replicate.towers._packing import pack
 
 
@@ -61,7 +61,7 @@ class MultiWorkerAllReduce(AllReduce):
         for spec, smaller in zip(self._spec, [-1, *(spec.limit for spec in self._spec)], strict=False):
             positions = [i for i, array in enumerate(arrays) if smaller < array.nbytes <= spec.limit]
             mine = [arrays[i] for i in positions]
-            packs = [cut(vector, spec.shards) for vector in self._packer.pack(mine)]
+            packs = [split_vector(vector, spec.shards) for vector in self._packer.pack(mine)]
             totals = [pack([all_reduce(shard, spec.algorithm) for shard in shards]) for shards in packs]
             for i, total in zip(positions, self._packer.unpack(totals, mine), strict=True):
                 sums[i] = total

@@ -93,7 +93,7 @@ def explain(
             "they are. Leave them out, or give the model_fn that is not replicated."
         )
     notes: dict[str, int] = {}
-    model = est.transform(_observed(model_fn, params, config, notes))
+    model = est.transform(_observe(model_fn, params, config, notes))
     traits = model.traits(features, labels)
     if traits.placement.spans_processes:
         raise ValueError(
@@ -166,11 +166,11 @@ class _TowersAlone(OffTowerPlacement):
         return step
 
 
-def _observed(model_fn: ModelFn, params: object, config: object, notes: dict[str, int]) -> ModelFn:
+def _observe(model_fn: ModelFn, params: object, config: object, notes: dict[str, int]) -> ModelFn:
     """The model_fn; notes what its train_op says, and puts `_TowersAlone` in place."""
     bound = bind(model_fn, params, config)
 
-    def observed(features: Features, labels: Labels, mode: est.ModeKeys) -> EstimatorSpec:
+    def observe(features: Features, labels: Labels, mode: est.ModeKeys) -> EstimatorSpec:
         spec = bound(features, labels, mode)
         notes["micro_batches"] = accumulate_steps(spec.train_op)
         frame = current_frame("a model_fn to explain")
@@ -178,7 +178,7 @@ def _observed(model_fn: ModelFn, params: object, config: object, notes: dict[str
             frame.placement = _TowersAlone(frame.placement)
         return spec
 
-    return observed
+    return observe
 
 
 def _step(
@@ -209,7 +209,7 @@ def _splits(features: Features, labels: Labels, towers: int) -> tuple[Split, ...
     leaves = jax.tree_util.tree_leaves_with_path({"features": features, "labels": labels}, is_leaf=is_sparse)
     for path, leaf in leaves:
         tower_shape = (leaf.shape[0] // towers, *leaf.shape[1:])
-        splits.append(Split(_named(path), str(leaf.dtype), leaf.shape, tower_shape, is_sparse(leaf)))
+        splits.append(Split(_name_of(path), str(leaf.dtype), leaf.shape, tower_shape, is_sparse(leaf)))
     return tuple(splits)
 
 
@@ -226,7 +226,7 @@ def _homes(arrays: PyTree, shardings: PyTree) -> tuple[Home, ...]:
             size = math.prod(shard) * leaf.dtype.itemsize
             homes.append(
                 Home(
-                    name="/".join(filter(None, (name, _named(path)))),
+                    name="/".join(filter(None, (name, _name_of(path)))),
                     dtype=str(leaf.dtype),
                     shape=leaf.shape,
                     bytes=_bytes(leaf),
@@ -252,7 +252,7 @@ def _transfers(
         copies = len(set(devices) - {device})
         if is_read and copies:
             transfers.append(
-                Transfer(_named(path[2:]) or _SCALARS[len(path)], True, copies * _bytes(leaf), str(device))
+                Transfer(_name_of(path[2:]) or _SCALARS[len(path)], True, copies * _bytes(leaf), str(device))
             )
     (gradients, assigned), _ = after
     for own in gradients:
@@ -278,7 +278,7 @@ def _bytes(leaf: jax.Array | jax.ShapeDtypeStruct) -> int:
     return math.prod(leaf.shape) * leaf.dtype.itemsize
 
 
-def _named(path: jax.tree_util.KeyPath) -> str:
+def _name_of(path: jax.tree_util.KeyPath) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 

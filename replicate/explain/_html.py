@@ -33,7 +33,7 @@ def as_page(data: StepData) -> str:
     return (
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"/><title>{heading}</title>'
         f'<meta name="viewport" content="width=device-width"/><style>{_STYLE}</style></head>\n'
-        f"<body><h1>{heading}</h1>\n{_Picture(data).drawn()}\n<ol>{steps}</ol>\n{body}</body></html>\n"
+        f"<body><h1>{heading}</h1>\n{_Picture(data).draw()}\n<ol>{steps}</ol>\n{body}</body></html>\n"
     )
 
 
@@ -60,7 +60,7 @@ class _Picture:
         self._towers = [*range(towers)] if towers <= _SHOWN else [0, 1, 2, None, towers - 1]
         self._step = (_WIDTH - 2 * _MARGIN + _GAP) / len(self._towers)
 
-    def drawn(self) -> str:
+    def draw(self) -> str:
         for i, stage in enumerate(stages(self._data)):
             if i and (stage.lines or stage.boxes):
                 self._arrows(stage.arrow)

@@ -14,6 +14,6 @@ def is_slices(x: object) -> TypeGuard[IndexedSlices]:
     return isinstance(x, IndexedSlices)
 
 
-def joined(stacked: IndexedSlices) -> IndexedSlices:
+def join_slices(stacked: IndexedSlices) -> IndexedSlices:
     """The slices of several parts of a batch, arrays of shape `[parts, n, ...]`, one after the other: their sum."""
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), stacked)
