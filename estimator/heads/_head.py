@@ -110,6 +110,7 @@ class Head(abc.ABC):
         As in TensorFlow, TRAIN shows the loss of a named head, or of each head of a MultiHead, as loss/<name>, and
         regularization_loss, in TensorBoard and to hooks.
         """
+        # Also from the plain strings that TensorFlow's modes are, "train", "eval" and "infer".
         mode = ModeKeys(mode)
         predictions = self.predictions(logits)
         if mode == ModeKeys.PREDICT:
@@ -137,6 +138,7 @@ class Head(abc.ABC):
         self._show_regularization(self._key("regularization_loss"), regularization_losses)
 
     def _show_loss(self, tag: str, loss: jax.Array) -> None:
+        # Merged over towers in the way of the loss itself.
         is_sum = self.loss_reduction == Reduction.SUM
         report_in_training(tag, lambda: Scalar(loss, summary=True, is_sum=is_sum))
 

@@ -72,7 +72,7 @@ def copy_batch(
     devices: Set[jax.Device] | None = None,
     stack: Stack | None = None,
 ) -> tuple[PyTree, PyTree]:
-    """Features and labels with their current values, whatever happens to their memory later.
+    """Copies features and labels, so that they keep these values whatever happens to their memory later.
 
     Arrays of numpy, and of other libraries that numpy can read, are copied; without x64 to 32 bits, as jax does. Arrays
     of jax are immutable and not copied, nor are leaves that are not arrays.
@@ -120,6 +120,7 @@ def _flatten(pair: tuple[PyTree, PyTree]) -> tuple[list[Any], Any]:
 
 def _copy_leaf(leaf: Any, devices: Set[jax.Device] | None, stack: Stack | None, number: int) -> Any:
     if type(leaf) is np.ndarray:
+        # Memory of the other byte order, as some file formats have it, which jax does not take.
         if not leaf.dtype.isnative:
             leaf = leaf.astype(leaf.dtype.newbyteorder("="))
         narrower = _NARROWER.get(leaf.dtype)
@@ -133,6 +134,7 @@ def _copy_leaf(leaf: Any, devices: Set[jax.Device] | None, stack: Stack | None, 
         copy[...] = leaf
         return copy
     if isinstance(leaf, jax.Array):
+        # Arrays of jax never change: no copy.
         return leaf if devices is None or _is_near(leaf, devices) else np.asarray(leaf)
     if isinstance(leaf, np.ma.MaskedArray):
         raise ValueError("is a masked array, which jax has not. Give `x.filled(value)`, and the mask as a feature.")
@@ -146,7 +148,7 @@ def _copy_leaf(leaf: Any, devices: Set[jax.Device] | None, stack: Stack | None, 
 
 
 def _is_near(array: jax.Array, devices: Set[jax.Device]) -> bool:
-    """Whether a program on these devices can take the array."""
+    """Says whether a program on these devices can take the array."""
     if isinstance(array, jax.core.Tracer) or not array.committed:
         return True
     if not array.is_fully_addressable:
@@ -161,6 +163,7 @@ def _narrow(array: np.ndarray, narrower: np.dtype[Any]) -> np.ndarray:
             with np.errstate(over="raise"):
                 return array.astype(narrower)
         except FloatingPointError:
+            # Only a number that was finite before is out of range; infinities of the input pass.
             with np.errstate(over="ignore"):
                 outside = np.isfinite(array) & ~np.isfinite(array.astype(narrower))
     else:
@@ -176,7 +179,7 @@ def _narrow(array: np.ndarray, narrower: np.dtype[Any]) -> np.ndarray:
 
 
 def stack_batches(batches: Any) -> tuple[PyTree, PyTree]:
-    """Features and labels `[steps, batch, ...]` of what `train_loop` takes: a list of batches, or such a pair."""
+    """Stacks a list of batches for `train_loop` to features and labels `[steps, batch, ...]`; a pair of these stays."""
     if isinstance(batches, list):
         if not batches:
             raise ValueError("`train_loop` needs at least one batch; got an empty list.")

@@ -45,6 +45,7 @@ def call_input_fn(input_fn: Callable[..., Any], mode: object, params: object, co
             f"`lambda: batches`; got {input_fn!r}."
         )
     arguments = {"mode": mode, "params": params, "config": config}
+    # Still parameters in the signature, but the user has bound them: not to be overridden by the Estimator's.
     bound = input_fn.keywords.keys() if isinstance(input_fn, functools.partial) else ()
     parameters = {name: p for name, p in inspect.signature(input_fn).parameters.items() if name not in bound}
     unknown = [name for name, p in parameters.items() if name not in arguments and _is_required(p)]
@@ -133,7 +134,7 @@ class Batches(Iterator[tuple[PyTree, PyTree]]):
 
     @property
     def has_position(self) -> bool:
-        """Whether the user's iterator has `get_state` and `set_state`, as grain's and the ones of `est.inputs` do."""
+        """True if the user's iterator has `get_state` and `set_state`, as grain's and the ones of `est.inputs` do."""
         return hasattr(self._elements, "get_state") and hasattr(self._elements, "set_state")
 
     def get_state(self) -> Any:
@@ -141,7 +142,9 @@ class Batches(Iterator[tuple[PyTree, PyTree]]):
         if not self.has_position:
             return None
         if self._peeked is not None:
+            # A peeked batch has not been used: a run that resumes must see it.
             return self._before_peek
+        # An iterator may give the dict that it counts in.
         return copy.deepcopy(self._elements.get_state())  # type: ignore[attr-defined]
 
     def set_state(self, state: Any) -> None:
@@ -193,7 +196,7 @@ def batches(result: Any) -> Batches:
 
 
 def is_one_batch(result: object) -> bool:
-    """Whether the result of an input_fn is one batch; otherwise it is an iterable of batches.
+    """Says whether the result of an input_fn is one batch; otherwise it is an iterable of batches.
 
     Raises:
       TypeError: it is neither.

@@ -110,6 +110,7 @@ def pad_batches(
     if not callable(batches):
         return pad(batches)
 
+    # With the parameters that an Estimator passes, of which the user's function gets those that it has.
     def input_fn(mode: object = None, params: object = None, config: object = None) -> Any:
         return pad(call_input_fn(batches, mode, params, config))
 
@@ -135,6 +136,7 @@ class _PaddedIterator(Iterator[Any]):
         return self._padding.batch(self._read(self._elements))
 
     def __getattr__(self, name: str) -> Any:
+        # Not as methods: `hasattr` is how a loop finds out whether an input has a position.
         if name in ("get_state", "set_state"):
             return getattr(self._elements, name)
         raise AttributeError(name)
@@ -185,6 +187,7 @@ class _Padding:
     def room(self, name: str, length: int) -> int:
         """The padded length of an array."""
         if self.pad_to is None:
+            # At least one multiple: batches of empty sequences get no program of their own.
             return max(1, -(-length // self.multiple_of)) * self.multiple_of
         enough = [n for n in _as_tuple(self.pad_to) if n >= length]
         if not enough:
@@ -199,6 +202,7 @@ class _Padding:
             return self.axes
         if not isinstance(features, Mapping):
             return 1
+        # Lists of rows need no name: they are padded in any case.
         if any(map(_has_rows, features.values())):
             return {}
         raise ValueError(
@@ -234,7 +238,7 @@ class _Padding:
 def _pad_arrays(
     name: str, tree: PyTree, axes: Axes | Mapping[Any, Axes], values: Any, room: Room
 ) -> tuple[PyTree, Lengths]:
-    """The padded features or labels, and the lengths of the rows before, by name."""
+    """Pads features or labels; also returns the lengths of the rows before, by name."""
     if not isinstance(tree, Mapping):
         if isinstance(axes, Mapping):
             if axes or not _has_rows(tree):
@@ -251,6 +255,7 @@ def _pad_arrays(
     _check_named(name, axes, tree)
     if isinstance(values, Mapping):
         _check_named(name, values, tree)
+    # A copy, since the user's dict may be yielded again.
     arrays = dict(tree)
     lengths: Lengths = {}
     for key, x in tree.items():
@@ -277,11 +282,13 @@ def _pad_array(name: str, x: Any, axes: tuple[int, ...], value: ArrayLike, room:
                 "be padded too."
             )
         shape.append(room(name, int(sizes.max())) if axis in axes else int(sizes.max()))
+    # The first padded dimension is the length. An array has one shape for all of its rows.
     lengths = np.broadcast_to(shapes[:, axes[0] - 1], (len(rows),)).astype(np.int32)
     dtype = _common_dtype(x, rows, value) if isinstance(rows, list) else rows.dtype
     padded = np.full((len(rows), *shape), _fitting(name, value, dtype))
     if isinstance(rows, list):
         for target, row in zip(padded, rows, strict=True):
+            # At the beginning: padding comes behind, where lengths and masks expect it.
             target[tuple(map(slice, row.shape))] = row
     else:
         padded[tuple(map(slice, rows.shape))] = rows
@@ -322,7 +329,7 @@ def _check_named(name: str, by_name: Mapping[Any, Any], tree: Any) -> None:
 
 
 def _has_rows(x: object) -> bool:
-    """Whether it is a list of rows, which may differ in length, instead of an array."""
+    """Says whether it is a list of rows, which may differ in length, instead of an array."""
     return isinstance(x, list) or (isinstance(x, np.ndarray) and x.dtype == object)
 
 

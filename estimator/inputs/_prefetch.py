@@ -185,7 +185,7 @@ def _serve(
     results: queue.Queue[BatchChunk | _Failure],
     closed: threading.Event,
 ) -> None:
-    """What the thread does: serves requests until it is closed, or the input ends or fails."""
+    """The body of the thread: serves requests until it is closed, or the input ends or fails."""
     position_of = getattr(pairs, "get_state", lambda: None)
     try:
         for n in iter(requests.get, None):
@@ -210,7 +210,7 @@ def _serve(
 
 
 def pull_batches(pairs: Iterator[Any], n: int, closed: threading.Event) -> tuple[list[Any], BaseException | None]:
-    """Up to `n` batches, fewer once `closed` is set, and the exception of the input that ended them early."""
+    """Reads up to `n` batches, fewer once `closed` is set; also returns the exception that ended them early."""
     batches: list[Any] = []
     if hasattr(pairs, "expect"):
         pairs.expect(n)

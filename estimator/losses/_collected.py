@@ -14,8 +14,9 @@ from estimator.variables._variables import read
 
 
 def collect_loss(loss: jax.Array) -> jax.Array:
-    """`loss`, which the current run has now among its losses, if the model_fn itself knows it."""
+    """Adds a loss to the current run's, if the model_fn itself knows it, and returns it."""
     frame = innermost_frame()
+    # Of a function that jax traces apart, such as the body of a `scan`, the loss is a tracer, of no use outside.
     if frame is not None and transformations_within(frame) is None:
         frame.declared.losses.append(("/".join(frame.scope), loss))
     return loss
@@ -61,7 +62,7 @@ def get_losses(scope: str | None = None) -> list[jax.Array]:
 
 
 def get_regularization_losses(scope: str | None = None) -> list[jax.Array]:
-    """What the regularizers of this run's variables give, in the order in which the variables were got.
+    """The losses of the regularizers of this run's variables, in the order in which the variables were got.
 
     Over towers it adds up right: with losses that are summed, rather than averaged, each tower has its share of it.
 
@@ -80,6 +81,8 @@ def get_regularization_losses(scope: str | None = None) -> list[jax.Array]:
                     f"The regularizer of {name!r} must return a scalar; got an array of shape {jnp.shape(loss)}. "
                     "Sum it up."
                 )
+            # Where losses are summed over towers, each has its share: otherwise a regularizer would count once per
+            # tower.
             losses.append(jnp.asarray(loss) if frame.replica.share == 1 else loss * frame.replica.share)
     return losses
 

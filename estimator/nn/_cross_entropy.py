@@ -142,6 +142,7 @@ def weighted_cross_entropy_with_logits(
       ValueError: shapes differ.
     """
     targets, logits = _pair("weighted_cross_entropy_with_logits", targets, logits)
+    # `softplus(-x)` is `log(1 + exp(-x))` without an overflow.
     return (1 - targets) * logits + (1 + (pos_weight - 1) * targets) * jax.nn.softplus(-logits)
 
 
@@ -167,6 +168,8 @@ def log_poisson_loss(
     if not compute_full_loss:
         return loss
     small = (targets >= 0) & (targets <= 1)
+    # TensorFlow adds nothing from 0 to 1, where the approximation is bad; and the logarithm must see no 0, whose
+    # derivative is infinite.
     count = jnp.where(small, 1, targets)
     stirling = count * jnp.log(count) - count + 0.5 * jnp.log(2 * jnp.pi * count)
     return loss + jnp.where(small, 0, stirling)
@@ -182,7 +185,7 @@ def _pair(caller: str, labels: ArrayLike, logits: ArrayLike) -> tuple[jax.Array,
 def _check_named(
     caller: str, sentinel: None, labels: ArrayLike | None, logits: ArrayLike | None
 ) -> tuple[ArrayLike, ArrayLike]:
-    """Both, or a ValueError as TensorFlow's: which of two arrays comes first is easily mixed up."""
+    """Requires names, as TensorFlow does: which of two arrays comes first is easily mixed up. Returns both."""
     if sentinel is not None or labels is None or logits is None:
         raise ValueError(f"`est.nn.{caller}` takes named arguments: write `{caller}(labels=..., logits=...)`.")
     return labels, logits

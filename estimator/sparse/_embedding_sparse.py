@@ -96,7 +96,7 @@ def check_max_norm(caller: str, max_norm: Any) -> None:
 
 
 def clip_rows(rows: jax.Array, ndim: int, max_norm: float | None) -> jax.Array:
-    """Rows, which have the dimensions from `ndim` on, scaled down to the l2 norm `max_norm`."""
+    """Scales rows, which have the dimensions from `ndim` on, down to the l2 norm `max_norm`."""
     if max_norm is None:
         return rows
     squares = jnp.sum(rows * rows, axis=tuple(range(ndim, rows.ndim)), keepdims=True)
@@ -127,6 +127,7 @@ def combine_rows(
     last = ids.ndim - 1
     known = ids >= 0
     if weights is not None:
+        # Beside padding there is not a weight but anything, NaN too.
         weights = jnp.where(known, weights.astype(rows.dtype), 0)
         rows = rows * weights.reshape(*ids.shape, *(1,) * (rows.ndim - ids.ndim))
     total = add(rows, last)
@@ -137,7 +138,9 @@ def combine_rows(
         scale = counts
     else:
         scale = add(weights if combiner == "mean" else weights * weights, last)
+    # An example without ids gets zeros, as in TensorFlow's `safe_embedding_lookup_sparse`.
     scale = jnp.where(counts == 0, 1, scale)
+    # The root of the sum of squared weights: "sqrtn" keeps the variance of a sum of independent rows.
     scale = scale if combiner == "mean" else jnp.sqrt(scale)
     return total / scale.reshape(*scale.shape, *(1,) * (total.ndim - scale.ndim))
 
@@ -203,7 +206,7 @@ def _by_example(examples: jax.Array, batch: int, x: jax.Array, dimension: int) -
 
 
 def _within(x: BCOO) -> jax.Array:
-    """Which entries are not padding, whose indices are out of bounds."""
+    """A mask of the entries that are not padding, whose indices are out of bounds."""
     sizes = jnp.array(x.shape[x.n_batch :], x.indices.dtype)
     index = _from_start(x.indices, sizes)
     return ((index >= 0) & (index < sizes)).all(axis=-1)

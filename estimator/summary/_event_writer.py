@@ -215,7 +215,7 @@ class EventWriter:
 
 
 def _check_value(tag: str, value: Any) -> Any:
-    """A value that can be written: numbers of numpy and jax as Python's.
+    """Checks that a value can be written; numbers of numpy and jax become Python's.
 
     Raises:
       TypeError: it cannot.

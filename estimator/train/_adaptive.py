@@ -139,6 +139,7 @@ def check_accumulator(caller: str, is_right: bool, value: float, bound: str = "a
 def _adagrad(rate: jax.Array, initial: float) -> RowWise:
     def rule(gradient: jax.Array, value: jax.Array, accum: jax.Array) -> tuple[jax.Array, ...]:
         accum = accum + gradient * gradient
+        # No epsilon, as in TensorFlow: the accumulator starts above 0 and never falls.
         return value - rate * gradient * jax.lax.rsqrt(accum), accum
 
     def update(
@@ -152,6 +153,7 @@ def _adagrad(rate: jax.Array, initial: float) -> RowWise:
 def _adadelta(rate: jax.Array, rho: float, epsilon: float) -> RowWise:
     def rule(gradient: jax.Array, value: jax.Array, accum: jax.Array, moved: jax.Array) -> tuple[jax.Array, ...]:
         accum = accum * rho + gradient * gradient * (1 - rho)
+        # Before there are updates to take a mean of, epsilon sets their size: the first steps are small.
         step = jnp.sqrt(moved + epsilon) * jax.lax.rsqrt(accum + epsilon) * gradient
         return value - rate * step, accum, moved * rho + step * step * (1 - rho)
 
@@ -165,15 +167,19 @@ def _adadelta(rate: jax.Array, rho: float, epsilon: float) -> RowWise:
 
 def _rmsprop(rate: jax.Array, decay: float, momentum: float, epsilon: float, centered: bool) -> RowWise:
     def rule(gradient: jax.Array, value: jax.Array, rms: jax.Array, *means: jax.Array) -> tuple[jax.Array, ...]:
+        # A centered one has one slot more, the mean of gradients.
         *mg, step = means
         rms = rms + (gradient * gradient - rms) * (1 - decay)
         mg = [mean + (gradient - mean) * (1 - decay) for mean in mg]
+        # The rate within the momentum, and epsilon within the root, as in TensorFlow: steps made at an earlier rate
+        # keep it.
         step = step * momentum + rate * gradient * jax.lax.rsqrt(rms - sum(m * m for m in mg) + epsilon)
         return value - step, rms, *mg, step
 
     state_of = CenteredRMSPropState if centered else RMSPropState
 
     def init(params: optax.Params) -> RMSPropState | CenteredRMSPropState:
+        # TensorFlow starts the mean of squares at 1, optax at 0, which makes the first steps larger.
         return state_of(**{slot: fill_slot(params, float(slot == "rms")) for slot in state_of._fields})
 
     def update(

@@ -92,6 +92,7 @@ class MomentumState(NamedTuple):
 
 def _momentum(rate: jax.Array, momentum: float, use_nesterov: bool) -> RowWise:
     def rule(gradient: jax.Array, value: jax.Array, accum: jax.Array) -> tuple[jax.Array, ...]:
+        # Without the rate, as in TensorFlow: when it changes, it changes the part of earlier gradients too.
         accum = momentum * accum + gradient
         return value - rate * (gradient + momentum * accum if use_nesterov else accum), accum
 

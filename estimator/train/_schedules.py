@@ -113,7 +113,7 @@ def polynomial_decay(
     cycle: bool = False,
     name: str | None = None,
 ) -> Any:
-    """From `learning_rate` to `end_learning_rate` by `(1 - global_step / decay_steps) ** power`.
+    """A decay from `learning_rate` to `end_learning_rate` by `(1 - global_step / decay_steps) ** power`.
 
     >>> import estimator as est
     >>> rate = est.train.polynomial_decay(0.5, None, 10, 0.25)
@@ -131,6 +131,7 @@ def polynomial_decay(
     def rate_at(step: Any) -> jax.Array:
         step, end = _float(step), _float(decay_steps)
         if cycle:
+            # In step 0 the quotient is 0, and there would be no end to divide by.
             end = decay_steps * jnp.maximum(jnp.ceil(step / decay_steps), 1)
         else:
             step = jnp.minimum(step, decay_steps)
@@ -165,6 +166,7 @@ def piecewise_constant(
         )
 
     def rate_at(step: Any) -> jax.Array:
+        # Not `>=`, by which optax counts: the step of a boundary still has the rate before it.
         piece = sum((jnp.asarray(step) > boundary).astype(jnp.int32) for boundary in boundaries)
         return jnp.stack([_float(value) for value in values])[piece]
 
@@ -178,7 +180,7 @@ def cosine_decay(
     alpha: float = 0.0,
     name: str | None = None,
 ) -> Any:
-    """From `learning_rate` to `alpha * learning_rate` along half a cosine.
+    """A decay from `learning_rate` to `alpha * learning_rate` along half a cosine.
 
     >>> import estimator as est
     >>> rate = est.train.cosine_decay(0.5, None, 10)
@@ -225,10 +227,12 @@ def cosine_decay_restarts(
 
     def rate_at(step: Any) -> jax.Array:
         done = _float(step) / first_decay_steps
+        # Equal periods: the formula for a geometric series would divide by zero.
         if t_mul == 1.0:
             restarts = jnp.floor(done)
             done = done - restarts
         else:
+            # How many whole periods lie behind: the lengths are a geometric series, solved for the number of its terms.
             restarts = jnp.floor(jnp.log(1 - done * (1 - t_mul)) / math.log(t_mul))
             done = (done - (1 - t_mul**restarts) / (1 - t_mul)) / t_mul**restarts
         return learning_rate * ((1 - alpha) * m_mul**restarts * _cosine(done) + alpha)
@@ -262,6 +266,7 @@ def linear_cosine_decay(
 
     def rate_at(step: Any) -> jax.Array:
         done = _fraction(step, decay_steps)
+        # Twice, since `_cosine` falls over half a period.
         return learning_rate * ((alpha + 1 - done) * _cosine(2 * num_periods * done) + beta)
 
     return _apply_schedule("linear_cosine_decay", global_step, rate_at)
@@ -270,6 +275,7 @@ def linear_cosine_decay(
 def _apply_schedule(caller: str, global_step: Any, rate_at: Callable[[Any], jax.Array]) -> Rate:
     if global_step is None:
         return rate_at
+    # In optax's order, `exponential_decay(0.1, 1000, 0.9)`, decay_steps would be taken for the step without a word.
     if not isinstance(global_step, jax.Array | np.ndarray | np.generic):
         raise TypeError(
             f"`est.train.{caller}` needs `est.global_step()` as global_step, or None, for a function of the step; got "
@@ -292,5 +298,5 @@ def _fraction(step: Any, decay_steps: float) -> jax.Array:
 
 
 def _cosine(x: jax.Array) -> jax.Array:
-    """From 1 at 0 to 0 at 1, and back."""
+    """A cosine from 1 at 0 to 0 at 1, and back."""
     return 0.5 * (1 + jnp.cos(math.pi * x))

@@ -32,6 +32,7 @@ def with_weight_decay(transformation: optax.GradientTransformation, weight_decay
         rows = {table: _mark_rows(gradient) for table, gradient in (sparse_gradients or {}).items()}
 
         def decay(path: jax.tree_util.KeyPath, step: jax.Array, value: jax.Array) -> jax.Array:
+            # The first key on the path is the variable's name.
             table = getattr(path[0], "key", None) if path else None
             return step - weight_decay * (value * rows[table] if table in rows else value)
 
@@ -41,7 +42,8 @@ def with_weight_decay(transformation: optax.GradientTransformation, weight_decay
 
 
 def _mark_rows(gradient: IndexedSlices) -> jax.Array:
-    """1 for the rows that a sparse gradient names, else 0, of shape `[rows, 1, ...]`."""
+    """Marks by 1 the rows that a sparse gradient names, others by 0, in the shape `[rows, 1, ...]`."""
     rows = jnp.zeros(gradient.dense_shape[0], gradient.values.dtype)
+    # Padding among looked-up ids has a negative index, which does not count from the end.
     rows = rows.at[gradient.indices].set(1, mode="drop", wrap_negative_indices=False)
     return rows.reshape(-1, *(1,) * (len(gradient.dense_shape) - 1))

@@ -15,7 +15,7 @@ from replicate.towers._packing import pack
 
 
 class _Spec(NamedTuple):
-    """How arrays of up to `limit` bytes are summed: by what algorithm, and, after packing, in how many pieces."""
+    """The algorithm for arrays of up to `limit` bytes, and the number of pieces into which a pack is cut."""
 
     algorithm: str
     shards: int
@@ -58,9 +58,11 @@ class MultiWorkerAllReduce(AllReduce):
 
     def _sum(self, arrays: list[jax.Array]) -> list[jax.Array]:
         sums = list(arrays)
+        # -1: an empty array belongs to the first range.
         for spec, smaller in zip(self._spec, [-1, *(spec.limit for spec in self._spec)], strict=False):
             positions = [i for i, array in enumerate(arrays) if smaller < array.nbytes <= spec.limit]
             mine = [arrays[i] for i in positions]
+            # Several collectives instead of a large one: while one waits, another sends.
             packs = [split_vector(vector, spec.shards) for vector in self._packer.pack(mine)]
             totals = [pack([all_reduce(shard, spec.algorithm) for shard in shards]) for shards in packs]
             for i, total in zip(positions, self._packer.unpack(totals, mine), strict=True):

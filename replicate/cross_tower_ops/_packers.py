@@ -96,6 +96,7 @@ class AggregateSmallTensorPacker(Packer):
             return arrays[i].nbytes <= self.max_bytes
 
         groups: list[list[int]] = []
+        # Backwards: the gradients of the last layers are ready first, and so are their packs.
         for mine in by_dtype(arrays, reversed(range(len(arrays)))):
             for small, run in itertools.groupby(mine, is_small):
                 positions, size = list(run), self.max_group if small else 1
@@ -104,7 +105,7 @@ class AggregateSmallTensorPacker(Packer):
 
 
 def split_vector(vector: jax.Array, pieces: int) -> list[jax.Array]:
-    """Nearly equal pieces of a vector; fewer where there are fewer elements."""
+    """Splits a vector into nearly equal pieces; fewer where there are fewer elements."""
     count = _pieces(vector.size, pieces)
     return [vector] if count == 1 else jnp.array_split(vector, count)
 

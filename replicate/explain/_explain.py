@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -26,13 +27,29 @@ from estimator.steps._model_info import ModelInfo
 from estimator.steps._transform import Model
 from estimator.typing import Features, Labels, PyTree
 from replicate._replicate_model_fn import ReplicatedTwice, replicate_model_fn
-from replicate.explain._data import Distribution, Home, Memory, Split, Transfer
-from replicate.explain._explanation import Explanation
+from replicate.explain._data import Distribution, Home, Memory, Split, StepData, Transfer
 from replicate.explain._hlo import collectives
+from replicate.explain._html import as_page
+from replicate.explain._text import as_text
 from replicate.runner._micro_batches import accumulate_steps
 
 _STEPS_BETWEEN_LOOKS = 100
-"""How often a training run looks at its losses, unless its config says to log them more often."""
+"""The interval at which a training run looks at its losses, unless its config says to log them more often."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation(StepData):
+    """One training step of a replicated model_fn. `print` shows it as text, `html` as a page.
+
+    It has the attributes of `StepData`.
+    """
+
+    def __str__(self) -> str:
+        return as_text(self)
+
+    def html(self) -> str:
+        """The same as one page with a picture, which needs nothing but itself."""
+        return as_page(self)
 
 
 def explain(
@@ -46,7 +63,7 @@ def explain(
     latency: float = 10e-6,
     **options: Any,
 ) -> Explanation:
-    """What one training step of a model_fn does on its towers, without running it.
+    """Explains what one training step of a model_fn does on its towers, without running it.
 
     The step is the one of `Estimator.train`: it leaves the state and the loss. It is traced and compiled for the
     devices of the towers, with nothing computed on them. On the command line: `python -m replicate.explain --help`.
@@ -92,6 +109,7 @@ def explain(
             f"`explain` got {', '.join(options)} for a model_fn that is replicated already, which says itself what "
             "they are. Leave them out, or give the model_fn that is not replicated."
         )
+    # Filled while the step is traced: nowhere else is the train_op to be seen.
     notes: dict[str, int] = {}
     model = est.transform(_observe(model_fn, params, config, notes))
     traits = model.traits(features, labels)
@@ -100,6 +118,7 @@ def explain(
             "`explain` reads the program of one process, and these towers are on several. Call it in one process "
             "with as many devices; `python -m replicate.explain --towers=N` makes them of the CPU."
         )
+    # The placement of the batch has the towers' devices, in their order.
     sharding = traits.placement.batch(rows)
     assert sharding is not None  # a replicated model_fn says where its batches go
     devices = sharding.mesh.devices if isinstance(sharding, NamedSharding) else np.array(list(sharding.device_set))
@@ -127,10 +146,11 @@ def explain(
 
 
 def _is_replicated(model_fn: ModelFn, params: object, config: object, features: Features, labels: Labels) -> bool:
-    """Known by an abstract run in a tower, where `TOWER_AXIS` is there for a model_fn that needs it."""
+    """Finds out by an abstract run in a tower, where `TOWER_AXIS` is bound for a model_fn that needs it."""
     in_tower = replicate_model_fn(model_fn, devices=jax.local_devices()[:1])
     try:
         est.transform(in_tower, params, config).traits(features, labels)
+    # Only a replicated model_fn refuses to run in a tower; any other error is one of the model_fn.
     except ReplicatedTwice:
         return True
     return False
@@ -138,7 +158,11 @@ def _is_replicated(model_fn: ModelFn, params: object, config: object, features: 
 
 class _TowersAlone(OffTowerPlacement):
     """A placement of variables on devices of their own, whose step is only the part that runs in the towers: it leaves
-    what they send to the variables' devices instead of the state."""
+    what they send to the variables' devices instead of the state.
+
+    A step of such a placement takes several programs: one in the towers, and one on each device of variables. `explain`
+    reads the first, which has all collectives, and finds the copies around it from its arguments and results.
+    """
 
     def __init__(self, placement: Placement) -> None:
         self._placement = placement
@@ -167,7 +191,7 @@ class _TowersAlone(OffTowerPlacement):
 
 
 def _observe(model_fn: ModelFn, params: object, config: object, notes: dict[str, int]) -> ModelFn:
-    """The model_fn; notes what its train_op says, and puts `_TowersAlone` in place."""
+    """Makes a model_fn that notes what its train_op says, and puts `_TowersAlone` in place."""
     bound = bind(model_fn, params, config)
 
     def observe(features: Features, labels: Labels, mode: est.ModeKeys) -> EstimatorSpec:
@@ -189,12 +213,15 @@ def _step(
     def step(changing: Any, key: jax.Array, features: Features, labels: Labels) -> tuple[Any, jax.Array]:
         variables, slots, global_step = changing
         after, spec = model.train_step(est.State(variables, slots, global_step, key), features, labels)
+        # Without the key, which a step leaves as it is.
         return (after[:-1] if traits.is_one_program else after), loss_of(spec)
 
     state = model.abstract_init(features, labels)
     if not traits.is_one_program:
+        # The towers' program gets copies of what they read, where they are to be read.
         near = jax.tree.broadcast(traits.placement.state_to_read(traits.like), state)
         state = jax.tree.map(lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), state, near)
+    # As in a training run: the state is donated, unless it stays on devices that this program does not run on.
     compiled = jax.jit(step, donate_argnums=0 if traits.is_one_program else ())
     return compiled, (state[:-1], state.key, features, labels)
 
@@ -241,14 +268,16 @@ def _homes(arrays: PyTree, shardings: PyTree) -> tuple[Home, ...]:
 def _transfers(
     step: jax.stages.Wrapped, args: tuple[Any, ...], homes: Any, devices: list[jax.Device]
 ) -> tuple[Transfer, ...]:
-    """What the towers read of the state, and their gradients: stacked, a part from each tower."""
+    """Lists what the towers read of the state, and their gradients: stacked, a part from each tower."""
     traced, after = jax.make_jaxpr(step, return_shape=True)(*args)
+    # A variable that the step does not read goes nowhere.
     _, used = dce_jaxpr(traced.jaxpr, [True] * len(traced.jaxpr.outvars))
     transfers = []
     read = jax.tree_util.tree_leaves_with_path(args[:2])
     sources = jax.tree.leaves((homes[:-1], homes.key))
     for (path, leaf), source, is_read in zip(read, sources, used, strict=False):
         [device] = source.device_set
+        # The variable's own device needs no copy.
         copies = len(set(devices) - {device})
         if is_read and copies:
             transfers.append(
@@ -259,10 +288,12 @@ def _transfers(
         for name, tree in own.items():
             [device] = jax.tree.leaves(homes.variables[name])[0].device_set
             others = len(set(devices) - {device})
+            # The gradients are stacked, with a part of each tower; a tower on the variable's own device sends nothing.
             size = sum(map(_bytes, jax.tree.leaves(tree))) * others // len(devices)
             transfers.append(Transfer(f"gradient of {name}", False, size, str(device)))
     for name, tree in assigned.items():
         [device] = jax.tree.leaves(homes.variables[name])[0].device_set
+        # Assigned values are the same in all towers, and are fetched from the first one.
         if device not in devices[:1]:
             transfers.append(
                 Transfer(f"new value of {name}", False, sum(map(_bytes, jax.tree.leaves(tree))), str(device))

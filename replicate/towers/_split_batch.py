@@ -32,6 +32,8 @@ def take_rows(batch: PyTree, begin: int, size: int) -> PyTree:
             return x
         if x.n_batch:
             return _of_rows(x, size, [array[begin : begin + size] for array in _row_by_row(x)])
+        # All entries, most of them as padding: how many belong to these rows is not known while the program is
+        # compiled.
         return _of_rows(x, size, _mask_rows(x, jnp.asarray(begin, x.indices.dtype), size), indices_sorted=False)
 
     return jax.tree.map(take, batch, is_leaf=is_sparse)
@@ -53,7 +55,7 @@ def split_rows(batch: PyTree, parts: int) -> PyTree:
 
 
 def _mask_rows(x: BCOO, begin: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
-    """Data and indices of all entries, those outside of the rows as padding."""
+    """Masks the entries outside of the rows as padding; returns data and indices of all."""
     row = x.indices[:, 0]
     row = jnp.where(row < 0, row + x.shape[0], row) - begin  # jax counts a negative index from the end
     mine = (row >= 0) & (row < size)
