@@ -6,7 +6,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 
-from estimator.tf_checkpoint._crc32c import crc32c, unmasked
+import google_crc32c
 
 _MAGIC = 0xDB4775248B80FB57
 _FOOTER, _TRAILER = 48, 5  # bytes: at the end of the table; after each block, its compression and checksum
@@ -37,6 +37,21 @@ def varint(data: bytes, at: int) -> tuple[int, int]:
             return value, at
 
 
+def crc32c(data: bytes | memoryview) -> int:
+    """The CRC-32C of bytes.
+
+    >>> hex(crc32c(b"123456789"))
+    '0xe3069283'
+    """
+    return google_crc32c.value(bytes(data))
+
+
+def unmask_crc(crc: int) -> int:
+    """The CRC of one that TensorFlow and LevelDB store: masked, since a CRC of data that contains a CRC is weak."""
+    rotated = crc - 0xA282EAD8 & 0xFFFFFFFF
+    return (rotated >> 17 | rotated << 15) & 0xFFFFFFFF
+
+
 def _handle(data: bytes, at: int) -> tuple[tuple[int, int], int]:
     """Where a block is, its start and size; and where this ends."""
     start, at = varint(data, at)
@@ -46,7 +61,7 @@ def _handle(data: bytes, at: int) -> tuple[tuple[int, int], int]:
 
 def _block(path: str, table: bytes, start: int, size: int) -> Iterator[tuple[bytes, bytes]]:
     block, trailer = table[start : start + size], table[start + size : start + size + _TRAILER]
-    if len(trailer) < _TRAILER or crc32c(block + trailer[:1]) != unmasked(struct.unpack("<I", trailer[1:])[0]):
+    if len(trailer) < _TRAILER or crc32c(block + trailer[:1]) != unmask_crc(struct.unpack("<I", trailer[1:])[0]):
         raise ValueError(f"{path} is damaged. Copy it again")
     if trailer[0]:
         raise ValueError(f"{path} is compressed, which is not known here. Load and save it by TensorFlow")

@@ -16,8 +16,7 @@ from typing import Any, NamedTuple, NoReturn
 import jax.numpy as jnp
 import numpy as np
 
-from estimator.tf_checkpoint._crc32c import crc32c, unmasked
-from estimator.tf_checkpoint._sstable import read_table, varint
+from estimator.tf_checkpoint._sstable import crc32c, read_table, unmask_crc, varint
 
 _DTYPES = {1: "float32", 2: "float64", 3: "int32", 4: "uint8", 5: "int16", 6: "int8", 8: "complex64", 9: "int64"}
 _DTYPES |= {10: "bool", 14: "bfloat16", 17: "uint16", 18: "complex128", 19: "float16", 22: "uint32", 23: "uint64"}
@@ -95,7 +94,7 @@ class TensorFlowBundle:
         with open(file, "rb") as data:
             data.seek(entry.offset)
             values = data.read(entry.size)
-        if len(values) != entry.size or crc32c(values) != unmasked(entry.crc):
+        if len(values) != entry.size or crc32c(values) != unmask_crc(entry.crc):
             self._fail(f"{file} is damaged where {name!r} is", fix="Copy it again.")
         return np.frombuffer(values, np.dtype(dtype).newbyteorder("<")).reshape(entry.shape).astype(dtype)
 
@@ -160,15 +159,15 @@ def _slice_key(name: str, extents: list[tuple[int, int]]) -> bytes:
     """The key of a slice: 0, the name and the number of dimensions, then start and length of each, in bytes that sort
     as the values do."""
     escaped = name.encode().replace(b"\0", b"\0\xff") + b"\0\1"
-    return b"\0" + escaped + _ordered(len(extents)) + b"".join(_signed(n) for extent in extents for n in extent)
+    return b"\0" + escaped + _sortable_size(len(extents)) + b"".join(_sortable(n) for extent in extents for n in extent)
 
 
-def _ordered(value: int) -> bytes:
+def _sortable_size(value: int) -> bytes:
     digits = value.to_bytes((value.bit_length() + 7) // 8, "big")
     return bytes([len(digits)]) + digits
 
 
-def _signed(value: int) -> bytes:
+def _sortable(value: int) -> bytes:
     """As many bytes as the bits before the first one that differs say."""
     length = (~value if value < 0 else value).bit_length() // 7 + 1
     header = (0xFF << 8 >> length & 0xFF) << 8 * (length - 1)
