@@ -7,14 +7,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from absl import logging
 
-from estimator.checkpoint._checkpoints import describe
-from estimator.checkpoint._readers import Reader, near, read_newest
+from estimator.checkpoint._named_arrays import close_matches, is_key
+from estimator.checkpoint._readers import Reader, find_mismatches, read_newest, read_values
 from estimator.core._frame import current_frame
 from estimator.core._typing import Variables
-from estimator.variables._initial_value import cast
 from estimator.variables._variables import map_named
 
 _CALLER = "est.init_from_checkpoint"
@@ -58,19 +56,19 @@ def init_from_checkpoint(
     frame = current_frame(_CALLER)
     if not isinstance(ckpt_dir_or_file, str | os.PathLike):
         raise TypeError(f"`{_CALLER}` needs a path, a string; got {ckpt_dir_or_file!r}.")
-    pairs = _checked_pairs(assignment_map)
+    pairs = _check_pairs(assignment_map)
     if not frame.initializing:
         return
     names: list[str] = []
-    map_named(lambda name, leaf: None if _is_key(leaf) else names.append(name), frame.variables)
+    map_named(lambda name, leaf: None if is_key(leaf) else names.append(name), frame.variables)
     old_names: dict[str, str] = {}
     for old, new in sorted(pairs, key=lambda pair: not pair[1].endswith("/")):  # single names last
-        old_names |= _matches(old, new, names)
+        old_names |= _match_names(old, new, names)
     frame.declared.starts.append(_Start(os.fspath(ckpt_dir_or_file), tuple(old_names.items())))
 
 
 class _Start(NamedTuple):
-    """Which arrays of variables begin with which values.
+    """Arrays of variables that begin with values of a checkpoint.
 
     Attributes:
       path: of the checkpoint.
@@ -89,29 +87,27 @@ class _Start(NamedTuple):
             if old not in reader.shapes:
                 raise ValueError(
                     f"`{_CALLER}`: {new!r} is to begin with {old!r}, which is not in {reader.path}. Near it, that has "
-                    f"{near(old, reader.shapes)}; `est.list_variables` lists all. Name the variables one by one, as "
-                    f"{{{old!r}: {new!r}}}, to leave some out."
+                    f"{close_matches(old, reader.shapes)}; `est.list_variables` lists all. Name the variables one by "
+                    f"one, as {{{old!r}: {new!r}}}, to leave some out."
                 )
         like: dict[str, Any] = {}
         map_named(like.__setitem__, variables)
-        other_shapes = [
-            f"{old!r} there is {describe(reader.shapes[old])}, and {new!r} here {describe(like[new])}"
-            for new, old in self.names
-            if tuple(reader.shapes[old].shape) != tuple(like[new].shape)
-        ]
-        if other_shapes:
+        old_names = dict(self.names)
+        mismatches = find_mismatches({new: reader.shapes[old] for new, old in self.names}, like, dtypes=False)
+        if mismatches:
+            lines = (
+                f"{old_names[new]!r} there is {was}, and {new!r} here {now}" for new, (was, now) in mismatches.items()
+            )
             raise ValueError(
-                f"`{_CALLER}`: shapes in {reader.path} are not those of the model: {'; '.join(other_shapes)}. Leave "
+                f"`{_CALLER}`: shapes in {reader.path} are not those of the model: {'; '.join(lines)}. Leave "
                 "these out by naming the others one by one, or change the model."
             )
-        values = reader.read(sorted({old for _, old in self.names}))
+        values = read_values(reader, old_names, like, f"`{_CALLER}`: ")
         logging.info("%d arrays begin with values of %s.", len(self.names), reader.path)
-        return {
-            new: cast(f"`{_CALLER}`: {old!r} in {reader.path}", values[old], like[new].dtype) for new, old in self.names
-        }
+        return values
 
 
-def _checked_pairs(assignment_map: Any) -> list[tuple[str, str]]:
+def _check_pairs(assignment_map: Any) -> list[tuple[str, str]]:
     pairs = assignment_map.items() if isinstance(assignment_map, Mapping) else assignment_map
     if not isinstance(pairs, str) and hasattr(pairs, "__iter__"):
         pairs = list(pairs)
@@ -126,19 +122,15 @@ def _checked_pairs(assignment_map: Any) -> list[tuple[str, str]]:
     )
 
 
-def _is_key(leaf: Any) -> bool:
-    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
-def _matches(old: str, new: str, names: Sequence[str]) -> dict[str, str]:
-    """The old names of the arrays that a pair of names means."""
+def _match_names(old: str, new: str, names: Sequence[str]) -> dict[str, str]:
+    """Matches a pair of names with arrays: their old names."""
     if not new.endswith("/"):
         if new in names and not old.endswith("/"):
             return {new: old}
         inside = any(name.startswith(f"{new}/") for name in names)
         if new in names:
             raise ValueError(f"`{_CALLER}`: {new!r} is a variable, and {old!r} a scope. Give both as names.")
-        fix = f"Near it: {near(new, names)}."
+        fix = f"Near it: {close_matches(new, names)}."
         if inside:
             fix = f'Did you mean the scope, {{"{old.rstrip("/")}/": "{new}/"}}?'
         raise ValueError(f"`{_CALLER}`: {new!r} names no variable that this run has got so far. {fix}")

@@ -6,17 +6,19 @@ import dataclasses
 import functools
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
-from estimator.checkpoint._checkpoints import describe
-from estimator.checkpoint._named_arrays import named_leaves, with_named_leaves
-from estimator.checkpoint._readers import Reader, as_of_jax, near, read_newest
-from estimator.checkpoint._tensorflow_slots import tensorflow_slot_names
+from estimator.checkpoint._named_arrays import (
+    close_matches,
+    named_leaves,
+    tensorflow_slot_names,
+    with_named_leaves,
+)
+from estimator.checkpoint._readers import Reader, as_of_jax, find_mismatches, read_newest, read_values
 from estimator.core._mode_keys import ModeKeys
 from estimator.core._state import State
 from estimator.multihost._global_arrays import put
-from estimator.variables._initial_value import cast
 from estimator.variables._vocab_info import VocabInfo, moved, resized
 
 _STEP = "global_step"
@@ -145,41 +147,37 @@ def _warm_start(
     source: Reader, settings: WarmStartSettings, state: State, trainable: Sequence[str], mode: ModeKeys
 ) -> tuple[State, WarmStartReport]:
     leaves = named_leaves(state)
-    matches = _matches(settings, source, state, trainable)
+    is_whole = mode == ModeKeys.TRAIN
+    matches = _match_names(settings, source, state, trainable)
     chosen = {new: old for names in matches.values() for new, old in names.items()}
-    _check_renames(settings, source, chosen, leaves, is_whole=mode == ModeKeys.TRAIN)
-    _check_patterns(matches, source, leaves, is_whole=mode == ModeKeys.TRAIN)
     infos = settings.var_name_to_vocab_info or {}
-    _check_vocabularies(infos, chosen, leaves, is_whole=mode == ModeKeys.TRAIN)
+    _check_renames(settings, source, chosen, leaves, is_whole)
+    _check_patterns(matches, source, leaves, is_whole)
+    _check_used("var_name_to_vocab_info", infos, chosen, leaves, is_whole)
     available = {new: old for new, old in chosen.items() if old in source.shapes}
     there = {new: as_of_jax(source.shapes[old]) for new, old in available.items()}
     there |= {new: resized(info, there[new], leaves[new]) for new, info in infos.items() if new in there}
-    kinds = {new: (describe(there[new]), describe(leaves[new])) for new in available}
+    mismatches = find_mismatches(there, leaves, dtypes=True)
     report = WarmStartReport(
         source.path,
-        used={new: available[new] for new, (was, now) in kinds.items() if was == now},
+        used={new: old for new, old in available.items() if new not in mismatches},
         missing=tuple(new for new in chosen if new not in available),
-        unexpected=_unexpected(settings, source, state, leaves.keys() | available.values()),
-        mismatched=tuple(f"{new}, {was} there, {now} in the model" for new, (was, now) in kinds.items() if was != now),
+        unexpected=_find_unexpected(settings, source, state, leaves.keys() | available.values()),
+        mismatched=tuple(f"{new}, {was} there, {now} in the model" for new, (was, now) in mismatches.items()),
     )
     if report.mismatched:
         raise ValueError(
             f"Variables to warm-start have other shapes or dtypes in the source.\n{report}\n"
             "Leave them out by `vars_to_warm_start`, or change the model."
         )
-    arrays = source.read(sorted(set(report.used.values())))
-    new = {
-        name: cast(f"{old!r} in {source.path}", arrays[old], leaves[name].dtype) for name, old in report.used.items()
+    values = read_values(source, report.used, leaves)
+    values |= {
+        new: moved(info, new, values[new], leaves[new], state.key) for new, info in infos.items() if new in values
     }
-    new |= {
-        name: moved(info, name, arrays[report.used[name]], leaves[name], state.key)
-        for name, info in infos.items()
-        if name in new
-    }
-    return with_named_leaves(state, put(new, {name: leaves[name].sharding for name in new})), report
+    return with_named_leaves(state, put(values, {new: leaves[new].sharding for new in values})), report
 
 
-def _matches(
+def _match_names(
     settings: WarmStartSettings, source: Reader, state: State, trainable: Sequence[str]
 ) -> dict[str, dict[str, str]]:
     """The names that each pattern matches, old names by new ones."""
@@ -221,26 +219,26 @@ def _check_renames(
     if renames is None or callable(renames):
         return
     for new, old in renames.items():
-        if new not in chosen and (is_whole or new in leaves):
-            raise ValueError(
-                f"`var_name_to_prev_var_name` names {new!r}, which was not used. Perhaps you misspelled it? "
-                f"Near it, `vars_to_warm_start` takes {near(new, chosen)} of the model."
-            )
+        _check_used("var_name_to_prev_var_name", [new], chosen, leaves, is_whole)
         if old not in source.shapes:
             raise ValueError(
                 f"`var_name_to_prev_var_name` says that {new!r} was {old!r}, but {source.path} has no such variable. "
-                f"Did you mean one of {near(old, source.shapes)}?"
+                f"Did you mean one of {close_matches(old, source.shapes)}?"
             )
 
 
-def _check_vocabularies(
-    infos: Mapping[str, VocabInfo], chosen: dict[str, str], leaves: dict[str, Any], is_whole: bool
+def _check_used(
+    argument: str, names: Iterable[str], chosen: dict[str, str], leaves: dict[str, Any], is_whole: bool
 ) -> None:
-    for new in infos:
+    """
+    Raises:
+      ValueError: an argument has a name that no pattern chose, while the model may have all its variables.
+    """
+    for new in names:
         if new not in chosen and (is_whole or new in leaves):
             raise ValueError(
-                f"`var_name_to_vocab_info` names {new!r}, which was not used. Perhaps you misspelled it? "
-                f"Near it, `vars_to_warm_start` takes {near(new, chosen)} of the model."
+                f"`{argument}` names {new!r}, which was not used. Perhaps you misspelled it? "
+                f"Near it, `vars_to_warm_start` takes {close_matches(new, chosen)} of the model."
             )
 
 
@@ -252,7 +250,7 @@ def _check_patterns(matches: dict[str, dict[str, str]], source: Reader, leaves: 
         if names:
             what = f"what it matches in the model, {list(names)}, is not in {source.path}"
         else:
-            what = f"it matches no name in the model, such as {near(pattern, leaves)}"
+            what = f"it matches no name in the model, such as {close_matches(pattern, leaves)}"
             others = [name for name in leaves if re.match(pattern, name)]
             if others:
                 what = (
@@ -262,7 +260,7 @@ def _check_patterns(matches: dict[str, dict[str, str]], source: Reader, leaves: 
         raise ValueError(f"`vars_to_warm_start` has {pattern!r}, which warm-starts nothing: {what}.")
 
 
-def _unexpected(settings: WarmStartSettings, source: Reader, state: State, known: Set[str]) -> tuple[str, ...]:
+def _find_unexpected(settings: WarmStartSettings, source: Reader, state: State, known: Set[str]) -> tuple[str, ...]:
     """The names in the source that are not in the model; slots only where the settings request slots."""
     wants_slots = not isinstance(settings.vars_to_warm_start, str) and state.slots
     names = source.shapes if wants_slots else source.variables()

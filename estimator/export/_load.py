@@ -14,7 +14,7 @@ from estimator.checkpoint._export_folder import METADATA_FILE, ExportFolder, fin
 from estimator.core._export_output import DEFAULT_SIGNATURE
 from estimator.core._typing import Features, PyTree
 from estimator.export._export_model import named
-from estimator.storage._files import expanded
+from estimator.storage._files import expand
 
 
 class ExportedModel:
@@ -103,7 +103,7 @@ def load_exported(path: str | os.PathLike[str]) -> ExportedModel:
         platform or cannot have its dtypes. When called, the model raises it for an unknown signature, and for features
         with other names, shapes or dtypes.
     """
-    base = expanded(path)
+    base = expand(path)
     folder = find_export(base)
     if folder is None:
         raise ValueError(
