@@ -50,7 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help="compare the checksums of all files in all checkpoints; the exit status is 1 if one is damaged",
     )
     args = parser.parse_args(arguments)
-    jax.config.update("jax_platforms", "cpu")  # the memory of a GPU may be another process's
+    # Training may run in the directory, and have the memory of the GPU.
+    jax.config.update("jax_platforms", "cpu")
     try:
         path = normalize(expand(args.model_dir))
         model_dir, one = (path, None) if not Checkpoint(path).exists() else (os.path.dirname(path) or ".", path)
@@ -115,6 +116,7 @@ def _variables(checkpoint: Checkpoint) -> Iterator[str]:
     with checkpoint.hold():
         shapes, variables = checkpoint.shapes(), checkpoint.shapes(slots=False)
         norms = {name: _norm(array) for name, array in _arrays(checkpoint, shapes)}
+    # Not held while lines are printed, perhaps into a pipe that nobody reads.
     yield checkpoint.path
     for title, names in (("variable", [*variables]), ("optimizer slot", [x for x in shapes if x not in variables])):
         if names:
@@ -131,6 +133,7 @@ def _diff(first: Checkpoint, second: Checkpoint) -> Iterator[str]:
         before, after = first.shapes(), second.shapes()
         same_kind = {name: x for name, x in before.items() if name in after and _kind(x) == _kind(after[name])}
         rows, unchanged = [], []
+        # By their bytes, so that NaN is the same as NaN.
         for (name, old), (_, new) in zip(_arrays(first, same_kind), _arrays(second, same_kind), strict=True):
             if old.tobytes() == new.tobytes():
                 unchanged.append(name)
@@ -152,7 +155,7 @@ def _diff(first: Checkpoint, second: Checkpoint) -> Iterator[str]:
 
 
 def _arrays(checkpoint: Checkpoint, shapes: Mapping[str, ShapeDtype]) -> Iterator[tuple[str, np.ndarray]]:
-    """The arrays of these names, by name."""
+    """Reads the arrays of these names; yields them by name."""
     # Some at a time: a checkpoint may be larger than the memory.
     names: list[str] = []
     size = 0

@@ -35,7 +35,7 @@ from estimator.checkpoint._named_arrays import (
     short,
     to_arrays,
 )
-from estimator.checkpoint._orbax import ARRAYS, array_metadata, read_arrays, read_on_devices, with_orbax
+from estimator.checkpoint._orbax import ARRAYS, read_arrays, read_metadata, read_on_devices, with_orbax
 from estimator.core._state import State
 from estimator.optim._learning_rate import RATE, VALUES, rate_names
 from estimator.storage import _files
@@ -130,7 +130,7 @@ class Checkpoint:
 
     @property
     def is_renamed(self) -> bool:
-        """Whether it was written under another name: then it is not the one of the step in its name."""
+        """True if it was written under another name: then it is not the one of the step in its name."""
         return self.step != self.named_step
 
     @property
@@ -155,7 +155,7 @@ class Checkpoint:
         return self._has(WHOLE_FILE)
 
     def is_written(self) -> bool:
-        """Whether a checkpoint was written at the path, be it damaged since."""
+        """Returns whether a checkpoint was written at the path, be it damaged since."""
         # A store has no renames: there a directory without the file that is uploaded last is still being written.
         # On a disk it had all its files when it got its name.
         return self.exists() or (not _files.is_url(self.path) and (is_own(self.path) or self._has(_METADATA_FILE)))
@@ -189,10 +189,10 @@ class Checkpoint:
             add_empty_file(self.path, END_FILES[reason])
 
     def is_end(self, reason: str) -> bool:
-        """Whether a run ended here for that reason: "input" or "steps"."""
+        """Returns whether a run ended here for that reason: "input" or "steps"."""
         return self._has(END_FILES[reason])
 
-    def marks(self) -> list[str]:
+    def list_marks(self) -> list[str]:
         """The names of the files that were added after it was written."""
         return [mark for mark in (PIN, *END_FILES.values()) if self._has(mark)]
 
@@ -223,7 +223,7 @@ class Checkpoint:
             raise
 
     def find_damage(self) -> str | None:
-        """The reason why it is not sound, as far as sizes and its metadata show it; None if it is."""
+        """Returns the reason why it is not sound, as far as sizes and its metadata show it; None if it is."""
         try:
             self.check_sound()
             self._metadata()
@@ -315,27 +315,28 @@ class Checkpoint:
     # Reading it.
 
     def progress(self) -> tuple[int, dict[str, Any]]:
-        """The global step, and the values that were saved beside arrays."""
+        """Reads the global step, and the values that were saved beside arrays."""
+        # Without orbax, which takes longer to import than the rest of the package.
         with self.hold():
             return self.step, self.host
 
     @_reads
     def names(self) -> list[str]:
-        """The sorted names of variables, optimizer slots and global step."""
-        return sorted(by_user_name(self._saved()))
+        """Lists the sorted names of variables, optimizer slots and global step."""
+        return sorted(by_user_name(self._read_shapes()))
 
     @_reads
     def shapes(self, slots: bool = True) -> dict[str, ShapeDtype]:
-        """The shapes and dtypes of the arrays by name (see `names`).
+        """Reads the shapes and dtypes of the arrays by name (see `names`).
 
         They do not include the counters of `on_nan`, nor, unless `slots`, the optimizer slots.
         """
-        saved = self._saved()
+        saved = self._read_shapes()
         excluded = COUNTERS if slots else {key for key in saved if key.startswith(SLOT_PREFIX)}
         return {name: saved[key] for name, key in by_user_name(saved).items() if key not in excluded}
 
     def read(self, name: str) -> np.ndarray:
-        """The array called `name` (see `names`).
+        """Reads the array called `name` (see `names`).
 
         Raises:
           ValueError: it has no such array.
@@ -344,7 +345,7 @@ class Checkpoint:
 
     @_reads
     def read_all(self, patterns: Sequence[str]) -> dict[str, np.ndarray]:
-        """The arrays that match `patterns`, by name.
+        """Reads the arrays that match `patterns`, by name.
 
         Args:
           patterns: names (see `names`), or globs such as "dense/*", whose "*" matches "/" too.
@@ -352,7 +353,7 @@ class Checkpoint:
         Raises:
           ValueError: one of the patterns matches nothing in it.
         """
-        on_disk = by_user_name(self._saved())
+        on_disk = by_user_name(self._read_shapes())
         keys: dict[str, str] = {}
         for pattern in patterns:
             matches = [pattern] if pattern in on_disk else fnmatch.filter(sorted(on_disk), pattern)
@@ -369,7 +370,7 @@ class Checkpoint:
 
     @_reads
     def restore(self, like: State, partial: bool = False) -> State:
-        """The state, with every array placed as in `like`.
+        """Reads the state, with every array placed as in `like`.
 
         Names, shapes and dtypes are compared first; no array is read where they differ.
 
@@ -385,7 +386,8 @@ class Checkpoint:
         model = to_arrays(like)
         default = jnp.zeros(()).sharding
         shardings = {name: leaf.sharding or default for name, leaf in leaves_on_disk(like).items()}
-        saved = self._saved()
+        saved = self._read_shapes()
+        # on_nan may have been switched on or off since: its counters begin with zero, or are not read.
         new_counters = COUNTERS & (model.keys() - saved.keys())
         zeros = {name: jnp.zeros((), model[name].dtype, device=shardings[name]) for name in new_counters}
         for name in new_counters:
@@ -398,7 +400,7 @@ class Checkpoint:
         return from_arrays(arrays | zeros, like)
 
     def read_learning_rates(self) -> dict[str, float]:
-        """The `learning_rates` of the state."""
+        """Reads the `learning_rates` of the state."""
         end = f"/{VALUES}/{RATE}"
         slots = self.shapes().keys() - self.shapes(slots=False).keys()
         values = self.read_all(sorted(name for name in slots if name.endswith(end)))
@@ -407,27 +409,27 @@ class Checkpoint:
         return {name: float(np.ravel(value)[0]) for name, value in zip(names, values.values(), strict=True)}
 
     def read_on_disk(self, wants: Callable[[str], bool]) -> dict[str, np.ndarray]:
-        """The arrays whose names on disk are wanted, by these names."""
-        return self._read_keys([key for key in self._saved() if wants(key)])
+        """Reads the arrays whose names on disk are wanted, by these names."""
+        return self._read_keys([key for key in self._read_shapes() if wants(key)])
 
     def _read_keys(self, keys: Collection[str]) -> dict[str, np.ndarray]:
         folder = self._fetch_arrays(keys)
         with explain_errors(self.path):
             return read_arrays(folder, keys)
 
-    def _saved(self) -> Mapping[str, ShapeDtype]:
-        """The shapes and dtypes by the names on disk."""
+    def _read_shapes(self) -> Mapping[str, ShapeDtype]:
+        """Reads the shapes and dtypes by the names on disk."""
         folder = self._fetch_arrays(())
         with explain_errors(self.path):
-            return array_metadata(folder)
+            return read_metadata(folder)
 
     def _fetch_arrays(self, keys: Iterable[str]) -> str:
-        """A local folder with the files of these arrays, and those that every reader needs."""
+        """Fetches the files of these arrays, and those that every reader needs."""
         folders = {f"{ARRAYS}/{key}" for key in keys}
         return self._fetch(lambda name: (chunk := _CHUNK.fullmatch(name)) is None or chunk[1] in folders)
 
     def _fetch(self, wants: Callable[[str], bool]) -> str:
-        """A local folder with these files, which are those that were written."""
+        """Returns a local folder with these files, once they are those that were written."""
         copy = _copy(self.path, self.written_ns) if _files.is_url(self.path) else LocalCopy(self.path)
         copy.fetch(wants)
         try:
@@ -459,6 +461,6 @@ class Checkpoint:
 
 @functools.lru_cache(maxsize=2)  # so that two can be compared
 def _copy(path: str, written_ns: int) -> LocalCopy:
-    """A copy of a checkpoint in a store, which stays for the next call. The time tells two of one name apart."""
-    del written_ns
+    """Makes a copy of a checkpoint in a store, which stays for the next call."""
+    del written_ns  # in the key of the cache it tells two checkpoints of one name apart
     return LocalCopy(path)

@@ -240,7 +240,7 @@ def take_values(path: str, source: str) -> None:
     values = Checkpoint(source).read_on_disk(lambda key: key.startswith(PREFIXES))
     others = Checkpoint(path).read_on_disk(lambda key: not key.startswith(PREFIXES))
     host = encode(Checkpoint(path).host)
-    marks = Checkpoint(path).marks()
+    marks = Checkpoint(path).list_marks()
     # The new one is written beside the old one, which a kill leaves as it is until both have their other names: a kill
     # between these two leaves neither, and training resumes from the one before. A store has no renames: there
     # `save_checkpoint` itself replaces the old one.

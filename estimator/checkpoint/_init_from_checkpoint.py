@@ -57,13 +57,15 @@ def init_from_checkpoint(
     if not isinstance(ckpt_dir_or_file, str | os.PathLike):
         raise TypeError(f"`{_CALLER}` needs a path, a string; got {ckpt_dir_or_file!r}.")
     pairs = _check_pairs(assignment_map)
-    if not frame.initializing:
+    if not frame.initializing:  # programs read no files: the values are in the state
         return
     names: list[str] = []
     map_named(lambda name, leaf: None if is_key(leaf) else names.append(name), frame.variables)
     old_names: dict[str, str] = {}
-    for old, new in sorted(pairs, key=lambda pair: not pair[1].endswith("/")):  # single names last
+    # Scopes first, so that a single name replaces what a scope around it says.
+    for old, new in sorted(pairs, key=lambda pair: not pair[1].endswith("/")):
         old_names |= _match_names(old, new, names)
+    # Read once the model_fn has returned: optimizers and averages that it makes later begin with the values too.
     frame.declared.starts.append(_Start(os.fspath(ckpt_dir_or_file), tuple(old_names.items())))
 
 
@@ -79,7 +81,7 @@ class _Start(NamedTuple):
     names: tuple[tuple[str, str], ...]
 
     def read(self, variables: Variables) -> dict[str, jax.Array]:
-        """The values by the names of the arrays, with the dtypes of `variables`."""
+        """Reads the values, by the names of the arrays, with the dtypes of `variables`."""
         return read_newest(_CALLER, self.path, lambda reader: self._read(reader, variables))
 
     def _read(self, reader: Reader, variables: Variables) -> dict[str, jax.Array]:
@@ -123,7 +125,7 @@ def _check_pairs(assignment_map: Any) -> list[tuple[str, str]]:
 
 
 def _match_names(old: str, new: str, names: Sequence[str]) -> dict[str, str]:
-    """Matches a pair of names with arrays: their old names."""
+    """Matches a pair of names with the arrays of this run; returns their old names."""
     if not new.endswith("/"):
         if new in names and not old.endswith("/"):
             return {new: old}

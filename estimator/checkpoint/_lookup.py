@@ -36,7 +36,7 @@ class CheckpointLookup:
 
     def find_newest(self, group: ProcessGroup, writes: bool = False) -> str | None:
         """Finds the newest checkpoint, the same in all processes; None if there is none."""
-        path = _find_shared(group, self._model_dir, lambda: self._checkpoints.latest(self._checker(writes)), writes)
+        path = _find_shared(group, self._model_dir, lambda: self._checkpoints.latest(self._make_check(writes)), writes)
         if path is None:
             check_not_of_tensorflow(self._model_dir)
         return path
@@ -108,8 +108,8 @@ class CheckpointLookup:
                     raise
                 failed = newest
 
-    def _checker(self, slots: bool) -> Callable[[Checkpoint], None]:
-        """A function that compares the checksums of a checkpoint that a run will read, unless its state is cached."""
+    def _make_check(self, slots: bool) -> Callable[[Checkpoint], None]:
+        """Makes a function that compares the checksums of a checkpoint, unless its state is cached."""
 
         def check(checkpoint: Checkpoint) -> None:
             if not self._states.is_cached(checkpoint.path):

@@ -96,18 +96,18 @@ def check_not_of_tensorflow(model_dir: str) -> None:
 
 
 def list_folders(directory: str) -> list[Checkpoint]:
-    """What has the name of a checkpoint in a directory, be it one or not, oldest first."""
+    """Lists what has the name of a checkpoint in a directory, be it one or not, oldest first."""
     steps = sorted(int(m[1]) for m in map(_NAME.fullmatch, list_dir(directory)) if m)
     return [Checkpoint(os.path.join(directory, name_of(step))) for step in steps]
 
 
 def list_written(directory: str) -> list[Checkpoint]:
-    """The checkpoints in a directory, sound or damaged, oldest first."""
+    """Lists the checkpoints in a directory, sound or damaged, oldest first."""
     return _sort_written(list_folders(directory))
 
 
 def list_sound(directory: str) -> list[Checkpoint]:
-    """The sound checkpoints in a directory, oldest first."""
+    """Lists the sound checkpoints in a directory, oldest first."""
     sound = []
     for each in list_written(directory):
         with contextlib.suppress(NotACheckpointError, DamagedCheckpointError):
@@ -117,7 +117,7 @@ def list_sound(directory: str) -> list[Checkpoint]:
 
 
 def _sort_written(folders: list[Checkpoint]) -> list[Checkpoint]:
-    """The checkpoints among them by step; of two of one step, the one that has its own name last."""
+    """Sorts the checkpoints among them by step; of two of one step, the one that has its own name is last."""
     written = [each for each in folders if each.is_written()]
     return sorted(written, key=lambda each: (each.step, not each.is_renamed))
 
@@ -226,7 +226,7 @@ def checkpoints(model_dir: str | os.PathLike[str]) -> list[CheckpointInfo]:
 
 
 def _read_info(checkpoint: Checkpoint) -> CheckpointInfo | None:
-    """None if it was removed meanwhile."""
+    """Reads what is listed of a checkpoint; None if it was removed meanwhile."""
     path = checkpoint.path
     try:
         damage = checkpoint.find_damage()
@@ -355,7 +355,8 @@ def _owner(lock: int, key: str) -> str:
 
 
 def _leave_to_parent() -> None:
-    """A forked child must not keep the locks: it may live longer."""
+    """Closes the locks in a forked child."""
+    # A lock belongs to the open file, which the child shares: it would keep it after the parent has ended.
     for lock, _ in _held.values():
         os.close(lock)
     _held.clear()

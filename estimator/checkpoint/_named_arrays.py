@@ -80,6 +80,7 @@ def with_named_leaves(state: State, new: Mapping[str, Any]) -> State:
 
 def by_user_name(on_disk: Iterable[str]) -> dict[str, str]:
     """Names on disk by the names that users see."""
+    # Where a slot has the name of a variable, the variable has it, and the slot its whole name on disk.
     by_name = {"global_step": "global_step"}
     for prefix in PREFIXES:
         for key in on_disk:
@@ -102,7 +103,7 @@ def describe(array: ShapeDtype | None) -> str:
 
 
 def close_matches(name: str, names: Collection[str]) -> list[str]:
-    """A few names, those that are like one if there are any."""
+    """Returns a few names, those that are like one if there are any."""
     return difflib.get_close_matches(name, list(names), cutoff=0.5) or sorted(names)[:5]
 
 
@@ -123,6 +124,8 @@ def tensorflow_slot_names(state: State, old_name: Callable[[str], str]) -> dict[
     for path, _ in tree_leaves_with_path(state.slots):
         optimizer = path[0].key
         kind, number = re.fullmatch(r"(.*?)((?:_\d+)?)", optimizer).groups()  # type: ignore[union-attr]
+        # The path of a slot has the names of fields and positions first, and the name of its variable from the first
+        # dict on; counters have none.
         begin = next((i for i, key in enumerate(path[1:], 1) if isinstance(key, DictKey)), None)
         if begin is not None and path[begin].key in state.variables:
             variable = keystr(path[begin:], simple=True, separator="/")
@@ -150,6 +153,7 @@ def _key_data(key: Any) -> Any:
 def _wrap_key_data(array: Any, like: Any) -> Any:
     if not is_key(like):
         return array
+    # A `ShapeDtypeStruct` does not name its implementation: the key that stands for it in a trace does.
     impls: list[Any] = []
     jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), like)
     return jax.random.wrap_key_data(array, impl=impls[0])

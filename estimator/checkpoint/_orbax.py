@@ -44,14 +44,14 @@ def with_orbax(function: F) -> F:
     return call  # type: ignore[return-value]
 
 
-def array_metadata(folder: str) -> dict[str, ArrayMetadata]:
-    """Objects with `shape` and `dtype`, by the names of the arrays of a checkpoint in a local folder."""
+def read_metadata(folder: str) -> dict[str, ArrayMetadata]:
+    """Reads objects with `shape` and `dtype`, by the names of the arrays of a checkpoint in a local folder."""
     with _open_reader(folder) as (reader, arrays):
         return reader.metadata(arrays).tree
 
 
 def read_arrays(folder: str, names: Collection[str]) -> dict[str, np.ndarray]:
-    """The arrays of these names."""
+    """Reads the arrays of these names."""
     import orbax.checkpoint as ocp
 
     return _restore(folder, dict.fromkeys(names, 0), {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in names})
@@ -60,7 +60,7 @@ def read_arrays(folder: str, names: Collection[str]) -> dict[str, np.ndarray]:
 def read_on_devices(
     folder: str, like: Mapping[str, jax.ShapeDtypeStruct], shardings: Mapping[str, jax.sharding.Sharding]
 ) -> dict[str, jax.Array]:
-    """The arrays of these names, each with the sharding of its name."""
+    """Reads the arrays of these names, each with the sharding of its name."""
     import orbax.checkpoint as ocp
 
     return _restore(folder, like, {name: ocp.ArrayRestoreArgs(sharding=shardings[name]) for name in like})
@@ -75,7 +75,7 @@ def _restore(folder: str, item: Mapping[str, object], restore_args: Mapping[str,
 
 @contextlib.contextmanager
 def _open_reader(folder: str) -> Iterator[tuple[ocp.PyTreeCheckpointHandler, epath.Path]]:
-    """A reader of arrays, and the directory that they are in."""
+    """Opens a reader of arrays; yields it with the directory that they are in."""
     with (
         quiet_orbax(),
         contextlib.closing(array_handler(processes_of(together=False))) as reader,
@@ -86,8 +86,8 @@ def _open_reader(folder: str) -> Iterator[tuple[ocp.PyTreeCheckpointHandler, epa
 
 @contextlib.contextmanager
 def plain_path(directory: str) -> Iterator[str]:
-    """A path to a directory without the characters that orbax takes for a pattern, or TensorStore for a separator:
-    through a link, where it has any."""
+    """A path to a directory without characters that orbax or TensorStore treat in another way."""
+    # orbax takes some for a pattern, TensorStore one for a separator: where a path has any, a link leads to it.
     if not set("*?[\\") & set(directory):
         yield directory
         return
@@ -98,7 +98,7 @@ def plain_path(directory: str) -> Iterator[str]:
 
 
 def processes_of(together: bool) -> ocp.options.MultiprocessingOptions:
-    """All processes, working together; or this one, for itself."""
+    """Options of orbax for all processes, which work together, or for this one alone."""
     import orbax.checkpoint as ocp
 
     if together or jax.process_count() == 1:

@@ -24,7 +24,7 @@ _STEP = "global_step"
 
 
 class Reader(Protocol):
-    """What holds values by name.
+    """A source of values by name.
 
     Attributes:
       path: of it.
@@ -35,13 +35,13 @@ class Reader(Protocol):
     shapes: Mapping[str, ShapeDtype]
 
     def variables(self) -> list[str]:
-        """The names without slots, where it is known which are slots."""
+        """Lists the names without slots, where it is known which are slots."""
 
     def read(self, names: Sequence[str]) -> dict[str, np.ndarray]: ...
 
 
 def open_reader(caller: str, path: str | os.PathLike[str]) -> Reader:
-    """The reader for a path.
+    """Opens the reader for a path.
 
     Args:
       caller: for the message.
@@ -55,6 +55,8 @@ def open_reader(caller: str, path: str | os.PathLike[str]) -> Reader:
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"`{caller}` needs a path, a string; got {path!r}.")
     path = expand(path)
+    # A folder may be several of these: first what training here writes. A path that is none of them is read as a
+    # checkpoint all the same, whose error says what is wrong with it.
     newest = find_newest(path, Checkpoint.verify)
     if newest is not None:
         return _SavedState(newest)
@@ -88,13 +90,14 @@ def read_newest(caller: str, path: str | os.PathLike[str], read: Callable[[Reade
         try:
             return read(open_reader(caller, path))
         except NotACheckpointError:
+            # Another one is the newest by now, unless this one is not there for another reason.
             if newest == failed:
                 raise
             failed = newest
 
 
 def list_variables(ckpt_dir_or_file: str | os.PathLike[str]) -> list[tuple[str, list[int]]]:
-    """The names and shapes of what a checkpoint holds, sorted by name, as `tf.train.list_variables`.
+    """Lists the names and shapes of what a checkpoint holds, sorted by name, as `tf.train.list_variables`.
 
     >>> import estimator as est, numpy as np, os, tempfile
     >>> path = os.path.join(tempfile.mkdtemp(), "weights.npz")
@@ -115,7 +118,7 @@ def list_variables(ckpt_dir_or_file: str | os.PathLike[str]) -> list[tuple[str, 
 
 
 def load_variable(ckpt_dir_or_file: str | os.PathLike[str], name: str) -> np.ndarray:
-    """A value in a checkpoint, an array of numpy, as `tf.train.load_variable`.
+    """Reads a value in a checkpoint, an array of numpy, as `tf.train.load_variable`.
 
     >>> import estimator as est, numpy as np, os, tempfile
     >>> path = os.path.join(tempfile.mkdtemp(), "weights.npz")
@@ -179,7 +182,7 @@ def read_values(
     Raises:
       ValueError: a value does not fit into the dtype.
     """
-    arrays = reader.read(sorted(set(names.values())))
+    arrays = reader.read(sorted(set(names.values())))  # two arrays of the model may begin with one value
     return {
         name: cast(f"{prefix}{old!r} in {reader.path}", arrays[old], like[name].dtype) for name, old in names.items()
     }

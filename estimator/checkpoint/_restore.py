@@ -44,10 +44,7 @@ class StateSource:
     def get(
         self, mode: ModeKeys, path: str | None, group: ProcessGroup, features: Features, labels: Labels = None
     ) -> State:
-        """The state saved at `path`, from the cache if possible; the initial state if `path` is None.
-
-        If any process of the `group` has dropped its cache, for a prediction, all of them read the checkpoint together.
-        """
+        """Reads the state saved at `path`, from the cache if possible; makes the initial state if `path` is None."""
         if path is None:
             state = self._model.init(jax.random.key(self._seed), features, labels, mode=mode)
             if self.settings is not None:
@@ -57,6 +54,8 @@ class StateSource:
         like = self._model.abstract_init(features, labels, mode=mode)
         cached = self._cached  # another thread, which evaluates too, may change it meanwhile
         is_cached = cached is not None and cached[0] == _identity(path) and _serves(cached[1], like)
+        # If any process has dropped its cache, for a prediction, all read the checkpoint together: the state is put on
+        # the devices of all of them.
         if not all(group.all_gather(is_cached)):
             checkpoint = Checkpoint(path)
             with checkpoint.hold():
@@ -66,12 +65,12 @@ class StateSource:
         return _take_part(cached[1], like)
 
     def is_cached(self, path: str) -> bool:
-        """Whether the state of the checkpoint at `path` is in memory."""
+        """Returns whether the state of the checkpoint at `path` is in memory."""
         cached, identity = self._cached, _identity(path)
         return cached is not None and cached[0] == identity
 
     def take_for_training(self, path: str | None, group: ProcessGroup, features: Features, labels: Labels) -> State:
-        """A copy for training, which donates its memory; a prediction may still read the original."""
+        """Copies the state for training, which donates its memory; a prediction may still read the original."""
         state = self.get(ModeKeys.TRAIN, path, group, features, labels)
         self._cached = None
         leaves, structure = jax.tree.flatten(state)
@@ -122,12 +121,12 @@ def _with_averages(state: State, averages: dict[str, tuple[str, bool]], report: 
 
 
 def _identity(path: str) -> tuple[str, int]:
-    """Differs between two checkpoints of the same name."""
+    """A key of a checkpoint, another one for each of the same name."""
     return make_absolute(path), Checkpoint(path).written_ns
 
 
 def _serves(state: State, like: State) -> bool:
-    """Whether this process alone can make the state `like` from a state."""
+    """Returns whether this process alone can make the state `like` from a state."""
     if not (like.variables.keys() <= state.variables.keys() and like.slots.keys() <= state.slots.keys()):
         return False
     return all(map(is_within_reach, jax.tree.leaves(_part(state, like)), jax.tree.leaves(like)))

@@ -86,8 +86,10 @@ def _save_on_disk(
     together: bool,
     folder_per_array: bool = False,
 ) -> None:
-    """
+    """Writes a checkpoint on a disk.
+
     Args:
+      finish: called when the checkpoint is in its place.
       folder_per_array: whether a part of the checkpoint can be copied, for those who need a part of its arrays.
     """
     path = saved.path

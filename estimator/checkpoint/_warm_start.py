@@ -26,7 +26,7 @@ _STEP = "global_step"
 
 @dataclasses.dataclass(frozen=True)
 class WarmStartSettings:
-    """Which variables of an Estimator begin with the values of a checkpoint, for its argument `warm_start_from`.
+    """Variables of an Estimator that begin with the values of a checkpoint, for its argument `warm_start_from`.
 
     Names are as in `Estimator.get_variable_names()`: "dense/w", and "net/Dense_0/kernel" for an array within the
     variable "net". As in TensorFlow, a pattern matches the beginning of a name: "dense" matches "dense2/w" too.
@@ -62,7 +62,7 @@ class WarmStartSettings:
                 "`ckpt_to_initialize_from` MUST be set in WarmStartSettings, to a model_dir or the path of a "
                 f"checkpoint or of an exported model; got {source!r}."
             )
-        object.__setattr__(self, "ckpt_to_initialize_from", os.fspath(source))
+        object.__setattr__(self, "ckpt_to_initialize_from", os.fspath(source))  # the class is frozen
         if not isinstance(patterns, str):
             if not isinstance(patterns, Sequence) or not patterns:
                 raise ValueError(f"`vars_to_warm_start` must be a regex or a list of regexes; got {patterns!r}.")
@@ -156,7 +156,9 @@ def _warm_start(
     _check_used("var_name_to_vocab_info", infos, chosen, leaves, is_whole)
     available = {new: old for new, old in chosen.items() if old in source.shapes}
     there = {new: as_of_jax(source.shapes[old]) for new, old in available.items()}
+    # A variable with vocabularies has another size in the source: as if its vocabulary were the new one already.
     there |= {new: resized(info, there[new], leaves[new]) for new, info in infos.items() if new in there}
+    # All differences are found before any array is read, and are one error.
     mismatches = find_mismatches(there, leaves, dtypes=True)
     report = WarmStartReport(
         source.path,
@@ -180,10 +182,11 @@ def _warm_start(
 def _match_names(
     settings: WarmStartSettings, source: Reader, state: State, trainable: Sequence[str]
 ) -> dict[str, dict[str, str]]:
-    """The names that each pattern matches, old names by new ones."""
+    """Matches names by each pattern: returns old names by new ones."""
     is_list = not isinstance(settings.vars_to_warm_start, str)
     if not is_list:
         state = state._replace(variables={name: state.variables[name] for name in trainable}, slots={})
+    # A pattern never chooses the step by chance, as ".*" would: training would not begin at step 0.
     names = [name for name in named_leaves(state) if name != _STEP]
     matches = {p: [name for name in names if re.match(p, name)] for p in _patterns(settings)}
     if is_list and _STEP in matches:
@@ -192,6 +195,7 @@ def _match_names(
 
     def old_name(name: str) -> str:
         old = _old_name(settings, name)
+        # The name that TensorFlow gives to a slot counts only where the source has none of the name that is used here.
         return slots[name] if old not in source.shapes and slots.get(name) in source.shapes else old
 
     return {p: {name: old_name(name) for name in of_pattern} for p, of_pattern in matches.items()}
@@ -230,9 +234,10 @@ def _check_renames(
 def _check_used(
     argument: str, names: Iterable[str], chosen: dict[str, str], leaves: dict[str, Any], is_whole: bool
 ) -> None:
-    """
+    """Checks that an argument has no name that is not warm-started.
+
     Raises:
-      ValueError: an argument has a name that no pattern chose, while the model may have all its variables.
+      ValueError: no pattern chose one, and the model has it, or would have it.
     """
     for new in names:
         if new not in chosen and (is_whole or new in leaves):
@@ -244,6 +249,7 @@ def _check_used(
 
 def _check_patterns(matches: dict[str, dict[str, str]], source: Reader, leaves: dict[str, Any], is_whole: bool) -> None:
     for pattern, names in matches.items():
+        # Other modes have no slots, for example: what a pattern warm-starts only in TRAIN is no mistake there.
         only_in_training = [] if is_whole else [n for n in source.shapes if n not in leaves and re.match(pattern, n)]
         if only_in_training or source.shapes.keys() & names.values():
             continue
@@ -261,7 +267,7 @@ def _check_patterns(matches: dict[str, dict[str, str]], source: Reader, leaves: 
 
 
 def _find_unexpected(settings: WarmStartSettings, source: Reader, state: State, known: Set[str]) -> tuple[str, ...]:
-    """The names in the source that are not in the model; slots only where the settings request slots."""
+    """Finds the names in the source that are not in the model; slots only where the settings request slots."""
     wants_slots = not isinstance(settings.vars_to_warm_start, str) and state.slots
     names = source.shapes if wants_slots else source.variables()
     return tuple(n for n in sorted(names) if n not in known and any(re.match(p, n) for p in _patterns(settings)))

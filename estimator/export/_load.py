@@ -68,7 +68,7 @@ class ExportedModel:
                 "three weeks newer. Export the model again from its checkpoint."
             ) from e
         if kinds != {key: (x.shape, x.dtype) for key, x in folder.shapes.items()}:
-            raise folder.damaged(f"{name} is a program for other weights than those of {METADATA_FILE}")
+            raise folder.make_error(f"{name} is a program for other weights than those of {METADATA_FILE}")
         return program
 
 

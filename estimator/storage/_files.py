@@ -26,7 +26,7 @@ _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:
-    """Whether a path names something in a store.
+    """Returns whether a path names something in a store.
 
     >>> is_url("s3://bucket/run"), is_url("/tmp/run")
     (True, False)
@@ -58,13 +58,13 @@ def store_of(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
 
 
 def expand(path: str | os.PathLike[str]) -> str:
-    """The path that a user gives, with "~" expanded as in a model_dir."""
+    """Expands "~" in a path that a user gives, as in a model_dir."""
     text = os.fspath(path)
     return text if is_url(text) else os.path.expanduser(text)
 
 
 def normalize(path: str | os.PathLike[str]) -> str:
-    """The path in the one form that is compared."""
+    """Returns the path in the one form that is compared."""
     text = os.fspath(path)
     return text.rstrip("/") if is_url(text) else os.path.normpath(text)
 
@@ -81,7 +81,7 @@ def exists(path: str) -> bool:
 
 
 def is_dir(path: str | os.PathLike[str]) -> bool:
-    """Whether there is such a directory; in a store, whether a file has a name that begins so."""
+    """Returns whether there is such a directory; in a store, whether a file has a name that begins so."""
     path = os.fspath(path)
     if not is_url(path):
         return os.path.isdir(path)
@@ -90,7 +90,7 @@ def is_dir(path: str | os.PathLike[str]) -> bool:
 
 
 def list_dir(path: str) -> list[str]:
-    """The names in a directory, which need not exist."""
+    """Lists the names in a directory, which need not exist."""
     if not is_url(path):
         return os.listdir(path) if os.path.isdir(path) else []
     store, name = store_of(path)

@@ -16,7 +16,7 @@ _ARRAY = "__array__"
 
 
 def encode(state: Any) -> Any:
-    """The values beside the arrays of a checkpoint, such as a position, in the types that JSON has.
+    """Writes the values beside the arrays of a checkpoint, such as a position, in the types that JSON has.
 
     >>> encode({"position": b"ab", "batches": 3})
     {'position': {'__bytes__': 'YWI='}, 'batches': 3}
@@ -30,7 +30,7 @@ def encode(state: Any) -> Any:
 
 
 def encode_leaf(value: object, arrays: bool = False) -> Any:
-    """A value in the types that JSON has, if it is bytes, a scalar of numpy or, with `arrays`, an array; else itself.
+    """Writes bytes, scalars of numpy and, with `arrays`, arrays in types that JSON has; returns others as they are.
 
     >>> encode_leaf(np.int32(7)), encode_leaf(b"ab"), encode_leaf("ab")
     (7, {'__bytes__': 'YWI='}, 'ab')
@@ -48,14 +48,15 @@ def encode_leaf(value: object, arrays: bool = False) -> Any:
 
 
 def decode(text: str | bytes, arrays: bool = False) -> Any:
-    """The values in a JSON text that contains encoded ones; in a checkpoint a dict called `__array__` is a user's."""
+    """Reads the values in a JSON text that contains encoded ones."""
 
     def restore(value: dict[str, Any]) -> Any:
         if value.keys() == {_BYTES}:
             return base64.b64decode(value[_BYTES])
+        # A checkpoint has no arrays in its JSON: such a dict there is a user's.
         if arrays and value.keys() == {_ARRAY}:
             dtype, shape, data = value[_ARRAY]
-            return np.frombuffer(base64.b64decode(data), dtype).reshape(shape).copy()
+            return np.frombuffer(base64.b64decode(data), dtype).reshape(shape).copy()  # the buffer is read-only
         return value
 
     return json.loads(text, object_hook=restore)

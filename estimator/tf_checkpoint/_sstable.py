@@ -22,13 +22,13 @@ def read_table(path: str) -> dict[bytes, bytes]:
         table = file.read()
     if len(table) < _FOOTER or struct.unpack("<Q", table[-8:])[0] != _MAGIC:
         raise ValueError(f"{path} has another format, or is not complete")
-    _, at = _handle(table, len(table) - _FOOTER)
-    handles = [_handle(value, 0)[0] for _, value in _block(path, table, *_handle(table, at)[0])]
+    _, at = _read_handle(table, len(table) - _FOOTER)
+    handles = [_read_handle(value, 0)[0] for _, value in _block(path, table, *_read_handle(table, at)[0])]
     return {key: value for start, size in handles for key, value in _block(path, table, start, size)}
 
 
-def varint(data: bytes, at: int) -> tuple[int, int]:
-    """An integer of seven bits in each byte, the lowest ones first, and where it ends."""
+def read_varint(data: bytes, at: int) -> tuple[int, int]:
+    """Reads an integer of seven bits in each byte, the lowest ones first; returns it and its end."""
     value = shift = 0
     while True:
         value |= (data[at] & 127) << shift
@@ -47,15 +47,16 @@ def crc32c(data: bytes | memoryview) -> int:
 
 
 def unmask_crc(crc: int) -> int:
-    """The CRC of one that TensorFlow and LevelDB store: masked, since a CRC of data that contains a CRC is weak."""
+    """The CRC of one that TensorFlow and LevelDB store."""
+    # They mask it, since a CRC of data that contains a CRC is weak.
     rotated = crc - 0xA282EAD8 & 0xFFFFFFFF
     return (rotated >> 17 | rotated << 15) & 0xFFFFFFFF
 
 
-def _handle(data: bytes, at: int) -> tuple[tuple[int, int], int]:
-    """Where a block is, its start and size; and where this ends."""
-    start, at = varint(data, at)
-    size, at = varint(data, at)
+def _read_handle(data: bytes, at: int) -> tuple[tuple[int, int], int]:
+    """Reads the place of a block, its start and size; returns it and the end of what was read."""
+    start, at = read_varint(data, at)
+    size, at = read_varint(data, at)
     return (start, size), at
 
 
@@ -68,9 +69,9 @@ def _block(path: str, table: bytes, start: int, size: int) -> Iterator[tuple[byt
     end = size - 4 - 4 * struct.unpack("<I", block[-4:])[0]
     at, key = 0, b""
     while at < end:  # a key begins as the one before
-        shared, at = varint(block, at)
-        own, at = varint(block, at)
-        length, at = varint(block, at)
+        shared, at = read_varint(block, at)
+        own, at = read_varint(block, at)
+        length, at = read_varint(block, at)
         key = key[:shared] + block[at : at + own]
         yield key, block[at + own : at + own + length]
         at += own + length
