@@ -232,7 +232,8 @@ class Checkpoint:
         return None
 
     def verify(self, slots: bool = True) -> None:
-        """Compares the checksums; of one in a store that a run without `slots` reads, not those of the slots."""
+        """Compares the checksums of its files; with `slots=False`, of those that a run without slots reads."""
+        # A store is read over the network: what a run does not need is not fetched to be compared.
         with self.hold():
             self._fetch(lambda name: slots or not name.startswith(f"{ARRAYS}/{SLOT_PREFIX}"))
 

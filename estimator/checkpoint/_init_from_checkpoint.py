@@ -49,8 +49,8 @@ def init_from_checkpoint(
 
     Raises:
       TypeError: the path or the map is of another type. A variable goes by its name: `get_variable` returns a value.
-      ValueError: a name is no variable of this run, or a scope has none; or, when the values are read, there is no such
-        checkpoint, a name or variable is not in it, or has another shape, or a value does not fit into the dtype.
+      ValueError: a name is not a variable of this run, or a scope has none; or, when the values are read, there is no
+        such checkpoint, a name or variable is not in it, or has another shape, or a value does not fit into the dtype.
       RuntimeError: no model_fn is running.
     """
     frame = current_frame(_CALLER)

@@ -1,4 +1,4 @@
-"""A state as named arrays: the names on disk, the shorter ones that users see, and those of TensorFlow for slots.
+"""A state as named arrays: the names on disk, the shorter ones that users see, and TensorFlow's names of slots.
 
 On disk: "variables/dense/w", "slots/adam/0/mu/dense/w", "global_step", "key". Users see "dense/w" and
 "adam/0/mu/dense/w".

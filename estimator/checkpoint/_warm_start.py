@@ -249,7 +249,7 @@ def _check_used(
 
 def _check_patterns(matches: dict[str, dict[str, str]], source: Reader, leaves: dict[str, Any], is_whole: bool) -> None:
     for pattern, names in matches.items():
-        # Other modes have no slots, for example: what a pattern warm-starts only in TRAIN is no mistake there.
+        # Other modes have no slots, for example: a pattern that warm-starts nothing there may do so in TRAIN.
         only_in_training = [] if is_whole else [n for n in source.shapes if n not in leaves and re.match(pattern, n)]
         if only_in_training or source.shapes.keys() & names.values():
             continue

@@ -52,7 +52,7 @@ def write_manifest(folder: str, without: Collection[str]) -> None:
 
 def add_empty_file(path: str, name: str) -> None:
     """Writes an empty file into a checkpoint, and notes it in the manifest."""
-    # The file first: a kill in between leaves one that the manifest does not name, which is no damage.
+    # The file first: a kill in between leaves one that the manifest does not name, and that is not damage.
     write(os.path.join(path, name), b"")
     files = _files(path)
     if files is not None:
