@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from absl import logging
 
-from estimator.checkpoint._async_save import CheckpointWriteError
-from estimator.checkpoint._checkpoint_dir import check_places, step_of
-from estimator.checkpoint._checkpoints import Checkpoints
+from estimator.checkpoint._checkpoint import Checkpoint
+from estimator.checkpoint._checkpoints import Checkpoints, CheckpointWriteError
+from estimator.checkpoint._model_dir import check_places
 from estimator.core._batch import rows_of
 from estimator.core._hook import Hook
 from estimator.core._mode_keys import ModeKeys
@@ -286,7 +286,7 @@ class Training:
         path = self.checkpoints.latest()  # waits for one that is being written
         if path is None:
             return "There is no checkpoint."
-        return f"The newest checkpoint is from step {step_of(path)}; nothing later was saved."
+        return f"The newest checkpoint is from step {Checkpoint(path).step}; nothing later was saved."
 
 
 def _of_steps(programs: Sequence[tuple[StepOutputs, int]]) -> Any:
