@@ -13,12 +13,12 @@ from estimator.core._hook import Hook
 from estimator.core._mode_keys import ModeKeys
 from estimator.core._typing import PyTree
 from estimator.inputs._input_fn import Batches
-from estimator.inputs._prefetch import Piece, Prefetcher
+from estimator.inputs._prefetch import Piece, Prefetcher, pull_batches
 from estimator.loop import _hook_calls
 from estimator.loop._context import RunContext
 from estimator.loop._plan import Chunk, Plan
-from estimator.loop._synchronized_input import Stopped, reader_of
-from estimator.multihost._preemption import SIGTERM
+from estimator.loop._synchronized_input import Stopped, SynchronizedInput, next_chunk
+from estimator.multihost._preemption import SIGTERM, preempt
 from estimator.runtime._interrupts import raise_dropped_interrupt
 
 _CHUNKS_AHEAD = 2
@@ -70,15 +70,22 @@ def read_ahead(
       context: its `phase` is kept up to date, and it is stopped with the reason why the run ends.
       make: function of the pairs of a chunk and of the `Chunk` that was planned; called in the thread.
     """
-    reader = reader_of(context)
-    steps = reader.plan(plan)
+    shared = SynchronizedInput(context) if context.group.count > 1 else None
+    taken = 0  # chunks
+
+    def is_stopped() -> bool:
+        if shared is not None:
+            shared.raise_if_stopped(taken)
+        return shared is None and context.stop_requested
+
     requested: collections.deque[Chunk] = collections.deque()
     to_make: collections.deque[Chunk] = collections.deque()  # the same, for the thread
     is_short = False  # the last chunk: what ended it, the end of the input or its error, comes next
-    with Prefetcher(batches, lambda pairs: make(pairs, to_make.popleft()), _CHUNKS_AHEAD, reader.pull) as prefetcher:
+    pull = pull_batches if shared is None else shared.pull
+    with Prefetcher(batches, lambda pairs: make(pairs, to_make.popleft()), _CHUNKS_AHEAD, pull) as prefetcher:
         while not context.stop_requested:
             raise_dropped_interrupt()
-            while not is_short and len(requested) < _CHUNKS_AHEAD and (chunk := steps.next()):
+            while not is_short and len(requested) < _CHUNKS_AHEAD and (chunk := next_chunk(plan, context.group)):
                 requested.append(chunk)
                 to_make.append(chunk)
                 prefetcher.request(chunk.steps)
@@ -86,15 +93,16 @@ def read_ahead(
                 context.stop("steps")
                 return
             context.phase = "input"
-            reason = SIGTERM
             try:
-                ready = prefetcher.get_unless(reader.interrupted)
-            except Stopped as agreed:
-                ready, reason = None, str(agreed)
-            if ready is None:
-                reader.stop(reason)
+                ready = prefetcher.get_unless(is_stopped)
+            except Stopped as agreed:  # in all processes, here
+                if str(agreed) == SIGTERM:
+                    preempt()
+                context.stop(str(agreed))
                 return
-            reader.took()
+            if ready is None:
+                return
+            taken += 1
             if not ready.size:
                 context.stop("input")
                 return
