@@ -244,10 +244,10 @@ class Estimator:
             if group.count > 1 and path is not None:  # which all of them read
                 stack.enter_context(kept(path))
 
-            def restored(features: Features, labels: Labels) -> tuple[State, str | None]:
+            def find_state(features: Features, labels: Labels) -> tuple[State, str | None]:
                 return self._runs.lookup.state(ModeKeys.EVAL, path, checkpoint_path, group, features, labels)
 
-            return self._runs.evaluate(restored, input_fn, steps, own_hooks, name, group)
+            return self._runs.evaluate(find_state, input_fn, steps, own_hooks, name, group)
 
     def evaluate_state(
         self,
@@ -262,12 +262,12 @@ class Estimator:
         check_not_forked("evaluate_state")
         check_eval_dir(self.model_dir, name)
 
-        def placed(*batch: PyTree) -> tuple[State, None]:
+        def place_state(*batch: PyTree) -> tuple[State, None]:
             return self._runs.states.for_evaluation(state, *batch), None
 
         own_hooks = checked_hooks("hooks", hooks)
         with collective_call(f"evaluate_state(steps={steps}, name={name!r})") as group:
-            return self._runs.evaluate(placed, input_fn, steps, own_hooks, name, group)
+            return self._runs.evaluate(place_state, input_fn, steps, own_hooks, name, group)
 
     def predict(
         self,

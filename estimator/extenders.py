@@ -70,7 +70,7 @@ def add_metrics(estimator: Estimator, metric_fn: MetricFn) -> Estimator:
             raise TypeError(f"{shown} must return a dict of metrics by name; got {metrics!r}.")
         return spec._replace(eval_metric_ops={**spec.eval_metric_ops, **metrics})
 
-    return _extended(estimator, extend)
+    return _extend(estimator, extend)
 
 
 def forward_features(estimator: Estimator, keys: str | Sequence[str] | None = None) -> Estimator:
@@ -105,16 +105,16 @@ def forward_features(estimator: Estimator, keys: str | Sequence[str] | None = No
         if spec.mode != ModeKeys.PREDICT:
             return spec
         forwarded = _chosen(features, chosen)
-        predictions = _joined("predictions", spec.predictions, forwarded)
+        predictions = _join("predictions", spec.predictions, forwarded)
         exports = {
-            name: PredictOutput(_joined(f"export_outputs[{name!r}]", output.outputs, forwarded))
+            name: PredictOutput(_join(f"export_outputs[{name!r}]", output.outputs, forwarded))
             if name in (DEFAULT_SIGNATURE, "predict") and isinstance(output, PredictOutput)
             else output
             for name, output in (spec.export_outputs or {}).items()
         }
         return spec._replace(predictions=predictions, export_outputs=exports)
 
-    return _extended(estimator, extend)
+    return _extend(estimator, extend)
 
 
 def _check_estimator(caller: str, estimator: object) -> None:
@@ -122,7 +122,7 @@ def _check_estimator(caller: str, estimator: object) -> None:
         raise TypeError(f"`{caller}` needs an `est.Estimator`; got {estimator!r}.")
 
 
-def _extended(estimator: Estimator, extend: Callable[..., EstimatorSpec]) -> Estimator:
+def _extend(estimator: Estimator, extend: Callable[..., EstimatorSpec]) -> Estimator:
     def model_fn(features: Features, labels: Labels, mode: str, params: Any, config: RunConfig) -> EstimatorSpec:
         del params  # of the new Estimator, for its input_fn: the same
         spec = estimator.model_fn(features, labels, mode, config)
@@ -160,7 +160,7 @@ def _chosen(features: Features, keys: tuple[str, ...] | None) -> dict[str, Any]:
     return {key: features[key] for key in keys}
 
 
-def _joined(name: str, outputs: object, forwarded: dict[str, Any]) -> dict[str, Any]:
+def _join(name: str, outputs: object, forwarded: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(outputs, dict):
         raise ValueError(
             f"Predictions should be a dict to be able to forward features; got {type(outputs).__name__}. "

@@ -24,7 +24,7 @@ def l1(scale: float) -> Regularizer:
     >>> print(l1(0.5)(jnp.array([-1.0, 3.0])))
     2.0
     """
-    return l1_l2(_checked("l1", scale), 0.0)
+    return l1_l2(_check_scale("l1", scale), 0.0)
 
 
 def l2(scale: float) -> Regularizer:
@@ -33,7 +33,7 @@ def l2(scale: float) -> Regularizer:
     >>> print(l2(0.5)(jnp.array([-1.0, 3.0])))
     2.5
     """
-    return l1_l2(0.0, _checked("l2", scale))
+    return l1_l2(0.0, _check_scale("l2", scale))
 
 
 def l1_l2(scale_l1: float = 1.0, scale_l2: float = 1.0) -> Regularizer:
@@ -46,7 +46,7 @@ def l1_l2(scale_l1: float = 1.0, scale_l2: float = 1.0) -> Regularizer:
       TypeError: a scale is not a number.
       ValueError: it is negative.
     """
-    scale_l1, scale_l2 = _checked("l1_l2", scale_l1), _checked("l1_l2", scale_l2)
+    scale_l1, scale_l2 = _check_scale("l1_l2", scale_l1), _check_scale("l1_l2", scale_l2)
 
     def regularize(value: PyTree) -> jax.Array:
         terms = []
@@ -60,7 +60,7 @@ def l1_l2(scale_l1: float = 1.0, scale_l2: float = 1.0) -> Regularizer:
     return regularize
 
 
-def _checked(name: str, scale: float) -> float:
+def _check_scale(name: str, scale: float) -> float:
     if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
         raise TypeError(f"`est.regularizers.{name}` needs a number as its scale; got {scale!r}.")
     if scale < 0:

@@ -141,7 +141,7 @@ def replicate_model_fn(
     # Each process predicts for itself: nothing of an example depends on the others, nor on how many they have.
     here = make_runner(of_this_process(towers)) if everywhere.placement.spans_processes else everywhere
 
-    def replicated(
+    def replicated_model_fn(
         features: Features, labels: Labels, mode: str, params: Any = None, config: Any = None
     ) -> EstimatorSpec:
         if in_towers():
@@ -163,7 +163,7 @@ def replicate_model_fn(
         if not frame.replica.one_tower:
             frame.replica = dataclasses.replace(frame.replica, parts=runner.placement.parts, cut=runner.placement.cut)
         if runner.on_nan is not None and mode == ModeKeys.TRAIN:
-            runner.on_nan.watch(frame)
+            runner.on_nan.guard_run(frame)
 
         if frame.initializing:
             return runner.initialize(run)
@@ -173,7 +173,7 @@ def replicate_model_fn(
             runner = dataclasses.replace(runner, devices=towers[:1], placement=Placement())
         return runner.evaluate(run)
 
-    return replicated
+    return replicated_model_fn
 
 
 def _check_block_sync(block_sync: Any, distribution: VariableDistribution, on_nan: str | None, size: int) -> None:

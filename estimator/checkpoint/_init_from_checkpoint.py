@@ -14,7 +14,7 @@ from estimator.checkpoint._checkpoints import describe
 from estimator.checkpoint._readers import Reader, near, read_newest
 from estimator.core._frame import current_frame
 from estimator.core._typing import Variables
-from estimator.variables._initial_value import cast
+from estimator.variables._initial_value import InitialValues, cast
 from estimator.variables._variables import map_named
 
 _CALLER = "est.init_from_checkpoint"
@@ -66,7 +66,7 @@ def init_from_checkpoint(
     old_names: dict[str, str] = {}
     for old, new in sorted(pairs, key=lambda pair: not pair[1].endswith("/")):  # single names last
         old_names |= _matches(old, new, names)
-    frame.declared.starts.append(_Start(os.fspath(ckpt_dir_or_file), tuple(old_names.items())))
+    frame.declared.notes.get(InitialValues).append(_Start(os.fspath(ckpt_dir_or_file), tuple(old_names.items())))
 
 
 class _Start(NamedTuple):

@@ -12,13 +12,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from estimator.core._state import ON_NAN_SLOTS, State
-from estimator.optim._non_finite import NonFinite
+from estimator.core._state import State
+from estimator.optim._non_finite import SLOTS, NonFinite
 
 SLOT_PREFIX = "slots/"
 PREFIXES = ("variables/", SLOT_PREFIX)
 # A checkpoint may lack these (they are zero then) or have them in excess: on_nan can be switched on and off.
-COUNTERS = {f"{SLOT_PREFIX}{ON_NAN_SLOTS}/{field}" for field in NonFinite._fields}
+COUNTERS = {f"{SLOT_PREFIX}{SLOTS}/{field}" for field in NonFinite._fields}
 
 
 def leaves_on_disk(state: State) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 from absl import logging
 
 from estimator.checkpoint import _checkpoints
@@ -14,10 +13,9 @@ from estimator.core._state import State
 from estimator.core._typing import Features, Labels
 from estimator.multihost._global_arrays import as_of_chief, is_within_reach, placed
 from estimator.multihost._process_group import ProcessGroup
-from estimator.optim._moving_average import at_averages
+from estimator.optim._moving_average import Averages, begin_averages, variables_to_read
 from estimator.steps._transform import Model
 from estimator.storage._files import absolute
-from estimator.variables._variables import map_named
 
 
 class StateSource:
@@ -85,8 +83,8 @@ class StateSource:
 
     def for_export(self, state: State, features: Features) -> State:
         """A state of PREDICT, with moving averages in place of the variables where they are read so."""
-        averages = self._model.info(features, mode=ModeKeys.PREDICT).averages
-        return state._replace(variables=at_averages(averages, state.variables))
+        averages = self._model.info(features, mode=ModeKeys.PREDICT).notes.get(Averages)
+        return state._replace(variables=variables_to_read(averages, ModeKeys.PREDICT, state.variables))
 
     def keep(self, path: str, state: State) -> None:
         """Caches the state of the checkpoint at `path`."""
@@ -97,27 +95,11 @@ class StateSource:
     ) -> State:
         info = self._model.info(features, labels, mode)
         state, report = warm_start(settings, state, info.trainable, mode)
-        state = _with_averages(state, info.averages, report)
+        state = state._replace(variables=begin_averages(info.notes.get(Averages), state.variables, set(report.used)))
         if report != self.warm_start_report:
             logging.log(logging.WARNING if report.missing else logging.INFO, "%s", report)
         self.warm_start_report = report
         return state
-
-
-def _with_averages(state: State, averages: dict[str, tuple[str, bool]], report: WarmStartReport) -> State:
-    """The state with averages that begin as their variables do, where the warm start has changed those alone."""
-
-    def taken(name: str) -> bool:
-        arrays: set[str] = set()
-        map_named(lambda array, _: arrays.add(array), {name: state.variables[name]})
-        return not arrays.isdisjoint(report.used)
-
-    new = {
-        average: jax.tree.map(lambda x, like: jnp.array(x, like.dtype), state.variables[name], state.variables[average])
-        for average, (name, _) in averages.items()
-        if taken(name) and not taken(average)
-    }
-    return state._replace(variables={**state.variables, **new})
 
 
 def _identity(path: str) -> tuple[str, int]:

@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 def is_sparse(x: Any) -> TypeGuard[BCOO]:
     """Whether a node of a pytree is a sparse array, which is one leaf of a batch."""
-    return isinstance(x, _loaded("BCOO"))
+    return isinstance(x, _load("BCOO"))
 
 
 def is_jax_sparse(x: Any) -> TypeGuard[JAXSparse]:
     """Whether it is a sparse array in any of jax's formats."""
-    return isinstance(x, _loaded("JAXSparse"))
+    return isinstance(x, _load("JAXSparse"))
 
 
 def has_sparse(tree: PyTree) -> bool:
@@ -63,7 +63,7 @@ def alike(batches: Sequence[PyTree]) -> Sequence[PyTree]:
 
 def with_steps(stacked: PyTree) -> PyTree:
     """Batches whose arrays were stacked, with the number of steps as the first dimension of their sparse leaves too."""
-    return _reshaped(stacked, lambda x: (x.data.shape[0], *x.shape))
+    return _reshape(stacked, lambda x: (x.data.shape[0], *x.shape))
 
 
 def per_step(batches: PyTree) -> PyTree:
@@ -82,19 +82,19 @@ def per_step(batches: PyTree) -> PyTree:
             )
         return x.shape[1:]
 
-    return _reshaped(batches, one)
+    return _reshape(batches, one)
 
 
-def _reshaped(tree: PyTree, shape: Callable[[BCOO], tuple[int, ...]]) -> PyTree:
+def _reshape(tree: PyTree, shape: Callable[[BCOO], tuple[int, ...]]) -> PyTree:
     """The same arrays under another shape. Unchecked: within stacks the arrays have a dimension more than it says."""
 
-    def reshaped(x: Any) -> Any:
+    def reshape_leaf(x: Any) -> Any:
         if not is_sparse(x):
             return x
         arrays, layout = x.tree_flatten()
         return type(x).tree_unflatten({**layout, "shape": shape(x)}, arrays)
 
-    return jax.tree.map(reshaped, tree, is_leaf=is_sparse)
+    return jax.tree.map(reshape_leaf, tree, is_leaf=is_sparse)
 
 
 def _common_layout(leaves: tuple[Any, ...]) -> Any:
@@ -125,13 +125,13 @@ def _with_layout(x: Any, wanted: dict[str, Any] | None) -> Any:
     return type(x).tree_unflatten(layout, (data, indices))
 
 
-def _loaded(name: str) -> Any:
+def _load(name: str) -> Any:
     """A class of `jax.experimental.sparse`, or no class: until somebody imports that module (and scipy with it, which
     takes longer than all of this package), nothing can be an instance of it."""
     return getattr(sys.modules.get("jax.experimental.sparse"), name, ())
 
 
-def constrained(batch: PyTree, sharding: Any) -> PyTree:
+def constrain(batch: PyTree, sharding: Any) -> PyTree:
     """A batch with a sharding; sparse leaves, whose arrays have entries as their first dimension, are left alone."""
     return jax.tree.map(
         lambda x: x if is_sparse(x) else jax.lax.with_sharding_constraint(x, sharding), batch, is_leaf=is_sparse

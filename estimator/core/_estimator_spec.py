@@ -16,7 +16,7 @@ from estimator.core._export_output import DEFAULT_SIGNATURE, ExportOutput, Predi
 from estimator.core._hook import Hook, check_methods
 from estimator.core._mode_keys import ModeKeys
 from estimator.core._record import Report, metric_of
-from estimator.core._train_op import TrainOp
+from estimator.core._train_op import StepReport, TrainOp
 from estimator.core._typing import PyTree
 from estimator.porting._tensorflow_names import check_tpu_arguments
 
@@ -49,7 +49,7 @@ class EstimatorSpec:
         are integers here, and get their names from what `predict` yields. Required in PREDICT.
       loss: scalar array. Required in TRAIN and EVAL.
       train_op: what `minimize`, `apply_gradients` or `group` returned. Required in TRAIN; `est.group()` changes no
-        variable, as `tf.no_op()` did.
+        variable, as `tf.no_op()` did. In the spec that a training step returns, a `StepReport`.
       eval_metric_ops: by name, what the functions of `est.metrics` return, or any pytree with `merge` and `compute`.
       export_outputs: `est.export` outputs by signature; by default, in PREDICT, the predictions.
       training_chief_hooks, training_hooks, evaluation_hooks, prediction_hooks: `est.Hook`s.
@@ -85,7 +85,7 @@ class EstimatorSpec:
         mode = ModeKeys(self.mode)
         if self.scaffold is not None:
             raise TypeError(
-                f"scaffold of EstimatorSpec must be None, given: {_shown(self.scaffold)}. Initial values come from "
+                f"scaffold of EstimatorSpec must be None, given: {_describe(self.scaffold)}. Initial values come from "
                 "`warm_start_from=` or the `after_create_state` of an `est.Hook`, savers are set up by `RunConfig`, "
                 "and summaries are written as `est.summary` reports them."
             )
@@ -111,7 +111,7 @@ class EstimatorSpec:
             )
         return dataclasses.replace(self, **changes)
 
-    def unchecked(self, **changes: Any) -> EstimatorSpec:
+    def replace_unchecked(self, **changes: Any) -> EstimatorSpec:
         """A copy with other fields of arrays, which may be less than whole: a tower's, or in parts."""
         arrays, static = self.tree_flatten_with_keys()
         return self.tree_unflatten(static, tuple(changes.get(key.name, value) for key, value in arrays))
@@ -146,6 +146,12 @@ def train_op_of(spec: EstimatorSpec) -> TrainOp:
     return spec.train_op
 
 
+def report_of(spec: EstimatorSpec) -> StepReport:
+    """The report in the spec of a training step that was made."""
+    assert isinstance(spec.train_op, StepReport)
+    return spec.train_op
+
+
 def _is_array(value: Any) -> bool:
     return isinstance(value, jax.Array | np.ndarray | np.generic)
 
@@ -160,7 +166,7 @@ def _checked_train_op(mode: ModeKeys, train_op: Any) -> TrainOp | None:
     elif not isinstance(train_op, TrainOp):
         raise TypeError(
             "train_op must be what `minimize`, `apply_gradients` or `est.group` returned; "
-            f"got {_shown(train_op)}. Write `train_op=est.Optimizer(optimizer).minimize(loss)`, or "
+            f"got {_describe(train_op)}. Write `train_op=est.Optimizer(optimizer).minimize(loss)`, or "
             "`train_op=est.group()` to change no variable."
         )
     return train_op
@@ -172,7 +178,7 @@ def _checked_loss(mode: ModeKeys, loss: Any) -> jax.Array | None:
             raise ValueError(f"Missing loss: an EstimatorSpec needs one in mode {str(mode)!r}.")
         return None
     if not _is_array(loss) and not isinstance(loss, int | float):
-        raise TypeError(f"loss must be a scalar array, given: {_shown(loss)}.")
+        raise TypeError(f"loss must be a scalar array, given: {_describe(loss)}.")
     if _is_array(loss):
         _check_arrays("loss", loss)
     loss = jnp.asarray(loss)
@@ -196,7 +202,7 @@ def _check_arrays(field: str, tree: PyTree) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_sparse):
         name = field + jax.tree_util.keystr(path)
         if not _is_array(leaf):
-            raise TypeError(f"{name} must be an array, given: {_shown(leaf)}.")
+            raise TypeError(f"{name} must be an array, given: {_describe(leaf)}.")
         if not isinstance(leaf, jax.Array) and np.dtype(leaf.dtype).kind in "OSUMm":
             raise TypeError(
                 f"{name} must be an array of numbers, given one of dtype {leaf.dtype}, which no compiled program "
@@ -214,10 +220,10 @@ def _computed_metrics(mode: ModeKeys, metrics: Any, eval_metrics: Any) -> Any:
     if metrics:
         raise ValueError("An EstimatorSpec takes `eval_metric_ops` or `eval_metrics`, given both. Leave out one.")
     if not isinstance(eval_metrics, tuple | list) or len(eval_metrics) != 2 or not callable(eval_metrics[0]):
-        raise TypeError(f"eval_metrics must be a pair (metric_fn, tensors), given: {_shown(eval_metrics)}.")
+        raise TypeError(f"eval_metrics must be a pair (metric_fn, tensors), given: {_describe(eval_metrics)}.")
     metric_fn, tensors = eval_metrics
     if not isinstance(tensors, dict | tuple | list):
-        raise TypeError(f"The tensors of eval_metrics must be a dict or a list, given: {_shown(tensors)}.")
+        raise TypeError(f"The tensors of eval_metrics must be a dict or a list, given: {_describe(tensors)}.")
     if mode != ModeKeys.EVAL:
         return None
     return metric_fn(**tensors) if isinstance(tensors, dict) else metric_fn(*tensors)
@@ -227,9 +233,9 @@ def _checked_metrics(metrics: Any) -> dict[str, Mergeable]:
     if metrics is None:
         return {}
     if not isinstance(metrics, dict):
-        raise TypeError(f"eval_metric_ops must be a dict of metrics by name, given: {_shown(metrics)}.")
+        raise TypeError(f"eval_metric_ops must be a dict of metrics by name, given: {_describe(metrics)}.")
     check_keys("eval_metric_ops", metrics)
-    metrics = {name: _unpaired(metric) for name, metric in metrics.items()}
+    metrics = {name: _join_pair(metric) for name, metric in metrics.items()}
     for name, metric in metrics.items():
         if name in _RESERVED_METRICS:
             raise ValueError(
@@ -237,14 +243,14 @@ def _checked_metrics(metrics: Any) -> dict[str, Mergeable]:
             )
         if not hasattr(metric, "merge") or not (hasattr(metric, "result") or hasattr(metric, "compute")):
             raise TypeError(
-                f"eval_metric_ops[{name!r}] must be a metric, given: {_shown(metric)}. Use a function of "
+                f"eval_metric_ops[{name!r}] must be a metric, given: {_describe(metric)}. Use a function of "
                 "`est.metrics`, for example `est.metrics.mean(value)`, or an object with `merge` and `compute`. A pair "
                 "(value, update) has to be the parts of one metric."
             )
     return metrics
 
 
-def _unpaired(metric: Any) -> Any:
+def _join_pair(metric: Any) -> Any:
     """The metric, of its parts `(value, update)`."""
     if isinstance(metric, tuple) and len(metric) == 2:
         value, update = map(metric_of, metric)
@@ -256,12 +262,12 @@ def _checked_exports(mode: ModeKeys, exports: Any, predictions: PyTree) -> dict[
     if exports is None:
         return {DEFAULT_SIGNATURE: PredictOutput(predictions)} if mode == ModeKeys.PREDICT else None
     if not isinstance(exports, dict):
-        raise TypeError(f"`export_outputs` must be dict, given: {_shown(exports)}.")
+        raise TypeError(f"`export_outputs` must be dict, given: {_describe(exports)}.")
     for name, output in exports.items():
         if not isinstance(output, ExportOutput):
             raise TypeError(
                 f"export_outputs[{name!r}] must be one of `est.export`'s outputs, such as "
-                f"`est.export.PredictOutput(predictions)`; given: {_shown(output)}."
+                f"`est.export.PredictOutput(predictions)`; given: {_describe(output)}."
             )
     _check_arrays("export_outputs", exports)
     if DEFAULT_SIGNATURE not in exports:
@@ -279,18 +285,18 @@ def checked_hooks(name: str, hooks: Any) -> tuple[Hook, ...]:
     if hooks is None:
         return ()
     if not isinstance(hooks, Iterable) or isinstance(hooks, str):
-        raise TypeError(f"{name} must be an iterable of hooks, given: {_shown(hooks)}.")
+        raise TypeError(f"{name} must be an iterable of hooks, given: {_describe(hooks)}.")
     hooks = tuple(hooks)
     for hook in hooks:
         if not isinstance(hook, Hook):
             raise TypeError(
-                f"All hooks must be hook instances, but {name} holds {_shown(hook)}. "
+                f"All hooks must be hook instances, but {name} holds {_describe(hook)}. "
                 "Derive its class from `est.Hook`; its `after_create_session` is called `after_create_state` here."
             )
         check_methods(Hook, hook)
     return hooks
 
 
-def _shown(value: Any) -> str:
+def _describe(value: Any) -> str:
     text = repr(value)
     return f"{text if len(text) < 100 else text[:97] + '...'} of type {type(value).__name__}"

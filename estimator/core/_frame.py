@@ -1,7 +1,7 @@
 """The frame: what a running model_fn reads and writes while it looks like stateful code.
 
 A frame is opened inside a pure function, the model_fn runs in it, and what it left there is collected. Nothing
-survives the `with`; the thread-local stack of open frames is the only module-level state of this package.
+survives the `with`; the thread-local stack of open frames is the only module-level state of this module.
 """
 
 from __future__ import annotations
@@ -17,11 +17,14 @@ import jax
 import jax.numpy as jnp
 
 from estimator.core._mode_keys import ModeKeys
-from estimator.core._typing import Gradients, Partitions, Slots, Variables
+from estimator.core._notes import Notes
+from estimator.core._replica import Replica
+from estimator.core._typing import Partitions, Slots, Variables
 from estimator.runtime._transformations import differentiates, on_stack
 
 if TYPE_CHECKING:
     from estimator.core._placement import Placement
+    from estimator.core._step_guard import StepGuard
 
 T = TypeVar("T")
 
@@ -49,24 +52,11 @@ class Writes(NamedTuple):
         return values
 
 
-def _same(denominator: jax.Array, index: int | None) -> jax.Array:
-    del index
-    return denominator
-
-
-def _whole(x: jax.Array, axis: int) -> jax.Array:
-    del axis
-    return x
-
-
-def _own(x: jax.Array) -> jax.Array:
-    return x
-
-
 class RunId:
-    """Stands for one run of a model_fn; which one, its identity says.
+    """Identity token of one run of a model_fn.
 
-    All are equal, so that what holds one, a pytree say, has the same structure in every run.
+    All tokens compare equal, so that a pytree which holds one has the same structure in every run; `is` tells two runs
+    apart.
     """
 
     def __eq__(self, other: object) -> bool:
@@ -74,34 +64,6 @@ class RunId:
 
     def __hash__(self) -> int:
         return 0
-
-
-@dataclasses.dataclass(frozen=True)
-class Replica:
-    """Which part of a replicated run this is, and what it does with the others; the defaults are a run alone.
-
-    Attributes:
-      average_denominator: `(denominator, index)`, what a loss divides by instead of its own denominator, of which every
-        tower has another; `index` counts `Frame.denominators`, and is None for one that is not among them.
-      loss_scale: factor on the losses of this run, whose gradients are added to the other towers' gradients.
-      share: factor on a term of the loss that the whole batch has once, where the losses of towers are summed.
-      towers: the number of towers that run together with this one.
-      mean: the mean over them.
-      parts: the number of devices of a tower.
-      cut: cuts a dimension of an array over the devices of a tower.
-      one_tower: whether a replicated model_fn runs as one tower, on any device: what is exported has no towers.
-      forward_only: whether it runs in TRAIN without gradients, as in evaluation.
-    """
-
-    average_denominator: Callable[[jax.Array, int | None], jax.Array] = _same
-    loss_scale: float = 1.0
-    share: float = 1.0
-    towers: int = 1
-    mean: Callable[[jax.Array], jax.Array] = _own
-    parts: int = 1
-    cut: Callable[[jax.Array, int], jax.Array] = _whole
-    one_tower: bool = False
-    forward_only: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,73 +86,25 @@ class Declared:
     Attributes:
       trainable, aggregation: the arguments of `get_variable`, by full name.
       partitions: which dimension of a variable's array is cut, by full name and path; empty if a tower is one device.
-      modules: what `flax_module` returned, by full name.
       slot_owners: which optimizer each entry of `Frame.slots` belongs to.
+      reserved_slots: the entries that an optimizer will use before its train_op is made, and their optimizers.
       rng_calls: how often `make_rng` was called, by name.
       scope_uses: how often each `variable_scope` was opened, by full name; 0 once the scope around it is closed.
       name_scopes: what each opening of a `variable_scope` is called in the names of what is reported; see `Frame`.
-      regularizers: of `get_variable`, by full name.
-      losses: those collected, each with the scope it was computed in.
-      metric_values: the metrics whose value the model_fn has seen, each with the value (see `_record.py`).
       store: of `run_store`.
-      averages: by the name of a moving average, the name of its variable, and whether it is to be read in its place.
-      starts: of `init_from_checkpoint`, one of each call: which variables begin with which values of a checkpoint.
+      notes: of features, about the model; a run around this one takes them over.
     """
 
     trainable: dict[str, bool] = dataclasses.field(default_factory=dict)
     aggregation: dict[str, Any] = dataclasses.field(default_factory=dict)
     partitions: Partitions = dataclasses.field(default_factory=dict)
-    modules: dict[str, Any] = dataclasses.field(default_factory=dict)
     slot_owners: dict[str, object] = dataclasses.field(default_factory=dict)
+    reserved_slots: dict[str, object] = dataclasses.field(default_factory=dict)
     rng_calls: Counter[str] = dataclasses.field(default_factory=Counter)
     scope_uses: Counter[str] = dataclasses.field(default_factory=Counter)
     name_scopes: set[str] = dataclasses.field(default_factory=set)
-    regularizers: dict[str, Callable[[Any], Any]] = dataclasses.field(default_factory=dict)
-    losses: list[tuple[str, jax.Array]] = dataclasses.field(default_factory=list)
-    metric_values: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)
     store: dict[Hashable, Any] = dataclasses.field(default_factory=dict)
-    averages: dict[str, tuple[str, bool]] = dataclasses.field(default_factory=dict)
-    starts: list[Any] = dataclasses.field(default_factory=list)
-
-
-@dataclasses.dataclass
-class GradientCalls:
-    """What the calls of an optimizer's methods in one run leave for each other.
-
-    Attributes:
-      known: what the first calls of `compute_gradients` return (see `steps/_gradients.py`).
-      calls: how often `compute_gradients` was called.
-      scaled: the variables whose gradients it returned, which are scaled as the losses are.
-      loss_scaled_by: of these variables, the optimizers whose loss scale the gradients were computed with.
-      says_scaled: whether `tower_gradient` scaled gradients that the model_fn took by itself.
-      reserved: the entries of `Frame.slots` that `compute_gradients` took for `apply_gradients`, and their optimizers.
-      slot_variables: the variables that entries of `Frame.slots` are about, where a run reads them outside of TRAIN.
-    """
-
-    known: tuple[Gradients, ...] = ()
-    calls: int = 0
-    scaled: set[str] = dataclasses.field(default_factory=set)
-    loss_scaled_by: dict[str, object] = dataclasses.field(default_factory=dict)
-    says_scaled: bool = False
-    reserved: dict[str, object] = dataclasses.field(default_factory=dict)
-    slot_variables: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
-
-
-@dataclasses.dataclass
-class Embeddings:
-    """The tables that are read by rows, by full name (see `sparse/_embedding.py`).
-
-    Attributes:
-      taps: what `embedding_lookup` adds to the rows of each lookup.
-      lookups: the rows of each lookup, a flat array; an id outside of the table is negative or too large.
-      handed_out: the variables that the model_fn has seen whole, not only by their rows.
-      by_getter: tables as the `custom_getter` of a scope gives them.
-    """
-
-    taps: dict[str, list[jax.Array]] = dataclasses.field(default_factory=dict)
-    lookups: dict[str, list[jax.Array]] = dataclasses.field(default_factory=dict)
-    handed_out: set[str] = dataclasses.field(default_factory=set)
-    by_getter: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
+    notes: Notes = dataclasses.field(default_factory=Notes)
 
 
 @dataclasses.dataclass
@@ -221,16 +135,17 @@ class Frame:
       key: the PRNG key of this step (in init: of the initial values).
       global_step: int32 scalar.
       initializing: whether `get_variable` creates variables instead of looking them up.
-      initial: what they begin with, by the names of their arrays; an initializer makes what is not there.
-      replica: which part of a replicated run this is.
+      initial_values: what they begin with, by the names of their arrays; an initializer makes what is not there.
+      replica: this run's place in a replicated one.
       scope, reuse, scope_defaults: the open `variable_scope`s.
       name_scope: prefixes what is reported, as TensorFlow's `name_scope`: of no two openings of a scope the same.
-      declared, gradients, embeddings: what the model_fn has named and called so far.
+      declared: what the model_fn has named so far.
+      notes: of features, about this run alone.
       writes: the variables that it wrote.
       denominators: of the losses so far; only those known in the model_fn itself, not in a loop or branch within it.
       reported: what it reported, by full name (see `_record.py`).
       placement: where a replicated model_fn wants its variables; None for a plain one.
-      on_nan: what it does about non-finite gradients (see `optim/_non_finite.py`).
+      guard: what becomes of steps that are not made; None: all are.
       compared_on: where the first batch runs in one tower too, to compare the numbers (`steps/_one_tower_check.py`).
       deferred: by field of the spec, what it returns in it, and the `Deferred` that it comes from.
       tracing: where the run stands among jax's transformations.
@@ -242,49 +157,52 @@ class Frame:
     key: jax.Array
     global_step: jax.Array
     initializing: bool = False
-    initial: Variables = dataclasses.field(default_factory=dict)
+    initial_values: Variables = dataclasses.field(default_factory=dict)
     replica: Replica = Replica()
     scope: tuple[str, ...] = ()
     name_scope: tuple[str, ...] = ()
     reuse: Any = None
     scope_defaults: ScopeDefaults = ScopeDefaults()
     declared: Declared = dataclasses.field(default_factory=Declared)
-    gradients: GradientCalls = dataclasses.field(default_factory=GradientCalls)
-    embeddings: Embeddings = dataclasses.field(default_factory=Embeddings)
+    notes: Notes = dataclasses.field(default_factory=Notes)
     writes: Writes = dataclasses.field(default_factory=lambda: Writes({}, {}))
     denominators: list[jax.Array] = dataclasses.field(default_factory=list)
     reported: dict[str, Any] = dataclasses.field(default_factory=dict)
     placement: Placement | None = None
-    on_nan: str | None = None
+    guard: StepGuard | None = None
     compared_on: jax.Device | None = None
     deferred: dict[str, Any] = dataclasses.field(default_factory=dict)
     tracing: Tracing = dataclasses.field(default_factory=Tracing)
 
     def fresh(self, **changes: Any) -> Frame:
-        """A frame that starts from here: in the same scope, with the same names taken, nothing written yet."""
-        same = {"initializing": self.initializing, "replica": self.replica, "scope": self.scope, "reuse": self.reuse}
-        same |= {"scope_defaults": self.scope_defaults, "name_scope": self.name_scope, "initial": self.initial}
-        start = {"variables": dict(self.variables), "slots": dict(self.slots)}
+        """A frame that starts from here: in the same scope, with the same names in use, nothing written yet."""
         declared = Declared(
             slot_owners=dict(self.declared.slot_owners),
+            reserved_slots=dict(self.declared.reserved_slots),
             rng_calls=Counter(self.declared.rng_calls),
             scope_uses=Counter(self.declared.scope_uses),
             name_scopes=set(self.declared.name_scopes),
         )
-        gradients = GradientCalls(known=self.gradients.known, reserved=dict(self.gradients.reserved))
-        state = {"mode": self.mode, "key": self.key, "global_step": self.global_step, **start}
-        return Frame(**({**state, **same, "declared": declared, "gradients": gradients} | changes))
+        inherited = {name: getattr(self, name) for name in _INHERITED}
+        own = {"variables": dict(self.variables), "slots": dict(self.slots), "declared": declared}
+        return Frame(**(inherited | own | changes))
 
     def adopt_names(self, inner: Frame) -> None:
         """Makes the variables and optimizers of a run within this one known here."""
         self.declared.trainable.update(inner.declared.trainable)
         self.declared.aggregation.update(inner.declared.aggregation)
         self.declared.slot_owners.update(inner.declared.slot_owners)
-        self.declared.averages.update(inner.declared.averages)
-        self.declared.starts.extend(inner.declared.starts)
+        self.declared.notes.update(inner.declared.notes)
         self.declared.rng_calls = inner.declared.rng_calls
         self.declared.scope_uses = inner.declared.scope_uses
         self.declared.name_scopes = inner.declared.name_scopes
+
+
+# What a run within another one has in common with it; all else begins with its default.
+_INHERITED = (
+    *("mode", "key", "global_step", "initializing", "initial_values", "replica"),
+    *("scope", "name_scope", "reuse", "scope_defaults"),
+)
 
 
 def current_trace() -> Any:
@@ -334,6 +252,7 @@ def open_frame(frame: Frame) -> Iterator[Frame]:
     """Makes `frame` the current one until the block ends."""
     frame.tracing.trace, frame.tracing.around = current_trace(), on_stack()
     _stack.frames.append(frame)
+    # The runs around this one know it too: a train_op made in a tower is one of the outer run.
     for each in _stack.frames:
         each.tracing.runs.append(frame.tracing.run)
     try:
@@ -366,7 +285,7 @@ def innermost_frame() -> Frame | None:
     return _stack.frames[-1] if _stack.frames else None
 
 
-def lets_out() -> bool:
+def is_visible_to_model_fn() -> bool:
     """Whether what is computed here, and depends on no argument of a function that is differentiated, is known in the
     model_fn that is running."""
     within = transformations_within(_stack.frames[-1])
@@ -378,8 +297,9 @@ def average_denominator(denominator: jax.Array) -> jax.Array:
     frame = innermost_frame()
     if frame is None:
         return denominator
-    if not lets_out():
+    if not is_visible_to_model_fn():
         return frame.replica.average_denominator(denominator, None)
+    # No gradient flows through a denominator that other towers have a part of.
     frame.denominators.append(jax.lax.stop_gradient(denominator))
     return frame.replica.average_denominator(denominator, len(frame.denominators) - 1)
 

@@ -223,6 +223,11 @@ class Context(Protocol):
         """Whether the newest checkpoint holds other values than the state: see `note_restored`."""
 
     @property
+    def scalars(self) -> dict[str, np.ndarray]:
+        """All values, by tag, that the log and summaries show beside the losses that watchers see: `rates` among
+        them."""
+
+    @property
     def rates(self) -> dict[str, np.ndarray]:
         """Learning rates of the same steps as the losses that watchers see, available as late as these: of optimizers
         under `optax.inject_hyperparams`, by tag, "learning_rate" or, of several, "learning_rate/<name>"."""
@@ -292,13 +297,13 @@ class RunValues:
     """What came out of one step (or batch); fetched from the devices when it is read."""
 
     def __init__(
-        self, losses: Any, steps: int, reported: dict[str, Any], requested: Any, rates: dict[str, Any] | None = None
+        self, losses: Any, steps: int, reported: dict[str, Any], requested: Any, scalars: dict[str, Any] | None = None
     ) -> None:
         self._losses = losses  # of a program: an array of at least `steps` steps, or of a single one
         self._steps = steps
         self._reported = reported
         self._requested = requested
-        self._rates = rates or {}
+        self._scalars = scalars or {}
         known = ["loss"] * (losses is not None) + sorted(reported)
         for name in jax.tree.leaves(requested):
             if name not in known:
@@ -315,7 +320,12 @@ class RunValues:
     def learning_rates(self) -> dict[str, float]:
         """The learning rates of the step, of optimizers under `optax.inject_hyperparams`, by tag; see
         `Context.rates`."""
-        return {tag: self._last(rates) for tag, rates in self._rates.items()}
+        return {tag: value for tag, value in self.scalars.items() if tag.startswith("learning_rate")}
+
+    @property
+    def scalars(self) -> dict[str, float]:
+        """The values of the step that the log and summaries show beside the loss, by tag."""
+        return {tag: self._last(of_steps) for tag, of_steps in self._scalars.items()}
 
     def _last(self, of_steps: Any) -> float:
         return float(np.asarray(of_steps).reshape(-1)[self._steps - 1])

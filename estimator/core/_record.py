@@ -23,7 +23,7 @@ class Report:
         """What a hook gets, of a report whose arrays are on the host."""
         raise AssertionError  # every kind has its own
 
-    def merged(self, others: Sequence[Any], rows: Sequence[int]) -> Any:
+    def merge(self, others: Sequence[Any], rows: Sequence[int]) -> Any:
         """One report from this one and the other parts', in input order; part i has `rows[i]` rows."""
         raise AssertionError
 
@@ -48,7 +48,7 @@ class Scalar(Report):
     def as_value(self) -> Any:
         return self.value.item()
 
-    def merged(self, others: Sequence[Scalar], rows: Sequence[int]) -> Scalar:
+    def merge(self, others: Sequence[Scalar], rows: Sequence[int]) -> Scalar:
         parts = [self, *others]
         if self.metric is not None:
             metric = functools.reduce(lambda merged, other: merged.merge(other), [part.metric for part in parts])
@@ -80,7 +80,7 @@ class Rows(Report):
     def as_value(self) -> Any:
         return self.value
 
-    def merged(self, others: Sequence[Rows], rows: Sequence[int]) -> Rows:
+    def merge(self, others: Sequence[Rows], rows: Sequence[int]) -> Rows:
         del rows
         return dataclasses.replace(self, value=jnp.concatenate([p.value for p in (self, *others)])[: self.limit])
 
@@ -119,7 +119,7 @@ class Histogram(Report):
     def as_value(self) -> Histogram:
         return self
 
-    def merged(self, others: Sequence[Histogram], rows: Sequence[int]) -> Histogram:
+    def merge(self, others: Sequence[Histogram], rows: Sequence[int]) -> Histogram:
         del rows
         parts = [self, *others]
         return Histogram(
@@ -134,7 +134,7 @@ class Histogram(Report):
 def merge_reports(parts: Sequence[dict[str, Report]], rows: Sequence[int]) -> dict[str, Report]:
     """One report for each name from the reports of several parts of a batch; part i has `rows[i]` rows."""
     first, *others = parts
-    return {name: report.merged([other[name] for other in others], rows) for name, report in first.items()}
+    return {name: report.merge([other[name] for other in others], rows) for name, report in first.items()}
 
 
 def record(name: str, value: Any) -> None:
@@ -163,11 +163,11 @@ def record(name: str, value: Any) -> None:
       ValueError: the value is not known outside of a function that jax traces.
       TypeError: the value is not an array of numbers.
     """
-    array = checked("est.record", name, value)
+    array = as_reported_array("est.record", name, value)
     report("est.record", name, Scalar(array, metric_of(value)) if array.ndim == 0 else Rows(array))
 
 
-def checked(caller: str, name: str, value: Any) -> jax.Array:
+def as_reported_array(caller: str, name: str, value: Any) -> jax.Array:
     """`value` as an array."""
     try:
         return jnp.asarray(value)
@@ -208,21 +208,26 @@ def report_in_training(name: str, make: Callable[[], Report]) -> None:
         frame.reported[full] = make()
 
 
+class _MetricValues(list[tuple[Any, Any]]):
+    """The metrics whose value the model_fn has seen in one run, each with the value."""
+
+
 def value_of(metric: Any) -> Any:
     """What `metric.result()` returns; in one run of a model_fn it is always the same array, known to `metric_of`."""
     frame = innermost_frame()
     if frame is None or frame.tracing.trace != current_trace():  # outside of a function traced apart it is not known
         return metric.result()
-    for other, value in frame.declared.metric_values:
+    values = frame.notes.get(_MetricValues)
+    for other, value in values:
         if other is metric:
             return value
     value = metric.result()
-    frame.declared.metric_values.append((metric, value))
+    values.append((metric, value))
     return value
 
 
 def metric_of(value: Any) -> Any:
     """The metric whose `value_of` this very array is, in the current run; None for any other value."""
     frame = innermost_frame()
-    known = [] if frame is None else frame.declared.metric_values
+    known = [] if frame is None else frame.notes.get(_MetricValues)
     return next((metric for metric, own in known if own is value), None)

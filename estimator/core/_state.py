@@ -8,9 +8,6 @@ import jax
 
 from estimator.core._typing import Slots, Variables
 
-ON_NAN_SLOTS = "on_nan"
-"""An entry of `State.slots` that is not an optimizer's. No optimizer may have such a name where it is in use."""
-
 
 class State(NamedTuple):
     """All that training changes; a pytree.

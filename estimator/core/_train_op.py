@@ -1,4 +1,4 @@
-"""`TrainOp`: the updates that a model_fn asks of a training step."""
+"""`TrainOp`: the updates that a model_fn asks of a training step; `StepReport`: what the step says of them."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from estimator.core._frame import RunId
-from estimator.core._typing import Gradients, PyTree, Slots
+from estimator.core._typing import Gradients, PyTree, Slots, Variables
 
 
 class UpdatingOptimizer(Protocol):
@@ -31,15 +32,15 @@ class Update:
     """One call of `minimize` or `apply_gradients`.
 
     Attributes:
-      gradients: by variable name; None while they are still to be taken from the loss.
+      gradients: by variable name; None while the loss is still to be differentiated.
       loss: scalar; None for `apply_gradients`.
       var_list: names of the variables to update.
       slots: name of this call's entry in `State.slots`.
       optimizer: whose transformation turns the gradients into updates.
       run: in which it was made.
       learning_rate: that the run has computed, and 1 (see `optim/_given_rate.py`); None where the optimizer knows it.
-      non_finite: by tower, the number of the first gradient with an inf or a NaN, from 1 on in the order of names, or
-        0; floats of shape `[towers]`.
+      marks: of each tower, a number that is 0 where its gradients may be applied; floats of shape `[towers]`, so that
+        they share a vector with the gradients that are summed. None: nobody has looked.
     """
 
     gradients: Gradients | None
@@ -48,51 +49,41 @@ class Update:
     slots: str = dataclasses.field(metadata={"static": True})
     optimizer: UpdatingOptimizer = dataclasses.field(metadata={"static": True})
     run: RunId = dataclasses.field(default_factory=RunId, metadata={"static": True})
-    non_finite: jax.Array | None = None
+    marks: jax.Array | None = None
     learning_rate: jax.Array | None = None
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class AverageUpdate:
-    """One call of `ExponentialMovingAverage.apply`.
+class Move(Protocol):
+    """Variables that change after all updates of a step; a pytree, whose arrays are summed over towers."""
 
-    Attributes:
-      names: pairs of the names of a variable and of its average.
-      decay: between 0 and 1.
-      count: the number of updates so far, which makes the decay smaller in the beginning, and 1; an array of two, so
-        that the sum of several parts' still says which number it is. None: the decay stays what it is.
-    """
+    def apply(self, before: Variables, after: Variables) -> Variables:
+        """The new values of what it moves, by name.
 
-    names: tuple[tuple[str, str], ...] = dataclasses.field(metadata={"static": True})
-    decay: float = dataclasses.field(metadata={"static": True})
-    count: jax.Array | None = None
+        Args:
+          before: the variables at the start of the step.
+          after: the variables after the updates of the step.
+        """
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainOp:
-    """What a training step does to the variables.
+    """The changes of variables that a model_fn asks of a training step.
 
     Attributes:
       updates: applied in this order.
-      averages: moved after all updates.
-      skipped: bool scalar: in the spec of a step that is done, whether it was skipped (`on_nan`); else None.
-      learning_rates: in the spec of a step that is done, those that it was made with, as `est.learning_rates` names
-        them; scalars.
+      moves: applied after all updates.
       slots: by optimizer name, of a step that has applied its updates itself, in each tower (block synchronisation);
         arrays with the towers as their first dimension. Its new variables are among those it assigned.
     """
 
     updates: tuple[Update, ...] = ()
-    skipped: jax.Array | None = None
-    learning_rates: dict[str, Any] = dataclasses.field(default_factory=dict)
+    moves: tuple[Move, ...] = ()
     slots: Slots = dataclasses.field(default_factory=dict)
-    averages: tuple[AverageUpdate, ...] = ()
 
     @property
     def pending(self) -> list[Update]:
-        """The updates whose gradients are still to be taken from their losses."""
+        """The updates whose losses are still to be differentiated."""
         return [update for update in self.updates if update.gradients is None]
 
     def gradients(self) -> list[dict[str, PyTree]]:
@@ -106,8 +97,33 @@ class TrainOp:
         return dataclasses.replace(self, updates=tuple(dataclasses.replace(u, gradients=own) for u, own in pairs))
 
     def without_gradients(self) -> TrainOp:
-        """The same updates, of which no loss is to be differentiated."""
+        """The updates with empty gradients, so that nothing is differentiated again."""
         return self.with_gradients([{} for _ in self.updates])
+
+    def is_allowed(self) -> jax.Array | None:
+        """Whether the updates may be made, a bool scalar: no tower has marked a gradient. None: nobody has looked."""
+        marks = [update.marks for update in self.updates if update.marks is not None]
+        return jnp.stack([(mark == 0).all() for mark in marks]).all() if marks else None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class StepReport(TrainOp):
+    """The train_op in the spec of a step that was made: it asks for nothing more, and says what became of the step.
+
+    Attributes:
+      skipped: bool scalar, whether variables and slots were left as they are; None where nobody has looked.
+      learning_rates: those of the step, as `est.learning_rates` names them; scalars.
+    """
+
+    skipped: jax.Array | None = None
+    learning_rates: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def scalars(self) -> dict[str, Any]:
+        """The values that logs and summaries show beside the loss, by tag: "learning_rate", or, of several optimizers,
+        "learning_rate/<name>"."""
+        alone = len(self.learning_rates) == 1
+        return {"learning_rate" if alone else f"learning_rate/{n}": rate for n, rate in self.learning_rates.items()}
 
 
 class GradientsNeeded(BaseException):
@@ -141,6 +157,6 @@ def group(*train_ops: TrainOp) -> TrainOp:
             )
     return TrainOp(
         tuple(update for train_op in train_ops for update in train_op.updates),
-        slots={name: state for train_op in train_ops for name, state in train_op.slots.items()},
-        averages=tuple(average for train_op in train_ops for average in train_op.averages),
+        tuple(move for train_op in train_ops for move in train_op.moves),
+        {name: state for train_op in train_ops for name, state in train_op.slots.items()},
     )

@@ -47,9 +47,10 @@ from estimator.checkpoint._named_arrays import from_arrays, to_arrays
 from estimator.core._batch import abstract, check_batch
 from estimator.core._bcoo import is_jax_sparse
 from estimator.core._export_output import DEFAULT_SIGNATURE, ExportOutput, PredictOutput
-from estimator.core._frame import Frame, Replica
+from estimator.core._frame import Frame
 from estimator.core._mode_keys import ModeKeys
 from estimator.core._model_fn import ModelFn
+from estimator.core._replica import Replica
 from estimator.core._state import State
 from estimator.core._typing import Features, PyTree
 from estimator.export._prune import check_rows, checked_outputs, chosen, only_needed

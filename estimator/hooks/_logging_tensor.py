@@ -11,7 +11,7 @@ from absl import logging
 from estimator.core._argument_checks import check_intervals
 from estimator.core._frame import current_frame
 from estimator.core._hook import Context, Hook, RunValues
-from estimator.core._record import Rows, Scalar, checked, metric_of, report
+from estimator.core._record import Rows, Scalar, as_reported_array, metric_of, report
 from estimator.hooks._timer import SecondOrStepTimer
 
 
@@ -105,7 +105,7 @@ def _name(tag: str, value: Any) -> str:
         return value
     caller = "est.LoggingTensorHook"
     current_frame(f"{caller}({{{tag!r}: <a value, not a name>}})")
-    array = checked(caller, tag, value)
+    array = as_reported_array(caller, tag, value)
     name = f"LoggingTensorHook/{tag}"
     return report(caller, name, Scalar(array, metric_of(value)) if array.ndim == 0 else Rows(array))
 

@@ -132,7 +132,7 @@ class SummarySaverHook(Hook):
         for step in steps:
             if self._write is not None:
                 rates = self._rates(context, last) if step == steps[-1] else {}
-                shown = {tag: float(of_steps[step - first]) for tag, of_steps in context.rates.items()}
+                shown = {tag: float(of_steps[step - first]) for tag, of_steps in context.scalars.items()}
                 self._write(step, time.time(), {"loss": float(losses[step - first]), **shown, **rates})
             self._timer.update_last_triggered_step(step)
 
@@ -151,7 +151,7 @@ class SummarySaverHook(Hook):
         if self._write is None:
             return  # nothing is fetched for it
         step, walltime, values = moment
-        loss = {"loss": values.loss, **values.learning_rates} if context.mode == ModeKeys.TRAIN else {}
+        loss = {"loss": values.loss, **values.scalars} if context.mode == ModeKeys.TRAIN else {}
         self._write(step, walltime, {**loss, **(rates or {}), **dict(zip(self._names, values.results, strict=True))})
 
 

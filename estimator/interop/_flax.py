@@ -12,6 +12,10 @@ from estimator.variables._partitioning import Partition
 from estimator.variables._variables import listed
 
 
+class _Modules(dict[str, FlaxModule]):
+    """The modules that `flax_module` returned in one run, by full name."""
+
+
 def flax_module(
     module: Any,
     name: str,
@@ -88,14 +92,15 @@ def flax_module(
     except ImportError as e:
         raise ImportError(f"`est.flax_module` needs Flax: `pip install flax`. To import it raised: {e}") from e
     full = "/".join((*frame.scope, name))
-    if full in frame.declared.modules:
+    modules = frame.notes.get(_Modules)
+    if full in modules:
         return _shared(frame, full, module)
     if frame.reuse is True:
         raise ValueError(
             f"`est.flax_module({full!r})` is in a scope with `reuse=True`, but no such module was created in this run, "
-            f"only {listed(frame.declared.modules)}. Create it first, or use `reuse=est.AUTO_REUSE`."
+            f"only {listed(modules)}. Create it first, or use `reuse=est.AUTO_REUSE`."
         )
-    for other in frame.declared.modules:
+    for other in modules:
         if f"{full}/".startswith(f"{other}/") or f"{other}/".startswith(f"{full}/"):
             raise ValueError(
                 f"`est.flax_module` got the name {full!r} beside {other!r}: one is a prefix of the other, so that "
@@ -113,12 +118,12 @@ def flax_module(
                 "get new keys. Leave `rngs` out."
             )
         flax_module = _flax_nnx.NNXModule(frame, module, full, aggregation, partition)
-    frame.declared.modules[full] = flax_module
+    modules[full] = flax_module
     return flax_module
 
 
 def _shared(frame: Frame, full: str, module: Any) -> FlaxModule:
-    earlier = frame.declared.modules[full]
+    earlier = frame.notes.get(_Modules)[full]
     if not frame.reuse:
         raise ValueError(
             f"`est.flax_module` got the name {full!r} twice in one run of the model_fn. To share its variables, call "

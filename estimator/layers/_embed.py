@@ -8,6 +8,7 @@ from jax.typing import ArrayLike
 from estimator.core._frame import current_frame
 from estimator.layers._layer import Initializer, Regularizer, check_count, layer_scope
 from estimator.sparse._embedding import embedding_lookup
+from estimator.variables._lookups import Lookups
 from estimator.variables._variable_scope import Reuse
 from estimator.variables._variables import get_variable
 
@@ -55,7 +56,7 @@ def embed(
         if is_new:
             table = get_variable("embeddings", shape, None, initializer, trainable, regularizer=regularizer)
             if frame.scope_defaults.custom_getter is not None:
-                frame.embeddings.by_getter[full] = table
+                frame.notes.get(Lookups).by_getter[full] = table
             elif trainable:
-                frame.embeddings.handed_out.discard(full)
+                frame.notes.get(Lookups).read_whole.discard(full)
         return embedding_lookup("embeddings", ids)

@@ -15,7 +15,7 @@ from estimator.core._record import Report
 from estimator.core._state import State
 from estimator.multihost._preemption import SIGTERM
 from estimator.multihost._process_group import ProcessGroup, SingleProcess
-from estimator.optim._learning_rate import with_rate
+from estimator.optim._learning_rate import set_rate
 from estimator.porting._tensorflow_names import missing_attribute
 from estimator.steps._compiled_steps import Carry
 from estimator.steps._model_info import ModelInfo
@@ -101,7 +101,7 @@ class RunContext:
         self.found_nan = False
         self.metrics: dict[str, Any] | None = None
         self.restored = False
-        self.rates: dict[str, np.ndarray] = {}
+        self.scalars: dict[str, np.ndarray] = {}
         self._actions = actions or ReadOnly(mode)
         self._local_stop_reason: str | None = None
         self._watchers: list[Callable[[Context, int, np.ndarray], None]] = []
@@ -119,6 +119,10 @@ class RunContext:
     @property
     def step(self) -> int:
         return self.global_step if self.mode == ModeKeys.TRAIN else self.batches
+
+    @property
+    def rates(self) -> dict[str, np.ndarray]:
+        return {tag: of_steps for tag, of_steps in self.scalars.items() if tag.startswith("learning_rate")}
 
     @property
     def stop_requested(self) -> bool:
@@ -149,9 +153,7 @@ class RunContext:
                 f"`after_create_state` on and before `end`; got mode {str(self.mode)!r}, phase {self.phase!r}."
             )
         name, value = self.agreed(lambda: (name, value))
-        self.change(
-            lambda carry: carry._replace(slots=with_rate("context.set_learning_rate", carry.slots, name, value))
-        )
+        self.change(lambda carry: carry._replace(slots=set_rate("context.set_learning_rate", carry.slots, name, value)))
 
     def watch_losses(self, watcher: Callable[[Context, int, np.ndarray], None]) -> None:
         self._watchers.append(watcher)

@@ -107,11 +107,11 @@ def after(
     losses: jax.Array | None,
     steps: int,
     reported: dict[str, Report],
-    rates: dict[str, jax.Array] | None = None,
+    scalars: dict[str, jax.Array] | None = None,
 ) -> None:
     """Passes to each hook its values of the last of some steps."""
     for hook, names in zip(due, requests, strict=True):
-        _unless_stopped(hook.after_run, context, RunValues(losses, steps, reported, names, rates))
+        _unless_stopped(hook.after_run, context, RunValues(losses, steps, reported, names, scalars))
     if due:
         context.agree_to_stop()
 

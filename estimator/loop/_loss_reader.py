@@ -10,11 +10,11 @@ import numpy as np
 from absl import logging
 
 from estimator.core._hook import Hook
+from estimator.core._step_guard import StepWatch
 from estimator.hooks._nan import NanTensorHook
 from estimator.loop._context import RunContext
 from estimator.loop._programs import Programs, StepOutputs
 from estimator.loop._training_log import TrainingLog
-from estimator.optim._non_finite import log_skipped, raise_if_any
 from estimator.steps._compiled_steps import Carry
 
 
@@ -28,10 +28,10 @@ class LossReader:
 
     Args:
       programs: the programs that are run.
+      watch: looks at the steps that were not made; None: all are made.
       hooks: say whether a NaN is an error.
       context: of the run.
       log: gets the losses.
-      skipped: the steps that on_nan="skip" left out so far.
       newest_checkpoint: what to say of it in an error.
 
     Attributes:
@@ -42,17 +42,17 @@ class LossReader:
     def __init__(
         self,
         programs: Programs,
+        watch: StepWatch | None,
         hooks: Sequence[Hook],
         context: RunContext,
         log: TrainingLog,
-        skipped: int,
         newest_checkpoint: Callable[[], str],
     ) -> None:
         self._programs = programs
+        self._watch = watch
         self._hooks = hooks
         self._context = context
         self._log = log
-        self._skipped = skipped
         self._newest_checkpoint = newest_checkpoint
         self._waiting: list[tuple[StepOutputs, int]] = []  # of each program, and the number of its steps
         self.step = context.global_step
@@ -64,7 +64,7 @@ class LossReader:
         if self._log.clock is None:
             outputs.losses.block_until_ready()
             known = _concatenate(self._waiting)
-            self._log.start_clock(self._context.global_step, known.losses, known.rates)
+            self._log.start_clock(self._context.global_step, known.losses, known.scalars)
             self._context.clock = self._log.clock
 
     def read(self, carry: Carry, but: int = 0) -> None:
@@ -76,20 +76,17 @@ class LossReader:
         programs = self._waiting[: len(self._waiting) - but]
         if not programs:
             return
-        losses, rates, skipped = _concatenate(programs)
+        losses, scalars, skipped = _concatenate(programs)
         self._waiting = self._waiting[len(programs) :]
         first = self.step + 1
-        self._context.rates = rates
+        self._context.scalars = scalars
         self._context.notify_loss_watchers(first, losses)
-        if skipped is not None and skipped.any():  # only then the host waits for the newest program
-            if self._programs.info.on_nan == "raise":
-                raise_if_any(carry)
-            self._skipped += int(skipped.sum())
-            log_skipped(carry, int(skipped.sum()), self._skipped)
+        if self._watch and skipped is not None:
+            self._watch.look(carry, skipped)
         if np.isnan(losses).any():
             self._end_by_nan(first + int(np.argmax(np.isnan(losses))))
         self.step += len(losses)
-        self._log.add(self.step, losses, rates)
+        self._log.add(self.step, losses, scalars)
 
     def _end_by_nan(self, step: int) -> None:
         advice = (

@@ -14,13 +14,12 @@ from jax.tree_util import tree_flatten
 
 from estimator.core._batch import BatchGuard, abstract
 from estimator.core._bcoo import alike
-from estimator.core._estimator_spec import EstimatorSpec, loss_of, train_op_of
+from estimator.core._estimator_spec import EstimatorSpec, loss_of, report_of
 from estimator.core._record import Report
 from estimator.core._state import State
 from estimator.core._typing import Features, Labels, PyTree
 from estimator.inputs._batch_values import stack_of
 from estimator.loop._flops import steps_that_fit
-from estimator.optim._learning_rate import tagged
 from estimator.steps._compiled_steps import Carry, Program, carry_of, loop_over_some, state_of
 from estimator.steps._deferred_merge import merge_deferred
 from estimator.steps._transform import Model
@@ -36,12 +35,12 @@ class StepOutputs(NamedTuple):
 
     Attributes:
       losses: of the model_fn.
-      rates: the learning rates under `optax.inject_hyperparams`, by tag (see `_learning_rates.py`).
+      scalars: what logs and summaries show beside the loss, by tag.
       skipped: whether a gradient was not finite; None where nobody looks.
     """
 
     losses: jax.Array
-    rates: dict[str, jax.Array]
+    scalars: dict[str, jax.Array]
     skipped: jax.Array | None
 
 
@@ -76,8 +75,8 @@ class Programs:
     | `loop`                | with the first `steps` batches  | is left out               |
     | `loop_reporting`      | with the first `steps` batches  | is returned, of the last  |
 
-    Of the spec they keep the loss and the learning rates; what the model_fn reports is computed where a hook reads it
-    only.
+    Of the spec they keep the loss and what the log shows beside it; what the model_fn reports is computed where a hook
+    reads it only.
 
     Where steps run in loops, a single one does too: out of a loop XLA makes other programs of some steps (those with
     convolutions, on a CPU), of which the last bits differ. So results do not depend on how a run is cut into programs,
@@ -193,10 +192,10 @@ def _abstract(x: Any) -> jax.ShapeDtypeStruct:
 
 def _outputs_of(spec: EstimatorSpec) -> StepOutputs:
     """A skipped step's NaN is reported as inf: it must not end the training."""
-    loss, train_op = loss_of(spec), train_op_of(spec)
-    if train_op.skipped is not None:
-        loss = jnp.where(train_op.skipped & jnp.isnan(loss), jnp.inf, loss)
-    return StepOutputs(loss, tagged(train_op.learning_rates), train_op.skipped)
+    loss, report = loss_of(spec), report_of(spec)
+    if report.skipped is not None:
+        loss = jnp.where(report.skipped & jnp.isnan(loss), jnp.inf, loss)
+    return StepOutputs(loss, report.scalars(), report.skipped)
 
 
 def stacked_batches(pairs: Sequence[Pair], room: int) -> Pair | None:

@@ -26,7 +26,6 @@ from estimator.loop._read_ahead import read_ahead, shows_bars
 from estimator.loop._saver import Saver
 from estimator.loop._training_log import TrainingLog
 from estimator.multihost._process_group import ProcessGroup
-from estimator.optim._non_finite import cleared, skipped_steps
 from estimator.runtime._huge_pages import advise_huge_pages
 from estimator.steps._compiled_steps import Carry, carry_of, state_of
 
@@ -70,19 +69,16 @@ class Training:
         self.context = RunContext(ModeKeys.TRAIN, config.model_dir, start, group, actions=self, verbose=config.verbose)
         self.context.set_model_info(programs.info)
         self.saver = Saver(checkpoints, config, hooks, self.context, saved_path, skipped_batches)
-        skipped = 0
-        if programs.info.on_nan:
-            skipped = skipped_steps(state)
-            if programs.info.on_nan == "raise":
-                state = cleared(state)
+        guard = programs.info.guard
+        watch = None if guard is None else guard.watch(state)
+        if watch is not None:
+            state = watch.state
         advise_huge_pages(jax.tree.leaves(state.variables))
         self._carry = carry_of(state)
         self._key_data = jax.random.key_data(state.key)
         self._in_flight = InFlight()
         self._log = TrainingLog(config.log_step_count_steps, start, last_step, shows_bars(self.context))
-        self._losses = LossReader(
-            programs, hooks, self.context, self._log, skipped, newest_checkpoint=self.saver.describe_newest
-        )
+        self._losses = LossReader(programs, watch, hooks, self.context, self._log, self.saver.describe_newest)
         self._changed_at = -1  # the last step whose state was changed when it was saved already
 
     def run(self, batches: Batches) -> State:
@@ -90,7 +86,7 @@ class Training:
 
         Raises:
           NanLossDuringTrainingError: the loss became NaN. Nothing of that is saved.
-          NonFiniteGradientError: a gradient was inf or NaN, and on_nan is "raise". Nothing of that is saved.
+          RuntimeError: of the model_fn's guard, for a step that was not made. Nothing of that is saved.
           CheckpointWriteError: a checkpoint could not be written.
         """
         with self.saver.finish_last():
@@ -114,7 +110,7 @@ class Training:
                         context.stop("NaN loss")
                     size.timed(self._losses.step)
                 if due:
-                    _hook_calls.after(due, context, requests, outputs.losses, run.steps, reported, outputs.rates)
+                    _hook_calls.after(due, context, requests, outputs.losses, run.steps, reported, outputs.scalars)
             self.look()
         if self._changed_at == context.global_step:
             context.note_restored()

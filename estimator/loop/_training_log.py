@@ -43,7 +43,7 @@ class TrainingLog:
     def advance(self, steps: int) -> None:
         self._bar.update(steps)
 
-    def start_clock(self, step: int, losses: np.ndarray, rates: dict[str, np.ndarray]) -> None:
+    def start_clock(self, step: int, losses: np.ndarray, scalars: dict[str, np.ndarray]) -> None:
         """To be called when the first program is done, with the step that it led to and what is known of its steps.
 
         The clock starts after it, since compiling is not part of the rate.
@@ -51,10 +51,10 @@ class TrainingLog:
         self.clock = step, time.monotonic()
         if (self._every or 1) > 1:  # else the first step is logged with the others, or not at all
             first = step - len(losses) + 1
-            self._write([first], first, losses, rates)
+            self._write([first], first, losses, scalars)
 
-    def add(self, step: int, losses: np.ndarray, rates: dict[str, np.ndarray]) -> None:
-        """Logs the steps that are due among those that led to `step`, whose losses and learning rates these are."""
+    def add(self, step: int, losses: np.ndarray, scalars: dict[str, np.ndarray]) -> None:
+        """Logs the steps that are due among those that led to `step`, whose losses and other values these are."""
         self.last_loss = losses[-1]
         if not self._every or step - self._logged_step < self._every:
             return
@@ -63,15 +63,15 @@ class TrainingLog:
         speed = f" ({(step - since) / (now - start):.4g} steps/sec)" if step > since else ""
         self.clock = step, now
         due = range(self._logged_step + self._every, step + 1, self._every)  # some may lie within a program of several
-        self._write(due, step - len(losses) + 1, losses, rates, speed)
+        self._write(due, step - len(losses) + 1, losses, scalars, speed)
         self._logged_step = due[-1]
 
     def _write(
-        self, due: Iterable[int], first: int, losses: np.ndarray, rates: dict[str, np.ndarray], speed: str = ""
+        self, due: Iterable[int], first: int, losses: np.ndarray, scalars: dict[str, np.ndarray], speed: str = ""
     ) -> None:
         with self._bar.external_write_mode():  # so that the line does not go into the bar
             for step in due:
-                shown = "".join(f", {tag} = {of_steps[step - first]:.6g}" for tag, of_steps in rates.items())
+                shown = "".join(f", {tag} = {of_steps[step - first]:.6g}" for tag, of_steps in scalars.items())
                 logging.info("loss = %.6g, step = %d%s%s", losses[step - first], step, shown, speed)
         self._bar.set_postfix(loss=f"{losses[-1]:.4g}", refresh=False)
 

@@ -10,14 +10,18 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from estimator.core._frame import check_is_known_outside, current_frame, innermost_frame, transformations_within
-from estimator.variables._variables import read
+from estimator.variables._variables import Regularizers, read
+
+
+class _Losses(list[tuple[str, jax.Array]]):
+    """The losses of one run, each after the scope that it was computed in."""
 
 
 def collected(loss: jax.Array) -> jax.Array:
     """`loss`, which the current run has now among its losses, if the model_fn itself knows it."""
     frame = innermost_frame()
     if frame is not None and transformations_within(frame) is None:
-        frame.declared.losses.append(("/".join(frame.scope), loss))
+        frame.notes.get(_Losses).append(("/".join(frame.scope), loss))
     return loss
 
 
@@ -45,7 +49,7 @@ def add_loss(loss: ArrayLike) -> None:
             f"`est.losses.add_loss` needs a scalar; got an array of shape {value.shape}. Reduce it, by "
             "`est.losses.compute_weighted_loss`, which adds it too."
         )
-    frame.declared.losses.append(("/".join(frame.scope), value))
+    frame.notes.get(_Losses).append(("/".join(frame.scope), value))
 
 
 def get_losses(scope: str | None = None) -> list[jax.Array]:
@@ -56,7 +60,7 @@ def get_losses(scope: str | None = None) -> list[jax.Array]:
     Args:
       scope: a regular expression that the beginning of the variable scope around the loss matches. None: all.
     """
-    losses = current_frame("est.losses.get_losses").declared.losses
+    losses = current_frame("est.losses.get_losses").notes.get(_Losses)
     return [loss for where, loss in losses if _matches("get_losses", scope, where)]
 
 
@@ -70,7 +74,7 @@ def get_regularization_losses(scope: str | None = None) -> list[jax.Array]:
     """
     frame = current_frame("est.losses.get_regularization_losses")
     losses = []
-    for name, regularizer in frame.declared.regularizers.items():
+    for name, regularizer in frame.notes.get(Regularizers).items():
         if _matches("get_regularization_losses", scope, name):
             loss: Any = regularizer(read(frame, name))
             if loss is None:  # as some of TensorFlow's return without anything to do

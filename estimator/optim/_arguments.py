@@ -11,7 +11,8 @@ import numpy as np
 
 from estimator.core._frame import Frame, check_is_known_outside
 from estimator.core._typing import PyTree, Variables
-from estimator.sparse._indexed_slices import IndexedSlices
+from estimator.optim._gradient_calls import GradientCalls
+from estimator.sparse._indexed_slices import checked_struct
 
 
 def check_is_outermost(caller: str, frame: Frame) -> None:
@@ -100,9 +101,9 @@ def check_scaled(caller: str, frame: Frame, gradients: Variables) -> None:
     A model_fn may do anything with a gradient between `compute_gradients` and here. So a variable counts as scaled
     once `compute_gradients` of any optimizer has returned a gradient for it.
     """
-    own = [name for name in gradients if name not in frame.gradients.scaled]
-    scale = frame.replica.loss_scale
-    if own and scale != 1 and not frame.gradients.says_scaled:
+    calls, scale = frame.notes.get(GradientCalls), frame.replica.loss_scale
+    own = [name for name in gradients if name not in calls.scaled]
+    if own and scale != 1 and not calls.says_scaled:
         raise ValueError(
             f"`{caller}` got gradients for {own} that no `compute_gradients` of this run returned. They are added to "
             f"the gradients of other towers (or micro-batches), so they have to be scaled as the loss is, by "
@@ -113,7 +114,8 @@ def check_scaled(caller: str, frame: Frame, gradients: Variables) -> None:
 
 def check_loss_scale(caller: str, frame: Frame, gradients: Variables, optimizer: object) -> None:
     """Raises a ValueError for gradients with the loss scale of another optimizer, which would not see them overflow."""
-    others = [name for name in gradients if frame.gradients.loss_scaled_by.get(name, optimizer) is not optimizer]
+    scaled_by = frame.notes.get(GradientCalls).loss_scaled_by
+    others = [name for name in gradients if scaled_by.get(name, optimizer) is not optimizer]
     if others:
         raise ValueError(
             f"`{caller}` got gradients for {others} that another optimizer has computed, which has a loss_scale. Apply "
@@ -122,9 +124,7 @@ def check_loss_scale(caller: str, frame: Frame, gradients: Variables, optimizer:
 
 
 def check_gradient(caller: str, name: str, gradient: PyTree, variable: PyTree) -> None:
-    if isinstance(gradient, IndexedSlices):
-        gradient.check(caller)
-        gradient = jax.ShapeDtypeStruct(gradient.dense_shape, gradient.values.dtype)
+    gradient = checked_struct(caller, gradient)
     same = jax.tree.structure(gradient) == jax.tree.structure(variable)  # type: ignore[operator]
     if not same or any(
         jnp.shape(g) != jnp.shape(v) for g, v in zip(jax.tree.leaves(gradient), jax.tree.leaves(variable), strict=True)

@@ -20,22 +20,22 @@ def all_finite(tree: PyTree) -> jax.Array:
 def _is_finite(x: jax.Array) -> jax.Array:
     """Whether an array holds no inf and no NaN.
 
-    On CPU devices a large one is multiplied by a vector of zeros: an inf or a NaN times zero is NaN, all else adds up
+    On CPU devices a large one is by_product by a vector of zeros: an inf or a NaN times zero is NaN, all else adds up
     to zero. XLA has a fast kernel for this product (2,048 floats in 0.1 us, 131,072 in 5 us), and a slow one for "is
     each element finite" (0.8 us and 85 us).
     """
 
-    def looked_at() -> jax.Array:
+    def by_element() -> jax.Array:
         return jnp.isfinite(x).all()
 
     if x.size < _LARGE or x.dtype not in (jnp.float32, jnp.float64):
-        return looked_at()
+        return by_element()
     axis = max(range(x.ndim), key=lambda i: x.shape[i])
 
-    def multiplied() -> jax.Array:
+    def by_product() -> jax.Array:
         return (jnp.tensordot(x, jnp.zeros(x.shape[axis], x.dtype), (axis, 0)) == 0).all()
 
-    return jax.lax.platform_dependent(cpu=multiplied, default=looked_at)
+    return jax.lax.platform_dependent(cpu=by_product, default=by_element)
 
 
 def select(condition: jax.Array, one: PyTree, other: PyTree) -> PyTree:
@@ -57,10 +57,10 @@ def update_if(condition: jax.Array | None, update: Callable[[Tree], Tree], befor
     if condition is None:
         return update(before)
 
-    def updated() -> Tree:
+    def cast_update() -> Tree:
         return jax.tree.map(lambda x, y: y if x.dtype == y.dtype else y.astype(x.dtype), before, update(before))
 
     return jax.lax.platform_dependent(
-        cpu=lambda: jax.lax.cond(condition, updated, lambda: before),
-        default=updated if always else lambda: select(condition, updated(), before),
+        cpu=lambda: jax.lax.cond(condition, cast_update, lambda: before),
+        default=cast_update if always else lambda: select(condition, cast_update(), before),
     )

@@ -20,7 +20,7 @@ class GivenRateState(NamedTuple):
     """The optax state of an optimizer whose learning rate is given apart from it.
 
     Attributes:
-      hyperparams: {"learning_rate": the one of the last step}, where `est.learning_rates` finds it.
+      hyperparams: {"learning_rate": the one of the last step}, where `_learning_rate.py` finds it.
       hyperparams_states: {"learning_rate": ()}, as of a schedule: each step takes the rate that the program gives.
       inner: the state of the transformation.
     """
@@ -90,7 +90,7 @@ def to_carry(learning_rate: LearningRate | None) -> jax.Array | None:
     return jnp.stack([jax.lax.stop_gradient(learning_rate).astype(dtype).reshape(()), jnp.ones((), dtype)])
 
 
-def carried(pair: jax.Array | None) -> dict[str, jax.Array]:
+def read_carried(pair: jax.Array | None) -> dict[str, jax.Array]:
     """The learning rate, as an argument of `GivenRate`'s update; none where it is known there."""
     return {} if pair is None else {"learning_rate": pair[0] / pair[1]}
 

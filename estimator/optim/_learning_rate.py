@@ -79,21 +79,16 @@ def set_learning_rate(state: State, name: str, value: float) -> State:
         or the argument of an `est.Optimizer`, which the program gives in each step; the value is not a finite number
         of at least 0.
     """
-    return state._replace(slots=with_rate("est.set_learning_rate", state.slots, name, value))
+    return state._replace(slots=set_rate("est.set_learning_rate", state.slots, name, value))
 
 
-def rates_of(slots: Slots) -> dict[str, Any]:
+def read_rates(slots: Slots) -> dict[str, Any]:
     """The rates in slots, which may be traced, by the names of `learning_rates`: scalars, or `[towers]` where each
     tower has its own."""
     return {name: rate.value for name, rate in _find(slots).items()}
 
 
-def tagged(rates: dict[str, Any]) -> dict[str, Any]:
-    """Rates by what they are called in logs and summaries: "learning_rate", or several "learning_rate/<name>"."""
-    return {RATE if len(rates) == 1 else f"{RATE}/{name}": rate for name, rate in rates.items()}
-
-
-def with_rate(caller: str, slots: Slots, name: str, value: float) -> Slots:
+def set_rate(caller: str, slots: Slots, name: str, value: float) -> Slots:
     """The slots with another rate; see `set_learning_rate`, which `caller` names in errors."""
     rates = _find(slots)
     call = f"`{caller}({name!r}, {value!r})`"
@@ -125,6 +120,7 @@ def with_rate(caller: str, slots: Slots, name: str, value: float) -> Slots:
 def _find(slots: Slots) -> dict[str, _Rate]:
     rates = []
     for optimizer, state in slots.items():
+        # A path of one key is a slot of an optimizer that is called "learning_rate" itself.
         entries = [(path, value) for path, value in tree_get_all_with_path(state, RATE) if len(path) > 1]
         schedules = {path[:-2] for path, _ in entries if getattr(path[-2], "name", None) == _SCHEDULES}
         for path, value in entries:

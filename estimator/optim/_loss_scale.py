@@ -97,6 +97,7 @@ class DynamicLossScale:
         """
         factor = jnp.float32(self.factor)
         grows = state.good_steps + 1 >= self.growth_interval
+        # Never to infinity, from which no division comes back.
         grown = jnp.where(jnp.isfinite(state.scale * factor), state.scale * factor, state.scale)
         after_good = jnp.where(grows, grown, state.scale)
         after_bad = jnp.maximum(state.scale / factor, jnp.float32(self.min_scale))
@@ -104,7 +105,7 @@ class DynamicLossScale:
         return LossScaleState(inner, jnp.where(good, after_good, after_bad), good_steps)
 
 
-def checked(caller: str, loss_scale: object) -> DynamicLossScale | None:
+def check_argument(caller: str, loss_scale: object) -> DynamicLossScale | None:
     if loss_scale is not None and not isinstance(loss_scale, DynamicLossScale):
         raise TypeError(
             f"`{caller}` takes a loss_scale such as `est.DynamicLossScale()`; got {loss_scale!r}. "
@@ -119,13 +120,13 @@ def current(slots: Slots, name: str | None) -> jax.Array | None:
     return entry.scale if isinstance(entry, LossScaleState) else None
 
 
-def scaled(x: jax.Array, scale: jax.Array) -> jax.Array:
+def scale_by(x: jax.Array, scale: jax.Array) -> jax.Array:
     """`x * scale`, multiplied in float32 or wider: a scale may be infinite in a narrower dtype."""
     with jax.numpy_dtype_promotion("standard"):
         return (x * scale).astype(x.dtype)
 
 
-def unscaled(tree: PyTree, scale: jax.Array) -> PyTree:
-    """The inverse of `scaled`, of every array in a pytree."""
+def unscale_by(tree: PyTree, scale: jax.Array) -> PyTree:
+    """The inverse of `scale_by`, of every array in a pytree."""
     with jax.numpy_dtype_promotion("standard"):
         return jax.tree.map(lambda x: (x / scale).astype(x.dtype), tree)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Iterable, Mapping
@@ -10,14 +11,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from estimator.core._frame import Declared, Frame, ScopeDefaults, current_frame, run_store
+from estimator.core._frame import Frame, ScopeDefaults, current_frame, run_store
 from estimator.core._mode_keys import ModeKeys
-from estimator.core._state import ON_NAN_SLOTS
-from estimator.core._train_op import AverageUpdate, TrainOp
+from estimator.core._train_op import TrainOp
 from estimator.core._typing import PyTree, Variables
 from estimator.variables._aggregation import VariableAggregation
 from estimator.variables._variable_scope import VariableScope, variable_scope
-from estimator.variables._variables import assign, get_variable, read, resolve
+from estimator.variables._variables import assign, get_variable, map_named, read, resolve
 
 _NO_SCOPE = VariableScope("", None, ScopeDefaults())
 
@@ -27,8 +27,9 @@ class ExponentialMovingAverage:
 
     After the optimizers of a step, each average becomes `decay * average + (1 - decay) * variable`. An average is a
     variable that is not trained, such as "dense/kernel/ExponentialMovingAverage", and begins as its variable does. It
-    is in checkpoints, on towers the same for all, and a step that `on_nan` or a loss scale skips leaves it as it is.
-    With `block_sync` it is of the global variables, which change at the end of a block, and moves in each step.
+    is in checkpoints, on towers the same for all, and a step that is skipped for a gradient that is not finite leaves
+    it as it is. With `block_sync` it is of the global variables, which change at the end of a block, and moves in each
+    step.
 
     What was
 
@@ -163,19 +164,20 @@ class ExponentialMovingAverage:
                 raise TypeError(
                     f"`{caller}`: {name!r} holds integers or booleans, which have no average. Leave it out."
                 )
+            # The average is named after its variable, whose name is full already.
             with variable_scope(_NO_SCOPE):
                 get_variable(average, initializer=lambda key, value=value: wide(value), trainable=False)
             frame.declared.partitions |= {
                 (average, *path): axis for (full, *path), axis in frame.declared.partitions.items() if full == name
             }
-            frame.declared.averages[average] = (name, self._eval_with_averages)
+            frame.declared.notes.get(Averages)[average] = (name, self._eval_with_averages)
             pairs.append((name, average))
         if frame.mode != ModeKeys.TRAIN:
             return TrainOp()
         count = None
         if self._num_updates is not None:
             count = jnp.stack([jnp.asarray(self._num_updates, jnp.float32), jnp.float32(1)])
-        return TrainOp(averages=(AverageUpdate(tuple(pairs), self._decay, count),))
+        return TrainOp(moves=(AverageUpdate(tuple(pairs), self._decay, count),))
 
     def _assign_average_of(self, caller: str, frame: Frame, value: jax.Array) -> None:
         """Makes the average of a value, and moves it."""
@@ -189,14 +191,15 @@ class ExponentialMovingAverage:
         names = ("/".join((*frame.scope, f"value_{i}" if i else "value")) for i in itertools.count())
         average = next(name for name in map(self.average_name, names) if name not in frame.declared.trainable)
         self._values().append((value, average))
+        # TensorFlow begins averages of values at zero, those of variables at the variable.
         zeros = functools.partial(get_variable, initializer=jax.nn.initializers.zeros, trainable=False)
         value, step_size = wide(value), _step_size(self._decay, self._num_updates)
         with variable_scope(_NO_SCOPE):
             old = zeros(average, value.shape, value.dtype)
             if not self._zero_debias:
-                return assign(average, _moved(step_size, value, old))
+                return assign(average, _move_average(step_size, value, old))
             biased, steps = f"{average}/biased", f"{average}/local_step"
-            new = _moved(step_size, value, zeros(biased, value.shape, value.dtype))
+            new = _move_average(step_size, value, zeros(biased, value.shape, value.dtype))
             count = zeros(steps, (), aggregation=VariableAggregation.ONLY_FIRST_TOWER) + 1
             assign(biased, new)
             assign(steps, count)
@@ -221,7 +224,7 @@ class ExponentialMovingAverage:
             name = self._name_of_average(var_name)
             return None if name is None else frame.variables[name]
         average = self.average_name(resolve("ExponentialMovingAverage.average", frame, var_name))
-        return read(frame, average) if average in frame.declared.averages else None
+        return read(frame, average) if average in frame.declared.notes.get(Averages) else None
 
     def average_name(self, var_name: str) -> str:
         """The name of the average of a variable, in checkpoints and for `est.read_variable`.
@@ -243,19 +246,49 @@ class ExponentialMovingAverage:
         if moving_avg_variables is None:
             moving_avg_variables = [name for name, is_trainable in frame.declared.trainable.items() if is_trainable]
         averaged = set(moving_avg_variables)
-        others = [name for name in frame.declared.trainable if name not in frame.declared.averages]
+        averages = frame.declared.notes.get(Averages)
+        others = [name for name in frame.declared.trainable if name not in averages]
         return {self.average_name(name) if name in averaged else name: name for name in others}
 
 
-def check_averages_move(train_op: TrainOp, declared: Declared) -> None:
+class Averages(dict[str, tuple[str, bool]]):
+    """The averages of a model: by name, the name of the variable, and whether the average is read in its place."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class AverageUpdate:
+    """One call of `ExponentialMovingAverage.apply`; a `Move`.
+
+    Attributes:
+      names: pairs of the names of a variable and of its average.
+      decay: between 0 and 1.
+      count: `[num_updates, 1]`, which makes the decay smaller in the beginning; the second entry counts the parts that
+        were summed, so that sum/parts is the number again. None: the decay stays as it is.
+    """
+
+    names: tuple[tuple[str, str], ...] = dataclasses.field(metadata={"static": True})
+    decay: float = dataclasses.field(metadata={"static": True})
+    count: jax.Array | None = None
+
+    def apply(self, before: Variables, after: Variables) -> Variables:
+        step_size = _step_size(self.decay, None if self.count is None else self.count[0] / self.count[1])
+        return {
+            average: jax.tree.map(functools.partial(_move_average, step_size), wide(after[name]), before[average])
+            for name, average in self.names
+        }
+
+
+def check_averages_move(train_op: TrainOp, frame: Frame) -> None:
     """Raises a ValueError if the train_op of a spec lacks what `apply` returned, or all else.
 
     Args:
-      declared: what the run has named.
+      frame: of the run, at its end.
     """
-    moving = {average for update in train_op.averages for _, average in update.names}
-    unmoved = [name for name in declared.averages if name not in moving]
-    optimizers = [name for name in declared.slot_owners if name != ON_NAN_SLOTS]
+    moves = [move for move in train_op.moves if isinstance(move, AverageUpdate)]
+    moving = {average for move in moves for _, average in move.names}
+    unmoved = [name for name in frame.declared.notes.get(Averages) if name not in moving]
+    optimizers = list(frame.declared.slot_owners)
     if unmoved or (moving and optimizers and not train_op.updates):
         what = f"the averages {unmoved}" if unmoved else f"the optimizers {optimizers}"
         raise ValueError(
@@ -264,27 +297,11 @@ def check_averages_move(train_op: TrainOp, declared: Declared) -> None:
         )
 
 
-def averaged(train_op: TrainOp, before: Variables, after: Variables) -> Variables:
-    """The averages that a train_op moves, by name.
-
-    Args:
-      before: the variables at the start of the step, averages among them.
-      after: the variables after the optimizers of the step.
-    """
-    new: Variables = {}
-    for update in train_op.averages:
-        count = update.count
-        step_size = _step_size(update.decay, None if count is None else count[0] / count[1])
-        for name, average in update.names:
-            new[average] = jax.tree.map(functools.partial(_moved, step_size), wide(after[name]), before[average])
-    return new
-
-
 def _step_size(decay: float, num_updates: Any) -> Any:
     return 1 - (decay if num_updates is None else jnp.minimum(decay, (1 + num_updates) / (10 + num_updates)))
 
 
-def _moved(step_size: Any, value: jax.Array, average: jax.Array) -> jax.Array:
+def _move_average(step_size: Any, value: jax.Array, average: jax.Array) -> jax.Array:
     """TensorFlow's formula: the average of a constant is that constant, which rounding spoils in the sum of products
     that `optax.incremental_update` computes."""
     return average - (average - value) * jnp.asarray(step_size, average.dtype)
@@ -295,12 +312,11 @@ def wide(variable: PyTree) -> PyTree:
     return jax.tree.map(lambda x: x.astype(jnp.float32) if jnp.finfo(x.dtype).bits < 32 else x, variable)
 
 
-def at_averages(averages: dict[str, tuple[str, bool]], variables: Variables) -> Variables:
-    """The variables with which to evaluate: averages in place of the variables that they are of, where that is wanted.
-
-    Args:
-      averages: by name, the name of the variable, and whether it is to be read in its place.
-    """
+def variables_to_read(averages: Averages, mode: ModeKeys, variables: Variables) -> Variables:
+    """The variables as a model_fn reads them in a mode: outside of TRAIN, averages in place of the variables that they
+    are of, where that is wanted."""
+    if mode == ModeKeys.TRAIN:
+        return variables
     instead = {
         name: jax.tree.map(lambda x, like: x.astype(like.dtype), variables[average], variables[name])
         for average, (name, is_read) in averages.items()
@@ -309,19 +325,39 @@ def at_averages(averages: dict[str, tuple[str, bool]], variables: Variables) -> 
     return {**variables, **instead}
 
 
-def check_averages_read(infos: Mapping[ModeKeys, Any]) -> None:
+def check_averages_read(by_mode: Mapping[ModeKeys, tuple[Averages, Variables]]) -> None:
     """Raises a ValueError where training makes averages to evaluate with, and another mode does not have them.
 
     Args:
-      infos: what is known of a model_fn in some modes, by mode.
+      by_mode: the averages and the variables of a model_fn in some modes.
     """
-    in_training = infos[ModeKeys.TRAIN].averages if ModeKeys.TRAIN in infos else {}
-    for mode, info in infos.items():
-        missing = [name for name, (_, is_read) in in_training.items() if is_read and name not in info.averages]
-        unread = [name for name in (in_training[average][0] for average in missing) if name in info.like.variables]
+    in_training = by_mode[ModeKeys.TRAIN][0] if ModeKeys.TRAIN in by_mode else {}
+    for mode, (averages, variables) in by_mode.items():
+        missing = [name for name, (_, is_read) in in_training.items() if is_read and name not in averages]
+        unread = [name for name in (in_training[average][0] for average in missing) if name in variables]
         if unread:
             raise ValueError(
                 f"`est.ExponentialMovingAverage(..., eval_with_averages=True)` averages {unread} in training, but in "
                 f"mode {str(mode)!r} `apply` is not called for them, so that the variables themselves would be read. "
                 "Call it in every mode: before the model_fn returns for one of them."
             )
+
+
+def begin_averages(averages: Averages, variables: Variables, given: set[str]) -> Variables:
+    """The variables with averages that begin as their variables do, where those alone were given other values.
+
+    Args:
+      given: the names of the arrays with other values.
+    """
+
+    def is_given(name: str) -> bool:
+        arrays: set[str] = set()
+        map_named(lambda array, _: arrays.add(array), {name: variables[name]})
+        return not arrays.isdisjoint(given)
+
+    new = {
+        average: jax.tree.map(lambda x, like: jnp.array(x, like.dtype), variables[name], variables[average])
+        for average, (name, _) in averages.items()
+        if is_given(name) and not is_given(average)
+    }
+    return {**variables, **new}

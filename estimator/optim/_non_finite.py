@@ -7,13 +7,18 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from absl import logging
 
 from estimator.core._frame import Frame
-from estimator.core._state import ON_NAN_SLOTS, State
+from estimator.core._state import State
 from estimator.core._train_op import TrainOp, Update
 from estimator.core._typing import Variables
 from estimator.optim._finite import all_finite, update_if
+
+SLOTS = "on_nan"
+"""The entry of `State.slots` with the counters, which is not an optimizer's. A checkpoint may lack it (the counters are
+zero then) or have it in excess: on_nan can be switched on and off."""
 
 
 class NonFiniteGradientError(RuntimeError):
@@ -37,7 +42,11 @@ class NonFinite(NamedTuple):
 
 
 class NonFinitePolicy:
-    """What a replicated model_fn does about gradients that are inf or NaN.
+    """A replicated model_fn's way with gradients that are inf or NaN; a `StepGuard`.
+
+    Each tower marks its own gradients before they are summed (`mark`), while it is known whose they are. The marks are
+    summed with them, and decide in `TrainOp.is_allowed` whether the updates of the step are made. The state counts the
+    steps that are not (`count_skipped`); whoever runs the steps looks at the counters.
 
     Args:
       on_nan: "raise" or "skip".
@@ -51,15 +60,15 @@ class NonFinitePolicy:
             raise ValueError(f'on_nan must be None, "raise" or "skip"; got {on_nan!r}.')
         self._on_nan = on_nan
 
-    def watch(self, frame: Frame) -> None:
+    def guard_run(self, frame: Frame) -> None:
         """Makes the run around count the steps with a gradient that `mark` marks, and leave out what they would do."""
-        if frame.declared.slot_owners.setdefault(ON_NAN_SLOTS, NonFinite) is not NonFinite:
-            raise ValueError(
-                f"An optimizer must not be named {ON_NAN_SLOTS!r} where on_nan is set; give it another name."
-            )
-        frame.on_nan = self._on_nan
+        owners = frame.declared.slot_owners | frame.declared.reserved_slots
+        if owners.get(SLOTS, NonFinite) is not NonFinite:
+            raise ValueError(f"An optimizer must not be named {SLOTS!r} where on_nan is set; give it another name.")
+        frame.declared.reserved_slots[SLOTS] = NonFinite
+        frame.guard = self
         if frame.initializing:
-            frame.slots[ON_NAN_SLOTS] = NonFinite(*(jnp.int32(0) for _ in NonFinite._fields))
+            frame.slots[SLOTS] = NonFinite(*(jnp.int32(0) for _ in NonFinite._fields))
 
     def mark(self, train_op: TrainOp, tower: jax.Array, towers: int) -> TrainOp:
         """The train_op of one tower, with marks that are to be summed over towers.
@@ -67,14 +76,55 @@ class NonFinitePolicy:
         They are floats, so that they share a vector with gradients and losses; a sum with zeros is exact.
         """
 
+        # One place for each tower: the sum of the vectors holds the marks of all.
         numbers = jnp.arange(towers, dtype=tower.dtype)  # by default of 64 bits under x64, which a tower's has not
 
-        def marked(update: Update) -> Update:
+        def add_marks(update: Update) -> Update:
             number = _first_non_finite(update)
             marks = None if number is None else jnp.where(numbers == tower, number, 0).astype(jnp.float32)
-            return dataclasses.replace(update, non_finite=marks)
+            return dataclasses.replace(update, marks=marks)
 
-        return dataclasses.replace(train_op, updates=tuple(map(marked, train_op.updates)))
+        return dataclasses.replace(train_op, updates=tuple(map(add_marks, train_op.updates)))
+
+    def before_step(self, state: State) -> State:
+        return _forget_first(state) if self._on_nan == "raise" else state
+
+    def after_step(self, state: State) -> None:
+        if self._on_nan == "raise":
+            _raise_if_any(state)
+
+    def watch(self, state: State) -> SkippedSteps:
+        return SkippedSteps(self._on_nan == "raise", state)
+
+
+class SkippedSteps:
+    """The steps that a training run has left out; a `StepWatch`.
+
+    Args:
+      raises: whether one of them ends the run.
+      state: where the run starts.
+    """
+
+    def __init__(self, raises: bool, state: State) -> None:
+        self._raises = raises
+        self._count = skipped_steps(state)
+        self.state = _forget_first(state) if raises else state
+
+    def look(self, state: Any, skipped: np.ndarray) -> None:
+        if not skipped.any():
+            return
+        # Only now the host waits for the newest program.
+        if self._raises:
+            _raise_if_any(state)
+        more = int(skipped.sum())
+        self._count += more
+        record = jax.device_get(state.slots[SLOTS])
+        logging.warning(
+            "Skipped %d steps with non-finite gradients, %d in all; the first was of %s.",
+            more,
+            self._count,
+            _place(record, state.variables),
+        )
 
 
 def _first_non_finite(update: Update) -> jax.Array | None:
@@ -87,16 +137,10 @@ def _first_non_finite(update: Update) -> jax.Array | None:
     return jnp.where(good, beyond, jnp.arange(1, beyond)).min() % beyond
 
 
-def is_good(train_op: TrainOp) -> jax.Array | None:
-    """Whether no gradient of a tower is marked, a bool scalar; None where none was looked at."""
-    marks = [update.non_finite for update in train_op.updates if update.non_finite is not None]
-    return jnp.stack([(mark == 0).all() for mark in marks]).all() if marks else None
-
-
-def counted(train_op: TrainOp, before: State, after: State) -> State:
+def count_skipped(train_op: TrainOp, before: State, after: State) -> State:
     """The state after a step, which counts it if a gradient was marked."""
-    good = is_good(train_op)
-    if good is None:
+    allowed = train_op.is_allowed()
+    if allowed is None:
         return after
 
     def with_this(record: NonFinite) -> NonFinite:
@@ -107,57 +151,41 @@ def counted(train_op: TrainOp, before: State, after: State) -> State:
             *(jnp.where(is_first, x.astype(y.dtype), y) for x, y in zip(now, record[1:], strict=True)),
         )
 
-    record = update_if(~good, with_this, _record(before))
-    return after._replace(slots={**after.slots, ON_NAN_SLOTS: record})
+    # On CPU devices a branch: counting costs nothing in the steps that are made.
+    record = update_if(~allowed, with_this, _record(before))
+    return after._replace(slots={**after.slots, SLOTS: record})
 
 
 def _first_place(train_op: TrainOp, names: list[str]) -> tuple[jax.Array, jax.Array]:
     """The first tower with a marked gradient, and in it the first variable, an index into `names`."""
     marks = [
-        jnp.array([len(names), *map(names.index, sorted(update.var_list))])[update.non_finite.astype(jnp.int32)]
+        jnp.array([len(names), *map(names.index, sorted(update.var_list))])[update.marks.astype(jnp.int32)]
         for update in train_op.updates
-        if update.non_finite is not None
+        if update.marks is not None
     ]
     first_of_towers = jnp.stack(marks).min(axis=0)
     tower = (first_of_towers < len(names)).argmax()
     return tower, first_of_towers[tower]
 
 
-def done(train_op: TrainOp, learning_rates: dict[str, jax.Array]) -> TrainOp:
-    """The train_op in the spec of a finished step: whether it was skipped, and its learning rates."""
-    good = is_good(train_op)
-    return TrainOp(skipped=None if good is None else ~good, learning_rates=learning_rates)
-
-
-def cleared(state: State) -> State:
+def _forget_first(state: State) -> State:
     """Forgets the first of the steps that an earlier run has skipped, so that the next one is recorded."""
     record = _record(state)
     if int(record.first_step) == 0:
         return state
     zero = jnp.zeros_like(record.first_step, device=record.first_step.sharding)
-    return state._replace(slots={**state.slots, ON_NAN_SLOTS: record._replace(first_step=zero)})
+    return state._replace(slots={**state.slots, SLOTS: record._replace(first_step=zero)})
 
 
-def raise_if_any(state: Any) -> None:
-    """Raises the error for a non-finite gradient since `cleared`; waits for the steps."""
-    record = jax.device_get(state.slots[ON_NAN_SLOTS])
+def _raise_if_any(state: Any) -> None:
+    """Raises the error for a non-finite gradient since `_forget_first`; waits for the steps."""
+    record = jax.device_get(state.slots[SLOTS])
     if record.first_step:
         raise NonFiniteGradientError(
             f"Non-finite gradient of {_place(record, state.variables)}. That step changed nothing. Look for a division "
             "by zero, a logarithm of zero or a bad row in that tower's part of the batch, or lower the learning rate; "
             'on_nan="skip" skips such steps and continues, as a loss scale needs it.'
         )
-
-
-def log_skipped(state: Any, more: int, all_steps: int) -> None:
-    """Logs that `more` steps were skipped, which makes `all_steps`; waits for the state."""
-    record = jax.device_get(state.slots[ON_NAN_SLOTS])
-    logging.warning(
-        "Skipped %d steps with non-finite gradients, %d in all; the first was of %s.",
-        more,
-        all_steps,
-        _place(record, state.variables),
-    )
 
 
 def _place(record: NonFinite, variables: Variables) -> str:
@@ -179,7 +207,7 @@ def skipped_steps(state: State) -> int:
 
 
 def _record(state: State) -> NonFinite:
-    record = state.slots.get(ON_NAN_SLOTS)
+    record = state.slots.get(SLOTS)
     if not isinstance(record, NonFinite):
         raise ValueError(
             f"The state does not count skipped steps; its slots are {sorted(state.slots)}. Initialize it in mode "

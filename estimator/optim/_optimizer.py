@@ -26,6 +26,7 @@ from estimator.optim._arguments import (
     trainable_names,
 )
 from estimator.optim._given_rate import GivenRate, LearningRate, to_carry, with_learning_rate
+from estimator.optim._gradient_calls import GradientCalls
 from estimator.optim._loss_scale import DynamicLossScale
 from estimator.optim._parts import is_transformation
 from estimator.porting._tensorflow_names import check_arguments
@@ -74,7 +75,7 @@ class Optimizer:
             )
         self._optimizer_or_fn = optimizer_or_fn
         self._name = name or "optimizer"
-        self.loss_scale = _loss_scale.checked(type(self).__name__, loss_scale)
+        self.loss_scale = _loss_scale.check_argument(type(self).__name__, loss_scale)
         self._learning_rate = optimizer_or_fn.learning_rate if isinstance(optimizer_or_fn, GivenRate) else None
 
     def get_name(self) -> str:
@@ -134,8 +135,8 @@ class Optimizer:
         Within towers they are the tower's own, of its scaled loss. While a state is initialized they are zeros.
 
         Returns:
-          A list of (gradient, variable name); a gradient has the structure of its variable, or is an
-          `est.IndexedSlices` where the variable was read by `est.embedding_lookup` alone.
+          A list of (gradient, variable name); a gradient has the structure of its variable, or is a
+          sparse one (`est.embedding_lookup`) where the variable was read by rows alone.
         """
         caller = f"{type(self).__name__}.compute_gradients"
         check_arguments(caller, tensorflows)
@@ -143,21 +144,22 @@ class Optimizer:
         check_is_outermost(caller, frame)
         loss = check_loss(caller, loss)
         names = check_var_list(caller, frame, var_list)
-        call = frame.gradients.calls
-        frame.gradients.calls += 1
+        calls = frame.notes.get(GradientCalls)
+        calls.count += 1
         slots = None
         if self.loss_scale:
             slots = self._next_slots(frame)
-            frame.gradients.reserved[slots] = self
+            frame.declared.reserved_slots[slots] = self
         if frame.initializing:
             gradients = zero_gradients(frame, names)
-        elif call < len(frame.gradients.known):
-            gradients = frame.gradients.known[call]
+        elif calls.count <= len(calls.known):
+            gradients = calls.known[calls.count - 1]
         else:
+            # Only the caller of the model_fn can differentiate it: it takes these, and runs the model_fn again.
             raise GradientsNeeded(loss, names, slots)
-        frame.gradients.scaled.update(names)
+        calls.scaled.update(names)
         if self.loss_scale:
-            frame.gradients.loss_scaled_by |= dict.fromkeys(names, self)
+            calls.loss_scaled_by |= dict.fromkeys(names, self)
         return [(gradients[name], name) for name in names]
 
     def apply_gradients(
@@ -205,6 +207,7 @@ class Optimizer:
     def _train_op(
         self, frame: Frame, gradients: Gradients | None, loss: jax.Array | None, names: tuple[str, ...]
     ) -> TrainOp:
+        # A rate that the model_fn computes goes with the gradients: the update is made outside of the towers.
         slots, rate = self._open_slots(frame, names), to_carry(self._learning_rate)
         return TrainOp((Update(gradients, loss, names, slots, self, frame.tracing.run, learning_rate=rate),))
 
@@ -287,16 +290,15 @@ class Optimizer:
 
     def _known_by_name(self, frame: Frame, method: str, var_list: Sequence[str] | None) -> str:
         """The entry of an optimizer whose state is read before anything else was done with it, outside of TRAIN."""
-        owner = frame.gradients.reserved.get(self._name, frame.declared.slot_owners.get(self._name))
+        owner = frame.declared.reserved_slots.get(self._name, frame.declared.slot_owners.get(self._name))
         if owner not in (None, self):
             raise ValueError(
                 f"`{type(self).__name__}.{method}` reads the state of the optimizer {self._name!r} in mode "
                 f"{str(frame.mode)!r}, where another one of this name was used before. Give each a name of its own."
             )
-        frame.gradients.reserved[self._name] = self
-        frame.gradients.slot_variables.setdefault(
-            self._name, trainable_names(frame) if var_list is None else tuple(var_list)
-        )
+        frame.declared.reserved_slots[self._name] = self
+        names = trainable_names(frame) if var_list is None else tuple(var_list)
+        frame.notes.get(GradientCalls).slot_variables.setdefault(self._name, names)
         return self._name
 
     def _find_or_create(self, frame: Frame, name: str) -> None:
@@ -307,13 +309,14 @@ class Optimizer:
                     frame,
                     "outside of which the state is not known. Call it before",
                 )
-                unknown = [n for n in frame.gradients.slot_variables[name] if n not in frame.variables]
-                if unknown or not frame.gradients.slot_variables[name]:
+                names = frame.notes.get(GradientCalls).slot_variables[name]
+                unknown = [n for n in names if n not in frame.variables]
+                if unknown or not names:
                     raise ValueError(
                         f"The state of the optimizer {name!r} was read in mode {str(frame.mode)!r} before its "
                         f"variables {unknown or ''} were got, without which it is not known. Get all variables first."
                     )
-                frame.slots[name] = self._initial(frame, frame.gradients.slot_variables[name])
+                frame.slots[name] = self._initial(frame, names)
         elif name not in frame.slots:
             raise ValueError(
                 f"The state has no slots for the optimizer {name!r}, only {sorted(frame.slots)}, but the model_fn "
@@ -323,9 +326,9 @@ class Optimizer:
     def _note(self, frame: Frame, names: tuple[str, ...]) -> None:
         """Remembers, outside of TRAIN, which variables it trains, for those who read its state."""
         slots = self._next_slots(frame)
-        frame.gradients.reserved.pop(slots, None)
+        frame.declared.reserved_slots.pop(slots, None)
         frame.declared.slot_owners[slots] = self
-        read = frame.gradients.slot_variables.setdefault(slots, names)
+        read = frame.notes.get(GradientCalls).slot_variables.setdefault(slots, names)
         if slots in frame.slots and {*read} != {*names}:
             raise ValueError(
                 f"The state of the optimizer {slots!r} was read in mode {str(frame.mode)!r} for the variables "
@@ -356,17 +359,18 @@ class Optimizer:
 
     def _open_slots(self, frame: Frame, names: tuple[str, ...]) -> str:
         slots = self._next_slots(frame)
-        frame.gradients.reserved.pop(slots, None)
+        frame.declared.reserved_slots.pop(slots, None)
         frame.declared.slot_owners[slots] = self
         if frame.initializing:
             frame.slots[slots] = self._initial(frame, names)
         return slots
 
     def _next_slots(self, frame: Frame) -> str:
-        for slots, owner in frame.gradients.reserved.items():
+        for slots, owner in frame.declared.reserved_slots.items():
             if owner is self:
                 return slots
-        taken = frame.declared.slot_owners.keys() | frame.gradients.reserved.keys()
+        # Numbered in the order of calls, which is the same in each run, so that names in checkpoints stay.
+        taken = frame.declared.slot_owners.keys() | frame.declared.reserved_slots.keys()
         if self._name not in taken:
             return self._name
         return next(s for i in range(1, len(taken) + 2) if (s := f"{self._name}_{i}") not in taken)

@@ -13,7 +13,7 @@ from estimator.optim._loss_scale import LossScaleState
 from estimator.optim._optimizer import is_per_variable
 
 
-def reinitialized(update: Update, state: PyTree, variables: dict[str, PyTree], frame: Frame) -> PyTree:
+def reinitialize_slots(update: Update, state: PyTree, variables: dict[str, PyTree], frame: Frame) -> PyTree:
     """The state of an optimizer in which all that belongs to variables is initialized again.
 
     Args:
@@ -46,7 +46,7 @@ def _with_fresh_slots(state: PyTree, fresh: PyTree, params: dict[str, PyTree]) -
         fields = node if isinstance(node, tuple) and hasattr(node, "_fields") else ()
         return is_slot(node) or any(is_slot(field) for field in fields)
 
-    def replaced(old: Any, new: Any) -> Any:
+    def replace(old: Any, new: Any) -> Any:
         if is_slot(old):
             return new
         if not has_slots(old):
@@ -54,4 +54,4 @@ def _with_fresh_slots(state: PyTree, fresh: PyTree, params: dict[str, PyTree]) -
         fields = zip(old, new, strict=True)
         return type(old)(*(y if hasattr(x, "dtype") else _with_fresh_slots(x, y, params) for x, y in fields))
 
-    return jax.tree.map(replaced, state, fresh, is_leaf=has_slots)
+    return jax.tree.map(replace, state, fresh, is_leaf=has_slots)

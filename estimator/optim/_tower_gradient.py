@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any
-
-import jax
-
 from estimator.core._frame import current_frame
 from estimator.core._typing import PyTree
-from estimator.sparse._indexed_slices import IndexedSlices
+from estimator.optim._gradient_calls import GradientCalls
+from estimator.sparse._indexed_slices import map_gradient
 
 
 def tower_gradient(gradient: PyTree) -> PyTree:
@@ -34,18 +30,11 @@ def tower_gradient(gradient: PyTree) -> PyTree:
     0.5
 
     Args:
-      gradient: of the loss of the rows that the model_fn was given; a pytree of arrays, `est.IndexedSlices` among them.
+      gradient: of the loss of the rows that the model_fn was given; a pytree of arrays, sparse ones among them.
     """
     frame = current_frame("est.tower_gradient")
-    frame.gradients.says_scaled = True
+    frame.notes.get(GradientCalls).says_scaled = True
     scale = frame.replica.loss_scale
     if scale == 1:
         return gradient
-
-    def is_sparse(g: Any) -> bool:
-        return isinstance(g, IndexedSlices)
-
-    def scaled(g: Any) -> Any:
-        return dataclasses.replace(g, values=g.values * scale) if is_sparse(g) else g * scale
-
-    return jax.tree.map(scaled, gradient, is_leaf=is_sparse)
+    return map_gradient(lambda x: x * scale, gradient)

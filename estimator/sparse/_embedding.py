@@ -12,6 +12,7 @@ from estimator.core._frame import Frame, current_frame, current_trace
 from estimator.core._typing import PyTree, Variables
 from estimator.sparse._indexed_slices import IndexedSlices
 from estimator.variables._initial_value import as_dtype, as_shape, check_declared
+from estimator.variables._lookups import Lookups
 from estimator.variables._partitioning import Partition
 from estimator.variables._variables import get_variable, listed, read
 
@@ -75,7 +76,7 @@ def named_lookup(
     ids = jnp.asarray(ids)
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise TypeError(f"{call} needs integer ids; got {ids.dtype}{list(ids.shape)}.")
-    full = "/".join((*frame.scope, str(name)))
+    full, reads = "/".join((*frame.scope, str(name))), frame.notes.get(Lookups)
     if full in frame.declared.trainable:
         if not callable(shape):
             check_declared(call, as_shape(call, shape), as_dtype(call, dtype), frame.variables[full], "the first call")
@@ -87,12 +88,12 @@ def named_lookup(
     else:
         table = get_variable(name, shape, dtype, initializer, partition=partition)
         if frame.scope_defaults.custom_getter is None:
-            frame.embeddings.handed_out.discard(full)  # Nobody has seen more of it than its rows.
+            reads.read_whole.discard(full)  # Nobody has seen more of it than its rows.
         else:
-            frame.embeddings.by_getter[full] = table
-    _check_table(call, frame.embeddings.by_getter.get(full, frame.variables[full]))
+            reads.by_getter[full] = table
+    _check_table(call, reads.by_getter.get(full, frame.variables[full]))
     if frame.tracing.trace != current_trace():  # The ids of a function traced apart are not known outside of it.
-        frame.embeddings.handed_out.add(full)
+        reads.read_whole.add(full)
     return _look_up(frame, full, ids)
 
 
@@ -108,8 +109,9 @@ def check_table_name(caller: str, name: Any) -> None:
 
 
 def _look_up(frame: Frame, full: str, ids: jax.Array) -> jax.Array:
-    table: jax.Array = read(frame, full) if full in frame.embeddings.handed_out else frame.variables[full]
-    table = frame.embeddings.by_getter.get(full, table)
+    reads = frame.notes.get(Lookups)
+    table: jax.Array = read(frame, full) if full in reads.read_whole else frame.variables[full]
+    table = reads.by_getter.get(full, table)
     length = len(table)
     flat = ids.reshape(-1).astype(ids.dtype if ids.dtype.itemsize >= 4 else jnp.int32)
     known = (flat >= 0) & (flat < length)
@@ -117,44 +119,58 @@ def _look_up(frame: Frame, full: str, ids: jax.Array) -> jax.Array:
     # that XLA gathers them over the towers once.
     indices = jnp.where((flat >= 0) & (flat <= jnp.iinfo(jnp.int32).max), flat.astype(jnp.int32), -1)
     rows = table.at[indices].get(mode="clip", wrap_negative_indices=False)
-    if full not in frame.embeddings.handed_out:
-        lookups = frame.embeddings.lookups.setdefault(full, [])
+    if full not in reads.read_whole:
+        lookups = reads.rows.setdefault(full, [])
         lookups.append(indices)
-        if len(lookups) <= len(taps := frame.embeddings.taps.get(full, ())):
+        if len(lookups) <= len(taps := reads.taps.get(full, ())):
             rows = rows + taps[len(lookups) - 1]
     column = (-1,) + (1,) * (table.ndim - 1)
     otherwise = jnp.where(flat < 0, 0.0, jnp.nan).astype(table.dtype)
     return jnp.where(known.reshape(column), rows, otherwise.reshape(column)).reshape(*ids.shape, *table.shape[1:])
 
 
-def taps_for(frame: Frame) -> dict[str, list[jax.Array]]:
-    """Zeros to add to the rows of each lookup of a run, by table: the gradient of the zeros is the rows' gradient.
+# The gradient of a table. The table itself is not differentiated, or its gradient would be as large as it: zeros, the
+# taps, are added to the rows of each lookup, and differentiated. Their shapes are known after a run without them.
+
+
+def put_taps(frame: Frame, taps: dict[str, list[jax.Array]]) -> None:
+    """Has the lookups of a run add these to their rows."""
+    frame.notes.get(Lookups).taps = taps
+
+
+def make_taps(frame: Frame) -> dict[str, list[jax.Array]]:
+    """Zeros to add to the rows of each lookup that a run has made, by table.
 
     Tables that the model_fn has read as a whole have none; their gradient is dense.
     """
     taps = {}
-    for name, lookups in frame.embeddings.lookups.items():
-        if name not in frame.embeddings.handed_out:
+    for name, rows in rows_by_table(frame).items():
+        if name not in frame.notes.get(Lookups).read_whole:
             table = frame.variables[name]
-            taps[name] = [jnp.zeros((ids.size, *table.shape[1:]), table.dtype) for ids in lookups]
+            taps[name] = [jnp.zeros((ids.size, *table.shape[1:]), table.dtype) for ids in rows]
     return taps
 
 
-def slices(
-    values: Mapping[str, Sequence[jax.Array]],
-    lookups: Mapping[str, Sequence[jax.Array]],
+def rows_by_table(frame: Frame) -> dict[str, list[jax.Array]]:
+    """The rows of each lookup that a run has made, by table."""
+    return frame.notes.get(Lookups).rows
+
+
+def join_gradients(
+    of_taps: Mapping[str, Sequence[jax.Array]],
+    rows: Mapping[str, Sequence[jax.Array]],
     tables: Mapping[str, jax.Array],
 ) -> dict[str, IndexedSlices]:
     """The gradients of tables from the gradients of their taps; several lookups one after the other."""
     return {
-        name: IndexedSlices(jnp.concatenate(parts), jnp.concatenate(lookups[name]), tables[name].shape)
-        for name, parts in values.items()
+        name: IndexedSlices(jnp.concatenate(parts), jnp.concatenate(rows[name]), tables[name].shape)
+        for name, parts in of_taps.items()
     }
 
 
 def zero_gradients(frame: Frame, names: Iterable[str]) -> Variables:
     """Zeros of the kind that the gradients of a training step have."""
-    sparse = slices(taps_for(frame), frame.embeddings.lookups, frame.variables)
+    sparse = join_gradients(make_taps(frame), rows_by_table(frame), frame.variables)
     return {n: sparse.get(n) or jax.tree.map(jnp.zeros_like, frame.variables[n]) for n in names}
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
+
+from estimator.core._typing import PyTree
 
 
 @jax.tree_util.register_dataclass
@@ -104,6 +107,36 @@ class IndexedSlices:
             )
 
 
-def dense(gradient: Any) -> Any:
+def to_dense(gradient: Any) -> Any:
     """A gradient as the optimizers of dense variables take it."""
-    return gradient.to_dense() if isinstance(gradient, IndexedSlices) else gradient
+    return gradient.to_dense() if _is_sparse(gradient) else gradient
+
+
+def map_gradient(
+    of_array: Callable[[jax.Array], Any], gradient: PyTree, of_sparse: Callable[[IndexedSlices], Any] | None = None
+) -> PyTree:
+    """A gradient with a function applied to each of its arrays; of a sparse one, by default, to its values."""
+
+    def values_only(x: IndexedSlices) -> IndexedSlices:
+        return dataclasses.replace(x, values=of_array(x.values))
+
+    return jax.tree.map(
+        lambda x: (of_sparse or values_only)(x) if _is_sparse(x) else of_array(x), gradient, is_leaf=_is_sparse
+    )
+
+
+def select_sparse(gradients: Mapping[str, Any]) -> dict[str, IndexedSlices]:
+    """The sparse ones among gradients by name."""
+    return {name: gradient for name, gradient in gradients.items() if _is_sparse(gradient)}
+
+
+def checked_struct(caller: str, gradient: Any) -> Any:
+    """The shape and dtype of a sparse gradient as a whole, after a check of its fields; others as they are."""
+    if not _is_sparse(gradient):
+        return gradient
+    gradient.check(caller)
+    return jax.ShapeDtypeStruct(gradient.dense_shape, gradient.values.dtype)
+
+
+def _is_sparse(x: object) -> TypeGuard[IndexedSlices]:
+    return isinstance(x, IndexedSlices)

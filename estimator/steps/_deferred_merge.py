@@ -53,4 +53,4 @@ def defer_fields(spec: EstimatorSpec, fields: dict[str, tuple[PyTree, Deferred]]
       fields: by name, what a replicated model_fn returned in it, and what that was merged from.
     """
     changes = {name: parts for name, (whole, parts) in fields.items() if _is_same(getattr(spec, name), whole)}
-    return spec.unchecked(**changes)
+    return spec.replace_unchecked(**changes)

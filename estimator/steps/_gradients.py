@@ -15,7 +15,8 @@ from estimator.core._frame import Frame, Writes, open_frame
 from estimator.core._train_op import GradientsNeeded, TrainOp
 from estimator.core._typing import Forward, PyTree
 from estimator.optim import _loss_scale
-from estimator.sparse._embedding import slices, taps_for
+from estimator.optim._gradient_calls import GradientCalls
+from estimator.sparse._embedding import join_gradients, make_taps, put_taps, rows_by_table
 from estimator.steps._run_result import RunResult
 
 
@@ -56,14 +57,14 @@ class _Pass(NamedTuple):
     Attributes:
       request: what stopped it; None: it came to its end, and has a spec.
       spec, writes, denominators: as in `RunResult`, with losses that are still to be differentiated.
-      lookups: by table, the rows that were looked up.
+      rows: by table, the rows that were looked up.
     """
 
     request: _Request | None
     spec: EstimatorSpec | None
     writes: Writes
     denominators: list[jax.Array]
-    lookups: dict[str, list[jax.Array]]
+    rows: dict[str, list[jax.Array]]
 
 
 class _Differentiated(NamedTuple):
@@ -108,14 +109,17 @@ class _Run:
 
     def result(self, differentiate: bool) -> RunResult:
         self._differentiates = differentiate
+        # Each pass that stops at `compute_gradients` adds its gradients to what the next pass knows: one pass more for
+        # each call, of which XLA keeps what they do not share.
         while True:
             if differentiate:
-                backward = self._differentiated()
+                # One backward pass serves all losses of `minimize`: see `_gradients`.
+                backward = self._differentiate()
                 done = backward.done
             else:
                 _, done = self._forward(self._floating, {})
                 if done.request is not None:
-                    backward = self._differentiated()
+                    backward = self._differentiate()
             if done.request is None:
                 break
             self._known_gradients += (self._gradients(backward, 0, done.request.var_list, done.request.slots),)
@@ -129,11 +133,12 @@ class _Run:
             spec = dataclasses.replace(spec, train_op=_with_gradients(spec.train_op, gradients))
         return RunResult(spec, done.writes, done.denominators, self._last_frame)
 
-    def _differentiated(self) -> _Differentiated:
+    def _differentiate(self) -> _Differentiated:
         while True:
             others = {name: value for name, value in self._floating.items() if name not in self._taps}
             losses, pull, done = jax.vjp(self._forward, others, self._taps, has_aux=True)
-            taps = taps_for(self._last_frame)
+            taps = make_taps(self._last_frame)
+            # The taps of this pass fit the lookups that it made, unless the first pass had none yet.
             if not losses or jax.tree.map(jnp.shape, taps) == jax.tree.map(jnp.shape, self._taps):
                 return _Differentiated(done, losses, pull)
             self._taps = taps
@@ -146,15 +151,16 @@ class _Run:
         dynamic = _loss_scale.current(self._frame.slots, slots)
         fits = float(np.asarray(self._loss_scale).astype(backward.losses[i].dtype)) == self._loss_scale
         scale = self._loss_scale if fits or backward.losses[i].dtype.itemsize >= 4 else 1.0
+        # A cotangent of 0 leaves the other losses out; XLA removes their part of the backward pass.
         cotangents = [jnp.full((), scale if j == i else 0.0, loss.dtype) for j, loss in enumerate(backward.losses)]
         if dynamic is not None:
-            cotangents[i] = _loss_scale.scaled(cotangents[i], dynamic)
+            cotangents[i] = _loss_scale.scale_by(cotangents[i], dynamic)
         dense, of_taps = backward.pull(cotangents)
         if dynamic is not None:
-            dense, of_taps = _loss_scale.unscaled((dense, of_taps), dynamic)
+            dense, of_taps = _loss_scale.unscale_by((dense, of_taps), dynamic)
         if scale != self._loss_scale:  # a third, say, would be rounded to the bfloat16 of the loss
             dense, of_taps = jax.tree.map(lambda x: x * jnp.asarray(self._loss_scale, x.dtype), (dense, of_taps))
-        gradients = dense | slices(of_taps, backward.done.lookups, self._frame.variables)
+        gradients = dense | join_gradients(of_taps, backward.done.rows, self._frame.variables)
         return jax.tree.map(_ascending, {name: gradients[name] for name in names})
 
     def _forward(self, *trained: PyTree) -> tuple[list[jax.Array], _Pass]:
@@ -168,6 +174,7 @@ class _Run:
     def _run_once(self, trained: PyTree, rest: PyTree, batch: tuple[PyTree, ...]) -> tuple[list[jax.Array], _Pass]:
         floating, taps = trained
         fixed, slots, key, step, known_gradients = rest
+        # The frame is kept for its Python values; its arrays are tracers of this pass, which ends with it.
         frame = self._last_frame = self._frame.fresh(
             variables={name: (fixed | floating)[name] for name in self._frame.variables},
             slots=slots,
@@ -175,19 +182,20 @@ class _Run:
             global_step=step,
             replica=dataclasses.replace(self._frame.replica, loss_scale=self._loss_scale),
         )
-        frame.gradients.known = known_gradients
-        frame.embeddings.taps = taps
+        frame.notes.get(GradientCalls).known = known_gradients
+        put_taps(frame, taps)
         with open_frame(frame):
             try:
                 spec = self._call(*batch)
+            # A pass has one output structure for jax: what stopped it, in place of the spec.
             except GradientsNeeded as needed:
                 request = _Request(needed.var_list, needed.slots)
-                return [needed.loss], _Pass(request, None, Writes({}, {}), frame.denominators, frame.embeddings.lookups)
+                return [needed.loss], _Pass(request, None, Writes({}, {}), frame.denominators, rows_by_table(frame))
         if frame.reported:  # beside what towers within this run have reported
             spec = dataclasses.replace(spec, reported={**spec.reported, **frame.reported})
         pending = spec.train_op.pending if self._differentiates and spec.train_op is not None else []
         losses = [update.loss for update in pending if update.loss is not None]
-        return losses, _Pass(None, spec, frame.writes, frame.denominators, frame.embeddings.lookups)
+        return losses, _Pass(None, spec, frame.writes, frame.denominators, rows_by_table(frame))
 
 
 def _with_gradients(train_op: TrainOp, gradients: dict[str, dict[str, PyTree]]) -> TrainOp:

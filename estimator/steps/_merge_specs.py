@@ -30,12 +30,12 @@ class PerPart(NamedTuple):
     export_outputs: PyTree = None
     reported: dict[str, Report] = {}
 
-    def merged(self, parts: int) -> PerPart:
+    def merge(self, parts: int) -> PerPart:
         """The fields of the whole batch, from arrays with the parts as their first dimension."""
         return PerPart(
-            _concatenated(self.predictions),
-            {name: functools.reduce(_merged, _apart(metric, parts)) for name, metric in self.metrics.items()},
-            _concatenated(self.export_outputs),
+            _concatenate(self.predictions),
+            {name: functools.reduce(_merge, _apart(metric, parts)) for name, metric in self.metrics.items()},
+            _concatenate(self.export_outputs),
             merge_reports(_apart(self.reported, parts), [1] * parts),
         )
 
@@ -50,7 +50,7 @@ class PerPart(NamedTuple):
         )
 
 
-def _concatenated(stacked: PyTree) -> PyTree:
+def _concatenate(stacked: PyTree) -> PyTree:
     """Arrays of shape `[parts, rows, ...]`, part after part: the order of the input."""
     return jax.tree.map(
         lambda x: x.reshape(x.shape[1:] if len(x) == 1 else (x.shape[0] * x.shape[1], *x.shape[2:])),
@@ -62,7 +62,7 @@ def _apart(stacked: PyTree, parts: int) -> list[PyTree]:
     return [jax.tree.map(lambda x, i=i: x[i], stacked) for i in range(parts)]
 
 
-def _merged(metric: Any, other: Any) -> Any:
+def _merge(metric: Any, other: Any) -> Any:
     return metric.merge(other)
 
 
@@ -94,6 +94,7 @@ def concatenate_specs(specs: Sequence[EstimatorSpec], sizes: Sequence[int], mean
         )
     loss = None
     if first.loss is not None and second.loss is not None:
+        # A mean of means would count the rows of the smaller part more than others.
         weights = [size / sum(sizes) if mean_loss else 1.0 for size in sizes]
         loss = first.loss * weights[0] + second.loss * weights[1]
     predictions, export_outputs = jax.tree.map(

@@ -10,9 +10,11 @@ from typing import Any
 import jax
 
 from estimator.core._hook import Hook
+from estimator.core._notes import Notes
 from estimator.core._placement import Placement
 from estimator.core._record import Report
 from estimator.core._state import State
+from estimator.core._step_guard import StepGuard
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # hashed as a part of the first run's tree structure
@@ -24,26 +26,24 @@ class ModelInfo:
       placement: where variables and batches go.
       pending: whether losses are left to differentiate.
       shardings: of the State; a prefix.
-      on_nan: "raise", "skip" or None: the argument of `replicate_model_fn`.
+      guard: what becomes of steps that are not made; None: all are.
       compared_on: the device that runs the first batch in one tower, to compare the numbers; None: none does.
       hooks: of its EstimatorSpec for this mode: for the chief alone, and for all.
       trainable: the names of the variables that optimizers change by default.
       reported: what it reports, by name, of `jax.ShapeDtypeStruct`s.
-      starts: what it called `init_from_checkpoint` for.
-      averages: by the name of a moving average, the name of its variable, and whether it is to be read in its place.
+      notes: of the features that it uses, about the model.
     """
 
     like: State
     placement: Placement
     pending: bool
     shardings: Any
-    on_nan: str | None
+    guard: StepGuard | None
     compared_on: jax.Device | None
     hooks: tuple[Sequence[Hook], Sequence[Hook]]
     trainable: tuple[str, ...]
     reported: dict[str, Report]
-    starts: tuple[Any, ...]
-    averages: dict[str, tuple[str, bool]]
+    notes: Notes
 
     @functools.cached_property
     def batch_devices(self) -> Set[jax.Device] | None:

@@ -32,11 +32,11 @@ class ModelRun:
     ...         def half(rows):
     ...             trains = run.frame.mode == "train"
     ...             result = run.on(rows, run.frame.fresh(), differentiate=trains, loss_scale=0.5)
-    ...             return result.scaled(0.5).split()
+    ...             return result.scale(0.5).split()
     ...
     ...         halves = jax.tree.map(lambda x: x.reshape(2, len(x) // 2, *x.shape[1:]), run.batch)
     ...         summed, per_part = jax.vmap(half)(halves)
-    ...         return per_part.merged(2).join(jax.tree.map(lambda x: x.sum(0), summed))
+    ...         return per_part.merge(2).join(jax.tree.map(lambda x: x.sum(0), summed))
     ...
     ...     return mapped
     >>> def model_fn(features, labels, mode):

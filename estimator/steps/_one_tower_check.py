@@ -11,7 +11,7 @@ import numpy as np
 from absl import logging
 
 from estimator.core._estimator_spec import EstimatorSpec
-from estimator.core._frame import Replica
+from estimator.core._replica import Replica
 from estimator.core._typing import PyTree
 from estimator.steps._compiled_steps import Program
 from estimator.steps._model_info import ModelInfo
@@ -33,10 +33,11 @@ def compare_with_one_tower(
 
     def values(one_tower: bool) -> Callable[..., EstimatorSpec]:
         def run(*batch: Any) -> EstimatorSpec:
-            return forward(Replica(forward_only=True, one_tower=one_tower), *batch).unchecked(train_op=None)
+            return forward(Replica(forward_only=True, one_tower=one_tower), *batch).replace_unchecked(train_op=None)
 
         return run
 
+    # Forward alone: gradients would cost a backward pass, and a wrong mean shows in the loss already.
     got = info.placement.compile_read(values(False))(*batch)
     want = Program(values(True))(*jax.device_put(batch, info.compared_on))
     lines = list(differences(_values(got), _values(want), "several towers", 1e-3, 1e-5))

@@ -4,27 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from estimator.core._batch import check_batch
-from estimator.core._bcoo import constrained, has_sparse, per_step
+from estimator.core._bcoo import constrain, has_sparse, per_step
 from estimator.core._estimator_spec import EstimatorSpec, train_op_of
-from estimator.core._frame import Frame, Replica, open_frame
+from estimator.core._frame import Frame, open_frame
 from estimator.core._hook import Hook
 from estimator.core._mode_keys import ModeKeys
 from estimator.core._model_fn import ModelFn
 from estimator.core._placement import Halves, Placement
+from estimator.core._replica import Replica
 from estimator.core._state import State
-from estimator.core._train_op import TrainOp
+from estimator.core._train_op import StepReport, TrainOp
 from estimator.core._typing import Features, Labels, PyTree, Variables
-from estimator.optim._apply_updates import applied
-from estimator.optim._learning_rate import rates_of
-from estimator.optim._moving_average import at_averages, check_averages_move
-from estimator.optim._non_finite import counted, done
+from estimator.optim._apply_updates import apply_step
+from estimator.optim._learning_rate import read_rates
+from estimator.optim._moving_average import Averages, check_averages_move, check_averages_read, variables_to_read
+from estimator.optim._non_finite import count_skipped
 from estimator.steps._compiled_steps import Carry, carry_of, loop_over_all
 from estimator.steps._deferred_merge import Deferred, defer_fields, merge_deferred
 from estimator.steps._gradients import run_model_fn
@@ -56,16 +57,16 @@ class PureSteps:
         self.saw_sparse = False
 
     def init(
-        self, key: jax.Array, features: Features, labels: Labels, initial: Variables, mode: ModeKeys
+        self, key: jax.Array, features: Features, labels: Labels, initial_values: Variables, mode: ModeKeys
     ) -> tuple[State, Static]:
         """The first State, and the `ModelInfo`."""
         self._check(features, labels)
         step = jnp.zeros((), jnp.int32)
-        frame = Frame(mode, {}, {}, key=key, global_step=step, initializing=True, initial=initial)
+        frame = Frame(mode, {}, {}, key=key, global_step=step, initializing=True, initial_values=initial_values)
         with open_frame(frame):
             spec = self._call(features, labels, mode)
-        if mode == ModeKeys.TRAIN and frame.declared.averages:
-            check_averages_move(train_op_of(spec), frame.declared)
+        if mode == ModeKeys.TRAIN:
+            check_averages_move(train_op_of(spec), frame)
         state = State(frame.variables, frame.slots, step, key)
         like = jax.tree.map(_struct, state)
         like = like._replace(variables={name: like.variables[name] for name in frame.declared.trainable})  # jax sorts
@@ -75,7 +76,7 @@ class PureSteps:
             placement=placement,
             pending=spec.train_op is not None and bool(spec.train_op.pending),
             shardings=placement.state(like) if mode == ModeKeys.TRAIN else placement.state_to_read(like),
-            on_nan=frame.on_nan,
+            guard=frame.guard,
             compared_on=frame.compared_on,
             hooks=_hooks(spec),
             trainable=tuple(name for name, is_trainable in frame.declared.trainable.items() if is_trainable),
@@ -83,8 +84,7 @@ class PureSteps:
             reported=jax.tree.map(
                 lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), {**spec.reported, **frame.reported}
             ),
-            starts=tuple(frame.declared.starts),
-            averages=dict(frame.declared.averages),
+            notes=frame.declared.notes,
         )
         return state, Static(info)
 
@@ -99,13 +99,15 @@ class PureSteps:
     ) -> tuple[EstimatorSpec, Variables]:
         """The spec, with gradients, and the variables that the model_fn wrote itself."""
         rows = self._check(features, labels)
+        # Says to XLA where the rows are, so that it does not gather a batch that its caller has not placed.
         sharding = info.placement.batch(rows)
         if sharding is not None and not replica.one_tower:
-            features, labels = constrained((features, labels), sharding)
+            features, labels = constrain((features, labels), sharding)
         frame = Frame(
             mode,
-            state.variables if mode == ModeKeys.TRAIN else at_averages(info.averages, state.variables),
+            variables_to_read(info.notes.get(Averages), mode, state.variables),
             state.slots,
+            # The key depends on the step alone: a run that resumes draws the numbers that it would have drawn.
             key=jax.random.fold_in(state.key, state.global_step),
             global_step=state.global_step,
             replica=replica,
@@ -118,7 +120,7 @@ class PureSteps:
         self,
         state: State,
         train_op: TrainOp,
-        assigned: Variables,
+        written: Variables,
         at: Callable[[Variables], TrainOp] | None = None,
     ) -> State:
         """The state after a step whose gradients are known.
@@ -126,19 +128,21 @@ class PureSteps:
         Args:
           at: the train_op with the gradients at other variables, for optimizers that ask for them.
         """
-        variables, slots = applied(train_op, assigned, state.variables, state.slots, state.key, state.global_step, at)
+        start = state.variables, state.slots, state.key, state.global_step
+        variables, slots = apply_step(train_op, written, *start, at)
         after = State(variables, slots, state.global_step + 1, state.key)
-        return counted(train_op, state, after)
+        return count_skipped(train_op, state, after)
 
     def train(self, info: ModelInfo, state: State, features: Features, labels: Labels) -> tuple[State, EstimatorSpec]:
         """One step; what is merged only once per program is still `Deferred`."""
 
-        def at(variables: Variables) -> TrainOp:
+        def train_op_at(variables: Variables) -> TrainOp:
             start = state._replace(variables=variables)
             return train_op_of(self.compute(info, start, features, labels, ModeKeys.TRAIN)[0])
 
-        spec, assigned = self.compute(info, state, features, labels, ModeKeys.TRAIN)
-        after = self.apply(state, train_op_of(spec), assigned, at)
+        # From top to bottom: the model_fn and its gradients, the updates, the report.
+        spec, written = self.compute(info, state, features, labels, ModeKeys.TRAIN)
+        after = self.apply(state, train_op_of(spec), written, train_op_at)
         return after, finish_spec(info.placement, spec, after)
 
     def train_loop(
@@ -174,14 +178,21 @@ class PureSteps:
 
 
 def finish_spec(placement: Placement, spec: EstimatorSpec, after: State) -> EstimatorSpec:
-    """The spec of a step that was made: its train_op says how, not what to do."""
+    """The spec of a step that was made, with a report in place of the train_op."""
     train_op = train_op_of(spec)
+    allowed = train_op.is_allowed()
     rates: dict[str, Any] = {
         name: rate if rate.ndim == 0 else Deferred(rate, placement.first)
-        for name, rate in rates_of(after.slots).items()
+        for name, rate in read_rates(after.slots).items()
         if rate.ndim == 0 or train_op.slots  # of each tower
     }
-    return spec.unchecked(train_op=done(train_op, rates))
+    report = StepReport(skipped=None if allowed is None else ~allowed, learning_rates=rates)
+    return spec.replace_unchecked(train_op=report)
+
+
+def check_modes(infos: Mapping[ModeKeys, ModelInfo]) -> None:
+    """Raises an error where what a model_fn does in one mode contradicts another."""
+    check_averages_read({mode: (info.notes.get(Averages), info.like.variables) for mode, info in infos.items()})
 
 
 def _struct(leaf: PyTree) -> jax.ShapeDtypeStruct:

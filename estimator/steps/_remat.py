@@ -68,7 +68,7 @@ def checkpoint_segments(fn: Callable[..., PyTree], segments: int | None = None) 
             f"`est.checkpoint_segments` needs segments, an integer of at least 1, or None; got {segments!r}."
         )
 
-    def cut(*args: PyTree) -> PyTree:
+    def run_segments(*args: PyTree) -> PyTree:
         from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
         closed, shape = jax.make_jaxpr(fn, return_shape=True)(*args)
@@ -77,12 +77,12 @@ def checkpoint_segments(fn: Callable[..., PyTree], segments: int | None = None) 
         values |= zip(jaxpr.invars, jax.tree.leaves(args), strict=True)
         for start, stop in itertools.pairwise(_cuts(jaxpr, segments)):
             part = _part(jaxpr, start, stop)
-            outputs = _recomputed(jaxpr_as_fun(ClosedJaxpr(part, [])))([values[v] for v in part.invars])
+            outputs = _recompute(jaxpr_as_fun(ClosedJaxpr(part, [])))([values[v] for v in part.invars])
             values |= zip(part.outvars, outputs, strict=True)
         leaves = [v.val if isinstance(v, Literal) else values[v] for v in jaxpr.outvars]
         return jax.tree.unflatten(jax.tree.structure(shape), leaves)
 
-    return cut
+    return run_segments
 
 
 def _part(jaxpr: Jaxpr, start: int, stop: int) -> Jaxpr:
@@ -100,7 +100,7 @@ def _variables(atoms: Sequence[Any]) -> list[Var]:
     return [v for v in atoms if not isinstance(v, Literal)]
 
 
-def _recomputed(part: Callable[..., list[Any]]) -> Callable[[Sequence[Any]], list[Any]]:
+def _recompute(part: Callable[..., list[Any]]) -> Callable[[Sequence[Any]], list[Any]]:
     """`part`, of which the backward pass has the inputs alone.
 
     Only inputs that are differentiated, and results of which a gradient comes, are gone through backwards, as without
@@ -165,6 +165,7 @@ def _cuts(jaxpr: Jaxpr, segments: int | None) -> list[int]:
 
 def _even_cuts(made: list[int], live: list[int], segments: int) -> list[int]:
     """Cuts near those that would make all parts make equally many bytes, where the least go through."""
+    # Parts of equal bytes need the least memory together; a third of one is the room to find a narrow place to cut.
     until = [0, *itertools.accumulate(made)]
     reach = until[-1] / segments / 3
     cuts = {0, len(made)}

@@ -13,9 +13,9 @@ from estimator.core._frame import Frame, Writes
 from estimator.core._record import Rows
 from estimator.core._state import State
 from estimator.core._typing import Slots, Variables
-from estimator.optim._apply_updates import applied
+from estimator.optim._apply_updates import apply_step
 from estimator.optim._finite import update_if
-from estimator.optim._reinitialize import reinitialized
+from estimator.optim._reinitialize import reinitialize_slots
 from estimator.steps._merge_specs import PerPart, merges_by_sum
 
 _PLURAL = {"tower": "towers", "micro-batch": "micro-batches"}  # the kinds of parts, for messages
@@ -37,20 +37,24 @@ class RunResult(NamedTuple):
     denominators: list[jax.Array]
     frame: Frame
 
-    def scaled(self, share: float) -> RunResult:
+    def scale(self, share: float) -> RunResult:
         """With the part's share of the merged losses, so that the sum over parts is the merged loss."""
         loss, train_op = self.spec.loss, self.spec.train_op
         if train_op is not None:
             updates = (u if u.loss is None else dataclasses.replace(u, loss=u.loss * share) for u in train_op.updates)
             train_op = dataclasses.replace(train_op, updates=tuple(updates))
-        return self._replace(spec=self.spec.unchecked(loss=None if loss is None else loss * share, train_op=train_op))
+        return self._replace(
+            spec=self.spec.replace_unchecked(loss=None if loss is None else loss * share, train_op=train_op)
+        )
 
     def split(self) -> tuple[EstimatorSpec, PerPart]:
         """The fields of the spec that are merged by a sum over parts, and the others."""
         spec, metrics = self.spec, self.spec.eval_metric_ops
+        # A sum over towers is one all-reduce, with the gradients; what merges otherwise has to be gathered from all
+        # towers.
         by_sum = {name: metric for name, metric in metrics.items() if merges_by_sum(metric)}
         others = {name: metric for name, metric in metrics.items() if name not in by_sum}
-        summed = spec.unchecked(predictions=None, eval_metric_ops=by_sum, export_outputs=None, reported={})
+        summed = spec.replace_unchecked(predictions=None, eval_metric_ops=by_sum, export_outputs=None, reported={})
         return summed, PerPart(spec.predictions, others, spec.export_outputs, spec.reported)
 
     def addends(self, index: jax.Array, parts: int, part: str = "tower") -> Writes:
@@ -93,7 +97,7 @@ class RunResult(NamedTuple):
                     "`est.summary.histogram`."
                 )
 
-    def updated(self, start: State, at: Callable[[Variables], RunResult]) -> tuple[Variables, Slots]:
+    def apply_updates(self, start: State, at: Callable[[Variables], RunResult]) -> tuple[Variables, Slots]:
         """The variables and slots after the step that this is a run of, where it is taken within another program.
 
         Args:
@@ -103,7 +107,7 @@ class RunResult(NamedTuple):
         written = self.writes.applied_to(start.variables)
 
         def update(before: tuple[Variables, Slots]) -> tuple[Variables, Slots]:
-            return applied(
+            return apply_step(
                 train_op_of(self.spec),
                 written,
                 *before,
@@ -120,4 +124,4 @@ class RunResult(NamedTuple):
         frame = self.frame.fresh(reuse=True)  # for optimizers that ask for the step or a variable
         frame.declared.trainable = self.frame.declared.trainable
         updates = train_op_of(self.spec).updates
-        return {**slots, **{u.slots: reinitialized(u, slots[u.slots], variables, frame) for u in updates}}
+        return {**slots, **{u.slots: reinitialize_slots(u, slots[u.slots], variables, frame) for u in updates}}

@@ -69,7 +69,7 @@ def sync_variables(
         raise ValueError(f'`est.sync_variables` needs how="first" or how="mean"; got {how!r}.')
     names = [names] if isinstance(names, str) else names
     if context is not None:
-        context.change(functools.partial(_synced, names=names, how=how))
+        context.change(functools.partial(_sync_carry, names=names, how=how))
         return
     frame = current_frame("est.sync_variables")
     for name in _written_by_model_fn(frame, names):
@@ -95,7 +95,7 @@ def _written_by_model_fn(frame: Frame, names: Sequence[str] | None) -> list[str]
     return resolved
 
 
-def _synced(carry: Any, names: Sequence[str] | None, how: str) -> Any:
+def _sync_carry(carry: Any, names: Sequence[str] | None, how: str) -> Any:
     if names is None:
         variables, slots = _same_everywhere((carry.variables, carry.slots), how)
         return carry._replace(variables=variables, slots=slots)
@@ -147,8 +147,8 @@ def _copies(array: jax.Array) -> jax.Array | None:
 
 @functools.cache
 def _merge(how: str, shardings: tuple[NamedSharding, ...]) -> Any:
-    def merged(copies: list[jax.Array]) -> list[jax.Array]:
+    def merge_copies(copies: list[jax.Array]) -> list[jax.Array]:
         means = [how == "mean" and jnp.issubdtype(x.dtype, jnp.inexact) for x in copies]
         return [x.mean(0) if mean else x[0] for x, mean in zip(copies, means, strict=True)]
 
-    return jax.jit(merged, out_shardings=list(shardings))
+    return jax.jit(merge_copies, out_shardings=list(shardings))

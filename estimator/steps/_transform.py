@@ -11,21 +11,20 @@ import jax
 from estimator.core._batch import abstract, check_batch, guarded
 from estimator.core._bcoo import padded, per_step
 from estimator.core._estimator_spec import EstimatorSpec
-from estimator.core._frame import Replica
 from estimator.core._mode_keys import ModeKeys
 from estimator.core._model_fn import ModelFn, bind
+from estimator.core._replica import Replica
 from estimator.core._rng import checked_key
 from estimator.core._state import State
-from estimator.core._typing import Features, Labels, PyTree, Variables
+from estimator.core._typing import Features, Labels, PyTree
 from estimator.inputs._batch_values import stacked, taken
 from estimator.multihost._global_arrays import put
-from estimator.optim._moving_average import check_averages_read
-from estimator.optim._non_finite import cleared, raise_if_any
 from estimator.steps._compiled_steps import Program
 from estimator.steps._deferred_merge import merge_deferred
 from estimator.steps._model_info import ModelInfo
 from estimator.steps._one_tower_check import compare_with_one_tower
-from estimator.steps._pure_steps import PureSteps
+from estimator.steps._pure_steps import PureSteps, check_modes
+from estimator.variables._initial_value import InitialValues
 
 
 class _Init(Protocol):
@@ -147,10 +146,9 @@ class _Steps:
         rows = check_batch(features, labels)
         features, labels = padded(taken(features, labels))
         info = self.info(features, labels, mode)
-        initial: Variables = {}  # read here and not in the model_fn, which runs for each program, and to resume
-        for start in info.starts:
-            initial |= start.read(info.like.variables)
-        state, _ = self._inits[mode](key, features, labels, initial, rows=rows)
+        # Read here and not in the model_fn, which runs for each program, and to resume.
+        values = info.notes.get(InitialValues).read(info.like.variables)
+        state, _ = self._inits[mode](key, features, labels, values, rows=rows)
         return put(state, info.shardings)
 
     def abstract_init(self, features: Features, labels: Labels = None, mode: str = ModeKeys.TRAIN) -> State:
@@ -174,7 +172,7 @@ class _Steps:
             else:
                 _, static = self._inits[mode].trace(*args).out_info
             info: ModelInfo = static.value
-            check_averages_read({**self._infos, mode: info})
+            check_modes({**self._infos, mode: info})
             self._infos[mode] = info
         return self._infos[mode]
 
@@ -212,14 +210,14 @@ class _Steps:
     def _train(
         self, step: _TrainProgram, state: State, features: Features, labels: Labels
     ) -> tuple[State, EstimatorSpec]:
-        """Runs steps; with on_nan="raise" it raises at once, unless the caller traces: who then has to look itself."""
+        """Runs steps under the guard of the model_fn, unless the caller traces: who then has to look itself."""
         info = self._infos[ModeKeys.TRAIN]
-        raises = info.on_nan == "raise" and not isinstance(state.global_step, jax.core.Tracer)
-        if raises:
-            state = cleared(state)
+        guard = None if isinstance(state.global_step, jax.core.Tracer) else info.guard
+        if guard is not None:
+            state = guard.before_step(state)
         after, spec = self._call(step, info, state, features, labels)
-        if raises:
-            raise_if_any(after)
+        if guard is not None:
+            guard.after_step(after)
         return after, spec
 
     def eval_step(self, state: State, features: Features, labels: Labels = None) -> EstimatorSpec:

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from estimator.core._record import Histogram, Rows, Scalar, checked, metric_of, report
+from estimator.core._record import Histogram, Rows, Scalar, as_reported_array, metric_of, report
 
 
 def scalar(name: str, value: Any) -> None:
@@ -24,7 +24,7 @@ def scalar(name: str, value: Any) -> None:
     Raises:
       ValueError: the value has several elements.
     """
-    array = checked("est.summary.scalar", name, value)
+    array = as_reported_array("est.summary.scalar", name, value)
     if array.size != 1:
         raise ValueError(
             f"`est.summary.scalar({name!r})` needs a number; got an array of shape {array.shape}. "
@@ -43,7 +43,7 @@ def histogram(name: str, values: Any) -> None:
     Raises:
       ValueError: there are no values.
     """
-    array = checked("est.summary.histogram", name, values)
+    array = as_reported_array("est.summary.histogram", name, values)
     if not array.size:
         raise ValueError(f"`est.summary.histogram({name!r})` needs values; got an array of shape {array.shape}.")
     report("est.summary.histogram", name, Histogram.of(array))
@@ -62,7 +62,7 @@ def image(name: str, images: Any, max_outputs: int = 3) -> None:
     Raises:
       ValueError: the array has another shape.
     """
-    array = checked("est.summary.image", name, images)
+    array = as_reported_array("est.summary.image", name, images)
     if array.ndim != 4 or array.shape[-1] not in (1, 3, 4):
         raise ValueError(
             f"`est.summary.image({name!r})` needs an array of shape (batch, height, width, channels) with 1, 3 or 4 "

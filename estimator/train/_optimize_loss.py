@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,7 +15,7 @@ from estimator.core._rng import make_rng
 from estimator.core._train_op import TrainOp
 from estimator.core._typing import PyTree
 from estimator.optim._optimizer import Optimizer
-from estimator.sparse._indexed_slices import IndexedSlices
+from estimator.sparse._indexed_slices import map_gradient
 from estimator.summary._ops import histogram, scalar
 from estimator.train._adam import AdamOptimizer
 from estimator.train._adaptive import AdagradOptimizer, RMSPropOptimizer
@@ -162,7 +161,7 @@ def _noisy(gradient: PyTree, scale: float) -> PyTree:
     def noisy(x: jax.Array) -> jax.Array:
         return x + scale * jax.random.truncated_normal(make_rng("gradient_noise"), -2, 2, x.shape, x.dtype)
 
-    return _map(lambda x: noisy(x.to_dense()), gradient, noisy)
+    return map_gradient(noisy, gradient, of_sparse=lambda x: noisy(x.to_dense()))
 
 
 def _multiplied(gradients: Gradients, multipliers: Mapping[str, float]) -> Gradients:
@@ -179,20 +178,13 @@ def _scaled(gradient: PyTree, factor: Any) -> PyTree:
     def scaled(x: jax.Array) -> jax.Array:
         return x * jnp.asarray(factor, x.dtype)
 
-    return _map(lambda x: dataclasses.replace(x, values=scaled(x.values)), gradient, scaled)
+    return map_gradient(scaled, gradient)
 
 
 def _values(gradient: PyTree) -> list[jax.Array]:
     """The arrays of a gradient, in which each row that was looked up is there once."""
-    return jax.tree.leaves(_map(lambda x: x.deduplicate().values, gradient, lambda x: x))
+    return jax.tree.leaves(map_gradient(lambda x: x, gradient, of_sparse=lambda x: x.deduplicate().values))
 
 
 def _norm(gradients: Gradients) -> jax.Array:
     return optax.tree.norm([_values(gradient) for gradient, _ in gradients])
-
-
-def _map(of_slices: Callable[[IndexedSlices], Any], gradient: PyTree, of_array: Callable[[Any], Any]) -> PyTree:
-    def each(x: Any) -> Any:
-        return of_slices(x) if isinstance(x, IndexedSlices) else of_array(x)
-
-    return jax.tree.map(each, gradient, is_leaf=lambda x: isinstance(x, IndexedSlices))

@@ -13,7 +13,20 @@ import numpy as np
 from estimator.core._batch import unknown_dtype
 from estimator.core._frame import Frame
 from estimator.core._rng import name_hash
-from estimator.core._typing import PyTree
+from estimator.core._typing import PyTree, Variables
+
+
+class InitialValues(list[Any]):
+    """Sources of initial values beside initializers, which a model_fn has chosen; the later ones count more.
+
+    Each has a method `read(variables)`: values by the names of their arrays, in the dtypes of `variables`.
+    """
+
+    def read(self, variables: Variables) -> Variables:
+        values: Variables = {}
+        for source in self:
+            values |= source.read(variables)
+        return values
 
 
 def initial_value(call: str, frame: Frame, full: str, shape: Any, dtype: Any, initializer: Any) -> PyTree:

@@ -15,7 +15,12 @@ from estimator.core._typing import PyTree
 from estimator.runtime._transformations import differentiates, stages
 from estimator.variables._aggregation import VariableAggregation
 from estimator.variables._initial_value import as_dtype, as_shape, check_declared, initial_value, is_trainable
+from estimator.variables._lookups import Lookups
 from estimator.variables._partitioning import Partition, partitioned
+
+
+class Regularizers(dict[str, Callable[[Any], Any]]):
+    """The regularizers that `get_variable` was given in one run, by full name."""
 
 
 def get_variable(
@@ -133,7 +138,7 @@ def _get(
     )
     if frame.initializing:
         made = initial_value(call, frame, full, shape, dtype, initializer)
-        frame.variables[full] = map_named(lambda name, leaf: frame.initial.get(name, leaf), {full: made})[full]
+        frame.variables[full] = map_named(lambda name, leaf: frame.initial_values.get(name, leaf), {full: made})[full]
     elif full not in frame.variables:
         raise ValueError(
             f"{call}: the state has no such variable, only {listed(frame.variables)}. "
@@ -147,7 +152,7 @@ def _get(
     frame.declared.aggregation[full] = VariableAggregation(aggregation)
     floating = all(jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in jax.tree.leaves(frame.variables[full]))
     if regularizer is not None and floating:
-        frame.declared.regularizers[full] = regularizer
+        frame.notes.get(Regularizers)[full] = regularizer
     return read(frame, full)
 
 
@@ -253,7 +258,7 @@ def assign_add(name: str, delta: PyTree) -> None:
 
 
 def read(frame: Frame, full: str) -> PyTree:
-    frame.embeddings.handed_out.add(full)
+    frame.notes.get(Lookups).read_whole.add(full)
     value = frame.writes.assigned.get(full, frame.variables[full])
     if full in frame.writes.added:
         value = jax.tree.map(jnp.add, value, frame.writes.added[full])

@@ -19,7 +19,7 @@ class BmufState(NamedTuple):
     """The state of `bmuf`.
 
     Attributes:
-      velocity: how far the last block moved the global variables, by name.
+      velocity: how far the last block move the global variables, by name.
     """
 
     velocity: PyTree
@@ -64,10 +64,10 @@ def bmuf(
         del params
         momentum = 1 - 1 / num_towers() if block_momentum is None else block_momentum
 
-        def moved(difference: jax.Array, velocity: jax.Array) -> jax.Array:
+        def move(difference: jax.Array, velocity: jax.Array) -> jax.Array:
             return momentum * velocity - block_learning_rate * difference
 
-        velocity = jax.tree.map(moved, updates, state.velocity)
+        velocity = jax.tree.map(move, updates, state.velocity)
         if not nesterov:
             return velocity, BmufState(velocity)
         ahead = jax.tree.map(lambda new, old: new - momentum * (new - old), velocity, state.velocity)

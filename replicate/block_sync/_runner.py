@@ -98,6 +98,7 @@ class BlockSyncRunner(SyncRunner):
     block_sync: BlockSync = dataclasses.field(kw_only=True)
 
     def initialize(self, run: ModelRun) -> EstimatorSpec:
+        # Default names are counted from here again in the abstract run below.
         before = run.frame.fresh()
         spec, frame = super().initialize(run), run.frame
         if frame.mode != ModeKeys.TRAIN:
@@ -111,7 +112,7 @@ class BlockSyncRunner(SyncRunner):
         if SLOTS in frame.slots:
             raise ValueError(f"An optimizer is named {SLOTS!r}, as is what `BlockSync` keeps in the slots. Rename it.")
         trained = {name: value for name, value in frame.variables.items() if frame.declared.trainable[name]}
-        assigned = {name: frame.variables[name] for name in self._assigned(run, before)}
+        assigned = {name: frame.variables[name] for name in self._names_written(run, before)}
         unknown = [name for name in self.block_sync.sync if name not in assigned]
         if unknown:
             raise ValueError(
@@ -129,7 +130,7 @@ class BlockSyncRunner(SyncRunner):
         frame.slots.update(slots | {SLOTS: BlockSyncState(copies, own, outer, jnp.int32(0), jnp.int32(0))})
         return spec
 
-    def _assigned(self, run: ModelRun, before: Frame) -> list[str]:
+    def _names_written(self, run: ModelRun, before: Frame) -> list[str]:
         """The names of the variables that the model_fn writes in a training step, from an abstract run of one.
 
         Args:
@@ -179,7 +180,7 @@ class BlockSyncRunner(SyncRunner):
         since = jnp.where(self._ends_block(steps, since), 0, since)
         slots = {**local.slots, SLOTS: BlockSyncState(local.copies, local.own, outer, steps, since)}
         train_op = dataclasses.replace(bare.train_op or TrainOp(), slots=slots)
-        rows = of_rows.merged(len(self.devices))
+        rows = of_rows.merge(len(self.devices))
         return dataclasses.replace(
             bare, predictions=rows.predictions, export_outputs=rows.export_outputs, train_op=train_op, **merged
         )
@@ -209,13 +210,13 @@ class BlockSyncRunner(SyncRunner):
             return self.run_tower(run, at, batch, scale, average=lambda of_this_tower: of_this_tower)
 
         def trained_from(variables: Variables) -> RunResult:
-            return run_from(variables).scaled(scale)
+            return run_from(variables).scale(scale)
 
         result = run_from(start.variables)
         _check_written(result.writes.names, {**copies, **own}, self.block_sync.sync)
         trainable = result.frame.declared.trainable
         _check_own(own, [n for n in (*copies, *own) if not trainable[n] and n not in self.block_sync.sync])
-        moved, slots = result.scaled(scale).updated(start, at=trained_from)
+        moved, slots = result.scale(scale).apply_updates(start, at=trained_from)
         warmup = self.block_sync.warmup_steps
         is_warmup = block.steps + 1 == warmup if warmup else None
         average = BlockAverage(self.block_sync, self.ops, result, is_warmup)
@@ -226,17 +227,18 @@ class BlockSyncRunner(SyncRunner):
             {name: moved[name] for name in changing},
             slots,
         )
+        # Every step ends a block: no branch, and so no copy of what both of its sides return.
         if self.block_sync.block_steps == 1 and not warmup:
             after = average(after)
         else:
             after = jax.lax.cond(self._ends_block(block.steps + 1, block.since + 1), average, lambda same: same, after)
         copies, own = ({name: after.copies[name] for name in some} for some in (copies, own))
-        spec = result.scaled(share_of_loss).spec
+        spec = result.scale(share_of_loss).spec
         step = _LocalStep(
-            bare=spec.unchecked(
+            bare=spec.replace_unchecked(
                 predictions=None,
                 loss=None,
-                train_op=TrainOp(averages=(spec.train_op or TrainOp()).averages),
+                train_op=TrainOp(moves=(spec.train_op or TrainOp()).moves),
                 eval_metric_ops={},
                 export_outputs=None,
                 reported={},
@@ -261,17 +263,17 @@ class BlockSyncRunner(SyncRunner):
     # What becomes of values with the towers as their first dimension. It is communication, so it happens after the last
     # step of a program.
 
-    def _gathered(self, parts: PyTree) -> PyTree:
+    def _gather(self, parts: PyTree) -> PyTree:
         return self.placement.gathered(parts)
 
     def _loss(self, losses: jax.Array) -> jax.Array:
-        return self._gathered(losses).sum(axis=0)
+        return self._gather(losses).sum(axis=0)
 
     def _metrics(self, metrics: PyTree) -> PyTree:
-        return PerPart(metrics=self._gathered(metrics)).merged(len(self.devices)).metrics
+        return PerPart(metrics=self._gather(metrics)).merge(len(self.devices)).metrics
 
     def _reports(self, reported: PyTree) -> PyTree:
-        return PerPart(reported=self._gathered(reported)).merged(len(self.devices)).reported
+        return PerPart(reported=self._gather(reported)).merge(len(self.devices)).reported
 
 
 def _replaced_where(condition: jax.Array, variables: Variables, copies: Variables) -> Variables:

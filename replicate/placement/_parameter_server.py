@@ -9,7 +9,6 @@ the global norm, gets the sums of all of them and is as exact as on one device.
 from __future__ import annotations
 
 import collections
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -88,7 +87,7 @@ class ParameterServer(OffTowerPlacement):
         def compute(*args: Any) -> tuple[EstimatorSpec, PyTree, list[Packed]]:
             spec, assigned = halves.compute(*args)
             gradients = spec.train_op.gradients()
-            bare = spec.unchecked(train_op=spec.train_op.without_gradients())
+            bare = spec.replace_unchecked(train_op=spec.train_op.without_gradients())
             return bare, assigned, [_packed_for(home, homes, gradients) for home in self._homes]
 
         def apply(state: State, train_op: TrainOp, assigned: PyTree, parcels: list[Packed]) -> State:
@@ -111,8 +110,8 @@ class ParameterServer(OffTowerPlacement):
                 updates[kind] = _Update(apply, (state, *step), shardings, donate)
             after = updates[kind](state, *step)
             spec = halves.finish(spec, after)
-            rates = {n: rate.copy() for n, rate in spec.train_op.learning_rates.items()}
-            return after, spec.unchecked(train_op=dataclasses.replace(spec.train_op, learning_rates=rates))
+            # What the step reports may be arrays of the state, which the next step may donate.
+            return after, spec.replace_unchecked(train_op=jax.tree.map(jnp.copy, spec.train_op))
 
         return several
 
@@ -162,12 +161,14 @@ class _Update:
         self._programs = []
         self._is_new = True
         for home, run, taken in parts:
+            # What two programs read must not be donated by the first of them.
             only_here = {i for i, h in enumerate(self._homes) if h == home and uses[i] == 1 and not keys[i]}
             donated = [position for position, i in enumerate(taken) if i in only_here] if donate else ()
             self._programs.append((home, jax.jit(run, donate_argnums=donated), taken))
 
     def __call__(self, *args: Any) -> State:
         leaves = jax.tree.leaves(args)
+        # All transfers start before the first program waits for one.
         ready = [transfer([leaves[i] for i in taken], home) for home, _, taken in self._programs]
         new: list[Any] = [None] * len(self._homes)
         for (home, program, _), mine in zip(self._programs, ready, strict=True):

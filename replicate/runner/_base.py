@@ -49,9 +49,9 @@ class Runner(abc.ABC):
     def evaluate(self, run: ModelRun) -> EstimatorSpec:
         """The merged spec in EVAL or PREDICT, in which every example counts once."""
 
-    def merged(self, per_part: PerPart, towers: int) -> PerPart:
+    def merge_parts(self, per_part: PerPart, towers: int) -> PerPart:
         """The fields of the spec of all towers, from arrays with the towers as their first dimension."""
-        return per_part._replace(metrics=self.placement.to_merge(per_part.metrics)).merged(towers)
+        return per_part._replace(metrics=self.placement.to_merge(per_part.metrics)).merge(towers)
 
     def start_of(self, frame: Frame) -> State:
         """The state that all towers of a run start from."""
@@ -79,6 +79,7 @@ def tower_frame(
       first: the number of the first row, which makes the random keys differ from other parts' towers.
     """
     key = start.key
+    # A single tower with all rows draws what a plain model_fn draws, bit for bit.
     if num_towers() > 1 or first:
         key = jax.random.fold_in(key, tower_index() + first)
     return frame.fresh(

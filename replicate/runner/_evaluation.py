@@ -62,14 +62,16 @@ class Evaluation:
         """The merged spec. Where a loss is within a loop or a branch, its denominator cannot be carried from one run
         into the next: then one tower takes all rows."""
         devices, rows = self.runner.devices, self.run.rows
+        # The remainder is not padded: padding would have a part in batch norms, metrics and whatever the model_fn
+        # computes.
         even = rows - rows % len(devices)
         parts = [_Part(devices, 0, even), _Part(devices[:1], even, rows - even)]
         try:
-            return self._merged([part for part in parts if part.size])
+            return self._merge([part for part in parts if part.size])
         except _DenominatorInside:
-            return self._merged([_Part(devices[:1], 0, rows)])
+            return self._merge([_Part(devices[:1], 0, rows)])
 
-    def _merged(self, parts: list[_Part]) -> EstimatorSpec:
+    def _merge(self, parts: list[_Part]) -> EstimatorSpec:
         is_only = len(parts) == 1
         results = [self._run(part, is_only, None) for part in parts]
         if not is_only and results[0].denominators:
@@ -105,11 +107,11 @@ class Evaluation:
             results.append(result)
             if len(runner.devices) > 1:
                 result.check_rows(part.size // towers)
-            summed, per_part = result.scaled(scale).split()
+            summed, per_part = result.scale(scale).split()
             return all_reduce([], (summed, result.denominators), runner.ops)[1], per_part
 
         is_even = towers == len(runner.devices)
         mapped = tower_map(tower, part.devices) if is_even else lone_tower(tower, runner.devices)
         rows = take_rows(self.run.batch, part.begin, part.size)
         (summed, denominators), per_part = mapped(self._start, rows)
-        return results[-1]._replace(spec=runner.merged(per_part, towers).join(summed), denominators=denominators)
+        return results[-1]._replace(spec=runner.merge_parts(per_part, towers).join(summed), denominators=denominators)

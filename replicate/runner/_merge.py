@@ -16,9 +16,9 @@ from replicate.towers._slices import is_slices
 def reduce_step(spec: EstimatorSpec, others: Tree, ops: CrossTowerOps) -> tuple[EstimatorSpec, Tree]:
     """The sums over towers of the spec of a training step, with its gradients, and of what else is summed."""
     train_op = spec.train_op or TrainOp()
-    bare = spec.unchecked(train_op=train_op.without_gradients())
+    bare = spec.replace_unchecked(train_op=train_op.without_gradients())
     gradients, (bare, others) = all_reduce(train_op.gradients(), (bare, others), ops)
-    return bare.unchecked(train_op=(bare.train_op or TrainOp()).with_gradients(gradients)), others
+    return bare.replace_unchecked(train_op=(bare.train_op or TrainOp()).with_gradients(gradients)), others
 
 
 def all_reduce(gradients: list[Gradients], others: Tree, ops: CrossTowerOps) -> tuple[list[Gradients], Tree]:
@@ -43,6 +43,7 @@ def all_reduce(gradients: list[Gradients], others: Tree, ops: CrossTowerOps) -> 
     in_order = [list(own.values()) for own in gradients]  # which jax would sort by name
     leaves, structure = jax.tree.flatten((in_order, others), is_leaf=is_slices)
     count = 0 if ops.exact is ops else len(jax.tree.leaves(in_order, is_leaf=is_slices))
+    # Gradients by the chosen algorithm, which may compress them; losses, metrics and marks always exactly.
     for some, positions in ((ops, range(count)), (ops.exact, range(count, len(leaves)))):
         dense = [i for i in positions if not is_slices(leaves[i])]
         sums = some.sum_in_towers([leaves[i] for i in dense]) if dense else []

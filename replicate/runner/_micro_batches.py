@@ -61,7 +61,7 @@ class MicroBatches:
     steps: int
     loss_scale: float
 
-    def merged(self, batch: PyTree, like: RunResult, average: Callable[[PyTree], PyTree]) -> RunResult:
+    def run_all(self, batch: PyTree, like: RunResult, average: Callable[[PyTree], PyTree]) -> RunResult:
         """The result of all micro-batches.
 
         Args:
@@ -75,6 +75,8 @@ class MicroBatches:
         rows = self._checked_rows()
         numbered = jnp.arange(self.steps, dtype=jnp.int32), split_rows(batch, self.steps)
         denominators: list[jax.Array] = []
+        # Losses divide by the weights of all micro-batches, so these are added up by a pass forward before any
+        # gradient.
         if like.denominators:
             _, stacked = jax.lax.scan(lambda _, part: (None, self._run_one(*part, None).denominators), None, numbered)
             denominators = average([jnp.mean(each) for each in stacked])
@@ -83,19 +85,19 @@ class MicroBatches:
             result = self._run_one(*part, denominators)
             writes = result.addends(part[0], self.steps, "micro-batch")
             result.check_rows(rows // self.steps, "micro-batch")
-            summed, per_part = result.scaled(self._share).split()
+            summed, per_part = result.scale(self._share).split()
             leaves = jax.tree.leaves((summed, writes), is_leaf=is_slices)
             addends = [leaf for leaf in leaves if not is_slices(leaf)]
             slices = [leaf for leaf in leaves if is_slices(leaf)]
             return [total + leaf for total, leaf in zip(totals, addends, strict=True)], (per_part, slices)
 
         # The leaves alone are carried, since the structure holds the optimizers, of which each run makes its own.
-        leaves, structure = jax.tree.flatten((like.scaled(self._share).split()[0], like.writes), is_leaf=is_slices)
+        leaves, structure = jax.tree.flatten((like.scale(self._share).split()[0], like.writes), is_leaf=is_slices)
         zeros = [jnp.zeros_like(leaf) for leaf in leaves if not is_slices(leaf)]
         totals, (per_part, slices) = jax.lax.scan(add, zeros, numbered)
         sums, joins = iter(totals), map(joined, slices)
         summed, writes = jax.tree.unflatten(structure, [next(joins if is_slices(leaf) else sums) for leaf in leaves])
-        return RunResult(per_part.merged(self.steps).join(summed), writes, denominators, like.frame)
+        return RunResult(per_part.merge(self.steps).join(summed), writes, denominators, like.frame)
 
     @property
     def _share(self) -> float:
@@ -125,8 +127,9 @@ class MicroBatches:
                     "weights of all micro-batches, which are not known there. Return logits or losses from the "
                     "function and reduce them outside, use Reduction.SUM, or leave out `accumulate_steps`."
                 )
-            return own if denominators is None else _replaced(own, denominators[number])
+            return own if denominators is None else _replace_denominator(own, denominators[number])
 
+        # Numbered over all towers, so that no two micro-batches draw the same numbers.
         key = jax.random.fold_in(self.frame.key, tower_index() * self.steps + index)
         replica = self.frame.replica
         share = replica.share if self.runner.mean_loss else replica.share / self.steps
@@ -140,14 +143,14 @@ class MicroBatches:
 
 
 @jax.custom_jvp
-def _replaced(own: jax.Array, averaged: jax.Array) -> jax.Array:
+def _replace_denominator(own: jax.Array, averaged: jax.Array) -> jax.Array:
     """The average instead of the micro-batch's own denominator, where no gradient is lost by it."""
     del own
     return averaged
 
 
-@functools.partial(_replaced.defjvp, symbolic_zeros=True)
-def _replaced_jvp(primals: tuple[jax.Array, ...], tangents: tuple[Any, ...]) -> tuple[jax.Array, Any]:
+@functools.partial(_replace_denominator.defjvp, symbolic_zeros=True)
+def _replace_denominator_jvp(primals: tuple[jax.Array, ...], tangents: tuple[Any, ...]) -> tuple[jax.Array, Any]:
     if not isinstance(tangents[0], SymbolicZero):
         raise ValueError(
             "A loss divides by the sum of weights that depend on trainable variables. With `accumulate_steps` no "

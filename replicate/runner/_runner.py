@@ -26,17 +26,18 @@ class SyncRunner(Runner):
         frame, frames = run.frame, list[Frame]()
 
         def tower(start: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
-            key, initial = start
-            result = run.on(batch, frame.fresh(key=key, initial=initial), differentiate=False)
+            key, initial_values = start
+            result = run.on(batch, frame.fresh(key=key, initial_values=initial_values), differentiate=False)
             frames.append(result.frame)
             train_op = result.spec.train_op
             if len(self.devices) > 1:
                 _check_optimizers(train_op)
             # The towers take the gradients, not the run around them.
-            spec = result.spec.unchecked(train_op=train_op and train_op.without_gradients())
+            spec = result.spec.replace_unchecked(train_op=train_op and train_op.without_gradients())
             return (spec, result.frame.variables, result.frame.slots), None
 
-        (spec, variables, slots), _ = lone_tower(tower, self.devices)((frame.key, frame.initial), run.batch)
+        # In one tower: initial values depend on the key alone, and all towers begin with the same.
+        (spec, variables, slots), _ = lone_tower(tower, self.devices)((frame.key, frame.initial_values), run.batch)
         frame.variables.update(variables)
         frame.slots.update(slots)
         frame.adopt_names(frames[0])
@@ -52,14 +53,15 @@ class SyncRunner(Runner):
         def tower(start: State, batch: PyTree) -> tuple[PyTree, PyTree]:
             result = self.run_tower(run, start, batch, scale, cross_tower_mean)
             frames.append(result.frame)
-            summed, per_part = result.scaled(scale).split()
+            summed, per_part = result.scale(scale).split()
+            # Marks come before the sum, in which a NaN of one tower would be everybody's.
             train_op, gradients = summed.train_op or TrainOp(), None
             if self.on_nan is not None:
                 train_op = self.on_nan.mark(train_op, tower_index(), num_towers())
             if not sums_here:
                 gradients, train_op = train_op.gradients(), train_op.without_gradients()
             summed, addends = reduce_step(
-                summed.unchecked(train_op=train_op), result.addends(tower_index(), num_towers()), self.ops
+                summed.replace_unchecked(train_op=train_op), result.addends(tower_index(), num_towers()), self.ops
             )
             return (summed, addends.applied_to(start.variables)), (per_part, gradients)
 
@@ -67,8 +69,8 @@ class SyncRunner(Runner):
         train_op = spec.train_op if gradients is None else spec.train_op.with_gradients(gradients)
         run.frame.adopt_names(frames[-1])
         run.frame.writes.assigned.update(written)
-        merged = self.merged(per_part, len(self.devices))
-        return self.readable(merged.join(spec.unchecked(train_op=self.placement.to_update(train_op))))
+        merged = self.merge_parts(per_part, len(self.devices))
+        return self.readable(merged.join(spec.replace_unchecked(train_op=self.placement.to_update(train_op))))
 
     def run_tower(
         self, run: ModelRun, start: State, batch: PyTree, scale: float, average: Callable[[PyTree], PyTree]
@@ -88,12 +90,13 @@ class SyncRunner(Runner):
         if num_towers() > 1:
             _check_optimizers(result.spec.train_op)
             result.check_rows(run.rows // num_towers())
+        # Known only after a run, since the model_fn makes its optimizers itself.
         steps = accumulate_steps(result.spec.train_op)
         if steps == 1:
             return result
         # The run so far gives the structure of the result; the compiled program has nothing of it.
         parts = MicroBatches(self, run, inside.fresh(key=start.key), steps, scale)
-        return parts.merged(batch, like=result, average=average)
+        return parts.run_all(batch, like=result, average=average)
 
     def evaluate(self, run: ModelRun) -> EstimatorSpec:
         return Evaluation(self, run).spec()

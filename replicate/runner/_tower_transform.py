@@ -23,19 +23,20 @@ def checked_transform(transform: Callable[[Forward], Forward] | None) -> Callabl
     """
     if transform is not None and not callable(transform):
         raise TypeError(f"tower_transform must be a function that takes a function, {_SUCH_AS}; got {transform!r}.")
-    return None if transform is None else functools.partial(_transformed, transform)
+    return None if transform is None else functools.partial(_check_calls, transform)
 
 
-def _transformed(transform: Callable[[Forward], Forward], forward: Forward) -> Forward:
+def _check_calls(transform: Callable[[Forward], Forward], forward: Forward) -> Forward:
     """`transform(forward)`, which must return what `forward` does."""
     returned: list[tuple[Any, dict[str, str]]] = []
 
-    def noted(*args: Any) -> Any:
+    def note_result(*args: Any) -> Any:
         result = forward(*args)
         returned.append(_kind(result))
         return result
 
-    made = transform(noted)
+    # Compared by kind: a transform that drops an output would lose gradients without an error.
+    made = transform(note_result)
     if not callable(made):
         raise TypeError(
             f"tower_transform must return a function, {_SUCH_AS} does; of the tower's forward function it made "
@@ -62,10 +63,10 @@ def _transformed(transform: Callable[[Forward], Forward], forward: Forward) -> F
 
 def _kind(tree: Any) -> tuple[Any, dict[str, str]]:
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
-    return structure, {jax.tree_util.keystr(path): _described(leaf) for path, leaf in leaves}
+    return structure, {jax.tree_util.keystr(path): _describe(leaf) for path, leaf in leaves}
 
 
-def _described(leaf: Any) -> str:
+def _describe(leaf: Any) -> str:
     return f"{leaf.dtype if hasattr(leaf, 'dtype') else jnp.result_type(leaf)}{list(jnp.shape(leaf))}"
 
 

@@ -11,7 +11,7 @@ from testing.towers import FOUR, assert_close, one_step, reduced, regression, re
 
 import estimator as est
 from estimator.core._train_op import TrainOp, Update
-from estimator.optim._apply_updates import apply_updates
+from estimator.optim._apply_updates import apply_step
 from replicate import TowerOptimizer
 
 STEPS = 3
@@ -264,7 +264,7 @@ def test_an_update_apart_from_the_towers_names_the_way_out(make):
     slots = {"optimizer": optimizer.transformation.init(params)}
     message = r"updated apart from the towers. Use VariableDistribution\.MIRRORED or VariableDistribution\.SHARDED"
     with pytest.raises(ValueError, match=message):
-        apply_updates(TrainOp((update,)), params, slots)
+        apply_step(TrainOp((update,)), {}, params, slots, jax.random.key(0), jnp.int32(0))
 
 
 @pytest.mark.parametrize("make", [optax.polyak_sgd, optax.lbfgs, lambda: optax.MultiSteps(optax.polyak_sgd(), 2)])
