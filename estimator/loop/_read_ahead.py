@@ -28,16 +28,16 @@ _TITLES = {ModeKeys.EVAL: "Evaluation", ModeKeys.PREDICT: "Prediction"}
 def chunks_with_hooks(
     batches: Batches, hooks: Sequence[Hook], context: RunContext, last_batch: int | None, most: int = 1
 ) -> Iterator[tuple[list[tuple[PyTree, PyTree]], Sequence[Hook]]]:
-    """Some batches, and the hooks to call around the last of them. A thread reads them ahead.
+    """Yields batches, and the hooks to call around the last of them. A thread reads them ahead.
 
-    A bar on stderr shows how many were taken, if stderr is a terminal.
+    A bar on stderr shows their number, if stderr is a terminal.
 
     Args:
       batches: pairs of features and labels.
       hooks: in the order in which they are called; they have begun.
       context: kept up to date.
-      last_batch: how many batches to take at most; None: all.
-      most: how many batches come together at most; the first then waits for the last.
+      last_batch: the number of batches to take at most; None: all.
+      most: the number of batches that come together at most; the first then waits for the last.
     """
     import tqdm
 
@@ -54,19 +54,20 @@ def chunks_with_hooks(
 
 
 def shows_bars(context: RunContext) -> bool:
-    """Whether to show progress: on a terminal, by one process. A daemon may have no stderr."""
+    """Says whether to show progress: on a terminal, by one process. A daemon may have no stderr."""
     return context.verbose and sys.stderr is not None and sys.stderr.isatty() and jax.process_index() == 0
 
 
 def read_ahead(
     batches: Batches, plan: Plan, context: RunContext, make: Callable[[list[Any], Chunk], Any]
 ) -> Iterator[tuple[Piece, Sequence[Hook]]]:
-    """The chunks of a plan, made ready by a thread, each with the hooks to call around the last of its steps, until the
-    plan or the input ends, or somebody wants the run to stop.
+    """Yields the chunks of a plan, made ready by a thread, each with the hooks to call around the last of its steps.
+
+    It ends with the plan or the input, or where somebody wants the run to stop.
 
     Args:
       batches: the input.
-      plan: says how many batches make a chunk.
+      plan: says which batches make a chunk.
       context: its `phase` is kept up to date, and it is stopped with the reason why the run ends.
       make: function of the pairs of a chunk and of the `Chunk` that was planned; called in the thread.
     """
@@ -80,7 +81,9 @@ def read_ahead(
 
     requested: collections.deque[Chunk] = collections.deque()
     to_make: collections.deque[Chunk] = collections.deque()  # the same, for the thread
-    is_short = False  # the last chunk: what ended it, the end of the input or its error, comes next
+    # The last chunk is smaller than requested. What ended it, the end of the input or its error, comes with the next
+    # `get`: the steps of the batches before an error are still made.
+    is_short = False
     pull = pull_batches if shared is None else shared.pull
     with Prefetcher(batches, lambda pairs: make(pairs, to_make.popleft()), _CHUNKS_AHEAD, pull) as prefetcher:
         while not context.stop_requested:

@@ -91,12 +91,13 @@ class Saver:
                     f"NaN in the variables {bad} after step {step}, of which no checkpoint was saved. "
                     f"{self.describe_newest()} Look for a gradient that is not a number, or lower the learning rate."
                 )
+            # Each process reads another part of the input. All of them come here at the same step.
             positions = self._context.group.all_gather(self.position)
             host = {
                 "input": {"batches": self.batches, "positions": positions},
                 "hooks": _hook_calls.states(self._hooks),
             }
-            self._wait()
+            self._wait()  # one save at a time; the newest that is on disk is known then
             self._before = self.path, self.step
             self.path, self.step = self._checkpoints.save(state, host, wait), step
         if is_within and self.batches and not self._warned_of_input:
@@ -161,7 +162,7 @@ def _names_with_nan(variables: dict[str, PyTree]) -> list[str]:
 
 
 def _is_in_host_memory(x: jax.Array) -> bool:
-    """Whether numpy can read an array without a copy, so that no program is compiled before the first save."""
+    """Says whether numpy can read an array without a copy, so that no program is compiled before the first save."""
     return x.is_fully_addressable and {device.platform for device in x.devices()} == {"cpu"}
 
 

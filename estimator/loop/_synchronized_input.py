@@ -45,7 +45,7 @@ class Uneven(NamedTuple):
 
     Attributes:
       pair: features and labels of this process, maybe without a row.
-      rows: how many rows each process has.
+      rows: the number of rows of each process.
     """
 
     pair: Pair
@@ -57,7 +57,7 @@ class Stopped(Exception):
 
 
 class _Offer(NamedTuple):
-    """What a process has for a chunk.
+    """The part of a process in a chunk.
 
     Attributes:
       batches: its batches.

@@ -100,6 +100,8 @@ class Training:
         look_every = _steps_per_loop.steps_between_looks(self.config.log_step_count_steps)
         size = _steps_per_loop.choose(self.config.steps_per_loop, self.programs, self.hooks, context, look_every)
         with self._log:
+            # Around the last step of a chunk: before_run, the program, the losses of earlier ones, after_run. A chunk
+            # ends where a hook is due, and no other program has hooks.
             for run, due, position in self._runs(batches, size):
                 requests = _hook_calls.before(due, context) if due else []
                 outputs, reported = self._start(run, reporting=_hook_calls.requests_values(requests, context))
@@ -108,12 +110,12 @@ class Training:
                     self._losses.read(self._carry, but=1)  # the devices have something to do meanwhile
                     if context.found_nan:  # in all processes: they see the same losses, or have agreed to stop
                         context.stop("NaN loss")
-                    size.timed(self._losses.step)
+                    size.measure(self._losses.step)
                 if due:
                     _hook_calls.after(due, context, requests, outputs.losses, run.steps, reported, outputs.scalars)
             self.look()
         if self._changed_at == context.global_step:
-            context.note_restored()
+            context.note_restored()  # the state in memory is not the one that was saved for this step
         if self._log.last_loss is not None:
             logging.info("Loss for final step: %.6g.", self._log.last_loss)
         elif context.stop_reason == "input":
@@ -141,7 +143,9 @@ class Training:
         context = self.context
         program = run.reporting if reporting and run.reporting else run.program
         number = self.saver.batches + 1  # of the program's first batch in the input
+        # The watchdog says what a run that hangs was doing.
         context.phase = "compile" if program.is_new() else "step"
+        # The old carry is donated: from here on it is gone, whatever happens to the program.
         self._carry, outputs, reported = self.programs.guard(
             number, run.batch, program, self._carry, self._key_data, *run.args
         )

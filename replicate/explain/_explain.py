@@ -44,7 +44,7 @@ def explain(
     latency: float = 10e-6,
     **options: Any,
 ) -> Explanation:
-    """What one training step of a model_fn does on its towers, without running it.
+    """Explains what one training step of a model_fn does on its towers, without running it.
 
     The step is the one of `Estimator.train`: it leaves the state and the loss. It is traced and compiled for the
     devices of the towers, with nothing computed on them. On the command line: `python -m replicate.explain --help`.
@@ -91,7 +91,7 @@ def explain(
             "they are. Leave them out, or give the model_fn that is not replicated."
         )
     notes: dict[str, int] = {}
-    model = est.transform(_observed(model_fn, params, config, notes))
+    model = est.transform(_observe(model_fn, params, config, notes))
     info = model.info(features, labels)
     if info.placement.spans_processes:
         raise ValueError(
@@ -129,7 +129,7 @@ def explain(
 
 
 def _is_replicated(model_fn: ModelFn, params: object, config: object, features: Features, labels: Labels) -> bool:
-    """Known by an abstract run in a tower, where `TOWER_AXIS` is there for a model_fn that needs it."""
+    """Says so after an abstract run in a tower, where `TOWER_AXIS` is there for a model_fn that needs it."""
     in_tower = replicate_model_fn(model_fn, devices=jax.local_devices()[:1])
     try:
         est.transform(in_tower, params, config).info(features, labels)
@@ -168,11 +168,11 @@ class _TowersAlone(OffTowerPlacement):
         return step
 
 
-def _observed(model_fn: ModelFn, params: object, config: object, notes: dict[str, int]) -> ModelFn:
+def _observe(model_fn: ModelFn, params: object, config: object, notes: dict[str, int]) -> ModelFn:
     """The model_fn; notes what its train_op says, and puts `_TowersAlone` in place."""
     bound = bind(model_fn, params, config)
 
-    def observed(features: Features, labels: Labels, mode: est.ModeKeys) -> EstimatorSpec:
+    def run(features: Features, labels: Labels, mode: est.ModeKeys) -> EstimatorSpec:
         spec = bound(features, labels, mode)
         notes["micro_batches"] = accumulate_steps(spec.train_op)
         frame = current_frame("a model_fn to explain")
@@ -180,7 +180,7 @@ def _observed(model_fn: ModelFn, params: object, config: object, notes: dict[str
             frame.placement = _TowersAlone(frame.placement)
         return spec
 
-    return observed
+    return run
 
 
 def _trace_towers(
@@ -207,7 +207,7 @@ def _splits(features: Features, labels: Labels, towers: int) -> tuple[Split, ...
     leaves = jax.tree_util.tree_leaves_with_path({"features": features, "labels": labels}, is_leaf=is_sparse)
     for path, leaf in leaves:
         tower_shape = (leaf.shape[0] // towers, *leaf.shape[1:])
-        splits.append(Split(_named(path), str(leaf.dtype), leaf.shape, tower_shape, is_sparse(leaf)))
+        splits.append(Split(_join_keys(path), str(leaf.dtype), leaf.shape, tower_shape, is_sparse(leaf)))
     return tuple(splits)
 
 
@@ -224,7 +224,7 @@ def _homes(arrays: PyTree, shardings: PyTree) -> tuple[Home, ...]:
             size = math.prod(shard) * leaf.dtype.itemsize
             homes.append(
                 Home(
-                    name="/".join(filter(None, (name, _named(path)))),
+                    name="/".join(filter(None, (name, _join_keys(path)))),
                     dtype=str(leaf.dtype),
                     shape=leaf.shape,
                     bytes=_bytes(leaf),
@@ -239,7 +239,7 @@ def _homes(arrays: PyTree, shardings: PyTree) -> tuple[Home, ...]:
 def _transfers(
     step: jax.stages.Traced, state: est.State, homes: est.State, devices: list[jax.Device]
 ) -> tuple[Transfer, ...]:
-    """What the towers read of the state, and their gradients: stacked, a part from each tower."""
+    """The arrays of the state that towers read, and their gradients: stacked, a part from each tower."""
     jaxpr = step.jaxpr.jaxpr
     _, used = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     transfers = []
@@ -248,7 +248,7 @@ def _transfers(
         [device] = source.device_set
         copies = len(set(devices) - {device})
         if is_read and copies:
-            name = _SCALARS.get(path[0].name) or _named(path[1:])
+            name = _SCALARS.get(path[0].name) or _join_keys(path[1:])
             transfers.append(Transfer(name, True, copies * _bytes(leaf), str(device)))
     (gradients, assigned), _ = step.out_info
     for own in gradients:
@@ -274,7 +274,7 @@ def _bytes(leaf: jax.Array | jax.ShapeDtypeStruct) -> int:
     return math.prod(leaf.shape) * leaf.dtype.itemsize
 
 
-def _named(path: jax.tree_util.KeyPath) -> str:
+def _join_keys(path: jax.tree_util.KeyPath) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 

@@ -25,5 +25,5 @@ def duration(seconds: float) -> str:
     return f"{seconds * 1e6:.3g} us"
 
 
-def typed(dtype: str, shape: Iterable[int]) -> str:
+def format_type(dtype: str, shape: Iterable[int]) -> str:
     return f"{dtype}[{','.join(map(str, shape))}]"

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from replicate.explain._data import Distribution, StepData
-from replicate.explain._format import count, duration, size, typed
+from replicate.explain._format import count, duration, format_type, size
 from replicate.explain._hlo import Collective
 
 _LONGEST = 120  # characters that fit into a line of the whole width
@@ -62,7 +62,7 @@ def stages(data: StepData) -> Iterator[Stage]:
 def _batch(data: StepData) -> Stage:
     towers = len(data.towers)
     split = f" and is split by rows: {data.rows // towers} for each of {towers} towers."
-    arrays = ", ".join(f"{each.name} {typed(each.dtype, each.shape)}" for each in data.batch)
+    arrays = ", ".join(f"{each.name} {format_type(each.dtype, each.shape)}" for each in data.batch)
     return Stage(
         [f"A batch of {count(data.rows, 'row')} comes in" + (split if towers > 1 else "; one tower has them all.")],
         "batch",

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from replicate.explain._data import Distribution, Home, StepData, bytes_by_device
-from replicate.explain._format import count, duration, size, typed
+from replicate.explain._format import count, duration, format_type, size
 from replicate.explain._stages import stages
 
 
@@ -41,8 +41,8 @@ def _tables(data: StepData) -> Iterator[Table]:
         tuple(
             (
                 each.name,
-                ("sparse " if each.sparse else "") + typed(each.dtype, each.shape),
-                typed(each.dtype, each.tower_shape),
+                ("sparse " if each.sparse else "") + format_type(each.dtype, each.shape),
+                format_type(each.dtype, each.tower_shape),
             )
             for each in data.batch
         ),
@@ -69,7 +69,7 @@ def _tables(data: StepData) -> Iterator[Table]:
 def _collectives(data: StepData) -> Table:
     rows = []
     for each in data.collectives:
-        arrays = " + ".join(typed(*array) for array in each.arrays[:3]) + (" + ..." if each.arrays[3:] else "")
+        arrays = " + ".join(format_type(*array) for array in each.arrays[:3]) + (" + ..." if each.arrays[3:] else "")
         runs = "in a loop" if each.times is None else f"{each.times} x"
         runs += ", if its branch is taken" if each.within == "branch" else ""
         rows.append(
@@ -100,7 +100,7 @@ def _homes(name: str, homes: tuple[Home, ...]) -> Table:
     rows = tuple(
         (
             each.name,
-            typed(each.dtype, each.shape),
+            format_type(each.dtype, each.shape),
             size(each.bytes),
             size(max(each.bytes_by_device.values())),
             each.where,
