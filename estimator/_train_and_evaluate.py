@@ -91,12 +91,14 @@ def train_and_evaluate(
         )
         for name, spec in specs.items()
     }
+    # Without an interval of its own an evaluation follows each checkpoint, as in TensorFlow.
     listeners = [_AtCheckpoints(each) for each in evaluations.values() if each.every_steps is None]
     # Several processes lock the directory in `train`, where an error of one is an error of all.
     alone = estimator.config.process_count == 1
     with training_in(estimator.model_dir, is_chief=True) if alone else contextlib.nullcontext():
         estimator.train(
             train_spec.input_fn,
+            # Evaluations first: early stopping, among the user's hooks, looks at the results of this step.
             hooks=[*evaluations.values(), *train_spec.hooks],
             max_steps=train_spec.max_steps,
             saving_listeners=[*train_spec.saving_listeners, *listeners],
@@ -205,7 +207,7 @@ class _Evaluation(Hook):
             self.metrics = self._estimator.evaluate_state(state, spec.input_fn, spec.steps, spec.hooks, self._name)
 
     def _is_of(self, context: Context) -> bool:
-        """Whether the last evaluation was of the state now."""
+        """Says whether the last evaluation was of the present state."""
         return self.metrics.get("global_step") == context.global_step and not context.found_nan
 
     def export(self, save: Callable[[], str | None], is_final: bool) -> list[str | None]:
@@ -213,6 +215,7 @@ class _Evaluation(Hook):
         exporters = [(each, os.path.join(base, each.name)) for each in self._spec.exporters]
         if not exporters:
             return []
+        # Asked before a checkpoint is written: most evaluations are of a model that no exporter takes.
         wanting = run_on_chief("wants", lambda: [each.wants(path, self.metrics, is_final) for each, path in exporters])
         checkpoint = save() if any(wanting) else None
         return run_on_chief(

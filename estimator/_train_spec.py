@@ -13,7 +13,7 @@ from estimator.hooks._checkpoint_saver import checked_listeners
 
 @dataclasses.dataclass(frozen=True)
 class TrainSpec:
-    """How `train_and_evaluate` trains: arguments of `Estimator.train`.
+    """The training of `train_and_evaluate`: arguments of `Estimator.train`.
 
     >>> spec = TrainSpec(lambda: [], max_steps=1000)
 
@@ -36,13 +36,14 @@ class TrainSpec:
     def __post_init__(self) -> None:
         _check_input_fn(self.input_fn)
         _check_positive("max_steps", self.max_steps)
+        # The class is frozen. Any iterable is allowed; from here on it is a checked tuple.
         object.__setattr__(self, "hooks", checked_hooks("hooks", self.hooks))
         object.__setattr__(self, "saving_listeners", checked_listeners(self.saving_listeners))
 
 
 @dataclasses.dataclass(frozen=True)
 class EvalSpec:
-    """How, and how often, `train_and_evaluate` evaluates.
+    """The evaluations of `train_and_evaluate`, and their intervals.
 
     >>> spec = EvalSpec(lambda: [], steps=None, name="test", eval_every_steps=100)
 

@@ -16,7 +16,7 @@ from estimator.typing import Features, Forward, Labels, ModelFn
 from replicate.block_sync._block_sync import BlockSync
 from replicate.block_sync._runner import BlockSyncRunner, LocalCopies
 from replicate.cross_tower_ops import AllReduce, CrossTowerOps, choose_the_best
-from replicate.cross_tower_ops._unpacked import OneByOne
+from replicate.cross_tower_ops._all_reduce import OneByOne
 from replicate.placement._distribution import VariableDistribution, place
 from replicate.runner._base import Runner
 from replicate.runner._runner import SyncRunner

@@ -201,7 +201,9 @@ def dnn_logits_fn(
                 net = input_layer(features, columns)
             for i, width in enumerate(widths):
                 net = layers.dense(net, width, activation_fn, name=f"hiddenlayer_{i}")
+                # Entered once more, for TensorFlow's names: dnn/hiddenlayer_0/batchnorm_0/gamma beside .../kernel.
                 with variable_scope(f"hiddenlayer_{i}"):
+                    # Dropout before the normalization, as in TensorFlow 1.
                     if dropout:
                         net = layers.dropout(net, dropout, training=training)
                     if batch_norm:

@@ -17,7 +17,7 @@ from estimator.core._mode_keys import ModeKeys
 from estimator.core._state import State
 from estimator.multihost._global_arrays import put
 from estimator.variables._initial_value import cast
-from estimator.variables._vocab_info import VocabInfo, moved, resized
+from estimator.variables._vocab_info import VocabInfo, move_rows, resize
 
 _STEP = "global_step"
 
@@ -153,7 +153,7 @@ def _warm_start(
     _check_vocabularies(infos, chosen, leaves, is_whole=mode == ModeKeys.TRAIN)
     available = {new: old for new, old in chosen.items() if old in source.shapes}
     there = {new: as_of_jax(source.shapes[old]) for new, old in available.items()}
-    there |= {new: resized(info, there[new], leaves[new]) for new, info in infos.items() if new in there}
+    there |= {new: resize(info, there[new], leaves[new]) for new, info in infos.items() if new in there}
     kinds = {new: (describe(there[new]), describe(leaves[new])) for new in available}
     report = WarmStartReport(
         source.path,
@@ -172,7 +172,7 @@ def _warm_start(
         name: cast(f"{old!r} in {source.path}", arrays[old], leaves[name].dtype) for name, old in report.used.items()
     }
     new |= {
-        name: moved(info, name, arrays[report.used[name]], leaves[name], state.key)
+        name: move_rows(info, name, arrays[report.used[name]], leaves[name], state.key)
         for name, info in infos.items()
         if name in new
     }

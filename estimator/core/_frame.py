@@ -91,7 +91,6 @@ class Declared:
       rng_calls: how often `make_rng` was called, by name.
       scope_uses: how often each `variable_scope` was opened, by full name; 0 once the scope around it is closed.
       name_scopes: what each opening of a `variable_scope` is called in the names of what is reported; see `Frame`.
-      store: of `run_store`.
       notes: of features, about the model; a run around this one takes them over.
     """
 
@@ -103,7 +102,6 @@ class Declared:
     rng_calls: Counter[str] = dataclasses.field(default_factory=Counter)
     scope_uses: Counter[str] = dataclasses.field(default_factory=Counter)
     name_scopes: set[str] = dataclasses.field(default_factory=set)
-    store: dict[Hashable, Any] = dataclasses.field(default_factory=dict)
     notes: Notes = dataclasses.field(default_factory=Notes)
 
 
@@ -304,6 +302,10 @@ def average_denominator(denominator: jax.Array) -> jax.Array:
     return frame.replica.average_denominator(denominator, len(frame.denominators) - 1)
 
 
+class _Store(dict[Hashable, Any]):
+    """The objects of `run_store` in one run."""
+
+
 def run_store(key: Hashable, make: Callable[[], T]) -> T:
     """What a library keeps for one run of a model_fn: the first call makes it, the others of the run return it.
 
@@ -330,7 +332,7 @@ def run_store(key: Hashable, make: Callable[[], T]) -> T:
     """
     if not callable(make):
         raise TypeError(f"`est.run_store({key!r})` needs a function that makes what is stored; got {make!r}.")
-    store = current_frame("est.run_store").declared.store
+    store = current_frame("est.run_store").notes.get(_Store)
     if key not in store:
         store[key] = make()
     return store[key]

@@ -109,6 +109,7 @@ class Options:
         """The features to export for: their first dimension is "b", unless there is a `batch_size`."""
         if self.batch_size is not None:
             return self.features
+        # One symbol for all features: they have the same number of rows, whatever it is.
         (b,) = export.symbolic_shape("b")
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct((b, *x.shape[1:]), x.dtype), self.features)
 
@@ -145,32 +146,35 @@ def write_export(base: str | os.PathLike[str], call: ModelFn, state: State, opti
     model = _as_function(call, state, options.outputs)
     arrays = to_arrays(state)
     weights = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in arrays.items()}
+    # First with the size of the example: an error of the model_fn itself is raised as it is, not as one of the export.
     outputs = jax.eval_shape(model, weights, options.features)
     for name, output in outputs.items():
         if not _arrays(output):
             raise ValueError(f"The model_fn offers the signature {name!r} for export, but without any array.")
-    programs = {name: _exported(model, name, weights, options) for name in outputs}
+    programs = {name: _export_signature(model, name, weights, options) for name in outputs}
     default = programs[DEFAULT_SIGNATURE]  # the arguments of all are the same
     (weights, features), _ = jax.tree.unflatten(default.in_tree, default.in_avals)
+    # Signatures have names of the user's choice: "a/b" is one file, and no folder.
     files = {name: urllib.parse.quote(name, safe=" ") + ".jaxexport" for name in programs}
     metadata = {
         "format": FORMAT,
         "global_step": int(state.global_step),
-        "features": _described(named(features, alone="features")),
+        "features": _describe_arrays(name_leaves(features, alone="features")),
         "signatures": {
             name: {
                 "file": files[name],
-                "outputs": _described(jax.tree.unflatten(program.out_tree, program.out_avals)),
+                "outputs": _describe_arrays(jax.tree.unflatten(program.out_tree, program.out_avals)),
                 **_class_names(outputs[name]),
             }
             for name, program in programs.items()
         },
-        "weights": _described(weights),
+        "weights": _describe_arrays(weights),
         "platforms": list(options.platforms),
         "versions": {"jax": jax.__version__, "jaxlib": jax.lib.__version__, "numpy": np.__version__},
     }
 
     def fill(folder: str) -> None:
+        # `weights` are the programs' arguments by now: where outputs were chosen, only the variables that these need.
         np.savez(os.path.join(folder, WEIGHTS_FILE), **jax.device_get({name: arrays[name] for name in weights}))
         for name, program in programs.items():
             with open(os.path.join(folder, files[name]), "wb") as file:
@@ -181,6 +185,7 @@ def write_export(base: str | os.PathLike[str], call: ModelFn, state: State, opti
             shutil.copy(source, path)
         with open(os.path.join(folder, README_FILE), "w", encoding="utf-8") as file:
             file.write(_readme(features, options.batch_size))
+        # After all that it names: without it a folder counts as no export.
         with open(os.path.join(folder, METADATA_FILE), "w", encoding="utf-8") as file:
             json.dump(metadata, file, indent=1)
         write_checksums(folder)
@@ -197,8 +202,8 @@ def write_export(base: str | os.PathLike[str], call: ModelFn, state: State, opti
     return path
 
 
-def named(tree: PyTree, alone: str = "output") -> dict[str, Any]:
-    """The leaves by the keys on their path, joined by "/", also within a tuple as a key. A single leaf is `alone`."""
+def name_leaves(tree: PyTree, alone: str = "output") -> dict[str, Any]:
+    """Names leaves by the keys on their path, joined by "/", also within a tuple as a key. A single leaf is `alone`."""
     leaves: dict[str, Any] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         name = "/".join(map(_key_name, path)) or alone
@@ -209,6 +214,7 @@ def named(tree: PyTree, alone: str = "output") -> dict[str, Any]:
 
 
 def _key_name(key: Any) -> str:
+    # The predictions of a MultiHead, which have pairs as keys.
     if isinstance(key, jax.tree_util.DictKey) and isinstance(key.key, tuple):
         return "/".join(map(str, key.key))
     return jax.tree_util.keystr((key,), simple=True)
@@ -231,19 +237,24 @@ def _as_function(
             state.slots,
             key=jax.random.fold_in(state.key, state.global_step),
             global_step=state.global_step,
+            # A replicated model_fn then runs as one tower, on the one device that serves.
             replica=Replica(one_tower=True),
         )
         spec = run_model_fn(lambda: call(features, None, ModeKeys.PREDICT), frame, differentiate=False).spec
         if names is None:
             return spec.export_outputs or {}
         return {
-            DEFAULT_SIGNATURE: PredictOutput(chosen(names, named(without_strings(spec.predictions)), spec.reported))
+            DEFAULT_SIGNATURE: PredictOutput(
+                chosen(names, name_leaves(without_strings(spec.predictions)), spec.reported)
+            )
         }
 
     return model
 
 
-def _exported(model: Callable[..., Any], name: str, weights: dict[str, Any], options: Options) -> export.Exported:
+def _export_signature(
+    model: Callable[..., Any], name: str, weights: dict[str, Any], options: Options
+) -> export.Exported:
     def signature(weights: dict[str, Any], features: Features) -> dict[str, Any]:
         return _arrays(model(weights, features)[name])
 
@@ -251,6 +262,7 @@ def _exported(model: Callable[..., Any], name: str, weights: dict[str, Any], opt
     try:
         fn, weights, features = args if options.outputs is None else only_needed(*args)
         program = export.export(jax.jit(fn), platforms=options.platforms)(weights, features)
+    # Of many kinds: jax raises what the first operation makes of a symbolic dimension.
     except Exception as e:
         if options.batch_size is not None:
             raise
@@ -269,10 +281,10 @@ def _exported(model: Callable[..., Any], name: str, weights: dict[str, Any], opt
 
 
 def _arrays(output: ExportOutput) -> dict[str, Any]:
-    return named(without_strings(output.outputs) if isinstance(output, PredictOutput) else output)
+    return name_leaves(without_strings(output.outputs) if isinstance(output, PredictOutput) else output)
 
 
-def _described(arrays: Mapping[str, Any]) -> dict[str, Any]:
+def _describe_arrays(arrays: Mapping[str, Any]) -> dict[str, Any]:
     def sizes(shape: Any) -> list[Any]:
         return [size if isinstance(size, int) else str(size) for size in shape]
 
@@ -320,8 +332,10 @@ def _new_folder(base: str, fill: Callable[[str], None]) -> str:
     try:
         os.makedirs(temporary)
         fill(temporary)
+        # On the disk before it has its name: after a crash of the machine a folder with a name is whole.
         sync_tree(temporary)
         number = _next_number(base)
+        # Two exports in one second: the later one takes the next number.
         while True:
             path = os.path.join(base, str(number))
             if not os.path.exists(path):
@@ -352,6 +366,7 @@ def _check_containers(name: str, tree: Any) -> None:
             f"`export_model` cannot export for sparse features; got {name} = {tree!r}. Let the model_fn take dense "
             "arrays too, such as ids and weights of a fixed number of entries for each example, and export for these."
         )
+    # These types exactly: whoever loads the export may not have the class of a NamedTuple.
     if type(tree) in (list, tuple):
         for i, item in enumerate(tree):
             _check_containers(f"{name}[{i}]", item)
@@ -378,6 +393,7 @@ def _checked_assets(assets_extra: Any) -> dict[str, str]:
     assets = {}
     for destination, source in assets_extra.items():
         parts = os.path.normpath(destination).split(os.sep)
+        # Nothing may be written outside of the export.
         if os.path.isabs(destination) or parts[0] in ("..", "."):
             raise ValueError(
                 f"assets_extra: {destination!r} must be a path within `{ASSETS_DIR}/`, such as 'words.txt'."

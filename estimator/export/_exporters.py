@@ -74,7 +74,7 @@ class Exporter(abc.ABC):
         """
 
     def wants(self, export_path: str, eval_result: EvalResult, is_the_final_export: bool) -> bool:
-        """Whether `export` will need the checkpoint: if no exporter does, none is saved for it. By default always."""
+        """Says whether `export` will need the checkpoint; if no exporter does, none is saved. By default always."""
         del export_path, eval_result, is_the_final_export
         return True
 
@@ -124,6 +124,7 @@ class LatestExporter(Exporter):
         self._example_features = example_features
         self._keep = exports_to_keep
         options: dict[str, Any] = {"assets_extra": assets_extra, "batch_size": batch_size, "platforms": platforms}
+        # What is not given has the default of `export_model`, which stands in one place.
         self._options = {option: value for option, value in options.items() if value is not None}
 
     @property
@@ -147,6 +148,7 @@ class LatestExporter(Exporter):
                 export_path, self._example_features, checkpoint_path=checkpoint_path, **self._options
             )
             path = os.fspath(path)
+            # After the export: a crash in between makes it twice, the other order would lose it.
             record = {"export": os.path.basename(path), "eval_result": eval_result}
             write(os.path.join(export_path, _RECORD), json.dumps(record, default=_as_json).encode())
             if self._keep is not None:
@@ -154,9 +156,11 @@ class LatestExporter(Exporter):
         return path
 
     def _decide(self, export_path: str, result: EvalResult, final: bool) -> tuple[bool, str | None]:
-        """Whether to export; if not, also the path of an existing export of this result."""
+        """Decides whether to export; if not, gives the path of an existing export of this result, too."""
         del final
         last = _read_record(export_path)
+        # A run that was killed after its export evaluates the same state again when it resumes: the export is there
+        # already.
         if last is not None and _text(last["eval_result"]) == _text(result):
             path = os.path.join(export_path, last["export"])
             if is_dir(path):
@@ -164,7 +168,7 @@ class LatestExporter(Exporter):
         return self._is_chosen(last and last["eval_result"], result), None
 
     def _is_chosen(self, last: EvalResult | None, result: EvalResult) -> bool:
-        """Whether to export, compared with the result of the last export."""
+        """Compares with the result of the last export, and says whether to export."""
         del last, result
         return True
 
@@ -237,6 +241,8 @@ class BestExporter(LatestExporter):
         platforms: str | Sequence[str] | None = None,
     ) -> None:
         super().__init__(name, example_features, assets_extra, exports_to_keep, batch_size, platforms)
+        # It is called by these names, as in TensorFlow: checked now, since a training run may take days to the first
+        # call.
         if not callable(compare_fn) or sorted(inspect.signature(compare_fn).parameters) != list(_COMPARED):
             raise ValueError(
                 f"`compare_fn` of BestExporter must be a function of exactly {' and '.join(_COMPARED)}; "
@@ -279,6 +285,7 @@ def _as_json(value: ArrayLike) -> object:
 
 
 def _text(eval_result: EvalResult) -> str:
+    # In the form of the record, in which numbers of numpy and arrays have become Python's.
     return json.dumps(eval_result, sort_keys=True, default=_as_json)
 
 
@@ -290,9 +297,11 @@ def _has_nan(value: PyTree) -> bool:
 def _remove_old(export_path: str, keep: int) -> None:
     """Leaves the newest exports: the folders whose names are the largest times."""
     numbers = sorted(name for name in list_dir(export_path) if _EXPORT.fullmatch(name))
+    # Folders that are called by a number, but hold something else, are not ours to remove.
     exports = [name for name in numbers if is_export(os.path.join(export_path, name))]
     for name in exports[:-keep]:
         try:
             remove_dir(os.path.join(export_path, name))
+        # The training does not end because of a folder too many.
         except OSError as error:
             logging.warning("Can not delete the old export %s: %s", os.path.join(export_path, name), error)

@@ -13,7 +13,7 @@ from jax import export
 from estimator.checkpoint._export_folder import METADATA_FILE, ExportFolder, find_export
 from estimator.core._export_output import DEFAULT_SIGNATURE
 from estimator.core._typing import Features, PyTree
-from estimator.export._export_model import named
+from estimator.export._export_model import name_leaves
 from estimator.steps._compiled_steps import Program
 from estimator.storage._files import expanded
 
@@ -39,6 +39,7 @@ class ExportedModel:
         self.signatures: tuple[str, ...] = tuple(self.metadata["signatures"])
         programs = {name: self._program(folder, entry["file"]) for name, entry in self.metadata["signatures"].items()}
         first = programs[DEFAULT_SIGNATURE]
+        # Before any weight goes to a device: for the wrong platform that would fail in words of jax.
         _check_process(path, first)
         structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in first.in_avals]
         (_, self.features), _ = jax.tree.unflatten(first.in_tree, structs)
@@ -68,6 +69,7 @@ class ExportedModel:
                 f"{self.metadata['versions']['jax']} wrote. jax reads programs of versions up to six months older and "
                 "three weeks newer. Export the model again from its checkpoint."
             ) from e
+        # Two files that do not belong together would fail deep within XLA, or give wrong numbers.
         if kinds != {key: (x.shape, x.dtype) for key, x in folder.shapes.items()}:
             raise folder.damaged(f"{name} is a program for other weights than those of {METADATA_FILE}")
         return program
@@ -130,7 +132,7 @@ def _check_process(path: str, program: export.Exported) -> None:
 
 
 def _check_features(features: Features, expected: PyTree) -> None:
-    arrays, structs = named(features, "features"), named(expected, "features")
+    arrays, structs = name_leaves(features, "features"), name_leaves(expected, "features")
     missing, extra = sorted(structs.keys() - arrays.keys()), sorted(arrays.keys() - structs.keys())
     if missing or extra:
         raise ValueError(
@@ -147,18 +149,18 @@ def _check_features(features: Features, expected: PyTree) -> None:
 
 def _check_feature(name: str, value: object, like: jax.ShapeDtypeStruct) -> None:
     if not isinstance(value, jax.Array | np.ndarray):
-        raise ValueError(f"The feature {name!r} must be an array, {_shown(like)}; got {value!r}.")
+        raise ValueError(f"The feature {name!r} must be an array, {_type_of(like)}; got {value!r}.")
     fits = value.ndim == len(like.shape) and len(value) > 0 and all(map(_fits, value.shape, like.shape))
     dtype = value.dtype
     if jnp.issubdtype(dtype, np.number):
         dtype = jax.dtypes.canonicalize_dtype(dtype)  # without jax_enable_x64, jax takes 64 bits as 32
     if not fits or dtype != like.dtype:
-        raise ValueError(f"The feature {name!r} must be {_shown(like)}; got {_shown(value)}.")
+        raise ValueError(f"The feature {name!r} must be {_type_of(like)}; got {_type_of(value)}.")
 
 
 def _fits(size: int, like: object) -> bool:
     return not isinstance(like, int) or size == like
 
 
-def _shown(array: jax.Array | np.ndarray | jax.ShapeDtypeStruct) -> str:
+def _type_of(array: jax.Array | np.ndarray | jax.ShapeDtypeStruct) -> str:
     return f"{array.dtype}[{', '.join(map(str, array.shape))}]"

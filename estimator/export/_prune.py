@@ -64,6 +64,7 @@ def only_needed(model: Program, weights: dict[str, Any], features: Features) -> 
     traced, shape = jax.make_jaxpr(model, return_shape=True)(weights, features)
     outputs = [True] * len(traced.jaxpr.outvars)
     equations, needed = dce_jaxpr(traced.jaxpr, outputs)
+    # At least one feature stays, even for outputs that need none: it says how many rows a batch has.
     if not any(needed[len(weights) :]):
         needed[len(weights)] = True
         equations, _ = dce_jaxpr(traced.jaxpr, outputs, instantiate=needed)

@@ -22,7 +22,7 @@ from estimator.feature_column._column import (
     integers,
 )
 from estimator.feature_column._dense import NumericColumn, many_hot
-from estimator.feature_column._hash import Crc32, bits, bucket, mixed
+from estimator.feature_column._hash import Crc32, bits, bucket, mix
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +68,8 @@ class HashColumn(KeyColumn):
 
     def ids(self, features: Mapping[Any, Any]) -> jax.Array:
         values = integers(features, self.key)
-        return jnp.where(values == -1, -1, bucket(mixed(bits(values)), self.hash_bucket_size))
+        # -1 stands for the absence of a class, in integers as in encoded strings; hashed it would be a class.
+        return jnp.where(values == -1, -1, bucket(mix(bits(values)), self.hash_bucket_size))
 
     def coders(self) -> dict[str, Coder]:
         return {self.key: Crc32()}
@@ -112,8 +113,12 @@ class BucketizedColumn(CategoricalColumn, DenseColumn):
 
     def ids(self, features: Mapping[Any, Any]) -> jax.Array:
         numbers = self.source_column.values(features)
+        # A number on a boundary belongs to the bucket above, as in TensorFlow; in float32 both, or rounding would
+        # decide.
         bucket = jnp.searchsorted(jnp.asarray(self.boundaries, jnp.float32), numbers, side="right").astype(jnp.int32)
+        # Each number of a vector has buckets of its own, one number after the other.
         first = (len(self.boundaries) + 1) * jnp.arange(self.source_column.width, dtype=jnp.int32)
+        # NaN sorts behind all numbers, into the last bucket.
         return jnp.where(jnp.isnan(numbers), -1, bucket + first)
 
     def values(self, features: Mapping[Any, Any]) -> jax.Array:
@@ -152,6 +157,7 @@ class CrossedColumn(CategoricalColumn):
 
     @property
     def name(self) -> str:
+        # Sorted, as in TensorFlow: the order of the keys does not change the names of variables.
         return "_X_".join(sorted(key if isinstance(key, str) else key.name for key in self.keys))
 
     @property
@@ -163,7 +169,7 @@ class CrossedColumn(CategoricalColumn):
         rows = parts[0].shape[0]
         hashed, known = jnp.full((rows, 1), self.hash_key, jnp.uint32), jnp.ones((rows, 1), bool)
         for part in parts:  # every class of one with every class of the next
-            hashed = mixed(hashed[:, :, None] ^ bits(part)[:, None, :]).reshape(rows, -1)
+            hashed = mix(hashed[:, :, None] ^ bits(part)[:, None, :]).reshape(rows, -1)
             known = (known[:, :, None] & (part != -1)[:, None, :]).reshape(rows, -1)
         return jnp.where(known, bucket(hashed, self.hash_bucket_size), -1)
 
@@ -189,6 +195,7 @@ def crossed_column(
     if not isinstance(keys, list | tuple) or len(keys) < 2:
         raise ValueError(f"`crossed_column`: keys must be a list with length > 1; got {keys!r}.")
     for key in keys:
+        # As in TensorFlow: a hash of a hash collides where the crossed classes alone would not.
         if isinstance(key, HashColumn):
             raise ValueError(
                 "`crossed_column`: categorical_column_with_hash_bucket is not supported for crossing. Hashing before "
@@ -206,4 +213,5 @@ def crossed_column(
                     f"it weights, and give the cross to `weighted_categorical_column`. Given column: {key!r}."
                 )
     check_positive("crossed_column", "hash_bucket_size", hash_bucket_size)
+    # 32 bits of the golden ratio, which have no pattern. TensorFlow's own hash has 64 bits, for which jax needs x64.
     return CrossedColumn(tuple(keys), hash_bucket_size, 0x9E3779B9 if hash_key is None else hash_key % 2**32)

@@ -131,6 +131,7 @@ def check_categorical(caller: str, column: Any) -> None:
 def check_single(caller: str, column: Any) -> None:
     """Raises an error for a column of sequences, or one that wraps it."""
     sequence = isinstance(column, SequenceDenseColumn) and not isinstance(column, DenseColumn)
+    # Embeddings and indicators are dense columns of either kind: what they wrap decides.
     inner = getattr(column, "categorical_column", None)
     if sequence or any(isinstance(each, SequenceCategoricalColumn) for each in (column, inner)):
         raise ValueError(
@@ -152,7 +153,7 @@ def sequence_of(column: Any) -> SequenceCategoricalColumn:
 
 
 def are_integers(caller: str, dtype: Any) -> bool:
-    """Whether a dtype of classes is of integers, not of strings."""
+    """Says whether a dtype of classes is of integers, not of strings."""
     if dtype is not None and np.dtype(dtype).kind in "iu":
         return True
     if dtype is None or np.dtype(dtype).kind not in "OSU":
@@ -177,6 +178,7 @@ def feature(features: Mapping[Any, Any], key: str) -> jax.Array:
             f"Feature columns take dense arrays; feature {key!r} is {value!r}. Give categories as integers of shape "
             "(batch, k), filled up by -1, and numbers as `x.todense()`."
         )
+    # An array of jax holds no strings, and a traced one has no values for numpy.
     if not isinstance(value, jax.Array) and np.asarray(value).dtype.kind in "OSU":
         raise TypeError(
             f"Feature {key!r} holds strings, which no compiled program does. Turn them into integers in input_fn: "
@@ -198,9 +200,12 @@ def integers(features: Mapping[Any, Any], key: str) -> jax.Array:
         )
     if value.ndim > 2:
         raise ValueError(f"A categorical column takes shape (batch,) or (batch, k); feature {key!r} has {value.shape}.")
+    # Devices have no int64 without x64; batches are checked for ids that do not fit when they are read.
     return (value[:, None] if value.ndim == 1 else value).astype(jnp.int32)
 
 
 def in_range(values: jax.Array, num_buckets: int, default_value: int | None) -> jax.Array:
+    # -1 stands for the absence of a class, and stays. An invalid id becomes `num_buckets`, which makes its row NaN:
+    # a program cannot raise an error.
     unknown = (values < -1) | (values >= num_buckets)
     return jnp.where(unknown, num_buckets if default_value is None else default_value, values)

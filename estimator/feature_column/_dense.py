@@ -26,7 +26,7 @@ from estimator.feature_column._column import (
 
 
 @dataclasses.dataclass(frozen=True)
-class Numbers(InputColumn):
+class NumericArgs(InputColumn):
     """The arguments of a column of numbers, checked by `of`."""
 
     key: str
@@ -56,10 +56,11 @@ class Numbers(InputColumn):
     def width(self) -> int:
         return math.prod(self.shape)
 
-    def normalized(self, kind: str, values: jax.Array) -> jax.Array:
-        """What the normalizer_fn, if there is one, makes of the values; `kind` is for an error."""
+    def normalize(self, kind: str, values: jax.Array) -> jax.Array:
+        """Applies the normalizer_fn, if there is one; `kind` is for an error."""
         if self.normalizer_fn is None:
             return values
+        # As a function of the user's it may return numpy's arrays, or another shape.
         new = jnp.asarray(self.normalizer_fn(values))
         if new.shape != values.shape:
             raise ValueError(
@@ -69,7 +70,7 @@ class Numbers(InputColumn):
         return new
 
 
-class NumericColumn(Numbers, DenseColumn):
+class NumericColumn(NumericArgs, DenseColumn):
     def values(self, features: Mapping[Any, Any]) -> jax.Array:
         array = feature(features, self.key)
         expected = (array.shape[0], *self.shape)
@@ -79,9 +80,11 @@ class NumericColumn(Numbers, DenseColumn):
                 f"has {array.shape}. Write `numeric_column({self.key!r}, shape={array.shape[1:] or (1,)})`."
             )
         values = array.reshape(expected).astype(self.dtype)
+        # NaN stands for a missing number, and only floats have it. Before the normalizer, as TensorFlow fills up when
+        # it parses examples.
         if self.default_value is not None and jnp.issubdtype(values.dtype, jnp.floating):
             values = jnp.where(jnp.isnan(values), jnp.asarray(self.default_value, values.dtype), values)
-        values = self.normalized("numeric column", values)
+        values = self.normalize("numeric column", values)
         return values.reshape(array.shape[0], self.width).astype(jnp.float32)
 
 
@@ -151,7 +154,9 @@ def indicator_column(categorical_column: CategoricalColumn) -> IndicatorColumn:
 
 def many_hot(ids: jax.Array, num_buckets: int, weights: jax.Array | None = None) -> jax.Array:
     """The classes in the last dimension of the ids, added up."""
+    # A row of zeros for ids out of range: padding, and the invalid ones that turn into NaN below.
     classes = jax.nn.one_hot(ids, num_buckets, dtype=jnp.float32)
+    # Beside padding there may be anything, also NaN, which survives the product with zero.
     counts = (classes if weights is None else classes * jnp.where(ids < 0, 0, weights)[..., None]).sum(axis=-2)
     unknown = (ids >= num_buckets).any(axis=-1, keepdims=True)
     return jnp.where(unknown, jnp.nan, counts)

@@ -22,7 +22,7 @@ from estimator.feature_column._column import (
     sequence_of,
 )
 from estimator.sparse._embedding import embedding_lookup
-from estimator.sparse._embedding_sparse import check_combiner, check_max_norm, clipped, combined
+from estimator.sparse._embedding_sparse import check_combiner, check_max_norm, clip_rows, combine_rows
 from estimator.variables._variable_scope import AUTO_REUSE, get_variable_scope, variable_scope
 from estimator.variables._variables import get_variable
 
@@ -57,8 +57,9 @@ class EmbeddingColumn(DenseColumn, SequenceDenseColumn):
     def vectors(self, ids: jax.Array, weights: jax.Array | None) -> jax.Array:
         """The combined vectors of the classes in the last dimension of the ids."""
         shape = (self.categorical_column.num_buckets, self.dimension)
+        # TensorFlow's default.
         initializer = self.initializer or jax.nn.initializers.truncated_normal(1 / math.sqrt(self.dimension))
-        return combined_rows(
+        return look_up_combined(
             "embedding_weights", ids, weights, shape, initializer, self.combiner, self.max_norm, self.trainable
         )
 
@@ -148,6 +149,8 @@ def shared_embedding_columns(
     if not isinstance(categorical_columns, list | tuple) or not categorical_columns:
         raise ValueError(f"`{caller}`: categorical_columns must be a list of columns; got {categorical_columns!r}.")
     _check(caller, categorical_columns, dimension, combiner, initializer, max_norm)
+    # For the default name alone, which TensorFlow makes of the sorted ones; the result is in the order of the
+    # arguments.
     columns = sorted(categorical_columns, key=lambda column: column.name)
     for column in columns:
         if _kind(column) != _kind(columns[0]) or column.num_buckets != columns[0].num_buckets:
@@ -162,7 +165,7 @@ def shared_embedding_columns(
     ]
 
 
-def combined_rows(
+def look_up_combined(
     name: str,
     ids: jax.Array,
     weights: jax.Array | None,
@@ -174,19 +177,21 @@ def combined_rows(
 ) -> jax.Array:
     """Rows of a variable, combined over the last dimension of the ids; a large variable has a sparse gradient."""
     if weights is not None and combiner != "sum":
+        # TensorFlow leaves out entries without a positive weight, except for sums.
         ids = jnp.where(weights > 0, ids, -1)
     if not trainable:
+        # Without a gradient a plain lookup will do.
         table = get_variable(name, shape, initializer=initializer, trainable=False)
         rows = jnp.where(ids[..., None] < 0, 0, table.at[jnp.maximum(ids, 0)].get(mode="fill", fill_value=jnp.nan))
     else:
         if shape[0] <= _FEW_ROWS:
             get_variable(name, shape, initializer=initializer)  # reading all of it makes the gradient dense
         rows = embedding_lookup(name, ids, shape, initializer=initializer)
-    return combined(clipped(rows, ids.ndim, max_norm), ids, weights, combiner)
+    return combine_rows(clip_rows(rows, ids.ndim, max_norm), ids, weights, combiner)
 
 
 def _kind(column: CategoricalColumn) -> tuple[bool, type]:
-    """Of sequences or not, and the type of what may be weighted."""
+    """The kind of a column: whether it is of sequences, and its type without weights."""
     return isinstance(column, SequenceCategoricalColumn), type(getattr(column, "categorical_column", column))
 
 

@@ -15,6 +15,7 @@ class Crc32:
     """An integer for a string: 31 bits of the CRC-32 of its UTF-8 bytes."""
 
     def code(self, text: str) -> int:
+        # 31 bits, so that it is positive as an int32: -1 stands for the absence of a class.
         return zlib.crc32(text.encode()) & 0x7FFFFFFF
 
 
@@ -22,8 +23,8 @@ def bits(values: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(values, jnp.uint32)
 
 
-def mixed(bits: jax.Array) -> jax.Array:
-    """The finalizer of MurmurHash3, a permutation of uint32."""
+def mix(bits: jax.Array) -> jax.Array:
+    """Mixes bits by the finalizer of MurmurHash3, a permutation of uint32."""
     bits = (bits ^ (bits >> 16)) * np.uint32(0x85EBCA6B)
     bits = (bits ^ (bits >> 13)) * np.uint32(0xC2B2AE35)
     return bits ^ (bits >> 16)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from estimator.core._frame import innermost_frame
 from estimator.feature_column._column import CategoricalColumn, DenseColumn, InputColumn, check_features, check_single
-from estimator.feature_column._embedding import combined_rows
+from estimator.feature_column._embedding import look_up_combined
 from estimator.sparse._embedding_sparse import check_combiner
 from estimator.variables._variable_scope import variable_scope
 from estimator.variables._variables import get_variable
@@ -36,6 +36,7 @@ def input_layer(features: Mapping[Any, Any], feature_columns: Iterable[DenseColu
     values = []
     with scope(None, "input_layer"):
         for column in columns:
+            # Names of columns are scopes, as in TensorFlow; the outer one is made unique for a second layer.
             with scope(column.scope_name):
                 values.append(column.values(features))
     return jnp.concatenate(values, axis=-1)
@@ -70,9 +71,11 @@ def linear_model(
     with variable_scope(None, "linear_model"):
         for column in columns:
             with _scope_of_weights(column):
+                # Bucketized columns are of both kinds: as categories they look up rows, instead of a product with zeros
+                # and ones.
                 if isinstance(column, CategoricalColumn):
                     ids, own, shape = column.ids(features), column.weights(features), (column.num_buckets, units)
-                    terms.append(combined_rows("weights", ids, own, shape, zeros, sparse_combiner))
+                    terms.append(look_up_combined("weights", ids, own, shape, zeros, sparse_combiner))
                 else:
                     values.append(column.values(features))
                     weights.append(get_variable("weights", (column.width, units), initializer=zeros))
@@ -124,6 +127,7 @@ def named_columns(feature_columns: Any) -> list[Any]:
                 "Items of feature_columns must be columns such as `est.feature_column.numeric_column(key)`. Given: "
                 f"{column!r}."
             )
+    # As in TensorFlow: the rows of a kernel behind the layer do not depend on the order of the list.
     columns.sort(key=lambda column: column.name)
     for first, second in zip(columns, columns[1:], strict=False):
         if first.name == second.name:

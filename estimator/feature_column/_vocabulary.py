@@ -22,7 +22,7 @@ from estimator.feature_column._column import (
     in_range,
     integers,
 )
-from estimator.feature_column._hash import Crc32, bits, bucket, mixed
+from estimator.feature_column._hash import Crc32, bits, bucket, mix
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,13 +43,15 @@ class VocabularyColumn(KeyColumn):
         values = integers(features, self.key)
         if self.of_strings:  # `encode` made them ids already
             return in_range(values, self.num_buckets, None)
+        # A binary search over a constant of the program: no table for the user to initialize, as TensorFlow has one.
         ordered = np.sort(np.array(self.vocabulary_list, np.int32))
         places = np.argsort(np.array(self.vocabulary_list, np.int32)).astype(np.int32)
         at = jnp.searchsorted(jnp.asarray(ordered), values).clip(0, len(ordered) - 1)
         otherwise: Any = self.default_value
         if self.num_oov_buckets:
-            otherwise = len(ordered) + bucket(mixed(bits(values)), self.num_oov_buckets)
+            otherwise = len(ordered) + bucket(mix(bits(values)), self.num_oov_buckets)
         ids = jnp.where(jnp.asarray(ordered)[at] == values, jnp.asarray(places)[at], otherwise)
+        # -1 stands for the absence of a class, not for an unknown one.
         return jnp.where(values == -1, -1, ids)
 
     def coders(self) -> dict[str, Coder]:
@@ -139,6 +141,7 @@ def categorical_column_with_vocabulary_file(
     if vocabulary_size is not None:
         check_positive(caller, "vocabulary_size", vocabulary_size)
     with open(vocabulary_file, encoding="utf-8") as file:  # universal newlines
+        # Only the end of the line: spaces may belong to a class.
         lines = [line.rstrip("\n") for line in file]
     if not lines or len(lines) < (vocabulary_size or 0):
         raise ValueError(

@@ -84,6 +84,7 @@ class BinaryClassHead(OneTaskHead):
         return nan_where((labels < 0) | (labels > 1), losses)
 
     def _predictions(self, logits: jax.Array) -> Predictions:
+        # The softmax of (0, x) is (1 - sigmoid(x), sigmoid(x)): two columns from one logit, as in TensorFlow.
         two_class_logits = jnp.concatenate([jnp.zeros_like(logits), logits], axis=-1)
         return {
             "logits": logits,
@@ -109,6 +110,7 @@ class BinaryClassHead(OneTaskHead):
         }
 
     def export_outputs(self, predictions: Predictions) -> dict[str, ExportOutput]:
+        # TensorFlow's head offers the probability as a regression, too, to servers that ask for one.
         value = RegressionOutput(predictions["logistic"])
         return classification_outputs(predictions, self._label_vocabulary, 2, regression=value)
 
@@ -122,4 +124,5 @@ class _AccuracyBaseline(Mean):
 
 
 def _class_ids(logits: jax.Array) -> jax.Array:
+    # Where the probability is above a half.
     return (logits > 0).astype(jnp.int32)

@@ -110,6 +110,7 @@ class Head(abc.ABC):
         As in TensorFlow, TRAIN shows the loss of a named head, or of each head of a MultiHead, as loss/<name>, and
         regularization_loss, in TensorBoard and to hooks.
         """
+        # Also from the plain strings that TensorFlow's modes are, "train", "eval" and "infer".
         mode = ModeKeys(mode)
         predictions = self.predictions(logits)
         if mode == ModeKeys.PREDICT:
@@ -137,12 +138,13 @@ class Head(abc.ABC):
         self._show_regularization(self._key("regularization_loss"), regularization_losses)
 
     def _show_loss(self, tag: str, loss: jax.Array) -> None:
+        # Merged over towers in the way of the loss itself.
         is_sum = self.loss_reduction == Reduction.SUM
         report_in_training(tag, lambda: Scalar(loss, summary=True, is_sum=is_sum))
 
     def _show_regularization(self, tag: str, losses: RegularizationLosses) -> None:
         if losses is not None:
-            self._show_loss(tag, regularized(jnp.zeros((), jnp.float32), losses))
+            self._show_loss(tag, add_regularization(jnp.zeros((), jnp.float32), losses))
 
     def _key(self, key: str) -> str:
         return key if self.name is None else f"{key}/{self.name}"
@@ -150,7 +152,7 @@ class Head(abc.ABC):
     def _regularization_metric(self, rows: int, regularization_losses: RegularizationLosses) -> dict[str, Metric]:
         if regularization_losses is None:
             return {}
-        total = regularized(jnp.zeros((), jnp.float32), regularization_losses)
+        total = add_regularization(jnp.zeros((), jnp.float32), regularization_losses)
         return {self._key("regularization_loss"): batch_mean(total, rows)}
 
 
@@ -159,7 +161,7 @@ def batch_mean(value: jax.Array, rows: int) -> Metric:
     return metrics_lib.mean(value, weights=jnp.float32(rows))
 
 
-def regularized(loss: jax.Array, regularization_losses: RegularizationLosses) -> jax.Array:
+def add_regularization(loss: jax.Array, regularization_losses: RegularizationLosses) -> jax.Array:
     if regularization_losses is None:
         return loss
     if not isinstance(regularization_losses, list | tuple):

@@ -66,23 +66,24 @@ class MultiClassHead(OneTaskHead):
 
     def _losses(self, labels: jax.Array, logits: jax.Array) -> jax.Array:
         losses = losses_lib.sparse_softmax_cross_entropy(labels, logits, reduction=Reduction.NONE)
+        # With the dimension of losses, here 1, with which weights broadcast.
         return losses[..., None]
 
     def _predictions(self, logits: jax.Array) -> Predictions:
         return {
             "logits": logits,
             "probabilities": jax.nn.softmax(logits),
-            "class_ids": _decided(logits),
-            "classes": ClassNames(_decided(logits), self._label_vocabulary),
+            "class_ids": _class_ids(logits),
+            "classes": ClassNames(_class_ids(logits), self._label_vocabulary),
             "all_class_ids": all_class_ids(logits, self.logits_dimension),
         }
 
     def _metrics(self, labels: jax.Array, logits: jax.Array, weights: ArrayLike) -> dict[str, Metric]:
-        return {"accuracy": metrics_lib.accuracy(labels, _decided(logits), weights)}
+        return {"accuracy": metrics_lib.accuracy(labels, _class_ids(logits), weights)}
 
     def export_outputs(self, predictions: Predictions) -> dict[str, ExportOutput]:
         return classification_outputs(predictions, self._label_vocabulary, self.logits_dimension)
 
 
-def _decided(logits: jax.Array) -> jax.Array:
+def _class_ids(logits: jax.Array) -> jax.Array:
     return logits.argmax(axis=-1, keepdims=True).astype(jnp.int32)

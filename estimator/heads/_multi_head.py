@@ -10,7 +10,15 @@ from jax.typing import ArrayLike
 
 from estimator.core._export_output import DEFAULT_SIGNATURE, ExportOutput, PredictOutput
 from estimator.core._typing import Features
-from estimator.heads._head import Head, Labels, Logits, Predictions, RegularizationLosses, batch_mean, regularized
+from estimator.heads._head import (
+    Head,
+    Labels,
+    Logits,
+    Predictions,
+    RegularizationLosses,
+    add_regularization,
+    batch_mean,
+)
 from estimator.heads._one_task import checked_selection
 from estimator.losses import Reduction
 from estimator.metrics import Metric
@@ -79,8 +87,9 @@ class MultiHead(Head):
     ) -> jax.Array:
         by_head = self._split(logits)
         losses = self._losses(self._checked_labels(labels), by_head, features, mode).values()
+        # Weights are of whole losses, after each head's own reduction, as in TensorFlow.
         weighted = [loss * weight for loss, weight in zip(losses, self._head_weights, strict=True)]
-        return regularized(sum(weighted[1:], weighted[0]), regularization_losses)
+        return add_regularization(sum(weighted[1:], weighted[0]), regularization_losses)
 
     def predictions(self, logits: Logits, keys: Sequence[Hashable] | None = None) -> Predictions:
         by_head = self._split(logits)
@@ -104,6 +113,7 @@ class MultiHead(Head):
         by_name = self._checked_labels(labels)
         for name, loss in self._losses(by_name, by_head, features, None).items():
             is_sum = self.loss_reduction == Reduction.SUM
+            # Over batches a sum adds up, while a mean weighs by its rows.
             metrics[f"loss/{name}"] = Count(loss) if is_sum else batch_mean(loss, rows)
             metrics |= self._heads[name].metrics(by_name[name], by_head[name], features)
         return metrics | self._regularization_metric(rows, regularization_losses)
@@ -111,9 +121,11 @@ class MultiHead(Head):
     def export_outputs(self, predictions: Predictions) -> dict[str, ExportOutput]:
         outputs: dict[str, ExportOutput] = {}
         for name, head in self._heads.items():
+            # Under the head's own names: it exports what it would alone.
             own = {key: value for (owner, key), value in predictions.items() if owner == name}
             for signature, output in head.export_outputs(own).items():
                 if signature == DEFAULT_SIGNATURE:
+                    # The first head's, as in TensorFlow.
                     outputs.setdefault(DEFAULT_SIGNATURE, output)
                     outputs[name] = output
                 else:
@@ -160,6 +172,7 @@ class MultiHead(Head):
                 f"Could not split logits of shape {logits.shape} among the heads with individual logits dimensions: "
                 f"{dimensions}. The last dimension of the logits should equal {self.logits_dimension}."
             )
+        # `jnp.split` takes the ends of all parts but the last one.
         ends = [sum(dimensions[: i + 1]) for i in range(len(dimensions) - 1)]
         return dict(zip(self._heads, jnp.split(logits, ends, axis=-1), strict=True))
 

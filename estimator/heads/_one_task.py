@@ -21,8 +21,8 @@ from estimator.heads._head import (
     Logits,
     Predictions,
     RegularizationLosses,
+    add_regularization,
     checked_reduction,
-    regularized,
 )
 from estimator.losses import compute_weighted_loss
 from estimator.metrics import Metric
@@ -63,6 +63,7 @@ class OneTaskHead(Head):
         self._loss_dimension = loss_dimension
         self._weight_column = weight_column
         self._loss_fn = loss_fn
+        # Checked here: in the model_fn the error would come out of a run, much later.
         self._loss_fn_args = () if loss_fn is None else _loss_fn_args(loss_fn)
 
     def loss(
@@ -77,7 +78,7 @@ class OneTaskHead(Head):
         logits = self._checked_logits(logits)
         losses, weights = self._losses_and_weights(self._checked_labels(labels, logits), logits, features)
         loss = compute_weighted_loss(losses, weights, self.loss_reduction)
-        return regularized(loss, regularization_losses)
+        return add_regularization(loss, regularization_losses)
 
     def predictions(self, logits: Logits, keys: Sequence[Hashable] | None = None) -> Predictions:
         predictions = self._predictions(self._checked_logits(logits))
@@ -90,9 +91,11 @@ class OneTaskHead(Head):
         features: Features = None,
         regularization_losses: RegularizationLosses = None,
     ) -> dict[str, Metric]:
+        # Before the labels, whose expected shape follows from them.
         logits = self._checked_logits(logits)
         labels = self._checked_labels(labels, logits)
         losses, weights = self._losses_and_weights(labels, logits, features)
+        # Of the losses of examples: it is the same for every `loss_reduction`.
         metrics = {"average_loss": metrics_lib.mean(losses, weights), **self._metrics(labels, logits, weights)}
         named = {self._key(key): metric for key, metric in metrics.items()}
         return named | self._regularization_metric(logits.shape[0], regularization_losses)
@@ -119,6 +122,7 @@ class OneTaskHead(Head):
                 f"logits shape must be [D0, D1, ... DN, logits_dimension], which is {self.logits_dimension} for this "
                 f"`{self._kind}`; got {logits.shape}."
             )
+        # Losses in float32, whatever the model computes in: a softmax in bfloat16 has two or three digits.
         return logits.astype(jnp.float32)
 
     def _checked_labels(self, labels: Labels, logits: jax.Array) -> jax.Array:
@@ -134,15 +138,18 @@ class OneTaskHead(Head):
             )
         if is_sparse(labels):
             labels = labels.todense()
+        # An array of jax holds no strings, and a traced one has no values for numpy.
         if not isinstance(labels, jax.Array) and np.asarray(labels).dtype.kind in "OSU":
             raise TypeError(
                 f"`{self._kind}` takes labels of numbers; got strings. Let input_fn replace a class by its position "
                 "in label_vocabulary: `est.feature_column.encode_labels(labels, label_vocabulary)`."
             )
         labels = jnp.asarray(labels)
+        # Labels of shape (batch,) against logits of shape (batch, 1) would broadcast to a matrix.
         if labels.ndim == logits.ndim - 1:
             labels = labels[..., None]
         expected = (*logits.shape[:-1], self._labels_dimension)
+        # Two errors, since the first one, in TensorFlow's words, names the usual cause.
         if labels.ndim >= 1 and labels.shape[-1] != self._labels_dimension:
             raise ValueError(
                 f"Mismatched label shape. Expected labels dimension={self._labels_dimension}. Received "
@@ -163,6 +170,7 @@ class OneTaskHead(Head):
             losses = self._losses(labels, logits)
         else:
             arguments = dict(labels=labels, logits=logits, features=features, loss_reduction=self.loss_reduction)
+            # By name, as TensorFlow calls it: a function may take its arguments in any order.
             losses = jnp.asarray(self._loss_fn(**{name: arguments[name] for name in self._loss_fn_args}))
             expected = (*logits.shape[:-1], self._loss_dimension)
             if losses.shape != expected:
@@ -175,6 +183,7 @@ class OneTaskHead(Head):
         return losses, self._weights(logits, features)
 
     def _weights(self, logits: jax.Array, features: Features) -> ArrayLike:
+        # A plain number: then towers need not average the denominators of their losses.
         if self._weight_column is None:
             return 1.0
         if not isinstance(features, Mapping) or self._weight_column not in features:
@@ -183,6 +192,7 @@ class OneTaskHead(Head):
                 f"weight_column {self._weight_column!r} of `{self._kind}` is not in features, which are {have}."
             )
         weights = jnp.asarray(features[self._weight_column]).astype(jnp.float32)
+        # As with labels: one weight for each example.
         if weights.ndim == logits.ndim - 1:
             weights = weights[..., None]
         allowed = {(*logits.shape[:-1], 1), (*logits.shape[:-1], self._loss_dimension)}
@@ -254,6 +264,7 @@ def threshold_metrics(
 def curve_metrics(labels: jax.Array, probabilities: jax.Array, weights: ArrayLike) -> dict[str, Metric]:
     return {
         "auc": metrics_lib.auc(labels, probabilities, weights),
+        # The trapezoidal rule overestimates the area below this curve (Davis and Goadrich, 2006).
         "auc_precision_recall": metrics_lib.auc(
             labels, probabilities, weights, curve="PR", summation_method="careful_interpolation"
         ),
@@ -267,6 +278,7 @@ def all_class_ids(logits: jax.Array, n_classes: int) -> jax.Array:
 def classification_outputs(
     predictions: Predictions, label_vocabulary: tuple[str, ...] | None, n_classes: int, **others: ExportOutput
 ) -> dict[str, ExportOutput]:
+    # TensorFlow exports ids as strings where there is no vocabulary.
     names = list(label_vocabulary or map(str, range(n_classes)))
     classes = ClassificationOutput(predictions["probabilities"], names)
     return {DEFAULT_SIGNATURE: classes, "classification": classes, **others, "predict": PredictOutput(predictions)}
@@ -280,6 +292,7 @@ def _loss_fn_args(loss_fn: Callable[..., jax.Array]) -> tuple[str, ...]:
         if required not in parameters:
             raise ValueError(f"loss_fn must contain argument: {required}. Given arguments: {list(parameters)}.")
     known = ("labels", "logits", "features", "loss_reduction")
+    # Arguments with a default are the user's own, as after `functools.partial`.
     unexpected = [name for name, p in parameters.items() if name not in known and p.default is p.empty]
     if unexpected:
         raise ValueError(

@@ -57,7 +57,14 @@ class RegressionHead(OneTaskHead):
                 f"inverse_link_fn must be a function of logits, such as `jnp.exp`; got {inverse_link_fn!r}."
             )
         super().__init__(
-            label_dimension, label_dimension, label_dimension, weight_column, loss_reduction, loss_fn, name
+            # Of the logits, of the labels and of the losses.
+            label_dimension,
+            label_dimension,
+            label_dimension,
+            weight_column,
+            loss_reduction,
+            loss_fn,
+            name,
         )
         self._inverse_link_fn = inverse_link_fn
 
@@ -107,8 +114,10 @@ class PoissonRegressionHead(RegressionHead):
         self._compute_full_loss = compute_full_loss
 
     def _losses(self, labels: jax.Array, logits: jax.Array) -> jax.Array:
+        # Less the logarithm of `labels!`, which no logit changes.
         losses = jnp.exp(logits) - labels * logits
         if self._compute_full_loss:
+            # Up to 1 TensorFlow adds nothing: the approximation is bad there, and its logarithm infinite at 0.
             large = jnp.maximum(labels, 1)
             stirling = large * jnp.log(large) - large + 0.5 * jnp.log(2 * math.pi * large)
             losses = losses + jnp.where(labels > 1, stirling, 0)

@@ -85,6 +85,7 @@ class CheckpointSaverHook(Hook):
     def next_step(self, step: int) -> int | None:
         if self._steps is not None:
             return self._start + self._steps * ((step - self._start) // self._steps + 1)
+        # By seconds no step is known in advance: it is asked again before each program.
         return step + 1 if self._is_time() else None
 
     def after_run(self, context: Context, values: RunValues) -> None:
@@ -101,7 +102,7 @@ class CheckpointSaverHook(Hook):
         return self._secs is not None and time.monotonic() >= self._time + self._secs
 
     def _save(self, context: Context) -> bool:
-        """Whether a listener wants the run to end."""
+        """Saves, and says whether a listener wants the run to end."""
         step = context.global_step
         _ = context.state  # looks at the losses: listeners should hear only of what is saved
         if context.found_nan:

@@ -67,7 +67,9 @@ class InMemoryEvaluatorHook(Hook):
         self._evaluate(context)
 
     def end(self, context: Context) -> None:
+        # After SIGTERM only seconds are left, which the last checkpoint needs.
         if context.error is None and context.stop_reason != SIGTERM:
+            # Not twice for one state, where the last step was one of its own.
             if self.results[-1]["global_step"] != context.global_step:
                 self._evaluate(context)
 

@@ -74,6 +74,7 @@ class LoggingTensorHook(Hook):
             self._timer.reset()
 
     def next_step(self, step: int) -> int | None:
+        # Which step is the last one is known when it is over: values of each are requested, and one step's are read.
         return step + 1 if self._at_end or self._timer is None else self._timer.next_step(step)
 
     def before_run(self, context: Context) -> dict[str, str]:
@@ -82,6 +83,7 @@ class LoggingTensorHook(Hook):
     def after_run(self, context: Context, values: RunValues) -> None:
         if self._timer and self._timer.should_trigger_for_step(context.step):
             self._log(values, self._timer.update_last_triggered_step(context.step)[0])
+        # Not read yet: that would wait for the step.
         self._last = values if self._at_end else None
 
     def end(self, context: Context) -> None:
@@ -94,13 +96,13 @@ class LoggingTensorHook(Hook):
         if self._formatter is not None:
             logging.info("%s", self._formatter(results))
             return
-        shown = ", ".join(f"{tag} = {_shown(results[tag])}" for tag in self._names)
+        shown = ", ".join(f"{tag} = {_format_value(results[tag])}" for tag in self._names)
         logging.info("%s%s", shown, "" if seconds is None else f" ({seconds:.3f} sec)")
 
 
 def _name(tag: str, value: Any) -> str:
-    """`value`, if it is a name; else the name under which this hook reports the value. It is the same in every run of a
-    model_fn, of which the hooks of the first are used; and never one that the model_fn may want for itself."""
+    """Returns `value`, if it is a name; else reports it and returns its name. It is the same in every run of a
+    model_fn, since the hooks of the first run are used, and never one that the model_fn may want for itself."""
     if isinstance(value, str):
         return value
     caller = "est.LoggingTensorHook"
@@ -110,7 +112,7 @@ def _name(tag: str, value: Any) -> str:
     return report(caller, name, Scalar(array, metric_of(value)) if array.ndim == 0 else Rows(array))
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
     return np.array_str(value, precision=6, suppress_small=True) if isinstance(value, np.ndarray) else str(value)

@@ -82,7 +82,7 @@ class ProfilerHook(Hook):
         self._stop()
 
     def _begin(self, step: int) -> int:
-        """Where the trace begins that a step lies in; between two traces, where the one before began."""
+        """The first step of the trace that a step lies in; between two traces, of the one before."""
         if self._every_steps is None or step < self._first:
             return self._first
         return step - (step - self._first) % self._every_steps

@@ -17,6 +17,7 @@ class ReplicaCheckHook(Hook):
         self._every = every
 
     def next_step(self, step: int) -> int:
+        # Multiples of N, wherever a run begins.
         return step + self._every - step % self._every
 
     def after_run(self, context: Context, values: RunValues) -> None:

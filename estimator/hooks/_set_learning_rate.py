@@ -46,6 +46,7 @@ class SetLearningRateHook(Hook):
         self._every = every_n_steps
 
     def after_create_state(self, context: Context) -> None:
+        # Rates from a checkpoint would otherwise hold until the next multiple of N.
         if isinstance(self._rates, Mapping) or context.global_step % self._every == 0:
             self._set(context)
 
@@ -67,5 +68,6 @@ class SetLearningRateHook(Hook):
                 f"The function given to SetLearningRateHook returned {rates!r} at step {step}. It returns a dict of "
                 'learning rates by name, such as {"optimizer": 1e-3}, or None.'
             )
+        # The rates of process 0 for all: a function may look at a clock, or at a file.
         for name, value in context.agreed(lambda: dict(rates or {})).items():
             context.set_learning_rate(name, value)

@@ -21,7 +21,7 @@ from estimator.summary._event_writer import shown_metrics, write_into
 
 _Moment = tuple[int, float, RunValues]  # the step, the time, and what will be known of it
 _SECONDS = 1.0  # between two rates, at least
-_MOST_WAITING = 2  # as many as there are programs in flight: to read a third one waits for nothing
+_MOST_WAITING = 2  # programs in flight. Older values are ready, so that reading them never blocks
 
 
 class SummarySaverHook(Hook):
@@ -30,8 +30,8 @@ class SummarySaverHook(Hook):
 
     They go into an event file for TensorBoard, and the numbers into `history.jsonl` too (see `est.read_history`); the
     rates once a second at most. `train` has such a hook unless one is given that writes into the model_dir;
-    `RunConfig.save_summary_steps` says how often it writes. Nothing waits for the values: they are written once the
-    training has passed them, and before the next checkpoint. A model_fn that shows nothing costs no program of its own.
+    `RunConfig.save_summary_steps` says how often it writes. It never blocks the training loop: values are written once
+    the training has passed them, and before the next checkpoint. A model_fn that shows nothing costs no program.
 
     In `evaluate`, whose metrics are written anyway, it writes what the model_fn shows of the last batch
     that was due. There it counts batches, not steps.
@@ -65,7 +65,7 @@ class SummarySaverHook(Hook):
         self._given_writer = summary_writer
 
     def writes_to(self, directory: str | None) -> bool:
-        """Whether it writes into the directory of the run."""
+        """Says whether it writes into the directory of the run."""
         return self._given_writer is None and self._dir in (None, directory and normalized(directory))
 
     def begin(self) -> None:
@@ -81,7 +81,7 @@ class SummarySaverHook(Hook):
             raise ValueError(f"SummarySaverHook needs an output_dir in mode {str(context.mode)!r}; got None.")
         self._names = [name for name, report in context.reported.items() if _is_shown(report)]
         if context.mode == ModeKeys.TRAIN:
-            context.watch_losses(self._pass)
+            context.watch_losses(self._write_due)
         if jax.process_index() == 0:
             if self._given_writer is None:
                 self._write = context.events(self._dir).write
@@ -116,8 +116,13 @@ class SummarySaverHook(Hook):
         for moment in self._waiting:
             self._write_moment(context, moment)
 
-    def _pass(self, context: Context, first: int, losses: np.ndarray) -> None:
-        """Writes what is due of the steps from `first` on: their losses are known by now, and so all their values."""
+    def _write_due(self, context: Context, first: int, losses: np.ndarray) -> None:
+        """Writes what is due of the steps from `first` on: their losses are known by now, and so all their values.
+
+        The loop calls it when it looks at its losses. Values of the model_fn have been in `_waiting` since their step;
+        where it shows none, the losses alone are written, and no step was requested for them. A value of a step that
+        was passed here before it came is written by `after_run`, as are the oldest where too many wait.
+        """
         last = self._passed = first + len(losses) - 1
         if self._names:
             due = [moment for moment in self._waiting if moment[0] <= last]

@@ -33,14 +33,13 @@ class SecondOrStepTimer:
         self.reset()
 
     def reset(self) -> None:
-        """Forgets when it was time last."""
+        """Resets the timer."""
         self._step: int | None = None
         self._time: float | None = None
         self._first: int | None = None
 
     def should_trigger_for_step(self, step: int) -> bool:
-        """Whether it is time: at the first call, and then again when the interval has passed. Never twice for one
-        step."""
+        """Says whether it is time: at the first call, then when the interval has passed. Never twice for one step."""
         if self._step is None:
             return True
         if step == self._step:
@@ -60,13 +59,15 @@ class SecondOrStepTimer:
         return self._step
 
     def next_step(self, step: int) -> int | None:
-        """For `Hook.next_step`: the next step for which it is time, as far as that is known."""
+        """The next step for which it is time, as far as that is known: the answer of `Hook.next_step`."""
         if self._first is None:
             self._first = step + 1
         if step < self._first:
             return self._first
         if self._every_steps:
+            # Counted from the first step and not from the last trigger: a late one does not shift the following.
             return self._first + self._every_steps * ((step - self._first) // self._every_steps + 1)
+        # By time the answer is for now; the loop asks again before each program.
         return step + 1 if self._step is not None and self._secs_passed() else None
 
     def _secs_passed(self) -> bool:

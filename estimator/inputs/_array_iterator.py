@@ -109,6 +109,7 @@ class RowBatches(Iterator[Any]):
 
     def _permutation(self, epoch: int) -> np.ndarray:
         if self._permuted is None or self._permuted[0] != epoch:
+            # From seed and epoch alone: a position of a few numbers resumes in the middle of any epoch.
             self._permuted = epoch, np.random.default_rng([self._seed, epoch]).permutation(self._n)
         return self._permuted[1]
 
@@ -133,7 +134,7 @@ def _take(arrays: Arrays, index: Index) -> Arrays:
 
 
 def _common_length(x: Arrays, y: Arrays) -> int:
-    lengths = {array.shape[:1] for arrays in (x, y) for array in _listed(arrays)}
+    lengths = {array.shape[:1] for arrays in (x, y) for array in _as_list(arrays)}
     if len(lengths) > 1 or () in lengths:
         raise ValueError(
             "Length of tensors in x and y is mismatched. All arrays must have the same number of "
@@ -145,7 +146,7 @@ def _common_length(x: Arrays, y: Arrays) -> int:
     return n
 
 
-def _listed(arrays: Arrays) -> list[np.ndarray]:
+def _as_list(arrays: Arrays) -> list[np.ndarray]:
     return list(arrays.values()) if isinstance(arrays, dict) else [arrays]
 
 

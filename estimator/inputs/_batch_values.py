@@ -66,19 +66,19 @@ def stack_of(leaves: Sequence[Any]) -> np.ndarray | None:
     return stack if all(type(leaf) is np.ndarray and leaf.base is stack for leaf in leaves) else None
 
 
-def taken(
+def copy_batch(
     features: Features,
     labels: Labels = None,
     devices: Set[jax.Device] | None = None,
     stack: Stack | None = None,
 ) -> tuple[PyTree, PyTree]:
-    """Features and labels with their current values, whatever happens to their memory later.
+    """Copies features and labels, so that they keep these values whatever happens to their memory later.
 
     Arrays of numpy, and of other libraries that numpy can read, are copied; without x64 to 32 bits, as jax does. Arrays
     of jax are immutable and not copied, nor are leaves that are not arrays.
 
     >>> x = np.arange(3)
-    >>> features, _ = taken({"x": x})
+    >>> features, _ = copy_batch({"x": x})
     >>> x[:] = 7
     >>> features
     {'x': array([0, 1, 2], dtype=int32)}
@@ -93,13 +93,13 @@ def taken(
       ValueError: a number does not fit its dtype of 32 bits, a dict has keys that cannot be sorted, or an array is
         masked.
     """
-    leaves, structure = _flattened((features, labels))
+    leaves, structure = _flatten((features, labels))
     values: list[Any] = []
     if stack is not None:
         stack.next()
     try:
         for leaf in leaves:
-            values.append(_taken(leaf, devices, stack, len(values)))
+            values.append(_copy_leaf(leaf, devices, stack, len(values)))
     except ValueError as error:
         raise ValueError(f"{list(named_leaves(features, labels))[len(values)]} {error}") from error
     return tree_unflatten(structure, values)
@@ -110,7 +110,7 @@ def default_devices() -> Set[jax.Device]:
     return jax.device_put(np.zeros(())).devices()
 
 
-def _flattened(pair: tuple[PyTree, PyTree]) -> tuple[list[Any], Any]:
+def _flatten(pair: tuple[PyTree, PyTree]) -> tuple[list[Any], Any]:
     try:
         return tree_flatten(pair)
     except ValueError:
@@ -118,13 +118,14 @@ def _flattened(pair: tuple[PyTree, PyTree]) -> tuple[list[Any], Any]:
         raise
 
 
-def _taken(leaf: Any, devices: Set[jax.Device] | None, stack: Stack | None, number: int) -> Any:
+def _copy_leaf(leaf: Any, devices: Set[jax.Device] | None, stack: Stack | None, number: int) -> Any:
     if type(leaf) is np.ndarray:
+        # Memory of the other byte order, as some file formats have it, which jax does not take.
         if not leaf.dtype.isnative:
             leaf = leaf.astype(leaf.dtype.newbyteorder("="))
         narrower = _NARROWER.get(leaf.dtype)
         if narrower is not None and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
-            leaf = _narrowed(leaf, narrower)
+            leaf = _narrow(leaf, narrower)
             if stack is None:
                 return leaf
         if stack is None:
@@ -133,20 +134,21 @@ def _taken(leaf: Any, devices: Set[jax.Device] | None, stack: Stack | None, numb
         copy[...] = leaf
         return copy
     if isinstance(leaf, jax.Array):
+        # Arrays of jax never change: no copy.
         return leaf if devices is None or _is_near(leaf, devices) else np.asarray(leaf)
     if isinstance(leaf, np.ma.MaskedArray):
         raise ValueError("is a masked array, which jax has not. Give `x.filled(value)`, and the mask as a feature.")
     if isinstance(leaf, np.generic):
         return leaf
     if hasattr(leaf, "__array__"):
-        return _taken(np.asarray(leaf), devices, stack, number)
+        return _copy_leaf(np.asarray(leaf), devices, stack, number)
     if hasattr(leaf, "__dlpack__"):
-        return _taken(np.from_dlpack(leaf), devices, stack, number)
+        return _copy_leaf(np.from_dlpack(leaf), devices, stack, number)
     return leaf
 
 
 def _is_near(array: jax.Array, devices: Set[jax.Device]) -> bool:
-    """Whether a program on these devices can take the array."""
+    """Says whether a program on these devices can take the array."""
     if isinstance(array, jax.core.Tracer) or not array.committed:
         return True
     if not array.is_fully_addressable:
@@ -155,12 +157,13 @@ def _is_near(array: jax.Array, devices: Set[jax.Device]) -> bool:
     return array.sharding.device_set == devices and not of_types  # the types of another mesh have other axes
 
 
-def _narrowed(array: np.ndarray, narrower: np.dtype[Any]) -> np.ndarray:
+def _narrow(array: np.ndarray, narrower: np.dtype[Any]) -> np.ndarray:
     if narrower.kind in "fc":
         try:
             with np.errstate(over="raise"):
                 return array.astype(narrower)
         except FloatingPointError:
+            # Only a number that was finite before is out of range; infinities of the input pass.
             with np.errstate(over="ignore"):
                 outside = np.isfinite(array) & ~np.isfinite(array.astype(narrower))
     else:
@@ -175,15 +178,15 @@ def _narrowed(array: np.ndarray, narrower: np.dtype[Any]) -> np.ndarray:
     )
 
 
-def stacked(batches: Any) -> tuple[PyTree, PyTree]:
-    """Features and labels `[steps, batch, ...]` of what `train_loop` takes: a list of batches, or such a pair."""
+def stack_batches(batches: Any) -> tuple[PyTree, PyTree]:
+    """Stacks a list of batches for `train_loop` to features and labels `[steps, batch, ...]`; a pair of these stays."""
     if isinstance(batches, list):
         if not batches:
             raise ValueError("`train_loop` needs at least one batch; got an empty list.")
         pairs = [batch if isinstance(batch, tuple) else (batch, None) for batch in batches]
         for pair in pairs:
             check_batch(*pair)
-        pairs = [taken(*pair) for pair in pairs]
+        pairs = [copy_batch(*pair) for pair in pairs]
         return with_steps(jax.tree.map(lambda *leaves: jnp.stack(leaves), *alike(pairs)))
     if not isinstance(batches, tuple) or len(batches) != 2:
         raise TypeError(

@@ -14,7 +14,7 @@ import jax
 from estimator.core._bcoo import has_sparse, padded
 from estimator.core._placement import Placement
 from estimator.core._typing import PyTree
-from estimator.inputs._batch_values import Stack, default_devices, taken
+from estimator.inputs._batch_values import Stack, copy_batch, default_devices
 from estimator.inputs._shape_watch import ShapeWatch
 from estimator.porting._tensorflow_names import explain_batch_size
 
@@ -45,6 +45,7 @@ def call_input_fn(input_fn: Callable[..., Any], mode: object, params: object, co
             f"`lambda: batches`; got {input_fn!r}."
         )
     arguments = {"mode": mode, "params": params, "config": config}
+    # Still parameters in the signature, but the user has bound them: not to be overridden by the Estimator's.
     bound = input_fn.keywords.keys() if isinstance(input_fn, functools.partial) else ()
     parameters = {name: p for name, p in inspect.signature(input_fn).parameters.items() if name not in bound}
     unknown = [name for name, p in parameters.items() if name not in arguments and _is_required(p)]
@@ -98,7 +99,7 @@ class Batches(Iterator[tuple[PyTree, PyTree]]):
         except (KeyError, AttributeError) as error:  # of a generator, which runs only now
             explain_batch_size(error)
             raise
-        pair = taken(*pair_of(element), self._devices, self._stack)
+        pair = copy_batch(*pair_of(element), self._devices, self._stack)
         if self._has_sparse is None:
             self._has_sparse = has_sparse(pair)
         if self._has_sparse:
@@ -115,7 +116,7 @@ class Batches(Iterator[tuple[PyTree, PyTree]]):
         sharding = placement.batch(1)
         self._devices = default_devices() if sharding is None else sharding.device_set
         if self._peeked is not None:
-            self._peeked = taken(*self._peeked, self._devices)
+            self._peeked = copy_batch(*self._peeked, self._devices)
 
     def peek(self) -> tuple[PyTree, PyTree] | None:
         """The batch that `next` will return, or None at the end. The position does not change."""
@@ -133,7 +134,7 @@ class Batches(Iterator[tuple[PyTree, PyTree]]):
 
     @property
     def has_position(self) -> bool:
-        """Whether the user's iterator has `get_state` and `set_state`, as grain's and the ones of `est.inputs` do."""
+        """True if the user's iterator has `get_state` and `set_state`, as grain's and the ones of `est.inputs` do."""
         return hasattr(self._elements, "get_state") and hasattr(self._elements, "set_state")
 
     def get_state(self) -> Any:
@@ -141,7 +142,9 @@ class Batches(Iterator[tuple[PyTree, PyTree]]):
         if not self.has_position:
             return None
         if self._peeked is not None:
+            # A peeked batch has not been used: a run that resumes must see it.
             return self._before_peek
+        # An iterator may give the dict that it counts in.
         return copy.deepcopy(self._elements.get_state())  # type: ignore[attr-defined]
 
     def set_state(self, state: Any) -> None:
@@ -193,7 +196,7 @@ def batches(result: Any) -> Batches:
 
 
 def is_one_batch(result: object) -> bool:
-    """Whether the result of an input_fn is one batch; otherwise it is an iterable of batches.
+    """Says whether the result of an input_fn is one batch; otherwise it is an iterable of batches.
 
     Raises:
       TypeError: it is neither.

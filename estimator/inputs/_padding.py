@@ -110,6 +110,7 @@ def pad_batches(
     if not callable(batches):
         return pad(batches)
 
+    # With the parameters that an Estimator passes, of which the user's function gets those that it has.
     def input_fn(mode: object = None, params: object = None, config: object = None) -> Any:
         return pad(call_input_fn(batches, mode, params, config))
 
@@ -135,6 +136,7 @@ class _PaddedIterator(Iterator[Any]):
         return self._padding.batch(self._read(self._elements))
 
     def __getattr__(self, name: str) -> Any:
+        # Not as methods: `hasattr` is how a loop finds out whether an input has a position.
         if name in ("get_state", "set_state"):
             return getattr(self._elements, name)
         raise AttributeError(name)
@@ -157,7 +159,7 @@ class _Padding:
             raise ValueError(f"multiple_of must be an int >= 1; got {self.multiple_of!r}.")
         for name, argument in (("axes", self.axes), ("label_axes", self.label_axes)):
             for axes in argument.values() if isinstance(argument, Mapping) else [argument]:
-                if axes is not None and not all(_is_int(axis) and axis >= 1 for axis in _listed(axes)):
+                if axes is not None and not all(_is_int(axis) and axis >= 1 for axis in _as_tuple(axes)):
                     raise ValueError(
                         f"{name} must be an int >= 1, a tuple of such, or a dict of these by name; got {argument!r}. "
                         "The first dimension, 0, counts the rows and is not padded."
@@ -168,25 +170,26 @@ class _Padding:
                     f"Only one of multiple_of and pad_to may be given; got multiple_of={self.multiple_of} and "
                     f"pad_to={self.pad_to!r}."
                 )
-            if not _listed(self.pad_to) or not all(_is_int(n) and n >= 1 for n in _listed(self.pad_to)):
+            if not _as_tuple(self.pad_to) or not all(_is_int(n) and n >= 1 for n in _as_tuple(self.pad_to)):
                 raise ValueError(f"pad_to must be an int >= 1, or several of them; got {self.pad_to!r}.")
 
     def batch(self, element: Any) -> Any:
         """The padded batch."""
         features, labels = pair_of(element)
-        features, lengths = _padded("features", features, self._axes(features), self.values, self.room)
+        features, lengths = _pad_arrays("features", features, self._axes(features), self.values, self.room)
         if self.lengths is not None:
             features = self._with_lengths(features, lengths)
         if not isinstance(element, (tuple, list)):
             return features
         label_axes = {} if self.label_axes is None else self.label_axes
-        return features, _padded("labels", labels, label_axes, self.label_values, self.room)[0]
+        return features, _pad_arrays("labels", labels, label_axes, self.label_values, self.room)[0]
 
     def room(self, name: str, length: int) -> int:
         """The padded length of an array."""
         if self.pad_to is None:
+            # At least one multiple: batches of empty sequences get no program of their own.
             return max(1, -(-length // self.multiple_of)) * self.multiple_of
-        enough = [n for n in _listed(self.pad_to) if n >= length]
+        enough = [n for n in _as_tuple(self.pad_to) if n >= length]
         if not enough:
             raise ValueError(
                 f"{name} has the length {length}, and pad_to={self.pad_to!r} has none as large. Cut it in input_fn, or "
@@ -199,6 +202,7 @@ class _Padding:
             return self.axes
         if not isinstance(features, Mapping):
             return 1
+        # Lists of rows need no name: they are padded in any case.
         if any(map(_has_rows, features.values())):
             return {}
         raise ValueError(
@@ -231,17 +235,17 @@ class _Padding:
         return {**features, **{name: row_lengths[feature] for feature, name in names.items()}}
 
 
-def _padded(
+def _pad_arrays(
     name: str, tree: PyTree, axes: Axes | Mapping[Any, Axes], values: Any, room: Room
 ) -> tuple[PyTree, Lengths]:
-    """The padded features or labels, and the lengths of the rows before, by name."""
+    """Pads features or labels; also returns the lengths of the rows before, by name."""
     if not isinstance(tree, Mapping):
         if isinstance(axes, Mapping):
             if axes or not _has_rows(tree):
                 _check_named(name, axes, ())
                 return tree, {}
             axes = 1
-        padded, of_rows = _padded_array(name, tree, _listed(axes), values, room)
+        padded, of_rows = _pad_array(name, tree, _as_tuple(axes), values, room)
         return padded, {None: of_rows}
     if not isinstance(axes, Mapping):
         raise ValueError(
@@ -251,18 +255,17 @@ def _padded(
     _check_named(name, axes, tree)
     if isinstance(values, Mapping):
         _check_named(name, values, tree)
+    # A copy, since the user's dict may be yielded again.
     arrays = dict(tree)
     lengths: Lengths = {}
     for key, x in tree.items():
         if key in axes or _has_rows(x):
             value = values.get(key, 0) if isinstance(values, Mapping) else values
-            arrays[key], lengths[key] = _padded_array(f"{name}[{key!r}]", x, _listed(axes.get(key, 1)), value, room)
+            arrays[key], lengths[key] = _pad_array(f"{name}[{key!r}]", x, _as_tuple(axes.get(key, 1)), value, room)
     return arrays, lengths
 
 
-def _padded_array(
-    name: str, x: Any, axes: tuple[int, ...], value: ArrayLike, room: Room
-) -> tuple[np.ndarray, np.ndarray]:
+def _pad_array(name: str, x: Any, axes: tuple[int, ...], value: ArrayLike, room: Room) -> tuple[np.ndarray, np.ndarray]:
     if is_sparse(x):
         raise ValueError(f"{name} is sparse: one program serves many sizes of it already. Leave it out of `axes`.")
     rows = [np.asarray(row) for row in x] if _has_rows(x) else np.asarray(x)
@@ -279,11 +282,13 @@ def _padded_array(
                 "be padded too."
             )
         shape.append(room(name, int(sizes.max())) if axis in axes else int(sizes.max()))
+    # The first padded dimension is the length. An array has one shape for all of its rows.
     lengths = np.broadcast_to(shapes[:, axes[0] - 1], (len(rows),)).astype(np.int32)
     dtype = _common_dtype(x, rows, value) if isinstance(rows, list) else rows.dtype
     padded = np.full((len(rows), *shape), _fitting(name, value, dtype))
     if isinstance(rows, list):
         for target, row in zip(padded, rows, strict=True):
+            # At the beginning: padding comes behind, where lengths and masks expect it.
             target[tuple(map(slice, row.shape))] = row
     else:
         padded[tuple(map(slice, rows.shape))] = rows
@@ -324,11 +329,11 @@ def _check_named(name: str, by_name: Mapping[Any, Any], tree: Any) -> None:
 
 
 def _has_rows(x: object) -> bool:
-    """Whether it is a list of rows, which may differ in length, instead of an array."""
+    """Says whether it is a list of rows, which may differ in length, instead of an array."""
     return isinstance(x, list) or (isinstance(x, np.ndarray) and x.dtype == object)
 
 
-def _listed(x: Any) -> tuple[Any, ...]:
+def _as_tuple(x: Any) -> tuple[Any, ...]:
     return tuple(x) if isinstance(x, (tuple, list)) else (x,)
 
 

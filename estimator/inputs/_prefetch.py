@@ -23,7 +23,7 @@ _POLL_SECONDS = 0.2
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
+class BatchChunk:
     """Batches that were prepared together.
 
     Attributes:
@@ -40,7 +40,7 @@ class Piece:
 class Prefetcher:
     """Reads and prepares batches in its own thread: those that were requested, in order.
 
-    A piece smaller than requested is the last one. The next `get` returns a piece of size 0 if the input ended, or
+    A chunk smaller than requested is the last one. The next `get` returns a chunk of size 0 if the input ended, or
     raises the exception of the input, with the traceback into the user's code.
 
     The thread has the context variables of the thread that creates the Prefetcher, and its settings of jax's
@@ -51,15 +51,15 @@ class Prefetcher:
     >>> with Prefetcher(pairs, make=list) as ready:
     ...     ready.request(2)
     ...     ready.request(2)
-    ...     [ready.get(), ready.get(), ready.get().size]
-    [Piece(batches=[(1, 2), (3, 4)], size=2, position=None), Piece(batches=[(5, 6)], size=1, position=None), 0]
+    ...     [ready.get(), ready.get().batches, ready.get().size]
+    [BatchChunk(batches=[(1, 2), (3, 4)], size=2, position=None), [(5, 6)], 0]
 
     Args:
-      pairs: an iterator over `(features, labels)`; if it has `get_state`, pieces have a position. From now on only the
+      pairs: an iterator over `(features, labels)`; if it has `get_state`, chunks have a position. From now on only the
         thread uses it, and at last calls its `close`, if it has one.
-      make: makes the `batches` of a piece from a non-empty list of pairs; called in the thread.
-      ahead: the maximum number of pieces that are requested and not yet taken.
-      pull: reads the batches of a piece, in the thread: `pull(pairs, n, closed)` returns up to `n` batches, and the
+      make: makes the `batches` of a chunk from a non-empty list of pairs; called in the thread.
+      ahead: the maximum number of chunks that are requested and not yet taken.
+      pull: reads the batches of a chunk, in the thread: `pull(pairs, n, closed)` returns up to `n` batches, and the
         exception that ended them early. Default: `pull_batches`.
     """
 
@@ -72,13 +72,13 @@ class Prefetcher:
     ) -> None:
         self._ahead = ahead
         self._requested: collections.deque[int] = collections.deque()  # sizes, not yet taken
-        self._arrived: Piece | _Failure | None = None
-        self._last: Piece | _Failure | None = None  # the result of every further `get`
+        self._arrived: BatchChunk | _Failure | None = None
+        self._last: BatchChunk | _Failure | None = None  # the result of every further `get`
         self._ending = False
         self._closed = threading.Event()
         self._requests: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         # Not a SimpleQueue: its `get(timeout)` waits forever after a signal whose handler takes until the timeout.
-        self._results: queue.Queue[Piece | _Failure] = queue.Queue()
+        self._results: queue.Queue[BatchChunk | _Failure] = queue.Queue()
         self._thread = threading.Thread(
             target=with_settings_of_this_thread(_serve),
             args=(pairs, pull or pull_batches, make, self._requests, self._results, self._closed),
@@ -94,11 +94,11 @@ class Prefetcher:
         self.close()
 
     def request(self, n: int) -> None:
-        """Requests the next `n` batches as one piece, without waiting.
+        """Requests the next `n` batches as one chunk, without waiting.
 
         Raises:
           ValueError: `n` is below 1.
-          RuntimeError: `ahead` pieces were requested and not taken, or it is closed.
+          RuntimeError: `ahead` chunks were requested and not taken, or it is closed.
         """
         self._check_open("request")
         if n < 1:
@@ -122,11 +122,11 @@ class Prefetcher:
                 self._arrived = self._results.get(timeout=timeout)
         return self._last is not None or self._arrived is not None
 
-    def get(self) -> Piece:
-        """Waits for the piece of the oldest request. After the last one: pieces of size 0.
+    def get(self) -> BatchChunk:
+        """Waits for the chunk of the oldest request. After the last one: chunks of size 0.
 
         Raises:
-          BaseException: raised by the input or `make`, once all earlier pieces were taken.
+          BaseException: raised by the input or `make`, once all earlier chunks were taken.
           RuntimeError: nothing was requested, or it is closed.
         """
         self._check_open("get")
@@ -137,7 +137,7 @@ class Prefetcher:
             result = self._results.get()
         self._arrived = None
         requested = self._requested.popleft() if self._requested else 0
-        if isinstance(result, Piece) and result.size:
+        if isinstance(result, BatchChunk) and result.size:
             self._ending = result.size < requested
             return result
         self._last = result
@@ -145,7 +145,7 @@ class Prefetcher:
             raise result.error.with_traceback(result.traceback)
         return result
 
-    def get_unless(self, stopped: Callable[[], bool]) -> Piece | None:
+    def get_unless(self, stopped: Callable[[], bool]) -> BatchChunk | None:
         """Like `get`, but returns None as soon as `stopped()` is true while it waits."""
         while not self.wait(_POLL_SECONDS):
             if stopped():
@@ -153,7 +153,7 @@ class Prefetcher:
         return self.get()
 
     def close(self) -> None:
-        """Drops prepared pieces and ends the thread; waits at most a second for an input that blocks."""
+        """Drops prepared chunks and ends the thread; waits at most a second for an input that blocks."""
         if self._closed.is_set():
             return
         self._closed.set()
@@ -182,10 +182,10 @@ def _serve(
     pull: Pull,
     make: Callable[[list[Any]], Any],
     requests: queue.SimpleQueue[int | None],
-    results: queue.Queue[Piece | _Failure],
+    results: queue.Queue[BatchChunk | _Failure],
     closed: threading.Event,
 ) -> None:
-    """What the thread does: serves requests until it is closed, or the input ends or fails."""
+    """The body of the thread: serves requests until it is closed, or the input ends or fails."""
     position_of = getattr(pairs, "get_state", lambda: None)
     try:
         for n in iter(requests.get, None):
@@ -195,9 +195,9 @@ def _serve(
             is_end = isinstance(error, StopIteration)
             position = position_of() if error is None or is_end else None
             if batches:
-                results.put(Piece(make(batches), len(batches), position))
+                results.put(BatchChunk(make(batches), len(batches), position))
             if is_end:
-                results.put(Piece(None, 0, position))
+                results.put(BatchChunk(None, 0, position))
                 return
             if error is not None:
                 raise error
@@ -210,7 +210,7 @@ def _serve(
 
 
 def pull_batches(pairs: Iterator[Any], n: int, closed: threading.Event) -> tuple[list[Any], BaseException | None]:
-    """Up to `n` batches, fewer once `closed` is set, and the exception of the input that ended them early."""
+    """Reads up to `n` batches, fewer once `closed` is set; also returns the exception that ended them early."""
     batches: list[Any] = []
     if hasattr(pairs, "expect"):
         pairs.expect(n)

@@ -22,10 +22,12 @@ class ShapeWatch:
     def note(self, pair: tuple[PyTree, PyTree]) -> None:
         if self._seen is None:
             return
+        # A list, since a generator takes longer for the few leaves of most batches.
         shapes = tuple([getattr(leaf, "shape", ()) for leaf in tree_leaves(pair)])
         if shapes in self._seen:
             return
         self._seen.add(shapes)
+        # Once, and from then on nothing is collected: it costs each batch a look into a set.
         if len(self._seen) == _MANY:
             by_leaf = [sorted(set(of_leaf)) for of_leaf in zip(*self._seen, strict=False)]
             logging.warning("%s", _advice(dict(zip(named_leaves(*pair), by_leaf, strict=False))))
@@ -44,7 +46,7 @@ def _advice(shapes: dict[str, list[Shape]]) -> str:
 
 
 def _changing_axes(shapes: list[Shape]) -> list[int]:
-    """Which dimensions differ, other than the number of rows."""
+    """Lists the dimensions that differ, other than the number of rows."""
     return [i for i, sizes in enumerate(zip(*shapes, strict=False)) if i and len(set(sizes)) > 1]
 
 

@@ -9,7 +9,7 @@ from estimator.core._frame import Frame, current_frame
 from estimator.interop._flax_base import FlaxModule
 from estimator.variables._aggregation import VariableAggregation
 from estimator.variables._partitioning import Partition
-from estimator.variables._variables import listed
+from estimator.variables._variables import list_names
 
 
 class _Modules(dict[str, FlaxModule]):
@@ -94,11 +94,11 @@ def flax_module(
     full = "/".join((*frame.scope, name))
     modules = frame.notes.get(_Modules)
     if full in modules:
-        return _shared(frame, full, module)
+        return _reuse_module(frame, full, module)
     if frame.reuse is True:
         raise ValueError(
             f"`est.flax_module({full!r})` is in a scope with `reuse=True`, but no such module was created in this run, "
-            f"only {listed(modules)}. Create it first, or use `reuse=est.AUTO_REUSE`."
+            f"only {list_names(modules)}. Create it first, or use `reuse=est.AUTO_REUSE`."
         )
     for other in modules:
         if f"{full}/".startswith(f"{other}/") or f"{other}/".startswith(f"{full}/"):
@@ -108,6 +108,7 @@ def flax_module(
             )
     flax_module: FlaxModule
     if _flax_linen.is_module(module):
+        # Flax does not say which random streams a module draws from; this name is the usual one.
         streams = ("dropout",) if rngs is None else (rngs,) if isinstance(rngs, str) else tuple(rngs)
         flax_module = _flax_linen.LinenModule(frame, module, full, aggregation, partition, streams)
     else:
@@ -122,13 +123,14 @@ def flax_module(
     return flax_module
 
 
-def _shared(frame: Frame, full: str, module: Any) -> FlaxModule:
+def _reuse_module(frame: Frame, full: str, module: Any) -> FlaxModule:
     earlier = frame.notes.get(_Modules)[full]
     if not frame.reuse:
         raise ValueError(
             f"`est.flax_module` got the name {full!r} twice in one run of the model_fn. To share its variables, call "
             "what the first one returned again; otherwise choose another name."
         )
+    # Linen's modules are dataclasses: equal ones have equal variables.
     if earlier.module != module:
         raise ValueError(
             f"`est.flax_module` got the name {full!r} twice in one run of the model_fn, for {module!r} and for "

@@ -76,6 +76,7 @@ class FlaxModule(abc.ABC):
         name = self._variable(collection)
         if name not in self._frame.declared.trainable or initial is not None:
             values = jax.tree.leaves(self._frame.variables.get(name) if initial is None else initial)
+            # Statistics of a batch norm are averaged over towers; of counters and keys there is no mean.
             is_mean = any(jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in values)
             default = VariableAggregation.MEAN if is_mean else VariableAggregation.ONLY_FIRST_TOWER
             with _without_scope(self._frame):
@@ -91,6 +92,7 @@ class FlaxModule(abc.ABC):
     def _keep(self, collection: str, old: PyTree, new: PyTree) -> None:
         """Assigns the new value of a collection, if a call has changed it."""
         same = jax.tree.structure(old) == jax.tree.structure(new)  # type: ignore[operator]
+        # Identity, not equality: a collection that a call left alone is the very arrays, and tracers have no values.
         if same and all(a is b for a, b in zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True)):
             return
         if not same:
@@ -125,6 +127,7 @@ def repeated_keys(name: str, loop: str) -> str:
 @contextlib.contextmanager
 def _without_scope(frame: Frame) -> Iterator[None]:
     """Lets variables have full names: a module may be called in another scope than the one that created it."""
+    # `reuse` of the scope around is for the user's variables, not for the module's.
     scope, reuse = frame.scope, frame.reuse
     frame.scope, frame.reuse = (), None
     try:

@@ -10,7 +10,7 @@ import jax
 
 from estimator.core._rng import loop_around, next_key
 from estimator.interop._flax_base import FlaxModule, repeated_keys
-from estimator.variables._variables import listed
+from estimator.variables._variables import list_names
 
 
 def is_module(module: Any) -> bool:
@@ -24,11 +24,13 @@ class LinenModule(FlaxModule):
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], method: str | None) -> Any:
         loop = loop_around(self._frame)
+        # Within a loop no key is drawn: it would be the same one in each turn, which is an error below.
         keys = {stream: next_key(self._frame, f"{self._name}/{stream}") for stream in self._rngs if loop is None}
         if self._collections is None:
             if self._frame.initializing:
                 keys["params"] = self._initial_key()
                 output, initial = self.module.init_with_output(keys, *args, method=method, **kwargs)
+                # A collection without an array cannot be a variable.
                 self._collections = [name for name, value in initial.items() if jax.tree.leaves(value)]
                 for name in self._collections:
                     self._get(name, initial[name])
@@ -47,7 +49,7 @@ class LinenModule(FlaxModule):
                 raise
             raise ValueError(
                 f"The variables of the module {self._name!r} are not in the state, which has "
-                f"{listed(self._frame.variables)}. A model_fn must call its modules in the mode that the state was "
+                f"{list_names(self._frame.variables)}. A model_fn must call its modules in the mode that the state was "
                 "initialized in."
             ) from e
         for name, value in changed.items():

@@ -54,10 +54,13 @@ class NNXModule(FlaxModule):
             graphs.append(graph)
             return state
 
+        # Abstractly: making the model draws its initial values, which the state already has. Its graph comes out
+        # beside.
         like = jax.eval_shape(make)
         values = {name: self._get(name) for name in _collections(like)}
-        model = nnx.merge(graphs[0], _filled(like, values, next_key(self._frame, self._name)))
+        model = nnx.merge(graphs[0], _fill_state(like, values, next_key(self._frame, self._name)))
         loop = loop_around(self._frame)
+        # Within a loop a stream that moves on has drawn from a key that is the same in each turn.
         unused = _counts(model) if loop is not None else []
         if self._trains:
             model.train()
@@ -112,13 +115,14 @@ def _collections(state: nnx.State) -> dict[str, PyTree]:
     return {name: unflatten_dict(flat) for name, flat in collections.items()}
 
 
-def _filled(like: nnx.State, values: dict[str, PyTree], key: jax.Array) -> nnx.State:
-    """The state `like`, which has shapes, with the values of the variables, and another key for each random stream."""
+def _fill_state(like: nnx.State, values: dict[str, PyTree], key: jax.Array) -> nnx.State:
+    """Fills the state `like`, which has shapes, with the values of the variables and a key for each random stream."""
     flat = []
     for i, (path, leaf) in enumerate(nnx.to_flat_state(like)):
         name = _collection(leaf)
         if isinstance(leaf, nnx.RngKey):
             own = jax.random.fold_in(key, i)
+            # A stream with a shape has a key for each copy of a vectorized module.
             value = jax.random.split(own, leaf.shape) if leaf.shape else own
         elif name is None:
             value = jnp.zeros(leaf.shape, leaf.dtype)  # the count of a stream

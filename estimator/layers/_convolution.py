@@ -66,6 +66,8 @@ def conv1d(
         geometry = Geometry.of("conv1d", 1, kernel_size, strides, padding, data_format, dilation_rate)
         x = as_input("conv1d", inputs, 3)
         filters = check_count("conv1d", "filters", filters)
+        # The kernel has channels last for both data formats, as TensorFlow's: a checkpoint does not depend on
+        # `data_format`.
         shape = (*geometry.kernel_size, geometry.channels(x), filters)
         kernel = get_variable("kernel", shape, x.dtype, kernel_initializer, trainable, regularizer=kernel_regularizer)
         x = geometry.convolve(x, kernel)
@@ -173,6 +175,7 @@ def conv2d_transpose(
         geometry = Geometry.of(layer, 2, kernel_size, strides, padding, data_format)
         x = as_input(layer, inputs, 4)
         filters = check_count(layer, "filters", filters)
+        # Filters before channels: it is the kernel of the convolution from outputs to inputs, whose gradient this is.
         shape = (*geometry.kernel_size, filters, geometry.channels(x))
         kernel = get_variable("kernel", shape, x.dtype, kernel_initializer, trainable, regularizer=kernel_regularizer)
         x = geometry.convolve_transposed(x, kernel)
@@ -237,6 +240,7 @@ def separable_conv2d(
         channels, each = geometry.channels(x), check_count(layer, "depth_multiplier", depth_multiplier)
         variable = functools.partial(get_variable, dtype=x.dtype, trainable=trainable)
         shape = (*geometry.kernel_size, channels, each)
+        # Both kernels, then the bias: the order in which TensorFlow creates them, which `trainable_variables` shows.
         depthwise = variable(
             "depthwise_kernel", shape, initializer=depthwise_initializer, regularizer=depthwise_regularizer
         )
@@ -245,6 +249,7 @@ def separable_conv2d(
             "pointwise_kernel", shape, initializer=pointwise_initializer, regularizer=pointwise_regularizer
         )
         x = geometry.convolve_depthwise(x, depthwise)
+        # Strides and dilation belong to the depthwise part; the 1 x 1 part sees its output place by place.
         points = dataclasses.replace(geometry, kernel_size=(1, 1), strides=(1, 1), dilation_rate=(1, 1))
         x = points.convolve(x, pointwise)
         if use_bias:

@@ -55,6 +55,8 @@ def embed(
             get_variable("embeddings", shape)  # says that the name is taken
         if is_new:
             table = get_variable("embeddings", shape, None, initializer, trainable, regularizer=regularizer)
+            # `get_variable` counts as having handed out the whole table, which would make its gradient dense; here only
+            # a getter of the user has seen it, and what that returned is what lookups read.
             if frame.scope_defaults.custom_getter is not None:
                 frame.notes.get(Lookups).by_getter[full] = table
             elif trainable:

@@ -161,6 +161,7 @@ def _max(layer: str, ndim: int, inputs: ArrayLike, *window: int | str | Sequence
 
 
 def _max_by_xla(x: jax.Array, size: Sequence[int], strides: Sequence[int], padding: str) -> jax.Array:
+    # From -inf, the identity of max: only so jax knows the gradient of the reduction.
     return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, size, strides, padding)
 
 
@@ -171,6 +172,7 @@ def _average(layer: str, ndim: int, inputs: ArrayLike, *window: int | str | Sequ
     check_not_empty(layer, "pool_size", window[0], x, total)
     if padding == "VALID":
         return total / jnp.asarray(size, x.dtype).prod()
+    # One example and one channel are enough, and one place along a dimension without a window: the rest broadcasts.
     places = jnp.ones((1, *(x.shape[i] if n > 1 else 1 for i, n in enumerate(size) if i)), x.dtype)
     return total / jax.lax.reduce_window(places, 0.0, jax.lax.add, size, strides, padding)
 

@@ -38,7 +38,7 @@ class LSTMState(NamedTuple):
 
 
 Step = Callable[[Any, Any], Any]
-"""From a state, and what a cell needs of the inputs of a step, to the next state."""
+"""Function of a state, and of the part of a step's inputs that a cell needs, which returns the next state."""
 
 
 def lstm(
@@ -104,12 +104,15 @@ def lstm(
 
         def step(state: tuple[jax.Array, jax.Array], gates: jax.Array) -> tuple[jax.Array, jax.Array]:
             c, h = state
+            # TensorFlow's order of the gates, so that its checkpoints fit; Keras and torch have the forget gate second.
             i, j, f, o = jnp.split(gates + h @ kernel[width:], 4, axis=-1)
             new = activate("lstm", activation, j) * jax.nn.sigmoid(i)
+            # Added in each step, and not to the initial bias: TensorFlow's checkpoints hold the bias without it.
             c = c * jax.nn.sigmoid(f + forget_bias) + new
             return c, activate("lstm", activation, c) * jax.nn.sigmoid(o)
 
         gates = x @ kernel[:width] + bias  # of all steps, in one product of matrices
+        # Steps come first by now, whatever `time_major` says.
         zero = jnp.zeros((x.shape[1], units), x.dtype)
         start = (zero, zero) if initial_state is None else tuple(initial_state)
         outputs, state = _run("lstm", gates, step, start, lengths, units)
@@ -163,12 +166,15 @@ def gru(
                 )
 
         with variable_scope(cell_name):
+            # Ones, TensorFlow's default: at first the gates are open, and most of the state is kept.
             gates_kernel, gates_bias = variables("gates", 2 * units, ones)
             kernel, bias = variables("candidate", units, zeros)
 
         def step(state: tuple[jax.Array], inputs: tuple[jax.Array, jax.Array]) -> tuple[jax.Array]:
             (h,) = state
             r, u = jnp.split(jax.nn.sigmoid(inputs[0] + h @ gates_kernel[width:]), 2, axis=-1)
+            # `r` is applied to the state before the product, as in TensorFlow's cell; torch's and cuDNN's apply it
+            # afterwards.
             candidate = activate("gru", activation, inputs[1] + (r * h) @ kernel[width:])
             return (u * h + (1 - u) * candidate,)
 
@@ -306,10 +312,11 @@ def _both_ways(
     caller = f"bidirectional_{layer.__name__}"
     with layer_scope(caller, name, reuse, "bidirectional_rnn", shares=True):
         x, lengths = _inputs(caller, inputs, sequence_length, time_major)
+        # Steps first within, so that both directions share one transposition.
         options = {**options, "sequence_length": lengths, "time_major": True, "cell_name": cell_name}
         forwards, state_forwards = layer(x, units, name="fw", **options)
-        backwards, state_backwards = layer(_reversed(x, lengths), units, name="bw", **options)
-    outputs = forwards, _reversed(backwards, lengths)
+        backwards, state_backwards = layer(_reverse_steps(x, lengths), units, name="bw", **options)
+    outputs = forwards, _reverse_steps(backwards, lengths)
     return tuple(_as_given(x, time_major) for x in outputs), (state_forwards, state_backwards)
 
 
@@ -330,10 +337,12 @@ def _run(
         after = step(state, inputs)
         if lengths is None:
             return after, after[-1]
+        # All steps run, masked: the length of a compiled loop cannot depend on the longest example of a batch.
         runs = (number < lengths)[:, None]
         output = jnp.where(runs, after[-1], 0)
         return tuple(jnp.where(runs, new, old) for new, old in zip(after, state, strict=True)), output
 
+    # `scan` needs a state of one dtype before and after each step.
     start = tuple(jnp.asarray(x, dtype) for x in start)
     state, outputs = jax.lax.scan(body, start, (jnp.arange(steps), inputs))
     return outputs, state
@@ -355,6 +364,7 @@ def _inputs(
             f"`est.layers.{layer}` needs one `sequence_length` for each of the {x.shape[1]} examples; got shape "
             f"{lengths.shape}."
         )
+    # The dtype of the numbers of steps, with which lengths are compared; unsigned and narrow ones would promote both.
     return x, lengths.astype(jnp.arange(0).dtype)
 
 
@@ -362,10 +372,11 @@ def _as_given(outputs: jax.Array, time_major: bool) -> jax.Array:
     return outputs if time_major else jnp.swapaxes(outputs, 0, 1)
 
 
-def _reversed(x: jax.Array, lengths: jax.Array | None) -> jax.Array:
-    """The steps of each example in reverse order; those after its last one stay where they are."""
+def _reverse_steps(x: jax.Array, lengths: jax.Array | None) -> jax.Array:
+    """Reverses the steps of each example; those after its last one stay where they are."""
     if lengths is None:
         return x[::-1]
     steps = jnp.arange(x.shape[0])[:, None]
+    # A plain flip would begin backwards with the padding, and end it with a state that has read it.
     order = jnp.where(steps < lengths, lengths - 1 - steps, steps)
     return jnp.take_along_axis(x, order[:, :, None], axis=0)

@@ -36,7 +36,7 @@ class LossReader:
 
     Attributes:
       step: the last step whose loss was read.
-      ended_by_nan: whether a NaN was read that is no error.
+      ended_by_nan: whether a NaN was read that hooks do not take for an error.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class LossReader:
             self._context.clock = self._log.clock
 
     def read(self, carry: Carry, but: int = 0) -> None:
-        """Reads and logs the losses that wait, but not those of the last `but` programs.
+        """Reads and logs the losses that wait, except for the last `but` programs.
 
         Args:
           carry: after the newest program.

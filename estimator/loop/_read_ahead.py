@@ -13,7 +13,7 @@ from estimator.core._hook import Hook
 from estimator.core._mode_keys import ModeKeys
 from estimator.core._typing import PyTree
 from estimator.inputs._input_fn import Batches
-from estimator.inputs._prefetch import Piece, Prefetcher, pull_batches
+from estimator.inputs._prefetch import BatchChunk, Prefetcher, pull_batches
 from estimator.loop import _hook_calls
 from estimator.loop._context import RunContext
 from estimator.loop._plan import Chunk, Plan
@@ -60,7 +60,7 @@ def shows_bars(context: RunContext) -> bool:
 
 def read_ahead(
     batches: Batches, plan: Plan, context: RunContext, make: Callable[[list[Any], Chunk], Any]
-) -> Iterator[tuple[Piece, Sequence[Hook]]]:
+) -> Iterator[tuple[BatchChunk, Sequence[Hook]]]:
     """Yields the chunks of a plan, made ready by a thread, each with the hooks to call around the last of its steps.
 
     It ends with the plan or the input, or where somebody wants the run to stop.

@@ -17,9 +17,10 @@ class _Losses(list[tuple[str, jax.Array]]):
     """The losses of one run, each after the scope that it was computed in."""
 
 
-def collected(loss: jax.Array) -> jax.Array:
-    """`loss`, which the current run has now among its losses, if the model_fn itself knows it."""
+def collect_loss(loss: jax.Array) -> jax.Array:
+    """Adds a loss to the current run's, if the model_fn itself knows it, and returns it."""
     frame = innermost_frame()
+    # Of a function that jax traces apart, such as the body of a `scan`, the loss is a tracer, of no use outside.
     if frame is not None and transformations_within(frame) is None:
         frame.notes.get(_Losses).append(("/".join(frame.scope), loss))
     return loss
@@ -65,7 +66,7 @@ def get_losses(scope: str | None = None) -> list[jax.Array]:
 
 
 def get_regularization_losses(scope: str | None = None) -> list[jax.Array]:
-    """What the regularizers of this run's variables give, in the order in which the variables were got.
+    """The losses of the regularizers of this run's variables, in the order in which the variables were got.
 
     Over towers it adds up right: with losses that are summed, rather than averaged, each tower has its share of it.
 
@@ -84,6 +85,8 @@ def get_regularization_losses(scope: str | None = None) -> list[jax.Array]:
                     f"The regularizer of {name!r} must return a scalar; got an array of shape {jnp.shape(loss)}. "
                     "Sum it up."
                 )
+            # Where losses are summed over towers, each has its share: otherwise a regularizer would count once per
+            # tower.
             losses.append(jnp.asarray(loss) if frame.replica.share == 1 else loss * frame.replica.share)
     return losses
 

@@ -15,11 +15,11 @@ from jax.typing import ArrayLike
 
 from estimator.core._argument_checks import as_float, check_order, check_same_shape, check_weights, squeeze_last
 from estimator.core._frame import average_denominator
-from estimator.losses._collected import collected
+from estimator.losses._collected import collect_loss
 
 
 class Reduction(enum.StrEnum):
-    """How the weighted losses of a batch are reduced; the values are TensorFlow's.
+    """The reductions of the weighted losses of a batch; the values are TensorFlow's.
 
     >>> compute_weighted_loss(jnp.array([1.0, 5.0]), reduction=Reduction.SUM).item()
     6.0
@@ -257,6 +257,7 @@ def softmax_cross_entropy(
     Errors are as in `hinge_loss`.
     """
     labels, logits = _pair("softmax_cross_entropy", onehot_labels, logits, "logits")
+    # As in TensorFlow: labels are constants, even the soft ones of another model.
     labels = optax.losses.smooth_labels(jax.lax.stop_gradient(labels), label_smoothing)
     losses = optax.losses.softmax_cross_entropy(logits, labels)
     return _reduce("softmax_cross_entropy", losses, weights, reduction)
@@ -306,6 +307,7 @@ def sparse_softmax_cross_entropy(
     num_classes = logits.shape[-1]
     labels = jnp.where(labels < 0, num_classes, labels.astype(jnp.int32))
     losses = optax.losses.softmax_cross_entropy_with_integer_labels(logits, labels)
+    # TensorFlow takes weights `[batch, 1]` for losses `[batch]`; unsqueezed they would broadcast to a matrix.
     if not isinstance(weights, int | float):
         weights = squeeze_last(jnp.asarray(weights), losses.ndim)
     return _reduce(caller, losses, weights, reduction)
@@ -326,6 +328,7 @@ def _pair(
 def _reduce(caller: str, losses: jax.Array, weights: ArrayLike, reduction: Reduction | str) -> jax.Array:
     """`compute_weighted_loss` for floating losses; `caller` is named in errors."""
     reduction = Reduction(reduction)
+    # A bfloat16 sum of ones stays at 256.
     dtype = losses.dtype if jnp.finfo(losses.dtype).bits >= 32 else jnp.float32
     weight = jnp.asarray(weights).astype(dtype)
     check_weights(caller, weight, losses.shape)
@@ -334,14 +337,15 @@ def _reduce(caller: str, losses: jax.Array, weights: ArrayLike, reduction: Reduc
         return weighted.astype(losses.dtype)
     total = jnp.sum(weighted)
     if reduction == Reduction.SUM:
-        return collected(total.astype(losses.dtype))
+        return collect_loss(total.astype(losses.dtype))
     denominator = _denominator(reduction, jnp.broadcast_to(weight, losses.shape))
     if not isinstance(weights, int | float):
         # With a plain number the denominators are proportional to the rows: equal on all towers.
         denominator = average_denominator(denominator)
+    # A mean over nothing is 0, as in TensorFlow; both `where`s, so that the gradient is 0, too, and not NaN.
     empty = denominator == 0
     mean = jnp.where(empty, 0, total / jnp.where(empty, 1, denominator))
-    return collected(mean.astype(losses.dtype))
+    return collect_loss(mean.astype(losses.dtype))
 
 
 def _denominator(reduction: Reduction, weights: jax.Array) -> jax.Array:

@@ -20,6 +20,7 @@ def namespace(*states: Any) -> Any:
 def divide(numerator: Any, denominator: Any) -> Any:
     """`numerator / denominator`, 0 where the denominator is 0."""
     xp = namespace(numerator, denominator)
+    # The inner `where` keeps numpy from warning, and the gradient of the division from NaN.
     empty = denominator == 0
     return xp.where(empty, 0, numerator / xp.where(empty, 1, denominator))
 
@@ -46,6 +47,7 @@ def spread(caller: str, weights: ArrayLike | None, shape: tuple[int, ...], what:
     weights = jnp.asarray(1.0 if weights is None else weights).astype(jnp.float32)
     if weights.ndim > 0:
         weights = squeeze_last(weights, len(shape))
+        # One weight for each row of several values.
         weights = weights[..., None] if weights.ndim == len(shape) - 1 else weights
     check_weights(caller, weights, shape, what)
     return jnp.broadcast_to(weights, shape)

@@ -33,6 +33,7 @@ class RootMean(Mean):
     """The square root of a weighted mean."""
 
     def result(self) -> Any:
+        # Last, after all merges: a mean of the roots of batches is another number.
         return namespace(self.total).sqrt(super().result())
 
 
@@ -57,6 +58,7 @@ def mean(values: ArrayLike, weights: ArrayLike | None = None, name: str | None =
       ValueError: if the shape of `weights` does not fit.
     """
     values = jnp.asarray(values)
+    # One number of a tower has the weight 1, however many rows the tower has.
     if values.ndim == 0 and weights is None:
         _warn_in_towers()
     return weighted_mean(values, spread("mean", weights, values.shape, "values"))
@@ -76,7 +78,7 @@ def _warn_in_towers() -> None:
 def accuracy(
     labels: ArrayLike, predictions: ArrayLike, weights: ArrayLike | None = None, name: str | None = None
 ) -> Mean:
-    """How often predictions equal labels.
+    """The fraction of predictions that equal their labels.
 
     >>> accuracy(jnp.array([1, 0, 2, 2]), jnp.array([1, 1, 2, 2])).result().item()
     0.75
@@ -91,6 +93,7 @@ def accuracy(
       ValueError: if shapes do not fit.
     """
     labels, predictions, weights = arrange("accuracy", labels, predictions, weights)
+    # As TensorFlow casts: a prediction of 1.0 is the class 1.
     return weighted_mean(predictions.astype(labels.dtype) == labels, weights)
 
 
@@ -146,4 +149,5 @@ def _errors(
     caller: str, labels: ArrayLike, predictions: ArrayLike, weights: ArrayLike | None
 ) -> tuple[jax.Array, jax.Array]:
     labels, predictions, weights = arrange(caller, labels, predictions, weights)
+    # Cast first: the difference of unsigned integers would wrap around.
     return predictions.astype(jnp.float32) - labels.astype(jnp.float32), weights

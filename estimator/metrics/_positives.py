@@ -29,7 +29,7 @@ class Count(Metric):
 def true_positives(
     labels: ArrayLike, predictions: ArrayLike, weights: ArrayLike | None = None, name: str | None = None
 ) -> Count:
-    """How many (or what weight of) rows are positive and predicted to be.
+    """The number (or weight) of rows that are positive and predicted to be.
 
     >>> true_positives(jnp.array([0, 1, 1, 1]), jnp.array([1, 1, 1, 0])).result().item()
     2.0
@@ -49,7 +49,7 @@ def true_positives(
 def false_positives(
     labels: ArrayLike, predictions: ArrayLike, weights: ArrayLike | None = None, name: str | None = None
 ) -> Count:
-    """How many (or what weight of) rows are negative, but predicted to be positive.
+    """The number (or weight) of rows that are negative, but predicted to be positive.
 
     >>> false_positives(jnp.array([0, 1, 1, 1]), jnp.array([1, 1, 1, 0])).result().item()
     1.0
@@ -63,7 +63,7 @@ def false_positives(
 def true_negatives(
     labels: ArrayLike, predictions: ArrayLike, weights: ArrayLike | None = None, name: str | None = None
 ) -> Count:
-    """How many (or what weight of) rows are negative and predicted to be.
+    """The number (or weight) of rows that are negative and predicted to be.
 
     >>> true_negatives(jnp.array([0, 1, 1, 1]), jnp.array([1, 1, 1, 0])).result().item()
     0.0
@@ -77,7 +77,7 @@ def true_negatives(
 def false_negatives(
     labels: ArrayLike, predictions: ArrayLike, weights: ArrayLike | None = None, name: str | None = None
 ) -> Count:
-    """How many (or what weight of) rows are positive, but predicted to be negative.
+    """The number (or weight) of rows that are positive, but predicted to be negative.
 
     >>> false_negatives(jnp.array([0, 1, 1, 1]), jnp.array([1, 1, 1, 0])).result().item()
     1.0
@@ -91,7 +91,7 @@ def false_negatives(
 def precision(
     labels: ArrayLike, predictions: ArrayLike, weights: ArrayLike | None = None, name: str | None = None
 ) -> Mean:
-    """Of the rows predicted to be positive, the fraction that is, or 0 without any.
+    """The fraction of the rows predicted to be positive that are; 0 without any.
 
     >>> precision(jnp.array([0, 1, 1, 1]), jnp.array([1, 1, 0, 0])).result().item()
     0.5
@@ -99,13 +99,14 @@ def precision(
     Args and errors are as in `true_positives`.
     """
     labels, predictions, weights = _decisions("precision", labels, predictions, weights)
+    # As a mean over the positive predictions: its two sums merge over batches and towers, a quotient would not.
     return weighted_mean(labels, jnp.where(predictions, weights, 0))
 
 
 def recall(
     labels: ArrayLike, predictions: ArrayLike, weights: ArrayLike | None = None, name: str | None = None
 ) -> Mean:
-    """Of the rows that are positive, the fraction predicted to be, or 0 without any.
+    """The fraction of the positive rows that are predicted to be; 0 without any.
 
     >>> recall(jnp.array([0, 1, 1, 0]), jnp.array([1, 1, 0, 0])).result().item()
     0.5

@@ -55,6 +55,7 @@ class AreaUnderCurve(Metric):
             x, y = false / (false + self.true_negatives + epsilon), recall
         else:
             x, y = recall, (true + epsilon) / (true + false + epsilon)
+        # Negative, since thresholds ascend and both rates fall with them.
         return (-self._heights(y) * (x[1:] - x[:-1])).sum()
 
     def _heights(self, y: Any) -> Any:
@@ -75,6 +76,7 @@ class AreaUnderCurve(Metric):
         xp = namespace(self.true_positives)
         true, positives = self.true_positives, self.true_positives + self.false_positives
         gained = true[:-1] - true[1:]
+        # Positives only fall as thresholds rise; but sums of float32 weights are rounded.
         slope = divide(gained, xp.maximum(positives[:-1] - positives[1:], 0))
         intercept = true[1:] - slope * positives[1:]
         ratio = divide(positives[:-1], positives[1:])
@@ -90,7 +92,7 @@ def precision_at_thresholds(
     weights: ArrayLike | None = None,
     name: str | None = None,
 ) -> MeanAtThresholds:
-    """For each threshold the precision of `predictions > threshold`.
+    """The precision of `predictions > threshold` for each threshold.
 
     >>> p = jnp.array([0.2, 0.4, 0.6, 0.8])
     >>> precision_at_thresholds(jnp.array([0, 1, 0, 1]), p, [0.1, 0.5, 0.7]).result().tolist()
@@ -118,7 +120,7 @@ def recall_at_thresholds(
     weights: ArrayLike | None = None,
     name: str | None = None,
 ) -> MeanAtThresholds:
-    """For each threshold the recall of `predictions > threshold`.
+    """The recall of `predictions > threshold` for each threshold.
 
     >>> p = jnp.array([0.2, 0.4, 0.6, 0.8])
     >>> recall_at_thresholds(jnp.array([0, 1, 0, 1]), p, [0.1, 0.5, 0.9]).result().tolist()
@@ -166,6 +168,7 @@ def auc(
     if num_thresholds < 2:
         raise ValueError(f"`auc` got num_thresholds={num_thresholds}; it takes 2 at least.")
     inner = [i / (num_thresholds - 1) for i in range(1, num_thresholds - 1)]
+    # Just outside, so that probabilities of exactly 0 and 1 lie between the ends, as in TensorFlow.
     thresholds = (-1e-7, *inner, 1 + 1e-7)
     counts = _confusion_at("auc", labels, predictions, thresholds, weights)
     return AreaUnderCurve(*counts, curve=curve, summation_method=summation_method)
@@ -185,6 +188,7 @@ def _confusion_at(
     labels, predictions, weights = arrange(caller, labels, predictions, weights)
     labels, predictions, weights = labels.astype(bool).ravel(), predictions.astype(jnp.float32).ravel(), weights.ravel()
     in_range = (predictions >= 0) & (predictions <= 1) | (weights == 0)
+    # A compiled program raises no error: NaN in every sum shows in the result, whatever is merged with it.
     weights = jnp.where(in_range.all(), weights, jnp.nan)
     positive = predictions > jnp.asarray(thresholds, jnp.float32)[:, None]  # [thresholds, rows]
 

@@ -29,6 +29,7 @@ def clip_by_norm(
     """
     t = as_float(t)
     axis = tuple(axes) if isinstance(axes, Sequence) else axes
+    # The product first, as in TensorFlow: `t * (clip_norm / norm)` rounds otherwise.
     return t * clip_norm / jnp.maximum(_norm(t, axis), clip_norm)
 
 
@@ -51,4 +52,6 @@ def _norm(t: jax.Array, axis: int | tuple[int, ...] | None) -> jax.Array:
     """The Euclidean norm, with dimensions of 1; its gradient is zero where it is zero."""
     squares = jnp.sum(t * t, axis, keepdims=True)
     positive = squares > 0
+    # Two of them: the root of zero has an infinite derivative, and zero times infinity is NaN, also in the branch that
+    # is not chosen. So the root never sees a zero.
     return jnp.where(positive, jnp.sqrt(jnp.where(positive, squares, 1)), 0)

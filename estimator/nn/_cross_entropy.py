@@ -33,7 +33,8 @@ def sigmoid_cross_entropy_with_logits(
       ValueError: an argument has no name or is missing, or shapes differ.
     """
     labels, logits = _pair(
-        "sigmoid_cross_entropy_with_logits", *_named("sigmoid_cross_entropy_with_logits", _sentinel, labels, logits)
+        "sigmoid_cross_entropy_with_logits",
+        *_check_named("sigmoid_cross_entropy_with_logits", _sentinel, labels, logits),
     )
     return optax.losses.sigmoid_binary_cross_entropy(logits, labels)
 
@@ -62,7 +63,8 @@ def softmax_cross_entropy_with_logits(
       ValueError: an argument has no name or is missing, or shapes differ.
     """
     labels, logits = _pair(
-        "softmax_cross_entropy_with_logits", *_named("softmax_cross_entropy_with_logits", _sentinel, labels, logits)
+        "softmax_cross_entropy_with_logits",
+        *_check_named("softmax_cross_entropy_with_logits", _sentinel, labels, logits),
     )
     labels = jax.lax.stop_gradient(labels)
     return optax.losses.softmax_cross_entropy(logits, labels, axis=dim if axis is None else axis)
@@ -83,7 +85,7 @@ def softmax_cross_entropy_with_logits_v2(
     """
     labels, logits = _pair(
         "softmax_cross_entropy_with_logits_v2",
-        *_named("softmax_cross_entropy_with_logits_v2", _sentinel, labels, logits),
+        *_check_named("softmax_cross_entropy_with_logits_v2", _sentinel, labels, logits),
     )
     return optax.losses.softmax_cross_entropy(logits, labels, axis=axis if dim is None else dim)
 
@@ -109,7 +111,7 @@ def sparse_softmax_cross_entropy_with_logits(
       TypeError: the labels are not integers.
     """
     caller = "sparse_softmax_cross_entropy_with_logits"
-    labels, logits = _named(caller, _sentinel, labels, logits)
+    labels, logits = _check_named(caller, _sentinel, labels, logits)
     labels, logits = jnp.asarray(labels), as_float(logits)
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise TypeError(f"`est.nn.{caller}` needs integers as `labels`; got {labels.dtype}.")
@@ -140,6 +142,7 @@ def weighted_cross_entropy_with_logits(
       ValueError: shapes differ.
     """
     targets, logits = _pair("weighted_cross_entropy_with_logits", targets, logits)
+    # `softplus(-x)` is `log(1 + exp(-x))` without an overflow.
     return (1 - targets) * logits + (1 + (pos_weight - 1) * targets) * jax.nn.softplus(-logits)
 
 
@@ -165,6 +168,8 @@ def log_poisson_loss(
     if not compute_full_loss:
         return loss
     small = (targets >= 0) & (targets <= 1)
+    # TensorFlow adds nothing from 0 to 1, where the approximation is bad; and the logarithm must see no 0, whose
+    # derivative is infinite.
     count = jnp.where(small, 1, targets)
     stirling = count * jnp.log(count) - count + 0.5 * jnp.log(2 * jnp.pi * count)
     return loss + jnp.where(small, 0, stirling)
@@ -177,10 +182,10 @@ def _pair(caller: str, labels: ArrayLike, logits: ArrayLike) -> tuple[jax.Array,
     return labels, logits
 
 
-def _named(
+def _check_named(
     caller: str, sentinel: None, labels: ArrayLike | None, logits: ArrayLike | None
 ) -> tuple[ArrayLike, ArrayLike]:
-    """Both, or a ValueError as TensorFlow's: which of two arrays comes first is easily mixed up."""
+    """Requires names, as TensorFlow does: which of two arrays comes first is easily mixed up. Returns both."""
     if sentinel is not None or labels is None or logits is None:
         raise ValueError(f"`est.nn.{caller}` takes named arguments: write `{caller}(labels=..., logits=...)`.")
     return labels, logits

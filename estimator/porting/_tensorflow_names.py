@@ -16,7 +16,7 @@ ARGUMENTS = {
     "aggregation_method": "XLA adds gradients up: leave it out",
     "grad_loss": "scale the loss instead",
 }
-"""Of the methods of optimizers."""
+"""TensorFlow's arguments of the methods of optimizers, and what to write instead."""
 
 _SAME = "`est.train.{}`"
 _IN_NN = (
@@ -330,11 +330,11 @@ _HAS = {
     "RunConfig": ("tf.estimator.RunConfig.",),
     "Context": ("tf.train.SessionRunContext.",),
 }
-"""Of which parts of TensorFlow a module, or the objects of a class, have the names."""
+"""The parts of TensorFlow whose names a module, or the objects of a class, have."""
 
 
 def check_arguments(caller: str, arguments: Mapping[str, Any]) -> None:
-    """Raises a TypeError that names the first of the arguments, none of which there is, and what to write."""
+    """Raises a TypeError for the first of the arguments, which do not exist here, and says what to write."""
     for name in arguments:
         hint = f": {ARGUMENTS[name]}" if name in ARGUMENTS else ""
         raise TypeError(f"`{caller}` got an unexpected argument {name!r}{hint}.")

@@ -14,7 +14,7 @@ from estimator.sparse._indexed_slices import IndexedSlices
 from estimator.variables._initial_value import as_dtype, as_shape, check_declared
 from estimator.variables._lookups import Lookups
 from estimator.variables._partitioning import Partition
-from estimator.variables._variables import get_variable, listed, read
+from estimator.variables._variables import get_variable, list_names, read
 
 
 def embedding_lookup(
@@ -82,7 +82,7 @@ def named_lookup(
             check_declared(call, as_shape(call, shape), as_dtype(call, dtype), frame.variables[full], "the first call")
     elif shape is None and initializer is None:
         raise ValueError(
-            f"{call} names no variable of this run, which has got {listed(frame.declared.trainable)} so far. "
+            f"{call} names no variable of this run, which has got {list_names(frame.declared.trainable)} so far. "
             "Give the shape of the table, (rows, width), to create it."
         )
     else:

@@ -79,7 +79,9 @@ def embedding_lookup_sparse(
     check_max_norm(caller, max_norm)
     entries = _sparse_entries(call, ids, weights) if is_jax_sparse(ids) else _padded_entries(call, ids, weights)
     rows = named_lookup(caller, name, entries.ids, shape, dtype, initializer, partition)
-    return combined(clipped(rows, entries.ids.ndim, max_norm), entries.ids, entries.weights, combiner, entries.add)
+    return combine_rows(
+        clip_rows(rows, entries.ids.ndim, max_norm), entries.ids, entries.weights, combiner, entries.add
+    )
 
 
 def check_combiner(caller: str, name: str, combiner: Any) -> None:
@@ -93,8 +95,8 @@ def check_max_norm(caller: str, max_norm: Any) -> None:
         raise ValueError(f"`{caller}`: max_norm must be a number above 0, or None; got {max_norm!r}.")
 
 
-def clipped(rows: jax.Array, ndim: int, max_norm: float | None) -> jax.Array:
-    """Rows, which have the dimensions from `ndim` on, scaled down to the l2 norm `max_norm`."""
+def clip_rows(rows: jax.Array, ndim: int, max_norm: float | None) -> jax.Array:
+    """Scales rows, which have the dimensions from `ndim` on, down to the l2 norm `max_norm`."""
     if max_norm is None:
         return rows
     squares = jnp.sum(rows * rows, axis=tuple(range(ndim, rows.ndim)), keepdims=True)
@@ -106,7 +108,7 @@ def over_last(x: jax.Array, dimension: int) -> jax.Array:
     return x.sum(axis=dimension)
 
 
-def combined(
+def combine_rows(
     rows: jax.Array,
     ids: jax.Array,
     weights: jax.Array | None,
@@ -125,6 +127,7 @@ def combined(
     last = ids.ndim - 1
     known = ids >= 0
     if weights is not None:
+        # Beside padding there is not a weight but anything, NaN too.
         weights = jnp.where(known, weights.astype(rows.dtype), 0)
         rows = rows * weights.reshape(*ids.shape, *(1,) * (rows.ndim - ids.ndim))
     total = add(rows, last)
@@ -135,7 +138,9 @@ def combined(
         scale = counts
     else:
         scale = add(weights if combiner == "mean" else weights * weights, last)
+    # An example without ids gets zeros, as in TensorFlow's `safe_embedding_lookup_sparse`.
     scale = jnp.where(counts == 0, 1, scale)
+    # The root of the sum of squared weights: "sqrtn" keeps the variance of a sum of independent rows.
     scale = scale if combiner == "mean" else jnp.sqrt(scale)
     return total / scale.reshape(*scale.shape, *(1,) * (total.ndim - scale.ndim))
 
@@ -191,7 +196,7 @@ def _sparse_entries(call: str, ids: Any, weights: Any) -> _Entries:
         values = jnp.where(same, values, jnp.nan)
     if ids.n_batch:
         return _Entries(data, values)
-    examples = jnp.where(within, _counted(ids.indices[:, 0], ids.shape[0]), ids.shape[0])  # the last is left out
+    examples = jnp.where(within, _from_start(ids.indices[:, 0], ids.shape[0]), ids.shape[0])  # the last is left out
     return _Entries(data, values, functools.partial(_by_example, examples, ids.shape[0]))
 
 
@@ -201,13 +206,13 @@ def _by_example(examples: jax.Array, batch: int, x: jax.Array, dimension: int) -
 
 
 def _within(x: BCOO) -> jax.Array:
-    """Which entries are not padding, whose indices are out of bounds."""
+    """A mask of the entries that are not padding, whose indices are out of bounds."""
     sizes = jnp.array(x.shape[x.n_batch :], x.indices.dtype)
-    index = _counted(x.indices, sizes)
+    index = _from_start(x.indices, sizes)
     return ((index >= 0) & (index < sizes)).all(axis=-1)
 
 
-def _counted(index: jax.Array, size: Any) -> jax.Array:
+def _from_start(index: jax.Array, size: Any) -> jax.Array:
     return jnp.where(index < 0, index + size, index)  # jax counts a negative index from the end
 
 

@@ -15,7 +15,7 @@ from estimator.core._frame import Frame, current_frame
 from estimator.core._mode_keys import ModeKeys
 from estimator.core._typing import PyTree
 from estimator.variables._aggregation import VariableAggregation
-from estimator.variables._variables import listed, read, resolve
+from estimator.variables._variables import list_names, read, resolve
 
 if TYPE_CHECKING:
     from estimator.core._hook import Context
@@ -101,7 +101,9 @@ def _sync_carry(carry: Any, names: Sequence[str] | None, how: str) -> Any:
         return carry._replace(variables=variables, slots=slots)
     for name in names:
         if name not in carry.variables:
-            raise ValueError(f"`est.sync_variables({name!r})` names no variable; there are {listed(carry.variables)}.")
+            raise ValueError(
+                f"`est.sync_variables({name!r})` names no variable; there are {list_names(carry.variables)}."
+            )
         _check_mean(name, carry.variables[name], how)
     mended = _same_everywhere({name: carry.variables[name] for name in names}, how)
     return carry._replace(variables={**carry.variables, **mended})

@@ -17,7 +17,7 @@ from estimator.core._replica import Replica
 from estimator.core._rng import checked_key
 from estimator.core._state import State
 from estimator.core._typing import Features, Labels, PyTree
-from estimator.inputs._batch_values import stacked, taken
+from estimator.inputs._batch_values import copy_batch, stack_batches
 from estimator.multihost._global_arrays import put
 from estimator.steps._compiled_steps import Program
 from estimator.steps._deferred_merge import merge_deferred
@@ -145,7 +145,7 @@ class _Steps:
         mode = ModeKeys(mode)
         key = checked_key(key)
         rows = check_batch(features, labels)
-        features, labels = padded(taken(features, labels))
+        features, labels = padded(copy_batch(features, labels))
         info = self.info(features, labels, mode)
         # Read here and not in the model_fn, which runs for each program, and to resume.
         values = info.notes.get(InitialValues).read(info.like.variables)
@@ -192,7 +192,7 @@ class _Steps:
         return self._train(step, state, features, labels)
 
     def train_loop(self, state: State, batches: Any) -> tuple[State, EstimatorSpec]:
-        features, labels = stacked(batches)
+        features, labels = stack_batches(batches)
         loop = self._compiled.get("train_loop")
         if loop is None:
             first = jax.tree.map(lambda x: abstract(x).update(shape=x.shape[1:]), per_step((features, labels)))
@@ -236,7 +236,7 @@ class _Steps:
         return self._call(step, self._infos[mode], state, features, labels)
 
     def _call(self, step: Callable[..., T], info: ModelInfo, state: State, features: Features, labels: Labels) -> T:
-        features, labels = taken(features, labels, info.batch_devices)
+        features, labels = copy_batch(features, labels, info.batch_devices)
         if self._pure.saw_sparse:
             features, labels = padded((features, labels))
         return guarded(step, features, labels, state, features, labels)
@@ -250,4 +250,4 @@ class _Steps:
         def forward(replica: Replica, *batch: Any) -> EstimatorSpec:
             return self._pure.compute(info, *batch, mode, replica)[0]  # type: ignore[call-arg]
 
-        compare_with_one_tower(forward, info, mode, (state, *taken(features, labels, info.batch_devices)))
+        compare_with_one_tower(forward, info, mode, (state, *copy_batch(features, labels, info.batch_devices)))

@@ -78,7 +78,7 @@ class EventWriter:
         Raises:
           TypeError: a value is of another kind.
         """
-        checked = {tag: _checked(tag, value) for tag, value in values.items()}
+        checked = {tag: _check_value(tag, value) for tag, value in values.items()}
         with self._lock:
             self._waiting.append((step, walltime, checked))
             secs = self._flushed + self._interval - time.monotonic()
@@ -214,8 +214,8 @@ class EventWriter:
         return history_line({"step": step, "time": walltime, **scalars}) if scalars else b""
 
 
-def _checked(tag: str, value: Any) -> Any:
-    """A value that can be written: numbers of numpy and jax as Python's.
+def _check_value(tag: str, value: Any) -> Any:
+    """Checks that a value can be written; numbers of numpy and jax become Python's.
 
     Raises:
       TypeError: it cannot.

@@ -77,6 +77,7 @@ def assert_towers_match_one_batch(
     Raises:
       AssertionError: it names the number of towers, what differs first, and both values.
     """
+    # CPUs, since a machine has any number of them, and they round alike.
     devices = jax.local_devices(backend="cpu")
     if max(towers) > len(devices):
         raise ValueError(
@@ -99,7 +100,7 @@ def assert_towers_match_one_batch(
 
 
 class _Moment(NamedTuple):
-    """What can be compared at a point of a run."""
+    """The values that can be compared at a point of a run."""
 
     name: str
     values: dict[str, PyTree]
@@ -115,6 +116,7 @@ def _moments(model: Model, features: Features, labels: Labels, steps: int) -> It
         yield _Moment(name, {"loss": spec.loss}, _LOSS_HINT)
         yield _Moment(name, {"variable": state.variables, "slot": state.slots}, _UPDATE_HINT)
     rows = rows_of(features, labels)
+    # One row less does not divide by the towers: such a remainder must be evaluated exactly, too.
     for count in (rows, rows - 1) if rows > 1 else (rows,):
         some = jax.tree.map(lambda x, count=count: x[:count], (features, labels), is_leaf=is_sparse)
         spec = model.eval_step(state, *some)

@@ -13,7 +13,7 @@ from estimator.core._typing import PyTree
 from estimator.optim._given_rate import LearningRate, with_learning_rate
 from estimator.optim._optimizer import Optimizer
 from estimator.optim._sparse_update import RowWise
-from estimator.train._rule import apply_rule, complement, filled
+from estimator.train._rule import apply_rule, complement, fill_slot
 from estimator.train._weight_decay import with_weight_decay
 
 
@@ -81,6 +81,7 @@ class LazyAdamOptimizer(Optimizer):
         name: str = "Adam",
     ) -> None:
         def make(rate: jax.Array) -> RowWise:
+            # Row by row the averages of rows that nobody looked up stay: that is all that is lazy about it.
             return RowWise(*_adam(rate, beta1, beta2, epsilon))
 
         super().__init__(with_learning_rate(type(self).__name__, make, learning_rate), name)
@@ -158,12 +159,16 @@ class AdaMaxState(NamedTuple):
 
 def _adam(rate: jax.Array, beta1: float, beta2: float, epsilon: float) -> optax.GradientTransformation:
     def init(params: optax.Params) -> AdamState:
-        return AdamState(filled(params), filled(params), jnp.float32(beta1), jnp.float32(beta2))
+        # The powers for the first step, not for a step 0: so TensorFlow saves them.
+        return AdamState(fill_slot(params), fill_slot(params), jnp.float32(beta1), jnp.float32(beta2))
 
     def update(gradients: optax.Updates, state: AdamState, params: optax.Params) -> tuple[optax.Updates, AdamState]:
+        # The corrections of both averages in one factor, so that epsilon is added to the uncorrected root, as
+        # TensorFlow does.
         step = rate * jnp.sqrt(1 - state.beta2_power) / (1 - state.beta1_power)
 
         def rule(gradient: jax.Array, value: jax.Array, m: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
+            # In the form of TensorFlow's kernel; `beta1 * m + (1 - beta1) * gradient` rounds otherwise.
             m = m + (gradient - m) * complement(beta1)
             v = v + (gradient * gradient - v) * complement(beta2)
             return value - step * m / (jnp.sqrt(v) + epsilon), m, v
@@ -171,12 +176,13 @@ def _adam(rate: jax.Array, beta1: float, beta2: float, epsilon: float) -> optax.
         powers = {"beta1_power": state.beta1_power * beta1, "beta2_power": state.beta2_power * beta2}
         return apply_rule(rule, gradients, params, state, "m", "v", scalars=powers)
 
+    # Not row-wise: TensorFlow's Adam lets the averages of all rows decay, even where a gradient names a few.
     return optax.GradientTransformation(init, update)
 
 
 def _adamax(rate: jax.Array, beta1: float, beta2: float, epsilon: float) -> RowWise:
     def init(params: optax.Params) -> AdaMaxState:
-        return AdaMaxState(filled(params), filled(params), jnp.float32(beta1))
+        return AdaMaxState(fill_slot(params), fill_slot(params), jnp.float32(beta1))
 
     def update(gradients: optax.Updates, state: AdaMaxState, params: optax.Params) -> tuple[optax.Updates, AdaMaxState]:
         step = rate / (1 - state.beta1_power)
@@ -189,4 +195,5 @@ def _adamax(rate: jax.Array, beta1: float, beta2: float, epsilon: float) -> RowW
         powers = {"beta1_power": state.beta1_power * beta1}
         return apply_rule(rule, gradients, params, state, "m", "v", scalars=powers)
 
+    # Row-wise, as TensorFlow's, which touches the averages of the looked-up rows alone.
     return RowWise(init, update)

@@ -13,7 +13,7 @@ from estimator.core._typing import PyTree
 from estimator.optim._given_rate import LearningRate, with_learning_rate
 from estimator.optim._optimizer import Optimizer
 from estimator.optim._sparse_update import RowWise
-from estimator.train._rule import apply_rule, filled
+from estimator.train._rule import apply_rule, fill_slot
 
 
 class AdagradOptimizer(Optimizer):
@@ -139,6 +139,7 @@ def check_accumulator(caller: str, is_right: bool, value: float, bound: str = "a
 def _adagrad(rate: jax.Array, initial: float) -> RowWise:
     def rule(gradient: jax.Array, value: jax.Array, accum: jax.Array) -> tuple[jax.Array, ...]:
         accum = accum + gradient * gradient
+        # No epsilon, as in TensorFlow: the accumulator starts above 0 and never falls.
         return value - rate * gradient * jax.lax.rsqrt(accum), accum
 
     def update(
@@ -146,12 +147,13 @@ def _adagrad(rate: jax.Array, initial: float) -> RowWise:
     ) -> tuple[optax.Updates, AdagradState]:
         return apply_rule(rule, gradients, params, state, "accumulator")
 
-    return RowWise(lambda params: AdagradState(filled(params, initial)), update)
+    return RowWise(lambda params: AdagradState(fill_slot(params, initial)), update)
 
 
 def _adadelta(rate: jax.Array, rho: float, epsilon: float) -> RowWise:
     def rule(gradient: jax.Array, value: jax.Array, accum: jax.Array, moved: jax.Array) -> tuple[jax.Array, ...]:
         accum = accum * rho + gradient * gradient * (1 - rho)
+        # Before there are updates to take a mean of, epsilon sets their size: the first steps are small.
         step = jnp.sqrt(moved + epsilon) * jax.lax.rsqrt(accum + epsilon) * gradient
         return value - rate * step, accum, moved * rho + step * step * (1 - rho)
 
@@ -160,21 +162,25 @@ def _adadelta(rate: jax.Array, rho: float, epsilon: float) -> RowWise:
     ) -> tuple[optax.Updates, AdadeltaState]:
         return apply_rule(rule, gradients, params, state, "accum", "accum_update")
 
-    return RowWise(lambda params: AdadeltaState(filled(params), filled(params)), update)
+    return RowWise(lambda params: AdadeltaState(fill_slot(params), fill_slot(params)), update)
 
 
 def _rmsprop(rate: jax.Array, decay: float, momentum: float, epsilon: float, centered: bool) -> RowWise:
     def rule(gradient: jax.Array, value: jax.Array, rms: jax.Array, *means: jax.Array) -> tuple[jax.Array, ...]:
+        # A centered one has one slot more, the mean of gradients.
         *mg, step = means
         rms = rms + (gradient * gradient - rms) * (1 - decay)
         mg = [mean + (gradient - mean) * (1 - decay) for mean in mg]
+        # The rate within the momentum, and epsilon within the root, as in TensorFlow: steps made at an earlier rate
+        # keep it.
         step = step * momentum + rate * gradient * jax.lax.rsqrt(rms - sum(m * m for m in mg) + epsilon)
         return value - step, rms, *mg, step
 
     state_of = CenteredRMSPropState if centered else RMSPropState
 
     def init(params: optax.Params) -> RMSPropState | CenteredRMSPropState:
-        return state_of(**{slot: filled(params, float(slot == "rms")) for slot in state_of._fields})
+        # TensorFlow starts the mean of squares at 1, optax at 0, which makes the first steps larger.
+        return state_of(**{slot: fill_slot(params, float(slot == "rms")) for slot in state_of._fields})
 
     def update(
         gradients: optax.Updates, state: RMSPropState, params: optax.Params

@@ -12,7 +12,7 @@ from estimator.core._typing import PyTree
 from estimator.optim._given_rate import LearningRate, with_learning_rate
 from estimator.optim._optimizer import Optimizer
 from estimator.optim._sparse_update import RowWise
-from estimator.train._rule import apply_rule, filled
+from estimator.train._rule import apply_rule, fill_slot
 from estimator.train._weight_decay import with_weight_decay
 
 
@@ -92,6 +92,7 @@ class MomentumState(NamedTuple):
 
 def _momentum(rate: jax.Array, momentum: float, use_nesterov: bool) -> RowWise:
     def rule(gradient: jax.Array, value: jax.Array, accum: jax.Array) -> tuple[jax.Array, ...]:
+        # Without the rate, as in TensorFlow: when it changes, it changes the part of earlier gradients too.
         accum = momentum * accum + gradient
         return value - rate * (gradient + momentum * accum if use_nesterov else accum), accum
 
@@ -100,4 +101,4 @@ def _momentum(rate: jax.Array, momentum: float, use_nesterov: bool) -> RowWise:
     ) -> tuple[optax.Updates, MomentumState]:
         return apply_rule(rule, gradients, params, state, "momentum")
 
-    return RowWise(lambda params: MomentumState(filled(params)), update)
+    return RowWise(lambda params: MomentumState(fill_slot(params)), update)

@@ -29,7 +29,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "Adagrad": AdagradOptimizer,
     "Adam": AdamOptimizer,
     "Ftrl": FtrlOptimizer,
-    "Momentum": lambda learning_rate: MomentumOptimizer(learning_rate, momentum=0.9),
+    "Momentum": lambda learning_rate: MomentumOptimizer(learning_rate, momentum=0.9),  # TensorFlow's, for this name
     "RMSProp": RMSPropOptimizer,
     "SGD": GradientDescentOptimizer,
 }
@@ -114,17 +114,20 @@ def optimize_loss(
                 scalar("learning_rate", rate)
         chosen = _optimizer(optimizer, rate)
         gradients: Gradients = chosen.compute_gradients(loss, variables)
+        # Noise, factors, then clipping, as in TensorFlow: the norm that is bounded is the one of the step.
         if gradient_noise_scale is not None:
             gradients = [(_noisy(gradient, gradient_noise_scale), name) for gradient, name in gradients]
         if gradient_multipliers is not None:
-            gradients = _multiplied(gradients, gradient_multipliers)
+            gradients = _multiply_gradients(gradients, gradient_multipliers)
+        # The norm before clipping; the one afterwards only shows whether the bound was reached.
         if "global_gradient_norm" in summaries:
             scalar("global_norm/gradient_norm", _norm(gradients))
         if callable(clip_gradients):
             gradients = list(clip_gradients(gradients))
         elif clip_gradients is not None:
+            # One factor for all of them, so that the step keeps its direction.
             factor = clip_gradients / jnp.maximum(_norm(gradients), clip_gradients)
-            gradients = [(_scaled(gradient, factor), name) for gradient, name in gradients]
+            gradients = [(_scale(gradient, factor), name) for gradient, name in gradients]
         if "loss" in summaries:
             scalar("loss", loss)
         for gradient, variable in gradients:
@@ -146,6 +149,7 @@ def _optimizer(optimizer: Any, rate: Any) -> Any:
                 f"optimizer by name; got {optimizer!r} and the learning rate {rate!r}."
             )
         return OPTIMIZERS[optimizer](rate)
+    # A class is callable and has `apply_gradients` as well, and is still to be called.
     made = optimizer
     if callable(optimizer) and not hasattr(optimizer, "apply_gradients") or isinstance(optimizer, type):
         made = optimizer() if rate is None else optimizer(rate)
@@ -161,24 +165,26 @@ def _noisy(gradient: PyTree, scale: float) -> PyTree:
     def noisy(x: jax.Array) -> jax.Array:
         return x + scale * jax.random.truncated_normal(make_rng("gradient_noise"), -2, 2, x.shape, x.dtype)
 
+    # Every row gets noise, also those that nobody looked up, as in TensorFlow: nothing sparse is left.
     return map_gradient(noisy, gradient, of_sparse=lambda x: noisy(x.to_dense()))
 
 
-def _multiplied(gradients: Gradients, multipliers: Mapping[str, float]) -> Gradients:
+def _multiply_gradients(gradients: Gradients, multipliers: Mapping[str, float]) -> Gradients:
     unknown = multipliers.keys() - {name for _, name in gradients}
     if unknown:
         raise ValueError(
             f"`est.train.optimize_loss` got gradient_multipliers for {sorted(unknown)}; the variables are "
             f"{[name for _, name in gradients]}."
         )
-    return [(_scaled(gradient, multipliers.get(name, 1)), name) for gradient, name in gradients]
+    return [(_scale(gradient, multipliers.get(name, 1)), name) for gradient, name in gradients]
 
 
-def _scaled(gradient: PyTree, factor: Any) -> PyTree:
-    def scaled(x: jax.Array) -> jax.Array:
+def _scale(gradient: PyTree, factor: Any) -> PyTree:
+    def scale(x: jax.Array) -> jax.Array:
+        # In the gradient's dtype: a factor of float32 would widen a bfloat16 gradient, and the collective that sums it.
         return x * jnp.asarray(factor, x.dtype)
 
-    return map_gradient(scaled, gradient)
+    return map_gradient(scale, gradient)
 
 
 def _values(gradient: PyTree) -> list[jax.Array]:

@@ -16,7 +16,7 @@ from estimator.optim._given_rate import LearningRate, with_learning_rate
 from estimator.optim._optimizer import Optimizer
 from estimator.optim._sparse_update import RowWise
 from estimator.train._adaptive import AdagradState, check_accumulator
-from estimator.train._rule import apply_rule, filled
+from estimator.train._rule import apply_rule, fill_slot
 
 
 class FtrlOptimizer(Optimizer):
@@ -189,10 +189,12 @@ def _check_strengths(caller: str, *strengths: float) -> tuple[float, ...]:
 def _ftrl(rate: jax.Array, power: float, initial: float, l1: float, l2: float, shrinkage: float) -> RowWise:
     def rule(gradient: jax.Array, value: jax.Array, accum: jax.Array, linear: jax.Array) -> tuple[jax.Array, ...]:
         def root(x: jax.Array) -> jax.Array:
+            # TensorFlow has this branch, too: a root rounds otherwise than a power.
             return jnp.sqrt(x) if power == -0.5 else x**-power
 
         new_accum = accum + gradient * gradient
         per_rate = root(new_accum) / rate
+        # The shrinkage enters here and not into the accumulator, so that it does not slow down learning.
         linear = linear + (gradient + 2 * shrinkage * value - (per_rate - root(accum) / rate) * value)
         shrunk = _shrunk(-linear, l1) / (per_rate + 2 * l2)
         return shrunk, new_accum, linear
@@ -200,7 +202,7 @@ def _ftrl(rate: jax.Array, power: float, initial: float, l1: float, l2: float, s
     def update(gradients: optax.Updates, state: FtrlState, params: optax.Params) -> tuple[optax.Updates, FtrlState]:
         return apply_rule(rule, gradients, params, state, "accum", "linear")
 
-    return RowWise(lambda params: FtrlState(filled(params, initial), filled(params)), update)
+    return RowWise(lambda params: FtrlState(fill_slot(params, initial), fill_slot(params)), update)
 
 
 def _proximal_adagrad(rate: jax.Array, initial: float, l1: float, l2: float) -> RowWise:
@@ -213,7 +215,7 @@ def _proximal_adagrad(rate: jax.Array, initial: float, l1: float, l2: float) -> 
     ) -> tuple[optax.Updates, AdagradState]:
         return apply_rule(rule, gradients, params, state, "accumulator")
 
-    return RowWise(lambda params: AdagradState(filled(params, initial)), update)
+    return RowWise(lambda params: AdagradState(fill_slot(params, initial)), update)
 
 
 def _proximal_descent(rate: jax.Array, l1: float, l2: float) -> RowWise:
@@ -227,15 +229,17 @@ def _proximal_descent(rate: jax.Array, l1: float, l2: float) -> RowWise:
 
 def _adagrad_da(rate: jax.Array, initial: float, l1: float, l2: float) -> RowWise:
     def init(params: optax.Params) -> AdagradDAState:
-        return AdagradDAState(filled(params), filled(params, initial))
+        return AdagradDAState(fill_slot(params), fill_slot(params, initial))
 
     def update(
         gradients: optax.Updates, state: AdagradDAState, params: optax.Params
     ) -> tuple[optax.Updates, AdagradDAState]:
+        # The number of gradients with this one; TensorFlow adds 1 to its `global_step` as well.
         step = current_frame("AdagradDAOptimizer").global_step + 1
 
         def rule(gradient: jax.Array, value: jax.Array, total: jax.Array, squares: jax.Array) -> tuple[jax.Array, ...]:
             total, squares = total + gradient, squares + gradient * gradient
+            # `|total| <= l1 * step` says that the mean gradient is at most `l1`: then the weight is zero.
             return -rate * _shrunk(total, l1 * step) / (l2 * step * rate + jnp.sqrt(squares)), total, squares
 
         return apply_rule(rule, gradients, params, state, *AdagradDAState._fields)
@@ -244,6 +248,7 @@ def _adagrad_da(rate: jax.Array, initial: float, l1: float, l2: float) -> RowWis
 
 
 def _proximal(value: jax.Array, gradient: jax.Array, rate: jax.Array, l1: float, l2: float) -> jax.Array:
+    # The minimum of both penalties and of the distance to the plain step; L1 alone makes exact zeros.
     return _shrunk(value - rate * gradient, rate * l1) / (1 + rate * l2)
 
 

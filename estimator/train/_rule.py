@@ -15,8 +15,8 @@ from estimator.core._typing import PyTree
 State = TypeVar("State", bound=tuple[Any, ...])
 
 
-def filled(params: optax.Params, value: float = 0.0) -> PyTree:
-    """A slot of each variable, filled with a number."""
+def fill_slot(params: optax.Params, value: float = 0.0) -> PyTree:
+    """Makes a slot for each variable, filled with a number."""
     return jax.tree.map(lambda x: jnp.full_like(x, value), params)
 
 
@@ -44,6 +44,8 @@ def apply_rule(
 
     def at_leaf(gradient: jax.Array, value: jax.Array, *before: jax.Array) -> tuple[jax.Array, ...]:
         new, *after = rule(gradient, value, *before)
+        # Rules give the new value, as TensorFlow's formulas do, and optax adds a difference. A slot keeps its dtype:
+        # the rate, a float32, would widen one of bfloat16, and the carry of a compiled loop may not change.
         return new - value, *(x.astype(old.dtype) for x, old in zip(after, before, strict=True))
 
     results = jax.tree.map(at_leaf, gradients, params, *(getattr(state, slot) for slot in slots))

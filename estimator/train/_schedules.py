@@ -49,7 +49,7 @@ def exponential_decay(
     def rate_at(step: Any) -> jax.Array:
         return jnp.asarray(learning_rate * decay_rate ** _periods(step, decay_steps, staircase))
 
-    return _at("exponential_decay", global_step, rate_at)
+    return _apply_schedule("exponential_decay", global_step, rate_at)
 
 
 def natural_exp_decay(
@@ -75,7 +75,7 @@ def natural_exp_decay(
     def rate_at(step: Any) -> jax.Array:
         return learning_rate * jnp.exp(-decay_rate * _periods(step, decay_steps, staircase))
 
-    return _at("natural_exp_decay", global_step, rate_at)
+    return _apply_schedule("natural_exp_decay", global_step, rate_at)
 
 
 def inverse_time_decay(
@@ -101,7 +101,7 @@ def inverse_time_decay(
     def rate_at(step: Any) -> jax.Array:
         return learning_rate / (1 + decay_rate * _periods(step, decay_steps, staircase))
 
-    return _at("inverse_time_decay", global_step, rate_at)
+    return _apply_schedule("inverse_time_decay", global_step, rate_at)
 
 
 def polynomial_decay(
@@ -113,7 +113,7 @@ def polynomial_decay(
     cycle: bool = False,
     name: str | None = None,
 ) -> Any:
-    """From `learning_rate` to `end_learning_rate` by `(1 - global_step / decay_steps) ** power`.
+    """A decay from `learning_rate` to `end_learning_rate` by `(1 - global_step / decay_steps) ** power`.
 
     >>> import estimator as est
     >>> rate = est.train.polynomial_decay(0.5, None, 10, 0.25)
@@ -131,12 +131,13 @@ def polynomial_decay(
     def rate_at(step: Any) -> jax.Array:
         step, end = _float(step), _float(decay_steps)
         if cycle:
+            # In step 0 the quotient is 0, and there would be no end to divide by.
             end = decay_steps * jnp.maximum(jnp.ceil(step / decay_steps), 1)
         else:
             step = jnp.minimum(step, decay_steps)
         return (learning_rate - end_learning_rate) * (1 - step / end) ** power + end_learning_rate
 
-    return _at("polynomial_decay", global_step, rate_at)
+    return _apply_schedule("polynomial_decay", global_step, rate_at)
 
 
 def piecewise_constant(
@@ -165,10 +166,11 @@ def piecewise_constant(
         )
 
     def rate_at(step: Any) -> jax.Array:
+        # Not `>=`, by which optax counts: the step of a boundary still has the rate before it.
         piece = sum((jnp.asarray(step) > boundary).astype(jnp.int32) for boundary in boundaries)
         return jnp.stack([_float(value) for value in values])[piece]
 
-    return _at("piecewise_constant", x, rate_at)
+    return _apply_schedule("piecewise_constant", x, rate_at)
 
 
 def cosine_decay(
@@ -178,7 +180,7 @@ def cosine_decay(
     alpha: float = 0.0,
     name: str | None = None,
 ) -> Any:
-    """From `learning_rate` to `alpha * learning_rate` along half a cosine.
+    """A decay from `learning_rate` to `alpha * learning_rate` along half a cosine.
 
     >>> import estimator as est
     >>> rate = est.train.cosine_decay(0.5, None, 10)
@@ -195,7 +197,7 @@ def cosine_decay(
     def rate_at(step: Any) -> jax.Array:
         return learning_rate * ((1 - alpha) * _cosine(_fraction(step, decay_steps)) + alpha)
 
-    return _at("cosine_decay", global_step, rate_at)
+    return _apply_schedule("cosine_decay", global_step, rate_at)
 
 
 def cosine_decay_restarts(
@@ -225,15 +227,17 @@ def cosine_decay_restarts(
 
     def rate_at(step: Any) -> jax.Array:
         done = _float(step) / first_decay_steps
+        # Equal periods: the formula for a geometric series would divide by zero.
         if t_mul == 1.0:
             restarts = jnp.floor(done)
             done = done - restarts
         else:
+            # How many whole periods lie behind: the lengths are a geometric series, solved for the number of its terms.
             restarts = jnp.floor(jnp.log(1 - done * (1 - t_mul)) / math.log(t_mul))
             done = (done - (1 - t_mul**restarts) / (1 - t_mul)) / t_mul**restarts
         return learning_rate * ((1 - alpha) * m_mul**restarts * _cosine(done) + alpha)
 
-    return _at("cosine_decay_restarts", global_step, rate_at)
+    return _apply_schedule("cosine_decay_restarts", global_step, rate_at)
 
 
 def linear_cosine_decay(
@@ -262,14 +266,16 @@ def linear_cosine_decay(
 
     def rate_at(step: Any) -> jax.Array:
         done = _fraction(step, decay_steps)
+        # Twice, since `_cosine` falls over half a period.
         return learning_rate * ((alpha + 1 - done) * _cosine(2 * num_periods * done) + beta)
 
-    return _at("linear_cosine_decay", global_step, rate_at)
+    return _apply_schedule("linear_cosine_decay", global_step, rate_at)
 
 
-def _at(caller: str, global_step: Any, rate_at: Callable[[Any], jax.Array]) -> Rate:
+def _apply_schedule(caller: str, global_step: Any, rate_at: Callable[[Any], jax.Array]) -> Rate:
     if global_step is None:
         return rate_at
+    # In optax's order, `exponential_decay(0.1, 1000, 0.9)`, decay_steps would be taken for the step without a word.
     if not isinstance(global_step, jax.Array | np.ndarray | np.generic):
         raise TypeError(
             f"`est.train.{caller}` needs `est.global_step()` as global_step, or None, for a function of the step; got "
@@ -292,5 +298,5 @@ def _fraction(step: Any, decay_steps: float) -> jax.Array:
 
 
 def _cosine(x: jax.Array) -> jax.Array:
-    """From 1 at 0 to 0 at 1, and back."""
+    """A cosine from 1 at 0 to 0 at 1, and back."""
     return 0.5 * (1 + jnp.cos(math.pi * x))

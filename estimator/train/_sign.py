@@ -14,7 +14,7 @@ from estimator.core._rng import global_step
 from estimator.core._typing import PyTree
 from estimator.optim._given_rate import LearningRate, with_learning_rate
 from estimator.optim._optimizer import Optimizer
-from estimator.train._rule import apply_rule, filled
+from estimator.train._rule import apply_rule, fill_slot
 
 
 class PowerSignOptimizer(Optimizer):
@@ -42,6 +42,7 @@ class PowerSignOptimizer(Optimizer):
         name: str = "PowerSignOptimizer",
     ) -> None:
         def make(rate: jax.Array) -> optax.GradientTransformation:
+            # In the form of TensorFlow; `base ** agreement` rounds otherwise.
             return _by_sign(rate, beta, sign_decay_fn, lambda agreement: jnp.exp(math.log(base) * agreement))
 
         super().__init__(with_learning_rate(type(self).__name__, make, learning_rate), name)
@@ -89,6 +90,7 @@ def _by_sign(
     factor: Callable[[jax.Array], jax.Array],
 ) -> optax.GradientTransformation:
     def update(gradients: optax.Updates, state: SignState, params: optax.Params) -> tuple[optax.Updates, SignState]:
+        # By the global step, not by a count of updates, which begins at 0 for a new optimizer.
         decay = 1.0 if sign_decay_fn is None else sign_decay_fn(global_step())
 
         def rule(gradient: jax.Array, value: jax.Array, m: jax.Array) -> tuple[jax.Array, ...]:
@@ -97,4 +99,4 @@ def _by_sign(
 
         return apply_rule(rule, gradients, params, state, "m")
 
-    return optax.GradientTransformation(lambda params: SignState(filled(params)), update)
+    return optax.GradientTransformation(lambda params: SignState(fill_slot(params)), update)

@@ -29,19 +29,21 @@ def with_weight_decay(transformation: optax.GradientTransformation, weight_decay
         **extra: Any,
     ) -> tuple[optax.Updates, optax.OptState]:
         steps, state = update_inner(gradients, state, params)
-        rows = {table: _touched(gradient) for table, gradient in (sparse_gradients or {}).items()}
+        rows = {table: _mark_rows(gradient) for table, gradient in (sparse_gradients or {}).items()}
 
-        def decayed(path: jax.tree_util.KeyPath, step: jax.Array, value: jax.Array) -> jax.Array:
+        def decay(path: jax.tree_util.KeyPath, step: jax.Array, value: jax.Array) -> jax.Array:
+            # The first key on the path is the variable's name.
             table = getattr(path[0], "key", None) if path else None
             return step - weight_decay * (value * rows[table] if table in rows else value)
 
-        return jax.tree_util.tree_map_with_path(decayed, steps, params), state
+        return jax.tree_util.tree_map_with_path(decay, steps, params), state
 
     return TakesSparseGradients(transformation.init, update)
 
 
-def _touched(gradient: IndexedSlices) -> jax.Array:
-    """1 for the rows that a sparse gradient names, else 0, of shape `[rows, 1, ...]`."""
+def _mark_rows(gradient: IndexedSlices) -> jax.Array:
+    """Marks by 1 the rows that a sparse gradient names, others by 0, in the shape `[rows, 1, ...]`."""
     rows = jnp.zeros(gradient.dense_shape[0], gradient.values.dtype)
+    # Padding among looked-up ids has a negative index, which does not count from the end.
     rows = rows.at[gradient.indices].set(1, mode="drop", wrap_negative_indices=False)
     return rows.reshape(-1, *(1,) * (len(gradient.dense_shape) - 1))

@@ -11,14 +11,14 @@ from estimator.core._typing import PyTree
 
 
 class VariableAggregation(enum.StrEnum):
-    """How the values that several towers `assign` to one variable become one value."""
+    """The ways to make one value of those that several towers `assign` to a variable."""
 
     MEAN = "mean"
     SUM = "sum"
     ONLY_FIRST_TOWER = "only_first_tower"
 
     def addend(self, name: str, value: PyTree, index: jax.Array, parts: int, kind: str = "towers") -> PyTree:
-        """What one of several parts of a batch gives to the sum over them that is the variable's new value.
+        """The contribution of one part of a batch to the sum over parts, which is the variable's new value.
 
         Args:
           name, value: of the variable, as the part assigned it.
@@ -38,6 +38,7 @@ class VariableAggregation(enum.StrEnum):
         if self == VariableAggregation.SUM:
             return value
         if self == VariableAggregation.ONLY_FIRST_TOWER:
+            # A sum in which the others are zero: every aggregation is the same collective, which packs them together.
             return jax.tree.map(lambda x: jnp.where(index == 0, x, jnp.zeros_like(x)), value)
         for leaf in jax.tree.leaves(value):
             if not jnp.issubdtype(leaf.dtype, jnp.inexact):

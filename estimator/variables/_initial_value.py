@@ -30,6 +30,7 @@ class InitialValues(list[Any]):
 
 
 def initial_value(call: str, frame: Frame, full: str, shape: Any, dtype: Any, initializer: Any) -> PyTree:
+    # By the name and not by a count: a new variable leaves the initial values of the others as they are.
     key = jax.random.fold_in(frame.key, name_hash(full))
     if shape is None:
         if initializer is None:
@@ -81,6 +82,7 @@ def _as_arrays(call: str, tree: PyTree, dtype: Any) -> PyTree:
             raise TypeError(
                 f"{call}: every leaf of the initial value must have a dtype of jax; got one at {where} {fix}"
             )
+        # Python's numbers become float32, the default of `get_variable`, integers among them.
         own = jnp.float32 if is_number else jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
         return cast(f"{call}: the initial value at {where}", leaf, own if dtype is None else dtype)
 
@@ -92,6 +94,7 @@ def cast(what: str, value: Any, dtype: Any) -> jax.Array:
     if isinstance(value, jax.Array) and value.dtype == dtype:
         return value
     exact = not jnp.issubdtype(dtype, jnp.inexact)
+    # A traced value can be judged by its dtype alone.
     if isinstance(value, jax.core.Tracer):
         if exact and jnp.issubdtype(value.dtype, jnp.inexact):
             raise ValueError(f"{what} is {value.dtype}, and the dtype {jnp.dtype(dtype)}. Round it, or change one.")
@@ -101,6 +104,7 @@ def cast(what: str, value: Any, dtype: Any) -> jax.Array:
         raise ValueError(f"{what} is complex, and the dtype {jnp.dtype(dtype)}. Take a part of it, or change one.")
     with np.errstate(all="ignore"):
         array = given.astype(dtype)
+    # A float may be rounded, but not become infinite; an integer must stay what it was.
     lost = array != given if exact else np.isfinite(given) & ~np.isfinite(array)
     if lost.any():
         raise ValueError(
@@ -128,11 +132,11 @@ def check_declared(call: str, shape: tuple[int, ...] | None, dtype: Any, value: 
         wanted = [(shape, own if dtype is None else jnp.dtype(dtype)) for shape, own in have]
     if have != wanted:
 
-        def described(arrays: Sequence[Any]) -> str:
+        def describe(arrays: Sequence[Any]) -> str:
             return ", ".join(f"{dtype}{list(shape)}" for shape, dtype in arrays)
 
         raise ValueError(
-            f"{call} asks for {described(wanted)}, but in {where} the variable is {described(have)}. "
+            f"{call} asks for {describe(wanted)}, but in {where} the variable is {describe(have)}. "
             "Change one of them, or initialize a new state."
         )
 
@@ -179,6 +183,8 @@ def as_dtype(call: str, dtype: Any) -> Any:
         known = jax.dtypes.canonicalize_dtype(dtype)
         if unknown_dtype(known):
             raise TypeError
+        # Python's types stand for jax's default of each kind; `np.float64` means 64 bits, which must not be lost
+        # silently.
         if any(dtype is python for python in (bool, int, float, complex)) or jnp.dtype(dtype) == known:
             return known
     except TypeError:

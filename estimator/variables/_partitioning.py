@@ -57,14 +57,15 @@ def spread(x: jax.typing.ArrayLike, axis: int) -> jax.Array:
     return frame.replica.cut(x, axis % x.ndim)
 
 
-def partitioned(call: str, frame: Frame, full: str, partition: Partition) -> None:
-    """Cuts a variable of the frame as `partition` says, and notes it; where a tower is one device it only checks.
+def apply_partition(call: str, frame: Frame, full: str, partition: Partition) -> None:
+    """Cuts a variable of the frame as `partition` says, and notes it; where a tower is one device it only checks it.
 
     Raises:
       TypeError, ValueError: the partition does not suit the variable, or its dimension does not divide.
     """
 
-    def cut(path: Any, leaf: jax.Array) -> jax.Array:
+    def cut_leaf(path: Any, leaf: jax.Array) -> jax.Array:
+        # Checked also where a tower is one device: a mistake should not wait for the large machine.
         axis = _axis(call, partition(leaf) if callable(partition) else partition, leaf)
         parts = frame.replica.parts
         if axis is None or parts == 1:
@@ -84,7 +85,7 @@ def partitioned(call: str, frame: Frame, full: str, partition: Partition) -> Non
             f"{call} got partition={partition!r} for a pytree of arrays. Give a function of an array, which returns "
             f'its partition or None: `lambda x: (None, "{_PART}") if x.ndim == 2 else None`.'
         )
-    frame.variables[full] = jax.tree_util.tree_map_with_path(cut, value)
+    frame.variables[full] = jax.tree_util.tree_map_with_path(cut_leaf, value)
 
 
 def _axis(call: str, partition: Any, leaf: jax.Array) -> int | None:
@@ -102,6 +103,7 @@ def _axis(call: str, partition: Any, leaf: jax.Array) -> int | None:
             f"{call} got partition={tuple(partition)!r}. Each entry is None or {_PART!r}, and only one dimension "
             f"can be {_PART!r}, which stands for all devices of a tower."
         )
+    # Fewer entries are as in `jax.sharding.PartitionSpec`.
     if len(partition) > leaf.ndim:
         raise ValueError(
             f"{call} got partition={tuple(partition)!r}, of {len(partition)} dimensions, for an array of shape "

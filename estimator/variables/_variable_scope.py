@@ -19,14 +19,14 @@ class _AutoReuse(enum.Enum):
 
 
 AUTO_REUSE: Final = _AutoReuse.AUTO_REUSE
-"""For `variable_scope(reuse=...)`: create a variable the first time, return it from then on."""
+"""Value of `variable_scope(reuse=...)`: create a variable the first time, return it from then on."""
 
 Reuse = bool | _AutoReuse | None
 
 
 @dataclasses.dataclass
 class VariableScope:
-    """What `with est.variable_scope(...) as scope` gives, to enter the scope again by `est.variable_scope(scope)`.
+    """The `scope` of `with est.variable_scope(...) as scope`, to enter it again by `est.variable_scope(scope)`.
 
     Attributes:
       name: its full name; "" at the top.
@@ -39,7 +39,7 @@ class VariableScope:
     defaults: ScopeDefaults
 
     def reuse_variables(self) -> None:
-        """From here to the end of the scope, variables must exist already."""
+        """Requires that variables exist already, from here to the end of the scope."""
         self.reuse = True
         frame = innermost_frame()
         if frame is not None and "/".join(frame.scope) == self.name:
@@ -116,7 +116,7 @@ def variable_scope(
     defaults = ScopeDefaults(
         initializer or defaults.initializer,
         regularizer or defaults.regularizer,
-        _nested(custom_getter, defaults.custom_getter),
+        _nest_getters(custom_getter, defaults.custom_getter),
     )
     scope = VariableScope("/".join(path), reuse, defaults)
     uses = frame.declared.scope_uses
@@ -168,15 +168,17 @@ def _unique(frame: Frame, default_name: str, reuse: Reuse) -> str:
     return default_name if number == 0 else f"{default_name}_{number}"
 
 
-def _nested(inner: Callable[..., PyTree] | None, outer: Callable[..., PyTree] | None) -> Callable[..., PyTree] | None:
-    """A getter for variables that calls the inner one, whose own getter calls the outer one."""
+def _nest_getters(
+    inner: Callable[..., PyTree] | None, outer: Callable[..., PyTree] | None
+) -> Callable[..., PyTree] | None:
+    """Makes a getter for variables that calls the inner one, whose own getter calls the outer one."""
     if inner is None or outer is None:
         return inner or outer
 
-    def nested(getter: Callable[..., PyTree], *args: Any, **arguments: Any) -> PyTree:
+    def get_nested(getter: Callable[..., PyTree], *args: Any, **arguments: Any) -> PyTree:
         def through_outer(*args: Any, **arguments: Any) -> PyTree:
             return outer(getter, *args, **arguments)
 
         return inner(through_outer, *args, **arguments)
 
-    return nested
+    return get_nested

@@ -16,7 +16,7 @@ from estimator.runtime._transformations import differentiates, stages
 from estimator.variables._aggregation import VariableAggregation
 from estimator.variables._initial_value import as_dtype, as_shape, check_declared, initial_value, is_trainable
 from estimator.variables._lookups import Lookups
-from estimator.variables._partitioning import Partition, partitioned
+from estimator.variables._partitioning import Partition, apply_partition
 
 
 class Regularizers(dict[str, Callable[[Any], Any]]):
@@ -75,6 +75,7 @@ def get_variable(
     if not isinstance(name, str) or not name:
         raise ValueError(f"`est.get_variable` needs a non-empty name; got {name!r}.")
     full = "/".join((*frame.scope, name))
+    # `get_variable(name, initializer)`: the initial value then says the shape.
     if initializer is None and callable(shape):
         shape, initializer = None, shape
     defaults = frame.scope_defaults
@@ -116,6 +117,7 @@ def _get(
             f"{call} needs True or False as `trainable`, its fifth argument; got {trainable!r}. A regularizer, the "
             "fifth in TensorFlow, goes by its name: `regularizer=`."
         )
+    # This dict has an entry for every variable that the run got, in the order in which it got them.
     if full in frame.declared.trainable:
         if not frame.reuse:
             raise ValueError(
@@ -128,8 +130,9 @@ def _get(
     if frame.reuse is True:
         raise ValueError(
             f"{call} is in a scope with `reuse=True`, but no such variable was created in this run, only "
-            f"{listed(frame.declared.trainable)}. Create it first, or use `reuse=est.AUTO_REUSE`."
+            f"{list_names(frame.declared.trainable)}. Create it first, or use `reuse=est.AUTO_REUSE`."
         )
+    # Not in `jax.vmap` or the body of a loop: the variable would be a tracer of that function, and got in each turn.
     check_is_known_outside(
         call,
         frame,
@@ -137,20 +140,23 @@ def _get(
         unless=lambda names: not stages(names),
     )
     if frame.initializing:
+        # The initializer runs in any case: it says shapes and dtypes, by which values of `init_from_checkpoint` are
+        # checked.
         made = initial_value(call, frame, full, shape, dtype, initializer)
         frame.variables[full] = map_named(lambda name, leaf: frame.initial_values.get(name, leaf), {full: made})[full]
     elif full not in frame.variables:
         raise ValueError(
-            f"{call}: the state has no such variable, only {listed(frame.variables)}. "
+            f"{call}: the state has no such variable, only {list_names(frame.variables)}. "
             "A model_fn must create every variable in the mode that the state was initialized in."
         )
     else:
         check_declared(call, shape, dtype, frame.variables[full], "the state")
     if partition is not None:
-        partitioned(call, frame, full, partition)
+        apply_partition(call, frame, full, partition)
     frame.declared.trainable[full] = is_trainable(call, frame.variables[full], trainable)
     frame.declared.aggregation[full] = VariableAggregation(aggregation)
     floating = all(jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in jax.tree.leaves(frame.variables[full]))
+    # The regularizer of a scope passes over counters and other integers.
     if regularizer is not None and floating:
         frame.notes.get(Regularizers)[full] = regularizer
     return read(frame, full)
@@ -178,15 +184,15 @@ class VariablesByName(Mapping[str, PyTree]):
         return f"VariablesByName({list(self)})"
 
 
-def _flattened(view: VariablesByName) -> tuple[list[tuple[Any, PyTree]], tuple[str, ...]]:
+def _flatten(view: VariablesByName) -> tuple[list[tuple[Any, PyTree]], tuple[str, ...]]:
     return [(jax.tree_util.DictKey(name), value) for name, value in view.items()], tuple(view)
 
 
-def _unflattened(names: tuple[str, ...], values: Iterable[PyTree]) -> Any:
+def _unflatten(names: tuple[str, ...], values: Iterable[PyTree]) -> Any:
     return dict(zip(names, values, strict=True))
 
 
-jax.tree_util.register_pytree_with_keys(VariablesByName, _flattened, _unflattened)
+jax.tree_util.register_pytree_with_keys(VariablesByName, _flatten, _unflatten)
 
 
 def trainable_variables(scope: str | None = None) -> Mapping[str, PyTree]:
@@ -244,8 +250,10 @@ def assign(name: str, value: PyTree) -> None:
         function that jax traces apart, such as the body of a loop.
     """
     frame, full, value = _checked_write("est.assign", name, value)
+    # Elsewhere a write is checked and then dropped: evaluation changes no variable.
     if frame.mode == "train":
         frame.writes.assigned[full] = value
+        # A new value replaces what was added before it.
         frame.writes.added.pop(full, None)
 
 
@@ -253,15 +261,18 @@ def assign_add(name: str, delta: PyTree) -> None:
     """Adds to a non-trainable variable; across towers the deltas are summed. Otherwise as `assign`."""
     frame, full, delta = _checked_write("est.assign_add", name, delta)
     if frame.mode == "train":
+        # Deltas are kept apart from values: over towers they are summed, whatever the variable's aggregation.
         before = frame.writes.added.get(full)
         frame.writes.added[full] = delta if before is None else jax.tree.map(jnp.add, before, delta)
 
 
 def read(frame: Frame, full: str) -> PyTree:
+    # Whoever has the whole value may use any of its rows, so that the gradient of a table is dense from here on.
     frame.notes.get(Lookups).read_whole.add(full)
     value = frame.writes.assigned.get(full, frame.variables[full])
     if full in frame.writes.added:
         value = jax.tree.map(jnp.add, value, frame.writes.added[full])
+    # A variable that no optimizer trains is a constant of the loss, also for a `jax.grad` of the user's.
     return value if frame.declared.trainable[full] else jax.lax.stop_gradient(value)
 
 
@@ -274,7 +285,7 @@ def map_named(fn: Callable[[str, Any], Any], variables: PyTree) -> Any:
     return jax.tree_util.tree_map_with_path(of_path, variables)
 
 
-def listed(names: Any) -> str:
+def list_names(names: Any) -> str:
     return ", ".join(repr(name) for name in sorted(names)) or "none"
 
 
@@ -286,12 +297,13 @@ def resolve(caller: str, frame: Frame, name: str) -> str:
             f"value here, and known by its name: write `{caller}('name', ...)`."
         )
     scoped = "/".join((*frame.scope, name))
+    # The name within the scope wins, as in the calls that created it; a full name works anywhere.
     for full in (scoped, name):
         if full in frame.declared.trainable:
             return full
     raise ValueError(
-        f"`{caller}({name!r})` names no variable of this run, which has got {listed(frame.declared.trainable)} so far. "
-        "Get it with `est.get_variable` first."
+        f"`{caller}({name!r})` names no variable of this run, which has got {list_names(frame.declared.trainable)} so "
+        "far. Get it with `est.get_variable` first."
     )
 
 
@@ -318,6 +330,8 @@ def _checked_write(caller: str, name: str, value: PyTree) -> tuple[Frame, str, P
 
     def fit(leaf: Any, like: jax.Array) -> jax.Array:
         array = jnp.asarray(leaf)
+        # Weak: a Python number takes the variable's dtype. Of any other dtype a cast might round, and nobody would
+        # notice.
         if array.shape != like.shape or (array.dtype != like.dtype and not array.weak_type):
             raise ValueError(
                 f"`{caller}({full!r})` got {array.dtype}{list(array.shape)}, "

@@ -40,15 +40,15 @@ class VocabInfo(NamedTuple):
     axis: int = 0
 
 
-def resized(info: VocabInfo, there: Any, here: Any) -> jax.ShapeDtypeStruct:
-    """The shape and dtype of a variable in the source, were its vocabulary the new one."""
+def resize(info: VocabInfo, there: Any, here: Any) -> jax.ShapeDtypeStruct:
+    """The struct of a variable in the source, with the size that it has by the new vocabulary."""
     shape = list(there.shape)
     if info.axis < min(len(shape), len(here.shape)):
         shape[info.axis] = here.shape[info.axis]
     return jax.ShapeDtypeStruct(tuple(shape), there.dtype)
 
 
-def moved(info: VocabInfo, name: str, old: Any, here: jax.Array, key: jax.Array) -> jax.Array:
+def move_rows(info: VocabInfo, name: str, old: Any, here: jax.Array, key: jax.Array) -> jax.Array:
     """The value of a variable: the rows of `old` by the strings of the vocabularies.
 
     Args:
@@ -77,11 +77,14 @@ def moved(info: VocabInfo, name: str, old: Any, here: jax.Array, key: jax.Array)
             f"{info.old_vocab_size}, but the variable has {old.shape[info.axis]} rows in the source. Give the size "
             "that was used."
         )
+    # Backwards, so that the first of equal strings counts.
     places = {word: place for place, word in reversed([*enumerate(old_words)])}
+    # -1: a new string, or a bucket for unknown ones, has no row in the source and keeps its initial value.
     rows = np.array([places.get(word, -1) for word in words] + [-1] * info.num_oov_buckets)
     if info.backup_initializer is None:
         start = jnp.zeros(here.shape, here.dtype)
     else:
+        # By the name, as in `get_variable`: two variables must not start with equal rows.
         key = jax.random.fold_in(key, zlib.crc32(name.encode()))
         start = info.backup_initializer(key, here.shape, here.dtype)
     known = np.expand_dims(rows >= 0, [axis for axis in range(here.ndim) if axis != info.axis])

@@ -1,9 +1,8 @@
 """Sums and copies over towers: the algorithms, and the choice among them."""
 
-from replicate.cross_tower_ops._all_reduce import AllReduce
+from replicate.cross_tower_ops._all_reduce import AllReduce, CollectiveAllReduce
 from replicate.cross_tower_ops._auto import choose_the_best
 from replicate.cross_tower_ops._base import CrossTowerOps, ReduceOp
-from replicate.cross_tower_ops._collective import CollectiveAllReduce
 from replicate.cross_tower_ops._multi_worker import MultiWorkerAllReduce
 from replicate.cross_tower_ops._packers import AggregateSmallTensorPacker, ConcatAndSplitPacker
 from replicate.cross_tower_ops._per_tower import Mirrored, PerTower

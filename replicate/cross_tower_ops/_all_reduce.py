@@ -1,7 +1,8 @@
-"""Sums over towers by one algorithm, in packs."""
+"""Sums over towers by one algorithm, in packs or array by array."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 from replicate.cross_tower_ops._algorithms import all_reduce, check_algorithm
 from replicate.cross_tower_ops._base import CrossTowerOps
 from replicate.cross_tower_ops._packers import AggregateSmallTensorPacker, ConcatAndSplitPacker, Packer, at_least
+from replicate.towers._collectives import cross_tower_sum
 from replicate.towers._map import num_towers
 
 
@@ -66,6 +68,7 @@ class AllReduce(CrossTowerOps):
         self._packer = packer_for(caller, num_packs, agg_small_grads_max_bytes, agg_small_grads_max_group)
         self.compress_dtype = None if compress_dtype is None else _floating(caller, compress_dtype)
         if self.compress_dtype is not None:
+            # For losses, metrics and counts, which must not be rounded as gradients may.
             self.exact = AllReduce(algorithm, num_packs, agg_small_grads_max_bytes, agg_small_grads_max_group)
 
     def sum_in_towers(self, values: Sequence[jax.Array]) -> list[jax.Array]:
@@ -81,8 +84,43 @@ class AllReduce(CrossTowerOps):
 
     def _compress(self, array: jax.Array) -> jax.Array:
         dtype = self.compress_dtype
+        # Only what gets smaller: integers are sums of counts, and a float of that size or less gains nothing.
         wider = dtype is not None and jnp.issubdtype(array.dtype, jnp.floating) and array.itemsize > dtype.itemsize
         return array.astype(dtype) if wider else array
+
+
+class CollectiveAllReduce(AllReduce):
+    """Sums arrays by XLA's own all-reduce, one for each N arrays of a dtype; TensorFlow's class of this name.
+
+    As there, row-sparse gradients (`est.IndexedSlices`) are refused.
+
+    >>> ops = CollectiveAllReduce(all_reduce_merge_scope=8)
+
+    Args:
+      all_reduce_merge_scope: N, the number of arrays in an all-reduce.
+
+    Raises:
+      ValueError: `all_reduce_merge_scope` is not an integer of at least 1.
+    """
+
+    takes_slices = False
+
+    def __init__(self, all_reduce_merge_scope: int = 32) -> None:
+        at_least(1, "CollectiveAllReduce", "all_reduce_merge_scope", all_reduce_merge_scope)
+        super().__init__(
+            num_packs=0, agg_small_grads_max_bytes=sys.maxsize, agg_small_grads_max_group=all_reduce_merge_scope
+        )
+
+
+class OneByOne(CrossTowerOps):
+    """Sums each array by itself, in its own shape.
+
+    For towers of several devices: an array that is cut over the devices of a tower would have to be put together to
+    be packed with others. XLA joins the all-reduces.
+    """
+
+    def sum_in_towers(self, values: Sequence[jax.Array]) -> list[jax.Array]:
+        return [cross_tower_sum(value) for value in values]
 
 
 def packer_for(caller: str, num_packs: int, max_bytes: int, max_group: int) -> Packer:

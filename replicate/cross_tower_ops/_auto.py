@@ -26,9 +26,9 @@ def choose_the_best(
 
     The table comes with the package, or is written by `python -m replicate.cross_tower_ops.measure --out FILE`. It says
     which algorithm is the fastest for a vector, and which arrays are better not packed with others; the row with the
-    nearest number of towers and of bytes counts. `psum` and packing have the benefit of the doubt. Devices of a kind
-    that is not in the table, and devices of several processes, get `AllReduce()`: `psum` of all arrays of a dtype in
-    one vector. The choice is logged once for each kind and number of devices.
+    nearest number of towers and of bytes counts. Ties go to `psum` and to packing. Devices of a kind that is not in
+    the table, and devices of several processes, get `AllReduce()`: `psum` of all arrays of a dtype in one vector. The
+    choice is logged once for each kind and number of devices.
 
     >>> ops = choose_the_best(["cpu:0", "cpu:1"])
 
@@ -45,6 +45,7 @@ def choose_the_best(
     if len(towers) == 1:
         return AllReduce()
     if len({device.process_index for device in towers}) > 1:
+        # The table is of single machines: between processes the network decides.
         rows, why = [], "which are of several processes"
     else:
         why = "as measured" if rows else "a kind of device that was not measured"
@@ -70,7 +71,7 @@ class _Fastest(AllReduce):
 
 
 def _algorithm(rows: Sequence[Row], pack: jax.Array) -> str:
-    """The fastest, but `psum`, which needs no padding, for a pack that the towers do not divide."""
+    """The fastest algorithm; `psum`, which needs no padding, for a pack that the towers do not divide."""
     return "psum" if pack.size % num_towers() else nearest_row(rows, pack.nbytes).best
 
 
@@ -82,6 +83,7 @@ class _SmallPacker(ConcatAndSplitPacker):
         self._rows = rows
 
     def groups(self, arrays: Sequence[jax.Array]) -> list[list[int]]:
+        # A row was measured with so large a total, in `ARRAYS` arrays of this size.
         alone = [nearest_row(self._rows, ARRAYS * array.nbytes).pays_alone for array in arrays]
         groups = [[i] for i, one in enumerate(alone) if one]
         for group in super().groups(arrays):

@@ -13,7 +13,7 @@ from replicate.cross_tower_ops._algorithms import ALGORITHMS
 
 RECORDED = pathlib.Path(__file__).with_name("measured.json")
 ARRAYS = 8
-"""Into how many arrays the bytes of a row are divided to measure `alone`."""
+"""The number of arrays into which the bytes of a row are divided to measure `alone`."""
 
 _CLEARLY = 1.05  # More than noise. A smaller gain is not worth another program.
 
@@ -46,12 +46,13 @@ class Row(NamedTuple):
 
     @property
     def pays_alone(self) -> bool:
-        """Whether arrays of an `ARRAYS`-th of the bytes are clearly faster not packed."""
+        """True if arrays of an `ARRAYS`-th of the bytes are clearly faster not packed."""
         return self.alone * _CLEARLY < 1
 
 
 def nearest_row(rows: Sequence[Row], size: float) -> Row:
     """The row with the nearest number of bytes, as a ratio."""
+    # Times grow with the number of bytes, so that nearness is a ratio.
     return min(rows, key=lambda row: abs(math.log(row.bytes / max(size, 1))))
 
 
@@ -70,7 +71,7 @@ def write_table(path: str | pathlib.Path, rows: Sequence[Row], recorded_on: str)
 
 
 def read_table(path: str | pathlib.Path = RECORDED) -> list[Row]:
-    """What `write_table` wrote; by default the table that comes with the package.
+    """Reads what `write_table` wrote; by default the table that comes with the package.
 
     Raises:
       ValueError: it is another file.
@@ -93,6 +94,7 @@ def _row(best: Any, **entry: Any) -> Row:
     row = Row(**entry)
     if unknown := row.ratios.keys() - ALGORITHMS.keys():
         raise ValueError(f"there is no algorithm {min(unknown)!r}")
+    # The file repeats `best` for its readers: edited by hand, it must not contradict itself.
     if best != row.best:
         raise ValueError(f"{best!r} is not the best of {row.ratios}")
     return row

@@ -10,12 +10,12 @@ import jax
 
 from replicate.cross_tower_ops._algorithms import all_reduce, check_algorithm
 from replicate.cross_tower_ops._all_reduce import AllReduce
-from replicate.cross_tower_ops._packers import at_least, cut
+from replicate.cross_tower_ops._packers import at_least, split_vector
 from replicate.towers._packing import pack
 
 
 class _Spec(NamedTuple):
-    """How arrays of up to `limit` bytes are summed: by what algorithm, and, after packing, in how many pieces."""
+    """The algorithm for arrays of up to `limit` bytes, and the number of pieces into which a pack is cut."""
 
     algorithm: str
     shards: int
@@ -58,10 +58,12 @@ class MultiWorkerAllReduce(AllReduce):
 
     def _sum(self, arrays: list[jax.Array]) -> list[jax.Array]:
         sums = list(arrays)
+        # -1: an empty array belongs to the first range.
         for spec, smaller in zip(self._spec, [-1, *(spec.limit for spec in self._spec)], strict=False):
             positions = [i for i, array in enumerate(arrays) if smaller < array.nbytes <= spec.limit]
             mine = [arrays[i] for i in positions]
-            packs = [cut(vector, spec.shards) for vector in self._packer.pack(mine)]
+            # Several collectives instead of a large one: while one waits, another sends.
+            packs = [split_vector(vector, spec.shards) for vector in self._packer.pack(mine)]
             totals = [pack([all_reduce(shard, spec.algorithm) for shard in shards]) for shards in packs]
             for i, total in zip(positions, self._packer.unpack(totals, mine), strict=True):
                 sums[i] = total

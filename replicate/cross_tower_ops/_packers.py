@@ -28,7 +28,7 @@ class Packer(abc.ABC):
     def pack(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
         """Vectors that hold all elements of the arrays."""
         vectors = (pack([arrays[i] for i in group]) for group in self.groups(arrays))
-        return [piece for vector in vectors for piece in cut(vector, self.num_packs)]
+        return [piece for vector in vectors for piece in split_vector(vector, self.num_packs)]
 
     def unpack(self, packs: Iterable[jax.Array], arrays: Sequence[jax.Array]) -> list[jax.Array]:
         """The arrays again.
@@ -96,6 +96,7 @@ class AggregateSmallTensorPacker(Packer):
             return arrays[i].nbytes <= self.max_bytes
 
         groups: list[list[int]] = []
+        # Backwards: the gradients of the last layers are ready first, and so are their packs.
         for mine in by_dtype(arrays, reversed(range(len(arrays)))):
             for small, run in itertools.groupby(mine, is_small):
                 positions, size = list(run), self.max_group if small else 1
@@ -103,8 +104,8 @@ class AggregateSmallTensorPacker(Packer):
         return groups
 
 
-def cut(vector: jax.Array, pieces: int) -> list[jax.Array]:
-    """Nearly equal pieces of a vector; fewer where there are fewer elements."""
+def split_vector(vector: jax.Array, pieces: int) -> list[jax.Array]:
+    """Splits a vector into nearly equal pieces; fewer where there are fewer elements."""
     count = _pieces(vector.size, pieces)
     return [vector] if count == 1 else jnp.array_split(vector, count)
 

@@ -53,8 +53,10 @@ def make_run(ops: CrossTowerOps, arrays: Sequence[jax.Array], devices: Sequence[
         turns, factor = shared
 
         def turn(_: Any, vectors: Sequence[jax.Array]) -> list[jax.Array]:
+            # By a factor that XLA does not know, so that no turn can be computed from another.
             return [total * factor for total in ops.sum_in_towers(vectors)]
 
+        # Turns within the program: a call from Python takes longer than many of these sums.
         return None, jax.lax.fori_loop(0, turns, turn, [vector.ravel() for vector in mine])
 
     @jax.jit
@@ -87,18 +89,21 @@ def seconds(
     """
     turns = min(max(3, 10**8 // total_bytes), 200)
     for run in runs.values():
+        # Compiles it.
         run(1)
     times: dict[Name, list[float]] = {name: [] for name in runs}
     order = collections.deque(runs)
     for _ in range(rounds):
         for name in order:
             times[name].append(runs[name](turns))
+        # Each is first in turn, so that a slow spell of the machine hits all of them.
         order.rotate(1)
     return times
 
 
 def ratios(times: Mapping[Name, Sequence[float]], base: Name) -> dict[Name, float]:
-    """By name, the shortest time, divided by `base`'s."""
+    """The shortest time of each, divided by `base`'s."""
+    # The shortest times: whatever disturbs a measurement makes it longer.
     return {name: round(min(of_name) / min(times[base]), 3) for name, of_name in times.items()}
 
 
@@ -115,6 +120,7 @@ def measure(size: int, devices: Sequence[jax.Device], rounds: int = ROUNDS) -> R
     runs = {name: make_run(AllReduce(name), vector, devices) for name in ALGORITHMS}
     times = seconds(runs, total_bytes, rounds)
     relative = ratios(times, "psum")
+    # The ones near the best are timed for longer, since noise could decide among them.
     close = {name: runs[name] for name, ratio in relative.items() if ratio < 1.2}
     if len(close) > 1:
         times = seconds(close, total_bytes, 3 * rounds)
@@ -137,6 +143,7 @@ def confirm(row: Row, earlier: Sequence[Row]) -> Row:
     """The row with the larger ratios and the shorter time of both runs, where the earlier one has the same point."""
     for other in earlier:
         if (other.kind, other.towers, other.bytes) == (row.kind, row.towers, row.bytes):
+            # The larger ratio: an algorithm must be faster than `psum` in both runs to be chosen.
             larger = {name: max(value, other.ratios.get(name, 0.0)) for name, value in row.ratios.items()}
             psum_us = min(row.psum_us, other.psum_us)
             row = row._replace(psum_us=psum_us, ratios=larger, alone=max(row.alone, other.alone))

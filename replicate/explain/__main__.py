@@ -111,6 +111,7 @@ def _find(name: str, what: str) -> Callable[..., Any]:
     module_name, colon, attribute = name.partition(":")
     if not (module_name and colon and attribute):
         raise _Usage(f"A {what} is named MODULE:NAME, as in examples.digits:model_fn; got {name!r}.")
+    # A path, as a shell completes it.
     if module_name.endswith(".py"):
         dotted = module_name.removesuffix(".py").replace("/", ".")
         raise _Usage(f"MODULE is a name to import, not a file; write {dotted}:{attribute} for {name!r}.")

@@ -30,7 +30,7 @@ class Split:
 
 @dataclasses.dataclass(frozen=True)
 class Home:
-    """Where an array of the state lives.
+    """The devices on which an array of the state lives.
 
     Attributes:
       name: of the variable, or of the optimizer and the path in its state.
@@ -53,6 +53,7 @@ class Home:
     def where(self) -> str:
         devices = len(self.bytes_by_device)
         if self.cut_axis is not None:
+            # Cut within a tower, an array is whole in each of them.
             each = f", in each of {self.copies} towers" if self.copies > 1 else ""
             return f"cut along dimension {self.cut_axis} over {devices // self.copies} devices{each}"
         return f"whole on {next(iter(self.bytes_by_device))}" if devices == 1 else f"whole on each of {devices} devices"
@@ -94,6 +95,7 @@ class Memory:
     @property
     def peak(self) -> int:
         """The most there can be at one time."""
+        # Outputs that reuse an argument's memory are counted with it.
         return self.arguments + self.outputs - self.reused + self.temporary
 
 
@@ -106,7 +108,7 @@ def bytes_by_device(homes: Iterable[Home]) -> dict[str, int]:
 
 
 class Distribution(enum.StrEnum):
-    """Where the variables live.
+    """The kinds of places where variables live.
 
     Attributes:
       ONE_DEVICE: on the one there is.
@@ -125,7 +127,7 @@ class Distribution(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class StepData:
-    """What is known of one training step of a replicated model_fn.
+    """The facts of one training step of a replicated model_fn.
 
     Attributes:
       name: of the model_fn.
@@ -169,11 +171,12 @@ class StepData:
         """
         by_device: dict[str, float] = collections.defaultdict(float)
         for each in self.transfers:
+            # Devices of variables send and receive at the same time: the busiest of them decides.
             by_device[each.device] += self.latency + each.bytes / self.bandwidth
         inside = sum(each.seconds(self.bandwidth, self.latency) for each in self.collectives)
         return inside + max(by_device.values(), default=0.0)
 
     @property
     def bytes_by_device(self) -> dict[str, int]:
-        """What each device has of the variables and slots."""
+        """The bytes of the variables and slots on each device."""
         return bytes_by_device([*self.variables, *self.slots])

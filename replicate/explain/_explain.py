@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -27,10 +28,26 @@ from estimator.steps._model_info import ModelInfo
 from estimator.steps._transform import Model
 from estimator.typing import Features, Labels, PyTree
 from replicate._replicate_model_fn import ReplicatedTwice, replicate_model_fn
-from replicate.explain._data import Distribution, Home, Memory, Split, Transfer
-from replicate.explain._explanation import Explanation
+from replicate.explain._data import Distribution, Home, Memory, Split, StepData, Transfer
 from replicate.explain._hlo import collectives
+from replicate.explain._html import as_page
+from replicate.explain._text import as_text
 from replicate.runner._micro_batches import accumulate_steps
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation(StepData):
+    """One training step of a replicated model_fn. `print` shows it as text, `html` as a page.
+
+    It has the attributes of `StepData`.
+    """
+
+    def __str__(self) -> str:
+        return as_text(self)
+
+    def html(self) -> str:
+        """The same as one page with a picture, which needs nothing but itself."""
+        return as_page(self)
 
 
 def explain(
@@ -90,6 +107,7 @@ def explain(
             f"`explain` got {', '.join(options)} for a model_fn that is replicated already, which says itself what "
             "they are. Leave them out, or give the model_fn that is not replicated."
         )
+    # Filled while the step is traced: nowhere else is the train_op to be seen.
     notes: dict[str, int] = {}
     model = est.transform(_observe(model_fn, params, config, notes))
     info = model.info(features, labels)
@@ -98,6 +116,7 @@ def explain(
             "`explain` reads the program of one process, and these towers are on several. Call it in one process "
             "with as many devices; `python -m replicate.explain --towers=N` makes them of the CPU."
         )
+    # The placement of the batch has the towers' devices, in their order.
     sharding = info.placement.batch(rows)
     assert sharding is not None  # a replicated model_fn says where its batches go
     devices = sharding.mesh.devices if isinstance(sharding, NamedSharding) else np.array(list(sharding.device_set))
@@ -129,10 +148,11 @@ def explain(
 
 
 def _is_replicated(model_fn: ModelFn, params: object, config: object, features: Features, labels: Labels) -> bool:
-    """Says so after an abstract run in a tower, where `TOWER_AXIS` is there for a model_fn that needs it."""
+    """Finds out by an abstract run in a tower, where `TOWER_AXIS` is bound for a model_fn that needs it."""
     in_tower = replicate_model_fn(model_fn, devices=jax.local_devices()[:1])
     try:
         est.transform(in_tower, params, config).info(features, labels)
+    # Only a replicated model_fn refuses to run in a tower; any other error is one of the model_fn.
     except ReplicatedTwice:
         return True
     return False
@@ -140,7 +160,11 @@ def _is_replicated(model_fn: ModelFn, params: object, config: object, features: 
 
 class _TowersAlone(OffTowerPlacement):
     """A placement of variables on devices of their own, whose step is only the part that runs in the towers: it leaves
-    what they send to the variables' devices instead of the state."""
+    what they send to the variables' devices instead of the state.
+
+    A step of such a placement takes several programs: one in the towers, and one on each device of variables. `explain`
+    reads the first, which has all collectives, and finds the copies around it from its arguments and results.
+    """
 
     def __init__(self, placement: Placement) -> None:
         self._placement = placement
@@ -169,10 +193,10 @@ class _TowersAlone(OffTowerPlacement):
 
 
 def _observe(model_fn: ModelFn, params: object, config: object, notes: dict[str, int]) -> ModelFn:
-    """The model_fn; notes what its train_op says, and puts `_TowersAlone` in place."""
+    """Makes a model_fn that notes what its train_op says, and puts `_TowersAlone` in place."""
     bound = bind(model_fn, params, config)
 
-    def run(features: Features, labels: Labels, mode: est.ModeKeys) -> EstimatorSpec:
+    def observe(features: Features, labels: Labels, mode: est.ModeKeys) -> EstimatorSpec:
         spec = bound(features, labels, mode)
         notes["micro_batches"] = accumulate_steps(spec.train_op)
         frame = current_frame("a model_fn to explain")
@@ -180,7 +204,7 @@ def _observe(model_fn: ModelFn, params: object, config: object, notes: dict[str,
             frame.placement = _TowersAlone(frame.placement)
         return spec
 
-    return run
+    return observe
 
 
 def _trace_towers(
@@ -207,7 +231,7 @@ def _splits(features: Features, labels: Labels, towers: int) -> tuple[Split, ...
     leaves = jax.tree_util.tree_leaves_with_path({"features": features, "labels": labels}, is_leaf=is_sparse)
     for path, leaf in leaves:
         tower_shape = (leaf.shape[0] // towers, *leaf.shape[1:])
-        splits.append(Split(_join_keys(path), str(leaf.dtype), leaf.shape, tower_shape, is_sparse(leaf)))
+        splits.append(Split(_name_of(path), str(leaf.dtype), leaf.shape, tower_shape, is_sparse(leaf)))
     return tuple(splits)
 
 
@@ -224,7 +248,7 @@ def _homes(arrays: PyTree, shardings: PyTree) -> tuple[Home, ...]:
             size = math.prod(shard) * leaf.dtype.itemsize
             homes.append(
                 Home(
-                    name="/".join(filter(None, (name, _join_keys(path)))),
+                    name="/".join(filter(None, (name, _name_of(path)))),
                     dtype=str(leaf.dtype),
                     shape=leaf.shape,
                     bytes=_bytes(leaf),
@@ -239,26 +263,30 @@ def _homes(arrays: PyTree, shardings: PyTree) -> tuple[Home, ...]:
 def _transfers(
     step: jax.stages.Traced, state: est.State, homes: est.State, devices: list[jax.Device]
 ) -> tuple[Transfer, ...]:
-    """The arrays of the state that towers read, and their gradients: stacked, a part from each tower."""
+    """What the towers read of the state, and their gradients: stacked, a part from each tower."""
+    # A variable that the step does not read goes nowhere.
     jaxpr = step.jaxpr.jaxpr
     _, used = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     transfers = []
     leaves = jax.tree_util.tree_leaves_with_path(state)
     for (path, leaf), source, is_read in zip(leaves, jax.tree.leaves(homes), used, strict=False):
         [device] = source.device_set
+        # The variable's own device needs no copy.
         copies = len(set(devices) - {device})
         if is_read and copies:
-            name = _SCALARS.get(path[0].name) or _join_keys(path[1:])
+            name = _SCALARS.get(path[0].name) or _name_of(path[1:])
             transfers.append(Transfer(name, True, copies * _bytes(leaf), str(device)))
     (gradients, assigned), _ = step.out_info
     for own in gradients:
         for name, tree in own.items():
             [device] = jax.tree.leaves(homes.variables[name])[0].device_set
             others = len(set(devices) - {device})
+            # The gradients are stacked, with a part of each tower; a tower on the variable's own device sends nothing.
             size = sum(map(_bytes, jax.tree.leaves(tree))) * others // len(devices)
             transfers.append(Transfer(f"gradient of {name}", False, size, str(device)))
     for name, tree in assigned.items():
         [device] = jax.tree.leaves(homes.variables[name])[0].device_set
+        # Assigned values are the same in all towers, and are fetched from the first one.
         if device not in devices[:1]:
             transfers.append(
                 Transfer(f"new value of {name}", False, sum(map(_bytes, jax.tree.leaves(tree))), str(device))
@@ -267,14 +295,14 @@ def _transfers(
 
 
 _SCALARS = {"global_step": "global_step", "key": "the random key"}
-"""The fields of a State that are no dicts."""
+"""The fields of a State that have no names of variables or slots."""
 
 
 def _bytes(leaf: jax.Array | jax.ShapeDtypeStruct) -> int:
     return math.prod(leaf.shape) * leaf.dtype.itemsize
 
 
-def _join_keys(path: jax.tree_util.KeyPath) -> str:
+def _name_of(path: jax.tree_util.KeyPath) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 

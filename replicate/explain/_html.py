@@ -33,7 +33,7 @@ def as_page(data: StepData) -> str:
     return (
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"/><title>{heading}</title>'
         f'<meta name="viewport" content="width=device-width"/><style>{_STYLE}</style></head>\n'
-        f"<body><h1>{heading}</h1>\n{_Picture(data).drawn()}\n<ol>{steps}</ol>\n{body}</body></html>\n"
+        f"<body><h1>{heading}</h1>\n{_Picture(data).draw()}\n<ol>{steps}</ol>\n{body}</body></html>\n"
     )
 
 
@@ -60,7 +60,7 @@ class _Picture:
         self._towers = [*range(towers)] if towers <= _SHOWN else [0, 1, 2, None, towers - 1]
         self._step = (_WIDTH - 2 * _MARGIN + _GAP) / len(self._towers)
 
-    def drawn(self) -> str:
+    def draw(self) -> str:
         for i, stage in enumerate(stages(self._data)):
             if i and (stage.lines or stage.boxes):
                 self._arrows(stage.arrow)
@@ -108,6 +108,7 @@ class _Picture:
                 x = _MARGIN + place * self._step + (self._step - _GAP) / 2
                 self._parts.append(f'<path d="M{x:g} {y + 4:g} v18 m-4 -6 l4 6 l4 -6"/>')
         if label:
+            # Between the first two arrows, where there is no other line.
             between = _MARGIN + self._step - _GAP / 2 if len(self._towers) > 1 else _WIDTH / 2 + 90
             self._text(between, y + 18, label, "small")
         self._y += 28

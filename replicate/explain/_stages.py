@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from replicate.explain._data import Distribution, StepData
-from replicate.explain._format import count, duration, format_type, size
 from replicate.explain._hlo import Collective
 
 _LONGEST = 120  # characters that fit into a line of the whole width
@@ -89,7 +88,7 @@ def _towers(data: StepData) -> Stage:
 
 
 def _block_end(data: StepData, collectives: list[Collective]) -> Stage:
-    """Where towers that train on their own are averaged, once per block."""
+    """The stage in which towers that train on their own are averaged, once per block."""
     # They are in a branch; in blocks of one step there is none.
     averages = [each for each in collectives if each.within == "branch"] or collectives
     sentences = [
@@ -146,3 +145,27 @@ def _summary(collectives: list[Collective]) -> str:
 
 def _short(text: str) -> str:
     return text if len(text) <= _LONGEST else text[: _LONGEST - 4] + " ..."
+
+
+def count(n: int, what: str) -> str:
+    """Formats a number of things, as in "1 tower" and "2 towers"."""
+    return f"{n:,} {what}{'' if n == 1 else 's'}"
+
+
+def size(n: int) -> str:
+    return f"{n:,} B"
+
+
+def duration(seconds: float) -> str:
+    """
+    >>> duration(3.5e-5), duration(0.0125), duration(2.0)
+    ('35 us', '12.5 ms', '2 s')
+    """
+    for unit, name in ((1.0, "s"), (1e-3, "ms")):
+        if seconds >= unit:
+            return f"{seconds / unit:.3g} {name}"
+    return f"{seconds * 1e6:.3g} us"
+
+
+def format_type(dtype: str, shape: Iterable[int]) -> str:
+    return f"{dtype}[{','.join(map(str, shape))}]"

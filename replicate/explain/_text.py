@@ -1,4 +1,4 @@
-"""An explanation in words and tables, and the whole of it as text."""
+"""Sentences and tables of an explanation, and the whole of it as text."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from replicate.explain._data import Distribution, Home, StepData, bytes_by_device
-from replicate.explain._format import count, duration, format_type, size
-from replicate.explain._stages import stages
+from replicate.explain._stages import count, duration, format_type, size, stages
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +24,7 @@ def title(data: StepData) -> str:
 
 
 def sentences(data: StepData) -> list[str]:
-    """What happens in a step, one after the other."""
+    """The things that happen in a step, one after the other."""
     return [sentence for stage in stages(data) for sentence in stage.sentences]
 
 
@@ -83,6 +82,7 @@ def _collectives(data: StepData) -> Table:
             )
         )
     where = " of the towers" if data.distribution is Distribution.VARIABLE_DEVICES else ""
+    # Collectives in a branch are added as if it were taken each time: block sync averages once per block.
     taken = " in which every branch is taken" if any(each.within == "branch" for each in data.collectives) else ""
     notes = [] if rows else [f"None: the compiled program{where} needs no communication."]
     if rows or data.transfers:
@@ -108,6 +108,7 @@ def _homes(name: str, homes: tuple[Home, ...]) -> Table:
         for each in homes
     )
     total = sum(each.bytes for each in homes)
+    # Variables may be spread unevenly: the fullest device runs out of memory first.
     most = max(bytes_by_device(homes).values(), default=0)
     note = f"In all {size(total)}; on one device {'at most ' if most else ''}{size(most)}."
     return Table(
@@ -147,6 +148,7 @@ def as_text(data: StepData) -> str:
             cells = [table.columns, *table.rows] if any(table.columns) else list(table.rows)
             widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
             for row in cells:
+                # Without spaces at the ends of lines, so that the text can be compared in a test or a document.
                 lines.append("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
         lines += table.notes
     return "\n".join(lines)

@@ -22,7 +22,7 @@ from estimator import EstimatorSpec, State, TrainOp
 from estimator.replication import Halves, OffTowerPlacement, Placement, compile_first
 from estimator.typing import Features, Labels, PyTree, Read, Shardings, Step, Tree
 from replicate.placement._transfer import Packed, joined_parcels, packed_by_source, transfer
-from replicate.towers._slices import is_slices, joined
+from replicate.towers._slices import is_slices, join_slices
 
 
 class ParameterServer(OffTowerPlacement):
@@ -125,7 +125,7 @@ def _sum_towers(parcels: list[Packed]) -> list[dict[str, PyTree]]:
     """The sums over towers of each update; the slices of a sparse gradient are concatenated, tower after tower."""
 
     def total(x: Any) -> Any:
-        return joined(x) if is_slices(x) else x.sum(0, dtype=x.dtype)
+        return join_slices(x) if is_slices(x) else x.sum(0, dtype=x.dtype)
 
     of_homes = [jax.tree.map(total, packed.tree(), is_leaf=is_slices) for packed in parcels]
     return [{name: g for own in of_update for name, g in own.items()} for of_update in zip(*of_homes, strict=True)]

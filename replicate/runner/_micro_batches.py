@@ -17,7 +17,7 @@ from estimator.typing import PyTree
 from replicate.runner._base import Runner
 from replicate.runner._tower_optimizer import TowerOptimizer
 from replicate.towers._map import num_towers, tower_index
-from replicate.towers._slices import is_slices, joined
+from replicate.towers._slices import is_slices, join_slices
 from replicate.towers._split_batch import split_rows
 
 
@@ -95,7 +95,7 @@ class MicroBatches:
         leaves, structure = jax.tree.flatten((like.scale(self._share).split()[0], like.writes), is_leaf=is_slices)
         zeros = [jnp.zeros_like(leaf) for leaf in leaves if not is_slices(leaf)]
         totals, (per_part, slices) = jax.lax.scan(add, zeros, numbered)
-        sums, joins = iter(totals), map(joined, slices)
+        sums, joins = iter(totals), map(join_slices, slices)
         summed, writes = jax.tree.unflatten(structure, [next(joins if is_slices(leaf) else sums) for leaf in leaves])
         return RunResult(per_part.merge(self.steps).join(summed), writes, denominators, like.frame)
 

@@ -117,7 +117,7 @@ def tower_scatter_sum(x: jax.Array, groups: list[list[int]]) -> jax.Array:
 
 
 def tower_permute(x: jax.Array, pairs: list[tuple[int, int]]) -> jax.Array:
-    """What comes to this tower where the first of each pair sends its `x` to the second; zeros where nothing does."""
+    """Sends `x` from the first tower of each pair to the second; returns what comes here, zeros where nothing does."""
     return jax.lax.ppermute(x, TOWER_AXIS, pairs)
 
 

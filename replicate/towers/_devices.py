@@ -28,6 +28,7 @@ def find_devices(devices: Sequence[jax.Device | str] | None) -> tuple[jax.Device
       ValueError: there are no such devices, one comes twice, or they are of several kinds.
     """
     if devices is None:
+        # The towers of a process next to each other, as its rows are in the batch of all.
         return tuple(sorted(jax.devices(), key=lambda device: device.process_index))
     if isinstance(devices, str | jax.Device):
         raise TypeError(f"devices must be a list; write devices=[{devices!r}].")
@@ -42,7 +43,7 @@ def find_devices(devices: Sequence[jax.Device | str] | None) -> tuple[jax.Device
 
 
 def of_this_process(devices: Sequence[jax.Device]) -> tuple[jax.Device, ...]:
-    """Those that this process can put data on.
+    """The devices that this process can put data on.
 
     Raises:
       ValueError: the devices belong to several processes, but not the same number to each.
@@ -87,6 +88,7 @@ def in_towers_of(size: int, devices: tuple[jax.Device, ...]) -> tuple[Any, ...]:
 def _find(device: jax.Device | str) -> jax.Device:
     if isinstance(device, jax.Device):
         return device
+    # TensorFlow's names count the devices of this process; the names that jax prints, below, count the devices of all.
     match = _NAME.fullmatch(device) if isinstance(device, str) else None
     if match:
         candidates = _local_devices(match[1].lower())
@@ -101,7 +103,7 @@ def _find(device: jax.Device | str) -> jax.Device:
 
 
 def _names(device: jax.Device) -> tuple[str, ...]:
-    """What jax calls a device, now and in earlier versions."""
+    """The names that jax has for a device, now and in earlier versions."""
     return str(device), repr(device), f"TFRT_{device.platform.upper()}_{device.id}"
 
 

@@ -134,7 +134,7 @@ def _one_tower(fn: Callable[..., tuple[PyTree, PyTree]]) -> Callable[..., tuple[
 
 
 def in_towers() -> bool:
-    """Whether the code runs inside a tower."""
+    """Says whether the code runs inside a tower."""
     try:
         jax.lax.axis_size(TOWER_AXIS)
     except NameError:  # jax's answer where no such axis is bound

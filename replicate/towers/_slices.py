@@ -10,10 +10,10 @@ from estimator import IndexedSlices
 
 
 def is_slices(x: object) -> TypeGuard[IndexedSlices]:
-    """Whether a node of a pytree is a sparse gradient."""
+    """Says whether a node of a pytree is a sparse gradient."""
     return isinstance(x, IndexedSlices)
 
 
-def joined(stacked: IndexedSlices) -> IndexedSlices:
-    """The slices of several parts of a batch, arrays of shape `[parts, n, ...]`, one after the other: their sum."""
+def join_slices(stacked: IndexedSlices) -> IndexedSlices:
+    """Joins the slices of several parts of a batch, arrays of shape `[parts, n, ...]`: that is their sum."""
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), stacked)

@@ -25,16 +25,18 @@ if TYPE_CHECKING:
 def take_rows(batch: PyTree, begin: int, size: int) -> PyTree:
     """Rows `begin` to `begin + size`."""
 
-    def taken(x: Any) -> Any:
+    def take(x: Any) -> Any:
         if not is_sparse(x):
             return x[begin : begin + size]
         if size == x.shape[0]:
             return x
         if x.n_batch:
             return _of_rows(x, size, [array[begin : begin + size] for array in _row_by_row(x)])
-        return _of_rows(x, size, _masked(x, jnp.asarray(begin, x.indices.dtype), size), indices_sorted=False)
+        # All entries, most of them as padding: how many belong to these rows is not known while the program is
+        # compiled.
+        return _of_rows(x, size, _mask_rows(x, jnp.asarray(begin, x.indices.dtype), size), indices_sorted=False)
 
-    return jax.tree.map(taken, batch, is_leaf=is_sparse)
+    return jax.tree.map(take, batch, is_leaf=is_sparse)
 
 
 def split_rows(batch: PyTree, parts: int) -> PyTree:
@@ -47,13 +49,13 @@ def split_rows(batch: PyTree, parts: int) -> PyTree:
         if x.n_batch:
             return _of_rows(x, size, [array.reshape(parts, size, *array.shape[1:]) for array in _row_by_row(x)])
         begins = size * jnp.arange(parts, dtype=x.indices.dtype)
-        return _of_rows(x, size, jax.vmap(lambda begin: _masked(x, begin, size))(begins), indices_sorted=False)
+        return _of_rows(x, size, jax.vmap(lambda begin: _mask_rows(x, begin, size))(begins), indices_sorted=False)
 
     return jax.tree.map(split, batch, is_leaf=is_sparse)
 
 
-def _masked(x: BCOO, begin: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
-    """Data and indices of all entries, those outside of the rows as padding."""
+def _mask_rows(x: BCOO, begin: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
+    """Masks the entries outside of the rows as padding; returns data and indices of all."""
     row = x.indices[:, 0]
     row = jnp.where(row < 0, row + x.shape[0], row) - begin  # jax counts a negative index from the end
     mine = (row >= 0) & (row < size)

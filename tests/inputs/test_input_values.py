@@ -11,7 +11,7 @@ from jax.experimental.sparse import BCOO
 from testing.estimators import make
 
 import estimator as est
-from estimator.inputs._batch_values import taken
+from estimator.inputs._batch_values import copy_batch
 from estimator.inputs._input_fn import batches
 from estimator.loop._programs import stacked_batches
 from replicate import TowerOptimizer, num_towers, replicate_model_fn
@@ -316,22 +316,22 @@ def test_a_number_that_does_not_fit_is_an_error_that_names_it(dtype, value, narr
         r"without x64. Call `jax.config.update\('jax_enable_x64', True\)`"
     ).replace("+", r"\+")
     with pytest.raises(ValueError, match=message):
-        taken({"a": {"ids": ids, "other": ids[:1]}}, ids[:2])
+        copy_batch({"a": {"ids": ids, "other": ids[:1]}}, ids[:2])
     with pytest.raises(ValueError, match="^labels holds"):
-        taken({"a": ids[:2]}, ids)
+        copy_batch({"a": ids[:2]}, ids)
 
 
 @pytest.mark.parametrize("dtype", [np.int64, np.uint64])
 def test_numbers_at_the_ends_of_the_range_arrive(dtype):
     info = np.iinfo({np.int64: np.int32, np.uint64: np.uint32}[dtype])
     x = np.array([info.min, 0, info.max], dtype)
-    features, labels = taken(x, x[:0])
+    features, labels = copy_batch(x, x[:0])
     assert features.dtype == labels.dtype == info.dtype and features.tolist() == x.tolist()
 
 
 def test_infinities_and_nans_arrive():
     x = np.array([np.inf, -np.inf, np.nan, 1e-300, np.finfo(np.float32).max])
-    features, _ = taken(x)
+    features, _ = copy_batch(x)
     np.testing.assert_array_equal(features, [np.inf, -np.inf, np.nan, 0, np.finfo(np.float32).max])
 
 
@@ -339,7 +339,7 @@ def test_with_x64_numbers_stay_as_they_are():
     with jax.enable_x64(True):
         for dtype, value, _ in TOO_LARGE:
             x = np.array([value], dtype)
-            features, _ = taken(x)
+            features, _ = copy_batch(x)
             assert features.dtype == dtype and features == x and features is not x
 
 
@@ -395,4 +395,4 @@ def test_numbers_that_do_not_fit_are_errors_in_the_pure_steps(step):
 
 def test_a_masked_array_is_an_error():
     with pytest.raises(ValueError, match=r"features\['x'\] is a masked array, which jax has not. Give `x.filled"):
-        taken({"x": np.ma.masked_array([1.0, 2.0], [True, False])})
+        copy_batch({"x": np.ma.masked_array([1.0, 2.0], [True, False])})
