@@ -61,8 +61,8 @@ from estimator.hooks import (
     WatchdogHook,
 )
 from estimator.interop._flax import flax_module
+from estimator.loop._loss_reader import NanLossDuringTrainingError
 from estimator.loop._memory_report import MemoryReport, MemoryUse, memory_report
-from estimator.loop._train import NanLossDuringTrainingError
 from estimator.losses import Reduction
 from estimator.multihost._input_context import InputContext, input_context
 from estimator.multihost._liveness import ProcessLostError

@@ -204,18 +204,18 @@ class Runs:
                 return training.run(opened.rest)
         except BaseException:
             # The newest checkpoint has a position of this run, or, without a save, of an earlier one.
-            self._resumes = self._resumes or training.saved_step > start.step
+            self._resumes = self._resumes or training.saver.step > start.step
             raise
 
     def _remember(self, training: Training, state: State) -> None:
         """Keeps the state in memory, and notes where the next training run begins its input."""
         self._resumes = False
         context = training.context
-        if training.saved_path and training.saved_step == context.global_step:
+        if training.saver.path and training.saver.step == context.global_step:
             if self._config.is_chief:
-                Checkpoint(training.saved_path).note_end(context.stop_reason)
+                Checkpoint(training.saver.path).note_end(context.stop_reason)
             if not context.restored:
-                self.states.keep(training.saved_path, state)
+                self.states.keep(training.saver.path, state)
 
     def evaluate(
         self,

@@ -161,7 +161,7 @@ def replicate_model_fn(
         if check and len(towers) > 1 and mode != ModeKeys.PREDICT and not runner.placement.spans_processes:
             frame.compared_on = jax.tree.leaves(towers)[0]
         if not frame.replica.one_tower:
-            frame.replica = dataclasses.replace(frame.replica, parts=runner.placement.parts, cut=runner.placement.cut)
+            frame.replica = dataclasses.replace(frame.replica, parts=runner.placement.parts, cut=runner.placement.shard)
         if runner.on_nan is not None and mode == ModeKeys.TRAIN:
             runner.on_nan.guard_run(frame)
 

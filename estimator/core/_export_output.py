@@ -47,7 +47,10 @@ class ClassificationOutput(ExportOutput):
     all towers.
 
     >>> import jax, jax.numpy as jnp
-    >>> output = jax.jit(lambda scores: ClassificationOutput(scores, classes=["cat", "dog"]))(jnp.ones((3, 2)))
+    >>> @jax.jit
+    ... def compute(scores):
+    ...     return ClassificationOutput(scores, classes=["cat", "dog"])
+    >>> output = compute(jnp.ones((3, 2)))
     >>> output.scores.shape, output.classes.tolist()
     ((3, 2), ['cat', 'dog'])
 

@@ -88,22 +88,22 @@ class Placement:
         del partitions
         return self
 
-    def placed(self, tree: Tree) -> Tree:
+    def place(self, tree: Tree) -> Tree:
         """Variables or slots, with the shardings of the state."""
         return tree
 
-    def cut(self, x: jax.Array, axis: int) -> jax.Array:
+    def shard(self, x: jax.Array, axis: int) -> jax.Array:
         """An array, cut over the devices that the run is spread over."""
         del axis
         return x
 
-    def gathered(self, tree: Tree) -> Tree:
+    def gather(self, tree: Tree) -> Tree:
         """Arrays, whole on every device."""
         return tree
 
     def first(self, of_towers: jax.Array) -> jax.Array:
         """The first tower's of values with the towers as their first dimension, in every process."""
-        return self.gathered(of_towers)[0]
+        return self.gather(of_towers)[0]
 
     def to_read(self, variables: Tree) -> Tree:
         """Variables, as the model_fn reads them."""

@@ -14,6 +14,7 @@ from estimator.checkpoint._export_folder import METADATA_FILE, ExportFolder, fin
 from estimator.core._export_output import DEFAULT_SIGNATURE
 from estimator.core._typing import Features, PyTree
 from estimator.export._export_model import name_leaves
+from estimator.steps._compiled_steps import Program
 from estimator.storage._files import expand
 
 
@@ -42,7 +43,7 @@ class ExportedModel:
         _check_process(path, first)
         structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in first.in_avals]
         (_, self.features), _ = jax.tree.unflatten(first.in_tree, structs)
-        self._programs = {name: jax.jit(program.call) for name, program in programs.items()}
+        self._programs = {name: Program(program.call) for name, program in programs.items()}
         self._weights = jax.device_put(folder.weights)
 
     def __call__(self, features: Features, signature: str = DEFAULT_SIGNATURE) -> dict[str, np.ndarray]:

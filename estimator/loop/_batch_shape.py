@@ -59,7 +59,7 @@ def check_alike(shapes: Sequence[BatchShape], with_rows: bool) -> None:
     Raises:
       ValueError: the batches of the processes do not fit together.
     """
-    described = [_described(shape, with_rows) for shape in shapes]
+    described = [_describe(shape, with_rows) for shape in shapes]
     for i, other in enumerate(described):
         if other != described[0]:
             names = [name for name in {**described[0], **other} if described[0].get(name) != other.get(name)]
@@ -71,7 +71,7 @@ def check_alike(shapes: Sequence[BatchShape], with_rows: bool) -> None:
             )
 
 
-def _described(shape: BatchShape, with_rows: bool) -> dict[str, str]:
+def _describe(shape: BatchShape, with_rows: bool) -> dict[str, str]:
     first = str(shape.rows) if with_rows else "rows"
     return {name: f"{dtype}[{','.join([first, *map(str, rest)])}]" for name, dtype, rest in shape.arrays}
 

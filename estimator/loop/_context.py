@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class Actions(Protocol):
-    """What a run does for its hooks; documented in `Context`."""
+    """The actions of a run for its hooks; documented in `Context`."""
 
     def state(self) -> State: ...
 
@@ -63,7 +63,7 @@ class ReadOnly:
 
 
 class RunContext:
-    """What hooks see as `Context`; the loop sets its attributes, and calls what `Context` does not have.
+    """The object that hooks see as `Context`. The loop sets its attributes, and calls what `Context` does not have.
 
     Args:
       mode: of the run.

@@ -39,8 +39,8 @@ Outcome = tuple[jax.Array, Mapping[str, Any], dict[str, Report]]
 
 
 class EvalSteps:
-    """The compiled steps, which compute no predictions; all take `(carry, key_data, features, labels)`. The state has
-    slots where the model_fn reads those of its optimizers.
+    """The compiled steps, which compute no predictions; all take `(carry, key_data, features, labels)`. The carry
+    has slots where the model_fn reads them.
 
     | program          | of                 | returns                                               |
     |------------------|--------------------|-------------------------------------------------------|
@@ -66,7 +66,7 @@ class EvalSteps:
         return placement.from_processes(pair), rows_of(*pair) * processes
 
     def at_once(self, carry: Carry, key_data: jax.Array, features: Features, labels: Labels) -> int:
-        """How many batches like this one are read ahead together, and go into one program."""
+        """The number of batches like this one that are read ahead together, and go into one program."""
         size = sum(leaf.nbytes for leaf in jax.tree.leaves((features, labels)) if hasattr(leaf, "nbytes"))
         most = max(1, min(_MOST_BATCHES_AT_ONCE, _MOST_BYTES_AT_ONCE // max(size, 1)))
         info = self._model.info(features, labels, ModeKeys.EVAL)
@@ -92,7 +92,7 @@ def _loop(model: Model, carry: Carry, key_data: jax.Array, *batches: PyTree) -> 
     return loop_over_all(step, (), batches)[1]
 
 
-class Merged:
+class Accumulator:
     """The loss and the metrics of all batches so far. The newest batches may still be computed.
 
     States are merged on the host in float64: a float32 count stops growing at 16,777,216 examples.
@@ -114,7 +114,7 @@ class Merged:
             self._fetch()
 
     def results(self, loss_over: str) -> dict[str, Any]:
-        """By name, the metrics, and "loss": the mean over "batches", as in TensorFlow, or over "examples"."""
+        """The metrics by name, and "loss": the mean over "batches", as in TensorFlow, or over "examples"."""
         self._fetch()
         if not self._losses:
             raise ValueError("A hook stopped the evaluation before its first batch: there is no result.")
@@ -132,8 +132,8 @@ class Merged:
             self._losses.extend(np.atleast_1d(loss).tolist())
             for name, metric in metrics.items():
                 if np.ndim(loss):
-                    metric = _merged(metric, len(loss))
-                metric = _widened(metric)
+                    metric = _merge_stacked(metric, len(loss))
+                metric = _widen(metric)
                 self._metrics[name] = self._metrics[name].merge(metric) if name in self._metrics else metric
         self._waiting = []
 
@@ -149,19 +149,21 @@ def evaluate_batches(
     loss_over: str = "batches",
 ) -> dict[str, Any]:
     """The metrics over all batches, or the first `last_batch` of them; there must be at least one."""
-    merged = Merged()
+    total = Accumulator()
     held = carry_of(state), jax.random.key_data(state.key)
     guard = BatchGuard(*first)
     at_once = context.agreed(lambda: guard(1, first, steps.at_once, *held, *first))
     for pairs, due in chunks_with_hooks(batches, hooks, context, last_batch, at_once):
         requests = _hook_calls.before(due, context)
+        # One program for all of them, unless hooks want to see the last batch, or the end of the input made them fewer:
+        # each number of batches would be compiled by itself.
         together = len(pairs) == at_once > 1 and not due and context.group.count == 1
         stacked = stacked_batches(pairs, at_once) if together else None
         if stacked is not None:
             rows = rows_of(*pairs[0])
             step = functools.partial(steps.loop, rows=rows)
             losses, metrics = guard(context.batches + 1, pairs[0], step, *held, *stacked)
-            merged.add(losses, metrics, [rows] * len(pairs))
+            total.add(losses, metrics, [rows] * len(pairs))
             context.count(len(pairs), rows)
             continue
         reports = _hook_calls.requests_values(requests, context)
@@ -171,25 +173,25 @@ def evaluate_batches(
             step = functools.partial(program, rows=rows)
             loss, metrics, reported = guard(context.batches + 1, batch, step, *held, *batch)
             context.count(1, rows)
-            merged.add(loss, metrics, [rows])
+            total.add(loss, metrics, [rows])
         _hook_calls.after(due, context, requests, loss, 1, reported)
     if context.stop_reason == SIGTERM:
         raise Preempted  # a part of the batches makes no result
-    results = merged.results(loss_over)
+    results = total.results(loss_over)
     if np.isnan(results["loss"]):
         logging.warning("NaN loss in the evaluation at step %d. %s.", int(state.global_step), guard.about_nan())
     return {**results, "global_step": int(state.global_step)}
 
 
-def _merged(stacked: Any, count: int) -> Any:
+def _merge_stacked(stacked: Any, count: int) -> Any:
     """One metric from the stacked states of several batches."""
     if isinstance(stacked, Metric) and type(stacked).merge is Metric.merge:
         return jax.tree.map(lambda x: x.any(0) if x.dtype == bool else x.sum(0, _wide(x.dtype)), stacked)
-    parts = [_widened(jax.tree.map(lambda x, i=i: x[i], stacked)) for i in range(count)]
+    parts = [_widen(jax.tree.map(lambda x, i=i: x[i], stacked)) for i in range(count)]
     return functools.reduce(lambda merged, part: merged.merge(part), parts)
 
 
-def _widened(metric: Any) -> Any:
+def _widen(metric: Any) -> Any:
     if not isinstance(metric, Metric):
         return metric  # a user's own: its `merge` may not expect other dtypes
     return jax.tree.map(lambda x: x.astype(_wide(x.dtype)), metric)

@@ -17,7 +17,7 @@ _FLOPS_ON_ACCELERATORS = 1e10
 
 
 def steps_that_fit(step: Any, platform: str, *args: Any) -> int:
-    """How many steps go into one program, by their floating point operations on one device. At least one; only one
+    """The number of steps that go into one program, by their FLOPs on one device. At least one; only one
     where a loop within the step hides how many operations it has.
 
     Args:
@@ -35,7 +35,7 @@ def steps_that_fit(step: Any, platform: str, *args: Any) -> int:
 
 
 def debugging() -> bool:
-    """Whether jax is to run operation by operation, or to find the one that makes a NaN; in a loop it finds none."""
+    """Says whether jax is to run operation by operation, or to find the one that makes a NaN: not within a loop."""
     return any(getattr(jax.config, name) for name in ("jax_disable_jit", "jax_debug_nans", "jax_debug_infs"))
 
 

@@ -62,18 +62,18 @@ def _end(hooks: Sequence[Hook], context: RunContext) -> None:
 
 
 def states(hooks: Sequence[Hook]) -> dict[str, Any]:
-    """What hooks remember, by their class and their number among the hooks of this class."""
-    by_name = {name: hook.get_state() for name, hook in _named(hooks).items()}
+    """The states of hooks, by their class and their number among the hooks of this class."""
+    by_name = {name: hook.get_state() for name, hook in _name_hooks(hooks).items()}
     return {name: state for name, state in by_name.items() if state is not None}
 
 
 def set_states(hooks: Sequence[Hook], saved: dict[str, Any]) -> None:
-    for name, hook in _named(hooks).items():
+    for name, hook in _name_hooks(hooks).items():
         if name in saved:
             hook.set_state(saved[name])
 
 
-def _named(hooks: Sequence[Hook]) -> dict[str, Hook]:
+def _name_hooks(hooks: Sequence[Hook]) -> dict[str, Hook]:
     seen: Counter[str] = Counter()
     named = {}
     for hook in hooks:
@@ -117,7 +117,7 @@ def after(
 
 
 def requests_values(requests: Sequence[PyTree], context: RunContext) -> bool:
-    """Whether any hook requests more than the loss; of several processes, a hook of the chief."""
+    """Says whether any hook requests more than the loss; of several processes, a hook of the chief."""
     return bool(requests) and context.agreed(
         lambda: any(name != "loss" for names in requests for name in jax.tree.leaves(names))
     )

@@ -9,14 +9,14 @@ from estimator.core._hook import Hook
 
 
 class Chunk(NamedTuple):
-    """Some steps that are run together.
+    """Steps that are run together.
 
     Attributes:
-      steps: how many.
+      steps: their number.
       due: the hooks to call after the last of them.
       alone: whether it is one step, in a program of its own.
       reports: whether hooks may read values of the last step.
-      most: how many steps there could have been.
+      most: the number of steps that there could have been.
     """
 
     steps: int
@@ -31,7 +31,7 @@ class Plan:
 
     Args:
       hooks: in the order in which they are called.
-      step: how many steps are done.
+      step: the number of steps that are done.
       last_step: where the run ends; None: with its input.
       most: the number of steps that a chunk may have at most.
     """

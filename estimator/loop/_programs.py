@@ -31,7 +31,7 @@ _MOST_IN_FLIGHT = 2
 
 
 class StepOutputs(NamedTuple):
-    """What is known of every step: scalars, or of several steps arrays `[steps]`.
+    """The values of every step: scalars, or of several steps arrays `[steps]`.
 
     Attributes:
       losses: of the model_fn.
@@ -84,9 +84,9 @@ class Programs:
 
     Attributes:
       info: what is known of the model_fn.
-      steps_per_program: how many steps a program makes at most.
+      steps_per_program: the number of steps that a program makes at most.
       loops: whether steps run in loops.
-      guard: to call them with.
+      guard: calls them.
     """
 
     def __init__(self, model: Model, features: Features, labels: Labels) -> None:
@@ -105,7 +105,7 @@ class Programs:
 
     @functools.cached_property
     def steps_that_fit(self) -> int:
-        """How many steps are to go into one program, by their arithmetic."""
+        """The number of steps that are to go into one program, by their arithmetic."""
         carry, key_data = carry_of(self.info.like), jax.eval_shape(jax.random.key_data, self.info.like.key)
         return steps_that_fit(self._step, self.info.platform, carry, key_data, *self._batch)
 

@@ -13,12 +13,12 @@ from estimator.core._hook import Hook
 from estimator.core._mode_keys import ModeKeys
 from estimator.core._typing import PyTree
 from estimator.inputs._input_fn import Batches
-from estimator.inputs._prefetch import BatchChunk, Prefetcher
+from estimator.inputs._prefetch import BatchChunk, Prefetcher, pull_batches
 from estimator.loop import _hook_calls
 from estimator.loop._context import RunContext
 from estimator.loop._plan import Chunk, Plan
-from estimator.loop._synchronized_input import Stopped, reader_of
-from estimator.multihost._preemption import SIGTERM
+from estimator.loop._synchronized_input import Stopped, SynchronizedInput, next_chunk
+from estimator.multihost._preemption import SIGTERM, preempt
 from estimator.runtime._interrupts import raise_dropped_interrupt
 
 _CHUNKS_AHEAD = 2
@@ -28,16 +28,16 @@ _TITLES = {ModeKeys.EVAL: "Evaluation", ModeKeys.PREDICT: "Prediction"}
 def chunks_with_hooks(
     batches: Batches, hooks: Sequence[Hook], context: RunContext, last_batch: int | None, most: int = 1
 ) -> Iterator[tuple[list[tuple[PyTree, PyTree]], Sequence[Hook]]]:
-    """Some batches, and the hooks to call around the last of them. A thread reads them ahead.
+    """Yields batches, and the hooks to call around the last of them. A thread reads them ahead.
 
-    A bar on stderr shows how many were taken, if stderr is a terminal.
+    A bar on stderr shows their number, if stderr is a terminal.
 
     Args:
       batches: pairs of features and labels.
       hooks: in the order in which they are called; they have begun.
       context: kept up to date.
-      last_batch: how many batches to take at most; None: all.
-      most: how many batches come together at most; the first then waits for the last.
+      last_batch: the number of batches to take at most; None: all.
+      most: the number of batches that come together at most; the first then waits for the last.
     """
     import tqdm
 
@@ -54,31 +54,41 @@ def chunks_with_hooks(
 
 
 def shows_bars(context: RunContext) -> bool:
-    """Whether to show progress: on a terminal, by one process. A daemon may have no stderr."""
+    """Says whether to show progress: on a terminal, by one process. A daemon may have no stderr."""
     return context.verbose and sys.stderr is not None and sys.stderr.isatty() and jax.process_index() == 0
 
 
 def read_ahead(
     batches: Batches, plan: Plan, context: RunContext, make: Callable[[list[Any], Chunk], Any]
 ) -> Iterator[tuple[BatchChunk, Sequence[Hook]]]:
-    """The chunks of a plan, made ready by a thread, each with the hooks to call around the last of its steps, until the
-    plan or the input ends, or somebody wants the run to stop.
+    """Yields the chunks of a plan, made ready by a thread, each with the hooks to call around the last of its steps.
+
+    It ends with the plan or the input, or where somebody wants the run to stop.
 
     Args:
       batches: the input.
-      plan: says how many batches make a chunk.
+      plan: says which batches make a chunk.
       context: its `phase` is kept up to date, and it is stopped with the reason why the run ends.
       make: function of the pairs of a chunk and of the `Chunk` that was planned; called in the thread.
     """
-    reader = reader_of(context)
-    steps = reader.plan(plan)
+    shared = SynchronizedInput(context) if context.group.count > 1 else None
+    taken = 0  # chunks
+
+    def is_stopped() -> bool:
+        if shared is not None:
+            shared.raise_if_stopped(taken)
+        return shared is None and context.stop_requested
+
     requested: collections.deque[Chunk] = collections.deque()
     to_make: collections.deque[Chunk] = collections.deque()  # the same, for the thread
-    is_short = False  # the last chunk: what ended it, the end of the input or its error, comes next
-    with Prefetcher(batches, lambda pairs: make(pairs, to_make.popleft()), _CHUNKS_AHEAD, reader.pull) as prefetcher:
+    # The last chunk is smaller than requested. What ended it, the end of the input or its error, comes with the next
+    # `get`: the steps of the batches before an error are still made.
+    is_short = False
+    pull = pull_batches if shared is None else shared.pull
+    with Prefetcher(batches, lambda pairs: make(pairs, to_make.popleft()), _CHUNKS_AHEAD, pull) as prefetcher:
         while not context.stop_requested:
             raise_dropped_interrupt()
-            while not is_short and len(requested) < _CHUNKS_AHEAD and (chunk := steps.next()):
+            while not is_short and len(requested) < _CHUNKS_AHEAD and (chunk := next_chunk(plan, context.group)):
                 requested.append(chunk)
                 to_make.append(chunk)
                 prefetcher.request(chunk.steps)
@@ -86,15 +96,16 @@ def read_ahead(
                 context.stop("steps")
                 return
             context.phase = "input"
-            reason = SIGTERM
             try:
-                ready = prefetcher.get_unless(reader.interrupted)
-            except Stopped as agreed:
-                ready, reason = None, str(agreed)
-            if ready is None:
-                reader.stop(reason)
+                ready = prefetcher.get_unless(is_stopped)
+            except Stopped as agreed:  # in all processes, here
+                if str(agreed) == SIGTERM:
+                    preempt()
+                context.stop(str(agreed))
                 return
-            reader.took()
+            if ready is None:
+                return
+            taken += 1
             if not ready.size:
                 context.stop("input")
                 return

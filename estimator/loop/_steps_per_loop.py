@@ -21,15 +21,14 @@ _STEPS_BETWEEN_LOOKS = 100
 
 
 def steps_between_looks(log_every: int | None) -> int:
-    """How often a run looks at its losses, for NaN, and to log them."""
+    """The number of steps after which a run looks at its losses, for NaN, and to log them."""
     return min(log_every or _STEPS_BETWEEN_LOOKS, _STEPS_BETWEEN_LOOKS)
 
 
 def choose(
     requested: int | str, programs: Programs, hooks: Sequence[Hook], context: RunContext, look_every: int
 ) -> LoopSize:
-    """What `RunConfig(steps_per_loop=requested)` means for a run that looks at losses every
-    `look_every` steps.
+    """The meaning of `RunConfig(steps_per_loop=requested)` for a run that looks at losses every `look_every` steps.
 
     "auto" goes by the arithmetic of one step, not by the clock, so that a run that is repeated, or resumes from a
     checkpoint, has the same programs.
@@ -63,11 +62,11 @@ class LoopSize:
         programs.loops = programs.info.is_one_program and (steps > 1 or secs is not None)
 
     def most(self) -> int:
-        """How many steps a chunk may have."""
+        """The number of steps that a chunk may have."""
         return self._programs.steps_per_program if self._programs.loops else self._batches_at_once
 
-    def timed(self, step: int) -> None:
-        """To be called where all steps up to `step` are done."""
+    def measure(self, step: int) -> None:
+        """Measures how long steps take; called where all steps up to `step` are done."""
         now = time.monotonic()
         if self._begin is not None and step - self._begin[0] >= max(_STEPS_TO_TIME, self.most()):
             per_step = (now - self._begin[1]) / (step - self._begin[0])

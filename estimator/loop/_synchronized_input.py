@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from absl import logging
 
@@ -17,7 +17,7 @@ from estimator.inputs._prefetch import pull_batches
 from estimator.loop._batch_shape import BatchShape, Pair, check_alike
 from estimator.loop._context import RunContext
 from estimator.loop._plan import Chunk, Plan
-from estimator.multihost._preemption import SIGTERM, preempt
+from estimator.multihost._preemption import SIGTERM
 from estimator.multihost._process_group import ProcessGroup
 
 
@@ -45,7 +45,7 @@ class Uneven(NamedTuple):
 
     Attributes:
       pair: features and labels of this process, maybe without a row.
-      rows: how many rows each process has.
+      rows: the number of rows of each process.
     """
 
     pair: Pair
@@ -57,7 +57,7 @@ class Stopped(Exception):
 
 
 class _Offer(NamedTuple):
-    """What a process has for a chunk.
+    """The part of a process in a chunk.
 
     Attributes:
       batches: its batches.
@@ -75,95 +75,39 @@ class _Offer(NamedTuple):
 Pulled = tuple[list[Any], BaseException | None]  # pairs or `Uneven`s, and what came instead of more
 
 
-class Steps(Protocol):
-    """What says how many steps come next."""
-
-    def next(self) -> Chunk | None: ...
-
-
-class Reader(Protocol):
-    """How the chunks of a run are read: `LocalReader` or `SynchronizedReader`."""
-
-    def pull(self, pairs: Iterator[Pair], n: int, closed: threading.Event) -> Pulled:
-        """Up to `n` batches, and what came instead of more; called in the thread of the input."""
-
-    def plan(self, plan: Plan) -> Steps:
-        """The plan that all processes follow."""
-
-    def interrupted(self) -> bool:
-        """Whether to stop now; called in the main thread while it waits for input."""
-
-    def took(self) -> None:
-        """Notes that a chunk was taken."""
-
-    def stop(self, reason: str) -> None:
-        """Ends the run."""
-
-
-def reader_of(context: RunContext) -> Reader:
-    """What reads the input of a run."""
-    return LocalReader(context) if context.group.count == 1 else SynchronizedReader(context)
-
-
-class LocalReader:
-    """Reads the input of a single process, which agrees with nobody."""
-
-    def __init__(self, context: RunContext) -> None:
-        self._context = context
-
-    def pull(self, pairs: Iterator[Pair], n: int, closed: threading.Event) -> Pulled:
-        return pull_batches(pairs, n, closed)
-
-    def plan(self, plan: Plan) -> Plan:
-        return plan
-
-    def interrupted(self) -> bool:
-        return self._context.stop_requested
-
-    def took(self) -> None:
-        pass
-
-    def stop(self, reason: str) -> None:
-        pass  # the context knows already
-
-
-class SharedPlan:
-    """The plan of process 0, in all of them: hooks that go by the clock would make others elsewhere.
+def next_chunk(plan: Plan, group: ProcessGroup) -> Chunk | None:
+    """The next chunk of process 0's plan, in all processes: hooks that go by the clock would make others elsewhere.
 
     Args:
       plan: of this process; its hooks are of the same classes in all processes.
       group: the processes.
     """
+    if group.count == 1:
+        return plan.next()
 
-    def __init__(self, plan: Plan, group: ProcessGroup) -> None:
-        self._plan, self._group = plan, group
-
-    def next(self) -> Chunk | None:
-        fields = self._group.broadcast_from_chief(self._next)
-        if fields is None:
-            return None
-        return Chunk(**{**fields, "due": tuple(self._plan.hooks[i] for i in fields["due"])})
-
-    def _next(self) -> dict[str, Any] | None:
+    def make() -> dict[str, Any] | None:
         """The fields of the chunk, with its hooks by their numbers."""
-        chunk = self._plan.next()
+        chunk = plan.next()
         if chunk is None:
             return None
         due = {id(hook) for hook in chunk.due}
-        return {**chunk._asdict(), "due": [i for i, hook in enumerate(self._plan.hooks) if id(hook) in due]}
+        return {**chunk._asdict(), "due": [i for i, hook in enumerate(plan.hooks) if id(hook) in due]}
+
+    fields = group.broadcast_from_chief(make)
+    return None if fields is None else Chunk(**{**fields, "due": tuple(plan.hooks[i] for i in fields["due"])})
 
 
-class SynchronizedReader:
-    """Keeps the thread of each process that reads chunks in step with the others."""
+class SynchronizedInput:
+    """Keeps the input threads of several processes in step."""
 
     def __init__(self, context: RunContext) -> None:
         self._context = context
         self._channel = context.group.channel("input")
         self._lock = threading.Lock()
-        self._stop_at: int | None = None  # round answered by the main thread on behalf of the reader thread
-        self._taken = 0
+        self._stop_at: int | None = None  # the round that the main thread has answered
 
     def pull(self, pairs: Iterator[Pair], n: int, closed: threading.Event) -> Pulled:
+        """Up to `n` batches, and what came instead of more; called in the thread of the input."""
         pulled, error = pull_batches(pairs, n, closed)
         shapes: list[BatchShape] = []
         for pair in pulled:
@@ -195,33 +139,26 @@ class SynchronizedReader:
             error = RuntimeError(f"The input of process {i} failed: {failed[i]}. See there.")
         return ready, error if failed else end
 
-    def plan(self, plan: Plan) -> SharedPlan:
-        return SharedPlan(plan, self._context.group)
-
-    def interrupted(self) -> bool:
-        """Whether to stop now since SIGTERM came here or elsewhere.
+    def raise_if_stopped(self, taken: int) -> None:
+        """Stops all processes if SIGTERM came to one; called in the main thread while it waits for input.
 
         Chunks that were agreed on before are still run: other processes may have begun with them.
+
+        Args:
+          taken: the number of chunks that this process has taken.
+
+        Raises:
+          Stopped: all stop here.
         """
         if self._stop_at is None:
             if not self._context.preempted and not self._channel.is_flagged():
-                return False
+                return
             self._channel.flag()
             with self._lock:
                 self._stop_at = self._channel.start_gather(_Offer([], stop_reason=SIGTERM))
-        if self._taken < self._stop_at:
-            return False
-        self._channel.finish_gather(self._stop_at)
-        return True
-
-    def took(self) -> None:
-        self._taken += 1
-
-    def stop(self, reason: str) -> None:
-        """Ends the run: all processes do so here."""
-        if reason == SIGTERM:
-            preempt()
-        self._context.stop(reason)
+        if taken >= self._stop_at:
+            self._channel.finish_gather(self._stop_at)
+            raise Stopped(SIGTERM)
 
     def _count(self, offers: list[_Offer]) -> int:
         """The number of batches of a chunk that there are for all."""

@@ -44,7 +44,7 @@ class TrainingLog:
         self._bar.update(steps)
 
     def start_clock(self, step: int, losses: np.ndarray, scalars: dict[str, np.ndarray]) -> None:
-        """To be called when the first program is done, with the step that it led to and what is known of its steps.
+        """Starts when the first program is done, which led to `step`, and logs its first step.
 
         The clock starts after it, since compiling is not part of the rate.
         """

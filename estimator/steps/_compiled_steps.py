@@ -1,4 +1,4 @@
-"""Compiled steps: programs that are jitted and donate, and loops that make one program of several steps."""
+"""Programs of steps: jitted, donated, compiled before their first call, with loops that make one of several steps."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Program:
         self._compiled_for: set[int] = set()
 
     def is_new(self, rows: int = 0) -> bool:
-        """Whether the next call compiles it, as far as is known."""
+        """Says whether the next call compiles it, as far as is known."""
         return rows not in self._compiled_for
 
     def __call__(self, *args: Any, rows: int = 0) -> Any:
@@ -63,6 +63,7 @@ class Program:
         Args:
           rows: of the batch among the arguments; another number of them is another program.
         """
+        # A program of the caller's own, which traces this one, compiles it as a part of itself.
         if rows not in self._compiled_for and not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(args)):
             compile_first(self._run, *args)
             self._compiled_for.add(rows)

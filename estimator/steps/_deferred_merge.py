@@ -39,7 +39,7 @@ def merge_deferred(tree: PyTree, stacked: bool = False) -> PyTree:
 
 
 def _is_same(one: PyTree, other: PyTree) -> bool:
-    """Whether two pytrees hold the very same arrays."""
+    """Says whether two pytrees hold the very same arrays."""
     leaves, structure = jax.tree.flatten(one)
     others, other_structure = jax.tree.flatten(other)
     same = structure == other_structure  # type: ignore[operator]

@@ -19,7 +19,7 @@ from estimator.core._step_guard import StepGuard
 
 @dataclasses.dataclass(frozen=True, eq=False)  # hashed as a part of the first run's tree structure
 class ModelInfo:
-    """What is known of a model_fn in a mode after its first, abstract run.
+    """The facts about a model_fn in a mode that its first, abstract run shows.
 
     Attributes:
       like: the State, of `jax.ShapeDtypeStruct`s.

@@ -70,7 +70,7 @@ def differences(got: PyTree, want: PyTree, towers: str, rtol: float, atol: float
     Args:
       towers: who computed `got`, in words.
     """
-    for (name, ours), (_, theirs) in zip(_named(got), _named(want), strict=True):
+    for (name, ours), (_, theirs) in zip(_name_arrays(got), _name_arrays(want), strict=True):
         if (ours.shape, ours.dtype) != (theirs.shape, theirs.dtype):
             yield f"{name}: {ours.dtype}{[*ours.shape]} in {towers}, {theirs.dtype}{[*theirs.shape]} in one"
             continue
@@ -84,7 +84,7 @@ def differences(got: PyTree, want: PyTree, towers: str, rtol: float, atol: float
             yield f"{name}: {ours[worst]} in {towers}, {theirs[worst]} in one{place}"
 
 
-def _named(tree: PyTree) -> Iterator[tuple[str, np.ndarray]]:
+def _name_arrays(tree: PyTree) -> Iterator[tuple[str, np.ndarray]]:
     """The arrays of a tree of kinds of values with what a reader calls them, such as "the variable 'dense/kernel'"."""
     for (kind, *path), leaf in jax.tree_util.tree_leaves_with_path(tree):
         name = jax.tree_util.keystr(tuple(path), simple=True, separator="/")

@@ -39,9 +39,15 @@ def checkpoint_segments(fn: Callable[..., PyTree], segments: int | None = None) 
     ...         x = jnp.tanh(x @ w)
     ...     return x.sum()
     >>> weights, x = [jnp.eye(16)] * 16, jnp.ones((512, 16))
-    >>> def bytes_for(net):
-    ...     return jax.jit(jax.grad(net)).lower(weights, x).compile().memory_analysis().temp_size_in_bytes
-    >>> bytes_for(est.checkpoint_segments(net)) < bytes_for(net) / 2
+    >>> @jax.jit
+    ... def whole(weights, x):
+    ...     return jax.grad(net)(weights, x)
+    >>> @jax.jit
+    ... def in_segments(weights, x):
+    ...     return jax.grad(est.checkpoint_segments(net))(weights, x)
+    >>> def bytes_of(program):
+    ...     return program.lower(weights, x).compile().memory_analysis().temp_size_in_bytes
+    >>> bytes_of(in_segments) < bytes_of(whole) / 2
     True
 
     Where to cut is chosen by the number of bytes that go from part to part. A function under one `jax.jit`, a

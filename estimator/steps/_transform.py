@@ -130,6 +130,7 @@ class _Steps:
         self._pure = PureSteps(call)
         self._donate = donate
         self._infos: dict[ModeKeys, ModelInfo] = {}
+        # One per mode, used for the abstract run as well: the trace of that is the one that is compiled.
         self._inits = {mode: Program(functools.partial(self._pure.init, mode=mode)) for mode in ModeKeys}
         self._compiled: dict[str, Callable[..., Any]] = {}
         self._compared: set[ModeKeys] = set()
@@ -161,7 +162,7 @@ class _Steps:
         )
 
     def info(self, features: Features, labels: Labels = None, mode: str = ModeKeys.TRAIN) -> ModelInfo:
-        """What is known of the model_fn, from an abstract run at the first call in a mode."""
+        """The facts about the model_fn, from an abstract run at the first call in a mode."""
         mode = ModeKeys(mode)
         if mode not in self._infos:
             check_batch(features, labels)

@@ -264,7 +264,7 @@ class BlockSyncRunner(SyncRunner):
     # step of a program.
 
     def _gather(self, parts: PyTree) -> PyTree:
-        return self.placement.gathered(parts)
+        return self.placement.gather(parts)
 
     def _loss(self, losses: jax.Array) -> jax.Array:
         return self._gather(losses).sum(axis=0)

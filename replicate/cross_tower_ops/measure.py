@@ -59,7 +59,9 @@ def make_run(ops: CrossTowerOps, arrays: Sequence[jax.Array], devices: Sequence[
         # Turns within the program: a call from Python takes longer than many of these sums.
         return None, jax.lax.fori_loop(0, turns, turn, [vector.ravel() for vector in mine])
 
-    program = jax.jit(tower_map(tower, devices))
+    @jax.jit
+    def program(shared: Any, vectors: Sequence[jax.Array]) -> Any:
+        return tower_map(tower, devices)(shared, vectors)
 
     def run(turns: int) -> float:
         start = time.perf_counter()

@@ -295,7 +295,7 @@ def _transfers(
 
 
 _SCALARS = {"global_step": "global_step", "key": "the random key"}
-"""The fields of a State that are no dicts."""
+"""The fields of a State that have no names of variables or slots."""
 
 
 def _bytes(leaf: jax.Array | jax.ShapeDtypeStruct) -> int:

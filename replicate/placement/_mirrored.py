@@ -51,7 +51,7 @@ class MeshPlacement(Placement):
         axis = TOWER_AXIS if rows % self._mesh.shape[TOWER_AXIS] == 0 else None
         return NamedSharding(self._mesh, PartitionSpec(axis))
 
-    def gathered(self, tree: Tree) -> Tree:
+    def gather(self, tree: Tree) -> Tree:
         return jax.lax.with_sharding_constraint(tree, NamedSharding(self._mesh, PartitionSpec()))
 
 
@@ -80,7 +80,7 @@ class MirroredPlacement(MeshPlacement):
         return _global(batch, NamedSharding(self._mesh, PartitionSpec(*axes)))
 
     def whole_in_each(self, tree: Tree) -> Tree:
-        return self.gathered(tree) if self.spans_processes else tree
+        return self.gather(tree) if self.spans_processes else tree
 
     def in_all_processes(self, batch: Tree) -> Tree:
         return _global(batch, NamedSharding(self._mesh, PartitionSpec())) if self.spans_processes else batch
@@ -91,7 +91,7 @@ class MirroredPlacement(MeshPlacement):
         The barrier keeps XLA from compiling the optimizer's arithmetic together with what was before, differently
         for mirrored and cut variables: it makes the two equal bit by bit.
         """
-        return self.gathered(jax.lax.optimization_barrier(train_op))
+        return self.gather(jax.lax.optimization_barrier(train_op))
 
 
 class ShardedPlacement(MirroredPlacement):

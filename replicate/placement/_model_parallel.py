@@ -45,16 +45,16 @@ class ModelParallelPlacement(MeshPlacement):
             return NamedSharding(self._mesh, PartitionSpec())
         return NamedSharding(self._mesh, _cut_at(axis))
 
-    def placed(self, tree: Tree) -> Tree:
+    def place(self, tree: Tree) -> Tree:
         return jax.lax.with_sharding_constraint(tree, self._homes(tree))
 
     def to_update(self, train_op: Tree) -> Tree:
         return train_op  # whose gradients are cut already, where their variables are
 
     def to_merge(self, metrics: Tree) -> Tree:
-        return self.gathered(metrics)  # what merges them may be a scatter: see `lone_tower`
+        return self.gather(metrics)  # what merges them may be a scatter: see `lone_tower`
 
-    def cut(self, x: jax.Array, axis: int) -> jax.Array:
+    def shard(self, x: jax.Array, axis: int) -> jax.Array:
         """An array, cut over the devices of the tower where its dimension divides by them.
 
         XLA could cut it unevenly, but ends the process, or counts the padding, at some scatters of such arrays.

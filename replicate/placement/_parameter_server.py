@@ -67,7 +67,7 @@ class ParameterServer(OffTowerPlacement):
             is_new = kind not in programs
             if is_new:
                 traced, shape = _trace(step, args)
-                run, taken = _pruned(traced, [True] * len(traced.jaxpr.outvars))
+                run, taken = _prune(traced, [True] * len(traced.jaxpr.outvars))
                 programs[kind] = jax.jit(_of_parcels(run)), taken, jax.tree.structure(shape)
             program, taken, result = programs[kind]
             of_state = len(jax.tree.leaves(state))
@@ -91,7 +91,7 @@ class ParameterServer(OffTowerPlacement):
             return bare, assigned, [_packed_for(home, homes, gradients) for home in self._homes]
 
         def apply(state: State, train_op: TrainOp, assigned: PyTree, parcels: list[Packed]) -> State:
-            return halves.apply(state, train_op.with_gradients(_summed(parcels)), assigned)
+            return halves.apply(state, train_op.with_gradients(_sum_towers(parcels)), assigned)
 
         read = self.compile_read(compute)
         updates: dict[Any, _Update] = {}
@@ -121,7 +121,7 @@ def _packed_for(home: Any, homes: dict[str, Any], gradients: list[dict[str, PyTr
     return Packed.of([{name: g for name, g in own.items() if homes[name] == home} for own in gradients], lead=1)
 
 
-def _summed(parcels: list[Packed]) -> list[dict[str, PyTree]]:
+def _sum_towers(parcels: list[Packed]) -> list[dict[str, PyTree]]:
     """The sums over towers of each update; the slices of a sparse gradient are concatenated, tower after tower."""
 
     def total(x: Any) -> Any:
@@ -155,7 +155,7 @@ class _Update:
         self._structure = jax.tree.structure(args[0])
         self._homes = jax.tree.leaves(shardings)
         traced, _ = _trace(apply, args)
-        parts = [(home, *_pruned(traced, [h == home for h in self._homes])) for home in dict.fromkeys(self._homes)]
+        parts = [(home, *_prune(traced, [h == home for h in self._homes])) for home in dict.fromkeys(self._homes)]
         uses = collections.Counter(i for _, _, taken in parts for i in taken)
         keys = [jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf in jax.tree.leaves(args[0])]
         self._programs = []
@@ -188,7 +188,7 @@ def _trace(fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, Any]:
     return jax.make_jaxpr(lambda *leaves: fn(*jax.tree.unflatten(structure, leaves)), return_shape=True)(*leaves)
 
 
-def _pruned(traced: Any, outputs: list[bool]) -> tuple[Callable[..., Any], list[int]]:
+def _prune(traced: Any, outputs: list[bool]) -> tuple[Callable[..., Any], list[int]]:
     """The function that gives some of the outputs, and the numbers of the arguments that it takes."""
     from jax.extend.core import ClosedJaxpr, jaxpr_as_fun  # imports Pallas
 

@@ -92,5 +92,11 @@ def joined_parcels(trees: list[dict[int, jax.Array]]) -> dict[int, jax.Array]:
     return {i: array for tree in trees for i, array in tree.items()}
 
 
-_pack = jax.jit(Packed.of)
-_unpack = jax.jit(lambda parcels: [packed.tree() for packed in parcels])
+@jax.jit
+def _pack(arrays: dict[int, jax.Array]) -> Packed:
+    return Packed.of(arrays)
+
+
+@jax.jit
+def _unpack(parcels: list[Packed]) -> list[PyTree]:
+    return [packed.tree() for packed in parcels]

@@ -42,7 +42,7 @@ class SyncRunner(Runner):
         frame.slots.update(slots)
         frame.adopt_names(frames[0])
         frame.placement = self.placement.with_partitions(frames[0].declared.partitions)
-        frame.slots.update(frame.placement.placed(frame.slots))
+        frame.slots.update(frame.placement.place(frame.slots))
         return spec
 
     def train(self, run: ModelRun) -> EstimatorSpec:

@@ -14,7 +14,7 @@ from testing import estimators
 from testing.estimators import same_bits, saved_steps
 
 import estimator as est
-from estimator.loop._train import _names_with_nan
+from estimator.loop._saver import _names_with_nan
 from estimator.storage._own_folders import make_own
 from replicate import TowerOptimizer, replicate_model_fn
 

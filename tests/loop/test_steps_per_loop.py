@@ -179,7 +179,7 @@ def test_a_time_becomes_the_steps_that_fit_into_it(monkeypatch, requested, per_s
     assert size.most() == 1
     step, sizes = 0, []
     for _ in range(60):
-        size.timed(step)
+        size.measure(step)
         step += max(10, size.most())
         clock.now += per_step * max(10, size.most())
         sizes.append(size.most())

@@ -1,0 +1,113 @@
+"""Reads the losses of a training run a program late: logs them, and ends the run at a NaN."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from absl import logging
+
+from estimator.core._hook import Hook
+from estimator.core._step_guard import StepWatch
+from estimator.hooks._nan import NanTensorHook
+from estimator.loop._context import RunContext
+from estimator.loop._programs import Programs, StepOutputs
+from estimator.loop._training_log import TrainingLog
+from estimator.steps._compiled_steps import Carry
+
+
+class NanLossDuringTrainingError(RuntimeError):
+    """The loss, or a variable about to be saved, is not a number."""
+
+
+class LossReader:
+    """Reads the losses of several programs at once: to read each at once would cost every step, on several CPU devices,
+    a tenth of its time.
+
+    Args:
+      programs: the programs that are run.
+      watch: looks at the steps that were not made; None: all are made.
+      hooks: say whether a NaN is an error.
+      context: of the run.
+      log: gets the losses.
+      newest_checkpoint: what to say of it in an error.
+
+    Attributes:
+      step: the last step whose loss was read.
+      ended_by_nan: whether a NaN was read that hooks do not take for an error.
+    """
+
+    def __init__(
+        self,
+        programs: Programs,
+        watch: StepWatch | None,
+        hooks: Sequence[Hook],
+        context: RunContext,
+        log: TrainingLog,
+        newest_checkpoint: Callable[[], str],
+    ) -> None:
+        self._programs = programs
+        self._watch = watch
+        self._hooks = hooks
+        self._context = context
+        self._log = log
+        self._newest_checkpoint = newest_checkpoint
+        self._waiting: list[tuple[StepOutputs, int]] = []  # of each program, and the number of its steps
+        self.step = context.global_step
+        self.ended_by_nan = False
+
+    def add(self, outputs: StepOutputs, steps: int) -> None:
+        """Notes a program that was started; waits for the first one, to start the clock."""
+        self._waiting.append((outputs, steps))
+        if self._log.clock is None:
+            outputs.losses.block_until_ready()
+            known = _concatenate(self._waiting)
+            self._log.start_clock(self._context.global_step, known.losses, known.scalars)
+            self._context.clock = self._log.clock
+
+    def read(self, carry: Carry, but: int = 0) -> None:
+        """Reads and logs the losses that wait, except for the last `but` programs.
+
+        Args:
+          carry: after the newest program.
+        """
+        programs = self._waiting[: len(self._waiting) - but]
+        if not programs:
+            return
+        losses, scalars, skipped = _concatenate(programs)
+        self._waiting = self._waiting[len(programs) :]
+        first = self.step + 1
+        self._context.scalars = scalars
+        self._context.notify_loss_watchers(first, losses)
+        if self._watch and skipped is not None:
+            self._watch.look(carry, skipped)
+        if np.isnan(losses).any():
+            self._end_by_nan(first + int(np.argmax(np.isnan(losses))))
+        self.step += len(losses)
+        self._log.add(self.step, losses, scalars)
+
+    def _end_by_nan(self, step: int) -> None:
+        advice = (
+            f"NaN loss during training, at step {step}. {self._newest_checkpoint()} "
+            f"{self._programs.guard.about_nan()}, lower the learning rate, or run with "
+            "jax.config.update('jax_debug_nans', True)."
+        )
+        if all(hook.fail_on_nan_loss for hook in self._hooks if isinstance(hook, NanTensorHook)):
+            raise NanLossDuringTrainingError(advice)
+        if not self.ended_by_nan:
+            logging.warning("%s", advice)
+        self.ended_by_nan = self._context.found_nan = True
+        self._context.request_stop("NaN loss")
+
+
+def _concatenate(programs: Sequence[tuple[StepOutputs, int]]) -> Any:
+    """The `StepOutputs` of some programs, as numpy arrays with an element per step."""
+    counts = [count for _, count in programs]
+
+    def join(*of_programs: jax.Array) -> np.ndarray:
+        pairs = zip(of_programs, counts, strict=True)
+        return np.concatenate([np.atleast_1d(x.addressable_data(0))[:count] for x, count in pairs])
+
+    return jax.tree.map(join, *(outputs for outputs, _ in programs))

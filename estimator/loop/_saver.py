@@ -1,0 +1,170 @@
+"""Saves the state of a training run, with the positions of its input and hooks, unless it has a NaN."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import logging
+
+from estimator.checkpoint._checkpoint import Checkpoint
+from estimator.checkpoint._checkpoints import Checkpoints, CheckpointWriteError
+from estimator.core._hook import Hook
+from estimator.core._run_config import RunConfig
+from estimator.core._state import State
+from estimator.core._typing import PyTree
+from estimator.loop import _hook_calls
+from estimator.loop._context import RunContext
+from estimator.loop._loss_reader import NanLossDuringTrainingError
+from estimator.loop._resume_input import warn_of_resuming
+from estimator.runtime._uninterrupted import uninterrupted
+
+
+class Saver:
+    """The checkpoints of one training run. A save may still be under way while the run continues.
+
+    Args:
+      checkpoints: where to save.
+      config: whether a save may be under way, and how its input is resumed.
+      hooks: whose states are saved.
+      context: of the run.
+      path: the checkpoint that the run starts from, if it does.
+      skipped_batches: the number of batches of the input that earlier runs have taken.
+
+    Attributes:
+      path: the newest checkpoint, which may still be under way.
+      step: its step, or -1.
+      position: of the input, after the last chunk of steps.
+    """
+
+    def __init__(
+        self,
+        checkpoints: Checkpoints,
+        config: RunConfig,
+        hooks: Sequence[Hook],
+        context: RunContext,
+        path: str | None,
+        skipped_batches: int,
+    ) -> None:
+        self._checkpoints = checkpoints
+        self._config = config
+        self._hooks = hooks
+        self._context = context
+        self._first_step = context.global_step
+        self._skipped_batches = skipped_batches
+        self._warned_of_input = False
+        self.path = path
+        self.step = -1 if path is None else context.global_step
+        self._before = self.path, self.step  # what is left if the last save fails
+        self.position: Any = None
+
+    @property
+    def batches(self) -> int:
+        """The number of batches of the input that this run and earlier ones have taken."""
+        return self._skipped_batches + self._context.batches
+
+    def save(self, state: State, wait: bool, skip: bool) -> str | None:
+        """Saves the state, if it is not saved and has no NaN; returns the newest checkpoint.
+
+        Args:
+          wait: whether to return when it is on disk, if the config allows anything else. In `end` it always is then.
+          skip: whether to save nothing, and only to wait.
+        """
+        step = self._context.global_step
+        wait = wait or not self._config.save_checkpoints_async or self._context.phase == "end"
+        is_within = self._context.phase != "end" or self._context.preempted
+        if self.step == step or skip:
+            if wait:
+                with self._context.in_phase("checkpoint"):
+                    self._wait()
+            return self.path
+        with self._context.in_phase("checkpoint"):
+            self._context.flush()  # a run that resumes from here will not write it
+            bad = sorted(_names_with_nan(state.variables))
+            if bad:
+                raise NanLossDuringTrainingError(
+                    f"NaN in the variables {bad} after step {step}, of which no checkpoint was saved. "
+                    f"{self.describe_newest()} Look for a gradient that is not a number, or lower the learning rate."
+                )
+            # Each process reads another part of the input. All of them come here at the same step.
+            positions = self._context.group.all_gather(self.position)
+            host = {
+                "input": {"batches": self.batches, "positions": positions},
+                "hooks": _hook_calls.states(self._hooks),
+            }
+            self._wait()  # one save at a time; the newest that is on disk is known then
+            self._before = self.path, self.step
+            self.path, self.step = self._checkpoints.save(state, host, wait), step
+        if is_within and self.batches and not self._warned_of_input:
+            self._warned_of_input = warn_of_resuming(self.position, self._config)
+        return self.path
+
+    @contextlib.contextmanager
+    def finish_last(self) -> Iterator[None]:
+        """Waits for the last checkpoint when the block ends, however it ends. An error of the block comes before the
+        checkpoint's, which is in the log. A second Ctrl-C does not wait."""
+        try:
+            try:
+                yield
+            except BaseException as error:
+                with contextlib.suppress(Exception):
+                    self._wait()
+                step, saved = self._context.global_step, max(self.step, self._first_step)
+                if step > saved and isinstance(error, Exception | SystemExit):
+                    logging.warning(
+                        "Training failed after step %d. What came after step %d is in no checkpoint, and is lost.",
+                        step,
+                        saved,
+                    )
+                raise
+            with self._context.in_phase("checkpoint"):
+                self._wait()
+        except BaseException:
+            self._checkpoints.give_up()
+            raise
+
+    def describe_newest(self) -> str:
+        """A sentence about the newest checkpoint, for errors."""
+        path = self._checkpoints.latest()  # waits for one that is being written
+        if path is None:
+            return "There is no checkpoint."
+        return f"The newest checkpoint is from step {Checkpoint(path).step}; nothing later was saved."
+
+    def _wait(self) -> None:
+        try:
+            self._checkpoints.wait()
+        except CheckpointWriteError:
+            self.path, self.step = self._before
+            raise
+
+
+@uninterrupted
+def _names_with_nan(variables: dict[str, PyTree]) -> list[str]:
+    on_devices: dict[frozenset[jax.Device], dict[str, list[jax.Array]]] = {}  # a program takes arrays of the same ones
+    names = []
+    for name, value in variables.items():
+        leaves = [leaf for leaf in jax.tree.leaves(value) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+        here = [leaf for leaf in leaves if _is_in_host_memory(leaf)]
+        if any(
+            np.isnan(shard.data).any() for leaf in here for shard in leaf.addressable_shards if not shard.replica_id
+        ):
+            names.append(name)
+        elif len(here) < len(leaves):
+            devices = frozenset(device for leaf in leaves for device in leaf.devices())
+            on_devices.setdefault(devices, {})[name] = leaves
+    flags = jax.device_get([_has_nan(group) for group in on_devices.values()])
+    return names + [name for group in flags for name, has_nan in group.items() if has_nan]
+
+
+def _is_in_host_memory(x: jax.Array) -> bool:
+    """Says whether numpy can read an array without a copy, so that no program is compiled before the first save."""
+    return x.is_fully_addressable and {device.platform for device in x.devices()} == {"cpu"}
+
+
+@jax.jit
+def _has_nan(variables: dict[str, list[jax.Array]]) -> dict[str, jax.Array]:
+    return {name: jnp.array([jnp.isnan(x).any() for x in leaves]).any() for name, leaves in variables.items()}
