@@ -197,6 +197,7 @@ def dnn_logits_fn(
     def logits_fn(features: Features, mode: str) -> jax.Array:
         training = mode == ModeKeys.TRAIN
         with variable_scope("dnn"):
+            # TensorFlow's scopes, here and below: a checkpoint of its DNN warm-starts this one name by name.
             with variable_scope("input_from_feature_columns"):
                 net = input_layer(features, columns)
             for i, width in enumerate(widths):

@@ -53,7 +53,7 @@ from estimator.core._model_fn import ModelFn
 from estimator.core._replica import Replica
 from estimator.core._state import State
 from estimator.core._typing import Features, PyTree
-from estimator.export._prune import check_rows, checked_outputs, chosen, only_needed
+from estimator.export._prune import check_rows, checked_outputs, choose_outputs, prune_unused
 from estimator.heads._class_names import without_strings
 from estimator.steps._gradients import run_model_fn
 from estimator.storage._files import expand, is_url, list_dir, rename, sync_tree
@@ -245,7 +245,7 @@ def _as_function(
             return spec.export_outputs or {}
         return {
             DEFAULT_SIGNATURE: PredictOutput(
-                chosen(names, name_leaves(without_strings(spec.predictions)), spec.reported)
+                choose_outputs(names, name_leaves(without_strings(spec.predictions)), spec.reported)
             )
         }
 
@@ -260,7 +260,7 @@ def _export_signature(
 
     args = signature, weights, options.symbolic_features()
     try:
-        fn, weights, features = args if options.outputs is None else only_needed(*args)
+        fn, weights, features = args if options.outputs is None else prune_unused(*args)
         program = export.export(jax.jit(fn), platforms=options.platforms)(weights, features)
     # Of many kinds: jax raises what the first operation makes of a symbolic dimension.
     except Exception as e:

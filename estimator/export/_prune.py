@@ -27,8 +27,8 @@ def checked_outputs(outputs: object) -> tuple[str, ...] | None:
     return tuple(names)
 
 
-def chosen(outputs: Sequence[str], predictions: dict[str, Any], reported: dict[str, Report]) -> dict[str, Any]:
-    """The arrays called `outputs` by name, from the predictions and the values of `est.record`."""
+def choose_outputs(outputs: Sequence[str], predictions: dict[str, Any], reported: dict[str, Report]) -> dict[str, Any]:
+    """Picks the arrays that `outputs` names, from the predictions and the values of `est.record`."""
     recorded = {
         name: report.value
         for name, report in reported.items()
@@ -47,8 +47,8 @@ def chosen(outputs: Sequence[str], predictions: dict[str, Any], reported: dict[s
     return {name: recorded[name] if name in recorded else predictions[name] for name in outputs}
 
 
-def only_needed(model: Program, weights: dict[str, Any], features: Features) -> tuple[Program, dict[str, Any], PyTree]:
-    """A program with the same outputs that takes only the weights and features they need, and these.
+def prune_unused(model: Program, weights: dict[str, Any], features: Features) -> tuple[Program, dict[str, Any], PyTree]:
+    """Makes a program with the same outputs that takes only the weights and features they need; returns it and these.
 
     Dead code is eliminated as jax does it, within `lax.scan` and `lax.cond` too; a `lax.while_loop` stays complete if
     any of it is needed.

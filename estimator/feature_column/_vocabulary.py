@@ -156,6 +156,7 @@ def categorical_column_with_vocabulary_file(
                 f"{dtype!r}; got {wrong[:3]}."
             )
         words = tuple(map(int, words))
+    # TensorFlow's defaults differ: None for a file, -1 for a list.
     default = -1 if default_value is None else default_value
     return _column(caller, "vocabulary_file", key, words, default, num_oov_buckets)
 

@@ -81,6 +81,7 @@ class BinaryClassHead(OneTaskHead):
 
     def _losses(self, labels: jax.Array, logits: jax.Array) -> jax.Array:
         losses = optax.losses.sigmoid_binary_cross_entropy(logits, labels)
+        # A label of 2, or the -1 of other libraries, has a finite loss, on which a model would train without a word.
         return nan_where((labels < 0) | (labels > 1), losses)
 
     def _predictions(self, logits: jax.Array) -> Predictions:

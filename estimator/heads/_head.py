@@ -174,6 +174,7 @@ def add_regularization(loss: jax.Array, regularization_losses: RegularizationLos
             raise ValueError(
                 f"regularization_losses[{i}] must be a scalar; it has shape {jnp.shape(term)}. Reduce it by `jnp.sum`."
             )
+        # The loss stays float32, whatever a term is computed in.
         loss = loss + jnp.asarray(term).astype(loss.dtype)
     return loss
 

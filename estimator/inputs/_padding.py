@@ -285,7 +285,7 @@ def _pad_array(name: str, x: Any, axes: tuple[int, ...], value: ArrayLike, room:
     # The first padded dimension is the length. An array has one shape for all of its rows.
     lengths = np.broadcast_to(shapes[:, axes[0] - 1], (len(rows),)).astype(np.int32)
     dtype = _common_dtype(x, rows, value) if isinstance(rows, list) else rows.dtype
-    padded = np.full((len(rows), *shape), _fitting(name, value, dtype))
+    padded = np.full((len(rows), *shape), _cast_exactly(name, value, dtype))
     if isinstance(rows, list):
         for target, row in zip(padded, rows, strict=True):
             # At the beginning: padding comes behind, where lengths and masks expect it.
@@ -310,7 +310,7 @@ def _common_dtype(x: Iterable[object], rows: list[np.ndarray], value: ArrayLike)
     return np.result_type(*dtypes) if dtypes else np.asarray(value).dtype
 
 
-def _fitting(name: str, value: ArrayLike, dtype: np.dtype[Any]) -> np.ndarray:
+def _cast_exactly(name: str, value: ArrayLike, dtype: np.dtype[Any]) -> np.ndarray:
     """The value in a dtype that can hold it."""
     try:
         array = np.array(value).astype(dtype)

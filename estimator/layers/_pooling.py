@@ -188,8 +188,8 @@ def _window(
     """Sizes and strides by dimension, and the padding, for `jax.lax.reduce_window`."""
     last = channels_are_last(layer, data_format)
 
-    def whole(spatial: tuple[int, ...]) -> tuple[int, ...]:
+    def add_outer(spatial: tuple[int, ...]) -> tuple[int, ...]:
         return (1, *spatial, 1) if last else (1, 1, *spatial)
 
     size, steps = sizes(layer, "pool_size", pool_size, ndim), sizes(layer, "strides", strides, ndim)
-    return whole(size), whole(steps), padding_of(layer, padding)
+    return add_outer(size), add_outer(steps), padding_of(layer, padding)

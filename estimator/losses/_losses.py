@@ -318,6 +318,7 @@ def _pair(
 ) -> tuple[jax.Array, jax.Array]:
     """Both as arrays of one shape and of the predictions' floating dtype."""
     labels, predictions = jnp.asarray(labels), jnp.asarray(predictions)
+    # Only of logits the types tell who changed places: labels may be integers, logits never are.
     if what == "logits":
         check_order(caller, labels, predictions)
     predictions = as_float(predictions)

@@ -162,4 +162,5 @@ def recall_at_k(
 
 
 def _sum_by(group: jax.Array, weights: jax.Array, num_groups: int) -> jax.Array:
+    # One pass over the rows; a one-hot matrix would have rows times groups numbers.
     return jax.ops.segment_sum(weights.ravel(), group.ravel(), num_groups)

@@ -136,9 +136,9 @@ class EventWriter:
                 logging.warning("No summaries of the evaluation are written: %s.", error)
             elif is_url(self._path) and self._files is None:
                 self._waiting = moments  # a store that is away has not given the file to append to yet
-                self._behind = self._with(self._behind, steps, error)
+                self._behind = self._note_missing(self._behind, steps, error)
             else:
-                self._lost = self._with(self._lost, steps, error)
+                self._lost = self._note_missing(self._lost, steps, error)
             self._flushed, self._interval = time.monotonic(), max(_UPLOAD_SECS, self._interval)
         else:
             self._try_to_upload(steps)
@@ -163,11 +163,11 @@ class EventWriter:
             self._folder.upload()
             self._behind = None
         except Exception as error:
-            self._behind = self._with(self._behind, steps, error)
+            self._behind = self._note_missing(self._behind, steps, error)
         self._flushed = time.monotonic()
         self._interval = max(_UPLOAD_SECS, _UPLOAD_SHARE * (self._flushed - before) if self._behind is None else 0)
 
-    def _with(self, missing: _Missing | None, steps: list[int], error: Exception) -> _Missing:
+    def _note_missing(self, missing: _Missing | None, steps: list[int], error: Exception) -> _Missing:
         if missing is None:
             logging.error(
                 "The summaries of step %d cannot be written to %s: %s. The run continues, and tries again.",

@@ -116,7 +116,7 @@ def optimize_loss(
         gradients: Gradients = chosen.compute_gradients(loss, variables)
         # Noise, factors, then clipping, as in TensorFlow: the norm that is bounded is the one of the step.
         if gradient_noise_scale is not None:
-            gradients = [(_noisy(gradient, gradient_noise_scale), name) for gradient, name in gradients]
+            gradients = [(_add_noise(gradient, gradient_noise_scale), name) for gradient, name in gradients]
         if gradient_multipliers is not None:
             gradients = _multiply_gradients(gradients, gradient_multipliers)
         # The norm before clipping; the one afterwards only shows whether the bound was reached.
@@ -161,12 +161,12 @@ def _optimizer(optimizer: Any, rate: Any) -> Any:
     return made
 
 
-def _noisy(gradient: PyTree, scale: float) -> PyTree:
-    def noisy(x: jax.Array) -> jax.Array:
+def _add_noise(gradient: PyTree, scale: float) -> PyTree:
+    def add_noise(x: jax.Array) -> jax.Array:
         return x + scale * jax.random.truncated_normal(make_rng("gradient_noise"), -2, 2, x.shape, x.dtype)
 
     # Every row gets noise, also those that nobody looked up, as in TensorFlow: nothing sparse is left.
-    return map_gradient(noisy, gradient, of_sparse=lambda x: noisy(x.to_dense()))
+    return map_gradient(add_noise, gradient, of_sparse=lambda x: add_noise(x.to_dense()))
 
 
 def _multiply_gradients(gradients: Gradients, multipliers: Mapping[str, float]) -> Gradients:

@@ -196,7 +196,7 @@ def _ftrl(rate: jax.Array, power: float, initial: float, l1: float, l2: float, s
         per_rate = root(new_accum) / rate
         # The shrinkage enters here and not into the accumulator, so that it does not slow down learning.
         linear = linear + (gradient + 2 * shrinkage * value - (per_rate - root(accum) / rate) * value)
-        shrunk = _shrunk(-linear, l1) / (per_rate + 2 * l2)
+        shrunk = _shrink(-linear, l1) / (per_rate + 2 * l2)
         return shrunk, new_accum, linear
 
     def update(gradients: optax.Updates, state: FtrlState, params: optax.Params) -> tuple[optax.Updates, FtrlState]:
@@ -208,6 +208,7 @@ def _ftrl(rate: jax.Array, power: float, initial: float, l1: float, l2: float, s
 def _proximal_adagrad(rate: jax.Array, initial: float, l1: float, l2: float) -> RowWise:
     def rule(gradient: jax.Array, value: jax.Array, accum: jax.Array) -> tuple[jax.Array, ...]:
         accum = accum + gradient * gradient
+        # Penalties are scaled by each element's own rate, as in TensorFlow's kernel.
         return _proximal(value, gradient, rate * jax.lax.rsqrt(accum), l1, l2), accum
 
     def update(
@@ -240,7 +241,7 @@ def _adagrad_da(rate: jax.Array, initial: float, l1: float, l2: float) -> RowWis
         def rule(gradient: jax.Array, value: jax.Array, total: jax.Array, squares: jax.Array) -> tuple[jax.Array, ...]:
             total, squares = total + gradient, squares + gradient * gradient
             # `|total| <= l1 * step` says that the mean gradient is at most `l1`: then the weight is zero.
-            return -rate * _shrunk(total, l1 * step) / (l2 * step * rate + jnp.sqrt(squares)), total, squares
+            return -rate * _shrink(total, l1 * step) / (l2 * step * rate + jnp.sqrt(squares)), total, squares
 
         return apply_rule(rule, gradients, params, state, *AdagradDAState._fields)
 
@@ -249,9 +250,9 @@ def _adagrad_da(rate: jax.Array, initial: float, l1: float, l2: float) -> RowWis
 
 def _proximal(value: jax.Array, gradient: jax.Array, rate: jax.Array, l1: float, l2: float) -> jax.Array:
     # The minimum of both penalties and of the distance to the plain step; L1 alone makes exact zeros.
-    return _shrunk(value - rate * gradient, rate * l1) / (1 + rate * l2)
+    return _shrink(value - rate * gradient, rate * l1) / (1 + rate * l2)
 
 
-def _shrunk(x: jax.Array, by: jax.Array | float) -> jax.Array:
+def _shrink(x: jax.Array, by: jax.Array | float) -> jax.Array:
     """The array moved towards zero, where it stops."""
     return jnp.sign(x) * jnp.maximum(jnp.abs(x) - by, 0)

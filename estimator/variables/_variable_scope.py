@@ -111,7 +111,8 @@ def variable_scope(
     if isinstance(name, VariableScope):
         path, reuse, defaults = tuple(filter(None, [name.name])), reuse or name.reuse, name.defaults
     else:
-        path = (*frame.scope, name or _unique(frame, str(default_name), reuse))
+        path = (*frame.scope, name or _make_unique(frame, str(default_name), reuse))
+        # As in TensorFlow: within a scope that reuses every scope does, even with `reuse=False`.
         reuse, defaults = reuse or frame.reuse, frame.scope_defaults
     defaults = ScopeDefaults(
         initializer or defaults.initializer,
@@ -155,13 +156,14 @@ def get_variable_scope() -> VariableScope:
     return VariableScope("/".join(frame.scope), frame.reuse, frame.scope_defaults)
 
 
-def _unique(frame: Frame, default_name: str, reuse: Reuse) -> str:
+def _make_unique(frame: Frame, default_name: str, reuse: Reuse) -> str:
     if reuse is True:
         raise ValueError(
             f"`est.variable_scope(None, {default_name!r}, reuse=True)` cannot know which of the scopes so named is to "
             "be reused. Give the name."
         )
     full = "/".join((*frame.scope, default_name))
+    # Scopes that are closed count, too: the second layer of a kind has variables of its own.
     number, uses = 0, frame.declared.scope_uses
     while uses[full if number == 0 else f"{full}_{number}"] > 0:
         number += 1

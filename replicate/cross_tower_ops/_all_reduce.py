@@ -66,7 +66,7 @@ class AllReduce(CrossTowerOps):
         caller = type(self).__name__
         self._algorithm = check_algorithm(caller, algorithm)
         self._packer = packer_for(caller, num_packs, agg_small_grads_max_bytes, agg_small_grads_max_group)
-        self.compress_dtype = None if compress_dtype is None else _floating(caller, compress_dtype)
+        self.compress_dtype = None if compress_dtype is None else _check_floating(caller, compress_dtype)
         if self.compress_dtype is not None:
             # For losses, metrics and counts, which must not be rounded as gradients may.
             self.exact = AllReduce(algorithm, num_packs, agg_small_grads_max_bytes, agg_small_grads_max_group)
@@ -138,7 +138,7 @@ def packer_for(caller: str, num_packs: int, max_bytes: int, max_group: int) -> P
     return ConcatAndSplitPacker(num_packs)
 
 
-def _floating(caller: str, dtype: Any) -> Any:
+def _check_floating(caller: str, dtype: Any) -> Any:
     try:
         checked = jnp.dtype(dtype)
     except TypeError:

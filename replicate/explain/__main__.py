@@ -127,6 +127,7 @@ def _find(name: str, what: str) -> Callable[..., Any]:
         ) from error
     function = getattr(module, attribute, None)
     if not callable(function):
+        # To suggest what the module defines, and not what it imports.
         own = [n for n, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
         functions = ", ".join(n for n in own if callable(getattr(module, n)) and not n.startswith("_"))
         raise _Usage(f"The module {module_name!r} has no function {attribute!r}; it has {functions or 'none'}.")
@@ -151,6 +152,7 @@ def _arrays(option: str, texts: Sequence[str] | None) -> Any:
         if not match:
             raise _Usage(f"{option} takes arrays such as x=float32[64,8] or int32[64]; got {text!r}.")
         try:
+            # As batches have it: float64 is float32 without x64.
             dtype = jax.dtypes.canonicalize_dtype(jnp.dtype(match[2]))
         except TypeError:
             raise _Usage(f"{option} got {text!r}, but there is no dtype {match[2]!r}.") from None

@@ -181,12 +181,12 @@ class _TowersAlone(OffTowerPlacement):
     def compile_step(self, step: Callable[..., Any], halves: Halves, like: Any, donate: bool) -> Callable[..., Any]:
         del step, like, donate
 
-        def alone(state: Any, features: Features, labels: Labels) -> Any:
+        def compute(state: Any, features: Features, labels: Labels) -> Any:
             spec, assigned = halves.compute(state, features, labels)
             gradients = [dict(update.gradients or {}) for update in spec.train_op.updates]
             return (gradients, assigned), spec
 
-        return alone
+        return compute
 
     def compile_read(self, step: Callable[..., Any]) -> Callable[..., Any]:
         return step

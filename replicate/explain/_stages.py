@@ -65,7 +65,7 @@ def _batch(data: StepData) -> Stage:
     return Stage(
         [f"A batch of {count(data.rows, 'row')} comes in" + (split if towers > 1 else "; one tower has them all.")],
         "batch",
-        (f"a batch of {count(data.rows, 'row')}", _short(arrays)),
+        (f"a batch of {count(data.rows, 'row')}", _shorten(arrays)),
     )
 
 
@@ -113,8 +113,9 @@ def _update(data: StepData) -> Stage:
     by_device = data.bytes_by_device
     if data.distribution is Distribution.VARIABLE_DEVICES:
         homes = ", ".join(f"{device} {size(total)}" for device, total in by_device.items())
-        return Stage(sentences, "update", ("update of each variable on its own device", _short(homes)))
+        return Stage(sentences, "update", ("update of each variable on its own device", _shorten(homes)))
     what = "its pieces" if data.distribution is Distribution.SHARDED else "variables and slots"
+    # The first device of a tower stands for all, which have about as much.
     boxes = tuple(("update", what, size(by_device.get(device.split(",")[0], 0))) for device in data.towers)
     return Stage(sentences, "update", boxes=boxes)
 
@@ -128,10 +129,11 @@ def _transfers(data: StepData, to_towers: bool, sentence: str, heading: str) -> 
 
 def _collectives(data: StepData, sentences: list[str], heading: str, collectives: list[Collective]) -> Stage:
     seconds = sum(each.seconds(data.bandwidth, data.latency) for each in collectives)
-    return Stage(sentences, "collective", (_short(heading + _summary(collectives)), "about " + duration(seconds)))
+    return Stage(sentences, "collective", (_shorten(heading + _summary(collectives)), "about " + duration(seconds)))
 
 
 def _devices_per_tower(data: StepData) -> int:
+    # A tower of several devices lists them in one string.
     return data.towers[0].count(",") + 1
 
 
@@ -143,7 +145,7 @@ def _summary(collectives: list[Collective]) -> str:
     return ", ".join(f"{len(sizes)} {kind} ({size(sum(sizes))})" for kind, sizes in by_kind.items())
 
 
-def _short(text: str) -> str:
+def _shorten(text: str) -> str:
     return text if len(text) <= _LONGEST else text[: _LONGEST - 4] + " ..."
 
 
