@@ -13,6 +13,7 @@ Nothing is garbage before the first test: what is imported is left out of all co
 """
 
 import gc
+import importlib.util
 import os
 import pkgutil
 import subprocess
@@ -53,6 +54,13 @@ from testing import compiled  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+NEEDED_BY_DOCTESTS = {  # not in the extra `dev`
+    "estimator/inputs/_csv.py": "pandas",
+    "estimator/inputs/_pandas.py": "pandas",
+    "estimator/interop/_flax.py": "flax",
+}
+collect_ignore = [path for path, library in NEEDED_BY_DOCTESTS.items() if not importlib.util.find_spec(library)]
 
 FIRST = compiled.make_folder()  # of all processes of this run of pytest
 compiled.use_folder()

@@ -1,5 +1,6 @@
 """Fixtures for all tests, and markers for those that start processes or need a GPU."""
 
+import functools
 import inspect
 import types
 
@@ -7,16 +8,26 @@ import jax
 import pytest
 
 # A test gets the marker if its code, or a fixture or helper that it uses, names something of these modules.
-STARTERS = {"testing.cluster": "multiprocess", "testing.processes": "multiprocess", "subprocess": "subprocess"}
+STARTERS = {
+    "subprocess": "subprocess",
+    "testing.cluster": "multiprocess",
+    "testing.processes": "multiprocess",
+}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if isinstance(item, pytest.Function):
-            for marker in sorted({STARTERS[module] for module in modules_used(item.function, set()) & STARTERS.keys()}):
+            for marker in starts(item.function):
                 item.add_marker(marker)
             if item.get_closest_marker("gpu") and jax.default_backend() != "gpu":
                 item.add_marker(pytest.mark.skip(f"needs a GPU; jax.default_backend() is {jax.default_backend()!r}"))
+
+
+@functools.cache  # of the many cases of a test
+def starts(function: object) -> list[str]:
+    """The markers of a test that starts processes."""
+    return sorted({STARTERS[module] for module in modules_used(function, set()) & STARTERS.keys()})
 
 
 def modules_used(function: object, seen: set[object]) -> set[str]:

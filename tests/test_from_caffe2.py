@@ -9,7 +9,6 @@ import jax
 import numpy as np
 import optax
 import pytest
-from sklearn.datasets import load_digits
 from testing.cluster import shared_cluster
 
 import estimator as est
@@ -114,7 +113,7 @@ def run_in_towers(lines, scope, features, labels):
 
 @pytest.fixture
 def scope(tmp_path):
-    images, labels = load_digits(return_X_y=True)
+    images, labels = pytest.importorskip("sklearn.datasets").load_digits(return_X_y=True)
     images, labels = np.float32(images / 16), labels.astype(np.int32)
     split = {"x": images[:1400], "y": labels[:1400], "test_x": images[1400:], "test_y": labels[1400:]}
     return split | {"model_dir": str(tmp_path / "model")}

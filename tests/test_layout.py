@@ -2,6 +2,7 @@
 
 import ast
 import collections
+import functools
 import pathlib
 import re
 
@@ -69,7 +70,10 @@ def imports(path):
             yield from (alias.name for alias in node.names)
 
 
-ARROWS = {name: {other for other in imports(path) if other in MODULES} - {name} for name, path in MODULES.items()}
+@functools.cache
+def arrows():
+    """What each module imports of the others."""
+    return {name: {other for other in imports(path) if other in MODULES} - {name} for name, path in MODULES.items()}
 
 
 def package(module):
@@ -88,7 +92,7 @@ LEVEL = {name: level for level, layer in enumerate(LAYERS) for name in layer}
 def test_a_package_imports_only_what_is_below_it():
     wrong = [
         f"{module} imports {other}"
-        for module, others in ARROWS.items()
+        for module, others in arrows().items()
         for other in others
         if package(module) != package(other) and LEVEL[package(other)] >= LEVEL[package(module)]
     ]
@@ -96,7 +100,7 @@ def test_a_package_imports_only_what_is_below_it():
 
 
 def test_there_is_no_import_circle():
-    waiting = {module: set(others) for module, others in ARROWS.items()}
+    waiting = {module: set(others) for module, others in arrows().items()}
     while free := [module for module, others in waiting.items() if not others]:
         for module in free:
             del waiting[module]
@@ -112,7 +116,7 @@ def test_replicate_uses_the_public_names_of_estimator_and_its_boundary_alone():
     """`replicate.explain` looks into both packages, and says so."""
     wrong = [
         f"{module} imports {other}"
-        for module, others in ARROWS.items()
+        for module, others in arrows().items()
         if package(module).startswith("replicate") and package(module) != "replicate.explain"
         for other in others
         if other.startswith("estimator") and not PUBLIC.match(other)
@@ -157,7 +161,7 @@ def test_every_layer_exists(name):
 def test_the_map_of_the_source_is_right():
     text = (ROOT / "CONTRIBUTING.md").read_text()
     rows = re.findall(r"^\| .* \| `(\S+\.py)` \| `(\w+)` \|$", text.partition("## Where is ...?")[2], re.M)
-    assert len(rows) > 45
+    assert 25 < len(rows) < 45  # mechanisms that names of files do not tell
     for file, name in rows:
         tree = ast.parse((ROOT / file).read_text())
         defined = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}

@@ -13,7 +13,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 def run(*options):
-    env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "PYTHONPATH": str(ROOT)}
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "benchmarks/gpu.py", *options]
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, encoding="utf-8", timeout=1000)
 

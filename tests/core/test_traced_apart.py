@@ -5,8 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import linen as nn
-from flax import nnx
 from testing.towers import assert_close, cpus, regression, replicate, started
 
 import estimator as est
@@ -125,15 +123,26 @@ def test_where_jit_is_off_keys_differ_in_a_loop_and_are_let():
 # Modules of Flax.
 
 MODULES = {
-    "linen": lambda rate: nn.Dropout(rate, deterministic=False),
-    "nnx": lambda rate: lambda rngs: nnx.Dropout(rate, rngs=rngs),
+    "linen": lambda nn, nnx: nn.Dropout(0.5, deterministic=False),
+    "nnx": lambda nn, nnx: lambda rngs: nnx.Dropout(0.5, rngs=rngs),
 }
+DRAW_NOTHING = {
+    "linen": lambda nn, nnx: nn.Dense(2),
+    "linen without dropout": lambda nn, nnx: nn.Dropout(0.5, deterministic=True),
+    "nnx": lambda nn, nnx: lambda rngs: nnx.Linear(3, 2, rngs=rngs),
+}
+
+
+def module_of(make):
+    return make(pytest.importorskip("flax.linen"), pytest.importorskip("flax.nnx"))
 
 
 @pytest.mark.parametrize("kind", MODULES)
 def test_dropout_of_a_module_in_a_loop_is_refused(kind):
+    module = module_of(MODULES[kind])
+
     def body(x):
-        net = est.flax_module(MODULES[kind](0.5), "net")
+        net = est.flax_module(module, "net")
         return net(x), jax.lax.map(net, x)
 
     with pytest.raises(ValueError, match=r"The module 'net' draws random numbers .* `jax\.lax\.map` runs many times"):
@@ -141,10 +150,10 @@ def test_dropout_of_a_module_in_a_loop_is_refused(kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "module", [nn.Dense(2), nn.Dropout(0.5, deterministic=True), lambda rngs: nnx.Linear(3, 2, rngs=rngs)]
-)
-def test_a_module_that_draws_nothing_may_be_called_in_a_loop(module):
+@pytest.mark.parametrize("kind", DRAW_NOTHING)
+def test_a_module_that_draws_nothing_may_be_called_in_a_loop(kind):
+    module = module_of(DRAW_NOTHING[kind])
+
     def body(x):
         net = est.flax_module(module, "net")
         return {"at once": net(x), "in a loop": jax.lax.map(net, x)}
@@ -154,8 +163,10 @@ def test_a_module_that_draws_nothing_may_be_called_in_a_loop(module):
 
 
 def test_dropout_under_checkpoint_is_a_modules_own_affair():
+    module = module_of(MODULES["linen"])
+
     def body(x):
-        net = est.flax_module(nn.Dropout(0.5, deterministic=False), "net")
+        net = est.flax_module(module, "net")
         net(x)
         return jax.checkpoint(net)(x)
 

@@ -6,7 +6,6 @@ import os
 import time
 from unittest import mock
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -130,6 +129,8 @@ def test_wrapped_estimators_are_exported_too(estimator, tmp_path):
 @pytest.mark.slow
 @pytest.mark.covers("9 replicated and wrapped model_fns")
 def test_a_model_that_names_the_tower_axis_is_exported(tmp_path):
+    nn = pytest.importorskip("flax.linen")
+
     class Network(nn.Module):
         @nn.compact
         def __call__(self, x, train):
@@ -186,6 +187,7 @@ def test_features_may_be_structs_in_any_nesting(estimator, tmp_path):
     assert repr(loaded.features).count("b,") == 2
 
 
+@pytest.mark.slow
 @pytest.mark.covers("9 signatures", "9 PredictOutput", "9 ClassificationOutput")
 def test_signatures_have_the_outputs_of_their_kind(model, estimator):
     features = batch(5)
@@ -281,6 +283,7 @@ def test_an_export_is_called_by_the_time_or_the_next_free_number(estimator, tmp_
     assert not [name for name in os.listdir(tmp_path / "b") if name.startswith("temp")]
 
 
+@pytest.mark.slow
 @pytest.mark.covers("9 dir")
 def test_the_newest_export_of_a_directory_is_loaded(estimator, tmp_path):
     older, newer = (estimator.export_model(tmp_path, ANY) for _ in range(2))

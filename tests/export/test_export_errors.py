@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from jax.experimental.sparse import BCOO
+from testing.columns import to_sparse
 from testing.estimators import X, endless, make
 
 import estimator as est
@@ -54,7 +54,7 @@ def features(**changes):
         (lambda: X, {}, TypeError, r"needs example_features.*`next\(iter\(input_fn\(\)\)\)\[0\]`; got <function"),
         (Point(X, X), {}, TypeError, r"features in dicts, lists and tuples, .*; got example_features of type Point"),
         ({"a": {1: X}}, {}, TypeError, r"strings as keys of features; example_features\['a'\] has the key 1\."),
-        ([BCOO.fromdense(X)], {}, TypeError, r"cannot export for sparse features; got example_features\[0\] = BCOO"),
+        ([to_sparse(X)], {}, TypeError, r"cannot export for sparse features; got example_features\[0\] = BCOO"),
         (np.array(["a"]), {}, TypeError, "features and labels must be arrays of numbers; got features of dtype <U1"),
         ({"a": X, "b": X[:1]}, {}, ValueError, r"same batch size \(first dimension\); got features\['a'\]: 4"),
         (X, {"batch_size": 0}, ValueError, "batch_size of `export_model` must be a positive int, or None .*; got 0"),

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pandas as pd
 import pytest
 from jax.experimental.sparse import BCOO
 from testing import refused
@@ -158,6 +157,7 @@ def test_strings_out_of_the_vocabulary_have_the_default_or_a_bucket_of_their_own
 
 
 def test_columns_of_pandas_are_encoded():
+    pd = pytest.importorskip("pandas")
     frame = pd.DataFrame({"s": ["a", None, "b"], "c": pd.Categorical(["b", "a", "b"]), "n": [1, 2, 3]})
     columns = [fc.categorical_column_with_vocabulary_list(key, ["a", "b"]) for key in "sc"]
     result = fc.encode(dict(frame), columns)

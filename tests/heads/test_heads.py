@@ -8,7 +8,6 @@ import numpy as np
 import optax
 import pytest
 from jax.experimental.sparse import BCOO
-from sklearn import metrics as sk
 from testing.towers import assert_close, cpus, started
 
 import estimator as est
@@ -64,9 +63,14 @@ def test_the_loss_is_the_weighted_cross_entropy_as_the_reduction_says(reduction)
     assert float(head.loss(LABEL, LOGIT, FEATURES)) == close(REDUCED[reduction](CROSS_ENTROPY, W))
 
 
+@pytest.fixture
+def sk():
+    return pytest.importorskip("sklearn.metrics")
+
+
 @pytest.mark.covers("11 BinaryClassHead")
 @pytest.mark.parametrize("w", [W, np.ones(ROWS, np.float32)], ids=["weights", "no weights"])
-def test_binary_metrics_match_scikit_learn(w):
+def test_binary_metrics_match_scikit_learn(w, sk):
     head = est.BinaryClassHead("w" if w is W else None, thresholds=[0.25, 0.5])
     result = results(head.metrics(LABEL, LOGIT, {"w": w} if w is W else None))
     p, mean = P[:, 0], np.average(LABEL, weights=w)
@@ -126,7 +130,7 @@ def test_sparse_classes_are_made_dense():
 
 
 @pytest.mark.covers("11 MultiClassHead")
-def test_a_head_of_several_classes():
+def test_a_head_of_several_classes(sk):
     head = est.MultiClassHead(3, "w", loss_reduction=est.Reduction.MEAN)
     p = np.exp(LOGITS) / np.exp(LOGITS).sum(1, keepdims=True)
     loss = sk.log_loss(CLASS, p, sample_weight=W, labels=[0, 1, 2])
@@ -143,7 +147,7 @@ def test_a_head_of_several_classes():
 @pytest.mark.slow
 @pytest.mark.covers("11 MultiLabelHead")
 @pytest.mark.parametrize("sparse", [False, True])
-def test_a_head_of_several_labels(sparse):
+def test_a_head_of_several_labels(sparse, sk):
     head = est.MultiLabelHead(
         3,
         "w",

@@ -5,6 +5,8 @@ from testing import refused
 import estimator as est
 from estimator.inputs import csv_input_fn
 
+pytest.importorskip("pandas")
+
 
 @pytest.fixture
 def files(tmp_path):

@@ -3,8 +3,6 @@
 import itertools
 import json
 
-import grain
-import grain.python as pygrain
 import jax
 import numpy as np
 import pytest
@@ -15,6 +13,9 @@ from testing.estimators import Linear, make, step_of
 
 from estimator.inputs._input_fn import batches
 from estimator.inputs._prefetch import Prefetcher
+
+grain = pytest.importorskip("grain")
+pygrain = pytest.importorskip("grain.python")
 
 N = 20
 X = np.arange(2 * N, dtype=np.float32).reshape(N, 2) / N

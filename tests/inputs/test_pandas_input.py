@@ -1,12 +1,13 @@
 import sys
 
 import numpy as np
-import pandas as pd
 import pytest
 from testing import refused
 
 import estimator as est
 from estimator.inputs import pandas_input_fn
+
+pd = pytest.importorskip("pandas")
 
 X = pd.DataFrame({"a": np.arange(5, dtype=np.int32), "b": np.arange(5) / 2}, index=list("pqrst"))
 SERIES = pd.Series(np.arange(5) * 10, index=list("pqrst"), name="label")

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental import sparse
 from jax.experimental.sparse import BCOO, BCSR
+from testing.columns import to_sparse
 from testing.towers import assert_close, replicate
 
 import estimator as est
@@ -52,13 +53,6 @@ def words(rows, entries, seed=0):
     where = random.permutation((rows + 1) // 2 * COLUMNS)[:entries]
     matrix.flat[where] = random.normal(size=entries)
     return matrix
-
-
-def to_sparse(matrix):
-    """As `BCOO.fromdense`, which compiles a program for each number of entries."""
-    where = np.nonzero(matrix)
-    indices = np.stack(where, axis=-1).astype(np.int32)
-    return BCOO((matrix[where], indices), shape=matrix.shape, indices_sorted=True, unique_indices=True)
 
 
 def by_rows(matrix):
@@ -363,17 +357,18 @@ def test_a_sparse_array_alone_is_one_batch(tmp_path):
 
 
 SPARSE = to_sparse(words(8, 9))
+BY_ROW = BCSR((np.ones(8), np.zeros(8, np.int32), np.arange(9, dtype=np.int32)), shape=(8, COLUMNS))
 
 
 @pytest.mark.parametrize(
     ("x", "error", "message"),
     [
-        (BCSR.fromdense(words(8, 9)), TypeError, r"BCOO; got features\['words'\] = BCSR.* of type BCSR. Convert it"),
+        (BY_ROW, TypeError, r"BCOO; got features\['words'\] = BCSR.* of type BCSR. Convert it"),
         (to_sparse(words(8, 9) > 0), TypeError, r"integers or floats; got features\['words'\] of dtype bool. Convert"),
         (to_sparse(words(8, 9).astype(np.complex64)), TypeError, r"features\['words'\] of dtype complex64"),
         (jax.tree.map(np.float32, SPARSE), TypeError, r"must be integers; features\['words'\] has float32"),
         (
-            BCOO.fromdense(words(8, 9), n_dense=2),
+            BCOO((words(8, 9)[None], np.zeros((1, 0), np.int32)), shape=(8, COLUMNS)),
             ValueError,
             r"all dimensions of features\['words'\] = BCOO.* are dense",
         ),

@@ -2,19 +2,20 @@
 
 import functools
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from testing.estimators import make
 from testing.towers import assert_close, regression, replicate
 
 import estimator as est
 from estimator.core._rng import name_hash
 from replicate import TOWER_AXIS, TowerOptimizer
+
+nn = pytest.importorskip("flax.linen")
+nnx = pytest.importorskip("flax.nnx")
 
 KINDS = ["linen", "nnx"]
 ROWS = 8

@@ -3,18 +3,19 @@
 import contextlib
 import sys
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from flax import nnx
 from testing.refused import rows
 from testing.towers import replicate
 
 import estimator as est
 from estimator import interop
 from replicate import TowerOptimizer
+
+nn = pytest.importorskip("flax.linen")
+nnx = pytest.importorskip("flax.nnx")
 
 X = jnp.ones((4, 3))
 DENSE = nn.Dense(2)

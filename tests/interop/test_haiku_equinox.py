@@ -1,7 +1,5 @@
 """Haiku and Equinox models as variables of a model_fn, as docs/how_to/from_flax_haiku_equinox.md shows."""
 
-import equinox as eqx
-import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +11,9 @@ from testing.towers import assert_close, regression, replicate
 import estimator as est
 from estimator.core._rng import name_hash
 from replicate import TOWER_AXIS, TowerOptimizer
+
+eqx = pytest.importorskip("equinox")
+hk = pytest.importorskip("haiku")
 
 pytestmark = pytest.mark.covers("11 Haiku")
 

@@ -80,6 +80,7 @@ def want():
 # The law: the numbers of a loop of optax.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", [1, -1])
 def test_averages_match_a_loop_by_optax(want, order):
     assert_averages(trained(model_of(order=order))[1], want)
@@ -109,6 +110,7 @@ def test_averages_match_tensorflow(decay, counts):
 PLACEMENTS = [{"variable_distribution": each} for each in VariableDistribution] + [{"devices_per_tower": 2}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", PLACEMENTS, ids=str)
 def test_they_are_the_same_on_four_towers_wherever_variables_are(want, options):
     replicated = replicate_model_fn(model_of(), devices=cpus(4), **options)
@@ -134,6 +136,7 @@ def test_an_average_is_cut_over_the_devices_of_a_tower_as_its_variable_is():
     assert variables[f"net/{END}"]["a"].addressable_data(0).shape == (4, 4)
 
 
+@pytest.mark.slow
 def test_a_loop_of_steps_and_micro_batches_change_nothing(want):
     assert_averages(trained(model_of(), at_once=True)[1], want)
     count = model_of(
@@ -193,6 +196,7 @@ def evaluating(**kwargs):
     return model_of(lambda: est.ExponentialMovingAverage(0.8, eval_with_averages=True), **kwargs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("towers", [0, 1, 4])
 def test_evaluation_and_prediction_read_them_in_place_of_the_variables(want, towers):
     model_fn = replicate_model_fn(evaluating(), devices=cpus(towers)) if towers else evaluating()

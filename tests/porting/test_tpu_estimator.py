@@ -34,6 +34,7 @@ def model_fn(features, labels, mode, params):
     return est.EstimatorSpec(mode, loss=loss, train_op=train_op, **given)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("towers", [0, 2])
 @pytest.mark.parametrize("by_name", [False, True])
 def test_the_metrics_of_eval_metrics_are_those_of_all_rows(towers, by_name):

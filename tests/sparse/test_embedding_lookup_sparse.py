@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental.sparse import BCOO
+from testing.columns import to_sparse
 from testing.towers import assert_close, replicate
 
 import estimator as est
@@ -254,7 +255,12 @@ AT = np.array([[0, 0], [1, 0]])
 ENTRIES = BCOO((np.array([1, 2]), AT), shape=(2, 2))
 REFUSED = {
     "floats": ({"ids": np.ones((2, 2), np.float32)}, {}, TypeError, r"'w'\)` needs integer ids; got float32\[2, 2\]"),
-    "sparse floats": ({"ids": BCOO.fromdense(jnp.eye(2))}, {}, TypeError, r"needs integer ids; got float32\[2, 2\]"),
+    "sparse floats": (
+        {"ids": to_sparse(np.float32(np.eye(2)))},
+        {},
+        TypeError,
+        r"needs integer ids; got float32\[2, 2\]",
+    ),
     "one id": ({"ids": np.ones(2, int)}, {}, ValueError, r"shape \(batch, k\); got \(2,\). For one id per example"),
     "shapes": (
         {"ids": np.ones((2, 2), int), "weights": np.ones(2)},

@@ -7,7 +7,6 @@ import math
 import os
 
 import jax.numpy as jnp
-import matplotlib.image
 import numpy as np
 import pytest
 from testing.summaries import read_events, scalars, shown, steps_of, write
@@ -58,6 +57,7 @@ def test_a_text_is_in_the_event_file_alone(tmp_path):
 
 @pytest.mark.parametrize("channels", [1, 3, 4])
 def test_images_can_be_looked_at(tmp_path, channels):
+    imread = pytest.importorskip("matplotlib.image").imread
     pixels = np.random.default_rng(0).integers(0, 256, (2, 5, 7, channels)).astype(np.uint8)
     floats = np.array(pixels / 255, np.float32)
     floats[0, 0, 0] = [np.nan, np.inf, -np.inf, 0.5][:channels]
@@ -67,7 +67,7 @@ def test_images_can_be_looked_at(tmp_path, channels):
             ((step, value),) = shown(tmp_path)[f"{tag}/image/{i}"]
             image = value.image
             assert (step, image.height, image.width, image.colorspace) == (1, 5, 7, max(channels, 3))
-            seen = matplotlib.image.imread(io.BytesIO(image.encoded_image_string))  # grey comes as three equal colours
+            seen = imread(io.BytesIO(image.encoded_image_string))  # grey comes as three equal colours
             np.testing.assert_array_equal(np.round(seen * 255), np.broadcast_to(np.round(given), seen.shape))
 
 

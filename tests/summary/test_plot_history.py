@@ -3,12 +3,13 @@
 import os
 import sys
 
-import matplotlib.figure
 import pytest
 from testing.estimators import endless, make, times
 from testing.summaries import showing, write
 
 import estimator as est
+
+figure = pytest.importorskip("matplotlib.figure")
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -16,8 +17,8 @@ PNG = b"\x89PNG\r\n\x1a\n"
 @pytest.fixture
 def figures(monkeypatch):
     """The figures that are saved."""
-    saved, save = [], matplotlib.figure.Figure.savefig
-    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", lambda self, path: (saved.append(self), save(self, path)))
+    saved, save = [], figure.Figure.savefig
+    monkeypatch.setattr(figure.Figure, "savefig", lambda self, path: (saved.append(self), save(self, path)))
     return saved
 
 

@@ -1,7 +1,9 @@
-"""Feature columns read in a model_fn."""
+"""Feature columns read in a model_fn, and sparse features that are made without a program, as tests are collected."""
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.experimental.sparse import BCOO
 
 import estimator as est
 
@@ -18,3 +20,10 @@ def read(fn, features, variables=()):
     assert given.keys() <= state.variables.keys(), list(state.variables)
     state = state._replace(variables={**state.variables, **given})
     return jax.device_get(model.predict_step(state, features).predictions), state.variables
+
+
+def to_sparse(matrix):
+    """As `BCOO.fromdense`, which compiles a program for each number of entries."""
+    where = np.nonzero(matrix)
+    indices = np.stack(where, axis=-1).astype(np.int32)
+    return BCOO((matrix[where], indices), shape=matrix.shape, indices_sorted=True, unique_indices=True)

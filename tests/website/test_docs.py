@@ -8,7 +8,6 @@ import re
 import jax
 import numpy as np
 import pytest
-from sklearn.datasets import load_digits
 from testing.cluster import shared_cluster
 from testing.website import coverage_page, wrap
 
@@ -25,7 +24,7 @@ def code_of(page):
 
 @pytest.mark.slow
 def test_the_model_of_the_guide_trains_evaluates_predicts_and_is_exported(tmp_path, monkeypatch, messages):
-    images, labels = load_digits(return_X_y=True)
+    images, labels = pytest.importorskip("sklearn.datasets").load_digits(return_X_y=True)
     images, labels = np.float32(images / 16), labels.astype(np.int32)
     four = jax.devices("cpu")[:4]
     monkeypatch.setattr(jax, "local_devices", lambda *args, **kwargs: four)  # as on a machine with four of them

@@ -154,6 +154,7 @@ def test_the_readme_is_short_and_its_links_lead_somewhere():
 
 
 def test_the_results_of_benchmarks_are_on_the_page_and_drawn():
+    pytest.importorskip("matplotlib")
     results = runpy.run_path(str(ROOT / "benchmarks" / "results.py"))
     files = sorted(results["FOLDER"].glob("*.json"))
     written = (ROOT / "benchmarks" / "RESULTS.md").read_text(encoding="utf-8")

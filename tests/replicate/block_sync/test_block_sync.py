@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import linen as nn
 from testing.towers import OPTIMIZERS, REDUCTIONS, assert_close, cpus, mlp_model_fn, regression
 
 import estimator as est
@@ -227,15 +226,16 @@ def test_what_a_model_fn_assigns_is_merged_if_asked_for():
     assert values(state) == {"mean": (1.875, [1.875, 1.875]), "rows": (8, [8, 8]), "own": (4, [4, 12])}
 
 
-class Normalized(nn.Module):
-    @nn.compact
-    def __call__(self, x, train):
-        x = nn.BatchNorm(use_running_average=not train, momentum=0.5)(nn.Dense(4)(x))
-        return nn.Dense(1)(nn.Dropout(0.1, deterministic=not train)(x))
-
-
 @pytest.mark.slow
 def test_a_flax_modules_statistics_are_averaged_with_its_parameters():
+    nn = pytest.importorskip("flax.linen")
+
+    class Normalized(nn.Module):
+        @nn.compact
+        def __call__(self, x, train):
+            x = nn.BatchNorm(use_running_average=not train, momentum=0.5)(nn.Dense(4)(x))
+            return nn.Dense(1)(nn.Dropout(0.1, deterministic=not train)(x))
+
     def model_fn(features, labels, mode):
         output = est.flax_module(Normalized(), "net")(features, train=mode == est.ModeKeys.TRAIN)
         loss = jnp.mean((output[:, 0] - labels) ** 2)
@@ -396,7 +396,10 @@ def test_what_is_to_be_merged_must_be_written_in_every_step():
         blocks(slope_model_fn, 2, BlockSync(3)).train_step(state, np.ones(4, np.float32))
 
 
+@pytest.mark.slow
 def test_only_slots_start_again_where_they_are_deep_in_a_state():
+    nn = pytest.importorskip("flax.linen")
+
     def model_fn(features, labels, mode):
         output = est.flax_module(nn.Sequential([nn.Dense(2), nn.tanh, nn.Dense(1)]), "net")(features)
         loss = jnp.mean((output[:, 0] - labels) ** 2)

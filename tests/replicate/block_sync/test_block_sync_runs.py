@@ -162,6 +162,7 @@ def test_a_step_within_a_block_copies_no_variable_and_no_slot():
     assert not re.findall(r"61,61\]\S* copy\(", step)
 
 
+@pytest.mark.slow
 def test_programs_are_traced_once_and_changes_of_the_spec_are_kept(tmp_path):
     traces = []
     inner = mlp_model_fn(optax.sgd(0.1))

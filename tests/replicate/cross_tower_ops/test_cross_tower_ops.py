@@ -105,6 +105,7 @@ def test_sums_equal_sums_in_float64(name, towers):
         assert_mirrored(one, CPUS[:towers], np.sum(np.array(part, np.float64), 0), dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["psum", "small_arrays", "one_device"])
 def test_a_tree_of_many_small_arrays(name):
     rng = np.random.default_rng(0)
@@ -115,6 +116,7 @@ def test_a_tree_of_many_small_arrays(name):
         assert_mirrored(one, CPUS[:4], np.sum(np.array(part, np.float64), 0), np.float32)
 
 
+@pytest.mark.slow
 @given(
     st.sampled_from([1, 3, 8]),
     st.sampled_from([SUM, ONE_DEVICE]),
@@ -264,6 +266,7 @@ def test_one_device_is_the_first_destination_or_the_one_given(given, want, monke
     assert [value.devices for value in reduced] == [(CPUS[i],) for i in want]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("towers", TOWERS)
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
 def test_one_device_sums_in_tower_order_inside_of_towers_and_outside(towers, dtype):

@@ -92,6 +92,7 @@ class Recorded(CrossTowerOps):
         return AllReduce().sum_in_towers(values)
 
 
+@pytest.mark.slow
 def test_gradients_come_first_in_the_order_in_which_variables_were_created():
     want, *_ = trained(replicated(None))
     for parts in (1, 3):
@@ -144,6 +145,7 @@ def test_gradients_are_sent_in_the_narrower_dtype_and_applied_in_their_own():
 # With what else there is.
 
 
+@pytest.mark.slow
 def test_an_overflow_in_one_tower_lowers_the_loss_scale():
     def model_fn(features, labels, mode):
         return counting_model_fn(features, labels, mode, loss_scale=est.DynamicLossScale(initial_scale=4.0))

@@ -1,12 +1,10 @@
 """Towers of several devices compute what one device computes."""
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from jax.experimental.sparse import BCOO
 from testing.towers import assert_close, assert_same_training
 from testing.wide import batches, wide, wide_mlp
@@ -77,17 +75,20 @@ def test_a_pytree_is_cut_by_a_function_and_gradients_may_be_changed_on_the_way()
     assert pieces[1].mu["net"] == pieces[0]
 
 
-class Dense(nnx.Module):
-    def __init__(self, rngs):
-        self.hidden, self.output = nnx.Linear(24, 104, rngs=rngs), nnx.Linear(104, 1, rngs=rngs)
-
-    def __call__(self, x):
-        return self.output(jnp.tanh(self.hidden(x)))
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("module", [nn.Sequential([nn.Dense(104), jnp.tanh, nn.Dense(1)]), Dense], ids=["linen", "nnx"])
-def test_the_parameters_of_a_flax_module_are_cut_by_a_function(module):
+@pytest.mark.parametrize("kind", ["linen", "nnx"])
+def test_the_parameters_of_a_flax_module_are_cut_by_a_function(kind):
+    nn, nnx = pytest.importorskip("flax.linen"), pytest.importorskip("flax.nnx")
+
+    class Dense(nnx.Module):
+        def __init__(self, rngs):
+            self.hidden, self.output = nnx.Linear(24, 104, rngs=rngs), nnx.Linear(104, 1, rngs=rngs)
+
+        def __call__(self, x):
+            return self.output(jnp.tanh(self.hidden(x)))
+
+    module = Dense if kind == "nnx" else nn.Sequential([nn.Dense(104), jnp.tanh, nn.Dense(1)])
+
     def model_fn(features, labels, mode):
         net = est.flax_module(module, "net", partition=lambda x: (None, "part") if x.shape == (24, 104) else None)
         loss = jnp.mean((net(features)[:, 0] - labels) ** 2)
@@ -98,6 +99,7 @@ def test_the_parameters_of_a_flax_module_are_cut_by_a_function(module):
     assert shapes == {(24, 104): (24, 26), (104, 1): (104, 1)}
 
 
+@pytest.mark.slow
 def test_spread_within_loops_branches_and_traced_functions_and_where_it_does_not_divide():
     def model_fn(features, labels, mode):
         layers = est.get_variable("layers", (3, 24, 24), partition=(None, None, "part"))

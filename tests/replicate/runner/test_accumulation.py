@@ -92,6 +92,7 @@ def test_every_optimizer_sees_the_gradient_of_the_big_batch(optimizer):
     assert_same_as_in_one_piece(2, 4, "nonzero_weights", optimizer)
 
 
+@pytest.mark.slow
 def test_micro_batches_are_towers_that_run_one_after_another():
     """Their random keys too, so that all four ways to run four parts give the same."""
 
@@ -238,6 +239,7 @@ class FirstLast:
 jax.tree_util.register_pytree_node(FirstLast, lambda m: ((m.first, m.last), None), lambda _, leaves: FirstLast(*leaves))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("towers", [1, 2, 4])
 def test_results_come_in_input_order(towers):
     def model_fn(features, labels, mode):
@@ -374,6 +376,7 @@ def test_predictions_of_the_whole_batch():
         one_step(replicate(model_fn, 1), FOUR)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", ["minimize", "compute_gradients"])
 def test_weights_that_are_trained_are_refused_unless_no_gradient_flows(call):
     def model_fn(steps, stop, features, labels, mode):

@@ -82,6 +82,7 @@ def test_activations_shrink_with_the_number_of_micro_batches():
     assert four - sixteen >= activations / 8
 
 
+@pytest.mark.slow
 def test_one_more_trace_and_one_for_denominators():
     (x,), (y,) = regression(8, steps=1)
 

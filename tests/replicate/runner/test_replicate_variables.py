@@ -1,6 +1,5 @@
 """Variables in towers: writes and their aggregation, batch norm, copies on devices, dtypes, keys."""
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -178,6 +177,7 @@ def test_every_copy_of_batch_norms_statistics_is_the_same_to_the_bit_after_each_
 
 def batch_norm_model_fn(axis_name, reduction="mean"):
     """Flax's batch norm; with an axis name over all towers."""
+    nn = pytest.importorskip("flax.linen")
 
     class Net(nn.Module):
         @nn.compact

@@ -4,7 +4,6 @@ import json
 
 import jax
 import numpy as np
-from sklearn.datasets import load_digits
 
 
 def many_hosts(code, model_dir):
@@ -15,6 +14,8 @@ def many_hosts(code, model_dir):
 
 
 def from_caffe2(lines, model_dir):
+    from sklearn.datasets import load_digits
+
     images, labels = load_digits(return_X_y=True)
     scope = {"x": np.float32(images / 16), "y": labels.astype(np.int32), "model_dir": model_dir}
     for line in lines:

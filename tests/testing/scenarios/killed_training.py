@@ -3,8 +3,6 @@
 import itertools
 import time
 
-import grain
-import grain.python as pygrain
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -43,20 +41,25 @@ def example(i):
     return {"image": IMAGES[i], "id": np.int32(i)}, LABELS[i]
 
 
-class Example(pygrain.MapTransform):
-    def map(self, i):
-        return example(i)
-
-
 def map_dataset():
+    import grain
+
     return grain.MapDataset.range(ROWS).shuffle(seed=1).repeat().map(example).batch(BATCH)
 
 
 def data_loader():
+    import grain.python as pygrain
+
+    class Example(pygrain.MapTransform):
+        def map(self, i):
+            return example(i)
+
     sampler = pygrain.IndexSampler(ROWS, shard_options=pygrain.NoSharding(), shuffle=True, num_epochs=None, seed=2)
-    operations = [Example(), pygrain.Batch(BATCH)]
     return pygrain.DataLoader(
-        data_source=pygrain.RangeDataSource(0, ROWS, 1), sampler=sampler, operations=operations, worker_count=0
+        data_source=pygrain.RangeDataSource(0, ROWS, 1),
+        sampler=sampler,
+        operations=[Example(), pygrain.Batch(BATCH)],
+        worker_count=0,
     )
 
 
