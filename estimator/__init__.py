@@ -18,7 +18,7 @@ from estimator._estimator import Estimator
 from estimator._train_and_evaluate import train_and_evaluate
 from estimator._train_spec import EvalSpec, TrainSpec
 from estimator.checkpoint._init_from_checkpoint import init_from_checkpoint
-from estimator.checkpoint._listing import CheckpointInfo, checkpoints
+from estimator.checkpoint._model_dir import CheckpointInfo, checkpoints
 from estimator.checkpoint._readers import list_variables, load_variable
 from estimator.checkpoint._warm_start import WarmStartReport, WarmStartSettings
 from estimator.core._estimator_spec import EstimatorSpec

@@ -8,7 +8,7 @@ import tempfile
 
 from absl import logging
 
-from estimator.checkpoint._model_dir import checked_dir
+from estimator.checkpoint._model_dir import check_model_dir
 from estimator.core._model_fn import ModelFn
 from estimator.core._run_config import RunConfig
 
@@ -22,7 +22,7 @@ def chosen_dir(model_dir: str | os.PathLike[str] | None, config: RunConfig) -> s
             f"{given!r} and {configured!r}. Set it in one place."
         )
     if given or configured:
-        return checked_dir(str(given or configured))
+        return check_model_dir(str(given or configured))
     made = tempfile.mkdtemp()
     logging.warning("Using temporary folder as model directory: %s", made)
     return made

@@ -164,7 +164,7 @@ class MetricHook(EarlyStoppingHook):
         return self._best_step(dict(self._history())) == step
 
     def _pin(self, path: str | None) -> None:
-        for pinned in self._checkpoints.pinned():
+        for pinned in self._checkpoints.pinned_paths():
             if pinned != path:
                 self._checkpoints.unpin(pinned)
         if path is not None:

@@ -13,9 +13,7 @@ from absl import logging
 
 from estimator._arguments import check_steps, chosen_dir, needs_params
 from estimator._runs import InputFn, Runs, check_eval_dir, eval_dir
-from estimator.checkpoint import _checkpoints
-from estimator.checkpoint._checkpoint_dir import kept
-from estimator.checkpoint._checkpoints import saved_learning_rates
+from estimator.checkpoint._checkpoint import Checkpoint
 from estimator.checkpoint._model_dir import training_in
 from estimator.checkpoint._warm_start import WarmStartReport, WarmStartSettings, as_settings
 from estimator.core._estimator_spec import checked_hooks
@@ -240,12 +238,12 @@ class Estimator:
         keep_standard_streams_open()
         call = f"evaluate(steps={steps}, checkpoint_path={checkpoint_path!r}, name={name!r})"
         with noting_interrupts(), collective_call(call) as group, contextlib.ExitStack() as stack:
-            path = self._runs.lookup.requested(checkpoint_path, group)
+            path = self._runs.lookup.find(checkpoint_path, group)
             if group.count > 1 and path is not None:  # which all of them read
-                stack.enter_context(kept(path))
+                stack.enter_context(Checkpoint(path).hold())
 
             def find_state(features: Features, labels: Labels) -> tuple[State, str | None]:
-                return self._runs.lookup.state(ModeKeys.EVAL, path, checkpoint_path, group, features, labels)
+                return self._runs.lookup.read_state(ModeKeys.EVAL, path, checkpoint_path, group, features, labels)
 
             return self._runs.evaluate(find_state, input_fn, steps, own_hooks, name, group)
 
@@ -299,7 +297,7 @@ class Estimator:
             call_input_fn(input_fn, ModeKeys.PREDICT, None, None)  # raises
         keys, own_hooks = checked_keys(predict_keys), checked_hooks("hooks", hooks)
         check_not_forked("predict")
-        path = self._runs.lookup.requested(checkpoint_path, SingleProcess())
+        path = self._runs.lookup.find(checkpoint_path, SingleProcess())
         predictions = self._runs.predict(input_fn, keys, own_hooks, path, checkpoint_path)
         return single_examples(predictions) if yield_single_examples else predictions
 
@@ -347,10 +345,10 @@ class Estimator:
 
         def export() -> str:
             alone, lookup = SingleProcess(), self._runs.lookup
-            path = self.latest_checkpoint() if checkpoint_path is None else lookup.requested(checkpoint_path, alone)
+            path = self.latest_checkpoint() if checkpoint_path is None else lookup.find(checkpoint_path, alone)
             if path is None and self._runs.states.settings is None:
                 raise ValueError(f"Couldn't find trained model at {self.model_dir}. Call `train` first.")
-            state, _ = lookup.state(ModeKeys.PREDICT, path, checkpoint_path, alone, options.features)
+            state, _ = lookup.read_state(ModeKeys.PREDICT, path, checkpoint_path, alone, options.features)
             state = self._runs.states.for_export(state, options.features)
             call = bind(self._model_fn, self.params, self._config)
             return write_export(export_dir_base, call, state, options)
@@ -367,7 +365,7 @@ class Estimator:
         Raises:
           ValueError: there is no checkpoint.
         """
-        return self._runs.lookup.read_newest(_checkpoints.names)
+        return self._runs.lookup.read_newest(Checkpoint.names)
 
     def get_variable_value(self, name: str | Sequence[str]) -> np.ndarray | dict[str, np.ndarray]:
         """The value of a variable, or slot, in the newest checkpoint; or several of them.
@@ -383,14 +381,14 @@ class Estimator:
           ValueError: there is no checkpoint, or nothing in it has such a name.
         """
         values = self._runs.lookup.read_newest(
-            lambda path: _checkpoints.read_all(path, [name] if isinstance(name, str) else name)
+            lambda newest: newest.read_all([name] if isinstance(name, str) else name)
         )
         return values[name] if isinstance(name, str) and name in values else values
 
     def get_learning_rates(self) -> dict[str, float]:
         """`est.learning_rates` of the state of the newest checkpoint; a ValueError where there is no checkpoint. An
         optimizer's own name is taken to have no "/"."""
-        return self._runs.lookup.read_newest(saved_learning_rates)
+        return self._runs.lookup.read_newest(Checkpoint.read_learning_rates)
 
     def eval_dir(self, name: str | None = None) -> str:
         """Where the evaluation called `name` writes: `<model_dir>/eval_<name>`, or `<model_dir>/eval` without one."""

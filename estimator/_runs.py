@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from absl import logging
 
-from estimator.checkpoint import _checkpoints
+from estimator.checkpoint._checkpoint import Checkpoint
 from estimator.checkpoint._checkpoints import Checkpoints
 from estimator.checkpoint._lookup import CheckpointLookup
 from estimator.checkpoint._restore import StateSource
@@ -123,8 +123,8 @@ class Runs:
         self._remember(training, state)
 
     def _locate(self, group: ProcessGroup) -> _Start:
-        path = self.lookup.newest(group, writes=True)
-        return _Start(None, 0, {}) if path is None else _Start(path, *_checkpoints.progress(path))
+        path = self.lookup.find_newest(group, writes=True)
+        return _Start(None, 0, {}) if path is None else _Start(path, *Checkpoint(path).progress())
 
     def _open_input(self, input_fn: InputFn, start: _Start, group: ProcessGroup) -> _OpenInput | None:
         """The input at its position; None where it has no batch."""
@@ -133,7 +133,7 @@ class Runs:
             if self._resumes and start.path is not None:
                 skipped = resume_input(rest, start.path, start.host, self._config)
             first = first_batch(group, rest.peek(), ModeKeys.TRAIN)
-            if first is None and skipped and _checkpoints.is_end(str(start.path), "steps"):
+            if first is None and skipped and Checkpoint(str(start.path)).is_end("steps"):
                 rest, skipped = self._batches(input_fn, ModeKeys.TRAIN), 0
                 first = first_batch(group, rest.peek(), ModeKeys.TRAIN)
         if first is not None:
@@ -145,7 +145,7 @@ class Runs:
             "Training made no steps: %s is of the end of the input. The next training run begins it again.", start.path
         )
         if self._config.is_chief:
-            _checkpoints.note_end(start.path, "input")
+            Checkpoint(start.path).note_end("input")
         return None
 
     def _build(
@@ -213,7 +213,7 @@ class Runs:
         context = training.context
         if training.saver.path and training.saver.step == context.global_step:
             if self._config.is_chief:
-                _checkpoints.note_end(training.saver.path, context.stop_reason)
+                Checkpoint(training.saver.path).note_end(context.stop_reason)
             if not context.restored:
                 self.states.keep(training.saver.path, state)
 
@@ -283,7 +283,7 @@ class Runs:
         context.set_model_info(info)
         hooks = as_hooks((*hooks, *info.hooks[1]))
         with ends_by_sigterm(context), _hook_calls.around(hooks, context):
-            state, _ = self.lookup.state(ModeKeys.PREDICT, path, checkpoint_path, SingleProcess(), features)
+            state, _ = self.lookup.read_state(ModeKeys.PREDICT, path, checkpoint_path, SingleProcess(), features)
             context.set_readonly_state(state)
             yield from predict_batches(self._predict_steps, state, rest, features, keys, hooks, context)
 

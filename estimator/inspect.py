@@ -20,19 +20,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from estimator.checkpoint import _checkpoints
-from estimator.checkpoint._checkpoint_dir import (
-    NotACheckpointError,
-    check_sound,
-    is_checkpoint,
-    kept,
-    newest_sound,
-    step_of,
-)
-from estimator.checkpoint._checkpoints import ShapeDtype
-from estimator.checkpoint._listing import CheckpointInfo, checkpoints
-from estimator.checkpoint._orbax import verify
-from estimator.storage._files import expanded, normalized
+from estimator.checkpoint._checkpoint import Checkpoint, NotACheckpointError
+from estimator.checkpoint._model_dir import CheckpointInfo, checkpoints, find_newest
+from estimator.checkpoint._named_arrays import ShapeDtype, describe
+from estimator.storage._files import expand, normalize
 from estimator.storage._manifest import DamagedCheckpointError, has_manifest
 
 _BYTES_AT_A_TIME = 2**28
@@ -59,19 +50,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help="compare the checksums of all files in all checkpoints; the exit status is 1 if one is damaged",
     )
     args = parser.parse_args(arguments)
-    jax.config.update("jax_platforms", "cpu")  # the memory of a GPU may be another process's
+    # Training may run in the directory, and have the memory of the GPU.
+    jax.config.update("jax_platforms", "cpu")
     try:
-        path = normalized(expanded(args.model_dir))
-        model_dir, one = (path, None) if not is_checkpoint(path) else (os.path.dirname(path) or ".", path)
+        path = normalize(expand(args.model_dir))
+        model_dir, one = (path, None) if not Checkpoint(path).exists() else (os.path.dirname(path) or ".", path)
         infos = checkpoints(model_dir)
         if not infos:
             raise FileNotFoundError(f"There is no checkpoint in {args.model_dir!r}.")
         if args.verify:
             _verify([each for each in infos if one in (None, each.path)])
         elif args.diff:
-            _print_lines(_diff(*(_of_step(infos, step) for step in args.diff)))
+            _print_lines(_diff(*(_find_step(infos, step) for step in args.diff)))
         elif args.variables or one:
-            _print_lines(_variables(one or str(newest_sound(model_dir))))
+            checkpoint = Checkpoint(one) if one else find_newest(model_dir)
+            assert checkpoint is not None
+            _print_lines(_variables(checkpoint))
         else:
             _print_lines(_list(infos))
     except (FileNotFoundError, NotACheckpointError, DamagedCheckpointError) as error:
@@ -83,10 +77,10 @@ def _print_lines(lines: Iterator[str]) -> None:
         print(line)
 
 
-def _of_step(infos: Sequence[CheckpointInfo], step: int) -> str:
+def _find_step(infos: Sequence[CheckpointInfo], step: int) -> Checkpoint:
     for each in infos:
         if each.step == step:
-            return each.path
+            return Checkpoint(each.path)
     steps = ", ".join(str(each.step) for each in infos)
     raise FileNotFoundError(f"There is no checkpoint of step {step}; there are checkpoints of steps {steps}.")
 
@@ -105,8 +99,8 @@ def _verify(infos: Sequence[CheckpointInfo]) -> None:
     for each in infos:
         try:
             has_sums = has_manifest(each.path)
-            check_sound(each.path)
-            verify(each.path)
+            Checkpoint(each.path).check_sound()
+            Checkpoint(each.path).verify()
         except NotACheckpointError:  # it was removed meanwhile
             continue
         except DamagedCheckpointError as error:
@@ -118,11 +112,12 @@ def _verify(infos: Sequence[CheckpointInfo]) -> None:
         raise SystemExit(1)
 
 
-def _variables(path: str) -> Iterator[str]:
-    with kept(path):
-        shapes, variables = _checkpoints.shapes(path), _checkpoints.shapes(path, slots=False)
-        norms = {name: _norm(array) for name, array in _arrays(path, shapes)}
-    yield path
+def _variables(checkpoint: Checkpoint) -> Iterator[str]:
+    with checkpoint.hold():
+        shapes, variables = checkpoint.shapes(), checkpoint.shapes(slots=False)
+        norms = {name: _norm(array) for name, array in _arrays(checkpoint, shapes)}
+    # Not held while lines are printed, perhaps into a pipe that nobody reads.
+    yield checkpoint.path
     for title, names in (("variable", [*variables]), ("optimizer slot", [x for x in shapes if x not in variables])):
         if names:
             rows = [(name, *_kind(shapes[name]), f"{norms[name]:.6g}") for name in sorted(names)]
@@ -133,42 +128,44 @@ def _variables(path: str) -> Iterator[str]:
             yield f"{numbers:,} numbers, {_bytes(size)}"
 
 
-def _diff(first: str, second: str) -> Iterator[str]:
-    with kept(first), kept(second):
-        before, after = _checkpoints.shapes(first), _checkpoints.shapes(second)
+def _diff(first: Checkpoint, second: Checkpoint) -> Iterator[str]:
+    with first.hold(), second.hold():
+        before, after = first.shapes(), second.shapes()
         same_kind = {name: x for name, x in before.items() if name in after and _kind(x) == _kind(after[name])}
         rows, unchanged = [], []
+        # By their bytes, so that NaN is the same as NaN.
         for (name, old), (_, new) in zip(_arrays(first, same_kind), _arrays(second, same_kind), strict=True):
             if old.tobytes() == new.tobytes():
                 unchanged.append(name)
             else:
                 change = _norm(_numbers(new) - _numbers(old))
                 rows.append((name, *_kind(before[name]), f"{_norm(old):.6g}", f"{_norm(new):.6g}", f"{change:.6g}"))
-    yield f"{first} and {second}"
+    yield f"{first.path} and {second.path}"
     if rows:
         yield ""
-        titles = ("changed", "shape", "dtype", f"norm at {step_of(first)}", f"norm at {step_of(second)}", "of change")
+        titles = ("changed", "shape", "dtype", f"norm at {first.step}", f"norm at {second.step}", "of change")
         yield from _table([titles, *sorted(rows)], "<<<>>>")
     for name in sorted(before.keys() & after.keys() - same_kind.keys()):
         yield f"other shape or dtype: {name}, {_kind_text(before[name])}, then {_kind_text(after[name])}"
-    for path, names in ((first, before.keys() - after.keys()), (second, after.keys() - before.keys())):
+    for checkpoint, names in ((first, before.keys() - after.keys()), (second, after.keys() - before.keys())):
         for name in sorted(names):
-            yield f"only at step {step_of(path)}: {name}, {_kind_text((before | after)[name])}"
+            yield f"only at step {checkpoint.step}: {name}, {_kind_text((before | after)[name])}"
     if unchanged:
         yield f"unchanged: {', '.join(sorted(unchanged))}"
 
 
-def _arrays(path: str, shapes: Mapping[str, ShapeDtype]) -> Iterator[tuple[str, np.ndarray]]:
-    """The arrays of these names, some at a time: a checkpoint may be larger than the memory."""
+def _arrays(checkpoint: Checkpoint, shapes: Mapping[str, ShapeDtype]) -> Iterator[tuple[str, np.ndarray]]:
+    """Reads the arrays of these names; yields them by name."""
+    # Some at a time: a checkpoint may be larger than the memory.
     names: list[str] = []
     size = 0
     for name, each in shapes.items():
         names.append(name)
         size += math.prod(each.shape) * np.dtype(each.dtype).itemsize
         if size >= _BYTES_AT_A_TIME:
-            yield from _checkpoints.read_all(path, names).items()
+            yield from checkpoint.read_all(names).items()
             names, size = [], 0
-    yield from _checkpoints.read_all(path, names).items()
+    yield from checkpoint.read_all(names).items()
 
 
 def _numbers(array: np.ndarray) -> np.ndarray:
@@ -185,7 +182,7 @@ def _kind(array: ShapeDtype) -> tuple[str, str]:
 
 
 def _kind_text(array: Any) -> str:
-    return _checkpoints.describe(array)
+    return describe(array)
 
 
 def _bytes(size: float) -> str:

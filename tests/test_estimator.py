@@ -15,20 +15,21 @@ import pytest
 from testing.estimators import Linear, X, Y, endless, make, saved_steps, step_of, times
 
 import estimator as est
-from estimator.checkpoint import _checkpoints, _file_lock
+from estimator.checkpoint._checkpoint import Checkpoint
+from estimator.storage import _files
 
 # What stays alive between calls.
 
 
 def count_restores(monkeypatch):
     restored = []
-    restore = _checkpoints.restore
+    restore = Checkpoint.restore
 
-    def counted(path, *args, **kwargs):
-        restored.append(os.path.basename(path))
-        return restore(path, *args, **kwargs)
+    def counted(checkpoint, *args, **kwargs):
+        restored.append(os.path.basename(checkpoint.path))
+        return restore(checkpoint, *args, **kwargs)
 
-    monkeypatch.setattr(_checkpoints, "restore", counted)
+    monkeypatch.setattr(Checkpoint, "restore", counted)
     return restored
 
 
@@ -119,7 +120,7 @@ def test_the_newer_checkpoint_of_another_estimator_is_noticed(tmp_path):
 
 
 def test_a_newer_checkpoint_written_during_training_is_not_taken_for_ones_own(tmp_path, monkeypatch):
-    monkeypatch.setattr(_file_lock, "fcntl", None)  # nothing keeps a second training out
+    monkeypatch.setattr(_files, "fcntl", None)  # nothing keeps a second training out
     # Where nothing keeps them apart, two runs may also write the checkpoint of the same step at the same time.
     mine, other = (make(tmp_path, save_checkpoints_async=False) for _ in range(2))
 

@@ -14,7 +14,8 @@ import pytest
 
 import estimator as est
 from estimator import inspect
-from estimator.checkpoint._checkpoints import Checkpoints, read, read_all
+from estimator.checkpoint._checkpoint import Checkpoint
+from estimator.checkpoint._checkpoints import Checkpoints
 
 
 @pytest.fixture(autouse=True)
@@ -120,4 +121,7 @@ def test_the_command_prints_it_and_nothing_else(model_dir):
     command = [sys.executable, "-m", "estimator.inspect", model_dir, "--variables"]
     output = subprocess.run(command, capture_output=True, text=True, check=True)
     assert output.stderr == "" and "net/w" in output.stdout
-    assert read(f"{model_dir}/ckpt-20", "z") == 1 and len(read_all(f"{model_dir}/ckpt-10", ["*"])) == 7
+    assert (
+        Checkpoint(f"{model_dir}/ckpt-20").read("z") == 1
+        and len(Checkpoint(f"{model_dir}/ckpt-10").read_all(["*"])) == 7
+    )

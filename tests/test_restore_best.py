@@ -11,7 +11,7 @@ from testing.scenarios.early_stopping import ONE, TABLE, KillEvaluation, evaluat
 
 import estimator as est
 from estimator.checkpoint import _checkpoints
-from estimator.checkpoint._async_save import CheckpointWriteError
+from estimator.checkpoint._checkpoints import CheckpointWriteError
 from replicate import TowerOptimizer, VariableDistribution, replicate_model_fn
 
 

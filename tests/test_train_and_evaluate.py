@@ -9,7 +9,7 @@ import pytest
 from testing.estimators import Linear, X, Y, make, refuse, saved_steps, step_of, times
 
 import estimator as est
-from estimator.checkpoint import _checkpoints
+from estimator.checkpoint._checkpoint import Checkpoint
 from replicate import TowerOptimizer, VariableDistribution, replicate_model_fn
 
 EVAL = est.EvalSpec(times(2), steps=None)
@@ -27,7 +27,7 @@ class Calls(est.Exporter):
         return self._name
 
     def export(self, estimator, export_path, checkpoint_path, eval_result, is_the_final_export):
-        saved = int(_checkpoints.read(checkpoint_path, "global_step"))
+        saved = int(Checkpoint(checkpoint_path).read("global_step"))
         self.calls.append((eval_result["global_step"], saved, is_the_final_export))
         assert export_path == os.path.join(estimator.model_dir, "export", self._name)
         return f"{export_path}/{eval_result['global_step']}"
@@ -160,7 +160,7 @@ def test_ten_evaluations_compile_once_and_read_no_checkpoint(tmp_path, compilati
 
     counts = []
     for function in ("restore", "read"):
-        monkeypatch.setattr(_checkpoints, function, refuse)
+        monkeypatch.setattr(Checkpoint, function, refuse)
     model_fn = Linear()
     estimator = make(tmp_path, model_fn)
     run(estimator, max_steps=50, eval_spec=est.EvalSpec(times(2), hooks=[Count()]), eval_every_steps=5)

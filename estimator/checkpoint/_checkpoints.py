@@ -1,7 +1,4 @@
-"""Checkpoints of a training state: named arrays in `<model_dir>/ckpt-<step>`, written by orbax.
-
-On disk a checkpoint is a flat dict of arrays (see `_named_arrays.py`). Each array is saved once, unsharded, so that
-any number of devices can read it.
+"""The checkpoints of a training run: saves states, by a thread while training continues, and returns the newest one.
 
 When `save` returns, a train step may donate the memory of the state, and the checkpoint is on disk, or,
 with `wait=False`, being written by a thread.
@@ -9,89 +6,42 @@ with `wait=False`, being written by a thread.
 
 from __future__ import annotations
 
-import contextlib
-import difflib
-import fnmatch
-import functools
 import os
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+import threading
+from collections.abc import Callable
+from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from absl import logging
 
-from estimator.checkpoint._async_save import AsyncSave, CheckpointWriteError
-from estimator.checkpoint._checkpoint_dir import (
-    PIN,
-    REPLACING,
-    NotACheckpointError,
-    check_is_checkpoint,
-    check_sound,
-    checkpoints_in,
-    host_of,
-    is_pinned,
-    is_renamed,
-    kept,
-    name_of,
-    named_step,
-    newest_sound,
-    remove,
-    step_of,
-)
-from estimator.checkpoint._json_state import encode
-from estimator.checkpoint._named_arrays import (
-    COUNTERS,
-    PREFIXES,
-    SLOT_PREFIX,
-    by_user_name,
-    from_arrays,
-    leaves_on_disk,
-    short,
-    to_arrays,
-)
-from estimator.checkpoint._orbax import array_metadata, read_arrays, read_on_devices, with_orbax
+from estimator.checkpoint._checkpoint import PIN, REPLACING, Checkpoint, NotACheckpointError, name_of
+from estimator.checkpoint._model_dir import find_newest, list_sound
+from estimator.checkpoint._named_arrays import PREFIXES, to_arrays
+from estimator.checkpoint._orbax import with_orbax
 from estimator.checkpoint._save import save_checkpoint
-from estimator.checkpoint._save_in_store import save_in_store
 from estimator.core._state import State
 from estimator.multihost._collective_call import run_on_chief
-from estimator.optim._learning_rate import RATE, VALUES, rate_names
+from estimator.runtime._uninterrupted import Work, give_up
 from estimator.storage import _files
+from estimator.storage._json import encode
 from estimator.storage._manifest import DamagedCheckpointError, add_empty_file
 from estimator.storage._own_folders import make_own, remove_own
 
-F = TypeVar("F", bound=Callable[..., Any])
 
-_ENDS = {"input": "INPUT_ENDED", "steps": "STEPS_ENDED"}  # files in a checkpoint, by why its run ended
-
-
-class ShapeDtype(Protocol):
-    """The shape and dtype of an array."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    @property
-    def dtype(self) -> Any: ...
+class CheckpointWriteError(RuntimeError):
+    """A checkpoint could not be written, perhaps because the disk is full. Earlier checkpoints stay."""
 
 
 class Checkpoints:
     """The checkpoints of one directory, which may be written and read by different processes.
 
-    >>> import collections, tempfile
+    >>> import collections, jax.numpy as jnp, tempfile
     >>> State = collections.namedtuple("State", "variables slots global_step key")
     >>> state = State({"w": jnp.ones((2,))}, {}, jnp.int32(7), jax.random.key(0))
     >>> checkpoints = Checkpoints(tempfile.mkdtemp())
     >>> path = checkpoints.save(state)
-    >>> path == checkpoints.latest()
-    True
-    >>> names(path)
-    ['global_step', 'w']
-    >>> read(path, "w")
-    array([1., 1.], dtype=float32)
-    >>> restore(path, jax.eval_shape(lambda: state)).variables
-    {'w': Array([1., 1.], dtype=float32)}
+    >>> path == checkpoints.latest(), path in checkpoints.paths(), checkpoints.pinned_paths()
+    (True, True, [])
 
     Args:
       model_dir: the directory; the first `save` makes it.
@@ -113,22 +63,23 @@ class Checkpoints:
     def paths(self) -> list[str]:
         """The paths of all sound checkpoints, oldest first; every call lists the directory again.
 
-        It waits for the checkpoint that a thread of this object writes, as `latest` and `pinned` do.
+        It waits for the checkpoint that a thread of this object writes, as `latest` and `pinned_paths` do.
         """
         self.finish()
-        return checkpoints_in(self._dir)
+        return [each.path for each in list_sound(self._dir)]
 
-    def latest(self, check: Callable[[str], object] = lambda path: None) -> str | None:
+    def latest(self, check: Callable[[Checkpoint], object] = lambda each: None) -> str | None:
         """The path of the newest sound checkpoint, or None. Newer ones that are damaged are named in the log.
 
         Args:
-          check: looks for more than wrong sizes, as in `newest_sound`.
+          check: looks for more than wrong sizes, as in `find_newest`.
 
         Raises:
           DamagedCheckpointError: all of them are damaged.
         """
         self.finish()
-        return newest_sound(self._dir, check)
+        newest = find_newest(self._dir, check)
+        return None if newest is None else newest.path
 
     def save(self, state: State, host: dict[str, Any] | None = None, wait: bool = True) -> str:
         """Writes `state` to `<model_dir>/ckpt-<global_step>` and returns this path.
@@ -140,7 +91,7 @@ class Checkpoints:
 
         Args:
           state: jax arrays on any devices; none may have a size of zero.
-          host: values other than arrays, saved in the same write (see `_json_state.py`).
+          host: values other than arrays, saved in the same write (see `storage/_json.py`).
           wait: whether to return when the checkpoint is on disk. Otherwise a thread writes it, from a copy in the
             host's memory; `wait()` says when it is there. Several processes always wait, since one that dies could
             keep the threads of the others waiting.
@@ -152,7 +103,7 @@ class Checkpoints:
         self.wait()
         path = os.path.join(self._dir, name_of(int(state.global_step)))
         # Process 0 decides: it alone may have found by their checksums that arrays are damaged.
-        if not run_on_chief("save", lambda: _is_saved(path)):
+        if not run_on_chief("save", lambda: _is_saved(Checkpoint(path))):
             self._start_writing(path, to_arrays(state), encode(host or {}))
             if wait or jax.process_count() > 1:
                 self.wait()
@@ -176,7 +127,7 @@ class Checkpoints:
             in_flight.check()
 
     def give_up(self) -> None:
-        """To be called when nobody waits for the last checkpoint any more."""
+        """Lets the process end while the last checkpoint is being written: nobody waits for it any more."""
         if self._in_flight is not None:
             self._in_flight.give_up()
 
@@ -185,11 +136,11 @@ class Checkpoints:
 
         def write(copied: Callable[[], None]) -> None:
             try:
-                _save(path, arrays, host, *self._retention, copied=copied)
+                save_checkpoint(path, arrays, host, *self._retention, copied=copied)
             except Exception as error:
                 if jax.process_count() > 1:
                     raise
-                explained = CheckpointWriteError(_explained(path, error))
+                explained = CheckpointWriteError(_explain(path, error))
                 logging.error("%s", explained)  # which is raised only when training saves again, or ends
                 raise explained from error
 
@@ -203,8 +154,7 @@ class Checkpoints:
           ValueError: `path` is not a checkpoint.
         """
         self.finish()  # a save that is in flight may have chosen to remove it
-        check_is_checkpoint(path)
-        _files.write(os.path.join(path, PIN), b"")
+        Checkpoint(path).pin()
 
     def unpin(self, path: str) -> None:
         """Lets a later `save` remove a checkpoint like any other.
@@ -212,53 +162,71 @@ class Checkpoints:
         Raises:
           ValueError: `path` is not a checkpoint.
         """
-        check_is_checkpoint(path)
-        with contextlib.suppress(FileNotFoundError):
-            _files.remove(os.path.join(path, PIN))
+        Checkpoint(path).unpin()
 
-    def pinned(self) -> list[str]:
+    def pinned_paths(self) -> list[str]:
         """The paths of the pinned checkpoints, oldest first."""
-        return [path for path in self.paths() if is_pinned(path)]
+        return [path for path in self.paths() if Checkpoint(path).is_pinned()]
 
 
-def _reads(function: F) -> F:
-    """Decorates a function that reads a checkpoint: neither signals nor the checkpoint's removal interrupt it."""
+class AsyncSave:
+    """The thread that writes a checkpoint.
 
-    @functools.wraps(function)
-    def read(path: str, *args: Any, **kwargs: Any) -> Any:
-        with kept(path):
-            return function(path, *args, **kwargs)
-
-    return with_orbax(read)  # type: ignore[return-value]
-
-
-@_reads
-def restore(path: str, like: State, partial: bool = False) -> State:
-    """Returns the state saved at `path`, with every array placed as in `like`.
-
-    Names, shapes and dtypes are compared first; no array is read where they differ.
+    >>> written = []
+    >>> def write(copied):
+    ...     copied()  # the memory of the state may be donated now
+    ...     written.append("ckpt-7")
+    >>> save = AsyncSave("ckpt-7", write)
+    >>> save.start()
+    >>> save.finish()
+    >>> written
+    ['ckpt-7']
 
     Args:
-      path: a checkpoint, as `Checkpoints.latest` returns it.
-      like: the state of `jax.ShapeDtypeStruct`s to fill. An array goes to the `sharding` of its
-        leaf, or to the default device where that is None.
-      partial: whether the checkpoint may hold arrays that `like` has not, which are not read:
-        evaluation has no slots, and a model may create fewer variables there.
-
-    Raises:
-      ValueError: `path` is not a checkpoint, or it has other variables than `like`.
+      path: of the checkpoint.
+      write: writes it, and calls its argument when it no longer needs the memory of the state.
     """
-    model = to_arrays(like)
-    default = jnp.zeros(()).sharding
-    shardings = {name: leaf.sharding or default for name, leaf in leaves_on_disk(like).items()}
-    saved = array_metadata(path)
-    new_counters = COUNTERS & (model.keys() - saved.keys())
-    zeros = {name: jnp.zeros((), model[name].dtype, device=shardings[name]) for name in new_counters}
-    for name in new_counters:
-        del model[name]
-    saved = {name: x for name, x in saved.items() if name in model or name not in COUNTERS}
-    _check_same(path, saved, model, partial)
-    return from_arrays(read_on_devices(path, model, shardings) | zeros, like)
+
+    def __init__(self, path: str, write: Callable[[Callable[[], None]], None]) -> None:
+        self.path = path
+        self._process = os.getpid()
+        copied = threading.Event()
+
+        def call() -> None:
+            try:
+                write(copied.set)
+            finally:
+                copied.set()  # also where the write has failed before: `start` waits for it
+
+        self._copied = copied
+        self._work = Work(call)
+
+    def start(self) -> None:
+        """Starts the thread, and waits until the memory of the state may be donated.
+
+        An exception out of a signal's handler ends the wait, but not the thread.
+        """
+        try:
+            self._work.thread.start()
+        except RuntimeError:  # there are too many threads
+            self._work.done.set()
+            raise
+        self._copied.wait()
+
+    def finish(self) -> None:
+        """Waits for the thread, whatever goes wrong in it. A forked child, which has no such thread, does not wait."""
+        if os.getpid() == self._process:
+            self._work.done.wait()
+
+    def check(self) -> None:
+        """Raises what went wrong in the thread, once; after `finish`."""
+        if os.getpid() == self._process:
+            self._work.result()
+
+    def give_up(self) -> None:
+        """Lets the process end while the thread is at work."""
+        logging.warning("The checkpoint %s is still being written. It is lost if the process ends now.", self.path)
+        give_up(self._work)
 
 
 @with_orbax
@@ -269,167 +237,50 @@ def take_values(path: str, source: str) -> None:
     Raises:
       CheckpointWriteError: the new one could not be written; the old one stays.
     """
-    values = read_arrays(source, [key for key in array_metadata(source) if key.startswith(PREFIXES)])
-    others = read_arrays(path, [key for key in array_metadata(path) if not key.startswith(PREFIXES)])
-    host = encode(host_of(path))
-    marks = [mark for mark in (PIN, *_ENDS.values()) if _files.exists(os.path.join(path, mark))]
+    values = Checkpoint(source).read_on_disk(lambda key: key.startswith(PREFIXES))
+    others = Checkpoint(path).read_on_disk(lambda key: not key.startswith(PREFIXES))
+    host = encode(Checkpoint(path).host)
+    marks = Checkpoint(path).list_marks()
+    # The new one is written beside the old one, which a kill leaves as it is until both have their other names: a kill
+    # between these two leaves neither, and training resumes from the one before. A store has no renames: there
+    # `save_checkpoint` itself replaces the old one.
     aside = path + REPLACING
     new = path if _files.is_url(path) else os.path.join(aside, os.path.basename(path))
     try:
         if new != path:
             make_own(aside)
-        _save(new, values | others, host, together=False)
+        save_checkpoint(new, values | others, host, together=False)
         for mark in marks:
             _files.write(os.path.join(new, mark), b"") if mark == PIN else add_empty_file(new, mark)
         if new != path:
-            remove(path)
+            Checkpoint(path).remove()
             _files.rename(new, path)
     except Exception as error:
-        raise CheckpointWriteError(_explained(path, error)) from error
+        raise CheckpointWriteError(_explain(path, error)) from error
     finally:
         if new != path:
             remove_own(aside)
 
 
-def _is_saved(path: str) -> bool:
+def _is_saved(checkpoint: Checkpoint) -> bool:
     try:
-        check_sound(path)
+        checkpoint.check_sound()
     except DamagedCheckpointError as error:
-        logging.warning("The checkpoint %s, which is damaged, is replaced: %s.", path, error.reason)
+        logging.warning("The checkpoint %s, which is damaged, is replaced: %s.", checkpoint.path, error.reason)
         return False
     except NotACheckpointError:
         return False
-    if is_renamed(path):
-        logging.warning("The checkpoint %s, which was written at step %d, is replaced.", path, step_of(path))
+    if checkpoint.is_renamed:
+        step = checkpoint.step
+        logging.warning("The checkpoint %s, which was written at step %d, is replaced.", checkpoint.path, step)
         return False
     return True
 
 
-def _explained(path: str, error: Exception) -> str:
-    newest = checkpoints_in(os.path.dirname(path))[-1:]
+def _explain(path: str, error: Exception) -> str:
+    newest = list_sound(os.path.dirname(path))[-1:]
     return (
-        f"The checkpoint of step {named_step(path)} could not be written to {path}: {error}\n"
-        + (f"The newest checkpoint is {newest[0]}. " if newest else "There is no other checkpoint. ")
+        f"The checkpoint of step {Checkpoint(path).named_step} could not be written to {path}: {error}\n"
+        + (f"The newest checkpoint is {newest[0].path}. " if newest else "There is no other checkpoint. ")
         + "Look whether the disk is full, or the directory is gone or cannot be written."
     )
-
-
-def _save(path: str, *args: Any, **kwargs: Any) -> None:
-    (save_in_store if _files.is_url(path) else save_checkpoint)(path, *args, **kwargs)
-
-
-@_reads
-def names(path: str) -> list[str]:
-    """Returns the sorted names of variables, optimizer slots and global step saved at `path`.
-
-    Raises:
-      ValueError: `path` is not a checkpoint.
-    """
-    return sorted(by_user_name(array_metadata(path)))
-
-
-@_reads
-def shapes(path: str, slots: bool = True) -> dict[str, ShapeDtype]:
-    """Returns the shapes and dtypes of the arrays saved at `path`, by name (see `names`).
-
-    They do not include the counters of `on_nan`, nor, unless `slots`, the optimizer slots.
-
-    Raises:
-      ValueError: `path` is not a checkpoint.
-    """
-    saved = array_metadata(path)
-    excluded = COUNTERS if slots else {key for key in saved if key.startswith(SLOT_PREFIX)}
-    return {name: saved[key] for name, key in by_user_name(saved).items() if key not in excluded}
-
-
-@_reads
-def progress(path: str) -> tuple[int, dict[str, Any]]:
-    """Returns the global step of the checkpoint at `path`, and the `host` values saved with it.
-
-    Raises:
-      ValueError: `path` is not a checkpoint, or damaged.
-    """
-    return step_of(path), host_of(path)
-
-
-def note_end(path: str, reason: str | None) -> None:
-    """Marks the last checkpoint of a run, for the next run's input, which begins again after the end of the "input",
-    and also where a run that made all its "steps" left no batch. Other reasons leave no mark."""
-    if reason in _ENDS:
-        add_empty_file(path, _ENDS[reason])
-
-
-def is_end(path: str, reason: str) -> bool:
-    """Whether a run ended at this checkpoint for that reason: "input" or "steps"."""
-    return _files.exists(os.path.join(path, _ENDS[reason]))
-
-
-def read(path: str, name: str) -> np.ndarray:
-    """Returns the array called `name` (see `names`) of the checkpoint at `path`.
-
-    Raises:
-      ValueError: `path` is not a checkpoint, or it has no such array.
-    """
-    return read_all(path, [name])[name]
-
-
-@_reads
-def read_all(path: str, patterns: Sequence[str]) -> dict[str, np.ndarray]:
-    """Returns the arrays of the checkpoint at `path` that match `patterns`, by name.
-
-    Args:
-      path: the checkpoint.
-      patterns: names (see `names`), or globs such as "dense/*", whose "*" matches "/" too.
-
-    Raises:
-      ValueError: `path` is not a checkpoint, or one of the patterns matches nothing in it.
-    """
-    on_disk = by_user_name(array_metadata(path))
-    keys: dict[str, str] = {}
-    for pattern in patterns:
-        matches = [pattern] if pattern in on_disk else fnmatch.filter(sorted(on_disk), pattern)
-        if not matches:
-            near = difflib.get_close_matches(pattern, on_disk, cutoff=0.5) or sorted(on_disk)[:5]
-            raise ValueError(
-                f"Checkpoint {path} has no variable {pattern!r}. Did you mean one of {near}? "
-                f"It has {len(on_disk)} names in all."
-            )
-        keys |= {name: on_disk[name] for name in matches}
-    if not keys:
-        return {}
-    arrays = read_arrays(path, keys.values())
-    return {name: arrays[key] for name, key in keys.items()}
-
-
-def _check_same(path: str, saved: dict[str, Any], model: dict[str, Any], partial: bool) -> None:
-    """Raises one error that names every difference between a checkpoint and a model."""
-    lines = []
-    for key in sorted(model.keys() | saved.keys()):
-        was, now = describe(saved.get(key)), describe(model.get(key))
-        if key not in saved:
-            lines.append(f"  missing: {short(key)}, {now} in the model")
-        elif key not in model and not partial:
-            lines.append(f"  unexpected: {short(key)}, {was} in the checkpoint")
-        elif key in model and was != now:
-            lines.append(f"  mismatched: {short(key)}, {was} in the checkpoint, {now} in the model")
-    if lines:
-        raise ValueError(
-            f"The variables of checkpoint {path} are not those of the model:\n"
-            + "\n".join(lines)
-            + "\nMake the model_fn create the same variables and optimizers as when the checkpoint "
-            "was saved, or use another model_dir to start from scratch (from its variables by `warm_start_from`)."
-        )
-
-
-def describe(array: ShapeDtype | None) -> str:
-    return "" if array is None else f"{np.dtype(array.dtype).name}{list(array.shape)}"
-
-
-def saved_learning_rates(path: str) -> dict[str, float]:
-    """The `learning_rates` of the state in the checkpoint at `path`."""
-    end = f"/{VALUES}/{RATE}"
-    slots = shapes(path).keys() - shapes(path, slots=False).keys()
-    values = read_all(path, sorted(name for name in slots if name.endswith(end)))
-    places = [name.removesuffix(end).split("/") for name in values]
-    names = rate_names((optimizer, rest) for optimizer, *rest in places)
-    return {name: float(np.ravel(value)[0]) for name, value in zip(names, values.values(), strict=True)}

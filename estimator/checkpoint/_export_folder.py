@@ -34,7 +34,7 @@ def write_checksums(folder: str) -> None:
 
 
 def find_export(path: str) -> str | None:
-    """The folder of the exported model at `path`, or of the newest one in it; None if there is none."""
+    """Finds the folder of the exported model at `path`, or of the newest one in it; None if there is none."""
     if is_export(path):
         return path
     numbers = sorted((int(name) for name in list_dir(path) if name.isdecimal()), reverse=True)
@@ -42,8 +42,7 @@ def find_export(path: str) -> str | None:
 
 
 class ExportFolder:
-    """An exported model on disk. All its files except the README are compared with their checksums first: a damaged
-    program may crash the process that reads it.
+    """An exported model on disk.
 
     Attributes:
       path: the folder.
@@ -58,29 +57,30 @@ class ExportFolder:
         self.path = path
         self._copy = LocalCopy(path)
         self._copy.fetch()
+        # Before anything is parsed: a damaged program may crash the process that reads it.
         self._check_files()
-        with self._naming(METADATA_FILE), open(self._file(METADATA_FILE), encoding="utf-8") as file:
+        with self._name_errors(METADATA_FILE), open(self._file(METADATA_FILE), encoding="utf-8") as file:
             self.metadata: dict[str, Any] = dict(json.load(file))
         if self.metadata.get("format") != FORMAT:
             raise ValueError(
                 f"{os.path.join(self.path, METADATA_FILE)} does not belong to an exported model of this version: its "
                 f"format must be {FORMAT!r}; got {self.metadata.get('format')!r}. Export the model again."
             )
-        with self._naming(METADATA_FILE):
+        with self._name_errors(METADATA_FILE):
             self.shapes = {name: _struct(name, entry) for name, entry in self.metadata["weights"].items()}
             _check_signatures(self.metadata)
 
     def read(self, name: str) -> bytearray:
-        """The bytes of a file that the checksums name."""
+        """Reads the bytes of a file that the checksums name."""
         if name not in self._sums:
-            raise self.damaged(f"{METADATA_FILE} names the file {name!r}, and {CHECKSUMS_FILE} does not")
+            raise self.make_error(f"{METADATA_FILE} names the file {name!r}, and {CHECKSUMS_FILE} does not")
         with open(self._file(name), "rb") as file:
             return bytearray(file.read())
 
     @functools.cached_property
     def weights(self) -> dict[str, np.ndarray]:
         """The arrays by name, in the dtypes of the metadata."""
-        with self._naming(WEIGHTS_FILE), np.load(self._file(WEIGHTS_FILE)) as saved:
+        with self._name_errors(WEIGHTS_FILE), np.load(self._file(WEIGHTS_FILE)) as saved:
             weights = {name: saved[name].view(like.dtype) for name, like in self.shapes.items()}
             for name, like in self.shapes.items():
                 if weights[name].shape != like.shape:
@@ -94,33 +94,33 @@ class ExportFolder:
         self._sums = sums = self._checksums()
         for name in {METADATA_FILE: None, WEIGHTS_FILE: None, **sums}:
             if name not in sums:
-                raise self.damaged(f"{CHECKSUMS_FILE} does not name {name}")
+                raise self.make_error(f"{CHECKSUMS_FILE} does not name {name}")
             try:
                 is_same = _sha256(self._file(name)) == sums[name]
             except PermissionError:
                 raise
             except (OSError, ValueError):  # there cannot be a file of any name
-                raise self.damaged(f"{name:.100}, which {CHECKSUMS_FILE} names, is missing") from None
+                raise self.make_error(f"{name:.100}, which {CHECKSUMS_FILE} names, is missing") from None
             if not is_same:
-                raise self.damaged(f"{name} is not what was written, or {CHECKSUMS_FILE} is not: they do not agree")
+                raise self.make_error(f"{name} is not what was written, or {CHECKSUMS_FILE} is not: they do not agree")
 
     def _checksums(self) -> dict[str, str]:
-        with self._naming(CHECKSUMS_FILE), open(self._file(CHECKSUMS_FILE), encoding="utf-8") as file:
+        with self._name_errors(CHECKSUMS_FILE), open(self._file(CHECKSUMS_FILE), encoding="utf-8") as file:
             return dict(json.load(file)["sha256"])
 
     @contextlib.contextmanager
-    def _naming(self, name: str) -> Iterator[None]:
-        """Makes one ValueError, which names the file, of all that goes wrong with its bytes."""
+    def _name_errors(self, name: str) -> Iterator[None]:
+        """Raises all that goes wrong with the bytes of a file as one ValueError, which names it."""
         try:
             yield
         except FileNotFoundError:
-            raise self.damaged(f"{name} is missing") from None
+            raise self.make_error(f"{name} is missing") from None
         except PermissionError:
             raise
         except Exception as e:  # parsing bytes raises many kinds
-            raise self.damaged(f"{name} is not what was written ({e!r:.200})") from e
+            raise self.make_error(f"{name} is not what was written ({e!r:.200})") from e
 
-    def damaged(self, what: str) -> ValueError:
+    def make_error(self, what: str) -> ValueError:
         """The error for a file that is not what was written."""
         return ValueError(
             f"The exported model at {self.path} is damaged: {what}. Copy the folder again, or export the model again."
@@ -149,9 +149,11 @@ def _check_signatures(metadata: dict[str, Any]) -> None:
 
 
 def is_export(path: str) -> bool:
-    """Whether a folder holds an exported model; in a store, a whole one."""
+    """Returns whether a folder holds an exported model; in a store, a whole one."""
     has = [exists(os.path.join(path, name)) for name in (METADATA_FILE, CHECKSUMS_FILE)]
-    return all(has) if is_url(path) else any(has)  # one alone: it is being uploaded, or damaged
+    # In a store, one file alone may be of an upload that is not complete. On a disk a folder gets its name when it is
+    # complete: there it is damage, which reading names.
+    return all(has) if is_url(path) else any(has)
 
 
 def _sha256(path: str) -> str:

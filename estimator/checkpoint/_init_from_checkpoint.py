@@ -7,14 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from absl import logging
 
-from estimator.checkpoint._checkpoints import describe
-from estimator.checkpoint._readers import Reader, near, read_newest
+from estimator.checkpoint._named_arrays import close_matches, is_key
+from estimator.checkpoint._readers import Reader, find_mismatches, read_newest, read_values
 from estimator.core._frame import current_frame
 from estimator.core._typing import Variables
-from estimator.variables._initial_value import InitialValues, cast
+from estimator.variables._initial_value import InitialValues
 from estimator.variables._variables import map_named
 
 _CALLER = "est.init_from_checkpoint"
@@ -51,26 +50,28 @@ def init_from_checkpoint(
 
     Raises:
       TypeError: the path or the map is of another type. A variable goes by its name: `get_variable` returns a value.
-      ValueError: a name is no variable of this run, or a scope has none; or, when the values are read, there is no such
-        checkpoint, a name or variable is not in it, or has another shape, or a value does not fit into the dtype.
+      ValueError: a name is not a variable of this run, or a scope has none; or, when the values are read, there is no
+        such checkpoint, a name or variable is not in it, or has another shape, or a value does not fit into the dtype.
       RuntimeError: no model_fn is running.
     """
     frame = current_frame(_CALLER)
     if not isinstance(ckpt_dir_or_file, str | os.PathLike):
         raise TypeError(f"`{_CALLER}` needs a path, a string; got {ckpt_dir_or_file!r}.")
-    pairs = _checked_pairs(assignment_map)
-    if not frame.initializing:
+    pairs = _check_pairs(assignment_map)
+    if not frame.initializing:  # programs read no files: the values are in the state
         return
     names: list[str] = []
-    map_named(lambda name, leaf: None if _is_key(leaf) else names.append(name), frame.variables)
+    map_named(lambda name, leaf: None if is_key(leaf) else names.append(name), frame.variables)
     old_names: dict[str, str] = {}
-    for old, new in sorted(pairs, key=lambda pair: not pair[1].endswith("/")):  # single names last
-        old_names |= _matches(old, new, names)
+    # Scopes first, so that a single name replaces what a scope around it says.
+    for old, new in sorted(pairs, key=lambda pair: not pair[1].endswith("/")):
+        old_names |= _match_names(old, new, names)
+    # Read once the model_fn has returned: optimizers and averages that it makes later begin with the values too.
     frame.declared.notes.get(InitialValues).append(_Start(os.fspath(ckpt_dir_or_file), tuple(old_names.items())))
 
 
 class _Start(NamedTuple):
-    """Which arrays of variables begin with which values.
+    """Arrays of variables that begin with values of a checkpoint.
 
     Attributes:
       path: of the checkpoint.
@@ -81,7 +82,7 @@ class _Start(NamedTuple):
     names: tuple[tuple[str, str], ...]
 
     def read(self, variables: Variables) -> dict[str, jax.Array]:
-        """The values by the names of the arrays, with the dtypes of `variables`."""
+        """Reads the values, by the names of the arrays, with the dtypes of `variables`."""
         return read_newest(_CALLER, self.path, lambda reader: self._read(reader, variables))
 
     def _read(self, reader: Reader, variables: Variables) -> dict[str, jax.Array]:
@@ -89,29 +90,27 @@ class _Start(NamedTuple):
             if old not in reader.shapes:
                 raise ValueError(
                     f"`{_CALLER}`: {new!r} is to begin with {old!r}, which is not in {reader.path}. Near it, that has "
-                    f"{near(old, reader.shapes)}; `est.list_variables` lists all. Name the variables one by one, as "
-                    f"{{{old!r}: {new!r}}}, to leave some out."
+                    f"{close_matches(old, reader.shapes)}; `est.list_variables` lists all. Name the variables one by "
+                    f"one, as {{{old!r}: {new!r}}}, to leave some out."
                 )
         like: dict[str, Any] = {}
         map_named(like.__setitem__, variables)
-        other_shapes = [
-            f"{old!r} there is {describe(reader.shapes[old])}, and {new!r} here {describe(like[new])}"
-            for new, old in self.names
-            if tuple(reader.shapes[old].shape) != tuple(like[new].shape)
-        ]
-        if other_shapes:
+        old_names = dict(self.names)
+        mismatches = find_mismatches({new: reader.shapes[old] for new, old in self.names}, like, dtypes=False)
+        if mismatches:
+            lines = (
+                f"{old_names[new]!r} there is {was}, and {new!r} here {now}" for new, (was, now) in mismatches.items()
+            )
             raise ValueError(
-                f"`{_CALLER}`: shapes in {reader.path} are not those of the model: {'; '.join(other_shapes)}. Leave "
+                f"`{_CALLER}`: shapes in {reader.path} are not those of the model: {'; '.join(lines)}. Leave "
                 "these out by naming the others one by one, or change the model."
             )
-        values = reader.read(sorted({old for _, old in self.names}))
+        values = read_values(reader, old_names, like, f"`{_CALLER}`: ")
         logging.info("%d arrays begin with values of %s.", len(self.names), reader.path)
-        return {
-            new: cast(f"`{_CALLER}`: {old!r} in {reader.path}", values[old], like[new].dtype) for new, old in self.names
-        }
+        return values
 
 
-def _checked_pairs(assignment_map: Any) -> list[tuple[str, str]]:
+def _check_pairs(assignment_map: Any) -> list[tuple[str, str]]:
     pairs = assignment_map.items() if isinstance(assignment_map, Mapping) else assignment_map
     if not isinstance(pairs, str) and hasattr(pairs, "__iter__"):
         pairs = list(pairs)
@@ -126,19 +125,15 @@ def _checked_pairs(assignment_map: Any) -> list[tuple[str, str]]:
     )
 
 
-def _is_key(leaf: Any) -> bool:
-    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
-def _matches(old: str, new: str, names: Sequence[str]) -> dict[str, str]:
-    """The old names of the arrays that a pair of names means."""
+def _match_names(old: str, new: str, names: Sequence[str]) -> dict[str, str]:
+    """Matches a pair of names with the arrays of this run; returns their old names."""
     if not new.endswith("/"):
         if new in names and not old.endswith("/"):
             return {new: old}
         inside = any(name.startswith(f"{new}/") for name in names)
         if new in names:
             raise ValueError(f"`{_CALLER}`: {new!r} is a variable, and {old!r} a scope. Give both as names.")
-        fix = f"Near it: {near(new, names)}."
+        fix = f"Near it: {close_matches(new, names)}."
         if inside:
             fix = f'Did you mean the scope, {{"{old.rstrip("/")}/": "{new}/"}}?'
         raise ValueError(f"`{_CALLER}`: {new!r} names no variable that this run has got so far. {fix}")

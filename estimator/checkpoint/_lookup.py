@@ -10,17 +10,15 @@ from typing import TypeVar
 
 from absl import logging
 
-from estimator.checkpoint import _checkpoints
-from estimator.checkpoint._checkpoint_dir import NotACheckpointError, check_sound, kept
+from estimator.checkpoint._checkpoint import Checkpoint, NotACheckpointError
 from estimator.checkpoint._checkpoints import Checkpoints
 from estimator.checkpoint._model_dir import check_not_of_tensorflow
-from estimator.checkpoint._orbax import verify
 from estimator.checkpoint._restore import StateSource
 from estimator.core._mode_keys import ModeKeys
 from estimator.core._state import State
 from estimator.core._typing import Features, Labels
 from estimator.multihost._process_group import ProcessGroup
-from estimator.storage._files import exists, expanded, is_dir, is_url, remove, write
+from estimator.storage._files import exists, expand, is_dir, is_url, remove, write
 from estimator.storage._manifest import DamagedCheckpointError
 
 T = TypeVar("T")
@@ -36,15 +34,15 @@ class CheckpointLookup:
         self._checkpoints = checkpoints
         self._states = states
 
-    def newest(self, group: ProcessGroup, writes: bool = False) -> str | None:
-        """The newest checkpoint, the same in all processes, or None."""
-        path = _shared_path(group, self._model_dir, lambda: self._checkpoints.latest(self._checker(writes)), writes)
+    def find_newest(self, group: ProcessGroup, writes: bool = False) -> str | None:
+        """Finds the newest checkpoint, the same in all processes; None if there is none."""
+        path = _find_shared(group, self._model_dir, lambda: self._checkpoints.latest(self._make_check(writes)), writes)
         if path is None:
             check_not_of_tensorflow(self._model_dir)
         return path
 
-    def trained(self) -> str:
-        """The newest checkpoint.
+    def find_trained(self) -> str:
+        """Finds the newest checkpoint.
 
         Raises:
           ValueError: there is none.
@@ -55,21 +53,21 @@ class CheckpointLookup:
             raise ValueError(f"Could not find trained model in model_dir: {self._model_dir}. Call `train` first.")
         return path
 
-    def requested(self, checkpoint_path: str | None, group: ProcessGroup) -> str | None:
-        """The checkpoint at a path that a user gives; the newest one where that is None or "latest".
+    def find(self, checkpoint_path: str | None, group: ProcessGroup) -> str | None:
+        """Finds the checkpoint at a path that a user gives; the newest one where that is None or "latest".
 
         Raises:
           ValueError: there is none.
         """
         if checkpoint_path not in (None, "latest"):
             self._checkpoints.finish()  # it may be the one that is being written
-            checkpoint_path = expanded(checkpoint_path)
-            check_sound(checkpoint_path)
-            _checkpoints.names(checkpoint_path)  # raises where it is not a checkpoint
-            return checkpoint_path
-        path = self.newest(group)
+            checkpoint = Checkpoint(expand(checkpoint_path))
+            checkpoint.check_sound()
+            checkpoint.names()  # raises where it is not a checkpoint
+            return checkpoint.path
+        path = self.find_newest(group)
         if path is None and checkpoint_path is not None:
-            self.trained()  # raises
+            self.find_trained()  # raises
         if path is None:
             logging.warning(
                 "Could not find trained model in model_dir: %s, running initialization instead.",
@@ -77,7 +75,7 @@ class CheckpointLookup:
             )
         return path
 
-    def state(
+    def read_state(
         self,
         mode: ModeKeys,
         path: str | None,
@@ -86,8 +84,8 @@ class CheckpointLookup:
         features: Features,
         labels: Labels = None,
     ) -> tuple[State, str | None]:
-        """The state saved at `path`, and that path; the newest checkpoint's where the user's `checkpoint_path` names
-        none and the one looked up before has been removed since, or is damaged."""
+        """Reads the state saved at `path`, and returns it with that path; the newest checkpoint's where the user's
+        `checkpoint_path` names none and the one looked up before has been removed since, or is damaged."""
         while True:
             try:
                 return self._states.get(mode, path, group, features, labels), path
@@ -97,31 +95,31 @@ class CheckpointLookup:
                     raise
                 path = newest
 
-    def read_newest(self, read: Callable[[str], T]) -> T:
-        """What is read from the newest checkpoint; from the next one if that is removed before, or damaged."""
+    def read_newest(self, read: Callable[[Checkpoint], T]) -> T:
+        """Reads the newest checkpoint; the next one if that is removed before, or damaged."""
         failed = None
         while True:
-            path = self.trained()
+            newest = Checkpoint(self.find_trained())
             try:
-                with kept(path):
-                    return read(path)
+                with newest.hold():
+                    return read(newest)
             except (NotACheckpointError, DamagedCheckpointError):
-                if path == failed:
+                if newest == failed:
                     raise
-                failed = path
+                failed = newest
 
-    def _checker(self, slots: bool) -> Callable[[str], None]:
-        """Compares the checksums of a checkpoint that a run will read, unless its state is in memory."""
+    def _make_check(self, slots: bool) -> Callable[[Checkpoint], None]:
+        """Makes a function that compares the checksums of a checkpoint, unless its state is cached."""
 
-        def check(path: str) -> None:
-            if not self._states.is_cached(path):
-                verify(path, slots)
+        def check(checkpoint: Checkpoint) -> None:
+            if not self._states.is_cached(checkpoint.path):
+                checkpoint.verify(slots)
 
         return check
 
 
-def _shared_path(group: ProcessGroup, directory: str, find: Callable[[], str | None], writes: bool) -> str | None:
-    """The path in the directory of this process to what process 0 finds in its own, which must be the same one.
+def _find_shared(group: ProcessGroup, directory: str, find: Callable[[], str | None], writes: bool) -> str | None:
+    """Finds what process 0 finds in its directory: its path in this process's directory, which must be the same one.
 
     Args:
       directory: as this process calls it.
@@ -140,7 +138,7 @@ def _shared_path(group: ProcessGroup, directory: str, find: Callable[[], str | N
         probe = group.broadcast_from_chief(lambda: _make_probe(directory))
         try:
             _check_shared(group, directory, probe)
-            group.all_gather(None)
+            group.all_gather(None)  # all have seen the file before process 0 removes it
         finally:
             if not group.index:
                 remove(probe)

@@ -1,4 +1,4 @@
-"""The model_dir: checks of its path, and a lock that lets one training run at a time write to it."""
+"""The model_dir: finds and lists its checkpoints, and locks it, so that one training run at a time writes to it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,27 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from absl import logging
 
-from estimator.checkpoint._file_lock import lock_if_possible
-from estimator.storage._files import exists, is_dir, is_url, list_dir, normalized, remove, store_of, write
+from estimator.checkpoint._checkpoint import REMOVED, REPLACING, UNFINISHED, Checkpoint, NotACheckpointError, name_of
+from estimator.storage._files import (
+    exists,
+    expand,
+    files_in,
+    is_dir,
+    is_url,
+    list_dir,
+    lock_if_possible,
+    normalize,
+    remove,
+    store_of,
+    write,
+)
+from estimator.storage._manifest import DamagedCheckpointError
+from estimator.storage._own_folders import is_own, remove_own
 
 LOCK_FILE = "training.lock"
 _SECONDS_FOR_OWNER = 1.0  # to write its name into the file
@@ -24,15 +39,15 @@ _NOT_WRITABLE = (
 _MANGLED = re.compile(r"(s3|gs|gcs|az|memory):/[^/]")
 _NO_LOCK = "model_dir %s cannot be locked (%s): nothing keeps a second training run out of it."
 _TF_CHECKPOINT = re.compile(r".+-\d+\.(index|meta)")
+_NAME = re.compile(r"ckpt-(\d+)")
+_LEFTOVER = re.compile(rf"ckpt-\d+({'|'.join(map(re.escape, (UNFINISHED, REMOVED, REPLACING)))})")
 
 # The locks of this process by the path of the directory: the file, and the thread that holds it.
 _held: dict[str, tuple[int, int]] = {}
 
 
-def checked_dir(model_dir: str) -> str:
-    """The absolute path, which stays the same after `os.chdir`, with "~" expanded.
-
-    It is without "..": behind a symbolic link, normalizing a path changes what ".." means.
+def check_model_dir(model_dir: str) -> str:
+    """Checks the path of a model_dir; returns the absolute one, which `os.chdir` does not change, with "~" expanded.
 
     Raises:
       NotADirectoryError: the path is a file.
@@ -46,7 +61,7 @@ def checked_dir(model_dir: str) -> str:
         )
     if is_url(model_dir):
         store_of(model_dir)
-        model_dir = normalized(model_dir)
+        model_dir = normalize(model_dir)
         if set("*?[") & set(model_dir):
             raise ValueError(
                 "`model_dir` must not contain '*', '?' or '[' in the URL of a store, which fsspec would take for a "
@@ -55,6 +70,7 @@ def checked_dir(model_dir: str) -> str:
         return model_dir
     model_dir = os.path.expanduser(model_dir)
     if os.pardir in model_dir.split(os.sep):
+        # Behind a symbolic link, normalizing a path would change what ".." means.
         model_dir = os.path.realpath(model_dir)
     model_dir = os.path.abspath(model_dir)
     if exists(model_dir) and not is_dir(model_dir):
@@ -63,7 +79,7 @@ def checked_dir(model_dir: str) -> str:
 
 
 def check_not_of_tensorflow(model_dir: str) -> None:
-    """To be called if there is no checkpoint.
+    """Checks a model_dir that has no checkpoint.
 
     Raises:
       ValueError: there is a checkpoint of TensorFlow, which training would silently ignore.
@@ -77,6 +93,177 @@ def check_not_of_tensorflow(model_dir: str) -> None:
             "with the values of TensorFlow, give this one as `warm_start_from=` to the Estimator, or call "
             '`est.init_from_checkpoint(directory, {"/": "/"})` in the model_fn.'
         )
+
+
+def list_folders(directory: str) -> list[Checkpoint]:
+    """Lists what has the name of a checkpoint in a directory, be it one or not, oldest first."""
+    steps = sorted(int(m[1]) for m in map(_NAME.fullmatch, list_dir(directory)) if m)
+    return [Checkpoint(os.path.join(directory, name_of(step))) for step in steps]
+
+
+def list_written(directory: str) -> list[Checkpoint]:
+    """Lists the checkpoints in a directory, sound or damaged, oldest first."""
+    return _sort_written(list_folders(directory))
+
+
+def list_sound(directory: str) -> list[Checkpoint]:
+    """Lists the sound checkpoints in a directory, oldest first."""
+    sound = []
+    for each in list_written(directory):
+        with contextlib.suppress(NotACheckpointError, DamagedCheckpointError):
+            each.check_sound()
+            sound.append(each)
+    return sound
+
+
+def _sort_written(folders: list[Checkpoint]) -> list[Checkpoint]:
+    """Sorts the checkpoints among them by step; of two of one step, the one that has its own name is last."""
+    written = [each for each in folders if each.is_written()]
+    return sorted(written, key=lambda each: (each.step, not each.is_renamed))
+
+
+def find_newest(directory: str, check: Callable[[Checkpoint], object] = lambda each: None) -> Checkpoint | None:
+    """Finds the newest checkpoint in a directory that is not damaged; None where there is none at all.
+
+    Args:
+      directory: the model_dir.
+      check: raises a DamagedCheckpointError for a checkpoint whose sizes are right.
+
+    Raises:
+      DamagedCheckpointError: all of them are damaged; this one is the newest.
+    """
+    while True:
+        folders, newest = list_folders(directory), None
+        for each in reversed(_sort_written(folders)):
+            try:
+                each.check_sound()
+                check(each)
+            except DamagedCheckpointError as error:
+                _log_once(str(error))
+                newest = newest or error
+            except NotACheckpointError:  # it was removed meanwhile
+                continue
+            else:
+                if each.is_renamed:
+                    _log_once(
+                        f"{each.path} was written at step {each.step}, and is used as the checkpoint of that step."
+                    )
+                return each
+        # Otherwise training has removed what was listed, after it wrote newer ones.
+        if folders == list_folders(directory):
+            if newest is not None:
+                raise newest
+            return None
+
+
+_logged: set[str] = set()
+
+
+def _log_once(text: str) -> None:
+    if text not in _logged:
+        _logged.add(text)
+        logging.error("%s", text)
+
+
+class CheckpointInfo(NamedTuple):
+    """A checkpoint on disk.
+
+    Attributes:
+      path: what `evaluate`, `predict` and `export_model` take as `checkpoint_path`.
+      step: its global step.
+      time: when it was written, in seconds since 1970; 0.0 where damage has taken that.
+      bytes: the size of its files.
+      pinned: whether it stays whatever `keep_checkpoint_max` says, as the best one of early stopping does.
+      damage: the reason why it cannot be used; None: its files are there, with the sizes that were written. Their
+        contents are compared when they are read, and by `python -m estimator.inspect MODEL_DIR --verify`.
+    """
+
+    path: str
+    step: int
+    time: float
+    bytes: int
+    pinned: bool
+    damage: str | None = None
+
+
+def checkpoints(model_dir: str | os.PathLike[str]) -> list[CheckpointInfo]:
+    """Lists the checkpoints in a model_dir, oldest first; empty where training has not saved any yet.
+
+    A damaged one is listed, but not used: training and evaluation take the newest sound one. The training run in the
+    directory, or another process, may remove any of them at any time, all but the newest.
+
+    >>> import estimator as est, numpy as np, optax, tempfile
+    >>> def model_fn(features, labels, mode):
+    ...     w = est.get_variable("w", (1, 1))
+    ...     loss = est.losses.mean_squared_error(labels, features @ w)
+    ...     return est.EstimatorSpec(mode, loss=loss, train_op=est.Optimizer(optax.sgd(0.1)).minimize(loss))
+    >>> x = np.ones((2, 1), np.float32)
+    >>> config = est.RunConfig(save_checkpoints_steps=10)
+    >>> estimator = est.Estimator(model_fn, tempfile.mkdtemp(), config)
+    >>> _ = estimator.train(lambda: [(x, 3 * x)] * 25)
+    >>> [each.step for each in est.checkpoints(estimator.model_dir)]
+    [0, 10, 20, 25]
+    >>> est.checkpoints(estimator.model_dir)[-1].path == estimator.latest_checkpoint()
+    True
+
+    Args:
+      model_dir: the directory of an Estimator.
+
+    Returns:
+      One `CheckpointInfo` for each: a tuple of `path`, `step`, `time`, `bytes`, `pinned` and `damage`.
+
+    Raises:
+      FileNotFoundError: there is no such directory.
+    """
+    directory = expand(model_dir)
+    if not is_dir(directory):
+        raise FileNotFoundError(f"There is no directory {directory!r}. Give the `model_dir` of an Estimator.")
+    while True:
+        folders = list_folders(directory)
+        infos = [info for each in list_written(directory) if (info := _read_info(each))]
+        if infos or folders == list_folders(directory):  # otherwise all were removed after newer ones were written
+            return infos
+
+
+def _read_info(checkpoint: Checkpoint) -> CheckpointInfo | None:
+    """Reads what is listed of a checkpoint; None if it was removed meanwhile."""
+    path = checkpoint.path
+    try:
+        damage = checkpoint.find_damage()
+        time, size = _read_time(checkpoint, damage), sum(files_in(path).values())
+    except (NotACheckpointError, FileNotFoundError):
+        return None
+    return CheckpointInfo(path, checkpoint.step, time, size, checkpoint.is_pinned(), damage)
+
+
+def _read_time(checkpoint: Checkpoint, damage: str | None) -> float:
+    try:
+        return checkpoint.written_ns / 1e9
+    except (DamagedCheckpointError, NotACheckpointError):
+        if damage is None:
+            raise
+        return 0.0
+
+
+def remove_leftovers(directory: str) -> None:
+    """Removes what killed processes have left unfinished: what has such a name and was made by an Estimator."""
+    for path in (os.path.join(directory, name) for name in list_dir(directory) if _LEFTOVER.fullmatch(name)):
+        if is_own(path):
+            remove_own(path)
+        else:
+            with contextlib.suppress(OSError):  # of a process killed before it was marked: only if it is empty
+                os.rmdir(path)
+
+
+def check_places(directory: str, first: int, last: int | None) -> None:
+    """Checks that the checkpoints of the steps from `first` to `last` may be written.
+
+    Raises:
+      FileExistsError: something else has the name of one of them.
+    """
+    for each in list_folders(directory):
+        if first <= each.named_step and (last is None or each.named_step <= last):
+            each.check_place()
 
 
 @contextlib.contextmanager
@@ -99,7 +286,7 @@ def training_in(model_dir: str, is_chief: bool) -> Iterator[None]:
         return
     key = os.path.realpath(model_dir)
     is_mine = key in _held and _held[key][1] == threading.get_ident()
-    lock = None if is_mine or not is_chief else _locked(model_dir, key)
+    lock = None if is_mine or not is_chief else _lock_file(model_dir, key)
     if lock is None:
         yield
         return
@@ -108,13 +295,14 @@ def training_in(model_dir: str, is_chief: bool) -> Iterator[None]:
         yield
     finally:
         if _held.pop(key, None) is not None:  # not in a forked child
+            # Removed before it is unlocked: afterwards the file would be the next owner's.
             with contextlib.suppress(OSError):
                 os.remove(os.path.join(model_dir, LOCK_FILE))
             os.close(lock)
 
 
-def _locked(model_dir: str, key: str) -> int | None:
-    """The locked file; None if the file system has no locks."""
+def _lock_file(model_dir: str, key: str) -> int | None:
+    """Locks the file of a directory, and returns it; None if the file system has no locks."""
     path = os.path.join(model_dir, LOCK_FILE)
     while True:
         try:
@@ -137,7 +325,8 @@ def _locked(model_dir: str, key: str) -> int | None:
                 os.remove(path)
             os.close(lock)
             return None
-        # A former owner may have removed the file in between.
+        # A former owner may have removed the file since it was opened here: then the lock is on a file without a name,
+        # and the next run would lock another one.
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(lock), os.stat(path)):
                 os.truncate(lock, 0)
@@ -166,7 +355,8 @@ def _owner(lock: int, key: str) -> str:
 
 
 def _leave_to_parent() -> None:
-    """A forked child must not keep the locks: it may live longer."""
+    """Closes the locks in a forked child."""
+    # A lock belongs to the open file, which the child shares: it would keep it after the parent has ended.
     for lock, _ in _held.values():
         os.close(lock)
     _held.clear()

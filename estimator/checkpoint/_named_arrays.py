@@ -1,4 +1,4 @@
-"""A state as named arrays: the names on disk, and the shorter ones that users see.
+"""A state as named arrays: the names on disk, the shorter ones that users see, and TensorFlow's names of slots.
 
 On disk: "variables/dense/w", "slots/adam/0/mu/dense/w", "global_step", "key". Users see "dense/w" and
 "adam/0/mu/dense/w".
@@ -6,26 +6,41 @@ On disk: "variables/dense/w", "slots/adam/0/mu/dense/w", "global_step", "key". U
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+import difflib
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.tree_util import DictKey, GetAttrKey, keystr, tree_leaves_with_path
 
 from estimator.core._state import State
-from estimator.optim._non_finite import SLOTS, NonFinite
+from estimator.steps._pure_steps import OPTIONAL_SLOTS
 
 SLOT_PREFIX = "slots/"
 PREFIXES = ("variables/", SLOT_PREFIX)
-# A checkpoint may lack these (they are zero then) or have them in excess: on_nan can be switched on and off.
-COUNTERS = {f"{SLOT_PREFIX}{SLOTS}/{field}" for field in NonFinite._fields}
+# A checkpoint may lack these (they are zero then) or have them in excess: their features can be switched on and off.
+OPTIONAL = {f"{SLOT_PREFIX}{name}/{field}" for name, kind in OPTIONAL_SLOTS.items() for field in kind._fields}
+
+
+class ShapeDtype(Protocol):
+    """The shape and dtype of an array."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> Any: ...
 
 
 def leaves_on_disk(state: State) -> dict[str, Any]:
     """The leaves of a state by their names on disk, in the order of `jax.tree.leaves`."""
     leaves: dict[str, Any] = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
+    for path, leaf in tree_leaves_with_path(state):
+        name = keystr(path, simple=True, separator="/")
         if name in leaves:
             raise ValueError(
                 f"Two variables have the name {name!r} in a checkpoint: one has this name itself, the "
@@ -40,7 +55,7 @@ def to_arrays(state: State) -> dict[str, Any]:
 
     The leaves are arrays or `jax.ShapeDtypeStruct`s.
     """
-    return {name: _key_data(leaf) if _is_key(leaf) else leaf for name, leaf in leaves_on_disk(state).items()}
+    return {name: _key_data(leaf) if is_key(leaf) else leaf for name, leaf in leaves_on_disk(state).items()}
 
 
 def from_arrays(arrays: Mapping[str, Any], like: State) -> State:
@@ -50,10 +65,10 @@ def from_arrays(arrays: Mapping[str, Any], like: State) -> State:
 
 
 def named_leaves(state: State) -> dict[str, Any]:
-    """The leaves of a state by the names that users see, without PRNG keys and the counters of `on_nan`."""
+    """The leaves of a state by the names that users see, without PRNG keys and the arrays in `OPTIONAL`."""
     leaves = leaves_on_disk(state)
     named = {name: (key, leaves[key]) for name, key in by_user_name(leaves).items()}
-    return {name: leaf for name, (key, leaf) in named.items() if key not in COUNTERS and not _is_key(leaf)}
+    return {name: leaf for name, (key, leaf) in named.items() if key not in OPTIONAL and not is_key(leaf)}
 
 
 def with_named_leaves(state: State, new: Mapping[str, Any]) -> State:
@@ -65,6 +80,7 @@ def with_named_leaves(state: State, new: Mapping[str, Any]) -> State:
 
 def by_user_name(on_disk: Iterable[str]) -> dict[str, str]:
     """Names on disk by the names that users see."""
+    # Where a slot has the name of a variable, the variable has it, and the slot its whole name on disk.
     by_name = {"global_step": "global_step"}
     for prefix in PREFIXES:
         for key in on_disk:
@@ -82,7 +98,49 @@ def short(key: str) -> str:
     return key
 
 
-def _is_key(leaf: Any) -> bool:
+def describe(array: ShapeDtype | None) -> str:
+    return "" if array is None else f"{np.dtype(array.dtype).name}{list(array.shape)}"
+
+
+def close_matches(name: str, names: Collection[str]) -> list[str]:
+    """Returns a few names, those that are like one if there are any."""
+    return difflib.get_close_matches(name, list(names), cutoff=0.5) or sorted(names)[:5]
+
+
+def tensorflow_slot_names(state: State, old_name: Callable[[str], str]) -> dict[str, str]:
+    """TensorFlow's names of the slots of a state, by their names here.
+
+    The optimizer "Adam" has there, of the variable "dense/kernel", "dense/kernel/Adam" and "dense/kernel/Adam_1", in
+    the order of its slots, and beside the variables "beta1_power". A second one, "Adam_1" here, has "beta1_power_1"
+    there, while the slots of its variables are named as the first one's.
+
+    Args:
+      state: as it is here.
+      old_name: returns the name that a variable has in the checkpoint.
+    """
+    user_names = {key: name for name, key in by_user_name(leaves_on_disk(state)).items()}
+    names: dict[str, str] = {}
+    count: Counter[tuple[str, str]] = Counter()
+    for path, _ in tree_leaves_with_path(state.slots):
+        optimizer = path[0].key
+        kind, number = re.fullmatch(r"(.*?)((?:_\d+)?)", optimizer).groups()  # type: ignore[union-attr]
+        # The path of a slot has the names of fields and positions first, and the name of its variable from the first
+        # dict on; counters have none.
+        begin = next((i for i, key in enumerate(path[1:], 1) if isinstance(key, DictKey)), None)
+        if begin is not None and path[begin].key in state.variables:
+            variable = keystr(path[begin:], simple=True, separator="/")
+            position = count[optimizer, variable]
+            count[optimizer, variable] += 1
+            there = f"{old_name(variable)}/{kind}" + (f"_{position}" if position else "")
+        elif begin is None and isinstance(path[-1], GetAttrKey):
+            there = path[-1].name + number
+        else:
+            continue
+        names[user_names[SLOT_PREFIX + keystr(path, simple=True, separator="/")]] = there
+    return names
+
+
+def is_key(leaf: Any) -> bool:
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
@@ -93,8 +151,9 @@ def _key_data(key: Any) -> Any:
 
 
 def _wrap_key_data(array: Any, like: Any) -> Any:
-    if not _is_key(like):
+    if not is_key(like):
         return array
+    # A `ShapeDtypeStruct` does not name its implementation: the key that stands for it in a trace does.
     impls: list[Any] = []
     jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), like)
     return jax.random.wrap_key_data(array, impl=impls[0])

@@ -1,4 +1,4 @@
-"""Reads the arrays of a checkpoint by orbax, with the settings that saving shares.
+"""Reads arrays by orbax, with the settings that writing shares.
 
 orbax takes longer to import than the rest of the package, so it is imported where it is used.
 """
@@ -9,7 +9,6 @@ import contextlib
 import functools
 import logging as standard_logging
 import os
-import re
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, TypeVar
@@ -19,30 +18,25 @@ import numpy as np
 from absl import logging
 from etils import epath
 
-from estimator.checkpoint._checkpoint_dir import ARRAYS, forget_copies, kept, local_copy
-from estimator.checkpoint._named_arrays import SLOT_PREFIX
 from estimator.runtime._uninterrupted import uninterrupted
-from estimator.storage._manifest import DamagedCheckpointError, check_sums, explain_errors
 
 if TYPE_CHECKING:
     import orbax.checkpoint as ocp
     from orbax.checkpoint.metadata import ArrayMetadata
 
+ARRAYS = "arrays"  # the folder of them in a checkpoint
 _OF_FOLDERS = "Skipping merge of OCDBT"  # as always where each array has a folder of its own
-_CHUNK = re.compile(r"(.*)/\d{1,9}(\.\d{1,9})*")  # a file with numbers of an array, in the array's folder
 
 F = TypeVar("F", bound=Callable[..., object])
 
 
 def with_orbax(function: F) -> F:
-    """The function, uninterrupted, once orbax is imported by the thread that calls it.
-
-    Not by the thread that does the work, which ends: what orbax imports starts threads and event loops.
-    """
+    """Decorates a function that uses orbax: no signal interrupts it."""
     work = uninterrupted(function)
 
     @functools.wraps(function)
     def call(*args: object, **kwargs: object) -> object:
+        # Not by the thread that does the work, which ends: what orbax imports starts threads and event loops.
         import orbax.checkpoint  # noqa: F401
 
         return work(*args, **kwargs)
@@ -50,75 +44,50 @@ def with_orbax(function: F) -> F:
     return call  # type: ignore[return-value]
 
 
-def array_metadata(path: str) -> dict[str, ArrayMetadata]:
-    """Objects with `shape` and `dtype`, by the names of the arrays of the checkpoint at `path`."""
-    with _reader(path, ()) as (reader, arrays):
+def read_metadata(folder: str) -> dict[str, ArrayMetadata]:
+    """Reads objects with `shape` and `dtype`, by the names of the arrays of a checkpoint in a local folder."""
+    with _open_reader(folder) as (reader, arrays):
         return reader.metadata(arrays).tree
 
 
-def read_arrays(path: str, names: Collection[str]) -> dict[str, np.ndarray]:
-    """The arrays of these names."""
+def read_arrays(folder: str, names: Collection[str]) -> dict[str, np.ndarray]:
+    """Reads the arrays of these names."""
     import orbax.checkpoint as ocp
 
-    return _restore(path, dict.fromkeys(names, 0), {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in names})
+    return _restore(folder, dict.fromkeys(names, 0), {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in names})
 
 
 def read_on_devices(
-    path: str, like: Mapping[str, jax.ShapeDtypeStruct], shardings: Mapping[str, jax.sharding.Sharding]
+    folder: str, like: Mapping[str, jax.ShapeDtypeStruct], shardings: Mapping[str, jax.sharding.Sharding]
 ) -> dict[str, jax.Array]:
-    """The arrays of these names, each with the sharding of its name."""
+    """Reads the arrays of these names, each with the sharding of its name."""
     import orbax.checkpoint as ocp
 
-    return _restore(path, like, {name: ocp.ArrayRestoreArgs(sharding=shardings[name]) for name in like})
+    return _restore(folder, like, {name: ocp.ArrayRestoreArgs(sharding=shardings[name]) for name in like})
 
 
-def _restore(path: str, item: Mapping[str, object], restore_args: Mapping[str, ocp.RestoreArgs]) -> dict:
+def _restore(folder: str, item: Mapping[str, object], restore_args: Mapping[str, ocp.RestoreArgs]) -> dict:
     import orbax.checkpoint as ocp
 
-    with _reader(path, item) as (reader, arrays):
+    with _open_reader(folder) as (reader, arrays):
         return reader.restore(arrays, args=ocp.args.PyTreeRestore(item, restore_args, partial_restore=True))
 
 
 @contextlib.contextmanager
-def _reader(path: str, names: Collection[str]) -> Iterator[tuple[ocp.PyTreeCheckpointHandler, epath.Path]]:
-    """What reads these arrays of the checkpoint at `path`, and the directory that they are in."""
-    folders = {f"{ARRAYS}/{name}" for name in names}
-    local = _fetch(path, lambda name: (chunk := _CHUNK.fullmatch(name)) is None or chunk[1] in folders)
+def _open_reader(folder: str) -> Iterator[tuple[ocp.PyTreeCheckpointHandler, epath.Path]]:
+    """Opens a reader of arrays; yields it with the directory that they are in."""
     with (
         quiet_orbax(),
         contextlib.closing(array_handler(processes_of(together=False))) as reader,
-        plain_path(local) as folder,
-        explain_errors(path),
+        plain_path(folder) as plain,
     ):
-        yield reader, epath.Path(folder) / ARRAYS
-
-
-def verify(path: str, slots: bool = True) -> None:
-    """Compares the checksums of a checkpoint; of one in a store that a run without `slots` reads, not of those.
-
-    Raises:
-      DamagedCheckpointError: they are not those that were written.
-    """
-    with kept(path):
-        _fetch(path, lambda name: slots or not name.startswith(f"{ARRAYS}/{SLOT_PREFIX}"))
-
-
-def _fetch(path: str, wants: Callable[[str], bool]) -> str:
-    """A local folder with these files of a checkpoint, which are those that were written."""
-    copy = local_copy(path)
-    copy.fetch(wants)
-    try:
-        check_sums(path, copy.path, wants)
-    except DamagedCheckpointError:
-        forget_copies()
-        raise
-    return os.path.abspath(copy.path)
+        yield reader, epath.Path(plain) / ARRAYS
 
 
 @contextlib.contextmanager
 def plain_path(directory: str) -> Iterator[str]:
-    """A path to a directory without the characters that orbax takes for a pattern, or TensorStore for a separator:
-    through a link, where it has any."""
+    """A path to a directory without characters that orbax or TensorStore treat in another way."""
+    # orbax takes some for a pattern, TensorStore one for a separator: where a path has any, a link leads to it.
     if not set("*?[\\") & set(directory):
         yield directory
         return
@@ -129,7 +98,7 @@ def plain_path(directory: str) -> Iterator[str]:
 
 
 def processes_of(together: bool) -> ocp.options.MultiprocessingOptions:
-    """All processes, working together; or this one, for itself."""
+    """Options of orbax for all processes, which work together, or for this one alone."""
     import orbax.checkpoint as ocp
 
     if together or jax.process_count() == 1:

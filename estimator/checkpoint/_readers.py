@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import difflib
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 
 import jax
 import numpy as np
 
-from estimator.checkpoint import _checkpoints
-from estimator.checkpoint._checkpoint_dir import NotACheckpointError
-from estimator.checkpoint._checkpoints import Checkpoints, ShapeDtype
+from estimator.checkpoint._checkpoint import Checkpoint, NotACheckpointError
 from estimator.checkpoint._export_folder import ExportFolder, find_export
-from estimator.checkpoint._orbax import verify
+from estimator.checkpoint._model_dir import find_newest
+from estimator.checkpoint._named_arrays import ShapeDtype, close_matches, describe
 from estimator.storage._array_files import Kind, Npz, Safetensors
-from estimator.storage._files import expanded
+from estimator.storage._files import expand
 from estimator.tf_checkpoint._tf_bundle import TensorFlowBundle, tensorflow_prefix
+from estimator.variables._initial_value import cast
 
 T = TypeVar("T")
 
@@ -25,7 +24,7 @@ _STEP = "global_step"
 
 
 class Reader(Protocol):
-    """What holds values by name.
+    """A source of values by name.
 
     Attributes:
       path: of it.
@@ -36,13 +35,13 @@ class Reader(Protocol):
     shapes: Mapping[str, ShapeDtype]
 
     def variables(self) -> list[str]:
-        """The names without slots, where it is known which are slots."""
+        """Lists the names without slots, where it is known which are slots."""
 
     def read(self, names: Sequence[str]) -> dict[str, np.ndarray]: ...
 
 
 def open_reader(caller: str, path: str | os.PathLike[str]) -> Reader:
-    """The reader for a path.
+    """Opens the reader for a path.
 
     Args:
       caller: for the message.
@@ -55,10 +54,12 @@ def open_reader(caller: str, path: str | os.PathLike[str]) -> Reader:
     """
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"`{caller}` needs a path, a string; got {path!r}.")
-    path = expanded(path)
-    newest = Checkpoints(path).latest(verify)
+    path = expand(path)
+    # A folder may be several of these: first what training here writes. A path that is none of them is read as a
+    # checkpoint all the same, whose error says what is wrong with it.
+    newest = find_newest(path, Checkpoint.verify)
     if newest is not None:
-        return _Checkpoint(newest)
+        return _SavedState(newest)
     if export := find_export(path):
         return _Export(export)
     if prefix := tensorflow_prefix(path):
@@ -69,7 +70,7 @@ def open_reader(caller: str, path: str | os.PathLike[str]) -> Reader:
         if path.endswith(".safetensors"):
             return Safetensors(caller, path)
     try:
-        return _Checkpoint(path)
+        return _SavedState(Checkpoint(path))
     except ValueError as e:
         raise ValueError(
             f"`{caller}` cannot read {path!r}: it is neither a checkpoint, nor a model_dir that has one, nor an "
@@ -79,23 +80,24 @@ def open_reader(caller: str, path: str | os.PathLike[str]) -> Reader:
 
 
 def read_newest(caller: str, path: str | os.PathLike[str], read: Callable[[Reader], T]) -> T:
-    """What is read at a path; of a model_dir whose newest checkpoint a training run removes meanwhile, from the next.
+    """Reads at a path; of a model_dir whose newest checkpoint a training run removes meanwhile, the next one.
 
     Args and errors are as for `open_reader`.
     """
     failed = None
     while True:
-        newest = Checkpoints(expanded(path)).latest() if isinstance(path, str | os.PathLike) else None
+        newest = find_newest(expand(path)) if isinstance(path, str | os.PathLike) else None
         try:
             return read(open_reader(caller, path))
         except NotACheckpointError:
+            # Another one is the newest by now, unless this one is not there for another reason.
             if newest == failed:
                 raise
             failed = newest
 
 
 def list_variables(ckpt_dir_or_file: str | os.PathLike[str]) -> list[tuple[str, list[int]]]:
-    """The names and shapes of what a checkpoint holds, sorted by name, as `tf.train.list_variables`.
+    """Lists the names and shapes of what a checkpoint holds, sorted by name, as `tf.train.list_variables`.
 
     >>> import estimator as est, numpy as np, os, tempfile
     >>> path = os.path.join(tempfile.mkdtemp(), "weights.npz")
@@ -116,7 +118,7 @@ def list_variables(ckpt_dir_or_file: str | os.PathLike[str]) -> list[tuple[str, 
 
 
 def load_variable(ckpt_dir_or_file: str | os.PathLike[str], name: str) -> np.ndarray:
-    """A value in a checkpoint, an array of numpy, as `tf.train.load_variable`.
+    """Reads a value in a checkpoint, an array of numpy, as `tf.train.load_variable`.
 
     >>> import estimator as est, numpy as np, os, tempfile
     >>> path = os.path.join(tempfile.mkdtemp(), "weights.npz")
@@ -136,16 +138,11 @@ def load_variable(ckpt_dir_or_file: str | os.PathLike[str], name: str) -> np.nda
         if name not in reader.shapes:
             raise ValueError(
                 f"`est.load_variable`: {reader.path} has no variable {name!r}. Did you mean one of "
-                f"{near(name, reader.shapes)}? `est.list_variables` lists all."
+                f"{close_matches(name, reader.shapes)}? `est.list_variables` lists all."
             )
         return reader.read([name])[name]
 
     return read_newest("est.load_variable", ckpt_dir_or_file, read)
-
-
-def near(name: str, names: Collection[str]) -> list[str]:
-    """A few names, those that are like one if there are any."""
-    return difflib.get_close_matches(name, list(names), cutoff=0.5) or sorted(names)[:5]
 
 
 def as_of_jax(array: ShapeDtype) -> ShapeDtype:
@@ -155,16 +152,55 @@ def as_of_jax(array: ShapeDtype) -> ShapeDtype:
     return array
 
 
-class _Checkpoint:
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self.shapes: Mapping[str, ShapeDtype] = _checkpoints.shapes(path)
+def find_mismatches(
+    there: Mapping[str, ShapeDtype], here: Mapping[str, ShapeDtype], dtypes: bool
+) -> dict[str, tuple[str, str]]:
+    """Finds the arrays that do not fit into a model: returns how each is described in the source, and in the model.
+
+    Args:
+      there: the arrays in the source, by the names in the model.
+      here: those in the model.
+      dtypes: whether dtypes have to be the same; otherwise `read_values` casts.
+    """
+    described = {name: (describe(array), describe(here[name])) for name, array in there.items()}
+    if dtypes:
+        return {name: kinds for name, kinds in described.items() if kinds[0] != kinds[1]}
+    return {name: kinds for name, kinds in described.items() if tuple(there[name].shape) != tuple(here[name].shape)}
+
+
+def read_values(
+    reader: Reader, names: Mapping[str, str], like: Mapping[str, Any], prefix: str = ""
+) -> dict[str, jax.Array]:
+    """Reads the arrays of a model from a source.
+
+    Args:
+      reader: of the source.
+      names: the names in the source, by the names in the model.
+      like: the arrays of the model, to whose dtypes the values are cast.
+      prefix: of the message.
+
+    Raises:
+      ValueError: a value does not fit into the dtype.
+    """
+    arrays = reader.read(sorted(set(names.values())))  # two arrays of the model may begin with one value
+    return {
+        name: cast(f"{prefix}{old!r} in {reader.path}", arrays[old], like[name].dtype) for name, old in names.items()
+    }
+
+
+class _SavedState:
+    """A checkpoint of this library."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self.path = checkpoint.path
+        self.shapes: Mapping[str, ShapeDtype] = checkpoint.shapes()
 
     def variables(self) -> list[str]:
-        return list(_checkpoints.shapes(self.path, slots=False))
+        return list(self._checkpoint.shapes(slots=False))
 
     def read(self, names: Sequence[str]) -> dict[str, np.ndarray]:
-        return _checkpoints.read_all(self.path, names)
+        return self._checkpoint.read_all(names)
 
 
 class _Export:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import jax
 from absl import logging
 
-from estimator.checkpoint import _checkpoints
-from estimator.checkpoint._checkpoint_dir import kept, written_ns
+from estimator.checkpoint._checkpoint import Checkpoint
 from estimator.checkpoint._warm_start import WarmStartReport, WarmStartSettings, warm_start
 from estimator.core._mode_keys import ModeKeys
 from estimator.core._state import State
@@ -15,7 +14,7 @@ from estimator.multihost._global_arrays import as_of_chief, is_within_reach, pla
 from estimator.multihost._process_group import ProcessGroup
 from estimator.optim._moving_average import Averages, begin_averages, variables_to_read
 from estimator.steps._transform import Model
-from estimator.storage._files import absolute
+from estimator.storage._files import make_absolute
 
 
 class StateSource:
@@ -43,10 +42,7 @@ class StateSource:
     def get(
         self, mode: ModeKeys, path: str | None, group: ProcessGroup, features: Features, labels: Labels = None
     ) -> State:
-        """The state saved at `path`, from the cache if possible; the initial state if `path` is None.
-
-        If any process of the `group` has dropped its cache, for a prediction, all of them read the checkpoint together.
-        """
+        """Reads the state saved at `path`, from the cache if possible; makes the initial state if `path` is None."""
         if path is None:
             state = self._model.init(jax.random.key(self._seed), features, labels, mode=mode)
             if self.settings is not None:
@@ -56,30 +52,34 @@ class StateSource:
         like = self._model.abstract_init(features, labels, mode=mode)
         cached = self._cached  # another thread, which evaluates too, may change it meanwhile
         is_cached = cached is not None and cached[0] == _identity(path) and _serves(cached[1], like)
+        # If any process has dropped its cache, for a prediction, all read the checkpoint together: the state is put on
+        # the devices of all of them.
         if not all(group.all_gather(is_cached)):
-            with kept(path):
-                state = as_of_chief(_checkpoints.restore(path, like, partial=mode != ModeKeys.TRAIN))
+            checkpoint = Checkpoint(path)
+            with checkpoint.hold():
+                state = as_of_chief(checkpoint.restore(like, partial=mode != ModeKeys.TRAIN))
                 cached = self._cached = _identity(path), state
         assert cached is not None
-        return _as_wanted(cached[1], like)
+        return _take_part(cached[1], like)
 
     def is_cached(self, path: str) -> bool:
-        """Whether the state of the checkpoint at `path` is in memory."""
+        """Returns whether the state of the checkpoint at `path` is in memory."""
         cached, identity = self._cached, _identity(path)
         return cached is not None and cached[0] == identity
 
     def take_for_training(self, path: str | None, group: ProcessGroup, features: Features, labels: Labels) -> State:
-        """A copy for training, which donates its memory; a prediction may still read the original."""
+        """Copies the state for training, which donates its memory; a prediction may still read the original."""
         state = self.get(ModeKeys.TRAIN, path, group, features, labels)
         self._cached = None
         leaves, structure = jax.tree.flatten(state)
-        del state  # so that the memory of each array is free once it is copied
+        # Without these references, the memory of each array is free once it is copied, if no prediction reads it.
+        del state
         leaves.reverse()
-        return jax.tree.unflatten(structure, [jax.block_until_ready(_copied(leaves.pop())) for _ in range(len(leaves))])
+        return jax.tree.unflatten(structure, [jax.block_until_ready(_copy(leaves.pop())) for _ in range(len(leaves))])
 
     def for_evaluation(self, state: State, features: Features, labels: Labels) -> State:
         """The state of a running training in the form that evaluation takes."""
-        return _as_wanted(state, self._model.abstract_init(features, labels, mode=ModeKeys.EVAL))
+        return _take_part(state, self._model.abstract_init(features, labels, mode=ModeKeys.EVAL))
 
     def for_export(self, state: State, features: Features) -> State:
         """A state of PREDICT, with moving averages in place of the variables where they are read so."""
@@ -103,21 +103,21 @@ class StateSource:
 
 
 def _identity(path: str) -> tuple[str, int]:
-    """Differs between two checkpoints of the same name."""
-    return absolute(path), written_ns(path)
+    """A key of a checkpoint, another one for each of the same name."""
+    return make_absolute(path), Checkpoint(path).written_ns
 
 
 def _serves(state: State, like: State) -> bool:
-    """Whether this process alone can make the state `like` from a state."""
+    """Returns whether this process alone can make the state `like` from a state."""
     if not (like.variables.keys() <= state.variables.keys() and like.slots.keys() <= state.slots.keys()):
         return False
     return all(map(is_within_reach, jax.tree.leaves(_part(state, like)), jax.tree.leaves(like)))
 
 
-def _as_wanted(state: State, like: State) -> State:
-    """The part of a state that a mode has, placed as in `like`: programs are compiled for one structure, and training
-    may place variables elsewhere than evaluation reads them."""
-    return jax.tree.map(_placed, _part(state, like), like)
+def _take_part(state: State, like: State) -> State:
+    """Takes the part of a state that a mode has, placed as in `like`."""
+    # Programs are compiled for one structure, and training may place variables elsewhere than evaluation reads them.
+    return jax.tree.map(_place, _part(state, like), like)
 
 
 def _part(state: State, like: State) -> State:
@@ -135,10 +135,11 @@ def _part(state: State, like: State) -> State:
     )
 
 
-def _placed(array: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
+def _place(array: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
     return array if like.sharding is None else placed(array, like.sharding)
 
 
-def _copied(x: jax.Array) -> jax.Array:
-    """A copy on the same devices. For `x.copy()` XLA compiles a program for each shape."""
+def _copy(x: jax.Array) -> jax.Array:
+    """Copies an array on the same devices."""
+    # For `x.copy()` XLA compiles a program for each shape.
     return jax.device_put(x, x.sharding, may_alias=False) if x.is_fully_addressable else x.copy()

@@ -6,17 +6,19 @@ import dataclasses
 import functools
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
-from estimator.checkpoint._checkpoints import describe
-from estimator.checkpoint._named_arrays import named_leaves, with_named_leaves
-from estimator.checkpoint._readers import Reader, as_of_jax, near, read_newest
-from estimator.checkpoint._tensorflow_slots import tensorflow_slot_names
+from estimator.checkpoint._named_arrays import (
+    close_matches,
+    named_leaves,
+    tensorflow_slot_names,
+    with_named_leaves,
+)
+from estimator.checkpoint._readers import Reader, as_of_jax, find_mismatches, read_newest, read_values
 from estimator.core._mode_keys import ModeKeys
 from estimator.core._state import State
 from estimator.multihost._global_arrays import put
-from estimator.variables._initial_value import cast
 from estimator.variables._vocab_info import VocabInfo, move_rows, resize
 
 _STEP = "global_step"
@@ -24,7 +26,7 @@ _STEP = "global_step"
 
 @dataclasses.dataclass(frozen=True)
 class WarmStartSettings:
-    """Which variables of an Estimator begin with the values of a checkpoint, for its argument `warm_start_from`.
+    """Variables of an Estimator that begin with the values of a checkpoint, for its argument `warm_start_from`.
 
     Names are as in `Estimator.get_variable_names()`: "dense/w", and "net/Dense_0/kernel" for an array within the
     variable "net". As in TensorFlow, a pattern matches the beginning of a name: "dense" matches "dense2/w" too.
@@ -60,7 +62,7 @@ class WarmStartSettings:
                 "`ckpt_to_initialize_from` MUST be set in WarmStartSettings, to a model_dir or the path of a "
                 f"checkpoint or of an exported model; got {source!r}."
             )
-        object.__setattr__(self, "ckpt_to_initialize_from", os.fspath(source))
+        object.__setattr__(self, "ckpt_to_initialize_from", os.fspath(source))  # the class is frozen
         if not isinstance(patterns, str):
             if not isinstance(patterns, Sequence) or not patterns:
                 raise ValueError(f"`vars_to_warm_start` must be a regex or a list of regexes; got {patterns!r}.")
@@ -145,47 +147,46 @@ def _warm_start(
     source: Reader, settings: WarmStartSettings, state: State, trainable: Sequence[str], mode: ModeKeys
 ) -> tuple[State, WarmStartReport]:
     leaves = named_leaves(state)
-    matches = _matches(settings, source, state, trainable)
+    is_whole = mode == ModeKeys.TRAIN
+    matches = _match_names(settings, source, state, trainable)
     chosen = {new: old for names in matches.values() for new, old in names.items()}
-    _check_renames(settings, source, chosen, leaves, is_whole=mode == ModeKeys.TRAIN)
-    _check_patterns(matches, source, leaves, is_whole=mode == ModeKeys.TRAIN)
     infos = settings.var_name_to_vocab_info or {}
-    _check_vocabularies(infos, chosen, leaves, is_whole=mode == ModeKeys.TRAIN)
+    _check_renames(settings, source, chosen, leaves, is_whole)
+    _check_patterns(matches, source, leaves, is_whole)
+    _check_used("var_name_to_vocab_info", infos, chosen, leaves, is_whole)
     available = {new: old for new, old in chosen.items() if old in source.shapes}
     there = {new: as_of_jax(source.shapes[old]) for new, old in available.items()}
+    # A variable with vocabularies has another size in the source: as if its vocabulary were the new one already.
     there |= {new: resize(info, there[new], leaves[new]) for new, info in infos.items() if new in there}
-    kinds = {new: (describe(there[new]), describe(leaves[new])) for new in available}
+    # All differences are found before any array is read, and are one error.
+    mismatches = find_mismatches(there, leaves, dtypes=True)
     report = WarmStartReport(
         source.path,
-        used={new: available[new] for new, (was, now) in kinds.items() if was == now},
+        used={new: old for new, old in available.items() if new not in mismatches},
         missing=tuple(new for new in chosen if new not in available),
-        unexpected=_unexpected(settings, source, state, leaves.keys() | available.values()),
-        mismatched=tuple(f"{new}, {was} there, {now} in the model" for new, (was, now) in kinds.items() if was != now),
+        unexpected=_find_unexpected(settings, source, state, leaves.keys() | available.values()),
+        mismatched=tuple(f"{new}, {was} there, {now} in the model" for new, (was, now) in mismatches.items()),
     )
     if report.mismatched:
         raise ValueError(
             f"Variables to warm-start have other shapes or dtypes in the source.\n{report}\n"
             "Leave them out by `vars_to_warm_start`, or change the model."
         )
-    arrays = source.read(sorted(set(report.used.values())))
-    new = {
-        name: cast(f"{old!r} in {source.path}", arrays[old], leaves[name].dtype) for name, old in report.used.items()
+    values = read_values(source, report.used, leaves)
+    values |= {
+        new: move_rows(info, new, values[new], leaves[new], state.key) for new, info in infos.items() if new in values
     }
-    new |= {
-        name: move_rows(info, name, arrays[report.used[name]], leaves[name], state.key)
-        for name, info in infos.items()
-        if name in new
-    }
-    return with_named_leaves(state, put(new, {name: leaves[name].sharding for name in new})), report
+    return with_named_leaves(state, put(values, {new: leaves[new].sharding for new in values})), report
 
 
-def _matches(
+def _match_names(
     settings: WarmStartSettings, source: Reader, state: State, trainable: Sequence[str]
 ) -> dict[str, dict[str, str]]:
-    """The names that each pattern matches, old names by new ones."""
+    """Matches names by each pattern: returns old names by new ones."""
     is_list = not isinstance(settings.vars_to_warm_start, str)
     if not is_list:
         state = state._replace(variables={name: state.variables[name] for name in trainable}, slots={})
+    # A pattern never chooses the step by chance, as ".*" would: training would not begin at step 0.
     names = [name for name in named_leaves(state) if name != _STEP]
     matches = {p: [name for name in names if re.match(p, name)] for p in _patterns(settings)}
     if is_list and _STEP in matches:
@@ -194,6 +195,7 @@ def _matches(
 
     def old_name(name: str) -> str:
         old = _old_name(settings, name)
+        # The name that TensorFlow gives to a slot counts only where the source has none of the name that is used here.
         return slots[name] if old not in source.shapes and slots.get(name) in source.shapes else old
 
     return {p: {name: old_name(name) for name in of_pattern} for p, of_pattern in matches.items()}
@@ -221,38 +223,40 @@ def _check_renames(
     if renames is None or callable(renames):
         return
     for new, old in renames.items():
-        if new not in chosen and (is_whole or new in leaves):
-            raise ValueError(
-                f"`var_name_to_prev_var_name` names {new!r}, which was not used. Perhaps you misspelled it? "
-                f"Near it, `vars_to_warm_start` takes {near(new, chosen)} of the model."
-            )
+        _check_used("var_name_to_prev_var_name", [new], chosen, leaves, is_whole)
         if old not in source.shapes:
             raise ValueError(
                 f"`var_name_to_prev_var_name` says that {new!r} was {old!r}, but {source.path} has no such variable. "
-                f"Did you mean one of {near(old, source.shapes)}?"
+                f"Did you mean one of {close_matches(old, source.shapes)}?"
             )
 
 
-def _check_vocabularies(
-    infos: Mapping[str, VocabInfo], chosen: dict[str, str], leaves: dict[str, Any], is_whole: bool
+def _check_used(
+    argument: str, names: Iterable[str], chosen: dict[str, str], leaves: dict[str, Any], is_whole: bool
 ) -> None:
-    for new in infos:
+    """Checks that an argument has no name that is not warm-started.
+
+    Raises:
+      ValueError: no pattern chose one, and the model has it, or would have it.
+    """
+    for new in names:
         if new not in chosen and (is_whole or new in leaves):
             raise ValueError(
-                f"`var_name_to_vocab_info` names {new!r}, which was not used. Perhaps you misspelled it? "
-                f"Near it, `vars_to_warm_start` takes {near(new, chosen)} of the model."
+                f"`{argument}` names {new!r}, which was not used. Perhaps you misspelled it? "
+                f"Near it, `vars_to_warm_start` takes {close_matches(new, chosen)} of the model."
             )
 
 
 def _check_patterns(matches: dict[str, dict[str, str]], source: Reader, leaves: dict[str, Any], is_whole: bool) -> None:
     for pattern, names in matches.items():
+        # Other modes have no slots, for example: a pattern that warm-starts nothing there may do so in TRAIN.
         only_in_training = [] if is_whole else [n for n in source.shapes if n not in leaves and re.match(pattern, n)]
         if only_in_training or source.shapes.keys() & names.values():
             continue
         if names:
             what = f"what it matches in the model, {list(names)}, is not in {source.path}"
         else:
-            what = f"it matches no name in the model, such as {near(pattern, leaves)}"
+            what = f"it matches no name in the model, such as {close_matches(pattern, leaves)}"
             others = [name for name in leaves if re.match(pattern, name)]
             if others:
                 what = (
@@ -262,8 +266,8 @@ def _check_patterns(matches: dict[str, dict[str, str]], source: Reader, leaves: 
         raise ValueError(f"`vars_to_warm_start` has {pattern!r}, which warm-starts nothing: {what}.")
 
 
-def _unexpected(settings: WarmStartSettings, source: Reader, state: State, known: Set[str]) -> tuple[str, ...]:
-    """The names in the source that are not in the model; slots only where the settings request slots."""
+def _find_unexpected(settings: WarmStartSettings, source: Reader, state: State, known: Set[str]) -> tuple[str, ...]:
+    """Finds the names in the source that are not in the model; slots only where the settings request slots."""
     wants_slots = not isinstance(settings.vars_to_warm_start, str) and state.slots
     names = source.shapes if wants_slots else source.variables()
     return tuple(n for n in sorted(names) if n not in known and any(re.match(p, n) for p in _patterns(settings)))

@@ -56,7 +56,7 @@ from estimator.core._typing import Features, PyTree
 from estimator.export._prune import check_rows, checked_outputs, chosen, only_needed
 from estimator.heads._class_names import without_strings
 from estimator.steps._gradients import run_model_fn
-from estimator.storage._files import expanded, is_url, list_dir, rename, sync_tree
+from estimator.storage._files import expand, is_url, list_dir, rename, sync_tree
 from estimator.storage._folders import upload
 
 ASSETS_DIR = "assets.extra"
@@ -191,7 +191,7 @@ def write_export(base: str | os.PathLike[str], call: ModelFn, state: State, opti
         write_checksums(folder)
 
     try:
-        path = _new_folder(expanded(base), fill)
+        path = _new_folder(expand(base), fill)
     except OSError as error:
         raise type(error)(
             error.errno,

@@ -15,7 +15,7 @@ from estimator.core._export_output import DEFAULT_SIGNATURE
 from estimator.core._typing import Features, PyTree
 from estimator.export._export_model import name_leaves
 from estimator.steps._compiled_steps import Program
-from estimator.storage._files import expanded
+from estimator.storage._files import expand
 
 
 class ExportedModel:
@@ -71,7 +71,7 @@ class ExportedModel:
             ) from e
         # Two files that do not belong together would fail deep within XLA, or give wrong numbers.
         if kinds != {key: (x.shape, x.dtype) for key, x in folder.shapes.items()}:
-            raise folder.damaged(f"{name} is a program for other weights than those of {METADATA_FILE}")
+            raise folder.make_error(f"{name} is a program for other weights than those of {METADATA_FILE}")
         return program
 
 
@@ -106,7 +106,7 @@ def load_exported(path: str | os.PathLike[str]) -> ExportedModel:
         platform or cannot have its dtypes. When called, the model raises it for an unknown signature, and for features
         with other names, shapes or dtypes.
     """
-    base = expanded(path)
+    base = expand(path)
     folder = find_export(base)
     if folder is None:
         raise ValueError(

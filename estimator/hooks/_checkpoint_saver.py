@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from estimator.core._argument_checks import check_intervals
 from estimator.core._hook import Context, Hook, RunValues, check_methods
-from estimator.storage._files import absolute
+from estimator.storage._files import make_absolute
 
 
 class CheckpointSaverListener:
@@ -73,7 +73,7 @@ class CheckpointSaverHook(Hook):
             listener.begin()
 
     def after_create_state(self, context: Context) -> None:
-        if self._dir is not None and absolute(self._dir) != absolute(str(context.model_dir)):
+        if self._dir is not None and make_absolute(self._dir) != make_absolute(str(context.model_dir)):
             raise ValueError(
                 f"CheckpointSaverHook got checkpoint_dir={self._dir!r}, but the Estimator saves in "
                 f"{context.model_dir!r}. Leave it out."

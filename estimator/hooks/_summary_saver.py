@@ -16,7 +16,7 @@ from estimator.core._hook import Context, Hook, RunValues
 from estimator.core._mode_keys import ModeKeys
 from estimator.core._record import Histogram, Report, Rows, Scalar
 from estimator.hooks._timer import SecondOrStepTimer
-from estimator.storage._files import normalized
+from estimator.storage._files import normalize
 from estimator.summary._event_writer import shown_metrics, write_into
 
 _Moment = tuple[int, float, RunValues]  # the step, the time, and what will be known of it
@@ -61,12 +61,12 @@ class SummarySaverHook(Hook):
         check_intervals("SummarySaverHook", save_secs=save_secs, save_steps=save_steps)
         self._timer = SecondOrStepTimer(every_secs=save_secs, every_steps=save_steps)
         self._steps = save_steps
-        self._dir = None if output_dir is None else normalized(output_dir)
+        self._dir = None if output_dir is None else normalize(output_dir)
         self._given_writer = summary_writer
 
     def writes_to(self, directory: str | None) -> bool:
         """Says whether it writes into the directory of the run."""
-        return self._given_writer is None and self._dir in (None, directory and normalized(directory))
+        return self._given_writer is None and self._dir in (None, directory and normalize(directory))
 
     def begin(self) -> None:
         self._timer.reset()

@@ -19,7 +19,7 @@ from estimator.optim._learning_rate import set_rate
 from estimator.porting._tensorflow_names import missing_attribute
 from estimator.steps._compiled_steps import Carry
 from estimator.steps._model_info import ModelInfo
-from estimator.storage._files import normalized
+from estimator.storage._files import normalize
 from estimator.summary._event_writer import EventWriter
 
 T = TypeVar("T")
@@ -179,7 +179,7 @@ class RunContext:
     def events(self, directory: str | None = None) -> EventWriter:
         chosen = directory or self.output_dir
         assert chosen is not None
-        directory = normalized(chosen)
+        directory = normalize(chosen)
         if directory not in self._events:
             first, last = (self.global_step + 1, math.inf) if self.mode == ModeKeys.TRAIN else (self.global_step,) * 2
             self._events[directory] = EventWriter(directory, first, last)

@@ -6,7 +6,7 @@ from typing import Any
 
 from absl import logging
 
-from estimator.checkpoint import _checkpoints
+from estimator.checkpoint._checkpoint import Checkpoint
 from estimator.core._run_config import RunConfig
 from estimator.inputs._input_fn import Batches
 
@@ -24,7 +24,7 @@ def resume_input(rest: Batches, path: str, host: dict[str, Any], config: RunConf
       ValueError: the input has fewer batches than were taken.
     """
     saved = host.get("input", {})
-    if not saved or config.resume_input is None or _checkpoints.is_end(path, "input"):
+    if not saved or config.resume_input is None or Checkpoint(path).is_end("input"):
         return 0
     batches, positions = saved["batches"], saved["positions"]
     # Other processes have other parts of the input: then only the number of batches says where it was.

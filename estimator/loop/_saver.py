@@ -11,9 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from absl import logging
 
-from estimator.checkpoint._async_save import CheckpointWriteError
-from estimator.checkpoint._checkpoint_dir import step_of
-from estimator.checkpoint._checkpoints import Checkpoints
+from estimator.checkpoint._checkpoint import Checkpoint
+from estimator.checkpoint._checkpoints import Checkpoints, CheckpointWriteError
 from estimator.core._hook import Hook
 from estimator.core._run_config import RunConfig
 from estimator.core._state import State
@@ -133,7 +132,7 @@ class Saver:
         path = self._checkpoints.latest()  # waits for one that is being written
         if path is None:
             return "There is no checkpoint."
-        return f"The newest checkpoint is from step {step_of(path)}; nothing later was saved."
+        return f"The newest checkpoint is from step {Checkpoint(path).step}; nothing later was saved."
 
     def _wait(self) -> None:
         try:

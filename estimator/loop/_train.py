@@ -8,8 +8,8 @@ from typing import Any
 import jax
 from absl import logging
 
-from estimator.checkpoint._checkpoint_dir import check_places
 from estimator.checkpoint._checkpoints import Checkpoints
+from estimator.checkpoint._model_dir import check_places
 from estimator.core._batch import rows_of
 from estimator.core._hook import Hook
 from estimator.core._mode_keys import ModeKeys

@@ -25,13 +25,17 @@ from estimator.core._typing import Features, Labels, PyTree, Variables
 from estimator.optim._apply_updates import apply_step
 from estimator.optim._learning_rate import read_rates
 from estimator.optim._moving_average import Averages, check_averages_move, check_averages_read, variables_to_read
-from estimator.optim._non_finite import count_skipped
+from estimator.optim._non_finite import SLOTS as SKIPPED_STEPS
+from estimator.optim._non_finite import NonFinite, count_skipped
 from estimator.steps._compiled_steps import Carry, carry_of, loop_over_all
 from estimator.steps._deferred_merge import Deferred, defer_fields, merge_deferred
 from estimator.steps._gradients import run_model_fn
 from estimator.steps._model_info import ModelInfo
 
 _ALONE = Replica()
+
+OPTIONAL_SLOTS = {SKIPPED_STEPS: NonFinite}
+"""The entries of `State.slots` that belong to a feature, not to an optimizer, and that a checkpoint may lack."""
 
 
 @jax.tree_util.register_dataclass

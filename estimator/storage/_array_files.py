@@ -39,7 +39,7 @@ class Npz:
     def __init__(self, caller: str, path: str) -> None:
         self.path = path
         self._caller = caller
-        with _naming(caller, path), zipfile.ZipFile(path) as file:
+        with _name_errors(caller, path), zipfile.ZipFile(path) as file:
             members = {member.filename.removesuffix(".npy"): member for member in file.infolist()}
             self.shapes: Mapping[str, Any] = {name: _npy_kind(name, file, x) for name, x in members.items()}
 
@@ -47,24 +47,24 @@ class Npz:
         return list(self.shapes)
 
     def read(self, names: Sequence[str]) -> dict[str, np.ndarray]:
-        with _naming(self._caller, self.path), np.load(self.path) as file:
+        with _name_errors(self._caller, self.path), np.load(self.path) as file:
             return {name: file[name] for name in names}
 
 
 class Safetensors:
-    """A file of the safetensors format: the length of a header, the header, which is JSON, and the bytes of the arrays.
+    """A file of the safetensors format: the length of a header, the header in JSON, and the bytes of the arrays."""
 
-    Read here, not by the package of that name: its arrays of numpy have no bfloat16.
-    """
+    # Read here, not by the package of that name: its arrays of numpy have no bfloat16.
 
     def __init__(self, caller: str, path: str) -> None:
         self.path = path
         self._caller = caller
-        with _naming(caller, path):
+        with _name_errors(caller, path):
             header, self._begin = _header(path)
             size = os.path.getsize(path) - self._begin
             self.shapes: Mapping[str, Any] = {name: _kind(name, entry, size) for name, entry in header.items()}
             self._places = {name: entry["data_offsets"] for name, entry in header.items()}
+            # The format has no overlaps: a file with them is not what was written.
             for one, other in itertools.pairwise(sorted(self._places, key=lambda name: self._places[name])):
                 if self._places[other][0] < self._places[one][1]:
                     raise ValueError(f"its arrays {one!r} and {other!r} overlap")
@@ -74,7 +74,7 @@ class Safetensors:
 
     def read(self, names: Sequence[str]) -> dict[str, np.ndarray]:
         values = {}
-        with _naming(self._caller, self.path), open(self.path, "rb") as file:
+        with _name_errors(self._caller, self.path), open(self.path, "rb") as file:
             for name in names:
                 begin, end = self._places[name]
                 file.seek(self._begin + begin)
@@ -83,8 +83,8 @@ class Safetensors:
 
 
 @contextlib.contextmanager
-def _naming(caller: str, path: str) -> Iterator[None]:
-    """Makes one ValueError, which names the file, of all that goes wrong with its bytes."""
+def _name_errors(caller: str, path: str) -> Iterator[None]:
+    """Raises all that goes wrong with the bytes of a file as one ValueError, which names it."""
     try:
         yield
     except (FileNotFoundError, PermissionError):
@@ -104,6 +104,7 @@ def _check_size(name: str, shape: Sequence[Any], dtype: Any, size: int) -> None:
 
 def _npy_kind(name: str, file: zipfile.ZipFile, member: zipfile.ZipInfo) -> Kind:
     with file.open(member) as array:
+        # The header alone, so that listing the names of a large file reads none of its arrays.
         version = npy.read_magic(array)
         read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
         shape, _, dtype = read(array)
@@ -119,7 +120,7 @@ def _header(path: str) -> tuple[dict[str, Any], int]:
         (length,) = struct.unpack("<Q", file.read(8))
         if 8 + length > os.path.getsize(path):
             raise ValueError("its header is not complete")
-        if length > _LONGEST_HEADER:
+        if length > _LONGEST_HEADER:  # before so much memory is taken
             raise ValueError(f"its header has {length} bytes, and may have {_LONGEST_HEADER}")
         header = json.loads(file.read(length), object_pairs_hook=_without_repeats)
     if not isinstance(header, dict):

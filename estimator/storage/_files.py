@@ -13,14 +13,20 @@ import shutil
 import uuid
 from typing import TYPE_CHECKING, Any
 
+try:
+    import fcntl
+except ImportError:  # not POSIX
+    fcntl = None  # type: ignore[assignment]
+
 if TYPE_CHECKING:
     import fsspec
 
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}  # of this package, by the protocol of a URL
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.EBADF}
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:
-    """Whether a path names something in a store.
+    """Returns whether a path names something in a store.
 
     >>> is_url("s3://bucket/run"), is_url("/tmp/run")
     (True, False)
@@ -51,20 +57,20 @@ def store_of(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
         ) from error
 
 
-def expanded(path: str | os.PathLike[str]) -> str:
-    """The path that a user gives, with "~" expanded as in a model_dir."""
+def expand(path: str | os.PathLike[str]) -> str:
+    """Expands "~" in a path that a user gives, as in a model_dir."""
     text = os.fspath(path)
     return text if is_url(text) else os.path.expanduser(text)
 
 
-def normalized(path: str | os.PathLike[str]) -> str:
-    """The path in the one form that is compared."""
+def normalize(path: str | os.PathLike[str]) -> str:
+    """Returns the path in the one form that is compared."""
     text = os.fspath(path)
     return text.rstrip("/") if is_url(text) else os.path.normpath(text)
 
 
-def absolute(path: str | os.PathLike[str]) -> str:
-    return normalized(path) if is_url(path) else os.path.abspath(path)
+def make_absolute(path: str | os.PathLike[str]) -> str:
+    return normalize(path) if is_url(path) else os.path.abspath(path)
 
 
 def exists(path: str) -> bool:
@@ -75,7 +81,7 @@ def exists(path: str) -> bool:
 
 
 def is_dir(path: str | os.PathLike[str]) -> bool:
-    """Whether there is such a directory; in a store, whether a file has a name that begins so."""
+    """Returns whether there is such a directory; in a store, whether a file has a name that begins so."""
     path = os.fspath(path)
     if not is_url(path):
         return os.path.isdir(path)
@@ -84,7 +90,7 @@ def is_dir(path: str | os.PathLike[str]) -> bool:
 
 
 def list_dir(path: str) -> list[str]:
-    """The names in a directory, which need not exist."""
+    """Lists the names in a directory, which need not exist."""
     if not is_url(path):
         return os.listdir(path) if os.path.isdir(path) else []
     store, name = store_of(path)
@@ -108,7 +114,7 @@ def files_in(path: str) -> dict[str, int]:
 
 
 def version_of(directory: str) -> object:
-    """A value that is another one after a file in a directory or below it was written."""
+    """A value that changes when a file in a directory or below it is written."""
     if is_url(directory):
         store, base = store_of(directory)
         return repr(sorted(store.find(base, detail=True).items()))
@@ -134,12 +140,14 @@ def write(path: str, contents: bytes) -> None:
         store, name = store_of(path)
         store.pipe_file(name, contents)
         return
-    new = f"{path}.{uuid.uuid4().hex}.new"  # one of each writer
+    new = f"{path}.{uuid.uuid4().hex}.new"  # each writer has its own
     try:
         with open(new, "wb") as file:
             file.write(contents)
             file.flush()
             os.fsync(file.fileno())
+        # The contents are on the disk before the name is, and the name before the caller continues: a crash of the
+        # machine between any two of these lines leaves the old file or the new one.
         os.replace(new, path)
         _sync(os.path.dirname(os.path.abspath(path)))
     except BaseException:
@@ -197,3 +205,23 @@ def remove_dir(path: str) -> None:
         return
     store, name = store_of(path)
     store.rm(name, recursive=True)
+
+
+def lock_if_possible(file: int, exclusive: bool) -> str | None:
+    """Locks an open file until it is closed here and in child processes; returns the reason if there are no locks.
+
+    It waits for a lock that is not exclusive.
+
+    Raises:
+      BlockingIOError: `exclusive`, and somebody else has a lock.
+    """
+    if fcntl is None:
+        return "the system has no file locks"
+    try:
+        # The operating system releases it when the process ends, however it ends: a killed run locks nobody out.
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB if exclusive else fcntl.LOCK_SH)
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        return os.strerror(error.errno)
+    return None

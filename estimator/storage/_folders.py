@@ -13,10 +13,8 @@ from estimator.storage._files import exists, files_in, is_url, store_of
 
 
 def upload(folder: str, url: str, first: Sequence[str] = (), last: Sequence[str] = ()) -> None:
-    """Copies the files of a local folder to a store, those called `first` before all others, `last` after.
-
-    So a folder that has the very last one is whole.
-    """
+    """Copies the files of a local folder to a store, those called `first` before all others, `last` after."""
+    # A store has no renames: the order alone says that a folder that has the very last file is whole.
     store, base = store_of(url)
     names = files_in(folder)
     others = sorted(names.keys() - {*first, *last})
@@ -56,7 +54,7 @@ class LocalCopy:
         with self._lock:
             missing = set(filter(wants, files_in(self._url))) - self._here
             download(self._url, self.path, missing)
-            self._here |= missing
+            self._here |= missing  # after the download, which may fail
 
 
 class WorkingFolder:

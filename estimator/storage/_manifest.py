@@ -52,6 +52,7 @@ def write_manifest(folder: str, without: Collection[str]) -> None:
 
 def add_empty_file(path: str, name: str) -> None:
     """Writes an empty file into a checkpoint, and notes it in the manifest."""
+    # The file first: a kill in between leaves one that the manifest does not name, and that is not damage.
     write(os.path.join(path, name), b"")
     files = _files(path)
     if files is not None:
@@ -59,7 +60,7 @@ def add_empty_file(path: str, name: str) -> None:
 
 
 def written_name(path: str) -> str:
-    """The name under which a checkpoint was written, which its folder may not have any more."""
+    """Returns the name under which a checkpoint was written, which its folder may not have any more."""
     with contextlib.suppress(OSError, *_DAMAGES):  # no manifest, or a damaged one
         return _decode(read(os.path.join(path, MANIFEST)))[0]
     return os.path.basename(path)
@@ -81,6 +82,8 @@ def check_sizes(path: str) -> None:
             raise DamagedCheckpointError(path, f"{name} is missing")
         if sizes[name] != size:
             raise DamagedCheckpointError(path, f"{name} has {sizes[name]} bytes; {size} were written")
+    # Sizes alone would call a checkpoint sound whose arrays could not be read a moment ago. It counts again once one of
+    # its files is another.
     if path in _damage_seen:
         version, reason = _damage_seen[path]
         if version == version_of(path):
@@ -117,7 +120,7 @@ def check_sums(path: str, folder: str, wants: Callable[[str], bool] = lambda nam
 
 
 def read_checked(path: str, name: str) -> bytes:
-    """The contents of a file of a checkpoint, which agree with the manifest.
+    """Reads a file of a checkpoint, and compares it with the manifest.
 
     Raises:
       DamagedCheckpointError: they do not.
@@ -155,13 +158,13 @@ def _note(path: str, reason: str) -> DamagedCheckpointError:
 
 
 def _files(path: str) -> _Files | None:
-    """The files by name; None without a manifest."""
+    """Reads the files by name; None without a manifest."""
     try:
         text = read(os.path.join(path, MANIFEST))
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         if is_own(path):
             raise DamagedCheckpointError(path, f"{MANIFEST} is missing") from None
-        return None
+        return None  # of version 0.1.0, which has not marked it either
     try:
         return _decode(text)[1]
     except _DAMAGES as error:

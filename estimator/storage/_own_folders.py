@@ -29,8 +29,9 @@ def mark_own(path: str) -> None:
 
 
 def is_own(path: str) -> bool:
-    """Whether a folder is one that this package has made; a kill may have left its mark empty."""
+    """Returns whether a folder is one that this package has made."""
     try:
+        # Not equal: a kill may have left the mark empty, or a part of it.
         return MARK_TEXT.startswith(read(os.path.join(path, MARK)))
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         return False
@@ -44,6 +45,7 @@ def remove_own(path: str, first: str | None = None) -> None:
     with contextlib.suppress(FileNotFoundError):
         if is_url(path):
             store, base = store_of(path)
+            # Killed meanwhile, it leaves the mark, by which the next save knows the rest and removes it.
             names = [f"{base}/{name}" for name in files_in(path) if name != MARK]
             if names:
                 store.rm(names)

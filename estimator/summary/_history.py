@@ -10,7 +10,7 @@ from typing import Any
 
 from absl import logging
 
-from estimator.storage._files import exists, expanded, read, write
+from estimator.storage._files import exists, expand, read, write
 
 HISTORY = "history.jsonl"
 COLUMNS = {"step", "time"}  # of a line, beside the tags
@@ -41,7 +41,7 @@ def read_history(directory: str | os.PathLike[str]) -> list[dict[str, Any]]:
     Raises:
       FileNotFoundError: the file does not exist.
     """
-    path = os.path.join(expanded(directory), HISTORY)
+    path = os.path.join(expand(directory), HISTORY)
     if not exists(path):
         raise FileNotFoundError(
             f"There is no {HISTORY} in {os.fspath(directory)!r}. `train` writes it into the model_dir, every "
@@ -62,7 +62,7 @@ def read_eval_metrics(eval_dir: str | os.PathLike[str]) -> dict[int, dict[str, A
     Returns:
       For each step, in order, a dict of the metrics and "loss"; empty if nothing was evaluated yet.
     """
-    if not exists(os.path.join(expanded(eval_dir), HISTORY)):
+    if not exists(os.path.join(expand(eval_dir), HISTORY)):
         return {}
     rows = read_history(eval_dir)
     return {row["step"]: {tag: row[tag] for tag in row if tag not in COLUMNS} for row in rows}

@@ -6,7 +6,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 
-from estimator.tf_checkpoint._crc32c import crc32c, unmasked
+import google_crc32c
 
 _MAGIC = 0xDB4775248B80FB57
 _FOOTER, _TRAILER = 48, 5  # bytes: at the end of the table; after each block, its compression and checksum
@@ -22,13 +22,13 @@ def read_table(path: str) -> dict[bytes, bytes]:
         table = file.read()
     if len(table) < _FOOTER or struct.unpack("<Q", table[-8:])[0] != _MAGIC:
         raise ValueError(f"{path} has another format, or is not complete")
-    _, at = _handle(table, len(table) - _FOOTER)
-    handles = [_handle(value, 0)[0] for _, value in _block(path, table, *_handle(table, at)[0])]
+    _, at = _read_handle(table, len(table) - _FOOTER)
+    handles = [_read_handle(value, 0)[0] for _, value in _block(path, table, *_read_handle(table, at)[0])]
     return {key: value for start, size in handles for key, value in _block(path, table, start, size)}
 
 
-def varint(data: bytes, at: int) -> tuple[int, int]:
-    """An integer of seven bits in each byte, the lowest ones first, and where it ends."""
+def read_varint(data: bytes, at: int) -> tuple[int, int]:
+    """Reads an integer of seven bits in each byte, the lowest ones first; returns it and its end."""
     value = shift = 0
     while True:
         value |= (data[at] & 127) << shift
@@ -37,25 +37,41 @@ def varint(data: bytes, at: int) -> tuple[int, int]:
             return value, at
 
 
-def _handle(data: bytes, at: int) -> tuple[tuple[int, int], int]:
-    """Where a block is, its start and size; and where this ends."""
-    start, at = varint(data, at)
-    size, at = varint(data, at)
+def crc32c(data: bytes | memoryview) -> int:
+    """The CRC-32C of bytes.
+
+    >>> hex(crc32c(b"123456789"))
+    '0xe3069283'
+    """
+    return google_crc32c.value(bytes(data))
+
+
+def unmask_crc(crc: int) -> int:
+    """The CRC of one that TensorFlow and LevelDB store."""
+    # They mask it, since a CRC of data that contains a CRC is weak.
+    rotated = crc - 0xA282EAD8 & 0xFFFFFFFF
+    return (rotated >> 17 | rotated << 15) & 0xFFFFFFFF
+
+
+def _read_handle(data: bytes, at: int) -> tuple[tuple[int, int], int]:
+    """Reads the place of a block, its start and size; returns it and the end of what was read."""
+    start, at = read_varint(data, at)
+    size, at = read_varint(data, at)
     return (start, size), at
 
 
 def _block(path: str, table: bytes, start: int, size: int) -> Iterator[tuple[bytes, bytes]]:
     block, trailer = table[start : start + size], table[start + size : start + size + _TRAILER]
-    if len(trailer) < _TRAILER or crc32c(block + trailer[:1]) != unmasked(struct.unpack("<I", trailer[1:])[0]):
+    if len(trailer) < _TRAILER or crc32c(block + trailer[:1]) != unmask_crc(struct.unpack("<I", trailer[1:])[0]):
         raise ValueError(f"{path} is damaged. Copy it again")
     if trailer[0]:
         raise ValueError(f"{path} is compressed, which is not known here. Load and save it by TensorFlow")
     end = size - 4 - 4 * struct.unpack("<I", block[-4:])[0]
     at, key = 0, b""
     while at < end:  # a key begins as the one before
-        shared, at = varint(block, at)
-        own, at = varint(block, at)
-        length, at = varint(block, at)
+        shared, at = read_varint(block, at)
+        own, at = read_varint(block, at)
+        length, at = read_varint(block, at)
         key = key[:shared] + block[at : at + own]
         yield key, block[at + own : at + own + length]
         at += own + length

@@ -16,8 +16,7 @@ from typing import Any, NamedTuple, NoReturn
 import jax.numpy as jnp
 import numpy as np
 
-from estimator.tf_checkpoint._crc32c import crc32c, unmasked
-from estimator.tf_checkpoint._sstable import read_table, varint
+from estimator.tf_checkpoint._sstable import crc32c, read_table, read_varint, unmask_crc
 
 _DTYPES = {1: "float32", 2: "float64", 3: "int32", 4: "uint8", 5: "int16", 6: "int8", 8: "complex64", 9: "int64"}
 _DTYPES |= {10: "bool", 14: "bfloat16", 17: "uint16", 18: "complex128", 19: "float16", 22: "uint32", 23: "uint64"}
@@ -29,7 +28,7 @@ _FILE = re.compile(r"(.+)\.(index|meta|data-\d{5}-of-\d{5})")
 
 
 class _Entry(NamedTuple):
-    """Where a tensor is; `slices`: its parts, each by (start, length) for each dimension."""
+    """The place of a tensor; `slices`: its parts, each by (start, length) for each dimension."""
 
     dtype: int
     shape: tuple[int, ...]
@@ -69,7 +68,7 @@ class TensorFlowBundle:
 
     def read(self, name: str) -> np.ndarray:
         entry = self._entries[name]
-        if not entry.slices:
+        if not entry.slices:  # no partitioner has cut it
             return self._array(name, entry)
         whole = np.empty(entry.shape, self._dtype(entry))
         filled = 0
@@ -81,7 +80,7 @@ class TensorFlowBundle:
             array = self._array(name, part)
             whole[tuple(slice(start, start + size) for start, size in sizes)] = array
             filled += array.size
-        if filled != whole.size:
+        if filled != whole.size:  # otherwise a part of it would be what the memory was before
             self._fail(f"its slices of the variable {name!r} have {filled} of {whole.size} values")
         return whole
 
@@ -95,7 +94,7 @@ class TensorFlowBundle:
         with open(file, "rb") as data:
             data.seek(entry.offset)
             values = data.read(entry.size)
-        if len(values) != entry.size or crc32c(values) != unmasked(entry.crc):
+        if len(values) != entry.size or crc32c(values) != unmask_crc(entry.crc):
             self._fail(f"{file} is damaged where {name!r} is", fix="Copy it again.")
         return np.frombuffer(values, np.dtype(dtype).newbyteorder("<")).reshape(entry.shape).astype(dtype)
 
@@ -107,7 +106,7 @@ class TensorFlowBundle:
 
 
 def tensorflow_prefix(path: str) -> str | None:
-    """The checkpoint of TensorFlow that a path means, or None.
+    """Finds the checkpoint of TensorFlow that a path means; None if there is none.
 
     Args:
       path: a prefix, one of the files, or a directory, whose newest one it is.
@@ -118,6 +117,7 @@ def tensorflow_prefix(path: str) -> str | None:
                 newest = re.search(r'^model_checkpoint_path: "(.+)"', file.read(), re.M)
         except (FileNotFoundError, UnicodeDecodeError):
             newest = None
+        # The file names the path where the checkpoint was written; it may have been copied since.
         prefixes = (
             [] if newest is None else [os.path.join(path, newest[1]), os.path.join(path, newest[1].split("/")[-1])]
         )
@@ -128,16 +128,16 @@ def tensorflow_prefix(path: str) -> str | None:
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
-    """The numbers and values of a protocol buffer's fields: integers, or bytes."""
+    """Reads the numbers and values of a protocol buffer's fields: integers, or bytes."""
     at, value = 0, None  # type: int, Any
     while at < len(message):
-        tag, at = varint(message, at)
+        tag, at = read_varint(message, at)
         if tag & 7 == 0:
-            value, at = varint(message, at)
+            value, at = read_varint(message, at)
         elif tag & 7 == 5:
             value, at = struct.unpack_from("<I", message, at)[0], at + 4
         else:
-            length, at = varint(message, at)
+            length, at = read_varint(message, at)
             value, at = message[at : at + length], at + length
         yield tag >> 3, value
 
@@ -151,7 +151,7 @@ def _entry(message: bytes) -> _Entry:
 
 
 def _extent(message: bytes) -> tuple[int, int]:
-    """Start and length; the length -1 stands for the whole dimension."""
+    """Reads start and length; the length -1 stands for the whole dimension."""
     fields = dict(_fields(message))
     return fields.get(1, 0), fields.get(2, -1)
 
@@ -160,16 +160,17 @@ def _slice_key(name: str, extents: list[tuple[int, int]]) -> bytes:
     """The key of a slice: 0, the name and the number of dimensions, then start and length of each, in bytes that sort
     as the values do."""
     escaped = name.encode().replace(b"\0", b"\0\xff") + b"\0\1"
-    return b"\0" + escaped + _ordered(len(extents)) + b"".join(_signed(n) for extent in extents for n in extent)
+    return b"\0" + escaped + _sortable_size(len(extents)) + b"".join(_sortable(n) for extent in extents for n in extent)
 
 
-def _ordered(value: int) -> bytes:
+def _sortable_size(value: int) -> bytes:
     digits = value.to_bytes((value.bit_length() + 7) // 8, "big")
     return bytes([len(digits)]) + digits
 
 
-def _signed(value: int) -> bytes:
-    """As many bytes as the bits before the first one that differs say."""
+def _sortable(value: int) -> bytes:
+    """Encodes an integer in bytes that sort as integers do."""
+    # The bits before the first one that differs from the sign say how many bytes there are.
     length = (~value if value < 0 else value).bit_length() // 7 + 1
     header = (0xFF << 8 >> length & 0xFF) << 8 * (length - 1)
     return (value & (1 << 8 * length) - 1 ^ header).to_bytes(length, "big")

@@ -21,8 +21,8 @@ from testing.scenarios import killed_training
 
 import estimator as est
 from estimator.checkpoint import _checkpoints
-from estimator.checkpoint._async_save import CheckpointWriteError
-from estimator.checkpoint._checkpoints import Checkpoints, read, read_all, restore
+from estimator.checkpoint._checkpoint import Checkpoint
+from estimator.checkpoint._checkpoints import Checkpoints, CheckpointWriteError
 
 SECONDS = 30
 
@@ -106,9 +106,9 @@ def test_the_memory_of_a_state_may_be_donated_while_it_is_written(tmp_path, disk
     disk.completes.set()
     assert checkpoints.latest() == path
     for name, values in expected.items():
-        np.testing.assert_array_equal(read(path, name), values)
+        np.testing.assert_array_equal(Checkpoint(path).read(name), values)
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), jax.eval_shape(lambda: state_of(8000)))
-    assert restore(path, like).global_step == 3
+    assert Checkpoint(path).restore(like).global_step == 3
 
 
 def test_training_continues_while_a_checkpoint_is_written(tmp_path, disk):
@@ -123,7 +123,7 @@ def test_training_continues_while_a_checkpoint_is_written(tmp_path, disk):
     estimator.train(times(7), hooks=[At({0: look, 2: look, 4: look})])
     assert seen == [(0, []), (2, []), (4, [])]
     assert saved_steps(estimator) == [0, 5, 7]
-    assert read(str(tmp_path / "ckpt-0"), "w").tolist() == [[0], [0]]
+    assert Checkpoint(str(tmp_path / "ckpt-0")).read("w").tolist() == [[0], [0]]
 
 
 def test_checkpoints_match_a_training_that_waits_for_them(tmp_path):
@@ -131,7 +131,7 @@ def test_checkpoints_match_a_training_that_waits_for_them(tmp_path):
         config = {"save_checkpoints_async": saves_async, "save_checkpoints_steps": 2}
         make(tmp_path / str(saves_async), **config).train(times(9))
     for step in (0, 2, 4, 6, 8, 9)[-5:]:
-        one, other = (read_all(str(tmp_path / name / f"ckpt-{step}"), ["*"]) for name in ("False", "True"))
+        one, other = (Checkpoint(str(tmp_path / name / f"ckpt-{step}")).read_all(["*"]) for name in ("False", "True"))
         assert {k: v.tobytes() for k, v in one.items()} == {k: v.tobytes() for k, v in other.items()}
 
 

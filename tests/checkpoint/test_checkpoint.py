@@ -16,9 +16,8 @@ import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from estimator.checkpoint._async_save import CheckpointWriteError
-from estimator.checkpoint._checkpoint_dir import written_ns
-from estimator.checkpoint._checkpoints import Checkpoints, names, read, restore
+from estimator.checkpoint._checkpoint import Checkpoint
+from estimator.checkpoint._checkpoints import Checkpoints, CheckpointWriteError
 from estimator.storage._manifest import write_manifest
 from estimator.storage._own_folders import make_own
 
@@ -61,7 +60,7 @@ def test_a_state_comes_back_as_it_was(tmp_path):
     state = make_state(7)
     path = Checkpoints(tmp_path / "not" / "yet").save(state)
     assert path == str(tmp_path / "not" / "yet" / "ckpt-7")
-    restored = restore(path, abstract(state))
+    restored = Checkpoint(path).restore(abstract(state))
     assert_same(restored, state)
     assert jax.random.uniform(restored.key) == jax.random.uniform(state.key)
     assert restored.global_step.sharding == jnp.zeros(()).sharding
@@ -71,7 +70,7 @@ def test_a_relative_directory_stays_relative(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = Checkpoints("model").save(make_state(1))
     assert path == "model/ckpt-1" == Checkpoints("model").latest()
-    assert_same(restore(path, abstract(make_state())), make_state(1))
+    assert_same(Checkpoint(path).restore(abstract(make_state())), make_state(1))
 
 
 def test_the_memory_of_a_state_may_be_taken_when_save_returns(tmp_path):
@@ -79,7 +78,7 @@ def test_the_memory_of_a_state_may_be_taken_when_save_returns(tmp_path):
     donate = jax.jit(lambda v: jax.tree.map(lambda x: x * 0, v), donate_argnums=0)
     path = Checkpoints(tmp_path).save(state)
     jax.block_until_ready(donate(state.variables))
-    assert_same(restore(path, abstract(make_state())), make_state(3))
+    assert_same(Checkpoint(path).restore(abstract(make_state())), make_state(3))
 
 
 @pytest.mark.parametrize("spec", [PartitionSpec(), PartitionSpec("d")])
@@ -93,7 +92,7 @@ def test_any_number_of_devices_reads_what_eight_wrote(tmp_path, spec, num_device
     like = abstract(state, few)
     cut = NamedSharding(few.mesh, spec)
     like.variables["w1"] = jax.ShapeDtypeStruct((8, 2), jnp.float32, sharding=cut)
-    restored = restore(path, like)
+    restored = Checkpoint(path).restore(like)
     assert_same(restored, state)
     assert restored.variables["w1"].sharding == cut
     assert restored.key.sharding == few
@@ -103,9 +102,9 @@ READER = """
 import warnings; warnings.simplefilter("error")
 import jax, sys
 jax.config.update("jax_num_cpu_devices", int(sys.argv[2]))
-from estimator.checkpoint._checkpoints import names, read
-assert read(sys.argv[1], "w1").tolist() == [[2, 2]] * 8
-print(names(sys.argv[1]))
+from estimator.checkpoint._checkpoint import Checkpoint
+assert Checkpoint(sys.argv[1]).read("w1").tolist() == [[2, 2]] * 8
+print(Checkpoint(sys.argv[1]).names())
 """
 
 
@@ -120,7 +119,7 @@ def test_a_process_with_fewer_devices_reads_what_eight_wrote(tmp_path, num_devic
 
 def test_names_are_readable(tmp_path):
     path = Checkpoints(tmp_path).save(make_state())
-    assert [name for name in names(path) if "nu" not in name] == [
+    assert [name for name in Checkpoint(path).names() if "nu" not in name] == [
         "adam/0/count",
         "adam/0/mu/count",
         "adam/0/mu/net/params/Dense_0/kernel",
@@ -132,17 +131,17 @@ def test_names_are_readable(tmp_path):
         "scope/b",
         "w1",
     ]
-    for name in names(path):
-        assert isinstance(read(path, name), np.ndarray)
-    np.testing.assert_array_equal(read(path, "net/params/Dense_0/kernel"), np.full((2, 2), 3.0))
+    for name in Checkpoint(path).names():
+        assert isinstance(Checkpoint(path).read(name), np.ndarray)
+    np.testing.assert_array_equal(Checkpoint(path).read("net/params/Dense_0/kernel"), np.full((2, 2), 3.0))
 
 
 def test_a_slot_named_as_a_variable_is_kept_apart(tmp_path):
     state = State({"a/b": jnp.ones(1)}, {"a": {"b": jnp.zeros(1)}}, jnp.int32(0), jax.random.key(0))
     path = Checkpoints(tmp_path).save(state)
-    assert names(path) == ["a/b", "global_step", "slots/a/b"]
-    assert (read(path, "a/b"), read(path, "slots/a/b")) == (1, 0)
-    assert_same(restore(path, abstract(state)), state)
+    assert Checkpoint(path).names() == ["a/b", "global_step", "slots/a/b"]
+    assert (Checkpoint(path).read("a/b"), Checkpoint(path).read("slots/a/b")) == (1, 0)
+    assert_same(Checkpoint(path).restore(abstract(state)), state)
 
 
 def test_two_variables_of_one_name_are_an_error(tmp_path):
@@ -156,7 +155,7 @@ def test_two_variables_of_one_name_are_an_error(tmp_path):
 def test_an_unknown_name_is_an_error_with_the_near_ones(tmp_path):
     path = Checkpoints(tmp_path).save(make_state())
     with pytest.raises(ValueError, match=r"ckpt-0 has no variable 'scope/c'.*one of \['scope/b'"):
-        read(path, "scope/c")
+        Checkpoint(path).read("scope/c")
 
 
 @pytest.mark.covers("1.3 structure mismatch on resume", "13 15 names and renames")
@@ -167,7 +166,7 @@ def test_every_difference_is_named_in_one_error(tmp_path):
     del variables["count"]
     variables |= {"w1": jnp.ones((8, 3)), "scope/b": jnp.ones(3), "new": jnp.ones(1)}
     with pytest.raises(ValueError) as error:
-        restore(path, abstract(state._replace(variables=variables, slots={})))
+        Checkpoint(path).restore(abstract(state._replace(variables=variables, slots={})))
     lines = str(error.value).splitlines()
     assert re.match("The variables of checkpoint .*ckpt-0 are not those of the model", lines[0])
     for line in [
@@ -187,22 +186,25 @@ def test_another_kind_of_key_is_a_difference(tmp_path):
     path = Checkpoints(tmp_path).save(state)
     other = state._replace(key=jax.random.key(0, impl="rbg"))
     with pytest.raises(ValueError, match=r"mismatched: key, uint32\[2\] .*, uint32\[4\]"):
-        restore(path, abstract(other))
-    assert_same(restore(Checkpoints(tmp_path / "b").save(other), abstract(other)), other)
+        Checkpoint(path).restore(abstract(other))
+    assert_same(Checkpoint(Checkpoints(tmp_path / "b").save(other)).restore(abstract(other)), other)
 
 
 def test_partial_reads_only_what_is_asked_for(tmp_path):
     state = make_state(4)
     path = Checkpoints(tmp_path).save(state)
     part = state._replace(variables={"w1": state.variables["w1"]}, slots={})
-    assert_same(restore(path, abstract(part), partial=True), part)
+    assert_same(Checkpoint(path).restore(abstract(part), partial=True), part)
     bad = part._replace(variables={"w1": jnp.ones(1), "w2": jnp.ones(1)})
     with pytest.raises(ValueError, match=r"(?s)mismatched: w1.*missing: w2") as error:
-        restore(path, abstract(bad), partial=True)
+        Checkpoint(path).restore(abstract(bad), partial=True)
     assert "unexpected" not in str(error.value)
 
 
-@pytest.mark.parametrize("call", [names, lambda p: read(p, "w"), lambda p: restore(p, make_state())])
+@pytest.mark.parametrize(
+    "call",
+    [lambda p: Checkpoint(p).names(), lambda p: Checkpoint(p).read("w"), lambda p: Checkpoint(p).restore(make_state())],
+)
 def test_what_is_not_a_checkpoint_is_an_error(tmp_path, call):
     for path in [tmp_path, tmp_path / "ckpt-3"]:
         with pytest.raises(ValueError, match=f"{path} is not a checkpoint. Give the path of one"):
@@ -264,14 +266,14 @@ def test_a_pinned_checkpoint_stays_until_it_is_unpinned(tmp_path):
     save_at(checkpoints, range(3, 7))
     assert steps_of(checkpoints) == [1, 2, 5, 6]
     restarted = Checkpoints(tmp_path, 2)
-    assert restarted.pinned() == [pinned, also]
-    assert_same(restore(pinned, abstract(make_state())), make_state(1))
-    assert names(pinned) == names(restarted.latest())
+    assert restarted.pinned_paths() == [pinned, also]
+    assert_same(Checkpoint(pinned).restore(abstract(make_state())), make_state(1))
+    assert Checkpoint(pinned).names() == Checkpoint(restarted.latest()).names()
     for path in (pinned, pinned):
         restarted.unpin(path)
     save_at(restarted, [7])
     assert steps_of(restarted) == [2, 6, 7]
-    assert restarted.pinned() == [also]
+    assert restarted.pinned_paths() == [also]
 
 
 def test_a_pin_is_not_the_last_that_was_kept(tmp_path):
@@ -286,12 +288,12 @@ def test_a_pin_is_not_the_last_that_was_kept(tmp_path):
 def test_a_pin_leaves_the_time_of_a_checkpoint_as_it_is(tmp_path):
     checkpoints = Checkpoints(tmp_path)
     path = checkpoints.save(make_state(1))
-    before = written_ns(path)
+    before = Checkpoint(path).written_ns
     checkpoints.pin(path)
-    assert written_ns(path) == before
+    assert Checkpoint(path).written_ns == before
     shutil.rmtree(path)
-    assert written_ns(checkpoints.save(make_state(1))) > before
-    assert checkpoints.pinned() == []
+    assert Checkpoint(checkpoints.save(make_state(1))).written_ns > before
+    assert checkpoints.pinned_paths() == []
 
 
 def test_only_a_checkpoint_can_be_pinned(tmp_path):
@@ -307,7 +309,7 @@ def test_what_was_just_saved_is_never_removed(tmp_path):
     checkpoints.save(make_state(9))
     path = checkpoints.save(make_state(1))
     assert checkpoints.paths() == [path]
-    assert_same(restore(path, abstract(make_state())), make_state(1))
+    assert_same(Checkpoint(path).restore(abstract(make_state())), make_state(1))
 
 
 def test_a_step_that_has_a_checkpoint_is_left_alone(tmp_path):
@@ -402,7 +404,7 @@ def test_after_a_kill_in_the_middle_of_saving_the_latest_is_whole(tmp_path):
             time.sleep(0.007 * turn)  # Another moment of a save that takes some 30 ms.
             process.send_signal(signal.SIGKILL)
         step = newest_step(reader)
-        assert_same(restore(reader.latest(), like), make_state(step))
+        assert_same(Checkpoint(reader.latest()).restore(like), make_state(step))
     Checkpoints(directory, 2).save(make_state(step + 1))
     assert len(os.listdir(directory)) == 2
 
@@ -410,5 +412,5 @@ def test_after_a_kill_in_the_middle_of_saving_the_latest_is_whole(tmp_path):
 def test_one_device_of_several_is_restored_to(tmp_path):
     state = make_state()
     sharding = SingleDeviceSharding(jax.devices()[5])
-    restored = restore(Checkpoints(tmp_path).save(state), abstract(state, sharding))
+    restored = Checkpoint(Checkpoints(tmp_path).save(state)).restore(abstract(state, sharding))
     assert {leaf.sharding for leaf in jax.tree.leaves(restored)} == {sharding}

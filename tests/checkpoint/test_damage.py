@@ -19,8 +19,8 @@ from testing.scenarios import team_lives
 
 import estimator as est
 from estimator import inspect
+from estimator.checkpoint._checkpoint import Checkpoint
 from estimator.checkpoint._checkpoints import Checkpoints
-from estimator.checkpoint._orbax import verify
 from estimator.storage import _files, _manifest
 from estimator.storage._manifest import MANIFEST, DamagedCheckpointError
 from estimator.storage._own_folders import MARK
@@ -271,7 +271,9 @@ def test_a_checkpoint_is_listed_and_verified_while_files_are_added_to_it(tmp_pat
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         added = thread.submit(add)
         while not added.done():
-            assert Checkpoints(tmp_path).latest(verify) == path and est.checkpoints(tmp_path)[-1].damage is None
+            assert (
+                Checkpoints(tmp_path).latest(Checkpoint.verify) == path and est.checkpoints(tmp_path)[-1].damage is None
+            )
         added.result()
 
 

@@ -9,7 +9,7 @@ from testing.estimators import make, times
 
 import estimator as est
 from estimator import inspect
-from estimator.checkpoint import _listing
+from estimator.checkpoint import _model_dir
 from estimator.checkpoint._checkpoints import Checkpoints
 
 
@@ -44,40 +44,40 @@ def test_a_directory_that_is_not_there_is_an_error(tmp_path):
 
 def test_a_checkpoint_that_is_removed_meanwhile_is_left_out(tmp_path, monkeypatch):
     make(tmp_path, save_checkpoints_steps=2).train(times(3))
-    written_in = _listing.written_in
+    list_written = _model_dir.list_written
 
     def removed_meanwhile(directory):
-        listed = written_in(directory)
-        shutil.rmtree(listed[0])
+        listed = list_written(directory)
+        shutil.rmtree(listed[0].path)
         return listed
 
-    monkeypatch.setattr(_listing, "written_in", removed_meanwhile)
+    monkeypatch.setattr(_model_dir, "list_written", removed_meanwhile)
     assert [each.step for each in est.checkpoints(tmp_path)] == [2, 3]
 
 
 def test_where_training_has_removed_all_that_was_listed_its_newer_ones_are(tmp_path, monkeypatch):
     estimator = make(tmp_path, keep_checkpoint_max=1).train(times(2))
-    written_in, lists = _listing.written_in, []
+    list_written, lists = _model_dir.list_written, []
 
     def trained_meanwhile(directory):
-        lists.append(written_in(directory))
+        lists.append(list_written(directory))
         if len(lists) == 1:
             estimator.train(times(1))
         return lists[-1]
 
-    monkeypatch.setattr(_listing, "written_in", trained_meanwhile)
+    monkeypatch.setattr(_model_dir, "list_written", trained_meanwhile)
     assert [each.step for each in est.checkpoints(tmp_path)] == [3]
 
 
 def test_the_command_verifies_what_is_still_there(tmp_path, monkeypatch, capsys):
     make(tmp_path).train(times(2))
-    check_sound = inspect.check_sound
+    has_manifest = inspect.has_manifest
 
     def removed_meanwhile(path):
         if path.endswith("ckpt-0"):
             shutil.rmtree(path)
-        check_sound(path)
+        return has_manifest(path)
 
-    monkeypatch.setattr(inspect, "check_sound", removed_meanwhile)
+    monkeypatch.setattr(inspect, "has_manifest", removed_meanwhile)
     inspect.main([str(tmp_path), "--verify"])
     assert capsys.readouterr().out == f"{tmp_path}/ckpt-2: sound\n"

@@ -14,9 +14,10 @@ from testing.estimators import X, Y, endless, make, saved_steps, step_of, times
 from testing.processes import Processes
 
 import estimator as est
-from estimator.checkpoint import _file_lock, _model_dir
-from estimator.checkpoint._checkpoint_dir import kept
+from estimator.checkpoint import _model_dir
+from estimator.checkpoint._checkpoint import Checkpoint
 from estimator.checkpoint._model_dir import LOCK_FILE, training_in
+from estimator.storage import _files
 
 pytestmark = pytest.mark.covers("1.1 model_dir")
 
@@ -112,7 +113,7 @@ def test_where_there_are_no_locks_one_line_says_so(tmp_path, monkeypatch, messag
     def flock(file, how):
         raise OSError(errno.ENOLCK, "no locks")
 
-    monkeypatch.setattr(_file_lock.fcntl, "flock", flock)
+    monkeypatch.setattr(_files.fcntl, "flock", flock)
     estimator = make(tmp_path, save_checkpoints_steps=1, keep_checkpoint_max=1).train(times(3))
     assert [text for text in messages() if "locked" in text] == [
         f"model_dir {tmp_path} cannot be locked ({os.strerror(errno.ENOLCK)}): nothing keeps a second training run "
@@ -126,7 +127,7 @@ def test_where_there_are_no_locks_one_line_says_so(tmp_path, monkeypatch, messag
 
 def test_a_checkpoint_that_is_read_is_removed_later(tmp_path):
     estimator = make(tmp_path, save_checkpoints_steps=1, keep_checkpoint_max=1).train(times(1))
-    with kept(estimator.latest_checkpoint()):
+    with Checkpoint(estimator.latest_checkpoint()).hold():
         estimator.train(times(2))
         assert saved_steps(estimator) == [1, 3]
     estimator.train(times(1))
@@ -306,7 +307,7 @@ def test_a_disk_that_takes_no_name_of_the_owner_is_locked_all_the_same(tmp_path,
     monkeypatch.setattr(os, "pwrite", full)
     with training_in(estimator.model_dir, True):
         with pytest.raises(RuntimeError, match="is in use: another process trains in it"):
-            _model_dir._locked(estimator.model_dir, "another")
+            _model_dir._lock_file(estimator.model_dir, "another")
     assert step_of(estimator.train(times(1))) == 1
 
 

@@ -14,7 +14,7 @@ from testing.estimators import make, times
 
 import estimator as est
 from estimator.tf_checkpoint import _tf_bundle
-from estimator.tf_checkpoint._crc32c import crc32c
+from estimator.tf_checkpoint._sstable import crc32c
 
 TENSORFLOW = pathlib.Path(__file__).parents[1] / "golden" / "tf_checkpoint"
 VALUES = json.loads((TENSORFLOW / "values.json").read_text())

@@ -5,20 +5,20 @@ import numpy as np
 import pytest
 from testing.estimators import Linear, X, endless, make, times
 
-from estimator.checkpoint import _checkpoints, _restore
+from estimator.checkpoint import _checkpoint, _restore
 
 
 @pytest.fixture
 def read(monkeypatch):
     """The names of the arrays that are read onto devices."""
     names = []
-    read_on_devices = _checkpoints.read_on_devices
+    read_on_devices = _checkpoint.read_on_devices
 
     def noted(path, like, shardings):
         names.extend(like)
         return read_on_devices(path, like, shardings)
 
-    monkeypatch.setattr(_checkpoints, "read_on_devices", noted)
+    monkeypatch.setattr(_checkpoint, "read_on_devices", noted)
     return names
 
 

@@ -14,7 +14,7 @@ from testing.estimators import refuse, saved_steps
 from testing.towers import cpus
 
 import estimator as est
-from estimator.checkpoint import _checkpoints
+from estimator.checkpoint._checkpoint import Checkpoint
 from estimator.checkpoint._named_arrays import named_leaves
 from estimator.checkpoint._warm_start import warm_start
 from replicate import TowerOptimizer, VariableDistribution, replicate_model_fn
@@ -78,7 +78,7 @@ def initial():
 
 def values(estimator, step=None):
     path = estimator.latest_checkpoint() if step is None else f"{estimator.model_dir}/ckpt-{step}"
-    return _checkpoints.read_all(path, ["*"])
+    return Checkpoint(path).read_all(["*"])
 
 
 def bits(named):
@@ -269,7 +269,7 @@ def test_in_towers_a_warm_start_is_what_a_restored_state_is(source, distribution
     warm = settings(source, [".*", "global_step"])
     started, _ = warm_start(warm, state, trainable, est.ModeKeys(mode))
     like = model.abstract_init(*batch, mode=mode)
-    restored = _checkpoints.restore(source.latest_checkpoint(), like, partial=mode != "train")
+    restored = Checkpoint(source.latest_checkpoint()).restore(like, partial=mode != "train")
     assert jax.tree.structure(started) == jax.tree.structure(state) == jax.tree.structure(restored)
     for new, want, placed in zip(*map(jax.tree.leaves, (started, restored, state)), strict=True):
         assert new.sharding == placed.sharding

@@ -11,7 +11,7 @@ from testing.estimators import endless, make, refuse, saved_steps, times
 from testing.hooks import Noted, NotedListener
 
 import estimator as est
-from estimator.checkpoint._json_state import decode, encode
+from estimator.storage._json import decode, encode
 
 
 class Remembering(est.Hook):

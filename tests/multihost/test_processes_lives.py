@@ -14,7 +14,7 @@ from testing.outcomes import merged, run, said
 from testing.scenarios import team_lives as team
 
 import estimator as est
-from estimator.checkpoint import _checkpoints
+from estimator.checkpoint._checkpoint import Checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -75,8 +75,8 @@ def test_two_processes_resume_what_one_has_saved(folder, whole):
 def assert_whole_checkpoint(model_dir):
     """The newest one can be read, all of it; returns its step."""
     path = est.Estimator(est_model, model_dir).latest_checkpoint()
-    assert _checkpoints.read_all(path, ["*"])
-    return _checkpoints.progress(path)[0]
+    assert Checkpoint(path).read_all(["*"])
+    return Checkpoint(path).progress()[0]
 
 
 def est_model(features, labels, mode):

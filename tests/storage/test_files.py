@@ -40,8 +40,8 @@ def test_files_by_path(base):
 
 
 def test_paths_are_compared_in_one_form():
-    assert _files.normalized("s3://bucket/run/") == "s3://bucket/run" == _files.absolute("s3://bucket/run/")
-    assert _files.normalized("/tmp//run/") == "/tmp/run"
+    assert _files.normalize("s3://bucket/run/") == "s3://bucket/run" == _files.make_absolute("s3://bucket/run/")
+    assert _files.normalize("/tmp//run/") == "/tmp/run"
 
 
 def test_a_working_folder_is_written_back(base):

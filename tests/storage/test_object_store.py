@@ -15,10 +15,8 @@ from testing.summaries import scalars
 
 import estimator as est
 from estimator import inspect
-from estimator.checkpoint import _checkpoints
-from estimator.checkpoint._async_save import CheckpointWriteError
-from estimator.checkpoint._checkpoint_dir import NotACheckpointError, kept, remove
-from estimator.checkpoint._checkpoints import Checkpoints
+from estimator.checkpoint._checkpoint import Checkpoint, NotACheckpointError
+from estimator.checkpoint._checkpoints import Checkpoints, CheckpointWriteError
 from estimator.storage import _files, _folders
 from estimator.storage._own_folders import MARK, MARK_TEXT
 
@@ -115,7 +113,7 @@ def test_a_run_killed_in_the_middle_of_uploads_resumes_to_the_same_bits(bucket, 
             assert processes.ended() == -signal.SIGKILL
             assert steps(killed) == left
             for each in est.checkpoints(killed):
-                assert _checkpoints.read_all(each.path, ["*"])
+                assert Checkpoint(each.path).read_all(["*"])
         assert viewer.latest_checkpoint() == f"{killed}/ckpt-20"
         for model_dir in (killed, whole):
             processes.start("train", model_dir)
@@ -217,8 +215,8 @@ def test_a_checkpoint_removed_while_it_is_read_is_an_error(bucket):
     url = f"{bucket}/run"
     scenario.make(url).train(scenario.input_fn, max_steps=1)
     newest = f"{url}/ckpt-1"
-    with pytest.raises(NotACheckpointError), kept(newest):
-        remove(newest)
+    with pytest.raises(NotACheckpointError), Checkpoint(newest).hold():
+        Checkpoint(newest).remove()
 
 
 def test_only_the_arrays_that_are_needed_are_downloaded(bucket, monkeypatch):
@@ -245,7 +243,7 @@ def test_pins_are_seen_by_others(bucket):
     scenario.make(url, keep_checkpoint_max=1).train(scenario.input_fn, max_steps=3)
     assert steps(url) == [1, 3]
     checkpoints.unpin(f"{url}/ckpt-1")
-    assert not checkpoints.pinned()
+    assert not checkpoints.pinned_paths()
 
 
 def test_the_command_inspects_a_store(bucket, capsys):

@@ -10,7 +10,8 @@ import pytest
 from testing.towers import OPTIMIZERS, assert_close, cpus, mlp_model_fn, regression
 
 import estimator as est
-from estimator.checkpoint import _checkpoints
+from estimator.checkpoint._checkpoint import Checkpoint
+from estimator.checkpoint._checkpoints import Checkpoints
 from replicate import TowerOptimizer, VariableDistribution, cross_tower_mean, replicate_model_fn
 
 pytestmark = pytest.mark.covers("12 variables")
@@ -252,13 +253,13 @@ PLACES = [(towers, distribution) for towers in (1, 2, 3, 8) for distribution in 
 def test_a_checkpoint_knows_nothing_of_the_distribution(tmp_path, written):
     model_fn, (xs, ys) = wide_model_fn(optax.adam(0.1)), regression(24)
     state, _ = trained(replicated(model_fn, 8, written), (xs, ys), steps=1)
-    path = _checkpoints.Checkpoints(tmp_path).save(state)
+    path = Checkpoints(tmp_path).save(state)
     want = jax.tree.leaves(jax.device_get(state[:3]))
     goes_on, _ = est.transform(replicated(model_fn, 8, written)).train_step(state, xs[1], ys[1])
     for towers, distribution in PLACES:
         model = est.transform(replicated(model_fn, towers, distribution))
         like = model.abstract_init(xs[0], ys[0])
-        read = _checkpoints.restore(path, like)
+        read = Checkpoint(path).restore(like)
         for one, other, placed in zip(jax.tree.leaves(read[:3]), want, jax.tree.leaves(like[:3]), strict=True):
             np.testing.assert_array_equal(one, other)
             assert one.sharding.is_equivalent_to(placed.sharding, one.ndim)

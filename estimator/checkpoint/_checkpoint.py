@@ -1,0 +1,467 @@
+"""One checkpoint, the directory `<model_dir>/ckpt-<step>`: reads it, marks it, and holds it while it is read.
+
+arrays/                   the arrays by name, each saved once and unsharded, so that any number of devices reads it
+_CHECKPOINT_METADATA      JSON of orbax: the time, and what was saved beside arrays
+commit_success.txt        of orbax: the checkpoint is whole
+manifest.json             names, sizes and checksums of the files
+MADE_BY_ESTIMATOR         training may remove the directory
+PINNED                    training keeps it, however old it is
+INPUT_ENDED, STEPS_ENDED  the reason why the run ended here, if it did
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fnmatch
+import functools
+import os
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import jax.numpy as jnp
+import numpy as np
+
+from estimator.checkpoint._named_arrays import (
+    OPTIONAL,
+    SLOT_PREFIX,
+    ShapeDtype,
+    by_user_name,
+    close_matches,
+    describe,
+    from_arrays,
+    leaves_on_disk,
+    short,
+    to_arrays,
+)
+from estimator.checkpoint._orbax import ARRAYS, read_arrays, read_metadata, read_on_devices, with_orbax
+from estimator.core._state import State
+from estimator.optim._learning_rate import RATE, VALUES, rate_names
+from estimator.storage import _files
+from estimator.storage._folders import LocalCopy
+from estimator.storage._json import decode
+from estimator.storage._manifest import (
+    DamagedCheckpointError,
+    add_empty_file,
+    check_sizes,
+    check_sums,
+    explain_errors,
+    read_checked,
+    written_name,
+)
+from estimator.storage._own_folders import is_own, remove_own
+
+M = TypeVar("M", bound=Callable[..., Any])
+
+PIN = "PINNED"
+WHOLE_FILE = "commit_success.txt"
+END_FILES = {"input": "INPUT_ENDED", "steps": "STEPS_ENDED"}  # by the reason why a run ended
+_METADATA_FILE = "_CHECKPOINT_METADATA"
+UNFINISHED, REMOVED, REPLACING = ".unfinished", ".removed", ".replacing"  # behind the name: not, or no longer, one
+_CHUNK = re.compile(r"(.*)/\d{1,9}(\.\d{1,9})*")  # a file with numbers of an array, in the array's folder
+
+
+class NotACheckpointError(ValueError):
+    """There is no checkpoint at a path, or a training run or somebody else has removed it."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(
+            f"{path} is not a checkpoint. Give the path of one, as `latest_checkpoint()` returns it: "
+            "`<model_dir>/ckpt-<step>`. Training removes all but the newest: see `RunConfig(keep_checkpoint_max=...)`."
+        )
+
+
+def name_of(step: int) -> str:
+    return f"ckpt-{step}"
+
+
+def _step_in(name: str) -> int:
+    return int(name.rsplit("-")[-1])
+
+
+def _reads(method: M) -> M:
+    """Decorates a method that reads arrays: neither signals nor the checkpoint's removal interrupt it."""
+
+    @functools.wraps(method)
+    def read(self: Checkpoint, *args: Any, **kwargs: Any) -> Any:
+        with self.hold():
+            return method(self, *args, **kwargs)
+
+    return with_orbax(read)  # type: ignore[return-value]
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint at a path. It keeps nothing in memory: others may remove or replace the directory at any time.
+
+    Reading raises a `NotACheckpointError` where there is none, and a `DamagedCheckpointError` where its files are not
+    those that were written.
+
+    >>> import collections, jax, tempfile
+    >>> from estimator.checkpoint._checkpoints import Checkpoints
+    >>> State = collections.namedtuple("State", "variables slots global_step key")
+    >>> state = State({"w": jnp.ones((2,))}, {}, jnp.int32(7), jax.random.key(0))
+    >>> checkpoint = Checkpoint(Checkpoints(tempfile.mkdtemp()).save(state))
+    >>> checkpoint.step, checkpoint.names()
+    (7, ['global_step', 'w'])
+    >>> checkpoint.read("w")
+    array([1., 1.], dtype=float32)
+    >>> checkpoint.restore(jax.eval_shape(lambda: state)).variables
+    {'w': Array([1., 1.], dtype=float32)}
+
+    Attributes:
+      path: of the directory, which need not be there.
+    """
+
+    path: str
+
+    # Its names and times.
+
+    @property
+    def named_step(self) -> int:
+        """The global step in its name."""
+        return _step_in(self.path)
+
+    @property
+    def step(self) -> int:
+        """The global step at which it was written, whatever its folder is called now."""
+        return _step_in(written_name(self.path))
+
+    @property
+    def is_renamed(self) -> bool:
+        """True if it was written under another name: then it is not the one of the step in its name."""
+        return self.step != self.named_step
+
+    @property
+    def written_ns(self) -> int:
+        """The time when it was written, in nanoseconds: two checkpoints of the same name differ in it."""
+        return self._metadata()["commit_timestamp_nsecs"]
+
+    @property
+    def host(self) -> dict[str, Any]:
+        """The values that were saved beside arrays."""
+        return self._metadata()["custom_metadata"]
+
+    def _metadata(self) -> dict[str, Any]:
+        try:
+            return decode(read_checked(self.path, _METADATA_FILE).decode())
+        except (FileNotFoundError, NotADirectoryError):
+            raise NotACheckpointError(self.path) from None
+
+    # Its marks.
+
+    def exists(self) -> bool:
+        return self._has(WHOLE_FILE)
+
+    def is_written(self) -> bool:
+        """Returns whether a checkpoint was written at the path, be it damaged since."""
+        # A store has no renames: there a directory without the file that is uploaded last is still being written.
+        # On a disk it had all its files when it got its name.
+        return self.exists() or (not _files.is_url(self.path) and (is_own(self.path) or self._has(_METADATA_FILE)))
+
+    def is_pinned(self) -> bool:
+        return self._has(PIN)
+
+    def pin(self) -> None:
+        """Keeps it on the disk until `unpin`, also after a restart, beside the newest ones.
+
+        Raises:
+          NotACheckpointError: there is none.
+        """
+        self._check_exists()
+        _files.write(self._file(PIN), b"")
+
+    def unpin(self) -> None:
+        """Lets training remove it like any other.
+
+        Raises:
+          NotACheckpointError: there is none.
+        """
+        self._check_exists()
+        with contextlib.suppress(FileNotFoundError):
+            _files.remove(self._file(PIN))
+
+    def note_end(self, reason: str | None) -> None:
+        """Marks the last checkpoint of a run, for the next run's input, which begins again after the end of the
+        "input", and also where a run that made all its "steps" left no batch. Other reasons leave no mark."""
+        if reason in END_FILES:
+            add_empty_file(self.path, END_FILES[reason])
+
+    def is_end(self, reason: str) -> bool:
+        """Returns whether a run ended here for that reason: "input" or "steps"."""
+        return self._has(END_FILES[reason])
+
+    def list_marks(self) -> list[str]:
+        """The names of the files that were added after it was written."""
+        return [mark for mark in (PIN, *END_FILES.values()) if self._has(mark)]
+
+    def _has(self, name: str) -> bool:
+        return _files.exists(self._file(name))
+
+    def _file(self, name: str) -> str:
+        return os.path.join(self.path, name)
+
+    def _check_exists(self) -> None:
+        if not self.exists():
+            raise NotACheckpointError(self.path)
+
+    # Damage.
+
+    def check_sound(self) -> None:
+        """Compares the sizes of its files with those written; `verify` compares the checksums."""
+        if not self.is_written():
+            raise NotACheckpointError(self.path)
+        try:
+            if not self.exists():
+                raise DamagedCheckpointError(self.path, f"{WHOLE_FILE} is missing")
+            check_sizes(self.path)
+        except (DamagedCheckpointError, OSError) as error:
+            # Files are missing also where training has removed it since. A store removes them one by one.
+            if not self.is_written() or (isinstance(error, FileNotFoundError) and _files.is_url(self.path)):
+                raise NotACheckpointError(self.path) from None
+            raise
+
+    def find_damage(self) -> str | None:
+        """Returns the reason why it is not sound, as far as sizes and its metadata show it; None if it is."""
+        try:
+            self.check_sound()
+            self._metadata()
+        except DamagedCheckpointError as error:
+            return error.reason
+        return None
+
+    def verify(self, slots: bool = True) -> None:
+        """Compares the checksums of its files; with `slots=False`, of those that a run without slots reads."""
+        # A store is read over the network: what a run does not need is not fetched to be compared.
+        with self.hold():
+            self._fetch(lambda name: slots or not name.startswith(f"{ARRAYS}/{SLOT_PREFIX}"))
+
+    def check_place(self) -> None:
+        """Checks that a checkpoint may be written here.
+
+        Raises:
+          FileExistsError: there is something that no Estimator has written.
+        """
+        if not _files.exists(self.path) or is_own(self.path) or self.exists() or self._has(_METADATA_FILE):
+            return
+        if not _files.is_dir(self.path) or _files.list_dir(self.path):
+            raise FileExistsError(
+                f"{self.path} was not written by an Estimator, but a checkpoint of this name may have to go there. "
+                "Training removes nothing that it cannot recognize: move it away, or choose another model_dir."
+            )
+
+    # Holding and removing it.
+
+    @contextlib.contextmanager
+    def hold(self) -> Iterator[None]:
+        """Prevents training runs from removing it within the block, where the file system has locks.
+
+        Raises:
+          NotACheckpointError: it is not there, or, without locks, was removed while it was read.
+        """
+        with self.lock(exclusive=False) as is_there:
+            if not is_there():
+                raise NotACheckpointError(self.path)
+            try:
+                yield
+            except Exception as error:
+                if not is_there():
+                    raise NotACheckpointError(self.path) from error
+                raise
+            if not is_there():  # only a part of it may have been read
+                raise NotACheckpointError(self.path)
+
+    @contextlib.contextmanager
+    def lock(self, exclusive: bool) -> Iterator[Callable[[], bool]]:
+        """Locks one of its files, if there are locks; yields a function that returns whether it is still there.
+
+        Raises:
+          NotACheckpointError: there is none.
+          BlockingIOError: `exclusive`, and somebody else has a lock.
+        """
+        if _files.is_url(self.path):  # a store has no locks: the time shows whether it was removed or replaced
+            written_ns = self.written_ns
+            yield lambda: self.exists() and self.written_ns == written_ns
+            return
+        name = self._file(WHOLE_FILE)
+        try:
+            file = os.open(name, os.O_RDONLY)
+        except (FileNotFoundError, NotADirectoryError):
+            raise NotACheckpointError(self.path) from None
+
+        def is_there() -> bool:
+            # The open file is locked, whatever its path is by now: it may have been removed before the lock was there,
+            # and another checkpoint may have its name.
+            try:
+                return os.path.samestat(os.fstat(file), os.stat(name))
+            except FileNotFoundError:
+                return False
+
+        try:
+            _files.lock_if_possible(file, exclusive)
+            yield is_there
+        finally:
+            os.close(file)
+
+    def remove(self) -> None:
+        """Removes it. Killed meanwhile, it leaves what the next save recognizes and removes."""
+        path = self.path
+        if not _files.is_url(path) and not os.path.lexists(path + REMOVED):  # which may be a user's
+            # The name goes first, at once: no reader sees a half of it.
+            os.rename(path, path + REMOVED)
+            path += REMOVED
+        remove_own(path, first=WHOLE_FILE)
+
+    # Reading it.
+
+    def progress(self) -> tuple[int, dict[str, Any]]:
+        """Reads the global step, and the values that were saved beside arrays."""
+        # Without orbax, which takes longer to import than the rest of the package.
+        with self.hold():
+            return self.step, self.host
+
+    @_reads
+    def names(self) -> list[str]:
+        """Lists the sorted names of variables, optimizer slots and global step."""
+        return sorted(by_user_name(self._read_shapes()))
+
+    @_reads
+    def shapes(self, slots: bool = True) -> dict[str, ShapeDtype]:
+        """Reads the shapes and dtypes of the arrays by name (see `names`).
+
+        They do not include the arrays that a checkpoint may lack, nor, unless `slots`, the optimizer slots.
+        """
+        saved = self._read_shapes()
+        excluded = OPTIONAL if slots else {key for key in saved if key.startswith(SLOT_PREFIX)}
+        return {name: saved[key] for name, key in by_user_name(saved).items() if key not in excluded}
+
+    def read(self, name: str) -> np.ndarray:
+        """Reads the array called `name` (see `names`).
+
+        Raises:
+          ValueError: it has no such array.
+        """
+        return self.read_all([name])[name]
+
+    @_reads
+    def read_all(self, patterns: Sequence[str]) -> dict[str, np.ndarray]:
+        """Reads the arrays that match `patterns`, by name.
+
+        Args:
+          patterns: names (see `names`), or globs such as "dense/*", whose "*" matches "/" too.
+
+        Raises:
+          ValueError: one of the patterns matches nothing in it.
+        """
+        on_disk = by_user_name(self._read_shapes())
+        keys: dict[str, str] = {}
+        for pattern in patterns:
+            matches = [pattern] if pattern in on_disk else fnmatch.filter(sorted(on_disk), pattern)
+            if not matches:
+                raise ValueError(
+                    f"Checkpoint {self.path} has no variable {pattern!r}. Did you mean one of "
+                    f"{close_matches(pattern, on_disk)}? It has {len(on_disk)} names in all."
+                )
+            keys |= {name: on_disk[name] for name in matches}
+        if not keys:
+            return {}
+        arrays = self._read_keys(keys.values())
+        return {name: arrays[key] for name, key in keys.items()}
+
+    @_reads
+    def restore(self, like: State, partial: bool = False) -> State:
+        """Reads the state, with every array placed as in `like`.
+
+        Names, shapes and dtypes are compared first; no array is read where they differ.
+
+        Args:
+          like: the state of `jax.ShapeDtypeStruct`s to fill. An array goes to the `sharding` of its
+            leaf, or to the default device where that is None.
+          partial: whether the checkpoint may hold arrays that `like` has not, which are not read:
+            evaluation has no slots, and a model may create fewer variables there.
+
+        Raises:
+          ValueError: it has other variables than `like`.
+        """
+        model = to_arrays(like)
+        default = jnp.zeros(()).sharding
+        shardings = {name: leaf.sharding or default for name, leaf in leaves_on_disk(like).items()}
+        saved = self._read_shapes()
+        # A feature may have been switched on or off since: its counters begin with zero, or are not read.
+        new_counters = OPTIONAL & (model.keys() - saved.keys())
+        zeros = {name: jnp.zeros((), model[name].dtype, device=shardings[name]) for name in new_counters}
+        for name in new_counters:
+            del model[name]
+        saved = {name: x for name, x in saved.items() if name in model or name not in OPTIONAL}
+        self._check_same(saved, model, partial)
+        folder = self._fetch_arrays(model)
+        with explain_errors(self.path):
+            arrays = read_on_devices(folder, model, shardings)
+        return from_arrays(arrays | zeros, like)
+
+    def read_learning_rates(self) -> dict[str, float]:
+        """Reads the `learning_rates` of the state."""
+        end = f"/{VALUES}/{RATE}"
+        slots = self.shapes().keys() - self.shapes(slots=False).keys()
+        values = self.read_all(sorted(name for name in slots if name.endswith(end)))
+        places = [name.removesuffix(end).split("/") for name in values]
+        names = rate_names((optimizer, rest) for optimizer, *rest in places)
+        return {name: float(np.ravel(value)[0]) for name, value in zip(names, values.values(), strict=True)}
+
+    def read_on_disk(self, wants: Callable[[str], bool]) -> dict[str, np.ndarray]:
+        """Reads the arrays whose names on disk are wanted, by these names."""
+        return self._read_keys([key for key in self._read_shapes() if wants(key)])
+
+    def _read_keys(self, keys: Collection[str]) -> dict[str, np.ndarray]:
+        folder = self._fetch_arrays(keys)
+        with explain_errors(self.path):
+            return read_arrays(folder, keys)
+
+    def _read_shapes(self) -> Mapping[str, ShapeDtype]:
+        """Reads the shapes and dtypes by the names on disk."""
+        folder = self._fetch_arrays(())
+        with explain_errors(self.path):
+            return read_metadata(folder)
+
+    def _fetch_arrays(self, keys: Iterable[str]) -> str:
+        """Fetches the files of these arrays, and those that every reader needs."""
+        folders = {f"{ARRAYS}/{key}" for key in keys}
+        return self._fetch(lambda name: (chunk := _CHUNK.fullmatch(name)) is None or chunk[1] in folders)
+
+    def _fetch(self, wants: Callable[[str], bool]) -> str:
+        """Returns a local folder with these files, once they are those that were written."""
+        copy = _copy(self.path, self.written_ns) if _files.is_url(self.path) else LocalCopy(self.path)
+        copy.fetch(wants)
+        try:
+            check_sums(self.path, copy.path, wants)
+        except DamagedCheckpointError:
+            _copy.cache_clear()  # the checkpoint in the store may be mended
+            raise
+        return os.path.abspath(copy.path)
+
+    def _check_same(self, saved: Mapping[str, Any], model: Mapping[str, Any], partial: bool) -> None:
+        """Raises one error that names every difference between the checkpoint and a model."""
+        lines = []
+        for key in sorted(model.keys() | saved.keys()):
+            was, now = describe(saved.get(key)), describe(model.get(key))
+            if key not in saved:
+                lines.append(f"  missing: {short(key)}, {now} in the model")
+            elif key not in model and not partial:
+                lines.append(f"  unexpected: {short(key)}, {was} in the checkpoint")
+            elif key in model and was != now:
+                lines.append(f"  mismatched: {short(key)}, {was} in the checkpoint, {now} in the model")
+        if lines:
+            raise ValueError(
+                f"The variables of checkpoint {self.path} are not those of the model:\n"
+                + "\n".join(lines)
+                + "\nMake the model_fn create the same variables and optimizers as when the checkpoint "
+                "was saved, or use another model_dir to start from scratch (from its variables by `warm_start_from`)."
+            )
+
+
+@functools.lru_cache(maxsize=2)  # so that two can be compared
+def _copy(path: str, written_ns: int) -> LocalCopy:
+    """Makes a copy of a checkpoint in a store, which stays for the next call."""
+    del written_ns  # in the key of the cache it tells two checkpoints of one name apart
+    return LocalCopy(path)
