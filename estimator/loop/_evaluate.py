@@ -79,17 +79,21 @@ class EvalSteps:
         return min(most, self._fits[size])
 
 
-def _step(model: Model, reports: bool, carry: Carry, key_data: jax.Array, *batch: PyTree) -> Outcome:
-    spec = model.eval_step(state_of(carry, key_data), *batch)
+def _step(
+    model: Model, reports: bool, carry: Carry, key_data: jax.Array, features: Features, labels: Labels
+) -> Outcome:
+    spec = model.eval_step(state_of(carry, key_data), features, labels)
     return loss_of(spec), spec.eval_metric_ops, spec.reported if reports else {}
 
 
-def _loop(model: Model, carry: Carry, key_data: jax.Array, *batches: PyTree) -> tuple[jax.Array, Mapping[str, Any]]:
+def _loop(
+    model: Model, carry: Carry, key_data: jax.Array, features: Features, labels: Labels
+) -> tuple[jax.Array, Mapping[str, Any]]:
     def step(nothing: tuple[()], *batch: PyTree) -> tuple[tuple[()], tuple[jax.Array, Mapping[str, Any]]]:
         loss, metrics, _ = _step(model, False, carry, key_data, *batch)
         return nothing, (loss, metrics)
 
-    return loop_over_all(step, (), batches)[1]
+    return loop_over_all(step, (), (features, labels))[1]
 
 
 class Accumulator:

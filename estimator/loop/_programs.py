@@ -141,12 +141,12 @@ class Programs:
         return [ProgramCall(self._loop, len(pairs), args, pairs[0], self._loop_reporting if reports else None)]
 
 
-def step(model: Model, carry: Carry, key_data: jax.Array, *batch: PyTree) -> Outcome:
-    return merge_deferred(_deferred_step(model, False, key_data, carry, *batch))
+def step(model: Model, carry: Carry, key_data: jax.Array, features: Features, labels: Labels) -> Outcome:
+    return merge_deferred(_deferred_step(model, False, key_data, carry, features, labels))
 
 
-def step_reporting(model: Model, carry: Carry, key_data: jax.Array, *batch: PyTree) -> Outcome:
-    return merge_deferred(_deferred_step(model, True, key_data, carry, *batch))
+def step_reporting(model: Model, carry: Carry, key_data: jax.Array, features: Features, labels: Labels) -> Outcome:
+    return merge_deferred(_deferred_step(model, True, key_data, carry, features, labels))
 
 
 def loop(model: Model, carry: Carry, key_data: jax.Array, steps: jax.Array, *batches: PyTree) -> Outcome:
