@@ -21,7 +21,7 @@ from etils import epath
 
 from estimator.checkpoint._checkpoint_dir import ARRAYS, forget_copies, kept, local_copy
 from estimator.checkpoint._named_arrays import SLOT_PREFIX
-from estimator.runtime._uninterrupted import uninterrupted
+from estimator.runtime._uninterrupted import shield
 from estimator.storage._manifest import DamagedCheckpointError, check_sums, explain_errors
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def with_orbax(function: F) -> F:
 
     Not by the thread that does the work, which ends: what orbax imports starts threads and event loops.
     """
-    work = uninterrupted(function)
+    work = shield(function)
 
     @functools.wraps(function)
     def call(*args: object, **kwargs: object) -> object:

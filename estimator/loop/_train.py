@@ -33,7 +33,7 @@ from estimator.loop._training_log import TrainingLog
 from estimator.multihost._process_group import ProcessGroup
 from estimator.optim._non_finite import cleared, log_skipped, raise_if_any, skipped_steps
 from estimator.runtime._huge_pages import advise_huge_pages
-from estimator.runtime._uninterrupted import compile_first, uninterrupted
+from estimator.runtime._uninterrupted import compile_first, shield
 
 # More gain nothing, and on CPU devices the collectives of many starve each other until XLA aborts the process.
 _PROGRAMS_IN_FLIGHT = 2
@@ -311,7 +311,7 @@ def _of_steps(programs: Sequence[tuple[StepOutputs, int]]) -> Any:
     return jax.tree.map(joined, *(outputs for outputs, _ in programs))
 
 
-@uninterrupted
+@shield
 def _names_with_nan(variables: dict[str, PyTree]) -> list[str]:
     on_devices: dict[frozenset[jax.Device], dict[str, list[jax.Array]]] = {}  # a program takes arrays of the same ones
     names = []

@@ -63,8 +63,8 @@ def on_stack() -> tuple[str, ...]:
     return tuple(names)
 
 
-def repeating(names: Sequence[str]) -> str | None:
-    """The outermost of those that run what they call many times."""
+def find_repeating(names: Sequence[str]) -> str | None:
+    """Finds the outermost of those that run what they call many times."""
     return next((name for name in reversed(names) if name in _REPEATING), None)
 
 
