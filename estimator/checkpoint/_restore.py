@@ -12,7 +12,7 @@ from estimator.checkpoint._warm_start import WarmStartReport, WarmStartSettings,
 from estimator.core._mode_keys import ModeKeys
 from estimator.core._state import State
 from estimator.core._typing import Features, Labels
-from estimator.multihost._global_arrays import as_of_chief, is_within_reach, placed
+from estimator.multihost._global_arrays import equalize_copies, is_within_reach, place
 from estimator.multihost._process_group import ProcessGroup
 from estimator.optim._moving_average import at_averages
 from estimator.steps._transform import Model
@@ -60,7 +60,7 @@ class StateSource:
         is_cached = cached is not None and cached[0] == _identity(path) and _serves(cached[1], like)
         if not all(group.all_gather(is_cached)):
             with kept(path):
-                state = as_of_chief(_checkpoints.restore(path, like, partial=mode != ModeKeys.TRAIN))
+                state = equalize_copies(_checkpoints.restore(path, like, partial=mode != ModeKeys.TRAIN))
                 cached = self._cached = _identity(path), state
         assert cached is not None
         return _as_wanted(cached[1], like)
@@ -154,7 +154,7 @@ def _part(state: State, like: State) -> State:
 
 
 def _placed(array: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
-    return array if like.sharding is None else placed(array, like.sharding)
+    return array if like.sharding is None else place(array, like.sharding)
 
 
 def _copied(x: jax.Array) -> jax.Array:

@@ -24,7 +24,7 @@ from estimator.checkpoint._checkpoint_dir import (
 from estimator.checkpoint._retention import remove_old
 from estimator.checkpoint._save import save_checkpoint
 from estimator.multihost._collective_call import run_on_chief
-from estimator.multihost._global_arrays import on_chief
+from estimator.multihost._global_arrays import gather_on_chief
 from estimator.storage._folders import upload
 from estimator.storage._manifest import MANIFEST
 from estimator.storage._own_folders import MARK, is_own
@@ -53,7 +53,7 @@ def save_in_store(
         remove_old(path, keep_max, keep_every_n_hours)
 
     if together and jax.process_count() > 1:
-        arrays = on_chief(arrays)
+        arrays = gather_on_chief(arrays)
         copied()
         run_on_chief("save", save)
     else:
