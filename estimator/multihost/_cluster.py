@@ -320,7 +320,7 @@ def join_address(host: str, port: int | str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a name, as this host resolves it, leads back to this host by its loopback device."""
+    """Returns whether a name, as this host resolves it, leads back to this host by its loopback device."""
     try:
         addresses = {str(info[4][0]) for info in socket.getaddrinfo(host, None)}
     except OSError:
@@ -329,6 +329,6 @@ def is_loopback(host: str) -> bool:
 
 
 def is_literally_loopback(host: str) -> bool:
-    """Whether a name says itself that it is of the loopback device."""
+    """Returns whether a name says itself that it is of the loopback device."""
     # What it resolves to does not count: process 0's own host may call itself 127.0.1.1, and the others know better.
     return host == "localhost" or (host.replace(".", "").isdigit() or ":" in host) and is_loopback(host)

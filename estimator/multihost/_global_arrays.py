@@ -69,7 +69,7 @@ def gather_on_chief(arrays: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_within_reach(array: jax.Array, like: jax.ShapeDtypeStruct) -> bool:
-    """Whether `place` needs no other process."""
+    """Returns whether `place` needs no other process."""
     if like.sharding is None or array.is_fully_addressable == like.sharding.is_fully_addressable:
         return True
     return array.is_fully_replicated and not array.is_fully_addressable

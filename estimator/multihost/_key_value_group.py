@@ -1,6 +1,11 @@
 """A group of several processes: they exchange values over the network of the hosts, not the one of the devices.
 
-They do so through the key-value store that jax's coordinator, process 0, keeps for all.
+They do so through the key-value store that jax's coordinator, process 0, keeps for all. A round of `all_gather`:
+
+    process i    start_gather: sets <round>/<i>    finish_gather: waits for <round>/all
+    process 0    start_gather: keeps its value     finish_gather: waits for each <round>/<i>, sets <round>/all
+
+so that each process but 0 waits for one key alone.
 """
 
 from __future__ import annotations

@@ -150,7 +150,7 @@ LOST_PROCESS = LostProcess()
 
 
 def _follows_from_jax(error: BaseException | None) -> bool:
-    """Whether an error, or one that led to it, is of jax's collectives or of its coordination service."""
+    """Returns whether an error, or one that led to it, is of jax's collectives or of its coordination service."""
     while error is not None and not isinstance(error, jax.errors.JaxRuntimeError):
         error = error.__cause__ or error.__context__
     return error is not None

@@ -74,7 +74,7 @@ class ProcessGroup(abc.ABC):
 
     @abc.abstractmethod
     def is_flagged(self) -> bool:
-        """Whether any process has raised the flag."""
+        """Returns whether any process has raised the flag."""
 
     @abc.abstractmethod
     def set_placement(self, placement: Placement) -> None:

@@ -48,7 +48,7 @@ def _count_cpu_bytes(array: jax.Array) -> int:
 
 
 def _huge_pages_wait_for_malloc() -> bool:
-    """Whether Linux gives huge pages to those who ask, glibc could ask for them, and neither is set to do otherwise."""
+    """Returns whether Linux gives huge pages to those who ask, and glibc could ask for them, but is not set to."""
     if sys.platform != "linux" or _read_glibc_version() < (2, 35):
         return False
     if "glibc.malloc.hugetlb" in os.environ.get("GLIBC_TUNABLES", "") or "LD_PRELOAD" in os.environ:
