@@ -38,7 +38,7 @@ from network_model import ALGORITHMS, Link, Network, traffic
 
 import estimator as est
 from estimator.multihost._key_value_group import KeyValueGroup
-from estimator.multihost._runtime import RUNTIME
+from estimator.multihost._process_group import CALLS
 from replicate import TowerOptimizer, initialize_distributed, replicate_model_fn
 
 SIZES = [10**exponent for exponent in range(3, 8)]  # floats
@@ -135,7 +135,7 @@ def measure(path):
         figures["sum"][size], figures["bytes"][size] = time_of_sum(size)
         figures["step"][size] = time_of_step(size, os.path.join(os.path.dirname(path), f"model{size}"))
     if jax.process_count() > 1:
-        group = KeyValueGroup("benchmark", RUNTIME.group)
+        group = KeyValueGroup("benchmark", CALLS.group)
         figures["exchange"] = min(times_of(lambda: group.all_gather(None), 10, 100))
         # Process 0 does not wait for the others, so they synchronize at the end.
         figures["plan"] = min(

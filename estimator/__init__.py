@@ -65,7 +65,7 @@ from estimator.loop._loss_reader import NanLossDuringTrainingError
 from estimator.loop._memory_report import MemoryReport, MemoryUse, memory_report
 from estimator.losses import Reduction
 from estimator.multihost._input_context import InputContext, input_context
-from estimator.multihost._liveness import ProcessLostError
+from estimator.multihost._lost_process import ProcessLostError
 from estimator.multihost._preemption import Preempted
 from estimator.multihost._replica_check import ReplicaMismatchError
 from estimator.optim._learning_rate import learning_rates, set_learning_rate

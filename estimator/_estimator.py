@@ -32,7 +32,7 @@ from estimator.multihost._process_group import SingleProcess
 from estimator.porting._tensorflow_names import check_tpu_arguments, missing_attribute
 from estimator.runtime._compilation_cache import use_compilation_cache
 from estimator.runtime._fork import check_not_forked
-from estimator.runtime._interrupts import noting_interrupts
+from estimator.runtime._interrupts import note_interrupts
 from estimator.runtime._log_lines import show_log_lines
 from estimator.runtime._standard_streams import keep_standard_streams_open
 
@@ -196,7 +196,7 @@ class Estimator:
         check_not_forked("train")
         keep_standard_streams_open()
         with (
-            noting_interrupts(),
+            note_interrupts(),
             collective_call(f"train(steps={steps}, max_steps={max_steps})") as group,
             training_in(self.model_dir, self._config.is_chief),
         ):
@@ -237,7 +237,7 @@ class Estimator:
         check_eval_dir(self.model_dir, name)
         keep_standard_streams_open()
         call = f"evaluate(steps={steps}, checkpoint_path={checkpoint_path!r}, name={name!r})"
-        with noting_interrupts(), collective_call(call) as group, contextlib.ExitStack() as stack:
+        with note_interrupts(), collective_call(call) as group, contextlib.ExitStack() as stack:
             path = self._runs.lookup.find(checkpoint_path, group)
             if group.count > 1 and path is not None:  # which all of them read
                 stack.enter_context(Checkpoint(path).hold())

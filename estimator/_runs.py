@@ -32,7 +32,7 @@ from estimator.loop._programs import Programs
 from estimator.loop._resume_input import resume_input
 from estimator.loop._synchronized_input import first_batch
 from estimator.loop._train import Training
-from estimator.multihost._preemption import ends_by_sigterm, interrupted_by_sigterm
+from estimator.multihost._preemption import ends_by_sigterm, raise_at_sigterm
 from estimator.multihost._process_group import ProcessGroup, SingleProcess
 from estimator.steps._transform import transform
 from estimator.storage._files import is_url
@@ -128,7 +128,7 @@ class Runs:
 
     def _open_input(self, input_fn: InputFn, start: _Start, group: ProcessGroup) -> _OpenInput | None:
         """The input at its position; None where it has no batch."""
-        with interrupted_by_sigterm():
+        with raise_at_sigterm():
             rest, skipped = self._batches(input_fn, ModeKeys.TRAIN), 0
             if self._resumes and start.path is not None:
                 skipped = resume_input(rest, start.path, start.host, self._config)
@@ -227,7 +227,7 @@ class Runs:
         group: ProcessGroup,
     ) -> dict[str, Any]:
         """The metrics of a state over an input."""
-        with interrupted_by_sigterm():
+        with raise_at_sigterm():
             rest = self._batches(input_fn, ModeKeys.EVAL)
             first = first_batch(group, rest.peek(), ModeKeys.EVAL)
         if first is None:
@@ -270,7 +270,7 @@ class Runs:
         checkpoint_path: str | None,
     ) -> Iterator[PyTree]:
         """The predictions of each batch, of the state saved at `path`."""
-        with interrupted_by_sigterm():
+        with raise_at_sigterm():
             rest = self._batches(input_fn, ModeKeys.PREDICT)
             first = rest.peek()
         if first is None:

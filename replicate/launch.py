@@ -1,11 +1,11 @@
-"""Starts a script in several processes, as `torchrun`, `accelerate launch` and `mpirun` do.
+"""Starts a script in several processes of this host, as `torchrun`, `accelerate launch` and `mpirun` do.
 
     python -m replicate.launch --processes 4 train.py --steps 1000
 
-starts `train.py --steps 1000` four times on this host, with the environment that `replicate.initialize_distributed()`
-reads. Lines of output begin with the number of their process. GPUs are divided among the processes. The first process
-that fails is named, the others are ended, and with `--max-restarts` all start again: an Estimator resumes from its last
-checkpoint. Of several hosts each has a launcher, with `--hosts`, `--host-index` and `--coordinator`.
+starts `train.py --steps 1000` four times, with the environment that `replicate.initialize_distributed()` reads. Lines
+of output begin with the number of their process. GPUs are divided among the processes. The first process that fails is
+named, the others are ended, and with `--max-restarts` all start again: an Estimator resumes from its last checkpoint.
+Several hosts are the work of torchrun, SLURM or Kubeflow, whose variables `initialize_distributed()` reads too.
 
 It imports the standard library alone, and leaves the devices to the processes.
 """
@@ -42,16 +42,14 @@ _BOUND_TO_PARENT = (
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What is started, and how often.
+    """The script to start, and how often.
 
     Attributes:
       command: without the interpreter, as after `python`.
-      processes: on this host.
+      processes: how many.
       devices_per_process: GPUs, or CPU devices where there is no GPU; None: GPUs are divided evenly.
       max_restarts: how often all processes are started again after a failure.
       max_pause_secs: the pause before a restart doubles each time, from 1 second up to this.
-      hosts, host_index: how many hosts there are, each with as many processes, and which one this is.
-      coordinator: "host:port" of process 0; None: a free port of this host.
     """
 
     command: tuple[str, ...]
@@ -59,9 +57,6 @@ class Options:
     devices_per_process: int | None = None
     max_restarts: int = 0
     max_pause_secs: float = 60.0
-    hosts: int = 1
-    host_index: int = 0
-    coordinator: str | None = None
 
 
 # The last line of a process that fails since another one did, as `estimator` writes it.
@@ -70,14 +65,14 @@ _BLAMES = re.compile(
 )
 
 
-class _Ended:
-    """A process of the script that has ended."""
+class _End:
+    """The end of a process of the script."""
 
     def __init__(self, rank: int, pid: int, code: int) -> None:
         self.rank = rank
         self.exit_code = code if code >= 0 else 128 - code  # as a shell gives it for a signal
         how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
-        self.words = f"process {rank} (pid {pid}) ended with {how}"
+        self.text = f"process {rank} (pid {pid}) ended with {how}"
 
 
 class Launcher:
@@ -87,7 +82,7 @@ class Launcher:
         self._options = options
         self._children: list[subprocess.Popen[bytes]] = []
         self._readers: list[threading.Thread] = []
-        self._ended: queue.SimpleQueue[_Ended] = queue.SimpleQueue()
+        self._ended: queue.SimpleQueue[_End] = queue.SimpleQueue()
         self._signal: int | None = None
         self._write_lock = threading.Lock()
         self._blamed: dict[int, int] = {}  # by process, the one whose failure it says it follows from
@@ -114,14 +109,13 @@ class Launcher:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _run_once(self) -> _Ended | None:
-        """Starts all processes and waits for them; the failure that was the first."""
-        options = self._options
-        address = options.coordinator or f"localhost:{_free_port()}"
-        gpus = _gpus()
-        for index in range(options.processes):
-            self._start(options.host_index * options.processes + index, _environment(options, index, address, gpus))
-        running, failures = options.processes, list[_Ended]()
+    def _run_once(self) -> _End | None:
+        """Starts all processes and waits for them; returns the failure that the others follow from."""
+        # A port of each start's own: the one before may still be in use.
+        address, gpus = f"localhost:{_find_free_port()}", _list_gpus()
+        for rank in range(self._options.processes):
+            self._start(rank, _make_environment(self._options, rank, address, gpus))
+        running, failures = self._options.processes, list[_End]()
         self._blamed.clear()
         deadline, has_killed = math.inf, False
         while running:
@@ -134,23 +128,25 @@ class Launcher:
                     has_killed = True
                 continue
             running -= 1
-            if ended.exit_code and not has_killed:
-                self._say(ended.words)
-            if ended.exit_code:
-                failures.append(ended)
-            if ended.exit_code and len(failures) == 1:
+            if not ended.exit_code:
+                continue
+            failures.append(ended)
+            if not has_killed:
+                self._say(ended.text)
+            if len(failures) == 1:
                 deadline = time.monotonic() + _GRACE_SECS
                 if running:
                     without = "which jax aborts without it" if ended.rank == 0 else "which miss it"
                     self._say(f"waits up to {_GRACE_SECS:g} s for the others, {without}")
-        self._end_all()  # what the processes have started and left
+        self._end_all()  # also what the processes have started and left, which may hold their pipes open
         for reader in self._readers:
             reader.join(timeout=5.0)
         self._children, self._readers = [], []
-        return self._cause(failures) if failures else None
+        return self._find_cause(failures) if failures else None
 
-    def _cause(self, failures: list[_Ended]) -> _Ended:
-        """The failure that others follow from: process 0 ends last, even where its error came first."""
+    def _find_cause(self, failures: list[_End]) -> _End:
+        """Finds the failure that others follow from."""
+        # By what they say, not by the clock: process 0 ends last, even where its error came first.
         by_rank = {ended.rank: ended for ended in failures}
         cause = failures[0]
         while (blamed := self._blamed.get(cause.rank)) in by_rank and blamed is not None:
@@ -178,7 +174,7 @@ class Launcher:
             self._readers.append(reader)
 
         def wait() -> None:
-            self._ended.put(_Ended(rank, child.pid, child.wait()))
+            self._ended.put(_End(rank, child.pid, child.wait()))
 
         threading.Thread(target=wait, daemon=True).start()
 
@@ -218,25 +214,24 @@ class Launcher:
             print(f"replicate.launch: {words}.", file=sys.stderr, flush=True)
 
 
-def _environment(options: Options, index: int, address: str, gpus: list[str]) -> dict[str, str]:
-    """The environment of a process of this host, from 0."""
+def _make_environment(options: Options, rank: int, address: str, gpus: list[str]) -> dict[str, str]:
     environment = os.environ | {
         "JAX_COORDINATOR_ADDRESS": address,
-        "JAX_NUM_PROCESSES": str(options.hosts * options.processes),
-        "JAX_PROCESS_ID": str(options.host_index * options.processes + index),
+        "JAX_NUM_PROCESSES": str(options.processes),
+        "JAX_PROCESS_ID": str(rank),
         "PYTHONUNBUFFERED": "1",
     }
     count = options.devices_per_process
     if gpus:
         count = count or len(gpus) // options.processes
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[index * count : (index + 1) * count])
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[rank * count : (rank + 1) * count])
     elif count:
         environment["JAX_NUM_CPU_DEVICES"] = str(count)
     return environment
 
 
-def _gpus() -> list[str]:
-    """The NVIDIA GPUs that processes of this host may use, as CUDA_VISIBLE_DEVICES names them."""
+def _list_gpus() -> list[str]:
+    """Lists the NVIDIA GPUs that processes of this host may use, as CUDA_VISIBLE_DEVICES names them."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return [name for name in visible.split(",") if name]
@@ -244,55 +239,41 @@ def _gpus() -> list[str]:
     return [str(i) for i in range(len(list(folder.iterdir())))] if folder.is_dir() else []
 
 
-def _free_port() -> int:
+def _find_free_port() -> int:
     with socket.create_server(("localhost", 0)) as server:
         return int(server.getsockname()[1])
 
 
-def _is_free(port: int) -> bool:
-    try:
-        socket.create_server(("", port)).close()
-    except OSError:
-        return False
-    return True
+class _SeveralHosts(argparse.Action):
+    """The options for several hosts of other launchers: an error that says what to use."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: object, values: object, option_string: str | None = None
+    ) -> NoReturn:
+        parser.error(
+            f"{option_string}: replicate.launch starts the processes of one host. For several hosts use "
+            "`torchrun --nnodes`, `srun` of SLURM, or Kubeflow's Trainer: `replicate.initialize_distributed()` reads "
+            "their variables; see docs/many_hosts.md"
+        )
 
 
 def _parse(arguments: Sequence[str] | None) -> Options:
     parser = argparse.ArgumentParser(prog="python -m replicate.launch", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--processes", type=int, required=True, help="how many to start on this host")
+    parser.add_argument("--processes", type=int, required=True, help="how many to start")
     parser.add_argument("--devices-per-process", type=int, help="GPUs of each, or CPU devices where there is no GPU")
     parser.add_argument("--max-restarts", type=int, default=0, help="how often to start all again after a failure")
     parser.add_argument("--max-pause-secs", type=float, default=60.0, help="the longest pause before a restart")
-    parser.add_argument("--hosts", type=int, default=1, help="how many hosts there are; each runs this command")
-    parser.add_argument("--host-index", type=int, default=0, help="which host this is, from 0")
-    parser.add_argument("--coordinator", metavar="HOST:PORT", help="where process 0 is, on host 0; needed with --hosts")
+    parser.add_argument("--hosts", "--host-index", "--coordinator", action=_SeveralHosts, help=argparse.SUPPRESS)
     parser.add_argument("-m", dest="module", action="store_true", help="the script is the name of a module")
     parser.add_argument("script", help="what to run, as after `python`")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
     given = parser.parse_args(arguments)
-    least = {
-        "processes": 1,
-        "devices_per_process": 1,
-        "max_restarts": 0,
-        "max_pause_secs": 0,
-        "hosts": 1,
-        "host_index": 0,
-    }
+    least = {"processes": 1, "devices_per_process": 1, "max_restarts": 0, "max_pause_secs": 0}
     for name, smallest in least.items():
         value = getattr(given, name)
         if value is not None and value < smallest:
             parser.error(f"--{name.replace('_', '-')} must be at least {smallest}; got {value}")
-    if given.host_index >= given.hosts:
-        parser.error(f"--host-index must be less than --hosts, which is {given.hosts}; got {given.host_index}")
-    if given.hosts > 1 and given.coordinator is None:
-        parser.error("--hosts needs --coordinator, the host and a free port of process 0, the same on every host")
-    if given.coordinator is not None:
-        port = given.coordinator.rpartition(":")[2]
-        if not port.isdigit() or ":" not in given.coordinator:
-            parser.error(f"--coordinator must be HOST:PORT; got {given.coordinator!r}")
-        if given.host_index == 0 and not _is_free(int(port)):
-            parser.error(f"port {port} of --coordinator is in use on this host, maybe by another run; give a free one")
-    gpus, count = len(_gpus()), given.devices_per_process or 1
+    gpus, count = len(_list_gpus()), given.devices_per_process or 1
     if 0 < gpus < given.processes * count:
         parser.error(
             f"{given.processes} processes with {count} GPUs each need {given.processes * count}; this host has {gpus}"
@@ -303,9 +284,6 @@ def _parse(arguments: Sequence[str] | None) -> Options:
         devices_per_process=given.devices_per_process,
         max_restarts=given.max_restarts,
         max_pause_secs=given.max_pause_secs,
-        hosts=given.hosts,
-        host_index=given.host_index,
-        coordinator=given.coordinator,
     )
 
 

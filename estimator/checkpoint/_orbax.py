@@ -18,7 +18,7 @@ import numpy as np
 from absl import logging
 from etils import epath
 
-from estimator.runtime._uninterrupted import uninterrupted
+from estimator.runtime._uninterrupted import shield
 
 if TYPE_CHECKING:
     import orbax.checkpoint as ocp
@@ -32,7 +32,7 @@ F = TypeVar("F", bound=Callable[..., object])
 
 def with_orbax(function: F) -> F:
     """Decorates a function that uses orbax: no signal interrupts it."""
-    work = uninterrupted(function)
+    work = shield(function)
 
     @functools.wraps(function)
     def call(*args: object, **kwargs: object) -> object:

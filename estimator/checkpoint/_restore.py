@@ -10,7 +10,7 @@ from estimator.checkpoint._warm_start import WarmStartReport, WarmStartSettings,
 from estimator.core._mode_keys import ModeKeys
 from estimator.core._state import State
 from estimator.core._typing import Features, Labels
-from estimator.multihost._global_arrays import as_of_chief, is_within_reach, placed
+from estimator.multihost._global_arrays import equalize_copies, is_within_reach, place
 from estimator.multihost._process_group import ProcessGroup
 from estimator.optim._moving_average import Averages, begin_averages, variables_to_read
 from estimator.steps._transform import Model
@@ -57,7 +57,7 @@ class StateSource:
         if not all(group.all_gather(is_cached)):
             checkpoint = Checkpoint(path)
             with checkpoint.hold():
-                state = as_of_chief(checkpoint.restore(like, partial=mode != ModeKeys.TRAIN))
+                state = equalize_copies(checkpoint.restore(like, partial=mode != ModeKeys.TRAIN))
                 cached = self._cached = _identity(path), state
         assert cached is not None
         return _take_part(cached[1], like)
@@ -136,7 +136,7 @@ def _part(state: State, like: State) -> State:
 
 
 def _place(array: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
-    return array if like.sharding is None else placed(array, like.sharding)
+    return array if like.sharding is None else place(array, like.sharding)
 
 
 def _copy(x: jax.Array) -> jax.Array:

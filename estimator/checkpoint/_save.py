@@ -28,7 +28,7 @@ from estimator.checkpoint._model_dir import list_folders, remove_leftovers
 from estimator.checkpoint._orbax import ARRAYS, array_handler, plain_path, processes_of, quiet_orbax
 from estimator.checkpoint._retention import remove_old
 from estimator.multihost._collective_call import run_on_chief
-from estimator.multihost._global_arrays import on_chief
+from estimator.multihost._global_arrays import gather_on_chief
 from estimator.storage._files import is_url, rename
 from estimator.storage._folders import upload
 from estimator.storage._manifest import MANIFEST, write_manifest
@@ -70,7 +70,7 @@ def save_checkpoint(
     if not is_url(path):
         _save_on_disk(saved, arrays, host, copied, finish, together)
     elif together and jax.process_count() > 1:
-        arrays = on_chief(arrays)
+        arrays = gather_on_chief(arrays)
         copied()
         run_on_chief("save", lambda: _save_in_store(saved, arrays, host, copied, finish))
     else:

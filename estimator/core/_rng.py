@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from estimator.core._frame import Frame, current_frame, transformations_within
-from estimator.runtime._transformations import repeating
+from estimator.runtime._transformations import find_repeating
 
 
 def make_rng(name: str | None = None) -> jax.Array:
@@ -56,7 +56,7 @@ def make_rng(name: str | None = None) -> jax.Array:
 def loop_around(frame: Frame) -> str | None:
     """The loop of jax between the model_fn and the code that calls this, of which all iterations get one key."""
     within = transformations_within(frame)
-    return None if within is None else repeating(within)
+    return None if within is None else find_repeating(within)
 
 
 def next_key(frame: Frame, name: str | None) -> jax.Array:

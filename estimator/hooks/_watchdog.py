@@ -15,7 +15,7 @@ from absl import logging
 
 from estimator.core._argument_checks import check_intervals
 from estimator.core._hook import Context, Hook
-from estimator.multihost._runtime import RUNTIME
+from estimator.multihost._process_group import CALLS
 
 _SECONDS_FOR_OTHERS = 2.0  # to report that they hang as well
 _ACTIONS = ("log", "raise")
@@ -70,7 +70,7 @@ class WatchdogHook(Hook):
     def begin(self) -> None:
         self._context: Context | None = None
         self._error: StalledError | None = None
-        self._group = RUNTIME.group
+        self._group = CALLS.group
         self._runs_in = threading.get_ident()
         if self._action == "raise":
             if threading.current_thread() is not threading.main_thread():

@@ -26,7 +26,7 @@ from estimator.loop._programs import InFlight, Pair, stacked_batches
 from estimator.loop._read_ahead import chunks_with_hooks
 from estimator.loop._synchronized_input import Uneven
 from estimator.metrics import Metric
-from estimator.multihost._global_arrays import rows_of_all
+from estimator.multihost._global_arrays import gather_rows
 from estimator.multihost._preemption import SIGTERM, Preempted
 from estimator.steps._compiled_steps import Carry, Program, carry_of, loop_over_all, state_of
 from estimator.steps._transform import Model
@@ -61,7 +61,7 @@ class EvalSteps:
         given = pair.pair if isinstance(pair, Uneven) else pair
         placement = self._model.info(*given, ModeKeys.EVAL).placement
         if isinstance(pair, Uneven):
-            return placement.in_all_processes(rows_of_all(*pair)), sum(pair.rows)
+            return placement.in_all_processes(gather_rows(*pair)), sum(pair.rows)
         processes = jax.process_count() if placement.spans_processes else 1
         return placement.from_processes(pair), rows_of(*pair) * processes
 

@@ -14,7 +14,7 @@ from estimator.core._hook import Hook, RunValues
 from estimator.core._record import Report
 from estimator.core._typing import PyTree
 from estimator.loop._context import RunContext
-from estimator.multihost._liveness import explained
+from estimator.multihost._lost_process import LOST_PROCESS
 from estimator.multihost._preemption import Preempted
 
 
@@ -31,7 +31,7 @@ def around(hooks: Sequence[Hook], context: RunContext) -> Iterator[None]:
         if isinstance(error, GeneratorExit):  # which closes the results of `predict`, and is not an error
             context.stop("closed")
         else:
-            context.error = explained(error)
+            context.error = LOST_PROCESS.explain(error)
             context.stop("error")
             if context.error is not error:
                 raise context.error from error

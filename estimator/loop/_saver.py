@@ -21,7 +21,7 @@ from estimator.loop import _hook_calls
 from estimator.loop._context import RunContext
 from estimator.loop._loss_reader import NanLossDuringTrainingError
 from estimator.loop._resume_input import warn_of_resuming
-from estimator.runtime._uninterrupted import uninterrupted
+from estimator.runtime._uninterrupted import shield
 
 
 class Saver:
@@ -142,7 +142,7 @@ class Saver:
             raise
 
 
-@uninterrupted
+@shield
 def _names_with_nan(variables: dict[str, PyTree]) -> list[str]:
     on_devices: dict[frozenset[jax.Device], dict[str, list[jax.Array]]] = {}  # a program takes arrays of the same ones
     names = []

@@ -13,9 +13,8 @@ from absl import logging
 
 from estimator.multihost._coordination_client import coordination_client
 from estimator.multihost._key_value_group import KeyValueGroup
-from estimator.multihost._liveness import ProcessLostError, explained
-from estimator.multihost._process_group import ProcessGroup, SingleProcess
-from estimator.multihost._runtime import RUNTIME
+from estimator.multihost._lost_process import LOST_PROCESS, ProcessLostError
+from estimator.multihost._process_group import CALLS, ProcessGroup, SingleProcess
 
 T = TypeVar("T")
 
@@ -24,7 +23,7 @@ _PACKAGE = os.path.dirname(os.path.dirname(__file__))
 
 @contextlib.contextmanager
 def collective_call(call: str) -> Iterator[ProcessGroup]:
-    """The processes that make this call, once all are there.
+    """Waits until all processes make this call, and gives them as a group to the block.
 
     An error in the block is published to the others, so that none of them waits for a process that has failed.
 
@@ -32,54 +31,56 @@ def collective_call(call: str) -> Iterator[ProcessGroup]:
       RuntimeError: a process calls something else, or process 0 this one alone.
       TimeoutError: one does not come.
     """
-    if RUNTIME.chief_is_alone:
+    if CALLS.chief_is_alone:
         raise RuntimeError(
             f"`{call}` is a call of all processes, but was made where process 0 works alone, as in an exporter."
         )
     if jax.process_count() == 1:
         yield SingleProcess()
         return
-    group = KeyValueGroup(call, RUNTIME.group)
-    is_outermost = len(RUNTIME.groups) == 1
-    RUNTIME.groups.append(group)
+    group = KeyValueGroup(call, CALLS.group)
+    is_outermost = len(CALLS.groups) == 1
+    CALLS.groups.append(group)
     try:
         group.barrier()
         if group.index:
             logging.get_absl_logger().addFilter(_is_for_all)
-        while not group.index and RUNTIME.ended_prefixes:  # nobody is in those calls any more
-            coordination_client().key_value_delete(f"{RUNTIME.ended_prefixes.pop()}/")
+        # Whoever has passed the barrier has left the calls before it, and reads none of their keys.
+        while not group.index and CALLS.ended_prefixes:
+            coordination_client().key_value_delete(f"{CALLS.ended_prefixes.pop()}/")
         yield group
     except BaseException as error:
-        failure = explained(error)
+        # Explained first: the others then name the process that was lost, and not this one, which followed it.
+        failure = LOST_PROCESS.explain(error)
         group.publish_failure(failure)
         if isinstance(failure, ProcessLostError) and is_outermost:
-            RUNTIME.loss_raised.set()
+            LOST_PROCESS.note_raise()
         if failure is not error:
             raise failure from error
         raise
     finally:
-        RUNTIME.groups.remove(group)
+        CALLS.groups.remove(group)
         if not group.index:
-            RUNTIME.ended_prefixes.append(group.prefix)
+            CALLS.ended_prefixes.append(group.prefix)
 
 
 def run_on_chief(call: str, make: Callable[[], T]) -> T:
-    """What `make` returns in process 0, in all processes; it is called nowhere else. Within such a call, another one
-    is of process 0 alone."""
-    if RUNTIME.chief_is_alone or jax.process_count() == 1:
+    """Calls `make` in process 0 alone, and returns its result in all processes. Within such a call, another one is of
+    process 0 alone."""
+    if CALLS.chief_is_alone or jax.process_count() == 1:
         return make()
 
     def alone() -> T:
-        RUNTIME.chief_is_alone = True
+        CALLS.chief_is_alone = True
         try:
             return make()
         finally:
-            RUNTIME.chief_is_alone = False
+            CALLS.chief_is_alone = False
 
     with collective_call(call) as group:
         return group.broadcast_from_chief(alone)
 
 
 def _is_for_all(record: standard_logging.LogRecord) -> bool:
-    """Log filter: processes other than 0 drop this package's INFO records."""
+    """Drops this package's INFO records, as a log filter of processes other than 0."""
     return record.levelno > standard_logging.INFO or not record.pathname.startswith(_PACKAGE)

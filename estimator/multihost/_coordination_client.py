@@ -30,7 +30,8 @@ class Connection(NamedTuple):
     process_id: int
 
 
-def connection() -> Connection | None:
+def get_connection() -> Connection | None:
+    """Returns how this process was connected; None where nobody has connected it."""
     state = distributed.global_state
     if state.client is None or state.coordinator_address is None:
         return None

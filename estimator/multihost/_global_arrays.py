@@ -15,22 +15,23 @@ from estimator.core._typing import PyTree
 
 
 def put(tree: PyTree, shardings: Any) -> PyTree:
-    """Arrays that all processes have, placed; `shardings` is a prefix of the tree, of which None leaves an array.
+    """Places arrays that all processes have; `shardings` is a prefix of the tree, of which None leaves an array.
 
     Where a sharding spans processes, process 0 decides what the values are, to the last bit.
     """
     shardings = jax.tree.broadcast(shardings, tree, is_leaf=lambda x: x is None)
     if all(s is None or s.is_fully_addressable for s in jax.tree.leaves(shardings)):
         return jax.device_put(tree, shardings)
-    return tree_map(_spread, from_chief(tree), shardings)
+    return tree_map(_spread, copy_from_chief(tree), shardings)
 
 
-def from_chief(tree: PyTree) -> PyTree:
-    """The values that process 0 has of arrays that are whole in each process, as numpy arrays; keys stay keys."""
+def copy_from_chief(tree: PyTree) -> PyTree:
+    """Copies arrays that are whole in each process from process 0, as numpy arrays; keys stay keys."""
     from jax.experimental import multihost_utils
 
     keys = [jax.random.key_impl(x) if _is_key(x) else None for x in jax.tree.leaves(tree)]
     leaves = [np.asarray(jax.random.key_data(x) if _is_key(x) else x) for x in jax.tree.leaves(tree)]
+    # As bytes of one array: a single collective, which keeps every bit. The first byte is for a tree without arrays.
     packed = np.concatenate([np.zeros(1, np.uint8), *(x.reshape(-1).view(np.uint8) for x in leaves)])
     packed = np.asarray(multihost_utils.broadcast_one_to_all(packed))
     values, start = [], 1
@@ -41,8 +42,8 @@ def from_chief(tree: PyTree) -> PyTree:
     return jax.tree.unflatten(jax.tree.structure(tree), values)
 
 
-def as_of_chief(tree: PyTree) -> PyTree:
-    """The same arrays; those that every device has whole, as process 0 has them."""
+def equalize_copies(tree: PyTree) -> PyTree:
+    """Returns the same arrays, of which those that every device has whole are copied from process 0."""
     leaves, structure = jax.tree.flatten(tree)
     mine = [i for i, x in enumerate(leaves) if x.is_fully_replicated and not x.is_fully_addressable]
     if mine:
@@ -52,10 +53,11 @@ def as_of_chief(tree: PyTree) -> PyTree:
     return jax.tree.unflatten(structure, leaves)
 
 
-def on_chief(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """All of each array in process 0, one after the other; other processes get nothing. All of them call it."""
+def gather_on_chief(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Gathers whole arrays in process 0; other processes get nothing. All of them call it."""
     from jax.experimental import multihost_utils
 
+    # One after the other, since every process holds the array that is gathered.
     whole: dict[str, Any] = {}
     for name, array in arrays.items():
         if isinstance(array, jax.Array) and not array.is_fully_addressable:
@@ -67,14 +69,14 @@ def on_chief(arrays: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_within_reach(array: jax.Array, like: jax.ShapeDtypeStruct) -> bool:
-    """Whether `placed` needs no other process."""
+    """Returns whether `place` needs no other process."""
     if like.sharding is None or array.is_fully_addressable == like.sharding.is_fully_addressable:
         return True
     return array.is_fully_replicated and not array.is_fully_addressable
 
 
-def placed(array: jax.Array, sharding: Sharding) -> jax.Array:
-    """An array with another sharding; also from the devices of all processes to devices of this process."""
+def place(array: jax.Array, sharding: Sharding) -> jax.Array:
+    """Gives an array another sharding; also from the devices of all processes to devices of this process."""
     if array.sharding.is_equivalent_to(sharding, array.ndim):
         return array
     if array.is_fully_addressable or not sharding.is_fully_addressable:
@@ -82,8 +84,8 @@ def placed(array: jax.Array, sharding: Sharding) -> jax.Array:
     return jax.device_put(_local(array), sharding)
 
 
-def rows_of_all(tree: PyTree, rows: list[int]) -> PyTree:
-    """Batches of several processes as one, process after process, whole in each of them.
+def gather_rows(tree: PyTree, rows: list[int]) -> PyTree:
+    """Gathers batches of several processes as one, process after process, whole in each of them.
 
     Args:
       tree: numpy arrays of shape `(rows of this process, ...)`, alike in all processes but for the rows.
@@ -91,13 +93,13 @@ def rows_of_all(tree: PyTree, rows: list[int]) -> PyTree:
     """
     from jax.experimental import multihost_utils
 
-    most = max(rows)
+    most = max(rows)  # shorter ones are padded: a collective needs one shape in all processes
 
-    def padded(x: Any) -> np.ndarray:
+    def pad_rows(x: Any) -> np.ndarray:
         x = np.asarray(x)
         return np.concatenate([x, np.zeros((most - len(x), *x.shape[1:]), x.dtype)])
 
-    stacked = multihost_utils.process_allgather(tree_map(padded, tree))
+    stacked = multihost_utils.process_allgather(tree_map(pad_rows, tree))
     return tree_map(lambda x: np.concatenate([part[:n] for part, n in zip(x, rows, strict=True)]), stacked)
 
 
@@ -111,7 +113,7 @@ def _spread(value: Any, sharding: Sharding | None) -> Any:
 
 
 def _local(array: jax.Array) -> jax.Array:
-    """What a device of this process has of an array."""
+    """The part of an array on a device of this process."""
     if _is_key(array):
         data = jax.random.key_data(array).addressable_data(0)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(array))

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -18,17 +19,24 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from estimator.core._argument_checks import check_intervals
 from estimator.multihost import _coordination_client
-from estimator.multihost._address import is_literally_loopback, is_loopback, split_address
-from estimator.multihost._cluster import ClusterSpec, connected_cluster, find_cluster
-from estimator.multihost._introduction import Introduction, check_devices, exchange_introductions, table
-from estimator.multihost._liveness import ProcessLostError, explained
-from estimator.multihost._process_watch import ProcessWatch
-from estimator.multihost._runtime import RUNTIME
+from estimator.multihost._cluster import (
+    ClusterSpec,
+    adopt_cluster,
+    find_cluster,
+    is_literally_loopback,
+    is_loopback,
+    split_address,
+)
+from estimator.multihost._introduction import Introduction, check_devices, exchange_introductions, format_table
+from estimator.multihost._lost_process import LOST_PROCESS, ProcessWatch
+from estimator.multihost._process_group import CALLS
 from estimator.runtime._log_lines import show_log_lines
 
 _CALLER = "initialize_distributed"
 _LATER = 60  # seconds after the deadline: jax aborts a process whose connection comes to nothing, so we give up before
 _LINGER_SECS = 2.0  # of process 0, whose end aborts the others, for them to give up by themselves
+
+_is_initialized = False  # whether `initialize_distributed` was called
 
 
 def initialize_distributed(
@@ -83,16 +91,17 @@ def initialize_distributed(
       TimeoutError: not all processes have come, or the sum has not, within timeout_secs. Where a process_id is given
         twice, or to one too many, jax aborts that process.
     """
+    global _is_initialized
     show_log_lines()
     check_intervals("initialize_distributed", timeout_secs=timeout_secs)
     check_intervals("initialize_distributed", heartbeat_timeout_secs=heartbeat_timeout_secs)
     check_intervals("initialize_distributed", grace_secs=grace_secs)
-    connected = _coordination_client.connection()
-    if connected and not RUNTIME.is_initialized:
-        cluster = connected_cluster(connected, coordinator_address, num_processes, process_id, local_device_ids)
+    connected = None if _is_initialized else _coordination_client.get_connection()
+    if connected:
+        cluster = adopt_cluster(connected, coordinator_address, num_processes, process_id, local_device_ids)
     else:
         cluster = find_cluster(coordinator_address, num_processes, process_id, local_device_ids)
-    if RUNTIME.is_initialized:
+    if _is_initialized:
         raise RuntimeError("initialize_distributed was called before; call it once, at the start of the script.")
     if (not connected or local_device_ids is not None) and _coordination_client.devices_are_started():
         raise RuntimeError(
@@ -102,53 +111,106 @@ def initialize_distributed(
     if cluster.num_processes == 1:
         logging.info("initialize_distributed: one process (%s).", cluster.source)
     else:
-        _join(cluster, bool(connected), timeout_secs, heartbeat_timeout_secs, grace_secs)
-    RUNTIME.is_initialized = True
+        CALLS.start_timeout_secs = timeout_secs
+        times = _Times(time.monotonic() + timeout_secs, timeout_secs, heartbeat_timeout_secs, grace_secs)
+        (_adopt if connected else _start)(cluster, times)
+    _is_initialized = True
 
 
-def _join(
-    cluster: ClusterSpec, is_connected: bool, timeout_secs: float, heartbeat_secs: float, grace_secs: float
-) -> None:
-    RUNTIME.start_timeout_secs = timeout_secs
-    deadline = time.monotonic() + timeout_secs
-    if not is_connected and cluster.process_id == 0:
+class _Times(NamedTuple):
+    """The limits of a start, in seconds, and of the watch after it."""
+
+    deadline: float  # by `time.monotonic()`
+    timeout: float
+    heartbeat: float
+    grace: float
+
+
+def _start(cluster: ClusterSpec, times: _Times) -> None:
+    """Connects the processes, then starts them together."""
+    if cluster.process_id == 0:
         _check_port_is_free(cluster)
-    elif not is_connected:
-        _wait_for_process_0(cluster, deadline, timeout_secs)
-    stages: list[str] = []
+    else:
+        _wait_for_process_0(cluster, times)
+    late = (
+        f"not all of {cluster.num_processes} processes have come to coordinator_address={cluster.address!r} within "
+        f"{times.timeout:g} s. Start each of them once, with this address and its own process_id, 0 to "
+        f"{cluster.num_processes - 1}; see their logs for those that have failed."
+    )
+    _run_in_time(lambda: _connect(cluster, times), cluster, times, late)
 
-    def start() -> None:
-        if not is_connected:
-            _connect(cluster, timeout_secs, heartbeat_secs)
-        stages.append("connected")
+    def introduce() -> list[Introduction]:
         try:
-            processes = exchange_introductions(cluster, deadline - time.monotonic())
+            return exchange_introductions(cluster, times.deadline)
         except RuntimeError:
-            if not is_connected:
-                _disconnect_in_order(cluster)
+            _disconnect_in_order(cluster)
             raise
-        # Others may have connected jax without it: jax aborts all when one dies, and a watch would wait at the exit.
+
+    _get_together(introduce, cluster, times)
+
+
+def _adopt(cluster: ClusterSpec, times: _Times) -> None:
+    """Starts processes together that jax has connected already, and that stay connected where they do not fit."""
+    _get_together(lambda: exchange_introductions(cluster, times.deadline), cluster, times)
+
+
+def _get_together(introduce: Callable[[], list[Introduction]], cluster: ClusterSpec, times: _Times) -> None:
+    """Starts the watch and the devices of processes that are connected, and checks that they sum."""
+
+    def work() -> None:
+        processes = introduce()
+        # The watch begins before the first collective, in which another process may die. Others may have connected jax
+        # without recoverability: jax aborts all when one dies, and a watch would wait at the exit.
         if jax.config.values["jax_enable_recoverability"]:
-            ProcessWatch(processes, cluster.process_id, heartbeat_secs, grace_secs)
+            ProcessWatch([str(process) for process in processes], cluster.process_id, times.heartbeat, times.grace)
         if not _coordination_client.devices_are_started():
             _choose_collectives()
             _choose_devices(cluster, processes)
-        _check_sum(*_sum_of_device_numbers())
+        _check_sum(*_sum_device_numbers())
         check_devices(processes)
         if cluster.process_id == 0:
-            logging.info("%s: %d processes (%s).\n%s", _CALLER, len(processes), cluster.source, table(processes))
+            logging.info("%s: %d processes (%s).\n%s", _CALLER, len(processes), cluster.source, format_table(processes))
 
-    if not _finishes(start, deadline):
-        linger = _LINGER_SECS if cluster.process_id == 0 else 0.0
-        atexit.register(_end_at_once, linger)
-        if RUNTIME.loss:
-            raise ProcessLostError(RUNTIME.loss)
-        raise TimeoutError(f"{_CALLER}: {_what_is_late(cluster, bool(stages), timeout_secs)}")
+    late = (
+        f"the first sum over all devices has not come within {times.timeout:g} s. All processes are there, so look "
+        "for a firewall between their hosts, a proxy (http_proxy), or devices that do not start."
+    )
+    _run_in_time(work, cluster, times, late)
+
+
+def _run_in_time(work: Callable[[], None], cluster: ClusterSpec, times: _Times, late: str) -> None:
+    """Calls `work` until the deadline, or until a process is lost; raises what it raises.
+
+    Raises:
+      ProcessLostError: a process was lost.
+      TimeoutError: the deadline has passed, with the text `late`.
+    """
+    outcome: list[BaseException | None] = []
+
+    def run() -> None:
+        try:
+            work()
+            outcome.append(None)
+        except BaseException as e:
+            outcome.append(e)
+
+    # In a thread of its own, since none of jax's calls here has a timeout that ends in an error of Python.
+    thread = threading.Thread(target=run, name="initialize-distributed", daemon=True)
+    thread.start()
+    while thread.is_alive() and time.monotonic() < times.deadline and not LOST_PROCESS.loss:
+        thread.join(0.05)
+    if not outcome:  # the thread still hangs in jax
+        atexit.register(_end_at_once, _LINGER_SECS if cluster.process_id == 0 else 0.0)
+        LOST_PROCESS.raise_if_lost()
+        raise TimeoutError(f"{_CALLER}: {late}")
+    if outcome[0] is not None:
+        raise LOST_PROCESS.explain(outcome[0])
 
 
 def _check_port_is_free(cluster: ClusterSpec) -> None:
-    """jax's service would share the port with another one, and each would get some of the processes."""
+    """Raises OSError where the port of process 0 is in use."""
     assert cluster.address is not None
+    # jax's service would share the port with another one, and each would get some of the processes.
     dual = socket.has_dualstack_ipv6()
     try:
         socket.create_server(
@@ -166,15 +228,16 @@ def _check_port_is_free(cluster: ClusterSpec) -> None:
         ) from e
 
 
-def _wait_for_process_0(cluster: ClusterSpec, deadline: float, timeout_secs: float) -> None:
-    """Returns when something listens at its address; jax, whose first attempt fails, makes the next one a second later.
+def _wait_for_process_0(cluster: ClusterSpec, times: _Times) -> None:
+    """Waits until something listens at the address of process 0.
 
     Raises:
       TimeoutError: nobody answers.
     """
     assert cluster.address is not None
+    # jax would wait too, but makes its next attempt a second after one that failed.
     while True:
-        left = deadline - time.monotonic()
+        left = times.deadline - time.monotonic()
         try:
             socket.create_connection(split_address(cluster.address), timeout=max(0.1, min(5.0, left))).close()
             return
@@ -186,14 +249,14 @@ def _wait_for_process_0(cluster: ClusterSpec, deadline: float, timeout_secs: flo
                     else ""
                 )
                 raise TimeoutError(
-                    f"{_CALLER}: nobody answers at coordinator_address={cluster.address!r} for {timeout_secs:g} s "
+                    f"{_CALLER}: nobody answers at coordinator_address={cluster.address!r} for {times.timeout:g} s "
                     f"({e}). Process 0 must run on that host, with the same address.{hint}"
                 ) from e
         time.sleep(max(0.0, min(0.02, left)))
 
 
-def _connect(cluster: ClusterSpec, timeout_secs: float, heartbeat_secs: float) -> None:
-    """Returns when all processes have connected."""
+def _connect(cluster: ClusterSpec, times: _Times) -> None:
+    """Connects jax; returns when all processes have connected."""
     assert cluster.address is not None
     jax.config.update("jax_enable_recoverability", True)  # else the death of any process aborts all
     jax.config.update("jax_enable_preemption_service", False)  # `_preemption.py` handles SIGTERM, and says why
@@ -203,14 +266,15 @@ def _connect(cluster: ClusterSpec, timeout_secs: float, heartbeat_secs: float) -
         cluster.num_processes,
         cluster.process_id,
         cluster_detection_method="deactivate",
-        initialization_timeout=int(timeout_secs) + _LATER,
-        heartbeat_timeout_seconds=max(1, round(heartbeat_secs)),
+        initialization_timeout=int(times.timeout) + _LATER,
+        heartbeat_timeout_seconds=max(1, round(times.heartbeat)),
         coordinator_bind_address=cluster.address if listens_to_itself else None,
     )
 
 
 def _disconnect_in_order(cluster: ClusterSpec) -> None:
-    """Process 0 last: jax aborts whoever is connected when its service goes."""
+    """Disconnects jax, process 0 last."""
+    # jax aborts whoever is connected when its service goes. Its call returns when all others have disconnected.
     if cluster.process_id == 0:
         _coordination_client.coordination_client().get_live_nodes(list(range(cluster.num_processes)))
     jax.distributed.shutdown()
@@ -222,7 +286,7 @@ def _choose_collectives() -> None:
 
 
 def _choose_devices(cluster: ClusterSpec, processes: Sequence[Introduction]) -> None:
-    """Processes of a host that see the same GPUs share them, where the environment says which process takes which."""
+    """Divides the GPUs of a host among processes that see the same ones, where the environment numbers these."""
     ids = cluster.local_device_ids
     if ids is None and cluster.local_process_id is not None:
         host = processes[cluster.process_id].host
@@ -234,44 +298,9 @@ def _choose_devices(cluster: ClusterSpec, processes: Sequence[Introduction]) -> 
             jax.config.update(name, ",".join(map(str, ids)))
 
 
-def _finishes(work: Callable[[], None], deadline: float) -> bool:
-    """Whether some work, in a thread of its own, ends before the deadline, and before a process is lost; raises what it
-    raises. None of jax's calls here has a timeout that ends in an error of Python."""
-    outcome: list[BaseException | None] = []
-
-    def run() -> None:
-        try:
-            work()
-            outcome.append(None)
-        except BaseException as e:
-            outcome.append(e)
-
-    thread = threading.Thread(target=run, name="initialize-distributed", daemon=True)
-    thread.start()
-    while thread.is_alive() and time.monotonic() < deadline and not RUNTIME.loss:
-        thread.join(0.05)
-    if not outcome:
-        return False
-    if outcome[0] is not None:
-        raise explained(outcome[0])
-    return True
-
-
-def _what_is_late(cluster: ClusterSpec, is_connected: bool, timeout_secs: float) -> str:
-    if is_connected:
-        return (
-            f"the first sum over all devices has not come within {timeout_secs:g} s. All processes are there, so look "
-            "for a firewall between their hosts, a proxy (http_proxy), or devices that do not start."
-        )
-    return (
-        f"not all of {cluster.num_processes} processes have come to coordinator_address={cluster.address!r} within "
-        f"{timeout_secs:g} s. Start each of them once, with this address and its own process_id, 0 to "
-        f"{cluster.num_processes - 1}; see their logs for those that have failed."
-    )
-
-
 def _end_at_once(linger_secs: float) -> None:
-    """At the exit: where a thread hangs in compiled code, the end of Python would abort the process."""
+    """Ends the process, at its exit."""
+    # Where a thread hangs in compiled code, the end of Python would abort the process.
     sys.stdout.flush()
     sys.stderr.flush()
     time.sleep(linger_secs)
@@ -286,7 +315,7 @@ def _check_sum(total: int, expected: int) -> None:
         )
 
 
-def _sum_of_device_numbers() -> tuple[int, int]:
+def _sum_device_numbers() -> tuple[int, int]:
     devices = jax.devices()
     sharding = NamedSharding(Mesh(np.array(devices), "device"), PartitionSpec("device"))
     numbers = np.arange(1, len(devices) + 1, dtype=np.int32)

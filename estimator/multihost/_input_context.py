@@ -20,7 +20,7 @@ class InputContext:
     count: int
 
     def per_process_batch_size(self, global_batch_size: int) -> int:
-        """How many rows of a batch each process should give.
+        """The number of rows of a batch that each process should give.
 
         Raises:
           ValueError: the batch cannot be cut into as many equal parts.

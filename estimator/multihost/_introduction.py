@@ -6,22 +6,22 @@ import json
 import os
 import platform
 import socket
+import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 
-from estimator.multihost._address import is_loopback, split_address
-from estimator.multihost._cluster import ClusterSpec
+from estimator.multihost._cluster import ClusterSpec, is_loopback, split_address
 from estimator.multihost._coordination_client import coordination_client
+from estimator.multihost._lost_process import publish_loss
 
-LOSS_KEY = "estimator/loss"  # the first loss of a process, in the words of all processes
 _KEY = "estimator/introductions"
 _CALLER = "initialize_distributed"
 
 
 class Introduction(NamedTuple):
-    """What a process says of itself."""
+    """The facts that a process says of itself."""
 
     process_id: int
     num_processes: int
@@ -38,8 +38,8 @@ class Introduction(NamedTuple):
         return f"process {self.process_id} (host {self.host}, pid {self.pid})"
 
 
-def exchange_introductions(cluster: ClusterSpec, secs: float) -> list[Introduction]:
-    """What all processes say of themselves.
+def exchange_introductions(cluster: ClusterSpec, deadline: float) -> list[Introduction]:
+    """Tells all processes of this one, waits for theirs, and returns them in the order of the processes.
 
     Raises:
       RuntimeError: they do not fit together, or run already; the same in each process.
@@ -65,21 +65,22 @@ def exchange_introductions(cluster: ClusterSpec, secs: float) -> list[Introducti
         if "ALREADY_EXISTS" not in str(error):
             raise
         first = Introduction(*json.loads(client.blocking_key_value_get(key, 1000)))
-        # jax has replaced it by this process, and aborts it when this one ends.
-        client.key_value_set(LOSS_KEY, f"{first} was replaced by {own} of another run, which connected to its port")
+        # jax has replaced it by this process, and aborts it when this one ends: its watch says why.
+        publish_loss(f"{first} was replaced by {own} of another run, which connected to its port")
         raise RuntimeError(
             f"{_CALLER}: {own} has come too late: {first} runs already at coordinator_address={own.address!r}. Give "
             "each run a port of its own, and each process its own process_id."
         ) from None
-    client.wait_at_barrier(_KEY, max(1, int(1000 * secs)))
+    # After the barrier all introductions are there.
+    client.wait_at_barrier(_KEY, max(1, int(1000 * (deadline - time.monotonic()))))
     introductions = [Introduction(*json.loads(text)) for _, text in sorted(client.key_value_dir_get(_KEY))]
-    if problem := disagreement(introductions):
+    if problem := find_disagreement(introductions):
         raise RuntimeError(f"{_CALLER}: {problem}")
     return introductions
 
 
-def disagreement(introductions: Sequence[Introduction]) -> str | None:
-    """Why processes that introduce themselves so cannot work together."""
+def find_disagreement(introductions: Sequence[Introduction]) -> str | None:
+    """Finds why processes cannot work together; the same text in all of them, as each sees all introductions."""
     first = introductions[0]
     for each in introductions:
         if each.num_processes != first.num_processes:
@@ -109,7 +110,7 @@ def check_devices(introductions: Sequence[Introduction]) -> None:
     Raises:
       RuntimeError: a process has devices of another platform, or another number of them; the same in each process.
     """
-    kinds = [_devices(each, by_kind=False) for each in introductions]
+    kinds = [_count_devices(each, by_kind=False) for each in introductions]
     for each, kind in zip(introductions, kinds, strict=True):
         if kind != kinds[0]:
             raise RuntimeError(
@@ -118,17 +119,17 @@ def check_devices(introductions: Sequence[Introduction]) -> None:
             )
 
 
-def table(introductions: Sequence[Introduction]) -> str:
-    """One line per process."""
+def format_table(introductions: Sequence[Introduction]) -> str:
+    """Formats a table, with a line per process."""
     rows = [["process", "host", "pid", "jax", "jaxlib", "python", "devices"]]
     for each in introductions:
-        cells = (each.process_id, each.host, each.pid, each.jax, each.jaxlib, each.python, _devices(each))
+        cells = (each.process_id, each.host, each.pid, each.jax, each.jaxlib, each.python, _count_devices(each))
         rows.append([str(cell) for cell in cells])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(cell.ljust(n) for cell, n in zip(row, widths, strict=True)).rstrip() for row in rows)
 
 
-def _devices(process: Introduction, by_kind: bool = True) -> str:
+def _count_devices(process: Introduction, by_kind: bool = True) -> str:
     devices = [device for device in jax.devices() if device.process_index == process.process_id]
     kind = (devices[0].device_kind if by_kind else devices[0].platform) if devices else ""
     return f"{len(devices)} x {kind}" if devices else "none"

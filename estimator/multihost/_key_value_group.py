@@ -1,10 +1,16 @@
 """A group of several processes: they exchange values over the network of the hosts, not the one of the devices.
 
-They do so through the key-value store that jax's coordinator, process 0, keeps for all.
+They do so through the key-value store that jax's coordinator, process 0, keeps for all. A round of `all_gather`:
+
+    process i    start_gather: sets <round>/<i>    finish_gather: waits for <round>/all
+    process 0    start_gather: keeps its value     finish_gather: waits for each <round>/<i>, sets <round>/all
+
+so that each process but 0 waits for one key alone.
 """
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import itertools
 import json
@@ -15,22 +21,24 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
+import numpy as np
 from absl import logging
 
 from estimator.core._placement import Placement
-from estimator.multihost import _liveness
 from estimator.multihost._coordination_client import coordination_client
-from estimator.multihost._json import from_json, to_json
+from estimator.multihost._lost_process import LOST_PROCESS
 from estimator.multihost._preemption import Preempted, preempt
-from estimator.multihost._process_group import ProcessGroup
-from estimator.multihost._runtime import RUNTIME
+from estimator.multihost._process_group import CALLS, ProcessGroup
 
 T = TypeVar("T")
 
-_WAIT_MS = 100
+_WAIT_MS = 100  # for a value, between looks at the other processes
 _ROUNDS_KEPT = 100  # at least: they are removed together
 _SECONDS_AFTER_THE_END = 2.0  # of another process, in which its last values may still come
 _SECONDS_TO_WARN = 60.0  # about a process that does not come
+
+_BYTES = "__bytes__"
+_ARRAY = "__array__"
 
 
 class KeyValueGroup(ProcessGroup):
@@ -74,7 +82,7 @@ class KeyValueGroup(ProcessGroup):
           TimeoutError: one does not come.
           RuntimeError: one has called something else.
         """
-        calls = self.finish_gather(self.start_gather(self._call), timeout_secs=RUNTIME.start_timeout_secs)
+        calls = self.finish_gather(self.start_gather(self._call), timeout_secs=CALLS.start_timeout_secs)
         for i, call in enumerate(calls):
             if call != calls[0]:
                 raise RuntimeError(
@@ -107,7 +115,8 @@ class KeyValueGroup(ProcessGroup):
             texts.append(self._wait_for(self._key(number, i), f"process {i}", closed, timeout_secs))
         values = f"[{','.join(texts)}]"
         coordination_client().key_value_set(self._key(number, "all"), values)
-        while self._removed < number // _ROUNDS_KEPT:  # whoever takes part in a round has heard all before it
+        # Whoever takes part in a round has read all before it, so nobody needs those any more.
+        while self._removed < number // _ROUNDS_KEPT:
             coordination_client().key_value_delete(f"{self.prefix}/rounds/{self._removed}/")
             self._removed += 1
         return from_json(values)
@@ -122,12 +131,14 @@ class KeyValueGroup(ProcessGroup):
             text = to_json(make())
             coordination_client().key_value_set(key, text)
         if number % _ROUNDS_KEPT == _ROUNDS_KEPT - 1:
-            self.all_gather(None)  # else nothing would be removed
+            # In a broadcast process 0 waits for nobody, so that it cannot know who has read the round: a gather can,
+            # and removes those before it.
+            self.all_gather(None)
         value: T = from_json(text)  # in process 0 too, so that all have the same types
         return value
 
     def gather_reports(self, report: str, secs: float) -> list[str]:
-        awaited = next((group.waits_for for group in RUNTIME.groups if group.waits_for), "no other process here")
+        awaited = next((group.waits_for for group in CALLS.groups if group.waits_for), "no other process here")
         text = f"{report} It waits for {awaited}."
         coordination_client().key_value_set(f"{self.prefix}/reports/{self.index:06}", text, allow_overwrite=True)
         time.sleep(secs)
@@ -170,17 +181,17 @@ class KeyValueGroup(ProcessGroup):
         since, has_warned = time.monotonic(), False
         while True:
             # Noted before the look: whoever ends after it may have published the value meanwhile.
-            is_over = RUNTIME.ended is not None and time.monotonic() - since >= _SECONDS_AFTER_THE_END
+            is_over = LOST_PROCESS.last_ended is not None and time.monotonic() - since >= _SECONDS_AFTER_THE_END
             try:
                 text: str = coordination_client().blocking_key_value_get(key, _WAIT_MS)
                 self._awaited = None
                 return text
             except jax.errors.JaxRuntimeError as error:
                 if "DEADLINE_EXCEEDED" not in str(error):
-                    raise _liveness.explained(error) from error
-            for group in RUNTIME.groups:
+                    raise LOST_PROCESS.explain(error) from error
+            for group in CALLS.groups:
                 group.raise_if_failed()
-            _liveness.raise_if_lost(ended=is_over)
+            LOST_PROCESS.raise_if_lost(needs_all=is_over)
             if closed is not None and closed.is_set():
                 raise InterruptedError(f"Nobody waits any more for {whom}, in: {self._call}.")
             self._awaited = whom
@@ -198,3 +209,47 @@ class KeyValueGroup(ProcessGroup):
                     time.monotonic() - since,
                     self._call,
                 )
+
+
+def to_json(value: object) -> str:
+    """Writes a value as JSON, with bytes and numpy arrays as base64.
+
+    Values of a checkpoint are written otherwise, as people and later versions read them: without arrays. These are read
+    at once, by the same code, and to the bit.
+
+    >>> from_json(to_json({"step": np.int32(7), "names": ("a", "b"), "key": b"k", "x": np.arange(2)}))
+    {'step': 7, 'names': ['a', 'b'], 'key': b'k', 'x': array([0, 1])}
+
+    Raises:
+      TypeError: it is neither made of what JSON knows, nor bytes, nor an array.
+    """
+    return json.dumps(value, default=_to_plain)
+
+
+def from_json(text: str) -> Any:
+    """Reads a value; tuples have become lists, and scalars of numpy numbers."""
+    return json.loads(text, object_hook=_from_plain)
+
+
+def _to_plain(value: object) -> Any:
+    if isinstance(value, bytes):
+        return {_BYTES: base64.b64encode(value).decode()}
+    if isinstance(value, np.generic | np.ndarray | jax.Array):
+        array = np.asarray(value)
+        if not array.ndim:
+            return array.item()
+        if not array.dtype.hasobject:
+            return {_ARRAY: [array.dtype.str, array.shape, base64.b64encode(array.tobytes()).decode()]}
+    raise TypeError(
+        "Processes send each other what JSON knows, bytes and arrays; got "
+        f"{value!r} of type {type(value).__name__}. Return numbers, strings, lists and dicts."
+    )
+
+
+def _from_plain(value: dict[str, Any]) -> Any:
+    if value.keys() == {_BYTES}:
+        return base64.b64decode(value[_BYTES])
+    if value.keys() == {_ARRAY}:
+        dtype, shape, data = value[_ARRAY]
+        return np.frombuffer(base64.b64decode(data), dtype).reshape(shape).copy()
+    return value

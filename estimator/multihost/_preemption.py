@@ -1,4 +1,12 @@
-"""SIGTERM, by which clusters announce that a machine is taken away: the run ends in order, the process with a code.
+"""SIGTERM, by which clusters announce that a machine is taken away: it becomes a save, and the process ends in order.
+
+The handlers of the signal:
+
+    SIG_DFL -- a run begins --> _on_sigterm -- the last run ends --> SIG_DFL
+                                  |      ^
+       the last run ends, since   |      | a run begins
+       another process was hit    v      |
+                               _on_late_sigterm -- the signal, late --> SIG_DFL
 
 jax's preemption service is not used. It takes the signal in C++ and does not see it where a handler of Python is
 installed, such as the user's own. And its processes end at a step that all of them reach, each by calling
@@ -14,15 +22,29 @@ import signal
 import threading
 from collections.abc import Iterator
 from types import FrameType
-
-from estimator.multihost._runtime import RUNTIME, Run
+from typing import Protocol
 
 SIGTERM = "SIGTERM"  # as a reason to stop
 EXIT_CODE = 75  # the EX_TEMPFAIL of sysexits.h: try again later
 
+_runs: list[Run] = []  # those that SIGTERM ends, each within the one before
+_got_sigterm = False  # whether this process itself got the signal
+
+
+class Run(Protocol):
+    """The part of a run that a signal needs."""
+
+    @property
+    def phase(self) -> str: ...
+
+    @property
+    def preempted(self) -> bool: ...
+
+    def preempt(self) -> None: ...
+
 
 class _BeforeRun:
-    """Stands for the user's code that is called before a run begins."""
+    """The user's code that is called before a run begins, in place of a run."""
 
     phase = "begin"
     preempted = False
@@ -45,32 +67,34 @@ def ends_by_sigterm(run: Run) -> Iterator[None]:
 
     Only in the main thread, as Python has it, and only where nobody else handles the signal.
     """
+    global _got_sigterm
     if not _in_main_thread() or signal.getsignal(signal.SIGTERM) not in _OURS:
         yield
         return
-    RUNTIME.got_sigterm = RUNTIME.got_sigterm and bool(RUNTIME.runs)
-    RUNTIME.runs.append(run)
+    _got_sigterm = _got_sigterm and bool(_runs)
+    _runs.append(run)
     signal.signal(signal.SIGTERM, _on_sigterm)
     try:
         yield
     finally:
-        RUNTIME.runs.remove(run)
+        _runs.remove(run)
+        # Only what this module has installed is taken away, and in the main thread, which alone may install handlers.
         # Results of `predict` may be read to their end in another thread, which cannot take the handler away.
-        if not RUNTIME.runs and _in_main_thread() and signal.getsignal(signal.SIGTERM) is _on_sigterm:
-            comes_late = run.preempted and not RUNTIME.got_sigterm
+        if not _runs and _in_main_thread() and signal.getsignal(signal.SIGTERM) is _on_sigterm:
+            comes_late = run.preempted and not _got_sigterm
             signal.signal(signal.SIGTERM, _on_late_sigterm if comes_late else signal.SIG_DFL)
     if run.preempted:
         raise Preempted
 
 
-def interrupted_by_sigterm() -> contextlib.AbstractContextManager[None]:
+def raise_at_sigterm() -> contextlib.AbstractContextManager[None]:
     """Raises `Preempted` at a SIGTERM within the block: around the user's code before a run."""
     return ends_by_sigterm(_BeforeRun())
 
 
 def preempt() -> None:
     """Does what SIGTERM does to the runs of this process: another one got it."""
-    for run in RUNTIME.runs:
+    for run in _runs:
         run.preempt()
 
 
@@ -80,12 +104,14 @@ def _on_late_sigterm(number: int, frame: FrameType | None) -> None:
 
 
 def _on_sigterm(number: int, frame: FrameType | None) -> None:
-    RUNTIME.got_sigterm = True
+    global _got_sigterm
+    _got_sigterm = True
     preempt()
-    if not RUNTIME.runs:
+    if not _runs:  # they have ended in another thread, which left the handler: do what the default would
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
-    elif RUNTIME.runs[-1].phase == "begin" or all(run.phase == "output" for run in RUNTIME.runs):
+    # Nothing would look at the flag: the user's code runs, or the caller of `predict` does.
+    elif _runs[-1].phase == "begin" or all(run.phase == "output" for run in _runs):
         raise Preempted
 
 
@@ -98,7 +124,7 @@ def _in_main_thread() -> bool:
 
 def _leave_to_parent() -> None:
     """A forked child, such as a worker of a data loader, has no run to end: the signal ends the process."""
-    RUNTIME.runs.clear()
+    _runs.clear()
     if signal.getsignal(signal.SIGTERM) in (_on_sigterm, _on_late_sigterm):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 

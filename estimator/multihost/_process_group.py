@@ -7,6 +7,7 @@ run on their own, they first agree here.
 from __future__ import annotations
 
 import abc
+import dataclasses
 import itertools
 import threading
 from collections.abc import Callable
@@ -26,7 +27,7 @@ class ProcessGroup(abc.ABC):
       index: the number of this process.
       count: the number of processes.
       towers: the number of towers in each process, once `set_placement` was called.
-      waits_for: the process that this one has been waiting for, in words; None: it waits for none.
+      waits_for: a description of the process that this one has been waiting for; None: it waits for none.
     """
 
     index: int
@@ -35,7 +36,7 @@ class ProcessGroup(abc.ABC):
     waits_for: str | None = None
 
     def all_gather(self, value: T) -> list[T]:
-        """The values that all processes pass, in the order of the processes; waits for the last of them.
+        """Gathers the values that all processes pass, in the order of the processes; waits for the last of them.
 
         Raises:
           ProcessLostError: one has died.
@@ -49,7 +50,7 @@ class ProcessGroup(abc.ABC):
 
     @abc.abstractmethod
     def finish_gather(self, number: int, closed: threading.Event | None = None) -> list[Any]:
-        """The values of a round, once all processes have published theirs.
+        """Returns the values of a round, once all processes have published theirs.
 
         Raises:
           InterruptedError: `closed` was set meanwhile.
@@ -57,7 +58,7 @@ class ProcessGroup(abc.ABC):
 
     @abc.abstractmethod
     def broadcast_from_chief(self, make: Callable[[], T]) -> T:
-        """What `make` returns in process 0, in all processes; it is called nowhere else."""
+        """Calls `make` in process 0 alone, and returns its result in all processes."""
 
     @abc.abstractmethod
     def channel(self, name: str) -> ProcessGroup:
@@ -73,7 +74,7 @@ class ProcessGroup(abc.ABC):
 
     @abc.abstractmethod
     def is_flagged(self) -> bool:
-        """Whether any process has raised the flag."""
+        """Returns whether any process has raised the flag."""
 
     @abc.abstractmethod
     def set_placement(self, placement: Placement) -> None:
@@ -89,7 +90,7 @@ class ProcessGroup(abc.ABC):
 
     @abc.abstractmethod
     def new_prefix(self) -> str:
-        """A prefix for the keys of a group within this one, the same in all processes."""
+        """Makes a prefix for the keys of a group within this one, the same in all processes."""
 
 
 class SingleProcess(ProcessGroup):
@@ -138,3 +139,31 @@ class SingleProcess(ProcessGroup):
 
     def new_prefix(self) -> str:
         return f"estimator/calls/{next(self._prefixes)}"
+
+
+@dataclasses.dataclass
+class Calls:
+    """The calls that this process is making together with others.
+
+    Threads that read the input or watch a run, and nested calls of the Estimator, have to see the same, so this cannot
+    be an argument.
+
+    Attributes:
+      groups: the groups of the calls, each within the one before; the first is this process alone.
+      start_timeout_secs: how long one waits for the others at the beginning of a call.
+      chief_is_alone: whether process 0 does something that the others wait for.
+      ended_prefixes: in process 0, of ended groups whose keys are still in the key-value store.
+    """
+
+    groups: list[ProcessGroup] = dataclasses.field(default_factory=lambda: [SingleProcess()])
+    start_timeout_secs: float = 300.0
+    chief_is_alone: bool = False
+    ended_prefixes: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def group(self) -> ProcessGroup:
+        """The processes of the innermost call."""
+        return self.groups[-1]
+
+
+CALLS = Calls()

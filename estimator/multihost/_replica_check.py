@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from estimator.core._typing import PyTree
-from estimator.multihost._runtime import RUNTIME
+from estimator.multihost._process_group import CALLS
 
 
 class ReplicaMismatchError(RuntimeError):
@@ -34,8 +34,8 @@ def check_replicas(step: int, **trees: PyTree) -> None:
       ReplicaMismatchError: copies differ.
     """
     sums: _Sums = collections.defaultdict(list)
-    here = _sums_of_copies(trees)
-    for of_process in RUNTIME.group.all_gather(list(here.items())):
+    here = _sum_copies(trees)
+    for of_process in CALLS.group.all_gather(list(here.items())):
         for (name, part), of_devices in of_process:
             sums[name, part] += of_devices
     wrong: list[str] = []
@@ -57,25 +57,25 @@ def check_replicas(step: int, **trees: PyTree) -> None:
 _Sums = dict[tuple[str, str], list[tuple[str, int]]]  # by name and part of an array: of each device, the checksum
 
 
-def _sums_of_copies(trees: dict[str, PyTree]) -> _Sums:
-    """The checksums of the copies that devices of this process hold of arrays on several devices of all processes."""
+def _sum_copies(trees: dict[str, PyTree]) -> _Sums:
+    """Computes checksums of the copies that devices of this process hold of arrays on several devices of all."""
     sums: _Sums = {}
-    for devices, copies in _copies(trees).items():
+    for devices, copies in _list_copies(trees).items():
         replicated = NamedSharding(Mesh(np.array(devices), ("copy",)), PartitionSpec())
         arrays = [jax.make_array_from_single_device_arrays(c[0].shape, replicated, c) for _, c in copies]
         # Computed from replicated arrays, the result counts as replicated too: each device has it of its own copies.
-        on_device = {shard.device: shard.data for shard in _checksums(arrays).addressable_shards}
+        on_device = {shard.device: shard.data for shard in _compute_checksums(arrays).addressable_shards}
         table = np.stack([np.asarray(on_device[device]) for device in devices])  # [devices, arrays]
         for (part, _), column in zip(copies, table.T.tolist(), strict=True):
-            sums[part] = [(_name(device), value) for device, value in zip(devices, column, strict=True)]
+            sums[part] = [(_describe(device), value) for device, value in zip(devices, column, strict=True)]
     return sums
 
 
 _Copies = list[tuple[tuple[str, str], list[jax.Array]]]
 
 
-def _copies(trees: dict[str, PyTree]) -> dict[tuple[jax.Device, ...], _Copies]:
-    """The copies in this process of arrays that have several, with name and part, by the devices that they are on."""
+def _list_copies(trees: dict[str, PyTree]) -> dict[tuple[jax.Device, ...], _Copies]:
+    """Lists the copies in this process of arrays that have several, with name and part, by the devices they are on."""
     by_devices: dict[tuple[jax.Device, ...], _Copies] = collections.defaultdict(list)
     for kind, tree in trees.items():
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
@@ -93,11 +93,11 @@ def _copies(trees: dict[str, PyTree]) -> dict[tuple[jax.Device, ...], _Copies]:
 
 
 @jax.jit
-def _checksums(arrays: list[jax.Array]) -> jax.Array:
-    return jnp.stack([_checksum(array) for array in arrays])
+def _compute_checksums(arrays: list[jax.Array]) -> jax.Array:
+    return jnp.stack([_compute_checksum(array) for array in arrays])
 
 
-def _checksum(array: jax.Array) -> jax.Array:
+def _compute_checksum(array: jax.Array) -> jax.Array:
     """The sum of a hash of each word of the array's bits and its position: it changes with any word."""
     if jax.dtypes.itemsize_bits(array.dtype) < 8:
         array = array.astype(jnp.float32)  # holds all their values
@@ -109,6 +109,6 @@ def _checksum(array: jax.Array) -> jax.Array:
     return jnp.sum(words ^ (words >> np.uint32(16)), dtype=jnp.uint32)
 
 
-def _name(device: jax.Device) -> str:
+def _describe(device: jax.Device) -> str:
     of = f" of process {device.process_index}" if jax.process_count() > 1 else ""
     return f"{device.platform}:{device.id}{of}"

@@ -21,7 +21,9 @@ class Task(NamedTuple):
 
 
 def read_tf_config(text: str | None) -> Task | None:
-    """Which process this is, of which. The chief comes first, then the workers; without a chief worker 0 is first.
+    """Reads the processes of the cluster, and the place of this one.
+
+    The chief comes first, then the workers; without a chief worker 0 is first.
 
     >>> read_tf_config('{"cluster": {"chief": ["a:1"], "worker": ["b:1"]}, "task": {"type": "worker", "index": 0}}')
     Task(addresses=('a:1', 'b:1'), process_id=1)
@@ -41,7 +43,7 @@ def read_tf_config(text: str | None) -> Task | None:
     for part in (cluster, task):
         if not isinstance(part, dict):
             raise ValueError(f"TF_CONFIG: cluster and task must be JSON objects; got {part!r}.")
-    kind, index = task.get("type"), _number(task.get("index"))
+    kind, index = task.get("type"), _to_number(task.get("index"))
     for role, way_out in _WAY_OUT.items():
         if role in cluster or role == kind:
             raise ValueError(f"TF_CONFIG has the role {role!r}, which does not exist here. {way_out}")
@@ -52,7 +54,7 @@ def read_tf_config(text: str | None) -> Task | None:
                 f'{json.dumps(task)}. Write down the cluster, as in "cluster": {{"worker": ["host:port", ...]}}.'
             )
         return None
-    addresses = _addresses(cluster)
+    addresses = _read_addresses(cluster)
     if kind not in addresses or not isinstance(index, int) or not 0 <= index < len(addresses[kind]):
         there = ", ".join(f"{role} 0 to {len(hosts) - 1}" for role, hosts in addresses.items())
         raise ValueError(f'TF_CONFIG: the task must be one of the cluster ({there}); got "task": {json.dumps(task)}.')
@@ -60,8 +62,8 @@ def read_tf_config(text: str | None) -> Task | None:
     return Task(tuple(address for hosts in addresses.values() for address in hosts), before + index)
 
 
-def _number(index: Any) -> Any:
-    """As in TensorFlow the number of a task may be a string."""
+def _to_number(index: Any) -> Any:
+    # As in TensorFlow the number of a task may be a string.
     return int(index) if isinstance(index, str) and index.isdecimal() else index
 
 
@@ -75,8 +77,8 @@ def _parse(text: str | None) -> dict[str, Any]:
     return config
 
 
-def _addresses(cluster: dict[str, Any]) -> dict[str, list[str]]:
-    """The addresses by role, the chief's first."""
+def _read_addresses(cluster: dict[str, Any]) -> dict[str, list[str]]:
+    """Reads the addresses by role, the chief's first."""
     for role, hosts in cluster.items():
         if role not in (*_CHIEFS, "worker"):
             raise ValueError(f"TF_CONFIG: the roles of the cluster are chief and worker; got {role!r}.")

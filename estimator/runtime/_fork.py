@@ -8,7 +8,7 @@ _user: int | None = None  # the process that has used jax, here or in a parent
 
 
 def check_not_forked(what: str) -> None:
-    """To be called before a run first uses jax.
+    """Checks, before a run first uses jax, that this process was not forked from one that has used it.
 
     Raises:
       RuntimeError: a parent of this process has had a run.

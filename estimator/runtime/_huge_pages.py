@@ -22,10 +22,11 @@ def advise_huge_pages(arrays: Iterable[jax.Array]) -> None:
     """Logs, once in a process, that steps of large variables on CPU devices would be faster with huge pages.
 
     XLA takes the memory of temporary and of summed arrays from glibc at each step, which takes it from Linux, which
-    clears it page by page. From within a process little can be done: `mallopt` does not reach large arrays of threads
-    (it does with a single arena, where a process then takes twice the memory).
+    clears it page by page.
     """
-    if sum(map(_bytes_on_cpu_devices, arrays)) >= _LARGE and _huge_pages_wait_for_malloc():
+    # Advice is all: from within a process `mallopt` does not reach large arrays of threads (it does with a single
+    # arena, where a process then takes twice the memory).
+    if sum(map(_count_cpu_bytes, arrays)) >= _LARGE and _huge_pages_wait_for_malloc():
         _log_once()
 
 
@@ -38,8 +39,8 @@ def _log_once() -> None:
     )
 
 
-def _bytes_on_cpu_devices(array: jax.Array) -> int:
-    """Of all copies, or parts, in this process."""
+def _count_cpu_bytes(array: jax.Array) -> int:
+    """The bytes that an array holds on CPU devices of this process, in all its copies or parts."""
     sharding = array.sharding
     devices: Collection[jax.Device] = sharding.addressable_devices
     on_cpu = sum(device.platform == "cpu" for device in devices)
@@ -47,8 +48,8 @@ def _bytes_on_cpu_devices(array: jax.Array) -> int:
 
 
 def _huge_pages_wait_for_malloc() -> bool:
-    """Whether Linux gives huge pages to those who ask, glibc could ask for them, and neither is set to do otherwise."""
-    if sys.platform != "linux" or _glibc() < (2, 35):
+    """Returns whether Linux gives huge pages to those who ask, and glibc could ask for them, but is not set to."""
+    if sys.platform != "linux" or _read_glibc_version() < (2, 35):
         return False
     if "glibc.malloc.hugetlb" in os.environ.get("GLIBC_TUNABLES", "") or "LD_PRELOAD" in os.environ:
         return False
@@ -59,6 +60,6 @@ def _huge_pages_wait_for_malloc() -> bool:
         return False
 
 
-def _glibc() -> tuple[int, ...]:
+def _read_glibc_version() -> tuple[int, ...]:
     name, version = platform.libc_ver()
     return tuple(map(int, re.findall(r"\d+", version))) if name == "glibc" else (0,)

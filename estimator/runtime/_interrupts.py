@@ -26,8 +26,8 @@ class _Handler:
 
 
 @contextlib.contextmanager
-def noting_interrupts() -> Iterator[None]:
-    """Within the block `raise_dropped_interrupt` knows of Ctrl-C, unless the user has a handler of SIGINT."""
+def note_interrupts() -> Iterator[None]:
+    """Lets `raise_dropped_interrupt` know of Ctrl-C within the block, unless the user has a handler of SIGINT."""
     in_main_thread = threading.current_thread() is threading.main_thread()
     if not in_main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
@@ -37,7 +37,7 @@ def noting_interrupts() -> Iterator[None]:
     try:
         yield
     finally:
-        if signal.getsignal(signal.SIGINT) is handler:
+        if signal.getsignal(signal.SIGINT) is handler:  # and not one that the user has installed meanwhile
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
 

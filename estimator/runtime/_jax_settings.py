@@ -22,7 +22,7 @@ _SETTINGS = (
 
 
 def with_settings_of_this_thread(call: Callable[..., T]) -> Callable[..., T]:
-    """`call`, which in any thread runs under the settings and context variables of this one."""
+    """Makes a function that calls `call` in any thread under the settings and context variables of this one."""
     settings = {name: getattr(jax.config, f"jax_{name}") for name in _SETTINGS}
     context = contextvars.copy_context()
 

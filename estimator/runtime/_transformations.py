@@ -63,16 +63,16 @@ def on_stack() -> tuple[str, ...]:
     return tuple(names)
 
 
-def repeating(names: Sequence[str]) -> str | None:
-    """The outermost of those that run what they call many times."""
+def find_repeating(names: Sequence[str]) -> str | None:
+    """Finds the outermost of those that run what they call many times."""
     return next((name for name in reversed(names) if name in _REPEATING), None)
 
 
 def stages(names: Sequence[str]) -> bool:
-    """Whether one of them stages the function as a whole. No names at all mean `jax.jit`, which does."""
+    """Returns whether one of them stages the function as a whole. No names at all mean `jax.jit`, which does."""
     return not names or any(name in _STAGING for name in names)
 
 
 def differentiates(names: Sequence[str]) -> bool:
-    """Whether all of them only differentiate, so that what does not depend on their arguments is known outside."""
+    """Returns whether all only differentiate, so that what does not depend on their arguments is known outside."""
     return bool(names) and all(name in _DIFFERENTIATING for name in names)

@@ -57,7 +57,7 @@ class Work:
             self.done.set()
 
     def result(self) -> object:
-        """What the call returned; or raises, once, what it raised."""
+        """Returns what the call returned; or raises, once, what it raised."""
         if self._error is not None:
             try:
                 raise self._error
@@ -66,17 +66,17 @@ class Work:
         return self._result
 
 
-def uninterrupted(function: F) -> F:
-    """The function, shielded from the handlers of signals: what they raise is raised when it is done, or after five
+def shield(function: F) -> F:
+    """Shields a function from the handlers of signals: what they raise is raised when it is done, or after five
     seconds, when its result is given up. A second exception is raised at once.
 
-    >>> uninterrupted(max)(1, 2)
+    >>> shield(max)(1, 2)
     2
     """
 
     @functools.wraps(function)
     def call(*args: object, **kwargs: object) -> object:
-        if threading.current_thread() is not threading.main_thread():
+        if threading.current_thread() is not threading.main_thread():  # which no handler interrupts
             return function(*args, **kwargs)
         work = Work(lambda: function(*args, **kwargs))
         try:
@@ -94,7 +94,7 @@ def uninterrupted(function: F) -> F:
 
 
 def give_up(work: Work) -> None:
-    """To be called when nobody waits any more for the work, which may still be unfinished when the process ends."""
+    """Notes that nobody waits any more for the work, which may still be unfinished when the process ends."""
     if not work.done.is_set():
         _unfinished.append(work)
 
@@ -106,14 +106,15 @@ def compile_first(program: Any, *args: object, **kwargs: object) -> None:
     """
     in_main = threading.current_thread() is threading.main_thread()
     if in_main and hasattr(program, "lower") and not jax.config.jax_disable_jit:  # type: ignore[attr-defined]
-        uninterrupted(program.lower(*args, **kwargs).compile)()
+        shield(program.lower(*args, **kwargs).compile)()
 
 
 def _wait_at_exit() -> None:
-    """Without it, unfinished threads would crash while Python and jax shut down."""
+    """Waits for unfinished threads, which would crash while Python and jax shut down."""
     deadline = time.monotonic() + _SECONDS_AT_EXIT
     for work in _unfinished:
         work.thread.join(max(0.0, deadline - time.monotonic()))
+    # One that hangs would hinder the end of Python: the process ends here, once what it has written is flushed.
     if any(work.thread.is_alive() for work in _unfinished):
         logging.shutdown()
         for stream in (sys.stdout, sys.stderr):

@@ -11,8 +11,7 @@ from testing.cluster import free_port, shared_cluster
 import replicate
 from estimator.multihost import _initialize
 from estimator.multihost._cluster import ClusterSpec
-from estimator.multihost._introduction import Introduction, disagreement
-from estimator.multihost._runtime import RUNTIME
+from estimator.multihost._introduction import Introduction, find_disagreement
 
 
 def test_processes_join_and_end_at_different_times():
@@ -165,12 +164,13 @@ def test_a_first_sum_that_is_wrong_is_an_error():
 
 
 def test_the_first_sum_is_the_sum_of_the_numbers_of_all_devices():
-    assert _initialize._sum_of_device_numbers() == (36, 36)
+    assert _initialize._sum_device_numbers() == (36, 36)
 
 
 def test_an_error_of_the_start_is_raised_in_the_thread_that_calls():
     with pytest.raises(KeyError, match="no"):
-        _initialize._finishes(lambda: {}["no"], time.monotonic() + 5)
+        cluster, times = ClusterSpec("a:1", 2, 1, "SLURM"), _initialize._Times(time.monotonic() + 5, 5, 2, 1)
+        _initialize._run_in_time(lambda: {}["no"], cluster, times, "late")
 
 
 def introduction(process_id, num_processes=2, **given):
@@ -181,12 +181,12 @@ def introduction(process_id, num_processes=2, **given):
 
 @pytest.mark.parametrize("difference", [{"python": "4"}, {"visible_devices": "1"}, {"host": "b"}])
 def test_processes_may_differ(difference):
-    assert disagreement([introduction(0), introduction(1, **difference)]) is None
+    assert find_disagreement([introduction(0), introduction(1, **difference)]) is None
 
 
 @pytest.mark.parametrize("difference", [{"jax": "2"}, {"jaxlib": "2"}, {"host": "b", "loopback": True}])
 def test_processes_that_do_not_fit_are_named(difference):
-    text = disagreement([introduction(0), introduction(1, **difference)])
+    text = find_disagreement([introduction(0), introduction(1, **difference)])
     assert "process 0 (host a, pid 100)" in text and "process 1 (host" in text
 
 
@@ -222,7 +222,7 @@ def test_it_comes_before_the_devices_are_started():
 @pytest.fixture
 def new_process(monkeypatch):
     """As if nothing had been done yet, and nothing named other processes."""
-    monkeypatch.setattr(RUNTIME, "is_initialized", False)
+    monkeypatch.setattr(_initialize, "_is_initialized", False)
     monkeypatch.setattr("estimator.multihost._coordination_client.devices_are_started", lambda: False)
     for name in ("TF_CONFIG", "JAX_COORDINATOR_ADDRESS", "JOB_COMPLETION_INDEX"):
         monkeypatch.delenv(name, raising=False)

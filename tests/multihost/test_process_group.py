@@ -14,10 +14,9 @@ import estimator as est
 from estimator.core._placement import Placement
 from estimator.multihost import _key_value_group
 from estimator.multihost._collective_call import collective_call, run_on_chief
-from estimator.multihost._json import from_json, to_json
-from estimator.multihost._key_value_group import KeyValueGroup
+from estimator.multihost._key_value_group import KeyValueGroup, from_json, to_json
+from estimator.multihost._lost_process import LOST_PROCESS
 from estimator.multihost._process_group import ProcessGroup, SingleProcess
-from estimator.multihost._runtime import RUNTIME
 
 
 def test_a_single_process_exchanges_with_itself():
@@ -68,7 +67,7 @@ class Client:
         self.looks += 1
         if self.looks > 1 and self.publishes:
             return to_json("the value")
-        RUNTIME.ended = "process 0 (host a, pid 4711)"
+        LOST_PROCESS.last_ended = "process 0 (host a, pid 4711)"
         raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: nothing yet")
 
     def key_value_dir_get(self, key):
@@ -78,8 +77,8 @@ class Client:
 @pytest.mark.parametrize("publishes", [True, False])
 def test_a_process_that_has_ended_in_order_is_missed_only_where_it_has_published_nothing(monkeypatch, publishes):
     client, now = Client(publishes), itertools.count(step=10.0)
-    monkeypatch.setattr(RUNTIME, "ended", None)
-    monkeypatch.setattr(RUNTIME, "loss", None)
+    monkeypatch.setattr(LOST_PROCESS, "last_ended", None)
+    monkeypatch.setattr(LOST_PROCESS, "loss", None)
     monkeypatch.setattr(_key_value_group, "coordination_client", lambda: client)
     monkeypatch.setattr(_key_value_group.time, "monotonic", lambda: next(now))
     group = KeyValueGroup("train()", SingleProcess())

@@ -99,7 +99,7 @@ def test_a_process_that_is_killed_ends_the_others_and_the_next_run_resumes(folde
             assert other.code == -signal.SIGABRT and "the leader task" in lines.lower(), lines
         else:
             assert other.code in (1, 76) and f"process {victim} (host " in lines and "has died" in lines, lines
-            assert (other.code == 76) or "estimator.multihost._liveness.ProcessLostError: process" in lines
+            assert (other.code == 76) or "estimator.multihost._lost_process.ProcessLostError: process" in lines
         assert assert_whole_checkpoint(model_dir) >= step - 5
     run("testing.scenarios.team_lives.train_until_killed", model_dir)
     undisturbed = team.make(str(folder / "undisturbed"), team.tiny)

@@ -9,7 +9,7 @@ import types
 
 import pytest
 
-from estimator.multihost._cluster import ClusterSpec, connected_cluster, find_cluster
+from estimator.multihost._cluster import ClusterSpec, adopt_cluster, find_cluster
 from estimator.multihost._coordination_client import Connection, clusters
 from estimator.multihost._tf_config import Task, read_tf_config
 
@@ -322,7 +322,7 @@ CONNECTED = Connection("n:1", 2, 1)
     "arguments", [(None, None, None, None), ("n:1", 2, 1, None), ("other-name:1", None, None, [3])]
 )
 def test_arguments_that_agree_with_what_jax_has_connected_are_accepted(arguments):
-    cluster = connected_cluster(CONNECTED, *arguments)
+    cluster = adopt_cluster(CONNECTED, *arguments)
     assert cluster[:3] == ("n:1", 2, 1) and cluster.local_device_ids == arguments[3]
 
 
@@ -339,4 +339,4 @@ def test_arguments_that_say_something_else_than_jax_are_refused(arguments, got):
         f"jax is connected already, as process 1 of 2 at 'n:1'; got {got}. Leave the arguments out, or let nothing"
     )
     with pytest.raises(ValueError, match=re.escape(message)):
-        connected_cluster(CONNECTED, *arguments, None)
+        adopt_cluster(CONNECTED, *arguments, None)

@@ -13,7 +13,7 @@ from testing.estimators import make, saved_steps
 from testing.processes import Processes
 
 from estimator.runtime import _uninterrupted
-from estimator.runtime._uninterrupted import compile_first, uninterrupted
+from estimator.runtime._uninterrupted import compile_first, shield
 
 pytestmark = pytest.mark.covers("1.3 preemption")
 
@@ -30,7 +30,7 @@ def interrupt():
 
 
 def test_results_and_errors_match_the_function_under_the_settings_of_the_caller():
-    @uninterrupted
+    @shield
     def double(x):
         return x + jnp.zeros(()), threading.current_thread() is threading.main_thread()
 
@@ -38,13 +38,13 @@ def test_results_and_errors_match_the_function_under_the_settings_of_the_caller(
         value, in_main = double(2.0)
     assert value.dtype == jnp.float64 and not in_main
     with pytest.raises(ZeroDivisionError):
-        uninterrupted(lambda: 1 / 0)()
+        shield(lambda: 1 / 0)()
 
 
 def test_an_interrupt_comes_when_the_work_is_done():
     done = []
 
-    @uninterrupted
+    @shield
     def work():
         interrupt()
         time.sleep(0.3)
@@ -60,7 +60,7 @@ def test_an_interrupt_comes_before_the_end_of_long_work(monkeypatch, second):
     monkeypatch.setattr(_uninterrupted, "_SECONDS_TO_FINISH", 60 if second else 0.2)
     end = threading.Event()
 
-    @uninterrupted
+    @shield
     def work():
         interrupt()
         if second:

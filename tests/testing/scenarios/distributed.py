@@ -15,8 +15,8 @@ from absl import logging
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import replicate
-from estimator.multihost import _initialize, _liveness
-from estimator.multihost._runtime import RUNTIME
+from estimator.multihost import _initialize
+from estimator.multihost._lost_process import LOST_PROCESS, ProcessLostError
 
 
 def say(*what):
@@ -131,7 +131,7 @@ def hangs(where):
     if my_index() and where == "connection":
         _initialize._connect = lambda *args: time.sleep(60)
     elif my_index():
-        _initialize._sum_of_device_numbers = lambda: (jax.devices(), time.sleep(60))
+        _initialize._sum_device_numbers = lambda: (jax.devices(), time.sleep(60))
     replicate.initialize_distributed(timeout_secs=3)
 
 
@@ -178,7 +178,7 @@ def work(victim, way, grace_secs=1.0, heartbeat_secs=2.0):
         try:
             summed(np.ones(24), times=1).block_until_ready()
         except Exception as error:
-            raise _liveness.explained(error) from error
+            raise LOST_PROCESS.explain(error) from error
         if step == 20:
             say("working")
             if me == victim and way in ("kill", "fork"):
@@ -194,13 +194,13 @@ def work(victim, way, grace_secs=1.0, heartbeat_secs=2.0):
 
 def poll():
     """Sees the loss from Python, and continues."""
-    while not RUNTIME.loss:
+    while not LOST_PROCESS.loss:
         time.sleep(0.01)
-    say("lost:", RUNTIME.loss)
+    say("lost:", LOST_PROCESS.loss)
     try:
-        raise _liveness.explained(jax.errors.JaxRuntimeError("closed by peer"))
-    except _liveness.ProcessLostError as e:
-        RUNTIME.loss_raised.set()
+        raise LOST_PROCESS.explain(jax.errors.JaxRuntimeError("closed by peer"))
+    except ProcessLostError as e:
+        LOST_PROCESS.note_raise()
         say("caught:", e, "from", repr(e.__cause__))
     time.sleep(2)  # longer than the grace
     raise jax.errors.JaxRuntimeError("closed by peer")

@@ -1,15 +1,15 @@
 """Processes that lose one of them: what the others do, and that none waits for ever."""
 
 import os
+import re
 import signal
-import threading
 
 import jax
 import pytest
 from testing.cluster import shared_cluster
 
-from estimator.multihost import _liveness
-from estimator.multihost._runtime import RUNTIME
+from estimator.multihost import _lost_process
+from estimator.multihost._lost_process import LostProcess, ProcessLostError, Stage
 
 WORK = "testing.scenarios.distributed.work"
 LATE = "; this process still waits for it after 1 s. It ends with exit code 76."
@@ -23,7 +23,7 @@ def assert_names(ended, loss):
         assert f"initialize_distributed: {loss}{LATE}" in ended.lines
     else:
         assert ended.code == 1
-        assert ended.lines[-1] == f"estimator.multihost._liveness.ProcessLostError: {loss}{AGAIN}"
+        assert ended.lines[-1] == f"estimator.multihost._lost_process.ProcessLostError: {loss}{AGAIN}"
     assert not any("Check failure stack trace" in line for line in ended.lines)
 
 
@@ -75,7 +75,10 @@ def test_a_loss_is_seen_from_python_and_can_be_caught():
     assert f"lost: {loss}" in ended[0].lines
     assert f"caught: {loss}{AGAIN} from JaxRuntimeError('closed by peer')" in ended[0].lines
     # The error of jax that leaves the process is explained there.
-    assert (ended[0].code, ended[0].lines[-1]) == (1, f"estimator.multihost._liveness.ProcessLostError: {loss}{AGAIN}")
+    assert (ended[0].code, ended[0].lines[-1]) == (
+        1,
+        f"estimator.multihost._lost_process.ProcessLostError: {loss}{AGAIN}",
+    )
 
 
 def test_one_that_is_stopped_counts_as_dead_and_ends_when_it_wakes():
@@ -93,35 +96,62 @@ def test_one_that_is_stopped_counts_as_dead_and_ends_when_it_wakes():
     assert ended[2].code in (76, -signal.SIGABRT)  # it says so, or jax does first
 
 
-def test_an_error_stays_as_it_is_where_nobody_watches(monkeypatch):
-    monkeypatch.setattr(RUNTIME, "loss_known_secs", None)
+LOSS = "process 1 (host b, pid 4711) ended with RuntimeError: The input of process 0"
+
+
+@pytest.fixture
+def watched():
+    """As of a process that is watched, where no other has died yet."""
+    lost_process = LostProcess()
+    lost_process.begin_watch(60.0)
+    return lost_process
+
+
+def test_an_error_stays_as_it_is_where_nobody_watches():
+    lost_process, error = LostProcess(), jax.errors.JaxRuntimeError("closed by peer")
+    assert lost_process.explain(error) is error
+    assert (lost_process.stage, lost_process.loss) == (Stage.UNWATCHED, None)
+
+
+def test_an_error_that_is_not_of_jax_is_not_waited_for(watched):
     error = ValueError("no")
-    assert _liveness.explained(error) is error
-    assert RUNTIME.loss is None
+    assert watched.explain(error) is error
 
 
-def test_an_error_that_is_not_of_jax_is_not_waited_for(monkeypatch):
-    monkeypatch.setattr(RUNTIME, "loss_known_secs", 60.0)
-    error = ValueError("no")
-    assert _liveness.explained(error) is error
-
-
-def test_one_that_has_ended_before_explains_an_error_of_jax(monkeypatch):
-    monkeypatch.setattr(RUNTIME, "loss_known_secs", 60.0)
-    monkeypatch.setattr(RUNTIME, "ended", "process 1 (host b, pid 4711)")
-    monkeypatch.setattr(RUNTIME, "loss_known", threading.Event())
-    monkeypatch.setattr(_liveness, "_SECS_AFTER_AN_END", 0.01)
+def test_one_that_has_ended_before_explains_an_error_of_jax(watched, monkeypatch):
+    watched.last_ended = "process 1 (host b, pid 4711)"
+    monkeypatch.setattr(_lost_process, "_SECS_AFTER_AN_END", 0.01)
     error = jax.errors.JaxRuntimeError("closed by peer")
-    explanation = _liveness.explained(error)
+    explanation = watched.explain(error)
     assert str(explanation) == f"process 1 (host b, pid 4711) has ended before this one{AGAIN}"
     assert explanation.__cause__ is error
-    assert _liveness.explained(ValueError("no")).args == ("no",)
+    assert watched.explain(ValueError("no")).args == ("no",)
 
 
-def test_an_own_error_stays_though_another_process_was_lost_by_it(monkeypatch):
-    monkeypatch.setattr(RUNTIME, "loss_known_secs", 60.0)
-    monkeypatch.setattr(RUNTIME, "loss", "process 1 (host b, pid 4711) ended with RuntimeError: The input of process 0")
+def test_an_own_error_stays_though_another_process_was_lost_by_it(watched):
+    watched.note_loss(LOSS)
     own, saving = OSError("the disk is gone"), OSError("the checkpoint")
-    assert _liveness.explained(own) is own
+    assert watched.explain(own) is own
     saving.__cause__ = jax.errors.JaxRuntimeError("closed by peer")
-    assert isinstance(_liveness.explained(saving), _liveness.ProcessLostError)
+    assert isinstance(watched.explain(saving), ProcessLostError)
+
+
+def test_a_loss_is_known_until_the_end(watched):
+    """The stages come in their order, and a loss after the error of an early end does not lead back."""
+    watched.note_exit()
+    assert watched.stage is Stage.WATCHED  # there is no loss that could hinder the exit
+    watched.raise_if_lost(needs_all=True)
+    watched.note_loss(LOSS)
+    assert watched.stage is Stage.LOST
+    with pytest.raises(ProcessLostError, match=re.escape(LOSS + AGAIN)):
+        watched.raise_if_lost()
+    watched.note_raise()
+    watched.note_exit()
+    assert watched.stage is Stage.EXITING
+
+    watched = LostProcess()
+    watched.begin_watch(60.0)
+    watched.note_raise()
+    watched.note_loss(LOSS)
+    assert (watched.stage, watched.loss) == (Stage.RAISED, LOSS)
+    assert watched.wait_until(lambda: watched.loss is not None)
