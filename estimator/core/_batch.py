@@ -114,7 +114,7 @@ def abstract(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True))
 
 
-def guarded(step: Callable[..., T], features: Features, labels: Labels, *args: Any) -> T:
+def call_with_batch_errors(step: Callable[..., T], features: Features, labels: Labels, *args: Any) -> T:
     """`step(*args)`; says in our words what jax does not take in the batch among the arguments."""
     try:
         return step(*args)

@@ -34,14 +34,14 @@ def has_sparse(tree: PyTree) -> bool:
     return any(map(is_sparse, jax.tree.leaves(tree, is_leaf=is_sparse)))
 
 
-def padded(batch: PyTree) -> PyTree:
+def pad_sparse(batch: PyTree) -> PyTree:
     """The batch with the stored entries of its sparse leaves padded to a power of two.
 
     Done with numpy, since jax would compile the padding for each number of entries.
 
     >>> from jax.experimental.sparse import BCOO
     >>> x = BCOO((np.ones(3, np.float32), np.array([[0, 0], [0, 1], [1, 1]])), shape=(2, 2))
-    >>> padded({"x": x})
+    >>> pad_sparse({"x": x})
     {'x': BCOO(float32[2, 2], nse=4)}
     """
     return jax.tree.map(lambda x: _with_layout(x, _common_layout((x,))), batch, is_leaf=is_sparse)

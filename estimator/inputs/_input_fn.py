@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from estimator.core._bcoo import has_sparse, padded
+from estimator.core._bcoo import has_sparse, pad_sparse
 from estimator.core._placement import Placement
 from estimator.core._typing import PyTree
 from estimator.inputs._batch_values import Stack, copy_batch, default_devices
@@ -103,7 +103,7 @@ class Batches(Iterator[tuple[PyTree, PyTree]]):
         if self._has_sparse is None:
             self._has_sparse = has_sparse(pair)
         if self._has_sparse:
-            pair = padded(pair)
+            pair = pad_sparse(pair)
         self._shapes.note(pair)
         return pair
 

@@ -96,12 +96,12 @@ class Programs:
         self.guard = BatchGuard(features, labels)
         self._batch = jax.tree.map(_abstract, info.placement.from_processes((features, labels)))
 
-        def compiled(run: Callable[..., Outcome]) -> Program:
+        def compile_run(run: Callable[..., Outcome]) -> Program:
             is_one = info.is_one_program
             return Program(functools.partial(run, model), donate=is_one, jit=is_one)
 
-        self._step, self._step_reporting = compiled(step), compiled(step_reporting)
-        self._loop, self._loop_reporting = compiled(loop), compiled(loop_reporting)
+        self._step, self._step_reporting = compile_run(step), compile_run(step_reporting)
+        self._loop, self._loop_reporting = compile_run(loop), compile_run(loop_reporting)
 
     @functools.cached_property
     def steps_that_fit(self) -> int:

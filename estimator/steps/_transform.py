@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
 
-from estimator.core._batch import abstract, check_batch, guarded
-from estimator.core._bcoo import padded, per_step
+from estimator.core._batch import abstract, call_with_batch_errors, check_batch
+from estimator.core._bcoo import pad_sparse, per_step
 from estimator.core._estimator_spec import EstimatorSpec
 from estimator.core._mode_keys import ModeKeys
 from estimator.core._model_fn import ModelFn, bind
@@ -145,7 +145,7 @@ class _Steps:
         mode = ModeKeys(mode)
         key = checked_key(key)
         rows = check_batch(features, labels)
-        features, labels = padded(copy_batch(features, labels))
+        features, labels = pad_sparse(copy_batch(features, labels))
         info = self.info(features, labels, mode)
         # Read here and not in the model_fn, which runs for each program, and to resume.
         values = info.notes.get(InitialValues).read(info.like.variables)
@@ -238,8 +238,8 @@ class _Steps:
     def _call(self, step: Callable[..., T], info: ModelInfo, state: State, features: Features, labels: Labels) -> T:
         features, labels = copy_batch(features, labels, info.batch_devices)
         if self._pure.saw_sparse:
-            features, labels = padded((features, labels))
-        return guarded(step, features, labels, state, features, labels)
+            features, labels = pad_sparse((features, labels))
+        return call_with_batch_errors(step, features, labels, state, features, labels)
 
     def compare(self, mode: ModeKeys, state: State, features: Features, labels: Labels = None) -> None:
         info = self.info(features, labels, mode)

@@ -140,8 +140,7 @@ def _get(
         unless=lambda names: not stages(names),
     )
     if frame.initializing:
-        # The initializer runs in any case: it says shapes and dtypes, by which values of `init_from_checkpoint` are
-        # checked.
+        # The initializer runs in any case: it says the shapes and dtypes that the values of a checkpoint must have.
         made = initial_value(call, frame, full, shape, dtype, initializer)
         frame.variables[full] = map_named(lambda name, leaf: frame.initial_values.get(name, leaf), {full: made})[full]
     elif full not in frame.variables:

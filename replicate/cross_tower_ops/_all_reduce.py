@@ -92,7 +92,7 @@ class AllReduce(CrossTowerOps):
 class CollectiveAllReduce(AllReduce):
     """Sums arrays by XLA's own all-reduce, one for each N arrays of a dtype; TensorFlow's class of this name.
 
-    As there, row-sparse gradients (`est.IndexedSlices`) are refused.
+    As there, row-sparse gradients are refused.
 
     >>> ops = CollectiveAllReduce(all_reduce_merge_scope=8)
 

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 import estimator as est
 from estimator import EstimatorSpec
 from estimator.core._batch import abstract, check_batch
-from estimator.core._bcoo import is_sparse, padded
+from estimator.core._bcoo import is_sparse, pad_sparse
 from estimator.core._estimator_spec import loss_of
 from estimator.core._frame import current_frame
 from estimator.core._model_fn import ModelFn, bind
@@ -99,7 +99,7 @@ def explain(
         )
     name = getattr(model_fn, "__name__", str(model_fn))
     rows = check_batch(features, labels)
-    features, labels = jax.tree.map(abstract, padded((features, labels)))
+    features, labels = jax.tree.map(abstract, pad_sparse((features, labels)))
     if not _is_replicated(model_fn, params, config, features, labels):
         model_fn = replicate_model_fn(model_fn, **options)
     elif options:

@@ -15,7 +15,7 @@ from testing.columns import to_sparse
 from testing.towers import assert_close, replicate
 
 import estimator as est
-from estimator.core._bcoo import padded
+from estimator.core._bcoo import pad_sparse
 from replicate import TowerOptimizer
 from replicate.towers._split_batch import split_rows, take_rows
 
@@ -203,7 +203,7 @@ def test_rows_of_a_sparse_array_match_the_dense_one(x):
 def test_rows_that_are_a_batch_dimension_are_cut_like_dense_ones(n_batch, n_dense):
     @jax.jit
     def rows(dense):
-        x = padded(BCOO.fromdense(dense, n_batch=n_batch, n_dense=n_dense, nse=3))
+        x = pad_sparse(BCOO.fromdense(dense, n_batch=n_batch, n_dense=n_dense, nse=3))
         split = split_rows(x, 2)
         assert x.nse == 4
         assert split.data.shape[:2] == (2, 2)
@@ -229,7 +229,7 @@ def test_one_set_of_indices_may_serve_all_rows():
 @pytest.mark.parametrize("backed", [jnp.asarray, np.asarray], ids=["jax", "numpy"])
 def test_entries_are_padded_to_a_power_of_two(entries, bucket, backed):
     x = jax.tree.map(backed, to_sparse(words(8, entries)))
-    (got,) = padded((x,))
+    (got,) = pad_sparse((x,))
     assert got.nse == bucket
     assert (got.shape, got.dtype, got.indices.dtype) == (x.shape, x.dtype, x.indices.dtype)
     assert (got.indices_sorted, got.unique_indices) == (True, True)
@@ -242,7 +242,7 @@ def test_entries_are_padded_to_a_power_of_two(entries, bucket, backed):
 @pytest.mark.slow
 def test_padding_matches_jax():
     x = words(8, 9)
-    jax.tree.map(np.testing.assert_array_equal, padded(BCOO.fromdense(x)), BCOO.fromdense(x, nse=16))
+    jax.tree.map(np.testing.assert_array_equal, pad_sparse(BCOO.fromdense(x)), BCOO.fromdense(x, nse=16))
 
 
 @pytest.mark.slow
