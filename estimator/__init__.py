@@ -28,7 +28,7 @@ from estimator.core._record import record
 from estimator.core._rng import global_step, make_rng
 from estimator.core._run_config import RunConfig
 from estimator.core._state import State
-from estimator.core._train_op import TrainOp, group
+from estimator.core._train_op import StepReport, TrainOp, group
 from estimator.export._exporters import BestExporter, Exporter, FinalExporter, LatestExporter
 from estimator.export._load import ExportedModel, load_exported
 from estimator.extenders import add_metrics, forward_features
@@ -150,6 +150,7 @@ __all__ = [
     "StalledError",
     "State",
     "StepCounterHook",
+    "StepReport",
     "StopAtSecsHook",
     "StopAtStepHook",
     "SummarySaverHook",

@@ -171,3 +171,50 @@ def test_the_map_of_the_source_is_right():
 def test_no_two_files_of_tests_have_one_name():
     count = collections.Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
     assert not [name for name, n in count.items() if n > 1]  # pytest imports each by its name alone
+
+
+TREES = {name: ast.parse(path.read_text()) for name, path in MODULES.items()}
+# TensorFlow's name of a layer, and what hooks see.
+PARTICIPLES = {"embed", "reported", "preempted", "restored", "agreed"}
+
+
+def test_functions_are_named_by_verbs():
+    """A participle (`taken`, `_merged`) says neither what is done nor to what."""
+    participle = re.compile(r"_?([a-z]+ed|taken|done|kept|given|known|shown|near|cut|held|at|found|made|drawn|told)")
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    names = {
+        f"{module}.{node.name}": node.name
+        for module, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, functions) and participle.fullmatch(node.name)
+    }
+    assert not [full for full, name in names.items() if name not in PARTICIPLES]
+
+
+def test_the_frame_knows_no_feature_by_name():
+    """A feature keeps what it learns in a class of its own (`Frame.notes`), or each one would add fields here."""
+    classes = [node for node in TREES["estimator.core._frame"].body if isinstance(node, ast.ClassDef)]
+    assert sum(isinstance(node, ast.AnnAssign) for each in classes for node in each.body) <= 40
+
+
+def test_few_modules_compile():
+    """The steps of all modes are compiled by `Program`; other programs are none of a step."""
+    compiling = {module for module, path in MODULES.items() if re.search(r"\bjax\.jit\(", path.read_text())}
+    assert len(compiling) <= 8, sorted(compiling)
+
+
+def test_comments_say_why():
+    """Four or more for 100 lines of code; whether they say why is for a reader to see."""
+    comments = code = 0
+    for module, path in MODULES.items():
+        documented = set()
+        for node in ast.walk(TREES[module]):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                if ast.get_docstring(node) is not None:
+                    documented |= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            if line.strip() and number not in documented:
+                is_comment = line.strip().startswith("#")
+                code += not is_comment
+                comments += is_comment or ("  # " in line and "noqa" not in line and "type: ignore" not in line)
+    assert comments >= 0.04 * code

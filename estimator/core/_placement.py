@@ -129,18 +129,18 @@ class Placement:
           donate: whether the memory of the given state may be reused.
         """
         del halves
-        return self._compiled(step, like, donate)
+        return self._compile_sharded(step, like, donate)
 
     def compile_loop(self, loop: Step, halves: Halves, like: State, donate: bool) -> Step:
         """The compiled steps over stacked batches; arguments as for `compile_step`."""
         del halves
-        return self._compiled(loop, like, donate, stacked=True)
+        return self._compile_sharded(loop, like, donate, stacked=True)
 
     def compile_read(self, step: Read[Tree]) -> Read[Tree]:
         """The compiled `step(state, features, labels)`, which leaves the state as it is."""
         return self._with_all_rows(jax.jit(step))
 
-    def _compiled(self, step: Step, like: State, donate: bool, stacked: bool = False) -> Step:
+    def _compile_sharded(self, step: Step, like: State, donate: bool, stacked: bool = False) -> Step:
         shardings = self.state(like)
         compiled = jax.jit(
             step,

@@ -111,6 +111,16 @@ class TrainOp:
 class StepReport(TrainOp):
     """The train_op in the spec of a step that was made: it asks for nothing more, and says what became of the step.
 
+    >>> import estimator as est, jax, jax.numpy as jnp
+    >>> def model_fn(features, labels, mode):
+    ...     w = est.get_variable("w", (), initializer=jax.nn.initializers.ones)
+    ...     loss = jnp.mean((w * features) ** 2)
+    ...     return est.EstimatorSpec(mode, loss=loss, train_op=est.train.AdamOptimizer(0.5).minimize(loss))
+    >>> model, x = est.transform(model_fn), jnp.ones(2)
+    >>> _, spec = model.train_step(model.init(jax.random.key(0), x), x)
+    >>> print(spec.train_op.learning_rates, spec.train_op.skipped)
+    {'Adam': Array(0.5, dtype=float32)} None
+
     Attributes:
       skipped: bool scalar, whether variables and slots were left as they are; None where nobody has looked.
       learning_rates: those of the step, as `est.learning_rates` names them; scalars.
