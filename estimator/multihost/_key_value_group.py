@@ -10,7 +10,6 @@ so that each process but 0 waits for one key alone.
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import itertools
 import json
@@ -29,6 +28,7 @@ from estimator.multihost._coordination_client import coordination_client
 from estimator.multihost._lost_process import LOST_PROCESS
 from estimator.multihost._preemption import Preempted, preempt
 from estimator.multihost._process_group import CALLS, ProcessGroup
+from estimator.storage._json import decode, encode_leaf
 
 T = TypeVar("T")
 
@@ -36,9 +36,6 @@ _WAIT_MS = 100  # for a value, between looks at the other processes
 _ROUNDS_KEPT = 100  # at least: they are removed together
 _SECONDS_AFTER_THE_END = 2.0  # of another process, in which its last values may still come
 _SECONDS_TO_WARN = 60.0  # about a process that does not come
-
-_BYTES = "__bytes__"
-_ARRAY = "__array__"
 
 
 class KeyValueGroup(ProcessGroup):
@@ -212,10 +209,7 @@ class KeyValueGroup(ProcessGroup):
 
 
 def to_json(value: object) -> str:
-    """Writes a value as JSON, with bytes and numpy arrays as base64.
-
-    Values of a checkpoint are written otherwise, as people and later versions read them: without arrays. These are read
-    at once, by the same code, and to the bit.
+    """Writes a value as JSON, with bytes and arrays as base64.
 
     >>> from_json(to_json({"step": np.int32(7), "names": ("a", "b"), "key": b"k", "x": np.arange(2)}))
     {'step': 7, 'names': ['a', 'b'], 'key': b'k', 'x': array([0, 1])}
@@ -228,28 +222,15 @@ def to_json(value: object) -> str:
 
 def from_json(text: str) -> Any:
     """Reads a value; tuples have become lists, and scalars of numpy numbers."""
-    return json.loads(text, object_hook=_from_plain)
+    return decode(text, arrays=True)
 
 
 def _to_plain(value: object) -> Any:
-    if isinstance(value, bytes):
-        return {_BYTES: base64.b64encode(value).decode()}
-    if isinstance(value, np.generic | np.ndarray | jax.Array):
-        array = np.asarray(value)
-        if not array.ndim:
-            return array.item()
-        if not array.dtype.hasobject:
-            return {_ARRAY: [array.dtype.str, array.shape, base64.b64encode(array.tobytes()).decode()]}
-    raise TypeError(
-        "Processes send each other what JSON knows, bytes and arrays; got "
-        f"{value!r} of type {type(value).__name__}. Return numbers, strings, lists and dicts."
-    )
-
-
-def _from_plain(value: dict[str, Any]) -> Any:
-    if value.keys() == {_BYTES}:
-        return base64.b64decode(value[_BYTES])
-    if value.keys() == {_ARRAY}:
-        dtype, shape, data = value[_ARRAY]
-        return np.frombuffer(base64.b64decode(data), dtype).reshape(shape).copy()
-    return value
+    leaf = np.asarray(value) if isinstance(value, jax.Array) else value
+    plain = encode_leaf(leaf, arrays=True)
+    if plain is leaf:
+        raise TypeError(
+            "Processes send each other what JSON knows, bytes and arrays; got "
+            f"{value!r} of type {type(value).__name__}. Return numbers, strings, lists and dicts."
+        )
+    return plain
