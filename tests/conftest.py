@@ -12,6 +12,7 @@ STARTERS = {
     "subprocess": "subprocess",
     "testing.cluster": "multiprocess",
     "testing.processes": "multiprocess",
+    "testing.website.scripts": "subprocess",
 }
 
 

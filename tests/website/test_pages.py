@@ -1,11 +1,13 @@
 """The pages of the tutorial, how-to pages and one on the frame print what they say; the errors they name are there."""
 
 import ast
+import functools
 import pathlib
 import re
 
 import pytest
 from testing.website import pages
+from testing.website.scripts import run_script
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -18,7 +20,7 @@ PAGES = sorted(
 @pytest.mark.parametrize("name", PAGES)
 def test_a_page_prints_what_it_says(name):
     expected = [output for _, output in pages.blocks(DOCS / name)]
-    printed = pages.run(DOCS / name)
+    printed = pages.run(DOCS / name, functools.partial(run_script, MPLBACKEND="Agg"))
     differing = [pages.differences(a, b, 0.1) for a, b in zip(expected, printed, strict=True) if a is not None]
     assert not any(differing), "\n".join(line for lines in differing for line in lines)
 

@@ -17,6 +17,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 BLOCK = re.compile(r"^```python\n(?P<code>.*?)^```\n(?:\n```text\n(?P<output>.*?)^```\n)?", re.DOTALL | re.MULTILINE)
@@ -35,13 +36,17 @@ def environment() -> dict[str, str]:
     return env | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8", "MPLBACKEND": "Agg"}
 
 
-def run(path: pathlib.Path) -> list[str]:
-    """What each block of a page prints, run in a fresh process and an empty directory."""
+def run_fresh(*command: str, folder: str) -> None:
+    """As `testing.scripts.run_script`, which is quicker, and for tests alone."""
+    options = {"cwd": folder, "env": environment(), "capture_output": True, "encoding": "utf-8", "timeout": 300}
+    done = subprocess.run([sys.executable, *command], **options)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def run(path: pathlib.Path, run_script: Callable = run_fresh) -> list[str]:
+    """What each block of a page prints, run in a process of its own and an empty directory."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, __file__, "--run", str(path), f"{folder}/printed.json"]
-        options = {"cwd": folder, "env": environment(), "capture_output": True, "encoding": "utf-8", "timeout": 300}
-        done = subprocess.run(command, **options)
-        assert done.returncode == 0, done.stderr[-4000:]
+        run_script(__file__, "--run", str(path), f"{folder}/printed.json", folder=folder)
         return json.loads(pathlib.Path(folder, "printed.json").read_text(encoding="utf-8"))
 
 
