@@ -44,7 +44,7 @@ def batches_of(widths, batch_size, count):
     distinct = [
         (
             random.normal(size=(batch_size, widths[0])).astype(np.float32),
-            random.integers(0, widths[-1], batch_size).astype(np.int32),
+            random.normal(size=(batch_size, widths[-1])).astype(np.float32),
         )
         for _ in range(10)
     ]

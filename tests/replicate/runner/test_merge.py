@@ -106,7 +106,7 @@ def test_cutting_any_tree_into_towers_and_concatenating_is_the_tree(towers, rows
     is_shape = lambda x: isinstance(x, list) and all(isinstance(n, int) for n in x)  # noqa: E731
     tree = jax.tree.map(array, shapes, is_leaf=is_shape)
     cut = jax.tree.map(lambda x: x.reshape(towers, rows, *x.shape[1:]), tree)
-    merged = PerPart(predictions=cut).merged(towers).predictions
+    merged = PerPart(predictions=cut).merge(towers).predictions
     assert jax.tree.structure(merged) == jax.tree.structure(tree)
     jax.tree.map(np.testing.assert_array_equal, merged, tree)
 
