@@ -55,7 +55,7 @@ class AreaUnderCurve(Metric):
             x, y = false / (false + self.true_negatives + epsilon), recall
         else:
             x, y = recall, (true + epsilon) / (true + false + epsilon)
-        # Negative, since thresholds ascend and both rates fall with them.
+        # Negated, since x falls as the thresholds rise.
         return (-self._heights(y) * (x[1:] - x[:-1])).sum()
 
     def _heights(self, y: Any) -> Any:
