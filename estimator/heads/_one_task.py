@@ -264,8 +264,7 @@ def threshold_metrics(
 def curve_metrics(labels: jax.Array, probabilities: jax.Array, weights: ArrayLike) -> dict[str, Metric]:
     return {
         "auc": metrics_lib.auc(labels, probabilities, weights),
-        # As in TensorFlow: linear interpolation would overestimate the area below this curve (Davis and Goadrich,
-        # 2006).
+        # The trapezoidal rule overestimates the area under this curve (Davis and Goadrich, 2006).
         "auc_precision_recall": metrics_lib.auc(
             labels, probabilities, weights, curve="PR", summation_method="careful_interpolation"
         ),

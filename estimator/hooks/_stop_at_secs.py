@@ -29,7 +29,8 @@ class StopAtSecsHook(Hook):
         self._stop = time.monotonic() + self._secs
 
     def next_step(self, step: int) -> int | None:
-        # The loop asks before each program: the run ends after the first step that starts when the time is over.
+        # The loop asks when it plans each program: the run ends after those that were planned before, and one step
+        # more.
         return step + 1 if time.monotonic() >= self._stop else None
 
     def after_run(self, context: Context, values: RunValues) -> None:

@@ -67,7 +67,7 @@ class SecondOrStepTimer:
         if self._every_steps:
             # Counted from the first step and not from the last trigger: a late trigger does not shift the next ones.
             return self._first + self._every_steps * ((step - self._first) // self._every_steps + 1)
-        # With seconds, the answer holds only now; the loop asks again before each program.
+        # With seconds, the answer holds only now; the loop asks again for each program.
         return step + 1 if self._step is not None and self._secs_passed() else None
 
     def _secs_passed(self) -> bool:

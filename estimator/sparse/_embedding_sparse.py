@@ -196,7 +196,7 @@ def _sparse_entries(call: str, ids: Any, weights: Any) -> _Entries:
         values = jnp.where(same, values, jnp.nan)
     if ids.n_batch:
         return _Entries(data, values)
-    examples = jnp.where(within, _from_start(ids.indices[:, 0], ids.shape[0]), ids.shape[0])  # the last is left out
+    examples = jnp.where(within, _from_start(ids.indices[:, 0], ids.shape[0]), ids.shape[0])  # `shape[0]`: left out
     return _Entries(data, values, functools.partial(_by_example, examples, ids.shape[0]))
 
 
