@@ -192,7 +192,7 @@ class OneTaskHead(Head):
                 f"weight_column {self._weight_column!r} of `{self._kind}` is not in features, which are {have}."
             )
         weights = jnp.asarray(features[self._weight_column]).astype(jnp.float32)
-        # As with labels: one weight for each example.
+        # As with labels, weights may lack the last dimension.
         if weights.ndim == logits.ndim - 1:
             weights = weights[..., None]
         allowed = {(*logits.shape[:-1], 1), (*logits.shape[:-1], self._loss_dimension)}

@@ -25,7 +25,7 @@ def max_pool(x: jax.Array, size: Sequence[int], strides: Sequence[int], padding:
             continue
         stop = x.shape[axis] - size[axis] + 1
         shifted = [jax.lax.slice_in_dim(x, i, i + stop, strides[axis], axis) for i in range(size[axis])]
-        # NaN wins, as in XLA's max; a plain comparison would pass over it.
+        # NaN is the maximum, as in XLA; a plain comparison would skip it.
         x = functools.reduce(lambda first, other: jnp.where((other > first) | jnp.isnan(other), other, first), shifted)
     return x
 
@@ -79,7 +79,8 @@ def convolve_transposed(x: jax.Array, kernel: jax.Array, strides: Sequence[int],
     crops = []
     for length, now, k, s in zip(x.shape[1:-1], y.shape[1:-1], size, strides, strict=True):
         beyond = max(k - s, 0)
-        # As XLA crops: "SAME" leaves exactly strides times the length, cut at both ends; "VALID" leaves every overlap.
+        # As XLA crops: "SAME" leaves exactly strides times the length, cut at both ends; "VALID" keeps all of the
+        # output.
         first, wanted = (beyond // 2, length * s) if padding == "SAME" else (0, length * s + beyond)
         crops.append((-first, wanted + first - now, 0))
     return jax.lax.pad(y, jnp.zeros((), y.dtype), [(0, 0, 0), *crops, (0, 0, 0)])

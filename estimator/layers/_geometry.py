@@ -115,8 +115,8 @@ class Geometry:
         """The gradient of the convolution that `kernel`, `[*kernel_size, filters, channels]`, belongs to."""
 
         def by_xla(x: jax.Array, kernel: jax.Array) -> jax.Array:
-            # `transpose_kernel`, since TensorFlow's layer is the gradient of a convolution; jax's default takes the
-            # kernel as it is, in another orientation.
+            # `transpose_kernel`, since TensorFlow's layer is the gradient of a convolution; by default jax does not
+            # flip the kernel.
             return jax.lax.conv_transpose(
                 x, kernel, self.strides, self.padding, dimension_numbers=self.dimension_numbers, transpose_kernel=True
             )

@@ -245,7 +245,7 @@ def _moments(x: jax.Array, axes: tuple[int, ...], synchronized: bool) -> tuple[j
 
 
 def _move(name: str, average: jax.Array, value: jax.Array, momentum: float) -> None:
-    # In the form of TensorFlow's `assign_moving_average`; a sum of two products rounds otherwise.
+    # As in TensorFlow's `assign_moving_average`; a sum of two products rounds in another way.
     assign(name, average - (average - value) * (1 - momentum))
 
 

@@ -107,7 +107,7 @@ def lstm(
             # TensorFlow's order of the gates, so that its checkpoints fit; Keras and torch have the forget gate second.
             i, j, f, o = jnp.split(gates + h @ kernel[width:], 4, axis=-1)
             new = activate("lstm", activation, j) * jax.nn.sigmoid(i)
-            # Added in each step, and not to the initial bias: TensorFlow's checkpoints hold the bias without it.
+            # Added in each step, and not to the initial bias: in TensorFlow's checkpoints the bias does not include it.
             c = c * jax.nn.sigmoid(f + forget_bias) + new
             return c, activate("lstm", activation, c) * jax.nn.sigmoid(o)
 

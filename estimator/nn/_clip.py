@@ -29,7 +29,7 @@ def clip_by_norm(
     """
     t = as_float(t)
     axis = tuple(axes) if isinstance(axes, Sequence) else axes
-    # The product first, as in TensorFlow: `t * (clip_norm / norm)` rounds otherwise.
+    # As in TensorFlow, the product comes first: `t * (clip_norm / norm)` rounds in another way.
     return t * clip_norm / jnp.maximum(_norm(t, axis), clip_norm)
 
 

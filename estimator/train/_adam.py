@@ -164,8 +164,7 @@ def _adam(rate: jax.Array, beta1: float, beta2: float, epsilon: float) -> optax.
         return AdamState(fill_slot(params), fill_slot(params), jnp.float32(beta1), jnp.float32(beta2))
 
     def update(gradients: optax.Updates, state: AdamState, params: optax.Params) -> tuple[optax.Updates, AdamState]:
-        # The corrections of both averages in one factor, so that epsilon is added to the uncorrected root, as
-        # TensorFlow does.
+        # As in TensorFlow, one factor corrects both averages, so that epsilon is added to the uncorrected root.
         step = rate * jnp.sqrt(1 - state.beta2_power) / (1 - state.beta1_power)
 
         def rule(gradient: jax.Array, value: jax.Array, m: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:

@@ -181,7 +181,7 @@ def _multiply_gradients(gradients: Gradients, multipliers: Mapping[str, float]) 
 
 def _scale(gradient: PyTree, factor: Any) -> PyTree:
     def scale(x: jax.Array) -> jax.Array:
-        # In the gradient's dtype: a factor of float32 would widen a bfloat16 gradient, and the collective that sums it.
+        # In the gradient's dtype: a float32 factor would make a bfloat16 gradient, and its all-reduce, float32.
         return x * jnp.asarray(factor, x.dtype)
 
     return map_gradient(scale, gradient)

@@ -240,7 +240,7 @@ def _adagrad_da(rate: jax.Array, initial: float, l1: float, l2: float) -> RowWis
 
         def rule(gradient: jax.Array, value: jax.Array, total: jax.Array, squares: jax.Array) -> tuple[jax.Array, ...]:
             total, squares = total + gradient, squares + gradient * gradient
-            # `|total| <= l1 * step` says that the mean gradient is at most `l1`: then the weight is zero.
+            # If the mean gradient is at most `l1`, `|total| <= l1 * step`, the weight is zero.
             return -rate * _shrink(total, l1 * step) / (l2 * step * rate + jnp.sqrt(squares)), total, squares
 
         return apply_rule(rule, gradients, params, state, *AdagradDAState._fields)

@@ -183,7 +183,7 @@ def as_dtype(call: str, dtype: Any) -> Any:
         known = jax.dtypes.canonicalize_dtype(dtype)
         if unknown_dtype(known):
             raise TypeError
-        # Python's types stand for jax's default of each kind; `np.float64` means 64 bits, which must not be lost
+        # Python's types mean jax's default dtype of each kind; `np.float64` means 64 bits, which must not be lost
         # silently.
         if any(dtype is python for python in (bool, int, float, complex)) or jnp.dtype(dtype) == known:
             return known

@@ -281,7 +281,7 @@ def _transfers(
         for name, tree in own.items():
             [device] = jax.tree.leaves(homes.variables[name])[0].device_set
             others = len(set(devices) - {device})
-            # The gradients are stacked, with a part of each tower; a tower on the variable's own device sends nothing.
+            # The gradients are stacked, one part for each tower; a tower on the variable's own device sends nothing.
             size = sum(map(_bytes, jax.tree.leaves(tree))) * others // len(devices)
             transfers.append(Transfer(f"gradient of {name}", False, size, str(device)))
     for name, tree in assigned.items():
