@@ -37,7 +37,7 @@ class EarlyStoppingHook(Hook):
             raise TypeError(f"`estimator` of {caller} must have type `est.Estimator`, given: {estimator!r}.")
         if not callable(should_stop_fn):
             raise TypeError(f"`should_stop_fn` of {caller} must be callable, given: {should_stop_fn!r}.")
-        # Steps win, since seconds have a default.
+        # Steps come first, since seconds have a default.
         secs = run_every_secs if run_every_steps is None else None
         check_intervals(caller, run_every_secs=secs, run_every_steps=run_every_steps)
         self.caller = caller
@@ -53,7 +53,7 @@ class EarlyStoppingHook(Hook):
         return self._timer.next_step(step)
 
     def after_run(self, context: Context, values: RunValues) -> None:
-        # Each process has a clock of its own: process 0 decides for all.
+        # Each process has its own clock: process 0 decides for all.
         if context.agreed(lambda: self._timer.should_trigger_for_step(context.global_step)):
             self._timer.update_last_triggered_step(context.global_step)
             self._look(context)
@@ -120,7 +120,7 @@ class MetricHook(EarlyStoppingHook):
                 f"{self.caller} was made for the Estimator of {self._estimator.model_dir}, "
                 f"but trains the one of {context.model_dir}."
             )
-        # A resumed run may have to stop at once, by evaluations that the run before has written.
+        # A resumed run may have to stop at once, because of evaluations of the run before.
         self._start, self._time = context.global_step, time.time()
         self._look(context)
 
@@ -137,7 +137,7 @@ class MetricHook(EarlyStoppingHook):
         last = _step(path)
         values = dict(self._history(last))
         best = self._best_step(values)
-        # As good as the best: then the last state stays, which was trained longer.
+        # If the last state is as good as the best, it is kept, since it was trained longer.
         if best is None or values.get(last) == values[best]:
             return False
         source = os.path.join(self._estimator.model_dir, f"ckpt-{best}")
@@ -178,15 +178,15 @@ class MetricHook(EarlyStoppingHook):
 
     def _best_step(self, values: dict[int, float]) -> int | None:
         numbers = [step for step, value in values.items() if not math.isnan(value)]
-        # Of equal values the earliest.
+        # The earliest of equal values.
         return min(numbers, key=lambda step: (self._sign * values[step], step), default=None)
 
     def _history(self, last_step: float = math.inf) -> _History:
         """The values up to a step, by step."""
         if not exists(os.path.join(self._dir(), HISTORY)):
             return []
-        # A killed run that came further than its last checkpoint has evaluated steps that this run makes again: these
-        # rows are of a state that no longer exists.
+        # A run that was killed after its last checkpoint may have evaluated steps that this run repeats: their rows are
+        # of a state that does not exist any more.
         valid = [row for row in read_history(self._dir()) if row["step"] <= self._start or row["time"] >= self._time]
         rows = [row for row in valid if self._min_steps <= row["step"] <= last_step]
         if rows and self._metric_name not in rows[-1]:
@@ -386,10 +386,10 @@ def _patience_rule(caller: str, verb: str, sign: int, limits: tuple[int | None, 
         raise ValueError(f"Must specify min_delta >= 0 for {caller}, given: {min_delta!r}.")
 
     def rule(history: _History) -> str | None:
-        # While all values are NaN, patience counts from the first evaluation.
+        # While all values are NaN, steps are counted from the first evaluation.
         best, best_step, evals = math.nan, history[0][0] if history else 0, 0
         for step, value in history:
-            # NaN is neither better nor worse than a number, so that the first number is taken for itself.
+            # Comparisons with NaN are false, so that the first number needs its own condition.
             first = math.isnan(best) and not math.isnan(value)
             if first or sign * value < sign * best - min_delta:
                 best, best_step, evals = value, step, 0

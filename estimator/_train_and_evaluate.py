@@ -91,14 +91,14 @@ def train_and_evaluate(
         )
         for name, spec in specs.items()
     }
-    # Without an interval of its own an evaluation follows each checkpoint, as in TensorFlow.
+    # As in TensorFlow, an evaluation without its own interval follows each checkpoint.
     listeners = [_AtCheckpoints(each) for each in evaluations.values() if each.every_steps is None]
     # Several processes lock the directory in `train`, where an error of one is an error of all.
     alone = estimator.config.process_count == 1
     with training_in(estimator.model_dir, is_chief=True) if alone else contextlib.nullcontext():
         estimator.train(
             train_spec.input_fn,
-            # Evaluations first: early stopping, among the user's hooks, looks at the results of this step.
+            # Evaluations first: early stopping, one of the user's hooks, reads the results of this step.
             hooks=[*evaluations.values(), *train_spec.hooks],
             max_steps=train_spec.max_steps,
             saving_listeners=[*train_spec.saving_listeners, *listeners],
@@ -215,7 +215,7 @@ class _Evaluation(Hook):
         exporters = [(each, os.path.join(base, each.name)) for each in self._spec.exporters]
         if not exporters:
             return []
-        # Asked before a checkpoint is written: most evaluations are of a model that no exporter takes.
+        # Asked before a checkpoint is written, which is not needed if no exporter exports this state.
         wanting = run_on_chief("wants", lambda: [each.wants(path, self.metrics, is_final) for each, path in exporters])
         checkpoint = save() if any(wanting) else None
         return run_on_chief(

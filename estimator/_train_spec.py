@@ -36,7 +36,7 @@ class TrainSpec:
     def __post_init__(self) -> None:
         _check_input_fn(self.input_fn)
         _check_positive("max_steps", self.max_steps)
-        # The class is frozen. Any iterable is allowed; from here on it is a checked tuple.
+        # The class is frozen. Any iterable is allowed, and becomes a checked tuple.
         object.__setattr__(self, "hooks", checked_hooks("hooks", self.hooks))
         object.__setattr__(self, "saving_listeners", checked_listeners(self.saving_listeners))
 

@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help="compare the checksums of all files in all checkpoints; the exit status is 1 if one is damaged",
     )
     args = parser.parse_args(arguments)
-    # Training may run in the directory, and have the memory of the GPU.
+    # Training may run at the same time and use the memory of the GPU.
     jax.config.update("jax_platforms", "cpu")
     try:
         path = normalize(expand(args.model_dir))
@@ -116,7 +116,7 @@ def _variables(checkpoint: Checkpoint) -> Iterator[str]:
     with checkpoint.hold():
         shapes, variables = checkpoint.shapes(), checkpoint.shapes(slots=False)
         norms = {name: _norm(array) for name, array in _arrays(checkpoint, shapes)}
-    # Not held while lines are printed, perhaps into a pipe that nobody reads.
+    # Not held while lines are printed, which may take long in a pipe.
     yield checkpoint.path
     for title, names in (("variable", [*variables]), ("optimizer slot", [x for x in shapes if x not in variables])):
         if names:
@@ -133,7 +133,7 @@ def _diff(first: Checkpoint, second: Checkpoint) -> Iterator[str]:
         before, after = first.shapes(), second.shapes()
         same_kind = {name: x for name, x in before.items() if name in after and _kind(x) == _kind(after[name])}
         rows, unchanged = [], []
-        # By their bytes, so that NaN is the same as NaN.
+        # Bytes are compared, so that NaN equals NaN.
         for (name, old), (_, new) in zip(_arrays(first, same_kind), _arrays(second, same_kind), strict=True):
             if old.tobytes() == new.tobytes():
                 unchanged.append(name)
@@ -156,7 +156,7 @@ def _diff(first: Checkpoint, second: Checkpoint) -> Iterator[str]:
 
 def _arrays(checkpoint: Checkpoint, shapes: Mapping[str, ShapeDtype]) -> Iterator[tuple[str, np.ndarray]]:
     """Reads the arrays of these names; yields them by name."""
-    # Some at a time: a checkpoint may be larger than the memory.
+    # A few at a time: a checkpoint may be larger than the memory.
     names: list[str] = []
     size = 0
     for name, each in shapes.items():

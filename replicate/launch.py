@@ -111,7 +111,7 @@ class Launcher:
 
     def _run_once(self) -> _End | None:
         """Starts all processes and waits for them; returns the failure that the others follow from."""
-        # A port of each start's own: the one before may still be in use.
+        # A new port for each start: the one before may still be in use.
         address, gpus = f"localhost:{_find_free_port()}", _list_gpus()
         for rank in range(self._options.processes):
             self._start(rank, _make_environment(self._options, rank, address, gpus))
@@ -138,7 +138,7 @@ class Launcher:
                 if running:
                     without = "which jax aborts without it" if ended.rank == 0 else "which miss it"
                     self._say(f"waits up to {_GRACE_SECS:g} s for the others, {without}")
-        self._end_all()  # also what the processes have started and left, which may hold their pipes open
+        self._end_all()  # also processes that they have started, which may hold their pipes open
         for reader in self._readers:
             reader.join(timeout=5.0)
         self._children, self._readers = [], []
@@ -146,7 +146,7 @@ class Launcher:
 
     def _find_cause(self, failures: list[_End]) -> _End:
         """Finds the failure that others follow from."""
-        # By what they say, not by the clock: process 0 ends last, even where its error came first.
+        # By their messages, not by time: process 0 ends last, even if its error was the first.
         by_rank = {ended.rank: ended for ended in failures}
         cause = failures[0]
         while (blamed := self._blamed.get(cause.rank)) in by_rank and blamed is not None:

@@ -46,7 +46,7 @@ class BaselineEstimator(Estimator):
         def model_fn(features: Features, labels: Labels, mode: str) -> EstimatorSpec:
             with variable_scope("baseline"):
                 bias = get_variable("bias", (head.logits_dimension,), initializer=jax.nn.initializers.zeros)
-            # The features give the number of examples, and nothing else.
+            # Only the number of examples is read from the features.
             logits = jnp.broadcast_to(bias, (check_batch(features), head.logits_dimension))
             return head.create_estimator_spec(features, mode, logits, labels, make_optimizer())
 

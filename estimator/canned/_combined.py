@@ -75,7 +75,7 @@ class DNNLinearCombinedEstimator(Estimator):
         if linear_feature_columns:
             columns = checked_columns(linear_feature_columns)
             rate = linear_learning_rate(_LINEAR_LEARNING_RATE, columns)
-            # TensorFlow shows the logits of the linear part here, but shows none of a linear model alone.
+            # As in TensorFlow, the logits of the linear part are shown here, but not in a linear model alone.
             linear = linear_logits_fn(caller, units, columns, linear_sparse_combiner, shows_logits=True)
             parts.append((linear, optimizer_fn(caller, linear_optimizer, "Ftrl", rate)))
 
@@ -83,8 +83,8 @@ class DNNLinearCombinedEstimator(Estimator):
             trainable = current_frame(caller).declared.trainable
             logits, own = [], []
             for logits_fn, _ in parts:
-                # Each part's optimizer trains the variables that are new after its logits_fn, as in TensorFlow; a
-                # column in both parts has a table in each.
+                # As in TensorFlow, each part has its own variables and optimizer; a column in both parts has a table in
+                # each. The variables of a part are those that its logits_fn adds.
                 before = set(trainable)
                 logits.append(logits_fn(features, mode))
                 own.append([name for name in trainable if trainable[name] and name not in before])

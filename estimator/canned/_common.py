@@ -64,9 +64,11 @@ def optimizer_fn(
                 f"`{caller}` got an unsupported optimizer name: {optimizer!r}. Supported names are {sorted(_NAMED)}; "
                 "for any other write `optimizer=est.Optimizer(optax.adam(1e-3))`, or give one of `est.train`."
             )
-        # By name the rate is TensorFlow's constant; only the default of a linear model depends on its columns.
+        # In TensorFlow the default rate of a linear model depends on its columns; for an optimizer by name it is a
+        # constant.
         optimizer = _NAMED[optimizer](named_rate or learning_rate)
-    # Checked now, while a function is called in each run: a rate that it computes is an array of that run.
+    # An optimizer is checked now. A function is called in each run: a learning rate that it computes is an array of
+    # that run.
     if isinstance(optimizer, Optimizer) or not callable(optimizer):
         checked = checked_optimizer(caller, optimizer)
         return lambda: checked

@@ -197,14 +197,14 @@ def dnn_logits_fn(
     def logits_fn(features: Features, mode: str) -> jax.Array:
         training = mode == ModeKeys.TRAIN
         with variable_scope("dnn"):
-            # TensorFlow's scopes, here and below: a checkpoint of its DNN warm-starts this one name by name.
+            # The scopes here and below are TensorFlow's: the names in a checkpoint of its DNN are the same.
             with variable_scope("input_from_feature_columns"):
                 net = input_layer(features, columns)
             for i, width in enumerate(widths):
                 net = layers.dense(net, width, activation_fn, name=f"hiddenlayer_{i}")
-                # Entered once more, for TensorFlow's names: dnn/hiddenlayer_0/batchnorm_0/gamma beside .../kernel.
+                # Entered again for TensorFlow's names: dnn/hiddenlayer_0/kernel, dnn/hiddenlayer_0/batchnorm_0/gamma.
                 with variable_scope(f"hiddenlayer_{i}"):
-                    # Dropout before the normalization, as in TensorFlow 1.
+                    # As in TensorFlow, dropout comes before batch normalization.
                     if dropout:
                         net = layers.dropout(net, dropout, training=training)
                     if batch_norm:

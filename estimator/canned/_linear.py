@@ -136,7 +136,7 @@ class LinearRegressor(LinearEstimator):
 
 
 def linear_learning_rate(at_most: float, columns: Sequence[Any]) -> float:
-    # TensorFlow's rule: all columns add to the same logit, so that more of them make a larger step.
+    # As in TensorFlow: all columns add to one logit, which would change more in a step the more columns there are.
     return min(at_most, 1 / math.sqrt(len(columns)))
 
 

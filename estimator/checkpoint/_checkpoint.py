@@ -58,7 +58,7 @@ PIN = "PINNED"
 WHOLE_FILE = "commit_success.txt"
 END_FILES = {"input": "INPUT_ENDED", "steps": "STEPS_ENDED"}  # by the reason why a run ended
 _METADATA_FILE = "_CHECKPOINT_METADATA"
-UNFINISHED, REMOVED, REPLACING = ".unfinished", ".removed", ".replacing"  # behind the name: not, or no longer, one
+UNFINISHED, REMOVED, REPLACING = ".unfinished", ".removed", ".replacing"  # suffixes: not a checkpoint (any more)
 _CHUNK = re.compile(r"(.*)/\d{1,9}(\.\d{1,9})*")  # a file with numbers of an array, in the array's folder
 
 
@@ -156,7 +156,7 @@ class Checkpoint:
 
     def is_written(self) -> bool:
         """Returns whether a checkpoint was written at the path, be it damaged since."""
-        # A store has no renames: there a directory without the file that is uploaded last is still being written.
+        # In a store, which has no renames, a directory without the file that is uploaded last is still being written.
         # On a disk it had all its files when it got its name.
         return self.exists() or (not _files.is_url(self.path) and (is_own(self.path) or self._has(_METADATA_FILE)))
 
@@ -217,7 +217,7 @@ class Checkpoint:
                 raise DamagedCheckpointError(self.path, f"{WHOLE_FILE} is missing")
             check_sizes(self.path)
         except (DamagedCheckpointError, OSError) as error:
-            # Files are missing also where training has removed it since. A store removes them one by one.
+            # Files are also missing if training has removed it meanwhile. A store removes them one by one.
             if not self.is_written() or (isinstance(error, FileNotFoundError) and _files.is_url(self.path)):
                 raise NotACheckpointError(self.path) from None
             raise
@@ -233,7 +233,7 @@ class Checkpoint:
 
     def verify(self, slots: bool = True) -> None:
         """Compares the checksums of its files; with `slots=False`, of those that a run without slots reads."""
-        # A store is read over the network: what a run does not need is not fetched to be compared.
+        # A store is read over the network: files that a run does not need are not fetched.
         with self.hold():
             self._fetch(lambda name: slots or not name.startswith(f"{ARRAYS}/{SLOT_PREFIX}"))
 
@@ -291,8 +291,8 @@ class Checkpoint:
             raise NotACheckpointError(self.path) from None
 
         def is_there() -> bool:
-            # The open file is locked, whatever its path is by now: it may have been removed before the lock was there,
-            # and another checkpoint may have its name.
+            # The lock is on the open file, not on its path: the file may have been removed before it was locked, and
+            # another checkpoint may have its name.
             try:
                 return os.path.samestat(os.fstat(file), os.stat(name))
             except FileNotFoundError:
@@ -308,7 +308,7 @@ class Checkpoint:
         """Removes it. Killed meanwhile, it leaves what the next save recognizes and removes."""
         path = self.path
         if not _files.is_url(path) and not os.path.lexists(path + REMOVED):  # which may be a user's
-            # The name goes first, at once: no reader sees a half of it.
+            # Renamed first, in one operation: no reader sees a part of it.
             os.rename(path, path + REMOVED)
             path += REMOVED
         remove_own(path, first=WHOLE_FILE)
@@ -388,7 +388,7 @@ class Checkpoint:
         default = jnp.zeros(()).sharding
         shardings = {name: leaf.sharding or default for name, leaf in leaves_on_disk(like).items()}
         saved = self._read_shapes()
-        # A feature may have been switched on or off since: its counters begin with zero, or are not read.
+        # A feature may have been switched on or off since the save: its counters begin with zero, or are not read.
         new_counters = OPTIONAL & (model.keys() - saved.keys())
         zeros = {name: jnp.zeros((), model[name].dtype, device=shardings[name]) for name in new_counters}
         for name in new_counters:
@@ -436,7 +436,7 @@ class Checkpoint:
         try:
             check_sums(self.path, copy.path, wants)
         except DamagedCheckpointError:
-            _copy.cache_clear()  # the checkpoint in the store may be mended
+            _copy.cache_clear()  # the checkpoint in the store may be repaired
             raise
         return os.path.abspath(copy.path)
 
@@ -463,5 +463,5 @@ class Checkpoint:
 @functools.lru_cache(maxsize=2)  # so that two can be compared
 def _copy(path: str, written_ns: int) -> LocalCopy:
     """Makes a copy of a checkpoint in a store, which stays for the next call."""
-    del written_ns  # in the key of the cache it tells two checkpoints of one name apart
+    del written_ns  # a part of the cache key: two checkpoints may have one name
     return LocalCopy(path)

@@ -196,7 +196,7 @@ class AsyncSave:
             try:
                 write(copied.set)
             finally:
-                copied.set()  # also where the write has failed before: `start` waits for it
+                copied.set()  # also if the write fails: `start` waits for it
 
         self._copied = copied
         self._work = Work(call)
@@ -241,9 +241,9 @@ def take_values(path: str, source: str) -> None:
     others = Checkpoint(path).read_on_disk(lambda key: not key.startswith(PREFIXES))
     host = encode(Checkpoint(path).host)
     marks = Checkpoint(path).list_marks()
-    # The new one is written beside the old one, which a kill leaves as it is until both have their other names: a kill
-    # between these two leaves neither, and training resumes from the one before. A store has no renames: there
-    # `save_checkpoint` itself replaces the old one.
+    # The new checkpoint is written beside the old one, which stays until both are renamed: a kill between the two
+    # renames leaves neither, and training resumes from the one before. A store has no renames: there `save_checkpoint`
+    # itself replaces the old one.
     aside = path + REPLACING
     new = path if _files.is_url(path) else os.path.join(aside, os.path.basename(path))
     try:

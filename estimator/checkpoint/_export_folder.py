@@ -151,8 +151,8 @@ def _check_signatures(metadata: dict[str, Any]) -> None:
 def is_export(path: str) -> bool:
     """Returns whether a folder holds an exported model; in a store, a whole one."""
     has = [exists(os.path.join(path, name)) for name in (METADATA_FILE, CHECKSUMS_FILE)]
-    # In a store, one file alone may be of an upload that is not complete. On a disk a folder gets its name when it is
-    # complete: there it is damage, which reading names.
+    # In a store, only one of the files may mean an upload that is not complete. On a disk a folder gets its name when
+    # it is complete: a missing file is damage, and reading raises an error.
     return all(has) if is_url(path) else any(has)
 
 

@@ -58,15 +58,15 @@ def init_from_checkpoint(
     if not isinstance(ckpt_dir_or_file, str | os.PathLike):
         raise TypeError(f"`{_CALLER}` needs a path, a string; got {ckpt_dir_or_file!r}.")
     pairs = _check_pairs(assignment_map)
-    if not frame.initializing:  # programs read no files: the values are in the state
+    if not frame.initializing:  # compiled programs read no files: the values are in the state
         return
     names: list[str] = []
     map_named(lambda name, leaf: None if is_key(leaf) else names.append(name), frame.variables)
     old_names: dict[str, str] = {}
-    # Scopes first, so that a single name replaces what a scope around it says.
+    # Scopes first, so that a single name overrides its scope.
     for old, new in sorted(pairs, key=lambda pair: not pair[1].endswith("/")):
         old_names |= _match_names(old, new, names)
-    # Read once the model_fn has returned: optimizers and averages that it makes later begin with the values too.
+    # Read after the model_fn has returned: optimizers and averages that it makes later start from the values, too.
     frame.declared.notes.get(InitialValues).append(_Start(os.fspath(ckpt_dir_or_file), tuple(old_names.items())))
 
 

@@ -138,7 +138,7 @@ def _find_shared(group: ProcessGroup, directory: str, find: Callable[[], str | N
         probe = group.broadcast_from_chief(lambda: _make_probe(directory))
         try:
             _check_shared(group, directory, probe)
-            group.all_gather(None)  # all have seen the file before process 0 removes it
+            group.all_gather(None)  # all see the file before process 0 removes it
         finally:
             if not group.index:
                 remove(probe)

@@ -70,7 +70,7 @@ def check_model_dir(model_dir: str) -> str:
         return model_dir
     model_dir = os.path.expanduser(model_dir)
     if os.pardir in model_dir.split(os.sep):
-        # Behind a symbolic link, normalizing a path would change what ".." means.
+        # After a symbolic link, normalizing a path would change the meaning of "..".
         model_dir = os.path.realpath(model_dir)
     model_dir = os.path.abspath(model_dir)
     if exists(model_dir) and not is_dir(model_dir):
@@ -295,7 +295,7 @@ def training_in(model_dir: str, is_chief: bool) -> Iterator[None]:
         yield
     finally:
         if _held.pop(key, None) is not None:  # not in a forked child
-            # Removed before it is unlocked: afterwards the file would be the next owner's.
+            # Removed before it is unlocked: afterwards the file could belong to the next owner.
             with contextlib.suppress(OSError):
                 os.remove(os.path.join(model_dir, LOCK_FILE))
             os.close(lock)
@@ -325,8 +325,8 @@ def _lock_file(model_dir: str, key: str) -> int | None:
                 os.remove(path)
             os.close(lock)
             return None
-        # A former owner may have removed the file since it was opened here: then the lock is on a file without a name,
-        # and the next run would lock another one.
+        # The owner before may have removed the file after it was opened here: then the locked file has no name, and the
+        # next run would lock another one.
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(lock), os.stat(path)):
                 os.truncate(lock, 0)
@@ -356,7 +356,7 @@ def _owner(lock: int, key: str) -> str:
 
 def _leave_to_parent() -> None:
     """Closes the locks in a forked child."""
-    # A lock belongs to the open file, which the child shares: it would keep it after the parent has ended.
+    # A lock belongs to the open file, which the child shares: the child would keep the lock after the parent has ended.
     for lock, _ in _held.values():
         os.close(lock)
     _held.clear()

@@ -22,7 +22,7 @@ from estimator.steps._pure_steps import OPTIONAL_SLOTS
 
 SLOT_PREFIX = "slots/"
 PREFIXES = ("variables/", SLOT_PREFIX)
-# A checkpoint may lack these (they are zero then) or have them in excess: their features can be switched on and off.
+# A checkpoint may lack these (then they are zero) or have them unused: their features can be switched on and off.
 OPTIONAL = {f"{SLOT_PREFIX}{name}/{field}" for name, kind in OPTIONAL_SLOTS.items() for field in kind._fields}
 
 
@@ -80,7 +80,7 @@ def with_named_leaves(state: State, new: Mapping[str, Any]) -> State:
 
 def by_user_name(on_disk: Iterable[str]) -> dict[str, str]:
     """Names on disk by the names that users see."""
-    # Where a slot has the name of a variable, the variable has it, and the slot its whole name on disk.
+    # If a slot and a variable have the same name, it is the variable's, and the slot has its full name on disk.
     by_name = {"global_step": "global_step"}
     for prefix in PREFIXES:
         for key in on_disk:
@@ -124,8 +124,8 @@ def tensorflow_slot_names(state: State, old_name: Callable[[str], str]) -> dict[
     for path, _ in tree_leaves_with_path(state.slots):
         optimizer = path[0].key
         kind, number = re.fullmatch(r"(.*?)((?:_\d+)?)", optimizer).groups()  # type: ignore[union-attr]
-        # The path of a slot has the names of fields and positions first, and the name of its variable from the first
-        # dict on; counters have none.
+        # The path of a slot begins with fields and positions; from the first dict on it is the name of the variable.
+        # Counters have no variable.
         begin = next((i for i, key in enumerate(path[1:], 1) if isinstance(key, DictKey)), None)
         if begin is not None and path[begin].key in state.variables:
             variable = keystr(path[begin:], simple=True, separator="/")
@@ -153,7 +153,7 @@ def _key_data(key: Any) -> Any:
 def _wrap_key_data(array: Any, like: Any) -> Any:
     if not is_key(like):
         return array
-    # A `ShapeDtypeStruct` does not name its implementation: the key that stands for it in a trace does.
+    # `jax.random.key_impl` takes no `ShapeDtypeStruct`, but it takes the tracer of one.
     impls: list[Any] = []
     jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), like)
     return jax.random.wrap_key_data(array, impl=impls[0])

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import orbax.checkpoint as ocp
     from orbax.checkpoint.metadata import ArrayMetadata
 
-ARRAYS = "arrays"  # the folder of them in a checkpoint
+ARRAYS = "arrays"  # their folder in a checkpoint
 _OF_FOLDERS = "Skipping merge of OCDBT"  # as always where each array has a folder of its own
 
 F = TypeVar("F", bound=Callable[..., object])
@@ -36,7 +36,7 @@ def with_orbax(function: F) -> F:
 
     @functools.wraps(function)
     def call(*args: object, **kwargs: object) -> object:
-        # Not by the thread that does the work, which ends: what orbax imports starts threads and event loops.
+        # Not imported in the thread that does the work, which ends: the import starts threads and event loops.
         import orbax.checkpoint  # noqa: F401
 
         return work(*args, **kwargs)
@@ -87,7 +87,7 @@ def _open_reader(folder: str) -> Iterator[tuple[ocp.PyTreeCheckpointHandler, epa
 @contextlib.contextmanager
 def plain_path(directory: str) -> Iterator[str]:
     """A path to a directory without characters that orbax or TensorStore treat in another way."""
-    # orbax takes some for a pattern, TensorStore one for a separator: where a path has any, a link leads to it.
+    # orbax may read the first three as a pattern, TensorStore the last as a separator: such a path is used by a link.
     if not set("*?[\\") & set(directory):
         yield directory
         return

@@ -55,8 +55,8 @@ def open_reader(caller: str, path: str | os.PathLike[str]) -> Reader:
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"`{caller}` needs a path, a string; got {path!r}.")
     path = expand(path)
-    # A folder may be several of these: first what training here writes. A path that is none of them is read as a
-    # checkpoint all the same, whose error says what is wrong with it.
+    # A folder may hold several of these: checkpoints of this library come first. Any other path is read as one, too,
+    # whose error says what is wrong.
     newest = find_newest(path, Checkpoint.verify)
     if newest is not None:
         return _SavedState(newest)
@@ -90,7 +90,7 @@ def read_newest(caller: str, path: str | os.PathLike[str], read: Callable[[Reade
         try:
             return read(open_reader(caller, path))
         except NotACheckpointError:
-            # Another one is the newest by now, unless this one is not there for another reason.
+            # A newer one may have replaced it; if not, it is missing for another reason.
             if newest == failed:
                 raise
             failed = newest

@@ -52,8 +52,8 @@ class StateSource:
         like = self._model.abstract_init(features, labels, mode=mode)
         cached = self._cached  # another thread, which evaluates too, may change it meanwhile
         is_cached = cached is not None and cached[0] == _identity(path) and _serves(cached[1], like)
-        # If any process has dropped its cache, for a prediction, all read the checkpoint together: the state is put on
-        # the devices of all of them.
+        # If any process has no cached state, all read the checkpoint together: the state is put on the devices of all
+        # processes.
         if not all(group.all_gather(is_cached)):
             checkpoint = Checkpoint(path)
             with checkpoint.hold():
@@ -72,7 +72,7 @@ class StateSource:
         state = self.get(ModeKeys.TRAIN, path, group, features, labels)
         self._cached = None
         leaves, structure = jax.tree.flatten(state)
-        # Without these references, the memory of each array is free once it is copied, if no prediction reads it.
+        # Without these references, the memory of each array is freed after its copy, if no prediction reads it.
         del state
         leaves.reverse()
         return jax.tree.unflatten(structure, [jax.block_until_ready(_copy(leaves.pop())) for _ in range(len(leaves))])
@@ -116,7 +116,7 @@ def _serves(state: State, like: State) -> bool:
 
 def _take_part(state: State, like: State) -> State:
     """Takes the part of a state that a mode has, placed as in `like`."""
-    # Programs are compiled for one structure, and training may place variables elsewhere than evaluation reads them.
+    # Programs are compiled for one structure, and training may place variables on other devices than evaluation.
     return jax.tree.map(_place, _part(state, like), like)
 
 

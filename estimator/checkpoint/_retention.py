@@ -37,7 +37,8 @@ def remove_old(newest: Checkpoint, keep_max: int | None, keep_every_n_hours: flo
     if keep_every_n_hours is not None:
         policies.append(EveryNSeconds(keep_every_n_hours * 3600))
     infos = {}
-    # Damaged ones are not listed: they neither count nor are removed. The new one is the last, whatever its step is.
+    # Damaged checkpoints are not listed: they are neither counted nor removed. The new one is last, whatever its step
+    # is.
     for each in [*(each for each in list_sound(os.path.dirname(newest.path)) if each != newest), newest]:
         with contextlib.suppress(DamagedCheckpointError, NotACheckpointError):  # or it was removed meanwhile
             infos[each] = _Info(each.step, datetime.datetime.fromtimestamp(each.written_ns / 1e9))
@@ -45,6 +46,6 @@ def remove_old(newest: Checkpoint, keep_max: int | None, keep_every_n_hours: flo
         keeps = AnyPreservationPolicy(policies).should_preserve([*infos.values()], context=PreservationContext())
     for each, keep in zip(infos, keeps, strict=True):
         if not keep and not each.is_pinned():
-            # Locked until it is removed, so that nobody begins to read it; one that is being read stays.
+            # Locked until it is removed, so that no process begins to read it; a checkpoint that is being read stays.
             with contextlib.suppress(BlockingIOError, NotACheckpointError), each.lock(exclusive=True):
                 each.remove()

@@ -98,8 +98,8 @@ def _save_on_disk(
 
     def put_in_place() -> None:
         written = os.path.join(unfinished, os.path.basename(path))
-        # The mark, the manifest and the sync come before the name: what has the name is whole, also after a crash of
-        # the machine. Old checkpoints go only when the new one has it.
+        # Mark, manifest and sync come before the rename: what has the name is complete, also after a crash of the
+        # machine. Old checkpoints are removed only after it.
         mark_own(written)
         write_manifest(written, without=(PIN,))
         if os.path.isdir(path):
@@ -132,7 +132,7 @@ def _save_in_store(
     with tempfile.TemporaryDirectory() as folder:
         local = Checkpoint(os.path.join(folder, os.path.basename(saved.path)))
         _save_on_disk(local, arrays, host, copied, lambda: None, together=False, folder_per_array=True)
-        # What is replaced is removed right before the upload: until then a kill leaves it as it was.
+        # A checkpoint that is replaced is removed right before the upload: until then a kill does not change it.
         for each in list_folders(os.path.dirname(saved.path)):
             if each == saved or (is_own(each.path) and not each.exists()):
                 each.check_place()

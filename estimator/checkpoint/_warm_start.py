@@ -156,9 +156,9 @@ def _warm_start(
     _check_used("var_name_to_vocab_info", infos, chosen, leaves, is_whole)
     available = {new: old for new, old in chosen.items() if old in source.shapes}
     there = {new: as_of_jax(source.shapes[old]) for new, old in available.items()}
-    # A variable with vocabularies has another size in the source: as if its vocabulary were the new one already.
+    # A variable with vocabularies has another size in the source: it is compared with the size by the new vocabulary.
     there |= {new: resize(info, there[new], leaves[new]) for new, info in infos.items() if new in there}
-    # All differences are found before any array is read, and are one error.
+    # All differences are found before an array is read, and are in one error.
     mismatches = find_mismatches(there, leaves, dtypes=True)
     report = WarmStartReport(
         source.path,
@@ -186,7 +186,7 @@ def _match_names(
     is_list = not isinstance(settings.vars_to_warm_start, str)
     if not is_list:
         state = state._replace(variables={name: state.variables[name] for name in trainable}, slots={})
-    # A pattern never chooses the step by chance, as ".*" would: training would not begin at step 0.
+    # A pattern such as ".*" does not choose the step: training would not begin at step 0.
     names = [name for name in named_leaves(state) if name != _STEP]
     matches = {p: [name for name in names if re.match(p, name)] for p in _patterns(settings)}
     if is_list and _STEP in matches:
@@ -195,7 +195,7 @@ def _match_names(
 
     def old_name(name: str) -> str:
         old = _old_name(settings, name)
-        # The name that TensorFlow gives to a slot counts only where the source has none of the name that is used here.
+        # TensorFlow's name of a slot is used only if the source does not have the name that is used here.
         return slots[name] if old not in source.shapes and slots.get(name) in source.shapes else old
 
     return {p: {name: old_name(name) for name in of_pattern} for p, of_pattern in matches.items()}
@@ -249,7 +249,7 @@ def _check_used(
 
 def _check_patterns(matches: dict[str, dict[str, str]], source: Reader, leaves: dict[str, Any], is_whole: bool) -> None:
     for pattern, names in matches.items():
-        # Other modes have no slots, for example: a pattern that warm-starts nothing there may do so in TRAIN.
+        # Other modes have no slots, for example: a pattern that matches nothing there may match in TRAIN.
         only_in_training = [] if is_whole else [n for n in source.shapes if n not in leaves and re.match(pattern, n)]
         if only_in_training or source.shapes.keys() & names.values():
             continue

@@ -74,7 +74,7 @@ def _unsorted_keys(tree: Any) -> list[Any] | None:
     if isinstance(tree, dict):
         try:
             sorted(tree)
-        # Looked at after the failure: a check before each step would cost every step.
+        # Only checked after a failure, since a check in each step would cost time.
         except TypeError:
             return list(tree)
         return next(filter(None, map(_unsorted_keys, tree.values())), None)
@@ -103,7 +103,7 @@ def unknown_dtype(dtype: Any) -> str | None:
 
 def rows_of(features: Features, labels: Labels = None) -> int:
     """The number of examples in a batch, read off one array; all are looked at where that is none."""
-    # In the step loop: one array is enough, since the batch was checked when it was taken.
+    # One array is enough, since the batch was checked when it was read. This runs in each step.
     leaves = jax.tree.leaves((features, labels), is_leaf=is_sparse)
     shape = getattr(leaves[0], "shape", ()) if leaves else ()
     return shape[0] if shape else check_batch(features, labels)

@@ -196,7 +196,7 @@ class Frame:
         self.declared.name_scopes = inner.declared.name_scopes
 
 
-# What a run within another one has in common with it; all else begins with its default.
+# The fields that a run within another one inherits; others start with their defaults.
 _INHERITED = (
     *("mode", "key", "global_step", "initializing", "initial_values", "replica"),
     *("scope", "name_scope", "reuse", "scope_defaults"),
@@ -250,7 +250,7 @@ def open_frame(frame: Frame) -> Iterator[Frame]:
     """Makes `frame` the current one until the block ends."""
     frame.tracing.trace, frame.tracing.around = current_trace(), on_stack()
     _stack.frames.append(frame)
-    # The runs around this one know it too: a train_op made in a tower is one of the outer run.
+    # The enclosing runs note it, too: a train_op that is made in a tower belongs to the outer run.
     for each in _stack.frames:
         each.tracing.runs.append(frame.tracing.run)
     try:
@@ -297,7 +297,7 @@ def average_denominator(denominator: jax.Array) -> jax.Array:
         return denominator
     if not is_visible_to_model_fn():
         return frame.replica.average_denominator(denominator, None)
-    # No gradient flows through a denominator that other towers have a part of.
+    # Only the value of a noted denominator is used, which needs no gradient.
     frame.denominators.append(jax.lax.stop_gradient(denominator))
     return frame.replica.average_denominator(denominator, len(frame.denominators) - 1)
 

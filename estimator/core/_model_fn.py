@@ -166,7 +166,6 @@ def _own_copy(params: Any) -> Any:
 
 def _arrays(params: Any) -> Iterator[jax.Array]:
     """The arrays of jax in params, whose dicts may have keys of several kinds, which jax cannot sort."""
-    # `is_leaf` keeps jax from sorting the keys of dicts, which may be of several kinds.
     for leaf in jax.tree.leaves(params, is_leaf=lambda node: isinstance(node, dict)):
         if isinstance(leaf, dict):
             yield from itertools.chain.from_iterable(map(_arrays, leaf.values()))

@@ -109,7 +109,7 @@ class Options:
         """The features to export for: their first dimension is "b", unless there is a `batch_size`."""
         if self.batch_size is not None:
             return self.features
-        # One symbol for all features: they have the same number of rows, whatever it is.
+        # One symbol for all features, which have the same number of rows.
         (b,) = export.symbolic_shape("b")
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct((b, *x.shape[1:]), x.dtype), self.features)
 
@@ -146,7 +146,8 @@ def write_export(base: str | os.PathLike[str], call: ModelFn, state: State, opti
     model = _as_function(call, state, options.outputs)
     arrays = to_arrays(state)
     weights = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in arrays.items()}
-    # First with the size of the example: an error of the model_fn itself is raised as it is, not as one of the export.
+    # First with the batch size of the example: an error in the model_fn is raised as it is, not as an error of the
+    # export.
     outputs = jax.eval_shape(model, weights, options.features)
     for name, output in outputs.items():
         if not _arrays(output):
@@ -154,7 +155,7 @@ def write_export(base: str | os.PathLike[str], call: ModelFn, state: State, opti
     programs = {name: _export_signature(model, name, weights, options) for name in outputs}
     default = programs[DEFAULT_SIGNATURE]  # the arguments of all are the same
     (weights, features), _ = jax.tree.unflatten(default.in_tree, default.in_avals)
-    # Signatures have names of the user's choice: "a/b" is one file, and no folder.
+    # The user names the signatures: "a/b" must be one file, not a folder.
     files = {name: urllib.parse.quote(name, safe=" ") + ".jaxexport" for name in programs}
     metadata = {
         "format": FORMAT,
@@ -174,7 +175,7 @@ def write_export(base: str | os.PathLike[str], call: ModelFn, state: State, opti
     }
 
     def fill(folder: str) -> None:
-        # `weights` are the programs' arguments by now: where outputs were chosen, only the variables that these need.
+        # `weights` are now the arguments of the programs: if `outputs` are given, only the variables that they need.
         np.savez(os.path.join(folder, WEIGHTS_FILE), **jax.device_get({name: arrays[name] for name in weights}))
         for name, program in programs.items():
             with open(os.path.join(folder, files[name]), "wb") as file:
@@ -185,7 +186,7 @@ def write_export(base: str | os.PathLike[str], call: ModelFn, state: State, opti
             shutil.copy(source, path)
         with open(os.path.join(folder, README_FILE), "w", encoding="utf-8") as file:
             file.write(_readme(features, options.batch_size))
-        # After all that it names: without it a folder counts as no export.
+        # Written after the files that it names: without it a folder is not an export.
         with open(os.path.join(folder, METADATA_FILE), "w", encoding="utf-8") as file:
             json.dump(metadata, file, indent=1)
         write_checksums(folder)
@@ -214,7 +215,7 @@ def name_leaves(tree: PyTree, alone: str = "output") -> dict[str, Any]:
 
 
 def _key_name(key: Any) -> str:
-    # The predictions of a MultiHead, which have pairs as keys.
+    # The predictions of a MultiHead have pairs as keys.
     if isinstance(key, jax.tree_util.DictKey) and isinstance(key.key, tuple):
         return "/".join(map(str, key.key))
     return jax.tree_util.keystr((key,), simple=True)
@@ -237,7 +238,7 @@ def _as_function(
             state.slots,
             key=jax.random.fold_in(state.key, state.global_step),
             global_step=state.global_step,
-            # A replicated model_fn then runs as one tower, on the one device that serves.
+            # A replicated model_fn runs as one tower, on the one device that serves it.
             replica=Replica(one_tower=True),
         )
         spec = run_model_fn(lambda: call(features, None, ModeKeys.PREDICT), frame, differentiate=False).spec
@@ -262,7 +263,6 @@ def _export_signature(
     try:
         fn, weights, features = args if options.outputs is None else prune_unused(*args)
         program = export.export(jax.jit(fn), platforms=options.platforms)(weights, features)
-    # Of many kinds: jax raises what the first operation makes of a symbolic dimension.
     except Exception as e:
         if options.batch_size is not None:
             raise
@@ -332,7 +332,7 @@ def _new_folder(base: str, fill: Callable[[str], None]) -> str:
     try:
         os.makedirs(temporary)
         fill(temporary)
-        # On the disk before it has its name: after a crash of the machine a folder with a name is whole.
+        # Synced before it is renamed: after a crash of the machine a folder with its final name is complete.
         sync_tree(temporary)
         number = _next_number(base)
         # Two exports in one second: the later one takes the next number.
@@ -366,7 +366,7 @@ def _check_containers(name: str, tree: Any) -> None:
             f"`export_model` cannot export for sparse features; got {name} = {tree!r}. Let the model_fn take dense "
             "arrays too, such as ids and weights of a fixed number of entries for each example, and export for these."
         )
-    # These types exactly: whoever loads the export may not have the class of a NamedTuple.
+    # Exactly these types: the process that loads the export may not have the class of a NamedTuple.
     if type(tree) in (list, tuple):
         for i, item in enumerate(tree):
             _check_containers(f"{name}[{i}]", item)
@@ -393,7 +393,7 @@ def _checked_assets(assets_extra: Any) -> dict[str, str]:
     assets = {}
     for destination, source in assets_extra.items():
         parts = os.path.normpath(destination).split(os.sep)
-        # Nothing may be written outside of the export.
+        # No asset may be written outside of the export.
         if os.path.isabs(destination) or parts[0] in ("..", "."):
             raise ValueError(
                 f"assets_extra: {destination!r} must be a path within `{ASSETS_DIR}/`, such as 'words.txt'."

@@ -124,7 +124,7 @@ class LatestExporter(Exporter):
         self._example_features = example_features
         self._keep = exports_to_keep
         options: dict[str, Any] = {"assets_extra": assets_extra, "batch_size": batch_size, "platforms": platforms}
-        # What is not given has the default of `export_model`, which stands in one place.
+        # Arguments that are not given have the defaults of `export_model`.
         self._options = {option: value for option, value in options.items() if value is not None}
 
     @property
@@ -148,7 +148,7 @@ class LatestExporter(Exporter):
                 export_path, self._example_features, checkpoint_path=checkpoint_path, **self._options
             )
             path = os.fspath(path)
-            # After the export: a crash in between makes it twice, the other order would lose it.
+            # After the export: a crash between the two repeats the export; in the other order it would be lost.
             record = {"export": os.path.basename(path), "eval_result": eval_result}
             write(os.path.join(export_path, _RECORD), json.dumps(record, default=_as_json).encode())
             if self._keep is not None:
@@ -241,8 +241,8 @@ class BestExporter(LatestExporter):
         platforms: str | Sequence[str] | None = None,
     ) -> None:
         super().__init__(name, example_features, assets_extra, exports_to_keep, batch_size, platforms)
-        # It is called by these names, as in TensorFlow: checked now, since a training run may take days to the first
-        # call.
+        # As in TensorFlow, it is called with these keywords. Checked now, since the first call may come after days of
+        # training.
         if not callable(compare_fn) or sorted(inspect.signature(compare_fn).parameters) != list(_COMPARED):
             raise ValueError(
                 f"`compare_fn` of BestExporter must be a function of exactly {' and '.join(_COMPARED)}; "
@@ -285,7 +285,7 @@ def _as_json(value: ArrayLike) -> object:
 
 
 def _text(eval_result: EvalResult) -> str:
-    # In the form of the record, in which numbers of numpy and arrays have become Python's.
+    # As in the record, in which arrays and numbers of numpy are Python's numbers and lists.
     return json.dumps(eval_result, sort_keys=True, default=_as_json)
 
 
@@ -297,11 +297,11 @@ def _has_nan(value: PyTree) -> bool:
 def _remove_old(export_path: str, keep: int) -> None:
     """Leaves the newest exports: the folders whose names are the largest times."""
     numbers = sorted(name for name in list_dir(export_path) if _EXPORT.fullmatch(name))
-    # Folders that are called by a number, but hold something else, are not ours to remove.
+    # A folder whose name is a number, but which is not an export, is not removed.
     exports = [name for name in numbers if is_export(os.path.join(export_path, name))]
     for name in exports[:-keep]:
         try:
             remove_dir(os.path.join(export_path, name))
-        # The training does not end because of a folder too many.
+        # A folder that cannot be removed must not end training.
         except OSError as error:
             logging.warning("Can not delete the old export %s: %s", os.path.join(export_path, name), error)

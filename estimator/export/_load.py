@@ -39,7 +39,7 @@ class ExportedModel:
         self.signatures: tuple[str, ...] = tuple(self.metadata["signatures"])
         programs = {name: self._program(folder, entry["file"]) for name, entry in self.metadata["signatures"].items()}
         first = programs[DEFAULT_SIGNATURE]
-        # Before any weight goes to a device: for the wrong platform that would fail in words of jax.
+        # Before weights are put on a device: on the wrong platform that would raise an error of jax.
         _check_process(path, first)
         structs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in first.in_avals]
         (_, self.features), _ = jax.tree.unflatten(first.in_tree, structs)
@@ -69,7 +69,7 @@ class ExportedModel:
                 f"{self.metadata['versions']['jax']} wrote. jax reads programs of versions up to six months older and "
                 "three weeks newer. Export the model again from its checkpoint."
             ) from e
-        # Two files that do not belong together would fail deep within XLA, or give wrong numbers.
+        # Files that do not belong together would fail within XLA, or give wrong numbers.
         if kinds != {key: (x.shape, x.dtype) for key, x in folder.shapes.items()}:
             raise folder.make_error(f"{name} is a program for other weights than those of {METADATA_FILE}")
         return program

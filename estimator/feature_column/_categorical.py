@@ -68,7 +68,7 @@ class HashColumn(KeyColumn):
 
     def ids(self, features: Mapping[Any, Any]) -> jax.Array:
         values = integers(features, self.key)
-        # -1 stands for the absence of a class, in integers as in encoded strings; hashed it would be a class.
+        # -1 stands for the absence of a class, in integers and in encoded strings; a hash of it would be a class.
         return jnp.where(values == -1, -1, bucket(mix(bits(values)), self.hash_bucket_size))
 
     def coders(self) -> dict[str, Coder]:
@@ -113,12 +113,12 @@ class BucketizedColumn(CategoricalColumn, DenseColumn):
 
     def ids(self, features: Mapping[Any, Any]) -> jax.Array:
         numbers = self.source_column.values(features)
-        # A number on a boundary belongs to the bucket above, as in TensorFlow; in float32 both, or rounding would
-        # decide.
+        # A number on a boundary belongs to the bucket above, as in TensorFlow. Both are float32; otherwise rounding
+        # would decide.
         bucket = jnp.searchsorted(jnp.asarray(self.boundaries, jnp.float32), numbers, side="right").astype(jnp.int32)
-        # Each number of a vector has buckets of its own, one number after the other.
+        # Each number of a vector has its own range of buckets.
         first = (len(self.boundaries) + 1) * jnp.arange(self.source_column.width, dtype=jnp.int32)
-        # NaN sorts behind all numbers, into the last bucket.
+        # `searchsorted` puts NaN after all numbers, into the last bucket.
         return jnp.where(jnp.isnan(numbers), -1, bucket + first)
 
     def values(self, features: Mapping[Any, Any]) -> jax.Array:
@@ -195,7 +195,7 @@ def crossed_column(
     if not isinstance(keys, list | tuple) or len(keys) < 2:
         raise ValueError(f"`crossed_column`: keys must be a list with length > 1; got {keys!r}.")
     for key in keys:
-        # As in TensorFlow: a hash of a hash collides where the crossed classes alone would not.
+        # As in TensorFlow: hashing before crossing makes collisions more likely.
         if isinstance(key, HashColumn):
             raise ValueError(
                 "`crossed_column`: categorical_column_with_hash_bucket is not supported for crossing. Hashing before "
@@ -213,5 +213,6 @@ def crossed_column(
                     f"it weights, and give the cross to `weighted_categorical_column`. Given column: {key!r}."
                 )
     check_positive("crossed_column", "hash_bucket_size", hash_bucket_size)
-    # 32 bits of the golden ratio, which have no pattern. TensorFlow's own hash has 64 bits, for which jax needs x64.
+    # 32 bits of the golden ratio, a usual constant of hash functions. TensorFlow's hash has 64 bits, for which jax
+    # needs x64.
     return CrossedColumn(tuple(keys), hash_bucket_size, 0x9E3779B9 if hash_key is None else hash_key % 2**32)

@@ -131,7 +131,7 @@ def check_categorical(caller: str, column: Any) -> None:
 def check_single(caller: str, column: Any) -> None:
     """Raises an error for a column of sequences, or one that wraps it."""
     sequence = isinstance(column, SequenceDenseColumn) and not isinstance(column, DenseColumn)
-    # Embeddings and indicators are dense columns of either kind: what they wrap decides.
+    # Embeddings and indicators are dense columns and columns of sequences: the column that they wrap decides.
     inner = getattr(column, "categorical_column", None)
     if sequence or any(isinstance(each, SequenceCategoricalColumn) for each in (column, inner)):
         raise ValueError(
@@ -200,12 +200,12 @@ def integers(features: Mapping[Any, Any], key: str) -> jax.Array:
         )
     if value.ndim > 2:
         raise ValueError(f"A categorical column takes shape (batch,) or (batch, k); feature {key!r} has {value.shape}.")
-    # Devices have no int64 without x64; batches are checked for ids that do not fit when they are read.
+    # jax has no int64 without x64; ids that do not fit in int32 are an error when a batch is read.
     return (value[:, None] if value.ndim == 1 else value).astype(jnp.int32)
 
 
 def in_range(values: jax.Array, num_buckets: int, default_value: int | None) -> jax.Array:
-    # -1 stands for the absence of a class, and stays. An invalid id becomes `num_buckets`, which makes its row NaN:
-    # a program cannot raise an error.
+    # -1 stands for the absence of a class and does not change. An invalid id becomes `num_buckets`, which makes its row
+    # NaN: a compiled program cannot raise an error.
     unknown = (values < -1) | (values >= num_buckets)
     return jnp.where(unknown, num_buckets if default_value is None else default_value, values)

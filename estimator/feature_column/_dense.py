@@ -60,7 +60,7 @@ class NumericArgs(InputColumn):
         """Applies the normalizer_fn, if there is one; `kind` is for an error."""
         if self.normalizer_fn is None:
             return values
-        # As a function of the user's it may return numpy's arrays, or another shape.
+        # The user's function may return arrays of numpy, or another shape.
         new = jnp.asarray(self.normalizer_fn(values))
         if new.shape != values.shape:
             raise ValueError(
@@ -80,8 +80,8 @@ class NumericColumn(NumericArgs, DenseColumn):
                 f"has {array.shape}. Write `numeric_column({self.key!r}, shape={array.shape[1:] or (1,)})`."
             )
         values = array.reshape(expected).astype(self.dtype)
-        # NaN stands for a missing number, and only floats have it. Before the normalizer, as TensorFlow fills up when
-        # it parses examples.
+        # NaN, which only floats have, stands for a missing number. It is replaced before the normalizer: TensorFlow
+        # uses the default when it parses examples.
         if self.default_value is not None and jnp.issubdtype(values.dtype, jnp.floating):
             values = jnp.where(jnp.isnan(values), jnp.asarray(self.default_value, values.dtype), values)
         values = self.normalize("numeric column", values)
@@ -154,9 +154,9 @@ def indicator_column(categorical_column: CategoricalColumn) -> IndicatorColumn:
 
 def many_hot(ids: jax.Array, num_buckets: int, weights: jax.Array | None = None) -> jax.Array:
     """The classes in the last dimension of the ids, added up."""
-    # A row of zeros for ids out of range: padding, and the invalid ones that turn into NaN below.
+    # `one_hot` gives zeros for ids out of range: padding, and invalid ids, which become NaN below.
     classes = jax.nn.one_hot(ids, num_buckets, dtype=jnp.float32)
-    # Beside padding there may be anything, also NaN, which survives the product with zero.
+    # The weight of padding may be anything, also NaN, and zero times NaN is NaN.
     counts = (classes if weights is None else classes * jnp.where(ids < 0, 0, weights)[..., None]).sum(axis=-2)
     unknown = (ids >= num_buckets).any(axis=-1, keepdims=True)
     return jnp.where(unknown, jnp.nan, counts)

@@ -149,7 +149,7 @@ def shared_embedding_columns(
     if not isinstance(categorical_columns, list | tuple) or not categorical_columns:
         raise ValueError(f"`{caller}`: categorical_columns must be a list of columns; got {categorical_columns!r}.")
     _check(caller, categorical_columns, dimension, combiner, initializer, max_norm)
-    # For the default name alone, which TensorFlow makes of the sorted ones; the result is in the order of the
+    # Only for the default name, which in TensorFlow is made of the sorted names; the result is in the order of the
     # arguments.
     columns = sorted(categorical_columns, key=lambda column: column.name)
     for column in columns:
@@ -177,10 +177,10 @@ def look_up_combined(
 ) -> jax.Array:
     """Rows of a variable, combined over the last dimension of the ids; a large variable has a sparse gradient."""
     if weights is not None and combiner != "sum":
-        # TensorFlow leaves out entries without a positive weight, except for sums.
+        # As in TensorFlow, ids without a positive weight are left out, except for sums.
         ids = jnp.where(weights > 0, ids, -1)
     if not trainable:
-        # Without a gradient a plain lookup will do.
+        # Without a gradient a plain lookup is enough.
         table = get_variable(name, shape, initializer=initializer, trainable=False)
         rows = jnp.where(ids[..., None] < 0, 0, table.at[jnp.maximum(ids, 0)].get(mode="fill", fill_value=jnp.nan))
     else:

@@ -78,7 +78,7 @@ def encode_labels(labels: Any, label_vocabulary: Sequence[str], *, many_hot: boo
         return array
     places: dict[Any, int] = {}
     for i, name in enumerate(label_vocabulary):
-        # numpy has arrays of bytes, too: readers of records give strings so.
+        # Strings may be bytes, too, as readers of records return them.
         places[name] = places[name.encode()] = i
     if many_hot:
         places[""] = places[b""] = -1
@@ -113,7 +113,7 @@ def _coders(columns: Iterable[Any]) -> dict[str, Coder]:
 
 
 def _codes(key: Any, array: np.ndarray, coder: Coder) -> np.ndarray:
-    # Columns of strings repeat themselves: each is hashed or looked up once.
+    # Columns of strings have many equal ones: each is hashed or looked up once.
     @functools.cache
     def code(value: Any) -> int:
         text = value.decode() if isinstance(value, bytes) else value

@@ -15,7 +15,7 @@ class Crc32:
     """An integer for a string: 31 bits of the CRC-32 of its UTF-8 bytes."""
 
     def code(self, text: str) -> int:
-        # 31 bits, so that it is positive as an int32: -1 stands for the absence of a class.
+        # 31 bits, so that it is not negative as an int32: -1 stands for the absence of a class.
         return zlib.crc32(text.encode()) & 0x7FFFFFFF
 
 

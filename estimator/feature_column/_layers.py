@@ -36,7 +36,7 @@ def input_layer(features: Mapping[Any, Any], feature_columns: Iterable[DenseColu
     values = []
     with scope(None, "input_layer"):
         for column in columns:
-            # Names of columns are scopes, as in TensorFlow; the outer one is made unique for a second layer.
+            # As in TensorFlow, each column has a scope; the outer scope is made unique for a second layer.
             with scope(column.scope_name):
                 values.append(column.values(features))
     return jnp.concatenate(values, axis=-1)
@@ -71,8 +71,8 @@ def linear_model(
     with variable_scope(None, "linear_model"):
         for column in columns:
             with _scope_of_weights(column):
-                # Bucketized columns are of both kinds: as categories they look up rows, instead of a product with zeros
-                # and ones.
+                # A bucketized column is categorical and dense: as in TensorFlow it looks up rows here, instead of a
+                # product with zeros and ones.
                 if isinstance(column, CategoricalColumn):
                     ids, own, shape = column.ids(features), column.weights(features), (column.num_buckets, units)
                     terms.append(look_up_combined("weights", ids, own, shape, zeros, sparse_combiner))
@@ -127,7 +127,7 @@ def named_columns(feature_columns: Any) -> list[Any]:
                 "Items of feature_columns must be columns such as `est.feature_column.numeric_column(key)`. Given: "
                 f"{column!r}."
             )
-    # As in TensorFlow: the rows of a kernel behind the layer do not depend on the order of the list.
+    # As in TensorFlow: the rows of a kernel after the layer do not depend on the order of the list.
     columns.sort(key=lambda column: column.name)
     for first, second in zip(columns, columns[1:], strict=False):
         if first.name == second.name:

@@ -57,7 +57,7 @@ class SequenceColumn(SequenceCategoricalColumn):
 
     def ids(self, features: Mapping[Any, Any]) -> jax.Array:
         steps = self._steps(features)
-        # For the length such a string is a step; for the column below it has no class.
+        # Such a string counts as a step in the length; for the wrapped column it has no class.
         if self._has_unlisted:
             steps = jnp.where(steps == _UNLISTED, -1, steps)
         return self.categorical_column.ids({self.categorical_column.key: steps})
@@ -161,13 +161,13 @@ class SequenceNumericColumn(NumericArgs, SequenceDenseColumn):
                 f"steps, {', '.join(map(str, self.shape))}); it has {array.shape}."
             )
         array = array.reshape(expected)
-        # NaN pads a sequence, of floats alone: integers have no such value, and count in full.
+        # NaN pads a sequence of floats. Integers have no NaN: all their steps count.
         missing = jnp.isnan(array) if jnp.issubdtype(array.dtype, jnp.floating) else jnp.zeros(array.shape, bool)
         default = jnp.asarray(self.default_value, self.dtype)
-        # NaN has no value in a dtype of integers: it is replaced before the cast.
+        # NaN has no value in an integer dtype: it is replaced before the cast.
         numbers = jnp.where(missing, default, jnp.where(missing, 0, array).astype(self.dtype))
         values = self.normalize("sequence numeric column", numbers)
-        # Once more after the normalizer: TensorFlow pads what it has normalized, so that padding is the default itself.
+        # Again after the normalizer: TensorFlow pads after normalizing, so that padding is `default_value` itself.
         values = jnp.where(missing, default.astype(values.dtype), values)
         there = ~missing.reshape(*array.shape[:2], self.width).all(axis=-1)
         return values.reshape(*array.shape[:2], self.width).astype(jnp.float32), _last_step(there)
@@ -241,7 +241,7 @@ def sequence_input_layer(
                 "`sequence_input_layer` takes columns of sequences; wrap a `sequence_categorical_column_with_*` with "
                 f"`embedding_column` or `indicator_column`. Given: {column!r}."
             )
-        # Embeddings and indicators are columns of sequences only if what they wrap is one.
+        # Embeddings and indicators are columns of sequences only if they wrap one.
         if hasattr(column, "categorical_column"):
             sequence_of(column)
     check_features(features)
@@ -260,8 +260,7 @@ def sequence_input_layer(
         )
     together = jnp.concatenate(values, axis=-1)
     if len(columns) > 1:
-        # TensorFlow asserts that all columns have the same lengths; a compiled program makes the examples that differ
-        # NaN.
+        # TensorFlow asserts that all columns have the same lengths; here examples whose lengths differ become NaN.
         agree = jnp.stack([length == lengths[0] for length in lengths]).all(axis=0)
         together = jnp.where(agree[:, None, None], together, jnp.nan)
     return together, lengths[0]
@@ -269,6 +268,6 @@ def sequence_input_layer(
 
 def _last_step(there: jax.Array) -> jax.Array:
     """The number of steps up to the last one that is there, of a mask of shape `(batch, steps)`."""
-    # By the last step, so that a missing one in between does not shorten the sequence.
+    # Up to the last step, so that a missing step before it does not shorten the sequence.
     numbers = jnp.arange(1, there.shape[1] + 1, dtype=jnp.int32)
     return jnp.where(there, numbers, 0).max(axis=1, initial=0)

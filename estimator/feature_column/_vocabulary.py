@@ -43,7 +43,7 @@ class VocabularyColumn(KeyColumn):
         values = integers(features, self.key)
         if self.of_strings:  # `encode` made them ids already
             return in_range(values, self.num_buckets, None)
-        # A binary search over a constant of the program: no table for the user to initialize, as TensorFlow has one.
+        # A binary search in a constant of the program; TensorFlow uses a lookup table, which must be initialized.
         ordered = np.sort(np.array(self.vocabulary_list, np.int32))
         places = np.argsort(np.array(self.vocabulary_list, np.int32)).astype(np.int32)
         at = jnp.searchsorted(jnp.asarray(ordered), values).clip(0, len(ordered) - 1)
@@ -141,7 +141,7 @@ def categorical_column_with_vocabulary_file(
     if vocabulary_size is not None:
         check_positive(caller, "vocabulary_size", vocabulary_size)
     with open(vocabulary_file, encoding="utf-8") as file:  # universal newlines
-        # Only the end of the line: spaces may belong to a class.
+        # Only the end of the line is removed: spaces may belong to a class.
         lines = [line.rstrip("\n") for line in file]
     if not lines or len(lines) < (vocabulary_size or 0):
         raise ValueError(
@@ -156,7 +156,7 @@ def categorical_column_with_vocabulary_file(
                 f"{dtype!r}; got {wrong[:3]}."
             )
         words = tuple(map(int, words))
-    # TensorFlow's defaults differ: None for a file, -1 for a list.
+    # In TensorFlow the default is None for a file, which means -1, and -1 for a list.
     default = -1 if default_value is None else default_value
     return _column(caller, "vocabulary_file", key, words, default, num_oov_buckets)
 

@@ -43,14 +43,14 @@ class WeightedColumn(CategoricalColumn):
         weights = feature(features, self.weight_feature_key)
         check_numeric("weighted_categorical_column", self.weight_feature_key, weights.dtype)
         weights = weights[:, None] if weights.ndim == 1 else weights
-        # For its shape alone: XLA drops this second computation of the ids.
+        # Only for the shape: XLA removes this second computation of the ids.
         expected = self.ids(features).shape
         if weights.shape != expected:
             raise ValueError(
                 f"Feature {self.weight_feature_key!r} must have a weight for each class of the column "
                 f"{self.categorical_column.name!r}, shape {expected}; it has {weights.shape}."
             )
-        # Rounded to the column's dtype first, as TensorFlow parses it.
+        # Cast to the dtype of the column first: TensorFlow parses weights in it.
         return weights.astype(self.dtype).astype(jnp.float32)
 
     def coders(self) -> dict[str, Coder]:

@@ -81,11 +81,11 @@ class BinaryClassHead(OneTaskHead):
 
     def _losses(self, labels: jax.Array, logits: jax.Array) -> jax.Array:
         losses = optax.losses.sigmoid_binary_cross_entropy(logits, labels)
-        # A label of 2, or the -1 of other libraries, has a finite loss, on which a model would train without a word.
+        # A label of 2 or -1 has a finite loss, with which a model would train without an error.
         return nan_where((labels < 0) | (labels > 1), losses)
 
     def _predictions(self, logits: jax.Array) -> Predictions:
-        # The softmax of (0, x) is (1 - sigmoid(x), sigmoid(x)): two columns from one logit, as in TensorFlow.
+        # The softmax of (0, x) is (1 - sigmoid(x), sigmoid(x)): as in TensorFlow, two columns from one logit.
         two_class_logits = jnp.concatenate([jnp.zeros_like(logits), logits], axis=-1)
         return {
             "logits": logits,
@@ -111,7 +111,7 @@ class BinaryClassHead(OneTaskHead):
         }
 
     def export_outputs(self, predictions: Predictions) -> dict[str, ExportOutput]:
-        # TensorFlow's head offers the probability as a regression, too, to servers that ask for one.
+        # As in TensorFlow, the probability is exported as a regression, too.
         value = RegressionOutput(predictions["logistic"])
         return classification_outputs(predictions, self._label_vocabulary, 2, regression=value)
 
@@ -125,5 +125,5 @@ class _AccuracyBaseline(Mean):
 
 
 def _class_ids(logits: jax.Array) -> jax.Array:
-    # Where the probability is above a half.
+    # The probability is above one half.
     return (logits > 0).astype(jnp.int32)

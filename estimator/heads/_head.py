@@ -110,7 +110,7 @@ class Head(abc.ABC):
         As in TensorFlow, TRAIN shows the loss of a named head, or of each head of a MultiHead, as loss/<name>, and
         regularization_loss, in TensorBoard and to hooks.
         """
-        # Also from the plain strings that TensorFlow's modes are, "train", "eval" and "infer".
+        # As in TensorFlow, a mode may be a plain string: "train", "eval" or "infer".
         mode = ModeKeys(mode)
         predictions = self.predictions(logits)
         if mode == ModeKeys.PREDICT:
@@ -138,7 +138,7 @@ class Head(abc.ABC):
         self._show_regularization(self._key("regularization_loss"), regularization_losses)
 
     def _show_loss(self, tag: str, loss: jax.Array) -> None:
-        # Merged over towers in the way of the loss itself.
+        # Merged over towers in the same way as the loss itself.
         is_sum = self.loss_reduction == Reduction.SUM
         report_in_training(tag, lambda: Scalar(loss, summary=True, is_sum=is_sum))
 
@@ -174,7 +174,7 @@ def add_regularization(loss: jax.Array, regularization_losses: RegularizationLos
             raise ValueError(
                 f"regularization_losses[{i}] must be a scalar; it has shape {jnp.shape(term)}. Reduce it by `jnp.sum`."
             )
-        # The loss stays float32, whatever a term is computed in.
+        # The loss keeps its dtype, whatever the dtype of a term is.
         loss = loss + jnp.asarray(term).astype(loss.dtype)
     return loss
 

@@ -66,7 +66,7 @@ class MultiClassHead(OneTaskHead):
 
     def _losses(self, labels: jax.Array, logits: jax.Array) -> jax.Array:
         losses = losses_lib.sparse_softmax_cross_entropy(labels, logits, reduction=Reduction.NONE)
-        # With the dimension of losses, here 1, with which weights broadcast.
+        # With a last dimension of 1, as weights have it.
         return losses[..., None]
 
     def _predictions(self, logits: jax.Array) -> Predictions:

@@ -87,7 +87,7 @@ class MultiHead(Head):
     ) -> jax.Array:
         by_head = self._split(logits)
         losses = self._losses(self._checked_labels(labels), by_head, features, mode).values()
-        # Weights are of whole losses, after each head's own reduction, as in TensorFlow.
+        # As in TensorFlow, each loss is multiplied by its weight after the reduction of its head.
         weighted = [loss * weight for loss, weight in zip(losses, self._head_weights, strict=True)]
         return add_regularization(sum(weighted[1:], weighted[0]), regularization_losses)
 
@@ -113,7 +113,7 @@ class MultiHead(Head):
         by_name = self._checked_labels(labels)
         for name, loss in self._losses(by_name, by_head, features, None).items():
             is_sum = self.loss_reduction == Reduction.SUM
-            # Over batches a sum adds up, while a mean weighs by its rows.
+            # Over batches, sums are added, and means are weighted by their rows.
             metrics[f"loss/{name}"] = Count(loss) if is_sum else batch_mean(loss, rows)
             metrics |= self._heads[name].metrics(by_name[name], by_head[name], features)
         return metrics | self._regularization_metric(rows, regularization_losses)
@@ -121,11 +121,11 @@ class MultiHead(Head):
     def export_outputs(self, predictions: Predictions) -> dict[str, ExportOutput]:
         outputs: dict[str, ExportOutput] = {}
         for name, head in self._heads.items():
-            # Under the head's own names: it exports what it would alone.
+            # With the head's own keys, for which it exports the same as without a MultiHead.
             own = {key: value for (owner, key), value in predictions.items() if owner == name}
             for signature, output in head.export_outputs(own).items():
                 if signature == DEFAULT_SIGNATURE:
-                    # The first head's, as in TensorFlow.
+                    # As in TensorFlow, the default is the first head's.
                     outputs.setdefault(DEFAULT_SIGNATURE, output)
                     outputs[name] = output
                 else:
@@ -172,7 +172,7 @@ class MultiHead(Head):
                 f"Could not split logits of shape {logits.shape} among the heads with individual logits dimensions: "
                 f"{dimensions}. The last dimension of the logits should equal {self.logits_dimension}."
             )
-        # `jnp.split` takes the ends of all parts but the last one.
+        # `jnp.split` takes the ends of all parts except the last one.
         ends = [sum(dimensions[: i + 1]) for i in range(len(dimensions) - 1)]
         return dict(zip(self._heads, jnp.split(logits, ends, axis=-1), strict=True))
 

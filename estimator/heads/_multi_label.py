@@ -87,7 +87,7 @@ class MultiLabelHead(OneTaskHead):
 
     def _losses(self, labels: jax.Array, logits: jax.Array) -> jax.Array:
         losses = optax.losses.sigmoid_binary_cross_entropy(logits, labels)
-        # The mean over classes is the loss of an example, as in TensorFlow: one class out of range makes it NaN.
+        # As in TensorFlow, the loss of an example is the mean over classes: one label out of range makes it NaN.
         return nan_where((labels < 0) | (labels > 1), losses).mean(axis=-1, keepdims=True)
 
     def _predictions(self, logits: jax.Array) -> Predictions:
@@ -101,7 +101,7 @@ class MultiLabelHead(OneTaskHead):
         }
         for i in self._own_metrics:
             name = self._label_vocabulary[i] if self._label_vocabulary else f"class{i}"
-            # A slice, so that the last dimension stays for the weights.
+            # A slice keeps the last dimension, for the weights.
             mine, probability = labels[..., i : i + 1], probabilities[..., i : i + 1]
             metrics[f"probability_mean/{name}"] = metrics_lib.mean(probability, weights)
             for curve, metric in curve_metrics(mine, probability, weights).items():

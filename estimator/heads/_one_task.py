@@ -63,7 +63,7 @@ class OneTaskHead(Head):
         self._loss_dimension = loss_dimension
         self._weight_column = weight_column
         self._loss_fn = loss_fn
-        # Checked here: in the model_fn the error would come out of a run, much later.
+        # Checked here, since the model_fn runs much later.
         self._loss_fn_args = () if loss_fn is None else _loss_fn_args(loss_fn)
 
     def loss(
@@ -91,11 +91,11 @@ class OneTaskHead(Head):
         features: Features = None,
         regularization_losses: RegularizationLosses = None,
     ) -> dict[str, Metric]:
-        # Before the labels, whose expected shape follows from them.
+        # Logits first: the expected shape of labels follows from them.
         logits = self._checked_logits(logits)
         labels = self._checked_labels(labels, logits)
         losses, weights = self._losses_and_weights(labels, logits, features)
-        # Of the losses of examples: it is the same for every `loss_reduction`.
+        # The mean over examples, which is the same for every `loss_reduction`.
         metrics = {"average_loss": metrics_lib.mean(losses, weights), **self._metrics(labels, logits, weights)}
         named = {self._key(key): metric for key, metric in metrics.items()}
         return named | self._regularization_metric(logits.shape[0], regularization_losses)
@@ -122,7 +122,7 @@ class OneTaskHead(Head):
                 f"logits shape must be [D0, D1, ... DN, logits_dimension], which is {self.logits_dimension} for this "
                 f"`{self._kind}`; got {logits.shape}."
             )
-        # Losses in float32, whatever the model computes in: a softmax in bfloat16 has two or three digits.
+        # Losses are float32, whatever dtype the model uses: a softmax in bfloat16 has two or three digits.
         return logits.astype(jnp.float32)
 
     def _checked_labels(self, labels: Labels, logits: jax.Array) -> jax.Array:
@@ -149,7 +149,7 @@ class OneTaskHead(Head):
         if labels.ndim == logits.ndim - 1:
             labels = labels[..., None]
         expected = (*logits.shape[:-1], self._labels_dimension)
-        # Two errors, since the first one, in TensorFlow's words, names the usual cause.
+        # Two errors, since the first one names the usual cause, in the words of TensorFlow.
         if labels.ndim >= 1 and labels.shape[-1] != self._labels_dimension:
             raise ValueError(
                 f"Mismatched label shape. Expected labels dimension={self._labels_dimension}. Received "
@@ -170,7 +170,7 @@ class OneTaskHead(Head):
             losses = self._losses(labels, logits)
         else:
             arguments = dict(labels=labels, logits=logits, features=features, loss_reduction=self.loss_reduction)
-            # By name, as TensorFlow calls it: a function may take its arguments in any order.
+            # As in TensorFlow, called with keywords: a function may have its arguments in any order.
             losses = jnp.asarray(self._loss_fn(**{name: arguments[name] for name in self._loss_fn_args}))
             expected = (*logits.shape[:-1], self._loss_dimension)
             if losses.shape != expected:
@@ -183,7 +183,7 @@ class OneTaskHead(Head):
         return losses, self._weights(logits, features)
 
     def _weights(self, logits: jax.Array, features: Features) -> ArrayLike:
-        # A plain number: then towers need not average the denominators of their losses.
+        # With a plain number, towers do not need to average the denominators of their losses.
         if self._weight_column is None:
             return 1.0
         if not isinstance(features, Mapping) or self._weight_column not in features:
@@ -192,7 +192,7 @@ class OneTaskHead(Head):
                 f"weight_column {self._weight_column!r} of `{self._kind}` is not in features, which are {have}."
             )
         weights = jnp.asarray(features[self._weight_column]).astype(jnp.float32)
-        # As with labels: one weight for each example.
+        # As with labels, weights may lack the last dimension.
         if weights.ndim == logits.ndim - 1:
             weights = weights[..., None]
         allowed = {(*logits.shape[:-1], 1), (*logits.shape[:-1], self._loss_dimension)}
@@ -264,7 +264,7 @@ def threshold_metrics(
 def curve_metrics(labels: jax.Array, probabilities: jax.Array, weights: ArrayLike) -> dict[str, Metric]:
     return {
         "auc": metrics_lib.auc(labels, probabilities, weights),
-        # The trapezoidal rule overestimates the area below this curve (Davis and Goadrich, 2006).
+        # The trapezoidal rule overestimates the area under this curve (Davis and Goadrich, 2006).
         "auc_precision_recall": metrics_lib.auc(
             labels, probabilities, weights, curve="PR", summation_method="careful_interpolation"
         ),
@@ -278,7 +278,7 @@ def all_class_ids(logits: jax.Array, n_classes: int) -> jax.Array:
 def classification_outputs(
     predictions: Predictions, label_vocabulary: tuple[str, ...] | None, n_classes: int, **others: ExportOutput
 ) -> dict[str, ExportOutput]:
-    # TensorFlow exports ids as strings where there is no vocabulary.
+    # As in TensorFlow, ids are exported as strings if there is no vocabulary.
     names = list(label_vocabulary or map(str, range(n_classes)))
     classes = ClassificationOutput(predictions["probabilities"], names)
     return {DEFAULT_SIGNATURE: classes, "classification": classes, **others, "predict": PredictOutput(predictions)}

@@ -57,7 +57,7 @@ class RegressionHead(OneTaskHead):
                 f"inverse_link_fn must be a function of logits, such as `jnp.exp`; got {inverse_link_fn!r}."
             )
         super().__init__(
-            # Of the logits, of the labels and of the losses.
+            # The dimensions of the logits, the labels and the losses.
             label_dimension,
             label_dimension,
             label_dimension,
@@ -114,10 +114,11 @@ class PoissonRegressionHead(RegressionHead):
         self._compute_full_loss = compute_full_loss
 
     def _losses(self, labels: jax.Array, logits: jax.Array) -> jax.Array:
-        # Less the logarithm of `labels!`, which no logit changes.
+        # Without the logarithm of `labels!`, which does not depend on the logits.
         losses = jnp.exp(logits) - labels * logits
         if self._compute_full_loss:
-            # Up to 1 TensorFlow adds nothing: the approximation is bad there, and its logarithm infinite at 0.
+            # As in TensorFlow, nothing is added up to 1: the approximation is bad there, and its logarithm infinite at
+            # 0.
             large = jnp.maximum(labels, 1)
             stirling = large * jnp.log(large) - large + 0.5 * jnp.log(2 * math.pi * large)
             losses = losses + jnp.where(labels > 1, stirling, 0)

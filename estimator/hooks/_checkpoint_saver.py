@@ -85,7 +85,7 @@ class CheckpointSaverHook(Hook):
     def next_step(self, step: int) -> int | None:
         if self._steps is not None:
             return self._start + self._steps * ((step - self._start) // self._steps + 1)
-        # By seconds no step is known in advance: it is asked again before each program.
+        # With `save_secs` no step is known in advance: the loop asks again for each program.
         return step + 1 if self._is_time() else None
 
     def after_run(self, context: Context, values: RunValues) -> None:

@@ -23,7 +23,7 @@ def with_default_hooks(
     """
     first: list[Hook] = []
     if config.check_replicas_every:
-        # Before the saver: copies that differ are not to be saved.
+        # Before the saver: copies that differ must not be saved.
         first.append(ReplicaCheckHook(config.check_replicas_every))
     of_caller = (*chief, *hooks)
     savers = [hook for hook in of_caller if isinstance(hook, CheckpointSaverHook)]
@@ -36,7 +36,7 @@ def with_default_hooks(
             "RunConfig.save_checkpoints_steps or RunConfig.save_checkpoints_secs."
         )
     for saver in savers:
-        # One of them alone, so that a listener hears of a checkpoint once.
+        # Only the first one, so that a listener is called once for a checkpoint.
         saver.listen(listeners if saver is savers[0] else ())
     first += chief
     writers = [hook for hook in of_caller if isinstance(hook, SummarySaverHook) and hook.writes_to(config.model_dir)]
@@ -67,5 +67,5 @@ def hooks_for_process(group: ProcessGroup, hooks: Sequence[Hook], chief: Sequenc
     if not group.index:
         return tuple(hooks)
     inactive = {id(hook) for hook in chief if not isinstance(hook, CheckpointSaverHook)}
-    # In their places hooks that do nothing: processes agree by numbers on the hooks that are due.
+    # They are replaced by hooks that do nothing: processes agree on the positions of the hooks that are due.
     return tuple(Hook() if id(hook) in inactive else hook for hook in hooks)

@@ -41,5 +41,5 @@ class FinalOpsHook(Hook):
 
     def end(self, context: Context) -> None:
         if context.error is None:
-            # To the host: the next run may donate the memory of this state.
+            # Copied to the host: the next run may donate the memory of this state.
             self.final_ops_values = jax.device_get(self._final_ops(context))

@@ -67,9 +67,9 @@ class InMemoryEvaluatorHook(Hook):
         self._evaluate(context)
 
     def end(self, context: Context) -> None:
-        # After SIGTERM only seconds are left, which the last checkpoint needs.
+        # After SIGTERM little time is left, which the last checkpoint needs.
         if context.error is None and context.stop_reason != SIGTERM:
-            # Not twice for one state, where the last step was one of its own.
+            # If the last step was evaluated already, its state is not evaluated again.
             if self.results[-1]["global_step"] != context.global_step:
                 self._evaluate(context)
 

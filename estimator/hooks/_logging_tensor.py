@@ -74,7 +74,8 @@ class LoggingTensorHook(Hook):
             self._timer.reset()
 
     def next_step(self, step: int) -> int | None:
-        # Which step is the last one is known when it is over: values of each are requested, and one step's are read.
+        # The last step is known only after it: the values of each step are requested, and only those of the last one
+        # are read.
         return step + 1 if self._at_end or self._timer is None else self._timer.next_step(step)
 
     def before_run(self, context: Context) -> dict[str, str]:
@@ -83,7 +84,7 @@ class LoggingTensorHook(Hook):
     def after_run(self, context: Context, values: RunValues) -> None:
         if self._timer and self._timer.should_trigger_for_step(context.step):
             self._log(values, self._timer.update_last_triggered_step(context.step)[0])
-        # Not read yet: that would wait for the step.
+        # Not read yet, since reading waits for the step.
         self._last = values if self._at_end else None
 
     def end(self, context: Context) -> None:

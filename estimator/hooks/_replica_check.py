@@ -17,7 +17,7 @@ class ReplicaCheckHook(Hook):
         self._every = every
 
     def next_step(self, step: int) -> int:
-        # Multiples of N, wherever a run begins.
+        # At multiples of N, whatever the first step of the run is.
         return step + self._every - step % self._every
 
     def after_run(self, context: Context, values: RunValues) -> None:

@@ -68,6 +68,6 @@ class SetLearningRateHook(Hook):
                 f"The function given to SetLearningRateHook returned {rates!r} at step {step}. It returns a dict of "
                 'learning rates by name, such as {"optimizer": 1e-3}, or None.'
             )
-        # The rates of process 0 for all: a function may look at a clock, or at a file.
+        # All processes use the rates of process 0: a function may read a clock or a file.
         for name, value in context.agreed(lambda: dict(rates or {})).items():
             context.set_learning_rate(name, value)

@@ -80,7 +80,7 @@ class StepCounterHook(Hook):
         if not self._timer.should_trigger_for_step(context.step):
             return
         seconds, steps = self._timer.update_last_triggered_step(context.step)
-        # Examples are counted, since the last batch of an input may be smaller.
+        # Examples are counted one by one, since the last batch of an input may be smaller.
         examples, self._examples = context.examples - self._examples, context.examples
         if not seconds or not steps:  # the first time
             return

@@ -29,7 +29,8 @@ class StopAtSecsHook(Hook):
         self._stop = time.monotonic() + self._secs
 
     def next_step(self, step: int) -> int | None:
-        # Asked before each program: the run ends with the one during which time runs out.
+        # The loop asks when it plans each program: the run ends after those that were planned before, and one step
+        # more.
         return step + 1 if time.monotonic() >= self._stop else None
 
     def after_run(self, context: Context, values: RunValues) -> None:

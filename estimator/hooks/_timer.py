@@ -65,9 +65,9 @@ class SecondOrStepTimer:
         if step < self._first:
             return self._first
         if self._every_steps:
-            # Counted from the first step and not from the last trigger: a late one does not shift the following.
+            # Counted from the first step and not from the last trigger: a late trigger does not shift the next ones.
             return self._first + self._every_steps * ((step - self._first) // self._every_steps + 1)
-        # By time the answer is for now; the loop asks again before each program.
+        # With seconds, the answer holds only now; the loop asks again for each program.
         return step + 1 if self._step is not None and self._secs_passed() else None
 
     def _secs_passed(self) -> bool:

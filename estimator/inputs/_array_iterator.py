@@ -109,7 +109,7 @@ class RowBatches(Iterator[Any]):
 
     def _permutation(self, epoch: int) -> np.ndarray:
         if self._permuted is None or self._permuted[0] != epoch:
-            # From seed and epoch alone: a position of a few numbers resumes in the middle of any epoch.
+            # It depends on seed and epoch only: a position of a few numbers can resume in the middle of any epoch.
             self._permuted = epoch, np.random.default_rng([self._seed, epoch]).permutation(self._n)
         return self._permuted[1]
 

@@ -120,7 +120,7 @@ def _flatten(pair: tuple[PyTree, PyTree]) -> tuple[list[Any], Any]:
 
 def _copy_leaf(leaf: Any, devices: Set[jax.Device] | None, stack: Stack | None, number: int) -> Any:
     if type(leaf) is np.ndarray:
-        # Memory of the other byte order, as some file formats have it, which jax does not take.
+        # jax does not take arrays of the other byte order, which some file formats have.
         if not leaf.dtype.isnative:
             leaf = leaf.astype(leaf.dtype.newbyteorder("="))
         narrower = _NARROWER.get(leaf.dtype)
@@ -134,7 +134,7 @@ def _copy_leaf(leaf: Any, devices: Set[jax.Device] | None, stack: Stack | None, 
         copy[...] = leaf
         return copy
     if isinstance(leaf, jax.Array):
-        # Arrays of jax never change: no copy.
+        # Arrays of jax are immutable and need no copy.
         return leaf if devices is None or _is_near(leaf, devices) else np.asarray(leaf)
     if isinstance(leaf, np.ma.MaskedArray):
         raise ValueError("is a masked array, which jax has not. Give `x.filled(value)`, and the mask as a feature.")
@@ -163,7 +163,7 @@ def _narrow(array: np.ndarray, narrower: np.dtype[Any]) -> np.ndarray:
             with np.errstate(over="raise"):
                 return array.astype(narrower)
         except FloatingPointError:
-            # Only a number that was finite before is out of range; infinities of the input pass.
+            # Only a number that was finite before is out of range; infinities of the input are allowed.
             with np.errstate(over="ignore"):
                 outside = np.isfinite(array) & ~np.isfinite(array.astype(narrower))
     else:

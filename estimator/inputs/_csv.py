@@ -68,7 +68,7 @@ def csv_input_fn(
         raise TypeError("csv_input_fn reads files by pandas. Install it (`pip install pandas`).") from error
     given = [file_pattern] if isinstance(file_pattern, str | os.PathLike) else file_pattern
     patterns = [os.fspath(pattern) for pattern in given]
-    # A pattern that matches nothing stays as it is: the error of pandas then names it.
+    # A pattern without a match is given to pandas, whose error names it.
     paths = [path for pattern in patterns for path in sorted(glob.glob(pattern)) or [pattern]]
     if not paths or (not header and column_names is None):
         raise ValueError(
@@ -87,9 +87,9 @@ def csv_input_fn(
     frames = []
     for path in paths:
         text = {name: str for name in defaults}
-        # Columns with a default are read as strings, and cast when their empty fields are filled: what pandas would
-        # take them for may differ from file to file. With defaults only an empty field is missing, as in TensorFlow:
-        # "NA" is a string.
+        # Columns with a default are read as strings, and cast when their empty fields are filled: the dtype that pandas
+        # infers may differ from file to file. As in TensorFlow, with defaults only an empty field is missing: "NA" is a
+        # string.
         frame = pd.read_csv(
             path,
             sep=field_delim,

@@ -45,7 +45,7 @@ def call_input_fn(input_fn: Callable[..., Any], mode: object, params: object, co
             f"`lambda: batches`; got {input_fn!r}."
         )
     arguments = {"mode": mode, "params": params, "config": config}
-    # Still parameters in the signature, but the user has bound them: not to be overridden by the Estimator's.
+    # These are still in the signature, but the user has bound them: the Estimator must not override them.
     bound = input_fn.keywords.keys() if isinstance(input_fn, functools.partial) else ()
     parameters = {name: p for name, p in inspect.signature(input_fn).parameters.items() if name not in bound}
     unknown = [name for name, p in parameters.items() if name not in arguments and _is_required(p)]
@@ -142,9 +142,9 @@ class Batches(Iterator[tuple[PyTree, PyTree]]):
         if not self.has_position:
             return None
         if self._peeked is not None:
-            # A peeked batch has not been used: a run that resumes must see it.
+            # A peeked batch was not used yet: a run that resumes must get it.
             return self._before_peek
-        # An iterator may give the dict that it counts in.
+        # An iterator may return its own dict and change it later.
         return copy.deepcopy(self._elements.get_state())  # type: ignore[attr-defined]
 
     def set_state(self, state: Any) -> None:

@@ -78,11 +78,11 @@ def _as_arrays(name: str, value: Any) -> Arrays:
         raise ValueError(f"x cannot be an empty array; got shape {value.shape}.")
     arrays = value if isinstance(value, dict) else {None: value}
     for key, array in arrays.items():
-        # `np.asarray` would make an array of one object of it.
+        # `np.asarray` would turn it into an array of one object.
         if is_jax_sparse(array):
             raise TypeError(
                 f"{name if key is None else f'{name}[{key!r}]'} is sparse ({type(array).__name__}), and numpy cannot "
                 "cut it into batches. Let your own input_fn yield a jax.experimental.sparse.BCOO for each batch."
             )
-    # No copy: rows are cut out, and copied, with each batch.
+    # No copy: the rows of each batch are copied.
     return {key: np.asarray(array) for key, array in value.items()} if isinstance(value, dict) else np.asarray(value)

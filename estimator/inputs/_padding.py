@@ -110,7 +110,7 @@ def pad_batches(
     if not callable(batches):
         return pad(batches)
 
-    # With the parameters that an Estimator passes, of which the user's function gets those that it has.
+    # With all parameters that an Estimator passes; the user's function gets those in its signature.
     def input_fn(mode: object = None, params: object = None, config: object = None) -> Any:
         return pad(call_input_fn(batches, mode, params, config))
 
@@ -136,7 +136,7 @@ class _PaddedIterator(Iterator[Any]):
         return self._padding.batch(self._read(self._elements))
 
     def __getattr__(self, name: str) -> Any:
-        # Not as methods: `hasattr` is how a loop finds out whether an input has a position.
+        # Not methods, since a loop uses `hasattr` to find out whether an input has a position.
         if name in ("get_state", "set_state"):
             return getattr(self._elements, name)
         raise AttributeError(name)
@@ -187,7 +187,7 @@ class _Padding:
     def room(self, name: str, length: int) -> int:
         """The padded length of an array."""
         if self.pad_to is None:
-            # At least one multiple: batches of empty sequences get no program of their own.
+            # At least one multiple, so that a batch of empty sequences does not need another program.
             return max(1, -(-length // self.multiple_of)) * self.multiple_of
         enough = [n for n in _as_tuple(self.pad_to) if n >= length]
         if not enough:
@@ -202,7 +202,7 @@ class _Padding:
             return self.axes
         if not isinstance(features, Mapping):
             return 1
-        # Lists of rows need no name: they are padded in any case.
+        # Lists of rows do not need a name: they are always padded.
         if any(map(_has_rows, features.values())):
             return {}
         raise ValueError(
@@ -282,13 +282,13 @@ def _pad_array(name: str, x: Any, axes: tuple[int, ...], value: ArrayLike, room:
                 "be padded too."
             )
         shape.append(room(name, int(sizes.max())) if axis in axes else int(sizes.max()))
-    # The first padded dimension is the length. An array has one shape for all of its rows.
+    # The first padded dimension gives the length. All rows of an array have the same shape.
     lengths = np.broadcast_to(shapes[:, axes[0] - 1], (len(rows),)).astype(np.int32)
     dtype = _common_dtype(x, rows, value) if isinstance(rows, list) else rows.dtype
     padded = np.full((len(rows), *shape), _cast_exactly(name, value, dtype))
     if isinstance(rows, list):
         for target, row in zip(padded, rows, strict=True):
-            # At the beginning: padding comes behind, where lengths and masks expect it.
+            # Padding comes after the row, where lengths and masks expect it.
             target[tuple(map(slice, row.shape))] = row
     else:
         padded[tuple(map(slice, rows.shape))] = rows

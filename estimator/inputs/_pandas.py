@@ -72,7 +72,7 @@ def pandas_input_fn(
             f"Cannot use name {target_column} for target column: DataFrame already has a column with that name: "
             f"{list(x.columns)}. Give another target_column, or leave that column out of x."
         )
-    # Rows belong together by position: another index says that one of the two was sorted or filtered.
+    # Rows are paired by position: different indices mean that one of the two was sorted or filtered.
     if not np.array_equal(x.index, y.index):
         raise ValueError(
             f"Index for x and y are mismatched. Give rows in the same order; got index for x: {x.index}, "
@@ -87,5 +87,5 @@ def _columns(name: str, frame: Any) -> dict[Any, np.ndarray]:
     if not frame.columns.is_unique:
         twice = sorted(set(frame.columns[frame.columns.duplicated()]), key=str)
         raise ValueError(f"The columns of {name} must have different names; got several called {twice}. Rename them.")
-    # Copies, since a frame may change under an input that is read for hours.
+    # Copies, since the user may change the frame while the input is read.
     return {column: frame[column].to_numpy(copy=True) for column in frame.columns}

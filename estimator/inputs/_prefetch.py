@@ -73,7 +73,7 @@ class Prefetcher:
         self._ahead = ahead
         self._requested: collections.deque[int] = collections.deque()  # sizes, not yet taken
         self._arrived: BatchChunk | _Failure | None = None
-        self._last: BatchChunk | _Failure | None = None  # the result of every further `get`
+        self._last: BatchChunk | _Failure | None = None  # what each further `get` returns or raises
         self._ending = False
         self._closed = threading.Event()
         self._requests: queue.SimpleQueue[int | None] = queue.SimpleQueue()

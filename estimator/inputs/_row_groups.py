@@ -33,7 +33,7 @@ class RowGroups:
         group = list(itertools.islice(rows, self.batch_size))
         if not group or (self.drop_remainder and len(group) < self.batch_size):
             raise StopIteration
-        # As with batches, only tuples have labels.
+        # As in batches, only tuples have labels.
         if not all(isinstance(row, tuple) for row in group):
             return _join("features", group, self.axes)
         features, labels = zip(*map(pair_of, group), strict=True)

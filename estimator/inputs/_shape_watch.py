@@ -22,12 +22,12 @@ class ShapeWatch:
     def note(self, pair: tuple[PyTree, PyTree]) -> None:
         if self._seen is None:
             return
-        # A list, since a generator takes longer for the few leaves of most batches.
+        # A list is faster than a generator for the few leaves of most batches.
         shapes = tuple([getattr(leaf, "shape", ()) for leaf in tree_leaves(pair)])
         if shapes in self._seen:
             return
         self._seen.add(shapes)
-        # Once, and from then on nothing is collected: it costs each batch a look into a set.
+        # It warns once and collects no more shapes, so that later batches cost nothing.
         if len(self._seen) == _MANY:
             by_leaf = [sorted(set(of_leaf)) for of_leaf in zip(*self._seen, strict=False)]
             logging.warning("%s", _advice(dict(zip(named_leaves(*pair), by_leaf, strict=False))))

@@ -108,7 +108,7 @@ def flax_module(
             )
     flax_module: FlaxModule
     if _flax_linen.is_module(module):
-        # Flax does not say which random streams a module draws from; this name is the usual one.
+        # Flax does not say which random streams a module draws from; "dropout" is the usual one.
         streams = ("dropout",) if rngs is None else (rngs,) if isinstance(rngs, str) else tuple(rngs)
         flax_module = _flax_linen.LinenModule(frame, module, full, aggregation, partition, streams)
     else:
@@ -130,7 +130,7 @@ def _reuse_module(frame: Frame, full: str, module: Any) -> FlaxModule:
             f"`est.flax_module` got the name {full!r} twice in one run of the model_fn. To share its variables, call "
             "what the first one returned again; otherwise choose another name."
         )
-    # Linen's modules are dataclasses: equal ones have equal variables.
+    # Linen's modules are dataclasses: equal modules create the same variables.
     if earlier.module != module:
         raise ValueError(
             f"`est.flax_module` got the name {full!r} twice in one run of the model_fn, for {module!r} and for "

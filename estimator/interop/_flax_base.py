@@ -76,7 +76,7 @@ class FlaxModule(abc.ABC):
         name = self._variable(collection)
         if name not in self._frame.declared.trainable or initial is not None:
             values = jax.tree.leaves(self._frame.variables.get(name) if initial is None else initial)
-            # Statistics of a batch norm are averaged over towers; of counters and keys there is no mean.
+            # Statistics of batch normalization are averaged over towers; counters and keys have no mean.
             is_mean = any(jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in values)
             default = VariableAggregation.MEAN if is_mean else VariableAggregation.ONLY_FIRST_TOWER
             with _without_scope(self._frame):
@@ -92,7 +92,7 @@ class FlaxModule(abc.ABC):
     def _keep(self, collection: str, old: PyTree, new: PyTree) -> None:
         """Assigns the new value of a collection, if a call has changed it."""
         same = jax.tree.structure(old) == jax.tree.structure(new)  # type: ignore[operator]
-        # Identity, not equality: a collection that a call left alone is the very arrays, and tracers have no values.
+        # By identity: a collection that a call does not change keeps its arrays, and tracers have no values to compare.
         if same and all(a is b for a, b in zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True)):
             return
         if not same:
@@ -127,7 +127,7 @@ def repeated_keys(name: str, loop: str) -> str:
 @contextlib.contextmanager
 def _without_scope(frame: Frame) -> Iterator[None]:
     """Lets variables have full names: a module may be called in another scope than the one that created it."""
-    # `reuse` of the scope around is for the user's variables, not for the module's.
+    # `reuse` of the enclosing scope is for the user's variables, not for those of the module.
     scope, reuse = frame.scope, frame.reuse
     frame.scope, frame.reuse = (), None
     try:

@@ -24,13 +24,13 @@ class LinenModule(FlaxModule):
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], method: str | None) -> Any:
         loop = loop_around(self._frame)
-        # Within a loop no key is drawn: it would be the same one in each turn, which is an error below.
+        # Within a loop no key is drawn: it would be the same in each iteration, which is an error below.
         keys = {stream: next_key(self._frame, f"{self._name}/{stream}") for stream in self._rngs if loop is None}
         if self._collections is None:
             if self._frame.initializing:
                 keys["params"] = self._initial_key()
                 output, initial = self.module.init_with_output(keys, *args, method=method, **kwargs)
-                # A collection without an array cannot be a variable.
+                # A collection without arrays cannot be a variable.
                 self._collections = [name for name, value in initial.items() if jax.tree.leaves(value)]
                 for name in self._collections:
                     self._get(name, initial[name])

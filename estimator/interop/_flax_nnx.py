@@ -54,13 +54,13 @@ class NNXModule(FlaxModule):
             graphs.append(graph)
             return state
 
-        # Abstractly: making the model draws its initial values, which the state already has. Its graph comes out
-        # beside.
+        # Abstractly, since making the model would compute its initial values, which the state already has. `make`
+        # appends the graph to `graphs`.
         like = jax.eval_shape(make)
         values = {name: self._get(name) for name in _collections(like)}
         model = nnx.merge(graphs[0], _fill_state(like, values, next_key(self._frame, self._name)))
         loop = loop_around(self._frame)
-        # Within a loop a stream that moves on has drawn from a key that is the same in each turn.
+        # Within a loop, a stream whose count changes has drawn from a key that is the same in each iteration.
         unused = _counts(model) if loop is not None else []
         if self._trains:
             model.train()
@@ -122,7 +122,7 @@ def _fill_state(like: nnx.State, values: dict[str, PyTree], key: jax.Array) -> n
         name = _collection(leaf)
         if isinstance(leaf, nnx.RngKey):
             own = jax.random.fold_in(key, i)
-            # A stream with a shape has a key for each copy of a vectorized module.
+            # A stream with a shape has one key for each copy of a vectorized module.
             value = jax.random.split(own, leaf.shape) if leaf.shape else own
         elif name is None:
             value = jnp.zeros(leaf.shape, leaf.dtype)  # the count of a stream

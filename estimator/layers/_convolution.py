@@ -66,8 +66,7 @@ def conv1d(
         geometry = Geometry.of("conv1d", 1, kernel_size, strides, padding, data_format, dilation_rate)
         x = as_input("conv1d", inputs, 3)
         filters = check_count("conv1d", "filters", filters)
-        # The kernel has channels last for both data formats, as TensorFlow's: a checkpoint does not depend on
-        # `data_format`.
+        # As in TensorFlow, the shape of the kernel does not depend on `data_format`, and so neither does a checkpoint.
         shape = (*geometry.kernel_size, geometry.channels(x), filters)
         kernel = get_variable("kernel", shape, x.dtype, kernel_initializer, trainable, regularizer=kernel_regularizer)
         x = geometry.convolve(x, kernel)
@@ -175,7 +174,8 @@ def conv2d_transpose(
         geometry = Geometry.of(layer, 2, kernel_size, strides, padding, data_format)
         x = as_input(layer, inputs, 4)
         filters = check_count(layer, "filters", filters)
-        # Filters before channels: it is the kernel of the convolution from outputs to inputs, whose gradient this is.
+        # Filters before channels, as in TensorFlow: the layer is the gradient of a convolution from its outputs to its
+        # inputs.
         shape = (*geometry.kernel_size, filters, geometry.channels(x))
         kernel = get_variable("kernel", shape, x.dtype, kernel_initializer, trainable, regularizer=kernel_regularizer)
         x = geometry.convolve_transposed(x, kernel)

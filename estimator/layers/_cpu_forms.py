@@ -18,14 +18,14 @@ import jax.numpy as jnp
 def max_pool(x: jax.Array, size: Sequence[int], strides: Sequence[int], padding: str) -> jax.Array:
     """The largest value of each window; the gradient goes to the first of equal values. XLA: 8 to 24 times."""
     pads = jax.lax.padtype_to_pads(x.shape, size, strides, padding)
-    # Never the largest value: with "SAME", too, each window has at least one place of the inputs.
+    # -inf is never the result: with "SAME", too, each window has at least one place of the inputs.
     x = jnp.pad(x, pads, constant_values=-jnp.inf)
     for axis in reversed(range(x.ndim)):  # rows come after columns, so that the first of equal values is XLA's
         if size[axis] == strides[axis] == 1:
             continue
         stop = x.shape[axis] - size[axis] + 1
         shifted = [jax.lax.slice_in_dim(x, i, i + stop, strides[axis], axis) for i in range(size[axis])]
-        # NaN wins, as in XLA's max; a plain comparison would pass over it.
+        # NaN is the maximum, as in XLA; a plain comparison would skip it.
         x = functools.reduce(lambda first, other: jnp.where((other > first) | jnp.isnan(other), other, first), shifted)
     return x
 
@@ -59,8 +59,8 @@ def convolve_transposed(x: jax.Array, kernel: jax.Array, strides: Sequence[int],
     """
     *size, filters, channels = kernel.shape
     parts = [-(-n // s) for n, s in zip(size, strides, strict=True)]  # of the kernel that one output place sees
-    # Padded to a multiple of the strides, the kernel falls apart into a small one for each phase of the output: which
-    # of them an output place needs depends on its remainder by the strides alone.
+    # Padded to a multiple of the strides, the kernel splits into a small one for each phase of the output: the
+    # remainder of an output place by the strides says which one it needs.
     kernel = jnp.pad(kernel, [*((0, p * s - n) for p, s, n in zip(parts, strides, size, strict=True)), (0, 0), (0, 0)])
     split = tuple(itertools.chain.from_iterable(zip(parts, strides, strict=True)))
     n = len(size)
@@ -79,7 +79,8 @@ def convolve_transposed(x: jax.Array, kernel: jax.Array, strides: Sequence[int],
     crops = []
     for length, now, k, s in zip(x.shape[1:-1], y.shape[1:-1], size, strides, strict=True):
         beyond = max(k - s, 0)
-        # As XLA crops: "SAME" leaves exactly strides times the length, cut at both ends; "VALID" leaves every overlap.
+        # As XLA crops: "SAME" leaves exactly strides times the length, cut at both ends; "VALID" keeps all of the
+        # output.
         first, wanted = (beyond // 2, length * s) if padding == "SAME" else (0, length * s + beyond)
         crops.append((-first, wanted + first - now, 0))
     return jax.lax.pad(y, jnp.zeros((), y.dtype), [(0, 0, 0), *crops, (0, 0, 0)])

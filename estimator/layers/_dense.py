@@ -91,7 +91,7 @@ def dense(
 
 
 def _multiply(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    # Of two dimensions it is one product of matrices already; of more, a CPU takes up to twice as long for XLA's.
+    # With two dimensions it is one product of matrices already; with more, XLA's takes up to twice as long on a CPU.
     if x.ndim == 2:
         return x @ kernel
     return jax.lax.platform_dependent(x, kernel, cpu=_cpu_forms.multiply, default=jnp.matmul)

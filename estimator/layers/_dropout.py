@@ -52,11 +52,12 @@ def dropout(
     if not is_training("dropout", training) or rate == 0:
         return x
     key = make_rng(name or "dropout")
-    # As in TensorFlow, a seed is a part of the sequence of masks and not one mask: each step and tower has another.
+    # As in TensorFlow, a seed selects a sequence of masks and not one mask: each step has another. Here each tower
+    # does, too.
     if seed is not None:
         key = jax.random.fold_in(key, seed)
     mask = jax.random.bernoulli(key, 1 - rate, _shape(x, noise_shape))
-    # Not a product with the mask: of an input that is infinite or NaN, zero times it would still be NaN.
+    # Not a product with the mask: zero times an input that is infinite or NaN would be NaN.
     return jnp.where(mask, x / (1 - rate), 0)
 
 

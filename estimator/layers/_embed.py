@@ -55,8 +55,8 @@ def embed(
             get_variable("embeddings", shape)  # says that the name is taken
         if is_new:
             table = get_variable("embeddings", shape, None, initializer, trainable, regularizer=regularizer)
-            # `get_variable` counts as having handed out the whole table, which would make its gradient dense; here only
-            # a getter of the user has seen it, and what that returned is what lookups read.
+            # `get_variable` notes a read of the whole table, which would make its gradient dense. Only a custom_getter
+            # has seen the table here; if there is one, lookups read what it returned.
             if frame.scope_defaults.custom_getter is not None:
                 frame.notes.get(Lookups).by_getter[full] = table
             elif trainable:

@@ -28,6 +28,6 @@ def flatten(inputs: ArrayLike, name: str | None = None, data_format: str = "chan
     if x.ndim == 0:
         raise ValueError(f"`est.layers.flatten` needs inputs with a batch dimension; got the number {inputs!r}.")
     if not channels_are_last("flatten", data_format) and x.ndim > 2:
-        # As in TensorFlow: a dense layer behind it has the same kernel for both data formats.
+        # Channels last, as in TensorFlow: a dense layer after it has the same kernel for both data formats.
         x = jnp.moveaxis(x, 1, -1)
     return x.reshape(x.shape[0], math.prod(x.shape[1:]))

@@ -68,7 +68,7 @@ class Geometry:
         return inputs, f"{spatial}IO", inputs
 
     def convolve(self, x: jax.Array, kernel: jax.Array) -> jax.Array:
-        # Abstractly: the output's shape is XLA's own rule, and nothing is computed to find it.
+        # An abstract run gives the output's shape by XLA's own rule and computes nothing.
         check_not_empty(self.layer, "kernel_size", self.kernel_size, x, jax.eval_shape(self._by_xla, x, kernel))
         # A kernel of one place is a product of matrices, for which XLA's convolution takes 3 times as long on a CPU.
         if max(self.kernel_size) > 1:
@@ -84,8 +84,8 @@ class Geometry:
         """The convolution of each channel with its own kernels, `[*kernel_size, channels, multiplier]`."""
 
         def by_xla(x: jax.Array, kernel: jax.Array) -> jax.Array:
-            # Grouped by channel: XLA wants the outputs of one channel next to each other, which is how TensorFlow's
-            # kernel lies.
+            # One group for each channel: XLA needs the outputs of one channel next to each other, as in TensorFlow's
+            # kernel.
             return self._by_xla(x, kernel.reshape(*self.kernel_size, 1, -1), groups=self.channels(x))
 
         def on_cpu(x: jax.Array, kernel: jax.Array) -> jax.Array:
@@ -115,8 +115,8 @@ class Geometry:
         """The gradient of the convolution that `kernel`, `[*kernel_size, filters, channels]`, belongs to."""
 
         def by_xla(x: jax.Array, kernel: jax.Array) -> jax.Array:
-            # `transpose_kernel`, since TensorFlow's layer is the gradient of a convolution; jax's default takes the
-            # kernel as it is, in another orientation.
+            # `transpose_kernel`, since TensorFlow's layer is the gradient of a convolution; by default jax does not
+            # flip the kernel.
             return jax.lax.conv_transpose(
                 x, kernel, self.strides, self.padding, dimension_numbers=self.dimension_numbers, transpose_kernel=True
             )
@@ -125,7 +125,7 @@ class Geometry:
             form = functools.partial(_cpu_forms.convolve_transposed, strides=self.strides, padding=self.padding)
             return self._with_channels_last(form, x, kernel)
 
-        # Without strides no zeros lie between the inputs: it is a convolution as any other, also on a CPU.
+        # Without strides there are no zeros between the inputs, so that XLA's convolution is fast on a CPU, too.
         if max(self.strides) == 1:
             return by_xla(x, kernel)
         return jax.lax.platform_dependent(x, kernel, cpu=on_cpu, default=by_xla)

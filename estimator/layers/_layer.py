@@ -46,7 +46,7 @@ def layer_scope(
     frame = current_frame(f"est.layers.{layer}")  # or raises an error that names the layer
     if name is not None and (not isinstance(name, str) or not name):
         raise TypeError(f"`est.layers.{layer}` needs a name that is a string, or none; got {name!r}.")
-    # Only the plain default name is the name of the first call; made unique, it would be a new layer's.
+    # The first call has the plain default name; made unique, it would be the name of a new layer.
     if name is None and (reuse or (shares and frame.reuse)):
         name = default_name
     with variable_scope(name, default_name, reuse):
@@ -58,7 +58,7 @@ def is_training(layer: str, training: bool | None) -> bool:
     frame = current_frame(f"est.layers.{layer}")
     if training is None:
         return frame.mode == ModeKeys.TRAIN
-    # A traced value, which TensorFlow takes as a placeholder, cannot choose a branch while the step is compiled.
+    # TensorFlow takes a tensor, too; here a traced value cannot choose a branch while the step is compiled.
     if not isinstance(training, bool | int | np.bool_) or training not in (0, 1):
         raise TypeError(
             f"`est.layers.{layer}` needs True or False as `training`; got {training!r}. Leave it out: by default it is "
@@ -70,7 +70,7 @@ def is_training(layer: str, training: bool | None) -> bool:
 def as_input(layer: str, inputs: ArrayLike, ndim: int | None = None, at_least: int = 1) -> jax.Array:
     """The inputs as a floating array of as many dimensions as the layer takes."""
     array = jnp.asarray(inputs)
-    # An error rather than a cast: integers are more often ids, or pixels that nobody has scaled yet, than numbers.
+    # An error rather than a cast: integers are often ids, or pixels that are not scaled yet.
     if not jnp.issubdtype(array.dtype, jnp.inexact):
         raise TypeError(
             f"`est.layers.{layer}` needs floating inputs; got {array.dtype}{list(array.shape)}. Write "
@@ -92,7 +92,7 @@ def as_input(layer: str, inputs: ArrayLike, ndim: int | None = None, at_least: i
 
 def check_not_empty(layer: str, argument: str, size: object, inputs: jax.Array, output: jax.Array) -> None:
     """Raises a ValueError if a window of that size fits nowhere into the inputs, so that nothing is left of them."""
-    # Of an empty batch the output is empty too, through no fault of the window.
+    # The output of an empty batch is empty, whatever the window is.
     if 0 in output.shape and 0 not in inputs.shape:
         raise ValueError(
             f"`est.layers.{layer}` got {argument}={size}, which is larger than the inputs, of shape {inputs.shape}. "
@@ -117,7 +117,7 @@ def activate(layer: str, activation: Activation, x: jax.Array) -> jax.Array:
 def refuse(layer: str, **arguments: Any) -> None:
     """Raises a ValueError for the first argument of TensorFlow's that was passed and that a layer does not support."""
     for name, value in arguments.items():
-        # TensorFlow's defaults pass: ported code may spell them out.
+        # None and False, TensorFlow's defaults, pass: ported code may write them.
         if value is not None and value is not False:
             fix = "Leave it out."
             if name == "activity_regularizer":

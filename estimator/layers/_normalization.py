@@ -113,11 +113,11 @@ def batch_normalization(
     reduced = tuple(i for i in range(x.ndim) if i not in kept)
     sizes = tuple(x.shape[i] for i in kept)
     along = tuple(x.shape[i] if i in kept else 1 for i in range(x.ndim))
-    # Statistics in float32 at least: bfloat16 has 8 bits, and a moving average moves by a hundredth of a difference at
-    # the default momentum, which would be rounded away.
+    # Statistics in float32 at least: bfloat16 has a precision of 8 bits, and would round away the steps of a moving
+    # average, a hundredth of the difference at the default momentum.
     dtype = x.dtype if x.dtype.itemsize >= 4 else jnp.dtype(jnp.float32)
-    # TensorFlow's rule. Its fused op, which it takes for images, keeps the unbiased variance as moving average, its
-    # other one the biased; the batch itself is normalized by the biased one in both.
+    # As in TensorFlow, whose fused op for images keeps a moving average of the unbiased variance, without `fused` of
+    # the biased one. Both normalize the batch by the biased one.
     if fused is None:
         fused = x.ndim == 4 and kept in ((1,), (3,))
     with layer_scope(layer, name, reuse):
@@ -185,7 +185,7 @@ def layer_norm(
     with layer_scope("layer_norm", scope, reuse, "LayerNorm"):
         beta = get_variable("beta", shape, dtype, zeros, trainable) if center else None
         gamma = get_variable("gamma", shape, dtype, ones, trainable) if scale else None
-    # TensorFlow's: 1e-12 would be zero in float16.
+    # TensorFlow's values: 1e-12 would be zero in float16.
     epsilon = 1e-3 if x.dtype == jnp.float16 else 1e-12
     output = _standardize(x.astype(dtype), tuple(range(first, x.ndim)), epsilon)
     if gamma is not None:
@@ -237,15 +237,15 @@ def _moments(x: jax.Array, axes: tuple[int, ...], synchronized: bool) -> tuple[j
     replica = current_frame("est.layers.batch_normalization").replica
     average = replica.mean if synchronized else lambda moment: moment
     mean = average(x.mean(axes, keepdims=True))
-    # From deviations, not as E[x^2] - E[x]^2, which cancels where the mean is large. The mean over towers came first:
-    # deviations are from the mean of the whole batch.
+    # From deviations, since E[x^2] - E[x]^2 cancels where the mean is large; if synchronized, from the mean over all
+    # towers.
     variance = average(jnp.square(x - mean).mean(axes, keepdims=True))
     rows = math.prod(x.shape[i] for i in axes)
     return mean, variance, rows * replica.towers if synchronized else rows
 
 
 def _move(name: str, average: jax.Array, value: jax.Array, momentum: float) -> None:
-    # In the form of TensorFlow's `assign_moving_average`; a sum of two products rounds otherwise.
+    # As in TensorFlow's `assign_moving_average`; a sum of two products rounds in another way.
     assign(name, average - (average - value) * (1 - momentum))
 
 
@@ -261,7 +261,7 @@ def _normalize(
     """Normalizes the inputs, times `gamma` plus `beta`, each of which has `shape` for this."""
     factor = jax.lax.rsqrt(variance + epsilon)
     if gamma is not None:
-        # Into the factor, which is small: one product of the inputs' size instead of two.
+        # Multiplied into the small factor: one product of the size of the inputs instead of two.
         factor = factor * gamma.reshape(shape)
     x = (x - mean) * factor
     return x if beta is None else x + beta.reshape(shape)

@@ -161,7 +161,7 @@ def _max(layer: str, ndim: int, inputs: ArrayLike, *window: int | str | Sequence
 
 
 def _max_by_xla(x: jax.Array, size: Sequence[int], strides: Sequence[int], padding: str) -> jax.Array:
-    # From -inf, the identity of max: only so jax knows the gradient of the reduction.
+    # jax has a gradient of this reduction only if it starts from -inf, the identity of max.
     return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, size, strides, padding)
 
 

@@ -107,12 +107,12 @@ def lstm(
             # TensorFlow's order of the gates, so that its checkpoints fit; Keras and torch have the forget gate second.
             i, j, f, o = jnp.split(gates + h @ kernel[width:], 4, axis=-1)
             new = activate("lstm", activation, j) * jax.nn.sigmoid(i)
-            # Added in each step, and not to the initial bias: TensorFlow's checkpoints hold the bias without it.
+            # Added in each step, and not to the initial bias: in TensorFlow's checkpoints the bias does not include it.
             c = c * jax.nn.sigmoid(f + forget_bias) + new
             return c, activate("lstm", activation, c) * jax.nn.sigmoid(o)
 
         gates = x @ kernel[:width] + bias  # of all steps, in one product of matrices
-        # Steps come first by now, whatever `time_major` says.
+        # `_inputs` has moved the steps first, whatever `time_major` is.
         zero = jnp.zeros((x.shape[1], units), x.dtype)
         start = (zero, zero) if initial_state is None else tuple(initial_state)
         outputs, state = _run("lstm", gates, step, start, lengths, units)
@@ -312,7 +312,7 @@ def _both_ways(
     caller = f"bidirectional_{layer.__name__}"
     with layer_scope(caller, name, reuse, "bidirectional_rnn", shares=True):
         x, lengths = _inputs(caller, inputs, sequence_length, time_major)
-        # Steps first within, so that both directions share one transposition.
+        # Time-major, so that both directions share one transposition.
         options = {**options, "sequence_length": lengths, "time_major": True, "cell_name": cell_name}
         forwards, state_forwards = layer(x, units, name="fw", **options)
         backwards, state_backwards = layer(_reverse_steps(x, lengths), units, name="bw", **options)
@@ -337,12 +337,12 @@ def _run(
         after = step(state, inputs)
         if lengths is None:
             return after, after[-1]
-        # All steps run, masked: the length of a compiled loop cannot depend on the longest example of a batch.
+        # All steps run, masked: the length of `scan` is static and cannot depend on the longest example of a batch.
         runs = (number < lengths)[:, None]
         output = jnp.where(runs, after[-1], 0)
         return tuple(jnp.where(runs, new, old) for new, old in zip(after, state, strict=True)), output
 
-    # `scan` needs a state of one dtype before and after each step.
+    # `scan` needs a carry of the same dtype before and after each step.
     start = tuple(jnp.asarray(x, dtype) for x in start)
     state, outputs = jax.lax.scan(body, start, (jnp.arange(steps), inputs))
     return outputs, state
@@ -364,7 +364,6 @@ def _inputs(
             f"`est.layers.{layer}` needs one `sequence_length` for each of the {x.shape[1]} examples; got shape "
             f"{lengths.shape}."
         )
-    # The dtype of the numbers of steps, with which lengths are compared; unsigned and narrow ones would promote both.
     return x, lengths.astype(jnp.arange(0).dtype)
 
 
@@ -377,6 +376,6 @@ def _reverse_steps(x: jax.Array, lengths: jax.Array | None) -> jax.Array:
     if lengths is None:
         return x[::-1]
     steps = jnp.arange(x.shape[0])[:, None]
-    # A plain flip would begin backwards with the padding, and end it with a state that has read it.
+    # A plain flip would put the padding first, and the state would include it.
     order = jnp.where(steps < lengths, lengths - 1 - steps, steps)
     return jnp.take_along_axis(x, order[:, :, None], axis=0)

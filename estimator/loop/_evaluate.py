@@ -159,8 +159,8 @@ def evaluate_batches(
     at_once = context.agreed(lambda: guard(1, first, steps.at_once, *held, *first))
     for pairs, due in chunks_with_hooks(batches, hooks, context, last_batch, at_once):
         requests = _hook_calls.before(due, context)
-        # One program for all of them, unless hooks want to see the last batch, or the end of the input made them fewer:
-        # each number of batches would be compiled by itself.
+        # One program for all of these batches, unless hooks are due at the last one, or the input has ended early: each
+        # number of batches would need a compilation.
         together = len(pairs) == at_once > 1 and not due and context.group.count == 1
         stacked = stacked_batches(pairs, at_once) if together else None
         if stacked is not None:

@@ -54,7 +54,7 @@ class LossReader:
         self._context = context
         self._log = log
         self._newest_checkpoint = newest_checkpoint
-        self._waiting: list[tuple[StepOutputs, int]] = []  # of each program, and the number of its steps
+        self._waiting: list[tuple[StepOutputs, int]] = []  # the outputs of each program, and the number of its steps
         self.step = context.global_step
         self.ended_by_nan = False
 

@@ -81,8 +81,8 @@ def read_ahead(
 
     requested: collections.deque[Chunk] = collections.deque()
     to_make: collections.deque[Chunk] = collections.deque()  # the same, for the thread
-    # The last chunk is smaller than requested. What ended it, the end of the input or its error, comes with the next
-    # `get`: the steps of the batches before an error are still made.
+    # The last chunk is smaller than requested. The next `get` returns the reason, the end of the input or its error:
+    # steps are still made of the batches before an error.
     is_short = False
     pull = pull_batches if shared is None else shared.pull
     with Prefetcher(batches, lambda pairs: make(pairs, to_make.popleft()), _CHUNKS_AHEAD, pull) as prefetcher:

@@ -59,7 +59,7 @@ class Saver:
         self._warned_of_input = False
         self.path = path
         self.step = -1 if path is None else context.global_step
-        self._before = self.path, self.step  # what is left if the last save fails
+        self._before = self.path, self.step  # the newest if the last save fails
         self.position: Any = None
 
     @property
@@ -90,7 +90,7 @@ class Saver:
                     f"NaN in the variables {bad} after step {step}, of which no checkpoint was saved. "
                     f"{self.describe_newest()} Look for a gradient that is not a number, or lower the learning rate."
                 )
-            # Each process reads another part of the input. All of them come here at the same step.
+            # Each process reads another part of the input. All of them call this at the same step.
             positions = self._context.group.all_gather(self.position)
             host = {
                 "input": {"batches": self.batches, "positions": positions},

@@ -100,15 +100,15 @@ class Training:
         look_every = _steps_per_loop.steps_between_looks(self.config.log_step_count_steps)
         size = _steps_per_loop.choose(self.config.steps_per_loop, self.programs, self.hooks, context, look_every)
         with self._log:
-            # Around the last step of a chunk: before_run, the program, the losses of earlier ones, after_run. A chunk
-            # ends where a hook is due, and no other program has hooks.
+            # The order for each program: before_run, the program, the losses of earlier programs, after_run. Hooks are
+            # only due at the end of a program.
             for run, due, position in self._runs(batches, size):
                 requests = _hook_calls.before(due, context) if due else []
                 outputs, reported = self._start(run, reporting=_hook_calls.requests_values(requests, context))
                 self.saver.position = position
                 if context.global_step - run.steps - self._losses.step >= look_every:
                     self._losses.read(self._carry, but=1)  # the devices have something to do meanwhile
-                    if context.found_nan:  # in all processes: they see the same losses, or have agreed to stop
+                    if context.found_nan:  # in all processes, which read the same losses or have agreed to stop
                         context.stop("NaN loss")
                     size.measure(self._losses.step)
                 if due:
@@ -143,9 +143,9 @@ class Training:
         context = self.context
         program = run.reporting if reporting and run.reporting else run.program
         number = self.saver.batches + 1  # of the program's first batch in the input
-        # The watchdog says what a run that hangs was doing.
+        # The watchdog reports the phase of a run that hangs.
         context.phase = "compile" if program.is_new() else "step"
-        # The old carry is donated: from here on it is gone, whatever happens to the program.
+        # The old carry is donated, and cannot be used after this, even if the program fails.
         self._carry, outputs, reported = self.programs.guard(
             number, run.batch, program, self._carry, self._key_data, *run.args
         )

@@ -20,7 +20,8 @@ class _Losses(list[tuple[str, jax.Array]]):
 def collect_loss(loss: jax.Array) -> jax.Array:
     """Adds a loss to the current run's, if the model_fn itself knows it, and returns it."""
     frame = innermost_frame()
-    # Of a function that jax traces apart, such as the body of a `scan`, the loss is a tracer, of no use outside.
+    # In a function that jax traces by itself, such as the body of a `scan`, the loss is a tracer that must not leave
+    # it.
     if frame is not None and transformations_within(frame) is None:
         frame.notes.get(_Losses).append(("/".join(frame.scope), loss))
     return loss
@@ -85,8 +86,8 @@ def get_regularization_losses(scope: str | None = None) -> list[jax.Array]:
                     f"The regularizer of {name!r} must return a scalar; got an array of shape {jnp.shape(loss)}. "
                     "Sum it up."
                 )
-            # Where losses are summed over towers, each has its share: otherwise a regularizer would count once per
-            # tower.
+            # Where losses are summed over towers, each tower adds its share: otherwise a regularizer would count once
+            # per tower.
             losses.append(jnp.asarray(loss) if frame.replica.share == 1 else loss * frame.replica.share)
     return losses
 

@@ -257,7 +257,7 @@ def softmax_cross_entropy(
     Errors are as in `hinge_loss`.
     """
     labels, logits = _pair("softmax_cross_entropy", onehot_labels, logits, "logits")
-    # As in TensorFlow: labels are constants, even the soft ones of another model.
+    # As in TensorFlow, no gradient flows into labels, not even into the soft ones of another model.
     labels = optax.losses.smooth_labels(jax.lax.stop_gradient(labels), label_smoothing)
     losses = optax.losses.softmax_cross_entropy(logits, labels)
     return _reduce("softmax_cross_entropy", losses, weights, reduction)
@@ -307,7 +307,7 @@ def sparse_softmax_cross_entropy(
     num_classes = logits.shape[-1]
     labels = jnp.where(labels < 0, num_classes, labels.astype(jnp.int32))
     losses = optax.losses.softmax_cross_entropy_with_integer_labels(logits, labels)
-    # TensorFlow takes weights `[batch, 1]` for losses `[batch]`; unsqueezed they would broadcast to a matrix.
+    # TensorFlow takes weights `[batch, 1]` for losses `[batch]`; not squeezed, they would broadcast to a matrix.
     if not isinstance(weights, int | float):
         weights = squeeze_last(jnp.asarray(weights), losses.ndim)
     return _reduce(caller, losses, weights, reduction)
@@ -318,7 +318,7 @@ def _pair(
 ) -> tuple[jax.Array, jax.Array]:
     """Both as arrays of one shape and of the predictions' floating dtype."""
     labels, predictions = jnp.asarray(labels), jnp.asarray(predictions)
-    # Only of logits the types tell who changed places: labels may be integers, logits never are.
+    # With logits the dtypes show whether both were swapped: labels may be integers, logits must not.
     if what == "logits":
         check_order(caller, labels, predictions)
     predictions = as_float(predictions)
@@ -329,7 +329,7 @@ def _pair(
 def _reduce(caller: str, losses: jax.Array, weights: ArrayLike, reduction: Reduction | str) -> jax.Array:
     """`compute_weighted_loss` for floating losses; `caller` is named in errors."""
     reduction = Reduction(reduction)
-    # A bfloat16 sum of ones stays at 256.
+    # In bfloat16 a sum of ones would stay at 256.
     dtype = losses.dtype if jnp.finfo(losses.dtype).bits >= 32 else jnp.float32
     weight = jnp.asarray(weights).astype(dtype)
     check_weights(caller, weight, losses.shape)
@@ -343,7 +343,7 @@ def _reduce(caller: str, losses: jax.Array, weights: ArrayLike, reduction: Reduc
     if not isinstance(weights, int | float):
         # With a plain number the denominators are proportional to the rows: equal on all towers.
         denominator = average_denominator(denominator)
-    # A mean over nothing is 0, as in TensorFlow; both `where`s, so that the gradient is 0, too, and not NaN.
+    # As in TensorFlow, a mean over nothing is 0; with two `where`s its gradient is 0 too, and not NaN.
     empty = denominator == 0
     mean = jnp.where(empty, 0, total / jnp.where(empty, 1, denominator))
     return collect_loss(mean.astype(losses.dtype))

@@ -63,7 +63,7 @@ def mean_iou(
     """
     labels, predictions, weights = arrange("mean_iou", labels, predictions, weights)
     labels, predictions = labels.astype(jnp.int32), predictions.astype(jnp.int32)
-    # A class out of range counts nowhere: in the flat matrix it would be the cell of other classes.
+    # A class out of range is not counted: in the flat matrix its cell would belong to other classes.
     known = (labels >= 0) & (labels < num_classes)
     known &= (predictions >= 0) & (predictions < num_classes)
     cell = jnp.where(known, labels * num_classes + predictions, 0)
@@ -97,7 +97,7 @@ def mean_per_class_accuracy(
     """
     caller = "mean_per_class_accuracy"
     labels, predictions, weights = arrange(caller, labels, predictions, weights)
-    # In the labels' own dtype, as `accuracy` compares; only then they become numbers of classes.
+    # Compared in the dtype of the labels, as in `accuracy`, before they are cast to classes.
     hits = predictions.astype(labels.dtype) == labels
     labels = labels.astype(jnp.int32)
     known = (labels >= 0) & (labels < num_classes)
@@ -152,7 +152,7 @@ def recall_at_k(
         )
     top = jax.lax.top_k(predictions, k)[1]
     hits = (labels[..., :, None].astype(jnp.int32) == top[..., None, :]).any(-1)
-    # TensorFlow takes the labels of a row as a set: of equal ones the first counts.
+    # As in TensorFlow, the labels of a row are a set: of equal ones only the first counts.
     equal = labels[..., :, None] == labels[..., None, :]
     counts = ~jnp.tril(equal, -1).any(-1)
     if class_id is not None:

@@ -33,7 +33,7 @@ class RootMean(Mean):
     """The square root of a weighted mean."""
 
     def result(self) -> Any:
-        # Last, after all merges: a mean of the roots of batches is another number.
+        # The root is taken last, after all merges: a mean of the roots of batches would be another number.
         return namespace(self.total).sqrt(super().result())
 
 
@@ -58,7 +58,7 @@ def mean(values: ArrayLike, weights: ArrayLike | None = None, name: str | None =
       ValueError: if the shape of `weights` does not fit.
     """
     values = jnp.asarray(values)
-    # One number of a tower has the weight 1, however many rows the tower has.
+    # A scalar has the weight 1, however many rows the tower has.
     if values.ndim == 0 and weights is None:
         _warn_in_towers()
     return weighted_mean(values, spread("mean", weights, values.shape, "values"))

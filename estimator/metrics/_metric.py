@@ -76,7 +76,7 @@ class Metric(abc.ABC):
                         f"`{name}.merge` got a `{name}` of another `{field.name}`: "
                         f"{others!r}, where this one has {mine!r}."
                     )
-            # The sum would broadcast other shapes without a word.
+            # The sum would broadcast other shapes without an error.
             elif jax.tree.map(np.shape, mine) != jax.tree.map(np.shape, others):
                 raise ValueError(
                     f"`{name}.merge` got a `{name}` whose `{field.name}` has shape "

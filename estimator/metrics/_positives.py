@@ -99,7 +99,7 @@ def precision(
     Args and errors are as in `true_positives`.
     """
     labels, predictions, weights = _decisions("precision", labels, predictions, weights)
-    # As a mean over the positive predictions: its two sums merge over batches and towers, a quotient would not.
+    # A mean over the positive predictions: its two sums merge over batches and towers, which a quotient cannot.
     return weighted_mean(labels, jnp.where(predictions, weights, 0))
 
 

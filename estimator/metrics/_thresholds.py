@@ -55,7 +55,7 @@ class AreaUnderCurve(Metric):
             x, y = false / (false + self.true_negatives + epsilon), recall
         else:
             x, y = recall, (true + epsilon) / (true + false + epsilon)
-        # Negative, since thresholds ascend and both rates fall with them.
+        # Negated, since x falls as the thresholds rise.
         return (-self._heights(y) * (x[1:] - x[:-1])).sum()
 
     def _heights(self, y: Any) -> Any:
@@ -188,7 +188,7 @@ def _confusion_at(
     labels, predictions, weights = arrange(caller, labels, predictions, weights)
     labels, predictions, weights = labels.astype(bool).ravel(), predictions.astype(jnp.float32).ravel(), weights.ravel()
     in_range = (predictions >= 0) & (predictions <= 1) | (weights == 0)
-    # A compiled program raises no error: NaN in every sum shows in the result, whatever is merged with it.
+    # A compiled program cannot raise an error: NaN in every sum shows in the result, whatever is merged with it.
     weights = jnp.where(in_range.all(), weights, jnp.nan)
     positive = predictions > jnp.asarray(thresholds, jnp.float32)[:, None]  # [thresholds, rows]
 

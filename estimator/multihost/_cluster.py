@@ -19,7 +19,7 @@ from estimator.multihost._tf_config import read_tf_config
 _LOOKUP_SECS = 60  # for the name of process 0 to become known
 _SKYPILOT_PORT = 8476  # by default: SkyPilot gives none
 
-# The variables of engines: number of processes, number of this one, and how to connect.
+# Environment variables of engines: the number of processes, the number of this one, and how to connect.
 _JAX = ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 _JAX_JOB = ("NUM_PROCESSES", "PROCESS_ID", "COORDINATOR_ADDRESS", "COORDINATOR_PORT")
 _TORCH = ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -27,7 +27,7 @@ _SKYPILOT = ("SKYPILOT_NUM_NODES", "SKYPILOT_NODE_RANK", "SKYPILOT_NODE_IPS")
 _JOB_INDEX = "JOB_COMPLETION_INDEX"  # in Kubernetes
 _OPEN_MPI_4 = "OMPI_MCA_orte_hnp_uri"  # where its first process is
 
-# Number of processes, of this one, and of this one within the host, where an MPI says no more than that.
+# The number of processes, of this one, and of this one on its host: all that these MPIs set.
 _MPI = (
     ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
     ("PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID"),
@@ -108,7 +108,7 @@ def adopt_cluster(
     Raises:
       ValueError: they say something else.
     """
-    # A host may have several names, so that the ports of the addresses are compared alone.
+    # A host may have several names, so that only the ports of the addresses are compared.
     is_other_address = address is not None and split_address(address)[1] != split_address(connected.address)[1]
     given = {
         "coordinator_address": (address, is_other_address),
@@ -176,8 +176,8 @@ def _detect(address: str | None) -> _Detected:
     Raises:
       ValueError: a variable is not valid.
     """
-    # The order matters: what was configured for this run comes before what an engine says, and a launcher before the
-    # engine that has started it. torchrun under SLURM is torchrun, and every pod has the variables of Kubernetes.
+    # The order matters: settings for this run come before those of an engine, and a launcher comes before the engine
+    # that has started it. torchrun under SLURM is torchrun, and each pod has the variables of Kubernetes.
     for read in (_read_jax, _read_jax_job, _read_tf_config, _read_torch, _read_skypilot):
         if detected := read():
             return detected
@@ -227,7 +227,7 @@ def _read_torch() -> _Detected | None:
     count, index, host, port = _TORCH
     number, source = _read_number(port), ", ".join(_TORCH)
     # torchrun's agent listens at its port already, and the port of the start before may still be in use: each restart
-    # has another one of the ports from 1024.
+    # uses the next port, from 1024.
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         source = "torchrun"
         number = 1024 + (number - 1024 + 1 + _read_number("TORCHELASTIC_RESTART_COUNT", 0)) % (65536 - 1024)
@@ -257,7 +257,7 @@ def _ask_jax(address: str | None) -> _Detected | None:
         # Every pod is in Kubernetes; one of several processes is in an indexed job.
         if cluster.opt_in_only_method or (cluster is clusters.K8sCluster and _JOB_INDEX not in os.environ):
             continue
-        # From Open MPI 5 on jax asks mpi4py; see `_read_mpi`.
+        # With Open MPI 5, jax 0.12 needs mpi4py; see `_read_mpi`.
         if cluster is clusters.OmpiCluster and _OPEN_MPI_4 not in os.environ:
             continue
         with warnings.catch_warnings(action="ignore"):  # an error here says that the package is missing
@@ -330,5 +330,5 @@ def is_loopback(host: str) -> bool:
 
 def is_literally_loopback(host: str) -> bool:
     """Returns whether a name says itself that it is of the loopback device."""
-    # What it resolves to does not count: process 0's own host may call itself 127.0.1.1, and the others know better.
+    # Names are not resolved: on its own host, the name of process 0 may be 127.0.1.1, and another address on others.
     return host == "localhost" or (host.replace(".", "").isdigit() or ":" in host) and is_loopback(host)

@@ -45,12 +45,12 @@ def collective_call(call: str) -> Iterator[ProcessGroup]:
         group.barrier()
         if group.index:
             logging.get_absl_logger().addFilter(_is_for_all)
-        # Whoever has passed the barrier has left the calls before it, and reads none of their keys.
+        # A process that passes the barrier has left all calls before it, and does not read their keys any more.
         while not group.index and CALLS.ended_prefixes:
             coordination_client().key_value_delete(f"{CALLS.ended_prefixes.pop()}/")
         yield group
     except BaseException as error:
-        # Explained first: the others then name the process that was lost, and not this one, which followed it.
+        # Explained first, so that the others name the process that was lost, and not this one.
         failure = LOST_PROCESS.explain(error)
         group.publish_failure(failure)
         if isinstance(failure, ProcessLostError) and is_outermost:

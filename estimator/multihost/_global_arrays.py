@@ -31,7 +31,7 @@ def copy_from_chief(tree: PyTree) -> PyTree:
 
     keys = [jax.random.key_impl(x) if _is_key(x) else None for x in jax.tree.leaves(tree)]
     leaves = [np.asarray(jax.random.key_data(x) if _is_key(x) else x) for x in jax.tree.leaves(tree)]
-    # As bytes of one array: a single collective, which keeps every bit. The first byte is for a tree without arrays.
+    # As the bytes of one array: a single collective, which keeps each bit. The first byte is for a tree without arrays.
     packed = np.concatenate([np.zeros(1, np.uint8), *(x.reshape(-1).view(np.uint8) for x in leaves)])
     packed = np.asarray(multihost_utils.broadcast_one_to_all(packed))
     values, start = [], 1
@@ -57,7 +57,7 @@ def gather_on_chief(arrays: Mapping[str, Any]) -> dict[str, Any]:
     """Gathers whole arrays in process 0; other processes get nothing. All of them call it."""
     from jax.experimental import multihost_utils
 
-    # One after the other, since every process holds the array that is gathered.
+    # One after the other, since each process holds the array that is gathered.
     whole: dict[str, Any] = {}
     for name, array in arrays.items():
         if isinstance(array, jax.Array) and not array.is_fully_addressable:

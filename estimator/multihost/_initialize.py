@@ -159,8 +159,8 @@ def _get_together(introduce: Callable[[], list[Introduction]], cluster: ClusterS
 
     def work() -> None:
         processes = introduce()
-        # The watch begins before the first collective, in which another process may die. Others may have connected jax
-        # without recoverability: jax aborts all when one dies, and a watch would wait at the exit.
+        # The watch begins before the first collective, in which another process may die. Without recoverability, if jax
+        # was connected before, jax aborts all when one dies, and a watch would wait at the exit.
         if jax.config.values["jax_enable_recoverability"]:
             ProcessWatch([str(process) for process in processes], cluster.process_id, times.heartbeat, times.grace)
         if not _coordination_client.devices_are_started():
@@ -194,7 +194,7 @@ def _run_in_time(work: Callable[[], None], cluster: ClusterSpec, times: _Times, 
         except BaseException as e:
             outcome.append(e)
 
-    # In a thread of its own, since none of jax's calls here has a timeout that ends in an error of Python.
+    # In its own thread, since no call of jax here has a timeout that raises an error in Python.
     thread = threading.Thread(target=run, name="initialize-distributed", daemon=True)
     thread.start()
     while thread.is_alive() and time.monotonic() < times.deadline and not LOST_PROCESS.loss:
@@ -210,7 +210,7 @@ def _run_in_time(work: Callable[[], None], cluster: ClusterSpec, times: _Times, 
 def _check_port_is_free(cluster: ClusterSpec) -> None:
     """Raises OSError where the port of process 0 is in use."""
     assert cluster.address is not None
-    # jax's service would share the port with another one, and each would get some of the processes.
+    # jax's service could share the port with another one, and each would get some of the processes.
     dual = socket.has_dualstack_ipv6()
     try:
         socket.create_server(
@@ -235,7 +235,7 @@ def _wait_for_process_0(cluster: ClusterSpec, times: _Times) -> None:
       TimeoutError: nobody answers.
     """
     assert cluster.address is not None
-    # jax would wait too, but makes its next attempt a second after one that failed.
+    # jax would wait, too, but it retries only one second after a failed attempt.
     while True:
         left = times.deadline - time.monotonic()
         try:
@@ -274,7 +274,8 @@ def _connect(cluster: ClusterSpec, times: _Times) -> None:
 
 def _disconnect_in_order(cluster: ClusterSpec) -> None:
     """Disconnects jax, process 0 last."""
-    # jax aborts whoever is connected when its service goes. Its call returns when all others have disconnected.
+    # jax aborts the processes that are connected when its service ends. This call returns when all others have
+    # disconnected.
     if cluster.process_id == 0:
         _coordination_client.coordination_client().get_live_nodes(list(range(cluster.num_processes)))
     jax.distributed.shutdown()
@@ -300,7 +301,7 @@ def _choose_devices(cluster: ClusterSpec, processes: Sequence[Introduction]) -> 
 
 def _end_at_once(linger_secs: float) -> None:
     """Ends the process, at its exit."""
-    # Where a thread hangs in compiled code, the end of Python would abort the process.
+    # If a thread hangs in compiled code, the end of Python would abort the process.
     sys.stdout.flush()
     sys.stderr.flush()
     time.sleep(linger_secs)

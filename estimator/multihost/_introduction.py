@@ -65,13 +65,13 @@ def exchange_introductions(cluster: ClusterSpec, deadline: float) -> list[Introd
         if "ALREADY_EXISTS" not in str(error):
             raise
         first = Introduction(*json.loads(client.blocking_key_value_get(key, 1000)))
-        # jax has replaced it by this process, and aborts it when this one ends: its watch says why.
+        # jax has replaced the first one by this process, and aborts it when this one ends: its watch says why.
         publish_loss(f"{first} was replaced by {own} of another run, which connected to its port")
         raise RuntimeError(
             f"{_CALLER}: {own} has come too late: {first} runs already at coordinator_address={own.address!r}. Give "
             "each run a port of its own, and each process its own process_id."
         ) from None
-    # After the barrier all introductions are there.
+    # After the barrier all introductions can be read.
     client.wait_at_barrier(_KEY, max(1, int(1000 * (deadline - time.monotonic()))))
     introductions = [Introduction(*json.loads(text)) for _, text in sorted(client.key_value_dir_get(_KEY))]
     if problem := find_disagreement(introductions):

@@ -112,7 +112,7 @@ class KeyValueGroup(ProcessGroup):
             texts.append(self._wait_for(self._key(number, i), f"process {i}", closed, timeout_secs))
         values = f"[{','.join(texts)}]"
         coordination_client().key_value_set(self._key(number, "all"), values)
-        # Whoever takes part in a round has read all before it, so nobody needs those any more.
+        # A process that takes part in a round has read all rounds before it, so that they can be deleted.
         while self._removed < number // _ROUNDS_KEPT:
             coordination_client().key_value_delete(f"{self.prefix}/rounds/{self._removed}/")
             self._removed += 1
@@ -128,8 +128,8 @@ class KeyValueGroup(ProcessGroup):
             text = to_json(make())
             coordination_client().key_value_set(key, text)
         if number % _ROUNDS_KEPT == _ROUNDS_KEPT - 1:
-            # In a broadcast process 0 waits for nobody, so that it cannot know who has read the round: a gather can,
-            # and removes those before it.
+            # In a broadcast process 0 does not wait, and cannot know which processes have read the round. After a
+            # gather it does, and removes the rounds before.
             self.all_gather(None)
         value: T = from_json(text)  # in process 0 too, so that all have the same types
         return value

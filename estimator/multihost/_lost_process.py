@@ -41,7 +41,7 @@ from estimator.multihost._coordination_client import coordination_client
 
 EXIT_CODE = 76  # of a process that is ended because another has died while it waits for it
 
-_LOSS = "estimator/loss"  # the first loss of a process, in the words of all processes
+_LOSS = "estimator/loss"  # the first loss of a process, the same for all processes
 _FAILURES = "estimator/failures"  # by process, the error that ends it
 _ENDS = "estimator/ends"  # of processes that have ended in order
 
@@ -142,7 +142,7 @@ class LostProcess:
 
     def _enter(self, stage: Stage) -> None:
         with self._changes:
-            self.stage = max(self.stage, stage)  # no arrow leads back
+            self.stage = max(self.stage, stage)  # stages only advance
             self._changes.notify_all()
 
 
@@ -197,7 +197,7 @@ class ProcessWatch:
         atexit.register(self._leave)
         self._thread = threading.Thread(target=self._watch, name="process-watch", daemon=True)
         self._thread.start()
-        # It waits from now on, since Python 3.12.1 starts no thread at its exit.
+        # Started now, since Python 3.12 may not start threads at its exit.
         threading.Thread(target=self._end_in_time, name="process-watch-end", daemon=True).start()
 
     def _watch(self) -> None:
@@ -210,8 +210,8 @@ class ProcessWatch:
     def _look(self) -> None:
         client = coordination_client()
         live = client.get_live_nodes(list(range(len(self._names))))
-        # Ends before deaths: a process that has said goodbye sends no heartbeats either. And an error before a silence,
-        # since it says more.
+        # Ends before deaths: a process that has ended in order sends no heartbeats either. Errors before missing
+        # heartbeats, since they say more.
         for key, _ in client.key_value_dir_get(_ENDS):
             self._gone.add(_index_in(key))
         for key, error in client.key_value_dir_get(_FAILURES):
@@ -241,7 +241,7 @@ class ProcessWatch:
         LOST_PROCESS.wait_until(lambda: LOST_PROCESS.loss is not None)
         if LOST_PROCESS.wait_until(lambda: LOST_PROCESS.stage >= Stage.RAISED, self._grace):
             LOST_PROCESS.wait_until(lambda: LOST_PROCESS.stage is Stage.EXITING)
-            # In process 0 `_wait_for_others` takes up to the grace and 5 s of it.
+            # In process 0 `_wait_for_others` may take the grace and 5 s.
             time.sleep(self._grace + (2 * _SECS_FOR_OTHERS if self._index == 0 else 0.0))
         self._end_now(f"{LOST_PROCESS.loss}; this process still waits for it after {self._grace:g} s")
 
@@ -259,7 +259,7 @@ class ProcessWatch:
 
     def _fail(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         """Publishes the error that ends this process; where it follows from a loss, says so here."""
-        if os.getpid() == self._pid:  # and not in a copy, such as a worker of a loader
+        if os.getpid() == self._pid:  # and not in a forked process, such as a worker of a loader
             if isinstance(error, jax.errors.JaxRuntimeError):
                 error = LOST_PROCESS.explain(error)
             self._has_failed = True

@@ -27,7 +27,7 @@ from typing import Protocol
 SIGTERM = "SIGTERM"  # as a reason to stop
 EXIT_CODE = 75  # the EX_TEMPFAIL of sysexits.h: try again later
 
-_runs: list[Run] = []  # those that SIGTERM ends, each within the one before
+_runs: list[Run] = []  # the runs that SIGTERM ends, each within the one before
 _got_sigterm = False  # whether this process itself got the signal
 
 
@@ -78,7 +78,7 @@ def ends_by_sigterm(run: Run) -> Iterator[None]:
         yield
     finally:
         _runs.remove(run)
-        # Only what this module has installed is taken away, and in the main thread, which alone may install handlers.
+        # Only this module's handler is removed, and only in the main thread, the only one that may install handlers.
         # Results of `predict` may be read to their end in another thread, which cannot take the handler away.
         if not _runs and _in_main_thread() and signal.getsignal(signal.SIGTERM) is _on_sigterm:
             comes_late = run.preempted and not _got_sigterm
@@ -110,7 +110,7 @@ def _on_sigterm(number: int, frame: FrameType | None) -> None:
     if not _runs:  # they have ended in another thread, which left the handler: do what the default would
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
-    # Nothing would look at the flag: the user's code runs, or the caller of `predict` does.
+    # Nothing would read the flag while the user's code or the caller of `predict` runs.
     elif _runs[-1].phase == "begin" or all(run.phase == "output" for run in _runs):
         raise Preempted
 

@@ -63,7 +63,7 @@ def read_tf_config(text: str | None) -> Task | None:
 
 
 def _to_number(index: Any) -> Any:
-    # As in TensorFlow the number of a task may be a string.
+    # As in TensorFlow, the index of a task may be a string.
     return int(index) if isinstance(index, str) and index.isdecimal() else index
 
 

@@ -29,7 +29,7 @@ def clip_by_norm(
     """
     t = as_float(t)
     axis = tuple(axes) if isinstance(axes, Sequence) else axes
-    # The product first, as in TensorFlow: `t * (clip_norm / norm)` rounds otherwise.
+    # As in TensorFlow, the product comes first: `t * (clip_norm / norm)` rounds in another way.
     return t * clip_norm / jnp.maximum(_norm(t, axis), clip_norm)
 
 
@@ -52,6 +52,6 @@ def _norm(t: jax.Array, axis: int | tuple[int, ...] | None) -> jax.Array:
     """The Euclidean norm, with dimensions of 1; its gradient is zero where it is zero."""
     squares = jnp.sum(t * t, axis, keepdims=True)
     positive = squares > 0
-    # Two of them: the root of zero has an infinite derivative, and zero times infinity is NaN, also in the branch that
-    # is not chosen. So the root never sees a zero.
+    # Two `where`s: the derivative of the root is infinite at zero, and zero times infinity is NaN, also in the branch
+    # that is not chosen.
     return jnp.where(positive, jnp.sqrt(jnp.where(positive, squares, 1)), 0)

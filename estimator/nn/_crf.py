@@ -52,15 +52,15 @@ def crf_log_likelihood(
     runs = sequence_mask(lengths, inputs.shape[1])
     score = jnp.where(runs, unary, 0).sum(1) + jnp.where(runs[:, 1:], binary, 0).sum(1)
 
-    # The forward algorithm, in logarithms. Behind the end of a sequence its sums stay as they are, so that the last
-    # ones are the sums of each sequence.
+    # The forward algorithm, in logarithms. After the end of a sequence the sums do not change, so that the last ones
+    # are the sums of each sequence.
     def step(alphas: jax.Array, at: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
         x, runs = at
         after = x + jax.nn.logsumexp(alphas[:, :, None] + transitions, axis=1)
         return jnp.where(runs[:, None], after, alphas), None
 
     alphas, _ = jax.lax.scan(step, inputs[:, 0], (inputs[:, 1:].swapaxes(0, 1), runs[:, 1:].T))
-    # An empty sequence has one tagging, of likelihood 1.
+    # As in TensorFlow, an empty sequence has the likelihood 1.
     norm = jnp.where(lengths > 0, jax.nn.logsumexp(alphas, axis=1), 0)
     return score - norm, transitions
 
@@ -91,8 +91,8 @@ def crf_decode(
     _check("crf_decode", potentials, lengths)
     runs = sequence_mask(lengths, potentials.shape[1]).T
 
-    # Viterbi's algorithm: the best score for each tag, and the tag before it on the way there. Behind the end of a
-    # sequence the scores stay, and the way back waits at the last tag until it comes to the end.
+    # Viterbi's algorithm: the best score for each tag, and the tag before it on the best path. After the end of a
+    # sequence the scores do not change, and the way back stays at the last tag until it reaches the end.
     def forwards(state: jax.Array, at: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         x, runs = at
         scores = state[:, :, None] + transitions

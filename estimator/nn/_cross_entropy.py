@@ -168,8 +168,7 @@ def log_poisson_loss(
     if not compute_full_loss:
         return loss
     small = (targets >= 0) & (targets <= 1)
-    # TensorFlow adds nothing from 0 to 1, where the approximation is bad; and the logarithm must see no 0, whose
-    # derivative is infinite.
+    # As in TensorFlow, nothing is added from 0 to 1. There the logarithm gets a 1: at 0 its derivative is infinite.
     count = jnp.where(small, 1, targets)
     stirling = count * jnp.log(count) - count + 0.5 * jnp.log(2 * jnp.pi * count)
     return loss + jnp.where(small, 0, stirling)

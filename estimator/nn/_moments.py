@@ -56,13 +56,13 @@ def weighted_moments(
       keep_dims: whether the axes stay, with 1 element.
     """
     x = as_float(x)
-    # Sums of squares in float16 overflow from 65504 on; TensorFlow computes them in float32 as well.
+    # In float16 sums of squares overflow above 65504; TensorFlow also computes them in float32.
     wide = x if jnp.finfo(x.dtype).bits >= 32 else x.astype(jnp.float32)
     axis = tuple(axes) if isinstance(axes, Sequence) else axes
     weights = jnp.broadcast_to(jnp.asarray(frequency_weights, wide.dtype), x.shape)
     total = jnp.sum(weights, axis, keepdims=True)
     mean = jnp.sum(weights * wide, axis, keepdims=True) / total
-    # From deviations, since the mean of squares less the square of the mean cancels.
+    # From deviations, since E[x^2] - E[x]^2 cancels where the mean is large.
     variance = jnp.sum(weights * jnp.square(wide - mean), axis, keepdims=True) / total
     if not keep_dims:
         mean, variance = jnp.squeeze(mean, axis), jnp.squeeze(variance, axis)

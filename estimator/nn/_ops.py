@@ -45,7 +45,7 @@ def l2_normalize(
     """
     x, axis = as_float(x), axis if dim is None else dim
     squares = jnp.sum(jnp.square(x), tuple(axis) if isinstance(axis, Sequence) else axis, keepdims=True)
-    # The bound is on the squares, within the root, as in TensorFlow: so the gradient at zero is finite.
+    # As in TensorFlow, `epsilon` bounds the sum of squares within the root, so that the gradient at zero is finite.
     return x * jax.lax.rsqrt(jnp.maximum(squares, epsilon))
 
 
@@ -79,7 +79,7 @@ def local_response_normalization(
             f"{x.shape}."
         )
     window, padding = (1, 1, 1, 2 * depth_radius + 1), ((0, 0), (0, 0), (0, 0), (depth_radius, depth_radius))
-    # A sum over the channels around, as TensorFlow has it; torch's layer of this name takes the mean.
+    # A sum over the neighbouring channels, as in TensorFlow; torch's layer of this name takes the mean.
     squares = jax.lax.reduce_window(jnp.square(x), 0.0, jax.lax.add, window, (1, 1, 1, 1), padding)
     return x / (bias + alpha * squares) ** beta
 

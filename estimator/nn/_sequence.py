@@ -48,7 +48,6 @@ def sequence_mask(
             "has the steps."
         )
     steps = jnp.arange(maxlen)
-    # uint32 and int32 have no common dtype without x64.
     return (steps < lengths[..., None].astype(steps.dtype)).astype(dtype)
 
 
@@ -98,6 +97,6 @@ def sequence_loss(
     if not axes:
         return losses
     total = weights.sum(axes)
-    # Averaged over towers only where the batch is summed: then the scaled losses of the towers add up to the loss of
-    # the whole batch. 1e-12 is TensorFlow's, against weights that are all zero.
+    # The denominator is averaged over towers only where the batch is: then the scaled losses of the towers add up to
+    # the loss of the whole batch. 1e-12, as in TensorFlow, is for weights that are all zero.
     return losses.sum(axes) / ((average_denominator(total) if average_across_batch else total) + 1e-12)

@@ -67,9 +67,9 @@ def in_top_k(predictions: ArrayLike, targets: ArrayLike, k: int, name: str | Non
             "`est.nn.in_top_k` needs predictions of shape [batch, classes] and targets of shape [batch]; got shapes "
             f"{predictions.shape} and {targets.shape}."
         )
-    # A target out of range is in no top k, as in TensorFlow: it is clipped here, and refused by `in_range`.
+    # As in TensorFlow, a target out of range is not in the top k: it is clipped here, and left out by `in_range`.
     of_target = jnp.take_along_axis(predictions, targets[:, None], 1, mode="clip")
     in_range = (targets >= 0) & (targets < predictions.shape[1])
     known = in_range & jnp.isfinite(predictions).all(1)
-    # Ties count for the target, and a row with a NaN or an infinity has no top k: both are TensorFlow's rules.
+    # As in TensorFlow, ties count for the target, and in a row with NaN or an infinity no target is in the top k.
     return known & ((predictions > of_target).sum(1) < k)

@@ -47,7 +47,7 @@ def apply_step(
         declared=Declared(trainable=dict.fromkeys(variables, True)),
         reuse=True,
     )
-    # Decided once, from the gradients alone, before anything is updated.
+    # Decided once, from the gradients only, before anything is updated.
     may_update = _Permissions(train_op)
     with open_frame(frame):
         updated, slots = _apply_updates(train_op, may_update, variables, slots, at)
@@ -57,7 +57,7 @@ def apply_step(
         allowed = may_update.all()
         return new if allowed is None else select(allowed, new, {name: variables[name] for name in new})
 
-    # Moves come last: the average of a variable is of its value after the step, whatever the order in `est.group`.
+    # Moving averages come last: they use the values of variables after the step, whatever the order in `est.group` is.
     after = {**updated, **if_all(written)}
     moved: Variables = {}
     for move in train_op.moves:
@@ -108,14 +108,14 @@ def _apply_updates(
                 f"The state has no slots for the optimizer {update.slots!r}, only {sorted(slots)}. "
                 "Initialize it in mode 'train' by the same model_fn."
             )
-        # `variables` are those after the earlier updates: two optimizers of one variable act one after the other.
+        # `variables` include the earlier updates: two optimizers of one variable are applied one after the other.
         params = {name: variables[name] for name in update.gradients or {}}
         extra = extra_args(update.loss, params, at and functools.partial(values_at, i))
         extra |= read_carried(update.learning_rate)
         state, loss_scale, finite = slots[update.slots], update.optimizer.loss_scale, may_update.finite[i]
         inner = state.inner if loss_scale else state
         moved, new_slots = _apply(update.optimizer, update.gradients or {}, inner, params, extra, may_update.of(i))
-        if loss_scale:  # changes in either case: it must shrink where it makes gradients overflow
+        if loss_scale:  # it changes in a skipped step, too: it shrinks after an overflow
             new_slots = loss_scale.after(finite, state, new_slots)
         variables = {**variables, **moved}
         slots = {**slots, update.slots: new_slots}
@@ -154,7 +154,8 @@ def _apply(
         whole = {name: to_dense(gradient) for name, gradient in gradients.items()}
         takes_both = sparse and takes_sparse_gradients(transformation)
         return update(whole, params, slots, {**extra, "sparse_gradients": sparse} if takes_both else extra)
-    # The optimizer sees small arrays, the touched rows of table and slots; the step takes no time by the table's size.
+    # The optimizer gets small arrays, the touched rows of tables and slots: the time of a step does not depend on the
+    # size of a table.
     touched = TouchedRows(sparse, params)
     rows, row_slots = update({**gradients, **touched.gradients}, touched.take(params), touched.take(slots))
     return touched.put(params, rows), touched.put(slots, row_slots)

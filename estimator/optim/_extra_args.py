@@ -33,7 +33,7 @@ def extra_args(loss: jax.Array | None, params: optax.Params, probe: Probe | None
 
     @value_at.defjvp
     def value_and_tangent(primals: tuple[optax.Params], tangents: tuple[optax.Params]) -> tuple[jax.Array, jax.Array]:
-        # The real part: of a complex variable, the change of a real loss is the real part of the product.
+        # The real part: for a complex variable, the change of a real loss is the real part of the product.
         value, gradients = probe(*primals)
         products = jax.tree.map(lambda g, t: jnp.sum(g.conj() * t).real.astype(value.dtype), gradients, *tangents)
         return value, sum(jax.tree.leaves(products), jnp.zeros_like(value))

@@ -120,7 +120,7 @@ def set_rate(caller: str, slots: Slots, name: str, value: float) -> Slots:
 def _find(slots: Slots) -> dict[str, _Rate]:
     rates = []
     for optimizer, state in slots.items():
-        # A path of one key is a slot of an optimizer that is called "learning_rate" itself.
+        # A path of one key is a slot that is itself called "learning_rate".
         entries = [(path, value) for path, value in tree_get_all_with_path(state, RATE) if len(path) > 1]
         schedules = {path[:-2] for path, _ in entries if getattr(path[-2], "name", None) == _SCHEDULES}
         for path, value in entries:

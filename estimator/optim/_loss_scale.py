@@ -97,7 +97,7 @@ class DynamicLossScale:
         """
         factor = jnp.float32(self.factor)
         grows = state.good_steps + 1 >= self.growth_interval
-        # Never to infinity, from which no division comes back.
+        # Never infinity, which a division does not make finite again.
         grown = jnp.where(jnp.isfinite(state.scale * factor), state.scale * factor, state.scale)
         after_good = jnp.where(grows, grown, state.scale)
         after_bad = jnp.maximum(state.scale / factor, jnp.float32(self.min_scale))

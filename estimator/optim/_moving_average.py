@@ -164,7 +164,7 @@ class ExponentialMovingAverage:
                 raise TypeError(
                     f"`{caller}`: {name!r} holds integers or booleans, which have no average. Leave it out."
                 )
-            # The average is named after its variable, whose name is full already.
+            # The name of the average contains the full name of its variable.
             with variable_scope(_NO_SCOPE):
                 get_variable(average, initializer=lambda key, value=value: wide(value), trainable=False)
             frame.declared.partitions |= {
@@ -191,7 +191,7 @@ class ExponentialMovingAverage:
         names = ("/".join((*frame.scope, f"value_{i}" if i else "value")) for i in itertools.count())
         average = next(name for name in map(self.average_name, names) if name not in frame.declared.trainable)
         self._values().append((value, average))
-        # TensorFlow begins averages of values at zero, those of variables at the variable.
+        # As in TensorFlow, averages of values start at zero, and averages of variables at the variable.
         zeros = functools.partial(get_variable, initializer=jax.nn.initializers.zeros, trainable=False)
         value, step_size = wide(value), _step_size(self._decay, self._num_updates)
         with variable_scope(_NO_SCOPE):

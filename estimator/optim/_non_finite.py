@@ -76,7 +76,7 @@ class NonFinitePolicy:
         They are floats, so that they share a vector with gradients and losses; a sum with zeros is exact.
         """
 
-        # One place for each tower: the sum of the vectors holds the marks of all.
+        # One element for each tower: the sum of the vectors has the marks of all towers.
         numbers = jnp.arange(towers, dtype=tower.dtype)  # by default of 64 bits under x64, which a tower's has not
 
         def add_marks(update: Update) -> Update:
@@ -113,7 +113,7 @@ class SkippedSteps:
     def look(self, state: Any, skipped: np.ndarray) -> None:
         if not skipped.any():
             return
-        # Only now the host waits for the newest program.
+        # Only in this case the host waits for the newest program.
         if self._raises:
             _raise_if_any(state)
         more = int(skipped.sum())
@@ -151,7 +151,7 @@ def count_skipped(train_op: TrainOp, before: State, after: State) -> State:
             *(jnp.where(is_first, x.astype(y.dtype), y) for x, y in zip(now, record[1:], strict=True)),
         )
 
-    # On CPU devices a branch: counting costs nothing in the steps that are made.
+    # On CPU devices this is a branch, so that steps that are not skipped take no longer.
     record = update_if(~allowed, with_this, _record(before))
     return after._replace(slots={**after.slots, SLOTS: record})
 

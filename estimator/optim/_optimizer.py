@@ -155,7 +155,8 @@ class Optimizer:
         elif calls.count <= len(calls.known):
             gradients = calls.known[calls.count - 1]
         else:
-            # Only the caller of the model_fn can differentiate it: it takes these, and runs the model_fn again.
+            # Only the caller of the model_fn can differentiate it: it computes these gradients and runs the model_fn
+            # again.
             raise GradientsNeeded(loss, names, slots)
         calls.scaled.update(names)
         if self.loss_scale:
@@ -207,7 +208,8 @@ class Optimizer:
     def _train_op(
         self, frame: Frame, gradients: Gradients | None, loss: jax.Array | None, names: tuple[str, ...]
     ) -> TrainOp:
-        # A rate that the model_fn computes goes with the gradients: the update is made outside of the towers.
+        # A learning rate that the model_fn computes is passed on with the gradients: the update is made outside of the
+        # towers.
         slots, rate = self._open_slots(frame, names), to_carry(self._learning_rate)
         return TrainOp((Update(gradients, loss, names, slots, self, frame.tracing.run, learning_rate=rate),))
 
@@ -369,7 +371,7 @@ class Optimizer:
         for slots, owner in frame.declared.reserved_slots.items():
             if owner is self:
                 return slots
-        # Numbered in the order of calls, which is the same in each run, so that names in checkpoints stay.
+        # Numbered in the order of calls, which is the same in each run, so that names in checkpoints do not change.
         taken = frame.declared.slot_owners.keys() | frame.declared.reserved_slots.keys()
         if self._name not in taken:
             return self._name

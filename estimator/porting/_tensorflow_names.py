@@ -372,7 +372,7 @@ def _by_last_part() -> dict[str, list[str]]:
 def _error(message: str, keys: list[str], name: str, otherwise: str = "") -> AttributeError:
     if keys:
         hint = NAMES[keys[0]]
-        # An entry that begins so gives a reason, since there is nothing to write instead.
+        # An entry that begins with "nothing: " gives a reason instead of a replacement.
         why = hint.removeprefix("nothing: ")
         instead = f"here it is {hint}" if why == hint else f"there is nothing like it here: {why}"
         return AttributeError(f"{message}; {instead}.", name=name)

@@ -24,8 +24,8 @@ def advise_huge_pages(arrays: Iterable[jax.Array]) -> None:
     XLA takes the memory of temporary and of summed arrays from glibc at each step, which takes it from Linux, which
     clears it page by page.
     """
-    # Advice is all: from within a process `mallopt` does not reach large arrays of threads (it does with a single
-    # arena, where a process then takes twice the memory).
+    # Only a message: `mallopt` within the process does not affect large arrays of threads, except with a single arena,
+    # with which a process takes twice the memory.
     if sum(map(_count_cpu_bytes, arrays)) >= _LARGE and _huge_pages_wait_for_malloc():
         _log_once()
 

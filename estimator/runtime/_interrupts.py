@@ -37,7 +37,7 @@ def note_interrupts() -> Iterator[None]:
     try:
         yield
     finally:
-        if signal.getsignal(signal.SIGINT) is handler:  # and not one that the user has installed meanwhile
+        if signal.getsignal(signal.SIGINT) is handler:  # and not the user's own handler
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
 

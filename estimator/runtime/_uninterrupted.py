@@ -76,7 +76,7 @@ def shield(function: F) -> F:
 
     @functools.wraps(function)
     def call(*args: object, **kwargs: object) -> object:
-        if threading.current_thread() is not threading.main_thread():  # which no handler interrupts
+        if threading.current_thread() is not threading.main_thread():  # handlers run in the main thread only
             return function(*args, **kwargs)
         work = Work(lambda: function(*args, **kwargs))
         try:
@@ -114,7 +114,7 @@ def _wait_at_exit() -> None:
     deadline = time.monotonic() + _SECONDS_AT_EXIT
     for work in _unfinished:
         work.thread.join(max(0.0, deadline - time.monotonic()))
-    # One that hangs would hinder the end of Python: the process ends here, once what it has written is flushed.
+    # A thread that hangs would block the end of Python: the process ends here, after its output is flushed.
     if any(work.thread.is_alive() for work in _unfinished):
         logging.shutdown()
         for stream in (sys.stdout, sys.stderr):

@@ -88,11 +88,11 @@ def named_lookup(
     else:
         table = get_variable(name, shape, dtype, initializer, partition=partition)
         if frame.scope_defaults.custom_getter is None:
-            reads.read_whole.discard(full)  # Nobody has seen more of it than its rows.
+            reads.read_whole.discard(full)  # The user has not seen the whole table.
         else:
             reads.by_getter[full] = table
     _check_table(call, reads.by_getter.get(full, frame.variables[full]))
-    if frame.tracing.trace != current_trace():  # The ids of a function traced apart are not known outside of it.
+    if frame.tracing.trace != current_trace():  # Ids of a function that is traced by itself are not known outside.
         reads.read_whole.add(full)
     return _look_up(frame, full, ids)
 
@@ -129,8 +129,9 @@ def _look_up(frame: Frame, full: str, ids: jax.Array) -> jax.Array:
     return jnp.where(known.reshape(column), rows, otherwise.reshape(column)).reshape(*ids.shape, *table.shape[1:])
 
 
-# The gradient of a table. The table itself is not differentiated, or its gradient would be as large as it: zeros, the
-# taps, are added to the rows of each lookup, and differentiated. Their shapes are known after a run without them.
+# The gradient of a table. The table itself is not differentiated, since its gradient would be as large as the table:
+# zeros, the taps, are added to the rows of each lookup and differentiated. Their shapes are known after a run without
+# taps.
 
 
 def put_taps(frame: Frame, taps: dict[str, list[jax.Array]]) -> None:

@@ -127,7 +127,7 @@ def combine_rows(
     last = ids.ndim - 1
     known = ids >= 0
     if weights is not None:
-        # Beside padding there is not a weight but anything, NaN too.
+        # The weight of padding may be anything, also NaN.
         weights = jnp.where(known, weights.astype(rows.dtype), 0)
         rows = rows * weights.reshape(*ids.shape, *(1,) * (rows.ndim - ids.ndim))
     total = add(rows, last)
@@ -140,7 +140,7 @@ def combine_rows(
         scale = add(weights if combiner == "mean" else weights * weights, last)
     # An example without ids gets zeros, as in TensorFlow's `safe_embedding_lookup_sparse`.
     scale = jnp.where(counts == 0, 1, scale)
-    # The root of the sum of squared weights: "sqrtn" keeps the variance of a sum of independent rows.
+    # With "sqrtn", the root of the sum of squared weights, a sum of independent rows has the variance of one row.
     scale = scale if combiner == "mean" else jnp.sqrt(scale)
     return total / scale.reshape(*scale.shape, *(1,) * (total.ndim - scale.ndim))
 
@@ -196,7 +196,7 @@ def _sparse_entries(call: str, ids: Any, weights: Any) -> _Entries:
         values = jnp.where(same, values, jnp.nan)
     if ids.n_batch:
         return _Entries(data, values)
-    examples = jnp.where(within, _from_start(ids.indices[:, 0], ids.shape[0]), ids.shape[0])  # the last is left out
+    examples = jnp.where(within, _from_start(ids.indices[:, 0], ids.shape[0]), ids.shape[0])  # `shape[0]`: left out
     return _Entries(data, values, functools.partial(_by_example, examples, ids.shape[0]))
 
 

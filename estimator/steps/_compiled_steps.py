@@ -63,7 +63,7 @@ class Program:
         Args:
           rows: of the batch among the arguments; another number of them is another program.
         """
-        # A program of the caller's own, which traces this one, compiles it as a part of itself.
+        # If the caller traces this program in its own, it is compiled as a part of that one.
         if rows not in self._compiled_for and not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(args)):
             compile_first(self._run, *args)
             self._compiled_for.add(rows)

@@ -109,11 +109,11 @@ class _Run:
 
     def result(self, differentiate: bool) -> RunResult:
         self._differentiates = differentiate
-        # Each pass that stops at `compute_gradients` adds its gradients to what the next pass knows: one pass more for
-        # each call, of which XLA keeps what they do not share.
+        # Each pass that stops at `compute_gradients` gives its gradients to the next pass: one more pass for each call,
+        # of which XLA merges the common parts.
         while True:
             if differentiate:
-                # One backward pass serves all losses of `minimize`: see `_gradients`.
+                # One backward pass is for all losses of `minimize`: see `_gradients`.
                 backward = self._differentiate()
                 done = backward.done
             else:
@@ -138,7 +138,7 @@ class _Run:
             others = {name: value for name, value in self._floating.items() if name not in self._taps}
             losses, pull, done = jax.vjp(self._forward, others, self._taps, has_aux=True)
             taps = make_taps(self._last_frame)
-            # The taps of this pass fit the lookups that it made, unless the first pass had none yet.
+            # The taps fit the lookups, except in a first pass, which has no taps yet.
             if not losses or jax.tree.map(jnp.shape, taps) == jax.tree.map(jnp.shape, self._taps):
                 return _Differentiated(done, losses, pull)
             self._taps = taps
@@ -151,7 +151,7 @@ class _Run:
         dynamic = _loss_scale.current(self._frame.slots, slots)
         fits = float(np.asarray(self._loss_scale).astype(backward.losses[i].dtype)) == self._loss_scale
         scale = self._loss_scale if fits or backward.losses[i].dtype.itemsize >= 4 else 1.0
-        # A cotangent of 0 leaves the other losses out; XLA removes their part of the backward pass.
+        # Other losses have a cotangent of 0; XLA removes their part of the backward pass.
         cotangents = [jnp.full((), scale if j == i else 0.0, loss.dtype) for j, loss in enumerate(backward.losses)]
         if dynamic is not None:
             cotangents[i] = _loss_scale.scale_by(cotangents[i], dynamic)
@@ -174,7 +174,7 @@ class _Run:
     def _run_once(self, trained: PyTree, rest: PyTree, batch: tuple[PyTree, ...]) -> tuple[list[jax.Array], _Pass]:
         floating, taps = trained
         fixed, slots, key, step, known_gradients = rest
-        # The frame is kept for its Python values; its arrays are tracers of this pass, which ends with it.
+        # The frame is kept for its Python values; its arrays are tracers, which are valid in this pass only.
         frame = self._last_frame = self._frame.fresh(
             variables={name: (fixed | floating)[name] for name in self._frame.variables},
             slots=slots,
@@ -187,7 +187,7 @@ class _Run:
         with open_frame(frame):
             try:
                 spec = self._call(*batch)
-            # A pass has one output structure for jax: what stopped it, in place of the spec.
+            # The pass returns the request that stopped it instead of the spec.
             except GradientsNeeded as needed:
                 request = _Request(needed.var_list, needed.slots)
                 return [needed.loss], _Pass(request, None, Writes({}, {}), frame.denominators, rows_by_table(frame))

@@ -94,7 +94,7 @@ def concatenate_specs(specs: Sequence[EstimatorSpec], sizes: Sequence[int], mean
         )
     loss = None
     if first.loss is not None and second.loss is not None:
-        # A mean of means would count the rows of the smaller part more than others.
+        # A plain mean of means would give rows of the smaller part a larger weight.
         weights = [size / sum(sizes) if mean_loss else 1.0 for size in sizes]
         loss = first.loss * weights[0] + second.loss * weights[1]
     predictions, export_outputs = jax.tree.map(

@@ -17,7 +17,7 @@ from estimator.core._state import State
 from estimator.core._step_guard import StepGuard
 
 
-@dataclasses.dataclass(frozen=True, eq=False)  # hashed as a part of the first run's tree structure
+@dataclasses.dataclass(frozen=True, eq=False)  # by identity: it is hashed in a tree structure of the first run
 class ModelInfo:
     """The facts about a model_fn in a mode that its first, abstract run shows.
 

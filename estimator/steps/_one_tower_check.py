@@ -37,7 +37,7 @@ def compare_with_one_tower(
 
         return run
 
-    # Forward alone: gradients would cost a backward pass, and a wrong mean shows in the loss already.
+    # Forward only: gradients would cost a backward pass, and a wrong mean already shows in the loss.
     got = info.placement.compile_read(values(False))(*batch)
     want = Program(values(True))(*jax.device_put(batch, info.compared_on))
     lines = list(differences(_values(got), _values(want), "several towers", 1e-3, 1e-5))

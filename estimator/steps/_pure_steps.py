@@ -103,7 +103,7 @@ class PureSteps:
     ) -> tuple[EstimatorSpec, Variables]:
         """The spec, with gradients, and the variables that the model_fn wrote itself."""
         rows = self._check(features, labels)
-        # Says to XLA where the rows are, so that it does not gather a batch that its caller has not placed.
+        # This gives XLA the sharding of the rows, so that it does not gather a batch that the caller has not placed.
         sharding = info.placement.batch(rows)
         if sharding is not None and not replica.one_tower:
             features, labels = constrain((features, labels), sharding)
@@ -111,7 +111,7 @@ class PureSteps:
             mode,
             variables_to_read(info.notes.get(Averages), mode, state.variables),
             state.slots,
-            # The key depends on the step alone: a run that resumes draws the numbers that it would have drawn.
+            # The key depends on the step only: a run that resumes draws the same numbers as one without a stop.
             key=jax.random.fold_in(state.key, state.global_step),
             global_step=state.global_step,
             replica=replica,
@@ -144,7 +144,7 @@ class PureSteps:
             start = state._replace(variables=variables)
             return train_op_of(self.compute(info, start, features, labels, ModeKeys.TRAIN)[0])
 
-        # From top to bottom: the model_fn and its gradients, the updates, the report.
+        # First the model_fn and its gradients, then the updates, then the report.
         spec, written = self.compute(info, state, features, labels, ModeKeys.TRAIN)
         after = self.apply(state, train_op_of(spec), written, train_op_at)
         return after, finish_spec(info.placement, spec, after)

@@ -165,7 +165,7 @@ def _cuts(jaxpr: Jaxpr, segments: int | None) -> list[int]:
 
 def _even_cuts(made: list[int], live: list[int], segments: int) -> list[int]:
     """Cuts near those that would make all parts make equally many bytes, where the least go through."""
-    # Parts of equal bytes need the least memory together; a third of one is the room to find a narrow place to cut.
+    # Parts of equal bytes need the least memory; a cut may move by a third of a part, to where fewer bytes go through.
     until = [0, *itertools.accumulate(made)]
     reach = until[-1] / segments / 3
     cuts = {0, len(made)}

@@ -50,8 +50,8 @@ class RunResult(NamedTuple):
     def split(self) -> tuple[EstimatorSpec, PerPart]:
         """The fields of the spec that are merged by a sum over parts, and the others."""
         spec, metrics = self.spec, self.spec.eval_metric_ops
-        # A sum over towers is one all-reduce, with the gradients; what merges otherwise has to be gathered from all
-        # towers.
+        # Sums over towers share an all-reduce with the gradients; metrics that do not merge by a sum are gathered from
+        # all towers.
         by_sum = {name: metric for name, metric in metrics.items() if merges_by_sum(metric)}
         others = {name: metric for name, metric in metrics.items() if name not in by_sum}
         summed = spec.replace_unchecked(predictions=None, eval_metric_ops=by_sum, export_outputs=None, reported={})

@@ -130,7 +130,7 @@ class _Steps:
         self._pure = PureSteps(call)
         self._donate = donate
         self._infos: dict[ModeKeys, ModelInfo] = {}
-        # One per mode, used for the abstract run as well: the trace of that is the one that is compiled.
+        # One per mode, also for the abstract run, whose trace is then compiled.
         self._inits = {mode: Program(functools.partial(self._pure.init, mode=mode)) for mode in ModeKeys}
         self._compiled: dict[str, Callable[..., Any]] = {}
         self._compared: set[ModeKeys] = set()
@@ -147,7 +147,7 @@ class _Steps:
         rows = check_batch(features, labels)
         features, labels = pad_sparse(copy_batch(features, labels))
         info = self.info(features, labels, mode)
-        # Read here and not in the model_fn, which runs for each program, and to resume.
+        # Read here and not in the model_fn, which also runs for each program and when training resumes.
         values = info.notes.get(InitialValues).read(info.like.variables)
         state, _ = self._inits[mode](key, features, labels, values, rows=rows)
         return put(state, info.shardings)
@@ -169,7 +169,7 @@ class _Steps:
             args: tuple[Any, ...] = jax.random.key(0), features, labels, {}
             no_jit = jax.config.jax_disable_jit  # type: ignore[attr-defined]
             if no_jit and all(hasattr(x, "__array__") for x in jax.tree.leaves((features, labels))):
-                _, static = self._inits[mode](*args)  # whoever turns jit off wants to look at values
+                _, static = self._inits[mode](*args)  # without jit, the user wants to see values
             else:
                 _, static = self._inits[mode].trace(*args).out_info
             info: ModelInfo = static.value

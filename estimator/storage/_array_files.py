@@ -54,7 +54,7 @@ class Npz:
 class Safetensors:
     """A file of the safetensors format: the length of a header, the header in JSON, and the bytes of the arrays."""
 
-    # Read here, not by the package of that name: its arrays of numpy have no bfloat16.
+    # Read here, so that the package of that name is not needed.
 
     def __init__(self, caller: str, path: str) -> None:
         self.path = path
@@ -64,7 +64,7 @@ class Safetensors:
             size = os.path.getsize(path) - self._begin
             self.shapes: Mapping[str, Any] = {name: _kind(name, entry, size) for name, entry in header.items()}
             self._places = {name: entry["data_offsets"] for name, entry in header.items()}
-            # The format has no overlaps: a file with them is not what was written.
+            # The format allows no overlaps: a file with overlaps is damaged.
             for one, other in itertools.pairwise(sorted(self._places, key=lambda name: self._places[name])):
                 if self._places[other][0] < self._places[one][1]:
                     raise ValueError(f"its arrays {one!r} and {other!r} overlap")
@@ -120,7 +120,7 @@ def _header(path: str) -> tuple[dict[str, Any], int]:
         (length,) = struct.unpack("<Q", file.read(8))
         if 8 + length > os.path.getsize(path):
             raise ValueError("its header is not complete")
-        if length > _LONGEST_HEADER:  # before so much memory is taken
+        if length > _LONGEST_HEADER:  # checked before the header is read into memory
             raise ValueError(f"its header has {length} bytes, and may have {_LONGEST_HEADER}")
         header = json.loads(file.read(length), object_pairs_hook=_without_repeats)
     if not isinstance(header, dict):

@@ -140,14 +140,14 @@ def write(path: str, contents: bytes) -> None:
         store, name = store_of(path)
         store.pipe_file(name, contents)
         return
-    new = f"{path}.{uuid.uuid4().hex}.new"  # each writer has its own
+    new = f"{path}.{uuid.uuid4().hex}.new"  # each writer has its own file
     try:
         with open(new, "wb") as file:
             file.write(contents)
             file.flush()
             os.fsync(file.fileno())
-        # The contents are on the disk before the name is, and the name before the caller continues: a crash of the
-        # machine between any two of these lines leaves the old file or the new one.
+        # The contents are on the disk before the rename, and the new name before the caller continues: a crash of the
+        # machine at any time leaves the old file or the new one.
         os.replace(new, path)
         _sync(os.path.dirname(os.path.abspath(path)))
     except BaseException:
@@ -218,7 +218,7 @@ def lock_if_possible(file: int, exclusive: bool) -> str | None:
     if fcntl is None:
         return "the system has no file locks"
     try:
-        # The operating system releases it when the process ends, however it ends: a killed run locks nobody out.
+        # The operating system releases the lock when the process ends, also if it is killed.
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB if exclusive else fcntl.LOCK_SH)
     except OSError as error:
         if error.errno not in _NO_LOCKS:

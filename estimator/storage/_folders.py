@@ -14,7 +14,7 @@ from estimator.storage._files import exists, files_in, is_url, store_of
 
 def upload(folder: str, url: str, first: Sequence[str] = (), last: Sequence[str] = ()) -> None:
     """Copies the files of a local folder to a store, those called `first` before all others, `last` after."""
-    # A store has no renames: the order alone says that a folder that has the very last file is whole.
+    # A store has no renames: only the order makes sure that a folder with the last file is complete.
     store, base = store_of(url)
     names = files_in(folder)
     others = sorted(names.keys() - {*first, *last})

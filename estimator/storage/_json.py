@@ -53,7 +53,7 @@ def decode(text: str | bytes, arrays: bool = False) -> Any:
     def restore(value: dict[str, Any]) -> Any:
         if value.keys() == {_BYTES}:
             return base64.b64decode(value[_BYTES])
-        # A checkpoint has no arrays in its JSON: such a dict there is a user's.
+        # A checkpoint has no arrays in its JSON: there such a dict is the user's own.
         if arrays and value.keys() == {_ARRAY}:
             dtype, shape, data = value[_ARRAY]
             return np.frombuffer(base64.b64decode(data), dtype).reshape(shape).copy()  # the buffer is read-only

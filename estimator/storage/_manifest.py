@@ -52,7 +52,7 @@ def write_manifest(folder: str, without: Collection[str]) -> None:
 
 def add_empty_file(path: str, name: str) -> None:
     """Writes an empty file into a checkpoint, and notes it in the manifest."""
-    # The file first: a kill in between leaves one that the manifest does not name, and that is not damage.
+    # The file first: a kill between the two leaves a file that is not in the manifest, which is not damage.
     write(os.path.join(path, name), b"")
     files = _files(path)
     if files is not None:
@@ -82,8 +82,8 @@ def check_sizes(path: str) -> None:
             raise DamagedCheckpointError(path, f"{name} is missing")
         if sizes[name] != size:
             raise DamagedCheckpointError(path, f"{name} has {sizes[name]} bytes; {size} were written")
-    # Sizes alone would call a checkpoint sound whose arrays could not be read a moment ago. It counts again once one of
-    # its files is another.
+    # The sizes may be right where reading an array has failed before. The checkpoint counts as damaged until one of its
+    # files changes.
     if path in _damage_seen:
         version, reason = _damage_seen[path]
         if version == version_of(path):
@@ -164,7 +164,7 @@ def _files(path: str) -> _Files | None:
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         if is_own(path):
             raise DamagedCheckpointError(path, f"{MANIFEST} is missing") from None
-        return None  # of version 0.1.0, which has not marked it either
+        return None  # version 0.1.0 wrote neither manifest nor mark
     try:
         return _decode(text)[1]
     except _DAMAGES as error:

@@ -31,7 +31,7 @@ def mark_own(path: str) -> None:
 def is_own(path: str) -> bool:
     """Returns whether a folder is one that this package has made."""
     try:
-        # Not equal: a kill may have left the mark empty, or a part of it.
+        # A kill may have left the mark empty or incomplete.
         return MARK_TEXT.startswith(read(os.path.join(path, MARK)))
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         return False
@@ -45,7 +45,7 @@ def remove_own(path: str, first: str | None = None) -> None:
     with contextlib.suppress(FileNotFoundError):
         if is_url(path):
             store, base = store_of(path)
-            # Killed meanwhile, it leaves the mark, by which the next save knows the rest and removes it.
+            # If it is killed, the mark is left, by which the next save recognizes the rest and removes it.
             names = [f"{base}/{name}" for name in files_in(path) if name != MARK]
             if names:
                 store.rm(names)

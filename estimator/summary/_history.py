@@ -78,8 +78,8 @@ def _read(path: str) -> tuple[list[dict[str, Any]], bool]:
             row.update({tag: float(value) for tag, value in row.items() if isinstance(value, str)})
             if not all(isinstance(value, int | float) for value in row.values()) or not math.isfinite(row["time"]):
                 raise ValueError("not all its values are numbers")
-            # Several hooks may write of one step, at different times: their values join, and of equal tags the last
-            # counts.
+            # Several hooks may write values of one step at different times: they are merged, and the last value of a
+            # tag counts.
             rows[int(row["step"])] = rows.get(int(row["step"]), {}) | row
         except (ValueError, OverflowError, AttributeError, KeyError) as error:
             logging.error("%s is damaged: line %d is left out, %r (%r).", path, i + 1, line, error)
@@ -94,7 +94,7 @@ def cut_history(path: str, first: int, in_order: bool) -> list[dict[str, Any]]:
       first: a step.
       in_order: whether its lines are in the order of their steps: then, mostly, only the last one is read.
     """
-    # The usual case, for which only the end of the file is read: a long history would delay every start.
+    # The usual case: only the end of the file is read, since a long history would delay each start.
     if in_order and _last_step(path) < first:
         return []
     rows, whole = _read(path)

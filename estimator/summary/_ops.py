@@ -72,5 +72,5 @@ def image(name: str, images: Any, max_outputs: int = 3) -> None:
         raise ValueError(f"`est.summary.image({name!r})` needs max_outputs >= 1; got {max_outputs!r}.")
     if array.dtype != jnp.uint8 and not jnp.issubdtype(array.dtype, jnp.floating):
         raise ValueError(f"`est.summary.image({name!r})` needs floats from 0 to 1, or uint8; got {array.dtype}.")
-    # Each tower gives its first ones; the limit holds again for what they are merged to.
+    # Each tower reports its first images; the limit applies again after they are merged.
     report("est.summary.image", name, Rows(array[:max_outputs], limit=max_outputs, image=True))

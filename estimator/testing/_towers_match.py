@@ -77,7 +77,7 @@ def assert_towers_match_one_batch(
     Raises:
       AssertionError: it names the number of towers, what differs first, and both values.
     """
-    # CPUs, since a machine has any number of them, and they round alike.
+    # CPU devices, since a process can have any number of them, and they round in the same way.
     devices = jax.local_devices(backend="cpu")
     if max(towers) > len(devices):
         raise ValueError(
@@ -116,7 +116,7 @@ def _moments(model: Model, features: Features, labels: Labels, steps: int) -> It
         yield _Moment(name, {"loss": spec.loss}, _LOSS_HINT)
         yield _Moment(name, {"variable": state.variables, "slot": state.slots}, _UPDATE_HINT)
     rows = rows_of(features, labels)
-    # One row less does not divide by the towers: such a remainder must be evaluated exactly, too.
+    # One row less does not divide by the towers: a remainder must be evaluated exactly, too.
     for count in (rows, rows - 1) if rows > 1 else (rows,):
         some = jax.tree.map(lambda x, count=count: x[:count], (features, labels), is_leaf=is_sparse)
         spec = model.eval_step(state, *some)

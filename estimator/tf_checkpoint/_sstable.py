@@ -48,7 +48,7 @@ def crc32c(data: bytes | memoryview) -> int:
 
 def unmask_crc(crc: int) -> int:
     """The CRC of one that TensorFlow and LevelDB store."""
-    # They mask it, since a CRC of data that contains a CRC is weak.
+    # They mask it, since the CRC of data that contains CRCs would be weak.
     rotated = crc - 0xA282EAD8 & 0xFFFFFFFF
     return (rotated >> 17 | rotated << 15) & 0xFFFFFFFF
 

@@ -68,7 +68,7 @@ class TensorFlowBundle:
 
     def read(self, name: str) -> np.ndarray:
         entry = self._entries[name]
-        if not entry.slices:  # no partitioner has cut it
+        if not entry.slices:  # not partitioned
             return self._array(name, entry)
         whole = np.empty(entry.shape, self._dtype(entry))
         filled = 0
@@ -80,7 +80,7 @@ class TensorFlowBundle:
             array = self._array(name, part)
             whole[tuple(slice(start, start + size) for start, size in sizes)] = array
             filled += array.size
-        if filled != whole.size:  # otherwise a part of it would be what the memory was before
+        if filled != whole.size:  # otherwise a part would not be initialized
             self._fail(f"its slices of the variable {name!r} have {filled} of {whole.size} values")
         return whole
 
@@ -117,7 +117,7 @@ def tensorflow_prefix(path: str) -> str | None:
                 newest = re.search(r'^model_checkpoint_path: "(.+)"', file.read(), re.M)
         except (FileNotFoundError, UnicodeDecodeError):
             newest = None
-        # The file names the path where the checkpoint was written; it may have been copied since.
+        # The file has the path where the checkpoint was written, which may have been copied since then.
         prefixes = (
             [] if newest is None else [os.path.join(path, newest[1]), os.path.join(path, newest[1].split("/")[-1])]
         )
@@ -170,7 +170,7 @@ def _sortable_size(value: int) -> bytes:
 
 def _sortable(value: int) -> bytes:
     """Encodes an integer in bytes that sort as integers do."""
-    # The bits before the first one that differs from the sign say how many bytes there are.
+    # The number of bits before the first one that differs from the sign is the number of bytes.
     length = (~value if value < 0 else value).bit_length() // 7 + 1
     header = (0xFF << 8 >> length & 0xFF) << 8 * (length - 1)
     return (value & (1 << 8 * length) - 1 ^ header).to_bytes(length, "big")

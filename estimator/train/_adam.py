@@ -81,7 +81,8 @@ class LazyAdamOptimizer(Optimizer):
         name: str = "Adam",
     ) -> None:
         def make(rate: jax.Array) -> RowWise:
-            # Row by row the averages of rows that nobody looked up stay: that is all that is lazy about it.
+            # Row-wise, the averages of rows that were not looked up stay as they are: this is the only difference from
+            # Adam.
             return RowWise(*_adam(rate, beta1, beta2, epsilon))
 
         super().__init__(with_learning_rate(type(self).__name__, make, learning_rate), name)
@@ -159,16 +160,15 @@ class AdaMaxState(NamedTuple):
 
 def _adam(rate: jax.Array, beta1: float, beta2: float, epsilon: float) -> optax.GradientTransformation:
     def init(params: optax.Params) -> AdamState:
-        # The powers for the first step, not for a step 0: so TensorFlow saves them.
+        # The powers for the first step: TensorFlow starts and saves them in this way.
         return AdamState(fill_slot(params), fill_slot(params), jnp.float32(beta1), jnp.float32(beta2))
 
     def update(gradients: optax.Updates, state: AdamState, params: optax.Params) -> tuple[optax.Updates, AdamState]:
-        # The corrections of both averages in one factor, so that epsilon is added to the uncorrected root, as
-        # TensorFlow does.
+        # As in TensorFlow, one factor corrects both averages, so that epsilon is added to the uncorrected root.
         step = rate * jnp.sqrt(1 - state.beta2_power) / (1 - state.beta1_power)
 
         def rule(gradient: jax.Array, value: jax.Array, m: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
-            # In the form of TensorFlow's kernel; `beta1 * m + (1 - beta1) * gradient` rounds otherwise.
+            # As TensorFlow's kernel computes it; `beta1 * m + (1 - beta1) * gradient` rounds in another way.
             m = m + (gradient - m) * complement(beta1)
             v = v + (gradient * gradient - v) * complement(beta2)
             return value - step * m / (jnp.sqrt(v) + epsilon), m, v
@@ -176,7 +176,7 @@ def _adam(rate: jax.Array, beta1: float, beta2: float, epsilon: float) -> optax.
         powers = {"beta1_power": state.beta1_power * beta1, "beta2_power": state.beta2_power * beta2}
         return apply_rule(rule, gradients, params, state, "m", "v", scalars=powers)
 
-    # Not row-wise: TensorFlow's Adam lets the averages of all rows decay, even where a gradient names a few.
+    # Not row-wise: in TensorFlow's Adam the averages of all rows decay, even if a sparse gradient has only a few rows.
     return optax.GradientTransformation(init, update)
 
 
@@ -195,5 +195,5 @@ def _adamax(rate: jax.Array, beta1: float, beta2: float, epsilon: float) -> RowW
         powers = {"beta1_power": state.beta1_power * beta1}
         return apply_rule(rule, gradients, params, state, "m", "v", scalars=powers)
 
-    # Row-wise, as TensorFlow's, which touches the averages of the looked-up rows alone.
+    # Row-wise, as in TensorFlow, where a sparse gradient updates the averages of the looked-up rows only.
     return RowWise(init, update)

@@ -153,7 +153,7 @@ def _adagrad(rate: jax.Array, initial: float) -> RowWise:
 def _adadelta(rate: jax.Array, rho: float, epsilon: float) -> RowWise:
     def rule(gradient: jax.Array, value: jax.Array, accum: jax.Array, moved: jax.Array) -> tuple[jax.Array, ...]:
         accum = accum * rho + gradient * gradient * (1 - rho)
-        # Before there are updates to take a mean of, epsilon sets their size: the first steps are small.
+        # `moved` starts at zero, so that `epsilon` sets the size of the first steps, which are small.
         step = jnp.sqrt(moved + epsilon) * jax.lax.rsqrt(accum + epsilon) * gradient
         return value - rate * step, accum, moved * rho + step * step * (1 - rho)
 
@@ -171,8 +171,8 @@ def _rmsprop(rate: jax.Array, decay: float, momentum: float, epsilon: float, cen
         *mg, step = means
         rms = rms + (gradient * gradient - rms) * (1 - decay)
         mg = [mean + (gradient - mean) * (1 - decay) for mean in mg]
-        # The rate within the momentum, and epsilon within the root, as in TensorFlow: steps made at an earlier rate
-        # keep it.
+        # As in TensorFlow, the momentum includes the learning rate, and the root epsilon: earlier steps keep their
+        # rate.
         step = step * momentum + rate * gradient * jax.lax.rsqrt(rms - sum(m * m for m in mg) + epsilon)
         return value - step, rms, *mg, step
 

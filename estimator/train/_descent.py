@@ -92,7 +92,8 @@ class MomentumState(NamedTuple):
 
 def _momentum(rate: jax.Array, momentum: float, use_nesterov: bool) -> RowWise:
     def rule(gradient: jax.Array, value: jax.Array, accum: jax.Array) -> tuple[jax.Array, ...]:
-        # Without the rate, as in TensorFlow: when it changes, it changes the part of earlier gradients too.
+        # As in TensorFlow, the accumulator does not include the learning rate: a new rate scales earlier gradients,
+        # too.
         accum = momentum * accum + gradient
         return value - rate * (gradient + momentum * accum if use_nesterov else accum), accum
 

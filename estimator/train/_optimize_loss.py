@@ -29,7 +29,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "Adagrad": AdagradOptimizer,
     "Adam": AdamOptimizer,
     "Ftrl": FtrlOptimizer,
-    "Momentum": lambda learning_rate: MomentumOptimizer(learning_rate, momentum=0.9),  # TensorFlow's, for this name
+    "Momentum": lambda learning_rate: MomentumOptimizer(learning_rate, momentum=0.9),  # as in TensorFlow
     "RMSProp": RMSPropOptimizer,
     "SGD": GradientDescentOptimizer,
 }
@@ -114,18 +114,18 @@ def optimize_loss(
                 scalar("learning_rate", rate)
         chosen = _optimizer(optimizer, rate)
         gradients: Gradients = chosen.compute_gradients(loss, variables)
-        # Noise, factors, then clipping, as in TensorFlow: the norm that is bounded is the one of the step.
+        # As in TensorFlow, clipping comes last, after noise and multipliers.
         if gradient_noise_scale is not None:
             gradients = [(_add_noise(gradient, gradient_noise_scale), name) for gradient, name in gradients]
         if gradient_multipliers is not None:
             gradients = _multiply_gradients(gradients, gradient_multipliers)
-        # The norm before clipping; the one afterwards only shows whether the bound was reached.
+        # Before clipping: afterwards the norm would only show whether the bound was reached.
         if "global_gradient_norm" in summaries:
             scalar("global_norm/gradient_norm", _norm(gradients))
         if callable(clip_gradients):
             gradients = list(clip_gradients(gradients))
         elif clip_gradients is not None:
-            # One factor for all of them, so that the step keeps its direction.
+            # One factor for all gradients, which keeps their direction.
             factor = clip_gradients / jnp.maximum(_norm(gradients), clip_gradients)
             gradients = [(_scale(gradient, factor), name) for gradient, name in gradients]
         if "loss" in summaries:
@@ -149,7 +149,7 @@ def _optimizer(optimizer: Any, rate: Any) -> Any:
                 f"optimizer by name; got {optimizer!r} and the learning rate {rate!r}."
             )
         return OPTIMIZERS[optimizer](rate)
-    # A class is callable and has `apply_gradients` as well, and is still to be called.
+    # A class has `apply_gradients`, too, and must still be called.
     made = optimizer
     if callable(optimizer) and not hasattr(optimizer, "apply_gradients") or isinstance(optimizer, type):
         made = optimizer() if rate is None else optimizer(rate)
@@ -165,7 +165,7 @@ def _add_noise(gradient: PyTree, scale: float) -> PyTree:
     def add_noise(x: jax.Array) -> jax.Array:
         return x + scale * jax.random.truncated_normal(make_rng("gradient_noise"), -2, 2, x.shape, x.dtype)
 
-    # Every row gets noise, also those that nobody looked up, as in TensorFlow: nothing sparse is left.
+    # As in TensorFlow, every row gets noise, so that the gradient is dense.
     return map_gradient(add_noise, gradient, of_sparse=lambda x: add_noise(x.to_dense()))
 
 
@@ -181,7 +181,7 @@ def _multiply_gradients(gradients: Gradients, multipliers: Mapping[str, float]) 
 
 def _scale(gradient: PyTree, factor: Any) -> PyTree:
     def scale(x: jax.Array) -> jax.Array:
-        # In the gradient's dtype: a factor of float32 would widen a bfloat16 gradient, and the collective that sums it.
+        # In the gradient's dtype: a float32 factor would make a bfloat16 gradient, and its all-reduce, float32.
         return x * jnp.asarray(factor, x.dtype)
 
     return map_gradient(scale, gradient)

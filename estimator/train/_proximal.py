@@ -189,12 +189,12 @@ def _check_strengths(caller: str, *strengths: float) -> tuple[float, ...]:
 def _ftrl(rate: jax.Array, power: float, initial: float, l1: float, l2: float, shrinkage: float) -> RowWise:
     def rule(gradient: jax.Array, value: jax.Array, accum: jax.Array, linear: jax.Array) -> tuple[jax.Array, ...]:
         def root(x: jax.Array) -> jax.Array:
-            # TensorFlow has this branch, too: a root rounds otherwise than a power.
+            # TensorFlow has this branch, too: a root and a power round differently.
             return jnp.sqrt(x) if power == -0.5 else x**-power
 
         new_accum = accum + gradient * gradient
         per_rate = root(new_accum) / rate
-        # The shrinkage enters here and not into the accumulator, so that it does not slow down learning.
+        # The shrinkage is not in the accumulator, so that it does not lower the learning rate.
         linear = linear + (gradient + 2 * shrinkage * value - (per_rate - root(accum) / rate) * value)
         shrunk = _shrink(-linear, l1) / (per_rate + 2 * l2)
         return shrunk, new_accum, linear
@@ -235,12 +235,12 @@ def _adagrad_da(rate: jax.Array, initial: float, l1: float, l2: float) -> RowWis
     def update(
         gradients: optax.Updates, state: AdagradDAState, params: optax.Params
     ) -> tuple[optax.Updates, AdagradDAState]:
-        # The number of gradients with this one; TensorFlow adds 1 to its `global_step` as well.
+        # The number of gradients, including this one. TensorFlow also adds 1 to `global_step`.
         step = current_frame("AdagradDAOptimizer").global_step + 1
 
         def rule(gradient: jax.Array, value: jax.Array, total: jax.Array, squares: jax.Array) -> tuple[jax.Array, ...]:
             total, squares = total + gradient, squares + gradient * gradient
-            # `|total| <= l1 * step` says that the mean gradient is at most `l1`: then the weight is zero.
+            # If the mean gradient is at most `l1`, `|total| <= l1 * step`, the weight is zero.
             return -rate * _shrink(total, l1 * step) / (l2 * step * rate + jnp.sqrt(squares)), total, squares
 
         return apply_rule(rule, gradients, params, state, *AdagradDAState._fields)
@@ -249,7 +249,7 @@ def _adagrad_da(rate: jax.Array, initial: float, l1: float, l2: float) -> RowWis
 
 
 def _proximal(value: jax.Array, gradient: jax.Array, rate: jax.Array, l1: float, l2: float) -> jax.Array:
-    # The minimum of both penalties and of the distance to the plain step; L1 alone makes exact zeros.
+    # This minimizes both penalties plus the squared distance from the plain step; only L1 makes exact zeros.
     return _shrink(value - rate * gradient, rate * l1) / (1 + rate * l2)
 
 

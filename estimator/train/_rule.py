@@ -44,8 +44,8 @@ def apply_rule(
 
     def at_leaf(gradient: jax.Array, value: jax.Array, *before: jax.Array) -> tuple[jax.Array, ...]:
         new, *after = rule(gradient, value, *before)
-        # Rules give the new value, as TensorFlow's formulas do, and optax adds a difference. A slot keeps its dtype:
-        # the rate, a float32, would widen one of bfloat16, and the carry of a compiled loop may not change.
+        # Rules return the new value, as TensorFlow's formulas do; optax adds a difference. A slot keeps its dtype,
+        # which the float32 learning rate would change: the carry of a compiled loop needs one dtype.
         return new - value, *(x.astype(old.dtype) for x, old in zip(after, before, strict=True))
 
     results = jax.tree.map(at_leaf, gradients, params, *(getattr(state, slot) for slot in slots))

@@ -131,7 +131,7 @@ def polynomial_decay(
     def rate_at(step: Any) -> jax.Array:
         step, end = _float(step), _float(decay_steps)
         if cycle:
-            # In step 0 the quotient is 0, and there would be no end to divide by.
+            # In step 0 `ceil` gives 0, and `step / end` would divide by zero.
             end = decay_steps * jnp.maximum(jnp.ceil(step / decay_steps), 1)
         else:
             step = jnp.minimum(step, decay_steps)
@@ -166,7 +166,7 @@ def piecewise_constant(
         )
 
     def rate_at(step: Any) -> jax.Array:
-        # Not `>=`, by which optax counts: the step of a boundary still has the rate before it.
+        # As in TensorFlow, the step of a boundary still has the value before it; in optax it has the value after it.
         piece = sum((jnp.asarray(step) > boundary).astype(jnp.int32) for boundary in boundaries)
         return jnp.stack([_float(value) for value in values])[piece]
 
@@ -232,7 +232,8 @@ def cosine_decay_restarts(
             restarts = jnp.floor(done)
             done = done - restarts
         else:
-            # How many whole periods lie behind: the lengths are a geometric series, solved for the number of its terms.
+            # The number of whole periods before this step: their lengths are a geometric series, solved for its number
+            # of terms.
             restarts = jnp.floor(jnp.log(1 - done * (1 - t_mul)) / math.log(t_mul))
             done = (done - (1 - t_mul**restarts) / (1 - t_mul)) / t_mul**restarts
         return learning_rate * ((1 - alpha) * m_mul**restarts * _cosine(done) + alpha)
@@ -275,7 +276,7 @@ def linear_cosine_decay(
 def _apply_schedule(caller: str, global_step: Any, rate_at: Callable[[Any], jax.Array]) -> Rate:
     if global_step is None:
         return rate_at
-    # In optax's order, `exponential_decay(0.1, 1000, 0.9)`, decay_steps would be taken for the step without a word.
+    # In optax's order, as in `cosine_decay(0.1, 1000, 0.01)`, decay_steps would be taken as the step without an error.
     if not isinstance(global_step, jax.Array | np.ndarray | np.generic):
         raise TypeError(
             f"`est.train.{caller}` needs `est.global_step()` as global_step, or None, for a function of the step; got "

@@ -42,7 +42,7 @@ class PowerSignOptimizer(Optimizer):
         name: str = "PowerSignOptimizer",
     ) -> None:
         def make(rate: jax.Array) -> optax.GradientTransformation:
-            # In the form of TensorFlow; `base ** agreement` rounds otherwise.
+            # As TensorFlow computes it; `base ** agreement` rounds in another way.
             return _by_sign(rate, beta, sign_decay_fn, lambda agreement: jnp.exp(math.log(base) * agreement))
 
         super().__init__(with_learning_rate(type(self).__name__, make, learning_rate), name)
@@ -90,7 +90,7 @@ def _by_sign(
     factor: Callable[[jax.Array], jax.Array],
 ) -> optax.GradientTransformation:
     def update(gradients: optax.Updates, state: SignState, params: optax.Params) -> tuple[optax.Updates, SignState]:
-        # By the global step, not by a count of updates, which begins at 0 for a new optimizer.
+        # The global step, not a count of updates, which would start at 0 for a new optimizer.
         decay = 1.0 if sign_decay_fn is None else sign_decay_fn(global_step())
 
         def rule(gradient: jax.Array, value: jax.Array, m: jax.Array) -> tuple[jax.Array, ...]:

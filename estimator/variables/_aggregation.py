@@ -38,7 +38,7 @@ class VariableAggregation(enum.StrEnum):
         if self == VariableAggregation.SUM:
             return value
         if self == VariableAggregation.ONLY_FIRST_TOWER:
-            # A sum in which the others are zero: every aggregation is the same collective, which packs them together.
+            # A sum in which the other towers have zeros: each aggregation is a sum, so that they are packed together.
             return jax.tree.map(lambda x: jnp.where(index == 0, x, jnp.zeros_like(x)), value)
         for leaf in jax.tree.leaves(value):
             if not jnp.issubdtype(leaf.dtype, jnp.inexact):

@@ -30,7 +30,7 @@ class InitialValues(list[Any]):
 
 
 def initial_value(call: str, frame: Frame, full: str, shape: Any, dtype: Any, initializer: Any) -> PyTree:
-    # By the name and not by a count: a new variable leaves the initial values of the others as they are.
+    # By the name and not by a count: a new variable does not change the initial values of the others.
     key = jax.random.fold_in(frame.key, name_hash(full))
     if shape is None:
         if initializer is None:
@@ -82,7 +82,7 @@ def _as_arrays(call: str, tree: PyTree, dtype: Any) -> PyTree:
             raise TypeError(
                 f"{call}: every leaf of the initial value must have a dtype of jax; got one at {where} {fix}"
             )
-        # Python's numbers become float32, the default of `get_variable`, integers among them.
+        # Python's numbers, also integers, become float32, the default of `get_variable`.
         own = jnp.float32 if is_number else jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
         return cast(f"{call}: the initial value at {where}", leaf, own if dtype is None else dtype)
 
@@ -94,7 +94,7 @@ def cast(what: str, value: Any, dtype: Any) -> jax.Array:
     if isinstance(value, jax.Array) and value.dtype == dtype:
         return value
     exact = not jnp.issubdtype(dtype, jnp.inexact)
-    # A traced value can be judged by its dtype alone.
+    # Of a traced value only the dtype is known.
     if isinstance(value, jax.core.Tracer):
         if exact and jnp.issubdtype(value.dtype, jnp.inexact):
             raise ValueError(f"{what} is {value.dtype}, and the dtype {jnp.dtype(dtype)}. Round it, or change one.")
@@ -104,7 +104,7 @@ def cast(what: str, value: Any, dtype: Any) -> jax.Array:
         raise ValueError(f"{what} is complex, and the dtype {jnp.dtype(dtype)}. Take a part of it, or change one.")
     with np.errstate(all="ignore"):
         array = given.astype(dtype)
-    # A float may be rounded, but not become infinite; an integer must stay what it was.
+    # A float may be rounded, but not become infinite; an integer must not change.
     lost = array != given if exact else np.isfinite(given) & ~np.isfinite(array)
     if lost.any():
         raise ValueError(
@@ -183,7 +183,7 @@ def as_dtype(call: str, dtype: Any) -> Any:
         known = jax.dtypes.canonicalize_dtype(dtype)
         if unknown_dtype(known):
             raise TypeError
-        # Python's types stand for jax's default of each kind; `np.float64` means 64 bits, which must not be lost
+        # Python's types mean jax's default dtype of each kind; `np.float64` means 64 bits, which must not be lost
         # silently.
         if any(dtype is python for python in (bool, int, float, complex)) or jnp.dtype(dtype) == known:
             return known

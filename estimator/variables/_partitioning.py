@@ -65,7 +65,7 @@ def apply_partition(call: str, frame: Frame, full: str, partition: Partition) ->
     """
 
     def cut_leaf(path: Any, leaf: jax.Array) -> jax.Array:
-        # Checked also where a tower is one device: a mistake should not wait for the large machine.
+        # Also checked if a tower is one device, to find mistakes before a run on a large machine.
         axis = _axis(call, partition(leaf) if callable(partition) else partition, leaf)
         parts = frame.replica.parts
         if axis is None or parts == 1:
@@ -103,7 +103,7 @@ def _axis(call: str, partition: Any, leaf: jax.Array) -> int | None:
             f"{call} got partition={tuple(partition)!r}. Each entry is None or {_PART!r}, and only one dimension "
             f"can be {_PART!r}, which stands for all devices of a tower."
         )
-    # Fewer entries are as in `jax.sharding.PartitionSpec`.
+    # Fewer entries are allowed, as in `jax.sharding.PartitionSpec`.
     if len(partition) > leaf.ndim:
         raise ValueError(
             f"{call} got partition={tuple(partition)!r}, of {len(partition)} dimensions, for an array of shape "

@@ -112,7 +112,7 @@ def variable_scope(
         path, reuse, defaults = tuple(filter(None, [name.name])), reuse or name.reuse, name.defaults
     else:
         path = (*frame.scope, name or _make_unique(frame, str(default_name), reuse))
-        # As in TensorFlow: within a scope that reuses every scope does, even with `reuse=False`.
+        # As in TensorFlow, sub-scopes inherit reuse, even with `reuse=False`.
         reuse, defaults = reuse or frame.reuse, frame.scope_defaults
     defaults = ScopeDefaults(
         initializer or defaults.initializer,
@@ -163,7 +163,7 @@ def _make_unique(frame: Frame, default_name: str, reuse: Reuse) -> str:
             "be reused. Give the name."
         )
     full = "/".join((*frame.scope, default_name))
-    # Scopes that are closed count, too: the second layer of a kind has variables of its own.
+    # Closed scopes count, too: a second layer of the same kind has its own variables.
     number, uses = 0, frame.declared.scope_uses
     while uses[full if number == 0 else f"{full}_{number}"] > 0:
         number += 1

@@ -75,7 +75,7 @@ def get_variable(
     if not isinstance(name, str) or not name:
         raise ValueError(f"`est.get_variable` needs a non-empty name; got {name!r}.")
     full = "/".join((*frame.scope, name))
-    # `get_variable(name, initializer)`: the initial value then says the shape.
+    # `get_variable(name, initializer)`: the initial value has the shape.
     if initializer is None and callable(shape):
         shape, initializer = None, shape
     defaults = frame.scope_defaults
@@ -117,7 +117,7 @@ def _get(
             f"{call} needs True or False as `trainable`, its fifth argument; got {trainable!r}. A regularizer, the "
             "fifth in TensorFlow, goes by its name: `regularizer=`."
         )
-    # This dict has an entry for every variable that the run got, in the order in which it got them.
+    # This dict has each variable that the run got, in the order of the first calls.
     if full in frame.declared.trainable:
         if not frame.reuse:
             raise ValueError(
@@ -132,7 +132,7 @@ def _get(
             f"{call} is in a scope with `reuse=True`, but no such variable was created in this run, only "
             f"{list_names(frame.declared.trainable)}. Create it first, or use `reuse=est.AUTO_REUSE`."
         )
-    # Not in `jax.vmap` or the body of a loop: the variable would be a tracer of that function, and got in each turn.
+    # Not in `jax.vmap` or the body of a loop: the variable would be a tracer of that function.
     check_is_known_outside(
         call,
         frame,
@@ -140,7 +140,7 @@ def _get(
         unless=lambda names: not stages(names),
     )
     if frame.initializing:
-        # The initializer runs in any case: it says the shapes and dtypes that the values of a checkpoint must have.
+        # The initializer always runs: values of a checkpoint must have its shapes and dtypes.
         made = initial_value(call, frame, full, shape, dtype, initializer)
         frame.variables[full] = map_named(lambda name, leaf: frame.initial_values.get(name, leaf), {full: made})[full]
     elif full not in frame.variables:
@@ -155,7 +155,7 @@ def _get(
     frame.declared.trainable[full] = is_trainable(call, frame.variables[full], trainable)
     frame.declared.aggregation[full] = VariableAggregation(aggregation)
     floating = all(jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in jax.tree.leaves(frame.variables[full]))
-    # The regularizer of a scope passes over counters and other integers.
+    # The regularizer of a scope is not for counters and other integers.
     if regularizer is not None and floating:
         frame.notes.get(Regularizers)[full] = regularizer
     return read(frame, full)
@@ -249,10 +249,10 @@ def assign(name: str, value: PyTree) -> None:
         function that jax traces apart, such as the body of a loop.
     """
     frame, full, value = _checked_write("est.assign", name, value)
-    # Elsewhere a write is checked and then dropped: evaluation changes no variable.
+    # In other modes a write is only checked: evaluation changes no variable.
     if frame.mode == "train":
         frame.writes.assigned[full] = value
-        # A new value replaces what was added before it.
+        # The new value replaces what was added before.
         frame.writes.added.pop(full, None)
 
 
@@ -260,18 +260,18 @@ def assign_add(name: str, delta: PyTree) -> None:
     """Adds to a non-trainable variable; across towers the deltas are summed. Otherwise as `assign`."""
     frame, full, delta = _checked_write("est.assign_add", name, delta)
     if frame.mode == "train":
-        # Deltas are kept apart from values: over towers they are summed, whatever the variable's aggregation.
+        # Deltas are separate from assigned values: over towers they are summed, whatever the variable's aggregation is.
         before = frame.writes.added.get(full)
         frame.writes.added[full] = delta if before is None else jax.tree.map(jnp.add, before, delta)
 
 
 def read(frame: Frame, full: str) -> PyTree:
-    # Whoever has the whole value may use any of its rows, so that the gradient of a table is dense from here on.
+    # The caller may use any row of the value, so that the gradient of a table is dense from now on.
     frame.notes.get(Lookups).read_whole.add(full)
     value = frame.writes.assigned.get(full, frame.variables[full])
     if full in frame.writes.added:
         value = jax.tree.map(jnp.add, value, frame.writes.added[full])
-    # A variable that no optimizer trains is a constant of the loss, also for a `jax.grad` of the user's.
+    # A variable that is not trainable is a constant in the loss, also in the user's `jax.grad`.
     return value if frame.declared.trainable[full] else jax.lax.stop_gradient(value)
 
 
@@ -296,7 +296,7 @@ def resolve(caller: str, frame: Frame, name: str) -> str:
             f"value here, and known by its name: write `{caller}('name', ...)`."
         )
     scoped = "/".join((*frame.scope, name))
-    # The name within the scope wins, as in the calls that created it; a full name works anywhere.
+    # First the name within the scope, as in the call that created it; a full name works anywhere.
     for full in (scoped, name):
         if full in frame.declared.trainable:
             return full
@@ -329,8 +329,8 @@ def _checked_write(caller: str, name: str, value: PyTree) -> tuple[Frame, str, P
 
     def fit(leaf: Any, like: jax.Array) -> jax.Array:
         array = jnp.asarray(leaf)
-        # Weak: a Python number takes the variable's dtype. Of any other dtype a cast might round, and nobody would
-        # notice.
+        # A Python number, which has a weak type, takes the variable's dtype. A cast from another dtype might round
+        # silently.
         if array.shape != like.shape or (array.dtype != like.dtype and not array.weak_type):
             raise ValueError(
                 f"`{caller}({full!r})` got {array.dtype}{list(array.shape)}, "

@@ -79,12 +79,12 @@ def move_rows(info: VocabInfo, name: str, old: Any, here: jax.Array, key: jax.Ar
         )
     # Backwards, so that the first of equal strings counts.
     places = {word: place for place, word in reversed([*enumerate(old_words)])}
-    # -1: a new string, or a bucket for unknown ones, has no row in the source and keeps its initial value.
+    # -1: a new string, or a bucket for unknown ones, has no row in the source and gets its value from `start`.
     rows = np.array([places.get(word, -1) for word in words] + [-1] * info.num_oov_buckets)
     if info.backup_initializer is None:
         start = jnp.zeros(here.shape, here.dtype)
     else:
-        # By the name, as in `get_variable`: two variables must not start with equal rows.
+        # By the name, as in `get_variable`: two variables must not start with the same random rows.
         key = jax.random.fold_in(key, zlib.crc32(name.encode()))
         start = info.backup_initializer(key, here.shape, here.dtype)
     known = np.expand_dims(rows >= 0, [axis for axis in range(here.ndim) if axis != info.axis])

@@ -76,8 +76,8 @@ class BlockAverage:
         place = tower_index(), num_towers()
         first = VariableAggregation.ONLY_FIRST_TOWER.addend(name, copy, *place)
         if self.result.frame.declared.trainable[name]:
-            # The outer optimizer takes the way back to the global value as a gradient: averaged, it is the mean of the
-            # towers' ways.
+            # The outer optimizer uses the difference from the global value as a gradient: the sum over towers is the
+            # mean difference.
             differences = jax.tree.map(lambda x, y: (x - y) / num_towers(), old, copy)
             return self._if_warmup(first, differences)
         if self._is_added(name):

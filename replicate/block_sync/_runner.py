@@ -227,7 +227,7 @@ class BlockSyncRunner(SyncRunner):
             {name: moved[name] for name in changing},
             slots,
         )
-        # Every step ends a block: no branch, and so no copy of what both of its sides return.
+        # Each step ends a block, so that no branch is needed, nor the copies that a branch makes.
         if self.block_sync.block_steps == 1 and not warmup:
             after = average(after)
         else:

@@ -45,7 +45,8 @@ def psum(x: jax.Array, groups: Groups) -> jax.Array:
 def ring(x: jax.Array, groups: Groups) -> jax.Array:
     """Each tower receives from the one before it only: pieces go round to be added up, and again as sums."""
     size = len(groups[0])
-    # 2 (n - 1) messages of an n-th of the vector each: no algorithm sends less, but many wait for one another.
+    # 2 (n - 1) messages of an n-th of the vector each: no algorithm sends less, but each message waits for the one
+    # before it.
     pieces, place = _pad(x, size).reshape(size, -1), _place(groups)
     onwards = [(tower, group[(i + 1) % size]) for group in groups for i, tower in enumerate(group)]
 
@@ -70,7 +71,6 @@ def recursive_halving_doubling(x: jax.Array, groups: Groups) -> jax.Array:
     """
     size = len(groups[0])
     core = 1 << (size.bit_length() - 1)
-    # Towers beyond the largest power of two first add theirs to a helper's, and get the sum back from it at the end.
     extra = [(group[i], group[i - core]) for group in groups for i in range(core, size)]
     place, distances = _place(groups), [core >> level for level in range(1, core.bit_length())]
     mine = _pad(x, core)
@@ -167,7 +167,7 @@ def all_reduce(x: jax.Array, name: str) -> jax.Array:
         return ALGORITHMS[within](x, [list(range(num_towers()))])
     processes = towers_of_processes()
     peers = [list(towers) for towers in zip(*processes, strict=True)]
-    # Within each process first, whose towers have faster links; then each tower with its peers in the others.
+    # First within each process, whose towers have faster links; then each tower with its peers in other processes.
     return ALGORITHMS[across](ALGORITHMS[within](x, processes), peers)
 
 
@@ -178,7 +178,7 @@ def _pad(x: jax.Array, multiple: int) -> jax.Array:
 def _place(groups: Groups) -> jax.Array:
     """The number of this tower in its group."""
     places = {tower: place for group in groups for place, tower in enumerate(group)}
-    # Looked up in a constant: all towers run one program, in which only their index differs.
+    # Looked up in a constant: all towers run the same program, in which only their index differs.
     return jnp.array([places[tower] for tower in range(len(places))])[tower_index()]
 
 
@@ -190,6 +190,6 @@ def _small_group_size(towers: int) -> int:
     processes = towers_of_processes()
     if len(processes) > 1 and towers == num_towers():
         return len(processes[0])
-    # Near the root of the number: both rounds then have about as many towers.
+    # Near the square root of the number, so that both rounds have about the same number of towers.
     divisor = max(size for size in range(1, math.isqrt(towers) + 1) if towers % size == 0)
     return divisor if divisor > 1 else towers

@@ -68,7 +68,7 @@ class AllReduce(CrossTowerOps):
         self._packer = packer_for(caller, num_packs, agg_small_grads_max_bytes, agg_small_grads_max_group)
         self.compress_dtype = None if compress_dtype is None else _check_floating(caller, compress_dtype)
         if self.compress_dtype is not None:
-            # For losses, metrics and counts, which must not be rounded as gradients may.
+            # For losses, metrics and counts, which must not be rounded; gradients may.
             self.exact = AllReduce(algorithm, num_packs, agg_small_grads_max_bytes, agg_small_grads_max_group)
 
     def sum_in_towers(self, values: Sequence[jax.Array]) -> list[jax.Array]:
@@ -84,7 +84,8 @@ class AllReduce(CrossTowerOps):
 
     def _compress(self, array: jax.Array) -> jax.Array:
         dtype = self.compress_dtype
-        # Only what gets smaller: integers are sums of counts, and a float of that size or less gains nothing.
+        # Only wider floats are cast: integers, such as counts, must be exact, and narrower floats would not get
+        # smaller.
         wider = dtype is not None and jnp.issubdtype(array.dtype, jnp.floating) and array.itemsize > dtype.itemsize
         return array.astype(dtype) if wider else array
 

@@ -45,7 +45,7 @@ def choose_the_best(
     if len(towers) == 1:
         return AllReduce()
     if len({device.process_index for device in towers}) > 1:
-        # The table is of single machines: between processes the network decides.
+        # The table was measured on single machines: between processes the network decides.
         rows, why = [], "which are of several processes"
     else:
         why = "as measured" if rows else "a kind of device that was not measured"
@@ -83,7 +83,7 @@ class _SmallPacker(ConcatAndSplitPacker):
         self._rows = rows
 
     def groups(self, arrays: Sequence[jax.Array]) -> list[list[int]]:
-        # A row was measured with so large a total, in `ARRAYS` arrays of this size.
+        # The bytes of a row are the total of `ARRAYS` arrays of one size.
         alone = [nearest_row(self._rows, ARRAYS * array.nbytes).pays_alone for array in arrays]
         groups = [[i] for i, one in enumerate(alone) if one]
         for group in super().groups(arrays):

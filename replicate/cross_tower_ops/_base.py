@@ -142,8 +142,7 @@ class CrossTowerOps(abc.ABC):
             self._check(caller, reduce_op, value)
         reduced: list[Any] = [None] * len(pairs)
         for kind, reduce_all in ((True, self._reduce_slices), (False, self._reduce_arrays)):
-            # Slices are gathered and arrays summed, each kind by as few programs as there are places; results return in
-            # order.
+            # Slices are gathered and arrays are summed; the results keep the order of the values.
             mine = [i for i, value in enumerate(values) if has_slices(value) == kind]
             results = reduce_all(ReduceOp(reduce_op), [values[i] for i in mine], [destinations[i] for i in mine])
             for i, result in zip(mine, results, strict=True):
@@ -174,11 +173,10 @@ class CrossTowerOps(abc.ABC):
         del destinations
         groups: dict[Devices, list[int]] = {}
         for i, value in enumerate(values):
-            # Values on the same towers share a program, and so packs.
+            # Values on the same towers share a program, which packs small ones together.
             groups.setdefault(value.towers, []).append(i)
         reduced: list[Any] = [None] * len(values)
         for towers, mine in groups.items():
-            # All values go into one call, so that small ones are packed with others.
             totals = _program(self, op, towers)(_stack([values[i] for i in mine]))
             for i, total in zip(mine, totals, strict=True):
                 arrays = {shard.device: shard.data for shard in total.addressable_shards}
@@ -197,7 +195,7 @@ def combine(
     fn: Callable[[list[Any]], Any], op: ReduceOp, values: list[PerTower], devices: list[jax.Device]
 ) -> list[PerTower]:
     """Each value gathered on one device, where `fn` makes one of the parts, in tower order."""
-    # All parts of all values at once; they come back in the order in which they left.
+    # All parts of all values are moved at once, in order.
     gathered = iter(_move([(part, device) for value, device in zip(values, devices, strict=True) for part in value]))
     totals = [_combine(fn, op, [next(gathered) for _ in value]) for value in values]
     return [
@@ -209,7 +207,6 @@ def copy_to(values: Sequence[PerTower], destinations: Sequence[Devices]) -> list
     """Each value, of equal arrays, on all of its destinations: the array that is there, or a copy of the first."""
     moves = []
     for value, devices in zip(values, destinations, strict=True):
-        # A destination that has the array shares its memory; the others get a copy of the first one.
         present = dict(zip(value.devices, value, strict=True))
         moves += [(present.get(device, next(iter(value))), device) for device in devices]
     moved = iter(_move(moves))
@@ -221,7 +218,7 @@ def _move(moves: list[tuple[Any, jax.Device]]) -> list[Any]:
 
     Each is a transfer of its own. Packing small ones would take a third of the time, but seconds to compile.
     """
-    # One call for all of them: jax then starts the copies together.
+    # One call for all of them, so that jax starts the copies together.
     return jax.device_put([tree for tree, _ in moves], [device for _, device in moves])
 
 
@@ -242,7 +239,7 @@ def _concatenate_slices(parts: list[IndexedSlices]) -> IndexedSlices:
 
 
 @functools.lru_cache(maxsize=256)
-# Each call would make another function, which `jax.jit` compiles again, were it not kept.
+# Cached, since `jax.jit` compiles again for each new function.
 def _program(ops: CrossTowerOps, op: ReduceOp, towers: Devices) -> Callable[[list[Any]], list[jax.Array]]:
     """The sums in towers as a program of its own: from arrays of `_stack` to copies on all towers."""
     if len({device.platform for device in towers}) > 1:
@@ -266,7 +263,7 @@ def _stack(values: list[PerTower]) -> list[Any]:
     """Each value as one array of all towers' rows, without a copy; a scalar as a tuple of one row per tower."""
     towers = values[0].towers
     parts = [list(value) for value in values]
-    # A scalar has no rows to be stacked: it becomes an array of one row, all scalars of a tower in one program.
+    # A scalar has no rows to stack: it becomes an array of one row; one program does this for all scalars of a tower.
     scalars = [i for i, arrays in enumerate(parts) if not arrays[0].ndim]
     for tower in range(len(parts[0]) if scalars else 0):
         for i, row in zip(scalars, _as_rows([parts[i][tower] for i in scalars]), strict=True):

@@ -52,7 +52,7 @@ class Row(NamedTuple):
 
 def nearest_row(rows: Sequence[Row], size: float) -> Row:
     """The row with the nearest number of bytes, as a ratio."""
-    # Times grow with the number of bytes, so that nearness is a ratio.
+    # Sizes span orders of magnitude, so that nearness is a ratio.
     return min(rows, key=lambda row: abs(math.log(row.bytes / max(size, 1))))
 
 
@@ -94,7 +94,7 @@ def _row(best: Any, **entry: Any) -> Row:
     row = Row(**entry)
     if unknown := row.ratios.keys() - ALGORITHMS.keys():
         raise ValueError(f"there is no algorithm {min(unknown)!r}")
-    # The file repeats `best` for its readers: edited by hand, it must not contradict itself.
+    # The file has `best` for its readers: after an edit by hand it must still follow from the ratios.
     if best != row.best:
         raise ValueError(f"{best!r} is not the best of {row.ratios}")
     return row

@@ -62,7 +62,7 @@ class MultiWorkerAllReduce(AllReduce):
         for spec, smaller in zip(self._spec, [-1, *(spec.limit for spec in self._spec)], strict=False):
             positions = [i for i, array in enumerate(arrays) if smaller < array.nbytes <= spec.limit]
             mine = [arrays[i] for i in positions]
-            # Several collectives instead of a large one: while one waits, another sends.
+            # Several collectives instead of a large one, which can run at the same time.
             packs = [split_vector(vector, spec.shards) for vector in self._packer.pack(mine)]
             totals = [pack([all_reduce(shard, spec.algorithm) for shard in shards]) for shards in packs]
             for i, total in zip(positions, self._packer.unpack(totals, mine), strict=True):

@@ -96,7 +96,7 @@ class AggregateSmallTensorPacker(Packer):
             return arrays[i].nbytes <= self.max_bytes
 
         groups: list[list[int]] = []
-        # Backwards: the gradients of the last layers are ready first, and so are their packs.
+        # In reverse order: the gradients of the last layers are ready first, and so are their packs.
         for mine in by_dtype(arrays, reversed(range(len(arrays)))):
             for small, run in itertools.groupby(mine, is_small):
                 positions, size = list(run), self.max_group if small else 1

@@ -61,14 +61,14 @@ class PerTower:
         """
         by_device = _by_device(values)
         if towers is not None:
-            # Each process has the arrays of its own towers, in the order of all towers.
+            # Each process has the arrays of its own towers only.
             mine = [device for device in towers if device.process_index == jax.process_index()]
             if set(mine) != set(by_device) or len(set(towers)) < len(towers):
                 raise ValueError(
                     f"`PerTower` got arrays on {_names(by_device)}, yet as towers {_names(towers)}, of which "
                     f"{_names(mine)} are in this process. Name each tower once, and give an array for each of these."
                 )
-            # In the order of the towers, by which values are reduced.
+            # In the order of the towers, in which values are reduced.
             by_device = {device: by_device[device] for device in mine}
         arrays = tuple(_put(value, device) for device, value in by_device.items())
         _check_alike(by_device, arrays)
@@ -102,7 +102,7 @@ class PerTower:
     def tree_unflatten(cls, aux: Any, arrays: Sequence[Value]) -> Self:
         """Unchecked, for arrays that are known to fit."""
         devices, towers = aux
-        # Not by `__init__`: within jax's transformations leaves may be anything, which no check would pass.
+        # Not by `__init__`, whose checks would fail: jax's transformations unflatten with leaves that are not arrays.
         new = object.__new__(cls)
         new._set(devices, towers, tuple(arrays))
         return new
@@ -209,7 +209,7 @@ def _device_of(value: Any) -> jax.Device:
         raise TypeError(
             f"`PerTower` got {value!r} in a list, which is on no device. Give a dict, `PerTower({{device: array}})`."
         )
-    # The parts of sparse slices must be together, too.
+    # The arrays of `IndexedSlices` must be on one device, too.
     devices = set().union(*(leaf.devices() for leaf in leaves))
     if len(devices) > 1:
         raise ValueError(
@@ -221,7 +221,7 @@ def _device_of(value: Any) -> jax.Device:
 
 def _put(value: Value, device: jax.Device) -> Value:
     def put(x: Any) -> jax.Array:
-        # An uncommitted array may be moved by whoever uses it, and so must be put here.
+        # jax may move an uncommitted array to another device, so that it must be put here.
         is_there = isinstance(x, jax.Array) and x.committed and x.devices() == {device}
         return x if is_there else jax.device_put(x, device)
 

@@ -19,7 +19,7 @@ def add_n(arrays: Sequence[jax.Array]) -> jax.Array:
     [3. 3.]
     """
     total, *others = arrays
-    # In this order and no tree: the rounding is the same wherever it runs.
+    # Added in this order and not as a tree, so that the rounding is the same on every device.
     for array in others:
         total = total + array
     return total
@@ -60,8 +60,8 @@ class ReductionToOneDevice(CrossTowerOps):
 
     def sum_in_towers(self, values: Sequence[jax.Array]) -> list[jax.Array]:
         """All arrays of all towers gathered and accumulated in every tower; booleans as integers, as `psum` has it."""
-        # A program that all towers run has no one device: each gathers all rows and adds them in one order, so that the
-        # sums agree to the last bit.
+        # A program of all towers does not run on one device: each tower gathers all rows and adds them in the same
+        # order, so that the sums are equal bit for bit.
         rows = [jnp.asarray(x, jnp.int32 if jnp.result_type(x) == jnp.bool_ else None)[None] for x in values]
         return [self._accumulate(list(all_towers)) for all_towers in cross_tower_concatenate(rows)]
 

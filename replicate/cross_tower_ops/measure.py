@@ -53,10 +53,10 @@ def make_run(ops: CrossTowerOps, arrays: Sequence[jax.Array], devices: Sequence[
         turns, factor = shared
 
         def turn(_: Any, vectors: Sequence[jax.Array]) -> list[jax.Array]:
-            # By a factor that XLA does not know, so that no turn can be computed from another.
+            # XLA does not know the factor, and so cannot leave out a turn.
             return [total * factor for total in ops.sum_in_towers(vectors)]
 
-        # Turns within the program: a call from Python takes longer than many of these sums.
+        # The loop is in the program, since a call from Python takes longer than many of these sums.
         return None, jax.lax.fori_loop(0, turns, turn, [vector.ravel() for vector in mine])
 
     @jax.jit
@@ -96,14 +96,14 @@ def seconds(
     for _ in range(rounds):
         for name in order:
             times[name].append(runs[name](turns))
-        # Each is first in turn, so that a slow spell of the machine hits all of them.
+        # Each is first in turn, so that a slow period of the machine affects all of them.
         order.rotate(1)
     return times
 
 
 def ratios(times: Mapping[Name, Sequence[float]], base: Name) -> dict[Name, float]:
     """The shortest time of each, divided by `base`'s."""
-    # The shortest times: whatever disturbs a measurement makes it longer.
+    # The shortest times, since disturbances only make a measurement longer.
     return {name: round(min(of_name) / min(times[base]), 3) for name, of_name in times.items()}
 
 
@@ -120,7 +120,7 @@ def measure(size: int, devices: Sequence[jax.Device], rounds: int = ROUNDS) -> R
     runs = {name: make_run(AllReduce(name), vector, devices) for name in ALGORITHMS}
     times = seconds(runs, total_bytes, rounds)
     relative = ratios(times, "psum")
-    # The ones near the best are timed for longer, since noise could decide among them.
+    # Those near the best are timed for longer, since noise could decide between them.
     close = {name: runs[name] for name, ratio in relative.items() if ratio < 1.2}
     if len(close) > 1:
         times = seconds(close, total_bytes, 3 * rounds)

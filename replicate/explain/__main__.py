@@ -111,7 +111,7 @@ def _find(name: str, what: str) -> Callable[..., Any]:
     module_name, colon, attribute = name.partition(":")
     if not (module_name and colon and attribute):
         raise _Usage(f"A {what} is named MODULE:NAME, as in examples.digits:model_fn; got {name!r}.")
-    # A path, as a shell completes it.
+    # A path, as the completion of a shell gives it.
     if module_name.endswith(".py"):
         dotted = module_name.removesuffix(".py").replace("/", ".")
         raise _Usage(f"MODULE is a name to import, not a file; write {dotted}:{attribute} for {name!r}.")
@@ -127,7 +127,7 @@ def _find(name: str, what: str) -> Callable[..., Any]:
         ) from error
     function = getattr(module, attribute, None)
     if not callable(function):
-        # To suggest what the module defines, and not what it imports.
+        # Only what the module defines is suggested, not what it imports.
         own = [n for n, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
         functions = ", ".join(n for n in own if callable(getattr(module, n)) and not n.startswith("_"))
         raise _Usage(f"The module {module_name!r} has no function {attribute!r}; it has {functions or 'none'}.")
@@ -152,7 +152,7 @@ def _arrays(option: str, texts: Sequence[str] | None) -> Any:
         if not match:
             raise _Usage(f"{option} takes arrays such as x=float32[64,8] or int32[64]; got {text!r}.")
         try:
-            # As batches have it: float64 is float32 without x64.
+            # As in batches: without x64, float64 is float32.
             dtype = jax.dtypes.canonicalize_dtype(jnp.dtype(match[2]))
         except TypeError:
             raise _Usage(f"{option} got {text!r}, but there is no dtype {match[2]!r}.") from None

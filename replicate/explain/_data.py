@@ -53,7 +53,7 @@ class Home:
     def where(self) -> str:
         devices = len(self.bytes_by_device)
         if self.cut_axis is not None:
-            # Cut within a tower, an array is whole in each of them.
+            # An array that is cut within a tower is complete in each tower.
             each = f", in each of {self.copies} towers" if self.copies > 1 else ""
             return f"cut along dimension {self.cut_axis} over {devices // self.copies} devices{each}"
         return f"whole on {next(iter(self.bytes_by_device))}" if devices == 1 else f"whole on each of {devices} devices"
@@ -95,7 +95,7 @@ class Memory:
     @property
     def peak(self) -> int:
         """The most there can be at one time."""
-        # Outputs that reuse an argument's memory are counted with it.
+        # Outputs that reuse the memory of arguments are counted once.
         return self.arguments + self.outputs - self.reused + self.temporary
 
 
@@ -171,7 +171,6 @@ class StepData:
         """
         by_device: dict[str, float] = collections.defaultdict(float)
         for each in self.transfers:
-            # Devices of variables send and receive at the same time: the busiest of them decides.
             by_device[each.device] += self.latency + each.bytes / self.bandwidth
         inside = sum(each.seconds(self.bandwidth, self.latency) for each in self.collectives)
         return inside + max(by_device.values(), default=0.0)

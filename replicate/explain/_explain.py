@@ -107,7 +107,7 @@ def explain(
             f"`explain` got {', '.join(options)} for a model_fn that is replicated already, which says itself what "
             "they are. Leave them out, or give the model_fn that is not replicated."
         )
-    # Filled while the step is traced: nowhere else is the train_op to be seen.
+    # Filled while the step is traced, the only time when the train_op can be seen.
     notes: dict[str, int] = {}
     model = est.transform(_observe(model_fn, params, config, notes))
     info = model.info(features, labels)
@@ -152,7 +152,7 @@ def _is_replicated(model_fn: ModelFn, params: object, config: object, features: 
     in_tower = replicate_model_fn(model_fn, devices=jax.local_devices()[:1])
     try:
         est.transform(in_tower, params, config).info(features, labels)
-    # Only a replicated model_fn refuses to run in a tower; any other error is one of the model_fn.
+    # Only a replicated model_fn raises this error in a tower; any other error is the model_fn's own.
     except ReplicatedTwice:
         return True
     return False
@@ -264,7 +264,7 @@ def _transfers(
     step: jax.stages.Traced, state: est.State, homes: est.State, devices: list[jax.Device]
 ) -> tuple[Transfer, ...]:
     """What the towers read of the state, and their gradients: stacked, a part from each tower."""
-    # A variable that the step does not read goes nowhere.
+    # A variable that the step does not read is not sent.
     jaxpr = step.jaxpr.jaxpr
     _, used = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     transfers = []
@@ -281,7 +281,7 @@ def _transfers(
         for name, tree in own.items():
             [device] = jax.tree.leaves(homes.variables[name])[0].device_set
             others = len(set(devices) - {device})
-            # The gradients are stacked, with a part of each tower; a tower on the variable's own device sends nothing.
+            # The gradients are stacked, one part for each tower; a tower on the variable's own device sends nothing.
             size = sum(map(_bytes, jax.tree.leaves(tree))) * others // len(devices)
             transfers.append(Transfer(f"gradient of {name}", False, size, str(device)))
     for name, tree in assigned.items():

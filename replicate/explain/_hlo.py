@@ -75,8 +75,8 @@ class Collective:
         if self.kind in ("collective-permute", "collective-broadcast"):
             rounds, sent = 1, float(self.bytes)
         else:
-            # Once around the ring with an n-th of the bytes in each message; an all-reduce adds up first, then sends
-            # the sums.
+            # Once around the ring, with 1/n of the bytes in each message; an all-reduce goes around twice, to add and
+            # to send the sums.
             rounds = (n - 1) * (2 if self.kind == "all-reduce" else 1)
             sent = rounds * self.bytes / n
         return (rounds * latency + sent / bandwidth) * (1 if self.times is None else self.times)
@@ -90,7 +90,7 @@ class _Instruction:
 
     @property
     def attributes(self) -> str:
-        # Without strings: metadata holds Python's names and source lines, in which anything may stand.
+        # Without strings: metadata holds names and source lines of Python, which may look like attributes.
         return _QUOTED.sub('""', self.line)
 
 
@@ -119,7 +119,7 @@ def _computations(program: str) -> tuple[str, dict[str, list[_Instruction]]]:
     for line in map(_without_comments, program.splitlines()):
         if begin := _COMPUTATION.match(line):
             name = begin[2]
-            # Computations come before the ones that call them, in any order: only what ENTRY reaches is run.
+            # The text has computations in any order; only those that ENTRY reaches are run.
             entry = name if begin[1] else entry
         elif match := _INSTRUCTION.match(line):
             text, end = match[1], _end_of_type(match[1])
@@ -141,7 +141,7 @@ def _walk(
     name: str, computations: dict[str, list[_Instruction]], devices: int, times: int | None, within: str
 ) -> Iterator[Collective]:
     for instruction in computations.get(name, ()):
-        # An asynchronous one is two instructions; "-done" is not counted.
+        # An asynchronous collective is two instructions; "-done" is not counted.
         kind = instruction.opcode.removesuffix("-start")
         if kind in _KINDS:
             yield _collective(kind, instruction, devices, times, within)
@@ -153,9 +153,9 @@ def _walk(
         for role, other in called:
             runs, inside = times, within
             if role in ("body", "condition"):
-                # In the whole line: the count is in a quoted backend_config, which `attributes` lacks.
+                # Searched in the whole line: the count is in the quoted backend_config, which `attributes` leaves out.
                 trips = _TRIPS.search(instruction.line)
-                # A condition is computed once more than its body.
+                # A condition runs once more than its body.
                 here = int(trips[1]) + (role == "condition") if trips else None
                 runs = None if here is None or times is None else times * here
                 inside = within or "loop"
@@ -174,7 +174,7 @@ def _collective(kind: str, instruction: _Instruction, devices: int, times: int |
     participants = _participants(kind, instruction, devices)
     size = sum(math.ceil(math.prod(shape) * _bits(dtype) / 8) for dtype, shape in arrays)
     if kind == "reduce-scatter":
-        # Its result is a part, and the bytes of a collective are the whole array's.
+        # Its result is one part; the bytes of a collective are those of the whole array.
         size *= participants
     typed = tuple((_name(dtype), shape) for dtype, shape in arrays)
     return Collective(kind, typed, size, participants, times, within)
@@ -182,7 +182,7 @@ def _collective(kind: str, instruction: _Instruction, devices: int, times: int |
 
 def _participants(kind: str, instruction: _Instruction, devices: int) -> int:
     attributes = instruction.line
-    # XLA writes who takes part in four forms: pairs, groups as lists, groups as a shape, and axes of a mesh.
+    # XLA writes the participants in four forms: pairs, groups as lists, groups as a shape, and axes of a mesh.
     if kind == "collective-permute" and (pairs := _PAIRS.search(attributes)):
         return len(set(re.findall(r"\d+", pairs[1])))
     if groups := _LISTED_GROUPS.search(attributes):

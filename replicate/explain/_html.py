@@ -108,7 +108,7 @@ class _Picture:
                 x = _MARGIN + place * self._step + (self._step - _GAP) / 2
                 self._parts.append(f'<path d="M{x:g} {y + 4:g} v18 m-4 -6 l4 6 l4 -6"/>')
         if label:
-            # Between the first two arrows, where there is no other line.
+            # Between the first two arrows, where it crosses no line.
             between = _MARGIN + self._step - _GAP / 2 if len(self._towers) > 1 else _WIDTH / 2 + 90
             self._text(between, y + 18, label, "small")
         self._y += 28

@@ -115,7 +115,7 @@ def _update(data: StepData) -> Stage:
         homes = ", ".join(f"{device} {size(total)}" for device, total in by_device.items())
         return Stage(sentences, "update", ("update of each variable on its own device", _shorten(homes)))
     what = "its pieces" if data.distribution is Distribution.SHARDED else "variables and slots"
-    # The first device of a tower stands for all, which have about as much.
+    # The box shows the first device of a tower; the others have about the same bytes.
     boxes = tuple(("update", what, size(by_device.get(device.split(",")[0], 0))) for device in data.towers)
     return Stage(sentences, "update", boxes=boxes)
 

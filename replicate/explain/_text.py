@@ -82,7 +82,7 @@ def _collectives(data: StepData) -> Table:
             )
         )
     where = " of the towers" if data.distribution is Distribution.VARIABLE_DEVICES else ""
-    # Collectives in a branch are added as if it were taken each time: block sync averages once per block.
+    # The time includes collectives in a branch as if it were taken in each step; block sync averages once per block.
     taken = " in which every branch is taken" if any(each.within == "branch" for each in data.collectives) else ""
     notes = [] if rows else [f"None: the compiled program{where} needs no communication."]
     if rows or data.transfers:
@@ -108,7 +108,7 @@ def _homes(name: str, homes: tuple[Home, ...]) -> Table:
         for each in homes
     )
     total = sum(each.bytes for each in homes)
-    # Variables may be spread unevenly: the fullest device runs out of memory first.
+    # Variables may be placed unevenly: the fullest device runs out of memory first.
     most = max(bytes_by_device(homes).values(), default=0)
     note = f"In all {size(total)}; on one device {'at most ' if most else ''}{size(most)}."
     return Table(
@@ -148,7 +148,7 @@ def as_text(data: StepData) -> str:
             cells = [table.columns, *table.rows] if any(table.columns) else list(table.rows)
             widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
             for row in cells:
-                # Without spaces at the ends of lines, so that the text can be compared in a test or a document.
+                # No spaces at the ends of lines, so that the text can be compared in a test or a document.
                 lines.append("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
         lines += table.notes
     return "\n".join(lines)

@@ -47,7 +47,7 @@ class MeshPlacement(Placement):
         return NamedSharding(self._mesh, PartitionSpec())
 
     def batch(self, rows: int) -> jax.sharding.Sharding | None:
-        # Rows that do not divide are on every device, whole: evaluation splits them itself.
+        # If rows do not divide, each device has all of them: evaluation splits them itself.
         axis = TOWER_AXIS if rows % self._mesh.shape[TOWER_AXIS] == 0 else None
         return NamedSharding(self._mesh, PartitionSpec(axis))
 
@@ -132,7 +132,7 @@ def _global(batch: Tree, sharding: NamedSharding) -> Tree:
 
 def _from_local(x: Any, sharding: NamedSharding) -> jax.Array:
     x = np.asarray(x)
-    # As `jnp.asarray` does: numpy's 64 bits would make another program.
+    # As in `jnp.asarray`: 64-bit dtypes of numpy would need another program.
     x = x.astype(jax.dtypes.canonicalize_dtype(x.dtype), copy=False)
     shape = x.shape if sharding.is_fully_replicated else None
     return jax.make_array_from_process_local_data(sharding, x, shape)

@@ -52,7 +52,7 @@ class ModelParallelPlacement(MeshPlacement):
         return train_op  # whose gradients are cut already, where their variables are
 
     def to_merge(self, metrics: Tree) -> Tree:
-        return self.gather(metrics)  # what merges them may be a scatter: see `lone_tower`
+        return self.gather(metrics)  # a merge may use a scatter: see `lone_tower`
 
     def shard(self, x: jax.Array, axis: int) -> jax.Array:
         """An array, cut over the devices of the tower where its dimension divides by them.

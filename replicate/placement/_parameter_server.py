@@ -110,7 +110,7 @@ class ParameterServer(OffTowerPlacement):
                 updates[kind] = _Update(apply, (state, *step), shardings, donate)
             after = updates[kind](state, *step)
             spec = halves.finish(spec, after)
-            # What the step reports may be arrays of the state, which the next step may donate.
+            # The report may have arrays of the state, which the next step may donate.
             return after, spec.replace_unchecked(train_op=jax.tree.map(jnp.copy, spec.train_op))
 
         return several
@@ -161,7 +161,7 @@ class _Update:
         self._programs = []
         self._is_new = True
         for home, run, taken in parts:
-            # What two programs read must not be donated by the first of them.
+            # An array that two programs read must not be donated by the first one.
             only_here = {i for i, h in enumerate(self._homes) if h == home and uses[i] == 1 and not keys[i]}
             donated = [position for position, i in enumerate(taken) if i in only_here] if donate else ()
             self._programs.append((home, jax.jit(run, donate_argnums=donated), taken))

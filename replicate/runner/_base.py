@@ -79,7 +79,7 @@ def tower_frame(
       first: the number of the first row, which makes the random keys differ from other parts' towers.
     """
     key = start.key
-    # A single tower with all rows draws what a plain model_fn draws, bit for bit.
+    # A single tower with all rows draws the same random numbers as a plain model_fn.
     if num_towers() > 1 or first:
         key = jax.random.fold_in(key, tower_index() + first)
     return frame.fresh(

@@ -62,7 +62,7 @@ class Evaluation:
         """The merged spec. Where a loss is within a loop or a branch, its denominator cannot be carried from one run
         into the next: then one tower takes all rows."""
         devices, rows = self.runner.devices, self.run.rows
-        # The remainder is not padded: padding would have a part in batch norms, metrics and whatever the model_fn
+        # The remainder is not padded: padding would change batch normalization, metrics and all that the model_fn
         # computes.
         even = rows - rows % len(devices)
         parts = [_Part(devices, 0, even), _Part(devices[:1], even, rows - even)]

@@ -75,8 +75,7 @@ class MicroBatches:
         rows = self._checked_rows()
         numbered = jnp.arange(self.steps, dtype=jnp.int32), split_rows(batch, self.steps)
         denominators: list[jax.Array] = []
-        # Losses divide by the weights of all micro-batches, so these are added up by a pass forward before any
-        # gradient.
+        # Losses are divided by the weights of all micro-batches, which a forward pass sums before the gradients.
         if like.denominators:
             _, stacked = jax.lax.scan(lambda _, part: (None, self._run_one(*part, None).denominators), None, numbered)
             denominators = average([jnp.mean(each) for each in stacked])
@@ -129,7 +128,7 @@ class MicroBatches:
                 )
             return own if denominators is None else _replace_denominator(own, denominators[number])
 
-        # Numbered over all towers, so that no two micro-batches draw the same numbers.
+        # Numbered over all towers, so that each micro-batch draws other random numbers.
         key = jax.random.fold_in(self.frame.key, tower_index() * self.steps + index)
         replica = self.frame.replica
         share = replica.share if self.runner.mean_loss else replica.share / self.steps

@@ -36,7 +36,7 @@ class SyncRunner(Runner):
             spec = result.spec.replace_unchecked(train_op=train_op and train_op.without_gradients())
             return (spec, result.frame.variables, result.frame.slots), None
 
-        # In one tower: initial values depend on the key alone, and all towers begin with the same.
+        # In one tower: initial values depend on the key only, and all towers start with the same values.
         (spec, variables, slots), _ = lone_tower(tower, self.devices)((frame.key, frame.initial_values), run.batch)
         frame.variables.update(variables)
         frame.slots.update(slots)
@@ -54,7 +54,7 @@ class SyncRunner(Runner):
             result = self.run_tower(run, start, batch, scale, cross_tower_mean)
             frames.append(result.frame)
             summed, per_part = result.scale(scale).split()
-            # Marks come before the sum, in which a NaN of one tower would be everybody's.
+            # Marks are set before the sum, which spreads a NaN of one tower to all.
             train_op, gradients = summed.train_op or TrainOp(), None
             if self.on_nan is not None:
                 train_op = self.on_nan.mark(train_op, tower_index(), num_towers())
@@ -90,11 +90,11 @@ class SyncRunner(Runner):
         if num_towers() > 1:
             _check_optimizers(result.spec.train_op)
             result.check_rows(run.rows // num_towers())
-        # Known only after a run, since the model_fn makes its optimizers itself.
+        # Known only after a run, since the model_fn creates its optimizers.
         steps = accumulate_steps(result.spec.train_op)
         if steps == 1:
             return result
-        # The run so far gives the structure of the result; the compiled program has nothing of it.
+        # The run so far only gives the structure of the result; it is not a part of the compiled program.
         parts = MicroBatches(self, run, inside.fresh(key=start.key), steps, scale)
         return parts.run_all(batch, like=result, average=average)
 

@@ -35,7 +35,7 @@ def _check_calls(transform: Callable[[Forward], Forward], forward: Forward) -> F
         returned.append(_kind(result))
         return result
 
-    # Compared by kind: a transform that drops an output would lose gradients without an error.
+    # The structures are compared: a transform that drops an output would lose gradients without an error.
     made = transform(note_result)
     if not callable(made):
         raise TypeError(

@@ -28,7 +28,7 @@ def find_devices(devices: Sequence[jax.Device | str] | None) -> tuple[jax.Device
       ValueError: there are no such devices, one comes twice, or they are of several kinds.
     """
     if devices is None:
-        # The towers of a process next to each other, as its rows are in the batch of all.
+        # The towers of a process are next to each other, like its rows in the global batch.
         return tuple(sorted(jax.devices(), key=lambda device: device.process_index))
     if isinstance(devices, str | jax.Device):
         raise TypeError(f"devices must be a list; write devices=[{devices!r}].")
@@ -88,7 +88,8 @@ def in_towers_of(size: int, devices: tuple[jax.Device, ...]) -> tuple[Any, ...]:
 def _find(device: jax.Device | str) -> jax.Device:
     if isinstance(device, jax.Device):
         return device
-    # TensorFlow's names count the devices of this process; the names that jax prints, below, count the devices of all.
+    # A name in TensorFlow's form counts the devices of this process; the names that jax prints, below, count those of
+    # all processes.
     match = _NAME.fullmatch(device) if isinstance(device, str) else None
     if match:
         candidates = _local_devices(match[1].lower())

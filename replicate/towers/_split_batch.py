@@ -32,7 +32,7 @@ def take_rows(batch: PyTree, begin: int, size: int) -> PyTree:
             return x
         if x.n_batch:
             return _of_rows(x, size, [array[begin : begin + size] for array in _row_by_row(x)])
-        # All entries, most of them as padding: how many belong to these rows is not known while the program is
+        # All entries, most of them as padding: the number of entries in these rows is not known while the program is
         # compiled.
         return _of_rows(x, size, _mask_rows(x, jnp.asarray(begin, x.indices.dtype), size), indices_sorted=False)
 
