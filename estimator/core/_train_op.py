@@ -123,7 +123,7 @@ class StepReport(TrainOp):
 
     Attributes:
       skipped: bool scalar, whether variables and slots were left as they are; None where nobody has looked.
-      learning_rates: those of the step, as `est.learning_rates` names them; scalars.
+      learning_rates: the rates of the step, as `est.learning_rates` names them; scalars.
     """
 
     skipped: jax.Array | None = None

@@ -74,7 +74,7 @@ class LoggingTensorHook(Hook):
             self._timer.reset()
 
     def next_step(self, step: int) -> int | None:
-        # The last step is known only after it: the values of each step are requested, and only those of the last one
+        # The last step is known only after it: the values of each step are requested, and only the last step's
         # are read.
         return step + 1 if self._at_end or self._timer is None else self._timer.next_step(step)
 

@@ -127,7 +127,7 @@ def repeated_keys(name: str, loop: str) -> str:
 @contextlib.contextmanager
 def _without_scope(frame: Frame) -> Iterator[None]:
     """Lets variables have full names: a module may be called in another scope than the one that created it."""
-    # `reuse` of the enclosing scope is for the user's variables, not for those of the module.
+    # `reuse` of the enclosing scope is for the user's variables, not for the module's.
     scope, reuse = frame.scope, frame.reuse
     frame.scope, frame.reuse = (), None
     try:

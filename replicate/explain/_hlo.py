@@ -174,7 +174,7 @@ def _collective(kind: str, instruction: _Instruction, devices: int, times: int |
     participants = _participants(kind, instruction, devices)
     size = sum(math.ceil(math.prod(shape) * _bits(dtype) / 8) for dtype, shape in arrays)
     if kind == "reduce-scatter":
-        # Its result is one part; the bytes of a collective are those of the whole array.
+        # Its result is one part; a collective moves the bytes of the whole array.
         size *= participants
     typed = tuple((_name(dtype), shape) for dtype, shape in arrays)
     return Collective(kind, typed, size, participants, times, within)
