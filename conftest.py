@@ -55,10 +55,13 @@ from testing import compiled  # noqa: E402
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
-NEEDED_BY_DOCTESTS = {  # not in the extra `dev`
+NEEDED_BY_DOCTESTS = {  # by module, a library that the extra `dev` leaves out
     "estimator/inputs/_csv.py": "pandas",
     "estimator/inputs/_pandas.py": "pandas",
     "estimator/interop/_flax.py": "flax",
+    "estimator/interop/_flax_linen.py": "flax",
+    "estimator/interop/_flax_nnx.py": "flax",
+    "tests/testing/scenarios/scripts.py": "sklearn",
 }
 collect_ignore = [path for path, library in NEEDED_BY_DOCTESTS.items() if not importlib.util.find_spec(library)]
 
