@@ -68,6 +68,7 @@ from estimator.multihost._input_context import InputContext, input_context
 from estimator.multihost._lost_process import ProcessLostError
 from estimator.multihost._preemption import Preempted
 from estimator.multihost._replica_check import ReplicaMismatchError
+from estimator.optim._clip import clip_by_global_norm
 from estimator.optim._learning_rate import learning_rates, set_learning_rate
 from estimator.optim._loss_scale import DynamicLossScale
 from estimator.optim._moving_average import ExponentialMovingAverage
@@ -167,6 +168,7 @@ __all__ = [
     "assign_add",
     "checkpoint_segments",
     "checkpoints",
+    "clip_by_global_norm",
     "embedding_lookup",
     "embedding_lookup_sparse",
     "experimental",

@@ -124,16 +124,22 @@ class StepReport(TrainOp):
     Attributes:
       skipped: bool scalar, whether variables and slots were left as they are; None where nobody has looked.
       learning_rates: the rates of the step, as `est.learning_rates` names them; scalars.
+      gradient_norms: the norms that `est.clip_by_global_norm` has seen, by the names of the optimizers; scalars.
     """
 
     skipped: jax.Array | None = None
     learning_rates: dict[str, Any] = dataclasses.field(default_factory=dict)
+    gradient_norms: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def scalars(self) -> dict[str, Any]:
         """The values that logs and summaries show beside the loss, by tag: "learning_rate", or, of several optimizers,
-        "learning_rate/<name>"."""
-        alone = len(self.learning_rates) == 1
-        return {"learning_rate" if alone else f"learning_rate/{n}": rate for n, rate in self.learning_rates.items()}
+        "learning_rate/<name>"; "gradient_norm" likewise."""
+        kinds = {"learning_rate": self.learning_rates, "gradient_norm": self.gradient_norms}
+        return {
+            kind if len(values) == 1 else f"{kind}/{name}": value
+            for kind, values in kinds.items()
+            for name, value in values.items()
+        }
 
 
 class GradientsNeeded(BaseException):

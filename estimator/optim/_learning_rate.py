@@ -126,7 +126,7 @@ def _find(slots: Slots) -> dict[str, _Rate]:
         for path, value in entries:
             if getattr(path[-2], "name", None) == VALUES and jnp.ndim(value) <= 1:
                 rates.append(_Rate(optimizer, path, value, path[:-2] in schedules))
-    names = rate_names((rate.optimizer, map(_part, rate.path[:-2])) for rate in rates)
+    names = rate_names((rate.optimizer, map(spell_key, rate.path[:-2])) for rate in rates)
     return dict(zip(names, rates, strict=True))
 
 
@@ -137,7 +137,7 @@ def rate_names(places: Iterable[tuple[str, Iterable[str]]]) -> list[str]:
     return [optimizer if count[optimizer] == 1 else "/".join([optimizer, *rest]) for optimizer, rest in places]
 
 
-def _part(key: Any) -> str:
+def spell_key(key: Any) -> str:
     """A part of a path as a checkpoint spells it."""
     return next(str(getattr(key, kind)) for kind in ("name", "key", "idx") if hasattr(key, kind))
 

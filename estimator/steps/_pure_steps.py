@@ -23,6 +23,7 @@ from estimator.core._state import State
 from estimator.core._train_op import StepReport, TrainOp
 from estimator.core._typing import Features, Labels, PyTree, Variables
 from estimator.optim._apply_updates import apply_step
+from estimator.optim._clip import read_norms
 from estimator.optim._learning_rate import read_rates
 from estimator.optim._moving_average import Averages, check_averages_move, check_averages_read, variables_to_read
 from estimator.optim._non_finite import SLOTS as SKIPPED_STEPS
@@ -185,13 +186,22 @@ def finish_spec(placement: Placement, spec: EstimatorSpec, after: State) -> Esti
     """The spec of a step that was made, with a report in place of the train_op."""
     train_op = train_op_of(spec)
     allowed = train_op.is_allowed()
-    rates: dict[str, Any] = {
-        name: rate if rate.ndim == 0 else Deferred(rate, placement.first)
-        for name, rate in read_rates(after.slots).items()
-        if rate.ndim == 0 or train_op.slots  # of each tower
-    }
-    report = StepReport(skipped=None if allowed is None else ~allowed, learning_rates=rates)
-    return spec.replace_unchecked(train_op=report)
+
+    def report(values: dict[str, Any]) -> dict[str, Any]:
+        """Values in the slots; where each tower has its own, the first tower's, sent once per program."""
+        return {
+            name: value if value.ndim == 0 else Deferred(value, placement.first)
+            for name, value in values.items()
+            if value.ndim == 0 or train_op.slots
+        }
+
+    return spec.replace_unchecked(
+        train_op=StepReport(
+            skipped=None if allowed is None else ~allowed,
+            learning_rates=report(read_rates(after.slots)),
+            gradient_norms=report(read_norms(after.slots)),
+        )
+    )
 
 
 def check_modes(infos: Mapping[ModeKeys, ModelInfo]) -> None:

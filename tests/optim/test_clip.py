@@ -1,0 +1,134 @@
+"""Gradients clipped by their global norm, which the step reports."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from testing.towers import cpus
+
+import estimator as est
+from replicate import BlockSync, TowerOptimizer, VariableDistribution, replicate_model_fn
+
+X = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32) * 10
+Y = X.sum(1)
+
+
+def model_fn_with(optimizer, **options):
+    def model_fn(features, labels, mode):
+        w = est.get_variable("w", (3,), initializer=jax.nn.initializers.zeros)
+        b = est.get_variable("b", (), initializer=jax.nn.initializers.zeros)
+        loss = jnp.mean((features @ w + b - labels) ** 2)
+        return est.EstimatorSpec(mode, loss=loss, train_op=TowerOptimizer(optimizer, **options).minimize(loss))
+
+    return model_fn
+
+
+def clipped_by_hand(steps, max_norm):
+    def loss(params):
+        return jnp.mean((X @ params["w"] + params["b"] - Y) ** 2)
+
+    params, norms = {"w": jnp.zeros(3), "b": jnp.zeros(())}, []
+    for _ in range(steps):
+        gradients = jax.grad(loss)(params)
+        norms.append(jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(gradients))))
+        factor = 1.0 if max_norm is None else jnp.minimum(1.0, max_norm / norms[-1])
+        params = jax.tree.map(lambda p, g, factor=factor: p - 0.1 * factor * g, params, gradients)
+    return params, norms
+
+
+@pytest.mark.parametrize("max_norm", [1.0, 1e6, None])
+@pytest.mark.parametrize(
+    "towers, options, where",
+    [
+        (1, {}, {}),
+        (4, {}, {}),
+        (2, {"accumulate_steps": 2}, {}),
+        (2, {"loss_scale": est.DynamicLossScale(2.0**10)}, {}),
+        (4, {}, {"variable_distribution": VariableDistribution.SHARDED}),
+        (2, {}, {"variable_distribution": VariableDistribution.SHARED_ROUND_ROBIN}),
+    ],
+)
+def test_the_norm_is_of_the_gradients_of_the_whole_batch(max_norm, towers, options, where):
+    optimizer = optax.chain(est.clip_by_global_norm(max_norm), optax.sgd(0.1))
+    model = est.transform(replicate_model_fn(model_fn_with(optimizer, **options), devices=cpus(towers), **where))
+    state, norms = model.init(jax.random.key(0), X, Y), []
+    for _ in range(3):
+        state, spec = model.train_step(state, X, Y)
+        norms.append(spec.train_op.gradient_norms["optimizer"])
+    params, want = clipped_by_hand(3, max_norm)
+    np.testing.assert_allclose(norms, want, rtol=2e-5)
+    for name, value in params.items():
+        np.testing.assert_allclose(state.variables[name], value, rtol=2e-4)
+
+
+def test_towers_that_train_on_their_own_report_the_norm_of_the_first():
+    optimizer = optax.chain(est.clip_by_global_norm(None), optax.sgd(0.1))
+    towers = replicate_model_fn(model_fn_with(optimizer), devices=cpus(2), block_sync=BlockSync(block_steps=4))
+    alone = replicate_model_fn(model_fn_with(optimizer), devices=cpus(1))
+    models = [est.transform(towers), est.transform(alone)]
+    (_, got), (_, want) = (
+        model.train_step(model.init(jax.random.key(0), x, y), x, y)
+        for model, (x, y) in zip(models, [(X, Y), (X[:4], Y[:4])], strict=True)
+    )
+    assert got.train_op.gradient_norms.keys() == want.train_op.gradient_norms.keys()
+    np.testing.assert_allclose(
+        got.train_op.gradient_norms["optimizer"], want.train_op.gradient_norms["optimizer"], rtol=1e-5
+    )
+
+
+def test_a_norm_that_overflows_in_half_precision_is_reported():
+    gradients = {"w": jnp.full(4, 300.0, jnp.float16)}
+    transformation = est.clip_by_global_norm(3.0)
+    with jax.numpy_dtype_promotion("standard"):
+        clipped, state = transformation.update(gradients, transformation.init(gradients))
+    assert state.gradient_norm == 600 and state.gradient_norm.dtype == jnp.float32
+    np.testing.assert_array_equal(clipped["w"], np.full(4, 1.5, np.float16))
+
+
+def test_a_complex_gradient_is_clipped_by_its_absolute_value():
+    gradients = {"w": jnp.array([3 + 4j], jnp.complex64)}
+    transformation = est.clip_by_global_norm(1.0)
+    with jax.numpy_dtype_promotion("standard"):
+        clipped, state = transformation.update(gradients, transformation.init(gradients))
+    np.testing.assert_allclose(clipped["w"], [0.6 + 0.8j], rtol=1e-6)
+    assert state.gradient_norm == 5
+
+
+def test_a_norm_that_is_not_finite_makes_all_gradients_nan():
+    gradients = {"v": jnp.array([jnp.inf]), "w": jnp.ones(2)}
+    transformation = est.clip_by_global_norm(1.0)
+    clipped, state = transformation.update(gradients, transformation.init(gradients))
+    assert np.isnan(clipped["v"]).all() and np.isinf(state.gradient_norm)
+    assert np.isnan(clipped["w"]).all()
+
+
+@pytest.mark.parametrize("max_norm", [0, -1.0, float("nan"), True, "1", jnp.ones(())])
+def test_refused(max_norm):
+    with pytest.raises(ValueError, match="`est.clip_by_global_norm` needs a number larger than 0, or None; got"):
+        est.clip_by_global_norm(max_norm)
+
+
+def test_a_call_as_in_tensorflow_says_what_to_write():
+    with pytest.raises(TypeError, match=r"write `est.Optimizer\(optax.chain\(est.clip_by_global_norm\(5.0\), .*got 2"):
+        est.clip_by_global_norm([jnp.ones(2)], 5.0)
+
+
+@pytest.mark.slow
+def test_the_log_and_summaries_show_it_beside_the_loss(tmp_path, messages):
+    def model_fn(features, labels, mode):
+        w = est.get_variable("w", (3,), initializer=jax.nn.initializers.zeros)
+        losses = {name: jnp.mean((features @ w - labels * size) ** 2) for name, size in (("a", 1.0), ("b", 2.0))}
+        chain = optax.chain(est.clip_by_global_norm(1.0), optax.sgd(0.1))
+        train_ops = [est.Optimizer(chain, name=name).minimize(loss) for name, loss in losses.items()]
+        return est.EstimatorSpec(mode, loss=losses["a"], train_op=est.group(*train_ops))
+
+    config = est.RunConfig(log_step_count_steps=1, save_summary_steps=1)
+    estimator = est.Estimator(model_fn, str(tmp_path), config)
+    estimator.train(lambda: iter([(X, Y)] * 3), steps=3)
+    norm = 2 * np.linalg.norm(X.T @ Y) / len(X)  # of a, whose residuals are the labels in the first step
+    first = next(message for message in messages() if message.startswith("loss ="))
+    assert f"gradient_norm/a = {norm:.3f}"[:-1] in first and "gradient_norm/b = " in first
+    history = est.read_history(str(tmp_path))
+    assert [line["step"] for line in history] == [1, 2, 3]
+    np.testing.assert_allclose([history[0]["gradient_norm/a"], history[0]["gradient_norm/b"]], [norm, 2 * norm], 1e-5)
