@@ -291,7 +291,8 @@ class Runs:
         """Says once that the first batch of a mode takes longer: on some machines a minute."""
         if mode not in self._compiled:
             self._compiled.add(mode)
-            logging.info("Calling model_fn in mode %r and compiling it; the first batch takes longer.", str(mode))
+            name = mode.name.lower()  # "predict", as the method is called; the mode's value is TensorFlow's "infer"
+            logging.info("Calling model_fn in mode %r and compiling it; the first batch takes longer.", name)
 
     def _batches(self, input_fn: InputFn, mode: ModeKeys) -> Batches:
         return batches(call_input_fn(input_fn, mode, copy.deepcopy(self._params), self._config))

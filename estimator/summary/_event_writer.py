@@ -286,10 +286,13 @@ def write_into(writer: Any, step: int, walltime: float, values: Mapping[str, Any
 
 
 def shown_metrics(results: Mapping[str, Any]) -> dict[str, Any]:
-    """The results of an evaluation that can be written: numbers, and arrays of numbers as histograms."""
+    """The results of an evaluation that can be written: numbers, arrays of numbers as histograms, and what is in dicts
+    as "name/key"."""
     shown: dict[str, Any] = {}
     for name, value in results.items():
-        if isinstance(value, int | float):
+        if isinstance(value, Mapping):
+            shown |= shown_metrics({f"{name}/{key}": part for key, part in value.items()})
+        elif isinstance(value, int | float):
             shown[name] = value
         elif isinstance(value, np.ndarray) and value.dtype.kind in "biuf" and value.size:
             shown[name] = _histogram_of(value)

@@ -28,7 +28,7 @@ class Pair:
         return cls(features.sum(), jnp.int32(len(features)))
 
     def merge(self, other):
-        return Pair(self.total + other.total, self.rows + other.rows)
+        return type(self)(self.total + other.total, self.rows + other.rows)
 
     def compute(self):
         return self.total, self.rows
@@ -87,6 +87,29 @@ def test_arrays_are_histograms_and_what_is_no_number_is_skipped_with_a_warning(t
     assert histogram.num == 3 and histogram.sum == pytest.approx(results["recall"].sum())
     assert set(est.read_eval_metrics(estimator.eval_dir())[0]) == {"loss"}
     assert "Skipping summary for pair, must be a number or an array of numbers; got (28.0, 4)." in messages()
+
+
+class Parts(Pair):
+    """A metric with a dict as its result, in which one value is no number."""
+
+    def compute(self):
+        return {"total": self.total, "of": {"rows": self.rows}, "pair": (self.total, self.rows)}
+
+
+def test_the_values_of_a_dict_are_written_one_by_one(tmp_path, messages):
+    jax.tree_util.register_dataclass(Parts, ["total", "rows"], [])
+
+    def model_fn(features, labels, mode):
+        spec = Linear()(features, labels, mode)
+        metrics = {"parts": Parts.of(features)}
+        return est.EstimatorSpec(mode, loss=spec.loss, train_op=spec.train_op, eval_metric_ops=metrics)
+
+    estimator = make(tmp_path, model_fn)
+    results = estimator.evaluate(times(1))
+    assert results["parts"] == {"total": 28.0, "of": {"rows": 4}, "pair": (28.0, 4)}
+    written = est.read_eval_metrics(estimator.eval_dir())[0]
+    assert written["parts/total"] == 28 and written["parts/of/rows"] == 4
+    assert "Skipping summary for parts/pair, must be a number or an array of numbers; got (28.0, 4)." in messages()
 
 
 def test_a_hook_shows_the_last_batch_that_it_asked_for(tmp_path):
