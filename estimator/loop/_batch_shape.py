@@ -78,6 +78,7 @@ def _describe(shape: BatchShape, with_rows: bool) -> dict[str, str]:
 
 def _encode(tree: PyTree) -> Json:
     """Dicts, lists and tuples as lists that begin with their kind: JSON has no tuples, nor numbers as keys."""
+    # Exact types: a named tuple or an OrderedDict that came back as a plain one would be another structure for jax.
     if type(tree) is dict:
         return ["dict", [[key, _encode(value)] for key, value in tree.items()]]
     if type(tree) in (list, tuple):

@@ -87,6 +87,7 @@ class RunContext:
         self.verbose = verbose
         self.group = group or SingleProcess()
         self.model_dir = model_dir
+        # An evaluation gets its eval_dir from `Runs.evaluate`; a prediction writes no events.
         self.output_dir = model_dir if mode == ModeKeys.TRAIN else None
         self.reported: dict[str, Report] = {}
         self.trainable_variables: tuple[str, ...] = ()
@@ -181,6 +182,7 @@ class RunContext:
         assert chosen is not None
         directory = normalize(chosen)
         if directory not in self._events:
+            # From `first` on the writer replaces what a killed run, or an earlier evaluation of this step, has written.
             first, last = (self.global_step + 1, math.inf) if self.mode == ModeKeys.TRAIN else (self.global_step,) * 2
             self._events[directory] = EventWriter(directory, first, last)
         return self._events[directory]
@@ -204,6 +206,7 @@ class RunContext:
 
     def preempt(self) -> None:
         """Notes that SIGTERM came; where there are other processes, all have to stop at the same step."""
+        # A signal's handler calls this, maybe in the middle of a round with other processes: it must not begin another.
         self.preempted = True
         if self.group.count == 1:
             self.stop(SIGTERM)

@@ -189,6 +189,7 @@ def evaluate_batches(
 
 def _merge_stacked(stacked: Any, count: int) -> Any:
     """One metric from the stacked states of several batches."""
+    # `Metric.merge` adds the states, so one sum over the stack merges all batches. Another `merge` is called for each.
     if isinstance(stacked, Metric) and type(stacked).merge is Metric.merge:
         return jax.tree.map(lambda x: x.any(0) if x.dtype == bool else x.sum(0, _wide(x.dtype)), stacked)
     parts = [_widen(jax.tree.map(lambda x, i=i: x[i], stacked)) for i in range(count)]

@@ -24,6 +24,7 @@ def around(hooks: Sequence[Hook], context: RunContext) -> Iterator[None]:
     begun: list[Hook] = []
     try:
         for hook in hooks:
+            # Before its `begin`: a hook that fails in there gets its `end` too, and can undo what it has done.
             begun.append(hook)
             hook.begin()
         yield
@@ -40,6 +41,7 @@ def around(hooks: Sequence[Hook], context: RunContext) -> Iterator[None]:
         try:
             _end(begun, context)
         finally:
+            # After the last `end`, in which hooks may still write events.
             context.close()
 
 
@@ -77,6 +79,7 @@ def _name_hooks(hooks: Sequence[Hook]) -> dict[str, Hook]:
     seen: Counter[str] = Counter()
     named = {}
     for hook in hooks:
+        # Numbered within its class, so that a new hook of another class does not shift the states that a run resumes.
         name = type(hook).__name__
         seen[name] += 1
         named[f"{name}/{seen[name]}"] = hook
@@ -112,12 +115,14 @@ def after(
     """Passes to each hook its values of the last of some steps."""
     for hook, names in zip(due, requests, strict=True):
         _unless_stopped(hook.after_run, context, RunValues(losses, steps, reported, names, scalars))
+    # A round of all processes, which have the same hooks due at the same steps (`next_chunk`).
     if due:
         context.agree_to_stop()
 
 
 def requests_values(requests: Sequence[PyTree], context: RunContext) -> bool:
     """Says whether any hook requests more than the loss; of several processes, a hook of the chief."""
+    # A step that reports is another program, and all processes have to start the same one.
     return bool(requests) and context.agreed(
         lambda: any(name != "loss" for names in requests for name in jax.tree.leaves(names))
     )

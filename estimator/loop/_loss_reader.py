@@ -81,6 +81,7 @@ class LossReader:
         first = self.step + 1
         self._context.scalars = scalars
         self._context.notify_loss_watchers(first, losses)
+        # Before the check for NaN losses: with on_nan="raise" the error here names the tower and the variable.
         if self._watch and skipped is not None:
             self._watch.look(carry, skipped)
         if np.isnan(losses).any():
@@ -108,6 +109,7 @@ def _concatenate(programs: Sequence[tuple[StepOutputs, int]]) -> Any:
 
     def join(*of_programs: jax.Array) -> np.ndarray:
         pairs = zip(of_programs, counts, strict=True)
+        # The outputs of a loop have room for the most steps of a program; only the first `count` were made.
         return np.concatenate([np.atleast_1d(x.addressable_data(0))[:count] for x, count in pairs])
 
     return jax.tree.map(join, *(outputs for outputs, _ in programs))

@@ -52,6 +52,7 @@ class Plan:
             return None
         for i, hook in enumerate(self.hooks):
             known = self._next[i]
+            # A step that a hook has named stands until it comes. After None it is asked again: it may go by the clock.
             if known is None or known <= start:
                 self._next[i] = wanted = hook.next_step(start)
                 if wanted is not None and wanted <= start:
@@ -66,6 +67,7 @@ class Plan:
         alone = any(self._alone[i] for i in due)
         most = self._most()
         steps = most if end is None else min(most, end - start)
+        # The last step is left to the next chunk, so that `before_run` is called right before it and not steps early.
         if alone and steps > 1 and start + steps == end:
             steps -= 1
         self._step = start + steps

@@ -59,6 +59,8 @@ def predict_batches(
         _hook_calls.after(due, context, requests, None, 1, reported)
         selected = with_strings(jax.device_get(select(predictions, keys)))
         context.phase = "output"
+        # While the caller holds the iterator, SIGTERM raises at once. One that came before the phase "output" has only
+        # set this flag.
         if context.preempted:
             return
         yield selected

@@ -132,11 +132,13 @@ class Programs:
                 for i, (args, pair) in enumerate(zip(placed, pairs, strict=True), 1)
             ]
         room = 1 if alone else max(most, len(pairs))
+        # Sparse batches that differ in their number of entries are padded only here: most batches stack as they are.
         stacked = stacked_batches(pairs, room) or stacked_batches(alike(pairs), room)
         if stacked is None:
             before = [run for pair in pairs[:-1] for run in self.runs([pair], 1, alone=True)]
             return [*before, *self.runs(pairs[-1:], 1, True, reports)]
         stacked = self.info.placement.from_processes(stacked, stacked=True)
+        # The number of steps is an argument, so that a chunk that is short runs the same program.
         args = np.int32(len(pairs)), *stacked
         return [ProgramCall(self._loop, len(pairs), args, pairs[0], self._loop_reporting if reports else None)]
 

@@ -77,6 +77,7 @@ def read_ahead(
     def is_stopped() -> bool:
         if shared is not None:
             shared.raise_if_stopped(taken)
+        # A signal's handler may have stopped a single process. One of several must not leave alone: others would wait.
         return shared is None and context.stop_requested
 
     requested: collections.deque[Chunk] = collections.deque()
@@ -90,6 +91,7 @@ def read_ahead(
             raise_dropped_interrupt()
             while not is_short and len(requested) < _CHUNKS_AHEAD and (chunk := next_chunk(plan, context.group)):
                 requested.append(chunk)
+                # Before the request, at which the thread begins to read: it takes the chunk from here.
                 to_make.append(chunk)
                 prefetcher.request(chunk.steps)
             if not requested and not is_short:
@@ -99,6 +101,7 @@ def read_ahead(
             try:
                 ready = prefetcher.get_unless(is_stopped)
             except Stopped as agreed:  # in all processes, here
+                # The signal may have come to another process: this one then ends with the same exit code.
                 if str(agreed) == SIGTERM:
                     preempt()
                 context.stop(str(agreed))
@@ -111,4 +114,5 @@ def read_ahead(
                 return
             chunk = requested.popleft()
             is_short = ready.size < chunk.steps
+            # Hooks are due after the last step that was planned, which a short chunk does not reach.
             yield ready, () if is_short else chunk.due

@@ -24,6 +24,7 @@ def resume_input(rest: Batches, path: str, host: dict[str, Any], config: RunConf
       ValueError: the input has fewer batches than were taken.
     """
     saved = host.get("input", {})
+    # At the end of the input there is nothing to resume: the next run begins it again, as TensorFlow does in each run.
     if not saved or config.resume_input is None or Checkpoint(path).is_end("input"):
         return 0
     batches, positions = saved["batches"], saved["positions"]

@@ -17,6 +17,7 @@ from estimator.loop._programs import Programs
 _STEPS_TO_TIME = 20
 _MOST_BATCHES_AT_ONCE, _SECONDS_AT_ONCE = 10, 0.005
 _SECONDS_AT_ONCE_OF_SEVERAL = 0.05  # processes, which agree on every chunk: that takes a millisecond
+# TensorFlow's interval of log lines. A NaN is noticed about as many steps late, with or without log lines.
 _STEPS_BETWEEN_LOOKS = 100
 
 
@@ -77,6 +78,7 @@ class LoopSize:
                 # Each number of steps is compiled: so powers of two, and not for a little more or less.
                 if not self.most() <= fit < 2 * self.most():
                     self._programs.steps_per_program = 2 ** int(math.log2(fit))
+                    # The next steps begin with a compilation, whose time must not count.
                     self._begin = None
                     return
         if self._begin is None or step - self._begin[0] >= _STEPS_TO_TIME:
@@ -88,8 +90,10 @@ def _automatic(programs: Programs, hooks: Sequence[Hook], step: int, look_every:
         return 1
     hooks = [hook for hook in hooks if not isinstance(hook, StopAtStepHook)]  # the end may be near, or far
     plan = Plan(hooks, step, None, lambda: look_every)
+    # Several, since the first may be short: a run that resumes begins within an interval of its hooks.
     chunks = [plan.next() for _ in range(4)]
     longest = max(chunk.steps for chunk in chunks if chunk is not None)
     if longest == 1:
         return 1
+    # In about equal parts: where 30 steps fit, 100 are 4 programs of 25, and not 3 of 30 and one of 10.
     return max(1, longest // math.ceil(longest / programs.steps_that_fit))

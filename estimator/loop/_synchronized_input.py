@@ -2,6 +2,18 @@
 
 In training all of them give batches of the same shapes, and stop with the first whose input ends. In evaluation each
 may have as many rows and batches as it likes: the i-th batch is made of the i-th batches of all.
+
+Each chunk has a round of its own in the channel "input" of the group:
+
+    main thread                     input thread                        other processes
+    next_chunk <------------------------------------------------------> next_chunk: process 0 decides
+    request ----------------------> pull_batches: up to n
+    steps of the chunks before      start_gather: an offer -----------> finish_gather
+                                    finish_gather <-------------------- start_gather: their offers
+    get_unless <------------------- the batches that all have, or Stopped
+
+At SIGTERM, its own or another's, a main thread that waits for input publishes a stop as its value of the first round
+that its input thread has not begun. The chunks of the rounds before are still run: others may have begun with them.
 """
 
 from __future__ import annotations
@@ -37,6 +49,7 @@ def first_batch(group: ProcessGroup, batch: Pair | None, mode: ModeKeys) -> Pair
     if not shapes or (trains and len(shapes) < group.count):
         return None
     check_alike(shapes, with_rows=trains)
+    # Zeros are enough to build the model; the batches that are evaluated come from the inputs.
     return shapes[0].zeros(shapes[0].rows) if batch is None else batch
 
 
@@ -119,10 +132,12 @@ class SynchronizedInput:
         ended = isinstance(error, StopIteration)
         failure = None if error is None or ended else f"{type(error).__name__}: {error}"
         with self._lock:
+            # The main thread has published a stop for this round: an offer now would be one for the next round.
             if self._stop_at is not None or closed.is_set():
                 return [], Stopped(SIGTERM)
             offer = _Offer(shapes, ended, failure, self._context.local_stop_reason)
             number = self._channel.start_gather(offer)
+        # Without the lock, which the main thread needs to answer a SIGTERM while this waits for other processes.
         gathered = self._channel.finish_gather(number, closed)
         offers = [_Offer([BatchShape(*shape) for shape in shapes], *rest) for shapes, *rest in gathered]
         if reasons := [offer.stop_reason for offer in offers if offer.stop_reason]:
@@ -132,6 +147,7 @@ class SynchronizedInput:
         failed = {i: offer.failure for i, offer in enumerate(offers) if offer.failure and len(offer.batches) == count}
         try:
             ready, end = self._merge(pulled, offers, count)
+        # All processes compare the same offers, so that all raise this.
         except ValueError as wrong:
             return [], wrong
         if failed and self._context.group.index not in failed:
@@ -153,6 +169,7 @@ class SynchronizedInput:
         if self._stop_at is None:
             if not self._context.preempted and not self._channel.is_flagged():
                 return
+            # The main threads of the others see the flag even where their inputs block, and publish a stop as well.
             self._channel.flag()
             with self._lock:
                 self._stop_at = self._channel.start_gather(_Offer([], stop_reason=SIGTERM))
@@ -188,6 +205,7 @@ class SynchronizedInput:
             check_alike(shapes, with_rows=False)
             rows = [offer.batches[i].rows if i < len(offer.batches) else 0 for offer in offers]
             pair = pulled[i] if i < len(pulled) else shapes[0].zeros(0)
+            # Even batches stay in their processes; others are gathered in all of them (`EvalSteps.on_devices`).
             even = len(set(rows)) == 1 and rows[0] % self._context.group.towers == 0
             merged.append(pair if even else Uneven(pair, rows))
         return merged, StopIteration() if all(offer.ended for offer in offers) else None

@@ -94,6 +94,7 @@ class Training:
 
     def _run(self, batches: Batches) -> State:
         context = self.context
+        # Before a thread reads ahead: the checkpoint that a hook saves before the first step has this position.
         self.saver.position = batches.get_state()
         check_places(str(self.config.model_dir), context.global_step, self.last_step)
         _hook_calls.create_state(self.hooks, context)
@@ -113,6 +114,7 @@ class Training:
                     size.measure(self._losses.step)
                 if due:
                     _hook_calls.after(due, context, requests, outputs.losses, run.steps, reported, outputs.scalars)
+            # Before hooks end: a NaN in the last steps is found here, and nothing of it is saved in an `end`.
             self.look()
         if self._changed_at == context.global_step:
             context.note_restored()  # the state in memory is not the one that was saved for this step
