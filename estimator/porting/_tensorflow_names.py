@@ -42,6 +42,7 @@ _STRINGS = "`est.feature_column.encode(features, columns)` in input_fn: strings 
 
 _BATCH_SIZE = "input_fn makes the batches: write their size there, or in `params`, which input_fn and model_fn get"
 
+# Programs for TPUEstimator pass these on, once they call `est.Estimator` as the table below says.
 TPU_ARGUMENTS = {
     "EstimatorSpec": {
         "host_call": "write `est.summary.scalar(name, value)` in the model_fn, and leave it out",
@@ -342,6 +343,7 @@ def check_arguments(caller: str, arguments: Mapping[str, Any]) -> None:
 def check_tpu_arguments(kind: str, arguments: Mapping[str, Any]) -> None:
     """Raises a TypeError for the first of the arguments that only TPUEstimator's class has, and says what to write."""
     for name, value in arguments.items():
+        # Other names are left to the class, which knows its own.
         if name in TPU_ARGUMENTS[kind]:
             raise TypeError(
                 f"{kind} has no `{name}`, as TensorFlow's TPU{kind} has: {TPU_ARGUMENTS[kind][name]}; got {value!r}."
@@ -350,6 +352,7 @@ def check_tpu_arguments(kind: str, arguments: Mapping[str, Any]) -> None:
 
 def explain_batch_size(error: Exception) -> None:
     """Adds to an error for a missing `batch_size`, which TPUEstimator adds to params, how it gets there."""
+    # `params.batch_size` fails with an AttributeError, which has a name; `params["batch_size"]` with a KeyError.
     if getattr(error, "name", None) == "batch_size" or isinstance(error, KeyError) and error.args == ("batch_size",):
         note = (
             "`params` are what the Estimator got: TPUEstimator's `batch_size` is not added. Write it yourself: "
@@ -362,6 +365,7 @@ def explain_batch_size(error: Exception) -> None:
 @functools.cache
 def _by_last_part() -> dict[str, list[str]]:
     """The keys of `NAMES` by what stands behind their last dot."""
+    # Made at the first name that is missing: most programs never need it.
     keys: dict[str, list[str]] = {}
     for key in NAMES:
         keys.setdefault(key.rpartition(".")[2], []).append(key)
@@ -370,6 +374,7 @@ def _by_last_part() -> dict[str, list[str]]:
 
 def _error(message: str, keys: list[str], name: str, otherwise: str = "") -> AttributeError:
     if keys:
+        # The caller puts the names of its own part of TensorFlow first.
         hint = NAMES[keys[0]]
         # An entry that begins with "nothing: " gives a reason instead of a replacement.
         why = hint.removeprefix("nothing: ")
@@ -390,6 +395,7 @@ def names_missing_in(module: str, otherwise: str = "") -> Callable[[str], Any]:
 
     def __getattr__(name: str) -> Any:  # noqa: N807
         keys = _by_last_part().get(name, [])
+        # A module without an entry, such as `estimator` itself, stands for all of TensorFlow.
         keys = [key for key in keys if key.startswith(_HAS.get(module, "tf."))] + keys
         raise _error(f"module {module!r} has no attribute {name!r}", keys, name, otherwise)
 
@@ -398,5 +404,6 @@ def names_missing_in(module: str, otherwise: str = "") -> Callable[[str], Any]:
 
 def missing_attribute(of: object, kind: str, name: str) -> AttributeError:
     """The error for a name that an object does not have; `kind` is the class of TensorFlow's that it stands for."""
+    # Only names of this class: a function of TensorFlow that has the same name is another thing.
     keys = [key for key in _by_last_part().get(name, []) if key.startswith(_HAS[kind])]
     return _error(f"{type(of).__name__!r} object has no attribute {name!r}", keys, name)
