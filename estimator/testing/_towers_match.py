@@ -91,6 +91,7 @@ def assert_towers_match_one_batch(
 
     one_tower = list(run(1))
     for number in towers:
+        # `run` is a generator: the steps after the first difference are not made.
         for got, want in zip(run(number), one_tower, strict=True):
             lines = list(differences(got.values, want.values, f"{number} towers", rtol, atol))
             if lines:
