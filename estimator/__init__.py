@@ -243,6 +243,7 @@ else:
     def __getattr__(name):
         if name in ("feature_column", "layers", "nn", "train"):
             return importlib.import_module(f"estimator.{name}")
+        # What `__all__` names and nothing above has imported is a canned Estimator.
         if name in __all__:
             return getattr(importlib.import_module("estimator.canned"), name)
         return _missing(name)

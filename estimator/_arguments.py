@@ -23,6 +23,7 @@ def chosen_dir(model_dir: str | os.PathLike[str] | None, config: RunConfig) -> s
         )
     if given or configured:
         return check_model_dir(str(given or configured))
+    # As in TensorFlow nobody removes it: `estimator.model_dir` leads to its checkpoints.
     made = tempfile.mkdtemp()
     logging.warning("Using temporary folder as model directory: %s", made)
     return made

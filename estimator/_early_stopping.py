@@ -47,6 +47,7 @@ class EarlyStoppingHook(Hook):
         self._timer = SecondOrStepTimer(secs, run_every_steps)
 
     def begin(self) -> None:
+        # One hook may be passed to several runs, and each looks after its first step.
         self._timer.reset()
 
     def next_step(self, step: int) -> int | None:
@@ -68,6 +69,7 @@ class EarlyStoppingHook(Hook):
         return False
 
     def _look(self, context: Context) -> None:
+        # All processes call `agreed`, or none: `stop_requested` is set in all of them at the same point of the run.
         if not context.stop_requested and context.agreed(self._should_stop_fn):
             logging.info("Early stopping at step %d.", context.global_step)
             context.request_stop("early stopping")
@@ -111,6 +113,7 @@ class MetricHook(EarlyStoppingHook):
         self._min_steps = min_steps
         self._sign = sign  # 1: small is good; -1: large is
         self._checkpoints = Checkpoints(estimator.model_dir)
+        # So that before a run, or where `train` makes no step, all recorded values count.
         self._start, self._time = math.inf, 0.0  # where this run resumes, and when it began
         self._reported: set[int] = set()
 
@@ -121,6 +124,7 @@ class MetricHook(EarlyStoppingHook):
                 f"but trains the one of {context.model_dir}."
             )
         # A resumed run may have to stop at once, because of evaluations of the run before.
+        # The wall clock, as in the rows: another process may have written some of them.
         self._start, self._time = context.global_step, time.time()
         self._look(context)
 

@@ -106,6 +106,7 @@ class Estimator:
         self._config = config.replace(model_dir=chosen_dir(model_dir, config))
         if self._config.verbose:
             show_log_lines()
+        # A copy, as in TensorFlow: what the caller changes later must not reach a model_fn that is traced once more.
         self._params = copy.deepcopy({} if params is None else params)
         self._model_fn = model_fn
         self._public_model_fn = with_params(model_fn, self._params)
@@ -195,6 +196,7 @@ class Estimator:
         own_hooks, listeners = checked_hooks("hooks", hooks), checked_listeners(saving_listeners)
         check_not_forked("train")
         keep_standard_streams_open()
+        # The lock is taken within the collective call: where process 0 does not get it, all processes raise.
         with (
             note_interrupts(),
             collective_call(f"train(steps={steps}, max_steps={max_steps})") as group,
@@ -242,6 +244,7 @@ class Estimator:
             if group.count > 1 and path is not None:  # which all of them read
                 stack.enter_context(Checkpoint(path).hold())
 
+            # Called with the first batch, on which the shapes of the variables may depend.
             def find_state(features: Features, labels: Labels) -> tuple[State, str | None]:
                 return self._runs.lookup.read_state(ModeKeys.EVAL, path, checkpoint_path, group, features, labels)
 
@@ -295,8 +298,10 @@ class Estimator:
         """
         if not callable(input_fn):
             call_input_fn(input_fn, ModeKeys.PREDICT, None, None)  # raises
+        # Here and not in the generator below, whose body runs only when the first prediction is taken.
         keys, own_hooks = checked_keys(predict_keys), checked_hooks("hooks", hooks)
         check_not_forked("predict")
+        # Each process predicts for itself, and agrees with no other on the checkpoint.
         path = self._runs.lookup.find(checkpoint_path, SingleProcess())
         predictions = self._runs.predict(input_fn, keys, own_hooks, path, checkpoint_path)
         return single_examples(predictions) if yield_single_examples else predictions
@@ -341,9 +346,11 @@ class Estimator:
           TypeError: the features are not arrays of numbers, or in another container.
         """
         check_not_forked("export_model")
+        # In every process, so that what is wrong with the arguments is the same error in all.
         options = check_arguments(example_features, assets_extra, batch_size, platforms, outputs)
 
         def export() -> str:
+            # A group of one: only process 0 is here, and would wait for the others for ever.
             alone, lookup = SingleProcess(), self._runs.lookup
             path = self.latest_checkpoint() if checkpoint_path is None else lookup.find(checkpoint_path, alone)
             if path is None and self._runs.states.settings is None:

@@ -84,6 +84,7 @@ class Runs:
         self._params = params
         self._config = config
         self._model_dir = str(config.model_dir)
+        # Steps donate their state. Training gets a copy (`take_for_training`), so that predictions can read theirs on.
         self._model = transform(model_fn, copy.deepcopy(params), config, donate=True)
         self.checkpoints = Checkpoints(
             self._model_dir, config.keep_checkpoint_max, config.keep_checkpoint_every_n_hours
@@ -128,11 +129,13 @@ class Runs:
 
     def _open_input(self, input_fn: InputFn, start: _Start, group: ProcessGroup) -> _OpenInput | None:
         """The input at its position; None where it has no batch."""
+        # The first batch may take long, and nothing has begun that a SIGTERM would have to end in order.
         with raise_at_sigterm():
             rest, skipped = self._batches(input_fn, ModeKeys.TRAIN), 0
             if self._resumes and start.path is not None:
                 skipped = resume_input(rest, start.path, start.host, self._config)
             first = first_batch(group, rest.peek(), ModeKeys.TRAIN)
+            # The run before has made all its steps with the last batch of the input: this one begins the next pass.
             if first is None and skipped and Checkpoint(str(start.path)).is_end("steps"):
                 rest, skipped = self._batches(input_fn, ModeKeys.TRAIN), 0
                 first = first_batch(group, rest.peek(), ModeKeys.TRAIN)
@@ -144,6 +147,7 @@ class Runs:
         logging.warning(
             "Training made no steps: %s is of the end of the input. The next training run begins it again.", start.path
         )
+        # Without the mark each further run would end here as well.
         if self._config.is_chief:
             Checkpoint(start.path).note_end("input")
         return None
@@ -171,6 +175,7 @@ class Runs:
         hooks = with_default_hooks(chief_hooks, [*as_hooks(own_hooks), *spec_hooks], self._config, listeners)
         hooks = hooks_for_process(group, hooks, chief_hooks)
         state = self.states.take_for_training(start.path, group, *first)
+        # Before the first step, which donates the state.
         self._model.compare(ModeKeys.TRAIN, state, *first)
         step = start.step
         if start.path is None and self.states.settings is not None:
@@ -199,6 +204,7 @@ class Runs:
 
     def _run(self, training: Training, opened: _OpenInput, start: _Start) -> State:
         try:
+            # Hooks end inside, where they save the last state; after that `ends_by_sigterm` raises `Preempted`.
             with ends_by_sigterm(training.context), _hook_calls.around(training.hooks, training.context):
                 _hook_calls.set_states(training.hooks, start.host.get("hooks", {}))
                 return training.run(opened.rest)
@@ -209,11 +215,13 @@ class Runs:
 
     def _remember(self, training: Training, state: State) -> None:
         """Keeps the state in memory, and notes where the next training run begins its input."""
+        # A further `train` of this object begins with the first batch of its input_fn, as in TensorFlow.
         self._resumes = False
         context = training.context
         if training.saver.path and training.saver.step == context.global_step:
             if self._config.is_chief:
                 Checkpoint(training.saver.path).note_end(context.stop_reason)
+            # After `restore_best` the checkpoint has the values of an earlier step, and the state in memory has not.
             if not context.restored:
                 self.states.keep(training.saver.path, state)
 
@@ -239,6 +247,7 @@ class Runs:
         context = RunContext(ModeKeys.EVAL, self._model_dir, group=group, verbose=self._config.verbose)
         info = self._model.info(*first, mode=ModeKeys.EVAL)
         rest.place(info.placement)
+        # The peeked batch has moved to the devices; a process without one keeps the zeros of `first_batch`.
         first = rest.peek() or first
         context.output_dir = eval_dir(self._model_dir, name)
         context.set_model_info(info)
@@ -252,6 +261,7 @@ class Runs:
             results = evaluate_batches(
                 self.eval_steps, state, rest, first, hooks, context, steps, self._config.eval_loss_over
             )
+            # Before the hooks end, which find it in their `end`.
             context.metrics = results
             write_evaluation(context, path)
         shown = ", ".join(

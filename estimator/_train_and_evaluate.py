@@ -95,6 +95,7 @@ def train_and_evaluate(
     listeners = [_AtCheckpoints(each) for each in evaluations.values() if each.every_steps is None]
     # Several processes lock the directory in `train`, where an error of one is an error of all.
     alone = estimator.config.process_count == 1
+    # Held beyond `train`: no other run may change the newest checkpoint before it is evaluated and exported.
     with training_in(estimator.model_dir, is_chief=True) if alone else contextlib.nullcontext():
         estimator.train(
             train_spec.input_fn,
@@ -171,6 +172,7 @@ class _Evaluation(Hook):
         """Evaluates, exports and lets hooks stop the run; not for the last state, which has its turn later."""
         if context.phase == "end" or context.global_step == self._max_steps:
             return
+        # Each process has its own clock, and all of them evaluate or none.
         if context.agreed(self._is_too_early):
             logging.info("Skip the evaluation at step %d due to throttle secs.", context.global_step)
             return
@@ -185,6 +187,7 @@ class _Evaluation(Hook):
 
     def end(self, context: Context) -> None:
         if context.error is None and context.stop_reason != SIGTERM:
+            # Also where no hook saves checkpoints: what comes after the run reads the last state from one.
             context.save()
             if not self._is_of(context):
                 self._evaluate(context)
@@ -199,6 +202,7 @@ class _Evaluation(Hook):
             self.metrics = self._estimator.evaluate(spec.input_fn, spec.steps, spec.hooks, name=self._name)
 
     def _evaluate(self, context: Context) -> None:
+        # First: reading the state looks at the losses so far, and so may find the NaN.
         state = context.state
         if context.found_nan:
             return  # nothing of it will be saved
@@ -236,6 +240,7 @@ class _AtCheckpoints(CheckpointSaverListener):
         self._is_first = True
 
     def after_save(self, context: Context, step: int) -> None:
+        # As in TensorFlow: the first checkpoint is of a state that this run has not trained.
         if not self._is_first:
             self._evaluation.evaluate_if_due(context)
         self._is_first = False
@@ -259,6 +264,7 @@ def _by_name(eval_spec: object) -> dict[str | None, EvalSpec]:
     names = [name for name, _ in named]
     if not names or len(set(names)) < len(names):
         raise ValueError(f"`eval_spec` must hold at least one EvalSpec, each with its own `name`; given: {names}.")
+    # Their names are folders in <model_dir>/export, which all EvalSpecs share.
     exporters = [exporter.name for _, spec in named for exporter in spec.exporters]
     if len(set(exporters)) < len(exporters):
         raise ValueError(f"`exporters` must have unique names, in all EvalSpecs together; given: {exporters}.")
@@ -274,6 +280,7 @@ def _connect(estimator: Estimator, stoppers: Sequence[EarlyStoppingHook], names:
                 f"{hook.caller} reads the evaluations of the EvalSpec without a name, but the ones of "
                 f"`train_and_evaluate` are called {names}. Give it eval_dir=estimator.eval_dir({names[0]!r}), say."
             )
+        # Of several EvalSpecs the one without a name. Where all have names, the check above wants an `eval_dir`.
         hook.connected_dir = estimator.eval_dir(names[0] if len(names) == 1 else None)
     if sum(hook.restores_best for hook in by_metric) > 1:
         raise ValueError("Several early stopping hooks have restore_best=True. Only one of them can say which is best.")

@@ -65,10 +65,12 @@ class EvalSpec:
     """
 
     input_fn: Callable[..., Any]
+    # 100 is TensorFlow's default.
     steps: int | None = 100
     name: str | None = None
     hooks: Any = None
     exporters: Any = None
+    # TensorFlow's defaults are 120 and 600: there an evaluation makes a graph and reads a checkpoint.
     start_delay_secs: float = 0
     throttle_secs: float = 0
     eval_every_steps: int | None = None

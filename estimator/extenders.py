@@ -123,6 +123,7 @@ def _check_estimator(caller: str, estimator: object) -> None:
 
 
 def _extend(estimator: Estimator, extend: Callable[..., EstimatorSpec]) -> Estimator:
+    # With `params`, although it has no use for them: a model_fn without is refused where an Estimator has some.
     def model_fn(features: Features, labels: Labels, mode: str, params: Any, config: RunConfig) -> EstimatorSpec:
         del params  # of the new Estimator, for its input_fn: the same
         spec = estimator.model_fn(features, labels, mode, config)

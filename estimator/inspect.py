@@ -129,6 +129,7 @@ def _variables(checkpoint: Checkpoint) -> Iterator[str]:
 
 
 def _diff(first: Checkpoint, second: Checkpoint) -> Iterator[str]:
+    # Both at once: a training run in the directory could remove one while the other is read.
     with first.hold(), second.hold():
         before, after = first.shapes(), second.shapes()
         same_kind = {name: x for name, x in before.items() if name in after and _kind(x) == _kind(after[name])}
@@ -169,6 +170,7 @@ def _arrays(checkpoint: Checkpoint, shapes: Mapping[str, ShapeDtype]) -> Iterato
 
 
 def _numbers(array: np.ndarray) -> np.ndarray:
+    # In double precision: squares overflow in half precision, and differences of integers wrap around.
     is_complex = np.issubdtype(array.dtype, np.complexfloating)
     return array.astype(np.complex128 if is_complex else np.float64)
 

@@ -51,6 +51,7 @@ def l1_l2(scale_l1: float = 1.0, scale_l2: float = 1.0) -> Regularizer:
     def regularize(value: PyTree) -> jax.Array:
         terms = []
         for leaf in jax.tree.leaves(value):
+            # Left out for a scale of 0: zero times an infinite weight would be NaN.
             if scale_l1:
                 terms.append(scale_l1 * jnp.sum(jnp.abs(leaf)))
             if scale_l2:
