@@ -25,6 +25,7 @@ from replicate.block_sync._block_sync import BlockSync
 from replicate.explain._explain import explain
 from replicate.placement._distribution import VariableDistribution
 
+# The fewest that have to talk to each other.
 _CPU_TOWERS = 2
 _ARRAY = re.compile(r"(?:([^=\[\]]+)=)?(\w+)\[([\d,\s]*)\]")
 
@@ -173,6 +174,7 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
             f"--towers={args.towers}{each} are more than the {len(devices)} devices, {devices[0].platform}. "
             "For virtual CPU devices set JAX_PLATFORMS=cpu."
         )
+    # No option where all devices are towers: `explain` takes none for a model_fn that is replicated already.
     if count and count < len(devices):
         options["devices"] = devices[:count]
     if args.devices_per_tower > 1:

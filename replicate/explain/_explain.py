@@ -99,6 +99,7 @@ def explain(
         )
     name = getattr(model_fn, "__name__", str(model_fn))
     rows = check_batch(features, labels)
+    # Padded as the input of a run pads them: a program is compiled for a number of stored entries.
     features, labels = jax.tree.map(abstract, pad_sparse((features, labels)))
     if not _is_replicated(model_fn, params, config, features, labels):
         model_fn = replicate_model_fn(model_fn, **options)
@@ -216,6 +217,7 @@ def _trace_towers(
         sent, spec = model.train_step(state, features, labels)
         return sent, loss_of(spec)
 
+    # One program takes arrays of one set of devices: the state is where the towers read it, after the copies.
     near = jax.tree.broadcast(info.placement.state_to_read(info.like), state)
     state = jax.tree.map(lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), state, near)
     return Program(step).trace(state, features, labels)
@@ -269,6 +271,7 @@ def _transfers(
     _, used = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     transfers = []
     leaves = jax.tree_util.tree_leaves_with_path(state)
+    # Not strict: after the state, `used` has the features and labels.
     for (path, leaf), source, is_read in zip(leaves, jax.tree.leaves(homes), used, strict=False):
         [device] = source.device_set
         # The variable's own device needs no copy.

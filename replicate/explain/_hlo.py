@@ -21,10 +21,13 @@ _COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?[\w.\-]+ = (.*)$")
 _OPCODE = re.compile(r"\s*([a-z][a-z0-9\-]*)\(")
 _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
+# XLA numbers the elements of long tuples by comments, as in /*index=5*/.
 _COMMENT = re.compile(r"/\*.*?\*/")
+# With the bound of a dimension whose size is only known when the program runs, as in f32[<=8].
 _ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,<=]*)\]")
 _CALLED = re.compile(r"\b(body|condition|calls|to_apply|(?:true|false)_computation)=%?([\w.\-]+)")
 _CALLED_LISTS = re.compile(r"\b(branch_computations|called_computations)=\{([^}]*)\}")
+# In the backend_config, which is JSON: with escaped quotes where it is written as a string.
 _TRIPS = re.compile(r'known_trip_count\\?":\{\\?"n\\?":\\?"(\d+)')
 _LISTED_GROUPS = re.compile(r"replica_groups=\{(\{[\d,{} ]*\})?\}")
 _COUNTED_GROUPS = re.compile(r"replica_groups=\[([\d,]+)\]<=")
@@ -143,6 +146,7 @@ def _walk(
     for instruction in computations.get(name, ()):
         # An asynchronous collective is two instructions; "-done" is not counted.
         kind = instruction.opcode.removesuffix("-start")
+        # What a collective calls, such as the sum of two numbers in an all-reduce, has no collective in it.
         if kind in _KINDS:
             yield _collective(kind, instruction, devices, times, within)
             continue
@@ -168,6 +172,7 @@ def _collective(kind: str, instruction: _Instruction, devices: int, times: int |
     result = instruction.result
     if instruction.opcode.endswith("-start"):  # what it returns may hold its arguments too, first
         parts = _elements(result)
+        # An all-reduce-start returns its results alone, in a tuple if there are several.
         if len(parts) > 1 and (kind != "all-reduce" or parts[0].startswith("(")):
             result = parts[1]
     arrays = tuple((dtype, _shape(dims)) for dtype, dims in _ARRAY.findall(result))
