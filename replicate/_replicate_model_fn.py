@@ -144,6 +144,7 @@ def replicate_model_fn(
     def replicated_model_fn(
         features: Features, labels: Labels, mode: str, params: Any = None, config: Any = None
     ) -> EstimatorSpec:
+        # `explain` relies on this error to find out whether a model_fn is replicated.
         if in_towers():
             raise ReplicatedTwice("`replicate_model_fn` was given a model_fn that is replicated already. Wrap it once.")
         caller = "a model_fn made by replicate_model_fn"
@@ -160,6 +161,7 @@ def replicate_model_fn(
         frame.placement = runner.placement
         if check and len(towers) > 1 and mode != ModeKeys.PREDICT and not runner.placement.spans_processes:
             frame.compared_on = jax.tree.leaves(towers)[0]
+        # What is exported, or compared with the towers, runs on one device, over which nothing can be cut.
         if not frame.replica.one_tower:
             frame.replica = dataclasses.replace(frame.replica, parts=runner.placement.parts, cut=runner.placement.shard)
         if runner.on_nan is not None and mode == ModeKeys.TRAIN:
@@ -219,6 +221,7 @@ def _checked_ops(
             "summed on the devices of the variables, not in the towers. Leave it out, or use "
             "VariableDistribution.MIRRORED or SHARDED."
         )
+    # float16 ends at 65504; bfloat16 has about the range of float32.
     dtype = given.compress_dtype if isinstance(given, AllReduce) else None
     if on_nan is not None and dtype is not None and jnp.finfo(dtype).max < jnp.finfo(jnp.bfloat16).max:
         raise ValueError(

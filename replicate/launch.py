@@ -60,6 +60,7 @@ class Options:
 
 
 # The last line of a process that fails since another one did, as `estimator` writes it.
+# "Process 0 called" is of calls that differ, where no process has failed before.
 _BLAMES = re.compile(
     r"(?:RuntimeError|ProcessLostError|initialize_distributed): (?:The input of )?process (\d+)(?! called)\b", re.I
 )
@@ -112,6 +113,7 @@ class Launcher:
     def _run_once(self) -> _End | None:
         """Starts all processes and waits for them; returns the failure that the others follow from."""
         # A new port for each start: the one before may still be in use.
+        # Nothing holds the port until process 0 opens it: if another program is faster, all fail, and may start again.
         address, gpus = f"localhost:{_find_free_port()}", _list_gpus()
         for rank in range(self._options.processes):
             self._start(rank, _make_environment(self._options, rank, address, gpus))
@@ -140,6 +142,7 @@ class Launcher:
                     self._say(f"waits up to {_GRACE_SECS:g} s for the others, {without}")
         self._end_all()  # also processes that they have started, which may hold their pipes open
         for reader in self._readers:
+            # A process that has left its session is not killed, and may hold a pipe open for ever.
             reader.join(timeout=5.0)
         self._children, self._readers = [], []
         return self._find_cause(failures) if failures else None
@@ -167,6 +170,7 @@ class Launcher:
             start_new_session=True,  # so that Ctrl-C reaches it from here alone, and all it starts can be ended
         )
         self._children.append(child)
+        # A thread for each stream: one that nobody reads fills its pipe, and then blocks the process.
         for stream, out in ((child.stdout, sys.stdout), (child.stderr, sys.stderr)):
             assert stream is not None
             reader = threading.Thread(target=self._copy_lines, args=(rank, stream, out), daemon=True)
@@ -197,6 +201,7 @@ class Launcher:
     def _send_all(self, number: int) -> None:
         for child in self._children:
             try:
+                # Other signals go to the process alone, which ends what it has started in its own order.
                 os.killpg(child.pid, number) if number == signal.SIGKILL else child.send_signal(number)
             except ProcessLookupError:
                 pass  # it has ended, and so has all that it started
@@ -235,6 +240,7 @@ def _list_gpus() -> list[str]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return [name for name in visible.split(",") if name]
+    # Linux is asked: CUDA or jax would take memory of each GPU for as long as the launcher runs.
     folder = pathlib.Path("/proc/driver/nvidia/gpus")
     return [str(i) for i in range(len(list(folder.iterdir())))] if folder.is_dir() else []
 
