@@ -17,6 +17,7 @@ def check_intervals(caller: str, **given: float | None) -> None:
     if sum(value is not None for value in given.values()) != 1:
         raise ValueError(f"Exactly one of {' and '.join(given)} should be provided to {caller}; got {shown}.")
     for name, value in given.items():
+        # Seconds may be a fraction, steps may not. True and False, which Python has for ints, are refused.
         kind = numbers.Real if name.endswith("secs") else numbers.Integral
         if value is not None and (isinstance(value, bool) or not isinstance(value, kind) or value <= 0):
             wanted = "number" if kind is numbers.Real else "int"
@@ -34,6 +35,7 @@ def as_int(caller: str, name: str, value: Any) -> int:
     """
     try:
         if not isinstance(value, bool):
+            # It takes integers of any library, but not 2.5, which `int` would truncate.
             return operator.index(value)
     except TypeError:  # jax says the same of a value that is not known yet
         pass
@@ -65,6 +67,7 @@ def check_same_shape(caller: str, labels: jax.Array, predictions: jax.Array, wha
 
 def squeeze_last(array: jax.Array, ndim: int) -> jax.Array:
     """`array` without its last dimension, if that is 1 and one more than `ndim`."""
+    # TensorFlow takes `[batch, 1]` with `[batch]`; left as they are, these would broadcast to a matrix.
     return array[..., 0] if array.ndim == ndim + 1 and array.shape[-1] == 1 else array
 
 

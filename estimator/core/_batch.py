@@ -25,6 +25,7 @@ def check_batch(features: Features, labels: Labels = None) -> int:
       TypeError: a leaf is not a numeric array, or a sparse one that is not a `BCOO`.
       ValueError: there is no array, or a leaf has no batch dimension, another batch size than the rest, or no rows.
     """
+    # Arrays of all sparse formats of jax are leaves here, so that the ones that are not BCOO can be named.
     leaves = named_leaves(features, labels, is_leaf=is_jax_sparse)
     sizes = {name: _rows(name, leaf) for name, leaf in leaves.items()}
     if not sizes:
@@ -56,6 +57,7 @@ def named_leaves(
             for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
         }
     except ValueError:
+        # jax's message does not say which dict, and which keys, it could not sort.
         check_keys("a batch", (features, labels))
         raise
 
@@ -87,13 +89,16 @@ def unknown_dtype(dtype: Any) -> str | None:
     >>> unknown_dtype(np.dtype("V8"))
     'of dtype |V8, which is bytes. Write `x.view(dtype)` with the dtype of the numbers in them.'
     """
+    # PRNG keys: numpy does not know their dtypes.
     if jnp.issubdtype(dtype, jax.dtypes.extended):
         return None
     dtype = np.dtype(dtype)
+    # Asked first, since the type of a dtype with fields is np.void too.
     if dtype.names is not None:
         return f"of dtype {dtype}. Write `{{name: x[name] for name in x.dtype.names}}`: each field is an array then."
     if dtype.type is np.void:
         return f"of dtype {dtype}, which is bytes. Write `x.view(dtype)` with the dtype of the numbers in them."
+    # np.longdouble and np.clongdouble: jax has no float beyond 64 bits.
     if dtype.char in "gG":
         return f"of dtype {dtype}. Write `x.astype({'np.float32' if dtype.kind == 'f' else 'np.complex64'})`."
     if dtype.kind in "Mm":
@@ -119,6 +124,7 @@ def call_with_batch_errors(step: Callable[..., T], features: Features, labels: L
     try:
         return step(*args)
     except TypeError:
+        # It finds nothing where the model_fn itself raised the error, which is then raised as it was.
         check_batch(features, labels)
         raise
 
@@ -138,6 +144,7 @@ class BatchGuard:
 
     def __init__(self, features: Features, labels: Labels) -> None:
         self._built_with = _shapes(features, labels)
+        # Of numpy's arrays alone: jax's would have to be fetched, and abstract ones have no values.
         self._label_ranges = ", ".join(
             f"{name} from {leaf.min()} to {leaf.max()}"
             for name, leaf in named_leaves(None, labels).items()
@@ -157,6 +164,8 @@ class BatchGuard:
         try:
             return step(*args)
         except (TypeError, ValueError, LookupError) as error:
+            # A TypeError may be jax's, for a leaf that is not an array; a model_fn raises the others where a feature is
+            # missing, or has another shape.
             if isinstance(error, TypeError):
                 check_batch(*pair)
             differences = self._differences(pair)
@@ -194,6 +203,7 @@ def _rows(name: str, leaf: Any) -> int:
             f"features and labels must be arrays or pytrees of arrays; got {name} = {leaf!r} "
             f"of type {type(leaf).__name__}. Convert it, for example by np.asarray."
         )
+    # Arrays of jax are not asked: they hold no strings, and numpy does not know the dtypes of some, such as keys.
     elif not isinstance(leaf, jax.Array) and np.dtype(leaf.dtype).kind in "OSU":
         raise TypeError(
             f"features and labels must be arrays of numbers; got {name} of dtype {leaf.dtype}. "

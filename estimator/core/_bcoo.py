@@ -104,6 +104,7 @@ def _common_layout(leaves: tuple[Any, ...]) -> Any:
     entries = max(x.nse for x in leaves)
     return {
         "nse": 1 << max(0, entries - 1).bit_length(),
+        # Both are static, and so must be equal in a stack; what is promised must hold for all.
         "indices_sorted": all(x.indices_sorted for x in leaves),
         "unique_indices": all(x.unique_indices for x in leaves),
     }
@@ -120,6 +121,7 @@ def _with_layout(x: Any, wanted: dict[str, Any] | None) -> Any:
         more = wanted["nse"] - x.nse
         zeros = np.zeros((*data.shape[: x.n_batch], more, *data.shape[x.n_batch + 1 :]), data.dtype)
         beyond = np.broadcast_to(bounds, (*indices.shape[:-2], more, x.n_sparse))
+        # The padding comes last: its indices are beyond all others, so that sorted ones stay sorted.
         data = xp.concatenate([data, zeros], axis=x.n_batch)
         indices = xp.concatenate([indices, beyond], axis=-2)
     return type(x).tree_unflatten(layout, (data, indices))

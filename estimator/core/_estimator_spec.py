@@ -78,6 +78,7 @@ class EstimatorSpec:
     eval_metrics: dataclasses.InitVar[tuple[Callable[..., dict[str, Mergeable]], Any] | None] = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> EstimatorSpec:
+        # Before `__init__`, whose TypeError for such an argument could not say what to write.
         check_tpu_arguments("EstimatorSpec", kwargs)
         return super().__new__(cls)
 
@@ -89,6 +90,7 @@ class EstimatorSpec:
                 "`warm_start_from=` or the `after_create_state` of an `est.Hook`, savers are set up by `RunConfig`, "
                 "and summaries are written as `est.summary` reports them."
             )
+        # The train_op before the loss, as in TensorFlow: where both are missing, the error is about the train_op.
         checked = {
             "mode": mode,
             "train_op": _checked_train_op(mode, self.train_op),
@@ -118,6 +120,7 @@ class EstimatorSpec:
 
     def tree_flatten_with_keys(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         arrays = tuple((jax.tree_util.GetAttrKey(n), getattr(self, n)) for n in _ARRAY_FIELDS)
+        # Hooks are static: as a part of the structure they come out of a compiled program with the spec.
         return arrays, (self.mode, *(getattr(self, name) for name in _HOOK_FIELDS))
 
     @classmethod
@@ -177,6 +180,7 @@ def _checked_loss(mode: ModeKeys, loss: Any) -> jax.Array | None:
         if mode != ModeKeys.PREDICT:
             raise ValueError(f"Missing loss: an EstimatorSpec needs one in mode {str(mode)!r}.")
         return None
+    # A number of Python is taken, which TensorFlow refuses: jnp makes an array of it.
     if not _is_array(loss) and not isinstance(loss, int | float):
         raise TypeError(f"loss must be a scalar array, given: {_describe(loss)}.")
     if _is_array(loss):
@@ -187,6 +191,7 @@ def _checked_loss(mode: ModeKeys, loss: Any) -> jax.Array | None:
             f"Loss must be scalar, given: an array of shape {loss.shape}. "
             "Reduce it, for example by `est.losses.compute_weighted_loss(losses)`."
         )
+    # As in TensorFlow, a single element is a scalar, whatever its shape.
     return loss if loss.ndim == 0 else loss.reshape(())
 
 
@@ -199,6 +204,7 @@ def _checked_predictions(mode: ModeKeys, predictions: PyTree) -> PyTree:
 
 def _check_arrays(field: str, tree: PyTree) -> None:
     check_keys(field, tree)
+    # A sparse array is a leaf, which is refused; the arrays that it consists of would pass.
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_sparse):
         name = field + jax.tree_util.keystr(path)
         if not _is_array(leaf):
@@ -252,6 +258,7 @@ def _checked_metrics(metrics: Any) -> dict[str, Mergeable]:
 
 def _join_pair(metric: Any) -> Any:
     """The metric, of its parts `(value, update)`."""
+    # A port takes a metric apart as TensorFlow's pair and gives both parts back: here they are one and the same array.
     if isinstance(metric, tuple) and len(metric) == 2:
         value, update = map(metric_of, metric)
         return metric if value is None or value is not update else value
@@ -276,6 +283,7 @@ def _checked_exports(mode: ModeKeys, exports: Any, predictions: PyTree) -> dict[
                 "Multiple `export_outputs` were provided, but none of them are specified as the default. "
                 f"Name one of {sorted(exports)} {DEFAULT_SIGNATURE!r}."
             )
+        # As in TensorFlow, an output that is the only one is the default as well, under both names.
         exports = {**exports, DEFAULT_SIGNATURE: next(iter(exports.values()))}
     return exports
 

@@ -70,6 +70,7 @@ class ClassificationOutput(ExportOutput):
         if self.scores is None and self.classes is None:
             raise ValueError("`ClassificationOutput` needs `scores`, `classes` or both; got neither.")
         if _are_strings(self.classes):
+            # By way of a list, which turns an array of objects into one of strings.
             names = np.array(np.asarray(self.classes).tolist())
             if names.ndim != 1 or np.shape(self.scores)[-1:] != names.shape:
                 scores = "no scores" if self.scores is None else f"scores of shape {np.shape(self.scores)}"
@@ -81,6 +82,7 @@ class ClassificationOutput(ExportOutput):
             object.__setattr__(self, "classes", names)
 
     def tree_flatten_with_keys(self) -> tuple[tuple[Any, ...], tuple[Any, ...] | None]:
+        # A tuple: jax compares and hashes what is static, which arrays do not allow.
         names = tuple(self.classes.tolist()) if _are_strings(self.classes) else None
         classes = None if names else self.classes
         key = jax.tree_util.GetAttrKey

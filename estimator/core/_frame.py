@@ -46,6 +46,7 @@ class Writes(NamedTuple):
 
     def applied_to(self, variables: Variables) -> Variables:
         """The new values of what was written."""
+        # `assign` drops earlier deltas, so what is in `added` came later, and counts from the assigned value.
         values = dict(self.assigned)
         for name, delta in self.added.items():
             values[name] = jax.tree.map(jnp.add, values.get(name, variables[name]), delta)
@@ -63,6 +64,7 @@ class RunId:
         return isinstance(other, RunId)
 
     def __hash__(self) -> int:
+        # Equal tokens need equal hashes: jax looks up a tree structure by its hash.
         return 0
 
 
@@ -174,6 +176,8 @@ class Frame:
 
     def fresh(self, **changes: Any) -> Frame:
         """A frame that starts from here: in the same scope, with the same names in use, nothing written yet."""
+        # Copies, so that each run that starts here counts from the same numbers. `trainable` begins empty, since
+        # `get_variable` takes a name that is in it for a second call.
         declared = Declared(
             slot_owners=dict(self.declared.slot_owners),
             reserved_slots=dict(self.declared.reserved_slots),
@@ -191,6 +195,7 @@ class Frame:
         self.declared.aggregation.update(inner.declared.aggregation)
         self.declared.slot_owners.update(inner.declared.slot_owners)
         self.declared.notes.update(inner.declared.notes)
+        # Taken over and not added up: the inner run began with the counts of this one.
         self.declared.rng_calls = inner.declared.rng_calls
         self.declared.scope_uses = inner.declared.scope_uses
         self.declared.name_scopes = inner.declared.name_scopes
@@ -218,6 +223,7 @@ def transformations_within(frame: Frame) -> tuple[str, ...] | None:
     """
     if frame.tracing.trace == current_trace():
         return None
+    # The innermost come first, so what was on the stack when the frame was opened is at the end.
     names = on_stack()
     return names[: len(names) - len(frame.tracing.around)]
 
@@ -233,10 +239,12 @@ def check_is_known_outside(
     """
     within = transformations_within(frame)
     if within is not None and not unless(within):
+        # `jax.jit` is compiled code: it leaves no frame of Python on the stack, and so no name.
         where = f"`{within[0]}`" if within else "`jax.jit`, or what acts as it"
         raise ValueError(f"{call} was called within a function that jax traces apart ({where}), {consequence}.")
 
 
+# A stack for each thread, so that threads that run model_fns do not see each other's frames.
 class _Stack(threading.local):
     def __init__(self) -> None:
         self.frames: list[Frame] = []
@@ -261,6 +269,7 @@ def open_frame(frame: Frame) -> Iterator[Frame]:
             raise RuntimeError("Frames were closed in another order than they were opened.")
 
 
+# Hooks run between compiled steps, when no model_fn is running; their context has the values.
 _IN_A_HOOK = {
     "est.global_step": " In a hook read `context.global_step`.",
     "est.get_variable": " In a hook read `context.state.variables`.",
@@ -296,9 +305,11 @@ def average_denominator(denominator: jax.Array) -> jax.Array:
     if frame is None:
         return denominator
     if not is_visible_to_model_fn():
+        # Not noted: in a loop or a branch it is a tracer of that function, which nobody outside can use.
         return frame.replica.average_denominator(denominator, None)
     # Only the value of a noted denominator is used, which needs no gradient.
     frame.denominators.append(jax.lax.stop_gradient(denominator))
+    # By its number, a second run finds what all parts of a batch have added up for this loss.
     return frame.replica.average_denominator(denominator, len(frame.denominators) - 1)
 
 

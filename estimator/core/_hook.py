@@ -101,6 +101,7 @@ def check_methods(kind: type, given: Any, what: str = "hook") -> None:
         if name.startswith("_") or not callable(own) or getattr(own, "__func__", None) is method:
             continue
         try:
+            # Only their number counts, since a run passes the arguments by position.
             inspect.signature(own).bind(*list(signature.parameters)[1:])
         except TypeError as error:
             raise TypeError(
@@ -121,6 +122,7 @@ class StandIn(Hook):
     def __init__(self, posing: Any) -> None:
         self._posing = posing
 
+    # `next_step` and `get_state` stay Hook's own: a mock returns neither a step nor a state that can be saved.
     def begin(self) -> None:
         self._posing.begin()
 
@@ -140,6 +142,7 @@ class StandIn(Hook):
 
 def as_hooks(hooks: Iterable[Any]) -> tuple[Hook, ...]:
     """Hooks, with a `StandIn` for each that only poses as one."""
+    # Not by `isinstance`, which holds for a mock with a spec too: its `__class__` is Hook.
     return tuple(hook if issubclass(type(hook), Hook) else StandIn(hook) for hook in hooks)
 
 

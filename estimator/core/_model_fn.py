@@ -21,6 +21,7 @@ from estimator.porting._tensorflow_names import explain_batch_size
 ModelFn = Callable[..., EstimatorSpec]
 """Of `features` and any of `labels, mode, params, config`."""
 
+# jax's errors where Python needs the value of a tracer; they have no base class of their own.
 _NEED_VALUES = (
     jax.errors.ConcretizationTypeError,  # an `if` raises a subclass
     jax.errors.TracerArrayConversionError,
@@ -29,6 +30,7 @@ _NEED_VALUES = (
 )
 _NEEDS_A_SHAPE = "Shapes must be 1D sequences of concrete values"  # an error of `jnp.zeros(n)`, with a traced n
 _OF_SHAPES = re.compile(r"shape|broadcast|Size of label")
+# How this note begins: a model_fn around this one finds it by that, and does not add its own.
 _TRACED = "A value of Python is needed where jax only traces, in"
 _OPTIONAL = ("labels", "mode", "params", "config")
 
@@ -44,6 +46,7 @@ def bind(model_fn: ModelFn, params: Any = None, config: Any = None) -> ModelFn:
     """
     if not callable(model_fn):
         raise TypeError(f"model_fn must be a function; got {model_fn!r}.")
+    # Looked at here and not in `call`: wrong arguments are an error when the model_fn is given, before any run.
     signature = inspect.signature(model_fn).parameters
     takes_all = any(p.kind is p.VAR_KEYWORD for p in signature.values())
     accepted = {n for n, p in signature.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
@@ -64,6 +67,7 @@ def bind(model_fn: ModelFn, params: Any = None, config: Any = None) -> ModelFn:
         )
 
     def call(features: Features, labels: Labels, mode: ModeKeys) -> EstimatorSpec:
+        # As in TensorFlow, labels that the model_fn does not take are an error; a mode or a config is left out.
         if labels is not None and "labels" not in accepted and not takes_all:
             raise ValueError(
                 f"{shown} does not take labels, but input_fn returns labels. "
@@ -138,7 +142,9 @@ def _explain(error: Exception, shown: str, features: Features, labels: Labels, m
 def _has_rows_of_all_towers(error: str, rows: int, towers: int) -> bool:
     """Whether an error is about shapes, one of them of the whole batch, or of all its elements."""
     if sizes := re.search(r"cannot reshape .*\(size (\d+)\) into .*\(size (\d+)\)", error):
+        # Of a reshape jax names the numbers of elements, of which the rows are a factor.
         return int(sizes[1]) * towers == int(sizes[2])
+    # Whole numbers are compared: the digits of the batch size may stand within a longer one.
     return bool(_OF_SHAPES.search(error)) and str(rows * towers) in re.findall(r"\d+", error)
 
 
@@ -149,6 +155,7 @@ def _shapes(tree: Any) -> Any:
 def _check_train_op(shown: str, spec: EstimatorSpec) -> None:
     """Raises a ValueError for a train_op of another run: its losses do not depend on the variables of this one."""
     updates = spec.train_op.updates if spec.train_op else ()
+    # By `id`: all tokens of runs compare equal.
     runs = {id(run) for run in current_frame("a model_fn").tracing.runs} if updates else set()
     others = [update.slots for update in updates if id(update.run) not in runs]
     if others:
@@ -161,6 +168,7 @@ def _check_train_op(shown: str, spec: EstimatorSpec) -> None:
 
 def _own_copy(params: Any) -> Any:
     """A copy that shares arrays: to copy these would become a part of the compiled program."""
+    # `deepcopy` takes what its memo has under the id of an object for the copy of it.
     return copy.deepcopy(params, {id(x): x for x in _arrays(params)})
 
 

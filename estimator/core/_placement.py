@@ -103,6 +103,7 @@ class Placement:
 
     def first(self, of_towers: jax.Array) -> jax.Array:
         """The first tower's of values with the towers as their first dimension, in every process."""
+        # Gathered before it is indexed: the first tower's part may be in another process.
         return self.gather(of_towers)[0]
 
     def to_read(self, variables: Tree) -> Tree:
@@ -138,13 +139,16 @@ class Placement:
 
     def compile_read(self, step: Read[Tree]) -> Read[Tree]:
         """The compiled `step(state, features, labels)`, which leaves the state as it is."""
+        # No shardings are given: the state may be from TRAIN, with slots, or from this mode, without.
         return self._with_all_rows(jax.jit(step))
 
     def _compile_sharded(self, step: Step, like: State, donate: bool, stacked: bool = False) -> Step:
         shardings = self.state(like)
         compiled = jax.jit(
             step,
+            # None: a batch stays where the caller has it; `PureSteps.compute` constrains it within the program.
             in_shardings=(shardings, None, None),
+            # The state comes out as it goes in: so its memory can be reused, and the next call needs no other program.
             out_shardings=(shardings, None),
             donate_argnums=0 if donate else (),
         )
@@ -167,6 +171,7 @@ class OffTowerPlacement(Placement, abc.ABC):
     kind = "variable devices"
     is_one_program = False
 
+    # Abstract again: by its methods here, `Placement` puts the variables and the model_fn into one program.
     @abc.abstractmethod
     def state_to_read(self, like: State) -> Shardings: ...
 
@@ -178,11 +183,13 @@ class OffTowerPlacement(Placement, abc.ABC):
 
     def compile_loop(self, loop: Step, halves: Halves, like: State, donate: bool) -> Step:
         """As many steps as the batches hold, one after the other."""
+        # Such a step is made of the halves alone, so that `loop` only fills the place of the step.
         step = self.compile_step(loop, halves, like, donate)
 
         def steps(state: State, features: Features, labels: Labels) -> tuple[State, PyTree]:
             specs = []
             batches = per_step((features, labels))
+            # Sparse leaves say the shape of one step by now, but their arrays have all steps, like dense leaves.
             for i in range(len(jax.tree.leaves(batches)[0])):
                 state, spec = step(state, *jax.tree.map(lambda x, i=i: x[i], batches))
                 specs.append(spec)

@@ -50,6 +50,7 @@ class Scalar(Report):
 
     def merge(self, others: Sequence[Scalar], rows: Sequence[int]) -> Scalar:
         parts = [self, *others]
+        # Metrics are merged by their states: a precision of all rows, say, is not the mean of the parts' precisions.
         if self.metric is not None:
             metric = functools.reduce(lambda merged, other: merged.merge(other), [part.metric for part in parts])
             return dataclasses.replace(self, value=jnp.reshape(metric.result(), ()), metric=metric)
@@ -58,6 +59,7 @@ class Scalar(Report):
         if jnp.issubdtype(self.value.dtype, jnp.inexact):
             total = sum(part.value * (n / sum(rows)) for part, n in zip(parts, rows, strict=True))
             return dataclasses.replace(self, value=total)
+        # The mean of integers is a float; floats, above, keep their dtype, since Python's float has a weak type.
         shares = (part.value.astype(jnp.float32) * (n / sum(rows)) for part, n in zip(parts, rows, strict=True))
         return dataclasses.replace(self, value=sum(shares))
 
@@ -82,12 +84,14 @@ class Rows(Report):
 
     def merge(self, others: Sequence[Rows], rows: Sequence[int]) -> Rows:
         del rows
+        # Each part has cut off its own rest already; of all that is left, the first rows are the first of the batch.
         return dataclasses.replace(self, value=jnp.concatenate([p.value for p in (self, *others)])[: self.limit])
 
 
 @functools.cache
 def bucket_limits() -> np.ndarray:
     """The upper ends of a histogram's buckets: TensorFlow's, each a tenth wider than the one nearer to zero."""
+    # 774 limits lie between 1e-12 and 1e20, as in TensorFlow's loop; the last bucket takes all larger values.
     positive = 1e-12 * 1.1 ** np.arange(774)
     return np.concatenate([-positive[::-1], [0.0], positive, [np.finfo(np.float32).max]]).astype(np.float32)
 
@@ -112,7 +116,9 @@ class Histogram(Report):
     def of(cls, values: jax.Array) -> Histogram:
         flat = values.astype(jnp.float32).ravel()
         limits = jnp.asarray(bucket_limits())
+        # Infinity, and NaN, which sorts last, come behind the last limit, and count in the last bucket.
         buckets = jnp.clip(jnp.searchsorted(limits, flat, side="left"), 0, len(limits) - 1)
+        # Integers: a float32 that counts by ones stops at 2**24.
         counts = jnp.zeros(len(limits), jnp.int32).at[buckets].add(1)
         return cls(counts, flat.min(), flat.max(), flat.sum(), (flat**2).sum())
 
@@ -182,6 +188,7 @@ def report(caller: str, name: str, value: Report) -> str:
     if not isinstance(name, str) or not name:
         raise ValueError(f"`{caller}` needs a non-empty name; got {name!r}.")
     full = unique_name("/".join((*frame.name_scope, name)), {"loss", *frame.reported})
+    # Stricter than for variables: in a function under `jax.grad` a value may be a tracer of the derivative.
     if frame.tracing.trace != current_trace():
         raise ValueError(
             f"`{caller}({full!r})` was called within a function that jax traces apart (`jax.jit`, `jax.lax.scan`, "
@@ -230,4 +237,5 @@ def metric_of(value: Any) -> Any:
     """The metric whose `value_of` this very array is, in the current run; None for any other value."""
     frame = innermost_frame()
     known = [] if frame is None else frame.notes.get(_MetricValues)
+    # By `is`: traced arrays have no values to compare.
     return next((metric for metric, own in known if own is value), None)

@@ -62,6 +62,7 @@ def loop_around(frame: Frame) -> str | None:
 def next_key(frame: Frame, name: str | None) -> jax.Array:
     """The key that `make_rng` returns, wherever it is called."""
     label = "" if name is None else name
+    # `Frame.fresh` copies the counts, so that a pass which is repeated for its gradients draws the same keys.
     frame.declared.rng_calls[label] += 1
     return jax.random.fold_in(jax.random.fold_in(frame.key, name_hash(label)), frame.declared.rng_calls[label])
 
@@ -73,6 +74,7 @@ def global_step() -> jax.Array:
 
 def name_hash(name: str) -> np.uint32:
     """The same number for a name in every process, to make a key of its own from one PRNG key."""
+    # Python's own `hash` of a string differs from process to process.
     return np.uint32(zlib.crc32(name.encode()))
 
 
@@ -80,6 +82,7 @@ def checked_key(key: Any) -> jax.Array:
     """A typed PRNG key, of a key of any kind."""
     if isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         return key
+    # `jax.random.PRNGKey` makes plain integers; `State.key` is typed.
     if isinstance(key, jax.Array) and key.dtype == jnp.uint32:
         return jax.random.wrap_key_data(key)
     raise TypeError(f"`init` needs a PRNG key such as `jax.random.key(0)`; got {key!r}.")

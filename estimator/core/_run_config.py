@@ -140,6 +140,7 @@ class RunConfig:
     verbose: bool = True
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        # Before `__init__`, whose TypeError for an unknown field could not say what to write.
         for name in kwargs.keys() - {field.name for field in dataclasses.fields(cls)} & _REPLACED.keys():
             raise TypeError(f"RunConfig has no `{name}`, as TensorFlow's has: {_REPLACED[name]}; got {kwargs[name]!r}.")
         return super().__new__(cls)
@@ -162,6 +163,7 @@ class RunConfig:
         object.__setattr__(self, "save_summary_steps", self.save_summary_steps or None)
         if self.log_step_count_steps is not None:
             _check_int("log_step_count_steps", self.log_step_count_steps, 1, ", or None not to log")
+        # `seconds` returns 0.0 for a time of zero, which is refused here like any other text.
         if self.steps_per_loop != "auto" and not seconds(self.steps_per_loop):
             _check_int("steps_per_loop", self.steps_per_loop, 1, ', a time such as "0.2s", or "auto"')
         if self.eval_loss_over not in ("batches", "examples"):
@@ -217,6 +219,7 @@ class RunConfig:
 
     @property
     def process_index(self) -> int:
+        # Asked only here: it starts jax's backends, which must not happen before `initialize_distributed`.
         return jax.process_index()
 
     @property

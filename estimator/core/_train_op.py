@@ -47,6 +47,7 @@ class Update:
     loss: jax.Array | None
     var_list: tuple[str, ...] = dataclasses.field(metadata={"static": True})
     slots: str = dataclasses.field(metadata={"static": True})
+    # Static, and equal only to itself: where runs make their own optimizers, their train_ops differ in structure.
     optimizer: UpdatingOptimizer = dataclasses.field(metadata={"static": True})
     run: RunId = dataclasses.field(default_factory=RunId, metadata={"static": True})
     marks: jax.Array | None = None
@@ -88,6 +89,7 @@ class TrainOp:
 
     def gradients(self) -> list[dict[str, PyTree]]:
         """The gradients of each update, by name in the order of its variables."""
+        # Out of a compiled function a dict comes sorted by its keys; `var_list` still has the order of the variables.
         of_updates = [(update.var_list, update.gradients or {}) for update in self.updates]
         return [{name: own[name] for name in names if name in own} for names, own in of_updates]
 

@@ -99,6 +99,7 @@ def _apply_updates(
     start = variables
 
     def values_at(i: int, changed: Variables) -> tuple[Any, optax.Updates]:
+        # All other variables have the values that the step began with, as for all gradients.
         update = at({**start, **changed}).updates[i]  # type: ignore[misc]
         return update.loss, {name: to_dense(gradient) for name, gradient in (update.gradients or {}).items()}
 

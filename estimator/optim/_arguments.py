@@ -30,6 +30,7 @@ def in_order(caller: str, frame: Frame, var_list: Any, global_step: Any) -> Sequ
     Raises:
       TypeError: the global step is not this run's.
     """
+    # By position TensorFlow's second argument is the global step, a number; a var_list holds names.
     if _is_number(var_list) or not (global_step is None or _is_number(global_step)):
         var_list, global_step = global_step, var_list
     check_global_step(caller, frame, global_step)
@@ -41,6 +42,7 @@ def _is_number(value: object) -> bool:
 
 
 def check_global_step(caller: str, frame: Frame, global_step: object) -> None:
+    # By `is`: traced arrays have no values to compare.
     if global_step is not None and global_step is not frame.global_step:
         raise TypeError(
             f"`{caller}` got global_step={global_step!r}, which is not what `est.global_step()` returns in this run. A "

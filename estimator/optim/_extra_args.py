@@ -65,6 +65,7 @@ def call_update(
     keywords = {"grad": gradients, **extra}
     for signature in _signatures(transformation):
         if not any(p.kind is p.VAR_KEYWORD for p in signature.values()):
+            # What one part refuses no part gets: optax hands the same arguments to all of them.
             keywords = {name: value for name, value in keywords.items() if name in signature}
         needed = [name for name, p in signature.items() if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
         if "value" in needed and "value" not in extra:
@@ -90,6 +91,7 @@ def _signatures(transformation: optax.GradientTransformation) -> Iterator[Mappin
     which may refuse one, as `optax.contrib.sam` does."""
     signature = inspect.signature(transformation.update).parameters
     yield signature
+    # That wrapper takes any argument and drops it, so what it wraps is not asked.
     if any(p.kind is p.VAR_KEYWORD for p in signature.values()) and maker(transformation) != "with_extra_args_support":
         for part in parts(transformation):
             yield from _signatures(part)

@@ -30,6 +30,7 @@ def _is_finite(x: jax.Array) -> jax.Array:
 
     if x.size < _LARGE or x.dtype not in (jnp.float32, jnp.float64):
         return by_element()
+    # Along the longest dimension: so the fewest numbers are left to be compared with zero.
     axis = max(range(x.ndim), key=lambda i: x.shape[i])
 
     def by_product() -> jax.Array:
@@ -57,6 +58,7 @@ def update_if(condition: jax.Array | None, update: Callable[[Tree], Tree], befor
     if condition is None:
         return update(before)
 
+    # optax may compute in other dtypes, but both branches of a `cond` must return the same ones.
     def cast_update() -> Tree:
         return jax.tree.map(lambda x, y: y if x.dtype == y.dtype else y.astype(x.dtype), before, update(before))
 

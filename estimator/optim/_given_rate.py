@@ -56,6 +56,7 @@ def with_learning_rate(caller: str, make: Any, given: LearningRate) -> GivenRate
         )
 
     def now() -> jax.Array:
+        # In one dtype whatever a schedule returns, since a loop of steps carries the rate in its state.
         rate = given(global_step()) if callable(given) else given
         return jnp.asarray(rate, jnp.result_type(float))
 
@@ -70,6 +71,7 @@ def with_learning_rate(caller: str, make: Any, given: LearningRate) -> GivenRate
         learning_rate: jax.Array | None = None,
         **extra: Any,
     ) -> tuple[optax.Updates, GivenRateState]:
+        # If the model_fn has computed the rate, `given` is a tracer of that run, which may have ended in a tower.
         rate = now() if learning_rate is None else learning_rate
         steps, inner = call_update(make(rate), gradients, state.inner, params, extra)
         return steps, state._replace(hyperparams={"learning_rate": rate}, inner=inner)

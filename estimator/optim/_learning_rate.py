@@ -124,6 +124,7 @@ def _find(slots: Slots) -> dict[str, _Rate]:
         entries = [(path, value) for path, value in tree_get_all_with_path(state, RATE) if len(path) > 1]
         schedules = {path[:-2] for path, _ in entries if getattr(path[-2], "name", None) == _SCHEDULES}
         for path, value in entries:
+            # The last two keys are a field of optax's state and the name in its dict; the others lead to that state.
             if getattr(path[-2], "name", None) == VALUES and jnp.ndim(value) <= 1:
                 rates.append(_Rate(optimizer, path, value, path[:-2] in schedules))
     names = rate_names((rate.optimizer, map(spell_key, rate.path[:-2])) for rate in rates)
@@ -143,6 +144,7 @@ def spell_key(key: Any) -> str:
 
 
 def _first(value: jax.Array) -> np.ndarray:
+    # Not `value[0]`: of several processes, another one may have the first tower.
     return np.ravel(value.addressable_shards[0].data if isinstance(value, jax.Array) else value)[0]
 
 
@@ -150,6 +152,7 @@ def _finite(value: float, dtype: np.dtype) -> np.ndarray | None:
     array = np.asarray(value)
     if array.ndim or not any(jnp.issubdtype(array.dtype, kind) for kind in (jnp.floating, jnp.integer)):
         return None
+    # A number that is too large for the dtype becomes an infinity, which is refused below.
     with np.errstate(over="ignore"):
         array = array.astype(dtype)
     return array if np.isfinite(array) and array >= 0 else None

@@ -64,6 +64,7 @@ class DynamicLossScale:
       ValueError: a number is out of its range; the message names it.
     """
 
+    # The defaults of TensorFlow's `LossScaleOptimizer`.
     initial_scale: float = 2.0**15
     growth_interval: int = 2000
     factor: float = 2.0

@@ -167,6 +167,7 @@ class ExponentialMovingAverage:
             # The name of the average contains the full name of its variable.
             with variable_scope(_NO_SCOPE):
                 get_variable(average, initializer=lambda key, value=value: wide(value), trainable=False)
+            # An average is computed from its variable, element by element, so it is cut over devices as that is.
             frame.declared.partitions |= {
                 (average, *path): axis for (full, *path), axis in frame.declared.partitions.items() if full == name
             }
@@ -317,6 +318,7 @@ def variables_to_read(averages: Averages, mode: ModeKeys, variables: Variables) 
     are of, where that is wanted."""
     if mode == ModeKeys.TRAIN:
         return variables
+    # The average of 16-bit floats is wider; the model_fn reads the dtype that its variable has.
     instead = {
         name: jax.tree.map(lambda x, like: x.astype(like.dtype), variables[average], variables[name])
         for average, (name, is_read) in averages.items()
@@ -356,6 +358,7 @@ def begin_averages(averages: Averages, variables: Variables, given: set[str]) ->
         return not arrays.isdisjoint(given)
 
     new = {
+        # Copies: a training step donates the state, in which no two arrays may share memory.
         average: jax.tree.map(lambda x, like: jnp.array(x, like.dtype), variables[name], variables[average])
         for average, (name, _) in averages.items()
         if is_given(name) and not is_given(average)

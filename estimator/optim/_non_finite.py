@@ -132,8 +132,10 @@ def _first_non_finite(update: Update) -> jax.Array | None:
     gradients = update.gradients or {}
     if not gradients:
         return None
+    # By the order of names, in which `_first_place` finds the variable of a number again.
     good = jnp.stack([all_finite(gradients[name]) for name in sorted(gradients)])
     beyond = len(gradients) + 1
+    # Where all are finite `beyond` is the least, and becomes 0.
     return jnp.where(good, beyond, jnp.arange(1, beyond)).min() % beyond
 
 
@@ -159,6 +161,7 @@ def count_skipped(train_op: TrainOp, before: State, after: State) -> State:
 def _first_place(train_op: TrainOp, names: list[str]) -> tuple[jax.Array, jax.Array]:
     """The first tower with a marked gradient, and in it the first variable, an index into `names`."""
     marks = [
+        # Mark 0, for none, becomes a number behind all variables, which `min` passes over.
         jnp.array([len(names), *map(names.index, sorted(update.var_list))])[update.marks.astype(jnp.int32)]
         for update in train_op.updates
         if update.marks is not None
@@ -173,6 +176,7 @@ def _forget_first(state: State) -> State:
     record = _record(state)
     if int(record.first_step) == 0:
         return state
+    # On the devices of the one before, for which the step is compiled.
     zero = jnp.zeros_like(record.first_step, device=record.first_step.sharding)
     return state._replace(slots={**state.slots, SLOTS: record._replace(first_step=zero)})
 

@@ -147,12 +147,14 @@ class Optimizer:
         calls = frame.notes.get(GradientCalls)
         calls.count += 1
         slots = None
+        # The gradients need the scale, which is in the entry that `apply_gradients` opens only later.
         if self.loss_scale:
             slots = self._next_slots(frame)
             frame.declared.reserved_slots[slots] = self
         if frame.initializing:
             gradients = zero_gradients(frame, names)
         elif calls.count <= len(calls.known):
+            # The n-th call gets what was computed for the n-th one of the pass before.
             gradients = calls.known[calls.count - 1]
         else:
             # Only the caller of the model_fn can differentiate it: it computes these gradients and runs the model_fn

@@ -46,6 +46,7 @@ def _parts(transformation: optax.GradientTransformation) -> list[optax.GradientT
         return [optax.GradientTransformationExtraArgs(*functions) for functions in updates]
     if maker(transformation) == "inject_hyperparams":  # which makes it again in each step, from the values of that step
         held = closure(transformation.init)
+        # Any number stands for a schedule's value: only the parts that the transformation consists of are looked at.
         values = {**held["other_hps"], **held["numeric_hps"], **dict.fromkeys(held["sched_hps"], 1.0)}
         return [held["inner_factory"](**values)]
     return [value for value in _flat(held.values()) if is_transformation(value)]

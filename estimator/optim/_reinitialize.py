@@ -29,6 +29,7 @@ def reinitialize_slots(update: Update, state: PyTree, variables: dict[str, PyTre
         new = state._replace(inner=_with_fresh_slots(state.inner, fresh, params))
     else:
         new = _with_fresh_slots(state, fresh, params)
+    # In the dtypes that an update has left, which the loop of steps carries: `init` may make others.
     return jax.tree.map(lambda old, new: new if new.dtype == old.dtype else new.astype(old.dtype), state, new)
 
 
@@ -49,6 +50,7 @@ def _with_fresh_slots(state: PyTree, fresh: PyTree, params: dict[str, PyTree]) -
     def replace(old: Any, new: Any) -> Any:
         if is_slot(old):
             return new
+        # What holds no slots, such as the step count of a schedule, continues.
         if not has_slots(old):
             return old
         fields = zip(old, new, strict=True)

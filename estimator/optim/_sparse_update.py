@@ -37,6 +37,7 @@ def takes_sparse_gradients(transformation: optax.GradientTransformation) -> bool
 
 
 def _of_some_rate(transformation: optax.GradientTransformation) -> optax.GradientTransformation:
+    # Of which class a transformation is does not depend on its rate.
     return transformation.make(0.0) if isinstance(transformation, GivenRate) else transformation
 
 
@@ -98,6 +99,7 @@ class TouchedRows:
         """The tree with the touched rows instead of each array of a table's shape."""
 
         def take(table: str, array: jax.Array) -> jax.Array:
+            # `deduplicate` fills up with indices beyond the table. Any row will do for them, since `put` drops it.
             return array.at[self._indices[table]].get(mode="clip", wrap_negative_indices=False)
 
         return self._map(take, tree)

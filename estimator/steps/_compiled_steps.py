@@ -103,6 +103,7 @@ def loop_over_some(
         carry, outputs, reported = step(before[0], *jax.tree.map(lambda x: x[i], batches))
         return carry, jax.tree.map(lambda x, y: x.at[i].set(y), before[1], outputs), reported
 
+    # A loop needs all that it carries before its first step.
     room = jax.tree.leaves(batches)[0].shape[0]
     outputs = jax.tree.map(lambda x: jnp.zeros((room, *x.shape), x.dtype), of_one)
     nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), reported)

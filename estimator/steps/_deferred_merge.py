@@ -32,6 +32,7 @@ def merge_deferred(tree: PyTree, stacked: bool = False) -> PyTree:
     def merge(node: Any) -> Any:
         if not isinstance(node, Deferred):
             return node
+        # `jax.vmap` needs an array to go over; without any, nothing differs from step to step.
         has_steps = stacked and jax.tree.leaves(node.parts)
         return (jax.vmap(node.merge) if has_steps else node.merge)(node.parts)
 

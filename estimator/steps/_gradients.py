@@ -101,6 +101,7 @@ class _Run:
         self._batch = batch
         self._loss_scale = loss_scale
         self._transform = transform
+        # Integers are left out: jax would make gradients of dtype float0 for them.
         self._floating = {name: value for name, value in frame.variables.items() if _is_floating(value)}
         self._known_gradients: tuple[dict[str, PyTree], ...] = ()
         self._taps: dict[str, list[jax.Array]] = {}
@@ -117,6 +118,7 @@ class _Run:
                 backward = self._differentiate()
                 done = backward.done
             else:
+                # Without a derivative; only a pass that stops at `compute_gradients` is repeated with one.
                 _, done = self._forward(self._floating, {})
                 if done.request is not None:
                     backward = self._differentiate()

@@ -36,6 +36,7 @@ class PerPart(NamedTuple):
             _concatenate(self.predictions),
             {name: functools.reduce(_merge, _apart(metric, parts)) for name, metric in self.metrics.items()},
             _concatenate(self.export_outputs),
+            # Stacked parts have equally many rows, so each counts the same.
             merge_reports(_apart(self.reported, parts), [1] * parts),
         )
 
@@ -52,6 +53,7 @@ class PerPart(NamedTuple):
 
 def _concatenate(stacked: PyTree) -> PyTree:
     """Arrays of shape `[parts, rows, ...]`, part after part: the order of the input."""
+    # A single part may hold arrays without rows, which are refused only where there are several parts.
     return jax.tree.map(
         lambda x: x.reshape(x.shape[1:] if len(x) == 1 else (x.shape[0] * x.shape[1], *x.shape[2:])),
         stacked,

@@ -48,6 +48,7 @@ class ModelInfo:
     @functools.cached_property
     def batch_devices(self) -> Set[jax.Device] | None:
         """The devices that a batch goes to; None: where it is."""
+        # The devices do not depend on the number of rows: any will do.
         sharding = self.placement.batch(1)
         return None if sharding is None else sharding.device_set
 

@@ -192,6 +192,7 @@ def finish_spec(placement: Placement, spec: EstimatorSpec, after: State) -> Esti
         return {
             name: value if value.ndim == 0 else Deferred(value, placement.first)
             for name, value in values.items()
+            # A vector has a value of each tower only where towers have slots of their own; otherwise a user made it.
             if value.ndim == 0 or train_op.slots
         }
 
@@ -211,6 +212,7 @@ def check_modes(infos: Mapping[ModeKeys, ModelInfo]) -> None:
 
 def _struct(leaf: PyTree) -> jax.ShapeDtypeStruct:
     """An array of the State as programs are traced for it."""
+    # With its weak type, which is a part of what jax traces for: a state without it is another program's.
     kind = jax.typeof(leaf)
     return jax.ShapeDtypeStruct(kind.shape, kind.dtype, weak_type=kind.weak_type)
 

@@ -73,6 +73,7 @@ def checkpoint_segments(fn: Callable[..., PyTree], segments: int | None = None) 
 
         closed, shape = jax.make_jaxpr(fn, return_shape=True)(*args)
         jaxpr = closed.jaxpr
+        # Constants are values like others: each part takes the ones it needs as inputs, and has none of its own.
         values = dict(zip(jaxpr.constvars, closed.consts, strict=True))
         values |= zip(jaxpr.invars, jax.tree.leaves(args), strict=True)
         for start, stop in itertools.pairwise(_cuts(jaxpr, segments)):

@@ -135,6 +135,7 @@ def _same_everywhere(tree: PyTree, how: str) -> PyTree:
 def _copies(array: jax.Array) -> jax.Array | None:
     """The copies of an array, as one that has them along a new first dimension; None where there is one alone."""
     sharding = array.sharding
+    # Placements without a mesh keep an array on one device alone.
     if not isinstance(sharding, NamedSharding):
         return None
     cut = set(jax.tree.leaves(tuple(sharding.spec)))
@@ -143,10 +144,12 @@ def _copies(array: jax.Array) -> jax.Array | None:
     if count == 1:
         return None
     along = NamedSharding(sharding.mesh, PartitionSpec(axes, *sharding.spec))
+    # Nothing moves between devices: what each one has is declared to be its part of a larger array.
     shards = [shard.data[None] for shard in array.addressable_shards]
     return jax.make_array_from_single_device_arrays((count, *array.shape), along, shards)
 
 
+# Cached, since each call would otherwise make another function, and compile it.
 @functools.cache
 def _merge(how: str, shardings: tuple[NamedSharding, ...]) -> Any:
     def merge_copies(copies: list[jax.Array]) -> list[jax.Array]:

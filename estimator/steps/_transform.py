@@ -166,6 +166,7 @@ class _Steps:
         mode = ModeKeys(mode)
         if mode not in self._infos:
             check_batch(features, labels)
+            # Any key will do: only shapes and Python values of this run are kept.
             args: tuple[Any, ...] = jax.random.key(0), features, labels, {}
             no_jit = jax.config.jax_disable_jit  # type: ignore[attr-defined]
             if no_jit and all(hasattr(x, "__array__") for x in jax.tree.leaves((features, labels))):
@@ -173,6 +174,7 @@ class _Steps:
             else:
                 _, static = self._inits[mode].trace(*args).out_info
             info: ModelInfo = static.value
+            # Before it is stored, so that what contradicts another mode is an error at every call.
             check_modes({**self._infos, mode: info})
             self._infos[mode] = info
         return self._infos[mode]
@@ -182,6 +184,7 @@ class _Steps:
         if step is None:
             info = self.info(features, labels)
             step = self._compile("train_step", lambda *args: merge_deferred(self._pure.train(*args)), info)
+            # Before the step, which may donate the state.
             self.compare(ModeKeys.TRAIN, state, features, labels)
         return self._train(step, state, features, labels)
 
@@ -198,6 +201,7 @@ class _Steps:
             first = jax.tree.map(lambda x: abstract(x).update(shape=x.shape[1:]), per_step((features, labels)))
             info = self.info(*first)
             loop = self._compile("train_loop", self._pure.train_loop, info, stacked=True)
+            # `compare` asks the same, but by then its argument, a slice of each array, would have been made.
             if info.compared_on is not None:
                 self.compare(ModeKeys.TRAIN, state, *jax.tree.map(lambda x: x[0], per_step((features, labels))))
         return self._train(loop, state, features, labels)

@@ -34,6 +34,7 @@ class BlockState(NamedTuple):
     slots: Slots
 
 
+# Compared and hashed by identity: `lax.cond` hashes its branches, and the fields have dicts, which have no hash.
 @dataclasses.dataclass(frozen=True, eq=False)
 class BlockAverage:
     """Averages the towers' copies and moves the global variables; to be called in a tower.

@@ -62,6 +62,7 @@ def bmuf(
 
     def update(updates: PyTree, state: BmufState, params: PyTree = None) -> tuple[PyTree, BmufState]:
         del params
+        # Looked up here, within the towers: when the transformation is made, nobody knows how many there will be.
         momentum = 1 - 1 / num_towers() if block_momentum is None else block_momentum
 
         def move(difference: jax.Array, velocity: jax.Array) -> jax.Array:

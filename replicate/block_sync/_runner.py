@@ -157,6 +157,7 @@ class BlockSyncRunner(SyncRunner):
         frames: list[Frame] = []
 
         def tower(shared: tuple[State, BlockSyncState], given: tuple[_Local, PyTree]) -> tuple[PyTree, PyTree]:
+            # Split as a batch is, what a tower has of its own comes as one row.
             local = jax.tree.map(lambda x: x[0], given[0])
             step, after = self._local_step(run, *shared, local, given[1])
             frames.append(after)

@@ -64,6 +64,7 @@ def place(
         towers = OneDevicePlacement(devices[0]) if len(devices) == 1 else MirroredPlacement(devices)
     if distribution == VariableDistribution.SHARED_LOCAL_PARAMETER_SERVER:
         home = _variable_device(devices, variable_device)
+        # If the variable device is the only tower's, a step is one program without transfers.
         return towers if list(devices) == [home] else ParameterServer(towers, [home])
     if variable_device is not None:
         raise ValueError(

@@ -63,6 +63,7 @@ class ParameterServer(OffTowerPlacement):
             if _is_traced(args):  # within the caller's own program, whose state is near already
                 return step(*args)
             leaves, structure = jax.tree.flatten(args)
+            # What was pruned fits one structure and these shapes, as a program of `jax.jit` does.
             kind = structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
             is_new = kind not in programs
             if is_new:

@@ -58,6 +58,7 @@ class Packed:
 
 def packed_by_source(arrays: Sequence[jax.Array], target: Any) -> list[Packed]:
     """The arrays on a target, packed by sharding: dicts of them by their positions."""
+    # Only arrays on the same devices are packed: a program runs on one set of them.
     groups: dict[Any, list[int]] = {}
     for i, array in enumerate(arrays):
         groups.setdefault(getattr(array, "sharding", None), []).append(i)  # a numpy array has none

@@ -41,7 +41,9 @@ class SyncRunner(Runner):
         frame.variables.update(variables)
         frame.slots.update(slots)
         frame.adopt_names(frames[0])
+        # Which variables are cut is known only after the run that creates them.
         frame.placement = self.placement.with_partitions(frames[0].declared.partitions)
+        # Already here, in the program of `init`, so that no device makes the slots of a cut variable whole.
         frame.slots.update(frame.placement.place(frame.slots))
         return spec
 

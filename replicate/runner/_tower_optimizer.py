@@ -96,6 +96,7 @@ class TowerOptimizer(Optimizer):
                     f"`TowerOptimizer` got a learning_rate for the optimizer {wrapped.get_name()!r}, which has its "
                     "own. Give it to that one, or write `TowerOptimizer(optax.adam, learning_rate=...)`."
                 )
+            # A function, since the wrapped optimizer may make its transformation by one, in each run.
             super().__init__(lambda: wrapped.transformation, name, loss_scale or wrapped.loss_scale)
             self._learning_rate = wrapped._learning_rate
         else:
