@@ -341,7 +341,7 @@ def stop_if_no_decrease_hook(
 
     A run that is started again, after it was killed or had ended, resumes the count.
 
-    With `restore_best`, the run, however it ends, ends with the variables and optimizer slots of the best
+    With `restore_best`, a run that ends without an error or SIGTERM has the variables and optimizer slots of the best
     evaluation: the last checkpoint has these, and `evaluate`, `predict`, exports and later training start from them.
     The number of steps still counts all steps made. Until then the best has a checkpoint, which is not removed.
 

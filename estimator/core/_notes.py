@@ -32,5 +32,6 @@ class Notes:
         return self._by_class[kind]
 
     def update(self, other: Notes) -> None:
-        """Takes over the objects of others, in place of own ones of the same class."""
-        self._by_class.update(other._by_class)
+        """Adds what others have noted, by the method `update` of each object."""
+        for kind, note in other._by_class.items():
+            self.get(kind).update(note)

@@ -20,7 +20,8 @@ from estimator.multihost._preemption import Preempted
 
 @contextlib.contextmanager
 def around(hooks: Sequence[Hook], context: RunContext) -> Iterator[None]:
-    """Calls `begin` of all hooks before the block, and `end` of those that have begun after it, whatever happened."""
+    """Calls `begin` of all hooks before the block. After it, whatever happened, calls `end` of those whose `begin` was
+    called."""
     begun: list[Hook] = []
     try:
         for hook in hooks:

@@ -78,16 +78,20 @@ class LossReader:
             return
         losses, scalars, skipped = _concatenate(programs)
         self._waiting = self._waiting[len(programs) :]
-        first = self.step + 1
+        first, last = self.step + 1, self.step + len(losses)
+        is_nan = np.isnan(losses)
+        # Before the watchers are called: one that reads the state, or saves, has the rest of the losses read meanwhile.
+        self.step = last
         self._context.scalars = scalars
+        if not is_nan.any():
+            self._log.add(last, losses, scalars)
         self._context.notify_loss_watchers(first, losses)
-        # Before the check for NaN losses: with on_nan="raise" the error here names the tower and the variable.
+        # Before the error for a NaN loss: the guard's names the tower and the variable.
         if self._watch and skipped is not None:
             self._watch.look(carry, skipped)
-        if np.isnan(losses).any():
-            self._end_by_nan(first + int(np.argmax(np.isnan(losses))))
-        self.step += len(losses)
-        self._log.add(self.step, losses, scalars)
+        if is_nan.any():
+            self._end_by_nan(first + int(np.argmax(is_nan)))
+            self._log.add(last, losses, scalars)
 
     def _end_by_nan(self, step: int) -> None:
         advice = (

@@ -141,7 +141,7 @@ class Training:
             yield ready.batches[-1], due, ready.position
 
     def _start(self, run: ProgramCall, reporting: bool) -> tuple[StepOutputs, dict[str, Report]]:
-        """Starts a program. Waits for the last but one, but not for this one."""
+        """Starts a program. Waits for the last but two, but not for this one."""
         context = self.context
         program = run.reporting if reporting and run.reporting else run.program
         number = self.saver.batches + 1  # of the program's first batch in the input

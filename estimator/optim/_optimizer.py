@@ -223,7 +223,7 @@ class Optimizer:
 
         In TRAIN to be called after `minimize` or `apply_gradients`, as in TensorFlow; else see `get_state`.
         """
-        for slot, by_variable in self._slot_dicts():
+        for slot, by_variable in self._slot_dicts("get_slot"):
             if slot == slot_name and not isinstance(by_variable.get(var_name), optax.MaskedNode | None):
                 return by_variable[var_name]
         return None
@@ -233,7 +233,7 @@ class Optimizer:
 
         Counters are none, nor are hyperparameters as `optax.inject_hyperparams` keeps them.
         """
-        return sorted({slot for slot, _ in self._slot_dicts()})
+        return sorted({slot for slot, _ in self._slot_dicts("get_slot_names")})
 
     def variables(self) -> list[jax.Array]:
         """All arrays of the optimizer's state, counters included, at the start of this run."""
@@ -345,8 +345,8 @@ class Optimizer:
             state = self.transformation.init({n: frame.variables[n] for n in names})
         return self.loss_scale.initial(state) if self.loss_scale else state
 
-    def _slot_dicts(self) -> list[tuple[str, Variables]]:
-        frame = current_frame(f"{type(self).__name__}.get_slot")
+    def _slot_dicts(self, method: str) -> list[tuple[str, Variables]]:
+        frame = current_frame(f"{type(self).__name__}.{method}")
 
         def is_slot(node: object) -> bool:
             return isinstance(node, dict) and all(
@@ -355,7 +355,7 @@ class Optimizer:
             )
 
         slots = []
-        for path, node in jax.tree_util.tree_leaves_with_path(self._states("get_slot"), is_leaf=is_slot):
+        for path, node in jax.tree_util.tree_leaves_with_path(self._states(method), is_leaf=is_slot):
             fields = [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)]
             if isinstance(node, dict) and node and fields:
                 slots.append((fields[-1], node))

@@ -22,6 +22,9 @@ class InitialValues(list[Any]):
     Each has a method `read(variables)`: values by the names of their arrays, in the dtypes of `variables`.
     """
 
+    def update(self, others: InitialValues) -> None:
+        self.extend(others)
+
     def read(self, variables: Variables) -> Variables:
         values: Variables = {}
         for source in self:

@@ -19,7 +19,7 @@ class BmufState(NamedTuple):
     """The state of `bmuf`.
 
     Attributes:
-      velocity: how far the last block move the global variables, by name.
+      velocity: how far the last block moved the global variables, by name.
     """
 
     velocity: PyTree

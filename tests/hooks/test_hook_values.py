@@ -1,6 +1,8 @@
 """What hooks read of a step, on any number of towers; what reading costs; and that programs of several steps change
 neither values nor moments."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -268,3 +270,26 @@ def test_hooks_know_which_variables_are_trainable(tmp_path):
     estimator.evaluate(lambda: np.ones(2, np.float32), hooks=[Names()])
     list(estimator.predict(lambda: np.ones(2, np.float32), hooks=[Names()]))
     assert seen == dict.fromkeys(["train", "eval", "infer"], ("w", "b"))
+
+
+class ReadsTheState(est.Hook):
+    """Reads the state while it is shown losses, which has the losses of later steps read too."""
+
+    def after_create_state(self, context):
+        self.seen = []
+        context.watch_losses(self.watch)
+
+    def watch(self, context, step, losses):
+        self.seen.append((step, len(losses)))
+        assert int(context.state.global_step) == context.global_step
+
+
+def test_a_watcher_of_losses_may_read_the_state(tmp_path, messages):
+    hook = ReadsTheState()
+    config = est.RunConfig(log_step_count_steps=3, steps_per_loop=1)
+    est.Estimator(Linear(), str(tmp_path), config).train(endless, steps=12, hooks=[hook])
+    spans = sorted(hook.seen)
+    assert [step for step, _ in spans] == [1 + sum(n for _, n in spans[:i]) for i in range(len(spans))]
+    assert sum(n for _, n in spans) == 12
+    logged = [int(re.search(r"step = (\d+)", line)[1]) for line in messages() if line.startswith("loss = ")]
+    assert logged == sorted(set(logged)) and logged[-1] == 12

@@ -170,7 +170,7 @@ def test_something_is_logged_before_compiling_and_after_the_first_step(
             losses.append(values.loss)
 
     def model_fn(features, labels, mode):
-        assert any(text.startswith(f"Calling model_fn in mode '{mode}'") for text in messages())
+        assert any(text.startswith(f"Calling model_fn in mode '{mode.name.lower()}'") for text in messages())
         return Linear()(features, labels, mode)
 
     losses: list[float] = []
@@ -192,7 +192,7 @@ def test_something_is_logged_before_compiling_and_after_the_first_step(
         verb(times(1))
         verb(times(1))
     modes = [text.split("'")[1] for text in messages() if text.startswith("Calling model_fn")]
-    assert modes == ["train", "eval", "infer"]
+    assert modes == ["train", "eval", "predict"]
 
 
 def test_steps_per_loop_stacks_trees_without_labels(tmp_path):

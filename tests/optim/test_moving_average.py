@@ -437,3 +437,37 @@ def test_invalid_arguments_are_errors(error, call, message):
 
     with pytest.raises(error, match=message):
         est.transform(model_fn).init(jax.random.key(0), X[0], mode="infer")
+
+
+def test_a_model_fn_around_a_replicated_one_has_averages_of_its_own():
+    """Both are read in evaluation, though the outer ones were made before the inner ones were known."""
+
+    def inner(features, labels, mode):
+        w = est.get_variable("w", (), initializer=jax.nn.initializers.ones)
+        averages = est.ExponentialMovingAverage(0.5, eval_with_averages=True).apply(["w"])
+        loss = jnp.mean(w * features)
+        train_op = est.group(TowerOptimizer(optax.sgd(1.0)).minimize(loss), averages)
+        return est.EstimatorSpec(mode, loss=loss, train_op=train_op)
+
+    in_towers = replicate_model_fn(inner, devices=cpus(2))
+
+    def outer(features, labels, mode):
+        scale = est.get_variable("scale", (), initializer=jax.nn.initializers.ones, trainable=False)
+        averages = est.ExponentialMovingAverage(0.5, name="smooth", eval_with_averages=True).apply(["scale"])
+        spec = in_towers(features, labels, mode)
+        if mode == est.ModeKeys.TRAIN:
+            est.assign_add("scale", 2.0)
+            return spec._replace(train_op=est.group(spec.train_op, averages))
+        return spec._replace(predictions={"scale": scale})
+
+    x = jnp.ones(4)
+    model = est.transform(outer)
+    state, _ = model.train_step(model.init(jax.random.key(0), x), x)
+    assert {name: float(value) for name, value in state.variables.items()} == {
+        "scale": 3.0,
+        "scale/smooth": 2.0,
+        "w": 0.0,
+        "w/ExponentialMovingAverage": 0.5,
+    }
+    spec = model.eval_step(state, x)
+    assert (float(spec.predictions["scale"]), float(spec.loss)) == (2.0, 0.5)
