@@ -29,6 +29,7 @@ from estimator.inputs._input_fn import call_input_fn
 from estimator.loop._predict import checked_keys, single_examples
 from estimator.multihost._collective_call import collective_call, run_on_chief
 from estimator.multihost._process_group import SingleProcess
+from estimator.optim._learning_rate import find_saved_rates
 from estimator.porting._tensorflow_names import check_tpu_arguments, missing_attribute
 from estimator.runtime._compilation_cache import use_compilation_cache
 from estimator.runtime._fork import check_not_forked
@@ -395,7 +396,13 @@ class Estimator:
     def get_learning_rates(self) -> dict[str, float]:
         """`est.learning_rates` of the state of the newest checkpoint; a ValueError where there is no checkpoint. An
         optimizer's own name is taken to have no "/"."""
-        return self._runs.lookup.read_newest(Checkpoint.read_learning_rates)
+
+        def read(newest: Checkpoint) -> dict[str, float]:
+            arrays = find_saved_rates(newest.shapes().keys() - newest.shapes(slots=False).keys())
+            values = newest.read_all(list(arrays.values()))
+            return {name: float(np.ravel(values[array])[0]) for name, array in arrays.items()}
+
+        return self._runs.lookup.read_newest(read)
 
     def eval_dir(self, name: str | None = None) -> str:
         """Where the evaluation called `name` writes: `<model_dir>/eval_<name>`, or `<model_dir>/eval` without one."""

@@ -163,7 +163,8 @@ def replicate_model_fn(
             frame.compared_on = jax.tree.leaves(towers)[0]
         # What is exported, or compared with the towers, runs on one device, over which nothing can be cut.
         if not frame.replica.one_tower:
-            frame.replica = dataclasses.replace(frame.replica, parts=runner.placement.parts, cut=runner.placement.shard)
+            own = runner.placement
+            frame.replica = dataclasses.replace(frame.replica, parts=own.parts, shard=own.shard)
         if runner.on_nan is not None and mode == ModeKeys.TRAIN:
             runner.on_nan.guard_run(frame)
 

@@ -37,7 +37,6 @@ from estimator.checkpoint._named_arrays import (
 )
 from estimator.checkpoint._orbax import ARRAYS, read_arrays, read_metadata, read_on_devices, with_orbax
 from estimator.core._state import State
-from estimator.optim._learning_rate import RATE, VALUES, rate_names
 from estimator.storage import _files
 from estimator.storage._folders import LocalCopy
 from estimator.storage._json import decode
@@ -399,15 +398,6 @@ class Checkpoint:
         with explain_errors(self.path):
             arrays = read_on_devices(folder, model, shardings)
         return from_arrays(arrays | zeros, like)
-
-    def read_learning_rates(self) -> dict[str, float]:
-        """Reads the `learning_rates` of the state."""
-        end = f"/{VALUES}/{RATE}"
-        slots = self.shapes().keys() - self.shapes(slots=False).keys()
-        values = self.read_all(sorted(name for name in slots if name.endswith(end)))
-        places = [name.removesuffix(end).split("/") for name in values]
-        names = rate_names((optimizer, rest) for optimizer, *rest in places)
-        return {name: float(np.ravel(value)[0]) for name, value in zip(names, values.values(), strict=True)}
 
     def read_on_disk(self, wants: Callable[[str], bool]) -> dict[str, np.ndarray]:
         """Reads the arrays whose names on disk are wanted, by these names."""

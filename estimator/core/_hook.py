@@ -13,6 +13,7 @@ import numpy as np
 from estimator.core._mode_keys import ModeKeys
 from estimator.core._record import Report
 from estimator.core._state import State
+from estimator.core._train_op import select_rates
 from estimator.core._typing import PyTree
 
 T = TypeVar("T")
@@ -323,7 +324,7 @@ class RunValues:
     def learning_rates(self) -> dict[str, float]:
         """The learning rates of the step, of optimizers under `optax.inject_hyperparams`, by tag; see
         `Context.rates`."""
-        return {tag: value for tag, value in self.scalars.items() if tag.startswith("learning_rate")}
+        return {tag: self._last(of_steps) for tag, of_steps in select_rates(self._scalars).items()}
 
     @property
     def scalars(self) -> dict[str, float]:

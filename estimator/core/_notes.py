@@ -20,6 +20,9 @@ class Notes:
     >>> notes.get(Frozen).names.append("embeddings")
     >>> notes.get(Frozen)
     Frozen(names=['embeddings'])
+
+    A class for what is known of the model (`Frame.declared.notes`) is one with a method `update(other)`, as a dict has
+    it: a run around this one adds what is noted here to its own.
     """
 
     def __init__(self) -> None:
@@ -32,6 +35,6 @@ class Notes:
         return self._by_class[kind]
 
     def update(self, other: Notes) -> None:
-        """Adds what others have noted, by the method `update` of each object."""
+        """Adds the notes of a run within this one."""
         for kind, note in other._by_class.items():
             self.get(kind).update(note)

@@ -34,7 +34,7 @@ class Replica:
       towers: the number of towers that run together with this one.
       mean: the mean over them.
       parts: the number of devices of a tower.
-      cut: cuts a dimension of an array over the devices of a tower.
+      shard: cuts a dimension of an array over the devices of a tower.
       one_tower: whether a replicated model_fn runs as one tower, on any device: what is exported has no towers.
       forward_only: whether it runs in TRAIN without gradients, as in evaluation.
     """
@@ -45,6 +45,6 @@ class Replica:
     towers: int = 1
     mean: Callable[[jax.Array], jax.Array] = _mean_of_one
     parts: int = 1
-    cut: Callable[[jax.Array, int], jax.Array] = _keep_whole
+    shard: Callable[[jax.Array, int], jax.Array] = _keep_whole
     one_tower: bool = False
     forward_only: bool = False

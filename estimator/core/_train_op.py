@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,10 @@ import optax
 
 from estimator.core._frame import RunId
 from estimator.core._typing import Gradients, PyTree, Slots, Variables
+
+T = TypeVar("T")
+
+_RATE_TAG = "learning_rate"
 
 
 class UpdatingOptimizer(Protocol):
@@ -136,12 +140,22 @@ class StepReport(TrainOp):
     def scalars(self) -> dict[str, Any]:
         """The values that logs and summaries show beside the loss, by tag: "learning_rate", or, of several optimizers,
         "learning_rate/<name>"; "gradient_norm" likewise."""
-        kinds = {"learning_rate": self.learning_rates, "gradient_norm": self.gradient_norms}
+        kinds = {_RATE_TAG: self.learning_rates, "gradient_norm": self.gradient_norms}
         return {
             kind if len(values) == 1 else f"{kind}/{name}": value
             for kind, values in kinds.items()
             for name, value in values.items()
         }
+
+    def copy_values(self) -> StepReport:
+        """The report with copies of the values that are arrays of the state, which the next step may donate."""
+        rates, norms = jax.tree.map(lambda x: x.copy(), (self.learning_rates, self.gradient_norms))
+        return dataclasses.replace(self, learning_rates=rates, gradient_norms=norms)
+
+
+def select_rates(scalars: Mapping[str, T]) -> dict[str, T]:
+    """The learning rates among the values of `StepReport.scalars`."""
+    return {tag: value for tag, value in scalars.items() if tag.partition("/")[0] == _RATE_TAG}
 
 
 class GradientsNeeded(BaseException):

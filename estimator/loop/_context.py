@@ -13,6 +13,7 @@ from estimator.core._hook import Context
 from estimator.core._mode_keys import ModeKeys
 from estimator.core._record import Report
 from estimator.core._state import State
+from estimator.core._train_op import select_rates
 from estimator.multihost._preemption import SIGTERM
 from estimator.multihost._process_group import ProcessGroup, SingleProcess
 from estimator.optim._learning_rate import set_rate
@@ -123,7 +124,7 @@ class RunContext:
 
     @property
     def rates(self) -> dict[str, np.ndarray]:
-        return {tag: of_steps for tag, of_steps in self.scalars.items() if tag.startswith("learning_rate")}
+        return select_rates(self.scalars)
 
     @property
     def stop_requested(self) -> bool:

@@ -14,7 +14,7 @@ from optax.tree_utils import tree_get_all_with_path, tree_set
 from estimator.core._state import State
 from estimator.core._typing import Slots
 
-RATE, VALUES, _SCHEDULES = "learning_rate", "hyperparams", "hyperparams_states"
+_RATE, _VALUES, _SCHEDULES = "learning_rate", "hyperparams", "hyperparams_states"
 
 
 class _Rate(NamedTuple):
@@ -113,7 +113,7 @@ def set_rate(caller: str, slots: Slots, name: str, value: float) -> Slots:
     if number is None:
         raise ValueError(f"{call}: a learning rate is a finite number of at least 0, as {array.dtype} too.")
     new = jax.lax.full_like(array, number)  # on the devices of the one before, for which programs are compiled
-    changed = tree_set(slots[rate.optimizer], lambda path, _: path == rate.path, **{RATE: new})
+    changed = tree_set(slots[rate.optimizer], lambda path, _: path == rate.path, **{_RATE: new})
     return {**slots, rate.optimizer: changed}
 
 
@@ -121,14 +121,22 @@ def _find(slots: Slots) -> dict[str, _Rate]:
     rates = []
     for optimizer, state in slots.items():
         # A path of one key is a slot that is itself called "learning_rate".
-        entries = [(path, value) for path, value in tree_get_all_with_path(state, RATE) if len(path) > 1]
+        entries = [(path, value) for path, value in tree_get_all_with_path(state, _RATE) if len(path) > 1]
         schedules = {path[:-2] for path, _ in entries if getattr(path[-2], "name", None) == _SCHEDULES}
         for path, value in entries:
             # The last two keys are a field of optax's state and the name in its dict; the others lead to that state.
-            if getattr(path[-2], "name", None) == VALUES and jnp.ndim(value) <= 1:
+            if getattr(path[-2], "name", None) == _VALUES and jnp.ndim(value) <= 1:
                 rates.append(_Rate(optimizer, path, value, path[:-2] in schedules))
     names = rate_names((rate.optimizer, map(spell_key, rate.path[:-2])) for rate in rates)
     return dict(zip(names, rates, strict=True))
+
+
+def find_saved_rates(slots: Iterable[str]) -> dict[str, str]:
+    """The arrays of rates among the names of slots in a checkpoint, by the names of `learning_rates`."""
+    end = f"/{_VALUES}/{_RATE}"
+    arrays = sorted(name for name in slots if name.endswith(end))
+    places = [name.removesuffix(end).split("/") for name in arrays]
+    return dict(zip(rate_names((optimizer, rest) for optimizer, *rest in places), arrays, strict=True))
 
 
 def rate_names(places: Iterable[tuple[str, Iterable[str]]]) -> list[str]:

@@ -54,7 +54,7 @@ def spread(x: jax.typing.ArrayLike, axis: int) -> jax.Array:
             if x.ndim
             else f"`est.spread` got a scalar, which has no dimension to cut; axis={axis}."
         )
-    return frame.replica.cut(x, axis % x.ndim)
+    return frame.replica.shard(x, axis % x.ndim)
 
 
 def apply_partition(call: str, frame: Frame, full: str, partition: Partition) -> None:
@@ -77,7 +77,7 @@ def apply_partition(call: str, frame: Frame, full: str, partition: Partition) ->
                 "dimension, or choose another `devices_per_tower`."
             )
         frame.declared.partitions[full, *path] = axis
-        return frame.replica.cut(leaf, axis)
+        return frame.replica.shard(leaf, axis)
 
     value: PyTree = frame.variables[full]
     if partition is not None and not callable(partition) and not isinstance(value, jax.Array):

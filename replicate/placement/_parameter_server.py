@@ -112,7 +112,7 @@ class ParameterServer(OffTowerPlacement):
             after = updates[kind](state, *step)
             spec = halves.finish(spec, after)
             # The report may have arrays of the state, which the next step may donate.
-            return after, spec.replace_unchecked(train_op=jax.tree.map(jnp.copy, spec.train_op))
+            return after, spec.replace_unchecked(train_op=spec.train_op.copy_values())
 
         return several
 

@@ -77,6 +77,27 @@ def test_towers_that_train_on_their_own_report_the_norm_of_the_first():
     )
 
 
+def test_the_norm_of_looked_up_rows_is_the_norm_of_the_table(messages):
+    ids, y = np.array([[3, 5, 3], [7, 7, 9]]), np.ones(2, np.float32)
+    chain = optax.chain(est.clip_by_global_norm(1.0), optax.sgd(0.5))
+    results = []
+    for optimizer in (chain, est.lazy(chain), optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.5))):
+
+        def model_fn(features, labels, mode, optimizer=optimizer):
+            rows = est.embedding_lookup("words", features, (50, 2), initializer=jax.nn.initializers.ones)
+            w = est.get_variable("w", (2,), initializer=jax.nn.initializers.ones)
+            loss = jnp.mean((10 * rows @ w - labels[:, None]) ** 2)
+            return est.EstimatorSpec(mode, loss=loss, train_op=est.Optimizer(optimizer).minimize(loss))
+
+        model = est.transform(model_fn)
+        state, spec = model.train_step(model.init(jax.random.key(0), ids, y), ids, y)
+        results.append((state.variables, spec.train_op.gradient_norms))
+    assert results[0][1] == results[1][1] and results[0][1]["optimizer"] > 1
+    for variables, _ in results[1:]:
+        jax.tree.map(np.testing.assert_array_equal, variables, results[0][0])
+    assert any("as dense arrays" in message for message in messages())
+
+
 def test_a_norm_that_overflows_in_half_precision_is_reported():
     gradients = {"w": jnp.full(4, 300.0, jnp.float16)}
     transformation = est.clip_by_global_norm(3.0)
