@@ -10,6 +10,7 @@ LOADED_WHEN_USED = (
     "equinox",
     "estimator.canned",
     "estimator.feature_column",
+    "estimator.integrations",
     "estimator.layers",
     "estimator.train",
     "flatbuffers",

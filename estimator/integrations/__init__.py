@@ -1,0 +1,1 @@
+"""Bridges to other libraries, one file each, on public names: a library is imported where it is used."""
