@@ -24,6 +24,10 @@ def check_is_outermost(caller: str, frame: Frame) -> None:
     )
 
 
+def is_transformation(candidate: object) -> bool:
+    return callable(getattr(candidate, "init", None)) and callable(getattr(candidate, "update", None))
+
+
 def in_order(caller: str, frame: Frame, var_list: Any, global_step: Any) -> Sequence[str] | None:
     """The var_list of `minimize`, which in TensorFlow comes behind the global step.
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-
-from estimator.optim._parts import holds_tracer, maker, parts
 
 Probe = Callable[[optax.Params], tuple[jax.Array, optax.Updates]]
 
@@ -63,38 +62,38 @@ def call_update(
 ) -> tuple[optax.Updates, optax.OptState]:
     """Calls the `update` of an optax transformation with the extra arguments that it takes; `grad` is one."""
     keywords = {"grad": gradients, **extra}
-    for signature in _signatures(transformation):
-        if not any(p.kind is p.VAR_KEYWORD for p in signature.values()):
-            # What one part refuses no part gets: optax hands the same arguments to all of them.
-            keywords = {name: value for name, value in keywords.items() if name in signature}
-        needed = [name for name, p in signature.items() if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
-        if "value" in needed and "value" not in extra:
-            raise TypeError(
-                "The optimizer asks for the loss, which `apply_gradients` does not know: its update needs the argument "
-                "'value'. Use `minimize(loss)`."
-            )
-    try:
-        return transformation.update(gradients, slots, params, **keywords)
-    except (ValueError, jax.errors.UnexpectedTracerError) as error:
-        if not holds_tracer(transformation):
-            raise
-        raise ValueError(
-            "The optimizer holds a value that the model_fn computed, such as a learning rate made from "
-            "`est.global_step()`. Towers compute, but the update is done once, after them. Give it apart from the "
-            "transformation, `TowerOptimizer(optax.sgd, learning_rate=rate)`, or give a function that computes it all, "
-            "`TowerOptimizer(lambda: optax.sgd(rate(est.global_step())))`, or an optax schedule."
-        ) from error
+    signature = inspect.signature(transformation.update).parameters.values()
+    if not any(p.kind is p.VAR_KEYWORD for p in signature):
+        keywords = {p.name: keywords[p.name] for p in signature if p.name in keywords}
+    while True:
+        try:
+            return transformation.update(gradients, slots, params, **keywords)
+        except TypeError as error:
+            if _names(error, "required keyword-only argument: ") == "value" and "value" not in extra:
+                raise TypeError(
+                    "The optimizer asks for the loss, which `apply_gradients` does not know: its update needs the "
+                    "argument 'value'. Use `minimize(loss)`."
+                ) from error
+            # `optax.chain` takes any argument, and hands all to each part. One that a part refuses, as
+            # `optax.contrib.sam` does, no part gets.
+            if keywords.pop(_names(error, "unexpected keyword argument "), None) is None:
+                raise
+        except (ValueError, jax.errors.UnexpectedTracerError) as error:
+            # To jax a value of the towers is one of a trace that has ended, or of another mesh.
+            if isinstance(error, ValueError) and "another mesh" not in str(error):
+                raise
+            raise ValueError(
+                "The optimizer holds a value that the model_fn computed, such as a learning rate made from "
+                "`est.global_step()`. Towers compute, but the update is done once, after them. Give it apart from the "
+                "transformation, `TowerOptimizer(optax.sgd, learning_rate=rate)`, or give a function that computes it "
+                "all, `TowerOptimizer(lambda: optax.sgd(rate(est.global_step())))`, or an optax schedule."
+            ) from error
 
 
-def _signatures(transformation: optax.GradientTransformation) -> Iterator[Mapping[str, inspect.Parameter]]:
-    """The parameters of all updates that get the extra arguments: `optax.chain` takes any, and hands all to each part,
-    which may refuse one, as `optax.contrib.sam` does."""
-    signature = inspect.signature(transformation.update).parameters
-    yield signature
-    # That wrapper takes any argument and drops it, so what it wraps is not asked.
-    if any(p.kind is p.VAR_KEYWORD for p in signature.values()) and maker(transformation) != "with_extra_args_support":
-        for part in parts(transformation):
-            yield from _signatures(part)
+def _names(error: TypeError, before: str) -> str:
+    """The argument that an error of a call names after some words; "" where it has not got them."""
+    match = re.search(f"{before}'(\\w+)'", str(error))
+    return match[1] if match else ""
 
 
 def _no_probe(params: optax.Params) -> tuple[jax.Array, optax.Updates]:

@@ -22,13 +22,13 @@ from estimator.optim._arguments import (
     check_scaled,
     check_var_list,
     in_order,
+    is_transformation,
     list_names,
     trainable_names,
 )
 from estimator.optim._given_rate import GivenRate, LearningRate, to_carry, with_learning_rate
 from estimator.optim._gradient_calls import GradientCalls
 from estimator.optim._loss_scale import DynamicLossScale
-from estimator.optim._parts import is_transformation
 from estimator.porting._tensorflow_names import check_arguments
 from estimator.sparse._embedding import zero_gradients
 

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
-from estimator.core._typing import Variables
-from estimator.optim._parts import leaves
+from estimator.core._typing import PyTree, Variables
+from estimator.optim._extra_args import call_update, extra_args
+from estimator.optim._row_dependence import Input, Kind, Value, follow, unknown
+
+if TYPE_CHECKING:
+    from jax.extend.core import ClosedJaxpr
 
 
 class RowRule(enum.Enum):
@@ -21,72 +27,8 @@ class RowRule(enum.Enum):
     WHOLE_TABLE = "it could not be shown that a row changes by its own gradient alone"
 
 
-# `tests/sparse/test_row_wise.py` tries out on small tables whether all this is so.
-
-# They leave a row without a gradient as it is, or, like `trace`, move it on by its momentum.
-_OWN_GRADIENT = {
-    "centralize",
-    "clip",
-    "identity",
-    "reduce_on_plateau",
-    "scale",
-    "scale_by_rss",  # adagrad
-    "scale_by_schedule",
-    "scale_by_sign",
-    "set_to_zero",
-    "trace",
-    "zero_nans",
-}
-
-# They do to a row what the transformations inside them do.
-_WRAPPERS = {
-    "apply_if_finite",
-    "chain",
-    "conditionally_mask",
-    "conditionally_transform",
-    "inject_hyperparams",
-    "masked",
-    "named_chain",
-    "partition",
-    "with_extra_args_support",
-}
-
-# They change a row by values of other rows, such as by a norm over all.
-_WHOLE_TABLE = {
-    "adaptive_grad_clip",
-    "add_noise",
-    "clip_by_block_rms",
-    "clip_by_global_norm",
-    "dadapt_adamw",
-    "differentially_private_aggregate",
-    "flatten",
-    "hutchinson_estimator_diag_hessian",
-    "momo",
-    "momo_adam",
-    "normalize",
-    "normalize_by_update_norm",
-    "per_example_global_norm_clip",
-    "per_example_layer_norm_clip",
-    "sam",
-    "scale_by_backtracking_linesearch",
-    "scale_by_distance_over_gradients",
-    "scale_by_dog",
-    "scale_by_dowg",
-    "scale_by_galore",
-    "scale_by_lbfgs",
-    "scale_by_muon",
-    "scale_by_novograd",
-    "scale_by_param_block_norm",
-    "scale_by_param_block_rms",
-    "scale_by_polyak",
-    "scale_by_sm3",
-    "scale_by_trust_ratio",
-    "scale_by_zoom_linesearch",
-}
-
-
-# Transformations from elsewhere, and optax's wrappers of a function that the user passes.
-_OF_USERS = {"", "stateless", "stateless_with_tree_map"}
+class _CallsLossAgain(Exception):
+    """The update asks for the loss at other values, which all rows of a table have a part in."""
 
 
 def row_rule(
@@ -95,25 +37,101 @@ def row_rule(
     slots: optax.OptState,
     params: Variables,
 ) -> RowRule:
-    """What becomes of the rows of the variables `tables`."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(slots):
-        table = variable_of(path, params)
-        if table is not None and table in tables and jnp.shape(leaf) != params[table].shape and jnp.size(leaf) > 1:
-            return RowRule.WHOLE_TABLE  # A slot that cannot be cut by rows, such as the sums of optax.adafactor.
-    makers = [[name for name in leaves(transformation, table, params) if name not in _WRAPPERS] for table in tables]
-    if any(not _WHOLE_TABLE.isdisjoint(names) for names in makers):
+    """What becomes of the rows of the variables `tables`.
+
+    It is read off the jaxpr of an update, so that it holds for the transformations of a user as for those of optax.
+    """
+    if any(jnp.ndim(params[table]) == 0 for table in tables):
         return RowRule.WHOLE_TABLE
-    return RowRule.OWN_GRADIENT if all(map(_by_own_gradient, makers)) else RowRule.ANY_STEP
+    arguments = jax.eval_shape(lambda *arguments: arguments, params, slots, params)  # gradients are like variables
+    paths = jax.tree_util.tree_leaves_with_path(arguments)
+    owners = [_owner(path, leaf, tables, params) for path, leaf in paths]
+    if "" in owners:
+        return RowRule.WHOLE_TABLE  # a slot that cannot be cut by rows, such as the sums of optax.adafactor
+    try:
+        update = _trace(transformation, arguments)
+        more_rows: Variables = {name: _with_more_rows(x) if name in tables else x for name, x in arguments[0].items()}
+        taller = _trace(transformation, (more_rows, jax.eval_shape(transformation.init, more_rows), more_rows))
+    except _CallsLossAgain:
+        return RowRule.WHOLE_TABLE
+    if list(_constants(update)) != list(_constants(taller)):
+        return RowRule.WHOLE_TABLE  # a mean over the table, say, divides by its number of rows
+
+    momentum: list[bool] = jax.tree.leaves(tuple(map(_is_momentum, arguments)))
+    n = len(jax.tree.leaves(params))
+
+    def outputs(moving: bool) -> list[Value]:
+        """What is known after the update where rows without a gradient have a momentum, or have none."""
+        inputs = []
+        for i, (owner, (_, leaf)) in enumerate(zip(owners, paths, strict=True)):
+            still: Any = Input(i)
+            if i < n or (momentum[i] and not moving):
+                still = np.dtype(leaf.dtype).type(0)
+            inputs.append(Value(Kind.ROWS, owner, still) if owner else unknown(leaf.shape))
+        return follow(update, inputs)
+
+    # The updates of the variables, then the slots, in the order of the arguments.
+    rest, moved = outputs(moving=False), outputs(moving=True)
+    owners = owners[: len(rest)]
+    if not all(value.kind is Kind.ALIKE or _fits(value, owner) for value, owner in zip(moved, owners, strict=True)):
+        return RowRule.WHOLE_TABLE
+    for i in (i for i, owner in enumerate(owners) if owner):
+        if i < n or momentum[i]:
+            stays = isinstance(rest[i].still, np.generic) and rest[i].still == 0
+        else:
+            stays = rest[i].still == moved[i].still == Input(i)
+        if not stays:
+            return RowRule.ANY_STEP
+    return RowRule.OWN_GRADIENT
 
 
-def has_unknown_parts(transformation: optax.GradientTransformation, tables: Collection[str], params: Variables) -> bool:
-    """Whether something that is not optax's, such as a user's own transformation, is applied to one of the tables."""
-    return any(not _OF_USERS.isdisjoint(leaves(transformation, table, params)) for table in tables)
+def _fits(value: Value, owner: str | None) -> bool:
+    return value.kind is not Kind.MIXED and value.table == owner
 
 
-def _by_own_gradient(makers: list[str]) -> bool:
-    after_momentum = makers[makers.index("trace") :] if "trace" in makers else []
-    return _OWN_GRADIENT.issuperset(makers) and "scale_by_rss" not in after_momentum  # which would sum the momentum
+def _trace(transformation: optax.GradientTransformation, arguments: PyTree) -> ClosedJaxpr:
+    def call_again(params: optax.Params) -> NoReturn:
+        raise _CallsLossAgain
+
+    def update(gradients: PyTree, slots: PyTree, params: PyTree) -> PyTree:
+        extra = extra_args(jnp.zeros(()), params, call_again)
+        with jax.numpy_dtype_promotion("standard"):
+            return call_update(transformation, gradients, slots, params, extra)
+
+    return jax.make_jaxpr(update)(*arguments)
+
+
+def _owner(path: jax.tree_util.KeyPath, leaf: Any, tables: Collection[str], params: Variables) -> str | None:
+    """The table whose rows an array has; None where it has those of none, "" where it has a table's in another form."""
+    name = variable_of(path, params)
+    if name is None or name not in tables:
+        return None
+    if leaf.shape == jnp.shape(params[name]):
+        return name
+    return None if leaf.size == 1 else ""
+
+
+def _with_more_rows(table: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    return table.update(shape=(2 * table.shape[0] + 1, *table.shape[1:]))
+
+
+def _constants(jaxpr: Any) -> Iterator[Any]:
+    """The operations of a jaxpr, and the numbers in it."""
+    if hasattr(jaxpr, "consts"):
+        yield from (np.asarray(x).tobytes() for x in jaxpr.consts if not isinstance(x, jax.core.Tracer))
+    for equation in jaxpr.eqns:
+        yield equation.primitive.name
+        yield from (repr(atom.val) for atom in equation.invars if hasattr(atom, "val"))
+        for inner in jax.tree.leaves(list(equation.params.values())):
+            if hasattr(inner, "eqns"):
+                yield from _constants(inner)
+
+
+def _is_momentum(tree: PyTree) -> PyTree:
+    def visit(node: PyTree) -> PyTree:
+        return jax.tree.map(lambda _: isinstance(node, optax.TraceState), node)
+
+    return jax.tree.map(visit, tree, is_leaf=lambda node: isinstance(node, optax.TraceState))
 
 
 def variable_of(path: jax.tree_util.KeyPath, params: Variables) -> str | None:

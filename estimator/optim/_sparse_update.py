@@ -16,7 +16,7 @@ from absl import logging
 
 from estimator.core._typing import PyTree, Variables
 from estimator.optim._given_rate import GivenRate
-from estimator.optim._row_wise import RowRule, has_unknown_parts, row_rule, variable_of
+from estimator.optim._row_wise import RowRule, row_rule, variable_of
 from estimator.sparse._indexed_slices import IndexedSlices
 
 
@@ -49,8 +49,8 @@ def lazy(transformation: optax.GradientTransformation) -> optax.GradientTransfor
 
     Without it a sparse gradient is dealt with by what the optimizer is:
 
-    - `optax.sgd`, `optax.adagrad` and others of optax that leave a row without a gradient as it is see the looked-up
-      rows only, with the very results that the dense gradient has;
+    - `optax.sgd`, `optax.adagrad` and others that leave a row without a gradient as it is see the looked-up rows only,
+      with the results that the dense gradient has; clipping by a norm of the gradients may come before;
     - `optax.sgd(momentum=...)` sees the looked-up rows only; the others do not move by their momentum, as in
       TensorFlow;
     - any other is given the dense gradient, and the log says so.
@@ -69,8 +69,9 @@ def lazy(transformation: optax.GradientTransformation) -> optax.GradientTransfor
     [0.5 0.5] [1. 1.]
 
     Args:
-      transformation: row-wise: what becomes of a row of an array must depend on that row alone. With one of optax that
-        is not, the training step raises a ValueError. `est.lazy` goes around the whole of an `optax.chain`.
+      transformation: row-wise: what becomes of a row of a table must depend on that row, and on sums over gradients,
+        alone. With one of which the jaxpr does not show that, the training step raises a ValueError. `est.lazy` goes
+        around the whole of an `optax.chain`.
     """
     if not isinstance(transformation, optax.GradientTransformation):
         raise TypeError(
@@ -141,15 +142,8 @@ def takes_rows(
     if is_lazy and rule is RowRule.WHOLE_TABLE:
         raise ValueError(
             f"`est.lazy` needs a row-wise transformation, but for the one of the optimizer {name!r} "
-            f"{rule.value}, as with `optax.clip_by_global_norm`. Leave `est.lazy` out to train {tables} by "
+            f"{rule.value}, as with `optax.scale_by_trust_ratio`. Leave `est.lazy` out to train {tables} by "
             "dense gradients, or change the gradients between `compute_gradients` and `apply_gradients`."
-        )
-    if is_lazy and has_unknown_parts(transformation, tables, params):
-        logging.warning(
-            "`est.lazy` gives the optimizer %r only the looked-up rows of %s. It has a part that is not optax's, which "
-            "must treat each row by itself: one that uses a norm over the table, say, would see the looked-up rows.",
-            name,
-            tables,
         )
     if is_lazy or rule is RowRule.OWN_GRADIENT:
         return True
