@@ -69,14 +69,15 @@ def call_update(
         try:
             return transformation.update(gradients, slots, params, **keywords)
         except TypeError as error:
-            if _names(error, "required keyword-only argument: ") == "value" and "value" not in extra:
+            if "missing" in str(error) and "'value'" in str(error) and "value" not in extra:
                 raise TypeError(
                     "The optimizer asks for the loss, which `apply_gradients` does not know: its update needs the "
                     "argument 'value'. Use `minimize(loss)`."
                 ) from error
             # `optax.chain` takes any argument, and hands all to each part. One that a part refuses, as
             # `optax.contrib.sam` does, no part gets.
-            if keywords.pop(_names(error, "unexpected keyword argument "), None) is None:
+            refused = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+            if refused is None or keywords.pop(refused[1], None) is None:
                 raise
         except (ValueError, jax.errors.UnexpectedTracerError) as error:
             # To jax a value of the towers is one of a trace that has ended, or of another mesh.
@@ -88,12 +89,6 @@ def call_update(
                 "transformation, `TowerOptimizer(optax.sgd, learning_rate=rate)`, or give a function that computes it "
                 "all, `TowerOptimizer(lambda: optax.sgd(rate(est.global_step())))`, or an optax schedule."
             ) from error
-
-
-def _names(error: TypeError, before: str) -> str:
-    """The argument that an error of a call names after some words; "" where it has not got them."""
-    match = re.search(f"{before}'(\\w+)'", str(error))
-    return match[1] if match else ""
 
 
 def _no_probe(params: optax.Params) -> tuple[jax.Array, optax.Updates]:
