@@ -102,7 +102,7 @@ def page(files: list[pathlib.Path]) -> str:
     parts = [
         "# Results of the benchmarks\n\nWritten by `python benchmarks/results.py` from `benchmarks/results/*.json`."
     ]
-    for path in files:
+    for path in sorted(files, key=lambda path: (path.stem != "peers", path)):  # other libraries first
         figures = json.loads(path.read_text(encoding="utf-8"))
         parts.append(
             f"## {figures['title']}\n\n`{figures['command']}`, {figures['machine']}. {figures['note']}".strip()

@@ -54,10 +54,17 @@ def notebook(source: pathlib.Path) -> str:
     return "\n\n".join([*parts, f"This page is the notebook {path}."])
 
 
+def groups() -> list[str | dict[str, list[str]]]:
+    """The pages by what they show, as the sections of examples/README.md have them."""
+    _, *sections = re.split(r"^## ", (EXAMPLES / "README.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    pages = {each.partition("\n")[0]: [f"examples/{path}.md" for path in SOURCE.findall(each)] for each in sections}
+    return ["examples/index.md", *({title: named} for title, named in pages.items())]
+
+
 def on_config(config: MkDocsConfig) -> None:
     for entry in config.nav:
         if "Examples" in entry:
-            entry["Examples"] = ["examples/index.md", *map(name, sources())]
+            entry["Examples"] = groups()
 
 
 def on_files(files: Files, config: MkDocsConfig) -> None:

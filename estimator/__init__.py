@@ -91,6 +91,8 @@ from estimator.variables._variable_scope import AUTO_REUSE, VariableScope, get_v
 from estimator.variables._variables import assign, assign_add, get_variable, read_variable, trainable_variables
 from estimator.variables._vocab_info import VocabInfo
 
+__version__ = "0.1.0"  # the one place of it: pyproject.toml reads it here
+
 __all__ = [
     "AUTO_REUSE",
     "BaselineClassifier",

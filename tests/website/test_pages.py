@@ -2,12 +2,15 @@
 
 import ast
 import functools
+import inspect
 import pathlib
 import re
 
 import pytest
 from testing.website import pages
 from testing.website.scripts import run_script
+
+import estimator as est
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -33,11 +36,34 @@ def test_every_block_of_python_is_one_that_is_run(name):
         ast.parse(code)
 
 
+def test_a_prompt_ends_a_function_at_a_blank_line_and_raises_errors():
+    scope = {}
+    pages.type_in("def f():\n    return 1\n\nx = f()\n", "block.py", scope)
+    assert scope["x"] == 1
+    with pytest.raises(SyntaxError, match="unexpected indent"):
+        pages.type_in("def f():\n    y = 1\n\n    return y\n", "block.py", scope)
+    with pytest.raises(ZeroDivisionError):
+        pages.type_in("1 / 0\n", "block.py", scope)
+
+
 def test_what_a_page_says_may_differ_in_times_and_in_last_digits_alone():
     said = "loss = 0.350658, step = 100 (2656 steps/sec)\n"
     assert not pages.differences(said, "loss = 0.35, step = 100\n", 0.1)
     assert pages.differences(said, "loss = 0.55, step = 100 (2656 steps/sec)\n", 0.1)
     assert pages.differences(said, "loss = 0.350658, step = 200\n", 0.1)
+
+
+def test_the_skeleton_of_a_hook_has_its_methods_with_their_arguments():
+    skeleton = pages.blocks(DOCS / "how_to" / "custom_hook.md")[-1][0]
+    scope = {"est": est}
+    exec(skeleton, scope)
+    own, base = (
+        {name: inspect.signature(f) for name, f in inspect.getmembers(each, inspect.isfunction) if name[0] != "_"}
+        for each in (scope["Skeleton"], est.Hook)
+    )
+    assert {name: list(signature.parameters) for name, signature in own.items()} == {
+        name: list(signature.parameters) for name, signature in base.items()
+    }
 
 
 def literals(path):

@@ -7,6 +7,7 @@ import json
 import pathlib
 import re
 import runpy
+import types
 import urllib.parse
 
 import pytest
@@ -144,6 +145,17 @@ def test_the_figures_are_as_they_are_drawn():
     for name, drawn in figures.items():
         same = (DOCS / "figures" / f"{name}.svg").read_text(encoding="utf-8") == drawn().svg()
         assert same, "Draw the figures again: python docs/figures/draw.py"
+
+
+def test_the_site_links_the_addresses_of_pyproject(tmp_path, monkeypatch):
+    pytest.importorskip("mkdocs")
+    on_config = runpy.run_path(str(DOCS / "addresses.py"))["on_config"]
+    monkeypatch.setitem(on_config.__globals__, "PYPROJECT", tmp_path / "pyproject.toml")
+    config = types.SimpleNamespace()
+    for text, links in (("", ("", "")), ('Source = "a"\nDocumentation = "b"', ("a", "b"))):
+        (tmp_path / "pyproject.toml").write_text(f"[project.urls]\n{text}")
+        on_config(config)
+        assert (config.repo_url, config.site_url) == links
 
 
 def test_the_readme_is_short_and_its_links_lead_somewhere():

@@ -1,11 +1,12 @@
-"""Runs the Python blocks of a page in docs/, in order and in one process, as a reader who types them in.
+"""Runs the Python blocks of a page in docs/, in order and in one process, as a reader would.
 
     python tests/testing/website/pages.py docs/tutorial/ten_minutes.md     # writes what the blocks print into the page
 
-A block of text that directly follows a block of Python is what that prints, log lines included. The lines of the log
-that repeat the settings are left out.
+Those of the tutorial are typed in, line by line, at Python's own prompt. A block of text that directly follows a block
+of Python is what that prints, log lines included. The lines of the log that repeat the settings are left out.
 """
 
+import code
 import contextlib
 import difflib
 import io
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from unittest import mock
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 BLOCK = re.compile(r"^```python\n(?P<code>.*?)^```\n(?:\n```text\n(?P<output>.*?)^```\n)?", re.DOTALL | re.MULTILINE)
@@ -61,14 +63,36 @@ def run_here(path: str, result: str) -> None:
     logger.handlers, logger.propagate = [handler], False
     logger.setLevel(logging.INFO)
     printed, scope = [], {"__name__": "__main__"}
-    for i, (code, _) in enumerate(blocks(pathlib.Path(path))):
+    run_block = type_in if pathlib.Path(path).parent.name == "tutorial" else run_file
+    for i, (block, _) in enumerate(blocks(pathlib.Path(path))):
         text.seek(0)
         text.truncate()
-        pathlib.Path(f"block_{i}.py").write_text(code, encoding="utf-8")  # so that inspect finds the source
         with contextlib.redirect_stdout(text):
-            exec(compile(code, f"block_{i}.py", "exec"), scope)
+            run_block(block, f"block_{i}.py", scope)
         printed.append(LEFT_OUT.sub("", text.getvalue()))
     pathlib.Path(result).write_text(json.dumps(printed), encoding="utf-8")
+
+
+def run_file(block: str, name: str, scope: dict[str, object]) -> None:
+    pathlib.Path(name).write_text(block, encoding="utf-8")  # so that inspect finds the source
+    exec(compile(block, name, "exec"), scope)
+
+
+class Prompt(code.InteractiveConsole):
+    """Python's own `>>>`, where a blank line ends a function. The first error is raised; values are not shown."""
+
+    def showtraceback(self) -> None:
+        raise
+
+    def showsyntaxerror(self, *args: object, **options: object) -> None:
+        raise
+
+
+def type_in(block: str, name: str, scope: dict[str, object]) -> None:
+    prompt = Prompt(scope, name)
+    with mock.patch("sys.displayhook", lambda value: None):
+        waits = [prompt.push(line) for line in [*block.splitlines(), ""]]
+    assert not waits[-1], f"The prompt waits for the end of a statement:\n{block}"
 
 
 def differences(expected: str, printed: str, tolerance: float) -> list[str]:
