@@ -2,7 +2,7 @@
 
 An exported folder holds
 
-    metadata.json               features, signatures, weights, global_step, platforms, versions
+    metadata.json               features, signatures, weights, global_step, platforms, arguments, versions
     weights.npz                 one array per variable, and "global_step" and "key"
     <signature>.jaxexport       `program(weights, features) -> {name: array}`, serialized by jax
     checksums.json              the SHA-256 of each of these files, and of the assets
@@ -54,6 +54,7 @@ from estimator.core._model_fn import ModelFn
 from estimator.core._replica import Replica
 from estimator.core._state import State
 from estimator.core._typing import Features, PyTree
+from estimator.export._arguments import describe_features
 from estimator.export._prune import check_rows, checked_outputs, choose_outputs, prune_unused
 from estimator.heads._class_names import without_strings
 from estimator.steps._gradients import run_model_fn
@@ -181,6 +182,11 @@ def write_export(
         },
         "weights": _describe_arrays(weights),
         "platforms": list(options.platforms),
+        "arguments": {
+            "features": describe_features(options.features),
+            "batch_size": options.batch_size,
+            "outputs": options.outputs,
+        },
         "versions": {"jax": jax.__version__, "jaxlib": jax.lib.__version__, "numpy": np.__version__},
     }
 

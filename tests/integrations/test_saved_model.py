@@ -12,6 +12,7 @@ import pytest
 from testing.towers import cpus
 
 import estimator as est
+from estimator.renew import renew_export
 from replicate import TowerOptimizer, replicate_model_fn
 
 tf = pytest.importorskip("tensorflow")
@@ -87,6 +88,7 @@ def test_all_signatures_compute_in_tensorflow_what_they_do_in_jax_for_any_batch_
     check_same(path, batch(1))
     with open(os.path.join(path, "assets.extra", "vocabulary", "words.txt")) as file:
         assert file.read() == "cat\ndog\n"
+    check_same(renew_export(path, model_fn), batch(1))  # a SavedModel again
 
 
 @pytest.mark.slow
