@@ -17,9 +17,11 @@ from estimator._early_stopping import (
 from estimator._estimator import Estimator
 from estimator._train_and_evaluate import train_and_evaluate
 from estimator._train_spec import EvalSpec, TrainSpec
+from estimator.checkpoint._export_variables import export_variables
 from estimator.checkpoint._init_from_checkpoint import init_from_checkpoint
 from estimator.checkpoint._model_dir import CheckpointInfo, checkpoints
 from estimator.checkpoint._readers import list_variables, load_variable
+from estimator.checkpoint._transpose import Transpose
 from estimator.checkpoint._warm_start import WarmStartReport, WarmStartSettings
 from estimator.core._estimator_spec import EstimatorSpec
 from estimator.core._frame import run_store
@@ -157,6 +159,7 @@ __all__ = [
     "SummarySaverHook",
     "TrainOp",
     "TrainSpec",
+    "Transpose",
     "VariableAggregation",
     "VariableScope",
     "VocabInfo",
@@ -173,6 +176,7 @@ __all__ = [
     "embedding_lookup_sparse",
     "experimental",
     "export",
+    "export_variables",
     "feature_column",
     "flax_module",
     "forward_features",
