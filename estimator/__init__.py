@@ -89,6 +89,7 @@ from estimator.summary._history import read_eval_metrics, read_history
 from estimator.summary._plot import plot_history
 from estimator.variables._aggregation import VariableAggregation
 from estimator.variables._partitioning import spread
+from estimator.variables._policy import Policy
 from estimator.variables._variable_scope import AUTO_REUSE, VariableScope, get_variable_scope, variable_scope
 from estimator.variables._variables import assign, assign_add, get_variable, read_variable, trainable_variables
 from estimator.variables._vocab_info import VocabInfo
@@ -141,6 +142,7 @@ __all__ = [
     "NonFiniteGradientError",
     "Optimizer",
     "PoissonRegressionHead",
+    "Policy",
     "Preempted",
     "ProcessLostError",
     "ProfilerHook",
