@@ -17,9 +17,11 @@ from estimator._early_stopping import (
 from estimator._estimator import Estimator
 from estimator._train_and_evaluate import train_and_evaluate
 from estimator._train_spec import EvalSpec, TrainSpec
+from estimator.checkpoint._export_variables import export_variables
 from estimator.checkpoint._init_from_checkpoint import init_from_checkpoint
 from estimator.checkpoint._model_dir import CheckpointInfo, checkpoints
 from estimator.checkpoint._readers import list_variables, load_variable
+from estimator.checkpoint._transpose import Transpose
 from estimator.checkpoint._warm_start import WarmStartReport, WarmStartSettings
 from estimator.core._estimator_spec import EstimatorSpec
 from estimator.core._frame import run_store
@@ -87,6 +89,7 @@ from estimator.summary._history import read_eval_metrics, read_history
 from estimator.summary._plot import plot_history
 from estimator.variables._aggregation import VariableAggregation
 from estimator.variables._partitioning import spread
+from estimator.variables._policy import Policy
 from estimator.variables._variable_scope import AUTO_REUSE, VariableScope, get_variable_scope, variable_scope
 from estimator.variables._variables import assign, assign_add, get_variable, read_variable, trainable_variables
 from estimator.variables._vocab_info import VocabInfo
@@ -141,6 +144,7 @@ __all__ = [
     "NonFiniteGradientError",
     "Optimizer",
     "PoissonRegressionHead",
+    "Policy",
     "Preempted",
     "ProcessLostError",
     "ProfilerHook",
@@ -159,6 +163,7 @@ __all__ = [
     "SummarySaverHook",
     "TrainOp",
     "TrainSpec",
+    "Transpose",
     "VariableAggregation",
     "VariableScope",
     "VocabInfo",
@@ -175,6 +180,7 @@ __all__ = [
     "embedding_lookup_sparse",
     "experimental",
     "export",
+    "export_variables",
     "feature_column",
     "flax_module",
     "forward_features",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import tempfile
+from collections.abc import Callable
 
 from absl import logging
 
@@ -37,3 +38,21 @@ def needs_params(model_fn: ModelFn) -> bool:
 def check_steps(name: str, value: int | None) -> None:
     if value is not None and value <= 0:
         raise ValueError(f"Must specify {name} > 0, given: {value}.")
+
+
+def writer_of(format: object) -> Callable[..., None] | None:
+    """The function that writes a format of `export_model` beside the programs of jax; None: there is nothing more.
+
+    Raises:
+      ValueError: the format is unknown.
+      ImportError: the package that the format needs is not installed.
+    """
+    if format == "jax":
+        return None
+    if format != "saved_model":
+        raise ValueError(f'format of `export_model` must be "jax" or "saved_model"; got {format!r}.')
+    from estimator.integrations._saved_model import import_tensorflow, write_saved_model
+
+    # Before the model is computed and exported, which may take minutes.
+    import_tensorflow()
+    return write_saved_model

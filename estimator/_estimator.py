@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from absl import logging
 
-from estimator._arguments import check_steps, chosen_dir, needs_params
+from estimator._arguments import check_steps, chosen_dir, needs_params, writer_of
 from estimator._runs import InputFn, Runs, check_eval_dir, eval_dir
 from estimator.checkpoint._checkpoint import Checkpoint
 from estimator.checkpoint._model_dir import training_in
@@ -317,6 +317,7 @@ class Estimator:
         batch_size: int | None = None,
         platforms: Sequence[str] = ("cpu", "cuda"),
         outputs: str | Sequence[str] | None = None,
+        format: str = "jax",
     ) -> str:
         """Writes what `predict` computes to a new folder; `est.load_exported` runs it without this model_fn.
 
@@ -337,6 +338,8 @@ class Estimator:
           platforms: which of "cpu", "cuda", "rocm" and "tpu" to export for. None needs to be here.
           outputs: names of predictions and `est.record`ed values to export instead of `export_outputs`, with only the
             operations, weights and features they need. Batch-major; a scalar is one number for the whole batch.
+          format: "jax", or "saved_model": then the folder is a SavedModel of TensorFlow, too, with the same signatures,
+            for `tf.saved_model.load` and TensorFlow Serving. Needs TensorFlow, of the extra `saved_model`.
 
         Returns:
           The path of the folder.
@@ -345,10 +348,12 @@ class Estimator:
           ValueError: there is no checkpoint, or it lacks a variable; the arguments or the outputs cannot be exported,
             or not for batches of any size. Nothing is left behind.
           TypeError: the features are not arrays of numbers, or in another container.
+          ImportError: TensorFlow is not installed, and the format is "saved_model".
         """
         check_not_forked("export_model")
         # In every process, so that what is wrong with the arguments is the same error in all.
         options = check_arguments(example_features, assets_extra, batch_size, platforms, outputs)
+        write_more = writer_of(format)
 
         def export() -> str:
             # A group of one: only process 0 is here, and would wait for the others for ever.
@@ -359,7 +364,7 @@ class Estimator:
             state, _ = lookup.read_state(ModeKeys.PREDICT, path, checkpoint_path, alone, options.features)
             state = self._runs.states.for_export(state, options.features)
             call = bind(self._model_fn, self.params, self._config)
-            return write_export(export_dir_base, call, state, options)
+            return write_export(export_dir_base, call, state, options, write_more)
 
         return run_on_chief("export_model", export)
 

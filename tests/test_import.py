@@ -23,9 +23,12 @@ LOADED_WHEN_USED = (
     "matplotlib",
     "orbax",
     "pandas",
+    "safetensors",
     "scipy",
     "tensorboardX",
+    "tensorflow",
     "tensorstore",
+    "torch",
     "tqdm",
 )
 

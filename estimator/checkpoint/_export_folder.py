@@ -77,6 +77,10 @@ class ExportFolder:
         with open(self._file(name), "rb") as file:
             return bytearray(file.read())
 
+    def files(self) -> dict[str, str]:
+        """The paths of the files that the checksums name, by their names from the folder on."""
+        return {name: self._file(name) for name in self._sums}
+
     @functools.cached_property
     def weights(self) -> dict[str, np.ndarray]:
         """The arrays by name, in the dtypes of the metadata."""

@@ -15,12 +15,14 @@ from estimator.checkpoint._model_dir import find_newest
 from estimator.checkpoint._named_arrays import ShapeDtype, close_matches, describe
 from estimator.storage._array_files import Kind, Npz, Safetensors
 from estimator.storage._files import expand
+from estimator.storage._torch_file import TorchFile
 from estimator.tf_checkpoint._tf_bundle import TensorFlowBundle, tensorflow_prefix
 from estimator.variables._initial_value import cast
 
 T = TypeVar("T")
 
 _STEP = "global_step"
+_TORCH = (".pt", ".pth", ".bin")
 
 
 class Reader(Protocol):
@@ -46,7 +48,7 @@ def open_reader(caller: str, path: str | os.PathLike[str]) -> Reader:
     Args:
       caller: for the message.
       path: a model_dir or a checkpoint; an exported model, or the folder around several; a checkpoint of TensorFlow,
-        one of its files, or its directory; an .npz or .safetensors file.
+        one of its files, or its directory; an .npz or .safetensors file; or one of PyTorch.
 
     Raises:
       TypeError: it is not a path.
@@ -69,13 +71,15 @@ def open_reader(caller: str, path: str | os.PathLike[str]) -> Reader:
             return Npz(caller, path)
         if path.endswith(".safetensors"):
             return Safetensors(caller, path)
+        if path.endswith(_TORCH):
+            return TorchFile(caller, path)
     try:
         return _SavedState(Checkpoint(path))
     except ValueError as e:
         raise ValueError(
             f"`{caller}` cannot read {path!r}: it is neither a checkpoint, nor a model_dir that has one, nor an "
             "exported model, a TensorFlow checkpoint (`model.ckpt-1000`, with `.index` and `.data-*` files), or a file "
-            "`*.npz` or `*.safetensors`. Give the path of one."
+            "`*.npz`, `*.safetensors`, or of PyTorch, `*.pt`, `*.pth` or `*.bin`. Give the path of one."
         ) from e
 
 
@@ -108,7 +112,8 @@ def list_variables(ckpt_dir_or_file: str | os.PathLike[str]) -> list[tuple[str, 
     Args:
       ckpt_dir_or_file: a model_dir, for its newest checkpoint, or the path of a checkpoint; a checkpoint of TensorFlow
         (its prefix, such as "model.ckpt-1000", or its directory), which is read without TensorFlow; an .npz or
-        .safetensors file; or a folder that `export_model` wrote.
+        .safetensors file; the state_dict of a module of PyTorch, a file .pt, .pth or .bin, for which torch has to be
+        installed; or a folder that `export_model` wrote.
 
     Raises:
       ValueError: none of these is there, or it is damaged.

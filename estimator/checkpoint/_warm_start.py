@@ -9,16 +9,22 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
+import numpy as np
+
 from estimator.checkpoint._named_arrays import (
+    ShapeDtype,
     close_matches,
     named_leaves,
     tensorflow_slot_names,
     with_named_leaves,
 )
 from estimator.checkpoint._readers import Reader, as_of_jax, find_mismatches, read_newest, read_values
+from estimator.checkpoint._transpose import Transpose
 from estimator.core._mode_keys import ModeKeys
 from estimator.core._state import State
 from estimator.multihost._global_arrays import put
+from estimator.storage._array_files import Kind
 from estimator.variables._vocab_info import VocabInfo, move_rows, resize
 
 _STEP = "global_step"
@@ -39,11 +45,13 @@ class WarmStartSettings:
     Args:
       ckpt_to_initialize_from: a model_dir, for its newest checkpoint, or the path of a checkpoint; or the path that
         `export_model` returned, or its export_dir_base; or weights from elsewhere, as `est.list_variables` takes them:
-        a checkpoint of TensorFlow, an .npz or .safetensors file. Of those, 64 bits become 32 without x64.
+        a checkpoint of TensorFlow, an .npz or .safetensors file, or weights of PyTorch. Of those, 64 bits become 32
+        without x64. A float of half precision becomes float32 where the variable is that.
       vars_to_warm_start: a regular expression, for trainable variables only; or a list of them, for all variables
         and optimizer slots. The list takes global_step only where it contains "global_step" itself.
       var_name_to_prev_var_name: the names in the checkpoint of variables that have another name there: a dict from new
-        to old names, or a function of a new name that returns the old one. A slot is renamed by its own name.
+        to old names, or a function of a new name that returns the old one. A slot is renamed by its own name. An old
+        name is a string, or an `est.Transpose` for an array that lies transposed there.
         In a checkpoint of TensorFlow the slots of `est.train`'s optimizers have their names there by themselves.
 
     Raises:
@@ -52,7 +60,7 @@ class WarmStartSettings:
 
     ckpt_to_initialize_from: str
     vars_to_warm_start: str | Sequence[str] = ".*"
-    var_name_to_prev_var_name: Mapping[str, str] | Callable[[str], str] | None = None
+    var_name_to_prev_var_name: Mapping[str, str | Transpose] | Callable[[str], str | Transpose] | None = None
     var_name_to_vocab_info: Mapping[str, VocabInfo] | None = None
 
     def __post_init__(self) -> None:
@@ -74,7 +82,9 @@ class WarmStartSettings:
                 re.compile(pattern)
             except re.error as e:
                 raise ValueError(f"`vars_to_warm_start` has {pattern!r}, which is not a regex: {e}.") from e
-        is_dict = isinstance(renames, Mapping) and all(isinstance(n, str) for pair in renames.items() for n in pair)
+        is_dict = isinstance(renames, Mapping) and all(
+            isinstance(new, str) and isinstance(old, str | Transpose) for new, old in renames.items()
+        )
         if not (renames is None or callable(renames) or is_dict):
             raise ValueError(
                 "`var_name_to_prev_var_name` must be a dict from new to old names, or a function of a new name; "
@@ -151,11 +161,15 @@ def _warm_start(
     matches = _match_names(settings, source, state, trainable)
     chosen = {new: old for names in matches.values() for new, old in names.items()}
     infos = settings.var_name_to_vocab_info or {}
-    _check_renames(settings, source, chosen, leaves, is_whole)
-    _check_patterns(matches, source, leaves, is_whole)
+    problems = _check_renames(settings, source, chosen, leaves, is_whole)
+    if not problems:
+        _check_patterns(matches, source, leaves, is_whole)
     _check_used("var_name_to_vocab_info", infos, chosen, leaves, is_whole)
     available = {new: old for new, old in chosen.items() if old in source.shapes}
+    transposes = {new: old for new in available if isinstance(old := _find_source(settings, new), Transpose)}
     there = {new: as_of_jax(source.shapes[old]) for new, old in available.items()}
+    there |= {new: transpose.kind(there[new]) for new, transpose in transposes.items()}
+    there = {new: _widen(kind, leaves[new]) for new, kind in there.items()}
     # A variable with vocabularies has another size in the source: it is compared with the size by the new vocabulary.
     there |= {new: resize(info, there[new], leaves[new]) for new, info in infos.items() if new in there}
     # All differences are found before an array is read, and are in one error.
@@ -168,11 +182,12 @@ def _warm_start(
         mismatched=tuple(f"{new}, {was} there, {now} in the model" for new, (was, now) in mismatches.items()),
     )
     if report.mismatched:
-        raise ValueError(
-            f"Variables to warm-start have other shapes or dtypes in the source.\n{report}\n"
-            "Leave them out by `vars_to_warm_start`, or change the model."
-        )
+        problems.append("Variables to warm-start have other shapes or dtypes in the source.")
+    if problems:
+        advice = "Leave them out by `vars_to_warm_start`, or change the model."
+        raise ValueError("\n".join([*problems, str(report), advice]))
     values = read_values(source, report.used, leaves)
+    values |= {new: values[new].transpose(each.order(values[new].ndim)) for new, each in transposes.items()}
     values |= {
         new: move_rows(info, new, values[new], leaves[new], state.key) for new, info in infos.items() if new in values
     }
@@ -206,29 +221,42 @@ def _patterns(settings: WarmStartSettings) -> Sequence[str]:
     return (patterns,) if isinstance(patterns, str) else patterns
 
 
-def _old_name(settings: WarmStartSettings, name: str) -> str:
+def _find_source(settings: WarmStartSettings, name: str) -> str | Transpose:
     renames = settings.var_name_to_prev_var_name
     if name == _STEP or renames is None:
         return name
     old = renames(name) if callable(renames) else renames.get(name, name)
-    if not isinstance(old, str):
+    if not isinstance(old, str | Transpose):
         raise ValueError(f"`var_name_to_prev_var_name` must return the old name; it returned {old!r} for {name!r}.")
     return old
 
 
+def _old_name(settings: WarmStartSettings, name: str) -> str:
+    old = _find_source(settings, name)
+    return old.name if isinstance(old, Transpose) else old
+
+
+def _widen(there: ShapeDtype, here: ShapeDtype) -> ShapeDtype:
+    """The kind of an array of half precision that becomes the variable's float32, in which no digit is lost."""
+    is_half = jnp.issubdtype(there.dtype, jnp.floating) and np.dtype(there.dtype).itemsize == 2
+    return Kind(there.shape, here.dtype) if is_half and here.dtype == jnp.float32 else there
+
+
 def _check_renames(
     settings: WarmStartSettings, source: Reader, chosen: dict[str, str], leaves: dict[str, Any], is_whole: bool
-) -> None:
+) -> list[str]:
+    """Checks the names of a dict; returns a line for each old name that is not in the source."""
     renames = settings.var_name_to_prev_var_name
     if renames is None or callable(renames):
-        return
-    for new, old in renames.items():
-        _check_used("var_name_to_prev_var_name", [new], chosen, leaves, is_whole)
-        if old not in source.shapes:
-            raise ValueError(
-                f"`var_name_to_prev_var_name` says that {new!r} was {old!r}, but {source.path} has no such variable. "
-                f"Did you mean one of {close_matches(old, source.shapes)}?"
-            )
+        return []
+    _check_used("var_name_to_prev_var_name", renames, chosen, leaves, is_whole)
+    old_names = {new: _old_name(settings, new) for new in renames}
+    return [
+        f"`var_name_to_prev_var_name` says that {new!r} was {old!r}, but {source.path} has no such variable. "
+        f"Did you mean one of {close_matches(old, source.shapes)}?"
+        for new, old in old_names.items()
+        if old not in source.shapes
+    ]
 
 
 def _check_used(
@@ -270,4 +298,6 @@ def _find_unexpected(settings: WarmStartSettings, source: Reader, state: State, 
     """Finds the names in the source that are not in the model; slots only where the settings request slots."""
     wants_slots = not isinstance(settings.vars_to_warm_start, str) and state.slots
     names = source.shapes if wants_slots else source.variables()
-    return tuple(n for n in sorted(names) if n not in known and any(re.match(p, n) for p in _patterns(settings)))
+    # Patterns are of new names, which say nothing about old ones where variables were renamed.
+    patterns = _patterns(settings) if settings.var_name_to_prev_var_name is None else [""]
+    return tuple(n for n in sorted(names) if n not in known and any(re.match(p, n) for p in patterns))

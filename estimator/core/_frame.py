@@ -292,6 +292,11 @@ def innermost_frame() -> Frame | None:
     return _stack.frames[-1] if _stack.frames else None
 
 
+def open_frames() -> list[Frame]:
+    """The frames of the current run and of those around it, the innermost last."""
+    return list(_stack.frames)
+
+
 def is_visible_to_model_fn() -> bool:
     """Whether what is computed here, and depends on no argument of a function that is differentiated, is known in the
     model_fn that is running."""

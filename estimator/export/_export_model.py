@@ -2,12 +2,13 @@
 
 An exported folder holds
 
-    metadata.json               features, signatures, weights, global_step, platforms, versions
+    metadata.json               features, signatures, weights, global_step, platforms, arguments, versions
     weights.npz                 one array per variable, and "global_step" and "key"
     <signature>.jaxexport       `program(weights, features) -> {name: array}`, serialized by jax
     checksums.json              the SHA-256 of each of these files, and of the assets
     README.md                   how to load it without this library
     assets.extra/               what the caller gave
+    saved_model.pb, variables/  for `format="saved_model"`: a SavedModel of the same signatures
 
 Of a part of a model, `export_model(..., outputs=[...])`, it holds the weights and features that this part needs.
 
@@ -53,6 +54,7 @@ from estimator.core._model_fn import ModelFn
 from estimator.core._replica import Replica
 from estimator.core._state import State
 from estimator.core._typing import Features, PyTree
+from estimator.export._arguments import describe_features
 from estimator.export._prune import check_rows, checked_outputs, choose_outputs, prune_unused
 from estimator.heads._class_names import without_strings
 from estimator.steps._gradients import run_model_fn
@@ -136,12 +138,20 @@ def check_arguments(example_features: Any, assets_extra: Any, batch_size: Any, p
     return Options(features, _checked_assets(assets_extra), batch_size, names, checked_outputs(outputs))
 
 
-def write_export(base: str | os.PathLike[str], call: ModelFn, state: State, options: Options) -> str:
+def write_export(
+    base: str | os.PathLike[str],
+    call: ModelFn,
+    state: State,
+    options: Options,
+    write_more: Callable[..., None] | None = None,
+) -> str:
     """Writes the model into a new folder in `base`, and returns its path.
 
     Args:
       call: the model_fn, as a function of features, labels and mode.
       state: the state in PREDICT, on any devices.
+      write_more: writes the model into the folder in another format too; a function of the folder, the programs, the
+        weights and the names of classes.
     """
     model = _as_function(call, state, options.outputs)
     arrays = to_arrays(state)
@@ -153,6 +163,7 @@ def write_export(base: str | os.PathLike[str], call: ModelFn, state: State, opti
         if not _arrays(output):
             raise ValueError(f"The model_fn offers the signature {name!r} for export, but without any array.")
     programs = {name: _export_signature(model, name, weights, options) for name in outputs}
+    class_names = {name: names for name, output in outputs.items() if (names := _class_names(output))}
     default = programs[DEFAULT_SIGNATURE]  # the arguments of all are the same
     (weights, features), _ = jax.tree.unflatten(default.in_tree, default.in_avals)
     # The user names the signatures: "a/b" must be one file, not a folder.
@@ -165,18 +176,24 @@ def write_export(base: str | os.PathLike[str], call: ModelFn, state: State, opti
             name: {
                 "file": files[name],
                 "outputs": _describe_arrays(jax.tree.unflatten(program.out_tree, program.out_avals)),
-                **_class_names(outputs[name]),
+                **({"class_names": class_names[name]} if name in class_names else {}),
             }
             for name, program in programs.items()
         },
         "weights": _describe_arrays(weights),
         "platforms": list(options.platforms),
+        "arguments": {
+            "features": describe_features(options.features),
+            "batch_size": options.batch_size,
+            "outputs": options.outputs,
+        },
         "versions": {"jax": jax.__version__, "jaxlib": jax.lib.__version__, "numpy": np.__version__},
     }
 
     def fill(folder: str) -> None:
         # `weights` are now the arguments of the programs: if `outputs` are given, only the variables that they need.
-        np.savez(os.path.join(folder, WEIGHTS_FILE), **jax.device_get({name: arrays[name] for name in weights}))
+        values = jax.device_get({name: arrays[name] for name in weights})
+        np.savez(os.path.join(folder, WEIGHTS_FILE), **values)
         for name, program in programs.items():
             with open(os.path.join(folder, files[name]), "wb") as file:
                 file.write(program.serialize())
@@ -186,6 +203,8 @@ def write_export(base: str | os.PathLike[str], call: ModelFn, state: State, opti
             shutil.copy(source, path)
         with open(os.path.join(folder, README_FILE), "w", encoding="utf-8") as file:
             file.write(_readme(features, options.batch_size))
+        if write_more is not None:
+            write_more(folder, programs, values, class_names)
         # Written after the files that it names: without it a folder is not an export.
         with open(os.path.join(folder, METADATA_FILE), "w", encoding="utf-8") as file:
             json.dump(metadata, file, indent=1)
@@ -291,12 +310,11 @@ def _describe_arrays(arrays: Mapping[str, Any]) -> dict[str, Any]:
     return {name: {"shape": sizes(x.shape), "dtype": np.dtype(x.dtype).name} for name, x in arrays.items()}
 
 
-def _class_names(output: ExportOutput) -> dict[str, list[str]]:
+def _class_names(output: ExportOutput) -> list[str]:
     """The strings of a ClassificationOutput, which are the same for all batches; a program cannot hold strings."""
     classes = getattr(output, "classes", None)
-    if isinstance(classes, np.ndarray) and classes.dtype.kind in "SU":
-        return {"class_names": classes.astype(str).tolist()}
-    return {}
+    is_strings = isinstance(classes, np.ndarray) and classes.dtype.kind in "SU"
+    return classes.astype(str).tolist() if is_strings else []  # type: ignore[union-attr]
 
 
 class _Zeros:

@@ -39,6 +39,7 @@ class ExportsModel(Protocol):
         batch_size: int | None = None,
         platforms: str | Sequence[str] = ...,
         outputs: str | Sequence[str] | None = None,
+        format: str = ...,
     ) -> str: ...
 
 
@@ -94,7 +95,7 @@ class LatestExporter(Exporter):
       assets_extra: files to copy into the export, by their path in it.
       exports_to_keep: how many of the newest exports to keep in the folder; None: all. Only folders named by
         a time in seconds, of ten digits, that hold an exported model are exports.
-      batch_size, platforms: as for `Estimator.export_model`; None: its defaults.
+      batch_size, platforms, format: as for `Estimator.export_model`; None: its defaults.
 
     Raises:
       TypeError: `example_features` is a function, TensorFlow's `serving_input_receiver_fn`.
@@ -109,6 +110,7 @@ class LatestExporter(Exporter):
         exports_to_keep: int | None = 5,
         batch_size: int | None = None,
         platforms: str | Sequence[str] | None = None,
+        format: str | None = None,
     ) -> None:
         kind = type(self).__name__
         if callable(example_features):
@@ -123,7 +125,12 @@ class LatestExporter(Exporter):
         self._name = name
         self._example_features = example_features
         self._keep = exports_to_keep
-        options: dict[str, Any] = {"assets_extra": assets_extra, "batch_size": batch_size, "platforms": platforms}
+        options: dict[str, Any] = {
+            "assets_extra": assets_extra,
+            "batch_size": batch_size,
+            "platforms": platforms,
+            "format": format,
+        }
         # Arguments that are not given have the defaults of `export_model`.
         self._options = {option: value for option, value in options.items() if value is not None}
 
@@ -182,7 +189,7 @@ class FinalExporter(LatestExporter):
     >>> exporter = FinalExporter("final", example_features=np.zeros((1, 4), np.float32))
 
     Args:
-      name, example_features, assets_extra, batch_size, platforms: as for `LatestExporter`.
+      name, example_features, assets_extra, batch_size, platforms, format: as for `LatestExporter`.
 
     Raises:
       TypeError, ValueError: as for `LatestExporter`.
@@ -195,8 +202,9 @@ class FinalExporter(LatestExporter):
         assets_extra: _Files | None = None,
         batch_size: int | None = None,
         platforms: str | Sequence[str] | None = None,
+        format: str | None = None,
     ) -> None:
-        super().__init__(name, example_features, assets_extra, None, batch_size, platforms)
+        super().__init__(name, example_features, assets_extra, None, batch_size, platforms, format)
 
     def _decide(self, export_path: str, result: EvalResult, final: bool) -> tuple[bool, str | None]:
         return super()._decide(export_path, result, final) if final else (False, None)
@@ -221,7 +229,7 @@ class BestExporter(LatestExporter):
     >>> exporter = BestExporter("best", np.zeros((1, 4), np.float32), compare_fn=more_accurate)
 
     Args:
-      name, example_features, assets_extra, exports_to_keep, batch_size, platforms: as for `LatestExporter`.
+      name, example_features, assets_extra, exports_to_keep, batch_size, platforms, format: as for `LatestExporter`.
       compare_fn: function of `best_eval_result` and `current_eval_result`, both as `evaluate` returns them, that
         returns whether the current one is better. Default: its loss is smaller.
 
@@ -239,8 +247,9 @@ class BestExporter(LatestExporter):
         exports_to_keep: int | None = 5,
         batch_size: int | None = None,
         platforms: str | Sequence[str] | None = None,
+        format: str | None = None,
     ) -> None:
-        super().__init__(name, example_features, assets_extra, exports_to_keep, batch_size, platforms)
+        super().__init__(name, example_features, assets_extra, exports_to_keep, batch_size, platforms, format)
         # As in TensorFlow, it is called with these keywords. Checked now, since the first call may come after days of
         # training.
         if not callable(compare_fn) or sorted(inspect.signature(compare_fn).parameters) != list(_COMPARED):

@@ -67,7 +67,7 @@ class ExportedModel:
             raise ValueError(
                 f"jax {jax.__version__} cannot read {os.path.join(self.path, name)}, which jax "
                 f"{self.metadata['versions']['jax']} wrote. jax reads programs of versions up to six months older and "
-                "three weeks newer. Export the model again from its checkpoint."
+                "three weeks newer. Write it once more: `python -m estimator.renew`."
             ) from e
         # Files that do not belong together would fail within XLA, or give wrong numbers.
         if kinds != {key: (x.shape, x.dtype) for key, x in folder.shapes.items()}:
@@ -106,6 +106,15 @@ def load_exported(path: str | os.PathLike[str]) -> ExportedModel:
         platform or cannot have its dtypes. When called, the model raises it for an unknown signature, and for features
         with other names, shapes or dtypes.
     """
+    return ExportedModel(find_existing(path))
+
+
+def find_existing(path: str | os.PathLike[str]) -> str:
+    """Finds the folder of the exported model at `path`, or of the newest one in it.
+
+    Raises:
+      ValueError: there is none.
+    """
     base = expand(path)
     folder = find_export(base)
     if folder is None:
@@ -113,7 +122,7 @@ def load_exported(path: str | os.PathLike[str]) -> ExportedModel:
             f"There is no exported model at {base}: neither a {METADATA_FILE} nor a folder called by a number that has "
             "one. Give the path that `Estimator.export_model` returned, or its export_dir_base."
         )
-    return ExportedModel(folder)
+    return folder
 
 
 def _check_process(path: str, program: export.Exported) -> None:

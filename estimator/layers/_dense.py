@@ -61,7 +61,7 @@ def dense(
     again counts from the beginning, as in TensorFlow.
 
     Args:
-      inputs: shape `[..., width]`, floating. Variables have their dtype.
+      inputs: shape `[..., width]`, floating. Variables have their dtype; under an `est.Policy` float32.
       units: the width of the output.
       activation: a function, such as `jax.nn.relu`, or the name of one, such as "relu". None: none.
       use_bias: whether to add a bias.

@@ -9,6 +9,7 @@ from estimator.core._frame import current_frame
 from estimator.layers._layer import Initializer, Regularizer, check_count, layer_scope
 from estimator.sparse._embedding import embedding_lookup
 from estimator.variables._lookups import Lookups
+from estimator.variables._policy import cast_to_compute
 from estimator.variables._variable_scope import Reuse
 from estimator.variables._variables import get_variable
 
@@ -61,4 +62,4 @@ def embed(
                 frame.notes.get(Lookups).by_getter[full] = table
             elif trainable:
                 frame.notes.get(Lookups).read_whole.discard(full)
-        return embedding_lookup("embeddings", ids)
+        return cast_to_compute(embedding_lookup("embeddings", ids))

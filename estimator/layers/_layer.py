@@ -13,6 +13,7 @@ from jax.typing import ArrayLike
 
 from estimator.core._frame import current_frame
 from estimator.core._mode_keys import ModeKeys
+from estimator.variables._policy import cast_to_compute
 from estimator.variables._variable_scope import Reuse, variable_scope
 
 Activation = Callable[[jax.Array], jax.Array] | str | None
@@ -68,7 +69,7 @@ def is_training(layer: str, training: bool | None) -> bool:
 
 
 def as_input(layer: str, inputs: ArrayLike, ndim: int | None = None, at_least: int = 1) -> jax.Array:
-    """The inputs as a floating array of as many dimensions as the layer takes."""
+    """The inputs as a floating array of as many dimensions as the layer takes, in the dtype of an `est.Policy`."""
     array = jnp.asarray(inputs)
     # An error rather than a cast: integers are often ids, or pixels that are not scaled yet.
     if not jnp.issubdtype(array.dtype, jnp.inexact):
@@ -87,7 +88,7 @@ def as_input(layer: str, inputs: ArrayLike, ndim: int | None = None, at_least: i
             f"`est.layers.{layer}` needs inputs of at least {at_least} dimensions; got {array.dtype}"
             f"{list(array.shape)}."
         )
-    return array
+    return cast_to_compute(array)
 
 
 def check_not_empty(layer: str, argument: str, size: object, inputs: jax.Array, output: jax.Array) -> None:

@@ -16,6 +16,7 @@ from jax.typing import ArrayLike
 from estimator.core._argument_checks import as_float, check_order, check_same_shape, check_weights, squeeze_last
 from estimator.core._frame import average_denominator
 from estimator.losses._collected import collect_loss
+from estimator.variables._policy import cast_to_full
 
 
 class Reduction(enum.StrEnum):
@@ -71,12 +72,13 @@ def compute_weighted_loss(
       scope, name: of TensorFlow's op; without effect here.
 
     Returns:
-      A scalar, or for NONE the shape of `losses`; of the dtype of `losses` (integers: float32).
+      A scalar, or for NONE the shape of `losses`; of the dtype of `losses` (integers, and half precision under an
+      `est.Policy`: float32).
 
     Raises:
       ValueError: if the reduction is unknown or the shape of `weights` does not fit.
     """
-    return _reduce("compute_weighted_loss", as_float(losses), weights, reduction)
+    return _reduce("compute_weighted_loss", cast_to_full(as_float(losses)), weights, reduction)
 
 
 def absolute_difference(
@@ -290,7 +292,7 @@ def sparse_softmax_cross_entropy(
     caller = "sparse_softmax_cross_entropy"
     logits, labels = jnp.asarray(logits), jnp.asarray(labels)
     check_order(caller, labels, logits)
-    logits = as_float(logits)
+    logits = cast_to_full(as_float(logits))
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise TypeError(
             f"`{caller}` takes integer labels, one class per row; got {labels.dtype}. Write "
@@ -321,7 +323,7 @@ def _pair(
     # With logits the dtypes show whether both were swapped: labels may be integers, logits must not.
     if what == "logits":
         check_order(caller, labels, predictions)
-    predictions = as_float(predictions)
+    predictions = cast_to_full(as_float(predictions))
     check_same_shape(caller, labels, predictions, what)
     return labels.astype(predictions.dtype), predictions
 

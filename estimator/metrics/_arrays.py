@@ -10,6 +10,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from estimator.core._argument_checks import check_same_shape, check_weights, squeeze_last
+from estimator.variables._policy import cast_to_full
 
 
 def namespace(*states: Any) -> Any:
@@ -32,7 +33,7 @@ def arrange(
 
     As in TensorFlow, a last dimension of 1 that only one of labels and predictions has is dropped.
     """
-    labels, predictions = jnp.asarray(labels), jnp.asarray(predictions)
+    labels, predictions = cast_to_full(jnp.asarray(labels)), cast_to_full(jnp.asarray(predictions))
     labels = squeeze_last(labels, predictions.ndim)
     predictions = squeeze_last(predictions, labels.ndim)
     check_same_shape(caller, labels, predictions)

@@ -11,6 +11,7 @@ import optax.losses
 from jax.typing import ArrayLike
 
 from estimator.core._argument_checks import as_float, check_same_shape
+from estimator.variables._policy import cast_to_full
 
 
 def sigmoid_cross_entropy_with_logits(
@@ -112,7 +113,7 @@ def sparse_softmax_cross_entropy_with_logits(
     """
     caller = "sparse_softmax_cross_entropy_with_logits"
     labels, logits = _check_named(caller, _sentinel, labels, logits)
-    labels, logits = jnp.asarray(labels), as_float(logits)
+    labels, logits = jnp.asarray(labels), cast_to_full(as_float(logits))
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise TypeError(f"`est.nn.{caller}` needs integers as `labels`; got {labels.dtype}.")
     if labels.shape != logits.shape[:-1]:
@@ -175,7 +176,7 @@ def log_poisson_loss(
 
 
 def _pair(caller: str, labels: ArrayLike, logits: ArrayLike) -> tuple[jax.Array, jax.Array]:
-    logits = as_float(logits)
+    logits = cast_to_full(as_float(logits))
     labels = jnp.asarray(labels, logits.dtype)
     check_same_shape(f"est.nn.{caller}", labels, logits, "logits")
     return labels, logits

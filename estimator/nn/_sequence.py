@@ -11,6 +11,7 @@ from jax.typing import ArrayLike, DTypeLike
 from estimator.core._argument_checks import as_float
 from estimator.core._frame import average_denominator
 from estimator.nn._cross_entropy import sparse_softmax_cross_entropy_with_logits
+from estimator.variables._policy import cast_to_full
 
 
 def sequence_mask(
@@ -84,7 +85,7 @@ def sequence_loss(
     Raises:
       ValueError: shapes do not fit.
     """
-    logits, targets, weights = as_float(logits), jnp.asarray(targets), as_float(weights)
+    logits, targets, weights = cast_to_full(as_float(logits)), jnp.asarray(targets), as_float(weights)
     if logits.ndim != 3 or not logits.shape[:2] == targets.shape == weights.shape:
         raise ValueError(
             "`est.nn.sequence_loss` needs logits of shape [batch, steps, classes], and targets and weights of shape "

@@ -31,7 +31,7 @@ class LossScaleState(NamedTuple):
 class DynamicLossScale:
     """A factor on the loss while gradients are taken, which adjusts itself.
 
-    To compute in half precision, cast in the model_fn: `w.astype(jnp.float16)`. Variables stay float32, and so do
+    To compute in half precision, see `est.Policy`, or cast: `w.astype(jnp.float16)`. Variables stay float32, and so do
     their gradients, the sums over towers and the updates; but within the backward pass small numbers become zero. The
     scale lifts them, and gradients are divided by it as soon as they are float32 again, so that all a model_fn sees
     (the loss, what `compute_gradients` returns) is unscaled. Where the scale was too large, the sum of the gradients

@@ -17,6 +17,7 @@ from estimator.variables._aggregation import VariableAggregation
 from estimator.variables._initial_value import as_dtype, as_shape, check_declared, initial_value, is_trainable
 from estimator.variables._lookups import Lookups
 from estimator.variables._partitioning import Partition, apply_partition
+from estimator.variables._policy import innermost_policy
 
 
 class Regularizers(dict[str, Callable[[Any], Any]]):
@@ -48,8 +49,9 @@ def get_variable(
     Args:
       name: prefixed by the scopes around the call.
       shape: of an array variable; an integer is a shape of one dimension. May be left out: see `initializer`.
-      dtype: of an array variable; float32 by default. Without a `shape`, what every array of the initial value is cast
-        to; by default each keeps its own (64 bits become 32 without x64), and Python numbers are float32.
+      dtype: of an array variable; float32 by default, and instead of half precision under an `est.Policy`. Without a
+        `shape`, what every array of the initial value is cast to; by default each keeps its own (64 bits become 32
+        without x64), and Python numbers are float32.
       initializer: with a `shape`, `fn(key, shape, dtype)` as in `jax.nn.initializers`; by default, as in TensorFlow,
         glorot uniform, and zeros for integers and booleans. Without a `shape`, `fn(key) -> pytree`, or a concrete
         pytree of arrays: the way to take in the parameters of a Flax, Haiku or Equinox model whole. Such a function,
@@ -78,19 +80,19 @@ def get_variable(
     # `get_variable(name, initializer)`: the initial value has the shape.
     if initializer is None and callable(shape):
         shape, initializer = None, shape
-    defaults = frame.scope_defaults
+    defaults, policy = frame.scope_defaults, innermost_policy()
+    dtype = as_dtype(f"`est.get_variable({full!r})`", dtype)
     options = {
         "shape": shape,
-        "dtype": dtype,
+        "dtype": dtype if policy is None else policy.storage_dtype(dtype),
         "initializer": defaults.initializer if initializer is None else initializer,
         "trainable": trainable,
         "aggregation": aggregation,
         "partition": partition,
         "regularizer": defaults.regularizer if regularizer is None and trainable else regularizer,
     }
-    if defaults.custom_getter is None:
-        return _get(full, **options)
-    return defaults.custom_getter(_get, full, **options)
+    value = _get(full, **options) if defaults.custom_getter is None else defaults.custom_getter(_get, full, **options)
+    return value if policy is None else policy.cast_variable(value, dtype, trainable)
 
 
 def _get(
