@@ -99,7 +99,7 @@ class _Open(list[Policy]):
 
 
 def innermost_policy() -> Policy | None:
-    """The policy that holds here: of this run, or of one around it, such as that of which this is a tower."""
+    """The policy that holds here, of this run or of one around it: a tower is run by another one."""
     policies = [policy for frame in open_frames() for policy in frame.notes.get(_Open)]
     return policies[-1] if policies else None
 
