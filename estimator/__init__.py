@@ -15,6 +15,8 @@ from estimator._early_stopping import (
     stop_if_no_increase_hook,
 )
 from estimator._estimator import Estimator
+from estimator._goodput import Goodput, goodput
+from estimator._summarize import ModelSummary, VariableSummary, summarize
 from estimator._train_and_evaluate import train_and_evaluate
 from estimator._train_spec import EvalSpec, TrainSpec
 from estimator.checkpoint._init_from_checkpoint import init_from_checkpoint
@@ -116,6 +118,7 @@ __all__ = [
     "Exporter",
     "FinalExporter",
     "FinalOpsHook",
+    "Goodput",
     "Head",
     "Hook",
     "InMemoryEvaluatorHook",
@@ -131,6 +134,7 @@ __all__ = [
     "MemoryUse",
     "ModeKeys",
     "Model",
+    "ModelSummary",
     "MultiClassHead",
     "MultiHead",
     "MultiLabelHead",
@@ -159,6 +163,7 @@ __all__ = [
     "TrainSpec",
     "VariableAggregation",
     "VariableScope",
+    "VariableSummary",
     "VocabInfo",
     "WarmStartReport",
     "WarmStartSettings",
@@ -179,6 +184,7 @@ __all__ = [
     "get_variable",
     "get_variable_scope",
     "global_step",
+    "goodput",
     "group",
     "hooks",
     "init_from_checkpoint",
@@ -210,6 +216,7 @@ __all__ = [
     "stop_if_lower_hook",
     "stop_if_no_decrease_hook",
     "stop_if_no_increase_hook",
+    "summarize",
     "summary",
     "sync_variables",
     "tower_gradient",
