@@ -110,6 +110,7 @@ class RunContext:
         self.own_seconds: list[tuple[float, float]] = []
         self.stopwatch = stopwatch or Stopwatch()
         self._waited = 0.0  # seconds, before the clock was started
+        self._phase = ""
         self.phase = "begin"
         self.error: BaseException | None = None
         self.stop_reason: str | None = None
@@ -184,8 +185,9 @@ class RunContext:
 
     @phase.setter
     def phase(self, phase: str) -> None:
-        self._phase = phase
-        self.stopwatch.switch(_PARTS.get(phase, "host"))
+        if phase != self._phase:  # the loop sets it around each program, mostly to what it is
+            self._phase = phase
+            self.stopwatch.switch(_PARTS.get(phase, "host"))
 
     @property
     def input_wait(self) -> float:
