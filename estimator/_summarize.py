@@ -50,7 +50,7 @@ class VariableSummary:
 
 @dataclasses.dataclass(frozen=True)
 class ModelSummary:
-    """What a model is made of; printed, a table of its variables by scope, with totals.
+    """Variables of a model, and the work and the memory of a step; printed, a table of them by scope, with totals.
 
     Attributes:
       mode: of the step.

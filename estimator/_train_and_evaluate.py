@@ -205,8 +205,13 @@ class _Evaluation(Hook):
     def _name_of_newest(self) -> str | None:
         """The name under which the newest checkpoint is evaluated: where its values were replaced by better ones of an
         earlier step, another one, since under the usual one this step has the evaluation that training led to."""
-        path = self._estimator.latest_checkpoint()
-        if path is None or Checkpoint(path).restored_from is None:
+
+        def is_restored() -> bool:
+            path = self._estimator.latest_checkpoint()
+            return path is not None and Checkpoint(path).restored_from is not None
+
+        # By process 0 for all, since the name is a part of the call that they make together.
+        if not run_on_chief("evaluate the newest checkpoint", is_restored):
             return self._name
         return f"{self._name}_restored" if self._name else "restored"
 
