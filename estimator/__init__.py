@@ -15,6 +15,8 @@ from estimator._early_stopping import (
     stop_if_no_increase_hook,
 )
 from estimator._estimator import Estimator
+from estimator._goodput import Goodput, goodput
+from estimator._summarize import ModelSummary, VariableSummary, summarize
 from estimator._train_and_evaluate import train_and_evaluate
 from estimator._train_spec import EvalSpec, TrainSpec
 from estimator.checkpoint._export_variables import export_variables
@@ -121,6 +123,7 @@ __all__ = [
     "Exporter",
     "FinalExporter",
     "FinalOpsHook",
+    "Goodput",
     "Head",
     "Hook",
     "InMemoryEvaluatorHook",
@@ -136,6 +139,7 @@ __all__ = [
     "MemoryUse",
     "ModeKeys",
     "Model",
+    "ModelSummary",
     "MultiClassHead",
     "MultiHead",
     "MultiLabelHead",
@@ -166,6 +170,7 @@ __all__ = [
     "Transpose",
     "VariableAggregation",
     "VariableScope",
+    "VariableSummary",
     "VocabInfo",
     "WarmStartReport",
     "WarmStartSettings",
@@ -187,6 +192,7 @@ __all__ = [
     "get_variable",
     "get_variable_scope",
     "global_step",
+    "goodput",
     "group",
     "hooks",
     "init_from_checkpoint",
@@ -218,6 +224,7 @@ __all__ = [
     "stop_if_lower_hook",
     "stop_if_no_decrease_hook",
     "stop_if_no_increase_hook",
+    "summarize",
     "summary",
     "sync_variables",
     "tower_gradient",

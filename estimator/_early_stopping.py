@@ -10,6 +10,7 @@ from collections.abc import Callable
 from absl import logging
 
 from estimator._estimator import Estimator
+from estimator.checkpoint._checkpoint import Checkpoint
 from estimator.checkpoint._checkpoints import Checkpoints, take_values
 from estimator.core._argument_checks import check_intervals
 from estimator.core._hook import Context, Hook, RunValues
@@ -142,7 +143,7 @@ class MetricHook(EarlyStoppingHook):
         values = dict(self._history(last))
         best = self._best_step(values)
         # If the last state is as good as the best, it is kept, since it was trained longer.
-        if best is None or values.get(last) == values[best]:
+        if best is None or values.get(last) == values[best] or Checkpoint(path).restored_from == best:
             return False
         source = os.path.join(self._estimator.model_dir, f"ckpt-{best}")
         if last not in values or source not in self._checkpoints.paths():
@@ -155,6 +156,12 @@ class MetricHook(EarlyStoppingHook):
             )
             return False
         logging.info("Restoring the variables of step %d, the best by %r.", best, self._metric_name)
+        logging.warning(
+            "The optimizers' slots go back to step %d as well, and Adam's count and schedules of optax in them; "
+            "global_step stays %d, and so do schedules that read it.",
+            best,
+            last,
+        )
         take_values(path, source)
         return True
 
@@ -343,7 +350,10 @@ def stop_if_no_decrease_hook(
 
     With `restore_best`, a run that ends without an error or SIGTERM has the variables and optimizer slots of the best
     evaluation: the last checkpoint has these, and `evaluate`, `predict`, exports and later training start from them.
-    The number of steps still counts all steps made. Until then the best has a checkpoint, which is not removed.
+    The number of steps still counts all steps made, while counts in slots (Adam's, and schedules of optax) go back with
+    them. Until then the best has a checkpoint, which is not removed. `train_and_evaluate` writes the evaluation of the
+    restored state into `estimator.eval_dir("restored")`, of an EvalSpec with a name "<name>_restored", so that the
+    curve of the evaluations keeps the one of the last state.
 
     >>> import estimator as est
     >>> estimator = est.Estimator(lambda features, mode: None, "/tmp/model")

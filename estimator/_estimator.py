@@ -241,6 +241,7 @@ class Estimator:
         keep_standard_streams_open()
         call = f"evaluate(steps={steps}, checkpoint_path={checkpoint_path!r}, name={name!r})"
         with note_interrupts(), collective_call(call) as group, contextlib.ExitStack() as stack:
+            stack.enter_context(self._runs.stopwatch.part("evaluation"))
             path = self._runs.lookup.find(checkpoint_path, group)
             if group.count > 1 and path is not None:  # which all of them read
                 stack.enter_context(Checkpoint(path).hold())
@@ -268,7 +269,10 @@ class Estimator:
             return self._runs.states.for_evaluation(state, *batch), None
 
         own_hooks = checked_hooks("hooks", hooks)
-        with collective_call(f"evaluate_state(steps={steps}, name={name!r})") as group:
+        with (
+            collective_call(f"evaluate_state(steps={steps}, name={name!r})") as group,
+            self._runs.stopwatch.part("evaluation"),
+        ):
             return self._runs.evaluate(place_state, input_fn, steps, own_hooks, name, group)
 
     def predict(

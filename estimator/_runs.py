@@ -30,6 +30,7 @@ from estimator.loop._evaluate import EvalSteps, evaluate_batches
 from estimator.loop._predict import PredictSteps, predict_batches
 from estimator.loop._programs import Programs
 from estimator.loop._resume_input import resume_input
+from estimator.loop._stopwatch import Stopwatch
 from estimator.loop._synchronized_input import first_batch
 from estimator.loop._train import Training
 from estimator.multihost._preemption import ends_by_sigterm, raise_at_sigterm
@@ -76,6 +77,7 @@ class Runs:
       checkpoints: in the model_dir.
       states: where the state of a run comes from.
       lookup: which checkpoint it comes from.
+      stopwatch: measures training and evaluations, and stands still between them.
     """
 
     def __init__(
@@ -92,6 +94,7 @@ class Runs:
         self._resumes = True  # a run of another process, or one that failed: with its position in the input
         self._programs: Programs | None = None  # made for the first batch
         self._compiled: set[ModeKeys] = set()
+        self.stopwatch = Stopwatch()
         self.eval_steps = EvalSteps(self._model)
         self._predict_steps = PredictSteps(self._model)
         self.states = StateSource(self._model, config.seed, warm_start_from)
@@ -114,13 +117,18 @@ class Runs:
         if max_steps is not None and start.step >= max_steps:
             logging.info("Skipping training since max_steps has already saved.")
             return
-        opened = self._open_input(input_fn, start, group)
+        if self._resumes:
+            self.stopwatch.resume(start.host.get("time"), group.index)
+        with self.stopwatch.part("input"):
+            opened = self._open_input(input_fn, start, group)
         if opened is None:
             return
-        training = self._build(opened, start, hooks, listeners, steps, max_steps, group)
+        with self.stopwatch.part("compilation"):
+            training = self._build(opened, start, hooks, listeners, steps, max_steps, group)
         if training is None:
             return
-        state = self._run(training, opened, start)
+        with self.stopwatch.part("host"):
+            state = self._run(training, opened, start)
         self._remember(training, state)
 
     def _locate(self, group: ProcessGroup) -> _Start:
@@ -174,7 +182,8 @@ class Runs:
         chief_hooks, spec_hooks = map(as_hooks, info.hooks)
         hooks = with_default_hooks(chief_hooks, [*as_hooks(own_hooks), *spec_hooks], self._config, listeners)
         hooks = hooks_for_process(group, hooks, chief_hooks)
-        state = self.states.take_for_training(start.path, group, *first)
+        with self.stopwatch.part("checkpoint" if start.path else "compilation"):
+            state = self.states.take_for_training(start.path, group, *first)
         # Before the first step, which donates the state.
         self._model.compare(ModeKeys.TRAIN, state, *first)
         step = start.step
@@ -200,6 +209,7 @@ class Runs:
             last_step,
             start.path,
             opened.skipped,
+            self.stopwatch,
         )
 
     def _run(self, training: Training, opened: _OpenInput, start: _Start) -> State:

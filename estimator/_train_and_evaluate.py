@@ -14,6 +14,7 @@ from estimator._early_stopping import EarlyStoppingHook, MetricHook
 from estimator._estimator import Estimator
 from estimator._runs import check_eval_dir
 from estimator._train_spec import EvalSpec, TrainSpec
+from estimator.checkpoint._checkpoint import Checkpoint
 from estimator.checkpoint._model_dir import training_in
 from estimator.core._hook import Context, Hook, RunValues
 from estimator.hooks._checkpoint_saver import CheckpointSaverListener
@@ -65,8 +66,8 @@ def train_and_evaluate(
         None: at checkpoints.
 
     Returns:
-      What `evaluate` returns for the last state, and the list of what its exporters returned. Given several EvalSpecs,
-      both are dicts of these by the name of the EvalSpec.
+      What `evaluate` returns for the last state, and the list of what its exporters returned: the path of an export, of
+      a `BestExporter` the best one's. Given several EvalSpecs, both are dicts of these by the name of the EvalSpec.
 
     Raises:
       TypeError: an argument is of another kind.
@@ -199,7 +200,20 @@ class _Evaluation(Hook):
         """Evaluates the newest checkpoint, unless its state was the last one evaluated."""
         if again or self._ended is None or self._ended.restored or not self._is_of(self._ended):
             spec = self._spec
-            self.metrics = self._estimator.evaluate(spec.input_fn, spec.steps, spec.hooks, name=self._name)
+            self.metrics = self._estimator.evaluate(spec.input_fn, spec.steps, spec.hooks, name=self._name_of_newest())
+
+    def _name_of_newest(self) -> str | None:
+        """The name under which the newest checkpoint is evaluated: where its values were replaced by better ones of an
+        earlier step, another one, since under the usual one this step has the evaluation that training led to."""
+
+        def is_restored() -> bool:
+            path = self._estimator.latest_checkpoint()
+            return path is not None and Checkpoint(path).restored_from is not None
+
+        # By process 0 for all, since the name is a part of the call that they make together.
+        if not run_on_chief("evaluate the newest checkpoint", is_restored):
+            return self._name
+        return f"{self._name}_restored" if self._name else "restored"
 
     def _evaluate(self, context: Context) -> None:
         # First: reading the state looks at the losses so far, and so may find the NaN.
@@ -207,8 +221,9 @@ class _Evaluation(Hook):
         if context.found_nan:
             return  # nothing of it will be saved
         spec, self._started = self._spec, time.monotonic()
+        name = self._name if context.batches else self._name_of_newest()
         with context.evaluating():
-            self.metrics = self._estimator.evaluate_state(state, spec.input_fn, spec.steps, spec.hooks, self._name)
+            self.metrics = self._estimator.evaluate_state(state, spec.input_fn, spec.steps, spec.hooks, name)
 
     def _is_of(self, context: Context) -> bool:
         """Says whether the last evaluation was of the present state."""

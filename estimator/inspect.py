@@ -1,9 +1,11 @@
-"""Shows the checkpoints in a model_dir, the variables in one, what changed between two, or which are damaged.
+"""Shows the checkpoints in a model_dir, the variables in one, what changed between two, which are damaged, or how the
+training has spent its time.
 
     python -m estimator.inspect MODEL_DIR
     python -m estimator.inspect MODEL_DIR --variables
     python -m estimator.inspect MODEL_DIR --diff 1000 2000
     python -m estimator.inspect MODEL_DIR --verify
+    python -m estimator.inspect MODEL_DIR --time
 
 It only reads, on the CPU: training may run in the directory.
 """
@@ -20,6 +22,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from estimator._goodput import NoTimesError, goodput
+from estimator._table import align, show_bytes
 from estimator.checkpoint._checkpoint import Checkpoint, NotACheckpointError
 from estimator.checkpoint._model_dir import CheckpointInfo, checkpoints, find_newest
 from estimator.checkpoint._named_arrays import ShapeDtype, describe
@@ -49,6 +53,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         action="store_true",
         help="compare the checksums of all files in all checkpoints; the exit status is 1 if one is damaged",
     )
+    shows.add_argument(
+        "--time",
+        action="store_true",
+        help="the shares of the time since the training began: input, host, device, checkpoint, evaluation ...",
+    )
     args = parser.parse_args(arguments)
     # Training may run at the same time and use the memory of the GPU.
     jax.config.update("jax_platforms", "cpu")
@@ -62,13 +71,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
             _verify([each for each in infos if one in (None, each.path)])
         elif args.diff:
             _print_lines(_diff(*(_find_step(infos, step) for step in args.diff)))
+        elif args.time:
+            print(goodput(args.model_dir))
         elif args.variables or one:
             checkpoint = Checkpoint(one) if one else find_newest(model_dir)
             assert checkpoint is not None
             _print_lines(_variables(checkpoint))
         else:
             _print_lines(_list(infos))
-    except (FileNotFoundError, NotACheckpointError, DamagedCheckpointError) as error:
+    except (FileNotFoundError, NotACheckpointError, DamagedCheckpointError, NoTimesError) as error:
         raise SystemExit(str(error)) from None
 
 
@@ -87,11 +98,11 @@ def _find_step(infos: Sequence[CheckpointInfo], step: int) -> Checkpoint:
 
 def _list(infos: Sequence[CheckpointInfo]) -> Iterator[str]:
     rows = [
-        (str(each.step), time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(each.time)), _bytes(each.bytes))
+        (str(each.step), time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(each.time)), show_bytes(each.bytes))
         + (", ".join(["pinned"] * each.pinned + [f"damaged: {each.damage}"] * (each.damage is not None)),)
         for each in infos
     ]
-    return _table([("step", "time", "size", ""), *rows], ">>><")
+    return align([("step", "time", "size", ""), *rows], ">>><")
 
 
 def _verify(infos: Sequence[CheckpointInfo]) -> None:
@@ -122,10 +133,10 @@ def _variables(checkpoint: Checkpoint) -> Iterator[str]:
         if names:
             rows = [(name, *_kind(shapes[name]), f"{norms[name]:.6g}") for name in sorted(names)]
             yield ""
-            yield from _table([(title, "shape", "dtype", "norm"), *rows], "<<<>")
+            yield from align([(title, "shape", "dtype", "norm"), *rows], "<<<>")
             numbers = sum(math.prod(shapes[name].shape) for name in names)
             size = sum(math.prod(shapes[name].shape) * np.dtype(shapes[name].dtype).itemsize for name in names)
-            yield f"{numbers:,} numbers, {_bytes(size)}"
+            yield f"{numbers:,} numbers, {show_bytes(size)}"
 
 
 def _diff(first: Checkpoint, second: Checkpoint) -> Iterator[str]:
@@ -145,7 +156,7 @@ def _diff(first: Checkpoint, second: Checkpoint) -> Iterator[str]:
     if rows:
         yield ""
         titles = ("changed", "shape", "dtype", f"norm at {first.step}", f"norm at {second.step}", "of change")
-        yield from _table([titles, *sorted(rows)], "<<<>>>")
+        yield from align([titles, *sorted(rows)], "<<<>>>")
     for name in sorted(before.keys() & after.keys() - same_kind.keys()):
         yield f"other shape or dtype: {name}, {_kind_text(before[name])}, then {_kind_text(after[name])}"
     for checkpoint, names in ((first, before.keys() - after.keys()), (second, after.keys() - before.keys())):
@@ -185,23 +196,6 @@ def _kind(array: ShapeDtype) -> tuple[str, str]:
 
 def _kind_text(array: Any) -> str:
     return describe(array)
-
-
-def _bytes(size: float) -> str:
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if size < 1000 or unit == "GB":
-            break
-        size /= 1000
-    return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
-
-
-def _table(rows: Sequence[tuple[str, ...]], alignment: str) -> Iterator[str]:
-    """Lines of columns, each aligned as a character of `alignment` says."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    for row in rows:
-        yield "  ".join(
-            f"{cell:{side}{width}}" for cell, side, width in zip(row, alignment, widths, strict=True)
-        ).rstrip()
 
 
 if __name__ == "__main__":

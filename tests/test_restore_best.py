@@ -11,6 +11,7 @@ from testing.scenarios.early_stopping import ONE, TABLE, KillEvaluation, evaluat
 
 import estimator as est
 from estimator.checkpoint import _checkpoints
+from estimator.checkpoint._checkpoint import Checkpoint
 from estimator.checkpoint._checkpoints import CheckpointWriteError
 from replicate import TowerOptimizer, VariableDistribution, replicate_model_fn
 
@@ -32,6 +33,36 @@ def test_the_best_variables_are_the_last_ones(tmp_path, max_steps, messages):
         np.testing.assert_array_equal(estimator.get_variable_value(name), other.get_variable_value(name))
     for each in (estimator, make(tmp_path / "a", TABLE)):
         assert each.evaluate(lambda: ONE) == metrics
+
+
+def test_the_evaluation_of_the_restored_state_has_a_directory_of_its_own(tmp_path, messages):
+    estimator = make(tmp_path, TABLE)
+    for _ in range(2):  # a run that has ended is neither restored again nor does it change what was written
+        metrics, _ = run(estimator, no_decrease(estimator, restore_best=True))
+        assert metrics["m"] == 6.0
+        written = est.read_eval_metrics(estimator.eval_dir())
+        assert {step: values["m"] for step, values in written.items()} == pytest.approx(
+            {i: TABLE[i] for i in range(2, 15, 2)}
+        )
+        restored = est.read_eval_metrics(estimator.eval_dir("restored"))
+        assert {step: values["m"] for step, values in restored.items()} == {14: 6.0}
+        estimator = make(tmp_path, TABLE)
+    warned = (
+        "The optimizers' slots go back to step 8 as well, and Adam's count and schedules of optax in them; global_step "
+        "stays 14, and so do schedules that read it."
+    )
+    assert messages().count(warned) == 1
+    estimator.train(lambda: [ONE] * 2)  # its checkpoint has values of its own
+    assert Checkpoint(estimator.latest_checkpoint()).restored_from is None
+
+
+def test_the_evaluations_of_an_eval_spec_with_a_name_keep_it(tmp_path):
+    estimator = make(tmp_path, TABLE)
+    hook = no_decrease(estimator, restore_best=True)
+    spec = est.EvalSpec(lambda: ONE, name="test")
+    est.train_and_evaluate(estimator, est.TrainSpec(lambda: [ONE] * 12, hooks=[hook]), spec, 2)
+    assert [*est.read_eval_metrics(estimator.eval_dir("test_restored"))] == [12]
+    assert est.read_eval_metrics(estimator.eval_dir("test"))[12]["m"] == pytest.approx(TABLE[12])
 
 
 @pytest.mark.covers("7 checkpoint GC")

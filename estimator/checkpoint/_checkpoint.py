@@ -142,6 +142,11 @@ class Checkpoint:
         """The values that were saved beside arrays."""
         return self._metadata()["custom_metadata"]
 
+    @property
+    def restored_from(self) -> int | None:
+        """The step of the checkpoint that its values were taken from, by `restore_best`; None: they are its own."""
+        return self.host.get("restored_from")
+
     def _metadata(self) -> dict[str, Any]:
         try:
             return decode(read_checked(self.path, _METADATA_FILE).decode())

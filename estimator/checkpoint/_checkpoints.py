@@ -232,14 +232,15 @@ class AsyncSave:
 @with_orbax
 def take_values(path: str, source: str) -> None:
     """Replaces the variables and slots of the checkpoint at `path` by the ones of another checkpoint; the step and
-    everything else in it stay. The old one is removed when the new one is written.
+    everything else in it stay, and it says where its values are from (`Checkpoint.restored_from`). The old one is
+    removed when the new one is written.
 
     Raises:
       CheckpointWriteError: the new one could not be written; the old one stays.
     """
     values = Checkpoint(source).read_on_disk(lambda key: key.startswith(PREFIXES))
     others = Checkpoint(path).read_on_disk(lambda key: not key.startswith(PREFIXES))
-    host = encode(Checkpoint(path).host)
+    host = encode({**Checkpoint(path).host, "restored_from": Checkpoint(source).step})
     marks = Checkpoint(path).list_marks()
     # The new checkpoint is written beside the old one, which stays until both are renamed: a kill between the two
     # renames leaves neither, and training resumes from the one before. A store has no renames: there `save_checkpoint`

@@ -193,6 +193,15 @@ class Context(Protocol):
         part of a rate; None before."""
 
     @property
+    def input_wait(self) -> float:
+        """The seconds that this process has waited for training input since `clock`."""
+
+    @property
+    def least_step_seconds(self) -> float | None:
+        """The seconds that the FLOPs of a training step take at the peak of its devices; None where that is not known,
+        as on CPUs."""
+
+    @property
     def phase(self) -> str:
         """What the run is doing: "begin", "input", "compile", "step", "checkpoint", "evaluate", "output" (`predict`
         waits for its caller) or "end"."""

@@ -168,10 +168,8 @@ class LatestExporter(Exporter):
         last = _read_record(export_path)
         # A run that was killed after its export evaluates the same state again when it resumes: the export is there
         # already.
-        if last is not None and _text(last["eval_result"]) == _text(result):
-            path = os.path.join(export_path, last["export"])
-            if is_dir(path):
-                return False, path
+        if last is not None and _text(last["eval_result"]) == _text(result) and (path := _find(export_path, last)):
+            return False, path
         return self._is_chosen(last and last["eval_result"], result), None
 
     def _is_chosen(self, last: EvalResult | None, result: EvalResult) -> bool:
@@ -221,7 +219,8 @@ class BestExporter(LatestExporter):
     """Exports a model that is better than all that it exported before.
 
     A file beside the exports has the best result: a restarted training run compares with it, and never exports a worse
-    model, as TensorFlow's exporter would. A result with NaN in any metric is never the best.
+    model, as TensorFlow's exporter would. A result with NaN in any metric is never the best. At the end of training
+    `export` returns the path of the best export, though the last model was no better; before, None where it makes none.
 
     >>> import numpy as np
     >>> def more_accurate(best_eval_result, current_eval_result):
@@ -259,6 +258,13 @@ class BestExporter(LatestExporter):
             )
         self._compare_fn = compare_fn
 
+    def _decide(self, export_path: str, result: EvalResult, final: bool) -> tuple[bool, str | None]:
+        chosen, path = super()._decide(export_path, result, final)
+        # The caller of `train_and_evaluate` gets what is returned at the end, and wants to load the best.
+        if final and not chosen and path is None and (last := _read_record(export_path)) is not None:
+            path = _find(export_path, last)
+        return chosen, path
+
     def _is_chosen(self, last: EvalResult | None, result: EvalResult) -> bool:
         # The first result is compared with itself, so that a metric that the function lacks is an error at once.
         best = result if last is None else {key: np.asarray(x) if isinstance(x, list) else x for key, x in last.items()}
@@ -287,6 +293,12 @@ def _read_record(export_path: str) -> dict[str, Any] | None:
         )
         return None
     return record
+
+
+def _find(export_path: str, record: dict[str, Any]) -> str | None:
+    """The path of the export that a record is of; None where it was removed."""
+    path = os.path.join(export_path, record["export"])
+    return path if is_dir(path) else None
 
 
 def _as_json(value: ArrayLike) -> object:

@@ -15,6 +15,7 @@ from estimator.core._argument_checks import check_intervals
 from estimator.core._hook import Context, Hook, RunValues
 from estimator.core._mode_keys import ModeKeys
 from estimator.core._record import Histogram, Report, Rows, Scalar
+from estimator.hooks._rates import RateMeter
 from estimator.hooks._timer import SecondOrStepTimer
 from estimator.storage._files import normalize
 from estimator.summary._event_writer import shown_metrics, write_into
@@ -27,6 +28,10 @@ _MOST_WAITING = 2  # programs in flight. Older values are ready, so that reading
 class SummarySaverHook(Hook):
     """Writes the loss, what the model_fn shows by `est.summary.*`, `global_step/sec` and `examples/sec`; and for
     optimizers under `optax.inject_hyperparams` the `learning_rate`, several as `learning_rate/<name>`.
+
+    With the rates come `input_wait`, the share of the time that the run waited for its input, from 0 to 1, and on GPUs
+    whose peak is known `flops_utilization`, the share of it: the FLOPs of a step by `est.summarize`, by the steps per
+    second, over the most that one device makes, of dense matrices in half precision.
 
     They go into an event file for TensorBoard, and the numbers into `history.jsonl` too (see `est.read_history`); the
     rates once a second at most. `train` has such a hook unless one is given that writes into the model_dir;
@@ -74,7 +79,7 @@ class SummarySaverHook(Hook):
         self._names: list[str] = []
         self._waiting: list[_Moment] = []
         self._passed = 0  # the last step whose loss is known
-        self._clock: tuple[int, float] | None = None  # the step and the time from which rates are taken
+        self._meter = RateMeter()
 
     def after_create_state(self, context: Context) -> None:
         if self._given_writer is None and self._dir is None and context.output_dir is None:
@@ -128,7 +133,8 @@ class SummarySaverHook(Hook):
             due = [moment for moment in self._waiting if moment[0] <= last]
             self._waiting = self._waiting[len(due) :]
             for moment in due:
-                self._write_moment(context, moment, self._rates(context, last) if moment is due[-1] else {})
+                rates = self._meter.read(context, last, _SECONDS) if moment is due[-1] else {}
+                self._write_moment(context, moment, rates)
             return
         if self._steps is not None:
             steps = range(first + (1 - first) % self._steps, last + 1, self._steps)
@@ -136,21 +142,10 @@ class SummarySaverHook(Hook):
             steps = range(last, last + 1 if self._timer.should_trigger_for_step(last) else last)
         for step in steps:
             if self._write is not None:
-                rates = self._rates(context, last) if step == steps[-1] else {}
+                rates = self._meter.read(context, last, _SECONDS) if step == steps[-1] else {}
                 shown = {tag: float(of_steps[step - first]) for tag, of_steps in context.scalars.items()}
                 self._write(step, time.time(), {"loss": float(losses[step - first]), **shown, **rates})
             self._timer.update_last_triggered_step(step)
-
-    def _rates(self, context: Context, done: int) -> dict[str, float]:
-        """Steps and examples per second, of all since the last time, or since the first program was compiled, up to the
-        step `done`; examples by the mean size of a batch."""
-        now = time.monotonic()
-        step, since = self._clock or context.clock or (done, now)
-        if done <= step or (self._clock is not None and now < since + _SECONDS):
-            return {}
-        self._clock = done, now
-        rate = (done - step) / (now - since)
-        return {"global_step/sec": rate, "examples/sec": rate * context.examples / context.batches}
 
     def _write_moment(self, context: Context, moment: _Moment, rates: Mapping[str, float] | None = None) -> None:
         if self._write is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -14,6 +15,7 @@ from estimator.core._mode_keys import ModeKeys
 from estimator.core._record import Report
 from estimator.core._state import State
 from estimator.core._train_op import select_rates
+from estimator.loop._stopwatch import Stopwatch
 from estimator.multihost._preemption import SIGTERM
 from estimator.multihost._process_group import ProcessGroup, SingleProcess
 from estimator.optim._learning_rate import set_rate
@@ -24,6 +26,8 @@ from estimator.storage._files import normalize
 from estimator.summary._event_writer import EventWriter
 
 T = TypeVar("T")
+
+_PARTS = {"input": "input", "compile": "compilation", "checkpoint": "checkpoint", "evaluate": "evaluation"}  # of phases
 
 
 class Actions(Protocol):
@@ -73,6 +77,11 @@ class RunContext:
       group: the processes that make the same run.
       actions: what the run does for hooks; None: it only shows a state, which is set later.
       verbose: whether it shows progress bars.
+      stopwatch: measures the parts of the run.
+
+    Attributes:
+      own_seconds: of several processes, the seconds that each has spent on reading its input and on its host; as of a
+        chunk or two before.
     """
 
     def __init__(
@@ -83,6 +92,7 @@ class RunContext:
         group: ProcessGroup | None = None,
         actions: Actions | None = None,
         verbose: bool = True,
+        stopwatch: Stopwatch | None = None,
     ) -> None:
         self.mode = mode
         self.verbose = verbose
@@ -96,6 +106,11 @@ class RunContext:
         self.batches = 0
         self.examples = 0
         self.clock: tuple[int, float] | None = None
+        self.least_step_seconds: float | None = None
+        self.own_seconds: list[tuple[float, float]] = []
+        self.stopwatch = stopwatch or Stopwatch()
+        self._waited = 0.0  # seconds, before the clock was started
+        self._phase = ""
         self.phase = "begin"
         self.error: BaseException | None = None
         self.stop_reason: str | None = None
@@ -163,6 +178,25 @@ class RunContext:
     def notify_loss_watchers(self, step: int, losses: np.ndarray) -> None:
         for watcher in self._watchers:
             watcher(self, step, losses)
+
+    @property
+    def phase(self) -> str:
+        return self._phase
+
+    @phase.setter
+    def phase(self, phase: str) -> None:
+        if phase != self._phase:  # the loop sets it around each program, mostly to what it is
+            self._phase = phase
+            self.stopwatch.switch(_PARTS.get(phase, "host"))
+
+    @property
+    def input_wait(self) -> float:
+        return self.stopwatch.read()["input"] - self._waited
+
+    def start_clock(self) -> None:
+        """Notes that the first program of a training run is done."""
+        self.clock = self.global_step, time.monotonic()
+        self._waited = self.stopwatch.read()["input"]
 
     @contextlib.contextmanager
     def in_phase(self, phase: str) -> Iterator[None]:

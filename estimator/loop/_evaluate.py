@@ -75,7 +75,7 @@ class EvalSteps:
         if most == 1 or not info.is_one_program or has_sparse((features, labels)) or debugging():
             return 1
         if size not in self._fits:
-            self._fits[size] = steps_that_fit(self.step, info.platform, carry, key_data, features, labels)
+            self._fits[size] = steps_that_fit(self.step.trace(carry, key_data, features, labels), info.platform)
         return min(most, self._fits[size])
 
 

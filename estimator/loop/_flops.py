@@ -1,8 +1,9 @@
-"""Estimates the FLOPs of a compiled step, to choose how many steps make one program."""
+"""The FLOPs of a step: how many steps make one program, and what share of a device's peak they use."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import jax
 from jax.interpreters.partial_eval import dce_jaxpr
@@ -16,22 +17,54 @@ _FLOPS_PER_PROGRAM = {"cpu": 1e8}
 _FLOPS_ON_ACCELERATORS = 1e10
 
 
-def steps_that_fit(step: Any, platform: str, *args: Any) -> int:
+# The peak of one device in FLOPs per second, of dense matrices in half precision, by the beginning of jax's
+# `device_kind`; by NVIDIA's data sheets, without sparsity.
+_PEAKS = {
+    "NVIDIA B200": 2250e12,
+    "NVIDIA H200": 989e12,
+    "NVIDIA H100 80GB HBM3": 989e12,
+    "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA A100": 312e12,
+    "NVIDIA L40S": 362e12,
+    "NVIDIA L4": 121e12,
+    "Tesla V100-SXM2": 125e12,
+    "Tesla T4": 65e12,
+}
+
+
+def count_flops(traced: jax.stages.Traced) -> float:
+    """The FLOPs of a program on one device, as XLA counts them before it is compiled; a `while_loop` counts once where
+    XLA cannot know how often it runs."""
+    cost = traced.lower().cost_analysis() or {}  # kinds with a count of 0 are left out
+    return float(cost.get("flops", 0.0))
+
+
+def peak_flops(device_kind: str) -> float | None:
+    """The most FLOPs per second of a device; None where they are not known, as of CPUs and of a part of a GPU.
+
+    >>> peak_flops("NVIDIA A100-SXM4-80GB"), peak_flops("cpu")
+    (312000000000000.0, None)
+    """
+    # The longest first: "NVIDIA L4" begins "NVIDIA L40S".
+    kinds = sorted(_PEAKS, key=len, reverse=True)
+    return next((_PEAKS[kind] for kind in kinds if device_kind.startswith(kind) and "MIG" not in device_kind), None)
+
+
+def steps_that_fit(
+    traced: jax.stages.Traced, platform: str, count: Callable[[jax.stages.Traced], float] = count_flops
+) -> int:
     """The number of steps that go into one program, by their FLOPs on one device. At least one; only one
     where a loop within the step hides how many operations it has.
 
     Args:
-      step: a function from `jax.jit`.
+      traced: the program of a step.
       platform: the kind of device that it runs on.
-      *args: of the step; `jax.ShapeDtypeStruct`s will do.
+      count: counts its FLOPs.
     """
-    traced = step.trace(*args)
     jaxpr, _ = dce_jaxpr(traced.jaxpr.jaxpr, [True] * len(traced.jaxpr.jaxpr.outvars))
     if _has_loop(jaxpr):  # what the model_fn shows is not computed here, and may have a loop of its own
         return 1
-    cost = traced.lower().cost_analysis() or {}  # kinds with a count of 0 are left out
-    flops = max(1.0, float(cost.get("flops", 0.0)))
-    return max(1, int(_FLOPS_PER_PROGRAM.get(platform, _FLOPS_ON_ACCELERATORS) / flops))
+    return max(1, int(_FLOPS_PER_PROGRAM.get(platform, _FLOPS_ON_ACCELERATORS) / max(1.0, count(traced))))
 
 
 def debugging() -> bool:

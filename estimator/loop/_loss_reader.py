@@ -61,11 +61,13 @@ class LossReader:
     def add(self, outputs: StepOutputs, steps: int) -> None:
         """Notes a program that was started; waits for the first one, to start the clock."""
         self._waiting.append((outputs, steps))
-        if self._log.clock is None:
-            outputs.losses.block_until_ready()
+        if self._context.clock is None:
+            with self._context.stopwatch.part("device"):
+                outputs.losses.block_until_ready()
             known = _concatenate(self._waiting)
-            self._log.start_clock(self._context.global_step, known.losses, known.scalars)
-            self._context.clock = self._log.clock
+            # Compiling is not part of the rates, which are measured from here.
+            self._context.start_clock()
+            self._log.add_first(self._context.global_step, known.losses, known.scalars)
 
     def read(self, carry: Carry, but: int = 0) -> None:
         """Reads and logs the losses that wait, except for the last `but` programs.
@@ -76,7 +78,8 @@ class LossReader:
         programs = self._waiting[: len(self._waiting) - but]
         if not programs:
             return
-        losses, scalars, skipped = _concatenate(programs)
+        with self._context.stopwatch.part("device"):
+            losses, scalars, skipped = _concatenate(programs)
         self._waiting = self._waiting[len(programs) :]
         first, last = self.step + 1, self.step + len(losses)
         is_nan = np.isnan(losses)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 
 from estimator.core._model_fn import ModelFn
+from estimator.core._state import State
 from estimator.core._typing import Features, Labels
 from estimator.loop._programs import Programs
 from estimator.steps._transform import transform
@@ -97,7 +98,12 @@ def _use(model_fn: ModelFn, features: Features, labels: Labels, params: Any) -> 
             "model_fn with MIRRORED or SHARDED variables."
         )
     state = model.abstract_init(features, labels)
-    stats = programs.trace_step(state).lower().compile().memory_analysis()
+    return memory_use(programs.trace_step(state), state)
+
+
+def memory_use(traced: jax.stages.Traced, state: State) -> MemoryUse:
+    """The memory of a program of one step, which is compiled for it, with such a state."""
+    stats = traced.lower().compile().memory_analysis()
     return MemoryUse(
         state=sum(_bytes(x) for x in jax.tree.leaves((state.variables, state.slots, state.global_step))),
         arguments=stats.argument_size_in_bytes,

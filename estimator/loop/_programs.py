@@ -19,7 +19,7 @@ from estimator.core._record import Report
 from estimator.core._state import State
 from estimator.core._typing import Features, Labels, PyTree
 from estimator.inputs._batch_values import stack_of
-from estimator.loop._flops import steps_that_fit
+from estimator.loop._flops import count_flops, peak_flops, steps_that_fit
 from estimator.steps._compiled_steps import Carry, Program, carry_of, loop_over_some, state_of
 from estimator.steps._deferred_merge import merge_deferred
 from estimator.steps._transform import Model
@@ -106,8 +106,18 @@ class Programs:
     @functools.cached_property
     def steps_that_fit(self) -> int:
         """The number of steps that are to go into one program, by their arithmetic."""
-        carry, key_data = carry_of(self.info.like), jax.eval_shape(jax.random.key_data, self.info.like.key)
-        return steps_that_fit(self._step, self.info.platform, carry, key_data, *self._batch)
+        return steps_that_fit(self.trace_step(self.info.like), self.info.platform, lambda _: self.flops)
+
+    @functools.cached_property
+    def flops(self) -> float:
+        """The FLOPs of a step on one device."""
+        return count_flops(self.trace_step(self.info.like))
+
+    @property
+    def least_step_seconds(self) -> float | None:
+        """The seconds that the FLOPs of a step take at the peak of its devices, where that is known."""
+        peak = peak_flops(self.info.device.device_kind)
+        return None if peak is None or not self.info.is_one_program else self.flops / peak
 
     def trace_step(self, like: State) -> jax.stages.Traced:
         """The program of one step, for a state that is like this: of `jax.ShapeDtypeStruct`s."""

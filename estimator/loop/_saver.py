@@ -91,10 +91,12 @@ class Saver:
                     f"{self.describe_newest()} Look for a gradient that is not a number, or lower the learning rate."
                 )
             # Each process reads another part of the input. All of them call this at the same step.
-            positions = self._context.group.all_gather(self.position)
+            stopwatch = self._context.stopwatch
+            positions, seconds = zip(*self._context.group.all_gather((self.position, stopwatch.read())), strict=True)
             host = {
-                "input": {"batches": self.batches, "positions": positions},
+                "input": {"batches": self.batches, "positions": list(positions)},
                 "hooks": _hook_calls.states(self._hooks),
+                "time": stopwatch.record(list(seconds)),
             }
             self._wait()  # one save at a time; the newest that is on disk is known then
             self._before = self.path, self.step

@@ -19,6 +19,7 @@ that its input thread has not begun. The chunks of the rounds before are still r
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -77,12 +78,14 @@ class _Offer(NamedTuple):
       ended: whether its input ends with them.
       failure: what its input raised after them.
       stop_reason: why it wants to stop, if it does.
+      own_seconds: on reading its input and on its host, since the run began.
     """
 
     batches: Sequence[BatchShape]
     ended: bool = False
     failure: str | None = None
     stop_reason: str | None = None
+    own_seconds: tuple[float, float] = (0.0, 0.0)
 
 
 Pulled = tuple[list[Any], BaseException | None]  # pairs or `Uneven`s, and what came instead of more
@@ -118,10 +121,14 @@ class SynchronizedInput:
         self._channel = context.group.channel("input")
         self._lock = threading.Lock()
         self._stop_at: int | None = None  # the round that the main thread has answered
+        self._reading = 0.0  # seconds, without the wait for other processes
 
     def pull(self, pairs: Iterator[Pair], n: int, closed: threading.Event) -> Pulled:
         """Up to `n` batches, and what came instead of more; called in the thread of the input."""
+        start = time.perf_counter()
         pulled, error = pull_batches(pairs, n, closed)
+        self._reading += time.perf_counter() - start
+        own_seconds = self._reading, self._context.stopwatch.read()["host"]
         shapes: list[BatchShape] = []
         for pair in pulled:
             try:
@@ -135,11 +142,12 @@ class SynchronizedInput:
             # The main thread has published a stop for this round: an offer now would be one for the next round.
             if self._stop_at is not None or closed.is_set():
                 return [], Stopped(SIGTERM)
-            offer = _Offer(shapes, ended, failure, self._context.local_stop_reason)
+            offer = _Offer(shapes, ended, failure, self._context.local_stop_reason, own_seconds)
             number = self._channel.start_gather(offer)
         # Without the lock, which the main thread needs to answer a SIGTERM while this waits for other processes.
         gathered = self._channel.finish_gather(number, closed)
         offers = [_Offer([BatchShape(*shape) for shape in shapes], *rest) for shapes, *rest in gathered]
+        self._context.own_seconds = [offer.own_seconds for offer in offers]
         if reasons := [offer.stop_reason for offer in offers if offer.stop_reason]:
             return [], Stopped(SIGTERM if SIGTERM in reasons else reasons[0])
         # An error counts once all have come to it: not where the inputs of others end before.

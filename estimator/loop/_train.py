@@ -24,6 +24,7 @@ from estimator.loop._plan import Chunk, Plan
 from estimator.loop._programs import InFlight, Pair, ProgramCall, Programs, StepOutputs
 from estimator.loop._read_ahead import read_ahead, shows_bars
 from estimator.loop._saver import Saver
+from estimator.loop._stopwatch import Stopwatch
 from estimator.loop._training_log import TrainingLog
 from estimator.multihost._process_group import ProcessGroup
 from estimator.runtime._huge_pages import advise_huge_pages
@@ -43,6 +44,7 @@ class Training:
       last_step: where to stop; None: where the input ends.
       saved_path: the checkpoint that the state was read from, if it was.
       skipped_batches: the number of batches of the input that earlier runs have taken.
+      stopwatch: measures the parts of the run.
 
     Attributes:
       context: what hooks see.
@@ -60,14 +62,16 @@ class Training:
         last_step: int | None,
         saved_path: str | None,
         skipped_batches: int,
+        stopwatch: Stopwatch,
     ) -> None:
         self.programs = programs
         self.config = config
         self.hooks = hooks
         self.last_step = last_step
         start = int(state.global_step)
-        self.context = RunContext(ModeKeys.TRAIN, config.model_dir, start, group, actions=self, verbose=config.verbose)
+        self.context = RunContext(ModeKeys.TRAIN, config.model_dir, start, group, self, config.verbose, stopwatch)
         self.context.set_model_info(programs.info)
+        self.context.least_step_seconds = programs.least_step_seconds
         self.saver = Saver(checkpoints, config, hooks, self.context, saved_path, skipped_batches)
         guard = programs.info.guard
         watch = None if guard is None else guard.watch(state)
@@ -77,7 +81,7 @@ class Training:
         self._carry = carry_of(state)
         self._key_data = jax.random.key_data(state.key)
         self._in_flight = InFlight()
-        self._log = TrainingLog(config.log_step_count_steps, start, last_step, shows_bars(self.context))
+        self._log = TrainingLog(config.log_step_count_steps, self.context, last_step, shows_bars(self.context))
         self._losses = LossReader(programs, watch, hooks, self.context, self._log, self.saver.describe_newest)
         self._changed_at = -1  # the last step whose state was changed when it was saved already
 
@@ -152,7 +156,9 @@ class Training:
             number, run.batch, program, self._carry, self._key_data, *run.args
         )
         context.phase = "step"
+        context.stopwatch.switch("device")
         self._in_flight.add(outputs.losses)
+        context.stopwatch.switch("host")
         context.global_step += run.steps
         context.count(run.steps, rows_of(*run.batch) * context.group.count)
         self._log.advance(run.steps)

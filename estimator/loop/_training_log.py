@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from absl import logging
+
+from estimator.hooks._rates import RateMeter
+from estimator.loop._context import RunContext
 
 
 class TrainingLog:
@@ -15,20 +18,21 @@ class TrainingLog:
 
     Args:
       every: the number of steps from line to line; None: without lines.
-      step: where the run starts.
+      context: of the run, at its start.
       last_step: where it ends; None: with its input.
       shows_bar: whether there is a bar.
 
     Attributes:
-      clock: the step and the time from which the next rate is taken; None before the first program was done.
       last_loss: the newest known loss, or None.
     """
 
-    def __init__(self, every: int | None, step: int, last_step: int | None, shows_bar: bool) -> None:
-        self.clock: tuple[int, float] | None = None
+    def __init__(self, every: int | None, context: RunContext, last_step: int | None, shows_bar: bool) -> None:
         self.last_loss: float | None = None
         self._every = every
-        self._logged_step = step
+        self._context = context
+        self._meter = RateMeter()
+        self._own_seconds: list[tuple[float, float]] = []  # of the processes, at the last line
+        self._logged_step = context.global_step
         self._last_step = last_step
         self._shows_bar = shows_bar
         self._bar: Any = _bar(disable=True)
@@ -43,12 +47,8 @@ class TrainingLog:
     def advance(self, steps: int) -> None:
         self._bar.update(steps)
 
-    def start_clock(self, step: int, losses: np.ndarray, scalars: dict[str, np.ndarray]) -> None:
-        """Starts when the first program is done, which led to `step`, and logs its first step.
-
-        The clock starts after it, since compiling is not part of the rate.
-        """
-        self.clock = step, time.monotonic()
+    def add_first(self, step: int, losses: np.ndarray, scalars: dict[str, np.ndarray]) -> None:
+        """Logs the first step of the first program, which led to `step`."""
         if (self._every or 1) > 1:  # else the first step is logged with the others, or not at all
             first = step - len(losses) + 1
             self._write([first], first, losses, scalars)
@@ -58,10 +58,9 @@ class TrainingLog:
         self.last_loss = losses[-1]
         if not self._every or step - self._logged_step < self._every:
             return
-        now = time.monotonic()
-        since, start = self.clock or (step, now)
-        speed = f" ({(step - since) / (now - start):.4g} steps/sec)" if step > since else ""
-        self.clock = step, now
+        rates = self._meter.read(self._context, step)
+        own, self._own_seconds = self._own_seconds, self._context.own_seconds
+        speed = f" ({_describe(rates)}{_describe_slowest(own, self._own_seconds)})" if rates else ""
         due = range(self._logged_step + self._every, step + 1, self._every)  # some may lie within a program of several
         self._write(due, step - len(losses) + 1, losses, scalars, speed)
         self._logged_step = due[-1]
@@ -74,6 +73,30 @@ class TrainingLog:
                 shown = "".join(f", {tag} = {of_steps[step - first]:.6g}" for tag, of_steps in scalars.items())
                 logging.info("loss = %.6g, step = %d%s%s", losses[step - first], step, shown, speed)
         self._bar.set_postfix(loss=f"{losses[-1]:.4g}", refresh=False)
+
+
+def _describe(rates: Mapping[str, float]) -> str:
+    shown = [f"{rates['global_step/sec']:.4g} steps/sec", f"{rates['examples/sec']:.4g} examples/sec"]
+    shown.append(f"{rates['input_wait']:.0%} waiting for input")
+    if "flops_utilization" in rates:
+        shown.append(f"{rates['flops_utilization']:.1%} of peak FLOPs")
+    return ", ".join(shown)
+
+
+def _describe_slowest(before: Sequence[tuple[float, float]], now: Sequence[tuple[float, float]]) -> str:
+    """The process that has worked longest since the last line, on its input and its host, as text; empty if it is not
+    known. Devices wait for each other in every step: the seconds of all processes for them are about the same."""
+    spent = [(reading - old[0], host - old[1]) for (reading, host), old in zip(now, before, strict=False)]
+    if len(spent) < 2:
+        return ""
+    totals = [sum(each) for each in spent]
+    slowest = totals.index(max(totals))
+    # The lower one of two: else the slowest of two processes were compared with itself.
+    longer = totals[slowest] - statistics.median_low(totals)
+    medians = [statistics.median_low(column) for column in zip(*spent, strict=True)]
+    reading, host = (own - median for own, median in zip(spent[slowest], medians, strict=True))
+    where = "reading its input" if reading > host else "on its host"
+    return f", process {slowest} slowest: {longer:.2g} s longer {where}"
 
 
 def _bar(**options: Any) -> Any:

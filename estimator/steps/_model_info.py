@@ -53,10 +53,15 @@ class ModelInfo:
         return None if sharding is None else sharding.device_set
 
     @property
-    def platform(self) -> str:
-        """The kind of device that the model_fn runs on."""
+    def device(self) -> jax.Device:
+        """One of the devices that the model_fn runs on, which are of one kind."""
         shardings = jax.tree.leaves(self.shardings)
-        return next(iter(shardings[0].device_set)).platform if shardings else jax.default_backend()
+        return next(iter(shardings[0].device_set)) if shardings else jax.devices()[0]
+
+    @property
+    def platform(self) -> str:
+        """The platform of its devices."""
+        return self.device.platform
 
     @property
     def is_one_program(self) -> bool:

@@ -112,8 +112,17 @@ def test_only_what_is_better_than_the_best_so_far_is_exported(export):
 def test_a_restart_does_not_export_a_worse_model(export):
     export(best(), GOOD)
     assert export(best(), WORSE) is None
-    assert export(best(), WORSE, final=True) is None
     assert export(best(), BEST) == "1000000002"
+
+
+def test_the_last_call_returns_the_best_export_though_the_last_model_is_no_better(export, tmp_path):
+    assert export(best(), NAN, final=True) is None
+    export(best(), GOOD)
+    assert export(best(), WORSE) is None
+    for result in (WORSE, NAN):
+        assert export(best(), result, final=True) == "1000000001"
+    shutil.rmtree(tmp_path / "best" / "1000000001")
+    assert export(best(), WORSE, final=True) is None
 
 
 def test_a_restart_compares_even_if_the_exports_were_moved_away(export, tmp_path):
@@ -278,7 +287,7 @@ def test_the_models_of_a_training_are_exported(tmp_path):
         folders["latest"][2],
         folders["final"][0],
         folders["best"][2],
-        None,
+        folders["first"][0],
     ]
     expected = [row["y"] for row in estimator.predict(lambda: X)]
     np.testing.assert_allclose(est.load_exported(paths[1])(X)["y"], expected, rtol=1e-6)

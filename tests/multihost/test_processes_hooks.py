@@ -59,6 +59,13 @@ def test_process_0_alone_logs_and_has_the_hooks_of_the_chief(values, ended):
     assert lines[1] == []
 
 
+def test_log_lines_name_the_process_whose_input_is_slow(ended, values):
+    slowest = re.compile(r".* steps/sec, .*, process 1 slowest: \S+ s longer reading its input\)")
+    assert any(slowest.fullmatch(line) for line in ended[0].lines)
+    assert values[0]["waited"] == values[1]["waited"]
+    assert len(values[0]["waited"]) == 2 and min(values[0]["waited"]) > 0.1  # both wait for the slow one
+
+
 def test_what_is_written_is_there_once(folder, values):
     for name in ("secs", "stopped", "stopped/eval"):
         directory = os.path.join(folder, name)

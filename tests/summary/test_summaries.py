@@ -19,7 +19,7 @@ from estimator.hooks._defaults import with_default_hooks
 from estimator.loop._train import Training
 from replicate import TowerOptimizer, VariableDistribution, replicate_model_fn
 
-RATES = {"global_step/sec", "examples/sec"}
+RATES = {"global_step/sec", "examples/sec", "input_wait"}
 
 
 # Which steps, and which values.

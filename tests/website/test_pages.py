@@ -51,7 +51,7 @@ def test_a_prompt_ends_a_function_at_a_blank_line_and_raises_errors():
 
 
 def test_what_a_page_says_may_differ_in_times_and_in_last_digits_alone():
-    said = "loss = 0.350658, step = 100 (2656 steps/sec)\n"
+    said = "loss = 0.350658, step = 100 (2656 steps/sec, 8.5e+04 examples/sec, 3% waiting for input)\n"
     assert not pages.differences(said, "loss = 0.35, step = 100\n", 0.1)
     assert pages.differences(said, "loss = 0.55, step = 100 (2656 steps/sec)\n", 0.1)
     assert pages.differences(said, "loss = 0.350658, step = 200\n", 0.1)

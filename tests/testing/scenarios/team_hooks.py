@@ -66,9 +66,9 @@ class Noted(est.Hook):
         self.ended = context.stop_reason, context.global_step
 
 
-def slowly(pairs):
+def slowly(pairs, secs=0.01):
     for pair in pairs:
-        time.sleep(0.01)
+        time.sleep(secs)
         yield pair
 
 
@@ -115,6 +115,10 @@ def hooked(folder):
     evaluator = est.InMemoryEvaluatorHook(stopped, uneven, every_n_iter=2)
     stopped.train(lambda: batches(3), hooks=[evaluator])
     say(in_memory=evaluator.results)
+
+    slow = make(os.path.join(folder, "slow"), log_step_count_steps=20)
+    slow.train(lambda: slowly(batches(60), secs=0.02 * jax.process_index()))
+    say(waited=[row["input"] for row in est.goodput(slow.model_dir).rows])
 
     # One process gives up what it has in memory; the others must not take theirs then.
     if jax.process_index():

@@ -24,7 +24,7 @@ from unittest import mock
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 BLOCK = re.compile(r"^```python\n(?P<code>.*?)^```\n(?:\n```text\n(?P<output>.*?)^```\n)?", re.DOTALL | re.MULTILINE)
 NUMBER = re.compile(r"(?<![\w.])-?\d+\.\d+(?:e[-+]?\d+)?|(?<![\w.])-?\d+e[-+]?\d+(?![\w.])")
-TIMED = re.compile(r" \([\d.e+]+ (?:steps/)?sec\)|(?<=/)\d{10}$", re.MULTILINE)  # and names of exports
+TIMED = re.compile(r" \([\d.e+]+ (?:steps/)?sec(?:, [^)\n]*)?\)|(?<=/)\d{10}$", re.MULTILINE)  # and names of exports
 LEFT_OUT = re.compile(r"^(?:Using config|Values of \d+ towers).*\n", re.MULTILINE)  # the settings, in long lines
 
 

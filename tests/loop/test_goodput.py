@@ -1,0 +1,182 @@
+"""The time of a training by what it was spent on, noted in checkpoints, over restarts; rates from the same clock."""
+
+import re
+import time
+
+import jax
+import jax.numpy as jnp
+import pytest
+from testing.estimators import X, Y, endless, make, times
+from testing.scenarios.early_stopping import KillAt
+from testing.summaries import scalars
+
+import estimator as est
+from estimator import inspect
+from estimator.checkpoint._checkpoint import Checkpoint
+from estimator.checkpoint._checkpoints import Checkpoints
+from estimator.loop import _flops
+from estimator.loop._training_log import _describe_slowest
+
+PARTS = ["input", "host", "device", "checkpoint", "evaluation", "compilation", "other"]
+NAP = 0.05
+
+
+class Naps(est.Hook):
+    """Sleeps in the host's time."""
+
+    def next_step(self, step):
+        return step + 5 - step % 5
+
+    def after_run(self, context, values):
+        time.sleep(NAP)
+
+
+class NapsOnce(est.Hook):
+    def begin(self):
+        time.sleep(NAP)
+
+
+def napping(n):
+    for i in range(n):
+        if i % 5 == 0:
+            time.sleep(NAP)
+        yield X, Y
+
+
+def test_each_part_has_what_was_spent_on_it(tmp_path):
+    estimator = make(tmp_path)
+    spec = est.TrainSpec(lambda: napping(20), max_steps=20, hooks=[Naps()])
+    est.train_and_evaluate(estimator, spec, est.EvalSpec(times(1), hooks=[NapsOnce()]), eval_every_steps=10)
+    spent = est.goodput(tmp_path)
+    (row,) = spent.rows
+    assert list(row) == PARTS and spent.step == 20
+    assert row["host"] >= 4 * NAP and row["input"] >= NAP  # before the first batch; then a thread reads ahead
+    assert row["evaluation"] >= NAP  # the last one follows the checkpoint
+    assert row["compilation"] > 0 and row["checkpoint"] > 0
+    assert sum(row.values()) == pytest.approx(spent.seconds) and row["other"] < 0.1 * spent.seconds
+    assert spent.goodput == pytest.approx((row["host"] + row["device"]) / spent.seconds)
+    assert spent.start + spent.seconds <= time.time()
+
+
+def test_a_restart_continues_and_what_was_lost_is_in_other(tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        make(tmp_path, save_checkpoints_steps=5).train(endless, hooks=[Naps(), KillAt(13)])
+    first = est.goodput(tmp_path)
+    time.sleep(NAP)
+    make(tmp_path, save_checkpoints_steps=5, resume_input=None).train(endless, max_steps=15)
+    second = est.goodput(tmp_path)
+    assert (first.step, second.step, first.start) == (10, 15, second.start)
+    (before,), (after,) = first.rows, second.rows
+    assert all(after[part] >= before[part] for part in PARTS)
+    # The steps after the checkpoint, with a nap, count for nothing, and neither does the time until the next run.
+    assert after["other"] >= before["other"] + NAP
+
+
+def test_evaluations_between_runs_count_and_predictions_are_other(tmp_path):
+    estimator = make(tmp_path).train(times(2))
+    (before,) = est.goodput(tmp_path).rows
+    estimator.evaluate(times(1), hooks=[NapsOnce()])
+    list(estimator.predict(times(1), hooks=[NapsOnce()]))
+    (after,) = est.goodput(estimator.train(times(2)).model_dir).rows
+    assert after["evaluation"] >= before["evaluation"] + NAP
+    assert after["other"] >= before["other"] + NAP
+    estimator.train(times(2))  # in memory, where it is more than in the checkpoint
+    assert est.goodput(tmp_path).rows[0]["evaluation"] == after["evaluation"]
+
+
+def test_it_is_printed_as_a_table_of_shares(capsys):
+    row = dict(zip(PARTS, (1.0, 2.0, 4.0, 1.0, 0.5, 0.5, 1.0), strict=True))
+    spent = est.Goodput(7, 0.0, 10.0, (row, row | {"input": 2.0, "device": 3.0}))
+    began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(0))
+    assert str(spent).splitlines() == [
+        f"10.0 s from {began} to the checkpoint of step 7: goodput 55.0%",
+        "process  input   host  device  checkpoint  evaluation  compilation  other",
+        "      0  10.0%  20.0%   40.0%       10.0%        5.0%         5.0%  10.0%",
+        "      1  20.0%  20.0%   30.0%       10.0%        5.0%         5.0%  10.0%",
+    ]
+    assert sum(spent.shares.values()) == pytest.approx(1)
+
+
+def test_the_command_prints_it(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(inspect.jax.config, "update", lambda *args: None)
+    estimator = make(tmp_path).train(times(2))
+    inspect.main([str(tmp_path), "--time"])
+    assert capsys.readouterr().out == f"{est.goodput(estimator.model_dir)}\n"
+    first = Checkpoint(tmp_path / "ckpt-0").path
+    assert est.goodput(first).step == 0
+
+
+def test_without_times_there_is_an_error(tmp_path):
+    with pytest.raises(FileNotFoundError, match="There is no checkpoint in '.*', where `est.goodput` looks"):
+        est.goodput(tmp_path)
+    variables = {"w": jnp.ones(1)}
+    Checkpoints(tmp_path).save(est.State(variables, {}, jnp.int32(1), jax.random.key(0)))
+    with pytest.raises(ValueError, match="ckpt-1 has no times. It was saved before this was noted, or not by `train`"):
+        est.goodput(tmp_path)
+
+
+# Rates.
+
+
+def test_log_lines_have_examples_and_the_wait_for_input(tmp_path, messages):
+    make(tmp_path, log_step_count_steps=10, steps_per_loop=1).train(lambda: napping(31))
+    lines = [line for line in messages() if "steps/sec" in line]
+    pattern = r"loss = \S+, step = \d+ \((\S+) steps/sec, (\S+) examples/sec, (\d+)% waiting for input\)"
+    found = [re.fullmatch(pattern, line) for line in lines]
+    assert len(found) == 3 and all(found), lines
+    for steps, examples, _ in (each.groups() for each in found):
+        assert float(examples) == pytest.approx(len(X) * float(steps), rel=1e-2)
+    assert any(int(each[3]) > 50 for each in found)
+
+
+def test_summaries_have_the_wait_for_input(tmp_path):
+    make(tmp_path, save_summary_steps=10, steps_per_loop=1).train(lambda: napping(60))
+    waits = [value for _, value in scalars(tmp_path)["input_wait"]]
+    assert waits and all(0 <= wait <= 1 for wait in waits) and max(waits) > 0.5
+
+
+def test_where_the_peak_is_known_its_share_is_shown(tmp_path, messages, monkeypatch):
+    step = est.summarize(make(tmp_path), X, Y)
+    monkeypatch.setitem(_flops._PEAKS, "cpu", 1e3 * step.flops)
+    make(tmp_path, log_step_count_steps=50, save_summary_steps=50).train(endless, steps=200)
+    lines = [line for line in messages() if "of peak FLOPs" in line]
+    assert lines
+    for steps, share in (re.search(r"\((\S+) steps/sec, .*, (\S+)% of peak FLOPs\)", line).groups() for line in lines):
+        assert float(share) == pytest.approx(float(steps) / 1e3 * 100, rel=1e-2)
+    written = scalars(tmp_path)
+    for (_, rate), (_, share) in zip(written["global_step/sec"], written["flops_utilization"], strict=True):
+        assert share == pytest.approx(rate / 1e3, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA A100-SXM4-40GB", 312e12),
+        ("NVIDIA L4", 121e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("NVIDIA GeForce RTX 9999", None),
+        ("cpu", None),
+    ],
+)
+def test_peaks_are_of_whole_gpus_by_their_kind(kind, peak):
+    assert _flops.peak_flops(kind) == peak
+
+
+def test_the_slowest_process_is_compared_with_the_median():
+    before = [(1.0, 1.0), (1.0, 2.0), (0.0, 0.0)]
+    slow_input = [(1.5, 1.25), (5.0, 2.5), (1.0, 0.5)]
+    assert _describe_slowest(before, slow_input) == ", process 1 slowest: 3 s longer reading its input"
+    slow_host = [(1.5, 4.0), (1.25, 2.25), (0.5, 0.25)]
+    assert _describe_slowest(before, slow_host) == ", process 0 slowest: 2.8 s longer on its host"
+    assert _describe_slowest(before[:2], slow_input[:2]) == ", process 1 slowest: 3.8 s longer reading its input"
+    assert _describe_slowest([], slow_input) == _describe_slowest([(1.0, 1.0)], [(2.0, 2.0)]) == ""
+
+
+def test_the_stopwatch_stands_still_between_runs(tmp_path):
+    stopwatch = make(tmp_path).train(times(3))._runs.stopwatch
+    before = stopwatch.read()
+    assert all(before[part] > 0 for part in ("input", "host", "compilation"))
+    time.sleep(0.01)
+    assert stopwatch.read() == before
