@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -28,6 +29,7 @@ class Stopwatch:
         self.start = time.time()
         self._seconds = dict.fromkeys(PARTS, 0.0)
         self._part: str | None = None
+        self._thread: int | None = None  # the one that is measured
         self._since = time.perf_counter()
 
     def switch(self, part: str | None) -> str | None:
@@ -41,11 +43,17 @@ class Stopwatch:
 
     @contextlib.contextmanager
     def part(self, part: str) -> Iterator[None]:
+        own = threading.get_ident()
+        if self._thread not in (None, own):
+            yield  # the time of an evaluation beside a training run, or beside another one, is that run's
+            return
+        outer, self._thread = self._thread, own
         before = self.switch(part)
         try:
             yield
         finally:
             self.switch(before)
+            self._thread = outer
 
     def read(self) -> dict[str, float]:
         """The seconds up to now. Another thread may read them, of which the last microseconds may then be missing."""

@@ -1,6 +1,7 @@
 """The time of a training by what it was spent on, noted in checkpoints, over restarts; rates from the same clock."""
 
 import re
+import threading
 import time
 
 import jax
@@ -15,6 +16,7 @@ from estimator import inspect
 from estimator.checkpoint._checkpoint import Checkpoint
 from estimator.checkpoint._checkpoints import Checkpoints
 from estimator.loop import _flops
+from estimator.loop._stopwatch import Stopwatch
 from estimator.loop._training_log import _describe_slowest
 
 PARTS = ["input", "host", "device", "checkpoint", "evaluation", "compilation", "other"]
@@ -180,3 +182,22 @@ def test_the_stopwatch_stands_still_between_runs(tmp_path):
     assert all(before[part] > 0 for part in ("input", "host", "compilation"))
     time.sleep(0.01)
     assert stopwatch.read() == before
+
+
+def test_one_thread_is_measured_at_a_time():
+    stopwatch, inside, leave = Stopwatch(), threading.Event(), threading.Event()
+
+    def evaluate():
+        with stopwatch.part("evaluation"):
+            inside.set()
+            leave.wait()
+
+    thread = threading.Thread(target=evaluate)
+    with stopwatch.part("host"):
+        thread.start()
+        inside.wait()
+    leave.set()
+    thread.join()
+    seconds = stopwatch.read()
+    assert seconds["evaluation"] == 0 and seconds["host"] > 0
+    assert stopwatch.read() == seconds  # it stands still
