@@ -36,7 +36,8 @@ LAYERS = (
     ("estimator.export",),
     ("estimator.loop",),
     ("estimator.*",),  # the modules beside the packages: Estimator, train_and_evaluate, replication ...
-    ("estimator.canned", "estimator.integrations", "estimator.testing"),  # which is given replicate_model_fn, as it may not import it
+    # `estimator.canned` is given replicate_model_fn, as it may not import it.
+    ("estimator.canned", "estimator.integrations", "estimator.testing"),
     ("estimator",),
     ("replicate.towers",),
     ("replicate.cross_tower_ops", "replicate.placement"),
