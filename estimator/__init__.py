@@ -213,6 +213,7 @@ __all__ = [
     "summary",
     "sync_variables",
     "tower_gradient",
+    "trackers",
     "train",
     "train_and_evaluate",
     "trainable_variables",
@@ -222,7 +223,7 @@ __all__ = [
 
 # What few programs use is loaded when it is.
 if TYPE_CHECKING:
-    from estimator import feature_column, layers, nn, train
+    from estimator import feature_column, layers, nn, trackers, train
     from estimator.canned import (
         BaselineClassifier,
         BaselineEstimator,
@@ -241,7 +242,7 @@ else:
     _missing = _names_missing_in(__name__)
 
     def __getattr__(name):
-        if name in ("feature_column", "layers", "nn", "train"):
+        if name in ("feature_column", "layers", "nn", "trackers", "train"):
             return importlib.import_module(f"estimator.{name}")
         # What `__all__` names and nothing above has imported is a canned Estimator.
         if name in __all__:

@@ -12,6 +12,7 @@ LOADED_WHEN_USED = (
     "estimator.feature_column",
     "estimator.integrations",
     "estimator.layers",
+    "estimator.trackers",
     "estimator.train",
     "flatbuffers",
     "flax",
@@ -21,12 +22,15 @@ LOADED_WHEN_USED = (
     "jax.experimental.sparse",
     "jax.extend",
     "matplotlib",
+    "mlflow",
+    "optuna",
     "orbax",
     "pandas",
     "scipy",
     "tensorboardX",
     "tensorstore",
     "tqdm",
+    "wandb",
 )
 
 PROGRAM = """

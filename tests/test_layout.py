@@ -38,6 +38,7 @@ LAYERS = (
     ("estimator.*",),  # the modules beside the packages: Estimator, train_and_evaluate, replication ...
     # `estimator.canned` is given replicate_model_fn, as it may not import it.
     ("estimator.canned", "estimator.integrations", "estimator.testing"),
+    ("estimator.trackers",),
     ("estimator",),
     ("replicate.towers",),
     ("replicate.cross_tower_ops", "replicate.placement"),

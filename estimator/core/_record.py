@@ -136,6 +136,25 @@ class Histogram(Report):
             sum_squares=sum(p.sum_squares for p in parts),
         )
 
+    def describe(self) -> dict[str, float]:
+        """The number of values, their mean, standard deviation, minimum and maximum, by these names."""
+        count = int(np.sum(self.counts))
+        mean = float(self.sum) / count
+        variance = max(float(self.sum_squares) / count - mean**2, 0.0) if np.isfinite(mean) else np.nan
+        low, high = float(self.minimum), float(self.maximum)
+        return {"count": count, "mean": mean, "std": float(np.sqrt(variance)), "min": low, "max": high}
+
+    def rebin(self, bins: int) -> tuple[np.ndarray, np.ndarray]:
+        """The counts in bins of equal width, nearly, and the edges of these bins."""
+        counts, limits = np.asarray(self.counts), bucket_limits().astype(np.float64)
+        (used,) = np.nonzero(counts)
+        lower = np.concatenate([[np.finfo(np.float32).min], limits[:-1]])
+        # What is not finite is in the last bucket, and then no minimum or maximum says where to begin or end.
+        low = float(self.minimum) if np.isfinite(self.minimum) else lower[used[0]]
+        high = float(self.maximum) if np.isfinite(self.maximum) else limits[used[-1]]
+        middles = np.clip((lower[used] + limits[used]) / 2, low, high)
+        return np.histogram(middles, bins, (low, high), weights=counts[used])
+
 
 def merge_reports(parts: Sequence[dict[str, Report]], rows: Sequence[int]) -> dict[str, Report]:
     """One report for each name from the reports of several parts of a batch; part i has `rows[i]` rows."""

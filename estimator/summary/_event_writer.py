@@ -81,7 +81,7 @@ class EventWriter:
         Raises:
           TypeError: a value is of another kind.
         """
-        checked = {tag: _check_value(tag, value) for tag, value in values.items()}
+        checked = check_values(values)
         with self._lock:
             self._waiting.append((step, walltime, checked))
             secs = self._flushed + self._interval - time.monotonic()
@@ -101,7 +101,8 @@ class EventWriter:
             if waiting:
                 self._try_to_write(waiting)
 
-    def close(self) -> None:
+    def close(self, error: BaseException | None = None) -> None:
+        """Writes what waits, whatever has ended the run."""
         with self._lock:
             self._close()
 
@@ -237,12 +238,16 @@ def _own_event_file(directory: str) -> str | None:
     return names[-1] if names and names[-1].endswith(_suffix()) else None
 
 
-def _check_value(tag: str, value: Any) -> Any:
-    """Checks that a value can be written; numbers of numpy and jax become Python's.
+def check_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Checks that values can be written; numbers of numpy and jax become Python's.
 
     Raises:
-      TypeError: it cannot.
+      TypeError: one cannot.
     """
+    return {tag: _check_value(tag, value) for tag, value in values.items()}
+
+
+def _check_value(tag: str, value: Any) -> Any:
     if isinstance(value, int | float | str | Histogram):
         return value
     if isinstance(value, np.generic | np.ndarray | jax.Array):

@@ -29,6 +29,7 @@ PUBLIC = [
     "estimator.regularizers",
     "estimator.summary",
     "estimator.testing",
+    "estimator.trackers",
     "estimator.train",
     "estimator.typing",
     "replicate",
