@@ -59,6 +59,7 @@ NEEDED_BY_DOCTESTS = {  # by module, a library that the extra `dev` leaves out
     "estimator/inputs/_csv.py": "pandas",
     "estimator/inputs/_pandas.py": "pandas",
     "estimator/integrations/_mlflow.py": "mlflow",
+    "estimator/integrations/_optuna.py": "optuna",
     "estimator/integrations/_wandb.py": "wandb",
     "estimator/interop/_flax.py": "flax",
     "estimator/interop/_flax_linen.py": "flax",

@@ -138,6 +138,7 @@ __all__ = [
     "NanTensorHook",
     "NonFiniteGradientError",
     "Optimizer",
+    "OptunaPruningHook",
     "PoissonRegressionHead",
     "Preempted",
     "ProcessLostError",
@@ -238,12 +239,15 @@ if TYPE_CHECKING:
         LinearEstimator,
         LinearRegressor,
     )
+    from estimator.integrations._optuna import OptunaPruningHook
 else:
     _missing = _names_missing_in(__name__)
 
     def __getattr__(name):
         if name in ("feature_column", "layers", "nn", "trackers", "train"):
             return importlib.import_module(f"estimator.{name}")
+        if name == "OptunaPruningHook":
+            return importlib.import_module("estimator.integrations._optuna").OptunaPruningHook
         # What `__all__` names and nothing above has imported is a canned Estimator.
         if name in __all__:
             return getattr(importlib.import_module("estimator.canned"), name)
