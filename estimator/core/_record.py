@@ -101,6 +101,13 @@ def bucket_limits() -> np.ndarray:
 class Histogram(Report):
     """How many values lie in each bucket; of several towers all of them together.
 
+    >>> histogram = Histogram.of(jnp.arange(4.0))
+    >>> histogram.describe()
+    {'count': 4, 'mean': 1.5, 'std': 1.118033988749895, 'min': 0.0, 'max': 3.0}
+    >>> counts, edges = histogram.rebin(3)
+    >>> int(counts.sum()), edges.tolist()
+    (4, [0.0, 1.0, 2.0, 3.0])
+
     Attributes:
       counts: int32 array, by bucket (see `bucket_limits`).
       minimum, maximum, sum, sum_squares: scalars, of the values.

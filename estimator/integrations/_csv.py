@@ -66,7 +66,6 @@ class _CsvWriter:
             json.dump({"id": run.id, **run.settings}, file, indent=2)
         path = os.path.join(directory, "metrics.csv")
         _remove_steps(path, run.first, run.last)
-        # Opened without a buffer of its own: a kill loses no line that was written.
         self._file = open(path, "a", newline="", encoding="utf-8")
         if not self._file.tell():
             csv.writer(self._file).writerow(_COLUMNS)
@@ -80,7 +79,7 @@ class _CsvWriter:
                 for name, number in parts.items():
                     if not isinstance(number, str):
                         csv.writer(self._file).writerow([step, walltime, f"{tag}/{name}" if name else tag, number])
-        self._file.flush()
+        self._file.flush()  # to the system: a kill of the process loses nothing
 
     def _write_images(self, step: int, tag: str, images: np.ndarray) -> None:
         folder = os.path.join(self._directory, "images", tag)
