@@ -58,6 +58,9 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 NEEDED_BY_DOCTESTS = {  # by module, a library that the extra `dev` leaves out
     "estimator/inputs/_csv.py": "pandas",
     "estimator/inputs/_pandas.py": "pandas",
+    "estimator/integrations/_mlflow.py": "mlflow",
+    "estimator/integrations/_optuna.py": "optuna",
+    "estimator/integrations/_wandb.py": "wandb",
     "estimator/interop/_flax.py": "flax",
     "estimator/interop/_flax_linen.py": "flax",
     "estimator/interop/_flax_nnx.py": "flax",

@@ -147,6 +147,7 @@ __all__ = [
     "NanTensorHook",
     "NonFiniteGradientError",
     "Optimizer",
+    "OptunaPruningHook",
     "PoissonRegressionHead",
     "Policy",
     "Preempted",
@@ -228,6 +229,7 @@ __all__ = [
     "summary",
     "sync_variables",
     "tower_gradient",
+    "trackers",
     "train",
     "train_and_evaluate",
     "trainable_variables",
@@ -237,7 +239,7 @@ __all__ = [
 
 # What few programs use is loaded when it is.
 if TYPE_CHECKING:
-    from estimator import feature_column, layers, nn, train
+    from estimator import feature_column, layers, nn, trackers, train
     from estimator.canned import (
         BaselineClassifier,
         BaselineEstimator,
@@ -252,12 +254,15 @@ if TYPE_CHECKING:
         LinearEstimator,
         LinearRegressor,
     )
+    from estimator.integrations._optuna import OptunaPruningHook
 else:
     _missing = _names_missing_in(__name__)
 
     def __getattr__(name):
-        if name in ("feature_column", "layers", "nn", "train"):
+        if name in ("feature_column", "layers", "nn", "trackers", "train"):
             return importlib.import_module(f"estimator.{name}")
+        if name == "OptunaPruningHook":
+            return importlib.import_module("estimator.integrations._optuna").OptunaPruningHook
         # What `__all__` names and nothing above has imported is a canned Estimator.
         if name in __all__:
             return getattr(importlib.import_module("estimator.canned"), name)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from absl import logging
 
 from estimator._estimator import Estimator
+from estimator._runs import eval_dir
 from estimator.checkpoint._checkpoint import Checkpoint
 from estimator.checkpoint._checkpoints import Checkpoints, take_values
 from estimator.core._argument_checks import check_intervals
@@ -24,18 +25,21 @@ _Rule = Callable[[_History], str | None]  # why to stop, if so
 
 
 class EarlyStoppingHook(Hook):
-    """Ends a training run when a function says so; `est.make_early_stopping_hook` makes it."""
+    """Ends a training run when a function says so; `est.make_early_stopping_hook` makes it.
+
+    Attributes:
+      stop_reason: of a run that it has ended.
+    """
+
+    stop_reason = "early stopping"
 
     def __init__(
         self,
         caller: str,
-        estimator: Estimator,
         should_stop_fn: Callable[[], object],
         run_every_secs: float | None,
         run_every_steps: int | None,
     ) -> None:
-        if not isinstance(estimator, Estimator):
-            raise TypeError(f"`estimator` of {caller} must have type `est.Estimator`, given: {estimator!r}.")
         if not callable(should_stop_fn):
             raise TypeError(f"`should_stop_fn` of {caller} must be callable, given: {should_stop_fn!r}.")
         # Steps come first, since seconds have a default.
@@ -43,7 +47,6 @@ class EarlyStoppingHook(Hook):
         check_intervals(caller, run_every_secs=secs, run_every_steps=run_every_steps)
         self.caller = caller
         self.restores_best = False
-        self._estimator = estimator
         self._should_stop_fn = should_stop_fn
         self._timer = SecondOrStepTimer(secs, run_every_steps)
 
@@ -73,7 +76,7 @@ class EarlyStoppingHook(Hook):
         # All processes call `agreed`, or none: `stop_requested` is set in all of them at the same point of the run.
         if not context.stop_requested and context.agreed(self._should_stop_fn):
             logging.info("Early stopping at step %d.", context.global_step)
-            context.request_stop("early stopping")
+            context.request_stop(self.stop_reason)
 
 
 class MetricHook(EarlyStoppingHook):
@@ -81,6 +84,11 @@ class MetricHook(EarlyStoppingHook):
 
     Evaluations recorded before this run, of later steps than the one that it resumes from, do not count: they are
     from a run that was killed, and are repeated.
+
+    Args:
+      model_dir: of the Estimator that it is for; None: of the one that trains.
+      rule: says why to stop.
+      sign: 1: small is good; -1: large is.
 
     Attributes:
       eval_dir: where the evaluations are recorded, if the user has said so.
@@ -91,7 +99,7 @@ class MetricHook(EarlyStoppingHook):
     def __init__(
         self,
         caller: str,
-        estimator: Estimator,
+        model_dir: str | None,
         metric_name: str,
         rule: _Rule,
         eval_dir: str | os.PathLike[str] | None,
@@ -101,7 +109,7 @@ class MetricHook(EarlyStoppingHook):
         sign: int = 1,
         restore_best: bool = False,
     ) -> None:
-        super().__init__(caller, estimator, self._should_stop, run_every_secs, run_every_steps)
+        super().__init__(caller, self._should_stop, run_every_secs, run_every_steps)
         if not isinstance(metric_name, str):
             raise TypeError(f"`metric_name` of {caller} must be a string, given: {metric_name!r}.")
         if min_steps < 0:
@@ -112,16 +120,17 @@ class MetricHook(EarlyStoppingHook):
         self._metric_name = metric_name
         self._rule = rule
         self._min_steps = min_steps
-        self._sign = sign  # 1: small is good; -1: large is
-        self._checkpoints = Checkpoints(estimator.model_dir)
+        self._sign = sign
+        self._model_dir = model_dir
         # So that before a run, or where `train` makes no step, all recorded values count.
         self._start, self._time = math.inf, 0.0  # where this run resumes, and when it began
         self._reported: set[int] = set()
 
     def after_create_state(self, context: Context) -> None:
-        if context.model_dir != self._estimator.model_dir:
+        self._model_dir = self._model_dir or context.model_dir
+        if context.model_dir != self._model_dir:
             raise ValueError(
-                f"{self.caller} was made for the Estimator of {self._estimator.model_dir}, "
+                f"{self.caller} was made for the Estimator of {self._model_dir}, "
                 f"but trains the one of {context.model_dir}."
             )
         # A resumed run may have to stop at once, because of evaluations of the run before.
@@ -145,8 +154,8 @@ class MetricHook(EarlyStoppingHook):
         # If the last state is as good as the best, it is kept, since it was trained longer.
         if best is None or values.get(last) == values[best] or Checkpoint(path).restored_from == best:
             return False
-        source = os.path.join(self._estimator.model_dir, f"ckpt-{best}")
-        if last not in values or source not in self._checkpoints.paths():
+        source = os.path.join(str(self._model_dir), f"ckpt-{best}")
+        if last not in values or source not in self._checkpoints().paths():
             logging.warning(
                 "%s restores nothing: the best evaluation is of step %d, but %s. It has to look right after each "
                 "evaluation, also the last state's: use `train_and_evaluate`.",
@@ -175,11 +184,15 @@ class MetricHook(EarlyStoppingHook):
         return self._best_step(dict(self._history())) == step
 
     def _pin(self, path: str | None) -> None:
-        for pinned in self._checkpoints.pinned_paths():
+        checkpoints = self._checkpoints()
+        for pinned in checkpoints.pinned_paths():
             if pinned != path:
-                self._checkpoints.unpin(pinned)
+                checkpoints.unpin(pinned)
         if path is not None:
-            self._checkpoints.pin(path)
+            checkpoints.pin(path)
+
+    def _checkpoints(self) -> Checkpoints:
+        return Checkpoints(str(self._model_dir))
 
     def _should_stop(self) -> bool:
         reason = self._rule(self._history())
@@ -213,7 +226,7 @@ class MetricHook(EarlyStoppingHook):
         return history
 
     def _dir(self) -> str:
-        return self.eval_dir or self.connected_dir or self._estimator.eval_dir()
+        return self.eval_dir or self.connected_dir or eval_dir(str(self._model_dir), None)
 
 
 def make_early_stopping_hook(
@@ -244,7 +257,8 @@ def make_early_stopping_hook(
       TypeError: `estimator` is not an Estimator, or `should_stop_fn` not a function.
       ValueError: the two periods are both None, or one is not positive.
     """
-    return EarlyStoppingHook("make_early_stopping_hook", estimator, should_stop_fn, run_every_secs, run_every_steps)
+    _model_dir("make_early_stopping_hook", estimator)
+    return EarlyStoppingHook("make_early_stopping_hook", should_stop_fn, run_every_secs, run_every_steps)
 
 
 def stop_if_higher_hook(
@@ -279,7 +293,8 @@ def stop_if_higher_hook(
     """
     rule = _threshold_rule(lambda value: value > threshold, f"higher than {threshold}")
     args = (eval_dir, min_steps, run_every_secs, run_every_steps)
-    return MetricHook("stop_if_higher_hook", estimator, metric_name, rule, *args)
+    model_dir = _model_dir("stop_if_higher_hook", estimator)
+    return MetricHook("stop_if_higher_hook", model_dir, metric_name, rule, *args)
 
 
 def stop_if_lower_hook(
@@ -301,7 +316,8 @@ def stop_if_lower_hook(
     """
     rule = _threshold_rule(lambda value: value < threshold, f"lower than {threshold}")
     args = (eval_dir, min_steps, run_every_secs, run_every_steps)
-    return MetricHook("stop_if_lower_hook", estimator, metric_name, rule, *args)
+    model_dir = _model_dir("stop_if_lower_hook", estimator)
+    return MetricHook("stop_if_lower_hook", model_dir, metric_name, rule, *args)
 
 
 def stop_if_no_increase_hook(
@@ -328,7 +344,9 @@ def stop_if_no_increase_hook(
     limits = max_steps_without_increase, max_evals_without_increase
     rule = _patience_rule("stop_if_no_increase_hook", "increase", -1, limits, min_delta)
     args = (eval_dir, min_steps, run_every_secs, run_every_steps, -1, restore_best)
-    return MetricHook("stop_if_no_increase_hook", estimator, metric_name, rule, *args)
+    return MetricHook(
+        "stop_if_no_increase_hook", _model_dir("stop_if_no_increase_hook", estimator), metric_name, rule, *args
+    )
 
 
 def stop_if_no_decrease_hook(
@@ -375,7 +393,20 @@ def stop_if_no_decrease_hook(
     limits = max_steps_without_decrease, max_evals_without_decrease
     rule = _patience_rule("stop_if_no_decrease_hook", "decrease", 1, limits, min_delta)
     args = (eval_dir, min_steps, run_every_secs, run_every_steps, 1, restore_best)
-    return MetricHook("stop_if_no_decrease_hook", estimator, metric_name, rule, *args)
+    return MetricHook(
+        "stop_if_no_decrease_hook", _model_dir("stop_if_no_decrease_hook", estimator), metric_name, rule, *args
+    )
+
+
+def _model_dir(caller: str, estimator: object) -> str:
+    """The model_dir of the Estimator that a hook is for.
+
+    Raises:
+      TypeError: it is something else.
+    """
+    if not isinstance(estimator, Estimator):
+        raise TypeError(f"`estimator` of {caller} must have type `est.Estimator`, given: {estimator!r}.")
+    return estimator.model_dir
 
 
 def _threshold_rule(is_beyond: Callable[[float], bool], shown: str) -> _Rule:

@@ -216,6 +216,7 @@ class Runs:
         try:
             # Hooks end inside, where they save the last state; after that `ends_by_sigterm` raises `Preempted`.
             with ends_by_sigterm(training.context), _hook_calls.around(training.hooks, training.context):
+                training.context.track(self._config, self._params)
                 _hook_calls.set_states(training.hooks, start.host.get("hooks", {}))
                 return training.run(opened.rest)
         except BaseException:
@@ -267,6 +268,7 @@ class Runs:
         with ends_by_sigterm(context), _hook_calls.around(hooks, context):
             state, path = state_for(*first)
             context.set_readonly_state(state)
+            context.track(self._config, self._params)
             self._model.compare(ModeKeys.EVAL, state, *first)
             results = evaluate_batches(
                 self.eval_steps, state, rest, first, hooks, context, steps, self._config.eval_loss_over

@@ -12,6 +12,7 @@ LOADED_WHEN_USED = (
     "estimator.feature_column",
     "estimator.integrations",
     "estimator.layers",
+    "estimator.trackers",
     "estimator.train",
     "flatbuffers",
     "flax",
@@ -21,6 +22,8 @@ LOADED_WHEN_USED = (
     "jax.experimental.sparse",
     "jax.extend",
     "matplotlib",
+    "mlflow",
+    "optuna",
     "orbax",
     "pandas",
     "safetensors",
@@ -30,6 +33,7 @@ LOADED_WHEN_USED = (
     "tensorstore",
     "torch",
     "tqdm",
+    "wandb",
 )
 
 PROGRAM = """

@@ -35,8 +35,9 @@ LAYERS = (
     ("estimator.checkpoint",),
     ("estimator.export",),
     ("estimator.loop",),
-    ("estimator.integrations",),
-    ("estimator.*",),  # the modules beside the packages: Estimator, train_and_evaluate, replication ...
+    # The modules beside the packages (Estimator, train_and_evaluate, replication ...) and estimator.integrations: some of
+    # these build on others of those, and the other way round.
+    ("estimator.*",),
     ("estimator.canned", "estimator.testing"),  # which is given replicate_model_fn, as it may not import it
     ("estimator",),
     ("replicate.towers",),

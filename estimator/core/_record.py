@@ -101,6 +101,13 @@ def bucket_limits() -> np.ndarray:
 class Histogram(Report):
     """How many values lie in each bucket; of several towers all of them together.
 
+    >>> histogram = Histogram.of(jnp.arange(4.0))
+    >>> histogram.describe()
+    {'count': 4, 'mean': 1.5, 'std': 1.118033988749895, 'min': 0.0, 'max': 3.0}
+    >>> counts, edges = histogram.rebin(3)
+    >>> int(counts.sum()), edges.tolist()
+    (4, [0.0, 1.0, 2.0, 3.0])
+
     Attributes:
       counts: int32 array, by bucket (see `bucket_limits`).
       minimum, maximum, sum, sum_squares: scalars, of the values.
@@ -135,6 +142,25 @@ class Histogram(Report):
             sum=sum(p.sum for p in parts),
             sum_squares=sum(p.sum_squares for p in parts),
         )
+
+    def describe(self) -> dict[str, float]:
+        """The number of values, their mean, standard deviation, minimum and maximum, by these names."""
+        count = int(np.sum(self.counts))
+        mean = float(self.sum) / count
+        variance = max(float(self.sum_squares) / count - mean**2, 0.0) if np.isfinite(mean) else np.nan
+        low, high = float(self.minimum), float(self.maximum)
+        return {"count": count, "mean": mean, "std": float(np.sqrt(variance)), "min": low, "max": high}
+
+    def rebin(self, bins: int) -> tuple[np.ndarray, np.ndarray]:
+        """The counts in bins of equal width, nearly, and the edges of these bins."""
+        counts, limits = np.asarray(self.counts), bucket_limits().astype(np.float64)
+        (used,) = np.nonzero(counts)
+        lower = np.concatenate([[np.finfo(np.float32).min], limits[:-1]])
+        # What is not finite is in the last bucket, and then no minimum or maximum says where to begin or end.
+        low = float(self.minimum) if np.isfinite(self.minimum) else lower[used[0]]
+        high = float(self.maximum) if np.isfinite(self.maximum) else limits[used[-1]]
+        middles = np.clip((lower[used] + limits[used]) / 2, low, high)
+        return np.histogram(middles, bins, (low, high), weights=counts[used])
 
 
 def merge_reports(parts: Sequence[dict[str, Report]], rows: Sequence[int]) -> dict[str, Report]:

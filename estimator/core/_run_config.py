@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -43,6 +44,10 @@ def _is_number(value: object, kinds: type | tuple[type, ...]) -> bool:
     return isinstance(value, kinds) and not isinstance(value, bool)
 
 
+def _is_tracker(value: object) -> bool:
+    return callable(getattr(value, "open", None)) and not isinstance(value, type)
+
+
 def seconds(value: object) -> float | None:
     """The number of seconds that a text such as "0.2s", "1m" or "1h" means; None for anything else."""
     match = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)([smh])", value) if isinstance(value, str) else None
@@ -72,7 +77,7 @@ class RunConfig:
               save_checkpoints_secs=None, save_checkpoints_async=True, keep_checkpoint_max=5,
               keep_checkpoint_every_n_hours=None, log_step_count_steps=100, steps_per_loop='auto',
               check_replicas_every=None, resume_input='position', eval_loss_over='batches', compilation_cache_dir=None,
-              verbose=True)
+              verbose=True, trackers=())
 
     Args:
       model_dir: the directory of checkpoints and event files, a string or a path object, or a URL; None
@@ -117,6 +122,9 @@ class RunConfig:
       verbose: whether a program in which nobody has configured logging, by `logging`, `absl.logging` or `app.run`,
         shows the log on stderr from INFO on, and whether a terminal shows progress bars.
 
+      trackers: get what is written for TensorBoard, too, with these settings and the params: a list of
+        `est.trackers.CsvTracker`, `MLflowTracker`, `WandbTracker`, or your own. Of several processes the chief's do.
+
     Raises:
       ValueError: a field has a value that it cannot have, or `save_checkpoints_steps` and
         `save_checkpoints_secs` are both given and not None.
@@ -138,6 +146,7 @@ class RunConfig:
     eval_loss_over: str = "batches"
     compilation_cache_dir: str | None = None
     verbose: bool = True
+    trackers: Sequence[Any] = ()
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         # Before `__init__`, whose TypeError for an unknown field could not say what to write.
@@ -175,6 +184,12 @@ class RunConfig:
             raise ValueError(f'`resume_input` should be "position", "count" or None; got {self.resume_input!r}.')
         if self.check_replicas_every is not None:
             _check_int("check_replicas_every", self.check_replicas_every, 1, ", or None never to check")
+        given = self.trackers
+        if not isinstance(given, list | tuple) or not all(_is_tracker(each) for each in given):
+            raise ValueError(
+                f"`trackers` should be a list of trackers, say `[est.trackers.CsvTracker()]`; got {given!r}."
+            )
+        object.__setattr__(self, "trackers", tuple(given))
 
     def _check_path(self, field: str, without: str) -> None:
         given = path = getattr(self, field)

@@ -13,6 +13,7 @@ import numpy as np
 from estimator.core._hook import Context
 from estimator.core._mode_keys import ModeKeys
 from estimator.core._record import Report
+from estimator.core._run_config import RunConfig
 from estimator.core._state import State
 from estimator.core._train_op import select_rates
 from estimator.loop._stopwatch import Stopwatch
@@ -24,6 +25,7 @@ from estimator.steps._compiled_steps import Carry
 from estimator.steps._model_info import ModelInfo
 from estimator.storage._files import normalize
 from estimator.summary._event_writer import EventWriter
+from estimator.summary._trackers import TrackedEvents, Writer, run_of
 
 T = TypeVar("T")
 
@@ -122,7 +124,7 @@ class RunContext:
         self._actions = actions or ReadOnly(mode)
         self._local_stop_reason: str | None = None
         self._watchers: list[Callable[[Context, int, np.ndarray], None]] = []
-        self._events: dict[str, EventWriter] = {}
+        self._events: dict[str, Writer] = {}
 
     if not TYPE_CHECKING:  # which would take any name for an attribute
 
@@ -212,15 +214,25 @@ class RunContext:
     def note_restored(self) -> None:
         self.restored = True
 
-    def events(self, directory: str | None = None) -> EventWriter:
+    def track(self, config: RunConfig, params: Any) -> None:
+        """Opens the trackers of a config, in process 0: from now on they get the events of `output_dir`, too."""
+        if config.trackers and config.is_chief:
+            directory = normalize(str(self.output_dir))
+            run = run_of(config, params, directory, *self._steps_to_write())
+            self._events[directory] = TrackedEvents(self.events(), config.trackers, run)
+
+    def events(self, directory: str | None = None) -> Writer:
         chosen = directory or self.output_dir
         assert chosen is not None
         directory = normalize(chosen)
         if directory not in self._events:
-            # From `first` on the writer replaces what a killed run, or an earlier evaluation of this step, has written.
-            first, last = (self.global_step + 1, math.inf) if self.mode == ModeKeys.TRAIN else (self.global_step,) * 2
-            self._events[directory] = EventWriter(directory, first, last)
+            self._events[directory] = EventWriter(directory, *self._steps_to_write())
         return self._events[directory]
+
+    def _steps_to_write(self) -> tuple[int, float]:
+        """The first and the last step: from the first on, what a killed run, or an earlier evaluation of this step, has
+        written is replaced."""
+        return (self.global_step + 1, math.inf) if self.mode == ModeKeys.TRAIN else (self.global_step,) * 2
 
     def flush(self) -> None:
         for writer in self._events.values():
@@ -228,7 +240,7 @@ class RunContext:
 
     def close(self) -> None:
         for writer in self._events.values():
-            writer.close()
+            writer.close(self.error)
         self._events.clear()
 
     def agreed(self, make: Callable[[], T]) -> T:

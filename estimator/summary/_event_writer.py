@@ -10,6 +10,7 @@ import socket
 import struct
 import threading
 import time
+import uuid
 from collections.abc import Mapping
 from io import FileIO
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ import numpy as np
 from absl import logging
 
 from estimator.core._record import Histogram, bucket_limits
-from estimator.storage._files import is_url
+from estimator.storage._files import exists, is_url, list_dir
 from estimator.storage._folders import WorkingFolder
 from estimator.summary._history import COLUMNS, HISTORY, cut_history, history_line
 
@@ -31,16 +32,18 @@ _UPLOAD_SHARE = 50  # ... and this multiple of the time that an upload takes
 
 _LAST_TRIES = (1.0, 2.0, 4.0, 8.0, 15.0)  # seconds between uploads at the end, to a store that is away
 
+_PROCESS = uuid.uuid4().hex[:12]  # the number of a process may come again, as in a container that starts again
+
 _Moment = tuple[int, float, Mapping[str, Any]]  # step, time, values by tag
 _Missing = tuple[int, int, Exception]  # the first and the last step, and why
 
 
 class EventWriter:
-    """Writes an event file in a directory, and appends to its history: each tag once per step.
+    """Appends to the event file of this process in a directory, and to its history: each tag once per step.
 
     A run may repeat steps, because it resumes from a checkpoint or evaluates one again. Then it replaces what was
-    written of them: it cuts the history, and begins its event file with a SessionLog.START, at which TensorBoard drops
-    these steps of earlier files (tensorboardX's `purge_step`). Files are opened when something is written; an
+    written of them: it cuts the history, and begins with a SessionLog.START, at which TensorBoard drops these steps of
+    what is above and in earlier files (tensorboardX's `purge_step`). Files are opened when something is written; an
     evaluation that may not write to the directory does without. In a store, the files are written again, from local
     ones, at checkpoints, at the end, and now and then between.
 
@@ -78,7 +81,7 @@ class EventWriter:
         Raises:
           TypeError: a value is of another kind.
         """
-        checked = {tag: _check_value(tag, value) for tag, value in values.items()}
+        checked = check_values(values)
         with self._lock:
             self._waiting.append((step, walltime, checked))
             secs = self._flushed + self._interval - time.monotonic()
@@ -98,7 +101,8 @@ class EventWriter:
             if waiting:
                 self._try_to_write(waiting)
 
-    def close(self) -> None:
+    def close(self, error: BaseException | None = None) -> None:
+        """Writes what waits, whatever has ended the run."""
         with self._lock:
             self._close()
 
@@ -182,24 +186,31 @@ class EventWriter:
         # Late, since it imports torch where there is torch.
         from tensorboardX.proto.event_pb2 import Event, SessionLog
 
-        folder = self._folder = self._folder or WorkingFolder(self._path, [HISTORY])
+        own = _own_event_file(self._path)
+        folder = self._folder = self._folder or WorkingFolder(self._path, [HISTORY, *([own] if own else [])])
         path = os.path.join(folder.path, HISTORY)
         rows = cut_history(path, self._first, in_order=self._last < math.inf) if os.path.exists(path) else []
         self._later = [(row.pop("step"), row.pop("time"), row) for row in rows if row["step"] > self._last]
-        # TensorBoard reads the files of a directory in the order of their names, which begin with the second.
         now = time.time_ns()
-        name = os.path.join(folder.path, f"events.out.tfevents.{now // 10**9}.{socket.gethostname()}.{now}.estimator")
-        start = SessionLog(status=SessionLog.START)
-        begin = (Event(file_version="brain.Event:2"), Event(step=self._first, session_log=start))
+        begin = [Event(step=self._first, session_log=SessionLog(status=SessionLog.START))]
+        if own is None or not exists(os.path.join(folder.path, own)):
+            own = f"events.out.tfevents.{now // 10**9}.{socket.gethostname()}.{now}{_suffix()}"
+            begin.insert(0, Event(file_version="brain.Event:2"))
         for event in begin:
             event.wall_time = now / 1e9
+        name = os.path.join(folder.path, own)
         history, events = open(path, "ab", buffering=0), open(name, "ab", buffering=0)
+        size = os.fstat(events.fileno()).st_size
         try:
             _append(events, b"".join(map(_record, begin)))
         except OSError:
             history.close()
             events.close()
-            os.remove(name)
+            if size:
+                with contextlib.suppress(OSError):
+                    os.truncate(name, size)
+            else:
+                os.remove(name)
             raise
         return events, history
 
@@ -214,12 +225,29 @@ class EventWriter:
         return history_line({"step": step, "time": walltime, **scalars}) if scalars else b""
 
 
-def _check_value(tag: str, value: Any) -> Any:
-    """Checks that a value can be written; numbers of numpy and jax become Python's.
+def _suffix() -> str:
+    """The end of the names of this process's event files."""
+    return f".{os.getpid()}.{_PROCESS}.estimator"  # a forked process has `_PROCESS` of its parent
+
+
+def _own_event_file(directory: str) -> str | None:
+    """The newest event file of a directory, if this process has begun it."""
+    # TensorBoard reads the files of a directory in the order of their names, which begin with the second, and never
+    # comes back to one: after the file of another process, a new one is due.
+    names = sorted(name for name in list_dir(directory) if ".tfevents." in name)
+    return names[-1] if names and names[-1].endswith(_suffix()) else None
+
+
+def check_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Checks that values can be written; numbers of numpy and jax become Python's.
 
     Raises:
-      TypeError: it cannot.
+      TypeError: one cannot.
     """
+    return {tag: _check_value(tag, value) for tag, value in values.items()}
+
+
+def _check_value(tag: str, value: Any) -> Any:
     if isinstance(value, int | float | str | Histogram):
         return value
     if isinstance(value, np.generic | np.ndarray | jax.Array):

@@ -1,5 +1,6 @@
 """Hooks of several processes: called at the same steps in all; what they log and write is there once."""
 
+import csv
 import os
 import re
 
@@ -74,6 +75,10 @@ def test_what_is_written_is_there_once(folder, values):
             assert written == sorted(set(written))
         steps = [row["step"] for row in est.read_history(directory)]
         assert steps == sorted(set(steps))
+    for name in ("stopped", "stopped/eval"):
+        with open(os.path.join(folder, name, "metrics.csv"), newline="") as file:
+            rows = [(int(row["step"]), float(row["value"])) for row in csv.DictReader(file) if row["tag"] == "loss"]
+        assert rows == [(row["step"], row["loss"]) for row in est.read_history(os.path.join(folder, name))]
     assert os.listdir(os.path.join(folder, "exported")) == [os.path.basename(values[0]["exported"])]
 
 

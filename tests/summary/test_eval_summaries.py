@@ -67,7 +67,7 @@ def test_an_evaluation_that_is_repeated_is_shown_once(tmp_path):
     losses.append((5, est.read_eval_metrics(estimator.eval_dir())[5]["loss"]))
     assert scalars(estimator.eval_dir())["loss"] == [(step, np.float32(loss)) for step, loss in losses]
     assert dict(losses) == read(estimator.eval_dir())
-    assert len([name for name in os.listdir(estimator.eval_dir()) if "tfevents" in name]) == 4
+    assert len([name for name in os.listdir(estimator.eval_dir()) if "tfevents" in name]) == 1
 
 
 @pytest.mark.covers("1.4 side effects")

@@ -92,13 +92,26 @@ def test_a_histogram_has_all_values_and_joins_empty_buckets(tmp_path):
         np.testing.assert_array_equal(np.cumsum(counts), [(values <= limit).sum() for limit in limits])
 
 
-def test_a_run_replaces_the_steps_it_repeats(tmp_path):
+@pytest.mark.parametrize("processes, files", [(1, 1), (2, 2)])
+def test_a_run_replaces_the_steps_it_repeats(tmp_path, monkeypatch, processes, files):
     write(tmp_path, {step: {"loss": 1.0, "old": 0.0} for step in (1, 51, 101, 151, 201)})
+    if processes == 2:
+        monkeypatch.setattr("estimator.summary._event_writer._PROCESS", "another")
     write(tmp_path, {step: {"loss": 2.0} for step in (101, 201)}, first=101)
     want = [(1, 1.0), (51, 1.0), (101, 2.0), (201, 2.0)]
     assert [(row["step"], row["loss"]) for row in est.read_history(tmp_path)] == want
     assert scalars(tmp_path) == {"loss": want, "old": [(1, 0.0), (51, 0.0)]}
-    assert len(glob.glob(f"{tmp_path}/*tfevents*")) == 2  # one per run
+    assert len(glob.glob(f"{tmp_path}/*tfevents*")) == files
+
+
+def test_after_the_file_of_another_process_a_new_one_begins(tmp_path, monkeypatch):
+    """TensorBoard has left the older file."""
+    for step, process in enumerate(("a", "a", "b", "a", "a"), start=1):
+        monkeypatch.setattr("estimator.summary._event_writer._PROCESS", process)
+        write(tmp_path, {step: {"accuracy": float(step)}}, first=step, last=step)
+    files = sorted(glob.glob(f"{tmp_path}/*tfevents*"))
+    assert [name.split(".")[-2] for name in files] == ["a", "b", "a"]
+    assert scalars(tmp_path) == {"accuracy": [(step, float(step)) for step in range(1, 6)]}
 
 
 def test_an_evaluation_replaces_its_step_and_keeps_the_later_ones(tmp_path):
@@ -122,10 +135,11 @@ def test_a_torn_last_line_is_skipped_and_removed(tmp_path, torn):
 
 
 @pytest.mark.parametrize("missing", [1, 5, 20])
-def test_a_torn_event_does_not_hide_events_of_later_runs(tmp_path, missing):
+def test_a_torn_event_does_not_hide_events_of_later_runs(tmp_path, missing, monkeypatch):
     write(tmp_path, {1: {"loss": 1.0}, 101: {"loss": 2.0}})
     (path,) = glob.glob(f"{tmp_path}/*tfevents*")
     os.truncate(path, os.path.getsize(path) - missing)
+    monkeypatch.setattr("estimator.summary._event_writer._PROCESS", "after the kill")
     write(tmp_path, {201: {"loss": 3.0}}, first=201)
     assert scalars(tmp_path) == {"loss": [(1, 1.0), (201, 3.0)]}
 

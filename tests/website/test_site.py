@@ -30,6 +30,7 @@ PUBLIC = [
     "estimator.regularizers",
     "estimator.summary",
     "estimator.testing",
+    "estimator.trackers",
     "estimator.train",
     "estimator.typing",
     "replicate",

@@ -94,7 +94,8 @@ def hooked(folder):
     by_secs.train(lambda: slowly(batches(40)), hooks=[clock, noted])
     say(clock=clock.steps, ended=noted.ended, saved=by_secs.latest_checkpoint())
 
-    stopped = make(os.path.join(folder, "stopped"), save_summary_steps=2)
+    trackers = [est.trackers.CsvTracker()]
+    stopped = make(os.path.join(folder, "stopped"), save_summary_steps=2, trackers=trackers)
     for index in (0, 1):
         stopped.train(lambda: batches(20), hooks=[StopsIn(index, 5 + 8 * index), noted])
         say(stopped=noted.ended)
