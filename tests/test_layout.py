@@ -35,8 +35,8 @@ LAYERS = (
     ("estimator.checkpoint",),
     ("estimator.export",),
     ("estimator.loop",),
-    # The modules beside the packages (Estimator, train_and_evaluate, replication ...) and estimator.integrations: some of
-    # these build on others of those, and the other way round.
+    # The modules beside the packages (Estimator, train_and_evaluate, replication ...) and estimator.integrations, which
+    # build on each other, without circles.
     ("estimator.*",),
     ("estimator.canned", "estimator.testing"),  # which is given replicate_model_fn, as it may not import it
     ("estimator",),
