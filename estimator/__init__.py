@@ -17,6 +17,7 @@ from estimator._early_stopping import (
 from estimator._estimator import Estimator
 from estimator._train_and_evaluate import train_and_evaluate
 from estimator._train_spec import EvalSpec, TrainSpec
+from estimator.checkpoint._checkpoints_iterator import checkpoints_iterator
 from estimator.checkpoint._init_from_checkpoint import init_from_checkpoint
 from estimator.checkpoint._model_dir import CheckpointInfo, checkpoints
 from estimator.checkpoint._readers import list_variables, load_variable
@@ -168,6 +169,7 @@ __all__ = [
     "assign_add",
     "checkpoint_segments",
     "checkpoints",
+    "checkpoints_iterator",
     "clip_by_global_norm",
     "embedding_lookup",
     "embedding_lookup_sparse",
