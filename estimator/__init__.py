@@ -67,7 +67,7 @@ from estimator.loop._memory_report import MemoryReport, MemoryUse, memory_report
 from estimator.losses import Reduction
 from estimator.multihost._input_context import InputContext, input_context
 from estimator.multihost._lost_process import ProcessLostError
-from estimator.multihost._preemption import Preempted
+from estimator.multihost._preemption import Preempted, request_stop
 from estimator.multihost._replica_check import ReplicaMismatchError
 from estimator.optim._clip import clip_by_global_norm
 from estimator.optim._learning_rate import learning_rates, set_learning_rate
@@ -204,6 +204,7 @@ __all__ = [
     "read_variable",
     "record",
     "regularizers",
+    "request_stop",
     "run_store",
     "set_learning_rate",
     "skipped_steps",

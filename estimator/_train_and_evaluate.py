@@ -174,10 +174,10 @@ def _check_for_evaluator(
 ) -> None:
     """Checks what cannot be where an evaluator reads checkpoints."""
     every = [eval_every_steps, *(spec.eval_every_steps for spec in specs.values())]
-    if given := [steps for steps in every if steps is not None]:
+    for steps in filter(None, every):
         raise ValueError(
             "`eval_every_steps` is for evaluations of the variables in memory, but an evaluator reads checkpoints; "
-            f"given: {given[0]} with role={role!r}. Leave it out, and write RunConfig(save_checkpoints_steps={given[0]})."
+            f"given: {steps} with role={role!r}. Leave it out, and write RunConfig(save_checkpoints_steps={steps})."
         )
     if best := [hook.caller for hook in stoppers if hook.restores_best]:
         raise ValueError(
