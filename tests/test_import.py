@@ -23,6 +23,8 @@ LOADED_WHEN_USED = (
     "matplotlib",
     "orbax",
     "pandas",
+    "ray",
+    "replicate.ray",
     "scipy",
     "tensorboardX",
     "tensorstore",

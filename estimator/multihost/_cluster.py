@@ -9,6 +9,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
+import sys
 import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -309,6 +310,12 @@ def _read_number(name: str, default: int = 0) -> int:
     if not text.lstrip("-").isdigit():
         raise ValueError(f"initialize_distributed: the environment variable {name} must be a number; got {text!r}.")
     return int(text)
+
+
+def is_ray_worker() -> bool:
+    """Returns whether Ray has started this process to work for a driver."""
+    ray = sys.modules.get("ray")  # which a worker has imported
+    return ray is not None and ray.is_initialized() and ray.get_runtime_context().get_actor_id() is not None
 
 
 def split_address(address: str) -> tuple[str, int]:

@@ -78,7 +78,7 @@ def ends_by_sigterm(run: Run) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _handle_sigterm(run: Run) -> Iterator[None]:
-    """Handles the signal within the block: only in the main thread, as Python has it, and only where nobody else does."""
+    """Handles the signal within the block, in the main thread, as Python has it, and only where nobody else does."""
     global _got_sigterm
     if not _in_main_thread() or signal.getsignal(signal.SIGTERM) not in _OURS:
         yield

@@ -34,6 +34,7 @@ PUBLIC = [
     "replicate",
     "replicate.cross_tower_ops",
     "replicate.explain",
+    "replicate.ray",
 ]
 
 

@@ -15,11 +15,12 @@ import estimator as est
 from replicate import TowerOptimizer, initialize_distributed, replicate_model_fn
 
 
-def model_fn(features, labels, mode):
+def model_fn(features, labels, mode, params):
     w = est.get_variable("w", (8, 1), initializer=jax.nn.initializers.normal())
     noise = 0.1 * jax.random.normal(est.make_rng(), features.shape)
     loss = est.losses.mean_squared_error(labels, (features + noise) @ w)
-    return est.EstimatorSpec(mode, loss=loss, train_op=TowerOptimizer(optax.adam(0.01)).minimize(loss))
+    rate = params.get("learning_rate", 0.01)
+    return est.EstimatorSpec(mode, loss=loss, train_op=TowerOptimizer(optax.adam(rate)).minimize(loss))
 
 
 def input_fn():
@@ -54,7 +55,11 @@ def main(folder, steps):
     initialize_distributed(timeout_secs=60)
     config = est.RunConfig(save_checkpoints_steps=10, keep_checkpoint_max=3)
     estimator = est.Estimator(replicate_model_fn(model_fn), str(folder / "model"), config)
-    estimator.train(input_fn, hooks=[Slow(folder, steps)], max_steps=steps)
+    try:
+        estimator.train(input_fn, hooks=[Slow(folder, steps)], max_steps=steps)
+    except est.Preempted:
+        (folder / f"preempted-{jax.process_index()}").touch()
+        raise
     if jax.process_index() == 0:
         w = np.asarray(jnp.asarray(estimator.get_variable_value("w")))
         (folder / "result").write_text(hashlib.sha256(w.tobytes()).hexdigest())
