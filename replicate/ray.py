@@ -54,7 +54,7 @@ class ReportHook(est.Hook):
 
     The report goes to `ray.tune.report` in a trial of Tune, otherwise to `ray.train.report`, in all workers at the same
     steps; those of worker 0 count. The state at the end of training is reported too. A scheduler of Tune ends a trial
-    by a SystemExit out of the report: the last checkpoint is that of the config, and no evaluation follows.
+    by a SystemExit out of the report: its last checkpoint is the one that the config has saved.
 
     >>> hook = ReportHook(every_steps=100)
 
@@ -90,8 +90,8 @@ class ReportHook(est.Hook):
         self._report(context.global_step)
 
     def end(self, context: est.hooks.Context) -> None:
-        # A worker that has failed must not wait for the others here.
-        if context.error is None and not context.preempted and self._reported != context.global_step:
+        # A worker that has failed must not wait for the others here; all have the same reason to stop.
+        if context.error is None and context.stop_reason != "SIGTERM" and self._reported != context.global_step:
             self._report(context.global_step)
 
     def _note_loss(self, context: est.hooks.Context, step: int, losses: np.ndarray) -> None:

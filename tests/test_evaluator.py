@@ -211,6 +211,16 @@ class WaitAt(est.Hook):
             time.sleep(0.02)
 
 
+def test_an_evaluator_that_waits_ends_when_it_is_asked_to_stop(tmp_path):
+    evaluator = Task(evaluate, make(tmp_path), 40)
+    deadline = time.monotonic() + 30
+    while not est.request_stop():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    with pytest.raises(est.Preempted):
+        evaluator.result()
+
+
 @pytest.mark.parametrize("max_steps", [None, 40])
 def test_the_end_of_the_input_ends_the_evaluator(tmp_path, max_steps):
     train(make(tmp_path, save_checkpoints_steps=10), max_steps, batches=15)
@@ -221,6 +231,9 @@ def test_the_end_of_the_input_ends_the_evaluator(tmp_path, max_steps):
 
 def test_training_that_was_terminated_failed_or_made_fewer_steps_has_not_ended(tmp_path):
     estimator = make(tmp_path, save_checkpoints_steps=10)
+    # Before the evaluator begins, which the signal would end as well, in this process.
+    with pytest.raises(est.Preempted):
+        train(estimator, hooks=[At(5, lambda: os.kill(os.getpid(), signal.SIGTERM))])
     evaluator = Task(evaluate, make(tmp_path), 40)
 
     def check(step):
@@ -231,8 +244,6 @@ def test_training_that_was_terminated_failed_or_made_fewer_steps_has_not_ended(t
         time.sleep(0.1)
         assert evaluator.is_alive()
 
-    with pytest.raises(est.Preempted):
-        train(estimator, hooks=[At(5, lambda: os.kill(os.getpid(), signal.SIGTERM))])
     check(5)
     with pytest.raises(ZeroDivisionError):
         train(estimator, hooks=[At(15, lambda: 1 / 0)])

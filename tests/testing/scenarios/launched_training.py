@@ -15,12 +15,11 @@ import estimator as est
 from replicate import TowerOptimizer, initialize_distributed, replicate_model_fn
 
 
-def model_fn(features, labels, mode, params):
+def model_fn(features, labels, mode):
     w = est.get_variable("w", (8, 1), initializer=jax.nn.initializers.normal())
     noise = 0.1 * jax.random.normal(est.make_rng(), features.shape)
     loss = est.losses.mean_squared_error(labels, (features + noise) @ w)
-    rate = params.get("learning_rate", 0.01)
-    return est.EstimatorSpec(mode, loss=loss, train_op=TowerOptimizer(optax.adam(rate)).minimize(loss))
+    return est.EstimatorSpec(mode, loss=loss, train_op=TowerOptimizer(optax.adam(0.01)).minimize(loss))
 
 
 def input_fn():

@@ -16,22 +16,20 @@ import time
 import numpy as np
 import ray
 import ray.train
-from ray import tune
 from ray.cluster_utils import Cluster
 from ray.train.v2.jax import JaxTrainer
-from ray.tune.schedulers import ASHAScheduler
 
 CONFIG = {"keep_checkpoint_max": 2, "save_summary_steps": None, "resume_input": "count"}
 
 
-def make(model_dir, learning_rate=0.01, save=10):
+def make(model_dir, save=10):
     """The Estimator; what uses jax is imported in workers alone."""
     import estimator as est
     from replicate import replicate_model_fn
     from testing.scenarios.launched_training import model_fn
 
     config = est.RunConfig(save_checkpoints_steps=save, **CONFIG)
-    return est.Estimator(replicate_model_fn(model_fn), model_dir, config, {"learning_rate": learning_rate})
+    return est.Estimator(replicate_model_fn(model_fn), model_dir, config)
 
 
 def input_fn():
@@ -119,36 +117,6 @@ class Relative:
             return str(error)
 
 
-def trial(config):
-    import estimator as est
-    from replicate.ray import ReportHook
-
-    model_dir = os.path.join(config["folder"], tune.get_context().get_trial_id())
-    estimator = make(model_dir, config["learning_rate"])
-    specs = est.TrainSpec(input_fn, 120, [ReportHook(20, estimator.eval_dir())]), est.EvalSpec(input_fn, steps=2)
-    est.train_and_evaluate(estimator, *specs, eval_every_steps=20)
-
-
-def search(folder):
-    scheduler = ASHAScheduler(time_attr="step", max_t=120, grace_period=20, reduction_factor=2)
-    tuner = tune.Tuner(
-        tune.with_resources(trial, {"cpu": 1}),
-        param_space={"learning_rate": tune.grid_search([0.1, 0.01, 1e-4, 1e-6]), "folder": str(folder)},
-        tune_config=tune.TuneConfig(metric="eval/loss", mode="min", scheduler=scheduler),
-        run_config=tune.RunConfig(storage_path=str(folder / "storage"), verbose=0),
-    )
-    results = tuner.fit()
-    reports = {str(each.config["learning_rate"]): each.metrics for each in results}
-    steps = {rate: report["step"] for rate, report in reports.items()}
-    names = sorted(set(reports["0.1"]) & {"loss", "eval/loss"})
-    return {
-        "steps": steps,
-        "best": results.get_best_result().config["learning_rate"],
-        "errors": len(results.errors),
-        "names": names,
-    }
-
-
 def drain(cluster, node):
     """Gives the notice that a cloud gives before it takes a node away."""
     command = [str(pathlib.Path(sys.executable).parent / "ray"), "drain-node", "--address", cluster.address]
@@ -185,7 +153,6 @@ def main(folder):
         "killed": lambda: fit(folder / "killed", max_steps=50, accidents=accidents),
         "elastic": lambda: [fit(folder / "killed", n, max_steps=last) for n, last in ((1, 60), (2, 70))],
         "relative": lambda: ray.get(ray.remote(Relative).remote().call.remote()),
-        "search": lambda: search(folder / "search"),
         "preempted": lambda: preempt(folder / "preempted", cluster, [node]),
     }
     for name in sys.argv[2:]:
