@@ -19,6 +19,7 @@ from estimator._goodput import Goodput, goodput
 from estimator._summarize import ModelSummary, VariableSummary, summarize
 from estimator._train_and_evaluate import train_and_evaluate
 from estimator._train_spec import EvalSpec, TrainSpec
+from estimator.checkpoint._checkpoints_iterator import checkpoints_iterator
 from estimator.checkpoint._export_variables import export_variables
 from estimator.checkpoint._init_from_checkpoint import init_from_checkpoint
 from estimator.checkpoint._model_dir import CheckpointInfo, checkpoints
@@ -70,7 +71,7 @@ from estimator.loop._memory_report import MemoryReport, MemoryUse, memory_report
 from estimator.losses import Reduction
 from estimator.multihost._input_context import InputContext, input_context
 from estimator.multihost._lost_process import ProcessLostError
-from estimator.multihost._preemption import Preempted
+from estimator.multihost._preemption import Preempted, request_stop
 from estimator.multihost._replica_check import ReplicaMismatchError
 from estimator.optim._clip import clip_by_global_norm
 from estimator.optim._learning_rate import learning_rates, set_learning_rate
@@ -181,6 +182,7 @@ __all__ = [
     "assign_add",
     "checkpoint_segments",
     "checkpoints",
+    "checkpoints_iterator",
     "clip_by_global_norm",
     "embedding_lookup",
     "embedding_lookup_sparse",
@@ -217,6 +219,7 @@ __all__ = [
     "read_variable",
     "record",
     "regularizers",
+    "request_stop",
     "run_store",
     "set_learning_rate",
     "skipped_steps",

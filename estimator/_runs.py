@@ -158,6 +158,7 @@ class Runs:
         # Without the mark each further run would end here as well.
         if self._config.is_chief:
             Checkpoint(start.path).note_end("input")
+            Checkpoint(start.path).note_training_end()
         return None
 
     def _build(
@@ -213,6 +214,8 @@ class Runs:
         )
 
     def _run(self, training: Training, opened: _OpenInput, start: _Start) -> State:
+        if start.path is not None and self._config.is_chief:
+            Checkpoint(start.path).note_training_start()
         try:
             # Hooks end inside, where they save the last state; after that `ends_by_sigterm` raises `Preempted`.
             with ends_by_sigterm(training.context), _hook_calls.around(training.hooks, training.context):
@@ -229,6 +232,8 @@ class Runs:
         # A further `train` of this object begins with the first batch of its input_fn, as in TensorFlow.
         self._resumes = False
         context = training.context
+        if training.saver.path and self._config.is_chief:
+            Checkpoint(training.saver.path).note_training_end()
         if training.saver.path and training.saver.step == context.global_step:
             if self._config.is_chief:
                 Checkpoint(training.saver.path).note_end(context.stop_reason)

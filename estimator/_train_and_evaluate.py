@@ -12,6 +12,7 @@ from absl import logging
 
 from estimator._early_stopping import EarlyStoppingHook, MetricHook
 from estimator._estimator import Estimator
+from estimator._evaluator import evaluate_checkpoints
 from estimator._runs import check_eval_dir
 from estimator._train_spec import EvalSpec, TrainSpec
 from estimator.checkpoint._checkpoint import Checkpoint
@@ -20,6 +21,7 @@ from estimator.core._hook import Context, Hook, RunValues
 from estimator.hooks._checkpoint_saver import CheckpointSaverListener
 from estimator.multihost._collective_call import run_on_chief
 from estimator.multihost._preemption import SIGTERM
+from estimator.multihost._tf_config import EVALUATOR, TRAINER, read_role
 from estimator.summary._history import read_eval_metrics
 
 
@@ -28,6 +30,8 @@ def train_and_evaluate(
     train_spec: TrainSpec,
     eval_spec: EvalSpec | Sequence[EvalSpec] | Mapping[str, EvalSpec],
     eval_every_steps: int | None = None,
+    *,
+    role: str | None = None,
 ) -> tuple[dict[Any, Any], Any]:
     """Trains, evaluates during training and at its end, and exports; returns the last metrics and exports.
 
@@ -38,6 +42,14 @@ def train_and_evaluate(
     saved. Where `max_steps` was reached before, the newest checkpoint is evaluated and exported.
 
     An early stopping hook among the `hooks` of the TrainSpec looks at the metrics right after each evaluation.
+
+    With an evaluator, training does not wait for evaluations. It is a process of its own, which makes the same call,
+    with `role="evaluator"`, on the same model_dir, while the others have `role="trainer"` and evaluate nothing. It
+    evaluates each checkpoint, the first included, oldest first, exports, and returns when training has ended: at
+    `max_steps`, or where a training run has ended otherwise, but not by SIGTERM or an error. Checkpoints that training
+    removes before their turn are left out. Started again, it continues where it was. Early stopping hooks of the
+    trainers read its results every `run_every_secs` or `run_every_steps`. Several evaluators share the EvalSpecs, one
+    at a time for each; in a store, which has no locks, give each evaluator EvalSpecs of its own.
 
     >>> import estimator as est, numpy as np, optax, tempfile
     >>> def model_fn(features, labels, mode):
@@ -64,16 +76,20 @@ def train_and_evaluate(
       eval_spec: how to evaluate; or several, in a list or by name, of which each has a name of its own.
       eval_every_steps: at which multiples of global steps to evaluate; an EvalSpec may say otherwise for itself.
         None: at checkpoints.
+      role: "evaluator" or "trainer", as above. None: as TF_CONFIG says, if its task is an evaluator, or its cluster has
+        one; otherwise this call does both. A process whose task is the evaluator is one, also with "trainer".
 
     Returns:
       What `evaluate` returns for the last state, and the list of what its exporters returned: the path of an export, of
       a `BestExporter` the best one's. Given several EvalSpecs, both are dicts of these by the name of the EvalSpec.
+      `({}, [])` in a trainer.
 
     Raises:
       TypeError: an argument is of another kind.
       ValueError: `eval_every_steps` is not positive, names are given twice, there is no EvalSpec, or one that an early
         stopping hook could read; nothing saves checkpoints and `eval_every_steps` is not given; there is no training
-        batch and there is no checkpoint. And what `train` and `evaluate` raise.
+        batch and there is no checkpoint; `role` is another word; with a role, `eval_every_steps` is given, or a hook
+        has `restore_best`, or the evaluator has several processes. And what `train` and `evaluate` raise.
     """
     if not isinstance(estimator, Estimator):
         raise TypeError(f"`estimator` must have type `est.Estimator`, given: {estimator!r}.")
@@ -86,6 +102,15 @@ def train_and_evaluate(
         check_eval_dir(estimator.model_dir, name)
     stoppers = [hook for hook in train_spec.hooks if isinstance(hook, EarlyStoppingHook)]
     _connect(estimator, stoppers, list(specs))
+    role = _choose_role(role)
+    if role is not None:
+        _check_for_evaluator(role, estimator, specs, eval_every_steps, stoppers)
+    if role == TRAINER:
+        hooks, listeners = train_spec.hooks, train_spec.saving_listeners
+        estimator.train(train_spec.input_fn, hooks, max_steps=train_spec.max_steps, saving_listeners=listeners)
+        return {}, []
+    if role == EVALUATOR:
+        return _arrange(evaluate_checkpoints(estimator, specs, train_spec.max_steps), eval_spec)
     evaluations = {
         name: _Evaluation(
             estimator, spec, name, spec.eval_every_steps or eval_every_steps, train_spec.max_steps, stoppers
@@ -120,10 +145,52 @@ def train_and_evaluate(
         outcomes = {
             name: (each.metrics, each.export(lambda: path, is_final=True)) for name, each in evaluations.items()
         }
-        if isinstance(eval_spec, EvalSpec):
-            return next(iter(outcomes.values()))
-        metrics, exports = ({name: outcome[i] for name, outcome in outcomes.items()} for i in range(2))
-        return metrics, exports
+        return _arrange(outcomes, eval_spec)
+
+
+def _arrange(outcomes: Mapping[str | None, tuple[Any, Any]], eval_spec: object) -> tuple[dict[Any, Any], Any]:
+    """The metrics and the exports, each by the names of the EvalSpecs if there are several."""
+    if isinstance(eval_spec, EvalSpec):
+        return next(iter(outcomes.values()))
+    metrics, exports = ({name: outcome[i] for name, outcome in outcomes.items()} for i in range(2))
+    return metrics, exports
+
+
+def _choose_role(role: str | None) -> str | None:
+    if role not in (None, TRAINER, EVALUATOR):
+        raise ValueError(
+            f"`role` of train_and_evaluate must be {TRAINER!r}, {EVALUATOR!r}, or None to train and evaluate in one "
+            f"process; given: {role!r}."
+        )
+    detected = read_role(os.environ.get("TF_CONFIG"))
+    # A script gives all its processes one role; TF_CONFIG, which Kubeflow's TFJob writes, names the evaluator alone.
+    return EVALUATOR if detected == EVALUATOR else role or detected
+
+
+def _check_for_evaluator(
+    role: str,
+    estimator: Estimator,
+    specs: Mapping[str | None, EvalSpec],
+    eval_every_steps: int | None,
+    stoppers: Sequence[EarlyStoppingHook],
+) -> None:
+    """Checks what cannot be where an evaluator reads checkpoints."""
+    every = [eval_every_steps, *(spec.eval_every_steps for spec in specs.values())]
+    for steps in filter(None, every):
+        raise ValueError(
+            "`eval_every_steps` is for evaluations of the variables in memory, but an evaluator reads checkpoints; "
+            f"given: {steps} with role={role!r}. Leave it out, and write RunConfig(save_checkpoints_steps={steps})."
+        )
+    if best := [hook.caller for hook in stoppers if hook.restores_best]:
+        raise ValueError(
+            f"{best[0]} has restore_best=True, for which training has to wait for each evaluation; given with "
+            f"role={role!r}. Leave it out, and take the best model from an `est.BestExporter`."
+        )
+    if role == EVALUATOR and estimator.config.process_count > 1:
+        raise ValueError(
+            f"An evaluator is one process, but jax has connected {estimator.config.process_count}. Start it by itself, "
+            "and leave `initialize_distributed` out there."
+        )
 
 
 class _Evaluation(Hook):

@@ -53,7 +53,8 @@ class EvalSpec:
       name: of the evaluation, where there are several; it goes into `Estimator.eval_dir(name)`.
       hooks: `est.Hook`s, around the batches.
       exporters: an `est.Exporter`, or several.
-      start_delay_secs: has no meaning here, as in TensorFlow's runs in one process.
+      start_delay_secs: how many seconds an evaluator waits before its first evaluation; as in TensorFlow it has no
+        meaning for a process that trains.
       throttle_secs: how many seconds must have passed since the start of the last evaluation for another one; those
         before are left out. The last state of the run is always evaluated.
       eval_every_steps: evaluate at its multiples in global steps; default: as configured in `train_and_evaluate`.

@@ -26,6 +26,8 @@ LOADED_WHEN_USED = (
     "optuna",
     "orbax",
     "pandas",
+    "ray",
+    "replicate.ray",
     "safetensors",
     "scipy",
     "tensorboardX",

@@ -7,6 +7,7 @@ manifest.json             names, sizes and checksums of the files
 MADE_BY_ESTIMATOR         training may remove the directory
 PINNED                    training keeps it, however old it is
 INPUT_ENDED, STEPS_ENDED  the reason why the run ended here, if it did
+TRAINING_ENDED            no run continues it, so far: what an evaluator waits for
 """
 
 from __future__ import annotations
@@ -56,6 +57,8 @@ M = TypeVar("M", bound=Callable[..., Any])
 PIN = "PINNED"
 WHOLE_FILE = "commit_success.txt"
 END_FILES = {"input": "INPUT_ENDED", "steps": "STEPS_ENDED"}  # by the reason why a run ended
+_TRAINING_ENDED = "TRAINING_ENDED"
+REMOVABLE = (PIN, _TRAINING_ENDED)  # marks that are not in the manifest, since they may be removed again
 _METADATA_FILE = "_CHECKPOINT_METADATA"
 UNFINISHED, REMOVED, REPLACING = ".unfinished", ".removed", ".replacing"  # suffixes: not a checkpoint (any more)
 _CHUNK = re.compile(r"(.*)/\d{1,9}(\.\d{1,9})*")  # a file with numbers of an array, in the array's folder
@@ -196,9 +199,25 @@ class Checkpoint:
         """Returns whether a run ended here for that reason: "input" or "steps"."""
         return self._has(END_FILES[reason])
 
+    def note_training_end(self) -> None:
+        """Marks the newest checkpoint of a run that has ended and that nobody has to continue, as after SIGTERM."""
+        _files.write(self._file(_TRAINING_ENDED), b"")
+
+    def note_training_start(self) -> None:
+        """Removes the mark of `note_training_end`: a run continues from here."""
+        with contextlib.suppress(FileNotFoundError):
+            _files.remove(self._file(_TRAINING_ENDED))
+
+    def is_training_end(self, max_steps: int | None) -> bool:
+        """Returns whether training has ended here, where it was to make `max_steps`; None: no number of steps."""
+        if max_steps is None:
+            return self._has(_TRAINING_ENDED)
+        # A run that has made all its steps, fewer than these, was an earlier one.
+        return self.step >= max_steps or (self._has(_TRAINING_ENDED) and not self.is_end("steps"))
+
     def list_marks(self) -> list[str]:
         """The names of the files that were added after it was written."""
-        return [mark for mark in (PIN, *END_FILES.values()) if self._has(mark)]
+        return [mark for mark in (*REMOVABLE, *END_FILES.values()) if self._has(mark)]
 
     def _has(self, name: str) -> bool:
         return _files.exists(self._file(name))

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from absl import logging
 
-from estimator.checkpoint._checkpoint import PIN, REPLACING, Checkpoint, NotACheckpointError, name_of
+from estimator.checkpoint._checkpoint import REMOVABLE, REPLACING, Checkpoint, NotACheckpointError, name_of
 from estimator.checkpoint._model_dir import find_newest, list_sound
 from estimator.checkpoint._named_arrays import PREFIXES, to_arrays
 from estimator.checkpoint._orbax import with_orbax
@@ -252,7 +252,7 @@ def take_values(path: str, source: str) -> None:
             make_own(aside)
         save_checkpoint(new, values | others, host, together=False)
         for mark in marks:
-            _files.write(os.path.join(new, mark), b"") if mark == PIN else add_empty_file(new, mark)
+            _files.write(os.path.join(new, mark), b"") if mark in REMOVABLE else add_empty_file(new, mark)
         if new != path:
             Checkpoint(path).remove()
             _files.rename(new, path)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from absl import logging
 
 from estimator.checkpoint._checkpoint import REMOVED, REPLACING, UNFINISHED, Checkpoint, NotACheckpointError, name_of
+from estimator.multihost._cluster import is_ray_worker
 from estimator.storage._files import (
     exists,
     expand,
@@ -51,7 +52,8 @@ def check_model_dir(model_dir: str) -> str:
 
     Raises:
       NotADirectoryError: the path is a file.
-      ValueError: orbax would read the path as a pattern; the URL is not one, or nothing knows its protocol.
+      ValueError: orbax would read the path as a pattern; the URL is not one, or nothing knows its protocol; the path is
+        relative in a worker of Ray.
       ImportError: what knows the store of the URL is not installed.
     """
     if _MANGLED.match(model_dir):
@@ -69,6 +71,13 @@ def check_model_dir(model_dir: str) -> str:
             )
         return model_dir
     model_dir = os.path.expanduser(model_dir)
+    if not os.path.isabs(model_dir) and is_ray_worker():
+        raise ValueError(
+            f"`model_dir` must be an absolute path, or a URL, in a worker of Ray; got {model_dir!r}. Each worker has a "
+            f"working directory of its own, here {os.getcwd()!r}, so that a relative path is not where the driver, or "
+            "the next worker, looks for it. Make it absolute in the driver, by `os.path.abspath`, on storage that all "
+            "nodes share."
+        )
     if os.pardir in model_dir.split(os.sep):
         # After a symbolic link, normalizing a path would change the meaning of "..".
         model_dir = os.path.realpath(model_dir)

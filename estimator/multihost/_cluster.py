@@ -9,12 +9,13 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
+import sys
 import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from estimator.multihost._coordination_client import Connection, clusters
-from estimator.multihost._tf_config import read_tf_config
+from estimator.multihost._tf_config import EVALUATOR, read_role, read_tf_config
 
 _LOOKUP_SECS = 60  # for the name of process 0 to become known
 _SKYPILOT_PORT = 8476  # by default: SkyPilot gives none
@@ -212,7 +213,10 @@ def _read_jax_job() -> _Detected | None:
 
 
 def _read_tf_config() -> _Detected | None:
-    task = read_tf_config(os.environ.get("TF_CONFIG"))
+    text = os.environ.get("TF_CONFIG")
+    if read_role(text) == EVALUATOR:
+        return _Detected("TF_CONFIG, as an evaluator", None, 1, 0)
+    task = read_tf_config(text)
     if task is None:
         return None
     hosts = {split_address(each)[0] for each in task.addresses}
@@ -306,6 +310,12 @@ def _read_number(name: str, default: int = 0) -> int:
     if not text.lstrip("-").isdigit():
         raise ValueError(f"initialize_distributed: the environment variable {name} must be a number; got {text!r}.")
     return int(text)
+
+
+def is_ray_worker() -> bool:
+    """Returns whether Ray has started this process to work for a driver."""
+    ray = sys.modules.get("ray")  # which a worker has imported
+    return ray is not None and ray.is_initialized() and ray.get_runtime_context().get_actor_id() is not None
 
 
 def split_address(address: str) -> tuple[str, int]:

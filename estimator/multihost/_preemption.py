@@ -27,7 +27,8 @@ from typing import Protocol
 SIGTERM = "SIGTERM"  # as a reason to stop
 EXIT_CODE = 75  # the EX_TEMPFAIL of sysexits.h: try again later
 
-_runs: list[Run] = []  # the runs that SIGTERM ends, each within the one before
+_runs: list[Run] = []  # the runs of this process, in all threads
+_main_runs: list[Run] = []  # those that SIGTERM ends, each within the one before
 _got_sigterm = False  # whether this process itself got the signal
 
 
@@ -54,7 +55,8 @@ class _BeforeRun:
 
 
 class Preempted(SystemExit):
-    """The process got SIGTERM: what ran has ended in order, in training with a checkpoint. Its exit code is 75."""
+    """The process got SIGTERM, or `est.request_stop` was called: what ran has ended in order, in training with a
+    checkpoint. Its exit code is 75."""
 
     def __init__(self) -> None:
         super().__init__(EXIT_CODE)
@@ -62,29 +64,37 @@ class Preempted(SystemExit):
 
 @contextlib.contextmanager
 def ends_by_sigterm(run: Run) -> Iterator[None]:
-    """Stops the run at a SIGTERM within the block, and raises `Preempted` at the end of it; where the run has not begun
-    its work, or waits for its caller, at once.
+    """Stops the run at a SIGTERM or a `request_stop` within the block, and raises `Preempted` at the end of it; at a
+    SIGTERM where the run has not begun its work, or waits for its caller, at once."""
+    _runs.append(run)
+    try:
+        with _handle_sigterm(run):
+            yield
+    finally:
+        _runs.remove(run)
+    if run.preempted:
+        raise Preempted
 
-    Only in the main thread, as Python has it, and only where nobody else handles the signal.
-    """
+
+@contextlib.contextmanager
+def _handle_sigterm(run: Run) -> Iterator[None]:
+    """Handles the signal within the block, in the main thread, as Python has it, and only where nobody else does."""
     global _got_sigterm
     if not _in_main_thread() or signal.getsignal(signal.SIGTERM) not in _OURS:
         yield
         return
-    _got_sigterm = _got_sigterm and bool(_runs)
-    _runs.append(run)
+    _got_sigterm = _got_sigterm and bool(_main_runs)
+    _main_runs.append(run)
     signal.signal(signal.SIGTERM, _on_sigterm)
     try:
         yield
     finally:
-        _runs.remove(run)
+        _main_runs.remove(run)
         # Only this module's handler is removed, and only in the main thread, the only one that may install handlers.
         # Results of `predict` may be read to their end in another thread, which cannot take the handler away.
-        if not _runs and _in_main_thread() and signal.getsignal(signal.SIGTERM) is _on_sigterm:
+        if not _main_runs and _in_main_thread() and signal.getsignal(signal.SIGTERM) is _on_sigterm:
             comes_late = run.preempted and not _got_sigterm
             signal.signal(signal.SIGTERM, _on_late_sigterm if comes_late else signal.SIG_DFL)
-    if run.preempted:
-        raise Preempted
 
 
 def raise_at_sigterm() -> contextlib.AbstractContextManager[None]:
@@ -92,9 +102,26 @@ def raise_at_sigterm() -> contextlib.AbstractContextManager[None]:
     return ends_by_sigterm(_BeforeRun())
 
 
+def request_stop() -> bool:
+    """Asks the runs of this process to save and stop, as SIGTERM does; returns whether there was one.
+
+    For the notice of an engine, or a signal's handler of your own. It may be called in any thread, and returns at once.
+    Training ends after the steps that have begun, in all its processes at the same one, with a checkpoint; then
+    `train` raises `est.Preempted`, in whatever thread it was called. It is a SystemExit with code 75: an engine that
+    calls your function counts it as a failure, after which it starts the training again. An input that blocks ends
+    with its next batch where the run has not begun its work.
+
+    >>> import estimator as est
+    >>> est.request_stop()  # nothing runs
+    False
+    """
+    preempt()
+    return bool(_runs)
+
+
 def preempt() -> None:
     """Does what SIGTERM does to the runs of this process: another one got it."""
-    for run in _runs:
+    for run in list(_runs):  # another thread may begin or end one
         run.preempt()
 
 
@@ -107,11 +134,11 @@ def _on_sigterm(number: int, frame: FrameType | None) -> None:
     global _got_sigterm
     _got_sigterm = True
     preempt()
-    if not _runs:  # they have ended in another thread, which left the handler: do what the default would
+    if not _main_runs:  # they have ended in another thread, which left the handler: do what the default would
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
     # Nothing would read the flag while the user's code or the caller of `predict` runs.
-    elif _runs[-1].phase == "begin" or all(run.phase == "output" for run in _runs):
+    elif _main_runs[-1].phase == "begin" or all(run.phase == "output" for run in _main_runs):
         raise Preempted
 
 
@@ -125,6 +152,7 @@ def _in_main_thread() -> bool:
 def _leave_to_parent() -> None:
     """A forked child, such as a worker of a data loader, has no run to end: the signal ends the process."""
     _runs.clear()
+    _main_runs.clear()
     if signal.getsignal(signal.SIGTERM) in (_on_sigterm, _on_late_sigterm):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 

@@ -6,11 +6,11 @@ import json
 from typing import Any, NamedTuple
 
 _CHIEFS = ("chief", "master")
-_WAY_OUT = {
-    "ps": "Leave the ps out, they have no part here: variables live on the devices of the workers, where "
-    "`variable_distribution` of replicate_model_fn says.",
-    "evaluator": "Leave the evaluator out: all processes evaluate together, in `train_and_evaluate`.",
-}
+_NO_PS = (
+    "TF_CONFIG has the role 'ps', which does not exist here. Leave the ps out, they have no part here: variables live "
+    "on the devices of the workers, where `variable_distribution` of replicate_model_fn says."
+)
+TRAINER, EVALUATOR = "trainer", "evaluator"
 
 
 class Task(NamedTuple):
@@ -23,7 +23,7 @@ class Task(NamedTuple):
 def read_tf_config(text: str | None) -> Task | None:
     """Reads the processes of the cluster, and the place of this one.
 
-    The chief comes first, then the workers; without a chief worker 0 is first.
+    The chief comes first, then the workers; without a chief worker 0 is first. Evaluators are not among them.
 
     >>> read_tf_config('{"cluster": {"chief": ["a:1"], "worker": ["b:1"]}, "task": {"type": "worker", "index": 0}}')
     Task(addresses=('a:1', 'b:1'), process_id=1)
@@ -32,21 +32,18 @@ def read_tf_config(text: str | None) -> Task | None:
       text: the value of TF_CONFIG.
 
     Returns:
-      None where it does not name several processes: it is missing, or has no cluster.
+      None where it does not name several processes: it is missing, has no cluster, or is the evaluator's.
 
     Raises:
       ValueError: it is not such JSON, the task is not in the cluster, or another one than worker 0 where there is no
-        cluster, or there is a ps or an evaluator.
+        cluster, or there is a ps.
     """
-    config = _parse(text)
-    cluster, task = config.get("cluster") or {}, config.get("task") or {}
-    for part in (cluster, task):
-        if not isinstance(part, dict):
-            raise ValueError(f"TF_CONFIG: cluster and task must be JSON objects; got {part!r}.")
+    cluster, task = _read_parts(text)
     kind, index = task.get("type"), _to_number(task.get("index"))
-    for role, way_out in _WAY_OUT.items():
-        if role in cluster or role == kind:
-            raise ValueError(f"TF_CONFIG has the role {role!r}, which does not exist here. {way_out}")
+    if kind == EVALUATOR:
+        return None
+    if "ps" in cluster or kind == "ps":
+        raise ValueError(_NO_PS)
     if not cluster:
         if kind not in (None, "worker") or index not in (None, 0):
             raise ValueError(
@@ -60,6 +57,35 @@ def read_tf_config(text: str | None) -> Task | None:
         raise ValueError(f'TF_CONFIG: the task must be one of the cluster ({there}); got "task": {json.dumps(task)}.')
     before = sum(len(hosts) for role, hosts in addresses.items() if role in _CHIEFS and role != kind)
     return Task(tuple(address for hosts in addresses.values() for address in hosts), before + index)
+
+
+def read_role(text: str | None) -> str | None:
+    """Reads the role that TF_CONFIG gives this process in `train_and_evaluate`.
+
+    >>> read_role('{"task": {"type": "evaluator", "index": 0}}')
+    'evaluator'
+
+    Returns:
+      "evaluator"; "trainer" where the cluster has an evaluator, and this process is another one; None where it has
+      none, as far as it says.
+
+    Raises:
+      ValueError: it is not such JSON.
+    """
+    cluster, task = _read_parts(text)
+    if task.get("type") == EVALUATOR:
+        return EVALUATOR
+    return TRAINER if EVALUATOR in cluster else None
+
+
+def _read_parts(text: str | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Reads the cluster and the task, which may be empty."""
+    config = _parse(text)
+    cluster, task = config.get("cluster") or {}, config.get("task") or {}
+    for part in (cluster, task):
+        if not isinstance(part, dict):
+            raise ValueError(f"TF_CONFIG: cluster and task must be JSON objects; got {part!r}.")
+    return cluster, task
 
 
 def _to_number(index: Any) -> Any:
@@ -80,8 +106,8 @@ def _parse(text: str | None) -> dict[str, Any]:
 def _read_addresses(cluster: dict[str, Any]) -> dict[str, list[str]]:
     """Reads the addresses by role, the chief's first."""
     for role, hosts in cluster.items():
-        if role not in (*_CHIEFS, "worker"):
-            raise ValueError(f"TF_CONFIG: the roles of the cluster are chief and worker; got {role!r}.")
+        if role not in (*_CHIEFS, "worker", EVALUATOR):
+            raise ValueError(f"TF_CONFIG: the roles of the cluster are chief, worker and evaluator; got {role!r}.")
         if not isinstance(hosts, list) or not hosts or not all(isinstance(x, str) and ":" in x for x in hosts):
             raise ValueError(f'TF_CONFIG: {role} must be a list of "host:port"; got {hosts!r}.')
     if sum(len(cluster.get(role, ())) for role in _CHIEFS) > 1:

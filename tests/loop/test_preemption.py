@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 
 import numpy as np
@@ -205,6 +206,80 @@ def test_a_preempted_that_a_hook_raises_without_a_signal_is_an_error(tmp_path):
         make(tmp_path).train(endless, hooks=[hook], steps=5)
     assert type(hook.context.error) is est.Preempted and hook.context.stop_reason == "error"
     assert saved_steps(make(tmp_path)) == [0]
+
+
+# Asked for by a function.
+
+
+def in_thread(call):
+    """The error of a call that another thread makes."""
+    errors = []
+
+    def run():
+        try:
+            call()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(60)
+    (error,) = errors
+    return error
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["main thread", "thread"])
+@pytest.mark.usefixtures("users_compiler")
+def test_a_run_that_another_thread_asks_to_stop_resumes_as_if_uninterrupted(tmp_path, where):
+    whole = make(tmp_path / "whole", steps_per_loop=1).train(rows(), max_steps=20)
+    answers = []
+
+    def ask():
+        thread = threading.Thread(target=lambda: answers.append(est.request_stop()))
+        thread.start()
+        thread.join()
+
+    hook = At(7, ask)
+
+    def train():
+        make(tmp_path / "ended", steps_per_loop=1).train(rows(), hooks=[hook], max_steps=20)
+
+    if where == "thread":
+        assert type(in_thread(train)) is est.Preempted
+    else:
+        with pytest.raises(est.Preempted):
+            train()
+    assert answers == [True] and est.request_stop() is False
+    assert (hook.context.stop_reason, hook.context.error, hook.context.global_step) == ("SIGTERM", None, 7)
+    ended = make(tmp_path / "ended")
+    assert saved_steps(ended) == [0, 7]
+    assert same_bits(ended.train(rows(), max_steps=20), whole)
+
+
+def test_an_input_that_blocks_ends_in_a_thread_that_is_asked_to_stop(tmp_path):
+    blocks = threading.Event()
+
+    def input_fn():
+        yield from times(3)()
+        threading.Timer(0.3, est.request_stop).start()
+        blocks.wait(60)
+
+    started = time.monotonic()
+    assert type(in_thread(lambda: make(tmp_path, steps_per_loop=1).train(input_fn))) is est.Preempted
+    assert time.monotonic() - started < 30
+    blocks.set()
+    assert saved_steps(make(tmp_path)) == [0, 3]
+
+
+def test_a_handler_of_the_user_s_own_may_ask_to_stop(tmp_path):
+    try:
+        signal.signal(signal.SIGTERM, lambda *_: est.request_stop())
+        with pytest.raises(est.Preempted):
+            make(tmp_path, steps_per_loop=1).train(endless, hooks=[At(4, terminate)])
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    assert saved_steps(make(tmp_path)) == [0, 4]
 
 
 # Errors, Ctrl-C among them.

@@ -5,12 +5,16 @@ import pathlib
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
 
 import pytest
 from testing.cluster import free_port, shared_cluster
+from testing.estimators import saved_at
+
+from estimator.multihost._cluster import is_literally_loopback
 
 ROOT = pathlib.Path(__file__).parents[2]
 TORCHRUN = shutil.which("torchrun", path=os.path.dirname(sys.executable))
@@ -113,34 +117,95 @@ def test_processes_that_jax_has_connected_already_are_adopted(devices, recoverab
     assert any(f"initialize_distributed: 2 processes ({source})." in line for line in ended[0].lines)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(TORCHRUN is None, reason="needs torchrun, of the package torch")
-def test_torchrun_starts_a_training_again_whose_processes_are_killed(tmp_path):
-    def start(name):
-        (tmp_path / name).mkdir()
-        script = ROOT / "tests" / "testing" / "scenarios" / "launched_training.py"
-        environment = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"}
-        return subprocess.Popen(
-            [TORCHRUN, "--nproc-per-node=2", "--max-restarts=3", script, tmp_path / name, "150"],
-            stderr=subprocess.PIPE,
-            text=True,
-            env=os.environ | environment,
-        )
+needs_torchrun = pytest.mark.skipif(TORCHRUN is None, reason="needs torchrun, of the package torch")
 
-    whole, killed = start("whole"), start("killed")
-    (tmp_path / "whole" / "enough").touch()
-    _, err = whole.communicate(timeout=120)
-    assert whole.returncode == 0, err
-    seen = set()
+
+def start_torchrun(folder, *options):
+    """A training of two processes."""
+    folder.mkdir(exist_ok=True)
+    script = ROOT / "tests" / "testing" / "scenarios" / "launched_training.py"
+    environment = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"}
+    return subprocess.Popen(
+        [TORCHRUN, *options, script, folder, "150"], stderr=subprocess.PIPE, text=True, env=os.environ | environment
+    )
+
+
+def finish(torchrun, folder, code=0):
+    (folder / "enough").touch()
+    _, err = torchrun.communicate(timeout=120)
+    assert torchrun.returncode == code, err
+    return (folder / "result").read_text() if not code else err
+
+
+def pids(folder):
+    return {int(file.read_text()) for file in folder.glob("started-?")}
+
+
+def has_new_processes(folder, seen):
+    new = pids(folder)
+    return len(new) == 2 and not new & seen and [*folder.glob("model/ckpt-*0")]
+
+
+def address_of_this_host():
+    """The address by which other hosts would reach this one; no packet is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))
+        except OSError:  # no network
+            return "127.0.0.1"
+        return probe.getsockname()[0]
+
+
+def wait_until(torchrun, is_so, *args):
+    deadline = time.monotonic() + 120
+    while not is_so(*args):
+        assert torchrun.poll() is None and time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The result of a training that nothing disturbs."""
+    folder = tmp_path_factory.mktemp("torchrun") / "whole"
+    return finish(start_torchrun(folder, "--nproc-per-node=2"), folder)
+
+
+@pytest.mark.slow
+@needs_torchrun
+def test_torchrun_starts_a_training_again_whose_processes_are_killed(tmp_path, whole):
+    folder, seen = tmp_path / "killed", set()
+    killed = start_torchrun(folder, "--nproc-per-node=2", "--max-restarts=3")
     for rank in (1, 0):
-        pids = set()
-        while len(pids) < 2 or pids & seen or not list((tmp_path / "killed").glob("model/ckpt-*0")):
-            time.sleep(0.1)
-            pids = {int(file.read_text()) for file in (tmp_path / "killed").glob("started-?")}
-            assert killed.poll() is None
-        seen |= pids
-        os.kill(int((tmp_path / "killed" / f"started-{rank}").read_text()), signal.SIGKILL)
-    (tmp_path / "killed" / "enough").touch()
-    _, err = killed.communicate(timeout=120)
-    assert killed.returncode == 0, err
-    assert (tmp_path / "killed" / "result").read_text() == (tmp_path / "whole" / "result").read_text()
+        wait_until(killed, has_new_processes, folder, seen)
+        seen |= pids(folder)
+        os.kill(int((folder / f"started-{rank}").read_text()), signal.SIGKILL)
+    assert finish(killed, folder) == whole
+
+
+@pytest.mark.slow
+@needs_torchrun
+def test_torchrun_saves_at_sigterm_answers_1_and_another_number_of_nodes_resumes(tmp_path, whole):
+    address = address_of_this_host()
+    if is_literally_loopback(address):
+        pytest.skip("two nodes need an address of this host other than the loopback one")
+    folder = tmp_path / "terminated"
+    rendezvous = ("--rdzv-backend=c10d", f"--rdzv-endpoint={address}:{free_port()}", f"--local-addr={address}")
+    nodes = [
+        start_torchrun(folder, "--nnodes=2", "--nproc-per-node=1", *rendezvous, f"--rdzv-conf=is_host={is_host}")
+        for is_host in (1, 0)
+    ]
+    wait_until(nodes[0], lambda: saved_at(folder / "model")[-1:] > [10])
+    for node in nodes:
+        node.send_signal(signal.SIGTERM)
+    for node in nodes:
+        assert "got signal: 15" in finish(node, folder, code=1)
+    assert all((folder / f"preempted-{rank}").exists() for rank in range(2))
+    assert 20 <= saved_at(folder / "model")[-1] < 150
+    assert finish(start_torchrun(folder, "--nnodes=1", "--nproc-per-node=2"), folder) == whole
+
+
+@pytest.mark.slow
+@needs_torchrun
+def test_torchrun_answers_1_where_a_process_fails(tmp_path):
+    (tmp_path / "model").touch()  # a file, where the model_dir has to be
+    assert "NotADirectoryError" in finish(start_torchrun(tmp_path, "--nproc-per-node=2"), tmp_path, code=1)

@@ -11,7 +11,7 @@ import pytest
 
 from estimator.multihost._cluster import ClusterSpec, adopt_cluster, find_cluster
 from estimator.multihost._coordination_client import Connection, clusters
-from estimator.multihost._tf_config import Task, read_tf_config
+from estimator.multihost._tf_config import Task, read_role, read_tf_config
 
 CHIEF = {"chief": ["a:1"], "worker": ["b:2", "c:3"]}
 WORKERS = {"worker": ["a:1", "b:2"]}
@@ -38,6 +38,16 @@ def test_the_chief_comes_first_then_the_workers(cluster, kind, index, addresses,
     assert read_tf_config(config(cluster, kind, index)) == Task(addresses, process_id)
 
 
+def test_evaluators_are_not_among_the_processes():
+    cluster = CHIEF | {"evaluator": ["d:4", "e:5"]}
+    assert read_tf_config(config(cluster, "worker", 1)) == Task(("a:1", "b:2", "c:3"), 2)
+    assert read_role(config(cluster, "worker", 1)) == "trainer"
+    assert read_role(config(CHIEF, "worker", 1)) is None and read_role(None) is None
+    for one in (cluster, CHIEF, {}):
+        assert read_tf_config(config(one, "evaluator", 1)) is None
+        assert read_role(config(one, "evaluator", 1)) == "evaluator"
+
+
 @pytest.mark.covers("3 TF_CONFIG", "13 19 TF_CONFIG")
 @pytest.mark.parametrize(
     "text",
@@ -59,7 +69,6 @@ def test_without_a_cluster_it_tells_of_no_others(text):
             "the role 'ps', which does not exist here. Leave the ps out, .*",
         ),
         (config(CHIEF, "ps", 0), "the role 'ps', which does not exist here"),
-        (config(CHIEF, "evaluator", 0), "the role 'evaluator', .* all processes evaluate together, in `train_and_eval"),
         (config(CHIEF, "worker", 2), r'one of the cluster \(chief 0 to 0, worker 0 to 1\); got "task": .*"index": 2'),
         (config(CHIEF, "worker", "zero"), "must be one of the cluster"),
         (
@@ -70,10 +79,12 @@ def test_without_a_cluster_it_tells_of_no_others(text):
             config({}, "worker", 1),
             'without a cluster there is one process, .*"index": 1}. Write down the cluster, as in',
         ),
-        (config({}, "evaluator", 0), "the role 'evaluator', which does not exist here"),
         (config(CHIEF, "coordinator", 0), "must be one of the cluster"),
         (json.dumps({"cluster": CHIEF}), r'must be one of the cluster .*; got "task": {}'),
-        (config(CHIEF | {"gpu": ["d:4"]}, "worker", 0), "the roles of the cluster are chief and worker; got 'gpu'"),
+        (
+            config(CHIEF | {"gpu": ["d:4"]}, "worker", 0),
+            "the roles of the cluster are chief, worker and evaluator; got 'gpu'",
+        ),
         (config({"worker": "a:1"}, "worker", 0), "worker must be a list of \"host:port\"; got 'a:1'"),
         (config({"worker": ["a"]}, "worker", 0), 'worker must be a list of "host:port"'),
         (config({"chief": ["a:1", "b:2"]}, "chief", 0), "there can be one chief"),
@@ -130,6 +141,7 @@ def find(*arguments):
     [
         ({"TF_CONFIG": config(CHIEF, "worker", 1)}, ClusterSpec("a:1", 3, 2, "TF_CONFIG")),
         ({"TF_CONFIG": config(CHIEF, "worker", 1), **SLURM}, ClusterSpec("a:1", 3, 2, "TF_CONFIG")),
+        ({"TF_CONFIG": config(CHIEF, "evaluator", 0), **SLURM}, ClusterSpec(None, 1, 0, "TF_CONFIG, as an evaluator")),
         (LAUNCHED, ClusterSpec("n:1", 4, 3, "JAX_NUM_PROCESSES and JAX_PROCESS_ID")),
         (LAUNCHED | SLURM, ClusterSpec("n:1", 4, 3, "JAX_NUM_PROCESSES and JAX_PROCESS_ID")),
         (

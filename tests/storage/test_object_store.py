@@ -98,6 +98,23 @@ def test_exports_and_warm_starts_from_a_store(bucket):
 
 
 @pytest.mark.slow
+def test_an_evaluator_reads_what_training_writes_and_removes(bucket):
+    processes = Processes("testing.scenarios.object_store")
+    try:
+        processes.start("evaluate", f"{bucket}/run")
+        trainer = scenario.make(f"{bucket}/run", save_checkpoints_steps=10, keep_checkpoint_max=1)
+        trainer.train(scenario.input_fn, max_steps=scenario.STEPS)
+        lines, code = processes.read_to_end()
+    finally:
+        processes.close()
+    recorded = est.read_eval_metrics(trainer.eval_dir())
+    loss = trainer.evaluate(scenario.eval_input_fn, name="again")["loss"]
+    assert (lines, code) == ([f"evaluated {scenario.STEPS} {loss}"], 0)
+    assert recorded[scenario.STEPS]["loss"] == loss
+    assert set(recorded) <= {*range(0, 41, 10)}
+
+
+@pytest.mark.slow
 def test_a_run_killed_in_the_middle_of_uploads_resumes_to_the_same_bits(bucket, tmp_path):
     processes = Processes("testing.scenarios.object_store")
     killed, whole = f"{bucket}/killed", str(tmp_path / "whole")

@@ -36,6 +36,7 @@ PUBLIC = [
     "replicate",
     "replicate.cross_tower_ops",
     "replicate.explain",
+    "replicate.ray",
 ]
 
 

@@ -54,7 +54,11 @@ def main(folder, steps):
     initialize_distributed(timeout_secs=60)
     config = est.RunConfig(save_checkpoints_steps=10, keep_checkpoint_max=3)
     estimator = est.Estimator(replicate_model_fn(model_fn), str(folder / "model"), config)
-    estimator.train(input_fn, hooks=[Slow(folder, steps)], max_steps=steps)
+    try:
+        estimator.train(input_fn, hooks=[Slow(folder, steps)], max_steps=steps)
+    except est.Preempted:
+        (folder / f"preempted-{jax.process_index()}").touch()
+        raise
     if jax.process_index() == 0:
         w = np.asarray(jnp.asarray(estimator.get_variable_value("w")))
         (folder / "result").write_text(hashlib.sha256(w.tobytes()).hexdigest())

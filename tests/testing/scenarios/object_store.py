@@ -7,7 +7,9 @@ import numpy as np
 import optax
 
 import estimator as est
+from estimator.checkpoint import _checkpoints_iterator
 from replicate import VariableDistribution, replicate_model_fn
+from testing.estimators import refuse
 from testing.scenarios import team, team_lives
 
 STEPS, SAVE_EVERY = 40, 10
@@ -55,6 +57,14 @@ def train(model_dir, stop_at=None):
         s3fs.S3FileSystem._put_file = wait_before
     make(model_dir).train(input_fn, max_steps=STEPS)
     print("done", flush=True)
+
+
+def evaluate(model_dir):
+    """Evaluates what another process trains."""
+    _checkpoints_iterator._STORE_POLL_SECS = 0.2
+    specs = est.TrainSpec(refuse, STEPS), est.EvalSpec(eval_input_fn)
+    metrics, _ = est.train_and_evaluate(make(model_dir), *specs, role="evaluator")
+    print("evaluated", metrics["global_step"], metrics["loss"], flush=True)
 
 
 def sharded(model_dir):

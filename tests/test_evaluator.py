@@ -1,0 +1,417 @@
+"""The evaluator of `train_and_evaluate`, and `checkpoints_iterator`: checkpoints of training that runs elsewhere."""
+
+import json
+import os
+import re
+import signal
+import threading
+import time
+import uuid
+
+import numpy as np
+import pytest
+from testing.estimators import X, Y, make, saved_steps, times
+from testing.processes import Processes
+from testing.scenarios.evaluator import EVAL, Calls, evaluate, evaluated, spec_of
+
+import estimator as est
+from estimator.checkpoint import _checkpoints_iterator
+from estimator.checkpoint._checkpoint import Checkpoint
+from estimator.multihost._cluster import find_cluster
+
+pytestmark = pytest.mark.covers("5 evaluator task")
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch):
+    """An evaluator looks often, also into a store."""
+    monkeypatch.setattr(_checkpoints_iterator, "_POLL_SECS", 0.02)
+    monkeypatch.setattr(_checkpoints_iterator, "_STORE_POLL_SECS", 0.05)
+
+
+def train(estimator, max_steps=40, batches=1000, hooks=()):
+    return est.train_and_evaluate(estimator, est.TrainSpec(times(batches), max_steps, hooks), EVAL, role="trainer")
+
+
+class Task(threading.Thread):
+    """Calls a function in a thread; `result` returns, or raises, what that does."""
+
+    def __init__(self, function, *args, **kwargs):
+        super().__init__(daemon=True)
+        self.call = lambda: function(*args, **kwargs)
+        self.start()
+
+    def run(self):
+        try:
+            self.value, self.error = self.call(), None
+        except BaseException as error:
+            self.error = error
+
+    def result(self):
+        self.join(60)
+        assert not self.is_alive(), "it has not ended"
+        if self.error is not None:
+            raise self.error
+        return self.value
+
+
+@pytest.mark.parametrize("store", [False, True])
+def test_an_evaluator_records_what_evaluations_within_the_training_record(tmp_path, store):
+    whole = make(tmp_path / "whole", save_checkpoints_steps=10)
+    expected = est.train_and_evaluate(whole, est.TrainSpec(times(1000), 40), EVAL)
+    model_dir = f"memory://{uuid.uuid4().hex}" if store else tmp_path / "apart"
+    trainer = make(model_dir, save_checkpoints_steps=10)
+    assert train(trainer) == ({}, [])
+    assert not os.path.exists(trainer.eval_dir())
+    exporter = Calls()
+    estimator = make(model_dir)
+    assert evaluate(estimator, 40, spec_of(exporter)) == (expected[0], ["40"])
+    assert evaluated(estimator) == [0, 10, 20, 30, 40]
+    recorded = est.read_eval_metrics(estimator.eval_dir())
+    assert {step: recorded[step] for step in (10, 20, 30, 40)} == est.read_eval_metrics(whole.eval_dir())
+    assert exporter.calls == [(0, 0, False), (10, 10, False), (20, 20, False), (30, 30, False), (40, 40, True)]
+
+
+@pytest.mark.parametrize("store", [False, True])
+@pytest.mark.slow
+def test_training_may_remove_checkpoints_while_they_are_evaluated(tmp_path, store):
+    model_dir = f"memory://{uuid.uuid4().hex}" if store else tmp_path / "model"
+    os.makedirs(tmp_path / "model")
+    waited = []
+
+    def input_fn():
+        """The first evaluation lasts until training has saved ten checkpoints, and keeps two."""
+        while not waited and est.checkpoints(model_dir)[-1].step < 10:
+            time.sleep(0.02)
+        waited.append(1)
+        return [(X, Y)] * 2
+
+    trainer = make(model_dir, save_checkpoints_steps=1, keep_checkpoint_max=2, steps_per_loop=1)
+    exporter = Calls()
+    spec = est.EvalSpec(input_fn, steps=None, exporters=exporter)
+    evaluator = Task(evaluate, make(model_dir), 15, spec)
+    train(trainer, 15)
+    assert evaluator.result() == (trainer.evaluate(times(2)), ["15"])
+    steps = evaluated(trainer)
+    # In a store nothing holds what is being read: its evaluation may be lost, but is never another one's.
+    assert steps[-1] == 15 and len(steps) < 15 and (store or steps[0] < 5)
+    assert exporter.calls[-1] == (15, 15, True) and all(step == saved for step, saved, _ in exporter.calls)
+    trainer.train(times(1))
+    assert [each.step for each in est.checkpoints(model_dir)] == [15, 16]
+    reference = make(tmp_path / "reference", save_checkpoints_steps=1, keep_checkpoint_max=None)
+    train(reference, 15)
+    for step in steps:
+        expected = reference.evaluate(times(2), checkpoint_path=f"{reference.model_dir}/ckpt-{step}")["loss"]
+        assert est.read_eval_metrics(trainer.eval_dir())[step]["loss"] == expected
+
+
+@pytest.fixture(scope="module")
+def processes():
+    forks = Processes("testing.scenarios.evaluator")
+    yield forks
+    forks.close()
+
+
+@pytest.mark.slow
+def test_an_evaluator_that_is_killed_continues_where_it_was(processes, tmp_path):
+    estimator = make(tmp_path, save_checkpoints_steps=10, keep_checkpoint_max=None)
+    train(estimator)
+    # Before it evaluates the third one; after that, before it exports it; and not at all.
+    for stop, moment in ((20, "evaluates"), (20, "exports"), (40, "exports"), (None, None)):
+        processes.start("run", str(tmp_path), 40, stop, moment)
+        if stop is not None:
+            processes.read_until("blocked")
+            processes.send(signal.SIGKILL)
+            assert processes.ended() == -signal.SIGKILL
+    lines, code = processes.read_to_end()
+    assert (code, lines[-1]) == (0, "result 40 ['40']")
+    assert evaluated(estimator) == [0, 10, 20, 30, 40]
+    with open(tmp_path / "evaluations") as file:
+        assert [int(line) for line in file] == [0, 10, 20, 20, 20, 30, 40, 40]
+    with open(tmp_path / "exports") as file:
+        assert [line.rstrip() for line in file] == ["0 False", "10 False", "20 False", "30 False", "40 True"]
+
+
+def test_an_evaluator_that_is_started_after_all_is_done_repeats_nothing(tmp_path):
+    train(make(tmp_path, save_checkpoints_steps=10))
+    metrics, _ = evaluate(make(tmp_path), 40)
+    exporter = Calls()
+    again = evaluate(make(tmp_path), 40, est.EvalSpec(lambda: pytest.fail("evaluated"), exporters=exporter))
+    assert again == (metrics, []) and exporter.calls == []
+
+
+@pytest.mark.slow
+def test_several_evaluators_share_the_work_and_do_nothing_twice(tmp_path):
+    calls = []
+
+    def spec(name):
+        def input_fn():
+            calls.append(name)
+            time.sleep(0.05)
+            return [(X, Y)] * 2
+
+        return est.EvalSpec(input_fn, steps=None, name=name)
+
+    specs = [spec("a"), spec("b")]
+    evaluators = [Task(evaluate, make(tmp_path), 40, specs) for _ in range(3)]
+    train(make(tmp_path, save_checkpoints_steps=10, keep_checkpoint_max=None))
+    results = [each.result() for each in evaluators]
+    assert calls.count("a") == calls.count("b") == 5
+    for name in "ab":
+        assert list(est.read_eval_metrics(make(tmp_path).eval_dir(name))) == [0, 10, 20, 30, 40]
+        assert all(metrics[name] == results[0][0][name] for metrics, _ in results)
+
+
+def test_an_evaluator_takes_over_from_one_that_is_killed(processes, tmp_path):
+    train(make(tmp_path, save_checkpoints_steps=20))
+    processes.start("run", str(tmp_path), 40, 20, "evaluates")
+    processes.read_until("blocked")
+    second = Task(evaluate, make(tmp_path), 40)
+    time.sleep(0.2)
+    assert second.is_alive() and evaluated(make(tmp_path)) == [0]
+    processes.send(signal.SIGKILL)
+    processes.ended()
+    assert second.result()[0]["global_step"] == 40
+    assert evaluated(make(tmp_path)) == [0, 20, 40]
+
+
+@pytest.mark.slow
+def test_early_stopping_reads_what_the_evaluator_records_and_ends_both(tmp_path):
+    def train_until_stopped():
+        estimator = make(tmp_path, save_checkpoints_steps=10, steps_per_loop=1)
+        hook = est.stop_if_lower_hook(estimator, "loss", 1e9, min_steps=20, run_every_steps=1)
+        wait = WaitAt(20, lambda: 20 in est.read_eval_metrics(estimator.eval_dir()))
+        train(estimator, 100_000, 100_000, [wait, hook])
+        return estimator
+
+    exporter = Calls()
+    evaluator = Task(evaluate, make(tmp_path), 100_000, spec_of(exporter))
+    estimator = train_until_stopped()
+    last = saved_steps(estimator)[-1]
+    metrics, _ = evaluator.result()
+    assert metrics["global_step"] == last == 20
+    assert exporter.calls[-1] == (last, last, True)
+    assert evaluated(estimator) == [0, 10, 20]
+
+
+class WaitAt(est.Hook):
+    """Waits after a step until something is so."""
+
+    def __init__(self, step, is_so):
+        self.step, self.is_so = step, is_so
+
+    def next_step(self, step):
+        return self.step if step < self.step else None
+
+    def after_run(self, context, values):
+        context.save()
+        deadline = time.monotonic() + 30
+        while not self.is_so():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+
+def test_an_evaluator_that_waits_ends_when_it_is_asked_to_stop(tmp_path):
+    evaluator = Task(evaluate, make(tmp_path), 40)
+    deadline = time.monotonic() + 30
+    while not est.request_stop():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    with pytest.raises(est.Preempted):
+        evaluator.result()
+
+
+@pytest.mark.parametrize("max_steps", [None, 40])
+def test_the_end_of_the_input_ends_the_evaluator(tmp_path, max_steps):
+    train(make(tmp_path, save_checkpoints_steps=10), max_steps, batches=15)
+    exporter = Calls()
+    metrics, _ = evaluate(make(tmp_path), max_steps, spec_of(exporter))
+    assert metrics["global_step"] == 15 and exporter.calls[-1] == (15, 15, True)
+
+
+def test_training_that_was_terminated_failed_or_made_fewer_steps_has_not_ended(tmp_path):
+    estimator = make(tmp_path, save_checkpoints_steps=10)
+    # Before the evaluator begins, which the signal would end as well, in this process.
+    with pytest.raises(est.Preempted):
+        train(estimator, hooks=[At(5, lambda: os.kill(os.getpid(), signal.SIGTERM))])
+    evaluator = Task(evaluate, make(tmp_path), 40)
+
+    def check(step):
+        deadline = time.monotonic() + 30
+        while step not in est.read_eval_metrics(estimator.eval_dir()):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        time.sleep(0.1)
+        assert evaluator.is_alive()
+
+    check(5)
+    with pytest.raises(ZeroDivisionError):
+        train(estimator, hooks=[At(15, lambda: 1 / 0)])
+    check(15)
+    train(estimator, 30)
+    check(30)
+    train(estimator, 40)
+    assert evaluator.result()[0]["global_step"] == 40
+    assert evaluated(estimator) == [0, 5, 15, 25, 30, 40]
+
+
+class At(est.Hook):
+    """Does something after a step."""
+
+    def __init__(self, step, does):
+        self.step, self.does = step, does
+
+    def next_step(self, step):
+        return self.step if step < self.step else None
+
+    def after_run(self, context, values):
+        self.does()
+
+
+def test_the_mark_of_the_end_goes_when_training_continues_and_is_no_damage(tmp_path):
+    estimator = make(tmp_path)
+    estimator.train(times(10))
+    first = Checkpoint(estimator.latest_checkpoint())
+    assert first.is_training_end(None) and first.is_training_end(40)
+    estimator.train(times(10))
+    assert not first.is_training_end(None) and Checkpoint(estimator.latest_checkpoint()).is_training_end(None)
+    assert [each.damage for each in est.checkpoints(tmp_path)] == [None] * 3
+
+
+def test_throttle_secs_leaves_out_all_but_the_first_and_the_last(tmp_path):
+    train(make(tmp_path, save_checkpoints_steps=10))
+    evaluate(make(tmp_path), 40, est.EvalSpec(times(2), throttle_secs=600))
+    assert evaluated(make(tmp_path)) == [40]
+
+
+def test_start_delay_secs_is_the_time_before_the_first_evaluation(tmp_path):
+    make(tmp_path).train(times(10))
+    started = time.monotonic()
+    evaluator = Task(evaluate, make(tmp_path), 20, est.EvalSpec(times(2), start_delay_secs=0.5))
+    while not evaluated(make(tmp_path)):
+        time.sleep(0.02)
+    assert time.monotonic() - started >= 0.5
+    make(tmp_path).train(times(10))
+    evaluator.result()
+
+
+def test_a_damaged_checkpoint_is_named_and_left_out(tmp_path, messages):
+    estimator = make(tmp_path, save_checkpoints_steps=10)
+    train(estimator)
+    file = max((tmp_path / "ckpt-20").glob("arrays/**/d/*"), key=lambda path: path.stat().st_size)
+    file.write_bytes(bytes(byte ^ 1 for byte in file.read_bytes()))
+    evaluate(make(tmp_path), 40)
+    assert evaluated(estimator) == [0, 10, 30, 40]
+    assert any("ckpt-20 is damaged" in line for line in messages())
+
+
+# Roles.
+
+
+def task(kind, **cluster):
+    return json.dumps({"cluster": cluster, "task": {"type": kind, "index": 0}})
+
+
+def test_tf_config_names_the_roles(tmp_path, monkeypatch):
+    cluster = {"chief": ["localhost:1"], "evaluator": ["localhost:2"]}
+    spec = est.TrainSpec(times(100), 20)
+    monkeypatch.setenv("TF_CONFIG", task("chief", **cluster))
+    assert est.train_and_evaluate(make(tmp_path), spec, EVAL) == ({}, [])
+    assert not os.path.exists(make(tmp_path).eval_dir())
+    # As Kubeflow's TFJob writes it: the cluster does not name the evaluator, and the script gives all one role.
+    for text, role in ((task("evaluator", **cluster), None), (task("evaluator", chief=["localhost:1"]), "trainer")):
+        monkeypatch.setenv("TF_CONFIG", text)
+        assert find_cluster(None, None, None, None)[:3] == (None, 1, 0)
+        assert est.train_and_evaluate(make(tmp_path), spec, EVAL, role=role)[0]["global_step"] == 20
+    assert evaluated(make(tmp_path)) == [0, 20]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"role": "chief"},
+            "`role` of train_and_evaluate must be 'trainer', 'evaluator', or None to train and evaluate in one "
+            "process; given: 'chief'.",
+        ),
+        (
+            {"role": "trainer", "eval_every_steps": 5},
+            "`eval_every_steps` is for evaluations of the variables in memory, but an evaluator reads checkpoints; "
+            "given: 5 with role='trainer'. Leave it out, and write RunConfig(save_checkpoints_steps=5).",
+        ),
+        (
+            {"role": "evaluator", "eval_spec": est.EvalSpec(times(1), eval_every_steps=7)},
+            "given: 7 with role='evaluator'.",
+        ),
+    ],
+)
+def test_what_no_evaluator_can_do_is_refused(tmp_path, arguments, message):
+    arguments = {"eval_spec": EVAL, **arguments}
+    with pytest.raises(ValueError, match=re.escape(message)):
+        est.train_and_evaluate(make(tmp_path), est.TrainSpec(times(1), 1), **arguments)
+    assert os.listdir(tmp_path) == []
+
+
+def test_the_best_variables_are_not_restored_where_another_process_evaluates(tmp_path):
+    estimator = make(tmp_path)
+    hook = est.stop_if_no_decrease_hook(estimator, "loss", max_evals_without_decrease=3, restore_best=True)
+    message = (
+        "stop_if_no_decrease_hook has restore_best=True, for which training has to wait for each evaluation; given "
+        "with role='trainer'. Leave it out, and take the best model from an `est.BestExporter`."
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        train(estimator, hooks=[hook])
+
+
+# The iterator.
+
+
+def test_the_newest_checkpoint_is_yielded_once(tmp_path):
+    estimator, steps = make(tmp_path, save_checkpoints_steps=1).train(times(3)), []
+    for path in est.checkpoints_iterator(tmp_path, timeout_secs=0.1):
+        steps.append(Checkpoint(path).step)
+        if len(steps) < 3:
+            estimator.train(times(3))
+    assert steps == [3, 6, 9]
+
+
+@pytest.mark.parametrize("store", [False, True])
+def test_checkpoints_of_another_thread_are_yielded_as_they_appear(tmp_path, store):
+    model_dir = f"memory://{uuid.uuid4().hex}" if store else tmp_path / "not yet"
+    steps, estimator = [], make(model_dir)
+    training = Task(estimator.train, lambda: [(X, Y)] * 3)
+    for path in est.checkpoints_iterator(model_dir, timeout_secs=30):
+        steps.append(Checkpoint(path).step)
+        if steps[-1] == 3:
+            break
+    training.result()
+    assert steps[-1] == 3
+
+
+def test_the_iterator_ends_when_timeout_fn_says_so(tmp_path, messages):
+    answers = iter([False, False, True])
+    started = time.monotonic()
+    assert list(est.checkpoints_iterator(tmp_path / "empty", timeout_secs=0.1, timeout_fn=lambda: next(answers))) == []
+    assert time.monotonic() - started >= 0.3 and next(answers, None) is None
+    assert f"No new checkpoint in {tmp_path / 'empty'} within 0.1 s." in messages()
+
+
+def test_min_interval_secs_is_kept_between_checkpoints(tmp_path):
+    estimator, times_seen = make(tmp_path).train(times(1)), []
+    for _ in est.checkpoints_iterator(tmp_path, min_interval_secs=0.3, timeout_secs=0.1):
+        times_seen.append(time.monotonic())
+        if len(times_seen) < 3:
+            estimator.train(times(1))
+    assert len(times_seen) == 3 and np.diff(times_seen).min() >= 0.3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"min_interval_secs": -1}, "Must specify min_interval_secs >= 0 for checkpoints_iterator, given: -1."),
+        ({"timeout_secs": 0}, "timeout_secs of checkpoints_iterator must be a positive number; got 0."),
+    ],
+)
+def test_times_that_make_no_sense_are_refused_at_once(tmp_path, arguments, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        est.checkpoints_iterator(tmp_path, **arguments)
