@@ -132,6 +132,7 @@ class Runs:
 
     def _open_input(self, input_fn: InputFn, start: _Start, group: ProcessGroup) -> _OpenInput | None:
         """The input at its position; None where it has no batch."""
+        group.progress.enter("input")
         # The first batch may take long, and nothing has begun that a SIGTERM would have to end in order.
         with raise_at_sigterm():
             rest, skipped = self._batches(input_fn, ModeKeys.TRAIN), 0
@@ -167,6 +168,7 @@ class Runs:
     ) -> Training | None:
         """The run; None where a warm start has reached `max_steps` already."""
         self._log_compiling(ModeKeys.TRAIN)
+        group.progress.enter("begin")
         rest, first = opened.rest, opened.first
         if self._programs is None:
             self._programs = Programs(self._model, *first)
@@ -238,6 +240,7 @@ class Runs:
         group: ProcessGroup,
     ) -> dict[str, Any]:
         """The metrics of a state over an input."""
+        group.progress.enter("input")
         with raise_at_sigterm():
             rest = self._batches(input_fn, ModeKeys.EVAL)
             first = first_batch(group, rest.peek(), ModeKeys.EVAL)

@@ -114,6 +114,15 @@ class RunContext:
         def __getattr__(self, name: str) -> Any:
             raise missing_attribute(self, "Context", name)
 
+    @property
+    def phase(self) -> str:
+        return self._phase
+
+    @phase.setter
+    def phase(self, phase: str) -> None:
+        self._phase = phase
+        self.group.progress.enter(phase)
+
     def set_model_info(self, info: ModelInfo) -> None:
         """Tells hooks what is known of the model_fn in this mode."""
         self.reported, self.trainable_variables = info.reported, info.trainable
