@@ -82,6 +82,7 @@ from estimator.optim._optimizer import Optimizer
 from estimator.optim._sparse_update import lazy
 from estimator.optim._tower_gradient import tower_gradient
 from estimator.porting._tensorflow_names import names_missing_in as _names_missing_in
+from estimator.runtime._limits import Limits
 from estimator.sparse._embedding import embedding_lookup
 from estimator.sparse._embedding_sparse import embedding_lookup_sparse
 from estimator.sparse._indexed_slices import IndexedSlices
@@ -131,6 +132,7 @@ __all__ = [
     "IndexedSlices",
     "InputContext",
     "LatestExporter",
+    "Limits",
     "LinearClassifier",
     "LinearEstimator",
     "LinearRegressor",

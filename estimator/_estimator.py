@@ -200,7 +200,7 @@ class Estimator:
         # The lock is taken within the collective call: where process 0 does not get it, all processes raise.
         with (
             note_interrupts(),
-            collective_call(f"train(steps={steps}, max_steps={max_steps})") as group,
+            collective_call(f"train(steps={steps}, max_steps={max_steps})", self._config.limits) as group,
             training_in(self.model_dir, self._config.is_chief),
         ):
             self._runs.train(input_fn, own_hooks, listeners, steps, max_steps, group)
@@ -240,7 +240,7 @@ class Estimator:
         check_eval_dir(self.model_dir, name)
         keep_standard_streams_open()
         call = f"evaluate(steps={steps}, checkpoint_path={checkpoint_path!r}, name={name!r})"
-        with note_interrupts(), collective_call(call) as group, contextlib.ExitStack() as stack:
+        with note_interrupts(), collective_call(call, self._config.limits) as group, contextlib.ExitStack() as stack:
             stack.enter_context(self._runs.stopwatch.part("evaluation"))
             path = self._runs.lookup.find(checkpoint_path, group)
             if group.count > 1 and path is not None:  # which all of them read
@@ -270,7 +270,7 @@ class Estimator:
 
         own_hooks = checked_hooks("hooks", hooks)
         with (
-            collective_call(f"evaluate_state(steps={steps}, name={name!r})") as group,
+            collective_call(f"evaluate_state(steps={steps}, name={name!r})", self._config.limits) as group,
             self._runs.stopwatch.part("evaluation"),
         ):
             return self._runs.evaluate(place_state, input_fn, steps, own_hooks, name, group)

@@ -29,7 +29,7 @@ from estimator.loop._context import RunContext
 from estimator.loop._evaluate import EvalSteps, evaluate_batches
 from estimator.loop._predict import PredictSteps, predict_batches
 from estimator.loop._programs import Programs
-from estimator.loop._resume_input import resume_input
+from estimator.loop._resume_input import resume_input, warn_of_resuming
 from estimator.loop._stopwatch import Stopwatch
 from estimator.loop._synchronized_input import first_batch
 from estimator.loop._train import Training
@@ -92,6 +92,7 @@ class Runs:
             self._model_dir, config.keep_checkpoint_max, config.keep_checkpoint_every_n_hours
         )
         self._resumes = True  # a run of another process, or one that failed: with its position in the input
+        self._warned_of_input = False
         self._programs: Programs | None = None  # made for the first batch
         self._compiled: set[ModeKeys] = set()
         self.stopwatch = Stopwatch()
@@ -127,6 +128,8 @@ class Runs:
             training = self._build(opened, start, hooks, listeners, steps, max_steps, group)
         if training is None:
             return
+        # Where the run begins: after a kill it is too late.
+        self._warned_of_input = self._warned_of_input or warn_of_resuming(opened.rest, training.hooks, self._config)
         with self.stopwatch.part("host"):
             state = self._run(training, opened, start)
         self._remember(training, state)
@@ -137,6 +140,7 @@ class Runs:
 
     def _open_input(self, input_fn: InputFn, start: _Start, group: ProcessGroup) -> _OpenInput | None:
         """The input at its position; None where it has no batch."""
+        group.progress.enter("input")
         # The first batch may take long, and nothing has begun that a SIGTERM would have to end in order.
         with raise_at_sigterm():
             rest, skipped = self._batches(input_fn, ModeKeys.TRAIN), 0
@@ -173,6 +177,7 @@ class Runs:
     ) -> Training | None:
         """The run; None where a warm start has reached `max_steps` already."""
         self._log_compiling(ModeKeys.TRAIN)
+        group.progress.enter("begin")
         rest, first = opened.rest, opened.first
         if self._programs is None:
             self._programs = Programs(self._model, *first)
@@ -251,6 +256,7 @@ class Runs:
         group: ProcessGroup,
     ) -> dict[str, Any]:
         """The metrics of a state over an input."""
+        group.progress.enter("input")
         with raise_at_sigterm():
             rest = self._batches(input_fn, ModeKeys.EVAL)
             first = first_batch(group, rest.peek(), ModeKeys.EVAL)

@@ -57,7 +57,10 @@ class StateSource:
         if not all(group.all_gather(is_cached)):
             checkpoint = Checkpoint(path)
             with checkpoint.hold():
-                state = equalize_copies(checkpoint.restore(like, partial=mode != ModeKeys.TRAIN))
+                state = checkpoint.restore(like, partial=mode != ModeKeys.TRAIN)
+                # A wait for one that reads slowly is here, where it is known for whom, and not in a collective.
+                group.all_gather(None)
+                state = equalize_copies(state)
                 cached = self._cached = _identity(path), state
         assert cached is not None
         return _take_part(cached[1], like)

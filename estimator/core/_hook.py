@@ -203,8 +203,8 @@ class Context(Protocol):
 
     @property
     def phase(self) -> str:
-        """What the run is doing: "begin", "input", "compile", "step", "checkpoint", "evaluate", "output" (`predict`
-        waits for its caller) or "end"."""
+        """What the run is doing: "begin", "input", "compile", "step", "hook", "checkpoint", "evaluate", "output"
+        (`predict` waits for its caller) or "end"."""
 
     @property
     def error(self) -> BaseException | None:

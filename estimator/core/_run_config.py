@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from estimator.porting._tensorflow_names import missing_attribute
+from estimator.runtime._limits import Limits
 
 
 class _Unset:
@@ -77,6 +78,8 @@ class RunConfig:
               save_checkpoints_secs=None, save_checkpoints_async=True, keep_checkpoint_max=5,
               keep_checkpoint_every_n_hours=None, log_step_count_steps=100, steps_per_loop='auto',
               check_replicas_every=None, resume_input='position', eval_loss_over='batches', compilation_cache_dir=None,
+              limits=Limits(begin=1800.0, input=1800.0, compile=1800.0, step=1800.0, hook=1800.0, checkpoint=1800.0,
+                            end=1800.0),
               verbose=True, trackers=())
 
     Args:
@@ -119,6 +122,9 @@ class RunConfig:
         `jax_persistent_cache_min_compile_time_secs` says otherwise. It holds for the whole process. None leaves it to
         jax's own setting.
 
+      limits: the seconds that several processes may stay in a phase of a run before all of them end, for what has
+        started them to start them again: an `est.Limits`. None: they may wait for ever. One process has no limit.
+
       verbose: whether a program in which nobody has configured logging, by `logging`, `absl.logging` or `app.run`,
         shows the log on stderr from INFO on, and whether a terminal shows progress bars.
 
@@ -145,6 +151,7 @@ class RunConfig:
     resume_input: str | None = "position"
     eval_loss_over: str = "batches"
     compilation_cache_dir: str | None = None
+    limits: Limits | None = Limits()
     verbose: bool = True
     trackers: Sequence[Any] = ()
 
@@ -182,6 +189,11 @@ class RunConfig:
                 raise ValueError(f"`{field}` should be True or False; got {getattr(self, field)!r}.")
         if self.resume_input not in ("position", "count", None):
             raise ValueError(f'`resume_input` should be "position", "count" or None; got {self.resume_input!r}.')
+        if self.limits is not None and not isinstance(self.limits, Limits):
+            raise ValueError(
+                f"`limits` should be an `est.Limits`, say `RunConfig(limits=est.Limits(step=600))`, or None; got "
+                f"{self.limits!r}."
+            )
         if self.check_replicas_every is not None:
             _check_int("check_replicas_every", self.check_replicas_every, 1, ", or None never to check")
         given = self.trackers

@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import sys
 import threading
 import time
-import traceback
 from types import FrameType
 
 from absl import logging
@@ -16,18 +14,11 @@ from absl import logging
 from estimator.core._argument_checks import check_intervals
 from estimator.core._hook import Context, Hook
 from estimator.multihost._process_group import CALLS
+from estimator.multihost._progress import describe_phase
+from estimator.runtime._stacks import format_stacks
 
 _SECONDS_FOR_OTHERS = 2.0  # to report that they hang as well
 _ACTIONS = ("log", "raise")
-_PHASES = {
-    "begin": "makes or restores its state",
-    "input": "waits for a batch of input_fn",
-    "compile": "compiles a program, or runs it for the first time",
-    "step": "waits for a step, or for a hook",
-    "checkpoint": "writes a checkpoint",
-    "evaluate": "evaluates",
-    "end": "ends its hooks",
-}
 
 
 class StalledError(RuntimeError):
@@ -110,7 +101,7 @@ class WatchdogHook(Hook):
                     since, is_reported = now, False
             if not is_reported and now - since >= self._timeout:
                 is_reported = True
-                doing = f"For the last {now - entered:.1f} s it is in phase {phase!r}: it {_PHASES.get(phase, phase)}."
+                doing = describe_phase(phase, now - entered)
                 stall = f"No step has finished for {now - progress:.1f} s, after {batches} of this run. {doing}"
                 self._report(stall)
 
@@ -118,7 +109,7 @@ class WatchdogHook(Hook):
         # Of several processes, the one that hangs waits for no other.
         own = f"Process {self._group.index} on {socket.gethostname()}: {stall}"
         stalls = [stall, *self._group.gather_reports(own, _SECONDS_FOR_OTHERS)]
-        report = "\n".join([*stalls, _stacks(self._runs_in)])
+        report = "\n".join([*stalls, format_stacks(self._runs_in)])
         logging.error("%s", report)
         if self._path is not None:
             with open(self._path, "a") as file:
@@ -131,15 +122,3 @@ class WatchdogHook(Hook):
         error, self._error = self._error, None
         if error is not None:
             raise error
-
-
-def _stacks(first: int) -> str:
-    """The Python stacks of all threads but this one, the thread `first` before the others."""
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    frames = sys._current_frames()
-    del frames[threading.get_ident()]
-    return "\n".join(
-        f"Thread {names.get(ident, ident)!r}{' (the run)' * (ident == first)}, most recent call last:\n"
-        + "".join(traceback.format_stack(frames[ident]))
-        for ident in sorted(frames, key=lambda ident: ident != first)
-    )

@@ -18,8 +18,8 @@ from estimator.runtime._jax_settings import with_settings_of_this_thread
 
 Pull = Callable[[Any, int, threading.Event], tuple[list[Any], BaseException | None]]
 
-_SECONDS_TO_END = 1.0
-_POLL_SECONDS = 0.2
+_SECONDS_TO_END = 1.5
+_POLL_SECONDS = 1.0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -187,6 +187,7 @@ class RunContext:
 
     @phase.setter
     def phase(self, phase: str) -> None:
+        self.group.progress.enter(phase)  # a phase that is entered again has all of its time again
         if phase != self._phase:  # the loop sets it around each program, mostly to what it is
             self._phase = phase
             self.stopwatch.switch(_PARTS.get(phase, "host"))

@@ -93,7 +93,8 @@ def before(due: Sequence[Hook], context: RunContext) -> list[PyTree]:
     Raises:
       TypeError: one is not a name.
     """
-    requests = [_unless_stopped(hook.before_run, context) for hook in due]
+    with context.in_phase("hook"):
+        requests = [_unless_stopped(hook.before_run, context) for hook in due]
     for hook, names in zip(due, requests, strict=True):
         for name in jax.tree.leaves(names):
             if not isinstance(name, str):
@@ -114,10 +115,12 @@ def after(
     scalars: dict[str, jax.Array] | None = None,
 ) -> None:
     """Passes to each hook its values of the last of some steps."""
-    for hook, names in zip(due, requests, strict=True):
-        _unless_stopped(hook.after_run, context, RunValues(losses, steps, reported, names, scalars))
-    # A round of all processes, which have the same hooks due at the same steps (`next_chunk`).
-    if due:
+    if not due:
+        return
+    with context.in_phase("hook"):
+        for hook, names in zip(due, requests, strict=True):
+            _unless_stopped(hook.after_run, context, RunValues(losses, steps, reported, names, scalars))
+        # A round of all processes, which have the same hooks due at the same steps (`next_chunk`).
         context.agree_to_stop()
 
 

@@ -149,13 +149,12 @@ class Training:
         context = self.context
         program = run.reporting if reporting and run.reporting else run.program
         number = self.saver.batches + 1  # of the program's first batch in the input
-        # The watchdog reports the phase of a run that hangs.
+        # What watches the run reports its phase, and ends it.
         context.phase = "compile" if program.is_new() else "step"
         # The old carry is donated, and cannot be used after this, even if the program fails.
         self._carry, outputs, reported = self.programs.guard(
             number, run.batch, program, self._carry, self._key_data, *run.args
         )
-        context.phase = "step"
         context.stopwatch.switch("device")
         self._in_flight.add(outputs.losses)
         context.stopwatch.switch("host")
@@ -163,6 +162,7 @@ class Training:
         context.count(run.steps, rows_of(*run.batch) * context.group.count)
         self._log.advance(run.steps)
         self._losses.add(outputs, run.steps)
+        context.phase = "step"  # after the first program has run
         return outputs, reported
 
     def look(self) -> None:

@@ -13,19 +13,27 @@ from absl import logging
 
 from estimator.multihost._coordination_client import coordination_client
 from estimator.multihost._key_value_group import KeyValueGroup
+from estimator.multihost._limit_watch import watch_limits
 from estimator.multihost._lost_process import LOST_PROCESS, ProcessLostError
+from estimator.multihost._news import NEWS
 from estimator.multihost._process_group import CALLS, ProcessGroup, SingleProcess
+from estimator.runtime._limits import Limits
 
 T = TypeVar("T")
 
+_DEFAULT_LIMITS = Limits()
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
 
 
 @contextlib.contextmanager
-def collective_call(call: str) -> Iterator[ProcessGroup]:
+def collective_call(call: str, limits: Limits | None = _DEFAULT_LIMITS) -> Iterator[ProcessGroup]:
     """Waits until all processes make this call, and gives them as a group to the block.
 
     An error in the block is published to the others, so that none of them waits for a process that has failed.
+
+    Args:
+      call: the call, the same in all processes.
+      limits: how long its phases may take, unless it is within another call.
 
     Raises:
       RuntimeError: a process calls something else, or process 0 this one alone.
@@ -38,17 +46,22 @@ def collective_call(call: str) -> Iterator[ProcessGroup]:
     if jax.process_count() == 1:
         yield SingleProcess()
         return
+    NEWS.listen()
     group = KeyValueGroup(call, CALLS.group)
     is_outermost = len(CALLS.groups) == 1
+    phase = group.progress.moment.phase
     CALLS.groups.append(group)
     try:
-        group.barrier()
-        if group.index:
-            logging.get_absl_logger().addFilter(_is_for_all)
-        # A process that passes the barrier has left all calls before it, and does not read their keys any more.
-        while not group.index and CALLS.ended_prefixes:
-            coordination_client().key_value_delete(f"{CALLS.ended_prefixes.pop()}/")
-        yield group
+        with watch_limits(group, limits if is_outermost else None):
+            group.barrier()
+            if group.index:
+                logging.get_absl_logger().addFilter(_is_for_all)
+            # A process that passes the barrier has left all calls before it, and does not read their keys any more.
+            while not group.index and CALLS.ended_prefixes:
+                coordination_client().key_value_delete(f"{CALLS.ended_prefixes.pop()}/")
+            yield group
+            if is_outermost:
+                group.all_gather(None)  # one that hangs in its `end` is missed here, and not at the exit of another
     except BaseException as error:
         # Explained first, so that the others name the process that was lost, and not this one.
         failure = LOST_PROCESS.explain(error)
@@ -60,6 +73,7 @@ def collective_call(call: str) -> Iterator[ProcessGroup]:
         raise
     finally:
         CALLS.groups.remove(group)
+        group.progress.enter(phase)
         if not group.index:
             CALLS.ended_prefixes.append(group.prefix)
 

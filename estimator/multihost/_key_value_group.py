@@ -26,13 +26,16 @@ from absl import logging
 from estimator.core._placement import Placement
 from estimator.multihost._coordination_client import coordination_client
 from estimator.multihost._lost_process import LOST_PROCESS
+from estimator.multihost._news import NEWS, Awaited
 from estimator.multihost._preemption import Preempted, preempt
 from estimator.multihost._process_group import CALLS, ProcessGroup
+from estimator.multihost._progress import Progress
 from estimator.storage._json import decode, encode_leaf
 
 T = TypeVar("T")
 
-_WAIT_MS = 100  # for a value, between looks at the other processes
+_SHORT_WAIT_MS = 100  # for a value, until a thread waits for it
+_SECONDS_BETWEEN_LOOKS = 1.0  # at what no news tell of
 _ROUNDS_KEPT = 100  # at least: they are removed together
 _SECONDS_AFTER_THE_END = 2.0  # of another process, in which its last values may still come
 _SECONDS_TO_WARN = 60.0  # about a process that does not come
@@ -60,6 +63,11 @@ class KeyValueGroup(ProcessGroup):
         self._removed = 0  # hundreds of rounds
         self._own: dict[int, object] = {}  # values of process 0, by the number of the round
         self._lock = threading.Lock()
+        # The news before which this process has looked for failures, and for the flag: a look is a request.
+        self._failures_at = self._flag_at = -1
+        self._is_flagged = False
+        # Calls within a call of several processes, and their channels, are parts of it.
+        self.progress = around.progress if around.count > 1 else Progress()
 
     @property
     def waits_for(self) -> str | None:  # type: ignore[override]
@@ -143,9 +151,14 @@ class KeyValueGroup(ProcessGroup):
 
     def flag(self) -> None:
         coordination_client().key_value_set(f"{self.prefix}/flag/{self.index}", "", allow_overwrite=True)
+        NEWS.publish()
 
     def is_flagged(self) -> bool:
-        return bool(coordination_client().key_value_dir_get(f"{self.prefix}/flag"))
+        news = NEWS.count
+        if not self._is_flagged and news != self._flag_at:
+            self._is_flagged = bool(coordination_client().key_value_dir_get(f"{self.prefix}/flag"))
+            self._flag_at = news
+        return self._is_flagged
 
     def set_placement(self, placement: Placement) -> None:
         if not placement.spans_processes:
@@ -160,14 +173,19 @@ class KeyValueGroup(ProcessGroup):
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # published already, or nobody is there to read it
             text = to_json([type(error).__name__, str(error)])
             coordination_client().key_value_set(f"{self.prefix}/failed/{self.index}", text)
+            NEWS.publish()
 
     def raise_if_failed(self) -> None:
+        news = NEWS.count
+        if news == self._failures_at:
+            return
         for key, failure in coordination_client().key_value_dir_get(f"{self.prefix}/failed"):
             kind, text = json.loads(failure)
             if kind == Preempted.__name__:
                 preempt()
                 raise Preempted
             raise RuntimeError(f"Process {key.rpartition('/')[2]} failed in `{self._call}`: {kind}: {text}")
+        self._failures_at = news
 
     def _key(self, number: int, name: int | str) -> str:
         return f"{self.prefix}/rounds/{number // _ROUNDS_KEPT}/{number}/{name}"
@@ -175,17 +193,39 @@ class KeyValueGroup(ProcessGroup):
     def _wait_for(
         self, key: str, whom: str, closed: threading.Event | None = None, timeout_secs: float = math.inf
     ) -> str:
+        text = self._look(key)
+        if text is None:
+            awaited = Awaited(key)
+            try:
+                text = self._wait_long(awaited, key, whom, closed, timeout_secs)
+            finally:
+                awaited.give_up()
+        self._awaited = None
+        return text
+
+    def _look(self, key: str) -> str | None:
+        """The value of a key; None where there is none within a short time."""
+        try:
+            text: str = coordination_client().blocking_key_value_get(key, _SHORT_WAIT_MS)
+        except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" in str(error):
+                return None
+            raise LOST_PROCESS.explain(error) from error
+        return text
+
+    def _wait_long(
+        self, awaited: Awaited, key: str, whom: str, closed: threading.Event | None, timeout_secs: float
+    ) -> str:
         since, has_warned = time.monotonic(), False
         while True:
             # Noted before the look: whoever ends after it may have published the value meanwhile.
             is_over = LOST_PROCESS.last_ended is not None and time.monotonic() - since >= _SECONDS_AFTER_THE_END
-            try:
-                text: str = coordination_client().blocking_key_value_get(key, _WAIT_MS)
-                self._awaited = None
+            news = NEWS.count
+            text = awaited.text or (self._look(key) if is_over else None)
+            if text is not None:
                 return text
-            except jax.errors.JaxRuntimeError as error:
-                if "DEADLINE_EXCEEDED" not in str(error):
-                    raise LOST_PROCESS.explain(error) from error
+            if awaited.error is not None:
+                raise LOST_PROCESS.explain(awaited.error) from awaited.error
             for group in CALLS.groups:
                 group.raise_if_failed()
             LOST_PROCESS.raise_if_lost(needs_all=is_over)
@@ -206,6 +246,7 @@ class KeyValueGroup(ProcessGroup):
                     time.monotonic() - since,
                     self._call,
                 )
+            NEWS.wait_for(news, lambda: awaited.is_done, _SECONDS_BETWEEN_LOOKS)
 
 
 def to_json(value: object) -> str:

@@ -12,6 +12,8 @@
                     +-------------------------------------+
             note_raise: one that had ended in order was still needed
 
+    any, by note_stall -> STALLED: exit code 76
+
 - UNWATCHED: a single process; or jax was connected by others without its recoverability, and aborts all processes when
   one dies. Errors stay as they are.
 - WATCHED: all other processes live, or have ended in order.
@@ -19,6 +21,7 @@
 - RAISED: a `ProcessLostError` has left the outermost call, and this process waits for no other any more. Its script may
   take its time. A loss that is noted now is only named.
 - EXITING: Python ends, which may hang with what the lost process has left.
+- STALLED: a process is over a limit of `RunConfig(limits=...)`, and all end. A loss is what this led to.
 """
 
 from __future__ import annotations
@@ -38,14 +41,17 @@ import jax
 from absl import logging
 
 from estimator.multihost._coordination_client import coordination_client
+from estimator.multihost._news import NEWS
 
-EXIT_CODE = 76  # of a process that is ended because another has died while it waits for it
+EXIT_CODE = 76  # of a process that is ended while it waits for one that has died, or hangs itself
 
 _LOSS = "estimator/loss"  # the first loss of a process, the same for all processes
 _FAILURES = "estimator/failures"  # by process, the error that ends it
 _ENDS = "estimator/ends"  # of processes that have ended in order
 
-_PERIOD_SECS = 0.5
+_LOOKS = 3  # within the time of the heartbeats
+_SECS_AFTER_NEWS = 0.5  # until the next look
+_SECS_BETWEEN_LAST_LOOKS = 0.2  # of a process that waits for the end of the others
 _SECS_AFTER_AN_END = 3.0  # of a process, for a loss to become known that explains an error better
 _SECS_FOR_OTHERS = 5.0  # to end, beyond the grace, before process 0 takes jax's service away
 _SECS_TO_EXIT = 1.0  # for what ends a process in order, where that may hang
@@ -67,6 +73,7 @@ class Stage(enum.IntEnum):
     LOST = 2
     RAISED = 3
     EXITING = 4
+    STALLED = 5
 
 
 class LostProcess:
@@ -77,23 +84,46 @@ class LostProcess:
       loss: the process that has died first, and how: "process 1 (host b, pid 4711) ended with ValueError: no such
         file".
       last_ended: the last process that has ended in order.
+      end_process: ends this process at once, with exit code 76, given the reason.
     """
 
     def __init__(self) -> None:
         self.stage = Stage.UNWATCHED
         self.loss: str | None = None
         self.last_ended: str | None = None
+        self.end_process: Callable[[str], None] = _end_unwatched
+        self._names: Sequence[str] = ()
         self._secs_to_know = 0.0
         self._changes = threading.Condition()
 
-    def begin_watch(self, secs_to_know: float) -> None:
-        """Notes that a `ProcessWatch` will know of a loss within that time."""
+    @property
+    def is_ending(self) -> bool:
+        """Whether a limit has passed, so that a thread ends this process."""
+        return self.stage is Stage.STALLED
+
+    def begin_watch(self, secs_to_know: float, names: Sequence[str] = ()) -> None:
+        """Notes that a `ProcessWatch` will know of a loss of one of these processes within that time."""
         self._secs_to_know = secs_to_know
+        self._names = names
         self._enter(Stage.WATCHED)
 
+    def name_of(self, index: int) -> str:
+        """The name of a process, for messages.
+
+        >>> LostProcess().name_of(1)
+        'process 1'
+        """
+        return self._names[index] if self._names else f"process {index}"
+
     def note_loss(self, loss: str) -> None:
-        self.loss = loss
-        self._enter(Stage.LOST)
+        if not self.is_ending:
+            self.loss = loss
+            self._enter(Stage.LOST)
+
+    def note_end(self, index: int) -> None:
+        """Notes that a process has ended in order."""
+        if not self.is_ending:
+            self.last_ended = self._names[index]
 
     def note_raise(self) -> None:
         self._enter(Stage.RAISED)
@@ -102,6 +132,9 @@ class LostProcess:
         """Notes that Python ends. Without a loss nothing limits how long that takes."""
         if self.loss:
             self._enter(Stage.EXITING)
+
+    def note_stall(self) -> None:
+        self._enter(Stage.STALLED)
 
     def wait_until(self, is_so: Callable[[], bool], secs: float | None = None) -> bool:
         """Waits for a change of the state; returns whether it has come."""
@@ -123,6 +156,7 @@ class LostProcess:
             return error
         loss = self.loss
         if loss is None and isinstance(error, jax.errors.JaxRuntimeError):
+            NEWS.publish()  # all processes have to look who lives
             secs = _SECS_AFTER_AN_END if self.last_ended else self._secs_to_know
             self.wait_until(lambda: self.loss is not None, secs)
             loss = self.loss or self._describe_early_end()
@@ -146,6 +180,28 @@ class LostProcess:
             self._changes.notify_all()
 
 
+def _end_unwatched(why: str) -> None:
+    """Ends a process that jax was connected in by others."""
+    if jax.process_index() == 0:
+        time.sleep(_SECS_FOR_OTHERS)
+    _say_why(why)
+    os._exit(EXIT_CODE)
+
+
+def _say_why(why: str) -> None:
+    line = f"initialize_distributed: {why}. It ends with exit code {EXIT_CODE}.\n"
+    os.write(2, line.encode())  # `sys.stderr` may be locked by a thread that hangs
+    _run_briefly(sys.stdout.flush)
+
+
+def _run_briefly(work: Callable[[], Any]) -> None:
+    """Calls `work`, which may hang with what the process waits for, and leaves it then."""
+    thread = threading.Thread(target=work, daemon=True)
+    with contextlib.suppress(RuntimeError):  # Python is at its exit
+        thread.start()
+        thread.join(_SECS_TO_EXIT)
+
+
 LOST_PROCESS = LostProcess()
 
 
@@ -160,6 +216,7 @@ def publish_loss(loss: str) -> None:
     """Tells all processes of a loss, unless one has told them of another before."""
     with contextlib.suppress(jax.errors.JaxRuntimeError):
         coordination_client().key_value_set(_LOSS, loss)
+        NEWS.publish()
 
 
 class ProcessWatch:
@@ -187,12 +244,16 @@ class ProcessWatch:
         self._pid = os.getpid()
         self._has_failed = False
         self._gone: set[int] = set()  # processes that have ended, in order or not
+        self._looked_at = -1  # the news, when this last asked who has ended
         self._disconnects = threading.Lock()
         self._is_connected = True
-        self._stops = threading.Event()
+        self._stops = False
+        self._period = heartbeat_secs / _LOOKS  # between looks, where there are no news
         self._is_alone = threading.Event()
         self._excepthook: Callable[..., Any] = sys.excepthook
-        LOST_PROCESS.begin_watch(heartbeat_secs + _SECS_FOR_OTHERS)
+        NEWS.listen()
+        LOST_PROCESS.begin_watch(heartbeat_secs + self._period + _SECS_FOR_OTHERS, names)
+        LOST_PROCESS.end_process = self._end_stalled
         sys.excepthook = self._fail
         atexit.register(self._leave)
         self._thread = threading.Thread(target=self._watch, name="process-watch", daemon=True)
@@ -201,31 +262,47 @@ class ProcessWatch:
         threading.Thread(target=self._end_in_time, name="process-watch-end", daemon=True).start()
 
     def _watch(self) -> None:
-        while not self._stops.wait(_PERIOD_SECS):
+        secs = _SECS_AFTER_NEWS
+        while not self._stops:
+            news = NEWS.count
             try:
                 self._look()
             except jax.errors.JaxRuntimeError as error:  # where process 0 has died, jax is about to end this one
                 logging.debug("The coordination service does not answer: %s", error)
+            secs = min(secs, self._period)
+            NEWS.wait_for(news, lambda: self._stops, secs)
+            # What the news are about, such as the end of a process, may come a little later.
+            secs = 2 * secs if news == NEWS.count else _SECS_AFTER_NEWS
+
+    def _look_often(self) -> None:
+        self._period = _SECS_BETWEEN_LAST_LOOKS
+        NEWS.publish()  # the thread may wait for the next look
 
     def _look(self) -> None:
-        client = coordination_client()
+        client, news = coordination_client(), NEWS.count
         live = client.get_live_nodes(list(range(len(self._names))))
+        missing = set(range(len(self._names))) - live.keys()
+        if news != self._looked_at or missing - self._gone:
+            self._look_at_ends(missing)
+            self._looked_at = news
+        if not live.keys() - {self._index}:
+            self._is_alone.set()
+
+    def _look_at_ends(self, missing: set[int]) -> None:
+        client = coordination_client()
         # Ends before deaths: a process that has ended in order sends no heartbeats either. Errors before missing
         # heartbeats, since they say more.
         for key, _ in client.key_value_dir_get(_ENDS):
             self._gone.add(_index_in(key))
         for key, error in client.key_value_dir_get(_FAILURES):
             self._lose(_index_in(key), f"ended with {error}")
-        for index in range(len(self._names)):
-            if index not in live and index not in self._gone:
-                self._lose(index, f"has died, or its host has: nothing was heard of it for {self._heartbeat:g} s")
+        for index in sorted(missing - self._gone):
+            self._lose(index, f"has died, or its host has: nothing was heard of it for {self._heartbeat:g} s")
         if others := self._gone - {self._index}:
-            LOST_PROCESS.last_ended = self._names[max(others)]
-        if not live.keys() - {self._index}:
-            self._is_alone.set()
+            LOST_PROCESS.note_end(max(others))
 
     def _lose(self, index: int, how: str) -> None:
-        if index in self._gone:
+        if index in self._gone or LOST_PROCESS.is_ending:
             return
         self._gone.add(index)
         publish_loss(f"{self._names[index]} {how}")
@@ -247,15 +324,16 @@ class ProcessWatch:
 
     def _end_now(self, why: str) -> None:
         if self._index == 0:
+            self._look_often()
             self._is_alone.wait(_SECS_FOR_OTHERS)
-        line = f"initialize_distributed: {why}. It ends with exit code {EXIT_CODE}.\n"
-        os.write(2, line.encode())  # `sys.stderr` may be locked by a thread that hangs
-        for work in (sys.stdout.flush, self._disconnect):  # either may hang with what this process waits for
-            thread = threading.Thread(target=work, daemon=True)
-            with contextlib.suppress(RuntimeError):  # Python is at its exit
-                thread.start()
-                thread.join(_SECS_TO_EXIT)
+        _say_why(why)
+        _run_briefly(self._disconnect)
         os._exit(EXIT_CODE)
+
+    def _end_stalled(self, why: str) -> None:
+        """Ends this process, and tells those that have left the call, and wait for it at their exit, why."""
+        _run_briefly(lambda: self._publish(_FAILURES, f"exit code {EXIT_CODE}: {why}"))
+        self._end_now(why)
 
     def _fail(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         """Publishes the error that ends this process; where it follows from a loss, says so here."""
@@ -281,6 +359,7 @@ class ProcessWatch:
 
     def _wait_for_others(self) -> None:
         began, has_logged = time.monotonic(), False
+        self._look_often()
         while not self._is_alone.wait(0.05):
             secs = time.monotonic() - began
             if (LOST_PROCESS.loss or self._has_failed) and secs > self._grace + _SECS_FOR_OTHERS:
@@ -291,7 +370,8 @@ class ProcessWatch:
                 logging.info("Process 0 has ended, and waits for processes that it serves: %s.", others)
 
     def _disconnect(self) -> None:
-        self._stops.set()
+        self._stops = True
+        NEWS.notify()
         self._thread.join(_SECS_TO_EXIT)
         with self._disconnects:  # jax aborts a process that disconnects twice, as the exit and `_end_now` may
             if self._is_connected:
@@ -301,6 +381,7 @@ class ProcessWatch:
     def _publish(self, folder: str, text: str) -> None:
         try:
             coordination_client().key_value_set(f"{folder}/{self._index:06}", text)
+            NEWS.publish()
         except jax.errors.JaxRuntimeError as error:
             logging.debug("The coordination service does not answer: %s", error)
 

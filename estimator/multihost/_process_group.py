@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from estimator.core._placement import Placement
+from estimator.multihost._progress import Progress
 
 T = TypeVar("T")
 
@@ -28,12 +29,14 @@ class ProcessGroup(abc.ABC):
       count: the number of processes.
       towers: the number of towers in each process, once `set_placement` was called.
       waits_for: a description of the process that this one has been waiting for; None: it waits for none.
+      progress: the phase of the call, the same object in calls within it.
     """
 
     index: int
     count: int
     towers: int = 1
     waits_for: str | None = None
+    progress: Progress
 
     def all_gather(self, value: T) -> list[T]:
         """Gathers the values that all processes pass, in the order of the processes; waits for the last of them.
@@ -107,6 +110,7 @@ class SingleProcess(ProcessGroup):
         self._rounds, self._prefixes = itertools.count(), itertools.count()
         self._values: dict[int, Any] = {}
         self._flag = False
+        self.progress = Progress()
 
     def start_gather(self, value: object) -> int:
         number = next(self._rounds)

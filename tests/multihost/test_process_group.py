@@ -74,12 +74,25 @@ class Client:
         return []
 
 
+class Pending:
+    """A value that has not come."""
+
+    text = error = None
+
+    def __init__(self, key):
+        pass
+
+    def give_up(self):
+        pass
+
+
 @pytest.mark.parametrize("publishes", [True, False])
 def test_a_process_that_has_ended_in_order_is_missed_only_where_it_has_published_nothing(monkeypatch, publishes):
     client, now = Client(publishes), itertools.count(step=10.0)
     monkeypatch.setattr(LOST_PROCESS, "last_ended", None)
     monkeypatch.setattr(LOST_PROCESS, "loss", None)
     monkeypatch.setattr(_key_value_group, "coordination_client", lambda: client)
+    monkeypatch.setattr(_key_value_group, "Awaited", Pending)
     monkeypatch.setattr(_key_value_group.time, "monotonic", lambda: next(now))
     group = KeyValueGroup("train()", SingleProcess())
     group.index, group.count = 1, 2

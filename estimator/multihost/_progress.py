@@ -1,0 +1,44 @@
+"""The phase that a process is in, and since when: set by its run, read by threads that watch it."""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple
+
+PHASES = {
+    "begin": "makes or restores its state",
+    "input": "waits for a batch of input_fn",
+    "compile": "compiles a program, or runs it for the first time",
+    "step": "waits for a step",
+    "hook": "calls its hooks",
+    "checkpoint": "writes a checkpoint",
+    "evaluate": "evaluates",
+    "end": "ends its hooks",
+}
+
+
+class Moment(NamedTuple):
+    """A phase, and the time at which it was entered, by `time.monotonic()`."""
+
+    phase: str
+    since: float
+
+
+class Progress:
+    """The phase of a call, nested calls included."""
+
+    def __init__(self) -> None:
+        self.enter("begin")
+
+    def enter(self, phase: str) -> None:
+        # One attribute, so that another thread reads a phase with its own time.
+        self.moment = Moment(phase, time.monotonic())
+
+
+def describe_phase(phase: str, secs: float) -> str:
+    """Says what a run has been doing, for a report.
+
+    >>> describe_phase("input", 60.0)
+    "For the last 60.0 s it is in phase 'input': it waits for a batch of input_fn."
+    """
+    return f"For the last {secs:.1f} s it is in phase {phase!r}: it {PHASES.get(phase, phase)}."
