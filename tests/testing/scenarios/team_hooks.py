@@ -118,7 +118,7 @@ def hooked(folder):
     say(in_memory=evaluator.results)
 
     slow = make(os.path.join(folder, "slow"), log_step_count_steps=20)
-    slow.train(lambda: slowly(batches(60), secs=0.02 * jax.process_index()))
+    slow.train(lambda: slowly(batches(60), secs=0.05 * jax.process_index()))
     say(waited=[row["input"] for row in est.goodput(slow.model_dir).rows])
 
     # One process gives up what it has in memory; the others must not take theirs then.
