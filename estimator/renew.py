@@ -30,6 +30,8 @@ from estimator.export._export_model import ASSETS_DIR, Options, check_arguments,
 from estimator.export._load import find_existing
 from estimator.steps._transform import transform
 
+__all__ = ["renew_export"]
+
 
 def renew_export(
     path: str | os.PathLike[str], model_fn: ModelFn, params: Any = None, config: RunConfig | None = None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Iterator
+import functools
+from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import jax
@@ -13,6 +14,7 @@ import optax
 
 from estimator.core._typing import PyTree, Variables
 from estimator.optim._extra_args import call_update, extra_args
+from estimator.optim._given_rate import GivenRate
 from estimator.optim._row_dependence import Input, Kind, Value, follow, unknown
 
 if TYPE_CHECKING:
@@ -43,15 +45,20 @@ def row_rule(
     """
     if any(jnp.ndim(params[table]) == 0 for table in tables):
         return RowRule.WHOLE_TABLE
+    if isinstance(transformation, GivenRate):
+        make, slots = transformation.make, slots.inner
+    else:
+        make = functools.partial(_return, transformation)
     arguments = jax.eval_shape(lambda *arguments: arguments, params, slots, params)  # gradients are like variables
     paths = jax.tree_util.tree_leaves_with_path(arguments)
     owners = [_owner(path, leaf, tables, params) for path, leaf in paths]
     if "" in owners:
         return RowRule.WHOLE_TABLE  # a slot that cannot be cut by rows, such as the sums of optax.adafactor
     try:
-        update = _trace(transformation, arguments)
+        update = _trace(make, arguments)
         more_rows: Variables = {name: _with_more_rows(x) if name in tables else x for name, x in arguments[0].items()}
-        taller = _trace(transformation, (more_rows, jax.eval_shape(transformation.init, more_rows), more_rows))
+        more_slots = jax.eval_shape(lambda params, rate: make(rate).init(params), more_rows, jnp.zeros(()))
+        taller = _trace(make, (more_rows, more_slots, more_rows))
     except _CallsLossAgain:
         return RowRule.WHOLE_TABLE
     if list(_constants(update)) != list(_constants(taller)):
@@ -68,7 +75,7 @@ def row_rule(
             if i < n or (momentum[i] and not moving):
                 still = np.dtype(leaf.dtype).type(0)
             inputs.append(Value(Kind.ROWS, owner, still) if owner else unknown(leaf.shape))
-        return follow(update, inputs)
+        return follow(update, [*inputs, unknown(())])  # the learning rate
 
     # The updates of the variables, then the slots, in the order of the arguments.
     rest, moved = outputs(moving=False), outputs(moving=True)
@@ -89,16 +96,22 @@ def _fits(value: Value, owner: str | None) -> bool:
     return value.kind is not Kind.MIXED and value.table == owner
 
 
-def _trace(transformation: optax.GradientTransformation, arguments: PyTree) -> ClosedJaxpr:
+def _return(transformation: optax.GradientTransformation, rate: jax.Array) -> optax.GradientTransformation:
+    return transformation
+
+
+def _trace(make: Callable[[jax.Array], optax.GradientTransformation], arguments: PyTree) -> ClosedJaxpr:
+    """The jaxpr of an update: a function of gradients, slots, variables, and a learning rate that is given apart."""
+
     def call_again(params: optax.Params) -> NoReturn:
         raise _CallsLossAgain
 
-    def update(gradients: PyTree, slots: PyTree, params: PyTree) -> PyTree:
+    def update(gradients: PyTree, slots: PyTree, params: PyTree, rate: jax.Array) -> PyTree:
         extra = extra_args(jnp.zeros(()), params, call_again)
         with jax.numpy_dtype_promotion("standard"):
-            return call_update(transformation, gradients, slots, params, extra)
+            return call_update(make(rate), gradients, slots, params, extra)
 
-    return jax.make_jaxpr(update)(*arguments)
+    return jax.make_jaxpr(update)(*arguments, jnp.zeros(()))
 
 
 def _owner(path: jax.tree_util.KeyPath, leaf: Any, tables: Collection[str], params: Variables) -> str | None:

@@ -134,11 +134,11 @@ def takes_rows(
     Raises:
       ValueError: `est.lazy` is around what is not row-wise.
     """
-    transformation = _of_some_rate(transformation)
-    if isinstance(transformation, RowWise):
+    made = _of_some_rate(transformation)
+    if isinstance(made, RowWise):
         return True
     rule = row_rule(transformation, tables, slots, params)
-    is_lazy = isinstance(transformation, _Lazy)
+    is_lazy = isinstance(made, _Lazy)
     if is_lazy and rule is RowRule.WHOLE_TABLE:
         raise ValueError(
             f"`est.lazy` needs a row-wise transformation, but for the one of the optimizer {name!r} "

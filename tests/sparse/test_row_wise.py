@@ -7,6 +7,7 @@ import pytest
 from testing.row_wise_probe import Probe, Rule
 
 import estimator as est
+from estimator.optim._given_rate import with_learning_rate
 from estimator.optim._row_wise import RowRule, row_rule
 from estimator.optim._sparse_update import takes_rows
 
@@ -183,6 +184,13 @@ OWN = {
 def test_a_transformation_of_ones_own_is_known_by_what_it_computes(update):
     for transformation in (by_hand(update), optax.chain(optax.stateless(lambda u, p: update(u)), optax.sgd(0.1))):
         assert rule_of(transformation) is OWN[update]
+
+
+@pytest.mark.parametrize("make, rule", [(optax.sgd, RowRule.OWN_GRADIENT), (optax.adamw, RowRule.ANY_STEP)])
+def test_a_rate_that_is_given_apart_is_any_number(make, rule):
+    decay = optax.add_decayed_weights(1e-4)
+    assert rule_of(with_learning_rate("", make, 0.0)) is rule  # not the one that it happens to be
+    assert rule_of(with_learning_rate("", lambda rate: optax.chain(decay, make(rate)), 0.0)) is RowRule.ANY_STEP
 
 
 def test_another_variable_may_not_depend_on_the_rows():
