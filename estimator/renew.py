@@ -58,7 +58,7 @@ def renew_export(
 
     Raises:
       ValueError: there is no exported model, one of its files is damaged, it does not have its arguments, or its
-        weights are not those of the model_fn. Nothing is left behind.
+        weights do not fit the model_fn. Nothing is left behind.
     """
     folder = ExportFolder(find_existing(path))
     options = _read_options(folder)

@@ -53,7 +53,7 @@ class ReportHook(est.Hook):
     """Reports to Ray Train or Ray Tune: "step", "loss" (of the step), and the metrics of the newest evaluation.
 
     The report goes to `ray.tune.report` in a trial of Tune, otherwise to `ray.train.report`, in all workers at the same
-    steps; those of worker 0 count. The state at the end of training is reported too. A scheduler of Tune ends a trial
+    steps; worker 0's count. The state at the end of training is reported too. A scheduler of Tune ends a trial
     by a SystemExit out of the report: its last checkpoint is the one that the config has saved.
 
     >>> hook = ReportHook(every_steps=100)

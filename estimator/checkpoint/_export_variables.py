@@ -50,8 +50,8 @@ def export_variables(
 
     Raises:
       ImportError: the package safetensors is not installed.
-      ValueError: the path has another ending; there is no such checkpoint; nothing matches; a name is not that of a
-        variable, or two variables get the same one. No file is written.
+      ValueError: the path has another ending; there is no such checkpoint; nothing matches; `names` has
+        a name that no variable has, or two variables get the same one. No file is written.
     """
     path = expand(path)
     if not path.endswith(".safetensors"):

@@ -33,7 +33,7 @@ class Transpose:
         reverse order.
 
     Raises:
-      ValueError: the name is empty or no string, or the axes are no permutation.
+      ValueError: the name is not a string, or empty; the axes are not a permutation.
     """
 
     name: str

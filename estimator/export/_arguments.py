@@ -25,7 +25,7 @@ def read_features(description: Any) -> PyTree:
     """The features that `describe_features` has described, `jax.ShapeDtypeStruct`s.
 
     Raises:
-      ValueError: it is no such description.
+      ValueError: it is not such a description.
     """
     match description:
         case None:

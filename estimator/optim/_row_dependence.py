@@ -173,7 +173,7 @@ def _select(inputs: Sequence[Value]) -> Value:
 
 
 def _value_at_rest(equation: JaxprEqn, stills: Sequence[Any]) -> Any:
-    """The entries of a result in a row without a gradient, by those of the arguments."""
+    """The entries of a result in a row without a gradient, by the arguments' entries in that row."""
     name = equation.primitive.name
     source, result = (np.dtype(v.aval.dtype) for v in (equation.invars[0], equation.outvars[0]))  # type: ignore[attr-defined]
     if all(isinstance(x, np.generic) for x in stills):

@@ -41,7 +41,7 @@ def row_rule(
 ) -> RowRule:
     """What becomes of the rows of the variables `tables`.
 
-    It is read off the jaxpr of an update, so that it holds for the transformations of a user as for those of optax.
+    It is read off the jaxpr of an update, so that a transformation of a user is known as one of optax is.
     """
     if any(jnp.ndim(params[table]) == 0 for table in tables):
         return RowRule.WHOLE_TABLE
@@ -115,7 +115,7 @@ def _trace(make: Callable[[jax.Array], optax.GradientTransformation], arguments:
 
 
 def _owner(path: jax.tree_util.KeyPath, leaf: Any, tables: Collection[str], params: Variables) -> str | None:
-    """The table whose rows an array has; None where it has those of none, "" where it has a table's in another form."""
+    """The table whose rows an array has; None: of no table; "": of one, in another form."""
     name = variable_of(path, params)
     if name is None or name not in tables:
         return None
