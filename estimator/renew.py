@@ -102,7 +102,7 @@ def _as_state(folder: ExportFolder, like: State, options: Options) -> State:
     ]
     if missing or unexpected or mismatched:
         raise ValueError(
-            f"The weights of the exported model at {folder.path} are not those of the model_fn; missing: {missing}, "
+            f"The weights of the exported model at {folder.path} do not fit the model_fn; missing: {missing}, "
             f"unexpected: {unexpected}, mismatched: {mismatched}. Give the model_fn and the params that were exported."
         )
     zeros = {name: np.zeros(x.shape, x.dtype) for name, x in here.items()}

@@ -91,7 +91,7 @@ def test_other_weights_than_those_of_the_model_fn_are_named_in_one_error(estimat
 
     path = estimator.export_model(tmp_path, X)
     message = (
-        f"The weights of the exported model at {path} are not those of the model_fn; missing: ['variables/v'], "
+        f"The weights of the exported model at {path} do not fit the model_fn; missing: ['variables/v'], "
         "unexpected: ['variables/bias', 'variables/unused'], mismatched: ['variables/w, float32[3, 2] there, "
         "float32[3, 4] in the model']. Give the model_fn and the params that were exported."
     )
