@@ -64,6 +64,7 @@ NEEDED_BY_DOCTESTS = {  # by module, a library that the extra `dev` leaves out
     "estimator/interop/_flax.py": "flax",
     "estimator/interop/_flax_linen.py": "flax",
     "estimator/interop/_flax_nnx.py": "flax",
+    "tests/testing/scenarios/ray_driver.py": "ray",
     "tests/testing/scenarios/scripts.py": "sklearn",
 }
 collect_ignore = [path for path, library in NEEDED_BY_DOCTESTS.items() if not importlib.util.find_spec(library)]

@@ -29,7 +29,7 @@ from estimator.loop._context import RunContext
 from estimator.loop._evaluate import EvalSteps, evaluate_batches
 from estimator.loop._predict import PredictSteps, predict_batches
 from estimator.loop._programs import Programs
-from estimator.loop._resume_input import resume_input, warn_of_resuming
+from estimator.loop._resume_input import resume_input
 from estimator.loop._stopwatch import Stopwatch
 from estimator.loop._synchronized_input import first_batch
 from estimator.loop._train import Training
@@ -92,7 +92,6 @@ class Runs:
             self._model_dir, config.keep_checkpoint_max, config.keep_checkpoint_every_n_hours
         )
         self._resumes = True  # a run of another process, or one that failed: with its position in the input
-        self._warned_of_input = False
         self._programs: Programs | None = None  # made for the first batch
         self._compiled: set[ModeKeys] = set()
         self.stopwatch = Stopwatch()
@@ -128,8 +127,6 @@ class Runs:
             training = self._build(opened, start, hooks, listeners, steps, max_steps, group)
         if training is None:
             return
-        # Where the run begins: after a kill it is too late.
-        self._warned_of_input = self._warned_of_input or warn_of_resuming(opened.rest, training.hooks, self._config)
         with self.stopwatch.part("host"):
             state = self._run(training, opened, start)
         self._remember(training, state)

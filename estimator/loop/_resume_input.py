@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from absl import logging
 
 from estimator.checkpoint._checkpoint import Checkpoint
-from estimator.core._hook import Hook
 from estimator.core._run_config import RunConfig
-from estimator.hooks._checkpoint_saver import CheckpointSaverHook
 from estimator.inputs._input_fn import Batches
 
 
@@ -51,20 +48,18 @@ def resume_input(rest: Batches, path: str, host: dict[str, Any], config: RunConf
     return batches
 
 
-def warn_of_resuming(rest: Batches, hooks: Sequence[Hook], config: RunConfig) -> bool:
-    """Logs whether a process that resumes from a checkpoint within a run will begin the input again; returns it.
+def warn_of_resuming(position: Any, config: RunConfig) -> bool:
+    """Logs what a process does that resumes from a checkpoint within a run; returns whether it begins the input again.
 
     Args:
-      rest: the input.
-      hooks: of the run, one of which may save checkpoints.
-      config: says how to take up the input.
+      position: of the input; None: it has none.
+      config: says how to take it up.
     """
-    begins_again = config.resume_input == "position" and not rest.has_position and not rest.is_one_batch
-    is_saved = any(isinstance(hook, CheckpointSaverHook) for hook in hooks)
-    if begins_again and is_saved:
+    begins_again = position is None and config.resume_input == "position"
+    if begins_again:
         logging.info(
             "The input has no position that a checkpoint can hold (`get_state`, `set_state`): after a kill the next "
             "process begins it again, and ends with other values than a run that was not killed. With "
             "RunConfig(resume_input='count') it reads up to the place, and ends with the same."
         )
-    return begins_again and is_saved
+    return begins_again

@@ -20,6 +20,7 @@ from estimator.core._typing import PyTree
 from estimator.loop import _hook_calls
 from estimator.loop._context import RunContext
 from estimator.loop._loss_reader import NanLossDuringTrainingError
+from estimator.loop._resume_input import warn_of_resuming
 from estimator.runtime._uninterrupted import shield
 
 
@@ -55,6 +56,7 @@ class Saver:
         self._context = context
         self._first_step = context.global_step
         self._skipped_batches = skipped_batches
+        self._warned_of_input = False
         self.path = path
         self.step = -1 if path is None else context.global_step
         self._before = self.path, self.step  # the newest if the last save fails
@@ -74,6 +76,7 @@ class Saver:
         """
         step = self._context.global_step
         wait = wait or not self._config.save_checkpoints_async or self._context.phase == "end"
+        is_within = self._context.phase != "end" or self._context.preempted
         if self.step == step or skip:
             if wait:
                 with self._context.in_phase("checkpoint"):
@@ -98,6 +101,8 @@ class Saver:
             self._wait()  # one save at a time; the newest that is on disk is known then
             self._before = self.path, self.step
             self.path, self.step = self._checkpoints.save(state, host, wait), step
+        if is_within and self.batches and not self._warned_of_input:
+            self._warned_of_input = warn_of_resuming(self.position, self._config)
         return self.path
 
     @contextlib.contextmanager

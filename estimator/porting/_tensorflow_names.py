@@ -138,7 +138,6 @@ NAMES = {
     "tf.train.create_global_step": _STEP,
     "tf.train.get_global_step": "`est.train.get_global_step()` or `est.global_step()`, in a hook `context.global_step`",
     "tf.train.get_or_create_global_step": "`est.train.get_or_create_global_step()` or `est.global_step()`",
-    "tf.train.checkpoints_iterator": "`est.checkpoints_iterator(model_dir, timeout_secs=...)`",
     "tf.train.get_checkpoint_state": "`est.checkpoints(model_dir)`",
     "tf.train.latest_checkpoint": "`estimator.latest_checkpoint()`; `est.checkpoints(model_dir)` lists all",
     "tf.train.load_checkpoint": "`est.list_variables(path)` and `est.load_variable(path, name)`",

@@ -206,13 +206,13 @@ def test_checkpoints_are_counted_from_where_a_run_starts_and_not_written_twice(t
     estimator = make(tmp_path, save_checkpoints_steps=10, keep_checkpoint_max=None)
     listener = NotedListener(calls)
     estimator.train(endless, max_steps=13, saving_listeners=[listener])
-    written = estimator.latest_checkpoint(), (tmp_path / "ckpt-13").stat().st_mtime_ns
+    written = estimator.latest_checkpoint(), (tmp_path / "ckpt-13" / "manifest.json").stat().st_mtime_ns
     calls.clear()
     estimator.train(endless, max_steps=38, saving_listeners=[listener])
     assert saved_steps(estimator) == [0, 10, 13, 23, 33, 38]
     # The checkpoint of the start was there; listeners are called all the same.
     assert calls[1:3] == ["listener.before_save 13 (there)", "listener.after_save 13 (there)"]
-    assert (str(tmp_path / "ckpt-13"), (tmp_path / "ckpt-13").stat().st_mtime_ns) == written
+    assert (str(tmp_path / "ckpt-13"), (tmp_path / "ckpt-13" / "manifest.json").stat().st_mtime_ns) == written
     saves = [call for call in calls if "after_save" in call]
     assert saves == [f"listener.after_save {step} (there)" for step in (13, 23, 33, 38)]
     assert calls[-1] == "listener.end 38"
