@@ -122,7 +122,7 @@ def second_run(port):
         time.sleep(2)
     say_error(replicate.initialize_distributed, f"127.0.0.1:{port}", 2, min(me, 1), timeout_secs=20)
     if me < 2:
-        time.sleep(4)
+        time.sleep(8)
         os._exit(0)
 
 
