@@ -11,6 +11,7 @@ import uuid
 import numpy as np
 import pytest
 from testing.estimators import X, Y, make, saved_steps, times
+from testing.hooks import At
 from testing.processes import Processes
 from testing.scenarios.evaluator import EVAL, Calls, evaluate, evaluated, spec_of
 
@@ -194,19 +195,13 @@ def test_early_stopping_reads_what_the_evaluator_records_and_ends_both(tmp_path)
     assert evaluated(estimator) == [0, 10, 20]
 
 
-class WaitAt(est.Hook):
-    """Waits after a step until something is so."""
-
-    def __init__(self, step, is_so):
-        self.step, self.is_so = step, is_so
-
-    def next_step(self, step):
-        return self.step if step < self.step else None
+class WaitAt(At):
+    """Saves after a step, and waits until something is so."""
 
     def after_run(self, context, values):
         context.save()
         deadline = time.monotonic() + 30
-        while not self.is_so():
+        while not self.does():
             assert time.monotonic() < deadline
             time.sleep(0.02)
 
@@ -253,19 +248,6 @@ def test_training_that_was_terminated_failed_or_made_fewer_steps_has_not_ended(t
     train(estimator, 40)
     assert evaluator.result()[0]["global_step"] == 40
     assert evaluated(estimator) == [0, 5, 15, 25, 30, 40]
-
-
-class At(est.Hook):
-    """Does something after a step."""
-
-    def __init__(self, step, does):
-        self.step, self.does = step, does
-
-    def next_step(self, step):
-        return self.step if step < self.step else None
-
-    def after_run(self, context, values):
-        self.does()
 
 
 def test_the_mark_of_the_end_goes_when_training_continues_and_is_no_damage(tmp_path):

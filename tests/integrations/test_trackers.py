@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 from testing.estimators import X, Y, endless, make, times
-from testing.summaries import read, showing
+from testing.summaries import KILLED, read, showing
 
 import estimator as est
 
@@ -140,23 +140,6 @@ def test_an_evaluation_that_is_repeated_is_in_the_csv_file_once(tmp_path):
     expected = {step: values["loss"] for step, values in est.read_eval_metrics(estimator.eval_dir()).items()}
     assert len(expected) == 2 and losses(estimator.eval_dir()) == expected
     assert len(rows(estimator.eval_dir())) == 4
-
-
-KILLED = """
-import os, signal, sys
-import estimator as est
-from testing.estimators import endless, make
-
-class Kill(est.Hook):
-    def next_step(self, step):
-        return 150 if step < 150 else None
-    def after_run(self, context, values):
-        context.look()
-        os.kill(os.getpid(), signal.SIGKILL)
-
-config = dict(save_summary_steps=10, save_checkpoints_steps=100, save_checkpoints_async=False)
-make(sys.argv[1], trackers=[eval(sys.argv[2])], **config).train(endless, hooks=[Kill()])
-"""
 
 
 def kill(model_dir, tracker):

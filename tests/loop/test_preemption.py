@@ -8,6 +8,7 @@ import time
 import numpy as np
 import pytest
 from testing.estimators import X, Y, endless, make, same_bits, saved_steps, times
+from testing.hooks import At
 from testing.processes import Processes
 
 import estimator as est
@@ -95,22 +96,6 @@ def test_a_handler_of_the_user_s_own_is_left_alone(processes, tmp_path):
 
 def terminate():
     os.kill(os.getpid(), signal.SIGTERM)
-
-
-class At(est.Hook):
-    """Does something after a step."""
-
-    def __init__(self, step, does):
-        self.step, self.does = step, does
-
-    def next_step(self, step):
-        return self.step if step < self.step else None
-
-    def after_run(self, context, values):
-        self.does()
-
-    def end(self, context):
-        self.context = context
 
 
 def raises(error):

@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 from testing.estimators import X, Y, endless, make
-from testing.summaries import Fails, changing, read, scalars, steps_of
+from testing.summaries import KILLED, Fails, changing, read, scalars, steps_of
 
 import estimator as est
 
@@ -23,25 +23,6 @@ def test_a_resumed_run_shows_each_step_once(tmp_path):
     make(tmp_path, **config | {"save_summary_steps": 40}).train(changing, steps=30)
     want = [*range(1, 100, 10), 121]
     assert list(read(tmp_path)) == want == steps_of(scalars(tmp_path)["loss"])
-
-
-KILLED = """
-import os, signal, sys
-sys.path.insert(0, "tests")
-import estimator as est
-from testing.estimators import endless, make
-
-class Kill(est.Hook):
-    def next_step(self, step):
-        return 150 if step < 150 else None
-    def after_run(self, context, values):
-        context.look()
-        os.kill(os.getpid(), signal.SIGKILL)
-
-make(sys.argv[1], save_summary_steps=10, save_checkpoints_steps=100, save_checkpoints_async=False).train(
-    endless, hooks=[Kill()]
-)
-"""
 
 
 @pytest.mark.covers("4 SummarySaverHook")

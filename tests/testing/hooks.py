@@ -36,6 +36,22 @@ class Noted(est.Hook):
         self._note("end", context)
 
 
+class At(est.Hook):
+    """Does something after a step."""
+
+    def __init__(self, step, does):
+        self.step, self.does = step, does
+
+    def next_step(self, step):
+        return self.step if step < self.step else None
+
+    def after_run(self, context, values):
+        self.does()
+
+    def end(self, context):
+        self.context = context
+
+
 class NotedListener(est.CheckpointSaverListener):
     """Notes its moments, and in those around a checkpoint whether that is on the disk."""
 
