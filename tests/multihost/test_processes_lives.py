@@ -166,7 +166,7 @@ def test_processes_may_end_at_different_times(folder, slow):
     ended = shared_cluster().run("testing.scenarios.team_lives.end", str(folder), slow, processes=3, timeout=60)
     for process in ended:
         assert process.code == 0, "\n".join(process.lines)
-        assert not any("rror" in line for line in process.lines)
+        assert not [line for line in process.lines if "rror" in line]
     assert saved_at(os.path.join(folder, f"end-{slow}")) == [0, 2]
 
 

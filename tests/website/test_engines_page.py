@@ -24,7 +24,8 @@ def run(tmp_path):
         process = subprocess.run(
             [sys.executable, f"{name}.py"],
             cwd=tmp_path,
-            env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "XLA_FLAGS": ""},
+            # Without an address, Ray would join a cluster that another test has started beside this one.
+            env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "XLA_FLAGS": "", "RAY_ADDRESS": "local"},
             capture_output=True,
             text=True,
             timeout=280,
