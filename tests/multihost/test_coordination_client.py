@@ -1,14 +1,17 @@
 """What this library uses of jax that has no public name, on whichever jax is installed."""
 
+import atexit
 import inspect
 import pathlib
 import re
+import threading
 
+import jax
 import pytest
 
 import estimator
 import replicate
-from estimator.multihost import _coordination_client
+from estimator.multihost import _coordination_client, _news
 
 PRIVATE = re.compile(r"^\s*(from|import) (jax\._src|jaxlib)", re.MULTILINE)
 FOLDERS = [pathlib.Path(package.__file__).parent for package in (estimator, replicate)]
@@ -60,3 +63,22 @@ def test_clusters_are_detected_by_the_methods_that_are_used():
             "timeout_secs",
             "override_coordinator_port",
         ]
+
+
+def test_a_shutdown_between_two_requests_ends_the_thread_that_waits_for_news(monkeypatch):
+    class Client:
+        def blocking_key_value_get(self, key, _timeout_ms):
+            if clients:  # jax forgets the client at the first news
+                clients.clear()
+                return ""
+            raise jax.errors.JaxRuntimeError("CANCELLED")
+
+    clients, failures = [Client()], []
+    monkeypatch.setattr(_news, "coordination_client", lambda: clients[0] if clients else None)
+    monkeypatch.setattr(threading, "excepthook", failures.append)
+    news = _news.News()
+    news.listen()
+    for thread in list(news.threads):
+        thread.join()
+    atexit.unregister(news._close)
+    assert news.count == 1 and not failures
