@@ -108,7 +108,7 @@ class RunContext:
         self.batches = 0
         self.examples = 0
         self.clock: tuple[int, float] | None = None
-        self.least_step_seconds: float | None = None
+        self.get_least_step_seconds: Callable[[], float | None] = lambda: None
         self.own_seconds: list[tuple[float, float]] = []
         self.stopwatch = stopwatch or Stopwatch()
         self._waited = 0.0  # seconds, before the clock was started
@@ -134,6 +134,10 @@ class RunContext:
     def set_model_info(self, info: ModelInfo) -> None:
         """Tells hooks what is known of the model_fn in this mode."""
         self.reported, self.trainable_variables = info.reported, info.trainable
+
+    @property
+    def least_step_seconds(self) -> float | None:
+        return self.get_least_step_seconds()
 
     @property
     def step(self) -> int:

@@ -15,7 +15,7 @@ import estimator as est
 from estimator import inspect
 from estimator.checkpoint._checkpoint import Checkpoint
 from estimator.checkpoint._checkpoints import Checkpoints
-from estimator.loop import _flops
+from estimator.loop import _flops, _programs
 from estimator.loop._stopwatch import Stopwatch
 from estimator.loop._training_log import _describe_slowest
 
@@ -148,6 +148,17 @@ def test_where_the_peak_is_known_its_share_is_shown(tmp_path, messages, monkeypa
     written = scalars(tmp_path)
     for (_, rate), (_, share) in zip(written["global_step/sec"], written["flops_utilization"], strict=True):
         assert share == pytest.approx(rate / 1e3, rel=1e-5)
+
+
+def test_a_step_is_not_lowered_for_a_share_that_nobody_reads(tmp_path, monkeypatch):
+    counted = []
+    monkeypatch.setitem(_flops._PEAKS, "cpu", 1e12)
+    monkeypatch.setattr(_programs, "count_flops", lambda traced: counted.append(traced) or 1.0)
+    config = {"steps_per_loop": 1, "log_step_count_steps": None}
+    make(tmp_path, save_summary_steps=None, **config).train(endless, steps=20)
+    assert not counted
+    make(tmp_path, save_summary_steps=5, **config).train(endless, steps=20)
+    assert len(counted) == 1
 
 
 @pytest.mark.parametrize(
