@@ -43,6 +43,8 @@ class Actions(Protocol):
 
     def change(self, change: Callable[[Carry], Carry]) -> None: ...
 
+    def least_step_seconds(self) -> float | None: ...
+
 
 class ReadOnly:
     """The actions of evaluation and prediction: they show a state, once there is one, and change nothing."""
@@ -67,6 +69,9 @@ class ReadOnly:
             "Only training changes variables, from `after_create_state` to the last `after_run`; got a change in "
             f"mode {str(self._mode)!r}."
         )
+
+    def least_step_seconds(self) -> float | None:
+        return None
 
 
 class RunContext:
@@ -108,7 +113,6 @@ class RunContext:
         self.batches = 0
         self.examples = 0
         self.clock: tuple[int, float] | None = None
-        self.get_least_step_seconds: Callable[[], float | None] = lambda: None
         self.own_seconds: list[tuple[float, float]] = []
         self.stopwatch = stopwatch or Stopwatch()
         self._waited = 0.0  # seconds, before the clock was started
@@ -137,7 +141,7 @@ class RunContext:
 
     @property
     def least_step_seconds(self) -> float | None:
-        return self.get_least_step_seconds()
+        return self._actions.least_step_seconds()
 
     @property
     def step(self) -> int:

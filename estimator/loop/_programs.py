@@ -113,6 +113,7 @@ class Programs:
         """The FLOPs of a step on one device."""
         return count_flops(self.trace_step(self.info.like))
 
+    @property
     def least_step_seconds(self) -> float | None:
         """The seconds that the FLOPs of a step take at the peak of its devices, where that is known."""
         peak = peak_flops(self.info.device.device_kind)

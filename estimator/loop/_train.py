@@ -71,7 +71,6 @@ class Training:
         start = int(state.global_step)
         self.context = RunContext(ModeKeys.TRAIN, config.model_dir, start, group, self, config.verbose, stopwatch)
         self.context.set_model_info(programs.info)
-        self.context.get_least_step_seconds = programs.least_step_seconds  # it lowers a step
         self.saver = Saver(checkpoints, config, hooks, self.context, saved_path, skipped_batches)
         guard = programs.info.guard
         watch = None if guard is None else guard.watch(state)
@@ -167,6 +166,9 @@ class Training:
 
     def look(self) -> None:
         self._losses.read(self._carry)
+
+    def least_step_seconds(self) -> float | None:
+        return self.programs.least_step_seconds
 
     def change(self, change: Callable[[Carry], Carry]) -> None:
         """Replaces the carry."""

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from jax._src import clusters as clusters
 from jax._src import distributed, xla_bridge
+from jax.errors import JaxRuntimeError
 
 
 def devices_are_started() -> bool:
@@ -20,6 +21,18 @@ def devices_are_started() -> bool:
 def coordination_client() -> Any:
     """The client of this process, whoever has called `jax.distributed.initialize`; None where nobody has."""
     return distributed.global_state.client
+
+
+def connected_client() -> Any:
+    """The client of a process that was connected.
+
+    Raises:
+      jax.errors.JaxRuntimeError: `jax.distributed.shutdown` was called. Requests that it cuts off raise it, too.
+    """
+    client = coordination_client()
+    if client is None:
+        raise JaxRuntimeError("CANCELLED: This process has disconnected, by jax.distributed.shutdown().")
+    return client
 
 
 class Connection(NamedTuple):

@@ -24,7 +24,7 @@ import numpy as np
 from absl import logging
 
 from estimator.core._placement import Placement
-from estimator.multihost._coordination_client import coordination_client
+from estimator.multihost._coordination_client import connected_client
 from estimator.multihost._lost_process import LOST_PROCESS
 from estimator.multihost._news import NEWS, Awaited
 from estimator.multihost._preemption import Preempted, preempt
@@ -98,7 +98,7 @@ class KeyValueGroup(ProcessGroup):
         with self._lock:
             number, self._round = self._round, self._round + 1
             if self.index:
-                coordination_client().key_value_set(self._key(number, self.index), to_json(value))
+                connected_client().key_value_set(self._key(number, self.index), to_json(value))
             else:
                 self._own[number] = value
         return number
@@ -119,10 +119,10 @@ class KeyValueGroup(ProcessGroup):
         for i in range(1, self.count):
             texts.append(self._wait_for(self._key(number, i), f"process {i}", closed, timeout_secs))
         values = f"[{','.join(texts)}]"
-        coordination_client().key_value_set(self._key(number, "all"), values)
+        connected_client().key_value_set(self._key(number, "all"), values)
         # A process that takes part in a round has read all rounds before it, so that they can be deleted.
         while self._removed < number // _ROUNDS_KEPT:
-            coordination_client().key_value_delete(f"{self.prefix}/rounds/{self._removed}/")
+            connected_client().key_value_delete(f"{self.prefix}/rounds/{self._removed}/")
             self._removed += 1
         return from_json(values)
 
@@ -134,7 +134,7 @@ class KeyValueGroup(ProcessGroup):
             text = self._wait_for(key, "process 0")
         else:
             text = to_json(make())
-            coordination_client().key_value_set(key, text)
+            connected_client().key_value_set(key, text)
         if number % _ROUNDS_KEPT == _ROUNDS_KEPT - 1:
             # In a broadcast process 0 does not wait, and cannot know which processes have read the round. After a
             # gather it does, and removes the rounds before.
@@ -145,18 +145,18 @@ class KeyValueGroup(ProcessGroup):
     def gather_reports(self, report: str, secs: float) -> list[str]:
         awaited = next((group.waits_for for group in CALLS.groups if group.waits_for), "no other process here")
         text = f"{report} It waits for {awaited}."
-        coordination_client().key_value_set(f"{self.prefix}/reports/{self.index:06}", text, allow_overwrite=True)
+        connected_client().key_value_set(f"{self.prefix}/reports/{self.index:06}", text, allow_overwrite=True)
         time.sleep(secs)
-        return [text for _, text in sorted(coordination_client().key_value_dir_get(f"{self.prefix}/reports"))]
+        return [text for _, text in sorted(connected_client().key_value_dir_get(f"{self.prefix}/reports"))]
 
     def flag(self) -> None:
-        coordination_client().key_value_set(f"{self.prefix}/flag/{self.index}", "", allow_overwrite=True)
+        connected_client().key_value_set(f"{self.prefix}/flag/{self.index}", "", allow_overwrite=True)
         NEWS.publish()
 
     def is_flagged(self) -> bool:
         news = NEWS.count
         if not self._is_flagged and news != self._flag_at:
-            self._is_flagged = bool(coordination_client().key_value_dir_get(f"{self.prefix}/flag"))
+            self._is_flagged = bool(connected_client().key_value_dir_get(f"{self.prefix}/flag"))
             self._flag_at = news
         return self._is_flagged
 
@@ -172,14 +172,14 @@ class KeyValueGroup(ProcessGroup):
         """Publishes the error that this process fails with, so that waiting ones can raise too."""
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # published already, or nobody is there to read it
             text = to_json([type(error).__name__, str(error)])
-            coordination_client().key_value_set(f"{self.prefix}/failed/{self.index}", text)
+            connected_client().key_value_set(f"{self.prefix}/failed/{self.index}", text)
             NEWS.publish()
 
     def raise_if_failed(self) -> None:
         news = NEWS.count
         if news == self._failures_at:
             return
-        for key, failure in coordination_client().key_value_dir_get(f"{self.prefix}/failed"):
+        for key, failure in connected_client().key_value_dir_get(f"{self.prefix}/failed"):
             kind, text = json.loads(failure)
             if kind == Preempted.__name__:
                 preempt()
@@ -206,7 +206,7 @@ class KeyValueGroup(ProcessGroup):
     def _look(self, key: str) -> str | None:
         """The value of a key; None where there is none within a short time."""
         try:
-            text: str = coordination_client().blocking_key_value_get(key, _SHORT_WAIT_MS)
+            text: str = connected_client().blocking_key_value_get(key, _SHORT_WAIT_MS)
         except jax.errors.JaxRuntimeError as error:
             if "DEADLINE_EXCEEDED" in str(error):
                 return None

@@ -40,7 +40,7 @@ from typing import Any
 import jax
 from absl import logging
 
-from estimator.multihost._coordination_client import coordination_client
+from estimator.multihost._coordination_client import connected_client, coordination_client
 from estimator.multihost._news import NEWS
 
 EXIT_CODE = 76  # of a process that is ended while it waits for one that has died, or hangs itself
@@ -215,7 +215,7 @@ def _follows_from_jax(error: BaseException | None) -> bool:
 def publish_loss(loss: str) -> None:
     """Tells all processes of a loss, unless one has told them of another before."""
     with contextlib.suppress(jax.errors.JaxRuntimeError):
-        coordination_client().key_value_set(_LOSS, loss)
+        connected_client().key_value_set(_LOSS, loss)
         NEWS.publish()
 
 
@@ -280,6 +280,10 @@ class ProcessWatch:
 
     def _look(self) -> None:
         client, news = coordination_client(), NEWS.count
+        if client is None:  # the program has called `jax.distributed.shutdown`: nobody is left to watch
+            self._stops = True
+            self._is_alone.set()
+            return
         live = client.get_live_nodes(list(range(len(self._names))))
         missing = set(range(len(self._names))) - live.keys()
         if news != self._looked_at or missing - self._gone:
@@ -289,7 +293,7 @@ class ProcessWatch:
             self._is_alone.set()
 
     def _look_at_ends(self, missing: set[int]) -> None:
-        client = coordination_client()
+        client = connected_client()
         # Ends before deaths: a process that has ended in order sends no heartbeats either. Errors before missing
         # heartbeats, since they say more.
         for key, _ in client.key_value_dir_get(_ENDS):
@@ -306,7 +310,7 @@ class ProcessWatch:
             return
         self._gone.add(index)
         publish_loss(f"{self._names[index]} {how}")
-        loss = coordination_client().blocking_key_value_get(_LOSS, 1000)  # another process may have seen another one
+        loss = connected_client().blocking_key_value_get(_LOSS, 1000)  # another process may have seen another one
         if index == self._index and not self._has_failed:
             # This process was suspended, or another run has its number: jax is about to abort it.
             self._end_now(loss)
@@ -380,7 +384,7 @@ class ProcessWatch:
 
     def _publish(self, folder: str, text: str) -> None:
         try:
-            coordination_client().key_value_set(f"{folder}/{self._index:06}", text)
+            connected_client().key_value_set(f"{folder}/{self._index:06}", text)
             NEWS.publish()
         except jax.errors.JaxRuntimeError as error:
             logging.debug("The coordination service does not answer: %s", error)

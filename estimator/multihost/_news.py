@@ -17,12 +17,11 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
 import jax
 from absl import logging
 
-from estimator.multihost._coordination_client import coordination_client
+from estimator.multihost._coordination_client import connected_client, coordination_client
 
 _NEWS = "estimator/news"
 _REQUEST_MS = 600_000
@@ -42,8 +41,7 @@ class Awaited:
         self.error: jax.errors.JaxRuntimeError | None = None
         self._key = key
         self._is_wanted = True
-        # Taken here: once `jax.distributed.shutdown` has begun, jax has none, while the thread is not ended yet.
-        thread = threading.Thread(target=self._get, args=(coordination_client(),), name="process-wait", daemon=True)
+        thread = threading.Thread(target=self._get, name="process-wait", daemon=True)
         NEWS.threads.add(thread)
         thread.start()
 
@@ -55,10 +53,10 @@ class Awaited:
         """Ends the wait when its request does."""
         self._is_wanted = False
 
-    def _get(self, client: Any) -> None:
+    def _get(self) -> None:
         while self._is_wanted and not self.is_done:
             try:
-                self.text = client.blocking_key_value_get(self._key, _REQUEST_MS)
+                self.text = connected_client().blocking_key_value_get(self._key, _REQUEST_MS)
             except jax.errors.JaxRuntimeError as error:
                 if "DEADLINE_EXCEEDED" not in str(error):
                     self.error = error
@@ -84,8 +82,7 @@ class News:
         """Starts to count, where that has not begun; jax is connected."""
         if self._pid is None:
             self._pid = os.getpid()
-            client = coordination_client()  # taken here, as in `Awaited`
-            thread = threading.Thread(target=self._listen, args=(client,), name="process-news", daemon=True)
+            thread = threading.Thread(target=self._listen, name="process-news", daemon=True)
             self.threads.add(thread)
             thread.start()
             atexit.register(self._close)
@@ -112,10 +109,10 @@ class News:
         with self._changes:
             self._changes.wait_for(lambda: self.count != news or is_so(), min(secs, threading.TIMEOUT_MAX))
 
-    def _listen(self, client: Any) -> None:
+    def _listen(self) -> None:
         while True:
             try:
-                client.blocking_key_value_get(f"{_NEWS}/{self.count + 1}", _REQUEST_MS)
+                connected_client().blocking_key_value_get(f"{_NEWS}/{self.count + 1}", _REQUEST_MS)
             except jax.errors.JaxRuntimeError as error:
                 if "DEADLINE_EXCEEDED" in str(error):
                     continue

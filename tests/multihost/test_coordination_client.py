@@ -74,7 +74,7 @@ def test_a_shutdown_between_two_requests_ends_the_thread_that_waits_for_news(mon
             raise jax.errors.JaxRuntimeError("CANCELLED")
 
     clients, failures = [Client()], []
-    monkeypatch.setattr(_news, "coordination_client", lambda: clients[0] if clients else None)
+    monkeypatch.setattr(_coordination_client, "coordination_client", lambda: clients[0] if clients else None)
     monkeypatch.setattr(threading, "excepthook", failures.append)
     news = _news.News()
     news.listen()

@@ -91,7 +91,7 @@ def test_a_process_that_has_ended_in_order_is_missed_only_where_it_has_published
     client, now = Client(publishes), itertools.count(step=10.0)
     monkeypatch.setattr(LOST_PROCESS, "last_ended", None)
     monkeypatch.setattr(LOST_PROCESS, "loss", None)
-    monkeypatch.setattr(_key_value_group, "coordination_client", lambda: client)
+    monkeypatch.setattr(_key_value_group, "connected_client", lambda: client)
     monkeypatch.setattr(_key_value_group, "Awaited", Pending)
     monkeypatch.setattr(_key_value_group.time, "monotonic", lambda: next(now))
     group = KeyValueGroup("train()", SingleProcess())

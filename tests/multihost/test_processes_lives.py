@@ -170,6 +170,12 @@ def test_processes_may_end_at_different_times(folder, slow):
     assert saved_at(os.path.join(folder, f"end-{slow}")) == [0, 2]
 
 
+def test_processes_may_disconnect_by_themselves_before_they_end():
+    for process in shared_cluster().run("testing.scenarios.team_lives.disconnect", timeout=60):
+        assert process.code == 0, "\n".join(process.lines)
+        assert not [line for line in process.lines if "rror" in line]
+
+
 def test_one_that_does_not_come_in_time_is_an_error_in_all(folder):
     values = [rows[0] for rows in run("testing.scenarios.team_lives.come_late", str(folder))]
     assert values[0]["error"] == "TimeoutError"

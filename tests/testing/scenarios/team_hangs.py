@@ -10,7 +10,7 @@ from jax.experimental import multihost_utils
 import estimator as est
 from estimator.checkpoint._checkpoint import Checkpoint
 from estimator.checkpoint._checkpoints import Checkpoints
-from estimator.multihost import _key_value_group, _lost_process, _news
+from estimator.multihost import _coordination_client, _lost_process, _news
 from estimator.multihost._coordination_client import coordination_client
 from testing.scenarios.team import make, say, start
 from testing.scenarios.team_lives import Source, tiny
@@ -45,7 +45,7 @@ class Counted:
 def wait(model_dir, secs):
     """The input of process 1 takes long for a batch; says how often each process asks the service meanwhile."""
     start()
-    for module in (_key_value_group, _lost_process, _news):
+    for module in (_coordination_client, _lost_process, _news):  # and what calls `connected_client`
         module.coordination_client = lambda: Counted(coordination_client())
 
     def in_input(i):
