@@ -145,4 +145,7 @@ def _place(array: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
 def _copy(x: jax.Array) -> jax.Array:
     """Copies an array on the same devices."""
     # For `x.copy()` XLA compiles a program for each shape.
-    return jax.device_put(x, x.sharding, may_alias=False) if x.is_fully_addressable else x.copy()
+    if x.is_fully_addressable:
+        return jax.device_put(x, x.sharding, may_alias=False)
+    parts = [jax.device_put(shard.data, shard.device, may_alias=False) for shard in x.addressable_shards]
+    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, parts)

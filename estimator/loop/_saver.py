@@ -150,21 +150,25 @@ def _names_with_nan(variables: dict[str, PyTree]) -> list[str]:
     names = []
     for name, value in variables.items():
         leaves = [leaf for leaf in jax.tree.leaves(value) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
-        here = [leaf for leaf in leaves if _is_in_host_memory(leaf)]
-        if any(
-            np.isnan(shard.data).any() for leaf in here for shard in leaf.addressable_shards if not shard.replica_id
-        ):
+        here = [_parts_in_host_memory(leaf) for leaf in leaves]
+        if any(np.isnan(part).any() for parts in here for part in parts or ()):
             names.append(name)
-        elif len(here) < len(leaves):
+        elif None in here:
             devices = frozenset(device for leaf in leaves for device in leaf.devices())
             on_devices.setdefault(devices, {})[name] = leaves
     flags = jax.device_get([_has_nan(group) for group in on_devices.values()])
     return names + [name for group in flags for name, has_nan in group.items() if has_nan]
 
 
-def _is_in_host_memory(x: jax.Array) -> bool:
-    """Says whether numpy can read an array without a copy, so that no program is compiled before the first save."""
-    return x.is_fully_addressable and {device.platform for device in x.devices()} == {"cpu"}
+def _parts_in_host_memory(x: jax.Array) -> list[jax.Array] | None:
+    """The parts that numpy can read without a copy, so that no program is compiled before the first save."""
+    if any(device.platform != "cpu" for device in x.devices()):
+        return None
+    if x.is_fully_replicated:
+        return [x.addressable_data(0)]
+    if not x.is_fully_addressable:
+        return None
+    return [shard.data for shard in x.addressable_shards if not shard.replica_id]
 
 
 @jax.jit

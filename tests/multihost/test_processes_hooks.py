@@ -60,6 +60,13 @@ def test_process_0_alone_logs_and_has_the_hooks_of_the_chief(values, ended):
     assert lines[1] == []
 
 
+def test_neither_a_start_nor_a_save_compiles_programs_beside_the_steps(ended):
+    for process in ended:
+        compiled = re.findall(r"Compiling jit\((\w+)\) with global shapes", "\n".join(process.lines))
+        assert {"init", "step"} <= set(compiled)
+        assert not {"copy", "_has_nan"} & set(compiled)
+
+
 def test_log_lines_name_the_process_whose_input_is_slow(ended, values):
     slowest = re.compile(r".* steps/sec, .*, process 1 slowest: \S+ s longer reading its input\)")
     lines = [line for line in ended[0].lines if "slowest" in line]

@@ -91,7 +91,8 @@ def hooked(folder):
         estimator.hooks._checkpoint_saver.time = types.SimpleNamespace(monotonic=lambda: 3 * time.monotonic())
     clock, noted = Clock(), Noted()
     by_secs = make(os.path.join(folder, "secs"), with_chief_hook, save_checkpoints_secs=0.05, keep_checkpoint_max=None)
-    by_secs.train(lambda: slowly(batches(40)), hooks=[clock, noted])
+    with jax.log_compiles():
+        by_secs.train(lambda: slowly(batches(40)), hooks=[clock, noted])
     say(clock=clock.steps, ended=noted.ended, saved=by_secs.latest_checkpoint())
 
     trackers = [est.trackers.CsvTracker()]
