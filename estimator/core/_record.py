@@ -232,11 +232,20 @@ def unique_name(name: str, others: Container[str]) -> str:
 
 def report_in_training(name: str, make: Callable[[], Report]) -> None:
     """Reports what a ready-made part of a model shows by itself. It stays out of the way: it does nothing in other
-    modes, outside of a run, where the value is not known outside (see `report`), and where the name is taken."""
+    modes, outside of a run, where the value is not known outside (see `report`), and where the name is taken.
+
+    Raises:
+      ValueError: the full name is "loss", under which `train` shows the loss of the EstimatorSpec.
+    """
     frame = innermost_frame()
     if frame is None or frame.mode != ModeKeys.TRAIN or frame.tracing.trace != current_trace():
         return
     full = "/".join((*frame.name_scope, name))
+    if full == "loss":
+        raise ValueError(
+            '`report_in_training("loss", ...)` was called outside of a name scope, where "loss" is the loss of the '
+            "EstimatorSpec. Give the value another name."
+        )
     if full not in frame.reported:
         frame.reported[full] = make()
 
