@@ -1,12 +1,19 @@
 """Links a name such as `est.Hook` or `replicate_model_fn(...)` in the text of a page to its place in the reference.
 
-MkDocs calls `on_page_content` for each page (`hooks:` in mkdocs.yml). The pages themselves have no such links, so they
-read the same on GitHub. A name that the reference does not have stays as it is.
+The pages themselves have no such links, so that they read the same on GitHub. A name that the reference does not have
+stays as it is: mkdocs-autorefs takes the mark away.
 """
 
 import re
 
-CODE = re.compile(r"<(pre|a|h[1-6])\b.*?</\1>|<code>(?P<name>[A-Za-z_][\w.]*)(?P<call>\(.*?\))?</code>", re.DOTALL)
+CODE = re.compile(
+    r"^ *(```+|~~~+).*?^ *\1`*$"  # what stays: a block of code,
+    r"|^#.*?$|^>>>.*?$|\[[^]]*\]\(|<a .*?</a>"  # a heading, an example, the text of a link
+    r"|(?<!`)(?P<ticks>``+)(?!`).*?(?<!`)(?P=ticks)(?!`)"
+    r"|(?<!`)`(?P<name>[A-Za-z_][\w.]*)(?P<call>\([^`]*\))?`(?!`)"
+    r"|(?<!`)`[^`]+`(?!`)",
+    re.DOTALL | re.MULTILINE,
+)
 PREFIXES = {"est": "estimator", "estimator": "estimator", "replicate": "replicate"}
 PLAIN = {
     "TOWER_AXIS": "replicate.TOWER_AXIS",
@@ -39,5 +46,5 @@ def linked(match: re.Match[str]) -> str:
     return f'<autoref optional identifier="{target}">{match[0]}</autoref>' if target else match[0]
 
 
-def on_page_content(html: str, **_: object) -> str:
-    return CODE.sub(linked, html)
+def link(markdown: str) -> str:
+    return CODE.sub(linked, markdown)

@@ -1,12 +1,15 @@
-"""Shows the `>>>` examples of docstrings as code; Markdown would take them for quotations.
+"""Shows the `>>>` examples of docstrings as code, which Markdown would take for quotations, and links their names.
 
 The handler of mkdocstrings loads it as an extension (mkdocs.yml).
 """
 
+import pathlib
 import re
+import runpy
 
 import griffe
 
+link = runpy.run_path(str(pathlib.Path(__file__).with_name("cross_references.py")))["link"]
 EXAMPLE = re.compile(r"^( *)>>> .*(?:\n(?! *$).*)*", re.MULTILINE)
 BETWEEN = re.compile(r"^ *```\n\n *```pycon\n(?= *>>>)", re.MULTILINE)
 
@@ -20,4 +23,4 @@ def fenced(text: str) -> str:
 class Doctests(griffe.Extension):
     def on_object(self, *, obj: griffe.Object, **_: object) -> None:
         if obj.docstring:
-            obj.docstring.value = fenced(obj.docstring.value)
+            obj.docstring.value = link(fenced(obj.docstring.value))

@@ -1,17 +1,13 @@
-"""A page for each example, with its output and its source, made when the site is built.
+"""A page for each example, with its output and its source.
 
-MkDocs calls `on_config` and `on_files` (`hooks:` in mkdocs.yml). The output is what
-`tests/testing/website/example_outputs.py` has kept in examples/output/, and for notebooks what they contain; the page
-above all is examples/README.md.
+The output is what `tests/testing/website/example_outputs.py` has kept in examples/output/, and for notebooks what they
+contain; the page above all is examples/README.md.
 """
 
 import ast
 import json
 import pathlib
 import re
-
-from mkdocs.config.defaults import MkDocsConfig
-from mkdocs.structure.files import File, Files
 
 EXAMPLES = pathlib.Path(__file__).resolve().parents[1] / "examples"
 SOURCE = re.compile(r"\]\(((?:ports/|notebooks/)?\w+)\.(?:py|ipynb)\)")
@@ -61,15 +57,7 @@ def groups() -> list[str | dict[str, list[str]]]:
     return ["examples/index.md", *({title: named} for title, named in pages.items())]
 
 
-def on_config(config: MkDocsConfig) -> None:
-    for entry in config.nav:
-        if "Examples" in entry:
-            entry["Examples"] = groups()
-
-
-def on_files(files: Files, config: MkDocsConfig) -> None:
+def pages() -> dict[str, str]:
     index = SOURCE.sub(r"](\1.md)", (EXAMPLES / "README.md").read_text(encoding="utf-8")).replace("](../docs/", "](../")
-    files.append(File.generated(config, "examples/index.md", content=index))
-    for source in sources():
-        content = notebook(source) if source.suffix == ".ipynb" else script(source)
-        files.append(File.generated(config, name(source), content=content))
+    texts = {name(source): (notebook if source.suffix == ".ipynb" else script)(source) for source in sources()}
+    return {"examples/index.md": index} | texts

@@ -257,8 +257,9 @@ def make_early_stopping_hook(
       TypeError: `estimator` is not an Estimator, or `should_stop_fn` not a function.
       ValueError: the two periods are both None, or one is not positive.
     """
-    _model_dir("make_early_stopping_hook", estimator)
-    return EarlyStoppingHook("make_early_stopping_hook", should_stop_fn, run_every_secs, run_every_steps)
+    caller = "make_early_stopping_hook"
+    _model_dir(caller, estimator)
+    return EarlyStoppingHook(caller, should_stop_fn, run_every_secs, run_every_steps)
 
 
 def stop_if_higher_hook(
@@ -291,10 +292,9 @@ def stop_if_higher_hook(
       TypeError: `estimator` is not an Estimator, or `metric_name` not a string.
       ValueError: `min_steps` is negative, or there is no valid period.
     """
-    rule = _threshold_rule(lambda value: value > threshold, f"higher than {threshold}")
+    caller, rule = "stop_if_higher_hook", _threshold_rule(lambda value: value > threshold, f"higher than {threshold}")
     args = (eval_dir, min_steps, run_every_secs, run_every_steps)
-    model_dir = _model_dir("stop_if_higher_hook", estimator)
-    return MetricHook("stop_if_higher_hook", model_dir, metric_name, rule, *args)
+    return MetricHook(caller, _model_dir(caller, estimator), metric_name, rule, *args)
 
 
 def stop_if_lower_hook(
@@ -314,10 +314,9 @@ def stop_if_lower_hook(
 
     Args and errors are as for `stop_if_higher_hook`.
     """
-    rule = _threshold_rule(lambda value: value < threshold, f"lower than {threshold}")
+    caller, rule = "stop_if_lower_hook", _threshold_rule(lambda value: value < threshold, f"lower than {threshold}")
     args = (eval_dir, min_steps, run_every_secs, run_every_steps)
-    model_dir = _model_dir("stop_if_lower_hook", estimator)
-    return MetricHook("stop_if_lower_hook", model_dir, metric_name, rule, *args)
+    return MetricHook(caller, _model_dir(caller, estimator), metric_name, rule, *args)
 
 
 def stop_if_no_increase_hook(
@@ -341,12 +340,10 @@ def stop_if_no_increase_hook(
 
     Args and errors are as for `stop_if_no_decrease_hook`.
     """
-    limits = max_steps_without_increase, max_evals_without_increase
-    rule = _patience_rule("stop_if_no_increase_hook", "increase", -1, limits, min_delta)
+    caller, limits = "stop_if_no_increase_hook", (max_steps_without_increase, max_evals_without_increase)
+    rule = _patience_rule(caller, "increase", -1, limits, min_delta)
     args = (eval_dir, min_steps, run_every_secs, run_every_steps, -1, restore_best)
-    return MetricHook(
-        "stop_if_no_increase_hook", _model_dir("stop_if_no_increase_hook", estimator), metric_name, rule, *args
-    )
+    return MetricHook(caller, _model_dir(caller, estimator), metric_name, rule, *args)
 
 
 def stop_if_no_decrease_hook(
@@ -390,12 +387,10 @@ def stop_if_no_decrease_hook(
       ValueError: there is no limit, or one is not positive; `min_steps` or `min_delta` is negative; there is no valid
         period.
     """
-    limits = max_steps_without_decrease, max_evals_without_decrease
-    rule = _patience_rule("stop_if_no_decrease_hook", "decrease", 1, limits, min_delta)
+    caller, limits = "stop_if_no_decrease_hook", (max_steps_without_decrease, max_evals_without_decrease)
+    rule = _patience_rule(caller, "decrease", 1, limits, min_delta)
     args = (eval_dir, min_steps, run_every_secs, run_every_steps, 1, restore_best)
-    return MetricHook(
-        "stop_if_no_decrease_hook", _model_dir("stop_if_no_decrease_hook", estimator), metric_name, rule, *args
-    )
+    return MetricHook(caller, _model_dir(caller, estimator), metric_name, rule, *args)
 
 
 def _model_dir(caller: str, estimator: object) -> str:

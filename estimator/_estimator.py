@@ -45,12 +45,12 @@ class Estimator:
     newest checkpoint, stay alive between calls: ten evaluations compile once and read the checkpoint once.
 
     An `input_fn` is a function of any of `mode, params, config`. It returns an iterable of batches, each
-    `(features, labels)` or features alone (a list, a generator, a data loader), or a single batch.
+    `(features, labels)` or only features (a list, a generator, a data loader), or a single batch.
 
     Several processes (`replicate.initialize_distributed`) make the same calls in the same order, on a model_dir that
     they share. Each `input_fn` gives its own rows of every batch; see `est.input_context`. Training ends with the first
     input that does, evaluation goes through all, with the same results in all processes; each predicts for itself.
-    Process 0 alone logs, and writes summaries and exports. An error in one of them is an error in all.
+    Only process 0 logs, and writes summaries and exports. An error in one of them is an error in all.
 
     >>> import estimator as est, numpy as np, optax, tempfile
     >>> def model_fn(features, labels, mode):
@@ -76,7 +76,7 @@ class Estimator:
         config's, else a new temporary one. A relative path, or one with "~", becomes absolute here.
       config: a `RunConfig`.
       params: passed on to model_fn and input_fn; copied.
-      warm_start_from: where variables get their first values from, as long as the model_dir has no checkpoint: a
+      warm_start_from: the source of the first values of variables, as long as the model_dir has no checkpoint: a
         `WarmStartSettings`, or, for all trainable variables, a model_dir, or the path of a checkpoint or of an
         exported model.
 
@@ -145,12 +145,12 @@ class Estimator:
 
     @property
     def warm_start_from(self) -> WarmStartSettings | None:
-        """Where variables get their first values from, as long as the model_dir has no checkpoint."""
+        """The source of the first values of variables, as long as the model_dir has no checkpoint."""
         return self._runs.states.settings
 
     @property
     def warm_start_report(self) -> WarmStartReport | None:
-        """What the last warm start of this Estimator took; None: there was none."""
+        """The report of the last warm start of this Estimator; None if it made none."""
         return self._runs.states.warm_start_report
 
     def train(
@@ -220,8 +220,8 @@ class Estimator:
           input_fn: gives the batches; of any size, the last one too.
           steps: how many batches to take at most; None: all.
           hooks: `est.Hook`s, called around the batches, before the EstimatorSpec's `evaluation_hooks`.
-          checkpoint_path: which checkpoint to evaluate; default: the newest. Where there is none, the initial values
-            are evaluated, as in TensorFlow, with a warning; with "latest" this is an error.
+          checkpoint_path: which checkpoint to evaluate; default: the newest. If there is none, the initial values are
+            evaluated, as in TensorFlow, with a warning; with "latest" this is an error.
           name: of this evaluation, for the log and for `eval_dir(name)`, where the metrics are written for
             TensorBoard and `est.read_history`, instead of an earlier evaluation of the same step.
 
@@ -260,7 +260,7 @@ class Estimator:
         hooks: Iterable[Hook] | None = None,
         name: str | None = None,
     ) -> dict[str, Any]:
-        """What `evaluate` returns, of a state in memory instead of a checkpoint: in a hook, `context.state`."""
+        """Evaluates a state in memory, such as `context.state` in a hook, instead of a checkpoint."""
         check_steps("steps", steps)
         check_not_forked("evaluate_state")
         check_eval_dir(self.model_dir, name)
@@ -338,7 +338,7 @@ class Estimator:
             `jax.ShapeDtypeStruct`s. Only shapes and dtypes count.
           checkpoint_path: which one to export; default: the newest, or, without any, what a warm start begins with.
           assets_extra: files to copy into the folder's `assets.extra/`, by their path in there.
-          batch_size: the only batch size to export for, where the model_fn has to know the number of examples.
+          batch_size: the only batch size to export for, if the model_fn has to know the number of examples.
           platforms: which of "cpu", "cuda", "rocm" and "tpu" to export for. None needs to be here.
           outputs: names of predictions and `est.record`ed values to export instead of `export_outputs`, with only the
             operations, weights and features they need. Batch-major; a scalar is one number for the whole batch.
@@ -403,7 +403,7 @@ class Estimator:
         return values[name] if isinstance(name, str) and name in values else values
 
     def get_learning_rates(self) -> dict[str, float]:
-        """`est.learning_rates` of the state of the newest checkpoint; a ValueError where there is no checkpoint. An
+        """`est.learning_rates` of the state of the newest checkpoint; a ValueError if there is no checkpoint. An
         optimizer's own name is taken to have no "/"."""
 
         def read(newest: Checkpoint) -> dict[str, float]:
@@ -414,5 +414,5 @@ class Estimator:
         return self._runs.lookup.read_newest(read)
 
     def eval_dir(self, name: str | None = None) -> str:
-        """Where the evaluation called `name` writes: `<model_dir>/eval_<name>`, or `<model_dir>/eval` without one."""
+        """The directory of the evaluation `name`: `<model_dir>/eval_<name>`, or `<model_dir>/eval` without a name."""
         return eval_dir(self.model_dir, name)

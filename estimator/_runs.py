@@ -43,7 +43,7 @@ StateFor = Callable[[PyTree, PyTree], tuple[State, str | None]]  # the state for
 
 
 class _Start(NamedTuple):
-    """Where a training run starts.
+    """The start of a training run.
 
     Attributes:
       path: the newest checkpoint, or None.
@@ -343,5 +343,5 @@ def check_eval_dir(model_dir: str, name: str | None) -> None:
 
 
 def eval_dir(model_dir: str, name: str | None) -> str:
-    """Where the evaluation called `name` writes."""
+    """The directory of the evaluation `name`."""
     return os.path.join(model_dir, f"eval_{name}" if name else "eval")

@@ -27,7 +27,7 @@ from estimator.steps._transform import Model, transform
 
 @dataclasses.dataclass(frozen=True)
 class VariableSummary:
-    """A variable, or an array of it where it is a tree of several.
+    """A variable, or one array of a variable that is a tree of several.
 
     Attributes:
       name: with its scopes.
@@ -56,7 +56,7 @@ class ModelSummary:
       mode: of the step.
       rows: the variables, sorted by scope and name.
       slot_bytes: of the optimizers' slots, one copy.
-      flops: of a step on one device, as XLA counts them; None where a step is several programs, since variables live on
+      flops: of a step on one device, as XLA counts them; None if a step is several programs, since variables live on
         other devices than the towers. A `while_loop` counts once where XLA cannot know how often it runs.
       memory: of a step on one device; None as for `flops`.
     """

@@ -39,17 +39,17 @@ def train_and_evaluate(
     after one compilation, and no checkpoint. As in TensorFlow, there is one after each checkpoint (`RunConfig` says
     when these are saved), but for the first; or, where `eval_every_steps` is given, at its multiples in
     global steps, so that an interrupted run resumes with the same ones. The state at the end is always evaluated, and
-    saved. Where `max_steps` was reached before, the newest checkpoint is evaluated and exported.
+    saved. If `max_steps` was reached before, the newest checkpoint is evaluated and exported.
 
     An early stopping hook among the `hooks` of the TrainSpec looks at the metrics right after each evaluation.
 
     With an evaluator, training does not wait for evaluations. It is a process of its own, which makes the same call,
     with `role="evaluator"`, on the same model_dir, while the others have `role="trainer"` and evaluate nothing. It
     evaluates each checkpoint, the first included, oldest first, exports, and returns when training has ended: at
-    `max_steps`, or where a training run has ended otherwise, but not by SIGTERM or an error. Checkpoints that training
-    removes before their turn are left out. Started again, it continues where it was. Early stopping hooks of the
-    trainers read its results every `run_every_secs` or `run_every_steps`. Several evaluators share the EvalSpecs, one
-    at a time for each; in a store, which has no locks, give each evaluator EvalSpecs of its own.
+    `max_steps`, or when a training run has ended in another way, but not by SIGTERM or an error. Checkpoints that
+    training removes before their turn are left out. Started again, it continues where it was. Early stopping hooks of
+    the trainers read its results every `run_every_secs` or `run_every_steps`. Several evaluators share the EvalSpecs,
+    one at a time for each; in a store, which has no locks, give each evaluator its own EvalSpecs.
 
     >>> import estimator as est, numpy as np, optax, tempfile
     >>> def model_fn(features, labels, mode):
@@ -73,7 +73,7 @@ def train_and_evaluate(
     Args:
       estimator: what to train and evaluate.
       train_spec: how to train.
-      eval_spec: how to evaluate; or several, in a list or by name, of which each has a name of its own.
+      eval_spec: how to evaluate; or several, in a list or by name, each with its own name.
       eval_every_steps: at which multiples of global steps to evaluate; an EvalSpec may say otherwise for itself.
         None: at checkpoints.
       role: "evaluator" or "trainer", as above. None: as TF_CONFIG says, if its task is an evaluator, or its cluster has

@@ -55,8 +55,8 @@ class EvalSpec:
       exporters: an `est.Exporter`, or several.
       start_delay_secs: how many seconds an evaluator waits before its first evaluation; as in TensorFlow it has no
         meaning for a process that trains.
-      throttle_secs: how many seconds must have passed since the start of the last evaluation for another one; those
-        before are left out. The last state of the run is always evaluated.
+      throttle_secs: the least number of seconds between the starts of two evaluations; earlier ones are left out. The
+        last state of the run is always evaluated.
       eval_every_steps: evaluate at its multiples in global steps; default: as configured in `train_and_evaluate`.
 
     Raises:

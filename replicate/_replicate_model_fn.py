@@ -74,26 +74,26 @@ def replicate_model_fn(
     Args:
       model_fn: function of `features` and any of `labels, mode, params, config`.
       loss_reduction: how the model_fn's loss comes from the losses of the examples: SUM, or any of the means.
-      devices: one per tower: `jax.Device`s or names such as "/gpu:0", "cpu:1". None means all GPUs or TPU cores, or,
-        where there are none, all CPU devices; of several processes (`initialize_distributed`) the devices of all. Each
+      devices: one per tower: `jax.Device`s or names such as "/gpu:0", "cpu:1". None means all GPUs or TPU cores or, if
+        there are none, all CPU devices; of several processes (`initialize_distributed`) the devices of all. Each
         process then gives its own rows of every batch.
       variable_distribution: where the variables live, and where the gradients are summed.
-      variable_device: the device of all variables, for SHARED_LOCAL_PARAMETER_SERVER. By default, as in TensorFlow,
-        the tower's own where there is one tower, else the first CPU device.
+      variable_device: the device of all variables, for SHARED_LOCAL_PARAMETER_SERVER. By default, as in TensorFlow, the
+        tower's own device if there is one tower, else the first CPU device.
       on_nan: what to do about a step in which the gradient of a tower holds an inf or a NaN. None: gradients are not
         checked. "skip": the step changes neither variables nor slots, is counted in the state
         (`est.skipped_steps(state)`), and training continues. "raise": `est.NonFiniteGradientError` names the step, the
         tower and the variable; a `train_step` of `est.transform` then waits for its result, an Estimator checks as
         often as it reads the losses, and a step compiled into an outer `jax.jit` can only skip.
       cross_tower_ops: how gradients, losses and whatever else is summed over towers, in training and evaluation; of
-        `replicate.cross_tower_ops`. What a model_fn itself sums by `cross_tower_sum` does not go through it.
-      tower_transform: `fn(forward)`, which makes of a tower's forward function another one, of which the gradients
-        are taken: `est.checkpoint_segments`, which saves memory (`jax.checkpoint` with any policy is possible, but
-        around a whole forward pass its peak stays), `jax.named_scope("tower")` for profiles, or one that runs it
-        under `jax.default_matmul_precision("bfloat16")`. `forward(trained, rest, batch)` is pure: pytrees of arrays
-        go in, what is differentiated first, and come out, the losses to differentiate first. It is one run of the
-        model_fn, without the cross-tower reductions; each micro-batch of `accumulate_steps` has one. This holds in
-        every mode except `init`.
+        `replicate.cross_tower_ops`. Sums that a model_fn takes itself, by `cross_tower_sum`, do not go through it.
+      tower_transform: `fn(forward)`, which turns a tower's forward function into another one, whose gradients are
+        taken: `est.checkpoint_segments`, which saves memory (`jax.checkpoint` with any policy is possible, but around a
+        whole forward pass its peak stays), `jax.named_scope("tower")` for profiles, or one that runs it under
+        `jax.default_matmul_precision("bfloat16")`. `forward(trained, rest, batch)` is pure: pytrees of arrays go in,
+        what is differentiated first, and come out, the losses to differentiate first. It is one run of the model_fn,
+        without the cross-tower reductions; each micro-batch of `accumulate_steps` has one. This holds in every mode
+        except `init`.
       block_sync: towers train on their own for a block of steps and are averaged at its end, instead of summing
         gradients in each step.
       devices_per_tower: the number of neighbours in `devices` that make a tower, for models that do not fit on one

@@ -22,8 +22,8 @@ def initialize(**kwargs: Any) -> None:
     """Makes one run of the workers of a Ray Train trainer, as `replicate.initialize_distributed` does.
 
     Call it at the start of the function that the trainer calls, before anything else uses jax. Worker 0 chooses a free
-    port of its node, and Ray brings the address to the others. Where Ray's JaxTrainer has connected jax already, which
-    it does for GPUs and TPUs, the workers are those. Then a worker that dies is noticed by Ray, which ends the
+    port of its node, and Ray brings the address to the others. If Ray's JaxTrainer has already connected jax, as it
+    does for GPUs and TPUs, the workers are the processes. Then a worker that dies is noticed by Ray, which ends the
     others, and starts all again as its `FailureConfig` says; training resumes from the last checkpoint.
 
     >>> def train(config):

@@ -44,8 +44,8 @@ def export_variables(
     Args:
       path: of the file, which ends with ".safetensors"; an existing one is replaced.
       ckpt_dir_or_file: as for `est.list_variables`: a model_dir, for its newest checkpoint, or a checkpoint.
-      names: the names in the file: a dict by the names of variables, of which the others keep theirs, or a function of
-        a name. Each is a string or an `est.Transpose`.
+      names: the names in the file: a dict by the names of variables (others keep their names), or a function of a name.
+        Each is a string or an `est.Transpose`.
       vars_to_export: a regular expression that the beginning of a variable's name matches.
 
     Raises:

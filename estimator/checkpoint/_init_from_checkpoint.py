@@ -24,9 +24,9 @@ def init_from_checkpoint(
 ) -> None:
     """Lets variables of this run begin with values of a checkpoint, as `tf.train.init_from_checkpoint`.
 
-    It takes the place of their initializers: it counts where training starts from nothing, and not where it resumes
-    from a checkpoint in the model_dir. The file is read then only, and need not be there later. What optimizers and
-    moving averages begin with follows from the values, whether they were made before this call or after it.
+    It takes the place of their initializers: it has an effect if training starts from nothing, not if it resumes from a
+    checkpoint in the model_dir. The file is read then only, and need not be there later. Optimizers and moving averages
+    start from these values, whether they were made before this call or after it.
 
     >>> import estimator as est, jax, jax.numpy as jnp, numpy as np, os, tempfile
     >>> path = os.path.join(tempfile.mkdtemp(), "weights.npz")

@@ -198,7 +198,7 @@ class CheckpointInfo(NamedTuple):
 def checkpoints(model_dir: str | os.PathLike[str]) -> list[CheckpointInfo]:
     """Lists the checkpoints in a model_dir, oldest first; empty where training has not saved any yet.
 
-    A damaged one is listed, but not used: training and evaluation take the newest sound one. The training run in the
+    A damaged one is listed, but not used: training and evaluation take the newest intact one. The training run in the
     directory, or another process, may remove any of them at any time, all but the newest.
 
     >>> import estimator as est, numpy as np, optax, tempfile

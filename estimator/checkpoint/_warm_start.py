@@ -46,9 +46,9 @@ class WarmStartSettings:
       ckpt_to_initialize_from: a model_dir, for its newest checkpoint, or the path of a checkpoint; or the path that
         `export_model` returned, or its export_dir_base; or weights from elsewhere, as `est.list_variables` takes them:
         a checkpoint of TensorFlow, an .npz or .safetensors file, or weights of PyTorch. Of those, 64 bits become 32
-        without x64. A float of half precision becomes float32 where the variable is that.
+        without x64. A half-precision float becomes float32 if the variable is float32.
       vars_to_warm_start: a regular expression, for trainable variables only; or a list of them, for all variables
-        and optimizer slots. The list takes global_step only where it contains "global_step" itself.
+        and optimizer slots. The list takes global_step only if it contains "global_step" itself.
       var_name_to_prev_var_name: the names in the checkpoint of variables that have another name there: a dict from new
         to old names, or a function of a new name that returns the old one. A slot is renamed by its own name. An old
         name is a string, or an `est.Transpose` for an array that lies transposed there.

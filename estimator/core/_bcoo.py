@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 
 def is_sparse(x: Any) -> TypeGuard[BCOO]:
-    """Whether a node of a pytree is a sparse array, which is one leaf of a batch."""
+    """Returns whether a node of a pytree is a sparse array, which is one leaf of a batch."""
     return isinstance(x, _load("BCOO"))
 
 
 def is_jax_sparse(x: Any) -> TypeGuard[JAXSparse]:
-    """Whether it is a sparse array in any of jax's formats."""
+    """Returns whether it is a sparse array in any of jax's formats."""
     return isinstance(x, _load("JAXSparse"))
 
 
@@ -98,7 +98,7 @@ def _reshape(tree: PyTree, shape: Callable[[BCOO], tuple[int, ...]]) -> PyTree:
 
 
 def _common_layout(leaves: tuple[Any, ...]) -> Any:
-    """What sparse arrays must agree in to be stacked: the number of entries, and what jax knows of their order."""
+    """The traits that sparse arrays must share to be stacked: their numbers of entries, and their order."""
     if not all(map(is_sparse, leaves)):
         return None
     entries = max(x.nse for x in leaves)

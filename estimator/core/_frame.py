@@ -70,7 +70,7 @@ class RunId:
 
 @dataclasses.dataclass(frozen=True)
 class ScopeDefaults:
-    """What `get_variable` takes from the open `variable_scope`s where its own arguments are not given.
+    """The defaults that `get_variable` takes from the open `variable_scope`s for arguments that are not given.
 
     Attributes:
       initializer, regularizer, custom_getter: the arguments of `variable_scope`.
@@ -83,7 +83,7 @@ class ScopeDefaults:
 
 @dataclasses.dataclass
 class Declared:
-    """What a model_fn has named so far.
+    """The names that a model_fn has declared so far.
 
     Attributes:
       trainable, aggregation: the arguments of `get_variable`, by full name.
@@ -109,7 +109,7 @@ class Declared:
 
 @dataclasses.dataclass
 class Tracing:
-    """Where a run stands among jax's transformations.
+    """The place of a run among jax's transformations.
 
     Attributes:
       run: stands for this run.
@@ -298,8 +298,8 @@ def open_frames() -> list[Frame]:
 
 
 def is_visible_to_model_fn() -> bool:
-    """Whether what is computed here, and depends on no argument of a function that is differentiated, is known in the
-    model_fn that is running."""
+    """Returns whether a value that is computed here, and depends on no argument of a function that is differentiated,
+    is known in the model_fn that is running."""
     within = transformations_within(_stack.frames[-1])
     return within is None or differentiates(within)
 
@@ -323,7 +323,7 @@ class _Store(dict[Hashable, Any]):
 
 
 def run_store(key: Hashable, make: Callable[[], T]) -> T:
-    """What a library keeps for one run of a model_fn: the first call makes it, the others of the run return it.
+    """The object that a library keeps for one run of a model_fn: the first call makes it, later ones return it.
 
     A model_fn runs many times: in each mode, on each tower, whenever jax traces it. Every run has a store of its own,
     which ends with it; so a counter in it gives the same numbers in all of them; one in a module would not.

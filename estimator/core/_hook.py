@@ -20,11 +20,11 @@ T = TypeVar("T")
 
 
 class Hook:
-    """Something that happens around the steps of `train`, `evaluate` or `predict`. Override what you need.
+    """Code that runs around the steps of `train`, `evaluate` or `predict`. Override the methods that you need.
 
     The methods are called when TensorFlow calls them in a `SessionRunHook`. Between the moments that its hooks ask for,
     a run puts as many steps as it may into one program; so a hook that says by `next_step` when it is wanted costs
-    nothing in between. One that overrides `before_run` or `after_run` alone is called around every step, as in
+    nothing in between. A hook that overrides only `before_run` or `after_run` is called around every step, as in
     TensorFlow.
 
     Several processes have the same hooks, which are called at the same steps in all: where `next_step` says so in
@@ -80,7 +80,7 @@ class Hook:
         """Called after a step was started; it waits for the step's end only if it reads a value or the state."""
 
     def get_state(self) -> Any:
-        """What the hook remembers, to be saved with each checkpoint in `train`; None: nothing.
+        """Returns what the hook remembers, which `train` saves with each checkpoint; None: nothing.
 
         Made of dicts with strings as keys, lists, numbers, strings, bytes and None. In `train` a hook that overrides
         this is called before the one that saves, so that the checkpoint of a step knows what the hook made of it.
@@ -148,7 +148,7 @@ def as_hooks(hooks: Iterable[Any]) -> tuple[Hook, ...]:
 
 
 class Context(Protocol):
-    """What a hook may know of the run, and do to it."""
+    """The view that a hook has of the run, and the means to act on it."""
 
     @property
     def mode(self) -> ModeKeys:
@@ -156,15 +156,15 @@ class Context(Protocol):
 
     @property
     def model_dir(self) -> str | None:
-        """Where the Estimator saves; None for a run without one."""
+        """The directory in which the Estimator saves; None for a run without one."""
 
     @property
     def output_dir(self) -> str | None:
-        """Where event files of the run go: the model_dir, in `evaluate` the eval_dir; None in `predict`."""
+        """The directory for event files of the run: the model_dir, in `evaluate` the eval_dir; None in `predict`."""
 
     @property
     def reported(self) -> dict[str, Report]:
-        """What the model_fn reports in this mode, by name: reports of `jax.ShapeDtypeStruct`s."""
+        """The values that the model_fn reports in this mode, by name: reports of `jax.ShapeDtypeStruct`s."""
 
     @property
     def trainable_variables(self) -> tuple[str, ...]:
@@ -185,7 +185,7 @@ class Context(Protocol):
 
     @property
     def step(self) -> int:
-        """What `Hook.next_step` counts: the global step in `train`, the batches in `evaluate` and `predict`."""
+        """The count for `Hook.next_step`: the global step in `train`, the batches in `evaluate` and `predict`."""
 
     @property
     def clock(self) -> tuple[int, float] | None:
@@ -198,12 +198,12 @@ class Context(Protocol):
 
     @property
     def least_step_seconds(self) -> float | None:
-        """The seconds that the FLOPs of a training step take at the peak of its devices; None where that is not known,
-        as on CPUs."""
+        """The seconds that the FLOPs of a training step take at the peak of its devices; None if that is not known, as
+        on CPUs."""
 
     @property
     def phase(self) -> str:
-        """What the run is doing: "begin", "input", "compile", "step", "hook", "checkpoint", "evaluate", "output"
+        """The phase of the run: "begin", "input", "compile", "step", "hook", "checkpoint", "evaluate", "output"
         (`predict` waits for its caller) or "end"."""
 
     @property
@@ -217,15 +217,15 @@ class Context(Protocol):
 
     @property
     def stop_requested(self) -> bool:
-        """Whether someone wants the run to end."""
+        """True if someone wants the run to end."""
 
     @property
     def preempted(self) -> bool:
-        """Whether SIGTERM came: the process ends with the run."""
+        """True after SIGTERM: the process ends with the run."""
 
     @property
     def found_nan(self) -> bool:
-        """Whether a loss is known to be NaN; nothing is saved any more."""
+        """True if a loss is known to be NaN; nothing is saved any more."""
 
     @property
     def metrics(self) -> dict[str, Any] | None:
@@ -233,7 +233,7 @@ class Context(Protocol):
 
     @property
     def restored(self) -> bool:
-        """Whether the newest checkpoint holds other values than the state: see `note_restored`."""
+        """True if the newest checkpoint holds other values than the state: see `note_restored`."""
 
     @property
     def scalars(self) -> dict[str, np.ndarray]:
@@ -289,25 +289,25 @@ class Context(Protocol):
         """Notes that a hook gave the newest checkpoint values that differ from the state."""
 
     def events(self, directory: str | None = None) -> Events:
-        """What writes event files into a directory (`output_dir`): one for all hooks; closed after their `end`."""
+        """The writer of event files for a directory (`output_dir`): one for all hooks; closed after their `end`."""
 
     def agreed(self, make: Callable[[], T]) -> T:
-        """What `make` returns in process 0, in all processes: for decisions that depend on a clock or a disk, and on
-        which programs or checkpoints depend. All processes call it; `make` is called in process 0 alone."""
+        """Returns in all processes what `make` returns in process 0: for decisions that depend on a clock or a disk,
+        and on which programs or checkpoints depend. All processes call it; only process 0 calls `make`."""
 
     def request_stop(self, reason: str = "a hook") -> None:
         """Ends the run after the current moment, as if its input had ended; of several processes, all."""
 
 
 class Events(Protocol):
-    """What writes event files."""
+    """A writer of event files."""
 
     def write(self, step: int, walltime: float, values: Mapping[str, Any]) -> None:
         """Writes values by tag."""
 
 
 class RunValues:
-    """What came out of one step (or batch); fetched from the devices when it is read."""
+    """The values of one step (or batch), fetched from the devices when they are read."""
 
     def __init__(
         self, losses: Any, steps: int, reported: dict[str, Any], requested: Any, scalars: dict[str, Any] | None = None
@@ -352,7 +352,7 @@ class RunValues:
 
 
 def _advice(name: Any, known: list[str]) -> str:
-    """What to write for a name that is not reported, as it may come from a TensorFlow program."""
+    """Advice for a name that is not reported, as it may come from a TensorFlow program."""
     plain = str(name).removesuffix(":0")
     if plain in known:
         return f"Write {plain!r}: names have no output's number here."

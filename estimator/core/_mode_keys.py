@@ -4,7 +4,7 @@ import enum
 
 
 class ModeKeys(enum.StrEnum):
-    """What a model_fn is run for; equal to TensorFlow's strings, which work everywhere too.
+    """The modes in which a model_fn runs; equal to TensorFlow's strings, which work everywhere, too.
 
     >>> ModeKeys.PREDICT == "infer"
     True

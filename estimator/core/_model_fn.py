@@ -19,7 +19,7 @@ from estimator.core._typing import Features, Labels
 from estimator.porting._tensorflow_names import explain_batch_size
 
 ModelFn = Callable[..., EstimatorSpec]
-"""Of `features` and any of `labels, mode, params, config`."""
+"""A function of `features` and any of `labels, mode, params, config`."""
 
 # jax's errors where Python needs the value of a tracer; they have no base class of their own.
 _NEED_VALUES = (
@@ -140,7 +140,7 @@ def _explain(error: Exception, shown: str, features: Features, labels: Labels, m
 
 
 def _has_rows_of_all_towers(error: str, rows: int, towers: int) -> bool:
-    """Whether an error is about shapes, one of them of the whole batch, or of all its elements."""
+    """Returns whether an error is about shapes, one of them of the whole batch, or of all its elements."""
     if sizes := re.search(r"cannot reshape .*\(size (\d+)\) into .*\(size (\d+)\)", error):
         # Of a reshape jax names the numbers of elements, of which the rows are a factor.
         return int(sizes[1]) * towers == int(sizes[2])

@@ -64,7 +64,7 @@ class Placement:
         return None
 
     spans_processes = False
-    """Whether the devices belong to several processes, each of which has some rows of every batch."""
+    """True if the devices belong to several processes, each of which has some rows of every batch."""
 
     towers_per_process = 1
 

@@ -20,7 +20,7 @@ class Report:
     """Base of what is reported: a pytree of arrays."""
 
     def as_value(self) -> Any:
-        """What a hook gets, of a report whose arrays are on the host."""
+        """The value that a hook gets, of a report whose arrays are on the host."""
         raise AssertionError  # every kind has its own
 
     def merge(self, others: Sequence[Any], rows: Sequence[int]) -> Any:
@@ -99,7 +99,7 @@ def bucket_limits() -> np.ndarray:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Histogram(Report):
-    """How many values lie in each bucket; of several towers all of them together.
+    """The number of values in each bucket; of several towers all of them together.
 
     >>> histogram = Histogram.of(jnp.arange(4.0))
     >>> histogram.describe()
@@ -173,7 +173,7 @@ def record(name: str, value: Any) -> None:
     """Reports a value of this run of the model_fn, for hooks and `export_model(outputs=...)` to read by its name.
 
     A scalar is averaged over towers, and the value of a metric is the one of all rows; an array must have the batch as
-    its first dimension, and is put together in input order, as predictions are. It costs nothing in steps of which no
+    its first dimension, and is put together in input order, as predictions are. It costs nothing in steps for which no
     hook asks for a value.
 
     >>> import estimator as est, jax, jax.numpy as jnp
@@ -187,8 +187,8 @@ def record(name: str, value: Any) -> None:
 
     Args:
       name: prefixed by the variable scopes around the call. As in TensorFlow, a name that the run has reported before,
-        by `est.summary` too, gets "_1" added, or the next free number; so does "loss", the EstimatorSpec's. And the
-        prefix does where a scope is entered again: in a scope `d` entered twice, "h" is "d/h" and then "d_1/h".
+        by `est.summary` too, gets "_1" added, or the next free number; so does "loss", the EstimatorSpec's. So does the
+        prefix if a scope is entered again: in a scope `d` entered twice, "h" is "d/h" and then "d_1/h".
       value: a number, or an array of numbers.
 
     Raises:
@@ -232,11 +232,20 @@ def unique_name(name: str, others: Container[str]) -> str:
 
 def report_in_training(name: str, make: Callable[[], Report]) -> None:
     """Reports what a ready-made part of a model shows by itself. It stays out of the way: it does nothing in other
-    modes, outside of a run, where the value is not known outside (see `report`), and where the name is taken."""
+    modes, outside of a run, where the value is not known outside (see `report`), and where the name is taken.
+
+    Raises:
+      ValueError: the full name is "loss", under which `train` shows the loss of the EstimatorSpec.
+    """
     frame = innermost_frame()
     if frame is None or frame.mode != ModeKeys.TRAIN or frame.tracing.trace != current_trace():
         return
     full = "/".join((*frame.name_scope, name))
+    if full == "loss":
+        raise ValueError(
+            '`report_in_training("loss", ...)` was called outside of a name scope, where "loss" is the loss of the '
+            "EstimatorSpec. Give the value another name."
+        )
     if full not in frame.reported:
         frame.reported[full] = make()
 
@@ -246,7 +255,7 @@ class _MetricValues(list[tuple[Any, Any]]):
 
 
 def value_of(metric: Any) -> Any:
-    """What `metric.result()` returns; in one run of a model_fn it is always the same array, known to `metric_of`."""
+    """Returns `metric.result()`; in one run of a model_fn it is always the same array, known to `metric_of`."""
     frame = innermost_frame()
     if frame is None or frame.tracing.trace != current_trace():  # outside of a function traced apart it is not known
         return metric.result()

@@ -12,7 +12,7 @@ from estimator.runtime._transformations import find_repeating
 
 
 def make_rng(name: str | None = None) -> jax.Array:
-    """A fresh PRNG key: another one at each call, step and tower, the same in every run with the same seed.
+    """A fresh PRNG key: a different one at each call, step and tower, but the same in every run with the same seed.
 
     >>> import estimator as est, jax, jax.numpy as jnp
     >>> def model_fn(features, labels, mode):
@@ -29,7 +29,7 @@ def make_rng(name: str | None = None) -> jax.Array:
     called several times, or defined outside of the model_fn, is to be given its key as an argument.
 
     Args:
-      name: keys of one name depend on the number of calls with that name alone, so that a call added elsewhere in
+      name: keys of one name depend only on the number of calls with that name, so a call added elsewhere in
         the model_fn does not change them.
 
     Raises:

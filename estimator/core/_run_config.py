@@ -108,11 +108,11 @@ class RunConfig:
         steps before it, and reads all copies once.
 
       resume_input: where `train` begins its input if it resumes from a checkpoint of an earlier process, or of a
-        `train` that failed. "position": where the checkpoint says, if the input's iterator has `get_state` and
+        `train` that failed. "position": at the position in the checkpoint, if the input's iterator has `get_state` and
         `set_state`, as the iterators of `est.inputs` and grain have; any other starts from its beginning. "count": any
-        other skips as many batches as were taken. None: every input starts from its beginning, as in TensorFlow, and
-        as it always does after a run that came to the end of its input, and in a further `train` of the same Estimator
-        unless the one before failed after a save.
+        other input skips as many batches as were taken. None: every input starts from its beginning, as in TensorFlow,
+        and as it always does after a run that came to the end of its input, and in a further `train` of the same
+        Estimator unless the one before failed after a save.
 
       eval_loss_over: "batches": the "loss" that `evaluate` returns is the mean of the losses of batches, as in
         TensorFlow, where an example of a small last batch counts for more; "examples": the mean over all examples.
@@ -241,7 +241,7 @@ class RunConfig:
 
     @property
     def is_chief(self) -> bool:
-        """Whether this is the one process, of those that run together, that writes."""
+        """True in the one process, of those that run together, that writes."""
         return self.process_index == 0
 
     @property

@@ -19,7 +19,7 @@ _RATE_TAG = "learning_rate"
 
 
 class UpdatingOptimizer(Protocol):
-    """What a training step needs of an `est.Optimizer`."""
+    """The part of an `est.Optimizer` that a training step needs."""
 
     @property
     def transformation(self) -> optax.GradientTransformation: ...
@@ -107,7 +107,7 @@ class TrainOp:
         return self.with_gradients([{} for _ in self.updates])
 
     def is_allowed(self) -> jax.Array | None:
-        """Whether the updates may be made, a bool scalar: no tower has marked a gradient. None: nobody has looked."""
+        """True, a bool scalar, if the updates may be made: no tower has marked a gradient. None: nobody has looked."""
         marks = [update.marks for update in self.updates if update.marks is not None]
         return jnp.stack([(mark == 0).all() for mark in marks]).all() if marks else None
 

@@ -11,10 +11,10 @@ Tree = TypeVar("Tree")
 """A pytree, where a function returns one of the same structure."""
 
 Features = PyTree
-"""Of a batch: arrays with the examples as their first dimension."""
+"""The features of a batch: arrays with the examples as their first dimension."""
 
 Labels = PyTree
-"""Of a batch: arrays as features are, or None."""
+"""The labels of a batch: arrays like those of the features, or None."""
 
 Variables = dict[str, PyTree]
 """By full name: an array, or a pytree of arrays."""
@@ -29,7 +29,7 @@ Forward = Callable[..., Any]
 """The forward pass of a tower, pure: `(trained, rest, batch) -> (losses, others)`, pytrees of arrays."""
 
 Shardings = PyTree
-"""Of a pytree: a prefix of it with a `jax.sharding.Sharding` as each leaf; None leaves the choice to jax."""
+"""A prefix of a pytree with a `jax.sharding.Sharding` as each leaf; None leaves the choice to jax."""
 
 Partitions = dict[tuple[Any, ...], int]
-"""Which dimension of an array is cut, by the name of its variable and the keys of its path."""
+"""The sharded dimension of an array, by the name of its variable and the keys of its path."""

@@ -12,7 +12,7 @@ from estimator.storage._files import make_absolute
 
 
 class CheckpointSaverListener:
-    """Something that happens around every checkpoint of a training run. Override what you need."""
+    """Code that runs around every checkpoint of a training run. Override the methods that you need."""
 
     def begin(self) -> None:
         """Called once, before there is a state."""
@@ -24,7 +24,7 @@ class CheckpointSaverListener:
         """Called once it is on disk, before the next step. True ends the training run, except after the first
         checkpoint.
 
-        Training waits for the checkpoint where a listener has this method, also with `save_checkpoints_async`.
+        Training waits for the checkpoint if a listener has this method, also with `save_checkpoints_async`.
         """
 
     def end(self, context: Context, step: int) -> None:

@@ -1,4 +1,4 @@
-"""Something computed from the state at the end of a run."""
+"""A hook that computes a value from the state at the end of a run."""
 
 from __future__ import annotations
 

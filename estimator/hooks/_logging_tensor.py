@@ -31,8 +31,8 @@ class LoggingTensorHook(Hook):
       tensors: a dict of names (or, in a model_fn, of scalars and batch-major arrays) by tag, logged in the order of the
         tags; or a list of names. Scalars given are averaged over towers, as by `est.record`.
       every_n_iter, every_n_secs: how often. Give one of both; with `at_end`, at most one.
-      at_end: whether to log the values of the last step at the end of a run that did not fail. No one knows before
-        which step is the last, so each is then a program of its own.
+      at_end: whether to log the values of the last step at the end of a run that did not fail. The last step is not
+        known beforehand, so each step is then a separate program.
       formatter: function from a dict of values by tag to the text to log.
 
     Raises:

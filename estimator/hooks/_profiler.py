@@ -17,7 +17,7 @@ class ProfilerHook(Hook):
     """Writes a `jax.profiler` trace of a few steps every N steps or seconds, for TensorBoard or Perfetto.
 
     As many steps as a trace holds go before the first one, so that compiling is not part of it. The trace that is open
-    at the end of a run, however it ends, is written. Where someone else traces at the time, it warns and continues.
+    at the end of a run, however it ends, is written. If someone else is tracing at the time, it warns and continues.
 
     >>> hook = ProfilerHook(save_steps=1000, num_steps=10)
 

@@ -27,8 +27,8 @@ class SetLearningRateHook(Hook):
     Args:
       rates: rates by their names in `est.learning_rates(state)`, read each time; or a function of the number of steps
         done that returns such a dict, or None to leave all as they are. Of several processes, process 0 decides.
-      every_n_steps: they are set where the number of steps done is a multiple of it; the rates of a dict also
-        where a run starts, at whatever step.
+      every_n_steps: they are set when the number of steps done is a multiple of it; the rates of a dict are also set
+        when a run starts, at any step.
 
     Raises:
       TypeError: `rates`, or what it returns, is neither.

@@ -41,7 +41,7 @@ class WatchdogHook(Hook):
       action: "log": the run continues; "raise": `StalledError` is raised where it hangs. That is done by a signal
         (SIGURG), so the run must be in the main thread of a POSIX process; and it gets through to Python code, locks,
         sleeps and most system calls, but to a call of compiled code, such as the wait for a device, only when that
-        returns. Where it never does, only ending the process helps.
+        returns. If it never does, only ending the process helps.
       path: a local file to which the report is added, beside the log, which absl writes to stderr.
 
     Raises:

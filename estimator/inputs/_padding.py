@@ -78,7 +78,7 @@ def pad_batches(
       pad_to: instead of `multiple_of`, the lengths to choose from, such as `(32, 64, 128)`; an int: the only length.
       lengths: the name of a feature to add: the lengths of the rows before padding, an int32 array. If several features
         are padded, a dict of such names by feature.
-      batch_size: the number of rows of a batch, where the input has single rows. What is in `axes` is padded, by
+      batch_size: the number of rows of a batch, if the input has single rows. What is in `axes` is padded, by
         default all but scalars, as by `tf.data`; everything else must have one shape.
       drop_remainder: whether the last rows are left out where they are fewer.
 

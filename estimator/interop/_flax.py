@@ -70,7 +70,7 @@ def flax_module(
       rngs: the streams of a Linen module that get a key from `make_rng` in each call; by default "dropout".
       aggregation: how collections that several towers update are merged; by default floats are averaged, and the first
         tower's values are kept of all others. Required for a collection with both.
-      partition: how the parameters are cut over the devices of a tower, where towers have several: a function of each
+      partition: how the parameters are sharded over the devices of a tower, if towers have several: a function of each
         of their arrays, as for `est.get_variable`, such as
         `lambda x: (None, "part") if x.ndim == 2 else None`. Other collections are not cut.
 

@@ -88,7 +88,7 @@ def batch_normalization(
       training: whether to use the moments of the batch. By default in TRAIN, where TensorFlow's default is False in
         all modes. The moving averages change in TRAIN only.
       fused: as TensorFlow's fused kernel: whether the moving variance is `n / (n - 1)` times the variance of the
-        batch, unbiased. None: if the inputs have four dimensions, of which `axis` is the last or the second.
+        batch, unbiased. None: if the inputs have four dimensions, and `axis` is the last or the second.
       beta_constraint, gamma_constraint, renorm, renorm_clipping, virtual_batch_size, adjustment: must not be given.
       renorm_momentum: has no effect without `renorm`.
       synchronized: whether towers normalize by the moments of all their rows together.

@@ -85,7 +85,7 @@ def lstm(
       forget_bias: added to the forget gate.
       activation: used instead of tanh.
       kernel_initializer, bias_initializer, kernel_regularizer, trainable, name, reuse: as in `dense`.
-      cell_name: of the scope within; "lstm_cell" where the original has an `LSTMCell`.
+      cell_name: of the scope within; "lstm_cell" if the original has an `LSTMCell`.
 
     Raises:
       TypeError: the inputs are not floating, or the lengths are not integers.
@@ -195,7 +195,7 @@ def bidirectional_lstm(
     cell_name: str = "basic_lstm_cell",
     **options: Any,
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[LSTMState, LSTMState]]:
-    """Two LSTMs, of which one goes backwards through each sequence, as `tf.nn.bidirectional_dynamic_rnn`.
+    """Two LSTMs, one of which goes backwards through each sequence, as `tf.nn.bidirectional_dynamic_rnn`.
 
     >>> import estimator as est, jax, jax.numpy as jnp
     >>> def model_fn(features, labels, mode):
@@ -227,7 +227,7 @@ def bidirectional_gru(
     cell_name: str = "gru_cell",
     **options: Any,
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
-    """Two GRUs, of which one goes backwards through each sequence; as `bidirectional_lstm`.
+    """Two GRUs, one of which goes backwards through each sequence; as `bidirectional_lstm`.
 
     >>> import estimator as est, jax, jax.numpy as jnp
     >>> def model_fn(features, labels, mode):

@@ -21,7 +21,7 @@ class MemoryUse(NamedTuple):
       state: of variables and slots, and the global step, that live there.
       arguments: of what goes into the program: the state, the batch, the random key.
       outputs: of what comes out: the state and the loss.
-      donated: of the outputs that replace arguments. Where it equals `state`, a step makes no second copy of it.
+      donated: of the outputs that replace arguments. If it equals `state`, a step makes no second copy of it.
       temporary: of all else that the program holds: gradients, and what is kept for the backward pass.
       peak: of all of this together: arguments + outputs - donated + temporary.
     """

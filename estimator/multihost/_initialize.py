@@ -51,9 +51,9 @@ def initialize_distributed(
 ) -> None:
     """Makes one run of several processes: after it `jax.devices()` are the devices of all of them.
 
-    Call it once, before anything else that uses jax. What is not given comes from the environment: `replicate.launch`,
-    Kubeflow (Trainer, JAXJob, PyTorchJob), `TF_CONFIG`, torchrun, SkyPilot, SLURM, MPI, an indexed job of Kubernetes,
-    or a TPU pod. Where nothing speaks of several processes there is one, and the same script runs alone.
+    Call it once, before anything else that uses jax. Arguments that are not given come from the environment:
+    `replicate.launch`, Kubeflow (Trainer, JAXJob, PyTorchJob), `TF_CONFIG`, torchrun, SkyPilot, SLURM, MPI, an indexed
+    job of Kubernetes, or a TPU pod. If nothing there names several processes, the same script runs as one process.
 
     It is `jax.distributed.initialize`, with which jax's coordination service runs in process 0, the chief. Where that
     was called already, as by Ray's JaxTrainer, the processes are those that it has connected. Then the
@@ -63,8 +63,8 @@ def initialize_distributed(
     From then on a process that loses another one ends too: with `est.ProcessLostError` in the Estimator's calls, or, if
     it is still in a collective `grace_secs` later, with exit code 76; if process 0 is lost, jax aborts the others. A
     process that ends in order before the others, also by `sys.exit`, is not lost. Process 0 waits for the others at its
-    exit. Where something else has called `jax.distributed.initialize`, without jax's recoverability, jax itself aborts
-    the others when one is lost. `docs/many_hosts.md` says more.
+    exit. If something else has called `jax.distributed.initialize`, without jax's recoverability, jax itself aborts the
+    others when one is lost. `docs/many_hosts.md` says more.
 
     >>> initialize_distributed("localhost:1234", num_processes=2, process_id=2)
     Traceback (most recent call last):
@@ -88,8 +88,8 @@ def initialize_distributed(
         hosts; or a variable speaks of several processes, and nothing says how to connect.
       RuntimeError: it was called before, or after jax has started its devices; or the processes do not fit together.
       OSError: the port is in use on the host of process 0.
-      TimeoutError: not all processes have come, or the sum has not, within timeout_secs. Where a process_id is given
-        twice, or to one too many, jax aborts that process.
+      TimeoutError: not all processes have come, or the sum has not, within timeout_secs. If a process_id is given
+        twice, or is too large, jax aborts that process.
     """
     global _is_initialized
     show_log_lines()

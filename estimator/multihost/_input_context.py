@@ -23,7 +23,7 @@ class InputContext:
         """The number of rows of a batch that each process should give.
 
         Raises:
-          ValueError: the batch cannot be cut into as many equal parts.
+          ValueError: the batch cannot be split into that many equal parts.
         """
         if global_batch_size % self.count:
             raise ValueError(

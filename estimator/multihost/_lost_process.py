@@ -98,7 +98,7 @@ class LostProcess:
 
     @property
     def is_ending(self) -> bool:
-        """Whether a limit has passed, so that a thread ends this process."""
+        """Returns whether a limit has passed, so that a thread ends this process."""
         return self.stage is Stage.STALLED
 
     def begin_watch(self, secs_to_know: float, names: Sequence[str] = ()) -> None:

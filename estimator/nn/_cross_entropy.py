@@ -20,7 +20,7 @@ def sigmoid_cross_entropy_with_logits(
     logits: ArrayLike | None = None,
     name: str | None = None,
 ) -> jax.Array:
-    """The cross entropy of each element, as `tf.nn.sigmoid_cross_entropy_with_logits`: with named arguments alone.
+    """The cross entropy of each element, as `tf.nn.sigmoid_cross_entropy_with_logits`: with named arguments only.
 
     >>> print(sigmoid_cross_entropy_with_logits(labels=jnp.ones(2), logits=jnp.zeros(2)))
     [0.6931472 0.6931472]
@@ -158,7 +158,7 @@ def log_poisson_loss(
     Args:
       targets: the counts, in the shape of the predictions.
       log_input: the logarithms of the predictions, floating.
-      compute_full_loss: whether Stirling's approximation of what depends on the targets alone is added.
+      compute_full_loss: whether Stirling's approximation of the part that depends only on the targets is added.
       name: of TensorFlow's op; without effect here.
 
     Raises:

@@ -70,7 +70,7 @@ def weighted_moments(
 
 
 def zero_fraction(value: ArrayLike, name: str | None = None) -> jax.Array:
-    """The part of the elements that are zero, as `tf.nn.zero_fraction`; NaN where there are no elements.
+    """The part of the elements that are zero, as `tf.nn.zero_fraction`; NaN if there are no elements.
 
     >>> zero_fraction(jnp.array([0.0, 3.0])).item()
     0.5

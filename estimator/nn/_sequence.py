@@ -24,8 +24,8 @@ def sequence_mask(
 
     Args:
       lengths: integers of any shape.
-      maxlen: the size of the mask's last dimension, an int. None: the largest length, which is known outside of a
-        compiled function alone.
+      maxlen: the size of the mask's last dimension, an int. None: the largest length, which is known only outside of a
+        compiled function.
       dtype: of the mask.
       name: of TensorFlow's op; without effect here.
 

@@ -66,7 +66,7 @@ def apply_step(
 
 
 class _Permissions:
-    """Whether the updates of a step may be made, each a bool scalar; None: it may.
+    """Permissions for the updates of a step, each a bool scalar; None: it may be made.
 
     Where a gradient of a tower was marked none is made; where the sum of a scaled one is not finite, that one is not.
     """

@@ -43,7 +43,7 @@ def clip_by_global_norm(max_norm: float | None, *tensorflows: object) -> optax.G
     [-0.6 -0.8] 5.0
 
     Args:
-      max_norm: a number larger than 0; None: gradients are left as they are, and the norm is reported alone.
+      max_norm: a number larger than 0; None: gradients stay as they are, and only the norm is reported.
       *tensorflows: none; TensorFlow's function of this name takes a list of gradients before the norm, and the error
         says what to write.
 

@@ -82,7 +82,7 @@ def with_learning_rate(caller: str, make: Any, given: LearningRate) -> GivenRate
 
 
 def to_carry(learning_rate: LearningRate | None) -> jax.Array | None:
-    """What a train_op carries to where the update is made: a value that the run of a model_fn has computed, and 1.
+    """Leaf that a train_op carries to where the update is made: a value that the run of a model_fn has computed, and 1.
 
     Two numbers, so that the sum over the towers' still says which value it is. Others are known there too: None.
     """

@@ -44,8 +44,8 @@ def learning_rates(state: State) -> dict[str, float]:
     {'optimizer': 0.5}
 
     Args:
-      state: of mode "train": others have no slots. Where towers have optimizers of their own (`block_sync`), a rate
-        is the one of this process's first tower.
+      state: of mode "train": others have no slots. If each tower has its own optimizers (`block_sync`), the rates are
+        from this process's first tower.
 
     Returns:
       The rates by the name of the optimizer. Several rates in one optimizer are named by their paths in a checkpoint:

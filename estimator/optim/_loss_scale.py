@@ -34,9 +34,9 @@ class DynamicLossScale:
     To compute in half precision, see `est.Policy`, or cast: `w.astype(jnp.float16)`. Variables stay float32, and so do
     their gradients, the sums over towers and the updates; but within the backward pass small numbers become zero. The
     scale lifts them, and gradients are divided by it as soon as they are float32 again, so that all a model_fn sees
-    (the loss, what `compute_gradients` returns) is unscaled. Where the scale was too large, the sum of the gradients
-    is not finite: that update is skipped, together with what the model_fn assigned in that step, and the scale is
-    divided by `factor`; after `growth_interval` good steps it is multiplied. Powers of two keep all of this exact.
+    (the loss, what `compute_gradients` returns) is unscaled. If the scale was too large, the sum of the gradients is
+    not finite: that update is skipped, together with what the model_fn assigned in that step, and the scale is divided
+    by `factor`; after `growth_interval` good steps it is multiplied. Powers of two keep all of this exact.
 
     bfloat16 has the range of float32 and needs no scale.
 

@@ -66,8 +66,8 @@ class ExponentialMovingAverage:
       zero_debias: whether averages of values are divided by `1 - decay**steps`, so that the zero they begin with has no
         part in them. It has no effect on averages of variables, as in TensorFlow.
       name: of the averages, the end of their names.
-      eval_with_averages: whether the model_fn reads an average where it reads its variable, in EVAL and PREDICT, and so
-        in exports. Without it they are read by `average`.
+      eval_with_averages: whether the model_fn reads the average instead of the variable in EVAL and PREDICT, and so in
+        exports. Without it they are read by `average`.
 
     Raises:
       TypeError, ValueError: an argument is of another type, or the decay is not between 0 and 1.

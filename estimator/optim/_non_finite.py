@@ -197,7 +197,7 @@ def _place(record: NonFinite, variables: Variables) -> str:
 
 
 def skipped_steps(state: State) -> int:
-    """How many steps were skipped because of gradients that are inf or NaN (`replicate_model_fn(..., on_nan="skip")`).
+    """The number of steps skipped because of gradients that are inf or NaN (`replicate_model_fn(..., on_nan="skip")`).
 
     >>> import estimator as est, jax, jax.numpy as jnp
     >>> zero = jnp.int32(0)

@@ -136,7 +136,7 @@ class Optimizer:
 
         Returns:
           A list of (gradient, variable name); a gradient has the structure of its variable, or is a
-          sparse one (`est.embedding_lookup`) where the variable was read by rows alone.
+          sparse one (`est.embedding_lookup`) if the variable was read only by rows.
         """
         caller = f"{type(self).__name__}.compute_gradients"
         check_arguments(caller, tensorflows)
@@ -262,8 +262,8 @@ class Optimizer:
         0.3625 [0.375]
 
         In TRAIN to be called after `minimize` or `apply_gradients`; before, it is None. In EVAL and PREDICT to be
-        called after the variables were got. There the optimizer is known by its name: where there are several, give
-        each its own.
+        called after the variables were got. There the optimizer is known by its name: if there are several, give each
+        its own.
 
         Args:
           var_list: names of the variables that the optimizer trains, for EVAL and PREDICT; default: all trainable
@@ -381,7 +381,7 @@ class Optimizer:
 
 
 def is_per_variable(value: PyTree, variable: PyTree) -> bool:
-    """Whether a part of an optimizer's state goes with a variable, or says that `optax.masked` left it out."""
+    """Returns whether a part of an optimizer's state belongs to a variable, or to one that `optax.masked` left out."""
     is_masked = lambda node: isinstance(node, optax.MaskedNode)  # noqa: E731
     leaves, structure = jax.tree.flatten(value, is_leaf=is_masked)
     try:  # a mask may leave out a whole branch

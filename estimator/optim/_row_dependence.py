@@ -33,7 +33,7 @@ class Input(NamedTuple):
 
 
 class Value(NamedTuple):
-    """What is known of a value.
+    """Knowledge about a value.
 
     Attributes:
       kind: how it depends on tables.

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class RowRule(enum.Enum):
-    """What becomes of a row; the values complete "since ..." in messages."""
+    """Fate of a row; the values complete "since ..." in messages."""
 
     OWN_GRADIENT = "a row changes by its own gradient and momentum alone"
     ANY_STEP = "a row may change without a gradient of its own"
@@ -39,7 +39,7 @@ def row_rule(
     slots: optax.OptState,
     params: Variables,
 ) -> RowRule:
-    """What becomes of the rows of the variables `tables`.
+    """Finds the rule for the rows of the variables `tables`.
 
     It is read off the jaxpr of an update, so that a transformation of a user is known as one of optax is.
     """
@@ -68,7 +68,7 @@ def row_rule(
     n = len(jax.tree.leaves(params))
 
     def outputs(moving: bool) -> list[Value]:
-        """What is known after the update where rows without a gradient have a momentum, or have none."""
+        """Knowledge after the update if rows without a gradient have a momentum, or have none."""
         inputs = []
         for i, (owner, (_, leaf)) in enumerate(zip(owners, paths, strict=True)):
             still: Any = Input(i)

@@ -69,9 +69,9 @@ def lazy(transformation: optax.GradientTransformation) -> optax.GradientTransfor
     [0.5 0.5] [1. 1.]
 
     Args:
-      transformation: row-wise: what becomes of a row of a table must depend on that row, and on sums over gradients,
-        alone. With one of which the jaxpr does not show that, the training step raises a ValueError. `est.lazy` goes
-        around the whole of an `optax.chain`.
+      transformation: row-wise: the update of a row of a table must depend only on that row, and on sums over gradients.
+        If the jaxpr of the optimizer does not show that, the training step raises a ValueError. `est.lazy` goes around
+        the whole of an `optax.chain`.
     """
     if not isinstance(transformation, optax.GradientTransformation):
         raise TypeError(
@@ -129,7 +129,7 @@ def takes_rows(
     slots: optax.OptState,
     params: Variables,
 ) -> bool:
-    """Whether the transformation of the optimizer `name` is to see the touched rows of tables only; logs that not.
+    """Returns whether the optimizer `name` is to see only the touched rows of tables; logs it if not.
 
     Raises:
       ValueError: `est.lazy` is around what is not row-wise.

@@ -41,8 +41,8 @@ def embedding_lookup(
 
     The gradient is an `est.IndexedSlices` of one row per id, whatever the size of the table, and the optimizer
     changes only the rows that were looked up, where that is right: see `est.lazy`. This holds only while the table is
-    read through lookups alone. Where the same run also gets it by `get_variable` or `read_variable` (a softmax tied
-    to the embedding), or looks it up within a function that jax traces apart (`jax.jit`, `jax.vmap`, `jax.lax.scan`,
+    read only by lookups. Where the same run also gets it by `get_variable` or `read_variable` (a softmax tied to the
+    embedding), or looks it up within a function that jax traces apart (`jax.jit`, `jax.vmap`, `jax.lax.scan`,
     `jax.checkpoint`), or a `custom_getter` of a scope gets it, the gradient is right, but dense.
 
     Args:

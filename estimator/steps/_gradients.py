@@ -52,7 +52,7 @@ class _Request:
 
 
 class _Pass(NamedTuple):
-    """What a forward pass leaves beside its losses; a pytree.
+    """Results of a forward pass other than its losses; a pytree.
 
     Attributes:
       request: what stopped it; None: it came to its end, and has a spec.

@@ -69,7 +69,7 @@ def _merge(metric: Any, other: Any) -> Any:
 
 
 def merges_by_sum(metric: Any) -> bool:
-    """Whether the states of a metric are merged by adding them up."""
+    """Returns whether the states of a metric are merged by adding them up."""
     if not isinstance(metric, Metric) or type(metric).merge is not Metric.merge:
         return False
     # A sum of booleans is a boolean where states are merged, but an integer across towers.

@@ -65,6 +65,6 @@ class ModelInfo:
 
     @property
     def is_one_program(self) -> bool:
-        """Whether `train_step` may be part of another program (`jax.jit`, `lax.scan`): unless variables live on other
+        """True if `train_step` may be part of another program (`jax.jit`, `lax.scan`): unless variables live on other
         devices than the towers."""
         return self.placement.is_one_program

@@ -18,7 +18,7 @@ from estimator.steps._run_result import RunResult
 
 @dataclasses.dataclass(frozen=True)
 class ModelRun:
-    """What a model_fn that maps another one was called to do.
+    """One call of a model_fn that maps another one.
 
     This runs a model_fn on two halves of the batch, which `jax.vmap` maps over one device, as if they were towers:
 

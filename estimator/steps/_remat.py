@@ -21,7 +21,7 @@ _MOST_SEGMENTS = 64
 
 
 def checkpoint_segments(fn: Callable[..., PyTree], segments: int | None = None) -> Callable[..., PyTree]:
-    """`fn`, cut into parts one after another, of which only the inputs are kept for the backward pass.
+    """`fn`, cut into consecutive parts; only their inputs are kept for the backward pass.
 
     Values inside a part are computed again when the backward pass comes to it, so that memory is needed only for the
     activations of one part and for the inputs of all: with n equal layers, for about 2 sqrt(n) layers instead of n, at
@@ -192,7 +192,7 @@ def _live_bytes(jaxpr: Jaxpr) -> list[int]:
 
 
 def _made_within(equation: JaxprEqn) -> list[Var]:
-    """What an equation makes, and those inside of it, such as within a `jax.jit`."""
+    """The values that an equation makes, and those made inside of it, such as within a `jax.jit`."""
     from jax.extend.core import jaxprs_in_params
 
     inner = [v for jaxpr in jaxprs_in_params(equation.params) for e in jaxpr.eqns for v in _made_within(e)]

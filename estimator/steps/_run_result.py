@@ -22,7 +22,7 @@ _PLURAL = {"tower": "towers", "micro-batch": "micro-batches"}  # the kinds of pa
 
 
 class RunResult(NamedTuple):
-    """What a run of a model_fn leaves.
+    """The result of a run of a model_fn.
 
     Attributes:
       spec: what the model_fn returned, with gradients instead of losses to differentiate.
@@ -58,7 +58,7 @@ class RunResult(NamedTuple):
         return summed, PerPart(spec.predictions, others, spec.export_outputs, spec.reported)
 
     def addends(self, index: jax.Array, parts: int, part: str = "tower") -> Writes:
-        """What the `index`-th of several parts gives to the sum over them that is `writes` of the whole batch.
+        """The `index`-th part's addend to the sum over parts that is `writes` of the whole batch.
 
         Args:
           part: the kind of parts, for messages: "tower" or "micro-batch".

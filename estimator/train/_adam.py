@@ -61,8 +61,8 @@ class AdamOptimizer(Optimizer):
 
 
 class LazyAdamOptimizer(Optimizer):
-    """`est.train.AdamOptimizer`, which of a table with a sparse gradient changes the looked-up rows and their averages
-    alone, as `tf.contrib.opt.LazyAdamOptimizer`.
+    """`est.train.AdamOptimizer`, which changes only the looked-up rows of a table with a sparse gradient, and their
+    averages, as `tf.contrib.opt.LazyAdamOptimizer`.
 
     >>> import estimator as est
     >>> optimizer = est.train.LazyAdamOptimizer(1e-3)
@@ -119,7 +119,7 @@ class AdamWOptimizer(Optimizer):
 class AdaMaxOptimizer(Optimizer):
     """Adam by the largest gradient, as `tf.contrib.opt.AdaMaxOptimizer`: `v = max(beta2 * v, abs(gradient))`.
 
-    With a sparse gradient the looked-up rows change alone. Slots: "m", "v".
+    With a sparse gradient only the looked-up rows change. Slots: "m", "v".
 
     >>> import estimator as est
     >>> optimizer = est.train.AdaMaxOptimizer(1e-3, beta1=0.8)

@@ -19,8 +19,8 @@ from estimator.train._rule import apply_rule, fill_slot
 class AdagradOptimizer(Optimizer):
     """Adagrad: `accum += gradient**2`, `var -= learning_rate * gradient / sqrt(accum)`.
 
-    There is no epsilon, while `optax.adagrad` adds 1e-7 under the root. With a sparse gradient the looked-up rows
-    change alone. Slot: "accumulator".
+    It has no epsilon, while `optax.adagrad` adds 1e-7 under the root. With a sparse gradient only the looked-up rows
+    change. Slot: "accumulator".
 
     >>> import estimator as est
     >>> optimizer = est.train.AdagradOptimizer(0.1, initial_accumulator_value=0.01)
@@ -45,7 +45,7 @@ class AdagradOptimizer(Optimizer):
 class AdadeltaOptimizer(Optimizer):
     """Adadelta: the gradient times the root of the mean of squared updates, over the root of the mean of its square.
 
-    With a sparse gradient the looked-up rows change alone. Slots: "accum", "accum_update".
+    With a sparse gradient only the looked-up rows change. Slots: "accum", "accum_update".
 
     >>> import estimator as est
     >>> optimizer = est.train.AdadeltaOptimizer(1.0, rho=0.9)
@@ -76,7 +76,7 @@ class RMSPropOptimizer(Optimizer):
     """RMSProp: the gradient over the root of the mean of its square, with momentum.
 
     The slot "rms" begins with ones, and epsilon is under the root, unlike in `optax.rmsprop`. With a sparse gradient
-    the looked-up rows change alone. Slots: "rms", "momentum", and "mg" if it is centered.
+    only the looked-up rows change. Slots: "rms", "momentum", and "mg" if it is centered.
 
     >>> import estimator as est
     >>> optimizer = est.train.RMSPropOptimizer(0.01, momentum=0.9, centered=True)

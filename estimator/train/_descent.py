@@ -35,7 +35,7 @@ class GradientDescentOptimizer(Optimizer):
 class MomentumOptimizer(Optimizer):
     """Gradient descent with momentum: `accum = momentum * accum + gradient`, `var -= learning_rate * accum`.
 
-    With a sparse gradient it moves the looked-up rows alone. Slot: "momentum".
+    With a sparse gradient it moves only the looked-up rows. Slot: "momentum".
 
     >>> import estimator as est
     >>> optimizer = est.train.MomentumOptimizer(0.1, 0.9, use_nesterov=True)

@@ -22,7 +22,7 @@ from estimator.train._rule import apply_rule, fill_slot
 class FtrlOptimizer(Optimizer):
     """FTRL-proximal, the default of linear models: Adagrad with L1 and L2 regularization, L1 making weights zero.
 
-    With a sparse gradient the looked-up rows change alone. Slots: "accum", "linear".
+    With a sparse gradient only the looked-up rows change. Slots: "accum", "linear".
 
     >>> import estimator as est
     >>> est.train.FtrlOptimizer(0.2, l1_regularization_strength=0.01).get_name()
@@ -34,8 +34,8 @@ class FtrlOptimizer(Optimizer):
       initial_accumulator_value: what "accum" begins with; at least 0.
       l1_regularization_strength, l2_regularization_strength: at least 0.
       accum_name, linear_name: without effect.
-      l2_shrinkage_regularization_strength: at least 0; of a penalty that is added to the gradient alone, and so does
-        not grow with the accumulator.
+      l2_shrinkage_regularization_strength: at least 0; of a penalty that is added only to the gradient, and so does not
+        grow with the accumulator.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class FtrlOptimizer(Optimizer):
 class ProximalAdagradOptimizer(Optimizer):
     """Adagrad with L1 and L2 regularization in its step. Slot: "accumulator".
 
-    With a sparse gradient the looked-up rows change alone.
+    With a sparse gradient only the looked-up rows change.
 
     >>> import estimator as est
     >>> optimizer = est.train.ProximalAdagradOptimizer(0.1, l1_regularization_strength=0.01)
@@ -102,7 +102,7 @@ class ProximalAdagradOptimizer(Optimizer):
 class ProximalGradientDescentOptimizer(Optimizer):
     """Gradient descent with L1 and L2 regularization in its step.
 
-    With a sparse gradient the looked-up rows change alone.
+    With a sparse gradient only the looked-up rows change.
 
     >>> import estimator as est
     >>> optimizer = est.train.ProximalGradientDescentOptimizer(0.1, l1_regularization_strength=0.01)
@@ -130,7 +130,7 @@ class ProximalGradientDescentOptimizer(Optimizer):
 class AdagradDAOptimizer(Optimizer):
     """Adagrad by dual averaging: a variable follows from the sums of all its gradients, not from its value before.
 
-    With a sparse gradient the looked-up rows change alone. Slots: "gradient_accumulator",
+    With a sparse gradient only the looked-up rows change. Slots: "gradient_accumulator",
     "gradient_squared_accumulator".
 
     >>> import estimator as est

@@ -16,7 +16,7 @@ from estimator.sparse._indexed_slices import IndexedSlices
 def with_weight_decay(transformation: optax.GradientTransformation, weight_decay: float) -> TakesSparseGradients:
     """The transformation, which also subtracts `weight_decay` times the variable; the learning rate has no part in it.
 
-    A table with a sparse gradient decays in the looked-up rows alone.
+    A table with a sparse gradient decays only in the looked-up rows.
     """
 
     update_inner = transformation.update

@@ -20,10 +20,10 @@ def spread(x: jax.typing.ArrayLike, axis: int) -> jax.Array:
     """The same array, cut along a dimension over the devices of the tower.
 
     For activations of a model that does not fit on one device: `replicate_model_fn(..., devices_per_tower=k)` makes
-    towers of k devices. What is computed from a spread array is spread as far as the compiler sees; where it has to
-    move pieces between the devices of a tower, it does. Values and gradients stay what they are, and where towers
-    have one device, or there are none, so does the array. An array whose dimension does not divide by k stays whole.
-    Caffe2 moved activations from device to device for this (`ShiftActivationDevices`).
+    towers of k devices. What is computed from a spread array is spread as far as the compiler sees; it moves pieces
+    between the devices of a tower where needed. Values and gradients stay what they are, and if towers have one device,
+    or there are none, so does the array. An array whose dimension does not divide by k stays whole. Caffe2 moved
+    activations from device to device for this (`ShiftActivationDevices`).
 
     >>> import estimator as est, jax, jax.numpy as jnp
     >>> from replicate import replicate_model_fn

@@ -58,10 +58,10 @@ def get_variable(
         and no value, may also be given as the second argument, instead of a `shape`.
       trainable: whether optimizers change it by default. Integers have no gradient and are never trainable.
       aggregation: what becomes of the values that several towers assign.
-      partition: how the variable is cut over the devices of a tower, where towers have several
+      partition: how the variable is sharded over the devices of a tower, if towers have several
         (`replicate_model_fn(..., devices_per_tower=k)`): None or "part" for each dimension, at most one "part", such as
         `(None, "part")`. For a pytree, a function of each of its arrays that returns this, or None. Its gradient and
-        slots are cut as it is. Where towers have one device, or there are none, it has no effect.
+        slots are cut as it is. If towers have one device, or there are none, it has no effect.
       regularizer: `fn(value) -> scalar`, such as `est.regularizers.l2(1e-4)`, for
         `est.losses.get_regularization_loss`. This, `initializer` and what gets the variable may come from a
         `variable_scope` for all variables in it.
@@ -199,8 +199,8 @@ jax.tree_util.register_pytree_with_keys(VariablesByName, _flatten, _unflatten)
 def trainable_variables(scope: str | None = None) -> Mapping[str, PyTree]:
     """The trainable variables that this run has got so far, by full name, in the order in which it got them.
 
-    What takes a `var_list` takes it as it is; `jax.tree.map` and the like return a dict. A variable is read when its
-    value is asked for, so that the gradient of a table of which only the names were used stays sparse.
+    Functions with a `var_list` take it as it is; `jax.tree.map` and the like return a dict. A variable is read when its
+    value is asked for, so the gradient of a table stays sparse if only its name was used.
 
     >>> import estimator as est, jax, jax.numpy as jnp, optax
     >>> def model_fn(features, labels, mode):

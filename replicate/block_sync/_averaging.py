@@ -19,7 +19,7 @@ from replicate.towers._map import num_towers, tower_index
 
 
 class BlockState(NamedTuple):
-    """What an average over towers changes.
+    """The state that an average over towers changes.
 
     Attributes:
       variables: the global ones that change within a block, by name.
@@ -68,12 +68,12 @@ class BlockAverage:
         return BlockState(variables, outer, copies, slots)
 
     def _is_added(self, name: str) -> bool:
-        """Whether what all towers have added to a variable, which they do not assign, is added to the global one."""
+        """Returns whether what all towers add to a variable, which they do not assign, is added to the global one."""
         writes = self.result.writes
         return name in self.block_sync.sync and name in writes.added and name not in writes.assigned
 
     def _addend(self, name: str, copy: PyTree, old: PyTree) -> PyTree:
-        """What this tower gives to the sum for a variable."""
+        """This tower's addend to the sum for a variable."""
         place = tower_index(), num_towers()
         first = VariableAggregation.ONLY_FIRST_TOWER.addend(name, copy, *place)
         if self.result.frame.declared.trainable[name]:

@@ -45,7 +45,7 @@ def bmuf(
     Args:
       block_learning_rate: r.
       block_momentum: m; by default 1 - 1 / towers.
-      nesterov: whether to move to where the velocity is about to lead.
+      nesterov: whether to take a Nesterov step, to where the velocity is about to lead.
 
     Raises:
       ValueError: a number is out of range; the message names it.

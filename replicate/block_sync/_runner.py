@@ -24,7 +24,7 @@ SLOTS = "block_sync"
 
 
 class BlockSyncState(NamedTuple):
-    """What towers that train on their own have between two synchronisations, beside the slots of their optimizers.
+    """The state of towers that train on their own between two synchronizations, beside their optimizers' slots.
 
     Attributes:
       copies: by name, each tower's value of a variable that is trained, or assigned and listed in `sync`: arrays
@@ -43,7 +43,7 @@ class BlockSyncState(NamedTuple):
 
 
 class _Local(NamedTuple):
-    """What a tower has of its own; `copies` and `own` as in `BlockSyncState`.
+    """The state of one tower; `copies` and `own` as in `BlockSyncState`.
 
     Attributes:
       slots: of its optimizers.
@@ -55,7 +55,7 @@ class _Local(NamedTuple):
 
 
 class _LocalStep(NamedTuple):
-    """What the step of a tower leaves.
+    """The result of a tower's step.
 
     Attributes:
       bare: the spec without what is merged later or by its rows.
@@ -253,7 +253,7 @@ class BlockSyncRunner(SyncRunner):
         return step, result.frame
 
     def _ends_block(self, steps: jax.Array, since: jax.Array) -> jax.Array:
-        """Whether towers are averaged after `steps` steps, `since` of them since the last average.
+        """Returns whether towers are averaged after `steps` steps, `since` of them since the last average.
 
         A state that comes in mid-block from a model with longer blocks is averaged at its next step.
         """

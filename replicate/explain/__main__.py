@@ -31,7 +31,7 @@ _ARRAY = re.compile(r"(?:([^=\[\]]+)=)?(\w+)\[([\d,\s]*)\]")
 
 
 class _Usage(Exception):
-    """Something on the command line is wrong."""
+    """Raised for an error on the command line."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -265,7 +265,7 @@ def _homes(arrays: PyTree, shardings: PyTree) -> tuple[Home, ...]:
 def _transfers(
     step: jax.stages.Traced, state: est.State, homes: est.State, devices: list[jax.Device]
 ) -> tuple[Transfer, ...]:
-    """What the towers read of the state, and their gradients: stacked, a part from each tower."""
+    """The part of the state that towers read, and their gradients: stacked, a part from each tower."""
     # A variable that the step does not read is not sent.
     jaxpr = step.jaxpr.jaxpr
     _, used = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))

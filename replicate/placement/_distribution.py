@@ -16,13 +16,13 @@ from replicate.towers._devices import find_devices
 
 
 class VariableDistribution(enum.StrEnum):
-    """How variables and optimizer slots are spread over the towers' devices.
+    """The ways to distribute variables and optimizer slots over the towers' devices.
 
     The numbers are the same for all; a checkpoint of one is read under any other. With one tower, and no variable
     device of its own, all are the same.
 
     Attributes:
-      MIRRORED: a copy on every tower's device; gradients are summed by one all-reduce. The fastest where it fits.
+      MIRRORED: a copy on every tower's device; gradients are summed by one all-reduce. The fastest, if it fits.
       SHARDED: each variable and its slots are cut over the towers along their first dimension that divides; what
         has none is mirrored. Towers gather the variables at each step, the optimizer runs on the pieces. For
         models whose slots do not fit on every device.

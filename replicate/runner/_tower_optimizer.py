@@ -19,10 +19,10 @@ class TowerOptimizer(Optimizer):
 
     Within towers the scaled loss is differentiated (see `replicate_model_fn`); its gradients are summed over towers,
     and the wrapped optimizer runs once on the sums, so that what its optax chain does, such as clipping by global
-    norm, happens to the global gradient. What a model_fn itself does between `compute_gradients` and
-    `apply_gradients` happens per tower, before the sum. Without `replicate_model_fn`, and with one tower, it is the
-    wrapped optimizer. As in TensorFlow, the sum is taken where towers are merged, not by this object: it marks the
-    optimizers whose gradients are meant to be summed.
+    norm, happens to the global gradient. Anything a model_fn does between `compute_gradients` and `apply_gradients`
+    happens per tower, before the sum. Without `replicate_model_fn`, and with one tower, it is the wrapped optimizer. As
+    in TensorFlow, the sum is taken where towers are merged, not by this object: it marks the optimizers whose gradients
+    are meant to be summed.
 
     >>> import optax
     >>> TowerOptimizer(optax.adam(1e-3)).get_name()
@@ -52,7 +52,7 @@ class TowerOptimizer(Optimizer):
     Args:
       optimizer_or_fn: an optax transformation, an `est.Optimizer`, or a function that returns one of them.
       name: of its entries in `State.slots`; by default the wrapped optimizer's.
-      accumulate_steps: the number of micro-batches, the same for all optimizers of a training step; 1 means that
+      accumulate_steps: the number of micro-batches, the same for all optimizers of a training step; 1 keeps the value
         of a wrapped `TowerOptimizer`. Without `replicate_model_fn` a batch runs in one piece, whatever it says.
       loss_scale: for half-precision backward passes; see `est.DynamicLossScale`. By default the wrapped optimizer's.
       learning_rate: as for `est.Optimizer`, in `TowerOptimizer(optax.adam, learning_rate=rate)`.

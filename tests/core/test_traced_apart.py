@@ -219,6 +219,15 @@ def test_a_derivative_lets_variables_and_writes_out():
     assert_close(run(body), jnp.ones_like(X))
 
 
+@pytest.mark.parametrize("both", [lambda fn: jax.grad(jax.jit(fn)), lambda fn: jax.jit(jax.grad(fn))])
+def test_jax_itself_refuses_a_variable_created_in_a_jit_within_or_around_a_derivative(both):
+    def body(x):
+        return both(lambda x: jnp.sum(x * est.get_variable("v", (3,))))(x)
+
+    with pytest.raises(jax.errors.UnexpectedTracerError):
+        run(body)
+
+
 @pytest.mark.parametrize(
     ("where", "call"), [*((where, "assign") for where in [*LOOPS, *OUTSIDE]), ("jax.lax.cond", "assign_add")]
 )

@@ -7,7 +7,6 @@ import json
 import pathlib
 import re
 import runpy
-import types
 import urllib.parse
 
 import pytest
@@ -151,14 +150,16 @@ def test_the_figures_are_as_they_are_drawn():
 
 
 def test_the_site_links_the_addresses_of_pyproject(tmp_path, monkeypatch):
-    pytest.importorskip("mkdocs")
-    on_config = runpy.run_path(str(DOCS / "addresses.py"))["on_config"]
-    monkeypatch.setitem(on_config.__globals__, "PYPROJECT", tmp_path / "pyproject.toml")
-    config = types.SimpleNamespace()
+    pytest.importorskip("griffe")
+    monkeypatch.syspath_prepend(DOCS)
+    import plain_pages
+
+    (tmp_path / "mkdocs.yml").write_text("nav: [Examples: []]")
+    monkeypatch.setattr(plain_pages, "ROOT", tmp_path)
     for text, links in (("", ("", "")), ('Source = "a"\nDocumentation = "b"', ("a", "b"))):
         (tmp_path / "pyproject.toml").write_text(f"[project.urls]\n{text}")
-        on_config(config)
-        assert (config.repo_url, config.site_url) == links
+        found = plain_pages.settings()
+        assert (found["repo_url"], found["site_url"]) == links
 
 
 def test_the_readme_is_short_and_its_links_lead_somewhere():

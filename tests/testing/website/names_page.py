@@ -11,11 +11,11 @@ from estimator.porting._tensorflow_names import NAMES
 PAGE = pathlib.Path(__file__).resolve().parents[3] / "docs" / "tensorflow_names.md"
 HEAD = """# TensorFlow's names
 
-What has another name here than in TensorFlow 1.x, or none. Each of them is an error that says the same: of modules, as
-`est.SessionRunHook` and `est.layers.Dense`, and of objects, as `estimator.export_savedmodel` and `config.task_type`.
+TensorFlow 1.x names that are different here, or missing. Using one is an error that says the same: in modules, as
+`est.SessionRunHook` and `est.layers.Dense`, and on objects, as `estimator.export_savedmodel` and `config.task_type`.
 `est.train` has the optimizers and schedules of `tf.train` and `tf.contrib.opt`, with their arguments and numbers.
 Most other names of `tf.estimator`, `tf.train`, `tf.layers`, `tf.losses`, `tf.metrics`, `tf.summary` and
-`tf.feature_column` are the same in `est`; what computes (`tf.matmul`, `tf.nn.relu`) is in `jax.numpy`, `jax.nn`,
+`tf.feature_column` are the same in `est`; operations (`tf.matmul`, `tf.nn.relu`) are in `jax.numpy`, `jax.nn`,
 `optax`, or else in `est.nn` by TensorFlow's name (`est.nn.l2_loss`, `est.nn.in_top_k`).
 [From TF Estimator](from_tf_estimator.md) ports a whole model line by line, and lists the lines that stay as they are.
 """
