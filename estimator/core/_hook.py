@@ -317,8 +317,8 @@ class RunValues:
         self._reported = reported
         self._requested = requested
         self._scalars = scalars or {}
-        known = ["loss"] * (losses is not None) + sorted(reported)
-        for name in jax.tree.leaves(requested):
+        for name in () if requested is None else jax.tree.leaves(requested):
+            known = ["loss"] * (losses is not None) + sorted(reported)
             if name not in known:
                 raise ValueError(
                     f"A hook requests the value {name!r}, but the model_fn reports only {known}. {_advice(name, known)}"

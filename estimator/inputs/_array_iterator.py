@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import secrets
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -59,18 +60,28 @@ class RowBatches(Iterator[Any]):
     def __init__(self, n: int, order: Order, take: Callable[[Index], Any]) -> None:
         self._n, self._order, self._take = n, order, take
         self._seed = secrets.randbits(63) if order.seed is None else int(order.seed)
-        self._total = None if order.num_epochs is None else n * order.num_epochs
+        self._total = math.inf if order.num_epochs is None else n * order.num_epochs
         self._count = 0  # of rows yielded so far, over all epochs
+        # The counts between which a batch is a slice.
+        self._epoch_start: int = 0
+        self._epoch_stop: float = 0
         self._permuted: tuple[int, np.ndarray] | None = None  # the epoch last used, and its order
 
     def __next__(self) -> Any:
-        size = self._order.batch_size
-        if self._total is not None and self._total - self._count < size:
-            size = 0 if self._order.drop_remainder else self._total - self._count
-            if not size:
+        first = self._count
+        stop = first + self._order.batch_size
+        if stop <= self._epoch_stop:  # by far the most batches where nothing is shuffled
+            self._count = stop
+            return self._take(slice(first - self._epoch_start, stop - self._epoch_start))  # copies nothing
+        if stop > self._total:
+            stop = first if self._order.drop_remainder else int(self._total)
+            if stop == first:
                 raise StopIteration
-        index = self._index(size)
-        self._count += size
+        index = self._index(stop - first)
+        self._count = stop
+        if not self._order.shuffle:
+            self._epoch_start = stop // self._n * self._n
+            self._epoch_stop = min(self._epoch_start + self._n, self._total)
         return self._take(index)
 
     def get_state(self) -> dict[str, int]:
@@ -93,12 +104,13 @@ class RowBatches(Iterator[Any]):
             )
         self._count = int(state["epoch"]) * self._n + int(state["offset"])
         self._seed = int(state.get("seed", self._seed))
+        self._epoch_start = self._epoch_stop = 0
         self._permuted = None
 
     def _index(self, size: int) -> Index:
         epoch, first = divmod(self._count, self._n)
         if not self._order.shuffle:
-            rows = slice(first, first + size)  # copies nothing
+            rows = slice(first, first + size)
             return rows if rows.stop <= self._n else np.arange(first, rows.stop) % self._n
         parts = []
         while size:
@@ -121,16 +133,18 @@ def rows_input_fn(features: Arrays, labels: Arrays | None, order: Order) -> Call
       ValueError: the arrays differ in their numbers of rows, or have none.
     """
     n = _common_length(features, {} if labels is None else labels)
+    of_features = _rows_of(features)
+    if labels is None:
+        return lambda: RowBatches(n, order, of_features)
+    of_labels = _rows_of(labels)
+    return lambda: RowBatches(n, order, lambda index: (of_features(index), of_labels(index)))
 
-    def take(index: Index) -> Any:
-        batch = _take(features, index)
-        return batch if labels is None else (batch, _take(labels, index))
 
-    return lambda: RowBatches(n, order, take)
-
-
-def _take(arrays: Arrays, index: Index) -> Arrays:
-    return {key: array[index] for key, array in arrays.items()} if isinstance(arrays, dict) else arrays[index]
+def _rows_of(arrays: Arrays) -> Callable[[Index], Arrays]:
+    if not isinstance(arrays, dict):
+        return arrays.__getitem__
+    items = arrays.items()
+    return lambda index: {key: array[index] for key, array in items}
 
 
 def _common_length(x: Arrays, y: Arrays) -> int:

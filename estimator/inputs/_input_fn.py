@@ -14,10 +14,12 @@ import jax
 from estimator.core._bcoo import has_sparse, pad_sparse
 from estimator.core._placement import Placement
 from estimator.core._typing import PyTree
+from estimator.inputs._array_iterator import RowBatches
 from estimator.inputs._batch_values import Stack, copy_batch, default_devices
 from estimator.inputs._shape_watch import ShapeWatch
 from estimator.porting._tensorflow_names import explain_batch_size
 
+_IN_MEMORY: tuple[type, ...] = type(iter([])), type(iter(())), itertools.repeat, RowBatches
 _ACCEPTED = (
     "an iterable of batches (a generator, list, tf.data dataset or data loader), a tuple "
     "(features, labels), or one batch of features (an array or a dict of arrays)"
@@ -131,6 +133,12 @@ class Batches(Iterator[tuple[PyTree, PyTree]]):
         if peeked:
             self._peeked = None
         return peeked + sum(1 for _ in itertools.islice(self._elements, n - peeked))
+
+    @property
+    def is_in_memory(self) -> bool:
+        """True if the user's iterator is of a list, a tuple, `itertools.repeat` or the arrays of `est.inputs`, so that
+        the next batch never has to be waited for."""
+        return type(self._elements) in _IN_MEMORY
 
     @property
     def has_position(self) -> bool:

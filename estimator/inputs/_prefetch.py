@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import queue
 import threading
+import time
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,6 +21,8 @@ Pull = Callable[[Any, int, threading.Event], tuple[list[Any], BaseException | No
 
 _SECONDS_TO_END = 1.5
 _POLL_SECONDS = 1.0
+_SECONDS_TO_HAND_OVER = 1e-4  # from one thread to another: measured
+_MOST_SECONDS_SAVED = 1e-2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +64,8 @@ class Prefetcher:
       ahead: the maximum number of chunks that are requested and not yet taken.
       pull: reads the batches of a chunk, in the thread: `pull(pairs, n, closed)` returns up to `n` batches, and the
         exception that ended them early. Default: `pull_batches`.
+      in_memory: whether the input can never block. It is then read by `get` and `wait` in the thread of their caller,
+        as long as that takes less than to hand batches over from another thread.
     """
 
     def __init__(
@@ -69,6 +74,7 @@ class Prefetcher:
         make: Callable[[list[tuple[PyTree, PyTree]]], Any],
         ahead: int = 2,
         pull: Pull | None = None,
+        in_memory: bool = False,
     ) -> None:
         self._ahead = ahead
         self._requested: collections.deque[int] = collections.deque()  # sizes, not yet taken
@@ -79,13 +85,17 @@ class Prefetcher:
         self._requests: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         # Not a SimpleQueue: its `get(timeout)` waits forever after a signal whose handler takes until the timeout.
         self._results: queue.Queue[BatchChunk | _Failure] = queue.Queue()
+        self._pairs = pairs
+        self._chunks = _read(pairs, pull or pull_batches, make, iter(self._requests.get, None), self._closed)
         self._thread = threading.Thread(
             target=with_settings_of_this_thread(_serve),
-            args=(pairs, pull or pull_batches, make, self._requests, self._results, self._closed),
+            args=(self._chunks, self._results, pairs),
             name="estimator-input",
             daemon=True,  # an input may block for ever
         )
-        self._thread.start()
+        self._seconds_saved = _MOST_SECONDS_SAVED
+        if not in_memory:
+            self._thread.start()
 
     def __enter__(self) -> Prefetcher:
         return self
@@ -119,7 +129,7 @@ class Prefetcher:
         self._check_open("wait")
         if self._last is None and self._arrived is None:
             with contextlib.suppress(queue.Empty):
-                self._arrived = self._results.get(timeout=timeout)
+                self._arrived = self._receive(timeout)
         return self._last is not None or self._arrived is not None
 
     def get(self) -> BatchChunk:
@@ -134,7 +144,7 @@ class Prefetcher:
         if result is None:
             if not self._requested and not self._ending:
                 raise RuntimeError("`get` needs a `request` before it; none is left.")
-            result = self._results.get()
+            result = self._receive()
         self._arrived = None
         requested = self._requested.popleft() if self._requested else 0
         if isinstance(result, BatchChunk) and result.size:
@@ -158,6 +168,9 @@ class Prefetcher:
             return
         self._closed.set()
         self._requests.put(None)
+        if self._thread.ident is None:  # never started
+            _close(self._pairs)
+            return
         self._thread.join(_SECONDS_TO_END)
         if self._thread.is_alive():
             logging.warning(
@@ -165,6 +178,24 @@ class Prefetcher:
             )
         self._arrived = self._last = None
         self._results = queue.Queue()
+
+    def _receive(self, timeout: float | None = None) -> BatchChunk | _Failure:
+        """The next result.
+
+        Raises:
+          queue.Empty: it did not come in time.
+        """
+        if self._thread.ident is not None or (self._requests.empty() and not self._ending):
+            return self._results.get(timeout=timeout)
+        start = time.perf_counter()
+        result = _next(self._chunks)
+        assert result is not None
+        # What quick chunks have saved makes up for a slow one, so that a pause of the machine starts no thread.
+        saved = _SECONDS_TO_HAND_OVER - (time.perf_counter() - start)
+        self._seconds_saved = min(self._seconds_saved + saved, _MOST_SECONDS_SAVED)
+        if self._seconds_saved < 0 and isinstance(result, BatchChunk) and result.size:
+            self._thread.start()
+        return result
 
     def _check_open(self, called: str) -> None:
         if self._closed.is_set():
@@ -174,39 +205,61 @@ class Prefetcher:
 @dataclasses.dataclass(frozen=True)
 class _Failure:
     error: BaseException
-    traceback: types.TracebackType | None  # as it was in the thread; raising it adds the frames of the main thread
+    traceback: types.TracebackType | None  # as it was where it was raised; raising it again adds the frames there
 
 
-def _serve(
+def _read(
     pairs: Any,
     pull: Pull,
     make: Callable[[list[Any]], Any],
-    requests: queue.SimpleQueue[int | None],
-    results: queue.Queue[BatchChunk | _Failure],
+    sizes: Iterator[int],
     closed: threading.Event,
-) -> None:
-    """The body of the thread: serves requests until it is closed, or the input ends or fails."""
+) -> Iterator[BatchChunk | _Failure]:
+    """Yields the chunks of these sizes until it is closed, or the input ends or fails."""
     position_of = getattr(pairs, "get_state", lambda: None)
+    for n in sizes:
+        batches, error = pull(pairs, n, closed)
+        if closed.is_set():
+            return
+        is_end = isinstance(error, StopIteration)
+        position = position_of() if error is None or is_end else None
+        if batches:
+            try:
+                ready: list[BatchChunk | _Failure] = [BatchChunk(make(batches), len(batches), position)]
+            except StopIteration as failure:  # a generator would raise a RuntimeError instead
+                ready, error = [_Failure(failure, failure.__traceback__)], None
+            del batches  # they may be large, and nothing here refers to them until the next request
+            yield ready.pop()
+        if is_end:
+            yield BatchChunk(None, 0, position)
+            return
+        if error is not None:
+            raise error
+
+
+def _next(chunks: Iterator[BatchChunk | _Failure]) -> BatchChunk | _Failure | None:
+    """The next chunk, or the error; None where it was closed."""
     try:
-        for n in iter(requests.get, None):
-            batches, error = pull(pairs, n, closed)
-            if closed.is_set():
-                return
-            is_end = isinstance(error, StopIteration)
-            position = position_of() if error is None or is_end else None
-            if batches:
-                results.put(BatchChunk(make(batches), len(batches), position))
-            if is_end:
-                results.put(BatchChunk(None, 0, position))
-                return
-            if error is not None:
-                raise error
-            del batches  # before the wait for the next request: they may be large
+        return next(chunks, None)
     except BaseException as failure:  # SystemExit too: the main thread decides about it
-        results.put(_Failure(failure, failure.__traceback__))
+        return _Failure(failure, failure.__traceback__)
+
+
+def _serve(chunks: Iterator[BatchChunk | _Failure], results: queue.Queue[BatchChunk | _Failure], pairs: Any) -> None:
+    """The body of the thread."""
+    try:
+        while (result := _next(chunks)) is not None:
+            results.put(result)
+            if isinstance(result, _Failure) or not result.size:
+                return
+            del result
     finally:
-        if hasattr(pairs, "close"):
-            pairs.close()
+        _close(pairs)
+
+
+def _close(pairs: Any) -> None:
+    if hasattr(pairs, "close"):
+        pairs.close()
 
 
 def pull_batches(pairs: Iterator[Any], n: int, closed: threading.Event) -> tuple[list[Any], BaseException | None]:

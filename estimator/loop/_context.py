@@ -211,7 +211,7 @@ class RunContext:
 
     @contextlib.contextmanager
     def in_phase(self, phase: str) -> Iterator[None]:
-        before, self.phase = self.phase, phase
+        before, self.phase = self._phase, phase
         try:
             yield
         finally:

@@ -93,10 +93,12 @@ def before(due: Sequence[Hook], context: RunContext) -> list[PyTree]:
     Raises:
       TypeError: one is not a name.
     """
+    if not due:
+        return []
     with context.in_phase("hook"):
         requests = [_unless_stopped(hook.before_run, context) for hook in due]
     for hook, names in zip(due, requests, strict=True):
-        for name in jax.tree.leaves(names):
+        for name in _leaves(names):
             if not isinstance(name, str):
                 raise TypeError(
                     f"{hook!r}.before_run requested {name!r}, but values are requested by their names: report it by "
@@ -128,8 +130,12 @@ def requests_values(requests: Sequence[PyTree], context: RunContext) -> bool:
     """Says whether any hook requests more than the loss; of several processes, a hook of the chief."""
     # A step that reports is another program, and all processes have to start the same one.
     return bool(requests) and context.agreed(
-        lambda: any(name != "loss" for names in requests for name in jax.tree.leaves(names))
+        lambda: any(name != "loss" for names in requests for name in _leaves(names))
     )
+
+
+def _leaves(names: PyTree) -> list[Any]:
+    return [] if names is None else jax.tree.leaves(names)  # most hooks request nothing, at every step maybe
 
 
 def create_state(hooks: Sequence[Hook], context: RunContext) -> None:

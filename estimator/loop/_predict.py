@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import jax
 import numpy as np
+from jax.tree_util import keystr, tree_flatten, tree_leaves_with_path, tree_unflatten
 
 from estimator.core._batch import BatchGuard, rows_of
 from estimator.core._hook import Hook
@@ -98,15 +99,14 @@ def single_examples(predictions: Iterable[PyTree]) -> Iterator[PyTree]:
       ValueError: the arrays of a batch differ in their number of rows.
     """
     for batch in predictions:
-        rows = {
-            jax.tree_util.keystr(path): np.shape(leaf)[:1] for path, leaf in jax.tree_util.tree_leaves_with_path(batch)
-        }
-        if len(set(rows.values())) != 1 or () in rows.values():
+        leaves, structure = tree_flatten(batch)
+        sizes = {np.shape(leaf)[:1] for leaf in leaves}
+        if len(sizes) != 1 or () in sizes:
+            rows = {keystr(path): np.shape(leaf)[:1] for path, leaf in tree_leaves_with_path(batch)}
             raise ValueError(
                 "Batch length of predictions should be same to give them out one by one; got "
                 + ", ".join(f"{name or 'predictions'}: {n}" for name, n in rows.items())
                 + ". Use yield_single_examples=False for whole batches."
             )
-        ((count,),) = set(rows.values())
-        for i in range(count):
-            yield jax.tree.map(lambda leaf, i=i: leaf[i], batch)
+        for row in zip(*leaves, strict=True):
+            yield tree_unflatten(structure, row)

@@ -61,15 +61,16 @@ def shows_bars(context: RunContext) -> bool:
 def read_ahead(
     batches: Batches, plan: Plan, context: RunContext, make: Callable[[list[Any], Chunk], Any]
 ) -> Iterator[tuple[BatchChunk, Sequence[Hook]]]:
-    """Yields the chunks of a plan, made ready by a thread, each with the hooks to call around the last of its steps.
+    """Yields the chunks of a plan, each with the hooks to call around the last of its steps.
 
-    It ends with the plan or the input, or where somebody wants the run to stop.
+    A thread makes them ready, unless the input is in memory and quick. It ends with the plan or the input, or where
+    somebody wants the run to stop.
 
     Args:
       batches: the input.
       plan: says which batches make a chunk.
       context: its `phase` is kept up to date, and it is stopped with the reason why the run ends.
-      make: function of the pairs of a chunk and of the `Chunk` that was planned; called in the thread.
+      make: function of the pairs of a chunk and of the `Chunk` that was planned; called where they are read.
     """
     shared = SynchronizedInput(context) if context.group.count > 1 else None
     taken = 0  # chunks
@@ -86,7 +87,10 @@ def read_ahead(
     # steps are still made of the batches before an error.
     is_short = False
     pull = pull_batches if shared is None else shared.pull
-    with Prefetcher(batches, lambda pairs: make(pairs, to_make.popleft()), _CHUNKS_AHEAD, pull) as prefetcher:
+    in_memory = shared is None and batches.is_in_memory
+    with Prefetcher(
+        batches, lambda pairs: make(pairs, to_make.popleft()), _CHUNKS_AHEAD, pull, in_memory
+    ) as prefetcher:
         while not context.stop_requested:
             raise_dropped_interrupt()
             while not is_short and len(requested) < _CHUNKS_AHEAD and (chunk := next_chunk(plan, context.group)):

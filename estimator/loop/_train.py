@@ -107,7 +107,7 @@ class Training:
             # The order for each program: before_run, the program, the losses of earlier programs, after_run. Hooks are
             # only due at the end of a program.
             for run, due, position in self._runs(batches, size):
-                requests = _hook_calls.before(due, context) if due else []
+                requests = _hook_calls.before(due, context)
                 outputs, reported = self._start(run, reporting=_hook_calls.requests_values(requests, context))
                 self.saver.position = position
                 if context.global_step - run.steps - self._losses.step >= look_every:
@@ -115,8 +115,7 @@ class Training:
                     if context.found_nan:  # in all processes, which read the same losses or have agreed to stop
                         context.stop("NaN loss")
                     size.measure(self._losses.step)
-                if due:
-                    _hook_calls.after(due, context, requests, outputs.losses, run.steps, reported, outputs.scalars)
+                _hook_calls.after(due, context, requests, outputs.losses, run.steps, reported, outputs.scalars)
             # Before hooks end: a NaN in the last steps is found here, and nothing of it is saved in an `end`.
             self.look()
         if self._changed_at == context.global_step:

@@ -25,25 +25,29 @@ class _Handler:
         signal.default_int_handler(number, frame)
 
 
+_handler: _Handler | None = None  # the installed one: `signal.getsignal` takes a twentieth of a small step
+
+
 @contextlib.contextmanager
 def note_interrupts() -> Iterator[None]:
     """Lets `raise_dropped_interrupt` know of Ctrl-C within the block, unless the user has a handler of SIGINT."""
+    global _handler
     in_main_thread = threading.current_thread() is threading.main_thread()
     if not in_main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
         return
-    handler = _Handler()
+    _handler = handler = _Handler()
     signal.signal(signal.SIGINT, handler)
     try:
         yield
     finally:
+        _handler = None
         if signal.getsignal(signal.SIGINT) is handler:  # and not the user's own handler
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def raise_dropped_interrupt() -> None:
     """Raises KeyboardInterrupt if Ctrl-C came in this run, whose KeyboardInterrupt has not ended it."""
-    handler = signal.getsignal(signal.SIGINT)
-    if isinstance(handler, _Handler) and handler.was_called:
+    if _handler is not None and _handler.was_called and signal.getsignal(signal.SIGINT) is _handler:
         if threading.current_thread() is threading.main_thread():
             raise KeyboardInterrupt

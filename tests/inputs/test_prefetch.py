@@ -1,6 +1,7 @@
 import itertools
 import os
 import pathlib
+import queue
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 
 from estimator.inputs import _prefetch
 from estimator.inputs._input_fn import batches
+from estimator.inputs._numpy import numpy_input_fn
 from estimator.inputs._prefetch import Prefetcher
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -322,3 +324,39 @@ def test_the_thread_sees_the_contexts_it_was_created_in(context, see):
         ready.request(1)
         assert ready.get().batches == [here]
     assert see() != here  # or this would show nothing
+
+
+# In the thread of the caller.
+
+
+def test_an_input_in_memory_is_read_where_it_is_taken_as_long_as_that_is_quick(monkeypatch):
+    monkeypatch.setattr(_prefetch, "_SECONDS_TO_HAND_OVER", FOREVER)
+    here, slow_from = threading.get_ident(), 4
+
+    def make(pairs):
+        if pairs[-1] >= slow_from:
+            monkeypatch.setattr(_prefetch, "_SECONDS_TO_HAND_OVER", -FOREVER)
+        return threading.get_ident(), pairs
+
+    with Prefetcher(Counted(stop=13), make, in_memory=True) as ready:
+        got = [piece.batches for piece in pieces(ready, [2, 2, 2, 2, 2, 2, 2])]
+    assert [pairs for _, pairs in got[:-1]] == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11]]
+    assert [thread == here for thread, _ in got] == [True, True, True, False, False, False, False]
+
+
+@pytest.mark.parametrize("sizes", [[2, 2, 2], [3, 3], [5]])
+def test_an_error_of_an_input_in_memory_comes_after_all_batches_from_before(sizes):
+    with Prefetcher(broken_after_four(), list, in_memory=True) as ready:
+        taken = []
+        with pytest.raises(ValueError, match="from the user's code"):
+            for piece in pieces(ready, [*sizes, 1]):
+                taken += piece.batches
+    assert taken == [0, 1, 2, 3]
+
+
+def test_only_inputs_that_cannot_block_are_in_memory():
+    arrays = numpy_input_fn({"x": np.zeros(3)}, None, 2, shuffle=False)()
+    for result in ([1], (np.zeros(1), np.zeros(1)), itertools.repeat(1), arrays):
+        assert batches(result).is_in_memory
+    for result in ((i for i in range(3)), map(np.zeros, [1]), iter(queue.SimpleQueue().get, None)):
+        assert not batches(result).is_in_memory

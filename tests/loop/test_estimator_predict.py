@@ -1,5 +1,7 @@
 """What predict promises: laziness, rows and batches, keys, interleaving."""
 
+import threading
+
 import numpy as np
 import pytest
 from testing.estimators import X, endless, make, times
@@ -108,3 +110,21 @@ def test_a_prediction_begun_before_training_ends_with_the_old_variables(tmp_path
     estimator.train(endless, steps=3).evaluate(times(1))
     np.testing.assert_allclose(first["y"], (X @ w)[:, 0], rtol=1e-6)
     np.testing.assert_allclose(next(predictions)["y"], ((X + 1) @ w)[:, 0], rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["generator", "arrays"])
+def test_a_prediction_is_given_out_before_an_input_that_waits_for_it_has_another_batch(estimator, kind):
+    """An input may make a batch of the answers to the ones before."""
+    answered = threading.Semaphore(0)
+
+    def generate():
+        for i in range(4):
+            yield X[i : i + 1]
+            assert answered.acquire(timeout=30)
+
+    inputs = {"generator": generate, "arrays": est.inputs.numpy_input_fn(X, None, 1, shuffle=False)}
+    rows = []
+    for row in estimator.predict(inputs[kind]):
+        rows.append(row["x"])
+        answered.release()
+    np.testing.assert_array_equal(rows, X)
