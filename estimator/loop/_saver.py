@@ -12,7 +12,7 @@ import numpy as np
 from absl import logging
 
 from estimator.checkpoint._checkpoint import Checkpoint
-from estimator.checkpoint._checkpoints import Checkpoints, CheckpointWriteError
+from estimator.checkpoint._checkpoints import Checkpoints
 from estimator.core._hook import Hook
 from estimator.core._run_config import RunConfig
 from estimator.core._state import State
@@ -54,6 +54,7 @@ class Saver:
         self._config = config
         self._hooks = hooks
         self._context = context
+        self._channel = context.group.channel("checkpoint")
         self._first_step = context.global_step
         self._skipped_batches = skipped_batches
         self._warned_of_input = False
@@ -100,7 +101,7 @@ class Saver:
             }
             self._wait()  # one save at a time; the newest that is on disk is known then
             self._before = self.path, self.step
-            self.path, self.step = self._checkpoints.save(state, host, wait), step
+            self.path, self.step = self._checkpoints.save(state, host, wait, self._channel), step
         if is_within and self.batches and not self._warned_of_input:
             self._warned_of_input = warn_of_resuming(self.position, self._config)
         return self.path
@@ -139,7 +140,7 @@ class Saver:
     def _wait(self) -> None:
         try:
             self._checkpoints.wait()
-        except CheckpointWriteError:
+        except Exception:
             self.path, self.step = self._before
             raise
 

@@ -169,7 +169,6 @@ class KeyValueGroup(ProcessGroup):
         self.towers = placement.towers_per_process
 
     def publish_failure(self, error: BaseException) -> None:
-        """Publishes the error that this process fails with, so that waiting ones can raise too."""
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # published already, or nobody is there to read it
             text = to_json([type(error).__name__, str(error)])
             connected_client().key_value_set(f"{self.prefix}/failed/{self.index}", text)
@@ -226,7 +225,7 @@ class KeyValueGroup(ProcessGroup):
                 return text
             if awaited.error is not None:
                 raise LOST_PROCESS.explain(awaited.error) from awaited.error
-            for group in CALLS.groups:
+            for group in (*CALLS.groups, self):
                 group.raise_if_failed()
             LOST_PROCESS.raise_if_lost(needs_all=is_over)
             if closed is not None and closed.is_set():

@@ -88,6 +88,10 @@ class ProcessGroup(abc.ABC):
         """
 
     @abc.abstractmethod
+    def publish_failure(self, error: BaseException) -> None:
+        """Publishes the error that this process fails with, so that waiting ones can raise too."""
+
+    @abc.abstractmethod
     def raise_if_failed(self) -> None:
         """Raises where another process has published a failure."""
 
@@ -136,6 +140,9 @@ class SingleProcess(ProcessGroup):
         return self._flag
 
     def set_placement(self, placement: Placement) -> None:
+        pass
+
+    def publish_failure(self, error: BaseException) -> None:
         pass
 
     def raise_if_failed(self) -> None:
