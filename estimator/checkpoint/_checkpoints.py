@@ -150,6 +150,7 @@ class Checkpoints:
                 if group is not None:
                     group.publish_failure(error)
                 if jax.process_count() > 1:
+                    logging.error("The checkpoint %s could not be written: %s", path, error)
                     raise
                 explained = CheckpointWriteError(_explain(path, error))
                 logging.error("%s", explained)  # which is raised only when training saves again, or ends

@@ -21,7 +21,9 @@ def test_training_continues_while_processes_write(tmp_path):
 @pytest.mark.parametrize(("who", "where"), [(0, "own"), (1, "own"), (0, "for all")])
 def test_a_write_that_fails_in_one_is_an_error_in_all(tmp_path, who, where):
     model_dir = tmp_path / "run"
-    rows = [merged(rows) for rows in run("testing.scenarios.team_saves.fail", str(model_dir), who, where)]
+    ended = shared_cluster().run("testing.scenarios.team_saves.fail", str(model_dir), who, where)
+    assert all(any("ckpt-2 could not be written: " in line for line in each.lines) for each in ended)
+    rows = [merged(rows) for rows in said_by(ended)]
     assert [each["threads"] for each in rows] == [[], []]
     assert [each["at"] for each in rows] == [4, 4]  # where it was to save again
     assert (rows[who]["error"][1], rows[who]["text"]) == ("OSError", "the disk is gone")
