@@ -54,7 +54,7 @@ class Saver:
         self._config = config
         self._hooks = hooks
         self._context = context
-        self._channel = context.group.channel("checkpoint")
+        self._channel = context.group.channel("checkpoint", is_independent=True)  # a failed run finishes its last
         self._first_step = context.global_step
         self._skipped_batches = skipped_batches
         self._warned_of_input = False
