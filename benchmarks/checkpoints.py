@@ -1,6 +1,6 @@
 """How long a checkpoint stops training, how much slower steps are while it is written, and the memory it takes.
 
-    python benchmarks/checkpoints.py [--megabytes 1000] [--rounds 3] [--save]
+    python benchmarks/checkpoints.py [--megabytes 1000] [--rounds 3] [--processes 2] [--save]
 
 A model of variables and Adam's slots, together as large as asked for, is trained for some steps on one device. Each of
 these is measured by `Estimator.train` in a process of its own, with RunConfig(save_checkpoints_async=False) and True:
@@ -11,6 +11,8 @@ these is measured by `Estimator.train` in a process of its own, with RunConfig(s
   seconds, which steps on CPU devices may want as well;
 - memory: the peak of the process's resident memory from the save to the file, less that before it. Where steps donate
   the memory that is being written (on CPU devices), it contains the other memory that they take.
+
+Of several processes, each with a device, the first one is measured.
 
 At last, how long it takes, and how much memory, to begin to train from a checkpoint, and to evaluate it, which reads
 the variables alone.
@@ -23,6 +25,7 @@ import itertools
 import multiprocessing
 import os
 import shutil
+import socket
 import statistics
 import tempfile
 import threading
@@ -33,10 +36,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import results
+from jax.experimental import multihost_utils
 
 import estimator as est
+from replicate import TowerOptimizer, initialize_distributed, replicate_model_fn
 
-STEPS = 12  # between two saves, at least
 ARRAYS = 8
 
 
@@ -44,7 +48,7 @@ def model_fn(features, labels, mode, params):
     """Steps that compute for a while on a part of the variables, and update all of them."""
     shape = shape_for(params["megabytes"])
     loss = loss_of([est.get_variable(f"w{i}", shape) for i in range(ARRAYS)], features, labels)
-    return est.EstimatorSpec(mode, loss=loss, train_op=est.Optimizer(optax.adam(1e-4)).minimize(loss))
+    return est.EstimatorSpec(mode, loss=loss, train_op=TowerOptimizer(optax.adam(1e-4)).minimize(loss))
 
 
 def loss_of(variables, x, labels):
@@ -69,6 +73,11 @@ def resident():
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
+def exists(path):
+    """Whether a checkpoint is on disk; of several processes all have the answer of the first."""
+    return bool(multihost_utils.broadcast_one_to_all(np.int32(os.path.exists(path))))
+
+
 class Peak:
     """The largest resident memory since `start`, above that at `start`, in MB."""
 
@@ -91,8 +100,8 @@ class Peak:
 class Saves:
     """Times saves, the first of which are not counted, and the steps between them."""
 
-    def __init__(self, rounds):
-        self.rounds = rounds + 1
+    def __init__(self, rounds, steps):
+        self.rounds, self.between = rounds + 1, steps
         self.stalls, self.writes, self.peaks = [], [], []
         self.steps = {True: [], False: []}  # while something is written, and while not
         self._peak = Peak()
@@ -108,16 +117,16 @@ class Saves:
         now = time.perf_counter()
         if self._last is not None:
             self.steps[self._path is not None].append(now - self._last)
-        if self._path is not None and os.path.exists(self._path):
+        if self._path is not None and exists(self._path):
             self._note(now)
-        if self._path is None and step % STEPS == 0:
+        if self._path is None and step % self.between == 0:
             if self._saved == self.rounds:
                 return True
             self._peak.start()
             self._begun = time.perf_counter()
             self._path = save()
             self.stalls.append(time.perf_counter() - self._begun)
-            if os.path.exists(self._path):
+            if exists(self._path):
                 self._note(time.perf_counter())
         self._last = time.perf_counter()
         return False
@@ -152,7 +161,7 @@ class Saving(est.Hook):
             context.request_stop()
 
 
-def measure_saves(model_dir, megabytes, rounds, saves_async):
+def measure_saves(model_dir, megabytes, rounds, steps, saves_async):
     config = est.RunConfig(
         save_checkpoints_steps=None,
         save_checkpoints_secs=None,
@@ -162,17 +171,22 @@ def measure_saves(model_dir, megabytes, rounds, saves_async):
         steps_per_loop=1,
         keep_checkpoint_max=2,
     )
-    saves, pair = Saves(rounds), batch(megabytes)
-    estimator = est.Estimator(model_fn, model_dir, config, {"megabytes": megabytes})
+    saves, pair = Saves(rounds, steps), batch(megabytes)
+    estimator = est.Estimator(replicate_model_fn(model_fn), model_dir, config, {"megabytes": megabytes})
     estimator.train(lambda: iter(lambda: pair, None), hooks=[Saving(saves)])
     return saves.medians()
 
 
-def measure_saves_by_hand(directory, megabytes, rounds):
+def measure_saves_together(index, processes, port, *args):
+    initialize_distributed(f"127.0.0.1:{port}", processes, index)
+    return measure_saves(*args)
+
+
+def measure_saves_by_hand(directory, megabytes, rounds, steps):
     """The same with a loop by hand, and orbax's asynchronous checkpointer, which keeps the last two."""
     import orbax.checkpoint as ocp
 
-    tx, pair, saves, paths = optax.adam(1e-4), batch(megabytes), Saves(rounds), []
+    tx, pair, saves, paths = optax.adam(1e-4), batch(megabytes), Saves(rounds, steps), []
 
     def step(state, batch):
         variables, slots = state
@@ -232,10 +246,24 @@ def in_process(function, *args):
         return pool.submit(function, *args).result()
 
 
+def in_processes(processes, *args):
+    """The measures of the first of several processes."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    with concurrent.futures.ThreadPoolExecutor(processes) as threads:
+        calls = [
+            threads.submit(in_process, measure_saves_together, index, processes, port, *args)
+            for index in range(processes)
+        ]
+        return [call.result() for call in calls][0]
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--megabytes", type=int, default=1000, help="of variables and slots")
     parser.add_argument("--rounds", type=int, default=3, help="saves that count")
+    parser.add_argument("--steps", type=int, default=12, help="between two saves, at least")
+    parser.add_argument("--processes", type=int, default=1, help="that train and save together")
     parser.add_argument("--directory", help="where to write; default: a temporary directory")
     results.add_option(parser)
     arguments = parser.parse_args()
@@ -246,7 +274,11 @@ def main():
         stalls = {}
         for saves_async in (False, True):
             model_dir = os.path.join(directory, str(saves_async))
-            medians = in_process(measure_saves, model_dir, arguments.megabytes, arguments.rounds, saves_async)
+            sizes = model_dir, arguments.megabytes, arguments.rounds, arguments.steps, saves_async
+            if arguments.processes > 1:
+                medians = in_processes(arguments.processes, *sizes)
+            else:
+                medians = in_process(measure_saves, *sizes)
             stalls[saves_async] = medians["stalls"]
             text = "async" if saves_async else "sync "
             text += f"  stall {medians['stalls'] * 1e3:7.1f} ms  write {medians['writes'] * 1e3:7.1f} ms"
@@ -261,7 +293,7 @@ def main():
             row = {"save": "async" if saves_async else "waiting", "memory, MB": medians["peak"]}
             saves.append(row | {f"{name}, ms": 1e3 * each for name, each in seconds.items() if each is not None})
         print(f"the stall is {stalls[True] / stalls[False]:.4f} of a save that waits")
-        for trains in (True, False):
+        for trains in (True, False) if arguments.processes == 1 else ():
             restored = in_process(measure_restore, os.path.join(directory, "True"), arguments.megabytes, trains)
             size = arguments.megabytes if trains else arguments.megabytes / 3
             print(

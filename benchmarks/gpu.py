@@ -207,7 +207,7 @@ def saves(small, seconds):
 
     def measured(measure, *args):
         with tempfile.TemporaryDirectory() as directory:
-            return measure(directory, megabytes, 2, *args)
+            return measure(directory, megabytes, 2, 12, *args)
 
     theirs = functools.partial(measured, checkpoints.measure_saves_by_hand)
     ours = functools.partial(measured, checkpoints.measure_saves, True)

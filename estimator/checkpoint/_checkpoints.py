@@ -21,6 +21,7 @@ from estimator.checkpoint._orbax import with_orbax
 from estimator.checkpoint._save import save_checkpoint
 from estimator.core._state import State
 from estimator.multihost._collective_call import run_on_chief
+from estimator.multihost._process_group import ProcessGroup
 from estimator.runtime._uninterrupted import Work, give_up
 from estimator.storage import _files
 from estimator.storage._json import encode
@@ -81,7 +82,13 @@ class Checkpoints:
         newest = find_newest(self._dir, check)
         return None if newest is None else newest.path
 
-    def save(self, state: State, host: dict[str, Any] | None = None, wait: bool = True) -> str:
+    def save(
+        self,
+        state: State,
+        host: dict[str, Any] | None = None,
+        wait: bool = True,
+        group: ProcessGroup | None = None,
+    ) -> str:
         """Writes `state` to `<model_dir>/ckpt-<global_step>` and returns this path.
 
         The sound checkpoint of a step that has one is left as it is: a training run resumes from the
@@ -93,8 +100,8 @@ class Checkpoints:
           state: jax arrays on any devices; none may have a size of zero.
           host: values other than arrays, saved in the same write (see `storage/_json.py`).
           wait: whether to return when the checkpoint is on disk. Otherwise a thread writes it, from a copy in the
-            host's memory; `wait()` says when it is there. Several processes always wait, since one that dies could
-            keep the threads of the others waiting.
+            host's memory; `wait()` says when it is there.
+          group: the processes that save together, for the thread alone; None: a single process.
 
         Raises:
           ValueError: two variables have the same name on disk.
@@ -104,8 +111,8 @@ class Checkpoints:
         path = os.path.join(self._dir, name_of(int(state.global_step)))
         # Process 0 decides: it alone may have found by their checksums that arrays are damaged.
         if not run_on_chief("save", lambda: _is_saved(Checkpoint(path))):
-            self._start_writing(path, to_arrays(state), encode(host or {}))
-            if wait or jax.process_count() > 1:
+            self._start_writing(path, to_arrays(state), encode(host or {}), group)
+            if wait:
                 self.wait()
         return path
 
@@ -131,14 +138,19 @@ class Checkpoints:
         if self._in_flight is not None:
             self._in_flight.give_up()
 
-    def _start_writing(self, path: str, arrays: dict[str, Any], host: dict[str, Any]) -> None:
+    def _start_writing(
+        self, path: str, arrays: dict[str, Any], host: dict[str, Any], group: ProcessGroup | None
+    ) -> None:
         import orbax.checkpoint  # noqa: F401  # by this thread, as in `with_orbax`
 
         def write(copied: Callable[[], None]) -> None:
             try:
-                save_checkpoint(path, arrays, host, *self._retention, copied=copied)
+                save_checkpoint(path, arrays, host, *self._retention, copied=copied, group=group)
             except Exception as error:
+                if group is not None:
+                    group.publish_failure(error)
                 if jax.process_count() > 1:
+                    logging.error("The checkpoint %s could not be written: %s", path, error)
                     raise
                 explained = CheckpointWriteError(_explain(path, error))
                 logging.error("%s", explained)  # which is raised only when training saves again, or ends
@@ -250,7 +262,7 @@ def take_values(path: str, source: str) -> None:
     try:
         if new != path:
             make_own(aside)
-        save_checkpoint(new, values | others, host, together=False)
+        save_checkpoint(new, values | others, host)
         for mark in marks:
             _files.write(os.path.join(new, mark), b"") if mark in REMOVABLE else add_empty_file(new, mark)
         if new != path:

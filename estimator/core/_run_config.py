@@ -92,7 +92,7 @@ class RunConfig:
         hooks save checkpoints, by `context.save()`.
       save_checkpoints_async: whether training continues while a checkpoint is written, from a copy of the state in the
         host's memory. The next save and the end of the run wait for it, and raise what went wrong; so do the
-        calls of the same Estimator that read the newest checkpoint, which wait. Several processes always wait.
+        calls of the same Estimator that read the newest checkpoint, which wait.
       keep_checkpoint_max: how many of the newest checkpoints stay on disk; None or 0 keeps all.
       keep_checkpoint_every_n_hours: of the checkpoints that `keep_checkpoint_max` would remove, keep the first, and
         one every N hours after the last one kept. None keeps none.

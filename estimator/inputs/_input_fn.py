@@ -6,6 +6,7 @@ import copy
 import functools
 import inspect
 import itertools
+import sys
 from collections.abc import Callable, Iterator, Mapping, Set
 from typing import Any
 
@@ -80,11 +81,13 @@ class Batches(Iterator[tuple[PyTree, PyTree]]):
     Args:
       elements: an iterator over features or pairs `(features, labels)`.
       is_one_batch: whether the input_fn returned one batch instead of an iterable of batches; also an attribute.
+      is_elastic: whether its position is the same in all processes, and holds for any number; also an attribute.
     """
 
-    def __init__(self, elements: Iterator[Any], is_one_batch: bool = False) -> None:
+    def __init__(self, elements: Iterator[Any], is_one_batch: bool = False, is_elastic: bool = False) -> None:
         self._elements = elements
         self.is_one_batch = is_one_batch
+        self.is_elastic = is_elastic
         self._has_sparse: bool | None = None  # in the first batch: checking each takes as long as a small step
         self._devices: Set[jax.Device] | None = None
         self._stack: Stack | None = None
@@ -200,7 +203,8 @@ def batches(result: Any) -> Batches:
     """
     if is_one_batch(result):
         return Batches(iter([result]), is_one_batch=True)
-    return Batches(iter(result))
+    elastic = getattr(sys.modules.get("grain.experimental"), "ElasticIterator", ())
+    return Batches(iter(result), is_elastic=isinstance(result, elastic))
 
 
 def is_one_batch(result: object) -> bool:

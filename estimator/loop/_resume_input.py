@@ -28,11 +28,13 @@ def resume_input(rest: Batches, path: str, host: dict[str, Any], config: RunConf
     if not saved or config.resume_input is None or Checkpoint(path).is_end("input"):
         return 0
     batches, positions = saved["batches"], saved["positions"]
-    # Other processes have other parts of the input: then only the number of batches says where it was.
+    # Other processes have other parts of the input: then only the number of batches says where it was, or a position
+    # that is the same in all of them.
     as_many = len(positions) == config.process_count
-    if rest.has_position and as_many and positions[config.process_index] is not None:
+    position = positions[config.process_index] if as_many else positions[0] if rest.is_elastic else None
+    if rest.has_position and position is not None:
         try:
-            rest.set_state(positions[config.process_index])
+            rest.set_state(position)
         except Exception as error:
             error.add_note(f"The position is from {path}. RunConfig(resume_input=None) begins the input again.")
             raise

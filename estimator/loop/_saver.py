@@ -12,7 +12,7 @@ import numpy as np
 from absl import logging
 
 from estimator.checkpoint._checkpoint import Checkpoint
-from estimator.checkpoint._checkpoints import Checkpoints, CheckpointWriteError
+from estimator.checkpoint._checkpoints import Checkpoints
 from estimator.core._hook import Hook
 from estimator.core._run_config import RunConfig
 from estimator.core._state import State
@@ -54,6 +54,7 @@ class Saver:
         self._config = config
         self._hooks = hooks
         self._context = context
+        self._channel = context.group.channel("checkpoint", is_independent=True)  # a failed run finishes its last
         self._first_step = context.global_step
         self._skipped_batches = skipped_batches
         self._warned_of_input = False
@@ -66,6 +67,12 @@ class Saver:
     def batches(self) -> int:
         """The number of batches of the input that this run and earlier ones have taken."""
         return self._skipped_batches + self._context.batches
+
+    def begin(self, last_step: int | None) -> None:
+        """Says before the first step whether a kill would change the results, if the run is to save before its last."""
+        every = self._config.save_checkpoints_steps
+        if every and (last_step is None or last_step > self._context.global_step + every):
+            self._warn_of_resuming()
 
     def save(self, state: State, wait: bool, skip: bool) -> str | None:
         """Saves the state, if it is not saved and has no NaN; returns the newest checkpoint.
@@ -100,9 +107,9 @@ class Saver:
             }
             self._wait()  # one save at a time; the newest that is on disk is known then
             self._before = self.path, self.step
-            self.path, self.step = self._checkpoints.save(state, host, wait), step
-        if is_within and self.batches and not self._warned_of_input:
-            self._warned_of_input = warn_of_resuming(self.position, self._config)
+            self.path, self.step = self._checkpoints.save(state, host, wait, self._channel), step
+        if is_within and self.batches:
+            self._warn_of_resuming()
         return self.path
 
     @contextlib.contextmanager
@@ -136,10 +143,14 @@ class Saver:
             return "There is no checkpoint."
         return f"The newest checkpoint is from step {Checkpoint(path).step}; nothing later was saved."
 
+    def _warn_of_resuming(self) -> None:
+        if not self._warned_of_input:
+            self._warned_of_input = warn_of_resuming(self.position, self._config)
+
     def _wait(self) -> None:
         try:
             self._checkpoints.wait()
-        except CheckpointWriteError:
+        except Exception:
             self.path, self.step = self._before
             raise
 

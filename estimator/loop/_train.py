@@ -101,6 +101,7 @@ class Training:
         self.saver.position = batches.get_state()
         check_places(str(self.config.model_dir), context.global_step, self.last_step)
         _hook_calls.create_state(self.hooks, context)
+        self.saver.begin(self.last_step)
         look_every = _steps_per_loop.steps_between_looks(self.config.log_step_count_steps)
         size = _steps_per_loop.choose(self.config.steps_per_loop, self.programs, self.hooks, context, look_every)
         with self._log:

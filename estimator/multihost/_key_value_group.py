@@ -47,15 +47,17 @@ class KeyValueGroup(ProcessGroup):
     Args:
       call: what is called, the same in all processes; for messages.
       around: the group within which this one is, which numbers those in it.
+      is_independent: as in `ProcessGroup.channel`.
     """
 
-    def __init__(self, call: str, around: ProcessGroup) -> None:
+    def __init__(self, call: str, around: ProcessGroup, is_independent: bool = False) -> None:
         self.towers = around.towers
         self.index = jax.process_index()
         self.count = jax.process_count()
         # A value of a call within another one must not be taken for one of a later call, should they get out of step.
         self.prefix = around.new_prefix()
         self._call = call
+        self._is_independent = is_independent
         self._prefixes = itertools.count()
         self._awaited: str | None = None
         self._channels: list[KeyValueGroup] = []
@@ -76,8 +78,8 @@ class KeyValueGroup(ProcessGroup):
     def new_prefix(self) -> str:
         return f"{self.prefix}/in/{next(self._prefixes)}"
 
-    def channel(self, name: str) -> KeyValueGroup:
-        self._channels.append(KeyValueGroup(f"{self._call}, {name}", self))
+    def channel(self, name: str, is_independent: bool = False) -> KeyValueGroup:
+        self._channels.append(KeyValueGroup(f"{self._call}, {name}", self, is_independent))
         return self._channels[-1]
 
     def barrier(self) -> None:
@@ -169,7 +171,6 @@ class KeyValueGroup(ProcessGroup):
         self.towers = placement.towers_per_process
 
     def publish_failure(self, error: BaseException) -> None:
-        """Publishes the error that this process fails with, so that waiting ones can raise too."""
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # published already, or nobody is there to read it
             text = to_json([type(error).__name__, str(error)])
             connected_client().key_value_set(f"{self.prefix}/failed/{self.index}", text)
@@ -226,7 +227,7 @@ class KeyValueGroup(ProcessGroup):
                 return text
             if awaited.error is not None:
                 raise LOST_PROCESS.explain(awaited.error) from awaited.error
-            for group in CALLS.groups:
+            for group in (self,) if self._is_independent else CALLS.groups:
                 group.raise_if_failed()
             LOST_PROCESS.raise_if_lost(needs_all=is_over)
             if closed is not None and closed.is_set():

@@ -64,8 +64,13 @@ class ProcessGroup(abc.ABC):
         """Calls `make` in process 0 alone, and returns its result in all processes."""
 
     @abc.abstractmethod
-    def channel(self, name: str) -> ProcessGroup:
-        """The same processes, for another thread: its calls do not mix with the calls here."""
+    def channel(self, name: str, is_independent: bool = False) -> ProcessGroup:
+        """The same processes, for another thread: its calls do not mix with the calls here.
+
+        Args:
+          name: for messages.
+          is_independent: whether a wait ends only by a failure that was published in the channel, and not in a call.
+        """
 
     @abc.abstractmethod
     def gather_reports(self, report: str, secs: float) -> list[str]:
@@ -86,6 +91,10 @@ class ProcessGroup(abc.ABC):
         Raises:
           ValueError: each process would run a model of its own.
         """
+
+    @abc.abstractmethod
+    def publish_failure(self, error: BaseException) -> None:
+        """Publishes the error that this process fails with, so that waiting ones can raise too."""
 
     @abc.abstractmethod
     def raise_if_failed(self) -> None:
@@ -123,7 +132,7 @@ class SingleProcess(ProcessGroup):
     def broadcast_from_chief(self, make: Callable[[], T]) -> T:
         return make()
 
-    def channel(self, name: str) -> SingleProcess:
+    def channel(self, name: str, is_independent: bool = False) -> SingleProcess:
         return SingleProcess()
 
     def gather_reports(self, report: str, secs: float) -> list[str]:
@@ -136,6 +145,9 @@ class SingleProcess(ProcessGroup):
         return self._flag
 
     def set_placement(self, placement: Placement) -> None:
+        pass
+
+    def publish_failure(self, error: BaseException) -> None:
         pass
 
     def raise_if_failed(self) -> None:

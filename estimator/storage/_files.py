@@ -103,10 +103,10 @@ def list_dir(path: str) -> list[str]:
 def files_in(path: str) -> dict[str, int]:
     """The sizes of the files in a directory and those below it, by their names from there."""
     if not is_url(path):
-        sizes = {}
+        sizes, start = {}, len(os.path.join(path, ""))
         for file in (os.path.join(parent, name) for parent, _, names in os.walk(path) for name in names):
             with contextlib.suppress(FileNotFoundError):  # another process has renamed or removed it since the listing
-                sizes[os.path.relpath(file, path).replace(os.sep, "/")] = os.path.getsize(file)
+                sizes[file[start:].replace(os.sep, "/")] = os.path.getsize(file)
         return sizes
     store, base = store_of(path)
     infos: dict[str, Any] = store.find(base, detail=True)

@@ -227,7 +227,8 @@ def test_an_input_without_position_says_that_it_begins_again(tmp_path, messages)
         (generator, {"save_checkpoints_steps": 2}, 1),
         (generator, {"save_checkpoints_steps": 2, "resume_input": "count"}, 0),
         (generator, {"save_checkpoints_steps": 2, "resume_input": None}, 0),
-        (generator, {}, 0),  # it saves at the end alone
+        (generator, {"save_checkpoints_steps": 20}, 1),  # it saves at the end alone, but may give more batches
+        (generator, {"save_checkpoints_steps": None, "save_checkpoints_secs": 600}, 0),
         (Numbers, {"save_checkpoints_steps": 2}, 0),
     ],
 )
@@ -239,3 +240,15 @@ def test_a_run_says_once_that_its_input_would_begin_again(tmp_path, messages, so
         "after a kill the next process begins it again, and ends with other values than a run that was not killed. "
         "With RunConfig(resume_input='count') it reads up to the place, and ends with the same."
     )
+
+
+@pytest.mark.parametrize(("max_steps", "line"), [(9, 1), (5, 0), (4, 0)])
+def test_it_says_so_before_the_first_step_of_a_run_that_saves_before_its_last(tmp_path, messages, max_steps, line):
+    said = []
+
+    def look(context):
+        said.append(sum("has no position" in text for text in messages()))
+
+    hook = Noted("", [], after_create_state=look, before_run=look)
+    new(tmp_path, save_checkpoints_steps=5).train(generator, max_steps=max_steps, hooks=[hook])
+    assert said[:2] == [0, line]

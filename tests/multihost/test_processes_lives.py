@@ -72,6 +72,21 @@ def test_two_processes_resume_what_one_has_saved(folder, whole):
     assert_same(values, whole)
 
 
+@pytest.mark.slow
+def test_an_elastic_iterator_of_grain_resumes_in_any_number_of_processes_at_its_position(folder):
+    """Four processes, then two, then three see each row once, and read no row of before again."""
+    pytest.importorskip("grain")
+    before = set()
+    for processes, steps in ((4, 2), (2, 4), (3, 6)):
+        args = "testing.scenarios.team_lives.train_elastic", str(folder / "elastic"), steps
+        rows = [merged(rows) for rows in run(*args, processes=processes)]
+        assert all(sum(each["seen"]) == steps * team.ELASTIC_ROWS and max(each["seen"]) == 1 for each in rows)
+        given = [i for each in rows for i in each["given"]]
+        assert not before & set(given)
+        before |= {i for i, n in enumerate(rows[0]["seen"]) if n}
+    assert len(before) == 6 * team.ELASTIC_ROWS
+
+
 def assert_whole_checkpoint(model_dir):
     """The newest one can be read, all of it; returns its step."""
     path = est.Estimator(est_model, model_dir).latest_checkpoint()

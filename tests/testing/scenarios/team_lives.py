@@ -80,6 +80,38 @@ def train(model_dir, max_steps, every=4, name="values", **source):
     say(**{name: values, "metrics": metrics})
 
 
+ELASTIC_ROWS = 24  # of a batch: for 2, 3 and 4 processes of two towers
+
+
+def counts_rows(features, labels, mode):
+    """Counts in "seen" how often it has seen each row."""
+    w = est.get_variable("w", (), initializer=jax.nn.initializers.ones)
+    est.get_variable("seen", (6 * ELASTIC_ROWS,), jnp.int32, jax.nn.initializers.zeros, trainable=False)
+    est.assign_add("seen", jax.nn.one_hot(features, 6 * ELASTIC_ROWS, dtype=jnp.int32).sum(0))
+    return est.EstimatorSpec(mode, loss=w, train_op=TowerOptimizer(optax.sgd(0.0)).minimize(w))
+
+
+def train_elastic(model_dir, max_steps):
+    """Trains on grain's `ElasticIterator`; says which rows were seen how often, and which this process was given."""
+    import grain
+
+    start()
+    context, given = est.input_context(), []
+    shard = grain.sharding.ShardOptions(context.index, context.count)
+
+    def take(i):
+        given.append(int(i))
+        return np.int32(i)
+
+    def input_fn():
+        rows = grain.MapDataset.range(6 * ELASTIC_ROWS).shuffle(seed=1).map(take)
+        return grain.experimental.ElasticIterator(rows, ELASTIC_ROWS, shard, read_options=grain.ReadOptions(1, 1))
+
+    trained = make(model_dir, counts_rows, steps_per_loop=1, resume_input="position")
+    trained.train(input_fn, max_steps=max_steps)
+    say(seen=trained.get_variable_value("seen").tolist(), given=given)
+
+
 def slowly(i):
     time.sleep(0.05)
 

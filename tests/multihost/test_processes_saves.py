@@ -1,0 +1,73 @@
+"""Several processes train while their threads write a checkpoint, all parts of it or none."""
+
+import os
+import random
+import re
+import signal
+import time
+
+import pytest
+from testing.cluster import shared_cluster
+from testing.estimators import saved_at
+from testing.outcomes import merged, run, said_by
+
+
+def test_training_continues_while_processes_write(tmp_path):
+    """Nobody sees the checkpoint before the last of them has written its part."""
+    for rows in run("testing.scenarios.team_saves.train_while_it_writes", str(tmp_path)):
+        assert merged(rows) == {"seen": [[0]], "at_the_end": [0, 2, 4, 5], "threads": []}
+
+
+@pytest.mark.parametrize(("who", "where"), [(0, "own"), (1, "own"), (0, "for all")])
+def test_a_write_that_fails_in_one_is_an_error_in_all(tmp_path, who, where):
+    model_dir = tmp_path / "run"
+    ended = shared_cluster().run("testing.scenarios.team_saves.fail", str(model_dir), who, where)
+    assert all(any("ckpt-2 could not be written: " in line for line in each.lines) for each in ended)
+    rows = [merged(rows) for rows in said_by(ended)]
+    assert [each["threads"] for each in rows] == [[], []]
+    assert [each["at"] for each in rows] == [4, 4]  # where it was to save again
+    assert (rows[who]["error"][1], rows[who]["text"]) == ("OSError", "the disk is gone")
+    assert rows[1 - who]["error"][1] == "RuntimeError"
+    assert re.fullmatch(
+        rf"Process {who} failed in `train\(steps=None, max_steps=8\).*`: OSError: the disk is gone",
+        rows[1 - who]["text"],
+    )
+    assert saved_at(model_dir) == [0]
+    assert [name for name in os.listdir(model_dir) if "unfinished" in name] == []
+
+
+def kill_within_writes(model_dir, kills, when):
+    """Kills processes in turns within a write; lets the training end; returns its variables, in bytes."""
+    cluster = shared_cluster()
+    for number in range(kills):
+        before = unfinished(model_dir)
+        cluster.start("testing.scenarios.team_saves.train_until_killed", str(model_dir), 0.5, processes=2, timeout=60)
+        deadline = time.monotonic() + 50
+        while not (within := unfinished(model_dir) - before):
+            assert time.monotonic() < deadline, "no checkpoint was seen within its write"
+            time.sleep(0.002)
+        time.sleep(when.uniform(0, 0.2))
+        cluster.kill(number % 2)
+        began = time.monotonic()
+        ended = cluster.ended()
+        assert ended[number % 2].code == -signal.SIGKILL
+        assert ended[1 - number % 2].code in (1, 76, -signal.SIGABRT), "\n".join(ended[1 - number % 2].lines)
+        assert time.monotonic() - began < 20
+        (name, _) = within.pop()
+        assert not os.path.exists(os.path.join(model_dir, name.removesuffix(".unfinished")))
+    rows = said_by(cluster.run("testing.scenarios.team_saves.train_until_killed", str(model_dir), 0))
+    assert unfinished(model_dir) == set()
+    return [merged(each)["values"] for each in rows]
+
+
+def unfinished(model_dir):
+    """The folders of checkpoints that are being written, or were when a process was killed."""
+    entries = os.scandir(model_dir) if os.path.isdir(model_dir) else ()
+    return {(each.name, each.inode()) for each in entries if re.fullmatch(r"ckpt-\d+\.unfinished", each.name)}
+
+
+@pytest.mark.slow
+def test_trainings_killed_while_they_wrote_are_those_that_were_not(tmp_path):
+    killed = kill_within_writes(tmp_path / "killed", 2, random.Random(0))
+    assert killed == kill_within_writes(tmp_path / "whole", 0, None)
+    assert killed[0] == killed[1]

@@ -1,0 +1,96 @@
+"""Training runs of several processes whose threads write checkpoints, for `testing.cluster` to start in each."""
+
+import threading
+import time
+
+import jax
+import numpy as np
+
+import estimator as est
+from estimator.checkpoint import _save
+from testing.estimators import saved_at
+from testing.scenarios.team import make, say, start
+from testing.scenarios.team_lives import Source, Tell, slowly, tiny
+
+STEPS, SAVE_EVERY = 40, 8
+SECS = 30
+
+
+class At(est.Hook):
+    """Calls functions of the context after steps."""
+
+    def __init__(self, calls):
+        self.calls = calls
+
+    def next_step(self, step):
+        return min((s for s in self.calls if s > step), default=None)
+
+    def after_run(self, context, values):
+        if context.global_step in self.calls:
+            self.calls[context.global_step](context)
+
+
+def before_commit(does):
+    """Lets each process do something when its part is written, before it waits for the others."""
+    wait = _save.Barrier.__call__
+
+    def called(self, *, key, timeout_ms):
+        does(key)
+        wait(self, key=key, timeout_ms=timeout_ms)
+
+    _save.Barrier.__call__ = called
+
+
+def train_while_it_writes(model_dir):
+    """The write of step 2 ends after step 4, in the last of the processes; says which checkpoints hooks see."""
+    start()
+    completes, seen = threading.Event(), []
+
+    def hold(key):
+        if "ckpt-2" in key and jax.process_index():
+            assert completes.wait(SECS)
+
+    def complete(context):
+        seen.append(saved_at(model_dir))
+        completes.set()
+
+    before_commit(hold)
+    hook = At({3: complete})
+    make(model_dir, tiny, save_checkpoints_steps=2).train(lambda: Source(), max_steps=5, hooks=[hook])
+    threads = [thread.name for thread in threading.enumerate() if "save" in thread.name]
+    say(seen=seen, at_the_end=saved_at(model_dir), threads=threads)
+
+
+def fail(model_dir, who, where):
+    """The write of step 2 fails in a process: its own part, or what process 0 does for all."""
+    start()
+
+    def break_own(key):
+        if "ckpt-2" in key and jax.process_index() == who:
+            raise OSError("the disk is gone")
+
+    def break_last(path, **kwargs):
+        if path.endswith("ckpt-2"):
+            raise OSError("the disk is gone")
+        write_manifest(path, **kwargs)
+
+    if where == "own":
+        before_commit(break_own)
+    else:
+        write_manifest, _save.write_manifest = _save.write_manifest, break_last
+    began = time.monotonic()
+    try:
+        make(model_dir, tiny, save_checkpoints_steps=2).train(lambda: Source(), max_steps=8, hooks=[Tell()])
+    except Exception as error:
+        say(error=type(error).__name__, text=str(error), secs=time.monotonic() - began)
+    say(threads=[thread.name for thread in threading.enumerate() if "save" in thread.name])
+
+
+def train_until_killed(model_dir, secs):
+    """Trains; each process takes so long to write its part of a checkpoint."""
+    start(grace_secs=5.0, heartbeat_timeout_secs=3.0)
+    before_commit(lambda key: time.sleep(secs if "async_write_complete" in key else 0))
+    estimator = make(model_dir, tiny, save_checkpoints_steps=SAVE_EVERY, resume_input="count")
+    estimator.train(lambda: Source(slowly if secs else lambda i: None, positions=False), max_steps=STEPS)
+    values = estimator.get_variable_value("*")
+    say(values={name: np.asarray(value).tobytes().hex() for name, value in values.items()})
