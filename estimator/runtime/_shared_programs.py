@@ -37,7 +37,8 @@ def compile_shared(traced: jax.stages.Traced, args: tuple[Any, ...]) -> jax.stag
     if facts is None:
         return None
     lowered = traced.lower()
-    key = hashlib.sha256(lowered.as_text().encode()).digest(), lowered.out_tree, *facts
+    # With the places in the source: the last bits of what XLA makes depend on the names of operations.
+    key = hashlib.sha256(lowered.as_text(debug_info=True).encode()).digest(), lowered.out_tree, *facts
     try:
         hash(key)
     except TypeError:  # of a pytree with static fields that have none, which jax never hashes
@@ -65,6 +66,12 @@ def signature(args: tuple[Any, ...]) -> Hashable:
     """Equal for arguments that one compiled program takes."""
     leaves, structure = jax.tree.flatten(args)
     return structure, tuple((jax.typeof(x), _place(x)) for x in leaves)
+
+
+def abstract_argument(x: jax.Array) -> jax.ShapeDtypeStruct:
+    """An array without its values, for which jax lowers the program that it lowers for the array."""
+    kind = jax.typeof(x)
+    return jax.ShapeDtypeStruct(kind.shape, kind.dtype, sharding=_place(x), weak_type=kind.weak_type)
 
 
 def _place(x: Any) -> Any:
