@@ -7,6 +7,8 @@ import types
 import jax
 import pytest
 
+from estimator.runtime._shared_programs import forget_programs
+
 # A test gets the marker if its code, or a fixture or helper that it uses, names something of these modules.
 STARTERS = {
     "subprocess": "subprocess",
@@ -62,8 +64,9 @@ def messages(caplog):
 
 @pytest.fixture
 def compilations():
-    """The list of compilations so far; grows by one at each."""
+    """The list of compilations so far; grows by one at each. No program is left from the test before."""
     events = []
+    forget_programs()
 
     def listen(event, seconds, **_):
         if event == "/jax/core/compile/backend_compile_duration":

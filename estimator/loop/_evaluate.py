@@ -21,13 +21,14 @@ from estimator.core._typing import Features, Labels, PyTree
 from estimator.inputs._input_fn import Batches
 from estimator.loop import _hook_calls
 from estimator.loop._context import RunContext
-from estimator.loop._flops import debugging, steps_that_fit
+from estimator.loop._flops import steps_that_fit
 from estimator.loop._programs import InFlight, Pair, stacked_batches
 from estimator.loop._read_ahead import chunks_with_hooks
 from estimator.loop._synchronized_input import Uneven
 from estimator.metrics import Metric
 from estimator.multihost._global_arrays import gather_rows
 from estimator.multihost._preemption import SIGTERM, Preempted
+from estimator.runtime._jax_settings import debugging
 from estimator.steps._compiled_steps import Carry, Program, carry_of, loop_over_all, state_of
 from estimator.steps._transform import Model
 

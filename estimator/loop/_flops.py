@@ -67,11 +67,6 @@ def steps_that_fit(
     return max(1, int(_FLOPS_PER_PROGRAM.get(platform, _FLOPS_ON_ACCELERATORS) / max(1.0, count(traced))))
 
 
-def debugging() -> bool:
-    """Says whether jax is to run operation by operation, or to find the one that makes a NaN: not within a loop."""
-    return any(getattr(jax.config, name) for name in ("jax_disable_jit", "jax_debug_nans", "jax_debug_infs"))
-
-
 def _has_loop(jaxpr: Jaxpr) -> bool:
     from jax.extend.core import jaxprs_in_params  # imports Pallas
 

@@ -20,6 +20,7 @@ from estimator.core._state import State
 from estimator.core._typing import Features, Labels, PyTree
 from estimator.inputs._batch_values import stack_of
 from estimator.loop._flops import count_flops, peak_flops, steps_that_fit
+from estimator.runtime._shared_programs import abstract_argument
 from estimator.steps._compiled_steps import Carry, Program, carry_of, loop_over_some, state_of
 from estimator.steps._deferred_merge import merge_deferred
 from estimator.steps._transform import Model
@@ -95,6 +96,7 @@ class Programs:
         self.loops = False
         self.guard = BatchGuard(features, labels)
         self._batch = jax.tree.map(_abstract, info.placement.from_processes((features, labels)))
+        self._start: tuple[Carry, jax.Array] | None = None
 
         def compile_run(run: Callable[..., Outcome]) -> Program:
             is_one = info.is_one_program
@@ -106,18 +108,25 @@ class Programs:
     @functools.cached_property
     def steps_that_fit(self) -> int:
         """The number of steps that are to go into one program, by their arithmetic."""
-        return steps_that_fit(self.trace_step(self.info.like), self.info.platform, lambda _: self.flops)
+        return steps_that_fit(self._trace_to_count(), self.info.platform, lambda _: self.flops)
 
     @functools.cached_property
     def flops(self) -> float:
         """The FLOPs of a step on one device."""
-        return count_flops(self.trace_step(self.info.like))
+        return count_flops(self._trace_to_count())
 
     @property
     def least_step_seconds(self) -> float | None:
         """The seconds that the FLOPs of a step take at the peak of its devices, where that is known."""
         peak = peak_flops(self.info.device.device_kind)
         return None if peak is None or not self.info.is_one_program else self.flops / peak
+
+    def note_start(self, carry: Carry, key_data: jax.Array) -> None:
+        """Notes what the first program is called with: a step that is lowered to count its FLOPs is then compiled."""
+        self._start = jax.tree.map(abstract_argument, (carry, key_data))
+
+    def _trace_to_count(self) -> jax.stages.Traced:
+        return self.trace_step(self.info.like) if self._start is None else self._step.trace(*self._start, *self._batch)
 
     def trace_step(self, like: State) -> jax.stages.Traced:
         """The program of one step, for a state that is like this: of `jax.ShapeDtypeStruct`s."""

@@ -10,9 +10,9 @@ from estimator.core._hook import Hook
 from estimator.core._run_config import seconds
 from estimator.hooks._stop_at_step import StopAtStepHook
 from estimator.loop._context import RunContext
-from estimator.loop._flops import debugging
 from estimator.loop._plan import Plan
 from estimator.loop._programs import Programs
+from estimator.runtime._jax_settings import debugging
 
 _STEPS_TO_TIME = 20
 _MOST_BATCHES_AT_ONCE, _SECONDS_AT_ONCE = 10, 0.005

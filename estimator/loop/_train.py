@@ -79,6 +79,7 @@ class Training:
         advise_huge_pages(jax.tree.leaves(state.variables))
         self._carry = carry_of(state)
         self._key_data = jax.random.key_data(state.key)
+        programs.note_start(self._carry, self._key_data)
         self._in_flight = InFlight()
         self._log = TrainingLog(config.log_step_count_steps, self.context, last_step, shows_bars(self.context))
         self._losses = LossReader(programs, watch, hooks, self.context, self._log, self.saver.describe_newest)

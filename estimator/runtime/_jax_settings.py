@@ -19,6 +19,18 @@ _SETTINGS = (
     "numpy_dtype_promotion",
     "numpy_rank_promotion",
 )
+_DEBUGGING = ("jax_disable_jit", "jax_debug_nans", "jax_debug_infs")
+_TRACED_FOR = (*[f"jax_{name}" for name in _SETTINGS], *_DEBUGGING)
+
+
+def settings_of_this_thread() -> tuple[object, ...]:
+    """The settings that change what jax traces; equal ones give equal programs."""
+    return tuple([getattr(jax.config, name) for name in _TRACED_FOR])
+
+
+def debugging() -> bool:
+    """Says whether jax is to run operation by operation, or to find the one that makes a NaN: not within a loop."""
+    return any(getattr(jax.config, name) for name in _DEBUGGING)
 
 
 def with_settings_of_this_thread(call: Callable[..., T]) -> Callable[..., T]:

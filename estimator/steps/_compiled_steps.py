@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.interpreters.partial_eval import dce_jaxpr
 
 from estimator.core._state import State
 from estimator.core._typing import PyTree
+from estimator.runtime._jax_settings import debugging, settings_of_this_thread
+from estimator.runtime._shared_programs import compile_shared, signature
 from estimator.runtime._uninterrupted import compile_first
 
 C = TypeVar("C")
@@ -37,7 +41,8 @@ def state_of(carry: Carry, key_data: jax.Array) -> State:
 
 
 class Program:
-    """A pure function that is jitted, and compiled where Ctrl-C does no harm before its first call.
+    """A pure function that is jitted, and compiled where Ctrl-C does no harm before its first call. Programs that are
+    the same share what is compiled (`runtime/_shared_programs.py`).
 
     >>> program = Program(lambda x: 2 * x)
     >>> print(program.is_new(), program(jnp.ones(2)), program.is_new())
@@ -47,15 +52,22 @@ class Program:
       run: the function.
       donate: whether the memory of its first argument may be reused.
       jit: False for a function that runs several programs, each compiled by itself.
+      numbers_apart: whether numbers that it only hands out, whatever its arguments are, stay out of the program.
     """
 
-    def __init__(self, run: Callable[..., Any], donate: bool = False, jit: bool = True) -> None:
+    def __init__(
+        self, run: Callable[..., Any], donate: bool = False, jit: bool = True, numbers_apart: bool = False
+    ) -> None:
         self._run: Any = jax.jit(run, donate_argnums=0 if donate else ()) if jit else run
-        self._compiled_for: set[int] = set()
+        self._jit = jit
+        self._numbers_apart = numbers_apart
+        self._compiled: dict[Hashable, Callable[..., Any]] = {}
+        self._newest: dict[Hashable, Callable[..., Any]] = {}
+        self._called_with: set[int] = set()
 
     def is_new(self, rows: int = 0) -> bool:
         """Says whether the next call compiles it, as far as is known."""
-        return rows not in self._compiled_for
+        return rows not in self._called_with
 
     def __call__(self, *args: Any, rows: int = 0) -> Any:
         """Calls the function.
@@ -63,15 +75,64 @@ class Program:
         Args:
           rows: of the batch among the arguments; another number of them is another program.
         """
+        key = rows, settings_of_this_thread()
+        program = self._newest.get(key)
+        if program is not None:
+            try:
+                return program(*args)
+            except (TypeError, ValueError):
+                # Before it runs, a compiled program refuses arguments that are not like those it was compiled for.
+                if self._compiled.get((signature(args), key[1])) is program:
+                    raise
+        return self._program_for(args, key)(*args)
+
+    def _program_for(self, args: tuple[Any, ...], key: tuple[int, Hashable]) -> Callable[..., Any]:
         # If the caller traces this program in its own, it is compiled as a part of that one.
-        if rows not in self._compiled_for and not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(args)):
-            compile_first(self._run, *args)
-            self._compiled_for.add(rows)
-        return self._run(*args)
+        if not self._jit or debugging() or any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(args)):
+            return self._run
+        kind = signature(args), key[1]
+        if kind not in self._compiled:
+            traced = self._run.trace(*args)
+            apart = _with_numbers_apart(traced) if self._numbers_apart else None
+            self._compiled[kind] = apart or compile_shared(traced, args) or self._run
+            if self._compiled[kind] is self._run:
+                compile_first(self._run, *args)
+        self._newest[key] = self._compiled[kind]
+        self._called_with.add(key[0])
+        return self._newest[key]
 
     def trace(self, *args: Any) -> jax.stages.Traced:
         """The program for such arguments; `jax.ShapeDtypeStruct`s will do."""
         return self._run.trace(*args)
+
+
+def _with_numbers_apart(traced: jax.stages.Traced) -> Callable[..., Any] | None:
+    """The program with the numbers among its results as arguments, so that others give the same program: such as the
+    learning rate in a new State. None where it has no such numbers."""
+    from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun  # imports Pallas
+
+    numbers: dict[int, Any] = {}
+    for i, x in enumerate(traced.jaxpr.jaxpr.outvars):
+        kind: Any = x.aval
+        if isinstance(x, Literal) and jnp.issubdtype(kind.dtype, jnp.floating):
+            # A number of Python is of a weak type.
+            numbers[i] = float(x.val) if kind.weak_type else np.asarray(x.val, kind.dtype)
+    if not numbers:
+        return None
+    places = range(len(traced.jaxpr.jaxpr.outvars))
+    rest, used = dce_jaxpr(traced.jaxpr.jaxpr, [i not in numbers for i in places])
+    run = jaxpr_as_fun(ClosedJaxpr(rest, traced.jaxpr.consts))
+    structure = traced.out_tree
+
+    def together(arrays: list[Any], numbers: dict[int, Any]) -> Any:
+        results = iter(run(*arrays))
+        return jax.tree.unflatten(structure, [numbers[i] if i in numbers else next(results) for i in places])
+
+    def select(args: tuple[Any, ...]) -> list[Any]:
+        return [leaf for leaf, is_used in zip(jax.tree.leaves(args), used, strict=True) if is_used]
+
+    shared = Program(together)
+    return lambda *args: shared(select(args), numbers)
 
 
 def loop_over_all(step: Callable[..., tuple[C, T]], carry: C, batches: tuple[PyTree, ...]) -> tuple[C, T]:

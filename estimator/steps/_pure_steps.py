@@ -39,14 +39,6 @@ OPTIONAL_SLOTS = {SKIPPED_STEPS: NonFinite}
 """The entries of `State.slots` that belong to a feature, not to an optimizer, and that a checkpoint may lack."""
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Static:
-    """Carries a Python value out of a traced function."""
-
-    value: Any = dataclasses.field(metadata={"static": True})
-
-
 class PureSteps:
     """A model_fn as pure functions of explicit arguments. A training step is `compute`, `apply` and `finish_spec`.
 
@@ -63,7 +55,7 @@ class PureSteps:
 
     def init(
         self, key: jax.Array, features: Features, labels: Labels, initial_values: Variables, mode: ModeKeys
-    ) -> tuple[State, Static]:
+    ) -> tuple[State, ModelInfo]:
         """The first State, and the `ModelInfo`."""
         self._check(features, labels)
         step = jnp.zeros((), jnp.int32)
@@ -91,7 +83,7 @@ class PureSteps:
             ),
             notes=frame.declared.notes,
         )
-        return state, Static(info)
+        return state, info
 
     def compute(
         self,

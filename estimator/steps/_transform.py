@@ -16,7 +16,7 @@ from estimator.core._model_fn import ModelFn, bind
 from estimator.core._replica import Replica
 from estimator.core._rng import checked_key
 from estimator.core._state import State
-from estimator.core._typing import Features, Labels, PyTree
+from estimator.core._typing import Features, Labels, PyTree, Variables
 from estimator.inputs._batch_values import copy_batch, stack_batches
 from estimator.multihost._global_arrays import put
 from estimator.steps._compiled_steps import Program
@@ -131,7 +131,8 @@ class _Steps:
         self._donate = donate
         self._infos: dict[ModeKeys, ModelInfo] = {}
         # One per mode, also for the abstract run, whose trace is then compiled.
-        self._inits = {mode: Program(functools.partial(self._pure.init, mode=mode)) for mode in ModeKeys}
+        self._inits = {mode: Program(functools.partial(self._init, mode), numbers_apart=True) for mode in ModeKeys}
+        self._traced: dict[ModeKeys, ModelInfo] = {}
         self._compiled: dict[str, Callable[..., Any]] = {}
         self._compared: set[ModeKeys] = set()
 
@@ -149,8 +150,15 @@ class _Steps:
         info = self.info(features, labels, mode)
         # Read here and not in the model_fn, which also runs for each program and when training resumes.
         values = info.notes.get(InitialValues).read(info.like.variables)
-        state, _ = self._inits[mode](key, features, labels, values, rows=rows)
+        state = self._inits[mode](key, features, labels, values, rows=rows)
         return put(state, info.shardings)
+
+    def _init(
+        self, mode: ModeKeys, key: jax.Array, features: Features, labels: Labels, initial_values: Variables
+    ) -> State:
+        # Beside the result: a compiled program, which others may share, knows nothing of the model_fn.
+        state, self._traced[mode] = self._pure.init(key, features, labels, initial_values, mode)
+        return state
 
     def abstract_init(self, features: Features, labels: Labels = None, mode: str = ModeKeys.TRAIN) -> State:
         info = self.info(features, labels, mode)
@@ -170,10 +178,10 @@ class _Steps:
             args: tuple[Any, ...] = jax.random.key(0), features, labels, {}
             no_jit = jax.config.jax_disable_jit  # type: ignore[attr-defined]
             if no_jit and all(hasattr(x, "__array__") for x in jax.tree.leaves((features, labels))):
-                _, static = self._inits[mode](*args)  # without jit, the user wants to see values
+                self._inits[mode](*args)  # without jit, the user wants to see values
             else:
-                _, static = self._inits[mode].trace(*args).out_info
-            info: ModelInfo = static.value
+                self._inits[mode].trace(*args)
+            info = self._traced[mode]
             # Before it is stored, so that what contradicts another mode is an error at every call.
             check_modes({**self._infos, mode: info})
             self._infos[mode] = info

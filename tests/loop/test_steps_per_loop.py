@@ -160,6 +160,19 @@ def test_a_training_with_loops_compiles_each_program_once(tmp_path, compilations
     assert len(compilations) == before
 
 
+def test_a_step_that_is_counted_and_runs_alone_is_lowered_once(tmp_path, request):
+    lowered = []
+
+    def listen(event, seconds, *, fun_name="", **_):
+        if event == "/jax/core/compile/jaxpr_to_mlir_module_duration":
+            lowered.append(fun_name)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    request.addfinalizer(lambda: jax.monitoring.unregister_event_duration_listener(listen))
+    make(tmp_path, wide(2048), log_step_count_steps=30).train(of_width(2048, 2))
+    assert [name for name in lowered if "step" in name or "loop" in name] == ["jit(step)"]
+
+
 class Clock:
     """A clock that is set by hand."""
 
