@@ -187,11 +187,19 @@ def layer_norm(
         gamma = get_variable("gamma", shape, dtype, ones, trainable) if scale else None
     # TensorFlow's values: 1e-12 would be zero in float16.
     epsilon = 1e-3 if x.dtype == jnp.float16 else 1e-12
-    output = _standardize(x.astype(dtype), tuple(range(first, x.ndim)), epsilon)
-    if gamma is not None:
-        output = output * gamma.reshape(shape)
+    wide = x.astype(dtype)
+    axes = tuple(range(first, x.ndim))
+    if gamma is None:
+        output = _standardize(wide, axes, epsilon)
+    else:
+        output = jax.lax.platform_dependent(
+            wide,
+            gamma,
+            cpu=lambda x, gamma: _scale_on_cpu(x, gamma, axes, epsilon),
+            default=lambda x, gamma: _standardize(x, axes, epsilon) * gamma,
+        )
     if beta is not None:
-        output = output + beta.reshape(shape)
+        output = output + beta
     return activate("layer_norm", activation_fn, output.astype(x.dtype))
 
 
@@ -211,6 +219,31 @@ def _standardize_jvp(
     output, mean, factor = _standardize_with_moments(x, axes, epsilon)
     along = factor**3 * ((x - mean) * tangent).mean(axes, keepdims=True)
     return output, factor * (tangent - tangent.mean(axes, keepdims=True)) - (x - mean) * along
+
+
+def _scale_on_cpu(x: jax.Array, gamma: jax.Array, axes: tuple[int, ...], epsilon: float) -> jax.Array:
+    if gamma.ndim > len(axes):
+        return _standardize(x, axes, epsilon) * gamma
+    # As matrices: a row for each example that is normalized, and `gamma` as long as a row.
+    row = jnp.broadcast_to(gamma, x.shape[axes[0] :]).ravel()
+    return _standardize_and_scale(x.reshape(-1, row.size), row, epsilon).reshape(x.shape)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+def _standardize_and_scale(x: jax.Array, gamma: jax.Array, epsilon: float) -> jax.Array:
+    return _standardize(x, (1,), epsilon) * gamma
+
+
+@_standardize_and_scale.defjvp
+def _standardize_and_scale_jvp(
+    epsilon: float, primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    # Outer products, whose gradients are products of matrices and vectors: XLA keeps one array instead of two to four.
+    (x, gamma), (moved, moved_gamma) = primals, tangents
+    output, mean, factor = _standardize_with_moments(x, (1,), epsilon)
+    along = factor**3 * ((x - mean) * moved).mean(1, keepdims=True)
+    tangent = factor * gamma * moved - (factor * moved.mean(1, keepdims=True)) @ gamma[None]
+    return output * gamma, tangent - (x - mean) * (along @ gamma[None] - factor @ moved_gamma[None])
 
 
 def _standardize_with_moments(
