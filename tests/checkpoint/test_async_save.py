@@ -4,7 +4,6 @@ import contextlib
 import os
 import re
 import resource
-import signal
 import threading
 import time
 
@@ -17,7 +16,6 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from testing.estimators import Linear, X, Y, endless, make, saved_at, saved_steps, times
 from testing.processes import Processes
-from testing.scenarios import killed_training
 
 import estimator as est
 from estimator.checkpoint import _checkpoints
@@ -336,52 +334,3 @@ def test_a_forked_child_does_not_wait(tmp_path):
     finally:
         processes.close()
     assert saved_at(tmp_path) == [0, 2]
-
-
-# Killed while a checkpoint is written.
-
-
-@pytest.mark.slow
-@pytest.mark.covers("1.3 auto-resume")
-@pytest.mark.usefixtures("users_compiler")
-def test_trainings_killed_ten_times_while_they_wrote_are_those_that_were_not(tmp_path):
-    name, kills = "numpy_input_fn", 10
-    processes = Processes("testing.scenarios.killed_training")
-    killed, whole = (str(tmp_path / x) for x in ("killed", "whole"))
-
-    def newest():
-        return max(saved_at(killed), default=-1)
-
-    def unfinished():
-        """Each directory that is being written, or was when its process was killed."""
-        directories = set()
-        for each in os.scandir(killed) if os.path.isdir(killed) else ():
-            if re.fullmatch(r"ckpt-\d+\.unfinished", each.name):
-                with contextlib.suppress(FileNotFoundError):
-                    directories.add((each.name, os.stat(each.path).st_ino, os.stat(each.path).st_ctime_ns))
-        return directories
-
-    try:
-        viewer = killed_training.make(name, killed)
-        while kills:
-            step, left = newest(), unfinished()
-            processes.start("train_with_slow_disk", name, killed)
-            while (kills % 2 == 0 and newest() == step) or not unfinished() - left:
-                assert processes.is_alive(), "the training ended before it was seen within a write"
-                time.sleep(0.002)
-            processes.send(signal.SIGKILL)
-            assert processes.ended() == -signal.SIGKILL
-            kills -= bool(unfinished() - left)  # unless it was done with the write in the meantime
-            assert viewer.get_variable_value("global_step") == newest()
-        for where in (killed, whole):
-            processes.start("train", name, where)
-            assert processes.ended() == 0
-        ended, expected = (
-            {x: each.get_variable_value(x) for x in each.get_variable_names()}
-            for each in (viewer, killed_training.make(name, whole))
-        )
-        assert ended.keys() == expected.keys() and expected["global_step"] == killed_training.STEPS
-        assert [x for x in expected if ended[x].tobytes() != expected[x].tobytes()] == []
-        assert unfinished() == set()
-    finally:
-        processes.close()

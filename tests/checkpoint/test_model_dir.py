@@ -169,9 +169,10 @@ def test_a_checkpoint_that_was_asked_for_and_goes_away_is_an_error(tmp_path):
 def test_a_training_that_removes_checkpoints_does_not_disturb_readers(processes, tmp_path):
     start(processes, "endless_training", tmp_path, 1)
     estimator = make(tmp_path)
-    steps = set()
-    deadline = time.monotonic() + 60
-    while (len(steps) < 10 or time.monotonic() < deadline - 50) and time.monotonic() < deadline:
+    steps, rounds = set(), 0
+    while len(steps) < 10 or rounds < 20:
+        rounds += 1
+        assert processes.is_alive()
         steps.add(estimator.evaluate(times(1))["global_step"])
         assert len(list(estimator.predict(lambda: X))) == len(X)
         assert "w" in estimator.get_variable_names()
@@ -179,23 +180,18 @@ def test_a_training_that_removes_checkpoints_does_not_disturb_readers(processes,
         steps |= {step_of(estimator), int(est.load_variable(tmp_path, "global_step"))}
     processes.send(signal.SIGKILL)
     assert processes.ended() == -signal.SIGKILL
-    assert len(steps) >= 10
 
 
 @pytest.mark.slow
 def test_evaluations_at_once_do_not_disturb_each_other(tmp_path):
     make(tmp_path).train(times(3))
-    deadline = time.monotonic() + 5
 
     def evaluate(_):
-        estimator, count = make(tmp_path), 0
-        while time.monotonic() < deadline:
-            assert estimator.evaluate(times(1))["global_step"] == 3
-            count += 1
-        return count
+        estimator = make(tmp_path)
+        return [estimator.evaluate(times(1))["global_step"] for _ in range(8)]
 
     with concurrent.futures.ThreadPoolExecutor(3) as threads:
-        assert sum(threads.map(evaluate, range(3))) > 20
+        assert [*threads.map(evaluate, range(3))] == [[3] * 8] * 3
     assert list(est.read_eval_metrics(tmp_path / "eval")) == [3]
     assert not [name for name in os.listdir(tmp_path / "eval") if name.endswith(".new")]
 

@@ -8,12 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
+import tensorboardX  # noqa: F401, which the copies of this process need not import
 
 import estimator as est
 from replicate import TowerOptimizer, num_towers, replicate_model_fn, tower_index
 
 ROWS, BATCH, STEPS, SAVE_EVERY = 60, 16, 300, 24
 IMAGES = np.random.default_rng(0).normal(size=(ROWS, 8, 8, 1)).astype(np.float32)
+READ_AHEAD = {"num_threads": 1, "prefetch_buffer_size": 8}  # else each process makes 500 batches, in 16 threads
 LABELS = (np.arange(ROWS) % 3).astype(np.int32)
 
 
@@ -37,29 +39,31 @@ def model_fn(features, labels, mode, params):
     return est.EstimatorSpec(mode, loss=loss, train_op=TowerOptimizer(optimizer).minimize(loss))
 
 
-def example(i):
-    return {"image": IMAGES[i], "id": np.int32(i)}, LABELS[i]
+def examples(ids):
+    return {"image": IMAGES[ids], "id": ids.astype(np.int32)}, LABELS[ids]
 
 
 def map_dataset():
     import grain
 
-    return grain.MapDataset.range(ROWS).shuffle(seed=1).repeat().map(example).batch(BATCH)
+    dataset = grain.MapDataset.range(ROWS).shuffle(seed=1).repeat().batch(BATCH).map(examples)
+    return dataset.to_iter_dataset(grain.ReadOptions(**READ_AHEAD))
 
 
 def data_loader():
     import grain.python as pygrain
 
-    class Example(pygrain.MapTransform):
-        def map(self, i):
-            return example(i)
+    class Examples(pygrain.MapTransform):
+        def map(self, ids):
+            return examples(ids)
 
     sampler = pygrain.IndexSampler(ROWS, shard_options=pygrain.NoSharding(), shuffle=True, num_epochs=None, seed=2)
     return pygrain.DataLoader(
         data_source=pygrain.RangeDataSource(0, ROWS, 1),
         sampler=sampler,
-        operations=[Example(), pygrain.Batch(BATCH)],
+        operations=[pygrain.Batch(BATCH), Examples()],
         worker_count=0,
+        read_options=pygrain.ReadOptions(**READ_AHEAD),
     )
 
 
@@ -67,7 +71,7 @@ def generator():
     rng = np.random.default_rng(3)
     for _ in itertools.count():
         rows = rng.permutation(ROWS)[:BATCH]
-        yield {"image": IMAGES[rows], "id": rows.astype(np.int32)}, LABELS[rows]
+        yield examples(rows)
 
 
 def arrays():
