@@ -94,6 +94,8 @@ def pytest_report_header() -> str:
 @pytest.fixture
 def users_compiler():
     """Programs are compiled as XLA does it without flags, in processes that are started now too. Gives what it sets."""
+    from estimator.runtime._shared_programs import forget_programs
+
     jax.devices()  # XLA has read its flags, as it does once in a process
     flags = dict(USERS_FLAGS) if os.environ.get("XLA_FLAGS") else {}
     # Private, since jax has no other place where options for all programs can be set later: only for one, in jax.jit.
@@ -107,4 +109,6 @@ def users_compiler():
     with pytest.MonkeyPatch.context() as patch:  # one that no test undoes
         patch.setenv("XLA_FLAGS", "")
         patch.setattr(place, users_options)
+        forget_programs()  # of the other compiler; they are kept by what XLA compiles, not by how
         yield flags
+        forget_programs()

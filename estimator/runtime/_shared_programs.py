@@ -37,8 +37,7 @@ def compile_shared(traced: jax.stages.Traced, args: tuple[Any, ...]) -> jax.stag
     if facts is None:
         return None
     lowered = traced.lower()
-    # With the places in the source: the last bits of what XLA makes depend on the names of operations.
-    key = hashlib.sha256(lowered.as_text(debug_info=True).encode()).digest(), lowered.out_tree, *facts
+    key = hashlib.sha256(lowered.as_text().encode()).digest(), lowered.out_tree, *facts
     try:
         hash(key)
     except TypeError:  # of a pytree with static fields that have none, which jax never hashes
