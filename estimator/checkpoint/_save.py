@@ -35,7 +35,7 @@ from estimator.multihost._process_group import ProcessGroup, SingleProcess
 from estimator.storage._files import is_url, rename
 from estimator.storage._folders import upload
 from estimator.storage._manifest import MANIFEST, write_manifest
-from estimator.storage._own_folders import MARK, is_own, make_own, mark_own, remove_own
+from estimator.storage._own_folders import MARK, empty_own, is_own, make_own, mark_own, remove_own
 
 
 def save_checkpoint(
@@ -111,10 +111,14 @@ def _save_on_disk(
             os.makedirs(os.path.dirname(path), exist_ok=True)
             remove_leftovers(os.path.dirname(path))
             make_own(unfinished)
-            stack.callback(remove_own, unfinished)
+            # After an error of one array, TensorStore may still write others, and make the folders for them again.
+            stack.callback(empty_own, unfinished)
         with quiet_orbax(), plain_path(unfinished) as folder:
             _write(os.path.join(folder, os.path.basename(path)), arrays, host, copied, group, not folder_per_array)
         group.broadcast_from_chief(put_in_place)
+        stack.pop_all()
+    if group.index == 0:
+        remove_own(unfinished)
 
 
 def _save_in_store(

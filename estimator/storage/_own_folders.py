@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 
 from estimator.storage._files import files_in, is_url, list_dir, read, remove, remove_dir, store_of
 
@@ -35,6 +36,14 @@ def is_own(path: str) -> bool:
         return MARK_TEXT.startswith(read(os.path.join(path, MARK)))
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         return False
+
+
+def empty_own(path: str) -> None:
+    """Removes what it can of all in a local folder but its mark, by which the next save removes the rest."""
+    with contextlib.suppress(FileNotFoundError):
+        for name in os.listdir(path):
+            if name != MARK:
+                shutil.rmtree(os.path.join(path, name), ignore_errors=True)
 
 
 def remove_own(path: str, first: str | None = None) -> None:
