@@ -93,6 +93,8 @@ class Program:
         kind = signature(args), key[1]
         if kind not in self._compiled:
             traced = self._run.trace(*args)
+            if len(traced.jaxpr.jaxpr.invars) != len(jax.tree.leaves(args)):
+                return self._run  # a tracer has escaped and is one more argument, which jax refuses in the call
             apart = _with_numbers_apart(traced) if self._numbers_apart else None
             self._compiled[kind] = apart or compile_shared(traced, args) or self._run
             if self._compiled[kind] is self._run:

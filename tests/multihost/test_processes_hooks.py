@@ -63,7 +63,7 @@ def test_process_0_alone_logs_and_has_the_hooks_of_the_chief(values, ended):
 def test_neither_a_start_nor_a_save_compiles_programs_beside_the_steps(ended):
     for process in ended:
         compiled = re.findall(r"Compiling jit\((\w+)\) with global shapes", "\n".join(process.lines))
-        assert {"init", "step"} <= set(compiled)
+        assert {"_init", "step"} <= set(compiled)
         assert not {"copy", "_has_nan"} & set(compiled)
 
 
