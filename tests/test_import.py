@@ -1,17 +1,41 @@
 """What `import estimator, replicate` loads beside jax and optax: nothing that only some runs use."""
 
+import ast
+import importlib
+import pathlib
 import subprocess
 import sys
 
 import pytest
 
+import estimator
+
+PACKAGES = ("heads", "hooks", "inputs", "metrics")
+
 LOADED_WHEN_USED = (
     "PIL",
     "equinox",
+    "estimator._early_stopping",
+    "estimator._summarize",
+    "estimator._train_and_evaluate",
     "estimator.canned",
+    "estimator.checkpoint._readers",
+    "estimator.checkpoint._warm_start",
+    "estimator.experimental",
+    "estimator.export",
+    "estimator.extenders",
     "estimator.feature_column",
+    "estimator.heads",
+    "estimator.inputs._csv",
     "estimator.integrations",
+    "estimator.interop",
     "estimator.layers",
+    "estimator.metrics._means",
+    "estimator.nn",
+    "estimator.optim._row_wise",
+    "estimator.porting._tensorflow_names",
+    "estimator.testing",
+    "estimator.tf_checkpoint",
     "estimator.trackers",
     "estimator.train",
     "flatbuffers",
@@ -57,6 +81,22 @@ def test_the_import_loads_nothing_that_only_some_runs_use():
     assert [
         m for m in modules if m.startswith(tuple(f"{name}." for name in LOADED_WHEN_USED)) or m in LOADED_WHEN_USED
     ] == []
+
+
+@pytest.mark.parametrize("package", [estimator, *map(estimator.__getattr__, PACKAGES)], ids=lambda each: each.__name__)
+def test_names_that_are_loaded_later_are_listed_and_are_the_ones_that_type_checkers_see(package):
+    tree = ast.parse(pathlib.Path(package.__file__).read_text(encoding="utf-8"))
+    seen = {
+        alias.asname or alias.name: node.module
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module.startswith("estimator")
+        for alias in node.names
+    }
+    assert set(package.__all__) <= {*dir(package)} and len(package.__all__) == len(set(package.__all__))
+    for name in package.__all__:
+        if name in seen:  # others are defined in the module itself
+            module = importlib.import_module(seen[name])
+            assert getattr(package, name) is getattr(module, name), name
 
 
 FIRST_STEPS = """

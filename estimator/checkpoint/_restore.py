@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import jax
 from absl import logging
 
 from estimator.checkpoint._checkpoint import Checkpoint
-from estimator.checkpoint._warm_start import WarmStartReport, WarmStartSettings, warm_start
 from estimator.core._mode_keys import ModeKeys
 from estimator.core._state import State
 from estimator.core._typing import Features, Labels
@@ -15,6 +16,9 @@ from estimator.multihost._process_group import ProcessGroup
 from estimator.optim._moving_average import Averages, begin_averages, variables_to_read
 from estimator.steps._transform import Model
 from estimator.storage._files import make_absolute
+
+if TYPE_CHECKING:
+    from estimator.checkpoint._warm_start import WarmStartReport, WarmStartSettings
 
 
 class StateSource:
@@ -96,6 +100,8 @@ class StateSource:
     def _warm(
         self, settings: WarmStartSettings, state: State, mode: ModeKeys, features: Features, labels: Labels
     ) -> State:
+        from estimator.checkpoint._warm_start import warm_start
+
         info = self._model.info(features, labels, mode)
         state, report = warm_start(settings, state, info.trainable, mode)
         state = state._replace(variables=begin_averages(info.notes.get(Averages), state.variables, set(report.used)))
