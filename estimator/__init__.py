@@ -3,29 +3,10 @@
 This file is the table of contents; every name has its explanation where it is defined.
 """
 
-import importlib
 from typing import TYPE_CHECKING
 
-from estimator import experimental, export, hooks, inputs, losses, metrics, regularizers, summary
-from estimator._early_stopping import (
-    make_early_stopping_hook,
-    stop_if_higher_hook,
-    stop_if_lower_hook,
-    stop_if_no_decrease_hook,
-    stop_if_no_increase_hook,
-)
 from estimator._estimator import Estimator
-from estimator._goodput import Goodput, goodput
-from estimator._summarize import ModelSummary, VariableSummary, summarize
-from estimator._train_and_evaluate import train_and_evaluate
-from estimator._train_spec import EvalSpec, TrainSpec
-from estimator.checkpoint._checkpoints_iterator import checkpoints_iterator
-from estimator.checkpoint._export_variables import export_variables
-from estimator.checkpoint._init_from_checkpoint import init_from_checkpoint
 from estimator.checkpoint._model_dir import CheckpointInfo, checkpoints
-from estimator.checkpoint._readers import list_variables, load_variable
-from estimator.checkpoint._transpose import Transpose
-from estimator.checkpoint._warm_start import WarmStartReport, WarmStartSettings
 from estimator.core._estimator_spec import EstimatorSpec
 from estimator.core._frame import run_store
 from estimator.core._mode_keys import ModeKeys
@@ -34,45 +15,9 @@ from estimator.core._rng import global_step, make_rng
 from estimator.core._run_config import RunConfig
 from estimator.core._state import State
 from estimator.core._train_op import StepReport, TrainOp, group
-from estimator.export._exporters import BestExporter, Exporter, FinalExporter, LatestExporter
-from estimator.export._load import ExportedModel, load_exported
-from estimator.extenders import add_metrics, forward_features
-from estimator.heads import (
-    BinaryClassHead,
-    Head,
-    LogisticRegressionHead,
-    MultiClassHead,
-    MultiHead,
-    MultiLabelHead,
-    PoissonRegressionHead,
-    RegressionHead,
-)
-from estimator.hooks import (
-    CheckpointSaverHook,
-    CheckpointSaverListener,
-    FinalOpsHook,
-    Hook,
-    InMemoryEvaluatorHook,
-    LoggingTensorHook,
-    NanTensorHook,
-    ProfilerHook,
-    SecondOrStepTimer,
-    SetLearningRateHook,
-    StalledError,
-    StepCounterHook,
-    StopAtSecsHook,
-    StopAtStepHook,
-    SummarySaverHook,
-    WatchdogHook,
-)
-from estimator.interop._flax import flax_module
 from estimator.loop._loss_reader import NanLossDuringTrainingError
-from estimator.loop._memory_report import MemoryReport, MemoryUse, memory_report
-from estimator.losses import Reduction
 from estimator.multihost._input_context import InputContext, input_context
-from estimator.multihost._lost_process import ProcessLostError
 from estimator.multihost._preemption import Preempted, request_stop
-from estimator.multihost._replica_check import ReplicaMismatchError
 from estimator.optim._clip import clip_by_global_norm
 from estimator.optim._learning_rate import learning_rates, set_learning_rate
 from estimator.optim._loss_scale import DynamicLossScale
@@ -81,22 +26,16 @@ from estimator.optim._non_finite import NonFiniteGradientError, skipped_steps
 from estimator.optim._optimizer import Optimizer
 from estimator.optim._sparse_update import lazy
 from estimator.optim._tower_gradient import tower_gradient
-from estimator.porting._tensorflow_names import names_missing_in as _names_missing_in
+from estimator.porting._missing_names import names_loaded_later as _names_loaded_later
 from estimator.runtime._limits import Limits
 from estimator.sparse._embedding import embedding_lookup
-from estimator.sparse._embedding_sparse import embedding_lookup_sparse
 from estimator.sparse._indexed_slices import IndexedSlices
-from estimator.steps._remat import checkpoint_segments
-from estimator.steps._sync_variables import sync_variables
 from estimator.steps._transform import Model, transform
-from estimator.summary._history import read_eval_metrics, read_history
-from estimator.summary._plot import plot_history
 from estimator.variables._aggregation import VariableAggregation
 from estimator.variables._partitioning import spread
 from estimator.variables._policy import Policy
 from estimator.variables._variable_scope import AUTO_REUSE, VariableScope, get_variable_scope, variable_scope
 from estimator.variables._variables import assign, assign_add, get_variable, read_variable, trainable_variables
-from estimator.variables._vocab_info import VocabInfo
 
 __version__ = "0.1.0"  # the one place of it: pyproject.toml reads it here
 
@@ -242,9 +181,34 @@ __all__ = [
     "variable_scope",
 ]
 
-# What few programs use is loaded when it is.
+# What only some runs use is loaded when it is used.
 if TYPE_CHECKING:
-    from estimator import feature_column, layers, nn, trackers, train
+    from estimator import (
+        experimental,
+        export,
+        feature_column,
+        hooks,
+        inputs,
+        layers,
+        losses,
+        metrics,
+        nn,
+        regularizers,
+        summary,
+        trackers,
+        train,
+    )
+    from estimator._early_stopping import (
+        make_early_stopping_hook,
+        stop_if_higher_hook,
+        stop_if_lower_hook,
+        stop_if_no_decrease_hook,
+        stop_if_no_increase_hook,
+    )
+    from estimator._goodput import Goodput, goodput
+    from estimator._summarize import ModelSummary, VariableSummary, summarize
+    from estimator._train_and_evaluate import train_and_evaluate
+    from estimator._train_spec import EvalSpec, TrainSpec
     from estimator.canned import (
         BaselineClassifier,
         BaselineEstimator,
@@ -259,19 +223,103 @@ if TYPE_CHECKING:
         LinearEstimator,
         LinearRegressor,
     )
+    from estimator.checkpoint._checkpoints_iterator import checkpoints_iterator
+    from estimator.checkpoint._export_variables import export_variables
+    from estimator.checkpoint._init_from_checkpoint import init_from_checkpoint
+    from estimator.checkpoint._readers import list_variables, load_variable
+    from estimator.checkpoint._transpose import Transpose
+    from estimator.checkpoint._warm_start import WarmStartReport, WarmStartSettings
+    from estimator.export._exporters import BestExporter, Exporter, FinalExporter, LatestExporter
+    from estimator.export._load import ExportedModel, load_exported
+    from estimator.extenders import add_metrics, forward_features
+    from estimator.heads import (
+        BinaryClassHead,
+        Head,
+        LogisticRegressionHead,
+        MultiClassHead,
+        MultiHead,
+        MultiLabelHead,
+        PoissonRegressionHead,
+        RegressionHead,
+    )
+    from estimator.hooks import (
+        CheckpointSaverHook,
+        CheckpointSaverListener,
+        FinalOpsHook,
+        Hook,
+        InMemoryEvaluatorHook,
+        LoggingTensorHook,
+        NanTensorHook,
+        ProfilerHook,
+        SecondOrStepTimer,
+        SetLearningRateHook,
+        StalledError,
+        StepCounterHook,
+        StopAtSecsHook,
+        StopAtStepHook,
+        SummarySaverHook,
+        WatchdogHook,
+    )
     from estimator.integrations._optuna import OptunaPruningHook
+    from estimator.interop._flax import flax_module
+    from estimator.loop._memory_report import MemoryReport, MemoryUse, memory_report
+    from estimator.losses import Reduction
+    from estimator.multihost._lost_process import ProcessLostError
+    from estimator.multihost._replica_check import ReplicaMismatchError
+    from estimator.sparse._embedding_sparse import embedding_lookup_sparse
+    from estimator.steps._remat import checkpoint_segments
+    from estimator.steps._sync_variables import sync_variables
+    from estimator.summary._history import read_eval_metrics, read_history
+    from estimator.summary._plot import plot_history
+    from estimator.variables._vocab_info import VocabInfo
 else:
-    _missing = _names_missing_in(__name__)
-
-    def __getattr__(name):
-        if name in ("feature_column", "layers", "nn", "trackers", "train"):
-            return importlib.import_module(f"estimator.{name}")
-        if name == "OptunaPruningHook":
-            return importlib.import_module("estimator.integrations._optuna").OptunaPruningHook
-        # What `__all__` names and nothing above has imported is a canned Estimator.
-        if name in __all__:
-            return getattr(importlib.import_module("estimator.canned"), name)
-        return _missing(name)
-
-    def __dir__():
-        return sorted({*globals(), *__all__})
+    __getattr__, __dir__ = _names_loaded_later(
+        __name__,
+        {
+            "_early_stopping": (
+                "make_early_stopping_hook stop_if_higher_hook stop_if_lower_hook stop_if_no_decrease_hook "
+                "stop_if_no_increase_hook"
+            ),
+            "_goodput": "Goodput goodput",
+            "_summarize": "ModelSummary VariableSummary summarize",
+            "_train_and_evaluate": "train_and_evaluate",
+            "_train_spec": "EvalSpec TrainSpec",
+            "canned": (
+                "BaselineClassifier BaselineEstimator BaselineRegressor DNNClassifier DNNEstimator "
+                "DNNLinearCombinedClassifier DNNLinearCombinedEstimator DNNLinearCombinedRegressor DNNRegressor "
+                "LinearClassifier LinearEstimator LinearRegressor"
+            ),
+            "checkpoint._checkpoints_iterator": "checkpoints_iterator",
+            "checkpoint._export_variables": "export_variables",
+            "checkpoint._init_from_checkpoint": "init_from_checkpoint",
+            "checkpoint._readers": "list_variables load_variable",
+            "checkpoint._transpose": "Transpose",
+            "checkpoint._warm_start": "WarmStartReport WarmStartSettings",
+            "export._exporters": "BestExporter Exporter FinalExporter LatestExporter",
+            "export._load": "ExportedModel load_exported",
+            "extenders": "add_metrics forward_features",
+            "heads": (
+                "BinaryClassHead Head LogisticRegressionHead MultiClassHead MultiHead MultiLabelHead "
+                "PoissonRegressionHead RegressionHead"
+            ),
+            "hooks": (
+                "CheckpointSaverHook CheckpointSaverListener FinalOpsHook Hook InMemoryEvaluatorHook "
+                "LoggingTensorHook NanTensorHook ProfilerHook SecondOrStepTimer SetLearningRateHook StalledError "
+                "StepCounterHook StopAtSecsHook StopAtStepHook SummarySaverHook WatchdogHook"
+            ),
+            "integrations._optuna": "OptunaPruningHook",
+            "interop._flax": "flax_module",
+            "loop._memory_report": "MemoryReport MemoryUse memory_report",
+            "losses": "Reduction",
+            "multihost._lost_process": "ProcessLostError",
+            "multihost._replica_check": "ReplicaMismatchError",
+            "sparse._embedding_sparse": "embedding_lookup_sparse",
+            "steps._remat": "checkpoint_segments",
+            "steps._sync_variables": "sync_variables",
+            "summary._history": "read_eval_metrics read_history",
+            "summary._plot": "plot_history",
+            "variables._vocab_info": "VocabInfo",
+            **dict.fromkeys("experimental export feature_column inputs layers metrics nn".split(), ""),
+            **dict.fromkeys("regularizers summary trackers train".split(), ""),
+        },
+    )

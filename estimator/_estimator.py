@@ -15,7 +15,6 @@ from estimator._arguments import check_steps, chosen_dir, needs_params, writer_o
 from estimator._runs import InputFn, Runs, check_eval_dir, eval_dir
 from estimator.checkpoint._checkpoint import Checkpoint
 from estimator.checkpoint._model_dir import training_in
-from estimator.checkpoint._warm_start import WarmStartReport, WarmStartSettings, as_settings
 from estimator.core._estimator_spec import checked_hooks
 from estimator.core._hook import Hook
 from estimator.core._mode_keys import ModeKeys
@@ -23,19 +22,21 @@ from estimator.core._model_fn import ModelFn, bind, with_params
 from estimator.core._run_config import RunConfig
 from estimator.core._state import State
 from estimator.core._typing import Features, Labels, PyTree
-from estimator.export._export_model import check_arguments, write_export
 from estimator.hooks._checkpoint_saver import CheckpointSaverListener, checked_listeners
 from estimator.inputs._input_fn import call_input_fn
 from estimator.loop._predict import checked_keys, single_examples
 from estimator.multihost._collective_call import collective_call, run_on_chief
 from estimator.multihost._process_group import SingleProcess
 from estimator.optim._learning_rate import find_saved_rates
-from estimator.porting._tensorflow_names import check_tpu_arguments, missing_attribute
+from estimator.porting._missing_names import check_tpu_arguments, missing_attribute
 from estimator.runtime._compilation_cache import use_compilation_cache
 from estimator.runtime._fork import check_not_forked
 from estimator.runtime._interrupts import note_interrupts
 from estimator.runtime._log_lines import show_log_lines
 from estimator.runtime._standard_streams import keep_standard_streams_open
+
+if TYPE_CHECKING:
+    from estimator.checkpoint._warm_start import WarmStartReport, WarmStartSettings
 
 
 class Estimator:
@@ -111,7 +112,11 @@ class Estimator:
         self._params = copy.deepcopy({} if params is None else params)
         self._model_fn = model_fn
         self._public_model_fn = with_params(model_fn, self._params)
-        settings = as_settings(warm_start_from)
+        settings = None
+        if warm_start_from is not None:
+            from estimator.checkpoint._warm_start import as_settings
+
+            settings = as_settings(warm_start_from)
         if self._config.compilation_cache_dir is not None:
             use_compilation_cache(self._config.compilation_cache_dir)
         self._runs = Runs(model_fn, self._params, self._config, settings)
@@ -356,6 +361,8 @@ class Estimator:
         """
         check_not_forked("export_model")
         # In every process, so that what is wrong with the arguments is the same error in all.
+        from estimator.export._export_model import check_arguments, write_export
+
         options = check_arguments(example_features, assets_extra, batch_size, platforms, outputs)
         write_more = writer_of(format)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from absl import logging
 
@@ -13,7 +13,6 @@ from estimator.checkpoint._checkpoint import Checkpoint
 from estimator.checkpoint._checkpoints import Checkpoints
 from estimator.checkpoint._lookup import CheckpointLookup
 from estimator.checkpoint._restore import StateSource
-from estimator.checkpoint._warm_start import WarmStartSettings
 from estimator.core._hook import Hook, as_hooks
 from estimator.core._mode_keys import ModeKeys
 from estimator.core._model_fn import ModelFn
@@ -37,6 +36,9 @@ from estimator.multihost._preemption import ends_by_sigterm, raise_at_sigterm
 from estimator.multihost._process_group import ProcessGroup, SingleProcess
 from estimator.steps._transform import transform
 from estimator.storage._files import is_url
+
+if TYPE_CHECKING:
+    from estimator.checkpoint._warm_start import WarmStartSettings
 
 InputFn = Callable[..., Any]
 StateFor = Callable[[PyTree, PyTree], tuple[State, str | None]]  # the state for a first batch, and its checkpoint

@@ -10,7 +10,7 @@ from estimator._early_stopping import (
     stop_if_no_increase_hook,
 )
 from estimator.hooks import InMemoryEvaluatorHook
-from estimator.porting._tensorflow_names import names_missing_in as _names_missing_in
+from estimator.porting._missing_names import names_missing_in as _names_missing_in
 
 __all__ = [
     "InMemoryEvaluatorHook",

@@ -22,7 +22,7 @@ from estimator.core._placement import Halves, OffTowerPlacement, Placement
 from estimator.multihost._initialize import initialize_distributed
 from estimator.optim._finite import update_if
 from estimator.optim._non_finite import NonFinitePolicy
-from estimator.porting._tensorflow_names import names_missing_in
+from estimator.porting._missing_names import names_missing_in
 from estimator.runtime._uninterrupted import compile_first
 from estimator.steps._deferred_merge import Deferred
 from estimator.steps._merge_specs import PerPart, concatenate_specs

@@ -6,7 +6,7 @@ from estimator.core._record import Histogram
 from estimator.integrations._csv import CsvTracker
 from estimator.integrations._mlflow import MLflowTracker
 from estimator.integrations._wandb import WandbTracker
-from estimator.porting._tensorflow_names import names_missing_in as _names_missing_in
+from estimator.porting._missing_names import names_missing_in as _names_missing_in
 from estimator.summary._trackers import Run, Tracker, Writer
 
 __all__ = ["CsvTracker", "Histogram", "MLflowTracker", "Run", "Tracker", "WandbTracker", "Writer"]

@@ -7,6 +7,7 @@ with `wait=False`, being written by a thread.
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +19,7 @@ from estimator.checkpoint._checkpoint import REMOVABLE, REPLACING, Checkpoint, N
 from estimator.checkpoint._model_dir import find_newest, list_sound
 from estimator.checkpoint._named_arrays import PREFIXES, to_arrays
 from estimator.checkpoint._orbax import with_orbax
-from estimator.checkpoint._save import save_checkpoint
+from estimator.checkpoint._save import hold_arrays, save_checkpoint
 from estimator.core._state import State
 from estimator.multihost._collective_call import run_on_chief
 from estimator.multihost._process_group import ProcessGroup
@@ -88,6 +89,7 @@ class Checkpoints:
         host: dict[str, Any] | None = None,
         wait: bool = True,
         group: ProcessGroup | None = None,
+        later: bool = False,
     ) -> str:
         """Writes `state` to `<model_dir>/ckpt-<global_step>` and returns this path.
 
@@ -102,6 +104,8 @@ class Checkpoints:
           wait: whether to return when the checkpoint is on disk. Otherwise a thread writes it, from a copy in the
             host's memory; `wait()` says when it is there.
           group: the processes that save together, for the thread alone; None: a single process.
+          later: whether the first save of this process waits for `start`, or for whoever waits for it: to import orbax
+            takes as long as to trace a small model.
 
         Raises:
           ValueError: two variables have the same name on disk.
@@ -111,10 +115,19 @@ class Checkpoints:
         path = os.path.join(self._dir, name_of(int(state.global_step)))
         # Process 0 decides: it alone may have found by their checksums that arrays are damaged.
         if not run_on_chief("save", lambda: _is_saved(Checkpoint(path))):
-            self._start_writing(path, to_arrays(state), encode(host or {}), group)
+            arrays = to_arrays(state)
+            held = hold_arrays(arrays) if later and "orbax.checkpoint" not in sys.modules else None
+            self._in_flight = self._writing(path, held or arrays, encode(host or {}), group)
+            if held is None:
+                self.start()
             if wait:
                 self.wait()
         return path
+
+    def start(self) -> None:
+        """Starts to write what `save` has left for later."""
+        if self._in_flight is not None:
+            self._in_flight.start()
 
     def finish(self) -> None:
         """Waits until no thread of this object writes a checkpoint any more, whatever goes wrong in it."""
@@ -138,11 +151,9 @@ class Checkpoints:
         if self._in_flight is not None:
             self._in_flight.give_up()
 
-    def _start_writing(
+    def _writing(
         self, path: str, arrays: dict[str, Any], host: dict[str, Any], group: ProcessGroup | None
-    ) -> None:
-        import orbax.checkpoint  # noqa: F401  # by this thread, as in `with_orbax`
-
+    ) -> AsyncSave:
         def write(copied: Callable[[], None]) -> None:
             try:
                 save_checkpoint(path, arrays, host, *self._retention, copied=copied, group=group)
@@ -156,8 +167,7 @@ class Checkpoints:
                 logging.error("%s", explained)  # which is raised only when training saves again, or ends
                 raise explained from error
 
-        self._in_flight = AsyncSave(path, write)
-        self._in_flight.start()
+        return AsyncSave(path, write)
 
     def pin(self, path: str) -> None:
         """Keeps a checkpoint on disk until `unpin`, also after a restart, beside the newest ones.
@@ -212,22 +222,33 @@ class AsyncSave:
 
         self._copied = copied
         self._work = Work(call)
+        self._lock = threading.Lock()
 
     def start(self) -> None:
-        """Starts the thread, and waits until the memory of the state may be donated.
+        """Starts the thread, if it has not begun, and waits until the memory of the state may be donated.
 
         An exception out of a signal's handler ends the wait, but not the thread.
         """
-        try:
-            self._work.thread.start()
-        except RuntimeError:  # there are too many threads
-            self._work.done.set()
-            raise
-        self._copied.wait()
+        import orbax.checkpoint  # noqa: F401  # by this thread, as in `with_orbax`
+
+        with self._lock:
+            if self._is_left():
+                try:
+                    self._work.thread.start()
+                except RuntimeError:  # there are too many threads
+                    self._work.done.set()
+                    raise
+        if not self._work.done.is_set():
+            self._copied.wait()
+
+    def _is_left(self) -> bool:
+        return self._work.thread.ident is None and not self._work.done.is_set()
 
     def finish(self) -> None:
         """Waits for the thread, whatever goes wrong in it. A forked child, which has no such thread, does not wait."""
         if os.getpid() == self._process:
+            if self._is_left():
+                self.start()
             self._work.done.wait()
 
     def check(self) -> None:
@@ -238,6 +259,9 @@ class AsyncSave:
     def give_up(self) -> None:
         """Lets the process end while the thread is at work."""
         logging.warning("The checkpoint %s is still being written. It is lost if the process ends now.", self.path)
+        with self._lock:
+            if self._is_left():
+                self._work.done.set()
         give_up(self._work)
 
 

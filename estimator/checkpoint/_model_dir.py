@@ -14,7 +14,6 @@ from typing import NamedTuple
 from absl import logging
 
 from estimator.checkpoint._checkpoint import REMOVED, REPLACING, UNFINISHED, Checkpoint, NotACheckpointError, name_of
-from estimator.multihost._cluster import is_ray_worker
 from estimator.storage._files import (
     exists,
     expand,
@@ -71,7 +70,7 @@ def check_model_dir(model_dir: str) -> str:
             )
         return model_dir
     model_dir = os.path.expanduser(model_dir)
-    if not os.path.isabs(model_dir) and is_ray_worker():
+    if not os.path.isabs(model_dir) and _is_ray_worker():
         raise ValueError(
             f"`model_dir` must be an absolute path, or a URL, in a worker of Ray; got {model_dir!r}. Each worker has a "
             f"working directory of its own, here {os.getcwd()!r}, so that a relative path is not where the driver, or "
@@ -373,3 +372,9 @@ def _leave_to_parent() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_leave_to_parent)
+
+
+def _is_ray_worker() -> bool:
+    from estimator.multihost._cluster import is_ray_worker
+
+    return is_ray_worker()

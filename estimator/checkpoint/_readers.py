@@ -16,7 +16,6 @@ from estimator.checkpoint._named_arrays import ShapeDtype, close_matches, descri
 from estimator.storage._array_files import Kind, Npz, Safetensors
 from estimator.storage._files import expand
 from estimator.storage._torch_file import TorchFile
-from estimator.tf_checkpoint._tf_bundle import TensorFlowBundle, tensorflow_prefix
 from estimator.variables._initial_value import cast
 
 T = TypeVar("T")
@@ -64,6 +63,8 @@ def open_reader(caller: str, path: str | os.PathLike[str]) -> Reader:
         return _SavedState(newest)
     if export := find_export(path):
         return _Export(export)
+    from estimator.tf_checkpoint._tf_bundle import tensorflow_prefix
+
     if prefix := tensorflow_prefix(path):
         return _TensorFlow(prefix)
     if os.path.isfile(path):
@@ -234,6 +235,8 @@ class _TensorFlow:
     """A checkpoint of TensorFlow. Its slots have names like any other."""
 
     def __init__(self, prefix: str) -> None:
+        from estimator.tf_checkpoint._tf_bundle import TensorFlowBundle
+
         self.path = prefix
         self._bundle = TensorFlowBundle(prefix)
         self.shapes: Mapping[str, ShapeDtype] = {name: Kind(*kind) for name, kind in self._bundle.shapes.items()}

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import jax
 from absl import logging
 
 from estimator.checkpoint._checkpoint import Checkpoint
-from estimator.checkpoint._warm_start import WarmStartReport, WarmStartSettings, warm_start
 from estimator.core._mode_keys import ModeKeys
 from estimator.core._state import State
 from estimator.core._typing import Features, Labels
@@ -15,6 +16,9 @@ from estimator.multihost._process_group import ProcessGroup
 from estimator.optim._moving_average import Averages, begin_averages, variables_to_read
 from estimator.steps._transform import Model
 from estimator.storage._files import make_absolute
+
+if TYPE_CHECKING:
+    from estimator.checkpoint._warm_start import WarmStartReport, WarmStartSettings
 
 
 class StateSource:
@@ -50,20 +54,26 @@ class StateSource:
             # Committed to their devices like restored arrays; jax compiles again for uncommitted ones.
             return jax.device_put(state, jax.tree.map(lambda x: x.sharding, state))
         like = self._model.abstract_init(features, labels, mode=mode)
+        cached = self._find_cached(path, like, group)
+        if cached is None:
+            cached = self._restore(mode, path, like, group)
+            self._cached = _identity(path), cached
+        return _take_part(cached, like)
+
+    def _find_cached(self, path: str, like: State, group: ProcessGroup) -> State | None:
+        """The cached state of the checkpoint; None if any process has none. Then all read the checkpoint together, for
+        the state is put on the devices of all processes."""
         cached = self._cached  # another thread, which evaluates too, may change it meanwhile
         is_cached = cached is not None and cached[0] == _identity(path) and _serves(cached[1], like)
-        # If any process has no cached state, all read the checkpoint together: the state is put on the devices of all
-        # processes.
-        if not all(group.all_gather(is_cached)):
-            checkpoint = Checkpoint(path)
-            with checkpoint.hold():
-                state = checkpoint.restore(like, partial=mode != ModeKeys.TRAIN)
-                # A wait for one that reads slowly is here, where it is known for whom, and not in a collective.
-                group.all_gather(None)
-                state = equalize_copies(state)
-                cached = self._cached = _identity(path), state
-        assert cached is not None
-        return _take_part(cached[1], like)
+        return cached[1] if all(group.all_gather(is_cached)) and cached is not None else None
+
+    def _restore(self, mode: ModeKeys, path: str, like: State, group: ProcessGroup) -> State:
+        checkpoint = Checkpoint(path)
+        with checkpoint.hold():
+            state = checkpoint.restore(like, partial=mode != ModeKeys.TRAIN)
+            # A wait for one that reads slowly is here, where it is known for whom, and not in a collective.
+            group.all_gather(None)
+            return equalize_copies(state)
 
     def is_cached(self, path: str) -> bool:
         """Returns whether the state of the checkpoint at `path` is in memory."""
@@ -71,9 +81,17 @@ class StateSource:
         return cached is not None and cached[0] == identity
 
     def take_for_training(self, path: str | None, group: ProcessGroup, features: Features, labels: Labels) -> State:
-        """Copies the state for training, which donates its memory; a prediction may still read the original."""
-        state = self.get(ModeKeys.TRAIN, path, group, features, labels)
-        self._cached = None
+        """Reads the state for training, which donates its memory: a copy of one that a prediction may still read."""
+        if path is not None:
+            like = self._model.abstract_init(features, labels, mode=ModeKeys.TRAIN)
+            cached = self._find_cached(path, like, group)
+            self._cached = None
+            if cached is None:
+                return _take_part(self._restore(ModeKeys.TRAIN, path, like, group), like)
+            state = _take_part(cached, like)
+            del cached
+        else:
+            state = self.get(ModeKeys.TRAIN, None, group, features, labels)
         leaves, structure = jax.tree.flatten(state)
         # Without these references, the memory of each array is freed after its copy, if no prediction reads it.
         del state
@@ -96,6 +114,8 @@ class StateSource:
     def _warm(
         self, settings: WarmStartSettings, state: State, mode: ModeKeys, features: Features, labels: Labels
     ) -> State:
+        from estimator.checkpoint._warm_start import warm_start
+
         info = self._model.info(features, labels, mode)
         state, report = warm_start(settings, state, info.trainable, mode)
         state = state._replace(variables=begin_averages(info.notes.get(Averages), state.variables, set(report.used)))

@@ -37,6 +37,8 @@ from estimator.storage._folders import upload
 from estimator.storage._manifest import MANIFEST, write_manifest
 from estimator.storage._own_folders import MARK, empty_own, is_own, make_own, mark_own, remove_own
 
+_MOST_BYTES_TO_HOLD = 1 << 26
+
 
 def save_checkpoint(
     path: str,
@@ -74,6 +76,20 @@ def save_checkpoint(
         arrays = gather_on_chief(arrays)
         copied()
     group.broadcast_from_chief(lambda: _save_in_store(saved, arrays, host, copied, finish))
+
+
+def hold_arrays(arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array] | None:
+    """The same arrays on CPU devices, in the same memory, which XLA then does not donate; None on other devices, and
+    for many bytes, since the first step takes other memory then."""
+    on_cpus = all(device.platform == "cpu" for x in arrays.values() for device in x.devices())
+    if not on_cpus or jax.process_count() > 1 or sum(x.nbytes for x in arrays.values()) > _MOST_BYTES_TO_HOLD:
+        return None
+
+    def hold(x: jax.Array) -> jax.Array:
+        parts = [jax.device_put(np.asarray(shard.data), shard.device) for shard in x.addressable_shards]
+        return jax.make_array_from_single_device_arrays(x.shape, x.sharding, parts)
+
+    return {name: hold(x) for name, x in arrays.items()}
 
 
 def _save_on_disk(

@@ -7,7 +7,7 @@ import functools
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,13 +19,15 @@ from estimator.checkpoint._named_arrays import (
     tensorflow_slot_names,
     with_named_leaves,
 )
-from estimator.checkpoint._readers import Reader, as_of_jax, find_mismatches, read_newest, read_values
 from estimator.checkpoint._transpose import Transpose
 from estimator.core._mode_keys import ModeKeys
 from estimator.core._state import State
 from estimator.multihost._global_arrays import put
 from estimator.storage._array_files import Kind
 from estimator.variables._vocab_info import VocabInfo, move_rows, resize
+
+if TYPE_CHECKING:
+    from estimator.checkpoint._readers import Reader
 
 _STEP = "global_step"
 
@@ -146,6 +148,8 @@ def warm_start(
       ValueError: there is no such checkpoint, a pattern matches nothing, a renamed variable is not in the model or not
         in the source, or shapes or dtypes differ.
     """
+    from estimator.checkpoint._readers import read_newest
+
     return read_newest(
         "WarmStartSettings",
         settings.ckpt_to_initialize_from,
@@ -156,6 +160,8 @@ def warm_start(
 def _warm_start(
     source: Reader, settings: WarmStartSettings, state: State, trainable: Sequence[str], mode: ModeKeys
 ) -> tuple[State, WarmStartReport]:
+    from estimator.checkpoint._readers import as_of_jax, find_mismatches, read_values
+
     leaves = named_leaves(state)
     is_whole = mode == ModeKeys.TRAIN
     matches = _match_names(settings, source, state, trainable)

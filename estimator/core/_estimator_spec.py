@@ -18,7 +18,7 @@ from estimator.core._mode_keys import ModeKeys
 from estimator.core._record import Report, metric_of
 from estimator.core._train_op import StepReport, TrainOp
 from estimator.core._typing import PyTree
-from estimator.porting._tensorflow_names import check_tpu_arguments
+from estimator.porting._missing_names import check_tpu_arguments
 
 
 class Mergeable(Protocol):

@@ -16,7 +16,7 @@ from estimator.core._estimator_spec import EstimatorSpec
 from estimator.core._frame import current_frame
 from estimator.core._mode_keys import ModeKeys
 from estimator.core._typing import Features, Labels
-from estimator.porting._tensorflow_names import explain_batch_size
+from estimator.porting._missing_names import explain_batch_size
 
 ModelFn = Callable[..., EstimatorSpec]
 """A function of `features` and any of `labels, mode, params, config`."""

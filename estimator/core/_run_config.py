@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from estimator.porting._tensorflow_names import missing_attribute
+from estimator.porting._missing_names import missing_attribute
 from estimator.runtime._limits import Limits
 
 

@@ -9,7 +9,7 @@ from estimator.core._export_output import (
     PredictOutput,
     RegressionOutput,
 )
-from estimator.porting._tensorflow_names import names_missing_in as _names_missing_in
+from estimator.porting._missing_names import names_missing_in as _names_missing_in
 
 __all__ = ["ClassificationOutput", "DEFAULT_SIGNATURE", "ExportOutput", "PredictOutput", "RegressionOutput"]
 

@@ -56,10 +56,10 @@ from estimator.core._state import State
 from estimator.core._typing import Features, PyTree
 from estimator.export._arguments import describe_features
 from estimator.export._prune import check_rows, checked_outputs, choose_outputs, prune_unused
-from estimator.heads._class_names import without_strings
 from estimator.steps._gradients import run_model_fn
 from estimator.storage._files import expand, is_url, list_dir, rename, sync_tree
 from estimator.storage._folders import upload
+from estimator.variables._class_names import without_strings
 
 ASSETS_DIR = "assets.extra"
 _EXPORT = re.compile(r"\d{10}")

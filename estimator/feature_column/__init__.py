@@ -41,7 +41,7 @@ from estimator.feature_column._vocabulary import (
     categorical_column_with_vocabulary_list,
 )
 from estimator.feature_column._weighted import weighted_categorical_column
-from estimator.porting._tensorflow_names import names_missing_in as _names_missing_in
+from estimator.porting._missing_names import names_missing_in as _names_missing_in
 
 __all__ = [
     "bucketized_column",

@@ -12,7 +12,6 @@ from jax.typing import ArrayLike
 
 from estimator import metrics as metrics_lib
 from estimator.core._export_output import ExportOutput, RegressionOutput
-from estimator.heads._class_names import ClassNames
 from estimator.heads._head import Predictions
 from estimator.heads._one_task import (
     OneTaskHead,
@@ -28,6 +27,7 @@ from estimator.losses import Reduction
 from estimator.metrics import Metric
 from estimator.metrics._arrays import divide, namespace
 from estimator.metrics._means import Mean
+from estimator.variables._class_names import ClassNames
 
 
 class BinaryClassHead(OneTaskHead):

@@ -12,11 +12,11 @@ from estimator import losses as losses_lib
 from estimator import metrics as metrics_lib
 from estimator.core._argument_checks import as_int
 from estimator.core._export_output import ExportOutput
-from estimator.heads._class_names import ClassNames
 from estimator.heads._head import Predictions
 from estimator.heads._one_task import OneTaskHead, all_class_ids, checked_vocabulary, classification_outputs
 from estimator.losses import Reduction
 from estimator.metrics import Metric
+from estimator.variables._class_names import ClassNames
 
 
 class MultiClassHead(OneTaskHead):

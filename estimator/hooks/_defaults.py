@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from estimator.core._hook import Hook
 from estimator.core._run_config import RunConfig
 from estimator.hooks._checkpoint_saver import CheckpointSaverHook, CheckpointSaverListener
-from estimator.hooks._replica_check import ReplicaCheckHook
 from estimator.hooks._summary_saver import SummarySaverHook
 from estimator.multihost._process_group import ProcessGroup
 
@@ -23,6 +22,8 @@ def with_default_hooks(
     """
     first: list[Hook] = []
     if config.check_replicas_every:
+        from estimator.hooks._replica_check import ReplicaCheckHook
+
         # Before the saver: copies that differ must not be saved.
         first.append(ReplicaCheckHook(config.check_replicas_every))
     of_caller = (*chief, *hooks)

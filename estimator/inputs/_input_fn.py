@@ -18,7 +18,7 @@ from estimator.core._typing import PyTree
 from estimator.inputs._array_iterator import RowBatches
 from estimator.inputs._batch_values import Stack, copy_batch, default_devices
 from estimator.inputs._shape_watch import ShapeWatch
-from estimator.porting._tensorflow_names import explain_batch_size
+from estimator.porting._missing_names import explain_batch_size
 
 _IN_MEMORY: tuple[type, ...] = type(iter([])), type(iter(())), itertools.repeat, RowBatches
 _ACCEPTED = (

@@ -26,7 +26,7 @@ from estimator.layers._recurrent import (
     lstm,
     stack_bidirectional_rnn,
 )
-from estimator.porting._tensorflow_names import names_missing_in as _names_missing_in
+from estimator.porting._missing_names import names_missing_in as _names_missing_in
 
 __all__ = [
     "LSTMState",

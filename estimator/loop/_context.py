@@ -20,7 +20,7 @@ from estimator.loop._stopwatch import Stopwatch
 from estimator.multihost._preemption import SIGTERM
 from estimator.multihost._process_group import ProcessGroup, SingleProcess
 from estimator.optim._learning_rate import set_rate
-from estimator.porting._tensorflow_names import missing_attribute
+from estimator.porting._missing_names import missing_attribute
 from estimator.steps._compiled_steps import Carry
 from estimator.steps._model_info import ModelInfo
 from estimator.storage._files import normalize

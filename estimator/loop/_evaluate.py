@@ -25,7 +25,7 @@ from estimator.loop._flops import steps_that_fit
 from estimator.loop._programs import InFlight, Pair, stacked_batches
 from estimator.loop._read_ahead import chunks_with_hooks
 from estimator.loop._synchronized_input import Uneven
-from estimator.metrics import Metric
+from estimator.metrics._metric import Metric
 from estimator.multihost._global_arrays import gather_rows
 from estimator.multihost._preemption import SIGTERM, Preempted
 from estimator.runtime._jax_settings import debugging

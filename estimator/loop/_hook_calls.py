@@ -14,7 +14,6 @@ from estimator.core._hook import Hook, RunValues
 from estimator.core._record import Report
 from estimator.core._typing import PyTree
 from estimator.loop._context import RunContext
-from estimator.multihost._lost_process import LOST_PROCESS
 from estimator.multihost._preemption import Preempted
 
 
@@ -33,6 +32,8 @@ def around(hooks: Sequence[Hook], context: RunContext) -> Iterator[None]:
         if isinstance(error, GeneratorExit):  # which closes the results of `predict`, and is not an error
             context.stop("closed")
         else:
+            from estimator.multihost._lost_process import LOST_PROCESS
+
             context.error = LOST_PROCESS.explain(error)
             context.stop("error")
             if context.error is not error:

@@ -14,13 +14,13 @@ from estimator.core._hook import Hook
 from estimator.core._record import Report
 from estimator.core._state import State
 from estimator.core._typing import Features, PyTree
-from estimator.heads._class_names import with_strings
 from estimator.inputs._input_fn import Batches
 from estimator.loop import _hook_calls
 from estimator.loop._context import RunContext
 from estimator.loop._read_ahead import chunks_with_hooks
 from estimator.steps._compiled_steps import Carry, Program, carry_of, state_of
 from estimator.steps._transform import Model
+from estimator.variables._class_names import with_strings
 
 
 class PredictSteps:

@@ -107,10 +107,16 @@ class Saver:
             }
             self._wait()  # one save at a time; the newest that is on disk is known then
             self._before = self.path, self.step
-            self.path, self.step = self._checkpoints.save(state, host, wait, self._channel), step
+            later = not self._context.batches
+            self.path, self.step = self._checkpoints.save(state, host, wait, self._channel, later), step
         if is_within and self.batches:
             self._warn_of_resuming()
         return self.path
+
+    def start(self) -> None:
+        """Starts to write what was saved before the first program, which has shown its loss by now."""
+        with self._context.in_phase("checkpoint"):
+            self._checkpoints.start()
 
     @contextlib.contextmanager
     def finish_last(self) -> Iterator[None]:

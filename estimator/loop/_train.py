@@ -108,7 +108,7 @@ class Training:
         with self._log:
             # The order for each program: before_run, the program, the losses of earlier programs, after_run. Hooks are
             # only due at the end of a program.
-            for run, due, position in self._runs(batches, size):
+            for i, (run, due, position) in enumerate(self._runs(batches, size)):
                 requests = _hook_calls.before(due, context)
                 outputs, reported = self._start(run, reporting=_hook_calls.requests_values(requests, context))
                 self.saver.position = position
@@ -118,6 +118,8 @@ class Training:
                         context.stop("NaN loss")
                     size.measure(self._losses.step)
                 _hook_calls.after(due, context, requests, outputs.losses, run.steps, reported, outputs.scalars)
+                if i == 0:
+                    self.saver.start()
             # Before hooks end: a NaN in the last steps is found here, and nothing of it is saved in an `end`.
             self.look()
         if self._changed_at == context.global_step:

@@ -21,7 +21,7 @@ from estimator.losses._losses import (
     softmax_cross_entropy,
     sparse_softmax_cross_entropy,
 )
-from estimator.porting._tensorflow_names import names_missing_in as _names_missing_in
+from estimator.porting._missing_names import names_missing_in as _names_missing_in
 
 __all__ = [
     "Reduction",

@@ -12,10 +12,6 @@ import jax
 from absl import logging
 
 from estimator.multihost._coordination_client import coordination_client
-from estimator.multihost._key_value_group import KeyValueGroup
-from estimator.multihost._limit_watch import watch_limits
-from estimator.multihost._lost_process import LOST_PROCESS, ProcessLostError
-from estimator.multihost._news import NEWS
 from estimator.multihost._process_group import CALLS, ProcessGroup, SingleProcess
 from estimator.runtime._limits import Limits
 
@@ -46,6 +42,11 @@ def collective_call(call: str, limits: Limits | None = _DEFAULT_LIMITS) -> Itera
     if jax.process_count() == 1:
         yield SingleProcess()
         return
+    from estimator.multihost._key_value_group import KeyValueGroup
+    from estimator.multihost._limit_watch import watch_limits
+    from estimator.multihost._lost_process import LOST_PROCESS, ProcessLostError
+    from estimator.multihost._news import NEWS
+
     NEWS.listen()
     group = KeyValueGroup(call, CALLS.group)
     is_outermost = len(CALLS.groups) == 1

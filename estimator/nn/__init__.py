@@ -16,7 +16,7 @@ from estimator.nn._moments import moments, weighted_moments, zero_fraction
 from estimator.nn._ops import crelu, l2_loss, l2_normalize, local_response_normalization, lrn, xw_plus_b
 from estimator.nn._sequence import sequence_loss, sequence_mask
 from estimator.nn._top_k import TopK, in_top_k, top_k
-from estimator.porting._tensorflow_names import names_missing_in as _names_missing_in
+from estimator.porting._missing_names import names_missing_in as _names_missing_in
 
 __all__ = [
     "TopK",

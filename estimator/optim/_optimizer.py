@@ -29,7 +29,7 @@ from estimator.optim._arguments import (
 from estimator.optim._given_rate import GivenRate, LearningRate, to_carry, with_learning_rate
 from estimator.optim._gradient_calls import GradientCalls
 from estimator.optim._loss_scale import DynamicLossScale
-from estimator.porting._tensorflow_names import check_arguments
+from estimator.porting._missing_names import check_arguments
 from estimator.sparse._embedding import zero_gradients
 
 

@@ -16,7 +16,6 @@ from absl import logging
 
 from estimator.core._typing import PyTree, Variables
 from estimator.optim._given_rate import GivenRate
-from estimator.optim._row_wise import RowRule, row_rule, variable_of
 from estimator.sparse._indexed_slices import IndexedSlices
 
 
@@ -114,6 +113,8 @@ class TouchedRows:
         return self._map(put, tree, rows)
 
     def _map(self, fn: Callable[..., jax.Array], tree: PyTree, *rest: PyTree) -> PyTree:
+        from estimator.optim._row_wise import variable_of
+
         def visit(path: jax.tree_util.KeyPath, *leaves: Any) -> Any:
             table = variable_of(path, self._params)
             is_table = table in self._shapes and jnp.shape(leaves[0]) == self._shapes[table]
@@ -137,6 +138,8 @@ def takes_rows(
     made = _of_some_rate(transformation)
     if isinstance(made, RowWise):
         return True
+    from estimator.optim._row_wise import RowRule, row_rule
+
     rule = row_rule(transformation, tables, slots, params)
     is_lazy = isinstance(made, _Lazy)
     if is_lazy and rule is RowRule.WHOLE_TABLE:

@@ -5,10 +5,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping
-from typing import Any
-
 ARGUMENTS = {
     "name": "the name of an optimizer is given to it: `est.Optimizer(optimizer, name=...)`",
     "colocate_gradients_with_ops": "XLA places what it compiles: leave it out",
@@ -318,7 +314,7 @@ NAMES = {
 }
 """By TensorFlow's name, what to write here."""
 
-_HAS = {
+PARTS = {
     "estimator.layers": ("tf.layers.", "tf.contrib.layers.", "tf.keras.layers.", "tf.nn.rnn_cell."),
     "estimator.losses": ("tf.losses.",),
     "estimator.nn": ("tf.nn.",),
@@ -331,79 +327,3 @@ _HAS = {
     "Context": ("tf.train.SessionRunContext.",),
 }
 """The parts of TensorFlow whose names a module, or the objects of a class, have."""
-
-
-def check_arguments(caller: str, arguments: Mapping[str, Any]) -> None:
-    """Raises a TypeError for the first of the arguments, which do not exist here, and says what to write."""
-    for name in arguments:
-        hint = f": {ARGUMENTS[name]}" if name in ARGUMENTS else ""
-        raise TypeError(f"`{caller}` got an unexpected argument {name!r}{hint}.")
-
-
-def check_tpu_arguments(kind: str, arguments: Mapping[str, Any]) -> None:
-    """Raises a TypeError for the first of the arguments that only TPUEstimator's class has, and says what to write."""
-    for name, value in arguments.items():
-        # Other names are left to the class, which knows its own.
-        if name in TPU_ARGUMENTS[kind]:
-            raise TypeError(
-                f"{kind} has no `{name}`, as TensorFlow's TPU{kind} has: {TPU_ARGUMENTS[kind][name]}; got {value!r}."
-            )
-
-
-def explain_batch_size(error: Exception) -> None:
-    """Adds to an error for a missing `batch_size`, which TPUEstimator adds to params, how it gets there."""
-    # `params.batch_size` fails with an AttributeError, which has a name; `params["batch_size"]` with a KeyError.
-    if getattr(error, "name", None) == "batch_size" or isinstance(error, KeyError) and error.args == ("batch_size",):
-        note = (
-            "`params` are what the Estimator got: TPUEstimator's `batch_size` is not added. Write it yourself: "
-            "`est.Estimator(model_fn, params={..., 'batch_size': 32})`; it is the size of a whole batch, of all towers."
-        )
-        if note not in getattr(error, "__notes__", ()):  # a replicated model_fn is in another one
-            error.add_note(note)
-
-
-@functools.cache
-def _by_last_part() -> dict[str, list[str]]:
-    """The keys of `NAMES` by what stands behind their last dot."""
-    # Made at the first name that is missing: most programs never need it.
-    keys: dict[str, list[str]] = {}
-    for key in NAMES:
-        keys.setdefault(key.rpartition(".")[2], []).append(key)
-    return keys
-
-
-def _error(message: str, keys: list[str], name: str, otherwise: str = "") -> AttributeError:
-    if keys:
-        # The caller puts the names of its own part of TensorFlow first.
-        hint = NAMES[keys[0]]
-        # An entry that begins with "nothing: " gives a reason instead of a replacement.
-        why = hint.removeprefix("nothing: ")
-        instead = f"here it is {hint}" if why == hint else f"there is nothing like it here: {why}"
-        return AttributeError(f"{message}; {instead}.", name=name)
-    return AttributeError(message + otherwise)  # without `name`: Python then adds it, and suggests a name like it
-
-
-def names_missing_in(module: str, otherwise: str = "") -> Callable[[str], Any]:
-    """The `__getattr__` of a module: its errors say what there is instead of TensorFlow's names.
-
-    Names of the module's own part of TensorFlow come first: a model_fn may have been ported by another module's name.
-
-    Args:
-      module: its `__name__`.
-      otherwise: what to say where the name is not TensorFlow's.
-    """
-
-    def __getattr__(name: str) -> Any:  # noqa: N807
-        keys = _by_last_part().get(name, [])
-        # A module without an entry, such as `estimator` itself, stands for all of TensorFlow.
-        keys = [key for key in keys if key.startswith(_HAS.get(module, "tf."))] + keys
-        raise _error(f"module {module!r} has no attribute {name!r}", keys, name, otherwise)
-
-    return __getattr__
-
-
-def missing_attribute(of: object, kind: str, name: str) -> AttributeError:
-    """The error for a name that an object does not have; `kind` is the class of TensorFlow's that it stands for."""
-    # Only names of this class: a function of TensorFlow that has the same name is another thing.
-    keys = [key for key in _by_last_part().get(name, []) if key.startswith(_HAS[kind])]
-    return _error(f"{type(of).__name__!r} object has no attribute {name!r}", keys, name)

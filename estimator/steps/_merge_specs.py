@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from estimator.core._estimator_spec import EstimatorSpec
 from estimator.core._record import Report, merge_reports
 from estimator.core._typing import PyTree
-from estimator.metrics import Metric
+from estimator.metrics._metric import Metric
 
 
 class PerPart(NamedTuple):

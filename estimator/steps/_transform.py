@@ -22,7 +22,6 @@ from estimator.multihost._global_arrays import put
 from estimator.steps._compiled_steps import Program
 from estimator.steps._deferred_merge import merge_deferred
 from estimator.steps._model_info import ModelInfo
-from estimator.steps._one_tower_check import compare_with_one_tower
 from estimator.steps._pure_steps import PureSteps, check_modes
 from estimator.variables._initial_value import InitialValues
 
@@ -258,6 +257,7 @@ class _Steps:
         if info.compared_on is None or mode in self._compared or isinstance(state.global_step, jax.core.Tracer):
             return
         self._compared.add(mode)
+        from estimator.steps._one_tower_check import compare_with_one_tower
 
         def forward(replica: Replica, *batch: Any) -> EstimatorSpec:
             return self._pure.compute(info, *batch, mode, replica)[0]  # type: ignore[call-arg]

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from estimator.porting._tensorflow_names import names_missing_in as _names_missing_in
+from estimator.porting._missing_names import names_missing_in as _names_missing_in
 from estimator.summary._ops import histogram, image, scalar
 
 __all__ = ["histogram", "image", "scalar"]

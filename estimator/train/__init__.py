@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from estimator.porting._tensorflow_names import names_missing_in as _names_missing_in
+from estimator.porting._missing_names import names_missing_in as _names_missing_in
 from estimator.train._adam import AdaMaxOptimizer, AdamOptimizer, AdamWOptimizer, LazyAdamOptimizer
 from estimator.train._adaptive import AdadeltaOptimizer, AdagradOptimizer, RMSPropOptimizer
 from estimator.train._descent import GradientDescentOptimizer, MomentumOptimizer, MomentumWOptimizer

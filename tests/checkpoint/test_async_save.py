@@ -335,3 +335,18 @@ def test_a_forked_child_does_not_wait(tmp_path):
     finally:
         processes.close()
     assert saved_at(tmp_path) == [0, 2]
+
+
+def test_a_save_that_was_left_for_later_is_written_by_who_waits_for_it_and_not_if_it_is_given_up(caplog):
+    written = []
+
+    def save():
+        return _checkpoints.AsyncSave("ckpt-7", lambda copied: written.append("ckpt-7"))
+
+    given_up, waited_for = save(), save()
+    given_up.give_up()
+    given_up.finish()
+    assert written == [] and "ckpt-7 is still being written" in caplog.text
+    waited_for.finish()
+    waited_for.start()
+    assert written == ["ckpt-7"]

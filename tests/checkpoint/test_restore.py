@@ -34,6 +34,19 @@ def test_evaluation_and_prediction_read_variables_and_training_reads_slots_too(t
     assert sorted(read) == ["global_step", "key", "slots/optimizer/0/trace/w", "variables/w"]
 
 
+def test_training_copies_the_state_that_is_in_memory_and_not_one_that_it_reads(tmp_path, monkeypatch):
+    copied, copy = [], _restore._copy
+    monkeypatch.setattr(_restore, "_copy", lambda x: copied.append(x.shape) or copy(x))
+    estimator = make(tmp_path).train(endless, steps=1)
+    copied.clear()
+    make(tmp_path).train(endless, steps=1)
+    assert copied == []
+    estimator.train(endless, steps=1)  # the one in its memory is older
+    assert copied == []
+    estimator.train(endless, steps=1)
+    assert sorted(copied) == [(), (), (2, 1), (2, 1)]
+
+
 def test_an_evaluation_has_the_state_of_its_checkpoint_whatever_another_thread_evaluates(tmp_path, monkeypatch):
     estimator = make(tmp_path, Linear(), save_checkpoints_steps=1).train(endless, steps=3)
     first, second = (str(tmp_path / f"ckpt-{step}") for step in (1, 2))

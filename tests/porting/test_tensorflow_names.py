@@ -30,7 +30,7 @@ OBJECTS["Context"] = RunContext(est.ModeKeys.TRAIN)
 
 def holder(key):
     """The module or object here in which one looks for a name of TensorFlow's; `est` for what `est.nn` has."""
-    for name, prefixes in _tensorflow_names._HAS.items():
+    for name, prefixes in _tensorflow_names.PARTS.items():
         if NAMES[key] != f"`est.nn.{key.removeprefix('tf.nn.')}`" and key.startswith(prefixes):
             return OBJECTS[name] if name in OBJECTS else importlib.import_module(name)
     return est
