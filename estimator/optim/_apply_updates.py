@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -139,16 +140,22 @@ def _apply(
     transformation = optimizer.transformation
 
     def update(
-        gradients: optax.Updates, params: optax.Params, slots: optax.OptState, extra: dict[str, Any] = extra
+        gradients: optax.Updates,
+        params: optax.Params,
+        slots: optax.OptState,
+        extra: dict[str, Any] = extra,
+        no_steps: Mapping[str, jax.Array] = MappingProxyType({}),
     ) -> tuple[Variables, optax.OptState]:
+        """The variables and slots after an update; of those in `no_steps`, what is to be added to them."""
+
         def make_update(before: tuple[Variables, optax.OptState]) -> tuple[Variables, optax.OptState]:
-            params, slots = before
+            _, slots = before
             # optax itself mixes dtypes (adam's `decay**count`), so a user's strict promotion must not reach into it.
             with jax.numpy_dtype_promotion("standard"):
                 steps, slots = call_update(transformation, gradients, slots, params, extra)
-                return optax.apply_updates(params, steps), slots
+                return {**optax.apply_updates(params, steps), **{name: steps[name] for name in no_steps}}, slots
 
-        return update_if(good, make_update, (params, slots))
+        return update_if(good, make_update, ({**params, **no_steps}, slots))
 
     sparse = select_sparse(gradients)
     if not sparse or not takes_rows(transformation, optimizer.get_name(), list(sparse), slots, params):
@@ -158,5 +165,6 @@ def _apply(
     # The optimizer gets small arrays, the touched rows of tables and slots: the time of a step does not depend on the
     # size of a table.
     touched = TouchedRows(sparse, params)
-    rows, row_slots = update({**gradients, **touched.gradients}, touched.take(params), touched.take(slots))
-    return touched.put(params, rows), touched.put(slots, row_slots)
+    gradients = {**gradients, **touched.gradients}
+    changed, row_slots = update(gradients, touched.take(params), touched.take(slots), no_steps=touched.no_steps())
+    return touched.add(params, changed), touched.put(slots, row_slots)

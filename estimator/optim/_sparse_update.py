@@ -97,20 +97,39 @@ class TouchedRows:
 
     def take(self, tree: PyTree) -> PyTree:
         """The tree with the touched rows instead of each array of a table's shape."""
-
-        def take(table: str, array: jax.Array) -> jax.Array:
-            # `deduplicate` fills up with indices beyond the table. Any row will do for them, since `put` drops it.
-            return array.at[self._indices[table]].get(mode="clip", wrap_negative_indices=False)
-
-        return self._map(take, tree)
+        return self._map(self._take, tree)
 
     def put(self, tree: PyTree, rows: PyTree) -> PyTree:
         """The tree with new rows, given in a tree as `take` returns it; other leaves are replaced by the new ones."""
+        return self._map(self._put, tree, rows)
 
-        def put(table: str, array: jax.Array, rows: jax.Array) -> jax.Array:
-            return array.at[self._indices[table]].set(rows, mode="drop", wrap_negative_indices=False)
+    def no_steps(self) -> Variables:
+        """Updates of the rows that change no number when they are added, and no sign of a zero."""
+        dtypes = {table: _at_least_float32(self._params[table]) for table in self._shapes}
+        return {table: -jnp.zeros(self.gradients[table].shape, dtype) for table, dtype in dtypes.items()}
 
-        return self._map(put, tree, rows)
+    def add(self, variables: Variables, changed: Variables) -> Variables:
+        """The variables with updates added to the touched rows of tables; the others are replaced by the new ones."""
+
+        def add(table: str, array: jax.Array, steps: jax.Array) -> jax.Array:
+            steps = steps.astype(_at_least_float32(array))
+            if steps.dtype == array.dtype:  # without a gather of the rows
+                return array.at[self._indices[table]].add(steps, mode="drop", wrap_negative_indices=False)
+            return self._put(table, array, self._take(table, array).astype(steps.dtype) + steps)
+
+        return self._map(add, variables, changed)
+
+    def _take(self, table: str, array: jax.Array) -> jax.Array:
+        # `deduplicate` fills up with indices beyond the table. Any row will do for them, since `_put` drops it.
+        return array.at[self._indices[table]].get(mode="clip", wrap_negative_indices=False)
+
+    def _put(self, table: str, array: jax.Array, rows: jax.Array) -> jax.Array:
+        dtype = array.dtype
+        # Bits, since on CPU devices XLA would convert the whole of a bfloat16 table to float32 and back.
+        bits = jnp.dtype(f"uint{8 * dtype.itemsize}") if dtype.itemsize < 4 else dtype
+        array, rows = (jax.lax.bitcast_convert_type(x, bits) for x in (array, rows.astype(dtype)))
+        array = array.at[self._indices[table]].set(rows, mode="drop", wrap_negative_indices=False)
+        return jax.lax.bitcast_convert_type(array, dtype)
 
     def _map(self, fn: Callable[..., jax.Array], tree: PyTree, *rest: PyTree) -> PyTree:
         from estimator.optim._row_wise import variable_of
@@ -121,6 +140,10 @@ class TouchedRows:
             return fn(table, *leaves) if is_table else leaves[-1]
 
         return jax.tree_util.tree_map_with_path(visit, tree, *rest)
+
+
+def _at_least_float32(x: jax.Array) -> jnp.dtype:
+    return x.dtype if x.dtype.itemsize >= 4 else jnp.dtype(jnp.float32)
 
 
 def takes_rows(

@@ -114,7 +114,6 @@ def _look_up(frame: Frame, full: str, ids: jax.Array) -> jax.Array:
     table = reads.by_getter.get(full, table)
     length = len(table)
     flat = ids.reshape(-1).astype(ids.dtype if ids.dtype.itemsize >= 4 else jnp.int32)
-    known = (flat >= 0) & (flat < length)
     # The length of the table does not enter here: tables of any lengths with the same ids have the same indices, so
     # that XLA gathers them over the towers once.
     indices = jnp.where((flat >= 0) & (flat <= jnp.iinfo(jnp.int32).max), flat.astype(jnp.int32), -1)
@@ -124,9 +123,9 @@ def _look_up(frame: Frame, full: str, ids: jax.Array) -> jax.Array:
         lookups.append(indices)
         if len(lookups) <= len(taps := reads.taps.get(full, ())):
             rows = rows + taps[len(lookups) - 1]
-    column = (-1,) + (1,) * (table.ndim - 1)
-    otherwise = jnp.where(flat < 0, 0.0, jnp.nan).astype(table.dtype)
-    return jnp.where(known.reshape(column), rows, otherwise.reshape(column)).reshape(*ids.shape, *table.shape[1:])
+    column = flat.reshape(-1, *(1,) * (table.ndim - 1))
+    rows = jnp.where(column < 0, 0.0, jnp.where(column < length, rows, jnp.nan))
+    return rows.reshape(*ids.shape, *table.shape[1:])
 
 
 # The gradient of a table. The table itself is not differentiated, since its gradient would be as large as the table:

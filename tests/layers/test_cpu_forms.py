@@ -212,3 +212,14 @@ def test_a_cpu_runs_another_form_and_an_accelerator_the_operation_of_xla(functio
     traced = jax.jit(function).trace(jnp.ones((1, 5, 4, 2)))
     texts = {platform: traced.lower(lowering_platforms=(platform,)).as_text() for platform in ("cpu", "cuda")}
     assert operation not in texts["cpu"] and operation in texts["cuda"]
+
+
+def test_a_gradient_of_layer_norm_is_products_of_matrices_on_a_cpu_alone():
+    def model_fn(features, labels, mode):
+        return est.EstimatorSpec(mode, predictions=est.layers.layer_norm(features))
+
+    model, x = est.transform(model_fn), jnp.ones((3, 4))
+    state = model.init(jax.random.key(0), x, mode="infer")
+    traced = jax.jit(jax.grad(lambda x: model.predict_step(state, x).predictions.sum())).trace(x)
+    texts = {platform: traced.lower(lowering_platforms=(platform,)).as_text() for platform in ("cpu", "cuda")}
+    assert "dot_general" in texts["cpu"] and "dot_general" not in texts["cuda"]

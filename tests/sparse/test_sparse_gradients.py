@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from testing.programs import operations
 from testing.towers import assert_close, assert_same_training, cpus, replicate
 
 import estimator as est
@@ -204,9 +205,9 @@ def whole_tables(model_fn, rows):
     model = est.transform(model_fn)
     state = model.init(jax.random.key(0), ids[0], labels[0])
     step = jax.jit(model.train_step, donate_argnums=0).lower(state, ids[0], labels[0]).compile()
-    operations = re.findall(rf"= f32\[{rows},{WIDTH}\]\S* ([\w-]+)\(", step.as_text())
+    made = re.findall(rf"= f32\[{rows},{WIDTH}\]\S* ([\w-]+)\(", step.as_text())
     sums = re.findall(r"= f32\[([\d,]*)\]\S* all-reduce", step.as_text())
-    return set(operations) - {"parameter", "get-tuple-element"}, sums
+    return set(made) - {"parameter", "get-tuple-element"}, sums
 
 
 @pytest.mark.slow
@@ -219,11 +220,11 @@ def test_nothing_of_the_size_of_the_table_is_computed(towers, optimizer):
     def model_fn(make_table):
         return replicate(words_model_fn(lambda name: make_table(name, (rows, WIDTH)), optimizer), towers)
 
-    operations, sums = whole_tables(model_fn(sparse), rows)
-    assert operations == {"scatter", "fusion"}  # the fusion is around a scatter
+    made, sums = whole_tables(model_fn(sparse), rows)
+    assert made == {"scatter", "fusion"}  # the fusion is around a scatter
     assert sums == ([] if towers == 1 else ["2"])  # the loss, in the spec and in the train_op
-    operations, _ = whole_tables(model_fn(dense), rows)
-    assert "multiply" in operations and "broadcast" in operations
+    made, _ = whole_tables(model_fn(dense), rows)
+    assert "multiply" in made and "broadcast" in made
 
 
 @pytest.mark.slow
@@ -234,9 +235,54 @@ def test_steps_that_may_be_skipped_compute_nothing_of_that_size_either(towers):
     rows = 7919
     optimizer = est.Optimizer(est.lazy(optax.adam(0.1)), loss_scale=est.DynamicLossScale())
     model_fn = words_model_fn(lambda name: sparse(name, (rows, WIDTH)), optimizer)
-    operations, sums = whole_tables(replicate_model_fn(model_fn, devices=cpus(towers), on_nan="skip"), rows)
-    assert operations == {"scatter", "fusion"}
+    made, sums = whole_tables(replicate_model_fn(model_fn, devices=cpus(towers), on_nan="skip"), rows)
+    assert made == {"scatter", "fusion"}
     assert sums == ([] if towers == 1 else ["4"])  # the loss, twice, and a mark for each tower
+
+
+@pytest.mark.usefixtures("users_compiler")
+def test_a_step_gathers_and_scatters_as_often_as_one_by_hand():
+    ids, labels = batches()
+
+    def by_hand(table, squares, ids, labels):
+        def loss_fn(rows):
+            return jnp.mean((jnp.tanh(rows).sum((1, 2)) - labels) ** 2)
+
+        gradient = jax.grad(loss_fn)(table[ids]).reshape(-1, WIDTH)
+        once = est.IndexedSlices(gradient, ids.reshape(-1), table.shape).deduplicate()
+        sums = squares[once.indices] + once.values**2
+        steps = -0.1 * once.values * jax.lax.rsqrt(sums + 1e-7)
+        return table.at[once.indices].add(steps, mode="drop"), squares.at[once.indices].set(sums, mode="drop")
+
+    model = est.transform(words_model_fn(sparse, optax.adagrad(0.1)))
+    state = model.init(jax.random.key(0), ids[0], labels[0])
+    table = state.variables["words"]
+    want, got = (
+        operations(jax.jit(step, donate_argnums=donated).lower(*args, ids[0], labels[0]).compile().as_text())
+        for step, donated, args in ((by_hand, (0, 1), (table, table)), (model.train_step, 0, (state,)))
+    )
+    for operation in ("gather", "scatter", "sort", "while"):
+        assert got[operation] == want[operation] > 0
+
+
+@pytest.mark.usefixtures("users_compiler")
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_a_table_of_a_small_dtype_is_updated_in_place(dtype):
+    rows = 7919
+    ids, labels = batches()
+
+    def model_fn(features, labels, mode):
+        found = est.embedding_lookup("words", features, (rows, WIDTH), dtype)
+        loss = jnp.mean((jnp.tanh(found.astype(jnp.float32)).sum((1, 2)) - labels) ** 2)
+        return est.EstimatorSpec(mode, loss=loss, train_op=est.Optimizer(optax.adagrad(0.1)).minimize(loss))
+
+    model = est.transform(model_fn)
+    state = model.init(jax.random.key(0), ids[0], labels[0])
+    program = jax.jit(model.train_step, donate_argnums=0).lower(state, ids[0], labels[0]).compile().as_text()
+    _, outside_of_fusions = program.split("ENTRY")
+    made = re.findall(rf"= (\w+)\[{rows},{WIDTH}\]\S* ([\w-]+)\(", outside_of_fusions)
+    assert {kind for kind, _ in made} <= {"bf16", "f16", "u16"}  # no float32
+    assert not {"convert", "copy"} & {operation for _, operation in made}
 
 
 # Where the gradient is dense.
