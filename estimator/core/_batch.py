@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import tree_leaves
 
-from estimator.core._bcoo import is_jax_sparse, is_sparse
+from estimator.core._bcoo import find_sparse, is_jax_sparse, is_sparse
 from estimator.core._typing import Features, Labels, PyTree
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ def unknown_dtype(dtype: Any) -> str | None:
 def rows_of(features: Features, labels: Labels = None) -> int:
     """The number of examples in a batch, read off one array; all are looked at where that is none."""
     # One array is enough, since the batch was checked when it was read. This runs in each step.
-    leaves = jax.tree.leaves((features, labels), is_leaf=is_sparse)
+    leaves = tree_leaves((features, labels), is_leaf=find_sparse())
     shape = getattr(leaves[0], "shape", ()) if leaves else ()
     return shape[0] if shape else check_batch(features, labels)
 

@@ -30,6 +30,11 @@ def is_jax_sparse(x: Any) -> TypeGuard[JAXSparse]:
     return isinstance(x, _load("JAXSparse"))
 
 
+def find_sparse() -> Callable[[Any], bool] | None:
+    """Returns `is_sparse` for `is_leaf=`; None where nothing can be sparse, so that jax calls nothing for each node."""
+    return is_sparse if _load("BCOO") else None
+
+
 def has_sparse(tree: PyTree) -> bool:
     return any(map(is_sparse, jax.tree.leaves(tree, is_leaf=is_sparse)))
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import collections
-import contextlib
-import dataclasses
 import queue
 import threading
 import time
 import types
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from absl import logging
 
@@ -21,12 +19,11 @@ Pull = Callable[[Any, int, threading.Event], tuple[list[Any], BaseException | No
 
 _SECONDS_TO_END = 1.5
 _POLL_SECONDS = 1.0
-_SECONDS_TO_HAND_OVER = 1e-4  # from one thread to another: measured
+_SECONDS_TO_HAND_OVER = 2e-5  # from one thread to another: 21 us of CPU, 13 us by the clock
 _MOST_SECONDS_SAVED = 1e-2
 
 
-@dataclasses.dataclass(frozen=True)
-class BatchChunk:
+class BatchChunk(NamedTuple):
     """Batches that were prepared together.
 
     Attributes:
@@ -64,8 +61,8 @@ class Prefetcher:
       ahead: the maximum number of chunks that are requested and not yet taken.
       pull: reads the batches of a chunk, in the thread: `pull(pairs, n, closed)` returns up to `n` batches, and the
         exception that ended them early. Default: `pull_batches`.
-      in_memory: whether the input can never block. It is then read by `get` and `wait` in the thread of their caller,
-        as long as that takes less than to hand batches over from another thread.
+      by_caller: whether the input is read by `get` and `wait` in the thread of their caller, as long as that takes less
+        than to hand batches over from another thread; an input that blocks then blocks them.
     """
 
     def __init__(
@@ -74,7 +71,7 @@ class Prefetcher:
         make: Callable[[list[tuple[PyTree, PyTree]]], Any],
         ahead: int = 2,
         pull: Pull | None = None,
-        in_memory: bool = False,
+        by_caller: bool = False,
     ) -> None:
         self._ahead = ahead
         self._requested: collections.deque[int] = collections.deque()  # sizes, not yet taken
@@ -94,7 +91,7 @@ class Prefetcher:
             daemon=True,  # an input may block for ever
         )
         self._seconds_saved = _MOST_SECONDS_SAVED
-        if not in_memory:
+        if not by_caller:
             self._thread.start()
 
     def __enter__(self) -> Prefetcher:
@@ -128,9 +125,11 @@ class Prefetcher:
         """
         self._check_open("wait")
         if self._last is None and self._arrived is None:
-            with contextlib.suppress(queue.Empty):
+            try:
                 self._arrived = self._receive(timeout)
-        return self._last is not None or self._arrived is not None
+            except queue.Empty:
+                return False
+        return True
 
     def get(self) -> BatchChunk:
         """Waits for the chunk of the oldest request. After the last one: chunks of size 0.
@@ -202,8 +201,7 @@ class Prefetcher:
             raise RuntimeError(f"`{called}` was called on a Prefetcher that is closed.")
 
 
-@dataclasses.dataclass(frozen=True)
-class _Failure:
+class _Failure(NamedTuple):
     error: BaseException
     traceback: types.TracebackType | None  # as it was where it was raised; raising it again adds the frames there
 

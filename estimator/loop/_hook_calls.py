@@ -96,8 +96,12 @@ def before(due: Sequence[Hook], context: RunContext) -> list[PyTree]:
     """
     if not due:
         return []
-    with context.in_phase("hook"):
-        requests = [_unless_stopped(hook.before_run, context) for hook in due]
+    requests: list[PyTree] = [None] * len(due)
+    asking = [i for i, hook in enumerate(due) if getattr(hook.before_run, "__func__", None) is not Hook.before_run]
+    if asking:
+        with context.in_phase("hook"):
+            for i in asking:
+                requests[i] = _unless_stopped(due[i].before_run, context)
     for hook, names in zip(due, requests, strict=True):
         for name in _leaves(names):
             if not isinstance(name, str):

@@ -115,8 +115,9 @@ def _concatenate(programs: Sequence[tuple[StepOutputs, int]]) -> Any:
     counts = [count for _, count in programs]
 
     def join(*of_programs: jax.Array) -> np.ndarray:
-        pairs = zip(of_programs, counts, strict=True)
+        # To take one of equal copies apart costs more than to read it.
+        parts = [np.asarray(x if x.is_fully_replicated else x.addressable_data(0)) for x in of_programs]
         # The outputs of a loop have room for the most steps of a program; only the first `count` were made.
-        return np.concatenate([np.atleast_1d(x.addressable_data(0))[:count] for x, count in pairs])
+        return np.concatenate([part.reshape(-1)[:count] for part, count in zip(parts, counts, strict=True)])
 
     return jax.tree.map(join, *(outputs for outputs, _ in programs))

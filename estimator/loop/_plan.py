@@ -47,30 +47,33 @@ class Plan:
 
     def next(self) -> Chunk | None:
         """The next chunk; None where the run ends."""
-        start = self._step
-        if start == self._last_step:
+        start, end = self._step, self._last_step
+        if start == end:
             return None
-        for i, hook in enumerate(self.hooks):
-            known = self._next[i]
+        for i, known in enumerate(self._next):
             # A step that a hook has named stands until it comes. After None it is asked again: it may go by the clock.
             if known is None or known <= start:
-                self._next[i] = wanted = hook.next_step(start)
-                if wanted is not None and wanted <= start:
-                    raise ValueError(
-                        f"{hook!r}.next_step({start}) returned {wanted!r}, which is over by then. "
-                        "Return a later step, or None."
-                    )
-        end = min((n for n in self._next if n is not None), default=None)
-        if self._last_step is not None:
-            end = self._last_step if end is None else min(end, self._last_step)
-        due = [i for i, n in enumerate(self._next) if n is not None and n == end]
-        alone = any(self._alone[i] for i in due)
+                self._next[i] = known = self._ask(self.hooks[i], start)
+            if known is not None and (end is None or known < end):
+                end = known
         most = self._most()
-        steps = most if end is None else min(most, end - start)
+        self._step = start + most
+        if end is None or self._step < end:
+            return Chunk(most, (), False, False, most)
+        due = [i for i, known in enumerate(self._next) if known == end]
+        alone = any([self._alone[i] for i in due])
         # The last step is left to the next chunk, so that `before_run` is called right before it and not steps early.
-        if alone and steps > 1 and start + steps == end:
-            steps -= 1
-        self._step = start + steps
-        if self._step != end:
-            return Chunk(steps, (), False, False, most)
-        return Chunk(steps, tuple(self.hooks[i] for i in due), alone, any(self._asks[i] for i in due), most)
+        if alone and end - start > 1:
+            self._step = end - 1
+            return Chunk(end - 1 - start, (), False, False, most)
+        self._step = end
+        reports = any([self._asks[i] for i in due])
+        return Chunk(end - start, tuple([self.hooks[i] for i in due]), alone, reports, most)
+
+    def _ask(self, hook: Hook, start: int) -> int | None:
+        wanted = hook.next_step(start)
+        if wanted is not None and wanted <= start:
+            raise ValueError(
+                f"{hook!r}.next_step({start}) returned {wanted!r}, which is over by then. Return a later step, or None."
+            )
+        return wanted

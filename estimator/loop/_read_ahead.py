@@ -18,7 +18,7 @@ from estimator.loop import _hook_calls
 from estimator.loop._context import RunContext
 from estimator.loop._plan import Chunk, Plan
 from estimator.loop._synchronized_input import Stopped, SynchronizedInput, next_chunk
-from estimator.multihost._preemption import SIGTERM, preempt
+from estimator.multihost._preemption import SIGTERM, Preempted, in_main_thread, is_ended_at_once, preempt
 from estimator.runtime._interrupts import raise_dropped_interrupt
 
 _CHUNKS_AHEAD = 2
@@ -63,8 +63,8 @@ def read_ahead(
 ) -> Iterator[tuple[BatchChunk, Sequence[Hook]]]:
     """Yields the chunks of a plan, each with the hooks to call around the last of its steps.
 
-    A thread makes them ready, unless the input is in memory and quick. It ends with the plan or the input, or where
-    somebody wants the run to stop.
+    A thread makes them ready, unless the input is quick and cannot block; in `predict`, whose caller waits for it
+    anyway, it may. It ends with the plan or the input, or where somebody wants the run to stop.
 
     Args:
       batches: the input.
@@ -87,9 +87,10 @@ def read_ahead(
     # steps are still made of the batches before an error.
     is_short = False
     pull = pull_batches if shared is None else shared.pull
-    in_memory = shared is None and batches.is_in_memory
+    may_end = context.mode == ModeKeys.PREDICT and is_ended_at_once()
+    by_caller = may_end or (shared is None and batches.is_in_memory)
     with Prefetcher(
-        batches, lambda pairs: make(pairs, to_make.popleft()), _CHUNKS_AHEAD, pull, in_memory
+        batches, lambda pairs: make(pairs, to_make.popleft()), _CHUNKS_AHEAD, pull, by_caller
     ) as prefetcher:
         while not context.stop_requested:
             raise_dropped_interrupt()
@@ -103,6 +104,7 @@ def read_ahead(
                 return
             context.phase = "input"
             try:
+                context.reads_input = may_end and in_main_thread()
                 ready = prefetcher.get_unless(is_stopped)
             except Stopped as agreed:  # in all processes, here
                 # The signal may have come to another process: this one then ends with the same exit code.
@@ -110,6 +112,12 @@ def read_ahead(
                     preempt()
                 context.stop(str(agreed))
                 return
+            except Preempted:
+                if not context.preempted:
+                    raise
+                return
+            finally:
+                context.reads_input = False
             if ready is None:
                 return
             taken += 1

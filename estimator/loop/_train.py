@@ -164,7 +164,8 @@ class Training:
         context.count(run.steps, rows_of(*run.batch) * context.group.count)
         self._log.advance(run.steps)
         self._losses.add(outputs, run.steps)
-        context.phase = "step"  # after the first program has run
+        if context.phase == "compile":  # the first program has run
+            context.phase = "step"
         return outputs, reported
 
     def look(self) -> None:

@@ -41,6 +41,9 @@ class Run(Protocol):
     @property
     def preempted(self) -> bool: ...
 
+    @property
+    def reads_input(self) -> bool: ...
+
     def preempt(self) -> None: ...
 
 
@@ -49,6 +52,7 @@ class _BeforeRun:
 
     phase = "begin"
     preempted = False
+    reads_input = False
 
     def preempt(self) -> None:
         self.preempted = True
@@ -80,7 +84,7 @@ def ends_by_sigterm(run: Run) -> Iterator[None]:
 def _handle_sigterm(run: Run) -> Iterator[None]:
     """Handles the signal within the block, in the main thread, as Python has it, and only where nobody else does."""
     global _got_sigterm
-    if not _in_main_thread() or signal.getsignal(signal.SIGTERM) not in _OURS:
+    if not in_main_thread() or signal.getsignal(signal.SIGTERM) not in _OURS:
         yield
         return
     _got_sigterm = _got_sigterm and bool(_main_runs)
@@ -92,7 +96,7 @@ def _handle_sigterm(run: Run) -> Iterator[None]:
         _main_runs.remove(run)
         # Only this module's handler is removed, and only in the main thread, the only one that may install handlers.
         # Results of `predict` may be read to their end in another thread, which cannot take the handler away.
-        if not _main_runs and _in_main_thread() and signal.getsignal(signal.SIGTERM) is _on_sigterm:
+        if not _main_runs and in_main_thread() and signal.getsignal(signal.SIGTERM) is _on_sigterm:
             comes_late = run.preempted and not _got_sigterm
             signal.signal(signal.SIGTERM, _on_late_sigterm if comes_late else signal.SIG_DFL)
 
@@ -116,7 +120,16 @@ def request_stop() -> bool:
     False
     """
     preempt()
+    if not in_main_thread() and any(run.reads_input for run in _main_runs):
+        # Nothing else ends an input that blocks in the main thread.
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)  # type: ignore[arg-type]
     return bool(_runs)
+
+
+def is_ended_at_once() -> bool:
+    """Says whether a stop that comes to a run with `reads_input` ends what this thread does then."""
+    in_reach = in_main_thread() and hasattr(signal, "pthread_kill")
+    return in_reach and signal.getsignal(signal.SIGTERM) is _on_sigterm
 
 
 def preempt() -> None:
@@ -138,14 +151,18 @@ def _on_sigterm(number: int, frame: FrameType | None) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
     # Nothing would read the flag while the user's code or the caller of `predict` runs.
-    elif _main_runs[-1].phase == "begin" or all(run.phase == "output" for run in _main_runs):
+    elif (
+        _main_runs[-1].phase == "begin"
+        or any(run.reads_input for run in _main_runs)
+        or all(run.phase == "output" for run in _main_runs)
+    ):
         raise Preempted
 
 
 _OURS = (signal.SIG_DFL, _on_sigterm, _on_late_sigterm)
 
 
-def _in_main_thread() -> bool:
+def in_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
 
 

@@ -121,6 +121,9 @@ class SingleProcess(ProcessGroup):
         self._flag = False
         self.progress = Progress()
 
+    def all_gather(self, value: T) -> list[T]:
+        return [value]
+
     def start_gather(self, value: object) -> int:
         number = next(self._rounds)
         self._values[number] = value

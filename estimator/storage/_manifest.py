@@ -7,6 +7,7 @@ none; an Estimator did not mark them as its own either. Of those, only the JSON 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -177,6 +178,7 @@ def _encode(name: str, files: _Files) -> bytes:
     return json.dumps(contents | {"crc32c_of_this": _own_sum(contents)}, indent=1).encode()
 
 
+@functools.lru_cache(16)  # a call of an Estimator reads the same manifest some ten times
 def _decode(text: bytes) -> tuple[str, _Files]:
     """The name and the files; raises one of `_DAMAGES` if they are not what was encoded."""
     contents = json.loads(text)

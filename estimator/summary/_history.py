@@ -15,6 +15,8 @@ from estimator.storage._files import exists, expand, read, write
 HISTORY = "history.jsonl"
 COLUMNS = {"step", "time"}  # of a line, beside the tags
 
+_DAMAGES = (ValueError, OverflowError, AttributeError, KeyError)  # of a line
+_END = 10_000  # bytes of a history
 _JSON_NAMES = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
 
 
@@ -74,16 +76,24 @@ def _read(path: str) -> tuple[list[dict[str, Any]], bool]:
     rows: dict[int, dict[str, Any]] = {}
     for i, line in enumerate(lines):
         try:
-            row = json.loads(line)
-            row.update({tag: float(value) for tag, value in row.items() if isinstance(value, str)})
-            if not all(isinstance(value, int | float) for value in row.values()) or not math.isfinite(row["time"]):
-                raise ValueError("not all its values are numbers")
+            row = _parse(line)
+        except _DAMAGES as error:
+            logging.error("%s is damaged: line %d is left out, %r (%r).", path, i + 1, line, error)
+        else:
             # Several hooks may write values of one step at different times: they are merged, and the last value of a
             # tag counts.
             rows[int(row["step"])] = rows.get(int(row["step"]), {}) | row
-        except (ValueError, OverflowError, AttributeError, KeyError) as error:
-            logging.error("%s is damaged: line %d is left out, %r (%r).", path, i + 1, line, error)
     return [rows[step] for step in sorted(rows)], not torn
+
+
+def _parse(line: bytes) -> dict[str, Any]:
+    """The row of a line; raises one of `_DAMAGES` where it is none."""
+    row = json.loads(line)
+    row.update({tag: float(value) for tag, value in row.items() if isinstance(value, str)})
+    if not all(isinstance(value, int | float) for value in row.values()) or not math.isfinite(row["time"]):
+        raise ValueError("not all its values are numbers")
+    int(row["step"])
+    return row
 
 
 def cut_history(path: str, first: int, in_order: bool) -> list[dict[str, Any]]:
@@ -92,11 +102,10 @@ def cut_history(path: str, first: int, in_order: bool) -> list[dict[str, Any]]:
     Args:
       path: the path of the history.
       first: a step.
-      in_order: whether its lines are in the order of their steps: then, mostly, only the last one is read.
+      in_order: whether its lines are in the order of their steps: then, mostly, only its end is read and cut off.
     """
-    # The usual case: only the end of the file is read, since a long history would delay each start.
-    if in_order and _last_step(path) < first:
-        return []
+    if in_order and (removed := _cut_end(path, first)) is not None:
+        return removed
     rows, whole = _read(path)
     kept = [row for row in rows if row["step"] < first]
     if not whole or len(kept) < len(rows):
@@ -104,15 +113,34 @@ def cut_history(path: str, first: int, in_order: bool) -> list[dict[str, Any]]:
     return rows[len(kept) :]
 
 
-def _last_step(path: str) -> float:
-    """The step of the last line of a history; infinity if it is torn or very long."""
+def _cut_end(path: str, first: int) -> list[dict[str, Any]] | None:
+    """Cuts the rows from the step `first` on, one for each step, off the end of a history; None, and cuts nothing, if
+    the end is torn or damaged, or there is more to cut."""
+    # A long history would delay each start, and so would a copy of it, which has to be on the disk to replace it.
+    size = os.path.getsize(path)
     with open(path, "rb") as file:
-        file.seek(max(0, os.path.getsize(path) - 10_000))
-        *_, line, torn = b"", *file.read().split(b"\n")
-    try:
-        return float(json.loads(line)["step"]) if not torn else math.inf
-    except (ValueError, KeyError, TypeError):
-        return math.inf
+        file.seek(max(0, size - _END))
+        *lines, torn = file.read().split(b"\n")
+    rows: list[dict[str, Any]] = []
+    end = size
+    for line in [] if torn else reversed(lines):
+        try:
+            row = _parse(line)
+        except _DAMAGES:
+            return None
+        if row["step"] < first:
+            break
+        if rows and rows[0]["step"] == row["step"]:
+            rows[0] = row | rows[0]
+        else:
+            rows.insert(0, row)
+        end -= len(line) + 1
+    else:
+        if torn or size > _END:
+            return None
+    if end < size:
+        os.truncate(path, end)
+    return rows
 
 
 def history_line(row: Mapping[str, Any]) -> bytes:

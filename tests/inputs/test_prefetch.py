@@ -338,7 +338,7 @@ def test_an_input_in_memory_is_read_where_it_is_taken_as_long_as_that_is_quick(m
             monkeypatch.setattr(_prefetch, "_SECONDS_TO_HAND_OVER", -FOREVER)
         return threading.get_ident(), pairs
 
-    with Prefetcher(Counted(stop=13), make, in_memory=True) as ready:
+    with Prefetcher(Counted(stop=13), make, by_caller=True) as ready:
         got = [piece.batches for piece in pieces(ready, [2, 2, 2, 2, 2, 2, 2])]
     assert [pairs for _, pairs in got[:-1]] == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11]]
     assert [thread == here for thread, _ in got] == [True, True, True, False, False, False, False]
@@ -346,7 +346,7 @@ def test_an_input_in_memory_is_read_where_it_is_taken_as_long_as_that_is_quick(m
 
 @pytest.mark.parametrize("sizes", [[2, 2, 2], [3, 3], [5]])
 def test_an_error_of_an_input_in_memory_comes_after_all_batches_from_before(sizes):
-    with Prefetcher(broken_after_four(), list, in_memory=True) as ready:
+    with Prefetcher(broken_after_four(), list, by_caller=True) as ready:
         taken = []
         with pytest.raises(ValueError, match="from the user's code"):
             for piece in pieces(ready, [*sizes, 1]):

@@ -257,6 +257,34 @@ def test_an_input_that_blocks_ends_in_a_thread_that_is_asked_to_stop(tmp_path):
     assert saved_steps(make(tmp_path)) == [0, 3]
 
 
+@pytest.mark.parametrize("handler", [signal.SIG_DFL, lambda *_: est.request_stop()])
+@pytest.mark.parametrize("stop", [terminate, est.request_stop])
+def test_a_prediction_whose_input_blocks_in_the_main_thread_ends_when_it_is_asked_to_stop(tmp_path, handler, stop):
+    closed, blocks = [], threading.Event()
+
+    def input_fn():
+        try:
+            yield from times(3)()
+            threading.Timer(0.3, stop).start()
+            blocks.wait(60)
+        finally:
+            closed.append(True)
+
+    hook, started = At(3, lambda: None), time.monotonic()
+    try:
+        signal.signal(signal.SIGTERM, handler)
+        with pytest.raises(est.Preempted):
+            list(make(tmp_path).train(times(1)).predict(input_fn, hooks=[hook]))
+        assert signal.getsignal(signal.SIGTERM) is handler
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    assert time.monotonic() - started < 30
+    assert (hook.context.stop_reason, hook.context.error, hook.context.batches) == ("SIGTERM", None, 3)
+    # A thread that reads for a handler of the user's own is left behind with what blocks.
+    assert closed == [True] * (handler == signal.SIG_DFL)
+    blocks.set()
+
+
 def test_a_handler_of_the_user_s_own_may_ask_to_stop(tmp_path):
     try:
         signal.signal(signal.SIGTERM, lambda *_: est.request_stop())

@@ -14,6 +14,7 @@ from testing.summaries import read_events, scalars, shown, steps_of, write
 import estimator as est
 from estimator.core._record import Histogram, bucket_limits
 from estimator.summary._event_writer import EventWriter, as_uint8, shown_metrics
+from estimator.summary._history import cut_history
 
 
 def history(directory):
@@ -196,3 +197,24 @@ def test_what_comes_within_a_second_is_written_together(tmp_path, monkeypatch):
     writer.flush()
     assert sorted(history(tmp_path)) == [1, 2, 3, 4, 5] == steps_of(scalars(tmp_path)["loss"])
     writer.close()
+
+
+@pytest.mark.parametrize("steps", [[1], [7], [1, 5, 5, 9], [5, 5], range(300)])
+@pytest.mark.parametrize("torn", ["", '{"step": 9, "ti'])
+def test_cutting_the_end_of_a_history_is_cutting_it_all(tmp_path, steps, torn):
+    lines = [json.dumps({"step": step, "time": 0.5, f"loss{i % 2}": 0.25 + i}) for i, step in enumerate(steps)]
+    read = []
+    for name in ("whole", "end"):
+        (tmp_path / name).write_text("\n".join([*lines, torn]))
+        rows = cut_history(str(tmp_path / name), 5, in_order=name == "end")
+        read.append((rows, (tmp_path / name).read_text()))
+    assert read[0] == read[1]
+
+
+def test_an_evaluation_of_the_same_step_does_not_write_the_history_again(tmp_path):
+    path = tmp_path / "history.jsonl"
+    write(tmp_path, {1: {"loss": 1.0}, 2: {"loss": 2.0}})
+    file = path.stat().st_ino
+    write(tmp_path, {2: {"loss": 3.0}}, first=2, last=2)
+    assert [row["loss"] for row in est.read_history(tmp_path)] == [1.0, 3.0]
+    assert path.stat().st_ino == file
