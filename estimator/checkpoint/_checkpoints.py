@@ -22,7 +22,7 @@ from estimator.checkpoint._orbax import with_orbax
 from estimator.checkpoint._save import hold_arrays, save_checkpoint
 from estimator.core._state import State
 from estimator.multihost._collective_call import run_on_chief
-from estimator.multihost._process_group import ProcessGroup
+from estimator.multihost._process_group import ProcessGroup, SingleProcess
 from estimator.runtime._uninterrupted import Work, give_up
 from estimator.storage import _files
 from estimator.storage._json import encode
@@ -117,7 +117,7 @@ class Checkpoints:
         if not run_on_chief("save", lambda: _is_saved(Checkpoint(path))):
             arrays = to_arrays(state)
             held = hold_arrays(arrays) if later and "orbax.checkpoint" not in sys.modules else None
-            self._in_flight = self._writing(path, held or arrays, encode(host or {}), group)
+            self._in_flight = self._writing(path, held or arrays, encode(host or {}), group or SingleProcess())
             if held is None:
                 self.start()
             if wait:
@@ -151,15 +151,12 @@ class Checkpoints:
         if self._in_flight is not None:
             self._in_flight.give_up()
 
-    def _writing(
-        self, path: str, arrays: dict[str, Any], host: dict[str, Any], group: ProcessGroup | None
-    ) -> AsyncSave:
+    def _writing(self, path: str, arrays: dict[str, Any], host: dict[str, Any], group: ProcessGroup) -> AsyncSave:
         def write(copied: Callable[[], None]) -> None:
             try:
                 save_checkpoint(path, arrays, host, *self._retention, copied=copied, group=group)
             except Exception as error:
-                if group is not None:
-                    group.publish_failure(error)
+                group.publish_failure(error)
                 if jax.process_count() > 1:
                     logging.error("The checkpoint %s could not be written: %s", path, error)
                     raise

@@ -11,8 +11,7 @@ A store has no renames, and orbax cannot write to it: the checkpoint is written 
 that it is whole is uploaded last and removed first, so that what a killed process leaves does not have it.
 
 Several processes make a copy of the state together, while each of them waits. After it they may train: their threads
-write, and agree through a `ProcessGroup` of their own. A collective among those of the steps would be another one in
-each process.
+write, and agree through a `ProcessGroup` of their own: a collective would come between different steps in each process.
 """
 
 from __future__ import annotations

@@ -107,8 +107,8 @@ class ExponentialMovingAverage:
         Averages of variables move after all optimizers of the step, whatever the order in the group is.
 
         The average of a value, an array that the model_fn has computed, begins at zero as in TensorFlow. It is a
-        variable too, which `apply` assigns, so that on towers it is of the mean of the towers' values: a mean loss is
-        that of the whole batch, a sum is not. In EVAL it can be read, and stays as training left it:
+        variable too, which `apply` assigns, so that on towers it is of the mean of the towers' values: of a mean loss
+        this is the whole batch's value, of a sum it is not. In EVAL it can be read, and stays as training left it:
 
         >>> import estimator as est, jax, jax.numpy as jnp, optax
         >>> def model_fn(features, labels, mode):
