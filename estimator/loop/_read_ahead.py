@@ -87,7 +87,7 @@ def read_ahead(
     # steps are still made of the batches before an error.
     is_short = False
     pull = pull_batches if shared is None else shared.pull
-    may_end = context.mode == ModeKeys.PREDICT and is_ended_at_once()
+    may_end = shared is None and context.mode == ModeKeys.PREDICT and is_ended_at_once()
     by_caller = may_end or (shared is None and batches.is_in_memory)
     with Prefetcher(
         batches, lambda pairs: make(pairs, to_make.popleft()), _CHUNKS_AHEAD, pull, by_caller
