@@ -15,6 +15,7 @@ from estimator.core._argument_checks import check_intervals
 from estimator.core._hook import Context, Hook
 from estimator.multihost._process_group import CALLS
 from estimator.multihost._progress import describe_phase
+from estimator.runtime._interrupts import in_main_thread
 from estimator.runtime._stacks import format_stacks
 
 _SECONDS_FOR_OTHERS = 2.0  # to report that they hang as well
@@ -64,7 +65,7 @@ class WatchdogHook(Hook):
         self._group = CALLS.group
         self._runs_in = threading.get_ident()
         if self._action == "raise":
-            if threading.current_thread() is not threading.main_thread():
+            if not in_main_thread():
                 raise ValueError(
                     'WatchdogHook(action="raise") can only raise in the main thread; '
                     f'the run is in {threading.current_thread().name!r}. Use action="log".'

@@ -18,8 +18,8 @@ from estimator.loop import _hook_calls
 from estimator.loop._context import RunContext
 from estimator.loop._plan import Chunk, Plan
 from estimator.loop._synchronized_input import Stopped, SynchronizedInput, next_chunk
-from estimator.multihost._preemption import SIGTERM, Preempted, in_main_thread, is_ended_at_once, preempt
-from estimator.runtime._interrupts import raise_dropped_interrupt
+from estimator.multihost._preemption import SIGTERM, Preempted, is_ended_at_once, preempt
+from estimator.runtime._interrupts import in_main_thread, raise_dropped_interrupt
 
 _CHUNKS_AHEAD = 2
 _TITLES = {ModeKeys.EVAL: "Evaluation", ModeKeys.PREDICT: "Prediction"}

@@ -24,6 +24,8 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Protocol
 
+from estimator.runtime._interrupts import in_main_thread
+
 SIGTERM = "SIGTERM"  # as a reason to stop
 EXIT_CODE = 75  # the EX_TEMPFAIL of sysexits.h: try again later
 
@@ -160,10 +162,6 @@ def _on_sigterm(number: int, frame: FrameType | None) -> None:
 
 
 _OURS = (signal.SIG_DFL, _on_sigterm, _on_late_sigterm)
-
-
-def in_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
 
 
 def _leave_to_parent() -> None:

@@ -28,12 +28,16 @@ class _Handler:
 _handler: _Handler | None = None  # the installed one: `signal.getsignal` takes a twentieth of a small step
 
 
+def in_main_thread() -> bool:
+    """Returns whether this is the thread in which Python runs handlers of signals."""
+    return threading.current_thread() is threading.main_thread()
+
+
 @contextlib.contextmanager
 def note_interrupts() -> Iterator[None]:
     """Lets `raise_dropped_interrupt` know of Ctrl-C within the block, unless the user has a handler of SIGINT."""
     global _handler
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    if not in_main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+    if not in_main_thread() or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
         return
     _handler = handler = _Handler()
@@ -49,5 +53,5 @@ def note_interrupts() -> Iterator[None]:
 def raise_dropped_interrupt() -> None:
     """Raises KeyboardInterrupt if Ctrl-C came in this run, whose KeyboardInterrupt has not ended it."""
     if _handler is not None and _handler.was_called and signal.getsignal(signal.SIGINT) is _handler:
-        if threading.current_thread() is threading.main_thread():
+        if in_main_thread():
             raise KeyboardInterrupt

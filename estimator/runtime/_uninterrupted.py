@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 import jax
 
+from estimator.runtime._interrupts import in_main_thread
 from estimator.runtime._jax_settings import with_settings_of_this_thread
 
 F = TypeVar("F", bound=Callable[..., object])
@@ -76,7 +77,7 @@ def shield(function: F) -> F:
 
     @functools.wraps(function)
     def call(*args: object, **kwargs: object) -> object:
-        if threading.current_thread() is not threading.main_thread():  # handlers run in the main thread only
+        if not in_main_thread():  # handlers run in the main thread only
             return function(*args, **kwargs)
         work = Work(lambda: function(*args, **kwargs))
         try:
@@ -104,7 +105,7 @@ def compile_first(program: Any, *args: object, **kwargs: object) -> None:
 
     Anything else, such as a function that runs several programs, is left to that call.
     """
-    in_main = threading.current_thread() is threading.main_thread()
+    in_main = in_main_thread()
     if in_main and hasattr(program, "lower") and not jax.config.jax_disable_jit:  # type: ignore[attr-defined]
         shield(program.lower(*args, **kwargs).compile)()
 

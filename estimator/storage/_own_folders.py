@@ -6,7 +6,7 @@ import contextlib
 import os
 import shutil
 
-from estimator.storage._files import files_in, is_url, list_dir, read, remove, remove_dir, store_of
+from estimator.storage._files import files_in, is_url, read, remove, remove_dir, store_of
 
 MARK = "MADE_BY_ESTIMATOR"
 MARK_TEXT = b"An Estimator has made this folder, and may remove it.\n"
@@ -41,9 +41,12 @@ def is_own(path: str) -> bool:
 def empty_own(path: str) -> None:
     """Removes what it can of all in a local folder but its mark, by which the next save removes the rest."""
     with contextlib.suppress(FileNotFoundError):
-        for name in os.listdir(path):
-            if name != MARK:
-                shutil.rmtree(os.path.join(path, name), ignore_errors=True)
+        for inner in (os.path.join(path, name) for name in os.listdir(path) if name != MARK):
+            if os.path.isdir(inner) and not os.path.islink(inner):
+                shutil.rmtree(inner, ignore_errors=True)
+            else:
+                with contextlib.suppress(OSError):
+                    os.remove(inner)
 
 
 def remove_own(path: str, first: str | None = None) -> None:
@@ -59,8 +62,5 @@ def remove_own(path: str, first: str | None = None) -> None:
             if names:
                 store.rm(names)
         else:
-            for name in list_dir(path):
-                inner = os.path.join(path, name)
-                if name != MARK:
-                    remove_dir(inner) if os.path.isdir(inner) and not os.path.islink(inner) else remove(inner)
+            empty_own(path)
         remove_dir(path)

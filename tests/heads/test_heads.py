@@ -1,6 +1,5 @@
 """Heads: losses, metrics and predictions, against numpy and scikit-learn."""
 
-import contextlib
 import functools
 
 import jax
@@ -12,7 +11,6 @@ from jax.experimental.sparse import BCOO
 from testing.towers import assert_close, cpus, started
 
 import estimator as est
-from estimator.core._record import Scalar, report_in_training
 from replicate import TowerOptimizer, replicate_model_fn
 
 ROWS = 48
@@ -495,17 +493,3 @@ def test_a_head_shows_what_no_one_else_does(name, tags):
     assert got.keys() == {"regularization_loss"} | tags
     assert got["regularization_loss"] == 7.0
     assert model.eval_step(state, LOGIT, LABEL).reported.keys() == {"regularization_loss"}
-
-
-def test_no_part_of_a_model_reports_under_the_name_of_the_loss():
-    def model_fn(features, mode, params):
-        with est.variable_scope("part") if params["scoped"] else contextlib.nullcontext():
-            loss = jnp.mean((features - est.get_variable("b", ())) ** 2)
-            report_in_training("loss", lambda: Scalar(loss, summary=True))
-        return est.EstimatorSpec(mode, loss=loss, train_op=OPTIMIZER.minimize(loss))
-
-    model, state = started(model_fn, LOGIT, params={"scoped": True})
-    assert shown(model, state, LOGIT).keys() == {"part/loss"}
-    message = r'`report_in_training\("loss", \.\.\.\)` was called outside of a name scope, where "loss" is the loss of'
-    with pytest.raises(ValueError, match=message):
-        started(model_fn, LOGIT, params={"scoped": False})

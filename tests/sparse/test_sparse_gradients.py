@@ -394,21 +394,6 @@ def test_a_lookup_sees_what_a_custom_getter_returns(towers, layer):
 IDS = np.zeros((2, 3), np.int32)
 
 
-def run_model_fn(body, ids=IDS, mode="train"):
-    """Runs `body(ids)`, which returns a gradient or rows, in a model_fn."""
-
-    def model_fn(features, labels, mode):
-        result = body(features)
-        if mode == "infer":
-            return est.EstimatorSpec(mode, predictions=result)
-        train_op = est.Optimizer(optax.sgd(1.0)).apply_gradients([(result, "words")])
-        return est.EstimatorSpec(mode, loss=jnp.zeros(()), train_op=train_op)
-
-    model = est.transform(model_fn)
-    state = model.init(jax.random.key(0), ids, mode=mode)
-    return model.predict_step(state, ids).predictions if mode == "infer" else model.train_step(state, ids)
-
-
 @pytest.mark.parametrize(
     "indices, values, shape",
     [
@@ -419,29 +404,15 @@ def run_model_fn(body, ids=IDS, mode="train"):
     ],
 )
 def test_a_sparse_gradient_that_does_not_fit_is_refused(indices, values, shape):
-    def body(ids):
+    def model_fn(features, labels, mode):
         est.get_variable("words", (4, 2))
-        return est.IndexedSlices(values, indices, shape)
+        gradient = est.IndexedSlices(values, indices, shape)
+        train_op = est.Optimizer(optax.sgd(1.0)).apply_gradients([(gradient, "words")])
+        return est.EstimatorSpec(mode, loss=jnp.zeros(()), train_op=train_op)
 
+    model = est.transform(model_fn)
     with pytest.raises(ValueError, match=r"`Optimizer.apply_gradients`(: the gradient of 'words'| got IndexedSlices)"):
-        run_model_fn(body)
-
-
-# The rows.
-
-
-@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int32, np.uint32])
-def test_ids_of_any_integer_type_and_shape_find_their_rows(dtype):
-    table = np.arange(600, dtype=np.float32).reshape(300, 2)
-    ids = np.array([[[0, 100], [7, 127]]], dtype)
-    got = run_model_fn(lambda ids: est.embedding_lookup("words", ids, initializer=table), ids, "infer")
-    np.testing.assert_array_equal(got, table[ids])
-
-
-def test_padding_is_zeros_and_ids_beyond_the_table_are_nan():
-    ids = np.array([0, -1, 2, 3, -7, 2**30])
-    got = run_model_fn(lambda ids: est.embedding_lookup("words", ids, initializer=jnp.ones((3, 2))), ids, "infer")
-    np.testing.assert_array_equal(got[:, 0], [1, 0, 1, np.nan, 0, np.nan])
+        model.train_step(model.init(jax.random.key(0), IDS), IDS)
 
 
 def test_an_id_beyond_the_table_stops_the_training(tmp_path):
@@ -450,55 +421,6 @@ def test_an_id_beyond_the_table_stops_the_training(tmp_path):
     estimator = est.Estimator(words_model_fn(sparse, optax.sgd(0.1)), tmp_path)
     with pytest.raises(est.NanLossDuringTrainingError):
         estimator.train(lambda: zip(ids, labels, strict=True))
-
-
-def test_lookups_are_shared_within_a_scope():
-    def body(ids):
-        with est.variable_scope("a"):
-            rows = est.embedding_lookup("words", ids, (4, 2)), est.embedding_lookup("words", ids)
-            rows += (est.embedding_lookup("words", ids, (4, 2)), est.read_variable("words")[ids])
-        return rows + (est.get_variable("a", (4, 2))[ids],)
-
-    *same, other = run_model_fn(body, mode="infer")
-    for rows in same[1:]:
-        np.testing.assert_array_equal(rows, same[0])
-    assert np.abs(other - same[0]).max() > 0
-
-
-@pytest.mark.parametrize(
-    "lookup, error, message",
-    [
-        (
-            lambda ids: est.embedding_lookup("words", ids / 2, (4, 2)),
-            TypeError,
-            r"needs integer ids; got float32\[2, 3\]",
-        ),
-        (
-            lambda ids: est.embedding_lookup("words", ids),
-            ValueError,
-            r"names no variable .* got none so far. Give the shape",
-        ),
-        (
-            lambda ids: est.embedding_lookup("words", ids, (4,)),
-            ValueError,
-            r"needs .* at least two dimensions.*float32\[4\].*\(rows, 1\)",
-        ),
-        (
-            lambda ids: est.embedding_lookup("words", ids, (4, 2), jnp.int32),
-            ValueError,
-            r"needs a floating table .*int32\[4, 2\]",
-        ),
-        (
-            lambda ids: [est.embedding_lookup("words", ids, (n, 2)) for n in (4, 5)],
-            ValueError,
-            r"asks for float32\[5, 2\], but in the first call the variable is float32\[4, 2\]",
-        ),
-    ],
-    ids=["ids", "unknown", "dimensions", "integers", "shape"],
-)
-def test_a_lookup_that_makes_no_sense_is_refused(lookup, error, message):
-    with pytest.raises(error, match="`est.embedding_lookup\\('words'\\)` " + message):
-        run_model_fn(lookup, mode="infer")
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import pytest
 from testing.towers import cpus
 
 import estimator as est
+from estimator.core._record import Scalar, report_in_training
 from replicate import BlockSync, TowerOptimizer, bmuf, replicate_model_fn
 
 X, Y = jnp.arange(8.0).reshape(8, 1) + 1, jnp.ones((8, 1))
@@ -159,3 +160,19 @@ def test_a_value_is_the_one_of_its_own_entry():
 
     _, spec = (model := model_of(body)).train_step(model.init(jax.random.key(0), X, Y, mode="train"), X, Y)
     assert {name: float(report.value) for name, report in spec.reported.items()} == {"d/h": 36.0, "d_1/h": 360.0}
+
+
+def test_no_part_of_a_model_reports_under_the_name_of_the_loss():
+    def report(x):
+        report_in_training("loss", lambda: Scalar(x.mean(), summary=True))
+
+    def report_in_a_scope(x):
+        with est.variable_scope("part"):
+            report(x)
+
+    model = model_of(report_in_a_scope)
+    _, spec = model.train_step(model.init(jax.random.key(0), X, Y), X, Y)
+    assert set(spec.reported) == {"part/loss"}
+    message = r'`report_in_training\("loss", \.\.\.\)` was called outside of a name scope, where "loss" is the loss of'
+    with pytest.raises(ValueError, match=message):
+        model_of(report).init(jax.random.key(0), X, Y)
