@@ -63,8 +63,9 @@ def initialize_distributed(
     From then on a process that loses another one ends too: with `est.ProcessLostError` in the Estimator's calls, or, if
     it is still in a collective `grace_secs` later, with exit code 76; if process 0 is lost, jax aborts the others. A
     process that ends in order before the others, also by `sys.exit`, is not lost. Process 0 waits for the others at its
-    exit. If something else has called `jax.distributed.initialize`, without jax's recoverability, jax itself aborts the
-    others when one is lost. `docs/many_hosts.md` says more.
+    exit, at which all disconnect: leave out `jax.distributed.shutdown`, which in process 0 lets jax abort those that
+    are still connected. If something else has called `jax.distributed.initialize`, without jax's recoverability, jax
+    itself aborts the others when one is lost. `docs/many_hosts.md` says more.
 
     >>> initialize_distributed("localhost:1234", num_processes=2, process_id=2)
     Traceback (most recent call last):

@@ -14,6 +14,7 @@ import optax
 import estimator as est
 import replicate
 from estimator.loop._train import Training
+from estimator.multihost._coordination_client import coordination_client
 from replicate import TowerOptimizer
 from testing.scenarios.team import make, say, start
 
@@ -213,8 +214,10 @@ def end(folder, slow):
 
 
 def disconnect():
-    """All disconnect by themselves, and end later than the threads that watch the others look again."""
+    """All disconnect by themselves, process 0 last, and end later than the threads that watch the others look again."""
     start(heartbeat_timeout_secs=3.0)
+    if jax.process_index() == 0:  # jax aborts those that are connected when process 0 disconnects
+        coordination_client().get_live_nodes(list(range(jax.process_count())))
     jax.distributed.shutdown()
     time.sleep(2)
     sys.exit(0)
