@@ -5,6 +5,7 @@
 A benchmark called with `--save` writes `benchmarks/results/<its name>.json` by `save`:
 
     title, command, machine, note    texts
+    commit                           which was measured; ends in "+" where Python files were changed since
     tables                           by name, a list of rows; a row is a dict of numbers and texts by column
     plot                             of `ratios`, `lines` or `bars`
 """
@@ -15,6 +16,7 @@ import json
 import os
 import pathlib
 import platform
+import subprocess
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -55,7 +57,7 @@ def benchmark() -> pathlib.Path:
 
 
 def with_earlier(rows: list[dict]) -> list[dict]:
-    """The rows, and the rows of other cases that the running benchmark saved on this machine with these versions.
+    """The rows, and the rows of other cases that the running benchmark saved of this commit on this machine.
 
     So a long one can be run in parts. A case is what a row says other than by a float."""
 
@@ -64,7 +66,8 @@ def with_earlier(rows: list[dict]) -> list[dict]:
 
     path = FOLDER / f"{benchmark().stem}.json"
     saved = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    earlier = saved["tables"].get("", []) if saved.get("machine") == machine() else []
+    is_same = saved.get("machine") == machine() and saved.get("commit") == commit()
+    earlier = saved["tables"].get("", []) if is_same else []
     return list(({case(row): row for row in earlier} | {case(row): row for row in rows}).values())
 
 
@@ -79,6 +82,14 @@ def machine() -> str:
     return f"{where}, jax {jax.__version__}, Python {platform.python_version()}"
 
 
+def commit() -> str:
+    """The commit of this checkout."""
+    git = ["git", "-C", str(ROOT)]
+    name = subprocess.run([*git, "rev-parse", "--short", "HEAD"], check=True, capture_output=True, text=True).stdout
+    is_changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", "*.py"]).returncode
+    return name.strip() + "+" * is_changed
+
+
 def save(title: str, tables: dict, plot: dict, note: str = "") -> None:
     """Writes the figures of the running benchmark, then the page and the pictures."""
     write(FOLDER / f"{benchmark().stem}.json", json.dumps(figures_of(title, tables, plot, note), indent=1) + "\n")
@@ -88,7 +99,7 @@ def save(title: str, tables: dict, plot: dict, note: str = "") -> None:
 def figures_of(title: str, tables: dict, plot: dict, note: str = "") -> dict:
     """What a file of JSON holds, for the benchmark and the machine that it runs on."""
     figures = {"title": title, "command": f"python benchmarks/{benchmark().name}"}
-    return figures | {"machine": machine(), "note": note, "tables": tables, "plot": plot}
+    return figures | {"machine": machine(), "commit": commit(), "note": note, "tables": tables, "plot": plot}
 
 
 def refresh() -> None:
@@ -104,9 +115,8 @@ def page(files: list[pathlib.Path]) -> str:
     ]
     for path in sorted(files, key=lambda path: (path.stem != "peers", path)):  # other libraries first
         figures = json.loads(path.read_text(encoding="utf-8"))
-        parts.append(
-            f"## {figures['title']}\n\n`{figures['command']}`, {figures['machine']}. {figures['note']}".strip()
-        )
+        measured = f"`{figures['command']}`, {figures['machine']}, commit {figures['commit']}. {figures['note']}"
+        parts.append(f"## {figures['title']}\n\n{measured.strip()}")
         parts.append(f"![{figures['title']}](../docs/figures/benchmarks/{path.stem}.svg)")
         for name, rows in figures["tables"].items():
             parts.append(f"{name}:\n\n{table(rows)}" if name else table(rows))
