@@ -7,7 +7,8 @@ looks at fusions, asks for the fixture `users_compiler`. Where XLA_FLAGS is set,
 The head of pytest's output says what holds.
 
 Many tests compile the same program again, since each makes a model_fn of its own. jax's compilation cache spares some
-of that, for all processes of a run of pytest together. Compilations are counted as without it.
+of that, for all processes of a run of pytest together, and most of it for the next runs: it is kept in
+`.pytest_cache/compiled`. Compilations are counted as without it.
 
 Nothing is garbage before the first test: what is imported is left out of all collections of garbage, which are rarer.
 """
@@ -15,6 +16,7 @@ Nothing is garbage before the first test: what is imported is left out of all co
 import gc
 import importlib.util
 import os
+import pathlib
 import pkgutil
 import subprocess
 import sys
@@ -69,7 +71,7 @@ NEEDED_BY_DOCTESTS = {  # by module, a library that the extra `dev` leaves out
 }
 collect_ignore = [path for path, library in NEEDED_BY_DOCTESTS.items() if not importlib.util.find_spec(library)]
 
-FIRST = compiled.make_folder()  # of all processes of this run of pytest
+compiled.make_folder(pathlib.Path(__file__).parent / ".pytest_cache" / "compiled")
 compiled.use_folder()
 
 
@@ -78,11 +80,6 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
     gc.enable()
-
-
-def pytest_unconfigure() -> None:
-    if FIRST:
-        compiled.remove_folder()
 
 
 def pytest_report_header() -> str:

@@ -36,13 +36,25 @@ def test_a_writer_that_is_stopped_leaves_no_entry(entry, monkeypatch):
     assert not entry.exists()
 
 
-def test_programs_are_kept_in_the_folder_of_all_processes_of_this_run():
+def test_what_was_not_used_for_a_week_is_removed(entry, monkeypatch):
+    monkeypatch.delenv(compiled.FOLDER)
+    folder = entry.path.parent
+    for name in ("entry", "old"):
+        (folder / name).write_bytes(b"program")
+        os.utime(folder / name, (0, 0))
+    entry.read_bytes()
+    compiled.make_folder(folder)
+    assert [path.name for path in folder.iterdir()] == ["entry"]
+
+
+def test_programs_are_kept_in_the_folder_of_all_processes():
     def only_compiled_here(x):
         return x * 3.25
 
     def kept():
-        return [path.name for path in pathlib.Path(os.environ[compiled.FOLDER]).glob("*only_compiled_here*-cache")]
+        return [*pathlib.Path(os.environ[compiled.FOLDER]).glob("*only_compiled_here*-cache")]
 
-    assert not kept()
+    for path in kept():  # of an earlier run
+        path.unlink()
     jax.jit(only_compiled_here)(jnp.ones(7))
     assert len(kept()) == 1

@@ -88,7 +88,7 @@ class IndexedSlices:
         # `jnp.unique` sorts pairs, which takes XLA on CPU devices seven times as long as to sort numbers.
         ordered = jnp.sort(indices)
         is_first = jnp.append(True, ordered[1:] != ordered[:-1])[:n]
-        ranks = jnp.cumsum(is_first, dtype=jnp.int32) - 1
+        ranks = _running_sum(is_first.astype(jnp.int32)) - 1
         once = jnp.full_like(indices, beyond).at[ranks].set(ordered)
         places = jnp.where(indices < beyond, jnp.searchsorted(once, indices), n)  # n is left out of sums
         values = jax.ops.segment_sum(values, places, n)
@@ -108,6 +108,11 @@ class IndexedSlices:
                 "of shape (n, *dense_shape[1:]). To change a sparse gradient, change its values alone: "
                 "`dataclasses.replace(gradient, values=...)`."
             )
+
+
+def _running_sum(x: jax.Array) -> jax.Array:
+    # XLA has a kernel for `jnp.cumsum` on GPUs. On CPU devices that takes 29 us for 4,096 numbers, a sum by halves 9.
+    return jax.lax.platform_dependent(x, cpu=lambda x: jax.lax.associative_scan(jnp.add, x), default=jnp.cumsum)
 
 
 def to_dense(gradient: Any) -> Any:

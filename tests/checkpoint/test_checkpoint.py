@@ -401,6 +401,7 @@ def test_after_a_kill_in_the_middle_of_saving_the_latest_is_whole(tmp_path):
             deadline = time.monotonic() + 60
             while newest_step(reader) < step + 3:
                 assert process.poll() is None and time.monotonic() < deadline
+                time.sleep(0.003)
             time.sleep(0.007 * turn)  # Another moment of a save that takes some 30 ms.
             process.send_signal(signal.SIGKILL)
         step = newest_step(reader)

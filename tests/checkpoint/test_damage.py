@@ -70,29 +70,43 @@ def damage(request):
     return DAMAGES[request.param]
 
 
+@pytest.fixture(scope="module")
+def copy_trained(tmp_path_factory):
+    """Copies a model_dir with a checkpoint every two steps; each is trained once."""
+    trained = {}
+
+    def copy(folder, steps):
+        if steps not in trained:
+            trained[steps] = tmp_path_factory.mktemp("trained")
+            make(trained[steps], save_checkpoints_steps=2).train(endless, max_steps=steps)
+        shutil.copytree(trained[steps], folder, dirs_exist_ok=True)
+
+    return copy
+
+
 def errors(caplog):
     return [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
 
 
 @pytest.mark.slow
-def test_training_resumes_from_the_newest_sound_checkpoint(tmp_path, damage, caplog):
+def test_training_resumes_from_the_newest_sound_checkpoint(tmp_path, damage, copy_trained, caplog):
     harm, reason = damage
-    for name in ("damaged", "whole"):
-        make(tmp_path / name, save_checkpoints_steps=2).train(endless, max_steps=6)
+    copy_trained(tmp_path / "damaged", 6)
+    copy_trained(tmp_path / "whole", 10)
     path = tmp_path / "damaged" / "ckpt-6"
     harm(path)
     resumed = make(tmp_path / "damaged", save_checkpoints_steps=2)
     resumed.train(endless, max_steps=10)
     (error,) = errors(caplog)
     assert re.match(f"The checkpoint {path} is damaged: {reason}", error)
-    assert same_bits(resumed, make(tmp_path / "whole").train(endless, max_steps=10))
+    assert same_bits(resumed, make(tmp_path / "whole"))
     assert {each.damage for each in est.checkpoints(tmp_path / "damaged")} == {None}
 
 
 @pytest.mark.slow
-def test_evaluation_and_prediction_read_the_newest_sound_checkpoint(tmp_path, damage, caplog):
+def test_evaluation_and_prediction_read_the_newest_sound_checkpoint(tmp_path, damage, copy_trained, caplog):
     harm, _ = damage
-    make(tmp_path, save_checkpoints_steps=2).train(endless, max_steps=4)
+    copy_trained(tmp_path, 4)
     harm(tmp_path / "ckpt-4")
     estimator = make(tmp_path)
     assert estimator.evaluate(times(1))["global_step"] == 2
@@ -105,20 +119,21 @@ def test_evaluation_and_prediction_read_the_newest_sound_checkpoint(tmp_path, da
 
 
 @pytest.mark.slow
-def test_an_older_damaged_checkpoint_ends_no_training(tmp_path, damage):
+def test_an_older_damaged_checkpoint_ends_no_training(tmp_path, damage, copy_trained):
     harm, _ = damage
     config = {"save_checkpoints_steps": 2, "keep_checkpoint_max": 3}
-    make(tmp_path / "damaged", **config).train(endless, max_steps=6)
+    copy_trained(tmp_path / "damaged", 6)
+    copy_trained(tmp_path / "whole", 12)
     harm(tmp_path / "damaged" / "ckpt-4")
     resumed = make(tmp_path / "damaged", **config).train(endless, max_steps=12)
-    assert same_bits(resumed, make(tmp_path / "whole").train(endless, max_steps=12))
+    assert same_bits(resumed, make(tmp_path / "whole"))
     assert {each.step for each in est.checkpoints(tmp_path / "damaged")} in ({8, 10, 12}, {4, 8, 10, 12})
 
 
 @pytest.mark.slow
-def test_training_never_begins_anew_beside_damaged_checkpoints(tmp_path, damage):
+def test_training_never_begins_anew_beside_damaged_checkpoints(tmp_path, damage, copy_trained):
     harm, reason = damage
-    make(tmp_path).train(endless, max_steps=2)
+    copy_trained(tmp_path, 2)
     for step in (0, 2):
         harm(tmp_path / f"ckpt-{step}")
     for call in (
@@ -189,9 +204,9 @@ def test_a_damaged_checkpoint_is_replaced_when_its_step_is_saved_again(tmp_path,
 
 
 @pytest.mark.slow
-def test_a_checkpoint_that_was_mended_is_sound_again_and_damaged_again(tmp_path, damage):
+def test_a_checkpoint_that_was_mended_is_sound_again_and_damaged_again(tmp_path, damage, copy_trained):
     harm, _ = damage
-    make(tmp_path, save_checkpoints_steps=2).train(endless, max_steps=4)
+    copy_trained(tmp_path, 4)
     path = tmp_path / "ckpt-4"
     shutil.copytree(path, tmp_path / "whole")
     for _ in range(2):

@@ -38,7 +38,7 @@ def close(value):
 
 
 def results(metrics):
-    return {name: metric.result().item() for name, metric in metrics.items()}
+    return {name: metric.result().item() for name, metric in jax.device_get(metrics).items()}
 
 
 def precision_recall_area(labels, p, w):

@@ -45,11 +45,14 @@ def assert_close(got, want, what):
 
 def model_of(case):
     """A model, and its state with the case's values."""
-    model, state = started(model_fn, array(case["inputs"][0]), params={"case": case})
-    assert {name: value.shape for name, value in state.variables.items()} == {
-        name: array(value).shape for name, value in case["variables"].items()
+    model = est.transform(model_fn, params={"case": case})
+    like = model.abstract_init(array(case["inputs"][0]))
+    variables = {name: array(value) for name, value in case["variables"].items()}
+    assert {name: value.shape for name, value in like.variables.items()} == {
+        name: value.shape for name, value in variables.items()
     }
-    return model, state._replace(variables={name: jnp.array(array(v)) for name, v in case["variables"].items()})
+    assert not jax.tree.leaves(like.slots)
+    return model, est.State(variables, like.slots, np.int32(0), jax.random.key(0))
 
 
 @pytest.mark.slow
@@ -98,8 +101,8 @@ def test_gradients_match_tensorflow(name):
         gradients = est.Optimizer(optax.sgd(1.0)).compute_gradients(loss)
         return est.EstimatorSpec(mode, {name: g for g, name in gradients}, loss, est.TrainOp())
 
-    model, start = started(fn, np.ones(1, np.float32))
-    start = start._replace(variables={"x": start.variables["x"], **state.variables})
+    model = est.transform(fn)
+    start = state._replace(variables={"x": array(case["inputs"][0]), **state.variables}, slots={})
     got = model.train_step(start, np.ones(1, np.float32))[1].predictions
     assert_close(got.pop("x"), case["gradient_of_input"], "input")
     assert got.keys() == {name for name, trainable in kinds.items() if trainable}

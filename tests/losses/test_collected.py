@@ -79,9 +79,7 @@ def test_a_loss_within_a_loop_is_not_collected():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("steps", [1, 2])
-@pytest.mark.parametrize("towers", [1, 3])
+@pytest.mark.parametrize("towers, steps, reduction", [(1, 1, "mean"), (1, 2, "sum"), (3, 1, "sum"), (3, 2, "mean")])
 def test_a_regularizer_counts_once_on_towers(towers, steps, reduction):
     def model_fn(features, labels, mode, steps=steps):
         regularizer = est.regularizers.l2(0.5)

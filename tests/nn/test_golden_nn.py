@@ -9,6 +9,7 @@ from testing.towers import replicate, started
 import estimator as est
 
 CASES = GOLDEN["nn"]
+NAMES = [f"{i}-{case['name']}" for i, case in enumerate(CASES)]
 IN_JAX = {
     "relu6": jax.nn.relu6,
     "softsign": jax.nn.soft_sign,
@@ -22,11 +23,8 @@ def array(value):
     return array.astype(np.float32) if array.dtype == np.float64 else array
 
 
-@pytest.mark.parametrize("towers", [0, 4])
-@pytest.mark.parametrize("number", range(len(CASES)), ids=[f"{i}-{case['name']}" for i, case in enumerate(CASES)])
-def test_the_numbers_are_those_of_tensorflow(number, towers):
-    """On towers each one has the arguments as its row of the batch."""
-    case = CASES[number]
+def call_of(case):
+    """A function of arrays by name that calls the case's, and these arrays."""
     name = case["name"].rpartition(".")[2]
     options = {key: array(value) if np.ndim(value) > 1 else value for key, value in case["kwargs"].items()}
     options |= {key: array(options[key]) for key in ("labels",) if key in options}
@@ -39,17 +37,32 @@ def test_the_numbers_are_those_of_tensorflow(number, towers):
         results = function(*args, **{key: given.get(key, value) for key, value in options.items()})
         return results if isinstance(results, tuple) else (results,)
 
-    def model_fn(features, labels, mode):
-        results = call({key: value[0] for key, value in features.items()})
-        return est.EstimatorSpec(mode, predictions=[result[None] for result in results])
+    return call, given
 
-    if towers:
-        rows = {key: np.stack([value] * towers) for key, value in given.items()}
-        model, state = started(replicate(model_fn, towers), rows, mode="infer")
-        results = model.predict_step(state, rows).predictions
-        wanted = [np.stack([array(want)] * towers) for want in case["results"]]
-    else:
-        results, wanted = call(given), [array(want) for want in case["results"]]
-    for got, want in zip(results, wanted, strict=True):
+
+def assert_numbers(results, wanted):
+    for got, want in zip(results, map(array, wanted), strict=True):
         assert got.dtype == want.dtype or got.dtype == np.int32
         close(got, want)
+
+
+@pytest.mark.parametrize("case", CASES, ids=NAMES)
+def test_the_numbers_are_those_of_tensorflow(case):
+    call, given = call_of(case)
+    assert_numbers(call(given), case["results"])
+
+
+def test_towers_give_the_numbers_of_all_cases():
+    """In one program; each tower has the arguments as its row of the batch."""
+    calls, given = zip(*map(call_of, CASES), strict=True)
+
+    def model_fn(features, labels, mode):
+        arguments = jax.tree.map(lambda x: x[0], features)
+        results = [call(arguments[name]) for call, name in zip(calls, NAMES, strict=True)]
+        return est.EstimatorSpec(mode, predictions=jax.tree.map(lambda x: x[None], results))
+
+    rows = jax.tree.map(lambda x: np.stack([x] * 4), dict(zip(NAMES, given, strict=True)))
+    model, state = started(replicate(model_fn, 4), rows, mode="infer")
+    for case, results in zip(CASES, model.predict_step(state, rows).predictions, strict=True):
+        for tower in range(4):
+            assert_numbers([result[tower] for result in jax.device_get(results)], case["results"])

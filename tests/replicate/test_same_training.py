@@ -13,7 +13,18 @@ import optax
 import pytest
 import testing.towers
 from testing.model_fns import network
-from testing.towers import REDUCTIONS, STEPS, assert_close, cpus, reduced, regression, trained
+from testing.towers import (
+    REDUCTIONS,
+    STEPS,
+    assert_close,
+    cpus,
+    reduced,
+    regression,
+    results,
+    start_as,
+    started,
+    trained,
+)
 
 import estimator as est
 from replicate import BlockSync, TowerOptimizer, VariableDistribution, replicate_model_fn
@@ -21,6 +32,7 @@ from replicate.cross_tower_ops import AllReduce, CollectiveAllReduce, MultiWorke
 
 SERVER, ROUND_ROBIN = VariableDistribution.SHARED_LOCAL_PARAMETER_SERVER, VariableDistribution.SHARED_ROUND_ROBIN
 BATCHES = regression(24)
+FIRST = [x[0] for x in BATCHES]
 OPTIMIZERS = testing.towers.OPTIMIZERS | {"slow sgd": lambda: optax.sgd(0.02)}
 
 
@@ -105,8 +117,10 @@ def model_fn(features, labels, mode, *, optimizer, reduction, options):
 
 @functools.cache
 def on_one_device(optimizer, reduction):
-    model = functools.partial(model_fn, optimizer=optimizer, reduction=reduction, options={})
-    return trained(model, BATCHES)
+    """The state at the start, and what training comes to."""
+    model_fn_of_one = functools.partial(model_fn, optimizer=optimizer, reduction=reduction, options={})
+    _, start = started(model_fn_of_one, *FIRST)
+    return start, *trained(model_fn_of_one, BATCHES, start)
 
 
 ONE_OF_A_KIND = (
@@ -141,8 +155,8 @@ def test_training_matches_one_device(runner, optimizer, reduction):
     runner = RUNNERS[runner]
     model = functools.partial(model_fn, optimizer=optimizer, reduction=reduction, options={})
     replicated = runner.replicate(functools.partial(model, options=runner.options), reduction)
-    want, want_steps = on_one_device(optimizer, reduction)
-    state, steps = trained(replicated, BATCHES)
+    start, want, want_steps = on_one_device(optimizer, reduction)
+    state, steps = trained(replicated, BATCHES, start_as(start, est.transform(replicated), *FIRST))
     assert_close(jax.device_get(steps), want_steps)
     assert_close(jax.device_get(state.variables), want.variables)
     assert_close(jax.device_get(runner.slots(state.slots)), want.slots["optimizer"])
@@ -165,11 +179,16 @@ def layered_model_fn(features, labels, mode, *, moments="all rows", reduction="m
 MOMENTS = {"all rows": {"synchronized": True}, "own rows": {}, "no rows": {"training": False}}
 
 
+@functools.cache
+def start_of_layers():
+    return started(layered_model_fn, *FIRST)[1]
+
+
 def by_steps(model_fn, batches, model_dir=None):
     """The variables after training, and the losses of all steps."""
     del model_dir
     model = est.transform(model_fn)
-    state, losses = model.init(jax.random.key(0), *(x[0] for x in batches)), []
+    state, losses = start_as(start_of_layers(), model, *(x[0] for x in batches)), []
     for batch in zip(*batches, strict=True):
         state, spec = model.train_step(state, *batch)
         losses.append(spec.loss)
@@ -178,7 +197,8 @@ def by_steps(model_fn, batches, model_dir=None):
 
 def by_loop(model_fn, batches, model_dir):
     del model_dir
-    state, (losses, *_) = trained(model_fn, batches)
+    start = start_as(start_of_layers(), est.transform(model_fn), *(x[0] for x in batches))
+    state, (losses, *_) = trained(model_fn, batches, start)
     return jax.device_get((state.variables, list(losses)))
 
 
@@ -198,10 +218,11 @@ LAYERED = {name: RUNNERS[name] for name in ("1 towers", *ONE_OF_A_KIND)} | {
 
 
 def layered_cases():
-    """Every runner in one drive, a runner of each kind in the others; and a sum."""
+    """Every runner in one drive, which is traced alike in all: loops and Estimators of few layers have every runner in
+    `test_training_matches_one_device` and in `placement/test_distributions.py`; and a sum."""
     yield from (("mean", runner, "step") for runner in LAYERED)
-    for runner in ("4 towers", "server", "blocks of one step"):
-        yield from (("mean", runner, drive) for drive in ("loop", "Estimator"))
+    yield "mean", "server", "loop"
+    yield "mean", "4 towers", "Estimator"
     yield "sum", "4 towers", "step"
 
 
@@ -221,13 +242,19 @@ def test_every_layer_trains_as_on_one_device(reduction, runner, drive, tmp_path)
     assert_close(({name: variables[name] for name in want[0]}, losses), want, rtol=1e-3, atol=1e-5)
 
 
+@functools.cache
+def layers_of_two_towers_alone():
+    model = functools.partial(layered_model_fn, moments="own rows")
+    return [by_steps(model, [x[:, rows] for x in BATCHES]) for rows in (slice(0, 12), slice(12, None))]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("drive", DRIVES)
+@pytest.mark.parametrize("drive", ["loop", "Estimator"])
 def test_every_layer_trains_in_blocks_as_towers_alone_and_their_average(drive, tmp_path):
     model = functools.partial(layered_model_fn, moments="own rows")
     replicated = towers(2, block_sync=BlockSync(STEPS, optax.sgd(1.0))).replicate(model, "mean")
     variables, losses = DRIVES[drive](replicated, BATCHES, tmp_path)
-    own = [by_steps(model, [x[:, rows] for x in BATCHES]) for rows in (slice(0, 12), slice(12, None))]
+    own = layers_of_two_towers_alone()
     first, mean = own[0][0], jax.tree.map(lambda x, y: (x + y) / 2, *own)
     want = {name: (first if "moving" in name else mean[0])[name] for name in first}
     assert_close(({name: variables[name] for name in want}, losses), (want, mean[1]), rtol=1e-3, atol=1e-5)
@@ -239,7 +266,7 @@ def test_no_layer_and_no_kind_of_runner_is_missing(monkeypatch):
     for name in names:
         layer = getattr(est.layers, name)
         monkeypatch.setattr(est.layers, name, lambda *a, n=name, f=layer, **kw: called.add(n) or f(*a, **kw))
-    est.transform(layered_model_fn).abstract_init(*(x[0] for x in BATCHES))
+    est.transform(layered_model_fn).abstract_init(*FIRST)
     assert called == names
 
     given = [runner.given for runner in LAYERED.values()]
@@ -255,11 +282,11 @@ def test_no_layer_and_no_kind_of_runner_is_missing(monkeypatch):
 def evaluated(replicated, rows):
     """Loss, predictions and metrics of the initial variables for the first rows."""
     model = est.transform(replicated)
-    state = model.init(jax.random.key(0), BATCHES[0][0], BATCHES[1][0])
+    state = start_as(on_one_device("sgd", "mean")[0], model, *FIRST)
     x, y = (batch[0, :rows] for batch in BATCHES)
     spec = model.eval_step(state, x, y)
-    results = {name: metric.result() for name, metric in spec.eval_metric_ops.items()}
-    return jax.device_get((spec.loss, spec.predictions, results, model.predict_step(state, x).predictions))
+    metrics = results(jax.device_get(spec.eval_metric_ops))
+    return jax.device_get((spec.loss, spec.predictions, metrics, model.predict_step(state, x).predictions))
 
 
 @pytest.mark.slow

@@ -129,11 +129,10 @@ def main():
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", 2)  # as the processes have
-    compiled.make_folder()  # so that all but the first compile nothing
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as programs, tempfile.TemporaryDirectory() as folder:
+        compiled.make_folder(pathlib.Path(programs))  # so that all but the first compile nothing
         soak = Soak(folder, given.seed)
         soak.run(given.count)
-    compiled.remove_folder()
     for way, codes in soak.codes.items():
         ended = ", ".join(f"{n} with {code}" for code, n in sorted(codes.items()))
         print(f"{way}: {codes.total()} ({ended}), within {soak.secs[way]:.2f} s")

@@ -1,19 +1,21 @@
-"""What tests have compiled, shared by all processes of a run of pytest: its workers, and those that they fork.
+"""Programs that tests have compiled, for all processes of a run of pytest, and for the next runs in this checkout.
 
 jax's compilation cache writes entries in place. Here each is written under another name and renamed, so that a process
-reads all of it or nothing, also where the writer is killed.
+reads all of it or nothing, also where the writer is killed. What no run has read for a week is removed.
 """
 
+import contextlib
 import os
 import pathlib
-import shutil
 import tempfile
+import time
 
 import jax
 from etils import epath
 
 SCHEME = "renamed://"
 FOLDER = "COMPILED_BY_TESTS"  # in the environment
+WEEK = 7 * 24 * 3600
 
 
 @epath.register_path_cls(SCHEME)
@@ -38,6 +40,7 @@ class Renamed:
         return self.path.exists()
 
     def read_bytes(self) -> bytes:
+        os.utime(self.path)  # when it was last used
         return self.path.read_bytes()
 
     def write_bytes(self, value: bytes) -> None:
@@ -47,16 +50,20 @@ class Renamed:
         os.replace(partial, self.path)
 
 
-def make_folder() -> bool:
-    """Makes the folder for this process and those that it starts; False if it has one from its parent."""
-    if FOLDER in os.environ:
-        return False
-    os.environ[FOLDER] = tempfile.mkdtemp(prefix="compiled-by-tests-")
-    return True
+def make_folder(folder: pathlib.Path) -> None:
+    """Makes this the folder of this process and those that it starts, unless it has one from its parent."""
+    if FOLDER not in os.environ:
+        with contextlib.suppress(PermissionError):  # of a checkout that can only be read: then nothing is shared
+            folder.mkdir(parents=True, exist_ok=True)
+            remove_old(folder)
+            os.environ[FOLDER] = str(folder)
 
 
-def remove_folder() -> None:
-    shutil.rmtree(os.environ.pop(FOLDER), ignore_errors=True)
+def remove_old(folder: pathlib.Path) -> None:
+    for path in folder.iterdir():
+        with contextlib.suppress(FileNotFoundError):  # removed by another run
+            if path.stat().st_mtime < time.time() - WEEK:
+                path.unlink()
 
 
 def use_folder() -> None:

@@ -53,9 +53,28 @@ def started(model_fn, *batch, mode="train", params=None):
     return model, model.init(jax.random.key(0), *batch, mode=mode)
 
 
+def start_as(state, model, *batch):
+    """The start of another model with the variables and slots of this one, without its init: that is only traced.
+    Where it has others, its own start."""
+    like = model.abstract_init(*batch)
+    if jax.tree.structure(like) != jax.tree.structure(state):
+        return model.init(jax.random.key(0), *batch)
+    return jax.tree.map(lambda x, wanted: jax.device_put(x, wanted.sharding), state, like)
+
+
 def one_step(model_fn, features, labels=None):
     model, state = started(model_fn, features, labels)
     return model.train_step(state, features, labels)
+
+
+@jax.jit  # one program; for `jax.device_get` metrics it is the same for all towers
+def results(metrics):
+    return {name: metric.result() for name, metric in metrics.items()}
+
+
+@jax.jit
+def results_of_steps(metrics):
+    return {name: jax.vmap(lambda m: m.result())(metric) for name, metric in metrics.items()}
 
 
 def trained(model_fn, batches, state=None):
@@ -64,7 +83,7 @@ def trained(model_fn, batches, state=None):
     if state is None:
         state = model.init(jax.random.key(0), *jax.tree.map(lambda x: x[0], batches))
     state, spec = model.train_loop(state, batches)
-    metrics = {name: jax.vmap(lambda m: m.result())(metric) for name, metric in spec.eval_metric_ops.items()}
+    metrics = results_of_steps(jax.device_get(spec.eval_metric_ops))
     return state, (spec.loss, spec.predictions, metrics)
 
 
@@ -81,12 +100,17 @@ def reduced(losses, reduction):
     return jnp.sum(losses) if reduction == "sum" else jnp.mean(losses)
 
 
+def uniform(*shape):
+    """Initial values that take XLA no time to compile, as random ones do."""
+    return np.random.default_rng(0).uniform(-1, 1, shape).astype(np.float32)
+
+
 def mlp_model_fn(optimizer, reduction="mean"):
     def model_fn(features, labels, mode):
         with est.variable_scope("hidden"):
-            w = est.get_variable("w", (3, 4))
+            w = est.get_variable("w", initializer=uniform(3, 4))
             b = est.get_variable("b", (4,), initializer=jax.nn.initializers.zeros)
-        v = est.get_variable("v", (4, 1))
+        v = est.get_variable("v", initializer=uniform(4, 1))
         output = (jnp.tanh(features @ w + b) @ v)[:, 0]
         losses = (output - labels) ** 2
         loss = reduced(losses, reduction)

@@ -97,23 +97,25 @@ def by_hand(model_fn, towers, block_sync, batches, mean=True):
     model = est.transform(model_fn)
     first = model.init(jax.random.key(0), *jax.tree.map(lambda x: x[0], batches))
     states, losses = [first] * towers, []
-    whole, outer = first.variables, block_sync.outer_optimizer.init(first.variables)
+    init, update = map(jax.jit, block_sync.outer_optimizer)  # in one program each
+    whole, outer = jax.device_get(first.variables), init(first.variables)
     for step in range(len(batches[0])):
         rows = [jax.tree.map(lambda x, t=t, step=step: np.split(x[step], towers)[t], batches) for t in range(towers)]
         states, specs = zip(*(model.train_step(s, *own) for s, own in zip(states, rows, strict=True)), strict=True)
         losses.append(np.mean([spec.loss for spec in specs]) if mean else np.sum([spec.loss for spec in specs]))
         done = step + 1 - block_sync.warmup_steps
         if done == 0:
-            whole = states[0].variables
+            whole = jax.device_get(states[0].variables)
         elif done > 0 and done % block_sync.block_steps == 0:
-            difference = jax.tree.map(lambda g, *x: g - sum(x) / towers, whole, *(s.variables for s in states))
+            means = jax.tree.map(lambda *x: np.mean(x, 0), *jax.device_get([s.variables for s in states]))
             with jax.numpy_dtype_promotion("standard"):
-                updates, outer = block_sync.outer_optimizer.update(difference, outer, whole)
-            whole = optax.apply_updates(whole, updates)
+                updates, outer = update(jax.tree.map(np.subtract, whole, means), outer, whole)
+            whole = jax.tree.map(np.add, whole, jax.device_get(updates))
         if done >= 0 and done % block_sync.block_steps == 0:
             states = [state._replace(variables=whole) for state in states]
     variables, slots = (
-        jax.tree.map(lambda *x: jnp.stack(x), *(getattr(s, n) for s in states)) for n in ("variables", "slots")
+        jax.tree.map(lambda *x: np.stack(x), *jax.device_get([getattr(s, n) for s in states]))
+        for n in ("variables", "slots")
     )
     return whole, variables, slots, outer, np.array(losses, np.float32)
 
@@ -144,8 +146,7 @@ def test_blocks_equal_models_trained_one_by_one(towers, optimizer, block_sync, s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("towers", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("towers, reduction", [*((n, "mean") for n in (1, 2, 3, 4, 8)), (1, "sum"), (4, "sum")])
 def test_a_block_of_one_step_is_synchronous_training(towers, reduction):
     model_fn = mlp_model_fn(optax.sgd(0.01), reduction)
     batches = regression(24)

@@ -95,7 +95,14 @@ def assert_mirrored(got, devices, want, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, towers", [*itertools.product(OPS, TOWERS), *itertools.product(MORE_OPS, [1, 4])])
+@pytest.mark.parametrize(
+    "name, towers",
+    [
+        *itertools.product(ALGORITHMS, TOWERS),
+        *itertools.product([name for name in OPS if name not in ALGORITHMS], [1, 3, 8]),
+        *itertools.product(MORE_OPS, [1, 4]),
+    ],
+)
 def test_sums_equal_sums_in_float64(name, towers):
     rng = np.random.default_rng(towers)
     parts = [numbers(rng, shape, dtype, towers) for dtype, shape in KINDS]

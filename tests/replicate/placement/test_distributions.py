@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from testing.towers import OPTIMIZERS, assert_close, cpus, mlp_model_fn, regression
+from testing.towers import OPTIMIZERS, assert_close, cpus, mlp_model_fn, regression, uniform
 
 import estimator as est
 from estimator.checkpoint._checkpoint import Checkpoint
@@ -47,8 +47,8 @@ def wide_model_fn(optimizer, width=16):
     """Its variables divide by 2, 4 and 8 towers, but for one."""
 
     def model_fn(features, labels, mode):
-        w = est.get_variable("w", (3, width))
-        v = est.get_variable("v", (width, 8))
+        w = est.get_variable("w", initializer=uniform(3, width))
+        v = est.get_variable("v", initializer=uniform(width, 8))
         scale = est.get_variable("scale", (3,), initializer=jax.nn.initializers.ones)
         output = (jnp.tanh((features * scale) @ w) @ v).sum(-1)
         if mode == est.ModeKeys.PREDICT:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
+from testing import compiled
 from testing.wide import wide
 
 import estimator as est
@@ -84,23 +84,21 @@ def check(dtype, towers=2, parts=2):
         )
 
 
-@pytest.mark.parametrize("dtypes", [DTYPES, X64_DTYPES], ids=["x32", "x64"])
-def test_every_dtype(dtypes):
+def test_every_dtype():
     """In a process of its own, which XLA ends where it cannot sum a dtype."""
     root = pathlib.Path(__file__).resolve().parents[3]
     paths = os.pathsep.join([str(root), str(root / "tests")])
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": paths}
-    ended = subprocess.run(
-        [sys.executable, __file__, *dtypes], env=environment, capture_output=True, text=True, check=False
-    )
+    ended = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr[-2000:]
-    assert ended.stdout.split() == dtypes
+    assert ended.stdout.split() == DTYPES + X64_DTYPES
 
 
 if __name__ == "__main__":
     jax.config.update("jax_num_cpu_devices", 8)
     jax.config.update("jax_numpy_dtype_promotion", "strict")
-    jax.config.update("jax_enable_x64", sys.argv[1:] == X64_DTYPES)
-    for each in sys.argv[1:]:
+    compiled.use_folder()
+    for each in DTYPES + X64_DTYPES:
         print(each, flush=True)
-        check(each)
+        with jax.enable_x64(each in X64_DTYPES):
+            check(each)

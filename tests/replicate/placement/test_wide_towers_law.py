@@ -13,7 +13,7 @@ import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from testing.towers import assert_close
+from testing.towers import assert_close, results
 from testing.wide import wide
 
 import estimator as est
@@ -164,7 +164,7 @@ def outcome(model, mode, x, y):
         "state": after and (after.variables, after.slots),
         "loss": spec.loss,
         "predictions": spec.predictions,
-        "metrics": {name: metric.result() for name, metric in spec.eval_metric_ops.items()},
+        "metrics": results(jax.device_get(spec.eval_metric_ops)),
         "histogram": (reported.counts, reported.sum),
     }
 

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 
+import jax
 import jax.numpy as jnp
 import optax
 import orbax.checkpoint as ocp
@@ -42,6 +43,7 @@ def deep(features, labels, mode):
 
 def compile_long(model_dir):
     os.environ["XLA_FLAGS"] = ""
+    jax.config.update("jax_enable_compilation_cache", False)  # a run before may have compiled it
     signal.signal(signal.SIGINT, signal.default_int_handler)
     time.sleep(0.2)  # it has been said that the process has started
     try:
