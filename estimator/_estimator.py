@@ -21,7 +21,7 @@ from estimator.core._mode_keys import ModeKeys
 from estimator.core._model_fn import ModelFn, bind, with_params
 from estimator.core._run_config import RunConfig
 from estimator.core._state import State
-from estimator.core._typing import Features, Labels, PyTree
+from estimator.core._typing import PyTree
 from estimator.hooks._checkpoint_saver import CheckpointSaverListener, checked_listeners
 from estimator.inputs._input_fn import call_input_fn
 from estimator.loop._predict import checked_keys, single_examples
@@ -250,12 +250,7 @@ class Estimator:
             path = self._runs.lookup.find(checkpoint_path, group)
             if group.count > 1 and path is not None:  # which all of them read
                 stack.enter_context(Checkpoint(path).hold())
-
-            # Called with the first batch, on which the shapes of the variables may depend.
-            def find_state(features: Features, labels: Labels) -> tuple[State, str | None]:
-                return self._runs.lookup.read_state(ModeKeys.EVAL, path, checkpoint_path, group, features, labels)
-
-            return self._runs.evaluate(find_state, input_fn, steps, own_hooks, name, group)
+            return self._runs.evaluate(path, checkpoint_path, input_fn, steps, own_hooks, name, group)
 
     def evaluate_state(
         self,
@@ -269,16 +264,12 @@ class Estimator:
         check_steps("steps", steps)
         check_not_forked("evaluate_state")
         check_eval_dir(self.model_dir, name)
-
-        def place_state(*batch: PyTree) -> tuple[State, None]:
-            return self._runs.states.for_evaluation(state, *batch), None
-
         own_hooks = checked_hooks("hooks", hooks)
         with (
             collective_call(f"evaluate_state(steps={steps}, name={name!r})", self._config.limits) as group,
             self._runs.stopwatch.part("evaluation"),
         ):
-            return self._runs.evaluate(place_state, input_fn, steps, own_hooks, name, group)
+            return self._runs.evaluate(state, None, input_fn, steps, own_hooks, name, group)
 
     def predict(
         self,

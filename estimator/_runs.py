@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from estimator.checkpoint._warm_start import WarmStartSettings
 
 InputFn = Callable[..., Any]
-StateFor = Callable[[PyTree, PyTree], tuple[State, str | None]]  # the state for a first batch, and its checkpoint
 
 
 class _Start(NamedTuple):
@@ -247,14 +246,15 @@ class Runs:
 
     def evaluate(
         self,
-        state_for: StateFor,
+        source: State | str | None,
+        checkpoint_path: str | None,
         input_fn: InputFn,
         steps: int | None,
         hooks: tuple[Hook, ...],
         name: str | None,
         group: ProcessGroup,
     ) -> dict[str, Any]:
-        """The metrics of a state over an input."""
+        """The metrics over an input, of a state in memory or saved at a path; None: of initial values."""
         group.progress.enter("input")
         with raise_at_sigterm():
             rest = self._batches(input_fn, ModeKeys.EVAL)
@@ -276,7 +276,11 @@ class Runs:
         group.set_placement(info.placement)
         hooks = hooks_for_process(group, hooks)
         with ends_by_sigterm(context), _hook_calls.around(hooks, context):
-            state, path = state_for(*first)
+            # The shapes of variables may depend on the first batch.
+            if not isinstance(source, State):
+                state, path = self.lookup.read_state(ModeKeys.EVAL, source, checkpoint_path, group, *first)
+            else:
+                state, path = self.states.for_evaluation(source, *first), None
             context.set_readonly_state(state)
             context.track(self._config, self._params)
             self._model.compare(ModeKeys.EVAL, state, *first)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from estimator._estimator import Estimator
 from estimator.canned._common import OptimizerOrFn, check_head, classifier_head, optimizer_fn
-from estimator.core._batch import check_batch
+from estimator.core._batch import rows_of
 from estimator.core._estimator_spec import EstimatorSpec
 from estimator.core._run_config import RunConfig
 from estimator.core._typing import Features, Labels
@@ -47,7 +47,7 @@ class BaselineEstimator(Estimator):
             with variable_scope("baseline"):
                 bias = get_variable("bias", (head.logits_dimension,), initializer=jax.nn.initializers.zeros)
             # Only the number of examples is read from the features.
-            logits = jnp.broadcast_to(bias, (check_batch(features), head.logits_dimension))
+            logits = jnp.broadcast_to(bias, (rows_of(features), head.logits_dimension))
             return head.create_estimator_spec(features, mode, logits, labels, make_optimizer())
 
         super().__init__(model_fn, model_dir, config)

@@ -47,7 +47,7 @@ class DNNEstimator(Estimator):
       activation_fn: the activation function of the hidden layers.
       dropout: the fraction of a hidden layer that is dropped in training; None: no dropout.
       batch_norm: whether hidden layers are normalized. Each tower normalizes by its own rows, as in TensorFlow;
-        moving averages are averaged over towers.
+        `moving_mean` and `moving_variance` are averaged over towers.
     """
 
     def __init__(

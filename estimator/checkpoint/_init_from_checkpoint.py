@@ -25,8 +25,8 @@ def init_from_checkpoint(
     """Lets variables of this run begin with values of a checkpoint, as `tf.train.init_from_checkpoint`.
 
     It takes the place of their initializers: it has an effect if training starts from nothing, not if it resumes from a
-    checkpoint in the model_dir. The file is read then only, and need not be there later. Optimizers and moving averages
-    start from these values, whether they were made before this call or after it.
+    checkpoint in the model_dir. The file is read then only, and need not be there later. Slots and other copies of
+    the variables start from these values, whether they were made before this call or after it.
 
     >>> import estimator as est, jax, jax.numpy as jnp, numpy as np, os, tempfile
     >>> path = os.path.join(tempfile.mkdtemp(), "weights.npz")
@@ -66,7 +66,7 @@ def init_from_checkpoint(
     # Scopes first, so that a single name overrides its scope.
     for old, new in sorted(pairs, key=lambda pair: not pair[1].endswith("/")):
         old_names |= _match_names(old, new, names)
-    # Read after the model_fn has returned: optimizers and averages that it makes later start from the values, too.
+    # Read after the model_fn has returned: what it makes of the variables later, such as slots, starts from them, too.
     frame.declared.notes.get(InitialValues).append(_Start(os.fspath(ckpt_dir_or_file), tuple(old_names.items())))
 
 

@@ -72,21 +72,22 @@ def batch_normalization(
     >>> print(*(state.variables[f"batch_normalization/moving_{name}"].item() for name in ("mean", "variance")))
     2.0 2.5
 
-    On towers each normalizes by the moments of its own rows, as in TensorFlow, and the moving averages become the mean
-    of the towers' ones; the mean of their variances is smaller than the variance of all rows together. With
-    `synchronized=True` all towers normalize by the moments of all rows, as one device would: that takes two sums over
-    towers for each layer, and two of their gradients. The micro-batches of `accumulate_steps` are never put together.
+    On towers each normalizes by the moments of its own rows, as in TensorFlow, and `moving_mean` and `moving_variance`
+    become the mean of the towers' ones; the mean of their variances is smaller than the variance of all rows together.
+    With `synchronized=True` all towers normalize by the moments of all rows, as one device would: that takes two sums
+    over towers for each layer, and two of their gradients. The micro-batches of `accumulate_steps` are never put
+    together.
 
     Args:
       inputs: any shape, floating. float16 and bfloat16 are normalized in float32.
       axis: the dimension that keeps its statistics, mostly of the channels; 1 for "channels_first". Or several.
-      momentum: how much of a moving average stays in each step.
+      momentum: how much of `moving_mean` and `moving_variance` stays in each step.
       epsilon: added to the variance.
       center, scale: whether to add `beta`, and to multiply by `gamma`.
       beta_initializer, gamma_initializer, moving_mean_initializer, moving_variance_initializer, beta_regularizer,
         gamma_regularizer, trainable, name, reuse: as in `dense`.
       training: whether to use the moments of the batch. By default in TRAIN, where TensorFlow's default is False in
-        all modes. The moving averages change in TRAIN only.
+        all modes. `moving_mean` and `moving_variance` change in TRAIN only.
       fused: as TensorFlow's fused kernel: whether the moving variance is `n / (n - 1)` times the variance of the
         batch, unbiased. None: if the inputs have four dimensions, and `axis` is the last or the second.
       beta_constraint, gamma_constraint, renorm, renorm_clipping, virtual_batch_size, adjustment: must not be given.
@@ -278,7 +279,7 @@ def _moments(x: jax.Array, axes: tuple[int, ...], synchronized: bool) -> tuple[j
 
 
 def _move(name: str, average: jax.Array, value: jax.Array, momentum: float) -> None:
-    # As in TensorFlow's `assign_moving_average`; a sum of two products rounds in another way.
+    # As TensorFlow computes it; a sum of two products rounds in another way.
     assign(name, average - (average - value) * (1 - momentum))
 
 

@@ -80,7 +80,7 @@ def sequence_loss(
       name: of TensorFlow's op; without effect here.
 
     Returns:
-      A scalar; `[batch]` or `[steps]` with one of the averages; `[batch, steps]` with none.
+      A scalar; `[batch]` or `[steps]` with one of the two; `[batch, steps]` with none.
 
     Raises:
       ValueError: shapes do not fit.

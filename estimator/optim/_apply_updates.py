@@ -58,7 +58,7 @@ def apply_step(
         allowed = may_update.all()
         return new if allowed is None else select(allowed, new, {name: variables[name] for name in new})
 
-    # Moving averages come last: they use the values of variables after the step, whatever the order in `est.group` is.
+    # Moves come last: they use the values of variables after the step, whatever the order in `est.group` is.
     after = {**updated, **if_all(written)}
     moved: Variables = {}
     for move in train_op.moves:

@@ -55,8 +55,8 @@ class Optimizer:
       name: of its entries in `State.slots`; by default "optimizer". A second one of a name gets "_1" added.
       loss_scale: for half-precision backward passes; see `est.DynamicLossScale`.
       learning_rate: a number, a function of the global step, or a scalar that the model_fn has computed. With it
-        optimizer_or_fn is a function of the rate, as in `est.Optimizer(optax.adam, learning_rate=rate)`, and the rate
-        is among `est.learning_rates`. Towers may compute it; if they differ, their mean counts.
+        optimizer_or_fn is a function of the rate, as in `est.Optimizer(optax.adam, learning_rate=rate)`, and logs
+        and summaries show the rate. Towers may compute it; if they differ, their mean counts.
     """
 
     def __init__(

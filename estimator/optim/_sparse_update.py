@@ -44,7 +44,7 @@ def lazy(transformation: optax.GradientTransformation) -> optax.GradientTransfor
     """The transformation, which of the tables with a sparse gradient changes the looked-up rows only.
 
     For variables with a dense gradient it does what it does anyway, and its state is the same. It is to Adam what
-    `LazyAdam` was in TensorFlow: the averages of a row decay when the row is looked up, not in every step.
+    `LazyAdam` was in TensorFlow: the moments of a row decay when the row is looked up, not in every step.
 
     Without it a sparse gradient is dealt with by what the optimizer is:
 

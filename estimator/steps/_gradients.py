@@ -12,7 +12,7 @@ import numpy as np
 
 from estimator.core._estimator_spec import EstimatorSpec
 from estimator.core._frame import Frame, Writes, open_frame
-from estimator.core._train_op import GradientsNeeded, TrainOp
+from estimator.core._train_op import GradientsNeeded
 from estimator.core._typing import Forward, PyTree
 from estimator.optim import _loss_scale
 from estimator.optim._gradient_calls import GradientCalls
@@ -128,11 +128,10 @@ class _Run:
         spec = done.spec
         assert spec is not None  # a pass without a request has one
         if differentiate and spec.train_op is not None:
-            gradients = {
-                update.slots: self._gradients(backward, i, update.var_list, update.slots)
-                for i, update in enumerate(spec.train_op.pending)
-            }
-            spec = dataclasses.replace(spec, train_op=_with_gradients(spec.train_op, gradients))
+            updates, pending = spec.train_op.updates, spec.train_op.pending
+            taken = (self._gradients(backward, i, update.var_list, update.slots) for i, update in enumerate(pending))
+            gradients = [next(taken) if update.gradients is None else update.gradients for update in updates]
+            spec = dataclasses.replace(spec, train_op=spec.train_op.with_gradients(gradients))
         return RunResult(spec, done.writes, done.denominators, self._last_frame)
 
     def _differentiate(self) -> _Differentiated:
@@ -198,14 +197,6 @@ class _Run:
         pending = spec.train_op.pending if self._differentiates and spec.train_op is not None else []
         losses = [update.loss for update in pending if update.loss is not None]
         return losses, _Pass(None, spec, frame.writes, frame.denominators, rows_by_table(frame))
-
-
-def _with_gradients(train_op: TrainOp, gradients: dict[str, dict[str, PyTree]]) -> TrainOp:
-    updates = tuple(
-        dataclasses.replace(update, gradients=gradients.get(update.slots, update.gradients))
-        for update in train_op.updates
-    )
-    return dataclasses.replace(train_op, updates=updates)
 
 
 def _ascending(gradient: jax.Array) -> jax.Array:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from estimator.core._batch import check_batch
+from estimator.core._batch import rows_of
 from estimator.core._estimator_spec import EstimatorSpec
 from estimator.core._frame import Frame, current_frame
 from estimator.core._mode_keys import ModeKeys
@@ -71,11 +71,11 @@ class ModelRun:
 
         Raises:
           RuntimeError: see `caller`.
-          TypeError, ValueError: the batch, the mode or the model_fn is not one.
+          TypeError, ValueError: the mode or the model_fn is not one. The batch was checked by the run around this one.
         """
         frame, mode = current_frame(caller), ModeKeys(mode)
-        rows, bound = check_batch(features, labels), bind(model_fn, params, config)
-        return cls(lambda batch: bound(*batch, mode), frame, (features, labels), rows)
+        bound = bind(model_fn, params, config)
+        return cls(lambda batch: bound(*batch, mode), frame, (features, labels), rows_of(features, labels))
 
     def on(
         self,

@@ -57,7 +57,7 @@ class PureSteps:
         self, key: jax.Array, features: Features, labels: Labels, initial_values: Variables, mode: ModeKeys
     ) -> tuple[State, ModelInfo]:
         """The first State, and the `ModelInfo`."""
-        self._check(features, labels)
+        self.saw_sparse |= has_sparse((features, labels))
         step = jnp.zeros((), jnp.int32)
         frame = Frame(mode, {}, {}, key=key, global_step=step, initializing=True, initial_values=initial_values)
         with open_frame(frame):
@@ -95,7 +95,9 @@ class PureSteps:
         replica: Replica = _ALONE,
     ) -> tuple[EstimatorSpec, Variables]:
         """The spec, with gradients, and the variables that the model_fn wrote itself."""
-        rows = self._check(features, labels)
+        # Each program has its own kind of batch, which is checked here, where it is traced.
+        rows = check_batch(features, labels)
+        self.saw_sparse |= has_sparse((features, labels))
         # This gives XLA the sharding of the rows, so that it does not gather a batch that the caller has not placed.
         sharding = info.placement.batch(rows)
         if sharding is not None and not replica.one_tower:
@@ -167,11 +169,6 @@ class PureSteps:
         """Evaluation or prediction of a batch."""
         spec, _ = self.compute(info, state, features, labels, mode)
         return dataclasses.replace(spec, train_op=None)
-
-    def _check(self, features: Features, labels: Labels) -> int:
-        rows = check_batch(features, labels)
-        self.saw_sparse |= has_sparse((features, labels))
-        return rows
 
 
 def finish_spec(placement: Placement, spec: EstimatorSpec, after: State) -> EstimatorSpec:

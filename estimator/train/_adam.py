@@ -20,9 +20,9 @@ from estimator.train._weight_decay import with_weight_decay
 class AdamOptimizer(Optimizer):
     """Adam, with TensorFlow's numbers: epsilon is added before the bias correction, not after it as in `optax.adam`.
 
-    `m` and `v` are the moving averages of the gradient and of its square;
+    `m` and `v` estimate the mean of the gradient and of its square;
     `var -= learning_rate * sqrt(1 - beta2**t) / (1 - beta1**t) * m / (sqrt(v) + epsilon)` in step t. With a sparse
-    gradient all rows move, by their averages, and a step takes time by the size of the table, as in TensorFlow.
+    gradient all rows move, by their `m`, and a step takes time by the size of the table, as in TensorFlow.
     Slots: "m", "v".
 
     >>> import estimator as est, jax, jax.numpy as jnp
@@ -41,7 +41,7 @@ class AdamOptimizer(Optimizer):
       learning_rate: a number; or a scalar that the model_fn has computed, as the functions of `est.train` do of
         `est.global_step()`, in towers too; or a function of the global step. `est.learning_rates` and the log have it.
         It is the program's: a number that was changed counts from the next start on, as in TensorFlow.
-      beta1, beta2: decays of the averages.
+      beta1, beta2: decays of `m` and `v`.
       epsilon: keeps the quotient finite.
       use_locking: without effect: XLA orders what it compiles.
       name: of its entries in `State.slots`.
@@ -62,7 +62,7 @@ class AdamOptimizer(Optimizer):
 
 class LazyAdamOptimizer(Optimizer):
     """`est.train.AdamOptimizer`, which changes only the looked-up rows of a table with a sparse gradient, and their
-    averages, as `tf.contrib.opt.LazyAdamOptimizer`.
+    `m` and `v`, as `tf.contrib.opt.LazyAdamOptimizer`.
 
     >>> import estimator as est
     >>> optimizer = est.train.LazyAdamOptimizer(1e-3)
@@ -81,7 +81,7 @@ class LazyAdamOptimizer(Optimizer):
         name: str = "Adam",
     ) -> None:
         def make(rate: jax.Array) -> RowWise:
-            # Row-wise, the averages of rows that were not looked up stay as they are: this is the only difference from
+            # Row-wise, `m` and `v` of rows that were not looked up stay as they are: this is the only difference from
             # Adam.
             return RowWise(*_adam(rate, beta1, beta2, epsilon))
 
@@ -164,7 +164,7 @@ def _adam(rate: jax.Array, beta1: float, beta2: float, epsilon: float) -> optax.
         return AdamState(fill_slot(params), fill_slot(params), jnp.float32(beta1), jnp.float32(beta2))
 
     def update(gradients: optax.Updates, state: AdamState, params: optax.Params) -> tuple[optax.Updates, AdamState]:
-        # As in TensorFlow, one factor corrects both averages, so that epsilon is added to the uncorrected root.
+        # As in TensorFlow, one factor corrects both `m` and `v`, so that epsilon is added to the uncorrected root.
         step = rate * jnp.sqrt(1 - state.beta2_power) / (1 - state.beta1_power)
 
         def rule(gradient: jax.Array, value: jax.Array, m: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
@@ -176,7 +176,7 @@ def _adam(rate: jax.Array, beta1: float, beta2: float, epsilon: float) -> optax.
         powers = {"beta1_power": state.beta1_power * beta1, "beta2_power": state.beta2_power * beta2}
         return apply_rule(rule, gradients, params, state, "m", "v", scalars=powers)
 
-    # Not row-wise: in TensorFlow's Adam the averages of all rows decay, even if a sparse gradient has only a few rows.
+    # Not row-wise: in TensorFlow's Adam `m` and `v` of all rows decay, even if a sparse gradient has only a few rows.
     return optax.GradientTransformation(init, update)
 
 
@@ -195,5 +195,5 @@ def _adamax(rate: jax.Array, beta1: float, beta2: float, epsilon: float) -> RowW
         powers = {"beta1_power": state.beta1_power * beta1}
         return apply_rule(rule, gradients, params, state, "m", "v", scalars=powers)
 
-    # Row-wise, as in TensorFlow, where a sparse gradient updates the averages of the looked-up rows only.
+    # Row-wise, as in TensorFlow, where a sparse gradient updates `m` and `v` of the looked-up rows only.
     return RowWise(init, update)

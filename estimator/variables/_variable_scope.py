@@ -83,7 +83,7 @@ def variable_scope(
       reuse: True: variables must exist in this run already; `AUTO_REUSE`: they may. None: as the enclosing scope.
         As in TensorFlow, an inner scope does not end an outer one's reuse.
       initializer, regularizer: of `get_variable`, where it is called without; a regularizer of trainable variables,
-        while TensorFlow's loss would have moving averages too.
+        while TensorFlow's loss would have `moving_mean` of a batch norm too.
       custom_getter: `fn(getter, name, **arguments)`, called in place of getting a variable; what it returns is what
         `get_variable` and the layers see. `name` is the full name, and `getter(name, **arguments)` gets the variable;
         in a scope within another one that has a getter too, it calls that.

@@ -14,7 +14,6 @@ from estimator.replication import RunResult
 from estimator.typing import PyTree, Slots, Variables
 from replicate.block_sync._block_sync import BlockSync
 from replicate.cross_tower_ops import CrossTowerOps
-from replicate.runner._merge import all_reduce
 from replicate.towers._map import num_towers, tower_index
 
 
@@ -55,7 +54,7 @@ class BlockAverage:
         addends = {
             name: self._addend(name, copy, before.variables[name]) for name, copy in sorted(before.copies.items())
         }
-        _, sums = all_reduce([], addends, self.ops)
+        _, sums = self.ops.sum_step([], addends)
         trained = [name for name in sums if self.result.frame.declared.trainable[name]]
         moved, outer = self._outer_step(before, {name: sums[name] for name in trained})
         added = {n: jax.tree.map(jnp.add, before.variables[n], sums[n]) for n in sums if self._is_added(n)}

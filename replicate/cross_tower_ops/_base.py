@@ -15,8 +15,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from estimator import IndexedSlices
+from estimator.typing import Gradients, Tree
 from replicate.cross_tower_ops._per_tower import Mirrored, PerTower, as_per_tower, destination_devices, has_slices
-from replicate.towers._map import TOWER_AXIS, tower_map
+from replicate.towers._collectives import cross_tower_concatenate, is_slices
+from replicate.towers._map import TOWER_AXIS, num_towers, tower_map
 
 Devices = tuple[jax.Device, ...]
 
@@ -57,6 +59,38 @@ class CrossTowerOps(abc.ABC):
         Args:
           values: in the order in which they are used; any shapes and dtypes, the same in all towers.
         """
+
+    def sum_step(self, gradients: list[Gradients], others: Tree) -> tuple[list[Gradients], Tree]:
+        """The sums over towers of a step; of a sparse gradient, the slices of all towers, which stand for it.
+
+        Args:
+          gradients: by variable, of each update.
+          others: what else is summed, exactly.
+
+        Raises:
+          ValueError: a gradient is sparse, which these ops do not take.
+        """
+        if num_towers() == 1:
+            return gradients, others
+        for name, gradient in (item for own in gradients for item in own.items()):
+            if is_slices(gradient) and not self.takes_slices:
+                raise ValueError(
+                    f"`{type(self).__name__}` cannot sum the gradient of the variable {name!r}, an `est.IndexedSlices` "
+                    "as `est.embedding_lookup` makes them. Use other `cross_tower_ops`, such as `AllReduce()`."
+                )
+        in_order = [list(own.values()) for own in gradients]  # which jax would sort by name
+        leaves, structure = jax.tree.flatten((in_order, others), is_leaf=is_slices)
+        count = 0 if self.exact is self else len(jax.tree.leaves(in_order, is_leaf=is_slices))
+        # Gradients by the chosen algorithm, which may compress them; losses, metrics and marks always exactly.
+        for ops, positions in ((self, range(count)), (self.exact, range(count, len(leaves)))):
+            dense = [i for i in positions if not is_slices(leaves[i])]
+            sums = ops.sum_in_towers([leaves[i] for i in dense]) if dense else []
+            for i, total in zip(dense, sums, strict=True):
+                is_bool = jnp.result_type(leaves[i]) == jnp.bool_  # the sum of which is an integer
+                leaves[i] = total.astype(jnp.bool_) if is_bool else total
+        leaves = [cross_tower_concatenate(leaf) if is_slices(leaf) else leaf for leaf in leaves]
+        in_order, others = jax.tree.unflatten(structure, leaves)
+        return [dict(zip(own, mine, strict=True)) for own, mine in zip(gradients, in_order, strict=True)], others
 
     def reduce(
         self, reduce_op: ReduceOp | str, value: PerTower | jax.Array | IndexedSlices, destinations: Any = None

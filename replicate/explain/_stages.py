@@ -90,14 +90,14 @@ def _towers(data: StepData) -> Stage:
 def _block_end(data: StepData, collectives: list[Collective]) -> Stage:
     """The stage in which towers that train on their own are averaged, once per block."""
     # They are in a branch; in blocks of one step there is none.
-    averages = [each for each in collectives if each.within == "branch"] or collectives
+    at_end = [each for each in collectives if each.within == "branch"] or collectives
     sentences = [
         "After the last step of a block the copies are averaged, and the outer optimizer moves the global variables, "
-        f"from which all towers continue: {_summary(averages)}."
+        f"from which all towers continue: {_summary(at_end)}."
     ]
-    if others := [each for each in collectives if each not in averages]:
+    if others := [each for each in collectives if each not in at_end]:
         sentences.append(f"After the last step of a program what it reports is put together: {_summary(others)}.")
-    return _collectives(data, sentences, "after a block: ", averages) if averages else Stage(sentences, "collective")
+    return _collectives(data, sentences, "after a block: ", at_end) if at_end else Stage(sentences, "collective")
 
 
 def _update(data: StepData) -> Stage:

@@ -82,7 +82,7 @@ def _collectives(data: StepData) -> Table:
             )
         )
     where = " of the towers" if data.distribution is Distribution.VARIABLE_DEVICES else ""
-    # The time includes collectives in a branch as if it were taken in each step; block sync averages once per block.
+    # The time includes collectives in a branch as if it were taken in each step; block sync sums once per block.
     taken = " in which every branch is taken" if any(each.within == "branch" for each in data.collectives) else ""
     notes = [] if rows else [f"None: the compiled program{where} needs no communication."]
     if rows or data.transfers:

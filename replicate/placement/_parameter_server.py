@@ -22,7 +22,7 @@ from estimator import EstimatorSpec, State, TrainOp
 from estimator.replication import Halves, OffTowerPlacement, Placement, compile_first
 from estimator.typing import Features, Labels, PyTree, Read, Shardings, Step, Tree
 from replicate.placement._transfer import Packed, joined_parcels, packed_by_source, transfer
-from replicate.towers._slices import is_slices, join_slices
+from replicate.towers._collectives import is_slices, join_slices
 
 
 class ParameterServer(OffTowerPlacement):

@@ -12,7 +12,6 @@ from estimator import EstimatorSpec, State
 from estimator.replication import ModelRun, RunResult, concatenate_specs
 from estimator.typing import PyTree
 from replicate.runner._base import Runner, tower_frame
-from replicate.runner._merge import all_reduce
 from replicate.towers._collectives import cross_tower_mean
 from replicate.towers._map import lone_tower, tower_map
 from replicate.towers._split_batch import take_rows
@@ -108,7 +107,7 @@ class Evaluation:
             if len(runner.devices) > 1:
                 result.check_rows(part.size // towers)
             summed, per_part = result.scale(scale).split()
-            return all_reduce([], (summed, result.denominators), runner.ops)[1], per_part
+            return runner.ops.sum_step([], (summed, result.denominators))[1], per_part
 
         is_even = towers == len(runner.devices)
         mapped = tower_map(tower, part.devices) if is_even else lone_tower(tower, runner.devices)

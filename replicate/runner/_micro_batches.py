@@ -16,8 +16,8 @@ from estimator.replication import Frame, ModelRun, RunResult
 from estimator.typing import PyTree
 from replicate.runner._base import Runner
 from replicate.runner._tower_optimizer import TowerOptimizer
+from replicate.towers._collectives import is_slices, join_slices
 from replicate.towers._map import num_towers, tower_index
-from replicate.towers._slices import is_slices, join_slices
 from replicate.towers._split_batch import split_rows
 
 

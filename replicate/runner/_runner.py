@@ -10,7 +10,6 @@ from estimator.replication import Frame, ModelRun, RunResult
 from estimator.typing import PyTree
 from replicate.runner._base import Runner, tower_frame
 from replicate.runner._evaluation import Evaluation
-from replicate.runner._merge import reduce_step
 from replicate.runner._micro_batches import MicroBatches, accumulate_steps
 from replicate.runner._tower_optimizer import TowerOptimizer
 from replicate.towers._collectives import cross_tower_mean
@@ -57,22 +56,22 @@ class SyncRunner(Runner):
             frames.append(result.frame)
             summed, per_part = result.scale(scale).split()
             # Marks are set before the sum, which spreads a NaN of one tower to all.
-            train_op, gradients = summed.train_op or TrainOp(), None
+            train_op = summed.train_op or TrainOp()
             if self.on_nan is not None:
                 train_op = self.on_nan.mark(train_op, tower_index(), num_towers())
-            if not sums_here:
-                gradients, train_op = train_op.gradients(), train_op.without_gradients()
-            summed, addends = reduce_step(
-                summed.replace_unchecked(train_op=train_op), result.addends(tower_index(), num_towers()), self.ops
-            )
-            return (summed, addends.applied_to(start.variables)), (per_part, gradients)
+            gradients = train_op.gradients()
+            summed = summed.replace_unchecked(train_op=train_op.without_gradients())
+            addends = result.addends(tower_index(), num_towers())
+            sums, (summed, addends) = self.ops.sum_step(gradients if sums_here else [], (summed, addends))
+            return (summed, addends.applied_to(start.variables), sums), (per_part, None if sums_here else gradients)
 
-        (spec, written), (per_part, gradients) = tower_map(tower, self.devices)(self.start_of(run.frame), run.batch)
-        train_op = spec.train_op if gradients is None else spec.train_op.with_gradients(gradients)
+        in_towers = tower_map(tower, self.devices)
+        (spec, written, sums), (per_part, to_sum) = in_towers(self.start_of(run.frame), run.batch)
         run.frame.adopt_names(frames[-1])
         run.frame.writes.assigned.update(written)
-        merged = self.merge_parts(per_part, len(self.devices))
-        return self.readable(merged.join(spec.replace_unchecked(train_op=self.placement.to_update(train_op))))
+        per_part = self.merge_parts(per_part, len(self.devices))
+        train_op = self.placement.to_update(spec.train_op.with_gradients(sums if sums_here else to_sum))
+        return self.readable(per_part.join(spec)).replace_unchecked(train_op=train_op)
 
     def run_tower(
         self, run: ModelRun, start: State, batch: PyTree, scale: float, average: Callable[[PyTree], PyTree]

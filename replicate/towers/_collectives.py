@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeGuard
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from estimator import IndexedSlices
 from estimator.typing import Tree
 from replicate.towers._map import TOWER_AXIS, map_pieces, num_towers, one_sum
 from replicate.towers._packing import by_dtype, pack, unpack
@@ -64,6 +66,16 @@ def cross_tower_concatenate(x: Tree) -> Tree:
     if num_towers() == 1:
         return x
     return jax.tree.map(lambda leaf: jax.lax.all_gather(leaf, TOWER_AXIS, tiled=True), x)
+
+
+def is_slices(x: object) -> TypeGuard[IndexedSlices]:
+    """Says whether a node of a pytree is a sparse gradient: a sum of them is the slices of all, one after the other."""
+    return isinstance(x, IndexedSlices)
+
+
+def join_slices(stacked: IndexedSlices) -> IndexedSlices:
+    """Joins the slices of several parts of a batch, arrays of shape `[parts, n, ...]`: that is their sum."""
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), stacked)
 
 
 def gather_cut(arrays: Sequence[jax.Array], axes: Sequence[int], mesh: Mesh) -> list[jax.Array]:
