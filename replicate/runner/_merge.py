@@ -28,9 +28,6 @@ def all_reduce(gradients: list[Gradients], others: Tree, ops: CrossTowerOps) -> 
       gradients: of each update of a train_op.
       others: what else is summed, exactly.
       ops: takes the sums.
-
-    Raises:
-      ValueError: a gradient is sparse, which `ops` does not take.
     """
     if num_towers() == 1:
         return gradients, others
