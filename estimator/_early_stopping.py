@@ -69,7 +69,6 @@ class EarlyStoppingHook(Hook):
 
     def restore_best(self, path: str) -> bool:
         """Gives the newest checkpoint the best values, if the hook knows of some that were better; says whether."""
-        del path
         return False
 
     def _look(self, context: Context) -> None:
@@ -187,7 +186,7 @@ class MetricHook(EarlyStoppingHook):
         checkpoints = self._checkpoints()
         for pinned in checkpoints.pinned_paths():
             if pinned != path:
-                checkpoints.unpin(pinned)
+                Checkpoint(pinned).unpin()
         if path is not None:
             checkpoints.pin(path)
 
@@ -394,11 +393,7 @@ def stop_if_no_decrease_hook(
 
 
 def _model_dir(caller: str, estimator: object) -> str:
-    """The model_dir of the Estimator that a hook is for.
-
-    Raises:
-      TypeError: it is something else.
-    """
+    """The model_dir of the Estimator that a hook is for."""
     if not isinstance(estimator, Estimator):
         raise TypeError(f"`estimator` of {caller} must have type `est.Estimator`, given: {estimator!r}.")
     return estimator.model_dir

@@ -6,9 +6,9 @@ import dataclasses
 import os
 import time
 
-from estimator._table import align
 from estimator.checkpoint._checkpoint import Checkpoint
 from estimator.checkpoint._model_dir import find_newest
+from estimator.runtime._table import align
 from estimator.storage._files import expand, normalize
 
 

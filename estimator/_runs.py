@@ -335,11 +335,7 @@ class Runs:
 
 
 def check_eval_dir(model_dir: str, name: str | None) -> None:
-    """To be called before an evaluation, or a training run with evaluations.
-
-    Raises:
-      NotADirectoryError: a file is where the evaluation writes.
-    """
+    """Checks, before an evaluation or a training run with evaluations, that no file is where it writes."""
     directory = eval_dir(model_dir, name)
     if not is_url(directory) and os.path.exists(directory) and not os.path.isdir(directory):
         raise NotADirectoryError(

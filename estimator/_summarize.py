@@ -11,7 +11,6 @@ from typing import Any
 import jax
 
 from estimator._estimator import Estimator
-from estimator._table import align, show_bytes
 from estimator.core._mode_keys import ModeKeys
 from estimator.core._model_fn import ModelFn
 from estimator.core._state import State
@@ -21,6 +20,7 @@ from estimator.loop._flops import count_flops
 from estimator.loop._memory_report import MemoryUse, memory_use
 from estimator.loop._predict import PredictSteps
 from estimator.loop._programs import Programs
+from estimator.runtime._table import align, show_bytes
 from estimator.steps._compiled_steps import carry_of
 from estimator.steps._transform import Model, transform
 

@@ -101,7 +101,6 @@ def forward_features(estimator: Estimator, keys: str | Sequence[str] | None = No
     chosen = _checked_keys(keys)
 
     def extend(spec: EstimatorSpec, features: Features, labels: Labels, config: RunConfig) -> EstimatorSpec:
-        del labels, config
         if spec.mode != ModeKeys.PREDICT:
             return spec
         forwarded = _chosen(features, chosen)

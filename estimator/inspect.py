@@ -17,16 +17,15 @@ import math
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import jax
 import numpy as np
 
 from estimator._goodput import NoTimesError, goodput
-from estimator._table import align, show_bytes
 from estimator.checkpoint._checkpoint import Checkpoint, NotACheckpointError
 from estimator.checkpoint._model_dir import CheckpointInfo, checkpoints, find_newest
 from estimator.checkpoint._named_arrays import ShapeDtype, describe
+from estimator.runtime._table import align, show_bytes
 from estimator.storage._files import expand, normalize
 from estimator.storage._manifest import DamagedCheckpointError, has_manifest
 
@@ -158,10 +157,10 @@ def _diff(first: Checkpoint, second: Checkpoint) -> Iterator[str]:
         titles = ("changed", "shape", "dtype", f"norm at {first.step}", f"norm at {second.step}", "of change")
         yield from align([titles, *sorted(rows)], "<<<>>>")
     for name in sorted(before.keys() & after.keys() - same_kind.keys()):
-        yield f"other shape or dtype: {name}, {_kind_text(before[name])}, then {_kind_text(after[name])}"
+        yield f"other shape or dtype: {name}, {describe(before[name])}, then {describe(after[name])}"
     for checkpoint, names in ((first, before.keys() - after.keys()), (second, after.keys() - before.keys())):
         for name in sorted(names):
-            yield f"only at step {checkpoint.step}: {name}, {_kind_text((before | after)[name])}"
+            yield f"only at step {checkpoint.step}: {name}, {describe((before | after)[name])}"
     if unchanged:
         yield f"unchanged: {', '.join(sorted(unchanged))}"
 
@@ -192,10 +191,6 @@ def _norm(array: np.ndarray) -> float:
 
 def _kind(array: ShapeDtype) -> tuple[str, str]:
     return str([*array.shape]), np.dtype(array.dtype).name
-
-
-def _kind_text(array: Any) -> str:
-    return describe(array)
 
 
 if __name__ == "__main__":

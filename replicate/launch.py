@@ -193,7 +193,6 @@ class Launcher:
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
         """Passes a signal on to all processes; at the second one they are killed."""
-        del frame
         again = self._signal is not None
         self._signal = number
         self._send_all(signal.SIGKILL if again else number)

@@ -147,7 +147,6 @@ def linear_logits_fn(
     check_combiner(caller, "sparse_combiner", sparse_combiner)
 
     def logits_fn(features: Features, mode: str) -> jax.Array:
-        del mode
         with variable_scope("linear"):
             logits = linear_model(features, columns, units, sparse_combiner)
             _show_weights(current_frame(caller))

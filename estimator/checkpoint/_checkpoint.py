@@ -373,9 +373,6 @@ class Checkpoint:
 
         Args:
           patterns: names (see `names`), or globs such as "dense/*", whose "*" matches "/" too.
-
-        Raises:
-          ValueError: one of the patterns matches nothing in it.
         """
         on_disk = by_user_name(self._read_shapes())
         keys: dict[str, str] = {}

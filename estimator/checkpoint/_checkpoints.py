@@ -175,14 +175,6 @@ class Checkpoints:
         self.finish()  # a save that is in flight may have chosen to remove it
         Checkpoint(path).pin()
 
-    def unpin(self, path: str) -> None:
-        """Lets a later `save` remove a checkpoint like any other.
-
-        Raises:
-          ValueError: `path` is not a checkpoint.
-        """
-        Checkpoint(path).unpin()
-
     def pinned_paths(self) -> list[str]:
         """The paths of the pinned checkpoints, oldest first."""
         return [path for path in self.paths() if Checkpoint(path).is_pinned()]

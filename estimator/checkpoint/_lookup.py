@@ -42,11 +42,7 @@ class CheckpointLookup:
         return path
 
     def find_trained(self) -> str:
-        """Finds the newest checkpoint.
-
-        Raises:
-          ValueError: there is none.
-        """
+        """Finds the newest checkpoint, of which there must be one."""
         path = self._checkpoints.latest()
         if path is None:
             check_not_of_tensorflow(self._model_dir)

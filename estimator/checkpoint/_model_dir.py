@@ -87,11 +87,7 @@ def check_model_dir(model_dir: str) -> str:
 
 
 def check_not_of_tensorflow(model_dir: str) -> None:
-    """Checks a model_dir that has no checkpoint.
-
-    Raises:
-      ValueError: there is a checkpoint of TensorFlow, which training would silently ignore.
-    """
+    """Checks that a model_dir without a checkpoint has none of TensorFlow, which training would silently ignore."""
     names = list_dir(model_dir)
     theirs = sorted(filter(_TF_CHECKPOINT.fullmatch, names), key=lambda name: int(re.findall(r"\d+", name)[-1]))
     if theirs:

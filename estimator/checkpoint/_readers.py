@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -13,7 +13,7 @@ from estimator.checkpoint._checkpoint import Checkpoint, NotACheckpointError
 from estimator.checkpoint._export_folder import ExportFolder, find_export
 from estimator.checkpoint._model_dir import find_newest
 from estimator.checkpoint._named_arrays import ShapeDtype, close_matches, describe
-from estimator.storage._array_files import Kind, Npz, Safetensors
+from estimator.storage._array_files import Kind, Npz, Reader, Safetensors
 from estimator.storage._files import expand
 from estimator.storage._torch_file import TorchFile
 from estimator.variables._initial_value import cast
@@ -24,23 +24,6 @@ _STEP = "global_step"
 _TORCH = (".pt", ".pth", ".bin")
 
 
-class Reader(Protocol):
-    """A source of values by name.
-
-    Attributes:
-      path: of it.
-      shapes: the shapes and dtypes of all arrays in it, by name.
-    """
-
-    path: str
-    shapes: Mapping[str, ShapeDtype]
-
-    def variables(self) -> list[str]:
-        """Lists the names without slots, where it is known which are slots."""
-
-    def read(self, names: Sequence[str]) -> dict[str, np.ndarray]: ...
-
-
 def open_reader(caller: str, path: str | os.PathLike[str]) -> Reader:
     """Opens the reader for a path.
 
@@ -48,10 +31,6 @@ def open_reader(caller: str, path: str | os.PathLike[str]) -> Reader:
       caller: for the message.
       path: a model_dir or a checkpoint; an exported model, or the folder around several; a checkpoint of TensorFlow,
         one of its files, or its directory; an .npz or .safetensors file; or one of PyTorch.
-
-    Raises:
-      TypeError: it is not a path.
-      ValueError: none of these is there.
     """
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"`{caller}` needs a path, a string; got {path!r}.")
@@ -194,13 +173,13 @@ def read_values(
     }
 
 
-class _SavedState:
+class _SavedState(Reader):
     """A checkpoint of this library."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
         self.path = checkpoint.path
-        self.shapes: Mapping[str, ShapeDtype] = checkpoint.shapes()
+        self.shapes = checkpoint.shapes()
 
     def variables(self) -> list[str]:
         return list(self._checkpoint.shapes(slots=False))
@@ -209,7 +188,7 @@ class _SavedState:
         return self._checkpoint.read_all(names)
 
 
-class _Export:
+class _Export(Reader):
     """An exported model; it has no slots."""
 
     _PREFIX = "variables/"
@@ -217,21 +196,18 @@ class _Export:
     def __init__(self, path: str) -> None:
         self.path = path
         self._folder = ExportFolder(path)
-        self.shapes: Mapping[str, ShapeDtype] = {
+        self.shapes = {
             name.removeprefix(self._PREFIX): like
             for name, like in self._folder.shapes.items()
             if name == _STEP or name.startswith(self._PREFIX)
         }
-
-    def variables(self) -> list[str]:
-        return list(self.shapes)
 
     def read(self, names: Sequence[str]) -> dict[str, np.ndarray]:
         weights = self._folder.weights
         return {name: weights[name if name == _STEP else self._PREFIX + name] for name in names}
 
 
-class _TensorFlow:
+class _TensorFlow(Reader):
     """A checkpoint of TensorFlow. Its slots have names like any other."""
 
     def __init__(self, prefix: str) -> None:
@@ -239,10 +215,7 @@ class _TensorFlow:
 
         self.path = prefix
         self._bundle = TensorFlowBundle(prefix)
-        self.shapes: Mapping[str, ShapeDtype] = {name: Kind(*kind) for name, kind in self._bundle.shapes.items()}
-
-    def variables(self) -> list[str]:
-        return list(self.shapes)
+        self.shapes = {name: Kind(*kind) for name, kind in self._bundle.shapes.items()}
 
     def read(self, names: Sequence[str]) -> dict[str, np.ndarray]:
         return {name: self._bundle.read(name) for name in names}

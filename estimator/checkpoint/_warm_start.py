@@ -268,11 +268,7 @@ def _check_renames(
 def _check_used(
     argument: str, names: Iterable[str], chosen: dict[str, str], leaves: dict[str, Any], is_whole: bool
 ) -> None:
-    """Checks that an argument has no name that is not warm-started.
-
-    Raises:
-      ValueError: no pattern chose one, and the model has it, or would have it.
-    """
+    """Checks that an argument has no name that is not warm-started."""
     for new in names:
         if new not in chosen and (is_whole or new in leaves):
             raise ValueError(

@@ -22,11 +22,7 @@ def describe_features(tree: PyTree) -> Any:
 
 
 def read_features(description: Any) -> PyTree:
-    """The features that `describe_features` has described, `jax.ShapeDtypeStruct`s.
-
-    Raises:
-      ValueError: it is not such a description.
-    """
+    """The features that `describe_features` has described, `jax.ShapeDtypeStruct`s."""
     match description:
         case None:
             return None

@@ -76,7 +76,6 @@ class Exporter(abc.ABC):
 
     def wants(self, export_path: str, eval_result: EvalResult, is_the_final_export: bool) -> bool:
         """Says whether `export` will need the checkpoint; if no exporter does, none is saved. By default always."""
-        del export_path, eval_result, is_the_final_export
         return True
 
 
@@ -164,7 +163,6 @@ class LatestExporter(Exporter):
 
     def _decide(self, export_path: str, result: EvalResult, final: bool) -> tuple[bool, str | None]:
         """Decides whether to export; if not, gives the path of an existing export of this result, too."""
-        del final
         last = _read_record(export_path)
         # A run that was killed after its export evaluates the same state again when it resumes: the export is there
         # already.
@@ -174,7 +172,6 @@ class LatestExporter(Exporter):
 
     def _is_chosen(self, last: EvalResult | None, result: EvalResult) -> bool:
         """Compares with the result of the last export, and says whether to export."""
-        del last, result
         return True
 
 

@@ -110,11 +110,7 @@ def load_exported(path: str | os.PathLike[str]) -> ExportedModel:
 
 
 def find_existing(path: str | os.PathLike[str]) -> str:
-    """Finds the folder of the exported model at `path`, or of the newest one in it.
-
-    Raises:
-      ValueError: there is none.
-    """
+    """Finds the folder of the exported model at `path`, or of the newest one in it; there must be one."""
     base = expand(path)
     folder = find_export(base)
     if folder is None:

@@ -132,7 +132,6 @@ class Head(abc.ABC):
         regularization_losses: RegularizationLosses,
     ) -> None:
         """Shows the summaries of TensorFlow's heads in TRAIN; `train` shows the loss of a head without a name."""
-        del labels, logits, features
         if self.name is not None:
             self._show_loss(self._key("loss"), loss)
         self._show_regularization(self._key("regularization_loss"), regularization_losses)

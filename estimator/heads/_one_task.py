@@ -74,7 +74,6 @@ class OneTaskHead(Head):
         mode: str | None = None,
         regularization_losses: RegularizationLosses = None,
     ) -> jax.Array:
-        del mode
         logits = self._checked_logits(logits)
         losses, weights = self._losses_and_weights(self._checked_labels(labels, logits), logits, features)
         loss = compute_weighted_loss(losses, weights, self.loss_reduction)

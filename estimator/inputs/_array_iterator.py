@@ -91,11 +91,7 @@ class RowBatches(Iterator[Any]):
         return {**state, "seed": self._seed} if self._order.shuffle else state
 
     def set_state(self, state: dict[str, int]) -> None:
-        """Continues from a position of `get_state`, with the seed of that iterator.
-
-        Raises:
-          ValueError: the state has another number of rows or another `shuffle`.
-        """
+        """Continues from a position of `get_state`, with the seed of that iterator."""
         own = self.get_state()
         if not isinstance(state, dict) or state.keys() != own.keys() or state["rows"] != self._n:
             raise ValueError(

@@ -33,11 +33,7 @@ _NARROWER = {
 
 
 class Stack:
-    """Memory for consecutive batches: copying the batches of one program stacks them at the same time.
-
-    Args:
-      batches: the number of batches.
-    """
+    """Memory for consecutive batches: copying the batches of one program stacks them at the same time."""
 
     def __init__(self, batches: int) -> None:
         self._batches = batches
@@ -88,10 +84,6 @@ def copy_batch(
       devices: the devices of the programs that read the batch; arrays of jax on other devices become numpy arrays,
         which any program takes. None: all arrays of jax stay where they are.
       stack: the memory to copy to; None: separate memory for each array.
-
-    Raises:
-      ValueError: a number does not fit its dtype of 32 bits, a dict has keys that cannot be sorted, or an array is
-        masked.
     """
     leaves, structure = _flatten((features, labels))
     values: list[Any] = []

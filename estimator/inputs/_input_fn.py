@@ -32,15 +32,6 @@ def call_input_fn(input_fn: Callable[..., Any], mode: object, params: object, co
 
     >>> call_input_fn(lambda params: [params["n"]], "train", {"n": 3}, None)
     [3]
-
-    Args:
-      input_fn: a function without parameters, or with any of `mode`, `params` and `config`.
-      mode: the `est.ModeKeys` of the run.
-      params: the Estimator's params.
-      config: the Estimator's `RunConfig`.
-
-    Raises:
-      TypeError: `input_fn` is not callable, or needs further arguments.
     """
     if not callable(input_fn):
         raise TypeError(
@@ -159,11 +150,7 @@ class Batches(Iterator[tuple[PyTree, PyTree]]):
         return copy.deepcopy(self._elements.get_state())  # type: ignore[attr-defined]
 
     def set_state(self, state: Any) -> None:
-        """Moves to a position of `get_state`, of this or another process.
-
-        Raises:
-          ValueError: the input has no position.
-        """
+        """Moves to a position of `get_state`, of this or another process."""
         if not self.has_position:
             raise ValueError(
                 "`set_state` needs an iterator with `get_state` and `set_state`, as grain's loaders have; this "
@@ -208,11 +195,7 @@ def batches(result: Any) -> Batches:
 
 
 def is_one_batch(result: object) -> bool:
-    """Says whether the result of an input_fn is one batch; otherwise it is an iterable of batches.
-
-    Raises:
-      TypeError: it is neither.
-    """
+    """Says whether the result of an input_fn is one batch; otherwise it is an iterable of batches."""
     if isinstance(result, (tuple, Mapping)) or hasattr(result, "shape"):
         return True
     if not isinstance(result, (str, bytes)):

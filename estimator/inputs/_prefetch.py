@@ -101,12 +101,7 @@ class Prefetcher:
         self.close()
 
     def request(self, n: int) -> None:
-        """Requests the next `n` batches as one chunk, without waiting.
-
-        Raises:
-          ValueError: `n` is below 1.
-          RuntimeError: `ahead` chunks were requested and not taken, or it is closed.
-        """
+        """Requests the next `n` batches as one chunk, without waiting."""
         self._check_open("request")
         if n < 1:
             raise ValueError(f"`request` must ask for at least 1 batch; got {n}.")

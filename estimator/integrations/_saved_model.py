@@ -18,11 +18,7 @@ from estimator.export._export_model import name_leaves
 
 
 def import_tensorflow() -> Any:
-    """Imports TensorFlow.
-
-    Raises:
-      ImportError: it is not installed.
-    """
+    """Imports TensorFlow, or says how to install it."""
     try:
         import tensorflow
     except ImportError as error:

@@ -23,12 +23,6 @@ class FlaxModule(abc.ABC):
     """A module in one run of a model_fn; call it like the module itself.
 
     Its collections are variables: "params" by the name of the module, others by their own names within it.
-
-    Args:
-      frame: the frame of the run.
-      module: as for `flax_module`.
-      name: the full name.
-      aggregation, partition, rngs: as for `flax_module`.
     """
 
     def __init__(

@@ -23,7 +23,6 @@ def flatten(inputs: ArrayLike, name: str | None = None, data_format: str = "chan
       data_format: with "channels_first" the channels become the last dimension before, so that the order of the
         numbers is the same for both.
     """
-    del name
     x = jnp.asarray(inputs)
     if x.ndim == 0:
         raise ValueError(f"`est.layers.flatten` needs inputs with a batch dimension; got the number {inputs!r}.")

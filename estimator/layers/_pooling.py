@@ -36,7 +36,6 @@ def max_pooling1d(
       data_format: "channels_last" or "channels_first".
       name: has no effect, since the layer has no variables.
     """
-    del name
     return _max("max_pooling1d", 1, inputs, pool_size, strides, padding, data_format)
 
 
@@ -57,7 +56,6 @@ def average_pooling1d(
     Args:
       inputs, pool_size, strides, padding, data_format, name: as in `max_pooling1d`.
     """
-    del name
     return _average("average_pooling1d", 1, inputs, pool_size, strides, padding, data_format)
 
 
@@ -82,7 +80,6 @@ def max_pooling2d(
       data_format: "channels_last" or "channels_first".
       name: has no effect, since the layer has no variables.
     """
-    del name
     return _max("max_pooling2d", 2, inputs, pool_size, strides, padding, data_format)
 
 
@@ -103,7 +100,6 @@ def average_pooling2d(
     Args:
       inputs, pool_size, strides, padding, data_format, name: as in `max_pooling2d`.
     """
-    del name
     return _average("average_pooling2d", 2, inputs, pool_size, strides, padding, data_format)
 
 

@@ -25,6 +25,7 @@ from estimator.loop._flops import steps_that_fit
 from estimator.loop._programs import InFlight, Pair, stacked_batches
 from estimator.loop._read_ahead import chunks_with_hooks
 from estimator.loop._synchronized_input import Uneven
+from estimator.metrics._merge import merge, merge_stacked, merges_by_sum
 from estimator.metrics._metric import Metric
 from estimator.multihost._global_arrays import gather_rows
 from estimator.multihost._preemption import SIGTERM, Preempted
@@ -136,10 +137,10 @@ class Accumulator:
                 )
             self._losses.extend(np.atleast_1d(loss).tolist())
             for name, metric in metrics.items():
-                if np.ndim(loss):
-                    metric = _merge_stacked(metric, len(loss))
                 metric = _widen(metric)
-                self._metrics[name] = self._metrics[name].merge(metric) if name in self._metrics else metric
+                if np.ndim(loss):
+                    metric = _merge_batches(metric, len(loss))
+                self._metrics[name] = merge([self._metrics[name], metric]) if name in self._metrics else metric
         self._waiting = []
 
 
@@ -188,23 +189,17 @@ def evaluate_batches(
     return {**results, "global_step": int(state.global_step)}
 
 
-def _merge_stacked(stacked: Any, count: int) -> Any:
-    """One metric from the stacked states of several batches."""
-    # `Metric.merge` adds the states, so one sum over the stack merges all batches. Another `merge` is called for each.
-    if isinstance(stacked, Metric) and type(stacked).merge is Metric.merge:
-        return jax.tree.map(lambda x: x.any(0) if x.dtype == bool else x.sum(0, _wide(x.dtype)), stacked)
-    parts = [_widen(jax.tree.map(lambda x, i=i: x[i], stacked)) for i in range(count)]
-    return functools.reduce(lambda merged, part: merged.merge(part), parts)
+def _merge_batches(stacked: Any, count: int) -> Any:
+    # One sum over the stack merges all batches. Another `merge` is called for each.
+    if merges_by_sum(stacked):
+        return jax.tree.map(lambda x: x.sum(0, x.dtype), stacked)
+    return merge_stacked(stacked, count)
 
 
 def _widen(metric: Any) -> Any:
     if not isinstance(metric, Metric):
         return metric  # a user's own: its `merge` may not expect other dtypes
-    return jax.tree.map(lambda x: x.astype(_wide(x.dtype)), metric)
-
-
-def _wide(dtype: np.dtype) -> np.dtype | type[np.float64]:
-    return np.float64 if np.issubdtype(dtype, np.floating) else dtype
+    return jax.tree.map(lambda x: x.astype(np.float64) if np.issubdtype(x.dtype, np.floating) else x, metric)
 
 
 def _result(metric: Any) -> Any:

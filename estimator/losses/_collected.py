@@ -119,7 +119,6 @@ def get_total_loss(
       name: has no effect, since there is no graph to name it in.
       scope: as in `get_losses` and `get_regularization_losses`.
     """
-    del name
     return _sum(get_losses(scope) + (get_regularization_losses(scope) if add_regularization_losses else []))
 
 

@@ -63,12 +63,7 @@ class _Detected(NamedTuple):
 def find_cluster(
     address: str | None, num_processes: int | None, process_id: int | None, local_device_ids: Sequence[int] | None
 ) -> ClusterSpec:
-    """Completes the arguments of `initialize_distributed` from the environment; one process where there is nothing.
-
-    Raises:
-      ValueError: something is missing or wrong; or the address is a loopback one though the environment names several
-        hosts; or nothing says how to connect, though a variable speaks of several processes.
-    """
+    """Completes the arguments of `initialize_distributed` from the environment; one process where there is nothing."""
     address = address or _read_coordinator_address()
     detected = _Detected("the arguments", address, num_processes, process_id)
     if None in detected[:4]:
@@ -104,11 +99,7 @@ def adopt_cluster(
     process_id: int | None,
     local_device_ids: Sequence[int] | None,
 ) -> ClusterSpec:
-    """Takes the processes that jax has connected already; the arguments need not be given.
-
-    Raises:
-      ValueError: they say something else.
-    """
+    """Takes the processes that jax has connected already; the arguments need not be given."""
     # A host may have several names, so that only the ports of the addresses are compared.
     is_other_address = address is not None and split_address(address)[1] != split_address(connected.address)[1]
     given = {

@@ -15,6 +15,7 @@ import jax
 from estimator.multihost._cluster import ClusterSpec, is_loopback, split_address
 from estimator.multihost._coordination_client import coordination_client
 from estimator.multihost._lost_process import publish_loss
+from estimator.runtime._table import align
 
 _KEY = "estimator/introductions"
 _CALLER = "initialize_distributed"
@@ -39,11 +40,7 @@ class Introduction(NamedTuple):
 
 
 def exchange_introductions(cluster: ClusterSpec, deadline: float) -> list[Introduction]:
-    """Tells all processes of this one, waits for theirs, and returns them in the order of the processes.
-
-    Raises:
-      RuntimeError: they do not fit together, or run already; the same in each process.
-    """
+    """Tells all processes of this one, waits for theirs, and returns them in the order of the processes."""
     assert cluster.address is not None
     client = coordination_client()
     own = Introduction(
@@ -105,11 +102,7 @@ def find_disagreement(introductions: Sequence[Introduction]) -> str | None:
 
 
 def check_devices(introductions: Sequence[Introduction]) -> None:
-    """Compares the devices of the processes, once they are started.
-
-    Raises:
-      RuntimeError: a process has devices of another platform, or another number of them; the same in each process.
-    """
+    """Compares the devices of the processes, once they are started."""
     kinds = [_count_devices(each, by_kind=False) for each in introductions]
     for each, kind in zip(introductions, kinds, strict=True):
         if kind != kinds[0]:
@@ -121,12 +114,11 @@ def check_devices(introductions: Sequence[Introduction]) -> None:
 
 def format_table(introductions: Sequence[Introduction]) -> str:
     """Formats a table, with a line per process."""
-    rows = [["process", "host", "pid", "jax", "jaxlib", "python", "devices"]]
+    rows: list[tuple[str, ...]] = [("process", "host", "pid", "jax", "jaxlib", "python", "devices")]
     for each in introductions:
         cells = (each.process_id, each.host, each.pid, each.jax, each.jaxlib, each.python, _count_devices(each))
-        rows.append([str(cell) for cell in cells])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(cell.ljust(n) for cell, n in zip(row, widths, strict=True)).rstrip() for row in rows)
+        rows.append(tuple(map(str, cells)))
+    return "\n".join(align(rows))
 
 
 def _count_devices(process: Introduction, by_kind: bool = True) -> str:

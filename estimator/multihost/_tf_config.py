@@ -33,10 +33,6 @@ def read_tf_config(text: str | None) -> Task | None:
 
     Returns:
       None where it does not name several processes: it is missing, has no cluster, or is the evaluator's.
-
-    Raises:
-      ValueError: it is not such JSON, the task is not in the cluster, or another one than worker 0 where there is no
-        cluster, or there is a ps.
     """
     cluster, task = _read_parts(text)
     kind, index = task.get("type"), _to_number(task.get("index"))

@@ -64,13 +64,11 @@ def clip_by_global_norm(max_norm: float | None, *tensorflows: object) -> optax.G
         raise ValueError(f"`est.clip_by_global_norm` needs a number larger than 0, or None; got {max_norm!r}.")
 
     def init(params: optax.Params) -> ClipState:
-        del params
         return ClipState(jnp.zeros((), jnp.result_type(float)))
 
     def update(
         gradients: optax.Updates, state: ClipState, params: optax.Params | None = None
     ) -> tuple[optax.Updates, ClipState]:
-        del params
         # Squares of 16-bit floats overflow where the gradients do not.
         norm = jnp.asarray(optax.tree.norm(jax.tree.map(_widen, gradients)), state.gradient_norm.dtype)
         if max_norm is None:

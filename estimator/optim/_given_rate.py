@@ -38,13 +38,7 @@ class GivenRate(optax.GradientTransformationExtraArgs):
 
 
 def with_learning_rate(caller: str, make: Any, given: LearningRate) -> GivenRate:
-    """The transformation `make(rate)`, with the rate of each step.
-
-    Args:
-      caller: for messages.
-      make: a function of the rate, such as `optax.adam`.
-      given: the learning_rate, as for `est.Optimizer`.
-    """
+    """The transformation `make(rate)`, with the rate of each step."""
     if not callable(make):
         raise TypeError(
             f"`{caller}` got a learning_rate, and needs a function of it such as `optax.adam`; got {make!r}."

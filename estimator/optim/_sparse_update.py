@@ -153,11 +153,7 @@ def takes_rows(
     slots: optax.OptState,
     params: Variables,
 ) -> bool:
-    """Returns whether the optimizer `name` is to see only the touched rows of tables; logs it if not.
-
-    Raises:
-      ValueError: `est.lazy` is around what is not row-wise.
-    """
+    """Returns whether the optimizer `name` is to see only the touched rows of tables; logs it if not."""
     made = _of_some_rate(transformation)
     if isinstance(made, RowWise):
         return True

@@ -6,11 +6,7 @@ import jax
 
 
 def use_compilation_cache(directory: str) -> None:
-    """Lets jax keep compiled programs in a directory, from now to the end of the process.
-
-    Raises:
-      ValueError: this process has another one already.
-    """
+    """Lets jax keep compiled programs in a directory, from now to the end of the process."""
     present = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
     if present not in (None, directory):
         raise ValueError(

@@ -8,11 +8,7 @@ _user: int | None = None  # the process that has used jax, here or in a parent
 
 
 def check_not_forked(what: str) -> None:
-    """Checks, before a run first uses jax, that this process was not forked from one that has used it.
-
-    Raises:
-      RuntimeError: a parent of this process has had a run.
-    """
+    """Checks, before a run first uses jax, that this process was not forked from one that has used it."""
     global _user
     if _user is None:
         _user = os.getpid()

@@ -27,12 +27,7 @@ _lock = threading.Lock()
 
 
 def compile_shared(traced: jax.stages.Traced, args: tuple[Any, ...]) -> jax.stages.Compiled | None:
-    """The compiled program, from an earlier call where there was the same one; None for one that cannot be shared.
-
-    Args:
-      traced: of a `jax.jit` function, for `args`.
-      args: what the program is to be called with.
-    """
+    """The compiled program, from an earlier call where there was the same one; None for one that cannot be shared."""
     facts = _facts_beside_text(traced, args)
     if facts is None:
         return None

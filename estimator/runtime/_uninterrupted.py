@@ -34,9 +34,6 @@ _unfinished: list[Work] = []
 class Work:
     """A call in a thread of its own, with the settings of jax of the thread that makes this object.
 
-    Args:
-      call: what to call.
-
     Attributes:
       done: is set when the call has returned, or raised.
       thread: the thread; `start` it.

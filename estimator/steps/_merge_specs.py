@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -13,7 +12,7 @@ import jax.numpy as jnp
 from estimator.core._estimator_spec import EstimatorSpec
 from estimator.core._record import Report, merge_reports
 from estimator.core._typing import PyTree
-from estimator.metrics._metric import Metric
+from estimator.metrics._merge import merge, merge_stacked, unstack
 
 
 class PerPart(NamedTuple):
@@ -34,10 +33,10 @@ class PerPart(NamedTuple):
         """The fields of the whole batch, from arrays with the parts as their first dimension."""
         return PerPart(
             _concatenate(self.predictions),
-            {name: functools.reduce(_merge, _apart(metric, parts)) for name, metric in self.metrics.items()},
+            {name: merge_stacked(metric, parts) for name, metric in self.metrics.items()},
             _concatenate(self.export_outputs),
             # Stacked parts have equally many rows, so each counts the same.
-            merge_reports(_apart(self.reported, parts), [1] * parts),
+            merge_reports(unstack(self.reported, parts), [1] * parts),
         )
 
     def join(self, summed: EstimatorSpec) -> EstimatorSpec:
@@ -58,22 +57,6 @@ def _concatenate(stacked: PyTree) -> PyTree:
         lambda x: x.reshape(x.shape[1:] if len(x) == 1 else (x.shape[0] * x.shape[1], *x.shape[2:])),
         stacked,
     )
-
-
-def _apart(stacked: PyTree, parts: int) -> list[PyTree]:
-    return [jax.tree.map(lambda x, i=i: x[i], stacked) for i in range(parts)]
-
-
-def _merge(metric: Any, other: Any) -> Any:
-    return metric.merge(other)
-
-
-def merges_by_sum(metric: Any) -> bool:
-    """Returns whether the states of a metric are merged by adding them up."""
-    if not isinstance(metric, Metric) or type(metric).merge is not Metric.merge:
-        return False
-    # A sum of booleans is a boolean where states are merged, but an integer across towers.
-    return all(jnp.result_type(leaf) != jnp.bool_ for leaf in jax.tree.leaves(metric))
 
 
 def concatenate_specs(specs: Sequence[EstimatorSpec], sizes: Sequence[int], mean_loss: bool) -> EstimatorSpec:
@@ -109,6 +92,6 @@ def concatenate_specs(specs: Sequence[EstimatorSpec], sizes: Sequence[int], mean
         loss=loss,
         predictions=predictions,
         export_outputs=export_outputs,
-        eval_metric_ops={n: metric.merge(second.eval_metric_ops[n]) for n, metric in first.eval_metric_ops.items()},
+        eval_metric_ops={n: merge([x, second.eval_metric_ops[n]]) for n, x in first.eval_metric_ops.items()},
         reported=merge_reports([first.reported, second.reported], sizes),
     )

@@ -13,10 +13,11 @@ from estimator.core._frame import Frame, Writes
 from estimator.core._record import Rows
 from estimator.core._state import State
 from estimator.core._typing import Slots, Variables
+from estimator.metrics._merge import merges_by_sum
 from estimator.optim._apply_updates import apply_step
 from estimator.optim._finite import update_if
 from estimator.optim._reinitialize import reinitialize_slots
-from estimator.steps._merge_specs import PerPart, merges_by_sum
+from estimator.steps._merge_specs import PerPart
 
 _PLURAL = {"tower": "towers", "micro-batch": "micro-batches"}  # the kinds of parts, for messages
 

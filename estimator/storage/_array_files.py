@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import itertools
 import json
@@ -33,7 +34,26 @@ class Kind(NamedTuple):
     dtype: Any
 
 
-class Npz:
+class Reader(abc.ABC):
+    """A source of arrays by name.
+
+    Attributes:
+      path: of it.
+      shapes: the shapes and dtypes of all arrays in it, by name.
+    """
+
+    path: str
+    shapes: Mapping[str, Any]
+
+    def variables(self) -> list[str]:
+        """Lists the names without slots, where it is known which are slots."""
+        return list(self.shapes)
+
+    @abc.abstractmethod
+    def read(self, names: Sequence[str]) -> dict[str, np.ndarray]: ...
+
+
+class Npz(Reader):
     """A file that `np.savez` wrote."""
 
     def __init__(self, caller: str, path: str) -> None:
@@ -41,17 +61,14 @@ class Npz:
         self._caller = caller
         with _name_errors(caller, path), zipfile.ZipFile(path) as file:
             members = {member.filename.removesuffix(".npy"): member for member in file.infolist()}
-            self.shapes: Mapping[str, Any] = {name: _npy_kind(name, file, x) for name, x in members.items()}
-
-    def variables(self) -> list[str]:
-        return list(self.shapes)
+            self.shapes = {name: _npy_kind(name, file, x) for name, x in members.items()}
 
     def read(self, names: Sequence[str]) -> dict[str, np.ndarray]:
         with _name_errors(self._caller, self.path), np.load(self.path) as file:
             return {name: file[name] for name in names}
 
 
-class Safetensors:
+class Safetensors(Reader):
     """A file of the safetensors format: the length of a header, the header in JSON, and the bytes of the arrays."""
 
     # Read here, so that the package of that name is not needed.
@@ -62,15 +79,12 @@ class Safetensors:
         with _name_errors(caller, path):
             header, self._begin = _header(path)
             size = os.path.getsize(path) - self._begin
-            self.shapes: Mapping[str, Any] = {name: _kind(name, entry, size) for name, entry in header.items()}
+            self.shapes = {name: _kind(name, entry, size) for name, entry in header.items()}
             self._places = {name: entry["data_offsets"] for name, entry in header.items()}
             # The format allows no overlaps: a file with overlaps is damaged.
             for one, other in itertools.pairwise(sorted(self._places, key=lambda name: self._places[name])):
                 if self._places[other][0] < self._places[one][1]:
                     raise ValueError(f"its arrays {one!r} and {other!r} overlap")
-
-    def variables(self) -> list[str]:
-        return list(self.shapes)
 
     def read(self, names: Sequence[str]) -> dict[str, np.ndarray]:
         values = {}

@@ -35,12 +35,7 @@ def is_url(path: str | os.PathLike[str]) -> bool:
 
 
 def store_of(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
-    """The store of a URL, and the path in it.
-
-    Raises:
-      ImportError: the package that knows the store is not installed.
-      ValueError: no package knows it.
-    """
+    """The store of a URL, and the path in it."""
     protocol = url.partition("://")[0]
     try:
         import fsspec.core

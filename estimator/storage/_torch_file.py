@@ -8,10 +8,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from estimator.storage._array_files import Kind
+from estimator.storage._array_files import Kind, Reader
 
 
-class TorchFile:
+class TorchFile(Reader):
     """The tensors of a file by name; those in dicts within it, such as "state_dict", have names joined by "."."""
 
     def __init__(self, caller: str, path: str) -> None:
@@ -35,10 +35,7 @@ class TorchFile:
                 "`torch.save(model.state_dict(), path)`."
             ) from error
         self._arrays = {name: _as_array(torch, x) for name, x in _tensors(torch, saved)}
-        self.shapes: Mapping[str, Any] = {name: Kind(x.shape, x.dtype) for name, x in self._arrays.items()}
-
-    def variables(self) -> list[str]:
-        return list(self.shapes)
+        self.shapes = {name: Kind(x.shape, x.dtype) for name, x in self._arrays.items()}
 
     def read(self, names: Sequence[str]) -> dict[str, np.ndarray]:
         return {name: self._arrays[name] for name in names}

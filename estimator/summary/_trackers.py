@@ -102,11 +102,6 @@ class Tracker(Protocol):
 class TrackedEvents:
     """Writes to the event file of a run, and to its trackers.
 
-    Args:
-      events: writes the event file.
-      trackers: of the RunConfig.
-      run: what they record.
-
     Raises:
       Exception: of a tracker that cannot open; the others are closed.
     """

@@ -13,11 +13,7 @@ _FOOTER, _TRAILER = 48, 5  # bytes: at the end of the table; after each block, i
 
 
 def read_table(path: str) -> dict[bytes, bytes]:
-    """The values of the table in a file, by key.
-
-    Raises:
-      ValueError: the file has another format, or is damaged or compressed.
-    """
+    """The values of the table in a file, by key."""
     with open(path, "rb") as file:
         table = file.read()
     if len(table) < _FOOTER or struct.unpack("<Q", table[-8:])[0] != _MAGIC:
@@ -37,15 +33,6 @@ def read_varint(data: bytes, at: int) -> tuple[int, int]:
             return value, at
 
 
-def crc32c(data: bytes | memoryview) -> int:
-    """The CRC-32C of bytes.
-
-    >>> hex(crc32c(b"123456789"))
-    '0xe3069283'
-    """
-    return google_crc32c.value(bytes(data))
-
-
 def unmask_crc(crc: int) -> int:
     """The CRC of one that TensorFlow and LevelDB store."""
     # They mask it, since the CRC of data that contains CRCs would be weak.
@@ -62,7 +49,8 @@ def _read_handle(data: bytes, at: int) -> tuple[tuple[int, int], int]:
 
 def _block(path: str, table: bytes, start: int, size: int) -> Iterator[tuple[bytes, bytes]]:
     block, trailer = table[start : start + size], table[start + size : start + size + _TRAILER]
-    if len(trailer) < _TRAILER or crc32c(block + trailer[:1]) != unmask_crc(struct.unpack("<I", trailer[1:])[0]):
+    crc = google_crc32c.value(block + trailer[:1])
+    if len(trailer) < _TRAILER or crc != unmask_crc(struct.unpack("<I", trailer[1:])[0]):
         raise ValueError(f"{path} is damaged. Copy it again")
     if trailer[0]:
         raise ValueError(f"{path} is compressed, which is not known here. Load and save it by TensorFlow")

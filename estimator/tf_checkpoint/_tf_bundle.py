@@ -13,10 +13,11 @@ import struct
 from collections.abc import Iterator
 from typing import Any, NamedTuple, NoReturn
 
+import google_crc32c
 import jax.numpy as jnp
 import numpy as np
 
-from estimator.tf_checkpoint._sstable import crc32c, read_table, read_varint, unmask_crc
+from estimator.tf_checkpoint._sstable import read_table, read_varint, unmask_crc
 
 _DTYPES = {1: "float32", 2: "float64", 3: "int32", 4: "uint8", 5: "int16", 6: "int8", 8: "complex64", 9: "int64"}
 _DTYPES |= {10: "bool", 14: "bfloat16", 17: "uint16", 18: "complex128", 19: "float16", 22: "uint32", 23: "uint64"}
@@ -94,7 +95,7 @@ class TensorFlowBundle:
         with open(file, "rb") as data:
             data.seek(entry.offset)
             values = data.read(entry.size)
-        if len(values) != entry.size or crc32c(values) != unmask_crc(entry.crc):
+        if len(values) != entry.size or google_crc32c.value(values) != unmask_crc(entry.crc):
             self._fail(f"{file} is damaged where {name!r} is", fix="Copy it again.")
         return np.frombuffer(values, np.dtype(dtype).newbyteorder("<")).reshape(entry.shape).astype(dtype)
 

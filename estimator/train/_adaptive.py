@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from collections import namedtuple
 
 import jax
 import jax.numpy as jnp
-import optax
 
-from estimator.core._typing import PyTree
 from estimator.optim._given_rate import LearningRate, with_learning_rate
 from estimator.optim._optimizer import Optimizer
 from estimator.optim._sparse_update import RowWise
-from estimator.train._rule import apply_rule, fill_slot
+from estimator.train._rule import row_wise
 
 
 class AdagradOptimizer(Optimizer):
@@ -64,12 +62,8 @@ class AdadeltaOptimizer(Optimizer):
         use_locking: bool = False,
         name: str = "Adadelta",
     ) -> None:
-        super().__init__(
-            with_learning_rate(
-                type(self).__name__, functools.partial(_adadelta, rho=rho, epsilon=epsilon), learning_rate
-            ),
-            name,
-        )
+        make = functools.partial(_adadelta, rho=rho, epsilon=epsilon)
+        super().__init__(with_learning_rate(type(self).__name__, make, learning_rate), name)
 
 
 class RMSPropOptimizer(Optimizer):
@@ -103,32 +97,11 @@ class RMSPropOptimizer(Optimizer):
         super().__init__(with_learning_rate(type(self).__name__, make, learning_rate), name)
 
 
-class AdagradState(NamedTuple):
-    """Slot of `AdagradOptimizer`."""
-
-    accumulator: PyTree
-
-
-class AdadeltaState(NamedTuple):
-    """Slots of `AdadeltaOptimizer`."""
-
-    accum: PyTree
-    accum_update: PyTree
-
-
-class RMSPropState(NamedTuple):
-    """Slots of `RMSPropOptimizer`."""
-
-    rms: PyTree
-    momentum: PyTree
-
-
-class CenteredRMSPropState(NamedTuple):
-    """Slots of a centered `RMSPropOptimizer`."""
-
-    rms: PyTree
-    mg: PyTree
-    momentum: PyTree
+# The slots, by TensorFlow's names.
+AdagradState = namedtuple("AdagradState", ["accumulator"])
+AdadeltaState = namedtuple("AdadeltaState", ["accum", "accum_update"])
+RMSPropState = namedtuple("RMSPropState", ["rms", "momentum"])
+CenteredRMSPropState = namedtuple("CenteredRMSPropState", ["rms", "mg", "momentum"])
 
 
 def check_accumulator(caller: str, is_right: bool, value: float, bound: str = "above 0") -> None:
@@ -142,12 +115,7 @@ def _adagrad(rate: jax.Array, initial: float) -> RowWise:
         # No epsilon, as in TensorFlow: the accumulator starts above 0 and never falls.
         return value - rate * gradient * jax.lax.rsqrt(accum), accum
 
-    def update(
-        gradients: optax.Updates, state: AdagradState, params: optax.Params
-    ) -> tuple[optax.Updates, AdagradState]:
-        return apply_rule(rule, gradients, params, state, "accumulator")
-
-    return RowWise(lambda params: AdagradState(fill_slot(params, initial)), update)
+    return row_wise(rule, AdagradState, accumulator=initial)
 
 
 def _adadelta(rate: jax.Array, rho: float, epsilon: float) -> RowWise:
@@ -157,12 +125,7 @@ def _adadelta(rate: jax.Array, rho: float, epsilon: float) -> RowWise:
         step = jnp.sqrt(moved + epsilon) * jax.lax.rsqrt(accum + epsilon) * gradient
         return value - rate * step, accum, moved * rho + step * step * (1 - rho)
 
-    def update(
-        gradients: optax.Updates, state: AdadeltaState, params: optax.Params
-    ) -> tuple[optax.Updates, AdadeltaState]:
-        return apply_rule(rule, gradients, params, state, "accum", "accum_update")
-
-    return RowWise(lambda params: AdadeltaState(fill_slot(params), fill_slot(params)), update)
+    return row_wise(rule, AdadeltaState)
 
 
 def _rmsprop(rate: jax.Array, decay: float, momentum: float, epsilon: float, centered: bool) -> RowWise:
@@ -176,15 +139,5 @@ def _rmsprop(rate: jax.Array, decay: float, momentum: float, epsilon: float, cen
         step = step * momentum + rate * gradient * jax.lax.rsqrt(rms - sum(m * m for m in mg) + epsilon)
         return value - step, rms, *mg, step
 
-    state_of = CenteredRMSPropState if centered else RMSPropState
-
-    def init(params: optax.Params) -> RMSPropState | CenteredRMSPropState:
-        # TensorFlow starts the mean of squares at 1, optax at 0, which makes the first steps larger.
-        return state_of(**{slot: fill_slot(params, float(slot == "rms")) for slot in state_of._fields})
-
-    def update(
-        gradients: optax.Updates, state: RMSPropState, params: optax.Params
-    ) -> tuple[optax.Updates, RMSPropState]:
-        return apply_rule(rule, gradients, params, state, *state_of._fields)
-
-    return RowWise(init, update)
+    # TensorFlow starts the mean of squares at 1, optax at 0, which makes the first steps larger.
+    return row_wise(rule, CenteredRMSPropState if centered else RMSPropState, rms=1.0)

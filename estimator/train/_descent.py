@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from collections import namedtuple
 
 import jax
 import optax
 
-from estimator.core._typing import PyTree
 from estimator.optim._given_rate import LearningRate, with_learning_rate
 from estimator.optim._optimizer import Optimizer
 from estimator.optim._sparse_update import RowWise
-from estimator.train._rule import apply_rule, fill_slot
+from estimator.train._rule import row_wise
 from estimator.train._weight_decay import with_weight_decay
 
 
@@ -84,10 +83,7 @@ class MomentumWOptimizer(Optimizer):
         super().__init__(with_learning_rate(type(self).__name__, make, learning_rate), name)
 
 
-class MomentumState(NamedTuple):
-    """Slots of `MomentumOptimizer`."""
-
-    momentum: PyTree
+MomentumState = namedtuple("MomentumState", ["momentum"])
 
 
 def _momentum(rate: jax.Array, momentum: float, use_nesterov: bool) -> RowWise:
@@ -97,9 +93,4 @@ def _momentum(rate: jax.Array, momentum: float, use_nesterov: bool) -> RowWise:
         accum = momentum * accum + gradient
         return value - rate * (gradient + momentum * accum if use_nesterov else accum), accum
 
-    def update(
-        gradients: optax.Updates, state: MomentumState, params: optax.Params
-    ) -> tuple[optax.Updates, MomentumState]:
-        return apply_rule(rule, gradients, params, state, "momentum")
-
-    return RowWise(lambda params: MomentumState(fill_slot(params)), update)
+    return row_wise(rule, MomentumState)

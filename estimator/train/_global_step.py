@@ -20,21 +20,7 @@ def get_global_step(graph: None = None) -> jax.Array:
     Args:
       graph: None: there are no graphs.
     """
-    del graph
     return global_step()
 
 
-def get_or_create_global_step(graph: None = None) -> jax.Array:
-    """`est.global_step()`, which every state has, by TensorFlow's name.
-
-    >>> import estimator as est, jax, jax.numpy as jnp
-    >>> def model_fn(features):
-    ...     return est.EstimatorSpec("infer", predictions=features + est.train.get_or_create_global_step())
-    >>> model, x = est.transform(model_fn), jnp.ones(2, int)
-    >>> model.predict_step(model.init(jax.random.key(0), x, mode="infer"), x).predictions.tolist()
-    [1, 1]
-
-    Args:
-      graph: None: there are no graphs.
-    """
-    return get_global_step(graph)
+get_or_create_global_step = get_global_step

@@ -92,7 +92,6 @@ def optimize_loss(
       ValueError: the learning rate, the name of the optimizer, a summary or a variable is not known.
       TypeError: the optimizer is of another kind.
     """
-    del colocate_gradients_with_ops, increment_global_step
     summaries = ("loss", "learning_rate", "global_gradient_norm") if summaries is None else summaries
     unknown = [each for each in summaries if each not in SUMMARIES]
     if unknown:

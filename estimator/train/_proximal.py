@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from collections import namedtuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from estimator.core._frame import current_frame
-from estimator.core._typing import PyTree
 from estimator.optim._arguments import check_global_step
 from estimator.optim._given_rate import LearningRate, with_learning_rate
 from estimator.optim._optimizer import Optimizer
 from estimator.optim._sparse_update import RowWise
 from estimator.train._adaptive import AdagradState, check_accumulator
-from estimator.train._rule import apply_rule, fill_slot
+from estimator.train._rule import row_wise
 
 
 class FtrlOptimizer(Optimizer):
@@ -121,10 +120,8 @@ class ProximalGradientDescentOptimizer(Optimizer):
         name: str = "ProximalGradientDescent",
     ) -> None:
         l1, l2 = _check_strengths(type(self).__name__, l1_regularization_strength, l2_regularization_strength)
-        super().__init__(
-            with_learning_rate(type(self).__name__, functools.partial(_proximal_descent, l1=l1, l2=l2), learning_rate),
-            name,
-        )
+        make = functools.partial(_proximal_descent, l1=l1, l2=l2)
+        super().__init__(with_learning_rate(type(self).__name__, make, learning_rate), name)
 
 
 class AdagradDAOptimizer(Optimizer):
@@ -158,26 +155,13 @@ class AdagradDAOptimizer(Optimizer):
         check_global_step(caller, current_frame(caller), global_step)
         check_accumulator(caller, initial > 0, initial)
         l1, l2 = _check_strengths(caller, l1_regularization_strength, l2_regularization_strength)
-        super().__init__(
-            with_learning_rate(
-                type(self).__name__, functools.partial(_adagrad_da, initial=initial, l1=l1, l2=l2), learning_rate
-            ),
-            name,
-        )
+        make = functools.partial(_adagrad_da, initial=initial, l1=l1, l2=l2)
+        super().__init__(with_learning_rate(type(self).__name__, make, learning_rate), name)
 
 
-class FtrlState(NamedTuple):
-    """Slots of `FtrlOptimizer`."""
-
-    accum: PyTree
-    linear: PyTree
-
-
-class AdagradDAState(NamedTuple):
-    """Slots of `AdagradDAOptimizer`."""
-
-    gradient_accumulator: PyTree
-    gradient_squared_accumulator: PyTree
+# The slots, by TensorFlow's names.
+FtrlState = namedtuple("FtrlState", ["accum", "linear"])
+AdagradDAState = namedtuple("AdagradDAState", ["gradient_accumulator", "gradient_squared_accumulator"])
 
 
 def _check_strengths(caller: str, *strengths: float) -> tuple[float, ...]:
@@ -199,10 +183,7 @@ def _ftrl(rate: jax.Array, power: float, initial: float, l1: float, l2: float, s
         shrunk = _shrink(-linear, l1) / (per_rate + 2 * l2)
         return shrunk, new_accum, linear
 
-    def update(gradients: optax.Updates, state: FtrlState, params: optax.Params) -> tuple[optax.Updates, FtrlState]:
-        return apply_rule(rule, gradients, params, state, "accum", "linear")
-
-    return RowWise(lambda params: FtrlState(fill_slot(params, initial), fill_slot(params)), update)
+    return row_wise(rule, FtrlState, accum=initial)
 
 
 def _proximal_adagrad(rate: jax.Array, initial: float, l1: float, l2: float) -> RowWise:
@@ -211,41 +192,22 @@ def _proximal_adagrad(rate: jax.Array, initial: float, l1: float, l2: float) -> 
         # Penalties are scaled by each element's own rate, as in TensorFlow's kernel.
         return _proximal(value, gradient, rate * jax.lax.rsqrt(accum), l1, l2), accum
 
-    def update(
-        gradients: optax.Updates, state: AdagradState, params: optax.Params
-    ) -> tuple[optax.Updates, AdagradState]:
-        return apply_rule(rule, gradients, params, state, "accumulator")
-
-    return RowWise(lambda params: AdagradState(fill_slot(params, initial)), update)
+    return row_wise(rule, AdagradState, accumulator=initial)
 
 
 def _proximal_descent(rate: jax.Array, l1: float, l2: float) -> RowWise:
-    def update(
-        gradients: optax.Updates, state: optax.EmptyState, params: optax.Params
-    ) -> tuple[optax.Updates, optax.EmptyState]:
-        return apply_rule(lambda g, value: (_proximal(value, g, rate, l1, l2),), gradients, params, state)
-
-    return RowWise(lambda params: optax.EmptyState(), update)
+    return row_wise(lambda gradient, value: (_proximal(value, gradient, rate, l1, l2),), optax.EmptyState)
 
 
 def _adagrad_da(rate: jax.Array, initial: float, l1: float, l2: float) -> RowWise:
-    def init(params: optax.Params) -> AdagradDAState:
-        return AdagradDAState(fill_slot(params), fill_slot(params, initial))
-
-    def update(
-        gradients: optax.Updates, state: AdagradDAState, params: optax.Params
-    ) -> tuple[optax.Updates, AdagradDAState]:
+    def rule(gradient: jax.Array, value: jax.Array, total: jax.Array, squares: jax.Array) -> tuple[jax.Array, ...]:
         # The number of gradients, including this one. TensorFlow also adds 1 to `global_step`.
         step = current_frame("AdagradDAOptimizer").global_step + 1
+        total, squares = total + gradient, squares + gradient * gradient
+        # If the mean gradient is at most `l1`, `|total| <= l1 * step`, the weight is zero.
+        return -rate * _shrink(total, l1 * step) / (l2 * step * rate + jnp.sqrt(squares)), total, squares
 
-        def rule(gradient: jax.Array, value: jax.Array, total: jax.Array, squares: jax.Array) -> tuple[jax.Array, ...]:
-            total, squares = total + gradient, squares + gradient * gradient
-            # If the mean gradient is at most `l1`, `|total| <= l1 * step`, the weight is zero.
-            return -rate * _shrink(total, l1 * step) / (l2 * step * rate + jnp.sqrt(squares)), total, squares
-
-        return apply_rule(rule, gradients, params, state, *AdagradDAState._fields)
-
-    return RowWise(init, update)
+    return row_wise(rule, AdagradDAState, gradient_squared_accumulator=initial)
 
 
 def _proximal(value: jax.Array, gradient: jax.Array, rate: jax.Array, l1: float, l2: float) -> jax.Array:

@@ -11,7 +11,9 @@ import numpy as np
 import optax
 
 from estimator.core._typing import PyTree
+from estimator.optim._sparse_update import RowWise
 
+Rule = Callable[..., tuple[jax.Array, ...]]
 State = TypeVar("State", bound=tuple[Any, ...])
 
 
@@ -25,8 +27,26 @@ def complement(decay: float) -> float:
     return float(np.float32(1) - np.float32(decay))
 
 
+def row_wise(rule: Rule, state_of: type[Any], **fill: float) -> RowWise:
+    """The transformation of a rule, as `apply_rule` takes it, that treats each row by itself.
+
+    Args:
+      state_of: a NamedTuple, all of whose fields are slots.
+      fill: the numbers that slots begin with, by name; others begin with zero.
+    """
+    slots = state_of._fields
+
+    def init(params: optax.Params) -> Any:
+        return state_of(*(fill_slot(params, fill.get(slot, 0.0)) for slot in slots))
+
+    def update(gradients: optax.Updates, state: Any, params: optax.Params) -> tuple[optax.Updates, Any]:
+        return apply_rule(rule, gradients, params, state, *slots)
+
+    return RowWise(init, update)
+
+
 def apply_rule(
-    rule: Callable[..., tuple[jax.Array, ...]],
+    rule: Rule,
     gradients: optax.Updates,
     params: optax.Params,
     state: State,

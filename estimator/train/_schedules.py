@@ -44,7 +44,6 @@ def exponential_decay(
     Raises:
       TypeError: the step is a Python number, as with arguments in the order of optax, which leaves it out.
     """
-    del name
 
     def rate_at(step: Any) -> jax.Array:
         return jnp.asarray(learning_rate * decay_rate ** _periods(step, decay_steps, staircase))
@@ -70,7 +69,6 @@ def natural_exp_decay(
     Args:
       learning_rate, global_step, decay_steps, decay_rate, staircase, name: as for `est.train.exponential_decay`.
     """
-    del name
 
     def rate_at(step: Any) -> jax.Array:
         return learning_rate * jnp.exp(-decay_rate * _periods(step, decay_steps, staircase))
@@ -96,7 +94,6 @@ def inverse_time_decay(
     Args:
       learning_rate, global_step, decay_steps, decay_rate, staircase, name: as for `est.train.exponential_decay`.
     """
-    del name
 
     def rate_at(step: Any) -> jax.Array:
         return learning_rate / (1 + decay_rate * _periods(step, decay_steps, staircase))
@@ -126,7 +123,6 @@ def polynomial_decay(
       end_learning_rate, power: as in the formula.
       cycle: whether it begins again after the end, each time for the next multiple of `decay_steps` in all.
     """
-    del name
 
     def rate_at(step: Any) -> jax.Array:
         step, end = _float(step), _float(decay_steps)
@@ -158,7 +154,6 @@ def piecewise_constant(
       values: one more than boundaries.
       name: without effect.
     """
-    del name
     if len(values) != len(boundaries) + 1:
         raise ValueError(
             f"`piecewise_constant` needs one value more than boundaries; got {len(values)} values and "
@@ -192,7 +187,6 @@ def cosine_decay(
       decay_steps: the step of the end, after which the rate stays.
       alpha: the fraction that is left.
     """
-    del name
 
     def rate_at(step: Any) -> jax.Array:
         return learning_rate * ((1 - alpha) * _cosine(_fraction(step, decay_steps)) + alpha)
@@ -223,7 +217,6 @@ def cosine_decay_restarts(
       m_mul: by which its first rate is multiplied.
       alpha: the fraction that is left at the end of a period.
     """
-    del name
 
     def rate_at(step: Any) -> jax.Array:
         done = _float(step) / first_decay_steps
@@ -263,7 +256,6 @@ def linear_cosine_decay(
       num_periods: of the cosine.
       alpha, beta: as in the formula.
     """
-    del name
 
     def rate_at(step: Any) -> jax.Array:
         done = _fraction(step, decay_steps)

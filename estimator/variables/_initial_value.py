@@ -145,11 +145,7 @@ def check_declared(call: str, shape: tuple[int, ...] | None, dtype: Any, value: 
 
 
 def as_shape(call: str, shape: Any) -> tuple[int, ...] | None:
-    """A shape as a tuple of integers.
-
-    Raises:
-      TypeError: it is something else, such as an initial value.
-    """
+    """A shape as a tuple of integers."""
     if shape is None:
         return None
     sizes = shape if isinstance(shape, tuple | list) else (shape,)
@@ -174,12 +170,7 @@ def _shape_fix(size: Any, inside: bool) -> str:
 
 
 def as_dtype(call: str, dtype: Any) -> Any:
-    """A dtype as jax has it; None is left to the callee.
-
-    Raises:
-      TypeError: it is none.
-      ValueError: it has 64 bits, and jax has no such arrays.
-    """
+    """A dtype as jax has it; None is left to the callee."""
     if dtype is None:
         return None
     try:

@@ -57,9 +57,6 @@ def move_rows(info: VocabInfo, name: str, old: Any, here: jax.Array, key: jax.Ar
       old: its value in the source.
       here: an array of the shape and dtype in the model.
       key: of the model.
-
-    Raises:
-      ValueError: the sizes of vocabularies and variables do not fit.
     """
     size, count = here.shape[info.axis] if 0 <= info.axis < here.ndim else 0, info.new_vocab_size + info.num_oov_buckets
     words, old_words = _words(info.new_vocab)[: info.new_vocab_size], _words(info.old_vocab)

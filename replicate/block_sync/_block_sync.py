@@ -61,7 +61,6 @@ def bmuf(
         return BmufState(jax.tree.map(jnp.zeros_like, params))
 
     def update(updates: PyTree, state: BmufState, params: PyTree = None) -> tuple[PyTree, BmufState]:
-        del params
         # Looked up here, within the towers: when the transformation is made, nobody knows how many there will be.
         momentum = 1 - 1 / num_towers() if block_momentum is None else block_momentum
 

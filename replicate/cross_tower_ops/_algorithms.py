@@ -119,9 +119,6 @@ def hierarchical(x: jax.Array, groups: Groups, group_size: int | None = None) ->
       groups: of towers; each is cut into small ones.
       group_size: of the small ones. By default the towers of a process; with one process the largest divisor up to the
         square root of the towers; for a prime number of towers all of them.
-
-    Raises:
-      ValueError: the towers do not divide by `group_size`.
     """
     towers = len(groups[0])
     size = group_size or _small_group_size(towers)

@@ -204,7 +204,6 @@ class CrossTowerOps(abc.ABC):
 
     def _reduce_arrays(self, op: ReduceOp, values: list[PerTower], destinations: list[Devices]) -> list[PerTower]:
         """The values reduced, each on one or several of its devices."""
-        del destinations
         groups: dict[Devices, list[int]] = {}
         for i, value in enumerate(values):
             # Values on the same towers share a program, which packs small ones together.

@@ -71,11 +71,7 @@ def write_table(path: str | pathlib.Path, rows: Sequence[Row], recorded_on: str)
 
 
 def read_table(path: str | pathlib.Path = RECORDED) -> list[Row]:
-    """Reads what `write_table` wrote; by default the table that comes with the package.
-
-    Raises:
-      ValueError: it is another file.
-    """
+    """Reads what `write_table` wrote; by default the table that comes with the package."""
     try:
         rows = [_row(**entry) for entry in json.loads(pathlib.Path(path).read_text(encoding="utf-8"))["rows"]]
     except (ValueError, TypeError, KeyError) as e:

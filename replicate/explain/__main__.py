@@ -104,11 +104,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _find(name: str, what: str) -> Callable[..., Any]:
-    """The function that MODULE:NAME names.
-
-    Raises:
-      _Usage: there is none; says what there is.
-    """
+    """The function that MODULE:NAME names."""
     module_name, colon, attribute = name.partition(":")
     if not (module_name and colon and attribute):
         raise _Usage(f"A {what} is named MODULE:NAME, as in examples.digits:model_fn; got {name!r}.")

@@ -180,8 +180,6 @@ class _TowersAlone(OffTowerPlacement):
         return self._placement.batch(rows)
 
     def compile_step(self, step: Callable[..., Any], halves: Halves, like: Any, donate: bool) -> Callable[..., Any]:
-        del step, like, donate
-
         def compute(state: Any, features: Features, labels: Labels) -> Any:
             spec, assigned = halves.compute(state, features, labels)
             gradients = [dict(update.gradients or {}) for update in spec.train_op.updates]

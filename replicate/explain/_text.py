@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
+from estimator.runtime._table import align
 from replicate.explain._data import Distribution, Home, StepData, bytes_by_device
 from replicate.explain._stages import count, duration, format_type, size, stages
 
@@ -145,10 +146,6 @@ def as_text(data: StepData) -> str:
     for table in tables(data):
         lines += ["", table.title, "-" * len(table.title)]
         if table.rows:
-            cells = [table.columns, *table.rows] if any(table.columns) else list(table.rows)
-            widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-            for row in cells:
-                # No spaces at the ends of lines, so that the text can be compared in a test or a document.
-                lines.append("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+            lines += align([table.columns, *table.rows] if any(table.columns) else table.rows)
         lines += table.notes
     return "\n".join(lines)

@@ -24,11 +24,9 @@ class OneDevicePlacement(Placement):
         self._sharding = SingleDeviceSharding(device)
 
     def state(self, like: State) -> Shardings:
-        del like
         return self._sharding
 
     def batch(self, rows: int) -> jax.sharding.Sharding | None:
-        del rows
         return self._sharding
 
 
@@ -43,7 +41,6 @@ class MeshPlacement(Placement):
         self._mesh = tower_mesh(devices)
 
     def state(self, like: State) -> Shardings:
-        del like
         return NamedSharding(self._mesh, PartitionSpec())
 
     def batch(self, rows: int) -> jax.sharding.Sharding | None:

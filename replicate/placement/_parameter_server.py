@@ -41,7 +41,6 @@ class ParameterServer(OffTowerPlacement):
         homes = {name: self._homes[n % len(self._homes)] for n, name in enumerate(like.variables)}
 
         def home(path: Any, leaf: Any) -> SingleDeviceSharding:
-            del leaf
             # (variables, name, ...), or (slots, optimizer, ..., name, ...) in optax's states
             names = path[1:2] if path[0].name == "variables" else path[2:]
             matches = [homes[key.key] for key in names if isinstance(key, DictKey) and key.key in homes]
@@ -81,7 +80,6 @@ class ParameterServer(OffTowerPlacement):
         return call
 
     def compile_step(self, step: Step, halves: Halves, like: State, donate: bool) -> Step:
-        del step
         shardings = self.state(like)
         homes = {name: jax.tree.leaves(home)[0] for name, home in shardings.variables.items()}
 

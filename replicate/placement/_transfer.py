@@ -73,10 +73,6 @@ def transfer(arrays: Sequence[jax.Array], target: Any) -> list[jax.Array]:
     >>> moved = transfer([jnp.ones(2), jnp.zeros((2, 2))], there)
     >>> [array.shape for array in moved], moved[0].sharding == there
     ([(2,), (2, 2)], True)
-
-    Args:
-      arrays: on any devices, or of numpy.
-      target: a sharding.
     """
     moved = list(arrays)
     away = [i for i, array in enumerate(arrays) if getattr(array, "sharding", None) != target]

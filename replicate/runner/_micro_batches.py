@@ -22,11 +22,7 @@ from replicate.towers._split_batch import split_rows
 
 
 def accumulate_steps(train_op: TrainOp | None) -> int:
-    """The number of micro-batches that the optimizers of a train_op ask for.
-
-    Raises:
-      ValueError: they do not agree.
-    """
+    """The number of micro-batches that the optimizers of a train_op ask for."""
     steps_by_slots = {
         update.slots: update.optimizer.accumulate_steps if isinstance(update.optimizer, TowerOptimizer) else 1
         for update in (train_op.updates if train_op else ())
@@ -144,7 +140,6 @@ class MicroBatches:
 @jax.custom_jvp
 def _replace_denominator(own: jax.Array, averaged: jax.Array) -> jax.Array:
     """The average instead of the micro-batch's own denominator, where no gradient is lost by it."""
-    del own
     return averaged
 
 

@@ -23,9 +23,6 @@ def find_devices(devices: Sequence[jax.Device | str] | None) -> tuple[jax.Device
         process; or what jax calls a device, `str(device)`: "cuda:0", or "cpu:2048" in the second of several processes.
         None means all GPUs or TPU cores, or, where there are none, all CPU devices: of all processes, if there are
         several.
-
-    Raises:
-      ValueError: there are no such devices, one comes twice, or they are of several kinds.
     """
     if devices is None:
         # The towers of a process are next to each other, like its rows in the global batch.
@@ -43,11 +40,7 @@ def find_devices(devices: Sequence[jax.Device | str] | None) -> tuple[jax.Device
 
 
 def of_this_process(devices: Sequence[jax.Device]) -> tuple[jax.Device, ...]:
-    """The devices that this process can put data on.
-
-    Raises:
-      ValueError: the devices belong to several processes, but not the same number to each.
-    """
+    """The devices that this process can put data on."""
     by_process = collections.Counter(device.process_index for device in devices)
     if len(by_process) > 1 and (len(by_process) < jax.process_count() or len(set(by_process.values())) > 1):
         counts = [by_process[i] for i in range(jax.process_count())]
@@ -63,10 +56,6 @@ def in_towers_of(size: int, devices: tuple[jax.Device, ...]) -> tuple[Any, ...]:
 
     >>> in_towers_of(2, find_devices(["cpu:0", "cpu:1", "cpu:2", "cpu:3"]))
     ((CpuDevice(id=0), CpuDevice(id=1)), (CpuDevice(id=2), CpuDevice(id=3)))
-
-    Raises:
-      TypeError: the size is not an integer.
-      ValueError: it is less than 1, the devices do not divide by it, or they are of several processes.
     """
     if not isinstance(size, int) or isinstance(size, bool):
         raise TypeError(f"devices_per_tower must be an integer; got {size!r}.")

@@ -26,10 +26,10 @@ Bound in every run of a replicated model_fn, on one device too; not in a model_f
 PART_AXIS = "part"
 """Name of the axis over the devices of a tower, where towers have several."""
 
+_OverRows = Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]
 
-def tower_map(
-    fn: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]], devices: Sequence[Any]
-) -> Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]:
+
+def tower_map(fn: _OverRows, devices: Sequence[Any]) -> _OverRows:
     """Runs `fn(shared, batch) -> (same, own)` once per device, side by side.
 
     Args:
@@ -53,9 +53,7 @@ def tower_map(
     return lambda shared, batch: mapped(shared, split_rows(batch, len(devices)))
 
 
-def lone_tower(
-    fn: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]], devices: Sequence[Any]
-) -> Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]:
+def lone_tower(fn: _OverRows, devices: Sequence[Any]) -> _OverRows:
     """Runs `fn(shared, batch) -> (same, own)` on a whole batch, as a single tower would, in a program of all `devices`.
 
     Towers of several devices do it each by itself. Otherwise XLA would cut the rows over the towers, because the
@@ -75,15 +73,10 @@ def lone_tower(
     )
 
 
-def _of_parts(
-    fn: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]], devices: Sequence[Any]
-) -> Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]:
+def _of_parts(fn: _OverRows, devices: Sequence[Any]) -> _OverRows:
     """The same for towers of several devices, and a batch with the towers as its first dimension.
 
     Only the axis over the towers is mapped; within a tower XLA cuts the work as variables and `est.spread` tell.
-
-    Raises:
-      ValueError: jax's compiler is turned off.
     """
     if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
         raise ValueError(
@@ -99,9 +92,7 @@ def tower_mesh(devices: Sequence[Any]) -> Mesh:
     return Mesh(np.array(devices), axes)
 
 
-def _over_mesh(
-    fn: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]], mesh: Mesh
-) -> Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]:
+def _over_mesh(fn: _OverRows, mesh: Mesh) -> _OverRows:
     def tower(shared: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
         same, own = fn(shared, batch)
         return same, jax.tree.map(lambda x: jnp.asarray(x)[None], own)
@@ -122,7 +113,7 @@ def map_pieces(
     return jax.shard_map(fn, mesh=mesh, in_specs=(specs,), out_specs=PartitionSpec(), check_vma=False)
 
 
-def _one_tower(fn: Callable[..., tuple[PyTree, PyTree]]) -> Callable[..., tuple[PyTree, PyTree]]:
+def _one_tower(fn: _OverRows) -> _OverRows:
     """Binds the axis and nothing else: a vmap over no argument leaves the operations of `fn` as they are."""
     mapped = jax.vmap(fn, in_axes=None, axis_size=1, axis_name=TOWER_AXIS)
 

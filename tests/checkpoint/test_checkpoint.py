@@ -270,7 +270,7 @@ def test_a_pinned_checkpoint_stays_until_it_is_unpinned(tmp_path):
     assert_same(Checkpoint(pinned).restore(abstract(make_state())), make_state(1))
     assert Checkpoint(pinned).names() == Checkpoint(restarted.latest()).names()
     for path in (pinned, pinned):
-        restarted.unpin(path)
+        Checkpoint(path).unpin()
     save_at(restarted, [7])
     assert steps_of(restarted) == [2, 6, 7]
     assert restarted.pinned_paths() == [also]
@@ -298,7 +298,7 @@ def test_a_pin_leaves_the_time_of_a_checkpoint_as_it_is(tmp_path):
 
 def test_only_a_checkpoint_can_be_pinned(tmp_path):
     checkpoints = Checkpoints(tmp_path)
-    for call in (checkpoints.pin, checkpoints.unpin):
+    for call in (checkpoints.pin, lambda path: Checkpoint(path).unpin()):
         with pytest.raises(ValueError, match=f"{tmp_path}/ckpt-3 is not a checkpoint. Give the path of one"):
             call(f"{tmp_path}/ckpt-3")
     assert os.listdir(tmp_path) == []

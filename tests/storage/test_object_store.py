@@ -261,7 +261,7 @@ def test_pins_are_seen_by_others(bucket):
     assert [each.pinned for each in est.checkpoints(url)] == [False, True, False]
     scenario.make(url, keep_checkpoint_max=1).train(scenario.input_fn, max_steps=3)
     assert steps(url) == [1, 3]
-    checkpoints.unpin(f"{url}/ckpt-1")
+    Checkpoint(f"{url}/ckpt-1").unpin()
     assert not checkpoints.pinned_paths()
 
 

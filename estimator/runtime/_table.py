@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 
-def align(rows: Sequence[tuple[str, ...]], alignment: str) -> Iterator[str]:
-    """Lines of columns, each aligned as a character of `alignment` says."""
+def align(rows: Sequence[tuple[str, ...]], alignment: str = "") -> Iterator[str]:
+    """Lines of columns, each aligned as a character of `alignment` says, or else to the left. They end without spaces,
+    so that a test or a document can compare them."""
+    alignment = alignment or "<" * len(rows[0])
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     for row in rows:
         yield "  ".join(
