@@ -11,6 +11,7 @@ from estimator.runtime._shared_programs import forget_programs
 
 # A test gets the marker if its code, or a fixture or helper that it uses, names something of these modules.
 STARTERS = {
+    "soak.kills": "multiprocess",
     "subprocess": "subprocess",
     "testing.cluster": "multiprocess",
     "testing.processes": "multiprocess",

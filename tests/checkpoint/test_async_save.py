@@ -15,6 +15,7 @@ import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from testing.estimators import Linear, X, Y, endless, make, saved_at, saved_steps, times
+from testing.hooks import AtSteps
 from testing.processes import Processes
 
 import estimator as est
@@ -65,25 +66,6 @@ def files_of_at_most(size):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-class At(est.Hook):
-    """Calls functions of a context at given steps."""
-
-    def __init__(self, calls, end=lambda context: None):
-        self.calls = calls
-        self.end = end
-
-    def next_step(self, step):
-        return min((s for s in self.calls if s > step), default=None)
-
-    def after_create_state(self, context):
-        if 0 in self.calls:
-            self.calls[0](context)
-
-    def after_run(self, context, values):
-        if context.global_step in self.calls:
-            self.calls[context.global_step](context)
-
-
 def state_of(size, sharding=None):
     values = jax.device_put(jnp.arange(size, dtype=jnp.float32), sharding)
     return est.State({"w": values}, {"adam": optax.adam(0.1).init({"w": values})}, jnp.int32(3), jax.random.key(5))
@@ -118,7 +100,7 @@ def test_training_continues_while_a_checkpoint_is_written(tmp_path, disk):
             disk.completes.set()
 
     estimator = make(tmp_path, save_checkpoints_steps=5)
-    estimator.train(times(7), hooks=[At({0: look, 2: look, 4: look})])
+    estimator.train(times(7), hooks=[AtSteps({0: look, 2: look, 4: look})])
     assert seen == [(0, []), (2, []), (4, [])]
     assert saved_steps(estimator) == [0, 5, 7]
     assert Checkpoint(str(tmp_path / "ckpt-0")).read("w").tolist() == [[0], [0]]
@@ -143,7 +125,7 @@ def test_one_checkpoint_is_written_at_a_time(tmp_path, disk):
 def test_without_save_checkpoints_async_training_waits(tmp_path, disk):
     disk.completes.set()
     seen = []
-    hook = At({n: lambda context: seen.append(saved_at(tmp_path)) for n in (2, 3)})
+    hook = AtSteps({n: lambda context: seen.append(saved_at(tmp_path)) for n in (2, 3)})
     make(tmp_path, save_checkpoints_steps=2, save_checkpoints_async=False).train(times(3), hooks=[hook])
     assert seen == [[0, 2], [0, 2]]
 
@@ -173,7 +155,7 @@ def test_what_reads_the_newest_checkpoint_during_training_waits_for_it(tmp_path,
         return call
 
     disk.completes.set()
-    estimator.train(times(9), hooks=[At({step: reading(step) for step in reads})])
+    estimator.train(times(9), hooks=[AtSteps({step: reading(step) for step in reads})])
     assert seen == ["ckpt-2", 4, 6, "ckpt-8"]
 
 
@@ -194,7 +176,7 @@ def test_a_checkpoint_being_written_can_be_named_to_evaluate(tmp_path, disk):
         disk.completes.clear()
         call(context)
 
-    estimator.train(times(3), hooks=[At({2: hold})])
+    estimator.train(times(3), hooks=[AtSteps({2: hold})])
     assert paths == [(str(tmp_path / "ckpt-2"), 2)]
 
 
@@ -218,7 +200,7 @@ def test_a_listener_without_after_save_makes_nobody_wait(tmp_path, disk):
             seen.append(saved_at(tmp_path))
 
     seen = []
-    hook = At({1: lambda _: seen.append(saved_at(tmp_path)), 2: lambda _: disk.completes.set()})
+    hook = AtSteps({1: lambda _: seen.append(saved_at(tmp_path)), 2: lambda _: disk.completes.set()})
     make(tmp_path).train(times(3), hooks=[hook], saving_listeners=[Before()])
     assert seen == [[], [0, 3]]
 
@@ -232,7 +214,7 @@ def full_from(step):
             time.sleep(0.01)
         stack.enter_context(files_of_at_most(10_000))
 
-    return At({step: fill}), stack
+    return AtSteps({step: fill}), stack
 
 
 class Wide(Linear):
@@ -290,7 +272,7 @@ def test_a_run_that_fails_waits_for_its_checkpoint(tmp_path, disk):
         raise ValueError("broken")
 
     seen = []
-    hook = At({2: fail})
+    hook = AtSteps({2: fail})
     hook.end = lambda context: seen.append(saved_at(tmp_path))
     with pytest.raises(ValueError, match="broken"):
         make(tmp_path).train(endless, hooks=[hook])

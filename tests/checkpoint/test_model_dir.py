@@ -11,6 +11,7 @@ import time
 
 import pytest
 from testing.estimators import X, Y, endless, make, saved_steps, step_of, times
+from testing.hooks import At
 from testing.processes import Processes
 
 import estimator as est
@@ -32,19 +33,6 @@ def processes():
 def start(processes, function, model_dir, *args):
     processes.start(function, str(model_dir), *args)
     processes.read_until("blocked")
-
-
-class At(est.Hook):
-    """Does something after the first step."""
-
-    def __init__(self, does):
-        self.does = does
-
-    def next_step(self, step):
-        return 1 if step < 1 else None
-
-    def after_run(self, context, values):
-        self.does()
 
 
 # Two training runs.
@@ -90,7 +78,7 @@ def test_two_threads_do_not_train_in_one_directory(tmp_path):
         thread.start()
         thread.join()
 
-    make(tmp_path).train(times(3), hooks=[At(in_a_thread)])
+    make(tmp_path).train(times(3), hooks=[At(1, in_a_thread)])
     (error,) = errors
     assert "is in use: another thread of this process trains in it" in error
     second()

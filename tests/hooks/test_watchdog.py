@@ -25,14 +25,25 @@ def path(tmp_path):
 
 @pytest.fixture
 def hang(path):
-    """A function that comes back when the watchdog has reported the phase, or after long."""
+    """A function that comes back when the watchdog has reported that it hangs in the phase, or after long."""
 
     def until_reported(phase):
         end = time.monotonic() + 30
-        while time.monotonic() < end and not (path.exists() and f"in phase {phase!r}" in path.read_text()):
+        while time.monotonic() < end and not hangs_reported(path, phase):
             time.sleep(0.01)
 
     return until_reported
+
+
+def hangs_reported(path, phase):
+    """The reports of hangs in the phase; on a busy machine others may be slow enough for one."""
+    reports = re.split(r"(?=No step has finished for )", path.read_text() if path.exists() else "")[1:]
+    return [text for text in reports if f"in phase {phase!r}" in text and "in until_reported" in text]
+
+
+def assert_each_is_reported_once(path):
+    phases = re.findall(r"after (\d+) of this run.*in phase '(\w+)'", path.read_text())
+    assert len(set(phases)) == len(phases)
 
 
 class Hanging:
@@ -90,18 +101,16 @@ def test_the_phase_in_which_a_run_hangs_is_reported_with_the_stacks(tmp_path, mo
     elif phase == "end":
         hooks.insert(0, Noted("other", [], end=lambda context: hang(phase)))
     assert saved_steps(estimator.train(input_fn, hooks=hooks)) == [0, 3]
-    reports = re.split(r"(?=No step has finished for )", path.read_text())[1:]
-    report = next(text for text in reports if f"in phase {phase!r}" in text)
+    report = hangs_reported(path, phase)[0]
     done = {"begin": 0, "compile": 0, "evaluate": 0, "checkpoint": 3, "end": 3}.get(phase)
     steps, for_s, in_s = re.match(
         r"No step has finished for (\d+\.\d) s, after (\d+) of this run\. For the last (\d+\.\d) s it is in", report
     ).group(2, 1, 3)
     assert done in (None, int(steps)) and 0 <= float(in_s) <= float(for_s) + 0.1 and float(for_s) >= TIMEOUT
     assert "Thread 'MainThread' (the run), most recent call last:" in report
-    assert "in until_reported" in report and "Thread 'WatchdogHook'" not in report
+    assert "Thread 'WatchdogHook'" not in report
     assert any(report.strip() in message for message in messages())
-    phases = re.findall(r"after (\d+) of this run.*in phase '(\w+)'", path.read_text())
-    assert len(set(phases)) == len(phases)  # each is reported once
+    assert_each_is_reported_once(path)
 
 
 @pytest.mark.slow
@@ -114,7 +123,8 @@ def test_a_stall_is_reported_once(tmp_path, path, hang):
         yield X, Y
 
     make(tmp_path, steps_per_loop=1).train(input_fn, hooks=[est.WatchdogHook(TIMEOUT, path=path)])
-    assert path.read_text().count("in phase 'input'") == 1
+    assert hangs_reported(path, "input")
+    assert_each_is_reported_once(path)
 
 
 def test_a_run_that_comes_on_is_left_alone(tmp_path, path):
@@ -146,7 +156,7 @@ def test_a_stall_raises_in_the_run_where_that_is_asked_for(tmp_path):
 
     def input_fn():
         yield from [(X, Y)] * 3
-        threading.Event().wait(10)
+        threading.Event().wait(60)
         yield X, Y
 
     estimator = make(tmp_path, steps_per_loop=1)
@@ -154,7 +164,7 @@ def test_a_stall_raises_in_the_run_where_that_is_asked_for(tmp_path):
     with pytest.raises(
         est.StalledError, match=r"No step has finished .* 'input': it waits for a batch of input_fn\."
     ) as e:
-        estimator.train(input_fn, hooks=[est.WatchdogHook(1.5, action="raise"), other])
+        estimator.train(input_fn, hooks=[est.WatchdogHook(3, action="raise"), other])
     assert other.context.error is e.value and other.context.stop_reason == "error"
     assert saved_steps(estimator) == [0, 1]
     assert signal.getsignal(signal.SIGURG) == handler

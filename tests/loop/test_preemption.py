@@ -7,7 +7,7 @@ import time
 
 import numpy as np
 import pytest
-from testing.estimators import X, Y, endless, make, same_bits, saved_steps, times
+from testing.estimators import X, Y, endless, make, same_bits, saved_at, saved_steps, times
 from testing.hooks import At
 from testing.processes import Processes
 
@@ -23,72 +23,53 @@ def processes():
     forks.close()
 
 
-def end_by_sigterm(processes, function, *args):
-    """Sends SIGTERM to a process that blocks; returns its exit code, and the lines it printed after that."""
-    processes.start(function, *map(str, args[:1]), *args[1:])
+# In a process of its own.
+
+SIGTERM = {  # after how many steps what runs, and blocks: the exit code, how its runs ended, and the checkpoints
+    "a training": (0, "train", [5], 75, ["training SIGTERM 5 NoneType"], [0, 5]),
+    "a training before there is a batch": (0, "train", [0], 75, [], []),
+    "an evaluation before there is a batch": (0, "evaluate", [0], 75, [], []),
+    "a prediction before there is a batch": (0, "predict", [0], 75, [], []),
+    "an evaluation": (3, "evaluate", [2], 75, ["evaluation SIGTERM 3 Preempted"], [0, 3]),
+    "a prediction": (3, "predict", [2], 75, ["prediction SIGTERM 3 NoneType"], [0, 3]),
+    "a reader of predictions": (3, "read_predictions", [], 75, ["prediction SIGTERM 3 NoneType"], [0, 3]),
+    "an evaluation in a training": (
+        0,
+        "evaluate_in_training",
+        [2],
+        75,
+        ["evaluation SIGTERM 4 Preempted", "training SIGTERM 4 NoneType"],
+        [0, 4],
+    ),
+    "one before there is a batch": (0, "evaluate_in_training", [0], 75, ["training SIGTERM 4 NoneType"], [0, 4]),
+    "predictions that nobody reads on": (3, "leave_predictions", [], 75, ["training SIGTERM 6 NoneType"], [0, 3, 6]),
+    "what follows all runs": (0, "distill", [], -signal.SIGTERM, [], [0, 2]),
+    "a training in another thread": (0, "in_a_thread", [], -signal.SIGTERM, [], [0]),
+    "a training with a handler of the user's own": (
+        0,
+        "with_own_handler",
+        [],
+        0,
+        ["own handler", "training input 6 NoneType"],
+        [2, 3, 4, 5, 6],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SIGTERM)
+def test_sigterm_ends_what_blocks_and_saves_the_last_step_of_a_training(processes, tmp_path, case):
+    steps, function, batches, code, ends, saved = SIGTERM[case]
+    if steps:
+        make(tmp_path).train(times(steps))
+    processes.start(function, str(tmp_path), *batches)
     processes.read_until("blocked")
     sent = time.monotonic()
     processes.send(signal.SIGTERM)
-    lines, code = processes.read_to_end()
-    assert time.monotonic() - sent < 5  # on a busy machine; they block for 60
-    return code, lines
-
-
-# In a process of its own.
-
-
-def test_a_training_whose_input_blocks_saves_its_last_step(processes, tmp_path):
-    code, lines = end_by_sigterm(processes, "train", tmp_path, 5)
-    assert (code, lines) == (75, ["end of training SIGTERM 5 NoneType"])
-    assert saved_steps(make(tmp_path)) == [0, 5]
-
-
-def test_a_process_ends_with_the_code_before_there_is_a_batch(processes, tmp_path):
-    for function in ("train", "evaluate", "predict"):
-        assert end_by_sigterm(processes, function, tmp_path, 0) == (75, [])
-    assert os.listdir(tmp_path) == []
-
-
-@pytest.mark.parametrize(
-    ("function", "batches", "line"),
-    [
-        ("evaluate", [2], "end of evaluation SIGTERM 3 Preempted"),
-        ("predict", [2], "end of prediction SIGTERM 3 NoneType"),
-        ("read_predictions", [], "end of prediction SIGTERM 3 NoneType"),
-    ],
-)
-def test_an_evaluation_or_a_prediction_ends_whose_input_or_reader_blocks(processes, tmp_path, function, batches, line):
-    make(tmp_path).train(times(3))
-    assert end_by_sigterm(processes, function, tmp_path, *batches) == (75, [line])
-
-
-@pytest.mark.parametrize("batches", [0, 2])
-def test_a_training_ends_whose_evaluation_blocks(processes, tmp_path, batches):
-    code, lines = end_by_sigterm(processes, "evaluate_in_training", tmp_path, batches)
-    evaluation = ["end of evaluation SIGTERM 4 Preempted"] if batches else []
-    assert (code, lines) == (75, [*evaluation, "end of training SIGTERM 4 NoneType"])
-    assert saved_steps(make(tmp_path)) == [0, 4]
-
-
-def test_predictions_that_nobody_reads_on_do_not_disturb(processes, tmp_path):
-    make(tmp_path).train(times(3))
-    code, lines = end_by_sigterm(processes, "leave_predictions", tmp_path)
-    assert (code, lines) == (75, ["end of training SIGTERM 6 NoneType"])
-    assert saved_steps(make(tmp_path)) == [0, 3, 6]
-
-
-def test_after_all_runs_the_signal_ends_the_process_as_ever(processes, tmp_path):
-    assert end_by_sigterm(processes, "distill", tmp_path) == (-signal.SIGTERM, [])
-
-
-def test_in_another_thread_the_signal_ends_the_process_as_ever(processes, tmp_path):
-    assert end_by_sigterm(processes, "in_a_thread", tmp_path) == (-signal.SIGTERM, [])
-    assert saved_steps(make(tmp_path)) == [0]
-
-
-def test_a_handler_of_the_user_s_own_is_left_alone(processes, tmp_path):
-    code, lines = end_by_sigterm(processes, "with_own_handler", tmp_path)
-    assert (code, lines) == (0, ["own handler", "end of training input 6 NoneType"])
+    lines, ended = processes.read_to_end()
+    assert ([line.removeprefix("end of ") for line in lines], ended) == (ends, code)
+    assert time.monotonic() - sent < 40  # on a busy machine; they block for 60
+    assert saved_at(tmp_path) == saved
+    assert saved or os.listdir(tmp_path) == []
 
 
 # In this process.
@@ -243,16 +224,17 @@ def test_a_run_that_another_thread_asks_to_stop_resumes_as_if_uninterrupted(tmp_
 
 
 def test_an_input_that_blocks_ends_in_a_thread_that_is_asked_to_stop(tmp_path):
-    blocks = threading.Event()
+    trained, blocks = threading.Event(), threading.Event()
 
     def input_fn():
         yield from times(3)()
+        assert trained.wait(60)
         threading.Timer(0.3, est.request_stop).start()
         blocks.wait(60)
 
-    started = time.monotonic()
-    assert type(in_thread(lambda: make(tmp_path, steps_per_loop=1).train(input_fn))) is est.Preempted
-    assert time.monotonic() - started < 30
+    estimator, started = make(tmp_path, steps_per_loop=1), time.monotonic()
+    assert type(in_thread(lambda: estimator.train(input_fn, hooks=[At(3, trained.set)]))) is est.Preempted
+    assert time.monotonic() - started < 40
     blocks.set()
     assert saved_steps(make(tmp_path)) == [0, 3]
 
@@ -260,17 +242,18 @@ def test_an_input_that_blocks_ends_in_a_thread_that_is_asked_to_stop(tmp_path):
 @pytest.mark.parametrize("handler", [signal.SIG_DFL, lambda *_: est.request_stop()])
 @pytest.mark.parametrize("stop", [terminate, est.request_stop])
 def test_a_prediction_whose_input_blocks_in_the_main_thread_ends_when_it_is_asked_to_stop(tmp_path, handler, stop):
-    closed, blocks = [], threading.Event()
+    closed, predicted, blocks = [], threading.Event(), threading.Event()
 
     def input_fn():
         try:
             yield from times(3)()
+            assert predicted.wait(60)
             threading.Timer(0.3, stop).start()
             blocks.wait(60)
         finally:
             closed.append(True)
 
-    hook, started = At(3, lambda: None), time.monotonic()
+    hook, started = At(3, predicted.set), time.monotonic()
     try:
         signal.signal(signal.SIGTERM, handler)
         with pytest.raises(est.Preempted):
@@ -278,7 +261,7 @@ def test_a_prediction_whose_input_blocks_in_the_main_thread_ends_when_it_is_aske
         assert signal.getsignal(signal.SIGTERM) is handler
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - started < 40
     assert (hook.context.stop_reason, hook.context.error, hook.context.batches) == ("SIGTERM", None, 3)
     # A thread that reads for a handler of the user's own is left behind with what blocks.
     assert closed == [True] * (handler == signal.SIG_DFL)

@@ -108,33 +108,34 @@ def test_a_missing_process_and_a_wrong_port_are_errors_within_the_timeout():
             r"coordinator_address='127\.0\.0\.1:\d+' within 2 s\. Start each of them once, with this address and its "
             r"own process_id, 0 to 2; see their logs for those that have failed\."
         )
-        said_within(process, 6, wanted)
+        said_within(process, 10, wanted)
     wanted = (
         r"TimeoutError: initialize_distributed: nobody answers at coordinator_address='127\.0\.0\.1:1' for 2 s "
         r"\(.*refused\)\. Process 0 must run on that host, with the same address\. A loopback address reaches no other "
         r"host\."
     )
-    said_within(lost, 6, wanted)
+    said_within(lost, 10, wanted)
     assert not any("Check failure" in line for process in [*there, lost] for line in process.lines)
 
 
 def test_a_port_in_use_is_an_error_at_once():
     first, second = shared_cluster().run("testing.scenarios.distributed.port_in_use", free_port())
-    said_within(first, 6, "TimeoutError: .*not all of 2 processes have come .*")
+    said_within(first, 10, "TimeoutError: .*not all of 2 processes have come .*")
     said_within(
         second,
-        1,
+        2.5,  # before its timeout
         r"OSError: initialize_distributed: port \d+ of coordinator_address='127\.0\.0\.1:\d+' is in use on this "
         r"host, by another program or another process 0\. Give another port, to all processes, or end the one that has "
         r"it\.",
     )
 
 
-def test_a_process_of_another_run_on_the_same_port_ends_with_an_error():
-    _, second, third = shared_cluster().run("testing.scenarios.distributed.second_run", free_port(), processes=3)
+def test_a_process_of_another_run_on_the_same_port_ends_with_an_error(tmp_path):
+    scenario = "testing.scenarios.distributed.second_run"
+    _, second, third = shared_cluster().run(scenario, free_port(), str(tmp_path), processes=3)
     said_within(
         third,
-        5,
+        10,
         r"RuntimeError: initialize_distributed: process 1 \(host \S+, pid \d+\) has come too late: process 1 "
         r"\(host \S+, pid \d+\) runs already at coordinator_address='127\.0\.0\.1:\d+'\. Give each run a port of its "
         r"own, and each process its own process_id\.",
@@ -154,7 +155,7 @@ def test_a_process_of_another_run_on_the_same_port_ends_with_an_error():
 )
 def test_a_start_that_hangs_ends_within_the_timeout(where, late):
     for process in shared_cluster().run("testing.scenarios.distributed.hangs", where):
-        assert (process.code, process.secs < 10) == (1, True)
+        assert (process.code, process.secs < 30) == (1, True)
         assert f"TimeoutError: initialize_distributed: {late}" in process.lines[-1]
 
 

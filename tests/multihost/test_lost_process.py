@@ -14,6 +14,7 @@ from estimator.multihost._lost_process import LostProcess, ProcessLostError, Sta
 WORK = "testing.scenarios.distributed.work"
 LATE = "; this process still waits for it after 1 s. It ends with exit code 76."
 SILENT = " has died, or its host has: nothing was heard of it for 2 s"
+ERROR = " ended with ValueError: no such file"
 AGAIN = ". Start all processes again: training resumes from the last checkpoint."
 
 
@@ -33,35 +34,29 @@ def loss_of(ended, index):
     return f"process {index} (host {os.uname().nodename}, pid {pid})"
 
 
-@pytest.mark.parametrize("way", ["kill", "fork"])
-def test_one_that_is_killed_is_named_by_the_other(way):
-    ended = shared_cluster().run(WORK, 1, way)
-    assert ended[1].code == -signal.SIGKILL
-    assert_names(ended[0], loss_of(ended, 1) + SILENT)
-    assert "the copy ends" not in ended[1].lines  # one that holds its connection does not hide its death
-    assert ended[0].secs - ended[1].secs < 12  # the heartbeat's time and 10 seconds
+DIES = {  # who, how, of how many; its exit code; what the others say of it, if jax lets them
+    "killed": (1, "kill", 2, -signal.SIGKILL, SILENT),
+    "killed, not a copy that holds its connection": (1, "fork", 2, -signal.SIGKILL, SILENT),
+    "process 0 killed": (0, "kill", 3, -signal.SIGKILL, None),
+    "an error": (1, "raise", 2, 1, ERROR),
+    "an error of process 0": (0, "raise", 3, 1, ERROR),
+}
 
 
-def test_the_loss_of_process_0_makes_jax_abort_the_others():
-    ended = shared_cluster().run(WORK, 0, "kill", processes=3)
-    assert [process.code for process in ended] == [-signal.SIGKILL, -signal.SIGABRT, -signal.SIGABRT]
-    for process in ended[1:]:
-        assert any("the leader task" in line.lower() for line in process.lines), process.lines
-        assert process.secs - ended[0].secs < 12
-
-
-def test_an_error_of_one_is_named_by_the_other():
-    ended = shared_cluster().run(WORK, 1, "raise")
-    assert ended[1].code == 1
-    assert ended[1].lines[-2:] == ["ValueError: no such file", "in the folder"]
-    assert_names(ended[0], loss_of(ended, 1) + " ended with ValueError: no such file")
-
-
-def test_an_error_of_process_0_is_named_before_it_ends():
-    ended = shared_cluster().run(WORK, 0, "raise", processes=3)
-    assert [ended[0].code, *(process.code in (1, 76) for process in ended[1:])] == [1, True, True]
-    for process in ended[1:]:
-        assert_names(process, loss_of(ended, 0) + " ended with ValueError: no such file")
+@pytest.mark.parametrize("case", DIES)
+def test_one_that_dies_is_named_by_the_others_which_end(case):
+    victim, way, processes, code, loss = DIES[case]
+    ended = shared_cluster().run(WORK, victim, way, processes=processes)
+    assert ended[victim].code == code
+    assert way != "raise" or ended[victim].lines[-2:] == ["ValueError: no such file", "in the folder"]
+    assert "the copy ends" not in ended[victim].lines
+    for other in (*ended[:victim], *ended[victim + 1 :]):
+        assert other.secs - ended[victim].secs < 12  # the heartbeat's time and 10 seconds
+        if loss is None:
+            assert other.code == -signal.SIGABRT
+            assert any("the leader task" in line.lower() for line in other.lines), other.lines
+        else:
+            assert_names(other, loss_of(ended, victim) + loss)
 
 
 def test_a_loss_is_seen_from_python_and_can_be_caught():

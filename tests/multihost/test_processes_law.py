@@ -17,7 +17,7 @@ def folder(tmp_path_factory):
 
 def run_both(function, folder):
     """Runs it in two processes, and meanwhile alone; returns what the two have said."""
-    shared_cluster().start(function, folder, processes=2, timeout=100)
+    shared_cluster().start(function, folder)
     module, _, name = function.rpartition(".")
     getattr(importlib.import_module(module), name)(folder)
     return said_by(shared_cluster().ended())

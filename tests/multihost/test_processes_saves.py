@@ -1,10 +1,7 @@
 """Several processes train while their threads write a checkpoint, all parts of it or none."""
 
 import os
-import random
 import re
-import signal
-import time
 
 import pytest
 from testing.cluster import shared_cluster
@@ -37,40 +34,3 @@ def test_a_write_that_fails_in_one_is_an_error_in_all(tmp_path, who, where):
     assert saved_at(model_dir) == [0]
     left = [name for name in os.listdir(model_dir) if "unfinished" in name]
     assert all(is_own(str(model_dir / name)) for name in left)  # the next save removes it
-
-
-def kill_within_writes(model_dir, kills, when):
-    """Kills processes in turns within a write; lets the training end; returns its variables, in bytes."""
-    cluster = shared_cluster()
-    for number in range(kills):
-        before = unfinished(model_dir)
-        cluster.start("testing.scenarios.team_saves.train_until_killed", str(model_dir), 0.5, processes=2, timeout=60)
-        deadline = time.monotonic() + 50
-        while not (within := unfinished(model_dir) - before):
-            assert time.monotonic() < deadline, "no checkpoint was seen within its write"
-            time.sleep(0.002)
-        time.sleep(when.uniform(0, 0.2))
-        cluster.kill(number % 2)
-        began = time.monotonic()
-        ended = cluster.ended()
-        assert ended[number % 2].code == -signal.SIGKILL
-        assert ended[1 - number % 2].code in (1, 76, -signal.SIGABRT), "\n".join(ended[1 - number % 2].lines)
-        assert time.monotonic() - began < 20
-        (name, _) = within.pop()
-        assert not os.path.exists(os.path.join(model_dir, name.removesuffix(".unfinished")))
-    rows = said_by(cluster.run("testing.scenarios.team_saves.train_until_killed", str(model_dir), 0))
-    assert unfinished(model_dir) == set()
-    return [merged(each)["values"] for each in rows]
-
-
-def unfinished(model_dir):
-    """The folders of checkpoints that are being written, or were when a process was killed."""
-    entries = os.scandir(model_dir) if os.path.isdir(model_dir) else ()
-    return {(each.name, each.inode()) for each in entries if re.fullmatch(r"ckpt-\d+\.unfinished", each.name)}
-
-
-@pytest.mark.slow
-def test_trainings_killed_while_they_wrote_are_those_that_were_not(tmp_path):
-    killed = kill_within_writes(tmp_path / "killed", 2, random.Random(0))
-    assert killed == kill_within_writes(tmp_path / "whole", 0, None)
-    assert killed[0] == killed[1]

@@ -16,13 +16,22 @@ from replicate import launch
 ROOT = pathlib.Path(__file__).parents[2]
 
 
+HEAD = """import os, signal, sys, time
+rank, folder = int(os.environ['JAX_PROCESS_ID']), {folder!r}
+
+def wait_for(name):
+    deadline = time.monotonic() + 60
+    while not os.path.exists(folder + '/' + name) and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+"""
+
+
 @pytest.fixture
 def script(tmp_path):
     def write(text):
         path = tmp_path / "script.py"
-        path.write_text(
-            "import os, signal, sys, time\nrank = int(os.environ['JAX_PROCESS_ID'])\n" + textwrap.dedent(text)
-        )
+        path.write_text(HEAD.format(folder=str(tmp_path)) + textwrap.dedent(text))
         return str(path)
 
     return write
@@ -84,7 +93,9 @@ def test_a_module_is_started_as_python_does(capsys):
 def test_the_first_that_fails_is_named_and_gives_the_exit_code(script, capsys, death, how, code):
     path = script(f"""
         if rank == 1:
+            open(folder + "/dies", "w")
             {death}
+        wait_for("dies")
         time.sleep(0.5)
         sys.exit(5)  # as those that miss it end
     """)
@@ -107,7 +118,9 @@ def test_the_failure_that_others_follow_from_is_named_though_it_ends_last(script
     path = script(f"""
         if rank == 1:
             print({said!r}, file=sys.stderr)
+            open(folder + "/dies", "w")
             sys.exit(1)
+        wait_for("dies")
         time.sleep(0.5)  # process 0 waits for the others at its exit
         sys.exit(3)
     """)
@@ -121,14 +134,15 @@ def test_those_that_do_not_end_by_themselves_are_ended_with_all_that_they_starte
     script, capsys, monkeypatch, tmp_path
 ):
     monkeypatch.setattr(launch, "_GRACE_SECS", 0.5)
-    path = script(f"""
+    path = script("""
         import subprocess
         if rank == 0:
-            time.sleep(0.3)
+            wait_for("pids")
             sys.exit(1)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-        open({str(tmp_path / "pids")!r}, "a").write(f"{{os.getpid()}} {{child.pid}} ")
+        open(folder + "/new", "w").write(f"{os.getpid()} {child.pid}")
+        os.rename(folder + "/new", folder + "/pids")
         time.sleep(600)
     """)
     assert run("--processes", 2, path) == 1
@@ -140,8 +154,8 @@ def test_those_that_do_not_end_by_themselves_are_ended_with_all_that_they_starte
 def test_all_start_again_until_they_succeed(script, capsys, monkeypatch, tmp_path):
     pauses = []
     monkeypatch.setattr(launch.Launcher, "_pause", lambda self, secs: pauses.append(secs))
-    path = script(f"""
-        with open({str(tmp_path)!r} + f"/starts{{rank}}", "a") as file:
+    path = script("""
+        with open(folder + f"/starts{rank}", "a") as file:
             file.write("x")
         starts = os.path.getsize(file.name)
         if rank == 1 and starts <= 3:
@@ -158,14 +172,16 @@ def test_after_the_last_restart_the_exit_code_matches_the_failure(script, monkey
     assert run("--processes", 1, "--max-restarts", 2, script("sys.exit(7)")) == 7
 
 
+READY = "open(folder + f'/ready{rank}', 'w').write(str(os.getpid()))\n"
+
+
 @pytest.fixture
 def launched(script, tmp_path):
     """Starts the launcher in a process of its own; `(launcher, pids)` once all its processes run."""
     launchers = []
 
     def start(text, processes=2, restarts=0):
-        ready = f"open({str(tmp_path)!r} + f'/ready{{rank}}', 'w').write(str(os.getpid()))\n"
-        path = script(textwrap.dedent(text).replace("READY", ready))
+        path = script(textwrap.dedent(text).replace("READY", READY))
         command = [
             sys.executable,
             "-m",

@@ -14,7 +14,6 @@ import pytest
 import testing.towers
 from testing.model_fns import network
 from testing.towers import (
-    REDUCTIONS,
     STEPS,
     assert_close,
     cpus,
@@ -33,7 +32,25 @@ from replicate.cross_tower_ops import AllReduce, CollectiveAllReduce, MultiWorke
 SERVER, ROUND_ROBIN = VariableDistribution.SHARED_LOCAL_PARAMETER_SERVER, VariableDistribution.SHARED_ROUND_ROBIN
 BATCHES = regression(24)
 FIRST = [x[0] for x in BATCHES]
+WEIGHTED = {
+    "weighted sum": est.Reduction.SUM,
+    "weighted mean": est.Reduction.MEAN,
+    "mean of weighted": est.Reduction.SUM_OVER_BATCH_SIZE,
+    "nonzero weights": est.Reduction.SUM_BY_NONZERO_WEIGHTS,
+}
+REDUCTIONS = testing.towers.REDUCTIONS | WEIGHTED
 OPTIMIZERS = testing.towers.OPTIMIZERS | {"slow sgd": lambda: optax.sgd(0.02)}
+
+
+def weighted(features, labels):
+    """The features with weights as their last column: of each 9 rows one is heavy, four are light, and four do not
+    count; nor do the last 6 of all, which are those of two of 8 towers."""
+    weights = np.resize(np.array([3, 0.1, 0.2, 0.3, 0.4, 0, 0, 0, 0], np.float32), labels.shape[1])
+    weights[-6:] = 0
+    return np.concatenate([features, np.tile(weights[:, None], (len(features), 1, 1))], -1), labels
+
+
+BATCHES = weighted(*regression(24))
 
 
 class Runner(NamedTuple):
@@ -95,6 +112,7 @@ RUNNERS = {
 
 def model_fn(features, labels, mode, *, optimizer, reduction, options):
     """Its variables are trained, assigned and added to, as floats, integers and booleans; metrics are of two kinds."""
+    features, weights = features[:, :3], features[:, 3]
     w = est.get_variable("w", (3, 8), partition=(None, "part"))
     b = est.get_variable("b", (8,), initializer=jax.nn.initializers.zeros, partition=("part",))
     v = est.get_variable("v", (8, 1))
@@ -109,9 +127,17 @@ def model_fn(features, labels, mode, *, optimizer, reduction, options):
     if mode == est.ModeKeys.PREDICT:
         return est.EstimatorSpec(mode, predictions)
     losses = (output - labels) ** 2
-    loss = reduced(losses, reduction)
+    if reduction in WEIGHTED:
+        loss = est.losses.mean_squared_error(labels, output, weights, WEIGHTED[reduction])
+    else:
+        loss = reduced(losses, reduction)
     train_op = TowerOptimizer(OPTIMIZERS[optimizer](), **options).minimize(loss)
-    metrics = {"error": est.metrics.mean(losses), "correct": est.metrics.accuracy(labels > 0, output > 0)}
+    metrics = {
+        "error": est.metrics.mean(losses),
+        "weighted": est.metrics.mean_squared_error(labels, output, weights),
+        "correct": est.metrics.accuracy(labels > 0, output > 0),
+        "auc": est.metrics.auc(labels > 0, jax.nn.sigmoid(output)),
+    }
     return est.EstimatorSpec(mode, predictions, loss, train_op, metrics)
 
 
@@ -135,13 +161,19 @@ ONE_OF_A_KIND = (
 
 
 def cases():
-    """All runners with one optimizer, several optimizers with a runner of each kind, and sums."""
+    """All runners with one optimizer, several optimizers with a runner of each kind, sums, and weighted losses."""
     yield from ((runner, "momentum", "mean") for runner in RUNNERS)
     for runner in ONE_OF_A_KIND[:4]:
         yield from ((runner, optimizer, "mean") for optimizer in testing.towers.OPTIMIZERS)
     for runner in ONE_OF_A_KIND[5:]:
         yield from ((runner, optimizer, "mean") for optimizer in ("sgd", "adam", "clipped_adam"))
     yield from ((f"{n} towers", "slow sgd", "sum") for n in (1, 2, 3, 4, 8))
+    yield from ((f"{n} towers", "slow sgd", reduction) for n in (2, 4, 8) for reduction in WEIGHTED)
+    yield "tree, 4 towers", "momentum", "nonzero weights"
+    in_parts = [f"{n} towers, {m} micro-batches" for n in (1, 2, 4) for m in (2, 3)]
+    yield from ((runner, "adam", "nonzero weights") for runner in in_parts)
+    yield from ((runner, "slow sgd", "weighted sum") for runner in in_parts[1:3])
+    yield from ((runner, "momentum", "weighted mean") for runner in (in_parts[0], in_parts[5]))
 
 
 def marked(case):
@@ -167,7 +199,7 @@ def test_training_matches_one_device(runner, optimizer, reduction):
 def layered_model_fn(features, labels, mode, *, moments="all rows", reduction="mean", options=MappingProxyType({})):
     """Of every layer and two scopes, with default names and regularizers; `moments` are those of `MOMENTS`."""
     with est.variable_scope("net", regularizer=est.regularizers.l1_l2(0.001, 0.01)):
-        output = network(features, **MOMENTS[moments])
+        output = network(features[:, :3], **MOMENTS[moments])
     if mode == est.ModeKeys.PREDICT:
         return est.EstimatorSpec(mode, output)
     est.losses.mean_squared_error(labels, output, reduction=REDUCTIONS[reduction])

@@ -114,7 +114,7 @@ def test_ctrl_c_while_checkpoints_are_written_ends_the_process(processes, tmp_pa
     when = random.Random(1)
     for i in range(6):
         code, _, seconds = end_by_ctrl_c(processes, "endless_training", tmp_path / str(i), when.uniform(0.1, 0.8))
-        assert code == -signal.SIGINT and seconds < 10
+        assert code == -signal.SIGINT and seconds < 20
         estimator = make(tmp_path / str(i))
         assert saved_steps(estimator)[-1] == estimator.get_variable_value("global_step")
 
@@ -123,4 +123,4 @@ def test_ctrl_c_while_checkpoints_are_written_ends_the_process(processes, tmp_pa
 def test_ctrl_c_while_a_program_is_compiled_ends_the_process_and_can_be_caught(processes, tmp_path):
     for i, seconds in enumerate([0.5, 1.5, 2.5, 3.5]):
         code, lines, took = end_by_ctrl_c(processes, "compile_long", tmp_path / str(i), seconds)
-        assert lines == ["caught"] and code in (-signal.SIGINT, 130) and took < 10
+        assert lines == ["caught"] and code in (-signal.SIGINT, 130) and took < 20

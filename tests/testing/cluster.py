@@ -12,15 +12,13 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
 from typing import NamedTuple
 
 from testing import compiled
-
-TESTS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+from testing.processes import LIMIT_SECS, start_server
 
 
 class Ended(NamedTuple):
@@ -33,21 +31,10 @@ class Cluster:
     """Makes groups of processes, one group at a time."""
 
     def __init__(self):
-        self._server = subprocess.Popen(
-            [sys.executable, "-m", "testing.cluster"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ
-            | {
-                "JAX_PLATFORMS": "cpu",
-                "OPENBLAS_NUM_THREADS": "1",  # a copy of a process of several threads can hang
-                "PYTHONPATH": os.pathsep.join([os.path.dirname(TESTS), TESTS]),
-            },
-        )
+        self._server = start_server("testing.cluster")
         self._pids = []
 
-    def run(self, function, *args, processes=2, timeout=60):
+    def run(self, function, *args, processes=2, timeout=LIMIT_SECS):
         """Calls "module.function" with args (JSON) in each process; returns a list of `Ended`.
 
         Those that are left after `timeout` seconds are killed.
@@ -55,7 +42,7 @@ class Cluster:
         self.start(function, *args, processes=processes, timeout=timeout)
         return self.ended()
 
-    def start(self, function, *args, processes=2, timeout=60):
+    def start(self, function, *args, processes=2, timeout=LIMIT_SECS):
         """As `run`, without waiting; call `ended` for the result."""
         if self._pids:  # of a test that failed between the two
             self.ended(kill=True)
@@ -67,21 +54,21 @@ class Cluster:
         self._server.stdin.flush()
         self._pids = self._read()
 
-    def wait_for(self, index, line, timeout=30):
+    def wait_for(self, index, line):
         """Waits until a process has written a line."""
-        deadline = time.monotonic() + timeout
-        while line not in self.lines(index):
-            assert time.monotonic() < deadline, f"process {index} has not written {line!r}: {self.lines(index)}"
-            time.sleep(0.02)
+        self.wait_until(lambda: line in self.lines(index), f"process {index} has not written {line!r}")
 
-    def wait_for_end(self, index, timeout=30):
+    def wait_for_end(self, index):
         """Waits until a process has ended."""
-        deadline = time.monotonic() + timeout
-        with contextlib.suppress(ProcessLookupError):
-            while True:
-                os.kill(self._pids[index], 0)
-                assert time.monotonic() < deadline, f"process {index} has not ended: {self.lines(index)}"
-                time.sleep(0.02)
+        self.wait_until(lambda: not self._is_alive(index), f"process {index} has not ended")
+
+    def wait_until(self, is_so, otherwise):
+        """Waits for what processes do; returns what `is_so()` does at last."""
+        deadline = time.monotonic() + LIMIT_SECS - 20
+        while not (value := is_so()):
+            assert time.monotonic() < deadline, f"{otherwise}: {[self.lines(i) for i in range(len(self._pids))]}"
+            time.sleep(0.01)
+        return value
 
     def lines(self, index):
         path = os.path.join(self._folder.name, str(index))
@@ -106,6 +93,12 @@ class Cluster:
         self._kill_all()
         self._server.kill()
         self._server.communicate()
+
+    def _is_alive(self, index):
+        with contextlib.suppress(ProcessLookupError):
+            self.kill(index, 0)
+            return True
+        return False
 
     def _kill_all(self):
         for index in range(len(self._pids)):

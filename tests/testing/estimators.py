@@ -1,5 +1,6 @@
 """A small model, its input, and short ways to make and look into an Estimator."""
 
+import contextlib
 import itertools
 import os
 import re
@@ -83,6 +84,17 @@ def saved_steps(estimator):
 def saved_at(model_dir):
     names = os.listdir(model_dir) if os.path.isdir(model_dir) else []
     return sorted(int(m[1]) for m in map(re.compile(r"ckpt-(\d+)").fullmatch, names) if m)
+
+
+def unfinished(model_dir):
+    """The directories of checkpoints that are being written, or were when a process was killed."""
+    directories = set()
+    for each in os.scandir(model_dir) if os.path.isdir(model_dir) else ():
+        if re.fullmatch(r"ckpt-\d+\.unfinished", each.name):
+            with contextlib.suppress(FileNotFoundError):
+                status = os.stat(each.path)
+                directories.add((each.name, status.st_ino, status.st_ctime_ns))
+    return directories
 
 
 def step_of(estimator):

@@ -52,6 +52,24 @@ class At(est.Hook):
         self.context = context
 
 
+class AtSteps(est.Hook):
+    """Calls functions of the context after steps, by step; that of 0 before the first."""
+
+    def __init__(self, calls):
+        self.calls = calls
+
+    def next_step(self, step):
+        return min((s for s in self.calls if s > step), default=None)
+
+    def after_create_state(self, context):
+        if 0 in self.calls:
+            self.calls[0](context)
+
+    def after_run(self, context, values):
+        if context.global_step in self.calls:
+            self.calls[context.global_step](context)
+
+
 class NotedListener(est.CheckpointSaverListener):
     """Notes its moments, and in those around a checkpoint whether that is on the disk."""
 

@@ -8,9 +8,9 @@ import numpy as np
 from testing.cluster import shared_cluster
 
 
-def run(function, *args, processes=2, timeout=100):
+def run(function, *args, processes=2):
     """Runs "module.function" in processes, all of which end well; returns what each has said."""
-    return said_by(shared_cluster().run(function, *args, processes=processes, timeout=timeout))
+    return said_by(shared_cluster().run(function, *args, processes=processes))
 
 
 def said_by(ended):

@@ -21,24 +21,23 @@ LIMIT_SECS = 120  # of a copy; then it ends, and says what each of its threads w
 TESTS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
+def start_server(*command, stderr=None):
+    """A process that makes copies of itself, as it is asked to by lines, and answers by lines."""
+    environment = {
+        "JAX_PLATFORMS": "cpu",
+        "OPENBLAS_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([os.path.dirname(TESTS), TESTS]),
+    }
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": stderr}
+    return subprocess.Popen([sys.executable, "-m", *command], **pipes, text=True, env=os.environ | environment)
+
+
 class Processes:
     """Copies of a process that has imported a module; one at a time."""
 
     def __init__(self, module):
         self._errors = tempfile.TemporaryFile("a+")
-        self._server = subprocess.Popen(
-            [sys.executable, "-m", "testing.processes", module],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            text=True,
-            env=os.environ
-            | {
-                "JAX_PLATFORMS": "cpu",
-                "OPENBLAS_NUM_THREADS": "1",
-                "PYTHONPATH": os.pathsep.join([os.path.dirname(TESTS), TESTS]),
-            },
-        )
+        self._server = start_server("testing.processes", module, stderr=self._errors)
         self._pid = None
 
     def start(self, function, *args):

@@ -67,17 +67,6 @@ def test_a_step_takes_the_collectives_of_its_ops():
     assert collectives(train_text(replicated(AllReduce("ring"), towers=1))) == {}
 
 
-def test_what_a_model_fn_sums_itself_and_weighted_means_stay_as_they_are():
-    def model_fn(features, labels, mode):
-        w = est.get_variable("w", (3,))
-        loss = est.losses.mean_squared_error(labels, features @ w, jnp.abs(labels))
-        return est.EstimatorSpec(mode, loss=loss, train_op=TowerOptimizer(optax.sgd(0.1)).minimize(loss))
-
-    assert_close(
-        trained(replicated(AllReduce("tree"), model_fn=model_fn)), trained(replicated(None, model_fn=model_fn))
-    )
-
-
 # The order of the values, and ops of one's own.
 
 

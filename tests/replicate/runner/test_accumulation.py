@@ -1,4 +1,4 @@
-"""Gradient accumulation: micro-batches in towers equal one big batch."""
+"""Gradient accumulation beside the law that micro-batches in towers equal one big batch (test_same_training.py)."""
 
 import functools
 
@@ -7,89 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from testing.towers import FOUR, OPTIMIZERS, STEPS, assert_close, mlp_model_fn, one_step, regression, replicate, trained
+from testing.towers import FOUR, assert_close, one_step, regression, replicate
 
 import estimator as est
 from replicate import TOWER_AXIS, TowerOptimizer, cross_tower_mean, replicate_model_fn, tower_index
 
-ROWS = 48
 EIGHT = np.array([1.0, 2.0, 3.0, 6.0, -1.0, 4.0, 0.5, 2.5], np.float32)
 
 
 def constant(name, value, **kwargs):
     return est.get_variable(name, (), initializer=jax.nn.initializers.constant(value), **kwargs)
-
-
-# The core law.
-
-
-def weighted_model_fn(reduction, steps=1, optimizer="sgd"):
-    def model_fn(features, labels, mode):
-        w = est.get_variable("w", (3, 4), initializer=jax.nn.initializers.constant(0.3))
-        v = est.get_variable("v", (4,), initializer=jax.nn.initializers.ones)
-        output = jnp.tanh(features["x"] @ w) @ v
-        weights = 1.0 if reduction == "unweighted_mean" else features["weight"]
-        loss = est.losses.mean_squared_error(labels, output, weights, REDUCTIONS[reduction])
-        train_op = TowerOptimizer(OPTIMIZERS[optimizer](), accumulate_steps=steps).minimize(loss)
-        metrics = {
-            "error": est.metrics.mean_squared_error(labels, output, features["weight"]),
-            "auc": est.metrics.auc(labels > 0, jax.nn.sigmoid(output)),
-        }
-        return est.EstimatorSpec(mode, {"output": output}, loss, train_op, metrics)
-
-    return model_fn
-
-
-REDUCTIONS = {
-    "sum": est.Reduction.SUM,
-    "mean": est.Reduction.MEAN,
-    "unweighted_mean": est.Reduction.SUM_OVER_BATCH_SIZE,
-    "nonzero_weights": est.Reduction.SUM_BY_NONZERO_WEIGHTS,
-}
-
-
-def weighted_batches():
-    """Of each 9 rows: one heavy row, four light ones, four that do not count; the last 6 of all do not count."""
-    x, y = regression(ROWS)
-    weight = np.tile(np.array([3, 0.1, 0.2, 0.3, 0.4, 0, 0, 0, 0], np.float32), 6)[:ROWS]
-    weight[-6:] = 0
-    return {"x": x, "weight": np.tile(weight, (STEPS, 1))}, y
-
-
-@functools.cache
-def trained_in_one_piece(reduction, optimizer):
-    return trained(weighted_model_fn(reduction, optimizer=optimizer), weighted_batches())
-
-
-def assert_same_as_in_one_piece(towers, steps, reduction, optimizer):
-    model_fn = weighted_model_fn(reduction, steps, optimizer)
-    state, outputs = trained(replicate(model_fn, towers, REDUCTIONS[reduction]), weighted_batches())
-    want_state, want = trained_in_one_piece(reduction, optimizer)
-    assert_close(outputs, want)
-    assert_close(state[:2], want_state[:2])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "towers, steps, reduction",
-    [(towers, steps, "nonzero_weights") for towers in (1, 2, 4) for steps in (2, 4)]
-    + [
-        (1, 4, "sum"),
-        (2, 2, "sum"),
-        (1, 2, "mean"),
-        (4, 2, "mean"),
-        (1, 2, "unweighted_mean"),
-        (4, 4, "unweighted_mean"),
-    ],
-)
-def test_micro_batches_match_one_big_batch(towers, steps, reduction):
-    assert_same_as_in_one_piece(towers, steps, reduction, "adam")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("optimizer", ["sgd", "clipped_adam"])
-def test_every_optimizer_sees_the_gradient_of_the_big_batch(optimizer):
-    assert_same_as_in_one_piece(2, 4, "nonzero_weights", optimizer)
 
 
 @pytest.mark.slow
@@ -113,37 +40,6 @@ def test_micro_batches_are_towers_that_run_one_after_another():
         assert_close(result, results[0])
 
 
-@pytest.mark.parametrize("towers, steps", [(1, 2), (2, 2)])
-def test_weights_that_are_all_zero_leave_the_variables_as_they_are(towers, steps):
-    features, labels = jax.tree.map(lambda x: x[0], weighted_batches())
-    features["weight"][:] = 0
-    state, spec = one_step(replicate(weighted_model_fn("mean", steps), towers), features, labels)
-    assert spec.loss == 0
-    np.testing.assert_array_equal(state.variables["v"], np.ones(4))
-
-
-@pytest.mark.parametrize("towers", [1, 2])
-def test_two_optimizers_with_var_lists(towers):
-    def model_fn(steps, features, labels, mode):
-        a, b, _ = constant("a", 10.0), constant("b", 5.0), constant("c", 1.0)
-        first, second = jnp.sum(a * features), jnp.sum(b * features**2 + a)
-        train_op = est.group(
-            TowerOptimizer(optax.sgd(1.0), "first", accumulate_steps=steps).minimize(first, ["a"]),
-            TowerOptimizer(optax.adam(0.5), "second", accumulate_steps=steps).minimize(second, ["b"]),
-        )
-        return est.EstimatorSpec(mode, loss=first + second, train_op=train_op)
-
-    (want, want_spec), (got, got_spec) = (
-        one_step(fn, EIGHT)
-        for fn in (
-            functools.partial(model_fn, 1),
-            replicate(functools.partial(model_fn, 4), towers, "sum"),
-        )
-    )
-    assert_close((got.variables, got.slots, got_spec.loss), (want.variables, want.slots, want_spec.loss))
-    assert got.variables["a"] == 10.0 - EIGHT.sum()
-
-
 # compute_gradients and apply_gradients.
 
 
@@ -165,20 +61,6 @@ def test_compute_gradients_gives_the_gradient_of_the_micro_batch(towers, steps):
     assert state.variables["d"] == 5.0
 
 
-@pytest.mark.parametrize("towers", [1, 2])
-def test_compute_gradients_of_a_weighted_loss(towers):
-    def model_fn(features, labels, mode):
-        w = constant("w", 1.0)
-        loss = est.losses.compute_weighted_loss(w * features, labels)
-        optimizer = TowerOptimizer(optax.sgd(1.0), accumulate_steps=2)
-        train_op = optimizer.apply_gradients(optimizer.compute_gradients(loss))
-        return est.EstimatorSpec(mode, loss=loss, train_op=train_op)
-
-    state, spec = one_step(replicate(model_fn, towers), FOUR, np.array([0, 0, 0, 2], np.float32))
-    assert spec.loss == 12.0
-    assert state.variables["w"] == -11.0
-
-
 # Variables that the model_fn writes.
 
 
@@ -192,32 +74,6 @@ def assign_model_fn(write, aggregation="mean", initial=0.0, steps=2):
         return est.EstimatorSpec(mode, loss=loss, train_op=train_op)
 
     return model_fn
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("towers, steps", [(1, 4), (2, 2)])
-@pytest.mark.parametrize("aggregation, want", [("mean", 3.0), ("sum", 12.0), ("only_first_tower", 1.0)])
-def test_assign_merges_by_aggregation(aggregation, want, towers, steps):
-    def write(x):
-        est.assign_add("s", 1000.0)  # lost, as the assignment follows
-        est.assign("s", jnp.where((aggregation == "only_first_tower") & (x[0] > 1), jnp.nan, x[0]))
-        est.assign_add("s", 10.0)
-
-    state, _ = one_step(replicate(assign_model_fn(write, aggregation, steps=steps), towers), FOUR)
-    assert state.variables["s"] == want + 40.0
-
-
-@pytest.mark.parametrize("towers", [1, 2])
-def test_counters_count_and_flags_stay_flags(towers):
-    def write(x):
-        est.get_variable("flag", initializer=np.bool_(False), trainable=False, aggregation="only_first_tower")
-        est.assign("flag", x[0] == 1.0)
-        est.assign_add("s", jnp.int32(len(x)))
-
-    state, _ = one_step(replicate(assign_model_fn(write, initial=np.int32(5)), towers), FOUR)
-    assert state.variables["s"] == 9
-    assert state.variables["s"].dtype == jnp.int32
-    assert state.variables["flag"] and state.variables["flag"].dtype == jnp.bool_
 
 
 # What the spec holds.
@@ -272,27 +128,6 @@ def test_collectives_of_the_model_fn_go_over_the_towers_of_one_micro_batch():
     np.testing.assert_array_equal(spec.predictions["total"], total)
     np.testing.assert_array_equal(spec.predictions["mean"], total / 2)
     np.testing.assert_array_equal(spec.predictions["tower"], [0] * 4 + [1] * 4)
-
-
-# Loops.
-
-
-@pytest.mark.slow
-def test_train_loop_and_estimator(tmp_path):
-    x, y = regression(16, steps=4)
-    in_parts = replicate(mlp_model_fn(TowerOptimizer(optax.adam(0.1), accumulate_steps=2)), 2)
-    config = est.RunConfig(save_checkpoints_steps=1000, steps_per_loop=2)
-    estimator = est.Estimator(in_parts, str(tmp_path), config)
-    estimator.train(lambda: list(zip(x, y, strict=True)))
-    plain = est.transform(mlp_model_fn(optax.adam(0.1)))
-    state = plain.init(jax.random.key(config.seed), x[0], y[0])
-    looped, _ = est.transform(in_parts).train_loop(state, (x, y))
-    want, _ = plain.train_loop(state, (x, y))
-    assert_close(looped.variables, want.variables)
-    assert_close(looped.slots, want.slots)
-    for name, value in want.variables.items():
-        np.testing.assert_allclose(estimator.get_variable_value(name), value, rtol=2e-5, atol=2e-6)
-    assert looped.global_step == estimator.get_variable_value("global_step") == 4
 
 
 # Without towers, and with an est.Optimizer inside.

@@ -19,7 +19,7 @@ import estimator as est
 from replicate import TOWER_AXIS, TowerOptimizer, cross_tower_mean, cross_tower_sum, num_towers
 
 
-def assign_model_fn(write, aggregation=est.VariableAggregation.MEAN, initial=0.0):
+def assign_model_fn(write, aggregation=est.VariableAggregation.MEAN, initial=0.0, steps=1):
     """`write(rows of the tower)` is called with the variable "s" there."""
 
     def model_fn(features, labels, mode):
@@ -28,7 +28,7 @@ def assign_model_fn(write, aggregation=est.VariableAggregation.MEAN, initial=0.0
         write(features)
         loss = jnp.mean(w * features)
         seen = jnp.broadcast_to(est.read_variable("s"), features.shape)
-        train_op = TowerOptimizer(optax.sgd(0.1)).minimize(loss)
+        train_op = TowerOptimizer(optax.sgd(0.1), accumulate_steps=steps).minimize(loss)
         return est.EstimatorSpec(mode, predictions=seen, loss=loss, train_op=train_op)
 
     return model_fn
@@ -40,7 +40,10 @@ def one_step(model_fn, features, towers):
     return model.train_step(state, features)
 
 
-@pytest.mark.parametrize("aggregation, want", [("mean", 3.0), ("sum", 12.0), ("only_first_tower", 1.0)])
+MERGED = pytest.mark.parametrize("aggregation, want", [("mean", 3.0), ("sum", 12.0), ("only_first_tower", 1.0)])
+
+
+@MERGED
 def test_assign_merges_by_aggregation(aggregation, want):
     model_fn = assign_model_fn(lambda x: est.assign("s", x[0]), aggregation)
     state, spec = one_step(model_fn, FOUR, 4)
@@ -55,21 +58,26 @@ def test_assign_add_sums_over_towers_and_is_seen_in_the_run():
     np.testing.assert_array_equal(spec.predictions, [13.0, 13.0, 19.0, 19.0])
 
 
-def test_assign_add_after_assign_adds_to_the_merged_value():
+@pytest.mark.slow
+@pytest.mark.parametrize("towers, steps", [(4, 1), (2, 2), (1, 4)])
+@MERGED
+def test_assign_add_after_assign_adds_to_the_merged_value(aggregation, want, towers, steps):
+    """Of towers and micro-batches alike; only the value of the first counts where it is to, even next to NaN."""
+
     def write(x):
         est.assign_add("s", 1000.0)  # lost, as the assignment follows
-        est.assign("s", x[0])
+        est.assign("s", jnp.where((aggregation == "only_first_tower") & (x[0] > 1), jnp.nan, x[0]))
         est.assign_add("s", 10.0)
 
-    state, _ = one_step(assign_model_fn(write), FOUR, 4)
-    assert state.variables["s"] == 3.0 + 40.0
+    state, _ = one_step(assign_model_fn(write, aggregation, steps=steps), FOUR, towers)
+    assert state.variables["s"] == want + 40.0
 
 
-@pytest.mark.parametrize("towers", [1, 2, 4])
-def test_an_integer_counter_counts_every_tower(towers):
-    model_fn = assign_model_fn(lambda x: est.assign_add("s", 1), initial=np.int32(5))
+@pytest.mark.parametrize(("towers", "steps"), [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2)])
+def test_an_integer_counter_counts_every_tower(towers, steps):
+    model_fn = assign_model_fn(lambda x: est.assign_add("s", 1), initial=np.int32(5), steps=steps)
     state, _ = one_step(model_fn, FOUR, towers)
-    assert state.variables["s"] == 5 + towers
+    assert state.variables["s"] == 5 + towers * steps
     assert state.variables["s"].dtype == jnp.int32
 
 
@@ -78,12 +86,6 @@ def test_integers_are_assigned_by_sum_or_from_the_first_tower(aggregation, want)
     model_fn = assign_model_fn(lambda x: est.assign("s", x[0].astype(jnp.int32)), aggregation, np.int32(0))
     state, _ = one_step(model_fn, FOUR, 4)
     assert state.variables["s"] == want
-
-
-def test_only_the_first_towers_value_counts_even_next_to_nan():
-    model_fn = assign_model_fn(lambda x: est.assign("s", jnp.where(x[0] > 1, jnp.nan, x[0])), "only_first_tower")
-    state, _ = one_step(model_fn, FOUR, 4)
-    assert state.variables["s"] == 1.0
 
 
 def test_a_pytree_of_statistics_is_averaged():
@@ -327,9 +329,9 @@ def test_variables_of_several_dtypes_train_together(towers):
     assert state.variables["half"].dtype == jnp.bfloat16
 
 
-@pytest.mark.parametrize("towers", [1, 2])
-def test_a_flag_is_assigned_from_the_first_tower(towers):
-    model_fn = assign_model_fn(lambda x: est.assign("s", x[0] == 1.0), "only_first_tower", np.bool_(False))
+@pytest.mark.parametrize(("towers", "steps"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+def test_a_flag_is_assigned_from_the_first_tower(towers, steps):
+    model_fn = assign_model_fn(lambda x: est.assign("s", x[0] == 1.0), "only_first_tower", np.bool_(False), steps)
     state, _ = one_step(model_fn, FOUR, towers)
     assert state.variables["s"].dtype == jnp.bool_
     assert state.variables["s"]

@@ -47,14 +47,14 @@ def test_two_optimizers_on_one_loss(first):
     assert set(state.slots) == {"optimizer", "optimizer_1"}
 
 
-@pytest.mark.parametrize("towers", [1, 2, 4])
-def test_two_losses_with_disjoint_var_lists(towers):
+@pytest.mark.parametrize(("towers", "steps"), [(1, 1), (2, 1), (4, 1), (1, 4), (2, 2)])
+def test_two_losses_with_disjoint_var_lists(towers, steps):
     def model_fn(features, labels, mode):
         a, b = constant("a", 10.0), constant("b", 5.0)
         first, second = jnp.sum(a * features), jnp.sum(b * features**2 + a)
         train_op = est.group(
-            TowerOptimizer(optax.sgd(1.0), name="first").minimize(first, var_list=["a"]),
-            TowerOptimizer(optax.sgd(0.5), name="second").minimize(second, var_list=["b"]),
+            TowerOptimizer(optax.sgd(1.0), "first", accumulate_steps=steps).minimize(first, var_list=["a"]),
+            TowerOptimizer(optax.sgd(0.5), "second", accumulate_steps=steps).minimize(second, var_list=["b"]),
         )
         return est.EstimatorSpec(mode, loss=first + second, train_op=train_op)
 
@@ -296,18 +296,19 @@ def test_compute_gradients_next_to_minimize_and_random_draws():
     assert state.variables["draws"] == 2
 
 
-def test_compute_gradients_of_a_weighted_loss():
+@pytest.mark.parametrize(("towers", "steps"), [(2, 1), (1, 2), (2, 2)])
+def test_compute_gradients_of_a_weighted_loss(towers, steps):
     """Its denominator is averaged over towers in the repeated run as in the first."""
 
     def model_fn(features, labels, mode):
         w = est.get_variable("w", (), initializer=jax.nn.initializers.ones)
         loss = est.losses.compute_weighted_loss(w * features, labels)
-        optimizer = TowerOptimizer(optax.sgd(1.0))
+        optimizer = TowerOptimizer(optax.sgd(1.0), accumulate_steps=steps)
         train_op = optimizer.apply_gradients(optimizer.compute_gradients(loss))
         return est.EstimatorSpec(mode, loss=loss, train_op=train_op)
 
     weights = np.array([0, 0, 0, 2], np.float32)
-    state, spec = one_step(replicate(model_fn, 2, est.Reduction.MEAN), FOUR, weights)
+    state, spec = one_step(replicate(model_fn, towers, est.Reduction.MEAN), FOUR, weights)
     assert spec.loss == 12.0
     assert state.variables["w"] == -11.0
 

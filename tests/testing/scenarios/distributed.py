@@ -1,6 +1,7 @@
 """What processes do that work together, as `testing.cluster` starts them."""
 
 import atexit
+import contextlib
 import functools
 import json
 import os
@@ -108,21 +109,38 @@ def incomplete(port):
     say_error(replicate.initialize_distributed, f"127.0.0.1:{port if me < 2 else 1}", 3, me, timeout_secs=2)
 
 
+def wait_until(is_so, *args, secs=60):
+    """Waits for what another process does."""
+    deadline = time.monotonic() + secs
+    while not is_so(*args) and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def is_taken(port):
+    with contextlib.suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port), timeout=1):
+        return True
+    return False
+
+
 def port_in_use(port):
     """A second process 0."""
     me = my_index()
-    time.sleep(0.5 * me)
+    if me:
+        wait_until(is_taken, port)
+        time.sleep(0.5)  # it is taken for a moment before, to see whether it is free
     say_error(replicate.initialize_distributed, f"127.0.0.1:{port}", 2, 0, timeout_secs=2 + me)
 
 
-def second_run(port):
+def second_run(port, folder):
     """Processes 0 and 1 are a run; process 2 takes itself for process 1 of it."""
-    me = my_index()
+    me, files = my_index(), [os.path.join(folder, str(index)) for index in range(3)]
     if me == 2:
-        time.sleep(2)
+        wait_until(lambda: os.path.exists(files[0]) and os.path.exists(files[1]))
     say_error(replicate.initialize_distributed, f"127.0.0.1:{port}", 2, min(me, 1), timeout_secs=20)
+    open(files[me], "w").close()
     if me < 2:
-        time.sleep(8)
+        wait_until(os.path.exists, files[2])
+        time.sleep(6)
         os._exit(0)
 
 

@@ -1,6 +1,7 @@
 """A training run that shows in its last bits what is done otherwise, and in a variable which example was used when."""
 
 import itertools
+import signal
 import time
 
 import jax
@@ -88,10 +89,11 @@ RUNS = {  # the input, towers, steps in a program, optimizer
 
 
 class Progress(est.Hook):
-    """Prints every tenth step, and gives others time to kill the process; remembers these steps."""
+    """Prints every tenth step, and gives others time to kill the process, more so after some lines; remembers these
+    steps."""
 
-    def __init__(self):
-        self.steps = []
+    def __init__(self, slow_after):
+        self.steps, self.left = [], slow_after
 
     def get_state(self):
         return self.steps
@@ -105,7 +107,8 @@ class Progress(est.Hook):
     def after_run(self, context, values):
         self.steps.append(context.global_step)
         print("step", context.global_step, flush=True)
-        time.sleep(0.01)
+        self.left -= 1
+        time.sleep(0.01 if self.left > 0 else 1)
 
     def end(self, context):
         print("remembered", *self.steps, flush=True)
@@ -129,16 +132,18 @@ def make_with(model_dir, towers, optimizer, **config):
     return est.Estimator(replicated, model_dir, est.RunConfig(**config), {"optimizer": optimizer})
 
 
-def train(name, model_dir, compiles_all=False):
+def train(name, model_dir, compiles_all=False, slow_after=STEPS):
     """One process of such a run. Some of its moments depend on where it begins; they must not show.
 
     Args:
       compiles_all: whether to use no program that another process has compiled.
+      slow_after: the lines after which it waits for a signal; it gets one, unless the machine is very busy.
     """
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which is ignored where a shell runs the tests beside it
     jax.config.update("jax_num_cpu_devices", 2)
     if compiles_all:
         jax.config.update("jax_compilation_cache_dir", None)
-    hooks = [Progress(), est.LoggingTensorHook(["largest"], every_n_iter=13)]
+    hooks = [Progress(slow_after), est.LoggingTensorHook(["largest"], every_n_iter=13)]
     make(name, model_dir).train(RUNS[name][0], hooks=hooks, max_steps=STEPS)
 
 

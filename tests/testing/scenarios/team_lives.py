@@ -1,6 +1,5 @@
 """Training runs of several processes that are cut off, resume, or hang, for `testing.cluster` to start in each."""
 
-import faulthandler
 import os
 import signal
 import sys
@@ -12,9 +11,9 @@ import numpy as np
 import optax
 
 import estimator as est
-import replicate
 from estimator.loop._train import Training
 from estimator.multihost._coordination_client import coordination_client
+from estimator.multihost._process_group import CALLS
 from replicate import TowerOptimizer
 from testing.scenarios.team import make, say, start
 
@@ -117,22 +116,14 @@ def slowly(i):
     time.sleep(0.05)
 
 
-def train_until_killed(model_dir):
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
-    start(grace_secs=5.0, heartbeat_timeout_secs=3.0)
-    make(model_dir, tiny, save_checkpoints_steps=3, resume_input="count").train(
-        lambda: Source(slowly, positions=False), max_steps=40, hooks=[Tell()]
-    )
-    print("done", flush=True)
-
-
-def train_until_terminated(model_dir, blocked):
-    """The input of the process `blocked` blocks after some batches, if there is one."""
+def train_until_terminated(model_dir, blocked, late):
+    """The input of a process may block after some batches; one may get the signal when it has ended its training."""
     start()
+    me = jax.process_index()
 
     def wait(i):
         slowly(i)
-        if jax.process_index() == blocked and i == 30:
+        if i == (30 if me == blocked else 55):  # the latter on a machine too busy to send the signal before
             print("blocked", flush=True)
             time.sleep(60)
 
@@ -140,8 +131,8 @@ def train_until_terminated(model_dir, blocked):
     try:
         trained.train(lambda: Source(wait, positions=False), hooks=[Tell()])
     except est.Preempted:
-        print("preempted", flush=True)
-        time.sleep(1)
+        if me == late:
+            os.kill(os.getpid(), signal.SIGTERM)
         raise
 
 
@@ -225,7 +216,8 @@ def disconnect():
 
 def come_late(folder):
     """Process 1 does not come in time."""
-    replicate.initialize_distributed(timeout_secs=3)
+    start()
+    CALLS.start_timeout_secs = 3
     trained = make(os.path.join(folder, "late"), tiny)
     if jax.process_index() == 1:
         time.sleep(6)

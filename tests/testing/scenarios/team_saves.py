@@ -1,33 +1,20 @@
 """Training runs of several processes whose threads write checkpoints, for `testing.cluster` to start in each."""
 
+import functools
 import threading
 import time
 
 import jax
 import numpy as np
 
-import estimator as est
 from estimator.checkpoint import _save
 from testing.estimators import saved_at
+from testing.hooks import AtSteps
 from testing.scenarios.team import make, say, start
-from testing.scenarios.team_lives import Source, Tell, slowly, tiny
+from testing.scenarios.team_lives import Source, Tell, tiny
 
-STEPS, SAVE_EVERY = 40, 8
+STEPS, SAVE_EVERY = 40, 4
 SECS = 30
-
-
-class At(est.Hook):
-    """Calls functions of the context after steps."""
-
-    def __init__(self, calls):
-        self.calls = calls
-
-    def next_step(self, step):
-        return min((s for s in self.calls if s > step), default=None)
-
-    def after_run(self, context, values):
-        if context.global_step in self.calls:
-            self.calls[context.global_step](context)
 
 
 def before_commit(does):
@@ -55,7 +42,7 @@ def train_while_it_writes(model_dir):
         completes.set()
 
     before_commit(hold)
-    hook = At({3: complete})
+    hook = AtSteps({3: complete})
     make(model_dir, tiny, save_checkpoints_steps=2).train(lambda: Source(), max_steps=5, hooks=[hook])
     threads = [thread.name for thread in threading.enumerate() if "save" in thread.name]
     say(seen=seen, at_the_end=saved_at(model_dir), threads=threads)
@@ -86,11 +73,13 @@ def fail(model_dir, who, where):
     say(threads=[thread.name for thread in threading.enumerate() if "save" in thread.name])
 
 
-def train_until_killed(model_dir, secs):
-    """Trains; each process takes so long to write its part of a checkpoint."""
+def train_until_killed(model_dir, secs=0.0, holds=None):
+    """Trains with a pause before each batch; one process never ends the write of its part of a checkpoint."""
     start(grace_secs=5.0, heartbeat_timeout_secs=3.0)
-    before_commit(lambda key: time.sleep(secs if "async_write_complete" in key else 0))
+    if jax.process_index() == holds:
+        before_commit(lambda key: time.sleep(60) if "async_write_complete" in key else None)
     estimator = make(model_dir, tiny, save_checkpoints_steps=SAVE_EVERY, resume_input="count")
-    estimator.train(lambda: Source(slowly if secs else lambda i: None, positions=False), max_steps=STEPS)
+    source = functools.partial(Source, lambda i: time.sleep(secs), positions=False)
+    estimator.train(source, max_steps=STEPS, hooks=[Tell()])
     values = estimator.get_variable_value("*")
     say(values={name: np.asarray(value).tobytes().hex() for name, value in values.items()})
