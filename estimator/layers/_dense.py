@@ -84,13 +84,13 @@ def dense(
         x = as_input("dense", inputs, at_least=2)
         shape = (x.shape[-1], units)
         kernel = get_variable("kernel", shape, x.dtype, kernel_initializer, trainable, regularizer=kernel_regularizer)
-        x = _multiply(x, kernel)
+        x = multiply(x, kernel)
         if use_bias:
             x = x + get_variable("bias", (units,), x.dtype, bias_initializer, trainable, regularizer=bias_regularizer)
     return activate("dense", activation, x)
 
 
-def _multiply(x: jax.Array, kernel: jax.Array) -> jax.Array:
+def multiply(x: jax.Array, kernel: jax.Array) -> jax.Array:
     # With two dimensions it is one product of matrices already; with more, XLA's takes up to twice as long on a CPU.
     if x.ndim == 2:
         return x @ kernel

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from estimator.layers._dense import multiply
 from estimator.layers._dropout import dropout
 from estimator.layers._layer import (
     Activation,
@@ -111,7 +112,7 @@ def lstm(
             c = c * jax.nn.sigmoid(f + forget_bias) + new
             return c, activate("lstm", activation, c) * jax.nn.sigmoid(o)
 
-        gates = x @ kernel[:width] + bias  # of all steps, in one product of matrices
+        gates = multiply(x, kernel[:width]) + bias  # of all steps, in one product of matrices
         # `_inputs` has moved the steps first, whatever `time_major` is.
         zero = jnp.zeros((x.shape[1], units), x.dtype)
         start = (zero, zero) if initial_state is None else tuple(initial_state)
@@ -178,7 +179,7 @@ def gru(
             candidate = activate("gru", activation, inputs[1] + (r * h) @ kernel[width:])
             return (u * h + (1 - u) * candidate,)
 
-        parts = (x @ gates_kernel[:width] + gates_bias, x @ kernel[:width] + bias)  # as in `lstm`
+        parts = (multiply(x, gates_kernel[:width]) + gates_bias, multiply(x, kernel[:width]) + bias)  # as in `lstm`
         start = jnp.zeros((x.shape[1], units), x.dtype) if initial_state is None else jnp.asarray(initial_state)
         outputs, (state,) = _run("gru", parts, step, (start,), lengths, units)
     return _as_given(outputs, time_major), state
