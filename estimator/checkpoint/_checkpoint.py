@@ -141,6 +141,17 @@ class Checkpoint:
         return self._metadata()["commit_timestamp_nsecs"]
 
     @property
+    def version(self) -> object:
+        """A value that differs for two checkpoints of the same name; None where there is none, or it is damaged."""
+        try:
+            if _files.is_url(self.path):
+                return self.written_ns
+            stat = os.stat(self._file(_METADATA_FILE))  # faster than to read it
+        except (FileNotFoundError, NotADirectoryError, NotACheckpointError, DamagedCheckpointError):
+            return None
+        return stat.st_ino, stat.st_mtime_ns, stat.st_size
+
+    @property
     def host(self) -> dict[str, Any]:
         """The values that were saved beside arrays."""
         return self._metadata()["custom_metadata"]
@@ -255,7 +266,9 @@ class Checkpoint:
         return None
 
     def verify(self, slots: bool = True) -> None:
-        """Compares the checksums of its files; with `slots=False`, of those that a run without slots reads."""
+        """Compares sizes and checksums of its files; with `slots=False`, the sums of those that a run without slots
+        reads."""
+        self.check_sound()
         # A store is read over the network: files that a run does not need are not fetched.
         with self.hold():
             self._fetch(lambda name: slots or not name.startswith(f"{ARRAYS}/{SLOT_PREFIX}"))

@@ -70,11 +70,11 @@ class Checkpoints:
         self.finish()
         return [each.path for each in list_sound(self._dir)]
 
-    def latest(self, check: Callable[[Checkpoint], object] = lambda each: None) -> str | None:
+    def latest(self, check: Callable[[Checkpoint], object] = Checkpoint.check_sound) -> str | None:
         """The path of the newest sound checkpoint, or None. Newer ones that are damaged are named in the log.
 
         Args:
-          check: looks for more than wrong sizes, as in `find_newest`.
+          check: as in `find_newest`.
 
         Raises:
           DamagedCheckpointError: all of them are damaged.

@@ -104,12 +104,15 @@ class CheckpointLookup:
                     raise
                 failed = newest
 
-    def _make_check(self, slots: bool) -> Callable[[Checkpoint], None]:
-        """Makes a function that compares the checksums of a checkpoint, unless its state is cached."""
+    def _make_check(self, trains: bool) -> Callable[[Checkpoint], None]:
+        """Makes a function that compares the checksums of a checkpoint, unless its state is cached: then training
+        compares sizes, since it reads more than the state, and other calls nothing."""
 
         def check(checkpoint: Checkpoint) -> None:
             if not self._states.is_cached(checkpoint.path):
-                checkpoint.verify(slots)
+                checkpoint.verify(slots=trains)
+            elif trains:
+                checkpoint.check_sound()
 
         return check
 

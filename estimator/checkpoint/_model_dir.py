@@ -123,15 +123,15 @@ def list_sound(directory: str) -> list[Checkpoint]:
 def _sort_written(folders: list[Checkpoint]) -> list[Checkpoint]:
     """Sorts the checkpoints among them by step; of two of one step, the one that has its own name is last."""
     written = [each for each in folders if each.is_written()]
-    return sorted(written, key=lambda each: (each.step, not each.is_renamed))
+    return sorted(written, key=lambda each: (step := each.step, step == each.named_step))
 
 
-def find_newest(directory: str, check: Callable[[Checkpoint], object] = lambda each: None) -> Checkpoint | None:
+def find_newest(directory: str, check: Callable[[Checkpoint], object] = Checkpoint.check_sound) -> Checkpoint | None:
     """Finds the newest checkpoint in a directory that is not damaged; None where there is none at all.
 
     Args:
       directory: the model_dir.
-      check: raises a DamagedCheckpointError for a checkpoint whose sizes are right.
+      check: raises what `check_sound` does for a checkpoint that is not to be used.
 
     Raises:
       DamagedCheckpointError: all of them are damaged; this one is the newest.
@@ -140,7 +140,6 @@ def find_newest(directory: str, check: Callable[[Checkpoint], object] = lambda e
         folders, newest = list_folders(directory), None
         for each in reversed(_sort_written(folders)):
             try:
-                each.check_sound()
                 check(each)
             except DamagedCheckpointError as error:
                 _log_once(str(error))

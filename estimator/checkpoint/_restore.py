@@ -40,7 +40,7 @@ class StateSource:
         self._model = model
         self._seed = seed
         self.settings = warm_start_settings
-        self._cached: tuple[tuple[str, int], State] | None = None  # the identity of a checkpoint, and its state
+        self._cached: tuple[tuple[str, object], State] | None = None  # the identity of a checkpoint, and its state
         self.warm_start_report: WarmStartReport | None = None
 
     def get(
@@ -63,9 +63,9 @@ class StateSource:
     def _find_cached(self, path: str, like: State, group: ProcessGroup) -> State | None:
         """The cached state of the checkpoint; None if any process has none. Then all read the checkpoint together, for
         the state is put on the devices of all processes."""
-        cached = self._cached  # another thread, which evaluates too, may change it meanwhile
-        is_cached = cached is not None and cached[0] == _identity(path) and _serves(cached[1], like)
-        return cached[1] if all(group.all_gather(is_cached)) and cached is not None else None
+        cached = self._cached_at(path)
+        serves = cached is not None and _serves(cached, like)
+        return cached if all(group.all_gather(serves)) else None
 
     def _restore(self, mode: ModeKeys, path: str, like: State, group: ProcessGroup) -> State:
         checkpoint = Checkpoint(path)
@@ -77,8 +77,11 @@ class StateSource:
 
     def is_cached(self, path: str) -> bool:
         """Returns whether the state of the checkpoint at `path` is in memory."""
-        cached, identity = self._cached, _identity(path)
-        return cached is not None and cached[0] == identity
+        return self._cached_at(path) is not None
+
+    def _cached_at(self, path: str) -> State | None:
+        cached, identity = self._cached, _identity(path)  # another thread, which evaluates too, may change it meanwhile
+        return cached[1] if cached is not None and cached[0] == identity and identity[1] is not None else None
 
     def take_for_training(self, path: str | None, group: ProcessGroup, features: Features, labels: Labels) -> State:
         """Reads the state for training, which donates its memory: a copy of one that a prediction may still read."""
@@ -125,9 +128,9 @@ class StateSource:
         return state
 
 
-def _identity(path: str) -> tuple[str, int]:
+def _identity(path: str) -> tuple[str, object]:
     """A key of a checkpoint, another one for each of the same name."""
-    return make_absolute(path), Checkpoint(path).written_ns
+    return make_absolute(path), Checkpoint(path).version
 
 
 def _serves(state: State, like: State) -> bool:

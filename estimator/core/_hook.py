@@ -341,7 +341,7 @@ class RunValues:
         return {tag: self._last(of_steps) for tag, of_steps in self._scalars.items()}
 
     def _last(self, of_steps: Any) -> float:
-        return float(np.asarray(of_steps).reshape(-1)[self._steps - 1])
+        return float(np.asarray(of_steps).item(self._steps - 1))
 
     @property
     def results(self) -> PyTree:

@@ -106,6 +106,8 @@ class Batches(Iterator[tuple[PyTree, PyTree]]):
     def expect(self, n: int) -> None:
         """Announces that one program takes the next `n` batches, which then are copied into one stack."""
         self._stack = Stack(n) if n > 1 else None
+        if self._stack and self._peeked is not None:  # the first of them
+            self._peeked = copy_batch(*self._peeked, self._devices, self._stack)
 
     def place(self, placement: Placement) -> None:
         """Makes arrays that are not on the devices of `placement` numpy arrays, from now on and in a peeked batch."""

@@ -54,9 +54,17 @@ class EvalSteps:
     def __init__(self, model: Model) -> None:
         self._model = model
         self._fits: dict[int, int] = {}  # by the bytes of a batch
+        self._key: tuple[jax.Array, jax.Array] | None = None  # the newest, and its numbers
         self.step = Program(functools.partial(_step, model, False))
         self.step_reporting = Program(functools.partial(_step, model, True))
         self.loop = Program(functools.partial(_loop, model))
+
+    def arguments(self, state: State) -> tuple[Carry, jax.Array]:
+        """The arguments of a state."""
+        known = self._key  # another thread, which evaluates too, may change it meanwhile
+        if known is None or known[0] is not state.key:
+            known = self._key = state.key, jax.random.key_data(state.key)  # costs as much as two batches
+        return carry_of(state), known[1]
 
     def on_devices(self, pair: Pair | Uneven) -> tuple[tuple[PyTree, PyTree], int]:
         """A batch of all processes, and how many rows it has, given the rows of this one."""
@@ -156,7 +164,7 @@ def evaluate_batches(
 ) -> dict[str, Any]:
     """The metrics over all batches, or the first `last_batch` of them; there must be at least one."""
     total = Accumulator()
-    held = carry_of(state), jax.random.key_data(state.key)
+    held = steps.arguments(state)
     guard = BatchGuard(*first)
     at_once = context.agreed(lambda: guard(1, first, steps.at_once, *held, *first))
     for pairs, due in chunks_with_hooks(batches, hooks, context, last_batch, at_once):

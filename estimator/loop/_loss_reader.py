@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 from absl import logging
+from jax.tree_util import tree_flatten, tree_unflatten
 
 from estimator.core._hook import Hook
 from estimator.core._step_guard import StepWatch
@@ -120,4 +121,5 @@ def _concatenate(programs: Sequence[tuple[StepOutputs, int]]) -> Any:
         # The outputs of a loop have room for the most steps of a program; only the first `count` were made.
         return np.concatenate([part.reshape(-1)[:count] for part, count in zip(parts, counts, strict=True)])
 
-    return jax.tree.map(join, *(outputs for outputs, _ in programs))
+    leaves, structures = zip(*[tree_flatten(outputs) for outputs, _ in programs], strict=True)
+    return tree_unflatten(structures[0], map(join, *leaves))

@@ -38,8 +38,8 @@ class Plan:
 
     def __init__(self, hooks: Sequence[Hook], step: int, last_step: int | None, most: Callable[[], int]) -> None:
         self.hooks = hooks
-        self._asks = [type(hook).before_run is not Hook.before_run for hook in hooks]
-        self._alone = [self._asks[i] and not hook.before_run_may_be_early for i, hook in enumerate(hooks)]
+        self._asking = {i for i, hook in enumerate(hooks) if type(hook).before_run is not Hook.before_run}
+        self._alone = {i for i in self._asking if not hooks[i].before_run_may_be_early}
         self._next: list[int | None] = [None] * len(hooks)
         self._step = step
         self._last_step = last_step
@@ -61,14 +61,13 @@ class Plan:
         if end is None or self._step < end:
             return Chunk(most, (), False, False, most)
         due = [i for i, known in enumerate(self._next) if known == end]
-        alone = any([self._alone[i] for i in due])
+        alone = not self._alone.isdisjoint(due)
         # The last step is left to the next chunk, so that `before_run` is called right before it and not steps early.
         if alone and end - start > 1:
             self._step = end - 1
             return Chunk(end - 1 - start, (), False, False, most)
         self._step = end
-        reports = any([self._asks[i] for i in due])
-        return Chunk(end - start, tuple([self.hooks[i] for i in due]), alone, reports, most)
+        return Chunk(end - start, tuple([self.hooks[i] for i in due]), alone, not self._asking.isdisjoint(due), most)
 
     def _ask(self, hook: Hook, start: int) -> int | None:
         wanted = hook.next_step(start)

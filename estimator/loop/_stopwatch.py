@@ -34,11 +34,12 @@ class Stopwatch:
 
     def switch(self, part: str | None) -> str | None:
         """Counts for another part from now on; returns the one before. None: it stands still."""
-        now = time.perf_counter()
         before = self._part
-        if before is not None:
-            self._seconds[before] += now - self._since
-        self._part, self._since = part, now
+        if part != before:
+            now = time.perf_counter()
+            if before is not None:
+                self._seconds[before] += now - self._since
+            self._part, self._since = part, now
         return before
 
     @contextlib.contextmanager

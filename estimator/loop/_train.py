@@ -16,6 +16,7 @@ from estimator.core._mode_keys import ModeKeys
 from estimator.core._record import Report
 from estimator.core._run_config import RunConfig
 from estimator.core._state import State
+from estimator.core._typing import PyTree
 from estimator.inputs._input_fn import Batches
 from estimator.loop import _hook_calls, _steps_per_loop
 from estimator.loop._context import RunContext
@@ -110,7 +111,7 @@ class Training:
             # only due at the end of a program.
             for i, (run, due, position) in enumerate(self._runs(batches, size)):
                 requests = _hook_calls.before(due, context)
-                outputs, reported = self._start(run, reporting=_hook_calls.requests_values(requests, context))
+                outputs, reported = self._start(run, requests)
                 self.saver.position = position
                 if context.global_step - run.steps - self._losses.step >= look_every:
                     self._losses.read(self._carry, but=1)  # the devices have something to do meanwhile
@@ -146,10 +147,11 @@ class Training:
                 yield run, (), self.saver.position
             yield ready.batches[-1], due, ready.position
 
-    def _start(self, run: ProgramCall, reporting: bool) -> tuple[StepOutputs, dict[str, Report]]:
+    def _start(self, run: ProgramCall, requests: Sequence[PyTree]) -> tuple[StepOutputs, dict[str, Report]]:
         """Starts a program. Waits for the last but two, but not for this one."""
-        context = self.context
-        program = run.reporting if reporting and run.reporting else run.program
+        context, program = self.context, run.program
+        if run.reporting is not None and _hook_calls.requests_values(requests, context):
+            program = run.reporting
         number = self.saver.batches + 1  # of the program's first batch in the input
         # What watches the run reports its phase, and ends it.
         context.phase = "compile" if program.is_new() else "step"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import operator
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 
@@ -20,12 +21,14 @@ _SETTINGS = (
     "numpy_rank_promotion",
 )
 _DEBUGGING = ("jax_disable_jit", "jax_debug_nans", "jax_debug_infs")
-_TRACED_FOR = (*[f"jax_{name}" for name in _SETTINGS], *_DEBUGGING)
+_TRACED_FOR: Callable[[Any], tuple[object, ...]] = operator.attrgetter(
+    *[f"jax_{name}" for name in _SETTINGS], *_DEBUGGING
+)
 
 
 def settings_of_this_thread() -> tuple[object, ...]:
     """The settings that change what jax traces; equal ones give equal programs."""
-    return tuple([getattr(jax.config, name) for name in _TRACED_FOR])
+    return _TRACED_FOR(jax.config)  # in one call, since this runs in each step
 
 
 def debugging() -> bool:

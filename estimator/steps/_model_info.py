@@ -52,6 +52,12 @@ class ModelInfo:
         sharding = self.placement.batch(1)
         return None if sharding is None else sharding.device_set
 
+    @functools.cached_property
+    def placed_state(self) -> State:
+        """The State, of `jax.ShapeDtypeStruct`s with their shardings."""
+        shardings = jax.tree.broadcast(self.shardings, self.like, is_leaf=lambda x: x is None)
+        return jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), self.like, shardings)
+
     @property
     def device(self) -> jax.Device:
         """One of the devices that the model_fn runs on, which are of one kind."""

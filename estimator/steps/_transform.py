@@ -160,13 +160,7 @@ class _Steps:
         return state
 
     def abstract_init(self, features: Features, labels: Labels = None, mode: str = ModeKeys.TRAIN) -> State:
-        info = self.info(features, labels, mode)
-        shardings = jax.tree.broadcast(info.shardings, info.like, is_leaf=lambda x: x is None)
-        return jax.tree.map(
-            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-            info.like,
-            shardings,
-        )
+        return self.info(features, labels, mode).placed_state
 
     def info(self, features: Features, labels: Labels = None, mode: str = ModeKeys.TRAIN) -> ModelInfo:
         """The facts about the model_fn, from an abstract run at the first call in a mode."""

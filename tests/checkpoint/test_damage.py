@@ -52,6 +52,7 @@ def renumber(file):
 
 
 DAMAGES = {
+    "no metadata": (lambda path: (path / METADATA).unlink(), f"{METADATA} is missing"),
     "zero-length metadata": (lambda path: (path / METADATA).write_bytes(b""), f"{METADATA} has 0 bytes"),
     "a bit in the metadata": (lambda path: flip(path / METADATA, 40), f"{METADATA} does not have the checksum"),
     "a bit in the arrays": (lambda path: flip(largest(path)), "arrays/.* does not have the checksum that"),
@@ -116,6 +117,15 @@ def test_evaluation_and_prediction_read_the_newest_sound_checkpoint(tmp_path, da
     assert step_of(make(tmp_path)) == 2 and len(errors(caplog)) == 1
     with pytest.raises(DamagedCheckpointError, match="ckpt-4 is damaged: .*--verify` says which are sound"):
         make(tmp_path).evaluate(times(1), checkpoint_path=str(tmp_path / "ckpt-4"))
+
+
+def test_an_evaluation_with_the_state_in_memory_needs_no_sound_files_but_training_does(tmp_path):
+    estimator = make(tmp_path, save_checkpoints_steps=2).train(endless, max_steps=4)
+    before = estimator.evaluate(times(1))
+    cut(largest(tmp_path / "ckpt-4"))
+    assert estimator.evaluate(times(1)) == before
+    assert make(tmp_path).evaluate(times(1))["global_step"] == 2
+    assert same_bits(estimator.train(endless, max_steps=5), make(tmp_path / "whole").train(endless, max_steps=5))
 
 
 @pytest.mark.slow
