@@ -129,8 +129,8 @@ class _Run:
         assert spec is not None  # a pass without a request has one
         if differentiate and spec.train_op is not None:
             updates, pending = spec.train_op.updates, spec.train_op.pending
-            taken = (self._gradients(backward, i, update.var_list, update.slots) for i, update in enumerate(pending))
-            gradients = [next(taken) if update.gradients is None else update.gradients for update in updates]
+            own = (self._gradients(backward, i, update.var_list, update.slots) for i, update in enumerate(pending))
+            gradients = [next(own) if update.gradients is None else update.gradients for update in updates]
             spec = dataclasses.replace(spec, train_op=spec.train_op.with_gradients(gradients))
         return RunResult(spec, done.writes, done.denominators, self._last_frame)
 
