@@ -65,7 +65,7 @@ def wait(model_dir, secs):
 def train(model_dir, where, who, max_steps, limits):
     """Trains; the process `who` hangs, unless it is None, `where`: in "input", "restore", "save", "hook", "end" or a
     "collective"; where it is "stopped", it waits for the signal."""
-    start()
+    start(heartbeat_timeout_secs=100.0)  # jax ends a process that does not hear of process 0 for so long
 
     def hang(here):
         if where == here and jax.process_index() == who:
