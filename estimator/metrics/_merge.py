@@ -1,4 +1,4 @@
-"""One metric from those of several parts of the rows: batches, towers, micro-batches, or even rows and a remainder."""
+"""Merges the metrics of parts of the rows: batches, towers, micro-batches, or even rows and a remainder."""
 
 from __future__ import annotations
 
