@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.interpreters.partial_eval import dce_jaxpr
@@ -62,15 +62,26 @@ def steps_that_fit(
       count: counts its FLOPs.
     """
     jaxpr, _ = dce_jaxpr(traced.jaxpr.jaxpr, [True] * len(traced.jaxpr.jaxpr.outvars))
-    if _has_loop(jaxpr):  # what the model_fn shows is not computed here, and may have a loop of its own
+    if _has_loop(jaxpr, platform):  # what the model_fn shows is not computed here, and may have a loop of its own
         return 1
     return max(1, int(_FLOPS_PER_PROGRAM.get(platform, _FLOPS_ON_ACCELERATORS) / max(1.0, count(traced))))
 
 
-def _has_loop(jaxpr: Jaxpr) -> bool:
+def _has_loop(jaxpr: Jaxpr, platform: str) -> bool:
     from jax.extend.core import jaxprs_in_params  # imports Pallas
 
     return any(
-        equation.primitive.name in ("scan", "while") or any(map(_has_loop, jaxprs_in_params(equation.params)))
+        equation.primitive.name in ("scan", "while")
+        or any(_has_loop(part, platform) for part in jaxprs_in_params(_params_on(platform, equation.params)))
         for equation in jaxpr.eqns
     )
+
+
+def _params_on(platform: str, params: dict[str, Any]) -> dict[str, Any]:
+    """The params of an equation; of `jax.lax.platform_dependent` with the branch of this platform alone."""
+    if not params.get("branches_platforms"):
+        return params
+    names = {"cuda", "rocm"} if platform == "gpu" else {platform}
+    branches = zip(params["branches"], params["branches_platforms"], strict=True)
+    # The default has no platforms and is the last.
+    return {"branches": tuple(branch for branch, of in branches if of is None or names & {*of})[:1]}

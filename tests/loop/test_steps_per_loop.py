@@ -16,6 +16,7 @@ from testing.towers import cpus
 import estimator as est
 from estimator.loop import _steps_per_loop
 from estimator.loop._context import RunContext
+from estimator.loop._flops import steps_that_fit
 from estimator.loop._plan import Plan
 from estimator.loop._train import Training
 from replicate import TowerOptimizer, replicate_model_fn
@@ -117,6 +118,18 @@ def test_auto_leaves_a_step_with_a_loop_of_its_own_alone(tmp_path, started):
 
     make(tmp_path, model_fn).train(of_width(2, 3))
     assert started == [1, 1, 1]
+
+
+@pytest.mark.parametrize("platform, fits", [("cpu", 1), ("gpu", 10), ("tpu", 1), ("METAL", 10)])
+def test_auto_sees_no_loop_that_only_another_platform_has(platform, fits):
+    def looped(x):
+        return jax.lax.fori_loop(0, 3, lambda _, x: jnp.sin(x), x)
+
+    def step(x):
+        return jax.lax.platform_dependent(x, cpu=looped, tpu=looped, cuda=jnp.sin, default=jnp.sin).sum()
+
+    traced = jax.jit(jax.grad(step)).trace(jnp.ones(2))
+    assert steps_that_fit(traced, platform, count=lambda _: 1e9) == fits
 
 
 @pytest.mark.slow
