@@ -123,6 +123,7 @@ def list_sound(directory: str) -> list[Checkpoint]:
 def _sort_written(folders: list[Checkpoint]) -> list[Checkpoint]:
     """Sorts the checkpoints among them by step; of two of one step, the one that has its own name is last."""
     written = [each for each in folders if each.is_written()]
+    # `is_renamed` would read the step from the disk again.
     return sorted(written, key=lambda each: (step := each.step, step == each.named_step))
 
 

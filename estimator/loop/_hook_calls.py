@@ -99,10 +99,9 @@ def before(due: Sequence[Hook], context: RunContext) -> list[PyTree]:
     requests: list[PyTree] = [None] * len(due)
     asking = [i for i, hook in enumerate(due) if getattr(hook.before_run, "__func__", None) is not Hook.before_run]
     if asking:
-        phase, context.phase = context.phase, "hook"
-        for i in asking:
-            requests[i] = _unless_stopped(due[i].before_run, context)
-        context.phase = phase
+        with context.in_phase("hook"):
+            for i in asking:
+                requests[i] = _unless_stopped(due[i].before_run, context)
     for hook, names in zip(due, requests, strict=True):
         for name in _leaves(names):
             if not isinstance(name, str):
@@ -125,12 +124,11 @@ def after(
     """Passes to each hook its values of the last of some steps."""
     if not due:
         return
-    phase, context.phase = context.phase, "hook"
-    for hook, names in zip(due, requests, strict=True):
-        _unless_stopped(hook.after_run, context, RunValues(losses, steps, reported, names, scalars))
-    # A round of all processes, which have the same hooks due at the same steps (`next_chunk`).
-    context.agree_to_stop()
-    context.phase = phase
+    with context.in_phase("hook"):
+        for hook, names in zip(due, requests, strict=True):
+            _unless_stopped(hook.after_run, context, RunValues(losses, steps, reported, names, scalars))
+        # A round of all processes, which have the same hooks due at the same steps (`next_chunk`).
+        context.agree_to_stop()
 
 
 def requests_values(requests: Sequence[PyTree], context: RunContext) -> bool:
