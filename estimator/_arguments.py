@@ -15,15 +15,15 @@ from estimator.core._run_config import RunConfig
 
 
 def chosen_dir(model_dir: str | os.PathLike[str] | None, config: RunConfig) -> str:
-    given = None if model_dir is None else os.fspath(model_dir)
-    configured = None if config.model_dir is None else os.fspath(config.model_dir)
+    path = os.fspath(model_dir) if isinstance(model_dir, os.PathLike) else model_dir
+    given, configured = RunConfig(model_dir=path or None).model_dir, config.model_dir  # checked alike
     if given and configured and given != configured:
         raise ValueError(
             "`model_dir` are set both in constructor and `RunConfig`, but with different values: "
             f"{given!r} and {configured!r}. Set it in one place."
         )
-    if given or configured:
-        return check_model_dir(str(given or configured))
+    if chosen := given or configured:
+        return check_model_dir(chosen)
     # As in TensorFlow nobody removes it: `estimator.model_dir` leads to its checkpoints.
     made = tempfile.mkdtemp()
     logging.warning("Using temporary folder as model directory: %s", made)

@@ -270,6 +270,9 @@ def test_model_dir_rules(tmp_path, messages):
     assert (both.model_dir, both.config.model_dir) == (a, a)
     with pytest.raises(ValueError, match="`model_dir` are set both in constructor and `RunConfig`"):
         est.Estimator(Linear(), a, est.RunConfig(model_dir=b))
+    with pytest.raises(ValueError, match="`model_dir` should be a non-empty path, or None .*; got 3"):
+        est.Estimator(Linear(), 3)
+    assert est.Estimator(Linear(), f"file://{a}").model_dir == a
     for nothing in (None, ""):
         made = est.Estimator(Linear(), nothing).model_dir
         assert os.path.isdir(made)

@@ -90,5 +90,16 @@ def check_weights(caller: str, weights: jax.Array, shape: tuple[int, ...], what:
 
 def as_float(array: ArrayLike) -> jax.Array:
     """`array` in its own dtype if that is floating, else in float32."""
-    array = jnp.asarray(array)
+    array = as_real(array)
     return array if jnp.issubdtype(array.dtype, jnp.floating) else array.astype(jnp.float32)
+
+
+def as_real(array: ArrayLike) -> jax.Array:
+    """`array` as one of jax; raises a TypeError if it is complex."""
+    array = jnp.asarray(array)
+    if jnp.issubdtype(array.dtype, jnp.complexfloating):
+        raise TypeError(
+            f"Real numbers are needed here; got an array of dtype {array.dtype} and shape {array.shape}, which would "
+            "lose its imaginary part. Pass `jnp.real(x)`, `jnp.imag(x)` or `jnp.abs(x)`."
+        )
+    return array

@@ -6,6 +6,7 @@ import copy
 import functools
 import inspect
 import itertools
+import reprlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Set
 from typing import Any
@@ -36,7 +37,7 @@ def call_input_fn(input_fn: Callable[..., Any], mode: object, params: object, co
     if not callable(input_fn):
         raise TypeError(
             "`input_fn` must be callable: a function that returns the batches, say "
-            f"`lambda: batches`; got {input_fn!r}."
+            f"`lambda: batches`; got {reprlib.repr(input_fn)} of type {type(input_fn).__name__}."
         )
     arguments = {"mode": mode, "params": params, "config": config}
     # These are still in the signature, but the user has bound them: the Estimator must not override them.

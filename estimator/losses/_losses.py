@@ -13,7 +13,14 @@ import jax.numpy as jnp
 import optax.losses
 from jax.typing import ArrayLike
 
-from estimator.core._argument_checks import as_float, check_order, check_same_shape, check_weights, squeeze_last
+from estimator.core._argument_checks import (
+    as_float,
+    as_real,
+    check_order,
+    check_same_shape,
+    check_weights,
+    squeeze_last,
+)
 from estimator.core._frame import average_denominator
 from estimator.losses._collected import collect_loss
 from estimator.variables._policy import cast_to_full
@@ -319,7 +326,7 @@ def _pair(
     caller: str, labels: ArrayLike, predictions: ArrayLike, what: str = "predictions"
 ) -> tuple[jax.Array, jax.Array]:
     """Both as arrays of one shape and of the predictions' floating dtype."""
-    labels, predictions = jnp.asarray(labels), jnp.asarray(predictions)
+    labels, predictions = as_real(labels), as_real(predictions)
     # With logits the dtypes show whether both were swapped: labels may be integers, logits must not.
     if what == "logits":
         check_order(caller, labels, predictions)
@@ -333,7 +340,7 @@ def _reduce(caller: str, losses: jax.Array, weights: ArrayLike, reduction: Reduc
     reduction = Reduction(reduction)
     # In bfloat16 a sum of ones would stay at 256.
     dtype = losses.dtype if jnp.finfo(losses.dtype).bits >= 32 else jnp.float32
-    weight = jnp.asarray(weights).astype(dtype)
+    weight = as_real(weights).astype(dtype)
     check_weights(caller, weight, losses.shape)
     weighted = losses.astype(dtype) * weight
     if reduction == Reduction.NONE:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from estimator.core._argument_checks import check_same_shape, check_weights, squeeze_last
+from estimator.core._argument_checks import as_real, check_same_shape, check_weights, squeeze_last
 from estimator.variables._policy import cast_to_full
 
 
@@ -33,7 +33,7 @@ def arrange(
 
     As in TensorFlow, a last dimension of 1 that only one of labels and predictions has is dropped.
     """
-    labels, predictions = cast_to_full(jnp.asarray(labels)), cast_to_full(jnp.asarray(predictions))
+    labels, predictions = cast_to_full(as_real(labels)), cast_to_full(as_real(predictions))
     labels = squeeze_last(labels, predictions.ndim)
     predictions = squeeze_last(predictions, labels.ndim)
     check_same_shape(caller, labels, predictions)
@@ -45,7 +45,7 @@ def spread(caller: str, weights: ArrayLike | None, shape: tuple[int, ...], what:
 
     As in TensorFlow, weights may have a last dimension of 1 too much, or lack the last one.
     """
-    weights = jnp.asarray(1.0 if weights is None else weights).astype(jnp.float32)
+    weights = as_real(1.0 if weights is None else weights).astype(jnp.float32)
     if weights.ndim > 0:
         weights = squeeze_last(weights, len(shape))
         # One weight for each row of several values.

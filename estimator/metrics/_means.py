@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from absl import logging
 from jax.typing import ArrayLike
 
+from estimator.core._argument_checks import as_real
 from estimator.core._frame import innermost_frame
 from estimator.metrics._arrays import arrange, divide, namespace, spread
 from estimator.metrics._metric import Metric
@@ -57,7 +58,7 @@ def mean(values: ArrayLike, weights: ArrayLike | None = None, name: str | None =
     Raises:
       ValueError: if the shape of `weights` does not fit.
     """
-    values = jnp.asarray(values)
+    values = as_real(values)
     # A scalar has the weight 1, however many rows the tower has.
     if values.ndim == 0 and weights is None:
         _warn_in_towers()

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from estimator import losses
+from estimator import losses, metrics
 from estimator.core import _frame
 from estimator.core._mode_keys import ModeKeys
 from estimator.losses import Reduction
@@ -281,6 +281,17 @@ def test_labels_and_logits_that_have_changed_places_are_an_error(name, labels):
     )
     with pytest.raises(TypeError, match=message):
         getattr(losses, name)(jnp.zeros((2, 3)), labels)
+
+
+@pytest.mark.parametrize("function", [losses.mean_squared_error, losses.log_loss, metrics.mean_squared_error])
+def test_complex_numbers_are_an_error_and_do_not_lose_their_imaginary_part(function):
+    real, other = jnp.ones((4, 1)), jnp.ones((4, 1), "complex64")
+    for given in ((real, other), (other, real), (real, real, other)):
+        with pytest.raises(TypeError, match=r"Real numbers .* dtype complex64 and shape \(4, 1\).* `jnp.real\(x\)`"):
+            function(*given)
+    for one in (losses.compute_weighted_loss, metrics.mean):
+        with pytest.raises(TypeError, match="Real numbers are needed here"):
+            one(other)
 
 
 def test_one_hot_labels_for_the_sparse_loss_are_an_error():
