@@ -35,11 +35,6 @@ def needs_params(model_fn: ModelFn) -> bool:
     return params is not None and params.default is params.empty
 
 
-def check_steps(name: str, value: int | None) -> None:
-    if value is not None and value <= 0:
-        raise ValueError(f"Must specify {name} > 0, given: {value}.")
-
-
 def writer_of(format: object) -> Callable[..., None] | None:
     """The function that writes a format of `export_model` beside the programs of jax; None: there is nothing more.
 

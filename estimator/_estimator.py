@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from absl import logging
 
-from estimator._arguments import check_steps, chosen_dir, needs_params, writer_of
+from estimator._arguments import chosen_dir, needs_params, writer_of
 from estimator._runs import InputFn, Runs, check_eval_dir, eval_dir
 from estimator.checkpoint._checkpoint import Checkpoint
 from estimator.checkpoint._model_dir import training_in
+from estimator.core._argument_checks import check_steps
 from estimator.core._estimator_spec import checked_hooks
 from estimator.core._hook import Hook
 from estimator.core._mode_keys import ModeKeys
@@ -181,7 +182,7 @@ class Estimator:
           saving_listeners: `est.CheckpointSaverListener`s, called around every checkpoint.
 
         Raises:
-          TypeError: a hook or listener is not one.
+          TypeError: `steps` or `max_steps` is no int; a hook or listener is not one.
           RuntimeError: another training run uses the model_dir; this process was forked from one that had a run.
           OSError: the model_dir cannot be made or written.
           ValueError: both `steps` and `max_steps` are given, or one is not positive; listeners are given, but nothing
@@ -235,7 +236,7 @@ class Estimator:
           `RunConfig(eval_loss_over=...)` says) and "global_step".
 
         Raises:
-          TypeError: a hook is not one.
+          TypeError: `steps` is no int; a hook is not one.
           ValueError: the input_fn gives no batch, `steps` is not positive, the path is not a checkpoint, or
             the checkpoint does not fit the model_fn.
         """

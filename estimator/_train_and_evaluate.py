@@ -17,6 +17,7 @@ from estimator._runs import check_eval_dir
 from estimator._train_spec import EvalSpec, TrainSpec
 from estimator.checkpoint._checkpoint import Checkpoint
 from estimator.checkpoint._model_dir import training_in
+from estimator.core._argument_checks import check_steps
 from estimator.core._hook import Context, Hook, RunValues
 from estimator.hooks._checkpoint_saver import CheckpointSaverListener
 from estimator.multihost._collective_call import run_on_chief
@@ -96,8 +97,7 @@ def train_and_evaluate(
     if not isinstance(train_spec, TrainSpec):
         raise TypeError(f"`train_spec` must have type `est.TrainSpec`, given: {train_spec!r}.")
     specs = _by_name(eval_spec)
-    if eval_every_steps is not None and eval_every_steps <= 0:
-        raise ValueError(f"Must specify eval_every_steps > 0, given: {eval_every_steps}.")
+    check_steps("eval_every_steps", eval_every_steps)
     for name in specs:
         check_eval_dir(estimator.model_dir, name)
     stoppers = [hook for hook in train_spec.hooks if isinstance(hook, EarlyStoppingHook)]

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from estimator.core._argument_checks import check_steps
 from estimator.core._estimator_spec import checked_hooks
 from estimator.export._exporters import Exporter
 from estimator.hooks._checkpoint_saver import checked_listeners
@@ -35,7 +36,7 @@ class TrainSpec:
 
     def __post_init__(self) -> None:
         _check_input_fn(self.input_fn)
-        _check_positive("max_steps", self.max_steps)
+        check_steps("max_steps", self.max_steps)
         # The class is frozen. Any iterable is allowed, and becomes a checked tuple.
         object.__setattr__(self, "hooks", checked_hooks("hooks", self.hooks))
         object.__setattr__(self, "saving_listeners", checked_listeners(self.saving_listeners))
@@ -78,8 +79,8 @@ class EvalSpec:
 
     def __post_init__(self) -> None:
         _check_input_fn(self.input_fn)
-        _check_positive("steps", self.steps)
-        _check_positive("eval_every_steps", self.eval_every_steps)
+        check_steps("steps", self.steps)
+        check_steps("eval_every_steps", self.eval_every_steps)
         if self.name is not None and not isinstance(self.name, str):
             raise TypeError(f"`name` must be string, given: {self.name!r}.")
         for field in ("start_delay_secs", "throttle_secs"):
@@ -92,11 +93,6 @@ class EvalSpec:
 def _check_input_fn(input_fn: object) -> None:
     if not callable(input_fn):
         raise TypeError(f"`input_fn` must be callable, given: {input_fn!r}.")
-
-
-def _check_positive(name: str, value: int | None) -> None:
-    if value is not None and value <= 0:
-        raise ValueError(f"Must specify {name} > 0, given: {value}.")
 
 
 def _checked_exporters(exporters: object) -> tuple[Exporter, ...]:

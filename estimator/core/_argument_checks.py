@@ -24,6 +24,18 @@ def check_intervals(caller: str, **given: float | None) -> None:
             raise ValueError(f"{name} of {caller} must be a positive {wanted}; got {value!r}.")
 
 
+def check_steps(name: str, value: Any) -> None:
+    """Raises an error unless `value` is None or a positive integer, of any library."""
+    if value is None:
+        return
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"`{name}` must be an int or None, given: {value!r} of type {type(value).__name__}.") from None
+    if number <= 0:
+        raise ValueError(f"Must specify {name} > 0, given: {value}.")
+
+
 def as_int(caller: str, name: str, value: Any) -> int:
     """An integer as an int; it may be a scalar of numpy or jax.
 

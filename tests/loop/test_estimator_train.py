@@ -82,11 +82,13 @@ def test_empty_input_warns_and_makes_no_step(tmp_path, messages):
         ),
         ({"steps": 0}, "Must specify steps > 0, given: 0"),
         ({"steps": -3}, "Must specify steps > 0, given: -3"),
+        ({"steps": 1e3}, r"`steps` must be an int or None, given: 1000.0 of type float\."),
+        ({"max_steps": "3"}, r"`max_steps` must be an int or None, given: '3' of type str\."),
         ({"max_steps": 0}, "Must specify max_steps > 0, given: 0"),
     ],
 )
 def test_bad_numbers_of_steps_are_errors(tmp_path, given, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         make(tmp_path).train(refuse, **given)
 
 
