@@ -78,7 +78,8 @@ def pandas_input_fn(
             f"{list(x.columns)}. Give another target_column, or leave that column out of x."
         )
     # Rows are paired by position: different indices mean that one of the two was sorted or filtered.
-    if not np.array_equal(x.index, y.index):
+    # Two plain indexes are equal at once, without their rows.
+    if not (x.index.equals(y.index) or np.array_equal(x.index, y.index)):
         raise ValueError(
             f"Index for x and y are mismatched. Give rows in the same order; got index for x: {x.index}, "
             f"index for y: {y.index}."
