@@ -7,7 +7,7 @@
 - ten `evaluate` calls in a row, against ten loops around one `jit`, and one call with many batches of 4 rows;
 - `predict`, row by row, from a list and from a generator, against a loop around one `jit` that fetches each batch;
 - `train` with a hook that reads the loss of every step, against a loop that does;
-- `pandas_input_fn` alone, with the copy that it makes of the data frame and without, against a loop that cuts one.
+- `pandas_input_fn` alone, with its call and without, against a loop that cuts a data frame.
 
 The Estimator has its default RunConfig: it checks for NaN, logs, writes summaries, and saves a checkpoint every ten
 minutes, at the first and at the last step. One-time costs of a run are excluded, as in step_time.py: the time of n
@@ -199,8 +199,8 @@ def pandas_input(arguments):
     def count(batches):
         return sum(1 for _ in batches)
 
-    copied = {n: input_fn(n) for n in (1000, 2000)}
-    for case, ours in (("", input_fn), (", copied before", copied.get)):
+    made = {n: input_fn(n) for n in (1000, 2000)}
+    for case, ours in (("", input_fn), (", made before", made.get)):
         name = f"pandas_input_fn, unshuffled{case}"
         yield compare(name, lambda n: count(by_hand(n)), lambda n, ours=ours: count(ours(n)()), 1000, arguments)
 

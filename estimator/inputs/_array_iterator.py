@@ -55,10 +55,11 @@ class RowBatches(Iterator[Any]):
       n: the number of rows.
       order: their order and the batches.
       take: returns a batch for the indices of its rows, a slice or an array of ints.
+      owner: kept as long as rows are taken.
     """
 
-    def __init__(self, n: int, order: Order, take: Callable[[Index], Any]) -> None:
-        self._n, self._order, self._take = n, order, take
+    def __init__(self, n: int, order: Order, take: Callable[[Index], Any], owner: object = None) -> None:
+        self._n, self._order, self._take, self._owner = n, order, take, owner
         self._seed = secrets.randbits(63) if order.seed is None else int(order.seed)
         self._total = math.inf if order.num_epochs is None else n * order.num_epochs
         self._count = 0  # of rows yielded so far, over all epochs
@@ -122,8 +123,13 @@ class RowBatches(Iterator[Any]):
         return self._permuted[1]
 
 
-def rows_input_fn(features: Arrays, labels: Arrays | None, order: Order) -> Callable[[], RowBatches]:
+def rows_input_fn(
+    features: Arrays, labels: Arrays | None, order: Order, owner: object = None
+) -> Callable[[], RowBatches]:
     """An input_fn whose calls each read the rows from the beginning; it yields only features if `labels` is None.
+
+    Args:
+      owner: of the memory of the arrays, where that is another object.
 
     Raises:
       ValueError: the arrays differ in their numbers of rows, or have none.
@@ -131,9 +137,9 @@ def rows_input_fn(features: Arrays, labels: Arrays | None, order: Order) -> Call
     n = _common_length(features, {} if labels is None else labels)
     of_features = _rows_of(features)
     if labels is None:
-        return lambda: RowBatches(n, order, of_features)
+        return lambda: RowBatches(n, order, of_features, owner)
     of_labels = _rows_of(labels)
-    return lambda: RowBatches(n, order, lambda index: (of_features(index), of_labels(index)))
+    return lambda: RowBatches(n, order, lambda index: (of_features(index), of_labels(index)), owner)
 
 
 def _rows_of(arrays: Arrays) -> Callable[[Index], Arrays]:

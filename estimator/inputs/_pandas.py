@@ -23,7 +23,8 @@ def pandas_input_fn(
 ) -> Callable[[], RowBatches]:
     """Returns an input_fn that cuts a data frame into batches; features are a dict of its columns.
 
-    As in TensorFlow, the index is not a feature, and `x` and `y` are copied: later changes do not matter.
+    As in TensorFlow, the index is not a feature, and later changes of `x` and `y` by pandas do not matter: nothing is
+    copied before there is one.
 
     >>> import pandas as pd
     >>> x = pd.DataFrame({"age": [30, 40, 50], "height": [1.7, 1.8, 1.6]}, index=["a", "b", "c"])
@@ -42,7 +43,8 @@ def pandas_input_fn(
     Returns:
       An input_fn without parameters. Each call returns a new iterator over features, a dict of arrays of shape
       `(batch_size,)` by column (if `y` is None), or over `(features, labels)`; labels are an array for a `Series`, a
-      dict for a `DataFrame`. The iterator has `get_state()` and `set_state(state)`.
+      dict for a `DataFrame`. Without `shuffle` they may be views that cannot be written to; training copies them. The
+      iterator has `get_state()` and `set_state(state)`.
 
     Raises:
       TypeError: pandas is not installed, `x` is not a `DataFrame`, `y` neither a `Series` nor a `DataFrame`, or
@@ -62,9 +64,12 @@ def pandas_input_fn(
         raise TypeError(f"target_column must be a string type; got {target_column!r}.")
     if not isinstance(x, pd.DataFrame):
         raise TypeError(f"x must be a pandas DataFrame; got {type(x).__name__}. For arrays there is numpy_input_fn.")
+    # pandas 3 copies the memory of a frame when it changes what another one, such as this, has too; pandas 2 copies it
+    # here, unless its option `copy_on_write` is set.
+    x = x.copy(deep=None)
     features = _columns("x", x)
     if y is None:
-        return rows_input_fn(features, None, order)
+        return rows_input_fn(features, None, order, x)
     if not isinstance(y, pd.Series | pd.DataFrame):
         raise TypeError(f"y must be a pandas Series or DataFrame; got {type(y).__name__}.")
     if target_column in x:
@@ -73,12 +78,15 @@ def pandas_input_fn(
             f"{list(x.columns)}. Give another target_column, or leave that column out of x."
         )
     # Rows are paired by position: different indices mean that one of the two was sorted or filtered.
-    if not np.array_equal(x.index, y.index):
+    # Two plain indexes are equal at once, without their rows.
+    if not (x.index.equals(y.index) or np.array_equal(x.index, y.index)):
         raise ValueError(
             f"Index for x and y are mismatched. Give rows in the same order; got index for x: {x.index}, "
             f"index for y: {y.index}."
         )
-    return rows_input_fn(features, _columns("y", y) if isinstance(y, pd.DataFrame) else y.to_numpy(copy=True), order)
+    y = y.copy(deep=None)
+    labels = _columns("y", y) if isinstance(y, pd.DataFrame) else y.to_numpy()
+    return rows_input_fn(features, labels, order, (x, y))
 
 
 def _columns(name: str, frame: Any) -> dict[Any, np.ndarray]:
@@ -87,5 +95,4 @@ def _columns(name: str, frame: Any) -> dict[Any, np.ndarray]:
     if not frame.columns.is_unique:
         twice = sorted(set(frame.columns[frame.columns.duplicated()]), key=str)
         raise ValueError(f"The columns of {name} must have different names; got several called {twice}. Rename them.")
-    # Copies, since the user may change the frame while the input is read.
-    return {column: frame[column].to_numpy(copy=True) for column in frame.columns}
+    return {column: frame[column].to_numpy() for column in frame.columns}

@@ -61,8 +61,8 @@ class Prefetcher:
       ahead: the maximum number of chunks that are requested and not yet taken.
       pull: reads the batches of a chunk, in the thread: `pull(pairs, n, closed)` returns up to `n` batches, and the
         exception that ended them early. Default: `pull_batches`.
-      by_caller: whether the input is read by `get` and `wait` in the thread of their caller, as long as that takes less
-        than to hand batches over from another thread; an input that blocks then blocks them.
+      by_caller: whether the input is read by `get`, `wait` and `read_on` in the thread of their caller, as long as that
+        takes less than to hand batches over from another thread; an input that blocks then blocks them.
     """
 
     def __init__(
@@ -75,8 +75,7 @@ class Prefetcher:
     ) -> None:
         self._ahead = ahead
         self._requested: collections.deque[int] = collections.deque()  # sizes, not yet taken
-        self._arrived: BatchChunk | _Failure | None = None
-        self._last: BatchChunk | _Failure | None = None  # what each further `get` returns or raises
+        self._arrived: BatchChunk | _Failure | None = None  # the last one stays, for each further `get`
         self._ending = False
         self._closed = threading.Event()
         self._requests: queue.SimpleQueue[int | None] = queue.SimpleQueue()
@@ -119,12 +118,17 @@ class Prefetcher:
         For a loop that has to check something else meanwhile; signals (Ctrl-C) interrupt both.
         """
         self._check_open("wait")
-        if self._last is None and self._arrived is None:
+        if self._arrived is None:
             try:
                 self._arrived = self._receive(timeout)
             except queue.Empty:
                 return False
         return True
+
+    def read_on(self) -> None:
+        """Reads the next chunk that is requested, if that is for the caller to do, whose devices are busy meanwhile."""
+        if self._arrived is None and self._requested and self._thread.ident is None:
+            self._arrived = self._receive()
 
     def get(self) -> BatchChunk:
         """Waits for the chunk of the oldest request. After the last one: chunks of size 0.
@@ -134,19 +138,17 @@ class Prefetcher:
           RuntimeError: nothing was requested, or it is closed.
         """
         self._check_open("get")
-        result = self._last or self._arrived
+        result = self._arrived
         if result is None:
             if not self._requested and not self._ending:
                 raise RuntimeError("`get` needs a `request` before it; none is left.")
-            result = self._receive()
-        self._arrived = None
-        requested = self._requested.popleft() if self._requested else 0
-        if isinstance(result, BatchChunk) and result.size:
-            self._ending = result.size < requested
-            return result
-        self._last = result
+            result = self._arrived = self._receive()
         if isinstance(result, _Failure):
             raise result.error.with_traceback(result.traceback)
+        requested = self._requested.popleft() if self._requested else 0
+        if result.size:
+            self._arrived = None
+            self._ending = result.size < requested
         return result
 
     def get_unless(self, stopped: Callable[[], bool]) -> BatchChunk | None:
@@ -170,7 +172,7 @@ class Prefetcher:
             logging.warning(
                 "The input is still busy with a batch that nobody waits for; it is closed as soon as it has yielded it."
             )
-        self._arrived = self._last = None
+        self._arrived = None
         self._results = queue.Queue()
 
     def _receive(self, timeout: float | None = None) -> BatchChunk | _Failure:

@@ -87,6 +87,7 @@ class RunContext:
       stopwatch: measures the parts of the run.
 
     Attributes:
+      read_on: reads the next batches, if this thread is the one that reads them and that cannot block.
       reads_input: whether the user's input runs in the main thread, so that a stop has to end it there.
       own_seconds: of several processes, the seconds that each has spent on reading its input and on its host; as of a
         chunk or two before.
@@ -122,6 +123,7 @@ class RunContext:
         self.error: BaseException | None = None
         self.stop_reason: str | None = None
         self.preempted = False
+        self.read_on: Callable[[], None] = lambda: None
         self.reads_input = False
         self.found_nan = False
         self.metrics: dict[str, Any] | None = None

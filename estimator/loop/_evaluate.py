@@ -193,8 +193,8 @@ def evaluate_batches(
         raise Preempted  # a part of the batches makes no result
     results = total.results(loss_over)
     if np.isnan(results["loss"]):
-        logging.warning("NaN loss in the evaluation at step %d. %s.", int(state.global_step), guard.about_nan())
-    return {**results, "global_step": int(state.global_step)}
+        logging.warning("NaN loss in the evaluation at step %d. %s.", context.global_step, guard.about_nan())
+    return {**results, "global_step": context.global_step}
 
 
 def _merge_batches(stacked: Any, count: int) -> Any:

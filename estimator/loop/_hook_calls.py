@@ -98,15 +98,13 @@ def before(due: Sequence[Hook], context: RunContext) -> list[PyTree]:
         return []
     requests: list[PyTree] = [None] * len(due)
     asking = [i for i, hook in enumerate(due) if getattr(hook.before_run, "__func__", None) is not Hook.before_run]
-    if asking:
+    for i in asking:
         with context.in_phase("hook"):
-            for i in asking:
-                requests[i] = _unless_stopped(due[i].before_run, context)
-    for hook, names in zip(due, requests, strict=True):
-        for name in _leaves(names):
+            requests[i] = _unless_stopped(due[i].before_run, context)
+        for name in _leaves(requests[i]):
             if not isinstance(name, str):
                 raise TypeError(
-                    f"{hook!r}.before_run requested {name!r}, but values are requested by their names: report it by "
+                    f"{due[i]!r}.before_run requested {name!r}, but values are requested by their names: report it by "
                     "`est.record(name, value)` in the model_fn, and return the name."
                 )
     return requests
@@ -124,6 +122,7 @@ def after(
     """Passes to each hook its values of the last of some steps."""
     if not due:
         return
+    context.read_on()  # while the devices make the steps, for which hooks that read a value wait
     with context.in_phase("hook"):
         for hook, names in zip(due, requests, strict=True):
             _unless_stopped(hook.after_run, context, RunValues(losses, steps, reported, names, scalars))

@@ -64,7 +64,8 @@ def read_ahead(
     """Yields the chunks of a plan, each with the hooks to call around the last of its steps.
 
     A thread makes them ready, unless the input is quick and cannot block; in `predict`, whose caller waits for it
-    anyway, it may. It ends with the plan or the input, or where somebody wants the run to stop.
+    anyway, it may. Without a thread, `context.read_on` makes the next one ready. It ends with the plan or the input, or
+    where somebody wants the run to stop.
 
     Args:
       batches: the input.
@@ -92,6 +93,8 @@ def read_ahead(
     with Prefetcher(
         batches, lambda pairs: make(pairs, to_make.popleft()), _CHUNKS_AHEAD, pull, by_caller
     ) as prefetcher:
+        if batches.is_in_memory:
+            context.read_on = prefetcher.read_on
         while not context.stop_requested:
             raise_dropped_interrupt()
             while not is_short and len(requested) < _CHUNKS_AHEAD and (chunk := next_chunk(plan, context.group)):

@@ -50,7 +50,7 @@ def collective_call(call: str, limits: Limits | None = _DEFAULT_LIMITS) -> Itera
     NEWS.listen()
     group = KeyValueGroup(call, CALLS.group)
     is_outermost = len(CALLS.groups) == 1
-    phase = group.progress.moment.phase
+    phase, _ = group.progress.moment
     CALLS.groups.append(group)
     try:
         with watch_limits(group, limits if is_outermost else None):

@@ -68,22 +68,23 @@ class _LimitWatch:
         before, looked_at, slowest_step, news = self._progress.moment, time.monotonic(), 0.0, NEWS.count
         while not self._is_closed:
             moment, now = self._progress.moment, time.monotonic()
-            if moment is not before and before.phase == "step":
-                slowest_step = max(slowest_step, looked_at - before.since)
+            if moment is not before and before[0] == "step":
+                slowest_step = max(slowest_step, looked_at - before[1])
             before, looked_at = moment, now
-            limit = self._limits.secs(moment.phase, slowest_step)
-            if now - moment.since >= limit:
-                self._end(f"the limit of phase {moment.phase!r}, {limit:g} s, has passed")
+            phase, since = moment
+            limit = self._limits.secs(phase, slowest_step)
+            if now - since >= limit:
+                self._end(f"the limit of phase {phase!r}, {limit:g} s, has passed")
             news, is_new = NEWS.count, NEWS.count != news
             if is_new and run_within(_SECS_TO_GATHER, self._channel.is_flagged):
                 self._end("the limit of another process has passed")
-            secs = min(period, max(0.0, moment.since + limit - now))
+            secs = min(period, max(0.0, since + limit - now))
             NEWS.wait_for(news, lambda: self._is_closed, secs)
 
     def _end(self, why: str) -> None:
         LOST_PROCESS.note_stall()
-        moment = self._progress.moment
-        doing = describe_phase(moment.phase, time.monotonic() - moment.since)
+        phase, since = self._progress.moment
+        doing = describe_phase(phase, time.monotonic() - since)
         own = f"Process {self._group.index} on {socket.gethostname()}: {doing}"
 
         def gather() -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from typing import NamedTuple
 
 PHASES = {
     "begin": "makes or restores its state",
@@ -17,22 +16,19 @@ PHASES = {
 }
 
 
-class Moment(NamedTuple):
-    """A phase, and the time at which it was entered, by `time.monotonic()`."""
-
-    phase: str
-    since: float
-
-
 class Progress:
-    """The phase of a call, nested calls included."""
+    """The phase of a call, nested calls included.
+
+    Attributes:
+      moment: the phase, and the time at which it was entered, by `time.monotonic()`.
+    """
 
     def __init__(self) -> None:
         self.enter("begin")
 
     def enter(self, phase: str) -> None:
         # One attribute, so that another thread reads a phase with its own time.
-        self.moment = Moment(phase, time.monotonic())
+        self.moment = phase, time.monotonic()
 
 
 def describe_phase(phase: str, secs: float) -> str:

@@ -97,7 +97,8 @@ def _parse(line: bytes) -> dict[str, Any]:
 
 
 def cut_history(path: str, first: int, in_order: bool) -> list[dict[str, Any]]:
-    """Removes a torn line and all rows from the step `first` on from a history; returns these rows.
+    """Removes a torn line and all rows from the step `first` on from a history, and a file that is left without any;
+    returns these rows.
 
     Args:
       path: the path of the history.
@@ -138,7 +139,10 @@ def _cut_end(path: str, first: int) -> list[dict[str, Any]] | None:
     else:
         if torn or size > _END:
             return None
-    if end < size:
+    # Not cut to nothing: ext4 then writes what comes next to the disk at once, and the next cut waits for that.
+    if not end:
+        os.remove(path)
+    elif end < size:
         os.truncate(path, end)
     return rows
 

@@ -1,11 +1,14 @@
 """The contract of hooks: their five moments and what they see there; listeners and checkpoints; misuse."""
 
+import operator
+
 import optax
 import pytest
 from testing.estimators import X, Y, endless, make, refuse, saved_steps, step_of, times
 from testing.hooks import Noted, NotedListener, WithHooks, noted_input_fn
 
 import estimator as est
+from estimator.inputs import _prefetch
 from estimator.loop._context import RunContext
 from replicate import TowerOptimizer, replicate_model_fn
 
@@ -196,6 +199,15 @@ def test_stop_iteration_in_a_hook_ends_the_run_as_the_end_of_the_input_does(tmp_
     assert saved_steps(estimator) == [0, 1]
     assert (hook.context.stop_reason, hook.context.error) == ("StopIteration", None)
     assert estimator.evaluate(endless, hooks=[hook])["global_step"] == 1
+
+
+@pytest.mark.parametrize("verb", ["train", "evaluate"])
+def test_the_next_batch_in_memory_is_read_before_a_hook_waits_for_its_step(unsaved, calls, monkeypatch, verb):
+    monkeypatch.setattr(_prefetch, "_SECONDS_TO_HAND_OVER", 1e9)  # or a busy machine would start a thread
+    rest, left = iter([(X, Y)] * 4), []
+    hook = Noted("user", calls, after_run=lambda context, values: left.append(operator.length_hint(rest)))
+    getattr(unsaved, verb)(lambda: rest, hooks=[hook])
+    assert left == [2, 1, 0, 0]
 
 
 # Checkpoints and their listeners.

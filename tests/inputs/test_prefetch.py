@@ -354,6 +354,23 @@ def test_an_error_of_an_input_in_memory_comes_after_all_batches_from_before(size
     assert taken == [0, 1, 2, 3]
 
 
+def test_what_is_requested_can_be_read_before_it_is_taken(monkeypatch):
+    monkeypatch.setattr(_prefetch, "_SECONDS_TO_HAND_OVER", FOREVER)
+    numbers = Counted(stop=3)
+    with Prefetcher(numbers, list, by_caller=True) as ready:
+        ready.read_on()
+        assert numbers.taken == 0
+        ready.request(2)
+        ready.request(2)
+        ready.read_on()
+        ready.read_on()
+        assert numbers.taken == 2 and ready.get().batches == [0, 1]
+        ready.read_on()
+        assert numbers.taken == 3 and ready.get().batches == [2]
+        ready.read_on()
+        assert ready.get().size == 0
+
+
 def test_only_inputs_that_cannot_block_are_in_memory():
     arrays = numpy_input_fn({"x": np.zeros(3)}, None, 2, shuffle=False)()
     for result in ([1], (np.zeros(1), np.zeros(1)), itertools.repeat(1), arrays):

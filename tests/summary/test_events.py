@@ -205,9 +205,10 @@ def test_cutting_the_end_of_a_history_is_cutting_it_all(tmp_path, steps, torn):
     lines = [json.dumps({"step": step, "time": 0.5, f"loss{i % 2}": 0.25 + i}) for i, step in enumerate(steps)]
     read = []
     for name in ("whole", "end"):
-        (tmp_path / name).write_text("\n".join([*lines, torn]))
-        rows = cut_history(str(tmp_path / name), 5, in_order=name == "end")
-        read.append((rows, (tmp_path / name).read_text()))
+        path = tmp_path / name
+        path.write_text("\n".join([*lines, torn]))
+        rows = cut_history(str(path), 5, in_order=name == "end")
+        read.append((rows, path.read_text() if path.exists() else ""))
     assert read[0] == read[1]
 
 
@@ -218,3 +219,12 @@ def test_an_evaluation_of_the_same_step_does_not_write_the_history_again(tmp_pat
     write(tmp_path, {2: {"loss": 3.0}}, first=2, last=2)
     assert [row["loss"] for row in est.read_history(tmp_path)] == [1.0, 3.0]
     assert path.stat().st_ino == file
+
+
+def test_a_history_of_a_single_evaluation_is_never_cut_to_nothing(tmp_path, monkeypatch):
+    cut = []
+    monkeypatch.setattr("estimator.summary._history.os.truncate", lambda path, size: cut.append(size))
+    for loss in (1.0, 2.0, 3.0):
+        write(tmp_path, {2: {"loss": loss}}, first=2, last=2)
+        assert [row["loss"] for row in est.read_history(tmp_path)] == [loss]
+    assert cut == []
