@@ -39,7 +39,7 @@ class StepGradients:
     marks: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
 
     def select(self, train_op: TrainOp | None) -> tuple[StepGradients, list[Update]]:
-        """Those of the updates of a train_op, and its updates whose losses are still to be differentiated."""
+        """The gradients of a train_op, and its updates whose losses are still to be differentiated."""
         updates = {update.slots: update for update in (train_op.updates if train_op else ())}
         by_slots = {slots: own for slots, own in self.by_slots.items() if slots in updates}
         marks = {slots: mark for slots, mark in self.marks.items() if slots in updates}
