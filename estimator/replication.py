@@ -4,9 +4,10 @@ Everything else with an underscore in `estimator` is private. What is here serve
 
 - **Run the model_fn on parts of a batch.** A model_fn that maps another one begins a `ModelRun` (its docstring has an
   example), which runs the other one on any rows, in a `Frame` that says which part it is; that returns a `RunResult`.
-- **Merge what the parts return.** `RunResult.split` gives the fields of a spec that a sum merges, gradients among them,
-  and a `PerPart` of those that need the value of each part. `concatenate_specs` puts parts of several sizes together.
-  `Deferred` leaves a merge to the end of a program.
+- **Merge what the parts return.** `RunResult.split` gives the fields of a spec that a sum merges, and a `PerPart` of
+  those that need the value of each part; its `gradients` are summed, too. `concatenate_specs` puts parts of several
+  sizes together. `ModelRun.leave` hands gradients and written variables to the run around. `Deferred` leaves a merge
+  to the end of a program.
 - **Say where things live.** A `Placement` goes into the frame and compiles the steps; an `OffTowerPlacement`, which is
   given them in `Halves`, if the variables are on other devices than the model_fn.
 - **Agree with the rest of the library**: `NonFinitePolicy` marks gradients for `on_nan`, `is_sparse` finds the sparse

@@ -79,7 +79,8 @@ class EstimatorSpec:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> EstimatorSpec:
         # Before `__init__`, whose TypeError for such an argument could not say what to write.
-        check_tpu_arguments("EstimatorSpec", kwargs)
+        unknown = {name: value for name, value in kwargs.items() if name not in cls.__dataclass_fields__}
+        check_tpu_arguments("EstimatorSpec", unknown)
         return super().__new__(cls)
 
     def __post_init__(self, eval_metrics: Any) -> None:

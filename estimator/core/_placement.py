@@ -24,14 +24,14 @@ class Halves(NamedTuple):
     """A training step in two pure functions, and what its spec says once it is done.
 
     Attributes:
-      compute: `(state, features, labels) -> (spec, assigned)`, to run where the model_fn runs.
-      apply: `(state, train_op, assigned) -> state`, to run where the variables are.
-      finish: `(spec, state after) -> spec`.
+      compute: `(state, features, labels) -> (spec, gradients, assigned)`, to run where the model_fn runs.
+      apply: `(state, train_op, gradients, assigned) -> state`, to run where the variables are.
+      finish: `(spec, gradients.is_allowed(), state after) -> spec`.
     """
 
-    compute: Callable[[State, PyTree, PyTree], tuple[PyTree, Variables]]
-    apply: Callable[[State, PyTree, Variables], State]
-    finish: Callable[[PyTree, State], PyTree]
+    compute: Callable[[State, PyTree, PyTree], tuple[PyTree, PyTree, Variables]]
+    apply: Callable[[State, PyTree, PyTree, Variables], State]
+    finish: Callable[[PyTree, jax.Array | None, State], PyTree]
 
 
 class Placement:

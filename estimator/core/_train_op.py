@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Protocol, TypeVar
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from estimator.core._frame import RunId
-from estimator.core._typing import Gradients, PyTree, Slots, Variables
+from estimator.core._typing import Slots, Variables
 
 T = TypeVar("T")
 
@@ -36,25 +35,20 @@ class Update:
     """One call of `minimize` or `apply_gradients`.
 
     Attributes:
-      gradients: by variable name; None while the loss is still to be differentiated.
       loss: scalar; None for `apply_gradients`.
       var_list: names of the variables to update.
-      slots: name of this call's entry in `State.slots`.
+      slots: name of this call's entry in `State.slots`, which no other call has.
       optimizer: whose transformation turns the gradients into updates.
       run: in which it was made.
       learning_rate: that the run has computed, and 1 (see `optim/_given_rate.py`); None where the optimizer knows it.
-      marks: of each tower, a number that is 0 where its gradients may be applied; floats of shape `[towers]`, so that
-        they share a vector with the gradients that are summed. None: nobody has looked.
     """
 
-    gradients: Gradients | None
     loss: jax.Array | None
     var_list: tuple[str, ...] = dataclasses.field(metadata={"static": True})
     slots: str = dataclasses.field(metadata={"static": True})
     # Static, and equal only to itself: where runs make their own optimizers, their train_ops differ in structure.
     optimizer: UpdatingOptimizer = dataclasses.field(metadata={"static": True})
     run: RunId = dataclasses.field(default_factory=RunId, metadata={"static": True})
-    marks: jax.Array | None = None
     learning_rate: jax.Array | None = None
 
 
@@ -85,31 +79,6 @@ class TrainOp:
     updates: tuple[Update, ...] = ()
     moves: tuple[Move, ...] = ()
     slots: Slots = dataclasses.field(default_factory=dict)
-
-    @property
-    def pending(self) -> list[Update]:
-        """The updates whose losses are still to be differentiated."""
-        return [update for update in self.updates if update.gradients is None]
-
-    def gradients(self) -> list[dict[str, PyTree]]:
-        """The gradients of each update, by name in the order of its variables."""
-        # Out of a compiled function a dict comes sorted by its keys; `var_list` still has the order of the variables.
-        of_updates = [(update.var_list, update.gradients or {}) for update in self.updates]
-        return [{name: own[name] for name in names if name in own} for names, own in of_updates]
-
-    def with_gradients(self, gradients: Sequence[dict[str, PyTree]]) -> TrainOp:
-        """The same updates with other gradients, by name for each."""
-        pairs = zip(self.updates, gradients, strict=True)
-        return dataclasses.replace(self, updates=tuple(dataclasses.replace(u, gradients=own) for u, own in pairs))
-
-    def without_gradients(self) -> TrainOp:
-        """The updates with empty gradients, so that nothing is differentiated again."""
-        return self.with_gradients([{} for _ in self.updates])
-
-    def is_allowed(self) -> jax.Array | None:
-        """True, a bool scalar, if the updates may be made: no tower has marked a gradient. None: nobody has looked."""
-        marks = [update.marks for update in self.updates if update.marks is not None]
-        return jnp.stack([(mark == 0).all() for mark in marks]).all() if marks else None
 
 
 @jax.tree_util.register_dataclass

@@ -1,7 +1,8 @@
-"""Applies a train_op whose gradients are known."""
+"""Applies the updates of a train_op, with their gradients."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -13,8 +14,9 @@ import optax
 
 from estimator.core._frame import Declared, Frame, open_frame
 from estimator.core._mode_keys import ModeKeys
-from estimator.core._train_op import TrainOp, UpdatingOptimizer
-from estimator.core._typing import PyTree, Slots, Variables
+from estimator.core._state import State
+from estimator.core._train_op import TrainOp, Update, UpdatingOptimizer
+from estimator.core._typing import Gradients, Slots, Variables
 from estimator.optim._extra_args import call_update, extra_args
 from estimator.optim._finite import all_finite, select, update_if
 from estimator.optim._given_rate import read_carried
@@ -22,87 +24,99 @@ from estimator.optim._sparse_update import TouchedRows, takes_rows, takes_sparse
 from estimator.sparse._indexed_slices import select_sparse, to_dense
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class StepGradients:
+    """The gradients that a train_op asks for, beside it: a model_fn's run finds them, and a step applies them.
+
+    Attributes:
+      by_slots: by the slots of each update, and the name of each of its variables.
+      marks: by the slots of each update, of each tower a number that is 0 where its gradients may be applied; floats
+        of shape `[towers]`, so that they share a vector with the gradients that are summed. Empty: nobody has looked.
+    """
+
+    by_slots: dict[str, Gradients] = dataclasses.field(default_factory=dict)
+    marks: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
+
+    def select(self, train_op: TrainOp | None) -> tuple[StepGradients, list[Update]]:
+        """The gradients of a train_op, and its updates whose losses are still to be differentiated."""
+        updates = {update.slots: update for update in (train_op.updates if train_op else ())}
+        by_slots = {slots: own for slots, own in self.by_slots.items() if slots in updates}
+        marks = {slots: mark for slots, mark in self.marks.items() if slots in updates}
+        return StepGradients(by_slots, marks), [update for slots, update in updates.items() if slots not in by_slots]
+
+    def is_allowed(self) -> jax.Array | None:
+        """True, a bool scalar, if the updates may be made: no tower has marked a gradient. None: nobody has looked."""
+        return jnp.stack([(mark == 0).all() for mark in self.marks.values()]).all() if self.marks else None
+
+
+At = Callable[[Variables], tuple[TrainOp, StepGradients]]
+"""The train_op and the gradients that a step has at other values of the variables."""
+
+
 def apply_step(
     train_op: TrainOp,
+    gradients: StepGradients,
     written: Variables,
-    variables: Variables,
-    slots: Slots,
-    key: jax.Array,
-    global_step: jax.Array,
-    at: Callable[[Variables], TrainOp] | None = None,
+    state: State,
+    at: At | None = None,
 ) -> tuple[Variables, Slots]:
     """The variables and slots after a step: the updates, then what the model_fn wrote, then the moves.
 
     Args:
-      train_op: with gradients.
+      train_op, gradients: what is asked for, and the gradients of each of its updates.
       written: by name, what the model_fn wrote.
-      variables, slots, key, global_step: at the beginning of the step.
-      at: the train_op that the same step has at other values of the variables; run only for optimizers that ask.
+      state: at the beginning of the step.
+      at: run only for optimizers that ask.
     """
     frame = Frame(  # for an optimizer given as a function that asks for the step or for a variable
         ModeKeys.TRAIN,
-        variables,
-        slots,
-        key=key,
-        global_step=global_step,
-        declared=Declared(trainable=dict.fromkeys(variables, True)),
+        *state[:2],
+        key=state.key,
+        global_step=state.global_step,
+        declared=Declared(trainable=dict.fromkeys(state.variables, True)),
         reuse=True,
     )
-    # Decided once, from the gradients only, before anything is updated.
-    may_update = _Permissions(train_op)
+    # Decided once, from the gradients only, before anything is updated. Where a gradient of a tower was marked none is
+    # made; where the sum of a scaled one is not finite, that one is not.
+    allowed, scaled = gradients.is_allowed(), [u.slots for u in train_op.updates if u.optimizer.loss_scale]
+    finite = {slots: all_finite(gradients.by_slots[slots]) for slots in scaled}
     with open_frame(frame):
-        updated, slots = _apply_updates(train_op, may_update, variables, slots, at)
+        updated, slots = _apply_updates(train_op, gradients, allowed, finite, state, at)
 
     def if_all(new: Variables) -> Variables:
         """The new values where all updates are made, or the values before."""
-        allowed = may_update.all()
-        return new if allowed is None else select(allowed, new, {name: variables[name] for name in new})
+        good = _all_of(allowed, *finite.values())
+        return new if good is None else select(good, new, {name: state.variables[name] for name in new})
 
     # Moves come last: they use the values of variables after the step, whatever the order in `est.group` is.
     after = {**updated, **if_all(written)}
     moved: Variables = {}
     for move in train_op.moves:
-        moved |= move.apply(variables, after)
+        moved |= move.apply(state.variables, after)
     return {**after, **if_all(moved)}, slots
 
 
-class _Permissions:
-    """Permissions for the updates of a step, each a bool scalar; None: it may be made.
-
-    Where a gradient of a tower was marked none is made; where the sum of a scaled one is not finite, that one is not.
-    """
-
-    def __init__(self, train_op: TrainOp) -> None:
-        self._allowed = train_op.is_allowed()
-        self.finite = [
-            all_finite(update.gradients) if update.optimizer.loss_scale else None for update in train_op.updates
-        ]
-
-    def of(self, i: int) -> jax.Array | None:
-        return _all_of([self._allowed, self.finite[i]])
-
-    def all(self) -> jax.Array | None:
-        return _all_of([self._allowed, *self.finite])
-
-
-def _all_of(conditions: list[jax.Array | None]) -> jax.Array | None:
+def _all_of(*conditions: jax.Array | None) -> jax.Array | None:
     known = [condition for condition in conditions if condition is not None]
     return functools.reduce(jnp.logical_and, known) if known else None
 
 
 def _apply_updates(
     train_op: TrainOp,
-    may_update: _Permissions,
-    variables: Variables,
-    slots: Slots,
-    at: Callable[[Variables], TrainOp] | None,
+    gradients: StepGradients,
+    allowed: jax.Array | None,
+    finite: dict[str, jax.Array],
+    state: State,
+    at: At | None,
 ) -> tuple[Variables, Slots]:
-    start = variables
+    variables, slots = state.variables, state.slots
 
     def values_at(i: int, changed: Variables) -> tuple[Any, optax.Updates]:
         # All other variables have the values that the step began with, as for all gradients.
-        update = at({**start, **changed}).updates[i]  # type: ignore[misc]
-        return update.loss, {name: to_dense(gradient) for name, gradient in (update.gradients or {}).items()}
+        asked, found = at({**state.variables, **changed})  # type: ignore[misc]
+        update = asked.updates[i]
+        return update.loss, {name: to_dense(gradient) for name, gradient in found.by_slots[update.slots].items()}
 
     for i, update in enumerate(train_op.updates):
         if update.slots not in slots:
@@ -111,14 +125,15 @@ def _apply_updates(
                 "Initialize it in mode 'train' by the same model_fn."
             )
         # `variables` include the earlier updates: two optimizers of one variable are applied one after the other.
-        params = {name: variables[name] for name in update.gradients or {}}
+        own = gradients.by_slots[update.slots]
+        params = {name: variables[name] for name in own}
         extra = extra_args(update.loss, params, at and functools.partial(values_at, i))
         extra |= read_carried(update.learning_rate)
-        state, loss_scale, finite = slots[update.slots], update.optimizer.loss_scale, may_update.finite[i]
-        inner = state.inner if loss_scale else state
-        moved, new_slots = _apply(update.optimizer, update.gradients or {}, inner, params, extra, may_update.of(i))
+        before, loss_scale, good = slots[update.slots], update.optimizer.loss_scale, finite.get(update.slots)
+        inner = before.inner if loss_scale else before
+        moved, new_slots = _apply(update.optimizer, own, inner, params, extra, _all_of(allowed, good))
         if loss_scale:  # it changes in a skipped step, too: it shrinks after an overflow
-            new_slots = loss_scale.after(finite, state, new_slots)
+            new_slots = loss_scale.after(good, before, new_slots)
         variables = {**variables, **moved}
         slots = {**slots, update.slots: new_slots}
     return variables, {**slots, **train_op.slots}
@@ -126,7 +141,7 @@ def _apply_updates(
 
 def _apply(
     optimizer: UpdatingOptimizer,
-    gradients: dict[str, PyTree],
+    gradients: Gradients,
     slots: optax.OptState,
     params: Variables,
     extra: dict[str, Any],

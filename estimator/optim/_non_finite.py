@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -12,8 +11,8 @@ from absl import logging
 
 from estimator.core._frame import Frame
 from estimator.core._state import State
-from estimator.core._train_op import TrainOp, Update
-from estimator.core._typing import Variables
+from estimator.core._typing import Gradients, Variables
+from estimator.optim._apply_updates import StepGradients
 from estimator.optim._finite import all_finite, update_if
 
 SLOTS = "on_nan"
@@ -45,8 +44,8 @@ class NonFinitePolicy:
     """A replicated model_fn's way with gradients that are inf or NaN; a `StepGuard`.
 
     Each tower marks its own gradients before they are summed (`mark`), while it is known whose they are. The marks are
-    summed with them, and decide in `TrainOp.is_allowed` whether the updates of the step are made. The state counts the
-    steps that are not (`count_skipped`); whoever runs the steps looks at the counters.
+    summed with them, and decide in `StepGradients.is_allowed` whether the updates of the step are made. The state
+    counts the steps that are not (`count_skipped`); whoever runs the steps looks at the counters.
 
     Args:
       on_nan: "raise" or "skip".
@@ -70,8 +69,8 @@ class NonFinitePolicy:
         if frame.initializing:
             frame.slots[SLOTS] = NonFinite(*(jnp.int32(0) for _ in NonFinite._fields))
 
-    def mark(self, train_op: TrainOp, tower: jax.Array, towers: int) -> TrainOp:
-        """The train_op of one tower, with marks that are to be summed over towers.
+    def mark(self, gradients: StepGradients, tower: jax.Array, towers: int) -> dict[str, jax.Array]:
+        """The marks of one tower, which are to be summed over towers.
 
         They are floats, so that they share a vector with gradients and losses; a sum with zeros is exact.
         """
@@ -79,12 +78,11 @@ class NonFinitePolicy:
         # One element for each tower: the sum of the vectors has the marks of all towers.
         numbers = jnp.arange(towers, dtype=tower.dtype)  # by default of 64 bits under x64, which a tower's has not
 
-        def add_marks(update: Update) -> Update:
-            number = _first_non_finite(update)
-            marks = None if number is None else jnp.where(numbers == tower, number, 0).astype(jnp.float32)
-            return dataclasses.replace(update, marks=marks)
-
-        return dataclasses.replace(train_op, updates=tuple(map(add_marks, train_op.updates)))
+        return {
+            slots: jnp.where(numbers == tower, _first_non_finite(own), 0).astype(jnp.float32)
+            for slots, own in gradients.by_slots.items()
+            if own
+        }
 
     def before_step(self, state: State) -> State:
         return _forget_first(state) if self._on_nan == "raise" else state
@@ -127,11 +125,8 @@ class SkippedSteps:
         )
 
 
-def _first_non_finite(update: Update) -> jax.Array | None:
+def _first_non_finite(gradients: Gradients) -> jax.Array:
     """The number, from 1 on in the order of names, of the first gradient with an inf or a NaN, or 0."""
-    gradients = update.gradients or {}
-    if not gradients:
-        return None
     # By the order of names, in which `_first_place` finds the variable of a number again.
     good = jnp.stack([all_finite(gradients[name]) for name in sorted(gradients)])
     beyond = len(gradients) + 1
@@ -139,15 +134,14 @@ def _first_non_finite(update: Update) -> jax.Array | None:
     return jnp.where(good, beyond, jnp.arange(1, beyond)).min() % beyond
 
 
-def count_skipped(train_op: TrainOp, before: State, after: State) -> State:
-    """The state after a step, which counts it if a gradient was marked."""
-    allowed = train_op.is_allowed()
-    if allowed is None:
-        return after
+def count_skipped(gradients: StepGradients, before: State, after: State) -> State:
+    """The state after a step in which gradients were looked at; it counts the step if one was marked."""
+    allowed = gradients.is_allowed()
+    assert allowed is not None
 
     def with_this(record: NonFinite) -> NonFinite:
         is_first = record.first_step == 0
-        now = (before.global_step + 1, *_first_place(train_op, sorted(before.variables)))
+        now = (before.global_step + 1, *_first_place(gradients, sorted(before.variables)))
         return NonFinite(
             record.skipped + 1,
             *(jnp.where(is_first, x.astype(y.dtype), y) for x, y in zip(now, record[1:], strict=True)),
@@ -158,13 +152,12 @@ def count_skipped(train_op: TrainOp, before: State, after: State) -> State:
     return after._replace(slots={**after.slots, SLOTS: record})
 
 
-def _first_place(train_op: TrainOp, names: list[str]) -> tuple[jax.Array, jax.Array]:
+def _first_place(gradients: StepGradients, names: list[str]) -> tuple[jax.Array, jax.Array]:
     """The first tower with a marked gradient, and in it the first variable, an index into `names`."""
     marks = [
         # Mark 0, for none, becomes a number behind all variables, which `min` passes over.
-        jnp.array([len(names), *map(names.index, sorted(update.var_list))])[update.marks.astype(jnp.int32)]
-        for update in train_op.updates
-        if update.marks is not None
+        jnp.array([len(names), *map(names.index, sorted(gradients.by_slots[slots]))])[mark.astype(jnp.int32)]
+        for slots, mark in gradients.marks.items()
     ]
     first_of_towers = jnp.stack(marks).min(axis=0)
     tower = (first_of_towers < len(names)).argmax()

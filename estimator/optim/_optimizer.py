@@ -10,8 +10,9 @@ import optax
 from estimator.core._frame import Frame, check_is_known_outside, current_frame
 from estimator.core._mode_keys import ModeKeys
 from estimator.core._train_op import GradientsNeeded, TrainOp, Update
-from estimator.core._typing import Gradients, PyTree, Variables
+from estimator.core._typing import PyTree, Variables
 from estimator.optim import _loss_scale
+from estimator.optim._apply_updates import StepGradients
 from estimator.optim._arguments import (
     check_global_step,
     check_gradient,
@@ -125,7 +126,7 @@ class Optimizer:
         check_is_outermost(caller, frame)
         loss = check_loss(caller, loss)
         names = check_var_list(caller, frame, var_list)
-        return self._train_op(frame, None, loss, names)
+        return self._train_op(frame, loss, names)
 
     def compute_gradients(
         self, loss: jax.Array, var_list: Sequence[str] | None = None, **tensorflows: object
@@ -204,16 +205,15 @@ class Optimizer:
             raise ValueError(f"`{caller}` got no gradient for any variable; every one is None.")
         check_scaled(caller, frame, gradients)
         check_loss_scale(caller, frame, gradients, self)
-        names = tuple(gradients)
-        return self._train_op(frame, gradients, None, names)
+        train_op = self._train_op(frame, None, tuple(gradients))
+        frame.notes.get(StepGradients).by_slots[train_op.updates[0].slots] = gradients
+        return train_op
 
-    def _train_op(
-        self, frame: Frame, gradients: Gradients | None, loss: jax.Array | None, names: tuple[str, ...]
-    ) -> TrainOp:
+    def _train_op(self, frame: Frame, loss: jax.Array | None, names: tuple[str, ...]) -> TrainOp:
         # A learning rate that the model_fn computes is passed on with the gradients: the update is made outside of the
         # towers.
         slots, rate = self._open_slots(frame, names), to_carry(self._learning_rate)
-        return TrainOp((Update(gradients, loss, names, slots, self, frame.tracing.run, learning_rate=rate),))
+        return TrainOp((Update(loss, names, slots, self, frame.tracing.run, learning_rate=rate),))
 
     # Of the state at the start of the run. It is a part of the programs of evaluation and prediction, and taken from a
     # checkpoint for them, only if the model_fn calls one of these.

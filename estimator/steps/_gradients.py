@@ -15,6 +15,7 @@ from estimator.core._frame import Frame, Writes, open_frame
 from estimator.core._train_op import GradientsNeeded
 from estimator.core._typing import Forward, PyTree
 from estimator.optim import _loss_scale
+from estimator.optim._apply_updates import StepGradients
 from estimator.optim._gradient_calls import GradientCalls
 from estimator.sparse._embedding import join_gradients, make_taps, put_taps, rows_by_table
 from estimator.steps._run_result import RunResult
@@ -56,12 +57,14 @@ class _Pass(NamedTuple):
 
     Attributes:
       request: what stopped it; None: it came to its end, and has a spec.
-      spec, writes, denominators: as in `RunResult`, with losses that are still to be differentiated.
+      spec, writes, denominators: as in `RunResult`.
+      gradients: of the updates whose gradients the model_fn has given.
       rows: by table, the rows that were looked up.
     """
 
     request: _Request | None
     spec: EstimatorSpec | None
+    gradients: StepGradients
     writes: Writes
     denominators: list[jax.Array]
     rows: dict[str, list[jax.Array]]
@@ -127,12 +130,10 @@ class _Run:
             self._known_gradients += (self._gradients(backward, 0, done.request.var_list, done.request.slots),)
         spec = done.spec
         assert spec is not None  # a pass without a request has one
-        if differentiate and spec.train_op is not None:
-            updates, pending = spec.train_op.updates, spec.train_op.pending
-            own = (self._gradients(backward, i, update.var_list, update.slots) for i, update in enumerate(pending))
-            gradients = [next(own) if update.gradients is None else update.gradients for update in updates]
-            spec = dataclasses.replace(spec, train_op=spec.train_op.with_gradients(gradients))
-        return RunResult(spec, done.writes, done.denominators, self._last_frame)
+        if differentiate:
+            for i, update in enumerate(done.gradients.select(spec.train_op)[1]):
+                done.gradients.by_slots[update.slots] = self._gradients(backward, i, update.var_list, update.slots)
+        return RunResult(spec, done.gradients, done.writes, done.denominators, self._last_frame)
 
     def _differentiate(self) -> _Differentiated:
         while True:
@@ -191,12 +192,13 @@ class _Run:
             # The pass returns the request that stopped it instead of the spec.
             except GradientsNeeded as needed:
                 request = _Request(needed.var_list, needed.slots)
-                return [needed.loss], _Pass(request, None, Writes({}, {}), frame.denominators, rows_by_table(frame))
+                nothing = StepGradients(), Writes({}, {})
+                return [needed.loss], _Pass(request, None, *nothing, frame.denominators, rows_by_table(frame))
         if frame.reported:  # beside what towers within this run have reported
             spec = dataclasses.replace(spec, reported={**spec.reported, **frame.reported})
-        pending = spec.train_op.pending if self._differentiates and spec.train_op is not None else []
-        losses = [update.loss for update in pending if update.loss is not None]
-        return losses, _Pass(None, spec, frame.writes, frame.denominators, rows_by_table(frame))
+        gradients, pending = frame.notes.get(StepGradients).select(spec.train_op)
+        losses = [update.loss for update in pending if update.loss is not None and self._differentiates]
+        return losses, _Pass(None, spec, gradients, frame.writes, frame.denominators, rows_by_table(frame))
 
 
 def _ascending(gradient: jax.Array) -> jax.Array:

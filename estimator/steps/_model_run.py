@@ -6,12 +6,15 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import jax
+
 from estimator.core._batch import rows_of
 from estimator.core._estimator_spec import EstimatorSpec
 from estimator.core._frame import Frame, current_frame
 from estimator.core._mode_keys import ModeKeys
 from estimator.core._model_fn import ModelFn, bind
-from estimator.core._typing import Features, Forward, Labels, PyTree
+from estimator.core._typing import Features, Forward, Gradients, Labels, PyTree, Variables
+from estimator.optim._apply_updates import StepGradients
 from estimator.steps._gradients import run_model_fn
 from estimator.steps._run_result import RunResult
 
@@ -32,11 +35,14 @@ class ModelRun:
     ...         def half(rows):
     ...             trains = run.frame.mode == "train"
     ...             result = run.on(rows, run.frame.fresh(), differentiate=trains, loss_scale=0.5)
-    ...             return result.scale(0.5).split()
+    ...             summed, per_part = result.scale(0.5).split()
+    ...             return (summed, result.gradients.by_slots), per_part
     ...
     ...         halves = jax.tree.map(lambda x: x.reshape(2, len(x) // 2, *x.shape[1:]), run.batch)
-    ...         summed, per_part = jax.vmap(half)(halves)
-    ...         return per_part.merge(2).join(jax.tree.map(lambda x: x.sum(0), summed))
+    ...         to_sum, per_part = jax.vmap(half)(halves)
+    ...         summed, gradients = jax.tree.map(lambda x: x.sum(0), to_sum)
+    ...         run.leave({}, gradients)
+    ...         return per_part.merge(2).join(summed)
     ...
     ...     return mapped
     >>> def model_fn(features, labels, mode):
@@ -90,3 +96,17 @@ class ModelRun:
         return run_model_fn(
             self.call, frame, batch, differentiate=differentiate, loss_scale=loss_scale, transform=transform
         )
+
+    def leave(
+        self, written: Variables, gradients: dict[str, Gradients], marks: dict[str, jax.Array] | None = None
+    ) -> None:
+        """Leaves what all parts have found to the run around them: what they wrote, and the gradients of their updates.
+
+        Args:
+          written: the new values of variables, by name.
+          gradients, marks: as in `StepGradients`. Losses of other updates are differentiated by the run around.
+        """
+        known = self.frame.notes.get(StepGradients)
+        self.frame.writes.assigned.update(written)
+        known.by_slots.update(gradients)
+        known.marks.update(marks or {})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,7 +22,7 @@ from estimator.core._replica import Replica
 from estimator.core._state import State
 from estimator.core._train_op import StepReport, TrainOp
 from estimator.core._typing import Features, Labels, PyTree, Variables
-from estimator.optim._apply_updates import apply_step
+from estimator.optim._apply_updates import At, StepGradients, apply_step
 from estimator.optim._clip import read_norms
 from estimator.optim._learning_rate import read_rates
 from estimator.optim._moving_average import Averages, check_averages_move, check_averages_read, variables_to_read
@@ -71,7 +71,7 @@ class PureSteps:
         info = ModelInfo(
             like=like,
             placement=placement,
-            pending=spec.train_op is not None and bool(spec.train_op.pending),
+            pending=bool(frame.notes.get(StepGradients).select(spec.train_op)[1]),
             shardings=placement.state(like) if mode == ModeKeys.TRAIN else placement.state_to_read(like),
             guard=frame.guard,
             compared_on=frame.compared_on,
@@ -93,8 +93,8 @@ class PureSteps:
         labels: Labels,
         mode: ModeKeys,
         replica: Replica = _ALONE,
-    ) -> tuple[EstimatorSpec, Variables]:
-        """The spec, with gradients, and the variables that the model_fn wrote itself."""
+    ) -> tuple[EstimatorSpec, StepGradients, Variables]:
+        """The spec, the gradients that it asks for, and the variables that the model_fn wrote itself."""
         # Each program has its own kind of batch, which is checked here, where it is traced.
         rows = check_batch(features, labels)
         self.saw_sparse |= has_sparse((features, labels))
@@ -113,36 +113,29 @@ class PureSteps:
         )
         differentiate = info.pending and not replica.forward_only
         result = run_model_fn(lambda: self._call(features, labels, mode), frame, differentiate=differentiate)
-        return defer_fields(result.spec, result.frame.deferred), result.writes.applied_to(state.variables)
+        spec = defer_fields(result.spec, result.frame.deferred)
+        return spec, result.gradients, result.writes.applied_to(state.variables)
 
     def apply(
-        self,
-        state: State,
-        train_op: TrainOp,
-        written: Variables,
-        at: Callable[[Variables], TrainOp] | None = None,
+        self, state: State, train_op: TrainOp, gradients: StepGradients, written: Variables, at: At | None = None
     ) -> State:
-        """The state after a step whose gradients are known.
-
-        Args:
-          at: the train_op with the gradients at other variables, for optimizers that ask for them.
-        """
-        start = state.variables, state.slots, state.key, state.global_step
-        variables, slots = apply_step(train_op, written, *start, at)
+        """The state after a step whose gradients are known."""
+        variables, slots = apply_step(train_op, gradients, written, state, at)
         after = State(variables, slots, state.global_step + 1, state.key)
-        return count_skipped(train_op, state, after)
+        return count_skipped(gradients, state, after) if gradients.marks else after
 
     def train(self, info: ModelInfo, state: State, features: Features, labels: Labels) -> tuple[State, EstimatorSpec]:
         """One step; what is merged only once per program is still `Deferred`."""
 
-        def train_op_at(variables: Variables) -> TrainOp:
+        def compute_at(variables: Variables) -> tuple[TrainOp, StepGradients]:
             start = state._replace(variables=variables)
-            return train_op_of(self.compute(info, start, features, labels, ModeKeys.TRAIN)[0])
+            spec, gradients, _ = self.compute(info, start, features, labels, ModeKeys.TRAIN)
+            return train_op_of(spec), gradients
 
         # First the model_fn and its gradients, then the updates, then the report.
-        spec, written = self.compute(info, state, features, labels, ModeKeys.TRAIN)
-        after = self.apply(state, train_op_of(spec), written, train_op_at)
-        return after, finish_spec(info.placement, spec, after)
+        spec, gradients, written = self.compute(info, state, features, labels, ModeKeys.TRAIN)
+        after = self.apply(state, train_op_of(spec), gradients, written, compute_at)
+        return after, finish_spec(info.placement, spec, gradients.is_allowed(), after)
 
     def train_loop(
         self, info: ModelInfo, state: State, features: Features, labels: Labels
@@ -160,21 +153,24 @@ class PureSteps:
     def halves(self, info: ModelInfo) -> Halves:
         """The parts of `train`, for variables that are on devices of their own."""
 
-        def compute(state: State, features: Features, labels: Labels) -> tuple[EstimatorSpec, Variables]:
+        def compute(state: State, features: Features, labels: Labels) -> tuple[EstimatorSpec, StepGradients, Variables]:
             return self.compute(info, state, features, labels, ModeKeys.TRAIN)
 
         return Halves(compute, self.apply, functools.partial(finish_spec, info.placement))
 
     def read(self, info: ModelInfo, mode: ModeKeys, state: State, features: Features, labels: Labels) -> EstimatorSpec:
         """Evaluation or prediction of a batch."""
-        spec, _ = self.compute(info, state, features, labels, mode)
+        spec, *_ = self.compute(info, state, features, labels, mode)
         return dataclasses.replace(spec, train_op=None)
 
 
-def finish_spec(placement: Placement, spec: EstimatorSpec, after: State) -> EstimatorSpec:
-    """The spec of a step that was made, with a report in place of the train_op."""
+def finish_spec(placement: Placement, spec: EstimatorSpec, allowed: jax.Array | None, after: State) -> EstimatorSpec:
+    """The spec of a step that was made, with a report in place of the train_op.
+
+    Args:
+      allowed: whether its updates were made; None: nobody has looked.
+    """
     train_op = train_op_of(spec)
-    allowed = train_op.is_allowed()
 
     def report(values: dict[str, Any]) -> dict[str, Any]:
         """Values in the slots; where each tower has its own, the first tower's, sent once per program."""

@@ -12,9 +12,10 @@ from estimator.core._estimator_spec import EstimatorSpec, train_op_of
 from estimator.core._frame import Frame, Writes
 from estimator.core._record import Rows
 from estimator.core._state import State
-from estimator.core._typing import Slots, Variables
+from estimator.core._train_op import TrainOp
+from estimator.core._typing import Gradients, Slots, Variables
 from estimator.metrics._merge import merges_by_sum
-from estimator.optim._apply_updates import apply_step
+from estimator.optim._apply_updates import StepGradients, apply_step
 from estimator.optim._finite import update_if
 from estimator.optim._reinitialize import reinitialize_slots
 from estimator.steps._merge_specs import PerPart
@@ -26,7 +27,8 @@ class RunResult(NamedTuple):
     """The result of a run of a model_fn.
 
     Attributes:
-      spec: what the model_fn returned, with gradients instead of losses to differentiate.
+      spec: what the model_fn returned.
+      gradients: of the updates that it asks for.
       writes: the variables that the model_fn wrote.
       denominators: what its losses divide by, before `Frame.average_denominator`, in the order of the losses; only
         those that are known in the model_fn itself, not in a loop or a branch within it.
@@ -34,9 +36,16 @@ class RunResult(NamedTuple):
     """
 
     spec: EstimatorSpec
+    gradients: StepGradients
     writes: Writes
     denominators: list[jax.Array]
     frame: Frame
+
+    def list_gradients(self) -> list[Gradients]:
+        """The gradients of each update, by name in the order of its variables."""
+        # Out of a compiled function a dict comes sorted by its keys; `var_list` still has the order of the variables.
+        values, updates = self.gradients.by_slots, train_op_of(self.spec).updates
+        return [{name: values[update.slots][name] for name in update.var_list} for update in updates]
 
     def scale(self, share: float) -> RunResult:
         """With the part's share of the merged losses, so that the sum over parts is the merged loss."""
@@ -107,15 +116,13 @@ class RunResult(NamedTuple):
         """
         written = self.writes.applied_to(start.variables)
 
+        def ask(variables: Variables) -> tuple[TrainOp, StepGradients]:
+            other = at(variables)
+            return train_op_of(other.spec), other.gradients
+
         def update(before: tuple[Variables, Slots]) -> tuple[Variables, Slots]:
-            return apply_step(
-                train_op_of(self.spec),
-                written,
-                *before,
-                start.key,
-                start.global_step,
-                lambda variables: train_op_of(at(variables).spec),
-            )
+            state = start._replace(variables=before[0], slots=before[1])
+            return apply_step(train_op_of(self.spec), self.gradients, written, state, ask)
 
         # A condition for its branch: with that, XLA on CPUs copies no variable and no slot (else as many as there are).
         return update_if(start.global_step >= 0, update, (start.variables, start.slots), always=True)

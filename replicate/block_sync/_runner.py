@@ -168,7 +168,7 @@ class BlockSyncRunner(SyncRunner):
         (bare, variables, outer), of_towers = tower_map(tower, self.devices)(shared, (local, run.batch))
         local, of_rows, merged_later = of_towers
         frame.adopt_names(frames[-1])
-        frame.writes.assigned.update(variables)
+        run.leave(variables, {})
         merges: dict[str, Callable[[Any], Any]] = {
             "loss": self._loss,
             "eval_metric_ops": self._metrics,

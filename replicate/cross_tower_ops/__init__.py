@@ -4,9 +4,9 @@ from replicate.cross_tower_ops._all_reduce import AllReduce, CollectiveAllReduce
 from replicate.cross_tower_ops._auto import choose_the_best
 from replicate.cross_tower_ops._base import CrossTowerOps, ReduceOp
 from replicate.cross_tower_ops._multi_worker import MultiWorkerAllReduce
-from replicate.cross_tower_ops._packers import AggregateSmallTensorPacker, ConcatAndSplitPacker
 from replicate.cross_tower_ops._per_tower import Mirrored, PerTower
 from replicate.cross_tower_ops._reduction_to_one_device import ReductionToOneDevice, add_n
+from replicate.towers._packing import AggregateSmallTensorPacker, ConcatAndSplitPacker
 
 __all__ = [
     "AggregateSmallTensorPacker",

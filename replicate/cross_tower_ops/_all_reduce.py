@@ -11,9 +11,9 @@ import jax.numpy as jnp
 
 from replicate.cross_tower_ops._algorithms import all_reduce, check_algorithm
 from replicate.cross_tower_ops._base import CrossTowerOps
-from replicate.cross_tower_ops._packers import AggregateSmallTensorPacker, ConcatAndSplitPacker, Packer, at_least
 from replicate.towers._collectives import cross_tower_sum
 from replicate.towers._map import num_towers
+from replicate.towers._packing import AggregateSmallTensorPacker, ConcatAndSplitPacker, Packer, at_least
 
 
 class AllReduce(CrossTowerOps):

@@ -14,9 +14,9 @@ from replicate.cross_tower_ops._algorithms import all_reduce
 from replicate.cross_tower_ops._all_reduce import AllReduce
 from replicate.cross_tower_ops._base import CrossTowerOps
 from replicate.cross_tower_ops._measurements import ARRAYS, Row, nearest_row, read_table, recorded_rows, rows_for_towers
-from replicate.cross_tower_ops._packers import ConcatAndSplitPacker
 from replicate.towers._devices import find_devices
 from replicate.towers._map import num_towers
+from replicate.towers._packing import ConcatAndSplitPacker
 
 
 def choose_the_best(

@@ -10,8 +10,7 @@ import jax
 
 from replicate.cross_tower_ops._algorithms import all_reduce, check_algorithm
 from replicate.cross_tower_ops._all_reduce import AllReduce
-from replicate.cross_tower_ops._packers import at_least, split_vector
-from replicate.towers._packing import pack
+from replicate.towers._packing import at_least, pack, split_vector
 
 
 class _Spec(NamedTuple):

@@ -181,9 +181,8 @@ class _TowersAlone(OffTowerPlacement):
 
     def compile_step(self, step: Callable[..., Any], halves: Halves, like: Any, donate: bool) -> Callable[..., Any]:
         def compute(state: Any, features: Features, labels: Labels) -> Any:
-            spec, assigned = halves.compute(state, features, labels)
-            gradients = [dict(update.gradients or {}) for update in spec.train_op.updates]
-            return (gradients, assigned), spec
+            spec, gradients, assigned = halves.compute(state, features, labels)
+            return (gradients.by_slots, assigned), spec
 
         return compute
 
@@ -278,7 +277,7 @@ def _transfers(
             name = _SCALARS.get(path[0].name) or _name_of(path[1:])
             transfers.append(Transfer(name, True, copies * _bytes(leaf), str(device)))
     (gradients, assigned), _ = step.out_info
-    for own in gradients:
+    for own in gradients.values():
         for name, tree in own.items():
             [device] = jax.tree.leaves(homes.variables[name])[0].device_set
             others = len(set(devices) - {device})

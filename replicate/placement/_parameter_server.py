@@ -9,6 +9,7 @@ the global norm, gets the sums of all of them and is as exact as on one device.
 from __future__ import annotations
 
 import collections
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ from jax.tree_util import DictKey
 
 from estimator import EstimatorSpec, State, TrainOp
 from estimator.replication import Halves, OffTowerPlacement, Placement, compile_first
-from estimator.typing import Features, Labels, PyTree, Read, Shardings, Step, Tree
+from estimator.typing import Features, Gradients, Labels, PyTree, Read, Shardings, Step, Tree
 from replicate.placement._transfer import Packed, joined_parcels, packed_by_source, transfer
 from replicate.towers._collectives import is_slices, join_slices
 
@@ -83,14 +84,14 @@ class ParameterServer(OffTowerPlacement):
         shardings = self.state(like)
         homes = {name: jax.tree.leaves(home)[0] for name, home in shardings.variables.items()}
 
-        def compute(*args: Any) -> tuple[EstimatorSpec, PyTree, list[Packed]]:
-            spec, assigned = halves.compute(*args)
-            gradients = spec.train_op.gradients()
-            bare = spec.replace_unchecked(train_op=spec.train_op.without_gradients())
-            return bare, assigned, [_packed_for(home, homes, gradients) for home in self._homes]
+        def compute(*args: Any) -> tuple[EstimatorSpec, PyTree, PyTree, list[Packed]]:
+            spec, gradients, assigned = halves.compute(*args)
+            parcels = [_packed_for(home, homes, gradients.by_slots) for home in self._homes]
+            return spec, dataclasses.replace(gradients, by_slots={}), assigned, parcels
 
-        def apply(state: State, train_op: TrainOp, assigned: PyTree, parcels: list[Packed]) -> State:
-            return halves.apply(state, train_op.with_gradients(_sum_towers(parcels)), assigned)
+        def apply(state: State, train_op: TrainOp, bare: PyTree, assigned: PyTree, parcels: list[Packed]) -> State:
+            gradients = dataclasses.replace(bare, by_slots=_sum_towers(parcels))
+            return halves.apply(state, train_op, gradients, assigned)
 
         read = self.compile_read(compute)
         updates: dict[Any, _Update] = {}
@@ -102,32 +103,33 @@ class ParameterServer(OffTowerPlacement):
                     "within another one (`jax.jit`, `jax.lax.scan`). Call it outside, or use "
                     "VariableDistribution.MIRRORED or SHARDED."
                 )
-            spec, assigned, parcels = read(state, features, labels)
-            step = spec.train_op, assigned, parcels
+            spec, *rest = read(state, features, labels)
+            step = spec.train_op, *rest
             kind = tuple(leaf.shape for leaf in jax.tree.leaves(step))  # slices are as many as the batch has ids
             if kind not in updates:
                 updates[kind] = _Update(apply, (state, *step), shardings, donate)
             after = updates[kind](state, *step)
-            spec = halves.finish(spec, after)
+            spec = halves.finish(spec, rest[0].is_allowed(), after)
             # The report may have arrays of the state, which the next step may donate.
             return after, spec.replace_unchecked(train_op=spec.train_op.copy_values())
 
         return several
 
 
-def _packed_for(home: Any, homes: dict[str, Any], gradients: list[dict[str, PyTree]]) -> Packed:
+def _packed_for(home: Any, homes: dict[str, Any], gradients: dict[str, Gradients]) -> Packed:
     """The gradients, of shape `[towers, ...]`, of the variables that are at home there."""
-    return Packed.of([{name: g for name, g in own.items() if homes[name] == home} for own in gradients], lead=1)
+    mine = {slots: {n: g for n, g in own.items() if homes[n] == home} for slots, own in gradients.items()}
+    return Packed.of(mine, lead=1)
 
 
-def _sum_towers(parcels: list[Packed]) -> list[dict[str, PyTree]]:
+def _sum_towers(parcels: list[Packed]) -> dict[str, Gradients]:
     """The sums over towers of each update; the slices of a sparse gradient are concatenated, tower after tower."""
 
     def total(x: Any) -> Any:
         return join_slices(x) if is_slices(x) else x.sum(0, dtype=x.dtype)
 
     of_homes = [jax.tree.map(total, packed.tree(), is_leaf=is_slices) for packed in parcels]
-    return [{name: g for own in of_update for name, g in own.items()} for of_update in zip(*of_homes, strict=True)]
+    return {slots: {n: g for trees in of_homes for n, g in trees[slots].items()} for slots in of_homes[0]}
 
 
 def _of_parcels(run: Callable[..., Any]) -> Callable[..., Any]:

@@ -81,18 +81,20 @@ class MicroBatches:
             writes = result.addends(part[0], self.steps, "micro-batch")
             result.check_rows(rows // self.steps, "micro-batch")
             summed, per_part = result.scale(self._share).split()
-            leaves = jax.tree.leaves((summed, writes), is_leaf=is_slices)
+            leaves = jax.tree.leaves((summed, result.gradients, writes), is_leaf=is_slices)
             addends = [leaf for leaf in leaves if not is_slices(leaf)]
             slices = [leaf for leaf in leaves if is_slices(leaf)]
             return [total + leaf for total, leaf in zip(totals, addends, strict=True)], (per_part, slices)
 
         # The leaves alone are carried, since the structure holds the optimizers, of which each run makes its own.
-        leaves, structure = jax.tree.flatten((like.scale(self._share).split()[0], like.writes), is_leaf=is_slices)
+        summed = like.scale(self._share).split()[0]
+        leaves, structure = jax.tree.flatten((summed, like.gradients, like.writes), is_leaf=is_slices)
         zeros = [jnp.zeros_like(leaf) for leaf in leaves if not is_slices(leaf)]
         totals, (per_part, slices) = jax.lax.scan(add, zeros, numbered)
         sums, joins = iter(totals), map(join_slices, slices)
-        summed, writes = jax.tree.unflatten(structure, [next(joins if is_slices(leaf) else sums) for leaf in leaves])
-        return RunResult(per_part.merge(self.steps).join(summed), writes, denominators, like.frame)
+        whole = [next(joins if is_slices(leaf) else sums) for leaf in leaves]
+        summed, gradients, writes = jax.tree.unflatten(structure, whole)
+        return RunResult(per_part.merge(self.steps).join(summed), gradients, writes, denominators, like.frame)
 
     @property
     def _share(self) -> float:

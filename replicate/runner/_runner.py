@@ -28,18 +28,17 @@ class SyncRunner(Runner):
             key, initial_values = start
             result = run.on(batch, frame.fresh(key=key, initial_values=initial_values), differentiate=False)
             frames.append(result.frame)
-            train_op = result.spec.train_op
             if len(self.devices) > 1:
-                _check_optimizers(train_op)
-            # The towers take the gradients, not the run around them.
-            spec = result.spec.replace_unchecked(train_op=train_op and train_op.without_gradients())
-            return (spec, result.frame.variables, result.frame.slots), None
+                _check_optimizers(result.spec.train_op)
+            return (result.spec, result.frame.variables, result.frame.slots), None
 
         # In one tower: initial values depend on the key only, and all towers start with the same values.
         (spec, variables, slots), _ = lone_tower(tower, self.devices)((frame.key, frame.initial_values), run.batch)
         frame.variables.update(variables)
         frame.slots.update(slots)
         frame.adopt_names(frames[0])
+        # The towers take the gradients, not the run around them.
+        run.leave({}, {update.slots: {} for update in (spec.train_op or TrainOp()).updates})
         # Which variables are cut is known only after the run that creates them.
         frame.placement = self.placement.with_partitions(frames[0].declared.partitions)
         # Already here, in the program of `init`, so that no device makes the slots of a cut variable whole.
@@ -56,21 +55,17 @@ class SyncRunner(Runner):
             frames.append(result.frame)
             summed, per_part = result.scale(scale).split()
             # Marks are set before the sum, which spreads a NaN of one tower to all.
-            train_op = summed.train_op or TrainOp()
-            if self.on_nan is not None:
-                train_op = self.on_nan.mark(train_op, tower_index(), num_towers())
-            gradients = train_op.gradients()
-            summed = summed.replace_unchecked(train_op=train_op.without_gradients())
-            addends = result.addends(tower_index(), num_towers())
-            sums, (summed, addends) = self.ops.sum_step(gradients if sums_here else [], (summed, addends))
-            return (summed, addends.applied_to(start.variables), sums), (per_part, None if sums_here else gradients)
+            marks = self.on_nan.mark(result.gradients, tower_index(), num_towers()) if self.on_nan else {}
+            own, others = result.list_gradients(), (summed, marks, result.addends(tower_index(), num_towers()))
+            sums, (summed, marks, addends) = self.ops.sum_step(own if sums_here else [], others)
+            return (summed, marks, addends.applied_to(start.variables), sums), (per_part, [] if sums_here else own)
 
         in_towers = tower_map(tower, self.devices)
-        (spec, written, sums), (per_part, to_sum) = in_towers(self.start_of(run.frame), run.batch)
+        (spec, marks, written, sums), (per_part, to_sum) = in_towers(self.start_of(run.frame), run.batch)
         run.frame.adopt_names(frames[-1])
-        run.frame.writes.assigned.update(written)
         per_part = self.merge_parts(per_part, len(self.devices))
-        train_op = self.placement.to_update(spec.train_op.with_gradients(sums if sums_here else to_sum))
+        train_op, gradients, marks = self.placement.to_update((spec.train_op, sums or to_sum, marks))
+        run.leave(written, dict(zip((u.slots for u in train_op.updates), gradients, strict=True)), marks)
         return self.readable(per_part.join(spec)).replace_unchecked(train_op=train_op)
 
     def run_tower(

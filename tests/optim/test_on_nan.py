@@ -207,6 +207,21 @@ def test_what_is_summed_counts_and_not_what_was_computed(towers):
     assert after.variables["w"][1] != state.variables["w"][1]
 
 
+@pytest.mark.parametrize("towers", [1, 2])
+def test_gradients_of_a_train_op_that_is_left_out_do_not_count(towers):
+    def fn(features, labels, mode):
+        loss = jnp.mean(features @ est.get_variable("w", lambda key: jnp.array(W)))
+        optimizer, other = TowerOptimizer(optax.sgd(0.5)), TowerOptimizer(optax.sgd(0.5))
+        pairs = optimizer.compute_gradients(loss)
+        other.apply_gradients([(jnp.nan * g, name) for g, name in pairs])
+        return est.EstimatorSpec(mode, loss=loss, train_op=optimizer.apply_gradients(pairs))
+
+    model, state = started(towers, "raise", fn)
+    after, spec = model.train_step(state, ROWS)
+    assert not spec.train_op.skipped
+    assert_close(after.variables["w"], W - 0.5 * ROWS.mean(0))
+
+
 def test_a_wrapper_around_the_replicated_model_fn_is_kept_out_too():
     """Its optimizer acts once, outside of the towers, in the same step."""
     inner = replicate(2, "skip", lambda features, labels, mode: model_fn(features, labels, mode))

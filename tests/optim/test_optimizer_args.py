@@ -11,7 +11,7 @@ from testing.towers import FOUR, assert_close, one_step, reduced, regression, re
 
 import estimator as est
 from estimator.core._train_op import TrainOp, Update
-from estimator.optim._apply_updates import apply_step
+from estimator.optim._apply_updates import StepGradients, apply_step
 from replicate import TowerOptimizer
 
 STEPS = 3
@@ -260,11 +260,12 @@ def test_what_the_towers_differentiate_is_not_differentiated_once_more():
 def test_an_update_apart_from_the_towers_names_the_way_out(make):
     params = {"w": jnp.ones(3)}
     optimizer = TowerOptimizer(make())
-    update = Update(params, jnp.float32(1), ("w",), "optimizer", optimizer)
+    update = Update(jnp.float32(1), ("w",), "optimizer", optimizer)
     slots = {"optimizer": optimizer.transformation.init(params)}
+    state = est.State(params, slots, jnp.int32(0), jax.random.key(0))
     message = r"updated apart from the towers. Use VariableDistribution\.MIRRORED or VariableDistribution\.SHARDED"
     with pytest.raises(ValueError, match=message):
-        apply_step(TrainOp((update,)), {}, params, slots, jax.random.key(0), jnp.int32(0))
+        apply_step(TrainOp((update,)), StepGradients({"optimizer": params}), {}, state)
 
 
 @pytest.mark.parametrize("make", [optax.polyak_sgd, optax.lbfgs, lambda: optax.MultiSteps(optax.polyak_sgd(), 2)])

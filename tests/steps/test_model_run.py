@@ -33,12 +33,12 @@ def merged(run, batch, slices):
         result = run.on(rows, run.frame.fresh(), differentiate=trains, loss_scale=1 / slices)
         result.check_rows(len(rows[0]))
         summed, per_part = result.scale(1 / slices).split()
-        return (summed, result.addends(index, slices)), per_part
+        return (summed, result.gradients.by_slots, result.addends(index, slices)), per_part
 
     stacked = jax.tree.map(lambda x: x.reshape(slices, len(x) // slices, *x.shape[1:]), batch)
     to_sum, per_part = jax.vmap(one)(jnp.arange(slices), stacked)
-    summed, writes = jax.tree.map(lambda x: x.sum(0), to_sum)
-    run.frame.writes.assigned.update(writes.applied_to(run.frame.variables))
+    summed, gradients, writes = jax.tree.map(lambda x: x.sum(0), to_sum)
+    run.leave(writes.applied_to(run.frame.variables), gradients)
     return per_part.merge(slices).join(summed)
 
 
