@@ -43,7 +43,13 @@ class StepGradients:
         updates = {update.slots: update for update in (train_op.updates if train_op else ())}
         by_slots = {slots: own for slots, own in self.by_slots.items() if slots in updates}
         marks = {slots: mark for slots, mark in self.marks.items() if slots in updates}
-        return StepGradients(by_slots, marks), [update for slots, update in updates.items() if slots not in by_slots]
+        pending = [update for slots, update in updates.items() if slots not in by_slots]
+        if lost := [update.slots for update in pending if update.loss is None]:
+            raise RuntimeError(
+                f"`apply_gradients` of {lost} was called in a part of the batch, and its gradients did not come to the "
+                "step. A model_fn that maps another one hands them on: `ModelRun.leave(written, gradients)`."
+            )
+        return StepGradients(by_slots, marks), pending
 
     def is_allowed(self) -> jax.Array | None:
         """True, a bool scalar, if the updates may be made: no tower has marked a gradient. None: nobody has looked."""

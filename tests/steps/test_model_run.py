@@ -64,6 +64,27 @@ def test_slices_of_another_package_are_one_batch():
     assert_towers_match_one_batch(model_fn, features, labels, replicate=in_slices, towers=[2], steps=1)
 
 
+def test_gradients_that_are_not_left_to_the_run_around_are_an_error():
+    def forgetful(model_fn):
+        def mapped(features, labels, mode, params=None, config=None):
+            run = ModelRun.begin("forgetful", model_fn, features, labels, mode, params, config)
+            if run.frame.initializing:
+                return run.call(run.batch)
+            return run.on(run.batch, run.frame.fresh(), differentiate=True).spec
+
+        return mapped
+
+    def by_hand(features, labels, mode):
+        loss = jnp.mean((est.get_variable("w", ()) * features) ** 2)
+        optimizer = est.Optimizer(optax.sgd(0.1))
+        return est.EstimatorSpec(mode, loss=loss, train_op=optimizer.apply_gradients(optimizer.compute_gradients(loss)))
+
+    model, x = est.transform(forgetful(by_hand)), jnp.arange(4.0)
+    state = model.init(jax.random.key(0), x)
+    with pytest.raises(RuntimeError, match=r"`apply_gradients` of \['optimizer'\] .* hands them on: `ModelRun.leave\("):
+        model.train_step(state, x)
+
+
 def test_a_mapped_model_fn_runs_in_a_model():
     with pytest.raises(RuntimeError, match="`in_slices` must be called inside a model_fn that an Estimator"):
         in_slices(model_fn, ["one"])(np.ones((2, 3)), None, "infer")
