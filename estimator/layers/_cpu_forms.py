@@ -66,27 +66,17 @@ def depthwise_convolve(
 
 
 def convolve_transposed(x: jax.Array, kernel: jax.Array, strides: Sequence[int], padding: str) -> jax.Array:
-    """The gradient of a convolution with strides that `kernel`, `[*size, filters, channels]`, has. XLA: 9 to 12 times.
-
-    Output places of one remainder by the strides see the same part of the kernel: one product of matrices makes all.
-    """
+    """The gradient of a convolution with strides, whose kernel is `[*size, filters, channels]`. XLA: 9 to 30 times."""
     *size, filters, channels = kernel.shape
-    parts = [-(-n // s) for n, s in zip(size, strides, strict=True)]  # of the kernel that one output place sees
-    # Padded to a multiple of the strides, the kernel splits into a small one for each phase of the output: the
-    # remainder of an output place by the strides says which one it needs.
-    kernel = jnp.pad(kernel, [*((0, p * s - n) for p, s, n in zip(parts, strides, size, strict=True)), (0, 0), (0, 0)])
-    split = tuple(itertools.chain.from_iterable(zip(parts, strides, strict=True)))
     n = len(size)
-    kernel = jnp.flip(kernel.reshape(*split, filters, channels), range(0, 2 * n, 2))
-    order = (*range(0, 2 * n, 2), 2 * n + 1, *range(1, 2 * n, 2), 2 * n)
-    # All phases are columns of one matrix: one product gives a block of outputs, as large as the strides, for each
-    # place.
-    matrix = kernel.transpose(order).reshape(-1, kernel.size // channels // math.prod(parts))
-    x_padded = jnp.pad(x, [(0, 0), *((p - 1, p - 1) for p in parts), (0, 0)])
-    y = jnp.concatenate(list(_shifts(x_padded, parts, (1,) * n, (1,) * n, "VALID")), axis=-1) @ matrix
-    places = y.shape[1:-1]
-    y = y.reshape(*y.shape[:-1], *strides, filters)
-    # The phases go back between the places: [batch, h, w, sh, sw, filters] becomes [batch, h, sh, w, sw, filters].
+    parts = [-(-k // s) for k, s in zip(size, strides, strict=True)]  # of the kernel that one output place sees
+    # The form with the smaller matrices: by place of the inputs, the numbers in the rows before and after the product.
+    gathered = math.prod(parts) * channels + math.prod(strides) * filters
+    added = channels + math.prod(size) * filters
+    y = (_add_blocks if added <= gathered else _gather_blocks)(x, kernel, strides, parts)
+    places = y.shape[1 : 1 + n]
+    # The places of a block go back between the blocks: [batch, h, w, sh, sw, filters] becomes [batch, h, sh, w, sw,
+    # filters].
     order = (0, *itertools.chain.from_iterable((1 + i, 1 + n + i) for i in range(n)), 1 + 2 * n)
     y = y.transpose(order).reshape(x.shape[0], *(p * s for p, s in zip(places, strides, strict=True)), filters)
     crops = []
@@ -97,6 +87,45 @@ def convolve_transposed(x: jax.Array, kernel: jax.Array, strides: Sequence[int],
         first, wanted = (beyond // 2, length * s) if padding == "SAME" else (0, length * s + beyond)
         crops.append((-first, wanted + first - now, 0))
     return jax.lax.pad(y, jnp.zeros((), y.dtype), [(0, 0, 0), *crops, (0, 0, 0)])
+
+
+def _gather_blocks(x: jax.Array, kernel: jax.Array, strides: Sequence[int], parts: Sequence[int]) -> jax.Array:
+    """The outputs of a transposed convolution in blocks as large as the strides, `[batch, *places, *strides, filters]`.
+
+    Output places of one remainder by the strides see the same part of the kernel: one product of matrices makes all.
+    """
+    *size, filters, channels = kernel.shape
+    # Padded to a multiple of the strides, the kernel splits into a small one for each phase of the output: the
+    # remainder of an output place by the strides says which one it needs.
+    kernel = jnp.pad(kernel, [*((0, p * s - n) for p, s, n in zip(parts, strides, size, strict=True)), (0, 0), (0, 0)])
+    split = tuple(itertools.chain.from_iterable(zip(parts, strides, strict=True)))
+    n = len(size)
+    kernel = jnp.flip(kernel.reshape(*split, filters, channels), range(0, 2 * n, 2))
+    order = (*range(0, 2 * n, 2), 2 * n + 1, *range(1, 2 * n, 2), 2 * n)
+    # All phases are columns of one matrix: one product gives a block for each place.
+    matrix = kernel.transpose(order).reshape(-1, kernel.size // channels // math.prod(parts))
+    x_padded = jnp.pad(x, [(0, 0), *((p - 1, p - 1) for p in parts), (0, 0)])
+    y = jnp.concatenate(list(_shifts(x_padded, parts, (1,) * n, (1,) * n, "VALID")), axis=-1) @ matrix
+    return y.reshape(*y.shape[:-1], *strides, filters)
+
+
+def _add_blocks(x: jax.Array, kernel: jax.Array, strides: Sequence[int], parts: Sequence[int]) -> jax.Array:
+    """The same: a product gives what each input place adds to the outputs, in blocks that are shifted and added."""
+    *size, filters, channels = kernel.shape
+    n = len(size)
+    dtype = x.dtype if x.dtype.itemsize >= 4 else jnp.dtype(jnp.float32)  # sums in half precision are rounded once
+    products = multiply(x.astype(dtype), kernel.astype(dtype).reshape(-1, channels).T)
+    blocks = [products.reshape(*x.shape[:-1], *size, filters)]
+    for axis, (k, s) in enumerate(zip(size, strides, strict=True), 1 + n):
+        # `split`, of which the gradient is one concatenation; of slices it is a sum of padded arrays, twice as slow.
+        cuts = [min(s, k - first) for first in range(0, k, s)]
+        blocks = [part for block in blocks for part in jax.lax.split(block, cuts, axis)]
+    added = []
+    for at, block in zip(itertools.product(*map(range, parts)), blocks, strict=True):
+        shifts = ((i, p - 1 - i) for i, p in zip(at, parts, strict=True))
+        missing = ((0, s - k) for s, k in zip(strides, block.shape[1 + n :], strict=False))
+        added.append(jnp.pad(block, [(0, 0), *shifts, *missing, (0, 0)]))
+    return functools.reduce(jnp.add, added).astype(x.dtype)
 
 
 def _shifts(

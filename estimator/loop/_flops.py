@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -33,8 +34,7 @@ _PEAKS = {
 
 
 def count_flops(traced: jax.stages.Traced) -> float:
-    """The FLOPs of a program on one device, as XLA counts them before it is compiled; a `while_loop` counts once where
-    XLA cannot know how often it runs."""
+    """The FLOPs of a program on one device, as XLA counts them before it is compiled; what is in a loop counts once."""
     cost = traced.lower().cost_analysis() or {}  # kinds with a count of 0 are left out
     return float(cost.get("flops", 0.0))
 
@@ -54,27 +54,37 @@ def steps_that_fit(
     traced: jax.stages.Traced, platform: str, count: Callable[[jax.stages.Traced], float] = count_flops
 ) -> int:
     """The number of steps that go into one program, by their FLOPs on one device. At least one; only one
-    where a loop within the step hides how many operations it has.
+    where a loop of unknown length within the step hides how many operations it has.
 
     Args:
       traced: the program of a step.
       platform: the kind of device that it runs on.
-      count: counts its FLOPs.
+      count: counts its FLOPs, those of a loop once.
     """
+    # What the model_fn shows is not computed here, and may have a loop of its own.
     jaxpr, _ = dce_jaxpr(traced.jaxpr.jaxpr, [True] * len(traced.jaxpr.jaxpr.outvars))
-    if _has_loop(jaxpr, platform):  # what the model_fn shows is not computed here, and may have a loop of its own
+    repeats = _most_repeats(jaxpr, platform)
+    if math.isinf(repeats):
         return 1
-    return max(1, int(_FLOPS_PER_PROGRAM.get(platform, _FLOPS_ON_ACCELERATORS) / max(1.0, count(traced))))
+    flops = repeats * max(1.0, count(traced))  # at most
+    return max(1, int(_FLOPS_PER_PROGRAM.get(platform, _FLOPS_ON_ACCELERATORS) / flops))
 
 
-def _has_loop(jaxpr: Jaxpr, platform: str) -> bool:
+def _most_repeats(jaxpr: Jaxpr, platform: str) -> float:
+    """The most times that an operation of a program runs, by the lengths of the loops around it; inf if not known."""
     from jax.extend.core import jaxprs_in_params  # imports Pallas
 
-    return any(
-        equation.primitive.name in ("scan", "while")
-        or any(_has_loop(part, platform) for part in jaxprs_in_params(_params_on(platform, equation.params)))
-        for equation in jaxpr.eqns
-    )
+    most = 1.0
+    for equation in jaxpr.eqns:
+        parts = jaxprs_in_params(_params_on(platform, equation.params))
+        inner = max((_most_repeats(part, platform) for part in parts), default=1.0)
+        match equation.primitive.name:
+            case "while":
+                return math.inf
+            case "scan":
+                inner *= max(1, equation.params["length"])
+        most = max(most, inner)
+    return most
 
 
 def _params_on(platform: str, params: dict[str, Any]) -> dict[str, Any]:

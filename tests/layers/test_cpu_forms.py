@@ -109,13 +109,27 @@ def test_a_depthwise_convolution_has_the_numbers_and_gradients_of_xla(size, stri
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("filters, channels", [(1, 5), (4, 2)])  # the added form, the gathered one
 @pytest.mark.parametrize("size, strides, dilation, padding", CONVOLUTIONS)
-def test_a_transposed_convolution_has_the_numbers_and_gradients_of_xla(size, strides, dilation, padding):
-    x = jax.random.normal(jax.random.key(0), (2, 4, 5, 3))
-    kernel = jax.random.normal(jax.random.key(1), (*size, 2, 3))
+def test_a_transposed_convolution_has_the_numbers_and_gradients_of_xla(
+    size, strides, dilation, padding, filters, channels
+):
+    x = jax.random.normal(jax.random.key(0), (2, 4, 5, channels))
+    kernel = jax.random.normal(jax.random.key(1), (*size, filters, channels))
     window = {"strides": strides, "padding": padding}
     ours = functools.partial(_cpu_forms.convolve_transposed, **window)
     assert_same_with_gradients(ours, functools.partial(transposed_by_xla, **window), x, kernel)
+
+
+@pytest.mark.parametrize("filters, channels", [(1, 5), (4, 2)])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_a_transposed_convolution_rounds_half_precision_once(dtype, filters, channels):
+    x = jax.random.normal(jax.random.key(0), (2, 4, 5, channels), dtype)
+    kernel = jax.random.normal(jax.random.key(1), (3, 3, filters, channels), dtype)
+    half = _cpu_forms.convolve_transposed(x, kernel, (2, 2), "SAME")
+    full = _cpu_forms.convolve_transposed(x.astype(jnp.float32), kernel.astype(jnp.float32), (2, 2), "SAME")
+    assert half.dtype == dtype
+    np.testing.assert_allclose(half.astype(jnp.float32), full, rtol=jnp.finfo(dtype).eps, atol=1e-5)
 
 
 @pytest.mark.parametrize("data_format", ["channels_first", "channels_last"])
@@ -152,19 +166,22 @@ def convolved(x):
     kernel = x[:, :3, :2].reshape(3, 2, 2, 1)
     geometry = Geometry.of("separable_conv2d", 2, (3, 2), 1, "same", "channels_last")
     up = Geometry.of("conv2d_transpose", 2, (3, 2), 2, "same", "channels_last")
-    return up.convolve_transposed(geometry.convolve_depthwise(x, kernel), kernel.reshape(3, 2, 1, 2))
+    x = up.convolve_transposed(geometry.convolve_depthwise(x, kernel), kernel.reshape(3, 2, 1, 2))
+    return up.convolve_transposed(x, kernel.reshape(3, 2, 2, 1))
 
 
 def convolved_by_xla(x):
     kernel = x[:, :3, :2].reshape(3, 2, 2, 1)
     x = depthwise_by_xla(x, kernel, (1, 1), (1, 1), "SAME")
-    return transposed_by_xla(x, kernel.reshape(3, 2, 1, 2), (2, 2), "SAME")
+    x = transposed_by_xla(x, kernel.reshape(3, 2, 1, 2), (2, 2), "SAME")
+    return transposed_by_xla(x, kernel.reshape(3, 2, 2, 1), (2, 2), "SAME")
 
 
 def upsampled(x):
     kernel = jnp.ones((3, 2, 3, 2))
     x = _cpu_forms.depthwise_convolve(x, kernel, strides=(1, 1), dilation=(1, 1), padding="SAME")
-    return _cpu_forms.convolve_transposed(x, jnp.ones((3, 2, 1, 6)), strides=(2, 2), padding="SAME")
+    x = _cpu_forms.convolve_transposed(x, jnp.ones((3, 2, 1, 6)), strides=(2, 2), padding="SAME")
+    return _cpu_forms.convolve_transposed(x, jnp.ones((3, 2, 2, 1)), strides=(2, 2), padding="SAME")
 
 
 @pytest.mark.parametrize("ours", [pooled, upsampled])
