@@ -137,7 +137,7 @@ class Runs:
         return _Start(None, 0, {}) if path is None else _Start(path, *Checkpoint(path).progress())
 
     def _open_input(self, input_fn: InputFn, start: _Start, group: ProcessGroup) -> _OpenInput | None:
-        """The input at its position; None where it has no batch."""
+        """The input at its position; None if it has no batch."""
         group.progress.enter("input")
         # The first batch may take long, and nothing has begun that a SIGTERM would have to end in order.
         with raise_at_sigterm():
@@ -173,7 +173,7 @@ class Runs:
         max_steps: int | None,
         group: ProcessGroup,
     ) -> Training | None:
-        """The run; None where a warm start has reached `max_steps` already."""
+        """The run; None if a warm start has reached `max_steps` already."""
         self._log_compiling(ModeKeys.TRAIN)
         group.progress.enter("begin")
         rest, first = opened.rest, opened.first

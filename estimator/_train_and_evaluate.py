@@ -174,7 +174,7 @@ def _check_for_evaluator(
     eval_every_steps: int | None,
     stoppers: Sequence[EarlyStoppingHook],
 ) -> None:
-    """Checks what cannot be where an evaluator reads checkpoints."""
+    """Checks what cannot be if an evaluator reads checkpoints."""
     every = [eval_every_steps, *(spec.eval_every_steps for spec in specs.values())]
     for steps in filter(None, every):
         raise ValueError(

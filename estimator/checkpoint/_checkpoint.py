@@ -97,7 +97,7 @@ def _reads(method: M) -> M:
 class Checkpoint:
     """A checkpoint at a path. It keeps nothing in memory: others may remove or replace the directory at any time.
 
-    Reading raises a `NotACheckpointError` where there is none, and a `DamagedCheckpointError` where its files are not
+    Reading raises a `NotACheckpointError` if there is none, and a `DamagedCheckpointError` if its files are not
     those that were written.
 
     >>> import collections, jax, tempfile
@@ -142,7 +142,7 @@ class Checkpoint:
 
     @property
     def version(self) -> object:
-        """A value that differs for two checkpoints of the same name; None where there is none, or it is damaged."""
+        """A value that differs for two checkpoints of the same name; None if there is none, or it is damaged."""
         try:
             if _files.is_url(self.path):
                 return self.written_ns

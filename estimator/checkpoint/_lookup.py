@@ -59,7 +59,7 @@ class CheckpointLookup:
             self._checkpoints.finish()  # it may be the one that is being written
             checkpoint = Checkpoint(expand(checkpoint_path))
             checkpoint.check_sound()
-            checkpoint.names()  # raises where it is not a checkpoint
+            checkpoint.names()  # raises if it is not a checkpoint
             return checkpoint.path
         path = self.find_newest(group)
         if path is None and checkpoint_path is not None:

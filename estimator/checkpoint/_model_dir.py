@@ -128,7 +128,7 @@ def _sort_written(folders: list[Checkpoint]) -> list[Checkpoint]:
 
 
 def find_newest(directory: str, check: Callable[[Checkpoint], object] = Checkpoint.check_sound) -> Checkpoint | None:
-    """Finds the newest checkpoint in a directory that is not damaged; None where there is none at all.
+    """Finds the newest checkpoint in a directory that is not damaged; None if there is none at all.
 
     Args:
       directory: the model_dir.

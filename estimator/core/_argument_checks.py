@@ -55,7 +55,7 @@ def as_int(caller: str, name: str, value: Any) -> int:
 
 
 def check_order(caller: str, labels: jax.Array, logits: jax.Array, what: str = "logits") -> None:
-    """Raises a TypeError where labels are floats and logits integers: they have changed places."""
+    """Raises a TypeError if labels are floats and logits integers: they have changed places."""
     if jnp.issubdtype(labels.dtype, jnp.floating) and not jnp.issubdtype(logits.dtype, jnp.floating):
         raise TypeError(
             f"`{caller}` takes (labels, {what}), in this order; got labels of dtype {labels.dtype} and shape "
@@ -65,7 +65,7 @@ def check_order(caller: str, labels: jax.Array, logits: jax.Array, what: str = "
 
 
 def check_same_shape(caller: str, labels: jax.Array, predictions: jax.Array, what: str = "predictions") -> None:
-    """Raises a ValueError that names `caller`, both shapes and the fix where they differ."""
+    """Raises a ValueError that names `caller`, both shapes and the fix, if they differ."""
     if labels.shape == predictions.shape:
         return
     fix = "give both one value for each element"

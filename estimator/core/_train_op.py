@@ -40,7 +40,7 @@ class Update:
       slots: name of this call's entry in `State.slots`, which no other call has.
       optimizer: whose transformation turns the gradients into updates.
       run: in which it was made.
-      learning_rate: that the run has computed, and 1 (see `optim/_given_rate.py`); None where the optimizer knows it.
+      learning_rate: that the run has computed, and 1 (see `optim/_given_rate.py`); None if the optimizer knows it.
     """
 
     loss: jax.Array | None
@@ -97,7 +97,7 @@ class StepReport(TrainOp):
     {'Adam': Array(0.5, dtype=float32)} None
 
     Attributes:
-      skipped: bool scalar, whether variables and slots were left as they are; None where nobody has looked.
+      skipped: bool scalar, whether variables and slots were left as they are; None if nobody has looked.
       learning_rates: the rates of the step, as `est.learning_rates` names them; scalars.
       gradient_norms: the norms that `est.clip_by_global_norm` has seen, by the names of the optimizers; scalars.
     """

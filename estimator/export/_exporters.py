@@ -217,7 +217,7 @@ class BestExporter(LatestExporter):
 
     A file beside the exports has the best result: a restarted training run compares with it, and never exports a worse
     model, as TensorFlow's exporter would. A result with NaN in any metric is never the best. At the end of training
-    `export` returns the path of the best export, though the last model was no better; before, None where it makes none.
+    `export` returns the path of the best export, though the last model was no better; before, None if it makes none.
 
     >>> import numpy as np
     >>> def more_accurate(best_eval_result, current_eval_result):
@@ -293,7 +293,7 @@ def _read_record(export_path: str) -> dict[str, Any] | None:
 
 
 def _find(export_path: str, record: dict[str, Any]) -> str | None:
-    """The path of the export that a record is of; None where it was removed."""
+    """The path of the export that a record is of; None if it was removed."""
     path = os.path.join(export_path, record["export"])
     return path if is_dir(path) else None
 

@@ -7,7 +7,7 @@ from estimator.multihost._replica_check import check_replicas
 
 
 class ReplicaCheckHook(Hook):
-    """Raises `ReplicaMismatchError` where copies differ; `RunConfig(check_replicas_every=...)` adds it.
+    """Raises `ReplicaMismatchError` if copies differ; `RunConfig(check_replicas_every=...)` adds it.
 
     Args:
       every: at which multiples of global steps to look.

@@ -233,7 +233,7 @@ def _read(
 
 
 def _next(chunks: Iterator[BatchChunk | _Failure]) -> BatchChunk | _Failure | None:
-    """The next chunk, or the error; None where it was closed."""
+    """The next chunk, or the error; None if it was closed."""
     try:
         return next(chunks, None)
     except BaseException as failure:  # SystemExit too: the main thread decides about it

@@ -40,7 +40,7 @@ def count_flops(traced: jax.stages.Traced) -> float:
 
 
 def peak_flops(device_kind: str) -> float | None:
-    """The most FLOPs per second of a device; None where they are not known, as of CPUs and of a part of a GPU.
+    """The most FLOPs per second of a device; None if they are not known, as of CPUs and of a part of a GPU.
 
     >>> peak_flops("NVIDIA A100-SXM4-80GB"), peak_flops("cpu")
     (312000000000000.0, None)

@@ -46,7 +46,7 @@ class Plan:
         self._most = most
 
     def next(self) -> Chunk | None:
-        """The next chunk; None where the run ends."""
+        """The next chunk; None if the run ends."""
         start, end = self._step, self._last_step
         if start == end:
             return None

@@ -37,7 +37,7 @@ class StepOutputs(NamedTuple):
     Attributes:
       losses: of the model_fn.
       scalars: what logs and summaries show beside the loss, by tag.
-      skipped: whether a gradient was not finite; None where nobody looks.
+      skipped: whether a gradient was not finite; None if nobody looks.
     """
 
     losses: jax.Array

@@ -35,7 +35,7 @@ from estimator.multihost._process_group import ProcessGroup
 
 
 def first_batch(group: ProcessGroup, batch: Pair | None, mode: ModeKeys) -> Pair | None:
-    """The first batch of this process, or, where it has none, zeros like the one of another process; None where there
+    """The first batch of this process, or, where it has none, zeros like the one of another process; None if there
     is none in any process, or, in training, in one of them.
 
     Raises:

@@ -19,7 +19,7 @@ def namespace(*states: Any) -> Any:
 
 
 def divide(numerator: Any, denominator: Any) -> Any:
-    """`numerator / denominator`, 0 where the denominator is 0."""
+    """`numerator / denominator`, 0 if the denominator is 0."""
     xp = namespace(numerator, denominator)
     # The inner `where` keeps numpy from warning, and the gradient of the division from NaN.
     empty = denominator == 0

@@ -1,7 +1,7 @@
 """The processes of a run: by arguments and, for what is not given, by the engine or launcher that started this one.
 
 `find_cluster` completes the arguments of `initialize_distributed`. An engine is known by its variables in the
-environment: `_read_...` is one function per engine, which returns None where it has not started this process.
+environment: `_read_...` is one function per engine, which returns None if it has not started this process.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def _describe_missing(names: list[str], source: str) -> str:
 
 
 def _check_alone() -> None:
-    """Checks, where nothing says how to connect, that no variable speaks of several processes."""
+    """Checks, if nothing says how to connect, that no variable speaks of several processes."""
     for count, *others in (_JAX, _JAX_JOB, _TORCH, _SKYPILOT):
         lacking = [name for name in others if not os.environ.get(name)]
         if count == "NUM_PROCESSES" and lacking == others:  # which may be a user's own variable

@@ -19,7 +19,7 @@ def devices_are_started() -> bool:
 
 
 def coordination_client() -> Any:
-    """The client of this process, whoever has called `jax.distributed.initialize`; None where nobody has."""
+    """The client of this process, whoever has called `jax.distributed.initialize`; None if nobody has."""
     return distributed.global_state.client
 
 
@@ -44,7 +44,7 @@ class Connection(NamedTuple):
 
 
 def get_connection() -> Connection | None:
-    """Returns how this process was connected; None where nobody has connected it."""
+    """Returns how this process was connected; None if nobody has connected it."""
     state = distributed.global_state
     if state.client is None or state.coordinator_address is None:
         return None

@@ -209,7 +209,7 @@ def _run_in_time(work: Callable[[], None], cluster: ClusterSpec, times: _Times, 
 
 
 def _check_port_is_free(cluster: ClusterSpec) -> None:
-    """Raises OSError where the port of process 0 is in use."""
+    """Raises OSError if the port of process 0 is in use."""
     assert cluster.address is not None
     # jax's service could share the port with another one, and each would get some of the processes.
     dual = socket.has_dualstack_ipv6()

@@ -205,7 +205,7 @@ class KeyValueGroup(ProcessGroup):
         return text
 
     def _look(self, key: str) -> str | None:
-        """The value of a key; None where there is none within a short time."""
+        """The value of a key; None if there is none within a short time."""
         try:
             text: str = connected_client().blocking_key_value_get(key, _SHORT_WAIT_MS)
         except jax.errors.JaxRuntimeError as error:

@@ -115,7 +115,7 @@ def _say_of(processes: list[int], of_one: str, of_several: str) -> str:
 
 
 def run_within(secs: float, work: Callable[[], T]) -> T | None:
-    """Calls `work` in a thread, as it may hang; returns its result, or None where there is none in time."""
+    """Calls `work` in a thread, as it may hang; returns its result, or None if there is none in time."""
     results: list[T] = []
     thread = threading.Thread(target=lambda: results.append(work()), daemon=True)
     thread.start()

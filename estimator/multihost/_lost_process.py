@@ -167,7 +167,7 @@ class LostProcess:
         return lost
 
     def raise_if_lost(self, needs_all: bool = False) -> None:
-        """Raises `ProcessLostError` if a process has died, or, where all are still needed, has ended in order."""
+        """Raises `ProcessLostError` if a process has died, or, if all are still needed, has ended in order."""
         if loss := self.loss or (self._describe_early_end() if needs_all else None):
             raise ProcessLostError(loss)
 

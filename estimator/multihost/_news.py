@@ -125,7 +125,7 @@ class News:
         """Ends the threads: one that returned from a request later than Python ends would abort the process."""
         if os.getpid() != self._pid:
             return  # a forked process, such as a worker of a loader
-        jax.distributed.shutdown()  # which ends all requests; does nothing where that was called before
+        jax.distributed.shutdown()  # which ends all requests; does nothing if that was called before
         deadline = time.monotonic() + _SECS_TO_CLOSE
         for thread in list(self.threads):
             thread.join(max(0.0, deadline - time.monotonic()))

@@ -98,7 +98,7 @@ class ProcessGroup(abc.ABC):
 
     @abc.abstractmethod
     def raise_if_failed(self) -> None:
-        """Raises where another process has published a failure."""
+        """Raises if another process has published a failure."""
 
     @abc.abstractmethod
     def new_prefix(self) -> str:

@@ -32,7 +32,7 @@ def read_tf_config(text: str | None) -> Task | None:
       text: the value of TF_CONFIG.
 
     Returns:
-      None where it does not name several processes: it is missing, has no cluster, or is the evaluator's.
+      None if it does not name several processes: it is missing, has no cluster, or is the evaluator's.
     """
     cluster, task = _read_parts(text)
     kind, index = task.get("type"), _to_number(task.get("index"))
@@ -62,7 +62,7 @@ def read_role(text: str | None) -> str | None:
     'evaluator'
 
     Returns:
-      "evaluator"; "trainer" where the cluster has an evaluator, and this process is another one; None where it has
+      "evaluator"; "trainer" where the cluster has an evaluator, and this process is another one; None if it has
       none, as far as it says.
 
     Raises:

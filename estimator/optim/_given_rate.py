@@ -87,7 +87,7 @@ def to_carry(learning_rate: LearningRate | None) -> jax.Array | None:
 
 
 def read_carried(pair: jax.Array | None) -> dict[str, jax.Array]:
-    """The learning rate, as an argument of `GivenRate`'s update; none where it is known there."""
+    """The learning rate, as an argument of `GivenRate`'s update; none if it is known there."""
     return {} if pair is None else {"learning_rate": pair[0] / pair[1]}
 
 

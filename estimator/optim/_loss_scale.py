@@ -116,7 +116,7 @@ def check_argument(caller: str, loss_scale: object) -> DynamicLossScale | None:
 
 
 def current(slots: Slots, name: str | None) -> jax.Array | None:
-    """The scale in an optimizer's entry of the slots; None where it has none."""
+    """The scale in an optimizer's entry of the slots; None if it has none."""
     entry = slots.get(name) if name is not None else None
     return entry.scale if isinstance(entry, LossScaleState) else None
 

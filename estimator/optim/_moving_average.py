@@ -328,7 +328,7 @@ def variables_to_read(averages: Averages, mode: ModeKeys, variables: Variables) 
 
 
 def check_averages_read(by_mode: Mapping[ModeKeys, tuple[Averages, Variables]]) -> None:
-    """Raises a ValueError where training makes averages to evaluate with, and another mode does not have them.
+    """Raises a ValueError if training makes averages to evaluate with, and another mode does not have them.
 
     Args:
       by_mode: the averages and the variables of a model_fn in some modes.

@@ -56,7 +56,7 @@ class Limits:
                 )
 
     def secs(self, phase: str, slowest_step: float) -> float:
-        """The limit of a phase, infinite where it has none.
+        """The limit of a phase, infinite if it has none.
 
         >>> Limits(step=60).secs("step", slowest_step=7.0)
         70.0
@@ -67,6 +67,6 @@ class Limits:
         return max(limit, _SLOWEST_STEPS * slowest_step) if phase == "step" else limit
 
     def shortest(self) -> float:
-        """The shortest limit, infinite where there is none."""
+        """The shortest limit, infinite if there is none."""
         values = [value for value in dataclasses.astuple(self) if value is not None]
         return min(values, default=math.inf)

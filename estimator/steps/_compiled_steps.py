@@ -110,7 +110,7 @@ class Program:
 
 def _with_numbers_apart(traced: jax.stages.Traced) -> Callable[..., Any] | None:
     """The program with the numbers among its results as arguments, so that others give the same program: such as the
-    learning rate in a new State. None where it has no such numbers."""
+    learning rate in a new State. None if it has no such numbers."""
     from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun  # imports Pallas
 
     numbers: dict[int, Any] = {}

@@ -191,7 +191,7 @@ def finish_spec(placement: Placement, spec: EstimatorSpec, allowed: jax.Array | 
 
 
 def check_modes(infos: Mapping[ModeKeys, ModelInfo]) -> None:
-    """Raises an error where what a model_fn does in one mode contradicts another."""
+    """Raises an error if what a model_fn does in one mode contradicts another."""
     check_averages_read({mode: (info.notes.get(Averages), info.like.variables) for mode, info in infos.items()})
 
 

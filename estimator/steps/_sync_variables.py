@@ -133,7 +133,7 @@ def _same_everywhere(tree: PyTree, how: str) -> PyTree:
 
 
 def _copies(array: jax.Array) -> jax.Array | None:
-    """The copies of an array, as one that has them along a new first dimension; None where there is one alone."""
+    """The copies of an array, as one that has them along a new first dimension; None if there is one alone."""
     sharding = array.sharding
     # Placements without a mesh keep an array on one device alone.
     if not isinstance(sharding, NamedSharding):

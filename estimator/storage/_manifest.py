@@ -138,7 +138,7 @@ def read_checked(path: str, name: str) -> bytes:
 
 @contextlib.contextmanager
 def explain_errors(path: str) -> Iterator[None]:
-    """Raises errors within the block as damage, where no checksum has shown that there is none."""
+    """Raises errors within the block as damage, if no checksum has shown that there is none."""
     try:
         yield
     except DamagedCheckpointError:

@@ -87,7 +87,7 @@ def _read(path: str) -> tuple[list[dict[str, Any]], bool]:
 
 
 def _parse(line: bytes) -> dict[str, Any]:
-    """The row of a line; raises one of `_DAMAGES` where it is none."""
+    """The row of a line; raises one of `_DAMAGES` if it is none."""
     row = json.loads(line)
     row.update({tag: float(value) for tag, value in row.items() if isinstance(value, str)})
     if not all(isinstance(value, int | float) for value in row.values()) or not math.isfinite(row["time"]):

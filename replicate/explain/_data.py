@@ -142,7 +142,7 @@ class StepData:
       steps_per_program: how many steps `RunConfig(steps_per_loop="auto")` puts into one program, where no hook looks
         more often than the run itself.
       flops: floating point operations of a step on one device, by XLA's count, which takes what is in a loop once;
-        None where it does not say.
+        None if it does not say.
       memory: on each device; None where XLA does not say.
       bandwidth, latency: what the times are estimated with, in bytes per second and in seconds.
     """

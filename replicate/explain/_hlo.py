@@ -45,7 +45,7 @@ class Collective:
       arrays: the dtype and shape of each array that a device has after it, as in `("float32", (3, 4))`.
       bytes: the larger of what a device has before it and after it.
       participants: how many devices work together.
-      times: how often a step runs it; None where a loop decides while it runs.
+      times: how often a step runs it; None if a loop decides while it runs.
       within: "loop", "branch" (it may not run at all), or "" where neither is around it.
     """
 
