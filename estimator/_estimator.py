@@ -182,7 +182,7 @@ class Estimator:
           saving_listeners: `est.CheckpointSaverListener`s, called around every checkpoint.
 
         Raises:
-          TypeError: `steps` or `max_steps` is no int; a hook or listener is not one.
+          TypeError: `steps` or `max_steps` is not an int; a hook or listener is not one.
           RuntimeError: another training run uses the model_dir; this process was forked from one that had a run.
           OSError: the model_dir cannot be made or written.
           ValueError: both `steps` and `max_steps` are given, or one is not positive; listeners are given, but nothing
@@ -236,7 +236,7 @@ class Estimator:
           `RunConfig(eval_loss_over=...)` says) and "global_step".
 
         Raises:
-          TypeError: `steps` is no int; a hook is not one.
+          TypeError: `steps` is not an int; a hook is not one.
           ValueError: the input_fn gives no batch, `steps` is not positive, the path is not a checkpoint, or
             the checkpoint does not fit the model_fn.
         """

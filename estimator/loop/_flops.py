@@ -59,7 +59,7 @@ def steps_that_fit(
     Args:
       traced: the program of a step.
       platform: the kind of device that it runs on.
-      count: counts its FLOPs, those of a loop once.
+      count: counts its FLOPs, and what is in a loop once.
     """
     # What the model_fn shows is not computed here, and may have a loop of its own.
     jaxpr, _ = dce_jaxpr(traced.jaxpr.jaxpr, [True] * len(traced.jaxpr.jaxpr.outvars))
