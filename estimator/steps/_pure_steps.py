@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from absl import logging
 
 from estimator.core._batch import check_batch
 from estimator.core._bcoo import constrain, has_sparse, per_step
@@ -64,6 +65,7 @@ class PureSteps:
             spec = self._call(features, labels, mode)
         if mode == ModeKeys.TRAIN:
             check_averages_move(train_op_of(spec), frame)
+            _warn_of_lost_updates(train_op_of(spec), frame)
         state = State(frame.variables, frame.slots, step, key)
         like = jax.tree.map(_struct, state)
         like = like._replace(variables={name: like.variables[name] for name in frame.declared.trainable})  # jax sorts
@@ -162,6 +164,16 @@ class PureSteps:
         """Evaluation or prediction of a batch."""
         spec, *_ = self.compute(info, state, features, labels, mode)
         return dataclasses.replace(spec, train_op=None)
+
+
+def _warn_of_lost_updates(train_op: TrainOp, frame: Frame) -> None:
+    lost = frame.declared.slot_owners.keys() - {update.slots for update in train_op.updates}
+    if lost:
+        logging.warning(
+            "The EstimatorSpec has no update of the optimizers %s: its train_op lacks what `minimize` returned, "
+            "which then changes nothing. Put several train_ops into one by `est.group`.",
+            sorted(lost),
+        )
 
 
 def finish_spec(placement: Placement, spec: EstimatorSpec, allowed: jax.Array | None, after: State) -> EstimatorSpec:

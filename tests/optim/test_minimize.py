@@ -174,3 +174,17 @@ def test_a_loss_in_bfloat16_has_the_gradient_of_one_batch(towers):
     model, state = started(replicate(model_fn, towers), x)
     state, _ = model.train_step(state, x)
     np.testing.assert_allclose(state.variables["w"], 1 - 2.5, rtol=1e-6)
+
+
+@pytest.mark.parametrize("towers", [1, 2])
+@pytest.mark.parametrize("grouped", [False, True])
+def test_an_update_that_the_spec_leaves_out_is_a_line_in_the_log(towers, grouped, messages):
+    def two(features, labels, mode):
+        loss = two_variables() * features.mean()
+        of_a = TowerOptimizer(optax.sgd(1.0), name="of_a").minimize(loss, var_list=["a"])
+        of_b = TowerOptimizer(optax.sgd(1.0), name="of_b").minimize(loss, var_list=["b"])
+        return est.EstimatorSpec(mode, loss=loss, train_op=est.group(of_a, of_b) if grouped else of_b)
+
+    started(replicate(two, towers), np.ones(2, np.float32))
+    lines = [line for line in messages() if "has no update of the optimizers ['of_a']" in line]
+    assert len(lines) == (0 if grouped else 1)
