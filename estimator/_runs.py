@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import os
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -12,13 +13,13 @@ from absl import logging
 from estimator.checkpoint._checkpoint import Checkpoint
 from estimator.checkpoint._checkpoints import Checkpoints
 from estimator.checkpoint._lookup import CheckpointLookup
-from estimator.checkpoint._restore import StateSource
+from estimator.checkpoint._restore import StateSource, take_part
 from estimator.core._hook import Hook, as_hooks
 from estimator.core._mode_keys import ModeKeys
 from estimator.core._model_fn import ModelFn
 from estimator.core._run_config import RunConfig
 from estimator.core._state import State
-from estimator.core._typing import PyTree
+from estimator.core._typing import Features, PyTree
 from estimator.hooks._checkpoint_saver import CheckpointSaverListener
 from estimator.hooks._defaults import hooks_for_process, with_default_hooks
 from estimator.hooks._summary_saver import write_evaluation
@@ -34,6 +35,7 @@ from estimator.loop._synchronized_input import first_batch
 from estimator.loop._train import Training
 from estimator.multihost._preemption import ends_by_sigterm, raise_at_sigterm
 from estimator.multihost._process_group import ProcessGroup, SingleProcess
+from estimator.optim._moving_average import Averages, variables_to_read
 from estimator.steps._transform import transform
 from estimator.storage._files import is_url
 
@@ -98,7 +100,7 @@ class Runs:
         self.stopwatch = Stopwatch()
         self.eval_steps = EvalSteps(self._model)
         self._predict_steps = PredictSteps(self._model)
-        self.states = StateSource(self._model, config.seed, warm_start_from)
+        self.states = StateSource(config.seed, warm_start_from)
         self.lookup = CheckpointLookup(self._model_dir, self.checkpoints, self.states)
 
     def train(
@@ -187,7 +189,8 @@ class Runs:
         hooks = with_default_hooks(chief_hooks, [*as_hooks(own_hooks), *spec_hooks], self._config, listeners)
         hooks = hooks_for_process(group, hooks, chief_hooks)
         with self.stopwatch.part("checkpoint" if start.path else "compilation"):
-            state = self.states.take_for_training(start.path, group, *first)
+            init = functools.partial(self._model.init, features=first[0], labels=first[1])
+            state = self.states.take_for_training(start.path, group, info, init)
         # Before the first step, which donates the state.
         self._model.compare(ModeKeys.TRAIN, state, *first)
         step = start.step
@@ -278,9 +281,10 @@ class Runs:
         with ends_by_sigterm(context), _hook_calls.around(hooks, context):
             # The shapes of variables may depend on the first batch.
             if not isinstance(source, State):
-                state, path = self.lookup.read_state(ModeKeys.EVAL, source, checkpoint_path, group, *first)
+                init = functools.partial(self._model.init, features=first[0], labels=first[1], mode=ModeKeys.EVAL)
+                state, path = self.lookup.read_state(ModeKeys.EVAL, source, checkpoint_path, group, info, init)
             else:
-                state, path = self.states.for_evaluation(source, *first), None
+                state, path = take_part(source, info.placed_state), None
             context.set_readonly_state(state)
             context.track(self._config, self._params)
             self._model.compare(ModeKeys.EVAL, state, *first)
@@ -319,9 +323,21 @@ class Runs:
         context.set_model_info(info)
         hooks = as_hooks((*hooks, *info.hooks[1]))
         with ends_by_sigterm(context), _hook_calls.around(hooks, context):
-            state, _ = self.lookup.read_state(ModeKeys.PREDICT, path, checkpoint_path, SingleProcess(), features)
+            state = self._read_to_predict(features, path, checkpoint_path)
             context.set_readonly_state(state)
             yield from predict_batches(self._predict_steps, state, rest, features, keys, hooks, context)
+
+    def read_for_export(self, features: Features, path: str | None, checkpoint_path: str | None) -> State:
+        """The state saved at `path`, with moving averages in place of the variables where they are read so."""
+        state = self._read_to_predict(features, path, checkpoint_path)
+        averages = self._model.info(features, mode=ModeKeys.PREDICT).notes.get(Averages)
+        return state._replace(variables=variables_to_read(averages, ModeKeys.PREDICT, state.variables))
+
+    def _read_to_predict(self, features: Features, path: str | None, checkpoint_path: str | None) -> State:
+        mode = ModeKeys.PREDICT
+        info = self._model.info(features, mode=mode)
+        init = functools.partial(self._model.init, features=features, mode=mode)
+        return self.lookup.read_state(mode, path, checkpoint_path, SingleProcess(), info, init)[0]
 
     def _log_compiling(self, mode: ModeKeys) -> None:
         """Says once that the first batch of a mode takes longer: on some machines a minute."""
