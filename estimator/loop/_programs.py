@@ -20,8 +20,7 @@ from estimator.core._state import State
 from estimator.core._typing import Features, Labels, PyTree
 from estimator.inputs._batch_values import stack_of
 from estimator.loop._flops import count_flops, peak_flops, steps_that_fit
-from estimator.runtime._shared_programs import abstract_argument
-from estimator.steps._compiled_steps import Carry, Program, carry_of, loop_over_some, state_of
+from estimator.steps._compiled_steps import Carry, Program, abstract_argument, carry_of, loop_over_some, state_of
 from estimator.steps._deferred_merge import merge_deferred
 from estimator.steps._transform import Model
 
