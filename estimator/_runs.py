@@ -13,7 +13,7 @@ from absl import logging
 from estimator.checkpoint._checkpoint import Checkpoint
 from estimator.checkpoint._checkpoints import Checkpoints
 from estimator.checkpoint._lookup import CheckpointLookup
-from estimator.checkpoint._restore import StateSource, take_part
+from estimator.checkpoint._restore import StateSource, read_averages, take_part
 from estimator.core._hook import Hook, as_hooks
 from estimator.core._mode_keys import ModeKeys
 from estimator.core._model_fn import ModelFn
@@ -35,7 +35,6 @@ from estimator.loop._synchronized_input import first_batch
 from estimator.loop._train import Training
 from estimator.multihost._preemption import ends_by_sigterm, raise_at_sigterm
 from estimator.multihost._process_group import ProcessGroup, SingleProcess
-from estimator.optim._moving_average import Averages, variables_to_read
 from estimator.steps._transform import transform
 from estimator.storage._files import is_url
 
@@ -323,21 +322,17 @@ class Runs:
         context.set_model_info(info)
         hooks = as_hooks((*hooks, *info.hooks[1]))
         with ends_by_sigterm(context), _hook_calls.around(hooks, context):
-            state = self._read_to_predict(features, path, checkpoint_path)
+            init = functools.partial(self._model.init, features=features, mode=ModeKeys.PREDICT)
+            state, _ = self.lookup.read_state(ModeKeys.PREDICT, path, checkpoint_path, SingleProcess(), info, init)
             context.set_readonly_state(state)
             yield from predict_batches(self._predict_steps, state, rest, features, keys, hooks, context)
 
     def read_for_export(self, features: Features, path: str | None, checkpoint_path: str | None) -> State:
-        """The state saved at `path`, with moving averages in place of the variables where they are read so."""
-        state = self._read_to_predict(features, path, checkpoint_path)
-        averages = self._model.info(features, mode=ModeKeys.PREDICT).notes.get(Averages)
-        return state._replace(variables=variables_to_read(averages, ModeKeys.PREDICT, state.variables))
-
-    def _read_to_predict(self, features: Features, path: str | None, checkpoint_path: str | None) -> State:
-        mode = ModeKeys.PREDICT
-        info = self._model.info(features, mode=mode)
-        init = functools.partial(self._model.init, features=features, mode=mode)
-        return self.lookup.read_state(mode, path, checkpoint_path, SingleProcess(), info, init)[0]
+        """The state saved at `path`, with the values of variables that an export has."""
+        info = self._model.info(features, mode=ModeKeys.PREDICT)
+        init = functools.partial(self._model.init, features=features, mode=ModeKeys.PREDICT)
+        state, _ = self.lookup.read_state(ModeKeys.PREDICT, path, checkpoint_path, SingleProcess(), info, init)
+        return read_averages(state, info)
 
     def _log_compiling(self, mode: ModeKeys) -> None:
         """Says once that the first batch of a mode takes longer: on some machines a minute."""

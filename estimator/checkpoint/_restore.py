@@ -13,7 +13,7 @@ from estimator.core._mode_keys import ModeKeys
 from estimator.core._state import State
 from estimator.multihost._global_arrays import equalize_copies, is_within_reach, place
 from estimator.multihost._process_group import ProcessGroup
-from estimator.optim._moving_average import Averages, begin_averages
+from estimator.optim._moving_average import Averages, begin_averages, variables_to_read
 from estimator.steps._model_info import ModelInfo
 from estimator.storage._files import make_absolute
 
@@ -132,6 +132,11 @@ def take_part(state: State, like: State) -> State:
     """Takes the part of a state that a mode has, placed as in `like`."""
     # Programs are compiled for one structure, and training may place variables on other devices than evaluation.
     return jax.tree.map(_place, _part(state, like), like)
+
+
+def read_averages(state: State, info: ModelInfo) -> State:
+    """A state of PREDICT, with moving averages in place of the variables where they are read so."""
+    return state._replace(variables=variables_to_read(info.notes.get(Averages), ModeKeys.PREDICT, state.variables))
 
 
 def _part(state: State, like: State) -> State:
